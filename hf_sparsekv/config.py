@@ -1,0 +1,172 @@
+"""What a user chooses, as frozen dataclasses that are checked when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os import PathLike
+from typing import Literal
+
+Reduce = Literal["mean", "max"]
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _positive(name: str, value: object) -> None:
+    _require(_is_int(value) and value > 0, f"{name} must be a positive integer, got {value!r}")
+
+
+def _not_negative(name: str, value: object) -> None:
+    _require(_is_int(value) and value >= 0, f"{name} must be an integer >= 0, got {value!r}")
+
+
+def _power_of_two(name: str, value: object) -> None:
+    _positive(name, value)
+    _require(value & (value - 1) == 0, f"{name} must be a power of two, got {value}")
+
+
+def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+    _require(value in choices, f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseConfig:
+    """What every sparse method shares: block layout and the tokens that are always attended.
+
+    Args:
+        block_size: tokens in a block, the unit of storage, transfer and coarse selection. A power of two
+            in [16, 128].
+        sinks: the first valid tokens of each row, attended at every step on top of any budget.
+        window: the most recent tokens, attended at every step on top of any budget. The tokens that have
+            not been sealed into a block yet (at most ``max_draft + block_size - 1`` more) are attended too.
+        dense_layers: layers ``0 .. dense_layers - 1`` attend densely: their attention is too flat to select.
+        max_draft: draft tokens that a ``crop()`` can take back without reopening a stored block (assisted and
+            prompt-lookup decoding take back at most their draft length). A deeper crop is correct but slower.
+        max_length: longest sequence (prompt and answer, in tokens) to reserve storage for. ``None`` lets the
+            storage grow in steps.
+    """
+
+    block_size: int = 64
+    sinks: int = 4
+    window: int = 64
+    dense_layers: int = 2
+    max_draft: int = 16
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        _power_of_two("block_size", self.block_size)
+        _require(16 <= self.block_size <= 128, f"block_size must lie in [16, 128], got {self.block_size}")
+        for name in ("sinks", "window", "dense_layers", "max_draft"):
+            _not_negative(name, getattr(self, name))
+        _require(self.window >= 1, "window must be at least 1: the newest token is always attended")
+        if self.max_length is not None:
+            _positive("max_length", self.max_length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoLevelConfig(SparseConfig):
+    """Two-level selection: blocks by a bound on their scores, then tokens by quantised label channels.
+
+    Source: AsyncTLS section 4.1; the block bound is Quest's, the label channels are Double Sparsity's.
+
+    Args:
+        token_budget: tokens attended per step, row and KV head, beside sinks and recent window.
+        num_blocks: blocks that the coarse level keeps. ``None`` means 128, or as many as ``token_budget``
+            needs if that is more. Must be able to hold the budget.
+        level: ``"two_level"``, or one of its halves as a baseline: ``"block"`` attends to all tokens of the
+            ``token_budget // block_size`` best blocks (as Quest does), ``"token"`` scores the labels of every
+            cached token (as Double Sparsity does).
+        label_channels: channels kept per key in the label cache; even. ``None`` means a quarter of the head
+            dimension.
+        label_bits: 4 (packed codes with a scale and a zero point per token) or 16 (unquantised).
+        channel_file: label channels made by ``hf-sparsekv calibrate``. ``None`` calibrates online on the
+            prompt.
+        channel_importance: how online calibration ranks channels: ``"max"`` (AsyncTLS: product of the largest
+            magnitudes) or ``"mean"`` (Double Sparsity: mean magnitude of the product).
+        calibration_tokens: online channels are fixed once this many tokens are cached; dense until then.
+        block_reduce: how the query heads of a group share one block score: ``"mean"`` (their bounds are
+            averaged) or ``"max"``.
+        token_reduce: the same for the token score.
+        lag: choose tokens within the blocks of the previous step, so that fetching the next blocks can overlap
+            (AsyncTLS section 4.2). ``None`` means on when the cache is offloaded.
+    """
+
+    token_budget: int = 1024
+    num_blocks: int | None = None
+    level: Literal["two_level", "block", "token"] = "two_level"
+    label_channels: int | None = None
+    label_bits: int = 4
+    channel_file: str | PathLike[str] | None = None
+    channel_importance: Literal["max", "mean"] = "max"
+    calibration_tokens: int = 256
+    block_reduce: Reduce = "mean"
+    token_reduce: Reduce = "mean"
+    lag: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _positive("token_budget", self.token_budget)
+        _one_of("level", self.level, ("two_level", "block", "token"))
+        if self.num_blocks is not None:
+            _positive("num_blocks", self.num_blocks)
+            holds = self.num_blocks * self.block_size
+            _require(
+                self.level != "two_level" or holds >= self.token_budget,
+                f"num_blocks={self.num_blocks} blocks of {self.block_size} tokens hold {holds} tokens, fewer than "
+                f"token_budget={self.token_budget}: raise num_blocks to at least {self.blocks_for_budget}",
+            )
+        _require(
+            self.level != "block" or self.token_budget >= self.block_size,
+            f"level='block' attends to whole blocks: token_budget={self.token_budget} is less than one block of "
+            f"{self.block_size} tokens",
+        )
+        if self.label_channels is not None:
+            _positive("label_channels", self.label_channels)
+            _require(self.label_channels % 2 == 0, f"label_channels must be even, got {self.label_channels}")
+        _require(self.label_bits in (4, 16), f"label_bits must be 4 or 16, got {self.label_bits!r}")
+        _one_of("channel_importance", self.channel_importance, ("max", "mean"))
+        _positive("calibration_tokens", self.calibration_tokens)
+        _one_of("block_reduce", self.block_reduce, ("mean", "max"))
+        _one_of("token_reduce", self.token_reduce, ("mean", "max"))
+        _require(self.lag in (None, True, False), f"lag must be True, False or None, got {self.lag!r}")
+
+    @property
+    def blocks_for_budget(self) -> int:
+        """Fewest blocks that hold ``token_budget`` tokens."""
+        return -(-self.token_budget // self.block_size)
+
+    @property
+    def coarse_blocks(self) -> int:
+        """Blocks that the coarse level keeps per step, row and KV head."""
+        if self.level == "block":
+            return self.token_budget // self.block_size
+        return self.num_blocks or max(128, self.blocks_for_budget)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Where full blocks live when a cache is offloaded.
+
+    Args:
+        pin_memory: page-lock the host blocks, so that the GPU can read them in place. ``None`` means yes where
+            there is a GPU. Without it every step copies the selected tokens through the CPU.
+        max_host_bytes: refuse to grow beyond this many bytes of host memory over all layers. ``None`` means 80 %
+            of the machine's (or container's) memory.
+    """
+
+    pin_memory: bool | None = None
+    max_host_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(
+            self.pin_memory in (None, True, False),
+            f"pin_memory must be True, False or None, got {self.pin_memory!r}",
+        )
+        if self.max_host_bytes is not None:
+            _positive("max_host_bytes", self.max_host_bytes)

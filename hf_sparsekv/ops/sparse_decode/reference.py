@@ -1,0 +1,107 @@
+"""Exact attention of one query per row over chosen cached tokens: the definition."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+VALID = 1  # bit of a token's flag: not padding
+SELECTABLE = 1  # flag of a token that is valid and no sink: sinks are read from the near buffer
+
+
+def sparse_decode(
+    q: Tensor,
+    kv: Tensor,
+    flags: Tensor,
+    slots: Tensor,
+    ids: Tensor | None,
+    near_kv: Tensor,
+    near_valid: Tensor,
+    *,
+    granularity: str,
+    value_dim: int,
+    sinks: int,
+    scale: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    attended: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention over the near buffer and the chosen part of the stored blocks.
+
+    Args:
+        q: ``[batch, Hq, Dk]``.
+        kv: ``[num_slots, H, block_size, Dk + Dv]`` stored blocks: each token's key, then its value. May lie in
+            host memory while everything else is on the device.
+        flags: ``[num_slots, block_size]`` uint8 token flags: 0 padding, 1 selectable, 3 sink.
+        slots: ``[batch, cap]`` int32, slot of each block of each row; -1 where there is none.
+        ids: what is attended beside the near buffer, int32, -1 for none. ``granularity="token"``: columns
+            ``[batch, H, n]``, each of a selectable token. ``"block"``: block ids ``[batch, H, n]``, whose
+            selectable tokens are attended. ``"all"``: ``None``; every valid token of every block, sinks
+            included, and of the near buffer only the ring.
+        near_kv: ``[batch, H, sinks + R, Dk + Dv]`` sinks and ring of recent tokens.
+        near_valid: ``[batch, sinks + R]`` bool, entries that hold a token.
+        value_dim: ``Dv``.
+        sinks: positions of the near buffer that come before the ring.
+        scale: softmax scaling.
+        softcap: logits become ``softcap * tanh(logits / softcap)``.
+        sink_logits: ``[Hq]`` logits of learned attention sinks: part of the denominator, without a value.
+        attended: ``[batch, H]`` int64; the number of attended tokens is added to it.
+
+    Returns:
+        ``[batch, Hq, Dv]`` in q's dtype. A row with nothing to attend to gives zeros.
+    """
+    batch, q_heads, dk = q.shape
+    heads, block_size = kv.shape[1:3]
+    skip = sinks if granularity == "all" else 0
+    stored, usable = _gather(kv, flags, slots, ids, granularity, heads, block_size)
+    stored = stored.to(q.device)
+    chosen = torch.cat((stored, near_kv[:, :, skip:]), dim=2).float()  # [batch, H, n, Dk + Dv]
+    near = near_valid[:, None, skip:].expand(-1, heads, -1)
+    usable = torch.cat((usable.to(q.device), near), dim=2)
+
+    logits = q.float().view(batch, heads, q_heads // heads, dk) @ chosen[..., :dk].transpose(-1, -2) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~usable[:, :, None], float("-inf"))
+    if sink_logits is not None:
+        extra = sink_logits.float().view(1, heads, -1, 1).expand(batch, -1, -1, -1)
+        logits = torch.cat((logits, extra), dim=-1)
+    weights = logits.softmax(-1).nan_to_num(0.0)[..., : chosen.shape[2]]
+    # What is not attended may hold anything, NaN included: 0 x NaN must not reach the sum.
+    values = chosen[..., dk : dk + value_dim].masked_fill(~usable[..., None], 0.0)
+    if attended is not None:
+        attended += usable.sum(-1)
+    return (weights @ values).to(q.dtype).flatten(1, 2)
+
+
+def _gather(
+    kv: Tensor,
+    flags: Tensor,
+    slots: Tensor,
+    ids: Tensor | None,
+    granularity: str,
+    heads: int,
+    block_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Chosen entries ``[batch, H, n, Dk + Dv]`` on ``kv``'s device, and which of them to use ``[batch, H, n]``."""
+    home = kv.device
+    flags, slots = flags.to(home), slots.to(home).long()
+    head = torch.arange(heads, device=home)[None, :, None]
+    if granularity == "token":
+        ids = ids.to(home).long()
+        block = (ids // block_size).clamp_min(0)
+        slot = slots[:, None].expand(-1, heads, -1).gather(-1, block)
+        usable = (ids >= 0) & (slot >= 0)
+        return kv[slot.clamp_min(0), head, ids.clamp_min(0) % block_size], usable
+    if granularity == "block":
+        ids = ids.to(home).long()
+        slot = slots[:, None].expand(-1, heads, -1).gather(-1, ids.clamp_min(0))
+        slot = slot.masked_fill(ids < 0, -1)
+        usable = flags[slot.clamp_min(0)] == SELECTABLE
+    elif granularity == "all":
+        slot = slots[:, None].expand(-1, heads, -1)
+        usable = (flags[slot.clamp_min(0)] & VALID) > 0
+    else:
+        raise ValueError(f"granularity must be 'token', 'block' or 'all', got {granularity!r}")
+    usable = usable & (slot >= 0)[..., None]
+    return kv[slot.clamp_min(0), head].flatten(2, 3), usable.flatten(2)

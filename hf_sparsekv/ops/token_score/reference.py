@@ -1,0 +1,69 @@
+"""Approximate score of the tokens of chosen blocks from the label cache: the definition (Double Sparsity)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SELECTABLE = 1  # value of a token's flag: valid, and not a sink (see hf_sparsekv.offload.store)
+
+
+def unpack_labels(codes: Tensor, qparams: Tensor | None) -> Tensor:
+    """Label channels as float32.
+
+    Args:
+        codes: uint8 ``[..., r / 2]`` holding channel ``i`` in the low and channel ``i + r / 2`` in the high four
+            bits of byte ``i``; or floating point ``[..., r]`` (unquantised labels).
+        qparams: ``[..., 2]`` float16, scale and zero point of each token; ``None`` for unquantised labels.
+    """
+    if qparams is None:
+        return codes.float()
+    digits = torch.cat((codes & 15, codes >> 4), dim=-1).float()
+    return digits * qparams[..., :1].float() + qparams[..., 1:].float()
+
+
+def token_score(
+    q: Tensor,
+    codes: Tensor,
+    qparams: Tensor | None,
+    channels: Tensor,
+    flags: Tensor,
+    slots: Tensor,
+    block_ids: Tensor | None,
+    reduce: str,
+) -> Tensor:
+    """``a(t) = mean_h q_h[C] . label_t`` (or the maximum over the group) for each token of the given blocks.
+
+    AsyncTLS section 4.1, fine-grained token selection.
+
+    Args:
+        q: ``[batch, Hq, Dk]`` queries of this step.
+        codes: ``[num_slots, H, block_size, r / 2]`` uint8, or ``[num_slots, H, block_size, r]`` floating point.
+        qparams: ``[num_slots, H, block_size, 2]`` float16, or ``None`` with floating point ``codes``.
+        channels: ``[batch, H, r]`` int32, the label channels of each row and KV head.
+        flags: ``[num_slots, block_size]`` uint8; a token can be selected where it equals ``SELECTABLE``.
+        slots: ``[batch, cap]`` int32, slot of each block of each row; -1 where there is none.
+        block_ids: ``[batch, H, n]`` int32 (-1 for none), or ``None`` for all ``cap`` blocks.
+        reduce: ``"mean"`` or ``"max"`` over the query heads of a group.
+
+    Returns:
+        ``[batch, H, n * block_size]`` float32, ``-inf`` for tokens that cannot be selected.
+    """
+    batch, q_heads, dk = q.shape
+    heads, block_size = codes.shape[1:3]
+    group = q_heads // heads
+    q = q.float().view(batch, heads, group, dk)
+    q = q.gather(-1, channels.long()[:, :, None].expand(-1, -1, group, -1))
+    if reduce == "mean":
+        q = q.mean(2, keepdim=True)
+    head = torch.arange(heads, device=q.device)[None, :, None]
+    if block_ids is None:
+        at = slots[:, None].expand(-1, heads, -1).long()
+    else:
+        at = slots[:, None].expand(-1, heads, -1).gather(-1, block_ids.clamp_min(0).long()).long()
+        at = at.masked_fill(block_ids < 0, -1)
+    safe = at.clamp_min(0)
+    labels = unpack_labels(codes[safe, head], None if qparams is None else qparams[safe, head])
+    score = (q @ labels.flatten(2, 3).transpose(-1, -2)).amax(2)  # [batch, H, n * block_size]
+    usable = (flags[safe] == SELECTABLE) & (at >= 0)[..., None]
+    return score.masked_fill(~usable.flatten(2), float("-inf"))
