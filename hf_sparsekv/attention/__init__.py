@@ -1,0 +1,1 @@
+"""Attention over cached KV, and its registration with transformers."""

@@ -1,0 +1,71 @@
+"""What ``update()`` gives the model instead of keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ..cache import SparseLayer
+
+
+@dataclass
+class Step:
+    """New tokens on their way into a layer.
+
+    ``update()`` sees them before the query and the mask are known; ``attend()`` commits them.
+
+    Args:
+        layer: where they go.
+        k, v: ``[batch, H, q, D]``.
+        past: columns cached before them.
+        committed: they are stored.
+    """
+
+    layer: SparseLayer
+    k: Tensor
+    v: Tensor
+    past: int
+    committed: bool = field(default=False)
+
+    @property
+    def length(self) -> int:
+        """Columns cached with them."""
+        return self.past + self.k.shape[2]
+
+
+class KVHandle(torch.Tensor):
+    """Stands for all keys (or values) of a layer, new ones included: right shape, dtype and device, no storage.
+
+    The ``sparsekv`` attention function recognises it. Any other operation on it gets the real tensor, so a model
+    that looks into its keys, or another attention implementation, stays correct, only not sparse.
+    """
+
+    @staticmethod
+    def __new__(cls, step: Step, which: str) -> KVHandle:
+        like = step.k if which == "k" else step.v
+        batch, heads, _, dim = like.shape
+        shape = (batch, heads, step.length, dim)
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        self.step, self.which = step, which
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # keeps .shape, .dtype and .device cheap
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        def real(x):
+            return x.materialise() if isinstance(x, KVHandle) else x
+
+        args, kwargs = torch.utils._pytree.tree_map(real, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def materialise(self) -> Tensor:
+        """All keys (or values) of the layer as a plain tensor ``[batch, H, length, D]``."""
+        return self.step.layer.materialise(self.step, self.which)
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        return f"KVHandle({self.which}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"

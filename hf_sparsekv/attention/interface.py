@@ -1,0 +1,97 @@
+"""The attention function registered with transformers as ``sparsekv``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from .exact import AttentionSpec, exact_attention
+from .handle import KVHandle
+from .masks import sparsekv_mask
+
+NAME = "sparsekv"
+
+
+def sparsekv_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Attention over one of our caches; over anything else, what sdpa does.
+
+    Args:
+        module: the model's attention module.
+        query: ``[batch, Hq, q, Dk]``.
+        key, value: handles from one of our caches, or tensors ``[batch, H, n, D]``.
+        attention_mask: what :func:`~hf_sparsekv.attention.masks.sparsekv_mask` returned, or a 4-D mask.
+
+    Returns:
+        ``[batch, q, Hq, Dv]``, and None: weights are never made.
+
+    Raises:
+        ValueError: attention weights were asked for, or a position bias came with one of our caches.
+    """
+    if kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False):
+        raise ValueError(
+            "attn_implementation='sparsekv' never computes attention weights: drop output_attentions=True, or load "
+            "the model with attn_implementation='eager'"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    spec = AttentionSpec(scale, softcap, s_aux, sliding_window)
+    if isinstance(key, KVHandle):
+        if position_bias is not None:
+            raise ValueError("sparse caches do not support attention with a position bias: use a DynamicCache")
+        out, key, value = key.step.layer.owner.attend(module, key.step, query, attention_mask, spec, dropout)
+        if out is not None:
+            return out.transpose(1, 2).contiguous(), None
+        # The layer turned out to be one of transformers' own (sliding): key and value are its tensors.
+    return _stock(module, query, key, value, attention_mask, dropout, spec, position_bias, is_causal, **kwargs)
+
+
+def _stock(module, query, key, value, mask, dropout, spec, position_bias, is_causal, **kwargs) -> tuple[Tensor, None]:
+    """Other caches, sliding layers, assistants, no cache at all."""
+    columns = mask if mask is not None and mask.ndim == 2 else None
+    if columns is None and spec.softcap is None and spec.sink_logits is None:
+        out = sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            mask,
+            dropout=dropout,
+            scaling=spec.scale,
+            is_causal=is_causal,
+            position_bias=position_bias,
+            **kwargs,
+        )
+        return out
+    if position_bias is not None:
+        raise ValueError("attn_implementation='sparsekv' cannot combine a position bias with softcap, sinks or padding")
+    if mask is None and is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if mask is None and not is_causal:
+        mask = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+    # A sliding layer's window is in its 4-D mask already; without a mask everything lies within the window.
+    spec = AttentionSpec(spec.scale, spec.softcap, spec.sink_logits)
+    out = exact_attention(
+        query, key, value, spec, columns=columns, mask=None if columns is not None else mask, dropout=dropout
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def register() -> None:
+    """Make ``attn_implementation="sparsekv"`` known to transformers. Changes nothing else."""
+    AttentionInterface.register(NAME, sparsekv_attention)
+    AttentionMaskInterface.register(NAME, sparsekv_mask)

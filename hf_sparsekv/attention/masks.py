@@ -1,0 +1,83 @@
+"""The mask function registered beside the attention function.
+
+Without it transformers would pass no mask at all, padding included (``masking_utils._preprocess_mask_arguments``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+
+def sparsekv_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function=causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    local_size: int | None = None,
+    **kwargs,
+) -> Tensor | None:
+    """Mask of a forward pass, in the cheapest form that says everything.
+
+    Returns:
+        For plain causal attention over a growing cache: ``None`` where nothing is padding and causality is clear
+        (one query, or no past), else the validity of the columns, bool ``[batch, kv_length]``. For all else
+        (sliding layers, overlays, static caches) the 4-D mask that sdpa gets.
+
+    Raises:
+        ValueError: ``attention_mask`` covers fewer columns than there are.
+    """
+    plain = (
+        mask_function is causal_mask_function
+        and local_size is None
+        and allow_is_causal_skip
+        and kv_offset == 0
+        and isinstance(q_offset, int)
+        and kv_length == q_offset + q_length
+    )
+    if not plain:
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=allow_is_causal_skip,
+            local_size=local_size,
+            **kwargs,
+        )
+    if attention_mask is not None:
+        if attention_mask.shape[-1] < kv_length:
+            raise ValueError(
+                f"attention_mask has {attention_mask.shape[-1]} columns, but {q_offset} cached and {q_length} new "
+                f"tokens make {kv_length}: pass the mask of all of them"
+            )
+        attention_mask = attention_mask[:, :kv_length].bool()
+        # One synchronisation a forward, as sdpa's own mask has; it spares every layer the masked path.
+        if not bool(attention_mask.all()):
+            return attention_mask
+    if q_length > 1 and q_offset > 0:
+        # None would mean "causal from the first column" to sdpa.
+        device = kwargs.get("device", "cpu")
+        return torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
+    return None
+
+
+def new_columns(mask: Tensor | None, past: int, length: int) -> Tensor | None:
+    """Validity of columns ``past .. length - 1``, bool ``[batch, q]``; ``None`` if the mask does not say.
+
+    A 4-D mask tells it by its last query, which sees every earlier column that is no padding.
+    """
+    if mask is None:
+        return None
+    if mask.ndim == 2:
+        return mask[:, past:length].bool()
+    last = mask[:, 0, -1, past:length]
+    return last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2

@@ -1,0 +1,199 @@
+"""Slots for full blocks: the storage under one cache layer."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from ..config import OffloadConfig
+
+_MIN_SLOTS = 16
+
+
+def bucket(n: int) -> int:
+    """Smallest capacity of the form {4, 5, 6, 7} x 2^k (at least 16) that holds ``n`` items.
+
+    Four sizes an octave: at most a quarter is unused, and growing item by item copies each item about four times
+    in all.
+    """
+    n = max(n, _MIN_SLOTS)
+    step = 1 << max((n - 1).bit_length() - 3, 0)
+    return -(-n // step) * step
+
+
+def host_memory_limit() -> int:
+    """Bytes of memory this process may use at most: the container's limit, or else the machine's memory."""
+    limits = [psutil.virtual_memory().total]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limits.append(int(Path(path).read_text()))
+        except (OSError, ValueError):  # no such controller, or "max"
+            continue
+    return min(limits)
+
+
+class HostBudget:
+    """Host bytes that the layers of one cache may take together."""
+
+    def __init__(self, config: OffloadConfig) -> None:
+        self.config = config
+        self.used = 0
+
+    @property
+    def limit(self) -> int:
+        return self.config.max_host_bytes or int(0.8 * host_memory_limit())
+
+    def __deepcopy__(self, memo: dict) -> HostBudget:
+        return self  # copies of a cache share its blocks, hence its budget
+
+    def take(self, size: int) -> None:
+        if self.used + size > self.limit:
+            raise MemoryError(
+                f"the offloaded KV cache needs {(self.used + size) / 2**30:.2f} GiB of host memory, the limit is "
+                f"{self.limit / 2**30:.2f} GiB: shorten the context, lower the batch size, or raise "
+                "OffloadConfig(max_host_bytes=...)"
+            )
+        self.used += size
+
+    def give(self, size: int) -> None:
+        self.used -= size
+
+
+class BlockPool:
+    """Block slots of one layer. A slot holds one block of one row, for all KV heads.
+
+    A slot is written once, when its block is sealed, and never changed after: rows, beams and copies of a cache
+    share slots by naming the same slot in their tables. What nobody names any more is found again when the pool
+    would have to grow.
+
+    Attributes:
+        kv: ``[capacity, H, block_size, Dk + Dv]``: each token's key, then its value. Side by side because the
+            token-level kernels read both: twice the in-place read rate from host memory. On the device, or in host
+            memory (pinned where there is a GPU) when offloaded.
+        fields: what is kept per slot beside it, always on the device: ``flags`` uint8 ``[capacity, block_size]``
+            (0 padding, 1 selectable, 3 sink), ``fill`` int32 ``[capacity]`` (number of selectable tokens), and the
+            index fields that the selection policy asks for with :meth:`add_field`.
+    """
+
+    def __init__(
+        self,
+        *,
+        heads: int,
+        block_size: int,
+        token_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        host: HostBudget | None,
+        capacity: int,
+    ) -> None:
+        self.device, self.host = device, host
+        self.capacity = self.used = 0
+        self.fields: dict[str, Tensor] = {}
+        self._free: Tensor | None = None  # slots below `used` that nobody names, int32 on the device
+        self._users: weakref.WeakSet = weakref.WeakSet()
+        self.lock = threading.RLock()  # held from taking slots until a table names them
+        pin = host is not None and device.type == "cuda" and host.config.pin_memory is not False
+        self._pin = pin
+        self.kv = self._new_kv(capacity, (heads, block_size, token_dim), dtype)
+        self.capacity = capacity
+        self.add_field("flags", (block_size,), torch.uint8)
+        self.add_field("fill", (), torch.int32)
+
+    def __deepcopy__(self, memo: dict) -> BlockPool:
+        return self  # full blocks never change: copies of a cache share them
+
+    def __del__(self) -> None:
+        if self.host is not None and hasattr(self, "kv"):
+            self.host.give(self.kv.nbytes)
+
+    def _new_kv(self, capacity: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self.host is None:
+            return torch.empty(capacity, *shape, dtype=dtype, device=self.device)
+        size = capacity * dtype.itemsize
+        for n in shape:
+            size *= n
+        self.host.take(size)
+        try:
+            return torch.empty(capacity, *shape, dtype=dtype, pin_memory=self._pin)
+        except BaseException:
+            self.host.give(size)
+            raise
+
+    def add_field(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Keep a tensor ``[capacity, *shape]`` on the device beside the blocks."""
+        self.fields[name] = torch.empty(self.capacity, *shape, dtype=dtype, device=self.device)
+
+    def register(self, user: object) -> None:
+        """``user.slots`` (int32, -1 for none) names slots of this pool for as long as ``user`` lives."""
+        self._users.add(user)
+
+    @property
+    def shared(self) -> bool:
+        """More than one table names slots of this pool."""
+        return len(self._users) > 1
+
+    def release_all(self) -> None:
+        """Forget all blocks; only for a pool that is not shared."""
+        self.used, self._free = 0, None
+
+    def allocate(self, n: int) -> Tensor:
+        """Take ``n`` slots; grows the pool if it must.
+
+        Returns:
+            int32 ``[n]`` on the device.
+
+        Raises:
+            MemoryError: the pool lies in host memory and would exceed its limit. The pool is unchanged.
+        """
+        with self.lock:
+            if self.used + n > self.capacity:
+                if self._free is None or len(self._free) < n:
+                    self._find_free()
+                # A search is worth it only if it makes room for a while; else grow.
+                if len(self._free) >= max(n, self.capacity // 8):
+                    slots, self._free = self._free[:n], self._free[n:]
+                    return slots
+                self._free = None
+                self._grow(bucket(self.used + n))
+            start = self.used
+            self.used += n
+            return torch.arange(start, start + n, dtype=torch.int32, device=self.device)
+
+    def _find_free(self) -> None:
+        """One synchronisation, and only when the pool is full."""
+        named = torch.zeros(self.used, dtype=torch.bool, device=self.device)
+        for user in list(self._users):
+            named[user.slots[user.slots >= 0].long()] = True
+        self._free = (~named).nonzero().flatten().int()
+
+    def _grow(self, capacity: int) -> None:
+        old = self.kv
+        new = self._new_kv(capacity, old.shape[1:], old.dtype)
+        new[: self.used] = old[: self.used]
+        self.kv, self.capacity = new, capacity
+        if self.host is not None:
+            self.host.give(old.nbytes)
+        for name, field in self.fields.items():
+            grown = torch.empty(capacity, *field.shape[1:], dtype=field.dtype, device=self.device)
+            grown[: self.used] = field[: self.used]
+            self.fields[name] = grown
+
+    def write(self, slots: Tensor, kv: Tensor, **fields: Tensor) -> None:
+        """Fill slots: ``kv [n, H, block_size, Dk + Dv]`` and the named fields ``[n, ...]``, all on the device."""
+        if self.kv.device == kv.device:
+            self.kv[slots.long()] = kv
+        else:
+            # A blocking copy: the block may be read in place as soon as its slot is in a table.
+            self.kv[slots.cpu().long()] = kv.cpu()
+        for name, value in fields.items():
+            self.fields[name][slots.long()] = value.to(self.fields[name].dtype)
+
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes allocated on the device and in host memory."""
+        on_device = sum(f.nbytes for f in self.fields.values())
+        return (on_device, self.kv.nbytes) if self.host is not None else (on_device + self.kv.nbytes, 0)

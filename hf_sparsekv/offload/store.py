@@ -1,0 +1,317 @@
+"""What one cache layer holds: sealed blocks in slots, recent tokens in a ring, sinks beside it.
+
+Columns are positions of the attention mask: all rows of a padded batch fill and seal a block at the same step, and
+padding is a matter of validity, not of place. Block ``b`` is columns ``b * block_size ..``; blocks ``0 .. sealed - 1``
+are in slots, younger columns in the ring, where column ``c`` lives at ``c % ring``.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..config import SparseConfig
+from ..ops.append import append
+from .pool import BlockPool, HostBudget, bucket
+
+VALID, SINK = 1, 2  # bits of a token's flag
+_SEAL_BYTES = 1 << 26  # blocks are sealed in pieces of about this size, which bounds the temporaries of a long prompt
+
+
+def ring_tokens(config: SparseConfig) -> int:
+    """Tokens that the ring of recent tokens holds: window and drafts, and a block that fills up behind them."""
+    recent = config.window + config.max_draft
+    return (-(-recent // config.block_size) + 1) * config.block_size
+
+
+class DeviceLength:
+    """An int32 tensor per device that kernels read a length from; written only when the length has changed.
+
+    The layers of a cache share one, so that a step writes it once and not once a layer.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[torch.device, list] = {}
+
+    def __deepcopy__(self, memo: dict) -> DeviceLength:
+        return DeviceLength()
+
+    def at(self, device: torch.device, value: int) -> Tensor:
+        held = self._held.get(device)
+        if held is None:
+            held = self._held[device] = [torch.empty(1, dtype=torch.int32, device=device), -1]
+        if held[1] != value:
+            held[0].fill_(value)
+            held[1] = value
+        return held[0]
+
+
+class Indexer(Protocol):
+    """Makes what a selection policy keeps per block (bounds, labels)."""
+
+    def index(self, kv: Tensor, flags: Tensor) -> dict[str, Tensor]:
+        """Fields of blocks ``kv [n, batch, H, block_size, Dk + Dv]``, ``flags [n, batch, block_size]``."""
+        ...
+
+
+class LayerStore:
+    """KV of one layer for ``batch`` rows.
+
+    Attributes:
+        length: columns cached (host int).
+        sealed: blocks in slots (host int).
+        padded: some column may be padding.
+        slots: int32 ``[batch, cap]``, slot of each sealed block of each row; -1 elsewhere.
+        near_kv: ``[batch, H, sinks + ring, Dk + Dv]``.
+        near_valid: bool ``[batch, sinks + ring]``: entries to attend to. Sealing a block clears its entries.
+        seen: int32 ``[batch]``, valid tokens in sealed blocks.
+    """
+
+    def __init__(
+        self, k: Tensor, v: Tensor, config: SparseConfig, host: HostBudget | None, clock: DeviceLength
+    ) -> None:
+        self.config, self.clock = config, clock
+        self.batch, self.heads, _, self.key_dim = k.shape
+        self.value_dim = v.shape[3]
+        self.dtype, self.device = k.dtype, k.device
+        self.block_size, self.sinks, self.ring = config.block_size, config.sinks, ring_tokens(config)
+        self.length = self.sealed = 0
+        self.padded = False
+        expected = config.max_length or k.shape[2]
+        self.pool = BlockPool(
+            heads=self.heads,
+            block_size=self.block_size,
+            token_dim=self.key_dim + self.value_dim,
+            dtype=self.dtype,
+            device=self.device,
+            host=host,
+            capacity=bucket(-(-expected // self.block_size) * self.batch),
+        )
+        self.slots = self._ints((self.batch, bucket(-(-expected // self.block_size))), -1)
+        near = self.sinks + self.ring
+        self.near_kv = k.new_zeros(self.batch, self.heads, near, self.key_dim + self.value_dim)
+        self.near_valid = torch.zeros(self.batch, near, dtype=torch.bool, device=self.device)
+        self.seen = self._ints((self.batch,), 0)
+        self.pool.register(self)
+
+    def _ints(self, shape: tuple[int, ...], value: int) -> Tensor:
+        return torch.full(shape, value, dtype=torch.int32, device=self.device)
+
+    # ------------------------------------------------------------------ writing
+
+    def append(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
+        """Put a few new tokens into the ring: ``k, v [batch, H, q, D]``, ``valid [batch, q]`` bool or None."""
+        length = self.clock.at(self.device, self.length)
+        append(k, v, valid, self.near_kv, self.near_valid, length, self.sinks)
+        self.padded |= valid is not None
+        self.length += k.shape[2]
+
+    def sealable(self, length: int) -> int:
+        """Blocks that are older than window and drafts once ``length`` columns are cached."""
+        recent = self.config.window + self.config.max_draft
+        return max(self.sealed, (length - recent) // self.block_size, 0)
+
+    def extend(self, k: Tensor, v: Tensor, valid: Tensor | None, indexer: Indexer) -> None:
+        """Cache any number of new tokens, sealing what has become old on the way."""
+        end = self.length + k.shape[2]
+        target = self.sealable(end)
+        if valid is not None:
+            self.padded = True
+        old = self.length - self.sealed * self.block_size  # columns in the ring
+        piece = max(1, _SEAL_BYTES // (self.batch * self.heads * self.block_size * self.near_kv.shape[3] * k.itemsize))
+        start = self.sealed
+        for lo in range(start, target, piece):
+            hi = min(lo + piece, target)
+            kv, ok = self._columns(lo, hi, start * self.block_size, old, k, v, valid)
+            self._seal(kv, ok, indexer)
+        # What remains goes to the ring; older columns that stay unsealed are there already.
+        first = max(target * self.block_size, self.length)
+        skip = first - self.length
+        self._clear(start, target)
+        self.length = first
+        if skip < k.shape[2]:
+            self.append(k[:, :, skip:], v[:, :, skip:], None if valid is None else valid[:, skip:])
+
+    def seal_due(self, indexer: Indexer) -> bool:
+        """Seal the ring's blocks that have become old. True if there were any."""
+        target = self.sealable(self.length)
+        if target == self.sealed:
+            return False
+        start = self.sealed
+        at = self._ring_index(start * self.block_size, target * self.block_size)
+        self._seal(self.near_kv[:, :, at], self.near_valid[:, at], indexer)
+        self._clear(start, target)
+        return True
+
+    def _ring_index(self, start: int, end: int) -> Tensor:
+        """Near-buffer positions of columns ``start .. end - 1``."""
+        return self.sinks + torch.arange(start, end, device=self.device) % self.ring
+
+    def _clear(self, start: int, end: int) -> None:
+        """Blocks ``start .. end - 1`` have left the ring."""
+        if end > start:
+            span = range(start * self.block_size, min(end * self.block_size, start * self.block_size + self.ring))
+            self.near_valid[:, self._ring_index(span.start, span.stop)] = False
+
+    def _columns(
+        self, lo: int, hi: int, ring_start: int, old: int, k: Tensor, v: Tensor, valid: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Columns of blocks ``lo .. hi - 1`` as ``[batch, H, n, Dk + Dv]`` and validity, from ring and new tokens."""
+        start, end = lo * self.block_size, hi * self.block_size
+        new_from = ring_start + old  # first column of k and v
+        parts, oks = [], []
+        if start < new_from:
+            at = self._ring_index(start, min(end, new_from))
+            parts.append(self.near_kv[:, :, at])
+            oks.append(self.near_valid[:, at])
+        if end > new_from:
+            span = slice(max(start, new_from) - new_from, end - new_from)
+            parts.append(torch.cat((k[:, :, span], v[:, :, span]), dim=-1))
+            n = span.stop - span.start
+            ok = torch.ones(self.batch, n, dtype=torch.bool, device=self.device) if valid is None else valid[:, span]
+            oks.append(ok)
+        if len(parts) == 1:
+            return parts[0], oks[0]
+        return torch.cat(parts, dim=2), torch.cat(oks, dim=1)
+
+    def _seal(self, kv: Tensor, valid: Tensor, indexer: Indexer) -> None:
+        """Move the next blocks into slots: ``kv [batch, H, n * block_size, Dk + Dv]``, ``valid [batch, ...]``."""
+        size = self.block_size
+        n = kv.shape[2] // size
+        count = valid.int().cumsum(1, dtype=torch.int32)
+        rank = self.seen[:, None] + count - 1  # of a valid token among its row's valid tokens
+        is_sink = valid & (rank < self.sinks)
+        if self.sinks and (self.padded or self.sealed * size < self.sinks):
+            self._keep_sinks(kv, is_sink, rank)
+        flags = valid.to(torch.uint8) * VALID + is_sink.to(torch.uint8) * SINK
+        flags = flags.view(self.batch, n, size).transpose(0, 1)
+        blocks = kv.view(self.batch, self.heads, n, size, -1).permute(2, 0, 1, 3, 4)
+        fields = indexer.index(blocks, flags)
+        if self.sealed + n > self.slots.shape[1]:
+            grown = self._ints((self.batch, bucket(self.sealed + n)), -1)
+            grown[:, : self.sealed] = self.slots[:, : self.sealed]
+            self.slots = grown
+        with self.pool.lock:  # until the table names the slots, another copy of the cache could take them
+            slots = self.pool.allocate(n * self.batch)
+            self.pool.write(
+                slots,
+                blocks.flatten(0, 1),
+                flags=flags.flatten(0, 1),
+                fill=(flags == VALID).sum(-1).flatten(),
+                **{name: value.flatten(0, 1) for name, value in fields.items()},
+            )
+            self.slots[:, self.sealed : self.sealed + n] = slots.view(n, self.batch).T
+        self.seen += count[:, -1]
+        self.sealed += n
+
+    def _keep_sinks(self, kv: Tensor, is_sink: Tensor, rank: Tensor) -> None:
+        """Copy the sinks among the sealed tokens to the front of the near buffer."""
+        where = rank.masked_fill(~is_sink, self.sinks).long()  # position `sinks` collects the rest
+        column = torch.arange(kv.shape[2], device=self.device).expand(self.batch, -1)
+        source = torch.full((self.batch, self.sinks + 1), -1, device=self.device).scatter(1, where, column)
+        source = source[:, : self.sinks]
+        found = source >= 0
+        index = source.clamp_min(0)[:, None, :, None].expand(-1, self.heads, -1, kv.shape[3])
+        front = self.near_kv[:, :, : self.sinks]
+        self.near_kv[:, :, : self.sinks] = torch.where(found[:, None, :, None], kv.gather(2, index), front)
+        self.near_valid[:, : self.sinks] |= found
+
+    # ------------------------------------------------------------------ reading
+
+    @property
+    def table(self) -> Tensor:
+        """Slots of the sealed blocks, ``[batch, sealed]``."""
+        return self.slots[:, : self.sealed]
+
+    @property
+    def near_length(self) -> int:
+        """Columns in the ring."""
+        return self.length - self.sealed * self.block_size
+
+    def materialise(self) -> tuple[Tensor, Tensor]:
+        """All cached keys and values on the device, ``[batch, H, length, Dk]`` and ``[..., Dv]``."""
+        parts = []
+        if self.sealed:
+            home = self.pool.kv.device
+            blocks = self.pool.kv[self.table.to(home).long()].to(self.device)  # [batch, n, H, B, Dk + Dv]
+            parts.append(blocks.transpose(1, 2).flatten(2, 3))
+        parts.append(self.near_kv[:, :, self._ring_index(self.sealed * self.block_size, self.length)])
+        kv = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        return kv[..., : self.key_dim], kv[..., self.key_dim :]
+
+    def valid_columns(self) -> Tensor:
+        """Validity of all cached columns, bool ``[batch, length]``."""
+        flags = self.pool.fields["flags"][self.table.long()].flatten(1, 2)
+        ring = self.near_valid[:, self._ring_index(self.sealed * self.block_size, self.length)]
+        return torch.cat(((flags & VALID) > 0, ring), dim=1)
+
+    def sealed_blocks(self) -> tuple[Tensor, Tensor]:
+        """Sealed blocks on the device, ``[sealed, batch, H, block_size, Dk + Dv]``, and their flags."""
+        home = self.pool.kv.device
+        at = self.table.T
+        return self.pool.kv[at.to(home).long()].to(self.device), self.pool.fields["flags"][at.long()]
+
+    # ------------------------------------------------------------------ changing
+
+    def crop(self, length: int) -> None:
+        """Keep the first ``length`` columns.
+
+        A block that would leave the window short is taken back into the ring; its slot is left to whoever shares it.
+        """
+        if length >= self.length:
+            return
+        size = self.block_size
+        sealed = min(self.sealed, max(0, (length - self.config.window) // size))
+        if sealed < self.sealed:
+            end = min(self.sealed * size, length)
+            if end > sealed * size:
+                at = self.slots[:, sealed : -(-end // size)]
+                home = self.pool.kv.device
+                kv = self.pool.kv[at.to(home).long()].to(self.device).transpose(1, 2).flatten(2, 3)
+                ok = (self.pool.fields["flags"][at.long()].flatten(1, 2) & VALID) > 0
+                ring = self._ring_index(sealed * size, end)
+                self.near_kv[:, :, ring] = kv[:, :, : end - sealed * size]
+                self.near_valid[:, ring] = ok[:, : end - sealed * size]
+            kept = (self.pool.fields["flags"][self.slots[:, :sealed].long()] & VALID) > 0
+            self.seen = kept.flatten(1).sum(1, dtype=torch.int32)
+            self.slots[:, sealed:] = -1
+            place = torch.arange(self.sinks, device=self.device)
+            self.near_valid[:, : self.sinks] = place < self.seen[:, None]
+            self.sealed = sealed
+        self.near_valid[:, self._ring_index(length, self.sealed * size + self.ring)] = False
+        self.length = length
+
+    def map_rows(self, index: Tensor) -> None:
+        """Row ``i`` becomes what row ``index[i]`` was. Sealed blocks are shared, not copied."""
+        index = index.to(self.device)
+        for name in ("slots", "near_kv", "near_valid", "seen"):
+            setattr(self, name, getattr(self, name).index_select(0, index))
+        self.batch = index.shape[0]
+
+    def reset(self) -> None:
+        """Forget everything but keep the memory."""
+        self.length = self.sealed = 0
+        self.padded = False
+        self.slots.fill_(-1)
+        self.near_valid.fill_(False)
+        self.seen.zero_()
+        if not self.pool.shared:
+            self.pool.release_all()
+
+    def copy(self, clock: DeviceLength) -> LayerStore:
+        """An independent store that shares the sealed blocks."""
+        new = object.__new__(LayerStore)
+        new.__dict__.update(self.__dict__)
+        for name in ("slots", "near_kv", "near_valid", "seen"):
+            setattr(new, name, getattr(self, name).clone())
+        new.clock = clock
+        new.pool.register(new)
+        return new
+
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes allocated on the device and in host memory."""
+        own = sum(t.nbytes for t in (self.slots, self.near_kv, self.near_valid, self.seen))
+        device, host = self.pool.nbytes()
+        return device + own, host

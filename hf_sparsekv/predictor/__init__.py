@@ -1,0 +1,1 @@
+"""What is guessed ahead of the query: label channels."""

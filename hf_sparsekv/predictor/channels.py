@@ -1,0 +1,183 @@
+"""Label channels: the few key channels that carry most of the score (Double Sparsity; AsyncTLS section 4.1)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from os import PathLike
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+FORMAT = "hf-sparsekv-channels-1"
+_SHAPE_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
+
+class ChannelStats:
+    """Running channel magnitudes of one layer's queries and keys, per row.
+
+    ``importance="max"`` is AsyncTLS's ``I(j) = sum_h max_t |q_h,t[j]| * max_t |k_t[j]|``, ``"mean"`` Double
+    Sparsity's mean of ``|q[j] k[j]|`` over all pairs, which is the product of the means.
+    """
+
+    def __init__(self, importance: str) -> None:
+        self.importance = importance
+        self.q: Tensor | None = None  # [batch, Hq, D] running maximum, or sum
+        self.k: Tensor | None = None  # [batch, H, D]
+        self.tokens = 0
+
+    def update(self, q: Tensor, k: Tensor, valid: Tensor | None) -> None:
+        """Add ``q [batch, Hq, n, D]``, ``k [batch, H, n, D]``; padding (``valid [batch, n]`` False) is left out."""
+        sides = []
+        for x, held in ((q, self.q), (k, self.k)):
+            x = x.detach()
+            if valid is not None:
+                x = x.masked_fill(~valid[:, None, :, None], 0)
+            if self.importance == "max":
+                now = torch.linalg.vector_norm(x, float("inf"), dim=2).float()
+                sides.append(now if held is None else torch.maximum(held, now))
+            else:
+                now = torch.linalg.vector_norm(x, 1, dim=2, dtype=torch.float32)
+                sides.append(now if held is None else held + now)
+        self.q, self.k = sides
+        self.tokens += q.shape[2]
+
+    def scores(self) -> Tensor:
+        """Importance of each channel, float32 ``[batch, H, D]``. (Sums rank like means: the counts are common.)"""
+        batch, heads, dim = self.k.shape
+        return self.q.view(batch, heads, -1, dim).sum(2) * self.k
+
+    def ranking(self) -> Tensor:
+        """Channels by falling importance, int32 ``[batch, H, D]``; among equals the lower channel first."""
+        return self.scores().sort(dim=-1, descending=True, stable=True).indices.int()
+
+    def map_rows(self, index: Tensor) -> None:
+        if self.q is not None:
+            self.q, self.k = self.q.index_select(0, index), self.k.index_select(0, index)
+
+    def copy(self) -> ChannelStats:
+        new = ChannelStats(self.importance)
+        new.__dict__.update(self.__dict__)  # tensors are replaced, never changed in place
+        return new
+
+
+@dataclass(frozen=True)
+class LabelChannels:
+    """Channel rankings of a model, made by :func:`calibrate`.
+
+    Args:
+        ranking: int32 ``[layers, H, D]``, channels by falling importance; -1 in layers without full attention.
+        model: what identifies the architecture (``model_type``, sizes, head counts).
+        name: the model's name or path when it was calibrated, for people.
+        importance: ``"max"`` or ``"mean"``.
+        tokens: calibration tokens seen.
+    """
+
+    ranking: Tensor
+    model: dict
+    name: str
+    importance: str
+    tokens: int
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a safetensors file."""
+        meta = {
+            "format": FORMAT,
+            "model": json.dumps(self.model),
+            "name": self.name,
+            "importance": self.importance,
+            "tokens": str(self.tokens),
+        }
+        save_file({"ranking": self.ranking.contiguous()}, path, metadata=meta)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> LabelChannels:
+        """Read a file written by :meth:`save`.
+
+        Raises:
+            ValueError: the file is something else.
+        """
+        try:
+            with safe_open(path, "pt") as file:
+                meta = file.metadata() or {}
+                if meta.get("format") != FORMAT:
+                    raise ValueError(f"{path} is not a channel file: make one with `hf-sparsekv calibrate`")
+                ranking = file.get_tensor("ranking")
+        except FileNotFoundError:
+            raise ValueError(f"the channel file {path} does not exist: make it with `hf-sparsekv calibrate`") from None
+        except ValueError:
+            raise
+        except Exception as error:  # safetensors' own error type for a file of another kind
+            raise ValueError(f"{path} is not a channel file ({error})") from None
+        return cls(ranking, json.loads(meta["model"]), meta["name"], meta["importance"], int(meta["tokens"]))
+
+    def check(self, config) -> None:
+        """Raise ``ValueError`` if the channels were made for another architecture than ``config``."""
+        here = describe(config)
+        if here != self.model:
+            other = {k: (self.model.get(k), v) for k, v in here.items() if self.model.get(k) != v}
+            detail = ", ".join(f"{k} is {theirs} in the file, {ours} in the model" for k, (theirs, ours) in other.items())
+            raise ValueError(
+                f"the channel file was made for another model ({self.name!r}: {detail}): calibrate this model with "
+                "`hf-sparsekv calibrate`, or leave channel_file out"
+            )
+
+
+def describe(config) -> dict:
+    """What a channel file must agree on with a model's (text) configuration."""
+    config = config.get_text_config(decoder=True)
+    facts = {key: getattr(config, key, None) for key in _SHAPE_KEYS}
+    facts["head_dim"] = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return facts
+
+
+@torch.no_grad()
+def calibrate(model, inputs: Iterable[Tensor], importance: str = "max") -> LabelChannels:
+    """Rank the key channels of every full-attention layer on calibration text.
+
+    Args:
+        model: a causal language model; its attention implementation is switched to ``sparsekv`` meanwhile.
+        inputs: token ids, each ``[1, n]``.
+        importance: ``"max"`` or ``"mean"``, see :class:`ChannelStats`.
+
+    Raises:
+        ValueError: there is no input, or the model has no full-attention layer.
+    """
+    from ..cache import OffloadedSparseCache, SparseLayer
+    from ..config import TwoLevelConfig
+
+    config = model.config.get_text_config(decoder=True)
+    before = model.config._attn_implementation
+    model.set_attn_implementation("sparsekv")
+    held: dict[int, ChannelStats] = {}
+    try:
+        for ids in inputs:
+            # Never enough tokens to fix channels: every chunk is observed.
+            never = TwoLevelConfig(channel_importance=importance, calibration_tokens=1 << 60)
+            cache = OffloadedSparseCache(never, offload=None, model_config=model.config)
+            model(ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            for index, layer in enumerate(cache.layers):
+                if isinstance(layer, SparseLayer):
+                    _merge(held, index, layer.policy.stats)
+    finally:
+        model.set_attn_implementation(before)
+    if not held:
+        raise ValueError("nothing to calibrate: no input was given, or the model has no full-attention layer")
+    first = next(iter(held.values()))
+    ranking = torch.full((config.num_hidden_layers, *first.k.shape[1:]), -1, dtype=torch.int32)
+    for index, stats in held.items():
+        ranking[index] = stats.ranking()[0].cpu()
+    return LabelChannels(ranking, describe(config), model.config._name_or_path, importance, first.tokens)
+
+
+def _merge(held: dict[int, ChannelStats], index: int, stats: ChannelStats) -> None:
+    if index not in held:
+        held[index] = stats
+        return
+    mine = held[index]
+    join = torch.maximum if mine.importance == "max" else torch.add
+    mine.q, mine.k = join(mine.q, stats.q), join(mine.k, stats.k)
+    mine.tokens += stats.tokens
