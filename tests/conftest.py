@@ -1,0 +1,37 @@
+"""What all tests share: no network, the small real model, and skips for what this machine lacks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Before transformers is imported: a test that asks the hub is a mistake and should fail at once.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+import transformers
+
+from hf_sparsekv.models import is_fetched, small_model_path
+
+
+def pytest_report_header() -> str:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"torch {torch.__version__}, transformers {transformers.__version__}, {device}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device")
+    no_model = pytest.mark.skip(reason="needs the small model: run `hf-sparsekv fetch`")
+    has_gpu, has_model = torch.cuda.is_available(), is_fetched(small_model_path())
+    for item in items:
+        if "gpu" in item.keywords and not has_gpu:
+            item.add_marker(no_gpu)
+        if "small_model" in item.keywords and not has_model:
+            item.add_marker(no_model)
+
+
+@pytest.fixture(scope="session")
+def small_model_dir() -> Path:
+    """Directory of the small real model; tests that use it are marked ``small_model``."""
+    return small_model_path()
