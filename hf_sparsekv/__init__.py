@@ -1,0 +1,26 @@
+"""Sparse, offloadable KV caches for Hugging Face Transformers.
+
+Importing the package registers the attention implementation ``"sparsekv"`` with transformers and changes nothing
+else::
+
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sparsekv")
+    model.generate(**inputs, past_key_values=OffloadedSparseCache(TwoLevelConfig(token_budget=1024)))
+"""
+
+from .attention.interface import register as _register
+from .cache import OffloadedSparseCache, SparseCache
+from .config import OffloadConfig, SparseConfig, TwoLevelConfig
+from .stats import CacheStats
+from .version import __version__
+
+_register()
+
+__all__ = [
+    "CacheStats",
+    "OffloadConfig",
+    "OffloadedSparseCache",
+    "SparseCache",
+    "SparseConfig",
+    "TwoLevelConfig",
+    "__version__",
+]

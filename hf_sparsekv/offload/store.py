@@ -12,8 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..attention.exact import AttentionSpec
 from ..config import SparseConfig
 from ..ops.append import append
+from ..ops.sparse_decode import sparse_decode
 from .pool import BlockPool, HostBudget, bucket
 
 VALID, SINK = 1, 2  # bits of a token's flag
@@ -56,6 +58,42 @@ class Indexer(Protocol):
         ...
 
 
+class Counters:
+    """What decode steps read. Device counters are added to without synchronising; host ones cost nothing."""
+
+    def __init__(self, batch: int, heads: int, device: torch.device) -> None:
+        self.attended = torch.zeros(batch, heads, dtype=torch.int64, device=device)  # per row and KV head
+        self.folded = torch.zeros((), dtype=torch.int64, device=device)  # attended by rows that were regrouped
+        self.blocks = torch.zeros((), dtype=torch.int64, device=device)
+        # Rows with padding count on the device, others on the host.
+        self.context = [torch.zeros((), dtype=torch.int64, device=device), 0]
+        self.near = [torch.zeros((), dtype=torch.int64, device=device), 0]
+        self.index_bytes = self.to_host_bytes = self.to_device_bytes = 0
+        self.steps = self.sparse = self.dense = self.exact = self.materialised = 0
+
+    def copy(self) -> Counters:
+        new = object.__new__(Counters)
+        new.__dict__.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in self.__dict__.items()})
+        new.context, new.near = ([v[0].clone(), v[1]] for v in (self.context, self.near))
+        return new
+
+    def regroup(self, batch: int) -> None:
+        self.folded += self.attended.sum()
+        self.attended = self.attended.new_zeros(batch, self.attended.shape[1])
+
+    @property
+    def total_attended(self) -> int:
+        return int(self.attended.sum() + self.folded)
+
+    @property
+    def total_context(self) -> int:
+        return int(self.context[0]) + self.context[1]
+
+    @property
+    def total_near(self) -> int:
+        return int(self.near[0]) + self.near[1]
+
+
 class LayerStore:
     """KV of one layer for ``batch`` rows.
 
@@ -95,6 +133,7 @@ class LayerStore:
         self.near_valid = torch.zeros(self.batch, near, dtype=torch.bool, device=self.device)
         self.seen = self._ints((self.batch,), 0)
         self.pool.register(self)
+        self.counters = Counters(self.batch, self.heads, self.device)
 
     def _ints(self, shape: tuple[int, ...], value: int) -> Tensor:
         return torch.full(shape, value, dtype=torch.int32, device=self.device)
@@ -193,18 +232,24 @@ class LayerStore:
             grown = self._ints((self.batch, bucket(self.sealed + n)), -1)
             grown[:, : self.sealed] = self.slots[:, : self.sealed]
             self.slots = grown
+        if self.pool.host is not None:
+            self.counters.to_host_bytes += blocks.numel() * blocks.itemsize
         with self.pool.lock:  # until the table names the slots, another copy of the cache could take them
-            slots = self.pool.allocate(n * self.batch)
-            self.pool.write(
-                slots,
-                blocks.flatten(0, 1),
-                flags=flags.flatten(0, 1),
-                fill=(flags == VALID).sum(-1).flatten(),
-                **{name: value.flatten(0, 1) for name, value in fields.items()},
-            )
-            self.slots[:, self.sealed : self.sealed + n] = slots.view(n, self.batch).T
+            self.slots[:, self.sealed : self.sealed + n] = self._to_slots(blocks, flags, fields)
         self.seen += count[:, -1]
         self.sealed += n
+
+    def _to_slots(self, blocks: Tensor, flags: Tensor, fields: dict[str, Tensor]) -> Tensor:
+        """Write blocks ``[n, batch, ...]`` and their fields into new slots, int32 ``[batch, n]``."""
+        slots = self.pool.allocate(blocks.shape[0] * self.batch)
+        self.pool.write(
+            slots,
+            blocks.flatten(0, 1),
+            flags=flags.flatten(0, 1),
+            fill=(flags == VALID).sum(-1).flatten(),
+            **{name: value.flatten(0, 1) for name, value in fields.items()},
+        )
+        return slots.view(-1, self.batch).T
 
     def _keep_sinks(self, kv: Tensor, is_sink: Tensor, rank: Tensor) -> None:
         """Copy the sinks among the sealed tokens to the front of the near buffer."""
@@ -230,12 +275,61 @@ class LayerStore:
         """Columns in the ring."""
         return self.length - self.sealed * self.block_size
 
+    def attend(self, q: Tensor, ids: Tensor | None, granularity: str, spec: AttentionSpec) -> Tensor:
+        """Attention of one query per row over the near tokens and ``ids`` (see :func:`..ops.sparse_decode`)."""
+        self._count(granularity)
+        return sparse_decode(
+            q,
+            self.pool.kv,
+            self.pool.fields["flags"],
+            self.table,
+            ids,
+            self.near_kv,
+            self.near_valid,
+            granularity=granularity,
+            value_dim=self.value_dim,
+            sinks=self.sinks,
+            scale=spec.scale,
+            softcap=spec.softcap,
+            sink_logits=spec.sink_logits,
+            attended=self.counters.attended,
+        )
+
+    def _count(self, granularity: str) -> None:
+        counters, dense = self.counters, granularity == "all"
+        counters.steps += 1
+        counters.dense += dense
+        counters.sparse += not dense
+        sinks = 0 if dense else min(self.sinks, self.sealed * self.block_size)
+        if self.padded:
+            ring = self.near_valid[:, self.sinks :].sum()
+            counters.context[0] += self.heads * (self.seen.sum() + ring)
+            counters.near[0] += self.heads * (ring if dense else self.near_valid.sum())
+        else:
+            counters.context[1] += self.batch * self.heads * self.length
+            counters.near[1] += self.batch * self.heads * (self.near_length + sinks)
+
+    def count_blocks(self, ids: Tensor) -> None:
+        """The coarse level kept ``ids``."""
+        self.counters.blocks += (ids >= 0).sum()
+
+    def count_index(self, size: int) -> None:
+        """``size`` bytes of bounds or labels were read."""
+        self.counters.index_bytes += size
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's key and value, one KV head."""
+        return (self.key_dim + self.value_dim) * self.dtype.itemsize
+
     def materialise(self) -> tuple[Tensor, Tensor]:
         """All cached keys and values on the device, ``[batch, H, length, Dk]`` and ``[..., Dv]``."""
         parts = []
         if self.sealed:
             home = self.pool.kv.device
             blocks = self.pool.kv[self.table.to(home).long()].to(self.device)  # [batch, n, H, B, Dk + Dv]
+            if self.pool.host is not None:
+                self.counters.to_device_bytes += blocks.nbytes
             parts.append(blocks.transpose(1, 2).flatten(2, 3))
         parts.append(self.near_kv[:, :, self._ring_index(self.sealed * self.block_size, self.length)])
         kv = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
@@ -254,6 +348,12 @@ class LayerStore:
         return self.pool.kv[at.to(home).long()].to(self.device), self.pool.fields["flags"][at.long()]
 
     # ------------------------------------------------------------------ changing
+
+    def reindex(self, indexer: Indexer) -> None:
+        """Index the sealed blocks anew, in slots of this store's own: what is shared keeps its index."""
+        kv, flags = self.sealed_blocks()
+        with self.pool.lock:
+            self.slots[:, : self.sealed] = self._to_slots(kv, flags, indexer.index(kv, flags))
 
     def crop(self, length: int) -> None:
         """Keep the first ``length`` columns.
@@ -289,6 +389,12 @@ class LayerStore:
         for name in ("slots", "near_kv", "near_valid", "seen"):
             setattr(self, name, getattr(self, name).index_select(0, index))
         self.batch = index.shape[0]
+        self.counters.regroup(self.batch)
+
+    def fits(self, k: Tensor, v: Tensor) -> bool:
+        """This store could have been made for ``k, v [batch, H, q, D]``."""
+        mine = (self.batch, self.heads, self.key_dim, self.value_dim, self.dtype, self.device)
+        return mine == (k.shape[0], k.shape[1], k.shape[3], v.shape[3], k.dtype, k.device)
 
     def reset(self) -> None:
         """Forget everything but keep the memory."""
@@ -299,6 +405,7 @@ class LayerStore:
         self.seen.zero_()
         if not self.pool.shared:
             self.pool.release_all()
+        self.counters = Counters(self.batch, self.heads, self.device)
 
     def copy(self, clock: DeviceLength) -> LayerStore:
         """An independent store that shares the sealed blocks."""
@@ -307,6 +414,7 @@ class LayerStore:
         for name in ("slots", "near_kv", "near_valid", "seen"):
             setattr(new, name, getattr(self, name).clone())
         new.clock = clock
+        new.counters = self.counters.copy()
         new.pool.register(new)
         return new
 

@@ -1,0 +1,479 @@
+"""The caches that ``generate()`` takes as ``past_key_values``, and the layer that they are made of."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+
+from .attention.exact import AttentionSpec, exact_attention
+from .attention.handle import KVHandle, Step
+from .attention.masks import new_columns
+from .config import OffloadConfig, SparseConfig, TwoLevelConfig
+from .offload.pool import HostBudget
+from .offload.store import DeviceLength, LayerStore
+from .predictor.channels import LabelChannels
+from .selection.base import Policy
+from .selection.two_level import TwoLevelPolicy
+from .stats import CacheStats, collect
+
+
+class SparseLayer(CacheLayerMixin):
+    """One full-attention layer of a sparse cache: a store, a policy, and the bookkeeping that transformers asks for."""
+
+    is_sliding = False
+    is_compileable = False  # True would make generate() compile the model unasked
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, owner: SparseCache, index: int) -> None:
+        self.owner, self.index = owner, index
+        self.store: LayerStore | None = None
+        self.policy: Policy = owner.make_policy(index)
+        self.broken: str | None = None
+
+    def __deepcopy__(self, memo: dict) -> SparseLayer:
+        new = object.__new__(SparseLayer)
+        memo[id(self)] = new
+        new.index, new.broken, new.policy = self.index, self.broken, self.policy.copy()
+        clock = copy.deepcopy(self.owner.clock, memo)
+        new.store = None if self.store is None else self.store.copy(clock)
+        new.owner = copy.deepcopy(self.owner, memo)
+        return new
+
+    def __repr__(self) -> str:
+        return f"SparseLayer({self.index}, {self.get_seq_length()} tokens)"
+
+    # ------------------------------------------------------------------ new tokens
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.store is not None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """The store is made by the first attention, when the number of query heads is known too."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Announce new tokens ``[batch, H, q, D]``.
+
+        Returns:
+            Handles of all keys and values. The tokens are stored when the attention function gets them.
+
+        Raises:
+            ValueError: the tensors do not fit what is cached.
+            RuntimeError: an earlier error left the layer incomplete.
+        """
+        if torch.compiler.is_compiling():
+            raise RuntimeError("sparse caches cannot be traced by torch.compile: run the model eagerly")
+        self._check(key_states, value_states)
+        step = Step(self, key_states, value_states, self.get_seq_length())
+        return KVHandle(step, "k"), KVHandle(step, "v")
+
+    def _check(self, k: Tensor, v: Tensor) -> None:
+        if self.broken:
+            raise RuntimeError(f"this cache is incomplete after an error ({self.broken}): call reset() and prefill again")
+        store = self.store
+        if store is None or store.length == 0:
+            return
+        if k.shape[0] != store.batch:
+            raise ValueError(
+                f"the batch size changed from {store.batch} to {k.shape[0]} in mid-cache: use a new cache, or "
+                "batch_repeat_interleave() / batch_select_indices() before"
+            )
+        if (k.shape[1], k.shape[3], v.shape[3]) != (store.heads, store.key_dim, store.value_dim):
+            raise ValueError(
+                f"layer {self.index} caches {store.heads} KV heads of {store.key_dim} + {store.value_dim} channels, got "
+                f"{k.shape[1]} of {k.shape[3]} + {v.shape[3]}: this cache was filled by another model"
+            )
+        for name, mine, given in (("dtype", store.dtype, k.dtype), ("device", store.device, k.device)):
+            if mine != given:
+                raise ValueError(
+                    f"layer {self.index} caches keys of {name} {mine}, got {given}: keep one {name}, or use a new cache"
+                )
+
+    def _begin(self, step: Step, q_heads: int) -> None:
+        if self.store is not None and self.store.length:
+            return
+        store = self.store
+        if store is None or not store.fits(step.k, step.v):
+            store = LayerStore(step.k, step.v, self.owner.config, self.owner.budget, self.owner.clock)
+        self.policy.start(store, q_heads)
+        self.store = store
+
+    def attend(
+        self, step: Step, query: Tensor, mask: Tensor | None, spec: AttentionSpec, dropout: float = 0.0
+    ) -> Tensor:
+        """Store the step's tokens and attend, ``query [batch, Hq, q, Dk]`` to ``[batch, Hq, q, Dv]``.
+
+        Layers that share their KV call this with the same step; only the first stores.
+        """
+        try:
+            return self._attend(step, query, mask, spec, dropout)
+        except BaseException as error:
+            if self.store is None or self.store.length != step.past or self.store.near_length < 0:
+                self.broken = f"{type(error).__name__} in layer {self.index}"
+            raise
+
+    def _attend(self, step: Step, query: Tensor, mask: Tensor | None, spec: AttentionSpec, dropout: float) -> Tensor:
+        own = not step.committed
+        one = query.shape[2] == 1 and spec.sliding_window is None and (mask is None or mask.ndim == 2)
+        if step.past == 0:
+            columns = mask if mask is not None and mask.ndim == 2 else None
+            whole = mask if mask is not None and mask.ndim == 4 else None
+            out = exact_attention(query, step.k, step.v, spec, columns=columns, mask=whole, dropout=dropout)
+            if own:
+                self._commit(step, query, self.owner.new_columns(mask, step))
+                self.policy.look_ahead(query[:, :, -1], self.store)
+            return out
+        if own and not one:
+            self._check_past(mask, step.past)
+        if one:
+            if dropout:
+                raise ValueError("attention dropout is not supported over a sparse cache: call model.eval()")
+            with torch.no_grad():
+                q = query[:, :, 0]
+                if own:
+                    valid = new_columns(mask, step.past, step.length)
+                    self.policy.observe(query, step.k, valid, self.store)
+                    self.store.append(step.k.detach(), step.v.detach(), valid)
+                    step.committed = True
+                out = self.policy.attend(q, self.store, spec)
+                if own:
+                    self.store.seal_due(self.policy)
+                    self.policy.look_ahead(q, self.store)
+            return _NoGradient.apply(out[:, :, None], query)
+        if own:
+            self._commit(step, query, self.owner.new_columns(mask, step))
+        store = self.store
+        key, value = store.materialise()
+        whole = mask if mask is not None and mask.ndim == 4 else None
+        columns = store.valid_columns() if store.padded else None
+        out = exact_attention(query, key, value, spec, columns=columns, mask=whole, dropout=dropout)
+        store.counters.exact += 1
+        if own:
+            self.policy.look_ahead(query[:, :, -1], store)
+        return out
+
+    @torch.no_grad()
+    def _commit(self, step: Step, query: Tensor, valid: Tensor | None) -> None:
+        self._begin(step, query.shape[1])
+        self.policy.observe(query, step.k, valid, self.store)
+        self.store.extend(step.k.detach(), step.v.detach(), valid, self.policy)
+        step.committed = True
+
+    def _check_past(self, mask: Tensor | None, past: int) -> None:
+        """A mask that hides cached columns anew would make selection and attention disagree."""
+        if mask is None or mask.ndim != 2 or not self.owner.first(self):
+            return
+        if not torch.equal(self.store.valid_columns(), mask[:, :past]):
+            raise ValueError(
+                "attention_mask differs from the one these tokens were cached with: padding is fixed when a token is "
+                "cached. Pass the same values for the cached columns, or start a new cache"
+            )
+
+    def materialise(self, step: Step, which: str) -> Tensor:
+        """All keys or values for something other than the sparsekv attention function, which applies its own mask."""
+        if not step.committed:
+            self.owner.warn_bypass()
+            if step.past == 0 and self.store is None:
+                # No query yet: calibrate on the keys alone until a query comes.
+                self._begin(step, step.k.shape[1])
+            with torch.no_grad():
+                self.policy.observe(step.k, step.k, None, self.store)
+                self.store.extend(step.k.detach(), step.v.detach(), None, self.policy)
+            step.committed = True
+            self.store.counters.materialised += 1
+        if step.past == 0:
+            return step.k if which == "k" else step.v
+        key, value = self.store.materialise()
+        return key if which == "k" else value
+
+    # ------------------------------------------------------------------ what generate() asks
+
+    def get_seq_length(self) -> int:
+        return 0 if self.store is None else self.store.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.store is None else self.store.batch
+
+    @property
+    def keys(self) -> Tensor | None:
+        """All cached keys ``[batch, H, length, Dk]`` on the device: a copy, for inspection."""
+        return None if self.store is None else self.store.materialise()[0]
+
+    @property
+    def values(self) -> Tensor | None:
+        """All cached values, see :attr:`keys`."""
+        return None if self.store is None else self.store.materialise()[1]
+
+    def offload(self) -> None:
+        """Nothing to do: where blocks live is the store's business."""
+
+    def prefetch(self) -> None:
+        """Nothing to do, see :meth:`offload`."""
+
+    def reset(self) -> None:
+        self.broken = None
+        self.policy.reset()
+        if self.store is not None:
+            self.store.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens. (A positive number is transformers' older form: keep as many.)"""
+        tokens_to_remove = int(tokens_to_remove)  # generate() may pass a tensor
+        if self.store is None or tokens_to_remove == 0:
+            return
+        keep = tokens_to_remove if tokens_to_remove > 0 else max(0, self.store.length + tokens_to_remove)
+        if keep:
+            self.store.crop(keep)
+        else:
+            self.reset()  # the next prompt calibrates anew
+
+    def _map_rows(self, index: Tensor) -> None:
+        if self.store is not None:
+            self.store.map_rows(index)
+            self.policy.map_rows(index.to(self.store.device))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._map_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.store is not None:
+            self._map_rows(torch.arange(self.store.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.store is not None:
+            self._map_rows(torch.arange(self.store.batch)[indices.cpu()])
+
+
+class _NoGradient(torch.autograd.Function):
+    """Identity that refuses to be differentiated: selection has no gradient, and cached keys carry none."""
+
+    @staticmethod
+    def forward(ctx, out: Tensor, query: Tensor) -> Tensor:
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("attention over a sparse cache has no gradient: train without past_key_values")
+
+
+class SparseCache(Cache):
+    """A cache whose full-attention layers are :class:`SparseLayer`; every other layer is transformers' own.
+
+    Without ``model_config`` the layers' kinds are learned from the first attention call. Models with
+    linear-attention layers need it, because those touch the cache before any attention does.
+    """
+
+    def __init__(self, config: SparseConfig, offload: OffloadConfig | None, model_config=None) -> None:
+        super().__init__(layers=[])
+        if offload is not None and not isinstance(offload, OffloadConfig):
+            raise TypeError(f"offload must be an OffloadConfig or None, got {type(offload).__name__}")
+        self.config, self.offload_config = config, offload
+        self.budget = None if offload is None else HostBudget(offload)
+        self.clock = DeviceLength()
+        self.model_config = None
+        self._record_past = self._warned = False
+        self._columns: tuple[Tensor | None, Tensor | None] = (None, None)
+        if model_config is not None:
+            self.bind(model_config)
+
+    def make_policy(self, layer_idx: int) -> Policy:
+        """The selection policy of one layer."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        where = "device" if self.offload_config is None else "host"
+        return f"{type(self).__name__}({self.get_seq_length()} tokens on {where}, {self.config})"
+
+    # ------------------------------------------------------------------ layers
+
+    def bind(self, model_config) -> None:
+        """Learn the model's layers from its configuration; the first attention call does it if nobody did.
+
+        Raises:
+            ValueError: the model is of a kind that a sparse cache cannot serve.
+        """
+        if getattr(model_config, "is_encoder_decoder", False):
+            raise ValueError(
+                "sparse caches serve decoder-only models; for an encoder-decoder leave past_key_values out (its "
+                "cross-attention cache is not supported)"
+            )
+        self.check_model(model_config.get_text_config(decoder=True))
+        self.model_config = model_config
+        stock = DynamicCache(config=model_config).layers
+        for index, layer in enumerate(stock):
+            if type(layer) is DynamicLayer:
+                stock[index] = self._layer(index)
+            elif self._record_past and hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
+        if not any(isinstance(layer, SparseLayer) for layer in stock):
+            warnings.warn(
+                f"no layer of this {model_config.model_type} model attends to its whole past (sliding windows, latents "
+                f"with an indexer or linear attention only): {type(self).__name__} has nothing to make sparse",
+                stacklevel=3,
+            )
+        self.layers = stock
+
+    def check_model(self, text_config) -> None:
+        """Raise ``ValueError`` for a model that this cache cannot serve. For subclasses."""
+
+    def _layer(self, index: int) -> SparseLayer:
+        if index < len(self.layers) and isinstance(self.layers[index], SparseLayer):
+            return self.layers[index]
+        return SparseLayer(self, index)
+
+    @property
+    def sparse_layers(self) -> list[SparseLayer]:
+        """The layers that this cache manages itself."""
+        return [layer for layer in self.layers if isinstance(layer, SparseLayer)]
+
+    def first(self, layer: SparseLayer) -> bool:
+        """``layer`` is the first one of ours."""
+        return layer is next((other for other in self.layers if isinstance(other, SparseLayer)), None)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        if self.model_config is None:
+            while len(self.layers) <= layer_idx:
+                self.layers.append(self._layer(len(self.layers)))
+        layer = self.layers[layer_idx]
+        if isinstance(layer, SparseLayer) and self.first(layer):
+            lengths = {other.get_seq_length() for other in self.sparse_layers}
+            if len(lengths) > 1 and layer.get_seq_length() > 0:
+                raise RuntimeError(
+                    f"this cache is incomplete: its layers hold {sorted(lengths)} tokens, because an earlier forward "
+                    "pass stopped half-way. Call reset() and prefill again"
+                )
+        return layer.update(key_states, value_states, *args, **kwargs)
+
+    def attend(self, module, step: Step, query: Tensor, mask: Tensor | None, spec: AttentionSpec, dropout: float):
+        """Called by the attention function with a handle's step.
+
+        Returns:
+            ``(out, None, None)``; or ``(None, key, value)`` if the layer is transformers' own after all.
+        """
+        layer = step.layer
+        if self.model_config is None:
+            self.bind(module.config)
+        current = self.layers[layer.index]
+        if current is layer:
+            return layer.attend(step, query, mask, spec, dropout), None, None
+        return None, *current.update(step.k, step.v)
+
+    def new_columns(self, mask: Tensor | None, step: Step) -> Tensor | None:
+        """Validity of the step's columns, None if none is padding; worked out once a forward, not once a layer."""
+        if mask is None:
+            return None
+        if self._columns[0] is not mask:
+            valid = new_columns(mask, step.past, step.length)
+            self._columns = (mask, None if bool(valid.all()) else valid)
+        return self._columns[1]
+
+    def warn_bypass(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"something other than the sparsekv attention function reads the keys of {type(self).__name__}: the "
+                "result is right, but dense and slow. Load the model with attn_implementation='sparsekv' (models that "
+                "look into their cached keys, such as MLA ones, are not made sparse yet)",
+                stacklevel=3,
+            )
+
+    # ------------------------------------------------------------------ what generate() asks
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args, **kwargs) -> Tensor:
+        self._need_config()
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args, **kwargs) -> Tensor:
+        self._need_config()
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+    def has_previous_state(self, layer_idx: int | None = None, *args, **kwargs) -> bool:
+        self._need_config()
+        return super().has_previous_state(layer_idx, *args, **kwargs)
+
+    def _need_config(self) -> None:
+        if self.model_config is None:
+            raise ValueError(
+                f"this model has linear-attention layers: make the cache with {type(self).__name__}(..., "
+                "model_config=model.config)"
+            )
+
+    def activate_past_recording(self) -> None:
+        self._record_past = True
+        super().activate_past_recording()
+
+    def reset(self) -> None:
+        """Forget all tokens, keep the memory."""
+        self._columns = (None, None)
+        if self.model_config is not None:
+            # transformers 5.17 zeroes its own layers but keeps their length: take fresh ones.
+            fresh = DynamicCache(config=self.model_config).layers
+            self.layers = [
+                mine if isinstance(mine, SparseLayer) else new for mine, new in zip(self.layers, fresh)
+            ]
+        for layer in self.sparse_layers:
+            layer.reset()
+
+    # ------------------------------------------------------------------ what people ask
+
+    def stats(self) -> CacheStats:
+        """Counters since the cache was made or reset. Synchronises with the device."""
+        return collect(self.sparse_layers)
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes allocated by this cache's own layers (shared blocks included), ``{"device": ..., "host": ...}``."""
+        sizes = [layer.store.nbytes() for layer in self.sparse_layers if layer.store is not None]
+        return {"device": sum(s[0] for s in sizes), "host": sum(s[1] for s in sizes)}
+
+
+class OffloadedSparseCache(SparseCache):
+    """Two-level sparse decoding over a KV cache whose full blocks live in host memory (AsyncTLS).
+
+    Prefill is exact. Each decode step chooses blocks by a bound on their scores, tokens within them by quantised
+    label channels, and attends exactly to those tokens, the sinks and the recent window.
+
+        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sparsekv")
+        out = model.generate(**inputs, past_key_values=OffloadedSparseCache(TwoLevelConfig(token_budget=1024)))
+
+    Args:
+        config: what to select.
+        offload: how to offload; ``None`` keeps all KV on the device.
+        model_config: the model's configuration. Needed for models with linear-attention layers only.
+
+    Raises:
+        ValueError: the channel file named in ``config`` is missing or of another model.
+    """
+
+    def __init__(
+        self,
+        config: TwoLevelConfig | None = None,
+        offload: OffloadConfig | None = OffloadConfig(),  # noqa: B008 (frozen)
+        model_config=None,
+    ) -> None:
+        config = TwoLevelConfig() if config is None else config
+        if not isinstance(config, TwoLevelConfig):
+            raise TypeError(f"config must be a TwoLevelConfig, got {type(config).__name__}")
+        self.channels = None if config.channel_file is None else LabelChannels.load(config.channel_file)
+        super().__init__(config, offload, model_config)
+
+    def check_model(self, text_config) -> None:
+        if self.channels is not None:
+            self.channels.check(text_config)
+
+    def make_policy(self, layer_idx: int) -> Policy:
+        offloaded = self.offload_config is not None
+        if layer_idx < self.config.dense_layers:
+            return Policy(self.config, layer_idx, offloaded)
+        return TwoLevelPolicy(self.config, layer_idx, offloaded, self.channels)

@@ -1,0 +1,1 @@
+"""Selection policies: which cached tokens a decode step attends to."""

@@ -1,0 +1,49 @@
+"""What a selection policy is."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..attention.exact import AttentionSpec
+from ..config import SparseConfig
+from ..offload.store import LayerStore
+
+
+class Policy:
+    """Dense attention, and the interface of everything sparser. One object a layer.
+
+    A subclass overrides :meth:`start`, :meth:`index`, :meth:`attend` and, if it keeps state, the rest. It reads the
+    cache through its :class:`LayerStore` and never knows whether a block lies on the device or the host.
+    """
+
+    def __init__(self, config: SparseConfig, layer_idx: int, offloaded: bool) -> None:
+        self.config, self.layer_idx, self.offloaded = config, layer_idx, offloaded
+
+    def start(self, store: LayerStore, q_heads: int) -> None:
+        """The layer's first tokens have arrived: claim per-slot fields."""
+
+    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore) -> None:
+        """New queries ``[batch, Hq, n, Dk]`` and keys ``[batch, H, n, Dk]``, before they are stored."""
+
+    def index(self, kv: Tensor, flags: Tensor) -> dict[str, Tensor]:
+        """Per-slot fields of blocks being sealed: ``kv [n, batch, H, block_size, Dk + Dv]``."""
+        return {}
+
+    def attend(self, q: Tensor, store: LayerStore, spec: AttentionSpec) -> Tensor:
+        """Attention of one query per row, ``q [batch, Hq, Dk]`` to ``[batch, Hq, Dv]``."""
+        return store.attend(q, None, "all", spec)
+
+    def look_ahead(self, q: Tensor, store: LayerStore) -> None:
+        """The step's attention is done and its blocks are sealed: prepare the next step."""
+
+    def map_rows(self, index: Tensor) -> None:
+        """Row ``i`` becomes what row ``index[i]`` was."""
+
+    def reset(self) -> None:
+        """Forget everything that came from tokens."""
+
+    def copy(self) -> Policy:
+        """An independent policy in the same state; tensors that are only ever replaced may be shared."""
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new

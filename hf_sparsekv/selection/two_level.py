@@ -1,0 +1,181 @@
+"""Two-level selection: blocks by a bound on their scores, then tokens by label channels (AsyncTLS section 4)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..attention.exact import AttentionSpec
+from ..config import TwoLevelConfig
+from ..offload.store import VALID, LayerStore
+from ..ops.block_score import block_score
+from ..ops.token_score import token_score
+from ..ops.topk_select import block_select, token_select
+from ..predictor.channels import ChannelStats, LabelChannels
+from .base import Policy
+
+
+class TwoLevelPolicy(Policy):
+    """State: the label channels of each row, and with ``lag`` the blocks chosen in the previous step."""
+
+    config: TwoLevelConfig
+
+    def __init__(
+        self, config: TwoLevelConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
+    ) -> None:
+        super().__init__(config, layer_idx, offloaded)
+        self.lag = config.level != "token" and (offloaded if config.lag is None else config.lag)
+        self.coarse, self.fine = config.level != "token", config.level != "block"
+        self.fixed = channels  # from a file
+        self.reset()
+
+    def reset(self) -> None:
+        self.channels: Tensor | None = None  # int32 [batch, H, r]
+        self.previous: Tensor | None = None  # BlockIds of the previous step; None: all blocks
+        self.stats = ChannelStats(self.config.channel_importance)
+
+    def start(self, store: LayerStore, q_heads: int) -> None:
+        pool, heads, dim = store.pool, store.heads, store.key_dim
+        self._key_dim = dim
+        if self.coarse and "bounds" not in pool.fields:
+            pool.add_field("bounds", (heads, 2, dim), store.dtype)
+        if not self.fine:
+            return
+        r = self.config.label_channels or max(2, dim // 8 * 2)
+        if r > dim:
+            raise ValueError(f"label_channels={r} exceeds the model's head dimension {dim}")
+        self.r = r
+        if "codes" not in pool.fields:
+            if self.config.label_bits == 4:
+                pool.add_field("codes", (heads, store.block_size, r // 2), torch.uint8)
+                pool.add_field("qparams", (heads, store.block_size, 2), torch.float16)
+            else:
+                pool.add_field("codes", (heads, store.block_size, r), store.dtype)
+        if self.fixed is not None:
+            ranking = self.fixed.ranking[self.layer_idx].to(store.device)
+            if ranking.shape != (heads, dim):
+                raise ValueError(
+                    f"the channel file has {tuple(ranking.shape)} (KV heads, head dimension) in layer {self.layer_idx}, "
+                    f"the model {(heads, dim)}: with tensor parallelism leave channel_file out; otherwise calibrate "
+                    "this model with `hf-sparsekv calibrate`"
+                )
+            if bool((ranking < 0).any()):
+                raise ValueError(f"the channel file has no channels for layer {self.layer_idx}: calibrate again")
+            self.channels = ranking[:, :r].expand(store.batch, -1, -1).contiguous()
+
+    # ------------------------------------------------------------------ channels
+
+    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore) -> None:
+        if not self.fine or self.channels is not None:
+            return
+        self.stats.update(q, k, valid)
+        if self.stats.tokens >= self.config.calibration_tokens:
+            self.channels = self.stats.ranking()[..., : self.r].contiguous()
+            if store.sealed:
+                store.reindex(self)  # blocks that were sealed before there were channels
+
+    # ------------------------------------------------------------------ index
+
+    def index(self, kv: Tensor, flags: Tensor) -> dict[str, Tensor]:
+        fields = {}
+        if self.coarse:
+            fields["bounds"] = self._bounds(kv, flags)
+        if self.fine and self.channels is not None:
+            fields.update(self._labels(kv))
+        return fields
+
+    def _bounds(self, kv: Tensor, flags: Tensor) -> Tensor:
+        """Largest and smallest selectable key per channel, ``[n, batch, H, 2, Dk]``.
+
+        A block without any gets bounds that score lower than every real block; it is skipped by its ``fill`` anyway.
+        """
+        keys = kv[..., : self._key_dim]
+        limit = torch.finfo(keys.dtype).max
+        out = (flags != VALID)[:, :, None, :, None]
+        return torch.stack((keys.masked_fill(out, -limit).amax(3), keys.masked_fill(out, limit).amin(3)), dim=3)
+
+    def _labels(self, kv: Tensor) -> dict[str, Tensor]:
+        n, _, _, size, _ = kv.shape
+        at = self.channels.long()[None, :, :, None].expand(n, -1, -1, size, -1)
+        labels = kv[..., : self._key_dim].gather(-1, at)
+        if self.config.label_bits == 16:
+            return {"codes": labels}
+        codes, qparams = quantise_labels(labels)
+        return {"codes": codes, "qparams": qparams}
+
+    # ------------------------------------------------------------------ a step
+
+    def attend(self, q: Tensor, store: LayerStore, spec: AttentionSpec) -> Tensor:
+        config = self.config
+        stored = store.sealed * store.block_size
+        if stored <= config.token_budget or (self.fine and self.channels is None):
+            return store.attend(q, None, "all", spec)
+        blocks = self.previous if self.lag else self._choose_blocks(q, store)
+        if not self.fine:
+            return store.attend(q, blocks, "all" if blocks is None else "block", spec)
+        fields = store.pool.fields
+        scores = token_score(
+            q,
+            fields["codes"],
+            fields.get("qparams"),
+            self.channels,
+            fields["flags"],
+            store.table,
+            blocks,
+            config.token_reduce,
+        )
+        tokens = token_select(scores, blocks, config.token_budget, store.block_size)
+        store.count_index(scores.shape[-1] * store.batch * store.heads * self._label_bytes(store))
+        return store.attend(q, tokens, "token", spec)
+
+    def look_ahead(self, q: Tensor, store: LayerStore) -> None:
+        if self.lag and (not self.fine or self.channels is not None):
+            self.previous = self._choose_blocks(q, store)
+
+    def _choose_blocks(self, q: Tensor, store: LayerStore) -> Tensor | None:
+        """``BlockIds [batch, H, coarse_blocks]`` for this query; None if all blocks are kept."""
+        if not self.coarse or store.sealed <= self.config.coarse_blocks:
+            return None
+        fields = store.pool.fields
+        scores = block_score(q, fields["bounds"], fields["fill"], store.table, self.config.block_reduce)
+        blocks = block_select(scores, self.config.coarse_blocks)
+        store.count_blocks(blocks)
+        store.count_index(scores.numel() * 2 * store.key_dim * store.dtype.itemsize)
+        return blocks
+
+    def _label_bytes(self, store: LayerStore) -> int:
+        return self.r // 2 + 4 if self.config.label_bits == 4 else self.r * store.dtype.itemsize
+
+    # ------------------------------------------------------------------ rows
+
+    def map_rows(self, index: Tensor) -> None:
+        for name in ("channels", "previous"):
+            held = getattr(self, name)
+            if held is not None:
+                setattr(self, name, held.index_select(0, index.to(held.device)))
+        self.stats.map_rows(index)
+
+    def copy(self) -> TwoLevelPolicy:
+        new = super().copy()
+        new.stats = self.stats.copy()
+        return new
+
+
+def quantise_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """INT4 codes of label channels, a scale and a zero point per token.
+
+    Args:
+        labels: ``[..., r]``, r even.
+
+    Returns:
+        codes uint8 ``[..., r / 2]`` (channel ``i`` in the low, ``i + r / 2`` in the high four bits) and float16
+        ``[..., 2]``: scale and zero point, so that ``label ~ code * scale + zero``.
+    """
+    x = labels.float()
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    scale = ((high - low) / 15).half()
+    zero = low.half()
+    step = scale.float()
+    digits = ((x - zero.float()) / torch.where(step == 0, 1.0, step)).round().clamp(0, 15).to(torch.uint8)
+    half = x.shape[-1] // 2
+    return digits[..., :half] | (digits[..., half:] << 4), torch.cat((scale, zero), dim=-1)

@@ -1,0 +1,132 @@
+"""What a cache did, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .cache import SparseLayer
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """Counters of a cache since it was made or reset. Counts are summed over steps, layers, rows and KV heads.
+
+    Only layers of ours count; sliding and linear-attention layers are transformers' own.
+
+    Args:
+        layers: full-attention layers that the cache manages.
+        cached_tokens: columns cached per row (padding included).
+        decode_steps: decode steps (one query a row).
+        sparse_calls, dense_calls: layer calls of decode steps that attended to a selection / to everything.
+        exact_calls: layer calls with several queries over cached tokens (later chunks, second turns, drafts).
+        attended_tokens: cached tokens attended to in decode steps.
+        context_tokens: cached tokens that full attention would have attended to in them.
+        blocks_chosen: blocks that the coarse level kept.
+        kv_bytes_read: bytes of keys and values of ``attended_tokens``.
+        kv_bytes_dense: bytes of keys and values of ``context_tokens``.
+        index_bytes_read: bytes of block bounds and labels read to choose them.
+        host_to_device_bytes, device_to_host_bytes: bytes of keys and values moved (or read in place) each way.
+        hit_rate: share of needed blocks found on the device; None where all are read from where they live.
+        covered_mass: share of attention mass covered; None where the method does not know it.
+        materialised: times that something other than the sparsekv attention function read all keys and values.
+        device_bytes, host_bytes: allocated now, by layers of ours.
+    """
+
+    layers: int
+    cached_tokens: int
+    decode_steps: int
+    sparse_calls: int
+    dense_calls: int
+    exact_calls: int
+    attended_tokens: int
+    context_tokens: int
+    blocks_chosen: int
+    kv_bytes_read: int
+    kv_bytes_dense: int
+    index_bytes_read: int
+    host_to_device_bytes: int
+    device_to_host_bytes: int
+    hit_rate: float | None
+    covered_mass: float | None
+    materialised: int
+    device_bytes: int
+    host_bytes: int
+
+    @property
+    def attended_share(self) -> float:
+        """Share of the cached tokens that decode steps attended to."""
+        return self.attended_tokens / self.context_tokens if self.context_tokens else 1.0
+
+    def __str__(self) -> str:
+        where = f"KV {_bytes(self.device_bytes)} on the device"
+        if self.host_bytes:
+            where += f", {_bytes(self.host_bytes)} in host memory"
+        if not self.decode_steps:
+            return f"{self.cached_tokens} tokens cached, no decode step yet; {where}"
+        steps = self.decode_steps
+        read = _bytes((self.kv_bytes_read + self.index_bytes_read) / steps)
+        line = (
+            f"{steps} steps over {self.cached_tokens} cached tokens: attended to {self.attended_share:.1%}, read "
+            f"{read} a step instead of {_bytes(self.kv_bytes_dense / steps)}"
+        )
+        if self.host_bytes:
+            line += f", {_bytes(self.host_to_device_bytes / steps)} of it from host memory"
+        if self.hit_rate is not None:
+            line += f", hit rate {self.hit_rate:.1%}"
+        if self.covered_mass is not None:
+            line += f", covered mass {self.covered_mass:.1%}"
+        if self.materialised:
+            line += f"; {self.materialised} layer calls bypassed sparse attention"
+        return f"{line}; {where}"
+
+
+def _bytes(n: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if abs(n) < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.2f} GiB"
+
+
+def collect(layers: list[SparseLayer]) -> CacheStats:
+    """Sum the counters of a cache's layers."""
+    stores = [layer.store for layer in layers if layer.store is not None]
+    attended = context = blocks = read = dense = index = down = up = 0
+    for store in stores:
+        counters = store.counters
+        mine, all_of_it, near = counters.total_attended, counters.total_context, counters.total_near
+        attended += mine
+        context += all_of_it
+        blocks += int(counters.blocks)
+        read += mine * store.token_bytes
+        dense += all_of_it * store.token_bytes
+        index += counters.index_bytes
+        up += counters.to_host_bytes
+        down += counters.to_device_bytes
+        if store.pool.host is not None:
+            down += (mine - near) * store.token_bytes
+    sizes = [store.nbytes() for store in stores]
+    total = [store.counters for store in stores]
+    return CacheStats(
+        layers=len(layers),
+        cached_tokens=max((store.length for store in stores), default=0),
+        decode_steps=max((c.steps for c in total), default=0),
+        sparse_calls=sum(c.sparse for c in total),
+        dense_calls=sum(c.dense for c in total),
+        exact_calls=sum(c.exact for c in total),
+        attended_tokens=attended,
+        context_tokens=context,
+        blocks_chosen=blocks,
+        kv_bytes_read=read,
+        kv_bytes_dense=dense,
+        index_bytes_read=index,
+        host_to_device_bytes=down,
+        device_to_host_bytes=up,
+        hit_rate=None,
+        covered_mass=None,
+        materialised=sum(c.materialised for c in total),
+        device_bytes=sum(s[0] for s in sizes),
+        host_bytes=sum(s[1] for s in sizes),
+    )
