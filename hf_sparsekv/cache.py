@@ -164,6 +164,20 @@ class SparseLayer(CacheLayerMixin):
         self.store.extend(step.k.detach(), step.v.detach(), valid, self.policy)
         step.committed = True
 
+    @torch.no_grad()
+    def fill(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None = None) -> None:
+        """Cache tokens whose attention has been computed elsewhere: benchmarks, imports from other caches.
+
+        Args:
+            query: ``[batch, Hq, q, Dk]``; the last ones suffice if channels come from a file.
+            key, value: ``[batch, H, q, D]``.
+            valid: bool ``[batch, q]``, False for padding.
+        """
+        self._check(key, value)
+        step = Step(self, key, value, self.get_seq_length())
+        self._commit(step, query, valid)
+        self.policy.look_ahead(query[:, :, -1], self.store)
+
     def _check_past(self, mask: Tensor | None, past: int) -> None:
         """A mask that hides cached columns anew would make selection and attention disagree."""
         if mask is None or mask.ndim != 2 or not self.owner.first(self):

@@ -1,0 +1,1 @@
+"""Benchmarks, and the rows that they leave."""

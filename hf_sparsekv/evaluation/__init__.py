@@ -1,0 +1,1 @@
+"""How close sparse decoding comes to full attention on a real model."""
