@@ -112,13 +112,18 @@ def compare(args, variants: dict[str, dict | None], title: str) -> None:
                 totals[name] += torch.stack((nll, same, kl)).double()
                 progress.advance(task)
     count = len(starts) * held
-    table = Table(f"{title}, {len(starts)} x {held} tokens after {n}", "perplexity", "top-1 agreement", "KL", "attended")
+    table = Table(
+        f"{title}, {len(starts)} x {held} tokens after {n}", "perplexity", "top-1 agreement", "KL", "attended"
+    )
     rows = []
     for name, sums in totals.items():
         nll, same, kl = (sums / count).tolist()
         # Wilson interval of the agreement, 95 %
         z, p = 1.96, same
-        centre, half = p + z * z / (2 * count), z * math.sqrt(p * (1 - p) / count + z * z / (4 * count * count))
+        centre, half = (
+            p + z * z / (2 * count),
+            z * math.sqrt(p * (1 - p) / count + z * z / (4 * count * count)),
+        )
         low, high = (centre - half) / (1 + z * z / count), (centre + half) / (1 + z * z / count)
         table.add_row(name, f"{math.exp(nll):.3f}", f"{same:.1%}", f"{kl:.4f}", f"{shares.get(name, 1):.1%}")
         common = ("accuracy", SMALL_MODEL_NAME, name, 1, n)

@@ -74,7 +74,9 @@ class SparseLayer(CacheLayerMixin):
 
     def _check(self, k: Tensor, v: Tensor) -> None:
         if self.broken:
-            raise RuntimeError(f"this cache is incomplete after an error ({self.broken}): call reset() and prefill again")
+            raise RuntimeError(
+                f"this cache is incomplete after an error ({self.broken}): call reset() and prefill again"
+            )
         store = self.store
         if store is None or store.length == 0:
             return
@@ -85,8 +87,8 @@ class SparseLayer(CacheLayerMixin):
             )
         if (k.shape[1], k.shape[3], v.shape[3]) != (store.heads, store.key_dim, store.value_dim):
             raise ValueError(
-                f"layer {self.index} caches {store.heads} KV heads of {store.key_dim} + {store.value_dim} channels, got "
-                f"{k.shape[1]} of {k.shape[3]} + {v.shape[3]}: this cache was filled by another model"
+                f"layer {self.index} caches {store.heads} KV heads of {store.key_dim} + {store.value_dim} channels, "
+                f"got {k.shape[1]} of {k.shape[3]} + {v.shape[3]}: this cache was filled by another model"
             )
         for name, mine, given in (("dtype", store.dtype, k.dtype), ("device", store.device, k.device)):
             if mine != given:
@@ -243,7 +245,7 @@ class SparseLayer(CacheLayerMixin):
             self.store.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens. (A positive number is transformers' older form: keep as many.)"""
+        """Remove the last ``-tokens_to_remove`` tokens. (A positive number, transformers' older form: keep as many.)"""
         tokens_to_remove = int(tokens_to_remove)  # generate() may pass a tensor
         if self.store is None or tokens_to_remove == 0:
             return
@@ -434,9 +436,7 @@ class SparseCache(Cache):
         if self.model_config is not None:
             # transformers 5.17 zeroes its own layers but keeps their length: take fresh ones.
             fresh = DynamicCache(config=self.model_config).layers
-            self.layers = [
-                mine if isinstance(mine, SparseLayer) else new for mine, new in zip(self.layers, fresh)
-            ]
+            self.layers = [mine if isinstance(mine, SparseLayer) else new for mine, new in zip(self.layers, fresh)]
         for layer in self.sparse_layers:
             layer.reset()
 

@@ -119,7 +119,9 @@ class LabelChannels:
         here = describe(config)
         if here != self.model:
             other = {k: (self.model.get(k), v) for k, v in here.items() if self.model.get(k) != v}
-            detail = ", ".join(f"{k} is {theirs} in the file, {ours} in the model" for k, (theirs, ours) in other.items())
+            detail = ", ".join(
+                f"{k} is {theirs} in the file, {ours} in the model" for k, (theirs, ours) in other.items()
+            )
             raise ValueError(
                 f"the channel file was made for another model ({self.name!r}: {detail}): calibrate this model with "
                 "`hf-sparsekv calibrate`, or leave channel_file out"

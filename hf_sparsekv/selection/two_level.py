@@ -55,7 +55,7 @@ class TwoLevelPolicy(Policy):
             ranking = self.fixed.ranking[self.layer_idx].to(store.device)
             if ranking.shape != (heads, dim):
                 raise ValueError(
-                    f"the channel file has {tuple(ranking.shape)} (KV heads, head dimension) in layer {self.layer_idx}, "
+                    f"the channel file has {tuple(ranking.shape)} (KV heads, channels) in layer {self.layer_idx}, "
                     f"the model {(heads, dim)}: with tensor parallelism leave channel_file out; otherwise calibrate "
                     "this model with `hf-sparsekv calibrate`"
                 )
