@@ -1,0 +1,43 @@
+"""The table of caches that the generic tests run over; a new cache class joins by a line in ``CACHES``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hf_sparsekv import OffloadConfig, OffloadedSparseCache, SparseCache, TwoLevelConfig
+
+# Small enough that blocks are sealed and channels fixed within some sixty tokens.
+SMALL = {"block_size": 16, "window": 16, "max_draft": 4, "dense_layers": 0, "calibration_tokens": 32}
+
+FULL = {"token_budget": 4096}  # more than any test caches: the output must be the dense output
+TIGHT = {"token_budget": 32, "num_blocks": 4}
+
+
+def two_level(offload: bool = True, model_config=None, **changes) -> OffloadedSparseCache:
+    """A two-level cache with test-sized settings."""
+    config = TwoLevelConfig(**{**SMALL, **changes})
+    return OffloadedSparseCache(config, offload=OffloadConfig() if offload else None, model_config=model_config)
+
+
+def _two_level(offload: bool, **settings) -> Callable[..., SparseCache]:
+    def make(model_config=None, **changes) -> SparseCache:
+        return two_level(offload, model_config, **{**settings, **changes})
+
+    return make
+
+
+# name -> make(model_config=None, **config changes)
+CACHES: dict[str, Callable[..., SparseCache]] = {
+    "host": _two_level(True),
+    "device": _two_level(False),
+    "host-nolag": _two_level(True, lag=False),
+    "device-lag": _two_level(False, lag=True),
+    "device-block": _two_level(False, level="block"),
+    "host-block": _two_level(True, level="block"),
+    "device-token": _two_level(False, level="token"),
+    "host-token": _two_level(True, level="token"),
+    "host-labels16": _two_level(True, label_bits=16),
+    "device-max": _two_level(False, block_reduce="max", token_reduce="max", channel_importance="mean"),
+    "host-blocks32": _two_level(True, block_size=32, sinks=0),
+    "device-dense1": _two_level(False, dense_layers=1),
+}

@@ -1,0 +1,124 @@
+"""Tiny random models, each built with any attention implementation from the same weights."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import transformers as tf
+
+VOCAB = 97
+PAD = 0
+
+# No end-of-sequence token: generation always runs to max_new_tokens.
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "pad_token_id": PAD,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+_HYBRID = ["sliding_attention", "full_attention", "sliding_attention"]
+
+# name -> (model class, configuration class, what differs from _COMMON)
+MODELS: dict[str, tuple[type, type, dict]] = {
+    "llama": (tf.LlamaForCausalLM, tf.LlamaConfig, {}),
+    "llama-mha": (tf.LlamaForCausalLM, tf.LlamaConfig, {"num_key_value_heads": 4}),
+    "llama-mqa": (tf.LlamaForCausalLM, tf.LlamaConfig, {"num_key_value_heads": 1}),
+    "qwen2": (tf.Qwen2ForCausalLM, tf.Qwen2Config, {}),
+    "qwen3": (tf.Qwen3ForCausalLM, tf.Qwen3Config, {}),
+    "gemma3": (
+        tf.Gemma3ForCausalLM,
+        tf.Gemma3TextConfig,
+        {"num_hidden_layers": 3, "sliding_window": 8, "layer_types": _HYBRID},
+    ),
+    "gemma2": (
+        tf.Gemma2ForCausalLM,
+        tf.Gemma2Config,
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 8,
+            "layer_types": _HYBRID,
+            "attn_logit_softcapping": 2.0,  # low enough to bend these models' logits
+            "query_pre_attn_scalar": 16,
+        },
+    ),
+    "mistral": (tf.MistralForCausalLM, tf.MistralConfig, {"sliding_window": None}),
+    "mistral-window": (tf.MistralForCausalLM, tf.MistralConfig, {"sliding_window": 12}),
+    "phi3": (tf.Phi3ForCausalLM, tf.Phi3Config, {"sliding_window": None}),
+    "gpt-oss": (
+        tf.GptOssForCausalLM,
+        tf.GptOssConfig,
+        {
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+        },
+    ),
+    "qwen3-next": (
+        tf.Qwen3NextForCausalLM,
+        tf.Qwen3NextConfig,
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "decoder_sparse_step": 1,
+        },
+    ),
+}
+
+# For all others "sdpa": gpt-oss has none, and sdpa drops Gemma2's softcap.
+REFERENCE = {"gpt-oss": "eager", "gemma2": "eager"}
+NEEDS_CONFIG = ("qwen3-next",)  # linear attention touches the cache before any attention does
+NOTHING_SPARSE = ("mistral-window",)
+
+
+def build(name: str, attn: str, seed: int = 0, **changes) -> torch.nn.Module:
+    """A new model in eval mode; the same seed gives the same weights whatever ``attn`` is."""
+    model_class, config_class, own = MODELS[name]
+    config = config_class(**{**_COMMON, **own, **changes}, attn_implementation=attn)
+    torch.manual_seed(seed)
+    model = model_class(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            # Wide weights: with the usual 0.02 greedy text is one token over and over.
+            if parameter.ndim > 1 or key.endswith("sinks"):
+                parameter.normal_(std=0.3, generator=generator)
+    return model
+
+
+@cache
+def model(name: str, attn: str = "sparsekv") -> torch.nn.Module:
+    """The shared model of a name, not to be changed by tests."""
+    return build(name, attn)
+
+
+def reference(name: str) -> torch.nn.Module:
+    """The same weights with an attention implementation of transformers' own."""
+    return model(name, REFERENCE.get(name, "sdpa"))
+
+
+def prompt(batch: int, length: int, pads: tuple[int, ...] | None = None, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random ``input_ids`` and ``attention_mask``; row ``i`` has ``pads[i]`` columns of left padding."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, VOCAB, (batch, length), generator=generator)
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate(pads or ()):
+        ids[row, :pad] = PAD
+        mask[row, :pad] = 0
+    return {"input_ids": ids, "attention_mask": mask}

@@ -1,0 +1,182 @@
+"""Two-level selection written a second time, slowly, over the keys of a stock ``DynamicCache``.
+
+Nothing here comes from the package but the configuration's fields. Everything is recomputed at every step from the
+plain keys and queries: which columns are sealed, the channels, the block bounds, the labels, the choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+NAME = "two_level_oracle"
+
+
+class LayerState:
+    def __init__(self) -> None:
+        self.queries: Tensor | None = None  # [batch, Hq, columns, D]
+        self.sealed = 0  # blocks that had become old when the last forward ended
+        self.channels: list[list[list[int]]] | None = None  # [row][head] -> channels
+        self.last_query: Tensor | None = None  # [batch, Hq, D]: what the lagging block choice goes by
+
+
+class Oracle:
+    """What each decode step must attend to, by the definitions in ``TwoLevelConfig``'s documentation.
+
+    Args:
+        config: the configuration under test.
+        lag: whether the block choice is one step old.
+        valid: bool ``[batch, columns]``, False for padding; the test sets it before each forward.
+    """
+
+    def __init__(self, config, lag: bool) -> None:
+        self.config, self.lag = config, lag
+        self.valid: Tensor | None = None
+        self.layers: dict[int, LayerState] = {}
+        self.attended = self.blocks = self.decode_calls = 0  # over all decode steps, layers, rows and KV heads
+
+    # ------------------------------------------------------------------ a forward of one layer
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        state = self.layers.setdefault(layer, LayerState())
+        fine = self.config.level != "block" and layer >= self.config.dense_layers
+        past = 0 if state.queries is None else state.queries.shape[2]
+        state.queries = query if past == 0 else torch.cat((state.queries, query), dim=2)
+        length = key.shape[2]
+        if fine and state.channels is None and length >= self.config.calibration_tokens:
+            state.channels = self.choose_channels(state.queries, key)
+        batch, heads, q = query.shape[0], key.shape[1], query.shape[2]
+        group = query.shape[1] // heads
+        allowed = torch.zeros(batch, heads, q, length, dtype=torch.bool)
+        for row in range(batch):
+            seen = self.valid[row, :length]
+            for head in range(heads):
+                if q == 1:
+                    columns = self.decode_columns(state, layer, row, head, group, query, key)
+                    allowed[row, head, 0, columns] = True
+                    self.attended += len(columns)
+                    continue
+                for i in range(q):
+                    allowed[row, head, i, : past + i + 1] = seen[: past + i + 1]
+        self.decode_calls += q == 1
+        if layer < self.config.dense_layers:
+            return dense_attention(query, key, value, allowed, group, scale)
+        recent = self.config.window + self.config.max_draft
+        state.sealed = max(state.sealed, (length - recent) // self.config.block_size)
+        if not fine or state.channels is not None:
+            state.last_query = query[:, :, -1]
+        return dense_attention(query, key, value, allowed, group, scale)
+
+    def decode_columns(self, state, layer, row, head, group, query, key) -> list[int]:
+        config, size = self.config, self.config.block_size
+        length = key.shape[2]
+        real = [c for c in range(length) if self.valid[row, c]]
+        fine = config.level != "block"
+        if layer < config.dense_layers or (fine and state.channels is None):
+            return real
+        sinks = real[: config.sinks]
+        near = [c for c in real if c >= state.sealed * size]
+        free = [c for c in real if c < state.sealed * size and c not in sinks]
+        mine = slice(head * group, (head + 1) * group)
+
+        blocks = sorted({c // size for c in free})
+        if config.level != "token":
+            keep = config.num_blocks or max(128, -(-config.token_budget // size))
+            if config.level == "block":
+                keep = config.token_budget // size
+            asking = state.last_query if self.lag else query[:, :, 0]
+            if asking is not None:
+                scores = {}
+                for block in blocks:
+                    inside = key[row, head, [c for c in free if c // size == block]]
+                    scores[block] = self.block_bound(asking[row, mine], inside)
+                blocks = sorted(blocks, key=lambda b: (-scores[b], b))[:keep]
+        candidates = [c for c in free if c // size in blocks]
+        if config.level == "block":
+            return sorted({*sinks, *near, *candidates})
+        channels = state.channels[row][head]
+        labels = self.labels(key[row, head, candidates][:, channels])
+        each = query[row, mine, 0][:, channels].float() @ labels.T  # [query heads, candidates]
+        score = each.amax(0) if config.token_reduce == "max" else each.mean(0)
+        scores = dict(zip(candidates, score.tolist()))
+        chosen = sorted(candidates, key=lambda c: (-scores[c], c))[: config.token_budget]
+        return sorted({*sinks, *near, *chosen})
+
+    # ------------------------------------------------------------------ definitions
+
+    def block_bound(self, queries: Tensor, keys: Tensor) -> float:
+        """The largest ``q . k`` that a key inside the block's box could have, per query head; then the reduction."""
+        high, low = keys.amax(0), keys.amin(0)
+        bounds = [float(torch.maximum(q * high, q * low).sum()) for q in queries]
+        return max(bounds) if self.config.block_reduce == "max" else sum(bounds) / len(bounds)
+
+    def choose_channels(self, queries: Tensor, keys: Tensor) -> list[list[list[int]]]:
+        batch, heads, length, dim = keys.shape
+        group = queries.shape[1] // heads
+        r = self.config.label_channels or dim // 4
+        rows = []
+        for row in range(batch):
+            real = self.valid[row, :length].nonzero().flatten().tolist()
+            picks = []
+            for head in range(heads):
+                k = keys[row, head, real].abs()
+                importance = torch.zeros(dim)
+                for q in queries[row, head * group : (head + 1) * group][:, real].abs():
+                    if self.config.channel_importance == "max":
+                        importance += q.amax(0) * k.amax(0)
+                    else:  # mean over all pairs of a query and a key
+                        importance += (q[:, None] * k[None]).mean((0, 1))
+                picks.append(sorted(range(dim), key=lambda j: (-float(importance[j]), j))[:r])
+            rows.append(picks)
+        return rows
+
+    def labels(self, kept: Tensor) -> Tensor:
+        """What the labels of tokens remember of their kept channels ``[tokens, r]``."""
+        kept = kept.float()
+        if self.config.label_bits == 16:
+            return kept
+        scale = ((kept.amax(1) - kept.amin(1)) / 15).half().float()[:, None]
+        zero = kept.amin(1).half().float()[:, None]
+        codes = ((kept - zero) / scale).nan_to_num(0.0).round().clamp(0, 15)
+        return codes * scale + zero
+
+    def map_rows(self, index: Tensor) -> None:
+        self.valid = self.valid[index]
+        for state in self.layers.values():
+            state.queries = state.queries[index]
+            state.channels = None if state.channels is None else [state.channels[i] for i in index.tolist()]
+            state.last_query = None if state.last_query is None else state.last_query[index]
+
+
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, group: int, scale: float) -> Tensor:
+    """Softmax attention over ``allowed [batch, H, q, n]``; a query without any (padding) gives zeros."""
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    allowed = allowed.repeat_interleave(group, 1)
+    logits = (query @ key.transpose(-1, -2) * scale).masked_fill(~allowed, -torch.inf)
+    return logits.softmax(-1).nan_to_num(0.0) @ value
+
+
+_active: Oracle | None = None
+
+
+@contextmanager
+def asked(oracle: Oracle) -> Iterator[None]:
+    """Models with ``attn_implementation=NAME`` attend as ``oracle`` says."""
+    global _active
+    _active = oracle
+    try:
+        yield
+    finally:
+        _active = None
+
+
+def _attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    # No mask function is registered under the name: transformers makes no mask, the oracle knows its columns.
+    return _active.attend(module.layer_idx, query, key, value, scaling).transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, _attention)
