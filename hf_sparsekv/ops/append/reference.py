@@ -6,7 +6,13 @@ from torch import Tensor
 
 
 def append(
-    k: Tensor, v: Tensor, valid: Tensor | None, near_kv: Tensor, near_valid: Tensor, length: Tensor, sinks: int
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor | None,
+    near_kv: Tensor,
+    near_valid: Tensor,
+    length: Tensor,
+    sinks: int,
 ) -> None:
     """Store ``q`` new tokens at columns ``length .. length + q - 1`` of every row.
 

@@ -12,8 +12,8 @@ def unpack_labels(codes: Tensor, qparams: Tensor | None) -> Tensor:
     """Label channels as float32.
 
     Args:
-        codes: uint8 ``[..., r / 2]`` holding channel ``i`` in the low and channel ``i + r / 2`` in the high four
-            bits of byte ``i``; or floating point ``[..., r]`` (unquantised labels).
+        codes: uint8 ``[..., r / 2]`` holding channel ``i`` in the low and channel ``i + r / 2`` in the high
+            four bits of byte ``i``; or floating point ``[..., r]`` (unquantised labels).
         qparams: ``[..., 2]`` float16, scale and zero point of each token; ``None`` for unquantised labels.
     """
     if qparams is None:
@@ -38,7 +38,7 @@ def token_score(
 
     Args:
         q: ``[batch, Hq, Dk]`` queries of this step.
-        codes: ``[num_slots, H, block_size, r / 2]`` uint8, or ``[num_slots, H, block_size, r]`` floating point.
+        codes: ``[num_slots, H, block_size, r / 2]`` uint8, or ``[..., r]`` floating point.
         qparams: ``[num_slots, H, block_size, 2]`` float16, or ``None`` with floating point ``codes``.
         channels: ``[batch, H, r]`` int32, the label channels of each row and KV head.
         flags: ``[num_slots, block_size]`` uint8; a token can be selected where it equals ``SELECTABLE``.
@@ -50,7 +50,7 @@ def token_score(
         ``[batch, H, n * block_size]`` float32, ``-inf`` for tokens that cannot be selected.
     """
     batch, q_heads, dk = q.shape
-    heads, block_size = codes.shape[1:3]
+    heads = codes.shape[1]
     group = q_heads // heads
     q = q.float().view(batch, heads, group, dk)
     q = q.gather(-1, channels.long()[:, :, None].expand(-1, -1, group, -1))

@@ -1,0 +1,21 @@
+"""Score of every stored block for one query."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .._dispatch import give, use_triton
+from .reference import block_score as _reference
+
+__all__ = ["block_score"]
+
+
+def block_score(
+    q: Tensor, bounds: Tensor, fill: Tensor, slots: Tensor, reduce: str, *, out: Tensor | None = None
+) -> Tensor:
+    """Bound on ``q . k`` for each block; see ``reference.block_score``. ``out`` receives the result."""
+    if use_triton(q):
+        from .triton import block_score as kernel
+
+        return kernel(q, bounds, fill, slots, reduce, out=out)
+    return give(_reference(q, bounds, fill, slots, reduce), out)

@@ -1,0 +1,188 @@
+"""Approximate score of the tokens of chosen blocks from the label cache: the kernel."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._dispatch import require_dense_rows
+from .reference import SELECTABLE as _SELECTABLE
+
+SELECTABLE = tl.constexpr(_SELECTABLE)
+TILE = 128  # tokens a program. Not tuned yet.
+
+
+@triton.jit
+def _token_score_kernel(
+    p_q,
+    p_codes,
+    p_qparams,
+    p_channels,
+    p_flags,
+    p_slots,
+    p_blocks,
+    p_out,
+    tokens,
+    q_batch,
+    q_head,
+    q_dim,
+    codes_slot,
+    codes_head,
+    codes_token,
+    qparams_slot,
+    qparams_head,
+    qparams_token,
+    channels_batch,
+    channels_head,
+    flags_slot,
+    slots_batch,
+    blocks_batch,
+    blocks_head,
+    out_batch,
+    out_head,
+    HAS_BLOCKS: tl.constexpr,
+    PACKED: tl.constexpr,
+    MEAN: tl.constexpr,
+    NATIVE: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BG: tl.constexpr,
+    BW: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """Scores of ``BT`` tokens of one row and KV head. A token's codes are ``WIDTH`` entries."""
+    i_row = tl.program_id(1)
+    i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
+
+    # Token -> block of the selection -> block of the row -> slot.
+    o_t = tl.program_id(0) * BT + tl.arange(0, BT)
+    m_t = o_t < tokens
+    b_block = o_t // BLOCK_SIZE
+    o_in = o_t % BLOCK_SIZE
+    m_live = m_t
+    if HAS_BLOCKS:
+        p_block = p_blocks + i_batch * blocks_batch + i_head * blocks_head + b_block
+        b_block = tl.load(p_block, mask=m_t, other=-1)  # [BT]
+        m_live = m_t & (b_block >= 0)
+    b_slot = tl.load(p_slots + i_batch * slots_batch + b_block, mask=m_live, other=-1).to(tl.int64)  # [BT]
+    m_live = m_live & (b_slot >= 0)
+    b_flag = tl.load(p_flags + b_slot * flags_slot + o_in, mask=m_live, other=0)  # [BT]
+    m_live = m_live & (b_flag == SELECTABLE)
+
+    # The query's label channels; packed codes hold the second half of them in the high four bits.
+    o_g, o_w = tl.arange(0, BG), tl.arange(0, BW)
+    m_w = o_w < WIDTH
+    m_q = (o_g < GROUP)[:, None] & m_w[None, :]
+    p_channel = p_channels + i_batch * channels_batch + i_head * channels_head + o_w
+    p_row = p_q + i_batch * q_batch + (i_head * GROUP + o_g[:, None]) * q_head
+    b_channel = tl.load(p_channel, mask=m_w, other=0)  # [BW]
+    b_low = tl.load(p_row + b_channel[None, :] * q_dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
+
+    # What is not live may hold anything, NaN included, and is not read.
+    p_code = p_codes + b_slot[:, None] * codes_slot + i_head * codes_head + o_in[:, None] * codes_token
+    m_code = m_live[:, None] & m_w[None, :]
+    b_code = tl.load(p_code + o_w[None, :], mask=m_code, other=0)  # [BT, BW]
+    if PACKED:
+        b_channel = tl.load(p_channel + WIDTH, mask=m_w, other=0)  # [BW]
+        b_high = tl.load(p_row + b_channel[None, :] * q_dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
+        p_param = p_qparams + b_slot * qparams_slot + i_head * qparams_head + o_in * qparams_token
+        b_scale = tl.load(p_param, mask=m_live, other=0.0).to(tl.float32)  # [BT]
+        b_zero = tl.load(p_param + 1, mask=m_live, other=0.0).to(tl.float32)  # [BT]
+        b_code = b_code.to(tl.int32)
+        b_low_code, b_high_code = b_code & 15, b_code >> 4
+
+    # label = digit * scale + zero, so q . label = scale * (q . digits) + zero * sum(q)
+    if MEAN:
+        b_low = tl.sum(b_low, 0) / GROUP  # [BW]
+        if PACKED:
+            b_high = tl.sum(b_high, 0) / GROUP  # [BW]
+            b_both = b_low_code.to(tl.float32) * b_low[None, :] + b_high_code.to(tl.float32) * b_high[None, :]
+            b_s = b_scale * tl.sum(b_both, 1) + b_zero * tl.sum(b_low + b_high, 0)  # [BT]
+        else:
+            b_s = tl.sum(b_code.to(tl.float32) * b_low[None, :], 1)  # [BT]
+    else:
+        if PACKED:
+            b_sum = tl.sum(b_low + b_high, 1)  # [BG]
+            b_low, b_high = tl.trans(b_low), tl.trans(b_high)  # [BW, BG]
+            if NATIVE:  # digits 0 .. 15 are exact in any 16-bit type
+                b_low, b_high = b_low.to(p_q.dtype.element_ty), b_high.to(p_q.dtype.element_ty)
+            b_all = tl.dot(b_low_code.to(b_low.dtype), b_low, input_precision="ieee")  # [BT, BG]
+            b_all += tl.dot(b_high_code.to(b_high.dtype), b_high, input_precision="ieee")
+            b_all = b_scale[:, None] * b_all + b_zero[:, None] * b_sum[None, :]
+        else:
+            b_low = tl.trans(b_low)  # [BW, BG]
+            if NATIVE:
+                b_low = b_low.to(p_q.dtype.element_ty)
+            b_all = tl.dot(b_code.to(b_low.dtype), b_low, input_precision="ieee")  # [BT, BG]
+        b_s = tl.max(tl.where((o_g < GROUP)[None, :], b_all, float("-inf")), 1)  # [BT]
+    p_to = p_out + i_batch * out_batch + i_head * out_head + o_t
+    tl.store(p_to, tl.where(m_live, b_s, float("-inf")), mask=m_t)
+
+
+def token_score(
+    q: Tensor,
+    codes: Tensor,
+    qparams: Tensor | None,
+    channels: Tensor,
+    flags: Tensor,
+    slots: Tensor,
+    block_ids: Tensor | None,
+    reduce: str,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """As ``reference.token_score``, into ``out`` if given."""
+    batch, q_heads, _ = q.shape
+    heads, block_size, width = codes.shape[1:]
+    tokens = (slots if block_ids is None else block_ids).shape[-1] * block_size
+    if out is None:
+        out = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
+    if not tokens:
+        return out
+    require_dense_rows(
+        codes=codes,
+        qparams=qparams,
+        channels=channels,
+        flags=flags,
+        slots=slots,
+        block_ids=block_ids,
+        out=out,
+    )
+    group = q_heads // heads
+    packed = qparams is not None
+    with torch.cuda.device_of(q):
+        _token_score_kernel[(triton.cdiv(tokens, TILE), batch * heads)](
+            q,
+            codes,
+            qparams,
+            channels,
+            flags,
+            slots,
+            block_ids,
+            out,
+            tokens,
+            *q.stride(),
+            *codes.stride()[:3],
+            *(qparams.stride()[:3] if packed else (0, 0, 0)),
+            *channels.stride()[:2],
+            flags.stride(0),
+            slots.stride(0),
+            *((0, 0) if block_ids is None else block_ids.stride()[:2]),
+            *out.stride()[:2],
+            HAS_BLOCKS=block_ids is not None,
+            PACKED=packed,
+            MEAN=reduce == "mean",
+            NATIVE=q.dtype != torch.float32 and (packed or codes.dtype == q.dtype),
+            HEADS=heads,
+            GROUP=group,
+            BLOCK_SIZE=block_size,
+            WIDTH=width,
+            BG=max(16, triton.next_power_of_2(group)),
+            BW=max(16, triton.next_power_of_2(width)),
+            BT=TILE,
+        )
+    return out
