@@ -1,0 +1,48 @@
+"""The ``hf-sparsekv`` command. Each subcommand is a module of :mod:`hf_sparsekv.commands`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .commands import output
+from .commands.calibrate import calibrate
+from .commands.doctor import doctor
+from .commands.fetch import fetch
+from .commands.generate import generate
+from .commands.plan import plan
+from .version import __version__
+
+app = typer.Typer(
+    name="hf-sparsekv",
+    help="Sparse, offloadable KV caches for Hugging Face Transformers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"hf-sparsekv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    output.state.debug = debug
+
+
+for command in (generate, plan, calibrate, doctor, fetch):
+    app.command()(output.one_line_errors(command))
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app(prog_name="hf-sparsekv")

@@ -1,0 +1,1 @@
+"""The subcommands of ``hf-sparsekv``, one module each, and what they share (options, loading, output)."""

@@ -1,0 +1,65 @@
+"""``hf-sparsekv calibrate``."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import track
+
+from . import loading
+from .options import Device, DType, DTypeOption, Model, torch_dtype
+from .output import CommandError, messages, note, results
+
+
+class Importance(str, Enum):
+    """What ``--importance`` takes."""
+
+    max = "max"
+    mean = "mean"
+
+
+def calibrate(
+    model: Model,
+    output: Annotated[Path, typer.Option(help="File to write (safetensors).", show_default=False)],
+    text_file: Annotated[
+        list[Path], typer.Option(help="Text like the one the model will read; may be repeated.", show_default=False)
+    ],
+    tokens: Annotated[int, typer.Option(min=16, help="Tokens of one piece of text.")] = 2048,
+    pieces: Annotated[int, typer.Option(min=1, help="Pieces to read at most, over all files.")] = 16,
+    importance: Annotated[Importance, typer.Option(help="How channels are ranked.")] = Importance.max,
+    dtype: DTypeOption = DType.auto,
+    device: Device = "auto",
+) -> None:
+    """Rank a model's key channels on your text, for --channel-file and TwoLevelConfig(channel_file=...)."""
+    from ..predictor.channels import calibrate as rank_channels
+
+    texts = [_read(path) for path in text_file]
+    if not output.absolute().parent.is_dir():
+        raise CommandError(f"cannot write {output}: there is no directory {output.absolute().parent}")
+    tokenizer, loaded = loading.load(model, torch_dtype(dtype), loading.pick_device(device))
+    chunks = []
+    for text in texts:
+        # One long text is meant to be longer than the model's context: no warning about it.
+        ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids
+        chunks += [piece for piece in ids.split(tokens, dim=1) if piece.shape[1] >= 16]
+    chunks = chunks[:pieces]
+    if not chunks:
+        raise CommandError("the text is too short to calibrate on: at least 16 tokens are needed")
+    channels = rank_channels(
+        loaded, track(chunks, "calibrating", console=messages, transient=True), importance=importance.value
+    )
+    channels.save(output)
+    note(f"{sum(c.shape[1] for c in chunks)} tokens read")
+    results.print(str(output), markup=False)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise CommandError(f"{path} is not UTF-8 text") from None
+    except OSError as error:
+        raise CommandError(f"cannot read {path}: {error.strerror}") from error

@@ -1,0 +1,239 @@
+"""What a model and a cache will allocate, worked out from the model's configuration alone."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+
+from .config import OffloadConfig, TwoLevelConfig
+from .offload.pool import bucket
+from .offload.store import ring_tokens
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer caches per row.
+
+    Args:
+        kind: ``"full"`` (attends to its whole past, made sparse), ``"sliding"`` or ``"other"``.
+        heads, key_dim, value_dim: shape of a cached token; 0 for ``"other"``.
+        window: tokens that a sliding layer keeps.
+        state: bytes of a layer whose cache does not grow (linear attention).
+    """
+
+    kind: str
+    heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    window: int = 0
+    state: int = 0
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a model: bytes of weights, what each layer caches, and widths for the prefill estimate."""
+
+    model_type: str
+    dtype: torch.dtype
+    weights: int
+    layers: tuple[LayerShape, ...]
+    hidden: int
+    intermediate: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes for ``batch`` rows of ``context`` tokens.
+
+    The parts from ``blocks`` to ``tables`` belong to the layers that the cache manages itself; their sum is what
+    ``cache.memory_bytes()`` reports once ``context`` tokens are cached (or with ``max_length=context``).
+
+    Args:
+        weights: the model's parameters.
+        dense_kv: keys and values as transformers' ``DynamicCache`` keeps them, all layers.
+        blocks: keys and values of the block slots; in host memory if ``offloaded``.
+        bounds: least and largest key of each block, which blocks are chosen by.
+        labels: quantised label channels, which tokens are chosen by.
+        near: sinks and recent tokens.
+        tables: slot tables, flags and counts.
+        stock: sliding and other layers, which stay transformers' own.
+        prefill: estimate of the activations of a prompt of ``context`` tokens read in one piece.
+    """
+
+    model: ModelShape
+    context: int
+    batch: int
+    offloaded: bool
+    weights: int
+    dense_kv: int
+    blocks: int
+    bounds: int
+    labels: int
+    near: int
+    tables: int
+    stock: int
+    prefill: int
+
+    @property
+    def cache_device(self) -> int:
+        """Device bytes of the layers that the cache manages itself."""
+        return self.bounds + self.labels + self.near + self.tables + (0 if self.offloaded else self.blocks)
+
+    @property
+    def cache_host(self) -> int:
+        """Host bytes of the layers that the cache manages itself."""
+        return self.blocks if self.offloaded else 0
+
+    @property
+    def device_total(self) -> int:
+        """Device bytes with our cache, the prefill estimate included."""
+        return self.weights + self.cache_device + self.stock + self.prefill
+
+    @property
+    def dense_total(self) -> int:
+        """Device bytes with transformers' own cache, the prefill estimate included."""
+        return self.weights + self.dense_kv + self.prefill
+
+
+def model_shape(config, dtype: torch.dtype | None = None) -> ModelShape:
+    """Learn a model's sizes by running two tokens through it on the meta device: no weights, no memory.
+
+    Args:
+        config: a transformers configuration of a decoder-only language model.
+        dtype: precision of weights and cache. Default: the checkpoint's, or bfloat16.
+
+    Raises:
+        ValueError: the model is no decoder-only language model, or cannot run on the meta device.
+    """
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{config.model_type} is an encoder-decoder model: sparse caches serve decoder-only models")
+    text = config.get_text_config(decoder=True)
+    dtype = dtype or getattr(config, "dtype", None) or getattr(text, "dtype", None) or torch.bfloat16
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype)
+    notes = []
+    if getattr(config, "quantization_config", None) is not None:
+        config = copy.deepcopy(config)
+        del config.quantization_config
+        name = str(dtype).removeprefix("torch.")
+        notes.append(f"the checkpoint is quantised: its weights take less than the {name} figure given here")
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        cache = DynamicCache(config=text)
+        with torch.no_grad():
+            ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"cannot plan for a {config.model_type} model: {reason}") from error
+    if getattr(text, "kv_lora_rank", None):
+        notes.append("this model caches latents (MLA), which are stored but not made sparse yet")
+    return ModelShape(
+        model_type=config.model_type,
+        dtype=dtype,
+        weights=sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers()),
+        layers=tuple(_layer_shape(layer) for layer in cache.layers),
+        hidden=text.hidden_size,
+        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        notes=tuple(notes),
+    )
+
+
+def _layer_shape(layer) -> LayerShape:
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and layer.keys is not None:
+        _, heads, _, key_dim = layer.keys.shape
+        value_dim = layer.values.shape[3]
+        if type(layer) is DynamicLayer:
+            return LayerShape("full", heads, key_dim, value_dim)
+        # The token being read completes the window: one less is kept.
+        return LayerShape("sliding", heads, key_dim, value_dim, window=layer.sliding_window - 1)
+    return LayerShape("other", state=_tensor_bytes(vars(layer)))
+
+
+def _tensor_bytes(value: object) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, dict):
+        return sum(map(_tensor_bytes, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(_tensor_bytes, value))
+    return 0
+
+
+def plan_memory(
+    model: ModelShape,
+    config: TwoLevelConfig,
+    offload: OffloadConfig | None,
+    *,
+    context: int,
+    batch: int = 1,
+) -> MemoryPlan:
+    """Bytes that ``OffloadedSparseCache(config, offload)`` will take, and DynamicCache for comparison.
+
+    Args:
+        model: from :func:`model_shape`.
+        config, offload: as for the cache.
+        context: tokens per row, prompt and answer together.
+        batch: rows.
+
+    Raises:
+        ValueError: ``context`` or ``batch`` is not positive, or exceeds ``config.max_length``.
+    """
+    for name, value in (("context", context), ("batch", batch)):
+        if value < 1:
+            raise ValueError(f"{name} must be positive, got {value}")
+    item = model.dtype.itemsize
+    size = config.block_size
+    blocks_a_row = -(-(config.max_length or context) // size)
+    if config.max_length is not None and config.max_length < context:
+        raise ValueError(f"max_length={config.max_length} is less than the context of {context} tokens")
+    slots = bucket(blocks_a_row * batch)
+    near_tokens = config.sinks + ring_tokens(config)
+
+    dense_kv = blocks = bounds = labels = near = tables = stock = 0
+    for index, layer in enumerate(model.layers):
+        token = layer.heads * (layer.key_dim + layer.value_dim) * item
+        if layer.kind != "full":
+            kept = layer.state + min(layer.window, context) * token
+            stock += batch * kept
+            dense_kv += batch * kept
+            continue
+        dense_kv += batch * context * token
+        blocks += slots * size * token
+        near += batch * near_tokens * token
+        # Per slot: flags and fill; per row: its slot table, the validity of near tokens, a count.
+        tables += slots * (size + 4) + batch * (bucket(blocks_a_row) * 4 + near_tokens + 4)
+        if index < config.dense_layers:
+            continue
+        if config.level != "token":
+            bounds += slots * layer.heads * 2 * layer.key_dim * item
+        if config.level != "block":
+            channels = config.label_channels or max(2, layer.key_dim // 8 * 2)
+            code = channels // 2 + 4 if config.label_bits == 4 else channels * item
+            labels += slots * layer.heads * size * code
+
+    # Alive at once in a layer: a few copies of the hidden states, and the MLP's gate, up and product.
+    prefill = batch * context * (4 * model.hidden + 3 * model.intermediate) * item
+    return MemoryPlan(
+        model=model,
+        context=context,
+        batch=batch,
+        offloaded=offload is not None,
+        weights=model.weights,
+        dense_kv=dense_kv,
+        blocks=blocks,
+        bounds=bounds,
+        labels=labels,
+        near=near,
+        tables=tables,
+        stock=stock,
+        prefill=prefill,
+    )
