@@ -36,8 +36,8 @@ def token_select(scores: Tensor, block_ids: Tensor | None, k: int, block_size: i
 
     Args:
         scores: ``[batch, H, n * block_size]`` float32: token scores of ``n`` blocks, one after the other.
-        block_ids: ``[batch, H, n]`` int32 ascending block ids (-1 at the end) that the scores belong to; ``None``
-            if they are blocks ``0 .. n - 1``.
+        block_ids: ``[batch, H, n]`` int32 ascending block ids (-1 at the end) that the scores belong to;
+            ``None`` if they are blocks ``0 .. n - 1``.
         k: tokens to choose per row and KV head.
         block_size: tokens in a block.
 

@@ -1,0 +1,205 @@
+"""Selection from rows too long for one program.
+
+Several programs a row find the threshold digit by digit from histograms (four digits of 256 bins, the most
+significant first), then each writes the ids that its chunk contributes. Partial histograms lie in scratch
+memory, so nothing is atomic and the result does not depend on the order of the programs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .keys import MINUS_INF, ordered, pad, take, write
+
+CHUNK = 8192  # entries a program. Not tuned yet.
+WARPS = 8  # Not tuned yet.
+BINS = tl.constexpr(256)
+STATE = tl.constexpr(4)  # int32 of a row after each digit: threshold so far, ties to take, ids in all, unused
+
+
+@triton.jit
+def _refine(p_state, p_counts, chunks, k, DIGIT: tl.constexpr, BC: tl.constexpr):
+    """Digit ``DIGIT - 1`` of the threshold of a row, from the histograms of its chunks.
+
+    Returns that digit and the state: the threshold's prefix up to it, the ties still to take, and ids in all.
+    """
+    o_bin = tl.arange(0, BINS)
+    b_bins = tl.zeros([BINS], tl.int32)
+    for i in range(0, chunks, BC):
+        o_c = i + tl.arange(0, BC)
+        p_bins = p_counts + o_c[:, None] * BINS + o_bin[None, :]
+        b_bins += tl.sum(tl.load(p_bins, mask=(o_c < chunks)[:, None], other=0), 0)  # [BC, BINS]
+    usable = tl.sum(b_bins, 0)
+    if DIGIT == 1:
+        prefix = 0
+        total = tl.minimum(usable, k)
+        need = total
+    else:
+        p_last = p_state + (DIGIT - 1) * STATE
+        prefix, need, total = tl.load(p_last), tl.load(p_last + 1), tl.load(p_last + 2)
+    # Entries with this digit or a larger one fall as the digit grows: take the last one that has enough.
+    b_from = usable - tl.cumsum(b_bins, 0) + b_bins  # [BINS]
+    digit = tl.sum((b_from >= need).to(tl.int32), 0) - 1
+    need -= tl.sum(tl.where(o_bin > digit, b_bins, 0), 0)
+    if DIGIT == 1:
+        prefix = digit - 128  # the first digit holds the sign
+    else:
+        prefix = prefix * BINS + digit
+    return digit, prefix, need, total
+
+
+@triton.jit
+def _histogram_kernel(
+    p_scores,
+    p_counts,
+    p_above,
+    p_state,
+    n,
+    k,
+    chunks,
+    scores_batch,
+    scores_head,
+    HEADS: tl.constexpr,
+    DIGIT: tl.constexpr,
+    N: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Count digit ``DIGIT`` over the entries of one chunk that share the threshold's digits before it."""
+    i_chunk, i_row = tl.program_id(0), tl.program_id(1)
+    rows = tl.num_programs(1)
+    i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
+    o_bin = tl.arange(0, BINS)
+    # Other programs still read the last digit's histograms: two sets take turns.
+    p_mine = p_counts + (((DIGIT % 2) * rows + i_row).to(tl.int64) * chunks + i_chunk) * BINS
+    p_state += i_row * 4 * STATE
+    o_n = i_chunk * N + tl.arange(0, N)
+    b_s = tl.load(
+        p_scores + i_batch * scores_batch + i_head * scores_head + o_n, mask=o_n < n, other=float("-inf")
+    )  # [N]
+    b_key = ordered(b_s)
+    m_match = b_key > MINUS_INF
+    if DIGIT > 0:
+        p_last = p_counts + (((DIGIT + 1) % 2 * rows + i_row).to(tl.int64) * chunks) * BINS
+        digit, prefix, need, total = _refine(p_state, p_last, chunks, k, DIGIT, BC)
+        b_own = tl.load(p_last + i_chunk * BINS + o_bin)  # [BINS]
+        above = tl.sum(tl.where(o_bin > digit, b_own, 0), 0)
+        if DIGIT > 1:
+            above += tl.load(p_above + i_row * chunks + i_chunk)
+        tl.store(p_above + i_row * chunks + i_chunk, above)
+        if i_chunk == 0:
+            p_next = p_state + DIGIT * STATE
+            tl.store(p_next, prefix)
+            tl.store(p_next + 1, need)
+            tl.store(p_next + 2, total)
+        m_match = m_match & ((b_key >> (32 - 8 * DIGIT)) == prefix)
+    b_digit = (b_key >> (24 - 8 * DIGIT)) & 255
+    if DIGIT == 0:
+        b_digit = b_digit ^ 128
+    # The others count as digit 0 and are taken off again.
+    b_count = tl.histogram(tl.where(m_match, b_digit, 0), BINS)
+    b_count -= tl.where(o_bin == 0, N - tl.sum(m_match.to(tl.int32), 0), 0)
+    tl.store(p_mine + o_bin, b_count)
+
+
+@triton.jit
+def _compact_kernel(
+    p_scores,
+    p_blocks,
+    p_out,
+    p_counts,
+    p_above,
+    p_state,
+    n,
+    k,
+    chunks,
+    scores_batch,
+    scores_head,
+    blocks_batch,
+    blocks_head,
+    out_batch,
+    out_head,
+    HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    N: tl.constexpr,
+    BC: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """Write the ids that one chunk contributes."""
+    i_chunk, i_row = tl.program_id(0), tl.program_id(1)
+    rows = tl.num_programs(1)
+    i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
+    p_last = p_counts + ((rows + i_row).to(tl.int64) * chunks) * BINS
+    digit, threshold, need, total = _refine(p_state + i_row * 4 * STATE, p_last, chunks, k, 4, BC)
+
+    # What the chunks before this one contribute.
+    o_bin = tl.arange(0, BINS)
+    b_above, b_ties = tl.zeros([BC], tl.int32), tl.zeros([BC], tl.int32)
+    for i in range(0, i_chunk, BC):
+        o_c = i + tl.arange(0, BC)
+        m_c = o_c < i_chunk
+        b_bins = tl.load(p_last + o_c[:, None] * BINS + o_bin[None, :], mask=m_c[:, None], other=0)  # [BC, BINS]
+        b_above += tl.load(p_above + i_row * chunks + o_c, mask=m_c, other=0)  # [BC]
+        b_above += tl.sum(tl.where((o_bin > digit)[None, :], b_bins, 0), 1)
+        b_ties += tl.sum(tl.where((o_bin == digit)[None, :], b_bins, 0), 1)
+
+    o_n = i_chunk * N + tl.arange(0, N)
+    b_s = tl.load(
+        p_scores + i_batch * scores_batch + i_head * scores_head + o_n, mask=o_n < n, other=float("-inf")
+    )  # [N]
+    m_take, b_at = take(ordered(b_s), threshold, tl.sum(b_above, 0), tl.sum(b_ties, 0), need)
+    p_to = p_out + i_batch * out_batch + i_head * out_head
+    write(p_to, p_blocks + i_batch * blocks_batch + i_head * blocks_head, o_n, b_at, m_take, BLOCK_SIZE)
+    if i_chunk == 0:
+        pad(p_to, total, k, TAIL)
+
+
+def scratch_size(rows: int, n: int, chunk: int = CHUNK) -> int:
+    """int32 entries of scratch memory for ``rows`` rows of ``n`` scores."""
+    return sum(_sizes(rows, triton.cdiv(n, chunk)))
+
+
+def _sizes(rows: int, chunks: int) -> tuple[int, int, int]:
+    return 2 * rows * chunks * BINS.value, rows * chunks, rows * 4 * STATE.value
+
+
+def select_long(
+    scores: Tensor, block_ids: Tensor, k: int, out: Tensor, scratch: Tensor, chunk: int, fixed: dict[str, int]
+) -> None:
+    """Launch the kernels. ``fixed`` are the constants that a selection from a short row has as well."""
+    batch, heads, n = scores.shape
+    rows, chunks = batch * heads, triton.cdiv(n, chunk)
+    sizes = _sizes(rows, chunks)
+    counts, above, state = scratch[: sum(sizes)].split(sizes)
+    shape = {"N": chunk, "BC": 8, "num_warps": WARPS}
+    for digit in range(4):
+        _histogram_kernel[(chunks, rows)](
+            scores,
+            counts,
+            above,
+            state,
+            n,
+            k,
+            chunks,
+            *scores.stride()[:2],
+            HEADS=heads,
+            DIGIT=digit,
+            **shape,
+        )
+    _compact_kernel[(chunks, rows)](
+        scores,
+        block_ids,
+        out,
+        counts,
+        above,
+        state,
+        n,
+        k,
+        chunks,
+        *scores.stride()[:2],
+        *block_ids.stride()[:2],
+        *out.stride()[:2],
+        **shape,
+        **fixed,
+    )

@@ -1,0 +1,150 @@
+"""The k best entries of each row as ascending ids: the kernels.
+
+Scores are compared as integers that order as the floats do. One program holds a whole row and bisects the
+threshold; rows that are too long for that are in ``long_rows``. Either way one prefix sum gives the ids in
+ascending order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._dispatch import require_dense_rows
+from . import long_rows
+from .keys import MINUS_INF, ordered, pad, take, write
+from .long_rows import CHUNK
+
+ROW = 16384  # entries that one program holds in registers. Not tuned yet.
+
+
+@triton.jit
+def _row_kernel(
+    p_scores,
+    p_blocks,
+    p_out,
+    n,
+    k,
+    scores_batch,
+    scores_head,
+    blocks_batch,
+    blocks_head,
+    out_batch,
+    out_head,
+    HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    N: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """Select from one whole row."""
+    i_row = tl.program_id(0)
+    i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
+    o_n = tl.arange(0, N)
+    p_row = p_scores + i_batch * scores_batch + i_head * scores_head
+    b_key = ordered(tl.load(p_row + o_n, mask=o_n < n, other=float("-inf")))  # [N]
+
+    # Invariant: at least k keys >= lo (or lo = -inf), fewer than k keys >= hi. Any lo with exactly k will do.
+    usable = tl.sum((b_key > MINUS_INF).to(tl.int32), 0)
+    count = usable
+    lo = tl.full([], MINUS_INF, tl.int64)
+    hi = tl.where(usable > k, tl.max(b_key, 0).to(tl.int64) + 1, lo)
+    while (hi - lo > 1) & (count != k):
+        middle = lo + (hi - lo) // 2
+        found = tl.sum((b_key >= middle.to(tl.int32)).to(tl.int32), 0)
+        enough = found >= k
+        count = tl.where(enough, found, count)
+        lo = tl.where(enough, middle, lo)
+        hi = tl.where(enough, hi, middle)
+
+    threshold = lo.to(tl.int32)
+    need = k - tl.sum((b_key > threshold).to(tl.int32), 0)
+    m_take, b_at = take(b_key, threshold, 0, 0, need)
+    p_to = p_out + i_batch * out_batch + i_head * out_head
+    write(p_to, p_blocks + i_batch * blocks_batch + i_head * blocks_head, o_n, b_at, m_take, BLOCK_SIZE)
+    pad(p_to, tl.minimum(usable, k), k, TAIL)
+
+
+def scratch_size(scores: Tensor, row: int = ROW, chunk: int = CHUNK) -> int:
+    """int32 entries that a selection from ``scores`` needs beside its result: none for short rows."""
+    batch, heads, n = scores.shape
+    return long_rows.scratch_size(batch * heads, n, chunk) if n > row else 0
+
+
+def _select(
+    scores: Tensor,
+    block_ids: Tensor | None,
+    k: int,
+    block_size: int,
+    out: Tensor | None,
+    scratch: Tensor | None,
+    row: int,
+    chunk: int,
+) -> Tensor:
+    batch, heads, n = scores.shape
+    if out is None:
+        out = torch.empty(batch, heads, k, dtype=torch.int32, device=scores.device)
+    if not k:
+        return out
+    require_dense_rows(scores=scores, block_ids=block_ids, out=out)
+    fixed = {
+        "HEADS": heads,
+        "BLOCK_SIZE": 0 if block_ids is None else block_size,
+        "TAIL": min(1024, triton.next_power_of_2(k)),
+    }
+    if block_ids is None:
+        block_ids = out  # not read
+    with torch.cuda.device_of(scores):
+        if n > row:
+            if scratch is None:
+                size = scratch_size(scores, row, chunk)
+                scratch = torch.empty(size, dtype=torch.int32, device=scores.device)
+            long_rows.select_long(scores, block_ids, k, out, scratch, chunk, fixed)
+            return out
+        width = max(16, triton.next_power_of_2(n))
+        _row_kernel[(batch * heads,)](
+            scores,
+            block_ids,
+            out,
+            n,
+            k,
+            *scores.stride()[:2],
+            *block_ids.stride()[:2],
+            *out.stride()[:2],
+            N=width,
+            num_warps=4 if width <= 2048 else 8 if width <= 4096 else 16,  # not tuned yet
+            **fixed,
+        )
+    return out
+
+
+def block_select(
+    scores: Tensor,
+    k: int,
+    *,
+    out: Tensor | None = None,
+    scratch: Tensor | None = None,
+    row: int = ROW,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """As ``reference.block_select``, into ``out`` if given.
+
+    ``scratch`` is int32 of ``scratch_size(scores)`` entries; ``row`` and ``chunk`` replace the constants.
+    """
+    return _select(scores, None, k, 0, out, scratch, row, chunk)
+
+
+def token_select(
+    scores: Tensor,
+    block_ids: Tensor | None,
+    k: int,
+    block_size: int,
+    *,
+    out: Tensor | None = None,
+    scratch: Tensor | None = None,
+    row: int = ROW,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """As ``reference.token_select``; the rest as for ``block_select``."""
+    return _select(scores, block_ids, k, block_size, out, scratch, row, chunk)

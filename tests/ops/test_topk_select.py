@@ -1,0 +1,170 @@
+"""The selection kernels against their definition: equal ids, ties included."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hf_sparsekv.ops.topk_select import block_select as public_block
+from hf_sparsekv.ops.topk_select import token_select as public_token
+from hf_sparsekv.ops.topk_select.reference import block_select as reference_block
+from hf_sparsekv.ops.topk_select.reference import token_select as reference_token
+from hf_sparsekv.ops.topk_select.triton import block_select, scratch_size, token_select
+
+# How a row is split: by one program, or by several that hold 64 entries each.
+SPLITS = {"one program": {}, "several programs": {"row": 16, "chunk": 64}}
+split = pytest.mark.parametrize("how", SPLITS.values(), ids=SPLITS.keys())
+
+
+def check_block(scores, k, how):
+    batch, heads, _ = scores.shape
+    out = torch.full((batch, heads, k), 12345, dtype=torch.int32, device=scores.device)
+    scratch = torch.full((scratch_size(scores, **how),), -99, dtype=torch.int32, device=scores.device)
+    got = block_select(scores, k, out=out, scratch=scratch, **how)
+    assert got is out
+    assert torch.equal(got.cpu(), reference_block(scores.cpu(), k))
+
+
+@split
+@pytest.mark.parametrize(
+    "batch, heads, n, k",
+    [
+        (1, 1, 1, 1),
+        (2, 3, 17, 5),
+        (1, 2, 100, 99),
+        (2, 1, 128, 64),
+        (1, 1, 129, 1),
+        (1, 2, 500, 128),
+        (1, 1, 700, 699),
+    ],
+)
+def test_random(place32, batch, heads, n, k, how):
+    check_block(place32.randn(batch, heads, n) * 100, k, how)
+
+
+@split
+@pytest.mark.parametrize("k", [8, 65, 150, 1100])
+def test_k_reaches_n(place32, k, how):
+    """As many as there are, or fewer: padded with -1."""
+    check_block(place32.randn(1, 2, 65), k, how)
+
+
+@split
+@pytest.mark.parametrize("k", [1, 40, 99, 160])
+def test_ties(place32, k, how):
+    """Few distinct values: the lower position wins. Zeros of both signs are equal."""
+    scores = place32.randint(-2, 3, 2, 2, 150).float()
+    scores = torch.where(place32.rand(2, 2, 150) < 0.5, scores, -scores)
+    assert (scores.view(torch.int32) == -(2**31)).any(), "no -0.0 in the case"
+    check_block(scores, k, how)
+
+
+@split
+def test_all_equal(place32, how):
+    check_block(torch.full((1, 1, 200), 3.5, device=place32.device), 70, how)
+    check_block(torch.full((1, 1, 200), -0.0, device=place32.device), 70, how)
+
+
+@split
+@pytest.mark.parametrize("k", [1, 30, 90])
+def test_minus_infinity_is_never_chosen(place32, k, how):
+    """Rows with none, few and all of their entries missing."""
+    scores = place32.randn(3, 2, 90)
+    scores[0, 1, 20:] = -math.inf
+    scores[1] = scores[1].masked_fill(place32.rand(2, 90) < 0.5, -math.inf)
+    scores[2, 0] = -math.inf
+    scores[2, 1, :-1] = -math.inf
+    check_block(scores, k, how)
+
+
+@split
+def test_extreme_values(place32, how):
+    """The largest and smallest finite numbers, infinity, denormal numbers, neighbours in the last bit."""
+    top, small = torch.finfo(torch.float32).max, 1e-45
+    values = torch.tensor([top, -top, math.inf, -math.inf, small, -small, 0.0, -0.0, 1.0, -1.0])
+    near = torch.tensor(1.0).view(torch.int32) + torch.arange(30, dtype=torch.int32)
+    values = torch.cat((values, near.view(torch.float32), -near.view(torch.float32)))
+    scores = values[place32.randperm(140).cpu().long() % len(values)].view(1, 2, 70).to(place32.device)
+    for k in (1, 9, 33, 68):
+        check_block(scores, k, how)
+
+
+@split
+def test_threshold_in_every_digit(place32, how):
+    """Random bit patterns, sorted by nothing: each of the four digits decides for some row."""
+    bits = place32.randint(-(2**31), 2**31 - 1, 2, 2, 200, dtype=torch.int64)
+    mask = torch.tensor([0xFFFFFFFF, 0x40FFFFFF, 0x4000FFFF, 0x400000FF], device=bits.device).view(2, 2, 1)
+    bits = bits & mask
+    bits = torch.where(bits >= 2**31, bits - 2**32, bits).int()
+    scores = bits.view(torch.float32)
+    check_block(torch.where(scores.isnan(), 0.0, scores), 77, how)
+
+
+@split
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+def test_tokens(place32, block_size, how):
+    """Scores of given blocks become columns; without given blocks they are columns already."""
+    batch, heads, n, k = 2, 2, 3, 21
+    scores = place32.randn(batch, heads, n * block_size)
+    blocks = torch.stack([place32.randperm(50)[:n].sort().values for _ in range(batch * heads)])
+    blocks = blocks.view(batch, heads, n)
+    blocks[1, 0, 1:] = -1
+    scores[1, 0, block_size:] = -math.inf
+    blocks[0, 1] = -1
+    scores[0, 1] = -math.inf
+    for ids in (blocks, None):
+        expected = reference_token(scores.cpu(), None if ids is None else ids.cpu(), k, block_size)
+        out = torch.full((batch, heads, k), 12345, dtype=torch.int32, device=place32.device)
+        got = token_select(scores, ids, k, block_size, out=out, **how)
+        assert got is out
+        assert torch.equal(got.cpu(), expected)
+
+
+@split
+def test_views(place32, how):
+    """Scores, block ids and result that are slices of larger buffers."""
+    scores, out = place32.nan(2, 3, 150), place32.nan(2, 3, 40, dtype=torch.int32)
+    scores[:, 1:, 10:106] = place32.randn(2, 2, 96)
+    blocks = place32.nan(2, 3, 9, dtype=torch.int32)
+    blocks[:, 1:, 2:8] = torch.arange(1, 12, 2, device=place32.device)
+    token_select(scores[:, 1:, 10:106], blocks[:, 1:, 2:8], 33, 16, out=out[:, 1:, 4:37], **how)
+    expected = place32.nan(2, 3, 40, dtype=torch.int32).cpu()
+    expected[:, 1:, 4:37] = reference_token(scores[:, 1:, 10:106].cpu(), blocks[:, 1:, 2:8].cpu(), 33, 16)
+    assert torch.equal(out.cpu(), expected)
+
+
+@split
+def test_empty(place32, how):
+    assert block_select(torch.zeros(2, 1, 5, device=place32.device), 0, **how).shape == (2, 1, 0)
+    none = torch.zeros(2, 1, 0, device=place32.device)
+    assert (block_select(none, 3, **how) == -1).all()
+    assert (token_select(none, none.int(), 3, 16, **how) == -1).all()
+
+
+def test_one_program_and_several_agree_on_a_long_row(place32):
+    """At the sizes at which they are used by default."""
+    scores = place32.randn(1, 1, 20_000)
+    check_block(scores, 1024, {})
+    check_block(scores[..., :9000], 1024, {})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n, k", [(16_384, 4096), (16_385, 4096), (1_000_000, 20_000), (1 << 20, 1024)])
+def test_long_contexts(n, k):
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(2, 3, n, generator=generator)
+    scores[1] = (scores[1] * 10).round()  # many ties
+    scores[0, 0, n // 2 :] = -math.inf
+    assert torch.equal(block_select(scores.cuda(), k).cpu(), reference_block(scores, k))
+
+
+def test_public_functions(place32):
+    scores = place32.randn(2, 1, 64)
+    out = place32.nan(2, 1, 7, dtype=torch.int32)
+    assert public_block(scores, 7, out=out) is out
+    assert torch.equal(out.cpu(), reference_block(scores.cpu(), 7))
+    blocks = torch.tensor([1, 3, 4, 9], dtype=torch.int32, device=place32.device).expand(2, 1, 4)
+    assert public_token(scores, blocks, 7, 16, out=out) is out
+    assert torch.equal(out.cpu(), reference_token(scores.cpu(), blocks.cpu(), 7, 16))
