@@ -30,8 +30,8 @@ def sparse_decode(
 
     Args:
         q: ``[batch, Hq, Dk]``.
-        kv: ``[num_slots, H, block_size, Dk + Dv]`` stored blocks: each token's key, then its value. May lie in
-            host memory while everything else is on the device.
+        kv: ``[num_slots, H, block_size, Dk + Dv]`` stored blocks: each token's key, then its value. May lie
+            in host memory while everything else is on the device.
         flags: ``[num_slots, block_size]`` uint8 token flags: 0 padding, 1 selectable, 3 sink.
         slots: ``[batch, cap]`` int32, slot of each block of each row; -1 where there is none.
         ids: what is attended beside the near buffer, int32, -1 for none. ``granularity="token"``: columns
@@ -83,7 +83,7 @@ def _gather(
     heads: int,
     block_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Chosen entries ``[batch, H, n, Dk + Dv]`` on ``kv``'s device, and which of them to use ``[batch, H, n]``."""
+    """Entries ``[batch, H, n, Dk + Dv]`` on ``kv``'s device, and which to use ``[batch, H, n]``."""
     home = kv.device
     flags, slots = flags.to(home), slots.to(home).long()
     head = torch.arange(heads, device=home)[None, :, None]

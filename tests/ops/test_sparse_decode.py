@@ -1,0 +1,270 @@
+"""The sparse decode kernel against its definition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from hf_sparsekv.ops.sparse_decode import sparse_decode as public
+from hf_sparsekv.ops.sparse_decode.reference import sparse_decode as reference
+from hf_sparsekv.ops.sparse_decode.triton import scratch_size, sparse_decode
+
+ALL_WAYS = pytest.mark.parametrize("granularity", ["token", "block", "all"])
+
+
+@dataclass
+class Case:
+    """Shapes of one call, and what else is asked of it."""
+
+    batch: int = 2
+    heads: int = 2
+    group: int = 4
+    dk: int = 64
+    dv: int = 64
+    block_size: int = 16
+    cap: int = 7  # blocks a row
+    chosen: int = 3  # blocks, or a third of their tokens
+    sinks: int = 4
+    ring: int = 13
+    softcap: float | None = None
+    learned_sink: bool = False
+    splits: int | None = None
+
+    def make(self, place, granularity: str) -> tuple[list, dict]:
+        """Arguments: shared blocks in any order with holes, and NaN in every token that may not be read."""
+        slots_all = self.cap + 2
+        width = self.dk + self.dv
+        flags = place.randint(0, 4, slots_all, self.block_size, dtype=torch.uint8)
+        flags[flags == 2] = 1  # 0 padding, 1 selectable, 3 sink
+        readable = (flags & 1 > 0) if granularity == "all" else flags == 1
+        kv = place.randn(slots_all, self.heads, self.block_size, width)
+        kv = torch.where(readable[:, None, :, None], kv, torch.nan)
+        slots = torch.stack([place.randperm(slots_all)[: self.cap] for _ in range(self.batch)])
+        slots = slots.masked_fill(place.rand(self.batch, self.cap) < 0.2, -1)
+
+        near_valid = place.rand(self.batch, self.sinks + self.ring) > 0.3
+        near_kv = place.randn(self.batch, self.heads, self.sinks + self.ring, width)
+        near_kv = torch.where(near_valid[:, None, :, None], near_kv, torch.nan)
+        if granularity == "all":
+            near_kv[:, :, : self.sinks] = torch.nan
+
+        args = [place.randn(self.batch, self.heads * self.group, self.dk), kv, flags, slots]
+        args += [self._ids(place, granularity, flags, slots), near_kv, near_valid]
+        named = {
+            "granularity": granularity,
+            "value_dim": self.dv,
+            "sinks": self.sinks,
+            "scale": self.dk**-0.5,
+            "softcap": self.softcap,
+            "sink_logits": place.randn(self.heads * self.group) if self.learned_sink else None,
+        }
+        return args, named
+
+    def _ids(self, place, granularity, flags, slots):
+        """Ascending ids with -1 at the end, of another number in each row; tokens only where they are selectable."""
+        rows = []
+        for i in range(self.batch * self.heads):
+            if granularity == "block":
+                found, n = place.randperm(self.cap)[: self.chosen], self.chosen
+            else:
+                slot = slots[i // self.heads]
+                usable = (flags[slot.clamp_min(0).long()] == 1) & (slot >= 0)[:, None]
+                found = usable.flatten().nonzero().flatten()
+                n = self.chosen * self.block_size // 3
+                found = found[place.randperm(len(found)).long()][:n]
+            found = found[: max(0, len(found) - i)].sort().values.int()
+            rows.append(torch.nn.functional.pad(found, (0, n - len(found)), value=-1))
+        return None if granularity == "all" else torch.stack(rows).view(self.batch, self.heads, n)
+
+
+def expect(args, named):
+    """The reference's result and count, computed on the CPU."""
+    args = [None if t is None else t.cpu() for t in args]
+    named = {name: t.cpu() if isinstance(t, torch.Tensor) else t for name, t in named.items()}
+    attended = torch.full((args[5].shape[:2]), 1000, dtype=torch.int64)
+    return reference(*args, **named, attended=attended), attended
+
+
+def check(place, case: Case, granularity: str) -> None:
+    args, named = case.make(place, granularity)
+    expected, want_attended = expect(args, named)
+    attended = torch.full_like(want_attended, 1000, device=place.device)
+    out = place.nan(case.batch, case.heads * case.group, case.dv)
+    n = {"token": lambda: args[4].shape[-1], "block": lambda: case.chosen * case.block_size}
+    n = n.get(granularity, lambda: case.cap * case.block_size)()
+    near = case.ring + (0 if granularity == "all" else case.sinks)
+    size = scratch_size(args[0], case.heads, case.dv, n, near, case.splits)
+    scratch = place.nan(size, dtype=torch.float32)
+    got = sparse_decode(*args, **named, attended=attended, out=out, scratch=scratch, splits=case.splits)
+    assert got is out
+    place.close(got, expected, ratio={torch.float16: 2e-3, torch.bfloat16: 1.2e-2}.get(place.dtype))
+    assert torch.equal(attended.cpu(), want_attended)
+
+
+SHAPES = {
+    "group 1": Case(group=1),
+    "group 2, blocks of 32": Case(group=2, block_size=32, dk=80, dv=80, cap=5),
+    "group 3, blocks of 64": Case(group=3, block_size=64, dk=96, dv=64, cap=3, chosen=2),
+    "group 4, blocks of 128": Case(batch=1, group=4, block_size=128, dk=128, dv=128, cap=3, chosen=2),
+    "group 7": Case(batch=1, heads=1, group=7, dk=128, dv=96),
+    "group 16": Case(batch=1, group=16, dk=64, dv=128),
+    "wide heads": Case(batch=1, heads=1, group=4, dk=256, dv=256),
+    "wider than a power of two": Case(batch=1, heads=1, group=4, dk=192, dv=128),
+    "many rows": Case(batch=5, heads=1, group=2, cap=3, chosen=2),
+    "no sinks": Case(sinks=0, ring=40),
+    "softcap": Case(softcap=1.5),
+    "sink logits": Case(learned_sink=True, group=3),
+    "softcap and sink logits": Case(softcap=2.0, learned_sink=True, batch=1),
+    "nothing chosen": Case(chosen=0, cap=0),
+    "one split": Case(splits=1),
+    "many splits": Case(splits=50, batch=1, heads=1, cap=19, chosen=11, dk=256, dv=256, ring=70),
+}
+
+
+@ALL_WAYS
+@pytest.mark.parametrize("case", SHAPES.values(), ids=SHAPES.keys())
+def test_against_reference(place, case, granularity):
+    check(place, case, granularity)
+
+
+@ALL_WAYS
+def test_splits_do_not_matter(place32, granularity):
+    case = Case(batch=1, heads=2, dk=256, dv=64, cap=23, chosen=19, ring=90, softcap=3.0, learned_sink=True)
+    args, named = case.make(place32, granularity)
+    first = sparse_decode(*args, **named, splits=1)
+    for splits in (2, 3, 7, 40):
+        place32.close(sparse_decode(*args, **named, splits=splits), first.cpu(), ratio=5e-7)
+
+
+@ALL_WAYS
+def test_nothing_to_attend_to(place, granularity):
+    """Zeros, with and without a learned sink; the other row is not touched by it."""
+    for learned_sink in (False, True):
+        case = Case(heads=1, learned_sink=learned_sink)
+        args, named = case.make(place, granularity)
+        slots, near_valid = args[3], args[6]
+        slots[0], near_valid[0] = -1, False
+        args[5][0] = torch.nan
+        expected, want_attended = expect(args, named)
+        attended = torch.full_like(want_attended, 1000, device=place.device)
+        got = sparse_decode(*args, **named, attended=attended)
+        assert (got[0] == 0).all()
+        place.close(got, expected, ratio=1.2e-2 if place.dtype != torch.float32 else None)
+        assert attended.tolist() == want_attended.tolist()
+        assert attended[0].tolist() == [1000]
+
+
+def test_large_logits(place32):
+    """Logits of some thousands, far apart between the parts, neither overflow nor vanish."""
+    args, named = Case(batch=1, cap=9, splits=4, dk=256, dv=64).make(place32, "all")
+    named["scale"] = 100.0
+    place32.close(sparse_decode(*args, **named, splits=4), expect(args, named)[0], ratio=1e-4)
+
+
+def test_one_slot_holds_all_weight(place32):
+    """Attention that follows one key gives that key's value: columns, slots and heads are not mixed up."""
+    case = Case(batch=2, heads=2, group=2, cap=6, block_size=16)
+    slots = torch.stack([place32.randperm(8)[:6] for _ in range(2)])
+    kv = place32.randn(8, 2, 16, 128)
+    flags = torch.ones(8, 16, dtype=torch.uint8, device=place32.device)
+    near_kv = place32.nan(2, 2, 17, 128)
+    near_valid = torch.zeros(2, 17, dtype=torch.bool, device=place32.device)
+    column = torch.tensor([[5, 37], [64, 95]])
+    q, value = torch.empty(2, 4, 64), torch.empty(2, 4, 64)
+    for i in range(2):
+        for j in range(2):
+            token = kv[slots[i, column[i, j] // 16].long(), j, column[i, j] % 16].cpu()
+            q[i, 2 * j : 2 * j + 2], value[i, 2 * j : 2 * j + 2] = 50 * token[:64], token[64:]
+    ids = torch.arange(96, dtype=torch.int32, device=place32.device).expand(2, 2, 96)
+    blocks = torch.arange(6, dtype=torch.int32, device=place32.device).expand(2, 2, 6)
+    for granularity, chosen in (("token", ids), ("block", blocks), ("all", None)):
+        got = sparse_decode(
+            q.to(place32.device),
+            kv,
+            flags,
+            slots,
+            chosen,
+            near_kv,
+            near_valid,
+            granularity=granularity,
+            value_dim=case.dv,
+            sinks=case.sinks,
+            scale=1.0,
+        )
+        torch.testing.assert_close(got.cpu(), value, rtol=1e-5, atol=1e-5)
+
+
+@ALL_WAYS
+def test_views_and_mixed_dtypes(place32, granularity):
+    """A transposed query, buffers that are slices of larger ones, storage in a smaller dtype than the query."""
+    case = Case(dk=80, dv=96)
+    args, named = case.make(place32, granularity)
+    args[1], args[5] = args[1].half(), args[5].half()
+    expected, want_attended = expect(args, named)
+
+    def inside(t):
+        if t is None:
+            return None
+        wide = torch.full([size + 3 for size in t.shape], 1, dtype=t.dtype, device=t.device)
+        view = wide[tuple(slice(2, 2 + size) for size in t.shape)]
+        view.copy_(t)
+        return view
+
+    views = [args[0].transpose(1, 2).contiguous().transpose(1, 2)] + [inside(t) for t in args[1:]]
+    attended, out = inside(torch.full_like(want_attended, 1000)), inside(torch.zeros(2, 8, 96))
+    attended, out = attended.to(place32.device), out.to(place32.device)
+    sparse_decode(*views, **named, attended=attended, out=out)
+    place32.close(out, expected)
+    assert torch.equal(attended.cpu(), want_attended)
+
+
+def test_unknown_granularity(place32):
+    args, named = Case().make(place32, "all")
+    with pytest.raises(ValueError, match="granularity"):
+        sparse_decode(*args, **{**named, "granularity": "page"})
+
+
+def test_strided_rows_are_refused(place32):
+    args, named = Case().make(place32, "all")
+    args[1] = args[1].transpose(2, 3).contiguous().transpose(2, 3)
+    with pytest.raises(ValueError, match="kv must be contiguous"):
+        sparse_decode(*args, **named)
+
+
+def test_public_function(place32):
+    args, named = Case().make(place32, "token")
+    expected, want_attended = expect(args, named)
+    out, attended = place32.nan(2, 8, 64), torch.full_like(want_attended, 1000, device=place32.device)
+    assert public(*args, **named, out=out, attended=attended) is out
+    place32.close(out, expected)
+    assert torch.equal(attended.cpu(), want_attended)
+
+
+@pytest.mark.gpu
+@ALL_WAYS
+@pytest.mark.parametrize("pinned", [False, True])
+def test_captured_and_pinned(granularity, pinned, place32):
+    """One graph serves other contents of the same buffers; stored blocks are read from the host in place."""
+    case = Case(cap=9)
+    args, named = case.make(place32, granularity)
+    if pinned:
+        args[1] = args[1].cpu().pin_memory()
+    public(*args, **named)  # compiles
+    attended = torch.zeros(2, 2, dtype=torch.int64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = public(*args, **named, attended=attended)
+    for seed in range(3):
+        place32.generator.manual_seed(seed + 1)
+        fresh, _ = case.make(place32, granularity)
+        for t, new in zip(args, fresh):
+            if t is not None:
+                t.copy_(new)
+        attended.fill_(1000)
+        graph.replay()
+        torch.cuda.synchronize()
+        expected, want_attended = expect(args, named)
+        place32.close(out, expected)
+        assert torch.equal(attended.cpu(), want_attended)
