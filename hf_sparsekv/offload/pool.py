@@ -111,6 +111,7 @@ class BlockPool:
         if self.host is not None and hasattr(self, "kv"):
             self.host.give(self.kv.nbytes)
 
+    @torch.inference_mode(False)  # what lasts and is written in place is no inference tensor
     def _new_kv(self, capacity: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self.host is None:
             return torch.empty(capacity, *shape, dtype=dtype, device=self.device)
@@ -124,6 +125,7 @@ class BlockPool:
             self.host.give(size)
             raise
 
+    @torch.inference_mode(False)  # what lasts and is written in place is no inference tensor
     def add_field(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Keep a tensor ``[capacity, *shape]`` on the device beside the blocks."""
         self.fields[name] = torch.empty(self.capacity, *shape, dtype=dtype, device=self.device)
@@ -171,6 +173,7 @@ class BlockPool:
             named[user.slots[user.slots >= 0].long()] = True
         self._free = (~named).nonzero().flatten().int()
 
+    @torch.inference_mode(False)  # what lasts and is written in place is no inference tensor
     def _grow(self, capacity: int) -> None:
         old = self.kv
         new = self._new_kv(capacity, old.shape[1:], old.dtype)

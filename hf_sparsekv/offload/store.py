@@ -28,6 +28,11 @@ def ring_tokens(config: SparseConfig) -> int:
     return (-(-recent // config.block_size) + 1) * config.block_size
 
 
+# State that is written in place must not be born as an inference tensor: a cache may be filled inside
+# torch.inference_mode() and go on outside. So whatever makes such state does it under this decorator.
+_lasting = torch.inference_mode(False)
+
+
 class DeviceLength:
     """An int32 tensor per device that kernels read a length from; written only when the length has changed.
 
@@ -40,6 +45,7 @@ class DeviceLength:
     def __deepcopy__(self, memo: dict) -> DeviceLength:
         return DeviceLength()
 
+    @_lasting
     def at(self, device: torch.device, value: int) -> Tensor:
         held = self._held.get(device)
         if held is None:
@@ -61,6 +67,7 @@ class Indexer(Protocol):
 class Counters:
     """What decode steps read. Device counters are added to without synchronising; host ones cost nothing."""
 
+    @_lasting
     def __init__(self, batch: int, heads: int, device: torch.device) -> None:
         self.attended = torch.zeros(batch, heads, dtype=torch.int64, device=device)  # per row and KV head
         self.folded = torch.zeros((), dtype=torch.int64, device=device)  # attended by rows that were regrouped
@@ -71,12 +78,14 @@ class Counters:
         self.index_bytes = self.to_host_bytes = self.to_device_bytes = 0
         self.steps = self.sparse = self.dense = self.exact = self.materialised = 0
 
+    @_lasting
     def copy(self) -> Counters:
         new = object.__new__(Counters)
         new.__dict__.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in self.__dict__.items()})
         new.context, new.near = ([v[0].clone(), v[1]] for v in (self.context, self.near))
         return new
 
+    @_lasting
     def regroup(self, batch: int) -> None:
         self.folded += self.attended.sum()
         self.attended = self.attended.new_zeros(batch, self.attended.shape[1])
@@ -107,6 +116,7 @@ class LayerStore:
         seen: int32 ``[batch]``, valid tokens in sealed blocks.
     """
 
+    @_lasting
     def __init__(
         self, k: Tensor, v: Tensor, config: SparseConfig, host: HostBudget | None, clock: DeviceLength
     ) -> None:
@@ -135,6 +145,7 @@ class LayerStore:
         self.pool.register(self)
         self.counters = Counters(self.batch, self.heads, self.device)
 
+    @_lasting
     def _ints(self, shape: tuple[int, ...], value: int) -> Tensor:
         return torch.full(shape, value, dtype=torch.int32, device=self.device)
 
@@ -355,6 +366,7 @@ class LayerStore:
         with self.pool.lock:
             self.slots[:, : self.sealed] = self._to_slots(kv, flags, indexer.index(kv, flags))
 
+    @_lasting
     def crop(self, length: int) -> None:
         """Keep the first ``length`` columns.
 
@@ -383,6 +395,7 @@ class LayerStore:
         self.near_valid[:, self._ring_index(length, self.sealed * size + self.ring)] = False
         self.length = length
 
+    @_lasting
     def map_rows(self, index: Tensor) -> None:
         """Row ``i`` becomes what row ``index[i]`` was. Sealed blocks are shared, not copied."""
         index = index.to(self.device)
@@ -407,6 +420,7 @@ class LayerStore:
             self.pool.release_all()
         self.counters = Counters(self.batch, self.heads, self.device)
 
+    @_lasting
     def copy(self, clock: DeviceLength) -> LayerStore:
         """An independent store that shares the sealed blocks."""
         new = object.__new__(LayerStore)
