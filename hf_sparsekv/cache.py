@@ -251,7 +251,10 @@ class SparseLayer(CacheLayerMixin):
             return
         keep = tokens_to_remove if tokens_to_remove > 0 else max(0, self.store.length + tokens_to_remove)
         if keep:
+            sealed = self.store.sealed
             self.store.crop(keep)
+            if self.store.sealed < sealed:
+                self.policy.reopened()
         else:
             self.reset()  # the next prompt calibrates anew
 

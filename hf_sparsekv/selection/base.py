@@ -36,6 +36,9 @@ class Policy:
     def look_ahead(self, q: Tensor, store: LayerStore) -> None:
         """The step's attention is done and its blocks are sealed: prepare the next step."""
 
+    def reopened(self) -> None:
+        """A deep crop has taken sealed blocks back: what names them is void."""
+
     def map_rows(self, index: Tensor) -> None:
         """Row ``i`` becomes what row ``index[i]`` was."""
 

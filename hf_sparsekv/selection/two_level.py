@@ -148,6 +148,9 @@ class TwoLevelPolicy(Policy):
 
     # ------------------------------------------------------------------ rows
 
+    def reopened(self) -> None:
+        self.previous = None  # one step chooses among all blocks
+
     def map_rows(self, index: Tensor) -> None:
         for name in ("channels", "previous"):
             held = getattr(self, name)
