@@ -144,6 +144,14 @@ class Oracle:
         codes = ((kept - zero) / scale).nan_to_num(0.0).round().clamp(0, 15)
         return codes * scale + zero
 
+    def crop(self, length: int) -> None:
+        """Blocks that would leave the window short are open again, and then there is no choice to lag behind."""
+        for state in self.layers.values():
+            state.queries = state.queries[:, :, :length]
+            open_from = max(0, length - self.config.window) // self.config.block_size
+            if open_from < state.sealed:
+                state.sealed, state.last_query = open_from, None
+
     def map_rows(self, index: Tensor) -> None:
         self.valid = self.valid[index]
         for state in self.layers.values():

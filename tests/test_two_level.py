@@ -44,6 +44,12 @@ class Race:
         self.stock.reorder_cache(index)
         self.oracle.map_rows(index)
 
+    def crop(self, remove: int) -> None:
+        self.mask = self.mask[:, :-remove]
+        self.ours.crop(-remove)
+        self.stock.crop(-remove)
+        self.oracle.crop(self.mask.shape[1])
+
     def run(self, steps: int, seed: int = 7) -> float:
         """Feed random tokens one by one; the largest difference of any logit."""
         tokens = prompt(self.mask.shape[0], steps, seed=seed)["input_ids"]
@@ -157,6 +163,20 @@ def test_rows_are_regrouped(after):
         race.map_rows(torch.tensor(index))
     assert race.run(20, seed=9) < TOLERANCE
     assert race.ours.stats().attended_tokens == race.oracle.attended
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("lag", [True, False])
+@pytest.mark.parametrize("level", ["two_level", "block", "token"])
+def test_crop(level, lag):
+    """Shallow and deep, then single tokens: what is gone is neither attended to nor chosen."""
+    race = Race("llama", lag, level=level, lag=lag, **TIGHT)
+    start = prompt(2, 150, (0, 30))
+    race.feed(start["input_ids"], start["attention_mask"])
+    for seed, remove in enumerate((3, 4, 20, 60, 2)):
+        assert race.run(12, seed=seed) < TOLERANCE
+        race.crop(remove)
+    assert race.run(40) < TOLERANCE
 
 
 def test_bf16_selection_is_close():

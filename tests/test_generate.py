@@ -1,0 +1,203 @@
+"""With a budget that holds everything, generate() gives what plain attention gives, however it is called."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from caches import CACHES, FULL, two_level
+from models import MODELS, NEEDS_CONFIG, NOTHING_SPARSE, build, model, prompt, reference
+from transformers import DynamicCache
+
+TOKENS = 40
+PADS = (0, 5, 61)
+
+
+def same_text(name: str, cache, inputs: dict, **generate) -> None:
+    """Our model and cache against the reference with transformers' own cache."""
+    generate = {"do_sample": False, "max_new_tokens": TOKENS, **generate}
+    seed = 11
+    torch.manual_seed(seed)
+    expected = reference(name).generate(**inputs, **generate)
+    torch.manual_seed(seed)
+    found = model(name).generate(**inputs, past_key_values=cache, **generate)
+    assert torch.equal(found, expected)
+    assert len(set(expected[0].tolist())) > 15, "the text says nothing: the test would pass for anything"
+    assert cache.get_seq_length() > 0, "the cache was not used"
+
+
+# ---------------------------------------------------------------------- every model, every cache
+
+
+@pytest.mark.quick
+@pytest.mark.filterwarnings("ignore:no layer of this")
+@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name, offload):
+    config = model(name).config if name in NEEDS_CONFIG else None
+    cache = two_level(offload, config, **FULL)
+    same_text(name, cache, prompt(3, 90, PADS))
+    stats = cache.stats()
+    assert (stats.decode_steps == TOKENS - 1) != (name in NOTHING_SPARSE)
+    assert stats.materialised == stats.sparse_calls == 0
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_caches(name):
+    cache = CACHES[name](**FULL)
+    same_text("llama", cache, prompt(3, 90, PADS))
+
+
+def test_nothing_sparse_warns_once():
+    cache = two_level(**FULL)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        same_text("mistral-window", cache, prompt(1, 40))
+    assert [str(w.message) for w in caught if "has nothing to make sparse" in str(w.message)].__len__() == 1
+
+
+# ---------------------------------------------------------------------- ways to call generate()
+
+
+@pytest.mark.quick
+def test_short_prompt_long_answer():
+    same_text("llama", two_level(**FULL), prompt(1, 3), max_new_tokens=150)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("level", ["two_level", "block", "token"])
+def test_budget_is_enough_only_just(level):
+    """Every stored token is chosen one by one: the sparse path, and still the dense result."""
+    cache = two_level(token_budget=112, num_blocks=7, level=level)
+    same_text("llama", cache, prompt(2, 118, (0, 30)), max_new_tokens=30)
+    full = two_level(token_budget=4096, level=level)
+    same_text("llama", full, prompt(2, 118, (0, 30)), max_new_tokens=30)
+
+
+def test_one_token_prompt():
+    same_text("llama", two_level(**FULL), prompt(2, 1), max_new_tokens=90)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"num_beams": 3},
+        {"num_beams": 4, "num_return_sequences": 3},
+        {"do_sample": True, "temperature": 0.8, "top_k": 20},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"num_beams": 2, "do_sample": True},
+    ],
+    ids=["beams", "beams-return", "sample", "sample-return", "beam-sample"],
+)
+def test_decoding(name, offload, how):
+    same_text(name, two_level(offload, **FULL), prompt(2, 70, (0, 23)), **how)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("size", [1, 7, 37, 64, 200])
+def test_chunked_prefill(size):
+    same_text("llama", two_level(**FULL), prompt(2, 101, (0, 45)), prefill_chunk_size=size)
+
+
+def test_chunked_prefill_hybrid():
+    same_text("gemma3", two_level(**FULL), prompt(2, 61, (0, 9)), prefill_chunk_size=13)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3"])
+@pytest.mark.parametrize("draft", [3, 30])
+def test_prompt_lookup(name, draft):
+    """30 drafts are more than ``max_draft``: blocks are taken back."""
+    piece = prompt(1, 9)["input_ids"]
+    ids = piece.repeat(1, 12)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    same_text(name, two_level(**FULL), inputs, prompt_lookup_num_tokens=draft, max_new_tokens=60)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("attn", ["sdpa", "sparsekv"])
+@pytest.mark.parametrize("same", [True, False], ids=["good-drafts", "bad-drafts"])
+def test_assistant(attn, same):
+    """The assistant has its own stock cache, whatever its attention is."""
+    assistant = build("llama", attn, seed=0 if same else 5)
+    expected = reference("llama").generate(**prompt(1, 90), do_sample=False, max_new_tokens=50)
+    cache = two_level(**FULL)
+    found = model("llama").generate(
+        **prompt(1, 90), do_sample=False, max_new_tokens=50, assistant_model=assistant, past_key_values=cache
+    )
+    assert torch.equal(found, expected)
+    assert cache.stats().exact_calls > 0
+
+
+def test_inputs_embeds():
+    inputs = prompt(2, 70, (0, 20))
+    embeds = model("llama").get_input_embeddings()(inputs["input_ids"]).detach()
+    inputs = {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}
+    same_text("llama", two_level(**FULL), inputs)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_gradient_modes(mode):
+    ids = prompt(1, 80)["input_ids"]
+    cache, stock = two_level(**FULL), DynamicCache()
+    for chunk in (ids[:, :60], ids[:, 60:70], *ids[:, 70:].split(1, dim=1)):
+        with mode():
+            found = model("llama")(chunk, past_key_values=cache).logits
+            expected = reference("llama")(chunk, past_key_values=stock).logits
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+
+
+def test_mixed_inference_mode():
+    """A cache filled in inference mode goes on outside, and the other way round."""
+    ids = prompt(1, 130)["input_ids"]
+    for first, second in ((torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)):
+        cache, stock = two_level(**FULL), DynamicCache()
+        with first():
+            model("llama")(ids[:, :90], past_key_values=cache)
+            reference("llama")(ids[:, :90], past_key_values=stock)
+        for chunk in ids[:, 90:].split(1, dim=1):
+            with second():
+                found = model("llama")(chunk, past_key_values=cache).logits
+                expected = reference("llama")(chunk, past_key_values=stock).logits
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+
+
+# ---------------------------------------------------------------------- bfloat16
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt-oss"])
+def test_bf16_logits(name, capsys):
+    """Teacher-forced: our bf16 is as far from float32 as the reference's own bf16 is, within a factor of 1.5."""
+    ids = prompt(1, 150)["input_ids"]
+    ours, theirs = (
+        build(name, "sparsekv").bfloat16(),
+        build(name, reference(name).config._attn_implementation).bfloat16(),
+    )
+    exact = reference(name)
+    caches = {"ours": two_level(**FULL), "theirs": DynamicCache(config=theirs.config)}
+    rows = {"ours": [], "theirs": []}
+    with torch.no_grad():
+        for chunk in (ids[:, :90], *ids[:, 90:].split(1, dim=1)):
+            rows["ours"].append(ours(chunk, past_key_values=caches["ours"]).logits.float())
+            rows["theirs"].append(theirs(chunk, past_key_values=caches["theirs"]).logits.float())
+        truth = exact(ids).logits
+    found, expected = torch.cat(rows["ours"], 1)[:, 90:], torch.cat(rows["theirs"], 1)[:, 90:]
+    truth = truth[:, 90:]
+
+    def distance(a, b):
+        return float((a - b).square().mean().sqrt() / b.square().mean().sqrt())
+
+    mine, stock, between = distance(found, truth), distance(expected, truth), distance(found, expected)
+    top1 = float((found.argmax(-1) == expected.argmax(-1)).float().mean())
+    with capsys.disabled():
+        print(
+            f"\n  bf16 {name}: RMS error against float32 {mine:.4f} (reference {stock:.4f}), between the two "
+            f"{between:.4f}, top-1 agreement {top1:.3f}"
+        )
+    assert mine < 1.5 * stock
+    assert between < 2.5 * stock
+    assert top1 >= 0.9
