@@ -11,6 +11,9 @@ from .config import OffloadConfig, TwoLevelConfig
 from .offload.pool import bucket
 from .offload.store import ring_tokens
 
+# The one way through a mixture of experts that neither looks at values nor insists on a dtype.
+_META_SAFE = {"experts_implementation": "batched_mm"}
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -117,14 +120,14 @@ def model_shape(config, dtype: torch.dtype | None = None) -> ModelShape:
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
     notes = []
+    config = copy.deepcopy(config)  # from_config() writes the dtype into it
     if getattr(config, "quantization_config", None) is not None:
-        config = copy.deepcopy(config)
         del config.quantization_config
         name = str(dtype).removeprefix("torch.")
         notes.append(f"the checkpoint is quantised: its weights take less than the {name} figure given here")
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **_META_SAFE)
         cache = DynamicCache(config=text)
         with torch.no_grad():
             ids = torch.zeros(1, 2, dtype=torch.long, device="meta")

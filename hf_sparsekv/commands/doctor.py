@@ -11,7 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 import psutil
 import torch
-from rich.table import Table
 
 from ..attention.interface import NAME
 from ..offload.pool import host_memory_limit
@@ -42,10 +41,9 @@ def doctor() -> None:
             "operators": _operators(),
         }
     for title, rows in sections.items():
-        table = Table(box=None, pad_edge=False, show_header=False, title=title, title_justify="left")
+        results.print(title, style="bold")
         for name, value in rows:
-            table.add_row(f"  {name}", value)
-        results.print(table)
+            results.print(f"  {name:<20} {value}", markup=False)
 
 
 def _versions() -> list[tuple[str, str]]:

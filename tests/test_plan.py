@@ -1,0 +1,137 @@
+"""The planner's numbers against the bytes that a cache and a model really allocate."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from models import build, model, prompt
+from transformers import DynamicCache, T5Config
+
+from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TwoLevelConfig
+from hf_sparsekv.plan import ModelShape, plan_memory
+from hf_sparsekv.plan import model_shape as shape_of
+
+NAMES = ("llama", "llama-mqa", "qwen3", "gemma3", "mistral", "phi3", "qwen3-next")
+CONFIGS = {
+    "default": {},
+    "block only": {"level": "block"},
+    "token only": {"level": "token"},
+    "16-bit labels": {"label_bits": 16, "label_channels": 6},
+    "small blocks": {"block_size": 16, "window": 100, "max_draft": 7, "sinks": 0},
+    "no dense layer": {"dense_layers": 0},
+    "reserved": {"max_length": 3000},
+}
+
+
+def model_shape(config, dtype: torch.dtype = torch.float32) -> ModelShape:
+    """These models are made in float32, which their configurations do not say."""
+    return shape_of(config, dtype)
+
+
+def prefill(name: str, cache, *, batch: int, length: int):
+    with torch.no_grad():
+        model(name)(**prompt(batch, length), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache
+
+
+def tensor_bytes(layer) -> int:
+    return sum(t.nbytes for t in (layer.keys, layer.values))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("offload", (None, OffloadConfig()), ids=("device", "offload"))
+def test_cache_bytes(name, offload):
+    config = TwoLevelConfig(dense_layers=1)
+    real = prefill(name, OffloadedSparseCache(config, offload, model(name).config), batch=3, length=700).memory_bytes()
+    plan = plan_memory(model_shape(model(name).config), config, offload, context=700, batch=3)
+    assert {"device": plan.cache_device, "host": plan.cache_host} == real
+    assert plan.offloaded == (real["host"] > 0)
+
+
+@pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("length", (40, 1000))
+def test_cache_bytes_by_config(options, length):
+    config = TwoLevelConfig(**options)
+    changes = {"num_hidden_layers": 3}
+    grown = build("llama", "sparsekv", **changes)
+    cache = OffloadedSparseCache(config, OffloadConfig())
+    with torch.no_grad():
+        grown(**prompt(2, length), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    plan = plan_memory(model_shape(grown.config), config, OffloadConfig(), context=length, batch=2)
+    assert {"device": plan.cache_device, "host": plan.cache_host} == cache.memory_bytes()
+
+
+@pytest.mark.parametrize("name", ("llama", "gemma3", "mistral-window"))
+@pytest.mark.parametrize("length", (5, 300))
+def test_dense_bytes(name, length):
+    cache = prefill(name, DynamicCache(config=model(name).config), batch=2, length=length)
+    plan = plan_memory(model_shape(model(name).config), TwoLevelConfig(), None, context=length, batch=2)
+    assert plan.dense_kv == sum(tensor_bytes(layer) for layer in cache.layers)
+    assert plan.stock == sum(tensor_bytes(layer) for layer in cache.layers if layer.is_sliding)
+
+
+def test_linear_attention_state():
+    cache = prefill("qwen3-next", DynamicCache(config=model("qwen3-next").config), batch=2, length=50)
+    shape = model_shape(model("qwen3-next").config)
+    kinds = [layer.kind for layer in shape.layers]
+    assert kinds == ["other", "full"]
+    state = cache.layers[0]
+    held = [t for t in (*_flat(state.conv_states), *_flat(state.recurrent_states)) if isinstance(t, torch.Tensor)]
+    plan = plan_memory(shape, TwoLevelConfig(), None, context=50, batch=2)
+    assert plan.stock == sum(t.nbytes for t in held) > 0
+
+
+def _flat(value):
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights(name):
+    real = model(name)
+    shape = model_shape(real.config)
+    assert shape.weights == sum(t.nbytes for t in (*real.parameters(), *real.buffers()))
+    assert model_shape(real.config, torch.float16).weights < shape.weights
+
+
+def test_tied_weights_count_once():
+    tied = build("llama", "sdpa", tie_word_embeddings=True)
+    apart = build("llama", "sdpa", tie_word_embeddings=False)
+    table = tied.get_input_embeddings().weight.nbytes
+    assert model_shape(apart.config).weights - model_shape(tied.config).weights == table
+
+
+def test_totals_add_up():
+    shape = model_shape(model("gemma3").config)
+    on, off = (plan_memory(shape, TwoLevelConfig(), where, context=5000, batch=2) for where in (OffloadConfig(), None))
+    assert on.device_total + on.blocks == off.device_total
+    assert on.device_total == on.weights + on.bounds + on.labels + on.near + on.tables + on.stock + on.prefill
+    assert on.dense_total == on.weights + on.dense_kv + on.prefill == off.dense_total
+
+
+@pytest.mark.parametrize(("context", "batch", "name"), ((0, 1, "context"), (10, 0, "batch")))
+def test_nothing_to_plan(context, batch, name):
+    with pytest.raises(ValueError, match=f"{name} must be positive"):
+        plan_memory(model_shape(model("llama").config), TwoLevelConfig(), None, context=context, batch=batch)
+
+
+def test_context_beyond_max_length():
+    shape = model_shape(model("llama").config)
+    with pytest.raises(ValueError, match="max_length=100 is less than the context of 200"):
+        plan_memory(shape, TwoLevelConfig(max_length=100), None, context=200)
+
+
+def test_encoder_decoder_is_refused():
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        model_shape(T5Config())
+
+
+def test_the_configuration_is_left_alone():
+    config = copy.deepcopy(model("llama").config)
+    config.dtype = None
+    assert shape_of(config).dtype == torch.bfloat16
+    assert config.dtype is None
