@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from caches import CACHES, FULL, TIGHT
+from models import MODELS, NEEDS_CONFIG, NOTHING_SPARSE, REFERENCE, build, prompt
 from transformers import DynamicCache
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TwoLevelConfig
-
-from .caches import CACHES, FULL, TIGHT
-from .models import MODELS, NEEDS_CONFIG, NOTHING_SPARSE, REFERENCE, build, prompt
 
 pytestmark = pytest.mark.gpu
 

@@ -33,7 +33,7 @@ def test_against_reference(place, case):
     length = torch.tensor([cached], dtype=torch.int32, device=place.device)
     near_kv = place.nan(batch, heads, sinks + ring, dk + dv)
     near_valid = place.rand(batch, sinks + ring) > 0.5
-    want_kv, want_valid = near_kv.cpu(), near_valid.cpu()
+    want_kv, want_valid = near_kv.cpu().clone(), near_valid.cpu().clone()
     reference(k.cpu(), v.cpu(), None if valid is None else valid.cpu(), want_kv, want_valid, length.cpu(), sinks)
 
     append(k, v, valid, near_kv, near_valid, length, sinks)
@@ -65,7 +65,7 @@ def test_views_and_other_dtypes(place32):
     k, v = place32.randn(2, 2, 3, 64), place32.randn(2, 2, 3, 64)
     valid = (place32.rand(2, 10) > 0.5)[:, 4:7]
     big, big_valid = place32.nan(3, 3, 30, 128, dtype=torch.float16), place32.rand(3, 30) > 0.5
-    want, want_valid = big.cpu(), big_valid.cpu()
+    want, want_valid = big.cpu().clone(), big_valid.cpu().clone()
     length = torch.tensor([19], dtype=torch.int32, device=place32.device)
     where = (slice(1, 3), slice(0, 2), slice(5, 29))
     reference(k.cpu(), v.cpu(), valid.cpu(), want[where], want_valid[1:3, 5:29], length.cpu(), 4)

@@ -59,6 +59,15 @@ def test_bound_holds(place32):
     assert (score[0] >= exact - 1e-4).all()
 
 
+@pytest.mark.parametrize("group", [1, 3, 16])
+def test_negative_scores(place, group):
+    """Scores below zero in every head: what pads the group must not win."""
+    q, bounds, fill, slots = make(place, 1, 2, group, 64, 9)
+    q, bounds = q.abs(), -bounds.abs()
+    got = block_score(q, bounds, fill, slots, "max")
+    place.close(got, reference(q.cpu(), bounds.cpu(), fill.cpu(), slots.cpu(), "max"), ratio=2e-6)
+
+
 def test_strides_and_mixed_dtypes(place32):
     """A query that is a transposed view, slots that are a slice, bounds in a smaller dtype."""
     q, bounds, fill, slots = make(place32, 2, 2, 4, 80, 20)

@@ -52,7 +52,7 @@ def test_k_reaches_n(place32, k, how):
 
 
 @split
-@pytest.mark.parametrize("k", [1, 40, 99, 160])
+@pytest.mark.parametrize("k", [1, 40, 75, 160])  # 75: among the zeros
 def test_ties(place32, k, how):
     """Few distinct values: the lower position wins. Zeros of both signs are equal."""
     scores = place32.randint(-2, 3, 2, 2, 150).float()

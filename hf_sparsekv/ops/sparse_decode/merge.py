@@ -65,8 +65,8 @@ def _merge_kernel(
     p_to = p_out + i_batch * out_batch + (i_head * GROUP + i_g) * out_head + o_v
     tl.store(p_to, b_out.to(p_out.dtype.element_ty), mask=m_v)
     if HAS_ATTENDED and i_g == 0:
-        p_to = p_attended + i_batch * attended_batch + i_head * attended_head
-        tl.store(p_to, tl.load(p_to) + tl.sum(b_count, 0))
+        p_total = p_attended + i_batch * attended_batch + i_head * attended_head
+        tl.store(p_total, tl.load(p_total) + tl.sum(b_count, 0))
 
 
 def merge(
