@@ -51,10 +51,18 @@ def pick_device(name: str) -> torch.device:
 
 
 def load_config(name: str):
-    """The configuration of a model, without its weights."""
+    """The configuration of a model, without its weights.
+
+    Raises:
+        CommandError: there is no such model, or the hub does not answer.
+    """
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(resolve_model(name))
+    path = resolve_model(name)
+    try:
+        return AutoConfig.from_pretrained(path)
+    except OSError as error:
+        raise CommandError(f"cannot load {name}: {' '.join(str(error).split())}") from error
 
 
 def load(name: str, dtype: torch.dtype | None, device: torch.device):
@@ -65,6 +73,7 @@ def load(name: str, dtype: torch.dtype | None, device: torch.device):
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    load_config(name)  # first: it is small, and says best what is wrong
     path = resolve_model(name)
     tokenizer = AutoTokenizer.from_pretrained(path)
     kwargs = {"dtype": dtype or "auto", "attn_implementation": "sparsekv"}

@@ -1,0 +1,338 @@
+"""The command line: what it prints, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import build
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from hf_sparsekv import __version__
+from hf_sparsekv.cli import app
+from hf_sparsekv.commands import doctor, loading
+from hf_sparsekv.commands import options as opt
+from hf_sparsekv.commands.running import encode
+from hf_sparsekv.models import ModelFetchError
+from hf_sparsekv.predictor.channels import LabelChannels
+
+TEXT = "the quick brown fox jumps over the lazy dog " * 30  # a token is a character: longer than window and blocks
+SPARSE = ("--token-budget", "32", "--num-blocks", "2", "--block-size", "16", "--window", "16", "--dense-layers", "0")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    """A tiny random Llama with a tokenizer of characters, no chat template."""
+    path = tmp_path_factory.mktemp("tiny")
+    build("llama", "sdpa", max_position_embeddings=2048, eos_token_id=2).save_pretrained(path)
+    letters = ["<pad>", "<s>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,?!"]
+    tokenizer = Tokenizer(WordLevel({c: i for i, c in enumerate(letters)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(path)
+    return path
+
+
+def run(*args, status: int = 0, **kwargs):
+    result = CliRunner().invoke(app, [str(a) for a in args], **kwargs)
+    assert result.exit_code == status, (result.stdout, result.stderr, result.exception)
+    assert "Traceback" not in result.stderr
+    return result
+
+
+def error(*args, status: int = 1) -> str:
+    """The one line that a failing command prints."""
+    result = run(*args, status=status)
+    if status == 1:
+        lines = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+        assert len(lines) == 1, result.stderr
+        return lines[0]
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", result.stderr).split())
+
+
+# ---------------------------------------------------------------------- the command itself
+
+
+def test_help_names_all_commands():
+    text = run("--help").stdout
+    for name in ("generate", "plan", "calibrate", "doctor", "fetch"):
+        assert name in text
+
+
+def test_version():
+    assert run("--version").stdout == f"hf-sparsekv {__version__}\n"
+
+
+@pytest.mark.quick
+def test_module_and_script():
+    for command in ([sys.executable, "-m", "hf_sparsekv"], [str(Path(sys.executable).parent / "hf-sparsekv")]):
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=120, check=True)
+        assert done.stdout == f"hf-sparsekv {__version__}\n"
+
+
+def test_debug_lets_the_traceback_through(tmp_path):
+    result = CliRunner().invoke(app, ["--debug", "plan", str(tmp_path), "--context", "10"])
+    assert isinstance(result.exception, loading.CommandError)
+    run("plan", tmp_path, "--context", 10, status=1)  # and is off again
+
+
+# ---------------------------------------------------------------------- generate
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("offload", ("--offload", "--no-offload"))
+def test_generate(tiny, offload):
+    result = run("generate", tiny, "--prompt", TEXT, "--max-new-tokens", 8, offload, *SPARSE)
+    assert result.stdout.strip()
+    row = next(line for line in result.stderr.splitlines() if line.startswith("two_level"))
+    assert row.split()[1:3] == ["1,320", "8"]
+    assert re.search(r"7 steps over 1327 cached tokens: attended to (\d+\.\d)%", result.stderr)
+    assert ("in host memory" in result.stderr) == (offload == "--offload")
+
+
+def test_budget_covers_all_so_both_agree(tiny):
+    result = run(
+        "generate", tiny, "--prompt", TEXT, "--max-new-tokens", 8, "--compare", "dense", "--token-budget", 4096
+    )
+    first, second = result.stdout.splitlines()
+    assert first == second
+    assert "both gave the same 8 tokens" in result.stderr
+    assert "attended to 100.0%" in result.stderr
+
+
+def test_small_budget_differs_and_is_said(tiny):
+    options = ("--token-budget", 16, "--num-blocks", 1, "--block-size", 16, "--window", 1, "--dense-layers", 0)
+    result = run("generate", tiny, "--prompt", TEXT, "--max-new-tokens", 24, "--compare", "dense", *options)
+    assert re.search(r"the answers agree in their first \d+ tokens", result.stderr)
+
+
+def test_dense_alone_has_no_counters(tiny):
+    result = run("generate", tiny, "--prompt", "abc", "--max-new-tokens", 4, "--cache", "dense")
+    assert "cached tokens" not in result.stderr
+    assert any(line.startswith("dense") for line in result.stderr.splitlines())
+
+
+def test_prompt_file_and_standard_input(tiny, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("abc abc abc")
+    options = ("--max-new-tokens", 6)
+    from_file = run("generate", tiny, "--prompt-file", file, *options)
+    from_input = run("generate", tiny, "--prompt-file", "-", *options, input="abc abc abc")
+    assert from_file.stdout == from_input.stdout == run("generate", tiny, "--prompt", "abc abc abc", *options).stdout
+
+
+def test_seeded_sampling_repeats(tiny):
+    options = ("--prompt", "abc", "--max-new-tokens", 12, "--temperature", 1.5)
+    one, same, other = (run("generate", tiny, *options, "--seed", seed).stdout for seed in (1, 1, 2))
+    assert one == same != other
+
+
+def test_slower_is_said(tiny, monkeypatch):
+    from hf_sparsekv.commands import generate as module
+    from hf_sparsekv.commands.running import Run
+    from hf_sparsekv.timing import Timing
+
+    times = {"two_level": 0.2, "dense": 0.1}
+
+    def fake(name):
+        return lambda *args, **kwargs: Run(name, 3, [1, 2], Timing(2, 1.0, *[times[name]] * 3, 2.0))
+
+    monkeypatch.setattr(module, "run_sparse", fake("two_level"))
+    monkeypatch.setattr(module, "run_dense", fake("dense"))
+    command = ("generate", tiny, "--prompt", "abc", "--compare", "dense")
+    assert "sparse was slower here (200.0 against 100.0 ms a token)" in run(*command).stderr
+    times["two_level"] = 0.05
+    assert "slower" not in run(*command).stderr
+
+
+def test_chat_template_is_applied(tiny):
+    tokenizer = loading.load(str(tiny), None, torch.device("cpu"))[0]
+    plain = encode(tokenizer, "abc", None, torch.device("cpu"))["input_ids"]
+    assert tokenizer.decode(plain[0]) == "abc"
+    tokenizer.chat_template = "{% for m in messages %}U {{ m.content }} {% endfor %}A "
+    device = torch.device("cpu")
+    assert tokenizer.decode(encode(tokenizer, "abc", None, device)["input_ids"][0]) == "U abc A "
+    assert tokenizer.decode(encode(tokenizer, "abc", False, device)["input_ids"][0]) == "abc"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    (
+        (("--prompt", " "), "the prompt is empty"),
+        (("--prompt-file", "/nowhere.txt"), "cannot read /nowhere.txt: No such file"),
+        (("--prompt", "a" * 2100), "the prompt has 2,100 tokens, the model reads at most 2,048"),
+        (("--prompt", "abc", "--chat"), "no chat template: use --no-chat"),
+        (("--prompt", "abc", "--device", "cuda:77"), "there is no device cuda:77"),
+        (("--prompt", "abc", "--channel-file", "/nowhere.st"), "channel file /nowhere.st does not exist"),
+        (
+            ("--prompt", TEXT, "--label-channels", 64, "--dense-layers", 0),
+            "label_channels=64 exceeds the model's head dimension 16",
+        ),
+    ),
+)
+def test_generate_errors(tiny, options, message):
+    assert message in error("generate", tiny, *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    (
+        ((), "give either --prompt or --prompt-file"),
+        (("--prompt", "a", "--prompt-file", "b"), "give either --prompt or --prompt-file"),
+        (("--prompt", "a", "--block-size", 24), "--block-size must be a power of two, got 24"),
+        (("--prompt", "a", "--token-budget", 0), "--token-budget must be a positive integer, got 0"),
+        (("--prompt", "a", "--token-budget", 512, "--num-blocks", 2), "raise --num-blocks to at least 8"),
+        (("--prompt", "a", "--max-new-tokens", 0), "--max-new-tokens"),
+        (("--prompt", "a", "--cache", "paged"), "--cache"),
+        (("--prompt", "a", "--device", "tpu0x"), "is no device"),
+        (("--prompt", "a", "--device", "mps"), "run on cpu and cuda"),
+    ),
+)
+def test_generate_usage(tiny, options, message):
+    assert message in error("generate", tiny, *options, status=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    (
+        ("./no/such/dir", "there is no directory './no/such/dir'"),
+        ("/no/such/dir", "there is no directory '/no/such/dir'"),
+        ("a/b/c", "there is no directory 'a/b/c'"),
+        (__file__, "is a file: give the directory"),
+        (str(Path(__file__).parent), "there is no config.json in it"),
+    ),
+)
+def test_model_not_found(name, message):
+    assert message in error("plan", name, "--context", 10)
+
+
+def test_small_model_not_fetched(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "run `hf-sparsekv fetch`" in error("plan", "small", "--context", 10)
+
+
+def test_hub_is_out_of_reach():
+    # The tests run with the hub switched off.
+    line = error("plan", "someone/some-model", "--context", 10)
+    assert "someone/some-model" in line
+
+
+# ---------------------------------------------------------------------- plan
+
+
+@pytest.mark.quick
+def test_plan(tiny):
+    out = run("plan", tiny, "--context", 1000, "--batch", 2, "--gpu-memory", "1GiB", "--host-memory", "1MiB").stdout
+    assert "llama, float32, layers: 2 full; 2 x 1,000 tokens" in out
+    # 2 layers x 32 slots x 64 tokens x 2 heads x 32 channels x 4 bytes; dense: 2 x 2 x 1000 x 2 x 32 x 4
+    row = next(line for line in out.splitlines() if line.startswith("KV blocks"))
+    assert row.split() == ["KV", "blocks", "-", "1", "MiB", "1000", "KiB"]
+    assert "GPU 1.00 GiB: sparse fits, dense fits" in out
+    assert "host 1 MiB: fits" in out
+
+
+def test_plan_does_not_fit(tiny):
+    out = run("plan", tiny, "--context", 1000, "--gpu-memory", "100KiB", "--host-memory", "1KiB").stdout
+    assert re.search(r"GPU 100 KiB: sparse does not fit \(.* too much\), dense does not fit", out)
+    assert re.search(r"host 1 KiB: does not fit", out)
+
+
+def test_plan_without_offload_names_no_host(tiny):
+    out = run("plan", tiny, "--context", 1000, "--no-offload", "--gpu-memory", "1GiB").stdout
+    assert "host " not in out.replace("sparse: host", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), ((("--gpu-memory", "much"), "write for example 24GiB"), ((), "context"))
+)
+def test_plan_usage(tiny, options, message):
+    context = ("--context", 10) if options else ()
+    assert message in error("plan", tiny, *context, *options, status=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), (("10", 10), ("1KiB", 1024), ("80GB", 80 * 10**9), ("1.5 GiB", 3 << 29), ("2m", 2 * 10**6))
+)
+def test_sizes(text, value):
+    assert opt.parse_bytes(text) == value
+
+
+# ---------------------------------------------------------------------- calibrate, fetch, doctor
+
+
+@pytest.mark.quick
+def test_calibrate_then_generate(tiny, tmp_path):
+    text, channels = tmp_path / "text.txt", tmp_path / "channels.safetensors"
+    text.write_text(TEXT)
+    command = ("calibrate", tiny, "--text-file", text, "--output", channels)
+    result = run(*command, "--tokens", 500, "--pieces", 2, "--importance", "mean")
+    assert result.stdout.strip() == str(channels)
+    assert "1000 tokens read" in result.stderr
+    made = LabelChannels.load(channels)
+    assert (made.tokens, made.importance, tuple(made.ranking.shape)) == (1000, "mean", (2, 2, 16))
+    run("generate", tiny, "--prompt", TEXT, "--max-new-tokens", 4, "--channel-file", channels, *SPARSE)
+
+
+def test_calibrate_errors(tiny, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("abc")
+    out = tmp_path / "out"
+    assert "too short to calibrate on" in error("calibrate", tiny, "--text-file", short, "--output", out)
+    assert "cannot read" in error("calibrate", tiny, "--text-file", tmp_path / "none", "--output", out)
+    assert "there is no directory" in error("calibrate", tiny, "--text-file", short, "--output", tmp_path / "x" / "y")
+    short.write_bytes(b"\xff\xfe\xff")
+    assert "is not UTF-8 text" in error("calibrate", tiny, "--text-file", short, "--output", out)
+    assert not out.exists()
+
+
+def test_fetch_tells_why(monkeypatch):
+    def fail(dest, console):
+        raise ModelFetchError("no\nnetwork [here]")
+
+    from hf_sparsekv.commands import fetch as module
+
+    monkeypatch.setattr(module, "fetch_small_model", fail)
+    assert error("fetch") == "error: no network [here]"
+
+
+@pytest.mark.quick
+def test_doctor():
+    out = run("doctor").stdout
+    assert re.search(r"attention 'sparsekv' +registered", out)
+    assert re.search(r"mask 'sparsekv' +registered", out)
+    for name in ("torch", "transformers", "triton", "offloaded KV", *doctor._OPERATORS):
+        assert re.search(rf"^  {name} +\S", out, re.MULTILINE), name
+    if not torch.cuda.is_available():
+        assert len(re.findall("torch reference", out)) == len(doctor._OPERATORS)
+
+
+def test_doctor_without_triton(monkeypatch):
+    monkeypatch.setattr(doctor, "has_triton", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name)
+    assert all("Triton is not installed" in value for _, value in doctor._operators())
+    monkeypatch.setattr(doctor, "has_triton", lambda: True)
+    assert all(value == "Triton kernel on the GPU" for _, value in doctor._operators())
+
+
+def test_doctor_reads_nvidia_smi(monkeypatch):
+    answer = "580.1, 4, 5, 16\n580.1, 5, 5, 16\nbroken line\n"
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: name)
+    done = subprocess.CompletedProcess([], 0, stdout=answer, stderr="")
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *a, **k: done)
+    assert doctor._nvidia_smi() == [["580.1", "4", "5", "16"], ["580.1", "5", "5", "16"]]
+
+    def fail(*args, **kwargs):
+        raise subprocess.CalledProcessError(9, "nvidia-smi")
+
+    monkeypatch.setattr(doctor.subprocess, "run", fail)
+    assert doctor._nvidia_smi() == []

@@ -1,0 +1,133 @@
+"""The wheel, and the package without its optional dependencies."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Everything that pyproject.toml does not name under `dependencies`.
+OPTIONAL = ("triton", "gguf", "pandas", "matplotlib", "accelerate", "datasets", "gradio", "liger_kernel")
+
+# As if they were not installed: packages that only ask whether something is there find nothing, too.
+BLOCK = """
+from importlib.machinery import PathFinder
+
+find_spec = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *rest: None if name in {blocked!r} else find_spec(name, *rest)
+"""
+
+WITHOUT = """
+import sys
+import torch
+torch.cuda.is_available = lambda: False
+
+import hf_sparsekv
+from hf_sparsekv.cli import app
+from transformers import LlamaConfig, LlamaForCausalLM
+
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+                     num_attention_heads=2, num_key_value_heads=1)
+model = LlamaForCausalLM._from_config(config, attn_implementation="sparsekv")
+settings = hf_sparsekv.TwoLevelConfig(token_budget=32, block_size=16, window=16, num_blocks=2, dense_layers=0,
+                                      calibration_tokens=32)
+cache = hf_sparsekv.OffloadedSparseCache(settings)
+model.generate(torch.arange(200)[None] % 64, max_new_tokens=8, do_sample=False, eos_token_id=None,
+               past_key_values=cache)
+assert cache.stats().sparse_calls > 0, cache.stats()
+
+loaded = sorted(set(sys.modules) & set(blocked))
+assert not loaded, loaded
+print("fine")
+"""
+
+
+def python(code: str, cwd: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.mark.quick
+def test_works_without_optional_packages(tmp_path):
+    done = python(BLOCK.format(blocked=OPTIONAL) + f"blocked = {OPTIONAL!r}\n" + WITHOUT, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("fine")
+
+
+def test_the_block_blocks(tmp_path):
+    done = python(BLOCK.format(blocked=("numpy",)) + "import numpy", tmp_path)
+    assert "No module named 'numpy'" in done.stderr
+
+
+def test_import_touches_only_the_new_name(tmp_path):
+    code = """
+from transformers import AttentionInterface, AttentionMaskInterface
+tables = (AttentionInterface, AttentionMaskInterface)
+def functions():
+    return [{name: table()[name] for name in table().valid_keys()} for table in tables]
+before = functions()
+import hf_sparsekv
+after = functions()
+for old, new in zip(before, after):
+    assert new.pop("sparsekv") is not None and "sparsekv" not in old
+    assert old == new
+"""
+    done = python(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    # No isolation: the build needs no network.
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(_copy(out))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(out.glob("*.whl"))
+
+
+def _copy(out: Path) -> Path:
+    """A copy of the sources, so that building leaves nothing in the tree."""
+    import shutil
+
+    source = out / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "hf_sparsekv", source / "hf_sparsekv", ignore=shutil.ignore_patterns("__pycache__"))
+    return source
+
+
+def test_wheel_contents(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        metadata = archive.read(next(n for n in names if n.endswith("/METADATA"))).decode()
+        scripts = archive.read(next(n for n in names if n.endswith("/entry_points.txt"))).decode()
+    sources = {str(p.relative_to(ROOT)) for p in (ROOT / "hf_sparsekv").rglob("*.py")}
+    assert sources <= names
+    assert "hf_sparsekv/py.typed" in names
+    assert {n.partition("/")[0] for n in names} == {"hf_sparsekv", names_info(names)}
+    assert any(n.endswith("/LICENSE") for n in names)
+    assert "hf-sparsekv = hf_sparsekv.cli:main" in scripts
+    assert "License-Expression: Apache-2.0" in metadata
+    required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]
+    assert not any(name in line for line in required for name in OPTIONAL), required
+
+
+def names_info(names: set[str]) -> str:
+    return next(n.partition("/")[0] for n in names if ".dist-info/" in n)
+
+
+def test_wheel_imports_on_its_own(wheel, tmp_path):
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import hf_sparsekv; print(hf_sparsekv.__file__)"
+    done = python(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().startswith(str(tmp_path))
