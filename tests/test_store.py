@@ -1,0 +1,290 @@
+"""LayerStore against a model that keeps plain tensors, under random histories of stores that share pools."""
+
+from __future__ import annotations
+
+import gc
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hf_sparsekv import OffloadConfig, SparseConfig
+from hf_sparsekv.attention.exact import AttentionSpec
+from hf_sparsekv.offload.pool import BlockPool, HostBudget, bucket
+from hf_sparsekv.offload.store import DeviceLength, LayerStore, ring_tokens
+
+HEADS, KEY, VALUE, SIZE = 2, 4, 6, 16
+
+
+class Probe:
+    """An indexer whose field says which block it was made of."""
+
+    def index(self, kv, flags):
+        return {"probe": (kv.float().sum((2, 3, 4)) + flags.float().sum(-1))}
+
+
+class Plain:
+    """What a store must amount to."""
+
+    def __init__(self, batch: int) -> None:
+        self.k, self.v = torch.zeros(batch, HEADS, 0, KEY), torch.zeros(batch, HEADS, 0, VALUE)
+        self.valid = torch.zeros(batch, 0, dtype=torch.bool)
+
+    def add(self, k, v, valid) -> None:
+        self.k, self.v = torch.cat((self.k, k), 2), torch.cat((self.v, v), 2)
+        ok = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool) if valid is None else valid
+        self.valid = torch.cat((self.valid, ok), 1)
+
+    def keep(self, length: int) -> None:
+        self.k, self.v, self.valid = self.k[:, :, :length], self.v[:, :, :length], self.valid[:, :length]
+
+    def rows(self, index) -> None:
+        self.k, self.v, self.valid = self.k[index], self.v[index], self.valid[index]
+
+    def copy(self) -> Plain:
+        new = Plain(1)
+        new.k, new.v, new.valid = self.k, self.v, self.valid
+        return new
+
+
+def make_store(config, budget, batch, expected=1) -> LayerStore:
+    like = torch.zeros(batch, HEADS, expected, KEY), torch.zeros(batch, HEADS, expected, VALUE)
+    store = LayerStore(*like, config, budget, DeviceLength())
+    store.pool.add_field("probe", (), torch.float32)
+    return store
+
+
+def check(store: LayerStore, plain: Plain, config: SparseConfig) -> None:
+    length = plain.k.shape[2]
+    assert store.length == length
+    assert 0 <= store.near_length <= store.ring
+    # Nothing is sealed too early; a crop leaves a full window outside the blocks, or everything.
+    assert store.sealed == 0 or store.near_length >= config.window
+    if length:
+        key, value = store.materialise()
+        assert torch.equal(key, plain.k) and torch.equal(value, plain.v)
+        assert torch.equal(store.valid_columns(), plain.valid)
+    stored = store.sealed * SIZE
+    assert store.seen.tolist() == plain.valid[:, :stored].sum(1).tolist()
+    assert (store.slots[:, : store.sealed] >= 0).all() and (store.slots[:, store.sealed :] == -1).all()
+
+    ring = store.near_valid[:, config.sinks :]
+    assert ring.sum(1).tolist() == plain.valid[:, stored:].sum(1).tolist(), "the ring holds what is not sealed, only"
+    flags = store.pool.fields["flags"][store.table.long()].flatten(1, 2)
+    for row in range(store.batch):
+        real = plain.valid[row, :stored].nonzero().flatten()
+        sinks = real[: config.sinks]
+        assert store.near_valid[row, : config.sinks].tolist() == [i < len(sinks) for i in range(config.sinks)]
+        front = store.near_kv[row, :, : len(sinks)]
+        assert torch.equal(front, torch.cat((plain.k[row, :, sinks], plain.v[row, :, sinks]), -1))
+        assert (flags[row] == 3).nonzero().flatten().tolist() == sinks.tolist()
+        assert (flags[row] == 1).nonzero().flatten().tolist() == real[config.sinks :].tolist()
+    fill = store.pool.fields["fill"][store.table.long()]
+    assert torch.equal(fill, (flags == 1).view(store.batch, -1, SIZE).sum(-1).int())
+    kv, own = store.sealed_blocks()
+    if store.sealed:
+        probe = store.pool.fields["probe"][store.table.T.long()]
+        torch.testing.assert_close(probe, Probe().index(kv, own)["probe"])
+
+
+def check_attention(store: LayerStore, plain: Plain) -> None:
+    """Dense attention over the store: blocks and ring together hold every valid token once."""
+    query = torch.randn(store.batch, 2 * HEADS, KEY)
+    found = store.attend(query, None, "all", AttentionSpec(0.5))
+    key, value = plain.k.repeat_interleave(2, 1), plain.v.repeat_interleave(2, 1)
+    logits = (query[:, :, None] @ key.transpose(-1, -2) * 0.5).masked_fill(~plain.valid[:, None, None], -torch.inf)
+    torch.testing.assert_close(found, (logits.softmax(-1).nan_to_num(0.0) @ value)[:, :, 0], atol=1e-5, rtol=1e-5)
+
+
+class Stores(RuleBasedStateMachine):
+    """Several stores, some of them copies that share a pool."""
+
+    @initialize(
+        sinks=st.sampled_from([0, 4, 21]),
+        window=st.sampled_from([1, 16, 27]),
+        draft=st.sampled_from([0, 4]),
+        offload=st.booleans(),
+        batch=st.integers(1, 3),
+        expected=st.sampled_from([None, 90]),
+        seed=st.integers(0, 1 << 16),
+    )
+    def start(self, sinks, window, draft, offload, batch, expected, seed):
+        torch.manual_seed(seed)
+        self.config = SparseConfig(block_size=SIZE, sinks=sinks, window=window, max_draft=draft, max_length=expected)
+        self.budget = HostBudget(OffloadConfig(max_host_bytes=1 << 24)) if offload else None
+        self.pairs = [(make_store(self.config, self.budget, batch), Plain(batch))]
+        self.touched = 0
+
+    def pick(self, data):
+        self.touched = data.draw(st.integers(0, len(self.pairs) - 1), label="store")
+        return self.pairs[self.touched]
+
+    def tokens(self, data, store, n):
+        k, v = torch.randn(store.batch, HEADS, n, KEY), torch.randn(store.batch, HEADS, n, VALUE)
+        kind = data.draw(st.sampled_from(["all", "left", "holes"]), label="padding")
+        if kind == "all":
+            return k, v, None
+        if kind == "holes":
+            return k, v, torch.rand(store.batch, n) < 0.5
+        pads = torch.tensor(data.draw(st.lists(st.integers(0, n), min_size=store.batch, max_size=store.batch)))
+        return k, v, torch.arange(n) >= pads[:, None]
+
+    @rule(data=st.data(), n=st.integers(1, 150))
+    def extend(self, data, n):
+        store, plain = self.pick(data)
+        new = self.tokens(data, store, n)
+        store.extend(*new, Probe())
+        plain.add(*new)
+        assert store.near_length < self.config.window + self.config.max_draft + SIZE
+
+    @rule(data=st.data(), n=st.integers(1, 40))
+    def steps(self, data, n):
+        store, plain = self.pick(data)
+        k, v, valid = self.tokens(data, store, n)
+        for i in range(n):
+            at = slice(i, i + 1)
+            new = k[:, :, at], v[:, :, at], None if valid is None else valid[:, at]
+            store.append(*new)
+            plain.add(*new)
+            store.seal_due(Probe())
+        assert store.near_length < self.config.window + self.config.max_draft + SIZE
+
+    @rule(data=st.data(), share=st.floats(0, 1))
+    def crop(self, data, share):
+        store, plain = self.pick(data)
+        length = int(share * store.length)
+        if length:
+            store.crop(length)
+            plain.keep(length)
+
+    @rule(data=st.data())
+    def map_rows(self, data):
+        store, plain = self.pick(data)
+        rows = st.lists(st.integers(0, store.batch - 1), min_size=1, max_size=4)
+        index = torch.tensor(data.draw(rows, label="rows"))
+        store.map_rows(index)
+        plain.rows(index)
+
+    @precondition(lambda self: len(self.pairs) < 4)
+    @rule(data=st.data())
+    def copy(self, data):
+        store, plain = self.pick(data)
+        self.pairs.append((store.copy(DeviceLength()), plain.copy()))
+
+    @precondition(lambda self: len(self.pairs) > 1)
+    @rule(data=st.data())
+    def drop(self, data):
+        self.pick(data)
+        self.pairs.pop(self.touched)
+        self.touched = 0
+        gc.collect(0)
+
+    @rule(data=st.data())
+    def reset(self, data):
+        store, plain = self.pick(data)
+        store.reset()
+        plain.keep(0)
+
+    @rule(data=st.data())
+    def reindex(self, data):
+        store, _ = self.pick(data)
+        if store.sealed:
+            store.reindex(Probe())
+
+    @invariant()
+    def all_is_well(self):
+        for store, plain in self.pairs:
+            check(store, plain, self.config)
+        check_attention(*self.pairs[self.touched])
+
+
+Stores.TestCase.settings = settings(
+    max_examples=120,
+    stateful_step_count=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+TestStores = Stores.TestCase
+
+
+# ---------------------------------------------------------------------- by hand
+
+
+def fill(store: LayerStore, n: int) -> None:
+    store.extend(torch.randn(store.batch, HEADS, n, KEY), torch.randn(store.batch, HEADS, n, VALUE), None, Probe())
+
+
+CONFIG = SparseConfig(block_size=SIZE, sinks=4, window=16, max_draft=4)
+
+
+@pytest.mark.parametrize("window", [1, 16, 44, 64])
+@pytest.mark.parametrize("draft", [0, 4, 16])
+def test_ring_has_room_for_a_block_that_fills_up(window, draft):
+    config = SparseConfig(block_size=SIZE, window=window, max_draft=draft)
+    assert ring_tokens(config) % SIZE == 0
+    assert ring_tokens(config) >= window + draft + SIZE
+
+
+def test_buckets():
+    sizes = [bucket(n) for n in range(1, 5000)]
+    assert all(size >= n for n, size in enumerate(sizes, 1))
+    assert sizes == sorted(sizes)
+    assert all(size <= max(16, 1.25 * n + 1) for n, size in enumerate(sizes, 1))
+    copied = sum(a for a, b in zip(sorted(set(sizes)), sorted(set(sizes))[1:]) if b)
+    assert copied < 6 * 5000, "growing item by item must copy each item a few times only"
+
+
+def test_churn_does_not_grow_the_pool():
+    """Beams that die leave their slots to be found again."""
+    store = make_store(CONFIG, None, 4)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        fill(store, 4)
+        store.map_rows(torch.randint(0, 4, (4,), generator=generator))
+        if store.length > 160:
+            store.crop(40)
+    named = store.batch * store.slots.shape[1]
+    assert store.pool.capacity <= 2 * bucket(named)
+
+
+def test_host_budget_is_given_back():
+    budget = HostBudget(OffloadConfig(max_host_bytes=1 << 22))
+    store = make_store(CONFIG, budget, 2)
+    fill(store, 400)
+    assert budget.used == store.pool.kv.nbytes > 0
+    twin = store.copy(DeviceLength())
+    assert budget.used == store.pool.kv.nbytes
+    del store
+    gc.collect()
+    assert budget.used == twin.pool.kv.nbytes
+    del twin
+    gc.collect()
+    assert budget.used == 0
+
+
+def test_a_pool_that_may_not_grow_is_unchanged():
+    token = HEADS * SIZE * (KEY + VALUE) * 4
+    budget = HostBudget(OffloadConfig(max_host_bytes=40 * token))
+    pool = BlockPool(
+        heads=HEADS,
+        block_size=SIZE,
+        token_dim=KEY + VALUE,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        host=budget,
+        capacity=16,
+    )
+    pool.allocate(16)
+    before = (pool.used, pool.capacity, budget.used, pool.kv.data_ptr())
+
+    class User:
+        slots = torch.arange(16, dtype=torch.int32)
+
+    user = User()
+    pool.register(user)
+    with pytest.raises(MemoryError, match="max_host_bytes"):
+        pool.allocate(20)
+    assert (pool.used, pool.capacity, budget.used, pool.kv.data_ptr()) == before
