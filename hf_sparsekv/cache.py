@@ -33,12 +33,14 @@ class SparseLayer(CacheLayerMixin):
         self.owner, self.index = owner, index
         self.store: LayerStore | None = None
         self.policy: Policy = owner.make_policy(index)
+        self.pending: Step | None = None
         self.broken: str | None = None
 
     def __deepcopy__(self, memo: dict) -> SparseLayer:
         new = object.__new__(SparseLayer)
         memo[id(self)] = new
         new.index, new.broken, new.policy = self.index, self.broken, self.policy.copy()
+        new.pending = None
         clock = copy.deepcopy(self.owner.clock, memo)
         new.store = None if self.store is None else self.store.copy(clock)
         new.owner = copy.deepcopy(self.owner, memo)
@@ -69,14 +71,11 @@ class SparseLayer(CacheLayerMixin):
         if torch.compiler.is_compiling():
             raise RuntimeError("sparse caches cannot be traced by torch.compile: run the model eagerly")
         self._check(key_states, value_states)
-        step = Step(self, key_states, value_states, self.get_seq_length())
+        step = self.pending = Step(self, key_states, value_states, self.get_seq_length())
         return KVHandle(step, "k"), KVHandle(step, "v")
 
     def _check(self, k: Tensor, v: Tensor) -> None:
-        if self.broken:
-            raise RuntimeError(
-                f"this cache is incomplete after an error ({self.broken}): call reset() and prefill again"
-            )
+        self._check_complete()
         store = self.store
         if store is None or store.length == 0:
             return
@@ -96,11 +95,21 @@ class SparseLayer(CacheLayerMixin):
                     f"layer {self.index} caches keys of {name} {mine}, got {given}: keep one {name}, or use a new cache"
                 )
 
+    def _check_complete(self) -> None:
+        if self.pending is not None and not self.pending.committed:
+            self.broken = f"tokens given to layer {self.index} were never attended to"
+        if self.broken:
+            raise RuntimeError(
+                f"this cache is incomplete after an error ({self.broken}): call reset() and prefill again"
+            )
+
     def _begin(self, step: Step, q_heads: int) -> None:
         if self.store is not None and self.store.length:
             return
+        if self.store is not None and not self.store.fits(step.k, step.v):
+            self.store = None  # before the new one is made: the budget may not hold both
         store = self.store
-        if store is None or not store.fits(step.k, step.v):
+        if store is None:
             store = LayerStore(step.k, step.v, self.owner.config, self.owner.budget, self.owner.clock)
         self.policy.start(store, q_heads)
         self.store = store
@@ -115,7 +124,9 @@ class SparseLayer(CacheLayerMixin):
         try:
             return self._attend(step, query, mask, spec, dropout)
         except BaseException as error:
-            if self.store is None or self.store.length != step.past or self.store.near_length < 0:
+            if not step.committed:
+                self.pending = None
+            if step.touched:
                 self.broken = f"{type(error).__name__} in layer {self.index}"
             raise
 
@@ -139,6 +150,7 @@ class SparseLayer(CacheLayerMixin):
                 q = query[:, :, 0]
                 if own:
                     valid = new_columns(mask, step.past, step.length)
+                    step.touched = True
                     self.policy.observe(query, step.k, valid, self.store)
                     self.store.append(step.k.detach(), step.v.detach(), valid)
                     step.committed = True
@@ -153,14 +165,16 @@ class SparseLayer(CacheLayerMixin):
         key, value = store.materialise()
         whole = mask if mask is not None and mask.ndim == 4 else None
         columns = store.valid_columns() if store.padded else None
-        out = exact_attention(query, key, value, spec, columns=columns, mask=whole, dropout=dropout)
-        store.counters.exact += 1
-        if own:
-            self.policy.look_ahead(query[:, :, -1], store)
-        return out
+        with torch.no_grad():
+            out = exact_attention(query, key, value, spec, columns=columns, mask=whole, dropout=dropout)
+            store.counters.exact += 1
+            if own:
+                self.policy.look_ahead(query[:, :, -1], store)
+        return _NoGradient.apply(out, query)
 
     @torch.no_grad()
     def _commit(self, step: Step, query: Tensor, valid: Tensor | None) -> None:
+        step.touched = True
         self._begin(step, query.shape[1])
         self.policy.observe(query, step.k, valid, self.store)
         self.store.extend(step.k.detach(), step.v.detach(), valid, self.policy)
@@ -194,7 +208,8 @@ class SparseLayer(CacheLayerMixin):
         """All keys or values for something other than the sparsekv attention function, which applies its own mask."""
         if not step.committed:
             self.owner.warn_bypass()
-            if step.past == 0 and self.store is None:
+            step.touched = True
+            if step.past == 0:
                 # No query yet: calibrate on the keys alone until a query comes.
                 self._begin(step, step.k.shape[1])
             with torch.no_grad():
@@ -203,16 +218,20 @@ class SparseLayer(CacheLayerMixin):
             step.committed = True
             self.store.counters.materialised += 1
         if step.past == 0:
-            return step.k if which == "k" else step.v
-        key, value = self.store.materialise()
-        return key if which == "k" else value
+            key, value = step.k, step.v
+        else:
+            key, value = self.store.materialise()
+        return (key if which == "k" else value).contiguous()  # as concatenation would give: some models view it
 
     # ------------------------------------------------------------------ what generate() asks
 
     def get_seq_length(self) -> int:
+        if self.pending is not None and not self.pending.committed:
+            return self.pending.length  # update() takes effect at once for who asks
         return 0 if self.store is None else self.store.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        self._check_complete()  # before a mask of the wrong size fails with a message of its own
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
@@ -239,7 +258,7 @@ class SparseLayer(CacheLayerMixin):
         """Nothing to do, see :meth:`offload`."""
 
     def reset(self) -> None:
-        self.broken = None
+        self.broken = self.pending = None
         self.policy.reset()
         if self.store is not None:
             self.store.reset()
@@ -365,15 +384,28 @@ class SparseCache(Cache):
         if self.model_config is None:
             while len(self.layers) <= layer_idx:
                 self.layers.append(self._layer(len(self.layers)))
+        elif layer_idx >= len(self.layers):
+            raise ValueError(
+                f"this cache was made for a model of {len(self.layers)} layers, got layer {layer_idx}: it belongs to "
+                "another model, use a new one"
+            )
         layer = self.layers[layer_idx]
-        if isinstance(layer, SparseLayer) and self.first(layer):
-            lengths = {other.get_seq_length() for other in self.sparse_layers}
-            if len(lengths) > 1 and layer.get_seq_length() > 0:
-                raise RuntimeError(
-                    f"this cache is incomplete: its layers hold {sorted(lengths)} tokens, because an earlier forward "
-                    "pass stopped half-way. Call reset() and prefill again"
-                )
+        if layer is next((other for other in self.layers if isinstance(other, CacheLayerMixin)), None):
+            self._check_complete()
         return layer.update(key_states, value_states, *args, **kwargs)
+
+    def _check_complete(self) -> None:
+        """When a forward pass begins, all layers hold the same tokens."""
+        lengths = {layer.get_seq_length() for layer in self.sparse_layers}
+        for layer in self.layers:
+            # Layers of transformers' own count if they hold something: some models have some that never do.
+            if isinstance(layer, CacheLayerMixin) and not isinstance(layer, SparseLayer) and layer.get_seq_length():
+                lengths.add(int(layer.get_seq_length()))
+        if len(lengths) > 1:
+            raise RuntimeError(
+                f"this cache is incomplete: its layers hold {sorted(lengths)} tokens, because an earlier forward pass "
+                "stopped half-way. Call reset() and prefill again"
+            )
 
     def attend(self, module, step: Step, query: Tensor, mask: Tensor | None, spec: AttentionSpec, dropout: float):
         """Called by the attention function with a handle's step.
@@ -440,6 +472,8 @@ class SparseCache(Cache):
             # transformers 5.17 zeroes its own layers but keeps their length: take fresh ones.
             fresh = DynamicCache(config=self.model_config).layers
             self.layers = [mine if isinstance(mine, SparseLayer) else new for mine, new in zip(self.layers, fresh)]
+            if self._record_past:
+                super().activate_past_recording()
         for layer in self.sparse_layers:
             layer.reset()
 

@@ -22,6 +22,7 @@ class Step:
         layer: where they go.
         k, v: ``[batch, H, q, D]``.
         past: columns cached before them.
+        touched: storing them has begun; an error from here on leaves the layer incomplete.
         committed: they are stored.
     """
 
@@ -29,6 +30,7 @@ class Step:
     k: Tensor
     v: Tensor
     past: int
+    touched: bool = field(default=False)
     committed: bool = field(default=False)
 
     @property

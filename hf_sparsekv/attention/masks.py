@@ -5,6 +5,10 @@ Without it transformers would pass no mask at all, padding included (``masking_u
 
 from __future__ import annotations
 
+import inspect
+import sys
+from functools import cache
+
 import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
@@ -30,8 +34,13 @@ def sparsekv_mask(
         (sliding layers, overlays, static caches) the 4-D mask that sdpa gets.
 
     Raises:
-        ValueError: ``attention_mask`` covers fewer columns than there are.
+        ValueError: ``attention_mask`` covers fewer columns than there are, or the model computes its attention itself.
     """
+    if not _calls_interface(type(kwargs.get("config"))):
+        raise ValueError(
+            f"models of type {kwargs['config'].model_type!r} compute their attention themselves, without transformers' "
+            "AttentionInterface: load them with attn_implementation='eager'. (A sparse cache works there, but dense)"
+        )
     plain = (
         mask_function is causal_mask_function
         and local_size is None
@@ -68,6 +77,19 @@ def sparsekv_mask(
         device = kwargs.get("device", "cpu")
         return torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
     return None
+
+
+@cache
+def _calls_interface(config_class: type) -> bool:
+    """False if the modeling code beside this configuration class is known to ignore registered attention functions."""
+    name = config_class.__module__.replace(".configuration_", ".modeling_")
+    module = sys.modules.get(name)
+    if name == config_class.__module__ or module is None:
+        return True
+    try:
+        return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(module)
+    except OSError:  # no source at hand
+        return True
 
 
 def new_columns(mask: Tensor | None, past: int, length: int) -> Tensor | None:
