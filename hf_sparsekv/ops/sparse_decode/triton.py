@@ -21,7 +21,7 @@ SELECTABLE = tl.constexpr(_SELECTABLE)
 VALID = tl.constexpr(_VALID)
 
 PROGRAMS = 264  # programs to aim for, two for each processor of an H200. Not tuned yet.
-TILE_ELEMENTS = 8192  # entries of K in registers at once. Not tuned yet.
+TILE_BYTES = 16384  # of K at once; twice that spills registers in float32. Not tuned yet.
 
 
 @triton.jit
@@ -180,13 +180,12 @@ def _split_kernel(
     tl.store(p_count + i_out, tl.sum(b_count, 0).to(tl.float32))
 
 
-def _layout(
-    rows: int, value_dim: int, key_dim: int, n: int, near: int, splits: int | None
-) -> tuple[int, int, int, int]:
+def _layout(q: Tensor, kv: Tensor, value_dim: int, n: int, near: int, splits: int | None) -> tuple[int, int, int, int]:
     """Tokens a tile, tokens a part, parts of the stored blocks and of the near buffer."""
-    wide = triton.next_power_of_2(max(key_dim, value_dim, 16))
-    tile = max(16, min(128, TILE_ELEMENTS // wide))
-    parts = splits or max(1, PROGRAMS // max(1, rows))
+    wide = triton.next_power_of_2(max(q.shape[-1], value_dim, 16))
+    item = q.element_size() if q.dtype == kv.dtype else 4  # mixed: float32 inside
+    tile = max(16, min(128, TILE_BYTES // (wide * item)))
+    parts = splits or max(1, PROGRAMS // max(1, q.shape[0] * kv.shape[1]))
     per_split = max(1, triton.cdiv(triton.cdiv(n + near, parts), tile)) * tile
     return tile, per_split, triton.cdiv(n, per_split), triton.cdiv(near, per_split)
 
@@ -195,12 +194,11 @@ def _sizes(rows: int, parts: int, group: int, value_dim: int) -> tuple[int, int,
     return rows * parts * group * value_dim, rows * parts * group, rows * parts
 
 
-def scratch_size(q: Tensor, heads: int, value_dim: int, n: int, near: int, splits: int | None = None) -> int:
+def scratch_size(q: Tensor, kv: Tensor, value_dim: int, n: int, near: int, splits: int | None = None) -> int:
     """float32 entries of scratch memory for ``n`` positions of stored blocks and ``near`` of the near buffer."""
-    batch, q_heads, dk = q.shape
-    rows, group = batch * heads, q_heads // heads
-    _, _, stored, last = _layout(rows, value_dim, dk, n, near, splits)
-    return sum(_sizes(rows, stored + last, group, value_dim))
+    heads = kv.shape[1]
+    _, _, stored, last = _layout(q, kv, value_dim, n, near, splits)
+    return sum(_sizes(q.shape[0] * heads, stored + last, q.shape[1] // heads, value_dim))
 
 
 def sparse_decode(
@@ -249,7 +247,7 @@ def sparse_decode(
     skip = sinks if granularity == "all" else 0
     near = near_kv.shape[2]
     rows, group = batch * heads, q_heads // heads
-    tile, per_split, stored, last = _layout(rows, value_dim, dk, n, near - skip, splits)
+    tile, per_split, stored, last = _layout(q, kv, value_dim, n, near - skip, splits)
     parts = stored + last
     sizes = _sizes(rows, parts, group, value_dim)
     if scratch is None:
