@@ -1,0 +1,206 @@
+"""Misuse in the middle of things, errors half-way, memory that runs out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from caches import FULL, SMALL, TIGHT, two_level
+from models import build, model, prompt
+from test_errors import IDS, feed, works
+
+from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TwoLevelConfig
+
+# ---------------------------------------------------------------------- calls
+
+
+def test_output_attentions():
+    with pytest.raises(ValueError, match="never computes attention weights: drop output_attentions=True"):
+        model("llama")(IDS, output_attentions=True)
+    with pytest.raises(ValueError, match="never computes attention weights"):
+        model("llama").generate(
+            IDS, past_key_values=two_level(), max_new_tokens=2, output_attentions=True, return_dict_in_generate=True
+        )
+
+
+def test_mask_too_short():
+    cache = two_level(**FULL)
+    feed("llama", cache, IDS)
+    for n in (1, 3):
+        message = f"attention_mask has {n} columns, but 90 cached and {n} new tokens make {90 + n}"
+        with pytest.raises(ValueError, match=message):
+            feed("llama", cache, IDS[:, :n], attention_mask=torch.ones(1, n))
+
+
+def test_mask_of_cached_columns_changes():
+    cache = two_level(**FULL)
+    inputs = prompt(2, 90, (0, 9))
+    feed("llama", cache, **inputs_of(inputs))
+    changed = torch.cat((inputs["attention_mask"], torch.ones(2, 3, dtype=torch.long)), dim=1)
+    right = changed.clone()
+    changed[0, 4] = 0
+    with pytest.raises(ValueError, match="attention_mask differs from the one these tokens were cached with"):
+        feed("llama", cache, IDS[:, :3].repeat(2, 1), attention_mask=changed)
+    with pytest.raises(ValueError, match="attention_mask differs"):
+        feed("llama", cache, IDS[:, :3].repeat(2, 1))  # no mask: nothing would be padding
+    feed("llama", cache, IDS[:, :3].repeat(2, 1), attention_mask=right)  # the refusals changed nothing
+
+
+def inputs_of(inputs):
+    return {"ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_backward_through_cached_tokens(n):
+    cache = two_level(**FULL)
+    feed("llama", cache, IDS)
+    loss = build("llama", "sparsekv")(IDS[:, :n], past_key_values=cache).logits.sum()
+    with pytest.raises(RuntimeError, match="attention over a sparse cache has no gradient: train without past_key_val"):
+        loss.backward()
+
+
+def test_backward_through_prefill():
+    """The first forward is plain attention, gradient included; the cache keeps no graph."""
+    grads = []
+    for attn in ("sparsekv", "sdpa"):
+        net = build("llama", attn)
+        cache = two_level(**FULL) if attn == "sparsekv" else None
+        net(IDS, past_key_values=cache, use_cache=cache is not None).logits.square().mean().backward()
+        grads.append([p.grad for p in net.parameters()])
+    for mine, theirs in zip(*grads):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-3)
+
+
+def test_dropout_in_training_mode():
+    net = build("llama", "sparsekv", attention_dropout=0.5).train()
+    cache = two_level(**FULL)
+    net(IDS, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"dropout is not supported over a sparse cache: call model\.eval\(\)"):
+        net(IDS[:, :1], past_key_values=cache)
+
+
+# ---------------------------------------------------------------------- errors half-way
+
+
+class Stop(BaseException):
+    """Like KeyboardInterrupt: not an Exception."""
+
+
+def interrupted(net, layer, cache, ids):
+    """A forward that stops before ``layer``."""
+
+    def stop(*args, **kwargs):
+        raise Stop
+
+    hook = net.model.layers[layer].register_forward_pre_hook(stop)
+    try:
+        with torch.no_grad():
+            net(ids, past_key_values=cache)
+    except Stop:
+        return
+    finally:
+        hook.remove()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("past", [0, 60])
+@pytest.mark.parametrize(("name", "layer"), [("llama", 1), ("gemma3", 1), ("gemma3", 2)])
+@pytest.mark.parametrize("n", [1, 30])
+def test_a_forward_that_stopped_is_noticed(name, layer, past, n):
+    net, cache = build(name, "sparsekv"), two_level(**FULL)
+    if past:
+        feed(name, cache, IDS[:, :past])
+    interrupted(net, layer, cache, IDS[:, past : past + n])
+    for size in (1, 20):
+        with pytest.raises(RuntimeError, match=r"this cache is incomplete.*[Cc]all reset\(\) and prefill again"):
+            feed(name, cache, IDS[:, :size])
+    cache.reset()
+    assert works(cache, name)
+
+
+def test_an_error_before_anything_is_stored_changes_nothing():
+    net, cache = build("llama", "sparsekv"), two_level(**FULL)
+    feed("llama", cache, IDS[:, :60])
+    interrupted(net, 0, cache, IDS[:, 60:61])
+    found = feed("llama", cache, IDS[:, 60:])
+    with torch.no_grad():
+        torch.testing.assert_close(found, net(IDS).logits[:, 60:], atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("ids", [IDS[:, :1], IDS[:, :20]], ids=["step", "chunk"])
+def test_an_error_inside_attention(monkeypatch, ids):
+    cache = two_level(**TIGHT)
+    feed("llama", cache, IDS)
+    layer = cache.sparse_layers[1]
+    with monkeypatch.context() as patch:
+
+        def fail(*args):
+            raise Stop
+
+        patch.setattr(layer.policy, "look_ahead", fail)
+        with pytest.raises(Stop):
+            feed("llama", cache, ids)
+    with pytest.raises(RuntimeError, match=r"incomplete after an error \(Stop in layer 1\): call reset\(\)"):
+        feed("llama", cache, IDS[:, :1])
+    cache.reset()
+    assert works(two_level(**FULL))
+    feed("llama", cache, IDS)
+    assert cache.get_seq_length() == 90
+
+
+def test_tokens_that_nobody_attended_to():
+    cache = two_level(**FULL)
+    feed("llama", cache, IDS)
+    keys = torch.zeros(1, 2, 1, 16)
+    cache.update(keys, keys, 0)
+    assert cache.get_seq_length() == 91  # at once, as transformers' own caches
+    with pytest.raises(RuntimeError, match="tokens given to layer 0 were never attended to"):
+        feed("llama", cache, IDS[:, :1])
+
+
+# ---------------------------------------------------------------------- host memory
+
+
+def limited(size):
+    return OffloadedSparseCache(TwoLevelConfig(**SMALL, **FULL), OffloadConfig(max_host_bytes=size))
+
+
+MESSAGE = r"of host memory, the limit is .*raise OffloadConfig\(max_host_bytes=\.\.\.\)"
+BLOCK = 16 * 2 * 32 * 4  # bytes: 16 tokens, two KV heads, key and value of 16 numbers each
+POOL = 16 * BLOCK  # the smallest
+
+
+def test_prefill_beyond_the_limit():
+    cache = limited(3 * POOL)
+    with pytest.raises(MemoryError, match=MESSAGE):
+        feed("llama", cache, prompt(1, 900)["input_ids"])
+    with pytest.raises(RuntimeError, match=r"incomplete after an error \(MemoryError in layer 0\)"):
+        works(cache)
+    cache.reset()
+    assert works(cache)
+
+
+def test_the_second_layer_does_not_fit():
+    cache = limited(POOL + POOL // 2)
+    with pytest.raises(MemoryError, match=MESSAGE):
+        feed("llama", cache, IDS)
+    with pytest.raises(RuntimeError, match="this cache is incomplete"):
+        feed("llama", cache, IDS[:, :1])
+
+
+def test_decode_beyond_the_limit():
+    cache = limited(3 * POOL)
+    with pytest.raises(MemoryError, match=MESSAGE):
+        model("llama").generate(prompt(1, 150)["input_ids"], max_new_tokens=400, past_key_values=cache)
+    assert cache.get_seq_length() > 250
+    with pytest.raises(RuntimeError, match="this cache is incomplete after an error"):
+        feed("llama", cache, IDS[:, :1])
+    cache.reset()
+    assert works(cache)
+
+
+def test_reset_with_another_batch_size_needs_no_memory_twice():
+    cache = limited(2 * POOL + POOL // 2)
+    feed("llama", cache, IDS)
+    cache.reset()
+    feed("llama", cache, IDS.repeat(2, 1))
+    assert cache.memory_bytes()["host"] == 2 * POOL == cache.budget.used
