@@ -398,9 +398,10 @@ class SparseCache(Cache):
         """When a forward pass begins, all layers hold the same tokens."""
         lengths = {layer.get_seq_length() for layer in self.sparse_layers}
         for layer in self.layers:
-            # Layers of transformers' own count if they hold something: some models have some that never do.
-            if isinstance(layer, CacheLayerMixin) and not isinstance(layer, SparseLayer) and layer.get_seq_length():
-                lengths.add(int(layer.get_seq_length()))
+            if isinstance(layer, CacheLayerMixin) and not isinstance(layer, SparseLayer):
+                length = int(layer.get_seq_length())
+                if length or getattr(layer, "is_sliding", False):  # layers of other kinds may never cache anything
+                    lengths.add(length)
         if len(lengths) > 1:
             raise RuntimeError(
                 f"this cache is incomplete: its layers hold {sorted(lengths)} tokens, because an earlier forward pass "

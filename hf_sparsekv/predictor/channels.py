@@ -158,7 +158,7 @@ def calibrate(model, inputs: Iterable[Tensor], importance: str = "max") -> Label
     try:
         for ids in inputs:
             # Never enough tokens to fix channels: every chunk is observed.
-            never = TwoLevelConfig(channel_importance=importance, calibration_tokens=1 << 60)
+            never = TwoLevelConfig(channel_importance=importance, calibration_tokens=1 << 60, dense_layers=0)
             cache = OffloadedSparseCache(never, offload=None, model_config=model.config)
             model(ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
             for index, layer in enumerate(cache.layers):
