@@ -13,7 +13,7 @@ PYTEST_WORKERS ?= 2
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS)
 
 DEMO_PROMPT := $(VENV)/demo-prompt.txt
-DEMO_OPTIONS ?= --token-budget 256 --num-blocks 16 --max-new-tokens 32
+DEMO_OPTIONS ?= --token-budget 256 --max-new-tokens 32
 
 .DEFAULT_GOAL := help
 .PHONY: help venv small-model demo-text test test-core test-small test-newest lint format bench demo check-wheel clean
