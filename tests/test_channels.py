@@ -1,0 +1,206 @@
+"""Label channels: the ranking's definition, online calibration, files."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from caches import TIGHT, two_level
+from models import build, model, prompt
+from transformers import AttentionInterface, DynamicCache
+
+from hf_sparsekv.predictor.channels import ChannelStats, LabelChannels, calibrate
+from hf_sparsekv.selection.two_level import quantise_labels
+
+IDS = prompt(1, 120)["input_ids"]
+_seen: dict[int, list] = {}
+
+
+def _record(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    _seen.setdefault(module.layer_idx, []).append((query, key))
+    causal = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, causal, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register("recording_attention", _record)
+
+
+def queries_and_keys(name, ids):
+    """``{layer: (queries, keys)}`` of a forward without any cache of ours."""
+    _seen.clear()
+    with torch.no_grad():
+        model(name, "recording_attention")(ids, past_key_values=DynamicCache())
+    return {layer: calls[0] for layer, calls in _seen.items()}
+
+
+def importance(q, k, kind):
+    """The formulas of the two papers for one row: ``q [Hq, n, D]``, ``k [H, n, D]``."""
+    heads, _, dim = k.shape
+    group = q.shape[0] // heads
+    result = torch.zeros(heads, dim)
+    for head in range(heads):
+        for query in q[head * group : (head + 1) * group]:
+            for j in range(dim):
+                if kind == "max":
+                    result[head, j] += query[:, j].abs().max() * k[head, :, j].abs().max()
+                else:
+                    result[head, j] += torch.outer(query[:, j], k[head, :, j]).abs().mean()
+    return result
+
+
+@pytest.mark.parametrize("kind", ["max", "mean"])
+@pytest.mark.parametrize("name", ["llama", "llama-mqa", "qwen3"])
+def test_ranking_follows_the_formula(name, kind):
+    channels = calibrate(build(name, "sdpa"), [IDS], kind)
+    assert channels.importance == kind and channels.tokens == 120
+    for layer, (q, k) in queries_and_keys(name, IDS).items():
+        expected = importance(q[0], k[0], kind).argsort(-1, descending=True)
+        assert torch.equal(channels.ranking[layer].long(), expected)
+
+
+@pytest.mark.parametrize("kind", ["max", "mean"])
+def test_several_texts(kind):
+    """Calibration over two texts is that over all of their tokens."""
+    texts = [prompt(1, 60, seed=1)["input_ids"], prompt(1, 40, seed=2)["input_ids"]]
+    channels = calibrate(model("llama"), texts, kind)
+    assert channels.tokens == 100
+    parts = [queries_and_keys("llama", ids) for ids in texts]
+    for layer in range(2):
+        q, k = (torch.cat([part[layer][side][0] for part in parts], dim=1) for side in (0, 1))
+        assert torch.equal(channels.ranking[layer].long(), importance(q, k, kind).argsort(-1, descending=True))
+
+
+def test_calibrate_leaves_the_model_as_it_was():
+    net = build("llama", "sdpa")
+    calibrate(net, [IDS])
+    assert net.config._attn_implementation == "sdpa"
+    with pytest.raises(ValueError, match="nothing to calibrate: no input was given"):
+        calibrate(net, [])
+    assert net.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.filterwarnings("ignore:no layer of this")
+def test_calibrate_without_full_attention():
+    with pytest.raises(ValueError, match="the model has no full-attention layer"):
+        calibrate(build("mistral-window", "sdpa"), [IDS])
+
+
+def test_hybrid_ranks_its_full_layers_only(tmp_path):
+    channels = calibrate(build("gemma3", "sdpa"), [IDS])
+    assert (channels.ranking[[0, 2]] == -1).all()
+    assert channels.ranking[1].sort(-1).values.tolist() == [list(range(16))] * 2
+    path = tmp_path / "c.safetensors"
+    channels.save(path)
+    cache = two_level(channel_file=path, **TIGHT)
+    model("gemma3").generate(**prompt(2, 100, (0, 30)), max_new_tokens=20, past_key_values=cache)
+    assert cache.stats().sparse_calls > 0
+
+
+def test_save_and_load(tmp_path):
+    path = tmp_path / "channels.safetensors"
+    made = calibrate(model("llama"), [IDS], "mean")
+    made.save(path)
+    read = LabelChannels.load(path)
+    assert torch.equal(read.ranking, made.ranking) and read.ranking.dtype == torch.int32
+    assert (read.model, read.name, read.importance, read.tokens) == (made.model, made.name, "mean", 120)
+    assert read.model["head_dim"] == 16 and read.model["model_type"] == "llama"
+
+
+# ---------------------------------------------------------------------- in a cache
+
+
+def channels_of(cache):
+    return [layer.policy.channels for layer in cache.sparse_layers]
+
+
+@torch.no_grad()
+def prefill(cache, inputs, chunk=None):
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    for lo in range(0, ids.shape[1], chunk or ids.shape[1]):
+        at = slice(lo, lo + (chunk or ids.shape[1]))
+        net = model("llama")
+        net(ids[:, at], attention_mask=mask[:, : at.stop], position_ids=positions[:, at], past_key_values=cache)
+
+
+@pytest.mark.parametrize("kind", ["max", "mean"])
+def test_online_equals_a_file_of_the_same_prompt(tmp_path, kind):
+    path = tmp_path / "channels.safetensors"
+    calibrate(model("llama"), [IDS], kind).save(path)
+    online = two_level(channel_importance=kind, **TIGHT)
+    fixed = two_level(channel_file=path, **TIGHT)
+    texts = []
+    for cache in (online, fixed):
+        inputs = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+        texts.append(model("llama").generate(**inputs, max_new_tokens=40, do_sample=False, past_key_values=cache))
+    for mine, theirs in zip(channels_of(online), channels_of(fixed)):
+        assert mine.shape == (1, 2, 4)
+        assert torch.equal(mine, theirs)
+    assert torch.equal(*texts)
+
+
+def test_padding_and_neighbours_do_not_count():
+    """A row's channels are those it has alone."""
+    together, pads = two_level(**TIGHT), (0, 43)
+    inputs = prompt(2, 100, pads)
+    prefill(together, inputs)
+    for row, pad in enumerate(pads):
+        alone = two_level(**TIGHT)
+        ids = inputs["input_ids"][row : row + 1, pad:]
+        prefill(alone, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        for mine, theirs in zip(channels_of(together), channels_of(alone)):
+            assert torch.equal(mine[row : row + 1], theirs)
+
+
+def test_channels_are_fixed_in_time():
+    cache = two_level(**{**TIGHT, "calibration_tokens": 64})
+    inputs = prompt(1, 200)
+    start = {key: value[:, :63] for key, value in inputs.items()}
+    prefill(cache, start)
+    assert channels_of(cache) == [None, None]
+    with torch.no_grad():
+        model("llama")(inputs["input_ids"][:, 63:64], past_key_values=cache)
+        first = channels_of(cache)
+        assert all(c is not None for c in first)
+        for token in inputs["input_ids"][:, 64:].split(1, dim=1):
+            model("llama")(token, past_key_values=cache)
+    assert all(mine is then for mine, then in zip(channels_of(cache), first))
+    cache.reset()
+    assert channels_of(cache) == [None, None]
+
+
+@pytest.mark.parametrize("kind", ["max", "mean"])
+def test_statistics_may_come_in_pieces(kind):
+    q, k = torch.randn(2, 4, 50, 8), torch.randn(2, 2, 50, 8)
+    valid = torch.rand(2, 50) < 0.7
+    whole, pieces = ChannelStats(kind), ChannelStats(kind)
+    whole.update(q, k, valid)
+    for lo in range(0, 50, 13):
+        at = slice(lo, lo + 13)
+        pieces.update(q[:, :, at], k[:, :, at], valid[:, at])
+    torch.testing.assert_close(pieces.scores(), whole.scores())
+    for row in range(2):
+        ok = valid[row]
+        expected = importance(q[row][:, ok], k[row][:, ok], kind)
+        ratio = whole.scores()[row] / expected
+        torch.testing.assert_close(ratio, ratio[:1, :1].expand_as(ratio), rtol=1e-4, atol=0)
+
+
+# ---------------------------------------------------------------------- labels
+
+
+def test_labels_are_within_half_a_step():
+    x = torch.randn(3, 50, 8) * torch.logspace(-2, 2, 50)[:, None]
+    codes, qparams = quantise_labels(x)
+    assert codes.shape == (3, 50, 4) and codes.dtype == torch.uint8 and qparams.dtype == torch.float16
+    digits = torch.cat((codes & 15, codes >> 4), -1).float()
+    scale, zero = qparams[..., :1].float(), qparams[..., 1:].float()
+    step = (x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True)) / 15
+    assert ((digits * scale + zero - x).abs() <= 0.52 * step + 1e-3 * x.abs().amax(-1, keepdim=True)).all()
+
+
+def test_labels_of_equal_channels():
+    codes, qparams = quantise_labels(torch.full((2, 4), 3.0))
+    assert (codes == 0).all() and qparams.tolist() == [[0.0, 3.0]] * 2
