@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from .selection.base import Policy
 from .selection.two_level import TwoLevelPolicy
 from .stats import CacheStats, collect
 
+if TYPE_CHECKING:
+    from .graphs import Replay
+
 
 class SparseLayer(CacheLayerMixin):
     """One full-attention layer of a sparse cache: a store, a policy, and the bookkeeping that transformers asks for."""
@@ -34,13 +38,15 @@ class SparseLayer(CacheLayerMixin):
         self.store: LayerStore | None = None
         self.policy: Policy = owner.make_policy(index)
         self.pending: Step | None = None
+        self.replay: Replay | None = None  # set while a step is being captured
+        self.query: Tensor | None = None  # of the captured step
         self.broken: str | None = None
 
     def __deepcopy__(self, memo: dict) -> SparseLayer:
         new = object.__new__(SparseLayer)
         memo[id(self)] = new
         new.index, new.broken, new.policy = self.index, self.broken, self.policy.copy()
-        new.pending = None
+        new.pending = new.replay = new.query = None
         clock = copy.deepcopy(self.owner.clock, memo)
         new.store = None if self.store is None else self.store.copy(clock)
         new.owner = copy.deepcopy(self.owner, memo)
@@ -147,17 +153,7 @@ class SparseLayer(CacheLayerMixin):
             if dropout:
                 raise ValueError("attention dropout is not supported over a sparse cache: call model.eval()")
             with torch.no_grad():
-                q = query[:, :, 0]
-                if own:
-                    valid = new_columns(mask, step.past, step.length)
-                    step.touched = True
-                    self.policy.observe(query, step.k, valid, self.store)
-                    self.store.append(step.k.detach(), step.v.detach(), valid)
-                    step.committed = True
-                out = self.policy.attend(q, self.store, spec)
-                if own:
-                    self.store.seal_due(self.policy)
-                    self.policy.look_ahead(q, self.store)
+                out = self._decode(step, query, mask, spec, own)
             return _NoGradient.apply(out[:, :, None], query)
         if own:
             self._commit(step, query, self.owner.new_columns(mask, step))
@@ -172,13 +168,52 @@ class SparseLayer(CacheLayerMixin):
                 self.policy.look_ahead(query[:, :, -1], store)
         return _NoGradient.apply(out, query)
 
+    def _decode(self, step: Step, query: Tensor, mask: Tensor | None, spec: AttentionSpec, own: bool) -> Tensor:
+        """One decode step, ``query [batch, Hq, 1, Dk]`` to ``[batch, Hq, Dv]``.
+
+        Captured (``self.replay`` is set), it only launches what every replay must repeat: the host's share of the step
+        is :meth:`advance`.
+        """
+        store, policy, replay = self.store, self.policy, self.replay
+        q = query[:, :, 0]
+        if own:
+            step.touched = True
+            valid = new_columns(mask, step.past, step.length) if replay is None else replay.valid
+            policy.observe(query, step.k, valid, store)
+            store.append(step.k.detach(), step.v.detach(), valid)
+            self._committed(step)
+        out = policy.attend(q, store, spec)
+        if not own:
+            return out
+        if replay is not None:
+            replay.fork(lambda: policy.look_ahead(q, store))
+            self.query = q
+            return out
+        policy.account(store)
+        store.seal_due(policy)
+        policy.look_ahead(q, store)
+        return out
+
+    def advance(self) -> None:
+        """The host's share of a replayed decode step."""
+        store, policy = self.store, self.policy
+        store.length += 1
+        policy.account(store)
+        if store.seal_due(policy):
+            policy.look_ahead(self.query, store, again=True)
+        policy.replayed(store)
+
     @torch.no_grad()
     def _commit(self, step: Step, query: Tensor, valid: Tensor | None) -> None:
         step.touched = True
         self._begin(step, query.shape[1])
         self.policy.observe(query, step.k, valid, self.store)
         self.store.extend(step.k.detach(), step.v.detach(), valid, self.policy)
+        self._committed(step)
+
+    def _committed(self, step: Step) -> None:
         step.committed = True
+        self.pending = None  # nothing may keep a prompt's keys and values alive
 
     @torch.no_grad()
     def fill(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None = None) -> None:
@@ -215,7 +250,7 @@ class SparseLayer(CacheLayerMixin):
             with torch.no_grad():
                 self.policy.observe(step.k, step.k, None, self.store)
                 self.store.extend(step.k.detach(), step.v.detach(), None, self.policy)
-            step.committed = True
+            self._committed(step)
             self.store.counters.materialised += 1
         if step.past == 0:
             key, value = step.k, step.v

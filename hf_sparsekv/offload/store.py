@@ -33,6 +33,12 @@ def ring_tokens(config: SparseConfig) -> int:
 _lasting = torch.inference_mode(False)
 
 
+def take_rows(held: Tensor, index: Tensor) -> Tensor:
+    """Rows ``index`` of ``held``; in place if there are as many, because a captured step knows the address."""
+    rows = held.index_select(0, index.to(held.device))
+    return held.copy_(rows) if rows.shape == held.shape else rows
+
+
 class DeviceLength:
     """An int32 tensor per device that kernels read a length from; written only when the length has changed.
 
@@ -127,6 +133,7 @@ class LayerStore:
         self.block_size, self.sinks, self.ring = config.block_size, config.sinks, ring_tokens(config)
         self.length = self.sealed = 0
         self.padded = False
+        self.fixed = False  # a step is being captured: shapes may not depend on what is cached
         expected = config.max_length or k.shape[2]
         self.pool = BlockPool(
             heads=self.heads,
@@ -278,8 +285,8 @@ class LayerStore:
 
     @property
     def table(self) -> Tensor:
-        """Slots of the sealed blocks, ``[batch, sealed]``."""
-        return self.slots[:, : self.sealed]
+        """Slots of the sealed blocks, ``[batch, sealed]``; with ``fixed`` shapes ``[batch, cap]``, -1 for none."""
+        return self.slots if self.fixed else self.slots[:, : self.sealed]
 
     @property
     def near_length(self) -> int:
@@ -288,7 +295,11 @@ class LayerStore:
 
     def attend(self, q: Tensor, ids: Tensor | None, granularity: str, spec: AttentionSpec) -> Tensor:
         """Attention of one query per row over the near tokens and ``ids`` (see :func:`..ops.sparse_decode`)."""
-        self._count(granularity)
+        if self.padded:  # otherwise the host knows
+            counters = self.counters
+            ring = self.near_valid[:, self.sinks :].sum()
+            counters.context[0] += self.heads * (self.seen.sum() + ring)
+            counters.near[0] += self.heads * (ring if granularity == "all" else self.near_valid.sum())
         return sparse_decode(
             q,
             self.pool.kv,
@@ -306,17 +317,14 @@ class LayerStore:
             attended=self.counters.attended,
         )
 
-    def _count(self, granularity: str) -> None:
+    def count_step(self, granularity: str) -> None:
+        """The host's count of a step that attended with this granularity."""
         counters, dense = self.counters, granularity == "all"
         counters.steps += 1
         counters.dense += dense
         counters.sparse += not dense
-        sinks = 0 if dense else min(self.sinks, self.sealed * self.block_size)
-        if self.padded:
-            ring = self.near_valid[:, self.sinks :].sum()
-            counters.context[0] += self.heads * (self.seen.sum() + ring)
-            counters.near[0] += self.heads * (ring if dense else self.near_valid.sum())
-        else:
+        if not self.padded:
+            sinks = 0 if dense else min(self.sinks, self.sealed * self.block_size)
             counters.context[1] += self.batch * self.heads * self.length
             counters.near[1] += self.batch * self.heads * (self.near_length + sinks)
 
@@ -351,6 +359,16 @@ class LayerStore:
         flags = self.pool.fields["flags"][self.table.long()].flatten(1, 2)
         ring = self.near_valid[:, self._ring_index(self.sealed * self.block_size, self.length)]
         return torch.cat(((flags & VALID) > 0, ring), dim=1)
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Changes when a tensor that a captured step uses has moved."""
+        return (
+            self.pool.kv.data_ptr(),
+            self.slots.data_ptr(),
+            self.near_kv.data_ptr(),
+            self.counters.attended.data_ptr(),
+        )
 
     def sealed_blocks(self) -> tuple[Tensor, Tensor]:
         """Sealed blocks on the device, ``[sealed, batch, H, block_size, Dk + Dv]``, and their flags."""
@@ -400,7 +418,7 @@ class LayerStore:
         """Row ``i`` becomes what row ``index[i]`` was. Sealed blocks are shared, not copied."""
         index = index.to(self.device)
         for name in ("slots", "near_kv", "near_valid", "seen"):
-            setattr(self, name, getattr(self, name).index_select(0, index))
+            setattr(self, name, take_rows(getattr(self, name), index))
         self.batch = index.shape[0]
         self.counters.regroup(self.batch)
 

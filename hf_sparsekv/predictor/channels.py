@@ -36,12 +36,13 @@ class ChannelStats:
             x = x.detach()
             if valid is not None:
                 x = x.masked_fill(~valid[:, None, :, None], 0)
+            # In place after the first time: a captured step repeats it there.
             if self.importance == "max":
                 now = torch.linalg.vector_norm(x, float("inf"), dim=2).float()
-                sides.append(now if held is None else torch.maximum(held, now))
+                sides.append(now if held is None else torch.maximum(held, now, out=held))
             else:
                 now = torch.linalg.vector_norm(x, 1, dim=2, dtype=torch.float32)
-                sides.append(now if held is None else held + now)
+                sides.append(now if held is None else held.add_(now))
         self.q, self.k = sides
         self.tokens += q.shape[2]
 
@@ -60,7 +61,9 @@ class ChannelStats:
 
     def copy(self) -> ChannelStats:
         new = ChannelStats(self.importance)
-        new.__dict__.update(self.__dict__)  # tensors are replaced, never changed in place
+        new.__dict__.update(self.__dict__)
+        if self.q is not None:
+            new.q, new.k = self.q.clone(), self.k.clone()
         return new
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from torch import Tensor
 
 from ..attention.exact import AttentionSpec
@@ -33,8 +35,22 @@ class Policy:
         """Attention of one query per row, ``q [batch, Hq, Dk]`` to ``[batch, Hq, Dv]``."""
         return store.attend(q, None, "all", spec)
 
-    def look_ahead(self, q: Tensor, store: LayerStore) -> None:
-        """The step's attention is done and its blocks are sealed: prepare the next step."""
+    def mode(self, store: LayerStore) -> Hashable:
+        """What the host decides for the next step. A captured step serves one mode; None cannot be captured."""
+        return "dense"
+
+    def account(self, store: LayerStore) -> None:
+        """The host's share of a step, after its attention: counters, and what :meth:`mode` depends on."""
+        store.count_step("all")
+
+    def replayed(self, store: LayerStore) -> None:
+        """The device has repeated a captured step: what the host keeps beside it follows."""
+
+    def look_ahead(self, q: Tensor, store: LayerStore, again: bool = False) -> None:
+        """The step's attention is done and its blocks are sealed: prepare the next step.
+
+        ``again``: it was done before a block was sealed, and counted.
+        """
 
     def reopened(self) -> None:
         """A deep crop has taken sealed blocks back: what names them is void."""

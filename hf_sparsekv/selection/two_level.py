@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..attention.exact import AttentionSpec
 from ..config import TwoLevelConfig
-from ..offload.store import VALID, LayerStore
+from ..offload.store import VALID, LayerStore, take_rows
 from ..ops.block_score import block_score
 from ..ops.token_score import token_score
 from ..ops.topk_select import block_select, token_select
@@ -32,6 +32,7 @@ class TwoLevelPolicy(Policy):
     def reset(self) -> None:
         self.channels: Tensor | None = None  # int32 [batch, H, r]
         self.previous: Tensor | None = None  # BlockIds of the previous step; None: all blocks
+        self._held: Tensor | None = None  # where they are kept
         self.stats = ChannelStats(self.config.channel_importance)
 
     def start(self, store: LayerStore, q_heads: int) -> None:
@@ -105,14 +106,35 @@ class TwoLevelPolicy(Policy):
 
     # ------------------------------------------------------------------ a step
 
-    def attend(self, q: Tensor, store: LayerStore, spec: AttentionSpec) -> Tensor:
+    def mode(self, store: LayerStore) -> tuple[str, bool] | str | None:
+        """``(what is attended, whether blocks are chosen for the next step)``.
+
+        ``"dense"``: everything; ``"every"``: a selection among all blocks; ``"chosen"``: among chosen blocks.
+        """
         config = self.config
-        stored = store.sealed * store.block_size
-        if stored <= config.token_budget or (self.fine and self.channels is None):
+        if self.fine and self.channels is None:
+            return "calibrating" if self.stats.tokens + 1 < config.calibration_tokens else None
+        many = self.coarse and store.sealed > config.coarse_blocks
+        if store.sealed * store.block_size <= config.token_budget:
+            return "dense", self.lag and many
+        if not self.fine and not many:
+            return "dense", False
+        chosen = self.previous is not None if self.lag else many
+        return "chosen" if chosen else "every" if self.fine else "dense", self.lag and many
+
+    def _attends(self, store: LayerStore) -> str:
+        mode = self.mode(store)
+        return mode[0] if isinstance(mode, tuple) else "dense"
+
+    def attend(self, q: Tensor, store: LayerStore, spec: AttentionSpec) -> Tensor:
+        config, attends = self.config, self._attends(store)
+        if attends == "dense":
             return store.attend(q, None, "all", spec)
-        blocks = self.previous if self.lag else self._choose_blocks(q, store)
+        blocks = None
+        if attends == "chosen":
+            blocks = self.previous if self.lag else self._choose_blocks(q, store)
         if not self.fine:
-            return store.attend(q, blocks, "all" if blocks is None else "block", spec)
+            return store.attend(q, blocks, "block", spec)
         fields = store.pool.fields
         scores = token_score(
             q,
@@ -125,22 +147,48 @@ class TwoLevelPolicy(Policy):
             config.token_reduce,
         )
         tokens = token_select(scores, blocks, config.token_budget, store.block_size)
-        store.count_index(scores.shape[-1] * store.batch * store.heads * self._label_bytes(store))
         return store.attend(q, tokens, "token", spec)
 
-    def look_ahead(self, q: Tensor, store: LayerStore) -> None:
-        if self.lag and (not self.fine or self.channels is not None):
-            self.previous = self._choose_blocks(q, store)
+    def account(self, store: LayerStore) -> None:
+        config, attends = self.config, self._attends(store)
+        store.count_step("all" if attends == "dense" else "token" if self.fine else "block")
+        if attends == "chosen" and not self.lag:
+            self._count_bounds(store)
+        if attends != "dense" and self.fine:
+            blocks = config.coarse_blocks if attends == "chosen" else store.sealed
+            store.count_index(store.batch * store.heads * blocks * store.block_size * self._label_bytes(store))
 
-    def _choose_blocks(self, q: Tensor, store: LayerStore) -> Tensor | None:
-        """``BlockIds [batch, H, coarse_blocks]`` for this query; None if all blocks are kept."""
-        if not self.coarse or store.sealed <= self.config.coarse_blocks:
-            return None
+    def _count_bounds(self, store: LayerStore) -> None:
+        store.count_index(store.batch * store.heads * store.sealed * 2 * store.key_dim * store.dtype.itemsize)
+
+    def replayed(self, store: LayerStore) -> None:
+        if self.fine and self.channels is None:
+            self.stats.tokens += 1
+        elif self.lag and self.coarse and store.sealed > self.config.coarse_blocks:
+            self.previous = self._held
+            self._count_bounds(store)
+
+    def look_ahead(self, q: Tensor, store: LayerStore, again: bool = False) -> None:
+        if not self.lag or not self.coarse or (self.fine and self.channels is None):
+            return
+        if store.sealed <= self.config.coarse_blocks:
+            self.previous = None
+            return
+        chosen = self._choose_blocks(q, store, count=not again)
+        if self._held is None or self._held.shape != chosen.shape:
+            self._held = torch.empty_like(chosen)
+        if not again:
+            self._count_bounds(store)
+        self._held.copy_(chosen)  # at a fixed address: a captured step reads it there
+        self.previous = self._held
+
+    def _choose_blocks(self, q: Tensor, store: LayerStore, count: bool = True) -> Tensor:
+        """``BlockIds [batch, H, coarse_blocks]`` for this query."""
         fields = store.pool.fields
         scores = block_score(q, fields["bounds"], fields["fill"], store.table, self.config.block_reduce)
         blocks = block_select(scores, self.config.coarse_blocks)
-        store.count_blocks(blocks)
-        store.count_index(scores.numel() * 2 * store.key_dim * store.dtype.itemsize)
+        if count:
+            store.count_blocks(blocks)
         return blocks
 
     def _label_bytes(self, store: LayerStore) -> int:
@@ -152,15 +200,19 @@ class TwoLevelPolicy(Policy):
         self.previous = None  # one step chooses among all blocks
 
     def map_rows(self, index: Tensor) -> None:
-        for name in ("channels", "previous"):
-            held = getattr(self, name)
-            if held is not None:
-                setattr(self, name, held.index_select(0, index.to(held.device)))
+        if self.channels is not None:
+            self.channels = take_rows(self.channels, index)
+        if self.previous is not None:
+            self.previous = self._held = take_rows(self._held, index)
         self.stats.map_rows(index)
 
     def copy(self) -> TwoLevelPolicy:
         new = super().copy()
         new.stats = self.stats.copy()
+        for name in ("channels", "_held"):  # changed in place when rows are reordered
+            if getattr(self, name) is not None:
+                setattr(new, name, getattr(self, name).clone())
+        new.previous = None if self.previous is None else new._held
         return new
 
 
