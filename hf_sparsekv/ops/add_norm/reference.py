@@ -1,0 +1,46 @@
+"""Add the residual stream and normalise the sum: the definition."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
+    """``x`` ``[..., n]`` over its root mean square, times ``weight`` ``[n]``, in the dtype of ``x``.
+
+    The statistic is taken in float32. With ``unit_offset`` (Gemma) the factor is ``1 + weight`` and the result is
+    rounded once; without (Llama and others) the normalised ``x`` is rounded before it is multiplied.
+    """
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if unit_offset:
+        return (wide * (1.0 + weight.float())).to(x.dtype)
+    return weight * wide.to(x.dtype)
+
+
+def add_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    unit_offset: bool = False,
+    post_weight: Tensor | None = None,
+    post_eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """``residual + x`` and its norm.
+
+    Args:
+        x: ``[..., n]``, what a layer's attention or MLP gives.
+        residual: ``[..., n]``, or ``None``: nothing is added.
+        weight: ``[n]`` of the norm that follows; dtypes are all that of ``x``.
+        unit_offset: norms multiply by ``1 + weight``; see ``rms_norm``.
+        post_weight: ``[n]`` of a norm of ``x`` before it is added (Gemma), with ``post_eps``.
+
+    Returns:
+        The sum (``x`` itself without a residual) and the normalised sum, both ``[..., n]``.
+    """
+    if post_weight is not None:
+        x = rms_norm(x, post_weight, post_eps, unit_offset)
+    total = x if residual is None else residual + x
+    return total, rms_norm(total, weight, eps, unit_offset)
