@@ -1,0 +1,98 @@
+"""The operator benchmark: its inputs and its check, on the CPU through the references; the whole of it on a GPU."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+import torch
+
+from hf_sparsekv.benchmark.operator_check import check
+from hf_sparsekv.benchmark.operator_inputs import Layer, Shape
+from hf_sparsekv.config import TwoLevelConfig
+
+CONFIG = TwoLevelConfig(block_size=16, num_blocks=4, token_budget=32, window=16, max_draft=4, sinks=2)
+SHAPE = Shape(2, 300, q_heads=4, heads=2, dim=16, dtype=torch.float32, config=CONFIG)
+
+
+@pytest.fixture
+def layer() -> Layer:
+    return Layer(SHAPE, torch.device("cpu"), seed=0)
+
+
+def test_a_correct_step_passes_the_check(layer):
+    check(layer)
+
+
+@pytest.mark.parametrize("part", ["append", "block_score", "block_select", "token_select", "token_score", "decode"])
+def test_an_operator_that_does_nothing_fails_the_check(layer, part, monkeypatch):
+    monkeypatch.setattr(Layer, part, lambda self, *args: None)
+    with pytest.raises(AssertionError):
+        check(layer)
+
+
+def test_inputs_are_what_a_store_would_hold(layer):
+    """Slots in allocation order, sinks flagged, the ring as full as it gets, room for the new token only."""
+    assert SHAPE.sealed == (300 - 35) // 16 == 16
+    assert layer.slots[:, :3].tolist() == [[0, 2, 4], [1, 3, 5]]
+    assert (layer.slots >= 0).sum() == 2 * SHAPE.sealed
+    assert layer.flags[:2, :2].unique().tolist() == [3]
+    assert int((layer.flags == 3).sum()) == 2 * CONFIG.sinks
+    assert layer.near_valid.sum(1).tolist() == [CONFIG.sinks + SHAPE.near - 1] * 2
+    layer.step()
+    assert layer.near_valid.sum(1).tolist() == [CONFIG.sinks + SHAPE.near] * 2
+    assert (layer.attended == CONFIG.sinks + SHAPE.near + CONFIG.token_budget).all()
+
+
+def test_bounds_enclose_the_keys(layer):
+    keys = layer.kv[..., : SHAPE.dim]
+    assert (keys <= layer.bounds[:, :, :1]).all()
+    assert (keys >= layer.bounds[:, :, 1:]).all()
+
+
+def test_bytes_of_the_target_shape():
+    """1 x 32k of Qwen3-8B by hand: bounds, labels of 128 blocks, 1024 tokens and the near buffer, 8 heads."""
+    shape = Shape(1, 32768)
+    assert shape.sealed == 509
+    assert shape.bytes_read("two_level") == 8 * (509 * 512 + 128 * 64 * 20 + (1024 + 4 + 143) * 512)
+    assert shape.bytes_read("dense") == 8 * (509 * 64 + 4 + 143) * 512
+
+
+def test_a_context_that_is_too_short_is_refused():
+    with pytest.raises(ValueError, match="stored blocks"):
+        Layer(Shape(1, 4096), torch.device("cpu"), seed=0)
+
+
+def test_arguments():
+    pytest.importorskip("triton")
+    from hf_sparsekv.benchmark.operator import arguments, shapes
+
+    found = shapes(arguments().parse_args([]))
+    assert [(s.batch, s.context) for s in found] == [(1, 32768), (1, 131072), (8, 32768), (8, 131072)]
+    args = ["--shapes", "2x5000", "--heads", "14x2", "--dim", "64", "--dtype", "float16", "--num-blocks", "32"]
+    (shape,) = shapes(arguments().parse_args(args))
+    assert (shape.batch, shape.context, shape.q_heads, shape.heads, shape.dim) == (2, 5000, 14, 2, 64)
+    assert shape.dtype == torch.float16
+    assert shape.case == "q14-kv2-d64"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(capsys):
+    pytest.importorskip("triton")
+    from hf_sparsekv.benchmark.operator import main
+
+    assert main([]) == 1
+    assert "CUDA" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path):
+    from hf_sparsekv.benchmark.operator import main
+
+    path = tmp_path / "operator.csv"
+    assert main(["--shapes", "1x16k", "--heads", "4x2", "--dim", "64", "--csv", str(path)]) == 0
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    variants = {row["variant"] for row in rows if row["metric"] == "attention_us"}
+    assert {"two_level", "two_level:lag", "block_only", "token_only", "captured_dense", "sdpa_best"} <= variants
+    assert all(float(row["value"]) > 0 for row in rows)
