@@ -10,6 +10,7 @@ else::
 from .attention.interface import register as _register
 from .cache import OffloadedSparseCache, SparseCache
 from .config import OffloadConfig, SparseConfig, TwoLevelConfig
+from .graphs import optimize, unoptimize
 from .stats import CacheStats
 from .version import __version__
 
@@ -23,4 +24,6 @@ __all__ = [
     "SparseConfig",
     "TwoLevelConfig",
     "__version__",
+    "optimize",
+    "unoptimize",
 ]

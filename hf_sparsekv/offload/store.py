@@ -30,7 +30,7 @@ def ring_tokens(config: SparseConfig) -> int:
 
 # State that is written in place must not be born as an inference tensor: a cache may be filled inside
 # torch.inference_mode() and go on outside. So whatever makes such state does it under this decorator.
-_lasting = torch.inference_mode(False)
+lasting = torch.inference_mode(False)
 
 
 def take_rows(held: Tensor, index: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class DeviceLength:
     def __deepcopy__(self, memo: dict) -> DeviceLength:
         return DeviceLength()
 
-    @_lasting
+    @lasting
     def at(self, device: torch.device, value: int) -> Tensor:
         held = self._held.get(device)
         if held is None:
@@ -73,7 +73,7 @@ class Indexer(Protocol):
 class Counters:
     """What decode steps read. Device counters are added to without synchronising; host ones cost nothing."""
 
-    @_lasting
+    @lasting
     def __init__(self, batch: int, heads: int, device: torch.device) -> None:
         self.attended = torch.zeros(batch, heads, dtype=torch.int64, device=device)  # per row and KV head
         self.folded = torch.zeros((), dtype=torch.int64, device=device)  # attended by rows that were regrouped
@@ -84,14 +84,14 @@ class Counters:
         self.index_bytes = self.to_host_bytes = self.to_device_bytes = 0
         self.steps = self.sparse = self.dense = self.exact = self.materialised = 0
 
-    @_lasting
+    @lasting
     def copy(self) -> Counters:
         new = object.__new__(Counters)
         new.__dict__.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in self.__dict__.items()})
         new.context, new.near = ([v[0].clone(), v[1]] for v in (self.context, self.near))
         return new
 
-    @_lasting
+    @lasting
     def regroup(self, batch: int) -> None:
         self.folded += self.attended.sum()
         self.attended = self.attended.new_zeros(batch, self.attended.shape[1])
@@ -122,7 +122,7 @@ class LayerStore:
         seen: int32 ``[batch]``, valid tokens in sealed blocks.
     """
 
-    @_lasting
+    @lasting
     def __init__(
         self, k: Tensor, v: Tensor, config: SparseConfig, host: HostBudget | None, clock: DeviceLength
     ) -> None:
@@ -152,7 +152,7 @@ class LayerStore:
         self.pool.register(self)
         self.counters = Counters(self.batch, self.heads, self.device)
 
-    @_lasting
+    @lasting
     def _ints(self, shape: tuple[int, ...], value: int) -> Tensor:
         return torch.full(shape, value, dtype=torch.int32, device=self.device)
 
@@ -384,7 +384,7 @@ class LayerStore:
         with self.pool.lock:
             self.slots[:, : self.sealed] = self._to_slots(kv, flags, indexer.index(kv, flags))
 
-    @_lasting
+    @lasting
     def crop(self, length: int) -> None:
         """Keep the first ``length`` columns.
 
@@ -413,7 +413,7 @@ class LayerStore:
         self.near_valid[:, self._ring_index(length, self.sealed * size + self.ring)] = False
         self.length = length
 
-    @_lasting
+    @lasting
     def map_rows(self, index: Tensor) -> None:
         """Row ``i`` becomes what row ``index[i]`` was. Sealed blocks are shared, not copied."""
         index = index.to(self.device)
@@ -438,7 +438,7 @@ class LayerStore:
             self.pool.release_all()
         self.counters = Counters(self.batch, self.heads, self.device)
 
-    @_lasting
+    @lasting
     def copy(self, clock: DeviceLength) -> LayerStore:
         """An independent store that shares the sealed blocks."""
         new = object.__new__(LayerStore)

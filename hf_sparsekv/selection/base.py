@@ -58,6 +58,21 @@ class Policy:
     def map_rows(self, index: Tensor) -> None:
         """Row ``i`` becomes what row ``index[i]`` was."""
 
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Changes when a tensor that a captured step uses has moved."""
+        return ()
+
+    def save(self) -> dict:
+        """State that a trial step changes: tensors by value, the rest as it is."""
+        return {}
+
+    def restore_host(self, saved: dict) -> None:
+        """Put back what :meth:`save` kept, except the contents of tensors."""
+
+    def restore_device(self, saved: dict) -> None:
+        """Put back the contents of tensors."""
+
     def reset(self) -> None:
         """Forget everything that came from tokens."""
 

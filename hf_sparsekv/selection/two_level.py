@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..attention.exact import AttentionSpec
 from ..config import TwoLevelConfig
-from ..offload.store import VALID, LayerStore, take_rows
+from ..offload.store import VALID, LayerStore, lasting, take_rows
 from ..ops.block_score import block_score
 from ..ops.token_score import token_score
 from ..ops.topk_select import block_select, token_select
@@ -32,12 +32,16 @@ class TwoLevelPolicy(Policy):
     def reset(self) -> None:
         self.channels: Tensor | None = None  # int32 [batch, H, r]
         self.previous: Tensor | None = None  # BlockIds of the previous step; None: all blocks
-        self._held: Tensor | None = None  # where they are kept
+        self._held: Tensor | None = None  # where they are kept: a captured step knows the address
         self.stats = ChannelStats(self.config.channel_importance)
 
+    @lasting
     def start(self, store: LayerStore, q_heads: int) -> None:
         pool, heads, dim = store.pool, store.heads, store.key_dim
         self._key_dim = dim
+        if self.lag:
+            shape = (store.batch, heads, self.config.coarse_blocks)
+            self._held = torch.full(shape, -1, dtype=torch.int32, device=store.device)
         if self.coarse and "bounds" not in pool.fields:
             pool.add_field("bounds", (heads, 2, dim), store.dtype)
         if not self.fine:
@@ -66,6 +70,7 @@ class TwoLevelPolicy(Policy):
 
     # ------------------------------------------------------------------ channels
 
+    @lasting
     def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore) -> None:
         if not self.fine or self.channels is not None:
             return
@@ -174,12 +179,9 @@ class TwoLevelPolicy(Policy):
         if store.sealed <= self.config.coarse_blocks:
             self.previous = None
             return
-        chosen = self._choose_blocks(q, store, count=not again)
-        if self._held is None or self._held.shape != chosen.shape:
-            self._held = torch.empty_like(chosen)
+        self._held.copy_(self._choose_blocks(q, store, count=not again))
         if not again:
             self._count_bounds(store)
-        self._held.copy_(chosen)  # at a fixed address: a captured step reads it there
         self.previous = self._held
 
     def _choose_blocks(self, q: Tensor, store: LayerStore, count: bool = True) -> Tensor:
@@ -194,16 +196,43 @@ class TwoLevelPolicy(Policy):
     def _label_bytes(self, store: LayerStore) -> int:
         return self.r // 2 + 4 if self.config.label_bits == 4 else self.r * store.dtype.itemsize
 
+    # ------------------------------------------------------------------ capture
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        tensors = (self.channels, self._held, self.stats.q)
+        return tuple(0 if t is None else t.data_ptr() for t in tensors)
+
+    def save(self) -> dict:
+        return {
+            "previous": self.previous,
+            "tokens": self.stats.tokens,
+            "held": None if self._held is None else self._held.clone(),
+            "stats": None if self.stats.q is None else (self.stats.q.clone(), self.stats.k.clone()),
+        }
+
+    def restore_host(self, saved: dict) -> None:
+        self.previous, self.stats.tokens = saved["previous"], saved["tokens"]
+
+    def restore_device(self, saved: dict) -> None:
+        if saved["held"] is not None:
+            self._held.copy_(saved["held"])
+        if saved["stats"] is not None:
+            for held, value in zip((self.stats.q, self.stats.k), saved["stats"]):
+                held.copy_(value)
+
     # ------------------------------------------------------------------ rows
 
     def reopened(self) -> None:
         self.previous = None  # one step chooses among all blocks
 
+    @lasting
     def map_rows(self, index: Tensor) -> None:
         if self.channels is not None:
             self.channels = take_rows(self.channels, index)
-        if self.previous is not None:
-            self.previous = self._held = take_rows(self._held, index)
+        if self._held is not None:
+            self._held = take_rows(self._held, index)
+            self.previous = None if self.previous is None else self._held
         self.stats.map_rows(index)
 
     def copy(self) -> TwoLevelPolicy:

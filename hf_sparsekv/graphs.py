@@ -1,0 +1,313 @@
+"""``optimize(model)``: decode by replaying one captured CUDA graph of the whole forward pass.
+
+Eager decode of an 8B model takes 67-79 ms a token on an H200 whatever the context, because Python launches some
+thousand kernels; the same forward replayed takes as long as the GPU needs. What is captured is transformers' own
+forward with our attention: every buffer it touches has a fixed address, lengths and counts live on the device, and the
+host's share of a step (lengths, counters, sealing a full block every ``block_size`` steps) runs beside the replay.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .cache import SparseCache, SparseLayer
+
+_STATIC = ("input_ids", "position_ids", "attention_mask", "past_key_values")
+_MAX_GRAPHS = 8  # per cache: modes x shapes that alternate; the oldest goes first
+
+
+class Replay:
+    """What layers need to know while a step is being captured.
+
+    Args:
+        valid: bool ``[batch, 1]`` at a fixed address, validity of the new column; None if no row is padded.
+        side: the stream for work that the step's own attention does not wait for.
+    """
+
+    def __init__(self, valid: Tensor | None, side: torch.cuda.Stream) -> None:
+        self.valid, self.side = valid, side
+        self._forked = False
+
+    def fork(self, work: Callable[[], None]) -> None:
+        """Run ``work`` beside what follows; :meth:`join` before the step ends."""
+        self.side.wait_stream(torch.cuda.current_stream())
+        self._forked = True
+        with torch.cuda.stream(self.side):
+            work()
+
+    def join(self) -> None:
+        """What was forked is done from here on."""
+        if self._forked:
+            torch.cuda.current_stream().wait_stream(self.side)
+
+
+@dataclass
+class CapturedStep:
+    """A graph and the buffers that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    input_ids: Tensor
+    position_ids: Tensor
+    valid: Tensor | None
+    output: object
+    queries: list[Tensor]
+
+
+class StepRunner:
+    """Replaces ``model.forward``: replays decode steps over a sparse cache, runs everything else as it was.
+
+    One graph per cache, batch, addresses and mode. A second cache of the same shape is captured anew, which takes about
+    as long as one eager step.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.original = model.forward
+        self.had_own = "forward" in model.__dict__
+        self.signature = inspect.signature(self.original)
+        self.graphs: weakref.WeakKeyDictionary[SparseCache, dict] = weakref.WeakKeyDictionary()
+        self.lock = threading.RLock()
+        self.captures = self.replays = 0
+        self._said: set[str] = set()
+        self._devices: set[torch.device] | None = None
+
+    # ------------------------------------------------------------------ installing
+
+    def install(self) -> None:
+        runner = self
+
+        @functools.wraps(self.original)  # generate() inspects the signature
+        def forward(*args, **kwargs):
+            return runner(*args, **kwargs)
+
+        forward._sparsekv_runner = self
+        self.model.forward = forward
+
+    def remove(self) -> None:
+        if self.had_own:
+            self.model.forward = self.original
+        else:
+            del self.model.forward
+        self.graphs.clear()
+
+    # ------------------------------------------------------------------ a call
+
+    def __call__(self, *args, **kwargs):
+        given = self.signature.bind(*args, **kwargs).arguments
+        given.update(given.pop("kwargs", {}))
+        cache = given.get("past_key_values")
+        if not isinstance(cache, SparseCache) or not self._is_step(given, cache):
+            return self.original(*args, **kwargs)
+        reason = self._why_not(given, cache)
+        if reason:
+            if reason not in self._said:
+                self._said.add(reason)
+                warnings.warn(f"decode steps run eagerly: {reason}", stacklevel=4)
+            return self.original(*args, **kwargs)
+        modes = tuple(layer.policy.mode(layer.store) for layer in cache.sparse_layers)
+        if None in modes:  # this step changes what the next ones are
+            return self.original(*args, **kwargs)
+        with self.lock:
+            return self._step(given, cache, modes)
+
+    def _is_step(self, given: dict, cache: SparseCache) -> bool:
+        """One new token per row of a filled cache."""
+        ids = given.get("input_ids")
+        return (
+            isinstance(ids, Tensor)
+            and ids.ndim == 2
+            and ids.shape[1] == 1
+            and cache.model_config is not None
+            and cache.get_seq_length() > 0
+        )
+
+    def _why_not(self, given: dict, cache: SparseCache) -> str | None:
+        """Why this step cannot be captured, in words."""
+        ids, mask = given["input_ids"], given.get("attention_mask")
+        if not ids.is_cuda:
+            return "the model is not on a CUDA device"
+        if torch.is_grad_enabled():
+            return "gradients are enabled; call the model under torch.no_grad()"
+        if self.devices() != {ids.device}:
+            return "the weights lie on several devices, or not all on the GPU"
+        if len(cache.sparse_layers) != len(cache.layers):
+            return "the model has layers that transformers caches itself (sliding windows, linear attention)"
+        if any(layer.store.device != ids.device or layer.store.batch != ids.shape[0] for layer in cache.sparse_layers):
+            return "the cache lies on several devices, or has another batch size"
+        if any(not (layer.store.pool.kv.is_cuda or layer.store.pool.kv.is_pinned()) for layer in cache.sparse_layers):
+            return "offloaded blocks lie in memory that is not pinned, which a captured step cannot read"
+        if mask is not None and mask.ndim != 2:
+            return "a 4-D attention mask was passed"
+        for name, value in given.items():
+            if name not in _STATIC and isinstance(value, Tensor | list | dict):
+                return f"{name} was passed"
+        if given.get("output_hidden_states") or given.get("output_attentions"):
+            return "hidden states or attentions were asked for"
+        if given.get("return_dict") is False:
+            return "return_dict=False was passed"
+        return None
+
+    def devices(self) -> set[torch.device]:
+        """Where the weights lie; looked up once, and again for each capture."""
+        if self._devices is None:
+            self._devices = {p.device for p in self.model.parameters()}
+        return self._devices
+
+    def _step(self, given: dict, cache: SparseCache, modes: tuple):
+        layers = cache.sparse_layers
+        ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
+        store = layers[0].store
+        if mask is not None and not store.padded and not bool(mask[:, -1].all()):
+            # Padding in mid-answer, which generate() never makes: let the eager path note it.
+            return self.original(**given)
+        cache._check_complete()
+        if positions is None:
+            positions = torch.full((1, 1), store.length, device=ids.device)
+        rest = {name: value for name, value in given.items() if name not in _STATIC}
+        key = (
+            ids.shape,
+            positions.shape,
+            store.padded,
+            modes,
+            tuple(rest.items()),
+            tuple(layer.store.addresses for layer in layers),
+            tuple(layer.policy.addresses for layer in layers),
+        )
+        held = self.graphs.setdefault(cache, {})
+        step = held.get(key)
+        cache.clock.at(ids.device, store.length)
+        if step is None:
+            while len(held) >= _MAX_GRAPHS:
+                held.pop(next(iter(held)))
+            self._devices = None
+            step = held[key] = self._capture(ids, positions, cache, rest)
+            self.captures += 1
+            cache.clock.at(ids.device, store.length)  # the trial steps moved it
+        step.input_ids.copy_(ids)
+        step.position_ids.copy_(positions)
+        if step.valid is not None:
+            if mask is None:
+                step.valid.fill_(True)
+            else:
+                step.valid.copy_(mask[:, -1:])
+        step.graph.replay()
+        self.replays += 1
+        for layer, query in zip(layers, step.queries):
+            layer.query = query
+            layer.advance()
+        return type(step.output)(**{**step.output, "past_key_values": cache})
+
+    # ------------------------------------------------------------------ capture
+
+    def _capture(self, ids: Tensor, positions: Tensor, cache: SparseCache, rest: dict) -> CapturedStep:
+        """Run the step twice on state that is put back: once to compile and warm up, once to capture."""
+        layers = cache.sparse_layers
+        valid = torch.ones_like(ids, dtype=torch.bool) if layers[0].store.padded else None
+        ids, positions = ids.clone(), positions.clone()
+        main, side = torch.cuda.Stream(ids.device), torch.cuda.Stream(ids.device)
+        saved = [_Saved(layer) for layer in layers]
+
+        def run():
+            replay = Replay(valid, side)
+            for layer in layers:
+                layer.replay, layer.store.fixed = replay, True
+            try:
+                out = self.original(input_ids=ids, position_ids=positions, past_key_values=cache, **rest)
+                replay.join()
+                return out
+            finally:
+                for layer, state in zip(layers, saved):
+                    layer.replay, layer.store.fixed = None, False
+                    state.put_back_host()
+
+        try:
+            main.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(main):
+                run()
+            torch.cuda.current_stream().wait_stream(main)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=main, capture_error_mode="thread_local"):
+                output = run()
+            queries = [layer.query for layer in layers]
+            output.past_key_values = None  # or the graphs of a cache would keep it alive
+        finally:
+            for state in saved:
+                state.put_back_device()
+        return CapturedStep(graph, ids, positions, valid, output, queries)
+
+
+class _Saved:
+    """State of a layer that a trial step changes for good. (What it writes into the ring, the replay writes again.)"""
+
+    def __init__(self, layer: SparseLayer) -> None:
+        self.layer, self.store = layer, layer.store
+        self.length, self.padded = self.store.length, self.store.padded
+        self.counters = self.store.counters
+        self.held = self.counters.copy()
+        self.near_valid = self.store.near_valid.clone()
+        self.policy = layer.policy.save()
+
+    def put_back_host(self) -> None:
+        self.store.length, self.store.padded, self.layer.pending = self.length, self.padded, None
+        for name, value in self.held.__dict__.items():
+            if isinstance(value, int):
+                setattr(self.counters, name, value)
+        for name in ("context", "near"):
+            getattr(self.counters, name)[1] = getattr(self.held, name)[1]
+        self.layer.policy.restore_host(self.policy)
+
+    def put_back_device(self) -> None:
+        for name, value in self.held.__dict__.items():
+            if isinstance(value, Tensor):
+                getattr(self.counters, name).copy_(value)
+        for name in ("context", "near"):
+            getattr(self.counters, name)[0].copy_(getattr(self.held, name)[0])
+        self.store.near_valid.copy_(self.near_valid)
+        self.layer.policy.restore_device(self.policy)
+
+
+def optimize(model: torch.nn.Module) -> torch.nn.Module:
+    """Make ``model`` decode by replaying captured steps whenever it runs over one of our caches.
+
+    Prefill, other caches and whatever cannot be captured run as before; the reason is said once. The logits of a step
+    are valid until the next step (``generate()`` copies what it needs).
+
+    Args:
+        model: a causal language model loaded with ``attn_implementation="sparsekv"``.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ValueError: the model uses another attention implementation.
+    """
+    if model.config._attn_implementation != "sparsekv":
+        raise ValueError(
+            f"optimize() needs attn_implementation='sparsekv', the model has {model.config._attn_implementation!r}: "
+            "call model.set_attn_implementation('sparsekv') first"
+        )
+    if runner_of(model) is None:
+        StepRunner(model).install()
+    return model
+
+
+def unoptimize(model: torch.nn.Module) -> torch.nn.Module:
+    """Undo :func:`optimize`."""
+    runner = runner_of(model)
+    if runner is not None:
+        runner.remove()
+    return model
+
+
+def runner_of(model: torch.nn.Module) -> StepRunner | None:
+    """The runner that :func:`optimize` installed, with its counts ``captures`` and ``replays``."""
+    return getattr(model.__dict__.get("forward"), "_sparsekv_runner", None)

@@ -1,0 +1,255 @@
+"""optimize(): captured decode steps give what eager ones give."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import threading
+import weakref
+
+import pytest
+import torch
+from caches import CACHES, FULL, TIGHT, two_level
+from models import build, model, prompt, reference
+from transformers import TextStreamer
+
+from hf_sparsekv import optimize, unoptimize
+from hf_sparsekv.graphs import runner_of
+
+# ---------------------------------------------------------------------- without a GPU
+
+
+def test_optimize_leaves_the_cpu_alone_and_says_so():
+    ours = optimize(build("llama", "sparsekv"))
+    inputs = prompt(2, 90, (0, 20))
+    with pytest.warns(UserWarning, match="decode steps run eagerly: the model is not on a CUDA device"):
+        found = ours.generate(**inputs, do_sample=False, max_new_tokens=20, past_key_values=two_level(**FULL))
+    assert torch.equal(found, reference("llama").generate(**inputs, do_sample=False, max_new_tokens=20))
+    assert runner_of(ours).captures == 0
+
+
+def test_unoptimize_restores_everything():
+    ours = build("llama", "sparsekv")
+    before = {name: dict(module.__dict__) for name, module in ours.named_modules()}
+    signature = inspect.signature(ours.forward)
+    optimize(ours)
+    assert inspect.signature(ours.forward) == signature
+    assert optimize(ours) is ours, "a second call changes nothing"
+    unoptimize(ours)
+    assert {name: dict(module.__dict__) for name, module in ours.named_modules()} == before
+    unoptimize(ours)
+
+
+def test_optimize_needs_our_attention():
+    with pytest.raises(ValueError, match="set_attn_implementation"):
+        optimize(build("llama", "sdpa"))
+
+
+# ---------------------------------------------------------------------- with one
+
+
+def pair(name: str, dtype: torch.dtype = torch.float32):
+    """The same model eager and optimised, on the GPU."""
+    eager = build(name, "sparsekv").cuda().to(dtype)
+    fast = optimize(build(name, "sparsekv").cuda().to(dtype))
+    return eager, fast
+
+
+def on_gpu(*args, **kwargs) -> dict[str, torch.Tensor]:
+    return {name: value.cuda() for name, value in prompt(*args, **kwargs).items()}
+
+
+def check(name: str, cache: str, inputs: dict, settings: dict = TIGHT, captured: bool = True, **generate) -> None:
+    """Same text and counters, and the steps were really replayed."""
+    eager, fast = pair(name)
+    generate = {"do_sample": False, "max_new_tokens": 100, **generate}
+    caches = CACHES[cache](**settings), CACHES[cache](**settings)
+    torch.manual_seed(3)
+    expected = eager.generate(**inputs, past_key_values=caches[0], **generate)
+    torch.manual_seed(3)
+    found = fast.generate(**inputs, past_key_values=caches[1], **generate)
+    assert torch.equal(found, expected)
+    # What is allocated may differ (beams reorder in place), what was done may not.
+    assert caches[1].stats() == caches[0].stats()
+    runner = runner_of(fast)
+    if captured:
+        steps = generate["max_new_tokens"] - 1
+        assert steps - 3 <= runner.replays <= steps
+        assert runner.captures < 12
+    else:
+        assert runner.replays == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", CACHES)
+def test_caches(cache):
+    check("llama", cache, on_gpu(1, 180))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", ["host", "device", "device-block", "host-token"])
+def test_left_padding(cache):
+    check("llama", cache, on_gpu(3, 180, (0, 5, 100)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama-mha", "llama-mqa", "qwen2", "qwen3", "mistral", "phi3"])
+def test_models(name):
+    check(name, "host", on_gpu(2, 150))
+
+
+@pytest.mark.gpu
+def test_short_prompt_long_answer():
+    """Through calibration, sealing, growth and the change from dense to sparse."""
+    check("llama", "device", on_gpu(2, 3), max_new_tokens=400)
+    check("llama", "host", on_gpu(1, 5), max_new_tokens=400)
+
+
+@pytest.mark.gpu
+def test_budget_for_everything_equals_dense():
+    fast = optimize(build("llama", "sparsekv").cuda())
+    inputs = on_gpu(2, 150, (0, 40))
+    expected = build("llama", "sdpa").cuda().generate(**inputs, do_sample=False, max_new_tokens=80)
+    for offload in (True, False):
+        cache = two_level(offload, **FULL)
+        assert torch.equal(fast.generate(**inputs, do_sample=False, max_new_tokens=80, past_key_values=cache), expected)
+    assert runner_of(fast).replays == 2 * 79
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"do_sample": True, "temperature": 0.8, "top_k": 20},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"num_beams": 3},
+        {"repetition_penalty": 1.3},
+    ],
+    ids=["sample", "sample-return", "beams", "penalty"],
+)
+def test_decoding(how):
+    check("llama", "host", on_gpu(2, 150, (0, 30)), **how)
+
+
+@pytest.mark.gpu
+def test_streaming_and_stopping():
+    class Words:
+        def decode(self, ids, **kwargs):
+            return " ".join(str(int(i)) for i in ids)
+
+    class Stream(TextStreamer):
+        def __init__(self):
+            super().__init__(Words())
+            self.text = ""
+
+        def on_finalized_text(self, text, stream_end=False):
+            self.text += text
+
+    eager, fast = pair("llama")
+    inputs = on_gpu(1, 120)
+    texts = []
+    for one in (eager, fast):
+        stream = Stream()
+        one.generate(**inputs, past_key_values=two_level(**TIGHT), max_new_tokens=40, do_sample=False, streamer=stream)
+        texts.append(stream.text)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.gpu
+def test_second_turn_copies_and_two_caches():
+    eager, fast = pair("llama")
+    first, more = on_gpu(1, 150), on_gpu(1, 40, seed=9)["input_ids"]
+    results = []
+    for one in (eager, fast):
+        cache, other = two_level(**TIGHT), two_level(False, **TIGHT)
+        go = {"do_sample": False, "max_new_tokens": 30}
+        turn = one.generate(**first, past_key_values=cache, **go)
+        branch = copy.deepcopy(cache)
+        side = one.generate(**first, past_key_values=other, **go)
+        second = one.generate(torch.cat((turn, more), 1), past_key_values=cache, **go)
+        third = one.generate(torch.cat((turn, more.flip(1)), 1), past_key_values=branch, **go)
+        results.append((turn, side, second, third))
+    for expected, found in zip(*results):
+        assert torch.equal(found, expected)
+    assert runner_of(fast).replays > 100
+
+
+@pytest.mark.gpu
+def test_prompt_lookup_and_crop():
+    eager, fast = pair("llama")
+    ids = on_gpu(1, 9)["input_ids"].repeat(1, 15)
+    out = [
+        one.generate(
+            ids, do_sample=False, max_new_tokens=60, prompt_lookup_num_tokens=3, past_key_values=two_level(**FULL)
+        )
+        for one in (eager, fast)
+    ]
+    assert torch.equal(*out)
+
+
+@pytest.mark.gpu
+def test_half_precision():
+    eager, fast = pair("llama", torch.bfloat16)
+    inputs = on_gpu(2, 150)
+    out = [
+        one.generate(**inputs, do_sample=False, max_new_tokens=60, past_key_values=two_level(**TIGHT))
+        for one in (eager, fast)
+    ]
+    assert torch.equal(*out)
+
+
+@pytest.mark.gpu
+def test_graphs_die_with_their_cache():
+    fast = optimize(build("llama", "sparsekv").cuda())
+    cache = two_level(**TIGHT)
+    fast.generate(**on_gpu(1, 150), do_sample=False, max_new_tokens=10, past_key_values=cache)
+    runner, gone = runner_of(fast), weakref.ref(cache)
+    assert len(runner.graphs) == 1
+    del cache
+    gc.collect()
+    assert gone() is None
+    assert len(runner.graphs) == 0
+
+
+@pytest.mark.gpu
+def test_two_threads_on_one_model():
+    eager, fast = pair("llama")
+    inputs = [on_gpu(1, 120 + 30 * i, seed=i) for i in range(2)]
+    expected = [
+        eager.generate(**one, do_sample=False, max_new_tokens=60, past_key_values=two_level(**TIGHT)) for one in inputs
+    ]
+    found: dict[int, torch.Tensor] = {}
+
+    def work(i: int) -> None:
+        cache = two_level(**TIGHT)
+        found[i] = fast.generate(**inputs[i], do_sample=False, max_new_tokens=60, past_key_values=cache)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(2):
+        assert torch.equal(found[i], expected[i])
+
+
+@pytest.mark.gpu
+def test_no_allocation_and_no_synchronisation_in_a_step():
+    fast = optimize(build("llama", "sparsekv").cuda())
+    cache = two_level(False, **TIGHT)
+    fast.generate(**on_gpu(1, 180), do_sample=False, max_new_tokens=10, past_key_values=cache)
+    runner = runner_of(fast)
+    step = next(iter(runner.graphs[cache].values()))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step.graph.replay()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_model_is_shared_by_other_tests_unchanged():
+    assert runner_of(model("llama")) is None
