@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds sdist and wheel, installs the wheel it with its dependencies into a clean environment and imports it there.
+# Builds sdist and wheel, installs the wheel with its dependencies into a clean environment and imports it there.
 # usage: tools/check_wheel.sh PYTHON     (a Python that has the `build` package; PIP_FLAGS goes to pip install)
 set -euo pipefail
 python=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
