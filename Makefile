@@ -63,8 +63,9 @@ format: $(INSTALLED)  ## let ruff fix and format the files
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: small-model  ## retrieval, perplexity and speed on the small real model
-	$(BIN)/python benchmarks/small_model.py
+bench: small-model  ## needles and perplexity on the small real model (appends to benchmarks/results)
+	$(BIN)/python benchmarks/small_model.py needle
+	$(BIN)/python benchmarks/small_model.py perplexity
 
 demo:  ## the Gradio demo (not part of this version yet)
 	@echo "The Gradio demo is not part of this version yet. 'make demo-text' shows the cache at work." >&2
