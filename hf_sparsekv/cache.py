@@ -199,9 +199,10 @@ class SparseLayer(CacheLayerMixin):
         store, policy = self.store, self.policy
         store.length += 1
         policy.account(store)
+        looked = policy.looks_ahead(store)
         if store.seal_due(policy):
-            policy.look_ahead(self.query, store, again=True)
-        policy.replayed(store)
+            policy.look_ahead(self.query, store, again=looked)
+        policy.replayed(store, looked)
 
     @torch.no_grad()
     def _commit(self, step: Step, query: Tensor, valid: Tensor | None) -> None:

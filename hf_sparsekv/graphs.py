@@ -238,7 +238,8 @@ class StepRunner:
             with torch.cuda.graph(graph, stream=main, capture_error_mode="thread_local"):
                 output = run()
             queries = [layer.query for layer in layers]
-            output.past_key_values = None  # or the graphs of a cache would keep it alive
+            # Without the cache, which its graphs would keep alive.
+            output = type(output)(**{name: value for name, value in output.items() if name != "past_key_values"})
         finally:
             for state in saved:
                 state.put_back_device()

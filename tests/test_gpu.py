@@ -96,9 +96,7 @@ def test_chunked_prefill_and_second_turn():
     for offload in (OffloadConfig(), None):
         config = TwoLevelConfig(block_size=16, window=16, dense_layers=0, token_budget=2048)
         cache = OffloadedSparseCache(config, offload=offload)
-        got = ours.generate(
-            ids, do_sample=False, max_new_tokens=20, past_key_values=cache, prefill_chunk_size=111
-        )
+        got = ours.generate(ids, do_sample=False, max_new_tokens=20, past_key_values=cache, prefill_chunk_size=111)
         got = ours.generate(got, do_sample=False, max_new_tokens=20, past_key_values=cache)
         assert torch.equal(got, want)
 

@@ -94,7 +94,10 @@ class Counters:
     @lasting
     def regroup(self, batch: int) -> None:
         self.folded += self.attended.sum()
-        self.attended = self.attended.new_zeros(batch, self.attended.shape[1])
+        if batch == self.attended.shape[0]:
+            self.attended.zero_()  # a captured step knows the address
+        else:
+            self.attended = self.attended.new_zeros(batch, self.attended.shape[1])
 
     @property
     def total_attended(self) -> int:

@@ -12,6 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..offload.store import take_rows
+
 FORMAT = "hf-sparsekv-channels-1"
 _SHAPE_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
@@ -57,7 +59,7 @@ class ChannelStats:
 
     def map_rows(self, index: Tensor) -> None:
         if self.q is not None:
-            self.q, self.k = self.q.index_select(0, index), self.k.index_select(0, index)
+            self.q, self.k = take_rows(self.q, index), take_rows(self.k, index)
 
     def copy(self) -> ChannelStats:
         new = ChannelStats(self.importance)

@@ -43,8 +43,15 @@ class Policy:
         """The host's share of a step, after its attention: counters, and what :meth:`mode` depends on."""
         store.count_step("all")
 
-    def replayed(self, store: LayerStore) -> None:
-        """The device has repeated a captured step: what the host keeps beside it follows."""
+    def looks_ahead(self, store: LayerStore) -> bool:
+        """Whether :meth:`look_ahead` has anything to do."""
+        return False
+
+    def replayed(self, store: LayerStore, looked: bool) -> None:
+        """The device has repeated a captured step: what the host keeps beside it follows.
+
+        ``looked``: :meth:`look_ahead` was part of it.
+        """
 
     def look_ahead(self, q: Tensor, store: LayerStore, again: bool = False) -> None:
         """The step's attention is done and its blocks are sealed: prepare the next step.

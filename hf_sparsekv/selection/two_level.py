@@ -121,11 +121,11 @@ class TwoLevelPolicy(Policy):
             return "calibrating" if self.stats.tokens + 1 < config.calibration_tokens else None
         many = self.coarse and store.sealed > config.coarse_blocks
         if store.sealed * store.block_size <= config.token_budget:
-            return "dense", self.lag and many
+            return "dense", self.looks_ahead(store)
         if not self.fine and not many:
             return "dense", False
         chosen = self.previous is not None if self.lag else many
-        return "chosen" if chosen else "every" if self.fine else "dense", self.lag and many
+        return "chosen" if chosen else "every" if self.fine else "dense", self.looks_ahead(store)
 
     def _attends(self, store: LayerStore) -> str:
         mode = self.mode(store)
@@ -166,17 +166,19 @@ class TwoLevelPolicy(Policy):
     def _count_bounds(self, store: LayerStore) -> None:
         store.count_index(store.batch * store.heads * store.sealed * 2 * store.key_dim * store.dtype.itemsize)
 
-    def replayed(self, store: LayerStore) -> None:
+    def looks_ahead(self, store: LayerStore) -> bool:
+        known = self.channels is not None or not self.fine
+        return self.lag and known and store.sealed > self.config.coarse_blocks
+
+    def replayed(self, store: LayerStore, looked: bool) -> None:
         if self.fine and self.channels is None:
             self.stats.tokens += 1
-        elif self.lag and self.coarse and store.sealed > self.config.coarse_blocks:
+        elif looked:
             self.previous = self._held
             self._count_bounds(store)
 
     def look_ahead(self, q: Tensor, store: LayerStore, again: bool = False) -> None:
-        if not self.lag or not self.coarse or (self.fine and self.channels is None):
-            return
-        if store.sealed <= self.config.coarse_blocks:
+        if not self.looks_ahead(store):
             self.previous = None
             return
         self._held.copy_(self._choose_blocks(q, store, count=not again))
