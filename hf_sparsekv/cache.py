@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 
 from .attention.exact import AttentionSpec, exact_attention
 from .attention.handle import KVHandle, Step
@@ -399,6 +405,14 @@ class SparseCache(Cache):
             )
         self.layers = stock
 
+    def use_rings(self) -> None:
+        """Replace filled sliding layers of transformers' own by ones that a captured step can use."""
+        from .sliding import SlidingRing
+
+        for index, layer in enumerate(self.layers):
+            if type(layer) is DynamicSlidingWindowLayer and layer.is_initialized and not layer.record_past:
+                self.layers[index] = SlidingRing(layer, self, index)
+
     def check_model(self, text_config) -> None:
         """Raise ``ValueError`` for a model that this cache cannot serve. For subclasses."""
 
@@ -555,6 +569,14 @@ class OffloadedSparseCache(SparseCache):
             raise TypeError(f"config must be a TwoLevelConfig, got {type(config).__name__}")
         self.channels = None if config.channel_file is None else LabelChannels.load(config.channel_file)
         super().__init__(config, offload, model_config)
+
+    def use_rings(self) -> None:
+        """Replace filled sliding layers of transformers' own by ones that a captured step can use."""
+        from .sliding import SlidingRing
+
+        for index, layer in enumerate(self.layers):
+            if type(layer) is DynamicSlidingWindowLayer and layer.is_initialized and not layer.record_past:
+                self.layers[index] = SlidingRing(layer, self, index)
 
     def check_model(self, text_config) -> None:
         if self.channels is not None:

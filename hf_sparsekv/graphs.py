@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .cache import SparseCache, SparseLayer
+from .sliding import SlidingRing
 
 _STATIC = ("input_ids", "position_ids", "attention_mask", "past_key_values")
 _MAX_GRAPHS = 8  # per cache: modes x shapes that alternate; the oldest goes first
@@ -139,8 +140,11 @@ class StepRunner:
             return "gradients are enabled; call the model under torch.no_grad()"
         if self.devices() != {ids.device}:
             return "the weights lie on several devices, or not all on the GPU"
-        if len(cache.sparse_layers) != len(cache.layers):
-            return "the model has layers that transformers caches itself (sliding windows, linear attention)"
+        cache.use_rings()
+        if any(not isinstance(layer, SparseLayer | SlidingRing) for layer in cache.layers) or not cache.sparse_layers:
+            return (
+                "the model has layers that cannot be captured (linear attention, or sliding ones that keep their past)"
+            )
         if any(layer.store.device != ids.device or layer.store.batch != ids.shape[0] for layer in cache.sparse_layers):
             return "the cache lies on several devices, or has another batch size"
         if any(not (layer.store.pool.kv.is_cuda or layer.store.pool.kv.is_pinned()) for layer in cache.sparse_layers):
@@ -181,7 +185,13 @@ class StepRunner:
             tuple(rest.items()),
             tuple(layer.store.addresses for layer in layers),
             tuple(layer.policy.addresses for layer in layers),
+            tuple(layer.addresses for layer in cache.layers if isinstance(layer, SlidingRing)),
         )
+        rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
+        if any(ring.stale for ring in rings):
+            valid = store.valid_columns() if store.padded else None
+            for ring in rings:
+                ring.freshen(valid)
         held = self.graphs.setdefault(cache, {})
         step = held.get(key)
         cache.clock.at(ids.device, store.length)
@@ -204,6 +214,8 @@ class StepRunner:
         for layer, query in zip(layers, step.queries):
             layer.query = query
             layer.advance()
+        for ring in rings:
+            ring.advance()
         return type(step.output)(**{**step.output, "past_key_values": cache})
 
     # ------------------------------------------------------------------ capture
@@ -214,12 +226,16 @@ class StepRunner:
         valid = torch.ones_like(ids, dtype=torch.bool) if layers[0].store.padded else None
         ids, positions = ids.clone(), positions.clone()
         main, side = torch.cuda.Stream(ids.device), torch.cuda.Stream(ids.device)
+        rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
         saved = [_Saved(layer) for layer in layers]
+        saved_rings = [ring.ring_valid.clone() for ring in rings]
 
         def run():
             replay = Replay(valid, side)
             for layer in layers:
                 layer.replay, layer.store.fixed = replay, True
+            for ring in rings:
+                ring.replay = replay
             try:
                 out = self.original(input_ids=ids, position_ids=positions, past_key_values=cache, **rest)
                 replay.join()
@@ -228,6 +244,8 @@ class StepRunner:
                 for layer, state in zip(layers, saved):
                     layer.replay, layer.store.fixed = None, False
                     state.put_back_host()
+                for ring in rings:
+                    ring.replay = None
 
         try:
             main.wait_stream(torch.cuda.current_stream())
@@ -243,6 +261,8 @@ class StepRunner:
         finally:
             for state in saved:
                 state.put_back_device()
+            for ring, valid_before in zip(rings, saved_rings):
+                ring.ring_valid.copy_(valid_before)
         return CapturedStep(graph, ids, positions, valid, output, queries)
 
 

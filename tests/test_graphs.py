@@ -16,6 +16,7 @@ from transformers import TextStreamer
 
 from hf_sparsekv import optimize, unoptimize
 from hf_sparsekv.graphs import runner_of
+from hf_sparsekv.sliding import SlidingRing
 
 # ---------------------------------------------------------------------- without a GPU
 
@@ -94,9 +95,11 @@ def test_left_padding(cache):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["llama-mha", "llama-mqa", "qwen2", "qwen3", "mistral", "phi3"])
+@pytest.mark.parametrize(
+    "name", ["llama-mha", "llama-mqa", "qwen2", "qwen3", "mistral", "phi3", "gemma3", "gemma2", "gpt-oss"]
+)
 def test_models(name):
-    check(name, "host", on_gpu(2, 150))
+    check(name, "host", on_gpu(2, 150, (0, 33)))
 
 
 @pytest.mark.gpu
@@ -173,6 +176,26 @@ def test_second_turn_copies_and_two_caches():
     for expected, found in zip(*results):
         assert torch.equal(found, expected)
     assert runner_of(fast).replays > 100
+
+
+@pytest.mark.gpu
+def test_hybrid_turns():
+    """Sliding layers go from stock to ring and through eager turns, padding included."""
+    eager, fast = pair("gemma3")
+    first = on_gpu(2, 100, (0, 95))
+    more = on_gpu(2, 20, (0, 3), seed=4)
+    results = []
+    for one in (eager, fast):
+        cache = two_level(**TIGHT)
+        turn = one.generate(**first, past_key_values=cache, do_sample=False, max_new_tokens=25)
+        grown = torch.ones(2, turn.shape[1] - 100, dtype=torch.long, device="cuda")
+        mask = torch.cat((first["attention_mask"], grown, more["attention_mask"]), 1)
+        ids = torch.cat((turn, more["input_ids"]), 1)
+        results.append(
+            one.generate(ids, attention_mask=mask, past_key_values=cache, do_sample=False, max_new_tokens=25)
+        )
+    assert torch.equal(*results)
+    assert runner_of(fast).replays > 40
 
 
 @pytest.mark.gpu
@@ -253,3 +276,23 @@ def test_no_allocation_and_no_synchronisation_in_a_step():
 
 def test_model_is_shared_by_other_tests_unchanged():
     assert runner_of(model("llama")) is None
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma2"])
+def test_rings_answer_as_stock_sliding_layers(name):
+    """Eagerly, on any device: second turns, more tokens than the window, a copy."""
+    inputs, go = prompt(2, 60, (0, 50)), {"do_sample": False, "max_new_tokens": 20}
+    results = []
+    for rings in (False, True):
+        cache = two_level(**FULL)
+        turn = model(name).generate(**inputs, past_key_values=cache, **go)
+        if rings:
+            cache.use_rings()
+            assert any(isinstance(layer, SlidingRing) for layer in cache.layers)
+        branch = copy.deepcopy(cache)
+        mask = torch.cat((inputs["attention_mask"], torch.ones(2, 35, dtype=torch.long)), 1)
+        more = torch.cat((turn, prompt(2, 15, seed=2)["input_ids"]), 1)
+        for one in (cache, branch):
+            results.append(model(name).generate(more, attention_mask=mask, past_key_values=one, **go))
+    for found in results[1:]:
+        assert torch.equal(found, results[0])

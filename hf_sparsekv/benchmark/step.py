@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import statistics
 import time
 import traceback
@@ -138,7 +139,7 @@ def generate_tpot(model, cache, batch: int, context: int, tokens: int) -> list[f
         stopping_criteria=[note],
         pad_token_id=0,
     )
-    return [1e3 * (b - a) for a, b in zip(times[8:], times[9:])]
+    return [1e3 * (b - a) for a, b in itertools.pairwise(times[8:])]
 
 
 def replay_ms(model, cache) -> list[float]:
@@ -210,7 +211,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     config = SHAPES[args.model]() if args.model in SHAPES else AutoConfig.from_pretrained(args.model)
     print(device_name(), versions())
-    rate = read_bandwidth()
+    rate = read_bandwidth(torch.device("cuda"))
     print(f"read-only bandwidth {rate / 1e12:.2f} TB/s")
     model = random_model(config)
     rows: list[Row] = []
