@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .cache import SparseCache, SparseLayer
+from .cache import SparseCache
+from .layer import SparseLayer
 from .sliding import SlidingRing
 
 _STATIC = ("input_ids", "position_ids", "attention_mask", "past_key_values")

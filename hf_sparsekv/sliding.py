@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from .attention.exact import AttentionSpec
 from .attention.handle import KVHandle, Step
-from .offload.store import lasting, take_rows
+from .offload.lasting import lasting, take_rows
 from .ops.append import append
 from .ops.sparse_decode import sparse_decode
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .cache import SparseLayer
+    from .layer import SparseLayer
 
 
 @dataclass(frozen=True)

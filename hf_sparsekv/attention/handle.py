@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ..cache import SparseLayer
+    from ..layer import SparseLayer
 
 
 @dataclass

@@ -16,6 +16,8 @@ from ..attention.exact import AttentionSpec
 from ..config import SparseConfig
 from ..ops.append import append
 from ..ops.sparse_decode import sparse_decode
+from .counters import Counters
+from .lasting import DeviceLength, lasting, take_rows
 from .pool import BlockPool, HostBudget, bucket
 
 VALID, SINK = 1, 2  # bits of a token's flag
@@ -28,88 +30,12 @@ def ring_tokens(config: SparseConfig) -> int:
     return (-(-recent // config.block_size) + 1) * config.block_size
 
 
-# State that is written in place must not be born as an inference tensor: a cache may be filled inside
-# torch.inference_mode() and go on outside. So whatever makes such state does it under this decorator.
-lasting = torch.inference_mode(False)
-
-
-def take_rows(held: Tensor, index: Tensor) -> Tensor:
-    """Rows ``index`` of ``held``; in place if there are as many, because a captured step knows the address."""
-    rows = held.index_select(0, index.to(held.device))
-    return held.copy_(rows) if rows.shape == held.shape else rows
-
-
-class DeviceLength:
-    """An int32 tensor per device that kernels read a length from; written only when the length has changed.
-
-    The layers of a cache share one, so that a step writes it once and not once a layer.
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[torch.device, list] = {}
-
-    def __deepcopy__(self, memo: dict) -> DeviceLength:
-        return DeviceLength()
-
-    @lasting
-    def at(self, device: torch.device, value: int) -> Tensor:
-        held = self._held.get(device)
-        if held is None:
-            held = self._held[device] = [torch.empty(1, dtype=torch.int32, device=device), -1]
-        if held[1] != value:
-            held[0].fill_(value)
-            held[1] = value
-        return held[0]
-
-
 class Indexer(Protocol):
     """Makes what a selection policy keeps per block (bounds, labels)."""
 
     def index(self, kv: Tensor, flags: Tensor) -> dict[str, Tensor]:
         """Fields of blocks ``kv [n, batch, H, block_size, Dk + Dv]``, ``flags [n, batch, block_size]``."""
         ...
-
-
-class Counters:
-    """What decode steps read. Device counters are added to without synchronising; host ones cost nothing."""
-
-    @lasting
-    def __init__(self, batch: int, heads: int, device: torch.device) -> None:
-        self.attended = torch.zeros(batch, heads, dtype=torch.int64, device=device)  # per row and KV head
-        self.folded = torch.zeros((), dtype=torch.int64, device=device)  # attended by rows that were regrouped
-        self.blocks = torch.zeros((), dtype=torch.int64, device=device)
-        # Rows with padding count on the device, others on the host.
-        self.context = [torch.zeros((), dtype=torch.int64, device=device), 0]
-        self.near = [torch.zeros((), dtype=torch.int64, device=device), 0]
-        self.index_bytes = self.to_host_bytes = self.to_device_bytes = 0
-        self.steps = self.sparse = self.dense = self.exact = self.materialised = 0
-
-    @lasting
-    def copy(self) -> Counters:
-        new = object.__new__(Counters)
-        new.__dict__.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in self.__dict__.items()})
-        new.context, new.near = ([v[0].clone(), v[1]] for v in (self.context, self.near))
-        return new
-
-    @lasting
-    def regroup(self, batch: int) -> None:
-        self.folded += self.attended.sum()
-        if batch == self.attended.shape[0]:
-            self.attended.zero_()  # a captured step knows the address
-        else:
-            self.attended = self.attended.new_zeros(batch, self.attended.shape[1])
-
-    @property
-    def total_attended(self) -> int:
-        return int(self.attended.sum() + self.folded)
-
-    @property
-    def total_context(self) -> int:
-        return int(self.context[0]) + self.context[1]
-
-    @property
-    def total_near(self) -> int:
-        return int(self.near[0]) + self.near[1]
 
 
 class LayerStore:

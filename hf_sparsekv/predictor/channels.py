@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..offload.store import take_rows
+from ..offload.lasting import take_rows
 
 FORMAT = "hf-sparsekv-channels-1"
 _SHAPE_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -153,8 +153,9 @@ def calibrate(model, inputs: Iterable[Tensor], importance: str = "max") -> Label
     Raises:
         ValueError: there is no input, or the model has no full-attention layer.
     """
-    from ..cache import OffloadedSparseCache, SparseLayer
+    from ..cache import OffloadedSparseCache
     from ..config import TwoLevelConfig
+    from ..layer import SparseLayer
 
     config = model.config.get_text_config(decoder=True)
     before = model.config._attn_implementation

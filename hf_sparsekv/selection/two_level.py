@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ..attention.exact import AttentionSpec
 from ..config import TwoLevelConfig
-from ..offload.store import VALID, LayerStore, lasting, take_rows
+from ..offload.lasting import lasting, take_rows
+from ..offload.store import VALID, LayerStore
 from ..ops.block_score import block_score
 from ..ops.token_score import token_score
 from ..ops.topk_select import block_select, token_select

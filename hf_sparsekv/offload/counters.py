@@ -1,0 +1,50 @@
+"""What the decode steps of one layer read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .lasting import lasting
+
+
+class Counters:
+    """What decode steps read. Device counters are added to without synchronising; host ones cost nothing."""
+
+    @lasting
+    def __init__(self, batch: int, heads: int, device: torch.device) -> None:
+        self.attended = torch.zeros(batch, heads, dtype=torch.int64, device=device)  # per row and KV head
+        self.folded = torch.zeros((), dtype=torch.int64, device=device)  # attended by rows that were regrouped
+        self.blocks = torch.zeros((), dtype=torch.int64, device=device)
+        # Rows with padding count on the device, others on the host.
+        self.context = [torch.zeros((), dtype=torch.int64, device=device), 0]
+        self.near = [torch.zeros((), dtype=torch.int64, device=device), 0]
+        self.index_bytes = self.to_host_bytes = self.to_device_bytes = 0
+        self.steps = self.sparse = self.dense = self.exact = self.materialised = 0
+
+    @lasting
+    def copy(self) -> Counters:
+        new = object.__new__(Counters)
+        new.__dict__.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in self.__dict__.items()})
+        new.context, new.near = ([v[0].clone(), v[1]] for v in (self.context, self.near))
+        return new
+
+    @lasting
+    def regroup(self, batch: int) -> None:
+        self.folded += self.attended.sum()
+        if batch == self.attended.shape[0]:
+            self.attended.zero_()  # a captured step knows the address
+        else:
+            self.attended = self.attended.new_zeros(batch, self.attended.shape[1])
+
+    @property
+    def total_attended(self) -> int:
+        return int(self.attended.sum() + self.folded)
+
+    @property
+    def total_context(self) -> int:
+        return int(self.context[0]) + self.context[1]
+
+    @property
+    def total_near(self) -> int:
+        return int(self.near[0]) + self.near[1]

@@ -1,0 +1,39 @@
+"""Tensors that outlive a step: made to be written in place, and kept where they are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# State that is written in place must not be born as an inference tensor: a cache may be filled inside
+# torch.inference_mode() and go on outside. So whatever makes such state does it under this decorator.
+lasting = torch.inference_mode(False)
+
+
+def take_rows(held: Tensor, index: Tensor) -> Tensor:
+    """Rows ``index`` of ``held``; in place if there are as many, because a captured step knows the address."""
+    rows = held.index_select(0, index.to(held.device))
+    return held.copy_(rows) if rows.shape == held.shape else rows
+
+
+class DeviceLength:
+    """An int32 tensor per device that kernels read a length from; written only when the length has changed.
+
+    The layers of a cache share one, so that a step writes it once and not once a layer.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[torch.device, list] = {}
+
+    def __deepcopy__(self, memo: dict) -> DeviceLength:
+        return DeviceLength()
+
+    @lasting
+    def at(self, device: torch.device, value: int) -> Tensor:
+        held = self._held.get(device)
+        if held is None:
+            held = self._held[device] = [torch.empty(1, dtype=torch.int32, device=device), -1]
+        if held[1] != value:
+            held[0].fill_(value)
+            held[1] = value
+        return held[0]
