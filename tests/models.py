@@ -97,8 +97,10 @@ def build(name: str, attn: str, seed: int = 0, **changes) -> torch.nn.Module:
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             # Wide weights: with the usual 0.02 greedy text is one token over and over.
-            if parameter.ndim > 1 or key.endswith("sinks"):
+            if parameter.ndim > 1:
                 parameter.normal_(std=0.3, generator=generator)
+            elif key.endswith("sinks"):  # as large as the logits, or nobody would miss them
+                parameter.normal_(mean=6.0, generator=generator)
     return model
 
 
