@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hf_sparsekv import OffloadConfig, SparseConfig
 from hf_sparsekv.attention.exact import AttentionSpec
-from hf_sparsekv.offload.pool import BlockPool, HostBudget, bucket
 from hf_sparsekv.offload.lasting import DeviceLength
+from hf_sparsekv.offload.pool import BlockPool, HostBudget, bucket
 from hf_sparsekv.offload.store import LayerStore, ring_tokens
 
 HEADS, KEY, VALUE, SIZE = 2, 4, 6, 16
