@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from pathlib import Path
 
 import torch
@@ -87,6 +88,7 @@ def needle(args) -> None:
 
 def compare(args, variants: dict[str, dict | None], title: str) -> None:
     """Perplexity, top-1 agreement and KL divergence against full attention, teacher-forced over held-out text."""
+    variants = {name: settings for name, settings in variants.items() if re.search(args.only, name)}
     model, tokenizer = load()
     words = tokenizer(python_reference(), add_special_tokens=False, return_tensors="pt")["input_ids"]
     n, held = args.context, args.tokens
@@ -170,6 +172,10 @@ def choices(args) -> None:
             variants[f"two_level:{key}={value}"] = {**base, **change}
     both = {"block_reduce": "max", "token_reduce": "max"}
     variants["two_level:block_reduce=max,token_reduce=max"] = {**base, **both}
+    variants["two_level:token_reduce=max,lag=False"] = {**base, "token_reduce": "max", "lag": False}
+    variants["two_level:block_reduce=max,token_reduce=max,lag=False"] = {**base, **both, "lag": False}
+    variants["two_level:token_reduce=max,label_channels=8"] = {**base, "token_reduce": "max", "label_channels": 8}
+    variants["two_level:token_reduce=max,label_channels=32"] = {**base, "token_reduce": "max", "label_channels": 32}
     compare(args, variants, "choices at budget 128")
 
 
@@ -181,6 +187,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096, help="tokens before the held-out text")
     parser.add_argument("--tokens", type=int, default=192, help="held-out tokens per passage")
     parser.add_argument("--passages", type=int, default=3)
+    parser.add_argument("--only", default="", help="only variants whose name matches this regular expression")
     args = parser.parse_args()
     {"needle": needle, "perplexity": perplexity, "choices": choices}[args.what](args)
 

@@ -44,7 +44,7 @@ class SparseConfig:
             in [16, 128].
         sinks: the first valid tokens of each row, attended at every step on top of any budget.
         window: the most recent tokens, attended at every step on top of any budget. The tokens that have
-            not been sealed into a block yet (at most ``max_draft + block_size - 1`` more) are attended too.
+            not been sealed into a block yet (at most ``max_draft + block_size`` more) are attended too.
         dense_layers: layers ``0 .. dense_layers - 1`` attend densely: their attention is too flat to select.
         max_draft: draft tokens that a ``crop()`` can take back without reopening a stored block (assisted and
             prompt-lookup decoding take back at most their draft length). A deeper crop is correct but slower.

@@ -57,7 +57,10 @@ def versions() -> str:
 
 
 def commit() -> str:
-    """Short hash of the source tree's commit, with ``+`` if there are changes on top; ``unknown`` elsewhere."""
+    """Short hash of the source tree's commit, with ``+`` if there are changes on top; ``unknown`` elsewhere.
+
+    An archive made by ``git archive`` has its hash in ``commit.txt``.
+    """
     here = Path(__file__).parent
 
     def git(*args: str) -> str:
@@ -66,7 +69,9 @@ def commit() -> str:
     try:
         return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        archived = here / "commit.txt"
+        text = archived.read_text().strip() if archived.exists() else ""
+        return "unknown" if not text or "Format" in text else text
 
 
 def append_rows(path: Path, rows: list[Row]) -> None:

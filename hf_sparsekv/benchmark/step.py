@@ -16,10 +16,20 @@ import itertools
 import statistics
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen3Config
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    Qwen3Config,
+)
 
 from .. import OffloadConfig, OffloadedSparseCache, TwoLevelConfig, optimize, unoptimize
 from ..graphs import runner_of
@@ -67,6 +77,7 @@ SHAPES = {
 # variant -> settings of a two-level cache; None is transformers' own
 VARIANTS: dict[str, dict | None] = {
     "hf_dynamic": None,
+    "sdpa_best": None,
     "captured_dense": {"token_budget": 1 << 22},
     "two_level": {"token_budget": 1024, "num_blocks": 128, "lag": False},
     "two_level:lag": {"token_budget": 1024, "num_blocks": 128, "lag": True},
@@ -145,10 +156,53 @@ def generate_tpot(model, cache, batch: int, context: int, tokens: int) -> list[f
 def replay_ms(model, cache) -> list[float]:
     """Milliseconds of the captured forward alone."""
     step = list(runner_of(model).graphs[cache].values())[-1]
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(30)]
+    return timed(step.graph.replay)
+
+
+@torch.no_grad()
+def captured_sdpa_ms(model, batch: int, context: int) -> list[float]:
+    """The same forward captured with the best dense attention that torch has: what sparse decoding has to beat.
+
+    Keys and values lie as sdpa likes them, nothing is appended beyond the last column, no mask is made.
+    """
+    config = model.config
+    shape = (batch, config.num_key_value_heads, context + 1, config.head_dim)
+    held = [
+        [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in "kv"] for _ in range(config.num_hidden_layers)
+    ]
+
+    def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        k, v = held[module.layer_idx]
+        k[:, :, -1:], v[:, :, -1:] = key, value
+        out = F.scaled_dot_product_attention(query, k, v, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("benchmark_dense", attend)
+    unoptimize(model)
+    model.set_attn_implementation("benchmark_dense")
+    ids = torch.zeros(batch, 1, dtype=torch.long, device="cuda")
+    position = torch.full((batch, 1), context, device="cuda")
+    medians = {}
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(backend):
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                model(input_ids=ids, position_ids=position, use_cache=False)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                model(input_ids=ids, position_ids=position, use_cache=False)
+        times = timed(graph.replay)
+        medians[statistics.median(times)] = times
+    return medians[min(medians)]
+
+
+def timed(run: Callable[[], None], repeat: int = 30) -> list[float]:
+    """Milliseconds of each of ``repeat`` runs, the first five left out."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeat)]
     for start, end in events:
         start.record()
-        step.graph.replay()
+        run()
         end.record()
     torch.cuda.synchronize()
     return [start.elapsed_time(end) for start, end in events][5:]
@@ -171,6 +225,10 @@ def limit_ms(model, settings: dict | None, batch: int, context: int, rate: float
 
 def measure(model, case: str, batch: int, context: int, name: str, offload: bool, tokens: int) -> list[Row]:
     settings = VARIANTS[name]
+    if name == "sdpa_best":
+        median, low, high = quartiles(captured_sdpa_ms(model, batch, context))
+        print(f"{batch:3} x {context:7}  {name:24} step_ms    {median:9.3f} [{low:.3f}, {high:.3f}] ms", flush=True)
+        return [Row("step", case, name, batch, context, "step_ms", median, low, high, "ms")]
     variant = name + ("+offload" if offload else "")
     if settings is None:
         unoptimize(model)
@@ -192,8 +250,8 @@ def measure(model, case: str, batch: int, context: int, name: str, offload: bool
 
     add("tpot_ms", generate_tpot(model, cache, batch, context, tokens))
     if settings is not None:
-        add("step_ms", replay_ms(model, cache))
         print(f"      {cache.stats()}; {runner_of(model).captures} captures", flush=True)
+        add("step_ms", replay_ms(model, cache))
     rows.append(
         Row("step", case, variant, batch, context, "peak_gb", torch.cuda.max_memory_allocated() / 1e9, unit="GB")
     )
