@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from .commands import output
+from .commands.bench import bench
 from .commands.calibrate import calibrate
 from .commands.doctor import doctor
 from .commands.fetch import fetch
@@ -41,6 +42,10 @@ def _common(
 
 for command in (generate, plan, calibrate, doctor, fetch):
     app.command()(output.one_line_errors(command))
+# What follows the benchmark's name is the benchmark's own.
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(
+    output.one_line_errors(bench)
+)
 
 
 def main() -> None:

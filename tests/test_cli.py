@@ -336,3 +336,10 @@ def test_doctor_reads_nvidia_smi(monkeypatch):
 
     monkeypatch.setattr(doctor.subprocess, "run", fail)
     assert doctor._nvidia_smi() == []
+
+
+@pytest.mark.parametrize("what", ["operator", "step"])
+def test_bench_needs_a_gpu_but_explains_itself(what, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "benchmarks need a CUDA device" in error("bench", what)
+    assert "--shapes" in run("bench", what, "--help").stdout

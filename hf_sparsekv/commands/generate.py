@@ -53,6 +53,9 @@ def generate(
     label_channels: opt.Channels = None,
     channel_file: opt.ChannelFile = None,
     max_length: opt.MaxLength = None,
+    capture: Annotated[
+        bool, typer.Option("--capture/--no-capture", help="Replay captured decode steps (GPU only).")
+    ] = True,
 ) -> None:
     """Generate text with a sparse cache, and show what it read and how long each token took."""
     config = opt.sparse_config(
@@ -87,7 +90,9 @@ def generate(
         if temperature > 0 and seed is not None:
             torch.manual_seed(seed)
         if kind is opt.CacheKind.two_level:
-            runs.append(run_sparse(tokenizer, loaded, inputs, sparse, **sampling))
+            runs.append(
+                run_sparse(tokenizer, loaded, inputs, sparse, capture and loaded.device.type == "cuda", **sampling)
+            )
         else:
             runs.append(run_dense(tokenizer, loaded, inputs, **sampling))
     _report(runs, sparse, on_gpu=loaded.device.type == "cuda", same_tokens_expected=temperature == 0)

@@ -8,6 +8,7 @@ import torch
 from rich.status import Status
 from transformers import DynamicCache, TextStreamer
 
+from ..graphs import optimize, unoptimize
 from ..timing import Timing, TokenTimer
 from .output import CommandError, messages
 
@@ -56,10 +57,15 @@ def encode(tokenizer, text: str, chat: bool | None, device: torch.device) -> dic
     return {name: inputs[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
-def run_sparse(tokenizer, model, inputs: dict[str, torch.Tensor], cache, **kwargs) -> Run:
-    """Generate with one of our caches."""
+def run_sparse(tokenizer, model, inputs: dict[str, torch.Tensor], cache, capture: bool, **kwargs) -> Run:
+    """Generate with one of our caches; ``capture``: with :func:`hf_sparsekv.optimize`, for the time of the run."""
     model.set_attn_implementation("sparsekv")
-    return _run("two_level", tokenizer, model, inputs, cache, kwargs)
+    if capture:
+        optimize(model)
+    try:
+        return _run("two_level", tokenizer, model, inputs, cache, kwargs)
+    finally:
+        unoptimize(model)
 
 
 def run_dense(tokenizer, model, inputs: dict[str, torch.Tensor], **kwargs) -> Run:
