@@ -90,8 +90,8 @@ class TwoLevelConfig(SparseConfig):
         channel_importance: how online calibration ranks channels: ``"max"`` (AsyncTLS: product of the largest
             magnitudes) or ``"mean"`` (Double Sparsity: mean magnitude of the product).
         calibration_tokens: online channels are fixed once this many tokens are cached; dense until then.
-        block_reduce: how the query heads of a group share one block score: ``"mean"`` (their bounds are
-            averaged) or ``"max"``.
+        block_reduce: how the query heads of a group share one block score: ``"max"`` or ``"mean"`` (their bounds
+            are averaged; AsyncTLS). ``"max"`` measured better on the small real model (docs/accuracy.md).
         token_reduce: the same for the token score.
         lag: choose tokens within the blocks of the previous step, so that fetching the next blocks can overlap
             (AsyncTLS section 4.2). ``None`` means on when the cache is offloaded.
@@ -105,8 +105,8 @@ class TwoLevelConfig(SparseConfig):
     channel_file: str | PathLike[str] | None = None
     channel_importance: Literal["max", "mean"] = "max"
     calibration_tokens: int = 256
-    block_reduce: Reduce = "mean"
-    token_reduce: Reduce = "mean"
+    block_reduce: Reduce = "max"
+    token_reduce: Reduce = "max"
     lag: bool | None = None
 
     def __post_init__(self) -> None:

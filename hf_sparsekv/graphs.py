@@ -32,15 +32,18 @@ class Replay:
 
     Args:
         valid: bool ``[batch, 1]`` at a fixed address, validity of the new column; None if no row is padded.
-        side: the stream for work that the step's own attention does not wait for.
+        side: the stream for work that the step's own attention does not wait for; None where there are no streams.
     """
 
-    def __init__(self, valid: Tensor | None, side: torch.cuda.Stream) -> None:
+    def __init__(self, valid: Tensor | None, side: torch.cuda.Stream | None) -> None:
         self.valid, self.side = valid, side
         self._forked = False
 
     def fork(self, work: Callable[[], None]) -> None:
         """Run ``work`` beside what follows; :meth:`join` before the step ends."""
+        if self.side is None:
+            work()
+            return
         self.side.wait_stream(torch.cuda.current_stream())
         self._forked = True
         with torch.cuda.stream(self.side):
@@ -135,7 +138,7 @@ class StepRunner:
     def _why_not(self, given: dict, cache: SparseCache) -> str | None:
         """Why this step cannot be captured, in words."""
         ids, mask = given["input_ids"], given.get("attention_mask")
-        if not ids.is_cuda:
+        if not self._on_gpu(ids):
             return "the model is not on a CUDA device"
         if torch.is_grad_enabled():
             return "gradients are enabled; call the model under torch.no_grad()"
@@ -148,7 +151,7 @@ class StepRunner:
             )
         if any(layer.store.device != ids.device or layer.store.batch != ids.shape[0] for layer in cache.sparse_layers):
             return "the cache lies on several devices, or has another batch size"
-        if any(not (layer.store.pool.kv.is_cuda or layer.store.pool.kv.is_pinned()) for layer in cache.sparse_layers):
+        if any(not self._on_gpu(layer.store.pool.kv) for layer in cache.sparse_layers):
             return "offloaded blocks lie in memory that is not pinned, which a captured step cannot read"
         if mask is not None and mask.ndim != 2:
             return "a 4-D attention mask was passed"
@@ -160,6 +163,11 @@ class StepRunner:
         if given.get("return_dict") is False:
             return "return_dict=False was passed"
         return None
+
+    @staticmethod
+    def _on_gpu(t: Tensor) -> bool:
+        """A kernel can read ``t`` where it is."""
+        return t.is_cuda or t.is_pinned()
 
     def devices(self) -> set[torch.device]:
         """Where the weights lie; looked up once, and again for each capture."""
@@ -222,16 +230,17 @@ class StepRunner:
     # ------------------------------------------------------------------ capture
 
     def _capture(self, ids: Tensor, positions: Tensor, cache: SparseCache, rest: dict) -> CapturedStep:
-        """Run the step twice on state that is put back: once to compile and warm up, once to capture."""
+        """Run the step on state that is put back: once to compile and warm up, once to capture."""
         layers = cache.sparse_layers
         valid = torch.ones_like(ids, dtype=torch.bool) if layers[0].store.padded else None
         ids, positions = ids.clone(), positions.clone()
-        main, side = torch.cuda.Stream(ids.device), torch.cuda.Stream(ids.device)
         rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
         saved = [_Saved(layer) for layer in layers]
         saved_rings = [ring.ring_valid.clone() for ring in rings]
+        cache_ref = weakref.ref(cache)  # or its graphs would keep it alive
 
-        def run():
+        def run(side: torch.cuda.Stream | None):
+            cache = cache_ref()
             replay = Replay(valid, side)
             for layer in layers:
                 layer.replay, layer.store.fixed = replay, True
@@ -240,31 +249,37 @@ class StepRunner:
             try:
                 out = self.original(input_ids=ids, position_ids=positions, past_key_values=cache, **rest)
                 replay.join()
-                return out
+                return type(out)(**{name: value for name, value in out.items() if name != "past_key_values"})
             finally:
-                for layer, state in zip(layers, saved):
+                for layer in layers:
                     layer.replay, layer.store.fixed = None, False
-                    state.put_back_host()
                 for ring in rings:
                     ring.replay = None
 
         try:
-            main.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(main):
-                run()
-            torch.cuda.current_stream().wait_stream(main)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=main, capture_error_mode="thread_local"):
-                output = run()
+            graph, output = self._record(run, ids.device, saved)
             queries = [layer.query for layer in layers]
-            # Without the cache, which its graphs would keep alive.
-            output = type(output)(**{name: value for name, value in output.items() if name != "past_key_values"})
         finally:
             for state in saved:
+                state.put_back_host()
                 state.put_back_device()
             for ring, valid_before in zip(rings, saved_rings):
                 ring.ring_valid.copy_(valid_before)
         return CapturedStep(graph, ids, positions, valid, output, queries)
+
+    def _record(self, run: Callable, device: torch.device, saved: list[_Saved]) -> tuple[torch.cuda.CUDAGraph, object]:
+        """Capture ``run``. (Tests without a GPU put an imitation here.)"""
+        main, side = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        main.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(main):
+            run(side)
+        torch.cuda.current_stream(device).wait_stream(main)
+        for state in saved:
+            state.put_back_host()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=main, capture_error_mode="thread_local"):
+            output = run(side)
+        return graph, output
 
 
 class _Saved:
@@ -272,14 +287,15 @@ class _Saved:
 
     def __init__(self, layer: SparseLayer) -> None:
         self.layer, self.store = layer, layer.store
-        self.length, self.padded = self.store.length, self.store.padded
+        self.length, self.sealed, self.padded = self.store.length, self.store.sealed, self.store.padded
         self.counters = self.store.counters
         self.held = self.counters.copy()
         self.near_valid = self.store.near_valid.clone()
         self.policy = layer.policy.save()
 
     def put_back_host(self) -> None:
-        self.store.length, self.store.padded, self.layer.pending = self.length, self.padded, None
+        self.store.length, self.store.sealed, self.store.padded = self.length, self.sealed, self.padded
+        self.layer.pending = None
         for name, value in self.held.__dict__.items():
             if isinstance(value, int):
                 setattr(self.counters, name, value)

@@ -150,7 +150,7 @@ class SlidingRing(DynamicSlidingWindowLayer):
 
     def attend(self, step: Step, query: Tensor, mask, spec: AttentionSpec, dropout: float = 0.0) -> Tensor:
         """``query [batch, Hq, 1, Dk]`` over the ring and the new token."""
-        length = self.owner.clock.at(self.device, self.cumulative_length)
+        length = self.owner.clock.held(self.device)
         append(step.k, step.v, self.replay.valid, self.ring, self.ring_valid, length, 0)
         step.committed = True
         out = sparse_decode(

@@ -23,7 +23,7 @@ class CacheStats:
         exact_calls: layer calls with several queries over cached tokens (later chunks, second turns, drafts).
         attended_tokens: cached tokens attended to in decode steps.
         context_tokens: cached tokens that full attention would have attended to in them.
-        blocks_chosen: blocks that the coarse level kept.
+        blocks_chosen: blocks that the coarse level kept for a step's attention.
         kv_bytes_read: bytes of keys and values of ``attended_tokens``.
         kv_bytes_dense: bytes of keys and values of ``context_tokens``.
         index_bytes_read: bytes of block bounds and labels read to choose them.

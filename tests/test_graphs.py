@@ -15,7 +15,7 @@ from models import build, model, prompt, reference
 from transformers import TextStreamer
 
 from hf_sparsekv import optimize, unoptimize
-from hf_sparsekv.graphs import runner_of
+from hf_sparsekv.graphs import StepRunner, runner_of
 from hf_sparsekv.sliding import SlidingRing
 
 # ---------------------------------------------------------------------- without a GPU
@@ -45,6 +45,79 @@ def test_unoptimize_restores_everything():
 def test_optimize_needs_our_attention():
     with pytest.raises(ValueError, match="set_attn_implementation"):
         optimize(build("llama", "sdpa"))
+
+
+class Imitation(StepRunner):
+    """Replays without a GPU: every replay runs the step anew with the host's state frozen as it was at the capture.
+
+    So whatever the host decides in a step without the replay knowing shows here as it would on a GPU.
+    """
+
+    @staticmethod
+    def _on_gpu(t):
+        return True
+
+    def _record(self, run, device, saved):
+        output = run(None)
+        queries = [state.layer.query for state in saved]
+        rings = [ring for ring in saved[0].layer.owner.layers if isinstance(ring, SlidingRing)]
+        frozen = [ring.cumulative_length for ring in rings]
+
+        class Graph:
+            def replay(self):
+                now = [type(state)(state.layer) for state in saved]
+                lengths = [ring.cumulative_length for ring in rings]
+                for state in saved:
+                    state.put_back_host()
+                for ring, length in zip(rings, frozen):
+                    ring.cumulative_length = length
+                try:
+                    output.logits.copy_(run(None).logits)
+                    for state, query in zip(saved, queries):
+                        query.copy_(state.layer.query)
+                finally:
+                    for state in now:
+                        state.put_back_host()
+                    for ring, length in zip(rings, lengths):
+                        ring.cumulative_length = length
+
+        return Graph(), output
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("pads", [None, (0, 70)], ids=["plain", "padded"])
+def test_replays_imitated(name, cache, pads):
+    """Through calibration, sealing, growth and changes of mode; same text and counters as eager steps."""
+    inputs = prompt(2, 90, pads)
+    if pads is None:
+        inputs = {"input_ids": inputs["input_ids"][:, :20]}
+    fast = build(name, "sparsekv")
+    runner = Imitation(fast)
+    runner.install()
+    caches = CACHES[cache](**TIGHT), CACHES[cache](**TIGHT)
+    go = {"do_sample": False, "max_new_tokens": 120}
+    expected = model(name).generate(**inputs, past_key_values=caches[0], **go)
+    found = fast.generate(**inputs, past_key_values=caches[1], **go)
+    assert torch.equal(found, expected)
+    assert caches[1].stats() == caches[0].stats()
+    assert runner.replays > 110
+    assert runner.captures < 12
+
+
+@pytest.mark.parametrize("how", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}])
+def test_decoding_imitated(how):
+    inputs = prompt(2, 120, (0, 30))
+    fast = build("llama", "sparsekv")
+    runner = Imitation(fast)
+    runner.install()
+    results = []
+    for one in (model("llama"), fast):
+        torch.manual_seed(5)
+        results.append(one.generate(**inputs, past_key_values=two_level(**TIGHT), max_new_tokens=40, **how))
+    assert torch.equal(*results)
+    assert runner.replays > 30
+    assert runner.captures < 6
 
 
 # ---------------------------------------------------------------------- with one

@@ -91,8 +91,8 @@ def test_blocks_and_index(lag):
         sealed = sealed_at(columns) if lag else sealed_at(columns - 1)
         if sealed > KEEP:
             bounds += sealed * HEADS * LAYERS * 2 * DIM * 4
-            blocks += KEEP * HEADS * LAYERS
     for columns in range(131, 171):
+        blocks += KEEP * HEADS * LAYERS * (sealed_at(columns - 1) > KEEP)
         labels += min(KEEP, sealed_at(columns - 1)) * BLOCK * HEADS * LAYERS * label
     assert stats.blocks_chosen == blocks
     assert stats.index_bytes_read == bounds + labels

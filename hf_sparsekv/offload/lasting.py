@@ -37,3 +37,7 @@ class DeviceLength:
             held[0].fill_(value)
             held[1] = value
         return held[0]
+
+    def held(self, device: torch.device) -> Tensor:
+        """The tensor as it is: what a captured step reads is set before each replay."""
+        return self._held[device][0]

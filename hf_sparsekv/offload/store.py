@@ -89,7 +89,7 @@ class LayerStore:
 
     def append(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
         """Put a few new tokens into the ring: ``k, v [batch, H, q, D]``, ``valid [batch, q]`` bool or None."""
-        length = self.clock.at(self.device, self.length)
+        length = self.clock.held(self.device) if self.fixed else self.clock.at(self.device, self.length)
         append(k, v, valid, self.near_kv, self.near_valid, length, self.sinks)
         self.padded |= valid is not None
         self.length += k.shape[2]

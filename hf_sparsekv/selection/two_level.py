@@ -139,6 +139,7 @@ class TwoLevelPolicy(Policy):
         blocks = None
         if attends == "chosen":
             blocks = self.previous if self.lag else self._choose_blocks(q, store)
+            store.count_blocks(blocks)
         if not self.fine:
             return store.attend(q, blocks, "block", spec)
         fields = store.pool.fields
@@ -182,19 +183,16 @@ class TwoLevelPolicy(Policy):
         if not self.looks_ahead(store):
             self.previous = None
             return
-        self._held.copy_(self._choose_blocks(q, store, count=not again))
+        self._held.copy_(self._choose_blocks(q, store))
         if not again:
             self._count_bounds(store)
         self.previous = self._held
 
-    def _choose_blocks(self, q: Tensor, store: LayerStore, count: bool = True) -> Tensor:
+    def _choose_blocks(self, q: Tensor, store: LayerStore) -> Tensor:
         """``BlockIds [batch, H, coarse_blocks]`` for this query."""
         fields = store.pool.fields
         scores = block_score(q, fields["bounds"], fields["fill"], store.table, self.config.block_reduce)
-        blocks = block_select(scores, self.config.coarse_blocks)
-        if count:
-            store.count_blocks(blocks)
-        return blocks
+        return block_select(scores, self.config.coarse_blocks)
 
     def _label_bytes(self, store: LayerStore) -> int:
         return self.r // 2 + 4 if self.config.label_bits == 4 else self.r * store.dtype.itemsize
