@@ -53,6 +53,7 @@ def needle(args) -> None:
         "full": None,
         "two_level:budget=256,blocks=16": BASE,
         "two_level:budget=256,blocks=16,lag=False": {**BASE, "lag": False},
+        "two_level:budget=256,blocks=16,bound_tokens=16": {**BASE, "bound_tokens": 16},
         "block_only:budget=256": {"token_budget": 256, "level": "block", "lag": False},
         "token_only:budget=256": {"token_budget": 256, "level": "token"},
     }
@@ -77,7 +78,7 @@ def needle(args) -> None:
     table = Table("needles found", *(f"{n} tokens" for n in lengths))
     for name in variants:
         table.add_row(name, *(f"{found[name, n]} of {total}" for n in lengths))
-    Console().print(table)
+    Console(width=140).print(table)
     rows = [
         Row("accuracy", SMALL_MODEL_NAME, name, 1, n, "needle", found[name, n] / total, unit="share")
         for name in variants
@@ -147,6 +148,8 @@ def perplexity(args) -> None:
                 settings |= {"num_blocks": max(16, budget // 16)}
             name = level if level == "two_level" else f"{level}_only"
             variants[f"{name}:budget={budget}"] = settings
+            if level == "two_level":
+                variants[f"{name}:budget={budget},bound_tokens=16"] = {**settings, "bound_tokens": 16}
     compare(args, variants, "perplexity")
 
 
@@ -155,8 +158,9 @@ def choices(args) -> None:
     variants: dict[str, dict | None] = {"two_level": base}
     for key, values in {
         "lag": (False,),
-        "block_reduce": ("max",),
-        "token_reduce": ("max",),
+        "bound_tokens": (16, 32),
+        "block_reduce": ("mean",),
+        "token_reduce": ("mean",),
         "channel_importance": ("mean",),
         "label_channels": (8, 32),
         "label_bits": (16,),
@@ -170,12 +174,8 @@ def choices(args) -> None:
             if key == "block_size":
                 change["num_blocks"] = BASE["num_blocks"] * 64 // value
             variants[f"two_level:{key}={value}"] = {**base, **change}
-    both = {"block_reduce": "max", "token_reduce": "max"}
-    variants["two_level:block_reduce=max,token_reduce=max"] = {**base, **both}
-    variants["two_level:token_reduce=max,lag=False"] = {**base, "token_reduce": "max", "lag": False}
-    variants["two_level:block_reduce=max,token_reduce=max,lag=False"] = {**base, **both, "lag": False}
-    variants["two_level:token_reduce=max,label_channels=8"] = {**base, "token_reduce": "max", "label_channels": 8}
-    variants["two_level:token_reduce=max,label_channels=32"] = {**base, "token_reduce": "max", "label_channels": 32}
+    both = {"block_reduce": "mean", "token_reduce": "mean"}
+    variants["two_level:block_reduce=mean,token_reduce=mean"] = {**base, **both}
     compare(args, variants, "choices at budget 128")
 
 

@@ -82,6 +82,9 @@ class TwoLevelConfig(SparseConfig):
         level: ``"two_level"``, or one of its halves as a baseline: ``"block"`` attends to all tokens of the
             ``token_budget // block_size`` best blocks (as Quest does), ``"token"`` scores the labels of every
             cached token (as Double Sparsity does).
+        bound_tokens: tokens that share one pair of key bounds; divides ``block_size``. A block scores as its best part
+            does: narrower bounds find more, and take ``block_size / bound_tokens`` times the memory and time.
+            ``None`` means one pair a block (AsyncTLS).
         label_channels: channels kept per key in the label cache; even. ``None`` means a quarter of the head
             dimension.
         label_bits: 4 (packed codes with a scale and a zero point per token) or 16 (unquantised).
@@ -100,6 +103,7 @@ class TwoLevelConfig(SparseConfig):
     token_budget: int = 1024
     num_blocks: int | None = None
     level: Literal["two_level", "block", "token"] = "two_level"
+    bound_tokens: int | None = None
     label_channels: int | None = None
     label_bits: int = 4
     channel_file: str | PathLike[str] | None = None
@@ -126,6 +130,12 @@ class TwoLevelConfig(SparseConfig):
             f"level='block' attends to whole blocks: token_budget={self.token_budget} is less than one block of "
             f"{self.block_size} tokens",
         )
+        if self.bound_tokens is not None:
+            _power_of_two("bound_tokens", self.bound_tokens)
+            _require(
+                self.bound_tokens <= self.block_size,
+                f"bound_tokens={self.bound_tokens} exceeds block_size={self.block_size}",
+            )
         if self.label_channels is not None:
             _positive("label_channels", self.label_channels)
             _require(self.label_channels % 2 == 0, f"label_channels must be even, got {self.label_channels}")
@@ -140,6 +150,11 @@ class TwoLevelConfig(SparseConfig):
     def blocks_for_budget(self) -> int:
         """Fewest blocks that hold ``token_budget`` tokens."""
         return -(-self.token_budget // self.block_size)
+
+    @property
+    def bounds_per_block(self) -> int:
+        """Pairs of key bounds that a block has."""
+        return self.block_size // (self.bound_tokens or self.block_size)
 
     @property
     def coarse_blocks(self) -> int:

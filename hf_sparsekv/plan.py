@@ -217,7 +217,8 @@ def plan_memory(
         if index < config.dense_layers:
             continue
         if config.level != "token":
-            bounds += slots * layer.heads * 2 * layer.key_dim * item
+            parts = config.bounds_per_block
+            bounds += slots * parts * (layer.heads * 2 * layer.key_dim * item + (4 if parts > 1 else 0))
         if config.level != "block":
             channels = config.label_channels or max(2, layer.key_dim // 8 * 2)
             code = channels // 2 + 4 if config.label_bits == 4 else channels * item

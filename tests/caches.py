@@ -37,7 +37,8 @@ CACHES: dict[str, Callable[..., SparseCache]] = {
     "device-token": _two_level(False, level="token"),
     "host-token": _two_level(True, level="token"),
     "host-labels16": _two_level(True, label_bits=16),
-    "device-max": _two_level(False, block_reduce="max", token_reduce="max", channel_importance="mean"),
+    "device-mean": _two_level(False, block_reduce="mean", token_reduce="mean", channel_importance="mean"),
     "host-blocks32": _two_level(True, block_size=32, sinks=0),
+    "device-parts": _two_level(False, block_size=32, bound_tokens=8),
     "device-dense1": _two_level(False, dense_layers=1),
 }

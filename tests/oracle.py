@@ -92,8 +92,10 @@ class Oracle:
             if asking is not None:
                 scores = {}
                 for block in blocks:
-                    inside = key[row, head, [c for c in free if c // size == block]]
-                    scores[block] = self.block_bound(asking[row, mine], inside)
+                    part = config.bound_tokens or size
+                    inside = [c for c in free if c // size == block]
+                    pieces = [[c for c in inside if c // part == p] for p in sorted({c // part for c in inside})]
+                    scores[block] = max(self.block_bound(asking[row, mine], key[row, head, one]) for one in pieces)
                 blocks = sorted(blocks, key=lambda b: (-scores[b], b))[:keep]
         candidates = [c for c in free if c // size in blocks]
         if config.level == "block":

@@ -68,6 +68,8 @@ def works(cache, name="llama"):
         ({"level": "blocks"}, "level must be one of 'two_level', 'block', 'token', got 'blocks'"),
         ({"level": "block", "token_budget": 63}, "token_budget=63 is less than one block of 64 tokens"),
         ({"label_channels": 0}, "label_channels must be a positive integer"),
+        ({"bound_tokens": 12}, "bound_tokens must be a power of two"),
+        ({"bound_tokens": 128}, "bound_tokens=128 exceeds block_size=64"),
         ({"label_channels": 7}, "label_channels must be even, got 7"),
         ({"label_bits": 8}, "label_bits must be 4 or 16, got 8"),
         ({"channel_importance": "sum"}, "channel_importance must be one of 'max', 'mean', got 'sum'"),

@@ -18,6 +18,7 @@ CONFIGS = {
     "default": {},
     "block only": {"level": "block"},
     "token only": {"level": "token"},
+    "parts of blocks": {"bound_tokens": 16},
     "16-bit labels": {"label_bits": 16, "label_channels": 6},
     "small blocks": {"block_size": 16, "window": 100, "max_draft": 7, "sinks": 0},
     "no dense layer": {"dense_layers": 0},

@@ -69,16 +69,18 @@ CASES = {
     "two_level": (True, {}),
     "two_level-nolag": (True, {"lag": False}),
     "two_level-device-lag": (False, {"lag": True}),
-    "two_level-max": (False, {"block_reduce": "max", "token_reduce": "max"}),
+    "two_level-mean": (False, {"block_reduce": "mean", "token_reduce": "mean"}),
+    "two_level-parts": (True, {"bound_tokens": 4}),
+    "two_level-parts-mean": (False, {"bound_tokens": 8, "block_reduce": "mean"}),
     "two_level-labels16": (True, {"label_bits": 16}),
     "two_level-mean-importance": (False, {"channel_importance": "mean", "label_channels": 2}),
     "two_level-wide": (True, {"block_size": 32, "window": 5, "max_draft": 0, "sinks": 9}),
     "two_level-dense1": (False, {"dense_layers": 1}),
     "block": (False, {"level": "block"}),
     "block-lag": (True, {"level": "block"}),
-    "block-max": (False, {"level": "block", "block_reduce": "max", "sinks": 0}),
+    "block-mean": (False, {"level": "block", "block_reduce": "mean", "sinks": 0}),
     "token": (True, {"level": "token"}),
-    "token-max": (False, {"level": "token", "token_reduce": "max"}),
+    "token-mean": (False, {"level": "token", "token_reduce": "mean"}),
 }
 ODD_BUDGET = {"token_budget": 24, "num_blocks": 3}
 

@@ -44,7 +44,10 @@ class TwoLevelPolicy(Policy):
             shape = (store.batch, heads, self.config.coarse_blocks)
             self._held = torch.full(shape, -1, dtype=torch.int32, device=store.device)
         if self.coarse and "bounds" not in pool.fields:
-            pool.add_field("bounds", (heads, 2, dim), store.dtype)
+            parts = self.config.bounds_per_block
+            pool.add_field("bounds", (parts, heads, 2, dim), store.dtype)
+            if parts > 1:
+                pool.add_field("part_fill", (parts,), torch.int32)
         if not self.fine:
             return
         r = self.config.label_channels or max(2, dim // 8 * 2)
@@ -86,20 +89,22 @@ class TwoLevelPolicy(Policy):
     def index(self, kv: Tensor, flags: Tensor) -> dict[str, Tensor]:
         fields = {}
         if self.coarse:
-            fields["bounds"] = self._bounds(kv, flags)
+            fields.update(self._bounds(kv, flags))
         if self.fine and self.channels is not None:
             fields.update(self._labels(kv))
         return fields
 
-    def _bounds(self, kv: Tensor, flags: Tensor) -> Tensor:
-        """Largest and smallest selectable key per channel, ``[n, batch, H, 2, Dk]``.
+    def _bounds(self, kv: Tensor, flags: Tensor) -> dict[str, Tensor]:
+        """Largest and smallest selectable key per channel, ``[n, batch, parts, H, 2, Dk]``.
 
-        A block without any gets bounds that score lower than every real block; it is skipped by its ``fill`` anyway.
+        A part without any gets bounds that score lower than every real one; it is skipped by its fill anyway.
         """
-        keys = kv[..., : self._key_dim]
-        limit = torch.finfo(keys.dtype).max
-        out = (flags != VALID)[:, :, None, :, None]
-        return torch.stack((keys.masked_fill(out, -limit).amax(3), keys.masked_fill(out, limit).amin(3)), dim=3)
+        parts = self.config.bounds_per_block
+        keys = kv[..., : self._key_dim].unflatten(3, (parts, -1)).transpose(2, 3)  # [n, batch, parts, H, tokens, Dk]
+        usable = (flags == VALID).unflatten(2, (parts, -1))  # [n, batch, parts, tokens]
+        limit, out = torch.finfo(keys.dtype).max, ~usable[:, :, :, None, :, None]
+        bounds = torch.stack((keys.masked_fill(out, -limit).amax(4), keys.masked_fill(out, limit).amin(4)), dim=4)
+        return {"bounds": bounds} | ({"part_fill": usable.sum(-1)} if parts > 1 else {})
 
     def _labels(self, kv: Tensor) -> dict[str, Tensor]:
         n, _, _, size, _ = kv.shape
@@ -166,7 +171,8 @@ class TwoLevelPolicy(Policy):
             store.count_index(store.batch * store.heads * blocks * store.block_size * self._label_bytes(store))
 
     def _count_bounds(self, store: LayerStore) -> None:
-        store.count_index(store.batch * store.heads * store.sealed * 2 * store.key_dim * store.dtype.itemsize)
+        pairs = store.batch * store.heads * store.sealed * self.config.bounds_per_block
+        store.count_index(pairs * 2 * store.key_dim * store.dtype.itemsize)
 
     def looks_ahead(self, store: LayerStore) -> bool:
         known = self.channels is not None or not self.fine
@@ -191,7 +197,14 @@ class TwoLevelPolicy(Policy):
     def _choose_blocks(self, q: Tensor, store: LayerStore) -> Tensor:
         """``BlockIds [batch, H, coarse_blocks]`` for this query."""
         fields = store.pool.fields
-        scores = block_score(q, fields["bounds"], fields["fill"], store.table, self.config.block_reduce)
+        parts, table, fill = self.config.bounds_per_block, store.table, fields["fill"]
+        if parts > 1:  # the parts of a block are slots of their own to the operator
+            part = torch.arange(parts, dtype=torch.int32, device=q.device)
+            table = torch.where(table[..., None] < 0, -1, table[..., None] * parts + part).flatten(1)
+            fill = fields["part_fill"].flatten()
+        scores = block_score(q, fields["bounds"].flatten(0, 1), fill, table, self.config.block_reduce)
+        if parts > 1:
+            scores = scores.unflatten(-1, (-1, parts)).amax(-1)
         return block_select(scores, self.config.coarse_blocks)
 
     def _label_bytes(self, store: LayerStore) -> int:
