@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from .._dispatch import use_triton
+from .reference import MAX_WIDTH
 from .reference import add_norm as _reference
 
-__all__ = ["add_norm"]
+__all__ = ["MAX_WIDTH", "add_norm"]
 
 
 def add_norm(

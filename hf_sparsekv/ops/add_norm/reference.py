@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+MAX_WIDTH = 32768  # the kernel's limit: a program holds a whole row in registers
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
     """``x`` ``[..., n]`` over its root mean square, times ``weight`` ``[n]``, in the dtype of ``x``.

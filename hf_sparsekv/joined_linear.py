@@ -1,0 +1,96 @@
+"""Linear layers that read the same input, computed as one matrix product."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def is_observed(module: nn.Module) -> bool:
+    """Whether someone's hooks want to see this module called; transformers' own recording of outputs aside."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
+
+
+class JoinedLinear:
+    """The linear layers ``names`` of a module, their weights stacked in one block of memory.
+
+    The layers keep their parameters, which become views of the block: nothing is stored twice, ``state_dict()`` and
+    saving give what they gave before. The block is found through these views and held by nobody else, so a layer
+    that is moved, copied or replaced simply takes part no more, and then each layer is called by itself.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def _layers(self, owner: nn.Module) -> list[nn.Module]:
+        return [getattr(owner, name) for name in self.names]
+
+    def parameters(self, owner: nn.Module) -> list[nn.Parameter]:
+        return [p for layer in self._layers(owner) for p in layer.parameters(recurse=False)]
+
+    def why_not(self, owner: nn.Module) -> str | None:
+        """Why the layers of ``owner`` cannot be joined, in words."""
+        layers = self._layers(owner)
+        # Exact types: quantised and LoRA layers are subclasses or other classes, and so are their weights.
+        if any(type(layer) is not nn.Linear for layer in layers):
+            return "a projection is not a plain linear layer"
+        parameters = self.parameters(owner)
+        if any(type(p) is not nn.Parameter or type(p.data) is not Tensor for p in parameters):
+            return "a projection's weight is not a plain tensor"
+        if any("forward" in layer.__dict__ or hasattr(layer, "parametrizations") for layer in layers):
+            return "another tool has changed a projection"
+        if any(is_observed(layer) for layer in layers):
+            return "a projection has hooks"
+        if len({(p.device, p.dtype) for p in parameters}) != 1 or parameters[0].dtype not in _DTYPES:
+            return "the projections' weights differ in device or dtype, or are quantised"
+        if any(p.is_inference() or not p.is_contiguous() for p in parameters):
+            return "a projection's weight cannot be moved"
+        if len({layer.in_features for layer in layers}) != 1 or len({layer.bias is None for layer in layers}) != 1:
+            return "the projections differ in shape"
+        return None
+
+    @torch.no_grad()
+    def join(self, owner: nn.Module) -> None:
+        """Move the weights into one block. Needs the memory of this block beside the model while it runs."""
+        layers = self._layers(owner)
+        for name in ("weight", "bias"):
+            parameters = [getattr(layer, name) for layer in layers]
+            if parameters[0] is None:
+                continue
+            block = torch.cat([p.data for p in parameters])
+            for p, part in zip(parameters, block.split([p.shape[0] for p in parameters])):
+                p.data = part
+
+    @torch.no_grad()
+    def part(self, owner: nn.Module) -> None:
+        """Give each layer memory of its own again."""
+        for p in self.parameters(owner):
+            if p.untyped_storage().nbytes() != p.nbytes:
+                p.data = p.data.clone()
+
+    def _block(self, layers: list[nn.Module], name: str) -> Tensor | None:
+        """The stacked weights ``[sum of rows, ...]``, or ``None`` if they do not lie one after another any more."""
+        parameters = [getattr(layer, name) for layer in layers]
+        first = parameters[0]
+        memory, at = first.untyped_storage().data_ptr(), first.data_ptr()
+        for p in parameters:
+            if p.data_ptr() != at or p.untyped_storage().data_ptr() != memory or p.dtype != first.dtype:
+                return None
+            at += p.nbytes
+        rows = sum(p.shape[0] for p in parameters)
+        return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+    def __call__(self, owner: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+        """What each layer makes of ``x`` ``[..., in]``: views ``[..., out]`` of one tensor while they are joined."""
+        layers = self._layers(owner)
+        if all(type(layer) is nn.Linear and not is_observed(layer) for layer in layers):
+            weight = self._block(layers, "weight")
+            has_bias = layers[0].bias is not None
+            bias = self._block(layers, "bias") if has_bias else None
+            if weight is not None and (bias is not None) == has_bias:
+                return F.linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
+        return tuple(layer(x) for layer in layers)

@@ -1,0 +1,397 @@
+"""The fused layers: the same model as before, nothing changed outside of it, and everything undone.
+
+Without a GPU the operators' references run, with the test for CUDA lifted.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+
+import pytest
+import torch
+import transformers
+from caches import CACHES, FULL
+from models import MODELS, REFERENCE, build, prompt
+from torch import nn
+from transformers import DynamicCache
+
+from hf_sparsekv import fused, fused_layers
+from hf_sparsekv.fused import ARCHS, fuse, why_not
+from hf_sparsekv.fused_layers import FusedLayer, FusedNorm
+
+pytestmark = pytest.mark.quick
+
+KINDS = [name for name, (_, config, _) in MODELS.items() if config.model_type.removesuffix("_text") in ARCHS]
+VARIANTS = {
+    "llama-bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "phi3-partial": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    **{name: (name, {}) for name in KINDS},
+}
+
+
+@pytest.fixture
+def anywhere(monkeypatch):
+    """Let the fused code run on the CPU."""
+    monkeypatch.setattr(fused_layers, "accelerated", lambda t: True)
+
+
+def made(variant: str, attn: str | None = None, seed: int = 0) -> nn.Module:
+    """A model whose norms and biases are not all ones and zeros."""
+    name, changes = VARIANTS[variant]
+    model = build(name, attn or REFERENCE.get(name, "sdpa"), seed, **changes)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def logits(model: nn.Module, pads: tuple[int, ...] | None = (0, 3)) -> torch.Tensor:
+    """Of a prefill and three single tokens, ``[batch, q, vocab]``."""
+    given = prompt(2, 24, pads)
+    device = next(model.parameters()).device
+    ids, mask = given["input_ids"].to(device), given["attention_mask"].to(device)
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    cache, rows = DynamicCache(config=model.config), []
+    with torch.no_grad():
+        for lo, hi in ((0, 21), (21, 22), (22, 23), (23, 24)):
+            out = model(
+                ids[:, lo:hi],
+                attention_mask=mask[:, :hi],
+                position_ids=positions[:, lo:hi],
+                past_key_values=cache,
+            )
+            rows.append(out.logits)
+    return torch.cat(rows, dim=1)
+
+
+def snapshot(model: nn.Module) -> list:
+    """Class, attributes and memory of every module; tensors by identity, value and layout."""
+    rows = []
+    for name, module in model.named_modules():
+        rows.append((name, type(module), sorted(module.__dict__), {k: id(v) for k, v in module.__dict__.items()}))
+        for key, p in module.named_parameters(recurse=False):
+            rows.append((name, key, id(p), p.stride(), p.requires_grad, p.untyped_storage().nbytes(), p.tolist()))
+        for key, hooks in module.__dict__.items():
+            if "hooks" in key:
+                rows.append((name, key, len(hooks)))
+    return rows
+
+
+def module_globals() -> dict[str, dict]:
+    """What every modeling file and torch.nn.Linear hold."""
+    files = {f"transformers.models.{name}.modeling_{name}" for name in ARCHS}
+    found = {file: dict(vars(importlib.import_module(file))) for file in files}
+    classes = [c for names in found.values() for c in names.values() if isinstance(c, type)]
+    found["classes"] = {c: dict(vars(c)) for c in (*classes, nn.Linear, nn.Module)}
+    return found
+
+
+@pytest.mark.parametrize("linears", [True, False], ids=["linears", "layers"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_same_logits(anywhere, variant, linears):
+    model = made(variant)
+    want = logits(model)
+    fusion = fuse(model, linears=linears)
+    layers = model.config.num_hidden_layers
+    assert fusion.skipped == []
+    assert fusion.counts["DecoderLayer"] == fusion.counts["Attention"] == fusion.counts["MLP"] == layers
+    joined = linears and not variant.startswith("phi3")
+    assert (fusion.counts.get("qkv", 0), fusion.counts.get("gate_up", 0)) == (layers * joined, layers * joined)
+    got = logits(model)
+    assert (got - want).norm() < 1e-5 * want.norm()
+    fusion.undo()
+    assert torch.equal(logits(model), want)
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "gemma3", "phi3"])
+def test_the_fused_code_runs(anywhere, monkeypatch, variant):
+    """Every operator is called as often as the architecture says: nothing falls back unseen."""
+    model = made(variant)
+    calls = []
+    for op in ("add_norm", "qk_rope", "gated"):
+        original = getattr(fused_layers, op)
+        monkeypatch.setattr(
+            fused_layers, op, lambda *a, _op=op, _original=original: (calls.append(_op), _original(*a))[1]
+        )
+    fuse(model)
+    with torch.no_grad():
+        model(torch.tensor([[5, 6, 7]]))
+        n = model.config.num_hidden_layers
+        # One norm before the first layer, then one sum after each attention and each MLP.
+        assert (calls.count("add_norm"), calls.count("qk_rope"), calls.count("gated")) == (1 + 2 * n, n, n)
+        calls.clear()
+        with torch.inference_mode():
+            model(torch.tensor([[5, 6, 7]]))
+        assert (calls.count("add_norm"), calls.count("qk_rope"), calls.count("gated")) == (1 + 2 * n, n, n)
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "gemma2"])
+def test_generate_with_our_cache(anywhere, variant):
+    stock, ours = made(variant), made(variant, "sparsekv")
+    fuse(ours)
+    given = prompt(2, 70, (0, 9))
+    want = stock.generate(**given, do_sample=False, max_new_tokens=20)
+    cache = CACHES["host"](model_config=ours.config, **FULL)
+    got = ours.generate(**given, do_sample=False, max_new_tokens=20, past_key_values=cache)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_undo_restores_everything(anywhere, variant):
+    model = made(variant)
+    outside = module_globals()
+    before = snapshot(model)
+    fusion = fuse(model)
+    assert module_globals() == outside
+    assert snapshot(model) != before
+    logits(model)
+    assert module_globals() == outside
+    fusion.undo()
+    assert snapshot(model) == before
+    fusion.undo()
+    assert snapshot(model) == before
+    assert fuse(model) is not None  # and again
+
+
+def test_another_model_is_untouched(anywhere):
+    model, other = made("qwen3"), made("qwen3", seed=1)
+    before, want = snapshot(other), logits(other)
+    fusion = fuse(model)
+    assert snapshot(other) == before
+    assert torch.equal(logits(other), want)
+    logits(model)
+    assert torch.equal(logits(other), want)
+    fusion.undo()
+    assert torch.equal(logits(other), want)
+
+
+def test_originals_run_on_the_cpu_and_with_gradients(monkeypatch):
+    model = made("qwen3")
+    want = logits(model)
+    fusion = fuse(model)
+    assert torch.equal(logits(model), want)
+    assert any("not on a CUDA device" in line for line in fusion.skipped)
+    fusion.undo()
+    ids = torch.tensor([[5, 6, 7]])
+    model(ids, labels=ids).loss.backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    monkeypatch.setattr(fused_layers, "accelerated", lambda t: True)
+    fuse(model)
+    model(ids, labels=ids).loss.backward()
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), grads))
+
+
+def test_hooks_see_what_they_saw(anywhere):
+    """Outputs of observed modules, and what a hook writes into the residual stream, count as before."""
+
+    def run(fusing: bool, in_place: bool) -> list[torch.Tensor]:
+        model, seen = made("gemma3"), []
+        if fusing:
+            fuse(model)
+
+        def steer(module, args, output):
+            return output.add_(0.5) if in_place else output + 0.5
+
+        layer = model.model.layers[1]
+        watched = (
+            layer.input_layernorm,
+            layer.post_attention_layernorm,
+            layer.post_feedforward_layernorm,
+            layer.self_attn.q_norm,
+            layer.self_attn.k_proj,
+            layer.mlp.up_proj,
+        )
+        for module in watched:
+            module.register_forward_hook(lambda m, a, out: seen.append(out.clone()))
+        model.model.layers[0].register_forward_hook(steer)
+        return [logits(model, None), *seen]
+
+    for in_place in (False, True):
+        want, got = run(False, in_place), run(True, in_place)
+        assert len(got) == len(want) == 1 + 6 * 4
+        for a, b in zip(got, want):
+            # transformers normalises queries after they are transposed in some versions.
+            b = b if a.shape == b.shape else b.transpose(1, 2)
+            assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+def test_recorded_outputs(anywhere):
+    model = made("qwen3", "eager")
+    ids = prompt(2, 9)["input_ids"]
+    with torch.no_grad():
+        want = model(ids, output_hidden_states=True, output_attentions=True)
+        fuse(model)
+        got = model(ids, output_hidden_states=True, output_attentions=True)
+    for a, b in zip(got.hidden_states + got.attentions, want.hidden_states + want.attentions):
+        assert (a - b).norm() <= 1e-5 * b.norm()
+    assert not any(hasattr(t, fused_layers._READY) for t in got.hidden_states)
+
+
+def test_joined_weights(anywhere, tmp_path):
+    """No weight is stored twice; saving, loading, copying and moving work, and what is moved is still right."""
+    model = made("llama-bias")
+    want, state = logits(model), {k: v.clone() for k, v in model.state_dict().items()}
+    memory = sum(p.nbytes for p in model.parameters())
+    fusion = fuse(model)
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    assert sum(storages.values()) == memory
+    assert model.state_dict().keys() == state.keys()
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in state.items())
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert torch.equal(logits(again), want)
+
+    other = made("llama-bias", seed=1)
+    model.load_state_dict(other.state_dict())
+    assert (logits(model) - logits(other)).norm() < 1e-5 * want.norm()
+    model.load_state_dict(state)
+
+    copied = copy.deepcopy(model)
+    model.load_state_dict(other.state_dict())  # does not reach the copy
+    assert (logits(copied) - want).norm() < 1e-5 * want.norm()
+    model.load_state_dict(state)
+
+    model.double().float()  # gives each weight memory of its own
+    assert (logits(model) - want).norm() < 1e-5 * want.norm()
+    fusion.undo()
+    assert torch.equal(logits(model), want)
+
+
+def test_projections_that_are_replaced(anywhere):
+    """A layer that takes a projection's place after fusing is called."""
+    model = made("qwen2")
+    fuse(model)
+    plain = made("qwen2")
+    for m in (model, plain):
+        projection = m.model.layers[0].self_attn.k_proj
+        m.model.layers[0].self_attn.k_proj = nn.Sequential(projection, nn.Tanh())
+    want = logits(plain)
+    assert (logits(model) - want).norm() < 1e-5 * want.norm()
+
+
+class Scaled(nn.Linear):
+    """Stands for a quantised or LoRA layer."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_special_projections_stay(anywhere):
+    model = made("llama")
+    model.model.layers[1].mlp.up_proj.__class__ = Scaled
+    want = logits(model)
+    fusion = fuse(model)
+    assert fusion.counts["gate_up"] == fusion.counts["qkv"] - 1
+    assert fusion.skipped == ["MLP: a projection is not a plain linear layer (1 modules)"]
+    assert (logits(model) - want).norm() < 1e-5 * want.norm()
+
+
+def test_reasons(anywhere, monkeypatch):
+    assert "no layers of a supported architecture" in why_not(build("gpt-oss", "eager"))
+    assert fuse(build("gpt-oss", "eager")) is None
+    assert fuse(nn.Linear(3, 4)) is None
+    model = made("qwen3")
+    assert why_not(model) is None
+    model.model.layers[0].mlp.forward = model.model.layers[0].mlp.forward
+    assert "replaced" in why_not(model)
+    del model.model.layers[0].mlp.forward
+    fusion = fuse(model)
+    assert "already" in why_not(model)
+    fusion.undo()
+    known = fused._names
+    with monkeypatch.context() as patch:
+        patch.setattr(fused, "_names", lambda arch: {**known(arch), "MLP": {"other"}})
+        assert "Qwen3MLP" in why_not(model)
+    model.model.layers[1].mlp.act_fn = nn.ReLU()
+    assert fuse(model).skipped == ["MLP: unknown activation (1 modules)"]
+    assert "not loaded" in why_not(build("llama", "sdpa").to("meta"))
+
+
+def test_dropping_a_fused_model_frees_it(anywhere):
+    import gc
+    import weakref
+
+    model = made("llama")
+    fusion = fuse(model)
+    gc.collect()
+    gc.disable()
+    try:
+        weight = weakref.ref(model.model.layers[0].self_attn.q_proj.weight)
+        del model, fusion
+        assert weight() is None, "there is a reference cycle"
+    finally:
+        gc.enable()
+
+
+# ------------------------------------------------------------------ on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "f16", "f32"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gpu_logits(variant, dtype):
+    """As close to float32 as transformers' own code is in the same dtype."""
+    exact = logits(made(variant).cuda().double().float())
+    model = made(variant).cuda().to(dtype)
+    stock = logits(model).float()
+    fusion = fuse(model)
+    assert fusion.skipped == []
+    ours = logits(model).float()
+    size = exact.norm()
+    error, baseline = (ours - exact).norm() / size, (stock - exact).norm() / size
+    print(f"{variant} {dtype}: error {error:.2e}, unfused {baseline:.2e}, apart {(ours - stock).norm() / size:.2e}")
+    assert error < 1.3 * baseline + 2e-5
+    fusion.undo()
+    assert torch.equal(logits(model).float(), stock)
+
+
+@pytest.mark.gpu
+def test_gpu_capture():
+    """A captured forward pass gives what the eager one gives."""
+    model = made("qwen3").cuda().to(torch.bfloat16)
+    fuse(model)
+    ids = torch.randint(2, 90, (2, 1), device="cuda")
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            model(ids, use_cache=False)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = model(ids, use_cache=False).logits
+    for _ in range(3):
+        got.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+def test_gpu_memory():
+    """Joining and parting leave as much memory allocated as before."""
+    model = made("llama").cuda()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    fusion = fuse(model)
+    assert torch.cuda.memory_allocated() <= before
+    fusion.undo()
+    assert torch.cuda.memory_allocated() <= before
+
+
+def test_classes_keep_their_names(anywhere):
+    model = made("qwen3")
+    fuse(model)
+    layer = model.model.layers[0]
+    assert type(layer).__name__ == "Qwen3DecoderLayer"
+    assert isinstance(layer, FusedLayer)
+    assert isinstance(layer, transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer)
+    assert isinstance(model.model.norm, FusedNorm)
+    assert type(layer.mlp.down_proj) is nn.Linear
