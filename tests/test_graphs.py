@@ -243,7 +243,9 @@ def test_second_turn_copies_and_two_caches():
         turn = one.generate(**first, past_key_values=cache, **go)
         branch = copy.deepcopy(cache)
         side = one.generate(**first, past_key_values=other, **go)
-        second = one.generate(torch.cat((turn, more), 1), past_key_values=cache, **go)
+        again = torch.cat((turn, more), 1)
+        go["attention_mask"] = torch.ones_like(again)  # or generate() takes an answer's tokens for padding
+        second = one.generate(again, past_key_values=cache, **go)
         third = one.generate(torch.cat((turn, more.flip(1)), 1), past_key_values=branch, **go)
         results.append((turn, side, second, third))
     for expected, found in zip(*results):

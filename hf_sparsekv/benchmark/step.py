@@ -186,6 +186,7 @@ def captured_sdpa_ms(model, batch: int, context: int) -> list[float]:
     for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
         with sdpa_kernel(backend):
             stream = torch.cuda.Stream()
+            torch.cuda.synchronize()
             with torch.cuda.stream(stream):
                 model(input_ids=ids, position_ids=position, use_cache=False)
             torch.cuda.synchronize()

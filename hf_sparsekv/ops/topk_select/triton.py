@@ -1,8 +1,7 @@
 """The k best entries of each row as ascending ids: the kernels.
 
-Scores are compared as integers that order as the floats do. One program holds a whole row and bisects the
-threshold; rows that are too long for that are in ``long_rows``. Either way one prefix sum gives the ids in
-ascending order.
+Scores are compared as integers that order as the floats do. One program holds a whole row (``row``); rows that are
+too long for that are in ``long_rows``. Either way one prefix sum gives the ids in ascending order.
 """
 
 from __future__ import annotations
@@ -14,10 +13,12 @@ from torch import Tensor
 
 from .._dispatch import require_dense_rows
 from . import long_rows
-from .keys import MINUS_INF, ordered, pad, take, write
+from .keys import ordered
 from .long_rows import CHUNK
+from .row import select_row
 
 ROW = 16384  # entries that one program holds in registers. Not tuned yet.
+WAYS = 5  # parts into which a pass cuts the threshold's range: 2, 3, 4, 5 or 8. Not tuned yet.
 
 
 @triton.jit
@@ -37,6 +38,7 @@ def _row_kernel(
     BLOCK_SIZE: tl.constexpr,
     N: tl.constexpr,
     TAIL: tl.constexpr,
+    WAYS: tl.constexpr,
 ):
     """Select from one whole row."""
     i_row = tl.program_id(0)
@@ -45,25 +47,14 @@ def _row_kernel(
     p_row = p_scores + i_batch * scores_batch + i_head * scores_head
     b_key = ordered(tl.load(p_row + o_n, mask=o_n < n, other=float("-inf")))  # [N]
 
-    # Invariant: at least k keys >= lo (or lo = -inf), fewer than k keys >= hi. Any lo with exactly k will do.
-    usable = tl.sum((b_key > MINUS_INF).to(tl.int32), 0)
-    count = usable
-    lo = tl.full([], MINUS_INF, tl.int64)
-    hi = tl.where(usable > k, tl.max(b_key, 0).to(tl.int64) + 1, lo)
-    while (hi - lo > 1) & (count != k):
-        middle = lo + (hi - lo) // 2
-        found = tl.sum((b_key >= middle.to(tl.int32)).to(tl.int32), 0)
-        enough = found >= k
-        count = tl.where(enough, found, count)
-        lo = tl.where(enough, middle, lo)
-        hi = tl.where(enough, hi, middle)
-
-    threshold = lo.to(tl.int32)
-    need = k - tl.sum((b_key > threshold).to(tl.int32), 0)
-    m_take, b_at = take(b_key, threshold, 0, 0, need)
     p_to = p_out + i_batch * out_batch + i_head * out_head
-    write(p_to, p_blocks + i_batch * blocks_batch + i_head * blocks_head, o_n, b_at, m_take, BLOCK_SIZE)
-    pad(p_to, tl.minimum(usable, k), k, TAIL)
+    p_row = p_blocks + i_batch * blocks_batch + i_head * blocks_head
+    select_row(p_to, p_row, b_key, n // BLOCK_SIZE if BLOCK_SIZE > 0 else 0, k, BLOCK_SIZE, N, TAIL, WAYS)
+
+
+def row_warps(width: int) -> int:
+    """Warps of a program that selects from ``width`` entries. Not tuned yet."""
+    return 4 if width <= 2048 else 8 if width <= 4096 else 16
 
 
 def scratch_size(scores: Tensor, row: int = ROW, chunk: int = CHUNK) -> int:
@@ -81,6 +72,8 @@ def _select(
     scratch: Tensor | None,
     row: int,
     chunk: int,
+    ways: int,
+    warps: int | None,
 ) -> Tensor:
     batch, heads, n = scores.shape
     if out is None:
@@ -102,7 +95,7 @@ def _select(
                 scratch = torch.empty(size, dtype=torch.int32, device=scores.device)
             long_rows.select_long(scores, block_ids, k, out, scratch, chunk, fixed)
             return out
-        width = max(16, triton.next_power_of_2(n))
+        width = max(16, block_size, triton.next_power_of_2(n))
         _row_kernel[(batch * heads,)](
             scores,
             block_ids,
@@ -113,7 +106,8 @@ def _select(
             *block_ids.stride()[:2],
             *out.stride()[:2],
             N=width,
-            num_warps=4 if width <= 2048 else 8 if width <= 4096 else 16,  # not tuned yet
+            WAYS=ways,
+            num_warps=warps or row_warps(width),
             **fixed,
         )
     return out
@@ -127,12 +121,15 @@ def block_select(
     scratch: Tensor | None = None,
     row: int = ROW,
     chunk: int = CHUNK,
+    ways: int = WAYS,
+    warps: int | None = None,
 ) -> Tensor:
     """As ``reference.block_select``, into ``out`` if given.
 
-    ``scratch`` is int32 of ``scratch_size(scores)`` entries; ``row`` and ``chunk`` replace the constants.
+    ``scratch`` is int32 of ``scratch_size(scores)`` entries; ``row``, ``chunk``, ``ways`` and ``warps`` replace
+    the constants.
     """
-    return _select(scores, None, k, 0, out, scratch, row, chunk)
+    return _select(scores, None, k, 0, out, scratch, row, chunk, ways, warps)
 
 
 def token_select(
@@ -145,6 +142,8 @@ def token_select(
     scratch: Tensor | None = None,
     row: int = ROW,
     chunk: int = CHUNK,
+    ways: int = WAYS,
+    warps: int | None = None,
 ) -> Tensor:
     """As ``reference.token_select``; the rest as for ``block_select``."""
-    return _select(scores, block_ids, k, block_size, out, scratch, row, chunk)
+    return _select(scores, block_ids, k, block_size, out, scratch, row, chunk, ways, warps)
