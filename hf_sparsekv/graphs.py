@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .cache import SparseCache
+from .fused import Fusion, fuse, why_not
 from .layer import SparseLayer
 from .sliding import SlidingRing
 
@@ -82,6 +83,7 @@ class StepRunner:
         self.graphs: weakref.WeakKeyDictionary[SparseCache, dict] = weakref.WeakKeyDictionary()
         self.lock = threading.RLock()
         self.captures = self.replays = 0
+        self.fusion: Fusion | None = None
         self._said: set[str] = set()
         self._devices: set[torch.device] | None = None
 
@@ -103,6 +105,9 @@ class StepRunner:
         else:
             del self.model.forward
         self.graphs.clear()
+        if self.fusion is not None:
+            self.fusion.undo()
+            self.fusion = None
 
     # ------------------------------------------------------------------ a call
 
@@ -313,7 +318,7 @@ class _Saved:
         self.layer.policy.restore_device(self.policy)
 
 
-def optimize(model: torch.nn.Module) -> torch.nn.Module:
+def optimize(model: torch.nn.Module, fused: bool | None = None) -> torch.nn.Module:
     """Make ``model`` decode by replaying captured steps whenever it runs over one of our caches.
 
     Prefill, other caches and whatever cannot be captured run as before; the reason is said once. The logits of a step
@@ -321,20 +326,31 @@ def optimize(model: torch.nn.Module) -> torch.nn.Module:
 
     Args:
         model: a causal language model loaded with ``attn_implementation="sparsekv"``.
+        fused: run norms, rotary embedding and activations as few kernels, and parallel projections as one product, on
+            this model only (:func:`hf_sparsekv.fused.fuse`). Results change by rounding. ``None``: where the
+            architecture is known and Triton is there.
 
     Returns:
         The model itself.
 
     Raises:
-        ValueError: the model uses another attention implementation.
+        ValueError: the model uses another attention implementation, or ``fused=True`` is not possible.
     """
     if model.config._attn_implementation != "sparsekv":
         raise ValueError(
             f"optimize() needs attn_implementation='sparsekv', the model has {model.config._attn_implementation!r}: "
             "call model.set_attn_implementation('sparsekv') first"
         )
-    if runner_of(model) is None:
-        StepRunner(model).install()
+    if runner_of(model) is not None:
+        return model
+    runner = StepRunner(model)
+    if fused is not False:
+        reason = why_not(model)
+        if reason is None:
+            runner.fusion = fuse(model)
+        elif fused:
+            raise ValueError(f"fused=True is not possible: {reason}")
+    runner.install()
     return model
 
 

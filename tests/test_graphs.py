@@ -42,6 +42,11 @@ def test_unoptimize_restores_everything():
     unoptimize(ours)
 
 
+def test_fused_needs_a_known_architecture():
+    with pytest.raises(ValueError, match="fused=True is not possible"):
+        optimize(build("gpt-oss", "sparsekv"), fused=True)
+
+
 def test_optimize_needs_our_attention():
     with pytest.raises(ValueError, match="set_attn_implementation"):
         optimize(build("llama", "sdpa"))
@@ -124,9 +129,9 @@ def test_decoding_imitated(how):
 
 
 def pair(name: str, dtype: torch.dtype = torch.float32):
-    """The same model eager and optimised, on the GPU."""
+    """The same model eager and optimised, on the GPU. Not fused: its rounding could turn a selection."""
     eager = build(name, "sparsekv").cuda().to(dtype)
-    fast = optimize(build(name, "sparsekv").cuda().to(dtype))
+    fast = optimize(build(name, "sparsekv").cuda().to(dtype), fused=False)
     return eager, fast
 
 
@@ -251,6 +256,23 @@ def test_second_turn_copies_and_two_caches():
     for expected, found in zip(*results):
         assert torch.equal(found, expected)
     assert runner_of(fast).replays > 100
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3", "gemma2"])
+def test_fused(name):
+    """Everything on; dense attention, which rounding does not turn. A second model is left alone, undoing restores."""
+    inputs = on_gpu(2, 150, (0, 33))
+    go = {"do_sample": False, "max_new_tokens": 80}
+    fast, other = build(name, "sparsekv").cuda(), build(name, "sparsekv").cuda()
+    before = other(**inputs).logits
+    expected = other.generate(**inputs, past_key_values=two_level(**FULL), **go)
+    optimize(fast, fused=True)
+    assert torch.equal(fast.generate(**inputs, past_key_values=two_level(**FULL), **go), expected)
+    assert runner_of(fast).replays == 79
+    with torch.no_grad():
+        assert torch.equal(other(**inputs).logits, before)
+        assert torch.equal(unoptimize(fast)(**inputs).logits, before)
 
 
 @pytest.mark.gpu

@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from .. import OffloadConfig, OffloadedSparseCache, TwoLevelConfig, optimize, unoptimize
+from ..fused import fuse
 from ..graphs import runner_of
 from .operator_timing import read_bandwidth
 from .results import Row, append_rows, device_name, versions
@@ -160,7 +161,7 @@ def replay_ms(model, cache) -> list[float]:
 
 
 @torch.no_grad()
-def captured_sdpa_ms(model, batch: int, context: int) -> list[float]:
+def captured_sdpa_ms(model, batch: int, context: int, fused: bool) -> list[float]:
     """The same forward captured with the best dense attention that torch has: what sparse decoding has to beat.
 
     Keys and values lie as sdpa likes them, nothing is appended beyond the last column, no mask is made.
@@ -180,6 +181,7 @@ def captured_sdpa_ms(model, batch: int, context: int) -> list[float]:
     AttentionInterface.register("benchmark_dense", attend)
     unoptimize(model)
     model.set_attn_implementation("benchmark_dense")
+    fusion = fuse(model) if fused else None
     ids = torch.zeros(batch, 1, dtype=torch.long, device="cuda")
     position = torch.full((batch, 1), context, device="cuda")
     medians = {}
@@ -195,6 +197,10 @@ def captured_sdpa_ms(model, batch: int, context: int) -> list[float]:
                 model(input_ids=ids, position_ids=position, use_cache=False)
         times = timed(graph.replay)
         medians[statistics.median(times)] = times
+        del graph
+    if fusion is not None:
+        fusion.undo()
+    held.clear()  # the registered function outlives this one
     return medians[min(medians)]
 
 
@@ -224,20 +230,22 @@ def limit_ms(model, settings: dict | None, batch: int, context: int, rate: float
     return (weights + batch * context * token * config.num_hidden_layers) / rate * 1e3
 
 
-def measure(model, case: str, batch: int, context: int, name: str, offload: bool, tokens: int) -> list[Row]:
+def measure(
+    model, case: str, batch: int, context: int, name: str, offload: bool, tokens: int, fused: bool
+) -> list[Row]:
     settings = VARIANTS[name]
+    variant = name + ("+fused" if fused and name != "hf_dynamic" else "") + ("+offload" if offload else "")
     if name == "sdpa_best":
-        median, low, high = quartiles(captured_sdpa_ms(model, batch, context))
-        print(f"{batch:3} x {context:7}  {name:24} step_ms    {median:9.3f} [{low:.3f}, {high:.3f}] ms", flush=True)
-        return [Row("step", case, name, batch, context, "step_ms", median, low, high, "ms")]
-    variant = name + ("+offload" if offload else "")
+        median, low, high = quartiles(captured_sdpa_ms(model, batch, context, fused))
+        print(f"{batch:3} x {context:7}  {variant:24} step_ms    {median:9.3f} [{low:.3f}, {high:.3f}] ms", flush=True)
+        return [Row("step", case, variant, batch, context, "step_ms", median, low, high, "ms")]
     if settings is None:
         unoptimize(model)
         model.set_attn_implementation("sdpa")
         tokens = min(tokens, 24)
     else:
         model.set_attn_implementation("sparsekv")
-        optimize(model)
+        optimize(model, fused=fused)
     cache = filled(model, settings, batch, context, offload)
     rows = []
 
@@ -265,6 +273,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", default="qwen3-8b", help="a known shape, or a model name or path (its config only)")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--offload", action="store_true", help="keep full blocks in host memory")
+    parser.add_argument(
+        "--fused",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="fuse the small layers and join projections, in the dense baseline too",
+    )
     parser.add_argument("--tokens", type=int, default=160, help="tokens to generate")
     parser.add_argument("--csv", type=Path, default=CSV)
     args = parser.parse_args(argv)
@@ -281,7 +295,7 @@ def main(argv: list[str] | None = None) -> None:
         for name in args.variants:
             torch.cuda.reset_peak_memory_stats()
             try:
-                rows += measure(model, args.model, batch, context, name, args.offload, args.tokens)
+                rows += measure(model, args.model, batch, context, name, args.offload, args.tokens, args.fused)
             except Exception as error:
                 print(f"{batch:3} x {context:7}  {name}: failed, {error!r}"[:300], flush=True)
                 traceback.print_exc()
