@@ -22,13 +22,15 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import nn
 
 from . import fused_layers
-from .fused_layers import Arch, FusedAttention, FusedLayer, FusedMLP, FusedNorm, State
-from .joined_linear import JoinedLinear
+from .fused_layers import Arch, FusedAttention, FusedLayer, FusedLinear, FusedMLP, FusedNorm, State
+from .joined_linear import JoinedLinear, is_plain
 from .ops.add_norm import MAX_WIDTH
+from .ops.small_linear import small_linear
 
 __all__ = ["Fusion", "fuse", "why_not"]
 
@@ -45,7 +47,8 @@ ARCHS = {
 _BY_MODULE = {f"transformers.models.{name}.modeling_{name}": arch for name, arch in ARCHS.items()}
 _KINDS = {"RMSNorm": FusedNorm, "MLP": FusedMLP, "Attention": FusedAttention, "DecoderLayer": FusedLayer}
 _ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
-_QKV, _GATE_UP = JoinedLinear(("q_proj", "k_proj", "v_proj")), JoinedLinear(("gate_proj", "up_proj"))
+_PARALLEL = {"Attention": ("q_proj", "k_proj", "v_proj"), "MLP": ("gate_proj", "up_proj")}
+_SINGLE = {"Attention": ("o_proj", "qkv_proj"), "MLP": ("down_proj", "gate_up_proj")}
 
 
 def _names(arch: Arch) -> dict[str, set[str]]:
@@ -134,7 +137,8 @@ class Fusion:
     """What ``fuse`` has done to a model.
 
     Args:
-        counts: fused modules of each kind; ``qkv`` and ``gate_up`` count joined projections.
+        counts: fused modules of each kind; ``qkv`` and ``gate_up`` count joined projections, ``linear`` the layers
+            that ``small_batch`` has changed.
         skipped: what was left as it was, and why.
     """
 
@@ -157,13 +161,25 @@ def _activation(mlp: nn.Module) -> str | None:
     return _ACTIVATIONS.get(type(act).__name__)
 
 
-def fuse(model: nn.Module, linears: bool = True) -> Fusion | None:
+def _cannot_join(joined: JoinedLinear, owner: nn.Module, uses: Counter) -> str | None:
+    """Why these projections stay apart; ``uses`` counts the places of each parameter in the model."""
+    reason = joined.why_not(owner)
+    if reason is None and any(uses[id(p)] > 1 for p in joined.parameters(owner)):
+        reason = "a projection's weight is shared"
+    if reason is None and not all(fused_layers.accelerated(p) for p in joined.parameters(owner)):
+        reason = "the projections are not on a CUDA device"
+    return reason
+
+
+def fuse(model: nn.Module, linears: bool = True, small_batch: bool = False) -> Fusion | None:
     """Fuse the small layers of ``model`` in place; see the module's text.
 
     Args:
         model: of transformers, with layers of an architecture in ``ARCHS``.
         linears: also join the query, key and value projections, and the gate and up projections. Their weights move,
             which needs room for one layer's at a time; quantised, LoRA and sharded ones stay as they are.
+        small_batch: also multiply up to ``ops.small_linear.MAX_ROWS`` rows by our own kernel, in the joined
+            projections, the other ones of each layer and the output embedding.
 
     Returns:
         What was done, to undo it; ``None`` if nothing can be, ``why_not`` says why.
@@ -172,7 +188,13 @@ def fuse(model: nn.Module, linears: bool = True) -> Fusion | None:
         return None
     fusion = Fusion({}, [])
     counts, skipped = Counter(), Counter()
-    shared = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+
+    def give(module: nn.Module, kind: type, state: State) -> None:
+        module._fused = state
+        module.__class__ = _fused_class(type(module), kind)
+        fusion._modules.append(module)
+
     for module, kind, arch in list(_found(model)):
         state = State(arch, type(module))
         if kind == "RMSNorm":
@@ -182,25 +204,28 @@ def fuse(model: nn.Module, linears: bool = True) -> Fusion | None:
             if not state.activation:
                 skipped["MLP: unknown activation"] += 1
                 continue
-        joinable = {"Attention": _QKV, "MLP": _GATE_UP}.get(kind)
-        if linears and joinable is not None and not arch.joined:
-            reason = joinable.why_not(module)
-            if reason is None and any(shared[id(p)] > 1 for p in joinable.parameters(module)):
-                reason = "a projection's weight is shared"
-            if reason is None and not all(fused_layers.accelerated(p) for p in joinable.parameters(module)):
-                reason = "the projections are not on a CUDA device"
+        if linears and kind in _PARALLEL and not arch.joined:
+            joined = JoinedLinear(_PARALLEL[kind], small_linear if small_batch else F.linear)
+            reason = _cannot_join(joined, module, uses)
             if reason is None:
-                joinable.join(module)
-                state.joined = joinable
+                joined.join(module)
+                state.joined = joined
                 counts["qkv" if kind == "Attention" else "gate_up"] += 1
             else:
                 skipped[f"{kind}: {reason}"] += 1
-        module._fused = state
-        module.__class__ = _fused_class(type(module), _KINDS[kind])
-        fusion._modules.append(module)
+        if small_batch:
+            for layer in (getattr(module, name, None) for name in _SINGLE.get(kind, ())):
+                if layer is not None and is_plain(layer):
+                    give(layer, FusedLinear, State(None, nn.Linear))
+                    counts["linear"] += 1
+        give(module, _KINDS[kind], state)
         counts[kind] += 1
+    head = model.get_output_embeddings() if small_batch and hasattr(model, "get_output_embeddings") else None
+    if head is not None and is_plain(head):
+        give(head, FusedLinear, State(None, nn.Linear))
+        counts["linear"] += 1
     _chain(model)
-    if any(counts[name] for name in ("qkv", "gate_up")) and torch.cuda.is_available():
+    if (counts["qkv"] or counts["gate_up"]) and torch.cuda.is_available():
         torch.cuda.empty_cache()  # the old weights' memory; the next large tensor may not fit into its pieces
     fusion.counts = dict(counts)
     fusion.skipped = [f"{why} ({n} modules)" for why, n in skipped.items()]

@@ -17,6 +17,7 @@ from .joined_linear import JoinedLinear, is_observed
 from .ops.add_norm import add_norm
 from .ops.gated import gated
 from .ops.qk_rope import qk_rope
+from .ops.small_linear import small_linear
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _READY = "_sparsekv_ready"
@@ -48,7 +49,7 @@ class State:
     """What a fused module remembers; in its ``_fused`` attribute.
 
     Args:
-        arch: its model's architecture.
+        arch: its model's architecture; ``None`` for a linear layer.
         original: its class before.
         eps: of a norm.
         activation: of an MLP.
@@ -56,7 +57,7 @@ class State:
         following: the norm after a layer, in a tuple: as a plain attribute it would become a submodule.
     """
 
-    arch: Arch
+    arch: Arch | None
     original: type
     eps: float = 0.0
     activation: str = ""
@@ -122,6 +123,15 @@ class FusedNorm:
         if not is_usable(hidden_states, self.weight):
             return super().forward(hidden_states)
         return add_norm(hidden_states, None, self.weight, self._fused.eps, self._fused.arch.unit_offset)[1]
+
+
+class FusedLinear:
+    """A kernel for the few rows of a decode step; the operator leaves more of them to ``torch``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not is_usable(x, self.weight):
+            return super().forward(x)
+        return small_linear(x, self.weight, self.bias)
 
 
 class FusedMLP:

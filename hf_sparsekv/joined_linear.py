@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,16 +17,32 @@ def is_observed(module: nn.Module) -> bool:
     return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
 
 
+def is_plain(layer: nn.Module) -> bool:
+    """Whether ``layer`` is a linear layer and nothing more: not quantised, sharded, replaced or with LoRA."""
+    # Exact types: those are subclasses or other classes, or their weights are.
+    return (
+        type(layer) is nn.Linear
+        and all(type(p) is nn.Parameter and type(p.data) is Tensor for p in layer.parameters(recurse=False))
+        and "forward" not in layer.__dict__
+        and not hasattr(layer, "parametrizations")
+    )
+
+
 class JoinedLinear:
     """The linear layers ``names`` of a module, their weights stacked in one block of memory.
 
     The layers keep their parameters, which become views of the block: nothing is stored twice, ``state_dict()`` and
     saving give what they gave before. The block is found through these views and held by nobody else, so a layer
     that is moved, copied or replaced simply takes part no more, and then each layer is called by itself.
+
+    Args:
+        names: of the layers, attributes of their owner.
+        product: computes the product, as ``torch.nn.functional.linear`` does.
     """
 
-    def __init__(self, names: tuple[str, ...]) -> None:
+    def __init__(self, names: tuple[str, ...], product: Callable[..., Tensor] = F.linear) -> None:
         self.names = names
+        self.product = product
 
     def _layers(self, owner: nn.Module) -> list[nn.Module]:
         return [getattr(owner, name) for name in self.names]
@@ -35,14 +53,9 @@ class JoinedLinear:
     def why_not(self, owner: nn.Module) -> str | None:
         """Why the layers of ``owner`` cannot be joined, in words."""
         layers = self._layers(owner)
-        # Exact types: quantised and LoRA layers are subclasses or other classes, and so are their weights.
-        if any(type(layer) is not nn.Linear for layer in layers):
+        if not all(is_plain(layer) for layer in layers):
             return "a projection is not a plain linear layer"
         parameters = self.parameters(owner)
-        if any(type(p) is not nn.Parameter or type(p.data) is not Tensor for p in parameters):
-            return "a projection's weight is not a plain tensor"
-        if any("forward" in layer.__dict__ or hasattr(layer, "parametrizations") for layer in layers):
-            return "another tool has changed a projection"
         if any(is_observed(layer) for layer in layers):
             return "a projection has hooks"
         if len({(p.device, p.dtype) for p in parameters}) != 1 or parameters[0].dtype not in _DTYPES:
@@ -92,5 +105,5 @@ class JoinedLinear:
             has_bias = layers[0].bias is not None
             bias = self._block(layers, "bias") if has_bias else None
             if weight is not None and (bias is not None) == has_bias:
-                return F.linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
+                return self.product(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
         return tuple(layer(x) for layer in layers)

@@ -1,0 +1,125 @@
+"""A linear layer of a few rows: the kernels. All that counts is to read the weights at the memory's speed."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._dispatch import require_dense_rows
+from .reference import MAX_ROWS
+
+# Outputs a program, inputs a step of its loop, steps in flight, warps. Not measured yet.
+ONE_ROW = (8, 512, 4, 4)
+ROWS = (16, 256, 4, 4)
+ROWS_WIDE = (64, 128, 4, 4)  # when outputs are enough to fill the GPU with these
+WIDE = 16384
+
+
+@triton.jit
+def _one_row_kernel(
+    p_x,
+    p_weight,
+    p_bias,
+    p_out,
+    n,
+    k,
+    weight_row,
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """``BN`` outputs of one row of ``k`` inputs. ``EVEN``: ``n`` and ``k`` are multiples of the tile's sides."""
+    o_n = tl.program_id(0) * BN + tl.arange(0, BN)
+    o_k = tl.arange(0, BK)
+    m_n = o_n < n
+    p_row = p_weight + o_n.to(tl.int64)[:, None] * weight_row
+    b_sum = tl.zeros([BN, BK], tl.float32)
+    for k_0 in tl.range(0, k, BK, num_stages=STAGES):
+        if EVEN:
+            b_w = tl.load(p_row + (k_0 + o_k)[None, :], eviction_policy="evict_first")  # [BN, BK]
+            b_x = tl.load(p_x + k_0 + o_k)  # [BK]
+        else:
+            m_k = k_0 + o_k < k
+            b_w = tl.load(p_row + (k_0 + o_k)[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0)  # [BN, BK]
+            b_x = tl.load(p_x + k_0 + o_k, mask=m_k, other=0.0)  # [BK]
+        b_sum += b_w.to(tl.float32) * b_x.to(tl.float32)[None, :]
+    b_out = tl.sum(b_sum, axis=1)
+    if HAS_BIAS:
+        b_out += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)
+    tl.store(p_out + o_n, b_out.to(p_out.dtype.element_ty), mask=m_n)
+
+
+@triton.jit
+def _rows_kernel(
+    p_x,
+    p_weight,
+    p_bias,
+    p_out,
+    rows,
+    n,
+    k,
+    x_row,
+    weight_row,
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """``BN`` outputs of all rows, on tensor cores. ``EVEN``: ``n`` and ``k`` are multiples of the tile's sides."""
+    o_n = tl.program_id(0) * BN + tl.arange(0, BN)
+    o_k = tl.arange(0, BK)
+    o_m = tl.arange(0, ROWS)
+    m_n, m_m = o_n < n, o_m < rows
+    p_row = p_weight + o_n.to(tl.int64)[:, None] * weight_row
+    b_sum = tl.zeros([BN, ROWS], tl.float32)
+    for k_0 in tl.range(0, k, BK, num_stages=STAGES):
+        if EVEN:
+            b_w = tl.load(p_row + (k_0 + o_k)[None, :], eviction_policy="evict_first")  # [BN, BK]
+            m_x = m_m[None, :]
+        else:
+            m_k = k_0 + o_k < k
+            b_w = tl.load(p_row + (k_0 + o_k)[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0)  # [BN, BK]
+            m_x = m_m[None, :] & m_k[:, None]
+        b_x = tl.load(p_x + o_m[None, :] * x_row + (k_0 + o_k)[:, None], mask=m_x, other=0.0)  # [BK, ROWS]
+        b_sum = tl.dot(b_w, b_x, b_sum)
+    if HAS_BIAS:
+        b_sum += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
+    m_out = m_n[:, None] & m_m[None, :]
+    tl.store(p_out + o_m[None, :] * n + o_n[:, None], b_sum.to(p_out.dtype.element_ty), mask=m_out)
+
+
+def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As ``reference.small_linear``. Float32 only for a single row: tensor cores would round it."""
+    n, k = weight.shape
+    x_rows = x.reshape(-1, k)
+    rows = x_rows.shape[0]
+    if rows > MAX_ROWS or (rows > 1 and x.dtype == torch.float32):
+        raise ValueError(f"at most {MAX_ROWS} rows, in float32 one; got {rows} of {x.dtype}")
+    require_dense_rows(x=x_rows, weight=weight)
+    out = x.new_empty(*x.shape[:-1], n)
+    if not out.numel():
+        return out
+    bn, bk, stages, warps = ONE_ROW if rows == 1 else ROWS_WIDE if n >= WIDE else ROWS
+    shared = {
+        "HAS_BIAS": bias is not None,
+        "EVEN": n % bn == 0 and k % bk == 0,
+        "BN": bn,
+        "BK": bk,
+        "STAGES": stages,
+        "num_warps": warps,
+    }
+    bias = weight if bias is None else bias
+    with torch.cuda.device_of(x):
+        if rows == 1:
+            _one_row_kernel[(triton.cdiv(n, bn),)](x_rows, weight, bias, out, n, k, weight.stride(0), **shared)
+        else:
+            _rows_kernel[(triton.cdiv(n, bn),)](
+                x_rows, weight, bias, out, rows, n, k, x_rows.stride(0), weight.stride(0), ROWS=MAX_ROWS, **shared
+            )
+    return out
