@@ -84,6 +84,7 @@ class StepRunner:
         self.lock = threading.RLock()
         self.captures = self.replays = 0
         self.fusion: Fusion | None = None
+        self._cannot: str | None = None
         self._said: set[str] = set()
         self._devices: set[torch.device] | None = None
 
@@ -143,6 +144,8 @@ class StepRunner:
     def _why_not(self, given: dict, cache: SparseCache) -> str | None:
         """Why this step cannot be captured, in words."""
         ids, mask = given["input_ids"], given.get("attention_mask")
+        if self._cannot:
+            return self._cannot
         if not self._on_gpu(ids):
             return "the model is not on a CUDA device"
         if torch.is_grad_enabled():
@@ -213,7 +216,12 @@ class StepRunner:
             while len(held) >= _MAX_GRAPHS:
                 held.pop(next(iter(held)))
             self._devices = None
-            step = held[key] = self._capture(ids, positions, cache, rest)
+            try:
+                step = held[key] = self._capture(ids, positions, cache, rest)
+            except RuntimeError as error:  # the model's own code does what no graph can hold
+                self._cannot = f"the model's forward cannot be captured ({str(error).splitlines()[0]})"
+                warnings.warn(f"decode steps run eagerly: {self._cannot}", stacklevel=4)
+                return self.original(**given)
             self.captures += 1
             cache.clock.at(ids.device, store.length)  # the trial steps moved it
         step.input_ids.copy_(ids)

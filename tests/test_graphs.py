@@ -89,6 +89,25 @@ class Imitation(StepRunner):
         return Graph(), output
 
 
+def test_a_forward_that_cannot_be_captured_runs_eagerly():
+    class Refuses(Imitation):
+        def _record(self, run, device, saved):
+            run(None)
+            raise RuntimeError("Cannot copy between CPU and CUDA tensors")
+
+    fast = build("llama", "sparsekv")
+    runner = Refuses(fast)
+    runner.install()
+    inputs, caches = prompt(2, 120, (0, 30)), (two_level(**TIGHT), two_level(**TIGHT))
+    go = {"do_sample": False, "max_new_tokens": 20}
+    expected = model("llama").generate(**inputs, past_key_values=caches[0], **go)
+    with pytest.warns(UserWarning, match="cannot be captured"):
+        found = fast.generate(**inputs, past_key_values=caches[1], **go)
+    assert torch.equal(found, expected)
+    assert caches[1].stats() == caches[0].stats()
+    assert runner.replays == 0
+
+
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("pads", [None, (0, 70)], ids=["plain", "padded"])
@@ -179,9 +198,9 @@ def test_models(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gemma3", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma2"])
 def test_hybrids(name):
-    """Sliding layers run another kernel when captured: logits are compared, because rounding may turn a greedy token."""
+    """Sliding layers run another kernel when captured, whose rounding may turn a greedy token: logits are compared."""
     given, tokens = on_gpu(2, 150, (0, 33)), on_gpu(2, 60, seed=3)["input_ids"]
     logits = []
     for one in pair(name):
