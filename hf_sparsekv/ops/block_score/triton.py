@@ -9,8 +9,7 @@ from torch import Tensor
 
 from .._dispatch import require_dense_rows
 
-TILE_ELEMENTS = 4096  # entries of kmax in registers at once. Not tuned yet.
-WARPS = 4  # Not tuned yet.
+TILE_ELEMENTS = 8192  # entries of kmax in registers at once. Not tuned yet.
 
 
 @triton.jit
@@ -45,8 +44,8 @@ def _block_score_kernel(
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
     m_n = o_n < n
     b_slot = tl.load(p_slots + i_batch * slots_batch + o_n, mask=m_n, other=-1).to(tl.int64)  # [BN]
-    m_read = b_slot >= 0
-    m_live = tl.load(p_fill + b_slot, mask=m_read, other=0) != 0  # [BN]
+    m_live = m_n & (b_slot >= 0)
+    m_live = m_live & (tl.load(p_fill + b_slot, mask=m_live, other=0) != 0)  # [BN]
 
     o_g, o_k = tl.arange(0, BG), tl.arange(0, BK)
     m_q = (o_g < GROUP)[:, None] & (o_k < DK)[None, :]
@@ -54,9 +53,8 @@ def _block_score_kernel(
     b_q = tl.load(p_row + o_k[None, :] * q_dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BK]
     b_pos, b_neg = tl.maximum(b_q, 0.0), tl.minimum(b_q, 0.0)
 
-    # Bounds are read without waiting for ``fill``: the scores of blocks that are not live, which may be anything, are
-    # replaced.
-    m_box = m_read[:, None] & (o_k < DK)[None, :]
+    # What is not live may hold anything, NaN included, and is not read.
+    m_box = m_live[:, None] & (o_k < DK)[None, :]
     p_box = p_bounds + b_slot[:, None] * bounds_slot + i_head * bounds_head + o_k[None, :]
     b_max = tl.load(p_box, mask=m_box, other=0.0)  # [BN, BK]
     b_min = tl.load(p_box + bounds_side, mask=m_box, other=0.0)  # [BN, BK]
@@ -71,23 +69,15 @@ def _block_score_kernel(
             b_max, b_min = b_max.to(tl.float32), b_min.to(tl.float32)
         b_all = tl.dot(b_pos, tl.trans(b_max), input_precision="ieee")  # [BG, BN]
         b_all += tl.dot(b_neg, tl.trans(b_min), input_precision="ieee")
-        b_s = tl.max(tl.where((o_g < GROUP)[:, None] & m_live[None, :], b_all, float("-inf")), 0)  # [BN]
+        b_s = tl.max(tl.where((o_g < GROUP)[:, None], b_all, float("-inf")), 0)  # [BN]
     p_to = p_out + i_batch * out_batch + i_head * out_head + o_n
     tl.store(p_to, tl.where(m_live, b_s, float("-inf")), mask=m_n)
 
 
 def block_score(
-    q: Tensor,
-    bounds: Tensor,
-    fill: Tensor,
-    slots: Tensor,
-    reduce: str,
-    *,
-    out: Tensor | None = None,
-    tile: int | None = None,
-    warps: int = WARPS,
+    q: Tensor, bounds: Tensor, fill: Tensor, slots: Tensor, reduce: str, *, out: Tensor | None = None
 ) -> Tensor:
-    """As ``reference.block_score``, into ``out`` if given. ``tile`` and ``warps`` replace the constants."""
+    """As ``reference.block_score``, into ``out`` if given."""
     batch, q_heads, dk = q.shape
     heads, n = bounds.shape[1], slots.shape[1]
     if out is None:
@@ -95,9 +85,9 @@ def block_score(
     if not n:
         return out
     require_dense_rows(bounds=bounds, fill=fill, slots=slots, out=out)
-    group, mean = q_heads // heads, reduce == "mean"
+    group = q_heads // heads
     wide = max(16, triton.next_power_of_2(dk))
-    tile = tile or max(16, TILE_ELEMENTS // wide)
+    tile = max(16, TILE_ELEMENTS // wide)
     with torch.cuda.device_of(q):
         _block_score_kernel[(triton.cdiv(n, tile), batch * heads)](
             q,
@@ -113,11 +103,10 @@ def block_score(
             HEADS=heads,
             GROUP=group,
             DK=dk,
-            BG=max(1 if mean else 16, triton.next_power_of_2(group)),
+            BG=max(16, triton.next_power_of_2(group)),
             BK=wide,
             BN=tile,
-            MEAN=mean,
+            MEAN=reduce == "mean",
             NATIVE=q.dtype == bounds.dtype and q.dtype != torch.float32,
-            num_warps=warps,
         )
     return out

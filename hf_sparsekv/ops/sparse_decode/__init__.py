@@ -28,13 +28,11 @@ def sparse_decode(
     attended: Tensor | None = None,
     out: Tensor | None = None,
     scratch: Tensor | None = None,
-    counters: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention over the near buffer and the chosen part of the stored blocks.
 
     See ``reference.sparse_decode``. ``out`` receives the result; ``scratch`` is float32 of
-    ``triton.scratch_size()`` entries; ``counters``, int32 zeros ``[batch * H]`` that no other call uses at the same
-    time, saves the kernel a launch. ``kv`` may be pinned host memory while the rest is on the device.
+    ``triton.scratch_size()`` entries. ``kv`` may be pinned host memory while the rest is on the device.
     """
     named = {
         "granularity": granularity,
@@ -49,7 +47,5 @@ def sparse_decode(
     if use_triton(q) and (kv.is_cuda or kv.is_pinned()):
         from .triton import sparse_decode as kernel
 
-        return kernel(
-            q, kv, flags, slots, ids, near_kv, near_valid, **named, out=out, scratch=scratch, counters=counters
-        )
+        return kernel(q, kv, flags, slots, ids, near_kv, near_valid, **named, out=out, scratch=scratch)
     return give(_reference(q, kv, flags, slots, ids, near_kv, near_valid, **named), out)

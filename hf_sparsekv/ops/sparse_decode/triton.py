@@ -1,49 +1,204 @@
-"""Exact attention of one query per row over chosen cached tokens: the launches.
+"""Exact attention of one query per row over chosen cached tokens: the kernels.
 
-The tokens of a row and KV head (first the chosen part of the stored blocks, then the near buffer) are split over
-several programs, each of which keeps a running softmax for the whole group of query heads. The parts are merged by the
-row's last program to end, if there are counters to tell which that is, or by a second kernel. How many parts there are
-depends on shapes alone.
+The tokens of a row and KV head are split over several programs (first the chosen part of the stored blocks,
+then the near buffer), each of which keeps a running softmax for the whole group of query heads. A second kernel
+merges the parts. How many there are depends on shapes alone.
 """
 
 from __future__ import annotations
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from .._dispatch import require_dense_rows
-from .merge import merge, merge_tile
-from .split import split_kernel
+from .merge import LOG2E, merge
+from .reference import SELECTABLE as _SELECTABLE
+from .reference import VALID as _VALID
 
-PROGRAMS = 396  # programs to aim for, three for each processor of an H200. Not tuned yet.
+SELECTABLE = tl.constexpr(_SELECTABLE)
+VALID = tl.constexpr(_VALID)
+
+PROGRAMS = 264  # programs to aim for, two for each processor of an H200. Not tuned yet.
 TILE_BYTES = 16384  # of K at once; twice that spills registers in float32. Not tuned yet.
-WARPS, STAGES = 4, 3  # Not tuned yet.
 
 
-def _layout(
-    q: Tensor, kv: Tensor, value_dim: int, total: int, splits: int | None, tile: int | None
-) -> tuple[int, int, int]:
-    """Tokens a tile, tokens a part, and parts, for ``total`` positions of a row and KV head."""
+@triton.jit
+def _attend(
+    b_q,
+    b_max,
+    b_sum,
+    b_acc,
+    p_k,
+    m_n,
+    scale,
+    softcap,
+    SOFTCAP: tl.constexpr,
+    NATIVE: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """Take a tile of tokens into the running softmax: those that ``m_n`` marks, keys at ``p_k [BN]``."""
+    o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
+    # What is not attended may hold anything, NaN included, and is not read.
+    b_k = tl.load(p_k[:, None] + o_k[None, :], mask=m_n[:, None] & (o_k < DK)[None, :], other=0.0)  # [BN, BK]
+    b_v = tl.load(p_k[:, None] + DK + o_v[None, :], mask=m_n[:, None] & (o_v < DV)[None, :], other=0.0)  # [BN, BV]
+    if not NATIVE:
+        b_k, b_v = b_k.to(tl.float32), b_v.to(tl.float32)
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [BG, BN]
+    if SOFTCAP:
+        b_s = b_s * (scale / softcap)
+        b_s = softcap * (2.0 * tl.sigmoid(2.0 * b_s) - 1.0)  # tanh
+        b_s = b_s * LOG2E
+    else:
+        b_s = b_s * (scale * LOG2E)
+    b_s = tl.where(m_n[None, :], b_s, float("-inf"))
+    b_new = tl.maximum(b_max, tl.max(b_s, 1))  # [BG]
+    b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # nothing attended yet: -inf - -inf is no number
+    b_p = tl.exp2(b_s - b_base[:, None])  # [BG, BN]
+    b_keep = tl.exp2(b_max - b_base)  # [BG]
+    b_sum = b_sum * b_keep + tl.sum(b_p, 1)
+    b_acc = b_acc * b_keep[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")  # [BG, BV]
+    return b_new, b_sum, b_acc
+
+
+@triton.jit
+def _split_kernel(
+    p_q,
+    p_kv,
+    p_flags,
+    p_slots,
+    p_ids,
+    p_near,
+    p_near_valid,
+    p_acc,
+    p_lse,
+    p_count,
+    n,
+    near,
+    skip,
+    splits,
+    per_split,
+    scale,
+    softcap,
+    q_batch,
+    q_head,
+    q_dim,
+    kv_slot,
+    kv_head,
+    kv_token,
+    flags_slot,
+    slots_batch,
+    ids_batch,
+    ids_head,
+    near_batch,
+    near_head,
+    near_token,
+    near_valid_batch,
+    GRANULARITY: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BG: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Attend to one part of the tokens of one row and KV head."""
+    i_row, i_part = tl.program_id(0), tl.program_id(1)
+    i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
+    o_g, o_k, o_v = tl.arange(0, BG), tl.arange(0, BK), tl.arange(0, BV)
+    m_g = o_g < GROUP
+    p_row = p_q + i_batch * q_batch + (i_head * GROUP + o_g[:, None]) * q_head
+    b_q = tl.load(p_row + o_k[None, :] * q_dim, mask=m_g[:, None] & (o_k < DK)[None, :], other=0.0)  # [BG, BK]
+    if not NATIVE:
+        b_q = b_q.to(tl.float32)
+    b_max = tl.full([BG], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BG], tl.float32)
+    b_acc = tl.zeros([BG, BV], tl.float32)
+    b_count = tl.zeros([BN], tl.int32)
+
+    if i_part < splits:
+        begin = i_part * per_split
+        end = tl.minimum(begin + per_split, n)
+        for i in range(begin, end, BN):
+            # Position -> block of the row and place in it -> slot.
+            o_n = i + tl.arange(0, BN)
+            m_n = o_n < end
+            b_block, o_in = o_n // BLOCK_SIZE, o_n % BLOCK_SIZE
+            if GRANULARITY == "token":
+                p_id = p_ids + i_batch * ids_batch + i_head * ids_head + o_n
+                b_id = tl.load(p_id, mask=m_n, other=-1)  # [BN]
+                m_n = m_n & (b_id >= 0)
+                b_block, o_in = b_id // BLOCK_SIZE, b_id % BLOCK_SIZE
+            elif GRANULARITY == "block":
+                p_id = p_ids + i_batch * ids_batch + i_head * ids_head + b_block
+                b_block = tl.load(p_id, mask=m_n, other=-1)  # [BN]
+                m_n = m_n & (b_block >= 0)
+            b_slot = tl.load(p_slots + i_batch * slots_batch + b_block, mask=m_n, other=-1).to(tl.int64)  # [BN]
+            m_n = m_n & (b_slot >= 0)
+            if GRANULARITY != "token":
+                b_flag = tl.load(p_flags + b_slot * flags_slot + o_in, mask=m_n, other=0)  # [BN]
+                if GRANULARITY == "block":
+                    m_n = m_n & (b_flag == SELECTABLE)
+                else:
+                    m_n = m_n & ((b_flag & VALID) > 0)
+            p_k = p_kv + b_slot * kv_slot + i_head * kv_head + o_in.to(tl.int64) * kv_token  # [BN]
+            b_count += m_n.to(tl.int32)
+            b_max, b_sum, b_acc = _attend(
+                b_q, b_max, b_sum, b_acc, p_k, m_n, scale, softcap, SOFTCAP, NATIVE, DK, DV, BK, BV
+            )
+    else:
+        begin = skip + (i_part - splits) * per_split
+        end = tl.minimum(begin + per_split, near)
+        for i in range(begin, end, BN):
+            o_n = i + tl.arange(0, BN)
+            m_n = o_n < end
+            b_valid = tl.load(p_near_valid + i_batch * near_valid_batch + o_n, mask=m_n, other=0)  # [BN]
+            m_n = m_n & (b_valid != 0)
+            p_k = p_near + i_batch * near_batch + i_head * near_head + o_n.to(tl.int64) * near_token  # [BN]
+            b_count += m_n.to(tl.int32)
+            b_max, b_sum, b_acc = _attend(
+                b_q, b_max, b_sum, b_acc, p_k, m_n, scale, softcap, SOFTCAP, NATIVE, DK, DV, BK, BV
+            )
+
+    # A part without tokens is stored as zeros of no weight.
+    b_any = b_sum > 0
+    b_lse = tl.where(b_any, b_max + tl.log2(tl.where(b_any, b_sum, 1.0)), float("-inf"))
+    b_acc = b_acc / tl.where(b_any, b_sum, 1.0)[:, None]
+    i_out = i_row.to(tl.int64) * tl.num_programs(1) + i_part
+    o_out = i_out * GROUP + o_g
+    tl.store(p_lse + o_out, b_lse, mask=m_g)
+    tl.store(p_acc + o_out[:, None] * DV + o_v[None, :], b_acc, mask=m_g[:, None] & (o_v < DV)[None, :])
+    tl.store(p_count + i_out, tl.sum(b_count, 0).to(tl.float32))
+
+
+def _layout(q: Tensor, kv: Tensor, value_dim: int, n: int, near: int, splits: int | None) -> tuple[int, int, int, int]:
+    """Tokens a tile, tokens a part, parts of the stored blocks and of the near buffer."""
     wide = triton.next_power_of_2(max(q.shape[-1], value_dim, 16))
     item = q.element_size() if q.dtype == kv.dtype else 4  # mixed: float32 inside
-    tile = tile or max(16, min(128, TILE_BYTES // (wide * item)))
+    tile = max(16, min(128, TILE_BYTES // (wide * item)))
     parts = splits or max(1, PROGRAMS // max(1, q.shape[0] * kv.shape[1]))
-    per_split = max(1, triton.cdiv(triton.cdiv(total, parts), tile)) * tile
-    return tile, per_split, max(1, triton.cdiv(total, per_split))
+    per_split = max(1, triton.cdiv(triton.cdiv(n + near, parts), tile)) * tile
+    return tile, per_split, triton.cdiv(n, per_split), triton.cdiv(near, per_split)
 
 
 def _sizes(rows: int, parts: int, group: int, value_dim: int) -> tuple[int, int, int]:
     return rows * parts * group * value_dim, rows * parts * group, rows * parts
 
 
-def scratch_size(
-    q: Tensor, kv: Tensor, value_dim: int, n: int, near: int, splits: int | None = None, tile: int | None = None
-) -> int:
+def scratch_size(q: Tensor, kv: Tensor, value_dim: int, n: int, near: int, splits: int | None = None) -> int:
     """float32 entries of scratch memory for ``n`` positions of stored blocks and ``near`` of the near buffer."""
     heads = kv.shape[1]
-    _, _, parts = _layout(q, kv, value_dim, n + near, splits, tile)
-    return sum(_sizes(q.shape[0] * heads, parts, q.shape[1] // heads, value_dim))
+    _, _, stored, last = _layout(q, kv, value_dim, n, near, splits)
+    return sum(_sizes(q.shape[0] * heads, stored + last, q.shape[1] // heads, value_dim))
 
 
 def sparse_decode(
@@ -64,17 +219,11 @@ def sparse_decode(
     attended: Tensor | None = None,
     out: Tensor | None = None,
     scratch: Tensor | None = None,
-    counters: Tensor | None = None,
     splits: int | None = None,
-    tile: int | None = None,
-    warps: int = WARPS,
-    stages: int = STAGES,
 ) -> Tensor:
     """As ``reference.sparse_decode``, into ``out`` if given.
 
-    ``scratch`` is float32 of ``scratch_size()`` entries. ``counters``, int32 ``[batch * H]``, saves the launch that
-    merges: zeros, which this call leaves behind again; no other call may use them at the same time. ``splits`` is how
-    many parts to aim for; it and the rest replace the constants.
+    ``scratch`` is float32 of ``scratch_size()`` entries. ``splits`` is how many parts to aim for.
     """
     batch, q_heads, dk = q.shape
     heads, block_size = kv.shape[1:3]
@@ -96,13 +245,10 @@ def sparse_decode(
     else:
         raise ValueError(f"granularity must be 'token', 'block' or 'all', got {granularity!r}")
     skip = sinks if granularity == "all" else 0
-    near = near_kv.shape[2] - skip
+    near = near_kv.shape[2]
     rows, group = batch * heads, q_heads // heads
-    if kv.dtype != near_kv.dtype:
-        raise ValueError(f"stored and recent tokens differ in dtype: {kv.dtype}, {near_kv.dtype}")
-    tile, per_split, parts = _layout(q, kv, value_dim, n + near, splits, tile)
-    heads_wide = triton.next_power_of_2(group)
-    values_wide = max(16, triton.next_power_of_2(value_dim))
+    tile, per_split, stored, last = _layout(q, kv, value_dim, n, near - skip, splits)
+    parts = stored + last
     sizes = _sizes(rows, parts, group, value_dim)
     if scratch is None:
         scratch = torch.empty(sum(sizes), dtype=torch.float32, device=q.device)
@@ -110,7 +256,7 @@ def sparse_decode(
     if out is None:
         out = torch.empty(batch, q_heads, value_dim, dtype=q.dtype, device=q.device)
     with torch.cuda.device_of(q):
-        split_kernel[(rows, parts)](
+        _split_kernel[(rows, parts)](
             q,
             kv,
             flags,
@@ -121,13 +267,10 @@ def sparse_decode(
             acc,
             lse,
             count,
-            counters,
-            sink_logits,
-            attended,
-            out,
             n,
             near,
             skip,
+            stored,
             per_split,
             float(scale),
             float(softcap or 0.0),
@@ -138,28 +281,18 @@ def sparse_decode(
             *((0, 0) if granularity == "all" else ids.stride()[:2]),
             *near_kv.stride()[:3],
             near_valid.stride(0),
-            *((0, 0) if attended is None else attended.stride()),
-            *out.stride()[:2],
             GRANULARITY=granularity,
             SOFTCAP=softcap is not None,
-            NATIVE=q.dtype == kv.dtype and q.dtype != torch.float32,
-            MERGE=counters is not None,
-            HAS_SINK=sink_logits is not None,
-            HAS_ATTENDED=attended is not None,
+            NATIVE=q.dtype == kv.dtype == near_kv.dtype and q.dtype != torch.float32,
             BLOCK_SIZE=block_size,
             HEADS=heads,
             GROUP=group,
             DK=dk,
             DV=value_dim,
-            BG=max(16, heads_wide),
+            BG=max(16, triton.next_power_of_2(group)),
             BK=max(16, triton.next_power_of_2(dk)),
-            BV=values_wide,
+            BV=max(16, triton.next_power_of_2(value_dim)),
             BN=tile,
-            BM=heads_wide,
-            BS=merge_tile(parts, heads_wide * values_wide),
-            num_warps=warps,
-            num_stages=stages,
         )
-        if counters is None:
-            merge(acc, lse, count, sink_logits, attended, out, heads)
+        merge(acc, lse, count, sink_logits, attended, out, heads)
     return out

@@ -11,60 +11,7 @@ from .._dispatch import require_dense_rows
 from .reference import SELECTABLE as _SELECTABLE
 
 SELECTABLE = tl.constexpr(_SELECTABLE)
-PROGRAMS = 528  # programs to aim for, four for each processor of an H200. Not tuned yet.
-TILES = (128, 512)  # fewest and most tokens a program. Not tuned yet.
-WARPS = 4  # Not tuned yet.
-
-
-@triton.jit
-def _digit(b_word, BIT: tl.constexpr):
-    """The four bits of ``b_word`` from ``BIT`` on as float32, times ``2 ** (min(BIT, 16) - 149)``.
-
-    They stay where they are as long as that is in the mantissa, and make a denormal number: exact, and cheaper than a
-    conversion, of which a processor does few at a time.
-    """
-    if BIT > 16:
-        b_word = (b_word >> (BIT - 16)) & (15 << 16)
-    else:
-        b_word = b_word & (15 << BIT)
-    return b_word.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _score_words(
-    p_q,
-    p_channel,
-    p_mean,
-    b_code,
-    b_scale,
-    b_zero,
-    q_head,
-    q_dim,
-    GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BW: tl.constexpr,
-):
-    """Scores of tokens from ``WIDTH`` words of eight channels each, ``b_code [BT, BW]``."""
-    # A byte holds a channel of the first half in its low and one of the second half in its high four bits.
-    o_c = tl.arange(0, 8 * BW)
-    i_digit, i_word = o_c // BW, o_c % BW
-    m_c = i_word < WIDTH
-    b_channel = tl.load(p_channel + 4 * i_word + i_digit // 2 + i_digit % 2 * 4 * WIDTH, mask=m_c, other=0)  # [8 BW]
-    b_mean = tl.zeros([8 * BW], tl.float32)
-    for i in tl.static_range(GROUP):
-        b_mean += tl.load(p_q + i * q_head + b_channel * q_dim, mask=m_c, other=0.0).to(tl.float32)
-    b_mean = b_mean / GROUP
-    total = tl.sum(b_mean, 0)
-    # The power of two that each digit lacks, up to 2 ** 60. Through memory, because from there every thread gets the
-    # channels of its words without an exchange for each; programs of the same row write the same.
-    b_power = ((127 + 89 - tl.minimum(4 * i_digit, 16)) << 23).to(tl.float32, bitcast=True)
-    tl.store(p_mean + o_c, b_mean * b_power)
-    tl.debug_barrier()
-    b_dot = tl.zeros(b_code.shape, tl.float32)
-    for i in tl.static_range(8):
-        b_q = tl.load(p_mean + i * BW + tl.arange(0, BW))  # [BW]
-        b_dot += _digit(b_code, 4 * i) * b_q[None, :]
-    return b_scale * (tl.sum(b_dot, 1) * 1152921504606846976.0) + b_zero * total
+TILE = 128  # tokens a program. Not tuned yet.
 
 
 @triton.jit
@@ -77,7 +24,6 @@ def _token_score_kernel(
     p_slots,
     p_blocks,
     p_out,
-    p_mean,
     tokens,
     q_batch,
     q_head,
@@ -98,7 +44,6 @@ def _token_score_kernel(
     out_head,
     HAS_BLOCKS: tl.constexpr,
     PACKED: tl.constexpr,
-    WORDS: tl.constexpr,
     MEAN: tl.constexpr,
     NATIVE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -109,10 +54,7 @@ def _token_score_kernel(
     BW: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """Scores of ``BT`` tokens of one row and KV head.
-
-    A token's codes are ``WIDTH`` entries, int32 of eight channels each if ``WORDS``.
-    """
+    """Scores of ``BT`` tokens of one row and KV head. A token's codes are ``WIDTH`` entries."""
     i_row = tl.program_id(1)
     i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
 
@@ -127,67 +69,58 @@ def _token_score_kernel(
         b_block = tl.load(p_block, mask=m_t, other=-1)  # [BT]
         m_live = m_t & (b_block >= 0)
     b_slot = tl.load(p_slots + i_batch * slots_batch + b_block, mask=m_live, other=-1).to(tl.int64)  # [BT]
-    m_read = m_live & (b_slot >= 0)
-    m_live = tl.load(p_flags + b_slot * flags_slot + o_in, mask=m_read, other=0) == SELECTABLE  # [BT]
+    m_live = m_live & (b_slot >= 0)
+    b_flag = tl.load(p_flags + b_slot * flags_slot + o_in, mask=m_live, other=0)  # [BT]
+    m_live = m_live & (b_flag == SELECTABLE)
 
-    # Codes are read without waiting for the flags: the scores of tokens that are not live, which may be anything,
-    # are replaced.
+    # The query's label channels; packed codes hold the second half of them in the high four bits.
     o_g, o_w = tl.arange(0, BG), tl.arange(0, BW)
     m_w = o_w < WIDTH
+    m_q = (o_g < GROUP)[:, None] & m_w[None, :]
+    p_channel = p_channels + i_batch * channels_batch + i_head * channels_head + o_w
+    p_row = p_q + i_batch * q_batch + (i_head * GROUP + o_g[:, None]) * q_head
+    b_channel = tl.load(p_channel, mask=m_w, other=0)  # [BW]
+    b_low = tl.load(p_row + b_channel[None, :] * q_dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
+
+    # What is not live may hold anything, NaN included, and is not read.
     p_code = p_codes + b_slot[:, None] * codes_slot + i_head * codes_head + o_in[:, None] * codes_token
-    b_code = tl.load(p_code + o_w[None, :], mask=m_read[:, None] & m_w[None, :], other=0)  # [BT, BW]
+    m_code = m_live[:, None] & m_w[None, :]
+    b_code = tl.load(p_code + o_w[None, :], mask=m_code, other=0)  # [BT, BW]
     if PACKED:
+        b_channel = tl.load(p_channel + WIDTH, mask=m_w, other=0)  # [BW]
+        b_high = tl.load(p_row + b_channel[None, :] * q_dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
         p_param = p_qparams + b_slot * qparams_slot + i_head * qparams_head + o_in * qparams_token
-        b_scale = tl.load(p_param, mask=m_read, other=0.0).to(tl.float32)  # [BT]
-        b_zero = tl.load(p_param + 1, mask=m_read, other=0.0).to(tl.float32)  # [BT]
-    p_channel = p_channels + i_batch * channels_batch + i_head * channels_head
+        b_scale = tl.load(p_param, mask=m_live, other=0.0).to(tl.float32)  # [BT]
+        b_zero = tl.load(p_param + 1, mask=m_live, other=0.0).to(tl.float32)  # [BT]
+        b_code = b_code.to(tl.int32)
+        b_low_code, b_high_code = b_code & 15, b_code >> 4
 
     # label = digit * scale + zero, so q . label = scale * (q . digits) + zero * sum(q)
-    if WORDS:
-        p_group = p_q + i_batch * q_batch + i_head * GROUP * q_head
-        p_row = p_mean + i_row * 8 * BW
-        b_s = _score_words(p_group, p_channel, p_row, b_code, b_scale, b_zero, q_head, q_dim, GROUP, WIDTH, BW)  # [BT]
-    else:
-        m_q = (o_g < GROUP)[:, None] & m_w[None, :]
-        p_row = p_q + i_batch * q_batch + (i_head * GROUP + o_g[:, None]) * q_head
-        b_channel = tl.load(p_channel + o_w, mask=m_w, other=0)  # [BW]
-        b_low = tl.load(p_row + b_channel[None, :] * q_dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
-        if PACKED:  # the second half of the channels lies in the high four bits
-            b_channel = tl.load(p_channel + WIDTH + o_w, mask=m_w, other=0)  # [BW]
-            b_high = tl.load(p_row + b_channel[None, :] * q_dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
-            b_code = b_code.to(tl.int32)
-            b_low_code, b_high_code = b_code & 15, b_code >> 4
-        if MEAN:
-            b_low = tl.sum(b_low, 0) / GROUP  # [BW]
-            if PACKED:
-                b_high = tl.sum(b_high, 0) / GROUP  # [BW]
-                b_both = b_low_code.to(tl.float32) * b_low[None, :] + b_high_code.to(tl.float32) * b_high[None, :]
-                b_s = b_scale * tl.sum(b_both, 1) + b_zero * tl.sum(b_low + b_high, 0)  # [BT]
-            else:
-                b_s = tl.sum(b_code.to(tl.float32) * b_low[None, :], 1)  # [BT]
+    if MEAN:
+        b_low = tl.sum(b_low, 0) / GROUP  # [BW]
+        if PACKED:
+            b_high = tl.sum(b_high, 0) / GROUP  # [BW]
+            b_both = b_low_code.to(tl.float32) * b_low[None, :] + b_high_code.to(tl.float32) * b_high[None, :]
+            b_s = b_scale * tl.sum(b_both, 1) + b_zero * tl.sum(b_low + b_high, 0)  # [BT]
         else:
-            if PACKED:
-                b_sum = tl.sum(b_low + b_high, 1)  # [BG]
-                b_low, b_high = tl.trans(b_low), tl.trans(b_high)  # [BW, BG]
-                if NATIVE:  # digits 0 .. 15 are exact in any 16-bit type
-                    b_low, b_high = b_low.to(p_q.dtype.element_ty), b_high.to(p_q.dtype.element_ty)
-                b_all = tl.dot(b_low_code.to(b_low.dtype), b_low, input_precision="ieee")  # [BT, BG]
-                b_all += tl.dot(b_high_code.to(b_high.dtype), b_high, input_precision="ieee")
-                b_all = b_scale[:, None] * b_all + b_zero[:, None] * b_sum[None, :]
-            else:
-                b_low = tl.trans(b_low)  # [BW, BG]
-                if NATIVE:
-                    b_low = b_low.to(p_q.dtype.element_ty)
-                b_all = tl.dot(b_code.to(b_low.dtype), b_low, input_precision="ieee")  # [BT, BG]
-            b_s = tl.max(tl.where((o_g < GROUP)[None, :] & m_live[:, None], b_all, float("-inf")), 1)  # [BT]
+            b_s = tl.sum(b_code.to(tl.float32) * b_low[None, :], 1)  # [BT]
+    else:
+        if PACKED:
+            b_sum = tl.sum(b_low + b_high, 1)  # [BG]
+            b_low, b_high = tl.trans(b_low), tl.trans(b_high)  # [BW, BG]
+            if NATIVE:  # digits 0 .. 15 are exact in any 16-bit type
+                b_low, b_high = b_low.to(p_q.dtype.element_ty), b_high.to(p_q.dtype.element_ty)
+            b_all = tl.dot(b_low_code.to(b_low.dtype), b_low, input_precision="ieee")  # [BT, BG]
+            b_all += tl.dot(b_high_code.to(b_high.dtype), b_high, input_precision="ieee")
+            b_all = b_scale[:, None] * b_all + b_zero[:, None] * b_sum[None, :]
+        else:
+            b_low = tl.trans(b_low)  # [BW, BG]
+            if NATIVE:
+                b_low = b_low.to(p_q.dtype.element_ty)
+            b_all = tl.dot(b_code.to(b_low.dtype), b_low, input_precision="ieee")  # [BT, BG]
+        b_s = tl.max(tl.where((o_g < GROUP)[None, :], b_all, float("-inf")), 1)  # [BT]
     p_to = p_out + i_batch * out_batch + i_head * out_head + o_t
     tl.store(p_to, tl.where(m_live, b_s, float("-inf")), mask=m_t)
-
-
-def _are_words(codes: Tensor) -> bool:
-    """Whether all codes of a token can be read as int32."""
-    places = (codes.shape[-1], codes.data_ptr(), *codes.stride()[:-1])
-    return all(place % 4 == 0 for place in places)
 
 
 def token_score(
@@ -201,14 +134,8 @@ def token_score(
     reduce: str,
     *,
     out: Tensor | None = None,
-    tile: int | None = None,
-    warps: int = WARPS,
-    words: bool = True,
 ) -> Tensor:
-    """As ``reference.token_score``, into ``out`` if given.
-
-    ``tile`` and ``warps`` replace the constants; ``words=False`` reads packed codes as bytes.
-    """
+    """As ``reference.token_score``, into ``out`` if given."""
     batch, q_heads, _ = q.shape
     heads, block_size, width = codes.shape[1:]
     tokens = (slots if block_ids is None else block_ids).shape[-1] * block_size
@@ -226,18 +153,9 @@ def token_score(
         out=out,
     )
     group = q_heads // heads
-    packed, mean = qparams is not None, reduce == "mean"
-    words = words and packed and mean and _are_words(codes)
-    wide, mean_q = max(16, triton.next_power_of_2(width)), None
-    if words:
-        codes, width = codes.view(torch.int32), width // 4
-        wide = triton.next_power_of_2(width)
-        mean_q = torch.empty(batch * heads * 8 * wide, dtype=torch.float32, device=q.device)
-    if tile is None:
-        share = triton.next_power_of_2(max(1, tokens * batch * heads // PROGRAMS))
-        tile = max(TILES[0], min(TILES[1], share))
+    packed = qparams is not None
     with torch.cuda.device_of(q):
-        _token_score_kernel[(triton.cdiv(tokens, tile), batch * heads)](
+        _token_score_kernel[(triton.cdiv(tokens, TILE), batch * heads)](
             q,
             codes,
             qparams,
@@ -246,7 +164,6 @@ def token_score(
             slots,
             block_ids,
             out,
-            mean_q,
             tokens,
             *q.stride(),
             *codes.stride()[:3],
@@ -258,16 +175,14 @@ def token_score(
             *out.stride()[:2],
             HAS_BLOCKS=block_ids is not None,
             PACKED=packed,
-            WORDS=words,
-            MEAN=mean,
+            MEAN=reduce == "mean",
             NATIVE=q.dtype != torch.float32 and (packed or codes.dtype == q.dtype),
             HEADS=heads,
             GROUP=group,
             BLOCK_SIZE=block_size,
             WIDTH=width,
             BG=max(16, triton.next_power_of_2(group)),
-            BW=wide,
-            BT=tile,
-            num_warps=warps,
+            BW=max(16, triton.next_power_of_2(width)),
+            BT=TILE,
         )
     return out

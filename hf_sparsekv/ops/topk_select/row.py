@@ -82,17 +82,17 @@ def select_row(
     p_out, p_blocks, b_key, blocks, k, BLOCK_SIZE: tl.constexpr, N: tl.constexpr, TAIL: tl.constexpr, WAYS: tl.constexpr
 ):
     """Write the ids of the ``k`` best of the ``N`` entries of one row, which are those of ``blocks`` blocks."""
-    b_id = tl.arange(0, N)
-    if BLOCK_SIZE > 0:  # loaded before the search, which does not wait for it
-        b_block = tl.load(p_blocks + b_id // BLOCK_SIZE, mask=b_id < blocks * BLOCK_SIZE, other=0)  # [N]
-        b_id = b_block * BLOCK_SIZE + b_id % BLOCK_SIZE
+    if BLOCK_SIZE > 0:  # loaded before the search, which it then does not wait for
+        o_block = tl.arange(0, N // BLOCK_SIZE)
+        b_block = tl.load(p_blocks + o_block, mask=o_block < blocks, other=0)  # [N / BLOCK_SIZE]
+        b_id = tl.reshape(b_block[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :], [N])
+    else:
+        b_id = tl.arange(0, N)
     lo, count, over, usable = threshold(b_key, k, WAYS)
     m_take = b_key >= lo
     if count > k:  # the first of those that equal it
         b_tie = tl.cumsum((b_key == lo).to(tl.int32), 0)
         m_take = m_take & ((b_key > lo) | (b_tie <= k - over))
     b_at = tl.cumsum(m_take.to(tl.int32), 0) - 1
-    # The second condition always holds. It ties the prefix sum to the scores' layout, four neighbours a thread; the
-    # store alone would have it done in its own, one by one.
-    tl.store(p_out + b_at, b_id, mask=m_take & (b_at < k))
+    tl.store(p_out + b_at, b_id, mask=m_take)
     pad(p_out, tl.minimum(usable, k), k, TAIL)
