@@ -50,6 +50,11 @@ class SparseConfig:
             prompt-lookup decoding take back at most their draft length). A deeper crop is correct but slower.
         max_length: longest sequence (prompt and answer, in tokens) to reserve storage for. ``None`` lets the
             storage grow in steps.
+        dense_below: a decode step attends to everything, as dense attention does, while the full blocks of the layer
+            hold at most this many tokens, counted over all rows (batch x tokens a row, padding included; recent
+            tokens come on top). ``"auto"``: while that is measured to be as quick as selecting on this GPU
+            (:mod:`hf_sparsekv.crossover`), so never with blocks in host memory, without a GPU, or on a GPU that was
+            not measured (``hf-sparsekv calibrate-device``). ``None``: never. A number holds for offloaded blocks, too.
     """
 
     block_size: int = 64
@@ -58,6 +63,7 @@ class SparseConfig:
     dense_layers: int = 2
     max_draft: int = 16
     max_length: int | None = None
+    dense_below: int | Literal["auto"] | None = "auto"
 
     def __post_init__(self) -> None:
         _power_of_two("block_size", self.block_size)
@@ -67,6 +73,8 @@ class SparseConfig:
         _require(self.window >= 1, "window must be at least 1: the newest token is always attended")
         if self.max_length is not None:
             _positive("max_length", self.max_length)
+        ok = self.dense_below in ("auto", None) or (_is_int(self.dense_below) and self.dense_below >= 0)
+        _require(ok, f"dense_below must be an integer >= 0, 'auto' or None, got {self.dense_below!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from .config import OffloadConfig, TwoLevelConfig
+from .crossover import dense_tokens
 from .offload.pool import bucket
 from .offload.store import ring_tokens
+from .selection.two_level import method
 
 # The one way through a mixture of experts that neither looks at values nor insists on a dtype.
 _META_SAFE = {"experts_implementation": "batched_mm"}
@@ -64,6 +66,8 @@ class MemoryPlan:
         tables: slot tables, flags and counts.
         stock: sliding and other layers, which stay transformers' own.
         prefill: estimate of the activations of a prompt of ``context`` tokens read in one piece.
+        dense_tokens: tokens a row up to which the sparse layers attend densely because that is as quick
+            (``config.dense_below``); 0 for never.
     """
 
     model: ModelShape
@@ -79,6 +83,7 @@ class MemoryPlan:
     tables: int
     stock: int
     prefill: int
+    dense_tokens: int = 0
 
     @property
     def cache_device(self) -> int:
@@ -178,6 +183,7 @@ def plan_memory(
     *,
     context: int,
     batch: int = 1,
+    device: torch.device | None = None,
 ) -> MemoryPlan:
     """Bytes that ``OffloadedSparseCache(config, offload)`` will take, and DynamicCache for comparison.
 
@@ -186,6 +192,7 @@ def plan_memory(
         config, offload: as for the cache.
         context: tokens per row, prompt and answer together.
         batch: rows.
+        device: the GPU that it is planned for, if it is there; only ``dense_tokens`` depends on it.
 
     Raises:
         ValueError: ``context`` or ``batch`` is not positive, or exceeds ``config.max_length``.
@@ -240,4 +247,28 @@ def plan_memory(
         tables=tables,
         stock=stock,
         prefill=prefill,
+        dense_tokens=_dense_tokens(model, config, offload, batch, device or torch.device("cpu")),
     )
+
+
+def _dense_tokens(
+    model: ModelShape, config: TwoLevelConfig, offload: OffloadConfig | None, batch: int, device: torch.device
+) -> int:
+    """Tokens a row with which every sparse layer still attends densely, recent ones included; 0 for none."""
+    layers = [layer for layer in model.layers[config.dense_layers :] if layer.kind == "full"]
+    offloaded, item = offload is not None, model.dtype.itemsize
+    in_blocks = [
+        dense_tokens(
+            config.dense_below,
+            method(config, offloaded),
+            device,
+            offloaded,
+            batch,
+            layer.heads * (layer.key_dim + layer.value_dim) * item,
+        )
+        // config.block_size
+        for layer in layers
+    ]
+    least = min(in_blocks, default=0)
+    # The step with this many columns is the last one before the next block is sealed and counts.
+    return (least + 1) * config.block_size + config.window + config.max_draft if least else 0

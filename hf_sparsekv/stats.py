@@ -20,6 +20,7 @@ class CacheStats:
         cached_tokens: columns cached per row (padding included).
         decode_steps: decode steps (one query a row).
         sparse_calls, dense_calls: layer calls of decode steps that attended to a selection / to everything.
+        crossover_calls: of ``dense_calls``: because dense attention is as quick there (``dense_below``).
         exact_calls: layer calls with several queries over cached tokens (later chunks, second turns, drafts).
         attended_tokens: cached tokens attended to in decode steps.
         context_tokens: cached tokens that full attention would have attended to in them.
@@ -39,6 +40,7 @@ class CacheStats:
     decode_steps: int
     sparse_calls: int
     dense_calls: int
+    crossover_calls: int
     exact_calls: int
     attended_tokens: int
     context_tokens: int
@@ -77,6 +79,9 @@ class CacheStats:
             line += f", hit rate {self.hit_rate:.1%}"
         if self.covered_mass is not None:
             line += f", covered mass {self.covered_mass:.1%}"
+        if self.crossover_calls:
+            share = self.crossover_calls / (self.sparse_calls + self.dense_calls)
+            line += f"; {share:.0%} of the layer calls were dense because that is as quick there (dense_below)"
         if self.materialised:
             line += f"; {self.materialised} layer calls bypassed sparse attention"
         return f"{line}; {where}"
@@ -115,6 +120,7 @@ def collect(layers: list[SparseLayer]) -> CacheStats:
         decode_steps=max((c.steps for c in total), default=0),
         sparse_calls=sum(c.sparse for c in total),
         dense_calls=sum(c.dense for c in total),
+        crossover_calls=sum(c.crossover for c in total),
         exact_calls=sum(c.exact for c in total),
         attended_tokens=attended,
         context_tokens=context,

@@ -6,8 +6,15 @@ from collections.abc import Callable
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, SparseCache, TwoLevelConfig
 
-# Small enough that blocks are sealed and channels fixed within some sixty tokens.
-SMALL = {"block_size": 16, "window": 16, "max_draft": 4, "dense_layers": 0, "calibration_tokens": 32}
+# Small enough that blocks are sealed and channels fixed within some sixty tokens; sparse on any device.
+SMALL = {
+    "block_size": 16,
+    "window": 16,
+    "max_draft": 4,
+    "dense_layers": 0,
+    "calibration_tokens": 32,
+    "dense_below": None,
+}
 
 FULL = {"token_budget": 4096}  # more than any test caches: the output must be the dense output
 TIGHT = {"token_budget": 32, "num_blocks": 4}

@@ -54,7 +54,8 @@ def plan(
     gpu = opt.parse_bytes(gpu_memory) if gpu_memory else _detected_gpu()
     host = opt.parse_bytes(host_memory) if host_memory else int(0.8 * host_memory_limit())
     shape = model_shape(load_config(model), opt.torch_dtype(dtype))
-    planned = plan_memory(shape, config, opt.offload_config(offload), context=context, batch=batch)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else None
+    planned = plan_memory(shape, config, opt.offload_config(offload), context=context, batch=batch, device=device)
     _show(planned, gpu, host)
 
 
@@ -100,6 +101,11 @@ def _show(p: MemoryPlan, gpu: int | None, host: int) -> None:
     note("prefill: the prompt read in one piece; generate(..., prefill_chunk_size=...) bounds it")
     if not any(layer.kind == "full" for layer in layers):
         note("no layer of this model attends to its whole past: a sparse cache has nothing to do")
+    if p.context <= p.dense_tokens:
+        note(
+            f"decode steps attend densely up to {p.dense_tokens:,} tokens a row here: as quick as selecting, and exact "
+            "(TwoLevelConfig(dense_below=...))"
+        )
     for line in p.model.notes:
         note(line)
 

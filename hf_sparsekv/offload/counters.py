@@ -21,6 +21,7 @@ class Counters:
         self.near = [torch.zeros((), dtype=torch.int64, device=device), 0]
         self.index_bytes = self.to_host_bytes = self.to_device_bytes = 0
         self.steps = self.sparse = self.dense = self.exact = self.materialised = 0
+        self.crossover = 0  # of the dense ones: because that is as quick as selecting
 
     @lasting
     def copy(self) -> Counters:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..attention.exact import AttentionSpec
 from ..config import SparseConfig
+from ..crossover import dense_tokens
 from ..offload.store import LayerStore
 
 
@@ -18,11 +19,29 @@ class Policy:
     cache through its :class:`LayerStore` and never knows whether a block lies on the device or the host.
     """
 
+    method: str | None = None  # what the table of crossovers calls it
+
     def __init__(self, config: SparseConfig, layer_idx: int, offloaded: bool) -> None:
         self.config, self.layer_idx, self.offloaded = config, layer_idx, offloaded
+        self._dense_blocks: tuple[int, int] = (0, 0)  # batch, and the blocks up to which a step of it is dense
 
     def start(self, store: LayerStore, q_heads: int) -> None:
         """The layer's first tokens have arrived: claim per-slot fields."""
+        self._dense_blocks = (0, 0)  # perhaps another device
+
+    def below_crossover(self, store: LayerStore) -> bool:
+        """Dense attention is as quick as selecting at this batch and length (``config.dense_below``).
+
+        Sealed blocks are what counts: they are what there is to select from, and they change between steps only, so
+        everybody who asks about a step gets the same answer.
+        """
+        batch, blocks = self._dense_blocks
+        if batch != store.batch:
+            config, width = self.config, store.heads * store.token_bytes
+            tokens = dense_tokens(config.dense_below, self.method, store.device, self.offloaded, store.batch, width)
+            blocks = tokens // store.block_size
+            self._dense_blocks = (store.batch, blocks)
+        return store.sealed <= blocks
 
     def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore) -> None:
         """New queries ``[batch, Hq, n, Dk]`` and keys ``[batch, H, n, Dk]``, before they are stored."""

@@ -25,8 +25,9 @@ class TwoLevelPolicy(Policy):
         self, config: TwoLevelConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
     ) -> None:
         super().__init__(config, layer_idx, offloaded)
-        self.lag = config.level != "token" and (offloaded if config.lag is None else config.lag)
+        self.lag = lags(config, offloaded)
         self.coarse, self.fine = config.level != "token", config.level != "block"
+        self.method = method(config, offloaded)
         self.fixed = channels  # from a file
         self.reset()
 
@@ -38,6 +39,7 @@ class TwoLevelPolicy(Policy):
 
     @lasting
     def start(self, store: LayerStore, q_heads: int) -> None:
+        super().start(store, q_heads)
         pool, heads, dim = store.pool, store.heads, store.key_dim
         self._key_dim = dim
         if self.lag:
@@ -122,24 +124,31 @@ class TwoLevelPolicy(Policy):
 
         ``"dense"``: everything; ``"every"``: a selection among all blocks; ``"chosen"``: among chosen blocks.
         """
-        config = self.config
-        if self.fine and self.channels is None:
-            return "calibrating" if self.stats.tokens + 1 < config.calibration_tokens else None
-        many = self.coarse and store.sealed > config.coarse_blocks
-        if store.sealed * store.block_size <= config.token_budget:
-            return "dense", self.looks_ahead(store)
-        if not self.fine and not many:
-            return "dense", False
-        chosen = self.previous is not None if self.lag else many
-        return "chosen" if chosen else "every" if self.fine else "dense", self.looks_ahead(store)
+        if self._calibrating:
+            return "calibrating" if self.stats.tokens + 1 < self.config.calibration_tokens else None
+        attends = self._attends(store)
+        return "dense" if attends == "quick" else attends, self.looks_ahead(store)
+
+    @property
+    def _calibrating(self) -> bool:
+        return self.fine and self.channels is None
 
     def _attends(self, store: LayerStore) -> str:
-        mode = self.mode(store)
-        return mode[0] if isinstance(mode, tuple) else "dense"
+        """As in :meth:`mode`; ``"quick"``: everything, because that is as quick as selecting."""
+        config = self.config
+        many = self.coarse and store.sealed > config.coarse_blocks
+        if self._calibrating or store.sealed * store.block_size <= config.token_budget:
+            return "dense"
+        if not self.fine and not many:
+            return "dense"
+        if self.below_crossover(store):
+            return "quick"
+        chosen = self.previous is not None if self.lag else many
+        return "chosen" if chosen else "every" if self.fine else "dense"
 
     def attend(self, q: Tensor, store: LayerStore, spec: AttentionSpec) -> Tensor:
         config, attends = self.config, self._attends(store)
-        if attends == "dense":
+        if attends in ("dense", "quick"):
             return store.attend(q, None, "all", spec)
         blocks = None
         if attends == "chosen":
@@ -163,10 +172,14 @@ class TwoLevelPolicy(Policy):
 
     def account(self, store: LayerStore) -> None:
         config, attends = self.config, self._attends(store)
-        store.count_step("all" if attends == "dense" else "token" if self.fine else "block")
+        if attends in ("dense", "quick"):
+            store.count_step("all")
+            store.counters.crossover += attends == "quick"
+            return
+        store.count_step("token" if self.fine else "block")
         if attends == "chosen" and not self.lag:
             self._count_bounds(store)
-        if attends != "dense" and self.fine:
+        if self.fine:
             blocks = config.coarse_blocks if attends == "chosen" else store.sealed
             store.count_index(store.batch * store.heads * blocks * store.block_size * self._label_bytes(store))
 
@@ -175,15 +188,18 @@ class TwoLevelPolicy(Policy):
         store.count_index(pairs * 2 * store.key_dim * store.dtype.itemsize)
 
     def looks_ahead(self, store: LayerStore) -> bool:
-        known = self.channels is not None or not self.fine
-        return self.lag and known and store.sealed > self.config.coarse_blocks
+        """While steps are dense nothing is chosen for the next; sealing the block that ends it chooses anew."""
+        many = self.lag and not self._calibrating and store.sealed > self.config.coarse_blocks
+        return many and not self.below_crossover(store)
 
     def replayed(self, store: LayerStore, looked: bool) -> None:
-        if self.fine and self.channels is None:
+        if self._calibrating:
             self.stats.tokens += 1
         elif looked:
             self.previous = self._held
             self._count_bounds(store)
+        elif not self.looks_ahead(store):
+            self.previous = None  # as look_ahead() does
 
     def look_ahead(self, q: Tensor, store: LayerStore, again: bool = False) -> None:
         if not self.looks_ahead(store):
@@ -257,6 +273,18 @@ class TwoLevelPolicy(Policy):
                 setattr(new, name, getattr(self, name).clone())
         new.previous = None if self.previous is None else new._held
         return new
+
+
+def lags(config: TwoLevelConfig, offloaded: bool) -> bool:
+    """Tokens are chosen within the blocks of the previous step."""
+    return config.level != "token" and (offloaded if config.lag is None else config.lag)
+
+
+def method(config: TwoLevelConfig, offloaded: bool) -> str:
+    """What the table of crossovers calls the selection."""
+    if config.level != "two_level":
+        return f"{config.level}_only"
+    return "two_level:lag" if lags(config, offloaded) else "two_level"
 
 
 def quantise_labels(labels: Tensor) -> tuple[Tensor, Tensor]:

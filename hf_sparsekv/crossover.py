@@ -1,0 +1,215 @@
+"""Where dense attention is as quick as selecting: a small table of measured GPUs.
+
+Below some length everything can be read in the time that choosing takes, and dense attention is exact. The time of a
+dense step grows with the bytes it reads; that of a selecting step has a fixed part, a part per row, and grows little
+with the length. Both take equal time where
+
+    batch * tokens * width = fixed_bytes + batch * width * row_tokens        (width: bytes of a token, all KV heads)
+
+so a GPU is described by two numbers a method. They are measured by ``hf-sparsekv calibrate-device``, whose file goes
+before the built-in values. A GPU that was not measured has no crossover: its steps select.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import tempfile
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+FORMAT = 1  # of the file; another one is not read
+METHODS = ("two_level", "two_level:lag", "block_only", "token_only")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Two numbers of one method on one GPU.
+
+    Args:
+        fixed_bytes: KV bytes that a dense step reads in the time by which a selecting step's fixed part is longer.
+        row_tokens: tokens that it reads in the time that selecting takes for each row.
+    """
+
+    fixed_bytes: float
+    row_tokens: float
+
+    def tokens(self, batch: int, width: int) -> int:
+        """Tokens a row up to which dense attention is as quick; ``width``: bytes of a token, all KV heads."""
+        return max(0, int(self.row_tokens + self.fixed_bytes / (batch * width)))
+
+
+# One layer of 32 query and 8 KV heads of 128 channels, bf16, in captured steps, 1 and 8 rows of 32k and 128k tokens
+# (benchmarks/results/operator.csv). Exact names: parts of a GPU (MIG) have names of their own, and other rates.
+BUILT_IN: dict[str, dict[str, Rule]] = {
+    "NVIDIA H200": {
+        "two_level": Rule(68.9e6, 1770),
+        "two_level:lag": Rule(40.7e6, 2100),
+        "block_only": Rule(12.7e6, 808),
+        "token_only": Rule(115.5e6, 788),
+    },
+}
+
+
+def dense_tokens(
+    dense_below: int | Literal["auto"] | None,
+    method: str | None,
+    device: torch.device,
+    offloaded: bool,
+    batch: int,
+    width: int,
+) -> int:
+    """Tokens in full blocks, a row, up to which a decode step attends densely for speed; 0 for never.
+
+    Args:
+        dense_below: as in :class:`hf_sparsekv.SparseConfig`.
+        method: the table's name of what would be done instead.
+        device: where the layer computes.
+        offloaded: its blocks lie in host memory.
+        batch: rows.
+        width: bytes of a token's keys and values, all KV heads.
+    """
+    if dense_below != "auto":
+        return (dense_below or 0) // batch
+    if offloaded or device.type != "cuda":  # over the link everything takes long; without a GPU nothing is measured
+        return 0
+    rule = lookup(torch.cuda.get_device_name(device), method)
+    return 0 if rule is None else rule.tokens(batch, width)
+
+
+def lookup(device_name: str, method: str | None) -> Rule | None:
+    """What is known about a method on a GPU: from the user's file, or built in."""
+    try:
+        users = _read(str(table_path()))
+    except RuntimeError:  # there is no home directory
+        users = {}
+    for table in (users, BUILT_IN):
+        rule = table.get(device_name, {}).get(method)
+        if rule is not None:
+            return rule
+    return None
+
+
+# ---------------------------------------------------------------------- the user's file
+
+
+def table_path() -> Path:
+    """The file that ``hf-sparsekv calibrate-device`` writes, whether or not it is there."""
+    from .models import models_root  # imports what only commands need
+
+    return models_root().parent / "crossover.json"
+
+
+@functools.cache  # a cache of 36 layers asks 36 times
+def _read(path: str) -> dict[str, dict[str, Rule]]:
+    """The rules of a file; empty if there is none, and with a warning if it cannot be used."""
+    try:
+        devices = _entries(Path(path))
+        return {
+            name: {method: _rule(numbers) for method, numbers in entry["rules"].items()}
+            for name, entry in devices.items()
+        }
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        warnings.warn(
+            f"{path} cannot be used ({type(error).__name__}: {error}), built-in values are: "
+            "`hf-sparsekv calibrate-device` writes it anew",
+            stacklevel=2,
+        )
+        return {}
+
+
+def _entries(path: Path) -> dict[str, dict]:
+    whole = json.loads(path.read_text(encoding="utf-8"))
+    if whole["format"] != FORMAT:
+        raise ValueError(f"format {whole['format']!r}, expected {FORMAT}")
+    return whole["devices"]
+
+
+def _rule(numbers: dict) -> Rule:
+    rule = Rule(float(numbers["fixed_bytes"]), float(numbers["row_tokens"]))
+    if not (math.isfinite(rule.fixed_bytes) and math.isfinite(rule.row_tokens)):
+        raise ValueError(f"{numbers} are not finite numbers")
+    return rule
+
+
+def save(device_name: str, rules: dict[str, Rule], about: dict) -> Path:
+    """Write what was measured on a GPU into the user's file; what it says of other GPUs stays.
+
+    Args:
+        about: what the rules were measured with (JSON values), kept beside them for people.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = table_path()
+    try:
+        devices = dict(_entries(path))
+    except (OSError, ValueError, TypeError, KeyError):
+        devices = {}
+    devices[device_name] = {"rules": {method: asdict(rule) for method, rule in rules.items()}, **about}
+    text = json.dumps({"format": FORMAT, "devices": devices}, indent=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Beside it and then renamed: nobody reads half a file.
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False, encoding="utf-8") as file:
+        file.write(text + "\n")
+    os.replace(file.name, path)
+    _read.cache_clear()
+    return path
+
+
+# ---------------------------------------------------------------------- fitting
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One layer's attention in a decode step, in microseconds: dense, and by method."""
+
+    batch: int
+    tokens: int  # in full blocks, a row
+    dense: float
+    sparse: dict[str, float]
+
+
+def fit(timings: list[Timing], width: int) -> dict[str, Rule]:
+    """The rule of each method that was measured; without one: a method that gains nothing with the length.
+
+    The difference between both times is taken as linear in 1, rows and tokens, and fitted relative to the times, so
+    that the large shapes, where nobody doubts what is quicker, do not decide.
+
+    Args:
+        timings: several batches and lengths.
+        width: bytes of a token's keys and values, all KV heads.
+
+    Raises:
+        ValueError: too few batches or lengths to tell the three parts apart.
+    """
+    features = np.array([[1.0, t.batch, t.batch * t.tokens] for t in timings]).reshape(-1, 3)
+    if np.linalg.matrix_rank(features) < 3:
+        raise ValueError("timings of at least two batches and two lengths are needed")
+    rules = {}
+    for method in METHODS:
+        if any(method not in t.sparse for t in timings):
+            continue
+        gain = np.array([t.dense - t.sparse[method] for t in timings])
+        weight = 1 / np.array([t.dense + t.sparse[method] for t in timings])
+        fixed, row, token = np.linalg.lstsq(features * weight[:, None], gain * weight, rcond=None)[0]
+        if token > 0:
+            rules[method] = Rule(float(-fixed / token * width), float(-row / token))
+    return rules
+
+
+def wrong_by(rule: Rule, timing: Timing, method: str, width: int) -> float:
+    """How much longer the step that the rule chooses takes than the other one; 0 if it is the quicker one."""
+    selecting = timing.sparse[method]
+    if timing.tokens <= rule.tokens(timing.batch, width):
+        return max(0.0, timing.dense / selecting - 1)
+    return max(0.0, selecting / timing.dense - 1)
