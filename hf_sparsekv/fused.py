@@ -171,7 +171,7 @@ def _cannot_join(joined: JoinedLinear, owner: nn.Module, uses: Counter) -> str |
     return reason
 
 
-def fuse(model: nn.Module, linears: bool = True, small_batch: bool = False) -> Fusion | None:
+def fuse(model: nn.Module, linears: bool = True, small_batch: bool = True) -> Fusion | None:
     """Fuse the small layers of ``model`` in place; see the module's text.
 
     Args:

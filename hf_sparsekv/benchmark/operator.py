@@ -2,6 +2,7 @@
 
     python -m hf_sparsekv.benchmark.operator                        # the four shapes that have a target
     python -m hf_sparsekv.benchmark.operator --shapes 1x64k 4x64k --dim 64 --heads 16x4 --dtype float16
+    python -m hf_sparsekv.benchmark.operator --sweep token_score sparse_decode --no-csv
 
 Everything is captured in a CUDA graph, 20 repetitions that go round several sets of inputs, so that what a step reads
 comes from memory and not from the L2 cache. The step is compared with the references before it is timed.
@@ -21,6 +22,7 @@ import torch
 from ..config import TwoLevelConfig
 from .operator_check import check
 from .operator_inputs import Layer, Shape
+from .operator_sweep import OPERATORS, differs, variants
 from .operator_timing import Time, captured, dense_torch, read_bandwidth
 from .results import Row, append_rows, device_name, versions
 
@@ -110,6 +112,31 @@ def set_count(shape: Shape, device: torch.device) -> int:
     return max((n for n in (4, 5, 10, 20) if n <= fits and n // 2 < wanted), default=3)
 
 
+def sweep(shape: Shape, device: torch.device, report: Report, operators: list[str]) -> None:
+    """Every way to run the operators at one shape, each compared with the first way; quickest last."""
+    sets = set_count(shape, device)
+    print(f"{shape.case} {shape.batch} x {shape.context}: sweep over {sets} sets of inputs", flush=True)
+    layers = [Layer(shape, device, seed) for seed in range(sets)]
+    check(layers[0])
+    for layer in layers:
+        layer.step()
+    for operator in operators:
+        first, found = None, []
+        for name, run, result in variants(layers, operator):
+            what = f"{shape.batch} x {shape.context} {operator} {name}"
+            try:
+                took = captured(run, sets)
+                got = result().clone()
+                first = got if first is None else first
+                if differs(got, first):
+                    raise AssertionError("another result than the first variant's")
+                found.append((took.median, name, took))
+            except Exception as error:  # not all tiles fit every shape
+                report.fail(what, error)
+        for _, name, took in sorted(found, reverse=True):
+            report.add(shape, f"two_level:{name}", f"{operator}_us", took)
+
+
 def measure(shape: Shape, device: torch.device, report: Report) -> None:
     """All figures of one shape."""
     start, sets = time.perf_counter(), set_count(shape, device)
@@ -160,6 +187,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--num-blocks", type=int, default=128)
     parser.add_argument("--token-budget", type=int, default=1024)
+    parser.add_argument("--sweep", nargs="+", choices=OPERATORS, help="time the ways to run these operators instead")
     parser.add_argument("--csv", type=Path, default=CSV, help="rows are appended to it")
     parser.add_argument("--no-csv", action="store_true")
     return parser
@@ -190,7 +218,10 @@ def main(argv: list[str] | None = None) -> int:
     report = Report(rate)
     for shape in shapes(args):
         try:
-            measure(shape, device, report)
+            if args.sweep:
+                sweep(shape, device, report, args.sweep)
+            else:
+                measure(shape, device, report)
         except Exception as error:
             report.fail(f"{shape.batch} x {shape.context}", error)
         gc.collect()

@@ -50,14 +50,16 @@ def on_cpu(args):
     return [None if t is None else t.cpu() for t in args]
 
 
-@pytest.mark.parametrize("bits", [4, 16])
+@pytest.mark.parametrize("bits", ["words", 4, 16])
 @pytest.mark.parametrize("reduce", ["mean", "max"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_against_reference(place, case, reduce, bits):
+    words = bits == "words"
+    bits = 4 if words else bits
     args = make(place, *case, bits)
     batch, heads, block_size, n = case[0], case[1], case[5], case[6] if case[7] is None else case[7]
     out = place.nan(batch, heads, n * block_size, dtype=torch.float32)
-    got = token_score(*args, reduce, out=out)
+    got = token_score(*args, reduce, out=out, words=words, blocks_a_program=2)
     assert got is out
     # Products of 16-bit numbers are exact in float32, so all dtypes agree to float32 rounding.
     place.close(got, reference(*on_cpu(args), reduce), ratio=2e-6)

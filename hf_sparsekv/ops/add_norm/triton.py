@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._overlap import begin, overlap
 from .reference import MAX_WIDTH
 
 
@@ -38,8 +39,10 @@ def _add_norm_kernel(
     HAS_POST: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
     N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row of ``n`` values."""
+    begin(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     o_n = tl.arange(0, N)
     m_n = o_n < n
@@ -103,5 +106,6 @@ def add_norm(
             N=width,
             # Eight values a thread: one 16-byte load of each operand. Not measured yet.
             num_warps=min(max(width // 256, 1), 16),
+            **overlap(x),
         )
     return total, out

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._dispatch import require_dense_rows
+from .._overlap import begin, overlap
 
 TILE = 16  # new tokens a program; a decode step has one. Not tuned yet.
 
@@ -43,8 +44,10 @@ def _append_kernel(
     BQ: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Copy ``BQ`` new tokens of one row and KV head to their places in the ring."""
+    begin(PDL)
     i_row = tl.program_id(0)
     i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
     o_q = tl.program_id(1) * BQ + tl.arange(0, BQ)
@@ -118,4 +121,5 @@ def append(
             BQ=tile,
             BK=triton.next_power_of_2(dk),
             BV=triton.next_power_of_2(dv),
+            **overlap(near_kv),
         )

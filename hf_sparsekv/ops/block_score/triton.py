@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._dispatch import require_dense_rows
+from .._overlap import begin, overlap
 
 TILE_ELEMENTS = 8192  # entries of kmax in registers at once. Not tuned yet.
 
@@ -37,8 +38,10 @@ def _block_score_kernel(
     BN: tl.constexpr,
     MEAN: tl.constexpr,
     NATIVE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Scores of ``BN`` blocks of one row and KV head."""
+    begin(PDL)
     i_row = tl.program_id(1)
     i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -108,5 +111,6 @@ def block_score(
             BN=tile,
             MEAN=reduce == "mean",
             NATIVE=q.dtype == bounds.dtype and q.dtype != torch.float32,
+            **overlap(q),
         )
     return out

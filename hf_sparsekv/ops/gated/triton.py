@@ -8,14 +8,16 @@ import triton.language as tl
 from torch import Tensor
 
 from .._dispatch import require_dense_rows
+from .._overlap import begin, overlap
 from .reference import ACTIVATIONS
 
 TILE = 1024  # values a program; a decode step of an 8B model has 12 tiles a row. Not measured yet.
 
 
 @triton.jit
-def _gated_kernel(p_gate, p_up, p_out, n, gate_row, up_row, SILU: tl.constexpr, TILE: tl.constexpr):
+def _gated_kernel(p_gate, p_up, p_out, n, gate_row, up_row, SILU: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
     """``TILE`` values of one row."""
+    begin(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     o_n = tl.program_id(1) * TILE + tl.arange(0, TILE)
     m_n = o_n < n
@@ -42,6 +44,6 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
         tile = min(TILE, triton.next_power_of_2(n))
         with torch.cuda.device_of(out):
             _gated_kernel[(gate.shape[0], triton.cdiv(n, tile))](
-                gate, up, out, n, gate.stride(0), up.stride(0), SILU=activation == "silu", TILE=tile
+                gate, up, out, n, gate.stride(0), up.stride(0), SILU=activation == "silu", TILE=tile, **overlap(out)
             )
     return out

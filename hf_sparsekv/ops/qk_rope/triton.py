@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._dispatch import require_dense_rows
+from .._overlap import begin, overlap
 
 HEADS = 4  # heads a program, one warp each. Not measured yet.
 
@@ -43,8 +44,10 @@ def _qk_rope_kernel(
     R: tl.constexpr,
     BH: tl.constexpr,
     BD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """``BH`` heads of one token: of its queries, or of its keys for the last programs of the second axis."""
+    begin(PDL)
     i_token = tl.program_id(0).to(tl.int64)
     i_batch, i_q = i_token // tokens, i_token % tokens
     i_tile = tl.program_id(1)
@@ -140,5 +143,6 @@ def qk_rope(
                 BH=HEADS,
                 BD=triton.next_power_of_2(dim),
                 num_warps=HEADS,
+                **overlap(q),
             )
     return q_out.transpose(1, 2), k_out.transpose(1, 2)

@@ -1,6 +1,11 @@
-"""A linear layer of a few rows: the kernels. All that counts is to read the weights at the memory's speed."""
+"""A linear layer of a few rows: the kernels. All that counts is to read the weights at the memory's speed.
+
+Tiles measured on an H200, bf16, projections of an 8B model (benchmarks/NOTES.md, "Linear layers of a few rows").
+"""
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import triton
@@ -8,13 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 from .._dispatch import require_dense_rows
+from .._overlap import begin, overlap
 from .reference import MAX_ROWS
 
-# Outputs a program, inputs a step of its loop, steps in flight, warps. Not measured yet.
-ONE_ROW = (8, 512, 4, 4)
-ROWS = (16, 256, 4, 4)
-ROWS_WIDE = (64, 128, 4, 4)  # when outputs are enough to fill the GPU with these
-WIDE = 16384
+# Outputs a program, inputs a step of its loop, steps in flight, warps.
+ONE_ROW = (4, 2048, 1, 8)
+ONE_ROW_SHORT = (4, 1024, 1, 4)
+SHORT = 2048  # inputs; the short tiles below
+ROWS = (32, 512, 4, 4)
+ROWS_WIDE = (64, 128, 4, 4)
+WIDE = 6144  # outputs; the wide tiles from here on
 
 
 @triton.jit
@@ -31,14 +39,23 @@ def _one_row_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """``BN`` outputs of one row of ``k`` inputs. ``EVEN``: ``n`` and ``k`` are multiples of the tile's sides."""
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
     o_k = tl.arange(0, BK)
     m_n = o_n < n
+    m_k = o_k < k
     p_row = p_weight + o_n.to(tl.int64)[:, None] * weight_row
-    b_sum = tl.zeros([BN, BK], tl.float32)
-    for k_0 in tl.range(0, k, BK, num_stages=STAGES):
+    # The first weights are on their way before the kernel that makes the input has ended.
+    if EVEN:
+        b_w = tl.load(p_row + o_k[None, :], eviction_policy="evict_first")  # [BN, BK]
+    else:
+        b_w = tl.load(p_row + o_k[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0)  # [BN, BK]
+    begin(PDL)
+    b_x = tl.load(p_x + o_k, mask=m_k, other=0.0)  # [BK]
+    b_sum = b_w.to(tl.float32) * b_x.to(tl.float32)[None, :]
+    for k_0 in tl.range(BK, k, BK, num_stages=STAGES):
         if EVEN:
             b_w = tl.load(p_row + (k_0 + o_k)[None, :], eviction_policy="evict_first")  # [BN, BK]
             b_x = tl.load(p_x + k_0 + o_k)  # [BK]
@@ -70,6 +87,7 @@ def _rows_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """``BN`` outputs of all rows, on tensor cores. ``EVEN``: ``n`` and ``k`` are multiples of the tile's sides."""
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -78,6 +96,7 @@ def _rows_kernel(
     m_n, m_m = o_n < n, o_m < rows
     p_row = p_weight + o_n.to(tl.int64)[:, None] * weight_row
     b_sum = tl.zeros([BN, ROWS], tl.float32)
+    begin(PDL)  # the loop's first loads are in flight together: a load before this point measured no better
     for k_0 in tl.range(0, k, BK, num_stages=STAGES):
         if EVEN:
             b_w = tl.load(p_row + (k_0 + o_k)[None, :], eviction_policy="evict_first")  # [BN, BK]
@@ -94,6 +113,22 @@ def _rows_kernel(
     tl.store(p_out + o_m[None, :] * n + o_n[:, None], b_sum.to(p_out.dtype.element_ty), mask=m_out)
 
 
+@cache
+def _shared_memory(device: int) -> int:
+    """Bytes of shared memory that one program may use."""
+    return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
+
+
+def _tile(x: Tensor, rows: int, n: int, k: int) -> tuple[int, int, int, int]:
+    if rows == 1:
+        return ONE_ROW if k >= SHORT else ONE_ROW_SHORT
+    bn, bk, stages, warps = ROWS_WIDE if n >= WIDE else ROWS
+    if x.is_cuda:  # fewer steps in flight where they would not fit
+        held = (bn + MAX_ROWS) * bk * x.element_size()
+        stages = max(1, min(stages, _shared_memory(x.get_device()) // held))
+    return bn, bk, stages, warps
+
+
 def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As ``reference.small_linear``. Float32 only for a single row: tensor cores would round it."""
     n, k = weight.shape
@@ -105,7 +140,7 @@ def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     out = x.new_empty(*x.shape[:-1], n)
     if not out.numel():
         return out
-    bn, bk, stages, warps = ONE_ROW if rows == 1 else ROWS_WIDE if n >= WIDE else ROWS
+    bn, bk, stages, warps = _tile(x, rows, n, k)
     shared = {
         "HAS_BIAS": bias is not None,
         "EVEN": n % bn == 0 and k % bk == 0,
@@ -113,6 +148,7 @@ def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         "BK": bk,
         "STAGES": stages,
         "num_warps": warps,
+        **overlap(x),
     }
     bias = weight if bias is None else bias
     with torch.cuda.device_of(x):

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._overlap import begin, overlap
+
 LOG2E = tl.constexpr(1.4426950408889634)
 TILE = 16  # parts at a time. Not tuned yet.
 
@@ -30,8 +32,10 @@ def _merge_kernel(
     DV: tl.constexpr,
     BV: tl.constexpr,
     BS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Combine the parts of one query head."""
+    begin(PDL)
     i_row, i_g = tl.program_id(0), tl.program_id(1)
     i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
     o_v = tl.arange(0, BV)
@@ -109,4 +113,5 @@ def merge(
         DV=value_dim,
         BV=max(16, triton.next_power_of_2(value_dim)),
         BS=TILE,
+        **overlap(out),
     )

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._dispatch import require_dense_rows
+from .._overlap import begin, overlap
 from .merge import LOG2E, merge
 from .reference import SELECTABLE as _SELECTABLE
 from .reference import VALID as _VALID
@@ -110,8 +111,11 @@ def _split_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     BN: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Attend to one part of the tokens of one row and KV head."""
+    begin(PDL)
     i_row, i_part = tl.program_id(0), tl.program_id(1)
     i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
     o_g, o_k, o_v = tl.arange(0, BG), tl.arange(0, BK), tl.arange(0, BV)
@@ -126,9 +130,9 @@ def _split_kernel(
     b_count = tl.zeros([BN], tl.int32)
 
     if i_part < splits:
-        begin = i_part * per_split
-        end = tl.minimum(begin + per_split, n)
-        for i in range(begin, end, BN):
+        first = i_part * per_split
+        end = tl.minimum(first + per_split, n)
+        for i in tl.range(first, end, BN, num_stages=STAGES):
             # Position -> block of the row and place in it -> slot.
             o_n = i + tl.arange(0, BN)
             m_n = o_n < end
@@ -156,9 +160,9 @@ def _split_kernel(
                 b_q, b_max, b_sum, b_acc, p_k, m_n, scale, softcap, SOFTCAP, NATIVE, DK, DV, BK, BV
             )
     else:
-        begin = skip + (i_part - splits) * per_split
-        end = tl.minimum(begin + per_split, near)
-        for i in range(begin, end, BN):
+        first = skip + (i_part - splits) * per_split
+        end = tl.minimum(first + per_split, near)
+        for i in tl.range(first, end, BN, num_stages=STAGES):
             o_n = i + tl.arange(0, BN)
             m_n = o_n < end
             b_valid = tl.load(p_near_valid + i_batch * near_valid_batch + o_n, mask=m_n, other=0)  # [BN]
@@ -180,11 +184,13 @@ def _split_kernel(
     tl.store(p_count + i_out, tl.sum(b_count, 0).to(tl.float32))
 
 
-def _layout(q: Tensor, kv: Tensor, value_dim: int, n: int, near: int, splits: int | None) -> tuple[int, int, int, int]:
+def _layout(
+    q: Tensor, kv: Tensor, value_dim: int, n: int, near: int, splits: int | None, tile: int | None = None
+) -> tuple[int, int, int, int]:
     """Tokens a tile, tokens a part, parts of the stored blocks and of the near buffer."""
     wide = triton.next_power_of_2(max(q.shape[-1], value_dim, 16))
     item = q.element_size() if q.dtype == kv.dtype else 4  # mixed: float32 inside
-    tile = max(16, min(128, TILE_BYTES // (wide * item)))
+    tile = tile or max(16, min(128, TILE_BYTES // (wide * item)))
     parts = splits or max(1, PROGRAMS // max(1, q.shape[0] * kv.shape[1]))
     per_split = max(1, triton.cdiv(triton.cdiv(n + near, parts), tile)) * tile
     return tile, per_split, triton.cdiv(n, per_split), triton.cdiv(near, per_split)
@@ -220,10 +226,14 @@ def sparse_decode(
     out: Tensor | None = None,
     scratch: Tensor | None = None,
     splits: int | None = None,
+    tile: int | None = None,
+    stages: int = 3,
+    warps: int = 4,
 ) -> Tensor:
     """As ``reference.sparse_decode``, into ``out`` if given.
 
-    ``scratch`` is float32 of ``scratch_size()`` entries. ``splits`` is how many parts to aim for.
+    ``scratch`` is float32 of ``scratch_size()`` entries. ``splits`` (how many parts to aim for), ``tile`` (tokens at
+    once), ``stages`` and ``warps`` replace the constants.
     """
     batch, q_heads, dk = q.shape
     heads, block_size = kv.shape[1:3]
@@ -247,7 +257,7 @@ def sparse_decode(
     skip = sinks if granularity == "all" else 0
     near = near_kv.shape[2]
     rows, group = batch * heads, q_heads // heads
-    tile, per_split, stored, last = _layout(q, kv, value_dim, n, near - skip, splits)
+    tile, per_split, stored, last = _layout(q, kv, value_dim, n, near - skip, splits, tile)
     parts = stored + last
     sizes = _sizes(rows, parts, group, value_dim)
     if scratch is None:
@@ -293,6 +303,9 @@ def sparse_decode(
             BK=max(16, triton.next_power_of_2(dk)),
             BV=max(16, triton.next_power_of_2(value_dim)),
             BN=tile,
+            STAGES=stages,
+            num_warps=warps,
+            **overlap(q),
         )
         merge(acc, lse, count, sink_logits, attended, out, heads)
     return out

@@ -12,13 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .._dispatch import require_dense_rows
+from .._overlap import begin, overlap
 from . import long_rows
 from .keys import ordered
 from .long_rows import CHUNK
 from .row import select_row
 
 ROW = 16384  # entries that one program holds in registers. Not tuned yet.
-WAYS = 5  # parts into which a pass cuts the threshold's range: 2, 3, 4, 5 or 8. Not tuned yet.
 
 
 @triton.jit
@@ -38,9 +38,10 @@ def _row_kernel(
     BLOCK_SIZE: tl.constexpr,
     N: tl.constexpr,
     TAIL: tl.constexpr,
-    WAYS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Select from one whole row."""
+    begin(PDL)
     i_row = tl.program_id(0)
     i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
     o_n = tl.arange(0, N)
@@ -49,7 +50,7 @@ def _row_kernel(
 
     p_to = p_out + i_batch * out_batch + i_head * out_head
     p_row = p_blocks + i_batch * blocks_batch + i_head * blocks_head
-    select_row(p_to, p_row, b_key, n // BLOCK_SIZE if BLOCK_SIZE > 0 else 0, k, BLOCK_SIZE, N, TAIL, WAYS)
+    select_row(p_to, p_row, b_key, n // BLOCK_SIZE if BLOCK_SIZE > 0 else 0, k, BLOCK_SIZE, N, TAIL)
 
 
 def row_warps(width: int) -> int:
@@ -72,7 +73,6 @@ def _select(
     scratch: Tensor | None,
     row: int,
     chunk: int,
-    ways: int,
     warps: int | None,
 ) -> Tensor:
     batch, heads, n = scores.shape
@@ -106,8 +106,8 @@ def _select(
             *block_ids.stride()[:2],
             *out.stride()[:2],
             N=width,
-            WAYS=ways,
             num_warps=warps or row_warps(width),
+            **overlap(scores),
             **fixed,
         )
     return out
@@ -121,15 +121,14 @@ def block_select(
     scratch: Tensor | None = None,
     row: int = ROW,
     chunk: int = CHUNK,
-    ways: int = WAYS,
     warps: int | None = None,
 ) -> Tensor:
     """As ``reference.block_select``, into ``out`` if given.
 
-    ``scratch`` is int32 of ``scratch_size(scores)`` entries; ``row``, ``chunk``, ``ways`` and ``warps`` replace
-    the constants.
+    ``scratch`` is int32 of ``scratch_size(scores)`` entries; ``row``, ``chunk`` and ``warps`` replace the
+    constants.
     """
-    return _select(scores, None, k, 0, out, scratch, row, chunk, ways, warps)
+    return _select(scores, None, k, 0, out, scratch, row, chunk, warps)
 
 
 def token_select(
@@ -142,8 +141,7 @@ def token_select(
     scratch: Tensor | None = None,
     row: int = ROW,
     chunk: int = CHUNK,
-    ways: int = WAYS,
     warps: int | None = None,
 ) -> Tensor:
     """As ``reference.token_select``; the rest as for ``block_select``."""
-    return _select(scores, block_ids, k, block_size, out, scratch, row, chunk, ways, warps)
+    return _select(scores, block_ids, k, block_size, out, scratch, row, chunk, warps)

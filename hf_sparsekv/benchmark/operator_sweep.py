@@ -1,0 +1,103 @@
+"""Tile sizes and the like of each operator's kernel, timed one by one: where their constants come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from ..ops.sparse_decode.triton import sparse_decode
+from ..ops.token_score.triton import token_score
+from ..ops.topk_select.triton import block_select, token_select
+from .operator_inputs import Layer
+
+OPERATORS = ("token_select", "block_select", "token_score", "sparse_decode", "dense_decode")
+Variant = tuple[str, Callable[[int], None], Callable[[], Tensor]]
+
+
+def _grid(**values: tuple) -> Iterator[tuple[str, dict]]:
+    """All combinations, each with its name."""
+    for chosen in product(*values.values()):
+        how = dict(zip(values, chosen))
+        yield ",".join(f"{name}={value}" for name, value in how.items()), how
+
+
+def _decode(layer: Layer, ids: Tensor | None, granularity: str, **how: object) -> None:
+    sparse_decode(
+        layer.q,
+        layer.kv,
+        layer.flags,
+        layer.slots,
+        ids,
+        layer.near_kv,
+        layer.near_valid,
+        granularity=granularity,
+        value_dim=layer.shape.dim,
+        sinks=layer.sinks,
+        scale=layer.shape.dim**-0.5,
+        out=layer.out,
+        **how,
+    )
+
+
+def _decodes(layers: list[Layer], granularity: str, grid: Iterator[tuple[str, dict]]) -> Iterator[Variant]:
+    shape = layers[0].shape
+    for name, how in grid:
+        how = dict(how, splits=max(1, how.pop("programs") // (shape.batch * shape.heads)))
+
+        def run(i: int, how=how) -> None:
+            _decode(layers[i], layers[i].tokens if granularity == "token" else None, granularity, **how)
+
+        yield name, run, lambda: layers[0].out
+
+
+def variants(layers: list[Layer], operator: str) -> Iterator[Variant]:
+    """Name, launch and result of each way to run ``operator``; the inputs are those that a whole step has left."""
+    config = layers[0].shape.config
+    if operator == "token_select":
+        for name, how in _grid(warps=(4, 8, 16)):
+
+            def run(i: int, how=how) -> None:
+                t = layers[i]
+                token_select(t.token_scores, t.blocks, config.token_budget, config.block_size, out=t.tokens, **how)
+
+            yield name, run, lambda: layers[0].tokens
+    elif operator == "block_select":
+        for name, how in _grid(warps=(2, 4, 8)):
+
+            def run(i: int, how=how) -> None:
+                t = layers[i]
+                block_select(t.block_scores, t.blocks.shape[-1], out=t.blocks, **how)
+
+            yield name, run, lambda: layers[0].blocks
+    elif operator == "token_score":
+        for name, how in [*_grid(words=(True,), blocks_a_program=(1, 2, 4, 8, 16)), *_grid(words=(False,))]:
+
+            def run(i: int, how=how) -> None:
+                t = layers[i]
+                labels = (t.codes, t.qparams, t.channels, t.flags, t.slots, t.blocks, config.token_reduce)
+                token_score(t.q, *labels, out=t.token_scores, **how)
+
+            yield name, run, lambda: layers[0].token_scores
+    elif operator == "sparse_decode":
+        tiles = {"tile": (32, 64), "warps": (4,), "stages": (1, 2, 3, 4)}
+        yield from _decodes(layers, "token", _grid(**tiles, programs=(264, 396, 528, 1320)))
+    elif operator == "dense_decode":
+        tiles = {"tile": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4)}
+        yield from _decodes(layers, "all", _grid(**tiles, programs=(264, 528)))
+    else:
+        raise ValueError(f"no operator {operator!r}: choose from {', '.join(OPERATORS)}")
+
+
+def differs(got: Tensor, first: Tensor) -> bool:
+    """Whether a variant's result is not the first one's: other ids, or other numbers than rounding explains."""
+    if not got.is_floating_point():
+        return not torch.equal(got, first)
+    got, first = got.float(), first.float()
+    wild = first.isinf()
+    if got.isnan().any() or not torch.equal(got.isinf(), wild):
+        return True
+    difference = (got - first).masked_fill(wild, 0.0).norm()
+    return bool(difference > 1e-2 * first.masked_fill(wild, 0.0).norm())
