@@ -9,6 +9,7 @@ import typer
 from .commands import output
 from .commands.bench import bench
 from .commands.calibrate import calibrate
+from .commands.calibrate_device import calibrate_device
 from .commands.doctor import doctor
 from .commands.fetch import fetch
 from .commands.generate import generate
@@ -40,7 +41,7 @@ def _common(
     output.state.debug = debug
 
 
-for command in (generate, plan, calibrate, doctor, fetch):
+for command in (generate, plan, calibrate, calibrate_device, doctor, fetch):
     app.command()(output.one_line_errors(command))
 # What follows the benchmark's name is the benchmark's own.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(

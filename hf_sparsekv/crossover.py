@@ -12,6 +12,7 @@ before the built-in values. A GPU that was not measured has no crossover: its st
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -25,6 +26,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+_UNUSABLE = (OSError, ValueError, TypeError, KeyError, AttributeError)  # what reading a broken file may raise
 FORMAT = 1  # of the file; another one is not read
 METHODS = ("two_level", "two_level:lag", "block_only", "token_only")
 
@@ -111,14 +113,10 @@ def table_path() -> Path:
 def _read(path: str) -> dict[str, dict[str, Rule]]:
     """The rules of a file; empty if there is none, and with a warning if it cannot be used."""
     try:
-        devices = _entries(Path(path))
-        return {
-            name: {method: _rule(numbers) for method, numbers in entry["rules"].items()}
-            for name, entry in devices.items()
-        }
+        return {name: _rules(entry) for name, entry in _entries(Path(path)).items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except _UNUSABLE as error:
         warnings.warn(
             f"{path} cannot be used ({type(error).__name__}: {error}), built-in values are: "
             "`hf-sparsekv calibrate-device` writes it anew",
@@ -134,11 +132,13 @@ def _entries(path: Path) -> dict[str, dict]:
     return whole["devices"]
 
 
-def _rule(numbers: dict) -> Rule:
-    rule = Rule(float(numbers["fixed_bytes"]), float(numbers["row_tokens"]))
-    if not (math.isfinite(rule.fixed_bytes) and math.isfinite(rule.row_tokens)):
-        raise ValueError(f"{numbers} are not finite numbers")
-    return rule
+def _rules(entry: dict) -> dict[str, Rule]:
+    rules = {}
+    for method, numbers in entry["rules"].items():
+        rule = rules[method] = Rule(float(numbers["fixed_bytes"]), float(numbers["row_tokens"]))
+        if not (math.isfinite(rule.fixed_bytes) and math.isfinite(rule.row_tokens)):
+            raise ValueError(f"{numbers} are not finite numbers")
+    return rules
 
 
 def save(device_name: str, rules: dict[str, Rule], about: dict) -> Path:
@@ -150,11 +150,11 @@ def save(device_name: str, rules: dict[str, Rule], about: dict) -> Path:
     Raises:
         OSError: the file cannot be written.
     """
-    path = table_path()
-    try:
-        devices = dict(_entries(path))
-    except (OSError, ValueError, TypeError, KeyError):
-        devices = {}
+    path, devices = table_path(), {}
+    with contextlib.suppress(*_UNUSABLE):  # what cannot be used goes
+        for name, entry in _entries(path).items():
+            _rules(entry)
+            devices[name] = entry
     devices[device_name] = {"rules": {method: asdict(rule) for method, rule in rules.items()}, **about}
     text = json.dumps({"format": FORMAT, "devices": devices}, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,221 @@
+"""Dense below the crossover, sparse from there on: when it changes, what is counted, how it is captured."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from caches import TIGHT, two_level
+from models import build, model, prompt, reference
+from oracle import Oracle
+from test_graphs import Imitation, check, on_gpu
+from test_two_level import CASES, TOLERANCE, Race
+
+from hf_sparsekv import crossover
+
+LAYERS = 2
+
+
+class DenseOracle(Oracle):
+    """Attends to everything while the sealed blocks of all rows hold at most ``dense_below`` tokens."""
+
+    def decode_columns(self, state, layer, row, head, group, query, key):
+        if query.shape[0] * state.sealed * self.config.block_size <= self.config.dense_below:
+            return [c for c in range(key.shape[2]) if self.valid[row, c]]
+        return super().decode_columns(state, layer, row, head, group, query, key)
+
+
+class DenseRace(Race):
+    def __init__(self, name: str, offload: bool, **config) -> None:
+        super().__init__(name, offload, **config)
+        self.oracle = DenseOracle(self.oracle.config, self.oracle.lag)
+
+
+# ---------------------------------------------------------------------- steps
+
+
+@pytest.mark.parametrize("pads", [None, (5, 61)], ids=["unpadded", "padded"])
+@pytest.mark.parametrize("case", CASES)
+def test_dense_up_to_the_number_then_as_the_oracle(case, pads):
+    """Also the first sparse step, whose blocks were chosen at the end of the last dense one."""
+    offload, config = CASES[case]
+    config = {**TIGHT, **config}
+    batch, size = 2 if pads else 1, config.get("block_size", 16)
+    recent = config.get("window", 16) + config.get("max_draft", 4)
+    last = (130 - recent) // size + 1  # blocks of the last dense steps
+    race = DenseRace("llama", offload, dense_below=batch * last * size, **config)
+    start = prompt(batch, 130, pads)
+    race.feed(start["input_ids"], start["attention_mask"])
+    dense = (last + 1) * size + recent - 130  # the last of these steps seals the block that is too much
+    sparse_layers = LAYERS - config.get("dense_layers", 0)
+    assert race.run(dense) < TOLERANCE
+    stats = race.ours.stats()
+    assert (stats.sparse_calls, stats.crossover_calls) == (0, dense * sparse_layers)
+    assert stats.attended_share == 1.0
+    assert race.run(1, seed=1) < TOLERANCE
+    assert race.ours.stats().sparse_calls == sparse_layers
+    assert race.run(20, seed=2) < TOLERANCE
+    stats = race.ours.stats()
+    assert stats.crossover_calls == dense * sparse_layers
+    assert stats.attended_tokens == race.oracle.attended
+    assert stats.decode_steps == dense + 21
+
+
+@pytest.mark.parametrize("lag", [True, False])
+def test_a_number_for_rows_together(lag):
+    """Twice the rows, half the tokens a row; one token less in the number, one block less."""
+    steps = []
+    for batch, number in ((1, 128), (2, 256), (2, 255), (4, 256)):
+        cache = two_level(False, lag=lag, dense_below=number, **TIGHT)
+        feed = prompt(batch, 60 + 120)["input_ids"]
+        with torch.no_grad():
+            model("llama")(feed[:, :60], past_key_values=cache)
+            for i in range(120):
+                model("llama")(feed[:, 60 + i : 61 + i], past_key_values=cache)
+        steps.append(cache.stats().crossover_calls // LAYERS)
+    fits = 2 * 16 + 16 + 20 - 60  # steps that are dense because the budget holds everything
+    assert [fits + n for n in steps] == [last + 16 + 20 - 60 for last in (128, 128, 112, 64)]
+
+
+@pytest.mark.parametrize("number", [None, 0])
+def test_never(number):
+    cache = two_level(False, dense_below=number, **TIGHT)
+    model("llama").generate(**prompt(1, 130), past_key_values=cache, max_new_tokens=5, do_sample=False)
+    assert cache.stats().sparse_calls == 4 * LAYERS
+
+
+@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
+def test_auto_without_a_gpu_selects(offload, monkeypatch):
+    monkeypatch.setattr(crossover, "_read", lambda path: pytest.fail("nothing is to be read"))
+    cache = two_level(offload, dense_below="auto", **TIGHT)
+    model("llama").generate(**prompt(1, 130), past_key_values=cache, max_new_tokens=5, do_sample=False)
+    assert cache.stats().sparse_calls == 4 * LAYERS
+
+
+def test_the_same_text_as_full_attention_below():
+    inputs, go = prompt(2, 130, (0, 30)), {"do_sample": False, "max_new_tokens": 60}
+    expected = reference("llama").generate(**inputs, **go)
+    below, beyond = two_level(False, dense_below=1000, **TIGHT), two_level(False, **TIGHT)
+    assert torch.equal(model("llama").generate(**inputs, past_key_values=below, **go), expected)
+    assert not torch.equal(model("llama").generate(**inputs, past_key_values=beyond, **go), expected)
+    line = str(below.stats())
+    assert "100% of the layer calls were dense because that is as quick there (dense_below)" in line
+    assert "dense_below" not in str(beyond.stats())
+
+
+def test_no_block_is_chosen_before_the_last_dense_step():
+    cache = two_level(False, lag=True, dense_below=112, **TIGHT)
+    feed = prompt(1, 150)["input_ids"]
+    with torch.no_grad():
+        model("llama")(feed[:, :130], past_key_values=cache)
+        for column in range(131, 151):
+            before = cache.stats().index_bytes_read
+            model("llama")(feed[:, column - 1 : column], past_key_values=cache)
+            read = cache.stats().index_bytes_read - before
+            # The step with 148 columns seals the eighth block.
+            assert (read > 0) == (column >= 148)
+            if column == 148:
+                assert read == LAYERS * 2 * 8 * 2 * 16 * 4  # 8 pairs of bounds, 2 heads of 16 channels, float32
+    assert all(layer.policy.previous is not None for layer in cache.sparse_layers)
+
+
+@pytest.mark.parametrize("level", ["two_level", "block"])
+@pytest.mark.parametrize("lag", [True, False])
+def test_crop_and_second_turn(level, lag):
+    """Back below and up again, one by one and many at once."""
+    race = DenseRace("llama", lag, level=level, lag=lag, dense_below=2 * 112, **TIGHT)
+    start = prompt(2, 130, (0, 30))
+    race.feed(start["input_ids"], start["attention_mask"])
+    assert race.run(30) < TOLERANCE
+    for seed, remove in enumerate((2, 60)):
+        race.crop(remove)
+        assert race.run(35, seed=seed) < TOLERANCE
+    assert race.ours.stats().crossover_calls > 40, "after the second crop, too"
+    race.crop(60)
+    assert race.run(3, seed=4) < TOLERANCE
+    more = prompt(2, 45, (3, 0), seed=5)
+    ours, theirs = race.feed(more["input_ids"], more["attention_mask"])
+    assert (ours - theirs).abs().max() < TOLERANCE
+    assert race.run(20, seed=6) < TOLERANCE
+    assert race.ours.stats().attended_tokens == race.oracle.attended
+
+
+@pytest.mark.parametrize("lag", [True, False])
+def test_rows_come_and_go(lag):
+    """One row lies below, three beyond. Rows that come have no blocks chosen for them: one step takes all of them."""
+    race = DenseRace("llama", False, lag=lag, dense_below=160, **TIGHT)
+    start = prompt(3, 130, (0, 2, 7))
+    race.feed(start["input_ids"], start["attention_mask"])
+    assert race.run(5) < TOLERANCE
+    assert race.ours.stats().crossover_calls == 0
+    race.map_rows(torch.tensor([1]))
+    assert race.run(5, seed=1) < TOLERANCE
+    assert race.ours.stats().crossover_calls == 5 * LAYERS
+    race.map_rows(torch.tensor([0, 0, 0]))
+    for state in race.oracle.layers.values():
+        state.last_query = None
+    assert race.run(5, seed=2) < TOLERANCE
+    assert race.ours.stats().crossover_calls == 5 * LAYERS
+
+
+# ---------------------------------------------------------------------- captured
+
+
+@pytest.mark.parametrize("pads", [None, (0, 40)], ids=["plain", "padded"])
+@pytest.mark.parametrize(
+    "settings", [{"lag": True}, {"lag": False}, {"level": "block", "lag": True}, {"level": "token"}]
+)
+def test_one_graph_a_side(settings, pads):
+    fast = build("llama", "sparsekv")
+    runner = Imitation(fast)
+    runner.install()
+    settings = {**TIGHT, **settings, "dense_below": 2 * 112, "max_length": 400}
+    caches = two_level(False, **settings), two_level(False, **settings)
+    inputs, go = prompt(2, 130, pads), {"do_sample": False, "max_new_tokens": 50}
+    expected = model("llama").generate(**inputs, past_key_values=caches[0], **go)
+    assert torch.equal(fast.generate(**inputs, past_key_values=caches[1], **go), expected)
+    assert caches[1].stats() == caches[0].stats()
+    assert caches[1].stats().crossover_calls == (8 * 16 + 20 - 130) * LAYERS
+    assert (runner.replays, runner.captures) == (49, 2)
+
+
+def test_captured_rows_come_and_go():
+    """Blocks that were chosen before a dense stretch are forgotten by replays, as by eager steps."""
+    fast = build("llama", "sparsekv")
+    runner = Imitation(fast)
+    runner.install()
+    feed, found = prompt(3, 200)["input_ids"], []
+    for one in (model("llama"), fast):
+        cache, rows, at = two_level(False, lag=True, dense_below=160, **TIGHT), [], 130
+        with torch.no_grad():
+            one(feed[:, :at], past_key_values=cache)
+            for batch, index in ((3, None), (1, [1]), (3, [0, 0, 0])):
+                if index is not None:
+                    cache.reorder_cache(torch.tensor(index))
+                for _ in range(4):
+                    rows.append(one(feed[:batch, at : at + 1], past_key_values=cache).logits.clone())
+                    at += 1
+        found.append((rows, cache.stats()))
+    assert all(torch.equal(a, b) for a, b in zip(found[0][0], found[1][0]))
+    counted = [dataclasses.replace(stats, device_bytes=0) for _, stats in found]
+    assert counted[0] == counted[1]
+    assert runner.replays == 12
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", ["device", "device-lag", "device-block", "host"])
+def test_captured_on_a_gpu(cache):
+    check("llama", cache, on_gpu(1, 180), {**TIGHT, "dense_below": 224, "max_length": 400})
+    check("llama", cache, on_gpu(2, 180, (0, 40)), {**TIGHT, "dense_below": 448, "max_length": 400})
+
+
+@pytest.mark.gpu
+def test_auto_on_a_gpu():
+    """Short: all dense on a measured GPU, all sparse on another one, and with blocks in host memory."""
+    ours, inputs = build("llama", "sparsekv").cuda(), on_gpu(1, 180)
+    known = crossover.lookup(torch.cuda.get_device_name(), "two_level") is not None
+    for offload in (False, True):
+        cache = two_level(offload, dense_below="auto", **TIGHT)
+        ours.generate(**inputs, past_key_values=cache, do_sample=False, max_new_tokens=9)
+        assert cache.stats().crossover_calls == (8 * LAYERS if known and not offload else 0)

@@ -1,0 +1,247 @@
+"""Where the crossover comes from: the configuration, the table of GPUs, its file, and the command that measures."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+
+import pytest
+import torch
+from caches import SMALL, TIGHT, two_level
+from models import model
+from test_cli import error, run
+
+from hf_sparsekv import OffloadConfig, TwoLevelConfig, crossover
+from hf_sparsekv.commands import calibrate_device as command
+from hf_sparsekv.commands import plan as plan_command
+from hf_sparsekv.crossover import BUILT_IN, METHODS, Rule, Timing
+from hf_sparsekv.plan import model_shape, plan_memory
+
+H200 = "NVIDIA H200"
+WIDTH = 4096  # bytes of a token: 8 KV heads of 128 + 128 channels, bf16
+
+
+@pytest.fixture
+def empty_table(monkeypatch, tmp_path):
+    """No file of the user's; its place is free to write to."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return crossover.table_path()
+
+
+def limit(name: str, monkeypatch, method="two_level:lag", batch=1, width=WIDTH, offloaded=False, device="cuda") -> int:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+    return crossover.dense_tokens("auto", method, torch.device(device), offloaded, batch, width)
+
+
+# ---------------------------------------------------------------------- the configuration and the planner
+
+
+@pytest.mark.parametrize("value", [-1, True, 1.5, "always"])
+def test_wrong_values(value):
+    with pytest.raises(ValueError, match="dense_below must be an integer >= 0, 'auto' or None, got "):
+        TwoLevelConfig(dense_below=value)
+
+
+def test_plan(capsys):
+    shape = model_shape(model("llama").config, torch.float32)
+    for batch, context, below in ((1, 148, True), (1, 149, False), (2, 148, False)):
+        config = TwoLevelConfig(**{**SMALL, **TIGHT, "dense_below": 112})
+        planned = plan_memory(shape, config, None, context=context, batch=batch)
+        assert planned.dense_tokens == {1: 148, 2: 84}[batch]
+        plan_command._show(planned, None, 1 << 30)
+        assert ("attend densely up to 148 tokens a row" in capsys.readouterr().err) == below
+    assert plan_memory(shape, TwoLevelConfig(), None, context=100).dense_tokens == 0
+
+
+def test_plan_on_a_measured_gpu(monkeypatch, empty_table):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: H200)
+    shape, gpu = model_shape(model("llama").config, torch.float32), torch.device("cuda", 0)
+    made = {"context": 100, "device": gpu}
+    two_layers = TwoLevelConfig(dense_layers=0)
+    assert plan_memory(shape, two_layers, None, **made).dense_tokens > 20_000  # narrow tokens
+    assert plan_memory(shape, two_layers, OffloadConfig(), **made).dense_tokens == 0
+    assert plan_memory(shape, TwoLevelConfig(), None, **made).dense_tokens == 0  # both layers are dense anyway
+
+
+# ---------------------------------------------------------------------- the table
+
+
+def test_built_in(monkeypatch, empty_table):
+    one, eight = limit(H200, monkeypatch), limit(H200, monkeypatch, batch=8)
+    assert 8_000 < one < 16_000
+    assert one / 8 < eight < one / 2, "each row costs selecting something, too"
+    assert limit(H200, monkeypatch, width=WIDTH // 2) > one, "narrow tokens are read sooner"
+    assert limit(H200, monkeypatch, method="two_level") > one, "without lag a step takes longer"
+    assert limit(H200, monkeypatch, offloaded=True) == limit(H200, monkeypatch, device="cpu") == 0
+    for unknown in ("NVIDIA H200 MIG 1g.18gb", "NVIDIA GeForce RTX 5090"):
+        assert limit(unknown, monkeypatch) == 0
+    assert limit(H200, monkeypatch, method=None) == limit(H200, monkeypatch, method="new") == 0
+    assert set(BUILT_IN[H200]) == set(METHODS)
+
+
+def test_methods_have_names():
+    names = {"two_level": "two_level:lag", "block": "block_only", "token": "token_only"}
+    for level, name in names.items():
+        assert two_level(True, level=level).make_policy(0).method == name
+    assert two_level(False).make_policy(0).method == "two_level"
+
+
+def test_the_users_file_goes_first(monkeypatch, empty_table):
+    saved = crossover.save(H200, {"two_level:lag": Rule(0.0, 5000.0)}, {"date": "today"})
+    assert saved == empty_table
+    assert limit(H200, monkeypatch) == 5000
+    assert limit(H200, monkeypatch, method="two_level") > 5000, "what the file does not say is built in"
+    crossover.save("Other GPU", {"block_only": Rule(8192.0, 1.5)}, {})
+    assert limit(H200, monkeypatch) == 5000
+    assert limit("Other GPU", monkeypatch, "block_only") == 3
+    written = json.loads(empty_table.read_text())
+    assert written["devices"][H200]["date"] == "today"
+    assert [path.name for path in empty_table.parent.iterdir()] == ["crossover.json"]
+
+
+BROKEN = {
+    "not json": "{",
+    "another format": '{"format": 99, "devices": {}}',
+    "a list": "[]",
+    "no devices": '{"format": 1, "devices": [1]}',
+    "no rules": '{"format": 1, "devices": {"NVIDIA H200": {}}}',
+    "no numbers": '{"format": 1, "devices": {"NVIDIA H200": {"rules": {"two_level": {"fixed_bytes": "many"}}}}}',
+    "not finite": '{"format": 1, "devices": {"x": {"rules": {"two_level": {"fixed_bytes": NaN, "row_tokens": 1}}}}}',
+}
+
+
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
+def test_a_broken_file_is_told_once(monkeypatch, empty_table, text):
+    before = limit(H200, monkeypatch)
+    empty_table.parent.mkdir(exist_ok=True)
+    empty_table.write_text(text)
+    crossover._read.cache_clear()
+    with pytest.warns(UserWarning, match="calibrate-device"):
+        assert limit(H200, monkeypatch) == before
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        limit(H200, monkeypatch)
+    crossover.save(H200, {"two_level:lag": Rule(0.0, 7.0)}, {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert limit(H200, monkeypatch) == 7, "it has been written anew"
+
+
+def test_no_home_directory(monkeypatch):
+    def fail():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(crossover, "table_path", fail)
+    assert limit(H200, monkeypatch) > 0
+
+
+# ---------------------------------------------------------------------- calibrate-device
+
+
+def made_up(noise: float = 0.0) -> list[Timing]:
+    """A GPU that reads 3 MB a microsecond; selecting takes 12 us more, 3 us a row, and reads a hundredth."""
+    generator = torch.Generator().manual_seed(0)
+    timings = []
+    for batch, tokens in command.GRID:
+        megabytes = batch * tokens * WIDTH / 1e6
+        dense = 15 + megabytes / 3
+        others = {"two_level": 27 + 3 * batch + megabytes / 300, "two_level:lag": 20 + batch + megabytes / 300}
+        others |= {"block_only": 14 + batch / 2 + megabytes / 300, "token_only": 5 + 2 * dense}
+        bent = 1 + noise * torch.randn(5, generator=generator)
+        times = [t * float(b) for t, b in zip((dense, *others.values()), bent)]
+        timings.append(Timing(batch, tokens, times[0], dict(zip(others, times[1:]))))
+    return timings
+
+
+def test_fit_finds_the_crossing():
+    rules = crossover.fit(made_up(), WIDTH)
+    assert set(rules) == {"two_level", "two_level:lag", "block_only"}, "twice the time at any length: no rule"
+    rule = rules["two_level"]
+    rate = 1e6 / (1 / 3 - 1 / 300)  # bytes a microsecond by which dense falls behind
+    assert rule.fixed_bytes == pytest.approx(12 * rate)
+    assert rule.row_tokens == pytest.approx(3 * rate / WIDTH)
+    for batch in (1, 2, 8):
+        tokens = rule.tokens(batch, WIDTH)
+        megabytes = batch * tokens * WIDTH / 1e6
+        assert 15 + megabytes / 3 == pytest.approx(27 + 3 * batch + megabytes / 300, rel=1e-3)
+    assert rules["block_only"].fixed_bytes < 0, "quicker from the start, for one row"
+    assert rules["block_only"].tokens(1, WIDTH) == 0
+    assert all(crossover.wrong_by(rules[m], t, m, WIDTH) == 0 for m in rules for t in made_up())
+
+
+def test_fit_bears_noise():
+    exact = crossover.fit(made_up(), WIDTH)
+    timings = made_up(0.03)
+    rules = crossover.fit(timings, WIDTH)
+    for batch in (1, 4, 16):
+        found, true = (r["two_level"].tokens(batch, WIDTH) for r in (rules, exact))
+        assert found == pytest.approx(true, rel=0.25)
+    assert max(crossover.wrong_by(rules["two_level"], t, "two_level", WIDTH) for t in timings) < 0.15
+
+
+@pytest.mark.parametrize("keep", [lambda t: t.batch == 1, lambda t: t.tokens == 4096, lambda t: False])
+def test_fit_needs_batches_and_lengths(keep):
+    with pytest.raises(ValueError, match="two batches and two lengths"):
+        crossover.fit([t for t in made_up() if keep(t)], WIDTH)
+
+
+def test_calibrate_device_without_a_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "calibrate-device measures a GPU" in error("calibrate-device")
+    assert "calibrate-device measures a GPU" in error("calibrate-device", "--device", "cpu")
+    for heads in ("32", "8x3", "0x0", "axb"):
+        assert "write for example 32x8" in error("calibrate-device", "--heads", heads, status=2)
+
+
+def test_calibrate_device_writes_the_table(monkeypatch, empty_table):
+    """Everything but the measurement."""
+    monkeypatch.setattr(command.loading, "pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(command, "has_triton", lambda: True)
+    monkeypatch.setattr(command, "measure", lambda *args, **kwargs: made_up())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Made-up GPU")
+    out = run("calibrate-device", "--dry-run")
+    assert "two_level: dense up to so many tokens a row" in out.stdout
+    assert "token_only: gains nothing with the length" in out.stdout
+    assert not empty_table.exists()
+    assert run("calibrate-device").stdout.splitlines()[-1] == str(empty_table)
+    entry = json.loads(empty_table.read_text())["devices"]["Made-up GPU"]
+    assert (entry["heads"], entry["dim"], entry["dtype"]) == ("32x8", 128, "bfloat16")
+    assert entry["versions"] and entry["date"] and len(entry["timings_us"]) == len(command.GRID)
+    expected = crossover.fit(made_up(), WIDTH)["two_level"].tokens(2, WIDTH)
+    assert limit("Made-up GPU", monkeypatch, "two_level", batch=2) == expected > 0
+    monkeypatch.setattr(command, "measure", lambda *args, **kwargs: made_up()[:2])
+    assert "two batches and two lengths" in error("calibrate-device")
+
+
+def test_what_is_measured(monkeypatch):
+    """Every step runs through the references, with and without the coarse level."""
+    pytest.importorskip("triton")
+    from hf_sparsekv.benchmark import operator, operator_timing
+
+    ran = []
+
+    def once(step, sets, **kwargs):
+        for i in range(sets):
+            step(i)
+        ran.append(sets)
+        return operator_timing.Time(float(len(ran)), 0.0, 0.0)
+
+    monkeypatch.setattr(operator_timing, "captured", once)
+    monkeypatch.setattr(operator, "set_count", lambda shape, device: 2)
+    grid = ((2, 2048), (1, 9000))
+    cpu = torch.device("cpu")
+    short, long = command.measure(cpu, 4, 2, 16, torch.float32, grid)
+    assert (short.batch, short.tokens, long.batch, long.tokens) == (2, 29 * 64, 1, 138 * 64)
+    assert short.sparse["two_level"] == short.sparse["two_level:lag"] == short.sparse["token_only"]
+    assert set(short.sparse) == set(long.sparse) == set(METHODS)
+    assert len(set(long.sparse.values())) == 4
+    assert ran == [2] * (3 + 5)
+
+
+@pytest.mark.gpu
+def test_calibrate_device_on_a_gpu(empty_table, monkeypatch):
+    monkeypatch.setattr(command, "GRID", (*command.GRID[:3], (1, 65536)))
+    assert "two_level:lag: dense up to" in run("calibrate-device", "--dry-run").stdout
