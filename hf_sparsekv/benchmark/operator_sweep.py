@@ -82,11 +82,11 @@ def variants(layers: list[Layer], operator: str) -> Iterator[Variant]:
 
             yield name, run, lambda: layers[0].token_scores
     elif operator == "sparse_decode":
-        tiles = {"tile": (32, 64), "warps": (4,), "stages": (1, 2, 3, 4)}
-        yield from _decodes(layers, "token", _grid(**tiles, programs=(264, 396, 528, 1320)))
+        tiles = {"tile": (16, 32, 64), "warps": (1, 2, 4), "stages": (1, 2, 3, 4)}
+        yield from _decodes(layers, "token", _grid(**tiles, programs=(528, 1056, 1584)))
     elif operator == "dense_decode":
-        tiles = {"tile": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4)}
-        yield from _decodes(layers, "all", _grid(**tiles, programs=(264, 528)))
+        tiles = {"tile": (32, 64, 128), "warps": (4, 8), "stages": (2, 3)}
+        yield from _decodes(layers, "all", _grid(**tiles, programs=(264, 396, 528, 1056)))
     else:
         raise ValueError(f"no operator {operator!r}: choose from {', '.join(OPERATORS)}")
 

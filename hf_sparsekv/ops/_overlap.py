@@ -15,27 +15,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-if hasattr(tl.extra, "cuda") and hasattr(tl.extra.cuda, "gdc_wait"):
-    _wait, _release = tl.extra.cuda.gdc_wait, tl.extra.cuda.gdc_launch_dependents
-else:
-    _wait = _release = None
-
 
 @triton.jit
-def begin(PDL: tl.constexpr):
-    """Let the next kernel come, then wait for those before. Every kernel calls this before it reads or writes.
+def wait(PDL: tl.constexpr):
+    """Wait for the kernels before this one. Every kernel calls this, or :func:`begin`, before it reads or writes.
 
     (What no kernel before it writes, weights for instance, may be read earlier.) Each kernel waits for its
     predecessor's end, which waited for its own: so all that came before is done.
     """
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def release(PDL: tl.constexpr):
+    """Let the next kernel come once all programs are here. Early in a short kernel; late in one that needs the room."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """:func:`release`, then :func:`wait`."""
+    release(PDL)
+    wait(PDL)
 
 
 @cache
 def _has_overlap(device: int) -> bool:
-    return _wait is not None and torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= 9
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def overlap(t: Tensor) -> dict[str, bool]:
