@@ -1,12 +1,12 @@
 """What the selections of the small real model look like: overlap, attention mass, reuse of blocks.
 
-    python benchmarks/attention_statistics.py            # about ten minutes on one core
+    python benchmarks/attention_statistics.py            # about six minutes on one core
 
 The language reference is prefilled up to ``--context`` tokens, then decoded for ``--steps`` steps twice: fed the
 document's own next tokens, and what the model itself samples. Every step is attended to densely; the selections that a
 cache would make are noted beside. Prints a table and appends rows to benchmarks/results/attention_statistics.csv. With
-``--profile`` it writes what hf_sparsekv/benchmark/synthetic.py imitates; ``python -m hf_sparsekv.benchmark.synthetic_fit``
-adds the fitted parameters.
+``--profile`` it writes what hf_sparsekv/benchmark/synthetic.py imitates; then run
+``python -m hf_sparsekv.benchmark.synthetic_fit``, which adds the fitted parameters.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class Recorder:
             new = st.block_bounds(k, CONFIG, have, n)
             held = self.bounds[layer] = new if held is None else torch.cat((held, new))
         mass, rest = st.block_mass(q[None], k, n, CONFIG, scale)
-        scores = {"bound": st.bound_scores(q[None], held)[0], "oracle": mass[0]}
+        scores = {"bound": st.bound_scores(q[None], held), "oracle": mass}
         if layer not in self.layers:
             self.layers[layer] = st.LayerStatistics(self.chosen, self.most)
-        for what, ids in self.layers[layer].add(scores, mass[0], rest[0]).items():
+        for what, ids in self.layers[layer].add(scores, mass, rest).items():
             if what not in self.pools:
-                self.pools[what] = st.PoolStatistics(layers, len(ids), self.most, WARM_UP)
-            self.pools[what].add(layer, ids)
+                self.pools[what] = st.PoolStatistics(layers, ids.shape[1], self.most, WARM_UP)
+            self.pools[what].add(layer, ids[0])
 
     def values(self) -> dict[str, np.ndarray]:
         """By name ``[layers, H]``; pools' hit rates ``[layers, 1]``, those of the shared pool ``[1, 1]``."""
@@ -112,7 +112,7 @@ def record(model, ids: Tensor, steps: int, seed: int) -> dict[str, dict[str, np.
     return found
 
 
-def rows(values: dict[str, dict[str, np.ndarray]], context: int) -> list[Row]:
+def rows(values: dict[str, dict[str, np.ndarray]], context: int, by_layer: bool) -> list[Row]:
     """Averages over layers of both streams (low and high: lowest and highest layer), and each layer's for text."""
     found = []
 
@@ -120,14 +120,14 @@ def rows(values: dict[str, dict[str, np.ndarray]], context: int) -> list[Row]:
         variant, _, metric = name.rpartition(":")
         variant = ":".join(part for part in (f"layer={layer}", variant, stream) if part)
         unit = "k" if metric == "working_set" else "share"
-        found.append(Row("attention", SMALL_MODEL_NAME, variant, 1, context, metric, value, low, high, unit))
+        found.append(Row("attention_statistics", SMALL_MODEL_NAME, variant, 1, context, metric, value, low, high, unit))
 
     for stream, by_name in values.items():
         for name, v in by_name.items():
             layers = v.mean(1)
             add(stream, "all", name, layers.mean(), layers.min(), layers.max())
     for name, v in values["text"].items():  # low and high: lowest and highest KV head
-        if name.endswith(BY_LAYER) and ":oracle:lru" not in name:
+        if by_layer and name.endswith(BY_LAYER) and ":oracle:lru" not in name:
             for layer, heads in enumerate(v):
                 add("text", f"{layer:02}", name, heads.mean(), heads.min(), heads.max())
     return found
@@ -172,6 +172,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=7168, help="tokens of the prompt")
     parser.add_argument("--steps", type=int, default=224, help="decode steps of each stream")
     parser.add_argument("--passages", type=int, default=2)
+    parser.add_argument("--by-layer", action=argparse.BooleanOptionalAction, default=True, help="rows of each layer")
     parser.add_argument("--csv", type=Path, default=RESULTS)
     parser.add_argument("--profile", action="store_true", help="write the profile, too")
     args = parser.parse_args()
@@ -189,7 +190,7 @@ def main() -> None:
         print(f"passage {passage}: {time.perf_counter() - began:.0f} s", flush=True)
     values = {s: {name: np.mean([one[s][name] for one in found], axis=0) for name in found[0][s]} for s in STREAMS}
     Console(width=140).print(table(values))
-    append_rows(args.csv, rows(values, args.context))
+    append_rows(args.csv, rows(values, args.context, args.by_layer))
     if args.profile:
         write_profile(values, args)
 

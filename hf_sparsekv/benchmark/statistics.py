@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..config import SparseConfig
 from ..ops.block_score import block_score
-from ..ops.topk_select import block_select
 
 FRACTIONS = (Fraction(1, 16), Fraction(1, 8), Fraction(1, 4))  # of the stored blocks that a step selects
 LAGS = (1, 2, 4, 8, 16)  # steps between two selections that are compared
@@ -73,15 +72,15 @@ def block_mass(q: Tensor, k: Tensor, n: int, config: SparseConfig, scale: float)
     return mass, 1 - mass.sum(-1)
 
 
-def select(scores: Tensor, k: int) -> np.ndarray:
-    """Ids of the ``k`` best blocks, ascending: ``[T, H, n]`` to int32 ``[T, H, k]``."""
-    return block_select(scores, k).cpu().numpy()
+def ranking(scores: Tensor) -> np.ndarray:
+    """Ids of the blocks, best first and the lower one of equals first, as ``block_select`` does: ``[..., n]``."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices.cpu().numpy()
 
 
 def as_masks(ids: np.ndarray, n: int) -> np.ndarray:
     """Selections ``[..., k]`` as bool ``[..., n]``."""
     masks = np.zeros((*ids.shape[:-1], n), dtype=bool)
-    np.put_along_axis(masks, ids.astype(np.int64), True, axis=-1)
+    np.put_along_axis(masks, ids, True, axis=-1)
     return masks
 
 
@@ -92,22 +91,8 @@ def blocks_for(mass: np.ndarray, percent: float) -> np.ndarray:
     return needed / mass.shape[-1]
 
 
-class Mean:
-    """Running means of arrays by name."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, tuple[np.ndarray, int]] = {}
-
-    def add(self, name: str, value: np.ndarray) -> None:
-        total, count = self._sums.get(name, (0, 0))
-        self._sums[name] = (total + np.asarray(value, dtype=np.float64), count + 1)
-
-    def values(self) -> dict[str, np.ndarray]:
-        return {name: total / count for name, (total, count) in self._sums.items()}
-
-
 class LayerStatistics:
-    """Statistics of one layer's selections, one step at a time; keeps the selections of the last few steps only.
+    """Statistics of one layer's selections, step by step; keeps the selections of the last few steps only.
 
     Args:
         chosen: blocks that a step selects, for each fraction.
@@ -116,43 +101,49 @@ class LayerStatistics:
 
     def __init__(self, chosen: dict[Fraction, int], most_blocks: int) -> None:
         self.chosen, self.most = chosen, most_blocks
-        self.mean = Mean()
+        self._sums: dict[str, tuple[np.ndarray, int]] = {}
         self._past = {(s, f): deque(maxlen=max(*LAGS, WORKING_SET)) for s in SELECTORS for f in chosen}
 
+    def _note(self, name: str, values: np.ndarray) -> None:
+        """``values [T, H]`` of some steps."""
+        total, count = self._sums.get(name, (0, 0))
+        self._sums[name] = (total + values.sum(0), count + len(values))
+
     def add(self, scores: dict[str, Tensor], mass: Tensor, rest: Tensor) -> dict[tuple[str, Fraction], np.ndarray]:
-        """One step.
+        """Steps in their order, all with the same ``n`` stored blocks.
 
         Args:
-            scores: ``[H, n]`` of each selector.
-            mass, rest: ``[H, n]`` and ``[H]``, see :func:`block_mass`.
+            scores: ``[T, H, n]`` of each selector.
+            mass, rest: ``[T, H, n]`` and ``[T, H]``, see :func:`block_mass`.
 
         Returns:
-            The selected ids ``[H, k]`` by (selector, fraction).
+            The selected ids ``[T, H, k]`` by (selector, fraction).
         """
         share, beside = mass.double().cpu().numpy(), rest.double().cpu().numpy()
-        self.mean.add("rest_mass", beside)
+        self._note("rest_mass", beside)
         for percent in SHARES:
-            self.mean.add(f"blocks_for_{percent}", blocks_for(share, percent))
+            self._note(f"blocks_for_{percent}", blocks_for(share, percent))
         found = {}
+        ranked = {selector: ranking(scores[selector]) for selector in SELECTORS}
         for (selector, fraction), past in self._past.items():
             k, name = self.chosen[fraction], f"k={fraction}:{selector}"
-            ids = found[selector, fraction] = select(scores[selector][None], k)[0]
-            covered = np.take_along_axis(share, ids.astype(np.int64), -1).sum(-1)
-            self.mean.add(f"{name}:covered_mass", covered / share.sum(-1))
-            self.mean.add(f"{name}:covered_mass_all", covered + beside)
-            now = as_masks(ids, self.most)
-            for lag in LAGS:
-                if len(past) >= lag:
-                    self.mean.add(f"{name}:overlap_{lag}", (now & past[-lag]).sum(-1) / k)
-            past.append(now)
-            if len(past) >= WORKING_SET:
-                union = np.any([past[-i] for i in range(1, WORKING_SET + 1)], axis=0)
-                self.mean.add(f"{name}:working_set", union.sum(-1) / k)
+            ids = found[selector, fraction] = np.sort(ranked[selector][..., :k], axis=-1)
+            covered = np.take_along_axis(share, ids, -1).sum(-1)
+            self._note(f"{name}:covered_mass", covered / share.sum(-1))
+            self._note(f"{name}:covered_mass_all", covered + beside)
+            for now in as_masks(ids, self.most):
+                for lag in LAGS:
+                    if len(past) >= lag:
+                        self._note(f"{name}:overlap_{lag}", ((now & past[-lag]).sum(-1) / k)[None])
+                past.append(now)
+                if len(past) >= WORKING_SET:
+                    union = np.any([past[-i] for i in range(1, WORKING_SET + 1)], axis=0)
+                    self._note(f"{name}:working_set", (union.sum(-1) / k)[None])
         return found
 
     def values(self) -> dict[str, np.ndarray]:
         """Means over the steps, ``[H]`` each: ``blocks_for_95``, ``k=1/8:bound:overlap_1`` ..."""
-        return self.mean.values()
+        return {name: total / count for name, (total, count) in self._sums.items()}
 
 
 class ReuseDistances:
