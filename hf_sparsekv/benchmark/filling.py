@@ -1,0 +1,118 @@
+"""Caches that hold a long context without a prefill: the keys and values of every layer are put there directly.
+
+What a step costs does not depend on where its keys and values come from while all of them are on the device. Where it
+does (blocks in host memory that are used again), ``replayed`` imitates keys and queries recorded on a real model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..layer import SparseLayer
+from .shapes import head_dim, text_config, windows
+
+CALIBRATION = 512  # tokens that the label channels are made from
+STEPS = 256  # replayed queries; after the last one they run backwards
+
+
+class Source(Protocol):
+    """Makes what a cache is filled with; the same for every cache."""
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Key and value ``[batch, H, context, D]``, and queries of the prompt ``[batch, Hq, n, D]``."""
+        ...
+
+    def start(self, cache) -> Callable[[], None]:
+        """The cache is full: what comes next. Gives what to call after each decode step."""
+        ...
+
+
+class RandomSource:
+    """Normal keys, values and queries; decode steps use the model's own queries."""
+
+    def __init__(self, model, batch: int, context: int, seed: int = 0) -> None:
+        self.config, self.device, self.dtype = text_config(model), model.device, model.dtype
+        self.batch, self.context, self.seed = batch, context, seed
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        generator = torch.Generator(self.device).manual_seed(1000 * self.seed + index)
+        heads, dim = self.config.num_key_value_heads, head_dim(self.config)
+
+        def normal(n_heads: int, n: int) -> Tensor:
+            shape = (self.batch, n_heads, n, dim)
+            return torch.randn(shape, dtype=self.dtype, device=self.device, generator=generator)
+
+        key, value = normal(heads, self.context), normal(heads, self.context)
+        return key, value, normal(self.config.num_attention_heads, min(CALIBRATION, self.context))
+
+    def start(self, cache) -> Callable[[], None]:
+        return lambda: None
+
+
+class ReplayedSource(RandomSource):
+    """Full-attention layers of keys and queries that imitate recorded ones; sliding layers as above."""
+
+    def __init__(self, model, batch: int, context: int, seed: int = 0) -> None:
+        from .synthetic import SyntheticKV
+
+        super().__init__(model, batch, context, seed)
+        config = self.config
+        self.full = [index for index, window in enumerate(windows(config)) if window is None]
+        heads, dim = (config.num_attention_heads, config.num_key_value_heads), head_dim(config)
+        self.made = SyntheticKV(
+            len(self.full), *heads, dim, batch, context, seed=seed, dtype=self.dtype, device=self.device
+        )
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        if index not in self.full:
+            return super().layer(index)
+        at = self.full.index(index)
+        return *self.made.keys_values(at), self.made.prompt_queries(at)
+
+    def start(self, cache) -> Callable[[], None]:
+        from .replay import ReplayedQueries
+
+        if not getattr(cache, "sparse_layers", None):  # dense attention costs the same whatever is asked
+            return lambda: None
+        replayed = ReplayedQueries(self.made.queries(STEPS))
+        replayed.install(cache)
+        return replayed.next
+
+
+SOURCES: dict[str, type] = {"random": RandomSource, "replayed": ReplayedSource}
+
+
+@torch.no_grad()
+def fill_cache(model, cache, batch: int, context: int, how: str = "random") -> Callable[[], None]:
+    """Put ``context`` tokens per row into an empty cache of transformers' or of ours.
+
+    Args:
+        model: gives shapes, dtype and device.
+        cache: made for ``model.config``.
+        how: a name in ``SOURCES``.
+
+    Returns:
+        A function to call after each decode step.
+
+    Raises:
+        ValueError: the model has layers that hold something other than keys and values.
+    """
+    windows(text_config(model))
+    source: Source = SOURCES[how](model, batch, context)
+    ours = any(isinstance(layer, SparseLayer) for layer in cache.layers)
+    for index, layer in enumerate(cache.layers):
+        key, value, query = source.layer(index)
+        if isinstance(layer, SparseLayer):
+            n = min(CALIBRATION, context)
+            layer.fill(query, key[:, :, :n], value[:, :, :n])
+            if n < context:
+                layer.fill(query[:, :, -1:], key[:, :, n:], value[:, :, n:])
+        elif ours:
+            layer.update(key, value)  # past the cache, which watches over whole forward passes
+        else:
+            cache.update(key, value, index)
+    return source.start(cache)
