@@ -5,304 +5,255 @@
 Random weights of a known shape, KV filled with random keys and values (the time of a step does not depend on them while
 all KV is on the device). Baselines in the same run: transformers' DynamicCache with sdpa, eager; the captured step with
 dense attention; block-only and token-only selection; and the limit, the bytes that must be read over the measured
-read-only bandwidth. A failure in one row does not lose the others.
+read-only bandwidth. A failure in one variant does not lose the others, and rows are written after each variant.
+
+Metrics: tpot_ms through generate(); step_ms the captured forward alone; capture_s from the first decode step to the
+end of its capture (capture_s:cold: the variant's first in this process, compilation of Triton kernels included if its
+cache on disk is empty); recapture_s a step that makes the storage grow and the next one; peak_gb while decoding;
+allocations and host_syncs of one replayed step (:seal: the largest, of a step that seals a block);
+generate_host_syncs of one token. Selections are measured whether they pay or not; --crossover does as users' caches
+do, and its rows end in +dense where attention was dense.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import itertools
-import statistics
-import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import (
-    AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    DynamicCache,
-    LlamaConfig,
-    Qwen3Config,
-)
 
-from .. import OffloadConfig, OffloadedSparseCache, TwoLevelConfig, optimize, unoptimize
-from ..fused import fuse
+from .. import unoptimize
+from ..config import TwoLevelConfig
+from ..fused import why_not
 from ..graphs import runner_of
-from .operator_timing import read_bandwidth
-from .results import Row, append_rows, device_name, versions
+from ..offload.pool import bucket
+from .baselines import (
+    VARIANTS,
+    Variant,
+    captured_sdpa_ms,
+    check,
+    chose_dense,
+    find,
+    forget_compiled,
+    make_cache,
+    prepare,
+)
+from .decoding import (
+    Steps,
+    capture_seconds,
+    count_steps,
+    free,
+    generate,
+    generate_syncs,
+    growth_seconds,
+    replay_ms,
+    timed,
+)
+from .filling import SOURCES, fill_cache
+from .report import Report
+from .results import device_name, versions
+from .shapes import SHAPES, case_name, known_config, kv_bytes, parse_shape, random_model, text_config, weight_bytes
 
 CSV = Path("benchmarks/results/step.csv")
-
-SHAPES = {
-    "qwen3-8b": lambda: Qwen3Config(
-        hidden_size=4096,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        intermediate_size=12288,
-        vocab_size=151936,
-        max_position_embeddings=262144,
-        tie_word_embeddings=False,
-    ),
-    "qwen3-0.6b": lambda: Qwen3Config(
-        hidden_size=1024,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        intermediate_size=3072,
-        vocab_size=151936,
-        max_position_embeddings=262144,
-        tie_word_embeddings=True,
-    ),
-    "llama-3.1-8b": lambda: LlamaConfig(
-        hidden_size=4096,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        intermediate_size=14336,
-        vocab_size=128256,
-        max_position_embeddings=262144,
-        tie_word_embeddings=False,
-    ),
-}
-
-# variant -> settings of a two-level cache; None is transformers' own
-VARIANTS: dict[str, dict | None] = {
-    "hf_dynamic": None,
-    "sdpa_best": None,
-    "captured_dense": {"token_budget": 1 << 22},
-    "two_level": {"token_budget": 1024, "num_blocks": 128, "lag": False},
-    "two_level:lag": {"token_budget": 1024, "num_blocks": 128, "lag": True},
-    "block_only": {"token_budget": 1024, "level": "block", "lag": False},
-    "token_only": {"token_budget": 1024, "level": "token"},
-}
+DEFAULT = ("hf_dynamic", "sdpa_best", "captured_dense", "two_level", "two_level:lag", "block_only", "token_only")
+TOKENS = {"dynamic": 24, "static": 24, "offloaded": 14}  # at most: eager steps take long and vary little
+COUNTED = 64  # steps: one of them seals a block
+SPARE = 256  # tokens beside those of --tokens: counted steps, captures
 
 
-def parse_shape(text: str) -> tuple[int, int]:
-    """``8x32k`` -> ``(8, 32768)``."""
-    batch, context = text.lower().split("x")
-    return int(batch), int(context[:-1]) * 1024 if context.endswith("k") else int(context)
+def limit_ms(weights: int, config, batch: int, context: int, itemsize: int, rate: float) -> float:
+    """Bytes that a dense step must read (``weights`` and KV) over the read-only bandwidth in bytes a second."""
+    return 1e3 * (weights + kv_bytes(config, batch, context, itemsize)) / rate
 
 
-def random_model(config) -> torch.nn.Module:
-    """A model of this shape on the GPU, bf16, random weights."""
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sparsekv", dtype=torch.bfloat16)
-    return model.eval()
+def before_growth(config: TwoLevelConfig, context: int) -> int:
+    """At least ``context`` tokens, which fill a growing storage: three tokens later there is a block too many."""
+    size = config.block_size
+    return bucket(-(-context // size)) * size + config.window + config.max_draft + size - 3
 
 
-@torch.no_grad()
-def filled(model, settings: dict | None, batch: int, context: int, offload: bool):
-    """A cache of ``context`` random tokens per row."""
-    config = model.config
-    heads, dim = config.num_key_value_heads, config.head_dim
+class Bench:
+    """One model, measured in all its variants."""
 
-    def draw(n_heads: int, n: int) -> torch.Tensor:
-        return torch.randn(batch, n_heads, n, dim, dtype=torch.bfloat16, device="cuda")
+    def __init__(self, model, report: Report, args: argparse.Namespace) -> None:
+        self.model, self.report, self.args = model, report, args
+        self.fused = args.fused and why_not(model) is None
+        self.host_bytes = None if args.host_gb is None else int(1e9 * args.host_gb)
+        self.captured: set[str] = set()  # labels
 
-    if settings is None:
-        cache = DynamicCache()
-        for index in range(config.num_hidden_layers):
-            cache.update(draw(heads, context), draw(heads, context), index)
-        return cache
-    settings = TwoLevelConfig(**{"max_length": context + 1024, **settings})
-    cache = OffloadedSparseCache(settings, offload=OffloadConfig() if offload else None, model_config=config)
-    queries = draw(config.num_attention_heads, 512)
-    for layer in cache.sparse_layers:
-        key, value = draw(heads, context), draw(heads, context)
-        layer.fill(queries, key[:, :, :512], value[:, :, :512])
-        layer.fill(queries[:, :, :1], key[:, :, 512:], value[:, :, 512:])
-    return cache
+    def label(self, variant: Variant, found: str = "") -> str:
+        """Name of a variant's rows."""
+        replayed = variant.ours and self.args.kv != "random"
+        return variant.label(self.fused) + found + f":kv={self.args.kv}" * replayed
+
+    def filled(self, variant: Variant, batch: int, context: int, length: int | None):
+        """A full cache, and what to call after each step."""
+        cache = make_cache(self.model, variant, length, self.host_bytes)
+        return cache, fill_cache(self.model, cache, batch, context, self.args.kv)
+
+    def measure(self, variant: Variant, batch: int, context: int) -> None:
+        """All figures of one variant."""
+        check(variant, self.model, batch, context, self.host_bytes)
+        if variant.kind == "sdpa":
+            self.report.add("step_ms", captured_sdpa_ms(self.model, batch, context, self.fused, timed))
+            return
+        prepare(self.model, variant, self.fused)
+        if variant.ours:
+            self.ours(variant, batch, context)
+        else:
+            self.stock(variant, batch, context)
+
+    def stock(self, variant: Variant, batch: int, context: int) -> None:
+        """A cache of transformers."""
+        tokens, compiled = min(self.args.tokens, TOKENS[variant.kind]), variant.name == "hf_static_compile"
+        # As generate() would size it; masked room is read, too.
+        length = context + 1 + tokens + (0 if compiled else SPARE)
+        cache, after = self.filled(variant, batch, context, length)
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            found = generate(self.model, cache, batch, tokens, compiled=compiled)
+            self.report.add("tpot_ms", found.tpot_ms)
+            if compiled:
+                self.report.add("capture_s", found.set_up_ms / 1e3, "s")
+            self.report.add("peak_gb", torch.cuda.max_memory_allocated() / 1e9, "GB")
+            if not compiled:
+                syncs = generate_syncs(self.model, cache, batch, 8, after)
+                self.report.add("generate_host_syncs", syncs, "count")
+        finally:
+            if compiled:
+                forget_compiled(self.model)
+
+    def ours(self, variant: Variant, batch: int, context: int) -> None:
+        """A captured step over a cache of ours."""
+        model, report = self.model, self.report
+        label, runner = self.label(variant), runner_of(model)
+        cache, after = self.filled(variant, batch, context, context + self.args.tokens + SPARE)
+        torch.cuda.reset_peak_memory_stats()
+        first = capture_seconds(model, Steps(model, cache, batch, 8, after))
+        if chose_dense(cache):
+            label = self.label(variant, "+dense")
+            report.rename(label)
+        if label not in self.captured:
+            self.captured.add(label)
+            report.add("capture_s:cold", first, "s")
+        report.add("tpot_ms", generate(model, cache, batch, self.args.tokens, each=after).tpot_ms)
+        report.note(f"{cache.stats()}; {runner.captures} captures")
+        report.add("peak_gb", torch.cuda.max_memory_allocated() / 1e9, "GB")
+        if host := cache.memory_bytes()["host"]:
+            report.add("host_gb", host / 1e9, "GB")
+        self.counts(cache, batch, after)
+        # A second cache of the same shape is captured anew: so is this one, once its graph is gone.
+        runner.graphs.pop(cache, None)
+        report.add("capture_s", capture_seconds(model, Steps(model, cache, batch, 8, after)), "s")
+        report.add("step_ms", replay_ms(model, cache))
+        if self.args.recapture:
+            del cache, after
+            free()
+            report.add("recapture_s", self.growth(variant, batch, context), "s")
+
+    def counts(self, cache, batch: int, after: Callable[[], None]) -> None:
+        """Allocations and waits of steps that are replayed, and waits of generate()'s tokens."""
+        report = self.report
+        counted = count_steps(Steps(self.model, cache, batch, COUNTED, after), COUNTED)
+        for name, values in (("allocations", counted.allocations), ("host_syncs", counted.syncs)):
+            report.add(name, values, "count")
+            report.add(f"{name}:seal", max(values), "count")
+        places = ", ".join(f"{place} {n / COUNTED:.2f}" for place, n in counted.places.most_common(6))
+        report.note(f"the host waited at (times a step): {places or 'nowhere'}")
+        report.add("generate_host_syncs", generate_syncs(self.model, cache, batch, 16, after), "count")
+
+    def growth(self, variant: Variant, batch: int, context: int) -> float:
+        """Seconds of two steps: one that makes a cache without ``max_length`` grow, and one that is captured anew."""
+        config = TwoLevelConfig(**variant.settings)
+        cache, after = self.filled(variant, batch, before_growth(config, context), None)
+        tries = 2 * config.block_size  # three, if all is as planned
+        return growth_seconds(self.model, Steps(self.model, cache, batch, tries + 8, after), tries)
 
 
-def generate_tpot(model, cache, batch: int, context: int, tokens: int) -> list[float]:
-    """Milliseconds of each token that ``generate()`` makes, the first eight (capture, warm-up) left out."""
-    times: list[float] = []
-
-    class Clock:
-        def put(self, value):
-            torch.cuda.synchronize()
-            times.append(time.perf_counter())
-
-        def end(self):
-            pass
-
-    def note(input_ids, scores, **kwargs):
-        Clock().put(None)
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-    ids = torch.randint(0, 1000, (batch, context + 1), device="cuda")
-    model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        do_sample=False,
-        stopping_criteria=[note],
-        pad_token_id=0,
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    return [1e3 * (b - a) for a, b in itertools.pairwise(times[8:])]
-
-
-def replay_ms(model, cache) -> list[float]:
-    """Milliseconds of the captured forward alone."""
-    step = list(runner_of(model).graphs[cache].values())[-1]
-    return timed(step.graph.replay)
-
-
-@torch.no_grad()
-def captured_sdpa_ms(model, batch: int, context: int, fused: bool) -> list[float]:
-    """The same forward captured with the best dense attention that torch has: what sparse decoding has to beat.
-
-    Keys and values lie as sdpa likes them, nothing is appended beyond the last column, no mask is made.
-    """
-    config = model.config
-    shape = (batch, config.num_key_value_heads, context + 1, config.head_dim)
-    held = [
-        [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in "kv"] for _ in range(config.num_hidden_layers)
-    ]
-
-    def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
-        k, v = held[module.layer_idx]
-        k[:, :, -1:], v[:, :, -1:] = key, value
-        out = F.scaled_dot_product_attention(query, k, v, scale=scaling, enable_gqa=True)
-        return out.transpose(1, 2).contiguous(), None
-
-    AttentionInterface.register("benchmark_dense", attend)
-    unoptimize(model)
-    model.set_attn_implementation("benchmark_dense")
-    fusion = fuse(model) if fused else None
-    ids = torch.zeros(batch, 1, dtype=torch.long, device="cuda")
-    position = torch.full((batch, 1), context, device="cuda")
-    medians = {}
-    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
-        with sdpa_kernel(backend):
-            stream = torch.cuda.Stream()
-            torch.cuda.synchronize()
-            with torch.cuda.stream(stream):
-                model(input_ids=ids, position_ids=position, use_cache=False)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                model(input_ids=ids, position_ids=position, use_cache=False)
-        times = timed(graph.replay)
-        medians[statistics.median(times)] = times
-        del graph
-    if fusion is not None:
-        fusion.undo()
-    held.clear()  # the registered function outlives this one
-    return medians[min(medians)]
-
-
-def timed(run: Callable[[], None], repeat: int = 30) -> list[float]:
-    """Milliseconds of each of ``repeat`` runs, the first five left out."""
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeat)]
-    for start, end in events:
-        start.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in events][5:]
-
-
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    low, _, high = statistics.quantiles(values, n=4)
-    return statistics.median(values), low, high
-
-
-def limit_ms(model, settings: dict | None, batch: int, context: int, rate: float) -> float:
-    """Bytes that a step must read (weights without the embedding table, and KV) over the read-only bandwidth."""
-    config = model.config
-    weights = sum(p.nbytes for p in model.parameters())
-    if not config.tie_word_embeddings:
-        weights -= model.get_input_embeddings().weight.nbytes
-    token = 2 * config.num_key_value_heads * config.head_dim * 2
-    return (weights + batch * context * token * config.num_hidden_layers) / rate * 1e3
-
-
-def measure(
-    model, case: str, batch: int, context: int, name: str, offload: bool, tokens: int, fused: bool
-) -> list[Row]:
-    settings = VARIANTS[name]
-    variant = name + ("+fused" if fused and name != "hf_dynamic" else "") + ("+offload" if offload else "")
-    if name == "sdpa_best":
-        median, low, high = quartiles(captured_sdpa_ms(model, batch, context, fused))
-        print(f"{batch:3} x {context:7}  {variant:24} step_ms    {median:9.3f} [{low:.3f}, {high:.3f}] ms", flush=True)
-        return [Row("step", case, variant, batch, context, "step_ms", median, low, high, "ms")]
-    if settings is None:
-        unoptimize(model)
-        model.set_attn_implementation("sdpa")
-        tokens = min(tokens, 24)
-    else:
-        model.set_attn_implementation("sparsekv")
-        optimize(model, fused=fused)
-    cache = filled(model, settings, batch, context, offload)
-    rows = []
-
-    def add(metric: str, values: list[float], unit: str = "ms") -> None:
-        median, low, high = quartiles(values)
-        rows.append(Row("step", case, variant, batch, context, metric, median, low, high, unit))
-        print(
-            f"{batch:3} x {context:7}  {variant:24} {metric:10} {median:9.3f} [{low:.3f}, {high:.3f}] {unit}",
-            flush=True,
-        )
-
-    add("tpot_ms", generate_tpot(model, cache, batch, context, tokens))
-    if settings is not None:
-        print(f"      {cache.stats()}; {runner_of(model).captures} captures", flush=True)
-        add("step_ms", replay_ms(model, cache))
-    rows.append(
-        Row("step", case, variant, batch, context, "peak_gb", torch.cuda.max_memory_allocated() / 1e9, unit="GB")
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        type=parse_shape,
+        default=[(1, 32768), (1, 131072), (8, 32768)],
+        metavar="BATCHxLENGTH",
     )
-    return rows
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", type=parse_shape, default=[(1, 32768), (1, 131072), (8, 32768)])
-    parser.add_argument("--model", default="qwen3-8b", help="a known shape, or a model name or path (its config only)")
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
-    parser.add_argument("--offload", action="store_true", help="keep full blocks in host memory")
+    parser.add_argument(
+        "--model",
+        default="qwen3-8b",
+        help=f"{', '.join(SHAPES)}; or a model's name or path (its config only: weights are random)",
+    )
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    parser.add_argument("--variants", nargs="+", default=list(DEFAULT), choices=list(VARIANTS), metavar="VARIANT")
+    parser.add_argument(
+        "--compile", action="store_true", help="also StaticCache compiled by generate(): about a minute"
+    )
+    parser.add_argument("--offload", action="store_true", help="our caches keep full blocks in host memory")
     parser.add_argument(
         "--fused",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="fuse the small layers and join projections, in the dense baseline too",
     )
+    parser.add_argument("--crossover", action="store_true", help="attend densely where known to be as quick: +dense")
+    parser.add_argument("--recapture", action="store_true", help="also recapture_s, over a second, growing cache")
+    parser.add_argument("--kv", default="random", choices=list(SOURCES), help="what caches are filled with")
     parser.add_argument("--tokens", type=int, default=160, help="tokens to generate")
-    parser.add_argument("--csv", type=Path, default=CSV)
-    args = parser.parse_args(argv)
-    config = SHAPES[args.model]() if args.model in SHAPES else AutoConfig.from_pretrained(args.model)
+    parser.add_argument(
+        "--host-gb", type=float, help="host memory that offloaded caches may take; default 80 %% of all"
+    )
+    parser.add_argument("--csv", type=Path, default=CSV, help="rows are appended to it")
+    parser.add_argument("--no-csv", action="store_true")
+    return parser
+
+
+def variants(args: argparse.Namespace) -> list[Variant]:
+    """The variants that the arguments ask for."""
+    names = list(args.variants)
+    if args.compile and "hf_static_compile" not in names:
+        names.append("hf_static_compile")
+    return [find(name, args.offload, args.crossover) for name in names]
+
+
+def run(bench: Bench, args: argparse.Namespace, rate: float) -> None:
+    """All shapes and variants."""
+    model, report = bench.model, bench.report
+    config, weights = text_config(model), weight_bytes(model)
+    for batch, context in args.shapes:
+        with report.measuring(batch, context, "limit"):
+            report.add("step_ms", limit_ms(weights, config, batch, context, model.dtype.itemsize, rate))
+        for variant in variants(args):
+            missing = report.missing
+            with report.measuring(batch, context, bench.label(variant)):
+                bench.measure(variant, batch, context)
+            if report.missing > missing:
+                unoptimize(model)  # a runner that has met an error does not capture again
+            free()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; 1 if anything failed for other reasons than memory."""
+    args = arguments().parse_args(argv)
+    if not torch.cuda.is_available():
+        print("the step benchmark needs a CUDA device")
+        return 1
+    from .operator_timing import read_bandwidth  # needs Triton
+
     print(device_name(), versions())
     rate = read_bandwidth(torch.device("cuda"))
+    free()
     print(f"read-only bandwidth {rate / 1e12:.2f} TB/s")
-    model = random_model(config)
-    rows: list[Row] = []
-    for batch, context in args.shapes:
-        least = limit_ms(model, None, batch, context, rate)
-        rows.append(Row("step", args.model, "limit", batch, context, "step_ms", least, unit="ms"))
-        print(f"{batch:3} x {context:7}  limit (dense)            step_ms    {least:9.3f} ms", flush=True)
-        for name in args.variants:
-            torch.cuda.reset_peak_memory_stats()
-            try:
-                rows += measure(model, args.model, batch, context, name, args.offload, args.tokens, args.fused)
-            except Exception as error:
-                print(f"{batch:3} x {context:7}  {name}: failed, {error!r}"[:300], flush=True)
-                traceback.print_exc()
-            gc.collect()
-            torch.cuda.empty_cache()
-    append_rows(args.csv, rows)
+    case = case_name(args.model) + ("" if args.dtype == "bfloat16" else f":{args.dtype}")
+    model = random_model(known_config(args.model), getattr(torch, args.dtype), torch.device("cuda"))
+    total = len(args.shapes) * (1 + len(variants(args)))
+    with Report("step", case, None if args.no_csv else args.csv, total) as report:
+        run(Bench(model, report, args), args, rate)
+    return report.close()
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
