@@ -338,8 +338,49 @@ def test_doctor_reads_nvidia_smi(monkeypatch):
     assert doctor._nvidia_smi() == []
 
 
+# ---------------------------------------------------------------------- bench
+
+
 @pytest.mark.parametrize("what", ["operator", "step"])
 def test_bench_needs_a_gpu_but_explains_itself(what, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert "benchmarks need a CUDA device" in error("bench", what)
+    assert f"bench {what} needs a CUDA device" in error("bench", what)
     assert "--shapes" in run("bench", what, "--help").stdout
+
+
+def test_bench_help_and_list():
+    assert "operator|step|generate" in run("bench", "--help").stdout
+    run("bench", status=2)
+    assert "'paged' is not one of" in error("bench", "paged", status=2)
+    assert "--new-tokens" in run("bench", "generate", "--help").stdout
+    known = run("bench", "--list").stdout
+    for line in (
+        r"qwen2\.5-7b +28 layers, 28 query and 4 KV heads of 128",
+        r"gemma3-12b .* 40 layers slide over 1024 tokens",
+        r"hf_offloaded +DynamicCache\(offloading=True\), eager",
+        r"two_level:lag +tokens within the previous step's blocks",
+    ):
+        assert re.search(line, known), line
+
+
+def test_bench_generate_on_a_cpu(tiny, tmp_path):
+    path = tmp_path / "rows.csv"
+    command = ("bench", "generate", "--model", tiny, "--device", "cpu", "--context", 300, "--new-tokens", 4)
+    out = run(*command, "--caches", "hf_dynamic", "two_level:lag", "--csv", path).stdout
+    assert re.search(r"two_level:lag +tpot_ms +\d", out)
+    assert "2 rows appended" in out
+    assert len(path.read_text().splitlines()) == 3
+    error(*command, "--caches", "paged", status=2)
+
+
+def test_bench_fails_when_a_variant_does(tiny, monkeypatch):
+    from hf_sparsekv.benchmark import generate as module
+
+    def fail(*args, **kwargs):
+        raise ValueError("broken")
+
+    monkeypatch.setattr(module, "fill_cache", fail)
+    command = ("bench", "generate", "--model", tiny, "--device", "cpu", "--context", 300, "--no-csv")
+    result = CliRunner().invoke(app, [str(a) for a in command])
+    assert result.exit_code == 1
+    assert "hf_dynamic: FAILED: broken" in result.stdout
