@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .attention.masks import MaskWatch
 from .cache import SparseCache
 from .fused import Fusion, fuse, why_not
 from .layer import SparseLayer
@@ -81,6 +82,7 @@ class StepRunner:
         self.had_own = "forward" in model.__dict__
         self.signature = inspect.signature(self.original)
         self.graphs: weakref.WeakKeyDictionary[SparseCache, dict] = weakref.WeakKeyDictionary()
+        self.watches: weakref.WeakKeyDictionary[SparseCache, MaskWatch] = weakref.WeakKeyDictionary()
         self.lock = threading.RLock()
         self.captures = self.replays = 0
         self.fusion: Fusion | None = None
@@ -187,10 +189,8 @@ class StepRunner:
         layers = cache.sparse_layers
         ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
         store = layers[0].store
-        if mask is not None and not store.padded and not bool(mask[:, -1].all()):
-            # Padding in mid-answer, which generate() never makes: let the eager path note it.
-            return self.original(**given)
         cache._check_complete()
+        watch = None if mask is None or store.padded else self._watch(cache, mask)
         if positions is None:
             positions = torch.full((1, 1), store.length, device=ids.device)
         rest = {name: value for name, value in given.items() if name not in _STATIC}
@@ -233,12 +233,22 @@ class StepRunner:
                 step.valid.copy_(mask[:, -1:])
         step.graph.replay()
         self.replays += 1
+        if watch is not None:
+            watch.look(mask)
         for layer, query in zip(layers, step.queries):
             layer.query = query
             layer.advance()
         for ring in rings:
             ring.advance()
         return type(step.output)(**{**step.output, "past_key_values": cache})
+
+    def _watch(self, cache: SparseCache, mask: Tensor) -> MaskWatch:
+        """Who looks at the masks of this cache's steps; what it has seen so far is in order."""
+        watch = self.watches.get(cache)
+        if watch is None or watch.holes.shape[0] != mask.shape[0]:
+            watch = self.watches[cache] = MaskWatch(mask)
+        watch.check(cache)
+        return watch
 
     # ------------------------------------------------------------------ capture
 
@@ -282,7 +292,8 @@ class StepRunner:
 
     def _record(self, run: Callable, device: torch.device, saved: list[_Saved]) -> tuple[torch.cuda.CUDAGraph, object]:
         """Capture ``run``. (Tests without a GPU put an imitation here.)"""
-        main, side = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        # What looks ahead takes the processors that the step itself leaves.
+        main, side = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
         main.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(main):
             run(side)

@@ -89,6 +89,33 @@ class Imitation(StepRunner):
         return Graph(), output
 
 
+def test_padding_in_the_middle_of_an_answer_is_noticed():
+    """A captured step of an unpadded batch does not wait to look at the mask; the next one refuses."""
+    ours = build("llama", "sparsekv")
+    Imitation(ours).install()
+    inputs, cache = prompt(2, 60), two_level(**TIGHT)
+    mask, token = inputs["attention_mask"], inputs["input_ids"][:, :1]
+
+    def step(valid):
+        nonlocal mask
+        mask = torch.cat((mask, torch.tensor([[1], [valid]])), dim=1)
+        ours(token, attention_mask=mask, past_key_values=cache)
+
+    with torch.no_grad():
+        ours(**inputs, past_key_values=cache)
+        step(1)
+        step(0)
+        with pytest.raises(ValueError, match="padding token in the middle"):
+            step(1)
+        with pytest.raises(RuntimeError, match=r"call reset\(\)"):
+            step(1)
+        cache.reset()
+        mask = inputs["attention_mask"]
+        ours(**inputs, past_key_values=cache)
+        step(1)
+        step(1)
+
+
 def test_a_forward_that_cannot_be_captured_runs_eagerly():
     class Refuses(Imitation):
         def _record(self, run, device, saved):

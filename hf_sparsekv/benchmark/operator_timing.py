@@ -35,7 +35,7 @@ class Time:
 
 def captured(run: Callable[[int], None], sets: int, repetitions: int = REPETITIONS, replays: int = REPLAYS) -> Time:
     """Time of one ``run(i)``: ``repetitions`` of them in one graph, ``i`` going round ``sets`` sets of inputs."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream(priority=-1)  # as a captured step has it
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for i in range(sets):

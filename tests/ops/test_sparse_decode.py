@@ -95,7 +95,7 @@ def check(place, case: Case, granularity: str) -> None:
     n = {"token": lambda: args[4].shape[-1], "block": lambda: case.chosen * case.block_size}
     n = n.get(granularity, lambda: case.cap * case.block_size)()
     near = case.ring + (0 if granularity == "all" else case.sinks)
-    size = scratch_size(args[0], args[1], case.dv, n, near, case.splits)
+    size = scratch_size(args[0], args[1], case.dv, n, near, case.splits, granularity)
     scratch = place.nan(size, dtype=torch.float32)
     got = sparse_decode(*args, **named, attended=attended, out=out, scratch=scratch, splits=case.splits)
     assert got is out

@@ -2,7 +2,7 @@
 
 The threshold is searched among the ordered integers: a pass counts the entries over four values that lie where the
 distribution so far says that the threshold is. The first four come from the mean and the deviation of the scores, the
-next from a line through the counts; every third pass cuts the range into equal parts instead, so that no distribution
+next from a line through the counts; every fourth pass cuts the range into equal parts instead, so that no distribution
 takes long. The search ends as soon as exactly ``k`` entries lie over a value, which without equal scores around rank
 ``k`` is long before the range is down to one number. How it gets there never shows in the result.
 """
@@ -66,10 +66,10 @@ def threshold(b_key, k):
             middle = low + (high - low) * ((count - k).to(tl.float32) + 0.5) / inside
             # The standard error of a rank among as many that are spread evenly, at most.
             error = 0.5 * (high - low) / tl.sqrt(inside)
-            near, far = 0.7 * error, 2.5 * error
+            near, far = 0.5 * error, 2.0 * error
         v_1, v_2 = ordered(middle - far), ordered(middle - near)
         v_3, v_4 = ordered(middle + near), ordered(middle + far)
-        if i % 3 == 2:
+        if i % 4 == 3:
             # The range may be wider than an int32 is; as an unsigned number it is right.
             step = (hi - lo).to(tl.uint32, bitcast=True) // 5
             step = step.to(tl.int32, bitcast=True)
