@@ -193,6 +193,18 @@ def test_replayed_keys_and_queries():
     torch.testing.assert_close(cache.layers[full].keys[:, :, :CONTEXT], other.layers[full].keys)
 
 
+@pytest.mark.parametrize("how", list(filling.SOURCES))
+def test_filled_caches_select_from_the_first_step(how):
+    """The default settings: channels are known when the cache is full, or the first steps would be dense."""
+    pytest.importorskip("hf_sparsekv.benchmark.replay")
+    model = build("llama", "sparsekv", num_hidden_layers=3, max_position_embeddings=4096)
+    for name in ("two_level", "two_level:lag+offload", "token_only", "block_only"):
+        cache = make_cache(model, find(name), 2100)
+        filling.fill_cache(model, cache, 1, 2048, how)
+        last = cache.sparse_layers[2]
+        assert last.policy.mode(last.store)[0] in ("every", "chosen"), name
+
+
 def test_growth_comes_right_after_the_filled_length():
     """``recapture_s`` fills a growing cache so that the storage must grow a few steps later."""
     model = build("llama", "sparsekv", max_position_embeddings=4096)
@@ -369,7 +381,7 @@ def test_step_measures_all_that_it_names(tmp_path, imitated_gpu, monkeypatch):
         str(path),
         "--variants",
     ]
-    args = bench_step.arguments().parse_args([*given, "hf_dynamic", "two_level:lag"])
+    args = bench_step.arguments().parse_args([*given, "hf_dynamic", "hf_static", "two_level:lag"])
     model = build("gemma3", "sparsekv", max_position_embeddings=2048)
     with Report("step", "tiny", path, 8) as report:
         bench_step.run(bench_step.Bench(model, report, args), args, rate=1e12)

@@ -132,7 +132,7 @@ class Steps:
         end = self.length + room
         self.ids = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
         self.mask = torch.ones(batch, end, dtype=torch.long, device=model.device)
-        self.positions = torch.arange(end, device=model.device).expand(batch, -1)
+        self.positions = torch.arange(end, device=model.device).repeat(batch, 1)
 
     @torch.no_grad()
     def __call__(self):

@@ -23,7 +23,7 @@ class Source(Protocol):
     """Makes what a cache is filled with; the same for every cache."""
 
     def layer(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Key and value ``[batch, H, context, D]``, and queries of the prompt ``[batch, Hq, n, D]``."""
+        """Key and value ``[batch, H, context, D]``, and queries ``[batch, Hq, n, D]``, ``n`` <= context."""
         ...
 
     def start(self, cache) -> Callable[[], None]:
@@ -71,7 +71,10 @@ class ReplayedSource(RandomSource):
         if index not in self.full:
             return super().layer(index)
         at = self.full.index(index)
-        return *self.made.keys_values(at), self.made.prompt_queries(at)
+        query = self.made.prompt_queries(at)
+        # Channels are fixed after so many queries, and steps are dense until then.
+        n = min(CALIBRATION, self.context)
+        return *self.made.keys_values(at), query.repeat(1, 1, -(-n // query.shape[2]), 1)[:, :, -n:]
 
     def start(self, cache) -> Callable[[], None]:
         from .replay import ReplayedQueries

@@ -55,7 +55,7 @@ def measure(model, variant: Variant, report: Report, args: argparse.Namespace) -
         if compiled:
             forget_compiled(model)
     if variant.ours and chose_dense(cache):
-        report.rename(variant.label(args.fused) + "+dense" + suffix(args))
+        report.rename(variant.label(args.fused) + "+dense" + suffix(variant, args))
     report.add("tpot_ms", found.tpot_ms)
     if args.prefill:
         report.add("ttft_s", found.first_ms / 1e3, "s")
@@ -99,10 +99,11 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def suffix(args: argparse.Namespace) -> str:
+def suffix(variant: Variant, args: argparse.Namespace) -> str:
     """What else the rows' names say."""
-    on_gpu = args.device.startswith("cuda")
-    return "+eager" * (on_gpu and not args.capture) + ":sample" * args.sample + f":kv={args.kv}" * (args.kv != "random")
+    eager = variant.ours and args.device.startswith("cuda") and not args.capture
+    replayed = variant.ours and args.kv != "random" and not args.prefill
+    return "+eager" * eager + ":sample" * args.sample + f":kv={args.kv}" * replayed
 
 
 def cache_name(text: str) -> Variant:
@@ -142,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
         case += f":{str(model.dtype).removeprefix('torch.')}"
     with Report("generate", case, None if args.no_csv else args.csv, len(args.caches)) as report:
         for variant in args.caches:
-            label = variant.label(args.fused) + suffix(args)
+            label = variant.label(args.fused) + suffix(variant, args)
             with report.measuring(args.batch, args.context, label):
                 measure(model, variant, report, args)
             unoptimize(model)  # a runner that has met an error does not capture again
