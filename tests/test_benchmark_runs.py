@@ -1,0 +1,332 @@
+"""The step and generate benchmarks from their arguments to their rows, and the figure made of them."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import itertools
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+from models import VOCAB, build
+from test_graphs import Imitation
+
+from hf_sparsekv import optimize, unoptimize
+from hf_sparsekv.benchmark import baselines, decoding, filling, plot, shapes
+from hf_sparsekv.benchmark import generate as bench_generate
+from hf_sparsekv.benchmark import step as bench_step
+from hf_sparsekv.benchmark.baselines import VARIANTS, NotRun, make_cache
+from hf_sparsekv.benchmark.report import Report, spread
+
+BATCH, CONTEXT = 2, 300
+
+
+def rows(path) -> list[dict]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+# ---------------------------------------------------------------------- rows
+
+
+def test_spread():
+    assert spread([3.0]) == (3.0, None, None)
+    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == (3.0, 1.5, 4.5)
+
+
+def test_rows_are_written_after_each_variant_and_after_a_crash(tmp_path, capsys):
+    path = tmp_path / "step.csv"
+    with Report("step", "tiny", path, 4) as report:
+        with report.measuring(1, 512, "first"):
+            report.add("tpot_ms", [1.0, 2.0, 3.0])
+            assert not path.exists()
+        assert len(rows(path)) == 1
+        with report.measuring(1, 512, "second"):
+            report.add("tpot_ms", 4.0)
+            report.rename("second+dense")
+            report.add("peak_gb", 5.0, "GB")
+            raise KeyError("broken")
+        assert [row["variant"] for row in rows(path)] == ["first", "second", "second+dense"]
+        with report.measuring(1, 512, "third"):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        with report.measuring(1, 512, "fourth"):
+            raise NotRun("no such thing here")
+        with report.measuring(1, 512, "fifth"):
+            report.add("allocations", 0, "count")
+    assert report.close() == 1
+    out = capsys.readouterr().out
+    assert "third: not run, out of memory: CUDA out of memory" in out
+    assert "fourth: not run: no such thing here" in out
+    assert "second: FAILED: 'broken'" in out
+    last = rows(path)[-1]
+    assert (last["variant"], last["metric"], last["value"], last["unit"], last["low"]) == (
+        "fifth",
+        "allocations",
+        "0",
+        "count",
+        "",
+    )
+
+
+def test_interruption_keeps_what_was_measured(tmp_path):
+    path = tmp_path / "step.csv"
+    with (
+        pytest.raises(KeyboardInterrupt),
+        Report("step", "tiny", path, 1) as report,
+        report.measuring(1, 512, "first"),
+    ):
+        report.add("tpot_ms", 1.0)
+        raise KeyboardInterrupt
+    assert len(rows(path)) == 1
+
+
+def test_a_failing_variant_of_step_does_not_lose_the_others(tmp_path, monkeypatch):
+    path = tmp_path / "step.csv"
+    args = bench_step.arguments().parse_args(
+        ["--shapes", "1x200", "2x100", "--variants", "hf_dynamic", "two_level", "captured_dense", "--csv", str(path)]
+    )
+    model = build("llama", "sparsekv")
+
+    def measure(self, variant, batch, context):
+        if variant.name == "two_level":
+            raise RuntimeError("a kernel broke" if batch == 1 else "CUDA out of memory")
+        self.report.add("tpot_ms", [1.0, 2.0])
+
+    monkeypatch.setattr(bench_step.Bench, "measure", measure)
+    with Report("step", "tiny", path, 8) as report:
+        bench_step.run(bench_step.Bench(model, report, args), args, rate=1e12)
+    found = [(row["variant"].partition("+")[0], row["batch"]) for row in rows(path)]
+    assert found == [(name, batch) for batch in "12" for name in ("limit", "hf_dynamic", "captured_dense")]
+    assert len(report.failed) == len(report.left_out) == 1
+    expected = bench_step.limit_ms(shapes.weight_bytes(model), model.config, 1, 200, 4, 1e12)
+    assert float(rows(path)[0]["value"]) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.fixture
+def imitated_gpu(monkeypatch):
+    """Captured steps without a GPU: each replay runs the step anew."""
+
+    def prepare(model, variant, fused, capture=True):
+        unoptimize(model)
+        model.set_attn_implementation("sparsekv" if variant.ours else "sdpa")
+        if variant.ours:
+            Imitation(model).install()
+
+    monkeypatch.setattr(bench_step, "prepare", prepare)
+    monkeypatch.setattr(bench_step, "replay_ms", lambda model, cache: [1.0, 2.0])
+    for name in ("synchronize", "reset_peak_memory_stats", "set_sync_debug_mode"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 10**9)
+    allocated = itertools.count()
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"allocation.all.allocated": next(allocated)})
+
+
+def test_step_measures_all_that_it_names(tmp_path, imitated_gpu, monkeypatch):
+    """Everything but the clocks, in small: two captures of one shape, one of another, growth."""
+    settings = {"token_budget": 32, "num_blocks": 2, "block_size": 16, "window": 16, "dense_layers": 0}
+    small = {n: dataclasses.replace(v, settings=settings) for n, v in VARIANTS.items() if n.startswith("two_level")}
+    monkeypatch.setattr(baselines, "VARIANTS", {**VARIANTS, **small})
+    monkeypatch.setattr(bench_step, "COUNTED", 8)
+    monkeypatch.setattr(filling, "CALIBRATION", 256)
+    path = tmp_path / "step.csv"
+    given = [
+        "--shapes",
+        "2x600",
+        "1x640",
+        "--tokens",
+        "6",
+        "--recapture",
+        "--no-fused",
+        "--csv",
+        str(path),
+        "--variants",
+    ]
+    args = bench_step.arguments().parse_args([*given, "hf_dynamic", "hf_static", "two_level:lag"])
+    model = build("gemma3", "sparsekv", max_position_embeddings=2048)
+    with Report("step", "tiny", path, 8) as report:
+        bench_step.run(bench_step.Bench(model, report, args), args, rate=1e12)
+    assert report.close() == 0, report.failed
+    found = Counter((row["variant"], row["batch"], row["metric"]) for row in rows(path))
+    assert set(found.values()) == {1}
+    always = "tpot_ms step_ms capture_s recapture_s peak_gb generate_host_syncs"
+    always += " allocations allocations:seal host_syncs host_syncs:seal"
+    first, second = ({metric for v, batch, metric in found if (v, batch) == ("two_level:lag", b)} for b in "21")
+    assert first - second == {"capture_s:cold"}, "cold once in a process"
+    assert second == set(always.split())
+    units = {row["metric"]: row["unit"] for row in rows(path)}
+    assert (units["allocations"], units["peak_gb"], units["capture_s"]) == ("count", "GB", "s")
+    counts = [row for row in rows(path) if row["metric"] == "allocations"]
+    assert {row["value"] for row in counts} == {"1"}, "the imitation counts how often it is asked"
+
+
+def test_a_step_that_is_not_captured_is_an_error():
+    model = optimize(build("llama", "sparsekv"))  # on a CPU
+    cache = make_cache(model, VARIANTS["two_level"], CONTEXT + 20)
+    filling.fill_cache(model, cache, BATCH, CONTEXT)
+    step = decoding.Steps(model, cache, BATCH, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", lambda: None)
+        with pytest.raises(RuntimeError, match="no decode step was captured: decode steps run eagerly: the model is"):
+            decoding.capture_seconds(model, step)
+
+
+def test_synchronisations_are_found_by_place(monkeypatch):
+    modes = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with decoding.synchronisations() as so_far:
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
+        warnings.warn("Synchronization debug mode is a prototype", stacklevel=1)
+        assert so_far().total() == 3
+        ((place, times),) = so_far().items()
+    assert place.startswith("test_benchmark_runs.py:")
+    assert times == 3
+    assert modes == ["warn", "default"]
+
+
+def test_arguments_of_step():
+    args = bench_step.arguments().parse_args(
+        ["--shapes", "1x8k", "8x32k", "--variants", "two_level", "--compile", "--offload"]
+    )
+    assert args.shapes == [(1, 8192), (8, 32768)]
+    found = bench_step.variants(args)
+    assert [v.label(True) for v in found] == ["two_level+fused+offload", "hf_static_compile"]
+    assert bench_step.variants(bench_step.arguments().parse_args([]))[0].name == "hf_dynamic"
+
+
+# ---------------------------------------------------------------------- generate, end to end
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "Tiny"
+    build("llama", "sdpa", eos_token_id=2, max_position_embeddings=4096).save_pretrained(path)
+    return path
+
+
+CACHES = ("hf_dynamic", "hf_static", "hf_offloaded", "two_level", "two_level:lag", "two_level:lag+offload")
+
+
+def test_generate(tiny, tmp_path, capsys):
+    path = tmp_path / "generate.csv"
+    args = ["--model", tiny, "--device", "cpu", "--context", "1500", "--new-tokens", "6", "--csv", path]
+    assert bench_generate.main([str(arg) for arg in args] + ["--caches", *CACHES]) == 0
+    out = capsys.readouterr().out
+    assert "hf_offloaded: not run: transformers' offloaded cache needs a CUDA device" in out
+    assert "6 steps over 1506 cached tokens" in out
+    found = rows(path)
+    assert [row["variant"] for row in found] == [name for name in CACHES if name != "hf_offloaded"]
+    for row in found:
+        assert (row["benchmark"], row["case"], row["metric"], row["unit"]) == (
+            "generate",
+            "tiny:float32",
+            "tpot_ms",
+            "ms",
+        )
+        assert (row["batch"], row["context"]) == ("1", "1500")
+        assert 0 < float(row["low"]) <= float(row["value"]) <= float(row["high"])
+
+
+def test_generate_reads_and_samples(tiny, tmp_path):
+    path = tmp_path / "generate.csv"
+    args = ["--model", tiny, "--device", "cpu", "--context", 300, "--new-tokens", 4, "--batch", 2, "--csv", path]
+    args += ["--caches", "two_level", "--prefill", "--sample"]
+    assert bench_generate.main([str(arg) for arg in args]) == 0
+    assert [(r["variant"], r["metric"], r["unit"]) for r in rows(path)] == [
+        ("two_level:sample", "tpot_ms", "ms"),
+        ("two_level:sample", "ttft_s", "s"),
+    ]
+
+
+def test_generate_takes_a_shape(monkeypatch, tmp_path):
+    monkeypatch.setitem(shapes.SHAPES, "toy", lambda: build("gemma3", "sdpa").config)
+    path = tmp_path / "generate.csv"
+    args = f"--model toy --device cpu --context 1k --new-tokens 4 --caches two_level --csv {path}"
+    assert bench_generate.main(args.split()) == 0
+    assert [(row["case"], row["context"]) for row in rows(path)] == [("toy:float32", "1024")]
+    assert bench_generate.main(f"{args} --no-csv".split()) == 0
+    assert len(rows(path)) == 1
+
+
+def test_generate_tells_a_failure(tiny, tmp_path, monkeypatch, capsys):
+    def fail(*args, **kwargs):
+        raise RuntimeError("broken")
+
+    path = tmp_path / "generate.csv"
+    monkeypatch.setattr(bench_generate, "fill_cache", fail)
+    args = ["--model", str(tiny), "--device", "cpu", "--context", "300", "--csv", str(path)]
+    assert bench_generate.main([*args, "--caches", "hf_dynamic"]) == 1
+    assert "hf_dynamic: FAILED: broken" in capsys.readouterr().out
+    assert not path.exists()
+
+
+def test_unknown_caches_are_named(capsys):
+    with pytest.raises(SystemExit):
+        bench_generate.arguments().parse_args(["--caches", "sdpa_best"])
+    assert "sdpa_best is no cache" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench_generate.arguments().parse_args(["--caches", "paged"])
+    assert "there is no variant 'paged'; known: hf_dynamic" in capsys.readouterr().err
+
+
+def test_sampled_tokens_are_drawn():
+    model = build("llama", "sparsekv")
+    cache = make_cache(model, VARIANTS["hf_dynamic"], None)
+    filling.fill_cache(model, cache, 1, 50)
+    found = decoding.generate(model, cache, 1, 12, sample=True, eos=True)
+    assert found.tokens.shape == (1, 12), "the end of the text never comes"
+    assert int(found.tokens.max()) < VOCAB
+    assert len(found.tpot_ms) == 6
+    assert found.first_ms > 0
+
+
+# ---------------------------------------------------------------------- the figure
+
+
+def test_plots(tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("pandas")
+    path = tmp_path / "step.csv"
+    for case in ("qwen3-8b", "other"):
+        with Report("step", case, path, 1) as report:
+            for context in (8192, 32768):
+                for variant, metric in (*plot.LINES, ("something_else", "tpot_ms")):
+                    with report.measuring(1, context, variant):
+                        report.add(metric, 5.0)
+    for args in (["--out", tmp_path / "a.svg"], ["--out", tmp_path / "b.png", "--case", "other"]):
+        plot.main(["--csv", str(path), *map(str, args)])
+    assert (tmp_path / "a.svg").read_text().startswith("<?xml")
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit, match=r"no rows of none-such, batch 1; there are other x 1, qwen3-8b x 1"):
+        plot.main(["--csv", str(path), "--case", "none-such"])
+
+
+def test_newest_rows_win(tmp_path):
+    pytest.importorskip("pandas")
+    path = tmp_path / "step.csv"
+    for value in (1.0, 2.0):
+        with Report("step", "m", path, 1) as report, report.measuring(1, 8192, "limit"):
+            report.add("step_ms", value)
+    assert list(plot.newest(path, "m", 1).value) == [2.0]
+
+
+# ---------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+def test_step_on_a_gpu(tmp_path, monkeypatch):
+    config = shapes.known_config("qwen3-0.6b")
+    config.num_hidden_layers, config.layer_types = 3, config.layer_types[:3]
+    monkeypatch.setitem(shapes.SHAPES, "toy", lambda: config)
+    path = tmp_path / "step.csv"
+    args = f"--model toy --shapes 1x16k --tokens 32 --recapture --csv {path}".split()
+    assert bench_step.main([*args, "--variants", *bench_step.DEFAULT, "hf_offloaded", "hf_static"]) == 0
+    found = {(row["variant"], row["metric"]) for row in rows(path)}
+    ours = "tpot_ms step_ms capture_s:cold capture_s recapture_s peak_gb allocations host_syncs generate_host_syncs"
+    for metric in ours.split():
+        assert ("two_level:lag+fused", metric) in found
+    for variant in ("hf_dynamic", "hf_offloaded", "hf_static"):
+        assert (variant, "tpot_ms") in found
+    assert ("sdpa_best+fused", "step_ms") in found
