@@ -218,6 +218,8 @@ class StepRunner:
             self._devices = None
             try:
                 step = held[key] = self._capture(ids, positions, cache, rest)
+            except torch.OutOfMemoryError:  # may fit another time
+                raise
             except RuntimeError as error:  # the model's own code does what no graph can hold
                 self._cannot = f"the model's forward cannot be captured ({str(error).splitlines()[0]})"
                 warnings.warn(f"decode steps run eagerly: {self._cannot}", stacklevel=4)

@@ -79,6 +79,30 @@ class Case:
         return None if granularity == "all" else torch.stack(rows).view(self.batch, self.heads, n)
 
 
+def in_frames(place, args, named):
+    """The same attention with some blocks in frames, in any order, and the others by the place of their slot."""
+    q, kv, flags, slots, ids, near_kv, near_valid = args
+    n_slots, heads, size, width = kv.shape
+    frame_of = place.randperm(n_slots * heads).view(n_slots, heads) * 2  # every other frame holds nothing
+    frames = place.nan(2 * n_slots * heads, size, width)
+    frames[frame_of.flatten().long()] = kv.flatten(0, 1)
+    at_home = place.rand(n_slots, heads) < 0.4
+    kv = torch.where(at_home[..., None, None], kv, torch.nan)
+    frames[frame_of[at_home].long()] = torch.nan
+    slot_id = torch.arange(n_slots, device=kv.device, dtype=torch.int32)[:, None]
+    place_of = torch.where(at_home, -(slot_id + 2), frame_of)
+    block = ids if named["granularity"] == "block" else ids // size
+    slot = slots[:, None].expand(-1, heads, -1).gather(-1, block.clamp_min(0).long()).clamp_min(0)
+    head = torch.arange(heads, device=kv.device)[None, :, None]
+    places = torch.where(ids < 0, -1, place_of[slot.long(), head])
+    named = dict(named, frames=frames)
+    if named["granularity"] == "block":
+        named["places"] = places
+    else:
+        ids = torch.where(ids < 0, -1, places * size + ids % size)
+    return [q, kv, flags, slots, ids, near_kv, near_valid], named
+
+
 def expect(args, named):
     """The reference's result and count, computed on the CPU."""
     args = [None if t is None else t.cpu() for t in args]
@@ -268,3 +292,23 @@ def test_captured_and_pinned(granularity, pinned, place32):
         expected, want_attended = expect(args, named)
         place32.close(out, expected)
         assert torch.equal(attended.cpu(), want_attended)
+
+
+@pytest.mark.parametrize("granularity", ["token", "block"])
+@pytest.mark.parametrize("case", [Case(), Case(dk=48, dv=80, group=3, block_size=32, batch=3, splits=2)], ids=str)
+def test_frames(place, case, granularity):
+    """Blocks by place: the reference equals itself without frames, the kernel the reference."""
+    args, named = case.make(place, granularity)
+    expected, want_attended = expect(args, named)
+    args, named = in_frames(place, args, named)
+    assert (args[4] < -1).any() or (named.get("places", args[4]) < -1).any()
+    found, attended = expect(args, named)
+    assert torch.equal(found, expected)
+    assert torch.equal(attended, want_attended)
+    attended = torch.full_like(want_attended, 1000, device=place.device)
+    got = sparse_decode(*args, **named, attended=attended, splits=case.splits)
+    place.close(got, expected, ratio={torch.float16: 2e-3, torch.bfloat16: 1.2e-2}.get(place.dtype))
+    assert torch.equal(attended.cpu(), want_attended)
+    if granularity == "token":
+        with pytest.raises(ValueError, match="only where some are chosen"):
+            sparse_decode(*args, **dict(named, granularity="all"))

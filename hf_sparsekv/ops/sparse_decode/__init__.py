@@ -26,6 +26,8 @@ def sparse_decode(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
     attended: Tensor | None = None,
+    frames: Tensor | None = None,
+    places: Tensor | None = None,
     out: Tensor | None = None,
     scratch: Tensor | None = None,
 ) -> Tensor:
@@ -42,6 +44,8 @@ def sparse_decode(
         "softcap": softcap,
         "sink_logits": sink_logits,
         "attended": attended,
+        "frames": frames,
+        "places": places,
     }
     # The kernel reads host memory in place only where it is pinned.
     if use_triton(q) and (kv.is_cuda or kv.is_pinned()):

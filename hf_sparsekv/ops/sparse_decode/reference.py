@@ -25,6 +25,8 @@ def sparse_decode(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
     attended: Tensor | None = None,
+    frames: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention over the near buffer and the chosen part of the stored blocks.
 
@@ -46,6 +48,11 @@ def sparse_decode(
         softcap: logits become ``softcap * tanh(logits / softcap)``.
         sink_logits: ``[Hq]`` logits of learned attention sinks: part of the denominator, without a value.
         attended: ``[batch, H]`` int64; the number of attended tokens is added to it.
+        frames: ``[F, block_size, Dk + Dv]`` copies of some blocks, one KV head each, where reading is quick. With
+            them a block goes by its place: its frame ``f``, or ``-(slot + 2)`` if it has none and is read from ``kv``;
+            -1 is no block. ``granularity="token"``: ``ids`` are ``place * block_size + position in the block``.
+            ``"block"``: ``places`` are those of ``ids``.
+        places: ``[batch, H, n]`` int32, see ``frames``.
 
     Returns:
         ``[batch, Hq, Dv]`` in q's dtype. A row with nothing to attend to gives zeros.
@@ -53,7 +60,10 @@ def sparse_decode(
     batch, q_heads, dk = q.shape
     heads, block_size = kv.shape[1:3]
     skip = sinks if granularity == "all" else 0
-    stored, usable = _gather(kv, flags, slots, ids, granularity, heads, block_size)
+    if frames is None:
+        stored, usable = _gather(kv, flags, slots, ids, granularity, heads, block_size)
+    else:
+        stored, usable = _gather_placed(kv, flags, slots, ids, granularity, frames, places)
     stored = stored.to(q.device)
     chosen = torch.cat((stored, near_kv[:, :, skip:]), dim=2).float()  # [batch, H, n, Dk + Dv]
     near = near_valid[:, None, skip:].expand(-1, heads, -1)
@@ -105,3 +115,26 @@ def _gather(
         raise ValueError(f"granularity must be 'token', 'block' or 'all', got {granularity!r}")
     usable = usable & (slot >= 0)[..., None]
     return kv[slot.clamp_min(0), head].flatten(2, 3), usable.flatten(2)
+
+
+def _gather_placed(
+    kv: Tensor, flags: Tensor, slots: Tensor, ids: Tensor, granularity: str, frames: Tensor, places: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As :func:`_gather`, from frames and ``kv`` by place, on the frames' device."""
+    heads, size = kv.shape[1:3]
+    head = torch.arange(heads, device=kv.device)[None, :, None]
+    if granularity == "token":
+        at, token = ids.long() // size, ids.long() % size  # both towards minus infinity
+        usable = at != -1
+    elif granularity == "block":
+        slot = slots.long()[:, None].expand(-1, heads, -1).gather(-1, ids.clamp_min(0).long())
+        usable = (flags[slot.clamp_min(0)] == SELECTABLE) & ((ids >= 0) & (slot >= 0) & (places != -1))[..., None]
+        at = places.long()[..., None].expand(-1, -1, -1, size).flatten(2)
+        token = torch.arange(size, device=at.device).repeat(ids.shape[-1]).expand_as(at)
+        usable = usable.flatten(2)
+    else:
+        raise ValueError(f"blocks go by place only where some are chosen, not with granularity={granularity!r}")
+    from_host = kv[(-at - 2).clamp_min(0).to(kv.device), head, token.to(kv.device)].to(frames.device)
+    if not len(frames):
+        return from_host, usable
+    return torch.where((at >= 0)[..., None], frames[at.clamp_min(0), token], from_host), usable

@@ -77,6 +77,8 @@ def _split_kernel(
     p_flags,
     p_slots,
     p_ids,
+    p_frames,
+    p_places,
     p_near,
     p_near_valid,
     p_acc,
@@ -99,14 +101,20 @@ def _split_kernel(
     slots_batch,
     ids_batch,
     ids_head,
+    frames_frame,
+    frames_token,
+    places_batch,
+    places_head,
     near_batch,
     near_head,
     near_token,
     near_valid_batch,
     GRANULARITY: tl.constexpr,
+    PLACED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    LOG_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
@@ -144,21 +152,35 @@ def _split_kernel(
             if GRANULARITY == "token":
                 p_id = p_ids + i_batch * ids_batch + i_head * ids_head + o_n
                 b_id = tl.load(p_id, mask=m_n, other=-1)  # [BN]
-                m_n = m_n & (b_id >= 0)
-                b_block, o_in = b_id // BLOCK_SIZE, b_id % BLOCK_SIZE
+                if PLACED:  # both towards minus infinity
+                    b_place, o_in = b_id >> LOG_BLOCK, b_id & (BLOCK_SIZE - 1)
+                else:
+                    m_n = m_n & (b_id >= 0)
+                    b_block, o_in = b_id // BLOCK_SIZE, b_id % BLOCK_SIZE
             elif GRANULARITY == "block":
                 p_id = p_ids + i_batch * ids_batch + i_head * ids_head + b_block
+                if PLACED:
+                    p_place = p_places + i_batch * places_batch + i_head * places_head + b_block
+                    b_place = tl.load(p_place, mask=m_n, other=-1)  # [BN]
                 b_block = tl.load(p_id, mask=m_n, other=-1)  # [BN]
                 m_n = m_n & (b_block >= 0)
-            b_slot = tl.load(p_slots + i_batch * slots_batch + b_block, mask=m_n, other=-1).to(tl.int64)  # [BN]
-            m_n = m_n & (b_slot >= 0)
+            if not PLACED or GRANULARITY == "block":
+                b_slot = tl.load(p_slots + i_batch * slots_batch + b_block, mask=m_n, other=-1).to(tl.int64)  # [BN]
+                m_n = m_n & (b_slot >= 0)
             if GRANULARITY != "token":
                 b_flag = tl.load(p_flags + b_slot * flags_slot + o_in, mask=m_n, other=0)  # [BN]
                 if GRANULARITY == "block":
                     m_n = m_n & (b_flag == SELECTABLE)
                 else:
                     m_n = m_n & ((b_flag & VALID) > 0)
-            p_k = p_kv + b_slot * kv_slot + i_head * kv_head + o_in.to(tl.int64) * kv_token  # [BN]
+            if PLACED:
+                m_n = m_n & (b_place != -1)
+                p_host = p_kv + (-(b_place + 2)).to(tl.int64) * kv_slot + i_head * kv_head
+                p_frame = p_frames + b_place.to(tl.int64) * frames_frame
+                o_token = o_in.to(tl.int64) * tl.where(b_place < 0, kv_token, frames_token)
+                p_k = tl.where(b_place < 0, p_host, p_frame) + o_token  # [BN]
+            else:
+                p_k = p_kv + b_slot * kv_slot + i_head * kv_head + o_in.to(tl.int64) * kv_token  # [BN]
             b_count += m_n.to(tl.int32)
             b_max, b_sum, b_acc = _attend(
                 b_q, b_max, b_sum, b_acc, p_k, m_n, scale, softcap, SOFTCAP, NATIVE, DK, DV, BK, BV
@@ -230,6 +252,8 @@ def sparse_decode(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
     attended: Tensor | None = None,
+    frames: Tensor | None = None,
+    places: Tensor | None = None,
     out: Tensor | None = None,
     scratch: Tensor | None = None,
     splits: int | None = None,
@@ -252,7 +276,12 @@ def sparse_decode(
         near_kv=near_kv,
         near_valid=near_valid,
         sink_logits=sink_logits,
+        frames=frames,
+        places=places,
     )
+    placed = frames is not None
+    if placed and granularity == "all":
+        raise ValueError("blocks go by place only where some are chosen, not with granularity='all'")
     if granularity == "token":
         n = ids.shape[-1]
     elif granularity == "block":
@@ -279,6 +308,8 @@ def sparse_decode(
             flags,
             slots,
             ids,
+            frames,
+            places,
             near_kv,
             near_valid.view(torch.uint8),  # a bool is one bit to Triton
             acc,
@@ -296,12 +327,16 @@ def sparse_decode(
             flags.stride(0),
             slots.stride(0),
             *((0, 0) if granularity == "all" else ids.stride()[:2]),
+            *(frames.stride()[:2] if placed else (0, 0)),
+            *((0, 0) if places is None else places.stride()[:2]),
             *near_kv.stride()[:3],
             near_valid.stride(0),
             GRANULARITY=granularity,
+            PLACED=placed,
             SOFTCAP=softcap is not None,
             NATIVE=q.dtype == kv.dtype == near_kv.dtype and q.dtype != torch.float32,
             BLOCK_SIZE=block_size,
+            LOG_BLOCK=block_size.bit_length() - 1,
             HEADS=heads,
             GROUP=group,
             DK=dk,
