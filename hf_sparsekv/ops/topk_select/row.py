@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._overlap import release
 from .keys import MINUS_INF, ordered, pad
 
 TOP = tl.constexpr(0x7FFFFFFF)
@@ -97,7 +98,9 @@ def threshold(b_key, k):
 
 
 @triton.jit
-def select_row(p_out, p_blocks, b_key, blocks, k, BLOCK_SIZE: tl.constexpr, N: tl.constexpr, TAIL: tl.constexpr):
+def select_row(
+    p_out, p_blocks, b_key, blocks, k, BLOCK_SIZE: tl.constexpr, N: tl.constexpr, TAIL: tl.constexpr, PDL: tl.constexpr
+):
     """Write the ids of the ``k`` best of the ``N`` entries of one row, which are those of ``blocks`` blocks."""
     if BLOCK_SIZE > 0:  # loaded before the search, which it then does not wait for
         o_block = tl.arange(0, N // BLOCK_SIZE)
@@ -110,6 +113,8 @@ def select_row(p_out, p_blocks, b_key, blocks, k, BLOCK_SIZE: tl.constexpr, N: t
     if count > k:  # the first of those that equal it
         b_tie = tl.cumsum((b_key == lo).to(tl.int32), 0)
         m_take = m_take & ((b_key > lo) | (b_tie <= k - over))
+    # Not before: what comes next would settle on the processors that these few programs leave, and only there.
+    release(PDL)
     b_at = tl.cumsum(m_take.to(tl.int32), 0) - 1
     tl.store(p_out + b_at, b_id, mask=m_take)
     pad(p_out, tl.minimum(usable, k), k, TAIL)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._dispatch import require_dense_rows
-from .._overlap import begin, overlap
+from .._overlap import overlap, wait
 from . import long_rows
 from .keys import ordered
 from .long_rows import CHUNK
@@ -41,7 +41,7 @@ def _row_kernel(
     PDL: tl.constexpr,
 ):
     """Select from one whole row."""
-    begin(PDL)
+    wait(PDL)
     i_row = tl.program_id(0)
     i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
     o_n = tl.arange(0, N)
@@ -50,7 +50,7 @@ def _row_kernel(
 
     p_to = p_out + i_batch * out_batch + i_head * out_head
     p_row = p_blocks + i_batch * blocks_batch + i_head * blocks_head
-    select_row(p_to, p_row, b_key, n // BLOCK_SIZE if BLOCK_SIZE > 0 else 0, k, BLOCK_SIZE, N, TAIL)
+    select_row(p_to, p_row, b_key, n // BLOCK_SIZE if BLOCK_SIZE > 0 else 0, k, BLOCK_SIZE, N, TAIL, PDL)
 
 
 def row_warps(width: int) -> int:
