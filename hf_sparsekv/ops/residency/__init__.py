@@ -1,0 +1,34 @@
+"""Which chosen blocks lie in a frame on the device, and which frame the others get."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .._dispatch import give, use_triton
+from .reference import residency as _reference
+from .state import COUNTERS, FREE, FrameState
+
+__all__ = ["COUNTERS", "FREE", "FrameState", "residency"]
+
+
+def residency(
+    block_ids: Tensor,
+    slots: Tensor,
+    state: FrameState,
+    layer: int,
+    keep: int,
+    *,
+    places: Tensor | None = None,
+    copies: Tensor | None = None,
+    n_copies: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Places of one layer's chosen blocks; see ``reference.residency``.
+
+    ``places``, ``copies`` and ``n_copies`` receive the result.
+    """
+    if use_triton(block_ids):
+        from .triton import residency as kernel
+
+        return kernel(block_ids, slots, state, layer, keep, places=places, copies=copies, n_copies=n_copies)
+    result = _reference(block_ids, slots, state, layer, keep)
+    return tuple(give(r, out) for r, out in zip(result, (places, copies, n_copies)))

@@ -1,0 +1,122 @@
+"""Which chosen blocks lie in a frame on the device, and which frame the others get: the definition."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .state import FREE, FrameState
+
+WINDOW = 8192  # frames among which the oldest give way. One window takes the kernel about as long as the rest.
+OLDEST = 254  # ages from here on count as the same
+SLACK = 4  # frames to look at for each one that is needed
+EXTRA = 3  # windows to look at beyond that, if those hold too few that may give way
+
+
+def windows(missing: int, frames: int, window: int) -> tuple[int, int]:
+    """Windows that share the evictions evenly, and windows to look at most."""
+    there = -(-frames // window)
+    planned = min(there, -(-SLACK * missing // window))
+    return planned, min(there, planned + EXTRA)
+
+
+def residency(
+    block_ids: Tensor,
+    slots: Tensor,
+    state: FrameState,
+    layer: int,
+    keep: int,
+    window: int = WINDOW,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the frames of one layer's chosen blocks, and give frames to those that have none.
+
+    1. A block in a frame: the frame is stamped with this step.
+    2. The others, once each, in the order of ``block_ids`` (batch, head, position), get frames. A frame may be taken
+       if nothing lies in it, or if it was last chosen before step ``now - keep``. From ``hand`` on, window after
+       window of ``window`` frames gives its share: the oldest it has, the first among equals (approximately least
+       recently used; exactly if all frames fit one window). The frames are handed out in order of their distance
+       from ``hand``, which then moves on by the windows looked at.
+    3. Who leaves a frame loses its entry in its own layer's page table. Owner, stamp and entry are set at once: the
+       caller must copy the listed blocks before anything reads them.
+    4. Where too few frames may be taken the last blocks get none: they are read in host memory.
+
+    Args:
+        block_ids: ``[batch, H, K]`` int32, ascending, padded with -1. The blocks of a row lie in different slots;
+            rows may share slots.
+        slots: ``[batch, cap]`` int32, slot of each block of each row, -1 where there is none.
+        state: the frames; changed in place, unless ``enabled`` is 0.
+        layer: whose page table.
+        keep: steps before this one whose frames may still be in use: 0 or 1.
+        window: frames that are compared with each other.
+
+    Returns:
+        places int32 ``[batch, H, K]``: frame ``f``, ``-(slot + 2)`` for a block in host memory, -1 for no block;
+        copies int32 ``[batch * H * K, 2]``: ``slot * H + head`` and frame of what must be copied;
+        and the number of copies, int32 ``[1]``. Entries beyond it mean nothing.
+    """
+    batch, heads, k = block_ids.shape
+    table, device = state.page_tables[layer].view(-1), block_ids.device
+    copies = torch.zeros(batch * heads * k, 2, dtype=torch.int32, device=device)
+    there = block_ids >= 0
+    if slots.shape[1]:
+        slot = slots[:, None].expand(-1, heads, -1).gather(-1, block_ids.clamp_min(0).long()).masked_fill(~there, -1)
+    else:
+        slot = torch.full_like(block_ids, -1)
+    there = slot >= 0
+    index = slot * heads + torch.arange(heads, dtype=torch.int32, device=device)[:, None]  # into the page table
+    index = index[there].long()
+    frame = table[index]
+    host = -(slot[there] + 2)
+
+    taken = 0
+    if bool(state.enabled):
+        state.stamp[frame[frame >= 0].long()] = state.now
+        found = int((frame >= 0).sum())
+        missing = first_of_each(index[frame < 0])
+        taken = _take(missing, state, layer, keep, window, copies)
+        frame = table[index]
+        unserved = int((frame < 0).sum())
+        state.counters += torch.tensor([len(index), found, taken, unserved], device=device)
+    places = torch.full_like(block_ids, -1)
+    places[there] = torch.where(frame >= 0, frame, host)
+    return places, copies, torch.tensor([taken], dtype=torch.int32, device=device)
+
+
+def first_of_each(values: Tensor) -> Tensor:
+    """The distinct values, in the order in which they come first."""
+    distinct, inverse = values.unique(return_inverse=True)
+    at = torch.arange(len(values), device=values.device)
+    first = torch.full_like(distinct, len(values)).scatter_reduce_(0, inverse, at, "amin")
+    return values[first.sort().values]
+
+
+def _take(missing: Tensor, state: FrameState, layer: int, keep: int, window: int, copies: Tensor) -> int:
+    """Give frames to the ``missing`` entries of the page table; the number that got one."""
+    frames, now, hand = len(state.stamp), int(state.now), int(state.hand)
+    planned, most = windows(len(missing), frames, window)
+    taken = 0
+    for i in range(most):
+        left = len(missing) - taken
+        if not left:
+            break
+        at = torch.arange(i * window, min((i + 1) * window, frames), device=missing.device)
+        at = (hand + at) % frames
+        stamp = state.stamp[at]
+        age = torch.where(stamp == FREE, OLDEST + 1, (now - stamp).clamp(0, OLDEST))
+        age = age.masked_fill((stamp != FREE) & (stamp >= now - keep), 0)
+        share = -(-left // (planned - i)) if i < planned else left
+        oldest = age.argsort(descending=True, stable=True)[:share].sort().values
+        victims = at[oldest[age[oldest] > 0]]
+        old = state.owner[victims].long()
+        for old_layer in set(old[:, 0].tolist()) - {-1}:
+            state.page_tables[old_layer].view(-1)[old[old[:, 0] == old_layer, 1]] = -1
+        n = len(victims)
+        got = missing[taken : taken + n]
+        state.page_tables[layer].view(-1)[got] = victims.int()
+        state.owner[victims, 0] = layer
+        state.owner[victims, 1] = got.int()
+        state.stamp[victims] = now
+        copies[taken : taken + n, 0], copies[taken : taken + n, 1] = got.int(), victims.int()
+        taken += n
+        state.hand.fill_((hand + (i + 1) * window) % frames)
+    return taken

@@ -1,0 +1,66 @@
+"""What is known about the frames of a device pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+FREE = -(1 << 30)  # stamp of a frame that holds nothing: older than all others
+COUNTERS = ("needed", "found", "fetched", "unserved")
+
+
+@dataclass
+class FrameState:
+    """Who lies in which frame, and since when nobody has asked for it. All tensors stay where they are.
+
+    A frame holds one block of one KV head of one layer; the layers share the frames.
+
+    Attributes:
+        owner: int32 ``[F, 2]``: layer and ``slot * H + head`` of what a frame holds; (-1, -1) if nothing.
+        stamp: int32 ``[F]``: number of the step that chose it last; ``FREE`` if it holds nothing.
+        hand: int32 ``[1]``: the frame at which the next search begins.
+        now: int32 ``[1]``: number of the current step, at least 1.
+        enabled: int32 ``[1]``: 0 makes :func:`residency` only look: nothing is fetched, stamped or counted.
+        counters: int64 ``[4]``, see ``COUNTERS``: blocks needed; of these in a frame already; fetched; and left in
+            host memory. The rest is fetched for another row of the same call.
+        page_tables: the layers' tables ``frame_of``, int32 ``[capacity, H]``, contiguous: the frame of each slot and
+            KV head, -1 if it has none.
+        addresses: int64 ``[layers]``: where the page tables lie, for the kernel.
+    """
+
+    owner: Tensor
+    stamp: Tensor
+    hand: Tensor
+    now: Tensor
+    enabled: Tensor
+    counters: Tensor
+    addresses: Tensor
+    page_tables: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def empty(cls, frames: int, device: torch.device | str, most_layers: int = 1024) -> FrameState:
+        def full(shape: tuple[int, ...], value: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        return cls(
+            owner=full((frames, 2), -1),
+            stamp=full((frames,), FREE),
+            hand=full((1,), 0),
+            now=full((1,), 1),
+            enabled=full((1,), 1),
+            counters=full((len(COUNTERS),), 0, torch.int64),
+            addresses=full((most_layers,), 0, torch.int64),
+        )
+
+    def set_table(self, layer: int, table: Tensor) -> None:
+        """``table`` is layer ``layer``'s page table from now on; ``layer`` may be the next new one."""
+        if table.dtype != torch.int32 or table.dim() != 2 or not table.is_contiguous():
+            raise ValueError(f"a page table is contiguous int32 [slots, H], got {table.dtype} {tuple(table.shape)}")
+        if table.device != self.stamp.device:
+            raise ValueError(f"the page table is on {table.device}, the frames are on {self.stamp.device}")
+        if layer >= len(self.addresses):
+            raise ValueError(f"a device pool serves at most {len(self.addresses)} layers")
+        self.page_tables[layer : layer + 1] = [table]
+        self.addresses[layer] = table.data_ptr()
