@@ -178,7 +178,8 @@ class OffloadConfig:
 
     Args:
         pin_memory: page-lock the host blocks, so that the GPU can read them in place. ``None`` means yes where
-            there is a GPU. Without it every step copies the selected tokens through the CPU.
+            there is a GPU, and one warning if it fails; ``True`` makes that an error; ``False`` does not try. Without
+            it every step copies the selected tokens through the CPU.
         max_host_bytes: refuse to grow beyond this many bytes of host memory over all layers. ``None`` means 80 %
             of the machine's (or container's) memory.
     """

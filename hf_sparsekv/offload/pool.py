@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
-from pathlib import Path
+from collections.abc import Iterator
 
-import psutil
 import torch
 from torch import Tensor
 
-from ..config import OffloadConfig
+from .host_limit import HostBudget, host_memory_limit
+from .host_pool import PAGE, HostArena
+
+__all__ = ["BlockPool", "HostBudget", "bucket", "host_memory_limit"]
 
 _MIN_SLOTS = 16
 
@@ -26,42 +29,9 @@ def bucket(n: int) -> int:
     return -(-n // step) * step
 
 
-def host_memory_limit() -> int:
-    """Bytes of memory this process may use at most: the container's limit, or else the machine's memory."""
-    limits = [psutil.virtual_memory().total]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            limits.append(int(Path(path).read_text()))
-        except (OSError, ValueError):  # no such controller, or "max"
-            continue
-    return min(limits)
-
-
-class HostBudget:
-    """Host bytes that the layers of one cache may take together."""
-
-    def __init__(self, config: OffloadConfig) -> None:
-        self.config = config
-        self.used = 0
-
-    @property
-    def limit(self) -> int:
-        return self.config.max_host_bytes or int(0.8 * host_memory_limit())
-
-    def __deepcopy__(self, memo: dict) -> HostBudget:
-        return self  # copies of a cache share its blocks, hence its budget
-
-    def take(self, size: int) -> None:
-        if self.used + size > self.limit:
-            raise MemoryError(
-                f"the offloaded KV cache needs {(self.used + size) / 2**30:.2f} GiB of host memory, the limit is "
-                f"{self.limit / 2**30:.2f} GiB: shorten the context, lower the batch size, or raise "
-                "OffloadConfig(max_host_bytes=...)"
-            )
-        self.used += size
-
-    def give(self, size: int) -> None:
-        self.used -= size
+def _pins(host: HostBudget, device: torch.device) -> bool:
+    """Host blocks of this device are to be page-locked."""
+    return device.type == "cuda" and host.config.pin_memory is not False
 
 
 class BlockPool:
@@ -74,7 +44,7 @@ class BlockPool:
     Attributes:
         kv: ``[capacity, H, block_size, Dk + Dv]``: each token's key, then its value. Side by side because the
             token-level kernels read both: twice the in-place read rate from host memory. On the device, or in host
-            memory (pinned where there is a GPU) when offloaded.
+            memory (pinned where there is a GPU) when offloaded; host blocks stay where they are when the pool grows.
         fields: what is kept per slot beside it, always on the device: ``flags`` uint8 ``[capacity, block_size]``
             (0 padding, 1 selectable, 3 sink), ``fill`` int32 ``[capacity]`` (number of selectable tokens), and the
             index fields that the selection policy asks for with :meth:`add_field`.
@@ -92,38 +62,49 @@ class BlockPool:
         capacity: int,
     ) -> None:
         self.device, self.host = device, host
-        self.capacity = self.used = 0
+        self.used = 0
         self.fields: dict[str, Tensor] = {}
         self._free: Tensor | None = None  # slots below `used` that nobody names, int32 on the device
         self._users: weakref.WeakSet = weakref.WeakSet()
         self.lock = threading.RLock()  # held from taking slots until a table names them
-        pin = host is not None and device.type == "cuda" and host.config.pin_memory is not False
-        self._pin = pin
-        self.kv = self._new_kv(capacity, (heads, block_size, token_dim), dtype)
-        self.capacity = capacity
+        self._slot_bytes = heads * block_size * token_dim * dtype.itemsize
+        self._arena: HostArena | None = None
+        self.capacity = self._whole_pages(capacity)
+        self.kv = self._new_kv(self.capacity, (heads, block_size, token_dim), dtype)
         self.add_field("flags", (block_size,), torch.uint8)
         self.add_field("fill", (), torch.int32)
 
     def __deepcopy__(self, memo: dict) -> BlockPool:
         return self  # full blocks never change: copies of a cache share them
 
-    def __del__(self) -> None:
-        if self.host is not None and hasattr(self, "kv"):
-            self.host.give(self.kv.nbytes)
+    def _whole_pages(self, capacity: int) -> int:
+        """Slots that fill the host pages of ``capacity`` slots: pages are what is committed, counted and pinned.
+
+        The slots of the usual models are whole pages themselves.
+        """
+        if self.host is None:
+            return capacity
+        step = math.lcm(self._slot_bytes, PAGE) // self._slot_bytes
+        return -(-capacity // step) * step
 
     @torch.inference_mode(False)  # what lasts and is written in place is no inference tensor
     def _new_kv(self, capacity: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Room for ``capacity`` slots, the first ``used`` of which keep their contents."""
+        arena, size = None, capacity * self._slot_bytes
         if self.host is None:
-            return torch.empty(capacity, *shape, dtype=dtype, device=self.device)
-        size = capacity * dtype.itemsize
-        for n in shape:
-            size *= n
-        self.host.take(size)
-        try:
-            return torch.empty(capacity, *shape, dtype=dtype, pin_memory=self._pin)
-        except BaseException:
-            self.host.give(size)
-            raise
+            new = torch.empty(capacity, *shape, dtype=dtype, device=self.device)
+        else:
+            # The steps are those of the capacity, a quarter to a seventh of what is there. A minimum in bytes would
+            # be multiplied by the number of layers, which grow together.
+            if self._arena is not None and size <= self._arena.reserved:
+                self._arena.commit(size)
+                return self._arena.tensor((capacity, *shape), dtype)
+            arena = HostArena(size, self.host, self.device, _pins(self.host, self.device))
+            new = arena.tensor((capacity, *shape), dtype)
+        if self.used:
+            new[: self.used] = self.kv[: self.used]
+        self._arena = arena
+        return new
 
     @torch.inference_mode(False)  # what lasts and is written in place is no inference tensor
     def add_field(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -175,16 +156,28 @@ class BlockPool:
 
     @torch.inference_mode(False)  # what lasts and is written in place is no inference tensor
     def _grow(self, capacity: int) -> None:
-        old = self.kv
-        new = self._new_kv(capacity, old.shape[1:], old.dtype)
-        new[: self.used] = old[: self.used]
-        self.kv, self.capacity = new, capacity
-        if self.host is not None:
-            self.host.give(old.nbytes)
+        capacity = self._whole_pages(capacity)
+        fields = {}
         for name, field in self.fields.items():
-            grown = torch.empty(capacity, *field.shape[1:], dtype=field.dtype, device=self.device)
-            grown[: self.used] = field[: self.used]
-            self.fields[name] = grown
+            fields[name] = torch.empty(capacity, *field.shape[1:], dtype=field.dtype, device=self.device)
+            fields[name][: self.used] = field[: self.used]
+        # Whatever fails has failed by the end of this line, and nothing has changed.
+        self.kv = self._new_kv(capacity, self.kv.shape[1:], self.kv.dtype)
+        self.fields, self.capacity = fields, capacity
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Changes when a tensor has moved. The fields move when the pool grows, host blocks do not."""
+        return (self.kv.data_ptr(), *(field.data_ptr() for field in self.fields.values()))
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Cut slots ``start .. stop - 1`` into ranges that one ``cudaMemcpy`` may copy (see :mod:`.host_pool`)."""
+        if self._arena is None:
+            yield start, stop
+            return
+        size = self._slot_bytes
+        for first, last in self._arena.runs(start * size, stop * size):
+            yield first // size, last // size
 
     def write(self, slots: Tensor, kv: Tensor, **fields: Tensor) -> None:
         """Fill slots: ``kv [n, H, block_size, Dk + Dv]`` and the named fields ``[n, ...]``, all on the device."""

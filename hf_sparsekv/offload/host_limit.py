@@ -1,0 +1,111 @@
+"""How much host memory a cache may take."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from ..config import OffloadConfig
+
+DEFAULT_SHARE = 0.8  # of the machine or container: the rest is for weights on their way, tokenizers, the page cache
+_ROOT = Path("/")
+
+
+def host_memory_limit() -> int:
+    """Bytes of memory this process may use at most: the machine's memory, or less if its control group says so."""
+    return min([_machine_bytes(), *_group_limits()])
+
+
+def _machine_bytes() -> int:
+    """Memory of the machine.
+
+    MemTotal counts what the kernel manages *now*. Virtual machines that initialise their memory lazily start with a
+    quarter of it (measured: 31 of 128 GiB) and add the rest when it is used, so a limit taken from MemTotal, let alone
+    MemAvailable, would refuse what is there. The zones say what is present from the start. What a balloon has taken is
+    present too, but not ours.
+    """
+    present = ballooned = 0
+    for line in _lines("proc/zoneinfo"):
+        name, _, value = line.strip().partition(" ")
+        if name == "present":
+            present += int(value) * mmap.PAGESIZE
+    if present:
+        counts = dict(line.split() for line in _lines("proc/vmstat"))
+        inflated = int(counts.get("balloon_inflate", 0)) - int(counts.get("balloon_deflate", 0))
+        ballooned = int(counts.get("nr_balloon_pages", max(inflated, 0))) * mmap.PAGESIZE
+    return max(psutil.virtual_memory().total, present - ballooned)
+
+
+def _group_limits() -> Iterator[int]:
+    """Limits of this process's control group and of those around it, versions 1 and 2."""
+    for line in ["0::/", "0:memory:/", *_lines("proc/self/cgroup")]:  # in a container the file may name a host's path
+        _, controllers, path = line.strip().split(":", 2)
+        if controllers == "":
+            top, names = "sys/fs/cgroup", ("memory.max", "memory.high")
+        elif "memory" in controllers.split(","):
+            top, names = "sys/fs/cgroup/memory", ("memory.limit_in_bytes",)
+        else:
+            continue
+        group = Path(path.lstrip("/"))
+        for folder in (group, *group.parents):
+            for name in names:
+                for value in _lines(_ROOT / top / folder / name):
+                    if value.strip().isdigit():  # or "max"
+                        yield int(value)
+
+
+def _lines(path: str | Path) -> list[str]:
+    try:
+        return (_ROOT / path).read_text().splitlines()
+    except OSError:  # no such controller, or not Linux
+        return []
+
+
+class HostBudget:
+    """Host bytes that the layers of one cache may take together.
+
+    Attributes:
+        used: bytes committed by its pools, returned when their memory is.
+        pinning_failed: a pool of this cache could not be pinned, and a warning has said so.
+    """
+
+    def __init__(self, config: OffloadConfig) -> None:
+        self.config = config
+        self.used = 0
+        self.pinning_failed = False
+        self._lock = threading.RLock()  # memory may be returned in the middle of taking some, by a garbage collection
+
+    @property
+    def limit(self) -> int:
+        """Looked up at each growth: a container's limit may be raised."""
+        return self.config.max_host_bytes or int(DEFAULT_SHARE * host_memory_limit())
+
+    def __deepcopy__(self, memo: dict) -> HostBudget:
+        return self  # copies of a cache share its blocks, hence its budget
+
+    def check(self, size: int) -> None:
+        """Raise ``MemoryError`` if ``size`` more bytes are too many."""
+        limit = self.limit
+        if self.used + size <= limit:
+            return
+        why = ""
+        if self.config.max_host_bytes is None:
+            why = f" ({DEFAULT_SHARE:.0%} of what this machine or its container has)"
+        raise MemoryError(
+            f"the offloaded KV cache needs {(self.used + size) / 2**30:.2f} GiB of host memory, the limit is "
+            f"{limit / 2**30:.2f} GiB{why}: shorten the context, lower the batch size, or raise "
+            "OffloadConfig(max_host_bytes=...)"
+        )
+
+    def take(self, size: int) -> None:
+        with self._lock:
+            self.check(size)
+            self.used += size
+
+    def give(self, size: int) -> None:
+        with self._lock:
+            self.used -= size
