@@ -48,7 +48,7 @@ class LayerParameters:
         topic, noise: standard deviation that topics and token noise give to the logits.
         width: spread of the noise's width between blocks, in logits of the bound.
         static, slow, fast: variance of the queries' parts; what is left to 1 is new at every step.
-        offset: logarithm of the mean of ``exp(logit)`` over stored tokens.
+        offset: logarithm of the typical mean of ``exp(logit)`` over stored tokens; the sinks' logit follows from it.
         rest: attention mass outside the stored blocks.
     """
 
@@ -107,6 +107,8 @@ class Profile:
 
         Never falls when ``overlap`` rises. What the keys alone cause cannot be undone: too low a wish gets the lowest.
         """
+        if overlap >= 1:
+            return 1.0
         known = np.log([float(f) for f in FRACTIONS])
         table = np.stack([self.at(self.curves[str(f)], layer, layers) for f in FRACTIONS])  # [fractions, BLENDS]
         here = [np.interp(math.log(float(fraction)), known, column) for column in table.T]
@@ -228,12 +230,19 @@ def make_keys(k: Tensor, p: LayerParameters, config: SparseConfig, generator: to
         keys = draw(blocks, size, dim).mul_(noise).add_(topics, alpha=p.topic)
         part.copy_(keys.flatten(2, 3)[:, :, : part.shape[2]])
     k[..., 0] = 0
-    if config.sinks and context:
-        stored = stored_blocks(config, context) * size
-        rest = min(max(p.rest, 1e-6), 1 - 1e-6)
-        mass = rest / (1 - rest) * stored - (context - stored)  # of the sinks, in average stored tokens
-        k[:, :, : config.sinks] = 0
-        k[:, :, : config.sinks, 0] = p.offset + math.log(max(mass, 1e-3) / config.sinks)
+    set_sinks(k, p, config)
+
+
+def set_sinks(k: Tensor, p: LayerParameters, config: SparseConfig) -> None:
+    """Give the sinks of ``k [..., context, D]`` keys that take ``p.rest`` of the attention."""
+    context = k.shape[-2]
+    if not (config.sinks and context):
+        return
+    stored = stored_blocks(config, context) * config.block_size
+    rest = min(max(p.rest, 1e-6), 1 - 1e-6)
+    mass = rest / (1 - rest) * stored - (context - stored)  # of the sinks, in average stored tokens
+    k[..., : config.sinks, :] = 0
+    k[..., : config.sinks, 0] = p.offset + math.log(max(mass, 1e-3) / config.sinks)
 
 
 BOUND_WIDTH = 2.37 * 0.8  # mean largest of 64 normal numbers, times the mean magnitude of a query's channel

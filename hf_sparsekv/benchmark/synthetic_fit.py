@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,11 +21,11 @@ from torch import Tensor
 from ..config import TwoLevelConfig
 from .achieved import measure
 from .statistics import FRACTIONS, LAGS
-from .synthetic import BLENDS, PROFILES, LayerParameters, Profile, Walk, blend, make_keys
+from .synthetic import BLENDS, PROFILES, LayerParameters, Profile, Walk, blend, make_keys, set_sinks
 
 # The modest case: as many stored blocks as were recorded. (The head dimension hardly matters, see the tests.)
-HEADS, GROUP, DIM, STEPS = 6, 4, 64, 40
-CONFIG = TwoLevelConfig(sinks=0, window=1, max_draft=0, dense_layers=0)
+HEADS, GROUP, DIM, STEPS = 20, 4, 64, 28
+CONFIG = TwoLevelConfig()
 
 WEIGHTS = {f"k=1/8:bound:overlap_{lag}": 1.0 for lag in LAGS}
 WEIGHTS |= {f"k={f}:bound:overlap_1": 1.0 for f in FRACTIONS}
@@ -34,11 +35,11 @@ WEIGHTS["k=1/8:bound:overlap_1"] = 2.0
 PULL = 0.02  # towards the starting point, for what the statistics leave open
 
 
-def unpack(x: np.ndarray) -> LayerParameters:
+def unpack(x: np.ndarray, rest: float) -> LayerParameters:
     """Parameters from unbounded numbers: logarithms of the strengths, log-odds of the weights against "new"."""
     odds = np.exp(np.clip([*x[3:], 0.0], -12, 12))
     strengths = np.exp(np.clip(x[:3], -6, 4))
-    return LayerParameters(*(float(n) for n in (*strengths, *(odds / odds.sum())[:3])))
+    return LayerParameters(*(float(n) for n in (*strengths, *(odds / odds.sum())[:3])), rest=rest)
 
 
 START = np.array([math.log(0.8), math.log(1.2), math.log(0.4), 1.0, 0.0, -0.5])
@@ -51,30 +52,41 @@ def queries(weights: tuple[float, ...], seed: int, steps: int = STEPS) -> Tensor
     return torch.stack([walk.next()[0] for _ in range(steps)])
 
 
-def keys(p: LayerParameters, blocks: int, seed: int) -> Tensor:
-    """``[H, blocks * block_size + 1, D]``."""
-    k = torch.empty(1, HEADS, blocks * CONFIG.block_size + 1, DIM)
+def keys(p: LayerParameters, q: Tensor, context: int, seed: int) -> tuple[Tensor, LayerParameters]:
+    """Keys ``[H, context, D]``, sinks included, and ``p`` with the offset that gives these queries ``p.rest``."""
+    k = torch.empty(1, HEADS, context, DIM)
     make_keys(k, p, CONFIG, torch.Generator().manual_seed(seed))
-    return k[0]
+    q = q[:8].view(8, HEADS, -1, DIM).transpose(0, 1).flatten(1, 2)
+    stored = (q @ k[0, :, CONFIG.sinks :].transpose(1, 2) * DIM**-0.5).logsumexp(-1)
+    low, high = float(stored.min()) - 10, float(stored.max()) + 10
+    for _ in range(50):  # the mass rises with the sinks' logit
+        middle = (low + high) / 2
+        low, high = (middle, high) if float((middle - stored).sigmoid().mean()) < p.rest else (low, middle)
+    p = replace(p, offset=low - math.log(p.rest / (1 - p.rest)) - math.log(context))
+    set_sinks(k, p, CONFIG)
+    return k[0], p
 
 
-def simulate(p: LayerParameters, blocks: int, seed: int = 0) -> dict[str, float]:
-    """Statistics that ``p`` gives."""
-    found = measure(keys(p, blocks, seed), queries(p.weights, seed + 1), CONFIG)
-    return {name: float(v.mean()) for name, v in found.items()}
+def simulate(p: LayerParameters, context: int, seed: int = 0) -> tuple[dict[str, float], LayerParameters]:
+    """Statistics that ``p`` gives, and ``p`` with its offset."""
+    q = queries(p.weights, seed + 1)
+    k, p = keys(p, q, context, seed)
+    return {name: float(v.mean()) for name, v in measure(k, q, CONFIG).items()}, p
 
 
-def fit(targets: dict[str, float], blocks: int, start: np.ndarray = START, rounds: int = 4, seed: int = 0):
-    """Parameters that come close to the targets; returns them, the numbers behind them and what they achieve."""
+def fit(
+    targets: dict[str, float], context: int, rounds: int = 5, seed: int = 0
+) -> tuple[dict[str, float], LayerParameters]:
+    """What comes close to the targets, and the parameters that achieve it."""
     weight = np.array(list(WEIGHTS.values()))
     wanted = np.array([targets[name] for name in WEIGHTS])
 
-    def residual(x: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
-        found = simulate(unpack(x), blocks, seed)
+    def residual(x: np.ndarray) -> tuple[np.ndarray, tuple[dict[str, float], LayerParameters]]:
+        found, p = simulate(unpack(x, targets["rest_mass"]), context, seed)
         off = weight * (np.array([found[name] for name in WEIGHTS]) - wanted)
-        return np.concatenate((off, PULL * (x - START))), found
+        return np.concatenate((off, PULL * (x - START))), (found, p)
 
-    x, damping = start.copy(), 0.01
+    x, damping = START.copy(), 0.01
     r, found = residual(x)
     for _ in range(rounds):
         jacobian = np.empty((len(r), len(x)))
@@ -94,20 +106,13 @@ def fit(targets: dict[str, float], blocks: int, start: np.ndarray = START, round
             damping *= 6
         if not gained:
             break
-    return unpack(x), x, found
+    return found
 
 
-def offset(p: LayerParameters, blocks: int, seed: int = 0) -> float:
-    """Logarithm of the mean of ``exp(logit)`` over stored tokens, averaged over heads and steps."""
-    k, q = keys(p, blocks, seed), queries(p.weights, seed + 1, 8)
-    logits = q.view(8, HEADS, GROUP, DIM).permute(1, 0, 2, 3).flatten(1, 2) @ k.transpose(1, 2) * DIM**-0.5
-    return float(logits.logsumexp(-1).mean()) - math.log(k.shape[1])
-
-
-def overlap_curves(p: LayerParameters, blocks: int, seed: int = 0) -> dict[str, list[float]]:
+def overlap_curves(p: LayerParameters, context: int, seed: int = 0) -> dict[str, list[float]]:
     """Overlap of consecutive selections at each of ``BLENDS``, by fraction."""
-    k = keys(p, blocks, seed)
-    found = [measure(k, queries(blend(p.weights, by), seed + 1, 24), CONFIG) for by in BLENDS]
+    k, _ = keys(p, queries(p.weights, seed + 1, 8), context, seed)
+    found = [measure(k, queries(blend(p.weights, by), seed + 1, 12), CONFIG) for by in BLENDS]
     return {str(f): [round(float(one[f"k={f}:bound:overlap_1"].mean()), 3) for one in found] for f in FRACTIONS}
 
 
@@ -116,21 +121,20 @@ def main() -> None:
     parser.add_argument("--profile", default="smollm2-135m")
     args = parser.parse_args()
     path, profile = PROFILES / f"{args.profile}.json", Profile(args.profile)
-    blocks, began = profile.source["stored_blocks"], time.perf_counter()
+    context, began = profile.source["context"], time.perf_counter()
     fitted: dict[str, list[float]] = {}
     curves: dict[str, list[list[float]]] = {}
-    x = START
     for layer in range(profile.layers):
         targets = profile.targets(layer, profile.layers)
-        p, x, found = fit(targets, blocks, x)  # neighbours are alike: start from the last one
-        values = vars(p) | {"offset": offset(p, blocks), "rest": targets["rest_mass"]}
-        for name, value in values.items():
+        seed = 2 * layer  # what one draw happens to be must not go into all layers
+        found, p = fit(targets, context, seed=seed)
+        for name, value in vars(p).items():
             fitted.setdefault(name, []).append(round(float(value), 4))
-        for name, curve in overlap_curves(p, blocks).items():
+        for name, curve in overlap_curves(p, context, seed).items():
             curves.setdefault(name, []).append(curve)
         off = {name: found[name] - targets[name] for name in WEIGHTS}
         worst = max(off, key=lambda name: abs(off[name]))
-        print(f"layer {layer:2}: worst {worst} {off[worst]:+.3f} of {targets[worst]:.3f}; {values}", flush=True)
+        print(f"layer {layer:2}: worst {worst} {off[worst]:+.3f} of {targets[worst]:.3f}; {p}", flush=True)
     print(f"{time.perf_counter() - began:.0f} s")
     write(path, profile, fitted, curves)
 
