@@ -38,7 +38,7 @@ def block_bounds(k: Tensor, config: SparseConfig, first: int, last: int) -> Tens
     high, low = keys.amax(2), keys.amin(2)
     if first == 0 and config.sinks:  # the first tokens are attended anyway, and not selected
         high[:, 0], low[:, 0] = keys[:, 0, config.sinks :].amax(1), keys[:, 0, config.sinks :].amin(1)
-    return torch.stack((high, low), dim=2).transpose(0, 1)
+    return torch.stack((high, low), dim=2).transpose(0, 1).contiguous()
 
 
 def bound_scores(q: Tensor, bounds: Tensor, reduce: str = "max") -> Tensor:
