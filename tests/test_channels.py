@@ -8,8 +8,8 @@ from caches import TIGHT, two_level
 from models import build, model, prompt
 from transformers import AttentionInterface, DynamicCache
 
+from hf_sparsekv.ops.seal import quantise_labels
 from hf_sparsekv.predictor.channels import ChannelStats, LabelChannels, calibrate
-from hf_sparsekv.selection.two_level import quantise_labels
 
 IDS = prompt(1, 120)["input_ids"]
 _seen: dict[int, list] = {}

@@ -14,16 +14,23 @@ from hf_sparsekv import OffloadConfig, SparseConfig
 from hf_sparsekv.attention.exact import AttentionSpec
 from hf_sparsekv.offload.lasting import DeviceLength
 from hf_sparsekv.offload.pool import BlockPool, HostBudget, bucket
-from hf_sparsekv.offload.store import LayerStore, ring_tokens
+from hf_sparsekv.offload.store import VALID, LayerStore, ring_tokens
+from hf_sparsekv.ops.seal import Index, key_bounds
 
 HEADS, KEY, VALUE, SIZE = 2, 4, 6, 16
 
 
 class Probe:
-    """An indexer whose field says which block it was made of."""
+    """An indexer whose field says which block it was made of. ``fused``: blocks are sealed by the operator."""
+
+    def __init__(self, fused: bool = False) -> None:
+        self.fused = fused
 
     def index(self, kv, flags):
-        return {"probe": (kv.float().sum((2, 3, 4)) + flags.float().sum(-1))}
+        return {"bounds": key_bounds(kv[..., :KEY], flags == VALID, 1)}
+
+    def sealing(self, store):
+        return Index(KEY, store.pool.fields["bounds"]) if self.fused else None
 
 
 class Plain:
@@ -53,7 +60,7 @@ class Plain:
 def make_store(config, budget, batch, expected=1) -> LayerStore:
     like = torch.zeros(batch, HEADS, expected, KEY), torch.zeros(batch, HEADS, expected, VALUE)
     store = LayerStore(*like, config, budget, DeviceLength())
-    store.pool.add_field("probe", (), torch.float32)
+    store.pool.add_field("bounds", (1, HEADS, 2, KEY), store.dtype)
     return store
 
 
@@ -86,8 +93,8 @@ def check(store: LayerStore, plain: Plain, config: SparseConfig) -> None:
     assert torch.equal(fill, (flags == 1).view(store.batch, -1, SIZE).sum(-1).int())
     kv, own = store.sealed_blocks()
     if store.sealed:
-        probe = store.pool.fields["probe"][store.table.T.long()]
-        torch.testing.assert_close(probe, Probe().index(kv, own)["probe"])
+        bounds = store.pool.fields["bounds"][store.table.T.long()]
+        torch.testing.assert_close(bounds, Probe().index(kv, own)["bounds"])
 
 
 def check_attention(store: LayerStore, plain: Plain) -> None:
@@ -140,8 +147,8 @@ class Stores(RuleBasedStateMachine):
         plain.add(*new)
         assert store.near_length < self.config.window + self.config.max_draft + SIZE
 
-    @rule(data=st.data(), n=st.integers(1, 40))
-    def steps(self, data, n):
+    @rule(data=st.data(), n=st.integers(1, 40), fused=st.booleans())
+    def steps(self, data, n, fused):
         store, plain = self.pick(data)
         k, v, valid = self.tokens(data, store, n)
         for i in range(n):
@@ -149,7 +156,7 @@ class Stores(RuleBasedStateMachine):
             new = k[:, :, at], v[:, :, at], None if valid is None else valid[:, at]
             store.append(*new)
             plain.add(*new)
-            store.seal_due(Probe())
+            store.seal_due(Probe(fused))
         assert store.near_length < self.config.window + self.config.max_draft + SIZE
 
     @rule(data=st.data(), share=st.floats(0, 1))

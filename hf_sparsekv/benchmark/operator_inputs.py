@@ -17,10 +17,10 @@ from ..offload.pool import bucket
 from ..offload.store import VALID, ring_tokens
 from ..ops.append import append
 from ..ops.block_score import block_score
+from ..ops.seal import quantise_labels
 from ..ops.sparse_decode import sparse_decode
 from ..ops.token_score import token_score
 from ..ops.topk_select import block_select, token_select
-from ..selection.two_level import quantise_labels
 
 PIECE = 1 << 28  # entries of the stored keys that are indexed at once, which bounds the temporaries
 
@@ -212,16 +212,12 @@ class Layer:
             self.block_select()
             return
         main = torch.cuda.current_stream()
+        self.append()
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            self.append()  # only the attention needs it: off the critical path as well
-            appended = side.record_event()
             self.block_score()
             self.block_select()
-        self.token_score(self.previous, self.token_scores)
-        self.token_select(self.previous, self.token_scores)
-        main.wait_event(appended)
-        self.decode(self.tokens, "token")
+        self._fine(self.previous)
         main.wait_stream(side)
 
     def _fine(self, blocks: Tensor) -> None:

@@ -7,6 +7,7 @@ are in slots, younger columns in the ring, where column ``c`` lives at ``c % rin
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -15,12 +16,14 @@ from torch import Tensor
 from ..attention.exact import AttentionSpec
 from ..config import SparseConfig
 from ..ops.append import append
+from ..ops.seal import Index, seal
 from ..ops.sparse_decode import sparse_decode
 from .counters import Counters
 from .lasting import DeviceLength, lasting, take_rows
 from .pool import BlockPool, HostBudget, bucket
 
 VALID, SINK = 1, 2  # bits of a token's flag
+INDEX_FIELDS = ("bounds", "part_fill", "codes", "qparams")  # of the pool, in an Index
 _SEAL_BYTES = 1 << 26  # blocks are sealed in pieces of about this size, which bounds the temporaries of a long prompt
 
 
@@ -35,6 +38,10 @@ class Indexer(Protocol):
 
     def index(self, kv: Tensor, flags: Tensor) -> dict[str, Tensor]:
         """Fields of blocks ``kv [n, batch, H, block_size, Dk + Dv]``, ``flags [n, batch, block_size]``."""
+        ...
+
+    def sealing(self, store: LayerStore) -> Index | None:
+        """Where these fields are kept, for the kernel that seals one block; None if it cannot."""
         ...
 
 
@@ -125,11 +132,47 @@ class LayerStore:
         target = self.sealable(self.length)
         if target == self.sealed:
             return False
-        start = self.sealed
-        at = self._ring_index(start * self.block_size, target * self.block_size)
-        self._seal(self.near_kv[:, :, at], self.near_valid[:, at], indexer)
-        self._clear(start, target)
+        index = indexer.sealing(self)
+        while self.sealed < target:
+            start = self.sealed * self.block_size
+            if index is None:
+                at = self._ring_index(start, start + self.block_size)
+                self._seal(self.near_kv[:, :, at], self.near_valid[:, at], indexer)
+                self._clear(self.sealed - 1, self.sealed)
+            else:
+                self._seal_one(self.sinks + start % self.ring, index)
         return True
+
+    def _seal_one(self, at: int, index: Index) -> None:
+        """Seal the block at position ``at`` of the near buffer, as :meth:`_seal` does, by few kernels."""
+        self._reserve(1)
+        with self.pool.lock:  # until the table names the slots, another copy of the cache could take them
+            slots = self.pool.allocate(self.batch)
+            fields = self.pool.fields
+            index = replace(index, **{name: fields[name] for name in INDEX_FIELDS if getattr(index, name) is not None})
+            seal(
+                self.near_kv,
+                self.near_valid,
+                at,
+                self.sinks,
+                self.seen,
+                slots,
+                self.pool.kv,
+                fields["flags"],
+                fields["fill"],
+                index,
+            )
+            self.slots[:, self.sealed] = slots
+        if self.pool.host is not None:
+            self.counters.to_host_bytes += self.batch * self.heads * self.block_size * self.token_bytes
+        self.sealed += 1
+
+    def _reserve(self, n: int) -> None:
+        """Room for ``n`` more blocks in the table."""
+        if self.sealed + n > self.slots.shape[1]:
+            grown = self._ints((self.batch, bucket(self.sealed + n)), -1)
+            grown[:, : self.sealed] = self.slots[:, : self.sealed]
+            self.slots = grown
 
     def _ring_index(self, start: int, end: int) -> Tensor:
         """Near-buffer positions of columns ``start .. end - 1``."""
@@ -175,10 +218,7 @@ class LayerStore:
         flags = flags.view(self.batch, n, size).transpose(0, 1)
         blocks = kv.view(self.batch, self.heads, n, size, -1).permute(2, 0, 1, 3, 4)
         fields = indexer.index(blocks, flags)
-        if self.sealed + n > self.slots.shape[1]:
-            grown = self._ints((self.batch, bucket(self.sealed + n)), -1)
-            grown[:, : self.sealed] = self.slots[:, : self.sealed]
-            self.slots = grown
+        self._reserve(n)
         if self.pool.host is not None:
             self.counters.to_host_bytes += blocks.numel() * blocks.itemsize
         with self.pool.lock:  # until the table names the slots, another copy of the cache could take them

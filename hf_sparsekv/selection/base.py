@@ -10,6 +10,7 @@ from ..attention.exact import AttentionSpec
 from ..config import SparseConfig
 from ..crossover import dense_tokens
 from ..offload.store import LayerStore
+from ..ops.seal import Index
 
 
 class Policy:
@@ -49,6 +50,10 @@ class Policy:
     def index(self, kv: Tensor, flags: Tensor) -> dict[str, Tensor]:
         """Per-slot fields of blocks being sealed: ``kv [n, batch, H, block_size, Dk + Dv]``."""
         return {}
+
+    def sealing(self, store: LayerStore) -> Index | None:
+        """Where the fields of :meth:`index` are kept, for the kernel that seals one block; None if it cannot."""
+        return Index(store.key_dim) if type(self).index is Policy.index else None
 
     def attend(self, q: Tensor, store: LayerStore, spec: AttentionSpec) -> Tensor:
         """Attention of one query per row, ``q [batch, Hq, Dk]`` to ``[batch, Hq, Dv]``."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from ..config import TwoLevelConfig
 from ..offload.lasting import lasting, take_rows
 from ..offload.store import VALID, LayerStore
 from ..ops.block_score import block_score
+from ..ops.seal import Index, key_bounds, quantise_labels
 from ..ops.token_score import token_score
 from ..ops.topk_select import block_select, token_select
 from ..predictor.channels import ChannelStats, LabelChannels
@@ -97,16 +100,10 @@ class TwoLevelPolicy(Policy):
         return fields
 
     def _bounds(self, kv: Tensor, flags: Tensor) -> dict[str, Tensor]:
-        """Largest and smallest selectable key per channel, ``[n, batch, parts, H, 2, Dk]``.
-
-        A part without any gets bounds that score lower than every real one; it is skipped by its fill anyway.
-        """
-        parts = self.config.bounds_per_block
-        keys = kv[..., : self._key_dim].unflatten(3, (parts, -1)).transpose(2, 3)  # [n, batch, parts, H, tokens, Dk]
-        usable = (flags == VALID).unflatten(2, (parts, -1))  # [n, batch, parts, tokens]
-        limit, out = torch.finfo(keys.dtype).max, ~usable[:, :, :, None, :, None]
-        bounds = torch.stack((keys.masked_fill(out, -limit).amax(4), keys.masked_fill(out, limit).amin(4)), dim=4)
-        return {"bounds": bounds} | ({"part_fill": usable.sum(-1)} if parts > 1 else {})
+        """Key bounds of each part of a block, and with several parts how many selectable tokens each has."""
+        parts, usable = self.config.bounds_per_block, flags == VALID
+        bounds = {"bounds": key_bounds(kv[..., : self._key_dim], usable, parts)}
+        return bounds | ({"part_fill": usable.unflatten(2, (parts, -1)).sum(-1)} if parts > 1 else {})
 
     def _labels(self, kv: Tensor) -> dict[str, Tensor]:
         n, _, _, size, _ = kv.shape
@@ -116,6 +113,16 @@ class TwoLevelPolicy(Policy):
             return {"codes": labels}
         codes, qparams = quantise_labels(labels)
         return {"codes": codes, "qparams": qparams}
+
+    def sealing(self, store: LayerStore) -> Index:
+        fields = store.pool.fields
+        index = Index(store.key_dim)
+        if self.coarse:
+            index = replace(index, bounds=fields["bounds"], part_fill=fields.get("part_fill"))
+        if self.fine and self.channels is not None:
+            labels = {"codes": fields["codes"], "qparams": fields.get("qparams")}
+            index = replace(index, channels=self.channels, **labels)
+        return index
 
     # ------------------------------------------------------------------ a step
 
@@ -285,23 +292,3 @@ def method(config: TwoLevelConfig, offloaded: bool) -> str:
     if config.level != "two_level":
         return f"{config.level}_only"
     return "two_level:lag" if lags(config, offloaded) else "two_level"
-
-
-def quantise_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """INT4 codes of label channels, a scale and a zero point per token.
-
-    Args:
-        labels: ``[..., r]``, r even.
-
-    Returns:
-        codes uint8 ``[..., r / 2]`` (channel ``i`` in the low, ``i + r / 2`` in the high four bits) and float16
-        ``[..., 2]``: scale and zero point, so that ``label ~ code * scale + zero``.
-    """
-    x = labels.float()
-    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-    scale = ((high - low) / 15).half()
-    zero = low.half()
-    step = scale.float()
-    digits = ((x - zero.float()) / torch.where(step == 0, 1.0, step)).round().clamp(0, 15).to(torch.uint8)
-    half = x.shape[-1] // 2
-    return digits[..., :half] | (digits[..., half:] << 4), torch.cat((scale, zero), dim=-1)

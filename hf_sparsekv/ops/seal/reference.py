@@ -1,0 +1,127 @@
+"""Move the oldest full block of the ring into a slot: the definition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+VALID, SINK = 1, 2  # bits of a token's flag (see hf_sparsekv.offload.store)
+
+
+@dataclass(frozen=True)
+class Index:
+    """Per-slot fields that two-level selection reads; None for what is not kept.
+
+    Args:
+        key_dim: ``Dk``.
+        bounds: ``[num_slots, parts, H, 2, Dk]``, largest and smallest selectable key of each part of a block.
+        part_fill: int32 ``[num_slots, parts]``, selectable tokens of each part.
+        channels: int32 ``[batch, H, r]``, label channels of each row and KV head.
+        codes: uint8 ``[num_slots, H, block_size, r / 2]``, or ``[..., r]`` in the keys' dtype.
+        qparams: float16 ``[num_slots, H, block_size, 2]``; None with unquantised codes.
+    """
+
+    key_dim: int
+    bounds: Tensor | None = None
+    part_fill: Tensor | None = None
+    channels: Tensor | None = None
+    codes: Tensor | None = None
+    qparams: Tensor | None = None
+
+
+def key_bounds(keys: Tensor, usable: Tensor, parts: int) -> Tensor:
+    """Largest and smallest usable key per channel of each part of a block.
+
+    A part without any gets bounds that score lower than every real one; it is skipped by its fill anyway.
+
+    Args:
+        keys: ``[..., H, block_size, Dk]``.
+        usable: bool ``[..., block_size]``.
+
+    Returns:
+        ``[..., parts, H, 2, Dk]``.
+    """
+    keys = keys.unflatten(-2, (parts, -1)).transpose(-4, -3)  # [..., parts, H, tokens, Dk]
+    out = ~usable.unflatten(-1, (parts, -1))[..., None, :, None]
+    limit = torch.finfo(keys.dtype).max
+    return torch.stack((keys.masked_fill(out, -limit).amax(-2), keys.masked_fill(out, limit).amin(-2)), dim=-2)
+
+
+def quantise_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """INT4 codes of label channels, a scale and a zero point per token.
+
+    Args:
+        labels: ``[..., r]``, r even.
+
+    Returns:
+        codes uint8 ``[..., r / 2]`` (channel ``i`` in the low, ``i + r / 2`` in the high four bits) and float16
+        ``[..., 2]``: scale and zero point, so that ``label ~ code * scale + zero``.
+    """
+    x = labels.float()
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    scale = ((high - low) / 15).half()
+    zero = low.half()
+    step = scale.float()
+    digits = ((x - zero.float()) / torch.where(step == 0, 1.0, step)).round().clamp(0, 15).to(torch.uint8)
+    half = x.shape[-1] // 2
+    return digits[..., :half] | (digits[..., half:] << 4), torch.cat((scale, zero), dim=-1)
+
+
+def seal(
+    near_kv: Tensor,
+    near_valid: Tensor,
+    at: int,
+    sinks: int,
+    seen: Tensor,
+    slots: Tensor,
+    kv: Tensor,
+    flags: Tensor,
+    fill: Tensor,
+    index: Index,
+) -> None:
+    """Seal the block at position ``at`` of every row's near buffer.
+
+    The first ``sinks`` valid tokens of a row are its sinks: they are copied to the front of the near buffer and cannot
+    be selected. Keys and values go to the rows' slots, as they are; what the selection reads is made of the selectable
+    tokens (bounds) or of all (labels). The block's entries of the near buffer become invalid.
+
+    Args:
+        near_kv: ``[batch, H, sinks + R, Dk + Dv]``; its first ``sinks`` entries may be written.
+        near_valid: bool ``[batch, sinks + R]``, written.
+        at: first of the ``block_size`` positions, one after the other.
+        seen: int32 ``[batch]``, valid tokens sealed before; their number grows.
+        slots: int32 ``[batch]``, one slot for each row.
+        kv: ``[num_slots, H, block_size, Dk + Dv]``; may lie in host memory while everything else is on the device.
+        flags: uint8 ``[num_slots, block_size]``: 0 padding, 1 selectable, 3 sink.
+        fill: int32 ``[num_slots]``, selectable tokens.
+        index: further fields to fill.
+    """
+    size = kv.shape[2]
+    span = slice(at, at + size)
+    block, valid = near_kv[:, :, span], near_valid[:, span]
+    rank = seen[:, None] + valid.int().cumsum(1) - 1
+    is_sink = valid & (rank < sinks)
+    for row, token in is_sink.nonzero().tolist():
+        near_kv[row, :, rank[row, token]] = block[row, :, token]
+        near_valid[row, rank[row, token]] = True
+    to, home = slots.long(), slots.to(kv.device).long()
+    kv[home] = block.to(kv.device)
+    mark = valid.to(torch.uint8) * VALID + is_sink.to(torch.uint8) * SINK
+    usable = mark == VALID
+    flags[to] = mark
+    fill[to] = usable.sum(-1, dtype=torch.int32)
+    keys = block[..., : index.key_dim]
+    if index.bounds is not None:
+        index.bounds[to] = key_bounds(keys, usable, index.bounds.shape[1])
+    if index.part_fill is not None:
+        index.part_fill[to] = usable.unflatten(-1, (index.part_fill.shape[1], -1)).sum(-1, dtype=torch.int32)
+    if index.codes is not None:
+        labels = keys.gather(-1, index.channels.long()[:, :, None].expand(-1, -1, size, -1))
+        if index.qparams is None:
+            index.codes[to] = labels
+        else:
+            index.codes[to], index.qparams[to] = quantise_labels(labels)
+    seen += valid.sum(1, dtype=torch.int32)
+    near_valid[:, span] = False
