@@ -14,32 +14,34 @@ meets a border; :meth:`HostArena.runs` cuts longer ones.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
-import functools
-import mmap
 import os
 import warnings
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .host_limit import HostBudget
+from .host_pages import (
+    DOFORK,
+    DONTFORK,
+    HUGE,
+    HUGEPAGE,
+    PAGE,
+    advise,
+    close_pages,
+    near_cpus,
+    open_pages,
+    reserve,
+    touch,
+    unmap,
+)
 
-PAGE = mmap.PAGESIZE
-_HUGE = 2 << 20
 _MIN_RESERVE = 4 << 30  # of addresses, which cost nothing: a million tokens of one layer with 8 heads of 128 in bf16
 _RESERVE_AHEAD = 8  # times what is needed; bounded, because all layers together must leave addresses to CUDA
-_TOUCH_THREADS = 8
-_TOUCH_PIECE = 32 << 20  # enough to be worth a thread, small enough to share out evenly
-_NORESERVE, _NO_ACCESS, _READ_WRITE = 0x4000, 0, 3  # linux/mman.h; mmap has no names for all of them before 3.13
-_DONTNEED, _DONTFORK, _DOFORK, _HUGEPAGE, _POPULATE_WRITE = 4, 10, 11, 14, 23
 _PORTABLE, _MAPPED = 1, 2  # cudaHostRegister: pinned for every context, and readable by kernels
 
 
@@ -77,106 +79,6 @@ class _Cuda:
 cuda = _Cuda()
 
 
-# ---------------------------------------------------------------------- pages
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    """ctypes, because its calls release the GIL and mmap's do not; and because mmap objects unmap when they like."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    for name, arguments in (("munmap", []), ("mprotect", [ctypes.c_int]), ("madvise", [ctypes.c_int])):
-        getattr(libc, name).argtypes = [ctypes.c_void_p, ctypes.c_size_t, *arguments]
-    return libc
-
-
-def _reserve(size: int) -> int | None:
-    """Address of ``size`` bytes that cannot be used yet; None if there are not so many addresses."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-    address = _libc().mmap(None, size, _NO_ACCESS, flags, -1, 0)
-    return None if address == ctypes.c_void_p(-1).value else address
-
-
-def _unmap(address: int, size: int) -> None:
-    _libc().munmap(address, size)
-
-
-def _open(address: int, size: int) -> None:
-    """Make reserved bytes usable.
-
-    Raises:
-        MemoryError: the system does not promise so much (``vm.overcommit_memory = 2``).
-    """
-    if _libc().mprotect(address, size, _READ_WRITE):
-        raise MemoryError(f"the system refuses {size / 2**30:.2f} GiB of memory ({os.strerror(ctypes.get_errno())})")
-
-
-def _close(address: int, size: int) -> None:
-    """Return the pages, keep the addresses."""
-    _libc().madvise(address, size, _DONTNEED)
-    _libc().mprotect(address, size, _NO_ACCESS)
-
-
-def _populate(address: int, size: int) -> None:
-    """Have the kernel put zeroed pages under these addresses."""
-    if _libc().madvise(address, size, _POPULATE_WRITE) == 0:
-        return
-    code = ctypes.get_errno()
-    if code != errno.EINVAL:
-        raise MemoryError(f"the system has no {size >> 20} MiB of memory left ({os.strerror(code)})")
-    ctypes.memset(address, 0, size)  # before Linux 5.14
-
-
-def touch(address: int, size: int, threads: int = _TOUCH_THREADS, cpus: set[int] | None = None) -> None:
-    """Populate with several threads, which run on ``cpus``: pages come from the memory beside the CPU that asks first.
-
-    Raises:
-        MemoryError: some pages could not be had. No thread is still at work then.
-    """
-    pieces = [(at, min(_TOUCH_PIECE, address + size - at)) for at in range(address, address + size, _TOUCH_PIECE)]
-
-    def place() -> None:
-        if cpus:
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(0, cpus)  # of this thread only
-
-    threads = min(threads, len(pieces), len(_own_cpus()))
-    if threads == 1 and not cpus:
-        for piece in pieces:
-            _populate(*piece)
-        return
-    with ThreadPoolExecutor(threads, initializer=place) as workers:
-        for _ in workers.map(lambda piece: _populate(*piece), pieces):
-            pass
-
-
-def _own_cpus() -> set[int]:
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-
-
-@functools.cache
-def near_cpus(device: torch.device, root: Path = Path("/sys")) -> frozenset[int] | None:
-    """CPUs of the GPU's NUMA node that this process may use; None if there is one node only, or nobody knows."""
-    try:
-        if len(list((root / "devices/system/node").glob("node[0-9]*"))) < 2:
-            return None
-        gpu = torch.cuda.get_device_properties(device)
-        name = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-        node = int((root / "bus/pci/devices" / name / "numa_node").read_text())  # -1: unknown
-        listed = (root / f"devices/system/node/node{node}/cpulist").read_text().strip()
-    except (OSError, ValueError, AttributeError, RuntimeError, AssertionError):
-        return None
-    cpus: set[int] = set()
-    for part in filter(None, listed.split(",")):
-        first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return frozenset(cpus & _own_cpus()) or None
-
-
-# ---------------------------------------------------------------------- arena
-
-
 @dataclass
 class _Held:
     """What must be given back when nobody uses the memory any more."""
@@ -197,7 +99,7 @@ class _Held:
                 address, size = self.registered.pop()
                 with contextlib.suppress(RuntimeError):
                     cuda.unregister(address, self.device)
-                _libc().madvise(address, size, _DOFORK)
+                advise(address, size, DOFORK)
 
 
 _waiting: list[_Held] = []  # died while a graph was being captured
@@ -209,7 +111,7 @@ def _release(held: _Held) -> None:
         _waiting.append(held)  # waiting for the device would spoil the capture
         return
     held.unregister()
-    _unmap(*held.mapped)
+    unmap(*held.mapped)
     held.budget.give(held.committed)
 
 
@@ -244,19 +146,19 @@ class HostArena:
         self.borders: list[int] = []  # ends of the steps, in bytes
         least = -(-size // PAGE) * PAGE
         want = max(least, min(budget.limit, max(_MIN_RESERVE, _RESERVE_AHEAD * size)) // PAGE * PAGE)
-        address = _reserve(want + _HUGE)
+        address = reserve(want + HUGE)
         while address is None and want > least:  # ulimit -v: less room to grow in place
             want = max(least, want // 2 // PAGE * PAGE)
-            address = _reserve(want + _HUGE)
+            address = reserve(want + HUGE)
         if address is None:
             raise MemoryError(
                 f"no address space for {least / 2**30:.2f} GiB of offloaded KV: raise the limit (ulimit -v)"
             )
         self.reserved = want
-        self._start = -(-address // _HUGE) * _HUGE  # large pages start at their multiples
-        self._held = _Held((address, want + _HUGE), budget, device)
+        self._start = -(-address // HUGE) * HUGE  # large pages start at their multiples
+        self._held = _Held((address, want + HUGE), budget, device)
         weakref.finalize(self, _release, self._held).atexit = False
-        _libc().madvise(self._start, want, _HUGEPAGE)  # fewer pages to hand out and to pin; it may be refused
+        advise(self._start, want, HUGEPAGE)  # fewer pages to hand out and to pin; it may be refused
         self.commit(size)
 
     @property
@@ -284,7 +186,7 @@ class HostArena:
         step = self._start + held.committed, end - held.committed
         held.budget.take(step[1])
         try:
-            _open(*step)
+            open_pages(*step)
             if self.pinned:
                 # Pageable memory is touched by whoever writes it first.
                 touch(*step, cpus=near_cpus(self.device))
@@ -292,8 +194,9 @@ class HostArena:
         except BaseException:
             if step in held.registered:
                 held.registered.remove(step)
-                cuda.unregister(step[0], self.device)
-            _close(*step)
+                with contextlib.suppress(RuntimeError):
+                    cuda.unregister(step[0], self.device)
+            close_pages(*step)
             held.budget.give(step[1])
             raise
         held.committed = end
@@ -305,7 +208,7 @@ class HostArena:
         code = cuda.register(*step, self.device)
         if code == 0:
             # A fork would copy pinned pages at once, all of them; and the child could not use CUDA.
-            _libc().madvise(*step, _DONTFORK)
+            advise(*step, DONTFORK)
             return
         held.registered.pop()
         problem = f"{step[1] / 2**30:.2f} GiB of host memory could not be pinned (cudaHostRegister: error {code})"

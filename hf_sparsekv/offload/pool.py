@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .host_limit import HostBudget, host_memory_limit
-from .host_pool import PAGE, HostArena
+from .host_pages import PAGE
+from .host_pool import HostArena
 
 __all__ = ["BlockPool", "HostBudget", "bucket", "host_memory_limit"]
 

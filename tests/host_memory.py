@@ -1,0 +1,123 @@
+"""An imitation of CUDA's registration of memory, and small pools, for the tests of host memory."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import subprocess
+import sys
+import textwrap
+
+import torch
+
+from hf_sparsekv import OffloadConfig
+from hf_sparsekv.offload import host_pages, host_pool, pool
+from hf_sparsekv.offload.host_limit import HostBudget
+from hf_sparsekv.offload.host_pages import PAGE
+from hf_sparsekv.offload.pool import BlockPool
+
+MB = 1 << 20
+SLOT = (2, 16, 32)  # float32: one page
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class FakeCuda:
+    """Registers ranges as CUDA does, and complains about what CUDA would not survive."""
+
+    def __init__(self) -> None:
+        self.live: dict[int, int] = {}
+        self.log: list[tuple] = []
+        self.fail_at: set[int] = set()  # which calls of register() fail
+        self.stop_at: set[int] = set()  # which are interrupted after they have worked
+        self.calls = 0
+        self.in_capture = False
+
+    def register(self, address, size, device):
+        self.calls += 1
+        assert address % PAGE == size % PAGE == 0
+        assert all(address + size <= a or a + n <= address for a, n in self.live.items()), "registered twice"
+        if self.calls in self.fail_at:
+            return 2
+        self.live[address] = size
+        self.log.append(("register", address, size))
+        if self.calls in self.stop_at:
+            raise KeyboardInterrupt
+        return 0
+
+    def unregister(self, address, device):
+        assert self.log[-1][0] in ("synchronize", "unregister", "register"), "the memory is gone already"
+        self.log.append(("unregister", address, self.live.pop(address)))
+        return 0
+
+    def synchronize(self, device):
+        assert not self.in_capture
+        self.log.append(("synchronize",))
+
+    def capturing(self):
+        return self.in_capture
+
+    def told(self, what):
+        return [entry[1:] for entry in self.log if entry[0] == what]
+
+
+@contextlib.contextmanager
+def faked(monkeypatch):
+    """Everything is to be pinned, by an imitation. Checks at the end that each range was unregistered once."""
+    gc.collect()
+    cuda = FakeCuda()
+
+    def unmap(address, size):
+        assert not any(address <= a < address + size for a in cuda.live), "unmapped while registered"
+        cuda.log.append(("unmap", address, size))
+        host_pages.unmap(address, size)
+
+    monkeypatch.setattr(host_pool, "cuda", cuda)
+    monkeypatch.setattr(host_pool, "unmap", unmap)
+    monkeypatch.setattr(pool, "_pins", lambda host, device: host.config.pin_memory is not False)
+    yield cuda
+    gc.collect()
+    assert not cuda.live
+    assert sorted(cuda.told("register")) == sorted(cuda.told("unregister"))
+
+
+def budget_of(size=64 * MB, **kwargs):
+    return HostBudget(OffloadConfig(max_host_bytes=size, **kwargs))
+
+
+def make_pool(budget, capacity=16, device=CPU, slot=SLOT, dtype=torch.float32):
+    heads, block, dim = slot
+    blocks = BlockPool(
+        heads=heads, block_size=block, token_dim=dim, dtype=dtype, device=device, host=budget, capacity=capacity
+    )
+    blocks.table = Table(device)
+    blocks.register(blocks.table)
+    return blocks
+
+
+class Table:
+    """Names all slots that were filled."""
+
+    def __init__(self, device):
+        self.slots = torch.zeros(0, dtype=torch.int32, device=device)
+
+
+def fill(blocks, n):
+    """Allocate and write ``n`` slots, each with its number."""
+    slots = blocks.allocate(n)
+    blocks.table.slots = torch.cat((blocks.table.slots, slots))
+    values = slots.float()[:, None, None, None].expand(n, *blocks.kv.shape[1:]).to(blocks.kv.dtype)
+    blocks.write(slots, values)
+    return slots
+
+
+def intact(blocks):
+    want = torch.arange(blocks.used, dtype=torch.float32)
+    return torch.equal(blocks.kv[: blocks.used].float().amax((1, 2, 3)), want) and torch.equal(
+        blocks.kv[: blocks.used].float().amin((1, 2, 3)), want
+    )
+
+
+def run_alone(code):
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "", done.stderr
