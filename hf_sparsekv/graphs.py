@@ -13,60 +13,20 @@ import inspect
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
 
 from .attention.masks import MaskWatch
 from .cache import SparseCache
+from .captured import CapturedStep, Replay, Saved
 from .fused import Fusion, fuse, why_not
 from .layer import SparseLayer
 from .sliding import SlidingRing
 
 _STATIC = ("input_ids", "position_ids", "attention_mask", "past_key_values")
 _MAX_GRAPHS = 8  # per cache: modes x shapes that alternate; the oldest goes first
-
-
-class Replay:
-    """What layers need to know while a step is being captured.
-
-    Args:
-        valid: bool ``[batch, 1]`` at a fixed address, validity of the new column; None if no row is padded.
-        side: the stream for work that the step's own attention does not wait for; None where there are no streams.
-    """
-
-    def __init__(self, valid: Tensor | None, side: torch.cuda.Stream | None) -> None:
-        self.valid, self.side = valid, side
-        self._forked = False
-
-    def fork(self, work: Callable[[], None]) -> None:
-        """Run ``work`` beside what follows; :meth:`join` before the step ends."""
-        if self.side is None:
-            work()
-            return
-        self.side.wait_stream(torch.cuda.current_stream())
-        self._forked = True
-        with torch.cuda.stream(self.side):
-            work()
-
-    def join(self) -> None:
-        """What was forked is done from here on."""
-        if self._forked:
-            torch.cuda.current_stream().wait_stream(self.side)
-
-
-@dataclass
-class CapturedStep:
-    """A graph and the buffers that it reads and writes."""
-
-    graph: torch.cuda.CUDAGraph
-    input_ids: Tensor
-    position_ids: Tensor
-    valid: Tensor | None
-    output: object
-    queries: list[Tensor]
 
 
 class StepRunner:
@@ -88,6 +48,7 @@ class StepRunner:
         self.fusion: Fusion | None = None
         self._cannot: str | None = None
         self._said: set[str] = set()
+        self._warm: set[Hashable] = set()  # kinds of steps whose kernels are compiled
         self._devices: set[torch.device] | None = None
 
     # ------------------------------------------------------------------ installing
@@ -217,7 +178,9 @@ class StepRunner:
                 held.pop(next(iter(held)))
             self._devices = None
             try:
-                step = held[key] = self._capture(ids, positions, cache, rest)
+                step = held[key] = self._capture(
+                    ids, positions, cache, rest, (type(cache), cache.config, layers[0].store.dtype, *key[:4])
+                )
             except torch.OutOfMemoryError:  # may fit another time
                 raise
             except RuntimeError as error:  # the model's own code does what no graph can hold
@@ -254,13 +217,13 @@ class StepRunner:
 
     # ------------------------------------------------------------------ capture
 
-    def _capture(self, ids: Tensor, positions: Tensor, cache: SparseCache, rest: dict) -> CapturedStep:
-        """Run the step on state that is put back: once to compile and warm up, once to capture."""
+    def _capture(self, ids: Tensor, positions: Tensor, cache: SparseCache, rest: dict, kind: Hashable) -> CapturedStep:
+        """Run the step on state that is put back: once to compile, unless its kind has run, and to capture."""
         layers = cache.sparse_layers
         valid = torch.ones_like(ids, dtype=torch.bool) if layers[0].store.padded else None
         ids, positions = ids.clone(), positions.clone()
         rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
-        saved = [_Saved(layer) for layer in layers]
+        saved = [Saved(layer) for layer in layers]
         saved_rings = [ring.ring_valid.clone() for ring in rings]
         cache_ref = weakref.ref(cache)  # or its graphs would keep it alive
 
@@ -282,7 +245,20 @@ class StepRunner:
                     ring.replay = None
 
         try:
-            graph, output = self._record(run, ids.device, saved)
+            warm = kind in self._warm
+            while True:
+                if not warm:
+                    self._warm_up(run, ids.device)
+                for state in saved:
+                    state.put_back_host()
+                try:
+                    graph, output = self._record(run, ids.device, saved)
+                    break
+                except RuntimeError:
+                    if not warm:
+                        raise
+                    warm = False  # something had to be compiled after all
+            self._warm.add(kind)
             queries = [layer.query for layer in layers]
         finally:
             for state in saved:
@@ -292,51 +268,24 @@ class StepRunner:
                 ring.ring_valid.copy_(valid_before)
         return CapturedStep(graph, ids, positions, valid, output, queries)
 
-    def _record(self, run: Callable, device: torch.device, saved: list[_Saved]) -> tuple[torch.cuda.CUDAGraph, object]:
+    def _warm_up(self, run: Callable, device: torch.device) -> None:
+        """Run once, which compiles the kernels. (Nothing to do for tests without a GPU.)"""
+        if device.type == "cuda":
+            main, side = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            main.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(main):
+                run(side)
+            torch.cuda.current_stream(device).wait_stream(main)
+
+    def _record(self, run: Callable, device: torch.device, saved: list[Saved]) -> tuple[torch.cuda.CUDAGraph, object]:
         """Capture ``run``. (Tests without a GPU put an imitation here.)"""
         # What looks ahead takes the processors that the step itself leaves.
         main, side = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
         main.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(main):
-            run(side)
-        torch.cuda.current_stream(device).wait_stream(main)
-        for state in saved:
-            state.put_back_host()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=main, capture_error_mode="thread_local"):
             output = run(side)
         return graph, output
-
-
-class _Saved:
-    """State of a layer that a trial step changes for good. (What it writes into the ring, the replay writes again.)"""
-
-    def __init__(self, layer: SparseLayer) -> None:
-        self.layer, self.store = layer, layer.store
-        self.length, self.sealed, self.padded = self.store.length, self.store.sealed, self.store.padded
-        self.counters = self.store.counters
-        self.held = self.counters.copy()
-        self.near_valid = self.store.near_valid.clone()
-        self.policy = layer.policy.save()
-
-    def put_back_host(self) -> None:
-        self.store.length, self.store.sealed, self.store.padded = self.length, self.sealed, self.padded
-        self.layer.pending = None
-        for name, value in self.held.__dict__.items():
-            if isinstance(value, int):
-                setattr(self.counters, name, value)
-        for name in ("context", "near"):
-            getattr(self.counters, name)[1] = getattr(self.held, name)[1]
-        self.layer.policy.restore_host(self.policy)
-
-    def put_back_device(self) -> None:
-        for name, value in self.held.__dict__.items():
-            if isinstance(value, Tensor):
-                getattr(self.counters, name).copy_(value)
-        for name in ("context", "near"):
-            getattr(self.counters, name)[0].copy_(getattr(self.held, name)[0])
-        self.store.near_valid.copy_(self.near_valid)
-        self.layer.policy.restore_device(self.policy)
 
 
 def optimize(model: torch.nn.Module, fused: bool | None = None) -> torch.nn.Module:

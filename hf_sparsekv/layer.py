@@ -17,7 +17,7 @@ from .selection.base import Policy
 
 if TYPE_CHECKING:
     from .cache import SparseCache
-    from .graphs import Replay
+    from .captured import Replay
 
 
 class SparseLayer(CacheLayerMixin):

@@ -1,0 +1,82 @@
+"""A captured decode step: what it consists of, what its layers know, and the state that a trial run changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .layer import SparseLayer
+
+
+class Replay:
+    """What layers need to know while a step is being captured.
+
+    Args:
+        valid: bool ``[batch, 1]`` at a fixed address, validity of the new column; None if no row is padded.
+        side: the stream for work that the step's own attention does not wait for; None where there are no streams.
+    """
+
+    def __init__(self, valid: Tensor | None, side: torch.cuda.Stream | None) -> None:
+        self.valid, self.side = valid, side
+        self._forked = False
+
+    def fork(self, work: Callable[[], None]) -> None:
+        """Run ``work`` beside what follows; :meth:`join` before the step ends."""
+        if self.side is None:
+            work()
+            return
+        self.side.wait_stream(torch.cuda.current_stream())
+        self._forked = True
+        with torch.cuda.stream(self.side):
+            work()
+
+    def join(self) -> None:
+        """What was forked is done from here on."""
+        if self._forked:
+            torch.cuda.current_stream().wait_stream(self.side)
+
+
+@dataclass
+class CapturedStep:
+    """A graph and the buffers that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    input_ids: Tensor
+    position_ids: Tensor
+    valid: Tensor | None
+    output: object
+    queries: list[Tensor]
+
+
+class Saved:
+    """State of a layer that a trial step changes for good. (What it writes into the ring, the replay writes again.)"""
+
+    def __init__(self, layer: SparseLayer) -> None:
+        self.layer, self.store = layer, layer.store
+        self.length, self.sealed, self.padded = self.store.length, self.store.sealed, self.store.padded
+        self.counters = self.store.counters
+        self.held = self.counters.copy()
+        self.near_valid = self.store.near_valid.clone()
+        self.policy = layer.policy.save()
+
+    def put_back_host(self) -> None:
+        self.store.length, self.store.sealed, self.store.padded = self.length, self.sealed, self.padded
+        self.layer.pending = None
+        for name, value in self.held.__dict__.items():
+            if isinstance(value, int):
+                setattr(self.counters, name, value)
+        for name in ("context", "near"):
+            getattr(self.counters, name)[1] = getattr(self.held, name)[1]
+        self.layer.policy.restore_host(self.policy)
+
+    def put_back_device(self) -> None:
+        for name, value in self.held.__dict__.items():
+            if isinstance(value, Tensor):
+                getattr(self.counters, name).copy_(value)
+        for name in ("context", "near"):
+            getattr(self.counters, name)[0].copy_(getattr(self.held, name)[0])
+        self.store.near_valid.copy_(self.near_valid)
+        self.layer.policy.restore_device(self.policy)
