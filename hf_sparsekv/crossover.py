@@ -52,10 +52,10 @@ class Rule:
 # (benchmarks/results/operator.csv). Exact names: parts of a GPU (MIG) have names of their own, and other rates.
 BUILT_IN: dict[str, dict[str, Rule]] = {
     "NVIDIA H200": {
-        "two_level": Rule(68.9e6, 1770),
-        "two_level:lag": Rule(40.7e6, 2100),
-        "block_only": Rule(12.7e6, 808),
-        "token_only": Rule(115.5e6, 788),
+        "two_level": Rule(57.5e6, 1189),
+        "two_level:lag": Rule(42.9e6, 1632),
+        "block_only": Rule(11.9e6, 1806),
+        "token_only": Rule(88.1e6, 198),
     },
 }
 
