@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .state import FREE, FrameState
 
-WINDOW = 8192  # frames among which the oldest give way. One window takes the kernel about as long as the rest.
+WINDOW = 8192  # frames among which the oldest give way
 OLDEST = 254  # ages from here on count as the same
 SLACK = 4  # frames to look at for each one that is needed
 EXTRA = 3  # windows to look at beyond that, if those hold too few that may give way
@@ -118,5 +118,5 @@ def _take(missing: Tensor, state: FrameState, layer: int, keep: int, window: int
         state.stamp[victims] = now
         copies[taken : taken + n, 0], copies[taken : taken + n, 1] = got.int(), victims.int()
         taken += n
-        state.hand.fill_((hand + (i + 1) * window) % frames)
+        state.hand.fill_((hand + min((i + 1) * window, frames)) % frames)
     return taken

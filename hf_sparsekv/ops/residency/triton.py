@@ -1,0 +1,284 @@
+"""Which chosen blocks lie in a frame on the device, and which frame the others get: the kernels.
+
+Many programs look up the blocks, one then hands out frames: it lists what is missing, and finds the oldest frames of a
+window with a histogram of their ages. All results are those of the sequential definition: what is atomic commutes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._dispatch import require_dense_rows
+from .._overlap import begin, overlap
+from .reference import EXTRA as _EXTRA
+from .reference import OLDEST as _OLDEST
+from .reference import SLACK as _SLACK
+from .reference import WINDOW
+from .state import FREE as _FREE
+from .state import FrameState
+
+OLDEST, SLACK, EXTRA, FREE = tl.constexpr(_OLDEST), tl.constexpr(_SLACK), tl.constexpr(_EXTRA), tl.constexpr(_FREE)
+AGES = tl.constexpr(256)  # 0: may not be taken, 1 .. OLDEST, OLDEST + 1: free
+LOOK = 256  # entries that a program looks up. Not tuned yet.
+TILE = 8192  # entries that the program that hands out frames holds at a time
+WARPS = 8  # of that program: as many threads as ages
+
+
+@triton.jit(do_not_specialize=["n", "k"])
+def _look_kernel(
+    p_ids,
+    p_slots,
+    p_table,
+    p_stamp,
+    p_now,
+    p_enabled,
+    p_counters,
+    p_places,
+    n,
+    k,
+    ids_batch,
+    ids_head,
+    slots_batch,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    BN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Places as they are: frame or host; stamps what is found. With ``SHARED`` the first of equal blocks claims it.
+
+    A claim lies in the page table: ``position - n - 1``, so that the least is the first and none is -1.
+    """
+    begin(PDL)
+    o_n = tl.program_id(0) * BN + tl.arange(0, BN)
+    m_n = o_n < n
+    enabled, now = tl.load(p_enabled) != 0, tl.load(p_now)
+    i_row = o_n // k
+    i_batch, i_head = (i_row // HEADS).to(tl.int64), i_row % HEADS
+    b_id = tl.load(p_ids + i_batch * ids_batch + i_head * ids_head + o_n % k, mask=m_n, other=-1)  # [BN]
+    b_slot = tl.load(p_slots + i_batch * slots_batch + b_id, mask=b_id >= 0, other=-1)  # [BN]
+    m_there = b_slot >= 0
+    p_entry = p_table + b_slot.to(tl.int64) * HEADS + i_head
+    b_frame = tl.load(p_entry, mask=m_there, other=-1)  # [BN]
+    m_found = b_frame >= 0
+    # A claim of another program may have been read, or -1: both mean that there is no frame.
+    b_place = tl.where(m_found, b_frame, tl.where(m_there, -b_slot - 2, -1))
+    tl.store(p_places + o_n, b_place, mask=m_n)
+    tl.store(p_stamp + b_frame, now, mask=m_found & enabled)
+    if SHARED:
+        tl.atomic_min(p_entry, o_n - n - 1, mask=m_there & (b_frame < 0) & enabled, sem="relaxed")
+    if enabled:
+        tl.atomic_add(p_counters, tl.sum(m_there.to(tl.int64), 0), sem="relaxed")
+        tl.atomic_add(p_counters + 1, tl.sum(m_found.to(tl.int64), 0), sem="relaxed")
+
+
+@triton.jit
+def _list_missing(p_places, p_table, p_copies, n, end, k, HEADS: tl.constexpr, SHARED: tl.constexpr, BN: tl.constexpr):
+    """Write page table entry and position of what is missing, once each, in order; how many there are."""
+    missing = end * 0  # a tensor, entries or not
+    for i in range(0, end, BN):
+        o_n = i + tl.arange(0, BN)
+        b_place = tl.load(p_places + o_n, mask=o_n < n, other=-1)  # [BN]
+        m_missing = b_place <= -2
+        b_at = (-b_place - 2) * HEADS + (o_n // k) % HEADS
+        if SHARED:
+            m_missing = m_missing & (tl.load(p_table + b_at, mask=m_missing, other=0) == o_n - n - 1)
+        b_to = missing + tl.cumsum(m_missing.to(tl.int32), 0) - 1
+        tl.store(p_copies + 2 * b_to, b_at, mask=m_missing)
+        tl.store(p_copies + 2 * b_to + 1, o_n, mask=m_missing)
+        missing += tl.sum(m_missing.to(tl.int32), 0)
+    return missing
+
+
+@triton.jit
+def _oldest(b_age, share):
+    """Which ``share`` entries are the oldest, the first among equals; age 0 is never taken.
+
+    Returns a mask, and for the entries in it their number, from 0 on.
+    """
+    o_age = tl.arange(0, AGES)
+    b_count = tl.where(o_age == 0, 0, tl.histogram(b_age, AGES))  # [AGES]
+    b_from = tl.sum(b_count, 0) - tl.cumsum(b_count, 0) + b_count  # as old, or older: falls with the age
+    limit = tl.sum(((b_from >= share) & (o_age > 0)).to(tl.int32), 0)
+    ties = share - tl.sum(tl.where(o_age > limit, b_count, 0), 0)
+    m_over, m_tie = b_age > limit, (b_age == limit) & (limit > 0)
+    # Both are counted in one prefix sum; a tile has less than 2 ** 15 entries.
+    b_both = tl.cumsum(m_over.to(tl.int32) + (m_tie.to(tl.int32) << 16), 0)
+    b_over, b_tie = b_both & 0xFFFF, b_both >> 16
+    m_take = m_over | (m_tie & (b_tie <= ties))
+    return m_take, b_over + tl.minimum(b_tie, ties) - 1
+
+
+@triton.jit(do_not_specialize=["n", "k", "frames", "layer", "keep"])
+def _place_kernel(
+    p_table,
+    p_addresses,
+    p_owner,
+    p_stamp,
+    p_hand,
+    p_now,
+    p_enabled,
+    p_counters,
+    p_places,
+    p_copies,
+    p_n_copies,
+    n,
+    k,
+    frames,
+    layer,
+    keep,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    BN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Give frames to what is missing."""
+    begin(PDL)
+    now, hand = tl.load(p_now), tl.load(p_hand)
+    end = tl.where(tl.load(p_enabled) != 0, n, 0)
+    missing = _list_missing(p_places, p_table, p_copies, n, end, k, HEADS, SHARED, BN)
+    tl.debug_barrier()  # the list is read by other threads
+
+    there = tl.cdiv(frames, WINDOW)
+    planned = tl.minimum(there, tl.cdiv(missing * SLACK, WINDOW))
+    most = tl.minimum(there, planned + EXTRA)
+    taken, i = end * 0, end * 0
+    while (i < most) & (taken < missing):
+        o_w = i * WINDOW + tl.arange(0, WINDOW)
+        m_w = o_w < frames
+        b_frame = hand + o_w
+        b_frame = tl.where(b_frame >= frames, b_frame - frames, b_frame)
+        b_stamp = tl.load(p_stamp + b_frame, mask=m_w, other=now)  # [WINDOW]
+        b_age = tl.where(b_stamp == FREE, OLDEST + 1, tl.minimum(now - b_stamp, OLDEST))
+        b_age = tl.where(m_w & (b_stamp < now - keep), b_age, 0)
+        left = missing - taken
+        share = tl.where(i < planned, tl.cdiv(left, tl.maximum(planned - i, 1)), left)
+        m_take, b_rank = _oldest(b_age, share)
+
+        # What lay in these frames leaves its layer's page table.
+        p_own = p_owner + 2 * b_frame.to(tl.int64)
+        b_layer = tl.load(p_own, mask=m_take, other=-1)  # [WINDOW]
+        b_old = tl.load(p_own + 1, mask=m_take, other=0)  # [WINDOW]
+        m_old = m_take & (b_layer >= 0)
+        b_address = tl.load(p_addresses + b_layer, mask=m_old, other=0)  # [WINDOW]
+        tl.store(b_address.to(tl.pointer_type(tl.int32)) + b_old, -1, mask=m_old)
+
+        p_copy = p_copies + 2 * (taken + b_rank)
+        b_at = tl.load(p_copy, mask=m_take, other=0)  # [WINDOW]
+        b_position = tl.load(p_copy + 1, mask=m_take, other=0)  # [WINDOW]
+        tl.store(p_copy + 1, b_frame, mask=m_take)
+        tl.store(p_places + b_position, b_frame, mask=m_take)
+        tl.store(p_table + b_at, b_frame, mask=m_take)
+        tl.store(p_own, layer, mask=m_take)
+        tl.store(p_own + 1, b_at, mask=m_take)
+        tl.store(p_stamp + b_frame, now, mask=m_take)
+        taken += tl.sum(m_take.to(tl.int32), 0)
+        i += 1
+
+    tl.store(p_n_copies, taken)
+    tl.store(p_hand, (hand + tl.minimum(i * WINDOW, frames)) % frames)
+    unserved = missing - taken
+    if SHARED:
+        # Claims without a frame are withdrawn; those who had not the first claim find the frame in the page table.
+        for j in range(taken, missing, BN):
+            o_n = j + tl.arange(0, BN)
+            b_at = tl.load(p_copies + 2 * o_n, mask=o_n < missing, other=0)  # [BN]
+            tl.store(p_table + b_at, -1, mask=o_n < missing)
+        tl.debug_barrier()
+        unserved = end * 0
+        for j in range(0, end, BN):
+            o_n = j + tl.arange(0, BN)
+            b_place = tl.load(p_places + o_n, mask=o_n < n, other=-1)  # [BN]
+            m_host = b_place <= -2
+            b_at = (-b_place - 2) * HEADS + (o_n // k) % HEADS
+            b_frame = tl.load(p_table + b_at, mask=m_host, other=-1)  # [BN]
+            tl.store(p_places + o_n, b_frame, mask=b_frame >= 0)
+            unserved += tl.sum((m_host & (b_frame < 0)).to(tl.int32), 0)
+    tl.atomic_add(p_counters + 2, taken.to(tl.int64), sem="relaxed")
+    tl.atomic_add(p_counters + 3, unserved.to(tl.int64), sem="relaxed")
+
+
+def _result(given: Tensor | None, shape: tuple[int, ...], like: Tensor, name: str) -> Tensor:
+    if given is None:
+        return torch.empty(shape, dtype=torch.int32, device=like.device)
+    if given.shape != shape or given.dtype != torch.int32 or not given.is_contiguous():
+        raise ValueError(f"{name} must be contiguous int32 {shape}, got {given.dtype} {tuple(given.shape)}")
+    return given
+
+
+def residency(
+    block_ids: Tensor,
+    slots: Tensor,
+    state: FrameState,
+    layer: int,
+    keep: int,
+    window: int = WINDOW,
+    *,
+    places: Tensor | None = None,
+    copies: Tensor | None = None,
+    n_copies: Tensor | None = None,
+    look: int = LOOK,
+    tile: int = TILE,
+    warps: int = WARPS,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``reference.residency``, into contiguous ``places``, ``copies`` and ``n_copies`` if given.
+
+    ``window`` is a power of two, at most 16,384. ``look``, ``tile`` and ``warps`` replace the constants.
+    """
+    batch, heads, k = block_ids.shape
+    n, frames = block_ids.numel(), len(state.stamp)
+    places = _result(places, (batch, heads, k), block_ids, "places")
+    copies = _result(copies, (n, 2), block_ids, "copies")
+    n_copies = _result(n_copies, (1,), block_ids, "n_copies")
+    if not n:
+        n_copies.zero_()
+        return places, copies, n_copies
+    require_dense_rows(block_ids=block_ids, slots=slots)
+    table = state.page_tables[layer]
+    window = min(window, max(32, triton.next_power_of_2(frames)))  # a window that holds all is as good as a larger one
+    fixed = {"HEADS": heads, "SHARED": batch > 1, **overlap(block_ids)}
+    tile = min(tile, max(32, triton.next_power_of_2(n)))
+    with torch.cuda.device_of(block_ids):
+        _look_kernel[(triton.cdiv(n, look),)](
+            block_ids,
+            slots,
+            table,
+            state.stamp,
+            state.now,
+            state.enabled,
+            state.counters,
+            places,
+            n,
+            k,
+            *block_ids.stride()[:2],
+            slots.stride(0),
+            BN=look,
+            num_warps=max(1, min(8, look // 64)),
+            **fixed,
+        )
+        _place_kernel[(1,)](
+            table,
+            state.addresses,
+            state.owner,
+            state.stamp,
+            state.hand,
+            state.now,
+            state.enabled,
+            state.counters,
+            places,
+            copies,
+            n_copies,
+            n,
+            k,
+            frames,
+            layer,
+            keep,
+            BN=tile,
+            WINDOW=window,
+            num_warps=warps,
+            **fixed,
+        )
+    return places, copies, n_copies
