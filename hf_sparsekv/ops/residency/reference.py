@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .state import FREE, FrameState
 
-WINDOW = 8192  # frames among which the oldest give way
+WINDOW = 4096  # frames among which the oldest give way
 OLDEST = 254  # ages from here on count as the same
 SLACK = 4  # frames to look at for each one that is needed
 EXTRA = 3  # windows to look at beyond that, if those hold too few that may give way

@@ -23,8 +23,8 @@ from .state import FrameState
 OLDEST, SLACK, EXTRA, FREE = tl.constexpr(_OLDEST), tl.constexpr(_SLACK), tl.constexpr(_EXTRA), tl.constexpr(_FREE)
 AGES = tl.constexpr(256)  # 0: may not be taken, 1 .. OLDEST, OLDEST + 1: free
 LOOK = 256  # entries that a program looks up. Not tuned yet.
-TILE = 8192  # entries that the program that hands out frames holds at a time
-WARPS = 8  # of that program: as many threads as ages
+TILE = 4096  # entries that the program that hands out frames holds at a time
+WARPS = 8  # of that program; with 8192 entries or frames a tile they spill registers
 
 
 @triton.jit(do_not_specialize=["n", "k"])

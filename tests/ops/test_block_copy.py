@@ -1,0 +1,130 @@
+"""Copies of listed blocks: every back end against the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_sparsekv.ops.block_copy import BACKENDS
+from hf_sparsekv.ops.block_copy import block_copy as public
+from hf_sparsekv.ops.block_copy.dma import block_copy as dma
+from hf_sparsekv.ops.block_copy.dma import runs
+from hf_sparsekv.ops.block_copy.reference import block_copy as reference
+from hf_sparsekv.ops.block_copy.triton import block_copy
+
+SMALL = {"programs": 3, "warps": 1, "tile": 256}  # so that a small case takes several blocks and tiles a program
+
+
+def make(place, slots: int, heads: int, size: int, width: int, frames: int, n: int, host: bool = False):
+    """Blocks, poisoned frames, and a list of ``n`` copies with poison behind it."""
+    kv = place.randn(slots, heads, size, width)
+    if host:
+        kv = kv.cpu().pin_memory()
+    sources = place.randperm(slots * heads)[:n]
+    copies = torch.stack((sources, place.randperm(frames)[:n]), dim=1)
+    copies = torch.cat((copies, place.nan(3, 2, dtype=torch.int32)))
+    number = torch.tensor([n], dtype=torch.int32, device=place.device)
+    return kv, place.nan(frames, size, width), copies, number
+
+
+def expect(kv, frames, copies, n) -> torch.Tensor:
+    expected = frames.cpu().clone()
+    for source, frame in copies[: int(n)].tolist():
+        expected[frame] = kv[source // kv.shape[1], source % kv.shape[1]].cpu()
+    return expected
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8))
+
+
+@pytest.mark.parametrize("copy", [reference, dma, block_copy, public])
+@pytest.mark.parametrize(
+    "size, width, n",
+    [(4, 8, 7), (16, 64, 5), (5, 6, 4), (3, 7, 6), (1, 1, 3), (16, 40, 9), (4, 8, 0)],
+)
+def test_blocks(place, copy, size, width, n):
+    """Runs that are a multiple of 16 bytes, and others down to single elements."""
+    kv, frames, copies, number = make(place, 6, 2, size, width, 11, n)
+    expected = expect(kv, frames, copies, number)
+    how = SMALL if copy is block_copy else {}
+    copy(kv, frames, copies, number, **how)
+    assert same(frames, expected)
+
+
+def test_defaults(place):
+    kv, frames, copies, number = make(place, 5, 3, 16, 32, 12, 9)
+    expected = expect(kv, frames, copies, number)
+    block_copy(kv, frames, copies, number)
+    assert same(frames, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float64])
+def test_other_dtypes(place32, dtype):
+    kv, frames, copies, number = make(place32, 5, 2, 3, 5, 12, 9)
+    kv, frames = (kv * 50).to(dtype), torch.zeros_like(frames, dtype=dtype)
+    expected = expect(kv, frames, copies, number)
+    block_copy(kv, frames, copies, number, **SMALL)
+    assert same(frames, expected)
+
+
+def test_every_back_end_has_a_name(place32):
+    kv, frames, copies, number = make(place32, 5, 2, 4, 8, 12, 9)
+    expected = expect(kv, frames, copies, number)
+    for how in BACKENDS:
+        got = frames.clone()
+        public(kv, got, copies, number, how)
+        assert same(got, expected)
+    with pytest.raises(ValueError, match="how must be one of"):
+        public(kv, frames, copies, number, "memcpy")
+
+
+def test_what_lies_together_is_one_run():
+    listed = torch.tensor([[7, 3], [4, 0], [8, 4], [9, 5], [5, 1], [6, 9], [20, 10]], dtype=torch.int32)
+    assert runs(listed) == [(4, 0, 2), (6, 9, 1), (7, 3, 3), (20, 10, 1)]
+    assert runs(listed[:0]) == []
+
+
+def test_blocks_and_frames_must_fit(place32):
+    kv, frames, copies, number = make(place32, 5, 2, 4, 8, 12, 9)
+    with pytest.raises(ValueError, match="differ"):
+        block_copy(kv, frames.half(), copies, number)
+    with pytest.raises(ValueError, match="differ"):
+        block_copy(kv, frames[:, :3].contiguous(), copies, number)
+    with pytest.raises(ValueError, match="contiguous"):
+        block_copy(kv.transpose(0, 1), frames, copies, number)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", BACKENDS)
+@pytest.mark.parametrize("size, width", [(64, 256), (64, 576), (16, 128), (5, 7)])
+def test_from_pinned_memory(place, how, size, width):
+    if place.device == "cpu":
+        pytest.skip("needs the device")
+    kv, frames, copies, number = make(place, 100, 4, size, width, 500, 333, host=True)
+    expected = expect(kv, frames, copies, number)
+    public(kv, frames, copies, number, how)
+    torch.cuda.synchronize()
+    assert same(frames, expected)
+
+
+@pytest.mark.gpu
+def test_captured():
+    """The list and its length are read when the copy runs."""
+    kv = torch.randn(64, 2, 16, 64).pin_memory()
+    frames = torch.zeros(100, 16, 64, device="cuda")
+    copies = torch.zeros(50, 2, dtype=torch.int32, device="cuda")
+    number = torch.zeros(1, dtype=torch.int32, device="cuda")
+    block_copy(kv, frames, copies, number)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        block_copy(kv, frames, copies, number)
+    generator = torch.Generator().manual_seed(0)
+    for n in (0, 1, 50, 17):
+        sources, to = torch.randperm(128, generator=generator)[:n], torch.randperm(100, generator=generator)[:n]
+        copies[:n] = torch.stack((sources, to), dim=1).int().cuda()
+        number.fill_(n)
+        expected = expect(kv, frames, copies, number)
+        graph.replay()
+        assert torch.equal(frames.cpu(), expected)
