@@ -90,7 +90,6 @@ def test_addresses_tell_that_the_fields_have_moved():
     assert before[0] == blocks.addresses[0] and before[1:] != blocks.addresses[1:]
 
 
-@pytest.mark.xfail(reason="LayerStore.addresses does not ask pool.addresses yet")
 def test_a_captured_step_learns_that_the_fields_have_moved():
     like = torch.zeros(3, 2, 1, 16), torch.zeros(3, 2, 1, 16)
     config = SparseConfig(block_size=16, window=16, max_length=4096)

@@ -333,7 +333,7 @@ class LayerStore:
     def addresses(self) -> tuple[int, ...]:
         """Changes when a tensor that a captured step uses has moved."""
         return (
-            self.pool.kv.data_ptr(),
+            *self.pool.addresses,
             self.slots.data_ptr(),
             self.near_kv.data_ptr(),
             self.counters.attended.data_ptr(),
