@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..ops.block_copy import BACKENDS, block_copy
-from ..ops.residency import COUNTERS, FREE, FrameState, residency
+from ..ops.residency import COUNTERS, FREE, WINDOW, FrameState, residency
 from .lasting import lasting
 
 _BOOKKEEPING = 12  # bytes a frame beside its content: owner and stamp
@@ -39,6 +39,7 @@ class DevicePool:
         frames: ``[F, B, W]``: a frame holds one block of one KV head of one layer.
         state: owners, stamps and page tables, see ``FrameState``.
         how: back end of the copies, see ``ops.block_copy``.
+        window: frames that are compared when the oldest are looked for, see ``ops.residency``.
     """
 
     @lasting
@@ -55,7 +56,7 @@ class DevicePool:
             raise ValueError(f"a device pool needs at least one frame, got {frames}")
         if how not in BACKENDS:
             raise ValueError(f"how must be one of {BACKENDS}, got {how!r}")
-        self.how = how
+        self.how, self.window = how, WINDOW
         self.frames = torch.empty(frames, block_size, token_dim, dtype=dtype, device=device)
         self.device = self.frames.device
         self.state = FrameState.empty(frames, self.device)
@@ -158,7 +159,7 @@ class DevicePool:
             raise ValueError(f"kv has {kv.shape[1]} KV heads, the page table {self.resident(layer).shape[1]}")
         copies, n_copies = self._list(block_ids)
         places, _, _ = residency(
-            block_ids, slots, self.state, layer, keep, places=out, copies=copies, n_copies=n_copies
+            block_ids, slots, self.state, layer, keep, self.window, places=out, copies=copies, n_copies=n_copies
         )
         block_copy(kv, self.frames, copies, n_copies, self.how)
         return places

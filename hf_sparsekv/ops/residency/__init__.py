@@ -5,10 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from .._dispatch import give, use_triton
+from .reference import WINDOW
 from .reference import residency as _reference
 from .state import COUNTERS, FREE, FrameState
 
-__all__ = ["COUNTERS", "FREE", "FrameState", "residency"]
+__all__ = ["COUNTERS", "FREE", "WINDOW", "FrameState", "residency"]
 
 
 def residency(
@@ -17,6 +18,7 @@ def residency(
     state: FrameState,
     layer: int,
     keep: int,
+    window: int = WINDOW,
     *,
     places: Tensor | None = None,
     copies: Tensor | None = None,
@@ -29,6 +31,6 @@ def residency(
     if use_triton(block_ids):
         from .triton import residency as kernel
 
-        return kernel(block_ids, slots, state, layer, keep, places=places, copies=copies, n_copies=n_copies)
-    result = _reference(block_ids, slots, state, layer, keep)
+        return kernel(block_ids, slots, state, layer, keep, window, places=places, copies=copies, n_copies=n_copies)
+    result = _reference(block_ids, slots, state, layer, keep, window)
     return tuple(give(r, out) for r, out in zip(result, (places, copies, n_copies)))

@@ -1,0 +1,295 @@
+"""The device pool beside a model of it in plain Python, over many random steps."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import random
+
+import pytest
+import torch
+
+from hf_sparsekv.offload.device_pool import DevicePool, free_bytes
+from hf_sparsekv.ops.residency import FREE
+
+SIZE, WIDTH = 2, 4  # of a block
+LAYERS = ((40, 2), (25, 1), (60, 3))  # slots and KV heads
+BATCH, BLOCKS, CHOSEN = 2, 12, 6
+OLDEST, SLACK, EXTRA = 254, 4, 3
+
+
+class Model:
+    """Who lies in which frame, in dicts and lists, one block after the other."""
+
+    def __init__(self, frames: int, window: int) -> None:
+        self.window = window
+        self.total = dict.fromkeys(("needed", "found", "fetched", "unserved"), 0)
+        self.holds: list[tuple | None] = [None] * frames
+        self.reset()
+
+    def reset(self) -> None:
+        self.where: dict[tuple, int] = {}  # (layer, slot, head) -> frame
+        self.holds = [None] * len(self.holds)
+        self.last = [None] * len(self.holds)  # step that chose it
+        self.hand, self.now = 0, 1
+        self.total = dict.fromkeys(self.total, 0)
+
+    def forget(self, layer: int, slots: list[int]) -> None:
+        for block in [b for b in self.where if b[0] == layer and b[1] in slots]:
+            frame = self.where.pop(block)
+            self.holds[frame] = self.last[frame] = None
+
+    def age(self, frame: int) -> int:
+        return OLDEST + 1 if self.holds[frame] is None else min(self.now - self.last[frame], OLDEST)
+
+    def may_go(self, frame: int, keep: int) -> bool:
+        return self.holds[frame] is None or self.last[frame] < self.now - keep
+
+    def fetch(self, blocks: list[tuple | None], keep: int) -> list[int]:
+        """Places of the blocks ``(layer, slot, head)``."""
+        wanted = [b for b in blocks if b is not None]
+        missing = []
+        for block in wanted:
+            if block in self.where:
+                self.last[self.where[block]] = self.now
+                self.total["found"] += 1
+            elif block not in missing:
+                missing.append(block)
+        self.total["needed"] += len(wanted)
+        order = [(self.hand + i) % len(self.holds) for i in range(len(self.holds))]
+        pieces = [order[i : i + self.window] for i in range(0, len(order), self.window)]
+        planned = min(len(pieces), -(-SLACK * len(missing) // self.window))
+        for i, piece in enumerate(pieces[: planned + EXTRA]):
+            if not missing:
+                break
+            share = -(-len(missing) // (planned - i)) if i < planned else len(missing)
+            may_go = [frame for frame in piece if self.may_go(frame, keep)]
+            chosen = sorted(may_go, key=lambda frame: -self.age(frame))[:share]
+            for frame in piece:
+                if frame in chosen:
+                    if self.holds[frame] is not None:
+                        del self.where[self.holds[frame]]
+                    block = missing.pop(0)
+                    self.holds[frame], self.last[frame], self.where[block] = block, self.now, frame
+                    self.total["fetched"] += 1
+            self.hand = piece[-1] + 1
+        self.hand %= len(self.holds)
+        self.total["unserved"] += sum(b not in self.where for b in wanted)
+        return [-1 if b is None else self.where.get(b, -(b[1] + 2)) for b in blocks]
+
+
+class World:
+    """A pool, its model, and layers whose rows get, share and lose blocks."""
+
+    def __init__(self, device: str, frames: int, window: int, seed: int = 0) -> None:
+        self.random = random.Random(seed)
+        self.device = device
+        self.pool, self.model = DevicePool(frames, SIZE, WIDTH, torch.float32, device), Model(frames, window)
+        self.pool.window = window
+        pin = device == "cuda"
+        self.kv = [torch.zeros(s, h, SIZE, WIDTH, pin_memory=pin) for s, h in LAYERS]
+        self.capacity = [s // 2 for s, _ in LAYERS]
+        for layer, (_, heads) in enumerate(LAYERS):
+            assert self.pool.add_layer(self.table(self.capacity[layer], heads)) == layer
+        self.slots = [[[-1] * BLOCKS for _ in range(BATCH)] for _ in LAYERS]
+        self.written = 0
+        self.chosen: dict[tuple, list[int]] = {}
+        for layer in range(len(LAYERS)):
+            for row in range(BATCH):
+                self.replace(layer, row, range(BLOCKS // 2))
+
+    def table(self, capacity: int, heads: int) -> torch.Tensor:
+        return torch.full((capacity, heads), -1, dtype=torch.int32, device=self.device)
+
+    def replace(self, layer: int, row: int, blocks: range) -> None:
+        """New blocks in slots that nobody names; the layer's page table grows if it must."""
+        for block in blocks:
+            named = {slot for other in self.slots[layer] for slot in other}
+            free = [slot for slot in range(self.capacity[layer]) if slot not in named]
+            if not free:
+                self.grow(layer)
+                free = [self.capacity[layer] - 1]
+            slot = self.random.choice(free)
+            self.pool.forget(layer, torch.tensor([slot]))
+            self.model.forget(layer, [slot])
+            self.slots[layer][row][block] = slot
+            for head in range(LAYERS[layer][1]):
+                self.written += 1
+                self.kv[layer][slot, head] = self.written * 8 + torch.arange(8.0).view(SIZE, WIDTH)
+
+    def grow(self, layer: int) -> None:
+        old = self.pool.resident(layer)
+        self.capacity[layer] = min(LAYERS[layer][0], self.capacity[layer] + 3)
+        new = self.table(self.capacity[layer], LAYERS[layer][1])
+        new[: len(old)] = old
+        old.fill_(10**6)  # nobody may look there any more
+        self.pool.moved(layer, new)
+
+    def choose(self, layer: int, row: int, head: int) -> list[int]:
+        """Mostly the blocks of the last time."""
+        there = [b for b, slot in enumerate(self.slots[layer][row]) if slot >= 0]
+        n = self.random.choice((0, CHOSEN, CHOSEN, CHOSEN, CHOSEN - 2))
+        old = [b for b in self.chosen.get((layer, row, head), []) if b in there and self.random.random() < 0.85]
+        new = [b for b in there if b not in old]
+        chosen = sorted((old + self.random.sample(new, len(new)))[:n])
+        self.chosen[layer, row, head] = chosen
+        return chosen
+
+    def change(self) -> None:
+        """What happens between steps now and then."""
+        layer, row, event = self.random.randrange(len(LAYERS)), self.random.randrange(BATCH), self.random.random()
+        if event < 0.1:  # a block is sealed, or all others are
+            self.replace(layer, row, range(self.random.randrange(BLOCKS), BLOCKS)[:2])
+        elif event < 0.13:  # the rows share all blocks from now on
+            self.slots[layer][1 - row] = list(self.slots[layer][row])
+        elif event < 0.131:
+            self.pool.drop_all()
+            self.model.reset()
+
+    def call(self, layer: int, keep: int, paused: bool = False) -> None:
+        heads = LAYERS[layer][1]
+        ids = [[self.choose(layer, row, head) for head in range(heads)] for row in range(BATCH)]
+        ids = [[i + [-1] * (CHOSEN - len(i)) for i in per_row] for per_row in ids]
+        blocks = [
+            None if b < 0 or self.slots[layer][row][b] < 0 else (layer, self.slots[layer][row][b], head)
+            for row in range(BATCH)
+            for head in range(heads)
+            for b in ids[row][head]
+        ]
+        in_use = [f for f in range(len(self.model.holds)) if not self.model.may_go(f, keep)]
+        owners = self.pool.state.owner.tolist()
+        arguments = (
+            layer,
+            torch.tensor(ids, dtype=torch.int32, device=self.device),
+            torch.tensor(self.slots[layer], dtype=torch.int32, device=self.device),
+            self.kv[layer],
+            keep,
+            torch.full((BATCH, heads, CHOSEN), 12345, dtype=torch.int32, device=self.device),
+        )
+        if paused:
+            with self.pool.paused():
+                places = self.pool.fetch(*arguments)
+                self.pool.advance()
+            expected = [-1 if b is None else self.model.where.get(b, -(b[1] + 2)) for b in blocks]
+        else:
+            places = self.pool.fetch(*arguments)
+            expected = self.model.fetch(blocks, keep)
+        assert places is arguments[-1]
+        assert places.flatten().tolist() == expected
+        after = self.pool.state.owner.tolist()
+        assert all(owners[f] == after[f] for f in in_use), "a frame in use was given away"
+        self.read(places, blocks)
+
+    def read(self, places: torch.Tensor, blocks: list[tuple | None]) -> None:
+        """Every place holds its block's content."""
+        pairs = [(p, b) for p, b in zip(places.flatten().tolist(), blocks) if b is not None]
+        for place, (_, slot, _) in pairs:
+            assert place >= 0 or -(place + 2) == slot
+        pairs = [(p, b) for p, b in pairs if p >= 0]
+        if pairs:
+            got = self.pool.frames[torch.tensor([p for p, _ in pairs], device=self.device)].cpu()
+            assert torch.equal(got, torch.stack([self.kv[layer][slot, head] for _, (layer, slot, head) in pairs]))
+
+    def check(self) -> None:
+        """One owner a frame, tables and owners agree, and all is as in the model."""
+        state, model = self.pool.state, self.model
+        owner, stamp = state.owner.tolist(), state.stamp.tolist()
+        entries = {}
+        for layer, (_, heads) in enumerate(LAYERS):
+            for i, frame in enumerate(self.pool.resident(layer).flatten().tolist()):
+                assert frame >= -1
+                if frame >= 0:
+                    assert frame not in entries, "a frame has two owners"
+                    entries[frame] = (layer, i // heads, i % heads)
+                    assert owner[frame] == [layer, i]
+        assert all(owner[f] == [-1, -1] and stamp[f] == FREE for f in range(len(owner)) if f not in entries)
+        assert entries == {frame: block for block, frame in model.where.items()}
+        assert [None if s == FREE else s for s in stamp] == model.last
+        assert (int(state.hand), int(state.now)) == (model.hand, model.now)
+
+    def run(self, steps: int) -> None:
+        for step in range(steps):
+            keep = step // 500 % 2
+            self.change()
+            for layer in range(len(LAYERS)):
+                if self.random.random() < 0.5:
+                    self.call(layer, keep, paused=self.random.random() < 0.02)
+            self.check()
+            self.pool.advance()
+            self.model.now += 1
+            if step % 50 == 0:
+                assert self.pool.counters() == self.model.total
+        assert self.pool.counters() == self.model.total
+
+
+def test_ten_thousand_steps():
+    World("cpu", frames=70, window=16).run(10_000)
+
+
+@pytest.mark.parametrize("frames, window", [(1, 16), (20, 64), (33, 16), (400, 64)])
+def test_few_frames_and_many(frames, window):
+    World("cpu", frames, window, seed=frames).run(700)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off where there is a GPU")
+@pytest.mark.parametrize("frames, window", [(70, 32), (30, 64)])
+def test_kernels(monkeypatch, frames, window):
+    from hf_sparsekv.ops.block_copy import triton as copying
+    from hf_sparsekv.ops.residency import triton as residing
+
+    def block_copy(kv, frames, copies, n_copies, how):
+        copying.block_copy(kv, frames, copies, n_copies, programs=2)
+
+    residency = functools.partial(residing.residency, look=64, tile=32)
+    monkeypatch.setattr("hf_sparsekv.offload.device_pool.residency", residency)
+    monkeypatch.setattr("hf_sparsekv.offload.device_pool.block_copy", block_copy)
+    World("cpu", frames, window).run(250)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("frames, window, steps", [(70, 32, 10_000), (33, 32, 700), (400, 4096, 700)])
+def test_on_the_device(frames, window, steps):
+    World("cuda", frames, window).run(steps)
+
+
+def test_sizes():
+    frame = 2 * 4 * 4 + 12
+    assert len(DevicePool.sized(10 * frame, 2, 4, torch.float32, "cpu").frames) == 10
+    assert len(DevicePool.sized(10 * frame, 2, 4, torch.float32, "cpu", most=3).frames) == 3
+    assert len(DevicePool.sized(1e-6, 2, 4, torch.float32, "cpu").frames) > 0
+    pool = DevicePool(5, 2, 4, torch.float32, "cpu")
+    assert pool.nbytes == 5 * frame
+    assert free_bytes(pool.device) > 0
+    for wrong in (frame - 1, 1.5, 0.0):
+        with pytest.raises(ValueError, match=r"no room|between 0 and 1"):
+            DevicePool.sized(wrong, 2, 4, torch.float32, "cpu")
+    with pytest.raises(ValueError, match="at least one"):
+        DevicePool(0, 2, 4, torch.float32, "cpu")
+    with pytest.raises(ValueError, match="how must be"):
+        DevicePool(1, 2, 4, torch.float32, "cpu", how="memcpy")
+
+
+def test_copies_share_it():
+    pool = DevicePool(5, 2, 4, torch.float32, "cpu")
+    assert copy.deepcopy([pool])[0] is pool
+
+
+def test_find_changes_nothing():
+    world = World("cpu", 30, 16)
+    world.call(0, 0)
+    before = world.pool.state.stamp.clone()
+    world.pool.advance()
+    ids = torch.arange(6, dtype=torch.int32).expand(BATCH, 2, 6)
+    slots = torch.tensor(world.slots[0], dtype=torch.int32)
+    places = world.pool.find(0, ids, slots)
+    table = world.pool.resident(0)
+    for row in range(BATCH):
+        for head in range(2):
+            for b in range(6):
+                slot = world.slots[0][row][b]
+                frame = int(table[slot, head])
+                assert int(places[row, head, b]) == (frame if frame >= 0 else -(slot + 2))
+    assert torch.equal(world.pool.state.stamp, before)
+    with pytest.raises(ValueError, match="KV heads"):
+        world.pool.fetch(1, ids, slots, world.kv[0], 0)
