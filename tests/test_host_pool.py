@@ -94,10 +94,14 @@ def test_a_captured_step_learns_that_the_fields_have_moved():
     like = torch.zeros(3, 2, 1, 16), torch.zeros(3, 2, 1, 16)
     config = SparseConfig(block_size=16, window=16, max_length=4096)
     store = LayerStore(*like, config, budget_of(), DeviceLength())
-    store.pool.allocate(store.pool.capacity)
-    before = store.addresses
+    before, capacity = store.addresses, store.pool.capacity
+    taken = store.pool.allocate(capacity)
+    store.slots = taken.view(3, -1)  # named, so that they are not found free
+    table = store.slots
     store.pool.allocate(1)
-    assert store.addresses != before
+    assert store.pool.capacity > capacity
+    assert store.slots is table
+    assert store.addresses[1:3] != before[1:3]
 
 
 # ---------------------------------------------------------------------- what fails
