@@ -212,11 +212,11 @@ class Layer:
             self.block_select()
             return
         main = torch.cuda.current_stream()
-        self.append()
         side.wait_stream(main)
         with torch.cuda.stream(side):
             self.block_score()
             self.block_select()
+        self.append()
         self._fine(self.previous)
         main.wait_stream(side)
 
