@@ -224,7 +224,7 @@ class World:
 
 
 def test_ten_thousand_steps():
-    World("cpu", frames=70, window=16).run(10_000)
+    World("cpu", frames=45, window=16).run(10_000)
 
 
 @pytest.mark.parametrize("frames, window", [(1, 16), (20, 64), (33, 16), (400, 64)])
@@ -248,7 +248,7 @@ def test_kernels(monkeypatch, frames, window):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("frames, window, steps", [(70, 32, 10_000), (33, 32, 700), (400, 4096, 700)])
+@pytest.mark.parametrize("frames, window, steps", [(45, 32, 10_000), (20, 32, 700), (400, 4096, 700)])
 def test_on_the_device(frames, window, steps):
     World("cuda", frames, window).run(steps)
 
