@@ -19,6 +19,7 @@ from .attention.handle import Step
 from .attention.masks import new_columns
 from .config import OffloadConfig, SparseConfig, TwoLevelConfig
 from .layer import SparseLayer
+from .offload.frames import FramePools
 from .offload.lasting import DeviceLength
 from .offload.pool import HostBudget
 from .predictor.channels import LabelChannels
@@ -43,6 +44,7 @@ class SparseCache(Cache):
             raise TypeError(f"offload must be an OffloadConfig or None, got {type(offload).__name__}")
         self.config, self.offload_config = config, offload
         self.budget = None if offload is None else HostBudget(offload)
+        self.frames = None if offload is None else FramePools(offload)
         self.clock = DeviceLength()
         self.model_config = None
         self._record_past = self._warned = False
@@ -209,17 +211,20 @@ class SparseCache(Cache):
                 super().activate_past_recording()
         for layer in self.sparse_layers:
             layer.reset()
+        if self.frames is not None:
+            self.frames.reset()
 
     # ------------------------------------------------------------------ what people ask
 
     def stats(self) -> CacheStats:
         """Counters since the cache was made or reset. Synchronises with the device."""
-        return collect(self.sparse_layers)
+        return collect(self.sparse_layers, self.frames)
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes allocated by this cache's own layers (shared blocks included), ``{"device": ..., "host": ...}``."""
         sizes = [layer.store.nbytes() for layer in self.sparse_layers if layer.store is not None]
-        return {"device": sum(s[0] for s in sizes), "host": sum(s[1] for s in sizes)}
+        frames = 0 if self.frames is None else self.frames.nbytes
+        return {"device": sum(s[0] for s in sizes) + frames, "host": sum(s[1] for s in sizes)}
 
 
 class OffloadedSparseCache(SparseCache):
@@ -267,5 +272,5 @@ class OffloadedSparseCache(SparseCache):
     def make_policy(self, layer_idx: int) -> Policy:
         offloaded = self.offload_config is not None
         if layer_idx < self.config.dense_layers:
-            return Policy(self.config, layer_idx, offloaded)
+            return Policy(self.config, layer_idx, offloaded and not self.offload_config.keep_dense)
         return TwoLevelPolicy(self.config, layer_idx, offloaded, self.channels)

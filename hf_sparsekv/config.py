@@ -182,10 +182,17 @@ class OffloadConfig:
             it every step copies the selected tokens through the CPU.
         max_host_bytes: refuse to grow beyond this many bytes of host memory over all layers. ``None`` means 80 %
             of the machine's (or container's) memory.
+        device_pool: device memory for copies of chosen blocks: bytes (int), or a share of what is free when decoding
+            begins (float, below 1). ``None`` means four times what one step chooses, at most half of what is free. 0
+            means none: each step reads what it chooses in host memory. Any size gives the same tokens.
+        keep_dense: blocks of the first, dense layers stay on the device: a step reads all of them, which takes long
+            over the link. False: they go to host memory as well.
     """
 
     pin_memory: bool | None = None
     max_host_bytes: int | None = None
+    device_pool: int | float | None = None
+    keep_dense: bool = True
 
     def __post_init__(self) -> None:
         _require(
@@ -194,3 +201,9 @@ class OffloadConfig:
         )
         if self.max_host_bytes is not None:
             _positive("max_host_bytes", self.max_host_bytes)
+        _require(self.keep_dense in (True, False), f"keep_dense must be True or False, got {self.keep_dense!r}")
+        pool = self.device_pool
+        _require(
+            pool is None or (_is_int(pool) and pool >= 0) or (isinstance(pool, float) and 0 < pool < 1),
+            f"device_pool must be bytes (an integer), a share of free memory (between 0 and 1) or None, got {pool!r}",
+        )

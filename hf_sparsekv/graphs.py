@@ -14,6 +14,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -87,9 +88,13 @@ class StepRunner:
                 self._said.add(reason)
                 warnings.warn(f"decode steps run eagerly: {reason}", stacklevel=4)
             return self.original(*args, **kwargs)
+        for layer in cache.sparse_layers:
+            layer.policy.prepare(layer.store)
         modes = tuple(layer.policy.mode(layer.store) for layer in cache.sparse_layers)
         if None in modes:  # this step changes what the next ones are
             return self.original(*args, **kwargs)
+        if any(layer.broken for layer in cache.sparse_layers):
+            return self.original(*args, **kwargs)  # which says so
         with self.lock:
             return self._step(given, cache, modes)
 
@@ -245,21 +250,24 @@ class StepRunner:
                     ring.replay = None
 
         try:
-            warm = kind in self._warm
-            while True:
-                if not warm:
-                    self._warm_up(run, ids.device)
-                for state in saved:
-                    state.put_back_host()
-                try:
-                    graph, output = self._record(run, ids.device, saved)
-                    break
-                except RuntimeError:
+            with nullcontext() if cache.frames is None else cache.frames.paused():
+                warm = kind in self._warm
+                while True:
                     if not warm:
-                        raise
-                    warm = False  # something had to be compiled after all
-            self._warm.add(kind)
-            queries = [layer.query for layer in layers]
+                        self._warm_up(run, ids.device)
+                    for state in saved:
+                        state.put_back_host()
+                    try:
+                        graph, output = self._record(run, ids.device, saved)
+                        break
+                    except RuntimeError:
+                        if not warm:
+                            raise
+                        warm = False  # something had to be compiled after all
+                        for layer in layers:
+                            layer.broken = None
+                self._warm.add(kind)
+                queries = [layer.query for layer in layers]
         finally:
             for state in saved:
                 state.put_back_host()

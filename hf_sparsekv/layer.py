@@ -43,7 +43,8 @@ class SparseLayer(CacheLayerMixin):
         new.index, new.broken, new.policy = self.index, self.broken, self.policy.copy()
         new.pending = new.replay = new.query = None
         clock = copy.deepcopy(self.owner.clock, memo)
-        new.store = None if self.store is None else self.store.copy(clock)
+        frames = copy.deepcopy(self.owner.frames, memo) if self.policy.fetches else None
+        new.store = None if self.store is None else self.store.copy(clock, frames)
         new.owner = copy.deepcopy(self.owner, memo)
         return new
 
@@ -111,7 +112,12 @@ class SparseLayer(CacheLayerMixin):
             self.store = None  # before the new one is made: the budget may not hold both
         store = self.store
         if store is None:
-            store = LayerStore(step.k, step.v, self.owner.config, self.owner.budget, self.owner.clock)
+            owner, frames = self.owner, None
+            if self.policy.fetches:
+                frames = owner.frames
+                frames.layers = sum(layer.policy.fetches for layer in owner.sparse_layers)
+            host = owner.budget if self.policy.offloaded else None
+            store = LayerStore(step.k, step.v, owner.config, host, owner.clock, frames)
         self.policy.start(store, q_heads)
         self.store = store
 

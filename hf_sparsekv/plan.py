@@ -9,6 +9,8 @@ import torch
 
 from .config import OffloadConfig, TwoLevelConfig
 from .crossover import dense_tokens
+from .offload.device_pool import BOOKKEEPING
+from .offload.frames import SELECTIONS
 from .offload.pool import bucket
 from .offload.store import ring_tokens
 from .selection.two_level import method
@@ -59,7 +61,10 @@ class MemoryPlan:
     Args:
         weights: the model's parameters.
         dense_kv: keys and values as transformers' ``DynamicCache`` keeps them, all layers.
-        blocks: keys and values of the block slots; in host memory if ``offloaded``.
+        blocks: keys and values of the block slots; in host memory if ``offloaded``, except those of ``kept``.
+        kept: of these, in dense layers that stay on the device (``OffloadConfig.keep_dense``).
+        frames: device copies of chosen blocks (``OffloadConfig.device_pool``): the default size, or the bytes given. A
+            share of free memory is not known beforehand and counts as 0.
         bounds: least and largest key of each block, which blocks are chosen by.
         labels: quantised label channels, which tokens are chosen by.
         near: sinks and recent tokens.
@@ -83,17 +88,20 @@ class MemoryPlan:
     tables: int
     stock: int
     prefill: int
+    kept: int = 0
+    frames: int = 0
     dense_tokens: int = 0
 
     @property
     def cache_device(self) -> int:
         """Device bytes of the layers that the cache manages itself."""
-        return self.bounds + self.labels + self.near + self.tables + (0 if self.offloaded else self.blocks)
+        blocks = self.kept + self.frames if self.offloaded else self.blocks
+        return self.bounds + self.labels + self.near + self.tables + blocks
 
     @property
     def cache_host(self) -> int:
         """Host bytes of the layers that the cache manages itself."""
-        return self.blocks if self.offloaded else 0
+        return self.blocks - self.kept if self.offloaded else 0
 
     @property
     def device_total(self) -> int:
@@ -208,7 +216,8 @@ def plan_memory(
     slots = bucket(blocks_a_row * batch)
     near_tokens = config.sinks + ring_tokens(config)
 
-    dense_kv = blocks = bounds = labels = near = tables = stock = 0
+    dense_kv = blocks = resident = bounds = labels = near = tables = stock = 0
+    fetching: list[LayerShape] = []
     for index, layer in enumerate(model.layers):
         token = layer.heads * (layer.key_dim + layer.value_dim) * item
         if layer.kind != "full":
@@ -222,7 +231,9 @@ def plan_memory(
         # Per slot: flags and fill; per row: its slot table, the validity of near tokens, a count.
         tables += slots * (size + 4) + batch * (bucket(blocks_a_row) * 4 + near_tokens + 4)
         if index < config.dense_layers:
+            resident += slots * size * token * (offload is not None and offload.keep_dense)
             continue
+        fetching.append(layer)
         if config.level != "token":
             parts = config.bounds_per_block
             bounds += slots * parts * (layer.heads * 2 * layer.key_dim * item + (4 if parts > 1 else 0))
@@ -230,6 +241,13 @@ def plan_memory(
             channels = config.label_channels or max(2, layer.key_dim // 8 * 2)
             code = channels // 2 + 4 if config.label_bits == 4 else channels * item
             labels += slots * layer.heads * size * code
+
+    frames = 0
+    if offload is not None and config.level != "token":
+        sealed = (context - config.window - config.max_draft) // size
+        if sealed > config.coarse_blocks:
+            frames = _frames(fetching, config, offload, batch, item)
+            tables += sum(slots * layer.heads * 4 for layer in fetching) * (frames > 0)
 
     # Alive at once in a layer: a few copies of the hidden states, and the MLP's gate, up and product.
     prefill = batch * context * (4 * model.hidden + 3 * model.intermediate) * item
@@ -247,8 +265,23 @@ def plan_memory(
         tables=tables,
         stock=stock,
         prefill=prefill,
+        kept=resident,
+        frames=frames,
         dense_tokens=_dense_tokens(model, config, offload, batch, device or torch.device("cpu")),
     )
+
+
+def _frames(layers: list, config: TwoLevelConfig, offload: OffloadConfig, batch: int, item: int) -> int:
+    """Bytes of the device pools, one for each width of tokens."""
+    budget, total = offload.device_pool, 0
+    for width in {layer.key_dim + layer.value_dim for layer in layers}:
+        entries = [
+            batch * layer.heads * config.coarse_blocks for layer in layers if layer.key_dim + layer.value_dim == width
+        ]
+        size = config.block_size * width * item + BOOKKEEPING
+        frames = SELECTIONS * len(layers) * entries[0] if budget is None else int(budget) // size
+        total += frames * size + (8 * sum(set(entries)) if frames else 0)  # lists of copies
+    return total
 
 
 def _dense_tokens(

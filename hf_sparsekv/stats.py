@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .layer import SparseLayer
+    from .offload.frames import FramePools
 
 
 @dataclass(frozen=True)
@@ -95,13 +96,14 @@ def _bytes(n: float) -> str:
     return f"{n:.2f} GiB"
 
 
-def collect(layers: list[SparseLayer]) -> CacheStats:
-    """Sum the counters of a cache's layers."""
+def collect(layers: list[SparseLayer], frames: FramePools | None = None) -> CacheStats:
+    """Sum the counters of a cache's layers and of its device pools."""
+    fetched = {"needed": 0, "found": 0, "bytes": 0} if frames is None else frames.counters()
     stores = [layer.store for layer in layers if layer.store is not None]
     attended = context = blocks = read = dense = index = down = up = 0
     for store in stores:
         counters = store.counters
-        mine, all_of_it, near = counters.total_attended, counters.total_context, counters.total_near
+        mine, all_of_it = counters.total_attended, counters.total_context
         attended += mine
         context += all_of_it
         blocks += int(counters.blocks)
@@ -110,8 +112,7 @@ def collect(layers: list[SparseLayer]) -> CacheStats:
         index += counters.index_bytes
         up += counters.to_host_bytes
         down += counters.to_device_bytes
-        if store.pool.host is not None:
-            down += (mine - near) * store.token_bytes
+        down += counters.total_from_host * store.token_bytes
     sizes = [store.nbytes() for store in stores]
     total = [store.counters for store in stores]
     return CacheStats(
@@ -128,11 +129,11 @@ def collect(layers: list[SparseLayer]) -> CacheStats:
         kv_bytes_read=read,
         kv_bytes_dense=dense,
         index_bytes_read=index,
-        host_to_device_bytes=down,
+        host_to_device_bytes=down + fetched["bytes"],
         device_to_host_bytes=up,
-        hit_rate=None,
+        hit_rate=fetched["found"] / fetched["needed"] if fetched["needed"] else None,
         covered_mass=None,
         materialised=sum(c.materialised for c in total),
-        device_bytes=sum(s[0] for s in sizes),
+        device_bytes=sum(s[0] for s in sizes) + (0 if frames is None else frames.nbytes),
         host_bytes=sum(s[1] for s in sizes),
     )

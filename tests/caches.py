@@ -20,13 +20,15 @@ FULL = {"token_budget": 4096}  # more than any test caches: the output must be t
 TIGHT = {"token_budget": 32, "num_blocks": 4}
 
 
-def two_level(offload: bool = True, model_config=None, **changes) -> OffloadedSparseCache:
+def two_level(offload: bool | OffloadConfig = True, model_config=None, **changes) -> OffloadedSparseCache:
     """A two-level cache with test-sized settings."""
     config = TwoLevelConfig(**{**SMALL, **changes})
-    return OffloadedSparseCache(config, offload=OffloadConfig() if offload else None, model_config=model_config)
+    if isinstance(offload, bool):
+        offload = OffloadConfig() if offload else None
+    return OffloadedSparseCache(config, offload=offload, model_config=model_config)
 
 
-def _two_level(offload: bool, **settings) -> Callable[..., SparseCache]:
+def _two_level(offload: bool | OffloadConfig, **settings) -> Callable[..., SparseCache]:
     def make(model_config=None, **changes) -> SparseCache:
         return two_level(offload, model_config, **{**settings, **changes})
 
@@ -37,6 +39,8 @@ def _two_level(offload: bool, **settings) -> Callable[..., SparseCache]:
 CACHES: dict[str, Callable[..., SparseCache]] = {
     "host": _two_level(True),
     "device": _two_level(False),
+    "host-nopool": _two_level(OffloadConfig(device_pool=0)),
+    "host-smallpool": _two_level(OffloadConfig(device_pool=50_000)),  # less than what several rows choose in a step
     "host-nolag": _two_level(True, lag=False),
     "device-lag": _two_level(False, lag=True),
     "device-block": _two_level(False, level="block"),

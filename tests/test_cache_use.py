@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -172,7 +173,12 @@ def test_sparse_copy_gives_the_same():
             one = model("llama")(token, past_key_values=cache).logits
             two = model("llama")(token, past_key_values=twin).logits
             assert torch.equal(one, two)
-    assert cache.stats() == twin.stats()
+    # The copy begins with no block on the device, so it reads and fetches more.
+    mine, theirs = cache.stats(), twin.stats()
+    assert theirs.host_to_device_bytes > mine.host_to_device_bytes
+    assert theirs.hit_rate < mine.hit_rate
+    differ = {"hit_rate": None, "host_to_device_bytes": 0}
+    assert replace(mine, **differ) == replace(theirs, **differ)
 
 
 # ---------------------------------------------------------------------- rows

@@ -231,7 +231,8 @@ def test_hub_is_out_of_reach():
 
 @pytest.mark.quick
 def test_plan(tiny):
-    out = run("plan", tiny, "--context", 1000, "--batch", 2, "--gpu-memory", "1GiB", "--host-memory", "1MiB").stdout
+    size = ("--context", 1000, "--batch", 2, "--gpu-memory", "1GiB", "--host-memory", "1MiB")
+    out = run("plan", tiny, *size, "--dense-layers", 0).stdout
     assert "llama, float32, layers: 2 full; 2 x 1,000 tokens" in out
     # 2 layers x 32 slots x 64 tokens x 2 heads x 32 channels x 4 bytes; dense: 2 x 2 x 1000 x 2 x 32 x 4
     row = next(line for line in out.splitlines() if line.startswith("KV blocks"))
@@ -241,7 +242,8 @@ def test_plan(tiny):
 
 
 def test_plan_does_not_fit(tiny):
-    out = run("plan", tiny, "--context", 1000, "--gpu-memory", "100KiB", "--host-memory", "1KiB").stdout
+    size = ("--context", 1000, "--gpu-memory", "100KiB", "--host-memory", "1KiB")
+    out = run("plan", tiny, *size, "--dense-layers", 0).stdout
     assert re.search(r"GPU 100 KiB: sparse does not fit \(.* too much\), dense does not fit", out)
     assert re.search(r"host 1 KiB: does not fit", out)
 

@@ -9,7 +9,7 @@ import torch
 from caches import TIGHT, two_level
 from models import build, model, prompt, reference
 from oracle import Oracle
-from test_graphs import Imitation, check, on_gpu
+from test_graphs import Imitation, check, on_gpu, same_counts
 from test_two_level import CASES, TOLERANCE, Race
 
 from hf_sparsekv import crossover
@@ -175,7 +175,7 @@ def test_one_graph_a_side(settings, pads):
     inputs, go = prompt(2, 130, pads), {"do_sample": False, "max_new_tokens": 50}
     expected = model("llama").generate(**inputs, past_key_values=caches[0], **go)
     assert torch.equal(fast.generate(**inputs, past_key_values=caches[1], **go), expected)
-    assert caches[1].stats() == caches[0].stats()
+    same_counts(*caches)
     assert caches[1].stats().crossover_calls == (8 * 16 + 20 - 130) * LAYERS
     assert (runner.replays, runner.captures) == (49, 2)
 

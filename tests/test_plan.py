@@ -106,11 +106,26 @@ def test_tied_weights_count_once():
     assert model_shape(apart.config).weights - model_shape(tied.config).weights == table
 
 
+@pytest.mark.parametrize("options", [{}, {"device_pool": 0}, {"device_pool": 100_000}, {"keep_dense": False}], ids=str)
+def test_device_pool(options):
+    """A cache long enough to choose among blocks: the plan is what is allocated, frames and page tables included."""
+    config = TwoLevelConfig(block_size=16, window=16, num_blocks=4, token_budget=32, dense_layers=1)
+    offload = OffloadConfig(**options)
+    grown = build("llama", "sparsekv", num_hidden_layers=4)
+    cache = OffloadedSparseCache(config, offload)
+    with torch.no_grad():
+        grown(**prompt(2, 300), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    plan = plan_memory(model_shape(grown.config), config, offload, context=300, batch=2)
+    assert {"device": plan.cache_device, "host": plan.cache_host} == cache.memory_bytes()
+    assert (plan.frames > 0) == (options.get("device_pool") != 0)
+    assert (plan.kept > 0) == options.get("keep_dense", True)
+
+
 def test_totals_add_up():
     shape = model_shape(model("gemma3").config)
     on, off = (plan_memory(shape, TwoLevelConfig(), where, context=5000, batch=2) for where in (OffloadConfig(), None))
-    assert on.device_total + on.blocks == off.device_total
-    assert on.device_total == on.weights + on.bounds + on.labels + on.near + on.tables + on.stock + on.prefill
+    assert on.device_total + on.blocks - on.kept == off.device_total
+    assert on.device_total == on.weights + on.kept + on.bounds + on.labels + on.near + on.tables + on.stock + on.prefill
     assert on.dense_total == on.weights + on.dense_kv + on.prefill == off.dense_total
 
 

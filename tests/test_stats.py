@@ -10,6 +10,8 @@ import torch
 from caches import FULL, TIGHT, two_level
 from models import model, prompt
 
+from hf_sparsekv import OffloadConfig, OffloadedSparseCache
+
 BLOCK, WINDOW, DRAFT, SINKS = 16, 16, 4, 4
 LAYERS, HEADS, DIM = 2, 2, 16
 TOKEN = 2 * DIM * 4  # bytes of one token's key and value, one KV head, float32
@@ -68,12 +70,22 @@ def test_tokens_and_bytes(level, pads, offload):
     assert stats.attended_share == count["attended"] / count["context"]
     assert stats.kv_bytes_read == count["attended"] * TOKEN
     assert stats.kv_bytes_dense == count["context"] * TOKEN
-    assert stats.hit_rate is None and stats.covered_mass is None
+    assert (stats.hit_rate is None) == (not offload or level == "token")
+    assert stats.covered_mass is None
     if not offload:
         assert stats.host_to_device_bytes == stats.device_to_host_bytes == stats.host_bytes == 0
         return
     # Sinks and recent tokens stay on the device; every sealed column went to the host once.
-    assert stats.host_to_device_bytes == count["stored"] * TOKEN
+    fetched = cache.frames.counters()
+    in_place = sum(layer.store.counters.total_from_host for layer in cache.sparse_layers)
+    if level == "token":
+        assert stats.host_to_device_bytes == in_place * TOKEN == count["stored"] * TOKEN
+    else:
+        # Everything is chosen a step ahead and there is room for it: what is read has been fetched, once.
+        assert in_place == fetched["unserved"] == 0
+        assert stats.host_to_device_bytes == fetched["fetched"] * BLOCK * TOKEN
+        assert stats.hit_rate == fetched["found"] / fetched["needed"]
+        assert fetched["found"] + fetched["fetched"] == fetched["needed"]
     assert stats.device_to_host_bytes == sealed_at(170) * BLOCK * mask.shape[0] * HEADS * LAYERS * TOKEN
     assert stats.host_bytes > 0
 
@@ -122,6 +134,14 @@ def test_dense_steps():
     assert stats.attended_share == 1.0
 
 
+def test_without_a_device_pool_every_token_is_read_in_host_memory():
+    cache = OffloadedSparseCache(two_level(**TIGHT).config, OffloadConfig(device_pool=0))
+    mask = run(cache, 130, 40)
+    stats = cache.stats()
+    assert stats.hit_rate is None
+    assert stats.host_to_device_bytes == expected(mask, 130)["stored"] * TOKEN
+
+
 def test_dense_first_layers():
     cache = two_level(dense_layers=1, **TIGHT)
     run(cache, 130, 40)
@@ -132,13 +152,13 @@ def test_dense_first_layers():
 def test_several_queries_read_everything():
     cache = two_level(**TIGHT)
     run(cache, 130, 0)
-    before = cache.stats()
+    before, fetched = cache.stats(), cache.frames.counters()["bytes"]
     with torch.no_grad():
         model("llama")(prompt(1, 7, seed=2)["input_ids"], past_key_values=cache)
     stats = cache.stats()
     assert stats.exact_calls - before.exact_calls == LAYERS
     assert stats.decode_steps == stats.attended_tokens == 0
-    moved = stats.host_to_device_bytes - before.host_to_device_bytes
+    moved = stats.host_to_device_bytes - before.host_to_device_bytes - cache.frames.counters()["bytes"] + fetched
     assert moved == sealed_at(137) * BLOCK * HEADS * LAYERS * TOKEN
 
 
@@ -159,9 +179,15 @@ def test_memory_is_the_sum_over_tensors(offload):
     held = {"device": 0, "host": 0}
     for layer in cache.sparse_layers:
         store, pool = layer.store, layer.store.pool
+        if offload:
+            held["device"] += store.residents.table.untyped_storage().nbytes()
         tensors = [t for t in vars(store).values() if isinstance(t, torch.Tensor)]
         held["device"] += sum(t.untyped_storage().nbytes() for t in [*tensors, *pool.fields.values()])
         held["host" if offload else "device"] += pool.kv.untyped_storage().nbytes()
+    if offload:
+        (frames,) = cache.frames.pools.values()
+        lists = [copies for copies, _ in frames._lists.values()]
+        held["device"] += sum(t.nbytes for t in (frames.frames, frames.state.owner, frames.state.stamp, *lists))
     assert cache.memory_bytes() == held
     stats = cache.stats()
     assert {"device": stats.device_bytes, "host": stats.host_bytes} == held

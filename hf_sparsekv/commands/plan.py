@@ -82,7 +82,9 @@ def _show(p: MemoryPlan, gpu: int | None, host: int) -> None:
         table.add_row(name, *cells, style=style)
 
     row("weights", p.weights, 0, p.weights)
-    row("KV blocks", 0 if p.offloaded else p.blocks, p.cache_host, p.dense_kv - p.stock)
+    row("KV blocks", p.kept if p.offloaded else p.blocks, p.cache_host, p.dense_kv - p.stock)
+    if p.frames:
+        row("device copies of chosen blocks", p.frames, 0, 0)
     row("block bounds", p.bounds, 0, 0)
     row("token labels", p.labels, 0, 0)
     row("sinks and recent tokens", p.near, 0, 0)

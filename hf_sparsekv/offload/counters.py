@@ -14,6 +14,8 @@ class Counters:
     @lasting
     def __init__(self, batch: int, heads: int, device: torch.device) -> None:
         self.attended = torch.zeros(batch, heads, dtype=torch.int64, device=device)  # per row and KV head
+        self.from_host = torch.zeros_like(self.attended)  # of these, read in host memory
+        self.folded_from_host = torch.zeros((), dtype=torch.int64, device=device)
         self.folded = torch.zeros((), dtype=torch.int64, device=device)  # attended by rows that were regrouped
         self.blocks = torch.zeros((), dtype=torch.int64, device=device)
         # Rows with padding count on the device, others on the host.
@@ -33,14 +35,21 @@ class Counters:
     @lasting
     def regroup(self, batch: int) -> None:
         self.folded += self.attended.sum()
-        if batch == self.attended.shape[0]:
-            self.attended.zero_()  # a captured step knows the address
-        else:
-            self.attended = self.attended.new_zeros(batch, self.attended.shape[1])
+        self.folded_from_host += self.from_host.sum()
+        for name in ("attended", "from_host"):
+            held = getattr(self, name)
+            if batch == held.shape[0]:
+                held.zero_()  # a captured step knows the address
+            else:
+                setattr(self, name, held.new_zeros(batch, held.shape[1]))
 
     @property
     def total_attended(self) -> int:
         return int(self.attended.sum() + self.folded)
+
+    @property
+    def total_from_host(self) -> int:
+        return int(self.from_host.sum() + self.folded_from_host)
 
     @property
     def total_context(self) -> int:

@@ -18,7 +18,7 @@ from ..ops.block_copy import BACKENDS, block_copy
 from ..ops.residency import COUNTERS, FREE, WINDOW, FrameState, residency
 from .lasting import lasting
 
-_BOOKKEEPING = 12  # bytes a frame beside its content: owner and stamp
+BOOKKEEPING = 12  # bytes a frame beside its content: owner and stamp
 
 
 def free_bytes(device: torch.device) -> int:
@@ -85,7 +85,7 @@ class DevicePool:
             if not 0 < budget < 1:
                 raise ValueError(f"a share of the free memory lies between 0 and 1, got {budget}")
             budget = int(budget * free_bytes(device))
-        size = block_size * token_dim * dtype.itemsize + _BOOKKEEPING
+        size = block_size * token_dim * dtype.itemsize + BOOKKEEPING
         frames = budget // size
         if frames < 1:
             raise ValueError(f"a device pool of {budget} bytes has no room for a block of {size} bytes")

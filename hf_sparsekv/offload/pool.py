@@ -141,6 +141,8 @@ class BlockPool:
                 # A search is worth it only if it makes room for a while; else grow.
                 if len(self._free) >= max(n, self.capacity // 8):
                     slots, self._free = self._free[:n], self._free[n:]
+                    for user in list(self._users):
+                        user.forget(slots)
                     return slots
                 self._free = None
                 self._grow(bucket(self.used + n))

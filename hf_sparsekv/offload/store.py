@@ -19,6 +19,7 @@ from ..ops.append import append
 from ..ops.seal import Index, seal
 from ..ops.sparse_decode import sparse_decode
 from .counters import Counters
+from .frames import FramePools, Residents
 from .lasting import DeviceLength, lasting, take_rows
 from .pool import BlockPool, HostBudget, bucket
 
@@ -60,7 +61,13 @@ class LayerStore:
 
     @lasting
     def __init__(
-        self, k: Tensor, v: Tensor, config: SparseConfig, host: HostBudget | None, clock: DeviceLength
+        self,
+        k: Tensor,
+        v: Tensor,
+        config: SparseConfig,
+        host: HostBudget | None,
+        clock: DeviceLength,
+        frames: FramePools | None = None,
     ) -> None:
         self.config, self.clock = config, clock
         self.batch, self.heads, _, self.key_dim = k.shape
@@ -85,6 +92,7 @@ class LayerStore:
         self.near_kv = k.new_zeros(self.batch, self.heads, near, self.key_dim + self.value_dim)
         self.near_valid = torch.zeros(self.batch, near, dtype=torch.bool, device=self.device)
         self.seen = self._ints((self.batch,), 0)
+        self.residents = None if frames is None else Residents(frames, self.pool)
         self.pool.register(self)
         self.counters = Counters(self.batch, self.heads, self.device)
 
@@ -262,8 +270,24 @@ class LayerStore:
         """Columns in the ring."""
         return self.length - self.sealed * self.block_size
 
-    def attend(self, q: Tensor, ids: Tensor | None, granularity: str, spec: AttentionSpec) -> Tensor:
-        """Attention of one query per row over the near tokens and ``ids`` (see :func:`..ops.sparse_decode`)."""
+    def forget(self, slots: Tensor) -> None:
+        """The pool gives these slots to other blocks; nobody has named them for a while."""
+        if self.residents is not None:
+            self.residents.forget(slots)
+
+    def attend(
+        self,
+        q: Tensor,
+        ids: Tensor | None,
+        granularity: str,
+        spec: AttentionSpec,
+        placed: bool = False,
+        places: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of one query per row over the near tokens and ``ids`` (see :func:`..ops.sparse_decode`).
+
+        ``placed``: the ids are places in the frames of :attr:`residents`, or ``places`` are those of the ids.
+        """
         if self.padded:  # otherwise the host knows
             counters = self.counters
             ring = self.near_valid[:, self.sinks :].sum()
@@ -284,6 +308,9 @@ class LayerStore:
             softcap=spec.softcap,
             sink_logits=spec.sink_logits,
             attended=self.counters.attended,
+            frames=self.residents.pool.frames if placed else None,
+            places=places,
+            from_host=None if self.pool.host is None else self.counters.from_host,
         )
 
     def count_step(self, granularity: str) -> None:
@@ -337,6 +364,7 @@ class LayerStore:
             self.slots.data_ptr(),
             self.near_kv.data_ptr(),
             self.counters.attended.data_ptr(),
+            *(() if self.residents is None else self.residents.addresses),
         )
 
     def sealed_blocks(self) -> tuple[Tensor, Tensor]:
@@ -408,7 +436,7 @@ class LayerStore:
         self.counters = Counters(self.batch, self.heads, self.device)
 
     @lasting
-    def copy(self, clock: DeviceLength) -> LayerStore:
+    def copy(self, clock: DeviceLength, frames: FramePools | None = None) -> LayerStore:
         """An independent store that shares the sealed blocks."""
         new = object.__new__(LayerStore)
         new.__dict__.update(self.__dict__)
@@ -416,11 +444,13 @@ class LayerStore:
             setattr(new, name, getattr(self, name).clone())
         new.clock = clock
         new.counters = self.counters.copy()
+        new.residents = None if frames is None else Residents(frames, new.pool)
         new.pool.register(new)
         return new
 
     def nbytes(self) -> tuple[int, int]:
         """Bytes allocated on the device and in host memory."""
         own = sum(t.nbytes for t in (self.slots, self.near_kv, self.near_valid, self.seen))
+        own += 0 if self.residents is None else self.residents.nbytes
         device, host = self.pool.nbytes()
         return device + own, host

@@ -26,6 +26,11 @@ class Policy:
         self.config, self.layer_idx, self.offloaded = config, layer_idx, offloaded
         self._dense_blocks: tuple[int, int] = (0, 0)  # batch, and the blocks up to which a step of it is dense
 
+    fetches = False  # chosen blocks are brought to the device
+
+    def prepare(self, store: LayerStore) -> None:
+        """A step is about to be captured or replayed: make what it uses and is not there yet."""
+
     def start(self, store: LayerStore, q_heads: int) -> None:
         """The layer's first tokens have arrived: claim per-slot fields."""
         self._dense_blocks = (0, 0)  # perhaps another device

@@ -31,6 +31,7 @@ class TwoLevelPolicy(Policy):
         self.lag = lags(config, offloaded)
         self.coarse, self.fine = config.level != "token", config.level != "block"
         self.method = method(config, offloaded)
+        self.fetches = offloaded and self.coarse
         self.fixed = channels  # from a file
         self.reset()
 
@@ -38,6 +39,8 @@ class TwoLevelPolicy(Policy):
         self.channels: Tensor | None = None  # int32 [batch, H, r]
         self.previous: Tensor | None = None  # BlockIds of the previous step; None: all blocks
         self._held: Tensor | None = None  # where they are kept: a captured step knows the address
+        self._places: Tensor | None = None  # and where those blocks lie
+        self.placed = False  # the places are known
         self.stats = ChannelStats(self.config.channel_importance)
 
     @lasting
@@ -48,6 +51,7 @@ class TwoLevelPolicy(Policy):
         if self.lag:
             shape = (store.batch, heads, self.config.coarse_blocks)
             self._held = torch.full(shape, -1, dtype=torch.int32, device=store.device)
+            self._places = torch.full_like(self._held, -1) if self.fetches else None
         if self.coarse and "bounds" not in pool.fields:
             parts = self.config.bounds_per_block
             pool.add_field("bounds", (parts, heads, 2, dim), store.dtype)
@@ -157,12 +161,18 @@ class TwoLevelPolicy(Policy):
         config, attends = self.config, self._attends(store)
         if attends in ("dense", "quick"):
             return store.attend(q, None, "all", spec)
-        blocks = None
+        blocks = places = None
         if attends == "chosen":
-            blocks = self.previous if self.lag else self._choose_blocks(q, store)
+            if self.lag:
+                blocks, places = self.previous, self._places if self.placed else None
+            else:
+                blocks = self._choose_blocks(q, store)
+                if self._enter(store):
+                    places = store.residents.fetch(blocks, store.table, keep=0)
             store.count_blocks(blocks)
+        placed = places is not None
         if not self.fine:
-            return store.attend(q, blocks, "block", spec)
+            return store.attend(q, blocks, "block", spec, placed, places)
         fields = store.pool.fields
         scores = token_score(
             q,
@@ -174,8 +184,16 @@ class TwoLevelPolicy(Policy):
             blocks,
             config.token_reduce,
         )
-        tokens = token_select(scores, blocks, config.token_budget, store.block_size)
-        return store.attend(q, tokens, "token", spec)
+        tokens = token_select(scores, places if placed else blocks, config.token_budget, store.block_size)
+        return store.attend(q, tokens, "token", spec, placed)
+
+    def _enter(self, store: LayerStore) -> bool:
+        """Whether chosen blocks are brought to the device; makes room for them."""
+        return self.fetches and store.residents.enter(store.batch * store.heads * self.config.coarse_blocks)
+
+    def prepare(self, store: LayerStore) -> None:
+        if self.looks_ahead(store) or self._attends(store) == "chosen":
+            self._enter(store)
 
     def account(self, store: LayerStore) -> None:
         config, attends = self.config, self._attends(store)
@@ -203,7 +221,7 @@ class TwoLevelPolicy(Policy):
         if self._calibrating:
             self.stats.tokens += 1
         elif looked:
-            self.previous = self._held
+            self.previous, self.placed = self._held, self._places is not None and store.residents.pool is not None
             self._count_bounds(store)
         elif not self.looks_ahead(store):
             self.previous = None  # as look_ahead() does
@@ -213,6 +231,9 @@ class TwoLevelPolicy(Policy):
             self.previous = None
             return
         self._held.copy_(self._choose_blocks(q, store))
+        self.placed = self._enter(store)
+        if self.placed:
+            store.residents.fetch(self._held, store.table, 1, not again, self._places)
         if not again:
             self._count_bounds(store)
         self.previous = self._held
@@ -237,23 +258,28 @@ class TwoLevelPolicy(Policy):
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        tensors = (self.channels, self._held, self.stats.q)
+        tensors = (self.channels, self._held, self._places, self.stats.q)
         return tuple(0 if t is None else t.data_ptr() for t in tensors)
 
     def save(self) -> dict:
         return {
             "previous": self.previous,
             "tokens": self.stats.tokens,
+            "placed": self.placed,
+            "places": None if self._places is None else self._places.clone(),
             "held": None if self._held is None else self._held.clone(),
             "stats": None if self.stats.q is None else (self.stats.q.clone(), self.stats.k.clone()),
         }
 
     def restore_host(self, saved: dict) -> None:
         self.previous, self.stats.tokens = saved["previous"], saved["tokens"]
+        self.placed = saved["placed"]
 
     def restore_device(self, saved: dict) -> None:
         if saved["held"] is not None:
             self._held.copy_(saved["held"])
+        if saved["places"] is not None:
+            self._places.copy_(saved["places"])
         if saved["stats"] is not None:
             for held, value in zip((self.stats.q, self.stats.k), saved["stats"]):
                 held.copy_(value)
@@ -270,12 +296,15 @@ class TwoLevelPolicy(Policy):
         if self._held is not None:
             self._held = take_rows(self._held, index)
             self.previous = None if self.previous is None else self._held
+        if self._places is not None:
+            self._places = take_rows(self._places, index)
         self.stats.map_rows(index)
 
     def copy(self) -> TwoLevelPolicy:
         new = super().copy()
         new.stats = self.stats.copy()
-        for name in ("channels", "_held"):  # changed in place when rows are reordered
+        new.placed = False  # the copy has frames of its own, with nothing in them yet
+        for name in ("channels", "_held", "_places"):  # changed in place when rows are reordered
             if getattr(self, name) is not None:
                 setattr(new, name, getattr(self, name).clone())
         new.previous = None if self.previous is None else new._held

@@ -28,6 +28,7 @@ def sparse_decode(
     attended: Tensor | None = None,
     frames: Tensor | None = None,
     places: Tensor | None = None,
+    from_host: Tensor | None = None,
     out: Tensor | None = None,
     scratch: Tensor | None = None,
 ) -> Tensor:
@@ -46,6 +47,7 @@ def sparse_decode(
         "attended": attended,
         "frames": frames,
         "places": places,
+        "from_host": from_host,
     }
     # The kernel reads host memory in place only where it is pinned.
     if use_triton(q) and (kv.is_cuda or kv.is_pinned()):

@@ -27,6 +27,7 @@ def sparse_decode(
     attended: Tensor | None = None,
     frames: Tensor | None = None,
     places: Tensor | None = None,
+    from_host: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention over the near buffer and the chosen part of the stored blocks.
 
@@ -53,6 +54,7 @@ def sparse_decode(
             -1 is no block. ``granularity="token"``: ``ids`` are ``place * block_size + position in the block``.
             ``"block"``: ``places`` are those of ``ids``.
         places: ``[batch, H, n]`` int32, see ``frames``.
+        from_host: ``[batch, H]`` int64; the number of attended tokens that were read from ``kv`` is added to it.
 
     Returns:
         ``[batch, Hq, Dv]`` in q's dtype. A row with nothing to attend to gives zeros.
@@ -62,8 +64,11 @@ def sparse_decode(
     skip = sinks if granularity == "all" else 0
     if frames is None:
         stored, usable = _gather(kv, flags, slots, ids, granularity, heads, block_size)
+        at_home = usable
     else:
-        stored, usable = _gather_placed(kv, flags, slots, ids, granularity, frames, places)
+        stored, usable, at_home = _gather_placed(kv, flags, slots, ids, granularity, frames, places)
+    if from_host is not None:
+        from_host += at_home.sum(-1).to(from_host.device)
     stored = stored.to(q.device)
     chosen = torch.cat((stored, near_kv[:, :, skip:]), dim=2).float()  # [batch, H, n, Dk + Dv]
     near = near_valid[:, None, skip:].expand(-1, heads, -1)
@@ -119,8 +124,8 @@ def _gather(
 
 def _gather_placed(
     kv: Tensor, flags: Tensor, slots: Tensor, ids: Tensor, granularity: str, frames: Tensor, places: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """As :func:`_gather`, from frames and ``kv`` by place, on the frames' device."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`_gather`, from frames and ``kv`` by place, on the frames' device; and which come from ``kv``."""
     heads, size = kv.shape[1:3]
     head = torch.arange(heads, device=kv.device)[None, :, None]
     if granularity == "token":
@@ -136,5 +141,6 @@ def _gather_placed(
         raise ValueError(f"blocks go by place only where some are chosen, not with granularity={granularity!r}")
     from_host = kv[(-at - 2).clamp_min(0).to(kv.device), head, token.to(kv.device)].to(frames.device)
     if not len(frames):
-        return from_host, usable
-    return torch.where((at >= 0)[..., None], frames[at.clamp_min(0), token], from_host), usable
+        return from_host, usable, usable
+    found = torch.where((at >= 0)[..., None], frames[at.clamp_min(0), token], from_host)
+    return found, usable, usable & (at < 0)

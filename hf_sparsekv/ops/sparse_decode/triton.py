@@ -84,6 +84,7 @@ def _split_kernel(
     p_acc,
     p_lse,
     p_count,
+    p_from_host,
     n,
     near,
     skip,
@@ -109,8 +110,11 @@ def _split_kernel(
     near_head,
     near_token,
     near_valid_batch,
+    from_host_batch,
+    from_host_head,
     GRANULARITY: tl.constexpr,
     PLACED: tl.constexpr,
+    COUNT_HOST: tl.constexpr,
     SOFTCAP: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -140,6 +144,7 @@ def _split_kernel(
     b_sum = tl.zeros([BG], tl.float32)
     b_acc = tl.zeros([BG, BV], tl.float32)
     b_count = tl.zeros([BN], tl.int32)
+    b_host = tl.zeros([BN], tl.int32)
 
     if i_part < splits:
         first = i_part * per_split
@@ -179,7 +184,11 @@ def _split_kernel(
                 p_frame = p_frames + b_place.to(tl.int64) * frames_frame
                 o_token = o_in.to(tl.int64) * tl.where(b_place < 0, kv_token, frames_token)
                 p_k = tl.where(b_place < 0, p_host, p_frame) + o_token  # [BN]
+                if COUNT_HOST:
+                    b_host += (m_n & (b_place < 0)).to(tl.int32)
             else:
+                if COUNT_HOST:
+                    b_host += m_n.to(tl.int32)
                 p_k = p_kv + b_slot * kv_slot + i_head * kv_head + o_in.to(tl.int64) * kv_token  # [BN]
             b_count += m_n.to(tl.int32)
             b_max, b_sum, b_acc = _attend(
@@ -200,6 +209,10 @@ def _split_kernel(
             )
 
     release(PDL)
+    if COUNT_HOST:
+        n_host = tl.sum(b_host, 0)
+        p_host = p_from_host + i_batch * from_host_batch + i_head * from_host_head
+        tl.atomic_add(p_host, n_host.to(tl.int64), mask=n_host > 0, sem="relaxed")
     # A part without tokens is stored as zeros of no weight.
     b_any = b_sum > 0
     b_lse = tl.where(b_any, b_max + tl.log2(tl.where(b_any, b_sum, 1.0)), float("-inf"))
@@ -254,6 +267,7 @@ def sparse_decode(
     attended: Tensor | None = None,
     frames: Tensor | None = None,
     places: Tensor | None = None,
+    from_host: Tensor | None = None,
     out: Tensor | None = None,
     scratch: Tensor | None = None,
     splits: int | None = None,
@@ -315,6 +329,7 @@ def sparse_decode(
             acc,
             lse,
             count,
+            from_host,
             n,
             near,
             skip,
@@ -331,8 +346,10 @@ def sparse_decode(
             *((0, 0) if places is None else places.stride()[:2]),
             *near_kv.stride()[:3],
             near_valid.stride(0),
+            *((0, 0) if from_host is None else from_host.stride()),
             GRANULARITY=granularity,
             PLACED=placed,
+            COUNT_HOST=from_host is not None,
             SOFTCAP=softcap is not None,
             NATIVE=q.dtype == kv.dtype == near_kv.dtype and q.dtype != torch.float32,
             BLOCK_SIZE=block_size,
