@@ -110,6 +110,8 @@ class SparseLayer(CacheLayerMixin):
             return
         if self.store is not None and not self.store.fits(step.k, step.v):
             self.store = None  # before the new one is made: the budget may not hold both
+            if self.owner.frames is not None and self.owner.first(self):
+                self.owner.frames.clear()  # all layers are made anew
         store = self.store
         if store is None:
             owner, frames = self.owner, None

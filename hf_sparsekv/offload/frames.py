@@ -85,6 +85,11 @@ class FramePools:
         """Bytes on the device."""
         return sum(pool.nbytes for pool in self.pools.values() if pool is not None)
 
+    def clear(self) -> None:
+        """Give the memory back once the layers that use it are gone."""
+        self.pools.clear()
+        self._leads.clear()
+
     def reset(self) -> None:
         """Forget all blocks, keep the memory."""
         for pool in self.pools.values():
@@ -138,6 +143,11 @@ class Residents:
         if self.pool is not None:
             known = slots[slots < len(self.table)]
             self.pool.forget(self._number, known)
+
+    def clear(self) -> None:
+        """All slots are about to hold other blocks."""
+        if self.pool is not None:
+            self.pool.forget(self._number, torch.arange(len(self.table), device=self.table.device))
 
     @property
     def nbytes(self) -> int:

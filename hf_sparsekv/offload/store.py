@@ -295,6 +295,8 @@ class LayerStore(Sealing):
         self.slots.fill_(-1)
         self.near_valid.fill_(False)
         self.seen.zero_()
+        if self.residents is not None:
+            self.residents.clear()
         if not self.pool.shared:
             self.pool.release_all()
         self.counters = Counters(self.batch, self.heads, self.device)

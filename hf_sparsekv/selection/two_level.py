@@ -130,15 +130,16 @@ class TwoLevelPolicy(Policy):
 
     # ------------------------------------------------------------------ a step
 
-    def mode(self, store: LayerStore) -> tuple[str, bool] | str | None:
-        """``(what is attended, whether blocks are chosen for the next step)``.
+    def mode(self, store: LayerStore) -> tuple[str, bool, bool] | str | None:
+        """``(what is attended, whether blocks are chosen for the next step, whether this one's go by place)``.
 
         ``"dense"``: everything; ``"every"``: a selection among all blocks; ``"chosen"``: among chosen blocks.
         """
         if self._calibrating:
             return "calibrating" if self.stats.tokens + 1 < self.config.calibration_tokens else None
         attends = self._attends(store)
-        return "dense" if attends == "quick" else attends, self.looks_ahead(store)
+        placed = self.placed and self.lag and attends == "chosen"
+        return "dense" if attends == "quick" else attends, self.looks_ahead(store), placed
 
     @property
     def _calibrating(self) -> bool:

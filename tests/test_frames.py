@@ -1,0 +1,146 @@
+"""Offloaded blocks on the device: the same tokens whatever happens to the frames."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from caches import TIGHT, two_level
+from models import build, model, prompt
+from test_graphs import Imitation
+
+from hf_sparsekv import OffloadConfig
+from hf_sparsekv.offload.device_pool import DevicePool
+
+
+def generate(net, cache, inputs, tokens: int = 40) -> torch.Tensor:
+    return net.generate(**inputs, past_key_values=cache, do_sample=False, max_new_tokens=tokens)
+
+
+def logits(cache, inputs, tokens: int = 40, seed: int = 4) -> torch.Tensor:
+    """Of a prompt's given continuation, step by step."""
+    net, found = model("llama"), []
+    with torch.no_grad():
+        net(**inputs, past_key_values=cache)
+        for token in prompt(len(inputs["input_ids"]), tokens, seed=seed)["input_ids"].split(1, dim=1):
+            found.append(net(token, past_key_values=cache).logits)
+    return torch.cat(found, dim=1)
+
+
+def now(cache) -> int:
+    (pool,) = cache.frames.pools.values()
+    return int(pool.state.now)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_another_prompt_after_reset(batch):
+    """As many rows as before, or others: the layers' storage is kept, or made anew."""
+    cache, inputs = two_level(**TIGHT), prompt(batch, 150, seed=2)
+    logits(cache, prompt(1, 130))
+    cache.reset()
+    found = logits(cache, inputs)
+    fresh = two_level(**TIGHT)
+    assert torch.equal(found, logits(fresh, inputs))
+    assert cache.frames.counters() == fresh.frames.counters()
+    assert now(cache) == now(fresh) > 40
+
+
+def test_another_prompt_after_crop_to_nothing():
+    """The same slots hold other blocks, which no page table may take for the old ones."""
+    cache, inputs = two_level(**TIGHT), prompt(1, 150, seed=2)
+    logits(cache, prompt(1, 150))
+    cache.crop(-cache.get_seq_length())
+    assert torch.equal(logits(cache, inputs), logits(two_level(**TIGHT), inputs))
+
+
+def test_slots_that_are_used_again_are_forgotten():
+    """A copy goes on by itself and dies; its slots are taken by the original, whose frames may have held others."""
+    cache, inputs = two_level(**TIGHT, max_length=200), prompt(1, 130)
+    net = model("llama")
+    with torch.no_grad():
+        net(**inputs, past_key_values=cache)
+        for seed in range(3, 8):
+            twin = copy.deepcopy(cache)
+            more = prompt(1, 60, seed=seed)["input_ids"]
+            expected = None
+            for one in (twin, cache):
+                found = [net(token, past_key_values=one).logits for token in more.split(1, dim=1)]
+                expected = found if expected is None else expected
+                assert all(torch.equal(a, b) for a, b in zip(found, expected))
+            cache.crop(-60)
+            del twin
+    assert cache.sparse_layers[0].store.pool.capacity < 60
+
+
+@pytest.mark.parametrize("lag", [True, False])
+@pytest.mark.parametrize("level", ["two_level", "block"])
+@pytest.mark.parametrize("pool", [None, 0, 4_000, 50_000])
+def test_any_pool_gives_the_same(pool, level, lag):
+    inputs = prompt(3, 140, (0, 20, 60))
+    settings = {**TIGHT, "token_budget": 64, "level": level, "lag": lag}
+    cache = two_level(OffloadConfig(device_pool=pool), **settings)
+    assert torch.equal(logits(cache, inputs), logits(two_level(False, **settings), inputs))
+    counters = cache.frames.counters()
+    if pool is None:
+        assert counters["unserved"] == 0 < counters["found"]
+    elif pool:
+        assert counters["unserved"] > 0
+
+
+def test_captured_steps_of_a_copy_use_its_frames():
+    """A copy's first step finds no block on the device; the steps after it are not captured in that state."""
+    net = build("llama", "sparsekv")
+    runner = Imitation(net)
+    runner.install()
+    cache, inputs = two_level(**TIGHT), prompt(1, 130)
+    with torch.no_grad():
+        net(**inputs, past_key_values=cache)
+        twin = copy.deepcopy(cache)
+        for token in prompt(1, 20, seed=4)["input_ids"].split(1, dim=1):
+            assert torch.equal(
+                net(token, past_key_values=twin).logits, net(token, past_key_values=cache).logits.clone()
+            )
+    in_place = [sum(layer.store.counters.total_from_host for layer in one.sparse_layers) for one in (cache, twin)]
+    assert in_place[0] == 0
+    assert 0 < in_place[1] <= 32 * 2 * 2, "the budget of one step in two layers of two heads"
+    assert runner.replays == 40
+
+
+def test_no_device_memory_for_frames(monkeypatch):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    monkeypatch.setattr(DevicePool, "sized", full)
+    cache, inputs = two_level(**TIGHT), prompt(2, 140)
+    with pytest.warns(UserWarning, match="no device memory for copies") as said:
+        found = logits(cache, inputs)
+    assert len([w for w in said if "no device memory" in str(w.message)]) == 1
+    assert torch.equal(found, logits(two_level(False, lag=True, **TIGHT), inputs))
+    assert cache.stats().hit_rate is None
+
+
+def test_beams_and_generate_with_a_small_pool():
+    net, inputs = model("llama"), prompt(2, 130, (0, 30))
+    go = {"do_sample": False, "max_new_tokens": 30, "num_beams": 3}
+    small, none = two_level(OffloadConfig(device_pool=20_000), **TIGHT), two_level(False, lag=True, **TIGHT)
+    found = net.generate(**inputs, past_key_values=small, **go)
+    assert torch.equal(found, net.generate(**inputs, past_key_values=none, **go))
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.0, 1.5, True, "8GB"])
+def test_configuration(wrong):
+    with pytest.raises(ValueError, match="device_pool must be bytes"):
+        OffloadConfig(device_pool=wrong)
+    with pytest.raises(ValueError, match="keep_dense"):
+        OffloadConfig(keep_dense=2)
+
+
+def test_dense_layers_stay_on_the_device():
+    for keep in (True, False):
+        cache = two_level(OffloadConfig(keep_dense=keep), dense_layers=1, **TIGHT)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            logits(cache, prompt(1, 130), tokens=5)
+        assert [layer.store.pool.host is None for layer in cache.sparse_layers] == [keep, False]
