@@ -7,15 +7,18 @@ does (blocks in host memory that are used again), ``replayed`` imitates keys and
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from ..config import SparseConfig
 from ..layer import SparseLayer
 from .shapes import head_dim, text_config, windows
 
 CALIBRATION = 512  # tokens that the label channels are made from
+SHOWN_STEPS = 32  # of which the achieved statistics are printed
 STEPS = 256  # replayed queries; after the last one they run backwards
 
 
@@ -54,7 +57,12 @@ class RandomSource:
 
 
 class ReplayedSource(RandomSource):
-    """Full-attention layers of keys and queries that imitate recorded ones; sliding layers as above."""
+    """Full-attention layers of keys and queries that imitate recorded ones; sliding layers as above.
+
+    What they achieve in three layers is printed beside the recorded values, once for each shape.
+    """
+
+    _shown: ClassVar[set[tuple]] = set()
 
     def __init__(self, model, batch: int, context: int, seed: int = 0) -> None:
         from .synthetic import SyntheticKV
@@ -81,9 +89,27 @@ class ReplayedSource(RandomSource):
 
         if not getattr(cache, "sparse_layers", None):  # dense attention costs the same whatever is asked
             return lambda: None
-        replayed = ReplayedQueries(self.made.queries(STEPS))
+        queries = self.made.queries(STEPS)
+        self._show(queries, cache.config)
+        replayed = ReplayedQueries(queries)
         replayed.install(cache)
         return replayed.next
+
+    def _show(self, queries: Tensor, config: SparseConfig) -> None:
+        from .achieved import achieved
+
+        n = len(self.full)
+        shape = (n, self.context, *queries.shape[2:], config.block_size)
+        if shape in self._shown:
+            return
+        self._shown.add(shape)
+
+        def keys(layer: int) -> Tensor:
+            return self.made.keys_values(layer)[0][:1].float().cpu()
+
+        few = queries[:SHOWN_STEPS].float().cpu()
+        targets = partial(self.made.profile.targets, layers=n)
+        achieved(keys, few, config, layers=sorted({0, n // 2, n - 1}), steps=SHOWN_STEPS, targets=targets)
 
 
 SOURCES: dict[str, type] = {"random": RandomSource, "replayed": ReplayedSource}
