@@ -19,6 +19,11 @@ from .selection.two_level import method
 _META_SAFE = {"experts_implementation": "batched_mm"}
 
 
+# Selections of one step that the blocks chosen within 12 steps amount to: 2.0 with an eighth of the blocks chosen, 2.4
+# with a sixteenth, on the recorded real model (benchmarks/results/attention_statistics.csv).
+REUSED = 2.4
+
+
 @dataclass(frozen=True)
 class LayerShape:
     """What one layer caches per row.
@@ -71,6 +76,8 @@ class MemoryPlan:
         tables: slot tables, flags and counts.
         stock: sliding and other layers, which stay transformers' own.
         prefill: estimate of the activations of a prompt of ``context`` tokens read in one piece.
+        working_set: estimate of the blocks that decode steps choose within 12 steps (``offload/working_set.py``), all
+            rows: what ``frames`` should hold at least.
         dense_tokens: tokens a row up to which the sparse layers attend densely because that is as quick
             (``config.dense_below``); 0 for never.
     """
@@ -90,6 +97,7 @@ class MemoryPlan:
     prefill: int
     kept: int = 0
     frames: int = 0
+    working_set: int = 0
     dense_tokens: int = 0
 
     @property
@@ -242,11 +250,13 @@ def plan_memory(
             code = channels // 2 + 4 if config.label_bits == 4 else channels * item
             labels += slots * layer.heads * size * code
 
-    frames = 0
+    frames = working_set = 0
     if offload is not None and config.level != "token":
         sealed = (context - config.window - config.max_draft) // size
         if sealed > config.coarse_blocks:
             frames = _frames(fetching, config, offload, batch, item)
+            step = sum(layer.heads * (layer.key_dim + layer.value_dim) for layer in fetching)
+            working_set = int(REUSED * batch * config.coarse_blocks * config.block_size * step * item)
             tables += sum(slots * layer.heads * 4 for layer in fetching) * (frames > 0)
 
     # Alive at once in a layer: a few copies of the hidden states, and the MLP's gate, up and product.
@@ -267,6 +277,7 @@ def plan_memory(
         prefill=prefill,
         kept=resident,
         frames=frames,
+        working_set=working_set,
         dense_tokens=_dense_tokens(model, config, offload, batch, device or torch.device("cpu")),
     )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .offload.working_set import working_set_bytes
+
 if TYPE_CHECKING:
     from .layer import SparseLayer
     from .offload.frames import FramePools
@@ -31,6 +33,8 @@ class CacheStats:
         index_bytes_read: bytes of block bounds and labels read to choose them.
         host_to_device_bytes, device_to_host_bytes: bytes of keys and values moved (or read in place) each way.
         hit_rate: share of needed blocks found on the device; None where all are read from where they live.
+        working_set_bytes: bytes of the blocks that each row has chosen in its last 12 steps
+            (``offload/working_set.py``); None without a device pool.
         covered_mass: share of attention mass covered; None where the method does not know it.
         materialised: times that something other than the sparsekv attention function read all keys and values.
         device_bytes, host_bytes: allocated now, by layers of ours.
@@ -52,6 +56,7 @@ class CacheStats:
     host_to_device_bytes: int
     device_to_host_bytes: int
     hit_rate: float | None
+    working_set_bytes: tuple[int, ...] | None
     covered_mass: float | None
     materialised: int
     device_bytes: int
@@ -78,6 +83,8 @@ class CacheStats:
             line += f", {_bytes(self.host_to_device_bytes / steps)} of it from host memory"
         if self.hit_rate is not None:
             line += f", hit rate {self.hit_rate:.1%}"
+        if self.working_set_bytes:
+            line += f", working set {_bytes(sum(self.working_set_bytes))}"
         if self.covered_mass is not None:
             line += f", covered mass {self.covered_mass:.1%}"
         if self.crossover_calls:
@@ -132,6 +139,7 @@ def collect(layers: list[SparseLayer], frames: FramePools | None = None) -> Cach
         host_to_device_bytes=down + fetched["bytes"],
         device_to_host_bytes=up,
         hit_rate=fetched["found"] / fetched["needed"] if fetched["needed"] else None,
+        working_set_bytes=working_set_bytes(stores),
         covered_mass=None,
         materialised=sum(c.materialised for c in total),
         device_bytes=sum(s[0] for s in sizes) + (0 if frames is None else frames.nbytes),

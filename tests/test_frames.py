@@ -144,3 +144,33 @@ def test_dense_layers_stay_on_the_device():
             warnings.simplefilter("error")
             logits(cache, prompt(1, 130), tokens=5)
         assert [layer.store.pool.host is None for layer in cache.sparse_layers] == [keep, False]
+
+
+@pytest.mark.parametrize("lag", [True, False])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_working_set(rows, lag):
+    """The union of the last selections, block by block, against what each step's attention was given."""
+    cache, chosen = two_level(lag=lag, **TIGHT), []
+    policies = [layer.policy for layer in cache.sparse_layers]
+    net = model("llama")
+    with torch.no_grad():
+        net(**prompt(rows, 150), past_key_values=cache)
+        assert (cache.stats().working_set_bytes is None) == (not lag)
+        policies = [layer.policy for layer in cache.sparse_layers]
+        originals = [policy._choose_blocks for policy in policies]
+        for policy, original in zip(policies, originals):
+            policy._choose_blocks = lambda q, store, policy=policy, original=original: (
+                chosen.append((policy, original(q, store))) or chosen[-1][1]
+            )
+        for token in prompt(rows, 30, seed=4)["input_ids"].split(1, dim=1):
+            net(token, past_key_values=cache)
+    want = [0] * rows
+    for layer in cache.sparse_layers:
+        ids = [blocks for policy, blocks in chosen if policy is layer.policy][-12:]
+        assert len(ids) == 12
+        for row in range(rows):
+            for head in range(layer.store.heads):
+                union = {int(b) for blocks in ids for b in blocks[row, head] if b >= 0}
+                want[row] += len(union) * layer.store.block_size * layer.store.token_bytes
+    assert cache.stats().working_set_bytes == tuple(want)
+    assert "working set" in str(cache.stats())

@@ -100,6 +100,10 @@ def _show(p: MemoryPlan, gpu: int | None, host: int) -> None:
         results.print(f"GPU {size(gpu)}: sparse {_fits(p.device_total, gpu)}, dense {_fits(p.dense_total, gpu)}")
     if p.cache_host:
         results.print(f"host {size(host)}: {_fits(p.cache_host, host)}")
+    if p.working_set:
+        note(
+            f"blocks chosen within 12 steps: about {size(p.working_set)} (what the device copies should hold at least)"
+        )
     note("prefill: the prompt read in one piece; generate(..., prefill_chunk_size=...) bounds it")
     if not any(layer.kind == "full" for layer in layers):
         note("no layer of this model attends to its whole past: a sparse cache has nothing to do")

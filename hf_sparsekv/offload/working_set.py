@@ -1,0 +1,43 @@
+"""The working set of a decoding batch: what must fit the device for decode steps to find their blocks there.
+
+Source: SparseServe, section on working-set-aware batching: the union of the blocks chosen in the last 12 steps. A batch
+scheduler admits a request only if the working sets of all requests fit the device pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .store import LayerStore
+
+STEPS = 12  # SparseServe's window
+
+
+def working_set_bytes(stores: Iterable[LayerStore], steps: int = STEPS) -> tuple[int, ...] | None:
+    """Bytes of the blocks that each row has chosen in its last ``steps`` steps, all layers. Synchronises.
+
+    Taken from the device pool, which notes when a block was chosen last: blocks that have been evicted since, or never
+    got a frame, are missing, so with a pool smaller than the working set this is less than it is. A block that several
+    rows share counts for each.
+
+    Returns:
+        One number a row; None if nothing is brought to the device (no offload, no pool, no selection yet).
+    """
+    total = None
+    for store in stores:
+        if store.residents is None or store.residents.pool is None:
+            continue
+        state = store.residents.pool.state
+        slots = store.slots[:, : store.sealed]
+        table = store.residents.table
+        known = (slots >= 0) & (slots < len(table))
+        frame = table[torch.where(known, slots, 0).long()]  # [batch, sealed, H]
+        chosen = state.stamp[frame.clamp_min(0).long()] > state.now - steps
+        chosen &= known[..., None] & (frame >= 0)
+        mine = chosen.flatten(1).sum(1) * (store.block_size * store.token_bytes)
+        total = mine.cpu() if total is None else total + mine.cpu()
+    return None if total is None else tuple(total.tolist())
