@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from os import PathLike
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import (
     Cache,
@@ -225,6 +227,47 @@ class SparseCache(Cache):
         sizes = [layer.store.nbytes() for layer in self.sparse_layers if layer.store is not None]
         frames = 0 if self.frames is None else self.frames.nbytes
         return {"device": sum(s[0] for s in sizes) + frames, "host": sum(s[1] for s in sizes)}
+
+    # ------------------------------------------------------------------ files
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the cache to one safetensors file, which appears when it is whole.
+
+        Raises:
+            ValueError: nothing is cached, or the model has layers that cannot be saved (linear attention).
+            RuntimeError: an earlier error left the cache incomplete.
+        """
+        from .persistence import save_cache
+
+        save_cache(self, path)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | PathLike[str],
+        config: SparseConfig | None = None,
+        offload: OffloadConfig | None = OffloadConfig(),  # noqa: B008 (frozen)
+        model_config=None,
+        device: torch.device | str | None = None,
+    ) -> SparseCache:
+        """Read a cache that :meth:`save` wrote. Counters begin anew.
+
+        Args:
+            config: ``None`` takes the saved one. Another may differ in what only later steps depend on
+                (``token_budget``, ``num_blocks``, ``lag``, ``dense_below``, ``max_length`` and the reduces).
+            offload: as in the constructor, whatever it was when the cache was saved.
+            model_config: the model's configuration, to be compared with the saved model's. Needed for models with
+                sliding-window layers.
+            device: the model's device. ``None`` means that of each layer when it was saved.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is no saved cache, is damaged, or belongs to another version, model or configuration.
+            MemoryError: the host memory that ``offload`` allows does not hold it.
+        """
+        from .persistence import load_cache
+
+        return load_cache(cls, path, config, offload, model_config, device)
 
 
 class OffloadedSparseCache(SparseCache):
