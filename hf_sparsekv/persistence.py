@@ -174,6 +174,8 @@ def load_cache(
             if isinstance(layer, SparseLayer):
                 _fill(layer, record, file, f"layers.{index}.", where)
             else:
+                if record.kept > record.length or record.length != file.layers[0].length:
+                    raise damaged(path, f"length in layer {index} does not fit the rest")
                 keys, values = (file.tensor(f"layers.{index}.{name}").to(where) for name in ("keys", "values"))
                 layer.lazy_initialization(keys, values)
                 layer.keys, layer.values, layer.cumulative_length = keys, values, record.length

@@ -92,6 +92,18 @@ def test_everything_comes_back_and_goes_on(name, tmp_path):
     same(state(cache), state(twin))
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_an_answer_goes_on_elsewhere(name, tmp_path):
+    """Off the device with the blocks chosen for the next step; sliding layers that had become rings."""
+    cache = two_level(False, lag=True, **TIGHT)
+    feed(cache, *prompt(2, 130, (0, 30)).values(), name)
+    steps(cache, 9, name)
+    cache.use_rings()
+    twin = saved(cache, tmp_path, offload=OFFLOAD[True], model_config=model(name).config)
+    same(state(cache), state(twin))
+    assert torch.equal(steps(cache, 30, name), steps(twin, 30, name))
+
+
 @pytest.mark.parametrize("length", [5, 25, 31])
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
 def test_while_calibrating(offload, length, tmp_path):
@@ -242,22 +254,12 @@ def path(tmp_path_factory):
     return path
 
 
-CHANGES = [
-    ("block_size", 32),
-    ("sinks", 5),
-    ("window", 17),
-    ("max_draft", 3),
-    ("dense_layers", 1),
-    ("level", "token"),
-    ("bound_tokens", 8),
-    ("label_channels", 2),
-    ("label_bits", 16),
-    ("channel_importance", "mean"),
-    ("calibration_tokens", 33),
-]
+CHANGES = {"block_size": 32, "sinks": 5, "window": 17, "max_draft": 3, "dense_layers": 1, "level": "token"}
+CHANGES |= {"bound_tokens": 8, "label_channels": 2, "label_bits": 16, "channel_importance": "mean"}
+CHANGES |= {"calibration_tokens": 33}
 
 
-@pytest.mark.parametrize(("name", "value"), CHANGES)
+@pytest.mark.parametrize(("name", "value"), CHANGES.items())
 def test_config_that_changes_the_data(path, name, value):
     config = replace(two_level(**TIGHT).config, **{name: value})
     with pytest.raises(ValueError, match=rf"was saved with {name}=.*which its contents depend on; got {value!r}"):
@@ -376,6 +378,11 @@ def test_a_failing_save_keeps_the_old_file(path, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         cache.save(tmp_path / "x")
     assert os.listdir(tmp_path) == ["x"] and (tmp_path / "x").read_bytes() == before
+
+
+def test_device_that_is_not_here(path, tmp_path):
+    with pytest.raises(ValueError, match=r"was saved on cuda:77, which is not here .*: pass device="):
+        SparseCache.load(rewrite(path, tmp_path / "x", device="cuda:77"))
 
 
 def test_host_limit(path):
