@@ -186,12 +186,12 @@ def _empty(file: Reader, config: TwoLevelConfig | None, offload: OffloadConfig |
     """A cache without layers, of the saved configuration or of ``config`` if that agrees."""
     try:
         saved = TwoLevelConfig(**file.state["config"])
+        about, channels = file.state["channel_file"], None
+        if about is not None:  # the file itself may be gone, or another
+            about = {name: value for name, value in about.items() if name != "shape"}
+            channels = LabelChannels(file.tensor("channel_file"), **about)
     except (TypeError, ValueError) as error:
         raise damaged(file.path, f"its configuration: {error}") from None
-    about, channels = file.state["channel_file"], None
-    if about is not None:  # the file itself may be gone, or another
-        about = {name: value for name, value in about.items() if name != "shape"}
-        channels = LabelChannels(file.tensor("channel_file"), **about)
     if config is None:
         cache = OffloadedSparseCache(replace(saved, channel_file=None), offload)
         cache.config, cache.channels = saved, channels

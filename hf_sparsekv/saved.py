@@ -180,7 +180,7 @@ class Reader:
             self.state = json.loads(metadata["state"])
             self.layers = [Layer(**layer) for layer in self.state["layers"]]
             shapes = all_tensors(self.layers, self.state["config"]["block_size"])
-            ranking = self.state["channel_file"]
+            ranking, *_ = (self.state[name] for name in ("channel_file", "cache", "model", "record_past"))
             if ranking is not None:
                 shapes["channel_file"] = (torch.int32, tuple(ranking["shape"]))
         except (KeyError, TypeError, ValueError) as error:
