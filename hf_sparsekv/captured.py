@@ -64,7 +64,7 @@ class Saved:
 
     def put_back_host(self) -> None:
         self.store.length, self.store.sealed, self.store.padded = self.length, self.sealed, self.padded
-        self.layer.pending = None
+        self.layer.pending = self.layer.broken = None
         for name, value in self.held.__dict__.items():
             if isinstance(value, int):
                 setattr(self.counters, name, value)

@@ -81,6 +81,8 @@ class StepRunner:
         given.update(given.pop("kwargs", {}))
         cache = given.get("past_key_values")
         if not isinstance(cache, SparseCache) or not self._is_step(given, cache):
+            if isinstance(cache, SparseCache):
+                self.watches.pop(cache, None)  # what it saw belongs to the tokens before
             return self.original(*args, **kwargs)
         reason = self._why_not(given, cache)
         if reason:
@@ -129,6 +131,8 @@ class StepRunner:
             return "the cache lies on several devices, or has another batch size"
         if any(not self._on_gpu(layer.store.pool.kv) for layer in cache.sparse_layers):
             return "offloaded blocks lie in memory that is not pinned, which a captured step cannot read"
+        if getattr(cache.model_config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
+            return "layers of the model share their keys and values"
         if mask is not None and mask.ndim != 2:
             return "a 4-D attention mask was passed"
         for name, value in given.items():
@@ -183,9 +187,7 @@ class StepRunner:
                 held.pop(next(iter(held)))
             self._devices = None
             try:
-                step = held[key] = self._capture(
-                    ids, positions, cache, rest, (type(cache), cache.config, layers[0].store.dtype, *key[:4])
-                )
+                step = held[key] = self._capture(ids, positions, cache, rest, (*self._kind(cache), *key[:4]))
             except torch.OutOfMemoryError:  # may fit another time
                 raise
             except RuntimeError as error:  # the model's own code does what no graph can hold
@@ -205,12 +207,25 @@ class StepRunner:
         self.replays += 1
         if watch is not None:
             watch.look(mask)
-        for layer, query in zip(layers, step.queries):
-            layer.query = query
-            layer.advance()
+        try:
+            for layer, query in zip(layers, step.queries):
+                layer.query = query
+                layer.advance()
+        except BaseException as error:  # the device is a step ahead of what the host keeps
+            for layer in layers:
+                layer.broken = f"{type(error).__name__} after a captured step"
+            raise
         for ring in rings:
             ring.advance()
         return type(step.output)(**{**step.output, "past_key_values": cache})
+
+    @staticmethod
+    def _kind(cache: SparseCache) -> tuple:
+        """What decides, beside shapes and modes, which kernels a step uses."""
+        stores = [layer.store for layer in cache.sparse_layers]
+        pools = [store.residents is not None and store.residents.pool is not None for store in stores]
+        widths = {store.slots.shape[1] for store in stores}
+        return type(cache), cache.config, cache.offload_config, stores[0].dtype, tuple(pools), frozenset(widths)
 
     def _watch(self, cache: SparseCache, mask: Tensor) -> MaskWatch:
         """Who looks at the masks of this cache's steps; what it has seen so far is in order."""
@@ -260,12 +275,12 @@ class StepRunner:
                     try:
                         graph, output = self._record(run, ids.device, saved)
                         break
-                    except RuntimeError:
-                        if not warm:
+                    except RuntimeError as error:
+                        if not warm or isinstance(error, torch.OutOfMemoryError):
                             raise
                         warm = False  # something had to be compiled after all
-                        for layer in layers:
-                            layer.broken = None
+                        for state in saved:
+                            state.put_back_host()
                 self._warm.add(kind)
                 queries = [layer.query for layer in layers]
         finally:

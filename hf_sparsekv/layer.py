@@ -112,6 +112,9 @@ class SparseLayer(CacheLayerMixin):
             self.store = None  # before the new one is made: the budget may not hold both
             if self.owner.frames is not None and self.owner.first(self):
                 self.owner.frames.clear()  # all layers are made anew
+                for layer in self.owner.sparse_layers:
+                    if layer.store is not None and layer.store.residents is not None:
+                        layer.store.residents.leave()
         store = self.store
         if store is None:
             owner, frames = self.owner, None

@@ -13,6 +13,7 @@ from test_graphs import Imitation
 
 from hf_sparsekv import OffloadConfig
 from hf_sparsekv.offload.device_pool import DevicePool
+from hf_sparsekv.offload.frames import Residents
 
 
 def generate(net, cache, inputs, tokens: int = 40) -> torch.Tensor:
@@ -119,6 +120,21 @@ def test_no_device_memory_for_frames(monkeypatch):
     assert len([w for w in said if "no device memory" in str(w.message)]) == 1
     assert torch.equal(found, logits(two_level(False, lag=True, **TIGHT), inputs))
     assert cache.stats().hit_rate is None
+
+
+def test_no_device_memory_for_a_page_table(monkeypatch):
+    cache, inputs = two_level(**TIGHT), prompt(1, 140)
+    made = Residents._new_table
+
+    def full(self):
+        monkeypatch.setattr(Residents, "_new_table", made)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Residents, "_new_table", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        logits(cache, inputs)
+    cache.reset()
+    assert torch.equal(logits(cache, inputs), logits(two_level(**TIGHT), inputs))
 
 
 def test_beams_and_generate_with_a_small_pool():

@@ -101,6 +101,85 @@ class Imitation(StepRunner):
         return Graph(), output
 
 
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
+def test_a_capture_that_fails_half_way_leaves_the_cache_usable(layer, error):
+    """Inside a layer's attention: eagerly from then on, or captured the next time if memory was short."""
+    ours = build("llama", "sparsekv")
+    runner = Imitation(ours)
+    runner.install()
+    inputs, caches = prompt(2, 90), (two_level(**TIGHT), two_level(**TIGHT))
+    tokens = prompt(2, 12, seed=4)["input_ids"].split(1, dim=1)
+    with torch.no_grad():
+        for net, cache in ((model("llama"), caches[0]), (ours, caches[1])):
+            net(**inputs, past_key_values=cache)
+        policy = caches[1].sparse_layers[layer].policy
+        original = policy.attend
+
+        def fail(*args):
+            policy.attend = original
+            raise error("not now")
+
+        policy.attend = fail
+        if error is torch.OutOfMemoryError:
+            with pytest.raises(error):
+                ours(tokens[0], past_key_values=caches[1])
+            assert caches[1].get_seq_length() == 90
+            found = [ours(token, past_key_values=caches[1]).logits.clone() for token in tokens]
+        else:
+            with pytest.warns(UserWarning, match="cannot be captured"):
+                found = [ours(token, past_key_values=caches[1]).logits.clone() for token in tokens]
+        expected = [model("llama")(token, past_key_values=caches[0]).logits for token in tokens]
+    assert torch.equal(torch.cat(found), torch.cat(expected))
+    assert (runner.replays > 0) == (error is torch.OutOfMemoryError)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_known_kind_that_must_be_compiled_after_all(layer):
+    """The capture without a warm-up fails half-way, and is done again with one."""
+    ours = build("llama", "sparsekv")
+    runner = Imitation(ours)
+    runner.install()
+    inputs, tokens = prompt(2, 90), prompt(2, 12, seed=4)["input_ids"].split(1, dim=1)
+    results = []
+    with torch.no_grad():
+        for fails in (False, True):
+            cache = two_level(**TIGHT)
+            ours(**inputs, past_key_values=cache)
+            policy, original = cache.sparse_layers[layer].policy, cache.sparse_layers[layer].policy.attend
+            if fails:
+
+                def fail(*args, policy=policy, original=original):
+                    policy.attend = original
+                    raise RuntimeError("cannot compile here")
+
+                policy.attend = fail
+            results.append(torch.cat([ours(token, past_key_values=cache).logits.clone() for token in tokens]))
+    assert torch.equal(*results)
+    assert runner.replays == 2 * len(tokens)
+
+
+def test_an_error_after_a_captured_step_breaks_the_cache(monkeypatch):
+    """The device is a step ahead of the host: going on would lose tokens without a word."""
+    ours = build("llama", "sparsekv")
+    Imitation(ours).install()
+    cache, token = two_level(**TIGHT), prompt(1, 1)["input_ids"]
+    with torch.no_grad():
+        ours(**prompt(1, 90), past_key_values=cache)
+        ours(token, past_key_values=cache)
+        store = cache.sparse_layers[-1].store
+
+        def full(indexer):
+            raise MemoryError("host memory is full")
+
+        monkeypatch.setattr(store, "seal_due", full)
+        with pytest.raises(MemoryError, match="host memory is full"):
+            ours(token, past_key_values=cache)
+        monkeypatch.undo()
+        with pytest.raises(RuntimeError, match=r"call reset\(\)"):
+            ours(token, past_key_values=cache)
+
+
 def test_padding_in_the_middle_of_an_answer_is_noticed():
     """A captured step of an unpadded batch does not wait to look at the mask; the next one refuses."""
     ours = build("llama", "sparsekv")
@@ -122,6 +201,11 @@ def test_padding_in_the_middle_of_an_answer_is_noticed():
         with pytest.raises(RuntimeError, match=r"call reset\(\)"):
             step(1)
         cache.reset()
+        mask = inputs["attention_mask"]
+        ours(**inputs, past_key_values=cache)
+        step(1)
+        step(0)
+        cache.reset()  # with the last mask not looked at
         mask = inputs["attention_mask"]
         ours(**inputs, past_key_values=cache)
         step(1)

@@ -32,6 +32,17 @@ class Counters:
         new.context, new.near = ([v[0].clone(), v[1]] for v in (self.context, self.near))
         return new
 
+    def clear(self) -> None:
+        """Count anew, in place: a captured step knows the addresses."""
+        for name, value in self.__dict__.items():
+            if isinstance(value, Tensor):
+                value.zero_()
+            elif isinstance(value, int):
+                setattr(self, name, 0)
+        for pair in (self.context, self.near):
+            pair[0].zero_()
+            pair[1] = 0
+
     @lasting
     def regroup(self, batch: int) -> None:
         self.folded += self.attended.sum()

@@ -112,11 +112,12 @@ class Residents:
         Nothing that a captured step uses is made later than this.
         """
         if self.pool is None:
-            self.pool = self.pools.pool(self.blocks, entries)
-            if self.pool is None:
+            pool = self.pools.pool(self.blocks, entries)
+            if pool is None:
                 return False
-            self.table = self._new_table()
-            self._number = self.pool.add_layer(self.table)
+            table = self._new_table()
+            self._number = pool.add_layer(table)
+            self.pool, self.table = pool, table
         elif len(self.table) < self.blocks.capacity:
             grown = self._new_table()
             grown[: len(self.table)] = self.table
@@ -143,6 +144,10 @@ class Residents:
         if self.pool is not None:
             known = slots[slots < len(self.table)]
             self.pool.forget(self._number, known)
+
+    def leave(self) -> None:
+        """Let go of the pool, whose memory is wanted for another one."""
+        self.pool = self.table = None
 
     def clear(self) -> None:
         """All slots are about to hold other blocks."""

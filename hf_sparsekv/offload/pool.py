@@ -103,6 +103,8 @@ class BlockPool:
             arena = HostArena(size, self.host, self.device, _pins(self.host, self.device))
             new = arena.tensor((capacity, *shape), dtype)
         if self.used:
+            if self.host is not None and self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # a kernel may still be writing a block in place
             new[: self.used] = self.kv[: self.used]
         self._arena = arena
         return new

@@ -266,7 +266,7 @@ class LayerStore(Sealing):
                 self.near_kv[:, :, ring] = kv[:, :, : end - sealed * size]
                 self.near_valid[:, ring] = ok[:, : end - sealed * size]
             kept = (self.pool.fields["flags"][self.slots[:, :sealed].long()] & VALID) > 0
-            self.seen = kept.flatten(1).sum(1, dtype=torch.int32)
+            self.seen.copy_(kept.flatten(1).sum(1, dtype=torch.int32))  # a captured step knows the address
             self.slots[:, sealed:] = -1
             place = torch.arange(self.sinks, device=self.device)
             self.near_valid[:, : self.sinks] = place < self.seen[:, None]
@@ -299,7 +299,7 @@ class LayerStore(Sealing):
             self.residents.clear()
         if not self.pool.shared:
             self.pool.release_all()
-        self.counters = Counters(self.batch, self.heads, self.device)
+        self.counters.clear()
 
     @lasting
     def copy(self, clock: DeviceLength, frames: FramePools | None = None) -> LayerStore:
