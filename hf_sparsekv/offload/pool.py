@@ -65,6 +65,7 @@ class BlockPool:
         self.device, self.host = device, host
         self.used = 0
         self.fields: dict[str, Tensor] = {}
+        self._addresses: tuple[int, ...] | None = None
         self._free: Tensor | None = None  # slots below `used` that nobody names, int32 on the device
         self._users: weakref.WeakSet = weakref.WeakSet()
         self.lock = threading.RLock()  # held from taking slots until a table names them
@@ -113,6 +114,7 @@ class BlockPool:
     def add_field(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Keep a tensor ``[capacity, *shape]`` on the device beside the blocks."""
         self.fields[name] = torch.empty(self.capacity, *shape, dtype=dtype, device=self.device)
+        self._addresses = None
 
     def register(self, user: object) -> None:
         """``user.slots`` (int32, -1 for none) names slots of this pool for as long as ``user`` lives."""
@@ -169,11 +171,14 @@ class BlockPool:
         # Whatever fails has failed by the end of this line, and nothing has changed.
         self.kv = self._new_kv(capacity, self.kv.shape[1:], self.kv.dtype)
         self.fields, self.capacity = fields, capacity
+        self._addresses = None
 
     @property
     def addresses(self) -> tuple[int, ...]:
         """Changes when a tensor has moved. The fields move when the pool grows, host blocks do not."""
-        return (self.kv.data_ptr(), *(field.data_ptr() for field in self.fields.values()))
+        if self._addresses is None:  # every step asks
+            self._addresses = (self.kv.data_ptr(), *(field.data_ptr() for field in self.fields.values()))
+        return self._addresses
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Cut slots ``start .. stop - 1`` into ranges that one ``cudaMemcpy`` may copy (see :mod:`.host_pool`)."""

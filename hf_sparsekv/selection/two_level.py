@@ -193,7 +193,7 @@ class TwoLevelPolicy(Policy):
         return self.fetches and store.residents.enter(store.batch * store.heads * self.config.coarse_blocks)
 
     def prepare(self, store: LayerStore) -> None:
-        if self.looks_ahead(store) or self._attends(store) == "chosen":
+        if self.fetches and (self.looks_ahead(store) or self._attends(store) == "chosen"):
             self._enter(store)
 
     def account(self, store: LayerStore) -> None:

@@ -121,8 +121,12 @@ def check(place, case: Case, granularity: str) -> None:
     near = case.ring + (0 if granularity == "all" else case.sinks)
     size = scratch_size(args[0], args[1], case.dv, n, near, case.splits, granularity)
     scratch = place.nan(size, dtype=torch.float32)
-    got = sparse_decode(*args, **named, attended=attended, out=out, scratch=scratch, splits=case.splits)
+    from_host = torch.zeros_like(attended)
+    counts = {"attended": attended, "from_host": from_host}
+    got = sparse_decode(*args, **named, **counts, out=out, scratch=scratch, splits=case.splits)
     assert got is out
+    skip = case.sinks if granularity == "all" else 0
+    assert torch.equal(from_host.cpu(), want_attended - 1000 - args[6][:, None, skip:].cpu().sum(-1))
     place.close(got, expected, ratio={torch.float16: 2e-3, torch.bfloat16: 1.2e-2}.get(place.dtype))
     assert torch.equal(attended.cpu(), want_attended)
 
@@ -306,7 +310,23 @@ def test_frames(place, case, granularity):
     assert torch.equal(found, expected)
     assert torch.equal(attended, want_attended)
     attended = torch.full_like(want_attended, 1000, device=place.device)
-    got = sparse_decode(*args, **named, attended=attended, splits=case.splits)
+    want_host, from_host = torch.full_like(want_attended, 50), torch.full_like(attended, 50)
+    size = case.block_size
+    place_of = named["places"].cpu() if granularity == "block" else args[4].cpu() // size
+    if granularity == "token":
+        want_host += (place_of < -1).sum(-1)
+    else:  # the tokens of a block that can be selected
+        at_home = torch.where(place_of < -1, -place_of - 2, 0).long()
+        want_host += ((args[2].cpu()[at_home] == 1) & (place_of < -1)[..., None]).sum((-1, -2))
+        slot = args[3].cpu()[:, None].expand(-1, case.heads, -1).gather(-1, args[4].cpu().clamp_min(0).long())
+        hidden = (place_of < -1) & (slot < 0)  # a block of no slot is none, whatever its place says
+        want_host -= ((args[2].cpu()[at_home] == 1) & hidden[..., None]).sum((-1, -2))
+    counted = torch.full_like(want_attended, 50)
+    on_cpu = {name: t.cpu() if isinstance(t, torch.Tensor) else t for name, t in named.items()}
+    reference(*(t.cpu() for t in args), **on_cpu, from_host=counted)
+    assert torch.equal(counted, want_host)
+    got = sparse_decode(*args, **named, attended=attended, from_host=from_host, splits=case.splits)
+    assert torch.equal(from_host.cpu(), want_host)
     place.close(got, expected, ratio={torch.float16: 2e-3, torch.bfloat16: 1.2e-2}.get(place.dtype))
     assert torch.equal(attended.cpu(), want_attended)
     if granularity == "token":
