@@ -16,8 +16,8 @@ pytestmark = pytest.mark.gpu
 
 @torch.no_grad()
 def steps(net, cache, ids):
-    """Logits of given tokens, one at a time."""
-    return torch.cat([net(token, past_key_values=cache).logits for token in ids.split(1, dim=1)], 1)
+    """Logits of given tokens, one at a time; those of a captured step are valid until the next one."""
+    return torch.cat([net(token, past_key_values=cache).logits.clone() for token in ids.split(1, dim=1)], 1)
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
