@@ -22,6 +22,7 @@ from .attention.masks import new_columns
 from .config import OffloadConfig, SparseConfig, TwoLevelConfig
 from .layer import SparseLayer
 from .offload.frames import FramePools
+from .offload.lanes import Lanes
 from .offload.lasting import DeviceLength
 from .offload.pool import HostBudget
 from .predictor.channels import LabelChannels
@@ -47,7 +48,7 @@ class SparseCache(Cache):
         self.config, self.offload_config = config, offload
         self.budget = None if offload is None else HostBudget(offload)
         self.frames = None if offload is None else FramePools(offload)
-        self.clock = DeviceLength()
+        self.clock, self.lanes = DeviceLength(), Lanes()
         self.model_config = None
         self._record_past = self._warned = False
         self._columns: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -213,6 +214,7 @@ class SparseCache(Cache):
                 super().activate_past_recording()
         for layer in self.sparse_layers:
             layer.reset()
+        self.lanes.release()
         if self.frames is not None:
             self.frames.reset()
 
@@ -299,14 +301,6 @@ class OffloadedSparseCache(SparseCache):
             raise TypeError(f"config must be a TwoLevelConfig, got {type(config).__name__}")
         self.channels = None if config.channel_file is None else LabelChannels.load(config.channel_file)
         super().__init__(config, offload, model_config)
-
-    def use_rings(self) -> None:
-        """Replace filled sliding layers of transformers' own by ones that a captured step can use."""
-        from .sliding import SlidingRing
-
-        for index, layer in enumerate(self.layers):
-            if type(layer) is DynamicSlidingWindowLayer and layer.is_initialized and not layer.record_past:
-                self.layers[index] = SlidingRing(layer, self, index)
 
     def check_model(self, text_config) -> None:
         if self.channels is not None:

@@ -91,6 +91,7 @@ class StepRunner:
                 warnings.warn(f"decode steps run eagerly: {reason}", stacklevel=4)
             return self.original(*args, **kwargs)
         for layer in cache.sparse_layers:
+            layer.store.settle()
             layer.policy.prepare(layer.store)
         modes = tuple(layer.policy.mode(layer.store) for layer in cache.sparse_layers)
         if None in modes:  # this step changes what the next ones are

@@ -44,7 +44,8 @@ class SparseLayer(CacheLayerMixin):
         new.pending = new.replay = new.query = None
         clock = copy.deepcopy(self.owner.clock, memo)
         frames = copy.deepcopy(self.owner.frames, memo) if self.policy.fetches else None
-        new.store = None if self.store is None else self.store.copy(clock, frames)
+        lanes = copy.deepcopy(self.owner.lanes, memo)
+        new.store = None if self.store is None else self.store.copy(clock, frames, lanes)
         new.owner = copy.deepcopy(self.owner, memo)
         return new
 
@@ -122,7 +123,8 @@ class SparseLayer(CacheLayerMixin):
                 frames = owner.frames
                 frames.layers = sum(layer.policy.fetches for layer in owner.sparse_layers)
             host = owner.budget if self.policy.offloaded else None
-            store = LayerStore(step.k, step.v, owner.config, host, owner.clock, frames)
+            lanes = None if host is None else owner.lanes
+            store = LayerStore(step.k, step.v, owner.config, host, owner.clock, frames, lanes)
         self.policy.start(store, q_heads)
         self.store = store
 
@@ -151,7 +153,7 @@ class SparseLayer(CacheLayerMixin):
             out = exact_attention(query, step.k, step.v, spec, columns=columns, mask=whole, dropout=dropout)
             if own:
                 self._commit(step, query, self.owner.new_columns(mask, step))
-                self.policy.look_ahead(query[:, :, -1], self.store)
+                self._look_ahead(query)
             return out
         if own and not one:
             self._check_past(mask, step.past)
@@ -161,18 +163,47 @@ class SparseLayer(CacheLayerMixin):
             with torch.no_grad():
                 out = self._decode(step, query, mask, spec, own)
             return _NoGradient.apply(out[:, :, None], query)
-        if own:
-            self._commit(step, query, self.owner.new_columns(mask, step))
         store = self.store
-        key, value = store.materialise()
+        if own:
+            key, value = store.materialise(step.k.detach(), step.v.detach())
+            self._read_ahead(step)
+            self._commit(step, query, self.owner.new_columns(mask, step))
+        else:
+            key, value = store.materialise()
         whole = mask if mask is not None and mask.ndim == 4 else None
         columns = store.valid_columns() if store.padded else None
         with torch.no_grad():
             out = exact_attention(query, key, value, spec, columns=columns, mask=whole, dropout=dropout)
             store.counters.exact += 1
             if own:
-                self.policy.look_ahead(query[:, :, -1], store)
+                self._look_ahead(query)
         return _NoGradient.apply(out, query)
+
+    @torch.no_grad()
+    def _look_ahead(self, query: Tensor) -> None:
+        """A prompt, or a piece of it, is cached: prepare the first decode step, which its last query stands for.
+
+        Ends the forward pass if this is the last layer.
+        """
+        policy, store, last = self.policy, self.store, query[:, :, -1]
+        if policy.looks_ahead(store):
+            policy.prepare(store)
+            with store.after_saving(last) as last:
+                policy.look_ahead(last, store)
+        else:
+            policy.look_ahead(last, store)
+        if self is self.owner.sparse_layers[-1]:
+            self.owner.lanes.release()
+
+    def _read_ahead(self, step: Step) -> None:
+        """Begin to read back what the next layer needs for this chunk of a prompt."""
+        layers = self.owner.sparse_layers
+        at = layers.index(self) + 1
+        if at == len(layers):
+            return
+        store = layers[at].store
+        if store is not None and store.lane is not None and store.sealed and store.length == step.past:
+            self.owner.lanes.read_ahead(store, step.length)
 
     def _decode(self, step: Step, query: Tensor, mask: Tensor | None, spec: AttentionSpec, own: bool) -> Tensor:
         """One decode step, ``query [batch, Hq, 1, Dk]`` to ``[batch, Hq, Dv]``.
@@ -184,6 +215,8 @@ class SparseLayer(CacheLayerMixin):
         q = query[:, :, 0]
         if own:
             step.touched = True
+            if replay is None:
+                store.settle()
             valid = new_columns(mask, step.past, step.length) if replay is None else replay.valid
             policy.observe(query, step.k, valid, store)
             store.append(step.k.detach(), step.v.detach(), valid)
@@ -234,7 +267,7 @@ class SparseLayer(CacheLayerMixin):
         self._check(key, value)
         step = Step(self, key, value, self.get_seq_length())
         self._commit(step, query, valid)
-        self.policy.look_ahead(query[:, :, -1], self.store)
+        self._look_ahead(query)
 
     def _check_past(self, mask: Tensor | None, past: int) -> None:
         """A mask that hides cached columns anew would make selection and attention disagree."""

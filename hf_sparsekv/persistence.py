@@ -82,6 +82,7 @@ def _whole(tensor: Tensor) -> Pieces:
 
 def _sparse(layer: SparseLayer) -> tuple[Layer, dict[str, Pieces]]:
     store, policy = layer.store, layer.policy
+    store.settle()
     named = store.table.unique().long()
     index = _index(store)
     record = Layer(

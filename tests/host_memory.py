@@ -100,6 +100,9 @@ class Table:
     def __init__(self, device):
         self.slots = torch.zeros(0, dtype=torch.int32, device=device)
 
+    def settle(self):
+        """Nothing is on its way."""
+
 
 def fill(blocks, n):
     """Allocate and write ``n`` slots, each with its number."""

@@ -291,6 +291,9 @@ def test_a_pool_that_may_not_grow_is_unchanged():
     class User:
         slots = torch.arange(16, dtype=torch.int32)
 
+        def settle(self):
+            """Nothing is on its way."""
+
     user = User()
     pool.register(user)
     with pytest.raises(MemoryError, match="max_host_bytes"):

@@ -7,6 +7,10 @@ are in slots, younger columns in the ring, where column ``c`` lives at ``c % rin
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -16,6 +20,7 @@ from ..ops.append import append
 from ..ops.sparse_decode import sparse_decode
 from .counters import Counters
 from .frames import FramePools, Residents
+from .lanes import Lane, Lanes, wait
 from .lasting import DeviceLength, lasting, take_rows
 from .pool import BlockPool, HostBudget, bucket
 from .sealing import VALID, Indexer, Sealing
@@ -51,8 +56,10 @@ class LayerStore(Sealing):
         host: HostBudget | None,
         clock: DeviceLength,
         frames: FramePools | None = None,
+        lanes: Lanes | None = None,
     ) -> None:
-        self.config, self.clock = config, clock
+        self.config, self.clock, self.lanes = config, clock, lanes
+        self._saved: torch.cuda.Event | None = None  # blocks are on their way to the host until then
         self.batch, self.heads, _, self.key_dim = k.shape
         self.value_dim = v.shape[3]
         self.dtype, self.device = k.dtype, k.device
@@ -103,13 +110,17 @@ class LayerStore(Sealing):
         target = self.sealable(end)
         if valid is not None:
             self.padded = True
-        old = self.length - self.sealed * self.block_size  # columns in the ring
-        piece = max(1, _SEAL_BYTES // (self.batch * self.heads * self.block_size * self.near_kv.shape[3] * k.itemsize))
+        self.settle()
+        shape = (self.batch, self.heads, self.block_size, self.key_dim + self.value_dim)
+        piece = max(1, _SEAL_BYTES // (math.prod(shape) * k.itemsize))
         start = self.sealed
         for lo in range(start, target, piece):
             hi = min(lo + piece, target)
-            kv, ok = self._columns(lo, hi, start * self.block_size, old, k, v, valid)
-            self._seal(kv, ok, indexer)
+            lane = self.lane  # the first piece may have found out that memory cannot be pinned
+            make = torch.empty if lane is None else lane.take
+            blocks = make((hi - lo, *shape), dtype=self.dtype, **({"device": self.device} if lane is None else {}))
+            ok = self._blocks_of(lo, hi, self.length, k, v, valid, blocks)
+            self._seal(blocks, ok, indexer, lane)
         # What remains goes to the ring; older columns that stay unsealed are there already.
         first = max(target * self.block_size, self.length)
         skip = first - self.length
@@ -133,6 +144,32 @@ class LayerStore(Sealing):
     def near_length(self) -> int:
         """Columns in the ring."""
         return self.length - self.sealed * self.block_size
+
+    @property
+    def lane(self) -> Lane | None:
+        """The way to the host; None if blocks stay on the device, or the host has to copy them itself."""
+        return self.lanes.out(self.device) if self.lanes is not None and self.pool.direct else None
+
+    def settle(self) -> None:
+        """What follows on the current stream finds all blocks in place. Not for use inside a capture."""
+        if self._saved is not None:
+            if self._saved.query():
+                self._saved = None
+            else:
+                wait(self._saved, self.device)
+
+    @contextmanager
+    def after_saving(self, query: Tensor) -> Iterator[Tensor]:
+        """Run what is inside behind blocks that are on their way to the host, if there are any, with ``query``."""
+        if self._saved is None:
+            yield query
+            return
+        query = query.clone()  # of a view into the prompt's queries, which would be kept alive
+        with self.lane.behind():
+            yield query
+            self._saved = self.lane.mark()
+        if query.is_cuda:
+            query.record_stream(self.lane.stream)
 
     def forget(self, slots: Tensor) -> None:
         """The pool gives these slots to other blocks; nobody has named them for a while."""
@@ -201,17 +238,36 @@ class LayerStore(Sealing):
         """Bytes of one token's key and value, one KV head."""
         return (self.key_dim + self.value_dim) * self.dtype.itemsize
 
-    def materialise(self) -> tuple[Tensor, Tensor]:
-        """All cached keys and values on the device, ``[batch, H, length, Dk]`` and ``[..., Dv]``."""
-        parts = []
-        if self.sealed:
-            home = self.pool.kv.device
-            blocks = self.pool.kv[self.table.to(home).long()].to(self.device)  # [batch, n, H, B, Dk + Dv]
-            if self.pool.host is not None:
-                self.counters.to_device_bytes += blocks.nbytes
-            parts.append(blocks.transpose(1, 2).flatten(2, 3))
-        parts.append(self.near_kv[:, :, self._ring_index(self.sealed * self.block_size, self.length)])
-        kv = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    def gathered_shape(self, columns: int) -> tuple[int, ...]:
+        """Of a buffer that holds ``columns`` columns in blocks: ``[batch, H, blocks, block_size, Dk + Dv]``."""
+        return (self.batch, self.heads, -(-columns // self.block_size), self.block_size, self.key_dim + self.value_dim)
+
+    def read_blocks(self, out: Tensor) -> None:
+        """Copy the sealed blocks to the device, into the front of ``out`` (see :meth:`gathered_shape`)."""
+        self.settle()
+        self.pool.read(self.table, out)
+        if self.pool.host is not None:
+            self.counters.to_device_bytes += self.batch * self.heads * self.sealed * self.block_size * self.token_bytes
+
+    def materialise(self, k: Tensor | None = None, v: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """All cached keys and values on the device, followed by ``k, v [batch, H, q, D]``, which are not cached yet.
+
+        Returns:
+            ``[batch, H, length + q, Dk]`` and ``[..., Dv]``: views of one tensor, which the next but one call of a
+            later chunk may overwrite.
+        """
+        size, columns = self.block_size, self.length + (0 if k is None else k.shape[2])
+        out = None if k is None or self.lanes is None else self.lanes.arrived(self)
+        if out is None:
+            out = torch.empty(self.gathered_shape(columns), dtype=self.dtype, device=self.device)
+            self.read_blocks(out)
+        kv = out.flatten(2, 3)
+        near = slice(self.sealed * size, self.length)
+        kv[:, :, near] = self.near_kv[:, :, self._ring_index(near.start, near.stop)]
+        if k is not None:
+            kv[:, :, self.length : columns, : self.key_dim] = k
+            kv[:, :, self.length : columns, self.key_dim :] = v
+        kv = kv[:, :, :columns]
         return kv[..., : self.key_dim], kv[..., self.key_dim :]
 
     def valid_columns(self) -> Tensor:
@@ -233,9 +289,10 @@ class LayerStore(Sealing):
 
     def sealed_blocks(self) -> tuple[Tensor, Tensor]:
         """Sealed blocks on the device, ``[sealed, batch, H, block_size, Dk + Dv]``, and their flags."""
-        home = self.pool.kv.device
-        at = self.table.T
-        return self.pool.kv[at.to(home).long()].to(self.device), self.pool.fields["flags"][at.long()]
+        out = torch.empty(self.gathered_shape(self.sealed * self.block_size), dtype=self.dtype, device=self.device)
+        self.settle()
+        self.pool.read(self.table, out)
+        return out.permute(2, 0, 1, 3, 4), self.pool.fields["flags"][self.table.T.long()]
 
     # ------------------------------------------------------------------ changing
 
@@ -253,14 +310,16 @@ class LayerStore(Sealing):
         """
         if length >= self.length:
             return
+        self.settle()
         size = self.block_size
         sealed = min(self.sealed, max(0, (length - self.config.window) // size))
         if sealed < self.sealed:
             end = min(self.sealed * size, length)
             if end > sealed * size:
                 at = self.slots[:, sealed : -(-end // size)]
-                home = self.pool.kv.device
-                kv = self.pool.kv[at.to(home).long()].to(self.device).transpose(1, 2).flatten(2, 3)
+                blocks = torch.empty(self.gathered_shape(at.shape[1] * size), dtype=self.dtype, device=self.device)
+                self.pool.read(at, blocks)
+                kv = blocks.flatten(2, 3)
                 ok = (self.pool.fields["flags"][at.long()].flatten(1, 2) & VALID) > 0
                 ring = self._ring_index(sealed * size, end)
                 self.near_kv[:, :, ring] = kv[:, :, : end - sealed * size]
@@ -277,6 +336,7 @@ class LayerStore(Sealing):
     @lasting
     def map_rows(self, index: Tensor) -> None:
         """Row ``i`` becomes what row ``index[i]`` was. Sealed blocks are shared, not copied."""
+        self.settle()
         index = index.to(self.device)
         for name in ("slots", "near_kv", "near_valid", "seen"):
             setattr(self, name, take_rows(getattr(self, name), index))
@@ -290,6 +350,7 @@ class LayerStore(Sealing):
 
     def reset(self) -> None:
         """Forget everything but keep the memory."""
+        self.settle()
         self.length = self.sealed = 0
         self.padded = False
         self.slots.fill_(-1)
@@ -302,10 +363,12 @@ class LayerStore(Sealing):
         self.counters.clear()
 
     @lasting
-    def copy(self, clock: DeviceLength, frames: FramePools | None = None) -> LayerStore:
+    def copy(self, clock: DeviceLength, frames: FramePools | None = None, lanes: Lanes | None = None) -> LayerStore:
         """An independent store that shares the sealed blocks."""
+        self.settle()
         new = object.__new__(LayerStore)
         new.__dict__.update(self.__dict__)
+        new.lanes = lanes
         for name in ("slots", "near_kv", "near_valid", "seen"):
             setattr(new, name, getattr(self, name).clone())
         new.clock = clock

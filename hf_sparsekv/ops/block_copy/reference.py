@@ -10,7 +10,7 @@ def block_copy(kv: Tensor, frames: Tensor, copies: Tensor, n_copies: Tensor) -> 
 
     Args:
         kv: ``[slots, H, B, W]``, in host memory or on a device; contiguous.
-        frames: ``[F, B, W]`` of the same dtype, written in place; contiguous.
+        frames: ``[F, B, W]`` of the same dtype, written in place; contiguous. May lie in host memory, too.
         copies: int32 ``[most, 2]``: source and frame. A frame is named once.
         n_copies: int32 ``[1]``, how many of them count.
     """

@@ -49,7 +49,7 @@ def block_copy(
     warps: int = WARPS,
     tile: int = TILE,
 ) -> None:
-    """As ``reference.block_copy``; ``kv`` is pinned or on the device. ``copies`` lie where ``frames`` do.
+    """As ``reference.block_copy``; ``kv`` and ``frames`` are pinned or on the device, ``copies`` are on the device.
 
     ``programs``, ``warps`` and ``tile`` (bytes) replace the constants.
     """
@@ -63,7 +63,7 @@ def block_copy(
     if not run or not len(copies):
         return
     size, word = next((size, word) for size, word in WORDS if run % size == 0)
-    with torch.cuda.device_of(frames):
+    with torch.cuda.device_of(copies):
         _copy_kernel[(min(programs, len(copies)),)](
             kv.view(-1).view(word),
             frames.view(-1).view(word),
@@ -72,5 +72,5 @@ def block_copy(
             RUN=run // size,
             BW=triton.next_power_of_2(min(run, tile) // size),
             num_warps=warps,
-            **overlap(frames),
+            **overlap(copies),
         )

@@ -1,0 +1,286 @@
+"""Blocks on their way to the host and back: nobody reads what has not arrived, no buffer is filled too early.
+
+Without a GPU lanes are imitated: what is given to one happens only when somebody waits for it.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+from typing import ClassVar
+
+import pytest
+import torch
+from caches import FULL, TIGHT, two_level
+from models import build, model, prompt, reference
+from transformers import DynamicCache
+
+from hf_sparsekv import OffloadConfig, SparseCache
+from hf_sparsekv.offload import lanes, pool, store
+from hf_sparsekv.offload.lanes import Lane
+
+
+class Late:
+    """Something that a lane has not done yet."""
+
+    def __init__(self, lane) -> None:
+        self.lane, self.at = lane, lane.given
+
+    def query(self) -> bool:
+        return self.lane.done >= self.at
+
+    def wait(self) -> None:
+        self.lane.catch_up(self.at)
+
+
+class LazyLane:
+    """Does nothing until somebody waits, then everything up to there, in order."""
+
+    made: ClassVar[list[LazyLane]] = []
+    stream = None
+
+    def __init__(self, device, buffers) -> None:
+        self.left, self.given, self.done = [], 0, 0
+        self.buffers, self.events, self.at = [None] * buffers, [None] * buffers, -1
+        self.inside = False
+        self.made.append(self)
+
+    def take(self, shape, dtype):
+        self.at = at = (self.at + 1) % len(self.buffers)
+        if self.events[at] is not None:
+            self.events[at].wait()
+        if self.buffers[at] is not None:
+            self.buffers[at].fill_(float("nan"))  # whoever still reads it shows
+        self.buffers[at] = torch.full(shape, float("nan"), dtype=dtype)
+        return self.buffers[at]
+
+    def run(self, work):
+        self.left.append(work)
+        self.given += 1
+        self.events[self.at] = event = Late(self)
+        return event
+
+    def catch_up(self, at) -> None:
+        if self.inside:
+            return  # on the lane itself what came before is done
+        while self.done < at:
+            self.inside = True
+            self.left[self.done]()
+            self.inside = False
+            self.left[self.done] = None
+            self.done += 1
+
+    @contextmanager
+    def behind(self):
+        self.catch_up(self.given)
+        yield
+
+    def mark(self):
+        self.given += 1
+        self.left.append(lambda: None)
+        return Late(self)
+
+    def release(self):
+        for buffer, event in zip(self.buffers, self.events):
+            if event is not None and event.query():
+                buffer.fill_(float("nan"))
+        self.buffers, self.events = [None] * len(self.buffers), [None] * len(self.buffers)
+
+
+def imitate(patch) -> None:
+    """Host memory counts as pinned, and what goes there goes by a lazy lane."""
+    LazyLane.made.clear()
+    patch.setattr(lanes, "Lane", LazyLane)
+    for module in (lanes, store):
+        patch.setattr(module, "wait", lambda event, device: event.wait())
+    patch.setattr(pool.BlockPool, "direct", property(lambda self: self.host is not None))
+
+
+@pytest.fixture
+def lazy(monkeypatch):
+    imitate(monkeypatch)
+    monkeypatch.setattr(store, "_SEAL_BYTES", 3 * 2 * 2 * 16 * 32 * 4)  # three blocks: a prompt is several pieces
+    return LazyLane.made
+
+
+def logits(net, cache, chunks):
+    with torch.no_grad():
+        return torch.cat([net(chunk, past_key_values=cache).logits for chunk in chunks], 1)
+
+
+def chunks_of(ids, *sizes):
+    """Pieces of these sizes, then single tokens."""
+    head = ids.split([*sizes, ids.shape[1] - sum(sizes)], dim=1)
+    return (*head[:-1], *head[-1].split(1, dim=1))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("sizes", [(150,), (70, 40, 40), (33, 100, 17), (150, 1, 60), (20, 20, 20, 20, 20)])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_chunks_and_steps(lazy, name, sizes):
+    ids = prompt(2, 260)["input_ids"]
+    chunks = chunks_of(ids, *sizes)
+    cache, net = two_level(**FULL), reference(name)
+    found = logits(model(name), cache, chunks)
+    torch.testing.assert_close(found, logits(net, DynamicCache(config=net.config), chunks), atol=2e-4, rtol=1e-4)
+    assert any(lane.given for lane in lazy), "nothing went by a lane"
+    assert cache.stats().host_to_device_bytes > 0 or len(sizes) == 1
+
+
+@pytest.mark.parametrize("pads", [(0, 30), None])
+def test_selections_do_not_depend_on_lanes(pads):
+    """Sparse steps after a prompt in pieces: the same with and without lanes, padded or not."""
+    inputs = prompt(2, 150, pads)
+    answers = []
+    for lazily in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if lazily:
+                imitate(patch)
+            cache = two_level(**TIGHT)
+            answers.append(
+                model("llama").generate(
+                    **inputs, past_key_values=cache, max_new_tokens=40, do_sample=False, prefill_chunk_size=64
+                )
+            )
+            assert cache.stats().sparse_calls > 0
+    assert torch.equal(*answers)
+
+
+def test_changes_between(lazy, tmp_path):
+    """Crop, copies, rows and files right after a prompt whose blocks are still on their way."""
+    ids = prompt(2, 200)["input_ids"]
+    net = reference("llama")
+
+    def filled():
+        cache = two_level(**FULL)
+        logits(model("llama"), cache, (ids[:, :150],))
+        assert any(layer.store._saved is not None for layer in cache.sparse_layers)
+        return cache
+
+    def expect(cache, kept, rows=slice(None)):
+        cached = DynamicCache()
+        logits(net, cached, (ids[rows, :kept],))
+        rest = ids[rows, kept:].split(1, dim=1)
+        want = logits(net, cached, rest)
+        torch.testing.assert_close(logits(model("llama"), cache, rest), want, atol=2e-4, rtol=1e-4)
+
+    cache = filled()
+    cache.crop(-110)
+    expect(cache, 40)
+    cache = filled()
+    twin = copy.deepcopy(cache)
+    expect(twin, 150)
+    expect(cache, 150)
+    cache = filled()
+    cache.reorder_cache(torch.tensor([1, 1]))
+    expect(cache, 150, [1, 1])
+    cache = filled()
+    cache.reset()
+    logits(model("llama"), cache, (ids[:, :170],))
+    expect(cache, 170)
+    cache = filled()
+    cache.save(tmp_path / "saved")
+    expect(SparseCache.load(tmp_path / "saved", model_config=net.config), 150)
+
+
+def test_recycled_slots_are_written_one_by_one(lazy):
+    """Slots that do not follow each other: a cropped copy's are used again."""
+    ids = prompt(2, 330)["input_ids"]
+    cache, stock = two_level(**FULL), DynamicCache()
+    net = reference("llama")
+    for keep in (16, 48, 32):
+        logits(model("llama"), cache, (ids[:, cache.get_seq_length() :],))
+        cache.crop(keep)
+    part = (ids[:, 32:300], *ids[:, 300:].split(1, dim=1))
+    logits(net, stock, (ids[:, :32],))
+    torch.testing.assert_close(logits(model("llama"), cache, part), logits(net, stock, part), atol=2e-4, rtol=1e-4)
+
+
+def test_an_error_on_the_way(lazy, monkeypatch):
+    """A prompt that fails in its second layer leaves a cache that says so, and can be used again after reset()."""
+    ids = prompt(2, 150)["input_ids"]
+    cache = two_level(**FULL)
+    logits(model("llama"), cache, (ids[:, :60],))
+    original = pool.BlockPool.take
+
+    def full(self, n):
+        if self is cache.sparse_layers[1].store.pool:
+            raise MemoryError("host memory is full")
+        return original(self, n)
+
+    monkeypatch.setattr(pool.BlockPool, "take", full)
+    with pytest.raises(MemoryError, match="host memory is full"):
+        logits(model("llama"), cache, (ids[:, 60:],))
+    monkeypatch.setattr(pool.BlockPool, "take", original)
+    with pytest.raises(RuntimeError, match="incomplete"):
+        logits(model("llama"), cache, (ids[:, :1],))
+    cache.reset()
+    net, chunks = reference("llama"), chunks_of(ids, 130)
+    want = logits(net, DynamicCache(), chunks)
+    torch.testing.assert_close(logits(model("llama"), cache, chunks), want, atol=2e-4, rtol=1e-4)
+
+
+# ---------------------------------------------------------------------- on a GPU
+
+
+def slow(lane: Lane, cycles: int) -> None:
+    """Everything on this lane begins late."""
+    run, behind = lane.run, lane.behind
+
+    def late_run(work):
+        def wait_and_work():
+            torch.cuda._sleep(cycles)
+            work()
+
+        return run(wait_and_work)
+
+    @contextmanager
+    def late_behind():
+        with behind():
+            torch.cuda._sleep(cycles)
+            yield
+
+    lane.run, lane.behind = late_run, late_behind
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cycles", [0, 20_000_000], ids=["quick", "slow"])
+@pytest.mark.parametrize("sizes", [(700,), (300, 250, 150), (515, 64, 121)])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_on_a_gpu(monkeypatch, name, sizes, cycles):
+    """The same with a lane that lags behind by 10 ms: what is not waited for would be missing."""
+    if cycles:
+        make = Lane.__init__
+
+        def late(self, *args):
+            make(self, *args)
+            slow(self, cycles)
+
+        monkeypatch.setattr(Lane, "__init__", late)
+    monkeypatch.setattr(store, "_SEAL_BYTES", 5 * 2 * 2 * 16 * 32 * 4)
+    ids = prompt(2, 760)["input_ids"].cuda()
+    chunks = chunks_of(ids, *sizes)
+    ours, net = build(name, "sparsekv").cuda(), build(name, reference(name).config._attn_implementation).cuda()
+    cache = two_level(**FULL)
+    found = logits(ours, cache, chunks)
+    want = logits(net, DynamicCache(config=net.config), chunks)
+    torch.testing.assert_close(found, want, atol=1e-3, rtol=1e-3)
+    assert cache.offload_config == OffloadConfig()
+
+
+@pytest.mark.gpu
+def test_memory_of_a_prompt_is_bounded():
+    """A prompt's blocks never lie on the GPU for all layers at once."""
+    net = build("llama", "sparsekv", num_hidden_layers=16).cuda()
+    layer = 2 * 16384 * 2 * 16 * 2 * 4  # bytes of keys and values: rows, tokens, heads, channels, both, float32
+    ids = prompt(2, 64)["input_ids"].cuda().repeat(1, 256)
+    cache = two_level(**TIGHT)
+    with torch.no_grad():
+        net.model(ids[:, :128], past_key_values=two_level(**TIGHT))
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        net.model(ids, past_key_values=cache)
+    torch.cuda.synchronize()
+    kept = torch.cuda.memory_allocated() - before - cache.memory_bytes()["device"]
+    assert cache.memory_bytes()["host"] >= 16 * layer
+    assert kept < 2 * layer, f"{kept / layer:.1f} layers' KV left on the device"
