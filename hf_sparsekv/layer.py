@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +37,18 @@ class SparseLayer(CacheLayerMixin):
         self.replay: Replay | None = None  # set while a step is being captured
         self.query: Tensor | None = None  # of the captured step
         self.broken: str | None = None
+
+    @property
+    def owner(self) -> SparseCache:
+        """The cache. Known weakly: without a cycle its memory is free as soon as nobody uses it."""
+        owner = self._owner()
+        if owner is None:
+            raise RuntimeError("the cache that this layer belongs to does not exist any more")
+        return owner
+
+    @owner.setter
+    def owner(self, cache: SparseCache) -> None:
+        self._owner = weakref.ref(cache)
 
     def __deepcopy__(self, memo: dict) -> SparseLayer:
         new = object.__new__(SparseLayer)

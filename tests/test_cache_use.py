@@ -124,6 +124,40 @@ def test_prefix_caching(name, offload):
         assert cache.get_seq_length() == length
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_memory_is_free_at_once(name, offload):
+    """No cycle keeps a dropped cache alive until the next garbage collection, whatever was done with it."""
+    net = model(name)
+    gc.collect()
+    gc.disable()
+    try:
+        cache = two_level(offload, **TIGHT)
+        net.generate(**prompt(2, 150), past_key_values=cache, max_new_tokens=20, do_sample=False, prefill_chunk_size=64)
+        twin = copy.deepcopy(cache)
+        twin.use_rings()
+        twin.stats()
+        stores = [layer.store for layer in (*cache.sparse_layers, *twin.sparse_layers)]
+        held = [weakref.ref(x) for x in (cache, twin, *stores, *(store.pool for store in stores))]
+        if offload:
+            held += [weakref.ref(pool) for each in (cache, twin) for pool in each.frames.pools.values()]
+        del cache, twin, stores
+        assert [ref() for ref in held] == [None] * len(held)
+    finally:
+        gc.enable()
+
+
+def test_a_layer_without_its_cache():
+    cache = two_level()
+    with torch.no_grad():
+        model("llama")(prompt(1, 40)["input_ids"], past_key_values=cache)
+    layer = cache.layers[0]
+    del cache
+    with pytest.raises(RuntimeError, match="does not exist any more"):
+        copy.deepcopy(layer)
+
+
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
 def test_copies_go_their_own_ways(offload):
     """Original and copies in turns, through growth, with one of them collected on the way."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -30,7 +31,8 @@ class FramePools:
     def __init__(self, config: OffloadConfig) -> None:
         self.config, self.layers = config, 1
         self.pools: dict[tuple, DevicePool | None] = {}
-        self._leads: dict[int, Residents] = {}  # of each pool: the layer whose fetch begins a step
+        # Of each pool: the layer whose fetch begins a step. Weakly, or they would keep each other alive.
+        self._leads: dict[int, weakref.ref[Residents]] = {}
 
     def __deepcopy__(self, memo: dict) -> FramePools:
         new = FramePools(self.config)  # a copy steps by itself, so what it has chosen could be evicted by the other
@@ -58,7 +60,8 @@ class FramePools:
 
     def leads(self, layer: Residents) -> bool:
         """``layer`` is the first one of its pool: its fetch begins a step."""
-        return self._leads.setdefault(id(layer.pool), layer) is layer
+        lead = self._leads.setdefault(id(layer.pool), weakref.ref(layer))
+        return lead() is layer
 
     @contextmanager
     def paused(self) -> Iterator[None]:
