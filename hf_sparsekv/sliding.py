@@ -96,7 +96,7 @@ class SlidingRing(DynamicSlidingWindowLayer):
         skip = k.shape[2] - n
         at = torch.arange(start + skip, start + k.shape[2], device=self.device) % self.sliding_window
         self.ring[:, :, at] = torch.cat((k[:, :, skip:], v[:, :, skip:]), dim=-1).detach()
-        self.ring_valid[:, at] = True
+        self.ring_valid.index_fill_(1, at, True)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if self.replay is not None:
@@ -145,7 +145,10 @@ class SlidingRing(DynamicSlidingWindowLayer):
         n = min(self.cumulative_length, self.sliding_window)
         at = torch.arange(self.cumulative_length - n, self.cumulative_length, device=self.device) % self.sliding_window
         self.ring_valid.fill_(False)
-        self.ring_valid[:, at] = True if valid is None else valid[:, -n:]
+        if valid is None:
+            self.ring_valid.index_fill_(1, at, True)
+        else:
+            self.ring_valid[:, at] = valid[:, -n:]
         self.stale = False
 
     def attend(self, step: Step, query: Tensor, mask, spec: AttentionSpec, dropout: float = 0.0) -> Tensor:

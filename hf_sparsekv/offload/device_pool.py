@@ -117,11 +117,12 @@ class DevicePool:
         slots = slots.to(self.device).long()
         frame = table[slots].flatten().long()
         gone = torch.zeros(len(state.stamp) + 1, dtype=torch.bool, device=self.device)
-        gone[torch.where(frame >= 0, frame, len(state.stamp))] = True  # one more for entries without a frame
+        # Indexed assignment of a number would wait for the device. One more entry for blocks without a frame.
+        gone.index_fill_(0, torch.where(frame >= 0, frame, len(state.stamp)), True)
         gone = gone[:-1]
         state.owner.masked_fill_(gone[:, None], -1)
         state.stamp.masked_fill_(gone, FREE)
-        table[slots] = -1
+        table.index_fill_(0, slots, -1)
 
     def drop_all(self) -> None:
         """Nothing lies in any frame; page tables, counters and step count start anew."""

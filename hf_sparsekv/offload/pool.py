@@ -67,6 +67,7 @@ class BlockPool:
         fields: what is kept per slot beside it, always on the device: ``flags`` uint8 ``[capacity, block_size]``
             (0 padding, 1 selectable, 3 sink), ``fill`` int32 ``[capacity]`` (number of selectable tokens), and the
             index fields that the selection policy asks for with :meth:`add_field`.
+        loosened: a table may have stopped naming slots since somebody looked for free ones. Tables say so.
     """
 
     def __init__(
@@ -86,6 +87,8 @@ class BlockPool:
         self._addresses: tuple[int, ...] | None = None
         self._free: Tensor | None = None  # slots below `used` that nobody names, int32 on the device
         self._users: weakref.WeakSet = weakref.WeakSet()
+        self._registered = self._gone = 0  # users there ever were, and how many had died at the last search
+        self.loosened = False
         self.lock = threading.RLock()  # held from taking slots until a table names them
         self._slot_bytes = heads * block_size * token_dim * dtype.itemsize
         self._arena: HostArena | None = None
@@ -137,6 +140,7 @@ class BlockPool:
     def register(self, user: User) -> None:
         """``user`` names slots of this pool for as long as it lives."""
         self._users.add(user)
+        self._registered += 1
 
     @property
     def shared(self) -> bool:
@@ -170,6 +174,7 @@ class BlockPool:
                     for user in list(self._users):
                         user.forget(slots)
                     return slots, None
+                self.loosened |= len(self._free) > 0  # these few are found again
                 self._free = None
                 self._grow(bucket(self.used + n))
             start = self.used
@@ -177,7 +182,12 @@ class BlockPool:
             return torch.arange(start, start + n, dtype=torch.int32, device=self.device), start
 
     def _find_free(self) -> None:
-        """One synchronisation, and only when the pool is full."""
+        """Synchronises, so only when the pool is full and slots may have been left."""
+        gone = self._registered - len(self._users)
+        if not self.loosened and gone == self._gone:
+            self._free = torch.empty(0, dtype=torch.int32, device=self.device)
+            return
+        self.loosened, self._gone = False, gone
         named = torch.zeros(self.used, dtype=torch.bool, device=self.device)
         for user in list(self._users):
             named[user.slots[user.slots >= 0].long()] = True

@@ -86,7 +86,7 @@ class Sealing:
         """Blocks ``start .. end - 1`` have left the ring."""
         if end > start:
             span = range(start * self.block_size, min(end * self.block_size, start * self.block_size + self.ring))
-            self.near_valid[:, self._ring_index(span.start, span.stop)] = False
+            self.near_valid.index_fill_(1, self._ring_index(span.start, span.stop), False)
 
     def _blocks_of(
         self, lo: int, hi: int, new_from: int, k: Tensor, v: Tensor, valid: Tensor | None, out: Tensor

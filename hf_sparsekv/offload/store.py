@@ -330,7 +330,8 @@ class LayerStore(Sealing):
             place = torch.arange(self.sinks, device=self.device)
             self.near_valid[:, : self.sinks] = place < self.seen[:, None]
             self.sealed = sealed
-        self.near_valid[:, self._ring_index(length, self.sealed * size + self.ring)] = False
+            self.pool.loosened = True
+        self.near_valid.index_fill_(1, self._ring_index(length, self.sealed * size + self.ring), False)
         self.length = length
 
     @lasting
@@ -341,6 +342,7 @@ class LayerStore(Sealing):
         for name in ("slots", "near_kv", "near_valid", "seen"):
             setattr(self, name, take_rows(getattr(self, name), index))
         self.batch = index.shape[0]
+        self.pool.loosened = True
         self.counters.regroup(self.batch)
 
     def fits(self, k: Tensor, v: Tensor) -> bool:
@@ -358,6 +360,7 @@ class LayerStore(Sealing):
         self.seen.zero_()
         if self.residents is not None:
             self.residents.clear()
+        self.pool.loosened = True
         if not self.pool.shared:
             self.pool.release_all()
         self.counters.clear()

@@ -63,4 +63,4 @@ class FrameState:
         if layer >= len(self.addresses):
             raise ValueError(f"a device pool serves at most {len(self.addresses)} layers")
         self.page_tables[layer : layer + 1] = [table]
-        self.addresses[layer] = table.data_ptr()
+        self.addresses[layer : layer + 1].fill_(table.data_ptr())  # indexed assignment would wait for the device
