@@ -100,6 +100,11 @@ def _found(model: nn.Module) -> Iterator[tuple[nn.Module, str, Arch]]:
                 yield module, name, arch
 
 
+def tensor_parallel(model: nn.Module) -> bool:
+    """Whether the model's layers are spread over several processes."""
+    return (getattr(model, "_tp_size", None) or 1) > 1
+
+
 def why_not(model: nn.Module) -> str | None:
     """Why ``fuse`` would leave ``model`` alone, in words; ``None`` if it would not."""
     found = list(_found(model))
@@ -107,6 +112,8 @@ def why_not(model: nn.Module) -> str | None:
         return f"it has no layers of a supported architecture ({', '.join(ARCHS)})"
     if any(isinstance(module, tuple(_KINDS.values())) for module, _, _ in found):
         return "it is fused already"
+    if tensor_parallel(model):
+        return "it is tensor parallel"
     for file, arch in {(type(module).__module__, arch) for module, _, arch in found}:
         changed = _changed(arch, file)
         if changed:

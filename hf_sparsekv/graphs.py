@@ -22,7 +22,7 @@ from torch import Tensor
 from .attention.masks import MaskWatch
 from .cache import SparseCache
 from .captured import CapturedStep, Replay, Saved
-from .fused import Fusion, fuse, why_not
+from .fused import Fusion, fuse, tensor_parallel, why_not
 from .layer import SparseLayer
 from .sliding import SlidingRing
 
@@ -117,6 +117,8 @@ class StepRunner:
         ids, mask = given["input_ids"], given.get("attention_mask")
         if self._cannot:
             return self._cannot
+        if tensor_parallel(self.model):
+            return "the model is tensor parallel"
         if not self._on_gpu(ids):
             return "the model is not on a CUDA device"
         if torch.is_grad_enabled():

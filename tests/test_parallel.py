@@ -1,0 +1,162 @@
+"""Models spread over several processes (tensor parallel) or several GPUs (``device_map``)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from caches import FULL, TIGHT, two_level
+from models import build, prompt, reference
+from transformers import DynamicCache
+
+from hf_sparsekv import optimize
+from hf_sparsekv.graphs import runner_of
+
+# Each rank generates with its half of the heads, and alone with all of them.
+RANKS = """
+import sys, warnings
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+from caches import FULL, TIGHT, two_level
+from models import build, prompt
+from hf_sparsekv import optimize
+
+warnings.simplefilter("ignore", FutureWarning)
+dist.init_process_group("gloo")
+path, inputs = sys.argv[1], prompt(2, 150, (0, 20))
+shard = AutoModelForCausalLM.from_pretrained(path, tp_plan="auto", attn_implementation="sparsekv")
+whole = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sparsekv")
+for settings in (FULL, TIGHT):
+    for offload in (True, False):
+        caches = two_level(offload, **settings), two_level(offload, **settings)
+        texts = [
+            net.generate(**inputs, past_key_values=cache, max_new_tokens=30, do_sample=False)
+            for net, cache in zip((shard, whole), caches)
+        ]
+        assert torch.equal(*texts)
+        assert [cache.layers[0].store.heads for cache in caches] == [1, 2]
+        assert (caches[0].stats().sparse_calls > 0) == (settings is TIGHT)
+optimize(shard)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    text = shard.generate(**inputs, past_key_values=two_level(False, **TIGHT), max_new_tokens=30, do_sample=False)
+assert torch.equal(text, texts[0])
+assert any("tensor parallel" in str(w.message) for w in caught), [str(w.message) for w in caught]
+dist.barrier()
+print("rank", dist.get_rank(), "is done")
+dist.destroy_process_group()
+"""
+
+
+def test_tensor_parallel(tmp_path):
+    """Every rank caches and selects for its own KV heads: the same text as in one process."""
+    build("llama", "sparsekv", vocab_size=98).save_pretrained(tmp_path / "model")
+    (tmp_path / "ranks.py").write_text(RANKS)
+    here = Path(__file__).parent
+    paths = [str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
+            *(str(tmp_path / "ranks.py"), str(tmp_path / "model")),
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.count("is done") == 2
+
+
+# ---------------------------------------------------------------------- several GPUs
+
+
+@pytest.fixture
+def spread():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    from accelerate import dispatch_model
+
+    def make(name: str):
+        net = build(name, "sparsekv", num_hidden_layers=3)
+        places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
+        return dispatch_model(net, {**places, **{f"model.layers.{i}": int(i > 0) for i in range(3)}})
+
+    return make
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_layers_on_two_gpus(spread, name, offload):
+    """Pools, lanes and clocks of each device; prompts in pieces, padding, second turns."""
+    net = spread(name)
+    dense = build(name, reference(name).config._attn_implementation, num_hidden_layers=3).cuda()
+    inputs = {key: value.cuda() for key, value in prompt(2, 400, (0, 60)).items()}
+    how = {"max_new_tokens": 30, "do_sample": False}
+    for chunk in ({}, {"prefill_chunk_size": 128}):
+        cache = two_level(offload, **FULL)
+        found = net.generate(**inputs, past_key_values=cache, **how, **chunk)
+        assert torch.equal(found, dense.generate(**inputs, **how))
+    where = {layer.store.device.index for layer in cache.sparse_layers}
+    assert where == ({0, 1} if name == "llama" else where)
+    text, lone = [], build(name, "sparsekv", num_hidden_layers=3).cuda()
+    for each in (net, lone):
+        cache = two_level(offload, **TIGHT)
+        with torch.no_grad():
+            first = each.generate(**inputs, past_key_values=cache, **how)
+            more = torch.cat((first, prompt(2, 20, seed=5)["input_ids"].cuda()), 1)
+            mask = torch.cat((inputs["attention_mask"], torch.ones_like(more[:, inputs["input_ids"].shape[1] :])), 1)
+            text.append(each.generate(more, attention_mask=mask, past_key_values=cache, **how))
+        assert cache.stats().sparse_calls > 0
+    assert torch.equal(*text)
+
+
+@pytest.mark.gpu
+def test_two_gpus_are_not_captured(spread):
+    net = optimize(spread("llama"), fused=False)
+    inputs = {key: value.cuda() for key, value in prompt(1, 200).items()}
+    with pytest.warns(UserWarning, match="several devices"):
+        net.generate(**inputs, past_key_values=two_level(**TIGHT), max_new_tokens=5, do_sample=False)
+    assert runner_of(net).captures == 0
+
+
+@pytest.mark.gpu
+def test_a_second_gpu_alone():
+    """A model on a GPU that is not the current one: captured, offloaded, and equal to the first GPU's."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    texts = []
+    for device in ("cuda:0", "cuda:1"):
+        net = optimize(build("llama", "sparsekv").to(device))
+        inputs = {key: value.to(device) for key, value in prompt(2, 300, (0, 40)).items()}
+        cache = two_level(**TIGHT)
+        how = {"max_new_tokens": 60, "do_sample": False, "prefill_chunk_size": 128}
+        texts.append(net.generate(**inputs, past_key_values=cache, **how).cpu())
+        assert runner_of(net).replays > 40
+        assert cache.stats().sparse_calls > 0
+    assert torch.equal(*texts)
+
+
+@pytest.mark.gpu
+def test_a_cache_per_gpu():
+    """Two models on two GPUs decode in turns, each with a cache of its own."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    ids = prompt(1, 200)["input_ids"]
+    nets = [optimize(build("llama", "sparsekv").to(f"cuda:{i}")) for i in range(2)]
+    caches, stock, net = [two_level(**FULL), two_level(**FULL)], DynamicCache(), reference("llama")
+    with torch.no_grad():
+        net(ids[:, :150], past_key_values=stock)
+        for i in range(2):
+            nets[i](ids[:, :150].to(f"cuda:{i}"), past_key_values=caches[i])
+        for token in ids[:, 150:].split(1, dim=1):
+            want = net(token, past_key_values=stock).logits
+            for i in range(2):
+                found = nets[i](token.to(f"cuda:{i}"), past_key_values=caches[i]).logits
+                torch.testing.assert_close(found.cpu(), want, atol=1e-3, rtol=1e-3)
