@@ -98,7 +98,7 @@ class SparseCache(Cache):
 
         for index, layer in enumerate(self.layers):
             if type(layer) is DynamicSlidingWindowLayer and layer.is_initialized and not layer.record_past:
-                self.layers[index] = SlidingRing(layer, self.clock, index)
+                self.layers[index] = SlidingRing(layer, self, index)
 
     def check_model(self, text_config) -> None:
         """Raise ``ValueError`` for a model that this cache cannot serve. For subclasses."""

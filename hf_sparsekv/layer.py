@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +13,7 @@ from .attention.exact import AttentionSpec, exact_attention
 from .attention.handle import KVHandle, Step
 from .attention.masks import new_columns
 from .offload.store import LayerStore
+from .owned import Owned
 from .selection.base import Policy
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .captured import Replay
 
 
-class SparseLayer(CacheLayerMixin):
+class SparseLayer(Owned, CacheLayerMixin):
     """One full-attention layer of a sparse cache: a store, a policy, and the bookkeeping that transformers asks for."""
 
     is_sliding = False
@@ -37,18 +37,6 @@ class SparseLayer(CacheLayerMixin):
         self.replay: Replay | None = None  # set while a step is being captured
         self.query: Tensor | None = None  # of the captured step
         self.broken: str | None = None
-
-    @property
-    def owner(self) -> SparseCache:
-        """The cache. Known weakly: without a cycle its memory is free as soon as nobody uses it."""
-        owner = self._owner()
-        if owner is None:
-            raise RuntimeError("the cache that this layer belongs to does not exist any more")
-        return owner
-
-    @owner.setter
-    def owner(self, cache: SparseCache) -> None:
-        self._owner = weakref.ref(cache)
 
     def __deepcopy__(self, memo: dict) -> SparseLayer:
         new = object.__new__(SparseLayer)

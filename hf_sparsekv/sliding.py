@@ -6,30 +6,36 @@ tokens in a ring. Outside a captured step it answers as the stock layer does.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from .attention.exact import AttentionSpec
 from .attention.handle import KVHandle, Step
-from .offload.lasting import DeviceLength, lasting, take_rows
+from .offload.lasting import lasting, take_rows
 from .ops.append import append
 from .ops.sparse_decode import sparse_decode
+from .owned import Owned
+
+if TYPE_CHECKING:
+    from .cache import SparseCache
 
 
-class SlidingRing(DynamicSlidingWindowLayer):
+class SlidingRing(Owned, DynamicSlidingWindowLayer):
     """The last ``sliding_window`` tokens of a layer; column ``c`` at ``c % sliding_window``.
 
     Args:
         stock: the filled layer to take over.
-        clock: keeps the cache's length on the device.
+        owner: the cache.
         index: the layer's index.
     """
 
     @lasting
-    def __init__(self, stock: DynamicSlidingWindowLayer, clock: DeviceLength, index: int) -> None:
+    def __init__(self, stock: DynamicSlidingWindowLayer, owner: SparseCache, index: int) -> None:
         super().__init__(stock.sliding_window)
-        self.clock, self.index = clock, index
+        self.owner, self.index = owner, index
         self.dtype, self.device, self.is_initialized = stock.dtype, stock.device, True
         self._sliding_window_tensor = stock._sliding_window_tensor
         keys, values = stock.keys, stock.values
@@ -153,7 +159,7 @@ class SlidingRing(DynamicSlidingWindowLayer):
 
     def attend(self, step: Step, query: Tensor, mask, spec: AttentionSpec, dropout: float = 0.0) -> Tensor:
         """``query [batch, Hq, 1, Dk]`` over the ring and the new token."""
-        length = self.clock.held(self.device)
+        length = self.owner.clock.held(self.device)
         append(step.k, step.v, self.replay.valid, self.ring, self.ring_valid, length, 0)
         step.committed = True
         out = sparse_decode(

@@ -67,7 +67,8 @@ class LayerStore(Sealing):
         self.length = self.sealed = 0
         self.padded = False
         self.fixed = False  # a step is being captured: shapes may not depend on what is cached
-        expected = config.max_length or k.shape[2]
+        exact = config.max_length is not None  # what is announced gets no room to grow
+        expected = -(-(config.max_length or k.shape[2]) // self.block_size)
         self.pool = BlockPool(
             heads=self.heads,
             block_size=self.block_size,
@@ -75,9 +76,9 @@ class LayerStore(Sealing):
             dtype=self.dtype,
             device=self.device,
             host=host,
-            capacity=bucket(-(-expected // self.block_size) * self.batch),
+            capacity=expected * self.batch if exact else bucket(expected * self.batch),
         )
-        self.slots = self._ints((self.batch, bucket(-(-expected // self.block_size))), -1)
+        self.slots = self._ints((self.batch, expected if exact else bucket(expected)), -1)
         near = self.sinks + self.ring
         self.near_kv = k.new_zeros(self.batch, self.heads, near, self.key_dim + self.value_dim)
         self.near_valid = torch.zeros(self.batch, near, dtype=torch.bool, device=self.device)
