@@ -57,15 +57,15 @@ class Session:
 
     def __init__(self, args: argparse.Namespace, model: torch.nn.Module | None = None) -> None:
         self.args, self._model = args, model
+        self.device = torch.device(args.device)
         self.host_bytes = None if args.host_gb is None else int(1e9 * args.host_gb)
 
     @cached_property
     def model(self) -> torch.nn.Module:
         if self._model is not None:
             return self._model
-        device = torch.device(self.args.device)
-        usual = "bfloat16" if device.type == "cuda" else "float32"
-        return random_model(known_config(self.args.model), getattr(torch, self.args.dtype or usual), device)
+        usual = "bfloat16" if self.device.type == "cuda" else "float32"
+        return random_model(known_config(self.args.model), getattr(torch, self.args.dtype or usual), self.device)
 
     @cached_property
     def fused(self) -> bool:

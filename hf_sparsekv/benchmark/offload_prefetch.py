@@ -19,7 +19,7 @@ from ..ops.block_copy.triton import block_copy
 from .baselines import find, make_cache, prepare
 from .decoding import Steps, capture_seconds, replay_ms, timed
 from .filling import fill_cache
-from .offload_transfer import BLOCK, DIM, HEADS, POOL
+from .offload_transfer import BLOCK, DIM, HEADS, pinned
 from .report import Report
 
 NAME = "two_level:lag"
@@ -30,11 +30,12 @@ class Gather:
     """Scattered blocks of pinned memory, copied into frames in so many parts.
 
     Args:
-        host: bf16, pinned, flat.
+        host: pinned, flat.
+        device: where the frames are.
         size: bytes; rounded down to whole blocks a part.
     """
 
-    def __init__(self, host: Tensor, size: int, parts: int, programs: int) -> None:
+    def __init__(self, host: Tensor, device: torch.device, size: int, parts: int, programs: int) -> None:
         self.kv, self.parts, self.programs = host.view(-1, HEADS, BLOCK, 2 * DIM), parts, programs
         each = size // BLOCK_BYTES // parts
         total = each * parts
@@ -43,9 +44,9 @@ class Gather:
             raise ValueError(f"{size} bytes in {parts} parts: between {parts} and {most} blocks are possible")
         self.bytes = total * BLOCK_BYTES
         sources = torch.randperm(most, generator=torch.Generator().manual_seed(0))[:total]
-        self.copies = torch.stack((sources, torch.arange(total)), dim=1).int().cuda()
-        self.frames = torch.empty(total, BLOCK, 2 * DIM, dtype=host.dtype, device="cuda")
-        self.each, self.total = (torch.tensor([n], dtype=torch.int32, device="cuda") for n in (each, total))
+        self.copies = torch.stack((sources, torch.arange(total)), dim=1).int().to(device)
+        self.frames = torch.empty(total, BLOCK, 2 * DIM, dtype=host.dtype, device=device)
+        self.each, self.total = (torch.tensor([n], dtype=torch.int32, device=device) for n in (each, total))
 
     def part(self, at: int) -> None:
         """Part ``at``, on the current stream."""
@@ -59,18 +60,25 @@ class Gather:
 
 @contextmanager
 def beside(model, fork: Callable[[int], None], stream, parts: int) -> Iterator[None]:
-    """Steps captured inside run ``fork(i)`` on ``stream`` beside decoder layer ``i < parts`` and all after it."""
+    """Steps captured inside run ``fork(i)`` on ``stream`` beside decoder layer ``i < parts`` and all after it.
+
+    ``stream``: None where there are no streams.
+    """
     runner = runner_of(model)
     original = runner.original
 
     def release(at: int) -> None:
+        if stream is None:
+            fork(at)
+            return
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             fork(at)
 
     def forward(*args, **kwargs):
         out = original(*args, **kwargs)
-        torch.cuda.current_stream().wait_stream(stream)
+        if stream is not None:
+            torch.cuda.current_stream().wait_stream(stream)
         return out
 
     layers = model.get_decoder().layers
@@ -104,17 +112,18 @@ def measure(session, report: Report, batch: int, context: int) -> None:
         alone = step_ms()
         report.add("step_ms", alone)
     alone_ms = statistics.median(alone)
-    host = torch.empty(POOL // 2, dtype=torch.bfloat16, pin_memory=True)
-    host.copy_(torch.randn(host.shape, dtype=host.dtype, device="cuda"))
+    host = pinned(session.device)
+    stream = torch.cuda.Stream() if session.device.type == "cuda" else None
     for size in args.sizes:
         for spread in args.spread:
             for programs in args.programs:
                 name = f"{label}:gather={size}MiB:programs={programs}:{spread}"
                 with report.measuring(batch, context, name):
-                    gather = Gather(host, size << 20, layers if spread == "layers" else 1, programs)
-                    gather.part(0)  # compiles: a capture cannot
+                    gather = Gather(host, session.device, size << 20, layers if spread == "layers" else 1, programs)
+                    for at in range(gather.parts):  # compiles, maybe for several alignments: a capture cannot
+                        gather.part(at)
                     gather_ms = timed(gather.whole)
-                    with beside(model, gather.part, torch.cuda.Stream(), gather.parts):
+                    with beside(model, gather.part, stream, gather.parts):
                         found = step_ms()
                     report.add("gather_ms", gather_ms)
                     report.add("step_ms", found)
