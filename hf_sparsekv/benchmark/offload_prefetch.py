@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from .. import unoptimize
 from ..graphs import runner_of
 from ..ops.block_copy.triton import block_copy
 from .baselines import find, make_cache, prepare
@@ -96,7 +97,7 @@ def measure(session, report: Report, batch: int, context: int) -> None:
     """All sizes, programs and spreads beside the step of one shape."""
     args, model, variant = session.args, session.model, find(NAME)
     prepare(model, variant, session.fused)
-    runner, layers = runner_of(model), len(model.get_decoder().layers)
+    layers = len(model.get_decoder().layers)
     points = len(args.sizes) * len(args.programs) * len(args.spread)
     room = 4 * (points + 4)
     cache = make_cache(model, variant, context + room)
@@ -104,20 +105,23 @@ def measure(session, report: Report, batch: int, context: int) -> None:
     label = variant.label(session.fused)
 
     def step_ms() -> list[float]:
-        runner.graphs.pop(cache, None)
+        runner_of(model).graphs.pop(cache, None)
         capture_seconds(model, steps)
         return replay_ms(model, cache)
 
+    alone: list[float] = []
     with report.measuring(batch, context, label):
         alone = step_ms()
         report.add("step_ms", alone)
+    if not alone:
+        return
     alone_ms = statistics.median(alone)
     host = pinned(session.device)
     stream = torch.cuda.Stream() if session.device.type == "cuda" else None
     for size in args.sizes:
         for spread in args.spread:
             for programs in args.programs:
-                name = f"{label}:gather={size}MiB:programs={programs}:{spread}"
+                name, missing = f"{label}:gather={size}MiB:programs={programs}:{spread}", report.missing
                 with report.measuring(batch, context, name):
                     gather = Gather(host, session.device, size << 20, layers if spread == "layers" else 1, programs)
                     for at in range(gather.parts):  # compiles, maybe for several alignments: a capture cannot
@@ -130,6 +134,9 @@ def measure(session, report: Report, batch: int, context: int) -> None:
                     median, bound = statistics.median(found), max(alone_ms, statistics.median(gather_ms))
                     report.add("cost_percent", 100 * (median / alone_ms - 1), "percent")
                     report.add("over_bound_percent", 100 * (median / bound - 1), "percent")
+                if report.missing > missing:
+                    unoptimize(model)  # a runner that has met an error does not capture again
+                    prepare(model, variant, session.fused)
     with report.measuring(batch, context, f"{label}:again"):  # whether the clocks have changed meanwhile
         report.add("step_ms", step_ms())
 
