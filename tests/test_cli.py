@@ -351,7 +351,8 @@ def test_bench_needs_a_gpu_but_explains_itself(what, monkeypatch):
 
 
 def test_bench_help_and_list():
-    assert "operator|step|generate" in run("bench", "--help").stdout
+    out = run("bench", "--help").stdout
+    assert all(f"{name}:" in out for name in ("operator", "step", "generate", "offload"))
     run("bench", status=2)
     assert "'paged' is not one of" in error("bench", "paged", status=2)
     assert "--new-tokens" in run("bench", "generate", "--help").stdout
@@ -373,6 +374,12 @@ def test_bench_generate_on_a_cpu(tiny, tmp_path):
     assert "2 rows appended" in out
     assert len(path.read_text().splitlines()) == 3
     error(*command, "--caches", "paged", status=2)
+
+
+def test_bench_offload_on_a_cpu():
+    assert "--overlaps" in run("bench", "offload", "--help").stdout
+    result = CliRunner().invoke(app, ["bench", "offload", "transfer", "--device", "cpu"])
+    assert (result.exit_code, "only a CUDA device runs transfer" in result.stdout) == (1, True)
 
 
 def test_bench_fails_when_a_variant_does(tiny, monkeypatch):

@@ -116,13 +116,23 @@ def prepare(model, variant: Variant, fused: bool, capture: bool = True) -> None:
         optimize(model, fused=fused)
 
 
-def make_cache(model, variant: Variant, length: int | None, host_bytes: int | None = None):
-    """An empty cache for ``length`` tokens per row; None: one that grows."""
+def make_cache(
+    model,
+    variant: Variant,
+    length: int | None,
+    host_bytes: int | None = None,
+    device_pool: int | float | None = None,
+):
+    """An empty cache for ``length`` tokens per row; None: one that grows.
+
+    Args:
+        host_bytes, device_pool: of ours, offloaded: see ``OffloadConfig``.
+    """
     if variant.kind == "static":
         return StaticCache(config=model.config, max_cache_len=length)
     if not variant.ours:
         return DynamicCache(config=model.config, offloading=variant.kind == "offloaded")
-    offload = OffloadConfig(max_host_bytes=host_bytes) if variant.offload else None
+    offload = OffloadConfig(max_host_bytes=host_bytes, device_pool=device_pool) if variant.offload else None
     dense_below = "auto" if variant.crossover else None
     settings = TwoLevelConfig(max_length=length, dense_below=dense_below, **variant.settings)
     return OffloadedSparseCache(settings, offload=offload, model_config=model.config)

@@ -64,11 +64,11 @@ class ReplayedSource(RandomSource):
 
     _shown: ClassVar[set[tuple]] = set()
 
-    def __init__(self, model, batch: int, context: int, seed: int = 0) -> None:
+    def __init__(self, model, batch: int, context: int, seed: int = 0, show: bool = True) -> None:
         from .synthetic import SyntheticKV
 
         super().__init__(model, batch, context, seed)
-        config = self.config
+        self.show, config = show, self.config
         self.full = [index for index, window in enumerate(windows(config)) if window is None]
         heads, dim = (config.num_attention_heads, config.num_key_value_heads), head_dim(config)
         self.made = SyntheticKV(
@@ -85,12 +85,18 @@ class ReplayedSource(RandomSource):
         return *self.made.keys_values(at), query.repeat(1, 1, -(-n // query.shape[2]), 1)[:, :, -n:]
 
     def start(self, cache) -> Callable[[], None]:
-        from .replay import ReplayedQueries
-
         if not getattr(cache, "sparse_layers", None):  # dense attention costs the same whatever is asked
             return lambda: None
         queries = self.made.queries(STEPS)
-        self._show(queries, cache.config)
+        if self.show:
+            self._show(queries, cache.config)
+        return self.replay(cache, queries)
+
+    @staticmethod
+    def replay(cache, queries: Tensor) -> Callable[[], None]:
+        """Give a cache ``queries [steps, layers, batch, Hq, D]`` of its own; what to call after each step."""
+        from .replay import ReplayedQueries
+
         replayed = ReplayedQueries(queries)
         replayed.install(cache)
         return replayed.next
@@ -132,16 +138,22 @@ def fill_cache(model, cache, batch: int, context: int, how: str = "random") -> C
     """
     windows(text_config(model))
     source: Source = SOURCES[how](model, batch, context)
+    fill_layers(source, cache)
+    return source.start(cache)
+
+
+@torch.no_grad()
+def fill_layers(source: Source, cache) -> None:
+    """The keys and values of ``source`` into an empty cache: one layer on the device at a time."""
     ours = any(isinstance(layer, SparseLayer) for layer in cache.layers)
     for index, layer in enumerate(cache.layers):
         key, value, query = source.layer(index)
         if isinstance(layer, SparseLayer):
-            n = min(CALIBRATION, context)
+            n = min(CALIBRATION, key.shape[2])
             layer.fill(query, key[:, :, :n], value[:, :, :n])
-            if n < context:
+            if n < key.shape[2]:
                 layer.fill(query[:, :, -1:], key[:, :, n:], value[:, :, n:])
         elif ours:
             layer.update(key, value)  # past the cache, which watches over whole forward passes
         else:
             cache.update(key, value, index)
-    return source.start(cache)

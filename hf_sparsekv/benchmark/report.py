@@ -36,10 +36,10 @@ class Report:
     Args:
         benchmark, case: of all rows.
         path: the csv; None writes nothing.
-        total: variants to come, for the progress bar on standard error.
+        total: variants to come, for the progress bar on standard error; None: nobody knows.
     """
 
-    def __init__(self, benchmark: str, case: str, path: Path | None, total: int) -> None:
+    def __init__(self, benchmark: str, case: str, path: Path | None, total: int | None) -> None:
         self.benchmark, self.case, self.path = benchmark, case, path
         self.rows: list[Row] = []  # of the variant being measured
         self.written = 0

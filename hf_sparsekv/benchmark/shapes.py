@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 import torch
@@ -203,3 +204,34 @@ def kv_bytes(config: PreTrainedConfig, batch: int, context: int, itemsize: int =
     """Bytes of keys and values that a dense step reads."""
     token = 2 * config.num_key_value_heads * head_dim(config) * itemsize
     return batch * token * sum(context if size is None else min(size, context) for size in windows(config))
+
+
+def parse_pool(text: str) -> str:
+    """For argparse: ``0.25kv`` (share of all keys and values), ``0.3`` (share of the free memory), ``8e9`` (bytes)."""
+    try:
+        pool_size(text, 1 << 40)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None  # keeps the message
+    return text
+
+
+def pool_size(text: str | None, kv: int) -> int | float | None:
+    """What ``OffloadConfig(device_pool=...)`` takes, for a cache of ``kv`` bytes.
+
+    Raises:
+        ValueError: the text says no size.
+    """
+    if text is None:
+        return None
+    lower = text.lower()
+    try:
+        value = float(lower.removesuffix("kv"))
+    except ValueError:
+        value = -1.0
+    if value < 0:
+        raise ValueError(
+            f"a device pool is a share of the KV (0.25kv), of free memory (0.3) or bytes (8e9), got {text!r}"
+        )
+    if lower.endswith("kv"):
+        return int(value * kv)
+    return value if 0 < value < 1 else int(value)

@@ -11,13 +11,16 @@ Metrics: tpot_ms through generate(); step_ms the captured forward alone; capture
 end of its capture (capture_s:cold: the variant's first in this process, compilation of Triton kernels included if its
 cache on disk is empty); recapture_s a step that makes the storage grow and the next one; peak_gb while decoding;
 allocations and host_syncs of one replayed step (:seal: the largest, of a step that seals a block);
-generate_host_syncs of one token. Selections are measured whether they pay or not; --crossover does as users' caches
-do, and its rows end in +dense where attention was dense.
+generate_host_syncs of one token. Offloaded caches also: fill_s to make and fill the cache, pinned memory included;
+over the tokens of tpot_ms, hit_rate (share of the chosen blocks that were on the device), missed_mb (chosen blocks that
+were not) and host_mb (what crossed the link), 10^6 bytes a step. Selections are measured whether they pay or not;
+--crossover does as users' caches do, and its rows end in +dense where attention was dense.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,10 +53,22 @@ from .decoding import (
     replay_ms,
     timed,
 )
-from .filling import SOURCES, fill_cache
+from .filling import SOURCES, fill_layers
 from .report import Report
 from .results import device_name, versions
-from .shapes import SHAPES, case_name, known_config, kv_bytes, parse_shape, random_model, text_config, weight_bytes
+from .shapes import (
+    SHAPES,
+    case_name,
+    known_config,
+    kv_bytes,
+    parse_pool,
+    parse_shape,
+    pool_size,
+    random_model,
+    text_config,
+    weight_bytes,
+)
+from .traffic import Meter
 
 CSV = Path("benchmarks/results/step.csv")
 DEFAULT = ("hf_dynamic", "sdpa_best", "captured_dense", "two_level", "two_level:lag", "block_only", "token_only")
@@ -81,16 +96,25 @@ class Bench:
         self.fused = args.fused and why_not(model) is None
         self.host_bytes = None if args.host_gb is None else int(1e9 * args.host_gb)
         self.captured: set[str] = set()  # labels
+        self.fill_s = 0.0  # of the cache that was filled last
 
     def label(self, variant: Variant, found: str = "") -> str:
         """Name of a variant's rows."""
         replayed = variant.ours and self.args.kv != "random"
-        return variant.label(self.fused) + found + f":kv={self.args.kv}" * replayed
+        pool = f":pool={self.args.device_pool}" if variant.offload and self.args.device_pool else ""
+        return variant.label(self.fused) + found + pool + f":kv={self.args.kv}" * replayed
 
     def filled(self, variant: Variant, batch: int, context: int, length: int | None):
         """A full cache, and what to call after each step."""
-        cache = make_cache(self.model, variant, length, self.host_bytes)
-        return cache, fill_cache(self.model, cache, batch, context, self.args.kv)
+        model, args = self.model, self.args
+        kv = kv_bytes(text_config(model), batch, context, model.dtype.itemsize)
+        source = SOURCES[args.kv](model, batch, context)
+        begin = time.perf_counter()
+        cache = make_cache(model, variant, length, self.host_bytes, pool_size(args.device_pool, kv))
+        fill_layers(source, cache)
+        torch.cuda.synchronize()
+        self.fill_s = time.perf_counter() - begin
+        return cache, source.start(cache)
 
     def measure(self, variant: Variant, batch: int, context: int) -> None:
         """All figures of one variant."""
@@ -137,8 +161,12 @@ class Bench:
         if label not in self.captured:
             self.captured.add(label)
             report.add("capture_s:cold", first, "s")
+        meter = Meter(cache)
         report.add("tpot_ms", generate(model, cache, batch, self.args.tokens, each=after).tpot_ms)
         report.note(f"{cache.stats()}; {runner.captures} captures")
+        if variant.offload:
+            meter.read().add_to(report)
+            report.add("fill_s", self.fill_s, "s")
         report.add("peak_gb", torch.cuda.max_memory_allocated() / 1e9, "GB")
         if host := cache.memory_bytes()["host"]:
             report.add("host_gb", host / 1e9, "GB")
@@ -205,6 +233,12 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=160, help="tokens to generate")
     parser.add_argument(
         "--host-gb", type=float, help="host memory that offloaded caches may take; default 80 %% of all"
+    )
+    parser.add_argument(
+        "--device-pool",
+        type=parse_pool,
+        metavar="SIZE",
+        help="frames of offloaded caches: 0.25kv (share of all keys and values), 0.3 (of the free memory), 8e9 (bytes)",
     )
     parser.add_argument("--csv", type=Path, default=CSV, help="rows are appended to it")
     parser.add_argument("--no-csv", action="store_true")

@@ -18,9 +18,10 @@ class Benchmark(str, enum.Enum):
     operator = "operator"
     step = "step"
     generate = "generate"
+    offload = "offload"
 
 
-_ON_A_CPU = (Benchmark.generate,)
+_ON_A_CPU = (Benchmark.generate, Benchmark.offload)  # the latter in part, and says in which
 
 
 def bench(
@@ -29,7 +30,8 @@ def bench(
         Benchmark | None,
         typer.Argument(
             help="operator: the attention of one layer. step: whole decode steps, alone and through generate(), beside "
-            "their baselines. generate: a model and a cache as people use them, also on a CPU.",
+            "their baselines. generate: a model and a cache as people use them, also on a CPU. offload: what it costs "
+            "to keep blocks in host memory, in parts.",
             show_default=False,
         ),
     ] = None,
