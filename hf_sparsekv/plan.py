@@ -221,7 +221,9 @@ def plan_memory(
     blocks_a_row = -(-(config.max_length or context) // size)
     if config.max_length is not None and config.max_length < context:
         raise ValueError(f"max_length={config.max_length} is less than the context of {context} tokens")
-    slots = bucket(blocks_a_row * batch)
+    exact = config.max_length is not None
+    slots = blocks_a_row * batch if exact else bucket(blocks_a_row * batch)
+    table = blocks_a_row if exact else bucket(blocks_a_row)
     near_tokens = config.sinks + ring_tokens(config)
 
     dense_kv = blocks = resident = bounds = labels = near = tables = stock = 0
@@ -237,7 +239,7 @@ def plan_memory(
         blocks += slots * size * token
         near += batch * near_tokens * token
         # Per slot: flags and fill; per row: its slot table, the validity of near tokens, a count.
-        tables += slots * (size + 4) + batch * (bucket(blocks_a_row) * 4 + near_tokens + 4)
+        tables += slots * (size + 4) + batch * (table * 4 + near_tokens + 4)
         if index < config.dense_layers:
             resident += slots * size * token * (offload is not None and offload.keep_dense)
             continue

@@ -150,7 +150,7 @@ def test_step_measures_all_that_it_names(tmp_path, imitated_gpu, monkeypatch):
     assert report.close() == 0, report.failed
     found = Counter((row["variant"], row["batch"], row["metric"]) for row in rows(path))
     assert set(found.values()) == {1}
-    always = "tpot_ms step_ms capture_s recapture_s peak_gb generate_host_syncs"
+    always = "tpot_ms step_ms capture_s growth_s recapture_s peak_gb generate_host_syncs"
     always += " allocations allocations:seal host_syncs host_syncs:seal"
     first, second = ({metric for v, batch, metric in found if (v, batch) == ("two_level:lag", b)} for b in "21")
     assert first - second == {"capture_s:cold"}, "cold once in a process"
@@ -324,8 +324,8 @@ def test_step_on_a_gpu(tmp_path, monkeypatch):
     args = f"--model toy --shapes 1x16k --tokens 32 --recapture --csv {path}".split()
     assert bench_step.main([*args, "--variants", *bench_step.DEFAULT, "hf_offloaded", "hf_static"]) == 0
     found = {(row["variant"], row["metric"]) for row in rows(path)}
-    ours = "tpot_ms step_ms capture_s:cold capture_s recapture_s peak_gb allocations host_syncs generate_host_syncs"
-    for metric in ours.split():
+    ours = "tpot_ms step_ms capture_s:cold capture_s growth_s recapture_s peak_gb"
+    for metric in (*ours.split(), "allocations", "host_syncs", "generate_host_syncs"):
         assert ("two_level:lag+fused", metric) in found
     for variant in ("hf_dynamic", "hf_offloaded", "hf_static"):
         assert (variant, "tpot_ms") in found

@@ -178,8 +178,8 @@ def capture_seconds(model, step: Steps) -> float:
     raise RuntimeError(f"no decode step was captured: {reasons or 'no reason was given'}")
 
 
-def growth_seconds(model, step: Steps, tries: int) -> float:
-    """Seconds of the step that makes the storage grow and of the next one, which has to be captured anew.
+def growth_seconds(model, step: Steps, tries: int) -> tuple[float, float]:
+    """Seconds of the step that makes the storage grow, and of the next one, which has to be captured anew.
 
     Raises:
         RuntimeError: the storage did not grow.
@@ -190,7 +190,7 @@ def growth_seconds(model, step: Steps, tries: int) -> float:
     for _ in range(tries):
         now = seconds(step)
         if runner.captures > captures:
-            return last + now
+            return last, now
         last = now
     raise RuntimeError(f"the storage did not grow within {tries} steps")
 

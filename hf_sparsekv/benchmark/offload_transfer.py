@@ -104,7 +104,7 @@ def gather(
         if not torch.equal(frames[copies[:, 1].long()].cpu(), flat[listed[:, 0].long()]):
             raise RuntimeError("blocks arrived wrong")
 
-    def launch(programs: int, warps: int, tile: int = TILE) -> None:
+    def launch(programs: int | None = None, warps: int = WARPS, tile: int = TILE) -> None:
         block_copy(kv, frames, copies, number, programs=programs, warps=warps, tile=tile)
 
     def one_each() -> None:
@@ -118,11 +118,11 @@ def gather(
             check()
             report.add("gather_gbps", gbps(size, run, repeats), "GB/s")
 
-    measure("uva", lambda: launch(PROGRAMS, WARPS), 7)
+    measure("uva", launch, 7)
     Sweep(report, "gather_gbps", size, where, everything)("uva", launch)
     if everything:
         for tile in (8192, 32768):
-            measure(f"uva:tile={tile}", lambda tile=tile: launch(PROGRAMS, WARPS, tile), 7)
+            measure(f"uva:tile={tile}", lambda tile=tile: launch(tile=tile), 7)
     measure("dma", lambda: dma.block_copy(kv, frames, copies, number))
     measure("memcpy_each", one_each)
     measure("memcpy_each:captured", Captured(one_each))

@@ -9,7 +9,7 @@ read-only bandwidth. A failure in one variant does not lose the others, and rows
 
 Metrics: tpot_ms through generate(); step_ms the captured forward alone; capture_s from the first decode step to the
 end of its capture (capture_s:cold: the variant's first in this process, compilation of Triton kernels included if its
-cache on disk is empty); recapture_s a step that makes the storage grow and the next one; peak_gb while decoding;
+cache on disk is empty); growth_s a step that makes the storage grow, recapture_s the next one; peak_gb while decoding;
 allocations and host_syncs of one replayed step (:seal: the largest, of a step that seals a block);
 generate_host_syncs of one token. Offloaded caches also: fill_s to make and fill the cache, pinned memory included;
 over the tokens of tpot_ms, hit_rate (share of the chosen blocks that were on the device), missed_mb (chosen blocks that
@@ -178,7 +178,9 @@ class Bench:
         if self.args.recapture:
             del cache, after
             free()
-            report.add("recapture_s", self.growth(variant, batch, context), "s")
+            growth, recapture = self.growth(variant, batch, context)
+            report.add("growth_s", growth, "s")
+            report.add("recapture_s", recapture, "s")
 
     def counts(self, cache, batch: int, after: Callable[[], None]) -> None:
         """Allocations and waits of steps that are replayed, and waits of generate()'s tokens."""
@@ -191,7 +193,7 @@ class Bench:
         report.note(f"the host waited at (times a step): {places or 'nowhere'}")
         report.add("generate_host_syncs", generate_syncs(self.model, cache, batch, 16, after), "count")
 
-    def growth(self, variant: Variant, batch: int, context: int) -> float:
+    def growth(self, variant: Variant, batch: int, context: int) -> tuple[float, float]:
         """Seconds of two steps: one that makes a cache without ``max_length`` grow, and one that is captured anew."""
         config = TwoLevelConfig(**variant.settings)
         cache, after = self.filled(variant, batch, before_growth(config, context), None)
@@ -228,7 +230,9 @@ def arguments() -> argparse.ArgumentParser:
         help="fuse the small layers and join projections, in the dense baseline too",
     )
     parser.add_argument("--crossover", action="store_true", help="attend densely where known to be as quick: +dense")
-    parser.add_argument("--recapture", action="store_true", help="also recapture_s, over a second, growing cache")
+    parser.add_argument(
+        "--recapture", action="store_true", help="also growth_s and recapture_s, over a second, growing cache"
+    )
     parser.add_argument("--kv", default="random", choices=list(SOURCES), help="what caches are filled with")
     parser.add_argument("--tokens", type=int, default=160, help="tokens to generate")
     parser.add_argument(
