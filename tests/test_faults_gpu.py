@@ -1,4 +1,4 @@
-"""What goes wrong on a GPU in the middle of things: the output is right, or an error says so; nothing is left behind."""
+"""What goes wrong on a GPU in the middle of things: right output or an error that says so, and nothing left behind."""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .parts import chunk_attention, serves
+
 _MASK_BYTES = 1 << 28  # queries are taken in chunks whose mask (or scores) stays below this
 
 
@@ -57,6 +59,8 @@ def exact_attention(
     if plain and mask is None and columns is None and window is None:
         if q == 1 or q == n:
             return _sdpa(query, key, value, None, spec.scale, q > 1, dropout, group)
+        if not dropout and serves(query, key, value):
+            return chunk_attention(query, key, value, spec.scale)
         if query.is_cuda:  # reaches the flash kernels without a mask tensor
             from torch.nn.attention.bias import causal_lower_right
 

@@ -1,0 +1,73 @@
+"""Exact attention of several queries: prompts, later chunks, padding, windows, against the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_sparsekv.attention import parts
+from hf_sparsekv.attention.exact import AttentionSpec, exact_attention
+from hf_sparsekv.attention.parts import chunk_attention, merge
+
+
+def tensors(q, n, heads=(4, 2), dim=16, batch=2, dtype=torch.float32, device="cpu", seed=0):
+    generator = torch.Generator(device).manual_seed(seed)
+    shapes = (batch, heads[0], q, dim), (batch, heads[1], n, dim), (batch, heads[1], n, dim)
+    return [torch.randn(shape, dtype=dtype, device=device, generator=generator) for shape in shapes]
+
+
+def definition(query, key, value, scale):
+    """Causal softmax attention of the last columns, in float32."""
+    q, n, group = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+    key, value = (x.float().repeat_interleave(group, 1) for x in (key, value))
+    logits = query.float() @ key.transpose(-1, -2) * scale
+    seen = torch.arange(n, device=query.device) <= torch.arange(n - q, n, device=query.device)[:, None]
+    return (logits.masked_fill(~seen, -torch.inf).softmax(-1) @ value).to(query.dtype)
+
+
+def on_cpu(query, key, value, causal, scale):
+    """torch's own kernel that also gives the log-sum-exp."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("q", "n"), [(1, 2), (7, 8), (33, 100), (64, 65), (50, 1000)])
+def test_two_parts_are_one(q, n):
+    query, key, value = tensors(q, n)
+    found = chunk_attention(query, key, value, 0.3, on_cpu)
+    torch.testing.assert_close(found, definition(query, key, value, 0.3), atol=1e-5, rtol=1e-5)
+
+
+def test_parts_of_very_different_weight():
+    """One part may outweigh the other by more than float32 can tell: no overflow, no NaN."""
+    out, other = torch.ones(1, 1, 3, 2), torch.full((1, 1, 3, 2), 5.0)
+    lse = torch.tensor([[[500.0, -500.0, 0.0]]])
+    found = merge(out, lse, other, torch.zeros(1, 1, 3))
+    assert found[0, 0, :, 0].tolist() == [1.0, 5.0, 3.0]
+
+
+@pytest.mark.parametrize(("q", "n"), [(1, 50), (20, 20), (20, 70), (600, 1300)])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+def test_causal(q, n, heads):
+    query, key, value = tensors(q, n, heads)
+    found = exact_attention(query, key, value, AttentionSpec(0.3))
+    torch.testing.assert_close(found, definition(query, key, value, 0.3), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "dim"), [((32, 8), 128), ((8, 8), 64), ((7, 1), 128)])
+@pytest.mark.parametrize(("q", "n"), [(512, 1024), (700, 3001), (2048, 10000)])
+def test_chunks_on_a_gpu(q, n, heads, dim, dtype):
+    """By cuDNN where that serves; keys and values as they lie in a cache, side by side."""
+    query, key, value = tensors(q, n, heads, dim, dtype=dtype, device="cuda")
+    side = torch.cat((key, value), -1)
+    key, value = side[..., :dim], side[..., dim:]
+    want = definition(query, key, value, 0.1)
+    found = exact_attention(query, key, value, AttentionSpec(0.1))
+    torch.testing.assert_close(found, want, atol=2e-2, rtol=2e-2)
+    assert float((found.float() - want.float()).square().mean().sqrt()) < 2e-3
+    if torch.cuda.get_device_capability()[0] >= 9:
+        assert parts.serves(query, key, value)
