@@ -111,6 +111,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         if self.store is not None and self.store.length:
             return
         if self.store is not None and not self.store.fits(step.k, step.v):
+            self.store.settle()  # what lanes still use may be given away only behind them
             self.store = None  # before the new one is made: the budget may not hold both
             if self.owner.frames is not None and self.owner.first(self):
                 self.owner.frames.clear()  # all layers are made anew
