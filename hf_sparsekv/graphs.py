@@ -51,6 +51,7 @@ class StepRunner:
         self._said: set[str] = set()
         self._warm: set[Hashable] = set()  # kinds of steps whose kernels are compiled
         self._devices: set[torch.device] | None = None
+        self._captures_on: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
 
     # ------------------------------------------------------------------ installing
 
@@ -294,10 +295,17 @@ class StepRunner:
                 ring.ring_valid.copy_(valid_before)
         return CapturedStep(graph, ids, positions, valid, output, queries)
 
+    def _streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """What all steps are captured on: cuBLAS keeps a workspace of 32 MB for each stream that it has seen."""
+        if self._captures_on is None or self._captures_on[0].device != device:
+            # What looks ahead takes the processors that the step itself leaves.
+            self._captures_on = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
+        return self._captures_on
+
     def _warm_up(self, run: Callable, device: torch.device) -> None:
         """Run once, which compiles the kernels. (Nothing to do for tests without a GPU.)"""
         if device.type == "cuda":
-            main, side = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            main, side = self._streams(device)
             main.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(main):
                 run(side)
@@ -305,8 +313,7 @@ class StepRunner:
 
     def _record(self, run: Callable, device: torch.device, saved: list[Saved]) -> tuple[torch.cuda.CUDAGraph, object]:
         """Capture ``run``. (Tests without a GPU put an imitation here.)"""
-        # What looks ahead takes the processors that the step itself leaves.
-        main, side = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
+        main, side = self._streams(device)
         main.wait_stream(torch.cuda.current_stream(device))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=main, capture_error_mode="thread_local"):

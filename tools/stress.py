@@ -80,7 +80,7 @@ class Stress:
         length = dice.choice((40, 130, 257, 500))
         pads = None if dice.random() < 0.5 else tuple(dice.randrange(0, 30) for _ in range(rows))
         inputs = {k: v.to(self.device) for k, v in prompt(rows, length, pads, seed=dice.randrange(1 << 30)).items()}
-        how = self.how = {"max_new_tokens": dice.choice((1, 20, 70)), "do_sample": False}
+        how = {"max_new_tokens": dice.choice((1, 20, 70)), "do_sample": False}
         if dice.random() < 0.4:
             how["prefill_chunk_size"] = dice.choice((64, 100))
         self.about = f"{name}, {'captured' if net is self.fast[name] else 'eager'}, {rows} x {length}, {pads}, {how}"
@@ -91,7 +91,11 @@ class Stress:
 
     @torch.no_grad()
     def equal(self, name, inputs, found, want, beams: bool = False) -> None:
-        """The same text; where they part, both next tokens (both texts, of a beam search) are equally likely."""
+        """The same text; or where they part, a next token (of a beam search, a text) that is no less likely.
+
+        Judged by the dense model over the whole text at once. Its own generate() is at times the worse one: sdpa with a
+        padding mask and one KV head, at 257 tokens in float32, on an H200 with torch 2.11.
+        """
         assert found.shape == want.shape, (found.shape, want.shape)
         begin = inputs["input_ids"].shape[1]
         for row in (found != want).any(1).nonzero().flatten().tolist():
@@ -104,12 +108,8 @@ class Stress:
             else:
                 at = int((both[0] != both[1]).nonzero()[0])
                 scores = logits[1, at - 1, both[:, at]]
-            if abs(float(scores[0] - scores[1])) > TIE:
-                again = torch.equal(self.dense[name].generate(**{**inputs, **self.how}), want)
-                raise AssertionError(
-                    f"row {row}: log-probabilities {scores.tolist()} of {both[:, begin:].tolist()}; the dense text is "
-                    f"{'the same' if again else 'another one'} the second time"
-                )
+            if float(scores[0] - scores[1]) < -TIE:
+                raise AssertionError(f"row {row}: log-probabilities {scores.tolist()} of {both[:, begin:].tolist()}")
             self.done["tie"] += 1
 
     def text(self, name, net, inputs, how) -> None:
