@@ -5,9 +5,9 @@ the decode step that runs beside it. How many are needed depends on the GPU and 
 calibrate-device`` measures it, and its file goes before the built-in values. What was not measured gets
 :data:`DEFAULT`.
 
-The copy engine (``"dma"``) takes no processors, but the host must wait for the list of blocks and begin each copy, so no
-captured step can use it. Eager steps fetch with it where it was measured to be quicker than the kernel. (On an H200 the
-kernel is ten times as quick: 51 and 5 GB/s.) Without Triton nothing here applies.
+The copy engine (``"dma"``) takes no processors, but the host must wait for the list of blocks and begin each copy, so
+no captured step can use it. Eager steps fetch with it where it was measured to be quicker than the kernel. (On an H200
+the kernel is ten times as quick: 51 and 5 GB/s.) Without Triton nothing here applies.
 """
 
 from __future__ import annotations
@@ -53,9 +53,13 @@ class Settings:
         if self.warps not in (1, 2, 4, 8, 16, 32):
             raise ValueError(f"warps must be a power of two up to 32, got {self.warps}")
 
+    def __str__(self) -> str:
+        eager = "; eager steps: copy engine" if self.backend == "dma" else ""
+        return f"{self.programs} programs ({self.programs_small} for small blocks) of {self.warps} warps{eager}"
 
-# On an H200, 16 programs bring 256 MB within a captured step for 6 to 10 % of its time, 64 for 20 to 31 %, at the same 51
-# GB/s. Small blocks need twice as many (rows of 4 KB: 39 and 48 GB/s). `bench offload transfer prefetch`.
+
+# On an H200, 16 programs bring 256 MB within a captured step for 6 to 10 % of its time, 64 for 20 to 31 %, at the same
+# 51 GB/s. Small blocks need twice as many (rows of 4 KB: 39 and 48 GB/s). `bench offload transfer prefetch`.
 DEFAULT = Settings()
 # A machine that does not tell its link is taken to have the usual one.
 BUILT_IN: dict[tuple[str, str], Settings] = {
