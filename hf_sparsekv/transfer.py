@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from . import user_file
-from .offload.link import UNKNOWN, link_name
+from .link import UNKNOWN, link_name
 
 FORMAT = 1  # of the file; another one is not read
 BACKENDS = ("uva", "dma")

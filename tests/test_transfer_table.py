@@ -15,9 +15,9 @@ from test_graphs import check, on_gpu
 from hf_sparsekv import crossover, transfer
 from hf_sparsekv.commands import calibrate_device as command
 from hf_sparsekv.commands import doctor
+from hf_sparsekv.link import UNKNOWN, link_name
 from hf_sparsekv.offload import device_pool
 from hf_sparsekv.offload.device_pool import DevicePool
-from hf_sparsekv.offload.link import UNKNOWN, link_name
 from hf_sparsekv.transfer import DEFAULT, Point, Settings
 
 H200, FIVE, FOUR = "NVIDIA H200", "PCIe 5.0 x16", "PCIe 4.0 x16"

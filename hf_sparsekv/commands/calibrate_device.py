@@ -17,7 +17,7 @@ from rich.table import Table
 from .. import crossover, transfer
 from ..config import TwoLevelConfig
 from ..crossover import Timing
-from ..offload.link import link_name
+from ..link import link_name
 from ..ops._dispatch import has_triton
 from . import loading
 from .output import CommandError, messages, note, results

@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from ..attention.interface import NAME
-from ..offload.link import link_name
+from ..link import link_name
 from ..offload.pool import host_memory_limit
 from ..ops._dispatch import has_triton
 from ..transfer import lookup

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from .link import pci_folder
+from ..link import pci_folder
 
 PAGE = mmap.PAGESIZE
 HUGE = 2 << 20  # a large page of x86-64 and, mostly, arm64
