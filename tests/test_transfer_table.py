@@ -265,7 +265,7 @@ def test_the_least_slow_down_near_the_best_rate():
 def test_large_blocks_decide_the_warps():
     many = {16: (50.0, 0.1), 32: (50.0, 0.1)}
     few = {16: (45.0, 0.01), 32: (50.0, 0.05)}
-    found = points(many, warps=4) + points(few, {16: (30.0, 0.0), 32: (30.0, 0.2)}, warps=2)
+    found = points(many, {64: (50.0, 0.0)}, warps=4) + points(few, {16: (30.0, 0.0), 32: (30.0, 0.2)}, warps=2)
     assert transfer.choose(found, 0.0) == Settings("uva", 32, 16, 2)
 
 

@@ -45,8 +45,12 @@ def calibrate_device(
     heads: Annotated[str, typer.Option(help="Query and KV heads of a layer.", metavar="QUERYxKV")] = "32x8",
     dim: Annotated[int, typer.Option(min=16, help="Head dimension.")] = 128,
     dtype: Annotated[Precision, typer.Option(help="Precision of keys and values.")] = Precision.bfloat16,
-    with_transfer: Annotated[bool, typer.Option("--transfer/--no-transfer", help="Measure block copies.")] = True,
-    with_crossover: Annotated[bool, typer.Option("--crossover/--no-crossover", help="Measure lengths.")] = True,
+    with_transfer: Annotated[
+        bool, typer.Option("--transfer/--no-transfer", help="Measure block copies over the link.")
+    ] = True,
+    with_crossover: Annotated[
+        bool, typer.Option("--crossover/--no-crossover", help="Measure when dense attention is as quick.")
+    ] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing.")] = False,
 ) -> None:
     """Measure this GPU: how its link is best used, and up to which length dense attention is as quick as selecting."""
