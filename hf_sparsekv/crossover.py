@@ -12,13 +12,8 @@ before the built-in values. A GPU that was not measured has no crossover: its st
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import json
 import math
-import os
-import tempfile
-import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,7 +21,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-_UNUSABLE = (OSError, ValueError, TypeError, KeyError, AttributeError)  # what reading a broken file may raise
+from . import user_file
+
 FORMAT = 1  # of the file; another one is not read
 METHODS = ("two_level", "two_level:lag", "block_only", "token_only")
 
@@ -104,32 +100,12 @@ def lookup(device_name: str, method: str | None) -> Rule | None:
 
 def table_path() -> Path:
     """The file that ``hf-sparsekv calibrate-device`` writes, whether or not it is there."""
-    from .models import models_root  # imports what only commands need
-
-    return models_root().parent / "crossover.json"
+    return user_file.location("crossover.json")
 
 
 @functools.cache  # a cache of 36 layers asks 36 times
 def _read(path: str) -> dict[str, dict[str, Rule]]:
-    """The rules of a file; empty if there is none, and with a warning if it cannot be used."""
-    try:
-        return {name: _rules(entry) for name, entry in _entries(Path(path)).items()}
-    except FileNotFoundError:
-        return {}
-    except _UNUSABLE as error:
-        warnings.warn(
-            f"{path} cannot be used ({type(error).__name__}: {error}), built-in values are: "
-            "`hf-sparsekv calibrate-device` writes it anew",
-            stacklevel=2,
-        )
-        return {}
-
-
-def _entries(path: Path) -> dict[str, dict]:
-    whole = json.loads(path.read_text(encoding="utf-8"))
-    if whole["format"] != FORMAT:
-        raise ValueError(f"format {whole['format']!r}, expected {FORMAT}")
-    return whole["devices"]
+    return user_file.read(Path(path), FORMAT, _rules)
 
 
 def _rules(entry: dict) -> dict[str, Rule]:
@@ -150,18 +126,9 @@ def save(device_name: str, rules: dict[str, Rule], about: dict) -> Path:
     Raises:
         OSError: the file cannot be written.
     """
-    path, devices = table_path(), {}
-    with contextlib.suppress(*_UNUSABLE):  # what cannot be used goes
-        for name, entry in _entries(path).items():
-            _rules(entry)
-            devices[name] = entry
-    devices[device_name] = {"rules": {method: asdict(rule) for method, rule in rules.items()}, **about}
-    text = json.dumps({"format": FORMAT, "devices": devices}, indent=1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Beside it and then renamed: nobody reads half a file.
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False, encoding="utf-8") as file:
-        file.write(text + "\n")
-    os.replace(file.name, path)
+    path = table_path()
+    entry = {"rules": {method: asdict(rule) for method, rule in rules.items()}, **about}
+    user_file.save(path, FORMAT, _rules, device_name, entry)
     _read.cache_clear()
     return path
 

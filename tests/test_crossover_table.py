@@ -202,18 +202,18 @@ def test_calibrate_device_writes_the_table(monkeypatch, empty_table):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Made-up GPU")
-    out = run("calibrate-device", "--dry-run")
+    out = run("calibrate-device", "--no-transfer", "--dry-run")
     assert "two_level: dense up to so many tokens a row" in out.stdout
     assert "token_only: gains nothing with the length" in out.stdout
     assert not empty_table.exists()
-    assert run("calibrate-device").stdout.splitlines()[-1] == str(empty_table)
+    assert run("calibrate-device", "--no-transfer").stdout.splitlines()[-1] == str(empty_table)
     entry = json.loads(empty_table.read_text())["devices"]["Made-up GPU"]
     assert (entry["heads"], entry["dim"], entry["dtype"]) == ("32x8", 128, "bfloat16")
     assert entry["versions"] and entry["date"] and len(entry["timings_us"]) == len(command.GRID)
     expected = crossover.fit(made_up(), WIDTH)["two_level"].tokens(2, WIDTH)
     assert limit("Made-up GPU", monkeypatch, "two_level", batch=2) == expected > 0
     monkeypatch.setattr(command, "measure", lambda *args, **kwargs: made_up()[:2])
-    assert "two batches and two lengths" in error("calibrate-device")
+    assert "two batches and two lengths" in error("calibrate-device", "--no-transfer")
 
 
 def test_what_is_measured(monkeypatch):
@@ -244,4 +244,4 @@ def test_what_is_measured(monkeypatch):
 @pytest.mark.gpu
 def test_calibrate_device_on_a_gpu(empty_table, monkeypatch):
     monkeypatch.setattr(command, "GRID", (*command.GRID[:3], (1, 65536)))
-    assert "two_level:lag: dense up to" in run("calibrate-device", "--dry-run").stdout
+    assert "two_level:lag: dense up to" in run("calibrate-device", "--no-transfer", "--dry-run").stdout

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ops.block_copy import dma
-from ..ops.block_copy.triton import PROGRAMS, TILE, WARPS, block_copy
+from ..ops.block_copy.triton import TILE, block_copy
+from ..transfer import DEFAULT
 from .report import Report
 
 POOL = 1 << 30  # bytes of pinned memory
@@ -71,7 +72,7 @@ class Sweep:
 
     def __call__(self, name: str, launch: Callable[[int, int], object]) -> None:
         """``launch(programs, warps)``."""
-        best = 0.0, (PROGRAMS, WARPS)
+        best = 0.0, (DEFAULT.programs, DEFAULT.warps)
         for shape in GRID:
             label = f"{name}:programs={shape[0]},warps={shape[1]}"
             with self.report.measuring(*self.where, label):
@@ -104,7 +105,7 @@ def gather(
         if not torch.equal(frames[copies[:, 1].long()].cpu(), flat[listed[:, 0].long()]):
             raise RuntimeError("blocks arrived wrong")
 
-    def launch(programs: int | None = None, warps: int = WARPS, tile: int = TILE) -> None:
+    def launch(programs: int | None = None, warps: int | None = None, tile: int = TILE) -> None:
         block_copy(kv, frames, copies, number, programs=programs, warps=warps, tile=tile)
 
     def one_each() -> None:
@@ -214,7 +215,7 @@ def save(report: Report, host: Tensor, device: torch.device, batch: int, n: int,
     measure("permute_and_copy", permute_and_copy, lambda: front, 7)
     measure("memcpy_each", permute_and_one_each, scattered)
     measure("memcpy_each:captured", Captured(permute_and_one_each), scattered)
-    measure("in_place", lambda: write(PROGRAMS, WARPS), scattered, 7)
+    measure("in_place", lambda: write(DEFAULT.programs, DEFAULT.warps), scattered, 7)
     Sweep(report, "save_gbps", size, where, everything)("in_place", write)
 
 

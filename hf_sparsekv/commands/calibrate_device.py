@@ -6,6 +6,7 @@ import datetime
 import gc
 import re
 import time
+from dataclasses import asdict
 from enum import Enum
 from typing import Annotated
 
@@ -13,9 +14,10 @@ import torch
 import typer
 from rich.table import Table
 
-from .. import crossover
+from .. import crossover, transfer
 from ..config import TwoLevelConfig
 from ..crossover import Timing
+from ..link import link_name
 from ..ops._dispatch import has_triton
 from . import loading
 from .output import CommandError, messages, note, results
@@ -43,39 +45,91 @@ def calibrate_device(
     heads: Annotated[str, typer.Option(help="Query and KV heads of a layer.", metavar="QUERYxKV")] = "32x8",
     dim: Annotated[int, typer.Option(min=16, help="Head dimension.")] = 128,
     dtype: Annotated[Precision, typer.Option(help="Precision of keys and values.")] = Precision.bfloat16,
+    with_transfer: Annotated[
+        bool, typer.Option("--transfer/--no-transfer", help="Measure block copies over the link.")
+    ] = True,
+    with_crossover: Annotated[
+        bool, typer.Option("--crossover/--no-crossover", help="Measure when dense attention is as quick.")
+    ] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing.")] = False,
 ) -> None:
-    """Measure up to which length dense attention is as quick as selecting on this GPU (dense_below="auto")."""
+    """Measure this GPU: how its link is best used, and up to which length dense attention is as quick as selecting."""
     match = re.fullmatch(r"(\d+)x(\d+)", heads)
     q_heads, kv_heads = (int(n) for n in match.groups()) if match else (0, 0)
     if not kv_heads or q_heads % kv_heads or not q_heads:
         raise typer.BadParameter(f"--heads {heads}: write for example 32x8, query heads a multiple of KV heads")
+    if not (with_transfer or with_crossover):
+        raise typer.BadParameter("--no-transfer --no-crossover leave nothing to measure")
     where = loading.pick_device(device)
     if where.type != "cuda":
         raise CommandError("calibrate-device measures a GPU; `hf-sparsekv doctor` shows what there is")
     if not has_triton():
         raise CommandError("the kernels need Triton: pip install 'hf-sparsekv[gpu]'")
+    with torch.cuda.device(where):
+        here = torch.device("cuda", torch.cuda.current_device())
+        if with_transfer:  # first, and written at once: it takes seconds
+            _transfer(here, dry_run)
+        if with_crossover:
+            _crossover(here, q_heads, kv_heads, dim, getattr(torch, dtype.value), dry_run)
+    if dry_run:
+        note("dry run: nothing is written")
+
+
+def _origin() -> dict:
+    """What is kept beside measured numbers."""
     from ..benchmark.results import versions
 
-    kind = getattr(torch, dtype.value)
-    with torch.cuda.device(where), messages.status("measuring") as status:
-        name = torch.cuda.get_device_name()
-        here = torch.device("cuda", torch.cuda.current_device())
-        timings = measure(here, q_heads, kv_heads, dim, kind, GRID, status.update)
-    width = 2 * kv_heads * dim * kind.itemsize
+    return {"versions": versions(), "date": datetime.date.today().isoformat()}
+
+
+def _transfer(device: torch.device, dry_run: bool) -> None:
+    """Measure, show and keep how blocks are copied."""
+    name, link = torch.cuda.get_device_name(), link_name(device)
+    with messages.status("measuring") as status:
+        try:
+            found = measure_transfer(device, status.update)
+        except torch.OutOfMemoryError:
+            raise CommandError("block copies need 0.7 GB of GPU memory to be measured: --no-transfer") from None
+        finally:
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    chosen = transfer.choose(found.points, found.dma)
+    _show_transfer(f"{name}, {link}", found, chosen)
+    if dry_run:
+        return
+    about = {
+        **_origin(),
+        "copy_engine_gbps": found.dma,
+        "limit_gbps": found.limit,
+        "points": [asdict(point) for point in found.points],
+    }
+    results.print(str(transfer.save(name, link, chosen, about)), markup=False)
+
+
+def measure_transfer(device: torch.device, progress=lambda text: None):
+    """Rates of block copies, and what they cost a step; see ``benchmark.transfer_tuning``."""
+    from ..benchmark.transfer_tuning import measure  # needs Triton
+
+    return measure(device, progress)
+
+
+def _crossover(device: torch.device, q_heads: int, heads: int, dim: int, dtype: torch.dtype, dry_run: bool) -> None:
+    """Measure, show and keep up to which length dense attention is as quick."""
+    name, width = torch.cuda.get_device_name(), 2 * heads * dim * dtype.itemsize
+    with messages.status("measuring") as status:
+        timings = measure(device, q_heads, heads, dim, dtype, GRID, status.update)
     rules = crossover.fit(timings, width)
     _show(name, timings, rules, width)
     if not rules:
         raise CommandError("no method gains on dense attention with the length: there is nothing to write")
     if dry_run:
-        note("dry run: nothing is written")
         return
     about = {
-        "heads": heads,
+        "heads": f"{q_heads}x{heads}",
         "dim": dim,
-        "dtype": dtype.value,
-        "versions": versions(),
-        "date": datetime.date.today().isoformat(),
+        "dtype": str(dtype).removeprefix("torch."),
+        **_origin(),
         "timings_us": [{"batch": t.batch, "tokens": t.tokens, "dense": t.dense, **t.sparse} for t in timings],
     }
     results.print(str(crossover.save(name, rules, about)), markup=False)
@@ -144,6 +198,24 @@ def _steps(layers: list, coarse: bool) -> dict:
         steps["two_level"] = lambda i: layers[i].step()
         steps["two_level:lag"] = lambda i: layers[i].lagged_step(side)
     return steps
+
+
+def _show_transfer(where: str, found, chosen: transfer.Settings) -> None:
+    """A table of rates and slow-downs, and what was chosen, in words."""
+    results.print(f"{where}: scattered blocks from pinned memory, and a chain of kernels beside them", markup=False)
+    table = Table(box=None, pad_edge=False)
+    for title in ("blocks", "programs", "warps", "GB/s", "slow-down", ""):
+        table.add_column(title, justify="right")
+    for p in found.points:
+        programs = chosen.programs_small if p.small else chosen.programs
+        mark = "chosen" if (p.programs, p.warps) == (programs, chosen.warps) else ""
+        slowdown = "" if p.slowdown is None else f"{p.slowdown:.1%}"
+        table.add_row("4 KB" if p.small else "32 KB", str(p.programs), str(p.warps), f"{p.gbps:.1f}", slowdown, mark)
+    results.print(table)
+    results.print(
+        f"copy engine, 32 KB: {found.dma:.1f} GB/s; one large copy: {found.limit:.1f} GB/s\nchosen: {chosen}",
+        markup=False,
+    )
 
 
 def _show(name: str, timings: list[Timing], rules: dict, width: int) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..ops.block_copy import BACKENDS, block_copy
 from ..ops.residency import COUNTERS, FREE, WINDOW, FrameState, residency
+from ..transfer import settings
 from .lasting import lasting
 
 BOOKKEEPING = 12  # bytes a frame beside its content: owner and stamp
@@ -38,7 +39,9 @@ class DevicePool:
     Attributes:
         frames: ``[F, B, W]``: a frame holds one block of one KV head of one layer.
         state: owners, stamps and page tables, see ``FrameState``.
-        how: back end of the copies, see ``ops.block_copy``.
+        how: back end of the copies, see ``ops.block_copy``; ``"auto"`` becomes what is known to be quickest over the
+            device's link (:mod:`hf_sparsekv.transfer`). Captured steps, and their trial runs, take ``"auto"`` for what
+            no graph can hold.
         window: frames that are compared when the oldest are looked for, see ``ops.residency``.
     """
 
@@ -59,6 +62,9 @@ class DevicePool:
         self.how, self.window = how, WINDOW
         self.frames = torch.empty(frames, block_size, token_dim, dtype=dtype, device=device)
         self.device = self.frames.device
+        if how == "auto" and settings(self.device).backend == "dma":
+            self.how = "dma"
+        self._paused = False
         self.state = FrameState.empty(frames, self.device)
         self._off = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._lists: dict[int, tuple[Tensor, Tensor]] = {}  # copies and their number, by the entries of a call
@@ -162,7 +168,8 @@ class DevicePool:
         places, _, _ = residency(
             block_ids, slots, self.state, layer, keep, self.window, places=out, copies=copies, n_copies=n_copies
         )
-        block_copy(kv, self.frames, copies, n_copies, self.how)
+        # Whatever is captured is captured while paused; and the trial run compiles what the capture then needs.
+        block_copy(kv, self.frames, copies, n_copies, "auto" if self._paused else self.how)
         return places
 
     def find(self, layer: int, block_ids: Tensor, slots: Tensor, out: Tensor | None = None) -> Tensor:
@@ -184,13 +191,15 @@ class DevicePool:
     def paused(self) -> Iterator[None]:
         """Inside, :meth:`fetch` and :meth:`advance` change nothing: what is in no frame is read in host memory.
 
-        For the trial run of a capture: there is nothing to be put back afterwards, and no frame is overwritten
+        For a capture and its trial run: there is nothing to be put back afterwards, and no frame is overwritten
         whose block somebody still counts on. It must neither begin nor end inside a capture.
         """
         self.state.enabled.zero_()
+        self._paused = True
         try:
             yield
         finally:
+            self._paused = False
             self.state.enabled.fill_(1)
 
     # ------------------------------------------------------------------ numbers

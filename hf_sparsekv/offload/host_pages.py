@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from ..link import pci_folder
+
 PAGE = mmap.PAGESIZE
 HUGE = 2 << 20  # a large page of x86-64 and, mostly, arm64
 DONTFORK, DOFORK, HUGEPAGE = 10, 11, 14  # linux/mman.h; Python's mmap has no names for all that is used here
@@ -107,9 +109,7 @@ def near_cpus(device: torch.device, root: Path = Path("/sys")) -> frozenset[int]
     try:
         if len(list((root / "devices/system/node").glob("node[0-9]*"))) < 2:
             return None
-        gpu = torch.cuda.get_device_properties(device)
-        name = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-        node = int((root / "bus/pci/devices" / name / "numa_node").read_text())  # -1: unknown
+        node = int((pci_folder(device, root) / "numa_node").read_text())  # -1: unknown
         listed = (root / f"devices/system/node/node{node}/cpulist").read_text().strip()
     except (OSError, ValueError, AttributeError, RuntimeError, AssertionError):
         return None

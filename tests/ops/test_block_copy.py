@@ -81,8 +81,9 @@ def test_every_back_end_has_a_name(place32):
 
 def test_what_lies_together_is_one_run():
     listed = torch.tensor([[7, 3], [4, 0], [8, 4], [9, 5], [5, 1], [6, 9], [20, 10]], dtype=torch.int32)
-    assert runs(listed) == [(4, 0, 2), (6, 9, 1), (7, 3, 3), (20, 10, 1)]
-    assert runs(listed[:0]) == []
+    assert runs(listed, 100) == [(4, 0, 2), (6, 9, 1), (7, 3, 3), (20, 10, 1)]
+    assert runs(listed, 4) == [(4, 0, 2), (6, 9, 1), (7, 3, 1), (8, 4, 2), (20, 10, 1)]  # no copy leaves its slot
+    assert runs(listed[:0], 4) == []
 
 
 def test_blocks_and_frames_must_fit(place32):

@@ -19,7 +19,7 @@ def block_copy(kv: Tensor, frames: Tensor, copies: Tensor, n_copies: Tensor, how
     Args:
         how: ``"uva"``: a kernel reads pinned memory in place; nothing waits, can be captured. ``"dma"``: the host
             reads the list and drives the copy engine. ``"torch"``: plain indexing. ``"auto"``: ``"uva"`` where there
-            is a GPU and the source is pinned or on it.
+            is a GPU and the source is pinned or on it. (What prefetching prefers: ``transfer.Settings.backend``.)
     """
     if how not in BACKENDS:
         raise ValueError(f"how must be one of {BACKENDS}, got {how!r}")

@@ -7,14 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...transfer import settings
 from .._overlap import begin, overlap
 
-# Few programs, because a decode step runs beside them: on an H200, 16 of them bring 256 MB within a captured step for 6
-# to 10 % of its time, 64 for 20 to 31 %, at the same 51 GB/s. Small blocks need twice as many (rows of 4 KB: 39 and 48
-# GB/s). Within the device the link is no limit. Measured by `bench offload transfer prefetch`.
-PROGRAMS, PROGRAMS_SMALL, PROGRAMS_DEVICE = 16, 32, 1056
+PROGRAMS_DEVICE = 1056  # within the device, where the link is no limit; over it see hf_sparsekv.transfer
 SMALL = 16384  # bytes
-WARPS = 4
 TILE = 16384  # bytes that a program has on their way at a time: 128 a thread
 WORDS = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
@@ -49,12 +46,13 @@ def block_copy(
     n_copies: Tensor,
     *,
     programs: int | None = None,
-    warps: int = WARPS,
+    warps: int | None = None,
     tile: int = TILE,
 ) -> None:
     """As ``reference.block_copy``; ``kv`` and ``frames`` are pinned or on the device, ``copies`` are on the device.
 
-    ``programs``, ``warps`` and ``tile`` (bytes) replace the constants.
+    ``programs`` and ``warps`` replace what is known of the device and its link (:mod:`hf_sparsekv.transfer`), ``tile``
+    (bytes) the constant.
     """
     if kv.dtype != frames.dtype or kv.shape[2:] != frames.shape[1:]:
         raise ValueError(
@@ -65,9 +63,10 @@ def block_copy(
     run = frames.shape[1] * frames.shape[2] * frames.itemsize
     if not run or not len(copies):
         return
+    known = settings(copies.device)
     if programs is None:
-        small = PROGRAMS_SMALL if run < SMALL else PROGRAMS
-        programs = PROGRAMS_DEVICE if kv.is_cuda and frames.is_cuda else small
+        over_link = known.programs_small if run < SMALL else known.programs
+        programs = PROGRAMS_DEVICE if kv.is_cuda and frames.is_cuda else over_link
     size, word = next((size, word) for size, word in WORDS if run % size == 0)
     with torch.cuda.device_of(copies):
         _copy_kernel[(min(programs, len(copies)),)](
@@ -77,6 +76,6 @@ def block_copy(
             n_copies,
             RUN=run // size,
             BW=triton.next_power_of_2(min(run, tile) // size),
-            num_warps=warps,
+            num_warps=warps or known.warps,
             **overlap(copies),
         )
