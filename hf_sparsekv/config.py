@@ -194,8 +194,8 @@ class ProgressiveConfig(SparseConfig):
         threshold: share of the attention mass at which a KV head stops, in (0, 1]. What has been seen is compared with
             an estimate of what is left (``estimate``), so the share is estimated, too; ``audit_every`` shows how it
             compares with the true one. 1 attends to everything.
-        metadata: what is kept of a block's keys to rank it by: ``"cuboid_mean"`` (ArkVale's, PSA's choice: centre of the
-            keys' box, and mean deviation from it), ``"min_max"`` (Quest's bound) or ``"mean"`` (of the keys).
+        metadata: what is kept of a block's keys to rank it by: ``"cuboid_mean"`` (ArkVale's, PSA's choice: centre of
+            the keys' box, and mean deviation from it), ``"min_max"`` (Quest's bound) or ``"mean"`` (of the keys).
         bound_tokens: tokens that share one piece of metadata, as in :class:`TwoLevelConfig`.
         block_reduce: how the query heads of a group share one rank: ``"max"`` or ``"mean"`` of their scores.
         estimate: what a block that has not been read is taken to hold: ``"as_min"``, the least mass of a token among
@@ -204,14 +204,14 @@ class ProgressiveConfig(SparseConfig):
         group_reduce: when the query heads of a KV head have seen enough: ``"all"`` of them, or the ``"sum"`` of their
             masses (which the heads with the largest logits decide).
         micro_batch: blocks that host-driven execution reads at a time. The result does not depend on it.
-        max_blocks: blocks read at most per step, row and KV head, whatever they cover: a safety valve. ``stats()`` says
-            how often it decided. ``None``: all.
-        execution: who stops the walk. ``"device"``: a few rounds of kernels, which a captured step contains. ``"host"``:
-            PSA's pipeline: blocks are loaded on a stream of their own while those before are attended to, and a kernel
-            tells the host through pinned memory to stop; never captured. ``"auto"``: the quicker one, which is the
-            device's.
-        audit_every: every so many decode steps, read all blocks and compare the covered share of the attention mass with
-            the estimate (``stats()``). Takes about as long as a dense step. ``None``: never.
+        max_blocks: blocks attended to at most per step, row and KV head, whatever they cover: a safety valve.
+            ``stats()`` says how often it decided. ``None``: all.
+        execution: who stops the walk. ``"device"``: a few rounds of kernels, which a captured step contains.
+            ``"host"``: PSA's pipeline: blocks are loaded on a stream of their own while those before are attended to,
+            and a kernel tells the host through pinned memory to stop; never captured. ``"auto"``: the quicker one,
+            which is the device's.
+        audit_every: every so many decode steps, read all blocks and compare the covered share of the attention mass
+            with the estimate (``stats()``). Takes about as long as a dense step. ``None``: never.
     """
 
     threshold: float = 0.98

@@ -1,4 +1,4 @@
-"""Progressive attention: the definition against Algorithm 1 written down line by line, the kernels against the definition."""
+"""Progressive attention: the definition against Algorithm 1 written line by line, the kernels against it."""
 
 from __future__ import annotations
 

@@ -127,8 +127,8 @@ class Walk:
 def progressive_decode(walk: Walk, *, rounds: int = ROUNDS, out: Tensor | None = None) -> Tensor:
     """Attend as far as the walk says; see ``reference.verify`` for where it stops.
 
-    Launches depend on shapes alone: rounds that nobody needs find empty limits. The result depends on neither ``rounds``
-    (at least 2) nor on what the state suggests for the first, beyond rounding.
+    Launches depend on shapes alone: rounds that nobody needs find empty limits. Beyond rounding, the result depends on
+    neither ``rounds`` (at least 2) nor on what the state suggests for the first.
     """
     if rounds < 2:
         raise ValueError(f"rounds must be at least 2, got {rounds}")

@@ -230,7 +230,7 @@ def merge(
         out: ``[batch, Hq, Dv]``, written. A row with nothing to attend to gives zeros.
         attended: int64 ``[batch, H]``; the number of attended tokens is added to it.
     """
-    batch, heads, n = tokens.shape
+    _, heads, n = tokens.shape
     parts, group = lse.shape[2] - n, lse.shape[3]
     most = parts + int(state.used.max()) if n else parts
     rank = torch.arange(-parts, most - parts, device=lse.device)
