@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hf_sparsekv.ops.progressive import BINS, MASS_ONE, TOTALS, Walk, WalkState, block_masses, progressive_decode
+from hf_sparsekv.ops.progressive import (
+    BINS,
+    MASS_ONE,
+    TOTALS,
+    Walk,
+    WalkState,
+    block_masses,
+    progressive_decode,
+    reference,
+)
+from hf_sparsekv.ops.progressive import triton as kernels
 
 UNREADABLE = math.nan
 
@@ -308,3 +320,74 @@ def test_rounds_are_checked(place32):
     case = Case()
     with pytest.raises(ValueError, match="at least 2"):
         progressive_decode(case.walk(place32, case.make(place32)), rounds=1)
+
+
+# ---------------------------------------------------------------------- kernels
+
+
+def both(place, case: Case, **how) -> tuple[Walk, Walk, torch.Tensor, torch.Tensor]:
+    """The same rounds of the same walk by the references, on the CPU, and by the kernels."""
+    given = case.make(place)
+    want = case.walk(Place32("cpu"), on_cpu(given))
+    got = case.walk(place, given)
+    want.operators = reference
+    got.operators = SimpleNamespace(
+        attend=partial(kernels.attend, programs=7, **{k: v for k, v in how.items() if k == "tile"}),
+        verify=partial(kernels.verify, **{k: v for k, v in how.items() if k == "masses"}),
+        merge=kernels.merge,
+    )
+    for walk in (want, got):
+        walk.acc.fill_(torch.nan)
+        walk.lse.fill_(torch.nan)
+    return want, got, progressive_decode(want), progressive_decode(got)
+
+
+class Place32:
+    """Enough of a place to make a state on."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+
+@EVERY
+def test_kernels_against_references(place, case):
+    want, got, expected, found = both(place, case)
+    assert torch.equal(got.state.used.cpu(), want.state.used)
+    for name in ("limits", "chosen"):
+        assert torch.equal(getattr(got.state, name).cpu(), getattr(want.state, name)), name
+    torch.testing.assert_close(got.state.mass.cpu(), want.state.mass, rtol=1e-4, atol=1e-5)
+    place.close(found, expected)
+    for name in ("attended", "from_host"):
+        assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
+    totals, others = got.state.totals.cpu(), want.state.totals
+    exact = [i for i in range(len(totals)) if i not in (4, 5)]
+    assert torch.equal(totals[exact], others[exact])
+    assert torch.allclose(totals[4:6].double(), others[4:6].double(), rtol=1e-4, atol=1e-4 * MASS_ONE)
+
+
+@pytest.mark.parametrize("name", ["high", "sum", "bound", "bound of a sum", "capped", "learned sink"])
+def test_chunks_of_a_walk(place32, name):
+    """More blocks than the verifier holds at a time; near buffer and blocks in several tiles."""
+    case = replace(CASES[name], block_size=32, n=70, batch=1)
+    want, got, expected, found = both(place32, case, masses=64, tile=16)
+    assert torch.equal(got.state.used.cpu(), want.state.used)
+    torch.testing.assert_close(got.state.mass.cpu(), want.state.mass, rtol=1e-4, atol=1e-5)
+    place32.close(found, expected, ratio=5e-6)
+
+
+def test_flags_of_rows(place32):
+    """``done`` says of each row whether it goes on, as the reference's does."""
+    case = CASES["high"]
+    given = case.make(place32)
+    walks = case.walk(Place32("cpu"), on_cpu(given)), case.walk(place32, given)
+    walks[0].operators, walks[1].operators = reference, kernels
+    flags = [torch.zeros(4, dtype=torch.int32, device=device) for device in ("cpu", place32.device)]
+    for walk in walks:
+        walk.state.limits[1] = 4
+    for number in range(1, 12):
+        for walk, done in zip(walks, flags):
+            walk.attend(near=number == 1)
+            walk.verify(step=4, last=False, done=done, number=number)
+        assert torch.equal(flags[0], flags[1].cpu())
+        assert torch.equal(walks[0].state.limits, walks[1].state.limits.cpu())
+    assert (flags[0] < 0).all()
