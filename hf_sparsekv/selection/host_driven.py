@@ -7,6 +7,8 @@ GPU. The host is a micro-batch ahead of what it knows; one that nobody needed do
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -19,6 +21,12 @@ from ..ops.residency import FREE
 NEVER = FREE + 1  # no frame has this stamp
 
 
+@functools.cache
+def _loader(device: torch.device) -> tuple[torch.cuda.Stream, ThreadPoolExecutor]:
+    """The stream that loads blocks to a GPU and the thread that drives it; all layers and caches share them."""
+    return torch.cuda.Stream(device), ThreadPoolExecutor(1, thread_name_prefix="sparsekv-load")
+
+
 class HostDriven:
     """Runs walks micro-batch by micro-batch.
 
@@ -29,8 +37,6 @@ class HostDriven:
     def __init__(self, m: int) -> None:
         self.m = m
         self._done: Tensor | None = None  # pinned on a GPU
-        self._stream: torch.cuda.Stream | None = None
-        self._thread: ThreadPoolExecutor | None = None
 
     def run(self, walk: Walk, store: LayerStore) -> Tensor:
         """The attention of one step, ``[batch, Hq, Dv]``."""
@@ -63,15 +69,20 @@ class HostDriven:
 
     @staticmethod
     def _stopped(done: Tensor, number: int) -> bool:
-        """Whether all rows have stopped by micro-batch ``number``; waits until it is known."""
-        if not number:
-            return False
-        seen = done.numpy()
-        while (abs(seen) < number).any():
-            pass  # the kernel will write it: microseconds
-        return bool((seen < 0).all())
+        """Whether all rows have stopped by micro-batch ``number``; waits until it is known.
 
-    def _loads(self, walk: Walk, store: LayerStore):
+        Raises:
+            RuntimeError: the GPU has nothing left to do and has not said so.
+        """
+        seen = done.numpy()
+        over = False
+        while (abs(seen) < number).any():  # microseconds: the kernel is writing it
+            if over:
+                raise RuntimeError("the verifier did not report: this step's attention is incomplete")
+            over = done.is_pinned() and torch.cuda.current_stream().query()
+        return number > 0 and bool((seen < 0).all())
+
+    def _loads(self, walk: Walk, store: LayerStore) -> Callable[[int], Future] | None:
         """A function that begins to bring micro-batch ``i`` to the device, or None where blocks stay where they are."""
         residents = store.residents
         if residents is None or residents.pool is None:
@@ -79,10 +90,7 @@ class HostDriven:
         pool, table = residents.pool, store.table
         never = torch.full((1,), NEVER, dtype=torch.int32, device=walk.q.device)
         walk.frames, walk.places = pool.frames, residents.find(walk.ids, table, never)  # all in host memory as yet
-        if walk.q.is_cuda and self._stream is None:
-            self._stream = torch.cuda.Stream(walk.q.device)
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="sparsekv-load")
-        stream = self._stream
+        stream, thread = _loader(walk.q.device) if walk.q.is_cuda else (None, None)
 
         def load(i: int) -> None:
             span = slice(i * self.m, (i + 1) * self.m)
@@ -103,7 +111,7 @@ class HostDriven:
             if stream is not None:
                 if i == 0:
                     stream.wait_stream(torch.cuda.current_stream())
-                return self._thread.submit(on_stream, i)
+                return thread.submit(on_stream, i)
             found: Future = Future()
             load(i)
             found.set_result(None)

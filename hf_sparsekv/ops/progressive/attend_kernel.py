@@ -1,9 +1,9 @@
 """Attention within each block of a round: the kernel.
 
-A fixed number of programs share the blocks of all rows and KV heads, however these are spread: program ``p`` takes every
-``programs``-th block of the list, which nobody writes down; a prefix sum over the rows' numbers of blocks tells whose
-the i-th block is. So a flat head, which reads a thousand blocks, has all processors to itself while peaked ones are done,
-and a round that nobody needs ends at once.
+A fixed number of programs share the blocks of all rows and KV heads, however these are spread: program ``p`` takes
+every ``programs``-th block of a list that nobody writes down; a prefix sum over the rows' numbers of blocks tells whose
+the i-th block is. So a flat head, which reads a thousand blocks, has all processors to itself while peaked ones are
+done, and a round that nobody needs ends at once.
 """
 
 from __future__ import annotations
@@ -16,16 +16,41 @@ from ..sparse_decode.triton import SELECTABLE, take_tile
 
 
 @triton.jit
-def _load_q(p_q, i_batch, i_head, q_batch, q_head, q_dim, NATIVE, GROUP, DK, BG: tl.constexpr, BK: tl.constexpr):
+def _load_q(
+    p_q,
+    i_batch,
+    i_head,
+    q_batch,
+    q_head,
+    q_dim,
+    NATIVE: tl.constexpr,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    BG: tl.constexpr,
+    BK: tl.constexpr,
+):
     """Queries of a KV head ``[BG, BK]``."""
     o_g, o_k = tl.arange(0, BG), tl.arange(0, BK)
     p_row = p_q + i_batch * q_batch + (i_head * GROUP + o_g[:, None]) * q_head
     b_q = tl.load(p_row + o_k[None, :] * q_dim, mask=(o_g < GROUP)[:, None] & (o_k < DK)[None, :], other=0.0)
-    return b_q if NATIVE else b_q.to(tl.float32)
+    if not NATIVE:
+        b_q = b_q.to(tl.float32)
+    return b_q
 
 
 @triton.jit
-def _store(p_acc, p_lse, i_out, b_max, b_sum, b_acc, GROUP, DV, BG: tl.constexpr, BV: tl.constexpr):
+def _store(
+    p_acc,
+    p_lse,
+    i_out,
+    b_max,
+    b_sum,
+    b_acc,
+    GROUP: tl.constexpr,
+    DV: tl.constexpr,
+    BG: tl.constexpr,
+    BV: tl.constexpr,
+):
     """The attention within one part; zeros of no weight if it is empty."""
     o_g, o_v = tl.arange(0, BG), tl.arange(0, BV)
     b_any = b_sum > 0
@@ -75,7 +100,7 @@ def _near(
     b_max = tl.full([BG], float("-inf"), tl.float32)
     b_sum = tl.zeros([BG], tl.float32)
     b_acc = tl.zeros([BG, BV], tl.float32)
-    for i in tl.static_range(0, BLOCK_SIZE, BN):
+    for i in range(0, BLOCK_SIZE, BN):
         o_n = i_part * BLOCK_SIZE + i + tl.arange(0, BN)
         b_valid = tl.load(p_near_valid + i_batch * near_valid_batch + o_n, mask=o_n < near, other=0)  # [BN]
         p_k = p_near + i_batch * near_batch + i_head * near_head + o_n.to(tl.int64) * near_token  # [BN]
@@ -160,7 +185,7 @@ def _blocks(
         b_sum = tl.zeros([BG], tl.float32)
         b_acc = tl.zeros([BG, BV], tl.float32)
         b_count = tl.zeros([BN], tl.int32)
-        for j in tl.static_range(0, BLOCK_SIZE, BN):
+        for j in range(0, BLOCK_SIZE, BN):
             o_in = j + tl.arange(0, BN)
             m_n = (o_in >= 0) & there
             b_flag = tl.load(p_flags + slot * flags_slot + o_in, mask=m_n, other=0)  # [BN]

@@ -76,7 +76,7 @@ def _count(
             tl.store(p_chosen + i_row.to(tl.int64) * room + i + o_t, b_id, mask=i + o_t < room)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "near", "rows", "room", "max_blocks"])
 def merge_kernel(
     p_acc,
     p_lse,

@@ -165,6 +165,7 @@ def verify(
             BN=max(16, min(triton.next_power_of_2(max(n, 1)), masses // wide)),
             BT=max(16, min(triton.next_power_of_2(max(n, 1)), COUNTS)),
             BP=max(16, triton.next_power_of_2(max(parts, 1))),
+            num_warps=8 if n > 256 else 4,
             **overlap(lse),
         )
 
