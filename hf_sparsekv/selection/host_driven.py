@@ -37,6 +37,9 @@ class HostDriven:
     def __init__(self, m: int) -> None:
         self.m = m
         self._done: Tensor | None = None  # pinned on a GPU
+        # Of the last micro-batch. Numbers go on from step to step: one that ran ahead may report when the next step has
+        # begun, and must not be taken for one of its own.
+        self._number = 0
 
     def run(self, walk: Walk, store: LayerStore) -> Tensor:
         """The attention of one step, ``[batch, Hq, Dv]``."""
@@ -45,23 +48,23 @@ class HostDriven:
         if self._done is None or len(self._done) != batch * heads:
             self._done = torch.zeros(batch * heads, dtype=torch.int32, pin_memory=cuda)
         done = self._done
-        done.zero_()
         walk.state.limits[0] = 0
         walk.state.limits[1] = self.m
         loads = self._loads(walk, store)
-        steps = max(1, -(-n // self.m))
+        count = max(1, -(-n // self.m))
         loading = loads(0) if loads else None
-        for number in range(1, steps + 1):
+        for i in range(count):
             if loading is not None:
                 event = loading.result()
                 if event is not None:
                     torch.cuda.current_stream().wait_event(event)
-            walk.attend(near=number == 1)
-            walk.verify(step=self.m, last=number == steps, done=done, number=number)
-            if loads and number < steps:
-                loading = loads(number)
+            self._number += 1
+            walk.attend(near=i == 0)
+            walk.verify(step=self.m, last=i + 1 == count, done=done, number=self._number)
+            if loads and i + 1 < count:
+                loading = loads(i + 1)
             # What the one before has found, while this one runs; without a GPU this one itself.
-            if self._stopped(done, number - 1 if cuda else number):
+            if (i or not cuda) and self._stopped(done, self._number - cuda):
                 break
         if loading is not None and (event := loading.result()) is not None:
             torch.cuda.current_stream().wait_event(event)  # its frames are in order before they are given away
@@ -80,7 +83,7 @@ class HostDriven:
             if over:
                 raise RuntimeError("the verifier did not report: this step's attention is incomplete")
             over = done.is_pinned() and torch.cuda.current_stream().query()
-        return number > 0 and bool((seen < 0).all())
+        return bool((seen < 0).all())
 
     def _loads(self, walk: Walk, store: LayerStore) -> Callable[[int], Future] | None:
         """A function that begins to bring micro-batch ``i`` to the device, or None where blocks stay where they are."""

@@ -17,6 +17,7 @@ from .state import BINS, MASS_ONE, TOTALS, WalkState, next_blocks
 
 LOG2E = math.log2(math.e)
 INF = float("inf")
+NO_LIMIT = 1 << 30  # more blocks than there are
 
 
 def near_parts(near: int, block_size: int) -> int:
@@ -263,8 +264,7 @@ def merge(
     bins = (used - 1).clamp_min(0)
     bins = torch.where(bins > 0, bins.float().log2().floor().long() + 1, 0).clamp_max(BINS - 1)
     state.totals[first:] += torch.bincount(bins.flatten(), minlength=BINS)
-    more, stay = next_blocks(used, read)
-    state.limits[1] = torch.maximum(more, stay)
+    state.limits[1] = torch.maximum(*next_blocks(used, read)).clamp_max(max_blocks or NO_LIMIT)
     state.limits[0] = 0
     if state.chosen is not None:
         k = state.chosen.shape[-1]

@@ -10,6 +10,7 @@ from .._dispatch import require_dense_rows
 from .._overlap import overlap
 from .attend_kernel import attend_kernel
 from .merge_kernel import merge_kernel
+from .reference import NO_LIMIT
 from .state import BINS, MASS_ONE, TOTALS, WalkState
 from .verify_kernel import verify_kernel
 
@@ -214,7 +215,7 @@ def merge(
             batch * heads,
             room,
             float(threshold),
-            -1 if max_blocks is None else max_blocks,
+            max_blocks or NO_LIMIT,
             near_valid.stride(0),
             *((0, 0) if attended is None else attended.stride()),
             *out.stride()[:2],
