@@ -106,7 +106,7 @@ class HostDriven:
             at.copy_(torch.where(wanted >= 0, places, at))
 
         def on_stream(i: int) -> torch.cuda.Event:
-            with torch.inference_mode(), torch.cuda.stream(stream):
+            with torch.no_grad(), torch.cuda.stream(stream):
                 load(i)
                 return stream.record_event()
 
