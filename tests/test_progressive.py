@@ -319,6 +319,26 @@ def test_a_copy_goes_its_own_way():
     torch.testing.assert_close(torch.cat(first), torch.cat(second))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", [False, True])
+def test_captured_audits_on_a_gpu(offload):
+    from hf_sparsekv import optimize
+
+    ids = prompt(2, 170, seed=5)["input_ids"]
+    expected = progressive(offload, threshold=0.7, audit_every=1)
+    decode(expected)
+    net = optimize(build("llama", "sparsekv").cuda(), fused=False)
+    cache = progressive(offload, threshold=0.7, audit_every=1)
+    with torch.no_grad():
+        net(ids[:, :150].cuda(), past_key_values=cache)
+        for token in ids[:, 150:].cuda().split(1, dim=1):
+            net(token, past_key_values=cache)
+    ours, theirs = cache.stats(), expected.stats()
+    assert ours.covered_mass == pytest.approx(theirs.covered_mass, abs=1e-3)
+    assert ours.estimated_mass == pytest.approx(theirs.estimated_mass, abs=1e-3)
+    assert ours.blocks_chosen == pytest.approx(theirs.blocks_chosen, rel=0.01)
+
+
 # ---------------------------------------------------------------------- errors
 
 
