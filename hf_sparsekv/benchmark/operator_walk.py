@@ -80,8 +80,8 @@ class WalkLayer:
         self.rank()
         progressive_decode(self.walk(), rounds=rounds, out=self.layer.out)
 
-    def attend(self) -> None:
-        self.made.attend(near=True, limits=self.first)
+    def attend(self, **how: int) -> None:
+        self.made.attend(near=True, limits=self.first, **how)
 
     def begin(self) -> None:
         """As a walk begins: what the verifier alone has to be given."""

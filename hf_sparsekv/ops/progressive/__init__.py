@@ -64,8 +64,11 @@ class Walk:
 
             self.operators = triton
 
-    def attend(self, near: bool, limits: Tensor | None = None) -> None:
-        """Attention within the blocks of the next round, and within the near buffer."""
+    def attend(self, near: bool, limits: Tensor | None = None, **how: int) -> None:
+        """Attention within the blocks of the next round, and within the near buffer.
+
+        ``how`` replaces the kernel's constants.
+        """
         self.operators.attend(
             self.q,
             self.kv,
@@ -83,6 +86,7 @@ class Walk:
             frames=self.frames,
             places=self.places,
             from_host=self.from_host,
+            **how,
         )
 
     def verify(self, step: int, last: bool, done: Tensor | None = None, number: int = 1) -> None:
