@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -41,6 +42,10 @@ def variants(ks: list[int]) -> dict[str, dict | None]:
         found[f"progressive:{threshold}"] = {"threshold": threshold, "offload": False}
     for threshold in THRESHOLDS[1:3]:
         found[f"progressive:{threshold},bound_tokens=16"] = {**found[f"progressive:{threshold}"], "bound_tokens": 16}
+    for threshold in THRESHOLDS[1:3]:
+        for least in (8, 16):
+            at_least = {**found[f"progressive:{threshold}"], "min_blocks": least}
+            found[f"progressive:{threshold},min_blocks={least}"] = at_least
     for k in ks:
         block = {"level": "block", "token_budget": 64 * k, "lag": False, "offload": False}
         found[f"block_only:k={k}"] = block
@@ -61,7 +66,7 @@ def blocks_a_walk(cache) -> tuple[float, list[float]]:
 @torch.no_grad()
 def quality(args) -> None:
     model, tokenizer = load()
-    tried = variants(args.ks)
+    tried = {name: settings for name, settings in variants(args.ks).items() if re.search(args.only, name)}
     words = tokenizer(python_reference(), add_special_tokens=False, return_tensors="pt")["input_ids"]
     n, held = args.context, args.tokens
     starts = [round(i * (words.shape[1] - n - held - 1) / max(1, args.passages - 1)) for i in range(args.passages)]
@@ -257,6 +262,7 @@ def main() -> None:
     parser.add_argument("--passages", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=1, help="needles per depth")
     parser.add_argument("--ks", type=int, nargs="+", default=[8, 16, 24, 32], help="blocks of fixed selections")
+    parser.add_argument("--only", default="", help="only variants whose name matches this regular expression, quality")
     parser.add_argument("--steps", type=int, default=16, help="queries per passage, calibration")
     parser.add_argument("--stride", type=int, default=4, help="tokens between them")
     parser.add_argument("--plot", type=Path, default=PLOT)

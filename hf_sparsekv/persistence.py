@@ -32,7 +32,7 @@ from .sliding import SlidingRing
 # What a later step does, not what stored data means. Any other field must be as it was, those of the future included.
 FREE = (
     *("token_budget", "num_blocks", "lag", "block_reduce", "token_reduce", "dense_below", "max_length"),
-    *("threshold", "estimate", "group_reduce", "micro_batch", "max_blocks", "execution", "audit_every"),
+    *("threshold", "estimate", "group_reduce", "micro_batch", "min_blocks", "max_blocks", "execution", "audit_every"),
 )
 KINDS = {OffloadedSparseCache: TwoLevelConfig, ProgressiveCache: ProgressiveConfig}
 

@@ -64,7 +64,7 @@ class WalkOracle(Oracle):
             if config.group_reduce == "sum":
                 over = over.sum() if config.estimate == "bound" else summed_least * left
                 share = acc.sum() / (acc.sum() + over)
-            if float(share.min()) > config.threshold:
+            if float(share.min()) > config.threshold and len(taken) >= config.min_blocks:
                 break
         self.used.append(len(taken))
         columns = sorted({*first, *(c for b in taken for c in inside[b])})
@@ -129,6 +129,7 @@ CASES = {
     "bound of parts": (True, {"metadata": "min_max", "estimate": "bound", "bound_tokens": 4, "group_reduce": "sum"}),
     "sum": (False, {"group_reduce": "sum"}),
     "capped": (True, {"max_blocks": 2, "threshold": 0.9}),
+    "at least": (True, {"min_blocks": 3, "threshold": 0.3}),
     "wide": (True, {"block_size": 32, "window": 5, "max_draft": 0, "sinks": 9}),
     "driven": (True, {"execution": "host", "micro_batch": 2}),
     "driven, small pool": (OffloadConfig(device_pool=20_000), {"execution": "host", "micro_batch": 3}),
@@ -353,6 +354,8 @@ def test_captured_audits_on_a_gpu(offload):
         ({"estimate": "none"}, "estimate must be one of"),
         ({"group_reduce": "mean"}, "group_reduce must be one of 'all', 'sum'"),
         ({"execution": "gpu"}, "execution must be one of"),
+        ({"min_blocks": 0}, "min_blocks must be a positive integer"),
+        ({"min_blocks": 9, "max_blocks": 8}, "min_blocks=9 exceeds max_blocks=8"),
         ({"micro_batch": 0}, "micro_batch must be a positive integer"),
         ({"max_blocks": 0}, "max_blocks must be a positive integer"),
         ({"audit_every": -1}, "audit_every must be a positive integer"),

@@ -116,6 +116,7 @@ class ProgressivePolicy(Policy):
             scale=spec.scale,
             threshold=config.threshold,
             group_reduce=config.group_reduce,
+            min_blocks=config.min_blocks,
             max_blocks=config.max_blocks,
             bounds=bounds,
             softcap=spec.softcap,

@@ -26,7 +26,7 @@ class Walk:
             in :func:`..sparse_decode.sparse_decode` with blocks.
         ids, tokens: int32 ``[batch, H, n]``, blocks in order of their rank (:func:`..block_rank.block_rank`).
         state: kept from step to step.
-        threshold, group_reduce, max_blocks, bounds: see ``reference.verify``.
+        threshold, group_reduce, min_blocks, max_blocks, bounds: see ``reference.verify``.
     """
 
     q: Tensor
@@ -42,6 +42,7 @@ class Walk:
     scale: float
     threshold: float
     group_reduce: str = "all"
+    min_blocks: int = 1
     max_blocks: int | None = None
     bounds: Tensor | None = None
     softcap: float | None = None
@@ -98,6 +99,7 @@ class Walk:
             parts=self.parts,
             threshold=self.threshold,
             group_reduce=self.group_reduce,
+            min_blocks=self.min_blocks,
             max_blocks=self.max_blocks,
             step=step,
             last=last,

@@ -108,6 +108,7 @@ def verify(
     parts: int,
     threshold: float,
     group_reduce: str = "all",
+    min_blocks: int = 1,
     max_blocks: int | None = None,
     step: int = 0,
     last: bool = True,
@@ -138,6 +139,7 @@ def verify(
         state: ``limits`` become the next round's; rows that have stopped get an empty one, and ``used`` and ``mass``.
         threshold: share at which to stop.
         group_reduce: ``"all"``; or ``"sum"``: masses are added up over the query heads.
+        min_blocks: do not stop before.
         max_blocks: stop there whatever has been seen.
         step: blocks that the next round reads at most. -1: as many again as have been read, and 16; 0: as many as
             suffice for certain.
@@ -189,7 +191,7 @@ def verify(
         rest = after.flip(2).cumsum(2).flip(2)  # of the blocks behind each
     seen = mass(near).sum(2, keepdim=True) + held.cumsum(2)
     share = torch.where(seen + rest > 0, seen / (seen + rest), 1.0).amin(3)  # [batch, H, n]
-    enough = share > threshold
+    enough = (share > threshold) & (torch.arange(n, device=lse.device) + 1 >= min_blocks)
     first = torch.where(enough.any(-1), enough.int().argmax(-1), n) + 1 if n else torch.ones_like(live)
     reach = torch.minimum(first, cap)
     stops = (reach <= high) | (high >= cap) | last

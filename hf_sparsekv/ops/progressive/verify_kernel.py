@@ -40,7 +40,7 @@ def _mass(b_log, b_base, SUM: tl.constexpr, BG: tl.constexpr):
     return b_m
 
 
-@triton.jit(do_not_specialize=["parts", "rows", "max_blocks", "step", "number"])
+@triton.jit(do_not_specialize=["parts", "rows", "min_blocks", "max_blocks", "step", "number"])
 def verify_kernel(
     p_lse,
     p_tokens,
@@ -55,6 +55,7 @@ def verify_kernel(
     parts,
     rows,
     threshold,
+    min_blocks,
     max_blocks,
     step,
     number,
@@ -162,7 +163,8 @@ def verify_kernel(
             b_whole = b_acc + b_rest
             b_share = tl.where((b_whole > 0) & m_g[None, :], b_acc / b_whole, 1.0)
             b_worst = tl.min(b_share, 1)  # [BN]
-            first = tl.min(tl.where((b_worst > threshold) & (o_i < cap), o_i, NOWHERE), 0)
+            m_stop = (b_worst > threshold) & (o_i < cap) & (o_i + 1 >= min_blocks)
+            first = tl.min(tl.where(m_stop, o_i, NOWHERE), 0)
             stop = tl.where(first < NOWHERE, first + 1, stop)
             found = tl.where(first < NOWHERE, tl.sum(tl.where(o_i == first, b_worst, 0.0), 0), found)
             inside = (high > i) & (high <= i + BN)

@@ -41,6 +41,7 @@ class Case:
     spread: float = 2.0  # of the logits: how peaked the attention is
     threshold: float = 0.9
     group_reduce: str = "all"
+    min_blocks: int = 1
     max_blocks: int | None = None
     bound: bool = False
     softcap: float | None = None
@@ -77,6 +78,7 @@ class Case:
             "scale": self.dk**-0.5,
             "threshold": self.threshold,
             "group_reduce": self.group_reduce,
+            "min_blocks": self.min_blocks,
             "max_blocks": self.max_blocks,
             "softcap": self.softcap,
             "sink_logits": place.randn(self.heads * self.group) if self.learned_sink else None,
@@ -198,7 +200,7 @@ def algorithm_1(case: Case, given: dict) -> tuple[torch.Tensor, torch.Tensor, to
                 else:
                     shares = [as_acc[i] / (as_acc[i] + over[i]) for i in range(group)]
                 mass[row, head] = float(min(shares))
-                if mass[row, head] > case.threshold:
+                if mass[row, head] > case.threshold and used[row, head] >= case.min_blocks:
                     break
             out[row, head * group : (head + 1) * group] = torch.stack(o_acc)
     return out, used, mass
@@ -213,6 +215,7 @@ CASES = {
     "everything": Case(threshold=1.0),
     "sum": Case(group_reduce="sum", spread=3.0),
     "capped": Case(max_blocks=5, threshold=0.99),
+    "at least": Case(min_blocks=15, threshold=0.5),
     "bound": Case(bound=True, spread=5.0),
     "bound of a sum": Case(bound=True, spread=5.0, group_reduce="sum", max_blocks=15),
     "softcap": Case(softcap=2.0),
