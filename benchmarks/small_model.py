@@ -22,7 +22,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TwoLevelConfig
+from hf_sparsekv import OffloadConfig, OffloadedSparseCache, ProgressiveCache, ProgressiveConfig, TwoLevelConfig
 from hf_sparsekv.benchmark.results import Row, append_rows
 from hf_sparsekv.evaluation.prefix import forced_logits, greedy, prefill
 from hf_sparsekv.evaluation.text import needle_prompt, python_reference
@@ -45,6 +45,8 @@ def cache_for(model, settings: dict | None, full):
         return full()
     settings = dict(settings)
     offload = OffloadConfig() if settings.pop("offload", True) else None
+    if "threshold" in settings:
+        return ProgressiveCache(ProgressiveConfig(**settings), offload=offload, model_config=model.config)
     return OffloadedSparseCache(TwoLevelConfig(**settings), offload=offload, model_config=model.config)
 
 

@@ -8,10 +8,10 @@ else::
 """
 
 from .attention.interface import register as _register
-from .cache import OffloadedSparseCache, SparseCache
-from .config import OffloadConfig, SparseConfig, TwoLevelConfig
+from .cache import OffloadedSparseCache, ProgressiveCache, SparseCache
+from .config import OffloadConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 from .graphs import optimize, unoptimize
-from .stats import CacheStats
+from .stats import CacheStats, WalkStats
 from .version import __version__
 
 _register()
@@ -20,9 +20,12 @@ __all__ = [
     "CacheStats",
     "OffloadConfig",
     "OffloadedSparseCache",
+    "ProgressiveCache",
+    "ProgressiveConfig",
     "SparseCache",
     "SparseConfig",
     "TwoLevelConfig",
+    "WalkStats",
     "__version__",
     "optimize",
     "unoptimize",

@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 from .attention.exact import AttentionSpec
 from .attention.handle import Step
 from .attention.masks import new_columns
-from .config import OffloadConfig, SparseConfig, TwoLevelConfig
+from .config import OffloadConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 from .layer import SparseLayer
 from .offload.frames import FramePools
 from .offload.lanes import Lanes
@@ -27,6 +27,7 @@ from .offload.lasting import DeviceLength
 from .offload.pool import HostBudget
 from .predictor.channels import LabelChannels
 from .selection.base import Policy
+from .selection.progressive import ProgressivePolicy
 from .selection.two_level import TwoLevelPolicy
 from .stats import CacheStats, collect
 
@@ -256,7 +257,8 @@ class SparseCache(Cache):
 
         Args:
             config: ``None`` takes the saved one. Another may differ in what only later steps depend on
-                (``token_budget``, ``num_blocks``, ``lag``, ``dense_below``, ``max_length`` and the reduces).
+                (``token_budget``, ``num_blocks``, ``lag``, ``dense_below``, ``max_length``, the reduces, and most of
+                a :class:`ProgressiveConfig`).
             offload: as in the constructor, whatever it was when the cache was saved.
             model_config: the model's configuration, to be compared with the saved model's. Needed for models with
                 sliding-window layers.
@@ -311,3 +313,33 @@ class OffloadedSparseCache(SparseCache):
         if layer_idx < self.config.dense_layers:
             return Policy(self.config, layer_idx, offloaded and not self.offload_config.keep_dense)
         return TwoLevelPolicy(self.config, layer_idx, offloaded, self.channels)
+
+
+class ProgressiveCache(SparseCache):
+    """Sparse decoding over as many blocks as it takes to cover a share of the attention mass (PSA).
+
+    Prefill is exact. Each decode step ranks the blocks and attends to them in that order, for each row, layer and KV
+    head until the wanted share is covered; ``stats()`` tells how many that took.
+
+        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sparsekv")
+        out = model.generate(**inputs, past_key_values=ProgressiveCache(ProgressiveConfig(threshold=0.98)))
+
+    Args:
+        config: how much to cover.
+        offload: how to offload; ``None`` keeps all KV on the device.
+        model_config: the model's configuration. Needed for models with linear-attention layers only.
+    """
+
+    def __init__(
+        self, config: ProgressiveConfig | None = None, offload: OffloadConfig | None = None, model_config=None
+    ) -> None:
+        config = ProgressiveConfig() if config is None else config
+        if not isinstance(config, ProgressiveConfig):
+            raise TypeError(f"config must be a ProgressiveConfig, got {type(config).__name__}")
+        super().__init__(config, offload, model_config)
+
+    def make_policy(self, layer_idx: int) -> Policy:
+        offloaded = self.offload_config is not None
+        if layer_idx < self.config.dense_layers:
+            return Policy(self.config, layer_idx, offloaded and not self.offload_config.keep_dense)
+        return ProgressivePolicy(self.config, layer_idx, offloaded)

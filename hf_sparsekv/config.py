@@ -7,6 +7,8 @@ from os import PathLike
 from typing import Literal
 
 Reduce = Literal["mean", "max"]
+Metadata = Literal["min_max", "cuboid_mean", "mean"]
+METADATA = ("min_max", "cuboid_mean", "mean")
 
 
 def _require(ok: bool, message: str) -> None:
@@ -53,8 +55,9 @@ class SparseConfig:
         dense_below: a decode step attends to everything, as dense attention does, while the full blocks of the layer
             hold at most this many tokens, counted over all rows (batch x tokens a row, padding included; recent
             tokens come on top). ``"auto"``: while that is measured to be as quick as selecting on this GPU
-            (:mod:`hf_sparsekv.crossover`), so never with blocks in host memory, without a GPU, or on a GPU that was
-            not measured (``hf-sparsekv calibrate-device``). ``None``: never. A number holds for offloaded blocks, too.
+            (:mod:`hf_sparsekv.crossover`), so never with blocks in host memory, without a GPU, on a GPU that was
+            not measured (``hf-sparsekv calibrate-device``), or with progressive selection, which takes as long as the
+            data want. ``None``: never. A number holds for offloaded blocks, too.
     """
 
     block_size: int = 64
@@ -77,6 +80,18 @@ class SparseConfig:
         _require(ok, f"dense_below must be an integer >= 0, 'auto' or None, got {self.dense_below!r}")
 
 
+def _check_index(config: TwoLevelConfig | ProgressiveConfig) -> None:
+    """What the block metadata of both methods must obey."""
+    _one_of("metadata", config.metadata, METADATA)
+    _one_of("block_reduce", config.block_reduce, ("mean", "max"))
+    if config.bound_tokens is not None:
+        _power_of_two("bound_tokens", config.bound_tokens)
+        _require(
+            config.bound_tokens <= config.block_size,
+            f"bound_tokens={config.bound_tokens} exceeds block_size={config.block_size}",
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class TwoLevelConfig(SparseConfig):
     """Two-level selection: blocks by a bound on their scores, then tokens by quantised label channels.
@@ -90,6 +105,9 @@ class TwoLevelConfig(SparseConfig):
         level: ``"two_level"``, or one of its halves as a baseline: ``"block"`` attends to all tokens of the
             ``token_budget // block_size`` best blocks (as Quest does), ``"token"`` scores the labels of every
             cached token (as Double Sparsity does).
+        metadata: what is kept of a block's keys to score it by: ``"min_max"`` (Quest's bound, as AsyncTLS has it),
+            ``"cuboid_mean"`` (ArkVale's centre of the keys' box and mean deviation from it) or ``"mean"`` (of the keys;
+            half the memory).
         bound_tokens: tokens that share one pair of key bounds; divides ``block_size``. A block scores as its best part
             does: narrower bounds find more, and take ``block_size / bound_tokens`` times the memory and time.
             ``None`` means one pair a block (AsyncTLS).
@@ -111,6 +129,7 @@ class TwoLevelConfig(SparseConfig):
     token_budget: int = 1024
     num_blocks: int | None = None
     level: Literal["two_level", "block", "token"] = "two_level"
+    metadata: Metadata = "min_max"
     bound_tokens: int | None = None
     label_channels: int | None = None
     label_bits: int = 4
@@ -138,19 +157,13 @@ class TwoLevelConfig(SparseConfig):
             f"level='block' attends to whole blocks: token_budget={self.token_budget} is less than one block of "
             f"{self.block_size} tokens",
         )
-        if self.bound_tokens is not None:
-            _power_of_two("bound_tokens", self.bound_tokens)
-            _require(
-                self.bound_tokens <= self.block_size,
-                f"bound_tokens={self.bound_tokens} exceeds block_size={self.block_size}",
-            )
+        _check_index(self)
         if self.label_channels is not None:
             _positive("label_channels", self.label_channels)
             _require(self.label_channels % 2 == 0, f"label_channels must be even, got {self.label_channels}")
         _require(self.label_bits in (4, 16), f"label_bits must be 4 or 16, got {self.label_bits!r}")
         _one_of("channel_importance", self.channel_importance, ("max", "mean"))
         _positive("calibration_tokens", self.calibration_tokens)
-        _one_of("block_reduce", self.block_reduce, ("mean", "max"))
         _one_of("token_reduce", self.token_reduce, ("mean", "max"))
         _require(self.lag in (None, True, False), f"lag must be True, False or None, got {self.lag!r}")
 
@@ -161,7 +174,7 @@ class TwoLevelConfig(SparseConfig):
 
     @property
     def bounds_per_block(self) -> int:
-        """Pairs of key bounds that a block has."""
+        """Parts of a block that have metadata of their own."""
         return self.block_size // (self.bound_tokens or self.block_size)
 
     @property
@@ -170,6 +183,79 @@ class TwoLevelConfig(SparseConfig):
         if self.level == "block":
             return self.token_budget // self.block_size
         return self.num_blocks or max(128, self.blocks_for_budget)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgressiveConfig(SparseConfig):
+    """Progressive selection: blocks in order of importance until enough attention mass is covered.
+
+    Source: PSA, section 3 (Algorithm 1). The budget is different in each step, layer, row and KV head.
+
+    Args:
+        threshold: share of the attention mass at which a KV head stops, in (0, 1]. What has been seen is compared with
+            an estimate of what is left (``estimate``), so the share is estimated, too; ``audit_every`` shows how it
+            compares with the true one. 1 attends to everything.
+        metadata: what is kept of a block's keys to rank it by: ``"cuboid_mean"`` (ArkVale's, PSA's choice: centre of
+            the keys' box, and mean deviation from it), ``"min_max"`` (Quest's bound) or ``"mean"`` (of the keys).
+        bound_tokens: tokens that share one piece of metadata, as in :class:`TwoLevelConfig`.
+        block_reduce: how the query heads of a group share one rank: ``"max"`` or ``"mean"`` of their scores.
+        estimate: what a block that has not been read is taken to hold: ``"as_min"``, the least mass of a token among
+            the blocks read so far times its tokens (PSA: no bound, because the ranking may err), or ``"bound"``, the
+            most that Quest's bound allows, which guarantees the threshold. Only with ``metadata="min_max"``.
+        group_reduce: when the query heads of a KV head have seen enough: ``"all"`` of them, or the ``"sum"`` of their
+            masses (which the heads with the largest logits decide).
+        min_blocks: blocks attended to at least: the first ones say little about those that the ranking has misplaced.
+        micro_batch: blocks that host-driven execution reads at a time. The result does not depend on it.
+        max_blocks: blocks attended to at most per step, row and KV head, whatever they cover: a safety valve.
+            ``stats()`` says how often it decided. ``None``: all.
+        execution: who stops the walk. ``"device"``: a few rounds of kernels, which a captured step contains.
+            ``"host"``: PSA's pipeline: blocks are loaded on a stream of their own while those before are attended to,
+            and a kernel tells the host through pinned memory to stop; never captured. ``"auto"``: the quicker one,
+            which is the device's.
+        audit_every: every so many decode steps, read all blocks and compare the covered share of the attention mass
+            with the estimate (``stats()``). Takes about as long as a dense step. ``None``: never.
+    """
+
+    threshold: float = 0.98
+    metadata: Metadata = "cuboid_mean"
+    bound_tokens: int | None = None
+    block_reduce: Reduce = "max"
+    estimate: Literal["as_min", "bound"] = "as_min"
+    group_reduce: Literal["all", "sum"] = "all"
+    min_blocks: int = 1
+    micro_batch: int = 16
+    max_blocks: int | None = None
+    execution: Literal["auto", "device", "host"] = "auto"
+    audit_every: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ok = (
+            isinstance(self.threshold, int | float) and not isinstance(self.threshold, bool) and 0 < self.threshold <= 1
+        )
+        _require(ok, f"threshold must lie in (0, 1], got {self.threshold!r}")
+        _check_index(self)
+        _one_of("estimate", self.estimate, ("as_min", "bound"))
+        _require(
+            self.estimate != "bound" or self.metadata == "min_max",
+            f"estimate='bound' needs metadata='min_max', which bounds what a block can hold; got {self.metadata!r}",
+        )
+        _one_of("group_reduce", self.group_reduce, ("all", "sum"))
+        _one_of("execution", self.execution, ("auto", "device", "host"))
+        for name in ("micro_batch", "min_blocks"):
+            _positive(name, getattr(self, name))
+        for name in ("max_blocks", "audit_every"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        _require(
+            self.max_blocks is None or self.min_blocks <= self.max_blocks,
+            f"min_blocks={self.min_blocks} exceeds max_blocks={self.max_blocks}",
+        )
+
+    @property
+    def bounds_per_block(self) -> int:
+        """Parts of a block that have metadata of their own."""
+        return self.block_size // (self.bound_tokens or self.block_size)
 
 
 @dataclass(frozen=True, kw_only=True)

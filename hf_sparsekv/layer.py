@@ -230,6 +230,7 @@ class SparseLayer(Owned, CacheLayerMixin):
             replay.fork(lambda: policy.look_ahead(q, store))
             self.query = q
             return out
+        policy.audit(q, store)
         policy.account(store)
         store.seal_due(policy)
         policy.look_ahead(q, store)
@@ -239,6 +240,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         """The host's share of a replayed decode step."""
         store, policy = self.store, self.policy
         store.length += 1
+        policy.audit(self.query, store)
         policy.account(store)
         looked = policy.looks_ahead(store)
         if store.seal_due(policy):

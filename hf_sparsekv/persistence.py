@@ -17,19 +17,24 @@ from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from .attention.handle import Step
-from .cache import OffloadedSparseCache, SparseCache
-from .config import OffloadConfig, TwoLevelConfig
+from .cache import OffloadedSparseCache, ProgressiveCache, SparseCache
+from .config import OffloadConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 from .layer import SparseLayer
 from .offload.lasting import lasting
 from .offload.store import VALID, LayerStore
 from .predictor.channels import LabelChannels, describe
 from .saved import PIECE, Layer, Pieces, Reader, all_tensors, damaged, dtype_name, write
 from .selection.base import Policy
+from .selection.progressive import ProgressivePolicy
 from .selection.two_level import TwoLevelPolicy
 from .sliding import SlidingRing
 
 # What a later step does, not what stored data means. Any other field must be as it was, those of the future included.
-FREE = ("token_budget", "num_blocks", "lag", "block_reduce", "token_reduce", "dense_below", "max_length")
+FREE = (
+    *("token_budget", "num_blocks", "lag", "block_reduce", "token_reduce", "dense_below", "max_length"),
+    *("threshold", "estimate", "group_reduce", "micro_batch", "min_blocks", "max_blocks", "execution", "audit_every"),
+)
+KINDS = {OffloadedSparseCache: TwoLevelConfig, ProgressiveCache: ProgressiveConfig}
 
 _BY_BLOCK, _LABELS = {"blocks", "flags"}, {"codes", "qparams"}
 
@@ -49,7 +54,7 @@ def save_cache(cache: SparseCache, path: str | os.PathLike[str]) -> None:
     cache._check_complete()
     if not cache.layers or not cache.get_seq_length():
         raise ValueError("nothing is cached yet: prefill before you save")
-    if type(cache) is not OffloadedSparseCache:
+    if type(cache) not in KINDS:
         raise ValueError(f"{type(cache).__name__} cannot be saved yet")
     layers, pieces = [], {}
     for index, layer in enumerate(cache.layers):
@@ -65,7 +70,7 @@ def save_cache(cache: SparseCache, path: str | os.PathLike[str]) -> None:
         "record_past": cache._record_past,
         "layers": [asdict(layer) for layer in layers],
     }
-    channels = cache.channels
+    channels = getattr(cache, "channels", None)
     if channels is not None:
         shape = tuple(channels.ranking.shape)
         about = {name: getattr(channels, name) for name in ("model", "name", "importance", "tokens")}
@@ -111,7 +116,7 @@ def _sparse(layer: SparseLayer) -> tuple[Layer, dict[str, Pieces]]:
                 tensors |= {"stats_q": policy.stats.q, "stats_k": policy.stats.k}
         if policy.previous is not None:
             record.previous, tensors["previous"] = policy.previous.shape[2], policy.previous
-    elif type(policy) is not Policy:
+    elif type(policy) not in (Policy, ProgressivePolicy):
         raise ValueError(f"caches of {type(policy).__name__} cannot be saved yet")
     found = {name: _whole(tensor) for name, tensor in tensors.items()}
     if len(named):
@@ -158,7 +163,7 @@ def _sliding(layer, index: int) -> tuple[Layer, dict[str, Pieces]]:
 def load_cache(
     kind: type[SparseCache],
     path: str | os.PathLike[str],
-    config: TwoLevelConfig | None,
+    config: SparseConfig | None,
     offload: OffloadConfig | None,
     model_config,
     device: torch.device | str | None,
@@ -166,9 +171,10 @@ def load_cache(
     """See :meth:`SparseCache.load`."""
     with Reader(path) as file:
         state = file.state
-        if state["cache"] != OffloadedSparseCache.__name__ or not issubclass(OffloadedSparseCache, kind):
+        made = next((known for known in KINDS if known.__name__ == state["cache"]), None)
+        if made is None or not issubclass(made, kind):
             raise ValueError(f"{path} holds a {state['cache']}, which {kind.__name__}.load() cannot make")
-        cache = _empty(file, config, offload)
+        cache = _empty(made, file, config, offload)
         _bind(cache, file, model_config)
         for index, (layer, record) in enumerate(zip(cache.layers, file.layers)):
             where = _device(record, device)
@@ -183,10 +189,12 @@ def load_cache(
     return cache
 
 
-def _empty(file: Reader, config: TwoLevelConfig | None, offload: OffloadConfig | None) -> OffloadedSparseCache:
+def _empty(
+    made: type[SparseCache], file: Reader, config: SparseConfig | None, offload: OffloadConfig | None
+) -> SparseCache:
     """A cache without layers, of the saved configuration or of ``config`` if that agrees."""
     try:
-        saved = TwoLevelConfig(**file.state["config"])
+        saved = KINDS[made](**file.state["config"])
         about, channels = file.state["channel_file"], None
         if about is not None:  # the file itself may be gone, or another
             about = {name: value for name, value in about.items() if name != "shape"}
@@ -194,10 +202,12 @@ def _empty(file: Reader, config: TwoLevelConfig | None, offload: OffloadConfig |
     except (TypeError, ValueError) as error:
         raise damaged(file.path, f"its configuration: {error}") from None
     if config is None:
-        cache = OffloadedSparseCache(replace(saved, channel_file=None), offload)
+        if made is not OffloadedSparseCache:
+            return made(saved, offload)
+        cache = made(replace(saved, channel_file=None), offload)
         cache.config, cache.channels = saved, channels
         return cache
-    cache = OffloadedSparseCache(config, offload)
+    cache = made(config, offload)
     for name in (field.name for field in fields(config)):
         theirs, ours = getattr(saved, name), getattr(config, name)
         same = theirs == ours
@@ -212,7 +222,7 @@ def _empty(file: Reader, config: TwoLevelConfig | None, offload: OffloadConfig |
     return cache
 
 
-def _bind(cache: OffloadedSparseCache, file: Reader, model_config) -> None:
+def _bind(cache: SparseCache, file: Reader, model_config) -> None:
     """Give the cache its layers, which must be of the saved kinds."""
     cache._record_past = bool(file.state["record_past"])
     windows = [record.window for record in file.layers]

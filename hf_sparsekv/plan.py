@@ -7,13 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
-from .config import OffloadConfig, TwoLevelConfig
+from .config import OffloadConfig, ProgressiveConfig, TwoLevelConfig
 from .crossover import dense_tokens
 from .offload.device_pool import BOOKKEEPING
 from .offload.frames import SELECTIONS
 from .offload.pool import bucket
 from .offload.store import ring_tokens
+from .selection.metadata import SIDES
+from .selection.progressive import ProgressivePolicy, ahead, expected
 from .selection.two_level import method
+
+AnyConfig = TwoLevelConfig | ProgressiveConfig
 
 # The one way through a mixture of experts that neither looks at values nor insists on a dtype.
 _META_SAFE = {"experts_implementation": "batched_mm"}
@@ -77,7 +81,8 @@ class MemoryPlan:
         stock: sliding and other layers, which stay transformers' own.
         prefill: estimate of the activations of a prompt of ``context`` tokens read in one piece.
         working_set: estimate of the blocks that decode steps choose within 12 steps (``offload/working_set.py``), all
-            rows: what ``frames`` should hold at least.
+            rows: what ``frames`` should hold at least. For a progressive cache, which reads as much as it takes, that
+            of a sixteenth of the blocks a step.
         dense_tokens: tokens a row up to which the sparse layers attend densely because that is as quick
             (``config.dense_below``); 0 for never.
     """
@@ -194,14 +199,14 @@ def _tensor_bytes(value: object) -> int:
 
 def plan_memory(
     model: ModelShape,
-    config: TwoLevelConfig,
+    config: AnyConfig,
     offload: OffloadConfig | None,
     *,
     context: int,
     batch: int = 1,
     device: torch.device | None = None,
 ) -> MemoryPlan:
-    """Bytes that ``OffloadedSparseCache(config, offload)`` will take, and DynamicCache for comparison.
+    """Bytes that ``OffloadedSparseCache(config, offload)`` or ``ProgressiveCache(...)`` will take, and DynamicCache.
 
     Args:
         model: from :func:`model_shape`.
@@ -228,6 +233,8 @@ def plan_memory(
 
     dense_kv = blocks = resident = bounds = labels = near = tables = stock = 0
     fetching: list[LayerShape] = []
+    walks = isinstance(config, ProgressiveConfig)
+    coarse, fine = walks or config.level != "token", not walks and config.level != "block"
     for index, layer in enumerate(model.layers):
         token = layer.heads * (layer.key_dim + layer.value_dim) * item
         if layer.kind != "full":
@@ -244,21 +251,23 @@ def plan_memory(
             resident += slots * size * token * (offload is not None and offload.keep_dense)
             continue
         fetching.append(layer)
-        if config.level != "token":
-            parts = config.bounds_per_block
-            bounds += slots * parts * (layer.heads * 2 * layer.key_dim * item + (4 if parts > 1 else 0))
-        if config.level != "block":
+        if coarse:
+            parts, side = config.bounds_per_block, layer.heads * layer.key_dim * item
+            bounds += slots * parts * (SIDES[config.metadata] * side + (4 if parts > 1 else 0))
+        if fine:
             channels = config.label_channels or max(2, layer.key_dim // 8 * 2)
             code = channels // 2 + 4 if config.label_bits == 4 else channels * item
             labels += slots * layer.heads * size * code
 
     frames = working_set = 0
-    if offload is not None and config.level != "token":
+    if offload is not None and coarse:
         sealed = (context - config.window - config.max_draft) // size
-        if sealed > config.coarse_blocks:
-            frames = _frames(fetching, config, offload, batch, item)
+        chosen = expected(ahead(bucket(blocks_a_row))) if walks else config.coarse_blocks
+        if sealed > (0 if walks else chosen):
+            listed = ahead(bucket(blocks_a_row)) if walks else chosen
+            frames = _frames(fetching, size, chosen, listed, offload, batch, item)
             step = sum(layer.heads * (layer.key_dim + layer.value_dim) for layer in fetching)
-            working_set = int(REUSED * batch * config.coarse_blocks * config.block_size * step * item)
+            working_set = int(REUSED * batch * chosen * size * step * item)
             tables += sum(slots * layer.heads * 4 for layer in fetching) * (frames > 0)
 
     # Alive at once in a layer: a few copies of the hidden states, and the MLP's gate, up and product.
@@ -284,21 +293,21 @@ def plan_memory(
     )
 
 
-def _frames(layers: list, config: TwoLevelConfig, offload: OffloadConfig, batch: int, item: int) -> int:
-    """Bytes of the device pools, one for each width of tokens."""
+def _frames(
+    layers: list, block_size: int, chosen: int, listed: int, offload: OffloadConfig, batch: int, item: int
+) -> int:
+    """Bytes of the device pools, one for each width of tokens; ``listed``: blocks that one call may bring."""
     budget, total = offload.device_pool, 0
     for width in {layer.key_dim + layer.value_dim for layer in layers}:
-        entries = [
-            batch * layer.heads * config.coarse_blocks for layer in layers if layer.key_dim + layer.value_dim == width
-        ]
-        size = config.block_size * width * item + BOOKKEEPING
-        frames = SELECTIONS * len(layers) * entries[0] if budget is None else int(budget) // size
-        total += frames * size + (8 * sum(set(entries)) if frames else 0)  # lists of copies
+        rows = [batch * layer.heads for layer in layers if layer.key_dim + layer.value_dim == width]
+        size = block_size * width * item + BOOKKEEPING
+        frames = SELECTIONS * len(layers) * rows[0] * chosen if budget is None else int(budget) // size
+        total += frames * size + (8 * listed * sum(set(rows)) if frames else 0)  # lists of copies
     return total
 
 
 def _dense_tokens(
-    model: ModelShape, config: TwoLevelConfig, offload: OffloadConfig | None, batch: int, device: torch.device
+    model: ModelShape, config: AnyConfig, offload: OffloadConfig | None, batch: int, device: torch.device
 ) -> int:
     """Tokens a row with which every sparse layer still attends densely, recent ones included; 0 for none."""
     layers = [layer for layer in model.layers[config.dense_layers :] if layer.kind == "full"]
@@ -306,7 +315,7 @@ def _dense_tokens(
     in_blocks = [
         dense_tokens(
             config.dense_below,
-            method(config, offloaded),
+            ProgressivePolicy.method if isinstance(config, ProgressiveConfig) else method(config, offloaded),
             device,
             offloaded,
             batch,

@@ -13,6 +13,37 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class WalkStats:
+    """What the progressive walks of one layer have read: one walk a step, row and KV head.
+
+    Args:
+        layer: index of the layer.
+        walks: how many there were.
+        blocks_used: blocks that they attended to, in all.
+        blocks_read: blocks that they read: more, because several are read before it is known where to stop.
+        capped: walks that ``max_blocks`` ended before the threshold was reached.
+        mass, least_mass: the attention mass that the walks estimated to cover, mean and least (least of the heads).
+        histogram: walks by blocks used: entry 0 none or one, entry ``b`` more than ``2 ** (b - 1)``, up to ``2 ** b``.
+        audits: walks that were compared with the attention to all blocks (``ProgressiveConfig(audit_every=...)``).
+        audited_mass, least_audited_mass: the mass that these covered, mean and least. None without audits.
+        audited_estimate: the mass that the same walks estimated, mean.
+    """
+
+    layer: int
+    walks: int
+    blocks_used: int
+    blocks_read: int
+    capped: int
+    mass: float | None
+    least_mass: float | None
+    histogram: tuple[int, ...]
+    audits: int = 0
+    audited_mass: float | None = None
+    least_audited_mass: float | None = None
+    audited_estimate: float | None = None
+
+
+@dataclass(frozen=True)
 class CacheStats:
     """Counters of a cache since it was made or reset. Counts are summed over steps, layers, rows and KV heads.
 
@@ -35,9 +66,11 @@ class CacheStats:
         hit_rate: share of needed blocks found on the device; None where all are read from where they live.
         working_set_bytes: bytes of the blocks that each row has chosen in its last 12 steps
             (``offload/working_set.py``); None without a device pool.
-        covered_mass: share of attention mass covered; None where the method does not know it.
+        covered_mass: share of the attention mass that decode steps covered; None where nobody has looked
+            (``ProgressiveConfig(audit_every=...)`` does).
         materialised: times that something other than the sparsekv attention function read all keys and values.
         device_bytes, host_bytes: allocated now, by layers of ours.
+        walks: what the progressive walks of each layer have read; empty for other methods.
     """
 
     layers: int
@@ -61,6 +94,19 @@ class CacheStats:
     materialised: int
     device_bytes: int
     host_bytes: int
+    walks: tuple[WalkStats, ...] = ()
+
+    @property
+    def blocks_per_walk(self) -> float | None:
+        """Blocks that a progressive walk used, mean over steps, layers, rows and KV heads."""
+        walks = sum(w.walks for w in self.walks)
+        return sum(w.blocks_used for w in self.walks) / walks if walks else None
+
+    @property
+    def estimated_mass(self) -> float | None:
+        """The share of the attention mass that progressive walks estimated to cover, mean."""
+        walks = sum(w.walks for w in self.walks)
+        return sum(w.mass * w.walks for w in self.walks if w.walks) / walks if walks else None
 
     @property
     def attended_share(self) -> float:
@@ -85,8 +131,12 @@ class CacheStats:
             line += f", hit rate {self.hit_rate:.1%}"
         if self.working_set_bytes:
             line += f", working set {_bytes(sum(self.working_set_bytes))}"
+        if self.blocks_per_walk is not None:
+            line += f", {self.blocks_per_walk:.1f} blocks a walk for an estimated mass of {self.estimated_mass:.2%}"
         if self.covered_mass is not None:
-            line += f", covered mass {self.covered_mass:.1%}"
+            line += f", covered mass {self.covered_mass:.2%}"
+        if capped := sum(w.capped for w in self.walks):
+            line += f", {capped / sum(w.walks for w in self.walks):.1%} of the walks ended by max_blocks"
         if self.crossover_calls:
             share = self.crossover_calls / (self.sparse_calls + self.dense_calls)
             line += f"; {share:.0%} of the layer calls were dense because that is as quick there (dense_below)"
@@ -122,6 +172,8 @@ def collect(layers: list[SparseLayer], frames: FramePools | None = None) -> Cach
         down += counters.total_from_host * store.token_bytes
     sizes = [store.nbytes() for store in stores]
     total = [store.counters for store in stores]
+    walks = tuple(w for w in (layer.policy.walks() for layer in layers) if w is not None)
+    audits = sum(w.audits for w in walks)
     return CacheStats(
         layers=len(layers),
         cached_tokens=max((store.length for store in stores), default=0),
@@ -132,7 +184,7 @@ def collect(layers: list[SparseLayer], frames: FramePools | None = None) -> Cach
         exact_calls=sum(c.exact for c in total),
         attended_tokens=attended,
         context_tokens=context,
-        blocks_chosen=blocks,
+        blocks_chosen=blocks + sum(w.blocks_used for w in walks),
         kv_bytes_read=read,
         kv_bytes_dense=dense,
         index_bytes_read=index,
@@ -140,8 +192,9 @@ def collect(layers: list[SparseLayer], frames: FramePools | None = None) -> Cach
         device_to_host_bytes=up,
         hit_rate=fetched["found"] / fetched["needed"] if fetched["needed"] else None,
         working_set_bytes=working_set_bytes(stores),
-        covered_mass=None,
+        covered_mass=sum(w.audited_mass * w.audits for w in walks if w.audits) / audits if audits else None,
         materialised=sum(c.materialised for c in total),
         device_bytes=sum(s[0] for s in sizes) + (0 if frames is None else frames.nbytes),
         host_bytes=sum(s[1] for s in sizes),
+        walks=walks,
     )

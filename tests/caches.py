@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hf_sparsekv import OffloadConfig, OffloadedSparseCache, SparseCache, TwoLevelConfig
+from hf_sparsekv import (
+    OffloadConfig,
+    OffloadedSparseCache,
+    ProgressiveCache,
+    ProgressiveConfig,
+    SparseCache,
+    TwoLevelConfig,
+)
 
 # Small enough that blocks are sealed and channels fixed within some sixty tokens; sparse on any device.
 SMALL = {
@@ -35,6 +42,28 @@ def _two_level(offload: bool | OffloadConfig, **settings) -> Callable[..., Spars
     return make
 
 
+def progressive(offload: bool | OffloadConfig = True, model_config=None, **changes) -> ProgressiveCache:
+    """A progressive cache with test-sized settings; its threshold is low, because random models attend to everything.
+
+    A ``token_budget`` says what it says to a two-level cache: ``FULL`` is everything, anything else as ``threshold``.
+    """
+    settings = {name: value for name, value in SMALL.items() if name != "calibration_tokens"}
+    if changes.pop("token_budget", None) == FULL["token_budget"]:
+        changes |= {"threshold": 1.0, "max_blocks": None}
+    changes.pop("num_blocks", None)
+    if isinstance(offload, bool):
+        offload = OffloadConfig() if offload else None
+    config = ProgressiveConfig(**{**settings, "threshold": 0.6, **changes})
+    return ProgressiveCache(config, offload=offload, model_config=model_config)
+
+
+def _progressive(offload: bool | OffloadConfig, **settings) -> Callable[..., SparseCache]:
+    def make(model_config=None, **changes) -> SparseCache:
+        return progressive(offload, model_config, **{**settings, **changes})
+
+    return make
+
+
 # name -> make(model_config=None, **config changes)
 CACHES: dict[str, Callable[..., SparseCache]] = {
     "host": _two_level(True),
@@ -52,4 +81,15 @@ CACHES: dict[str, Callable[..., SparseCache]] = {
     "host-blocks32": _two_level(True, block_size=32, sinks=0),
     "device-parts": _two_level(False, block_size=32, bound_tokens=8),
     "device-dense1": _two_level(False, dense_layers=1),
+    "progressive": _progressive(False),
+    "progressive-host": _progressive(True),
+    "progressive-host-nopool": _progressive(OffloadConfig(device_pool=0)),
+    "progressive-host-smallpool": _progressive(OffloadConfig(device_pool=30_000)),
+    "progressive-low": _progressive(False, threshold=0.4, metadata="mean", block_reduce="mean", group_reduce="sum"),
+    "progressive-bound": _progressive(True, metadata="min_max", estimate="bound", bound_tokens=8, dense_layers=1),
+    "progressive-capped": _progressive(True, max_blocks=3, threshold=0.9),
+    "progressive-driven": _progressive(True, execution="host", micro_batch=2),
+    "progressive-driven-device": _progressive(False, execution="host", micro_batch=1),
 }
+
+EAGER = ("progressive-driven", "progressive-driven-device")  # the host takes part in each layer: never captured

@@ -111,9 +111,16 @@ class Oracle:
     # ------------------------------------------------------------------ definitions
 
     def block_bound(self, queries: Tensor, keys: Tensor) -> float:
-        """The largest ``q . k`` that a key inside the block's box could have, per query head; then the reduction."""
+        """What the block's keys are taken to score, per query head; then the reduction."""
         high, low = keys.amax(0), keys.amin(0)
-        bounds = [float(torch.maximum(q * high, q * low).sum()) for q in queries]
+        if self.config.metadata == "min_max":  # the largest q . k that a key inside the block's box could have
+            bounds = [float(torch.maximum(q * high, q * low).sum()) for q in queries]
+        elif self.config.metadata == "mean":
+            bounds = [float((q * keys.mean(0)).sum()) for q in queries]
+        else:
+            centre = (high + low) / 2
+            away = (keys - centre).abs().mean(0)
+            bounds = [float((q * centre).sum() + (q.abs() * away).sum()) for q in queries]
         return max(bounds) if self.config.block_reduce == "max" else sum(bounds) / len(bounds)
 
     def choose_channels(self, queries: Tensor, keys: Tensor) -> list[list[list[int]]]:

@@ -109,6 +109,10 @@ def test_variants_are_what_they_say():
         config = make_cache(model, variant, 1000).config
         assert config.dense_below is None, "a selection is measured even where it does not pay"
         assert config.max_length == 1000
+        if name.startswith("progressive"):
+            assert config.threshold == float(name.split(":")[1])
+            assert config.execution == ("host" if name.endswith("host") else "device")
+            continue
         assert config.level == {"block_only": "block", "token_only": "token"}.get(name, "two_level")
     assert make_cache(model, find("two_level", crossover=True), None).config.dense_below == "auto"
 

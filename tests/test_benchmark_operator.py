@@ -31,6 +31,28 @@ def test_an_operator_that_does_nothing_fails_the_check(layer, part, monkeypatch)
         check(layer)
 
 
+def test_walks_pass_the_check(layer):
+    from hf_sparsekv.benchmark.operator_walk import WalkLayer
+
+    walk = WalkLayer(layer, blocks=5)
+    walk.check()
+    for part in ("attend", "verify", "merge"):
+        getattr(walk, part)()
+    assert (walk.state.used == 5).all()
+    assert torch.equal(walk.state.limits[1], torch.full_like(walk.state.used, 5)), "the next step begins as this one"
+
+
+@pytest.mark.parametrize("part", ["score", "rank"])
+def test_a_walk_that_leaves_something_out_fails_the_check(layer, part, monkeypatch):
+    from hf_sparsekv.benchmark.operator_walk import WalkLayer
+
+    walk = WalkLayer(layer, blocks=5)
+    monkeypatch.setattr(WalkLayer, part, lambda self: None)
+    walk.ids = walk.ids.flip(-1)
+    with pytest.raises(AssertionError):
+        walk.check()
+
+
 def test_inputs_are_what_a_store_would_hold(layer):
     """Slots in allocation order, sinks flagged, the ring as full as it gets, room for the new token only."""
     assert SHAPE.sealed == (300 - 35) // 16 == 16

@@ -161,6 +161,28 @@ def test_step_measures_all_that_it_names(tmp_path, imitated_gpu, monkeypatch):
     assert {row["value"] for row in counts} == {"1"}, "the imitation counts how often it is asked"
 
 
+def test_step_measures_progressive_caches(tmp_path, imitated_gpu, monkeypatch):
+    """Captured, and driven by the host; how many blocks a walk took is a figure, too."""
+    settings = {"threshold": 0.6, "block_size": 16, "window": 16, "dense_layers": 0}
+    driven = {**settings, "execution": "host"}
+    names = {"progressive:0.95": settings, "progressive:0.95:host": driven, "progressive:0.95:eager": settings}
+    small = {n: dataclasses.replace(VARIANTS[n], settings=given) for n, given in names.items()}
+    monkeypatch.setattr(baselines, "VARIANTS", {**VARIANTS, **small})
+    monkeypatch.setattr(bench_step, "COUNTED", 8)
+    path = tmp_path / "step.csv"
+    given = ["--shapes", "2x200", "--tokens", "6", "--no-fused", "--csv", str(path), "--variants", *names]
+    args = bench_step.arguments().parse_args(given)
+    model = build("llama", "sparsekv")
+    with Report("step", "tiny", path, 4) as report:
+        bench_step.run(bench_step.Bench(model, report, args), args, rate=1e12)
+    assert report.close() == 0, report.failed
+    found = {(row["variant"], row["metric"]) for row in rows(path)}
+    for metric in ("blocks", "blocks_read", "covered_mass:estimated", "step_ms", "tpot_ms"):
+        assert ("progressive:0.95", metric) in found
+    for name in ("progressive:0.95:host", "progressive:0.95:eager"):
+        assert {metric for variant, metric in found if variant == name} == {"tpot_ms", "peak_gb"}
+
+
 def test_a_step_that_is_not_captured_is_an_error():
     model = optimize(build("llama", "sparsekv"))  # on a CPU
     cache = make_cache(model, VARIANTS["two_level"], CONTEXT + 20)

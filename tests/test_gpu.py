@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from caches import CACHES, FULL, TIGHT
+from caches import CACHES, EAGER, FULL, TIGHT
 from models import MODELS, NEEDS_CONFIG, NOTHING_SPARSE, REFERENCE, build, prompt
 from transformers import DynamicCache
 
@@ -64,20 +64,26 @@ def test_sparse_logits_equal_the_references(kind, name):
     assert close > 0.97, f"{close:.3f} of the steps agree"
     ours, theirs = got_cache.stats(), want_cache.stats()
     assert ours.sparse_calls == theirs.sparse_calls > 0
-    assert ours.attended_tokens == theirs.attended_tokens
-    assert ours.host_to_device_bytes == theirs.host_to_device_bytes
+    if not name.startswith("progressive"):
+        assert ours.attended_tokens == theirs.attended_tokens
+        assert ours.host_to_device_bytes == theirs.host_to_device_bytes
+        return
+    # A walk whose share is just the threshold may stop a block earlier or later.
+    assert ours.attended_tokens == pytest.approx(theirs.attended_tokens, rel=0.01)
+    if name not in EAGER:  # what the host brings ahead is a matter of time
+        assert ours.host_to_device_bytes == pytest.approx(theirs.host_to_device_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
-@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
-def test_half_precision_stays_as_close_to_float32_as_sdpa(dtype, offload):
+@pytest.mark.parametrize("name", ["host", "device", "progressive", "progressive-host", "progressive-driven"])
+def test_half_precision_stays_as_close_to_float32_as_sdpa(dtype, name):
     given = prompt(1, 300, seed=5)
     ids, mask = given["input_ids"].cuda(), given["attention_mask"].cuda()
     exact = forced(build("llama", "sdpa").cuda(), DynamicCache(), ids, mask, 80)
     stock = forced(build("llama", "sdpa").cuda().to(dtype), DynamicCache(), ids, mask, 80)
     ours = forced(
         build("llama", "sparsekv").cuda().to(dtype),
-        CACHES["host" if offload else "device"](**FULL),
+        CACHES[name](**FULL),
         ids,
         mask,
         80,

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from caches import CACHES, FULL, TIGHT, two_level
+from caches import CACHES, EAGER, FULL, TIGHT, two_level
 from models import build, model, prompt, reference
 from transformers import TextStreamer
 
@@ -62,7 +62,11 @@ def same_counts(*caches) -> None:
         assert stats[0].host_to_device_bytes == pytest.approx(stats[1].host_to_device_bytes, rel=0.05)
         assert stats[0].working_set_bytes == pytest.approx(stats[1].working_set_bytes, rel=0.05)
         stats = [replace(one, hit_rate=None, host_to_device_bytes=0, working_set_bytes=None) for one in stats]
-    assert stats[0] == stats[1]
+    for one, other in zip(*(each.walks for each in stats)):  # masses are sums, whose roundings depend on their shapes
+        masses = [[w.mass or 0.0, w.least_mass or 0.0] for w in (one, other)]
+        assert masses[0] == pytest.approx(masses[1], rel=1e-5)
+    bare = [tuple(replace(w, mass=None, least_mass=None) for w in each.walks) for each in stats]
+    assert replace(stats[0], walks=bare[0]) == replace(stats[1], walks=bare[1])
 
 
 class Imitation(StepRunner):
@@ -249,7 +253,7 @@ def test_replays_imitated(name, cache, pads):
     found = fast.generate(**inputs, past_key_values=caches[1], **go)
     assert torch.equal(found, expected)
     same_counts(*caches)
-    assert runner.replays > 110
+    assert runner.replays > 110 or cache in EAGER
     assert runner.captures < 12
 
 
@@ -306,11 +310,11 @@ def check(name: str, cache: str, inputs: dict, settings: dict = TIGHT, captured:
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", CACHES)
 def test_caches(cache):
-    check("llama", cache, on_gpu(1, 180))
+    check("llama", cache, on_gpu(1, 180), captured=cache not in EAGER)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cache", ["host", "device", "device-block", "host-token"])
+@pytest.mark.parametrize("cache", ["host", "device", "device-block", "host-token", "progressive", "progressive-host"])
 def test_left_padding(cache):
     check("llama", cache, on_gpu(3, 180, (0, 5, 100)))
 

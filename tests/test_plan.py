@@ -9,7 +9,7 @@ import torch
 from models import build, model, prompt
 from transformers import DynamicCache, T5Config
 
-from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TwoLevelConfig
+from hf_sparsekv import OffloadConfig, OffloadedSparseCache, ProgressiveCache, ProgressiveConfig, TwoLevelConfig
 from hf_sparsekv.plan import ModelShape, plan_memory
 from hf_sparsekv.plan import model_shape as shape_of
 
@@ -119,6 +119,21 @@ def test_device_pool(options):
     assert {"device": plan.cache_device, "host": plan.cache_host} == cache.memory_bytes()
     assert (plan.frames > 0) == (options.get("device_pool") != 0)
     assert (plan.kept > 0) == options.get("keep_dense", True)
+
+
+@pytest.mark.parametrize("offload", [None, OffloadConfig(), OffloadConfig(device_pool=0)])
+@pytest.mark.parametrize("kept", [{}, {"metadata": "mean"}, {"bound_tokens": 4, "metadata": "min_max"}], ids=str)
+def test_progressive(offload, kept):
+    """The plan is what a progressive cache allocates."""
+    config = ProgressiveConfig(block_size=16, window=16, dense_layers=1, threshold=0.6, **kept)
+    grown = build("llama", "sparsekv", num_hidden_layers=4)
+    cache = ProgressiveCache(config, offload)
+    with torch.no_grad():
+        grown(**prompt(2, 300), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    plan = plan_memory(model_shape(grown.config), config, offload, context=300, batch=2)
+    assert {"device": plan.cache_device, "host": plan.cache_host} == cache.memory_bytes()
+    assert plan.labels == 0 and plan.bounds > 0
+    assert (plan.working_set > 0) == (offload is not None)
 
 
 def test_totals_add_up():

@@ -72,6 +72,8 @@ CASES = {
     "two_level-mean": (False, {"block_reduce": "mean", "token_reduce": "mean"}),
     "two_level-parts": (True, {"bound_tokens": 4}),
     "two_level-parts-mean": (False, {"bound_tokens": 8, "block_reduce": "mean"}),
+    "two_level-cuboid": (True, {"metadata": "cuboid_mean"}),
+    "block-mean-keys": (False, {"level": "block", "metadata": "mean", "bound_tokens": 8}),
     "two_level-labels16": (True, {"label_bits": 16}),
     "two_level-mean-importance": (False, {"channel_importance": "mean", "label_channels": 2}),
     "two_level-wide": (True, {"block_size": 32, "window": 5, "max_draft": 0, "sinks": 9}),

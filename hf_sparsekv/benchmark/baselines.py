@@ -11,7 +11,15 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, DynamicCache, StaticCache
 
-from .. import OffloadConfig, OffloadedSparseCache, TwoLevelConfig, optimize, unoptimize
+from .. import (
+    OffloadConfig,
+    OffloadedSparseCache,
+    ProgressiveCache,
+    ProgressiveConfig,
+    TwoLevelConfig,
+    optimize,
+    unoptimize,
+)
 from ..fused import fuse
 from ..offload.pool import host_memory_limit
 from .shapes import head_dim, kv_bytes, text_config, windows
@@ -29,7 +37,9 @@ class Variant:
         name: as in the rows.
         about: for ``--list``.
         kind: ``dynamic``, ``static`` or ``offloaded`` (caches of transformers), ``sdpa`` (no cache), ``ours``.
-        settings: of ours, fields of ``TwoLevelConfig``.
+        settings: of ours, fields of ``config``.
+        config: of ours, ``TwoLevelConfig`` or ``ProgressiveConfig``.
+        captured: of ours, decode steps are captured on a GPU.
         offload: of ours, full blocks in host memory.
         crossover: of ours, attend densely where that is known to be as quick, as users' caches do. Without it a
             selection is measured whether it pays or not.
@@ -41,6 +51,8 @@ class Variant:
     settings: dict | None = None
     offload: bool = False
     crossover: bool = False
+    config: type = TwoLevelConfig
+    captured: bool = True
 
     @property
     def ours(self) -> bool:
@@ -49,7 +61,7 @@ class Variant:
     def label(self, fused: bool) -> str:
         """Name of the rows."""
         fused = fused and self.kind in ("ours", "sdpa")
-        return self.name + "+fused" * fused + "+offload" * self.offload
+        return self.name + "+fused" * (fused and self.captured) + "+offload" * self.offload
 
 
 _TWO_LEVEL = {"token_budget": 1024, "num_blocks": 128}
@@ -66,6 +78,21 @@ VARIANTS = {
         Variant("two_level:lag", "tokens within the previous step's blocks", settings={**_TWO_LEVEL, "lag": True}),
         Variant("block_only", "whole blocks", settings={"token_budget": 1024, "level": "block", "lag": False}),
         Variant("token_only", "labels of every token", settings={"token_budget": 1024, "level": "token"}),
+        *(
+            Variant(
+                f"progressive:{threshold}{how}",
+                f"blocks until {threshold:.0%} of the mass is seen{about}",
+                settings={"threshold": threshold, "execution": "host" if how == ":host" else "device"},
+                config=ProgressiveConfig,
+                captured=not how,
+            )
+            for how, about in {
+                "": "",
+                ":eager": ", not captured",
+                ":host": ", driven by the host, not captured",
+            }.items()
+            for threshold in (0.9, 0.95, 0.98)
+        ),
     )
 }
 
@@ -112,8 +139,10 @@ def prepare(model, variant: Variant, fused: bool, capture: bool = True) -> None:
         model.set_attn_implementation("sdpa")
         return
     model.set_attn_implementation("sparsekv")
-    if capture and model.device.type == "cuda":
+    if capture and variant.captured and model.device.type == "cuda":
         optimize(model, fused=fused)
+    elif not variant.captured:
+        unoptimize(model)
 
 
 def make_cache(
@@ -134,8 +163,9 @@ def make_cache(
         return DynamicCache(config=model.config, offloading=variant.kind == "offloaded")
     offload = OffloadConfig(max_host_bytes=host_bytes, device_pool=device_pool) if variant.offload else None
     dense_below = "auto" if variant.crossover else None
-    settings = TwoLevelConfig(max_length=length, dense_below=dense_below, **variant.settings)
-    return OffloadedSparseCache(settings, offload=offload, model_config=model.config)
+    settings = variant.config(max_length=length, dense_below=dense_below, **variant.settings)
+    made = ProgressiveCache if variant.config is ProgressiveConfig else OffloadedSparseCache
+    return made(settings, offload=offload, model_config=model.config)
 
 
 def chose_dense(cache) -> bool:

@@ -15,6 +15,7 @@ import gc
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from .operator_check import check
 from .operator_inputs import Layer, Shape
 from .operator_sweep import OPERATORS, differs, variants
 from .operator_timing import Time, captured, dense_torch, read_bandwidth
+from .operator_walk import measure_walks
 from .results import Row, append_rows, device_name, versions
 
 TARGETS = {(1, 32768): 33, (1, 131072): 33, (8, 32768): 50, (8, 131072): 65}  # us, the whole step
@@ -162,6 +164,7 @@ def measure(shape: Shape, device: torch.device, report: Report) -> None:
         layer.step()
     for name, run in parts(layers).items():
         report.try_add(shape, "two_level", f"{name}_us", run, sets)
+    measure_walks(layers, partial(report.add, shape), report.fail)
     del layers, run
     gc.collect()
     torch.cuda.empty_cache()

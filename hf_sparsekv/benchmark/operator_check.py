@@ -25,13 +25,13 @@ def _ratio(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).norm() / expected.norm())
 
 
-def _near(layer: Layer, what: str, got: Tensor, expected: Tensor) -> None:
+def near_enough(layer: Layer, what: str, got: Tensor, expected: Tensor) -> None:
     found, limit = _ratio(got, expected), RATIO[layer.shape.dtype]
     if not found <= limit:
         raise AssertionError(f"{what}: RMS ratio {found:.2e}, allowed {limit:.0e}")
 
 
-def _same(what: str, got: Tensor, expected: Tensor) -> None:
+def same(what: str, got: Tensor, expected: Tensor) -> None:
     if not torch.equal(got, expected):
         raise AssertionError(f"{what}: {int((got != expected).sum())} of {got.numel()} ids differ")
 
@@ -64,16 +64,16 @@ def _check_fine(layer: Layer, blocks: Tensor) -> None:
     config = layer.shape.config
     labels = (layer.codes, layer.qparams, layer.channels, layer.flags)
     expected = token_score(layer.q, *labels, layer.slots, blocks, config.token_reduce)
-    _near(layer, "token_score", layer.token_scores, expected)
+    near_enough(layer, "token_score", layer.token_scores, expected)
     expected = token_select(layer.token_scores, blocks, config.token_budget, config.block_size)
-    _same("token_select", layer.tokens, expected)
-    _near(layer, "sparse_decode", layer.out, _attention(layer, layer.tokens, "token", layer.shape.batch))
+    same("token_select", layer.tokens, expected)
+    near_enough(layer, "sparse_decode", layer.out, _attention(layer, layer.tokens, "token", layer.shape.batch))
 
 
 def _check_coarse(layer: Layer) -> None:
     expected = block_score(layer.q, layer.bounds, layer.fill, layer.slots, layer.shape.config.block_reduce)
-    _near(layer, "block_score", layer.block_scores, expected)
-    _same("block_select", layer.blocks, block_select(layer.block_scores, layer.blocks.shape[-1]))
+    near_enough(layer, "block_score", layer.block_scores, expected)
+    same("block_select", layer.blocks, block_select(layer.block_scores, layer.blocks.shape[-1]))
 
 
 def check(layer: Layer, side: torch.cuda.Stream | None = None) -> None:
@@ -93,10 +93,10 @@ def check(layer: Layer, side: torch.cuda.Stream | None = None) -> None:
 
     layer.poison()
     layer.block_step()
-    _same("block_select of few", layer.few_blocks, block_select(layer.block_scores, layer.few_blocks.shape[-1]))
+    same("block_select of few", layer.few_blocks, block_select(layer.block_scores, layer.few_blocks.shape[-1]))
     expected = _attention(layer, layer.few_blocks, "block", layer.shape.batch)
-    _near(layer, "sparse_decode of blocks", layer.out, expected)
+    near_enough(layer, "sparse_decode of blocks", layer.out, expected)
 
     layer.poison()
     layer.dense_step()
-    _near(layer, "dense decode", layer.out[:1], _attention(layer, None, "all", 1))
+    near_enough(layer, "dense decode", layer.out[:1], _attention(layer, None, "all", 1))

@@ -8,12 +8,22 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from ..ops.block_rank.triton import block_rank
 from ..ops.sparse_decode.triton import sparse_decode
 from ..ops.token_score.triton import token_score
 from ..ops.topk_select.triton import block_select, token_select
 from .operator_inputs import Layer
+from .operator_walk import WalkLayer
 
-OPERATORS = ("token_select", "block_select", "token_score", "sparse_decode", "dense_decode")
+OPERATORS = (
+    "token_select",
+    "block_select",
+    "token_score",
+    "sparse_decode",
+    "dense_decode",
+    "block_rank",
+    "block_attend",
+)
 Variant = tuple[str, Callable[[int], None], Callable[[], Tensor]]
 
 
@@ -87,6 +97,20 @@ def variants(layers: list[Layer], operator: str) -> Iterator[Variant]:
     elif operator == "dense_decode":
         tiles = {"tile": (32, 64, 128), "warps": (4, 8), "stages": (2, 3)}
         yield from _decodes(layers, "all", _grid(**tiles, programs=(264, 396, 528, 1056)))
+    elif operator == "block_rank":
+        for name, how in _grid(tile=(8, 16, 32), others=(256, 512, 1024)):
+
+            def run(i: int, how=how) -> None:
+                t = layers[i]
+                t.ranked = block_rank(t.block_scores, t.fill, t.slots, **how)[0]
+
+            yield name, run, lambda: layers[0].ranked
+    elif operator == "block_attend":
+        walks = [WalkLayer(layer, min(64, layer.shape.sealed)) for layer in layers]
+        for walk in walks:
+            walk.made.lse.zero_()  # all of it is compared
+        for name, how in _grid(tile=(16, 32, 64), warps=(1, 2, 4), programs=(528, 1056, 2112)):
+            yield name, lambda i, how=how: walks[i].attend(**how), lambda: walks[0].made.lse
     else:
         raise ValueError(f"no operator {operator!r}: choose from {', '.join(OPERATORS)}")
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from .. import unoptimize
-from ..config import TwoLevelConfig
+from ..config import SparseConfig
 from ..fused import why_not
 from ..graphs import runner_of
 from ..offload.pool import bucket
@@ -82,7 +82,7 @@ def limit_ms(weights: int, config, batch: int, context: int, itemsize: int, rate
     return 1e3 * (weights + kv_bytes(config, batch, context, itemsize)) / rate
 
 
-def before_growth(config: TwoLevelConfig, context: int) -> int:
+def before_growth(config: SparseConfig, context: int) -> int:
     """At least ``context`` tokens, which fill a growing storage: three tokens later there is a block too many."""
     size = config.block_size
     return bucket(-(-context // size)) * size + config.window + config.max_draft + size - 3
@@ -123,8 +123,10 @@ class Bench:
             self.report.add("step_ms", captured_sdpa_ms(self.model, batch, context, self.fused, timed))
             return
         prepare(self.model, variant, self.fused)
-        if variant.ours:
+        if variant.ours and variant.captured:
             self.ours(variant, batch, context)
+        elif variant.ours:
+            self.eager(variant, batch, context)
         else:
             self.stock(variant, batch, context)
 
@@ -148,6 +150,15 @@ class Bench:
             if compiled:
                 forget_compiled(self.model)
 
+    def eager(self, variant: Variant, batch: int, context: int) -> None:
+        """A cache of ours whose steps are not captured."""
+        tokens = min(self.args.tokens, TOKENS["dynamic"])
+        cache, after = self.filled(variant, batch, context, context + tokens + SPARE)
+        torch.cuda.reset_peak_memory_stats()
+        self.report.add("tpot_ms", generate(self.model, cache, batch, tokens, each=after).tpot_ms)
+        self.report.note(f"{cache.stats()}")
+        self.report.add("peak_gb", torch.cuda.max_memory_allocated() / 1e9, "GB")
+
     def ours(self, variant: Variant, batch: int, context: int) -> None:
         """A captured step over a cache of ours."""
         model, report = self.model, self.report
@@ -163,7 +174,14 @@ class Bench:
             report.add("capture_s:cold", first, "s")
         meter = Meter(cache)
         report.add("tpot_ms", generate(model, cache, batch, self.args.tokens, each=after).tpot_ms)
-        report.note(f"{cache.stats()}; {runner.captures} captures")
+        stats = cache.stats()
+        report.note(f"{stats}; {runner.captures} captures")
+        if stats.walks:
+            report.add("blocks", stats.blocks_per_walk, "count")
+            report.add(
+                "blocks_read", sum(w.blocks_read for w in stats.walks) / sum(w.walks for w in stats.walks), "count"
+            )
+            report.add("covered_mass:estimated", stats.estimated_mass, "share")
         if variant.offload:
             meter.read().add_to(report)
             report.add("fill_s", self.fill_s, "s")
@@ -195,7 +213,7 @@ class Bench:
 
     def growth(self, variant: Variant, batch: int, context: int) -> tuple[float, float]:
         """Seconds of two steps: one that makes a cache without ``max_length`` grow, and one that is captured anew."""
-        config = TwoLevelConfig(**variant.settings)
+        config = variant.config(**variant.settings)
         cache, after = self.filled(variant, batch, before_growth(config, context), None)
         tries = 2 * config.block_size  # three, if all is as planned
         return growth_seconds(self.model, Steps(self.model, cache, batch, tries + 8, after), tries)

@@ -10,7 +10,7 @@ import torch
 import typer
 from rich.table import Table
 
-from ..cache import OffloadedSparseCache
+from ..cache import OffloadedSparseCache, ProgressiveCache
 from ..timing import Timing
 from . import loading
 from . import options as opt
@@ -46,6 +46,8 @@ def generate(
     num_blocks: opt.NumBlocks = None,
     block_size: opt.BlockSize = opt.DEFAULTS.block_size,
     level: opt.LevelOption = opt.Level.two_level,
+    threshold: opt.Threshold = opt.PROGRESSIVE.threshold,
+    max_blocks: opt.MaxBlocks = None,
     sinks: opt.Sinks = opt.DEFAULTS.sinks,
     window: opt.Window = opt.DEFAULTS.window,
     dense_layers: opt.DenseLayers = opt.DEFAULTS.dense_layers,
@@ -58,11 +60,18 @@ def generate(
     ] = True,
 ) -> None:
     """Generate text with a sparse cache, and show what it read and how long each token took."""
+    kinds = [cache] if compare in (None, cache) else [cache, compare]
+    sparse_kinds = [kind for kind in kinds if kind is not opt.CacheKind.dense]
+    if len(sparse_kinds) > 1:
+        raise typer.BadParameter("--compare takes dense here: options of two sparse caches would be mixed up")
     config = opt.sparse_config(
+        sparse_kinds[0] if sparse_kinds else opt.CacheKind.two_level,
         token_budget=token_budget,
         num_blocks=num_blocks,
         block_size=block_size,
         level=level.value,
+        threshold=threshold,
+        max_blocks=max_blocks,
         sinks=sinks,
         window=window,
         dense_layers=dense_layers,
@@ -72,11 +81,11 @@ def generate(
         max_length=max_length,
     )
     text = _prompt_text(prompt, prompt_file)
-    kinds = [cache] if compare in (None, cache) else [cache, compare]
     # Made before the model is loaded: a bad channel file is told at once.
     sparse = None
-    if opt.CacheKind.two_level in kinds:
-        sparse = OffloadedSparseCache(config, opt.offload_config(offload))
+    if sparse_kinds:
+        made = ProgressiveCache if sparse_kinds[0] is opt.CacheKind.progressive else OffloadedSparseCache
+        sparse = made(config, opt.offload_config(offload))
     tokenizer, loaded = loading.load(model, opt.torch_dtype(dtype), loading.pick_device(device))
     inputs = encode(tokenizer, text, chat, loaded.device)
     _check_length(loaded, inputs["input_ids"].shape[1], max_new_tokens)
@@ -89,10 +98,9 @@ def generate(
             note(f"--- {kind.value}")
         if temperature > 0 and seed is not None:
             torch.manual_seed(seed)
-        if kind is opt.CacheKind.two_level:
-            runs.append(
-                run_sparse(tokenizer, loaded, inputs, sparse, capture and loaded.device.type == "cuda", **sampling)
-            )
+        if kind is not opt.CacheKind.dense:
+            captured = capture and loaded.device.type == "cuda"
+            runs.append(run_sparse(tokenizer, loaded, inputs, sparse, captured, kind.value, **sampling))
         else:
             runs.append(run_dense(tokenizer, loaded, inputs, **sampling))
     _report(runs, sparse, on_gpu=loaded.device.type == "cuda", same_tokens_expected=temperature == 0)
@@ -136,7 +144,7 @@ def _report(runs: list[Run], sparse, *, on_gpu: bool, same_tokens_expected: bool
     if same_tokens_expected:
         note(_agreement(runs[0].tokens, runs[1].tokens))
     by_name = {run.name: run.timing.tpot_s for run in runs}
-    mine, dense = by_name.get("two_level"), by_name.get("dense")
+    mine, dense = next((t for name, t in by_name.items() if name != "dense"), None), by_name.get("dense")
     if mine and dense and mine > dense:
         why = (
             "at this length the dense cache is read quickly; sparse reading pays with longer contexts, larger batches, "

@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 import typer
 
-from ..config import OffloadConfig, TwoLevelConfig
+from ..config import OffloadConfig, ProgressiveConfig, TwoLevelConfig
 
 _PANEL = "Sparse cache"
 
@@ -19,6 +19,7 @@ class CacheKind(str, Enum):
     """What ``--cache`` takes."""
 
     two_level = "two_level"
+    progressive = "progressive"
     dense = "dense"
 
 
@@ -45,6 +46,18 @@ Model = Annotated[
 DTypeOption = Annotated[DType, typer.Option("--dtype", help="Precision; auto is the checkpoint's own.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")]
 
+Threshold = Annotated[
+    float,
+    typer.Option(
+        help="Progressive: share of the attention mass at which a KV head stops reading.", rich_help_panel=_PANEL
+    ),
+]
+MaxBlocks = Annotated[
+    int | None,
+    typer.Option(
+        help="Progressive: blocks attended per step and KV head at most; default: no limit.", rich_help_panel=_PANEL
+    ),
+]
 Offload = Annotated[
     bool, typer.Option("--offload/--no-offload", help="Keep full blocks in host memory.", rich_help_panel=_PANEL)
 ]
@@ -91,12 +104,21 @@ MaxLength = Annotated[
 ]
 
 DEFAULTS = TwoLevelConfig()
+PROGRESSIVE = ProgressiveConfig()
 
 
-def sparse_config(**options) -> TwoLevelConfig:
-    """The configuration, with what is wrong about it reported as wrong usage."""
+def sparse_config(kind: CacheKind = CacheKind.two_level, **options) -> TwoLevelConfig | ProgressiveConfig:
+    """The configuration of this kind of cache, with what is wrong about it reported as wrong usage.
+
+    Options of the other kind must have their defaults.
+    """
+    made = ProgressiveConfig if kind is CacheKind.progressive else TwoLevelConfig
+    mine, defaults = made.__dataclass_fields__, (DEFAULTS, PROGRESSIVE)
+    for name, value in options.items():
+        if name not in mine and all(value != getattr(one, name) for one in defaults if hasattr(one, name)):
+            raise typer.BadParameter(f"{_spell(name)} has no meaning with --cache {kind.value}")
     try:
-        return TwoLevelConfig(**options)
+        return made(**{name: value for name, value in options.items() if name in mine})
     except ValueError as error:
         raise typer.BadParameter(_option_names(str(error))) from error
 
@@ -111,14 +133,15 @@ def torch_dtype(dtype: DType) -> torch.dtype | None:
     return None if dtype is DType.auto else getattr(torch, dtype.value)
 
 
+def _spell(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def _option_names(message: str) -> str:
     """Field names as the command line spells them."""
-
-    def spell(match: re.Match) -> str:
-        return "--" + match[0].replace("_", "-")
-
-    fields = "|".join(sorted(TwoLevelConfig.__dataclass_fields__, key=len, reverse=True))
-    return re.sub(rf"\b({fields})\b(?!')", spell, message)
+    names = {*TwoLevelConfig.__dataclass_fields__, *ProgressiveConfig.__dataclass_fields__}
+    fields = "|".join(sorted(names, key=len, reverse=True))
+    return re.sub(rf"\b({fields})\b(?!')", lambda match: _spell(match[0]), message)
 
 
 def parse_bytes(text: str) -> int:

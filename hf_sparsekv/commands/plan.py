@@ -28,11 +28,16 @@ def plan(
     host_memory: Annotated[
         str | None, typer.Option(help="For example 128GiB; default: 80 % of this machine's or container's.")
     ] = None,
+    cache: Annotated[opt.CacheKind, typer.Option("--cache", help="two_level or progressive.")] = (
+        opt.CacheKind.two_level
+    ),
     offload: opt.Offload = True,
     token_budget: opt.TokenBudget = opt.DEFAULTS.token_budget,
     num_blocks: opt.NumBlocks = None,
     block_size: opt.BlockSize = opt.DEFAULTS.block_size,
     level: opt.LevelOption = opt.Level.two_level,
+    threshold: opt.Threshold = opt.PROGRESSIVE.threshold,
+    max_blocks: opt.MaxBlocks = None,
     sinks: opt.Sinks = opt.DEFAULTS.sinks,
     window: opt.Window = opt.DEFAULTS.window,
     dense_layers: opt.DenseLayers = opt.DEFAULTS.dense_layers,
@@ -40,11 +45,16 @@ def plan(
     max_length: opt.MaxLength = None,
 ) -> None:
     """Will it fit? GPU and host memory, from the model's configuration alone."""
+    if cache is opt.CacheKind.dense:
+        raise typer.BadParameter("plan compares a sparse cache with the dense one: --cache two_level or progressive")
     config = opt.sparse_config(
+        cache,
         token_budget=token_budget,
         num_blocks=num_blocks,
         block_size=block_size,
         level=level.value,
+        threshold=threshold,
+        max_blocks=max_blocks,
         sinks=sinks,
         window=window,
         dense_layers=dense_layers,
@@ -110,7 +120,7 @@ def _show(p: MemoryPlan, gpu: int | None, host: int) -> None:
     if p.context <= p.dense_tokens:
         note(
             f"decode steps attend densely up to {p.dense_tokens:,} tokens a row here: as quick as selecting, and exact "
-            "(TwoLevelConfig(dense_below=...))"
+            "(dense_below in the configuration)"
         )
     for line in p.model.notes:
         note(line)

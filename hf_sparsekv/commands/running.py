@@ -57,13 +57,18 @@ def encode(tokenizer, text: str, chat: bool | None, device: torch.device) -> dic
     return {name: inputs[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
-def run_sparse(tokenizer, model, inputs: dict[str, torch.Tensor], cache, capture: bool, **kwargs) -> Run:
-    """Generate with one of our caches; ``capture``: with :func:`hf_sparsekv.optimize`, for the time of the run."""
+def run_sparse(
+    tokenizer, model, inputs: dict[str, torch.Tensor], cache, capture: bool, name: str = "two_level", **kwargs
+) -> Run:
+    """Generate with one of our caches, called ``name``.
+
+    ``capture``: with :func:`hf_sparsekv.optimize`, for the time of the run.
+    """
     model.set_attn_implementation("sparsekv")
     if capture:
         optimize(model)
     try:
-        return _run("two_level", tokenizer, model, inputs, cache, kwargs)
+        return _run(name, tokenizer, model, inputs, cache, kwargs)
     finally:
         unoptimize(model)
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import psutil
 import torch
 from torch import Tensor
 
 from ..ops.block_copy import BACKENDS, block_copy
-from ..ops.residency import COUNTERS, FREE, WINDOW, FrameState, residency
+from ..ops.residency import COUNTERS, FREE, WINDOW, FrameState, lookup, residency
 from ..transfer import settings
 from .lasting import lasting
 
@@ -66,7 +65,6 @@ class DevicePool:
             self.how = "dma"
         self._paused = False
         self.state = FrameState.empty(frames, self.device)
-        self._off = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._lists: dict[int, tuple[Tensor, Tensor]] = {}  # copies and their number, by the entries of a call
 
     @classmethod
@@ -153,7 +151,7 @@ class DevicePool:
         """Bring chosen blocks into frames, on the current stream.
 
         Args:
-            block_ids: ``BlockIds`` int32 ``[batch, H, K]``.
+            block_ids: ``BlockIds`` int32 ``[batch, H, K]``, in ascending order or in that of their importance.
             slots: int32 ``[batch, cap]``, slot of each block of each row.
             kv: ``[slots, H, B, W]``, the layer's blocks.
             keep: steps before this one whose frames may still be in use: 1 if blocks are chosen a step ahead, or 0.
@@ -172,11 +170,14 @@ class DevicePool:
         block_copy(kv, self.frames, copies, n_copies, "auto" if self._paused else self.how)
         return places
 
-    def find(self, layer: int, block_ids: Tensor, slots: Tensor, out: Tensor | None = None) -> Tensor:
-        """Places of blocks as they are now; nothing is fetched or counted, nor kept from being evicted."""
-        copies, n_copies = self._list(block_ids)
-        state = replace(self.state, enabled=self._off)
-        return residency(block_ids, slots, state, layer, 0, places=out, copies=copies, n_copies=n_copies)[0]
+    def find(
+        self, layer: int, block_ids: Tensor, slots: Tensor, out: Tensor | None = None, since: Tensor | None = None
+    ) -> Tensor:
+        """Places of blocks as they are now; nothing is fetched or counted, nor kept from being evicted.
+
+        ``since``: int32 ``[1]``, count only frames chosen in this step, see ``ops.residency.lookup``.
+        """
+        return lookup(block_ids, slots, self.resident(layer), self.state.stamp, since, out=out)
 
     @lasting
     def _list(self, block_ids: Tensor) -> tuple[Tensor, Tensor]:

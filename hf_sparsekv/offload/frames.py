@@ -142,6 +142,10 @@ class Residents:
             self.pool.advance()
         return self.pool.fetch(self._number, ids, slots, self.blocks.kv, keep, out)
 
+    def find(self, ids: Tensor, slots: Tensor, since: Tensor | None = None) -> Tensor:
+        """Places of blocks as they are; see :meth:`DevicePool.find`."""
+        return self.pool.find(self._number, ids, slots, since=since)
+
     def forget(self, slots: Tensor) -> None:
         """These slots are about to hold other blocks."""
         if self.pool is not None:

@@ -190,11 +190,7 @@ class LayerStore(Sealing):
 
         ``placed``: the ids are places in the frames of :attr:`residents`, or ``places`` are those of the ids.
         """
-        if self.padded:  # otherwise the host knows
-            counters = self.counters
-            ring = self.near_valid[:, self.sinks :].sum()
-            counters.context[0] += self.heads * (self.seen.sum() + ring)
-            counters.near[0] += self.heads * (ring if granularity == "all" else self.near_valid.sum())
+        self.count_padded(granularity)
         return sparse_decode(
             q,
             self.pool.kv,
@@ -214,6 +210,14 @@ class LayerStore(Sealing):
             places=places,
             from_host=None if self.pool.host is None else self.counters.from_host,
         )
+
+    def count_padded(self, granularity: str) -> None:
+        """The device's count of a step of padded rows; of others the host knows enough."""
+        if self.padded:
+            counters = self.counters
+            ring = self.near_valid[:, self.sinks :].sum()
+            counters.context[0] += self.heads * (self.seen.sum() + ring)
+            counters.near[0] += self.heads * (ring if granularity == "all" else self.near_valid.sum())
 
     def count_step(self, granularity: str) -> None:
         """The host's count of a step that attended with this granularity."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -11,6 +12,9 @@ from ..config import SparseConfig
 from ..crossover import dense_tokens
 from ..offload.store import LayerStore
 from ..ops.seal import Index
+
+if TYPE_CHECKING:
+    from ..stats import WalkStats
 
 
 class Policy:
@@ -71,6 +75,13 @@ class Policy:
     def account(self, store: LayerStore) -> None:
         """The host's share of a step, after its attention: counters, and what :meth:`mode` depends on."""
         store.count_step("all")
+
+    def audit(self, q: Tensor, store: LayerStore) -> None:
+        """The step's attention is done, nothing is sealed yet: look at what it left out. May wait for the GPU."""
+
+    def walks(self) -> WalkStats | None:
+        """What walks over ranked blocks have read, if the method makes any. Synchronises."""
+        return None
 
     def looks_ahead(self, store: LayerStore) -> bool:
         """Whether :meth:`look_ahead` has anything to do."""

@@ -10,13 +10,13 @@ from torch import Tensor
 from ..attention.exact import AttentionSpec
 from ..config import TwoLevelConfig
 from ..offload.lasting import lasting, take_rows
-from ..offload.store import VALID, LayerStore
-from ..ops.block_score import block_score
-from ..ops.seal import Index, key_bounds, quantise_labels
+from ..offload.store import LayerStore
+from ..ops.seal import Index, quantise_labels
 from ..ops.token_score import token_score
 from ..ops.topk_select import block_select, token_select
 from ..predictor.channels import ChannelStats, LabelChannels
 from .base import Policy
+from .metadata import BlockMetadata
 
 
 class TwoLevelPolicy(Policy):
@@ -30,6 +30,7 @@ class TwoLevelPolicy(Policy):
         super().__init__(config, layer_idx, offloaded)
         self.lag = lags(config, offloaded)
         self.coarse, self.fine = config.level != "token", config.level != "block"
+        self.metadata = BlockMetadata(config)
         self.method = method(config, offloaded)
         self.fetches = offloaded and self.coarse
         self.fixed = channels  # from a file
@@ -52,11 +53,8 @@ class TwoLevelPolicy(Policy):
             shape = (store.batch, heads, self.config.coarse_blocks)
             self._held = torch.full(shape, -1, dtype=torch.int32, device=store.device)
             self._places = torch.full_like(self._held, -1) if self.fetches else None
-        if self.coarse and "bounds" not in pool.fields:
-            parts = self.config.bounds_per_block
-            pool.add_field("bounds", (parts, heads, 2, dim), store.dtype)
-            if parts > 1:
-                pool.add_field("part_fill", (parts,), torch.int32)
+        if self.coarse:
+            self.metadata.start(store)
         if not self.fine:
             return
         r = self.config.label_channels or max(2, dim // 8 * 2)
@@ -98,16 +96,10 @@ class TwoLevelPolicy(Policy):
     def index(self, kv: Tensor, flags: Tensor) -> dict[str, Tensor]:
         fields = {}
         if self.coarse:
-            fields.update(self._bounds(kv, flags))
+            fields.update(self.metadata.index(kv[..., : self._key_dim], flags))
         if self.fine and self.channels is not None:
             fields.update(self._labels(kv))
         return fields
-
-    def _bounds(self, kv: Tensor, flags: Tensor) -> dict[str, Tensor]:
-        """Key bounds of each part of a block, and with several parts how many selectable tokens each has."""
-        parts, usable = self.config.bounds_per_block, flags == VALID
-        bounds = {"bounds": key_bounds(kv[..., : self._key_dim], usable, parts)}
-        return bounds | ({"part_fill": usable.unflatten(2, (parts, -1)).sum(-1)} if parts > 1 else {})
 
     def _labels(self, kv: Tensor) -> dict[str, Tensor]:
         n, _, _, size, _ = kv.shape
@@ -122,7 +114,7 @@ class TwoLevelPolicy(Policy):
         fields = store.pool.fields
         index = Index(store.key_dim)
         if self.coarse:
-            index = replace(index, bounds=fields["bounds"], part_fill=fields.get("part_fill"))
+            index = self.metadata.sealing(store, index)
         if self.fine and self.channels is not None:
             labels = {"codes": fields["codes"], "qparams": fields.get("qparams")}
             index = replace(index, channels=self.channels, **labels)
@@ -204,14 +196,10 @@ class TwoLevelPolicy(Policy):
             return
         store.count_step("token" if self.fine else "block")
         if attends == "chosen" and not self.lag:
-            self._count_bounds(store)
+            store.count_index(self.metadata.nbytes(store))
         if self.fine:
             blocks = config.coarse_blocks if attends == "chosen" else store.sealed
             store.count_index(store.batch * store.heads * blocks * store.block_size * self._label_bytes(store))
-
-    def _count_bounds(self, store: LayerStore) -> None:
-        pairs = store.batch * store.heads * store.sealed * self.config.bounds_per_block
-        store.count_index(pairs * 2 * store.key_dim * store.dtype.itemsize)
 
     def looks_ahead(self, store: LayerStore) -> bool:
         """While steps are dense nothing is chosen for the next; sealing the block that ends it chooses anew."""
@@ -223,7 +211,7 @@ class TwoLevelPolicy(Policy):
             self.stats.tokens += 1
         elif looked:
             self.previous, self.placed = self._held, self._places is not None and store.residents.pool is not None
-            self._count_bounds(store)
+            store.count_index(self.metadata.nbytes(store))
         elif not self.looks_ahead(store):
             self.previous = None  # as look_ahead() does
 
@@ -236,21 +224,12 @@ class TwoLevelPolicy(Policy):
         if self.placed:
             store.residents.fetch(self._held, store.table, 1, not again, self._places)
         if not again:
-            self._count_bounds(store)
+            store.count_index(self.metadata.nbytes(store))
         self.previous = self._held
 
     def _choose_blocks(self, q: Tensor, store: LayerStore) -> Tensor:
         """``BlockIds [batch, H, coarse_blocks]`` for this query."""
-        fields = store.pool.fields
-        parts, table, fill = self.config.bounds_per_block, store.table, fields["fill"]
-        if parts > 1:  # the parts of a block are slots of their own to the operator
-            part = torch.arange(parts, dtype=torch.int32, device=q.device)
-            table = torch.where(table[..., None] < 0, -1, table[..., None] * parts + part).flatten(1)
-            fill = fields["part_fill"].flatten()
-        scores = block_score(q, fields["bounds"].flatten(0, 1), fill, table, self.config.block_reduce)
-        if parts > 1:
-            scores = scores.unflatten(-1, (-1, parts)).amax(-1)
-        return block_select(scores, self.config.coarse_blocks)
+        return block_select(self.metadata.scores(q, store), self.config.coarse_blocks)
 
     def _label_bytes(self, store: LayerStore) -> int:
         return self.r // 2 + 4 if self.config.label_bits == 4 else self.r * store.dtype.itemsize

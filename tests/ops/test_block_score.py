@@ -40,13 +40,31 @@ def make(place, batch, heads, group, dk, n):
 @pytest.mark.parametrize("reduce", ["mean", "max"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_against_reference(place, case, reduce):
-    args = make(place, *case)
-    batch, heads, _, _, n = case
-    out = place.nan(batch, heads, n, dtype=torch.float32)
-    got = block_score(*args, reduce, out=out)
+    check(place, case, reduce, "min_max")
+
+
+OTHERS = [("min_max", "none")] + [
+    (kind, reduce) for kind in ("cuboid_mean", "mean") for reduce in ("mean", "max", "none")
+]
+
+
+@pytest.mark.parametrize("metadata, reduce", OTHERS)
+@pytest.mark.parametrize("case", ["no power of two", "group 4", "no blocks"])
+def test_metadata(place, case, reduce, metadata):
+    check(place, CASES[case], reduce, metadata)
+
+
+def check(place, case, reduce, metadata):
+    q, bounds, *rest = make(place, *case)
+    if metadata == "mean":
+        bounds = bounds[:, :, :1].contiguous()
+    batch, heads, group, _, n = case
+    out = place.nan(batch, heads * group if reduce == "none" else heads, n, dtype=torch.float32)
+    got = block_score(q, bounds, *rest, reduce, metadata, out=out)
     assert got is out
     # Products of 16-bit numbers are exact in float32, so all dtypes agree to float32 rounding.
-    place.close(got, reference(*(t.cpu() for t in args), reduce), ratio=2e-6)
+    expected = reference(q.cpu(), bounds.cpu(), *(t.cpu() for t in rest), reduce, metadata)
+    place.close(got, expected, ratio=2e-6)
 
 
 def test_bound_holds(place32):

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from hf_sparsekv.ops.residency import FREE, FrameState
+from hf_sparsekv.ops.residency import lookup as public_lookup
 from hf_sparsekv.ops.residency import residency as public
+from hf_sparsekv.ops.residency.lookup import lookup
+from hf_sparsekv.ops.residency.reference import lookup as lookup_reference
 from hf_sparsekv.ops.residency.reference import residency as reference
 from hf_sparsekv.ops.residency.reference import windows
 from hf_sparsekv.ops.residency.triton import residency
@@ -265,3 +268,35 @@ def test_captured():
         assert torch.equal(held[0].cpu(), expected[0])
         assert int(held[2]) == int(expected[2])
     assert torch.equal(state.counters.cpu(), other.counters)
+
+
+@pytest.mark.parametrize("since", [None, 1, 2, 9])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_lookup(place32, batch, since):
+    """In any order, among frames of several layers and steps; nothing changes."""
+    twins = Twins(place32, 50, [(40, 2), (25, 2)])
+    for _ in range(3):
+        slots = torch.stack([place32.randperm(25)[:20] for _ in range(batch)])
+        slots[-1, 13] = -1
+        for layer in range(2):
+            twins.call(choose(place32, batch, 2, 9, 20), slots, layer, 1, **SMALL)
+        twins.advance()
+    ids = place32.rand(batch, 2, 20).argsort(-1).int()
+    ids[..., 17:] = -1
+    before = {name: getattr(twins.states[1], name).clone() for name in STATE}
+    stamps = None if since is None else torch.tensor([since], dtype=torch.int32)
+    for layer in range(2):
+        want = lookup_reference(
+            ids.cpu(), slots.cpu(), twins.states[0].page_tables[layer], twins.states[0].stamp, stamps
+        )
+        state = twins.states[1]
+        where = None if since is None else stamps.to(place32.device)
+        out = torch.full_like(ids, POISON)
+        assert lookup(ids, slots, state.page_tables[layer], state.stamp, where, out=out, look=32) is out
+        assert torch.equal(out.cpu(), want)
+        assert torch.equal(public_lookup(ids, slots, state.page_tables[layer], state.stamp, where).cpu(), want)
+        assert (want >= 0).any() or since is not None
+        assert since != 9 or not (want >= 0).any()
+    for name in STATE:
+        assert torch.equal(getattr(twins.states[1], name), before[name])
+    assert lookup(ids[..., :0], slots, state.page_tables[0], state.stamp).shape == (batch, 2, 0)

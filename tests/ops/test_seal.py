@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from hf_sparsekv.ops.seal import Index
+from hf_sparsekv.ops.seal import Index, key_metadata
 from hf_sparsekv.ops.seal import seal as public
 from hf_sparsekv.ops.seal.reference import seal as reference
 from hf_sparsekv.ops.seal.triton import seal
@@ -29,6 +29,7 @@ class Case:
     seen: tuple[int, ...] = (100, 3)
     padded: bool = True
     bounds: bool = True
+    metadata: str = "min_max"
 
 
 CASES = {
@@ -44,6 +45,11 @@ CASES = {
     "nothing kept": Case(channels=0, bounds=False, sinks=0),
     "wide heads": Case(batch=1, heads=1, dk=256, dv=256, channels=64, block_size=128, seen=(2,)),
     "all sinks": Case(sinks=20, seen=(0, 0), padded=False),
+    "cuboid": Case(channels=0, metadata="cuboid_mean"),
+    "cuboid of parts": Case(batch=3, heads=3, dk=80, block_size=64, parts=4, seen=(0, 2, 50), metadata="cuboid_mean"),
+    "cuboid of sinks": Case(sinks=20, seen=(0, 0), padded=False, metadata="cuboid_mean"),
+    "mean": Case(metadata="mean", block_size=32, dk=128),
+    "mean of parts": Case(metadata="mean", block_size=32, parts=2, seen=(1, 9)),
 }
 
 
@@ -62,7 +68,8 @@ def make(place, case: Case) -> dict:
     kept = (capacity, case.heads, case.block_size)
     index = {"key_dim": case.dk}
     if case.bounds:
-        index["bounds"] = place.nan(capacity, case.parts, case.heads, 2, case.dk)
+        sides = 1 if case.metadata == "mean" else 2
+        index |= {"bounds": place.nan(capacity, case.parts, case.heads, sides, case.dk), "metadata": case.metadata}
         if case.parts > 1:
             index["part_fill"] = place.nan(capacity, case.parts, dtype=torch.int32)
     if case.channels:
@@ -109,7 +116,10 @@ def test_against_reference(place, case):
     want = run(reference, on_cpu(args))
     got = run(seal, args)
     for name, expected in want.items():
-        if isinstance(expected, torch.Tensor):
+        if name == "bounds" and case.metadata != "min_max":  # sums, in another order
+            size = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[place.dtype]
+            torch.testing.assert_close(got[name].cpu(), expected, rtol=size, atol=size, equal_nan=True, msg=name)
+        elif isinstance(expected, torch.Tensor):
             torch.testing.assert_close(got[name].cpu(), expected, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
@@ -133,6 +143,18 @@ def test_reference_by_hand():
     assert near_kv[0, 0, 1].tolist() == [5.0, -5.0, 5.0, 5.0]
     assert valid.tolist() == [[True, True, *[False] * 16]]
     assert seen.tolist() == [14]
+
+
+def test_metadata_by_hand():
+    """Keys 1, 2, 6 and one that is not usable; box 1 .. 6, centre 3.5, deviations 2.5, 1.5, 2.5."""
+    keys = torch.tensor([1.0, 2.0, 100.0, 6.0])[None, :, None]
+    usable = torch.tensor([True, True, False, True])
+    assert key_metadata(keys, usable, 1, "min_max").flatten().tolist() == [6, 1]
+    assert key_metadata(keys, usable, 1, "mean").flatten().tolist() == [3]
+    torch.testing.assert_close(key_metadata(keys, usable, 1, "cuboid_mean").flatten(), torch.tensor([3.5, 6.5 / 3]))
+    assert key_metadata(keys, usable, 2, "mean").flatten().tolist() == [1.5, 6]
+    for metadata in ("cuboid_mean", "mean"):
+        assert not key_metadata(keys, usable & False, 1, metadata).any()
 
 
 def test_public_function(place32):

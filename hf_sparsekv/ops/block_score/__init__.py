@@ -11,11 +11,18 @@ __all__ = ["block_score"]
 
 
 def block_score(
-    q: Tensor, bounds: Tensor, fill: Tensor, slots: Tensor, reduce: str, *, out: Tensor | None = None
+    q: Tensor,
+    bounds: Tensor,
+    fill: Tensor,
+    slots: Tensor,
+    reduce: str,
+    metadata: str = "min_max",
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Bound on ``q . k`` for each block; see ``reference.block_score``. ``out`` receives the result."""
+    """Estimate of ``q . k`` for each block; see ``reference.block_score``. ``out`` receives the result."""
     if use_triton(q):
         from .triton import block_score as kernel
 
-        return kernel(q, bounds, fill, slots, reduce, out=out)
-    return give(_reference(q, bounds, fill, slots, reduce), out)
+        return kernel(q, bounds, fill, slots, reduce, metadata, out=out)
+    return give(_reference(q, bounds, fill, slots, reduce, metadata), out)

@@ -1,4 +1,4 @@
-"""Score of every stored block for one query: the definition (Quest's bound in AsyncTLS's GEMM form)."""
+"""Score of every stored block for one query: the definition."""
 
 from __future__ import annotations
 
@@ -6,30 +6,46 @@ import torch
 from torch import Tensor
 
 
-def block_score(q: Tensor, bounds: Tensor, fill: Tensor, slots: Tensor, reduce: str) -> Tensor:
-    """Upper bound of ``q . k`` over the keys of each block, reduced over the query heads of a group.
+def query_parts(q: Tensor, metadata: str) -> Tensor:
+    """What is multiplied with a block's metadata, ``[..., D]`` to ``[..., sides * D]``: the score is linear in both."""
+    if metadata == "min_max":
+        return torch.cat((q.relu(), -(-q).relu()), dim=-1)
+    return torch.cat((q, q.abs()), dim=-1) if metadata == "cuboid_mean" else q
 
-    ``s_h(b) = relu(q_h) . kmax_b - relu(-q_h) . kmin_b`` (AsyncTLS section 4.1), then the mean or the maximum
-    over the heads ``h`` of the KV head's group.
+
+def block_score(
+    q: Tensor, bounds: Tensor, fill: Tensor, slots: Tensor, reduce: str, metadata: str = "min_max"
+) -> Tensor:
+    """Estimate of the largest ``q . k`` over the keys of each block, reduced over the query heads of a group.
+
+    * ``"min_max"``: ``relu(q_h) . kmax_b - relu(-q_h) . kmin_b``, which nothing in the block exceeds (Quest's bound in
+      AsyncTLS's GEMM form, section 4.1).
+    * ``"cuboid_mean"``: ``q_h . centre_b + |q_h| . deviation_b`` (ArkVale, taken over by PSA): no bound.
+    * ``"mean"``: ``q_h . mean_b``.
+
+    Then the mean or the maximum over the heads ``h`` of the KV head's group.
 
     Args:
         q: ``[batch, Hq, Dk]`` queries of this step, rotary embedding applied.
-        bounds: ``[num_slots, H, 2, Dk]``: largest (0) and smallest (1) key of the block per channel.
+        bounds: ``[num_slots, H, sides, Dk]``, see :func:`...seal.reference.key_metadata`.
         fill: ``[num_slots]`` int32, tokens of the block that can be selected.
         slots: ``[batch, n]`` int32, slot of each block of each row; -1 where there is none.
-        reduce: ``"mean"`` or ``"max"``.
+        reduce: ``"mean"``, ``"max"`` or ``"none"``.
+        metadata: what the ``bounds`` are.
 
     Returns:
-        ``[batch, H, n]`` float32; ``-inf`` where there is no block or nothing to select in it.
+        ``[batch, H, n]`` float32, ``[batch, Hq, n]`` without reduction; ``-inf`` where there is no block or nothing to
+        select in it.
     """
     batch, q_heads, dk = q.shape
-    heads, n = bounds.shape[1], slots.shape[1]
-    q = q.float().view(batch, heads, q_heads // heads, dk)
-    parts = torch.cat((q.relu(), -(-q).relu()), dim=-1)  # [batch, H, G, 2 Dk]
+    heads, sides = bounds.shape[1:3]
+    n = slots.shape[1]
+    parts = query_parts(q.float().view(batch, heads, q_heads // heads, dk), metadata)  # [batch, H, G, sides * Dk]
     if reduce == "mean":  # linear, so the group collapses to one vector first
         parts = parts.mean(2, keepdim=True)
     at = slots.clamp_min(0).long()
-    box = bounds[at].float().permute(0, 2, 3, 4, 1).reshape(batch, heads, 2 * dk, n)
-    score = (parts @ box).amax(2)
+    box = bounds[at].float().permute(0, 2, 3, 4, 1).reshape(batch, heads, sides * dk, n)
+    score = parts @ box  # [batch, H, G or 1, n]
     missing = (slots < 0) | (fill[at] == 0)
-    return score.masked_fill(missing[:, None], float("-inf"))
+    score = score.masked_fill(missing[:, None, None], float("-inf"))
+    return score.flatten(1, 2) if reduce == "none" else score.amax(2)

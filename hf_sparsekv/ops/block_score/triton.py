@@ -36,7 +36,8 @@ def _block_score_kernel(
     BG: tl.constexpr,
     BK: tl.constexpr,
     BN: tl.constexpr,
-    MEAN: tl.constexpr,
+    REDUCE: tl.constexpr,
+    METADATA: tl.constexpr,
     NATIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -54,37 +55,59 @@ def _block_score_kernel(
     m_q = (o_g < GROUP)[:, None] & (o_k < DK)[None, :]
     p_row = p_q + i_batch * q_batch + (i_head * GROUP + o_g[:, None]) * q_head
     b_q = tl.load(p_row + o_k[None, :] * q_dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BK]
-    b_pos, b_neg = tl.maximum(b_q, 0.0), tl.minimum(b_q, 0.0)
+    if METADATA == "min_max":
+        b_one, b_two = tl.maximum(b_q, 0.0), tl.minimum(b_q, 0.0)
+    else:
+        b_one, b_two = b_q, tl.abs(b_q)
 
     # What is not live may hold anything, NaN included, and is not read.
     m_box = m_live[:, None] & (o_k < DK)[None, :]
     p_box = p_bounds + b_slot[:, None] * bounds_slot + i_head * bounds_head + o_k[None, :]
-    b_max = tl.load(p_box, mask=m_box, other=0.0)  # [BN, BK]
-    b_min = tl.load(p_box + bounds_side, mask=m_box, other=0.0)  # [BN, BK]
-    if MEAN:  # linear, so the group collapses to one vector first
-        b_pos, b_neg = tl.sum(b_pos, 0) / GROUP, tl.sum(b_neg, 0) / GROUP
-        b_both = b_max.to(tl.float32) * b_pos[None, :] + b_min.to(tl.float32) * b_neg[None, :]
+    b_first = tl.load(p_box, mask=m_box, other=0.0)  # [BN, BK]
+    if METADATA != "mean":
+        b_second = tl.load(p_box + bounds_side, mask=m_box, other=0.0)  # [BN, BK]
+    p_to = p_out + i_batch * out_batch + i_head * out_head + o_n
+    if REDUCE == "mean":  # linear, so the group collapses to one vector first
+        b_both = b_first.to(tl.float32) * (tl.sum(b_one, 0) / GROUP)[None, :]
+        if METADATA != "mean":
+            b_both += b_second.to(tl.float32) * (tl.sum(b_two, 0) / GROUP)[None, :]
         b_s = tl.sum(b_both, 1)  # [BN]
     else:
-        if NATIVE:  # relu of a 16-bit query is exact in its own type
-            b_pos, b_neg = b_pos.to(b_max.dtype), b_neg.to(b_max.dtype)
+        if NATIVE:  # positive part, absolute value and the 16-bit query itself are exact in its own type
+            b_one, b_two = b_one.to(b_first.dtype), b_two.to(b_first.dtype)
         else:
-            b_max, b_min = b_max.to(tl.float32), b_min.to(tl.float32)
-        b_all = tl.dot(b_pos, tl.trans(b_max), input_precision="ieee")  # [BG, BN]
-        b_all += tl.dot(b_neg, tl.trans(b_min), input_precision="ieee")
-        b_s = tl.max(tl.where((o_g < GROUP)[:, None], b_all, float("-inf")), 0)  # [BN]
-    p_to = p_out + i_batch * out_batch + i_head * out_head + o_n
-    tl.store(p_to, tl.where(m_live, b_s, float("-inf")), mask=m_n)
+            b_first = b_first.to(tl.float32)
+        b_all = tl.dot(b_one, tl.trans(b_first), input_precision="ieee")  # [BG, BN]
+        if METADATA != "mean":
+            if not NATIVE:
+                b_second = b_second.to(tl.float32)
+            b_all += tl.dot(b_two, tl.trans(b_second), input_precision="ieee")
+        if REDUCE == "max":
+            b_s = tl.max(tl.where((o_g < GROUP)[:, None], b_all, float("-inf")), 0)  # [BN]
+    if REDUCE == "none":  # heads of a group lie one after the other
+        p_to += i_head * (GROUP - 1) * out_head
+        b_all = tl.where(m_live[None, :], b_all, float("-inf"))
+        tl.store(p_to[None, :] + o_g[:, None] * out_head, b_all, mask=(o_g < GROUP)[:, None] & m_n[None, :])
+    else:
+        tl.store(p_to, tl.where(m_live, b_s, float("-inf")), mask=m_n)
 
 
 def block_score(
-    q: Tensor, bounds: Tensor, fill: Tensor, slots: Tensor, reduce: str, *, out: Tensor | None = None
+    q: Tensor,
+    bounds: Tensor,
+    fill: Tensor,
+    slots: Tensor,
+    reduce: str,
+    metadata: str = "min_max",
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """As ``reference.block_score``, into ``out`` if given."""
     batch, q_heads, dk = q.shape
     heads, n = bounds.shape[1], slots.shape[1]
     if out is None:
-        out = torch.empty(batch, heads, n, dtype=torch.float32, device=q.device)
+        rows = q_heads if reduce == "none" else heads
+        out = torch.empty(batch, rows, n, dtype=torch.float32, device=q.device)
     if not n:
         return out
     require_dense_rows(bounds=bounds, fill=fill, slots=slots, out=out)
@@ -109,7 +132,8 @@ def block_score(
             BG=max(16, triton.next_power_of_2(group)),
             BK=wide,
             BN=tile,
-            MEAN=reduce == "mean",
+            REDUCE=reduce,
+            METADATA=metadata,
             NATIVE=q.dtype == bounds.dtype and q.dtype != torch.float32,
             **overlap(q),
         )

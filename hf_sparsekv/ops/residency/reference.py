@@ -41,8 +41,8 @@ def residency(
     4. Where too few frames may be taken the last blocks get none: they are read in host memory.
 
     Args:
-        block_ids: ``[batch, H, K]`` int32, ascending, padded with -1. The blocks of a row lie in different slots;
-            rows may share slots.
+        block_ids: ``[batch, H, K]`` int32, all different, padded with -1: those that come first get frames first. The
+            blocks of a row lie in different slots; rows may share slots.
         slots: ``[batch, cap]`` int32, slot of each block of each row, -1 where there is none.
         state: the frames; changed in place, unless ``enabled`` is 0.
         layer: whose page table.
@@ -80,6 +80,34 @@ def residency(
     places = torch.full_like(block_ids, -1)
     places[there] = torch.where(frame >= 0, frame, host)
     return places, copies, torch.tensor([taken], dtype=torch.int32, device=device)
+
+
+def lookup(block_ids: Tensor, slots: Tensor, table: Tensor, stamp: Tensor, since: Tensor | None) -> Tensor:
+    """Where blocks lie, without bringing any to the device.
+
+    With ``since`` a frame counts only if its stamp is just that. A stamp of the step before this one is safe while this
+    step's frames are given out on another stream: frames chosen then stay (``keep=1``), frames that change hands get
+    this step's number, and whoever lost a frame in between has an older one in mind.
+
+    Args:
+        block_ids: ``[batch, H, K]`` int32, -1 for no block; in any order.
+        slots: ``[batch, cap]`` int32, slot of each block of each row, -1 where there is none.
+        table, stamp: of the layer and of the frames, see ``FrameState``.
+        since: int32 ``[1]``, or None.
+
+    Returns:
+        places int32 ``[batch, H, K]``, see :func:`residency`.
+    """
+    heads = block_ids.shape[1]
+    if not slots.shape[1]:
+        return torch.full_like(block_ids, -1)
+    slot = slots[:, None].expand(-1, heads, -1).gather(-1, block_ids.clamp_min(0).long()).masked_fill(block_ids < 0, -1)
+    head = torch.arange(heads, device=slot.device)[:, None]
+    frame = table[slot.clamp_min(0).long(), head]
+    found = (slot >= 0) & (frame >= 0)
+    if since is not None:
+        found = found & (stamp[frame.clamp_min(0).long()] == since)
+    return torch.where(found, frame, torch.where(slot >= 0, -(slot + 2), -1))
 
 
 def first_of_each(values: Tensor) -> Tensor:

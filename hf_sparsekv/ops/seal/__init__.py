@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from .._dispatch import use_triton
-from .reference import Index, key_bounds, quantise_labels
+from .reference import Index, key_bounds, key_metadata, quantise_labels
 from .reference import seal as _reference
 
-__all__ = ["Index", "key_bounds", "quantise_labels", "seal"]
+__all__ = ["Index", "key_bounds", "key_metadata", "quantise_labels", "seal"]
 
 
 def seal(

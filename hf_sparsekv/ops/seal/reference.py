@@ -16,11 +16,12 @@ class Index:
 
     Args:
         key_dim: ``Dk``.
-        bounds: ``[num_slots, parts, H, 2, Dk]``, largest and smallest selectable key of each part of a block.
+        bounds: ``[num_slots, parts, H, sides, Dk]``, metadata of each part of a block, see :func:`key_metadata`.
         part_fill: int32 ``[num_slots, parts]``, selectable tokens of each part.
         channels: int32 ``[batch, H, r]``, label channels of each row and KV head.
         codes: uint8 ``[num_slots, H, block_size, r / 2]``, or ``[..., r]`` in the keys' dtype.
         qparams: float16 ``[num_slots, H, block_size, 2]``; None with unquantised codes.
+        metadata: what ``bounds`` are.
     """
 
     key_dim: int
@@ -29,6 +30,37 @@ class Index:
     channels: Tensor | None = None
     codes: Tensor | None = None
     qparams: Tensor | None = None
+    metadata: str = "min_max"
+
+
+def key_metadata(keys: Tensor, usable: Tensor, parts: int, metadata: str = "min_max") -> Tensor:
+    """What is kept of the usable keys of each part of a block, per channel.
+
+    * ``"min_max"``: :func:`key_bounds`.
+    * ``"cuboid_mean"``: the centre of the box that they span, ``(max + min) / 2``, and their mean absolute deviation
+      from it (ArkVale, PSA).
+    * ``"mean"``: their mean.
+
+    A part without usable keys has zeros in the latter two.
+
+    Args:
+        keys: ``[..., H, block_size, Dk]``.
+        usable: bool ``[..., block_size]``.
+
+    Returns:
+        ``[..., parts, H, sides, Dk]`` in the keys' dtype, ``sides`` 2, or 1 for the mean.
+    """
+    bounds = key_bounds(keys, usable, parts)
+    if metadata == "min_max":
+        return bounds
+    dtype, keys = keys.dtype, keys.unflatten(-2, (parts, -1)).transpose(-4, -3).float()  # [..., parts, H, tokens, Dk]
+    usable = usable.unflatten(-1, (parts, -1))[..., None, :, None]
+    count = usable.sum(-2).clamp_min(1)
+    if metadata == "mean":
+        return (keys.masked_fill(~usable, 0.0).sum(-2) / count)[..., None, :].to(dtype)
+    centre = (bounds[..., 0, :].float() + bounds[..., 1, :].float()) / 2
+    spread = (keys - centre[..., None, :]).abs().masked_fill(~usable, 0.0).sum(-2) / count
+    return torch.stack((centre, spread), dim=-2).to(dtype)
 
 
 def key_bounds(keys: Tensor, usable: Tensor, parts: int) -> Tensor:
@@ -114,7 +146,7 @@ def seal(
     fill[to] = usable.sum(-1, dtype=torch.int32)
     keys = block[..., : index.key_dim]
     if index.bounds is not None:
-        index.bounds[to] = key_bounds(keys, usable, index.bounds.shape[1])
+        index.bounds[to] = key_metadata(keys, usable, index.bounds.shape[1], index.metadata)
     if index.part_fill is not None:
         index.part_fill[to] = usable.unflatten(-1, (index.part_fill.shape[1], -1)).sum(-1, dtype=torch.int32)
     if index.codes is not None:

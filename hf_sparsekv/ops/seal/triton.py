@@ -64,7 +64,7 @@ def _seal_kernel(
     qparams_head,
     qparams_token,
     limit,
-    HAS_BOUNDS: tl.constexpr,
+    METADATA: tl.constexpr,
     HAS_PART_FILL: tl.constexpr,
     HAS_CODES: tl.constexpr,
     PACKED: tl.constexpr,
@@ -100,6 +100,7 @@ def _seal_kernel(
     for i_part in range(PARTS):
         b_max = tl.full([BK], -1.0, tl.float32) * limit
         b_min = tl.full([BK], 1.0, tl.float32) * limit
+        b_sum = tl.zeros([BK], tl.float32)
         part_filled = 0
         for i in range(BLOCK_SIZE // PARTS // BT):
             o_t = i_part * (BLOCK_SIZE // PARTS) + i * BT + tl.arange(0, BT)
@@ -114,8 +115,9 @@ def _seal_kernel(
             p_sink = p_row + b_rank[:, None].to(tl.int64) * near_token
             tl.store(p_sink + o_k[None, :], b_k, mask=m_sink & m_k[None, :])
             tl.store(p_sink + DK + o_v[None, :], b_v, mask=m_sink & m_v[None, :])
-            if HAS_BOUNDS:
+            if METADATA != "none":
                 b_k = b_k.to(tl.float32)
+                b_sum += tl.sum(tl.where(b_usable[:, None], b_k, 0.0), 0)
                 b_max = tl.maximum(b_max, tl.max(tl.where(b_usable[:, None], b_k, -limit), 0))
                 b_min = tl.minimum(b_min, tl.min(tl.where(b_usable[:, None], b_k, limit), 0))
             if HAS_CODES:
@@ -144,10 +146,26 @@ def _seal_kernel(
             # What belongs to the row is written by its first head's program.
             tl.store(p_flags + slot * flags_slot + o_t, b_flag.to(tl.uint8), mask=i_head == 0)
             part_filled += tl.sum(b_usable.to(tl.int32), 0)
-        if HAS_BOUNDS:
+        if METADATA != "none":
             p_bound = p_bounds + slot * bounds_slot + i_part * bounds_part + i_head * bounds_head + o_k
-            tl.store(p_bound, b_max.to(p_bounds.dtype.element_ty), mask=m_k)
-            tl.store(p_bound + bounds_side, b_min.to(p_bounds.dtype.element_ty), mask=m_k)
+            count = tl.maximum(part_filled, 1).to(tl.float32)
+            b_first, b_second = b_max, b_min
+            if METADATA == "mean":
+                b_first = b_sum / count
+            elif METADATA == "cuboid_mean":
+                b_first = (b_max + b_min) / 2  # largest and least are of opposite sign where no key is usable
+                b_second = tl.zeros([BK], tl.float32)
+                for i in range(BLOCK_SIZE // PARTS // BT):  # the keys again, from the cache
+                    o_t = i_part * (BLOCK_SIZE // PARTS) + i * BT + tl.arange(0, BT)
+                    b_rank, b_flag = _marks(p_valid, o_t, BLOCK_SIZE, seen, sinks, BLOCK_SIZE)
+                    p_from = p_row + (at + o_t)[:, None].to(tl.int64) * near_token
+                    b_k = tl.load(p_from + o_k[None, :], mask=m_k[None, :], other=0.0).to(tl.float32)  # [BT, BK]
+                    b_off = tl.where((b_flag == 1)[:, None], tl.abs(b_k - b_first[None, :]), 0.0)
+                    b_second += tl.sum(b_off, 0)
+                b_second = b_second / count
+            tl.store(p_bound, b_first.to(p_bounds.dtype.element_ty), mask=m_k)
+            if METADATA != "mean":
+                tl.store(p_bound + bounds_side, b_second.to(p_bounds.dtype.element_ty), mask=m_k)
         if HAS_PART_FILL:
             tl.store(p_part_fill + slot * part_fill_slot + i_part, part_filled, mask=i_head == 0)
         filled += part_filled
@@ -226,7 +244,7 @@ def seal(
             *((0, 0, 0) if index.codes is None else index.codes.stride()[:3]),
             *((0, 0, 0) if index.qparams is None else index.qparams.stride()[:3]),
             torch.finfo(near_kv.dtype).max,
-            HAS_BOUNDS=index.bounds is not None,
+            METADATA="none" if index.bounds is None else index.metadata,
             HAS_PART_FILL=index.part_fill is not None,
             HAS_CODES=index.codes is not None,
             PACKED=packed,

@@ -63,10 +63,10 @@ def sparse_decode(
     heads, block_size = kv.shape[1:3]
     skip = sinks if granularity == "all" else 0
     if frames is None:
-        stored, usable = _gather(kv, flags, slots, ids, granularity, heads, block_size)
+        stored, usable = gather(kv, flags, slots, ids, granularity, heads, block_size)
         at_home = usable
     else:
-        stored, usable, at_home = _gather_placed(kv, flags, slots, ids, granularity, frames, places)
+        stored, usable, at_home = gather_placed(kv, flags, slots, ids, granularity, frames, places)
     if from_host is not None:
         from_host += at_home.sum(-1).to(from_host.device)
     stored = stored.to(q.device)
@@ -89,7 +89,7 @@ def sparse_decode(
     return (weights @ values).to(q.dtype).flatten(1, 2)
 
 
-def _gather(
+def gather(
     kv: Tensor,
     flags: Tensor,
     slots: Tensor,
@@ -122,10 +122,10 @@ def _gather(
     return kv[slot.clamp_min(0), head].flatten(2, 3), usable.flatten(2)
 
 
-def _gather_placed(
+def gather_placed(
     kv: Tensor, flags: Tensor, slots: Tensor, ids: Tensor, granularity: str, frames: Tensor, places: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`_gather`, from frames and ``kv`` by place, on the frames' device; and which come from ``kv``."""
+    """As :func:`gather`, from frames and ``kv`` by place, on the frames' device; and which come from ``kv``."""
     heads, size = kv.shape[1:3]
     head = torch.arange(heads, device=kv.device)[None, :, None]
     if granularity == "token":

@@ -30,7 +30,7 @@ TILE_BYTES = 16384  # of K at once; twice that spills registers in float32
 
 
 @triton.jit
-def _attend(
+def take_tile(
     b_q,
     b_max,
     b_sum,
@@ -191,7 +191,7 @@ def _split_kernel(
                     b_host += m_n.to(tl.int32)
                 p_k = p_kv + b_slot * kv_slot + i_head * kv_head + o_in.to(tl.int64) * kv_token  # [BN]
             b_count += m_n.to(tl.int32)
-            b_max, b_sum, b_acc = _attend(
+            b_max, b_sum, b_acc = take_tile(
                 b_q, b_max, b_sum, b_acc, p_k, m_n, scale, softcap, SOFTCAP, NATIVE, DK, DV, BK, BV
             )
     else:
@@ -204,7 +204,7 @@ def _split_kernel(
             m_n = m_n & (b_valid != 0)
             p_k = p_near + i_batch * near_batch + i_head * near_head + o_n.to(tl.int64) * near_token  # [BN]
             b_count += m_n.to(tl.int32)
-            b_max, b_sum, b_acc = _attend(
+            b_max, b_sum, b_acc = take_tile(
                 b_q, b_max, b_sum, b_acc, p_k, m_n, scale, softcap, SOFTCAP, NATIVE, DK, DV, BK, BV
             )
 

@@ -1,0 +1,136 @@
+"""Progressive walks in the operator benchmark: over the tensors of a :class:`Layer`, as far as is wanted.
+
+The keys there are random, so that no walk would stop early; each is cut off by ``max_blocks`` instead, and the first
+round reads as many. What a walk of so many blocks costs does not depend on why it stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..ops.block_rank import block_rank
+from ..ops.block_rank.reference import block_rank as ranked
+from ..ops.block_score import block_score
+from ..ops.progressive import ROUNDS, Walk, WalkState, progressive_decode, reference
+from ..ops.seal import key_metadata
+from .operator_check import near_enough, same
+from .operator_inputs import PIECE, Layer
+from .operator_timing import Time, captured
+
+BLOCKS = (32, 64, 128)  # that walks take
+
+
+class WalkLayer:
+    """A layer's progressive steps.
+
+    Args:
+        layer: whose tensors.
+        blocks: that every walk takes.
+    """
+
+    def __init__(self, layer: Layer, blocks: int) -> None:
+        s, self.layer, self.blocks = layer.shape, layer, blocks
+        self.state = WalkState.empty(s.batch, s.heads, layer.q.device)
+        self.bounds = torch.empty_like(layer.bounds)
+        usable, piece = layer.flags == 1, max(1, PIECE // layer.kv[0].numel())
+        for lo in range(0, len(layer.kv), piece):
+            at = slice(lo, lo + piece)
+            self.bounds[at] = key_metadata(layer.kv[at, ..., : s.dim], usable[at], 1, "cuboid_mean")[:, 0]
+        self.state.limits[1] = blocks
+        self.first = self.state.limits.clone()
+        self.score()
+        self.rank()
+        self.made = self.walk()
+
+    def walk(self) -> Walk:
+        """The walk that a step makes."""
+        layer, s = self.layer, self.layer.shape
+        return Walk(
+            layer.q,
+            layer.kv,
+            layer.flags,
+            layer.slots,
+            self.ids,
+            self.tokens,
+            layer.near_kv,
+            layer.near_valid,
+            self.state,
+            value_dim=s.dim,
+            scale=s.dim**-0.5,
+            threshold=1.0,
+            max_blocks=self.blocks,
+            attended=layer.attended,
+        )
+
+    def score(self) -> None:
+        layer = self.layer
+        given = (layer.q, self.bounds, layer.fill, layer.slots, "max", "cuboid_mean")
+        block_score(*given, out=layer.block_scores)
+
+    def rank(self) -> None:
+        layer = self.layer
+        self.ids, self.tokens = block_rank(layer.block_scores, layer.fill, layer.slots)
+
+    def step(self, rounds: int = ROUNDS) -> None:
+        """Rank, walk and attend."""
+        self.layer.append()
+        self.score()
+        self.rank()
+        progressive_decode(self.walk(), rounds=rounds, out=self.layer.out)
+
+    def attend(self, **how: int) -> None:
+        self.made.attend(near=True, limits=self.first, **how)
+
+    def begin(self) -> None:
+        """As a walk begins: what the verifier alone has to be given."""
+        self.state.limits.copy_(self.first)
+
+    def verify(self) -> None:
+        self.begin()
+        self.made.verify(step=-1, last=False)
+
+    def merge(self) -> None:
+        self.made.merge(self.layer.out)
+
+    def check(self) -> None:
+        """Raise an AssertionError if the step's result is not that of the references."""
+        layer = self.layer
+        layer.poison()
+        self.step()
+        expected = ranked(layer.block_scores, layer.fill, layer.slots)
+        same("block_rank", self.ids, expected[0])
+        same("tokens of the ranked blocks", self.tokens, expected[1])
+        got = layer.out.clone()
+        used, walk = self.state.used.clone(), self.walk()
+        same("blocks used", used, torch.full_like(used, self.blocks))
+        walk.operators, walk.state, walk.attended = reference, self.state.clone(), None
+        walk.state.limits.copy_(self.first)
+        near_enough(layer, "progressive", got, progressive_decode(walk))
+
+
+def measure_walks(layers: list[Layer], add: Callable[[str, str, Time], None], fail: Callable) -> None:
+    """Figures of walks of several lengths, and of their parts alone."""
+    sets = len(layers)
+    for blocks in BLOCKS:
+        if blocks > layers[0].shape.sealed:
+            continue
+        variant = f"progressive:blocks={blocks}"
+        try:
+            walks = [WalkLayer(layer, blocks) for layer in layers]
+            walks[0].check()
+            for walk in walks:
+                walk.step()
+            add(variant, "attention_us", captured(lambda i, walks=walks: walks[i].step(), sets))
+            few = captured(lambda i, walks=walks: walks[i].step(rounds=2), sets)
+            add(f"{variant}:rounds=2", "attention_us", few)
+            parts = ("score", "rank", "attend", "merge")
+            for part in parts:
+                run = [getattr(walk, part) for walk in walks]
+                add(variant, f"{part}_us", captured(lambda i, run=run: run[i](), sets))
+            begin = captured(lambda i, walks=walks: walks[i].begin(), sets).median
+            both = captured(lambda i, walks=walks: walks[i].verify(), sets)
+            add(variant, "verify_us", Time(both.median - begin, both.low - begin, both.high - begin))
+        except Exception as error:
+            fail(f"{layers[0].shape.batch} x {layers[0].shape.context} {variant}", error)

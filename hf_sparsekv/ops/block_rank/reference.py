@@ -1,0 +1,25 @@
+"""All blocks of each row in order of their scores: the definition."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def block_rank(scores: Tensor, fill: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Sort the blocks of each row and KV head by falling score; among equal scores the lower id comes first.
+
+    Args:
+        scores: ``[batch, H, n]`` float32 without NaN; ``-inf`` where there is nothing to select.
+        fill: ``[num_slots]`` int32, tokens of a block that can be selected.
+        slots: ``[batch, n]`` int32, slot of each block of each row.
+
+    Returns:
+        Ids int32 ``[batch, H, n]``, -1 from the last block with a score on, and the selectable tokens of each
+        (int32, 0 there).
+    """
+    order = scores.sort(dim=-1, descending=True, stable=True)
+    live = order.values > float("-inf")
+    slot = slots[:, None].expand(-1, scores.shape[1], -1).gather(-1, order.indices)
+    tokens = torch.where(live, fill[slot.clamp_min(0).long()], 0)
+    return torch.where(live, order.indices, -1).int(), tokens.int()

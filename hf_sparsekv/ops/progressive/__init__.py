@@ -1,0 +1,152 @@
+"""Attention to blocks in order of their rank until enough mass is seen (PSA), driven by the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._dispatch import use_triton
+from . import reference
+from .reference import near_parts
+from .state import BINS, MASS_ONE, TOTALS, WalkState
+
+__all__ = ["BINS", "MASS_ONE", "ROUNDS", "TOTALS", "Walk", "WalkState", "block_masses", "progressive_decode"]
+
+ROUNDS = 3  # as many blocks as the last step suggests; about as many again; what suffices for certain
+
+
+@dataclass
+class Walk:
+    """One step's walks over the ranked blocks of a layer: its inputs, and the buffers that the rounds share.
+
+    Args:
+        q, kv, flags, slots, near_kv, near_valid, scale, softcap, sink_logits, frames, places, from_host, attended: as
+            in :func:`..sparse_decode.sparse_decode` with blocks.
+        ids, tokens: int32 ``[batch, H, n]``, blocks in order of their rank (:func:`..block_rank.block_rank`).
+        state: kept from step to step.
+        threshold, group_reduce, min_blocks, max_blocks, bounds: see ``reference.verify``.
+    """
+
+    q: Tensor
+    kv: Tensor
+    flags: Tensor
+    slots: Tensor
+    ids: Tensor
+    tokens: Tensor
+    near_kv: Tensor
+    near_valid: Tensor
+    state: WalkState
+    value_dim: int
+    scale: float
+    threshold: float
+    group_reduce: str = "all"
+    min_blocks: int = 1
+    max_blocks: int | None = None
+    bounds: Tensor | None = None
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
+    frames: Tensor | None = None
+    places: Tensor | None = None
+    from_host: Tensor | None = None
+    attended: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        batch, heads, n = self.ids.shape
+        self.parts = near_parts(self.near_kv.shape[2], self.kv.shape[2])
+        shape = (batch, heads, self.parts + n, self.q.shape[1] // heads)
+        self.lse = torch.empty(shape, dtype=torch.float32, device=self.q.device)
+        self.acc = torch.empty(*shape, self.value_dim, dtype=torch.float32, device=self.q.device)
+        self.operators = reference
+        # The kernel reads host memory in place only where it is pinned.
+        if use_triton(self.q) and (self.kv.is_cuda or self.kv.is_pinned()):
+            from . import triton
+
+            self.operators = triton
+
+    def attend(self, near: bool, limits: Tensor | None = None, **how: int) -> None:
+        """Attention within the blocks of the next round, and within the near buffer.
+
+        ``how`` replaces the kernel's constants.
+        """
+        self.operators.attend(
+            self.q,
+            self.kv,
+            self.flags,
+            self.slots,
+            self.ids,
+            self.near_kv,
+            self.near_valid,
+            self.state.limits if limits is None else limits,
+            self.acc,
+            self.lse,
+            near=near,
+            scale=self.scale,
+            softcap=self.softcap,
+            frames=self.frames,
+            places=self.places,
+            from_host=self.from_host,
+            **how,
+        )
+
+    def verify(self, step: int, last: bool, done: Tensor | None = None, number: int = 1) -> None:
+        """See ``reference.verify``."""
+        self.operators.verify(
+            self.lse,
+            self.tokens,
+            self.state,
+            parts=self.parts,
+            threshold=self.threshold,
+            group_reduce=self.group_reduce,
+            min_blocks=self.min_blocks,
+            max_blocks=self.max_blocks,
+            step=step,
+            last=last,
+            sink_logits=self.sink_logits,
+            bounds=self.bounds,
+            ids=self.ids,
+            done=done,
+            number=number,
+        )
+
+    def merge(self, out: Tensor | None = None) -> Tensor:
+        """``[batch, Hq, Dv]`` in q's dtype."""
+        if out is None:
+            out = torch.empty(*self.q.shape[:2], self.value_dim, dtype=self.q.dtype, device=self.q.device)
+        self.operators.merge(
+            self.acc,
+            self.lse,
+            self.ids,
+            self.tokens,
+            self.near_valid,
+            self.state,
+            out,
+            threshold=self.threshold,
+            max_blocks=self.max_blocks,
+            sink_logits=self.sink_logits,
+            attended=self.attended,
+        )
+        return out
+
+
+def progressive_decode(walk: Walk, *, rounds: int = ROUNDS, out: Tensor | None = None) -> Tensor:
+    """Attend as far as the walk says; see ``reference.verify`` for where it stops.
+
+    Launches depend on shapes alone: rounds that nobody needs find empty limits. Beyond rounding, the result depends on
+    neither ``rounds`` (at least 2) nor on what the state suggests for the first.
+    """
+    if rounds < 2:
+        raise ValueError(f"rounds must be at least 2, got {rounds}")
+    for i in range(rounds):
+        walk.attend(near=i == 0)
+        walk.verify(step=-1 if i + 2 < rounds else 0, last=i + 1 == rounds)
+    return walk.merge(out)
+
+
+def block_masses(walk: Walk) -> Tensor:
+    """Masses of all parts of the near buffer and all blocks by rank, ``[batch, H, P + n, G]``: logarithms to base 2."""
+    limits = torch.zeros_like(walk.state.limits)
+    limits[1] = walk.ids.shape[2]
+    walk.attend(near=True, limits=limits)
+    return walk.lse

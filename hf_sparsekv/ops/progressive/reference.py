@@ -1,0 +1,274 @@
+"""Attention to blocks in order of their rank until enough mass is seen: the definition (PSA, Algorithm 1).
+
+Three operators on the same buffers, so that the walk can be cut into rounds of any size: attention within each block
+(:func:`attend`), the walk over what the blocks hold (:func:`verify`), and the sum of the blocks before the place where
+it stopped (:func:`merge`). Masses are logarithms to base 2.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..sparse_decode.reference import gather, gather_placed
+from .state import BINS, MASS_ONE, TOTALS, WalkState, next_blocks
+
+LOG2E = math.log2(math.e)
+INF = float("inf")
+NO_LIMIT = 1 << 30  # more blocks than there are
+
+
+def near_parts(near: int, block_size: int) -> int:
+    """Parts that the near buffer of ``near`` entries is cut into: they come before the blocks."""
+    return -(-near // block_size)
+
+
+def attend(
+    q: Tensor,
+    kv: Tensor,
+    flags: Tensor,
+    slots: Tensor,
+    ids: Tensor,
+    near_kv: Tensor,
+    near_valid: Tensor,
+    limits: Tensor,
+    acc: Tensor,
+    lse: Tensor,
+    *,
+    near: bool,
+    scale: float,
+    softcap: float | None = None,
+    frames: Tensor | None = None,
+    places: Tensor | None = None,
+    from_host: Tensor | None = None,
+) -> None:
+    """Attention within each block of one round, for every query head by itself.
+
+    Args:
+        q, kv, flags, slots, near_kv, near_valid, scale, softcap, frames, places, from_host: as in
+            ``sparse_decode.reference`` with ``granularity="block"``; ``places`` are those of ``ids``.
+        ids: int32 ``[batch, H, n]``, blocks in order of their rank, -1 for none.
+        limits: int32 ``[2, batch, H]``: ranks to read, ``limits[0]`` to ``limits[1] - 1`` (those below n).
+        acc: float32 ``[batch, H, P + n, G, Dv]``, written: the attention within the parts of the near buffer (P parts
+            of ``block_size`` entries, if ``near``) and within the blocks of these ranks. Zeros for what is empty.
+        lse: float32 ``[batch, H, P + n, G]``, written: logarithm to base 2 of the sum of ``exp(logit)`` over its
+            tokens; ``-inf`` for what is empty.
+    """
+    batch, heads, n = ids.shape
+    size, dk = kv.shape[2], q.shape[-1]
+    parts, value_dim = lse.shape[2] - n, acc.shape[-1]
+    q = q.float().view(batch, heads, -1, dk)
+
+    def within(stored: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
+        """Of ``stored [batch, H, m * size, Dk + Dv]``."""
+        stored, usable = stored.float().unflatten(2, (-1, size)), usable.unflatten(2, (-1, size))
+        logits = torch.einsum("bhgd,bhmtd->bhmgt", q, stored[..., :dk]) * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        logits = logits.masked_fill(~usable[:, :, :, None], -INF)
+        # What is not attended may hold anything, NaN included: 0 x NaN must not reach the sum.
+        values = stored[..., dk : dk + value_dim].masked_fill(~usable[..., None], 0.0)
+        return logits.softmax(-1).nan_to_num(0.0) @ values, logits.logsumexp(-1) * LOG2E
+
+    if near and parts:
+        missing = parts * size - near_kv.shape[2]
+        stored = torch.nn.functional.pad(near_kv, (0, 0, 0, missing))
+        usable = torch.nn.functional.pad(near_valid, (0, missing))[:, None].expand(-1, heads, -1)
+        acc[:, :, :parts], lse[:, :, :parts] = within(stored, usable)
+    low, high = limits.clamp_max(n)
+    busy = low < high
+    if not bool(busy.any()):
+        return
+    first, last = int(low[busy].min()), int(high[busy].max())
+    rank = torch.arange(first, last, device=ids.device)
+    mine = (rank >= low[..., None]) & (rank < high[..., None])  # [batch, H, m]
+    these = ids[..., first:last].masked_fill(~mine, -1)
+    if frames is None:
+        stored, usable = gather(kv, flags, slots, these, "block", heads, size)
+        at_home = usable
+    else:
+        places = places[..., first:last].masked_fill(~mine, -1)
+        stored, usable, at_home = gather_placed(kv, flags, slots, these, "block", frames, places)
+    if from_host is not None:
+        from_host += at_home.sum(-1).to(from_host.device)
+    found = within(stored.to(q.device), usable.to(q.device))
+    for held, new in zip((acc, lse), found):
+        at = held[:, :, parts + first : parts + last]
+        wanted = mine.view(*mine.shape, *(1,) * (new.ndim - 3)).to(at.device)
+        at.copy_(torch.where(wanted, new, at))
+
+
+def verify(
+    lse: Tensor,
+    tokens: Tensor,
+    state: WalkState,
+    *,
+    parts: int,
+    threshold: float,
+    group_reduce: str = "all",
+    min_blocks: int = 1,
+    max_blocks: int | None = None,
+    step: int = 0,
+    last: bool = True,
+    sink_logits: Tensor | None = None,
+    bounds: Tensor | None = None,
+    ids: Tensor | None = None,
+    done: Tensor | None = None,
+    number: int = 1,
+) -> None:
+    """Walk over the blocks that have been read, and stop where enough mass is seen.
+
+    After each block, for each query head (``AS(b)`` is the sum of ``exp(logit)`` over the block's tokens)::
+
+        AS_acc += AS(b);  AS_min = min(AS_min, AS(b) / tokens(b));  T_left -= tokens(b)
+        P = AS_acc / (AS_acc + AS_min * T_left)
+
+    and a KV head stops when ``P > threshold`` for all its query heads. Sinks and recent tokens, and learned sinks, are
+    part of ``AS_acc`` from the beginning. Blocks count by their selectable tokens, which for full blocks is what PSA
+    writes: a block that holds padding or sinks would make ``AS_min`` too small otherwise.
+
+    Where what has been read is not enough, the walk goes on with blocks of the least mass seen (with ``bounds``: of
+    none): where that stops, reading for certain suffices (a block that holds more raises ``AS_acc``, one that holds
+    less lowers ``AS_min``). So a few rounds reach the end of every walk.
+
+    Args:
+        lse: as :func:`attend` has written it: ``parts`` near parts, then the blocks below ``limits[1]``.
+        tokens: int32 ``[batch, H, n]``, selectable tokens of the blocks in order of their rank; 0 for no block.
+        state: ``limits`` become the next round's; rows that have stopped get an empty one, and ``used`` and ``mass``.
+        threshold: share at which to stop.
+        group_reduce: ``"all"``; or ``"sum"``: masses are added up over the query heads.
+        min_blocks: do not stop before.
+        max_blocks: stop there whatever has been seen.
+        step: blocks that the next round reads at most. -1: as many again as have been read, and 16; 0: as many as
+            suffice for certain.
+        last: there is no next round: stop at the end of what has been read.
+        sink_logits: ``[Hq]`` logits of learned sinks.
+        bounds: float32 ``[batch, Hq, n]`` bound on the logits of each block (by id). What is left is then taken to hold
+            what its bound allows instead of ``AS_min * T_left``. With ``ids`` int32 ``[batch, H, n]``.
+        done: int32 ``[batch * H]``, or None: ``number`` is written where a row goes on, ``-number`` where it has
+            stopped.
+    """
+    batch, heads, n = tokens.shape
+    group = lse.shape[-1]
+    low, high = state.limits
+    running = low < high
+    live = (tokens > 0).sum(-1)
+    cap = live if max_blocks is None else live.clamp_max(max_blocks)
+    high = torch.minimum(high, cap)
+    known = (torch.arange(n, device=lse.device) < high[..., None])[..., None]  # [batch, H, n, 1]
+    near, blocks = lse[:, :, :parts], lse[:, :, parts:].masked_fill(~known, -INF)
+    if sink_logits is not None:
+        sinks = (sink_logits.float() * LOG2E).view(1, heads, 1, group).expand(batch, -1, -1, -1)
+        near = torch.cat((near, sinks), dim=2)
+    upper = None
+    if bounds is not None:
+        at = ids.clamp_min(0).long()[:, :, None].expand(-1, -1, group, -1)
+        upper = bounds.unflatten(1, (heads, group)).gather(-1, at).transpose(2, 3) * LOG2E  # [batch, H, n, G]
+        upper = upper + tokens.clamp_min(1).log2()[..., None]
+        upper = upper.masked_fill(tokens[..., None] == 0, -INF)
+    every = torch.cat([near, blocks] + ([] if upper is None else [upper]), dim=2)
+    base = every.amax(2, keepdim=True)  # [batch, H, 1, G]
+    if group_reduce == "sum":
+        base = base.amax(3, keepdim=True)
+    base = base.masked_fill(base == -INF, 0.0)
+
+    def mass(of: Tensor) -> Tensor:
+        found = (of - base).exp2()
+        return found.sum(3, keepdim=True) if group_reduce == "sum" else found
+
+    count = tokens[..., None].float()
+    held = mass(blocks)  # [batch, H, n, G or 1]
+    density = (held / count.clamp_min(1)).masked_fill(~known, INF)
+    if upper is None:
+        least = density.amin(2, keepdim=True) if n else density.sum(2, keepdim=True)  # of all that has been read
+        held = torch.where(known, held, least.nan_to_num(posinf=0.0) * count)
+        left = count.sum(2, keepdim=True) - count.cumsum(2)
+        rest = density.cummin(2).values * left if n else left
+    else:
+        after = torch.nn.functional.pad(mass(upper)[:, :, 1:], (0, 0, 0, 1))
+        rest = after.flip(2).cumsum(2).flip(2)  # of the blocks behind each
+    seen = mass(near).sum(2, keepdim=True) + held.cumsum(2)
+    share = torch.where(seen + rest > 0, seen / (seen + rest), 1.0).amin(3)  # [batch, H, n]
+    enough = (share > threshold) & (torch.arange(n, device=lse.device) + 1 >= min_blocks)
+    first = torch.where(enough.any(-1), enough.int().argmax(-1), n) + 1 if n else torch.ones_like(live)
+    reach = torch.minimum(first, cap)
+    stops = (reach <= high) | (high >= cap) | last
+    used = torch.minimum(reach, high)
+    at = (used - 1).clamp_min(0).long()[..., None]
+    found = torch.where(used > 0, share.gather(-1, at)[..., 0], 1.0) if n else torch.ones_like(state.mass)
+    more = high + high + 16 if step < 0 else high + step if step else cap
+    # Two more than what suffices, for the roundings.
+    onward = torch.minimum(torch.minimum(more, reach + 2), cap).int()
+    ended = running & stops
+    state.used.copy_(torch.where(ended, used, state.used))
+    state.mass.copy_(torch.where(ended, found, state.mass))
+    high = high.int()
+    state.limits[0] = torch.where(running, high, state.limits[0])
+    state.limits[1] = torch.where(running, torch.where(stops, high, onward), state.limits[1])
+    if done is not None:
+        done.copy_(torch.where(running & ~stops, number, -number).flatten())
+
+
+def merge(
+    acc: Tensor,
+    lse: Tensor,
+    ids: Tensor,
+    tokens: Tensor,
+    near_valid: Tensor,
+    state: WalkState,
+    out: Tensor,
+    *,
+    threshold: float,
+    max_blocks: int | None = None,
+    sink_logits: Tensor | None = None,
+    attended: Tensor | None = None,
+) -> None:
+    """Attention over near buffer and used blocks together; counts the walk and sets up the next one.
+
+    Args:
+        acc, lse, ids, tokens, near_valid, threshold, max_blocks, sink_logits: as before.
+        state: ``used`` blocks are merged; ``totals``, ``limits`` and ``chosen`` are written.
+        out: ``[batch, Hq, Dv]``, written. A row with nothing to attend to gives zeros.
+        attended: int64 ``[batch, H]``; the number of attended tokens is added to it.
+    """
+    _, heads, n = tokens.shape
+    parts, group = lse.shape[2] - n, lse.shape[3]
+    most = parts + int(state.used.max()) if n else parts
+    rank = torch.arange(-parts, most - parts, device=lse.device)
+    taken = (rank < state.used[..., None])[..., None]  # [batch, H, m, 1]
+    part = lse[:, :, :most].masked_fill(~taken, -INF)
+    base = part.amax(2, keepdim=True)
+    if sink_logits is not None:
+        sinks = (sink_logits.float() * LOG2E).view(1, heads, 1, group)
+        base = torch.maximum(base, sinks)
+    base = base.masked_fill(base == -INF, 0.0)
+    weight = (part - base).exp2()
+    total = weight.sum(2)
+    if sink_logits is not None:
+        total = total + (sinks - base).exp2()[:, :, 0]
+    summed = (weight[..., None] * acc[:, :, :most].masked_fill(~taken[..., None], 0.0)).sum(2)
+    out.copy_((summed / torch.where(total > 0, total, 1.0)[..., None]).flatten(1, 2))
+
+    used, read = state.used, state.limits[1]
+    if attended is not None:
+        counted = torch.where(torch.arange(n, device=tokens.device) < used[..., None], tokens, 0).sum(-1)
+        attended += counted + near_valid.sum(-1)[:, None]
+    live = (tokens > 0).sum(-1)
+    capped = (live > used) & (state.mass <= threshold) & (used == (max_blocks or -1))
+    gap = ((1.0 - state.mass) * MASS_ONE).long()
+    first = len(TOTALS)
+    counts = (used.numel(), used.sum(), read.sum(), capped.sum(), (MASS_ONE - gap).sum())
+    for at, value in enumerate(counts):
+        state.totals[at] += value
+    state.totals[first - 1] = torch.maximum(state.totals[first - 1], gap.max())
+    bins = (used - 1).clamp_min(0)
+    bins = torch.where(bins > 0, bins.float().log2().floor().long() + 1, 0).clamp_max(BINS - 1)
+    state.totals[first:] += torch.bincount(bins.flatten(), minlength=BINS)
+    state.limits[1] = torch.maximum(*next_blocks(used, read)).clamp_max(max_blocks or NO_LIMIT)
+    state.limits[0] = 0
+    if state.chosen is not None:
+        k = state.chosen.shape[-1]
+        front = torch.nn.functional.pad(ids[..., :k], (0, max(0, k - n)), value=-1)
+        state.chosen.copy_(front.masked_fill(torch.arange(k, device=ids.device) >= state.limits[1][..., None], -1))

@@ -1,0 +1,236 @@
+"""Progressive attention: the kernels behind ``attend``, ``verify`` and ``merge``; each as its reference."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from .._dispatch import require_dense_rows
+from .._overlap import overlap
+from .attend_kernel import attend_kernel
+from .merge_kernel import merge_kernel
+from .reference import NO_LIMIT
+from .state import BINS, MASS_ONE, TOTALS, WalkState
+from .verify_kernel import verify_kernel
+
+# As for the sparse decode kernel's chosen blocks, whose tiles and loads these are (``sparse_decode.triton``).
+PROGRAMS, WARPS = 1056, 2
+TILE_BYTES = 16384  # of K at once
+MASSES = 4096  # masses that the verifier holds at a time. Not tuned yet.
+COUNTS = 4096  # token counts that it adds up at a time
+MERGED = 32, 64  # blocks and channels that a merging program holds at a time. Not tuned yet.
+
+
+def attend(
+    q: Tensor,
+    kv: Tensor,
+    flags: Tensor,
+    slots: Tensor,
+    ids: Tensor,
+    near_kv: Tensor,
+    near_valid: Tensor,
+    limits: Tensor,
+    acc: Tensor,
+    lse: Tensor,
+    *,
+    near: bool,
+    scale: float,
+    softcap: float | None = None,
+    frames: Tensor | None = None,
+    places: Tensor | None = None,
+    from_host: Tensor | None = None,
+    programs: int = PROGRAMS,
+    warps: int = WARPS,
+    tile: int | None = None,
+) -> None:
+    """As ``reference.attend``; ``programs``, ``warps`` and ``tile`` (tokens) replace the constants."""
+    batch, heads, n = ids.shape
+    size, dk, value_dim = kv.shape[2], q.shape[-1], acc.shape[-1]
+    rows, group, parts = batch * heads, q.shape[1] // heads, lse.shape[2] - n
+    placed = frames is not None
+    named = {"near_kv": near_kv, "near_valid": near_valid, "frames": frames, "places": places}
+    require_dense_rows(kv=kv, flags=flags, slots=slots, ids=ids, **named)
+    if not (acc.is_contiguous() and lse.is_contiguous() and limits.is_contiguous()):
+        raise ValueError("acc, lse and limits must be contiguous")
+    wide = triton.next_power_of_2(max(dk, value_dim, 16))
+    item = q.element_size() if q.dtype == kv.dtype else 4  # mixed: float32 inside
+    tile = min(size, tile or max(16, min(128, TILE_BYTES // (wide * item))))
+    first = rows * parts if near else 0
+    programs = min(programs, rows * n)  # that read blocks
+    if not first + programs:
+        return
+    with torch.cuda.device_of(q):
+        attend_kernel[(first + programs,)](
+            q,
+            kv,
+            flags,
+            slots,
+            ids,
+            frames,
+            places,
+            near_kv,
+            near_valid.view(torch.uint8),  # a bool is one bit to Triton
+            limits,
+            acc,
+            lse,
+            from_host,
+            n,
+            near_kv.shape[2],
+            rows,
+            parts,
+            first,
+            float(scale),
+            float(softcap or 0.0),
+            *q.stride(),
+            *kv.stride()[:3],
+            flags.stride(0),
+            slots.stride(0),
+            *ids.stride()[:2],
+            *(frames.stride()[:2] if placed else (0, 0)),
+            *(places.stride()[:2] if placed else (0, 0)),
+            *near_kv.stride()[:3],
+            near_valid.stride(0),
+            *((0, 0) if from_host is None else from_host.stride()),
+            PLACED=placed,
+            COUNT_HOST=from_host is not None,
+            SOFTCAP=softcap is not None,
+            NATIVE=q.dtype == kv.dtype == near_kv.dtype and q.dtype != torch.float32,
+            BLOCK_SIZE=size,
+            HEADS=heads,
+            GROUP=group,
+            DK=dk,
+            DV=value_dim,
+            BG=max(16, triton.next_power_of_2(group)),
+            BK=max(16, triton.next_power_of_2(dk)),
+            BV=max(16, triton.next_power_of_2(value_dim)),
+            BN=tile,
+            BR=triton.next_power_of_2(rows),
+            num_warps=warps,
+            **overlap(q),
+        )
+
+
+def verify(
+    lse: Tensor,
+    tokens: Tensor,
+    state: WalkState,
+    *,
+    parts: int,
+    threshold: float,
+    group_reduce: str = "all",
+    min_blocks: int = 1,
+    max_blocks: int | None = None,
+    step: int = 0,
+    last: bool = True,
+    sink_logits: Tensor | None = None,
+    bounds: Tensor | None = None,
+    ids: Tensor | None = None,
+    done: Tensor | None = None,
+    number: int = 1,
+    masses: int = MASSES,
+) -> None:
+    """As ``reference.verify``; ``masses`` replaces the constant. ``done`` may be pinned host memory."""
+    batch, heads, n = tokens.shape
+    group = lse.shape[-1]
+    require_dense_rows(lse=lse, tokens=tokens, bounds=bounds, ids=ids)
+    if not (lse.is_contiguous() and tokens.is_contiguous() and (ids is None or ids.is_contiguous())):
+        raise ValueError("lse, tokens and ids must be contiguous")
+    wide = triton.next_power_of_2(group)
+    with torch.cuda.device_of(lse):
+        verify_kernel[(batch * heads,)](
+            lse,
+            tokens,
+            state.limits,
+            state.used,
+            state.mass,
+            sink_logits,
+            bounds,
+            ids,
+            done,
+            n,
+            parts,
+            batch * heads,
+            float(threshold),
+            min_blocks,
+            n if max_blocks is None else min(n, max_blocks),
+            step,
+            number,
+            *((0, 0) if bounds is None else bounds.stride()[:2]),
+            LAST=last,
+            SUM=group_reduce == "sum",
+            BOUND=bounds is not None,
+            HAS_SINK=sink_logits is not None,
+            HAS_DONE=done is not None,
+            HEADS=heads,
+            GROUP=group,
+            BG=wide,
+            BN=max(16, min(triton.next_power_of_2(max(n, 1)), masses // wide)),
+            BT=max(16, min(triton.next_power_of_2(max(n, 1)), COUNTS)),
+            BP=max(16, triton.next_power_of_2(max(parts, 1))),
+            num_warps=8 if n > 256 else 4,
+            **overlap(lse),
+        )
+
+
+def merge(
+    acc: Tensor,
+    lse: Tensor,
+    ids: Tensor,
+    tokens: Tensor,
+    near_valid: Tensor,
+    state: WalkState,
+    out: Tensor,
+    *,
+    threshold: float,
+    max_blocks: int | None = None,
+    sink_logits: Tensor | None = None,
+    attended: Tensor | None = None,
+    merged: tuple[int, int] = MERGED,
+) -> None:
+    """As ``reference.merge``; ``merged`` replaces the constants."""
+    batch, heads, n = tokens.shape
+    group, value_dim = lse.shape[3], acc.shape[-1]
+    require_dense_rows(near_valid=near_valid, out=out)
+    if not (acc.is_contiguous() and lse.is_contiguous() and tokens.is_contiguous() and ids.is_contiguous()):
+        raise ValueError("acc, lse, ids and tokens must be contiguous")
+    channels = min(merged[1], triton.next_power_of_2(value_dim))
+    room = 0 if state.chosen is None else state.chosen.shape[-1]
+    with torch.cuda.device_of(out):
+        merge_kernel[(batch * heads, group, triton.cdiv(value_dim, channels))](
+            acc,
+            lse,
+            ids,
+            tokens,
+            near_valid.view(torch.uint8),
+            state.limits,
+            state.used,
+            state.mass,
+            state.totals,
+            state.chosen,
+            sink_logits,
+            attended,
+            out,
+            n,
+            lse.shape[2] - n,
+            near_valid.shape[1],
+            batch * heads,
+            room,
+            float(threshold),
+            max_blocks or NO_LIMIT,
+            near_valid.stride(0),
+            *((0, 0) if attended is None else attended.stride()),
+            *out.stride()[:2],
+            HAS_SINK=sink_logits is not None,
+            HAS_ATTENDED=attended is not None,
+            HAS_CHOSEN=state.chosen is not None,
+            MASS_ONE=MASS_ONE,
+            FIRST_BIN=len(TOTALS),
+            BINS=BINS,
+            HEADS=heads,
+            GROUP=group,
+            DV=value_dim,
+            BV=channels,
+            BS=merged[0],
+            **overlap(out),
+        )
