@@ -39,7 +39,7 @@ def variants(ks: list[int]) -> dict[str, dict | None]:
     """Everything that is compared; all KV on the device."""
     found: dict[str, dict | None] = {"full": None}
     for threshold in THRESHOLDS:
-        found[f"progressive:{threshold}"] = {"threshold": threshold, "offload": False}
+        found[f"progressive:{threshold}"] = {"threshold": threshold, "min_blocks": 1, "offload": False}
     for threshold in THRESHOLDS[1:3]:
         found[f"progressive:{threshold},bound_tokens=16"] = {**found[f"progressive:{threshold}"], "bound_tokens": 16}
     for threshold in THRESHOLDS[1:3]:

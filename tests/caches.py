@@ -53,7 +53,7 @@ def progressive(offload: bool | OffloadConfig = True, model_config=None, **chang
     changes.pop("num_blocks", None)
     if isinstance(offload, bool):
         offload = OffloadConfig() if offload else None
-    config = ProgressiveConfig(**{**settings, "threshold": 0.6, **changes})
+    config = ProgressiveConfig(**{**settings, "threshold": 0.6, "min_blocks": 1, **changes})
     return ProgressiveCache(config, offload=offload, model_config=model_config)
 
 

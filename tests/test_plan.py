@@ -125,7 +125,7 @@ def test_device_pool(options):
 @pytest.mark.parametrize("kept", [{}, {"metadata": "mean"}, {"bound_tokens": 4, "metadata": "min_max"}], ids=str)
 def test_progressive(offload, kept):
     """The plan is what a progressive cache allocates."""
-    config = ProgressiveConfig(block_size=16, window=16, dense_layers=1, threshold=0.6, **kept)
+    config = ProgressiveConfig(block_size=16, window=16, dense_layers=1, threshold=0.6, min_blocks=1, **kept)
     grown = build("llama", "sparsekv", num_hidden_layers=4)
     cache = ProgressiveCache(config, offload)
     with torch.no_grad():
