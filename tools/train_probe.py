@@ -155,12 +155,12 @@ class Trainer:
         if self.stage < self.last_stage:
             length = recipe.lengths[self.stage]
             return max(1, recipe.tokens // length), length
-        fewest, most = recipe.tokens // recipe.lengths[-1], recipe.tokens // recipe.lengths[0] // 2
+        fewest = recipe.tokens // recipe.lengths[-1]
         if self.random.random() < 0.5:
             batch = fewest * 2 ** self.random.randint(0, 5)  # the round lengths
-        else:
-            batch = round(fewest * (most / fewest) ** self.random.random())
-        batch = max(fewest, min(batch, most))
+        else:  # few others: cuDNN plans each length anew
+            batch = round(fewest * self.random.choice((1.5, 2.5, 3, 3.5, 5, 6, 7, 10, 12, 14)))
+        batch = max(fewest, min(batch, recipe.tokens // recipe.lengths[0] // 2))
         return batch, recipe.tokens // batch // cells.CELL * cells.CELL
 
     def stage_ends(self, accuracy: dict[str, float]) -> bool:
@@ -234,7 +234,7 @@ class Trainer:
             if first or count % 10 == 0 or self.device.type == "cpu":
                 torch.cuda.synchronize() if self.device.type == "cuda" else None
             now = time.time()
-            self.seconds, before = self.seconds + now - before, now
+            self.seconds, before = self.seconds + (0 if first else now - before), now  # compilation is not counted
             if first:
                 self.log(f"{name}: first step after {now - shown:.1f} s")
                 tally, losses, count, shown, first = 0, 0, 0, now, False
