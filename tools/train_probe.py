@@ -3,9 +3,9 @@
     python tools/train_probe.py --kind gqa --minutes 7 --out runs/gqa            # one H200; MLA: --kind mla
     python tools/train_probe.py --kind gqa --minutes 9 --out runs/gqa --resume   # two minutes more
 
-Stages of growing length hold the learning rate until single facts and chains of variables are found; the last one mixes
-lengths up to the longest, lets the rate fall, and makes attention sparse: the last columns of each prompt pay for
-attention outside the tokens that an oracle would choose, and in half of the steps attend to nothing else.
+Stages of growing length hold the learning rate until all families are answered; the last one mixes lengths up to the
+longest, lets the rate fall, and makes attention sparse: the last columns of each prompt pay for attention outside the
+tokens that an oracle would choose, and in half of the steps attend to nothing else.
 
 ``--out`` gets the model (bf16 safetensors), tokenizer, model card, ``result.json`` (recipe, steps, scores, gates) and
 ``checkpoint.pt``. Stages end by the clock, so a second run takes other steps; ``--steps`` repeats those of a result.
@@ -41,7 +41,7 @@ class Recipe:
     tokens: int = 65536
     lengths: tuple[int, ...] = (512, 2048, 8192, 32768)
     latest: tuple[float, ...] = (0.34, 0.44, 0.52, 0.6)  # when a stage ends whether or not it has learned
-    learned: float = 0.98  # right answer tokens, single and vt
+    learned: float = 0.98  # right answer tokens, each family
     muon: float = 0.02
     adam: float = 3e-3
     lm: float = 0.1  # weight of all other tokens
@@ -170,7 +170,7 @@ class Trainer:
             return self.seconds >= 60 * self.args.minutes
         if self.seconds >= 60 * self.args.minutes * self.recipe.latest[self.stage]:
             return True
-        return min(accuracy.get("single", 0.0), accuracy.get("vt", 0.0)) >= self.recipe.learned
+        return min(accuracy.get(family, 0.0) for family in cells.FAMILIES[1:]) >= self.recipe.learned
 
     # ------------------------------------------------------------------ a step
 
