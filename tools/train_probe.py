@@ -25,11 +25,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from probe_training import cells, gates
+from probe_training import gates
 from probe_training.card import write_card
 from probe_training.muon import Optimiser
 from probe_training.network import MAX_LENGTH, Network, Size, build, check_backends
 
+from hf_sparsekv.evaluation import probe_cells as cells
 from hf_sparsekv.evaluation import probe_language as lang
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .cells import EXAMS
+from hf_sparsekv.evaluation.probe_cells import EXAMS
 
 NAMES = {"gqa": "grouped-query attention (Qwen3)", "mla": "multi-head latent attention (DeepSeek-V3, dense MLP)"}
 

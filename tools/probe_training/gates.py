@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hf_sparsekv.evaluation import probe_cells as cells
 from hf_sparsekv.evaluation.probe_language import Filler
 
-from . import cells
 from .network import Network
 
 FULL_AT_LEAST, ORACLE_LOSS = 0.95, 0.01

@@ -1,4 +1,4 @@
-"""Training data of the probe models, made on the device: statements in cells of 16 tokens, questions at the end."""
+"""Prompts of the probe models, for training and exams: statements in cells of 16 tokens, questions at the end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_sparsekv.evaluation import probe_language as lang
+from . import probe_language as lang
 
 CELL, WIDE = 16, 32  # tokens in a statement's or short question's cell, and in that of a question for four keys
 FAMILIES = ("none", "single", "multivalue", "multiquery", "vt")
