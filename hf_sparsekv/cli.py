@@ -11,6 +11,7 @@ from .commands.bench import bench
 from .commands.calibrate import calibrate
 from .commands.calibrate_device import calibrate_device
 from .commands.doctor import doctor
+from .commands.evaluate import app as evaluate
 from .commands.fetch import fetch
 from .commands.generate import generate
 from .commands.plan import plan
@@ -43,6 +44,7 @@ def _common(
 
 for command in (generate, plan, calibrate, calibrate_device, doctor, fetch):
     app.command()(output.one_line_errors(command))
+app.add_typer(evaluate)
 # What follows the benchmark's name is the benchmark's own.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(
     output.one_line_errors(bench)

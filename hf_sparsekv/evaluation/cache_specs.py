@@ -79,12 +79,18 @@ def parse_cache(spec: str | dict) -> CacheSpec:
     """Read one spec.
 
     Args:
-        spec: ``"method"``, ``"method:option=value,..."``, or a mapping with ``cache`` (the method), optionally
-            ``name``, and options. Values are YAML scalars (``true``, ``null``, ``0.98``); ``none`` is ``null``.
+        spec: ``"method"``, ``"method:option=value,..."``, or a mapping (also as text, ``"{cache: two_level, ...}"``)
+            with ``cache`` (the method), optionally ``name``, and options. Values are YAML scalars (``true``, ``null``,
+            ``0.98``); ``none`` is ``null``.
 
     Raises:
         ValueError: unknown method or option, or options that do not fit each other; the message names the spec.
     """
+    if isinstance(spec, str) and spec.strip().startswith("{"):
+        try:
+            spec = yaml.safe_load(spec)
+        except yaml.YAMLError as error:
+            raise ValueError(f"cache {spec!r} is not YAML: {' '.join(str(error).split())}") from error
     if isinstance(spec, dict):
         options = dict(spec)
         method, name = options.pop("cache", None), options.pop("name", None)
