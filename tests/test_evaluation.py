@@ -11,6 +11,7 @@ from caches import SMALL
 from models import build, model, prompt
 
 from hf_sparsekv import OffloadedSparseCache
+from hf_sparsekv.attention.exact import AttentionSpec
 from hf_sparsekv.evaluation import forced, generation
 from hf_sparsekv.evaluation.cache_specs import parse_cache, parse_caches
 from hf_sparsekv.evaluation.prefix import attention, can_share, greedy_rows, prefill
@@ -22,8 +23,6 @@ pytestmark = pytest.mark.quick
 
 SETTINGS = "block_size=16,window=16,max_draft=4,dense_layers=0,token_budget=32"
 TIGHT = f"two_level:{SETTINGS},calibration_tokens=32,num_blocks=4"
-    "two_level:block_size=16,window=16,max_draft=4,dense_layers=0,calibration_tokens=32,token_budget=32,num_blocks=4"
-)
 
 
 # ---------------------------------------------------------------------- specs
@@ -117,8 +116,6 @@ def test_oracle_attends_to_the_best_tokens() -> None:
     layer.fill(q[:, :, :length], k[:, :, :length], v[:, :, :length])
     layer.fill(q[:, :, length:], k[:, :, length:], v[:, :, length:])
     store = layer.store
-    from hf_sparsekv.attention.exact import AttentionSpec
-
     got = layer.policy.attend(q[:, :, -1], store, AttentionSpec(scale=dim**-0.5))
     logits = q[0, :, -1].view(heads, group, dim) @ k[0].mT * dim**-0.5
     share = logits.softmax(-1).amax(1)  # [heads, length + 1]
@@ -166,8 +163,7 @@ def test_a_question_in_steps_is_answered_from_the_sparse_cache() -> None:
 def test_forced_steps_tell_chance_from_full_attention(tmp_path) -> None:
     net = model("llama")
     words = prompt(1, 600)["input_ids"][0]
-    specs = parse_caches(["full", TIGHT, TIGHT.replace("two_level", "random").replace("calibration_tokens=32,", "")
-                          .replace(",num_blocks=4", "")])  # fmt: skip
+    specs = parse_caches(["full", TIGHT, f"random:{SETTINGS}"])
     results = Results(tmp_path, {})
     starts = forced.passages(words, 200, 10, 3)
     for _ in range(2):  # nothing is measured twice
