@@ -16,7 +16,7 @@ DEMO_PROMPT := $(VENV)/demo-prompt.txt
 DEMO_OPTIONS ?= --token-budget 256 --max-new-tokens 32
 
 .DEFAULT_GOAL := help
-.PHONY: help venv small-model demo-text test test-core test-small test-accuracy test-newest lint format bench demo check-wheel clean
+.PHONY: help venv small-model demo-text test test-core test-small test-accuracy test-lm-eval test-newest lint format bench demo check-wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1\t/' | expand -t 14
@@ -47,6 +47,10 @@ test-accuracy: $(INSTALLED)  ## every cache on the probe models at 4k tokens: ne
 
 test-small: small-model
 	$(BIN)/python -m pytest -m "small_model and not gpu"
+
+test-lm-eval: $(INSTALLED)  ## the adapter to lm-evaluation-harness, which this installs
+	@$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[dev,lm-eval]'
+	$(BIN)/python -m pytest tests/test_lm_eval.py
 
 test-newest: $(NEWEST_STAMP)
 	@PYTHONPATH=$(NEWEST) $(BIN)/python tools/check_versions.py constraints-newest.txt

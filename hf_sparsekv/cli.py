@@ -14,6 +14,7 @@ from .commands.doctor import doctor
 from .commands.evaluate import app as evaluate
 from .commands.fetch import fetch
 from .commands.generate import generate
+from .commands.lm_eval import lm_eval
 from .commands.plan import plan
 from .version import __version__
 
@@ -45,10 +46,10 @@ def _common(
 for command in (generate, plan, calibrate, calibrate_device, doctor, fetch):
     app.command()(output.one_line_errors(command))
 app.add_typer(evaluate)
-# What follows the benchmark's name is the benchmark's own.
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(
-    output.one_line_errors(bench)
-)
+# What follows these names is the benchmark's or lm-eval's own.
+for command, name in ((bench, "bench"), (lm_eval, "lm-eval")):
+    own = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+    app.command(name, context_settings=own)(output.one_line_errors(command))
 
 
 def main() -> None:
