@@ -104,6 +104,7 @@ def main() -> None:
 
     settings = {"tokens": args.tokens, "passages": args.passages}
     results = Results(args.out, settings)
+    args.out.mkdir(parents=True, exist_ok=True)
     files = {form: args.out / f"channels-{form}.safetensors" for form in ("max", "mean")}
     for form, file in files.items():
         if not file.exists():

@@ -2,8 +2,7 @@
 
     hf-sparsekv lm-eval --model sparsekv --model_args "pretrained=NAME,cache=two_level:token_budget=512" --tasks ...
 
-lm-eval looks for no plug-ins: importing this module registers the type, and ``hf-sparsekv lm-eval`` is ``lm_eval`` after
-that.
+lm-eval knows no plug-ins: importing this module registers the type; ``hf-sparsekv lm-eval`` is ``lm_eval`` after it.
 """
 
 from __future__ import annotations

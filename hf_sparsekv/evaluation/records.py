@@ -102,7 +102,6 @@ class Results:
         self._file = None
         if out is None:
             return
-        out.mkdir(parents=True, exist_ok=True)
         held = out / SETTINGS
         if held.exists():
             before = json.loads(held.read_text())
@@ -111,12 +110,8 @@ class Results:
             if other:
                 detail = ", ".join(f"{n} was {before.get(n)!r}, is {self.settings.get(n)!r}" for n in other)
                 raise ValueError(f"{out} holds results of another run ({detail}): choose another directory")
-        else:
-            held.write_text(json.dumps(self.settings, indent=1) + "\n")
-        path = out / SAMPLES
-        if path.exists():
-            self._load(path)
-        self._file = path.open("a", encoding="utf-8")
+        if (out / SAMPLES).exists():
+            self._load(out / SAMPLES)
 
     def _load(self, path: Path) -> None:
         whole = path.read_bytes()
@@ -134,7 +129,11 @@ class Results:
     def add(self, record: Record) -> None:
         """Keep a record, on disk at once."""
         self.records[record.key] = record
-        if self._file is not None:
+        if self.out is not None:
+            if self._file is None:  # not before: a run that fails at once leaves no directory behind
+                self.out.mkdir(parents=True, exist_ok=True)
+                (self.out / SETTINGS).write_text(json.dumps(self.settings, indent=1) + "\n")
+                self._file = (self.out / SAMPLES).open("a", encoding="utf-8")
             self._file.write(json.dumps(asdict(record)) + "\n")
             self._file.flush()
 
@@ -142,6 +141,7 @@ class Results:
         """Close the file."""
         if self._file is not None:
             self._file.close()
+            self._file = None
 
     def figures(self, measures: Iterable[Measure], seed: int = 0) -> list[Figure]:
         """All measures of all tasks, lengths and caches, in the order of the records; an ``average`` over tasks."""
