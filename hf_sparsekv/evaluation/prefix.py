@@ -103,7 +103,7 @@ def prefill(model, ids: Tensor, chunk: int | None = None, mask: Tensor | None = 
     Models with layers that cannot be filled (sliding windows, latents) are prefilled anew for each cache.
 
     Args:
-        chunk: tokens of one forward pass; ``None``: 1024 on a CPU, 32768 on a GPU.
+        chunk: tokens of one forward pass; ``None``: 1024 on a CPU, all on a GPU.
         mask: ``[batch, n]``, 0 for left padding.
     """
     if mask is not None:
@@ -121,9 +121,9 @@ def prefill(model, ids: Tensor, chunk: int | None = None, mask: Tensor | None = 
     AttentionMaskInterface.register(_RECORDER, sdpa_mask)
     cache = DynamicCache()
     prefix = Prefix(ids, [], cache, None, mask)
-    start = 0
+    start, chunk = 0, chunk or (1024 if ids.device.type == "cpu" else ids.shape[1])
     with attention(model, _RECORDER):
-        for part in ids.split(chunk or (1024 if ids.device.type == "cpu" else 32768), dim=1):
+        for part in ids.split(chunk, dim=1):
             end = start + part.shape[1]
             more = prefix.inputs(start, end)
             logits = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1, **more).logits[:, -1]
