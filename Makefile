@@ -42,11 +42,11 @@ test: test-core test-small test-accuracy test-newest  ## the whole suite, then i
 test-core: $(INSTALLED)
 	$(PARALLEL) -m "not small_model and not gpu and not accuracy"
 
-test-accuracy: $(INSTALLED)  ## every cache on the probe models at 4k tokens: needles, variable tracking
-	$(BIN)/python -m pytest -m accuracy
+test-accuracy: small-model  ## quality of every cache on the probe models and the small real one
+	$(PARALLEL) --dist loadgroup -m accuracy
 
 test-small: small-model
-	$(BIN)/python -m pytest -m "small_model and not gpu"
+	$(BIN)/python -m pytest -m "small_model and not gpu and not accuracy"
 
 test-lm-eval: $(INSTALLED)  ## the adapter to lm-evaluation-harness, which this installs
 	@$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[dev,lm-eval]'
