@@ -16,7 +16,7 @@ DEMO_PROMPT := $(VENV)/demo-prompt.txt
 DEMO_OPTIONS ?= --token-budget 256 --max-new-tokens 32
 
 .DEFAULT_GOAL := help
-.PHONY: help venv small-model demo-text test test-core test-small test-newest lint format bench demo check-wheel clean
+.PHONY: help venv small-model demo-text test test-core test-small test-accuracy test-lm-eval test-newest lint format bench demo check-wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1\t/' | expand -t 14
@@ -37,13 +37,20 @@ demo-text: small-model  ## generate from a long prompt with the sparse cache, th
 	@$(BIN)/python tools/needle_prompt.py --tokenizer small --tokens 6000 > $(DEMO_PROMPT)
 	$(BIN)/hf-sparsekv generate small --prompt-file $(DEMO_PROMPT) --chat $(DEMO_OPTIONS) --compare dense
 
-test: test-core test-small test-newest  ## the whole suite, then its quick part with the newest transformers
+test: test-core test-small test-accuracy test-newest  ## the whole suite, then its quick part with the newest transformers
 
 test-core: $(INSTALLED)
-	$(PARALLEL) -m "not small_model and not gpu"
+	$(PARALLEL) -m "not small_model and not gpu and not accuracy"
+
+test-accuracy: small-model  ## quality of every cache on the probe models and the small real one
+	$(PARALLEL) --dist loadgroup -m accuracy
 
 test-small: small-model
-	$(BIN)/python -m pytest -m "small_model and not gpu"
+	$(BIN)/python -m pytest -m "small_model and not gpu and not accuracy"
+
+test-lm-eval: $(INSTALLED)  ## the adapter to lm-evaluation-harness, which this installs
+	@$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[dev,lm-eval]'
+	$(BIN)/python -m pytest tests/test_lm_eval.py
 
 test-newest: $(NEWEST_STAMP)
 	@PYTHONPATH=$(NEWEST) $(BIN)/python tools/check_versions.py constraints-newest.txt

@@ -11,8 +11,10 @@ from .commands.bench import bench
 from .commands.calibrate import calibrate
 from .commands.calibrate_device import calibrate_device
 from .commands.doctor import doctor
+from .commands.evaluate import app as evaluate
 from .commands.fetch import fetch
 from .commands.generate import generate
+from .commands.lm_eval import lm_eval
 from .commands.plan import plan
 from .version import __version__
 
@@ -43,10 +45,11 @@ def _common(
 
 for command in (generate, plan, calibrate, calibrate_device, doctor, fetch):
     app.command()(output.one_line_errors(command))
-# What follows the benchmark's name is the benchmark's own.
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(
-    output.one_line_errors(bench)
-)
+app.add_typer(evaluate)
+# What follows these names is the benchmark's or lm-eval's own.
+for command, name in ((bench, "bench"), (lm_eval, "lm-eval")):
+    own = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+    app.command(name, context_settings=own)(output.one_line_errors(command))
 
 
 def main() -> None:

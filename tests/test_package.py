@@ -111,7 +111,7 @@ def test_wheel_contents(wheel):
         scripts = archive.read(next(n for n in names if n.endswith("/entry_points.txt"))).decode()
     sources = {str(p.relative_to(ROOT)) for p in (ROOT / "hf_sparsekv").rglob("*.py")}
     assert sources <= names
-    assert "hf_sparsekv/py.typed" in names
+    assert {"hf_sparsekv/py.typed", "hf_sparsekv/evaluation/data/longbench.json"} <= names
     assert {n.partition("/")[0] for n in names} == {"hf_sparsekv", names_info(names)}
     assert any(n.endswith("/LICENSE") for n in names)
     assert "hf-sparsekv = hf_sparsekv.cli:main" in scripts

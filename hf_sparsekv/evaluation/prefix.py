@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -18,26 +21,28 @@ _RECORDER = "sparsekv_recorder"
 
 @dataclass
 class Prefix:
-    """A prefilled prompt.
+    """A prefilled batch of prompts.
 
     Args:
-        ids: ``[1, n]`` token ids.
-        queries: per layer, ``[1, Hq, n, D]``.
-        cache: the keys and values of full attention.
-        logits: ``[1, vocab]`` of the last token.
+        ids: ``[batch, n]`` token ids.
+        queries: per layer, ``[batch, Hq, n, D]``; empty if every cache prefills on its own.
+        cache: the keys and values of full attention; ``None`` if every cache prefills on its own.
+        logits: ``[batch, vocab]`` of the last token; ``None`` like ``cache``.
+        mask: bool ``[batch, n]``, False for (left) padding; ``None`` if there is none.
     """
 
     ids: Tensor
     queries: list[Tensor]
-    cache: DynamicCache
-    logits: Tensor
+    cache: DynamicCache | None
+    logits: Tensor | None
+    mask: Tensor | None = None
 
     def fill(self, cache: SparseCache, model) -> SparseCache:
         """Put the prompt into an empty sparse cache, as a prefill through ``model`` would."""
         if cache.model_config is None:
             cache.bind(model.config)
         for layer, query, stock in zip(cache.sparse_layers, self.queries, self.cache.layers):
-            layer.fill(query, stock.keys, stock.values)
+            layer.fill(query, stock.keys, stock.values, self.mask)
         return cache
 
     def full(self) -> DynamicCache:
@@ -47,13 +52,65 @@ class Prefix:
             new.update(layer.keys, layer.values, index)
         return new
 
+    @torch.no_grad()
+    def start(self, model, cache: SparseCache | None) -> tuple[Cache, Tensor]:
+        """A cache that holds the prompt, and the logits ``[batch, vocab]`` after it.
+
+        Args:
+            cache: an empty cache of ours; ``None`` for full attention.
+        """
+        if self.cache is not None:
+            return (self.full() if cache is None else self.fill(cache, model)), self.logits
+        name = full_attention(model) if cache is None else "sparsekv"
+        cache = DynamicCache(config=model.config) if cache is None else cache
+        with attention(model, name):
+            logits = model(
+                self.ids,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+                **self.inputs(0, self.ids.shape[1]),
+            ).logits[:, -1]
+        return cache, logits
+
+    def inputs(self, start: int, end: int) -> dict[str, Tensor]:
+        """Mask and positions of columns ``start .. end - 1``, which a padded batch needs."""
+        if self.mask is None:
+            return {}
+        more = end - self.mask.shape[1]
+        mask = F.pad(self.mask, (0, more), value=True) if more > 0 else self.mask[:, :end]
+        position = (mask.long().cumsum(-1) - 1).clamp(min=0)
+        return {"attention_mask": mask.long(), "position_ids": position[:, start:end]}
+
+
+def can_share(model) -> bool:
+    """One prefill can fill every cache: all layers attend to their whole past and cache plain keys and values."""
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return False
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
+
+
+def full_attention(model) -> str:
+    """The implementation of attention to compare with: sdpa, or eager for models that have no sdpa version."""
+    return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+
 
 @torch.no_grad()
-def prefill(model, ids: Tensor, chunk: int = 1024) -> Prefix:
-    """Run full attention over ``ids [1, n]`` and keep what caches are filled from.
+def prefill(model, ids: Tensor, chunk: int | None = None, mask: Tensor | None = None) -> Prefix:
+    """Run full attention over ``ids [batch, n]`` and keep what caches are filled from.
 
-    For models whose layers all attend to their whole past.
+    Models with layers that cannot be filled (sliding windows, latents) are prefilled anew for each cache.
+
+    Args:
+        chunk: tokens of one forward pass; ``None``: 1024 on a CPU, all on a GPU.
+        mask: ``[batch, n]``, 0 for left padding.
     """
+    if mask is not None:
+        mask = mask.bool()
+        mask = None if bool(mask.all()) else mask
+    if not can_share(model):
+        return Prefix(ids, [], None, None, mask)
     seen: dict[int, list[Tensor]] = {}
 
     def record(module, query, key, value, attention_mask, **kwargs):
@@ -63,17 +120,26 @@ def prefill(model, ids: Tensor, chunk: int = 1024) -> Prefix:
     AttentionInterface.register(_RECORDER, record)
     AttentionMaskInterface.register(_RECORDER, sdpa_mask)
     cache = DynamicCache()
+    prefix = Prefix(ids, [], cache, None, mask)
+    start, chunk = 0, chunk or (1024 if ids.device.type == "cpu" else ids.shape[1])
     with attention(model, _RECORDER):
         for part in ids.split(chunk, dim=1):
-            logits = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-    queries = [torch.cat(seen[index], dim=2) for index in sorted(seen)]
-    return Prefix(ids, queries, cache, logits)
+            end = start + part.shape[1]
+            more = prefix.inputs(start, end)
+            logits = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1, **more).logits[:, -1]
+            start = end
+    prefix.queries = [torch.cat(seen.pop(index), dim=2) for index in sorted(seen)]
+    prefix.logits = logits
+    return prefix
 
 
 @contextmanager
 def attention(model, name: str):
     """Run ``model`` under another attention implementation."""
     before = model.config._attn_implementation
+    if before == name:
+        yield model
+        return
     model.set_attn_implementation(name)
     try:
         yield model
@@ -81,26 +147,58 @@ def attention(model, name: str):
         model.set_attn_implementation(before)
 
 
+def _implementation(model, cache) -> str:
+    return "sparsekv" if isinstance(cache, SparseCache) else full_attention(model)
+
+
 @torch.no_grad()
-def greedy(model, prefix: Prefix, cache, max_new_tokens: int, eos: set[int]) -> list[int]:
-    """Continue a prefilled prompt greedily."""
-    out: list[int] = []
-    logits = prefix.logits
-    name = "sparsekv" if isinstance(cache, SparseCache) else "sdpa"
-    with attention(model, name):
-        for _ in range(max_new_tokens):
-            token = int(logits.argmax(-1))
-            if token in eos:
+def greedy_rows(
+    model, prefix: Prefix, cache: Cache, logits: Tensor, max_new_tokens: int, eos: set[int]
+) -> list[list[int]]:
+    """Continue a prefilled batch greedily, each row up to a token of ``eos``.
+
+    Args:
+        cache, logits: what :meth:`Prefix.start` returned.
+    """
+    batch, length = prefix.ids.shape
+    rows: list[list[int]] = [[] for _ in range(batch)]
+    going = set(range(batch))
+    with attention(model, _implementation(model, cache)):
+        for step in range(max_new_tokens):
+            tokens = logits.argmax(-1)
+            for row, token in enumerate(tokens.tolist()):
+                if row in going and token in eos:
+                    going.discard(row)
+                elif row in going:
+                    rows[row].append(token)
+            if not going or step == max_new_tokens - 1:
                 break
-            out.append(token)
-            logits = model(torch.tensor([[token]], device=model.device), past_key_values=cache).logits[:, -1]
-    return out
+            end = length + step + 1
+            more = prefix.inputs(end - 1, end)
+            logits = model(tokens[:, None], past_key_values=cache, use_cache=True, **more).logits[:, -1]
+    return rows
+
+
+def greedy(model, prefix: Prefix, cache: Cache, max_new_tokens: int, eos: set[int]) -> list[int]:
+    """Continue a prefilled prompt greedily with a filled cache."""
+    return greedy_rows(model, prefix, cache, prefix.logits, max_new_tokens, eos)[0]
 
 
 @torch.no_grad()
-def forced_logits(model, cache, ids: Tensor) -> Tensor:
+def forced_steps(model, cache: Cache, ids: Tensor, prefix: Prefix | None = None) -> Iterator[Tensor]:
+    """Feed ``ids [batch, n]`` one column at a time; yields float32 logits ``[batch, vocab]`` after each.
+
+    Args:
+        prefix: what the cache was filled from; needed for padded batches only.
+    """
+    name = _implementation(model, cache)
+    for i in range(ids.shape[1]):
+        more = {} if prefix is None else prefix.inputs(prefix.ids.shape[1] + i, prefix.ids.shape[1] + i + 1)
+        with attention(model, name):
+            logits = model(ids[:, i : i + 1], past_key_values=cache, use_cache=True, **more).logits[:, -1]
+        yield logits.float()
+
+
+def forced_logits(model, cache: Cache, ids: Tensor) -> Tensor:
     """Logits ``[n, vocab]`` of feeding ``ids [1, n]`` one at a time, float32."""
-    name = "sparsekv" if isinstance(cache, SparseCache) else "sdpa"
-    with attention(model, name):
-        rows = [model(ids[:, i : i + 1], past_key_values=cache).logits[0, -1].float() for i in range(ids.shape[1])]
-    return torch.stack(rows)
+    return torch.cat(list(forced_steps(model, cache, ids)))

@@ -29,7 +29,10 @@ class Needle:
 
 
 def needle_prompt(tokenizer, length: int, depth: float, seed: int = 0) -> Needle:
-    """A chat prompt of about ``length`` tokens with a fact planted at ``depth`` (0 first, 1 last) and asked for."""
+    """A prompt of about ``length`` tokens with a fact planted at ``depth`` (0 first, 1 last) and asked for.
+
+    A chat prompt, if the tokenizer has a template. Prompts longer than the text repeat it.
+    """
     rng = random.Random(f"{seed}-{length}-{depth}")
     city = rng.choice(["Lisbon", "Oslo", "Vienna", "Dublin", "Athens", "Prague"])
     number = str(rng.randrange(1000000, 9999999))
@@ -38,11 +41,17 @@ def needle_prompt(tokenizer, length: int, depth: float, seed: int = 0) -> Needle
     head = "Read the text below. A special magic number is hidden in it; remember it.\n\n"
     words = tokenizer(python_reference(), add_special_tokens=False)["input_ids"]
     overhead = len(tokenizer(head + fact + question)["input_ids"]) + 40
+    if length >= len(words):
+        words *= length // len(words) + 2
     start = rng.randrange(0, len(words) - length)
     body = words[start : start + length - overhead]
     cut = int(depth * len(body))
     text = tokenizer.decode(body[:cut]) + fact + tokenizer.decode(body[cut:])
-    chat = [{"role": "user", "content": head + text + question}]
-    prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    prompt = head + text + question
+    if tokenizer.chat_template is None:
+        prompt += "\n"
+    else:
+        chat = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     prompt += f"The special magic number for {city} is"
     return Needle(tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"], number)

@@ -1,0 +1,191 @@
+"""Caches by name: ``two_level:token_budget=512,lag=true``, as the command line and YAML files give them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from ..cache import OffloadedSparseCache, SparseCache
+from ..config import OffloadConfig, TwoLevelConfig
+from .reference_policies import OracleCache, RandomCache, ReferenceConfig
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of :data:`METHODS`.
+
+    Args:
+        cache: a :class:`SparseCache` class that takes ``(config, offload, model_config)``.
+        config: its configuration's class; its fields are the options.
+        about: for ``--list-caches``.
+        preset: options that the name stands for.
+    """
+
+    cache: type[SparseCache]
+    config: type
+    about: str
+    preset: dict = dataclasses.field(default_factory=dict)
+
+
+# A new cache class joins by a line here.
+METHODS: dict[str, Method] = {
+    "two_level": Method(OffloadedSparseCache, TwoLevelConfig, "blocks by bounds, tokens by labels (AsyncTLS)"),
+    "block_only": Method(OffloadedSparseCache, TwoLevelConfig, "level=block (Quest)", {"level": "block"}),
+    "token_only": Method(OffloadedSparseCache, TwoLevelConfig, "level=token (Double Sparsity)", {"level": "token"}),
+    "oracle": Method(OracleCache, ReferenceConfig, "reference: the truly best tokens of each KV head"),
+    "random": Method(RandomCache, ReferenceConfig, "reference: tokens by chance"),
+}
+FULL = "full"
+# Quality is asked for, so steps select at any length; a spec may say otherwise.
+_ALWAYS = {"dense_below": None}
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """A cache that can be made any number of times.
+
+    Args:
+        name: what tables call it: the text that it was given as.
+        method: a key of :data:`METHODS`, or ``full`` for transformers' own cache and attention.
+        options: fields of the method's configuration, and ``offload`` (bool; default: KV on the device).
+    """
+
+    name: str
+    method: str
+    options: dict = dataclasses.field(default_factory=dict)
+
+    @property
+    def full(self) -> bool:
+        """Full attention: no cache of ours."""
+        return self.method == FULL
+
+    def make(self, model_config=None) -> SparseCache | None:
+        """A new empty cache; ``None`` for full attention."""
+        if self.full:
+            return None
+        options = dict(self.options)
+        offload = OffloadConfig() if options.pop("offload", False) else None
+        method = METHODS[self.method]
+        config = method.config(**{**_ALWAYS, **method.preset, **options})
+        return method.cache(config, offload=offload, model_config=model_config)
+
+
+def parse_cache(spec: str | dict) -> CacheSpec:
+    """Read one spec.
+
+    Args:
+        spec: ``"method"``, ``"method:option=value,..."``, or a mapping (also as text, ``"{cache: two_level, ...}"``)
+            with ``cache`` (the method), optionally ``name``, and options. Values are YAML scalars (``true``, ``null``,
+            ``0.98``); ``none`` is ``null``.
+
+    Raises:
+        ValueError: unknown method or option, or options that do not fit each other; the message names the spec.
+    """
+    if isinstance(spec, str) and spec.strip().startswith("{"):
+        try:
+            spec = yaml.safe_load(spec)
+        except yaml.YAMLError as error:
+            raise ValueError(f"cache {spec!r} is not YAML: {' '.join(str(error).split())}") from error
+    if isinstance(spec, dict):
+        options = dict(spec)
+        method, name = options.pop("cache", None), options.pop("name", None)
+        if not isinstance(method, str):
+            raise ValueError(f"cache {spec}: a mapping needs the key 'cache' with the name of a method ({_known()})")
+        text = method + (":" + ",".join(f"{k}={_text(v)}" for k, v in options.items()) if options else "")
+        name = text if name is None else str(name)
+    elif isinstance(spec, str):
+        name = text = spec.strip()
+        method, _, rest = text.partition(":")
+        options = dict(_option(part, text) for part in rest.split(",")) if rest else {}
+    else:
+        raise ValueError(f"a cache is given as a text or a mapping, got {spec!r}")
+    if method not in METHODS and method != FULL:
+        near = difflib.get_close_matches(method, [FULL, *METHODS], 1)
+        raise ValueError(f"cache {text!r}: unknown method {method!r}{_guess(near)}; known: {_known()}")
+    parsed = CacheSpec(name, method, options)
+    if parsed.full:
+        if options:
+            raise ValueError(f"cache {text!r}: full attention takes no options")
+        return parsed
+    fields = {field.name for field in dataclasses.fields(METHODS[method].config)} | {"offload"}
+    for option in options:
+        if option not in fields:
+            near = difflib.get_close_matches(option, fields, 1)
+            raise ValueError(
+                f"cache {text!r}: {method} has no option {option!r}{_guess(near)}; it has {', '.join(sorted(fields))}"
+            )
+    if not isinstance(options.get("offload", False), bool):
+        raise ValueError(f"cache {text!r}: offload must be true or false, got {options['offload']!r}")
+    try:
+        parsed.make()
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"cache {text!r}: {error}") from error
+    return parsed
+
+
+def parse_caches(specs: Iterable[str | dict]) -> list[CacheSpec]:
+    """Read several specs; one that ends in ``.yaml`` or ``.yml`` is a file with a list of them (or ``caches: [...]``).
+
+    Raises:
+        ValueError: none is given, two have the same name, or one is wrong.
+    """
+    found: list[CacheSpec] = []
+    for spec in specs:
+        if isinstance(spec, str) and spec.strip().endswith((".yaml", ".yml")):
+            found += [parse_cache(entry) for entry in _entries(Path(spec.strip()))]
+        else:
+            found.append(parse_cache(spec))
+    names = [spec.name for spec in found]
+    if not names:
+        raise ValueError("no cache is given")
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"cache {name!r} is given twice")
+    return found
+
+
+def _entries(path: Path) -> list:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    entries = content.get("caches") if isinstance(content, dict) else content
+    if not isinstance(entries, list):
+        raise ValueError(f"{path} must hold a list of caches, or a mapping with the key 'caches'")
+    return entries
+
+
+def _option(part: str, text: str) -> tuple[str, object]:
+    key, equals, value = part.partition("=")
+    if not equals or not key.strip():
+        raise ValueError(f"cache {text!r}: write options as name=value, got {part!r}")
+    return key.strip(), _value(value)
+
+
+def _value(text: str) -> object:
+    text = text.strip()
+    if text.lower() == "none":
+        return None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _text(value: object) -> str:
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _guess(near: list[str]) -> str:
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _known() -> str:
+    return ", ".join((FULL, *METHODS))

@@ -1,0 +1,106 @@
+"""Teacher-forced evaluation: held-out text goes in token by token, as if the model had written it.
+
+Prefill is exact with every cache, so only decode steps tell caches apart. Perplexity is that of the held-out text;
+agreement compares each step's distribution with full attention's, and is the most sensitive number there is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .cache_specs import CacheSpec
+from .prefix import forced_steps, prefill
+from .records import Measure, Record, Results
+
+PERPLEXITY = Measure("perplexity", "nll", "tokens", exponential=True)
+MEASURES = {
+    "perplexity": [PERPLEXITY, Measure("attended", "attended", percent=True)],
+    "agreement": [
+        Measure("top-1 agreement", "same", "tokens", percent=True),
+        Measure("KL", "kl", "tokens"),
+        PERPLEXITY,
+        Measure("attended", "attended", percent=True),
+    ],
+}
+
+
+def passages(words: Tensor, context: int, tokens: int, count: int, stride: int | None = None) -> list[int]:
+    """Starts of ``count`` passages of ``context + tokens + 1`` ids in a text ``[n]``.
+
+    Args:
+        stride: distance of starts; ``None`` spreads the passages evenly. ``stride == tokens`` slides over the text, so
+            that every held-out token is counted once.
+
+    Raises:
+        ValueError: the text is too short.
+    """
+    room = len(words) - context - tokens - 1
+    if room < 0:
+        raise ValueError(
+            f"the text has {len(words)} tokens, a passage takes {context + tokens + 1}: give a longer text, or shorten "
+            "--lengths or --tokens"
+        )
+    if stride is None:
+        return [round(i * room / max(1, count - 1)) for i in range(count)]
+    most = room // stride + 1
+    if count > most:
+        raise ValueError(f"the text of {len(words)} tokens has room for {most} passages of this stride, not {count}")
+    return [i * stride for i in range(count)]
+
+
+def evaluate(
+    model,
+    words: Tensor,
+    starts: list[int],
+    context: int,
+    tokens: int,
+    caches: list[CacheSpec],
+    results: Results,
+    task: str,
+    batch: int = 1,
+    compare: bool = True,
+    advance=lambda n: None,
+) -> None:
+    """Measure every passage with every cache that has not been.
+
+    Args:
+        words: ids ``[n]`` of the text.
+        starts: of the passages.
+        context: tokens before the held-out ones.
+        compare: against full attention, too.
+        advance: called with the number of finished (passage, cache) pairs.
+    """
+    for at in range(0, len(starts), batch):
+        group = list(range(at, min(at + batch, len(starts))))
+        todo = [c for c in caches if not all(results.has(task, context, i, c.name) for i in group)]
+        advance(len(group) * (len(caches) - len(todo)))
+        if not todo:
+            continue
+        rows = torch.stack([words[starts[i] : starts[i] + context + tokens + 1] for i in group]).to(model.device)
+        prefix = prefill(model, rows[:, :context])
+        ids, target = rows[:, context:-1], rows[:, context + 1 :]
+        reference: list[Tensor] = []
+        if compare:
+            cache, _ = prefix.start(model, None)
+            reference = [logits.log_softmax(-1) for logits in forced_steps(model, cache, ids, prefix)]
+        for spec in todo:
+            sums = torch.zeros(len(group), 3, dtype=torch.float64, device=model.device)
+            own = spec.make(model.config)
+            if spec.full and compare:
+                steps = iter(reference)
+            else:
+                cache, _ = prefix.start(model, own)
+                steps = (logits.log_softmax(-1) for logits in forced_steps(model, cache, ids, prefix))
+            for i, logp in enumerate(steps):
+                sums[:, 0] -= logp.gather(-1, target[:, i : i + 1])[:, 0]
+                if compare:
+                    base = reference[i]
+                    sums[:, 1] += logp.argmax(-1) == base.argmax(-1)
+                    sums[:, 2] += (base.exp() * (base - logp)).sum(-1)
+            attended = 1.0 if own is None else own.stats().attended_share
+            for index, (nll, same, kl) in zip(group, sums.tolist()):
+                values = {"nll": nll, "tokens": tokens, "attended": attended}
+                values |= {"same": same, "kl": kl} if compare else {}
+                results.add(Record(task, context, index, spec.name, values))
+            advance(len(group))

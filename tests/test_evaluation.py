@@ -1,0 +1,225 @@
+"""Evaluation: caches by name, references, shared prefills, records."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from caches import SMALL
+from models import build, model, prompt
+
+from hf_sparsekv import OffloadedSparseCache
+from hf_sparsekv.attention.exact import AttentionSpec
+from hf_sparsekv.evaluation import forced, generation
+from hf_sparsekv.evaluation.cache_specs import parse_cache, parse_caches
+from hf_sparsekv.evaluation.prefix import attention, can_share, greedy_rows, prefill
+from hf_sparsekv.evaluation.records import Measure, Record, Results, bootstrap
+from hf_sparsekv.evaluation.reference_policies import OracleCache, RandomCache, ReferenceConfig
+from hf_sparsekv.evaluation.samples import Sample, found_share
+
+pytestmark = pytest.mark.quick
+
+SETTINGS = "block_size=16,window=16,max_draft=4,dense_layers=0,token_budget=32"
+TIGHT = f"two_level:{SETTINGS},calibration_tokens=32,num_blocks=4"
+
+
+# ---------------------------------------------------------------------- specs
+
+
+def test_specs_make_what_they_say() -> None:
+    spec = parse_cache("two_level:token_budget=512,level=block,lag=false,num_blocks=none")
+    cache = spec.make()
+    assert isinstance(cache, OffloadedSparseCache) and cache.offload_config is None
+    config = cache.config
+    assert (config.token_budget, config.level, config.lag, config.num_blocks) == (512, "block", False, None)
+    assert config.dense_below is None  # at any length: quality is asked for
+    assert parse_cache("two_level:dense_below=auto").make().config.dense_below == "auto"
+    assert parse_cache("two_level:offload=true").make().offload_config is not None
+    assert parse_cache("block_only:token_budget=256").make().config.level == "block"
+    assert isinstance(parse_cache("oracle:token_budget=512,dense_layers=2").make(), OracleCache)
+    assert parse_cache("full").make() is None
+    same = parse_cache({"cache": "two_level", "token_budget": 64, "lag": True, "num_blocks": None})
+    assert same == parse_cache("{cache: two_level, token_budget: 64, lag: true, num_blocks: null}")
+    assert same.name == "two_level:token_budget=64,lag=true,num_blocks=none"
+    assert parse_cache(same.name).options == same.options
+    assert spec.make() is not spec.make()
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("two_levels", "did you mean 'two_level'"),
+        ("nothing", "unknown method 'nothing'; known: full, two_level"),
+        ("two_level:budget=3", "no option 'budget'"),
+        ("two_level:token_budgets=3", "did you mean 'token_budget'"),
+        ("two_level:token_budget", "name=value"),
+        ("two_level:token_budget=many", "positive integer"),
+        ("two_level:token_budget=512,num_blocks=2", "raise num_blocks"),
+        ("two_level:offload=3", "offload must be true or false"),
+        ("full:token_budget=3", "takes no options"),
+        ({"token_budget": 3}, "needs the key 'cache'"),
+        ("{cache: [", "is not YAML"),
+        (3, "text or a mapping"),
+    ],
+)
+def test_wrong_specs_are_named(spec, says: str) -> None:
+    with pytest.raises(ValueError, match=r"cache") as error:
+        parse_cache(spec)
+    assert says in str(error.value)
+
+
+def test_files_hold_lists_of_specs(tmp_path) -> None:
+    file = tmp_path / "caches.yaml"
+    file.write_text("caches:\n- full\n- {name: ours, cache: two_level, token_budget: 64}\n")
+    assert [s.name for s in parse_caches([str(file), "random"])] == ["full", "ours", "random"]
+    with pytest.raises(ValueError, match="given twice"):
+        parse_caches([str(file), "full"])
+    with pytest.raises(ValueError, match="no cache"):
+        parse_caches([])
+    with pytest.raises(ValueError, match="cannot read"):
+        parse_caches([str(tmp_path / "none.yaml")])
+    file.write_text("a: b")
+    with pytest.raises(ValueError, match="must hold a list"):
+        parse_caches([str(file)])
+
+
+# ---------------------------------------------------------------------- references
+
+
+def reference(kind, **changes):
+    settings = {k: v for k, v in SMALL.items() if k != "calibration_tokens"}
+    return kind(ReferenceConfig(**{**settings, **changes}))
+
+
+@pytest.mark.parametrize("kind", [OracleCache, RandomCache])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt-oss"])
+def test_references_with_room_for_all_are_dense(kind, name: str) -> None:
+    inputs, go = prompt(2, 90, (0, 7)), {"do_sample": False, "max_new_tokens": 12}
+    sparse = model(name)
+    with attention(build(name, "eager"), "eager") as dense:
+        expected = dense.generate(**inputs, **go)
+    cache = reference(kind, token_budget=4096)
+    assert torch.equal(sparse.generate(**inputs, past_key_values=cache, **go), expected)
+
+
+def test_oracle_attends_to_the_best_tokens() -> None:
+    """One layer's step, beside attention over the tokens that a sort of the true weights puts first."""
+    torch.manual_seed(0)
+    heads, group, dim, length, budget = 2, 2, 16, 120, 10
+    q = torch.randn(1, heads * group, length + 1, dim) * 2
+    k, v = torch.randn(2, 1, heads, length + 1, dim).unbind(0)
+    cache = reference(OracleCache, token_budget=budget)
+    layer = cache._layer(0)
+    cache.layers = [layer]
+    layer.fill(q[:, :, :length], k[:, :, :length], v[:, :, :length])
+    layer.fill(q[:, :, length:], k[:, :, length:], v[:, :, length:])
+    store = layer.store
+    got = layer.policy.attend(q[:, :, -1], store, AttentionSpec(scale=dim**-0.5))
+    logits = q[0, :, -1].view(heads, group, dim) @ k[0].mT * dim**-0.5
+    share = logits.softmax(-1).amax(1)  # [heads, length + 1]
+    edge = store.sealed * store.block_size
+    for head in range(heads):
+        middle = range(cache.config.sinks, edge)
+        best = sorted(middle, key=lambda t: -share[head, t])[:budget]
+        kept = sorted({*range(cache.config.sinks), *best, *range(edge, length + 1)})
+        for g in range(group):
+            expected = logits[head, g, kept].softmax(-1) @ v[0, head, kept]
+            torch.testing.assert_close(got[0, head * group + g], expected, atol=1e-5, rtol=1e-5)
+    assert store.counters.attended.sum() == heads * len(kept)
+
+
+# ---------------------------------------------------------------------- shared prefills
+
+
+@pytest.mark.parametrize("spec", ["full", TIGHT, TIGHT + ",lag=true"])
+@pytest.mark.parametrize("pads", [None, (0, 11)])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_answers_are_those_of_generate(name: str, pads, spec: str) -> None:
+    """Batched, padded or not, from one prefill (llama) or from one a cache (gemma3 has sliding layers)."""
+    net = model(name)
+    assert can_share(net) == (name == "llama")
+    inputs, cache = prompt(2, 100, pads), parse_cache(spec).make(net.config)
+    with attention(net, "sdpa" if cache is None else "sparsekv"):
+        expected = net.generate(**inputs, past_key_values=cache, do_sample=False, max_new_tokens=10)[:, 100:]
+    prefix = prefill(net, inputs["input_ids"], mask=inputs["attention_mask"])
+    filled, logits = prefix.start(net, parse_cache(spec).make(net.config))
+    assert greedy_rows(net, prefix, filled, logits, 10, set()) == expected.tolist()
+
+
+def test_a_question_in_steps_is_answered_from_the_sparse_cache() -> None:
+    net, inputs = model("llama"), prompt(2, 100, (0, 11))
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    whole = prefill(net, ids, mask=mask)
+    full = greedy_rows(net, whole, *whole.start(net, None), 8, set())
+    short = prefill(net, ids[:, :94], mask=mask[:, :94])
+    assert generation.answer(net, short, None, ids[:, 94:], 8, set()) == full
+    cache = parse_cache(TIGHT).make()
+    generation.answer(net, short, cache, ids[:, 94:], 8, set())
+    assert cache.stats().decode_steps == 6 + 7
+
+
+def test_forced_steps_tell_chance_from_full_attention(tmp_path) -> None:
+    net = model("llama")
+    words = prompt(1, 600)["input_ids"][0]
+    specs = parse_caches(["full", TIGHT, f"random:{SETTINGS}"])
+    results = Results(tmp_path, {})
+    starts = forced.passages(words, 200, 10, 3)
+    for _ in range(2):  # nothing is measured twice
+        forced.evaluate(net, words, starts, 200, 10, specs, results, "agreement", batch=2)
+    assert len(results.records) == 9
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 9
+    kl = {f.cache: f.value for f in results.figures(forced.MEASURES["agreement"]) if f.measure == "KL"}
+    assert kl["full"] == 0 and kl[specs[1].name] > 0 and kl[specs[2].name] > 0
+    with pytest.raises(ValueError, match="longer text"):
+        forced.passages(words, 600, 10, 1)
+    with pytest.raises(ValueError, match="room for"):
+        forced.passages(words, 200, 10, 99, stride=10)
+    assert forced.passages(words, 200, 10, 3, stride=10) == [0, 10, 20]
+
+
+# ---------------------------------------------------------------------- records
+
+SCORE = Measure("score", "score", percent=True)
+
+
+def test_runs_go_on_where_they_stopped(tmp_path) -> None:
+    results = Results(tmp_path, {"seed": 0})
+    results.add(Record("a", 10, 0, "full", {"score": 1.0}))
+    results.close()
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write('{"task": "a", "length": 10, "ind')  # cut off
+    again = Results(tmp_path, {"seed": 0})
+    assert again.has("a", 10, 0, "full") and not again.has("a", 10, 1, "full")
+    again.add(Record("a", 10, 1, "full", {"score": 0.0}))
+    again.add(Record("b", 10, 0, "full", {"score": 1.0}))
+    text = again.write([SCORE], "title")
+    assert "| full | 50.0 (0.0-100.0) | 100.0 | 75.0 (50.0-100.0) |" in text
+    whole = json.loads((tmp_path / "results.json").read_text())
+    assert {f["task"]: f["samples"] for f in whole["figures"]} == {"a": 2, "b": 1, "average": 3}
+    assert (tmp_path / "results.csv").read_text().splitlines()[0].startswith("task,length,cache,measure,value,low")
+    with pytest.raises(ValueError, match="seed was 0, is 1"):
+        Results(tmp_path, {"seed": 1})
+
+
+def test_bootstrap_covers_the_mean() -> None:
+    rng = np.random.default_rng(0)
+    hit = 0
+    for _ in range(100):
+        values = (rng.random(200) < 0.3).astype(float)
+        _, drawn = bootstrap(values, np.ones(200), SCORE)
+        low, high = np.percentile(drawn, (2.5, 97.5))
+        hit += low <= 0.3 <= high
+    assert 88 <= hit <= 100
+    perplexity = Measure("perplexity", "nll", "tokens", exponential=True)
+    value, drawn = bootstrap(np.array([2.0, 6.0]), np.array([2.0, 2.0]), perplexity)
+    assert value == pytest.approx(np.exp(2)) and drawn.min() == pytest.approx(np.exp(1))
+
+
+def test_batches_hold_one_task_and_length() -> None:
+    def sample(task: str, index: int) -> Sample:
+        return Sample(task, 8, index, (1, 2), ("x",), 1, found_share)
+
+    groups = list(generation._groups([*(sample("a", i) for i in range(3)), sample("b", 0)], 2))
+    assert [[(s.task, s.index) for s in g] for g in groups] == [[("a", 0), ("a", 1)], [("a", 2)], [("b", 0)]]

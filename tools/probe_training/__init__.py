@@ -1,0 +1,1 @@
+"""What ``tools/train_probe.py`` is made of."""
