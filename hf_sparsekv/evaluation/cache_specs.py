@@ -10,8 +10,8 @@ from pathlib import Path
 
 import yaml
 
-from ..cache import OffloadedSparseCache, SparseCache
-from ..config import OffloadConfig, TwoLevelConfig
+from ..cache import OffloadedSparseCache, ProgressiveCache, SparseCache
+from ..config import OffloadConfig, ProgressiveConfig, TwoLevelConfig
 from .reference_policies import OracleCache, RandomCache, ReferenceConfig
 
 
@@ -37,6 +37,7 @@ METHODS: dict[str, Method] = {
     "two_level": Method(OffloadedSparseCache, TwoLevelConfig, "blocks by bounds, tokens by labels (AsyncTLS)"),
     "block_only": Method(OffloadedSparseCache, TwoLevelConfig, "level=block (Quest)", {"level": "block"}),
     "token_only": Method(OffloadedSparseCache, TwoLevelConfig, "level=token (Double Sparsity)", {"level": "token"}),
+    "progressive": Method(ProgressiveCache, ProgressiveConfig, "blocks until a share of the mass is covered (PSA)"),
     "oracle": Method(OracleCache, ReferenceConfig, "reference: the truly best tokens of each KV head"),
     "random": Method(RandomCache, ReferenceConfig, "reference: tokens by chance"),
 }
