@@ -9,6 +9,7 @@ Source: SparseServe, FlashD2H (saving through a staging buffer) and layer-segmen
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -126,8 +127,9 @@ def _join(stream: torch.cuda.Stream, device: torch.device) -> None:
 
     (Inside a capture nothing can be waited for; there a cache could die by another thread only, on another stream.)
     """
-    if not torch.cuda.is_current_stream_capturing():
-        torch.cuda.current_stream(device).wait_stream(stream)
+    with contextlib.suppress(RuntimeError):  # an earlier error of the device, which is not ours to report
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(device).wait_stream(stream)
 
 
 def wait(event: torch.cuda.Event, device: torch.device) -> None:
