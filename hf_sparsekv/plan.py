@@ -262,9 +262,9 @@ def plan_memory(
     frames = working_set = 0
     if offload is not None and coarse:
         sealed = (context - config.window - config.max_draft) // size
-        chosen = expected(ahead(bucket(blocks_a_row))) if walks else config.coarse_blocks
+        chosen = expected(ahead(table)) if walks else config.coarse_blocks
         if sealed > (0 if walks else chosen):
-            listed = ahead(bucket(blocks_a_row)) if walks else chosen
+            listed = ahead(table) if walks else chosen
             frames = _frames(fetching, size, chosen, listed, offload, batch, item)
             step = sum(layer.heads * (layer.key_dim + layer.value_dim) for layer in fetching)
             working_set = int(REUSED * batch * chosen * size * step * item)

@@ -92,6 +92,26 @@ def test_blocks_on_their_way(net, late, way):
     assert torch.equal(net.generate(**given, **HOW, past_key_values=two_level(**FULL)), dense(given))
 
 
+def test_a_copy_that_only_reads_its_question(late):
+    """Copies of a cache read a question each and are dropped at once: what they still fetch harms nobody's memory."""
+    net, base = build("llama", "sparsekv").cuda(), two_level(**TIGHT)
+    mine = inputs()
+    with torch.no_grad():
+        net(**mine, past_key_values=base)
+        for seed in range(6):
+            question = prompt(2, 40, seed=seed)["input_ids"].cuda()
+            mask = torch.cat((mine["attention_mask"], torch.ones_like(question)), 1)
+            copied = copy.deepcopy(base)
+            net(question, attention_mask=mask, past_key_values=copied)
+            pools = [pool for pool in copied.frames.pools.values() if pool is not None]
+            sizes = [pool.frames.nbytes for pool in pools]
+            assert pools
+            del copied, pools
+            held = [torch.zeros(size, dtype=torch.uint8, device="cuda") for size in sizes for _ in range(4)]
+            torch.cuda.synchronize()
+            assert not any(bool(there.any()) for there in held)
+
+
 class Raises(StoppingCriteria):
     """Gives up after some tokens."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -16,8 +17,9 @@ from models import build, model, prompt, reference
 from transformers import DynamicCache
 
 from hf_sparsekv import OffloadConfig, SparseCache
-from hf_sparsekv.offload import lanes, pool, store
+from hf_sparsekv.offload import device_pool, lanes, pool, store
 from hf_sparsekv.offload.lanes import Lane
+from hf_sparsekv.selection.two_level import TwoLevelPolicy as two_level_policy
 
 
 class Late:
@@ -91,7 +93,7 @@ def imitate(patch) -> None:
     """Host memory counts as pinned, and what goes there goes by a lazy lane."""
     LazyLane.made.clear()
     patch.setattr(lanes, "Lane", LazyLane)
-    for module in (lanes, store):
+    for module in (lanes, store, device_pool):
         patch.setattr(module, "wait", lambda event, device: event.wait())
     patch.setattr(pool.BlockPool, "direct", property(lambda self: self.host is not None))
 
@@ -218,6 +220,91 @@ def test_an_error_on_the_way(lazy, monkeypatch):
     net, chunks = reference("llama"), chunks_of(ids, 130)
     want = logits(net, DynamicCache(), chunks)
     torch.testing.assert_close(logits(model("llama"), cache, chunks), want, atol=2e-4, rtol=1e-4)
+
+
+def test_layers_change_frames_one_after_the_other(lazy, monkeypatch):
+    """All layers share frames and page tables: what one has left to a lane is done before another goes on elsewhere."""
+    seen, on_lane = [], []
+    behind, mark, original = LazyLane.behind, LazyLane.mark, device_pool.residency
+
+    @contextmanager
+    def noted(self):
+        with behind(self):
+            on_lane.append(self)
+            try:
+                yield
+            finally:
+                on_lane.pop()
+
+    def marked(self):
+        event = mark(self)
+        self.looked = event.at
+        return event
+
+    def residency(*args, **kwargs):
+        if not on_lane:
+            seen.append(all(lane.done >= getattr(lane, "looked", 0) for lane in lazy))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(LazyLane, "behind", noted)
+    monkeypatch.setattr(LazyLane, "mark", marked)
+    monkeypatch.setattr(device_pool, "residency", residency)
+    ids = prompt(2, 180)["input_ids"]
+    cache = two_level(**TIGHT)
+    logits(model("llama"), cache, (ids[:, :150], *ids[:, 150:154].split(1, dim=1), ids[:, 154:157], ids[:, 157:158]))
+    assert len(seen) > 4
+    assert all(seen)
+
+
+def test_a_page_table_grows_after_what_others_change_in_it(lazy):
+    """Another layer's fetch may evict a block of this one, by the address of the table as it was."""
+    ids = prompt(2, 150)["input_ids"]
+    cache = two_level(**TIGHT)
+    logits(model("llama"), cache, (ids,))
+    store = next(layer.store for layer in cache.sparse_layers if layer.store.residents.pool is not None)
+    residents = store.residents
+    late = Late(lazy[0])
+    lazy[0].left.append(lambda: residents.table.fill_(-1))  # everything is evicted
+    lazy[0].given += 1
+    late.at = lazy[0].given
+    residents.pool.beside(late)
+    with store.pool.lock:
+        store.pool._grow(store.pool.capacity + 40)
+    residents.enter(1)
+    assert len(residents.table) == store.pool.capacity
+    assert bool((residents.table == -1).all())
+
+
+def test_memory_that_turns_out_not_to_be_pinnable(lazy, monkeypatch):
+    """After some blocks have gone by a lane, when the pool grows."""
+    ids = prompt(2, 300)["input_ids"]
+    net, cache, stock = reference("llama"), two_level(**FULL), DynamicCache()
+    grow, pinned = pool.BlockPool._grow, [True]
+
+    def fail(self, capacity):
+        grow(self, capacity)
+        pinned[0] = False
+
+    monkeypatch.setattr(pool.BlockPool, "_grow", fail)
+    monkeypatch.setattr(pool.BlockPool, "direct", property(lambda self: self.host is not None and pinned[0]))
+    monkeypatch.setattr(two_level_policy, "looks_ahead", lambda self, store: store.sealed > 0 and self.lag)
+    parts = (ids[:, :100], ids[:, 100:190], *ids[:, 190:200].split(1, dim=1))
+    found = logits(model("llama"), cache, parts)
+    assert not pinned[0]
+    torch.testing.assert_close(found, logits(net, stock, parts), atol=2e-4, rtol=1e-4)
+
+
+def test_a_lane_is_waited_for_when_it_dies(monkeypatch):
+    """Its cache may be gone, and the memory that it still uses given away."""
+    waited = []
+    here = SimpleNamespace(wait_stream=waited.append)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "a stream")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
+    for capturing in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda value=capturing: value)
+        lane = Lane(torch.device("cpu"), 2)
+        del lane
+        assert waited == ([] if capturing else ["a stream"])
 
 
 # ---------------------------------------------------------------------- on a GPU

@@ -122,7 +122,11 @@ def test_device_pool(options):
 
 
 @pytest.mark.parametrize("offload", [None, OffloadConfig(), OffloadConfig(device_pool=0)])
-@pytest.mark.parametrize("kept", [{}, {"metadata": "mean"}, {"bound_tokens": 4, "metadata": "min_max"}], ids=str)
+@pytest.mark.parametrize(
+    "kept",
+    [{}, {"metadata": "mean"}, {"bound_tokens": 4, "metadata": "min_max"}, {"max_length": 5300}],
+    ids=str,
+)
 def test_progressive(offload, kept):
     """The plan is what a progressive cache allocates."""
     config = ProgressiveConfig(block_size=16, window=16, dense_layers=1, threshold=0.6, min_blocks=1, **kept)

@@ -375,14 +375,10 @@ def test_the_cache_takes_its_own_configuration():
     assert ProgressiveCache().config == ProgressiveConfig()
 
 
-def test_a_verifier_that_does_not_report_is_an_error(monkeypatch):
+def test_a_verifier_that_does_not_report_is_an_error():
     """Nobody spins for ever."""
     from hf_sparsekv.selection.host_driven import HostDriven
 
-    class Pinned(torch.Tensor):
-        def is_pinned(self):
-            return True
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(query=lambda: True))
+    idle = SimpleNamespace(query=lambda: True)
     with pytest.raises(RuntimeError, match="did not report"):
-        HostDriven._stopped(torch.zeros(3, dtype=torch.int32).as_subclass(Pinned), 1)
+        HostDriven._stopped(torch.zeros(3, dtype=torch.int32), 1, idle)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..ops.block_copy import BACKENDS, block_copy
 from ..ops.residency import COUNTERS, FREE, WINDOW, FrameState, lookup, residency
 from ..transfer import settings
+from .lanes import wait
 from .lasting import lasting
 
 BOOKKEEPING = 12  # bytes a frame beside its content: owner and stamp
@@ -33,7 +34,7 @@ class DevicePool:
     """Frames for the blocks of all layers, and who lies in them.
 
     A block may be evicted once it has not been chosen in the current step nor in the ``keep`` steps before it. All
-    calls that change frames must run one after the other on one stream.
+    calls that change frames run one after the other: on one stream, or on another one that :meth:`beside` tells of.
 
     Attributes:
         frames: ``[F, B, W]``: a frame holds one block of one KV head of one layer.
@@ -64,6 +65,7 @@ class DevicePool:
         if how == "auto" and settings(self.device).backend == "dma":
             self.how = "dma"
         self._paused = False
+        self._beside: torch.cuda.Event | None = None
         self.state = FrameState.empty(frames, self.device)
         self._lists: dict[int, tuple[Tensor, Tensor]] = {}  # copies and their number, by the entries of a call
 
@@ -98,6 +100,24 @@ class DevicePool:
     def __deepcopy__(self, memo: dict) -> DevicePool:
         return self  # copies of a cache share slots, hence page tables
 
+    # ------------------------------------------------------------------ order
+
+    def beside(self, event: torch.cuda.Event) -> None:
+        """Frames are changed on a stream beside the current one, until ``event``."""
+        self._beside = event
+
+    def settle(self) -> None:
+        """What follows on the current stream finds frames and page tables that nobody else is changing.
+
+        Captured steps do not ask: all layers have been settled before.
+        """
+        if self._beside is None or self._paused:
+            return
+        if self._beside.query():
+            self._beside = None
+        else:
+            wait(self._beside, self.device)
+
     # ------------------------------------------------------------------ layers
 
     @lasting
@@ -117,6 +137,7 @@ class DevicePool:
 
     def forget(self, layer: int, slots: Tensor) -> None:
         """The layer's ``slots`` (int ``[n]``, no -1) hold other blocks from now on. Nothing synchronises."""
+        self.settle()
         table, state = self.resident(layer), self.state
         slots = slots.to(self.device).long()
         frame = table[slots].flatten().long()
@@ -130,6 +151,7 @@ class DevicePool:
 
     def drop_all(self) -> None:
         """Nothing lies in any frame; page tables, counters and step count start anew."""
+        self.settle()
         state = self.state
         for table in state.page_tables:
             table.fill_(-1)
@@ -143,6 +165,7 @@ class DevicePool:
 
     def advance(self) -> None:
         """The next step begins. Does nothing while the pool is paused."""
+        self.settle()
         self.state.now += self.state.enabled
 
     def fetch(
@@ -162,6 +185,7 @@ class DevicePool:
         """
         if kv.shape[1] != self.resident(layer).shape[1]:
             raise ValueError(f"kv has {kv.shape[1]} KV heads, the page table {self.resident(layer).shape[1]}")
+        self.settle()
         copies, n_copies = self._list(block_ids)
         places, _, _ = residency(
             block_ids, slots, self.state, layer, keep, self.window, places=out, copies=copies, n_copies=n_copies
@@ -195,6 +219,7 @@ class DevicePool:
         For a capture and its trial run: there is nothing to be put back afterwards, and no frame is overwritten
         whose block somebody still counts on. It must neither begin nor end inside a capture.
         """
+        self.settle()
         self.state.enabled.zero_()
         self._paused = True
         try:

@@ -122,6 +122,7 @@ class Residents:
             self._number = pool.add_layer(table)
             self.pool, self.table = pool, table
         elif len(self.table) < self.blocks.capacity:
+            self.pool.settle()  # whoever evicts a block of this layer writes into its table
             grown = self._new_table()
             grown[: len(self.table)] = self.table
             self.table = grown

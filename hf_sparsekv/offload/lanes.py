@@ -9,6 +9,8 @@ Source: SparseServe, FlashD2H (saving through a staging buffer) and layer-segmen
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
@@ -33,6 +35,7 @@ class Lane:
         self._buffers: list[Tensor | None] = [None] * buffers
         self._done: list[torch.cuda.Event | None] = [None] * buffers
         self._at = -1
+        weakref.finalize(self, _join, self.stream, device).atexit = False
 
     @lasting
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -117,6 +120,16 @@ class Lanes:
         self._ahead = None
         for lane in (*self._out.values(), *self._back.values()):
             lane.release()
+
+
+def _join(stream: torch.cuda.Stream, device: torch.device) -> None:
+    """A lane has died, and with it perhaps its cache: what gets that memory next comes after what the lane still does.
+
+    (Inside a capture nothing can be waited for; there a cache could die by another thread only, on another stream.)
+    """
+    with contextlib.suppress(RuntimeError):  # an earlier error of the device, which is not ours to report
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(device).wait_stream(stream)
 
 
 def wait(event: torch.cuda.Event, device: torch.device) -> None:

@@ -166,11 +166,16 @@ class LayerStore(Sealing):
             yield query
             return
         query = query.clone()  # of a view into the prompt's queries, which would be kept alive
-        with self.lane.behind():
-            yield query
-            self._saved = self.lane.mark()
-        if query.is_cuda:
-            query.record_stream(self.lane.stream)
+        lane = self.lanes.out(self.device)  # though memory may have turned out since that cannot be pinned
+        with lane.behind():
+            try:
+                yield query
+            finally:
+                self._saved = lane.mark()
+                if query.is_cuda:
+                    query.record_stream(lane.stream)
+                if self.residents is not None and self.residents.pool is not None:
+                    self.residents.pool.beside(self._saved)  # other layers share it
 
     def forget(self, slots: Tensor) -> None:
         """The pool gives these slots to other blocks; nobody has named them for a while."""

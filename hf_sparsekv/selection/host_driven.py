@@ -27,6 +27,13 @@ def _loader(device: torch.device) -> tuple[torch.cuda.Stream, ThreadPoolExecutor
     return torch.cuda.Stream(device), ThreadPoolExecutor(1, thread_name_prefix="sparsekv-load")
 
 
+def _arrived(loading: Future, stream: torch.cuda.Stream | None) -> None:
+    """What ``stream`` does from here on comes after this load."""
+    event = loading.result()
+    if event is not None:
+        stream.wait_event(event)
+
+
 class HostDriven:
     """Runs walks micro-batch by micro-batch.
 
@@ -48,30 +55,32 @@ class HostDriven:
         if self._done is None or len(self._done) != batch * heads:
             self._done = torch.zeros(batch * heads, dtype=torch.int32, pin_memory=cuda)
         done = self._done
+        # Of the layer's device, which need not be the current one.
+        stream = torch.cuda.current_stream(walk.q.device) if cuda else None
         walk.state.limits[0] = 0
         walk.state.limits[1] = self.m
         loads = self._loads(walk, store)
         count = max(1, -(-n // self.m))
         loading = loads(0) if loads else None
-        for i in range(count):
+        try:
+            for i in range(count):
+                if loading is not None:
+                    _arrived(loading, stream)
+                self._number += 1
+                walk.attend(near=i == 0)
+                walk.verify(step=self.m, last=i + 1 == count, done=done, number=self._number)
+                if loads and i + 1 < count:
+                    loading = loads(i + 1)
+                # What the one before has found, while this one runs; without a GPU this one itself.
+                if (i or not cuda) and self._stopped(done, self._number - cuda, stream):
+                    break
+        finally:
             if loading is not None:
-                event = loading.result()
-                if event is not None:
-                    torch.cuda.current_stream().wait_event(event)
-            self._number += 1
-            walk.attend(near=i == 0)
-            walk.verify(step=self.m, last=i + 1 == count, done=done, number=self._number)
-            if loads and i + 1 < count:
-                loading = loads(i + 1)
-            # What the one before has found, while this one runs; without a GPU this one itself.
-            if (i or not cuda) and self._stopped(done, self._number - cuda):
-                break
-        if loading is not None and (event := loading.result()) is not None:
-            torch.cuda.current_stream().wait_event(event)  # its frames are in order before they are given away
+                _arrived(loading, stream)  # its frames and lists are in order before they are given away
         return walk.merge()
 
     @staticmethod
-    def _stopped(done: Tensor, number: int) -> bool:
+    def _stopped(done: Tensor, number: int, stream: torch.cuda.Stream | None) -> bool:
         """Whether all rows have stopped by micro-batch ``number``; waits until it is known.
 
         Raises:
@@ -82,7 +91,7 @@ class HostDriven:
         while (abs(seen) < number).any():  # microseconds: the kernel is writing it
             if over:
                 raise RuntimeError("the verifier did not report: this step's attention is incomplete")
-            over = done.is_pinned() and torch.cuda.current_stream().query()
+            over = stream is not None and stream.query()
         return bool((seen < 0).all())
 
     def _loads(self, walk: Walk, store: LayerStore) -> Callable[[int], Future] | None:
@@ -94,6 +103,7 @@ class HostDriven:
         never = torch.full((1,), NEVER, dtype=torch.int32, device=walk.q.device)
         walk.frames, walk.places = pool.frames, residents.find(walk.ids, table, never)  # all in host memory as yet
         stream, thread = _loader(walk.q.device) if walk.q.is_cuda else (None, None)
+        inference = torch.is_inference_mode_enabled()  # a mode of this thread, and of the tensors made in it
 
         def load(i: int) -> None:
             span = slice(i * self.m, (i + 1) * self.m)
@@ -106,14 +116,14 @@ class HostDriven:
             at.copy_(torch.where(wanted >= 0, places, at))
 
         def on_stream(i: int) -> torch.cuda.Event:
-            with torch.no_grad(), torch.cuda.stream(stream):
+            with torch.inference_mode(inference), torch.no_grad(), torch.cuda.stream(stream):
                 load(i)
                 return stream.record_event()
 
         def begin(i: int) -> Future:
             if stream is not None:
                 if i == 0:
-                    stream.wait_stream(torch.cuda.current_stream())
+                    stream.wait_stream(torch.cuda.current_stream(walk.q.device))
                 return thread.submit(on_stream, i)
             found: Future = Future()
             load(i)

@@ -36,12 +36,13 @@ class ProgressivePolicy(Policy):
         self.metadata = BlockMetadata(config)
         self.host = HostDriven(config.micro_batch) if config.execution == "host" else None
         self.state: WalkState | None = None
+        self._since: Tensor | None = None
+        self._spec: AttentionSpec | None = None  # stays: replays of an earlier capture do not tell it anew
         self.reset()
 
     def reset(self) -> None:
         self.placed = False  # the last step has brought blocks to the device
         self._walked = False  # the state's chosen blocks are those of this step
-        self._spec: AttentionSpec | None = None
         self._audited = (0, 0.0, 1.0, 0.0)  # walks, their masses, the least, their estimates
         if self.state is not None:
             self.state.totals.zero_()
@@ -233,8 +234,8 @@ class ProgressivePolicy(Policy):
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        tensors = () if self.state is None else self.state.tensors().values()
-        return tuple(t.data_ptr() for t in tensors)
+        tensors = () if self.state is None else (*self.state.tensors().values(), self._since)
+        return tuple(0 if t is None else t.data_ptr() for t in tensors)
 
     def save(self) -> dict:
         since = None if self._since is None else self._since.clone()
