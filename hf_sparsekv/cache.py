@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,9 +30,6 @@ from .selection.base import Policy
 from .selection.progressive import ProgressivePolicy
 from .selection.two_level import TwoLevelPolicy
 from .stats import CacheStats, collect
-
-if TYPE_CHECKING:
-    pass
 
 
 class SparseCache(Cache):
@@ -249,7 +246,7 @@ class SparseCache(Cache):
         cls,
         path: str | PathLike[str],
         config: SparseConfig | None = None,
-        offload: OffloadConfig | None = OffloadConfig(),  # noqa: B008 (frozen)
+        offload: OffloadConfig | Literal["default"] | None = "default",
         model_config=None,
         device: torch.device | str | None = None,
     ) -> SparseCache:
@@ -259,7 +256,8 @@ class SparseCache(Cache):
             config: ``None`` takes the saved one. Another may differ in what only later steps depend on
                 (``token_budget``, ``num_blocks``, ``lag``, ``dense_below``, ``max_length``, the reduces, and most of
                 a :class:`ProgressiveConfig`).
-            offload: as in the constructor, whatever it was when the cache was saved.
+            offload: as in the constructor, whatever it was when the cache was saved. ``"default"``: what the
+                constructor of the saved cache's class does.
             model_config: the model's configuration, to be compared with the saved model's. Needed for models with
                 sliding-window layers.
             device: the model's device. ``None`` means that of each layer when it was saved.

@@ -183,10 +183,7 @@ class SparseLayer(Owned, CacheLayerMixin):
 
     @torch.no_grad()
     def _look_ahead(self, query: Tensor) -> None:
-        """A prompt, or a piece of it, is cached: prepare the first decode step, which its last query stands for.
-
-        Ends the forward pass if this is the last layer.
-        """
+        """A prompt, or a piece of it, is cached: prepare the first decode step, which its last query stands for."""
         policy, store, last = self.policy, self.store, query[:, :, -1]
         if policy.looks_ahead(store):
             policy.prepare(store)
@@ -194,6 +191,10 @@ class SparseLayer(Owned, CacheLayerMixin):
                 policy.look_ahead(last, store)
         else:
             policy.look_ahead(last, store)
+        self._end()
+
+    def _end(self) -> None:
+        """The last layer ends a forward pass of several tokens: nobody needs the lanes' buffers any more."""
         if self is self.owner.sparse_layers[-1]:
             self.owner.lanes.release()
 
@@ -295,6 +296,7 @@ class SparseLayer(Owned, CacheLayerMixin):
                 self.policy.observe(step.k, step.k, None, self.store)
                 self.store.extend(step.k.detach(), step.v.detach(), None, self.policy)
             self._committed(step)
+            self._end()
             self.store.counters.materialised += 1
         if step.past == 0:
             key, value = step.k, step.v

@@ -7,10 +7,12 @@ elsewhere then selects by the very same numbers.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -164,7 +166,7 @@ def load_cache(
     kind: type[SparseCache],
     path: str | os.PathLike[str],
     config: SparseConfig | None,
-    offload: OffloadConfig | None,
+    offload: OffloadConfig | Literal["default"] | None,
     model_config,
     device: torch.device | str | None,
 ) -> SparseCache:
@@ -174,6 +176,8 @@ def load_cache(
         made = next((known for known in KINDS if known.__name__ == state["cache"]), None)
         if made is None or not issubclass(made, kind):
             raise ValueError(f"{path} holds a {state['cache']}, which {kind.__name__}.load() cannot make")
+        if offload == "default":
+            offload = inspect.signature(made).parameters["offload"].default
         cache = _empty(made, file, config, offload)
         _bind(cache, file, model_config)
         for index, (layer, record) in enumerate(zip(cache.layers, file.layers)):

@@ -6,6 +6,7 @@ Without a GPU lanes are imitated: what is given to one happens only when somebod
 from __future__ import annotations
 
 import copy
+import warnings
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import ClassVar
@@ -146,6 +147,17 @@ def test_selections_do_not_depend_on_lanes(pads):
             )
             assert cache.stats().sparse_calls > 0
     assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("attn", ["sparsekv", "eager"])
+def test_buffers_are_given_back(lazy, attn):
+    """After each prompt; also where another attention implementation reads the keys, and nothing is selected."""
+    net, cache = build("llama", attn), two_level(**FULL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the bypass
+        logits(net, cache, prompt(2, 200)["input_ids"].split([90, 110], dim=1))
+    assert any(lane.given for lane in lazy)
+    assert all(buffer is None for lane in lazy for buffer in lane.buffers)
 
 
 def test_changes_between(lazy, tmp_path):

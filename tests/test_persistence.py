@@ -14,7 +14,7 @@ from models import build, model, prompt, reference
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from hf_sparsekv import OffloadConfig, OffloadedSparseCache, SparseCache, TwoLevelConfig
+from hf_sparsekv import OffloadConfig, OffloadedSparseCache, ProgressiveCache, SparseCache, TwoLevelConfig
 from hf_sparsekv.layer import SparseLayer
 from hf_sparsekv.predictor.channels import calibrate
 
@@ -394,3 +394,14 @@ def test_default_config_is_the_saved_one(path):
     loaded = OffloadedSparseCache.load(path)
     assert loaded.config == two_level(**TIGHT).config != TwoLevelConfig()
     assert str(loaded).startswith("OffloadedSparseCache(130 tokens on host")
+
+
+def test_default_place_is_the_constructors(path, tmp_path):
+    """Each class has its own: two-level caches offload, progressive ones stay on the device."""
+    assert SparseCache.load(path).offload_config == OffloadConfig() == OffloadedSparseCache().offload_config
+    cache = CACHES["progressive"]()
+    feed(cache, prompt(1, 90)["input_ids"])
+    cache.save(tmp_path / "progressive")
+    for kind in (SparseCache, ProgressiveCache):
+        assert kind.load(tmp_path / "progressive").offload_config is None
+    assert SparseCache.load(tmp_path / "progressive", offload=OffloadConfig()).offload_config is not None
