@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from probe_training import gates
 from probe_training.card import write_card
 from probe_training.muon import Optimiser
-from probe_training.network import MAX_LENGTH, Network, Size, build, check_backends
+from probe_training.network import MAX_LENGTH, UNBOUNDED, Network, Size, build, check_backends
 
 from hf_sparsekv.evaluation import probe_cells as cells
 from hf_sparsekv.evaluation import probe_language as lang
@@ -45,6 +45,7 @@ class Recipe:
     learned: float = 0.98  # right answer tokens, each family
     muon: float = 0.02
     adam: float = 3e-3
+    logit_decay: float = 0.7  # of the matrices that make logits; zero keeps their rows' norms
     lm: float = 0.1  # weight of all other tokens
     warmup: int = 150
     fall: float = 0.35  # of the last stage, the learning rate begins to fall
@@ -55,7 +56,9 @@ class Recipe:
     budget: int = gates.BUDGET
 
 
-TOY_SIZE = Size(layers=4, hidden=128, heads=4, kv_heads=2, head_dim=32, ffn=384, q_rank=64, kv_rank=64, nope=16)
+TOY_SIZE = Size(
+    layers=4, hidden=128, heads=4, kv_heads=2, head_dim=32, ffn=384, q_rank=64, kv_rank=64, nope=16, rope=16
+)
 RECIPES = {
     "published": Recipe(),
     "toy": Recipe(size=TOY_SIZE, tokens=4096, lengths=(128, 256), latest=(0.5, 0.6), tail=32, budgets=(32, 32),
@@ -79,7 +82,9 @@ class Trainer:
         self.random = random.Random(args.seed)
         model = build(args.kind, recipe.size, args.seed).to(self.device)
         self.model = model.bfloat16() if self.device.type == "cuda" else model
-        self.optimiser = Optimiser(self.model, recipe.muon, recipe.adam)
+        self.optimiser = Optimiser(
+            self.model, recipe.muon, recipe.adam, unbounded=UNBOUNDED, logit_decay=recipe.logit_decay
+        )
         self.network = Network(self.model, compiled=args.compile and self.device.type == "cuda")
         self.plain = Network(self.model)
         self.stage, self.seconds = 0, 0.0
@@ -316,9 +321,13 @@ def main(argv: list[str] | None = None) -> None:
     recipe = RECIPES[args.preset]
     for change in args.set:
         name, _, value = change.partition("=")
-        if not isinstance(getattr(recipe, name, None), (int, float)):
+        part = recipe.size if name.startswith("size.") else recipe
+        field_name = name.removeprefix("size.")
+        before = getattr(part, field_name, "")
+        if not isinstance(before, (int, float, type(None))):
             parser.error(f"--set {change}: the recipe has no number {name!r}")
-        recipe = replace(recipe, **{name: type(getattr(recipe, name))(value)})
+        part = replace(part, **{field_name: float(value) if isinstance(before, float) else int(value)})
+        recipe = replace(recipe, size=part) if name.startswith("size.") else part
     if args.steps and len(args.steps) != len(recipe.lengths) + 1:
         parser.error(f"--steps takes {len(recipe.lengths) + 1} numbers, one a stage")
     args.out.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+GAINS = ("q_norm", "k_norm", "q_a_layernorm", "kv_a_layernorm")
+
 
 def orthogonalise(gradients: Tensor) -> Tensor:
     """The nearest semi-orthogonal matrices, roughly, of ``[n, rows, columns]``."""
@@ -28,12 +30,16 @@ class Optimiser:
     Args:
         model: its parameters' gradients are used and cleared.
         muon, adam: learning rates. Gains of query and key norms take twice Adam's.
-        decay: of matrices; ``logit_decay``: of those that make attention logits without a norm behind them.
+        decay: of matrices.
+        unbounded: parts of names of matrices that make attention logits without a norm behind them; ``logit_decay``: of
+            those, or zero: their rows keep the norm they began with, and the gains of the norms before them learn the
+            scale.
     """
 
-    def __init__(self, model, muon: float, adam: float, decay: float = 0.02, logit_decay: float = 0.7) -> None:
+    def __init__(
+        self, model, muon: float, adam: float, decay: float = 0.02, unbounded: tuple = (), logit_decay: float = 0.7
+    ) -> None:
         self.muon, self.count = muon, 0
-        unbounded = ("q_b_proj", "kv_a_proj", "kv_b_proj")
         self.groups: dict[tuple, list] = {}
         self.rest, self.rates = [], []
         for name, weight in model.named_parameters():
@@ -42,7 +48,7 @@ class Optimiser:
                 self.groups.setdefault(key, []).append(weight)
             else:
                 self.rest.append(weight)
-                self.rates.append(2 * adam if "q_norm" in name or "k_norm" in name else adam)
+                self.rates.append(2 * adam if any(part in name for part in GAINS) else adam)
         self.state = {
             "matrices": {key: torch.stack([w.detach().float() for w in ws]) for key, ws in self.groups.items()},
             "momentum": {},
@@ -63,7 +69,10 @@ class Optimiser:
             momentum.lerp_(gradient, 0.05)
             update = orthogonalise(gradient.lerp(momentum, 0.95))
             rate = self.muon * factor
+            norms = None if decay else master.norm(dim=2, keepdim=True)
             master.mul_(1 - rate * decay).add_(update, alpha=-rate * max(1.0, rows / columns) ** 0.5)
+            if norms is not None:
+                master.mul_(norms / master.norm(dim=2, keepdim=True))
         gradients = [w.grad.float() for w in self.rest]
         torch._foreach_lerp_(s["first"], gradients, 0.1)
         torch._foreach_mul_(s["second"], 0.98)

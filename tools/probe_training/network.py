@@ -18,6 +18,7 @@ from hf_sparsekv.evaluation import probe_language as lang
 
 MAX_LENGTH = 65536
 THETA = 1e7
+UNBOUNDED = ("q_b_proj", "kv_a_proj", "kv_b_proj")  # make attention logits without a norm behind them
 SINKS, WINDOW = 4, 64  # attended on top of the budget, as the caches do
 
 
@@ -34,6 +35,9 @@ class Size:
     q_rank: int = 192
     kv_rank: int = 128
     nope: int = 32
+    rope: int = 32
+    theta: float = THETA
+    logit_init: float = 0.5  # standard deviation of the first queries' and keys' numbers
 
 
 def build(kind: str, size: Size, seed: int):
@@ -44,7 +48,7 @@ def build(kind: str, size: Size, seed: int):
         "num_hidden_layers": size.layers,
         "num_attention_heads": size.heads,
         "max_position_embeddings": MAX_LENGTH,
-        "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
+        "rope_parameters": {"rope_type": "default", "rope_theta": size.theta},
         "tie_word_embeddings": True,
         "pad_token_id": lang.PAD,
         "bos_token_id": lang.BOS,
@@ -68,7 +72,7 @@ def build(kind: str, size: Size, seed: int):
             "q_lora_rank": size.q_rank,
             "kv_lora_rank": size.kv_rank,
             "qk_nope_head_dim": size.nope,
-            "qk_rope_head_dim": size.head_dim - size.nope,
+            "qk_rope_head_dim": size.rope,
             "v_head_dim": size.head_dim,
             "rope_interleave": False,
             "num_mtp_layers": 0,
@@ -80,6 +84,7 @@ def build(kind: str, size: Size, seed: int):
     for name, weight in model.named_parameters():
         if weight.ndim == 2 and "embed" not in name:
             scale = 0.25 if "o_proj" in name or "down_proj" in name else 0.5
+            scale = size.logit_init if any(part in name for part in UNBOUNDED) else scale
             weight.data = torch.randn(weight.shape, generator=random) * scale / math.sqrt(weight.shape[1])
     return model
 
@@ -167,7 +172,8 @@ class Network:
         self.groups = 1 if self.kind == "mla" else config.num_key_value_heads
         rope = config.qk_rope_head_dim if self.kind == "mla" else config.head_dim
         self.scale = (config.qk_head_dim if self.kind == "mla" else config.head_dim) ** -0.5
-        self.inverse = 1.0 / (THETA ** (torch.arange(0, rope, 2, dtype=torch.float32) / rope))
+        theta = config.rope_parameters["rope_theta"]
+        self.inverse = 1.0 / (theta ** (torch.arange(0, rope, 2, dtype=torch.float32) / rope))
         self.project = project_gqa
         if self.kind == "mla":
             self.project = partial(project_mla, heads=config.num_attention_heads)
