@@ -41,6 +41,8 @@ class SparseLayer(Owned, CacheLayerMixin):
     def __deepcopy__(self, memo: dict) -> SparseLayer:
         new = object.__new__(SparseLayer)
         memo[id(self)] = new
+        if self.store is not None:
+            self.store.settle()  # a stream beside this one may still be choosing blocks
         new.index, new.broken, new.policy = self.index, self.broken, self.policy.copy()
         new.pending = new.replay = new.query = None
         clock = copy.deepcopy(self.owner.clock, memo)
@@ -340,9 +342,9 @@ class SparseLayer(Owned, CacheLayerMixin):
 
     def reset(self) -> None:
         self.broken = self.pending = None
-        self.policy.reset()
         if self.store is not None:
-            self.store.reset()
+            self.store.reset()  # which waits for what is still being chosen, too
+        self.policy.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens. (A positive number, transformers' older form: keep as many.)"""

@@ -92,6 +92,20 @@ def test_blocks_on_their_way(net, late, way):
     assert torch.equal(net.generate(**given, **HOW, past_key_values=two_level(**FULL)), dense(given))
 
 
+def test_a_copy_chooses_what_its_original_does(net, late):
+    """Copied while the first step's blocks are still being chosen."""
+    for seed in range(3):
+        ids, cache = prompt(2, 500, seed=seed)["input_ids"].cuda(), two_level(**TIGHT)
+        with torch.no_grad():
+            net(ids, past_key_values=cache)
+            twin = copy.deepcopy(cache)
+            found, want = (
+                torch.cat([net(token, past_key_values=each).logits.clone() for token in ids[:, :8].split(1, 1)], 1)
+                for each in (twin, cache)
+            )
+        torch.testing.assert_close(found, want, atol=1e-3, rtol=1e-3)
+
+
 def test_a_copy_that_only_reads_its_question(late):
     """Copies of a cache read a question each and are dropped at once: what they still fetch harms nobody's memory."""
     net, base = build("llama", "sparsekv").cuda(), two_level(**TIGHT)

@@ -55,6 +55,7 @@ def grown(budget, sizes=(16, 16, 40, 100)):
     blocks = make_pool(budget, device=GPU, slot=SLOT, dtype=torch.bfloat16)
     for n in sizes:
         fill(blocks, n)
+    torch.cuda.synchronize()  # a kernel writes; tests read on the host
     assert len(blocks._arena.borders) > 2
     return blocks
 

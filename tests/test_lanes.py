@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import ClassVar
@@ -319,23 +320,47 @@ def test_a_lane_is_waited_for_when_it_dies(monkeypatch):
         assert waited == ([] if capturing else ["a stream"])
 
 
+@pytest.mark.parametrize("way", ["copied", "reset", "reordered"])
+def test_what_is_being_chosen_is_waited_for(lazy, monkeypatch, way):
+    """The blocks of the first step are chosen beside the computation: whoever copies or changes them comes after."""
+    cache, checked = two_level(**TIGHT), []
+    with torch.no_grad():
+        model("llama")(prompt(2, 300)["input_ids"], past_key_values=cache)
+    assert cache.layers[-1].policy.previous is not None and lazy[0].done < lazy[0].given
+    name = {"copied": "copy", "reset": "reset", "reordered": "map_rows"}[way]
+    method = getattr(two_level_policy, name)
+
+    def arrived(self, *args):
+        checked.append(all(lane.done == lane.given for lane in lazy))
+        return method(self, *args)
+
+    monkeypatch.setattr(two_level_policy, name, arrived)
+    if way == "copied":
+        copy.deepcopy(cache)
+    elif way == "reset":
+        cache.reset()
+    else:
+        cache.reorder_cache(torch.tensor([1, 0]))
+    assert checked[-1]
+
+
 # ---------------------------------------------------------------------- on a GPU
 
 
 def slow(lane: Lane, cycles: int) -> None:
-    """Everything on this lane begins late."""
-    run, behind = lane.run, lane.behind
+    """Everything on this lane begins late. (It must still die as soon as its cache does: no reference to itself.)"""
+    this = weakref.ref(lane)
 
     def late_run(work):
         def wait_and_work():
             torch.cuda._sleep(cycles)
             work()
 
-        return run(wait_and_work)
+        return Lane.run(this(), wait_and_work)
 
     @contextmanager
     def late_behind():
-        with behind():
+        with Lane.behind(this()):
             torch.cuda._sleep(cycles)
             yield
 

@@ -90,14 +90,17 @@ class Stress:
         getattr(self, act)(name, net, inputs, how)
 
     @torch.no_grad()
-    def equal(self, name, inputs, found, want, beams: bool = False) -> None:
+    def equal(self, name, inputs, found, want, beams: dict | None = None) -> None:
         """The same text; or where they part, a next token (of a beam search, a text) that is no less likely.
 
         Judged by the dense model over the whole text at once. Its own generate() is at times the worse one: sdpa with a
-        padding mask and one KV head, at 257 tokens in float32, on an H200 with torch 2.11.
+        padding mask and one KV head, at 257 tokens in float32, on an H200 with torch 2.11. A beam search that rounding
+        has turned over may end anywhere, so transformers' eager attention is a second opinion.
         """
         assert found.shape == want.shape, (found.shape, want.shape)
-        begin = inputs["input_ids"].shape[1]
+        begin, second = inputs["input_ids"].shape[1], None
+        if beams and not torch.equal(found, want):
+            second = build(name, "eager").to(self.device).generate(**inputs, **beams)
         for row in (found != want).any(1).nonzero().flatten().tolist():
             mask = torch.ones_like(want)
             mask[:, :begin] = inputs["attention_mask"]
@@ -108,7 +111,7 @@ class Stress:
             else:
                 at = int((both[0] != both[1]).nonzero()[0])
                 scores = logits[1, at - 1, both[:, at]]
-            if float(scores[0] - scores[1]) < -TIE:
+            if float(scores[0] - scores[1]) < -TIE and not (beams and torch.equal(both[0], second[row])):
                 raise AssertionError(f"row {row}: log-probabilities {scores.tolist()} of {both[:, begin:].tolist()}")
             self.done["tie"] += 1
 
@@ -135,7 +138,7 @@ class Stress:
         how = {**how, "num_beams": 3}
         how.pop("prefill_chunk_size", None)
         found = net.generate(**inputs, **how, past_key_values=self.cache(**FULL))
-        self.equal(name, inputs, found, self.dense[name].generate(**inputs, **how), beams=True)
+        self.equal(name, inputs, found, self.dense[name].generate(**inputs, **how), beams=how)
 
     def stop(self, name, net, inputs, how) -> None:
         """An exception in mid-answer; then the same cache again."""
