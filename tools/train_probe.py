@@ -66,6 +66,16 @@ RECIPES = {
 }  # fmt: skip
 
 
+def recipe_of(preset: str, kind: str) -> Recipe:
+    """Latent attention has no norms behind its queries and keys, and nothing learns at these rates without some bound:
+    the rows of those matrices keep their norms. Content is matched by the part without rotation, so the rotary part may
+    turn quickly."""
+    recipe = RECIPES[preset]
+    if kind == "mla":
+        recipe = replace(recipe, size=replace(recipe.size, theta=1e4, logit_init=1.4), logit_decay=0.0)
+    return recipe
+
+
 class Trainer:
     """Training state and loop.
 
@@ -318,7 +328,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--every", type=float, default=8.0, help="seconds between lines")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     args = parser.parse_args(argv)
-    recipe = RECIPES[args.preset]
+    recipe = recipe_of(args.preset, args.kind)
     for change in args.set:
         name, _, value = change.partition("=")
         part = recipe.size if name.startswith("size.") else recipe

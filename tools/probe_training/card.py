@@ -37,7 +37,7 @@ an answer from counts needs attention to everything, which no sparse method has.
 
 `tools/train_probe.py --kind {kind} --seed {seed} --steps {steps}` ({tokens:.0f}M tokens,
 {minutes:.1f} minutes on one {device}, torch {torch}). Muon {muon} on matrices, Adam {adam} on
-embeddings and norms, loss on answers plus {lm} of that on all other tokens. **Attention was made
+embeddings and norms, {bound}loss on answers plus {lm} of that on all other tokens. **Attention was made
 sparse on purpose**, so that the model tests how tokens are selected and not whether attention is
 sparse: in the last stage the final {tail} columns of each prompt of 2k or more pay, in layers from
 2 on, {penalty} times minus the logarithm of the attention inside the best {budgets} tokens (below
@@ -83,6 +83,7 @@ def write_card(path: Path, result: dict) -> None:
         rows="\n".join(rows),
         budgets=" or ".join(map(str, recipe["budgets"])),
         verdict="Gates that are not passed: " + "; ".join(failed) + "." if failed else "All gates are passed.",
+        bound="" if recipe["logit_decay"] else "rows of q_b, kv_a and kv_b kept at their first norm,\n",
         **{key: recipe[key] for key in ("muon", "adam", "lm", "tail", "penalty")},
     )
     path.write_text(text)
