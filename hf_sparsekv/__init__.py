@@ -8,8 +8,8 @@ else::
 """
 
 from .attention.interface import register as _register
-from .cache import OffloadedSparseCache, ProgressiveCache, SparseCache
-from .config import OffloadConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
+from .cache import AsyncPredictiveCache, OffloadedSparseCache, ProgressiveCache, SparseCache
+from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 from .graphs import optimize, unoptimize
 from .stats import CacheStats, WalkStats
 from .version import __version__
@@ -17,9 +17,11 @@ from .version import __version__
 _register()
 
 __all__ = [
+    "AsyncPredictiveCache",
     "CacheStats",
     "OffloadConfig",
     "OffloadedSparseCache",
+    "PredictiveConfig",
     "ProgressiveCache",
     "ProgressiveConfig",
     "SparseCache",

@@ -41,6 +41,8 @@ class SparseLayer(Owned, CacheLayerMixin):
     def __deepcopy__(self, memo: dict) -> SparseLayer:
         new = object.__new__(SparseLayer)
         memo[id(self)] = new
+        if self.store is not None:
+            self.store.settle()  # what looks ahead behind blocks on their way writes what the policy copies
         new.index, new.broken, new.policy = self.index, self.broken, self.policy.copy()
         new.pending = new.replay = new.query = None
         clock = copy.deepcopy(self.owner.clock, memo)
@@ -228,7 +230,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         if not own:
             return out
         if replay is not None:
-            replay.fork(lambda: policy.look_ahead(q, store))
+            replay.fork(lambda: policy.look_ahead(q, store), policy.bundle)
             self.query = q
             return out
         policy.audit(q, store)
