@@ -286,7 +286,7 @@ class PredictiveConfig(SparseConfig):
             :class:`TwoLevelConfig`.
     """
 
-    token_budget: int = 2048
+    token_budget: int = 1024
     predictor: str | Predict = PREDICTOR
     predictor_window: int = WINDOW
     predictor_epsilon: float = EPSILON

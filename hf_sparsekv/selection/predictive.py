@@ -154,6 +154,8 @@ class PredictivePolicy(TwoLevelPolicy):
         self.placed = self._enter(store)
         if self.placed:
             self.packed.update(self.ids, store.pool.kv, store.table)
+            if again:  # a step needs its tokens once, whatever was copied for it
+                self.packed.counters[:1] -= (self.ids >= 0).sum()
         if not again:
             store.count_index(self._index_bytes(store))
 
@@ -257,4 +259,4 @@ def room_for(config: PredictiveConfig) -> int:
 
 def packed_bytes(store: LayerStore, room: int) -> int:
     """Bytes of the copies of one layer's chosen tokens."""
-    return store.batch * store.heads * room * (store.token_bytes + 12)
+    return store.batch * store.heads * room * (store.token_bytes + 12) + 16

@@ -66,6 +66,14 @@ class QueryRing:
         self.first.clamp_min_(length)
         self.count.copy_((self.end - self.first).clamp(0, self.size))
 
+    def load(self, held: Tensor, first: Tensor, length: int) -> None:
+        """Take over what another ring, ``held [batch, Hq, R', D]``, knew at ``length`` columns."""
+        n = min(held.shape[2], length)
+        columns = torch.arange(length - n, length, device=held.device) % held.shape[2]
+        self.first.copy_(first.clamp_min(length - n))
+        self.end = length - n
+        self.store(held[:, :, columns], None, length - n, length)
+
     def clear(self) -> None:
         """Nothing is cached."""
         self.first.zero_()
