@@ -2,8 +2,8 @@
 
     python benchmarks/probes/query_predict.py
 
-bf16, 128 dimensions (Qwen3-8B's 32 query heads) and 576 (absorbed queries of a latent cache, 20 heads); 40 launches in one
-CUDA graph, each on the ring of another layer. Prints medians and quartiles in microseconds.
+bf16; 128 dimensions (Qwen3-8B: 32 query heads), and 576 (absorbed queries of a latent cache, 20 heads). 40 launches in
+one CUDA graph, each on the ring of another layer. Prints medians and quartiles in microseconds.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from .._dispatch import require_dense_rows
 from .._overlap import begin, overlap
 from .reference import TINY
 
-# Dimensions that a warp holds at a time, by bytes of an element. Compiled for sm_90 nothing spills: 114 registers with a
-# window of 16 in bf16, 168 with 32; float32 products are not for tensor cores and want shorter ones.
+# Dimensions that a warp holds at a time, by bytes of an element. Compiled for sm_90 nothing spills in bf16: 114
+# registers for a window of 16, 168 for 32. Tensor cores do not take float32 products, which want shorter chunks.
 CHUNK = {2: 128, 4: 32}
 
 
