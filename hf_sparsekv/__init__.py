@@ -8,9 +8,10 @@ else::
 """
 
 from .attention.interface import register as _register
-from .cache import AsyncPredictiveCache, OffloadedSparseCache, ProgressiveCache, SparseCache
+from .cache import OffloadedSparseCache, ProgressiveCache, SparseCache
 from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 from .graphs import optimize, unoptimize
+from .predictive_cache import AsyncPredictiveCache
 from .stats import CacheStats, WalkStats
 from .version import __version__
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from os import PathLike
 from typing import Literal
 
@@ -19,7 +21,7 @@ from transformers.cache_utils import (
 from .attention.exact import AttentionSpec
 from .attention.handle import Step
 from .attention.masks import new_columns
-from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
+from .config import OffloadConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 from .layer import SparseLayer
 from .offload.frames import FramePools
 from .offload.lanes import Lanes
@@ -27,7 +29,6 @@ from .offload.lasting import DeviceLength
 from .offload.pool import HostBudget
 from .predictor.channels import LabelChannels
 from .selection.base import Policy
-from .selection.predictive import PredictivePolicy
 from .selection.progressive import ProgressivePolicy
 from .selection.two_level import TwoLevelPolicy
 from .stats import CacheStats, collect
@@ -217,6 +218,12 @@ class SparseCache(Cache):
         if self.frames is not None:
             self.frames.reset()
 
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Inside, steps are tried out for a capture: nothing is brought to the device."""
+        with nullcontext() if self.frames is None else self.frames.paused():
+            yield
+
     # ------------------------------------------------------------------ what people ask
 
     def stats(self) -> CacheStats:
@@ -343,49 +350,3 @@ class ProgressiveCache(SparseCache):
         if layer_idx < self.config.dense_layers:
             return Policy(self.config, layer_idx, offloaded and not self.offload_config.keep_dense)
         return ProgressivePolicy(self.config, layer_idx, offloaded)
-
-
-class AsyncPredictiveCache(SparseCache):
-    """Sparse decoding over tokens that were chosen a step before, for a predicted query (AsyncSpade).
-
-    Prefill is exact. Beside each decode step the next step's query is predicted from the latest ones, all tokens in
-    full blocks are scored for it, and the best are handed to the next step, which attends to them, to the sinks and to
-    everything newer.
-
-        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sparsekv")
-        out = model.generate(**inputs, past_key_values=AsyncPredictiveCache(PredictiveConfig(token_budget=2048)))
-
-    Args:
-        config: what to predict and to select, and where.
-        offload: how to offload; ``None`` keeps all KV on the device, unless ``config.cache_rank`` is ``"host"``.
-        model_config: the model's configuration. Needed for models with linear-attention layers only.
-
-    Raises:
-        ValueError: ``config`` and ``offload`` want different places, or the channel file named in ``config`` is missing
-            or of another model.
-    """
-
-    def __init__(
-        self, config: PredictiveConfig | None = None, offload: OffloadConfig | None = None, model_config=None
-    ) -> None:
-        config = PredictiveConfig() if config is None else config
-        if not isinstance(config, PredictiveConfig):
-            raise TypeError(f"config must be a PredictiveConfig, got {type(config).__name__}")
-        if offload is None and config.cache_rank == "host":
-            offload = OffloadConfig()
-        if offload is not None and config.cache_rank == "stream":
-            raise ValueError("cache_rank='stream' keeps all blocks on the device: leave offload out, or cache_rank")
-        if offload is not None and config.scoring == "keys":
-            raise ValueError("scoring='keys' reads all keys in every step: with offload take scoring='labels'")
-        self.channels = None if config.channel_file is None else LabelChannels.load(config.channel_file)
-        super().__init__(config, offload, model_config)
-
-    def check_model(self, text_config) -> None:
-        if self.channels is not None:
-            self.channels.check(text_config)
-
-    def make_policy(self, layer_idx: int) -> Policy:
-        offloaded = self.offload_config is not None
-        if layer_idx < self.config.dense_layers:
-            return Policy(self.config, layer_idx, offloaded and not self.offload_config.keep_dense)
-        return PredictivePolicy(self.config, layer_idx, offloaded, self.channels)

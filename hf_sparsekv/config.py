@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Literal
 
+import torch
+
 from .predictor.query import EPSILON, PREDICTOR, WINDOW, Predict, make_predictor
 
 Reduce = Literal["mean", "max"]
@@ -24,6 +26,13 @@ def _is_int(value: object) -> bool:
 
 def _positive(name: str, value: object) -> None:
     _require(_is_int(value) and value > 0, f"{name} must be a positive integer, got {value!r}")
+
+
+def _is_device(name: object) -> bool:
+    try:
+        return isinstance(name, str) and torch.device(name) is not None
+    except RuntimeError:
+        return False
 
 
 def _not_negative(name: str, value: object) -> None:
@@ -280,7 +289,10 @@ class PredictiveConfig(SparseConfig):
         start_length: attend to everything until so many tokens are cached, and then to the end of the block.
         cache_rank: who chooses and where the blocks live: ``"stream"``, the same GPU, beside its computation;
             ``"host"``, host memory (as with an :class:`OffloadConfig`): the GPU chooses by labels and copies what is
-            newly chosen. ``None``: host memory if the cache has an :class:`OffloadConfig`, else the same GPU.
+            newly chosen; or a second device (``"cuda:1"``), which follows what is cached, chooses, and hands the chosen
+            tokens over. ``None``: host memory if the cache has an :class:`OffloadConfig`, else the same GPU.
+        strict: of a second device, where steps are not captured: wait for a selection that is late, so that runs repeat
+            exactly. Otherwise the one before is used again and counted (``stats().late``), if it knows all full blocks.
         layers_per_pack: layers that begin to choose together in a captured step.
         token_reduce, label_channels, label_bits, channel_file, channel_importance, calibration_tokens: as in
             :class:`TwoLevelConfig`.
@@ -292,7 +304,8 @@ class PredictiveConfig(SparseConfig):
     predictor_epsilon: float = EPSILON
     scoring: Literal["labels", "keys"] = "labels"
     start_length: int = 0
-    cache_rank: Literal["stream", "host"] | None = None
+    cache_rank: str | None = None
+    strict: bool = False
     layers_per_pack: int = 1
     token_reduce: Reduce = "max"
     label_channels: int | None = None
@@ -307,7 +320,11 @@ class PredictiveConfig(SparseConfig):
         make_predictor(self.predictor, self.predictor_window, self.predictor_epsilon)  # which checks them
         _one_of("scoring", self.scoring, ("labels", "keys"))
         _not_negative("start_length", self.start_length)
-        _one_of("cache_rank", self.cache_rank, (None, "stream", "host"))
+        _require(
+            self.cache_rank in (None, "stream", "host") or _is_device(self.cache_rank),
+            f"cache_rank must be 'stream', 'host', a device such as 'cuda:1' or None, got {self.cache_rank!r}",
+        )
+        _require(self.strict in (True, False), f"strict must be True or False, got {self.strict!r}")
         _require(
             self.scoring != "keys" or self.cache_rank != "host",
             "scoring='keys' reads all keys in every step, which takes too long from host memory: take scoring='labels'",

@@ -128,7 +128,7 @@ class SparseLayer(Owned, CacheLayerMixin):
                 frames.layers = sum(layer.policy.fetches for layer in owner.sparse_layers)
             host = owner.budget if self.policy.offloaded else None
             lanes = None if host is None else owner.lanes
-            store = LayerStore(step.k, step.v, owner.config, host, owner.clock, frames, lanes)
+            store = self.policy.store_type(step.k, step.v, owner.config, host, owner.clock, frames, lanes)
         self.policy.start(store, q_heads)
         self.store = store
 

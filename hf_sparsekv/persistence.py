@@ -19,11 +19,12 @@ from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from .attention.handle import Step
-from .cache import AsyncPredictiveCache, OffloadedSparseCache, ProgressiveCache, SparseCache
+from .cache import OffloadedSparseCache, ProgressiveCache, SparseCache
 from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 from .layer import SparseLayer
 from .offload.lasting import lasting
 from .offload.store import VALID, LayerStore
+from .predictive_cache import AsyncPredictiveCache
 from .predictor.channels import LabelChannels, describe
 from .saved import PIECE, Layer, Pieces, Reader, all_tensors, damaged, dtype_name, write
 from .selection.base import Policy
@@ -64,6 +65,8 @@ def save_cache(cache: SparseCache, path: str | os.PathLike[str]) -> None:
         raise ValueError("nothing is cached yet: prefill before you save")
     if type(cache) not in KINDS:
         raise ValueError(f"{type(cache).__name__} cannot be saved yet")
+    if getattr(cache, "rank", None) is not None:
+        raise ValueError("a cache whose tokens are chosen on a second device cannot be saved yet")
     layers, pieces = [], {}
     for index, layer in enumerate(cache.layers):
         record, held = _sparse(layer) if isinstance(layer, SparseLayer) else _sliding(layer, index)

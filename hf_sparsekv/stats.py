@@ -51,11 +51,13 @@ class PackStats:
         needed: chosen tokens, over all selections, rows and KV heads.
         copied: of these, not there yet.
         bytes: of these.
+        late: layer calls that attended to an older selection, because the last one was not there in time.
     """
 
     needed: int
     copied: int
     bytes: int
+    late: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class CacheStats:
         materialised: times that something other than the sparsekv attention function read all keys and values.
         device_bytes, host_bytes: allocated now, by layers of ours.
         walks: what the progressive walks of each layer have read; empty for other methods.
+        late: layer calls that attended to an older selection, because a second device had not chosen in time.
     """
 
     layers: int
@@ -111,6 +114,7 @@ class CacheStats:
     device_bytes: int
     host_bytes: int
     walks: tuple[WalkStats, ...] = ()
+    late: int = 0
 
     @property
     def blocks_per_walk(self) -> float | None:
@@ -149,6 +153,8 @@ class CacheStats:
             line += f", working set {_bytes(sum(self.working_set_bytes))}"
         if self.blocks_per_walk is not None:
             line += f", {self.blocks_per_walk:.1f} blocks a walk for an estimated mass of {self.estimated_mass:.2%}"
+        if self.late:
+            line += f", {self.late} of {self.sparse_calls} selections late"
         if self.covered_mass is not None:
             line += f", covered mass {self.covered_mass:.2%}"
         if capped := sum(w.capped for w in self.walks):
@@ -218,4 +224,5 @@ def collect(layers: list[SparseLayer], frames: FramePools | None = None) -> Cach
         + sum(layer.policy.nbytes for layer in layers),
         host_bytes=sum(s[1] for s in sizes),
         walks=walks,
+        late=sum(p.late for p in packs),
     )

@@ -112,7 +112,9 @@ CACHES: dict[str, Callable[..., SparseCache]] = {
     "predictive-host-nopool": _predictive(OffloadConfig(device_pool=0)),
     "predictive-keys": _predictive(False, scoring="keys", token_reduce="mean", sinks=0),
     "predictive-late": _predictive(False, start_length=90, label_bits=16, layers_per_pack=2),
+    "predictive-second": _predictive(False, cache_rank="cpu", layers_per_pack=2),
     "predictive-host-dense1": _predictive(True, dense_layers=1, block_size=32, layers_per_pack=3),
 }
 
+UNSAVED = ("predictive-second",)  # cannot be saved yet
 EAGER = ("progressive-driven", "progressive-driven-device")  # the host takes part in each layer: never captured

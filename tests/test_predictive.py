@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_sparsekv import AsyncPredictiveCache, OffloadConfig, PredictiveConfig, SparseCache, TwoLevelConfig
+from hf_sparsekv.offload.leading import Rank
 
 TOLERANCE = 2e-3  # of logits whose spread is about 10
 TIGHT = {"token_budget": 32}
@@ -148,6 +150,8 @@ CASES = {
     "odd budget": (True, {"token_budget": 37}),
     "wide": (True, {"block_size": 32, "window": 5, "max_draft": 0, "sinks": 9}),
     "dense first": (False, {"dense_layers": 1, "sinks": 0}),
+    "second device": (False, {"cache_rank": "cpu"}),
+    "second device, keys": (False, {"cache_rank": "cpu", "scoring": "keys", "strict": True, "start_length": 145}),
 }
 
 
@@ -183,9 +187,9 @@ def test_calibration_ends_in_the_middle_of_an_answer():
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
-@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
-def test_second_turn_crop_and_rows(offload, captured):
-    race = Race("llama", offload, captured, predictor_window=8)
+@pytest.mark.parametrize("place", ["host", "stream", "cpu"])
+def test_second_turn_crop_and_rows(place, captured):
+    race = Race("llama", place == "host", captured, predictor_window=8, cache_rank=place)
     first = prompt(3, 100, (0, 5, 35))
     race.feed(first["input_ids"], first["attention_mask"])
     assert race.run(10) < TOLERANCE
@@ -375,6 +379,115 @@ def test_something_else_attends_in_between():
     assert (cache.stats().dense_calls, cache.stats().sparse_calls) == (2, 18)
 
 
+# ---------------------------------------------------------------------- a second device
+
+
+class Slow:
+    """The end of work on a second device that takes some looks to come."""
+
+    waits = 0
+
+    def __init__(self, looks: float) -> None:
+        self.looks = looks
+
+    def query(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def wait(self, stream) -> None:
+        Slow.waits += 1
+        self.looks = 0
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Makes second devices slow: by how many looks, a list that is gone through again and again."""
+
+    def install(*looks: float) -> None:
+        rest = itertools.cycle(looks)
+        monkeypatch.setattr(Rank, "mark", lambda self: Slow(next(rest)))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
+        Slow.waits = 0
+
+    return install
+
+
+def test_a_late_selection_is_waited_for_if_asked(slow):
+    expected = decode(predictive(False, **TIGHT), steps=40)
+    slow(float("inf"))
+    cache = predictive(False, **TIGHT, cache_rank="cpu", strict=True)
+    assert torch.equal(decode(cache, steps=40), expected)
+    assert cache.stats().late == 0 and Slow.waits == 80
+
+
+def test_without_waiting_the_selection_before_is_used_and_counted(slow):
+    """Not for ever: nothing new is asked for until what is late has come. A block that was sealed is waited for."""
+    slow(2)
+    cache = predictive(False, **TIGHT, cache_rank="cpu")
+    expected = decode(predictive(False, **TIGHT), steps=40)
+    found = decode(cache, steps=40)
+    stats = cache.stats()
+    assert stats.dense_calls == 0
+    assert 20 < stats.late < 70
+    assert not torch.equal(found, expected)
+    assert f"{stats.late} of 80 selections late" in str(stats)
+    cache.reset()
+    assert cache.stats().late == 0
+
+
+@pytest.mark.parametrize("looks", [(0,), (1,), (3,), (100,), (5, 0, 1)])
+def test_every_token_is_near_or_could_have_been_chosen(slow, looks):
+    """However late: what a step attends to was chosen among all the blocks that have left its ring."""
+    slow(*looks)
+    cache = predictive(False, **TIGHT, cache_rank="cpu")
+    net, ids = model("llama"), prompt(2, 230, seed=5)["input_ids"]
+    with torch.no_grad():
+        net(ids[:, :150], past_key_values=cache)
+        for token in ids[:, 150:].split(1, dim=1):
+            before = [layer.store.sealed for layer in cache.sparse_layers]
+            net(token, past_key_values=cache)
+            for layer, sealed in zip(cache.sparse_layers, before):
+                policy = layer.policy
+                assert policy.known == sealed
+                held = policy.packs[policy.at].held
+                assert ((held >= 0).sum(-1) == 32).all() and held.max() < sealed * 16
+
+
+def test_what_a_step_attends_to_is_not_being_written():
+    cache = predictive(False, **TIGHT, cache_rank="cpu")
+    ids, net = prompt(2, 170, seed=5)["input_ids"], model("llama")
+    with torch.no_grad():
+        net(ids[:, :150], past_key_values=cache)
+        policies, kept = [layer.policy for layer in cache.sparse_layers], {}
+        for policy in policies:
+
+            def watch(q, store, spec, attend=policy.attend, policy=policy):
+                out = attend(q, store, spec)
+                kept[policy] = policy.packs[policy.at].kv, policy.packs[policy.at].kv.clone()
+                return out
+
+            policy.attend = watch
+        for token in ids[:, 150:].split(1, dim=1):
+            net(token, past_key_values=cache)
+            for policy in policies:
+                assert policy.pending is not None, "the step has made a selection"
+                torch.testing.assert_close(*kept[policy], rtol=0, atol=0, equal_nan=True)
+                assert not torch.equal(policy.packs[0].held, policy.packs[1].held)
+
+
+def test_a_predictor_of_ones_own_is_not_captured_there():
+    def newest(ring, position, count):
+        return ring.index_select(2, ((position + ring.shape[2] - 1) % ring.shape[2]).long())[:, :, 0]
+
+    race = Race(captured=True, cache_rank="cpu", predictor=newest)
+    race.feed(prompt(1, 130)["input_ids"])
+    race.oracle.config.predictor = "last"
+    race.crop(1)
+    with torch.no_grad():
+        race.model(torch.full((1, 1), 5), past_key_values=race.ours)
+    assert race.runner.replays == 0
+
+
 # ---------------------------------------------------------------------- files
 
 
@@ -423,6 +536,7 @@ def test_a_predictor_of_ones_own_has_to_be_given_again(tmp_path):
         ({"scoring": "values"}, "scoring must be one of 'labels', 'keys'"),
         ({"start_length": -1}, "start_length must be an integer >= 0"),
         ({"cache_rank": "disk"}, "cache_rank must be"),
+        ({"strict": 1.5}, "strict must be True or False"),
         ({"cache_rank": "host", "scoring": "keys"}, "scoring='keys' reads all keys in every step"),
         ({"layers_per_pack": 0}, "layers_per_pack must be a positive integer"),
         ({"label_channels": 3}, "label_channels must be even"),
@@ -444,5 +558,7 @@ def test_the_cache_takes_its_own_configuration_and_place():
         AsyncPredictiveCache(PredictiveConfig(cache_rank="stream"), OffloadConfig())
     with pytest.raises(ValueError, match="with offload take scoring='labels'"):
         AsyncPredictiveCache(PredictiveConfig(scoring="keys"), OffloadConfig())
+    with pytest.raises(ValueError, match="do not go to host memory: leave offload out"):
+        AsyncPredictiveCache(PredictiveConfig(cache_rank="cpu"), OffloadConfig())
     assert AsyncPredictiveCache(PredictiveConfig(cache_rank="host")).offload_config == OffloadConfig()
     assert AsyncPredictiveCache().config == PredictiveConfig()

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..cache import AsyncPredictiveCache
 from ..config import PredictiveConfig
 from ..offload.store import LayerStore
+from ..predictive_cache import AsyncPredictiveCache
 from ..selection.base import Policy
 from ..selection.predictive import PredictivePolicy
 

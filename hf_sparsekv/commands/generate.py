@@ -10,7 +10,8 @@ import torch
 import typer
 from rich.table import Table
 
-from ..cache import AsyncPredictiveCache, OffloadedSparseCache, ProgressiveCache
+from ..cache import OffloadedSparseCache, ProgressiveCache
+from ..predictive_cache import AsyncPredictiveCache
 from ..timing import Timing
 from . import loading
 from . import options as opt

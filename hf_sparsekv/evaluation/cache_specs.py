@@ -10,8 +10,9 @@ from pathlib import Path
 
 import yaml
 
-from ..cache import AsyncPredictiveCache, OffloadedSparseCache, ProgressiveCache, SparseCache
+from ..cache import OffloadedSparseCache, ProgressiveCache, SparseCache
 from ..config import OffloadConfig, PredictiveConfig, ProgressiveConfig, TwoLevelConfig
+from ..predictive_cache import AsyncPredictiveCache
 from .reference_policies import OracleCache, RandomCache, ReferenceConfig
 
 

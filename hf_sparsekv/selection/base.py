@@ -31,6 +31,7 @@ class Policy:
         self._dense_blocks: tuple[int, int] = (0, 0)  # batch, and the blocks up to which a step of it is dense
 
     fetches = False  # chosen blocks are brought to the device
+    store_type = LayerStore
     bundle = 1  # layers that begin to look ahead together in a captured step
 
     def prepare(self, store: LayerStore) -> None:

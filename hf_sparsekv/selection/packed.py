@@ -12,6 +12,11 @@ from ..ops.pack import pack
 class Packed:
     """One layer's chosen tokens, ``room`` of each row and KV head at most. Only what is newly chosen is copied.
 
+    Args:
+        device: where is decided what to copy.
+        enabled: int32 ``[1]`` there; 0: nothing is copied.
+        home: where the copies are; default: there as well.
+
     Attributes:
         kv: ``[batch, H, room, Dk + Dv]``.
         places: int32 ``[batch, H, room]``, where the chosen tokens lie in it, see ``ops.pack``.
@@ -20,20 +25,29 @@ class Packed:
 
     @lasting
     def __init__(
-        self, batch: int, heads: int, room: int, width: int, dtype: torch.dtype, device: torch.device, enabled: Tensor
+        self,
+        batch: int,
+        heads: int,
+        room: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        enabled: Tensor,
+        home: torch.device | None = None,
     ) -> None:
+        home = device if home is None else home
         self.enabled = enabled
-        self.kv = torch.empty(batch, heads, room, width, dtype=dtype, device=device)
+        self.kv = torch.empty(batch, heads, room, width, dtype=dtype, device=home)
         self.held = torch.full((batch, heads, room), -1, dtype=torch.int32, device=device)
         self.order = torch.arange(room, dtype=torch.int32, device=device).expand(batch, heads, -1).contiguous()
-        self.places = torch.full_like(self.held, -1)
+        self.places = torch.full_like(self.held, -1, device=home)
         self.counters = torch.zeros(2, dtype=torch.int64, device=device)
 
     def frames(self, block_size: int) -> Tensor:
         """The copies as ``ops.sparse_decode`` takes them: ``[F, block_size, Dk + Dv]``."""
         return self.kv.view(-1, block_size, self.kv.shape[-1])
 
-    def update(self, ids: Tensor, kv: Tensor, slots: Tensor) -> None:
+    def update(self, ids: Tensor, kv: Tensor, slots: Tensor, scratch: Tensor | None = None) -> None:
         """Bring ``ids`` together, see :func:`..ops.pack.pack`."""
         pack(
             ids,
@@ -45,6 +59,7 @@ class Packed:
             self.places,
             enabled=self.enabled,
             counters=self.counters,
+            scratch=scratch,
         )
 
     def forget(self) -> None:
@@ -59,8 +74,16 @@ class Packed:
             setattr(self, name, take_rows(getattr(self, name), index))
         batch, heads, room = self.held.shape
         start = torch.arange(batch * heads, dtype=torch.int32, device=self.held.device).view(batch, heads, 1) * room
-        places = torch.where(self.held >= 0, self.order + start, -1)
+        places = torch.where(self.held >= 0, self.order + start, -1).to(self.places.device)
         self.places = self.places.copy_(places) if self.places.shape == places.shape else places
+
+    @lasting
+    def copy(self) -> Packed:
+        """An independent one with the same contents."""
+        new = object.__new__(Packed)
+        new.__dict__.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in self.__dict__.items()})
+        new.enabled = self.enabled
+        return new
 
     @property
     def nbytes(self) -> int:

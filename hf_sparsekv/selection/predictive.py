@@ -165,7 +165,7 @@ class PredictivePolicy(TwoLevelPolicy):
         scores = self.scores(self.predictor.predict(queries.held, queries.position, queries.count), store)
         token_select(scores, None, config.token_budget, store.block_size, out=self.ids[..., : config.token_budget])
 
-    def scores(self, q: Tensor, store: LayerStore) -> Tensor:
+    def scores(self, q: Tensor, store: LayerStore, out: Tensor | None = None) -> Tensor:
         """Scores of all tokens in sealed blocks for ``q [batch, Hq, Dk]``: ``[batch, H, n]``, by labels or by keys."""
         fields, table, reduce = store.pool.fields, store.table, self.config.token_reduce
         if self.fine:
@@ -173,7 +173,7 @@ class PredictivePolicy(TwoLevelPolicy):
         else:  # full-width keys, read where they are, are labels of all channels
             codes = store.pool.kv[..., : store.key_dim], None
             channels = self._every.expand(store.batch, store.heads, -1)
-        return token_score(q, *codes, channels, fields["flags"], table, None, reduce)
+        return token_score(q, *codes, channels, fields["flags"], table, None, reduce, out=out)
 
     def _index_bytes(self, store: LayerStore) -> int:
         size = self._label_bytes(store) if self.fine else store.key_dim * store.dtype.itemsize

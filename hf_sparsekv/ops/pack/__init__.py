@@ -21,13 +21,18 @@ def pack(
     *,
     enabled: Tensor | None = None,
     counters: Tensor | None = None,
+    scratch: Tensor | None = None,
 ) -> None:
-    """Bring a selection together in place; see ``reference.pack``. ``kv`` may be pinned host memory."""
+    """Bring a selection together in place; see ``reference.pack``.
+
+    ``kv`` may be pinned host memory, and ``packed`` and ``places`` another GPU's. ``scratch`` is int32 of twice as many
+    entries as ``ids``.
+    """
     named = {"enabled": enabled, "counters": counters}
     # The kernel reads host memory in place only where it is pinned.
-    if use_triton(packed) and (kv.is_cuda or kv.is_pinned()):
+    if use_triton(ids) and packed.is_cuda and (kv.is_cuda or kv.is_pinned()):
         from .triton import pack as kernel
 
-        kernel(ids, kv, slots, held, order, packed, places, **named)
+        kernel(ids, kv, slots, held, order, packed, places, **named, scratch=scratch)
     else:
         _reference(ids, kv, slots, held, order, packed, places, **named)

@@ -53,9 +53,9 @@ def pack(
             column = new[missing].long()
             slot = slots[row, column // size].to(kv.device).long()
             source = kv[slot, head, (column % size).to(kv.device)]
-            packed[row, head, position[missing].long()] = source.to(packed.device)
+            packed[row, head, position[missing].long().to(packed.device)] = source.to(packed.device)
             held[row, head], order[row, head] = new, position
             start = (row * heads + head) * room
-            places[row, head] = torch.where(new >= 0, position + start, -1)
+            places[row, head] = torch.where(new >= 0, position + start, -1).to(places.device)
             if counters is not None:
                 counters += torch.tensor([int((new >= 0).sum()), len(missing)], device=counters.device)

@@ -153,8 +153,12 @@ def pack(
     *,
     enabled: Tensor | None = None,
     counters: Tensor | None = None,
+    scratch: Tensor | None = None,
 ) -> None:
-    """As ``reference.pack``; ``held``, ``order``, ``packed`` and ``places`` are contiguous."""
+    """As ``reference.pack``; ``held``, ``order``, ``packed`` and ``places`` are contiguous.
+
+    ``scratch`` is int32 of twice as many entries as ``ids``.
+    """
     batch, heads, room = ids.shape
     if not ids.numel():
         return
@@ -163,9 +167,11 @@ def pack(
         if not t.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")
     rows, width, tile = batch * heads, packed.shape[-1], min(TILE, triton.next_power_of_2(room))
-    scratch = torch.empty(2, rows, room, dtype=torch.int32, device=packed.device)
+    if scratch is None:
+        scratch = torch.empty(2 * ids.numel(), dtype=torch.int32, device=ids.device)
+    scratch = scratch.view(2, rows, room)
     wide = max(16, triton.next_power_of_2(room))
-    with torch.cuda.device_of(packed):
+    with torch.cuda.device_of(ids):  # packed may be another GPU's, written over the link
         _match_kernel[(rows,)](
             ids,
             held,
@@ -182,7 +188,7 @@ def pack(
             STEPS=room.bit_length(),
             N=wide,
             num_warps=4 if wide <= 1024 else 8,
-            **overlap(packed),
+            **overlap(ids),
         )
         _copy_kernel[(rows, triton.cdiv(room, tile))](
             ids,
@@ -205,5 +211,5 @@ def pack(
             WIDTH=width,
             BN=tile,
             BW=max(16, triton.next_power_of_2(width)),
-            **overlap(packed),
+            **overlap(ids),
         )
