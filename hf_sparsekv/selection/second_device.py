@@ -151,8 +151,8 @@ class SecondDevicePolicy(PredictivePolicy):
                 self._choose(store, again)
             finally:
                 twin.fixed = False
-        if again and self.pending is not None:
-            self._take(store, strict=True)
+        if again:
+            self.rank.join(store.device)
 
     def _follow(self, q: Tensor, store: LeadingStore) -> None:
         """Hand over the step's query, key and value, unless they are there."""
@@ -181,20 +181,24 @@ class SecondDevicePolicy(PredictivePolicy):
             if event is not None and not event.query():
                 return  # it is late already; another one behind it would never be in time
         self.twin.choose(twin)
-        at = self.at if store.fixed else 1 - self.at
+        in_place = store.fixed or again  # a captured step: what it has attended to is over
+        at = self.at if in_place else 1 - self.at
         scratch = self.rank.buffer("pack", (2 * self.twin.ids.numel(),), torch.int32)
         self.packs[at].update(self.twin.ids, twin.pool.kv, twin.table, scratch)
         self.chosen = True
-        if not store.fixed:
+        if in_place:
+            self.known = twin.sealed
+        else:
             self.pending = self.rank.mark(), twin.sealed
-        if not again:
+        if again:  # a step needs its tokens once, whatever was copied for it
+            self.packs[at].counters[:1] -= (self.twin.ids >= 0).sum()
+        else:
             store.count_index(self.twin._index_bytes(twin))
 
     def replayed(self, store: LeadingStore, looked: bool) -> None:
         store.twin.length, self.twin.queries.end = store.length, store.length
         if looked:
-            self.chosen = True
-            self.known = store.sealed if self.known is None else self.known
+            self.chosen, self.known = True, store.sealed
             store.count_index(self.twin._index_bytes(store.twin))
         elif not self.looks_ahead(store):
             self.chosen = False
