@@ -9,17 +9,20 @@ else::
 
 from .attention.interface import register as _register
 from .cache import OffloadedSparseCache, ProgressiveCache, SparseCache
-from .config import OffloadConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
+from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 from .graphs import optimize, unoptimize
+from .predictive_cache import AsyncPredictiveCache
 from .stats import CacheStats, WalkStats
 from .version import __version__
 
 _register()
 
 __all__ = [
+    "AsyncPredictiveCache",
     "CacheStats",
     "OffloadConfig",
     "OffloadedSparseCache",
+    "PredictiveConfig",
     "ProgressiveCache",
     "ProgressiveConfig",
     "SparseCache",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from os import PathLike
 from typing import Literal
 
@@ -216,6 +218,12 @@ class SparseCache(Cache):
         if self.frames is not None:
             self.frames.reset()
 
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Inside, steps are tried out for a capture: nothing is brought to the device."""
+        with nullcontext() if self.frames is None else self.frames.paused():
+            yield
+
     # ------------------------------------------------------------------ what people ask
 
     def stats(self) -> CacheStats:
@@ -226,6 +234,7 @@ class SparseCache(Cache):
         """Bytes allocated by this cache's own layers (shared blocks included), ``{"device": ..., "host": ...}``."""
         sizes = [layer.store.nbytes() for layer in self.sparse_layers if layer.store is not None]
         frames = 0 if self.frames is None else self.frames.nbytes
+        frames += sum(layer.policy.nbytes for layer in self.sparse_layers)
         return {"device": sum(s[0] for s in sizes) + frames, "host": sum(s[1] for s in sizes)}
 
     # ------------------------------------------------------------------ files

@@ -22,19 +22,30 @@ class Replay:
     def __init__(self, valid: Tensor | None, side: torch.cuda.Stream | None) -> None:
         self.valid, self.side = valid, side
         self._forked = False
+        self._waiting: list[Callable[[], None]] = []
 
-    def fork(self, work: Callable[[], None]) -> None:
-        """Run ``work`` beside what follows; :meth:`join` before the step ends."""
+    def fork(self, work: Callable[[], None], bundle: int = 1) -> None:
+        """Run ``work`` beside what follows, once there are ``bundle`` such; :meth:`join` before the step ends."""
+        self._waiting.append(work)
+        if len(self._waiting) >= bundle:
+            self._run()
+
+    def _run(self) -> None:
+        bundle, self._waiting = self._waiting, []
         if self.side is None:
-            work()
+            for work in bundle:
+                work()
             return
         self.side.wait_stream(torch.cuda.current_stream())
         self._forked = True
         with torch.cuda.stream(self.side):
-            work()
+            for work in bundle:
+                work()
 
     def join(self) -> None:
         """What was forked is done from here on."""
+        if self._waiting:
+            self._run()
         if self._forked:
             torch.cuda.current_stream().wait_stream(self.side)
 

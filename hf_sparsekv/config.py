@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Literal
 
+import torch
+
+from .predictor.query import EPSILON, PREDICTOR, WINDOW, Predict, make_predictor
+
 Reduce = Literal["mean", "max"]
 Metadata = Literal["min_max", "cuboid_mean", "mean"]
 METADATA = ("min_max", "cuboid_mean", "mean")
@@ -22,6 +26,13 @@ def _is_int(value: object) -> bool:
 
 def _positive(name: str, value: object) -> None:
     _require(_is_int(value) and value > 0, f"{name} must be a positive integer, got {value!r}")
+
+
+def _is_device(name: object) -> bool:
+    try:
+        return isinstance(name, str) and torch.device(name) is not None
+    except RuntimeError:
+        return False
 
 
 def _not_negative(name: str, value: object) -> None:
@@ -92,6 +103,17 @@ def _check_index(config: TwoLevelConfig | ProgressiveConfig) -> None:
         )
 
 
+def _check_labels(config: TwoLevelConfig | PredictiveConfig) -> None:
+    """What the token labels of both methods must obey."""
+    if config.label_channels is not None:
+        _positive("label_channels", config.label_channels)
+        _require(config.label_channels % 2 == 0, f"label_channels must be even, got {config.label_channels}")
+    _require(config.label_bits in (4, 16), f"label_bits must be 4 or 16, got {config.label_bits!r}")
+    _one_of("channel_importance", config.channel_importance, ("max", "mean"))
+    _positive("calibration_tokens", config.calibration_tokens)
+    _one_of("token_reduce", config.token_reduce, ("mean", "max"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class TwoLevelConfig(SparseConfig):
     """Two-level selection: blocks by a bound on their scores, then tokens by quantised label channels.
@@ -158,13 +180,7 @@ class TwoLevelConfig(SparseConfig):
             f"{self.block_size} tokens",
         )
         _check_index(self)
-        if self.label_channels is not None:
-            _positive("label_channels", self.label_channels)
-            _require(self.label_channels % 2 == 0, f"label_channels must be even, got {self.label_channels}")
-        _require(self.label_bits in (4, 16), f"label_bits must be 4 or 16, got {self.label_bits!r}")
-        _one_of("channel_importance", self.channel_importance, ("max", "mean"))
-        _positive("calibration_tokens", self.calibration_tokens)
-        _one_of("token_reduce", self.token_reduce, ("mean", "max"))
+        _check_labels(self)
         _require(self.lag in (None, True, False), f"lag must be True, False or None, got {self.lag!r}")
 
     @property
@@ -254,6 +270,67 @@ class ProgressiveConfig(SparseConfig):
     def bounds_per_block(self) -> int:
         """Parts of a block that have metadata of their own."""
         return self.block_size // (self.bound_tokens or self.block_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictiveConfig(SparseConfig):
+    """Tokens chosen for a predicted query, so that a step finds them chosen.
+
+    Source: AsyncSpade, section 4.
+
+    Args:
+        token_budget: tokens attended per step, row and KV head, beside sinks and recent window.
+        predictor: how the next query follows from the latest ones: ``"last"``, ``"ridge"``, ``"ridge_softmax"``,
+            ``"assembled"`` (AsyncSpade), or a function; see :mod:`hf_sparsekv.predictor.query`.
+        predictor_window, predictor_epsilon: predecessors that the regression has, and strength of the ridge.
+        scoring: what all tokens in full blocks are scored by: ``"labels"``, the label channels of
+            :class:`TwoLevelConfig`, or ``"keys"``, whole keys: several times the bytes. With ``"keys"`` the blocks have
+            to lie on a GPU.
+        start_length: attend to everything until so many tokens are cached, and then to the end of the block.
+        cache_rank: who chooses and where the blocks live: ``"stream"``, the same GPU, beside its computation;
+            ``"host"``, host memory (as with an :class:`OffloadConfig`): the GPU chooses by labels and copies what is
+            newly chosen; or a second device (``"cuda:1"``), which follows what is cached, chooses, and hands the chosen
+            tokens over. ``None``: host memory if the cache has an :class:`OffloadConfig`, else the same GPU.
+        strict: of a second device, where steps are not captured: wait for a selection that is late, so that runs repeat
+            exactly. Otherwise the one before is used again and counted (``stats().late``), if it knows all full blocks.
+        layers_per_pack: layers that begin to choose together in a captured step.
+        token_reduce, label_channels, label_bits, channel_file, channel_importance, calibration_tokens: as in
+            :class:`TwoLevelConfig`.
+    """
+
+    token_budget: int = 1024
+    predictor: str | Predict = PREDICTOR
+    predictor_window: int = WINDOW
+    predictor_epsilon: float = EPSILON
+    scoring: Literal["labels", "keys"] = "labels"
+    start_length: int = 0
+    cache_rank: str | None = None
+    strict: bool = False
+    layers_per_pack: int = 1
+    token_reduce: Reduce = "max"
+    label_channels: int | None = None
+    label_bits: int = 4
+    channel_file: str | PathLike[str] | None = None
+    channel_importance: Literal["max", "mean"] = "max"
+    calibration_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _positive("token_budget", self.token_budget)
+        make_predictor(self.predictor, self.predictor_window, self.predictor_epsilon)  # which checks them
+        _one_of("scoring", self.scoring, ("labels", "keys"))
+        _not_negative("start_length", self.start_length)
+        _require(
+            self.cache_rank in (None, "stream", "host") or _is_device(self.cache_rank),
+            f"cache_rank must be 'stream', 'host', a device such as 'cuda:1' or None, got {self.cache_rank!r}",
+        )
+        _require(self.strict in (True, False), f"strict must be True or False, got {self.strict!r}")
+        _require(
+            self.scoring != "keys" or self.cache_rank != "host",
+            "scoring='keys' reads all keys in every step, which takes too long from host memory: take scoring='labels'",
+        )
+        _positive("layers_per_pack", self.layers_per_pack)
+        _check_labels(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -269,7 +268,7 @@ class StepRunner:
                     ring.replay = None
 
         try:
-            with nullcontext() if cache.frames is None else cache.frames.paused():
+            with cache.trial():
                 warm = kind in self._warm
                 while True:
                     if not warm:

@@ -20,13 +20,15 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from .attention.handle import Step
 from .cache import OffloadedSparseCache, ProgressiveCache, SparseCache
-from .config import OffloadConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
+from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 from .layer import SparseLayer
 from .offload.lasting import lasting
 from .offload.store import VALID, LayerStore
+from .predictive_cache import AsyncPredictiveCache
 from .predictor.channels import LabelChannels, describe
 from .saved import PIECE, Layer, Pieces, Reader, all_tensors, damaged, dtype_name, write
 from .selection.base import Policy
+from .selection.predictive import PredictivePolicy
 from .selection.progressive import ProgressivePolicy
 from .selection.two_level import TwoLevelPolicy
 from .sliding import SlidingRing
@@ -35,8 +37,13 @@ from .sliding import SlidingRing
 FREE = (
     *("token_budget", "num_blocks", "lag", "block_reduce", "token_reduce", "dense_below", "max_length"),
     *("threshold", "estimate", "group_reduce", "micro_batch", "min_blocks", "max_blocks", "execution", "audit_every"),
+    *("predictor", "predictor_window", "predictor_epsilon", "start_length", "cache_rank", "layers_per_pack"),
 )
-KINDS = {OffloadedSparseCache: TwoLevelConfig, ProgressiveCache: ProgressiveConfig}
+KINDS = {
+    OffloadedSparseCache: TwoLevelConfig,
+    ProgressiveCache: ProgressiveConfig,
+    AsyncPredictiveCache: PredictiveConfig,
+}
 
 _BY_BLOCK, _LABELS = {"blocks", "flags"}, {"codes", "qparams"}
 
@@ -58,6 +65,8 @@ def save_cache(cache: SparseCache, path: str | os.PathLike[str]) -> None:
         raise ValueError("nothing is cached yet: prefill before you save")
     if type(cache) not in KINDS:
         raise ValueError(f"{type(cache).__name__} cannot be saved yet")
+    if getattr(cache, "rank", None) is not None:
+        raise ValueError("a cache whose tokens are chosen on a second device cannot be saved yet")
     layers, pieces = [], {}
     for index, layer in enumerate(cache.layers):
         record, held = _sparse(layer) if isinstance(layer, SparseLayer) else _sliding(layer, index)
@@ -66,7 +75,7 @@ def save_cache(cache: SparseCache, path: str | os.PathLike[str]) -> None:
     shapes = all_tensors(layers, cache.config.block_size)
     state = {
         "cache": type(cache).__name__,
-        "config": asdict(cache.config),
+        "config": _fields(cache.config),
         "model": None if cache.model_config is None else describe(cache.model_config),
         "channel_file": None,
         "record_past": cache._record_past,
@@ -81,6 +90,14 @@ def save_cache(cache: SparseCache, path: str | os.PathLike[str]) -> None:
     for device in {layer.device for layer in layers if layer.device.startswith("cuda")}:
         torch.cuda.synchronize(device)  # kernels seal blocks into host memory
     write(Path(path), state, shapes, pieces)
+
+
+def _fields(config: SparseConfig) -> dict:
+    """The configuration as JSON holds it; None for a predictor of the user's own."""
+    found = {field.name: getattr(config, field.name) for field in fields(config)}
+    if not isinstance(found.get("predictor", ""), str):
+        found["predictor"] = None
+    return found
 
 
 def _whole(tensor: Tensor) -> Pieces:
@@ -107,7 +124,7 @@ def _sparse(layer: SparseLayer) -> tuple[Layer, dict[str, Pieces]]:
         policy=type(policy).__name__,
     )
     tensors = {"near_kv": store.near_kv, "near_valid": store.near_valid, "seen": store.seen}
-    if type(policy) is TwoLevelPolicy:
+    if isinstance(policy, TwoLevelPolicy):
         if policy.channels is not None:
             record.channels, tensors["channels"] = policy.channels.shape[2], policy.channels
         elif policy.fine:
@@ -118,6 +135,12 @@ def _sparse(layer: SparseLayer) -> tuple[Layer, dict[str, Pieces]]:
                 tensors |= {"stats_q": policy.stats.q, "stats_k": policy.stats.k}
         if policy.previous is not None:
             record.previous, tensors["previous"] = policy.previous.shape[2], policy.previous
+        if isinstance(policy, PredictivePolicy):
+            queries = policy.queries
+            record.ring = list(queries.held.shape[1:3])
+            tensors |= {"queries": queries.held, "queries_from": queries.first}
+            if policy.chosen:
+                record.chosen, tensors["chosen"] = policy.ids.shape[2], policy.ids
     elif type(policy) not in (Policy, ProgressivePolicy):
         raise ValueError(f"caches of {type(policy).__name__} cannot be saved yet")
     found = {name: _whole(tensor) for name, tensor in tensors.items()}
@@ -198,7 +221,12 @@ def _empty(
 ) -> SparseCache:
     """A cache without layers, of the saved configuration or of ``config`` if that agrees."""
     try:
-        saved = KINDS[made](**file.state["config"])
+        named = dict(file.state["config"])
+        if named.get("predictor", "") is None:
+            if config is None:
+                raise ValueError("it was saved with a predictor of the user's own, which no file holds: pass config")
+            del named["predictor"]
+        saved = KINDS[made](**named)
         about, channels = file.state["channel_file"], None
         if about is not None:  # the file itself may be gone, or another
             about = {name: value for name, value in about.items() if name != "shape"}
@@ -206,7 +234,7 @@ def _empty(
     except (TypeError, ValueError) as error:
         raise damaged(file.path, f"its configuration: {error}") from None
     if config is None:
-        if made is not OffloadedSparseCache:
+        if made is ProgressiveCache:
             return made(saved, offload)
         cache = made(replace(saved, channel_file=None), offload)
         cache.config, cache.channels = saved, channels
@@ -271,7 +299,8 @@ def _fill(layer: SparseLayer, record: Layer, file: Reader, prefix: str, device: 
     tokens = max(1, -(-record.blocks // record.batch)) * size
     nothing = torch.empty(1, dtype=getattr(torch, record.dtype), device=device)
     shape = [(*rows, tokens, dim) for dim in (record.key_dim, record.value_dim)]
-    layer._begin(Step(layer, *(nothing.expand(s) for s in shape), 0), record.query_heads or record.heads)
+    q_heads = record.ring[0] if record.ring else record.query_heads or record.heads
+    layer._begin(Step(layer, *(nothing.expand(s) for s in shape), 0), q_heads)
     store, policy = layer.store, layer.policy
     held = {
         name: file.tensor(prefix + name) for name in record.tensors(size) if name not in _BY_BLOCK | {*record.index}
@@ -295,6 +324,11 @@ def _fill(layer: SparseLayer, record: Layer, file: Reader, prefix: str, device: 
         # Without them (no lag then, or another num_blocks) one step chooses among all blocks.
         if "previous" in held and policy.lag and policy._held.shape == held["previous"].shape:
             policy.previous = policy._held.copy_(held["previous"])
+    if isinstance(policy, PredictivePolicy):
+        policy.queries.load(held["queries"].to(device), held["queries_from"].to(device), store.length)
+        if "chosen" in held and policy.ids.shape == held["chosen"].shape:  # else a step attends to everything
+            policy.ids.copy_(held["chosen"])
+            policy.chosen = True
 
 
 def _blocks(pool, record: Layer, file: Reader, prefix: str) -> Tensor:
@@ -316,7 +350,13 @@ def _check(layer: SparseLayer, record: Layer, held: dict[str, Tensor], file: Rea
     fine = isinstance(policy, TwoLevelPolicy) and policy.fine
     left = _LABELS if fine and record.channels is None else ()
     index = {k: [dtype_name(v.dtype), list(v.shape[1:])] for k, v in _index(store).items() if k not in left}
-    limits = {"table": (0, record.blocks), "previous": (-1, record.sealed), "channels": (0, record.key_dim)}
+    limits = {
+        "table": (0, record.blocks),
+        "previous": (-1, record.sealed),
+        "channels": (0, record.key_dim),
+        "chosen": (-1, record.sealed * store.block_size),
+        "queries_from": (0, record.length + 1),
+    }
     for name, (low, high) in limits.items():
         if name in held and held[name].numel() and not (low <= held[name].min() and held[name].max() < high):
             raise damaged(file.path, f"{name} {where} is out of range")

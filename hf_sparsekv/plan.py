@@ -7,17 +7,19 @@ from dataclasses import dataclass
 
 import torch
 
-from .config import OffloadConfig, ProgressiveConfig, TwoLevelConfig
+from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, TwoLevelConfig
 from .crossover import dense_tokens
 from .offload.device_pool import BOOKKEEPING
 from .offload.frames import SELECTIONS
 from .offload.pool import bucket
 from .offload.store import ring_tokens
+from .predictor.query import make_predictor
 from .selection.metadata import SIDES
+from .selection.predictive import PredictivePolicy, room_for
 from .selection.progressive import ProgressivePolicy, ahead, expected
 from .selection.two_level import method
 
-AnyConfig = TwoLevelConfig | ProgressiveConfig
+AnyConfig = TwoLevelConfig | ProgressiveConfig | PredictiveConfig
 
 # The one way through a mixture of experts that neither looks at values nor insists on a dtype.
 _META_SAFE = {"experts_implementation": "batched_mm"}
@@ -49,7 +51,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model: bytes of weights, what each layer caches, and widths for the prefill estimate."""
+    """Sizes of a model: bytes of weights, what each layer caches, widths for the prefill estimate, query heads."""
 
     model_type: str
     dtype: torch.dtype
@@ -57,6 +59,7 @@ class ModelShape:
     layers: tuple[LayerShape, ...]
     hidden: int
     intermediate: int
+    query_heads: int = 0
     notes: tuple[str, ...] = ()
 
 
@@ -170,6 +173,7 @@ def model_shape(config, dtype: torch.dtype | None = None) -> ModelShape:
         layers=tuple(_layer_shape(layer) for layer in cache.layers),
         hidden=text.hidden_size,
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        query_heads=text.num_attention_heads,
         notes=tuple(notes),
     )
 
@@ -222,6 +226,9 @@ def plan_memory(
         if value < 1:
             raise ValueError(f"{name} must be positive, got {value}")
     item = model.dtype.itemsize
+    ahead_of_query = isinstance(config, PredictiveConfig)
+    if ahead_of_query and config.cache_rank == "host":
+        offload = offload or OffloadConfig()
     size = config.block_size
     blocks_a_row = -(-(config.max_length or context) // size)
     if config.max_length is not None and config.max_length < context:
@@ -234,7 +241,10 @@ def plan_memory(
     dense_kv = blocks = resident = bounds = labels = near = tables = stock = 0
     fetching: list[LayerShape] = []
     walks = isinstance(config, ProgressiveConfig)
-    coarse, fine = walks or config.level != "token", not walks and config.level != "block"
+    if ahead_of_query:
+        coarse, fine = False, config.scoring == "labels"
+    else:
+        coarse, fine = walks or config.level != "token", not walks and config.level != "block"
     for index, layer in enumerate(model.layers):
         token = layer.heads * (layer.key_dim + layer.value_dim) * item
         if layer.kind != "full":
@@ -260,6 +270,13 @@ def plan_memory(
             labels += slots * layer.heads * size * code
 
     frames = working_set = 0
+    if ahead_of_query:
+        queries, copies = _predictive(model, fetching, config, batch)
+        tables += queries
+        sealed = (context - config.window - config.max_draft) // size * size
+        begun = sealed > config.token_budget and context >= config.start_length
+        if offload is not None and begun and (offload.device_pool is None or copies <= offload.device_pool):
+            frames = copies
     if offload is not None and coarse:
         sealed = (context - config.window - config.max_draft) // size
         chosen = expected(ahead(table)) if walks else config.coarse_blocks
@@ -293,6 +310,17 @@ def plan_memory(
     )
 
 
+def _predictive(model: ModelShape, layers: list, config: PredictiveConfig, batch: int) -> tuple[int, int]:
+    """Bytes of the latest queries and the ids of chosen tokens, and of copies of these."""
+    slots = make_predictor(config.predictor, config.predictor_window, config.predictor_epsilon).slots
+    item, room, queries, copies = model.dtype.itemsize, room_for(config), 0, 0
+    for layer in layers:
+        queries += batch * (model.query_heads * slots * layer.key_dim * item + 8) + 4
+        queries += batch * layer.heads * room * 4
+        copies += batch * layer.heads * room * ((layer.key_dim + layer.value_dim) * item + 12) + 16
+    return queries, copies
+
+
 def _frames(
     layers: list, block_size: int, chosen: int, listed: int, offload: OffloadConfig, batch: int, item: int
 ) -> int:
@@ -306,6 +334,13 @@ def _frames(
     return total
 
 
+def _method(config: AnyConfig, offloaded: bool) -> str:
+    """What the table of crossovers calls it."""
+    if isinstance(config, TwoLevelConfig):
+        return method(config, offloaded)
+    return PredictivePolicy.method if isinstance(config, PredictiveConfig) else ProgressivePolicy.method
+
+
 def _dense_tokens(
     model: ModelShape, config: AnyConfig, offload: OffloadConfig | None, batch: int, device: torch.device
 ) -> int:
@@ -315,7 +350,7 @@ def _dense_tokens(
     in_blocks = [
         dense_tokens(
             config.dense_below,
-            ProgressivePolicy.method if isinstance(config, ProgressiveConfig) else method(config, offloaded),
+            _method(config, offloaded),
             device,
             offloaded,
             batch,

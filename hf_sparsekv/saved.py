@@ -61,6 +61,8 @@ class Layer:
     previous: int | None = None
     stats_tokens: int | None = None  # still calibrating
     query_heads: int | None = None
+    chosen: int | None = None  # tokens of the next step's selection
+    ring: list[int] | None = None  # query heads, and the queries that are kept of each
 
     def tensors(self, block_size: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Names, dtypes and shapes of the layer's tensors."""
@@ -82,6 +84,11 @@ class Layer:
             found["channels"] = (torch.int32, (*rows, self.channels))
         if self.previous is not None:
             found["previous"] = (torch.int32, (*rows, self.previous))
+        if self.chosen is not None:
+            found["chosen"] = (torch.int32, (*rows, self.chosen))
+        if self.ring is not None:
+            found["queries"] = (dtype, (self.batch, *self.ring, self.key_dim))
+            found["queries_from"] = (torch.int32, (self.batch,))
         if self.query_heads is not None:
             found["stats_q"] = (torch.float32, (self.batch, self.query_heads, self.key_dim))
             found["stats_k"] = (torch.float32, (*rows, self.key_dim))

@@ -44,6 +44,23 @@ class WalkStats:
 
 
 @dataclass(frozen=True)
+class PackStats:
+    """What one layer has copied to keep its chosen tokens together on the device.
+
+    Args:
+        needed: chosen tokens, over all selections, rows and KV heads.
+        copied: of these, not there yet.
+        bytes: of these.
+        late: layer calls that attended to an older selection, because the last one was not there in time.
+    """
+
+    needed: int
+    copied: int
+    bytes: int
+    late: int = 0
+
+
+@dataclass(frozen=True)
 class CacheStats:
     """Counters of a cache since it was made or reset. Counts are summed over steps, layers, rows and KV heads.
 
@@ -63,7 +80,8 @@ class CacheStats:
         kv_bytes_dense: bytes of keys and values of ``context_tokens``.
         index_bytes_read: bytes of block bounds and labels read to choose them.
         host_to_device_bytes, device_to_host_bytes: bytes of keys and values moved (or read in place) each way.
-        hit_rate: share of needed blocks found on the device; None where all are read from where they live.
+        hit_rate: share of needed blocks (of a predictive cache: tokens) found on the device; None where all are read
+            from where they live.
         working_set_bytes: bytes of the blocks that each row has chosen in its last 12 steps
             (``offload/working_set.py``); None without a device pool.
         covered_mass: share of the attention mass that decode steps covered; None where nobody has looked
@@ -71,6 +89,7 @@ class CacheStats:
         materialised: times that something other than the sparsekv attention function read all keys and values.
         device_bytes, host_bytes: allocated now, by layers of ours.
         walks: what the progressive walks of each layer have read; empty for other methods.
+        late: layer calls that attended to an older selection, because a second device had not chosen in time.
     """
 
     layers: int
@@ -95,6 +114,7 @@ class CacheStats:
     device_bytes: int
     host_bytes: int
     walks: tuple[WalkStats, ...] = ()
+    late: int = 0
 
     @property
     def blocks_per_walk(self) -> float | None:
@@ -133,6 +153,8 @@ class CacheStats:
             line += f", working set {_bytes(sum(self.working_set_bytes))}"
         if self.blocks_per_walk is not None:
             line += f", {self.blocks_per_walk:.1f} blocks a walk for an estimated mass of {self.estimated_mass:.2%}"
+        if self.late:
+            line += f", {self.late} of {self.sparse_calls} selections late"
         if self.covered_mass is not None:
             line += f", covered mass {self.covered_mass:.2%}"
         if capped := sum(w.capped for w in self.walks):
@@ -174,6 +196,9 @@ def collect(layers: list[SparseLayer], frames: FramePools | None = None) -> Cach
     total = [store.counters for store in stores]
     walks = tuple(w for w in (layer.policy.walks() for layer in layers) if w is not None)
     audits = sum(w.audits for w in walks)
+    packs = [p for p in (layer.policy.packing() for layer in layers) if p is not None]
+    needed = fetched["needed"] + sum(p.needed for p in packs)
+    found = fetched["found"] + sum(p.needed - p.copied for p in packs)
     return CacheStats(
         layers=len(layers),
         cached_tokens=max((store.length for store in stores), default=0),
@@ -188,13 +213,16 @@ def collect(layers: list[SparseLayer], frames: FramePools | None = None) -> Cach
         kv_bytes_read=read,
         kv_bytes_dense=dense,
         index_bytes_read=index,
-        host_to_device_bytes=down + fetched["bytes"],
+        host_to_device_bytes=down + fetched["bytes"] + sum(p.bytes for p in packs),
         device_to_host_bytes=up,
-        hit_rate=fetched["found"] / fetched["needed"] if fetched["needed"] else None,
+        hit_rate=found / needed if needed else None,
         working_set_bytes=working_set_bytes(stores),
         covered_mass=sum(w.audited_mass * w.audits for w in walks if w.audits) / audits if audits else None,
         materialised=sum(c.materialised for c in total),
-        device_bytes=sum(s[0] for s in sizes) + (0 if frames is None else frames.nbytes),
+        device_bytes=sum(s[0] for s in sizes)
+        + (0 if frames is None else frames.nbytes)
+        + sum(layer.policy.nbytes for layer in layers),
         host_bytes=sum(s[1] for s in sizes),
         walks=walks,
+        late=sum(p.late for p in packs),
     )

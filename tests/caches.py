@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hf_sparsekv import (
+    AsyncPredictiveCache,
     OffloadConfig,
     OffloadedSparseCache,
+    PredictiveConfig,
     ProgressiveCache,
     ProgressiveConfig,
     SparseCache,
@@ -64,6 +66,21 @@ def _progressive(offload: bool | OffloadConfig, **settings) -> Callable[..., Spa
     return make
 
 
+def predictive(offload: bool | OffloadConfig = False, model_config=None, **changes) -> AsyncPredictiveCache:
+    """A predictive cache with test-sized settings."""
+    changes.pop("num_blocks", None)
+    if isinstance(offload, bool):
+        offload = OffloadConfig() if offload else None
+    return AsyncPredictiveCache(PredictiveConfig(**{**SMALL, **changes}), offload=offload, model_config=model_config)
+
+
+def _predictive(offload: bool | OffloadConfig, **settings) -> Callable[..., SparseCache]:
+    def make(model_config=None, **changes) -> SparseCache:
+        return predictive(offload, model_config, **{**settings, **changes})
+
+    return make
+
+
 # name -> make(model_config=None, **config changes)
 CACHES: dict[str, Callable[..., SparseCache]] = {
     "host": _two_level(True),
@@ -90,6 +107,14 @@ CACHES: dict[str, Callable[..., SparseCache]] = {
     "progressive-capped": _progressive(True, max_blocks=3, threshold=0.9),
     "progressive-driven": _progressive(True, execution="host", micro_batch=2),
     "progressive-driven-device": _progressive(False, execution="host", micro_batch=1),
+    "predictive": _predictive(False),
+    "predictive-host": _predictive(True),
+    "predictive-host-nopool": _predictive(OffloadConfig(device_pool=0)),
+    "predictive-keys": _predictive(False, scoring="keys", token_reduce="mean", sinks=0),
+    "predictive-late": _predictive(False, start_length=90, label_bits=16, layers_per_pack=2),
+    "predictive-second": _predictive(False, cache_rank="cpu", layers_per_pack=2),
+    "predictive-host-dense1": _predictive(True, dense_layers=1, block_size=32, layers_per_pack=3),
 }
 
+UNSAVED = ("predictive-second",)  # cannot be saved yet
 EAGER = ("progressive-driven", "progressive-driven-device")  # the host takes part in each layer: never captured

@@ -113,6 +113,9 @@ def test_variants_are_what_they_say():
             assert config.threshold == float(name.split(":")[1])
             assert config.execution == ("host" if name.endswith("host") else "device")
             continue
+        if name.startswith("predictive"):
+            assert config.scoring == ("keys" if name.endswith("keys") else "labels")
+            continue
         assert config.level == {"block_only": "block", "token_only": "token"}.get(name, "two_level")
     assert make_cache(model, find("two_level", crossover=True), None).config.dense_below == "auto"
 

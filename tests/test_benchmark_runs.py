@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
+from caches import predictive
 from models import VOCAB, build
 from test_graphs import Imitation
 
@@ -181,6 +182,55 @@ def test_step_measures_progressive_caches(tmp_path, imitated_gpu, monkeypatch):
         assert ("progressive:0.95", metric) in found
     for name in ("progressive:0.95:host", "progressive:0.95:eager"):
         assert {metric for variant, metric in found if variant == name} == {"tpot_ms", "peak_gb"}
+
+
+def test_step_measures_predictive_caches(tmp_path, imitated_gpu, monkeypatch):
+    """At a budget of one's own; the selection that is given for free attends to as much and chooses nothing."""
+    settings = {"token_budget": 1024, "block_size": 16, "window": 16, "dense_layers": 0, "calibration_tokens": 64}
+    names = ("predictive", "predictive:free")
+    small = {n: dataclasses.replace(VARIANTS[n], settings=settings) for n in names}
+    monkeypatch.setattr(baselines, "VARIANTS", {**VARIANTS, **small})
+    monkeypatch.setattr(bench_step, "COUNTED", 20)
+    path = tmp_path / "step.csv"
+    given = ["--shapes", "2x200", "--tokens", "6", "--no-fused", "--csv", str(path), "--budget", "48", "--parts"]
+    args = bench_step.arguments().parse_args([*given, "--variants", *names])
+    kept = []
+    monkeypatch.setattr(bench_step, "replay_ms", lambda model, cache: kept.append(cache) or [1.0, 1.0])
+    with Report("step", "tiny", path, 3) as report:
+        bench_step.run(bench_step.Bench(build("llama", "sparsekv"), report, args), args, rate=1e12)
+    assert report.close() == 0, report.failed
+    assert {row["variant"] for row in rows(path)} == {"limit", *(f"{name}:budget=48" for name in names)}
+    ours, free = (cache.stats() for cache in kept)
+    assert ours.attended_tokens == free.attended_tokens
+    assert ours.sparse_calls == free.sparse_calls > 0 == ours.dense_calls
+    policies = [cache.sparse_layers[0].policy for cache in kept]
+    first = policies[1].ids.clone()
+    assert not torch.equal(policies[0].ids, first)
+    decoding.Steps(build("llama", "sparsekv"), kept[1], 2, 4)()
+    assert torch.equal(policies[1].ids, first)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_parts_of_predictive_steps(offload):
+    from hf_sparsekv.benchmark.predictive_parts import COPIED, parts, predictive_layers
+
+    model = build("llama", "sparsekv")
+    cache = predictive(offload, model.config, token_budget=60)
+    filling.fill_cache(model, cache, 2, 300)
+    layers = predictive_layers(cache)
+    queries = [layer.policy.queries.held[:, :, 0].clone() for layer in layers]
+    found = parts(layers, queries, 0.25)
+    assert set(found) == {"push", "predict", "score", "select", "attend", *(["pack"] if offload else [])}
+    for run in found.values():
+        for i in (0, 1, 0, 1, 0):
+            run(i)
+    if offload:
+        packed = layers[0].policy.packed
+        before = packed.counters.clone()
+        found["pack"](0)
+        needed, copied = (packed.counters - before).tolist()
+        assert needed == 2 * 2 * 60
+        assert 0.5 * COPIED < copied / needed <= COPIED
 
 
 def test_a_step_that_is_not_captured_is_an_error():

@@ -66,7 +66,9 @@ def test_sparse_logits_equal_the_references(kind, name):
     assert ours.sparse_calls == theirs.sparse_calls > 0
     if not name.startswith("progressive"):
         assert ours.attended_tokens == theirs.attended_tokens
-        assert ours.host_to_device_bytes == theirs.host_to_device_bytes
+        # Which tokens are copied depends on which were chosen before; blocks are brought for several.
+        rel = 0.02 if name.startswith("predictive") else 0
+        assert ours.host_to_device_bytes == pytest.approx(theirs.host_to_device_bytes, rel=rel, abs=0)
         return
     # A walk whose share is just the threshold may stop a block earlier or later.
     assert ours.attended_tokens == pytest.approx(theirs.attended_tokens, rel=0.01)
@@ -75,7 +77,9 @@ def test_sparse_logits_equal_the_references(kind, name):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
-@pytest.mark.parametrize("name", ["host", "device", "progressive", "progressive-host", "progressive-driven"])
+@pytest.mark.parametrize(
+    "name", ["host", "device", "progressive", "progressive-host", "progressive-driven", "predictive", "predictive-host"]
+)
 def test_half_precision_stays_as_close_to_float32_as_sdpa(dtype, name):
     given = prompt(1, 300, seed=5)
     ids, mask = given["input_ids"].cuda(), given["attention_mask"].cuda()

@@ -9,7 +9,15 @@ import torch
 from models import build, model, prompt
 from transformers import DynamicCache, T5Config
 
-from hf_sparsekv import OffloadConfig, OffloadedSparseCache, ProgressiveCache, ProgressiveConfig, TwoLevelConfig
+from hf_sparsekv import (
+    AsyncPredictiveCache,
+    OffloadConfig,
+    OffloadedSparseCache,
+    PredictiveConfig,
+    ProgressiveCache,
+    ProgressiveConfig,
+    TwoLevelConfig,
+)
 from hf_sparsekv.plan import ModelShape, plan_memory
 from hf_sparsekv.plan import model_shape as shape_of
 
@@ -138,6 +146,29 @@ def test_progressive(offload, kept):
     assert {"device": plan.cache_device, "host": plan.cache_host} == cache.memory_bytes()
     assert plan.labels == 0 and plan.bounds > 0
     assert (plan.working_set > 0) == (offload is not None)
+
+
+@pytest.mark.parametrize("offload", [None, OffloadConfig(), OffloadConfig(device_pool=0), OffloadConfig(device_pool=9)])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"scoring": "keys"}, {"start_length": 400}, {"token_budget": 400}, {"predictor": "last", "max_length": 5300}],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:copies of the chosen tokens take")
+def test_predictive(offload, changes):
+    """The plan is what a predictive cache allocates."""
+    config = PredictiveConfig(**{"block_size": 16, "window": 16, "dense_layers": 1, "token_budget": 40, **changes})
+    if offload is not None and config.scoring == "keys":
+        pytest.skip("keys in host memory cannot be scored")
+    grown = build("llama", "sparsekv", num_hidden_layers=4)
+    cache = AsyncPredictiveCache(config, offload)
+    with torch.no_grad():
+        grown(**prompt(2, 300), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    plan = plan_memory(model_shape(grown.config), config, offload, context=300, batch=2)
+    assert {"device": plan.cache_device, "host": plan.cache_host} == cache.memory_bytes()
+    assert plan.bounds == 0 and (plan.labels > 0) == (config.scoring == "labels")
+    packs = offload == OffloadConfig() and not {"start_length", "token_budget"} & set(changes)
+    assert (plan.frames > 0) == packs
 
 
 def test_totals_add_up():

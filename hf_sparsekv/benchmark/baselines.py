@@ -12,8 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, DynamicCache, StaticCache
 
 from .. import (
+    AsyncPredictiveCache,
     OffloadConfig,
     OffloadedSparseCache,
+    PredictiveConfig,
     ProgressiveCache,
     ProgressiveConfig,
     TwoLevelConfig,
@@ -22,6 +24,7 @@ from .. import (
 )
 from ..fused import fuse
 from ..offload.pool import host_memory_limit
+from .free_selection import FreeCache, FreeConfig
 from .shapes import head_dim, kv_bytes, text_config, windows
 
 
@@ -38,7 +41,7 @@ class Variant:
         about: for ``--list``.
         kind: ``dynamic``, ``static`` or ``offloaded`` (caches of transformers), ``sdpa`` (no cache), ``ours``.
         settings: of ours, fields of ``config``.
-        config: of ours, ``TwoLevelConfig`` or ``ProgressiveConfig``.
+        config: of ours, a key of :data:`CACHES`.
         captured: of ours, decode steps are captured on a GPU.
         offload: of ours, full blocks in host memory.
         crossover: of ours, attend densely where that is known to be as quick, as users' caches do. Without it a
@@ -64,6 +67,12 @@ class Variant:
         return self.name + "+fused" * (fused and self.captured) + "+offload" * self.offload
 
 
+CACHES = {
+    TwoLevelConfig: OffloadedSparseCache,
+    ProgressiveConfig: ProgressiveCache,
+    PredictiveConfig: AsyncPredictiveCache,
+    FreeConfig: FreeCache,
+}
 _TWO_LEVEL = {"token_budget": 1024, "num_blocks": 128}
 VARIANTS = {
     variant.name: variant
@@ -92,6 +101,23 @@ VARIANTS = {
                 ":host": ", driven by the host, not captured",
             }.items()
             for threshold in (0.9, 0.95, 0.98)
+        ),
+        *(
+            Variant(
+                "predictive" + "".join(f":{part}" for part in (predictor, scoring) if part),
+                f"tokens chosen a step before for a predicted query, by {scoring or 'labels'}",
+                settings={
+                    "token_budget": 1024,
+                    **({"predictor": predictor} if predictor else {}),
+                    "scoring": scoring or "labels",
+                },
+                config=PredictiveConfig,
+            )
+            for predictor in ("", "last", "ridge", "assembled")
+            for scoring in ("", "keys")
+        ),
+        Variant(
+            "predictive:free", "the same selection given for free", settings={"token_budget": 1024}, config=FreeConfig
         ),
     )
 }
@@ -151,11 +177,13 @@ def make_cache(
     length: int | None,
     host_bytes: int | None = None,
     device_pool: int | float | None = None,
+    budget: int | None = None,
 ):
     """An empty cache for ``length`` tokens per row; None: one that grows.
 
     Args:
         host_bytes, device_pool: of ours, offloaded: see ``OffloadConfig``.
+        budget: of ours, tokens that a step selects; None: what the variant says.
     """
     if variant.kind == "static":
         return StaticCache(config=model.config, max_cache_len=length)
@@ -163,9 +191,11 @@ def make_cache(
         return DynamicCache(config=model.config, offloading=variant.kind == "offloaded")
     offload = OffloadConfig(max_host_bytes=host_bytes, device_pool=device_pool) if variant.offload else None
     dense_below = "auto" if variant.crossover else None
-    settings = variant.config(max_length=length, dense_below=dense_below, **variant.settings)
-    made = ProgressiveCache if variant.config is ProgressiveConfig else OffloadedSparseCache
-    return made(settings, offload=offload, model_config=model.config)
+    settings = {"max_length": length, "dense_below": dense_below, **variant.settings}
+    if budget is not None and "token_budget" in settings and variant.name != "captured_dense":
+        settings["token_budget"] = budget
+    settings = variant.config(**settings)
+    return CACHES[variant.config](settings, offload=offload, model_config=model.config)
 
 
 def chose_dense(cache) -> bool:

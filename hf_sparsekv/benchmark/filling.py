@@ -18,6 +18,7 @@ from ..layer import SparseLayer
 from .shapes import head_dim, text_config, windows
 
 CALIBRATION = 512  # tokens that the label channels are made from
+LATEST = 33  # queries that a predictor may look at
 SHOWN_STEPS = 32  # of which the achieved statistics are printed
 STEPS = 256  # replayed queries; after the last one they run backwards
 
@@ -152,7 +153,7 @@ def fill_layers(source: Source, cache) -> None:
             n = min(CALIBRATION, key.shape[2])
             layer.fill(query, key[:, :, :n], value[:, :, :n])
             if n < key.shape[2]:
-                layer.fill(query[:, :, -1:], key[:, :, n:], value[:, :, n:])
+                layer.fill(query[:, :, -LATEST:], key[:, :, n:], value[:, :, n:])
         elif ours:
             layer.update(key, value)  # past the cache, which watches over whole forward passes
         else:

@@ -54,6 +54,7 @@ from .decoding import (
     timed,
 )
 from .filling import SOURCES, fill_layers
+from .predictive_parts import measure_parts
 from .report import Report
 from .results import device_name, versions
 from .shapes import (
@@ -102,7 +103,8 @@ class Bench:
         """Name of a variant's rows."""
         replayed = variant.ours and self.args.kv != "random"
         pool = f":pool={self.args.device_pool}" if variant.offload and self.args.device_pool else ""
-        return variant.label(self.fused) + found + pool + f":kv={self.args.kv}" * replayed
+        budget = f":budget={self.args.budget}" if self.args.budget and variant.ours else ""
+        return variant.label(self.fused) + found + budget + pool + f":kv={self.args.kv}" * replayed
 
     def filled(self, variant: Variant, batch: int, context: int, length: int | None):
         """A full cache, and what to call after each step."""
@@ -110,7 +112,7 @@ class Bench:
         kv = kv_bytes(text_config(model), batch, context, model.dtype.itemsize)
         source = SOURCES[args.kv](model, batch, context)
         begin = time.perf_counter()
-        cache = make_cache(model, variant, length, self.host_bytes, pool_size(args.device_pool, kv))
+        cache = make_cache(model, variant, length, self.host_bytes, pool_size(args.device_pool, kv), args.budget)
         fill_layers(source, cache)
         torch.cuda.synchronize()
         self.fill_s = time.perf_counter() - begin
@@ -193,6 +195,8 @@ class Bench:
         runner.graphs.pop(cache, None)
         report.add("capture_s", capture_seconds(model, Steps(model, cache, batch, 8, after)), "s")
         report.add("step_ms", replay_ms(model, cache))
+        if self.args.parts and model.device.type == "cuda":
+            measure_parts(cache, report)
         if self.args.recapture:
             del cache, after
             free()
@@ -253,6 +257,8 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--kv", default="random", choices=list(SOURCES), help="what caches are filled with")
     parser.add_argument("--tokens", type=int, default=160, help="tokens to generate")
+    parser.add_argument("--parts", action="store_true", help="of predictive caches: what choosing takes, part by part")
+    parser.add_argument("--budget", type=int, help="tokens that our caches select; default 1024")
     parser.add_argument(
         "--host-gb", type=float, help="host memory that offloaded caches may take; default 80 %% of all"
     )

@@ -11,11 +11,14 @@ import typer
 from rich.table import Table
 
 from ..cache import OffloadedSparseCache, ProgressiveCache
+from ..predictive_cache import AsyncPredictiveCache
 from ..timing import Timing
 from . import loading
 from . import options as opt
 from .output import CommandError, messages, note
 from .running import Run, encode, run_dense, run_sparse
+
+_CACHES = {opt.CacheKind.progressive: ProgressiveCache, opt.CacheKind.predictive: AsyncPredictiveCache}
 
 
 def generate(
@@ -48,6 +51,9 @@ def generate(
     level: opt.LevelOption = opt.Level.two_level,
     threshold: opt.Threshold = opt.PROGRESSIVE.threshold,
     max_blocks: opt.MaxBlocks = None,
+    predictor: opt.Predictor = opt.PREDICTIVE.predictor,
+    scoring: opt.ScoringOption = opt.Scoring.labels,
+    start_length: opt.StartLength = 0,
     sinks: opt.Sinks = opt.DEFAULTS.sinks,
     window: opt.Window = opt.DEFAULTS.window,
     dense_layers: opt.DenseLayers = opt.DEFAULTS.dense_layers,
@@ -72,6 +78,9 @@ def generate(
         level=level.value,
         threshold=threshold,
         max_blocks=max_blocks,
+        predictor=predictor,
+        scoring=scoring.value,
+        start_length=start_length,
         sinks=sinks,
         window=window,
         dense_layers=dense_layers,
@@ -84,8 +93,8 @@ def generate(
     # Made before the model is loaded: a bad channel file is told at once.
     sparse = None
     if sparse_kinds:
-        made = ProgressiveCache if sparse_kinds[0] is opt.CacheKind.progressive else OffloadedSparseCache
-        sparse = made(config, opt.offload_config(offload))
+        opt.check_place(config, offload)
+        sparse = _CACHES.get(sparse_kinds[0], OffloadedSparseCache)(config, opt.offload_config(offload))
     tokenizer, loaded = loading.load(model, opt.torch_dtype(dtype), loading.pick_device(device))
     inputs = encode(tokenizer, text, chat, loaded.device)
     _check_length(loaded, inputs["input_ids"].shape[1], max_new_tokens)

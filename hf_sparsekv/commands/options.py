@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 import typer
 
-from ..config import OffloadConfig, ProgressiveConfig, TwoLevelConfig
+from ..config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 
 _PANEL = "Sparse cache"
 
@@ -20,6 +20,7 @@ class CacheKind(str, Enum):
 
     two_level = "two_level"
     progressive = "progressive"
+    predictive = "predictive"
     dense = "dense"
 
 
@@ -29,6 +30,13 @@ class Level(str, Enum):
     two_level = "two_level"
     block = "block"
     token = "token"
+
+
+class Scoring(str, Enum):
+    """What ``--scoring`` takes."""
+
+    labels = "labels"
+    keys = "keys"
 
 
 class DType(str, Enum):
@@ -57,6 +65,20 @@ MaxBlocks = Annotated[
     typer.Option(
         help="Progressive: blocks attended per step and KV head at most; default: no limit.", rich_help_panel=_PANEL
     ),
+]
+Predictor = Annotated[
+    str,
+    typer.Option(
+        help="Predictive: how the next query is predicted: last, ridge, ridge_softmax or assembled.",
+        rich_help_panel=_PANEL,
+    ),
+]
+ScoringOption = Annotated[
+    Scoring,
+    typer.Option("--scoring", help="Predictive: score tokens by labels or by whole keys.", rich_help_panel=_PANEL),
+]
+StartLength = Annotated[
+    int, typer.Option(help="Predictive: attend to everything until so many tokens.", rich_help_panel=_PANEL)
 ]
 Offload = Annotated[
     bool, typer.Option("--offload/--no-offload", help="Keep full blocks in host memory.", rich_help_panel=_PANEL)
@@ -105,15 +127,17 @@ MaxLength = Annotated[
 
 DEFAULTS = TwoLevelConfig()
 PROGRESSIVE = ProgressiveConfig()
+PREDICTIVE = PredictiveConfig()
+CONFIGS = {CacheKind.progressive: ProgressiveConfig, CacheKind.predictive: PredictiveConfig}
 
 
-def sparse_config(kind: CacheKind = CacheKind.two_level, **options) -> TwoLevelConfig | ProgressiveConfig:
+def sparse_config(kind: CacheKind = CacheKind.two_level, **options) -> SparseConfig:
     """The configuration of this kind of cache, with what is wrong about it reported as wrong usage.
 
-    Options of the other kind must have their defaults.
+    Options of the other kinds must have their defaults.
     """
-    made = ProgressiveConfig if kind is CacheKind.progressive else TwoLevelConfig
-    mine, defaults = made.__dataclass_fields__, (DEFAULTS, PROGRESSIVE)
+    made = CONFIGS.get(kind, TwoLevelConfig)
+    mine, defaults = made.__dataclass_fields__, (DEFAULTS, PROGRESSIVE, PREDICTIVE)
     for name, value in options.items():
         if name not in mine and all(value != getattr(one, name) for one in defaults if hasattr(one, name)):
             raise typer.BadParameter(f"{_spell(name)} has no meaning with --cache {kind.value}")
@@ -121,6 +145,12 @@ def sparse_config(kind: CacheKind = CacheKind.two_level, **options) -> TwoLevelC
         return made(**{name: value for name, value in options.items() if name in mine})
     except ValueError as error:
         raise typer.BadParameter(_option_names(str(error))) from error
+
+
+def check_place(config: SparseConfig, offload: bool) -> None:
+    """Refuse what cannot be done with blocks in host memory."""
+    if offload and getattr(config, "scoring", "labels") == "keys":
+        raise typer.BadParameter("--scoring keys reads all keys in every step: add --no-offload")
 
 
 def offload_config(offload: bool) -> OffloadConfig | None:
@@ -139,7 +169,7 @@ def _spell(name: str) -> str:
 
 def _option_names(message: str) -> str:
     """Field names as the command line spells them."""
-    names = {*TwoLevelConfig.__dataclass_fields__, *ProgressiveConfig.__dataclass_fields__}
+    names = {name for made in (TwoLevelConfig, *CONFIGS.values()) for name in made.__dataclass_fields__}
     fields = "|".join(sorted(names, key=len, reverse=True))
     return re.sub(rf"\b({fields})\b(?!')", lambda match: _spell(match[0]), message)
 

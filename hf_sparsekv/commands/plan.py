@@ -28,7 +28,7 @@ def plan(
     host_memory: Annotated[
         str | None, typer.Option(help="For example 128GiB; default: 80 % of this machine's or container's.")
     ] = None,
-    cache: Annotated[opt.CacheKind, typer.Option("--cache", help="two_level or progressive.")] = (
+    cache: Annotated[opt.CacheKind, typer.Option("--cache", help="two_level, progressive or predictive.")] = (
         opt.CacheKind.two_level
     ),
     offload: opt.Offload = True,
@@ -38,6 +38,9 @@ def plan(
     level: opt.LevelOption = opt.Level.two_level,
     threshold: opt.Threshold = opt.PROGRESSIVE.threshold,
     max_blocks: opt.MaxBlocks = None,
+    predictor: opt.Predictor = opt.PREDICTIVE.predictor,
+    scoring: opt.ScoringOption = opt.Scoring.labels,
+    start_length: opt.StartLength = 0,
     sinks: opt.Sinks = opt.DEFAULTS.sinks,
     window: opt.Window = opt.DEFAULTS.window,
     dense_layers: opt.DenseLayers = opt.DEFAULTS.dense_layers,
@@ -46,7 +49,9 @@ def plan(
 ) -> None:
     """Will it fit? GPU and host memory, from the model's configuration alone."""
     if cache is opt.CacheKind.dense:
-        raise typer.BadParameter("plan compares a sparse cache with the dense one: --cache two_level or progressive")
+        raise typer.BadParameter(
+            "plan compares a sparse cache with the dense one: --cache two_level, progressive or predictive"
+        )
     config = opt.sparse_config(
         cache,
         token_budget=token_budget,
@@ -55,6 +60,9 @@ def plan(
         level=level.value,
         threshold=threshold,
         max_blocks=max_blocks,
+        predictor=predictor,
+        scoring=scoring.value,
+        start_length=start_length,
         sinks=sinks,
         window=window,
         dense_layers=dense_layers,
@@ -65,6 +73,7 @@ def plan(
     host = opt.parse_bytes(host_memory) if host_memory else int(0.8 * host_memory_limit())
     shape = model_shape(load_config(model), opt.torch_dtype(dtype))
     device = torch.device("cuda", 0) if torch.cuda.is_available() else None
+    opt.check_place(config, offload)
     planned = plan_memory(shape, config, opt.offload_config(offload), context=context, batch=batch, device=device)
     _show(planned, gpu, host)
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import yaml
 
 from ..cache import OffloadedSparseCache, ProgressiveCache, SparseCache
-from ..config import OffloadConfig, ProgressiveConfig, TwoLevelConfig
+from ..config import OffloadConfig, PredictiveConfig, ProgressiveConfig, TwoLevelConfig
+from ..predictive_cache import AsyncPredictiveCache
 from .reference_policies import OracleCache, RandomCache, ReferenceConfig
 
 
@@ -38,6 +39,7 @@ METHODS: dict[str, Method] = {
     "block_only": Method(OffloadedSparseCache, TwoLevelConfig, "level=block (Quest)", {"level": "block"}),
     "token_only": Method(OffloadedSparseCache, TwoLevelConfig, "level=token (Double Sparsity)", {"level": "token"}),
     "progressive": Method(ProgressiveCache, ProgressiveConfig, "blocks until a share of the mass is covered (PSA)"),
+    "predictive": Method(AsyncPredictiveCache, PredictiveConfig, "tokens for a predicted query (AsyncSpade)"),
     "oracle": Method(OracleCache, ReferenceConfig, "reference: the truly best tokens of each KV head"),
     "random": Method(RandomCache, ReferenceConfig, "reference: tokens by chance"),
 }

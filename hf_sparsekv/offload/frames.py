@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..config import OffloadConfig
-from .device_pool import DevicePool
+from .device_pool import DevicePool, free_bytes
 from .lasting import lasting
 from .pool import BlockPool
 
@@ -33,6 +33,8 @@ class FramePools:
         self.pools: dict[tuple, DevicePool | None] = {}
         # Of each pool: the layer whose fetch begins a step. Weakly, or they would keep each other alive.
         self._leads: dict[int, weakref.ref[Residents]] = {}
+        self._enabled: dict[torch.device, Tensor] = {}
+        self._room: int | None = None  # for copies of chosen tokens
 
     def __deepcopy__(self, memo: dict) -> FramePools:
         new = FramePools(self.config)  # a copy steps by itself, so what it has chosen could be evicted by the other
@@ -70,7 +72,32 @@ class FramePools:
             for pool in self.pools.values():
                 if pool is not None:
                     stack.enter_context(pool.paused())
+            for enabled in self._enabled.values():
+                enabled.zero_()
+                stack.callback(enabled.fill_, 1)
             yield
+
+    @lasting
+    def enabled(self, device: torch.device) -> Tensor:
+        """int32 ``[1]`` on a device, 0 while trial runs are to copy no tokens."""
+        if device not in self._enabled:
+            self._enabled[device] = torch.ones(1, dtype=torch.int32, device=device)
+        return self._enabled[device]
+
+    def grants(self, size: int, device: torch.device) -> bool:
+        """Whether a layer may have ``size`` bytes of the device for copies of single tokens: each has its share."""
+        budget = self.config.device_pool
+        if self._room is None:
+            share = budget if isinstance(budget, float) else SHARE if budget is None else None
+            self._room = int(budget if share is None else share * free_bytes(device))
+            if 0 < self._room < size * self.layers:
+                warnings.warn(
+                    f"copies of the chosen tokens take {size * self.layers} bytes of device memory, {self._room} are "
+                    "allowed: steps read what they choose from host memory, which is slower; see "
+                    "OffloadConfig(device_pool=...)",
+                    stacklevel=5,
+                )
+        return size * self.layers <= self._room
 
     def counters(self) -> dict[str, int]:
         """The pools' counters together, and ``bytes`` fetched. Synchronises."""
@@ -92,6 +119,7 @@ class FramePools:
         """Give the memory back once the layers that use it are gone."""
         self.pools.clear()
         self._leads.clear()
+        self._room = None
 
     def reset(self) -> None:
         """Forget all blocks, keep the memory."""

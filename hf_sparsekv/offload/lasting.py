@@ -38,6 +38,11 @@ class DeviceLength:
             held[1] = value
         return held[0]
 
+    def forget(self) -> None:
+        """The tensors have been written by others."""
+        for held in self._held.values():
+            held[1] = -1
+
     def held(self, device: torch.device) -> Tensor:
         """The tensor as it is: what a captured step reads is set before each replay."""
         return self._held[device][0]

@@ -190,10 +190,12 @@ class LayerStore(Sealing):
         spec: AttentionSpec,
         placed: bool = False,
         places: Tensor | None = None,
+        frames: Tensor | None = None,
     ) -> Tensor:
         """Attention of one query per row over the near tokens and ``ids`` (see :func:`..ops.sparse_decode`).
 
         ``placed``: the ids are places in the frames of :attr:`residents`, or ``places`` are those of the ids.
+        ``frames``: the ids are places in these.
         """
         self.count_padded(granularity)
         return sparse_decode(
@@ -211,7 +213,7 @@ class LayerStore(Sealing):
             softcap=spec.softcap,
             sink_logits=spec.sink_logits,
             attended=self.counters.attended,
-            frames=self.residents.pool.frames if placed else None,
+            frames=self.residents.pool.frames if placed else frames,
             places=places,
             from_host=None if self.pool.host is None else self.counters.from_host,
         )

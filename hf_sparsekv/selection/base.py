@@ -14,7 +14,7 @@ from ..offload.store import LayerStore
 from ..ops.seal import Index
 
 if TYPE_CHECKING:
-    from ..stats import WalkStats
+    from ..stats import PackStats, WalkStats
 
 
 class Policy:
@@ -31,6 +31,8 @@ class Policy:
         self._dense_blocks: tuple[int, int] = (0, 0)  # batch, and the blocks up to which a step of it is dense
 
     fetches = False  # chosen blocks are brought to the device
+    store_type = LayerStore
+    bundle = 1  # layers that begin to look ahead together in a captured step
 
     def prepare(self, store: LayerStore) -> None:
         """A step is about to be captured or replayed: make what it uses and is not there yet."""
@@ -82,6 +84,15 @@ class Policy:
     def walks(self) -> WalkStats | None:
         """What walks over ranked blocks have read, if the method makes any. Synchronises."""
         return None
+
+    def packing(self) -> PackStats | None:
+        """What was copied to keep chosen tokens together, if the method does that. Synchronises."""
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device beside the store's."""
+        return 0
 
     def looks_ahead(self, store: LayerStore) -> bool:
         """Whether :meth:`look_ahead` has anything to do."""

@@ -1,0 +1,170 @@
+"""A layer's store that another device follows: what is cached here is cached there as well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from .lasting import DeviceLength, lasting
+from .store import LayerStore
+
+
+class Rank:
+    """A second device and the order of its work: one stream there, and one here that hands things over.
+
+    Copies between GPUs make both their current streams wait for each other. So they run on streams of their own: the
+    computation of this device waits for nothing that the other one does.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side: dict[torch.device, torch.cuda.Stream] = {}
+        self._buffers: dict[tuple, Tensor] = {}
+        self._met: set[torch.device] = set()
+
+        self.enabled = torch.ones(1, dtype=torch.int32, device=device)  # 0: trial runs are to copy nothing
+
+    def __deepcopy__(self, memo: dict) -> Rank:
+        return self
+
+    @lasting
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory there that steps use one after the other.
+
+        It is never given back: a captured step of another device's graph has no pool of its own here, and what it was
+        captured with must not become somebody else's.
+        """
+        key = (name, tuple(shape), dtype)
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(shape, dtype=dtype, device=self.device)
+        return self._buffers[key]
+
+    def here(self, name: str, tensor: Tensor | None) -> Tensor | None:
+        """A copy of ``tensor`` in such memory."""
+        return None if tensor is None else self.buffer(name, tensor.shape, tensor.dtype).copy_(tensor)
+
+    def introduce(self, home: torch.device) -> None:
+        """Each device may read and write the other's memory from here on.
+
+        Raises:
+            ValueError: there is no way between them.
+        """
+        if self.stream is None or home.type != "cuda" or home == self.device or home in self._met:
+            return
+        for one, other in ((home, self.device), (self.device, home)):
+            if not torch.cuda.can_device_access_peer(one, other):
+                raise ValueError(f"{one} has no peer access to {other}: choose another cache_rank, or 'stream'")
+            torch.zeros(1, device=one).to(other)  # torch enables it with the first copy
+        self._met.add(home)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, no chosen token is copied."""
+        self.enabled.zero_()
+        try:
+            yield
+        finally:
+            self.enabled.fill_(1)
+
+    @contextmanager
+    def entered(self, home: torch.device, *used: Tensor, beside: bool = False) -> Iterator[None]:
+        """What is inside runs on the other device, after what ``home``'s current stream has launched so far.
+
+        Args:
+            used: tensors of ``home`` that are read inside.
+            beside: the current stream is one beside the computation (of a captured step): it waits for the end.
+        """
+        if self.stream is None:
+            yield
+            return
+        now = torch.cuda.current_stream(home)
+        side = now if beside else self._side.setdefault(home, torch.cuda.Stream(home))
+        if side is not now:
+            side.wait_stream(now)
+            for tensor in used:
+                tensor.record_stream(side)
+        self.stream.wait_stream(side)
+        with torch.cuda.stream(side), torch.cuda.stream(self.stream):
+            yield
+        if beside:
+            side.wait_stream(self.stream)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Tells when all that was launched there so far is done; None: it is."""
+        return None if self.stream is None else self.stream.record_event()
+
+    def join(self, home: torch.device) -> None:
+        """What ``home``'s current stream launches from here on comes after what was launched there so far."""
+        if self.stream is not None:
+            torch.cuda.current_stream(home).wait_stream(self.stream)
+
+
+class LeadingStore(LayerStore):
+    """The store of the device that attends, and its twin on the one that chooses.
+
+    Attributes:
+        twin: the other one, made when the first tokens come.
+        rank: where it is.
+        new: key, value and validity of a step's token, which the twin does not have yet.
+    """
+
+    twin: LayerStore | None = None
+    rank: Rank | None = None
+    new: tuple[Tensor, Tensor, Tensor | None] | None = None
+
+    def follow(self, rank: Rank) -> LayerStore:
+        """Make the twin, unless it is there."""
+        if self.twin is None:
+            self.rank = rank
+            rank.introduce(self.device)
+            nothing = torch.empty(1, dtype=self.dtype, device=rank.device)
+            shape = (self.batch, self.heads, self.slots.shape[1] * self.block_size)
+            k, v = (nothing.expand(*shape, dim) for dim in (self.key_dim, self.value_dim))
+            self.twin = LayerStore(k, v, self.config, None, DeviceLength())
+        return self.twin
+
+    def append(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
+        super().append(k, v, valid)
+        self.new = k, v, valid
+
+    def extend(self, k: Tensor, v: Tensor, valid: Tensor | None, indexer) -> None:
+        super().extend(k, v, valid, indexer)
+        self.new = None
+        with self.rank.entered(self.device, k, v):
+            there = [None if t is None else t.to(self.rank.device) for t in (k, v, valid)]
+            self.twin.extend(*there, indexer.twin)
+
+    @lasting
+    def crop(self, length: int) -> None:
+        super().crop(length)
+        with self.rank.entered(self.device):
+            self.twin.crop(length)
+
+    @lasting
+    def map_rows(self, index: Tensor) -> None:
+        super().map_rows(index)
+        with self.rank.entered(self.device):
+            self.twin.map_rows(index.to(self.rank.device))
+
+    def reset(self) -> None:
+        super().reset()
+        self.new = None
+        if self.twin is not None:
+            with self.rank.entered(self.device):
+                self.twin.reset()
+
+    @lasting
+    def copy(self, clock: DeviceLength, frames=None, lanes=None) -> LeadingStore:
+        new = super().copy(clock, frames, lanes)
+        if self.twin is not None:
+            with self.rank.entered(self.device):
+                new.twin = self.twin.copy(DeviceLength())
+        return new
+
+    def nbytes(self) -> tuple[int, int]:
+        device, host = super().nbytes()
+        return device + (0 if self.twin is None else self.twin.nbytes()[0]), host

@@ -1,0 +1,61 @@
+"""Keep the chosen tokens of each KV head together: the definition (AsyncSpade section 4.1, Cache Rank)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def pack(
+    ids: Tensor,
+    kv: Tensor,
+    slots: Tensor,
+    held: Tensor,
+    order: Tensor,
+    packed: Tensor,
+    places: Tensor,
+    *,
+    enabled: Tensor | None = None,
+    counters: Tensor | None = None,
+) -> None:
+    """Make ``packed`` hold the tokens ``ids``. Tokens that it holds already stay where they are.
+
+    Tokens that were not there take, in ascending order, the positions that have become free, in the order of what
+    they held.
+
+    Args:
+        ids: ``[batch, H, C]`` int32 ``TokenIds``: columns, ascending, -1 at the end.
+        kv: ``[num_slots, H, block_size, Dk + Dv]`` stored blocks; may lie in host memory.
+        slots: ``[batch, cap]`` int32, slot of each block of each row.
+        held: ``[batch, H, C]`` int32, written in place: what is in ``packed``, as ``ids``.
+        order: ``[batch, H, C]`` int32, written in place: the position of each entry of ``held``. Those of the empty
+            entries are the free positions, so each row is a permutation.
+        packed: ``[batch, H, C, Dk + Dv]``, written in place.
+        places: ``[batch, H, C]`` int32, written: for entry ``i`` of ``held`` the position in ``packed`` counted over
+            all rows and heads, ``(row * H + head) * C + order``; -1 for none. With ``packed`` cut into frames of
+            ``block_size`` these are ids that ``ops.sparse_decode`` takes.
+        enabled: int32 ``[1]``; 0: nothing is changed.
+        counters: int64 ``[2]``: tokens chosen, and of these brought here, are added.
+    """
+    batch, heads, room = ids.shape
+    size = kv.shape[2]
+    if enabled is not None and not bool(enabled):
+        return
+    for row in range(batch):
+        for head in range(heads):
+            new, old, at = ids[row, head], held[row, head], order[row, head].clone()
+            stays = torch.isin(old, new) & (old >= 0)
+            known = torch.isin(new, old) & (new >= 0)
+            position = torch.empty_like(at)
+            position[known] = at[stays]  # both ascend
+            position[~known] = at[~stays]
+            missing = (~known & (new >= 0)).nonzero().flatten()
+            column = new[missing].long()
+            slot = slots[row, column // size].to(kv.device).long()
+            source = kv[slot, head, (column % size).to(kv.device)]
+            packed[row, head, position[missing].long().to(packed.device)] = source.to(packed.device)
+            held[row, head], order[row, head] = new, position
+            start = (row * heads + head) * room
+            places[row, head] = torch.where(new >= 0, position + start, -1).to(places.device)
+            if counters is not None:
+                counters += torch.tensor([int((new >= 0).sum()), len(missing)], device=counters.device)

@@ -1,0 +1,215 @@
+"""Keep the chosen tokens of each KV head together: the kernels.
+
+Both lists ascend, so a binary search tells who stays. One program a row and KV head searches and lists the positions
+that become free; then many programs copy what is missing and write the lists anew.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._dispatch import require_dense_rows
+from .._overlap import begin, overlap
+
+TILE = 32  # tokens that a program copies at once. Not tuned yet.
+END = tl.constexpr(0x7FFFFFFF)  # what -1 at the end of an ascending list is taken for
+
+
+@triton.jit
+def _find(p_list, b_id, room, STEPS: tl.constexpr):
+    """Position of the first entry that is not below ``b_id`` in an ascending list, -1 at the end."""
+    b_low = tl.zeros_like(b_id)
+    b_high = b_low + room
+    for _ in tl.static_range(STEPS):
+        b_middle = (b_low + b_high) // 2
+        m_open = b_low < b_high
+        b_entry = tl.load(p_list + b_middle, mask=m_open, other=0)
+        b_below = m_open & (b_entry >= 0) & (b_entry < b_id)
+        b_high = tl.where(m_open & (b_below == 0), b_middle, b_high)
+        b_low = tl.where(b_below, b_middle + 1, b_low)
+    return b_low
+
+
+@triton.jit
+def _match_kernel(
+    p_ids,
+    p_held,
+    p_order,
+    p_position,
+    p_free,
+    p_enabled,
+    p_counters,
+    room,
+    ids_batch,
+    ids_head,
+    HAS_ENABLED: tl.constexpr,
+    HAS_COUNTERS: tl.constexpr,
+    HEADS: tl.constexpr,
+    STEPS: tl.constexpr,
+    N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Where the entries of one row and KV head go: a position, or ``-(i + 1)`` for the ``i``-th that becomes free."""
+    begin(PDL)
+    i_row = tl.program_id(0).to(tl.int64)
+    i_batch, i_head = i_row // HEADS, i_row % HEADS
+    p_new = p_ids + i_batch * ids_batch + i_head * ids_head
+    p_old, p_at = p_held + i_row * room, p_order + i_row * room
+    o_n = tl.arange(0, N)
+    m_n = o_n < room
+
+    b_new = tl.load(p_new + o_n, mask=m_n, other=-1)  # [N]
+    b_where = _find(p_old, tl.where(b_new < 0, END, b_new), room, STEPS)
+    m_new = m_n & (b_new >= 0)
+    m_known = m_new & (tl.load(p_old + b_where, mask=m_new & (b_where < room), other=-1) == b_new)
+    b_rank = tl.cumsum((m_n & (m_known == 0)).to(tl.int32), 0)  # of those that are not there; from 1
+    b_there = tl.load(p_at + b_where, mask=m_known, other=0)
+    tl.store(p_position + i_row * room + o_n, tl.where(m_known, b_there, -b_rank), mask=m_n)
+
+    b_old = tl.load(p_old + o_n, mask=m_n, other=-1)  # [N]
+    b_where = _find(p_new, tl.where(b_old < 0, END, b_old), room, STEPS)
+    m_old = m_n & (b_old >= 0)
+    m_stays = m_old & (tl.load(p_new + b_where, mask=m_old & (b_where < room), other=-1) == b_old)
+    m_free = m_n & (m_stays == 0)
+    b_rank = tl.cumsum(m_free.to(tl.int32), 0) - 1
+    tl.store(p_free + i_row * room + b_rank, tl.load(p_at + o_n, mask=m_n, other=0), mask=m_free)
+
+    if HAS_COUNTERS:
+        n_new, n_known = tl.sum(m_new.to(tl.int32), 0), tl.sum(m_known.to(tl.int32), 0)
+        live = n_new > 0
+        if HAS_ENABLED:
+            live = live & (tl.load(p_enabled) != 0)
+        tl.atomic_add(p_counters, n_new.to(tl.int64), mask=live, sem="relaxed")
+        tl.atomic_add(p_counters + 1, (n_new - n_known).to(tl.int64), mask=live, sem="relaxed")
+
+
+@triton.jit
+def _copy_kernel(
+    p_ids,
+    p_kv,
+    p_slots,
+    p_held,
+    p_order,
+    p_packed,
+    p_places,
+    p_position,
+    p_free,
+    p_enabled,
+    room,
+    ids_batch,
+    ids_head,
+    kv_slot,
+    kv_head,
+    kv_token,
+    slots_batch,
+    HAS_ENABLED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BN: tl.constexpr,
+    BW: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Bring what is missing among ``BN`` entries of one row and KV head, and write their part of the lists."""
+    begin(PDL)
+    i_row = tl.program_id(0).to(tl.int64)
+    i_batch, i_head = i_row // HEADS, i_row % HEADS
+    o_n = tl.program_id(1) * BN + tl.arange(0, BN)
+    m_n = o_n < room
+    if HAS_ENABLED:
+        m_n = m_n & (tl.load(p_enabled) != 0)
+    b_id = tl.load(p_ids + i_batch * ids_batch + i_head * ids_head + o_n, mask=m_n, other=-1)  # [BN]
+    b_to = tl.load(p_position + i_row * room + o_n, mask=m_n, other=0)  # [BN]
+    m_moves = m_n & (b_to < 0)
+    b_free = tl.load(p_free + i_row * room - b_to - 1, mask=m_moves, other=0)  # [BN]
+    b_to = tl.where(m_moves, b_free, b_to)
+    m_moves = m_moves & (b_id >= 0)
+
+    b_slot = tl.load(p_slots + i_batch * slots_batch + b_id // BLOCK_SIZE, mask=m_moves, other=0).to(tl.int64)
+    o_w = tl.arange(0, BW)
+    m_w = m_moves[:, None] & (o_w < WIDTH)[None, :]
+    p_from = p_kv + b_slot * kv_slot + i_head * kv_head + (b_id % BLOCK_SIZE).to(tl.int64) * kv_token
+    b_kv = tl.load(p_from[:, None] + o_w[None, :], mask=m_w, other=0.0)  # [BN, BW]
+    p_to = p_packed + (i_row * room + b_to) * WIDTH
+    tl.store(p_to[:, None] + o_w[None, :], b_kv, mask=m_w)
+
+    tl.store(p_held + i_row * room + o_n, b_id, mask=m_n)
+    tl.store(p_order + i_row * room + o_n, b_to, mask=m_n)
+    b_place = tl.where(b_id >= 0, (i_row * room).to(tl.int32) + b_to, -1)
+    tl.store(p_places + i_row * room + o_n, b_place, mask=m_n)
+
+
+def pack(
+    ids: Tensor,
+    kv: Tensor,
+    slots: Tensor,
+    held: Tensor,
+    order: Tensor,
+    packed: Tensor,
+    places: Tensor,
+    *,
+    enabled: Tensor | None = None,
+    counters: Tensor | None = None,
+    scratch: Tensor | None = None,
+) -> None:
+    """As ``reference.pack``; ``held``, ``order``, ``packed`` and ``places`` are contiguous.
+
+    ``scratch`` is int32 of twice as many entries as ``ids``.
+    """
+    batch, heads, room = ids.shape
+    if not ids.numel():
+        return
+    require_dense_rows(ids=ids, kv=kv, slots=slots)
+    for name, t in {"held": held, "order": order, "packed": packed, "places": places}.items():
+        if not t.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")
+    rows, width, tile = batch * heads, packed.shape[-1], min(TILE, triton.next_power_of_2(room))
+    if scratch is None:
+        scratch = torch.empty(2 * ids.numel(), dtype=torch.int32, device=ids.device)
+    scratch = scratch.view(2, rows, room)
+    wide = max(16, triton.next_power_of_2(room))
+    with torch.cuda.device_of(ids):  # packed may be another GPU's, written over the link
+        _match_kernel[(rows,)](
+            ids,
+            held,
+            order,
+            scratch[0],
+            scratch[1],
+            enabled,
+            counters,
+            room,
+            *ids.stride()[:2],
+            HAS_ENABLED=enabled is not None,
+            HAS_COUNTERS=counters is not None,
+            HEADS=heads,
+            STEPS=room.bit_length(),
+            N=wide,
+            num_warps=4 if wide <= 1024 else 8,
+            **overlap(ids),
+        )
+        _copy_kernel[(rows, triton.cdiv(room, tile))](
+            ids,
+            kv,
+            slots,
+            held,
+            order,
+            packed,
+            places,
+            scratch[0],
+            scratch[1],
+            enabled,
+            room,
+            *ids.stride()[:2],
+            *kv.stride()[:3],
+            slots.stride(0),
+            HAS_ENABLED=enabled is not None,
+            BLOCK_SIZE=kv.shape[2],
+            HEADS=heads,
+            WIDTH=width,
+            BN=tile,
+            BW=max(16, triton.next_power_of_2(width)),
+            **overlap(ids),
+        )

@@ -1,0 +1,256 @@
+"""Predictive selection on a second device, which follows what is cached and hands over what it has chosen.
+
+Source: AsyncSpade sections 4.1 and 4.3, Inference Rank and Cache Rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..attention.exact import AttentionSpec
+from ..config import PredictiveConfig
+from ..offload.lasting import lasting
+from ..offload.leading import LeadingStore, Rank
+from ..offload.store import LayerStore
+from ..ops._dispatch import use_triton
+from ..ops.topk_select import token_select
+from ..predictor.channels import LabelChannels
+from ..predictor.query import QueryPredictor
+from ..stats import PackStats
+from .base import Policy
+from .packed import Packed
+from .predictive import PredictivePolicy, room_for
+
+
+class TwinPolicy(PredictivePolicy):
+    """A layer's share on the device that chooses: all that a step uses there has an address that is kept."""
+
+    def __init__(self, config: PredictiveConfig, layer_idx: int, channels: LabelChannels | None, rank: Rank) -> None:
+        self.rank = rank
+        super().__init__(config, layer_idx, False, channels)
+
+    def choose(self, store: LayerStore) -> None:
+        queries, budget, rank = self.queries, self.config.token_budget, self.rank
+        batch, heads, _, dim = queries.held.shape
+        predicted = rank.buffer("predicted", (batch, heads, dim), store.dtype)
+        self.predictor.predict(queries.held, queries.position, queries.count, out=predicted)
+        room, n = (blocks.shape[1] * store.block_size for blocks in (store.slots, store.table))
+        scores = rank.buffer("scores", (batch, store.heads, room), torch.float32)[..., :n]
+        self.scores(predicted, store, scores)
+        scratch = None
+        if store.fixed and use_triton(scores):
+            from ..ops.topk_select.triton import scratch_size
+
+            scratch = rank.buffer("select", (scratch_size(scores),), torch.int32)
+        token_select(scores, None, budget, store.block_size, out=self.ids[..., :budget], scratch=scratch)
+
+
+class SecondDevicePolicy(PredictivePolicy):
+    """A layer's share on the device that attends; :attr:`twin` is the one on the device that chooses.
+
+    Chosen tokens are kept together here twice. A step attends to one of the two while the other is being written; they
+    change places when that is done. A captured step, in which all of this is in order, writes the one in use.
+
+    A selection that comes late is waited for (``strict``), or the one before is used again, but never one that does not
+    know all sealed blocks: their tokens have left the ring.
+    """
+
+    store_type = LeadingStore
+
+    def __init__(self, config: PredictiveConfig, layer_idx: int, channels: LabelChannels | None, rank: Rank) -> None:
+        self.twin = TwinPolicy(config, layer_idx, channels, rank)
+        self.rank = rank
+        self.packs: list[Packed] = []
+        super().__init__(config, layer_idx, False)
+        self.fine = False  # labels are made there
+
+    def reset(self) -> None:
+        super().reset()
+        self.twin.reset()
+        self.late = self.at = 0  # layer calls that used an older selection; the pack in use
+        self.known: int | None = None  # sealed blocks that the selection in use has chosen among
+        self.pending: tuple[torch.cuda.Event | None, int] | None = None  # the next one's end, and its sealed blocks
+
+    @lasting
+    def start(self, store: LeadingStore, q_heads: int) -> None:
+        Policy.start(self, store, q_heads)
+        self._key_dim = store.key_dim
+        with self.rank.entered(store.device):
+            self.twin.start(store.follow(self.rank), q_heads)
+            if not self.packs or len(self.packs[0].held) != store.batch:
+                width = store.key_dim + store.value_dim
+                shape = (store.batch, store.heads, room_for(self.config), width, store.dtype)
+                self.packs = [Packed(*shape, self.rank.device, self.rank.enabled, store.device) for _ in range(2)]
+            for packed in self.packs:
+                packed.forget()
+
+    @property
+    def _calibrating(self) -> bool:
+        return self.twin._calibrating
+
+    # ------------------------------------------------------------------ a step
+
+    @lasting
+    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LeadingStore) -> None:
+        if store.fixed:
+            return
+        with self.rank.entered(store.device, q, k):
+            there = self.rank.device
+            known = None if valid is None else valid.to(there)
+            if q is k:
+                k = k.to(there)
+                self.twin.observe(k, k, known, store.twin)
+            else:
+                last = q if self._calibrating else q[:, :, -self.twin.queries.size :]
+                self.twin.observe(last.to(there), k.to(there), known, store.twin)
+        if q is k:
+            self.chosen, self.pending = False, None
+
+    def mode(self, store: LeadingStore):
+        own = not isinstance(self.twin.predictor, QueryPredictor)  # it may allocate, where a graph has no memory
+        if self._calibrating or own or self.rank.device.type != store.device.type:
+            return None
+        return self._attends(store), self.looks_ahead(store), self.at
+
+    def prepare(self, store: LeadingStore) -> None:
+        self._take(store, strict=True)
+        if store.twin is not None and self.twin.queries.end > store.length:
+            with self.rank.entered(store.device):
+                self.twin.queries.rewind(store.length)
+        self.rank.join(store.device)
+
+    def attend(self, q: Tensor, store: LeadingStore, spec: AttentionSpec) -> Tensor:
+        if self._attends(store) != "chosen":
+            return store.attend(q, None, "all", spec)
+        if not store.fixed:
+            self._take(store, self.config.strict)
+        packed = self.packs[self.at]
+        return store.attend(q, packed.places, "token", spec, frames=packed.frames(store.block_size))
+
+    def _take(self, store: LeadingStore, strict: bool) -> None:
+        """Go over to the next selection; not if it is late and the one in use will do."""
+        if self.pending is None:
+            return
+        event, known = self.pending
+        if not strict and self.known == store.sealed and event is not None and not event.query():
+            self.late += 1
+            return
+        if event is not None:
+            event.wait(torch.cuda.current_stream(store.device))
+        self.at, self.known, self.pending = 1 - self.at, known, None
+
+    def look_ahead(self, q: Tensor, store: LeadingStore, again: bool = False) -> None:
+        twin, used = store.twin, () if store.new is None else (q, *store.new[:2])
+        with self.rank.entered(store.device, *(() if store.fixed else used), beside=store.fixed):
+            twin.fixed = store.fixed
+            try:
+                self._follow(q, store)
+                if not store.fixed:
+                    twin.seal_due(self.twin)
+                self._choose(store, again)
+            finally:
+                twin.fixed = False
+        if again:
+            self.rank.join(store.device)
+
+    def _follow(self, q: Tensor, store: LeadingStore) -> None:
+        """Hand over the step's query, key and value, unless they are there."""
+        twin = store.twin
+        if store.new is None:
+            twin.length = store.length
+            return
+        (k, v, valid), store.new = store.new, None
+        if store.fixed:
+            held = twin.clock.at(twin.device, twin.length)
+            held.copy_(store.clock.held(store.device))
+            twin.clock.forget()
+        given = {"q": q[:, :, None], "k": k, "v": v, "valid": valid}
+        there = [self.rank.here(name, tensor) for name, tensor in given.items()]
+        if store.fixed:
+            self.twin.queries.push(there[0], there[3], twin.clock.held(twin.device))
+        twin.append(*there[1:])
+
+    def _choose(self, store: LeadingStore, again: bool) -> None:
+        twin = store.twin
+        if not self.looks_ahead(store):
+            self.chosen, self.pending, self.known = False, None, None
+            return
+        if self.pending is not None and self.pending[1] == twin.sealed and not self.config.strict:
+            event = self.pending[0]
+            if event is not None and not event.query():
+                return  # it is late already; another one behind it would never be in time
+        self.twin.choose(twin)
+        in_place = store.fixed or again  # a captured step: what it has attended to is over
+        at = self.at if in_place else 1 - self.at
+        scratch = self.rank.buffer("pack", (2 * self.twin.ids.numel(),), torch.int32)
+        self.packs[at].update(self.twin.ids, twin.pool.kv, twin.table, scratch)
+        self.chosen = True
+        if in_place:
+            self.known = twin.sealed
+        else:
+            self.pending = self.rank.mark(), twin.sealed
+        if again:  # a step needs its tokens once, whatever was copied for it
+            self.packs[at].counters[:1] -= (self.twin.ids >= 0).sum()
+        else:
+            store.count_index(self.twin._index_bytes(twin))
+
+    def replayed(self, store: LeadingStore, looked: bool) -> None:
+        store.twin.length, self.twin.queries.end = store.length, store.length
+        if looked:
+            self.chosen, self.known = True, store.sealed
+            store.count_index(self.twin._index_bytes(store.twin))
+        elif not self.looks_ahead(store):
+            self.chosen = False
+
+    # ------------------------------------------------------------------ numbers
+
+    def packing(self) -> PackStats | None:
+        if not self.packs:
+            return None
+        needed, copied = sum(packed.counters for packed in self.packs).tolist()
+        kv = self.packs[0].kv
+        return PackStats(needed=needed, copied=copied, bytes=copied * kv.shape[-1] * kv.itemsize, late=self.late)
+
+    @property
+    def nbytes(self) -> int:
+        return self.twin.nbytes + sum(packed.nbytes for packed in self.packs)
+
+    # ------------------------------------------------------------------ capture
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        return (*self.twin.addresses, *(a for packed in self.packs for a in packed.addresses))
+
+    def save(self) -> dict:
+        return {"host": (self.chosen, self.at, self.known, self.pending, self.late), "ids": self.twin.ids.clone()}
+
+    def restore_host(self, saved: dict) -> None:
+        self.chosen, self.at, self.known, self.pending, self.late = saved["host"]
+
+    def restore_device(self, saved: dict) -> None:
+        self.twin.ids.copy_(saved["ids"])
+
+    # ------------------------------------------------------------------ rows
+
+    def reopened(self) -> None:
+        self.chosen, self.pending, self.known = False, None, None
+        self.twin.reopened()
+        for packed in self.packs:
+            packed.forget()
+
+    @lasting
+    def map_rows(self, index: Tensor) -> None:
+        there = index.to(self.rank.device)
+        with self.rank.entered(index.device):
+            self.twin.map_rows(there)
+            for packed in self.packs:
+                packed.map_rows(there)
+        self.rank.join(index.device)
+
+    @lasting
+    def copy(self) -> SecondDevicePolicy:
+        new = Policy.copy(self)
+        new.twin = self.twin.copy()
+        new.packs = [packed.copy() for packed in self.packs]
+        return new

@@ -1,0 +1,564 @@
+"""Predictive decode steps against an independent oracle over plain keys and queries: the same logits, step by step."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from caches import predictive
+from models import build, model, prompt, reference
+from oracle import NAME, Oracle, asked
+from test_graphs import Imitation
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_sparsekv import AsyncPredictiveCache, OffloadConfig, PredictiveConfig, SparseCache, TwoLevelConfig
+from hf_sparsekv.offload.leading import Rank
+
+TOLERANCE = 2e-3  # of logits whose spread is about 10
+TIGHT = {"token_budget": 32}
+
+
+class PredictiveOracle(Oracle):
+    """Each decode step attends to the tokens that the step before has found best for the query it expected."""
+
+    def __init__(self, config: PredictiveConfig) -> None:
+        known = SimpleNamespace(**{**asdict(config), "level": "token", "num_blocks": None})
+        if config.scoring == "keys":
+            known.calibration_tokens = 0
+        super().__init__(known, lag=False)
+        self.since: dict[int, list[int]] = {}  # layer: first column of each row whose query is still known
+        self.selected = 0
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        out = super().attend(layer, query, key, value, scale)
+        state, config, length = self.layers[layer], self.config, key.shape[2]
+        since = self.since.setdefault(layer, [0] * query.shape[0])
+        for row, seen in enumerate(self.valid[:, :length].tolist()):
+            last = max((c for c, real in enumerate(seen) if not real), default=-1)
+            since[row] = max(since[row], last + 1)
+        sealed = state.sealed * config.block_size
+        begun = length >= config.start_length and sealed + config.window + config.max_draft >= config.start_length
+        state.last_query = None
+        if state.channels is not None and sealed > config.token_budget and begun:
+            rows = [[self.predict(head[since[row] :]) for head in state.queries[row]] for row in range(len(since))]
+            state.last_query = torch.stack([torch.stack(heads) for heads in rows])
+        return out
+
+    def predict(self, queries: Tensor) -> Tensor:
+        """The next of ``queries [columns, D]``."""
+        config = self.config
+        if config.predictor == "last" or len(queries) == 1:
+            return queries[-1]
+        if not len(queries):
+            return torch.zeros(queries.shape[1])
+        n = min(config.predictor_window, len(queries) - 1)
+        past, now = queries[-n - 1 : -1].flip(0).double(), queries[-1].double()
+        gram = past @ past.T
+        ridge = config.predictor_epsilon * gram.diagonal().mean()
+        weights = torch.linalg.solve(gram + ridge * torch.eye(n), past @ now)
+        return (weights @ queries[-n:].flip(0).double()).float()
+
+    def decode_columns(self, state, layer, row, head, group, query, key) -> list[int]:
+        config, size = self.config, self.config.block_size
+        real = [c for c in range(key.shape[2]) if self.valid[row, c]]
+        if layer < config.dense_layers or state.last_query is None:
+            return real
+        sinks = real[: config.sinks]
+        near = [c for c in real if c >= state.sealed * size]
+        free = [c for c in real if c < state.sealed * size and c not in sinks]
+        asking, kept = state.last_query[row, head * group : (head + 1) * group], key[row, head, free]
+        if config.scoring == "labels":
+            channels = state.channels[row][head]
+            asking, kept = asking[:, channels], self.labels(kept[:, channels])
+        each = asking @ kept.T
+        score = each.amax(0) if config.token_reduce == "max" else each.mean(0)
+        best = dict(zip(free, score.tolist()))
+        chosen = sorted(free, key=lambda c: (-best[c], c))[: config.token_budget]
+        self.selected += 1
+        return sorted({*sinks, *near, *chosen})
+
+    def crop(self, length: int) -> None:
+        """Queries that those of removed columns have overwritten are gone."""
+        slots = 1 if self.config.predictor == "last" else self.config.predictor_window + 1
+        for layer, state in self.layers.items():
+            self.since[layer] = [max(c, state.queries.shape[2] - slots) for c in self.since[layer]]
+        super().crop(length)
+
+    def map_rows(self, index: Tensor) -> None:
+        super().map_rows(index)
+        self.since = {layer: [since[i] for i in index.tolist()] for layer, since in self.since.items()}
+
+
+class Race:
+    """One model twice, with our cache and with the oracle over a stock cache, fed the same tokens."""
+
+    def __init__(self, name: str = "llama", offload=False, captured: bool = False, **config) -> None:
+        self.ours = predictive(offload, **{**TIGHT, "predictor": "ridge", **config})
+        self.oracle = PredictiveOracle(self.ours.config)
+        self.stock = DynamicCache()
+        self.model, self.plain = model(name), model(name, NAME)
+        if captured:
+            self.model = build(name, "sparsekv")
+            self.runner = Imitation(self.model)
+            self.runner.install()
+        self.mask = None
+
+    @torch.no_grad()
+    def feed(self, ids, mask=None) -> float:
+        """The largest difference of the last column's logits. ``mask`` covers the new columns."""
+        mask = torch.ones_like(ids) if mask is None else mask
+        self.mask = mask if self.mask is None else torch.cat((self.mask, mask), dim=1)
+        positions = (self.mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        self.oracle.valid = self.mask.bool()
+        common = {"position_ids": positions, "logits_to_keep": 1}
+        ours = self.model(ids, attention_mask=self.mask, past_key_values=self.ours, **common).logits[:, -1].clone()
+        with asked(self.oracle):
+            theirs = self.plain(ids, past_key_values=self.stock, **common).logits[:, -1]
+        return float((ours - theirs).abs().max())
+
+    def run(self, steps: int, seed: int = 7) -> float:
+        tokens = prompt(self.mask.shape[0], steps, seed=seed)["input_ids"]
+        return max(self.feed(token) for token in tokens.split(1, dim=1))
+
+    def crop(self, remove: int) -> None:
+        self.mask = self.mask[:, :-remove]
+        self.ours.crop(-remove)
+        self.stock.crop(-remove)
+        self.oracle.crop(self.mask.shape[1])
+
+    def agree(self) -> None:
+        """As many tokens were attended to."""
+        assert self.ours.stats().attended_tokens == self.oracle.attended
+        assert self.oracle.selected
+
+
+CASES = {
+    "usual": (False, {}),
+    "last": (False, {"predictor": "last"}),
+    "short window": (True, {"predictor_window": 3, "predictor_epsilon": 0.5}),
+    "offloaded": (True, {}),
+    "offloaded, not copied": (OffloadConfig(device_pool=0), {}),
+    "keys": (False, {"scoring": "keys", "token_reduce": "mean"}),
+    "labels of 16 bits": (True, {"label_bits": 16}),
+    "mean": (False, {"token_reduce": "mean", "channel_importance": "mean", "label_channels": 2}),
+    "late": (True, {"start_length": 145}),
+    "odd budget": (True, {"token_budget": 37}),
+    "wide": (True, {"block_size": 32, "window": 5, "max_draft": 0, "sinks": 9}),
+    "dense first": (False, {"dense_layers": 1, "sinks": 0}),
+    "second device": (False, {"cache_rank": "cpu"}),
+    "second device, keys": (False, {"cache_rank": "cpu", "scoring": "keys", "strict": True, "start_length": 145}),
+}
+
+
+@pytest.mark.parametrize("pads", [None, (5, 61)], ids=["unpadded", "padded"])
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_follow_the_oracle(case, captured, pads):
+    """Over the sealing of two blocks: what is sealed is selectable in the next step."""
+    offload, config = CASES[case]
+    race = Race("llama", offload, captured, **config)
+    start = prompt(2 if pads else 1, 130, pads)
+    assert race.feed(start["input_ids"], start["attention_mask"]) < TOLERANCE
+    assert race.run(36) < TOLERANCE
+    race.agree()
+    assert not captured or race.runner.replays == 36
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["llama-mha", "llama-mqa", "qwen3"])
+def test_other_head_groups(name):
+    race = Race(name, True, token_budget=20)
+    start = prompt(2, 120, (0, 9), seed=3)
+    race.feed(start["input_ids"], start["attention_mask"])
+    assert race.run(20) < TOLERANCE
+    race.agree()
+
+
+def test_calibration_ends_in_the_middle_of_an_answer():
+    race = Race(captured=True, calibration_tokens=70)
+    race.feed(prompt(1, 60)["input_ids"])
+    assert race.run(50) < TOLERANCE
+    race.agree()
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
+@pytest.mark.parametrize("place", ["host", "stream", "cpu"])
+def test_second_turn_crop_and_rows(place, captured):
+    race = Race("llama", place == "host", captured, predictor_window=8, cache_rank=place)
+    first = prompt(3, 100, (0, 5, 35))
+    race.feed(first["input_ids"], first["attention_mask"])
+    assert race.run(10) < TOLERANCE
+    second = prompt(3, 40, (17, 0, 39), seed=1)  # leaves holes in the middle of the rows
+    assert race.feed(second["input_ids"], second["attention_mask"]) < TOLERANCE
+    assert race.run(10, seed=2) < TOLERANCE
+    for seed, remove in enumerate((3, 1, 20, 60)):  # drafts, and blocks that are reopened
+        race.crop(remove)
+        assert race.run(10, seed=seed) < TOLERANCE
+    for index in ([2, 0, 0], [1, 2], [0, 1, 1, 0]):
+        index = torch.tensor(index)
+        race.mask = race.mask[index]
+        race.ours.reorder_cache(index)
+        race.stock.reorder_cache(index)
+        race.oracle.map_rows(index)
+        assert race.run(8, seed=4) < TOLERANCE
+    assert race.ours.stats().attended_tokens == race.oracle.attended
+
+
+def test_selection_is_sparse_and_starts_when_it_shall():
+    """Otherwise the tests above would pass for dense attention too."""
+    ids = prompt(1, 200)["input_ids"]
+    cache, late = predictive(False, **TIGHT), predictive(False, **TIGHT, start_length=201)
+    with torch.no_grad():
+        dense = reference("llama")(ids).logits[:, -1]
+        found = []
+        for one in (cache, late):
+            model("llama")(ids[:, :199], past_key_values=one)
+            found.append(model("llama")(ids[:, 199:], past_key_values=one).logits[:, -1])
+    assert (found[0] - dense).abs().max() > 100 * TOLERANCE
+    torch.testing.assert_close(found[1], dense, atol=TOLERANCE, rtol=0)
+    assert cache.stats().sparse_calls == 2 and cache.stats().attended_share < 0.5
+    assert late.stats().dense_calls == 2 and late.stats().crossover_calls == 0
+
+
+# ---------------------------------------------------------------------- the next step
+
+
+def decode(cache, steps: int = 20, length: int = 150, net=None, seed: int = 5) -> Tensor:
+    net = net or model("llama")
+    ids = prompt(2, length + steps, seed=seed)["input_ids"]
+    with torch.no_grad():
+        net(ids[:, :length], past_key_values=cache)
+        rows = [net(token, past_key_values=cache).logits.clone() for token in ids[:, length:].split(1, dim=1)]
+    return torch.cat(rows, dim=1)
+
+
+def test_a_step_reads_no_selection_that_is_being_made():
+    """What a step chooses is not there until its own attention is over."""
+    cache = predictive(True, **TIGHT)
+    ids = prompt(2, 152, seed=5)["input_ids"]
+    with torch.no_grad():
+        model("llama")(ids[:, :150], past_key_values=cache)
+        for token in ids[:, 150:].split(1, dim=1):
+            seen: list[bool] = []
+            for layer in cache.sparse_layers:
+                policy, attend = layer.policy, layer.policy.attend
+                before = (policy.ids.clone(), policy.packed.places.clone(), policy.packed.kv.clone())
+
+                def watch(q, store, spec, attend=attend, policy=policy, before=before, seen=seen):
+                    out = attend(q, store, spec)
+                    after = (policy.ids, policy.packed.places, policy.packed.kv)
+                    seen.append(all(torch.equal(a, b) for a, b in zip(before, after)))
+                    return out
+
+                policy.attend = watch
+            model("llama")(token, past_key_values=cache)
+            assert seen == [True, True]
+            for layer in cache.sparse_layers:
+                del layer.policy.attend
+
+
+def test_only_newly_chosen_tokens_travel():
+    cache, bare = predictive(True, **TIGHT), predictive(OffloadConfig(device_pool=0), **TIGHT)
+    torch.testing.assert_close(decode(cache), decode(bare), atol=1e-4, rtol=1e-4)
+    stats = cache.stats()
+    token = cache.sparse_layers[0].store.token_bytes
+    chosen = 21 * 2 * 2 * 2 * 32  # of 20 steps and the prompt, in two layers, rows and heads
+    found = [layer.policy.packing() for layer in cache.sparse_layers]
+    assert sum(p.needed for p in found) == chosen
+    assert 0 < sum(p.copied for p in found) < 0.9 * chosen
+    assert sum(p.bytes for p in found) == sum(p.copied for p in found) * token
+    assert stats.hit_rate == pytest.approx(1 - sum(p.copied for p in found) / chosen)
+    assert sum(int(layer.store.counters.total_from_host) for layer in cache.sparse_layers) == 0
+    assert bare.stats().hit_rate is None
+
+
+@pytest.mark.parametrize("bundle", [1, 2, 7])
+@pytest.mark.parametrize("offload", [False, True])
+def test_packs_of_layers_do_not_show(bundle, offload):
+    nets = build("llama", "sparsekv", num_hidden_layers=5), build("llama", "sparsekv", num_hidden_layers=5)
+    runner = Imitation(nets[1])
+    runner.install()
+    found = [decode(predictive(offload, **TIGHT, layers_per_pack=bundle), steps=40, net=net) for net in nets]
+    assert torch.equal(*found)
+    assert runner.replays == 40
+
+
+def test_a_device_pool_too_small_for_the_copies_is_told():
+    with pytest.warns(UserWarning, match="copies of the chosen tokens take .*, 9000 are allowed"):
+        decode(cache := predictive(OffloadConfig(device_pool=9000), **TIGHT))
+    assert all(layer.policy.packed is None for layer in cache.sparse_layers)
+    torch.testing.assert_close(decode(predictive(True, **TIGHT)), decode(predictive(False, **TIGHT)))
+
+
+def test_a_capture_copies_nothing():
+    """Its trial runs leave the packed tokens as they are."""
+    net = build("llama", "sparsekv")
+    runner = Imitation(net)
+    runner.install()
+    cache = predictive(True, **TIGHT)
+    ids = prompt(2, 151, seed=5)["input_ids"]
+    record, kept = runner._record, []
+
+    def state():
+        packs = [layer.policy.packed for layer in cache.sparse_layers]
+        return [t.clone() for p in packs for t in (p.kv, p.held, p.order, p.places, p.counters)]
+
+    def watch(*args):
+        kept.append(state())
+        found = record(*args)
+        kept.append(state())
+        return found
+
+    runner._record = watch
+    with torch.no_grad():
+        net(ids[:, :150], past_key_values=cache)
+        net(ids[:, 150:], past_key_values=cache)
+    before, after = kept
+    for a, b in zip(before, after):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    assert any(not torch.equal(a, b) for a, b in zip(before, state()))
+
+
+def test_copies_and_two_caches_go_their_own_ways():
+    cache, other = predictive(True, **TIGHT), predictive(False, **TIGHT)
+    decode(cache, steps=5)
+    twin = copy.deepcopy(cache)
+    ids = prompt(2, 20, seed=8)["input_ids"]
+    first, second = [], []
+    with torch.no_grad():
+        model("llama")(prompt(1, 90)["input_ids"], past_key_values=other)
+        for token in ids.split(1, dim=1):
+            first.append(model("llama")(token, past_key_values=cache).logits)
+            model("llama")(token[:1], past_key_values=other)
+        second += [model("llama")(t, past_key_values=twin).logits for t in ids.split(1, dim=1)]
+    torch.testing.assert_close(torch.cat(first), torch.cat(second))
+    assert other.get_seq_length() == 110
+
+
+def test_a_prediction_that_fails_is_told_and_leaves_a_cache_to_reset():
+    def broken(ring, position, count):
+        if torch.is_tensor(ring) and fails:
+            raise ArithmeticError("no prediction")
+        return ring[:, :, 0]
+
+    fails = []
+    cache = predictive(False, **TIGHT, predictor=broken)
+    decode(cache, steps=3)
+    fails.append(True)
+    with pytest.raises(ArithmeticError, match="no prediction"), torch.no_grad():
+        model("llama")(torch.full((2, 1), 5), past_key_values=cache)
+    with pytest.raises(RuntimeError, match="incomplete"), torch.no_grad():
+        model("llama")(torch.full((2, 1), 5), past_key_values=cache)
+    fails.clear()
+    cache.reset()
+    again = decode(cache)
+    torch.testing.assert_close(again, decode(predictive(False, **TIGHT, predictor=broken)))
+
+
+def test_something_else_attends_in_between():
+    """Without their queries the columns' ring is empty; the next step attends to everything and goes on."""
+    net = build("llama", "sparsekv")
+    cache = predictive(False, **TIGHT)
+    ids = prompt(2, 140)["input_ids"]
+    with torch.no_grad():
+        net(ids[:, :120], past_key_values=cache)
+        net.set_attn_implementation("sdpa")
+        with pytest.warns(UserWarning, match="reads the keys"):
+            net(ids[:, 120:130], past_key_values=cache)
+        net.set_attn_implementation("sparsekv")
+        queries = cache.sparse_layers[0].policy.queries
+        assert queries.count.tolist() == [0, 0]
+        for token in ids[:, 130:].split(1, dim=1):
+            net(token, past_key_values=cache)
+    assert queries.count.tolist() == [10, 10]
+    assert (cache.stats().dense_calls, cache.stats().sparse_calls) == (2, 18)
+
+
+# ---------------------------------------------------------------------- a second device
+
+
+class Slow:
+    """The end of work on a second device that takes some looks to come."""
+
+    waits = 0
+
+    def __init__(self, looks: float) -> None:
+        self.looks = looks
+
+    def query(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def wait(self, stream) -> None:
+        Slow.waits += 1
+        self.looks = 0
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Makes second devices slow: by how many looks, a list that is gone through again and again."""
+
+    def install(*looks: float) -> None:
+        rest = itertools.cycle(looks)
+        monkeypatch.setattr(Rank, "mark", lambda self: Slow(next(rest)))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
+        Slow.waits = 0
+
+    return install
+
+
+def test_a_late_selection_is_waited_for_if_asked(slow):
+    expected = decode(predictive(False, **TIGHT), steps=40)
+    slow(float("inf"))
+    cache = predictive(False, **TIGHT, cache_rank="cpu", strict=True)
+    assert torch.equal(decode(cache, steps=40), expected)
+    assert cache.stats().late == 0 and Slow.waits == 80
+
+
+def test_without_waiting_the_selection_before_is_used_and_counted(slow):
+    """Not for ever: nothing new is asked for until what is late has come. A block that was sealed is waited for."""
+    slow(2)
+    cache = predictive(False, **TIGHT, cache_rank="cpu")
+    expected = decode(predictive(False, **TIGHT), steps=40)
+    found = decode(cache, steps=40)
+    stats = cache.stats()
+    assert stats.dense_calls == 0
+    assert 20 < stats.late < 70
+    assert not torch.equal(found, expected)
+    assert f"{stats.late} of 80 selections late" in str(stats)
+    cache.reset()
+    assert cache.stats().late == 0
+
+
+@pytest.mark.parametrize("looks", [(0,), (1,), (3,), (100,), (5, 0, 1)])
+def test_every_token_is_near_or_could_have_been_chosen(slow, looks):
+    """However late: what a step attends to was chosen among all the blocks that have left its ring."""
+    slow(*looks)
+    cache = predictive(False, **TIGHT, cache_rank="cpu")
+    net, ids = model("llama"), prompt(2, 230, seed=5)["input_ids"]
+    with torch.no_grad():
+        net(ids[:, :150], past_key_values=cache)
+        for token in ids[:, 150:].split(1, dim=1):
+            before = [layer.store.sealed for layer in cache.sparse_layers]
+            net(token, past_key_values=cache)
+            for layer, sealed in zip(cache.sparse_layers, before):
+                policy = layer.policy
+                assert policy.known == sealed
+                held = policy.packs[policy.at].held
+                assert ((held >= 0).sum(-1) == 32).all() and held.max() < sealed * 16
+
+
+def test_what_a_step_attends_to_is_not_being_written():
+    cache = predictive(False, **TIGHT, cache_rank="cpu")
+    ids, net = prompt(2, 170, seed=5)["input_ids"], model("llama")
+    with torch.no_grad():
+        net(ids[:, :150], past_key_values=cache)
+        policies, kept = [layer.policy for layer in cache.sparse_layers], {}
+        for policy in policies:
+
+            def watch(q, store, spec, attend=policy.attend, policy=policy):
+                out = attend(q, store, spec)
+                kept[policy] = policy.packs[policy.at].kv, policy.packs[policy.at].kv.clone()
+                return out
+
+            policy.attend = watch
+        for token in ids[:, 150:].split(1, dim=1):
+            net(token, past_key_values=cache)
+            for policy in policies:
+                assert policy.pending is not None, "the step has made a selection"
+                torch.testing.assert_close(*kept[policy], rtol=0, atol=0, equal_nan=True)
+                assert not torch.equal(policy.packs[0].held, policy.packs[1].held)
+
+
+def test_a_predictor_of_ones_own_is_not_captured_there():
+    def newest(ring, position, count):
+        return ring.index_select(2, ((position + ring.shape[2] - 1) % ring.shape[2]).long())[:, :, 0]
+
+    race = Race(captured=True, cache_rank="cpu", predictor=newest)
+    race.feed(prompt(1, 130)["input_ids"])
+    race.oracle.config.predictor = "last"
+    race.crop(1)
+    with torch.no_grad():
+        race.model(torch.full((1, 1), 5), past_key_values=race.ours)
+    assert race.runner.replays == 0
+
+
+# ---------------------------------------------------------------------- files
+
+
+def test_another_window_takes_over_the_queries(tmp_path):
+    cache = predictive(False, **TIGHT, predictor="ridge")
+    decode(cache)
+    cache.save(tmp_path / "cache")
+    for settings in ({"predictor_window": 4}, {"predictor_window": 30}, {"predictor": "last"}):
+        config = PredictiveConfig(**{**asdict(cache.config), **settings})
+        twin = SparseCache.load(tmp_path / "cache", config)
+        mine, theirs = (c.sparse_layers[0].policy.queries for c in (cache, twin))
+        n = min(mine.size, theirs.size)
+        assert theirs.count.tolist() == [n, n]
+        columns = torch.arange(170 - n, 170)
+        assert torch.equal(mine.held[:, :, columns % mine.size], theirs.held[:, :, columns % theirs.size])
+        assert int(theirs.position) == 170 % theirs.size
+
+
+def test_a_predictor_of_ones_own_has_to_be_given_again(tmp_path):
+    def newest(ring, position, count):
+        return ring.index_select(2, ((position + ring.shape[2] - 1) % ring.shape[2]).long())[:, :, 0]
+
+    cache = predictive(False, **TIGHT, predictor=newest)
+    decode(cache)
+    cache.save(tmp_path / "cache")
+    with pytest.raises(ValueError, match="a predictor of the user's own"):
+        SparseCache.load(tmp_path / "cache")
+    twin = SparseCache.load(tmp_path / "cache", cache.config)
+    with torch.no_grad():
+        token = torch.full((2, 1), 7)
+        found = [model("llama")(token, past_key_values=c).logits for c in (cache, twin)]
+    assert torch.equal(*found)
+
+
+# ---------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        ({"token_budget": 0}, "token_budget must be a positive integer"),
+        ({"predictor": "next"}, "predictor must be one of 'last', 'ridge'"),
+        ({"predictor": 3}, "a predictor must be callable"),
+        ({"predictor_window": 0}, "window must be an integer"),
+        ({"predictor_epsilon": 0}, "epsilon must be"),
+        ({"scoring": "values"}, "scoring must be one of 'labels', 'keys'"),
+        ({"start_length": -1}, "start_length must be an integer >= 0"),
+        ({"cache_rank": "disk"}, "cache_rank must be"),
+        ({"strict": 1.5}, "strict must be True or False"),
+        ({"cache_rank": "host", "scoring": "keys"}, "scoring='keys' reads all keys in every step"),
+        ({"layers_per_pack": 0}, "layers_per_pack must be a positive integer"),
+        ({"label_channels": 3}, "label_channels must be even"),
+        ({"label_bits": 8}, "label_bits must be 4 or 16"),
+        ({"token_reduce": "sum"}, "token_reduce must be one of"),
+    ],
+)
+def test_configurations_are_checked(wrong, says):
+    with pytest.raises(ValueError, match=says):
+        PredictiveConfig(**wrong)
+
+
+def test_the_cache_takes_its_own_configuration_and_place():
+    with pytest.raises(TypeError, match="config must be a PredictiveConfig, got TwoLevelConfig"):
+        AsyncPredictiveCache(TwoLevelConfig())
+    with pytest.raises(TypeError, match="offload must be an OffloadConfig or None"):
+        AsyncPredictiveCache(offload=True)
+    with pytest.raises(ValueError, match="cache_rank='stream' keeps all blocks on the device"):
+        AsyncPredictiveCache(PredictiveConfig(cache_rank="stream"), OffloadConfig())
+    with pytest.raises(ValueError, match="with offload take scoring='labels'"):
+        AsyncPredictiveCache(PredictiveConfig(scoring="keys"), OffloadConfig())
+    with pytest.raises(ValueError, match="do not go to host memory: leave offload out"):
+        AsyncPredictiveCache(PredictiveConfig(cache_rank="cpu"), OffloadConfig())
+    assert AsyncPredictiveCache(PredictiveConfig(cache_rank="host")).offload_config == OffloadConfig()
+    assert AsyncPredictiveCache().config == PredictiveConfig()
