@@ -10,7 +10,7 @@ for the query that was predicted one step before, and compared with those scored
 keys and the maximum over the query heads of a group. Streams:
 
 * ``text``: the language reference of Python, 4k tokens before each step;
-* ``own``: half a prompt of it, the rest sampled by the model itself (temperature 0.8);
+* ``own``: the first three quarters of that, the rest sampled by the model itself;
 * ``needle``: the digits of a number that was planted in the reference (five depths) and asked for;
 * ``filler`` and ``answers``: the probe model's, the latter the tokens of its answers to questions about 4k tokens.
 """
@@ -55,7 +55,7 @@ FORMS = {
 WINDOWS = (4, 8, 16, 32)
 EPSILONS = (1e-3, 1e-2, 1e-1, 0.3, 1.0)
 WINDOW, EPSILON = 16, 1e-1  # what the other one is varied at
-TEMPERATURE = 0.8
+TEMPERATURE = 1.0  # at 0.8 it soon repeats itself, and a long window finds the last time
 STREAMS = ("text", "own", "needle", "filler", "answers")
 
 
@@ -122,7 +122,7 @@ def documents(args, model, tokenizer) -> Iterator[tuple[str, Tensor, list[int]]]
     steps = [args.context + i * args.stride for i in range(args.steps)]
     for start in starts:
         yield "text", words[:, start : start + need], steps
-    prompts = torch.cat([words[:, start : start + args.context // 2] for start in starts])
+    prompts = torch.cat([words[:, start : start + args.context * 3 // 4] for start in starts])
     path = args.out / f"own-{args.context}-{args.passages}.pt"
     if not path.exists():
         torch.save(continued(model, prompts, need - prompts.shape[1], seed=0), path)
