@@ -10,7 +10,8 @@ for the query that was predicted one step before, and compared with those scored
 keys and the maximum over the query heads of a group. Streams:
 
 * ``text``: the language reference of Python, 4k tokens before each step;
-* ``own``: half a prompt of it, the rest sampled by the model itself (temperature 0.8);
+* ``own``: the first three quarters of that, the rest sampled by the model itself;
+* ``needle``: the digits of a number that was planted in the reference (five depths) and asked for;
 * ``filler`` and ``answers``: the probe model's, the latter the tokens of its answers to questions about 4k tokens.
 """
 
@@ -33,7 +34,7 @@ from hf_sparsekv import TwoLevelConfig
 from hf_sparsekv.benchmark.results import Row, append_rows
 from hf_sparsekv.evaluation.prefix import attention, prefill
 from hf_sparsekv.evaluation.ruler_probe import FAMILIES, make_sample
-from hf_sparsekv.evaluation.text import python_reference
+from hf_sparsekv.evaluation.text import needle_prompt, python_reference
 from hf_sparsekv.models import SMALL_MODEL_NAME
 from hf_sparsekv.ops.query_predict.reference import MAX_WINDOW, query_predict
 from hf_sparsekv.ops.seal.reference import quantise_labels
@@ -54,8 +55,8 @@ FORMS = {
 WINDOWS = (4, 8, 16, 32)
 EPSILONS = (1e-3, 1e-2, 1e-1, 0.3, 1.0)
 WINDOW, EPSILON = 16, 1e-1  # what the other one is varied at
-TEMPERATURE = 0.8
-STREAMS = ("text", "own", "filler", "answers")
+TEMPERATURE = 1.0  # at 0.8 it soon repeats itself, and a long window finds the last time
+STREAMS = ("text", "own", "needle", "filler", "answers")
 
 
 @dataclass(frozen=True)
@@ -121,12 +122,21 @@ def documents(args, model, tokenizer) -> Iterator[tuple[str, Tensor, list[int]]]
     steps = [args.context + i * args.stride for i in range(args.steps)]
     for start in starts:
         yield "text", words[:, start : start + need], steps
-    prompts = torch.cat([words[:, start : start + args.context // 2] for start in starts])
+    prompts = torch.cat([words[:, start : start + args.context * 3 // 4] for start in starts])
     path = args.out / f"own-{args.context}-{args.passages}.pt"
     if not path.exists():
         torch.save(continued(model, prompts, need - prompts.shape[1], seed=0), path)
     for row in torch.load(path):
         yield "own", row[None, :need], steps
+
+
+def needles(args, model, tokenizer) -> Iterator[tuple[str, Tensor, list[int]]]:
+    """Facts that the small model looks up."""
+    for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
+        prompt = needle_prompt(tokenizer, args.context, depth)
+        answer = tokenizer(f" {prompt.answer}", add_special_tokens=False, return_tensors="pt")["input_ids"]
+        n = prompt.ids.shape[1]
+        yield "needle", torch.cat((prompt.ids, answer), dim=1), list(range(n - 1, n - 1 + answer.shape[1]))
 
 
 def questions(args, model, tokenizer) -> Iterator[tuple[str, Tensor, list[int]]]:
@@ -248,7 +258,7 @@ def averaged(found: dict) -> dict[tuple[str, Variant, bool], list[dict[str, floa
 def rows(layers: dict, context: int) -> Iterator[Row]:
     """Means over the layers that select (low and high: lowest and highest of them); some variants layer by layer."""
     for (stream, variant, labels), by_layer in layers.items():
-        model = SMALL_MODEL_NAME if stream in ("text", "own") else PROBE.name
+        model = SMALL_MODEL_NAME if stream in ("text", "own", "needle") else PROBE.name
         what = f"{variant}{',labels' if labels else ''}"
         common = ("predictors", model)
         for name in by_layer[0]:
@@ -277,7 +287,8 @@ def tables(layers: dict) -> None:
                     cells.append(f"{sum(entry[name] for entry in used) / len(used):.3f}" if known else "")
             table.add_row(str(variant), *cells)
         table.columns[0].no_wrap = True
-        Console(width=160).print(table)
+        if any(key[0] == stream for key in layers):
+            Console(width=160).print(table)
 
 
 def plot(layers: dict, path: Path) -> None:
@@ -307,19 +318,26 @@ def main() -> None:
     parser.add_argument("--stride", type=int, default=4, help="tokens between them")
     parser.add_argument("--passages", type=int, default=2)
     parser.add_argument("--share", type=float, default=0.05, help="of the context that is chosen")
+    parser.add_argument("--sources", nargs="+", choices=("documents", "needles", "questions"), help="default: all")
     parser.add_argument("--out", type=Path, default=Path("eval-results/predictors"), help="the model's own output")
     parser.add_argument("--csv", type=Path, default=RESULTS)
     parser.add_argument("--plot", type=Path, default=PLOT)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     found: dict = {}
-    probe = AutoModelForCausalLM.from_pretrained(PROBE, dtype=torch.float32).eval()
-    study(args, probe, AutoTokenizer.from_pretrained(PROBE), questions, found)
-    study(args, *load(), documents, found)
+    small = load()
+    probe = (
+        AutoModelForCausalLM.from_pretrained(PROBE, dtype=torch.float32).eval(),
+        AutoTokenizer.from_pretrained(PROBE),
+    )
+    for source, model in ((questions, probe), (needles, small), (documents, small)):
+        if args.sources is None or source.__name__ in args.sources:
+            study(args, *model, source, found)
     layers = averaged(found)
     tables(layers)
     append_rows(args.csv, list(rows(layers, args.context)))
-    plot(layers, args.plot)
+    if ("text", Variant("last"), False) in layers:
+        plot(layers, args.plot)
 
 
 if __name__ == "__main__":

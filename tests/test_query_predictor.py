@@ -14,6 +14,11 @@ def ring(batch=2, heads=3, slots=9, dim=16):
     return torch.randn(batch, heads, slots, dim), torch.tensor(4, dtype=torch.int32), torch.tensor([9, 3]).int()
 
 
+def test_default():
+    """What docs/accuracy.md says."""
+    assert make_predictor() == QueryPredictor("assembled_ridge", 16, 0.1)
+
+
 @pytest.mark.parametrize("name", PREDICTORS)
 def test_by_name(name):
     predictor = make_predictor(name, window=8, epsilon=0.05)
@@ -21,6 +26,7 @@ def test_by_name(name):
     assert predictor.slots == (1 if name == "last" else 9)
     queries, position, count = ring()
     forms = {"ridge": (False, False), "ridge_softmax": (False, True), "assembled": (True, True)}
+    forms["assembled_ridge"] = (True, False)
     want = queries[:, :, 3]
     if name != "last":
         want = query_predict(queries, position, count, 8, 0.05, *forms[name])

@@ -10,11 +10,19 @@ from torch import Tensor
 from ..ops.query_predict import query_predict
 from ..ops.query_predict.reference import MAX_WINDOW, MIN_EPSILON
 
-PREDICTORS = ("last", "ridge", "ridge_softmax", "assembled")
+# By name: whether all windows are averaged, and whether their weights are normalised by a softmax.
+_FORMS = {
+    "ridge": (False, False),
+    "ridge_softmax": (False, True),
+    "assembled": (True, True),
+    "assembled_ridge": (True, False),
+}
+PREDICTORS = ("last", *_FORMS)
 
-PREDICTOR = "ridge"
-WINDOW = 16  # AsyncSpade's
-EPSILON = 1e-2
+# Measured with benchmarks/predictor_study.py on the small real model: docs/accuracy.md, "Predicted queries".
+PREDICTOR = "assembled_ridge"
+WINDOW = 16
+EPSILON = 0.1
 
 Predict = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A user's predictor: ``(ring, position, count) -> prediction``, see :meth:`QueryPredictor.predict`."""
@@ -27,7 +35,8 @@ class QueryPredictor:
     Args:
         name: ``"last"``, the newest query as it is; ``"ridge"``, the regression of the newest query on its ``window``
             predecessors, shifted by one; ``"ridge_softmax"``, the same with its weights normalised by a softmax;
-            ``"assembled"``, the average of the latter over all windows up to ``window`` (AsyncSpade).
+            ``"assembled"``, the average of the latter over all windows up to ``window`` (AsyncSpade);
+            ``"assembled_ridge"``, that average of weights as the ridge gives them.
         window: predecessors that the regression has, 1 to 32.
         epsilon: strength of the ridge, relative to the mean squared norm of the predecessors.
     """
@@ -64,8 +73,7 @@ class QueryPredictor:
             ``[batch, Hq, D]`` in the dtype of ``ring``.
         """
         window = 0 if self.name == "last" else self.window
-        pool, softmax = self.name == "assembled", self.name != "ridge"
-        return query_predict(ring, position, count, window, self.epsilon, pool, softmax, out)
+        return query_predict(ring, position, count, window, self.epsilon, *_FORMS.get(self.name, ()), out=out)
 
 
 class CustomPredictor:
