@@ -47,7 +47,13 @@ def test_against_reference(place, case, granularity):
 @ALL_WAYS
 @pytest.mark.parametrize(
     "tiles",
-    [Tiles(64, 32, 4, 2, True), Tiles(32, 16, 4, 1, True), Tiles(16, 32, 4, 2, False), Tiles(64, 64, 8, 3, False)],
+    [
+        Tiles(64, 32, 4, 2, True),
+        Tiles(32, 16, 4, 1, True),
+        Tiles(16, 32, 4, 2, False),
+        Tiles(64, 64, 8, 1, False, prefetch=True),
+        Tiles(32, 32, 8, 1, True, prefetch=True),
+    ],
     ids=lambda tiles: f"{tiles.tile}x{tiles.heads}{'' if tiles.tokens_first else ', heads first'}",
 )
 def test_tiles_do_not_matter(place, granularity, tiles):

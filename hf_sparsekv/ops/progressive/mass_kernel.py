@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .._overlap import release, wait
-from ..sparse_decode.latent_rows import load_queries, score_rows
+from ..sparse_decode.latent_rows import load_queries, load_rows, score_rows
 from ..sparse_decode.split_kernel import SELECTABLE
 
 
@@ -120,7 +120,8 @@ def mass_kernel(
             m_n = b_mark == SELECTABLE  # valid entries of the near buffer are 1, too
             b_count += m_n.to(tl.int32)
             p_row = p_rows + (j + o_n) * step  # [BN]
-            _, b_s = score_rows(b_qc, b_qr, p_row, m_n, scale, softcap, SOFTCAP, NATIVE, True, DK, DV, BC, BR)
+            b_c, b_r = load_rows(p_row, m_n, DK, DV, BC, BR)
+            b_s = score_rows(b_qc, b_qr, b_c, b_r, m_n, scale, softcap, SOFTCAP, NATIVE, True)
             b_new = tl.maximum(b_max, tl.max(b_s, 0))  # [BH]
             b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
             b_sum = b_sum * tl.exp2(b_max - b_base) + tl.sum(tl.exp2(b_s - b_base[None, :]), 0)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .._overlap import release, wait
-from .latent_rows import load_queries, no_rows, store_part, take_rows
+from .latent_rows import load_queries, load_rows, no_rows, store_part, take_rows
 from .reference import SELECTABLE as _SELECTABLE
 from .reference import VALID as _VALID
 
@@ -130,6 +130,7 @@ def blocks_kernel(
     SOFTCAP: tl.constexpr,
     NATIVE: tl.constexpr,
     TOKENS_FIRST: tl.constexpr,
+    PREFETCH: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -147,8 +148,9 @@ def blocks_kernel(
 
     A tile lies within a block; a part is every ``parts``-th tile, so that the parts stay equal where only the first
     blocks of a list are used. Where a tile begins is found while those before it are computed: the slot two tiles
-    ahead, flags one. ``STEP`` is the distance of two rows where it is the same everywhere, or 0: what is known here
-    takes no registers.
+    ahead, flags one. Triton's pipeline loads a tile to shared memory two tiles ahead with three ``STAGES``; with two it
+    begins when the product before has ended. ``PREFETCH`` loads the next tile to registers instead. ``STEP`` is the
+    distance of two rows where it is the same everywhere, or 0: what is known here takes no registers.
     """
     wait(PDL)
     TILES: tl.constexpr = (GROUP + BH - 1) // BH
@@ -173,7 +175,6 @@ def blocks_kernel(
         n = tl.minimum(n, tl.load(p_used + i_batch * used_batch + i_head * used_head) * BLOCK_SIZE)
     first, stride = i_part * BN, tl.num_programs(1) * BN
     slot, place = _seek(first, n, p_slots, p_ids, p_places, CHOSEN, PLACED, BLOCK_SIZE)
-    slot_2, place_2 = _seek(first + stride, n, p_slots, p_ids, p_places, CHOSEN, PLACED, BLOCK_SIZE)
     p_rows, step, m_n, in_kv = _open(
         first,
         n,
@@ -198,17 +199,21 @@ def blocks_kernel(
         BLOCK_SIZE,
         BN,
     )
-    for i in tl.range(first, n + near - skip, stride, num_stages=STAGES):
+    slot, place = _seek(first + stride, n, p_slots, p_ids, p_places, CHOSEN, PLACED, BLOCK_SIZE)
+    ahead = 0
+    if PREFETCH:
         b_count += m_n.to(tl.int32)
         if COUNT_HOST:
             b_host += (m_n & in_kv).to(tl.int32)
-        p_rows_2, step_2, m_n_2, in_kv = _open(
-            i + stride,
+        m_now = m_n
+        b_c, b_r = load_rows(p_rows + o_n * (STEP if STEP else step), m_n, DK, DV, BC, BR)
+        p_rows, step, m_n, in_kv = _open(
+            first + stride,
             n,
             near,
             skip,
-            slot_2,
-            place_2,
+            slot,
+            place,
             p_kv,
             p_flags,
             p_frames,
@@ -226,27 +231,60 @@ def blocks_kernel(
             BLOCK_SIZE,
             BN,
         )
-        slot_2, place_2 = _seek(i + 2 * stride, n, p_slots, p_ids, p_places, CHOSEN, PLACED, BLOCK_SIZE)
-        p_row = p_rows + o_n * (STEP if STEP else step)  # [BN]
-        b_max, b_sum, b_acc = take_rows(
-            b_qc,
-            b_qr,
-            b_max,
-            b_sum,
-            b_acc,
-            p_row,
-            m_n,
-            scale,
-            softcap,
-            SOFTCAP,
-            NATIVE,
-            TOKENS_FIRST,
-            DK,
-            DV,
-            BC,
-            BR,
+        slot, place = _seek(first + 2 * stride, n, p_slots, p_ids, p_places, CHOSEN, PLACED, BLOCK_SIZE)
+        ahead = stride
+    for i in tl.range(first, n + near - skip, stride, num_stages=STAGES):
+        b_count += m_n.to(tl.int32)
+        if COUNT_HOST:
+            b_host += (m_n & in_kv).to(tl.int32)
+        m_next = m_n
+        b_c_next, b_r_next = load_rows(p_rows + o_n * (STEP if STEP else step), m_n, DK, DV, BC, BR)
+        p_rows, step, m_n, in_kv = _open(
+            i + ahead + stride,
+            n,
+            near,
+            skip,
+            slot,
+            place,
+            p_kv,
+            p_flags,
+            p_frames,
+            p_near,
+            p_near_valid,
+            kv_slot,
+            kv_token,
+            flags_slot,
+            frames_frame,
+            frames_token,
+            near_token,
+            CHOSEN,
+            PLACED,
+            STEP,
+            BLOCK_SIZE,
+            BN,
         )
-        p_rows, step, m_n = p_rows_2, step_2, m_n_2
+        slot, place = _seek(i + ahead + 2 * stride, n, p_slots, p_ids, p_places, CHOSEN, PLACED, BLOCK_SIZE)
+        if PREFETCH:
+            b_max, b_sum, b_acc = take_rows(
+                b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_now, scale, softcap, SOFTCAP, NATIVE, TOKENS_FIRST
+            )
+            b_c, b_r, m_now = b_c_next, b_r_next, m_next
+        else:
+            b_max, b_sum, b_acc = take_rows(
+                b_qc,
+                b_qr,
+                b_max,
+                b_sum,
+                b_acc,
+                b_c_next,
+                b_r_next,
+                m_next,
+                scale,
+                softcap,
+                SOFTCAP,
+                NATIVE,
+                TOKENS_FIRST,
+            )
 
     release(PDL)
     if COUNT_HOST:

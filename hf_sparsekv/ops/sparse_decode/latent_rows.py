@@ -20,29 +20,29 @@ from .merge import LOG2E
 
 
 @triton.jit
+def load_rows(p_row, m_n, DK: tl.constexpr, DV: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr):
+    """Latents ``[BN, BC]`` and rotary parts ``[BN, BR]`` of the rows at ``p_row [BN]`` that ``m_n [BN]`` marks."""
+    o_c, o_r = tl.arange(0, BC), tl.arange(0, BR)
+    # What is not attended may hold anything, NaN included, and is not read.
+    b_c = tl.load(p_row[:, None] + o_c[None, :], mask=m_n[:, None] & (o_c < DV)[None, :], other=0.0)  # [BN, BC]
+    b_r = tl.load(p_row[:, None] + DV + o_r[None, :], mask=m_n[:, None] & (o_r < DK - DV)[None, :], other=0.0)
+    return b_c, b_r
+
+
+@triton.jit
 def score_rows(
     b_qc,
     b_qr,
-    p_row,
+    b_c,
+    b_r,
     m_n,
     scale,
     softcap,
     SOFTCAP: tl.constexpr,
     NATIVE: tl.constexpr,
     TOKENS_FIRST: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BC: tl.constexpr,
-    BR: tl.constexpr,
 ):
-    """Latents ``[BN, BC]`` of a tile of rows, those that ``m_n [BN]`` marks, at ``p_row [BN]``, and their logits.
-
-    Logits are to base 2: ``[BN, BH]`` tokens first, ``[BH, BN]`` otherwise.
-    """
-    o_c, o_r = tl.arange(0, BC), tl.arange(0, BR)
-    # What is not attended may hold anything, NaN included, and is not read.
-    b_c = tl.load(p_row[:, None] + o_c[None, :], mask=m_n[:, None] & (o_c < DV)[None, :], other=0.0)  # [BN, BC]
-    b_r = tl.load(p_row[:, None] + DV + o_r[None, :], mask=m_n[:, None] & (o_r < DK - DV)[None, :], other=0.0)
+    """Logits to base 2 of the rows that ``m_n [BN]`` marks: ``[BN, BH]`` tokens first, ``[BH, BN]`` otherwise."""
     if not NATIVE:
         b_c, b_r = b_c.to(tl.float32), b_r.to(tl.float32)
     if TOKENS_FIRST:
@@ -59,7 +59,7 @@ def score_rows(
         b_s = b_s * LOG2E
     else:
         b_s = b_s * (scale * LOG2E)
-    return b_c, tl.where(m_s, b_s, float("-inf"))
+    return tl.where(m_s, b_s, float("-inf"))
 
 
 @triton.jit
@@ -69,24 +69,23 @@ def take_rows(
     b_max,
     b_sum,
     b_acc,
-    p_row,
+    b_c,
+    b_r,
     m_n,
     scale,
     softcap,
     SOFTCAP: tl.constexpr,
     NATIVE: tl.constexpr,
     TOKENS_FIRST: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BC: tl.constexpr,
-    BR: tl.constexpr,
 ):
     """Take a tile of rows into the running softmax, see :func:`score_rows`.
 
     Tokens first: queries ``[BC, BH]`` and ``[BR, BH]``, ``b_sum [BN, BH]`` (added up in the end), ``b_acc [BC, BH]``.
     Heads first: queries ``[BH, BC]`` and ``[BH, BR]``, ``b_sum [BH]``, ``b_acc [BH, BC]``.
     """
-    b_c, b_s = score_rows(b_qc, b_qr, p_row, m_n, scale, softcap, SOFTCAP, NATIVE, TOKENS_FIRST, DK, DV, BC, BR)
+    b_s = score_rows(b_qc, b_qr, b_c, b_r, m_n, scale, softcap, SOFTCAP, NATIVE, TOKENS_FIRST)
+    if not NATIVE:
+        b_c = b_c.to(tl.float32)
     if TOKENS_FIRST:
         b_new = tl.maximum(b_max, tl.max(b_s, 0))  # [BH]
         b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # nothing attended yet: -inf - -inf is no number

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .._overlap import release, wait
-from .latent_rows import load_queries, no_rows, store_part, take_rows
+from .latent_rows import load_queries, load_rows, no_rows, store_part, take_rows
 
 
 @triton.jit
@@ -102,23 +102,9 @@ def tokens_kernel(
         p_row = tl.where(m_near, p_near + (o_n - n).to(tl.int64) * near_token, p_row)
         m_n = m_n | (b_valid != 0)
         b_count += m_n.to(tl.int32)
+        b_c, b_r = load_rows(p_row, m_n, DK, DV, BC, BR)
         b_max, b_sum, b_acc = take_rows(
-            b_qc,
-            b_qr,
-            b_max,
-            b_sum,
-            b_acc,
-            p_row,
-            m_n,
-            scale,
-            softcap,
-            SOFTCAP,
-            NATIVE,
-            TOKENS_FIRST,
-            DK,
-            DV,
-            BC,
-            BR,
+            b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_n, scale, softcap, SOFTCAP, NATIVE, TOKENS_FIRST
         )
 
     release(PDL)

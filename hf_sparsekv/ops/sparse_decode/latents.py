@@ -28,6 +28,7 @@ class Tiles:
         heads: query heads at once, at most.
         warps, stages: of a program.
         tokens_first: see ``latent_rows``.
+        prefetch: see ``latent_blocks``.
     """
 
     tile: int
@@ -35,11 +36,13 @@ class Tiles:
     warps: int
     stages: int
     tokens_first: bool
+    prefetch: bool = False
 
 
-# Not measured yet. The registers and the shared memory that they take are those of a compilation for sm_90.
-ALL = Tiles(64, 32, 4, 2, True)
-MANY_HEADS = Tiles(64, 64, 8, 2, True)  # more than 32
+# Not measured yet: chosen by what they take when compiled for sm_90 (no spilled registers, 184 KB of shared memory) and
+# because the next tile is on its way while one is computed.
+ALL = Tiles(64, 32, 8, 3, False)
+MANY_HEADS = Tiles(32, 64, 8, 3, False)  # more than 32
 FEW = Tiles(32, 32, 8, 2, False)  # chosen tokens
 EXACT = Tiles(16, 16, 8, 1, False)  # float32, without tensor cores
 
@@ -199,6 +202,7 @@ def split(
         *from_host_strides,
         *((0, 0) if used is None else used.stride()),
         CHOSEN=chosen,
+        PREFETCH=how.prefetch,
         STEP=row_step(kv, near_kv, frames),
         HAS_USED=used is not None,
         **named,
