@@ -110,6 +110,21 @@ def test_frames(place, case, granularity):
     assert torch.equal(from_host.cpu(), want_host)
 
 
+def test_part_of_the_blocks(place):
+    """Of each row's list as many blocks as the device says: none, some, more than there are."""
+    case = replace(SMALL, batch=3, group=20, chosen=6, splits=3)
+    args, named = case.make(place, "block")
+    named["used"] = torch.tensor([[2], [0], [99]], dtype=torch.int32, device=place.device)
+    expected, want_attended = expect(args, named)
+    attended = torch.full_like(want_attended, 1000, device=place.device)
+    got = sparse_decode(*args, **named, attended=attended, splits=case.splits)
+    place.close(got, expected, ratio=RATIO.get(place.dtype))
+    assert torch.equal(attended.cpu(), want_attended)
+    args, named = Case().make(place, "block")
+    with pytest.raises(ValueError, match="of latents only"):
+        sparse_decode(*args, **named, used=torch.ones(2, 2, dtype=torch.int32, device=place.device))
+
+
 @ALL_WAYS
 def test_views_and_mixed_dtypes(place32, granularity):
     """A transposed query, buffers that are slices of larger ones, storage in a smaller dtype than the query."""

@@ -106,7 +106,7 @@ def sparse_decode(
     if placed and granularity == "all":
         raise ValueError("blocks go by place only where some are chosen, not with granularity='all'")
     if used is not None and not (granularity == "block" and has_latents(kv, q)):
-        raise ValueError("only of blocks of latents a part can be used")
+        raise ValueError("used goes with granularity='block' of latents only: give fewer ids instead")
     if granularity == "token":
         n = ids.shape[-1]
     elif granularity == "block":
