@@ -111,7 +111,7 @@ class Sealing:
             oks.append(self.near_valid[:, at])
         if first < hi:
             span = slice(first * size - new_from, end - new_from)
-            for x, to in ((k, out[first - lo :, ..., : self.key_dim]), (v, out[first - lo :, ..., self.key_dim :])):
+            for x, to in ((k, out[first - lo :, ..., : self.split]), (v, out[first - lo :, ..., self.split :])):
                 to.copy_(x[:, :, span].unflatten(2, (-1, size)).permute(2, 0, 1, 3, 4))
         if end > new_from:
             span = slice(max(start, new_from) - new_from, end - new_from)

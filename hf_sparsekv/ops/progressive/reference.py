@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..sparse_decode.reference import gather, gather_placed
+from ..sparse_decode.reference import gather, gather_placed, values_of
 from .state import BINS, MASS_ONE, TOTALS, WalkState, next_blocks
 
 LOG2E = math.log2(math.e)
@@ -69,7 +69,7 @@ def attend(
             logits = softcap * torch.tanh(logits / softcap)
         logits = logits.masked_fill(~usable[:, :, :, None], -INF)
         # What is not attended may hold anything, NaN included: 0 x NaN must not reach the sum.
-        values = stored[..., dk : dk + value_dim].masked_fill(~usable[..., None], 0.0)
+        values = values_of(stored, dk, value_dim).masked_fill(~usable[..., None], 0.0)
         return logits.softmax(-1).nan_to_num(0.0) @ values, logits.logsumexp(-1) * LOG2E
 
     if near and parts:

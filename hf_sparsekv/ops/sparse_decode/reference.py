@@ -33,7 +33,8 @@ def sparse_decode(
 
     Args:
         q: ``[batch, Hq, Dk]``.
-        kv: ``[num_slots, H, block_size, Dk + Dv]`` stored blocks: each token's key, then its value. May lie
+        kv: ``[num_slots, H, block_size, Dk + Dv]`` stored blocks: each token's key, then its value. Or
+            ``[..., Dk]``: the first ``Dv`` numbers of a key are its value (MLA latents, which are stored once). May lie
             in host memory while everything else is on the device.
         flags: ``[num_slots, block_size]`` uint8 token flags: 0 padding, 1 selectable, 3 sink.
         slots: ``[batch, cap]`` int32, slot of each block of each row; -1 where there is none.
@@ -83,10 +84,16 @@ def sparse_decode(
         logits = torch.cat((logits, extra), dim=-1)
     weights = logits.softmax(-1).nan_to_num(0.0)[..., : chosen.shape[2]]
     # What is not attended may hold anything, NaN included: 0 x NaN must not reach the sum.
-    values = chosen[..., dk : dk + value_dim].masked_fill(~usable[..., None], 0.0)
+    values = values_of(chosen, dk, value_dim).masked_fill(~usable[..., None], 0.0)
     if attended is not None:
         attended += usable.sum(-1)
     return (weights @ values).to(q.dtype).flatten(1, 2)
+
+
+def values_of(stored: Tensor, key_dim: int, value_dim: int) -> Tensor:
+    """The values in rows ``[..., Dk + Dv]``, or in rows ``[..., Dk]`` that begin with them."""
+    start = 0 if stored.shape[-1] == key_dim else key_dim
+    return stored[..., start : start + value_dim]
 
 
 def gather(
