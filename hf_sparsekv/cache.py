@@ -87,8 +87,8 @@ class SparseCache(Cache):
                 layer.activate_past_recording()
         if not any(isinstance(layer, SparseLayer) for layer in stock):
             warnings.warn(
-                f"no layer of this {model_config.model_type} model attends to its whole past (sliding windows or linear "
-                f"attention only): {type(self).__name__} has nothing to make sparse",
+                f"no layer of this {model_config.model_type} model attends to its whole past (sliding windows or "
+                f"linear attention only): {type(self).__name__} has nothing to make sparse",
                 stacklevel=3,
             )
         self.layers = stock
@@ -190,9 +190,9 @@ class SparseCache(Cache):
 
     def update_indexer(self, *args, **kwargs) -> Tensor:
         raise ValueError(
-            "this model selects tokens by itself (DeepSeek Sparse Attention: a trained indexer with keys of its own, which "
-            "the cache has to hold), and caches expanded keys and values: a selection of ours over it would only lose "
-            f"tokens. Leave past_key_values out; {type(self).__name__} serves MLA models without an indexer"
+            "this model selects tokens by itself (DeepSeek Sparse Attention: a trained indexer, whose keys the cache "
+            "has to hold), and caches expanded keys and values: selecting from its selection would only lose tokens. "
+            f"Leave past_key_values out; {type(self).__name__} serves MLA models without an indexer"
         )
 
     def has_previous_state(self, layer_idx: int | None = None, *args, **kwargs) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from .attention.exact import AttentionSpec, exact_attention
+from .attention.gradient import NoGradient
 from .attention.handle import KVHandle, Step
 from .attention.masks import new_columns
 from .attention.mla import SAMPLE, Absorbed, absorb, calling_module
@@ -160,11 +161,10 @@ class SparseLayer(Owned, CacheLayerMixin):
     def _attend(self, step: Step, query: Tensor, mask: Tensor | None, spec: AttentionSpec, dropout: float) -> Tensor:
         own = not step.committed
         one = query.shape[2] == 1 and spec.sliding_window is None and (mask is None or mask.ndim == 2)
-        absorbed = step.absorbed
-        exact = exact_attention if absorbed is None else absorbed.attention
+        whole = mask if mask is not None and mask.ndim == 4 else None
+        exact = exact_attention if (absorbed := step.absorbed) is None else absorbed.attention
         if step.past == 0:
             columns = mask if mask is not None and mask.ndim == 2 else None
-            whole = mask if mask is not None and mask.ndim == 4 else None
             out = exact(query, step.k, step.v, spec, columns=columns, mask=whole, dropout=dropout)
             if own:
                 self._commit(step, query, self.owner.new_columns(mask, step))
@@ -176,12 +176,10 @@ class SparseLayer(Owned, CacheLayerMixin):
             if dropout:
                 raise ValueError("attention dropout is not supported over a sparse cache: call model.eval()")
             with torch.no_grad():
-                if absorbed is None:
-                    out = self._decode(step, query, mask, spec, own)[:, :, None]
-                else:
-                    out = self._decode(step, absorbed.queries(query), mask, spec, own)[:, :, None]
-                    out = absorbed.outputs(out)
-            return _NoGradient.apply(out, query)
+                q = query if absorbed is None else absorbed.queries(query)
+                out = self._decode(step, q, mask, spec, own)[:, :, None]
+                out = out if absorbed is None else absorbed.outputs(out)
+            return NoGradient.apply(out, query)
         store = self.store
         if own:
             key, value = store.materialise(step.k.detach(), step.v.detach())
@@ -189,14 +187,13 @@ class SparseLayer(Owned, CacheLayerMixin):
             self._commit(step, query, self.owner.new_columns(mask, step))
         else:
             key, value = store.materialise()
-        whole = mask if mask is not None and mask.ndim == 4 else None
         columns = store.valid_columns() if store.padded else None
         with torch.no_grad():
             out = exact(query, key, value, spec, columns=columns, mask=whole, dropout=dropout)
             store.counters.exact += 1
             if own:
                 self._look_ahead(query, absorbed)
-        return _NoGradient.apply(out, query)
+        return NoGradient.apply(out, query)
 
     @torch.no_grad()
     def _look_ahead(self, query: Tensor, absorbed: Absorbed | None = None) -> None:
@@ -401,15 +398,3 @@ class SparseLayer(Owned, CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.store is not None:
             self._map_rows(torch.arange(self.store.batch)[indices.cpu()])
-
-
-class _NoGradient(torch.autograd.Function):
-    """Identity that refuses to be differentiated: selection has no gradient, and cached keys carry none."""
-
-    @staticmethod
-    def forward(ctx, out: Tensor, query: Tensor) -> Tensor:
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise RuntimeError("attention over a sparse cache has no gradient: train without past_key_values")

@@ -34,7 +34,8 @@ RECENT = 64  # of which so many are the last ones
 
 
 def is_mla(module: nn.Module) -> bool:
-    """An attention module that caches latents and expands them after. (With an indexer, DSA, it caches expanded keys.)"""
+    """An attention module that caches latents and expands them after. (With an indexer, DSA, it caches what it has
+    expanded.)"""
     return all(hasattr(module, name) for name in _NEEDED) and not hasattr(module, "indexer")
 
 

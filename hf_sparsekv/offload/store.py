@@ -23,15 +23,9 @@ from .frames import FramePools, Residents
 from .lanes import Lane, Lanes, wait
 from .lasting import DeviceLength, lasting, take_rows
 from .pool import BlockPool, HostBudget, bucket
-from .sealing import VALID, Indexer, Sealing
+from .sealing import VALID, Indexer, Sealing, ring_tokens
 
 _SEAL_BYTES = 1 << 26  # blocks are sealed in pieces of about this size, which bounds the temporaries of a long prompt
-
-
-def ring_tokens(config: SparseConfig) -> int:
-    """Tokens that the ring of recent tokens holds: window and drafts, and a block that fills up behind them."""
-    recent = config.window + config.max_draft
-    return (-(-recent // config.block_size) + 1) * config.block_size
 
 
 class LayerStore(Sealing):
@@ -43,10 +37,9 @@ class LayerStore(Sealing):
         padded: some column may be padding.
         slots: int32 ``[batch, cap]``, slot of each sealed block of each row; -1 elsewhere.
         near_kv: ``[batch, H, sinks + ring, Dk + Dv]``.
-        latent: tokens are latents with their rotary part (MLA), stored once: the whole row is the key, its first part
-            the value.
+        latent: a token is a latent with its rotary part (MLA): the whole row is the key, its first part the value.
         key_dim, value_dim: widths that attention sees.
-        split, width: where what ``update()`` calls the value begins in a token's row, and the row's width.
+        split, width: of a token's row, whose part from ``split`` on is what ``update()`` calls its value.
         near_valid: bool ``[batch, sinks + ring]``: entries to attend to. Sealing a block clears its entries.
         seen: int32 ``[batch]``, valid tokens in sealed blocks.
     """
