@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .layer import SparseLayer
+
+
+@contextmanager
+def gathered_experts(model: torch.nn.Module) -> Iterator[None]:
+    """Mixtures of experts that loop over the experts that were hit, which the GPU must be asked for, gather instead.
+
+    The other implementations of transformers do not wait: ``"grouped_mm"``, and ``"batched_mm"``, to which generate()
+    switches for its decode steps and which copies the chosen experts' weights by index on the device.
+    """
+    held = model.get_experts_implementation() if hasattr(model, "get_experts_implementation") else {}
+    if "eager" not in held.values():
+        yield
+        return
+    model.set_experts_implementation({part: "batched_mm" if how == "eager" else how for part, how in held.items()})
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(held)
 
 
 class Replay:
