@@ -49,6 +49,9 @@ CASES = {
     "cuboid of parts": Case(batch=3, heads=3, dk=80, block_size=64, parts=4, seen=(0, 2, 50), metadata="cuboid_mean"),
     "cuboid of sinks": Case(sinks=20, seen=(0, 0), padded=False, metadata="cuboid_mean"),
     "mean": Case(metadata="mean", block_size=32, dk=128),
+    "latents": Case(heads=1, dk=576, dv=0, channels=128),
+    "narrow latents": Case(batch=3, heads=1, dk=40, dv=0, channels=10, seen=(0, 2, 50), block_size=32, parts=2),
+    "cuboid of latents": Case(heads=1, dk=576, dv=0, channels=0, metadata="cuboid_mean"),
     "mean of parts": Case(metadata="mean", block_size=32, parts=2, seen=(1, 9)),
 }
 

@@ -12,6 +12,7 @@ from .._overlap import begin, overlap
 from .reference import Index
 
 TILE = 16  # tokens at once
+TILE_WIDE, WIDE = 8, 512  # of keys from so many channels on (latents): their bounds fill the registers as it is
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds a small float32 to an integer, half to even
 
 
@@ -254,9 +255,9 @@ def seal(
             DK=dk,
             DV=dv,
             R=width,
-            BT=min(TILE, size // parts),
+            BT=min(TILE if dk < WIDE else TILE_WIDE, size // parts),
             BK=triton.next_power_of_2(dk),
-            BV=triton.next_power_of_2(dv),
+            BV=triton.next_power_of_2(max(1, dv)),  # of latents nothing is left beside the key
             BR=triton.next_power_of_2(max(1, width)),
             **overlap(near_kv),
         )
