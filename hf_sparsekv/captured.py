@@ -14,16 +14,18 @@ from .layer import SparseLayer
 
 @contextmanager
 def gathered_experts(model: torch.nn.Module) -> Iterator[None]:
-    """Mixtures of experts that loop over the experts that were hit, which the GPU must be asked for, gather instead.
+    """Mixtures of experts gather the chosen experts' weights by index on the device (``"batched_mm"``).
 
-    The other implementations of transformers do not wait: ``"grouped_mm"``, and ``"batched_mm"``, to which generate()
-    switches for its decode steps and which copies the chosen experts' weights by index on the device.
+    ``"eager"`` loops over the experts that were hit, which the GPU would have to be asked for. ``"grouped_mm"`` could
+    be captured, but generate() switches from it to ``"batched_mm"`` for its decode steps, because that is quicker for
+    few tokens; so do steps that are captured outside of it.
     """
     held = model.get_experts_implementation() if hasattr(model, "get_experts_implementation") else {}
-    if "eager" not in held.values():
+    changed = {part: "batched_mm" if how in ("eager", "grouped_mm") else how for part, how in held.items()}
+    if changed == held:
         yield
         return
-    model.set_experts_implementation({part: "batched_mm" if how == "eager" else how for part, how in held.items()})
+    model.set_experts_implementation(changed)
     try:
         yield
     finally:
