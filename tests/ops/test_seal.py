@@ -44,14 +44,14 @@ CASES = {
     "no bounds": Case(bounds=False, block_size=32),
     "nothing kept": Case(channels=0, bounds=False, sinks=0),
     "wide heads": Case(batch=1, heads=1, dk=256, dv=256, channels=64, block_size=128, seen=(2,)),
+    "latents": Case(heads=1, dk=576, dv=0, channels=128, block_size=64),
+    "latents, parts": Case(heads=1, dk=576, dv=0, channels=0, block_size=32, parts=2, metadata="cuboid_mean"),
+    "rows of no power of two": Case(heads=1, dk=72, dv=0, channels=18),
     "all sinks": Case(sinks=20, seen=(0, 0), padded=False),
     "cuboid": Case(channels=0, metadata="cuboid_mean"),
     "cuboid of parts": Case(batch=3, heads=3, dk=80, block_size=64, parts=4, seen=(0, 2, 50), metadata="cuboid_mean"),
     "cuboid of sinks": Case(sinks=20, seen=(0, 0), padded=False, metadata="cuboid_mean"),
     "mean": Case(metadata="mean", block_size=32, dk=128),
-    "latents": Case(heads=1, dk=576, dv=0, channels=128),
-    "narrow latents": Case(batch=3, heads=1, dk=40, dv=0, channels=10, seen=(0, 2, 50), block_size=32, parts=2),
-    "cuboid of latents": Case(heads=1, dk=576, dv=0, channels=0, metadata="cuboid_mean"),
     "mean of parts": Case(metadata="mean", block_size=32, parts=2, seen=(1, 9)),
 }
 
