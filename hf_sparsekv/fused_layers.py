@@ -15,8 +15,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .joined_linear import JoinedLinear, is_observed
 from .ops.add_norm import add_norm
+from .ops.experts import MAX_TOKENS as MAX_EXPERT_TOKENS
+from .ops.experts import experts
 from .ops.gated import gated
 from .ops.qk_rope import qk_rope
+from .ops.route import MAX_TOKENS as MAX_ROUTED_TOKENS
+from .ops.route import route
 from .ops.small_linear import small_linear
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -34,6 +38,8 @@ class Arch:
         sliding: where attention finds its window: an attribute of the ``"module"``, of the ``"config"``, or nowhere.
         softcap: attention takes a softcap.
         joined: the checkpoint itself joins the projections (Phi-3).
+        latent: attention caches latents (MLA): of it only the linear layers are changed.
+        router: a mixture of experts, with the router of DeepSeek-V3 (``"sigmoid"``) or another one (``"other"``).
     """
 
     prefix: str
@@ -42,6 +48,8 @@ class Arch:
     sliding: str = ""
     softcap: bool = False
     joined: bool = False
+    latent: bool = False
+    router: str = ""
 
 
 @dataclass
@@ -52,7 +60,7 @@ class State:
         arch: its model's architecture; ``None`` for a linear layer.
         original: its class before.
         eps: of a norm.
-        activation: of an MLP.
+        activation: of an MLP, or of experts.
         joined: an attention's or MLP's projections, if they are joined.
         following: the norm after a layer, in a tuple: as a plain attribute it would become a submodule.
     """
@@ -148,6 +156,35 @@ class FusedMLP:
         else:
             gate, up = self.gate_proj(x), self.up_proj(x)
         return self.down_proj(gated(gate, up, state.activation))
+
+
+class FusedExperts:
+    """Two kernels for the few tokens of a decode step, which read the chosen experts' weights where they are."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        given = (hidden_states, self.gate_up_proj, self.down_proj)
+        if hidden_states.shape[0] > MAX_EXPERT_TOKENS or not is_usable(*given):
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+        return experts(hidden_states, top_k_index, top_k_weights, *given[1:], self._fused.activation)
+
+
+class FusedRouter:
+    """Two kernels for the few tokens of a decode step."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = hidden_states.view(-1, self.hidden_dim)
+        if x.shape[0] > MAX_ROUTED_TOKENS or not is_usable(x, self.weight):
+            return super().forward(hidden_states)
+        return route(
+            x,
+            self.weight,
+            self.e_score_correction_bias,
+            self.top_k,
+            groups=self.num_group,
+            top_groups=self.topk_group,
+            normalise=self.norm_topk_prob,
+            scale=self.routed_scaling_factor,
+        )
 
 
 class FusedAttention:
