@@ -51,6 +51,7 @@ def _open(
     near_token,
     CHOSEN: tl.constexpr,
     PLACED: tl.constexpr,
+    STEP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -60,16 +61,19 @@ def _open(
     first = i % BLOCK_SIZE  # of the tile in its block
     there = (slot >= 0) & (place != -1)
     p_rows = p_kv + slot.to(tl.int64) * kv_slot + first * kv_token
-    step = tl.where(is_near, near_token, kv_token)
     in_kv = there
     if PLACED:
         in_kv = there & (place < 0)
         p_host = p_kv + (-(place + 2)).to(tl.int64) * kv_slot + first * kv_token
         p_frame = p_frames + place.to(tl.int64) * frames_frame + first * frames_token
         p_rows = tl.where(place < 0, p_host, p_frame)
-        step = tl.where(is_near | (place < 0), step, frames_token)
     i_near = i - n + skip
     p_rows = tl.where(is_near, p_near + i_near.to(tl.int64) * near_token, p_rows)
+    step = kv_token
+    if STEP == 0:
+        if PLACED:
+            step = tl.where(place < 0, kv_token, frames_token)
+        step = tl.where(is_near, near_token, step)
     p_mark = tl.where(is_near, p_near_valid + i_near, p_flags + slot.to(tl.int64) * flags_slot + first)
     b_mark = tl.load(p_mark + o_n, mask=there | (is_near & (i_near + o_n < near)), other=0)  # [BN]
     m_n = b_mark == SELECTABLE if CHOSEN else (b_mark & VALID) > 0  # valid entries of the near buffer are 1
@@ -91,10 +95,10 @@ def blocks_kernel(
     p_lse,
     p_count,
     p_from_host,
+    p_used,
     n,
     near,
     skip,
-    per_split,
     scale,
     softcap,
     q_batch,
@@ -117,12 +121,16 @@ def blocks_kernel(
     near_valid_batch,
     from_host_batch,
     from_host_head,
+    used_batch,
+    used_head,
     CHOSEN: tl.constexpr,
     PLACED: tl.constexpr,
+    HAS_USED: tl.constexpr,
     COUNT_HOST: tl.constexpr,
     SOFTCAP: tl.constexpr,
     NATIVE: tl.constexpr,
     TOKENS_FIRST: tl.constexpr,
+    STEP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -137,8 +145,10 @@ def blocks_kernel(
 ):
     """Attend to one part of the blocks of one row and KV head, with ``BH`` of its query heads.
 
-    A tile lies within a block. Where it begins is found while the tiles before it are computed: the slot two tiles
-    ahead, flags one.
+    A tile lies within a block; a part is every ``parts``-th tile, so that the parts stay equal where only the first
+    blocks of a list are used. Where a tile begins is found while those before it are computed: the slot two tiles
+    ahead, flags one. ``STEP`` is the distance of two rows where it is the same everywhere, or 0: what is known here
+    takes no registers.
     """
     wait(PDL)
     TILES: tl.constexpr = (GROUP + BH - 1) // BH
@@ -159,11 +169,11 @@ def blocks_kernel(
     p_kv += i_head * kv_head
     p_near += i_batch * near_batch + i_head * near_head
     p_near_valid += i_batch * near_valid_batch
-    first = i_part * per_split
-    end = tl.minimum(first + per_split, n + near - skip)
-    stored = tl.minimum(end, n)
-    slot, place = _seek(first, stored, p_slots, p_ids, p_places, CHOSEN, PLACED, BLOCK_SIZE)
-    slot_2, place_2 = _seek(first + BN, stored, p_slots, p_ids, p_places, CHOSEN, PLACED, BLOCK_SIZE)
+    if HAS_USED:
+        n = tl.minimum(n, tl.load(p_used + i_batch * used_batch + i_head * used_head) * BLOCK_SIZE)
+    first, stride = i_part * BN, tl.num_programs(1) * BN
+    slot, place = _seek(first, n, p_slots, p_ids, p_places, CHOSEN, PLACED, BLOCK_SIZE)
+    slot_2, place_2 = _seek(first + stride, n, p_slots, p_ids, p_places, CHOSEN, PLACED, BLOCK_SIZE)
     p_rows, step, m_n, in_kv = _open(
         first,
         n,
@@ -184,15 +194,16 @@ def blocks_kernel(
         near_token,
         CHOSEN,
         PLACED,
+        STEP,
         BLOCK_SIZE,
         BN,
     )
-    for i in tl.range(first, end, BN, num_stages=STAGES):
+    for i in tl.range(first, n + near - skip, stride, num_stages=STAGES):
         b_count += m_n.to(tl.int32)
         if COUNT_HOST:
             b_host += (m_n & in_kv).to(tl.int32)
         p_rows_2, step_2, m_n_2, in_kv = _open(
-            i + BN,
+            i + stride,
             n,
             near,
             skip,
@@ -211,11 +222,12 @@ def blocks_kernel(
             near_token,
             CHOSEN,
             PLACED,
+            STEP,
             BLOCK_SIZE,
             BN,
         )
-        slot_2, place_2 = _seek(i + 2 * BN, stored, p_slots, p_ids, p_places, CHOSEN, PLACED, BLOCK_SIZE)
-        p_row = p_rows + o_n * step  # [BN]
+        slot_2, place_2 = _seek(i + 2 * stride, n, p_slots, p_ids, p_places, CHOSEN, PLACED, BLOCK_SIZE)
+        p_row = p_rows + o_n * (STEP if STEP else step)  # [BN]
         b_max, b_sum, b_acc = take_rows(
             b_qc,
             b_qr,

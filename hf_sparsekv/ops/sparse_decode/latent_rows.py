@@ -20,12 +20,9 @@ from .merge import LOG2E
 
 
 @triton.jit
-def take_rows(
+def score_rows(
     b_qc,
     b_qr,
-    b_max,
-    b_sum,
-    b_acc,
     p_row,
     m_n,
     scale,
@@ -38,10 +35,9 @@ def take_rows(
     BC: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """Take a tile of rows into the running softmax: those that ``m_n [BN]`` marks, at ``p_row [BN]``.
+    """Latents ``[BN, BC]`` of a tile of rows, those that ``m_n [BN]`` marks, at ``p_row [BN]``, and their logits.
 
-    Tokens first: queries ``[BC, BH]`` and ``[BR, BH]``, ``b_sum [BN, BH]`` (added up in the end), ``b_acc [BC, BH]``.
-    Heads first: queries ``[BH, BC]`` and ``[BH, BR]``, ``b_sum [BH]``, ``b_acc [BH, BC]``.
+    Logits are to base 2: ``[BN, BH]`` tokens first, ``[BH, BN]`` otherwise.
     """
     o_c, o_r = tl.arange(0, BC), tl.arange(0, BR)
     # What is not attended may hold anything, NaN included, and is not read.
@@ -63,7 +59,34 @@ def take_rows(
         b_s = b_s * LOG2E
     else:
         b_s = b_s * (scale * LOG2E)
-    b_s = tl.where(m_s, b_s, float("-inf"))
+    return b_c, tl.where(m_s, b_s, float("-inf"))
+
+
+@triton.jit
+def take_rows(
+    b_qc,
+    b_qr,
+    b_max,
+    b_sum,
+    b_acc,
+    p_row,
+    m_n,
+    scale,
+    softcap,
+    SOFTCAP: tl.constexpr,
+    NATIVE: tl.constexpr,
+    TOKENS_FIRST: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BC: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """Take a tile of rows into the running softmax, see :func:`score_rows`.
+
+    Tokens first: queries ``[BC, BH]`` and ``[BR, BH]``, ``b_sum [BN, BH]`` (added up in the end), ``b_acc [BC, BH]``.
+    Heads first: queries ``[BH, BC]`` and ``[BH, BR]``, ``b_sum [BH]``, ``b_acc [BH, BC]``.
+    """
+    b_c, b_s = score_rows(b_qc, b_qr, p_row, m_n, scale, softcap, SOFTCAP, NATIVE, TOKENS_FIRST, DK, DV, BC, BR)
     if TOKENS_FIRST:
         b_new = tl.maximum(b_max, tl.max(b_s, 0))  # [BH]
         b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # nothing attended yet: -inf - -inf is no number

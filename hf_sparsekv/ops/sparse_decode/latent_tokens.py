@@ -24,7 +24,6 @@ def tokens_kernel(
     p_from_host,
     n,
     near,
-    per_split,
     scale,
     softcap,
     q_batch,
@@ -62,7 +61,10 @@ def tokens_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attend to one part of the chosen tokens and the near buffer of one row and KV head, with ``BH`` of its heads."""
+    """Attend to one part of the chosen tokens and the near buffer of one row and KV head, with ``BH`` of its heads.
+
+    A part is every ``parts``-th tile.
+    """
     wait(PDL)
     TILES: tl.constexpr = (GROUP + BH - 1) // BH
     i_row, i_first, i_part = tl.program_id(0) // TILES, tl.program_id(0) % TILES * BH, tl.program_id(1)
@@ -77,13 +79,11 @@ def tokens_kernel(
     p_kv += i_head * kv_head
     p_near += i_batch * near_batch + i_head * near_head
     p_near_valid += i_batch * near_valid_batch
-    first = i_part * per_split
-    end = tl.minimum(first + per_split, n + near)
-    for i in tl.range(first, end, BN, num_stages=STAGES):
+    for i in tl.range(i_part * BN, n + near, tl.num_programs(1) * BN, num_stages=STAGES):
         o_n = i + tl.arange(0, BN)
-        m_near = (o_n >= n) & (o_n < end)
+        m_near = (o_n >= n) & (o_n < n + near)
         b_valid = tl.load(p_near_valid + o_n - n, mask=m_near, other=0)  # [BN]
-        b_id = tl.load(p_ids + o_n, mask=(o_n < n) & (o_n < end), other=-1)  # [BN]
+        b_id = tl.load(p_ids + o_n, mask=o_n < n, other=-1)  # [BN]
         if PLACED:  # both towards minus infinity
             b_slot, b_in = b_id >> LOG_BLOCK, (b_id & (BLOCK_SIZE - 1)).to(tl.int64)
             m_n = b_slot != -1

@@ -1,6 +1,6 @@
 """Attention over cached latents, whose values are the beginning of their keys (MLA): the launches.
 
-The stored columns and the near buffer are one list that is cut into parts of equal length, one for each processor.
+The stored columns and the near buffer are one list that is cut into equal parts, one for each processor.
 """
 
 from __future__ import annotations
@@ -40,16 +40,15 @@ class Tiles:
 # Not measured yet. The registers and the shared memory that they take are those of a compilation for sm_90.
 ALL = Tiles(64, 32, 4, 2, True)
 MANY_HEADS = Tiles(64, 64, 8, 2, True)  # more than 32
-FEW = Tiles(32, 32, 4, 2, False)  # chosen tokens
+FEW = Tiles(32, 32, 8, 2, False)  # chosen tokens
 EXACT = Tiles(16, 16, 8, 1, False)  # float32, without tensor cores
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Tokens of a tile and of a part, query heads of a tile, parts."""
+    """Tokens of a tile, query heads of a tile, and parts."""
 
     tile: int
-    per_split: int
     heads: int
     parts: int
 
@@ -79,8 +78,15 @@ def layout(
         tile = min(tile, block_size)
     heads = max(16, min(how.heads, triton.next_power_of_2(group)))
     parts = splits or max(1, PROGRAMS // max(1, rows * triton.cdiv(group, heads)))
-    per_split = max(1, triton.cdiv(triton.cdiv(columns, parts), tile)) * tile
-    return Layout(tile, per_split, heads, triton.cdiv(columns, per_split))
+    all_tiles = triton.cdiv(columns, tile)
+    each = max(1, triton.cdiv(all_tiles, parts))  # tiles of a part
+    return Layout(tile, heads, triton.cdiv(all_tiles, each))
+
+
+def row_step(*stored: Tensor | None) -> int:
+    """Distance of two tokens' rows if it is the same in all of these, otherwise 0."""
+    steps = {t.stride(-2) for t in stored if t is not None}
+    return steps.pop() if len(steps) == 1 else 0
 
 
 def split(
@@ -101,6 +107,7 @@ def split(
     frames: Tensor | None,
     places: Tensor | None,
     from_host: Tensor | None,
+    used: Tensor | None,
     acc: Tensor,
     lse: Tensor,
     count: Tensor,
@@ -153,7 +160,6 @@ def split(
             *results,
             n,
             near_kv.shape[2],
-            cut.per_split,
             *scales,
             *q.stride(),
             *kv.stride()[:3],
@@ -177,10 +183,10 @@ def split(
         near_kv,
         near,
         *results,
+        used,
         n,
         near_kv.shape[2],
         skip,
-        cut.per_split,
         *scales,
         *q.stride(),
         *kv.stride()[:3],
@@ -191,6 +197,9 @@ def split(
         *((0, 0) if places is None else places.stride()[:2]),
         *near_strides,
         *from_host_strides,
+        *((0, 0) if used is None else used.stride()),
         CHOSEN=chosen,
+        STEP=row_step(kv, near_kv, frames),
+        HAS_USED=used is not None,
         **named,
     )

@@ -29,6 +29,7 @@ def sparse_decode(
     places: Tensor | None = None,
     from_host: Tensor | None = None,
     lse: Tensor | None = None,
+    used: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention over the near buffer and the chosen part of the stored blocks.
 
@@ -59,6 +60,7 @@ def sparse_decode(
         from_host: ``[batch, H]`` int64; the number of attended tokens that were read from ``kv`` is added to it.
         lse: ``[batch, Hq]`` float32, receives the natural logarithm of the denominator (learned sinks included); -inf
             where it is 0.
+        used: ``[batch, H]`` int32; with ``granularity="block"`` only that many of the ``ids`` are attended.
 
     Returns:
         ``[batch, Hq, Dv]`` in q's dtype. A row with nothing to attend to gives zeros.
@@ -66,6 +68,8 @@ def sparse_decode(
     batch, q_heads, dk = q.shape
     heads, block_size = kv.shape[1:3]
     skip = sinks if granularity == "all" else 0
+    if used is not None:
+        ids = ids.masked_fill(torch.arange(ids.shape[-1], device=ids.device) >= used[..., None], -1)
     if frames is None:
         stored, usable = gather(kv, flags, slots, ids, granularity, heads, block_size)
         at_home = usable

@@ -75,6 +75,7 @@ def sparse_decode(
     places: Tensor | None = None,
     from_host: Tensor | None = None,
     lse: Tensor | None = None,
+    used: Tensor | None = None,
     out: Tensor | None = None,
     scratch: Tensor | None = None,
     splits: int | None = None,
@@ -104,6 +105,8 @@ def sparse_decode(
     placed = frames is not None
     if placed and granularity == "all":
         raise ValueError("blocks go by place only where some are chosen, not with granularity='all'")
+    if used is not None and not (granularity == "block" and has_latents(kv, q)):
+        raise ValueError("only of blocks of latents a part can be used")
     if granularity == "token":
         n = ids.shape[-1]
     elif granularity == "block":
@@ -147,6 +150,7 @@ def sparse_decode(
                 frames=frames,
                 places=places,
                 from_host=from_host,
+                used=used,
                 acc=acc,
                 lse=part_lse,
                 count=count,
