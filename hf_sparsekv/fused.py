@@ -31,6 +31,7 @@ from .fused_layers import (
     Arch,
     FusedAttention,
     FusedExperts,
+    FusedLatentAttention,
     FusedLayer,
     FusedLinear,
     FusedMLP,
@@ -53,10 +54,10 @@ ARCHS = {
     "phi3": Arch("Phi3", sliding="config", joined=True),
     "gemma2": Arch("Gemma2", sliding="module", softcap=True, unit_offset=True),
     "gemma3": Arch("Gemma3", sliding="module", qk_norm=True, unit_offset=True),
-    "deepseek_v2": Arch("DeepseekV2", latent=True, router="other"),
-    "deepseek_v3": Arch("DeepseekV3", latent=True, router="sigmoid"),
-    "glm4_moe_lite": Arch("Glm4MoeLite", latent=True, router="sigmoid"),
-    "youtu": Arch("Youtu", latent=True),
+    "deepseek_v2": Arch("DeepseekV2", latent="linears", router="other"),
+    "deepseek_v3": Arch("DeepseekV3", latent="fused", router="sigmoid"),
+    "glm4_moe_lite": Arch("Glm4MoeLite", latent="fused", router="sigmoid"),
+    "youtu": Arch("Youtu", latent="fused"),
 }
 _BY_MODULE = {f"transformers.models.{name}.modeling_{name}": arch for name, arch in ARCHS.items()}
 _KINDS = {
@@ -70,13 +71,21 @@ _KINDS = {
 _ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
 _PARALLEL = {"Attention": ("q_proj", "k_proj", "v_proj"), "MLP": ("gate_proj", "up_proj")}
 _SINGLE = {
-    "Attention": ("o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"),
+    "Attention": ("o_proj", "qkv_proj", "q_b_proj"),
     "MLP": ("down_proj", "gate_up_proj"),
 }
+_APART = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")  # of latent attention where they are not joined
+_LATENT = (
+    "shape qk_head_dim q_lora_rank q_proj q_b_proj q_a_layernorm q_a_proj view transpose torch split qk_nope_head_dim "
+    "qk_rope_head_dim kv_a_proj_with_mqa kv_lora_rank kv_a_layernorm config rope_interleave layer_idx update cat "
+    "apply_rotary_pos_emb_interleave apply_rotary_pos_emb ALL_ATTENTION_FUNCTIONS get_interface _attn_implementation "
+    "eager_attention_forward training attention_dropout scaling reshape contiguous o_proj expand_kv"
+)
 _EXPERTS = (
     "torch nn functional linear zeros_like no_grad one_hot num_experts permute greater sum nonzero where gate_up_proj "
     "chunk act_fn down_proj index_add_ to dtype"
 )
+_INTERLEAVED = "shape unsqueeze torch cat"
 _ROUTER = (
     "view hidden_dim F linear type torch float32 weight sigmoid e_score_correction_bias num_group num_experts topk sum "
     "topk_group zeros_like scatter_ unsqueeze expand reshape masked_fill bool float top_k gather norm_topk_prob "
@@ -104,6 +113,8 @@ def _names(arch: Arch) -> dict[str, set[str]]:
     given = {"RMSNorm": norm, "MLP": mlp, "DecoderLayer": layer}
     if not arch.latent:
         given |= {"Attention": attention, "apply_rotary_pos_emb": rope}
+    if arch.latent == "fused":
+        given |= {"Attention": _LATENT, "apply_rotary_pos_emb": rope, "apply_rotary_pos_emb_interleave": _INTERLEAVED}
     if arch.router:
         given["Experts"] = _EXPERTS
     if arch.router == "sigmoid":
@@ -250,9 +261,11 @@ def fuse(model: nn.Module, linears: bool = True, small_batch: bool = True) -> Fu
             if not state.activation:
                 skipped[f"{kind}: unknown activation"] += 1
                 continue
-        latent = kind == "Attention" and arch.latent
-        if linears and kind in _PARALLEL and not arch.joined and not latent:
-            joined = JoinedLinear(_PARALLEL[kind], small_linear if small_batch else F.linear)
+        latent, names = kind == "Attention" and arch.latent, _PARALLEL.get(kind)
+        if latent == "fused":
+            names = ("q_proj" if module.q_lora_rank is None else "q_a_proj", "kv_a_proj_with_mqa")
+        if linears and names is not None and not arch.joined and latent != "linears":
+            joined = JoinedLinear(names, small_linear if small_batch else F.linear)
             reason = _cannot_join(joined, module, uses)
             if reason is None:
                 joined.join(module)
@@ -261,12 +274,13 @@ def fuse(model: nn.Module, linears: bool = True, small_batch: bool = True) -> Fu
             else:
                 skipped[f"{kind}: {reason}"] += 1
         if small_batch:
-            for layer in (getattr(module, name, None) for name in _SINGLE.get(kind, ())):
+            singles = _SINGLE.get(kind, ()) + (_APART if latent == "linears" else ())
+            for layer in (getattr(module, name, None) for name in singles):
                 if layer is not None and is_plain(layer):
                     give(layer, FusedLinear, State(None, nn.Linear))
                     counts["linear"] += 1
-        if not latent:
-            give(module, _KINDS[kind], state)
+        if latent != "linears":
+            give(module, FusedLatentAttention if latent else _KINDS[kind], state)
             counts[kind] += 1
     head = model.get_output_embeddings() if small_batch and hasattr(model, "get_output_embeddings") else None
     if head is not None and is_plain(head):

@@ -18,6 +18,7 @@ from .ops.add_norm import add_norm
 from .ops.experts import MAX_TOKENS as MAX_EXPERT_TOKENS
 from .ops.experts import experts
 from .ops.gated import gated
+from .ops.latent_rope import latent_rope
 from .ops.qk_rope import qk_rope
 from .ops.route import MAX_TOKENS as MAX_ROUTED_TOKENS
 from .ops.route import route
@@ -38,7 +39,8 @@ class Arch:
         sliding: where attention finds its window: an attribute of the ``"module"``, of the ``"config"``, or nowhere.
         softcap: attention takes a softcap.
         joined: the checkpoint itself joins the projections (Phi-3).
-        latent: attention caches latents (MLA): of it only the linear layers are changed.
+        latent: attention caches latents (MLA): as DeepSeek-V3's (``"fused"``), or in another way, where only its linear
+            layers are changed (``"linears"``).
         router: a mixture of experts, with the router of DeepSeek-V3 (``"sigmoid"``) or another one (``"other"``).
     """
 
@@ -48,7 +50,7 @@ class Arch:
     sliding: str = ""
     softcap: bool = False
     joined: bool = False
-    latent: bool = False
+    latent: str = ""
     router: str = ""
 
 
@@ -243,6 +245,59 @@ class FusedAttention:
         if state.joined is not None:
             return state.joined(self, x)
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+
+class FusedLatentAttention:
+    """MLA: one kernel between the projections and the cache: the latent's norm, and rotary embedding."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values=None,
+        **kwargs,
+    ):
+        norm = self.kv_a_layernorm
+        if (
+            position_embeddings is None
+            or is_observed(norm)
+            or not is_usable(hidden_states, *position_embeddings, norm.weight)
+        ):
+            return super().forward(
+                hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        shape = hidden_states.shape[:-1]
+        q, compressed = self._projected(hidden_states)
+        q, latent, rotary = latent_rope(
+            q.view(*shape, -1, self.qk_head_dim),
+            compressed,
+            *position_embeddings,
+            norm.weight,
+            norm._fused.eps,
+            bool(self.config.rope_interleave),
+        )
+        if past_key_values is not None:
+            latent, rotary = past_key_values.update(latent, rotary, self.layer_idx)
+        key, value = self.expand_kv(latent, rotary)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, sys.modules[type(self).__module__].eager_attention_forward
+        )
+        dropout = self.attention_dropout if self.training else 0.0
+        out, weights = attend(self, q, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+        return self.o_proj(out.reshape(*shape, -1).contiguous()), weights
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries ``[batch, q, H * (dn + dr)]``, and latents with rotary parts ``[batch, q, r + dr]``."""
+        joined = self._fused.joined
+        if self.q_lora_rank is None:
+            return joined(self, x) if joined is not None else (self.q_proj(x), self.kv_a_proj_with_mqa(x))
+        first, compressed = joined(self, x) if joined is not None else (self.q_a_proj(x), self.kv_a_proj_with_mqa(x))
+        return self.q_b_proj(self.q_a_layernorm(first)), compressed
 
 
 class FusedLayer:

@@ -102,13 +102,13 @@ def test_same_logits(anywhere, variant, linears, small_batch):
     fusion = fuse(model, linears=linears, small_batch=small_batch)
     layers = model.config.num_hidden_layers
     assert fusion.skipped == []
-    latent = variant in MLA  # of attention only its linear layers
+    latent = variant == "deepseek-v2"  # of attention only its linear layers
     assert fusion.counts["DecoderLayer"] == fusion.counts["MLP"] == layers
     assert fusion.counts.get("Attention", 0) == layers * (not latent)
     joined = linears and not variant.startswith("phi3")
     found = (fusion.counts.get("qkv", 0), fusion.counts.get("gate_up", 0))
     assert found == (layers * (joined and not latent), layers * joined)
-    singles = 1 + layers * (5 if latent else 4 if variant.startswith("phi3") else 2)
+    singles = 1 + layers * (5 if latent else 4 if variant.startswith("phi3") else 3 if variant in MLA else 2)
     assert fusion.counts.get("linear", 0) == singles * small_batch
     got = logits(model)
     assert (got - want).norm() < 1e-5 * want.norm()
@@ -136,6 +136,20 @@ def test_the_fused_code_runs(anywhere, monkeypatch, variant):
         with torch.inference_mode():
             model(torch.tensor([[5, 6, 7]]))
         assert (calls.count("add_norm"), calls.count("qk_rope"), calls.count("gated")) == (1 + 2 * n, n, n)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("rank", [24, None])
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe-lite", "youtu"])
+def test_fused_latent_attention(anywhere, monkeypatch, name, rank, interleaved):
+    changes = {"q_lora_rank": rank, "rope_interleave": interleaved}
+    model, calls = build(name, "sdpa", **changes), []
+    original = fused_layers.latent_rope
+    monkeypatch.setattr(fused_layers, "latent_rope", lambda *a: (calls.append(0), original(*a))[1])
+    want = logits(model)
+    assert fuse(model).counts["qkv"] == model.config.num_hidden_layers
+    assert (logits(model) - want).norm() < 1e-5 * want.norm()
+    assert len(calls) == 4 * model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize(("variant", "routed"), [("deepseek-v2", 0), ("deepseek-v3", 1), ("glm4-moe-lite", 1)])
@@ -167,6 +181,7 @@ def test_generate_with_our_cache(anywhere, variant):
     cache = CACHES["host"](model_config=ours.config, **FULL)
     got = ours.generate(**given, do_sample=False, max_new_tokens=20, past_key_values=cache)
     assert torch.equal(got, want)
+    assert cache.stats().materialised == 0
 
 
 @pytest.mark.parametrize("small_batch", [False, True], ids=["", "small_batch"])

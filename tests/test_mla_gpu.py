@@ -110,7 +110,7 @@ def teacher_forced(net, cache, ids: torch.Tensor, prompts: tuple[int, ...]) -> t
     return torch.cat(rows, 1)
 
 
-@pytest.mark.parametrize("how", ["two_level", "progressive", "host"])
+@pytest.mark.parametrize("how", ["two_level", "two_level:fused", "progressive", "host"])
 @pytest.mark.parametrize("heads", [20, 128])
 def test_real_sizes(heads, how):
     """bf16, with a budget for everything; a later chunk that expands, one that attends to latents, captured steps."""
@@ -118,7 +118,7 @@ def test_real_sizes(heads, how):
     prompts = (1000, 250, 20)
     exact = teacher_forced(made(heads, "sdpa", torch.float32), DynamicCache(), ids, prompts)
     stock = teacher_forced(made(heads, "sdpa", torch.bfloat16), DynamicCache(), ids, prompts)
-    net = optimize(made(heads, "sparsekv", torch.bfloat16), fused=False)
+    net = optimize(made(heads, "sparsekv", torch.bfloat16), fused=how.endswith("fused"))
     if how == "progressive":
         cache = ProgressiveCache(ProgressiveConfig(threshold=1.0, dense_layers=1, dense_below=None))
     else:

@@ -25,6 +25,7 @@ from .handle import KVHandle
 
 _NEEDED = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _OWN, _HELD = "_sparsekv_own_expand_kv", "_sparsekv_kv_b"
+_BETWEEN = ("hf_sparsekv.layer", "hf_sparsekv.cache", "transformers.cache_utils")  # a module's forward and this one
 _PIECE = 1 << 29  # bytes of keys and values that are expanded at once
 _PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SAMPLE = (
@@ -45,7 +46,7 @@ def calling_module() -> nn.Module | None:
     A cache is never told who uses it, and ``expand_kv`` comes before the attention function, which is. So it looks.
     """
     frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("hf_sparsekv", "transformers.cache_")):
+    while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
         frame = frame.f_back
     module = None if frame is None else frame.f_locals.get("self")
     return module if isinstance(module, nn.Module) and is_mla(module) else None
