@@ -97,8 +97,9 @@ def _sparse(layer: SparseLayer) -> tuple[Layer, dict[str, Pieces]]:
         dtype=dtype_name(store.dtype),
         batch=store.batch,
         heads=store.heads,
-        key_dim=store.key_dim,
-        value_dim=store.value_dim,
+        key_dim=store.split,
+        value_dim=store.width - store.split,
+        latent=store.latent,
         length=store.length,
         sealed=store.sealed,
         padded=store.padded,
@@ -271,6 +272,7 @@ def _fill(layer: SparseLayer, record: Layer, file: Reader, prefix: str, device: 
     tokens = max(1, -(-record.blocks // record.batch)) * size
     nothing = torch.empty(1, dtype=getattr(torch, record.dtype), device=device)
     shape = [(*rows, tokens, dim) for dim in (record.key_dim, record.value_dim)]
+    layer.latent = record.latent
     layer._begin(Step(layer, *(nothing.expand(s) for s in shape), 0), record.query_heads or record.heads)
     store, policy = layer.store, layer.policy
     held = {
@@ -316,7 +318,7 @@ def _check(layer: SparseLayer, record: Layer, held: dict[str, Tensor], file: Rea
     fine = isinstance(policy, TwoLevelPolicy) and policy.fine
     left = _LABELS if fine and record.channels is None else ()
     index = {k: [dtype_name(v.dtype), list(v.shape[1:])] for k, v in _index(store).items() if k not in left}
-    limits = {"table": (0, record.blocks), "previous": (-1, record.sealed), "channels": (0, record.key_dim)}
+    limits = {"table": (0, record.blocks), "previous": (-1, record.sealed), "channels": (0, record.query_dim)}
     for name, (low, high) in limits.items():
         if name in held and held[name].numel() and not (low <= held[name].min() and held[name].max() < high):
             raise damaged(file.path, f"{name} {where} is out of range")

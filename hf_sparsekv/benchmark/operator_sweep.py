@@ -44,7 +44,7 @@ def _decode(layer: Layer, ids: Tensor | None, granularity: str, **how: object) -
         layer.near_kv,
         layer.near_valid,
         granularity=granularity,
-        value_dim=layer.shape.dim,
+        value_dim=layer.shape.values,
         sinks=layer.sinks,
         scale=layer.shape.dim**-0.5,
         out=layer.out,
