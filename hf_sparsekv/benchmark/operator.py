@@ -2,6 +2,7 @@
 
     python -m hf_sparsekv.benchmark.operator                        # the four shapes that have a target
     python -m hf_sparsekv.benchmark.operator --shapes 1x64k 4x64k --dim 64 --heads 16x4 --dtype float16
+    python -m hf_sparsekv.benchmark.operator --model glm-4.7-flash
     python -m hf_sparsekv.benchmark.operator --sweep token_score sparse_decode --no-csv
 
 Everything is captured in a CUDA graph, 20 repetitions that go round several sets of inputs, so that what a step reads
@@ -23,6 +24,7 @@ import torch
 from ..config import TwoLevelConfig
 from .operator_check import check
 from .operator_inputs import MODELS, Layer, Shape
+from .operator_latents import absorbed, expanded
 from .operator_sweep import OPERATORS, differs, variants
 from .operator_timing import Time, captured, dense_torch, read_bandwidth
 from .operator_walk import measure_walks
@@ -86,6 +88,7 @@ def parts(layers: list[Layer]) -> dict[str, Callable[[int], None]]:
         "token_score": lambda i: layers[i].token_score(layers[i].previous, layers[i].token_scores),
         "token_select": lambda i: layers[i].token_select(layers[i].previous, layers[i].token_scores),
         "sparse_decode": lambda i: layers[i].decode(layers[i].tokens, "token"),
+        "dense_decode": lambda i: layers[i].decode(None, "all"),
     }
 
 
@@ -169,12 +172,19 @@ def measure(shape: Shape, device: torch.device, report: Report) -> None:
     gc.collect()
     torch.cuda.empty_cache()
     try:
-        found = dense_torch(shape, device)
+        found = absorbed(shape, device) if shape.value_dim else dense_torch(shape, device)
         name = min(found, key=lambda name: found[name].median)
         others = ", ".join(f"{name} {t.median:.1f}" for name, t in found.items())
         report.add(shape, "sdpa_best", "attention_us", found[name], f"{name} of {others}")
     except Exception as error:
         report.fail(f"{shape.batch} x {shape.context} sdpa_best", error)
+    if shape.value_dim:
+        try:
+            report.add(shape, "hf_expanded", "attention_us", expanded(shape, device))
+        except ValueError as error:
+            print(f"  hf_expanded left out: {error}", flush=True)
+        except Exception as error:
+            report.fail(f"{shape.batch} x {shape.context} hf_expanded", error)
     torch.cuda.empty_cache()
     print(f"  ({time.perf_counter() - start:.1f} s)", flush=True)
 

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from .operator_inputs import Shape
 
@@ -79,29 +79,8 @@ def read_bandwidth(device: torch.device, size: int = 1 << 30) -> float:
     return best
 
 
-EXPANDED = {20: (192, 256), 128: (128, 128)}  # by query heads: channels of a key without rotary part, of a value
-
-
-def dense_expanded(shape: Shape, device: torch.device) -> dict[str, Time]:
-    """What transformers does in a decode step over latents: expand them all, then torch's dense attention."""
-    nope, values = EXPANDED.get(shape.q_heads, (128, 128))
-    rope, n, like = shape.dim - shape.values, shape.length, {"dtype": shape.dtype, "device": device}
-    query = torch.randn(shape.batch, shape.q_heads, 1, nope + rope, **like)
-    latent, rotary = torch.randn(shape.batch, n, shape.values, **like), torch.randn(shape.batch, 1, n, rope, **like)
-    weight = torch.randn(shape.q_heads * (nope + values), shape.values, **like)
-
-    def run(_: int) -> None:
-        kv = linear(latent, weight).view(shape.batch, n, shape.q_heads, -1).transpose(1, 2)
-        keys = torch.cat((kv[..., :nope], rotary.expand(-1, shape.q_heads, -1, -1)), dim=-1)
-        scaled_dot_product_attention(query, keys, kv[..., nope:])
-
-    return {"expanded": captured(run, 1, repetitions=2, replays=10)}
-
-
 def dense_torch(shape: Shape, device: torch.device) -> dict[str, Time]:
     """Dense decode attention of torch over contiguous keys and values, by backend; what does not run is left out."""
-    if shape.value_dim:
-        return dense_expanded(shape, device)
     sets = 3 if shape.batch * shape.heads * shape.length * shape.dim < 1 << 28 else 2
     query = torch.randn(shape.batch, shape.q_heads, 1, shape.dim, dtype=shape.dtype, device=device)
     kv = [
