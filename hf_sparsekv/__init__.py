@@ -8,6 +8,7 @@ else::
 """
 
 from .attention.interface import register as _register
+from .attention.mla import absorb_mla, restore_mla
 from .cache import OffloadedSparseCache, ProgressiveCache, SparseCache
 from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 from .graphs import optimize, unoptimize
@@ -30,6 +31,8 @@ __all__ = [
     "TwoLevelConfig",
     "WalkStats",
     "__version__",
+    "absorb_mla",
     "optimize",
+    "restore_mla",
     "unoptimize",
 ]

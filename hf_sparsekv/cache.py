@@ -14,6 +14,7 @@ from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     DynamicCache,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
 )
@@ -79,6 +80,8 @@ class SparseCache(Cache):
         self.check_model(model_config.get_text_config(decoder=True))
         self.model_config = model_config
         stock = DynamicCache(config=model_config).layers
+        if any(isinstance(layer, DynamicIndexedLayer) for layer in stock):
+            self.update_indexer()
         for index, layer in enumerate(stock):
             if type(layer) is DynamicLayer:
                 stock[index] = self._layer(index)
@@ -86,8 +89,8 @@ class SparseCache(Cache):
                 layer.activate_past_recording()
         if not any(isinstance(layer, SparseLayer) for layer in stock):
             warnings.warn(
-                f"no layer of this {model_config.model_type} model attends to its whole past (sliding windows, latents "
-                f"with an indexer or linear attention only): {type(self).__name__} has nothing to make sparse",
+                f"no layer of this {model_config.model_type} model attends to its whole past (sliding windows or "
+                f"linear attention only): {type(self).__name__} has nothing to make sparse",
                 stacklevel=3,
             )
         self.layers = stock
@@ -173,8 +176,7 @@ class SparseCache(Cache):
             self._warned = True
             warnings.warn(
                 f"something other than the sparsekv attention function reads the keys of {type(self).__name__}: the "
-                "result is right, but dense and slow. Load the model with attn_implementation='sparsekv' (models that "
-                "look into their cached keys, such as MLA ones, are not made sparse yet)",
+                "result is right, but dense and slow. Load the model with attn_implementation='sparsekv'",
                 stacklevel=3,
             )
 
@@ -187,6 +189,13 @@ class SparseCache(Cache):
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args, **kwargs) -> Tensor:
         self._need_config()
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+    def update_indexer(self, *args, **kwargs) -> Tensor:
+        raise ValueError(
+            "this model selects tokens by itself (DeepSeek Sparse Attention: a trained indexer, whose keys the cache "
+            "has to hold), and caches expanded keys and values: selecting from its selection would only lose tokens. "
+            f"Leave past_key_values out; {type(self).__name__} serves MLA models without an indexer"
+        )
 
     def has_previous_state(self, layer_idx: int | None = None, *args, **kwargs) -> bool:
         self._need_config()

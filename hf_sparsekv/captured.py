@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .layer import SparseLayer
+
+
+@contextmanager
+def gathered_experts(model: torch.nn.Module) -> Iterator[None]:
+    """Mixtures of experts gather the chosen experts' weights by index on the device (``"batched_mm"``).
+
+    ``"eager"`` loops over the experts that were hit, which the GPU would have to be asked for. ``"grouped_mm"`` could
+    be captured, but generate() switches from it to ``"batched_mm"`` for its decode steps, because that is quicker for
+    few tokens; so do steps that are captured outside of it.
+    """
+    held = model.get_experts_implementation() if hasattr(model, "get_experts_implementation") else {}
+    changed = {part: "batched_mm" if how in ("eager", "grouped_mm") else how for part, how in held.items()}
+    if changed == held:
+        yield
+        return
+    model.set_experts_implementation(changed)
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(held)
 
 
 class Replay:

@@ -134,7 +134,7 @@ class TwoLevelConfig(SparseConfig):
             does: narrower bounds find more, and take ``block_size / bound_tokens`` times the memory and time.
             ``None`` means one pair a block (AsyncTLS).
         label_channels: channels kept per key in the label cache; even. ``None`` means a quarter of the head
-            dimension.
+            dimension, at most 128 (which is AsyncTLS's choice for MLA latents).
         label_bits: 4 (packed codes with a scale and a zero point per token) or 16 (unquantised).
         channel_file: label channels made by ``hf-sparsekv calibrate``. ``None`` calibrates online on the
             prompt.

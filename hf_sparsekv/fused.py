@@ -27,7 +27,18 @@ import transformers
 from torch import nn
 
 from . import fused_layers
-from .fused_layers import Arch, FusedAttention, FusedLayer, FusedLinear, FusedMLP, FusedNorm, State
+from .fused_layers import (
+    Arch,
+    FusedAttention,
+    FusedExperts,
+    FusedLatentAttention,
+    FusedLayer,
+    FusedLinear,
+    FusedMLP,
+    FusedNorm,
+    FusedRouter,
+    State,
+)
 from .joined_linear import JoinedLinear, is_plain
 from .ops.add_norm import MAX_WIDTH
 from .ops.small_linear import small_linear
@@ -43,12 +54,43 @@ ARCHS = {
     "phi3": Arch("Phi3", sliding="config", joined=True),
     "gemma2": Arch("Gemma2", sliding="module", softcap=True, unit_offset=True),
     "gemma3": Arch("Gemma3", sliding="module", qk_norm=True, unit_offset=True),
+    "deepseek_v2": Arch("DeepseekV2", latent="linears", router="other"),
+    "deepseek_v3": Arch("DeepseekV3", latent="fused", router="sigmoid"),
+    "glm4_moe_lite": Arch("Glm4MoeLite", latent="fused", router="sigmoid"),
+    "youtu": Arch("Youtu", latent="fused"),
 }
 _BY_MODULE = {f"transformers.models.{name}.modeling_{name}": arch for name, arch in ARCHS.items()}
-_KINDS = {"RMSNorm": FusedNorm, "MLP": FusedMLP, "Attention": FusedAttention, "DecoderLayer": FusedLayer}
+_KINDS = {
+    "RMSNorm": FusedNorm,
+    "MLP": FusedMLP,
+    "Attention": FusedAttention,
+    "DecoderLayer": FusedLayer,
+    "Experts": FusedExperts,
+    "TopkRouter": FusedRouter,
+}
 _ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
 _PARALLEL = {"Attention": ("q_proj", "k_proj", "v_proj"), "MLP": ("gate_proj", "up_proj")}
-_SINGLE = {"Attention": ("o_proj", "qkv_proj"), "MLP": ("down_proj", "gate_up_proj")}
+_SINGLE = {
+    "Attention": ("o_proj", "qkv_proj", "q_b_proj"),
+    "MLP": ("down_proj", "gate_up_proj"),
+}
+_APART = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")  # of latent attention where they are not joined
+_LATENT = (
+    "shape qk_head_dim q_lora_rank q_proj q_b_proj q_a_layernorm q_a_proj view transpose torch split qk_nope_head_dim "
+    "qk_rope_head_dim kv_a_proj_with_mqa kv_lora_rank kv_a_layernorm config rope_interleave layer_idx update cat "
+    "apply_rotary_pos_emb_interleave apply_rotary_pos_emb ALL_ATTENTION_FUNCTIONS get_interface _attn_implementation "
+    "eager_attention_forward training attention_dropout scaling reshape contiguous o_proj expand_kv"
+)
+_EXPERTS = (
+    "torch nn functional linear zeros_like no_grad one_hot num_experts permute greater sum nonzero where gate_up_proj "
+    "chunk act_fn down_proj index_add_ to dtype"
+)
+_INTERLEAVED = "shape unsqueeze torch cat"
+_ROUTER = (
+    "view hidden_dim F linear type torch float32 weight sigmoid e_score_correction_bias num_group num_experts topk sum "
+    "topk_group zeros_like scatter_ unsqueeze expand reshape masked_fill bool float top_k gather norm_topk_prob "
+    "routed_scaling_factor"
+)
 
 
 def _names(arch: Arch) -> dict[str, set[str]]:
@@ -68,7 +110,15 @@ def _names(arch: Arch) -> dict[str, set[str]]:
     norm = "_norm float weight type_as" if gemma else "dtype to torch float32 pow mean rsqrt variance_epsilon weight"
     mlp = "gate_up_proj chunk activation_fn down_proj" if joined else "gate_proj up_proj act_fn down_proj"
     rope = "unsqueeze rotate_half shape torch cat" if joined else "unsqueeze rotate_half"
-    given = {"RMSNorm": norm, "MLP": mlp, "Attention": attention, "DecoderLayer": layer, "apply_rotary_pos_emb": rope}
+    given = {"RMSNorm": norm, "MLP": mlp, "DecoderLayer": layer}
+    if not arch.latent:
+        given |= {"Attention": attention, "apply_rotary_pos_emb": rope}
+    if arch.latent == "fused":
+        given |= {"Attention": _LATENT, "apply_rotary_pos_emb": rope, "apply_rotary_pos_emb_interleave": _INTERLEAVED}
+    if arch.router:
+        given["Experts"] = _EXPERTS
+    if arch.router == "sigmoid":
+        given["TopkRouter"] = _ROUTER
     return {name: set(words.split()) for name, words in given.items()}
 
 
@@ -96,7 +146,7 @@ def _found(model: nn.Module) -> Iterator[tuple[nn.Module, str, Arch]]:
         arch = _BY_MODULE.get(kind.__module__)
         if arch is not None and kind.__name__.startswith(arch.prefix):
             name = kind.__name__.removeprefix(arch.prefix)
-            if name in _KINDS:
+            if name in _KINDS and (name != "TopkRouter" or arch.router == "sigmoid"):
                 yield module, name, arch
 
 
@@ -206,13 +256,16 @@ def fuse(model: nn.Module, linears: bool = True, small_batch: bool = True) -> Fu
         state = State(arch, type(module))
         if kind == "RMSNorm":
             state.eps = module.eps if arch.unit_offset else module.variance_epsilon
-        if kind == "MLP":
+        if kind in ("MLP", "Experts"):
             state.activation = _activation(module) or ""
             if not state.activation:
-                skipped["MLP: unknown activation"] += 1
+                skipped[f"{kind}: unknown activation"] += 1
                 continue
-        if linears and kind in _PARALLEL and not arch.joined:
-            joined = JoinedLinear(_PARALLEL[kind], small_linear if small_batch else F.linear)
+        latent, names = kind == "Attention" and arch.latent, _PARALLEL.get(kind)
+        if latent == "fused":
+            names = ("q_proj" if module.q_lora_rank is None else "q_a_proj", "kv_a_proj_with_mqa")
+        if linears and names is not None and not arch.joined and latent != "linears":
+            joined = JoinedLinear(names, small_linear if small_batch else F.linear)
             reason = _cannot_join(joined, module, uses)
             if reason is None:
                 joined.join(module)
@@ -221,12 +274,14 @@ def fuse(model: nn.Module, linears: bool = True, small_batch: bool = True) -> Fu
             else:
                 skipped[f"{kind}: {reason}"] += 1
         if small_batch:
-            for layer in (getattr(module, name, None) for name in _SINGLE.get(kind, ())):
+            singles = _SINGLE.get(kind, ()) + (_APART if latent == "linears" else ())
+            for layer in (getattr(module, name, None) for name in singles):
                 if layer is not None and is_plain(layer):
                     give(layer, FusedLinear, State(None, nn.Linear))
                     counts["linear"] += 1
-        give(module, _KINDS[kind], state)
-        counts[kind] += 1
+        if latent != "linears":
+            give(module, FusedLatentAttention if latent else _KINDS[kind], state)
+            counts[kind] += 1
     head = model.get_output_embeddings() if small_batch and hasattr(model, "get_output_embeddings") else None
     if head is not None and is_plain(head):
         give(head, FusedLinear, State(None, nn.Linear))

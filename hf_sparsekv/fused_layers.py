@@ -15,8 +15,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .joined_linear import JoinedLinear, is_observed
 from .ops.add_norm import add_norm
+from .ops.experts import MAX_TOKENS as MAX_EXPERT_TOKENS
+from .ops.experts import experts
 from .ops.gated import gated
+from .ops.latent_rope import latent_rope
 from .ops.qk_rope import qk_rope
+from .ops.route import MAX_TOKENS as MAX_ROUTED_TOKENS
+from .ops.route import route
 from .ops.small_linear import small_linear
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -34,6 +39,9 @@ class Arch:
         sliding: where attention finds its window: an attribute of the ``"module"``, of the ``"config"``, or nowhere.
         softcap: attention takes a softcap.
         joined: the checkpoint itself joins the projections (Phi-3).
+        latent: attention caches latents (MLA): as DeepSeek-V3's (``"fused"``), or in another way, where only its linear
+            layers are changed (``"linears"``).
+        router: a mixture of experts, with the router of DeepSeek-V3 (``"sigmoid"``) or another one (``"other"``).
     """
 
     prefix: str
@@ -42,6 +50,8 @@ class Arch:
     sliding: str = ""
     softcap: bool = False
     joined: bool = False
+    latent: str = ""
+    router: str = ""
 
 
 @dataclass
@@ -52,7 +62,7 @@ class State:
         arch: its model's architecture; ``None`` for a linear layer.
         original: its class before.
         eps: of a norm.
-        activation: of an MLP.
+        activation: of an MLP, or of experts.
         joined: an attention's or MLP's projections, if they are joined.
         following: the norm after a layer, in a tuple: as a plain attribute it would become a submodule.
     """
@@ -150,6 +160,35 @@ class FusedMLP:
         return self.down_proj(gated(gate, up, state.activation))
 
 
+class FusedExperts:
+    """Two kernels for the few tokens of a decode step, which read the chosen experts' weights where they are."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        given = (hidden_states, self.gate_up_proj, self.down_proj)
+        if hidden_states.shape[0] > MAX_EXPERT_TOKENS or not is_usable(*given):
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+        return experts(hidden_states, top_k_index, top_k_weights, *given[1:], self._fused.activation)
+
+
+class FusedRouter:
+    """Two kernels for the few tokens of a decode step."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = hidden_states.view(-1, self.hidden_dim)
+        if x.shape[0] > MAX_ROUTED_TOKENS or not is_usable(x, self.weight):
+            return super().forward(hidden_states)
+        return route(
+            x,
+            self.weight,
+            self.e_score_correction_bias,
+            self.top_k,
+            groups=self.num_group,
+            top_groups=self.topk_group,
+            normalise=self.norm_topk_prob,
+            scale=self.routed_scaling_factor,
+        )
+
+
 class FusedAttention:
     """One kernel between the projections and the cache: query and key norms and rotary embedding."""
 
@@ -206,6 +245,59 @@ class FusedAttention:
         if state.joined is not None:
             return state.joined(self, x)
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+
+class FusedLatentAttention:
+    """MLA: one kernel between the projections and the cache: the latent's norm, and rotary embedding."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values=None,
+        **kwargs,
+    ):
+        norm = self.kv_a_layernorm
+        if (
+            position_embeddings is None
+            or is_observed(norm)
+            or not is_usable(hidden_states, *position_embeddings, norm.weight)
+        ):
+            return super().forward(
+                hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        shape = hidden_states.shape[:-1]
+        q, compressed = self._projected(hidden_states)
+        q, latent, rotary = latent_rope(
+            q.view(*shape, -1, self.qk_head_dim),
+            compressed,
+            *position_embeddings,
+            norm.weight,
+            norm._fused.eps,
+            bool(self.config.rope_interleave),
+        )
+        if past_key_values is not None:
+            latent, rotary = past_key_values.update(latent, rotary, self.layer_idx)
+        key, value = self.expand_kv(latent, rotary)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, sys.modules[type(self).__module__].eager_attention_forward
+        )
+        dropout = self.attention_dropout if self.training else 0.0
+        out, weights = attend(self, q, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+        return self.o_proj(out.reshape(*shape, -1).contiguous()), weights
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries ``[batch, q, H * (dn + dr)]``, and latents with rotary parts ``[batch, q, r + dr]``."""
+        joined = self._fused.joined
+        if self.q_lora_rank is None:
+            return joined(self, x) if joined is not None else (self.q_proj(x), self.kv_a_proj_with_mqa(x))
+        first, compressed = joined(self, x) if joined is not None else (self.q_a_proj(x), self.kv_a_proj_with_mqa(x))
+        return self.q_b_proj(self.q_a_layernorm(first)), compressed
 
 
 class FusedLayer:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from .attention.masks import MaskWatch
+from .attention.mla import absorb_mla, restore
 from .cache import SparseCache
-from .captured import CapturedStep, Replay, Saved
+from .captured import CapturedStep, Replay, Saved, gathered_experts
 from .fused import Fusion, fuse, tensor_parallel, why_not
 from .layer import SparseLayer
 from .sliding import SlidingRing
@@ -46,6 +47,7 @@ class StepRunner:
         self.lock = threading.RLock()
         self.captures = self.replays = 0
         self.fusion: Fusion | None = None
+        self.absorbed: list[torch.nn.Module] = []  # MLA modules that were changed
         self._cannot: str | None = None
         self._said: set[str] = set()
         self._warm: set[Hashable] = set()  # kinds of steps whose kernels are compiled
@@ -63,6 +65,7 @@ class StepRunner:
 
         forward._sparsekv_runner = self
         self.model.forward = forward
+        self.absorbed = absorb_mla(self.model)
 
     def remove(self) -> None:
         if self.had_own:
@@ -70,6 +73,8 @@ class StepRunner:
         else:
             del self.model.forward
         self.graphs.clear()
+        for module in self.absorbed:
+            restore(module)
         if self.fusion is not None:
             self.fusion.undo()
             self.fusion = None
@@ -258,7 +263,8 @@ class StepRunner:
             for ring in rings:
                 ring.replay = replay
             try:
-                out = self.original(input_ids=ids, position_ids=positions, past_key_values=cache, **rest)
+                with gathered_experts(self.model):
+                    out = self.original(input_ids=ids, position_ids=positions, past_key_values=cache, **rest)
                 replay.join()
                 return type(out)(**{name: value for name, value in out.items() if name != "past_key_values"})
             finally:

@@ -10,8 +10,10 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from .attention.exact import AttentionSpec, exact_attention
+from .attention.gradient import NoGradient
 from .attention.handle import KVHandle, Step
 from .attention.masks import new_columns
+from .attention.mla import SAMPLE, Absorbed, absorb, calling_module
 from .offload.store import LayerStore
 from .owned import Owned
 from .selection.base import Policy
@@ -33,6 +35,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         self.owner, self.index = owner, index
         self.store: LayerStore | None = None
         self.policy: Policy = owner.make_policy(index)
+        self.latent = False  # MLA: rows are latents and their rotary part, see attention/mla.py
         self.pending: Step | None = None
         self.replay: Replay | None = None  # set while a step is being captured
         self.query: Tensor | None = None  # of the captured step
@@ -43,7 +46,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         memo[id(self)] = new
         if self.store is not None:
             self.store.settle()  # a stream beside this one may still be choosing blocks
-        new.index, new.broken, new.policy = self.index, self.broken, self.policy.copy()
+        new.index, new.broken, new.policy, new.latent = self.index, self.broken, self.policy.copy(), self.latent
         new.pending = new.replay = new.query = None
         clock = copy.deepcopy(self.owner.clock, memo)
         frames = copy.deepcopy(self.owner.frames, memo) if self.policy.fetches else None
@@ -77,7 +80,15 @@ class SparseLayer(Owned, CacheLayerMixin):
         if torch.compiler.is_compiling():
             raise RuntimeError("sparse caches cannot be traced by torch.compile: run the model eagerly")
         self._check(key_states, value_states)
-        step = self.pending = Step(self, key_states, value_states, self.get_seq_length())
+        past, module = self.get_seq_length(), calling_module()
+        if past == 0:
+            self.latent = module is not None
+        step = self.pending = Step(self, key_states, value_states, past)
+        if self.latent and module is not None:
+            absorb(module)
+            step.absorbed = Absorbed(module)
+            if key_states.shape[2] > 1:
+                step.absorbed.refresh(key_states)
         return KVHandle(step, "k"), KVHandle(step, "v")
 
     def _check(self, k: Tensor, v: Tensor) -> None:
@@ -90,9 +101,10 @@ class SparseLayer(Owned, CacheLayerMixin):
                 f"the batch size changed from {store.batch} to {k.shape[0]} in mid-cache: use a new cache, or "
                 "batch_repeat_interleave() / batch_select_indices() before"
             )
-        if (k.shape[1], k.shape[3], v.shape[3]) != (store.heads, store.key_dim, store.value_dim):
+        held = (store.heads, store.split, store.width - store.split)
+        if (k.shape[1], k.shape[3], v.shape[3]) != held:
             raise ValueError(
-                f"layer {self.index} caches {store.heads} KV heads of {store.key_dim} + {store.value_dim} channels, "
+                f"layer {self.index} caches {held[0]} KV heads of {held[1]} + {held[2]} channels, "
                 f"got {k.shape[1]} of {k.shape[3]} + {v.shape[3]}: this cache was filled by another model"
             )
         for name, mine, given in (("dtype", store.dtype, k.dtype), ("device", store.device, k.device)):
@@ -112,7 +124,7 @@ class SparseLayer(Owned, CacheLayerMixin):
     def _begin(self, step: Step, q_heads: int) -> None:
         if self.store is not None and self.store.length:
             return
-        if self.store is not None and not self.store.fits(step.k, step.v):
+        if self.store is not None and not self.store.fits(step.k, step.v, self.latent):
             self.store.settle()  # what lanes still use may be given away only behind them
             self.store = None  # before the new one is made: the budget may not hold both
             if self.owner.frames is not None and self.owner.first(self):
@@ -128,7 +140,7 @@ class SparseLayer(Owned, CacheLayerMixin):
                 frames.layers = sum(layer.policy.fetches for layer in owner.sparse_layers)
             host = owner.budget if self.policy.offloaded else None
             lanes = None if host is None else owner.lanes
-            store = LayerStore(step.k, step.v, owner.config, host, owner.clock, frames, lanes)
+            store = LayerStore(step.k, step.v, owner.config, host, owner.clock, frames, lanes, self.latent)
         self.policy.start(store, q_heads)
         self.store = store
 
@@ -151,13 +163,14 @@ class SparseLayer(Owned, CacheLayerMixin):
     def _attend(self, step: Step, query: Tensor, mask: Tensor | None, spec: AttentionSpec, dropout: float) -> Tensor:
         own = not step.committed
         one = query.shape[2] == 1 and spec.sliding_window is None and (mask is None or mask.ndim == 2)
+        whole = mask if mask is not None and mask.ndim == 4 else None
+        exact = exact_attention if (absorbed := step.absorbed) is None else absorbed.attention
         if step.past == 0:
             columns = mask if mask is not None and mask.ndim == 2 else None
-            whole = mask if mask is not None and mask.ndim == 4 else None
-            out = exact_attention(query, step.k, step.v, spec, columns=columns, mask=whole, dropout=dropout)
+            out = exact(query, step.k, step.v, spec, columns=columns, mask=whole, dropout=dropout)
             if own:
                 self._commit(step, query, self.owner.new_columns(mask, step))
-                self._look_ahead(query)
+                self._look_ahead(query, absorbed)
             return out
         if own and not one:
             self._check_past(mask, step.past)
@@ -165,8 +178,10 @@ class SparseLayer(Owned, CacheLayerMixin):
             if dropout:
                 raise ValueError("attention dropout is not supported over a sparse cache: call model.eval()")
             with torch.no_grad():
-                out = self._decode(step, query, mask, spec, own)
-            return _NoGradient.apply(out[:, :, None], query)
+                q = query if absorbed is None else absorbed.queries(query)
+                out = self._decode(step, q, mask, spec, own)[:, :, None]
+                out = out if absorbed is None else absorbed.outputs(out)
+            return NoGradient.apply(out, query)
         store = self.store
         if own:
             key, value = store.materialise(step.k.detach(), step.v.detach())
@@ -174,19 +189,19 @@ class SparseLayer(Owned, CacheLayerMixin):
             self._commit(step, query, self.owner.new_columns(mask, step))
         else:
             key, value = store.materialise()
-        whole = mask if mask is not None and mask.ndim == 4 else None
         columns = store.valid_columns() if store.padded else None
         with torch.no_grad():
-            out = exact_attention(query, key, value, spec, columns=columns, mask=whole, dropout=dropout)
+            out = exact(query, key, value, spec, columns=columns, mask=whole, dropout=dropout)
             store.counters.exact += 1
             if own:
-                self._look_ahead(query)
-        return _NoGradient.apply(out, query)
+                self._look_ahead(query, absorbed)
+        return NoGradient.apply(out, query)
 
     @torch.no_grad()
-    def _look_ahead(self, query: Tensor) -> None:
+    def _look_ahead(self, query: Tensor, absorbed: Absorbed | None = None) -> None:
         """A prompt, or a piece of it, is cached: prepare the first decode step, which its last query stands for."""
-        policy, store, last = self.policy, self.store, query[:, :, -1]
+        policy, store, last = self.policy, self.store, query[:, :, -1:]
+        last = (last if absorbed is None else absorbed.queries(last))[:, :, 0]
         if policy.looks_ahead(store):
             policy.prepare(store)
             with store.after_saving(last) as last:
@@ -223,7 +238,8 @@ class SparseLayer(Owned, CacheLayerMixin):
             if replay is None:
                 store.settle()
             valid = new_columns(mask, step.past, step.length) if replay is None else replay.valid
-            policy.observe(query, step.k, valid, store)
+            if policy.observes:
+                policy.observe(query, step.keys, valid, store)
             store.append(step.k.detach(), step.v.detach(), valid)
             self._committed(step)
         out = policy.attend(q, store, spec)
@@ -254,7 +270,12 @@ class SparseLayer(Owned, CacheLayerMixin):
     def _commit(self, step: Step, query: Tensor, valid: Tensor | None) -> None:
         step.touched = True
         self._begin(step, query.shape[1])
-        self.policy.observe(query, step.k, valid, self.store)
+        if self.policy.observes:
+            seen = query, step.keys, valid
+            if step.absorbed is not None:
+                most = max(SAMPLE, getattr(self.owner.config, "calibration_tokens", 0))
+                seen = step.absorbed.observed(query, step.k, step.v, valid, most)
+            self.policy.observe(*seen, self.store, step.k.shape[2])
         self.store.extend(step.k.detach(), step.v.detach(), valid, self.policy)
         self._committed(step)
 
@@ -267,11 +288,14 @@ class SparseLayer(Owned, CacheLayerMixin):
         """Cache tokens whose attention has been computed elsewhere: benchmarks, imports from other caches.
 
         Args:
-            query: ``[batch, Hq, q, Dk]``; the last ones suffice if channels come from a file.
+            query: ``[batch, Hq, q, Dk]``; the last ones suffice if channels come from a file. Over latents (``key``:
+                latents, ``value``: their rotary part) absorbed ones, as wide as both.
             key, value: ``[batch, H, q, D]``.
             valid: bool ``[batch, q]``, False for padding.
         """
         self._check(key, value)
+        if self.get_seq_length() == 0:
+            self.latent = query.shape[3] == key.shape[3] + value.shape[3]
         step = Step(self, key, value, self.get_seq_length())
         self._commit(step, query, valid)
         self._look_ahead(query)
@@ -295,7 +319,8 @@ class SparseLayer(Owned, CacheLayerMixin):
                 # No query yet: calibrate on the keys alone until a query comes.
                 self._begin(step, step.k.shape[1])
             with torch.no_grad():
-                self.policy.observe(step.k, step.k, None, self.store)
+                if self.policy.observes:
+                    self.policy.observe(step.keys, step.keys, None, self.store)
                 self.store.extend(step.k.detach(), step.v.detach(), None, self.policy)
             self._committed(step)
             self._end()
@@ -375,15 +400,3 @@ class SparseLayer(Owned, CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.store is not None:
             self._map_rows(torch.arange(self.store.batch)[indices.cpu()])
-
-
-class _NoGradient(torch.autograd.Function):
-    """Identity that refuses to be differentiated: selection has no gradient, and cached keys carry none."""
-
-    @staticmethod
-    def forward(ctx, out: Tensor, query: Tensor) -> Tensor:
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise RuntimeError("attention over a sparse cache has no gradient: train without past_key_values")

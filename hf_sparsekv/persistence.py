@@ -114,8 +114,9 @@ def _sparse(layer: SparseLayer) -> tuple[Layer, dict[str, Pieces]]:
         dtype=dtype_name(store.dtype),
         batch=store.batch,
         heads=store.heads,
-        key_dim=store.key_dim,
-        value_dim=store.value_dim,
+        key_dim=store.split,
+        value_dim=store.width - store.split,
+        latent=store.latent,
         length=store.length,
         sealed=store.sealed,
         padded=store.padded,
@@ -299,6 +300,7 @@ def _fill(layer: SparseLayer, record: Layer, file: Reader, prefix: str, device: 
     tokens = max(1, -(-record.blocks // record.batch)) * size
     nothing = torch.empty(1, dtype=getattr(torch, record.dtype), device=device)
     shape = [(*rows, tokens, dim) for dim in (record.key_dim, record.value_dim)]
+    layer.latent = record.latent
     q_heads = record.ring[0] if record.ring else record.query_heads or record.heads
     layer._begin(Step(layer, *(nothing.expand(s) for s in shape), 0), q_heads)
     store, policy = layer.store, layer.policy
@@ -353,7 +355,7 @@ def _check(layer: SparseLayer, record: Layer, held: dict[str, Tensor], file: Rea
     limits = {
         "table": (0, record.blocks),
         "previous": (-1, record.sealed),
-        "channels": (0, record.key_dim),
+        "channels": (0, record.query_dim),
         "chosen": (-1, record.sealed * store.block_size),
         "queries_from": (0, record.length + 1),
     }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .attention.mla import is_mla
 from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, TwoLevelConfig
 from .crossover import dense_tokens
 from .offload.device_pool import BOOKKEEPING
@@ -17,7 +18,7 @@ from .predictor.query import make_predictor
 from .selection.metadata import SIDES
 from .selection.predictive import PredictivePolicy, room_for
 from .selection.progressive import ProgressivePolicy, ahead, expected
-from .selection.two_level import method
+from .selection.two_level import default_channels, method
 
 AnyConfig = TwoLevelConfig | ProgressiveConfig | PredictiveConfig
 
@@ -37,6 +38,7 @@ class LayerShape:
     Args:
         kind: ``"full"`` (attends to its whole past, made sparse), ``"sliding"`` or ``"other"``.
         heads, key_dim, value_dim: shape of a cached token; 0 for ``"other"``.
+        latent: both parts together are the key (MLA).
         window: tokens that a sliding layer keeps.
         state: bytes of a layer whose cache does not grow (linear attention).
     """
@@ -47,6 +49,17 @@ class LayerShape:
     value_dim: int = 0
     window: int = 0
     state: int = 0
+    latent: bool = False
+
+    @property
+    def width(self) -> int:
+        """Numbers that are cached for a token and head."""
+        return self.key_dim + self.value_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Channels of a key, as a selection sees it."""
+        return self.width if self.latent else self.key_dim
 
 
 @dataclass(frozen=True)
@@ -161,16 +174,15 @@ def model_shape(config, dtype: torch.dtype | None = None) -> ModelShape:
         with torch.no_grad():
             ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
             model(input_ids=ids, past_key_values=cache, use_cache=True)
+        latent = any(is_mla(module) for module in model.modules())
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(f"cannot plan for a {config.model_type} model: {reason}") from error
-    if getattr(text, "kv_lora_rank", None):
-        notes.append("this model caches latents (MLA), which are stored but not made sparse yet")
     return ModelShape(
         model_type=config.model_type,
         dtype=dtype,
         weights=sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers()),
-        layers=tuple(_layer_shape(layer) for layer in cache.layers),
+        layers=tuple(_layer_shape(layer, latent) for layer in cache.layers),
         hidden=text.hidden_size,
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         query_heads=text.num_attention_heads,
@@ -178,14 +190,14 @@ def model_shape(config, dtype: torch.dtype | None = None) -> ModelShape:
     )
 
 
-def _layer_shape(layer) -> LayerShape:
+def _layer_shape(layer, latent: bool) -> LayerShape:
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and layer.keys is not None:
         _, heads, _, key_dim = layer.keys.shape
         value_dim = layer.values.shape[3]
         if type(layer) is DynamicLayer:
-            return LayerShape("full", heads, key_dim, value_dim)
+            return LayerShape("full", heads, key_dim, value_dim, latent=latent)
         # The token being read completes the window: one less is kept.
         return LayerShape("sliding", heads, key_dim, value_dim, window=layer.sliding_window - 1)
     return LayerShape("other", state=_tensor_bytes(vars(layer)))
@@ -246,7 +258,7 @@ def plan_memory(
     else:
         coarse, fine = walks or config.level != "token", not walks and config.level != "block"
     for index, layer in enumerate(model.layers):
-        token = layer.heads * (layer.key_dim + layer.value_dim) * item
+        token = layer.heads * layer.width * item
         if layer.kind != "full":
             kept = layer.state + min(layer.window, context) * token
             stock += batch * kept
@@ -262,10 +274,10 @@ def plan_memory(
             continue
         fetching.append(layer)
         if coarse:
-            parts, side = config.bounds_per_block, layer.heads * layer.key_dim * item
+            parts, side = config.bounds_per_block, layer.heads * layer.query_dim * item
             bounds += slots * parts * (SIDES[config.metadata] * side + (4 if parts > 1 else 0))
         if fine:
-            channels = config.label_channels or max(2, layer.key_dim // 8 * 2)
+            channels = config.label_channels or default_channels(layer.query_dim)
             code = channels // 2 + 4 if config.label_bits == 4 else channels * item
             labels += slots * layer.heads * size * code
 
@@ -283,7 +295,7 @@ def plan_memory(
         if sealed > (0 if walks else chosen):
             listed = ahead(table) if walks else chosen
             frames = _frames(fetching, size, chosen, listed, offload, batch, item)
-            step = sum(layer.heads * (layer.key_dim + layer.value_dim) for layer in fetching)
+            step = sum(layer.heads * layer.width for layer in fetching)
             working_set = int(REUSED * batch * chosen * size * step * item)
             tables += sum(slots * layer.heads * 4 for layer in fetching) * (frames > 0)
 
@@ -315,9 +327,9 @@ def _predictive(model: ModelShape, layers: list, config: PredictiveConfig, batch
     slots = make_predictor(config.predictor, config.predictor_window, config.predictor_epsilon).slots
     item, room, queries, copies = model.dtype.itemsize, room_for(config), 0, 0
     for layer in layers:
-        queries += batch * (model.query_heads * slots * layer.key_dim * item + 8) + 4
+        queries += batch * (model.query_heads * slots * layer.query_dim * item + 8) + 4
         queries += batch * layer.heads * room * 4
-        copies += batch * layer.heads * room * ((layer.key_dim + layer.value_dim) * item + 12) + 16
+        copies += batch * layer.heads * room * (layer.width * item + 12) + 16
     return queries, copies
 
 
@@ -326,8 +338,8 @@ def _frames(
 ) -> int:
     """Bytes of the device pools, one for each width of tokens; ``listed``: blocks that one call may bring."""
     budget, total = offload.device_pool, 0
-    for width in {layer.key_dim + layer.value_dim for layer in layers}:
-        rows = [batch * layer.heads for layer in layers if layer.key_dim + layer.value_dim == width]
+    for width in {layer.width for layer in layers}:
+        rows = [batch * layer.heads for layer in layers if layer.width == width]
         size = block_size * width * item + BOOKKEEPING
         frames = SELECTIONS * len(layers) * rows[0] * chosen if budget is None else int(budget) // size
         total += frames * size + (8 * listed * sum(set(rows)) if frames else 0)  # lists of copies
@@ -347,14 +359,15 @@ def _dense_tokens(
     """Tokens a row with which every sparse layer still attends densely, recent ones included; 0 for none."""
     layers = [layer for layer in model.layers[config.dense_layers :] if layer.kind == "full"]
     offloaded, item = offload is not None, model.dtype.itemsize
+    name = _method(config, offloaded)
     in_blocks = [
         dense_tokens(
             config.dense_below,
-            _method(config, offloaded),
+            f"{name}:mla" if layer.latent else name,
             device,
             offloaded,
             batch,
-            layer.heads * (layer.key_dim + layer.value_dim) * item,
+            layer.heads * layer.width * item,
         )
         // config.block_size
         for layer in layers

@@ -39,7 +39,10 @@ Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass
 class Layer:
-    """A layer in the file's header: what is not a tensor. ``window`` is None in a sparse layer."""
+    """A layer in the file's header: what is not a tensor. ``window`` is None in a sparse layer.
+
+    ``key_dim``, ``value_dim``: of what ``update()`` got; with ``latent`` (MLA) keys are as wide as both.
+    """
 
     device: str
     dtype: str
@@ -48,6 +51,7 @@ class Layer:
     key_dim: int
     value_dim: int
     length: int
+    latent: bool = False
     window: int | None = None
     kept: int = 0  # columns of a sliding layer
     record_past: bool = False
@@ -63,6 +67,11 @@ class Layer:
     query_heads: int | None = None
     chosen: int | None = None  # tokens of the next step's selection
     ring: list[int] | None = None  # query heads, and the queries that are kept of each
+
+    @property
+    def query_dim(self) -> int:
+        """Channels of a query."""
+        return self.key_dim + self.value_dim * self.latent
 
     def tensors(self, block_size: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Names, dtypes and shapes of the layer's tensors."""
@@ -90,8 +99,8 @@ class Layer:
             found["queries"] = (dtype, (self.batch, *self.ring, self.key_dim))
             found["queries_from"] = (torch.int32, (self.batch,))
         if self.query_heads is not None:
-            found["stats_q"] = (torch.float32, (self.batch, self.query_heads, self.key_dim))
-            found["stats_k"] = (torch.float32, (*rows, self.key_dim))
+            found["stats_q"] = (torch.float32, (self.batch, self.query_heads, self.query_dim))
+            found["stats_k"] = (torch.float32, (*rows, self.query_dim))
         return found
 
 

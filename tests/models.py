@@ -81,9 +81,71 @@ MODELS: dict[str, tuple[type, type, dict]] = {
     ),
 }
 
+# Multi-head latent attention: one latent and one rotary part are cached for all heads.
+_MLA = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,  # several of these configurations call the rotary part so
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+MLA: dict[str, tuple[type, type, dict]] = {
+    "deepseek-v2": (tf.DeepseekV2ForCausalLM, tf.DeepseekV2Config, {**_EXPERTS, "first_k_dense_replace": 1}),
+    "deepseek-v3": (
+        tf.DeepseekV3ForCausalLM,
+        tf.DeepseekV3Config,
+        {
+            **_EXPERTS,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {**_YARN, "original_max_position_embeddings": 256},
+        },
+    ),
+    "glm4-moe-lite": (tf.Glm4MoeLiteForCausalLM, tf.Glm4MoeLiteConfig, _EXPERTS),
+    "axk1": (tf.AXK1ForCausalLM, tf.AXK1Config, {**_EXPERTS, "first_k_dense_replace": 1}),
+    "kimi-linear": (
+        tf.KimiLinearForCausalLM,
+        tf.KimiLinearConfig,
+        {
+            **_EXPERTS,
+            "layer_types": ["linear_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+            "num_local_experts": 4,
+        },
+    ),
+    "longcat-flash": (
+        tf.LongcatFlashForCausalLM,
+        tf.LongcatFlashConfig,
+        {
+            "num_layers": 1,  # of two attention modules each
+            "ffn_hidden_size": 96,
+            "expert_ffn_hidden_size": 32,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "moe_topk": 2,
+        },
+    ),
+    "minicpm3": (tf.MiniCPM3ForCausalLM, tf.MiniCPM3Config, {}),
+    "mistral4": (tf.Mistral4ForCausalLM, tf.Mistral4Config, {**_EXPERTS, "head_dim": 20}),
+    "youtu": (tf.YoutuForCausalLM, tf.YoutuConfig, {}),
+}
+MODELS |= {name: (model, config, {**_MLA, **own}) for name, (model, config, own) in MLA.items()}
+
 # For all others "sdpa": gpt-oss has none, and sdpa drops Gemma2's softcap.
 REFERENCE = {"gpt-oss": "eager", "gemma2": "eager"}
-NEEDS_CONFIG = ("qwen3-next",)  # linear attention touches the cache before any attention does
+NEEDS_CONFIG = ("qwen3-next", "kimi-linear")  # linear attention touches the cache before any attention does
 NOTHING_SPARSE = ("mistral-window",)
 
 

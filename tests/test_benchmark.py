@@ -48,6 +48,8 @@ SIZES = {
     "mha-7b": 6.74e9,
     "gemma3-12b": 11.77e9,
     "gemma3-27b": 27.01e9,
+    "glm-4.7-flash": 29.94e9,
+    "deepseek-v3": 671.0e9,
 }
 
 
@@ -58,6 +60,10 @@ def test_shapes_are_the_models_they_are_named_after(name):
     model = shapes.random_model(config, torch.bfloat16, torch.device("meta"))
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(SIZES[name], rel=0.003)
     attention = model.model.layers[0].self_attn
+    if latent := shapes.latent_dims(config):
+        assert shapes.cached_token(config) == (1, *latent) == (1, attention.kv_lora_rank, attention.qk_rope_head_dim)
+        assert shapes.query_dim(config) == sum(latent)
+        return
     assert attention.head_dim == shapes.head_dim(config)
     assert attention.k_proj.out_features == config.num_key_value_heads * shapes.head_dim(config)
     assert len(shapes.windows(config)) == config.num_hidden_layers
@@ -81,6 +87,24 @@ def test_weights_without_the_embedding_table():
         return shapes.weight_bytes(build("llama", "sdpa", tie_word_embeddings=tied))
 
     assert weights(False) == weights(True), "read once, as the output layer"
+
+
+def test_limits_of_latents_and_experts():
+    """GLM-4.7-Flash: 1,152 bytes a token and layer; of 64 experts in 46 layers a row reads 4, six rows 20.5."""
+    config = shapes.known_config("glm-4.7-flash")
+    assert shapes.kv_bytes(config, 1, 1 << 20) == 47 * 1152 << 20
+    net = shapes.random_model(config, torch.bfloat16, torch.device("meta"))
+    every = 46 * 64 * 3 * 2048 * 1536 * 2
+    one, six = shapes.weight_bytes(net), shapes.weight_bytes(net, 6)
+    assert six - one == pytest.approx(every * (1 - (1 - 4 / 64) ** 6 - 4 / 64), rel=1e-6)
+    total = sum(p.nbytes for p in net.parameters()) - net.get_input_embeddings().weight.nbytes
+    assert one == pytest.approx(total - every * 60 / 64, rel=1e-6)
+
+
+def test_first_layers_only():
+    config = shapes.known_config("glm-4.7-flash", 3)
+    assert config.num_hidden_layers == len(shapes.windows(config)) == len(config.mlp_layer_types) == 3
+    assert len(shapes.windows(shapes.known_config("gemma3-12b", 7))) == 7
 
 
 def test_layers_that_hold_no_keys_are_refused():
@@ -146,7 +170,7 @@ def test_host_memory_is_checked_before_it_is_taken(monkeypatch):
 # ---------------------------------------------------------------------- filled caches
 
 
-@pytest.mark.parametrize("name", ("llama", "qwen2", "gemma3"))
+@pytest.mark.parametrize("name", ("llama", "qwen2", "gemma3", "glm4-moe-lite"))
 def test_all_caches_hold_the_same(name):
     """With a budget for everything every cache gives DynamicCache's tokens: the same keys, at the right places."""
     model = build(name, "sparsekv")

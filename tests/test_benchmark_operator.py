@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from hf_sparsekv.benchmark.operator_check import check
-from hf_sparsekv.benchmark.operator_inputs import Layer, Shape
+from hf_sparsekv.benchmark.operator_inputs import MODELS, Layer, Shape
 from hf_sparsekv.config import TwoLevelConfig
 
 CONFIG = TwoLevelConfig(block_size=16, num_blocks=4, token_budget=32, window=16, max_draft=4, sinks=2)
 SHAPE = Shape(2, 300, q_heads=4, heads=2, dim=16, dtype=torch.float32, config=CONFIG)
+
+
+LATENTS = Shape(2, 300, q_heads=5, heads=1, dim=24, value_dim=16, dtype=torch.float32, config=CONFIG)
 
 
 @pytest.fixture
@@ -20,8 +23,11 @@ def layer() -> Layer:
     return Layer(SHAPE, torch.device("cpu"), seed=0)
 
 
-def test_a_correct_step_passes_the_check(layer):
+@pytest.mark.parametrize("shape", [SHAPE, LATENTS], ids=["keys-values", "latents"])
+def test_a_correct_step_passes_the_check(shape):
+    layer = Layer(shape, torch.device("cpu"), seed=0)
     check(layer)
+    assert layer.out.shape == (2, shape.q_heads, shape.values)
 
 
 @pytest.mark.parametrize("part", ["append", "block_score", "block_select", "token_select", "token_score", "decode"])
@@ -34,6 +40,7 @@ def test_an_operator_that_does_nothing_fails_the_check(layer, part, monkeypatch)
 def test_walks_pass_the_check(layer):
     from hf_sparsekv.benchmark.operator_walk import WalkLayer
 
+    WalkLayer(Layer(LATENTS, torch.device("cpu"), seed=0), blocks=5).check()
     walk = WalkLayer(layer, blocks=5)
     walk.check()
     for part in ("attend", "verify", "merge"):
@@ -80,6 +87,15 @@ def test_bytes_of_the_target_shape():
     assert shape.bytes_read("dense") == 8 * (509 * 64 + 4 + 143) * 512
 
 
+def test_bytes_of_latents():
+    """1 x 32k of GLM-4.7-Flash: one row of 576 numbers a token, 128 label channels, for all 20 heads."""
+    shape = Shape(1, 32768, **MODELS["glm-4.7-flash"])
+    assert shape.case == "glm-4.7-flash"
+    assert (shape.channels, shape.width, shape.values) == (128, 576, 512)
+    assert shape.bytes_read("dense") == (509 * 64 + 4 + 143) * 1152
+    assert shape.bytes_read("two_level") == 509 * 2 * 1152 + 128 * 64 * 68 + (1024 + 4 + 143) * 1152
+
+
 def test_a_context_that_is_too_short_is_refused():
     with pytest.raises(ValueError, match="stored blocks"):
         Layer(Shape(1, 4096), torch.device("cpu"), seed=0)
@@ -96,6 +112,8 @@ def test_arguments():
     assert (shape.batch, shape.context, shape.q_heads, shape.heads, shape.dim) == (2, 5000, 14, 2, 64)
     assert shape.dtype == torch.float16
     assert shape.case == "q14-kv2-d64"
+    (shape,) = shapes(arguments().parse_args(["--shapes", "1x32k", "--model", "glm-4.7-flash"]))
+    assert (shape.q_heads, shape.heads, shape.dim, shape.value_dim) == (20, 1, 576, 512)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

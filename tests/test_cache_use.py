@@ -80,7 +80,7 @@ def second_turn(name, offload, first, second, **generate):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "deepseek-v3", "glm4-moe-lite"])
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
 def test_second_turn(name, offload):
     second_turn(name, offload, prompt(1, 80), prompt(1, 25, seed=1))
@@ -107,7 +107,7 @@ def test_second_turn_continues_with_one_token():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4-moe-lite"])
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
 def test_prefix_caching(name, offload):
     """transformers' pattern: one prefilled prefix, a deep copy for every question."""
@@ -126,7 +126,7 @@ def test_prefix_caching(name, offload):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4-moe-lite"])
 def test_memory_is_free_at_once(name, offload):
     """No cycle keeps a dropped cache alive until the next garbage collection, whatever was done with it."""
     net = model(name)
@@ -295,7 +295,7 @@ def layer_keys(ids):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4-moe-lite"])
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
 def test_reset_and_reuse(name, offload):
     cache = two_level(offload, **FULL)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from caches import CACHES, FULL
-from models import MODELS, REFERENCE, build, prompt
+from models import MLA, MODELS, REFERENCE, build, prompt
 from torch import nn
 from transformers import DynamicCache
 
@@ -102,10 +102,13 @@ def test_same_logits(anywhere, variant, linears, small_batch):
     fusion = fuse(model, linears=linears, small_batch=small_batch)
     layers = model.config.num_hidden_layers
     assert fusion.skipped == []
-    assert fusion.counts["DecoderLayer"] == fusion.counts["Attention"] == fusion.counts["MLP"] == layers
+    latent = variant == "deepseek-v2"  # of attention only its linear layers
+    assert fusion.counts["DecoderLayer"] == fusion.counts["MLP"] == layers
+    assert fusion.counts.get("Attention", 0) == layers * (not latent)
     joined = linears and not variant.startswith("phi3")
-    assert (fusion.counts.get("qkv", 0), fusion.counts.get("gate_up", 0)) == (layers * joined, layers * joined)
-    singles = 1 + layers * (4 if variant.startswith("phi3") else 2)
+    found = (fusion.counts.get("qkv", 0), fusion.counts.get("gate_up", 0))
+    assert found == (layers * (joined and not latent), layers * joined)
+    singles = 1 + layers * (5 if latent else 4 if variant.startswith("phi3") else 3 if variant in MLA else 2)
     assert fusion.counts.get("linear", 0) == singles * small_batch
     got = logits(model)
     assert (got - want).norm() < 1e-5 * want.norm()
@@ -135,7 +138,41 @@ def test_the_fused_code_runs(anywhere, monkeypatch, variant):
         assert (calls.count("add_norm"), calls.count("qk_rope"), calls.count("gated")) == (1 + 2 * n, n, n)
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("rank", [24, None])
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe-lite", "youtu"])
+def test_fused_latent_attention(anywhere, monkeypatch, name, rank, interleaved):
+    changes = {"q_lora_rank": rank, "rope_interleave": interleaved}
+    model, calls = build(name, "sdpa", **changes), []
+    original = fused_layers.latent_rope
+    monkeypatch.setattr(fused_layers, "latent_rope", lambda *a: (calls.append(0), original(*a))[1])
+    want = logits(model)
+    assert fuse(model).counts["qkv"] == model.config.num_hidden_layers
+    assert (logits(model) - want).norm() < 1e-5 * want.norm()
+    assert len(calls) == 4 * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize(("variant", "routed"), [("deepseek-v2", 0), ("deepseek-v3", 1), ("glm4-moe-lite", 1)])
+def test_the_fused_experts_run(anywhere, monkeypatch, variant, routed):
+    """For few tokens; many go the way they went."""
+    model, calls = made(variant), []
+    for op in ("experts", "route"):
+        original = getattr(fused_layers, op)
+        monkeypatch.setattr(
+            fused_layers, op, lambda *a, _op=op, _original=original, **k: (calls.append(_op), _original(*a, **k))[1]
+        )
+    short, long = prompt(2, 3)["input_ids"], prompt(1, 70)["input_ids"]
+    with torch.no_grad():
+        want = model(short).logits, model(long).logits
+        fuse(model)
+        assert (model(short).logits - want[0]).norm() < 1e-5 * want[0].norm()
+        assert (calls.count("experts"), calls.count("route")) == (1, routed)
+        calls.clear()
+        assert (model(long).logits - want[1]).norm() < 1e-5 * want[1].norm()
+        assert calls == []
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "gemma2", "deepseek-v3", "glm4-moe-lite"])
 def test_generate_with_our_cache(anywhere, variant):
     stock, ours = made(variant), made(variant, "sparsekv")
     fuse(ours)
@@ -144,6 +181,7 @@ def test_generate_with_our_cache(anywhere, variant):
     cache = CACHES["host"](model_config=ours.config, **FULL)
     got = ours.generate(**given, do_sample=False, max_new_tokens=20, past_key_values=cache)
     assert torch.equal(got, want)
+    assert cache.stats().materialised == 0
 
 
 @pytest.mark.parametrize("small_batch", [False, True], ids=["", "small_batch"])

@@ -59,10 +59,11 @@ def test_logits(name):
         torch.testing.assert_close(found, expected, atol=5e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("net", ["llama", "glm4-moe-lite"])
 @pytest.mark.parametrize("name", CACHES)
-def test_caches(name):
+def test_caches(name, net):
     cache = CACHES[name](**FULL)
-    same_text("llama", cache, prompt(3, 90, PADS))
+    same_text(net, cache, prompt(3, 90, PADS))
 
 
 def test_nothing_sparse_warns_once():
@@ -82,13 +83,14 @@ def test_short_prompt_long_answer():
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("name", ["llama", "glm4-moe-lite"])
 @pytest.mark.parametrize("level", ["two_level", "block", "token"])
-def test_budget_is_enough_only_just(level):
+def test_budget_is_enough_only_just(level, name):
     """Every stored token is chosen one by one: the sparse path, and still the dense result."""
     cache = two_level(token_budget=112, num_blocks=7, level=level)
-    same_text("llama", cache, prompt(2, 118, (0, 30)), max_new_tokens=30)
+    same_text(name, cache, prompt(2, 118, (0, 30)), max_new_tokens=30)
     full = two_level(token_budget=4096, level=level)
-    same_text("llama", full, prompt(2, 118, (0, 30)), max_new_tokens=30)
+    same_text(name, full, prompt(2, 118, (0, 30)), max_new_tokens=30)
 
 
 def test_one_token_prompt():
@@ -96,7 +98,7 @@ def test_one_token_prompt():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek-v3", "glm4-moe-lite"])
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize(
     "how",
@@ -114,9 +116,10 @@ def test_decoding(name, offload, how):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("size", [1, 7, 37, 64, 200])
-def test_chunked_prefill(size):
-    same_text("llama", two_level(**FULL), prompt(2, 101, (0, 45)), prefill_chunk_size=size)
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3", "glm4-moe-lite"])
+@pytest.mark.parametrize("size", [1, 3, 7, 37, 64, 200])
+def test_chunked_prefill(name, size):
+    same_text(name, two_level(**FULL), prompt(2, 101, (0, 45)), prefill_chunk_size=size)
 
 
 def test_chunked_prefill_hybrid():
@@ -124,7 +127,7 @@ def test_chunked_prefill_hybrid():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "deepseek-v3"])
 @pytest.mark.parametrize("draft", [3, 30])
 def test_prompt_lookup(name, draft):
     """30 drafts are more than ``max_draft``: blocks are taken back."""
@@ -185,7 +188,7 @@ def test_mixed_inference_mode():
 # ---------------------------------------------------------------------- bfloat16
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt-oss", "youtu"])
 def test_bf16_logits(name, capsys):
     """Teacher-forced: our bf16 is as far from float32 as the reference's own bf16 is, within a factor of 1.5."""
     ids = prompt(1, 150)["input_ids"]

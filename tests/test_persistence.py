@@ -96,7 +96,7 @@ def test_everything_comes_back_and_goes_on(name, tmp_path):
     same(state(cache), state(twin))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4-moe-lite"])
 def test_an_answer_goes_on_elsewhere(name, tmp_path):
     """Off the device with the blocks chosen for the next step; sliding layers that had become rings."""
     cache = two_level(False, lag=True, **TIGHT)
@@ -187,7 +187,7 @@ def test_channel_file(tmp_path):
 @pytest.mark.quick
 @pytest.mark.parametrize("to_host", [True, False], ids=["to-host", "to-device"])
 @pytest.mark.parametrize("from_host", [True, False], ids=["from-host", "from-device"])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4-moe-lite"])
 def test_several_questions(name, from_host, to_host, tmp_path):
     """Each answer is that of a cache that was prefilled in the same two pieces."""
     cache = two_level(from_host, **TIGHT)
@@ -204,7 +204,7 @@ def test_several_questions(name, from_host, to_host, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:no layer of this mistral model")
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gemma2", "gpt-oss", "mistral-window"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gemma2", "gpt-oss", "mistral-window", "deepseek-v3"])
 def test_answers_are_full_attentions(name, tmp_path):
     """With a budget for everything; a padded batch."""
     inputs, more = prompt(2, 90, (0, 30)), prompt(2, 20, (6, 0), seed=1)

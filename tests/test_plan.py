@@ -21,7 +21,7 @@ from hf_sparsekv import (
 from hf_sparsekv.plan import ModelShape, plan_memory
 from hf_sparsekv.plan import model_shape as shape_of
 
-NAMES = ("llama", "llama-mqa", "qwen3", "gemma3", "mistral", "phi3", "qwen3-next")
+NAMES = ("llama", "llama-mqa", "qwen3", "gemma3", "mistral", "phi3", "qwen3-next", "glm4-moe-lite")
 CONFIGS = {
     "default": {},
     "block only": {"level": "block"},

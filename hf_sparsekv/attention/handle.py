@@ -10,6 +10,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from ..layer import SparseLayer
+    from .mla import Absorbed
 
 
 @dataclass
@@ -20,8 +21,9 @@ class Step:
 
     Args:
         layer: where they go.
-        k, v: ``[batch, H, q, D]``.
+        k, v: ``[batch, H, q, D]``; of MLA layers the latents and their rotary part.
         past: columns cached before them.
+        absorbed: the projections of the MLA module that they come from; None for everything else.
         touched: storing them has begun; an error from here on leaves the layer incomplete.
         committed: they are stored.
     """
@@ -30,8 +32,14 @@ class Step:
     k: Tensor
     v: Tensor
     past: int
+    absorbed: Absorbed | None = None
     touched: bool = field(default=False)
     committed: bool = field(default=False)
+
+    @property
+    def keys(self) -> Tensor:
+        """What a selection takes for keys, ``[batch, H, q, Dk]``: of latents the whole rows."""
+        return torch.cat((self.k, self.v), dim=-1) if self.layer.latent else self.k
 
     @property
     def length(self) -> int:

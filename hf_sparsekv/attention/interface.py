@@ -34,7 +34,7 @@ def sparsekv_attention(
     Args:
         module: the model's attention module.
         query: ``[batch, Hq, q, Dk]``.
-        key, value: handles from one of our caches, or tensors ``[batch, H, n, D]``.
+        key, value: handles from one of our caches (of latents in MLA models), or tensors ``[batch, H, n, D]``.
         attention_mask: what :func:`~hf_sparsekv.attention.masks.sparsekv_mask` returned, or a 4-D mask.
 
     Returns:

@@ -22,10 +22,11 @@ from .. import (
     optimize,
     unoptimize,
 )
+from ..attention.mla import is_mla
 from ..fused import fuse
 from ..offload.pool import host_memory_limit
 from .free_selection import FreeCache, FreeConfig
-from .shapes import head_dim, kv_bytes, text_config, windows
+from .shapes import cached_token, kv_bytes, text_config, windows
 
 
 class NotRun(Exception):
@@ -224,8 +225,9 @@ class DenseForward:
         self.model, self.held = model, []
         for size in windows(config):
             length = context + 1 if size is None else min(context + 1, size)
-            shape = (batch, config.num_key_value_heads, length, head_dim(config))
-            self.held.append([torch.randn(shape, dtype=model.dtype, device=model.device) for _ in "kv"])
+            heads, *dims = cached_token(config)
+            like = {"dtype": model.dtype, "device": model.device}
+            self.held.append([torch.randn(batch, heads, length, dim, **like) for dim in dims])
         self.ids = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
         self.position = torch.full((batch, 1), context, device=model.device)
         AttentionInterface.register("benchmark_dense", self.attend)
@@ -235,6 +237,8 @@ class DenseForward:
     def attend(self, module, query, key, value, attention_mask, scaling=None, **kwargs):
         """An attention function of transformers: ``query [batch, Hq, 1, D]``."""
         k, v = self.held[module.layer_idx]
+        if is_mla(module):  # expands all latents in each step, as with any cache of transformers
+            k, v = module.expand_kv(k, v)
         k[:, :, -1:], v[:, :, -1:] = key, value
         out = F.scaled_dot_product_attention(query, k, v, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2).contiguous(), None

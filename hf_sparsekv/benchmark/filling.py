@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..config import SparseConfig
 from ..layer import SparseLayer
-from .shapes import head_dim, text_config, windows
+from .shapes import cached_token, head_dim, latent_dims, query_dim, text_config, windows
 
 CALIBRATION = 512  # tokens that the label channels are made from
 LATEST = 33  # queries that a predictor may look at
@@ -36,7 +36,7 @@ class Source(Protocol):
 
 
 class RandomSource:
-    """Normal keys, values and queries; decode steps use the model's own queries."""
+    """Normal keys, values and queries (or latents, and absorbed queries); decode steps use the model's own queries."""
 
     def __init__(self, model, batch: int, context: int, seed: int = 0) -> None:
         self.config, self.device, self.dtype = text_config(model), model.device, model.dtype
@@ -44,14 +44,15 @@ class RandomSource:
 
     def layer(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         generator = torch.Generator(self.device).manual_seed(1000 * self.seed + index)
-        heads, dim = self.config.num_key_value_heads, head_dim(self.config)
+        heads, key_dim, value_dim = cached_token(self.config)
 
-        def normal(n_heads: int, n: int) -> Tensor:
+        def normal(n_heads: int, n: int, dim: int) -> Tensor:
             shape = (self.batch, n_heads, n, dim)
             return torch.randn(shape, dtype=self.dtype, device=self.device, generator=generator)
 
-        key, value = normal(heads, self.context), normal(heads, self.context)
-        return key, value, normal(self.config.num_attention_heads, min(CALIBRATION, self.context))
+        key, value = normal(heads, self.context, key_dim), normal(heads, self.context, value_dim)
+        queries = normal(self.config.num_attention_heads, min(CALIBRATION, self.context), query_dim(self.config))
+        return key, value, queries
 
     def start(self, cache) -> Callable[[], None]:
         return lambda: None
@@ -70,6 +71,8 @@ class ReplayedSource(RandomSource):
 
         super().__init__(model, batch, context, seed)
         self.show, config = show, self.config
+        if latent_dims(config):
+            raise ValueError("no keys and queries were recorded on a model that caches latents: use --kv random")
         self.full = [index for index, window in enumerate(windows(config)) if window is None]
         heads, dim = (config.num_attention_heads, config.num_key_value_heads), head_dim(config)
         self.made = SyntheticKV(

@@ -2,6 +2,7 @@
 
     python -m hf_sparsekv.benchmark.operator                        # the four shapes that have a target
     python -m hf_sparsekv.benchmark.operator --shapes 1x64k 4x64k --dim 64 --heads 16x4 --dtype float16
+    python -m hf_sparsekv.benchmark.operator --model glm-4.7-flash
     python -m hf_sparsekv.benchmark.operator --sweep token_score sparse_decode --no-csv
 
 Everything is captured in a CUDA graph, 20 repetitions that go round several sets of inputs, so that what a step reads
@@ -22,7 +23,8 @@ import torch
 
 from ..config import TwoLevelConfig
 from .operator_check import check
-from .operator_inputs import Layer, Shape
+from .operator_inputs import MODELS, Layer, Shape
+from .operator_latents import absorbed, expanded
 from .operator_sweep import OPERATORS, differs, variants
 from .operator_timing import Time, captured, dense_torch, read_bandwidth
 from .operator_walk import measure_walks
@@ -86,6 +88,7 @@ def parts(layers: list[Layer]) -> dict[str, Callable[[int], None]]:
         "token_score": lambda i: layers[i].token_score(layers[i].previous, layers[i].token_scores),
         "token_select": lambda i: layers[i].token_select(layers[i].previous, layers[i].token_scores),
         "sparse_decode": lambda i: layers[i].decode(layers[i].tokens, "token"),
+        "dense_decode": lambda i: layers[i].decode(None, "all"),
     }
 
 
@@ -108,7 +111,7 @@ def set_count(shape: Shape, device: torch.device) -> int:
 
     A divisor of the repetitions, so that no set is read twice in short order where one replay follows another.
     """
-    stored = shape.batch * shape.heads * shape.length * (2 * shape.dim * shape.dtype.itemsize + shape.channels)
+    stored = shape.batch * shape.heads * shape.length * (shape.width * shape.dtype.itemsize + shape.channels)
     fits = int(MEMORY * torch.cuda.mem_get_info(device)[0]) // stored
     wanted = -(-L2_BYTES // shape.bytes_read("two_level"))
     return max((n for n in (4, 5, 10, 20) if n <= fits and n // 2 < wanted), default=3)
@@ -169,12 +172,19 @@ def measure(shape: Shape, device: torch.device, report: Report) -> None:
     gc.collect()
     torch.cuda.empty_cache()
     try:
-        found = dense_torch(shape, device)
+        found = absorbed(shape, device) if shape.value_dim else dense_torch(shape, device)
         name = min(found, key=lambda name: found[name].median)
         others = ", ".join(f"{name} {t.median:.1f}" for name, t in found.items())
         report.add(shape, "sdpa_best", "attention_us", found[name], f"{name} of {others}")
     except Exception as error:
         report.fail(f"{shape.batch} x {shape.context} sdpa_best", error)
+    if shape.value_dim:
+        try:
+            report.add(shape, "hf_expanded", "attention_us", expanded(shape, device))
+        except ValueError as error:
+            print(f"  hf_expanded left out: {error}", flush=True)
+        except Exception as error:
+            report.fail(f"{shape.batch} x {shape.context} hf_expanded", error)
     torch.cuda.empty_cache()
     print(f"  ({time.perf_counter() - start:.1f} s)", flush=True)
 
@@ -184,8 +194,10 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shapes", nargs="+", default=[f"{b}x{n // 1024}k" for b, n in TARGETS], metavar="BATCHxLENGTH"
     )
+    parser.add_argument("--model", choices=list(MODELS), help="heads and sizes of a known model")
     parser.add_argument("--heads", default="32x8", metavar="QUERYxKV")
     parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--value-dim", type=int, help="latents (MLA): so many of the --dim numbers are the value, too")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--num-blocks", type=int, default=128)
@@ -199,12 +211,15 @@ def arguments() -> argparse.ArgumentParser:
 def shapes(args: argparse.Namespace) -> list[Shape]:
     """The shapes that the arguments ask for."""
     q_heads, heads = (int(n) for n in args.heads.split("x"))
+    sizes = {"q_heads": q_heads, "heads": heads, "dim": args.dim, "value_dim": args.value_dim}
+    if args.model is not None:
+        sizes = MODELS[args.model]
     config = TwoLevelConfig(block_size=args.block_size, num_blocks=args.num_blocks, token_budget=args.token_budget)
     found = []
     for text in args.shapes:
         batch, length = text.lower().split("x")
         context = int(length[:-1]) * 1024 if length.endswith("k") else int(length)
-        found.append(Shape(int(batch), context, q_heads, heads, args.dim, getattr(torch, args.dtype), config))
+        found.append(Shape(int(batch), context, dtype=getattr(torch, args.dtype), config=config, **sizes))
     return found
 
 

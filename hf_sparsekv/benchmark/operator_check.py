@@ -47,7 +47,7 @@ def _attention(layer: Layer, ids: Tensor | None, granularity: str, rows: int) ->
         layer.near_kv[:rows],
         layer.near_valid[:rows],
         granularity=granularity,
-        value_dim=layer.shape.dim,
+        value_dim=layer.shape.values,
         sinks=layer.sinks,
         scale=layer.shape.dim**-0.5,
     )

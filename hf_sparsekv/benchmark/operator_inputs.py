@@ -21,7 +21,13 @@ from ..ops.seal import quantise_labels
 from ..ops.sparse_decode import sparse_decode
 from ..ops.token_score import token_score
 from ..ops.topk_select import block_select, token_select
+from ..selection.two_level import default_channels
 
+MODELS = {
+    "qwen3-8b": {"q_heads": 32, "heads": 8, "dim": 128, "value_dim": None},
+    "glm-4.7-flash": {"q_heads": 20, "heads": 1, "dim": 576, "value_dim": 512},
+    "deepseek-v3": {"q_heads": 128, "heads": 1, "dim": 576, "value_dim": 512},
+}
 PIECE = 1 << 28  # entries of the stored keys that are indexed at once, which bounds the temporaries
 
 
@@ -36,17 +42,29 @@ class Shape:
     dim: int = 128
     dtype: torch.dtype = torch.bfloat16
     config: TwoLevelConfig = field(default_factory=lambda: TwoLevelConfig(num_blocks=128))
+    value_dim: int | None = None  # of latents: the first so many numbers of a key are its value
 
     @property
     def case(self) -> str:
         """What the rows call it: a model's name or the numbers."""
-        if (self.q_heads, self.heads, self.dim) == (32, 8, 128):
-            return "qwen3-8b"
-        return f"q{self.q_heads}-kv{self.heads}-d{self.dim}"
+        for name, sizes in MODELS.items():
+            if sizes == {size: getattr(self, size) for size in sizes}:
+                return name
+        return f"q{self.q_heads}-kv{self.heads}-d{self.dim}" + (f"-v{self.value_dim}" if self.value_dim else "")
 
     @property
     def channels(self) -> int:
-        return self.config.label_channels or max(2, self.dim // 8 * 2)
+        return self.config.label_channels or default_channels(self.dim)
+
+    @property
+    def width(self) -> int:
+        """Numbers that are stored of a token and KV head."""
+        return self.dim if self.value_dim else 2 * self.dim
+
+    @property
+    def values(self) -> int:
+        """Channels of a value."""
+        return self.value_dim or self.dim
 
     @property
     def near(self) -> int:
@@ -65,7 +83,7 @@ class Shape:
     def bytes_read(self, variant: str) -> int:
         """Bytes that a step must read at least."""
         item = self.dtype.itemsize
-        token = 2 * self.dim * item
+        token = self.width * item
         stored = self.sealed * self.config.block_size
         bounds = self.sealed * 2 * self.dim * item
         label = self.channels // 2 + 4
@@ -100,14 +118,15 @@ class Layer:
             return torch.empty(sizes, dtype=dtype, device=device)
 
         self.q = randn(s.batch, s.q_heads, s.dim)
-        self.k, self.v = randn(s.batch, s.heads, 1, s.dim), randn(s.batch, s.heads, 1, s.dim)
+        # As update() gets them: of latents the latent and its rotary part.
+        self.k, self.v = randn(s.batch, s.heads, 1, s.width).split((s.values, s.width - s.values), dim=-1)
 
         # Slots in the order in which a prompt takes them: all rows' first blocks, then the second ones.
         count = s.sealed * s.batch
         self.slots = torch.full((s.batch, bucket(s.sealed)), -1, dtype=torch.int32, device=device)
         order = torch.arange(count, dtype=torch.int32, device=device)
         self.slots[:, : s.sealed] = order.view(s.sealed, s.batch).T
-        self.kv = empty(count, s.heads, size, 2 * s.dim, dtype=s.dtype)
+        self.kv = empty(count, s.heads, size, s.width, dtype=s.dtype)
         self.flags = torch.full((count, size), VALID, dtype=torch.uint8, device=device)
         self.flags[: s.batch, : config.sinks] |= 2
         self.fill = (self.flags == VALID).sum(-1, dtype=torch.int32)
@@ -116,12 +135,12 @@ class Layer:
         self.bounds = empty(count, s.heads, 2, s.dim, dtype=s.dtype)
         self.codes = empty(count, s.heads, size, s.channels // 2, dtype=torch.uint8)
         self.qparams = empty(count, s.heads, size, 2, dtype=torch.float16)
-        piece = max(1, PIECE // (s.batch * s.heads * size * 2 * s.dim)) * s.batch
+        piece = max(1, PIECE // (s.batch * s.heads * size * s.width)) * s.batch
         for lo in range(0, count, piece):
             self._index(slice(lo, lo + piece), generator)
 
         self.sinks, ring = config.sinks, ring_tokens(config)
-        self.near_kv = randn(s.batch, s.heads, self.sinks + ring, 2 * s.dim)
+        self.near_kv = randn(s.batch, s.heads, self.sinks + ring, s.width)
         self.near_valid = torch.zeros(s.batch, self.sinks + ring, dtype=torch.bool, device=device)
         self.near_valid[:, : self.sinks] = True
         old = torch.arange(s.sealed * size, s.length - 1, device=device)
@@ -138,7 +157,7 @@ class Layer:
         self.tokens = empty(s.batch, s.heads, config.token_budget, dtype=torch.int32)
         self.few_blocks = empty(s.batch, s.heads, max(1, config.token_budget // size), dtype=torch.int32)
         self.attended = torch.zeros(s.batch, s.heads, dtype=torch.int64, device=device)
-        self.out = empty(s.batch, s.q_heads, s.dim, dtype=s.dtype)
+        self.out = empty(s.batch, s.q_heads, s.values, dtype=s.dtype)
 
     def _index(self, at: slice, generator: torch.Generator) -> None:
         """Fill slots ``at``: keys and values, and what the selection keeps of them."""
@@ -187,7 +206,7 @@ class Layer:
             self.near_kv,
             self.near_valid,
             granularity=granularity,
-            value_dim=self.shape.dim,
+            value_dim=self.shape.values,
             sinks=self.sinks,
             scale=self.shape.dim**-0.5,
             attended=self.attended,

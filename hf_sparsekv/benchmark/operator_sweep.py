@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops.block_rank.triton import block_rank
+from ..ops.sparse_decode.latents import Tiles
 from ..ops.sparse_decode.triton import sparse_decode
 from ..ops.token_score.triton import token_score
 from ..ops.topk_select.triton import block_select, token_select
@@ -23,6 +24,9 @@ OPERATORS = (
     "dense_decode",
     "block_rank",
     "block_attend",
+    "latent_decode",
+    "latent_tokens",
+    "latent_masses",
 )
 Variant = tuple[str, Callable[[int], None], Callable[[], Tensor]]
 
@@ -44,7 +48,7 @@ def _decode(layer: Layer, ids: Tensor | None, granularity: str, **how: object) -
         layer.near_kv,
         layer.near_valid,
         granularity=granularity,
-        value_dim=layer.shape.dim,
+        value_dim=layer.shape.values,
         sinks=layer.sinks,
         scale=layer.shape.dim**-0.5,
         out=layer.out,
@@ -63,9 +67,32 @@ def _decodes(layers: list[Layer], granularity: str, grid: Iterator[tuple[str, di
         yield name, run, lambda: layers[0].out
 
 
+def _latents(layers: list[Layer], granularity: str) -> Iterator[Variant]:
+    """Ways to attend to latents. Not all of them fit a processor: what does not is reported and left out."""
+    shape = layers[0].shape
+    tiles = (16, 32, 64) if granularity == "token" else (32, 64, 128)
+    heads = (32,) if shape.q_heads <= 32 else (32, 64)
+    grid = {"tile": tiles, "heads": heads, "warps": (4, 8), "tokens_first": (False, True)}
+    hows = [*_grid(**grid, stages=(1, 2, 3, 4), prefetch=(False,))]
+    if granularity != "token":
+        hows += _grid(**grid, stages=(1,), prefetch=(True,))
+    for name, how in hows:
+        how = Tiles(**how)
+        rows = shape.batch * shape.heads * -(-shape.q_heads // how.heads)
+        for programs in (132, 264):
+
+            def run(i: int, how=how, programs=programs, rows=rows) -> None:
+                ids = layers[i].tokens if granularity == "token" else None
+                _decode(layers[i], ids, granularity, tiles=how, splits=max(1, programs // rows))
+
+            yield f"{name},programs={programs}", run, lambda: layers[0].out
+
+
 def variants(layers: list[Layer], operator: str) -> Iterator[Variant]:
     """Name, launch and result of each way to run ``operator``; the inputs are those that a whole step has left."""
     config = layers[0].shape.config
+    if operator.startswith("latent_") and not layers[0].shape.value_dim:
+        raise ValueError(f"{operator} takes latents: give --model or --value-dim")
     if operator == "token_select":
         for name, how in _grid(warps=(4, 8, 16)):
 
@@ -105,11 +132,16 @@ def variants(layers: list[Layer], operator: str) -> Iterator[Variant]:
                 t.ranked = block_rank(t.block_scores, t.fill, t.slots, **how)[0]
 
             yield name, run, lambda: layers[0].ranked
-    elif operator == "block_attend":
+    elif operator in ("latent_decode", "latent_tokens"):
+        yield from _latents(layers, "token" if operator == "latent_tokens" else "all")
+    elif operator in ("block_attend", "latent_masses"):
         walks = [WalkLayer(layer, min(64, layer.shape.sealed)) for layer in layers]
         for walk in walks:
             walk.made.lse.zero_()  # all of it is compared
-        for name, how in _grid(tile=(16, 32, 64), warps=(1, 2, 4), programs=(528, 1056, 2112)):
+        grid = {"tile": (16, 32, 64), "warps": (1, 2, 4), "programs": (528, 1056, 2112)}
+        if operator == "latent_masses":
+            grid = {"tile": (16, 32, 64), "warps": (4, 8), "programs": (132, 264, 528)}
+        for name, how in _grid(**grid):
             yield name, lambda i, how=how: walks[i].attend(**how), lambda: walks[0].made.lse
     else:
         raise ValueError(f"no operator {operator!r}: choose from {', '.join(OPERATORS)}")

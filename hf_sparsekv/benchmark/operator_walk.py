@@ -57,7 +57,7 @@ class WalkLayer:
             layer.near_kv,
             layer.near_valid,
             self.state,
-            value_dim=s.dim,
+            value_dim=s.values,
             scale=s.dim**-0.5,
             threshold=1.0,
             max_blocks=self.blocks,

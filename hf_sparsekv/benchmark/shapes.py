@@ -9,8 +9,10 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma3TextConfig,
     GenerationConfig,
+    Glm4MoeLiteConfig,
     LlamaConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -103,6 +105,9 @@ SHAPES = {
         max_position_embeddings=LONGEST,
         tie_word_embeddings=False,
     ),
+    # Latents (MLA) and mixtures of experts; both are the sizes that transformers gives these classes by itself.
+    "glm-4.7-flash": lambda: Glm4MoeLiteConfig(max_position_embeddings=LONGEST),
+    "deepseek-v3": lambda: DeepseekV3Config(max_position_embeddings=LONGEST),  # on one GPU with --layers 5 at most
     "gemma3-12b": lambda: _gemma3(
         hidden_size=3840,
         num_hidden_layers=48,
@@ -146,6 +151,22 @@ def head_dim(config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def latent_dims(config: PreTrainedConfig) -> tuple[int, int] | None:
+    """Numbers of a latent and of its rotary part, if these are what the model caches (MLA)."""
+    rank = getattr(config, "kv_lora_rank", None)
+    return (rank, config.qk_rope_head_dim) if rank else None
+
+
+def cached_token(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """KV heads of a cached token, and the widths of its key and value (or of its latent and rotary part)."""
+    return (1, *latent_dims(config)) if latent_dims(config) else (config.num_key_value_heads, *[head_dim(config)] * 2)
+
+
+def query_dim(config: PreTrainedConfig) -> int:
+    """Channels of a query as a cache sees it."""
+    return sum(latent_dims(config)) if latent_dims(config) else head_dim(config)
+
+
 def windows(config: PreTrainedConfig) -> list[int | None]:
     """For each layer the tokens that it attends to at most, None for all.
 
@@ -159,9 +180,15 @@ def windows(config: PreTrainedConfig) -> list[int | None]:
     return [options["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
 
 
-def known_config(name: str) -> PreTrainedConfig:
-    """Configuration of the decoder of a known shape, or of a model by name or path."""
-    return text_config(SHAPES[name]() if name in SHAPES else AutoConfig.from_pretrained(locate(name)))
+def known_config(name: str, layers: int | None = None) -> PreTrainedConfig:
+    """Configuration of the decoder of a known shape, or of a model by name or path; of its first ``layers`` only."""
+    config = text_config(SHAPES[name]() if name in SHAPES else AutoConfig.from_pretrained(locate(name)))
+    if layers is not None:
+        config.num_hidden_layers = layers
+        for kinds in ("layer_types", "mlp_layer_types"):
+            if getattr(config, kinds, None):
+                setattr(config, kinds, getattr(config, kinds)[:layers])
+    return config
 
 
 def locate(name: str) -> str:
@@ -193,16 +220,27 @@ def _plain(model: torch.nn.Module) -> torch.nn.Module:
     return model.eval()
 
 
-def weight_bytes(model) -> int:
-    """Bytes of weights that a decode step reads: all but an embedding table that is not the output layer, too."""
+def weight_bytes(model, batch: int = 1) -> int:
+    """Bytes of weights that a decode step reads: all but an embedding table that is not the output layer, too.
+
+    Of a mixture of experts those that ``batch`` rows choose, if each takes any of them alike: of E experts of which a
+    row takes k, ``E (1 - (1 - k / E) ** batch)``.
+    """
     total = sum(p.nbytes for p in model.parameters())
     config = text_config(model)
+    for module in model.modules():
+        experts = getattr(module, "num_experts", None)
+        held = [p for p in module.parameters(recurse=False) if p.ndim == 3 and p.shape[0] == experts]
+        if held:
+            unread = (1 - config.num_experts_per_tok / experts) ** batch
+            total -= int(unread * sum(p.nbytes for p in held))
     return total if config.tie_word_embeddings else total - model.get_input_embeddings().weight.nbytes
 
 
 def kv_bytes(config: PreTrainedConfig, batch: int, context: int, itemsize: int = 2) -> int:
-    """Bytes of keys and values that a dense step reads."""
-    token = 2 * config.num_key_value_heads * head_dim(config) * itemsize
+    """Bytes of keys and values (or latents) that a dense step reads."""
+    heads, key, value = cached_token(config)
+    token = heads * (key + value) * itemsize
     return batch * token * sum(context if size is None else min(size, context) for size in windows(config))
 
 

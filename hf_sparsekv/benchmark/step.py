@@ -239,6 +239,7 @@ def arguments() -> argparse.ArgumentParser:
         default="qwen3-8b",
         help=f"{', '.join(SHAPES)}; or a model's name or path (its config only: weights are random)",
     )
+    parser.add_argument("--layers", type=int, help="the model's first layers only; its rows say so")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--variants", nargs="+", default=list(DEFAULT), choices=list(VARIANTS), metavar="VARIANT")
     parser.add_argument(
@@ -284,8 +285,9 @@ def variants(args: argparse.Namespace) -> list[Variant]:
 def run(bench: Bench, args: argparse.Namespace, rate: float) -> None:
     """All shapes and variants."""
     model, report = bench.model, bench.report
-    config, weights = text_config(model), weight_bytes(model)
+    config = text_config(model)
     for batch, context in args.shapes:
+        weights = weight_bytes(model, batch)
         with report.measuring(batch, context, "limit"):
             report.add("step_ms", limit_ms(weights, config, batch, context, model.dtype.itemsize, rate))
         for variant in variants(args):
@@ -310,7 +312,8 @@ def main(argv: list[str] | None = None) -> int:
     free()
     print(f"read-only bandwidth {rate / 1e12:.2f} TB/s")
     case = case_name(args.model) + ("" if args.dtype == "bfloat16" else f":{args.dtype}")
-    model = random_model(known_config(args.model), getattr(torch, args.dtype), torch.device("cuda"))
+    case += "" if args.layers is None else f":layers={args.layers}"
+    model = random_model(known_config(args.model, args.layers), getattr(torch, args.dtype), torch.device("cuda"))
     total = len(args.shapes) * (1 + len(variants(args)))
     with Report("step", case, None if args.no_csv else args.csv, total) as report:
         run(Bench(model, report, args), args, rate)

@@ -57,7 +57,7 @@ def bench(
 def _list() -> None:
     """Print shapes with their sizes, and variants."""
     from ..benchmark.baselines import VARIANTS
-    from ..benchmark.shapes import SHAPES, head_dim, windows
+    from ..benchmark.shapes import SHAPES, head_dim, latent_dims, windows
 
     results.print("model shapes (random weights); any other model by its name or path")
     for name, make in SHAPES.items():
@@ -66,6 +66,9 @@ def _list() -> None:
         sliding = sum(window is not None for window in kinds)
         text = f"{len(kinds)} layers, {config.num_attention_heads} query and {config.num_key_value_heads} KV heads"
         text += f" of {head_dim(config)}"
+        if latent := latent_dims(config):
+            text = f"{len(kinds)} layers, {config.num_attention_heads} query heads over latents of {latent[0]}"
+            text += f" + {latent[1]} (MLA)"
         if sliding:
             text += f", {sliding} layers slide over {config.sliding_window} tokens"
         results.print(f"  {name:18} {text}")

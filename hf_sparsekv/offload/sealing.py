@@ -12,11 +12,18 @@ from ..ops.seal import Index, seal
 from .pool import bucket
 
 if TYPE_CHECKING:
+    from ..config import SparseConfig
     from .lanes import Lane
     from .store import LayerStore
 
 VALID, SINK = 1, 2  # bits of a token's flag
 INDEX_FIELDS = ("bounds", "part_fill", "codes", "qparams")  # of the pool, in an Index
+
+
+def ring_tokens(config: SparseConfig) -> int:
+    """Tokens that the ring of recent tokens holds: window and drafts, and a block that fills up behind them."""
+    recent = config.window + config.max_draft
+    return (-(-recent // config.block_size) + 1) * config.block_size
 
 
 class Indexer(Protocol):
@@ -111,7 +118,7 @@ class Sealing:
             oks.append(self.near_valid[:, at])
         if first < hi:
             span = slice(first * size - new_from, end - new_from)
-            for x, to in ((k, out[first - lo :, ..., : self.key_dim]), (v, out[first - lo :, ..., self.key_dim :])):
+            for x, to in ((k, out[first - lo :, ..., : self.split]), (v, out[first - lo :, ..., self.split :])):
                 to.copy_(x[:, :, span].unflatten(2, (-1, size)).permute(2, 0, 1, 3, 4))
         if end > new_from:
             span = slice(max(start, new_from) - new_from, end - new_from)

@@ -23,15 +23,9 @@ from .frames import FramePools, Residents
 from .lanes import Lane, Lanes, wait
 from .lasting import DeviceLength, lasting, take_rows
 from .pool import BlockPool, HostBudget, bucket
-from .sealing import VALID, Indexer, Sealing
+from .sealing import VALID, Indexer, Sealing, ring_tokens
 
 _SEAL_BYTES = 1 << 26  # blocks are sealed in pieces of about this size, which bounds the temporaries of a long prompt
-
-
-def ring_tokens(config: SparseConfig) -> int:
-    """Tokens that the ring of recent tokens holds: window and drafts, and a block that fills up behind them."""
-    recent = config.window + config.max_draft
-    return (-(-recent // config.block_size) + 1) * config.block_size
 
 
 class LayerStore(Sealing):
@@ -43,6 +37,9 @@ class LayerStore(Sealing):
         padded: some column may be padding.
         slots: int32 ``[batch, cap]``, slot of each sealed block of each row; -1 elsewhere.
         near_kv: ``[batch, H, sinks + ring, Dk + Dv]``.
+        latent: a token is a latent with its rotary part (MLA): the whole row is the key, its first part the value.
+        key_dim, value_dim: widths that attention sees.
+        split, width: of a token's row, whose part from ``split`` on is what ``update()`` calls its value.
         near_valid: bool ``[batch, sinks + ring]``: entries to attend to. Sealing a block clears its entries.
         seen: int32 ``[batch]``, valid tokens in sealed blocks.
     """
@@ -57,11 +54,13 @@ class LayerStore(Sealing):
         clock: DeviceLength,
         frames: FramePools | None = None,
         lanes: Lanes | None = None,
+        latent: bool = False,
     ) -> None:
         self.config, self.clock, self.lanes = config, clock, lanes
         self._saved: torch.cuda.Event | None = None  # blocks are on their way to the host until then
-        self.batch, self.heads, _, self.key_dim = k.shape
-        self.value_dim = v.shape[3]
+        self.batch, self.heads, _, self.split = k.shape
+        self.width, self.latent = self.split + v.shape[3], latent
+        self.key_dim, self.value_dim = (self.width, self.split) if latent else (self.split, v.shape[3])
         self.dtype, self.device = k.dtype, k.device
         self.block_size, self.sinks, self.ring = config.block_size, config.sinks, ring_tokens(config)
         self.length = self.sealed = 0
@@ -72,7 +71,7 @@ class LayerStore(Sealing):
         self.pool = BlockPool(
             heads=self.heads,
             block_size=self.block_size,
-            token_dim=self.key_dim + self.value_dim,
+            token_dim=self.width,
             dtype=self.dtype,
             device=self.device,
             host=host,
@@ -80,7 +79,7 @@ class LayerStore(Sealing):
         )
         self.slots = self._ints((self.batch, expected if exact else bucket(expected)), -1)
         near = self.sinks + self.ring
-        self.near_kv = k.new_zeros(self.batch, self.heads, near, self.key_dim + self.value_dim)
+        self.near_kv = k.new_zeros(self.batch, self.heads, near, self.width)
         self.near_valid = torch.zeros(self.batch, near, dtype=torch.bool, device=self.device)
         self.seen = self._ints((self.batch,), 0)
         self.residents = None if frames is None else Residents(frames, self.pool)
@@ -112,7 +111,7 @@ class LayerStore(Sealing):
         if valid is not None:
             self.padded = True
         self.settle()
-        shape = (self.batch, self.heads, self.block_size, self.key_dim + self.value_dim)
+        shape = (self.batch, self.heads, self.block_size, self.width)
         piece = max(1, _SEAL_BYTES // (math.prod(shape) * k.itemsize))
         start = self.sealed
         for lo in range(start, target, piece):
@@ -248,11 +247,11 @@ class LayerStore(Sealing):
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's key and value, one KV head."""
-        return (self.key_dim + self.value_dim) * self.dtype.itemsize
+        return self.width * self.dtype.itemsize
 
     def gathered_shape(self, columns: int) -> tuple[int, ...]:
         """Of a buffer that holds ``columns`` columns in blocks: ``[batch, H, blocks, block_size, Dk + Dv]``."""
-        return (self.batch, self.heads, -(-columns // self.block_size), self.block_size, self.key_dim + self.value_dim)
+        return (self.batch, self.heads, -(-columns // self.block_size), self.block_size, self.width)
 
     def read_blocks(self, out: Tensor) -> None:
         """Copy the sealed blocks to the device, into the front of ``out`` (see :meth:`gathered_shape`)."""
@@ -277,10 +276,10 @@ class LayerStore(Sealing):
         near = slice(self.sealed * size, self.length)
         kv[:, :, near] = self.near_kv[:, :, self._ring_index(near.start, near.stop)]
         if k is not None:
-            kv[:, :, self.length : columns, : self.key_dim] = k
-            kv[:, :, self.length : columns, self.key_dim :] = v
+            kv[:, :, self.length : columns, : self.split] = k
+            kv[:, :, self.length : columns, self.split :] = v
         kv = kv[:, :, :columns]
-        return kv[..., : self.key_dim], kv[..., self.key_dim :]
+        return kv[..., : self.split], kv[..., self.split :]
 
     def valid_columns(self) -> Tensor:
         """Validity of all cached columns, bool ``[batch, length]``."""
@@ -357,10 +356,10 @@ class LayerStore(Sealing):
         self.pool.loosened = True
         self.counters.regroup(self.batch)
 
-    def fits(self, k: Tensor, v: Tensor) -> bool:
+    def fits(self, k: Tensor, v: Tensor, latent: bool = False) -> bool:
         """This store could have been made for ``k, v [batch, H, q, D]``."""
-        mine = (self.batch, self.heads, self.key_dim, self.value_dim, self.dtype, self.device)
-        return mine == (k.shape[0], k.shape[1], k.shape[3], v.shape[3], k.dtype, k.device)
+        mine = (self.batch, self.heads, self.split, self.width - self.split, self.latent, self.dtype, self.device)
+        return mine == (k.shape[0], k.shape[1], k.shape[3], v.shape[3], latent, k.dtype, k.device)
 
     def reset(self) -> None:
         """Forget everything but keep the memory."""

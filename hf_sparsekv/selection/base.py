@@ -50,13 +50,22 @@ class Policy:
         batch, blocks = self._dense_blocks
         if batch != store.batch:
             config, width = self.config, store.heads * store.token_bytes
-            tokens = dense_tokens(config.dense_below, self.method, store.device, self.offloaded, store.batch, width)
+            method = self.method if not store.latent else f"{self.method}:mla"  # other kernels, other numbers
+            tokens = dense_tokens(config.dense_below, method, store.device, self.offloaded, store.batch, width)
             blocks = tokens // store.block_size
             self._dense_blocks = (store.batch, blocks)
         return store.sealed <= blocks
 
-    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore) -> None:
-        """New queries ``[batch, Hq, n, Dk]`` and keys ``[batch, H, n, Dk]``, before they are stored."""
+    @property
+    def observes(self) -> bool:
+        """:meth:`observe` has anything to do: over latents its arguments have to be made."""
+        return type(self).observe is not Policy.observe
+
+    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore, new: int | None = None) -> None:
+        """New queries ``[batch, Hq, n, Dk]`` and keys ``[batch, H, n, Dk]``, before they are stored.
+
+        Of a long prompt over latents: some of the ``new`` tokens, the last 64 among them.
+        """
 
     def index(self, kv: Tensor, flags: Tensor) -> dict[str, Tensor]:
         """Per-slot fields of blocks being sealed: ``kv [n, batch, H, block_size, Dk + Dv]``."""

@@ -67,13 +67,17 @@ class PredictivePolicy(TwoLevelPolicy):
 
     # ------------------------------------------------------------------ a step
 
+    @property
+    def observes(self) -> bool:
+        return True
+
     @lasting
-    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore) -> None:
+    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore, new: int | None = None) -> None:
         super().observe(q, k, valid, store)
         if store.fixed:
             self._valid = valid  # the query is stored beside the step
             return
-        end = store.length + k.shape[2]
+        end = store.length + (k.shape[2] if new is None else new)
         if q is k:  # something else attends: there is no query
             self.queries.end, self.chosen = end, False
             self.queries.forget(end)
@@ -139,9 +143,8 @@ class PredictivePolicy(TwoLevelPolicy):
             return False
         pools, room = store.residents.pools, self.ids.shape[-1]
         if self.packed is None and pools.grants(packed_bytes(store, room), store.device):
-            width = store.key_dim + store.value_dim
             enabled = pools.enabled(store.device)
-            self.packed = Packed(store.batch, store.heads, room, width, store.dtype, store.device, enabled)
+            self.packed = Packed(store.batch, store.heads, room, store.width, store.dtype, store.device, enabled)
         return self.packed is not None
 
     def look_ahead(self, q: Tensor, store: LayerStore, again: bool = False) -> None:

@@ -74,6 +74,8 @@ class SecondDevicePolicy(PredictivePolicy):
 
     @lasting
     def start(self, store: LeadingStore, q_heads: int) -> None:
+        if store.latent:
+            raise ValueError("a cache rank on a second device does not hold latents (MLA): leave cache_rank as it is")
         Policy.start(self, store, q_heads)
         self._key_dim = store.key_dim
         with self.rank.entered(store.device):
@@ -92,7 +94,7 @@ class SecondDevicePolicy(PredictivePolicy):
     # ------------------------------------------------------------------ a step
 
     @lasting
-    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LeadingStore) -> None:
+    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LeadingStore, new: int | None = None) -> None:
         if store.fixed:
             return
         with self.rank.entered(store.device, q, k):

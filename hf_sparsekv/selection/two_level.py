@@ -57,7 +57,7 @@ class TwoLevelPolicy(Policy):
             self.metadata.start(store)
         if not self.fine:
             return
-        r = self.config.label_channels or max(2, dim // 8 * 2)
+        r = self.config.label_channels or default_channels(dim)
         if r > dim:
             raise ValueError(f"label_channels={r} exceeds the model's head dimension {dim}")
         self.r = r
@@ -81,9 +81,13 @@ class TwoLevelPolicy(Policy):
 
     # ------------------------------------------------------------------ channels
 
+    @property
+    def observes(self) -> bool:
+        return self._calibrating
+
     @lasting
-    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore) -> None:
-        if not self.fine or self.channels is not None:
+    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore, new: int | None = None) -> None:
+        if not self._calibrating:
             return
         self.stats.update(q, k, valid)
         if self.stats.tokens >= self.config.calibration_tokens:
@@ -289,6 +293,11 @@ class TwoLevelPolicy(Policy):
                 setattr(new, name, getattr(self, name).clone())
         new.previous = None if self.previous is None else new._held
         return new
+
+
+def default_channels(dim: int) -> int:
+    """Label channels of keys of ``dim`` channels: a quarter (AsyncTLS: 32 of 128), and 128 of an MLA row's 576."""
+    return min(128, max(2, dim // 8 * 2))
 
 
 def lags(config: TwoLevelConfig, offloaded: bool) -> bool:

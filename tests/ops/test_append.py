@@ -19,6 +19,8 @@ CASES = {
     "fills the ring": (1, 2, 24, 256, 256, 0, 24, 17, True),
     "no sinks, length 0": (2, 1, 3, 40, 128, 0, 16, 0, False),
     "long sequence": (1, 1, 9, 64, 64, 4, 24, 2**31 - 8, False),
+    "latents": (2, 1, 3, 512, 64, 4, 24, 22, True),
+    "whole rows": (1, 1, 2, 576, 0, 4, 24, 5, False),
     "nothing new": (1, 1, 0, 64, 64, 4, 24, 3, True),
 }
 

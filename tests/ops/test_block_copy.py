@@ -41,7 +41,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize("copy", [reference, dma, block_copy, public])
 @pytest.mark.parametrize(
     "size, width, n",
-    [(4, 8, 7), (16, 64, 5), (5, 6, 4), (3, 7, 6), (1, 1, 3), (16, 40, 9), (4, 8, 0)],
+    [(4, 8, 7), (16, 64, 5), (5, 6, 4), (3, 7, 6), (1, 1, 3), (16, 40, 9), (4, 8, 0), (64, 576, 5)],
 )
 def test_blocks(place, copy, size, width, n):
     """Runs that are a multiple of 16 bytes, and others down to single elements."""

@@ -18,6 +18,10 @@ CASES = {
     "group 7": (1, 1, 7, 128, 200),
     "group 16": (1, 2, 16, 64, 33),
     "wide heads": (2, 1, 4, 256, 37),
+    "latents of 20 heads": (2, 1, 20, 576, 37),
+    "latents of 128 heads": (1, 1, 128, 576, 70),
+    "24 heads, wide and no power of two": (2, 1, 24, 300, 33),
+    "40 heads": (1, 2, 40, 64, 40),
     "one block": (3, 1, 4, 128, 1),
     "no blocks": (2, 2, 4, 64, 0),
 }
@@ -49,7 +53,7 @@ OTHERS = [("min_max", "none")] + [
 
 
 @pytest.mark.parametrize("metadata, reduce", OTHERS)
-@pytest.mark.parametrize("case", ["no power of two", "group 4", "no blocks"])
+@pytest.mark.parametrize("case", ["no power of two", "group 4", "no blocks", "latents of 20 heads", "40 heads"])
 def test_metadata(place, case, reduce, metadata):
     check(place, CASES[case], reduce, metadata)
 

@@ -2,133 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
+from decode_cases import Case, check, expect, in_frames
 
 from hf_sparsekv.ops.sparse_decode import sparse_decode as public
 from hf_sparsekv.ops.sparse_decode.reference import sparse_decode as reference
-from hf_sparsekv.ops.sparse_decode.triton import scratch_size, sparse_decode
+from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
 
 ALL_WAYS = pytest.mark.parametrize("granularity", ["token", "block", "all"])
-
-
-@dataclass
-class Case:
-    """Shapes of one call, and what else is asked of it."""
-
-    batch: int = 2
-    heads: int = 2
-    group: int = 4
-    dk: int = 64
-    dv: int = 64
-    block_size: int = 16
-    cap: int = 7  # blocks a row
-    chosen: int = 3  # blocks, or a third of their tokens
-    sinks: int = 4
-    ring: int = 13
-    softcap: float | None = None
-    learned_sink: bool = False
-    splits: int | None = None
-
-    def make(self, place, granularity: str) -> tuple[list, dict]:
-        """Arguments: shared blocks in any order with holes, and NaN in every token that may not be read."""
-        slots_all = self.cap + 2
-        width = self.dk + self.dv
-        flags = place.randint(0, 4, slots_all, self.block_size, dtype=torch.uint8)
-        flags[flags == 2] = 1  # 0 padding, 1 selectable, 3 sink
-        readable = (flags & 1 > 0) if granularity == "all" else flags == 1
-        kv = place.randn(slots_all, self.heads, self.block_size, width)
-        kv = torch.where(readable[:, None, :, None], kv, torch.nan)
-        slots = torch.stack([place.randperm(slots_all)[: self.cap] for _ in range(self.batch)])
-        slots = slots.masked_fill(place.rand(self.batch, self.cap) < 0.2, -1)
-
-        near_valid = place.rand(self.batch, self.sinks + self.ring) > 0.3
-        near_kv = place.randn(self.batch, self.heads, self.sinks + self.ring, width)
-        near_kv = torch.where(near_valid[:, None, :, None], near_kv, torch.nan)
-        if granularity == "all":
-            near_kv[:, :, : self.sinks] = torch.nan
-
-        args = [place.randn(self.batch, self.heads * self.group, self.dk), kv, flags, slots]
-        args += [self._ids(place, granularity, flags, slots), near_kv, near_valid]
-        named = {
-            "granularity": granularity,
-            "value_dim": self.dv,
-            "sinks": self.sinks,
-            "scale": self.dk**-0.5,
-            "softcap": self.softcap,
-            "sink_logits": place.randn(self.heads * self.group) if self.learned_sink else None,
-        }
-        return args, named
-
-    def _ids(self, place, granularity, flags, slots):
-        """Ascending ids with -1 at the end, of another number in each row; tokens only where they are selectable."""
-        rows = []
-        for i in range(self.batch * self.heads):
-            if granularity == "block":
-                found, n = place.randperm(self.cap)[: self.chosen], self.chosen
-            else:
-                slot = slots[i // self.heads]
-                usable = (flags[slot.clamp_min(0).long()] == 1) & (slot >= 0)[:, None]
-                found = usable.flatten().nonzero().flatten()
-                n = self.chosen * self.block_size // 3
-                found = found[place.randperm(len(found)).long()][:n]
-            found = found[: max(0, len(found) - i)].sort().values.int()
-            rows.append(torch.nn.functional.pad(found, (0, n - len(found)), value=-1))
-        return None if granularity == "all" else torch.stack(rows).view(self.batch, self.heads, n)
-
-
-def in_frames(place, args, named):
-    """The same attention with some blocks in frames, in any order, and the others by the place of their slot."""
-    q, kv, flags, slots, ids, near_kv, near_valid = args
-    n_slots, heads, size, width = kv.shape
-    frame_of = place.randperm(n_slots * heads).view(n_slots, heads) * 2  # every other frame holds nothing
-    frames = place.nan(2 * n_slots * heads, size, width)
-    frames[frame_of.flatten().long()] = kv.flatten(0, 1)
-    at_home = place.rand(n_slots, heads) < 0.4
-    kv = torch.where(at_home[..., None, None], kv, torch.nan)
-    frames[frame_of[at_home].long()] = torch.nan
-    slot_id = torch.arange(n_slots, device=kv.device, dtype=torch.int32)[:, None]
-    place_of = torch.where(at_home, -(slot_id + 2), frame_of)
-    block = ids if named["granularity"] == "block" else ids // size
-    slot = slots[:, None].expand(-1, heads, -1).gather(-1, block.clamp_min(0).long()).clamp_min(0)
-    head = torch.arange(heads, device=kv.device)[None, :, None]
-    places = torch.where(ids < 0, -1, place_of[slot.long(), head])
-    named = dict(named, frames=frames)
-    if named["granularity"] == "block":
-        named["places"] = places
-    else:
-        ids = torch.where(ids < 0, -1, places * size + ids % size)
-    return [q, kv, flags, slots, ids, near_kv, near_valid], named
-
-
-def expect(args, named):
-    """The reference's result and count, computed on the CPU."""
-    args = [None if t is None else t.cpu() for t in args]
-    named = {name: t.cpu() if isinstance(t, torch.Tensor) else t for name, t in named.items()}
-    attended = torch.full((args[5].shape[:2]), 1000, dtype=torch.int64)
-    return reference(*args, **named, attended=attended), attended
-
-
-def check(place, case: Case, granularity: str) -> None:
-    args, named = case.make(place, granularity)
-    expected, want_attended = expect(args, named)
-    attended = torch.full_like(want_attended, 1000, device=place.device)
-    out = place.nan(case.batch, case.heads * case.group, case.dv)
-    n = {"token": lambda: args[4].shape[-1], "block": lambda: case.chosen * case.block_size}
-    n = n.get(granularity, lambda: case.cap * case.block_size)()
-    near = case.ring + (0 if granularity == "all" else case.sinks)
-    size = scratch_size(args[0], args[1], case.dv, n, near, case.splits, granularity)
-    scratch = place.nan(size, dtype=torch.float32)
-    from_host = torch.zeros_like(attended)
-    counts = {"attended": attended, "from_host": from_host}
-    got = sparse_decode(*args, **named, **counts, out=out, scratch=scratch, splits=case.splits)
-    assert got is out
-    skip = case.sinks if granularity == "all" else 0
-    assert torch.equal(from_host.cpu(), want_attended - 1000 - args[6][:, None, skip:].cpu().sum(-1))
-    place.close(got, expected, ratio={torch.float16: 2e-3, torch.bfloat16: 1.2e-2}.get(place.dtype))
-    assert torch.equal(attended.cpu(), want_attended)
 
 
 SHAPES = {

@@ -20,7 +20,8 @@ def append(
 
     Args:
         k: ``[batch, H, q, Dk]`` keys. ``q <= R``.
-        v: ``[batch, H, q, Dv]`` values.
+        v: ``[batch, H, q, Dv]`` values. Of latents (MLA) ``k`` may be the latent and ``v`` the rotary part; or ``k``
+            the whole row and ``Dv`` 0.
         valid: ``[batch, q]`` bool, False for padding; ``None`` if no new token is padding.
         near_kv: ``[batch, H, sinks + R, Dk + Dv]``, written in place.
         near_valid: ``[batch, sinks + R]`` bool, written in place.

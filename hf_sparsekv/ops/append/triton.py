@@ -120,6 +120,6 @@ def append(
             DV=dv,
             BQ=tile,
             BK=triton.next_power_of_2(dk),
-            BV=triton.next_power_of_2(dv),
+            BV=triton.next_power_of_2(max(1, dv)),
             **overlap(near_kv),
         )

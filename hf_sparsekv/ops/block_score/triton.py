@@ -8,9 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .._dispatch import require_dense_rows
+from .._group import MANY, mean_heads
 from .._overlap import begin, overlap
 
-TILE_ELEMENTS = 8192  # entries of kmax in registers at once. Not tuned yet.
+TILE_ELEMENTS = 8192  # entries of kmax, or of the queries, in registers at once. Not tuned yet.
+# Keys or groups for which that is too few are taken in pieces. Not tuned yet.
+PIECE, STAGES = 64, 3  # channels, and how many pieces are on their way
+PROGRAMS = 132  # to aim for, with 16 to 64 blocks each
 
 
 @triton.jit
@@ -32,6 +36,7 @@ def _block_score_kernel(
     out_head,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    COUNT: tl.constexpr,
     DK: tl.constexpr,
     BG: tl.constexpr,
     BK: tl.constexpr,
@@ -39,9 +44,10 @@ def _block_score_kernel(
     REDUCE: tl.constexpr,
     METADATA: tl.constexpr,
     NATIVE: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Scores of ``BN`` blocks of one row and KV head."""
+    """Scores of ``BN`` blocks of one row and KV head, from ``BK`` channels at a time."""
     begin(PDL)
     i_row = tl.program_id(1)
     i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
@@ -51,39 +57,44 @@ def _block_score_kernel(
     m_live = m_n & (b_slot >= 0)
     m_live = m_live & (tl.load(p_fill + b_slot, mask=m_live, other=0) != 0)  # [BN]
 
-    o_g, o_k = tl.arange(0, BG), tl.arange(0, BK)
-    m_q = (o_g < GROUP)[:, None] & (o_k < DK)[None, :]
-    p_row = p_q + i_batch * q_batch + (i_head * GROUP + o_g[:, None]) * q_head
-    b_q = tl.load(p_row + o_k[None, :] * q_dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BK]
-    if METADATA == "min_max":
-        b_one, b_two = tl.maximum(b_q, 0.0), tl.minimum(b_q, 0.0)
+    o_g = tl.arange(0, BG)
+    p_row = p_q + i_batch * q_batch + i_head * GROUP * q_head
+    p_box = p_bounds + b_slot[:, None] * bounds_slot + i_head * bounds_head
+    if REDUCE == "mean":
+        b_both = tl.zeros([BN, BK], tl.float32)
     else:
-        b_one, b_two = b_q, tl.abs(b_q)
-
-    # What is not live may hold anything, NaN included, and is not read.
-    m_box = m_live[:, None] & (o_k < DK)[None, :]
-    p_box = p_bounds + b_slot[:, None] * bounds_slot + i_head * bounds_head + o_k[None, :]
-    b_first = tl.load(p_box, mask=m_box, other=0.0)  # [BN, BK]
-    if METADATA != "mean":
-        b_second = tl.load(p_box + bounds_side, mask=m_box, other=0.0)  # [BN, BK]
-    p_to = p_out + i_batch * out_batch + i_head * out_head + o_n
-    if REDUCE == "mean":  # linear, so the group collapses to one vector first
-        b_both = b_first.to(tl.float32) * (tl.sum(b_one, 0) / GROUP)[None, :]
+        b_all = tl.zeros([BG, BN], tl.float32)
+    for i in tl.range(0, DK, BK, num_stages=STAGES):
+        o_k = i + tl.arange(0, BK)
+        m_q = (o_g < GROUP)[:, None] & (o_k < DK)[None, :]
+        b_q = tl.load(p_row + o_g[:, None] * q_head + o_k[None, :] * q_dim, mask=m_q, other=0.0).to(tl.float32)
+        b_one, b_two = b_q, tl.abs(b_q)  # [BG, BK]
+        if METADATA == "min_max":
+            b_one, b_two = tl.maximum(b_q, 0.0), tl.minimum(b_q, 0.0)
+        # What is not live may hold anything, NaN included, and is not read.
+        m_box = m_live[:, None] & (o_k < DK)[None, :]
+        b_first = tl.load(p_box + o_k[None, :], mask=m_box, other=0.0)  # [BN, BK]
         if METADATA != "mean":
-            b_both += b_second.to(tl.float32) * (tl.sum(b_two, 0) / GROUP)[None, :]
-        b_s = tl.sum(b_both, 1)  # [BN]
-    else:
-        if NATIVE:  # positive part, absolute value and the 16-bit query itself are exact in its own type
-            b_one, b_two = b_one.to(b_first.dtype), b_two.to(b_first.dtype)
+            b_second = tl.load(p_box + bounds_side + o_k[None, :], mask=m_box, other=0.0)  # [BN, BK]
+        if REDUCE == "mean":  # linear, so the group collapses to one vector first
+            b_both += b_first.to(tl.float32) * (tl.sum(b_one, 0) / COUNT)[None, :]
+            if METADATA != "mean":
+                b_both += b_second.to(tl.float32) * (tl.sum(b_two, 0) / COUNT)[None, :]
         else:
-            b_first = b_first.to(tl.float32)
-        b_all = tl.dot(b_one, tl.trans(b_first), input_precision="ieee")  # [BG, BN]
-        if METADATA != "mean":
-            if not NATIVE:
-                b_second = b_second.to(tl.float32)
-            b_all += tl.dot(b_two, tl.trans(b_second), input_precision="ieee")
-        if REDUCE == "max":
-            b_s = tl.max(tl.where((o_g < GROUP)[:, None], b_all, float("-inf")), 0)  # [BN]
+            if NATIVE:  # positive part, absolute value and the 16-bit query itself are exact in its own type
+                b_one, b_two = b_one.to(b_first.dtype), b_two.to(b_first.dtype)
+            else:
+                b_first = b_first.to(tl.float32)
+            b_all = tl.dot(b_one, tl.trans(b_first), b_all, input_precision="ieee")  # [BG, BN]
+            if METADATA != "mean":
+                if not NATIVE:
+                    b_second = b_second.to(tl.float32)
+                b_all = tl.dot(b_two, tl.trans(b_second), b_all, input_precision="ieee")
+    p_to = p_out + i_batch * out_batch + i_head * out_head + o_n
+    if REDUCE == "mean":
+        b_s = tl.sum(b_both, 1)  # [BN]
+    elif REDUCE == "max":
+        b_s = tl.max(tl.where((o_g < GROUP)[:, None], b_all, float("-inf")), 0)  # [BN]
     if REDUCE == "none":  # heads of a group lie one after the other
         p_to += i_head * (GROUP - 1) * out_head
         b_all = tl.where(m_live[None, :], b_all, float("-inf"))
@@ -112,8 +123,14 @@ def block_score(
         return out
     require_dense_rows(bounds=bounds, fill=fill, slots=slots, out=out)
     group = q_heads // heads
-    wide = max(16, triton.next_power_of_2(dk))
+    tall, wide = max(16, triton.next_power_of_2(group)), max(16, triton.next_power_of_2(dk))
     tile = max(16, TILE_ELEMENTS // wide)
+    pieces = 16 * wide > TILE_ELEMENTS or tall * wide > TILE_ELEMENTS
+    if pieces:
+        wide, tile = PIECE, max(16, min(64, triton.next_power_of_2(batch * heads * n // PROGRAMS)))
+    count = group
+    if group > MANY and reduce == "mean":  # positive and negative part are heads that are added up
+        q, group, count, tall = mean_heads(q, heads, split=True), 2, 1, 2
     with torch.cuda.device_of(q):
         _block_score_kernel[(triton.cdiv(n, tile), batch * heads)](
             q,
@@ -128,13 +145,15 @@ def block_score(
             *out.stride()[:2],
             HEADS=heads,
             GROUP=group,
+            COUNT=count,
             DK=dk,
-            BG=max(16, triton.next_power_of_2(group)),
+            BG=tall,
             BK=wide,
             BN=tile,
             REDUCE=reduce,
             METADATA=metadata,
             NATIVE=q.dtype == bounds.dtype and q.dtype != torch.float32,
+            STAGES=STAGES if pieces else 1,
             **overlap(q),
         )
     return out

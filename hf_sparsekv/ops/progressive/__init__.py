@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._dispatch import use_triton
+from ..sparse_decode.reference import has_latents
 from . import reference
 from .reference import near_parts
 from .state import BINS, MASS_ONE, TOTALS, WalkState
@@ -23,7 +24,8 @@ class Walk:
 
     Args:
         q, kv, flags, slots, near_kv, near_valid, scale, softcap, sink_logits, frames, places, from_host, attended: as
-            in :func:`..sparse_decode.sparse_decode` with blocks.
+            in :func:`..sparse_decode.sparse_decode` with blocks. Of latents (:mod:`.mass_kernel`) the rounds compute
+            masses alone, and the used blocks are read once more at the end; ``from_host`` counts both.
         ids, tokens: int32 ``[batch, H, n]``, blocks in order of their rank (:func:`..block_rank.block_rank`).
         state: kept from step to step.
         threshold, group_reduce, min_blocks, max_blocks, bounds: see ``reference.verify``.
@@ -57,7 +59,9 @@ class Walk:
         self.parts = near_parts(self.near_kv.shape[2], self.kv.shape[2])
         shape = (batch, heads, self.parts + n, self.q.shape[1] // heads)
         self.lse = torch.empty(shape, dtype=torch.float32, device=self.q.device)
-        self.acc = torch.empty(*shape, self.value_dim, dtype=torch.float32, device=self.q.device)
+        self.acc = None
+        if not has_latents(self.kv, self.q):
+            self.acc = torch.empty(*shape, self.value_dim, dtype=torch.float32, device=self.q.device)
         self.operators = reference
         # The kernel reads host memory in place only where it is pinned.
         if use_triton(self.q) and (self.kv.is_cuda or self.kv.is_pinned()):
@@ -114,6 +118,24 @@ class Walk:
         """``[batch, Hq, Dv]`` in q's dtype."""
         if out is None:
             out = torch.empty(*self.q.shape[:2], self.value_dim, dtype=self.q.dtype, device=self.q.device)
+        if self.acc is None:
+            self.operators.attend_used(
+                self.q,
+                self.kv,
+                self.flags,
+                self.slots,
+                self.ids,
+                self.near_kv,
+                self.near_valid,
+                self.state,
+                out,
+                scale=self.scale,
+                softcap=self.softcap,
+                sink_logits=self.sink_logits,
+                frames=self.frames,
+                places=self.places,
+                from_host=self.from_host,
+            )
         self.operators.merge(
             self.acc,
             self.lse,
@@ -121,7 +143,7 @@ class Walk:
             self.tokens,
             self.near_valid,
             self.state,
-            out,
+            None if self.acc is None else out,
             threshold=self.threshold,
             max_blocks=self.max_blocks,
             sink_logits=self.sink_logits,

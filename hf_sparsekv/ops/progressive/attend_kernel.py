@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .._overlap import release, wait
-from ..sparse_decode.triton import SELECTABLE, take_tile
+from ..sparse_decode.split_kernel import SELECTABLE, take_tile
 
 
 @triton.jit

@@ -103,6 +103,7 @@ def merge_kernel(
     attended_head,
     out_batch,
     out_head,
+    HAS_ACC: tl.constexpr,
     HAS_SINK: tl.constexpr,
     HAS_ATTENDED: tl.constexpr,
     HAS_CHOSEN: tl.constexpr,
@@ -116,37 +117,38 @@ def merge_kernel(
     BS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Some channels of one query head; the first program of a row and KV head counts as well."""
+    """Some channels of one query head; the first program of a row and KV head counts as well, or alone."""
     begin(PDL)
     i_row, i_g, i_v = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
     used = tl.load(p_used + i_row)
-    o_v = i_v * BV + tl.arange(0, BV)
-    m_v = o_v < DV
-    total = tl.full([], 0.0, tl.float32)
-    best = tl.full([], float("-inf"), tl.float32)
-    if HAS_SINK:  # a learned sink is weight without a value
-        best = tl.load(p_sink + i_head * GROUP + i_g).to(tl.float32) * LOG2E
-        total = tl.where(best == float("-inf"), 0.0, 1.0)
-    b_acc = tl.zeros([BV], tl.float32)
-    taken = parts + used
-    for i in range(0, taken, BS):
-        o_s = i + tl.arange(0, BS)
-        o_in = (i_row.to(tl.int64) * (parts + n) + o_s) * GROUP + i_g
-        b_lse = tl.load(p_lse + o_in, mask=o_s < taken, other=float("-inf"))  # [BS]
-        b_part = tl.load(
-            p_acc + o_in[:, None] * DV + o_v[None, :], mask=(o_s < taken)[:, None] & m_v[None, :], other=0.0
-        )  # [BS, BV]
-        new = tl.maximum(best, tl.max(b_lse, 0))
-        base = tl.where(new == float("-inf"), 0.0, new)
-        b_w = tl.exp2(b_lse - base)  # [BS]
-        keep = tl.exp2(best - base)
-        total = total * keep + tl.sum(b_w, 0)
-        b_acc = b_acc * keep + tl.sum(b_w[:, None] * b_part, 0)
-        best = new
-    b_out = b_acc / tl.where(total > 0, total, 1.0)
-    p_to = p_out + i_batch * out_batch + (i_head * GROUP + i_g) * out_head + o_v
-    tl.store(p_to, b_out.to(p_out.dtype.element_ty), mask=m_v)
+    if HAS_ACC:
+        o_v = i_v * BV + tl.arange(0, BV)
+        m_v = o_v < DV
+        total = tl.full([], 0.0, tl.float32)
+        best = tl.full([], float("-inf"), tl.float32)
+        if HAS_SINK:  # a learned sink is weight without a value
+            best = tl.load(p_sink + i_head * GROUP + i_g).to(tl.float32) * LOG2E
+            total = tl.where(best == float("-inf"), 0.0, 1.0)
+        b_acc = tl.zeros([BV], tl.float32)
+        taken = parts + used
+        for i in range(0, taken, BS):
+            o_s = i + tl.arange(0, BS)
+            o_in = (i_row.to(tl.int64) * (parts + n) + o_s) * GROUP + i_g
+            b_lse = tl.load(p_lse + o_in, mask=o_s < taken, other=float("-inf"))  # [BS]
+            b_part = tl.load(
+                p_acc + o_in[:, None] * DV + o_v[None, :], mask=(o_s < taken)[:, None] & m_v[None, :], other=0.0
+            )  # [BS, BV]
+            new = tl.maximum(best, tl.max(b_lse, 0))
+            base = tl.where(new == float("-inf"), 0.0, new)
+            b_w = tl.exp2(b_lse - base)  # [BS]
+            keep = tl.exp2(best - base)
+            total = total * keep + tl.sum(b_w, 0)
+            b_acc = b_acc * keep + tl.sum(b_w[:, None] * b_part, 0)
+            best = new
+        b_out = b_acc / tl.where(total > 0, total, 1.0)
+        p_to = p_out + i_batch * out_batch + (i_head * GROUP + i_g) * out_head + o_v
+        tl.store(p_to, b_out.to(p_out.dtype.element_ty), mask=m_v)
     if (i_g == 0) & (i_v == 0):
         _count(
             p_ids,

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..sparse_decode.reference import gather, gather_placed
+from ..sparse_decode.reference import gather, gather_placed, sparse_decode, values_of
 from .state import BINS, MASS_ONE, TOTALS, WalkState, next_blocks
 
 LOG2E = math.log2(math.e)
@@ -34,7 +34,7 @@ def attend(
     near_kv: Tensor,
     near_valid: Tensor,
     limits: Tensor,
-    acc: Tensor,
+    acc: Tensor | None,
     lse: Tensor,
     *,
     near: bool,
@@ -52,31 +52,38 @@ def attend(
         ids: int32 ``[batch, H, n]``, blocks in order of their rank, -1 for none.
         limits: int32 ``[2, batch, H]``: ranks to read, ``limits[0]`` to ``limits[1] - 1`` (those below n).
         acc: float32 ``[batch, H, P + n, G, Dv]``, written: the attention within the parts of the near buffer (P parts
-            of ``block_size`` entries, if ``near``) and within the blocks of these ranks. Zeros for what is empty.
+            of ``block_size`` entries, if ``near``) and within the blocks of these ranks. Zeros for what is empty. None:
+            masses alone, for latents: see :func:`attend_used`.
         lse: float32 ``[batch, H, P + n, G]``, written: logarithm to base 2 of the sum of ``exp(logit)`` over its
             tokens; ``-inf`` for what is empty.
     """
     batch, heads, n = ids.shape
     size, dk = kv.shape[2], q.shape[-1]
-    parts, value_dim = lse.shape[2] - n, acc.shape[-1]
+    parts = lse.shape[2] - n
     q = q.float().view(batch, heads, -1, dk)
 
-    def within(stored: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
+    def within(stored: Tensor, usable: Tensor) -> tuple[Tensor | None, Tensor]:
         """Of ``stored [batch, H, m * size, Dk + Dv]``."""
         stored, usable = stored.float().unflatten(2, (-1, size)), usable.unflatten(2, (-1, size))
         logits = torch.einsum("bhgd,bhmtd->bhmgt", q, stored[..., :dk]) * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         logits = logits.masked_fill(~usable[:, :, :, None], -INF)
+        mass = logits.logsumexp(-1) * LOG2E
+        if acc is None:
+            return None, mass
         # What is not attended may hold anything, NaN included: 0 x NaN must not reach the sum.
-        values = stored[..., dk : dk + value_dim].masked_fill(~usable[..., None], 0.0)
-        return logits.softmax(-1).nan_to_num(0.0) @ values, logits.logsumexp(-1) * LOG2E
+        values = values_of(stored, dk, acc.shape[-1]).masked_fill(~usable[..., None], 0.0)
+        return logits.softmax(-1).nan_to_num(0.0) @ values, mass
 
     if near and parts:
         missing = parts * size - near_kv.shape[2]
         stored = torch.nn.functional.pad(near_kv, (0, 0, 0, missing))
         usable = torch.nn.functional.pad(near_valid, (0, missing))[:, None].expand(-1, heads, -1)
-        acc[:, :, :parts], lse[:, :, :parts] = within(stored, usable)
+        found = within(stored, usable)
+        for held, new in zip((acc, lse), found):
+            if held is not None:
+                held[:, :, :parts] = new
     low, high = limits.clamp_max(n)
     busy = low < high
     if not bool(busy.any()):
@@ -95,6 +102,8 @@ def attend(
         from_host += at_home.sum(-1).to(from_host.device)
     found = within(stored.to(q.device), usable.to(q.device))
     for held, new in zip((acc, lse), found):
+        if held is None:
+            continue
         at = held[:, :, parts + first : parts + last]
         wanted = mine.view(*mine.shape, *(1,) * (new.ndim - 3)).to(at.device)
         at.copy_(torch.where(wanted, new, at))
@@ -211,28 +220,28 @@ def verify(
         done.copy_(torch.where(running & ~stops, number, -number).flatten())
 
 
-def merge(
-    acc: Tensor,
-    lse: Tensor,
+def attend_used(
+    q: Tensor,
+    kv: Tensor,
+    flags: Tensor,
+    slots: Tensor,
     ids: Tensor,
-    tokens: Tensor,
+    near_kv: Tensor,
     near_valid: Tensor,
     state: WalkState,
     out: Tensor,
-    *,
-    threshold: float,
-    max_blocks: int | None = None,
-    sink_logits: Tensor | None = None,
-    attended: Tensor | None = None,
+    **named,
 ) -> None:
-    """Attention over near buffer and used blocks together; counts the walk and sets up the next one.
+    """Attention over near buffer and used blocks together, to ``out``: of latents, which :func:`attend` does not sum.
 
-    Args:
-        acc, lse, ids, tokens, near_valid, threshold, max_blocks, sink_logits: as before.
-        state: ``used`` blocks are merged; ``totals``, ``limits`` and ``chosen`` are written.
-        out: ``[batch, Hq, Dv]``, written. A row with nothing to attend to gives zeros.
-        attended: int64 ``[batch, H]``; the number of attended tokens is added to it.
+    ``named`` are further arguments of ``sparse_decode.reference`` with ``granularity="block"``.
     """
+    args = (q, kv, flags, slots, ids, near_kv, near_valid)
+    out.copy_(sparse_decode(*args, granularity="block", value_dim=out.shape[-1], sinks=0, used=state.used, **named))
+
+
+def _sum(acc: Tensor, lse: Tensor, tokens: Tensor, state: WalkState, out: Tensor, sink_logits: Tensor | None) -> None:
+    """The sum of the parts of the near buffer and of the used blocks, to ``out``."""
     _, heads, n = tokens.shape
     parts, group = lse.shape[2] - n, lse.shape[3]
     most = parts + int(state.used.max()) if n else parts
@@ -251,6 +260,32 @@ def merge(
     summed = (weight[..., None] * acc[:, :, :most].masked_fill(~taken[..., None], 0.0)).sum(2)
     out.copy_((summed / torch.where(total > 0, total, 1.0)[..., None]).flatten(1, 2))
 
+
+def merge(
+    acc: Tensor | None,
+    lse: Tensor,
+    ids: Tensor,
+    tokens: Tensor,
+    near_valid: Tensor,
+    state: WalkState,
+    out: Tensor | None,
+    *,
+    threshold: float,
+    max_blocks: int | None = None,
+    sink_logits: Tensor | None = None,
+    attended: Tensor | None = None,
+) -> None:
+    """Attention over near buffer and used blocks together; counts the walk and sets up the next one.
+
+    Args:
+        acc, lse, ids, tokens, near_valid, threshold, max_blocks, sink_logits: as before.
+        state: ``used`` blocks are merged; ``totals``, ``limits`` and ``chosen`` are written.
+        out: ``[batch, Hq, Dv]``, written. A row with nothing to attend to gives zeros. Without ``acc`` there is none.
+        attended: int64 ``[batch, H]``; the number of attended tokens is added to it.
+    """
+    n = tokens.shape[2]
+    if acc is not None:
+        _sum(acc, lse, tokens, state, out, sink_logits)
     used, read = state.used, state.limits[1]
     if attended is not None:
         counted = torch.where(torch.arange(n, device=tokens.device) < used[..., None], tokens, 0).sum(-1)

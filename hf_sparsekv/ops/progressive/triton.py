@@ -8,7 +8,9 @@ from torch import Tensor
 
 from .._dispatch import require_dense_rows
 from .._overlap import overlap
+from ..sparse_decode.triton import sparse_decode
 from .attend_kernel import attend_kernel
+from .masses import masses as find_masses
 from .merge_kernel import merge_kernel
 from .reference import NO_LIMIT
 from .state import BINS, MASS_ONE, TOTALS, WalkState
@@ -31,7 +33,7 @@ def attend(
     near_kv: Tensor,
     near_valid: Tensor,
     limits: Tensor,
-    acc: Tensor,
+    acc: Tensor | None,
     lse: Tensor,
     *,
     near: bool,
@@ -40,11 +42,33 @@ def attend(
     frames: Tensor | None = None,
     places: Tensor | None = None,
     from_host: Tensor | None = None,
-    programs: int = PROGRAMS,
-    warps: int = WARPS,
+    programs: int | None = None,
+    warps: int | None = None,
     tile: int | None = None,
 ) -> None:
     """As ``reference.attend``; ``programs``, ``warps`` and ``tile`` (tokens) replace the constants."""
+    if acc is None:
+        find_masses(
+            q,
+            kv,
+            flags,
+            slots,
+            ids,
+            near_kv,
+            near_valid,
+            limits,
+            lse,
+            near=near,
+            scale=scale,
+            softcap=softcap,
+            frames=frames,
+            places=places,
+            from_host=from_host,
+            programs=programs,
+            warps=warps,
+            tile=tile,
+        )
+        return
     batch, heads, n = ids.shape
     size, dk, value_dim = kv.shape[2], q.shape[-1], acc.shape[-1]
     rows, group, parts = batch * heads, q.shape[1] // heads, lse.shape[2] - n
@@ -57,7 +81,7 @@ def attend(
     item = q.element_size() if q.dtype == kv.dtype else 4  # mixed: float32 inside
     tile = min(size, tile or max(16, min(128, TILE_BYTES // (wide * item))))
     first = rows * parts if near else 0
-    programs = min(programs, rows * n)  # that read blocks
+    programs = min(programs or PROGRAMS, rows * n)  # that read blocks
     if not first + programs:
         return
     with torch.cuda.device_of(q):
@@ -106,7 +130,7 @@ def attend(
             BV=max(16, triton.next_power_of_2(value_dim)),
             BN=tile,
             BR=triton.next_power_of_2(rows),
-            num_warps=warps,
+            num_warps=warps or WARPS,
             **overlap(q),
         )
 
@@ -173,14 +197,31 @@ def verify(
         )
 
 
+def attend_used(
+    q: Tensor,
+    kv: Tensor,
+    flags: Tensor,
+    slots: Tensor,
+    ids: Tensor,
+    near_kv: Tensor,
+    near_valid: Tensor,
+    state: WalkState,
+    out: Tensor,
+    **named,
+) -> None:
+    """As ``reference.attend_used``."""
+    args = (q, kv, flags, slots, ids, near_kv, near_valid)
+    sparse_decode(*args, granularity="block", value_dim=out.shape[-1], sinks=0, used=state.used, out=out, **named)
+
+
 def merge(
-    acc: Tensor,
+    acc: Tensor | None,
     lse: Tensor,
     ids: Tensor,
     tokens: Tensor,
     near_valid: Tensor,
     state: WalkState,
-    out: Tensor,
+    out: Tensor | None,
     *,
     threshold: float,
     max_blocks: int | None = None,
@@ -190,14 +231,17 @@ def merge(
 ) -> None:
     """As ``reference.merge``; ``merged`` replaces the constants."""
     batch, heads, n = tokens.shape
-    group, value_dim = lse.shape[3], acc.shape[-1]
+    group, value_dim = lse.shape[3], 1 if acc is None else acc.shape[-1]
     require_dense_rows(near_valid=near_valid, out=out)
-    if not (acc.is_contiguous() and lse.is_contiguous() and tokens.is_contiguous() and ids.is_contiguous()):
+    if not (
+        (acc is None or acc.is_contiguous()) and lse.is_contiguous() and tokens.is_contiguous() and ids.is_contiguous()
+    ):
         raise ValueError("acc, lse, ids and tokens must be contiguous")
     channels = min(merged[1], triton.next_power_of_2(value_dim))
     room = 0 if state.chosen is None else state.chosen.shape[-1]
-    with torch.cuda.device_of(out):
-        merge_kernel[(batch * heads, group, triton.cdiv(value_dim, channels))](
+    grid = (batch * heads, 1, 1) if acc is None else (batch * heads, group, triton.cdiv(value_dim, channels))
+    with torch.cuda.device_of(lse):
+        merge_kernel[grid](
             acc,
             lse,
             ids,
@@ -220,7 +264,8 @@ def merge(
             max_blocks or NO_LIMIT,
             near_valid.stride(0),
             *((0, 0) if attended is None else attended.stride()),
-            *out.stride()[:2],
+            *((0, 0) if out is None else out.stride()[:2]),
+            HAS_ACC=acc is not None,
             HAS_SINK=sink_logits is not None,
             HAS_ATTENDED=attended is not None,
             HAS_CHOSEN=state.chosen is not None,
@@ -232,5 +277,5 @@ def merge(
             DV=value_dim,
             BV=channels,
             BS=merged[0],
-            **overlap(out),
+            **overlap(lse),
         )

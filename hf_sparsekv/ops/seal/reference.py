@@ -15,7 +15,7 @@ class Index:
     """Per-slot fields that two-level selection reads; None for what is not kept.
 
     Args:
-        key_dim: ``Dk``.
+        key_dim: ``Dk``; of latents (MLA) the whole row.
         bounds: ``[num_slots, parts, H, sides, Dk]``, metadata of each part of a block, see :func:`key_metadata`.
         part_fill: int32 ``[num_slots, parts]``, selectable tokens of each part.
         channels: int32 ``[batch, H, r]``, label channels of each row and KV head.

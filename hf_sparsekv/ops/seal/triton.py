@@ -12,6 +12,7 @@ from .._overlap import begin, overlap
 from .reference import Index
 
 TILE = 16  # tokens at once
+WIDE = 256  # channels of a key above which a program takes half as many tokens, with twice the warps
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds a small float32 to an integer, half to even
 
 
@@ -254,10 +255,11 @@ def seal(
             DK=dk,
             DV=dv,
             R=width,
-            BT=min(TILE, size // parts),
+            BT=min(TILE // 2 if dk > WIDE else TILE, size // parts),
             BK=triton.next_power_of_2(dk),
-            BV=triton.next_power_of_2(dv),
+            BV=triton.next_power_of_2(max(1, dv)),
             BR=triton.next_power_of_2(max(1, width)),
+            num_warps=8 if dk > WIDE else 4,
             **overlap(near_kv),
         )
         _finish_kernel[(batch,)](*near, BLOCK_SIZE=size, BS=triton.next_power_of_2(max(1, sinks)), **overlap(near_kv))

@@ -29,6 +29,7 @@ def sparse_decode(
     frames: Tensor | None = None,
     places: Tensor | None = None,
     from_host: Tensor | None = None,
+    lse: Tensor | None = None,
     out: Tensor | None = None,
     scratch: Tensor | None = None,
 ) -> Tensor:
@@ -48,6 +49,7 @@ def sparse_decode(
         "frames": frames,
         "places": places,
         "from_host": from_host,
+        "lse": lse,
     }
     # The kernel reads host memory in place only where it is pinned.
     if use_triton(q) and (kv.is_cuda or kv.is_pinned()):

@@ -10,6 +10,7 @@ from .._overlap import begin, overlap
 
 LOG2E = tl.constexpr(1.4426950408889634)
 TILE = 16  # parts at a time. Not tuned yet.
+WIDE_TILE, CHANNELS = 64, 64  # of values wider than 256: parts and channels of a program. Not tuned yet.
 
 
 @triton.jit
@@ -19,14 +20,18 @@ def _merge_kernel(
     p_count,
     p_sink,
     p_attended,
+    p_total_lse,
     p_out,
     parts,
     attended_batch,
     attended_head,
+    total_lse_batch,
+    total_lse_head,
     out_batch,
     out_head,
     HAS_SINK: tl.constexpr,
     HAS_ATTENDED: tl.constexpr,
+    HAS_LSE: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DV: tl.constexpr,
@@ -34,11 +39,11 @@ def _merge_kernel(
     BS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Combine the parts of one query head."""
+    """Combine ``BV`` channels of the parts of one query head."""
     begin(PDL)
-    i_row, i_g = tl.program_id(0), tl.program_id(1)
+    i_row, i_g, i_v = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
-    o_v = tl.arange(0, BV)
+    o_v = i_v * BV + tl.arange(0, BV)
     m_v = o_v < DV
     total = tl.full([], 0.0, tl.float32)
     best = tl.full([], float("-inf"), tl.float32)
@@ -68,9 +73,14 @@ def _merge_kernel(
     b_out = b_acc / tl.where(total > 0, total, 1.0)
     p_to = p_out + i_batch * out_batch + (i_head * GROUP + i_g) * out_head + o_v
     tl.store(p_to, b_out.to(p_out.dtype.element_ty), mask=m_v)
-    if HAS_ATTENDED and i_g == 0:
+    if HAS_LSE:
+        p_to = p_total_lse + i_batch * total_lse_batch + (i_head * GROUP + i_g) * total_lse_head
+        b_lse = tl.where(total > 0, (best + tl.log2(tl.where(total > 0, total, 1.0))) / LOG2E, float("-inf"))
+        tl.store(p_to, b_lse, mask=i_v == 0)
+    if HAS_ATTENDED:
+        m_first = (i_g == 0) & (i_v == 0)
         p_total = p_attended + i_batch * attended_batch + i_head * attended_head
-        tl.store(p_total, tl.load(p_total) + tl.sum(b_count, 0))
+        tl.store(p_total, tl.load(p_total, mask=m_first, other=0) + tl.sum(b_count, 0), mask=m_first)
 
 
 def merge(
@@ -79,8 +89,10 @@ def merge(
     count: Tensor,
     sink_logits: Tensor | None,
     attended: Tensor | None,
+    total_lse: Tensor | None,
     out: Tensor,
     heads: int,
+    tile: tuple[int, int] | None = None,
 ) -> None:
     """Write the attention of all parts to ``out``.
 
@@ -90,28 +102,35 @@ def merge(
         count: ``[batch, H, parts]`` float32, flat: tokens of each part.
         sink_logits: ``[Hq]``, or ``None``.
         attended: ``[batch, H]`` int64; the number of tokens is added to it. Or ``None``.
+        total_lse: ``[batch, Hq]`` float32, receives the natural logarithm of the denominator. Or ``None``.
         out: ``[batch, Hq, Dv]``.
         heads: KV heads, ``H``.
+        tile: parts at a time and channels of a program, instead of the constants.
     """
     batch, q_heads, value_dim = out.shape
     group = q_heads // heads
     rows = batch * heads
-    _merge_kernel[(rows, group)](
+    channels = max(16, triton.next_power_of_2(value_dim))
+    some, channels = tile or ((WIDE_TILE, CHANNELS) if channels > 256 else (TILE, channels))
+    _merge_kernel[(rows, group, triton.cdiv(value_dim, channels))](
         acc,
         lse,
         count,
         sink_logits,
         attended,
+        total_lse,
         out,
         count.shape[0] // max(1, rows),
         *((0, 0) if attended is None else attended.stride()),
+        *((0, 0) if total_lse is None else total_lse.stride()),
         *out.stride()[:2],
         HAS_SINK=sink_logits is not None,
         HAS_ATTENDED=attended is not None,
+        HAS_LSE=total_lse is not None,
         HEADS=heads,
         GROUP=group,
         DV=value_dim,
-        BV=max(16, triton.next_power_of_2(value_dim)),
-        BS=TILE,
+        BV=channels,
+        BS=some,
         **overlap(out),
     )

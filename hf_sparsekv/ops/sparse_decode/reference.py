@@ -28,13 +28,16 @@ def sparse_decode(
     frames: Tensor | None = None,
     places: Tensor | None = None,
     from_host: Tensor | None = None,
+    lse: Tensor | None = None,
+    used: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention over the near buffer and the chosen part of the stored blocks.
 
     Args:
         q: ``[batch, Hq, Dk]``.
-        kv: ``[num_slots, H, block_size, Dk + Dv]`` stored blocks: each token's key, then its value. May lie
-            in host memory while everything else is on the device.
+        kv: ``[num_slots, H, block_size, Dk + Dv]`` stored blocks: each token's key, then its value; or
+            ``[..., Dk]`` where a value is the first ``Dv`` entries of its key (MLA: latent, then rotary part). So are
+            ``near_kv`` and ``frames``. May lie in host memory while everything else is on the device.
         flags: ``[num_slots, block_size]`` uint8 token flags: 0 padding, 1 selectable, 3 sink.
         slots: ``[batch, cap]`` int32, slot of each block of each row; -1 where there is none.
         ids: what is attended beside the near buffer, int32, -1 for none. ``granularity="token"``: columns
@@ -55,6 +58,9 @@ def sparse_decode(
             ``"block"``: ``places`` are those of ``ids``.
         places: ``[batch, H, n]`` int32, see ``frames``.
         from_host: ``[batch, H]`` int64; the number of attended tokens that were read from ``kv`` is added to it.
+        lse: ``[batch, Hq]`` float32, receives the natural logarithm of the denominator (learned sinks included); -inf
+            where it is 0.
+        used: ``[batch, H]`` int32; with ``granularity="block"`` only that many of the ``ids`` are attended.
 
     Returns:
         ``[batch, Hq, Dv]`` in q's dtype. A row with nothing to attend to gives zeros.
@@ -62,6 +68,8 @@ def sparse_decode(
     batch, q_heads, dk = q.shape
     heads, block_size = kv.shape[1:3]
     skip = sinks if granularity == "all" else 0
+    if used is not None:
+        ids = ids.masked_fill(torch.arange(ids.shape[-1], device=ids.device) >= used[..., None], -1)
     if frames is None:
         stored, usable = gather(kv, flags, slots, ids, granularity, heads, block_size)
         at_home = usable
@@ -81,12 +89,25 @@ def sparse_decode(
     if sink_logits is not None:
         extra = sink_logits.float().view(1, heads, -1, 1).expand(batch, -1, -1, -1)
         logits = torch.cat((logits, extra), dim=-1)
+    if lse is not None:
+        lse.copy_(logits.logsumexp(-1).flatten(1))
     weights = logits.softmax(-1).nan_to_num(0.0)[..., : chosen.shape[2]]
     # What is not attended may hold anything, NaN included: 0 x NaN must not reach the sum.
-    values = chosen[..., dk : dk + value_dim].masked_fill(~usable[..., None], 0.0)
+    values = values_of(chosen, dk, value_dim).masked_fill(~usable[..., None], 0.0)
     if attended is not None:
         attended += usable.sum(-1)
     return (weights @ values).to(q.dtype).flatten(1, 2)
+
+
+def has_latents(kv: Tensor, q: Tensor) -> bool:
+    """Whether values are the beginning of their keys, which a row's width tells."""
+    return kv.shape[-1] == q.shape[-1]
+
+
+def values_of(rows: Tensor, dk: int, value_dim: int) -> Tensor:
+    """Values of tokens stored as ``rows [..., Dk + Dv]``, or ``[..., Dk]`` of latents."""
+    first = 0 if rows.shape[-1] == dk else dk
+    return rows[..., first : first + value_dim]
 
 
 def gather(

@@ -1,25 +1,21 @@
-"""Exact attention of one query per row over chosen cached tokens: the kernels.
+"""Exact attention of one query per row over chosen cached tokens: the launches.
 
-The tokens of a row and KV head are split over several programs (first the chosen part of the stored blocks,
-then the near buffer), each of which keeps a running softmax for the whole group of query heads. A second kernel
-merges the parts. How many there are depends on shapes alone.
+The tokens of a row and KV head are split over several programs, and a second kernel merges the parts. How many there
+are depends on shapes alone.
 """
 
 from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from .._dispatch import require_dense_rows
-from .._overlap import overlap, release, wait
-from .merge import LOG2E, merge
-from .reference import SELECTABLE as _SELECTABLE
-from .reference import VALID as _VALID
-
-SELECTABLE = tl.constexpr(_SELECTABLE)
-VALID = tl.constexpr(_VALID)
+from .._overlap import overlap
+from . import latents
+from .merge import merge
+from .reference import has_latents
+from .split_kernel import split_kernel
 
 # Measured on an H200 (132 processors), bf16, 128 dimensions, with `bench operator --sweep sparse_decode dense_decode`:
 # programs to aim for, and the warps of each, for chosen tokens or blocks and for all.
@@ -27,201 +23,6 @@ PROGRAMS, PROGRAMS_ALL = 1056, 528
 WARPS, WARPS_ALL = 2, 4
 STAGES = 2
 TILE_BYTES = 16384  # of K at once; twice that spills registers in float32
-
-
-@triton.jit
-def take_tile(
-    b_q,
-    b_max,
-    b_sum,
-    b_acc,
-    p_k,
-    m_n,
-    scale,
-    softcap,
-    SOFTCAP: tl.constexpr,
-    NATIVE: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-):
-    """Take a tile of tokens into the running softmax: those that ``m_n`` marks, keys at ``p_k [BN]``."""
-    o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
-    # What is not attended may hold anything, NaN included, and is not read.
-    b_k = tl.load(p_k[:, None] + o_k[None, :], mask=m_n[:, None] & (o_k < DK)[None, :], other=0.0)  # [BN, BK]
-    b_v = tl.load(p_k[:, None] + DK + o_v[None, :], mask=m_n[:, None] & (o_v < DV)[None, :], other=0.0)  # [BN, BV]
-    if not NATIVE:
-        b_k, b_v = b_k.to(tl.float32), b_v.to(tl.float32)
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [BG, BN]
-    if SOFTCAP:
-        b_s = b_s * (scale / softcap)
-        b_s = softcap * (2.0 * tl.sigmoid(2.0 * b_s) - 1.0)  # tanh
-        b_s = b_s * LOG2E
-    else:
-        b_s = b_s * (scale * LOG2E)
-    b_s = tl.where(m_n[None, :], b_s, float("-inf"))
-    b_new = tl.maximum(b_max, tl.max(b_s, 1))  # [BG]
-    b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # nothing attended yet: -inf - -inf is no number
-    b_p = tl.exp2(b_s - b_base[:, None])  # [BG, BN]
-    b_keep = tl.exp2(b_max - b_base)  # [BG]
-    b_sum = b_sum * b_keep + tl.sum(b_p, 1)
-    b_acc = b_acc * b_keep[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")  # [BG, BV]
-    return b_new, b_sum, b_acc
-
-
-@triton.jit
-def _split_kernel(
-    p_q,
-    p_kv,
-    p_flags,
-    p_slots,
-    p_ids,
-    p_frames,
-    p_places,
-    p_near,
-    p_near_valid,
-    p_acc,
-    p_lse,
-    p_count,
-    p_from_host,
-    n,
-    near,
-    skip,
-    splits,
-    per_split,
-    scale,
-    softcap,
-    q_batch,
-    q_head,
-    q_dim,
-    kv_slot,
-    kv_head,
-    kv_token,
-    flags_slot,
-    slots_batch,
-    ids_batch,
-    ids_head,
-    frames_frame,
-    frames_token,
-    places_batch,
-    places_head,
-    near_batch,
-    near_head,
-    near_token,
-    near_valid_batch,
-    from_host_batch,
-    from_host_head,
-    GRANULARITY: tl.constexpr,
-    PLACED: tl.constexpr,
-    COUNT_HOST: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    NATIVE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    LOG_BLOCK: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BG: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BN: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Attend to one part of the tokens of one row and KV head."""
-    wait(PDL)
-    i_row, i_part = tl.program_id(0), tl.program_id(1)
-    i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
-    o_g, o_k, o_v = tl.arange(0, BG), tl.arange(0, BK), tl.arange(0, BV)
-    m_g = o_g < GROUP
-    p_row = p_q + i_batch * q_batch + (i_head * GROUP + o_g[:, None]) * q_head
-    b_q = tl.load(p_row + o_k[None, :] * q_dim, mask=m_g[:, None] & (o_k < DK)[None, :], other=0.0)  # [BG, BK]
-    if not NATIVE:
-        b_q = b_q.to(tl.float32)
-    b_max = tl.full([BG], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BG], tl.float32)
-    b_acc = tl.zeros([BG, BV], tl.float32)
-    b_count = tl.zeros([BN], tl.int32)
-    b_host = tl.zeros([BN], tl.int32)
-
-    if i_part < splits:
-        first = i_part * per_split
-        end = tl.minimum(first + per_split, n)
-        for i in tl.range(first, end, BN, num_stages=STAGES):
-            # Position -> block of the row and place in it -> slot.
-            o_n = i + tl.arange(0, BN)
-            m_n = o_n < end
-            b_block, o_in = o_n // BLOCK_SIZE, o_n % BLOCK_SIZE
-            if GRANULARITY == "token":
-                p_id = p_ids + i_batch * ids_batch + i_head * ids_head + o_n
-                b_id = tl.load(p_id, mask=m_n, other=-1)  # [BN]
-                if PLACED:  # both towards minus infinity
-                    b_place, o_in = b_id >> LOG_BLOCK, b_id & (BLOCK_SIZE - 1)
-                else:
-                    m_n = m_n & (b_id >= 0)
-                    b_block, o_in = b_id // BLOCK_SIZE, b_id % BLOCK_SIZE
-            elif GRANULARITY == "block":
-                p_id = p_ids + i_batch * ids_batch + i_head * ids_head + b_block
-                if PLACED:
-                    p_place = p_places + i_batch * places_batch + i_head * places_head + b_block
-                    b_place = tl.load(p_place, mask=m_n, other=-1)  # [BN]
-                b_block = tl.load(p_id, mask=m_n, other=-1)  # [BN]
-                m_n = m_n & (b_block >= 0)
-            if not PLACED or GRANULARITY == "block":
-                b_slot = tl.load(p_slots + i_batch * slots_batch + b_block, mask=m_n, other=-1).to(tl.int64)  # [BN]
-                m_n = m_n & (b_slot >= 0)
-            if GRANULARITY != "token":
-                b_flag = tl.load(p_flags + b_slot * flags_slot + o_in, mask=m_n, other=0)  # [BN]
-                if GRANULARITY == "block":
-                    m_n = m_n & (b_flag == SELECTABLE)
-                else:
-                    m_n = m_n & ((b_flag & VALID) > 0)
-            if PLACED:
-                m_n = m_n & (b_place != -1)
-                p_host = p_kv + (-(b_place + 2)).to(tl.int64) * kv_slot + i_head * kv_head
-                p_frame = p_frames + b_place.to(tl.int64) * frames_frame
-                o_token = o_in.to(tl.int64) * tl.where(b_place < 0, kv_token, frames_token)
-                p_k = tl.where(b_place < 0, p_host, p_frame) + o_token  # [BN]
-                if COUNT_HOST:
-                    b_host += (m_n & (b_place < 0)).to(tl.int32)
-            else:
-                if COUNT_HOST:
-                    b_host += m_n.to(tl.int32)
-                p_k = p_kv + b_slot * kv_slot + i_head * kv_head + o_in.to(tl.int64) * kv_token  # [BN]
-            b_count += m_n.to(tl.int32)
-            b_max, b_sum, b_acc = take_tile(
-                b_q, b_max, b_sum, b_acc, p_k, m_n, scale, softcap, SOFTCAP, NATIVE, DK, DV, BK, BV
-            )
-    else:
-        first = skip + (i_part - splits) * per_split
-        end = tl.minimum(first + per_split, near)
-        for i in tl.range(first, end, BN, num_stages=STAGES):
-            o_n = i + tl.arange(0, BN)
-            m_n = o_n < end
-            b_valid = tl.load(p_near_valid + i_batch * near_valid_batch + o_n, mask=m_n, other=0)  # [BN]
-            m_n = m_n & (b_valid != 0)
-            p_k = p_near + i_batch * near_batch + i_head * near_head + o_n.to(tl.int64) * near_token  # [BN]
-            b_count += m_n.to(tl.int32)
-            b_max, b_sum, b_acc = take_tile(
-                b_q, b_max, b_sum, b_acc, p_k, m_n, scale, softcap, SOFTCAP, NATIVE, DK, DV, BK, BV
-            )
-
-    release(PDL)
-    if COUNT_HOST:
-        n_host = tl.sum(b_host, 0)
-        p_host = p_from_host + i_batch * from_host_batch + i_head * from_host_head
-        tl.atomic_add(p_host, n_host.to(tl.int64), mask=n_host > 0, sem="relaxed")
-    # A part without tokens is stored as zeros of no weight.
-    b_any = b_sum > 0
-    b_lse = tl.where(b_any, b_max + tl.log2(tl.where(b_any, b_sum, 1.0)), float("-inf"))
-    b_acc = b_acc / tl.where(b_any, b_sum, 1.0)[:, None]
-    i_out = i_row.to(tl.int64) * tl.num_programs(1) + i_part
-    o_out = i_out * GROUP + o_g
-    tl.store(p_lse + o_out, b_lse, mask=m_g)
-    tl.store(p_acc + o_out[:, None] * DV + o_v[None, :], b_acc, mask=m_g[:, None] & (o_v < DV)[None, :])
-    tl.store(p_count + i_out, tl.sum(b_count, 0).to(tl.float32))
 
 
 def _layout(
@@ -245,8 +46,13 @@ def scratch_size(
 ) -> int:
     """float32 entries of scratch memory for ``n`` positions of stored blocks and ``near`` of the near buffer."""
     heads = kv.shape[1]
-    _, _, stored, last = _layout(q, kv, value_dim, n, near, splits, granularity == "all")
-    return sum(_sizes(q.shape[0] * heads, stored + last, q.shape[1] // heads, value_dim))
+    rows, group = q.shape[0] * heads, q.shape[1] // heads
+    if has_latents(kv, q):
+        how = latents.tiles(group, latents.is_native(q, kv), granularity)
+        parts = latents.layout(rows, group, n + near, q.shape[-1], kv.shape[2], granularity, how, splits).parts
+    else:
+        parts = sum(_layout(q, kv, value_dim, n, near, splits, granularity == "all")[2:])
+    return sum(_sizes(rows, parts, group, value_dim))
 
 
 def sparse_decode(
@@ -268,17 +74,20 @@ def sparse_decode(
     frames: Tensor | None = None,
     places: Tensor | None = None,
     from_host: Tensor | None = None,
+    lse: Tensor | None = None,
+    used: Tensor | None = None,
     out: Tensor | None = None,
     scratch: Tensor | None = None,
     splits: int | None = None,
     tile: int | None = None,
     stages: int = STAGES,
     warps: int | None = None,
+    tiles: latents.Tiles | None = None,
 ) -> Tensor:
     """As ``reference.sparse_decode``, into ``out`` if given.
 
     ``scratch`` is float32 of ``scratch_size()`` entries. ``splits`` (how many parts to aim for), ``tile`` (tokens at
-    once), ``stages`` and ``warps`` replace the constants.
+    once), ``stages`` and ``warps`` replace the constants; with latents ``tiles`` does instead of the latter three.
     """
     batch, q_heads, dk = q.shape
     heads, block_size = kv.shape[1:3]
@@ -296,6 +105,8 @@ def sparse_decode(
     placed = frames is not None
     if placed and granularity == "all":
         raise ValueError("blocks go by place only where some are chosen, not with granularity='all'")
+    if used is not None and not (granularity == "block" and has_latents(kv, q)):
+        raise ValueError("used goes with granularity='block' of latents only: give fewer ids instead")
     if granularity == "token":
         n = ids.shape[-1]
     elif granularity == "block":
@@ -307,64 +118,95 @@ def sparse_decode(
     skip = sinks if granularity == "all" else 0
     near = near_kv.shape[2]
     rows, group = batch * heads, q_heads // heads
-    tile, per_split, stored, last = _layout(q, kv, value_dim, n, near - skip, splits, granularity == "all", tile)
-    parts = stored + last
+    if latent := has_latents(kv, q):
+        tiles = tiles or latents.tiles(group, latents.is_native(q, kv, near_kv), granularity)
+        cut = latents.layout(rows, group, n + near - skip, dk, block_size, granularity, tiles, splits)
+        parts = cut.parts
+    else:
+        tile, per_split, stored, last = _layout(q, kv, value_dim, n, near - skip, splits, granularity == "all", tile)
+        parts = stored + last
     sizes = _sizes(rows, parts, group, value_dim)
     if scratch is None:
         scratch = torch.empty(sum(sizes), dtype=torch.float32, device=q.device)
-    acc, lse, count = scratch[: sum(sizes)].split(sizes)
+    acc, part_lse, count = scratch[: sum(sizes)].split(sizes)
     if out is None:
         out = torch.empty(batch, q_heads, value_dim, dtype=q.dtype, device=q.device)
     with torch.cuda.device_of(q):
-        _split_kernel[(rows, parts)](
-            q,
-            kv,
-            flags,
-            slots,
-            ids,
-            frames,
-            places,
-            near_kv,
-            near_valid.view(torch.uint8),  # a bool is one bit to Triton
-            acc,
-            lse,
-            count,
-            from_host,
-            n,
-            near,
-            skip,
-            stored,
-            per_split,
-            float(scale),
-            float(softcap or 0.0),
-            *q.stride(),
-            *kv.stride()[:3],
-            flags.stride(0),
-            slots.stride(0),
-            *((0, 0) if granularity == "all" else ids.stride()[:2]),
-            *(frames.stride()[:2] if placed else (0, 0)),
-            *((0, 0) if places is None else places.stride()[:2]),
-            *near_kv.stride()[:3],
-            near_valid.stride(0),
-            *((0, 0) if from_host is None else from_host.stride()),
-            GRANULARITY=granularity,
-            PLACED=placed,
-            COUNT_HOST=from_host is not None,
-            SOFTCAP=softcap is not None,
-            NATIVE=q.dtype == kv.dtype == near_kv.dtype and q.dtype != torch.float32,
-            BLOCK_SIZE=block_size,
-            LOG_BLOCK=block_size.bit_length() - 1,
-            HEADS=heads,
-            GROUP=group,
-            DK=dk,
-            DV=value_dim,
-            BG=max(16, triton.next_power_of_2(group)),
-            BK=max(16, triton.next_power_of_2(dk)),
-            BV=max(16, triton.next_power_of_2(value_dim)),
-            BN=tile,
-            STAGES=stages,
-            num_warps=warps or (WARPS_ALL if granularity == "all" else WARPS),
-            **overlap(q),
-        )
-        merge(acc, lse, count, sink_logits, attended, out, heads)
+        if latent:
+            latents.split(
+                q,
+                kv,
+                flags,
+                slots,
+                ids,
+                near_kv,
+                near_valid,
+                granularity=granularity,
+                value_dim=value_dim,
+                n=n,
+                skip=skip,
+                scale=scale,
+                softcap=softcap,
+                frames=frames,
+                places=places,
+                from_host=from_host,
+                used=used,
+                acc=acc,
+                lse=part_lse,
+                count=count,
+                how=tiles,
+                cut=cut,
+            )
+        else:
+            split_kernel[(rows, parts)](
+                q,
+                kv,
+                flags,
+                slots,
+                ids,
+                frames,
+                places,
+                near_kv,
+                near_valid.view(torch.uint8),  # a bool is one bit to Triton
+                acc,
+                part_lse,
+                count,
+                from_host,
+                n,
+                near,
+                skip,
+                stored,
+                per_split,
+                float(scale),
+                float(softcap or 0.0),
+                *q.stride(),
+                *kv.stride()[:3],
+                flags.stride(0),
+                slots.stride(0),
+                *((0, 0) if granularity == "all" else ids.stride()[:2]),
+                *(frames.stride()[:2] if placed else (0, 0)),
+                *((0, 0) if places is None else places.stride()[:2]),
+                *near_kv.stride()[:3],
+                near_valid.stride(0),
+                *((0, 0) if from_host is None else from_host.stride()),
+                GRANULARITY=granularity,
+                PLACED=placed,
+                COUNT_HOST=from_host is not None,
+                SOFTCAP=softcap is not None,
+                NATIVE=q.dtype == kv.dtype == near_kv.dtype and q.dtype != torch.float32,
+                BLOCK_SIZE=block_size,
+                LOG_BLOCK=block_size.bit_length() - 1,
+                HEADS=heads,
+                GROUP=group,
+                DK=dk,
+                DV=value_dim,
+                BG=max(16, triton.next_power_of_2(group)),
+                BK=max(16, triton.next_power_of_2(dk)),
+                BV=max(16, triton.next_power_of_2(value_dim)),
+                BN=tile,
+                STAGES=stages,
+                num_warps=warps or (WARPS_ALL if granularity == "all" else WARPS),
+                **overlap(q),
+            )
+        merge(acc, part_lse, count, sink_logits, attended, lse, out, heads)
     return out

@@ -8,12 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from .._dispatch import require_dense_rows
+from .._group import MANY, mean_heads
 from .._overlap import overlap, release, wait
 from .reference import SELECTABLE as _SELECTABLE
 from .words import can_score_words, score_words
 
 SELECTABLE = tl.constexpr(_SELECTABLE)
 TILE = 128  # tokens a program. Not tuned yet.
+QUERIES = 2048  # bytes of labels times heads above which a program has twice the warps
 
 
 @triton.jit
@@ -165,6 +167,8 @@ def token_score(
     group = q_heads // heads
     packed = qparams is not None
     mean = reduce == "mean"
+    if mean and group > MANY:
+        q, group = mean_heads(q, heads), 1
     if packed and words is not False and can_score_words(codes, qparams, 1 if mean else group):
         score_words(q, codes, qparams, channels, flags, slots, block_ids, mean, out, blocks_a_program)
         return out
@@ -198,6 +202,7 @@ def token_score(
             BG=max(16, triton.next_power_of_2(group)),
             BW=max(16, triton.next_power_of_2(width)),
             BT=TILE,
+            num_warps=8 if group * width > QUERIES else 4,
             **overlap(q),
         )
     return out

@@ -1,0 +1,301 @@
+"""Multi-head latent attention (MLA): attention on the cached latents themselves.
+
+MLA caches one latent ``c [r]`` and one rotated key part ``k_rot [dr]`` a token, for all heads together. Keys and values
+are products of the latent, ``k_h = [W_UK,h c, k_rot]`` and ``v_h = W_UV,h c``, so both matrices can be *absorbed* into
+query and output (DeepSeek-V2, section 2.1.2):
+
+    q_h . k_h = [W_UK,h^T q_nope,h, q_rot,h] . [c, k_rot]        out_h = W_UV,h sum_t p_t c_t
+
+To a decode step the cache is then a single KV head of ``r + dr`` channels whose values are the first ``r`` of them, and
+nothing is ever expanded. transformers' models expand all latents in each step, in ``expand_kv``: that method, and
+nothing else of a model, is replaced on the instance, so that handles of our caches pass through to the attention
+function. With any other cache or attention function it does what it did.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import torch
+from torch import Tensor, nn
+
+from .exact import _MASK_BYTES, AttentionSpec, _mask, exact_attention
+from .handle import KVHandle
+
+_NEEDED = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_OWN, _HELD = "_sparsekv_own_expand_kv", "_sparsekv_kv_b"
+_BETWEEN = ("hf_sparsekv.layer", "hf_sparsekv.cache", "transformers.cache_utils")  # a module's forward and this one
+_PIECE = 1 << 29  # bytes of keys and values that are expanded at once
+_PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SAMPLE = (
+    2048  # tokens of a prompt that label channels are made from: absorbed queries of all would take 10x the prompt's
+)
+RECENT = 64  # of which so many are the last ones
+
+
+def is_mla(module: nn.Module) -> bool:
+    """An attention module that caches latents and expands them after. (With an indexer, DSA, it caches what it has
+    expanded.)"""
+    return all(hasattr(module, name) for name in _NEEDED) and not hasattr(module, "indexer")
+
+
+def calling_module() -> nn.Module | None:
+    """The MLA module whose ``forward()`` is calling ``update()``, or None.
+
+    A cache is never told who uses it, and ``expand_kv`` comes before the attention function, which is. So it looks.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
+        frame = frame.f_back
+    module = None if frame is None else frame.f_locals.get("self")
+    return module if isinstance(module, nn.Module) and is_mla(module) else None
+
+
+# ---------------------------------------------------------------------- the method that is replaced
+
+
+def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+    """Takes the place of a module's ``expand_kv``: handles pass through on their way to our attention function."""
+    if isinstance(kv_nope, KVHandle) and kv_nope.step.absorbed and self.config._attn_implementation == "sparsekv":
+        return kv_nope, k_rot
+    own = self.__dict__.get(_OWN)
+    return own(kv_nope, k_rot) if own is not None else type(self).expand_kv(self, kv_nope, k_rot)
+
+
+def absorbs(module: nn.Module) -> bool:
+    """Handles pass through this module's ``expand_kv``."""
+    return getattr(module.__dict__.get("expand_kv"), "__func__", None) is expand_kv
+
+
+def absorb(module: nn.Module) -> bool:
+    """Replace the ``expand_kv`` of one module; False if that was done already.
+
+    Raises:
+        ValueError: its ``kv_b_proj`` has a bias, which latent attention has no place for.
+    """
+    if absorbs(module):
+        return False
+    if getattr(module.kv_b_proj, "bias", None) is not None:
+        raise ValueError(
+            f"{type(module).__name__}.kv_b_proj has a bias, which cannot be absorbed: use a DynamicCache for this model"
+        )
+    module.__dict__[_OWN] = module.__dict__.get("expand_kv")
+    module.expand_kv = types.MethodType(expand_kv, module)
+    return True
+
+
+def restore(module: nn.Module) -> None:
+    """Undo :func:`absorb`."""
+    if absorbs(module):
+        own = module.__dict__.pop(_OWN)
+        del module.expand_kv
+        if own is not None:
+            module.expand_kv = own
+    module.__dict__.pop(_HELD, None)
+
+
+def absorb_mla(model: nn.Module) -> list[nn.Module]:
+    """Let our caches attend to the latents of an MLA model's layers. Caches do it themselves at their first use.
+
+    Returns:
+        The attention modules that were changed; empty for a model without MLA, or if it was done before.
+    """
+    return [module for module in model.modules() if is_mla(module) and absorb(module)]
+
+
+def restore_mla(model: nn.Module) -> None:
+    """Put back every ``expand_kv`` that :func:`absorb_mla`, ``optimize()`` or a cache has replaced."""
+    for module in model.modules():
+        restore(module)
+
+
+# ---------------------------------------------------------------------- attention
+
+
+class Absorbed:
+    """The two projections of one MLA module, and attention with them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.nope, self.rope, self.value = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
+        self.rank = module.kv_lora_rank
+
+    @property
+    def plain(self) -> bool:
+        """The projection's matrix can be used where it is."""
+        linear = self.module.kv_b_proj
+        weight = getattr(linear, "weight", None)
+        return (
+            type(linear) is nn.Linear and type(weight) is nn.Parameter and weight.dtype in _PLAIN and not weight.is_meta
+        )
+
+    def matrix(self, like: Tensor) -> Tensor:
+        """``[H, dn + dv, r]``. Of a quantised (or adapted, or sharded) projection: made by :meth:`refresh`."""
+        if self.plain:
+            weight = self.module.kv_b_proj.weight
+        else:
+            weight = self.module.__dict__.get(_HELD)
+            if weight is None or weight.device != like.device or weight.dtype != like.dtype:
+                self.refresh(like)
+                weight = self.module.__dict__[_HELD]
+        return weight.view(-1, self.nope + self.value, self.rank)
+
+    @torch.no_grad()
+    def refresh(self, like: Tensor) -> None:
+        """Work out what the projection does, whatever it is made of, by projecting the identity.
+
+        Dynamic quantisation of the rows of an identity is exact. Done for each prompt, because adapters change; in
+        place, because captured steps know the address.
+
+        Raises:
+            ValueError: the projection adds something to its input.
+        """
+        if self.plain:
+            return
+        linear = self.module.kv_b_proj
+        with torch.inference_mode(False):
+            one = torch.eye(self.rank, dtype=like.dtype, device=like.device)
+        if bool(linear(torch.zeros_like(one)).any()):
+            raise ValueError(
+                f"kv_b_proj is a {type(linear).__name__} that adds something to its input, which cannot be absorbed: "
+                "use a DynamicCache for this model"
+            )
+        with torch.inference_mode(False):
+            made = linear(one).to(like.dtype).T.contiguous()  # [H * (dn + dv), r]
+        held = self.module.__dict__.get(_HELD)
+        if held is not None and (held.shape, held.dtype, held.device) == (made.shape, made.dtype, made.device):
+            held.copy_(made)
+        else:
+            self.module.__dict__[_HELD] = made
+
+    def queries(self, query: Tensor) -> Tensor:
+        """``[batch, H, q, dn + dr]`` to the latents' space, ``[batch, H, q, r + dr]``."""
+        key = self.matrix(query)[:, : self.nope]  # [H, dn, r]
+        nope, rope = query.split((self.nope, self.rope), dim=-1)
+        return torch.cat((_by_head(nope, key), rope), dim=-1)
+
+    def outputs(self, out: Tensor) -> Tensor:
+        """Attention to latents, ``[batch, H, q, r]``, to each head's values, ``[batch, H, q, dv]``."""
+        return _by_head(out, self.matrix(out)[:, self.nope :].transpose(1, 2))
+
+    def observed(
+        self, query: Tensor, latent: Tensor, rotary: Tensor, valid: Tensor | None, most: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Queries and keys of at most ``most`` of the tokens, as a selection sees them: evenly spaced, and the last.
+
+        Args:
+            query: ``[batch, H, q, dn + dr]``.
+            latent, rotary: ``[batch, 1, q, r]`` and ``[batch, 1, q, dr]``.
+            valid: bool ``[batch, q]``, or None.
+        """
+        q = query.shape[2]
+        if q > most:
+            spaced = torch.arange(most - RECENT, device=query.device) * (q - RECENT) // (most - RECENT)
+            at = torch.cat((spaced, torch.arange(q - RECENT, q, device=query.device)))
+            query, latent, rotary = (x.index_select(2, at) for x in (query, latent, rotary))
+            valid = None if valid is None else valid.index_select(1, at)
+        return self.queries(query), torch.cat((latent, rotary), dim=-1), valid
+
+    def attention(
+        self,
+        query: Tensor,
+        latent: Tensor,
+        rotary: Tensor,
+        spec: AttentionSpec,
+        *,
+        columns: Tensor | None = None,
+        mask: Tensor | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        """Exact attention of the last ``q`` columns over all ``n``, see :func:`.exact.exact_attention`.
+
+        Expanding costs ``r (dn + dv)`` products a cached token and head, whatever ``q`` is; on latents each query costs
+        ``2r + dr`` instead of ``dn + dr + dv``. Few queries over a long past therefore attend to the latents.
+
+        Args:
+            query: ``[batch, H, q, dn + dr]``.
+            latent, rotary: ``[batch, 1, n, r]`` and ``[batch, 1, n, dr]``.
+
+        Returns:
+            ``[batch, H, q, dv]``.
+        """
+        q, n = query.shape[2], latent.shape[2]
+        each = self.nope + self.rope + self.value
+        # Twice: scores on latents go through memory, for want of a fused kernel of that width.
+        if q < n and not dropout and 2 * q * (2 * self.rank + self.rope) < q * each + self.rank * (each - self.rope):
+            return self.outputs(_on_latents(self.queries(query), latent, rotary, spec, columns, mask))
+        batch, heads = query.shape[:2]
+        size = n * each * query.dtype.itemsize  # of one row and head
+        n_heads = min(heads, max(1, _PIECE // (batch * size)))
+        n_rows = batch if n_heads > 1 else min(batch, max(1, _PIECE // size))
+        if n_heads == heads and n_rows == batch:
+            return exact_attention(
+                query, *self.expand(latent, rotary), spec, columns=columns, mask=mask, dropout=dropout
+            )
+        out = query.new_empty(batch, heads, q, self.value)
+        for row in range(0, batch, n_rows):
+            rows = slice(row, row + n_rows)
+            for lo in range(0, heads, n_heads):
+                some = slice(lo, lo + n_heads)
+                sinks = None if spec.sink_logits is None else spec.sink_logits[some]
+                part = AttentionSpec(spec.scale, spec.softcap, sinks, spec.sliding_window)
+                seen = None if columns is None else columns[rows]
+                here = mask
+                if mask is not None:
+                    here = mask[rows] if mask.shape[0] > 1 else mask
+                    here = here[:, some] if mask.shape[1] > 1 else here
+                kv = self.expand(latent[rows], rotary[rows], some)
+                out[rows, some] = exact_attention(
+                    query[rows, some], *kv, part, columns=seen, mask=here, dropout=dropout
+                )
+        return out
+
+    def expand(self, latent: Tensor, rotary: Tensor, heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Keys ``[batch, h, n, dn + dr]`` and values ``[batch, h, n, dv]`` of some heads, as the model's own method."""
+        weight = self.matrix(latent)[heads]
+        kv = nn.functional.linear(latent[:, 0], weight.flatten(0, 1))  # [batch, n, h * (dn + dv)]
+        kv = kv.unflatten(-1, (len(weight), -1)).transpose(1, 2)
+        nope, value = kv.split((self.nope, self.value), dim=-1)
+        return torch.cat((nope, rotary.expand(-1, len(weight), -1, -1)), dim=-1), value
+
+
+def _by_head(x: Tensor, matrix: Tensor) -> Tensor:
+    """``x [batch, H, q, a]`` times ``matrix [H, a, b]``: all rows of a head at once, so that it is read once."""
+    batch, heads, q, _ = x.shape
+    return torch.bmm(x.transpose(0, 1).flatten(1, 2), matrix).view(heads, batch, q, -1).transpose(0, 1)
+
+
+def _on_latents(
+    query: Tensor, latent: Tensor, rotary: Tensor, spec: AttentionSpec, columns: Tensor | None, mask: Tensor | None
+) -> Tensor:
+    """Attention of absorbed queries ``[batch, H, q, r + dr]``, ``[batch, H, q, r]``: some queries at a time."""
+    batch, heads, q, _ = query.shape
+    n, rank = latent.shape[2], latent.shape[3]
+    out = query.new_empty(batch, heads, q, rank)
+    parts = (latent[:, 0].transpose(1, 2), rotary[:, 0].transpose(1, 2))  # [batch, r or dr, n]
+    step = max(1, _MASK_BYTES // (4 * batch * heads * n))
+    for lo in range(0, q, step):
+        hi = min(lo + step, q)
+        some = query[:, :, lo:hi].flatten(1, 2)  # [batch, H * q, r + dr]
+        logits = _product(some[..., :rank], parts[0]).add_(_product(some[..., rank:], parts[1]))
+        logits = logits.mul_(spec.scale).unflatten(1, (heads, -1))  # [batch, H, q, n]
+        if spec.softcap is not None:
+            logits = logits.div_(spec.softcap).tanh_().mul_(spec.softcap)
+        seen = _mask(mask, columns, spec.sliding_window, n - q, lo, hi, n, query.device)
+        logits = logits.masked_fill_(~seen, float("-inf")) if seen.dtype == torch.bool else logits.add_(seen)
+        if spec.sink_logits is not None:
+            sink = spec.sink_logits.float().view(1, -1, 1, 1).expand(batch, -1, hi - lo, 1)
+            logits = torch.cat((logits, sink), dim=-1)
+        weights = logits.softmax(-1).nan_to_num_(0.0)[..., :n].to(latent.dtype).flatten(1, 2)
+        out[:, :, lo:hi] = torch.bmm(weights, latent[:, 0]).unflatten(1, (heads, -1))
+    return out
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Batched product in float32 (of bfloat16 on tensor cores: rounded scores would cost a digit of the weights)."""
+    if a.dtype == torch.float32:
+        return torch.bmm(a, b)
+    if a.is_cuda:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(a.float(), b.float())

@@ -1,0 +1,71 @@
+"""The mean over the query heads of a group, ahead of a score that is linear in it.
+
+A score's programs each read the queries of their group. With the 128 heads of a latent's group these are more than the
+labels or bounds that a program scores, so they are reduced once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._overlap import begin, overlap
+
+MANY = 32  # query heads of a group above which this pays a launch of its own. Not measured yet.
+CHANNELS = 64  # of a program
+
+
+@triton.jit
+def _mean_kernel(
+    p_q,
+    p_out,
+    q_batch,
+    q_head,
+    q_dim,
+    SPLIT: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    BG: tl.constexpr,
+    BK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """``BK`` channels of one row and KV head."""
+    begin(PDL)
+    i_row = tl.program_id(0)
+    i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
+    o_g, o_k = tl.arange(0, BG), tl.program_id(1) * BK + tl.arange(0, BK)
+    p_from = p_q + i_batch * q_batch + (i_head * GROUP + o_g[:, None]) * q_head + o_k[None, :] * q_dim
+    b_q = tl.load(p_from, mask=(o_g < GROUP)[:, None] & (o_k < DK)[None, :], other=0.0).to(tl.float32)  # [BG, BK]
+    if SPLIT:
+        p_to = p_out + i_row * 2 * DK + o_k
+        tl.store(p_to, tl.sum(tl.maximum(b_q, 0.0), 0) / GROUP, mask=o_k < DK)
+        tl.store(p_to + DK, tl.sum(tl.minimum(b_q, 0.0), 0) / GROUP, mask=o_k < DK)
+    else:
+        tl.store(p_out + i_row * DK + o_k, tl.sum(b_q, 0) / GROUP, mask=o_k < DK)
+
+
+def mean_heads(q: Tensor, heads: int, split: bool = False) -> Tensor:
+    """Mean of ``q [batch, Hq, Dk]`` over each of ``heads`` groups: float32 ``[batch, H, Dk]``.
+
+    With ``split`` ``[batch, 2 H, Dk]``: of the positive, then of the negative parts.
+    """
+    batch, q_heads, dk = q.shape
+    group = q_heads // heads
+    out = torch.empty(batch, heads * (1 + split), dk, dtype=torch.float32, device=q.device)
+    with torch.cuda.device_of(q):
+        _mean_kernel[(batch * heads, triton.cdiv(dk, CHANNELS))](
+            q,
+            out,
+            *q.stride(),
+            SPLIT=split,
+            HEADS=heads,
+            GROUP=group,
+            DK=dk,
+            BG=triton.next_power_of_2(group),
+            BK=CHANNELS,
+            **overlap(q),
+        )
+    return out

@@ -1,0 +1,175 @@
+"""The chosen experts of a mixture: the kernels. All that counts is to read the weights once, at the memory's speed."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._dispatch import require_dense_rows
+from .._overlap import begin, overlap
+from ..gated.reference import ACTIVATIONS
+from .reference import MAX_TOKENS
+
+# Outputs a program, inputs a step of its loop at most, warps: as `small_linear` has them for one row. Not measured yet.
+UP = (4, 2048, 8)
+DOWN = (4, 1024, 4)
+
+
+@triton.jit
+def _up_kernel(
+    p_x,
+    p_index,
+    p_weight,
+    p_out,
+    n,
+    d,
+    x_row,
+    index_row,
+    index_at,
+    weight_expert,
+    weight_row,
+    K: tl.constexpr,
+    SILU: tl.constexpr,
+    EVEN: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """``BN`` values between the two products, of one token and expert. Neighbours share their expert's rows."""
+    begin(PDL)
+    i = tl.program_id(0)
+    token, at = i // K, i % K
+    expert = tl.load(p_index + token.to(tl.int64) * index_row + at * index_at).to(tl.int64)
+    o_n, o_d = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BD)
+    p_gate = p_weight + expert * weight_expert + o_n.to(tl.int64)[:, None] * weight_row
+    p_up = p_gate + n * weight_row
+    b_gate = tl.zeros([BN, BD], tl.float32)
+    b_up = tl.zeros([BN, BD], tl.float32)
+    for d_0 in range(0, d, BD):
+        m_d = d_0 + o_d < d
+        if EVEN:
+            b_g = tl.load(p_gate + (d_0 + o_d)[None, :])  # [BN, BD]
+            b_u = tl.load(p_up + (d_0 + o_d)[None, :])
+        else:
+            m_w = (o_n < n)[:, None] & m_d[None, :]
+            b_g = tl.load(p_gate + (d_0 + o_d)[None, :], mask=m_w, other=0.0)  # [BN, BD]
+            b_u = tl.load(p_up + (d_0 + o_d)[None, :], mask=m_w, other=0.0)
+        b_x = tl.load(p_x + token.to(tl.int64) * x_row + d_0 + o_d, mask=m_d, other=0.0).to(tl.float32)[None, :]
+        b_gate += b_g.to(tl.float32) * b_x
+        b_up += b_u.to(tl.float32) * b_x
+    dtype = p_out.dtype.element_ty
+    gate = tl.sum(b_gate, 1).to(dtype).to(tl.float32)  # [BN], rounded as the reference
+    up = tl.sum(b_up, 1).to(dtype).to(tl.float32)
+    if SILU:
+        argument = gate
+    else:
+        argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # (1 + tanh(u)) / 2 = sigmoid(2 u)
+    active = (gate * tl.sigmoid(argument)).to(dtype).to(tl.float32)
+    tl.store(p_out + i.to(tl.int64) * n + o_n, (active * up).to(dtype), mask=o_n < n)
+
+
+@triton.jit
+def _down_kernel(
+    p_x,
+    p_index,
+    p_share,
+    p_weight,
+    p_out,
+    n,
+    d,
+    index_row,
+    index_at,
+    share_row,
+    share_at,
+    weight_expert,
+    weight_row,
+    K: tl.constexpr,
+    EVEN: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """``BN`` outputs of one token: the weighted sum over its experts."""
+    begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    o_n, o_d = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BD)
+    b_out = tl.zeros([BN], tl.float32)
+    for at in tl.static_range(K):
+        expert = tl.load(p_index + token * index_row + at * index_at).to(tl.int64)
+        share = tl.load(p_share + token * share_row + at * share_at).to(tl.float32)
+        p_row = p_weight + expert * weight_expert + o_n.to(tl.int64)[:, None] * weight_row
+        b_sum = tl.zeros([BN, BD], tl.float32)
+        for d_0 in range(0, d, BD):
+            m_d = d_0 + o_d < d
+            if EVEN:
+                b_w = tl.load(p_row + (d_0 + o_d)[None, :])  # [BN, BD]
+            else:
+                b_w = tl.load(p_row + (d_0 + o_d)[None, :], mask=(o_n < n)[:, None] & m_d[None, :], other=0.0)
+            b_x = tl.load(p_x + (token * K + at) * d + d_0 + o_d, mask=m_d, other=0.0)  # [BD]
+            b_sum += b_w.to(tl.float32) * b_x.to(tl.float32)[None, :]
+        b_out += tl.sum(b_sum, 1).to(p_out.dtype.element_ty).to(tl.float32) * share
+    tl.store(p_out + token * n + o_n, b_out.to(p_out.dtype.element_ty), mask=o_n < n)
+
+
+def _width(d: int, most: int) -> int:
+    """Inputs a step: the largest power of two that divides ``d``, unless that is less than a quarter of ``most``."""
+    part = min(d & -d, most)
+    return part if part >= most // 4 else min(most, triton.next_power_of_2(d))
+
+
+def experts(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
+    """As ``reference.experts``, of at most ``MAX_TOKENS`` tokens."""
+    tokens, k = index.shape
+    inner, width = down.shape[2], x.shape[1]
+    if tokens > MAX_TOKENS:
+        raise ValueError(f"at most {MAX_TOKENS} tokens, got {tokens}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
+    require_dense_rows(x=x, gate_up=gate_up, down=down)
+    middle, out = x.new_empty(tokens * k, inner), x.new_empty(tokens, width)
+    if not tokens:
+        return out
+    with torch.cuda.device_of(x):
+        bn, most, warps = UP
+        bd = _width(width, most)
+        _up_kernel[(tokens * k, triton.cdiv(inner, bn))](
+            x,
+            index,
+            gate_up,
+            middle,
+            inner,
+            width,
+            x.stride(0),
+            *index.stride(),
+            *gate_up.stride()[:2],
+            K=k,
+            SILU=activation == "silu",
+            EVEN=inner % bn == 0 and width % bd == 0,
+            BN=bn,
+            BD=bd,
+            num_warps=warps,
+            **overlap(x),
+        )
+        bn, most, warps = DOWN
+        bd = _width(inner, most)
+        _down_kernel[(tokens, triton.cdiv(width, bn))](
+            middle,
+            index,
+            weights,
+            down,
+            out,
+            width,
+            inner,
+            *index.stride(),
+            *weights.stride(),
+            *down.stride()[:2],
+            K=k,
+            EVEN=width % bn == 0 and inner % bd == 0,
+            BN=bn,
+            BD=bd,
+            num_warps=warps,
+            **overlap(x),
+        )
+    return out

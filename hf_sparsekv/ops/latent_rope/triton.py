@@ -1,0 +1,137 @@
+"""Queries, latents and rotary parts of MLA, ready for the cache: the kernel."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._dispatch import require_dense_rows
+from .._overlap import begin, overlap
+
+HEADS = 4  # query heads a program. Not measured yet.
+
+
+@triton.jit
+def _turned(p_x, o_r, m_x, b_cos, b_sin, R: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The rotary part at ``p_x`` (a column, or a scalar pointer), turned; rounded as the reference."""
+    o_i = tl.where(o_r < R // 2, o_r, o_r - R // 2)
+    second = (o_r >= R // 2).to(tl.int32)
+    if INTERLEAVED:
+        o_a, o_b = 2 * o_i + second, 2 * o_i + 1 - second
+    else:
+        o_a, o_b = o_r, o_i + (1 - second) * (R // 2)
+    dtype = p_x.dtype.element_ty
+    b_a = tl.load(p_x + o_a, mask=m_x, other=0.0).to(tl.float32)
+    b_b = tl.load(p_x + o_b, mask=m_x, other=0.0).to(tl.float32)
+    b_a = (b_a * b_cos).to(dtype).to(tl.float32)
+    b_b = (b_b * b_sin).to(dtype).to(tl.float32)
+    return (b_a + tl.where(second == 1, b_b, -b_b)).to(dtype)
+
+
+@triton.jit
+def _latent_rope_kernel(
+    p_q,
+    p_compressed,
+    p_cos,
+    p_sin,
+    p_weight,
+    p_q_out,
+    p_latent,
+    p_rotary,
+    tokens,
+    eps,
+    q_batch,
+    q_token,
+    q_head,
+    compressed_batch,
+    compressed_token,
+    cos_batch,
+    cos_token,
+    sin_batch,
+    sin_token,
+    INTERLEAVED: tl.constexpr,
+    H: tl.constexpr,
+    NOPE: tl.constexpr,
+    R: tl.constexpr,
+    RANK: tl.constexpr,
+    BH: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+    BK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """``BH`` query heads of one token; the last program of a token its latent and rotary part."""
+    begin(PDL)
+    i_token = tl.program_id(0).to(tl.int64)
+    i_batch, i_q, i_tile = i_token // tokens, i_token % tokens, tl.program_id(1)
+    o_r = tl.arange(0, BR)
+    m_r = o_r < R
+    o_i = tl.where(o_r < R // 2, o_r, o_r - R // 2)
+    b_cos = tl.load(p_cos + i_batch * cos_batch + i_q * cos_token + o_i, mask=m_r, other=0.0).to(tl.float32)  # [BR]
+    b_sin = tl.load(p_sin + i_batch * sin_batch + i_q * sin_token + o_i, mask=m_r, other=0.0).to(tl.float32)
+    if i_tile * BH < H:
+        o_h, o_n = i_tile * BH + tl.arange(0, BH), tl.arange(0, BN)
+        m_h = (o_h < H)[:, None]
+        p_from = p_q + i_batch * q_batch + i_q * q_token + o_h[:, None] * q_head
+        p_to = p_q_out + (i_token * H + o_h[:, None]) * (NOPE + R)
+        m_n = m_h & (o_n < NOPE)[None, :]
+        tl.store(p_to + o_n[None, :], tl.load(p_from + o_n[None, :], mask=m_n, other=0.0), mask=m_n)
+        m_x = m_h & m_r[None, :]
+        b_x = _turned(p_from + NOPE, o_r[None, :], m_x, b_cos[None, :], b_sin[None, :], R, INTERLEAVED)
+        tl.store(p_to + NOPE + o_r[None, :], b_x, mask=m_x)
+    else:
+        o_k = tl.arange(0, BK)
+        m_k = o_k < RANK
+        p_from = p_compressed + i_batch * compressed_batch + i_q * compressed_token
+        b_x = tl.load(p_from + o_k, mask=m_k, other=0.0).to(tl.float32)  # [BK]
+        b_x = b_x * tl.rsqrt(tl.sum(b_x * b_x, 0) / RANK + eps)
+        dtype = p_latent.dtype.element_ty
+        b_weight = tl.load(p_weight + o_k, mask=m_k, other=0.0).to(tl.float32)
+        tl.store(p_latent + i_token * RANK + o_k, (b_x.to(dtype).to(tl.float32) * b_weight).to(dtype), mask=m_k)
+        b_x = _turned(p_from + RANK, o_r, m_r, b_cos, b_sin, R, INTERLEAVED)
+        tl.store(p_rotary + i_token * R + o_r, b_x, mask=m_r)
+
+
+def latent_rope(
+    q: Tensor, compressed: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, eps: float, interleaved: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``reference.latent_rope``. The last dimensions are contiguous, the others strided in any way."""
+    batch, tokens, heads, dim = q.shape
+    rope, rank = cos.shape[-1], weight.shape[0]
+    require_dense_rows(q=q, compressed=compressed, cos=cos, sin=sin, weight=weight)
+    if rope % 2 or rope > dim or compressed.shape[-1] != rank + rope:
+        raise ValueError(f"rows of {compressed.shape[-1]} are no latents of {rank} with rotary parts of {rope}")
+    q_out = q.new_empty(q.shape)
+    latent, rotary = q.new_empty(batch, 1, tokens, rank), q.new_empty(batch, 1, tokens, rope)
+    cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
+    if q.numel():
+        with torch.cuda.device_of(q):
+            _latent_rope_kernel[(batch * tokens, triton.cdiv(heads, HEADS) + 1)](
+                q,
+                compressed,
+                cos,
+                sin,
+                weight,
+                q_out,
+                latent,
+                rotary,
+                tokens,
+                eps,
+                *q.stride()[:3],
+                *compressed.stride()[:2],
+                *cos.stride()[:2],
+                *sin.stride()[:2],
+                INTERLEAVED=interleaved,
+                H=heads,
+                NOPE=dim - rope,
+                R=rope,
+                RANK=rank,
+                BH=HEADS,
+                BN=triton.next_power_of_2(max(1, dim - rope)),
+                BR=triton.next_power_of_2(rope),
+                BK=triton.next_power_of_2(rank),
+                **overlap(q),
+            )
+    return q_out.transpose(1, 2), latent, rotary

@@ -1,0 +1,50 @@
+"""Which experts a token goes to: the definition (DeepSeek-V3, section 2.1.2)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MAX_TOKENS = 64  # of the kernels
+
+
+def route(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    top_k: int,
+    *,
+    groups: int,
+    top_groups: int,
+    normalise: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sigmoid scores; the experts with the largest score plus bias, within the groups whose two best experts have most.
+
+    Args:
+        x: ``[tokens, D]``.
+        weight: ``[E, D]``.
+        bias: ``[E]``, added for the choice only.
+        top_k: experts of a token.
+        groups, top_groups: groups of neighbouring experts, and how many of them a token may use.
+        normalise: the weights of a token sum to ``scale``.
+        scale: factor of the weights.
+
+    Returns:
+        float32 logits ``[tokens, E]``, float32 weights ``[tokens, k]`` and int64 experts ``[tokens, k]``, best first;
+        among equals the lower one.
+    """
+    logits = F.linear(x.float(), weight.float())
+    scores = logits.sigmoid()
+    choice = scores + bias
+    members = choice.unflatten(-1, (groups, -1))
+    best = members.topk(min(2, members.shape[-1]), dim=-1).values.sum(-1)  # [tokens, groups]
+    kept = best.sort(dim=-1, descending=True, stable=True).indices[:, :top_groups]
+    usable = torch.zeros_like(best, dtype=torch.bool).scatter(1, kept, True)
+    choice = members.masked_fill(~usable[..., None], float("-inf")).flatten(1)
+    index = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = scores.gather(1, index)
+    if normalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return logits, weights * scale, index

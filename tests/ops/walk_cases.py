@@ -1,0 +1,199 @@
+"""Calls of progressive attention of all shapes, and what they must give."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from hf_sparsekv.ops.progressive import Walk, WalkState
+from hf_sparsekv.ops.sparse_decode.reference import values_of
+
+UNREADABLE = math.nan
+
+
+@dataclass
+class Case:
+    """Shapes of one call, and what else is asked of it."""
+
+    batch: int = 2
+    heads: int = 2
+    group: int = 4
+    dk: int = 64
+    dv: int = 64
+    block_size: int = 16
+    n: int = 23  # blocks a row
+    sinks: int = 4
+    ring: int = 29
+    spread: float = 2.0  # of the logits: how peaked the attention is
+    threshold: float = 0.9
+    group_reduce: str = "all"
+    min_blocks: int = 1
+    max_blocks: int | None = None
+    bound: bool = False
+    softcap: float | None = None
+    learned_sink: bool = False
+    placed: bool = False
+    first: int = 3  # blocks of the first round
+    latents: bool = False  # values are the beginning of their keys
+
+    def make(self, place) -> dict:
+        """Arguments by name: rows share blocks, some are missing or hold padding; NaN in all that may not be read."""
+        all_slots, width = self.n + 2, self.dk + (0 if self.latents else self.dv)
+        flags = place.randint(0, 8, all_slots, self.block_size, dtype=torch.uint8).clamp_max(1)
+        flags[0] = 3
+        fill = (flags == 1).sum(-1, dtype=torch.int32)
+        kv = place.randn(all_slots, self.heads, self.block_size, width)
+        kv[..., : self.dk] *= self.spread
+        kv = torch.where((flags == 1)[:, None, :, None], kv, UNREADABLE)
+        slots = torch.stack([place.randperm(all_slots)[: self.n] for _ in range(self.batch)])
+        slots = slots.masked_fill(place.rand(self.batch, self.n) < 0.1, -1)
+        near_valid = place.rand(self.batch, self.sinks + self.ring) > 0.3
+        near_kv = place.randn(self.batch, self.heads, self.sinks + self.ring, width)
+        near_kv = torch.where(near_valid[:, None, :, None], near_kv, UNREADABLE)
+        q = place.randn(self.batch, self.heads * self.group, self.dk)
+        ids, tokens = self.rank(place, fill, slots)
+        given = {
+            "q": q,
+            "kv": kv,
+            "flags": flags,
+            "slots": slots,
+            "ids": ids,
+            "tokens": tokens,
+            "near_kv": near_kv,
+            "near_valid": near_valid,
+            "value_dim": self.dv,
+            "scale": self.dk**-0.5,
+            "threshold": self.threshold,
+            "group_reduce": self.group_reduce,
+            "min_blocks": self.min_blocks,
+            "max_blocks": self.max_blocks,
+            "softcap": self.softcap,
+            "sink_logits": place.randn(self.heads * self.group) if self.learned_sink else None,
+            "bounds": self.bounds(place, q, kv, flags, slots) if self.bound else None,
+        }
+        if self.placed:
+            given |= self.in_frames(place, kv, slots, ids)
+        return given
+
+    def rank(self, place, fill, slots):
+        """Random orders of the blocks that have tokens."""
+        ids = torch.full((self.batch, self.heads, self.n), -1, dtype=torch.int32, device=place.device)
+        tokens = torch.zeros_like(ids)
+        for row in range(self.batch):
+            at = slots[row].clamp_min(0).long()
+            live = ((slots[row] >= 0) & (fill[at] > 0)).nonzero().flatten()
+            for head in range(self.heads):
+                mixed = live[place.randperm(len(live)).long()]
+                ids[row, head, : len(live)] = mixed.int()
+                tokens[row, head, : len(live)] = fill[slots[row, mixed].long()]
+        return ids, tokens
+
+    def bounds(self, place, q, kv, flags, slots):
+        """The largest logit of each block and a little more; anything where there is none."""
+        keys = torch.where((flags == 1)[:, None, :, None], kv[..., : self.dk].float(), 0.0)
+        q = q.float().view(self.batch, self.heads, self.group, self.dk)
+        logits = torch.einsum("bhgd,bnhtd->bhgnt", q, keys[slots.clamp_min(0).long()]) * self.dk**-0.5
+        usable = (flags == 1)[slots.clamp_min(0).long()][:, None, None]
+        best = logits.masked_fill(~usable, -1e4).amax(-1)
+        best = self.softcap * torch.tanh(best / self.softcap) if self.softcap else best
+        return (best + 0.2).flatten(1, 2).contiguous()
+
+    def in_frames(self, place, kv, slots, ids):
+        """Some blocks in frames in any order, the others by the place of their slot."""
+        count = kv.shape[0] * self.heads
+        frame_of = (place.randperm(count) * 2).view(kv.shape[0], self.heads)
+        frames = place.nan(2 * count, self.block_size, kv.shape[-1])
+        frames[frame_of.flatten().long()] = kv.flatten(0, 1)
+        home = place.rand(kv.shape[0], self.heads) < 0.4
+        slot = slots[:, None].expand(-1, self.heads, -1).gather(-1, ids.clamp_min(0).long())
+        head = torch.arange(self.heads, device=kv.device)[None, :, None]
+        at = slot.clamp_min(0).long(), head
+        places = torch.where(home[at], -(slot + 2), frame_of[at])
+        kv = torch.where(home[..., None, None], kv, UNREADABLE)
+        return {"frames": frames, "places": torch.where(ids < 0, -1, places).int(), "kv": kv}
+
+    def state(self, place) -> WalkState:
+        state = WalkState.empty(self.batch, self.heads, place.device, chosen=9)
+        state.limits[1] = self.first
+        return state
+
+    def walk(self, place, given: dict, **changes) -> Walk:
+        batch, heads = self.batch, self.heads
+        counts = {
+            name: torch.zeros(batch, heads, dtype=torch.int64, device=given["q"].device)
+            for name in ("attended", "from_host")
+        }
+        return Walk(**{**given, "state": self.state(place), **counts, **changes})
+
+
+def on_cpu(given: dict) -> dict:
+    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+
+
+def algorithm_1(case: Case, given: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """PSA's Algorithm 1, a block at a time: the output, the blocks used, and the share at which each head stopped."""
+    g = {
+        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in on_cpu(given).items()
+    }
+    batch, heads, group, dk = case.batch, case.heads, case.group, case.dk
+    out = torch.zeros(batch, heads * group, case.dv, dtype=torch.float64)
+    used = torch.zeros(batch, heads, dtype=torch.int32)
+    mass = torch.ones(batch, heads)
+
+    def attention(q, k, v):  # O and AS
+        logits = k @ q * g["scale"]
+        if case.softcap:
+            logits = case.softcap * torch.tanh(logits / case.softcap)
+        weight = logits.exp()
+        return weight @ v / weight.sum(), weight.sum()
+
+    for row in range(batch):
+        for head in range(heads):
+            order = [b for b in g["ids"][row, head].tolist() if b >= 0]
+            counts = dict(zip(order, g["tokens"][row, head].tolist()))
+            queries = g["q"][row, head * group : (head + 1) * group]
+            o_acc, as_acc, as_min = [], [], [math.inf] * group
+            for i, q in enumerate(queries):
+                seen = g["near_kv"][row, head][g["near_valid"][row]]
+                o, as_ = (
+                    attention(q, seen[:, :dk], values_of(seen, dk, case.dv))
+                    if len(seen)
+                    else (torch.zeros(case.dv), 0.0)
+                )
+                if case.learned_sink:
+                    sink = g["sink_logits"][head * group + i].exp()
+                    o, as_ = o * as_ / (as_ + sink), as_ + sink
+                o_acc.append(o)
+                as_acc.append(as_)
+            left, sum_min = sum(counts.values()), math.inf
+            for b in order if case.max_blocks is None else order[: case.max_blocks]:
+                slot = g["slots"][row, b]
+                tokens = (g["flags"][slot] == 1).nonzero().flatten()
+                kv = g["kv"][slot, head, tokens]
+                if case.placed and (at := int(g["places"][row, head, g["ids"][row, head].tolist().index(b)])) >= 0:
+                    kv = g["frames"][at, tokens]
+                used[row, head] += 1
+                left -= counts[b]
+                each = [attention(q, kv[:, :dk], values_of(kv, dk, case.dv)) for q in queries]
+                sum_min = min(sum_min, sum(as_ for _, as_ in each) / counts[b])
+                for i, (o, as_) in enumerate(each):
+                    o_acc[i] = (as_acc[i] * o_acc[i] + as_ * o) / (as_acc[i] + as_)
+                    as_acc[i] = as_acc[i] + as_
+                    as_min[i] = min(as_min[i], as_ / counts[b])
+                if case.bound:
+                    rest = order[order.index(b) + 1 :]
+                    bound = g["bounds"][row, head * group : (head + 1) * group]
+                    over = [sum(counts[j] * bound[i, j].exp() for j in rest) for i in range(group)]
+                else:
+                    over = [as_min[i] * left for i in range(group)]
+                if case.group_reduce == "sum":
+                    shares = [sum(as_acc) / (sum(as_acc) + (sum(over) if case.bound else sum_min * left))]
+                else:
+                    shares = [as_acc[i] / (as_acc[i] + over[i]) for i in range(group)]
+                mass[row, head] = float(min(shares))
+                if mass[row, head] > case.threshold and used[row, head] >= case.min_blocks:
+                    break
+            out[row, head * group : (head + 1) * group] = torch.stack(o_acc)
+    return out, used, mass
