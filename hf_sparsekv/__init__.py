@@ -11,19 +11,26 @@ from .attention.interface import register as _register
 from .cache import OffloadedSparseCache, ProgressiveCache, SparseCache
 from .config import OffloadConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 from .graphs import optimize, unoptimize
+from .monitor import StepMonitor, StepReport
+from .prefix import PrefixCache
 from .stats import CacheStats, WalkStats
 from .version import __version__
+from .watch import BlockMap
 
 _register()
 
 __all__ = [
+    "BlockMap",
     "CacheStats",
     "OffloadConfig",
     "OffloadedSparseCache",
+    "PrefixCache",
     "ProgressiveCache",
     "ProgressiveConfig",
     "SparseCache",
     "SparseConfig",
+    "StepMonitor",
+    "StepReport",
     "TwoLevelConfig",
     "WalkStats",
     "__version__",

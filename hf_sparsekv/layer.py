@@ -220,6 +220,8 @@ class SparseLayer(Owned, CacheLayerMixin):
             step.touched = True
             if replay is None:
                 store.settle()
+                if policy.watch is not None:
+                    policy.watch.fit(store)
             valid = new_columns(mask, step.past, step.length) if replay is None else replay.valid
             policy.observe(query, step.k, valid, store)
             store.append(step.k.detach(), step.v.detach(), valid)
