@@ -7,14 +7,15 @@ import gc
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
-from hf_sparsekv import CacheStats, PrefixCache, StepMonitor, StepReport
+from hf_sparsekv import CacheStats, PrefixCache, SparseCache, StepMonitor, StepReport
 
 from .caches import DENSE, METHODS
 from .models import Loaded
@@ -64,10 +65,11 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Started:
-    """A lane begins: what it is, and in words which one."""
+    """A lane begins: in words what it is, and whether it goes on with a conversation."""
 
     lane: int
     name: str
+    follows: bool
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Stepped:
 
     lane: int
     report: StepReport
-    memory: dict[str, int] | None
+    memory: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,16 @@ class _Talk:
     ids: list[int]
 
 
+class Busy(RuntimeError):
+    """The session is running already."""
+
+
 class Session:
     """What one tab keeps: the document that it has read, and a conversation in each pane."""
 
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
-        self.busy = threading.Lock()
+        self._busy = threading.Lock()
         self.stop = threading.Event()
         self._prefix: PrefixCache | None = None
         self._read: tuple | None = None  # whose the prefix is
@@ -114,24 +120,35 @@ class Session:
 
     # ------------------------------------------------------------------ running
 
-    def race(self, loaded: Loaded, task: Task) -> Iterator[Event]:
-        """Run the task, with an event for everything that happens. Ends the threads if nobody listens any more.
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around everything that a run does: there is one at a time. What was stopped gives its memory back.
 
         Raises:
-            RuntimeError: this session is running already.
-            ValueError: the controls of the cache do not fit each other.
+            Busy: this session is running already.
         """
-        if not self.busy.acquire(blocking=False):
-            raise RuntimeError("this tab is running already: press Stop first, or wait")
+        if not self._busy.acquire(blocking=False):
+            raise Busy("this tab is running already: press Stop first, or wait")
         try:
             self.stop.clear()
-            yield from self._race(loaded, task)
-        except Stopped:
-            yield from (Ended(lane, stopped=True) for lane in range(2))
+            yield
         finally:
             if self.stop.is_set():
                 self.forget()
-            self.busy.release()
+            self._busy.release()
+
+    def race(self, loaded: Loaded, task: Task) -> Iterator[Event]:
+        """Run the task inside :meth:`running`, with an event for everything that happens.
+
+        Ends its threads if nobody listens any more.
+
+        Raises:
+            ValueError: the controls of the cache do not fit each other.
+        """
+        try:
+            yield from self._race(loaded, task)
+        except Stopped:
+            yield from (Ended(lane, stopped=True) for lane in range(2))
 
     def _race(self, loaded: Loaded, task: Task) -> Iterator[Event]:
         makers = self._makers(loaded, task)
@@ -168,7 +185,7 @@ class Session:
                     while not events.empty():
                         events.get_nowait()  # whoever waits for room
 
-    def _makers(self, loaded: Loaded, task: Task) -> list:
+    def _makers(self, loaded: Loaded, task: Task) -> list[tuple[str, Callable[[], Cache]]]:
         """For each pane a name and what makes its cache from the prefix."""
         room = len(task.context) + len(task.question) + task.new_tokens + 1024
 
@@ -184,7 +201,9 @@ class Session:
             return [*lanes, (name, dense)]
         method = METHODS[task.method]
         empty = [method.make(task.values, task.offload, loaded.model.config, room)]  # complains before anything runs
-        where = "full blocks in host memory" if task.offload else "KV on the device" if loaded.on_gpu else "KV in memory"
+        where = (
+            "full blocks in host memory" if task.offload else "KV on the device" if loaded.on_gpu else "KV in memory"
+        )
         return [*lanes, (f"{method.label.lower()}, {where}", lambda: self._prefix.start(empty.pop()))]
 
     @torch.no_grad()
@@ -239,20 +258,20 @@ class Session:
         name, make = maker
         self.turns.take(lane)
         talk = self._talks.get(number)
-        if talk is None:
-            talk = _Talk(make(), [*task.context, *task.question])
-        else:
+        follows = talk is not None
+        if follows:
             talk.ids += task.follow_up
-        self._talks[number] = talk
-        before = talk.cache.stats() if hasattr(talk.cache, "stats") else None
+        else:
+            talk = self._talks[number] = _Talk(make(), [*task.context, *task.question])
+        before = talk.cache.stats() if isinstance(talk.cache, SparseCache) else None
         given = torch.tensor([talk.ids], device=loaded.device)
-        events.put(Started(number, name))
+        events.put(Started(number, name, follows))
 
         def step(report: StepReport) -> None:
-            self.turns.give(lane, report.seconds)
             talk.ids.extend(report.tokens)
             looked = report.index == 0 or report.stats is not None
-            memory = talk.cache.memory_bytes() if looked and hasattr(talk.cache, "memory_bytes") else None
+            memory = _memory(talk.cache) if looked else None
+            self.turns.give(lane, report.seconds)
             _put(events, Stepped(number, report, memory), self.stop)
             self.turns.take(lane)
 
@@ -289,6 +308,19 @@ class Session:
 
     # ------------------------------------------------------------------ memory
 
+    def new_talk(self) -> None:
+        """Forget the conversations, keep the document. Inside :meth:`running`."""
+        self._talks.clear()
+
+    def end(self) -> None:
+        """Nobody will use the session again: stop what runs, or give its memory back."""
+        self.stop.set()
+        if self._busy.acquire(blocking=False):  # else the run does it
+            try:
+                self.forget()
+            finally:
+                self._busy.release()
+
     def forget(self) -> None:
         """Give back the memory of the document and the conversations. Not while running."""
         self._talks.clear()
@@ -300,6 +332,13 @@ class Session:
     def memory_bytes(self) -> dict[str, int]:
         """Bytes that the document's own cache takes."""
         return {"device": 0, "host": 0} if self._prefix is None else self._prefix.memory_bytes()
+
+
+def _memory(cache: Cache) -> dict[str, int]:
+    if isinstance(cache, SparseCache):
+        return cache.memory_bytes()
+    held = [t for layer in cache.layers for t in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+    return {"device": sum(t.nbytes for t in held if t is not None), "host": 0}
 
 
 class _Stop(StoppingCriteria):
