@@ -20,8 +20,10 @@ from .models import PROBE, SMALL, Models
 
 NO_FONTS = ["ui-sans-serif", "system-ui", "sans-serif"]  # of the system: others would be fetched
 MONO = ["ui-monospace", "monospace"]
-MODELS = [("probe: 6M, finds facts in a language of its own", PROBE), ("small: SmolLM2-135M", SMALL)]
-SOURCES = ["Bundled text", "Paste", "Upload"]
+MODELS = [("probe (6M, own language)", PROBE), ("small (SmolLM2-135M)", SMALL)]
+SOURCES = ["Bundled", "Paste", "Upload"]
+# On a phone the results lie far below the button.
+_SHOW = "() => { document.getElementById('status').scrollIntoView({ block: 'nearest', behavior: 'smooth' }); }"
 INTRO = (
     "One document, read once. Two caches answer the same question about it: full attention, and one that reads only "
     "what it chooses. They take turns, so each clock counts its own steps and nothing else."
@@ -92,7 +94,8 @@ def build(models: Models, model: str = PROBE) -> gr.Blocks:
                     question = gr.Textbox(
                         desk.question(model, True, 40, desk.length(model)),
                         label="Question",
-                        lines=2,
+                        lines=1,
+                        max_lines=3,
                         max_length=4000,
                         elem_id="question",
                     )
@@ -111,7 +114,7 @@ def build(models: Models, model: str = PROBE) -> gr.Blocks:
                 with gr.Row():
                     start = gr.Button("Race", variant="primary", elem_id="race", min_width=90)
                     stop = gr.Button("Stop", interactive=False, elem_id="stop", min_width=90)
-                    clear = gr.Button("New talk", elem_id="clear", min_width=90)
+                    clear = gr.Button("Clear", elem_id="clear", min_width=90)
             with gr.Column(scale=5, min_width=320):
                 status = gr.HTML(desk.status("Press Race."), elem_id="status")
                 with gr.Row():
@@ -125,6 +128,7 @@ def build(models: Models, model: str = PROBE) -> gr.Blocks:
         outputs = [status, *panes, *pictures, start, stop]
         quietly = {"show_progress": "hidden", "api_visibility": "private"}
         start.click(desk.race, [*inputs, *sliders], outputs, concurrency_limit=8, concurrency_id="race", **quietly)
+        start.click(None, js=_SHOW)
         question.submit(desk.race, [*inputs, *sliders], outputs, concurrency_limit=8, concurrency_id="race", **quietly)
         stop.click(desk.stop, None, stop, queue=False, **quietly)
         clear.click(desk.clear, None, [status, *panes], queue=False, **quietly)

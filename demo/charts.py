@@ -79,7 +79,7 @@ def _top(lanes: list[list[float]]) -> tuple[float, int]:
 def _line(values: list[float], width: int, top: float, kind: str) -> str:
     stride = max(1, len(values) // _POINTS)
     points = " ".join(
-        f"{100 * (i + 1) / width:.2f},{100 - 100 * min(values[i], top) / top:.2f}"
+        f"{100 * (i + 1) / width:.2f},{100 - 100 * min(values[i], 2 * top) / top:.2f}"
         for i in range(0, len(values), stride)
     )
     return f'<polyline class="{kind}" points="{points}"/>'
@@ -91,7 +91,7 @@ def _running_median(values: list[float], window: int = 15) -> list[float]:
 
 def _ticks(top: float, whole: bool = False) -> list[float]:
     step = 10 ** math.floor(math.log10(top / 3))
-    step *= next(m for m in (1, 2, 5, 10) if m * step * 4.5 >= top)
+    step *= next(m for m in (1, 2, 5, 10) if m * step * 5.5 >= top)
     step = max(1, step) if whole else step
     return [round(i * step, 9) for i in range(int(top / step) + 1)]
 
@@ -118,7 +118,8 @@ def heat_map(blocks: BlockMap | None) -> str:
         f"</span></div><div class='frame'><div class='y'><span>layer {blocks.layers[0]}</span>"
         f"<span>layer {blocks.layers[-1]}</span></div>"
         f'<img alt="layers by position" src="data:image/png;base64,{data}"/></div>'
-        f'<div class="caption between"><span>token 0</span><span>position in the context</span><span>{last:,}</span></div></div>'
+        '<div class="caption between"><span>token 0</span><span>position in the context</span>'
+        f"<span>{last:,}</span></div></div>"
     )
 
 
@@ -140,10 +141,11 @@ def numbers(race: RaceView, machine: dict[str, str]) -> str:
         ("KV cache in host memory", _cache(dense, "host"), _cache(sparse, "host")),
     ]
     body = "".join(f"<tr><th>{name}</th><td>{a}</td><td>{b}</td></tr>" for name, a, b in rows)
+    name = esc(sparse.name.split(",")[0] or "sparse")
     whole = " &middot; ".join(f"{esc(name)} {esc(value)}" for name, value in machine.items())
     return (
         '<div class="numbers"><table><thead><tr><th></th><td class="dense">full attention</td>'
-        f'<td class="sparse">{esc(sparse.name.split(",")[0] or "sparse")}</td></tr></thead><tbody>{body}</tbody></table>'
+        f'<td class="sparse">{name}</td></tr></thead><tbody>{body}</tbody></table>'
         f'<div class="caption">{whole}</div></div>'
     )
 

@@ -66,7 +66,7 @@ class Desk:
         return gr.update(interactive=False)
 
     def clear(self, request: gr.Request) -> list:
-        """The button New talk: forget the conversation, keep the document."""
+        """The button Clear: forget the conversation, keep the document."""
         tab = self.tab(request)
         try:
             with tab.session.running():
@@ -92,7 +92,7 @@ class Desk:
         except (documents.DocumentError, ModelError) as error:
             return f"<div class='small'>{charts.esc(str(error))}</div>"
         done = "cut" if tokens >= length else f"repeated {length / tokens:.1f} times"
-        name = {"Bundled text": "Alice in Wonderland" if not language.probe else "Words of the probe's language"}
+        name = {"Bundled": "Alice in Wonderland" if not language.probe else "Words of the probe's language"}
         return f"<div class='small'>{name.get(source, 'The text')}: {tokens:,} tokens, {done} to {int(length):,}</div>"
 
     @staticmethod
@@ -171,7 +171,7 @@ class Desk:
             yield last  # the memory is free by now, and another race may begin
         except Busy as busy:
             gr.Info(str(busy))
-            yield [gr.update() for _ in range(8)]
+            yield gr.skip()
         except (ModelError, documents.DocumentError, ValueError, MemoryError) as error:
             yield self._page(tab, view, None, question, None, str(error), error=True)
         except torch.OutOfMemoryError:
@@ -296,8 +296,8 @@ class Desk:
                 mark = ("right", "the hidden fact: found") if found else ("wrong", "the hidden fact: not found")
                 foot += f"<span class='{mark[0]}'>{mark[1]}</span>" if over else ""
         said.append(
-            f"<p class='q'>{charts.esc(question)}</p><p class='a'>{charts.esc(answer)}"
-            f"<span class='after'>{charts.esc(after)}</span></p>"
+            f"<p class='q'>{charts.esc(question)}</p><p class='a'>{charts.esc(answer)}</p>"
+            + (f"<p class='after'>decoding on: &hellip;{charts.esc(after[-60:])}</p>" if after else "")
         )
         return (
             f"<div class='pane'><div class='name {charts.NAMES[number]}'>{charts.esc(name)}</div>"
@@ -310,7 +310,8 @@ class Desk:
         process = psutil.Process().memory_info().rss
         device = self.models.device
         if device.type != "cuda":
-            return {"CPU,": f"{torch.get_num_threads()} threads", "process memory": charts.size(process)}
+            threads = torch.get_num_threads()
+            return {"CPU,": f"{threads} thread{'s' * (threads > 1)}", "process memory": charts.size(process)}
         free, total = torch.cuda.mem_get_info(device)
         return {
             f"{torch.cuda.get_device_name(device)}, memory": f"{charts.size(total - free)} of {charts.size(total)}",

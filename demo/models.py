@@ -144,7 +144,7 @@ class Models:
         return optimize(model) if self.device.type == "cuda" else model
 
 
-class _told:  # noqa: N801 (reads as a word)
+class _told:
     """Errors of loading as a sentence."""
 
     def __init__(self, name: str) -> None:
