@@ -44,12 +44,12 @@ def serve(options: Options) -> int:
         return 1
     import torch
 
-    from .models import ModelError, Models
+    from .models import ModelError, Models, pick_device
 
     torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 2) - 1))
     warnings.filterwarnings("ignore", message="decode steps run eagerly")
     try:
-        models = Models(app.pick_device(options.device))
+        models = Models(pick_device(options.device))
         models.look(options.model)
         page, url = app.launch(
             models, options.model, options.host, options.port, options.browser, options.share, block=False

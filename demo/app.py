@@ -11,7 +11,6 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 from importlib import resources
 
 import gradio as gr
-import torch
 
 from . import documents
 from .caches import DENSE, METHODS
@@ -212,10 +211,3 @@ def launch(
         css=css(),
     )
     return page, url
-
-
-def pick_device(name: str) -> torch.device:
-    """``auto``: a GPU if there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)

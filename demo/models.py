@@ -42,6 +42,11 @@ class Loaded:
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
+    def here(self) -> None:
+        """The calling thread launches kernels where the model is."""
+        if self.on_gpu:
+            torch.cuda.set_device(self.device)
+
     @cached_property
     def ends(self) -> frozenset[int]:
         """Tokens that end an answer."""
@@ -79,6 +84,13 @@ def locate(name: str) -> str:
 def longest(config) -> int:
     """Positions that a model was made for."""
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 32768
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto``: a GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
 
 
 class Models:

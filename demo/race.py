@@ -216,11 +216,14 @@ class Session:
         self.forget()
         lane = Lane(self, self.stop)
         self.turns.join(lane)
-        spent, prefix = 0.0, PrefixCache(model_config=loaded.model.config)
+        # On a GPU room for answers, too: storage that grows is captured anew.
+        room = total + 4096 if loaded.on_gpu else None
+        spent, prefix = 0.0, PrefixCache(max_length=room, model_config=loaded.model.config)
         try:
             ids = torch.tensor([task.context], device=loaded.device)
             for at in range(0, total, chunk := 8192 if loaded.on_gpu else 512):
                 yield Reading(at, total, spent)
+                loaded.here()  # each piece may run in another thread
                 self.turns.take(lane)
                 began = time.perf_counter()
                 out = loaded.model(ids[:, at : at + chunk], past_key_values=prefix, use_cache=True, logits_to_keep=1)
@@ -239,6 +242,7 @@ class Session:
         self.turns.join(lane)
         ended = Ended(number)
         try:
+            loaded.here()
             ended = self._generate(number, loaded, task, maker, events, lane)
         except Stopped:
             ended = Ended(number, stopped=True)
@@ -275,7 +279,7 @@ class Session:
             _put(events, Stepped(number, report, memory), self.stop)
             self.turns.take(lane)
 
-        monitor = StepMonitor(talk.cache, step, interval=LOOK, blocks=True)
+        monitor = StepMonitor(talk.cache, step, interval=LOOK, blocks=number == 1)
         never = loaded.model.config.get_text_config(decoder=True).vocab_size  # no token has this id
         loaded.model.generate(
             given,
@@ -323,11 +327,12 @@ class Session:
 
     def forget(self) -> None:
         """Give back the memory of the document and the conversations. Not while running."""
-        self._talks.clear()
-        self._prefix = self._read = self._of = None
-        gc.collect()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        with self.turns.turn(self):
+            self._talks.clear()
+            self._prefix = self._read = self._of = None
+            gc.collect()
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes that the document's own cache takes."""
@@ -358,3 +363,9 @@ def _put(events: queue.Queue, event: Event, stop: threading.Event) -> None:
         except queue.Full:
             if stop.is_set():
                 raise Stopped from None
+
+
+if __name__ == "__main__":
+    from .record import main
+
+    raise SystemExit(main())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
@@ -49,6 +51,17 @@ class Turns:
         """How many runs there are at the moment."""
         with self._condition:
             return len(self._runs)
+
+    @contextmanager
+    def turn(self, run: object) -> Iterator[None]:
+        """One turn, waited for whatever happens: for work that is not part of a race."""
+        lane = Lane(run, threading.Event())
+        self.join(lane)
+        try:
+            self.take(lane)
+            yield
+        finally:
+            self.leave(lane)
 
     def join(self, lane: Lane) -> None:
         """``lane`` will ask for turns, until it leaves."""

@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .cache import SparseCache
 from .stats import CacheStats
-from .timing import Timing, TokenTimer
+from .timing import TokenTimer
 from .watch import BlockMap
 
 
@@ -37,7 +37,7 @@ class StepReport:
     blocks: BlockMap | None = None
 
 
-class StepMonitor(BaseStreamer):
+class StepMonitor(TokenTimer):
     """A streamer that reports every decode step: its time, and from time to time what the cache did.
 
         def show(report):
@@ -73,42 +73,26 @@ class StepMonitor(BaseStreamer):
             raise ValueError(f"every and interval must not be negative, got {every} and {interval}")
         self.cache = cache if isinstance(cache, SparseCache) else None
         self.on_step, self.every, self.interval, self.blocks = on_step, every, interval, blocks
-        self.streamer, self._clock = streamer, clock
         if blocks and self.cache is not None:
             self.cache.watch_blocks()
-        self._timer = TokenTimer(_After(self._report), clock)
-        self.start()
+        super().__init__(streamer, clock)
 
     def start(self) -> None:
         """Forget all times and start the clock; ``generate()`` is about to be called."""
-        self._timer.start()
-        self._index, self._before, self._looked = 0, None, float("-inf")
+        super().start()
+        self._index, self._looked = 0, float("-inf")
+        self._before: CacheStats | None = None
 
-    def put(self, value: Tensor) -> None:
-        """Called by ``generate()``: first with the prompt, then with the new tokens of every step."""
-        self._timer.put(value)
-
-    def end(self) -> None:
-        """Called by ``generate()`` after the last token."""
-        if self.streamer is not None:
-            self.streamer.end()
-
-    def summary(self) -> Timing:
-        """The times so far."""
-        return self._timer.summary()
-
-    def _report(self, value: Tensor) -> None:
-        if self.streamer is not None:
-            self.streamer.put(value)
-        if not self._timer.tokens:  # the prompt
-            if self.cache is not None:
+    def _pass_on(self, value: Tensor) -> None:
+        super()._pass_on(value)
+        if not self._prompt_seen:
+            if self.cache is not None and self.every:
                 self._before = self.cache.stats()
             return
-        timer, index = self._timer, self._index
-        self._index = timer.tokens
-        seconds = timer.steps_s[-1] if timer.steps_s else timer.first_s
+        index, self._index = self._index, self.tokens
+        seconds = self.steps_s[-1] if self.steps_s else self.first_s
         stats = blocks = None
-        if index and self.cache is not None and self._due(index):
+        if index and self._before is not None and self._due(index):
             now = self.cache.stats()
             stats, self._before = now.since(self._before), now
             blocks = self.cache.chosen_blocks() if self.blocks else None
@@ -116,17 +100,4 @@ class StepMonitor(BaseStreamer):
         self.on_step(StepReport(index, tuple(value.flatten().tolist()), seconds, stats, blocks))
 
     def _due(self, index: int) -> bool:
-        return self.every > 0 and index % self.every == 0 and self._clock() - self._looked >= self.interval
-
-
-class _After(BaseStreamer):
-    """Calls a function where :class:`TokenTimer` has stopped its clock."""
-
-    def __init__(self, call: Callable[[Tensor], None]) -> None:
-        self.put = call
-
-    def put(self, value: Tensor) -> None:
-        raise NotImplementedError
-
-    def end(self) -> None:
-        """Nothing to end."""
+        return index % self.every == 0 and self._clock() - self._looked >= self.interval
