@@ -83,9 +83,9 @@ class Language:
         return [*self.tokenizer("", verbose=False)["input_ids"], *self.ids(_HEAD)]
 
     def question(self, text: str, first: bool) -> list[int]:
-        """What comes after the document, or after the last answer."""
+        """What comes after the document, or after the last answer, which is without the token that ends it."""
         if self.probe:
-            return self.ids(text)
+            return self.ids(text) if first else [probe.END, *self.ids(text)]
         if not self.chat:
             return self.ids(f"\n\nQuestion: {text}\nAnswer:")
         between = "\n\nQuestion: " if first else self._between

@@ -302,9 +302,10 @@ class Session:
 
     @staticmethod
     def _settle(talk: _Talk, given: int, loaded: Loaded) -> None:
-        """Leave the conversation where its answer ended: what came after it was for the clocks."""
+        """Leave the conversation where its answer ended, before the token that says so: what came after it was for
+        the clocks."""
         answer = talk.ids[given:]
-        kept = next((i + 1 for i, token in enumerate(answer) if token in loaded.ends), len(answer))
+        kept = next((i for i, token in enumerate(answer) if token in loaded.ends), len(answer))
         talk.ids = talk.ids[: given + kept]
         surplus = talk.cache.get_seq_length() - len(talk.ids)
         if surplus > 0:
