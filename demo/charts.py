@@ -86,7 +86,7 @@ def _line(values: list[float], width: int, top: float, kind: str) -> str:
 
 
 def _running_median(values: list[float], window: int = 15) -> list[float]:
-    return [sorted(values[max(0, i - window + 1) : i + 1])[(min(i + 1, window)) // 2] for i in range(len(values))]
+    return [sorted(values[max(0, i - window + 1) : i + 1])[(min(i + 1, window) - 1) // 2] for i in range(len(values))]
 
 
 def _ticks(top: float, whole: bool = False) -> list[float]:

@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("gradio", reason="the demo needs gradio: pip install -e '.[demo]'")
 
-from test_demo import a_task, run
+
+from demos import a_task, probe_model, run
 
 from demo import charts, record
 from demo.race import Session
