@@ -79,7 +79,7 @@ def build(models: Models, model: str = PROBE) -> gr.Blocks:
                     )
                     length = gr.Slider(
                         512,
-                        65536,
+                        desk.longest(model),
                         value=desk.length(model),
                         step=256,
                         elem_id="length",

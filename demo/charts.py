@@ -103,6 +103,8 @@ def heat_map(blocks: BlockMap | None) -> str:
     """Which blocks the last step attended to: layers from top to bottom, the context from left to right."""
     if blocks is None or not blocks.share.numel():
         return '<div class="heat empty">The blocks that a step attends to will be drawn here: layers x position.</div>'
+    if blocks.share.isnan().all():
+        return '<div class="heat empty">This cache does not say which blocks it attends to.</div>'
     share = blocks.share.nan_to_num(0.0).numpy()
     if share.shape[1] > _COLUMNS:
         edges = np.linspace(0, share.shape[1], _COLUMNS + 1).astype(int)[:-1]

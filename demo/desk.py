@@ -84,6 +84,13 @@ class Desk:
             return 32768
         return 4096 if model == "probe" else 2048
 
+    def longest(self, model: str) -> int:
+        """Tokens of context at most: what the model was made for, within reason."""
+        try:
+            return min(self.models.look(model)[1], 1 << 18)
+        except ModelError:
+            return 1 << 16
+
     def about(self, model: str, source: str, pasted: str, upload: str | None, length: int) -> str:
         """A line on the document: how long it is, and what the slider does to it."""
         try:
@@ -118,11 +125,12 @@ class Desk:
     def chose_model(self, model: str, hide: bool, depth: float) -> list:
         """Controls follow the model."""
         try:
-            _, longest = self.models.look(model)
+            self.models.look(model)
         except ModelError as error:
             return [gr.update(), gr.update(), self.status(str(error), error=True)]
+        longest = self.longest(model)
         length = min(self.length(model), longest)
-        slider = gr.update(maximum=min(longest, 1 << 18), value=length)
+        slider = gr.update(maximum=longest, value=length)
         return [slider, self.question(model, hide, depth, length), self.status("Press Race.")]
 
     # ------------------------------------------------------------------ the race

@@ -61,6 +61,10 @@ class BlockWatch:
         self.marks.zero_()
         self.marks.scatter_(2, torch.where(named, ids, spare).long(), True)
 
+    def mark_tokens(self, ids: Tensor, block_size: int) -> None:
+        """The same for tokens, ``ids [batch, H, n]``: the blocks that hold them."""
+        self.mark(torch.where(ids >= 0, ids // block_size, -1))
+
     def share(self, store: LayerStore) -> Tensor:
         """Float32 ``[sealed]``, see :class:`BlockMap`."""
         if store.counters.last_dense:

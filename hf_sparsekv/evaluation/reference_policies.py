@@ -60,7 +60,7 @@ class ReferencePolicy(Policy):
         scores = self.rank(q, store, spec).masked_fill(~usable, float("-inf"))
         tokens = topk_ids(scores, self.config.token_budget)
         if self.watch is not None:
-            self.watch.mark(torch.where(tokens >= 0, tokens // store.block_size, -1))
+            self.watch.mark_tokens(tokens, store.block_size)
         return store.attend(q, tokens, "token", spec)
 
     def rank(self, q: Tensor, store: LayerStore, spec: AttentionSpec) -> Tensor:

@@ -181,7 +181,7 @@ class TwoLevelPolicy(Policy):
         )
         tokens = token_select(scores, places if placed else blocks, config.token_budget, store.block_size)
         if self.watch is not None and attends == "every":
-            self.watch.mark(torch.where(tokens >= 0, tokens // store.block_size, -1))
+            self.watch.mark_tokens(tokens, store.block_size)
         return store.attend(q, tokens, "token", spec, placed)
 
     def _enter(self, store: LayerStore) -> bool:
