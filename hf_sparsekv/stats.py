@@ -86,7 +86,7 @@ class CacheStats:
         kv_bytes_dense: bytes of keys and values of ``context_tokens``.
         index_bytes_read: bytes of block bounds and labels read to choose them.
         host_to_device_bytes, device_to_host_bytes: bytes of keys and values moved (or read in place) each way.
-        blocks_needed, blocks_found: blocks that were looked for in the device pool, and found there; 0 without one.
+        needed, found: blocks that were looked for in the device pool, and found there; 0 without one.
         hit_rate: share of needed blocks found on the device; None where all are read from where they live.
         working_set_bytes: bytes of the blocks that each row has chosen in its last 12 steps
             (``offload/working_set.py``); None without a device pool.
@@ -112,8 +112,8 @@ class CacheStats:
     index_bytes_read: int
     host_to_device_bytes: int
     device_to_host_bytes: int
-    blocks_needed: int
-    blocks_found: int
+    needed: int
+    found: int
     hit_rate: float | None
     working_set_bytes: tuple[int, ...] | None
     covered_mass: float | None
@@ -155,11 +155,11 @@ class CacheStats:
         counts = {f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self) if f.name in _COUNTS}
         before = {w.layer: w for w in earlier.walks}
         walks = tuple(w.since(before[w.layer]) if w.layer in before else w for w in self.walks)
-        needed = counts["blocks_needed"]
+        needed = counts["needed"]
         return replace(
             self,
             **counts,
-            hit_rate=counts["blocks_found"] / needed if needed else None,
+            hit_rate=counts["found"] / needed if needed else None,
             covered_mass=_covered(walks),
             walks=walks,
         )
@@ -211,8 +211,8 @@ _COUNTS = frozenset(
         "index_bytes_read",
         "host_to_device_bytes",
         "device_to_host_bytes",
-        "blocks_needed",
-        "blocks_found",
+        "needed",
+        "found",
         "materialised",
     }
 )
@@ -267,8 +267,8 @@ def collect(layers: list[SparseLayer], frames: FramePools | None = None) -> Cach
         index_bytes_read=index,
         host_to_device_bytes=down + fetched["bytes"],
         device_to_host_bytes=up,
-        blocks_needed=fetched["needed"],
-        blocks_found=fetched["found"],
+        needed=fetched["needed"],
+        found=fetched["found"],
         hit_rate=fetched["found"] / fetched["needed"] if fetched["needed"] else None,
         working_set_bytes=working_set_bytes(stores),
         covered_mass=_covered(walks),

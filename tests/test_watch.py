@@ -141,11 +141,11 @@ def test_statistics_of_some_steps_add_up(name):
     parts = [later.since(earlier) for earlier, later in itertools.pairwise(marks)]
     whole = marks[-1].since(marks[0])
     assert [part.decode_steps for part in parts] == [1, 3, 5]
-    for field in ("attended_tokens", "kv_bytes_read", "blocks_chosen", "blocks_needed", "index_bytes_read"):
+    for field in ("attended_tokens", "kv_bytes_read", "blocks_chosen", "needed", "index_bytes_read"):
         assert sum(getattr(part, field) for part in parts) == getattr(whole, field), field
     assert whole.cached_tokens == LENGTH + 9
-    if whole.blocks_needed:
-        assert whole.hit_rate == whole.blocks_found / whole.blocks_needed
+    if whole.needed:
+        assert whole.hit_rate == whole.found / whole.needed
     if whole.walks:
         masses = [part.estimated_mass * sum(w.walks for w in part.walks) for part in parts]
         assert sum(masses) == pytest.approx(whole.estimated_mass * sum(w.walks for w in whole.walks))
