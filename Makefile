@@ -13,10 +13,11 @@ PYTEST_WORKERS ?= 2
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS)
 
 DEMO_PROMPT := $(VENV)/demo-prompt.txt
+DEMO_FLAGS ?= --browser
 DEMO_OPTIONS ?= --token-budget 256 --max-new-tokens 32
 
 .DEFAULT_GOAL := help
-.PHONY: help venv small-model demo-text test test-core test-small test-accuracy test-lm-eval test-newest lint format bench demo check-wheel clean
+.PHONY: help venv small-model demo-text test test-core test-demo browser test-small test-accuracy test-lm-eval test-newest lint format bench demo check-wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1\t/' | expand -t 14
@@ -37,10 +38,16 @@ demo-text: small-model  ## generate from a long prompt with the sparse cache, th
 	@$(BIN)/python tools/needle_prompt.py --tokenizer small --tokens 6000 > $(DEMO_PROMPT)
 	$(BIN)/hf-sparsekv generate small --prompt-file $(DEMO_PROMPT) --chat $(DEMO_OPTIONS) --compare dense
 
-test: test-core test-small test-accuracy test-newest  ## the whole suite, then its quick part with the newest transformers
+test: test-core test-demo test-small test-accuracy test-newest  ## the whole suite, then its quick part with the newest transformers
 
 test-core: $(INSTALLED)
-	$(PARALLEL) -m "not small_model and not gpu and not accuracy"
+	$(PARALLEL) -m "not small_model and not gpu and not accuracy and not browser"
+
+test-demo: browser  ## the demo in a headless Chromium
+	$(BIN)/python -m pytest -m browser
+
+browser: $(INSTALLED)  ## find a Chromium for test-demo, or install one
+	@tools/browser.sh $(BIN)/python
 
 test-accuracy: small-model  ## quality of every cache on the probe models and the small real one
 	$(PARALLEL) --dist loadgroup -m accuracy
@@ -74,9 +81,8 @@ bench: small-model  ## needles and perplexity on the small real model (appends t
 	$(BIN)/python benchmarks/small_model.py needle
 	$(BIN)/python benchmarks/small_model.py perplexity
 
-demo:  ## the Gradio demo (not part of this version yet)
-	@echo "The Gradio demo is not part of this version yet. 'make demo-text' shows the cache at work." >&2
-	@exit 1
+demo: $(INSTALLED)  ## two caches race over a document, in your browser (DEMO_FLAGS: see python -m demo --help)
+	@$(BIN)/python -m demo $(DEMO_FLAGS)
 
 check-wheel: $(INSTALLED)  ## build the wheel, install it into a clean environment and import it there
 	PIP_FLAGS="$(PIP_FLAGS)" tools/check_wheel.sh $(BIN)/python

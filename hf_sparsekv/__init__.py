@@ -12,22 +12,29 @@ from .attention.mla import absorb_mla, restore_mla
 from .cache import OffloadedSparseCache, ProgressiveCache, SparseCache
 from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 from .graphs import optimize, unoptimize
+from .monitor import StepMonitor, StepReport
 from .predictive_cache import AsyncPredictiveCache
+from .prefix import PrefixCache
 from .stats import CacheStats, WalkStats
 from .version import __version__
+from .watch import BlockMap
 
 _register()
 
 __all__ = [
     "AsyncPredictiveCache",
+    "BlockMap",
     "CacheStats",
     "OffloadConfig",
     "OffloadedSparseCache",
     "PredictiveConfig",
+    "PrefixCache",
     "ProgressiveCache",
     "ProgressiveConfig",
     "SparseCache",
     "SparseConfig",
+    "StepMonitor",
+    "StepReport",
     "TwoLevelConfig",
     "WalkStats",
     "__version__",

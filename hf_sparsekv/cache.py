@@ -33,6 +33,7 @@ from .selection.base import Policy
 from .selection.progressive import ProgressivePolicy
 from .selection.two_level import TwoLevelPolicy
 from .stats import CacheStats, collect
+from .watch import BlockMap, BlockWatch, collect_blocks
 
 
 class SparseCache(Cache):
@@ -51,7 +52,7 @@ class SparseCache(Cache):
         self.frames = None if offload is None else FramePools(offload)
         self.clock, self.lanes = DeviceLength(), Lanes()
         self.model_config = None
-        self._record_past = self._warned = False
+        self._record_past = self._warned = self._watched = False
         self._columns: tuple[Tensor | None, Tensor | None] = (None, None)
         if model_config is not None:
             self.bind(model_config)
@@ -109,7 +110,10 @@ class SparseCache(Cache):
     def _layer(self, index: int) -> SparseLayer:
         if index < len(self.layers) and isinstance(self.layers[index], SparseLayer):
             return self.layers[index]
-        return SparseLayer(self, index)
+        layer = SparseLayer(self, index)
+        if self._watched:
+            layer.policy.watch = BlockWatch()
+        return layer
 
     @property
     def sparse_layers(self) -> list[SparseLayer]:
@@ -238,6 +242,28 @@ class SparseCache(Cache):
     def stats(self) -> CacheStats:
         """Counters since the cache was made or reset. Synchronises with the device."""
         return collect(self.sparse_layers, self.frames)
+
+    def watch_blocks(self, on: bool = True) -> None:
+        """Have each decode step mark which blocks it attends to, for :meth:`chosen_blocks`; or stop that.
+
+        Costs a few small kernels per layer and step while it is on, nothing otherwise. Captured steps are captured
+        anew when it changes.
+        """
+        if on == self._watched:
+            return
+        self._watched = on
+        for layer in self.sparse_layers:
+            layer.policy.watch = BlockWatch() if on else None
+
+    def chosen_blocks(self) -> BlockMap | None:
+        """The blocks that the last decode step attended to; None before the first token. Synchronises with the device.
+
+        Raises:
+            RuntimeError: nobody has called :meth:`watch_blocks`.
+        """
+        if not self._watched:
+            raise RuntimeError("nothing has watched which blocks were chosen: call watch_blocks() before the step")
+        return collect_blocks(self.sparse_layers)
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes allocated by this cache's own layers (shared blocks included), ``{"device": ..., "host": ...}``."""

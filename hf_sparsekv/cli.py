@@ -10,6 +10,7 @@ from .commands import output
 from .commands.bench import bench
 from .commands.calibrate import calibrate
 from .commands.calibrate_device import calibrate_device
+from .commands.demo import demo
 from .commands.doctor import doctor
 from .commands.evaluate import app as evaluate
 from .commands.fetch import fetch
@@ -43,7 +44,7 @@ def _common(
     output.state.debug = debug
 
 
-for command in (generate, plan, calibrate, calibrate_device, doctor, fetch):
+for command in (generate, plan, calibrate, calibrate_device, doctor, fetch, demo):
     app.command()(output.one_line_errors(command))
 app.add_typer(evaluate)
 # What follows these names is the benchmark's or lm-eval's own.

@@ -98,6 +98,8 @@ class StepRunner:
         for layer in cache.sparse_layers:
             layer.store.settle()
             layer.policy.prepare(layer.store)
+            if layer.policy.watch is not None:
+                layer.policy.watch.fit(layer.store)
         modes = tuple(layer.policy.mode(layer.store) for layer in cache.sparse_layers)
         if None in modes:  # this step changes what the next ones are
             return self.original(*args, **kwargs)
@@ -180,6 +182,7 @@ class StepRunner:
             tuple(rest.items()),
             tuple(layer.store.addresses for layer in layers),
             tuple(layer.policy.addresses for layer in layers),
+            tuple(0 if layer.policy.watch is None else layer.policy.watch.address for layer in layers),
             tuple(layer.addresses for layer in cache.layers if isinstance(layer, SlidingRing)),
         )
         rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]

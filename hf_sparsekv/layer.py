@@ -237,6 +237,8 @@ class SparseLayer(Owned, CacheLayerMixin):
             step.touched = True
             if replay is None:
                 store.settle()
+                if policy.watch is not None:
+                    policy.watch.fit(store)
             valid = new_columns(mask, step.past, step.length) if replay is None else replay.valid
             if policy.observes:
                 policy.observe(query, step.keys, valid, store)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from .offload.working_set import working_set_bytes
@@ -42,6 +42,29 @@ class WalkStats:
     least_audited_mass: float | None = None
     audited_estimate: float | None = None
 
+    def since(self, earlier: WalkStats) -> WalkStats:
+        """The walks after ``earlier``. The least masses stay those of all walks."""
+        walks, audits = self.walks - earlier.walks, self.audits - earlier.audits
+
+        def mean(name: str, weight: str, count: int) -> float | None:
+            if not count:
+                return None
+            sums = [(getattr(w, name) or 0.0) * getattr(w, weight) for w in (self, earlier)]
+            return (sums[0] - sums[1]) / count
+
+        return replace(
+            self,
+            walks=walks,
+            blocks_used=self.blocks_used - earlier.blocks_used,
+            blocks_read=self.blocks_read - earlier.blocks_read,
+            capped=self.capped - earlier.capped,
+            mass=mean("mass", "walks", walks),
+            histogram=tuple(a - b for a, b in zip(self.histogram, earlier.histogram)),
+            audits=audits,
+            audited_mass=mean("audited_mass", "audits", audits),
+            audited_estimate=mean("audited_estimate", "audits", audits),
+        )
+
 
 @dataclass(frozen=True)
 class PackStats:
@@ -80,8 +103,9 @@ class CacheStats:
         kv_bytes_dense: bytes of keys and values of ``context_tokens``.
         index_bytes_read: bytes of block bounds and labels read to choose them.
         host_to_device_bytes, device_to_host_bytes: bytes of keys and values moved (or read in place) each way.
-        hit_rate: share of needed blocks (of a predictive cache: tokens) found on the device; None where all are read
-            from where they live.
+        needed, found: blocks (of a predictive cache: tokens) that were looked for on the device, and found there; 0
+            where all are read from where they live.
+        hit_rate: their share; None where all are read from where they live.
         working_set_bytes: bytes of the blocks that each row has chosen in its last 12 steps
             (``offload/working_set.py``); None without a device pool.
         covered_mass: share of the attention mass that decode steps covered; None where nobody has looked
@@ -107,6 +131,8 @@ class CacheStats:
     index_bytes_read: int
     host_to_device_bytes: int
     device_to_host_bytes: int
+    needed: int
+    found: int
     hit_rate: float | None
     working_set_bytes: tuple[int, ...] | None
     covered_mass: float | None
@@ -132,6 +158,31 @@ class CacheStats:
     def attended_share(self) -> float:
         """Share of the cached tokens that decode steps attended to."""
         return self.attended_tokens / self.context_tokens if self.context_tokens else 1.0
+
+    def since(self, earlier: CacheStats) -> CacheStats:
+        """What was done after ``earlier``, which the same cache has said: every count is that of the steps between.
+
+        What is allocated and cached now, and the working set, stay as they are.
+
+        Raises:
+            ValueError: ``earlier`` counts more steps: it is another cache's, or there was a ``reset()``.
+        """
+        if earlier.decode_steps > self.decode_steps:
+            raise ValueError(
+                f"the earlier statistics count {earlier.decode_steps} steps, these {self.decode_steps}: they belong to "
+                "another cache, or it was reset"
+            )
+        counts = {f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self) if f.name in _COUNTS}
+        before = {w.layer: w for w in earlier.walks}
+        walks = tuple(w.since(before[w.layer]) if w.layer in before else w for w in self.walks)
+        needed = counts["needed"]
+        return replace(
+            self,
+            **counts,
+            hit_rate=counts["found"] / needed if needed else None,
+            covered_mass=_covered(walks),
+            walks=walks,
+        )
 
     def __str__(self) -> str:
         where = f"KV {_bytes(self.device_bytes)} on the device"
@@ -167,6 +218,33 @@ class CacheStats:
         return f"{line}; {where}"
 
 
+_COUNTS = frozenset(
+    {
+        "decode_steps",
+        "sparse_calls",
+        "dense_calls",
+        "crossover_calls",
+        "exact_calls",
+        "attended_tokens",
+        "context_tokens",
+        "blocks_chosen",
+        "kv_bytes_read",
+        "kv_bytes_dense",
+        "index_bytes_read",
+        "host_to_device_bytes",
+        "device_to_host_bytes",
+        "needed",
+        "found",
+        "materialised",
+    }
+)
+
+
+def _covered(walks: tuple[WalkStats, ...]) -> float | None:
+    audits = sum(w.audits for w in walks)
+    return sum(w.audited_mass * w.audits for w in walks if w.audits) / audits if audits else None
+
+
 def _bytes(n: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if abs(n) < 1024:
@@ -195,7 +273,6 @@ def collect(layers: list[SparseLayer], frames: FramePools | None = None) -> Cach
     sizes = [store.nbytes() for store in stores]
     total = [store.counters for store in stores]
     walks = tuple(w for w in (layer.policy.walks() for layer in layers) if w is not None)
-    audits = sum(w.audits for w in walks)
     packs = [p for p in (layer.policy.packing() for layer in layers) if p is not None]
     needed = fetched["needed"] + sum(p.needed for p in packs)
     found = fetched["found"] + sum(p.needed - p.copied for p in packs)
@@ -215,9 +292,11 @@ def collect(layers: list[SparseLayer], frames: FramePools | None = None) -> Cach
         index_bytes_read=index,
         host_to_device_bytes=down + fetched["bytes"] + sum(p.bytes for p in packs),
         device_to_host_bytes=up,
+        needed=needed,
+        found=found,
         hit_rate=found / needed if needed else None,
         working_set_bytes=working_set_bytes(stores),
-        covered_mass=sum(w.audited_mass * w.audits for w in walks if w.audits) / audits if audits else None,
+        covered_mass=_covered(walks),
         materialised=sum(c.materialised for c in total),
         device_bytes=sum(s[0] for s in sizes)
         + (0 if frames is None else frames.nbytes)

@@ -79,12 +79,16 @@ class TokenTimer(BaseStreamer):
                 self.first_s = now - self._last
             elif count:
                 self.steps_s += [(now - self._last) / count] * count
-        if self.streamer is not None:
-            self.streamer.put(value)
+        self._pass_on(value)
         # The first token is counted from the start, the prompt's arrival is no step.
         if self._prompt_seen:
             self._last = self._clock()
         self._prompt_seen = True
+
+    def _pass_on(self, value: Tensor) -> None:
+        """The clock stands still meanwhile. For subclasses."""
+        if self.streamer is not None:
+            self.streamer.put(value)
 
     def end(self) -> None:
         """Called by ``generate()`` after the last token."""

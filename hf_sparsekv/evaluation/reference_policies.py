@@ -58,7 +58,10 @@ class ReferencePolicy(Policy):
         _, flags = store.sealed_blocks()  # [sealed, batch, block_size]
         usable = (flags == SELECTABLE).transpose(0, 1).flatten(1)[:, None]
         scores = self.rank(q, store, spec).masked_fill(~usable, float("-inf"))
-        return store.attend(q, topk_ids(scores, self.config.token_budget), "token", spec)
+        tokens = topk_ids(scores, self.config.token_budget)
+        if self.watch is not None:
+            self.watch.mark_tokens(tokens, store.block_size)
+        return store.attend(q, tokens, "token", spec)
 
     def rank(self, q: Tensor, store: LayerStore, spec: AttentionSpec) -> Tensor:
         """Scores ``[batch, H, sealed * block_size]`` of the tokens in sealed blocks, float32."""

@@ -24,6 +24,7 @@ class Counters:
         self.index_bytes = self.to_host_bytes = self.to_device_bytes = 0
         self.steps = self.sparse = self.dense = self.exact = self.materialised = 0
         self.crossover = 0  # of the dense ones: because that is as quick as selecting
+        self.last_dense = False  # the last step attended to everything
 
     @lasting
     def copy(self) -> Counters:

@@ -229,6 +229,7 @@ class LayerStore(Sealing):
         """The host's count of a step that attended with this granularity."""
         counters, dense = self.counters, granularity == "all"
         counters.steps += 1
+        counters.last_dense = dense
         counters.dense += dense
         counters.sparse += not dense
         if not self.padded:

@@ -12,6 +12,7 @@ from ..config import SparseConfig
 from ..crossover import dense_tokens
 from ..offload.store import LayerStore
 from ..ops.seal import Index
+from ..watch import BlockWatch
 
 if TYPE_CHECKING:
     from ..stats import PackStats, WalkStats
@@ -29,6 +30,7 @@ class Policy:
     def __init__(self, config: SparseConfig, layer_idx: int, offloaded: bool) -> None:
         self.config, self.layer_idx, self.offloaded = config, layer_idx, offloaded
         self._dense_blocks: tuple[int, int] = (0, 0)  # batch, and the blocks up to which a step of it is dense
+        self.watch: BlockWatch | None = None  # a sparse step marks there which blocks it attends to
 
     fetches = False  # chosen blocks are brought to the device
     store_type = LayerStore
@@ -147,4 +149,5 @@ class Policy:
         """An independent policy in the same state; tensors that are only ever replaced may be shared."""
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
+        new.watch = None if self.watch is None else BlockWatch()
         return new

@@ -120,6 +120,8 @@ class PredictivePolicy(TwoLevelPolicy):
     def attend(self, q: Tensor, store: LayerStore, spec: AttentionSpec) -> Tensor:
         if self._attends(store) != "chosen":
             return store.attend(q, None, "all", spec)
+        if self.watch is not None:
+            self.watch.mark_tokens(self.ids, store.block_size)
         if self.placed:
             frames = self.packed.frames(store.block_size)
             return store.attend(q, self.packed.places, "token", spec, frames=frames)

@@ -92,8 +92,11 @@ class ProgressivePolicy(Policy):
         self._spec = spec
         if self.host is not None:
             self._enter(store)
-            return self.host.run(self._walk(q, store, self.state, spec), store)
-        return progressive_decode(self._walk(q, store, self.state, spec, self.placed))
+        walk = self._walk(q, store, self.state, spec, self.placed and self.host is None)
+        out = progressive_decode(walk) if self.host is None else self.host.run(walk, store)
+        if self.watch is not None:
+            self.watch.mark(walk.ids, self.state.used)
+        return out
 
     def _walk(self, q: Tensor, store: LayerStore, state: WalkState, spec: AttentionSpec, placed: bool = False) -> Walk:
         config, fields, table = self.config, store.pool.fields, store.table

@@ -167,6 +167,8 @@ class TwoLevelPolicy(Policy):
                 if self._enter(store):
                     places = store.residents.fetch(blocks, store.table, keep=0)
             store.count_blocks(blocks)
+            if self.watch is not None:
+                self.watch.mark(blocks)
         placed = places is not None
         if not self.fine:
             return store.attend(q, blocks, "block", spec, placed, places)
@@ -182,6 +184,8 @@ class TwoLevelPolicy(Policy):
             config.token_reduce,
         )
         tokens = token_select(scores, places if placed else blocks, config.token_budget, store.block_size)
+        if self.watch is not None and attends == "every":
+            self.watch.mark_tokens(tokens, store.block_size)
         return store.attend(q, tokens, "token", spec, placed)
 
     def _enter(self, store: LayerStore) -> bool:

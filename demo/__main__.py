@@ -1,0 +1,70 @@
+"""``python -m demo``: serve the page."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line gives; see :func:`arguments`."""
+
+    model: str = "probe"
+    device: str = "auto"
+    threads: int | None = None
+    host: str = "127.0.0.1"
+    port: int | None = None
+    browser: bool = False
+    share: bool = False
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="demo", description="Watch the time per token of sparse and full attention.")
+    parser.add_argument("--model", default=Options.model, help="chosen at first: probe, small, a hub id or a path")
+    parser.add_argument("--device", default=Options.device, help="auto, cpu, cuda, cuda:1")
+    parser.add_argument("--threads", type=int, help="of torch on a CPU; default: all but one, which serves the page")
+    parser.add_argument("--host", default=Options.host, help="0.0.0.0 lets other machines in; default %(default)s")
+    parser.add_argument("--port", type=int, help="default: the first free one from 7860 on")
+    parser.add_argument("--browser", action="store_true", help="open a browser")
+    parser.add_argument("--share", action="store_true", help="a public link through gradio's servers")
+    return parser
+
+
+def serve(options: Options) -> int:
+    """Say where the page is, and serve until interrupted; 1 if that is not possible, and why on standard error."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        from . import app
+    except ImportError as error:
+        print(f"the demo needs gradio and pypdf ({error}): pip install 'hf-sparsekv[demo]'", file=sys.stderr)
+        return 1
+    import torch
+
+    from .models import ModelError, Models, pick_device
+
+    torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 2) - 1))
+    warnings.filterwarnings("ignore", message="decode steps run eagerly")
+    try:
+        models = Models(pick_device(options.device))
+        models.look(options.model)
+        page, url = app.launch(
+            models, options.model, options.host, options.port, options.browser, options.share, block=False
+        )
+    except (ModelError, OSError, RuntimeError) as error:  # no such model, device or port
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{url}  (Ctrl-C ends it)", flush=True)
+    page.block_thread()
+    return 0
+
+
+def main() -> int:
+    return serve(Options(**vars(arguments().parse_args())))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

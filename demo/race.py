@@ -1,0 +1,372 @@
+"""The race: one document, read once; two caches that answer a question about it, step by step in turns."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.cache_utils import Cache
+
+from hf_sparsekv import CacheStats, PrefixCache, SparseCache, StepMonitor, StepReport
+
+from .caches import DENSE, METHODS
+from .models import Loaded
+from .turns import Lane, Stopped, Turns
+
+LOOK = 0.15  # seconds between looks at the counters
+_QUEUED = 64  # events that nobody has read yet, before generation waits
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to race.
+
+    Args:
+        context: ids of the document, with what comes before it.
+        question: ids of the question; ``follow_up``: the same behind an answer.
+        method: a key of ``METHODS``; ``values``, ``offload``: its controls.
+        new_tokens: tokens to decode.
+        go_on: do not stop where the answer ends: clocks need something to measure.
+    """
+
+    context: tuple[int, ...]
+    question: tuple[int, ...]
+    follow_up: tuple[int, ...]
+    method: str
+    values: dict = field(default_factory=dict)
+    offload: bool = False
+    new_tokens: int = 128
+    go_on: bool = False
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The document is being read: ``done`` of ``total`` tokens; ``seconds`` so far, None if it was read before."""
+
+    done: int
+    total: int
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Other tabs run as well."""
+
+    others: int
+
+
+@dataclass(frozen=True)
+class Started:
+    """A lane begins: in words what it is, and whether it goes on with a conversation."""
+
+    lane: int
+    name: str
+    follows: bool
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A lane has a new token. ``memory``: bytes of its cache on the device and in host memory, where looked at."""
+
+    lane: int
+    report: StepReport
+    memory: dict[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A lane is done: ``totals`` of this answer; ``error`` if something went wrong, ``stopped`` by the user."""
+
+    lane: int
+    totals: CacheStats | None = None
+    error: str | None = None
+    stopped: bool = False
+
+
+Event = Reading | Waiting | Started | Stepped | Ended
+
+
+@dataclass
+class _Talk:
+    """One pane's conversation: its cache, and the ids in it."""
+
+    cache: Cache
+    ids: list[int]
+
+
+class Busy(RuntimeError):
+    """The session is running already."""
+
+
+class Session:
+    """What one tab keeps: the document that it has read, and a conversation in each pane."""
+
+    def __init__(self, turns: Turns) -> None:
+        self.turns = turns
+        self._busy = threading.Lock()
+        self.stop = threading.Event()
+        self._prefix: PrefixCache | None = None
+        self._read: tuple | None = None  # whose the prefix is
+        self._talks: dict[int, _Talk] = {}
+        self._of: tuple | None = None  # what the conversations depend on
+
+    # ------------------------------------------------------------------ running
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around everything that a run does: there is one at a time. What was stopped gives its memory back.
+
+        Raises:
+            Busy: this session is running already.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise Busy("this tab is running already: press Stop first, or wait")
+        try:
+            self.stop.clear()
+            yield
+        finally:
+            if self.stop.is_set():
+                self.forget()
+            self._busy.release()
+
+    def race(self, loaded: Loaded, task: Task) -> Iterator[Event]:
+        """Run the task inside :meth:`running`, with an event for everything that happens.
+
+        Ends its threads if nobody listens any more.
+
+        Raises:
+            ValueError: the controls of the cache do not fit each other.
+        """
+        try:
+            yield from self._race(loaded, task)
+        except Stopped:
+            yield from (Ended(lane, stopped=True) for lane in range(2))
+
+    def _race(self, loaded: Loaded, task: Task) -> Iterator[Event]:
+        makers = self._makers(loaded, task)
+        yield from self._prefill(loaded, task)
+        of = (loaded, task.context, task.method, tuple(sorted(task.values.items())), task.offload)
+        if self._of != of:
+            self._talks.clear()
+            self._of = of
+        events: queue.Queue[Event] = queue.Queue(_QUEUED)
+        threads = [
+            threading.Thread(target=self._answer, args=(i, loaded, task, make, events), name=f"race-{i}", daemon=True)
+            for i, make in enumerate(makers)
+        ]
+        for thread in threads:
+            thread.start()
+        others, ended = -1, 0
+        try:
+            while ended < len(threads):
+                if others != (others := self.turns.runs - 1):
+                    yield Waiting(others)
+                try:
+                    event = events.get(timeout=0.2)
+                except queue.Empty:
+                    continue
+                ended += isinstance(event, Ended)
+                yield event
+        except GeneratorExit:  # the tab is gone
+            self.stop.set()
+            raise
+        finally:
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(0.05)
+                    while not events.empty():
+                        events.get_nowait()  # whoever waits for room
+
+    def _makers(self, loaded: Loaded, task: Task) -> list[tuple[str, Callable[[], Cache]]]:
+        """For each pane a name and what makes its cache from the prefix."""
+        room = len(task.context) + len(task.question) + task.new_tokens + 1024
+
+        def dense() -> Cache:
+            return copy.deepcopy(self._prefix) if loaded.on_gpu else self._prefix.full()
+
+        if loaded.on_gpu:
+            name = "full attention, captured steps (this package's dense cache)"
+        else:
+            name = "full attention, transformers' DynamicCache with sdpa"
+        lanes = [(name, dense)]
+        if task.method == DENSE:
+            return [*lanes, (name, dense)]
+        method = METHODS[task.method]
+        empty = [method.make(task.values, task.offload, loaded.model.config, room)]  # complains before anything runs
+        where = (
+            "full blocks in host memory" if task.offload else "KV on the device" if loaded.on_gpu else "KV in memory"
+        )
+        return [*lanes, (f"{method.label.lower()}, {where}", lambda: self._prefix.start(empty.pop()))]
+
+    @torch.no_grad()
+    def _prefill(self, loaded: Loaded, task: Task) -> Iterator[Reading]:
+        """Read the document, unless that is what the session has."""
+        total, whose = len(task.context), (loaded, task.context)
+        if self._read == whose:
+            yield Reading(total, total, None)
+            return
+        self.forget()
+        lane = Lane(self, self.stop)
+        self.turns.join(lane)
+        # On a GPU room for answers, too: storage that grows is captured anew.
+        room = total + 4096 if loaded.on_gpu else None
+        spent, prefix = 0.0, PrefixCache(max_length=room, model_config=loaded.model.config)
+        try:
+            ids = torch.tensor([task.context], device=loaded.device)
+            for at in range(0, total, chunk := 8192 if loaded.on_gpu else 512):
+                yield Reading(at, total, spent)
+                loaded.here()  # each piece may run in another thread
+                self.turns.take(lane)
+                began = time.perf_counter()
+                out = loaded.model(ids[:, at : at + chunk], past_key_values=prefix, use_cache=True, logits_to_keep=1)
+                out.logits.cpu()  # the work is done
+                del out
+                spent += time.perf_counter() - began
+                self.turns.give(lane, time.perf_counter() - began)
+        finally:
+            self.turns.leave(lane)
+        self._prefix, self._read = prefix, whose
+        yield Reading(total, total, spent)
+
+    def _answer(self, number: int, loaded: Loaded, task: Task, maker: tuple, events: queue.Queue) -> None:
+        """A thread's work: one pane's answer."""
+        lane = Lane(self, self.stop)
+        self.turns.join(lane)
+        ended = Ended(number)
+        try:
+            loaded.here()
+            ended = self._generate(number, loaded, task, maker, events, lane)
+        except Stopped:
+            ended = Ended(number, stopped=True)
+        except torch.OutOfMemoryError:
+            ended = Ended(number, error="the memory of the GPU is full: a shorter context, or offload")
+        except MemoryError as error:
+            ended = Ended(number, error=str(error) or "memory is full: a shorter context")
+        except Exception as error:  # whatever it is, the other pane goes on and the page says it
+            ended = Ended(number, error=f"{type(error).__name__}: {error}")
+        finally:
+            if ended.error or ended.stopped:
+                self._talks.pop(number, None)  # may hold half an answer
+            self.turns.leave(lane)
+            events.put(ended)
+
+    def _generate(self, number, loaded: Loaded, task: Task, maker, events: queue.Queue, lane: Lane) -> Ended:
+        name, make = maker
+        self.turns.take(lane)
+        talk = self._talks.get(number)
+        follows = talk is not None
+        if follows:
+            talk.ids += task.follow_up
+        else:
+            talk = self._talks[number] = _Talk(make(), [*task.context, *task.question])
+        before = talk.cache.stats() if isinstance(talk.cache, SparseCache) else None
+        given = torch.tensor([talk.ids], device=loaded.device)
+        events.put(Started(number, name, follows))
+
+        def step(report: StepReport) -> None:
+            talk.ids.extend(report.tokens)
+            looked = report.index == 0 or report.stats is not None
+            memory = _memory(talk.cache) if looked else None
+            self.turns.give(lane, report.seconds)
+            _put(events, Stepped(number, report, memory), self.stop)
+            self.turns.take(lane)
+
+        monitor = StepMonitor(talk.cache, step, interval=LOOK, blocks=number == 1)
+        never = loaded.model.config.get_text_config(decoder=True).vocab_size  # no token has this id
+        loaded.model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            past_key_values=talk.cache,
+            max_new_tokens=task.new_tokens,
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            eos_token_id=never if task.go_on else sorted(loaded.ends) or never,
+            pad_token_id=0,
+            streamer=monitor,
+            stopping_criteria=StoppingCriteriaList([_Stop(self.stop)]),
+        )
+        if self.stop.is_set():
+            raise Stopped
+        self._settle(talk, len(given[0]), loaded)
+        return Ended(number, None if before is None else talk.cache.stats().since(before))
+
+    @staticmethod
+    def _settle(talk: _Talk, given: int, loaded: Loaded) -> None:
+        """Leave the conversation where its answer ended, before the token that says so: what came after it was for
+        the clocks."""
+        answer = talk.ids[given:]
+        kept = next((i for i, token in enumerate(answer) if token in loaded.ends), len(answer))
+        talk.ids = talk.ids[: given + kept]
+        surplus = talk.cache.get_seq_length() - len(talk.ids)
+        if surplus > 0:
+            talk.cache.crop(-surplus)
+
+    # ------------------------------------------------------------------ memory
+
+    def new_talk(self) -> None:
+        """Forget the conversations, keep the document. Inside :meth:`running`."""
+        self._talks.clear()
+
+    def end(self) -> None:
+        """Nobody will use the session again: stop what runs, or give its memory back."""
+        self.stop.set()
+        if self._busy.acquire(blocking=False):  # else the run does it
+            try:
+                self.forget()
+            finally:
+                self._busy.release()
+
+    def forget(self) -> None:
+        """Give back the memory of the document and the conversations. Not while running."""
+        with self.turns.turn(self):
+            self._talks.clear()
+            self._prefix = self._read = self._of = None
+            gc.collect()
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes that the document's own cache takes."""
+        return {"device": 0, "host": 0} if self._prefix is None else self._prefix.memory_bytes()
+
+
+def _memory(cache: Cache) -> dict[str, int]:
+    if isinstance(cache, SparseCache):
+        return cache.memory_bytes()
+    held = [t for layer in cache.layers for t in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+    return {"device": sum(t.nbytes for t in held if t is not None), "host": 0}
+
+
+class _Stop(StoppingCriteria):
+    def __init__(self, event: threading.Event) -> None:
+        self.event = event
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((input_ids.shape[0],), self.event.is_set(), device=input_ids.device)
+
+
+def _put(events: queue.Queue, event: Event, stop: threading.Event) -> None:
+    """Wait for room, but not for ever: nobody may be listening."""
+    while True:
+        try:
+            events.put(event, timeout=0.1)
+            return
+        except queue.Full:
+            if stop.is_set():
+                raise Stopped from None
+
+
+if __name__ == "__main__":
+    from .record import main
+
+    raise SystemExit(main())

@@ -1,0 +1,243 @@
+"""The page's race without the page: the same function, its points in a file and a picture.
+
+    python -m demo.race --model small --length 2k --csv race.csv --plot race.svg
+    python -m demo.race --model random:qwen3-8b --length 32k --method two_level --set token_budget=1024
+    python -m demo.race --csv race.csv --plot race.svg --only-plot
+
+A model is what the page takes, or ``random:SHAPE``: random weights of a known shape, over random tokens, for times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from hf_sparsekv import optimize
+from hf_sparsekv.benchmark.results import commit, device_name, versions
+from hf_sparsekv.benchmark.shapes import SHAPES, known_config, parse_tokens, random_model
+
+from . import documents
+from .caches import METHODS
+from .models import Loaded, ModelError, Models, pick_device
+from .race import Reading, Session, Stepped, Task
+from .turns import Turns
+from .view import RaceView
+
+COLUMNS = (
+    "lane", "name", "token", "ms", "own_s", "elapsed_s", "kv_bytes_read", "attended_share", "hit_rate", "covered_mass",
+    "device_bytes", "host_bytes", "model", "context", "read_s", "device", "versions", "commit", "date",
+)  # fmt: skip
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="demo.race", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="probe", help=f"probe, small, a hub id, a path; random:{'|'.join(SHAPES)}")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int, help="of torch on a CPU")
+    parser.add_argument("--length", type=parse_tokens, default=4096, metavar="TOKENS", help="of context: 4096, 32k")
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--method", choices=list(METHODS), default=next(iter(METHODS)))
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="controls of the cache")
+    parser.add_argument("--offload", action="store_true", help="full blocks in host memory")
+    parser.add_argument("--depth", type=float, default=0.4, help="of the hidden fact, 0 to 1")
+    parser.add_argument(
+        "--warm-up", type=int, help="tokens of a race before, which is not recorded; default 16 on a GPU, else 0"
+    )
+    parser.add_argument("--csv", type=Path, help="where the points go")
+    parser.add_argument("--plot", type=Path, help="a picture of them, svg or png")
+    parser.add_argument("--only-plot", action="store_true", help="draw the points of --csv")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Race, or draw; 1 if a lane has failed."""
+    args = arguments().parse_args(argv)
+    if args.only_plot:
+        if not (args.csv and args.plot):
+            print("--only-plot needs --csv and --plot", file=sys.stderr)
+            return 2
+        draw(args.csv, args.plot)
+        return 0
+    warnings.filterwarnings("ignore", message="decode steps run eagerly")
+    device = pick_device(args.device)
+    torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 2) - 1))
+    try:
+        loaded, task, needle = prepare(args, device)
+        view, points = record(loaded, task, args)
+    except (ModelError, documents.DocumentError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    if args.csv:
+        write(args.csv, points)
+        if args.plot:
+            draw(args.csv, args.plot)
+    return report(view, loaded, needle)
+
+
+def prepare(args: argparse.Namespace, device: torch.device):
+    """``(model, task, hidden fact)``; no fact for random weights."""
+    values = _values(args)
+    kind, _, shape = args.model.partition(":")
+    if kind != "random":
+        loaded = Models(device).load(args.model)
+        language = loaded.language
+        needle = language.needle(args.length)
+        fact = language.ids(needle.fact)
+        head = language.head()
+        text = language.document(language.bundled())
+        ids = documents.fit(text, args.length - len(head) - len(fact))
+        ids = documents.hide(ids, fact, args.depth, language.breaks)
+        asked = tuple(language.question(needle.question, True))
+        task = Task((*head, *ids), asked, (), args.method, values, args.offload, args.new_tokens, True)
+        return loaded, task, needle
+    if shape not in SHAPES:
+        raise ValueError(f"there is no shape {shape!r}; known: {', '.join(SHAPES)}")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    model = random_model(known_config(shape), dtype, device)
+    if device.type == "cuda":
+        optimize(model)
+    nothing = SimpleNamespace(tokenizer=SimpleNamespace(eos_token_id=None))
+    ids = torch.randint(0, known_config(shape).vocab_size, (args.length + 16,)).tolist()
+    asked = tuple(ids[args.length :])
+    task = Task(tuple(ids[: args.length]), asked, (), args.method, values, args.offload, args.new_tokens, True)
+    return Loaded(args.model, model, nothing), task, None
+
+
+def _values(args: argparse.Namespace) -> dict[str, float]:
+    """Controls: the page's first values, and what ``--set`` says."""
+    on_gpu = torch.cuda.is_available() and args.device != "cpu"
+    controls = METHODS[args.method].controls
+    values = {c.name: c.on_gpu if on_gpu and c.on_gpu is not None else c.value for c in controls}
+    for text in args.set:
+        name, equals, value = text.partition("=")
+        if name not in values or not equals:
+            raise ValueError(
+                f"{text!r}: {args.method} has the controls {', '.join(values) or 'none'}, set as name=value"
+            )
+        values[name] = float(value)
+    return values
+
+
+def record(loaded: Loaded, task: Task, args: argparse.Namespace) -> tuple[RaceView, list[dict]]:
+    """Run the race.
+
+    Returns:
+        What the page would show at the end, and a row for each point of its plot.
+    """
+    session = Session(Turns())
+    warm = args.warm_up if args.warm_up is not None else 16 * loaded.on_gpu
+    view, points, began = RaceView(), [], 0.0
+    with session.running():
+        if warm:
+            few = Task(**{**task.__dict__, "new_tokens": warm})
+            read = [e for e in session.race(loaded, few) if isinstance(e, Reading)]
+            session.new_talk()
+        for event in session.race(loaded, task):
+            if isinstance(event, Reading) and event.done == event.total:
+                began = time.perf_counter()
+            view.add(event)
+            if isinstance(event, Stepped):
+                points.append(_point(view, event, time.perf_counter() - began))
+        session.forget()
+    if warm:
+        view.read_s = read[-1].seconds
+    common = {
+        "model": args.model, "context": len(task.context), "read_s": f"{view.read_s:.4g}", "device": device_name(),
+        "versions": versions(), "commit": commit(), "date": datetime.date.today().isoformat(),
+    }  # fmt: skip
+    return view, [{**point, **common} for point in points]
+
+
+def _point(view: RaceView, event: Stepped, elapsed: float) -> dict:
+    lane, report = view.lanes[event.lane], event.report
+    stats, memory = report.stats, event.memory or {}
+    mass = None if stats is None else stats.covered_mass if stats.covered_mass is not None else stats.estimated_mass
+    return {
+        "lane": ("dense", "sparse")[event.lane],
+        "name": lane.name,
+        "token": len(lane.ids) - 1,
+        "ms": f"{1e3 * report.seconds:.4f}",
+        "own_s": f"{sum(lane.seconds):.5f}",
+        "elapsed_s": f"{elapsed:.5f}",
+        "kv_bytes_read": "" if stats is None else round(stats.kv_bytes_read / stats.decode_steps),
+        "attended_share": "" if stats is None else f"{stats.attended_share:.4f}",
+        "hit_rate": "" if stats is None or stats.hit_rate is None else f"{stats.hit_rate:.4f}",
+        "covered_mass": "" if mass is None else f"{mass:.4f}",
+        "device_bytes": memory.get("device", ""),
+        "host_bytes": memory.get("host", ""),
+    }
+
+
+def write(path: Path, points: list[dict]) -> None:
+    """The points of one race as csv."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(points)
+
+
+def draw(points: Path, out: Path) -> None:
+    """Left: what the page draws, ms per token. Right: the race itself, tokens against each lane's own clock."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import pandas as pd
+
+    rows = pd.read_csv(points)
+    first = rows.iloc[0]
+    fig, (times, race) = plt.subplots(1, 2, figsize=(9.5, 3.4), width_ratios=(3, 2), layout="constrained")
+    for lane, colour in (("dense", "#8a6d3b"), ("sparse", "#115e69")):
+        mine = rows[rows.lane == lane]
+        steps = mine[mine.token > 0]
+        label = f"{mine['name'].iloc[0]}: {steps.ms.median():.2f} ms"
+        times.plot(steps.token, steps.ms, color=colour, alpha=0.35, linewidth=0.8)
+        times.plot(steps.token, steps.ms.rolling(15, 1).median(), color=colour, linewidth=1.8, label=label)
+        race.plot(mine.own_s - mine.own_s.iloc[0], mine.token + 1, color=colour, linewidth=1.8)
+    usual = rows[rows.token > 0].groupby("lane").ms.median().max()
+    times.set_ylim(0, 2.5 * usual)
+    times.set_xlabel("token")
+    times.set_ylabel("ms per token")
+    times.legend(fontsize=7.5, frameon=False, loc="upper right")
+    race.set_xlabel("own seconds since the first token")
+    race.set_ylabel("tokens")
+    for axis in (times, race):
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", color="#e5e7eb")
+    fig.suptitle(f"{first.model}, {first.context:,} tokens of context, {first.device}", fontsize=10)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
+    plt.close(fig)
+
+
+def report(view: RaceView, loaded: Loaded, needle) -> int:
+    """Print what the page shows."""
+    failed = False
+    for lane in view.lanes:
+        if lane.ended is None or lane.ended.error:
+            failed = True
+            print(f"{lane.name or 'a lane'}: {lane.ended.error if lane.ended else 'did not end'}", file=sys.stderr)
+            continue
+        line = f"{lane.name}: first token {view.ttft_s(lane):.2f} s, then {lane.median_ms or 0:.2f} ms"
+        if needle is not None:
+            answer = loaded.language.tokenizer.decode(lane.ids)
+            line += f", hidden fact {'found' if needle.answer in answer else 'not found'}"
+        print(line)
+        if lane.stats is not None:
+            print(f"  {lane.stats}")
+    if not failed:
+        print(view.verdict(loaded.on_gpu))
+    return int(failed)

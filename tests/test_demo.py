@@ -1,0 +1,245 @@
+"""The demo without a browser: documents, languages, turns, the race and what it leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+pytest.importorskip("gradio", reason="the demo needs gradio: pip install -e '.[demo]'")
+
+from demos import a_task, probe_model, run
+
+from demo.caches import DENSE, METHODS
+from demo.race import Busy, Ended, Reading, Session, Started, Stepped, Task
+from demo.turns import Lane, Stopped, Turns
+
+pytestmark = pytest.mark.xdist_group("demo")
+
+
+@pytest.fixture(scope="module")
+def probe():
+    return probe_model()
+
+
+# ---------------------------------------------------------------------- turns
+
+
+def test_equal_time_and_one_at_a_time():
+    turns, busy, clash = Turns(), threading.Lock(), []
+    lanes = [(Lane("a", threading.Event()), 0.001), (Lane("a", threading.Event()), 0.003)]
+    end = time.monotonic() + 0.6
+    done = {}
+
+    def work(lane: Lane, seconds: float) -> None:
+        turns.join(lane)
+        count = 0
+        while time.monotonic() < end:
+            turns.take(lane)
+            if not busy.acquire(blocking=False):
+                clash.append(lane)
+            time.sleep(seconds)
+            busy.release()
+            turns.give(lane, seconds)
+            count += 1
+        turns.leave(lane)
+        done[lane] = count
+
+    threads = [threading.Thread(target=work, args=pair) for pair in lanes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not clash
+    quick, slow = (done[lane] for lane, _ in lanes)
+    assert quick > 1.8 * slow, "equal time, so three times the steps (less what waking up costs)"
+
+
+def test_who_waits_can_be_stopped():
+    turns = Turns()
+    first, second = (Lane(name, threading.Event()) for name in "ab")
+    turns.join(first)
+    turns.take(first)
+    turns.join(second)
+    second.stop.set()
+    with pytest.raises(Stopped):
+        turns.take(second)
+    assert turns.runs == 2
+    turns.leave(second)
+    turns.leave(first)
+    assert turns.runs == 0
+
+
+# ---------------------------------------------------------------------- the race
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_both_panes_say_what_generate_says(probe, method):
+    task = a_task(probe, method)
+    view, events = run(Session(Turns()), probe, task)
+    ids = torch.tensor([[*task.context, *task.question]])
+    never = probe.model.config.vocab_size
+    cache = DynamicCache(config=probe.model.config)
+    expected = probe.model.generate(
+        ids, past_key_values=cache, max_new_tokens=12, do_sample=False, eos_token_id=never, pad_token_id=0
+    )[0, ids.shape[1] :].tolist()
+    assert view.lanes[0].ids == expected
+    needle = probe.language.needle(5)
+    for lane in view.lanes:
+        assert needle.answer in probe.language.tokenizer.decode(lane.ids)
+        assert lane.ended == Ended(lane.ended.lane, lane.ended.totals)
+        assert len(lane.seconds) == 12
+    if method == DENSE:
+        assert view.lanes[1].ids == expected
+    else:
+        assert view.lanes[1].stats.decode_steps == 11
+        assert view.lanes[1].blocks is not None
+        assert view.lanes[1].memory["device"] > 0
+    read = [event for event in events if isinstance(event, Reading)]
+    assert read[0].done == 0
+    assert read[-1].done == read[-1].total == len(task.context)
+    assert len(read) > 2, "reading shows progress"
+
+
+def test_offload(probe):
+    view, _ = run(Session(Turns()), probe, a_task(probe, offload=True))
+    assert view.lanes[1].memory["host"] > 0
+    assert "host memory" in view.lanes[1].name
+
+
+def test_a_follow_up_reads_neither_the_document_nor_the_talk_again(probe):
+    session, task = Session(Turns()), a_task(probe)
+    run(session, probe, task)
+    lengths = [len(session._talks[i].ids) for i in range(2)]
+    view, events = run(session, probe, task)
+    assert view.reused
+    assert [event.follows for event in events if isinstance(event, Started)] == [True, True]
+    needle = probe.language.needle(5)
+    for number, lane in enumerate(view.lanes):
+        assert needle.answer in probe.language.tokenizer.decode(lane.ids[:2])
+        talk = session._talks[number]
+        assert len(talk.ids) == lengths[number] + len(task.follow_up) + 2, "cut where the answer ended"
+        assert talk.cache.get_seq_length() <= len(talk.ids)
+    with session.running():
+        session.new_talk()
+    _, events = run(session, probe, task)
+    assert [event.follows for event in events if isinstance(event, Started)] == [False, False]
+
+
+def test_another_cache_uses_the_same_reading(probe):
+    session = Session(Turns())
+    run(session, probe, a_task(probe))
+    view, events = run(session, probe, a_task(probe, "progressive"))
+    assert view.reused
+    assert [event.follows for event in events if isinstance(event, Started)] == [False, False]
+
+
+def test_stop_comes_at_once_and_frees_the_memory(probe):
+    session, task = Session(Turns()), a_task(probe, new_tokens=5000)
+    kept, stopped_at = [], None
+    with session.running():
+        for event in session.race(probe, task):
+            if isinstance(event, Stepped) and event.report.index == 3 and event.lane == 1:
+                kept = [weakref.ref(talk.cache) for talk in session._talks.values()] + [weakref.ref(session._prefix)]
+                session.stop.set()
+                stopped_at = time.monotonic()
+            if isinstance(event, Ended):
+                assert event.stopped
+    assert time.monotonic() - stopped_at < 5
+    gc.collect()
+    assert len(kept) == 3
+    assert all(ref() is None for ref in kept), "caches of both panes and of the document"
+    assert not [t for t in threading.enumerate() if t.name.startswith("race-")]
+    view, _ = run(session, probe, a_task(probe))
+    assert view.ended
+    assert not view.reused
+
+
+def test_stop_while_reading(probe):
+    session = Session(Turns())
+    with session.running():
+        for event in session.race(probe, a_task(probe)):
+            if isinstance(event, Reading):
+                session.stop.set()
+            else:
+                assert event == Ended(event.lane, stopped=True)
+    assert session.memory_bytes() == {"device": 0, "host": 0}
+
+
+def test_a_listener_that_goes_away_ends_the_threads(probe):
+    session = Session(Turns())
+    with session.running():
+        race = session.race(probe, a_task(probe, new_tokens=5000))
+        for event in race:
+            if isinstance(event, Stepped):
+                break
+        race.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("race-")]
+    assert session.turns.runs == 0
+
+
+def test_a_slow_listener_makes_generation_wait(probe):
+    from demo import race as module
+
+    session, count = Session(Turns()), 0
+    with session.running():
+        for event in session.race(probe, a_task(probe, new_tokens=module._QUEUED * 2)):
+            if isinstance(event, Stepped) and not count:
+                time.sleep(1.0)
+            count += isinstance(event, Stepped)
+    assert count == module._QUEUED * 4
+
+
+def test_one_run_at_a_time_in_a_session(probe):
+    session = Session(Turns())
+    with session.running(), pytest.raises(Busy, match="running already"), session.running():
+        raise AssertionError("the second run has begun")
+    with session.running():
+        pass
+
+
+def test_an_error_in_one_pane_leaves_the_other(probe, monkeypatch):
+    session, task = Session(Turns()), a_task(probe)
+    run(session, probe, task)
+
+    def fails(*args):
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(session._prefix, "start", fails)
+    with session.running():
+        session.new_talk()
+    view, _ = run(session, probe, task)
+    assert view.lanes[1].ended.error == "RuntimeError: no such luck"
+    assert view.lanes[0].ended.error is None
+    assert len(view.lanes[0].ids) == 12
+    monkeypatch.undo()
+    view, _ = run(session, probe, task)
+    assert view.lanes[1].ended.error is None
+
+
+def test_controls_that_do_not_fit_are_told_before_anything_runs(probe):
+    task = a_task(probe, "progressive")
+    task = Task(**{**task.__dict__, "values": {**task.values, "threshold": 1.5}})
+    session = Session(Turns())
+    with session.running(), pytest.raises(ValueError, match="threshold"):
+        list(session.race(probe, task))
+
+
+def test_two_sessions_at_once(probe):
+    turns, found = Turns(), {}
+
+    def one(number: int) -> None:
+        found[number], _ = run(Session(turns), probe, a_task(probe, new_tokens=20))
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0].lanes[0].ids == found[1].lanes[0].ids
+    assert found[0].lanes[1].ids == found[1].lanes[1].ids

@@ -1,0 +1,266 @@
+"""The demo in a real browser, without a network."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import browsers
+import pytest
+
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+ROOT = Path(__file__).resolve().parent.parent
+DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+STARTED_WITHIN = 120  # seconds; it takes some eight, but a machine may be busy
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """``(url, log of what went elsewhere)``."""
+    log = tmp_path_factory.mktemp("demo") / "elsewhere.log"
+    log.touch()
+    command = [sys.executable, str(ROOT / "tests" / "demo_server.py"), str(log)]
+    with (log.parent / "server.log").open("w+") as out:
+        process = subprocess.Popen(command, cwd=ROOT, env=_environment(), stdout=out, stderr=subprocess.STDOUT)
+        try:
+            yield _url(process, Path(out.name)), log
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+
+
+def _url(process: subprocess.Popen, out: Path) -> str:
+    end = time.monotonic() + STARTED_WITHIN
+    while time.monotonic() < end:
+        found = re.search(r"http://127\.0\.0\.1:\d+", out.read_text())
+        if found:
+            return found.group()
+        assert process.poll() is None, out.read_text()
+        time.sleep(0.2)
+    raise AssertionError(f"the demo did not start within {STARTED_WITHIN} s: {out.read_text()}")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if reason := browsers.missing():
+        pytest.skip(reason)
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # Containers give no user namespaces, and little shared memory.
+        options = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-proxy-server"]
+        browser = playwright.chromium.launch(executable_path=browsers.find(), args=options)
+        yield browser
+        browser.close()
+
+
+class Tab:
+    """A page of the demo, with what it asked for and complained about."""
+
+    def __init__(self, browser, url: str, size: dict = DESKTOP) -> None:
+        self.context = browser.new_context(viewport=size)
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(60_000)
+        self.requests: list[str] = []
+        self.complaints: list[str] = []
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("console", lambda m: self.complaints.append(m.text) if m.type == "error" else None)
+        self.page.goto(url)
+        self.page.wait_for_selector("#race")
+
+    def number(self, name: str, value: int) -> None:
+        field = self.page.locator(f"#{name} input[type=number]")
+        field.fill(str(value))
+        field.press("Tab")
+
+    def text(self, name: str) -> str:
+        return self.page.inner_text(f"#{name}")
+
+    def status(self) -> str:
+        return self.text("status").strip()
+
+    def wait_status(self, *beginnings: str, seconds: float = 90) -> str:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if (status := self.status()).startswith(beginnings):
+                return status
+            time.sleep(0.05)
+        raise AssertionError(f"status is {self.status()!r}, not {beginnings}, after {seconds} s")
+
+    def points(self) -> tuple[int, int]:
+        """Tokens drawn, dense and sparse."""
+        plot = self.page.locator("#plot .plot")
+        return tuple(int(plot.get_attribute(f"data-{name}") or 0) for name in ("dense", "sparse"))
+
+    def race(self) -> None:
+        self.page.click("#race")
+
+    def close(self) -> None:
+        self.context.close()
+
+
+@pytest.fixture
+def tabs(browser, server):
+    """Makes tabs; afterwards none has asked for anything elsewhere, or complained."""
+    url, elsewhere = server
+    made: list[Tab] = []
+
+    def make(size: dict = DESKTOP) -> Tab:
+        made.append(Tab(browser, url, size))
+        return made[-1]
+
+    yield make
+    try:
+        for tab in made:
+            assert all(r.startswith((url, "data:", "blob:")) for r in tab.requests), tab.requests
+            assert not tab.complaints
+        assert elsewhere.read_text() == "", "the server reached out"
+    finally:
+        for tab in made:
+            tab.close()
+
+
+def test_race_streams_draws_and_finds_the_needle(tabs):
+    tab = tabs()
+    tab.number("new-tokens", 64)
+    tab.race()
+    tab.wait_status("Reading", "Decoding")
+    seen, texts, maps = set(), set(), set()
+    tab.wait_status("Decoding")
+    while not tab.status().startswith("Done"):
+        assert not tab.page.locator("#status .error").count(), tab.status()
+        seen.add(tab.points())
+        texts.add(tab.text("pane-dense") + tab.text("pane-sparse"))
+        picture = tab.page.locator("#heat img")
+        maps.add(picture.get_attribute("src") if picture.count() else None)
+        time.sleep(0.1)
+    assert tab.points() == (63, 63), "a point for every token after the first"
+    for lane in range(2):
+        assert len({points[lane] for points in seen}) >= 3, "the plot grew on this line"
+        assert tab.page.locator("#plot polyline").nth(lane).get_attribute("points")
+    assert len(texts) >= 3, "tokens streamed"
+    assert len(maps - {None}) >= 2, "the picture of chosen blocks moved"
+    for name in ("pane-dense", "pane-sparse"):
+        assert "the hidden fact: found" in tab.text(name)
+    table = tab.text("numbers")
+    assert re.search(r"time per token, median\s+[\d.]+ ms\s+[\d.]+ ms", table)
+    read = [float(x) for x in re.search(r"KV read per token\s+([\d.]+) MB\s+([\d.]+) MB", table).groups()]
+    assert read[1] < read[0], "the sparse cache reads less"
+    assert "full attention" in tab.text("verdict") or "sparse cache takes" in tab.text("verdict")
+
+    tab.race()
+    assert "was read before" in tab.wait_status("Done"), "a second question does not read the document again"
+    assert tab.text("pane-sparse").count("ask ") >= 2, "it follows the first in the same pane"
+    assert "the hidden fact: found" in tab.text("pane-sparse")
+
+
+def test_stop_ends_at_once_and_the_next_race_is_right(tabs):
+    tab = tabs()
+    tab.number("new-tokens", 1024)
+    tab.race()
+    tab.wait_status("Decoding")
+    while min(tab.points()) < 3:
+        time.sleep(0.1)
+    began = time.monotonic()
+    tab.page.click("#stop")
+    tab.wait_status("Stopped", seconds=10)
+    assert time.monotonic() - began < 5
+    drawn = tab.points()
+    time.sleep(1)
+    assert tab.points() == drawn, "nothing goes on behind the page"
+    tab.number("new-tokens", 16)
+    tab.race()
+    assert "took" in tab.wait_status("Done"), "the document's memory was given back, so it is read again"
+    assert "the hidden fact: found" in tab.text("pane-sparse")
+
+
+def test_a_second_click_leaves_the_first_run_alone(tabs):
+    tab = tabs()
+    tab.number("new-tokens", 96)
+    tab.race()
+    tab.wait_status("Decoding")
+    assert tab.page.locator("#race").is_disabled()
+    tab.page.locator("#question textarea").press("Enter")  # another way to start a race
+    tab.page.wait_for_selector("text=running already")
+    tab.wait_status("Done")
+    assert tab.points() == (95, 95)
+    assert all("the hidden fact: found" in tab.text(name) for name in ("pane-dense", "pane-sparse"))
+
+
+def test_two_tabs_at_once(tabs):
+    one, two = tabs(), tabs()
+    two.number("depth", 80)
+    for tab in (one, two):
+        tab.number("new-tokens", 96)
+    time.sleep(1)  # the second tab's question follows its depth
+    assert one.page.input_value("#question textarea") != two.page.input_value("#question textarea")
+    one.race()
+    two.race()
+    seen: list[tuple[int, int]] = []  # tokens drawn in both panes of each tab, while neither is done
+    while not any(tab.status().startswith("Done") for tab in (one, two)):
+        seen.append((sum(one.points()), sum(two.points())))
+        time.sleep(0.1)
+    grew = [b[0] > a[0] > 0 and b[1] > a[1] > 0 for a, b in itertools.combinations(seen, 2)]
+    assert any(grew), "both went on at the same time"
+    for tab in (one, two):
+        tab.wait_status("Done")
+        assert tab.points() == (95, 95)
+        assert "the hidden fact: found" in tab.text("pane-dense")
+        assert "the hidden fact: found" in tab.text("pane-sparse")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("english.txt", b"Plain words that the probe model has never seen. " * 20, "its own language"),
+        ("broken.pdf", b"%PDF-1.7 nothing that follows", "cannot be read as PDF"),
+        ("latin.txt", "caf\u00e9 ".encode("latin-1") * 50, "not UTF-8"),
+    ],
+)
+def test_uploads_that_cannot_be_used_say_why(tabs, tmp_path, name, content, message):
+    tab = tabs()
+    path = tmp_path / name
+    path.write_bytes(content)
+    tab.page.locator("#source label", has_text="Upload").click()
+    tab.page.locator("#upload input[type=file]").set_input_files(str(path))
+    tab.page.wait_for_selector(f"text={message}")
+    tab.race()
+    tab.page.wait_for_selector("#status .error")
+    assert message in tab.status()
+
+
+def test_an_unknown_model_is_told(tabs):
+    tab = tabs()
+    tab.page.locator("#model input").fill("/no/such/model")
+    tab.page.locator("#model input").press("Enter")
+    tab.page.wait_for_selector("#status .error")
+    assert "there is no model in /no/such/model" in tab.status()
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_nothing_is_cut_off(tabs, size):
+    tab = tabs(size)
+    tab.number("new-tokens", 16)
+    tab.race()
+    tab.wait_status("Done")
+    wide = tab.page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
+    assert wide[0] <= wide[1], "the page is wider than the window"
+    outside = tab.page.evaluate(
+        """() => [...document.querySelectorAll('.gradio-container *')].filter(e => {
+            const box = e.getBoundingClientRect();
+            return box.width > 0 && box.height > 0 && getComputedStyle(e).visibility !== 'hidden'
+                && !e.closest('svg') && (box.right > innerWidth + 1 || box.left < -1);
+        }).map(e => e.outerHTML.slice(0, 120))"""
+    )
+    assert not outside

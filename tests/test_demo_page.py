@@ -1,0 +1,128 @@
+"""What the demo shows, and its commands."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+pytest.importorskip("gradio", reason="the demo needs gradio: pip install -e '.[demo]'")
+
+
+from demos import a_task, probe_model, run
+
+from demo import charts, record
+from demo.race import Session
+from demo.turns import Turns
+from demo.view import LaneView, RaceView
+
+pytestmark = pytest.mark.xdist_group("demo")
+
+
+# ---------------------------------------------------------------------- what it looks like
+
+
+def a_view(dense: float, sparse: float, stats=None, count: int = 20) -> RaceView:
+    view = RaceView()
+    for lane, ms in zip(view.lanes, (dense, sparse)):
+        lane.name, lane.ids, lane.seconds = "name, about", list(range(count)), [1.0, *[ms / 1e3] * (count - 1)]
+    view.lanes[1].totals = stats
+    return view
+
+
+def test_verdicts():
+    probe = probe_model()
+    view, _ = run(Session(Turns()), probe, a_task(probe))
+    stats = view.lanes[1].stats
+    assert "full attention 2.00 times as long" in a_view(20, 10, stats).verdict(on_gpu=False)
+    slower = a_view(10, 20, stats)
+    assert "2.00 times as long as full attention" in slower.verdict(on_gpu=False)
+    assert "plain torch" in slower.verdict(on_gpu=False) or "little to save" in slower.verdict(on_gpu=False)
+    assert a_view(10, 20, stats, count=4).verdict(on_gpu=False) is None, "too few to say"
+    assert "noise" in a_view(10, 10.1).verdict(on_gpu=False)
+
+
+def test_model_output_is_text_and_not_html():
+    view = a_view(10, 20)
+    view.lanes[1].name = "<script>alert(1)</script>, about"
+    for picture in (charts.line_plot(view), charts.numbers(view, {"<b>": "<i>"})):
+        assert "<script>" not in picture
+        assert "<i>" not in picture
+
+
+def test_one_very_slow_step_does_not_flatten_the_plot():
+    view = a_view(10, 20)
+    view.lanes[1].seconds[1] = 30.0
+    plot = charts.line_plot(view)
+    assert "1 slower ones lie above" in plot
+    assert 'data-dense="19"' in plot
+
+
+@pytest.mark.parametrize("top", [0.003, 0.7, 4.2, 17, 96, 1234])
+def test_ticks(top):
+    ticks = charts._ticks(top)
+    assert 2 <= len(ticks) <= 7
+    assert ticks[0] == 0
+    assert ticks[-1] <= top
+
+
+def test_an_empty_lane_has_no_median():
+    assert LaneView().median_ms is None
+
+
+# ---------------------------------------------------------------------- commands
+
+
+def test_the_race_as_a_command(tmp_path, capsys):
+    points, picture = tmp_path / "race.csv", tmp_path / "race.svg"
+    command = ["--model", "probe", "--length", "1k", "--new-tokens", "10", "--csv", str(points), "--plot", str(picture)]
+    assert record.main([*command, "--set", "token_budget=128"]) == 0
+    rows = list(csv.DictReader(points.open()))
+    assert [sum(row["lane"] == lane for row in rows) for lane in ("dense", "sparse")] == [10, 10]
+    assert all(float(row["ms"]) > 0 and row["context"] == "1024" for row in rows)
+    assert any(row["kv_bytes_read"] for row in rows if row["lane"] == "sparse")
+    assert "<svg" in picture.read_text()
+    assert capsys.readouterr().out.count("hidden fact found") == 2
+    picture.unlink()
+    assert record.main(["--csv", str(points), "--plot", str(picture), "--only-plot"]) == 0
+    assert picture.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "random:nothing"], "no shape 'nothing'"),
+        (["--set", "colour=3"], "two_level has the controls"),
+        (["--model", "/no/such/place"], "no model"),
+    ],
+)
+def test_the_race_with_wrong_arguments(arguments, message, capsys):
+    assert record.main(["--length", "1k", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_the_page_binds_to_this_machine_and_shares_nothing():
+    from demo.__main__ import Options, arguments
+
+    options = Options(**vars(arguments().parse_args([])))
+    assert options.host == "127.0.0.1"
+    assert not options.share
+
+
+def test_serving_an_unknown_model(capsys):
+    from demo.__main__ import Options, serve
+
+    assert serve(Options(model="/no/such/place")) == 1
+    assert "there is no model" in capsys.readouterr().err
+
+
+def test_the_command_away_from_a_checkout(monkeypatch, tmp_path):
+    from typer.testing import CliRunner
+
+    from hf_sparsekv.cli import app
+    from hf_sparsekv.commands import demo as command
+
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    result = CliRunner().invoke(app, ["demo"])
+    assert result.exit_code == 1
+    assert "from a checkout" in result.output

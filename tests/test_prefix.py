@@ -1,0 +1,123 @@
+"""PrefixCache: one prefill, many caches."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from caches import CACHES, FULL, TIGHT, two_level
+from models import NEEDS_CONFIG, NOTHING_SPARSE, build, model, prompt, reference
+from test_graphs import Imitation
+
+from hf_sparsekv import OffloadConfig, PrefixCache
+
+NEW = 12
+FAMILIES = [name for name in ("llama", "qwen3", "gemma3", "gpt-oss", "qwen3-next") if name not in NOTHING_SPARSE]
+
+
+def prefixed(name: str, inputs: dict, chunk: int = 1000, **kwargs) -> PrefixCache:
+    ours = model(name)
+    prefix = PrefixCache(model_config=ours.config if name in NEEDS_CONFIG else None, **kwargs)
+    mask, end = inputs["attention_mask"], 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)  # as generate() makes them
+    with torch.no_grad():
+        for part in inputs["input_ids"].split(chunk, dim=1):
+            start, end = end, end + part.shape[1]
+            where = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
+            ours(part, **where, past_key_values=prefix)
+    return prefix
+
+
+def answer(ours, cache, inputs: dict) -> torch.Tensor:
+    """A question behind the context, and what follows."""
+    batch = inputs["input_ids"].shape[0]
+    ids = torch.cat((inputs["input_ids"], torch.tensor([[5, 6, 7]] * batch)), dim=1)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 3), value=1)
+    return ours.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_cache_goes_on_as_after_its_own_prefill(name):
+    ours, inputs = model("llama"), prompt(1, 200)
+    direct = CACHES[name](**TIGHT)
+    with torch.no_grad():
+        ours(**inputs, past_key_values=direct)
+    started = prefixed("llama", inputs).start(CACHES[name](**TIGHT))
+    assert torch.equal(answer(ours, started, inputs), answer(ours, direct, inputs))
+    assert started.stats().attended_tokens == direct.stats().attended_tokens
+
+
+@pytest.mark.parametrize("chunk", [1000, 64, 37])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_chunks_and_padding(family, chunk):
+    inputs = prompt(2, 130, (0, 21))
+    ours = model(family)
+    expected = answer(reference(family), None, inputs)
+    prefix = prefixed(family, inputs, chunk)
+    config = ours.config if family in NEEDS_CONFIG else None
+    started = prefix.start(two_level(model_config=config, **FULL))
+    assert torch.equal(answer(ours, started, inputs), expected)
+    assert torch.equal(answer(ours, prefix.full(), inputs), expected)
+    assert torch.equal(answer(ours, copy.deepcopy(prefix), inputs), expected)
+
+
+def test_the_prefix_itself_stays_as_it_is():
+    inputs, ours = prompt(1, 150), model("llama")
+    prefix = prefixed("llama", inputs)
+    first = [answer(ours, make(), inputs) for make in (prefix.full, lambda: prefix.start(two_level(**FULL)))]
+    again = [answer(ours, make(), inputs) for make in (lambda: copy.deepcopy(prefix), prefix.full)]
+    assert all(torch.equal(first[0], other) for other in (*first, *again))
+    assert prefix.get_seq_length() == 150
+
+
+def test_in_host_memory():
+    inputs, ours = prompt(1, 150), model("llama")
+    prefix = prefixed("llama", inputs, offload=OffloadConfig())
+    assert prefix.memory_bytes()["host"] > 0
+    expected = answer(reference("llama"), None, inputs)
+    assert torch.equal(answer(ours, prefix.start(two_level(False, **FULL)), inputs), expected)
+
+
+def test_a_copy_decodes_in_captured_steps():
+    inputs = prompt(1, 150)
+    ours = build("llama", "sparsekv")
+    runner = Imitation(ours)
+    runner.install()
+    prefix = prefixed("llama", inputs)
+    out = answer(ours, copy.deepcopy(prefix), inputs)
+    assert torch.equal(out, answer(reference("llama"), None, inputs))
+    assert runner.replays == NEW - 1
+
+
+def test_what_is_refused():
+    inputs = prompt(1, 100)
+    with pytest.raises(ValueError, match="prefix is empty"):
+        PrefixCache().start(two_level())
+    prefix = prefixed("llama", inputs)
+    filled = prefix.start(two_level())
+    with pytest.raises(ValueError, match="needs an empty cache"):
+        prefix.start(filled)
+    with pytest.raises(ValueError, match="keeps 512 queries"):
+        prefix.start(two_level(calibration_tokens=600))
+
+
+@pytest.mark.gpu
+def test_captured_dense_decoding_on_a_gpu():
+    from hf_sparsekv import optimize
+    from hf_sparsekv.graphs import runner_of
+
+    ours = optimize(build("llama", "sparsekv").to("cuda"), fused=False)
+    ids = prompt(1, 200)["input_ids"].cuda()
+    prefix = PrefixCache()
+    with torch.no_grad():
+        ours(ids, past_key_values=prefix)
+    asked = torch.cat((ids, torch.tensor([[5, 6, 7]], device="cuda")), dim=1)
+
+    def tokens(cache):
+        return ours.generate(asked, past_key_values=cache, max_new_tokens=40, do_sample=False)
+
+    expected = tokens(prefix.full())
+    assert torch.equal(tokens(copy.deepcopy(prefix)), expected)
+    assert runner_of(ours).replays == 39
+    assert torch.equal(tokens(prefix.start(two_level(True, **FULL))), expected)

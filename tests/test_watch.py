@@ -1,0 +1,195 @@
+"""watch_blocks(), chosen_blocks(), CacheStats.since(): what a step did, and nothing if nobody asks."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from caches import CACHES, EAGER, FULL, TIGHT, two_level
+from models import build, model, prompt
+from test_graphs import Imitation
+
+LENGTH = 150
+
+
+def step(ours, cache, token: int = 5) -> None:
+    with torch.no_grad():
+        ours(torch.tensor([[token]] * cache.sparse_layers[0].store.batch), past_key_values=cache)
+
+
+def filled(ours, cache, batch: int = 1, pads=None):
+    with torch.no_grad():
+        ours(**prompt(batch, LENGTH, pads), past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_marks_are_as_many_as_the_counters_say(name):
+    ours = model("llama")
+    cache = CACHES[name](**TIGHT)
+    cache.watch_blocks()
+    filled(ours, cache, 2, (0, 30))
+    for _ in range(4):
+        before = cache.stats()
+        step(ours, cache)
+        done, seen = cache.stats().since(before), cache.chosen_blocks()
+        assert seen.length == cache.get_seq_length()
+        assert seen.share.shape == (2, cache.sparse_layers[0].store.sealed)
+        assert seen.layers == (0, 1)
+        assert seen.block_size == cache.config.block_size
+        assert not seen.share.isnan().any()
+        assert ((seen.share >= 0) & (seen.share <= 1)).all()
+        if cache.config.dense_layers:
+            assert (seen.share[0] == 1).all()
+        if done.blocks_chosen:  # a walk may need none; token-level selection counts no blocks
+            marks = seen.share[cache.config.dense_layers :].sum() * 2 * 2  # rows x KV heads
+            assert marks == pytest.approx(done.blocks_chosen, abs=1e-3)
+
+
+def test_dense_steps_have_attended_to_everything():
+    ours, cache = model("llama"), two_level(**FULL)
+    cache.watch_blocks()
+    filled(ours, cache)
+    step(ours, cache)
+    assert (cache.chosen_blocks().share == 1).all()
+
+
+def test_nobody_has_watched():
+    cache = filled(model("llama"), two_level(**TIGHT))
+    with pytest.raises(RuntimeError, match="watch_blocks"):
+        cache.chosen_blocks()
+    assert all(layer.policy.watch is None for layer in cache.sparse_layers)
+    cache.watch_blocks()
+    assert cache.chosen_blocks().share.isnan().all(), "the prompt is no decode step"
+    step(model("llama"), cache)
+    assert not cache.chosen_blocks().share.isnan().any()
+    cache.watch_blocks(False)
+    assert all(layer.policy.watch is None for layer in cache.sparse_layers)
+
+
+def test_an_empty_cache_has_chosen_nothing():
+    cache = two_level()
+    cache.watch_blocks()
+    assert cache.chosen_blocks() is None
+
+
+def test_a_copy_watches_for_itself():
+    ours = model("llama")
+    cache = two_level(**TIGHT)
+    cache.watch_blocks()
+    filled(ours, cache)
+    step(ours, cache)
+    before = cache.chosen_blocks().share.clone()
+    other = copy.deepcopy(cache)
+    for token in (9, 11, 13):
+        step(ours, other, token)
+    assert torch.equal(cache.chosen_blocks().share, before)
+    assert not other.chosen_blocks().share.isnan().any()
+
+
+@pytest.mark.parametrize("name", [name for name in CACHES if name not in EAGER])
+def test_captured_steps_mark_what_eager_ones_do(name):
+    shares = {}
+    for captured in (False, True):
+        ours = build("llama", "sparsekv")
+        if captured:
+            runner = Imitation(ours)
+            runner.install()
+        cache = filled(ours, CACHES[name](**TIGHT))
+        for i in range(40):  # over the sealing of blocks, and beyond a table that grows
+            if i == 4:
+                cache.watch_blocks()
+            step(ours, cache, 5 + i)
+            if i >= 4:
+                shares.setdefault(captured, []).append(cache.chosen_blocks().share)
+        if captured:
+            assert runner.replays > 30
+    for one, other in zip(shares[False], shares[True]):
+        torch.testing.assert_close(one, other)
+
+
+def test_watching_captures_anew_and_stopping_returns_to_the_old_graph():
+    ours = build("llama", "sparsekv")
+    runner = Imitation(ours)
+    runner.install()
+    cache = filled(ours, two_level(False, **TIGHT))
+    for _ in range(3):
+        step(ours, cache)
+    once = runner.captures
+    cache.watch_blocks()
+    for _ in range(3):
+        step(ours, cache)
+    assert runner.captures > once
+    twice = runner.captures
+    cache.watch_blocks(False)
+    for _ in range(3):
+        step(ours, cache)
+    assert runner.captures == twice
+
+
+@pytest.mark.parametrize("name", ["host", "device", "progressive-host", "progressive-capped"])
+def test_statistics_of_some_steps_add_up(name):
+    ours, cache = model("llama"), CACHES[name](**TIGHT)
+    filled(ours, cache)
+    marks = [cache.stats()]
+    for count in (1, 3, 5):
+        for _ in range(count):
+            step(ours, cache)
+        marks.append(cache.stats())
+    parts = [later.since(earlier) for earlier, later in itertools.pairwise(marks)]
+    whole = marks[-1].since(marks[0])
+    assert [part.decode_steps for part in parts] == [1, 3, 5]
+    for field in ("attended_tokens", "kv_bytes_read", "blocks_chosen", "needed", "index_bytes_read"):
+        assert sum(getattr(part, field) for part in parts) == getattr(whole, field), field
+    assert whole.cached_tokens == LENGTH + 9
+    if whole.needed:
+        assert whole.hit_rate == whole.found / whole.needed
+    if whole.walks:
+        masses = [part.estimated_mass * sum(w.walks for w in part.walks) for part in parts]
+        assert sum(masses) == pytest.approx(whole.estimated_mass * sum(w.walks for w in whole.walks))
+        assert sum(sum(w.histogram) for part in parts for w in part.walks) == sum(w.walks for w in whole.walks)
+
+
+def test_statistics_since_audits():
+    ours, cache = model("llama"), CACHES["progressive"](audit_every=2)
+    filled(ours, cache)
+    for _ in range(4):
+        step(ours, cache)
+    before = cache.stats()
+    step(ours, cache)
+    step(ours, cache)
+    found = cache.stats().since(before)
+    assert sum(w.audits for w in found.walks) == 2 * 2  # one step of the two, layers x KV heads
+    assert 0 < found.covered_mass <= 1
+
+
+def test_statistics_of_another_cache_are_refused():
+    ours, cache = model("llama"), two_level(**TIGHT)
+    filled(ours, cache)
+    earlier = cache.stats()
+    step(ours, cache)
+    with pytest.raises(ValueError, match="reset"):
+        earlier.since(cache.stats())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in CACHES if name not in EAGER])
+def test_captured_steps_mark_what_eager_ones_do_on_a_gpu(name):
+    from hf_sparsekv import optimize
+
+    shares = {}
+    for captured in (False, True):
+        ours = build("llama", "sparsekv").to("cuda")
+        if captured:
+            optimize(ours, fused=False)
+        cache = CACHES[name](**TIGHT)
+        cache.watch_blocks()
+        with torch.no_grad():
+            ours(prompt(1, LENGTH)["input_ids"].cuda(), past_key_values=cache)
+            for i in range(40):
+                ours(torch.tensor([[5 + i]], device="cuda"), past_key_values=cache)
+                shares.setdefault(captured, []).append(cache.chosen_blocks().share)
+    for one, other in zip(shares[False], shares[True]):
+        torch.testing.assert_close(one, other)
