@@ -140,7 +140,8 @@ class SparseLayer(Owned, CacheLayerMixin):
                 frames.layers = sum(layer.policy.fetches for layer in owner.sparse_layers)
             host = owner.budget if self.policy.offloaded else None
             lanes = None if host is None else owner.lanes
-            store = LayerStore(step.k, step.v, owner.config, host, owner.clock, frames, lanes, self.latent)
+            make = self.policy.store_type
+            store = make(step.k, step.v, owner.config, host, owner.clock, frames, lanes, self.latent)
         self.policy.start(store, q_heads)
         self.store = store
 
@@ -248,7 +249,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         if not own:
             return out
         if replay is not None:
-            replay.fork(lambda: policy.look_ahead(q, store))
+            replay.fork(lambda: policy.look_ahead(q, store), policy.bundle)
             self.query = q
             return out
         policy.audit(q, store)
