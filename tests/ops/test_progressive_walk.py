@@ -43,7 +43,7 @@ class Case:
     group_reduce: str = "all"
     min_blocks: int = 1
     max_blocks: int | None = None
-    bound: bool = False
+    estimate: str = "as_min"
     softcap: float | None = None
     learned_sink: bool = False
     placed: bool = False
@@ -82,7 +82,9 @@ class Case:
             "max_blocks": self.max_blocks,
             "softcap": self.softcap,
             "sink_logits": place.randn(self.heads * self.group) if self.learned_sink else None,
-            "bounds": self.bounds(place, q, kv, flags, slots) if self.bound else None,
+            "estimate": self.estimate,
+            "logits": None if self.estimate == "as_min" else self.logits(place, q, kv, flags, slots),
+            "logit_scale": 2.0,
         }
         if self.placed:
             given |= self.in_frames(place, kv, slots, ids)
@@ -101,15 +103,16 @@ class Case:
                 tokens[row, head, : len(live)] = fill[slots[row, mixed].long()]
         return ids, tokens
 
-    def bounds(self, place, q, kv, flags, slots):
-        """The largest logit of each block and a little more; anything where there is none."""
+    def logits(self, place, q, kv, flags, slots):
+        """Halves of the largest logit of each block, and a little more or noise; anything where there is none."""
         keys = torch.where((flags == 1)[:, None, :, None], kv[..., : self.dk].float(), 0.0)
         q = q.float().view(self.batch, self.heads, self.group, self.dk)
         logits = torch.einsum("bhgd,bnhtd->bhgnt", q, keys[slots.clamp_min(0).long()]) * self.dk**-0.5
         usable = (flags == 1)[slots.clamp_min(0).long()][:, None, None]
         best = logits.masked_fill(~usable, -1e4).amax(-1)
         best = self.softcap * torch.tanh(best / self.softcap) if self.softcap else best
-        return (best + 0.2).flatten(1, 2).contiguous()
+        best = best + (0.2 if self.estimate == "bound" else place.randn(*best.shape).float())
+        return best.flatten(1, 2).contiguous() / 2
 
     def in_frames(self, place, kv, slots, ids):
         """Some blocks in frames in any order, the others by the place of their slot."""
@@ -175,6 +178,7 @@ def algorithm_1(case: Case, given: dict) -> tuple[torch.Tensor, torch.Tensor, to
                 o_acc.append(o)
                 as_acc.append(as_)
             left, sum_min = sum(counts.values()), math.inf
+            ratios: list[list[float]] = []
             for b in order if case.max_blocks is None else order[: case.max_blocks]:
                 slot = g["slots"][row, b]
                 tokens = (g["flags"][slot] == 1).nonzero().flatten()
@@ -189,14 +193,21 @@ def algorithm_1(case: Case, given: dict) -> tuple[torch.Tensor, torch.Tensor, to
                     o_acc[i] = (as_acc[i] * o_acc[i] + as_ * o) / (as_acc[i] + as_)
                     as_acc[i] = as_acc[i] + as_
                     as_min[i] = min(as_min[i], as_ / counts[b])
-                if case.bound:
-                    rest = order[order.index(b) + 1 :]
-                    bound = g["bounds"][row, head * group : (head + 1) * group]
-                    over = [sum(counts[j] * bound[i, j].exp() for j in rest) for i in range(group)]
+                if case.estimate == "as_min":
+                    over, summed = [as_min[i] * left for i in range(group)], sum_min * left
                 else:
-                    over = [as_min[i] * left for i in range(group)]
+                    logit = g["logits"][row, head * group : (head + 1) * group] * 2
+                    expected = {j: [counts[j] * float(logit[i, j].exp()) for i in range(group)] for j in order}
+                    rest = order[order.index(b) + 1 :]
+                    over = [sum(expected[j][i] for j in rest) for i in range(group)]
+                    summed = sum(over)
+                    if case.estimate == "scores":
+                        own = [float(as_) / expected[b][i] for i, (_, as_) in enumerate(each)]
+                        ratios.append([*own, float(sum(as_ for _, as_ in each)) / sum(expected[b])])
+                        *means, mean = (sum(column) / len(ratios) for column in zip(*ratios))
+                        over, summed = [m * o for m, o in zip(means, over)], mean * summed
                 if case.group_reduce == "sum":
-                    shares = [sum(as_acc) / (sum(as_acc) + (sum(over) if case.bound else sum_min * left))]
+                    shares = [sum(as_acc) / (sum(as_acc) + summed)]
                 else:
                     shares = [as_acc[i] / (as_acc[i] + over[i]) for i in range(group)]
                 mass[row, head] = float(min(shares))
@@ -216,10 +227,16 @@ CASES = {
     "sum": Case(group_reduce="sum", spread=3.0),
     "capped": Case(max_blocks=5, threshold=0.99),
     "at least": Case(min_blocks=15, threshold=0.5),
-    "bound": Case(bound=True, spread=5.0),
-    "bound of a sum": Case(bound=True, spread=5.0, group_reduce="sum", max_blocks=15),
+    "bound": Case(estimate="bound", spread=5.0),
+    "bound of a sum": Case(estimate="bound", spread=5.0, group_reduce="sum", max_blocks=15),
     "softcap": Case(softcap=2.0),
-    "bound of capped logits": Case(softcap=5.0, bound=True, spread=4.0),
+    "bound of capped logits": Case(softcap=5.0, estimate="bound", spread=4.0),
+    "scores": Case(estimate="scores", spread=3.0),
+    "scores of a sum": Case(estimate="scores", spread=3.0, group_reduce="sum", group=3),
+    "scores, everything": Case(estimate="scores", threshold=1.0, n=9),
+    "scores, few": Case(estimate="scores", threshold=0.6, spread=4.0, min_blocks=4, max_blocks=9, learned_sink=True),
+    "scores of no blocks": Case(estimate="scores", n=0),
+    "scores of huge logits": Case(estimate="scores", spread=60.0, threshold=0.99),
     "learned sink": Case(learned_sink=True, spread=1.0),
     "odd": Case(batch=3, heads=1, group=3, dk=80, dv=48, block_size=32, n=11, sinks=0, ring=7),
     "one head": Case(heads=1, group=1, batch=1, dk=32, dv=32, spread=4.0),
@@ -273,7 +290,9 @@ def check_counts(walk: Walk, given: dict, case: Case) -> None:
 
 
 @pytest.mark.parametrize("rounds, first", [(2, 1), (3, 1), (9, 1), (2, 7), (3, 500)])
-@pytest.mark.parametrize("name", ["usual", "high", "sum", "bound", "capped", "everything", "odd"])
+@pytest.mark.parametrize(
+    "name", ["usual", "high", "sum", "bound", "capped", "everything", "odd", "scores", "scores of a sum"]
+)
 def test_rounds_do_not_show(place32, name, rounds, first):
     case = CASES[name]
     given = case.make(place32)
@@ -287,10 +306,11 @@ def test_rounds_do_not_show(place32, name, rounds, first):
     torch.testing.assert_close(got, whole, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["high", "scores"])
 @pytest.mark.parametrize("m", [1, 2, 5, 64])
-def test_micro_batches_do_not_show(place32, m):
+def test_micro_batches_do_not_show(place32, m, name):
     """As the host drives it: m blocks at a time, and a flag for each row."""
-    case = CASES["high"]
+    case = CASES[name]
     given = case.make(place32)
     expected = case.walk(place32, given)
     whole = progressive_decode(expected)
@@ -309,7 +329,7 @@ def test_micro_batches_do_not_show(place32, m):
 
 def test_the_bound_holds(place32):
     """With bounds on what is left the true share is at least the threshold."""
-    case = Case(bound=True, spread=5.0, n=40, threshold=0.9)
+    case = Case(estimate="bound", spread=5.0, n=40, threshold=0.9)
     walk = case.walk(place32, case.make(place32))
     progressive_decode(walk)
     masses = block_masses(walk).exp2()
@@ -368,7 +388,9 @@ def test_kernels_against_references(place, case):
     assert torch.allclose(totals[4:6].double(), others[4:6].double(), rtol=1e-4, atol=1e-4 * MASS_ONE)
 
 
-@pytest.mark.parametrize("name", ["high", "sum", "bound", "bound of a sum", "capped", "learned sink"])
+@pytest.mark.parametrize(
+    "name", ["high", "sum", "bound", "bound of a sum", "capped", "learned sink", "scores", "scores of a sum"]
+)
 def test_chunks_of_a_walk(place32, name):
     """More blocks than the verifier holds at a time; near buffer and blocks in several tiles."""
     case = replace(CASES[name], block_size=32, n=70, batch=1)

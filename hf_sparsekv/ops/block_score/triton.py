@@ -20,6 +20,7 @@ def _block_score_kernel(
     p_fill,
     p_slots,
     p_out,
+    p_each,
     n,
     q_batch,
     q_head,
@@ -30,6 +31,8 @@ def _block_score_kernel(
     slots_batch,
     out_batch,
     out_head,
+    each_batch,
+    each_head,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
@@ -39,6 +42,7 @@ def _block_score_kernel(
     REDUCE: tl.constexpr,
     METADATA: tl.constexpr,
     NATIVE: tl.constexpr,
+    EACH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Scores of ``BN`` blocks of one row and KV head."""
@@ -72,7 +76,7 @@ def _block_score_kernel(
         if METADATA != "mean":
             b_both += b_second.to(tl.float32) * (tl.sum(b_two, 0) / GROUP)[None, :]
         b_s = tl.sum(b_both, 1)  # [BN]
-    else:
+    if REDUCE != "mean" or EACH:
         if NATIVE:  # positive part, absolute value and the 16-bit query itself are exact in its own type
             b_one, b_two = b_one.to(b_first.dtype), b_two.to(b_first.dtype)
         else:
@@ -84,10 +88,14 @@ def _block_score_kernel(
             b_all += tl.dot(b_two, tl.trans(b_second), input_precision="ieee")
         if REDUCE == "max":
             b_s = tl.max(tl.where((o_g < GROUP)[:, None], b_all, float("-inf")), 0)  # [BN]
+        b_all = tl.where(m_live[None, :], b_all, float("-inf"))
+        m_all = (o_g < GROUP)[:, None] & m_n[None, :]
+    if EACH:
+        p_heads = p_each + i_batch * each_batch + (i_head * GROUP + o_g[:, None]) * each_head
+        tl.store(p_heads + o_n[None, :], b_all, mask=m_all)
     if REDUCE == "none":  # heads of a group lie one after the other
         p_to += i_head * (GROUP - 1) * out_head
-        b_all = tl.where(m_live[None, :], b_all, float("-inf"))
-        tl.store(p_to[None, :] + o_g[:, None] * out_head, b_all, mask=(o_g < GROUP)[:, None] & m_n[None, :])
+        tl.store(p_to[None, :] + o_g[:, None] * out_head, b_all, mask=m_all)
     else:
         tl.store(p_to, tl.where(m_live, b_s, float("-inf")), mask=m_n)
 
@@ -101,8 +109,9 @@ def block_score(
     metadata: str = "min_max",
     *,
     out: Tensor | None = None,
+    each: Tensor | None = None,
 ) -> Tensor:
-    """As ``reference.block_score``, into ``out`` if given."""
+    """As ``reference.block_score``, into ``out`` if given; ``each`` receives the scores without reduction."""
     batch, q_heads, dk = q.shape
     heads, n = bounds.shape[1], slots.shape[1]
     if out is None:
@@ -110,7 +119,7 @@ def block_score(
         out = torch.empty(batch, rows, n, dtype=torch.float32, device=q.device)
     if not n:
         return out
-    require_dense_rows(bounds=bounds, fill=fill, slots=slots, out=out)
+    require_dense_rows(bounds=bounds, fill=fill, slots=slots, out=out, each=each)
     group = q_heads // heads
     wide = max(16, triton.next_power_of_2(dk))
     tile = max(16, TILE_ELEMENTS // wide)
@@ -121,11 +130,13 @@ def block_score(
             fill,
             slots,
             out,
+            each,
             n,
             *q.stride(),
             *bounds.stride()[:3],
             slots.stride(0),
             *out.stride()[:2],
+            *((0, 0) if each is None else each.stride()[:2]),
             HEADS=heads,
             GROUP=group,
             DK=dk,
@@ -135,6 +146,7 @@ def block_score(
             REDUCE=reduce,
             METADATA=metadata,
             NATIVE=q.dtype == bounds.dtype and q.dtype != torch.float32,
+            EACH=each is not None,
             **overlap(q),
         )
     return out
