@@ -89,8 +89,8 @@ def variants(files: dict[str, Path]) -> dict[str, dict[str, dict]]:
             f"two_level:label_bits={bits},r={r}": {"label_bits": bits, "label_channels": r}
             for r in (8, 16, 32, 64)
             for bits in (4, 16)
-        }
-        | {
+        },
+        "8 bits": {
             f"two_level:label_bits=8,r={r}": {"cache": "int8", "label_bits": 16, "label_channels": r}
             for r in (8, 16, 32)
         },
