@@ -17,20 +17,60 @@ from pathlib import Path
 
 import torch
 from rich.progress import Progress
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from hf_sparsekv import OffloadedSparseCache, TwoLevelConfig
 from hf_sparsekv.benchmark.results import Row, append_rows
-from hf_sparsekv.evaluation.cache_specs import CacheSpec, parse_cache
+from hf_sparsekv.evaluation.cache_specs import METHODS, CacheSpec, Method, parse_cache
 from hf_sparsekv.evaluation.forced import MEASURES, evaluate, passages
 from hf_sparsekv.evaluation.records import Results
 from hf_sparsekv.evaluation.text import python_reference
 from hf_sparsekv.models import SMALL_MODEL_NAME, fetch_small_model
+from hf_sparsekv.offload.store import LayerStore
 from hf_sparsekv.predictor.channels import calibrate
+from hf_sparsekv.selection.base import Policy
+from hf_sparsekv.selection.two_level import TwoLevelPolicy
 
 CSV = Path(__file__).parent / "results" / "accuracy.csv"
 BASE = {"token_budget": 128, "num_blocks": 16, "lag": True, "label_channels": 16}
 METRICS = {"KL": ("kl", "nats"), "top-1 agreement": ("top1_agreement", "share"), "perplexity": ("perplexity", "")}
+
+
+class Int8Labels(TwoLevelPolicy):
+    """Labels rounded to 8 bits with a scale and a zero point a token, and kept as they are then."""
+
+    def _labels(self, kv: Tensor) -> dict[str, Tensor]:
+        labels = super()._labels(kv)["codes"].float()
+        low, high = labels.amin(-1, keepdim=True), labels.amax(-1, keepdim=True)
+        step, zero = ((high - low) / 255).half().float().clamp_min(1e-8), low.half().float()
+        return {"codes": (((labels - zero) / step).round().clamp(0, 255) * step + zero).to(kv.dtype)}
+
+
+class EarlyChannels(TwoLevelPolicy):
+    """Channels of the first ``calibration_tokens`` tokens alone, as after a prompt of so many and a long answer."""
+
+    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore) -> None:
+        n = self.config.calibration_tokens
+        super().observe(q[:, :, :n], k[:, :, :n], None if valid is None else valid[:, :n], store)
+
+
+def with_policy(policy: type[TwoLevelPolicy]) -> type[OffloadedSparseCache]:
+    """A two-level cache whose sparse layers have this policy."""
+
+    class StudyCache(OffloadedSparseCache):
+        def make_policy(self, layer_idx: int) -> Policy:
+            made = super().make_policy(layer_idx)
+            if isinstance(made, TwoLevelPolicy):
+                made = policy(self.config, layer_idx, self.offload_config is not None, self.channels)
+            return made
+
+    return StudyCache
+
+
+METHODS["int8"] = Method(with_policy(Int8Labels), TwoLevelConfig, "two_level with labels of 8 bits")
+METHODS["early"] = Method(with_policy(EarlyChannels), TwoLevelConfig, "two_level with channels of the first tokens")
 
 
 def variants(files: dict[str, Path]) -> dict[str, dict[str, dict]]:
@@ -49,6 +89,22 @@ def variants(files: dict[str, Path]) -> dict[str, dict[str, dict]]:
             f"two_level:label_bits={bits},r={r}": {"label_bits": bits, "label_channels": r}
             for r in (8, 16, 32, 64)
             for bits in (4, 16)
+        },
+        "8 bits": {
+            f"two_level:label_bits=8,r={r}": {"cache": "int8", "label_bits": 16, "label_channels": r}
+            for r in (8, 16, 32)
+        },
+        "metadata": {
+            f"two_level:metadata={kind},bound_tokens={part}": {
+                "metadata": kind,
+                "bound_tokens": None if part == 64 else part,
+            }
+            for kind in ("min_max", "cuboid_mean", "mean")
+            for part in (64, 16)
+        },
+        "staleness": {
+            f"two_level:channels=online-max,of={n}": {"cache": "early", "calibration_tokens": n}
+            for n in (512, 1024, 2048)
         },
         "blocks": {
             f"two_level:block_size={size},num_blocks={1024 // size},bound_tokens={part}": {
@@ -76,7 +132,7 @@ def unique(groups: dict[str, dict[str, dict]]) -> tuple[list[CacheSpec], dict[st
     for group in groups.values():
         for name, options in group.items():
             spec = parse_cache({**options, "name": name})
-            what = repr(spec.make())
+            what = f"{spec.method} {spec.make()!r}"
             if what not in seen:
                 seen[what] = name
                 specs.append(spec)

@@ -125,6 +125,7 @@ class SparseCache(Cache):
         return layer is next((other for other in self.layers if isinstance(other, SparseLayer)), None)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        """Keys and values of a layer's next tokens, as ``Cache.update``; what attention gets back knows the cache."""
         if self.model_config is None:
             while len(self.layers) <= layer_idx:
                 self.layers.append(self._layer(len(self.layers)))
@@ -176,6 +177,7 @@ class SparseCache(Cache):
         return self._columns[1]
 
     def warn_bypass(self) -> None:
+        """Warn once that a model reads all keys and values instead of attending sparsely."""
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -187,10 +189,12 @@ class SparseCache(Cache):
     # ------------------------------------------------------------------ what generate() asks
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args, **kwargs) -> Tensor:
+        """As ``Cache.update_conv_state``, for layers of other kinds (linear attention)."""
         self._need_config()
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args, **kwargs) -> Tensor:
+        """As ``Cache.update_recurrent_state``, for layers of other kinds."""
         self._need_config()
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
@@ -202,6 +206,7 @@ class SparseCache(Cache):
         )
 
     def has_previous_state(self, layer_idx: int | None = None, *args, **kwargs) -> bool:
+        """As ``Cache.has_previous_state``, for layers of other kinds."""
         self._need_config()
         return super().has_previous_state(layer_idx, *args, **kwargs)
 
@@ -213,6 +218,7 @@ class SparseCache(Cache):
             )
 
     def activate_past_recording(self) -> None:
+        """As ``Cache.activate_past_recording``, for layers that are made later, too."""
         self._record_past = True
         super().activate_past_recording()
 
@@ -347,6 +353,7 @@ class OffloadedSparseCache(SparseCache):
         super().__init__(config, offload, model_config)
 
     def check_model(self, text_config) -> None:
+        """Label channels of a file must be those of such a model. Raises ValueError."""
         if self.channels is not None:
             self.channels.check(text_config)
 

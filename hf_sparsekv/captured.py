@@ -95,6 +95,7 @@ class Saved:
         self.policy = layer.policy.save()
 
     def put_back_host(self) -> None:
+        """What the host knows becomes what it was."""
         self.store.length, self.store.sealed, self.store.padded = self.length, self.sealed, self.padded
         self.layer.pending = self.layer.broken = None
         for name, value in self.held.__dict__.items():
@@ -105,6 +106,7 @@ class Saved:
         self.layer.policy.restore_host(self.policy)
 
     def put_back_device(self) -> None:
+        """What lies on the device becomes what it was."""
         for name, value in self.held.__dict__.items():
             if isinstance(value, Tensor):
                 getattr(self.counters, name).copy_(value)

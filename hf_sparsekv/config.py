@@ -215,9 +215,11 @@ class ProgressiveConfig(SparseConfig):
             the keys' box, and mean deviation from it), ``"min_max"`` (Quest's bound) or ``"mean"`` (of the keys).
         bound_tokens: tokens that share one piece of metadata, as in :class:`TwoLevelConfig`.
         block_reduce: how the query heads of a group share one rank: ``"max"`` or ``"mean"`` of their scores.
-        estimate: what a block that has not been read is taken to hold: ``"as_min"``, the least mass of a token among
-            the blocks read so far times its tokens (PSA: no bound, because the ranking may err), or ``"bound"``, the
-            most that Quest's bound allows, which guarantees the threshold. Only with ``metadata="min_max"``.
+        estimate: what a block that has not been read is taken to hold. ``"scores"``: what its score predicts, scaled by
+            how much the blocks read so far hold beyond the prediction of theirs. ``"as_min"``: the least mass of a
+            token among the blocks read so far, times its tokens (PSA), which the true mass falls short of by far where
+            the ranking errs (docs/accuracy.md). ``"bound"``: the most that Quest's bound allows, which guarantees the
+            threshold and reads nearly everything; only with ``metadata="min_max"``.
         group_reduce: when the query heads of a KV head have seen enough: ``"all"`` of them, or the ``"sum"`` of their
             masses (which the heads with the largest logits decide).
         min_blocks: blocks attended to at least, if there are as many and ``max_blocks`` allows them: the first ones say
@@ -238,7 +240,7 @@ class ProgressiveConfig(SparseConfig):
     metadata: Metadata = "cuboid_mean"
     bound_tokens: int | None = None
     block_reduce: Reduce = "max"
-    estimate: Literal["as_min", "bound"] = "as_min"
+    estimate: Literal["scores", "as_min", "bound"] = "scores"
     group_reduce: Literal["all", "sum"] = "all"
     min_blocks: int = 8
     micro_batch: int = 16
@@ -253,7 +255,7 @@ class ProgressiveConfig(SparseConfig):
         )
         _require(ok, f"threshold must lie in (0, 1], got {self.threshold!r}")
         _check_index(self)
-        _one_of("estimate", self.estimate, ("as_min", "bound"))
+        _one_of("estimate", self.estimate, ("scores", "as_min", "bound"))
         _require(
             self.estimate != "bound" or self.metadata == "min_max",
             f"estimate='bound' needs metadata='min_max', which bounds what a block can hold; got {self.metadata!r}",

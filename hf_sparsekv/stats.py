@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from .offload.working_set import working_set_bytes
 
 if TYPE_CHECKING:
@@ -254,9 +256,12 @@ def _bytes(n: float) -> str:
 
 
 def collect(layers: list[SparseLayer], frames: FramePools | None = None) -> CacheStats:
-    """Sum the counters of a cache's layers and of its device pools."""
+    """Sum the counters of a cache's layers and of its device pools. Waits for their devices, on all streams."""
     fetched = {"needed": 0, "found": 0, "bytes": 0} if frames is None else frames.counters()
     stores = [layer.store for layer in layers if layer.store is not None]
+    for device in {store.device for store in stores}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # steps may run on any stream, and fetch beside it
     attended = context = blocks = read = dense = index = down = up = 0
     for store in stores:
         counters = store.counters

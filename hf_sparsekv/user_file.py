@@ -57,8 +57,13 @@ def save(path: Path, version: int, parse: Callable[[dict], object], name: str, e
     path.parent.mkdir(parents=True, exist_ok=True)
     # Beside it and then renamed: nobody reads half a file.
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False, encoding="utf-8") as file:
-        file.write(text + "\n")
-    os.replace(file.name, path)
+        try:
+            file.write(text + "\n")
+            file.close()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
 
 
 def _entries(path: Path, version: int) -> dict[str, dict]:

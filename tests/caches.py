@@ -104,6 +104,7 @@ CACHES: dict[str, Callable[..., SparseCache]] = {
     "progressive-host-smallpool": _progressive(OffloadConfig(device_pool=30_000)),
     "progressive-low": _progressive(False, threshold=0.4, metadata="mean", block_reduce="mean", group_reduce="sum"),
     "progressive-bound": _progressive(True, metadata="min_max", estimate="bound", bound_tokens=8, dense_layers=1),
+    "progressive-paper": _progressive(False, estimate="as_min"),
     "progressive-capped": _progressive(True, max_blocks=3, threshold=0.9),
     "progressive-driven": _progressive(True, execution="host", micro_batch=2),
     "progressive-driven-device": _progressive(False, execution="host", micro_batch=1),

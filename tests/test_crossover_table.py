@@ -12,7 +12,7 @@ from caches import SMALL, TIGHT, two_level
 from models import model
 from test_cli import error, run
 
-from hf_sparsekv import OffloadConfig, TwoLevelConfig, crossover
+from hf_sparsekv import OffloadConfig, TwoLevelConfig, crossover, user_file
 from hf_sparsekv.commands import calibrate_device as command
 from hf_sparsekv.commands import plan as plan_command
 from hf_sparsekv.crossover import BUILT_IN, METHODS, Rule, Timing
@@ -35,6 +35,16 @@ def limit(name: str, monkeypatch, method="two_level:lag", batch=1, width=WIDTH, 
 
 
 # ---------------------------------------------------------------------- the configuration and the planner
+
+
+def test_a_table_that_cannot_be_written_leaves_nothing_behind(monkeypatch, empty_table):
+    def refuse(*paths):
+        raise PermissionError("no")
+
+    monkeypatch.setattr(user_file.os, "replace", refuse)
+    with pytest.raises(PermissionError):
+        user_file.save(empty_table, 1, dict, H200, {})
+    assert not list(empty_table.parent.iterdir())
 
 
 @pytest.mark.parametrize("value", [-1, True, 1.5, "always"])

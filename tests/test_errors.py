@@ -10,8 +10,11 @@ import transformers as tf
 from caches import FULL, TIGHT, two_level
 from models import VOCAB, build, model, prompt, reference
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, SparseConfig, TwoLevelConfig
+from hf_sparsekv.commands import loading
+from hf_sparsekv.commands.output import CommandError
 from hf_sparsekv.predictor.channels import LabelChannels, calibrate
 
 IDS = prompt(1, 90)["input_ids"]
@@ -275,3 +278,11 @@ def test_refusals_leave_the_cache_usable(filled):
     with torch.no_grad():
         expected = reference("llama")(torch.cat((IDS, IDS[:, :1]), 1)).logits[:, -1:]
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+
+
+def test_models_without_attention_interface(tmp_path, monkeypatch):
+    config = AutoConfig.for_model("falcon", hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path: None)
+    with pytest.raises(CommandError, match="transformers runs falcon models with attention of their own only"):
+        loading.load(str(tmp_path), None, torch.device("cpu"))

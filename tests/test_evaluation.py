@@ -203,6 +203,23 @@ def test_runs_go_on_where_they_stopped(tmp_path) -> None:
         Results(tmp_path, {"seed": 1})
 
 
+def test_figures_are_rows_of_the_benchmarks_tables() -> None:
+    results = Results(None, {"task": "ruler"})
+    for task, score in (("single", 1.0), ("vt", 0.5)):
+        results.add(Record(task, 4096, 0, "two_level:lag=true", {"score": score, "attended": 0.25}))
+    rows = {(row.variant, row.metric): row for row in results.rows(generation.MEASURES, "probe")}
+    assert len(rows) == 6
+    row = rows["ruler:vt:two_level:lag=true", "score"]
+    assert (row.case, row.context, row.value, row.unit) == ("probe", 4096, 0.5, "share")
+    assert rows["ruler:average:two_level:lag=true", "attended"].value == 0.25
+    forced_run = Results(None, {"task": "agreement"})
+    forced_run.add(Record("agreement", 2048, 0, "full", {"same": 3, "tokens": 4, "kl": 2.0, "nll": 4.0, "attended": 1}))
+    named = {row.metric: row for row in forced_run.rows(forced.MEASURES["agreement"], "probe")}
+    assert named["top1_agreement"].value == 0.75
+    assert (named["kl"].variant, named["kl"].value, named["kl"].unit) == ("agreement:full", 0.5, "nats")
+    assert set(named) == {"top1_agreement", "kl", "perplexity", "attended"}
+
+
 def test_bootstrap_covers_the_mean() -> None:
     rng = np.random.default_rng(0)
     hit = 0

@@ -15,6 +15,7 @@ from test_graphs import Imitation
 from transformers import DynamicCache
 
 from hf_sparsekv import OffloadConfig, ProgressiveCache, ProgressiveConfig, TwoLevelConfig
+from hf_sparsekv.selection.progressive import SLOPES
 
 TOLERANCE = 2e-3  # of logits whose spread is about 10
 
@@ -48,22 +49,25 @@ class WalkOracle(Oracle):
         mass = (mine.double() @ key[row, head].double().T * self.scale).exp()  # [group, length]
         first = list({*sinks, *near})
         acc, least, left = mass[:, first].sum(1), torch.full((group,), math.inf), len(free)
-        summed_least, taken = math.inf, []
+        summed_least, taken, ratios = math.inf, [], []
+        expected = {b: len(columns) * bounds[b][1] for b, columns in inside.items()}
         for b in order if config.max_blocks is None else order[: config.max_blocks]:
             held = mass[:, inside[b]].sum(1)
             acc, left = acc + held, left - len(inside[b])
             least = torch.minimum(least, held / len(inside[b]))
             summed_least = min(summed_least, float(held.sum()) / len(inside[b]))
             taken.append(b)
-            if config.estimate == "bound":
-                rest = order[len(taken) :]
-                over = sum((len(inside[j]) * bounds[j][1] for j in rest), torch.zeros(group))
-            else:
-                over = least * left
+            over, summed = least * left, summed_least * left
+            if config.estimate != "as_min":
+                over = sum((expected[j] for j in order[len(taken) :]), torch.zeros(group))
+                summed = over.sum()
+            if config.estimate == "scores":
+                ratios += [torch.cat((held / expected[b], (held.sum() / expected[b].sum())[None]))]
+                mean = torch.stack(ratios).mean(0)
+                over, summed = over * mean[:-1], summed * mean[-1]
             share = acc / (acc + over)
             if config.group_reduce == "sum":
-                over = over.sum() if config.estimate == "bound" else summed_least * left
-                share = acc.sum() / (acc.sum() + over)
+                share = acc.sum() / (acc.sum() + summed)
             if float(share.min()) > config.threshold and len(taken) >= config.min_blocks:
                 break
         self.used.append(len(taken))
@@ -72,14 +76,14 @@ class WalkOracle(Oracle):
         return columns
 
     def _bound(self, queries, keys, columns) -> tuple[float, torch.Tensor]:
-        """The block's score, and for each query head the largest mass that a token of it can have."""
+        """The block's score, and for each query head the mass that its tokens are taken to have."""
         part = self.config.bound_tokens or self.config.block_size
         parts = [[c for c in columns if c // part == p] for p in sorted({c // part for c in columns})]
         score = max(self.block_bound(queries, keys[one]) for one in parts)
         each = []
+        slope = SLOPES[self.config.metadata] if self.config.estimate == "scores" else 1.0
         for q in queries:
-            highs = [torch.maximum(q * keys[one].amax(0), q * keys[one].amin(0)).sum() for one in parts]
-            each.append(max(float(h) for h in highs) * self.scale)
+            each.append(max(self.block_bound(q[None], keys[one]) for one in parts) * self.scale * slope)
         return score, torch.tensor(each).double().exp()
 
 
@@ -123,6 +127,10 @@ CASES = {
     "offloaded": (True, {}),
     "small pool": (OffloadConfig(device_pool=20_000), {}),
     "high": (False, {"threshold": 0.9}),
+    "paper": (False, {"estimate": "as_min"}),
+    "paper's sum": (True, {"estimate": "as_min", "group_reduce": "sum"}),
+    "scores of parts": (True, {"bound_tokens": 4, "group_reduce": "sum"}),
+    "scores of boxes": (False, {"metadata": "min_max", "threshold": 0.8}),
     "mean of keys": (True, {"metadata": "mean", "block_reduce": "mean"}),
     "box": (False, {"metadata": "min_max", "bound_tokens": 4}),
     "bound": (False, {"metadata": "min_max", "estimate": "bound"}),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+from types import SimpleNamespace
+
 import pytest
 import torch
 from caches import progressive
-from models import build, prompt
+from models import build, model, prompt
 from test_graphs import Imitation
 from test_progressive import decode
 
@@ -64,3 +67,20 @@ def test_driven_by_the_host_on_a_gpu(mode, place):
             rows = [net(part, past_key_values=cache).logits[:, -1] for part in ids.split([150] + [1] * 20, dim=1)]
         found.append(torch.stack(rows).clone())
     torch.testing.assert_close(*found, atol=1e-3, rtol=1e-3)
+
+
+def test_flags_are_not_given_away_while_a_verifier_may_write_them():
+    cache = progressive(False, execution="host", micro_batch=2)
+    ids = prompt(2, 100)["input_ids"]
+    with torch.no_grad():
+        for part in (ids[:, :99], ids[:, 99:]):
+            model("llama")(part, past_key_values=cache)
+        waits: list[int] = []
+        for layer in cache.sparse_layers:
+            layer.policy.host._written = SimpleNamespace(synchronize=lambda: waits.append(1))
+        cache.reorder_cache(torch.tensor([1]))
+        model("llama")(ids[:1, :1], past_key_values=cache)
+    assert len(waits) == 2
+    del cache, layer
+    gc.collect()
+    assert len(waits) == 4

@@ -92,12 +92,17 @@ VARIANTS = {
             Variant(
                 f"progressive:{threshold}{how}",
                 f"blocks until {threshold:.0%} of the mass is seen{about}",
-                settings={"threshold": threshold, "execution": "host" if how == ":host" else "device"},
+                settings={
+                    "threshold": threshold,
+                    "execution": "host" if how == ":host" else "device",
+                    "estimate": "as_min" if how == ":as_min" else "scores",
+                },
                 config=ProgressiveConfig,
-                captured=not how,
+                captured=how in ("", ":as_min"),
             )
             for how, about in {
                 "": "",
+                ":as_min": ", by PSA's own estimate",
                 ":eager": ", not captured",
                 ":host": ", driven by the host, not captured",
             }.items()

@@ -68,6 +68,7 @@ def measure(model, variant: Variant, report: Report, args: argparse.Namespace) -
 
 
 def arguments() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

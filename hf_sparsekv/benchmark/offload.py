@@ -98,6 +98,7 @@ class Session:
 
 
 def arguments() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="offload", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -190,6 +190,7 @@ def measure(shape: Shape, device: torch.device, report: Report) -> None:
 
 
 def arguments() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="operator", description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--shapes", nargs="+", default=[f"{b}x{n // 1024}k" for b, n in TARGETS], metavar="BATCHxLENGTH"

@@ -26,12 +26,14 @@ def _ratio(got: Tensor, expected: Tensor) -> float:
 
 
 def near_enough(layer: Layer, what: str, got: Tensor, expected: Tensor) -> None:
+    """Raise an AssertionError if ``got`` differs from ``expected`` by more than roundings."""
     found, limit = _ratio(got, expected), RATIO[layer.shape.dtype]
     if not found <= limit:
         raise AssertionError(f"{what}: RMS ratio {found:.2e}, allowed {limit:.0e}")
 
 
 def same(what: str, got: Tensor, expected: Tensor) -> None:
+    """Raise an AssertionError if ids differ."""
     if not torch.equal(got, expected):
         raise AssertionError(f"{what}: {int((got != expected).sum())} of {got.numel()} ids differ")
 

@@ -15,6 +15,7 @@ from ..ops.block_rank.reference import block_rank as ranked
 from ..ops.block_score import block_score
 from ..ops.progressive import ROUNDS, Walk, WalkState, progressive_decode, reference
 from ..ops.seal import key_metadata
+from ..selection.progressive import SLOPES
 from .operator_check import near_enough, same
 from .operator_inputs import PIECE, Layer
 from .operator_timing import Time, captured
@@ -38,6 +39,7 @@ class WalkLayer:
         for lo in range(0, len(layer.kv), piece):
             at = slice(lo, lo + piece)
             self.bounds[at] = key_metadata(layer.kv[at, ..., : s.dim], usable[at], 1, "cuboid_mean")[:, 0]
+        self.head_scores = torch.empty(*layer.q.shape[:2], layer.slots.shape[1], device=layer.q.device)
         self.state.limits[1] = blocks
         self.first = self.state.limits.clone()
         self.score()
@@ -61,13 +63,16 @@ class WalkLayer:
             scale=s.dim**-0.5,
             threshold=1.0,
             max_blocks=self.blocks,
+            estimate="scores",
+            logits=self.head_scores,
+            logit_scale=SLOPES["cuboid_mean"] * s.dim**-0.5,
             attended=layer.attended,
         )
 
     def score(self) -> None:
         layer = self.layer
         given = (layer.q, self.bounds, layer.fill, layer.slots, "max", "cuboid_mean")
-        block_score(*given, out=layer.block_scores)
+        block_score(*given, out=layer.block_scores, each=self.head_scores)
 
     def rank(self) -> None:
         layer = self.layer

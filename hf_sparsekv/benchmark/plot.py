@@ -133,6 +133,7 @@ def _save(figure, axes, out: Path, title: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--what", default="tpot", choices=("tpot", *CURVES))
     parser.add_argument("--csv", type=Path, help="default: step.csv or offload.csv in benchmarks/results")

@@ -224,6 +224,7 @@ class Bench:
 
 
 def arguments() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

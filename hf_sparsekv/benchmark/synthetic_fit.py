@@ -117,6 +117,7 @@ def overlap_curves(p: LayerParameters, context: int, seed: int = 0) -> dict[str,
 
 
 def main() -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--profile", default="smollm2-135m")
     args = parser.parse_args()

@@ -12,6 +12,7 @@ import typer
 import yaml
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ..benchmark.results import append_rows
 from . import loading
 from .options import Device, DType, DTypeOption, Model, torch_dtype
 from .output import CommandError, messages, note, one_line_errors, results
@@ -81,6 +82,12 @@ Out = Annotated[
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Of prompts.")]
 Capture = Annotated[bool, typer.Option("--capture", help="Replay captured decode steps (GPU): for large models.")]
+Rows = Annotated[
+    Path | None,
+    typer.Option(
+        "--rows", help="Append the figures to this CSV file, too, as in benchmarks/results.", show_default=False
+    ),
+]
 _CACHES = ["full", "two_level"]
 
 
@@ -107,7 +114,9 @@ def _names(text: str | None, known: tuple[str, ...], what: str) -> list[str]:
 class _Run:
     """A loaded model, its caches, and where results go."""
 
-    def __init__(self, task: str, model: str, cache: list[str], out: Path | None, dtype, device, capture, **settings):
+    def __init__(
+        self, task: str, model: str, cache: list[str], out: Path | None, dtype, device, capture, rows, **settings
+    ):
         from ..evaluation.cache_specs import parse_caches
         from ..evaluation.records import Results
 
@@ -118,7 +127,7 @@ class _Run:
         where = loading.pick_device(device)
         short = Path(model.rstrip("/")).name
         self.out = out or Path("eval-results") / f"{task}-{short}"
-        self.title = f"{task}, {short}"
+        self.title, self.short, self.rows = f"{task}, {short}", short, rows
         self.results = Results(self.out, {"task": task, "model": model, "dtype": dtype.value, **settings})
         self.tokenizer, self.model = loading.load(model, torch_dtype(dtype), where)
         if capture:
@@ -148,6 +157,8 @@ class _Run:
     def report(self, measures) -> None:
         results.print(self.results.write(measures, self.title), markup=False)
         note(f"written to {self.out}: results.md, results.csv, results.json, samples.jsonl")
+        if self.rows is not None:
+            append_rows(self.rows, self.results.rows(measures, self.short))
 
 
 @app.command()
@@ -175,13 +186,16 @@ def ruler(
     dtype: DTypeOption = DType.auto,
     device: Device = "auto",
     capture: Capture = False,
+    rows: Rows = None,
 ) -> None:
     """RULER's synthetic tasks: needles, variable tracking, word counts; the probe models' own for probe models."""
     from ..evaluation import generation, ruler_probe
     from ..evaluation import ruler as text
 
     sizes = _lengths(lengths)
-    run = _Run("ruler", model, cache, out, dtype, device, capture, seed=seed, question_steps=question_steps, chat=chat)
+    run = _Run(
+        "ruler", model, cache, out, dtype, device, capture, rows, seed=seed, question_steps=question_steps, chat=chat
+    )
     probe = ruler_probe.speaks_probe(run.tokenizer)
     names = _names(families, ruler_probe.FAMILIES if probe else text.FAMILIES, "family")
     run.check(sizes)
@@ -218,12 +232,13 @@ def needle(
     dtype: DTypeOption = DType.auto,
     device: Device = "auto",
     capture: Capture = False,
+    rows: Rows = None,
 ) -> None:
     """One fact, by depth and length of the prompt: a heat map (heatmap.png), one panel a cache."""
     from ..evaluation import generation, needles
 
     sizes = _lengths(lengths)
-    run = _Run("needle", model, cache, out, dtype, device, capture, seed=seed)
+    run = _Run("needle", model, cache, out, dtype, device, capture, rows, seed=seed)
     run.check(sizes)
     places = [i / (depths - 1) for i in range(depths)]
     all_samples = (
@@ -294,11 +309,12 @@ def perplexity(
     dtype: DTypeOption = DType.auto,
     device: Device = "auto",
     capture: Capture = False,
+    rows: Rows = None,
 ) -> None:
     """Perplexity of held-out text behind a context, through decode steps (prefill is exact with every cache)."""
     sizes, step = _lengths(lengths), stride or tokens
     settings = {"tokens": tokens, "stride": step, "text": text_file and str(text_file)}
-    run = _Run("perplexity", model, cache, out, dtype, device, capture, **settings)
+    run = _Run("perplexity", model, cache, out, dtype, device, capture, rows, **settings)
     _forced("perplexity", step, run, text_file, sizes, tokens, samples, batch)
 
 
@@ -317,11 +333,12 @@ def agreement(
     dtype: DTypeOption = DType.auto,
     device: Device = "auto",
     capture: Capture = False,
+    rows: Rows = None,
 ) -> None:
     """Top-1 agreement and KL divergence against full attention at each step over held-out text (teacher-forced)."""
     sizes = _lengths(lengths)
     settings = {"tokens": tokens, "samples": samples, "text": text_file and str(text_file)}
-    run = _Run("agreement", model, cache, out, dtype, device, capture, **settings)
+    run = _Run("agreement", model, cache, out, dtype, device, capture, rows, **settings)
     _forced("agreement", None, run, text_file, sizes, tokens, samples, batch)
 
 
@@ -350,6 +367,7 @@ def longbench(
     dtype: DTypeOption = DType.auto,
     device: Device = "auto",
     capture: Capture = False,
+    rows: Rows = None,
 ) -> None:
     """LongBench's English and code tasks with their prompts and metrics; data come from the hub."""
     from ..evaluation import generation
@@ -357,15 +375,19 @@ def longbench(
 
     names = _names(tasks, tuple(bench.tasks()), "task")
     source = data or bench.DATASET
-    run = _Run("longbench", model, cache, out, dtype, device, capture, data=source, max_length=max_length, chat=chat)
+    run = _Run(
+        "longbench", model, cache, out, dtype, device, capture, rows, data=source, max_length=max_length, chat=chat
+    )
     own = getattr(run.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     most = _lengths(max_length)[0] if max_length else own
     if most is None:
         raise CommandError("the model does not say how long its prompts may be: give --max-length")
-    rows = {name: bench.load_rows(name, source)[:samples] for name in names}
+    data_rows = {name: bench.load_rows(name, source)[:samples] for name in names}
     all_samples = (
-        bench.make_sample(run.tokenizer, name, row, i, most, chat) for name in names for i, row in enumerate(rows[name])
+        bench.make_sample(run.tokenizer, name, row, i, most, chat)
+        for name in names
+        for i, row in enumerate(data_rows[name])
     )
-    with run.progress(sum(map(len, rows.values()))) as advance:
+    with run.progress(sum(map(len, data_rows.values()))) as advance:
         generation.evaluate(run.model, run.tokenizer, all_samples, run.caches, run.results, batch, advance=advance)
     run.report(generation.MEASURES)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import typer
 
+from ..attention.interface import NAME
 from ..models import is_fetched, small_model_path
 from .output import CommandError
 
@@ -70,16 +71,27 @@ def load(name: str, dtype: torch.dtype | None, device: torch.device):
 
     Returns:
         ``(tokenizer, model)``, the model in eval mode on ``device``.
+
+    Raises:
+        CommandError: there is no such model, or transformers has no attention interface for it (Falcon, GPT-J).
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    load_config(name)  # first: it is small, and says best what is wrong
+    config = load_config(name)  # first: it is small, and says best what is wrong
     path = resolve_model(name)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    kwargs = {"dtype": dtype or "auto", "attn_implementation": "sparsekv"}
-    if device.type == "cuda" and importlib.util.find_spec("accelerate"):
-        # Straight to the GPU; without accelerate by way of host memory.
-        model = AutoModelForCausalLM.from_pretrained(path, device_map={"": device}, **kwargs)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(path, **kwargs).to(device)
+    kwargs = {"dtype": dtype or "auto", "attn_implementation": NAME}
+    try:
+        if device.type == "cuda" and importlib.util.find_spec("accelerate"):
+            # Straight to the GPU; without accelerate by way of host memory.
+            model = AutoModelForCausalLM.from_pretrained(path, device_map={"": device}, **kwargs)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(path, **kwargs).to(device)
+    except KeyError as error:
+        if error.args != (NAME,):
+            raise
+        raise CommandError(
+            f"transformers runs {config.model_type} models with attention of their own only (no AttentionInterface): "
+            "no sparse cache can be used with them"
+        ) from error
     return tokenizer, model.eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from pathlib import Path
 
 from .records import Figure
@@ -41,8 +42,10 @@ def plot(figures: list[Figure], path: Path, title: str) -> None:
     for axis, cache in zip(axes.flat, caches):
         grid = [[found.get((cache, depth, n), math.nan) for n in lengths] for depth in depths]
         image = axis.imshow(grid, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
-        axis.set_title(cache, fontsize=9)
-        axis.set_xticks(range(len(lengths)), [f"{n / 1000:g}k" for n in lengths], fontsize=8)
+        axis.set_title(textwrap.fill(cache.replace(",", ", "), 34), fontsize=9)
+        axis.set_xticks(
+            range(len(lengths)), [f"{n / 1024:g}k" if n % 1024 == 0 else f"{n / 1000:g}k" for n in lengths], fontsize=8
+        )
         axis.set_yticks(range(len(depths)), [f"{100 * depth:.0f} %" for depth in depths], fontsize=8)
         axis.set_xlabel("tokens", fontsize=8)
         axis.set_ylabel("depth", fontsize=8)
@@ -50,5 +53,5 @@ def plot(figures: list[Figure], path: Path, title: str) -> None:
         axis.axis("off")
     fig.colorbar(image, ax=axes, label="found, %", shrink=0.8)
     fig.suptitle(title, fontsize=10)
-    fig.savefig(path, dpi=150)
+    fig.savefig(path, dpi=110)
     plt.close(fig)

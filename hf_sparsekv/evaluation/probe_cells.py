@@ -115,6 +115,7 @@ def distinct_pairs(batch: int, count: int, letters: int, first: int, total: int,
 
 
 def values(*shape: int, device) -> Tensor:
+    """Random values, two words each: ``[*shape, 2]``."""
     return torch.randint(lang.VALUE, lang.VALUE + lang.VALUES, (*shape, 2), device=device)
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ..benchmark.results import Row
+
 RESAMPLES = 2000
 SAMPLES, SETTINGS = "samples.jsonl", "settings.json"
 
@@ -163,6 +165,18 @@ class Results:
                     value = float(np.mean([v for v, _, _ in tasks]))
                     mean = np.mean([r for _, r, _ in tasks], axis=0)
                     out.append(_figure("average", length, cache, measure.name, value, mean, sum(n for *_, n in tasks)))
+        return out
+
+    def rows(self, measures: Iterable[Measure], case: str) -> list[Row]:
+        """The figures as rows of the benchmarks' tables; ``case`` is the model."""
+        run = self.settings.get("task")
+        out = []
+        for measure in measures:
+            metric = measure.name.lower().replace("-", "").replace(" ", "_")
+            unit = "share" if measure.percent else "nats" if metric == "kl" else ""
+            for f in self.figures([measure]):
+                variant = ":".join(dict.fromkeys(x for x in (run, f.task, f.cache) if x))
+                out.append(Row("accuracy", case, variant, 1, f.length, metric, f.value, f.low, f.high, unit))
         return out
 
     def write(self, measures: list[Measure], title: str) -> str:

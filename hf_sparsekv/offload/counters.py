@@ -57,16 +57,20 @@ class Counters:
 
     @property
     def total_attended(self) -> int:
+        """Tokens attended so far, over rows and KV heads. Synchronises."""
         return int(self.attended.sum() + self.folded)
 
     @property
     def total_from_host(self) -> int:
+        """Of these, read in host memory. Synchronises."""
         return int(self.from_host.sum() + self.folded_from_host)
 
     @property
     def total_context(self) -> int:
+        """Tokens that dense steps would have attended to. Synchronises."""
         return int(self.context[0]) + self.context[1]
 
     @property
     def total_near(self) -> int:
+        """Of these, recent ones and sinks. Synchronises."""
         return int(self.near[0]) + self.near[1]

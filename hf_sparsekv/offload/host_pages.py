@@ -42,6 +42,7 @@ def reserve(size: int) -> int | None:
 
 
 def unmap(address: int, size: int) -> None:
+    """Give reserved address space back to the system."""
     _libc().munmap(address, size)
 
 

@@ -24,7 +24,7 @@ from .lasting import lasting
 if TYPE_CHECKING:
     from .store import LayerStore
 
-STAGED = 4  # pieces of a prompt's KV under way to the host: 256 MB, what the link takes 5 ms for
+STAGED = 4  # pieces of a prompt's KV under way to the host: 256 MiB, what the link takes 5 ms for
 
 
 class Lane:

@@ -30,6 +30,7 @@ class DeviceLength:
 
     @lasting
     def at(self, device: torch.device, value: int) -> Tensor:
+        """int32 ``[1]`` on ``device`` that holds ``value``; filled anew only if it changes."""
         held = self._held.get(device)
         if held is None:
             held = self._held[device] = [torch.empty(1, dtype=torch.int32, device=device), -1]

@@ -58,10 +58,12 @@ class ChannelStats:
         return self.scores().sort(dim=-1, descending=True, stable=True).indices.int()
 
     def map_rows(self, index: Tensor) -> None:
+        """Rows become those of ``index``."""
         if self.q is not None:
             self.q, self.k = take_rows(self.q, index), take_rows(self.k, index)
 
     def copy(self) -> ChannelStats:
+        """A copy with tensors of its own."""
         new = ChannelStats(self.importance)
         new.__dict__.update(self.__dict__)
         if self.q is not None:

@@ -7,6 +7,7 @@ GPU. The host is a micro-batch ahead of what it knows; one that nobody needed do
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -44,6 +45,7 @@ class HostDriven:
     def __init__(self, m: int) -> None:
         self.m = m
         self._done: Tensor | None = None  # pinned on a GPU
+        self._written: torch.cuda.Event | None = None  # nobody writes to it any more
         # Of the last micro-batch. Numbers go on from step to step: one that ran ahead may report when the next step has
         # begun, and must not be taken for one of its own.
         self._number = 0
@@ -53,6 +55,7 @@ class HostDriven:
         batch, heads, n = walk.ids.shape
         cuda = walk.q.is_cuda
         if self._done is None or len(self._done) != batch * heads:
+            self.settle()
             self._done = torch.zeros(batch * heads, dtype=torch.int32, pin_memory=cuda)
         done = self._done
         # Of the layer's device, which need not be the current one.
@@ -75,9 +78,21 @@ class HostDriven:
                 if (i or not cuda) and self._stopped(done, self._number - cuda, stream):
                     break
         finally:
+            if cuda:  # the micro-batch that runs ahead is still to report
+                self._written = self._written or torch.cuda.Event()
+                self._written.record(stream)
             if loading is not None:
                 _arrived(loading, stream)  # its frames and lists are in order before they are given away
         return walk.merge()
+
+    def settle(self) -> None:
+        """Wait until no kernel writes flags any more: their pinned memory may be given to others then."""
+        if self._written is not None:
+            self._written.synchronize()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the interpreter, or the device, may be going down
+            self.settle()
 
     @staticmethod
     def _stopped(done: Tensor, number: int, stream: torch.cuda.Stream | None) -> bool:

@@ -42,19 +42,32 @@ class BlockMetadata:
         fields = store.pool.fields
         return replace(index, bounds=fields["bounds"], part_fill=fields.get("part_fill"), metadata=self.kind)
 
-    def scores(self, q: Tensor, store: LayerStore, reduce: str | None = None) -> Tensor:
-        """Scores of all sealed blocks for ``q [batch, Hq, Dk]``: ``[batch, H, n]``, or ``[batch, Hq, n]`` unreduced.
+    def scores(self, q: Tensor, store: LayerStore) -> Tensor:
+        """Scores of all sealed blocks for ``q [batch, Hq, Dk]``, reduced over the heads of a group: ``[batch, H, n]``.
 
         The best part counts for a block of several parts.
         """
+        return self._scores(q, store, None)
+
+    def head_scores(self, q: Tensor, store: LayerStore) -> tuple[Tensor, Tensor]:
+        """The same, and those of each query head, ``[batch, Hq, n]``."""
+        each = torch.empty(*q.shape[:2], store.table.shape[1] * self.parts, dtype=torch.float32, device=q.device)
+        scores = self._scores(q, store, each)
+        return scores, self._best(each)
+
+    def _best(self, scores: Tensor) -> Tensor:
+        return scores.unflatten(-1, (-1, self.parts)).amax(-1) if self.parts > 1 else scores
+
+    def _scores(self, q: Tensor, store: LayerStore, each: Tensor | None) -> Tensor:
         fields, table = store.pool.fields, store.table
         fill = fields["fill"]
         if self.parts > 1:  # the parts of a block are slots of their own to the operator
             part = torch.arange(self.parts, dtype=torch.int32, device=q.device)
             table = torch.where(table[..., None] < 0, -1, table[..., None] * self.parts + part).flatten(1)
             fill = fields["part_fill"].flatten()
-        scores = block_score(q, fields["bounds"].flatten(0, 1), fill, table, reduce or self.reduce, self.kind)
-        return scores.unflatten(-1, (-1, self.parts)).amax(-1) if self.parts > 1 else scores
+        return self._best(
+            block_score(q, fields["bounds"].flatten(0, 1), fill, table, self.reduce, self.kind, each=each)
+        )
 
     def nbytes(self, store: LayerStore) -> int:
         """Bytes that scoring all sealed blocks reads."""

@@ -64,11 +64,15 @@ def check(place, case, reduce, metadata):
         bounds = bounds[:, :, :1].contiguous()
     batch, heads, group, _, n = case
     out = place.nan(batch, heads * group if reduce == "none" else heads, n, dtype=torch.float32)
-    got = block_score(q, bounds, *rest, reduce, metadata, out=out)
+    each = place.nan(batch, heads * group, n, dtype=torch.float32)
+    got = block_score(q, bounds, *rest, reduce, metadata, out=out, each=each)
     assert got is out
     # Products of 16-bit numbers are exact in float32, so all dtypes agree to float32 rounding.
-    expected = reference(q.cpu(), bounds.cpu(), *(t.cpu() for t in rest), reduce, metadata)
-    place.close(got, expected, ratio=2e-6)
+    given = q.cpu(), bounds.cpu(), *(t.cpu() for t in rest)
+    place.close(got, reference(*given, reduce, metadata), ratio=2e-6)
+    place.close(each, reference(*given, "none", metadata), ratio=2e-6)
+    alone = block_score(q, bounds, *rest, reduce, metadata)
+    assert torch.equal(alone, got)
 
 
 def test_bound_holds(place32):
@@ -107,4 +111,6 @@ def test_public_function(place32):
     assert public(*args, "max", out=out) is out
     expected = reference(*(t.cpu() for t in args), "max")
     place32.close(out, expected)
-    place32.close(public(*args, "max"), expected)
+    each = place32.nan(1, 4, 9)
+    place32.close(public(*args, "max", each=each), expected)
+    place32.close(each, reference(*(t.cpu() for t in args), "none"))

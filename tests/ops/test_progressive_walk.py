@@ -31,10 +31,16 @@ CASES = {
     "sum": Case(group_reduce="sum", spread=3.0),
     "capped": Case(max_blocks=5, threshold=0.99),
     "at least": Case(min_blocks=15, threshold=0.5),
-    "bound": Case(bound=True, spread=5.0),
-    "bound of a sum": Case(bound=True, spread=5.0, group_reduce="sum", max_blocks=15),
+    "bound": Case(estimate="bound", spread=5.0),
+    "bound of a sum": Case(estimate="bound", spread=5.0, group_reduce="sum", max_blocks=15),
     "softcap": Case(softcap=2.0),
-    "bound of capped logits": Case(softcap=5.0, bound=True, spread=4.0),
+    "bound of capped logits": Case(softcap=5.0, estimate="bound", spread=4.0),
+    "scores": Case(estimate="scores", spread=3.0),
+    "scores of a sum": Case(estimate="scores", spread=3.0, group_reduce="sum", group=3),
+    "scores, everything": Case(estimate="scores", threshold=1.0, n=9),
+    "scores, few": Case(estimate="scores", threshold=0.6, spread=4.0, min_blocks=4, max_blocks=9, learned_sink=True),
+    "scores of no blocks": Case(estimate="scores", n=0),
+    "scores of huge logits": Case(estimate="scores", spread=60.0, threshold=0.99),
     "learned sink": Case(learned_sink=True, spread=1.0),
     "odd": Case(batch=3, heads=1, group=3, dk=80, dv=48, block_size=32, n=11, sinks=0, ring=7),
     "one head": Case(heads=1, group=1, batch=1, dk=32, dv=32, spread=4.0),
@@ -93,7 +99,9 @@ def check_counts(walk: Walk, given: dict, case: Case) -> None:
 
 
 @pytest.mark.parametrize("rounds, first", [(2, 1), (3, 1), (9, 1), (2, 7), (3, 500)])
-@pytest.mark.parametrize("name", ["usual", "high", "sum", "bound", "capped", "everything", "odd", "latents"])
+@pytest.mark.parametrize(
+    "name", ["usual", "high", "sum", "bound", "capped", "everything", "odd", "scores", "scores of a sum", "latents"]
+)
 def test_rounds_do_not_show(place32, name, rounds, first):
     case = CASES[name]
     given = case.make(place32)
@@ -107,10 +115,11 @@ def test_rounds_do_not_show(place32, name, rounds, first):
     torch.testing.assert_close(got, whole, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["high", "scores"])
 @pytest.mark.parametrize("m", [1, 2, 5, 64])
-def test_micro_batches_do_not_show(place32, m):
+def test_micro_batches_do_not_show(place32, m, name):
     """As the host drives it: m blocks at a time, and a flag for each row."""
-    case = CASES["high"]
+    case = CASES[name]
     given = case.make(place32)
     expected = case.walk(place32, given)
     whole = progressive_decode(expected)
@@ -129,7 +138,7 @@ def test_micro_batches_do_not_show(place32, m):
 
 def test_the_bound_holds(place32):
     """With bounds on what is left the true share is at least the threshold."""
-    case = Case(bound=True, spread=5.0, n=40, threshold=0.9)
+    case = Case(estimate="bound", spread=5.0, n=40, threshold=0.9)
     walk = case.walk(place32, case.make(place32))
     progressive_decode(walk)
     masses = block_masses(walk).exp2()
@@ -190,7 +199,9 @@ def test_kernels_against_references(place, case):
     assert torch.allclose(totals[4:6].double(), others[4:6].double(), rtol=1e-4, atol=1e-4 * MASS_ONE)
 
 
-@pytest.mark.parametrize("name", ["high", "sum", "bound", "bound of a sum", "capped", "learned sink"])
+@pytest.mark.parametrize(
+    "name", ["high", "sum", "bound", "bound of a sum", "capped", "learned sink", "scores", "scores of a sum"]
+)
 def test_chunks_of_a_walk(place32, name):
     """More blocks than the verifier holds at a time; near buffer and blocks in several tiles."""
     case = replace(CASES[name], block_size=32, n=70, batch=1)

@@ -31,7 +31,7 @@ class Case:
     group_reduce: str = "all"
     min_blocks: int = 1
     max_blocks: int | None = None
-    bound: bool = False
+    estimate: str = "as_min"
     softcap: float | None = None
     learned_sink: bool = False
     placed: bool = False
@@ -71,7 +71,9 @@ class Case:
             "max_blocks": self.max_blocks,
             "softcap": self.softcap,
             "sink_logits": place.randn(self.heads * self.group) if self.learned_sink else None,
-            "bounds": self.bounds(place, q, kv, flags, slots) if self.bound else None,
+            "estimate": self.estimate,
+            "logits": None if self.estimate == "as_min" else self.logits(place, q, kv, flags, slots),
+            "logit_scale": 2.0,
         }
         if self.placed:
             given |= self.in_frames(place, kv, slots, ids)
@@ -90,15 +92,16 @@ class Case:
                 tokens[row, head, : len(live)] = fill[slots[row, mixed].long()]
         return ids, tokens
 
-    def bounds(self, place, q, kv, flags, slots):
-        """The largest logit of each block and a little more; anything where there is none."""
+    def logits(self, place, q, kv, flags, slots):
+        """Halves of the largest logit of each block, and a little more or noise; anything where there is none."""
         keys = torch.where((flags == 1)[:, None, :, None], kv[..., : self.dk].float(), 0.0)
         q = q.float().view(self.batch, self.heads, self.group, self.dk)
         logits = torch.einsum("bhgd,bnhtd->bhgnt", q, keys[slots.clamp_min(0).long()]) * self.dk**-0.5
         usable = (flags == 1)[slots.clamp_min(0).long()][:, None, None]
         best = logits.masked_fill(~usable, -1e4).amax(-1)
         best = self.softcap * torch.tanh(best / self.softcap) if self.softcap else best
-        return (best + 0.2).flatten(1, 2).contiguous()
+        best = best + (0.2 if self.estimate == "bound" else place.randn(*best.shape).float())
+        return best.flatten(1, 2).contiguous() / 2
 
     def in_frames(self, place, kv, slots, ids):
         """Some blocks in frames in any order, the others by the place of their slot."""
@@ -168,6 +171,7 @@ def algorithm_1(case: Case, given: dict) -> tuple[torch.Tensor, torch.Tensor, to
                 o_acc.append(o)
                 as_acc.append(as_)
             left, sum_min = sum(counts.values()), math.inf
+            ratios: list[list[float]] = []
             for b in order if case.max_blocks is None else order[: case.max_blocks]:
                 slot = g["slots"][row, b]
                 tokens = (g["flags"][slot] == 1).nonzero().flatten()
@@ -182,14 +186,21 @@ def algorithm_1(case: Case, given: dict) -> tuple[torch.Tensor, torch.Tensor, to
                     o_acc[i] = (as_acc[i] * o_acc[i] + as_ * o) / (as_acc[i] + as_)
                     as_acc[i] = as_acc[i] + as_
                     as_min[i] = min(as_min[i], as_ / counts[b])
-                if case.bound:
-                    rest = order[order.index(b) + 1 :]
-                    bound = g["bounds"][row, head * group : (head + 1) * group]
-                    over = [sum(counts[j] * bound[i, j].exp() for j in rest) for i in range(group)]
+                if case.estimate == "as_min":
+                    over, summed = [as_min[i] * left for i in range(group)], sum_min * left
                 else:
-                    over = [as_min[i] * left for i in range(group)]
+                    logit = g["logits"][row, head * group : (head + 1) * group] * 2
+                    expected = {j: [counts[j] * float(logit[i, j].exp()) for i in range(group)] for j in order}
+                    rest = order[order.index(b) + 1 :]
+                    over = [sum(expected[j][i] for j in rest) for i in range(group)]
+                    summed = sum(over)
+                    if case.estimate == "scores":
+                        own = [float(as_) / expected[b][i] for i, (_, as_) in enumerate(each)]
+                        ratios.append([*own, float(sum(as_ for _, as_ in each)) / sum(expected[b])])
+                        *means, mean = (sum(column) / len(ratios) for column in zip(*ratios))
+                        over, summed = [m * o for m, o in zip(means, over)], mean * summed
                 if case.group_reduce == "sum":
-                    shares = [sum(as_acc) / (sum(as_acc) + (sum(over) if case.bound else sum_min * left))]
+                    shares = [sum(as_acc) / (sum(as_acc) + summed)]
                 else:
                     shares = [as_acc[i] / (as_acc[i] + over[i]) for i in range(group)]
                 mass[row, head] = float(min(shares))

@@ -19,10 +19,16 @@ def block_score(
     metadata: str = "min_max",
     *,
     out: Tensor | None = None,
+    each: Tensor | None = None,
 ) -> Tensor:
-    """Estimate of ``q . k`` for each block; see ``reference.block_score``. ``out`` receives the result."""
+    """Estimate of ``q . k`` for each block; see ``reference.block_score``.
+
+    ``out`` receives the result, and ``each`` (float32 ``[batch, Hq, n]``) what ``reduce="none"`` gives.
+    """
     if use_triton(q):
         from .triton import block_score as kernel
 
-        return kernel(q, bounds, fill, slots, reduce, metadata, out=out)
+        return kernel(q, bounds, fill, slots, reduce, metadata, out=out, each=each)
+    if each is not None:
+        each.copy_(_reference(q, bounds, fill, slots, "none", metadata))
     return give(_reference(q, bounds, fill, slots, reduce, metadata), out)

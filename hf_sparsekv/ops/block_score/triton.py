@@ -24,6 +24,7 @@ def _block_score_kernel(
     p_fill,
     p_slots,
     p_out,
+    p_each,
     n,
     q_batch,
     q_head,
@@ -34,6 +35,8 @@ def _block_score_kernel(
     slots_batch,
     out_batch,
     out_head,
+    each_batch,
+    each_head,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     COUNT: tl.constexpr,
@@ -45,6 +48,7 @@ def _block_score_kernel(
     METADATA: tl.constexpr,
     NATIVE: tl.constexpr,
     STAGES: tl.constexpr,
+    EACH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Scores of ``BN`` blocks of one row and KV head, from ``BK`` channels at a time."""
@@ -62,7 +66,7 @@ def _block_score_kernel(
     p_box = p_bounds + b_slot[:, None] * bounds_slot + i_head * bounds_head
     if REDUCE == "mean":
         b_both = tl.zeros([BN, BK], tl.float32)
-    else:
+    if REDUCE != "mean" or EACH:
         b_all = tl.zeros([BG, BN], tl.float32)
     for i in tl.range(0, DK, BK, num_stages=STAGES):
         o_k = i + tl.arange(0, BK)
@@ -80,7 +84,7 @@ def _block_score_kernel(
             b_both += b_first.to(tl.float32) * (tl.sum(b_one, 0) / COUNT)[None, :]
             if METADATA != "mean":
                 b_both += b_second.to(tl.float32) * (tl.sum(b_two, 0) / COUNT)[None, :]
-        else:
+        if REDUCE != "mean" or EACH:
             if NATIVE:  # positive part, absolute value and the 16-bit query itself are exact in its own type
                 b_one, b_two = b_one.to(b_first.dtype), b_two.to(b_first.dtype)
             else:
@@ -95,10 +99,15 @@ def _block_score_kernel(
         b_s = tl.sum(b_both, 1)  # [BN]
     elif REDUCE == "max":
         b_s = tl.max(tl.where((o_g < GROUP)[:, None], b_all, float("-inf")), 0)  # [BN]
+    if REDUCE == "none" or EACH:
+        b_all = tl.where(m_live[None, :], b_all, float("-inf"))
+        m_all = (o_g < GROUP)[:, None] & m_n[None, :]
+    if EACH:
+        p_heads = p_each + i_batch * each_batch + (i_head * GROUP + o_g[:, None]) * each_head
+        tl.store(p_heads + o_n[None, :], b_all, mask=m_all)
     if REDUCE == "none":  # heads of a group lie one after the other
         p_to += i_head * (GROUP - 1) * out_head
-        b_all = tl.where(m_live[None, :], b_all, float("-inf"))
-        tl.store(p_to[None, :] + o_g[:, None] * out_head, b_all, mask=(o_g < GROUP)[:, None] & m_n[None, :])
+        tl.store(p_to[None, :] + o_g[:, None] * out_head, b_all, mask=m_all)
     else:
         tl.store(p_to, tl.where(m_live, b_s, float("-inf")), mask=m_n)
 
@@ -112,8 +121,9 @@ def block_score(
     metadata: str = "min_max",
     *,
     out: Tensor | None = None,
+    each: Tensor | None = None,
 ) -> Tensor:
-    """As ``reference.block_score``, into ``out`` if given."""
+    """As ``reference.block_score``, into ``out`` if given; ``each`` receives the scores without reduction."""
     batch, q_heads, dk = q.shape
     heads, n = bounds.shape[1], slots.shape[1]
     if out is None:
@@ -121,7 +131,7 @@ def block_score(
         out = torch.empty(batch, rows, n, dtype=torch.float32, device=q.device)
     if not n:
         return out
-    require_dense_rows(bounds=bounds, fill=fill, slots=slots, out=out)
+    require_dense_rows(bounds=bounds, fill=fill, slots=slots, out=out, each=each)
     group = q_heads // heads
     tall, wide = max(16, triton.next_power_of_2(group)), max(16, triton.next_power_of_2(dk))
     tile = max(16, TILE_ELEMENTS // wide)
@@ -129,7 +139,11 @@ def block_score(
     if pieces:
         wide, tile = PIECE, max(16, min(64, triton.next_power_of_2(batch * heads * n // PROGRAMS)))
     count = group
-    if group > MANY and reduce == "mean":  # positive and negative part are heads that are added up
+    if group > MANY and reduce == "mean":
+        if each is not None:
+            block_score(q, bounds, fill, slots, "none", metadata, out=each)
+            each = None
+        # positive and negative part are heads that are added up
         q, group, count, tall = mean_heads(q, heads, split=True), 2, 1, 2
     with torch.cuda.device_of(q):
         _block_score_kernel[(triton.cdiv(n, tile), batch * heads)](
@@ -138,11 +152,13 @@ def block_score(
             fill,
             slots,
             out,
+            each,
             n,
             *q.stride(),
             *bounds.stride()[:3],
             slots.stride(0),
             *out.stride()[:2],
+            *((0, 0) if each is None else each.stride()[:2]),
             HEADS=heads,
             GROUP=group,
             COUNT=count,
@@ -154,6 +170,7 @@ def block_score(
             METADATA=metadata,
             NATIVE=q.dtype == bounds.dtype and q.dtype != torch.float32,
             STAGES=STAGES if pieces else 1,
+            EACH=each is not None,
             **overlap(q),
         )
     return out

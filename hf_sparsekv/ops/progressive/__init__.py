@@ -28,7 +28,7 @@ class Walk:
             masses alone, and the used blocks are read once more at the end; ``from_host`` counts both.
         ids, tokens: int32 ``[batch, H, n]``, blocks in order of their rank (:func:`..block_rank.block_rank`).
         state: kept from step to step.
-        threshold, group_reduce, min_blocks, max_blocks, bounds: see ``reference.verify``.
+        threshold, group_reduce, min_blocks, max_blocks, estimate, logits, logit_scale: see ``reference.verify``.
     """
 
     q: Tensor
@@ -46,7 +46,9 @@ class Walk:
     group_reduce: str = "all"
     min_blocks: int = 1
     max_blocks: int | None = None
-    bounds: Tensor | None = None
+    estimate: str = "as_min"
+    logits: Tensor | None = None
+    logit_scale: float = 1.0
     softcap: float | None = None
     sink_logits: Tensor | None = None
     frames: Tensor | None = None
@@ -108,7 +110,9 @@ class Walk:
             step=step,
             last=last,
             sink_logits=self.sink_logits,
-            bounds=self.bounds,
+            estimate=self.estimate,
+            logits=self.logits,
+            logit_scale=self.logit_scale,
             ids=self.ids,
             done=done,
             number=number,

@@ -18,6 +18,7 @@ from .state import BINS, MASS_ONE, TOTALS, WalkState, next_blocks
 LOG2E = math.log2(math.e)
 INF = float("inf")
 NO_LIMIT = 1 << 30  # more blocks than there are
+MOST = 100.0  # logarithm to base 2 of what is left, relative to the largest mass seen: more makes no difference
 
 
 def near_parts(near: int, block_size: int) -> int:
@@ -122,7 +123,9 @@ def verify(
     step: int = 0,
     last: bool = True,
     sink_logits: Tensor | None = None,
-    bounds: Tensor | None = None,
+    estimate: str = "as_min",
+    logits: Tensor | None = None,
+    logit_scale: float = 1.0,
     ids: Tensor | None = None,
     done: Tensor | None = None,
     number: int = 1,
@@ -131,16 +134,25 @@ def verify(
 
     After each block, for each query head (``AS(b)`` is the sum of ``exp(logit)`` over the block's tokens)::
 
-        AS_acc += AS(b);  AS_min = min(AS_min, AS(b) / tokens(b));  T_left -= tokens(b)
-        P = AS_acc / (AS_acc + AS_min * T_left)
+        AS_acc += AS(b)
+        P = AS_acc / (AS_acc + AS_left)
 
     and a KV head stops when ``P > threshold`` for all its query heads. Sinks and recent tokens, and learned sinks, are
-    part of ``AS_acc`` from the beginning. Blocks count by their selectable tokens, which for full blocks is what PSA
-    writes: a block that holds padding or sinks would make ``AS_min`` too small otherwise.
+    part of ``AS_acc`` from the beginning. ``AS_left`` is, by ``estimate``,
 
-    Where what has been read is not enough, the walk goes on with blocks of the least mass seen (with ``bounds``: of
-    none): where that stops, reading for certain suffices (a block that holds more raises ``AS_acc``, one that holds
-    less lowers ``AS_min``). So a few rounds reach the end of every walk.
+    * ``"as_min"`` (PSA): ``AS_min * T_left``, with ``AS_min = min(AS_min, AS(b) / tokens(b))`` and
+      ``T_left -= tokens(b)``. Blocks count by their selectable tokens, which for full blocks is what PSA writes: a
+      block that holds padding or sinks would make ``AS_min`` too small otherwise.
+    * ``"bound"``: the sum of ``tokens(b) * exp(logit(b))`` over the blocks left, for logits that no token of a block
+      exceeds.
+    * ``"scores"``: this sum times the mean of ``AS(b) / (tokens(b) * exp(logit(b)))`` over the blocks read, for logits
+      that are as good as a guess (the mean-of-ratios estimator of survey sampling; Cochran, Sampling Techniques,
+      chapter 6).
+
+    Where what has been read is not enough, the walk goes on with blocks of the least mass seen (``"bound"``: of none):
+    where that stops, reading for certain suffices (a block that holds more raises ``AS_acc``, one that holds less
+    lowers ``AS_min``). So a few rounds reach the end of every walk. With ``"scores"`` nothing but reading all suffices
+    for certain, since a block that holds more than expected raises ``AS_left``.
 
     Args:
         lse: as :func:`attend` has written it: ``parts`` near parts, then the blocks below ``limits[1]``.
@@ -154,8 +166,9 @@ def verify(
             suffice for certain.
         last: there is no next round: stop at the end of what has been read.
         sink_logits: ``[Hq]`` logits of learned sinks.
-        bounds: float32 ``[batch, Hq, n]`` bound on the logits of each block (by id). What is left is then taken to hold
-            what its bound allows instead of ``AS_min * T_left``. With ``ids`` int32 ``[batch, H, n]``.
+        estimate: ``"as_min"``, ``"bound"`` or ``"scores"``; the latter two need ``logits`` and ``ids``.
+        logits: float32 ``[batch, Hq, n]``: those of each block (by id), to be multiplied by ``logit_scale``.
+        ids: int32 ``[batch, H, n]``, blocks in order of their rank.
         done: int32 ``[batch * H]``, or None: ``number`` is written where a row goes on, ``-number`` where it has
             stopped.
     """
@@ -171,13 +184,13 @@ def verify(
     if sink_logits is not None:
         sinks = (sink_logits.float() * LOG2E).view(1, heads, 1, group).expand(batch, -1, -1, -1)
         near = torch.cat((near, sinks), dim=2)
-    upper = None
-    if bounds is not None:
+    expected = None
+    if estimate != "as_min":
         at = ids.clamp_min(0).long()[:, :, None].expand(-1, -1, group, -1)
-        upper = bounds.unflatten(1, (heads, group)).gather(-1, at).transpose(2, 3) * LOG2E  # [batch, H, n, G]
-        upper = upper + tokens.clamp_min(1).log2()[..., None]
-        upper = upper.masked_fill(tokens[..., None] == 0, -INF)
-    every = torch.cat([near, blocks] + ([] if upper is None else [upper]), dim=2)
+        expected = logits.unflatten(1, (heads, group)).gather(-1, at).transpose(2, 3)  # [batch, H, n, G]
+        expected = expected * (logit_scale * LOG2E) + tokens.clamp_min(1).log2()[..., None]
+        expected = expected.masked_fill(tokens[..., None] == 0, -INF)
+    every = torch.cat([near, blocks] + ([expected] if estimate == "bound" else []), dim=2)
     base = every.amax(2, keepdim=True)  # [batch, H, 1, G]
     if group_reduce == "sum":
         base = base.amax(3, keepdim=True)
@@ -190,14 +203,16 @@ def verify(
     count = tokens[..., None].float()
     held = mass(blocks)  # [batch, H, n, G or 1]
     density = (held / count.clamp_min(1)).masked_fill(~known, INF)
-    if upper is None:
+    if estimate == "as_min":
         least = density.amin(2, keepdim=True) if n else density.sum(2, keepdim=True)  # of all that has been read
         held = torch.where(known, held, least.nan_to_num(posinf=0.0) * count)
         left = count.sum(2, keepdim=True) - count.cumsum(2)
         rest = density.cummin(2).values * left if n else left
+    elif estimate == "bound":
+        rest = _behind(mass(expected))
     else:
-        after = torch.nn.functional.pad(mass(upper)[:, :, 1:], (0, 0, 0, 1))
-        rest = after.flip(2).cumsum(2).flip(2)  # of the blocks behind each
+        rest = _scaled(blocks, expected, known, group_reduce == "sum")
+        rest = (rest - base).clamp_max(MOST).exp2().masked_fill(~known, INF)
     seen = mass(near).sum(2, keepdim=True) + held.cumsum(2)
     share = torch.where(seen + rest > 0, seen / (seen + rest), 1.0).amin(3)  # [batch, H, n]
     enough = (share > threshold) & (torch.arange(n, device=lse.device) + 1 >= min_blocks)
@@ -208,7 +223,7 @@ def verify(
     at = (used - 1).clamp_min(0).long()[..., None]
     found = torch.where(used > 0, share.gather(-1, at)[..., 0], 1.0) if n else torch.ones_like(state.mass)
     more = high + high + 16 if step < 0 else high + step if step else cap
-    # Two more than what suffices, for the roundings.
+    # Two more than what suffices, for the roundings. ("scores": the reach is the cap.)
     onward = torch.minimum(torch.minimum(more, reach + 2), cap).int()
     ended = running & stops
     state.used.copy_(torch.where(ended, used, state.used))
@@ -218,6 +233,31 @@ def verify(
     state.limits[1] = torch.where(running, torch.where(stops, high, onward), state.limits[1])
     if done is not None:
         done.copy_(torch.where(running & ~stops, number, -number).flatten())
+
+
+def _behind(x: Tensor) -> Tensor:
+    """Sums of ``x [batch, H, n, G]`` over the blocks behind each."""
+    after = torch.nn.functional.pad(x[:, :, 1:], (0, 0, 0, 1)) if x.shape[2] else x
+    return after.flip(2).cumsum(2).flip(2)
+
+
+def _scaled(blocks: Tensor, expected: Tensor, known: Tensor, add: bool) -> Tensor:
+    """What is expected of the blocks behind each, scaled by the mean of what those up to it hold and were expected to.
+
+    All are logarithms to base 2, ``[batch, H, n, G]``; ``[..., 1]`` if the heads' masses are to be added.
+    """
+    if not blocks.shape[2]:
+        return blocks
+    if add:
+        blocks, expected = ((x / LOG2E).logsumexp(3, keepdim=True) * LOG2E for x in (blocks, expected))
+    top = expected.amax(2, keepdim=True)
+    top = top.masked_fill(top == -INF, 0.0)
+    left = _behind((expected - top).exp2()).log2() + top
+    ratio = torch.where(known & (expected > -INF), blocks - expected, -INF)
+    most = ratio.amax(2, keepdim=True)
+    most = most.masked_fill(most == -INF, 0.0)
+    read = torch.arange(1, blocks.shape[2] + 1, device=blocks.device)[:, None]
+    return ((ratio - most).exp2().cumsum(2) / read).log2() + most + left
 
 
 def attend_used(

@@ -47,6 +47,8 @@ class WalkState:
 
     @classmethod
     def empty(cls, batch: int, heads: int, device: torch.device | str, chosen: int = 0) -> WalkState:
+        """State before the first step; ``chosen`` is K."""
+
         def ints(*shape: int, value: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full(shape, value, dtype=dtype, device=device)
 
@@ -66,4 +68,5 @@ class WalkState:
         return {name: held for name, held in found.items() if held is not None}
 
     def clone(self) -> WalkState:
+        """A copy with tensors of its own."""
         return WalkState(**{name: held.clone() for name, held in self.tensors().items()})

@@ -148,7 +148,9 @@ def verify(
     step: int = 0,
     last: bool = True,
     sink_logits: Tensor | None = None,
-    bounds: Tensor | None = None,
+    estimate: str = "as_min",
+    logits: Tensor | None = None,
+    logit_scale: float = 1.0,
     ids: Tensor | None = None,
     done: Tensor | None = None,
     number: int = 1,
@@ -157,7 +159,7 @@ def verify(
     """As ``reference.verify``; ``masses`` replaces the constant. ``done`` may be pinned host memory."""
     batch, heads, n = tokens.shape
     group = lse.shape[-1]
-    require_dense_rows(lse=lse, tokens=tokens, bounds=bounds, ids=ids)
+    require_dense_rows(lse=lse, tokens=tokens, logits=logits, ids=ids)
     if not (lse.is_contiguous() and tokens.is_contiguous() and (ids is None or ids.is_contiguous())):
         raise ValueError("lse, tokens and ids must be contiguous")
     wide = triton.next_power_of_2(group)
@@ -169,7 +171,7 @@ def verify(
             state.used,
             state.mass,
             sink_logits,
-            bounds,
+            logits,
             ids,
             done,
             n,
@@ -180,10 +182,11 @@ def verify(
             n if max_blocks is None else min(n, max_blocks),
             step,
             number,
-            *((0, 0) if bounds is None else bounds.stride()[:2]),
+            float(logit_scale),
+            *((0, 0) if logits is None else logits.stride()[:2]),
             LAST=last,
             SUM=group_reduce == "sum",
-            BOUND=bounds is not None,
+            ESTIMATE=estimate,
             HAS_SINK=sink_logits is not None,
             HAS_DONE=done is not None,
             HEADS=heads,

@@ -41,6 +41,8 @@ class FrameState:
 
     @classmethod
     def empty(cls, frames: int, device: torch.device | str, most_layers: int = 1024) -> FrameState:
+        """State of ``frames`` frames that nobody uses."""
+
         def full(shape: tuple[int, ...], value: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full(shape, value, dtype=dtype, device=device)
 
