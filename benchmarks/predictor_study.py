@@ -298,12 +298,12 @@ def plot(layers: dict, path: Path) -> None:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    lines = (Variant("last"), Variant("ridge"), Variant("assembled"), Variant("last", turned=True))
+    lines = [Variant(name) for name in ("last", "ridge", "assembled", "assembled_ridge")]
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
     for axes, stream in zip(panels, ("text", "own")):
         for color, variant in enumerate(lines):
             by_layer = layers[stream, variant, False]
-            axes.plot([e["overlap"] for e in by_layer], color=f"C{color}", label=str(variant), linewidth=1.2)
+            axes.plot([e["overlap"] for e in by_layer], color=f"C{color}", label=variant.name, linewidth=1.2)
         axes.set(xlabel="layer", title={"text": "text", "own": "own output"}[stream])
     panels[0].set_ylabel("share of the best 5 % that is chosen")
     panels[0].legend(fontsize=8)

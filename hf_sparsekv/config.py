@@ -283,7 +283,7 @@ class PredictiveConfig(SparseConfig):
     Args:
         token_budget: tokens attended per step, row and KV head, beside sinks and recent window.
         predictor: how the next query follows from the latest ones: ``"last"``, ``"ridge"``, ``"ridge_softmax"``,
-            ``"assembled"`` (AsyncSpade), or a function; see :mod:`hf_sparsekv.predictor.query`.
+            ``"assembled"`` (AsyncSpade), ``"assembled_ridge"``, or a function; see :mod:`hf_sparsekv.predictor.query`.
         predictor_window, predictor_epsilon: predecessors that the regression has, and strength of the ridge.
         scoring: what all tokens in full blocks are scored by: ``"labels"``, the label channels of
             :class:`TwoLevelConfig`, or ``"keys"``, whole keys: several times the bytes. With ``"keys"`` the blocks have

@@ -8,6 +8,13 @@ import torch
 from hf_sparsekv.ops.query_predict.reference import query_predict
 from hf_sparsekv.predictor.query import PREDICTORS, CustomPredictor, QueryPredictor, make_predictor
 
+FORMS = {  # windows averaged, softmax
+    "ridge": (False, False),
+    "ridge_softmax": (False, True),
+    "assembled": (True, True),
+    "assembled_ridge": (True, False),
+}
+
 
 def ring(batch=2, heads=3, slots=9, dim=16):
     torch.manual_seed(0)
@@ -25,11 +32,9 @@ def test_by_name(name):
     assert isinstance(predictor, QueryPredictor)
     assert predictor.slots == (1 if name == "last" else 9)
     queries, position, count = ring()
-    forms = {"ridge": (False, False), "ridge_softmax": (False, True), "assembled": (True, True)}
-    forms["assembled_ridge"] = (True, False)
     want = queries[:, :, 3]
     if name != "last":
-        want = query_predict(queries, position, count, 8, 0.05, *forms[name])
+        want = query_predict(queries, position, count, 8, 0.05, *FORMS[name])
     assert torch.equal(predictor.predict(queries, position, count), want)
     out = torch.empty(2, 3, 16)
     assert predictor.predict(queries, position, count, out) is out

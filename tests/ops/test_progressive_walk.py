@@ -48,7 +48,10 @@ CASES = {
     "reads ahead": Case(first=100),
     "latents": Case(latents=True, heads=1, group=20, dk=48, dv=32),
     "latents in frames": Case(latents=True, heads=1, group=5, dk=57, dv=40, placed=True, batch=3, spread=4.0),
-    "many heads": Case(latents=True, heads=1, group=40, dk=80, dv=64, block_size=32, n=11, batch=1, bound=True),
+    "many heads": Case(latents=True, heads=1, group=40, dk=80, dv=64, block_size=32, n=11, batch=1, estimate="bound"),
+    "many heads, scores": Case(
+        latents=True, heads=1, group=40, dk=80, dv=64, block_size=32, n=11, batch=1, estimate="scores"
+    ),
     "latents, all of it": Case(latents=True, heads=1, softcap=2.0, learned_sink=True, group_reduce="sum", max_blocks=9),
     "GLM-4.7-Flash": Case(latents=True, heads=1, group=20, dk=576, dv=512, batch=1, block_size=64, n=4),
     "huge logits": Case(spread=60.0, threshold=0.99),
