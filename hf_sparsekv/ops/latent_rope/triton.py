@@ -81,17 +81,17 @@ def _latent_rope_kernel(
         m_x = m_h & m_r[None, :]
         b_x = _turned(p_from + NOPE, o_r[None, :], m_x, b_cos[None, :], b_sin[None, :], R, INTERLEAVED)
         tl.store(p_to + NOPE + o_r[None, :], b_x, mask=m_x)
-    else:
+    else:  # (names of its own: a branch may not give a name another type)
         o_k = tl.arange(0, BK)
         m_k = o_k < RANK
-        p_from = p_compressed + i_batch * compressed_batch + i_q * compressed_token
-        b_x = tl.load(p_from + o_k, mask=m_k, other=0.0).to(tl.float32)  # [BK]
-        b_x = b_x * tl.rsqrt(tl.sum(b_x * b_x, 0) / RANK + eps)
-        dtype = p_latent.dtype.element_ty
+        p_row = p_compressed + i_batch * compressed_batch + i_q * compressed_token
+        b_y = tl.load(p_row + o_k, mask=m_k, other=0.0).to(tl.float32)  # [BK]
+        b_y = b_y * tl.rsqrt(tl.sum(b_y * b_y, 0) / RANK + eps)
+        kind = p_latent.dtype.element_ty
         b_weight = tl.load(p_weight + o_k, mask=m_k, other=0.0).to(tl.float32)
-        tl.store(p_latent + i_token * RANK + o_k, (b_x.to(dtype).to(tl.float32) * b_weight).to(dtype), mask=m_k)
-        b_x = _turned(p_from + RANK, o_r, m_r, b_cos, b_sin, R, INTERLEAVED)
-        tl.store(p_rotary + i_token * R + o_r, b_x, mask=m_r)
+        tl.store(p_latent + i_token * RANK + o_k, (b_y.to(kind).to(tl.float32) * b_weight).to(kind), mask=m_k)
+        b_y = _turned(p_row + RANK, o_r, m_r, b_cos, b_sin, R, INTERLEAVED)
+        tl.store(p_rotary + i_token * R + o_r, b_y, mask=m_r)
 
 
 def latent_rope(
