@@ -112,7 +112,8 @@ def _long_selects(layers: list[Layer]) -> Iterator[Variant]:
 def _long_scores(layers: list[Layer]) -> Iterator[Variant]:
     """Ways to score all stored tokens by their labels."""
     scores = _all_scores(layers)
-    for name, how in [*_grid(words=(True,), blocks_a_program=(2, 4, 8, 16, 32, 64)), *_grid(words=(False,))]:
+    grid = _grid(matrix=(False, True), blocks_a_program=(2, 4, 8, 16, 32, 64))
+    for name, how in [*grid, *_grid(matrix=(False,), words=(False,))]:
 
         def run(i: int, how=how) -> None:
             t = layers[i]
@@ -150,7 +151,10 @@ def variants(layers: list[Layer], operator: str) -> Iterator[Variant]:
 
             yield name, run, lambda: layers[0].blocks
     elif operator == "token_score":
-        for name, how in [*_grid(words=(True,), blocks_a_program=(1, 2, 4, 8, 16)), *_grid(words=(False,))]:
+        for name, how in [
+            *_grid(matrix=(False, True), blocks_a_program=(1, 2, 4, 8, 16)),
+            *_grid(matrix=(False,), words=(False,)),
+        ]:
 
             def run(i: int, how=how) -> None:
                 t = layers[i]
