@@ -11,6 +11,7 @@ from hf_sparsekv.ops.topk_select import block_select as public_block
 from hf_sparsekv.ops.topk_select import token_select as public_token
 from hf_sparsekv.ops.topk_select.reference import block_select as reference_block
 from hf_sparsekv.ops.topk_select.reference import token_select as reference_token
+from hf_sparsekv.ops.topk_select.sampled import tiles
 from hf_sparsekv.ops.topk_select.triton import block_select, scratch_size, token_select
 
 # How a row is split: by one program, or by several that hold 64 entries each, digit by digit or by a sample.
@@ -182,7 +183,22 @@ def test_a_sample_that_misleads(place32, k):
 
 def test_k_beyond_what_a_program_holds(place32):
     """A sample does not serve: digit by digit."""
+    assert tiles(20_000, 10_000) is None
     check_block(place32.randn(1, 1, 20_000), 10_000, {"split": True})
+
+
+@pytest.mark.parametrize(
+    "n, k, expected",
+    [
+        (32_768, 2048, (2048, 4096)),
+        (131_072, 1024, (4096, 4096)),
+        (1 << 20, 1024, (8192, 8192)),
+        (20_000, 8192, (2048, 16384)),
+        (1 << 24, 1024, None),
+    ],
+)
+def test_a_longer_row_takes_a_larger_sample(n, k, expected):
+    assert tiles(n, k) == expected
 
 
 @pytest.mark.gpu

@@ -12,6 +12,8 @@ CACM 18, 1975.)
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,13 +22,14 @@ from .._overlap import overlap, release, wait
 from .keys import MINUS_INF, ordered, pad, take, write
 from .row import TOP, fifths, inside, narrow, select_keys, threshold
 
-# None of these is measured yet: compiled for sm_90 nothing spills (118, 38 and 123 registers in the three steps).
+# None of these is measured yet.
 CHUNK = 2048  # entries of a program of the second step
 WARPS = 4  # of such a program
-SAMPLE = 2048  # entries of a row that the first step reads
+SAMPLES = (2048, 4096, 8192)  # entries of a row that the first step reads
 SAMPLE_WARPS = 8
 FEWEST = 4096  # entries that the last step has room for, at least
-MOST = 16384  # at most; a larger k wants another way
+MOST = 16384  # at most
+ERRORS = 4.5  # standard errors by which a sample may err before the whole row is searched
 
 
 @triton.jit
@@ -200,20 +203,25 @@ def _choose_kernel(
         _select_whole(p_row, p_blocks, p_to, n, k, BLOCK_SIZE, HELD, TAIL)
 
 
-def held(k: int, fewest: int = FEWEST) -> int:
-    """Entries that the last step has room for: twice ``k`` or more, so that a sample's error stays far from both."""
-    return max(fewest, 2 * triton.next_power_of_2(k))
+def tiles(n: int, k: int, sample: int | None = None, fewest: int = FEWEST) -> tuple[int, int] | None:
+    """Entries of a sample and entries that the last step has room for; ``None`` if a sample does not serve.
+
+    Of the ``k`` best of ``n`` about ``k sample / n`` are in the sample, give or take the root of that. So the roots of
+    this number and of that for the room must lie far enough apart for a rank between them.
+    """
+    room, found = max(fewest, 2 * triton.next_power_of_2(k)), []
+    while room <= MOST:
+        for size in SAMPLES if sample is None else (sample,):
+            if sample is not None or math.sqrt(size / n) * (math.sqrt(room) - math.sqrt(k)) >= ERRORS:
+                found.append((size, room))
+        room *= 2
+    return min(found, key=sum, default=None)
 
 
-def can_sample(k: int) -> bool:
-    """Whether a program can hold what a selection of ``k`` is made from."""
-    return held(k) <= MOST
-
-
-def scratch_size(rows: int, n: int, k: int, chunk: int | None = None, fewest: int = FEWEST) -> int:
+def scratch_size(rows: int, n: int, room: int, chunk: int | None = None) -> int:
     """int32 entries of scratch memory for ``rows`` rows of ``n`` scores."""
     chunk = chunk or CHUNK
-    return sum(_sizes(rows, triton.cdiv(n, chunk), min(chunk, held(k, fewest))))
+    return sum(_sizes(rows, triton.cdiv(n, chunk), min(chunk, room)))
 
 
 def _sizes(rows: int, chunks: int, room: int) -> tuple[int, int, int, int]:
@@ -227,20 +235,23 @@ def select_sampled(
     out: Tensor,
     scratch: Tensor,
     fixed: dict[str, int],
+    sample: int,
+    room: int,
     chunk: int | None = None,
     warps: int | None = None,
     last_warps: int | None = None,
-    sample: int = SAMPLE,
-    fewest: int = FEWEST,
 ) -> None:
-    """Launch the kernels. ``fixed`` are the constants that a selection from a short row has as well."""
+    """Launch the kernels, with ``sample`` and ``room`` of :func:`tiles`.
+
+    ``fixed`` are the constants that a selection from a short row has as well.
+    """
     batch, heads, n = scores.shape
-    chunk, room = chunk or CHUNK, held(k, fewest)
+    chunk = chunk or CHUNK
     rows, chunks, part = batch * heads, triton.cdiv(n, chunk), min(chunk, room)
     sizes = _sizes(rows, chunks, part)
     least, counts, keys, ids = scratch[: sum(sizes)].split(sizes)
-    # The rank in the middle between k and the room: the sample may err to either side.
-    wanted = max(1, (k + room) * sample // (2 * n))
+    # As many standard errors above what the k best have in the sample as below what fills the room.
+    wanted = max(1, round((math.sqrt(k) + math.sqrt(room)) ** 2 / 4 * sample / n))
     strides, launch = scores.stride()[:2], overlap(scores)
     sample_launch = {"num_warps": SAMPLE_WARPS, **launch}
     _sample_kernel[(rows,)](scores, least, n, wanted, *strides, HEADS=heads, SAMPLE=sample, **sample_launch)
@@ -280,7 +291,7 @@ def select_sampled(
         HELD=room,
         BC=width,
         STEPS=width.bit_length() - 1,
-        num_warps=last_warps or (8 if room <= 8192 else 16),
+        num_warps=last_warps or (8 if room <= 4096 else 16),
         **fixed,
         **launch,
     )

@@ -69,20 +69,22 @@ class How:
         row: longest row that one program holds, at most 32,768.
         split: whether longer rows go by a sample; ``None``: as ``SPLIT`` says.
         chunk, warps: entries and warps of one of the programs that share a row; with short rows, its program's warps.
-        sample, fewest, last_warps: see ``sampled``.
+        sample, fewest: entries of a sample, and that its last step has room for at least.
+        last_warps: of that step's programs.
     """
 
     row: int = ROW
     split: bool | None = None
     chunk: int | None = None
     warps: int | None = None
-    sample: int = sampled.SAMPLE
+    sample: int | None = None
     fewest: int = sampled.FEWEST
     last_warps: int | None = None
 
-    def splits(self, k: int) -> bool:
-        """Whether a selection of ``k`` from a long row goes by a sample of it."""
-        return (SPLIT if self.split is None else self.split) and sampled.can_sample(k)
+    def tiles(self, n: int, k: int) -> tuple[int, int] | None:
+        """Of a selection of ``k`` from a long row that goes by a sample of it; see ``sampled.tiles``."""
+        split = SPLIT if self.split is None else self.split
+        return sampled.tiles(n, k, self.sample, self.fewest) if split else None
 
 
 def scratch_size(scores: Tensor, k: int, **how: int | None) -> int:
@@ -94,8 +96,8 @@ def _scratch_size(scores: Tensor, k: int, how: How) -> int:
     batch, heads, n = scores.shape
     if n <= how.row:
         return 0
-    if how.splits(k):
-        return sampled.scratch_size(batch * heads, n, k, how.chunk, how.fewest)
+    if tiles := how.tiles(n, k):
+        return sampled.scratch_size(batch * heads, n, tiles[1], how.chunk)
     return long_rows.scratch_size(batch * heads, n, how.chunk or long_rows.CHUNK)
 
 
@@ -125,9 +127,9 @@ def _select(
         if n > how.row:
             if scratch is None:
                 scratch = torch.empty(_scratch_size(scores, k, how), dtype=torch.int32, device=scores.device)
-            if how.splits(k):
-                tiles = (how.chunk, how.warps, how.last_warps, how.sample, how.fewest)
-                sampled.select_sampled(scores, block_ids, k, out, scratch, fixed, *tiles)
+            if tiles := how.tiles(n, k):
+                others = how.chunk, how.warps, how.last_warps
+                sampled.select_sampled(scores, block_ids, k, out, scratch, fixed, *tiles, *others)
             else:
                 long_rows.select_long(scores, block_ids, k, out, scratch, fixed, how.chunk, how.warps)
             return out
