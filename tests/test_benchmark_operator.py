@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 
 import pytest
 import torch
@@ -114,6 +115,21 @@ def test_arguments():
     assert shape.case == "q14-kv2-d64"
     (shape,) = shapes(arguments().parse_args(["--shapes", "1x32k", "--model", "glm-4.7-flash"]))
     assert (shape.q_heads, shape.heads, shape.dim, shape.value_dim) == (20, 1, 576, 512)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off where there is a GPU")
+@pytest.mark.parametrize("operator", ["long_select", "long_score"])
+def test_ways_to_run_an_operator_agree(layer, operator):
+    pytest.importorskip("triton")
+    from hf_sparsekv.benchmark.operator_sweep import differs, variants
+
+    layer.step()
+    first = None
+    for name, run, result in variants([layer], operator):
+        run(0)
+        got = result().clone()
+        first = got if first is None else first
+        assert not differs(got, first), name
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -20,6 +20,8 @@ OPERATORS = (
     "token_select",
     "block_select",
     "token_score",
+    "long_select",
+    "long_score",
     "sparse_decode",
     "dense_decode",
     "block_rank",
@@ -88,6 +90,45 @@ def _latents(layers: list[Layer], granularity: str) -> Iterator[Variant]:
             yield f"{name},programs={programs}", run, lambda: layers[0].out
 
 
+def _long_selects(layers: list[Layer]) -> Iterator[Variant]:
+    """Ways to select from all stored tokens, as a predictive step does. What a processor cannot hold is left out."""
+    config, scores = layers[0].shape.config, _all_scores(layers)
+    for layer, one in zip(layers, scores):
+        layer.token_score(None, one)
+    hows = [*_grid(split=(False,), chunk=(4096, 8192), warps=(8,))]
+    hows += _grid(split=(True,), chunk=(1024, 2048, 4096), warps=(4, 8), last_warps=(8, 16))
+    hows += _grid(split=(True,), chunk=(8192,), warps=(8, 16), last_warps=(8,))
+    hows += _grid(split=(True,), chunk=(2048,), warps=(4,), sample=(1024, 4096), last_warps=(8,))
+    if scores[0].shape[-1] <= 32768:
+        hows += _grid(row=(32768,), warps=(16, 32))
+    for name, how in hows:
+
+        def run(i: int, how=how) -> None:
+            token_select(scores[i], None, config.token_budget, config.block_size, out=layers[i].tokens, **how)
+
+        yield name, run, lambda: layers[0].tokens
+
+
+def _long_scores(layers: list[Layer]) -> Iterator[Variant]:
+    """Ways to score all stored tokens by their labels."""
+    scores = _all_scores(layers)
+    grid = _grid(matrix=(False, True), blocks_a_program=(2, 4, 8, 16, 32, 64))
+    for name, how in [*grid, *_grid(matrix=(False,), words=(False,))]:
+
+        def run(i: int, how=how) -> None:
+            t = layers[i]
+            labels = (t.codes, t.qparams, t.channels, t.flags, t.slots, None, t.shape.config.token_reduce)
+            token_score(t.q, *labels, out=scores[i], **how)
+
+        yield name, run, lambda: scores[0]
+
+
+def _all_scores(layers: list[Layer]) -> list[Tensor]:
+    """Room for the scores of all blocks of each layer."""
+    size = layers[0].shape.config.block_size
+    return [t.token_scores.new_empty(*t.blocks.shape[:2], t.slots.shape[1] * size) for t in layers]
+
+
 def variants(layers: list[Layer], operator: str) -> Iterator[Variant]:
     """Name, launch and result of each way to run ``operator``; the inputs are those that a whole step has left."""
     config = layers[0].shape.config
@@ -110,7 +151,10 @@ def variants(layers: list[Layer], operator: str) -> Iterator[Variant]:
 
             yield name, run, lambda: layers[0].blocks
     elif operator == "token_score":
-        for name, how in [*_grid(words=(True,), blocks_a_program=(1, 2, 4, 8, 16)), *_grid(words=(False,))]:
+        for name, how in [
+            *_grid(matrix=(False, True), blocks_a_program=(1, 2, 4, 8, 16)),
+            *_grid(matrix=(False,), words=(False,)),
+        ]:
 
             def run(i: int, how=how) -> None:
                 t = layers[i]
@@ -118,6 +162,10 @@ def variants(layers: list[Layer], operator: str) -> Iterator[Variant]:
                 token_score(t.q, *labels, out=t.token_scores, **how)
 
             yield name, run, lambda: layers[0].token_scores
+    elif operator == "long_select":
+        yield from _long_selects(layers)
+    elif operator == "long_score":
+        yield from _long_scores(layers)
     elif operator == "sparse_decode":
         tiles = {"tile": (16, 32, 64), "warps": (1, 2, 4), "stages": (1, 2, 3, 4)}
         yield from _decodes(layers, "token", _grid(**tiles, programs=(528, 1056, 1584)))

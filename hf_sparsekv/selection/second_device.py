@@ -42,7 +42,7 @@ class TwinPolicy(PredictivePolicy):
         if store.fixed and use_triton(scores):
             from ..ops.topk_select.triton import scratch_size
 
-            scratch = rank.buffer("select", (scratch_size(scores),), torch.int32)
+            scratch = rank.buffer("select", (scratch_size(scores, budget),), torch.int32)
         token_select(scores, None, budget, store.block_size, out=self.ids[..., :budget], scratch=scratch)
 
 

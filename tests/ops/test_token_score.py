@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_sparsekv.ops.token_score import token_score as public
+from hf_sparsekv.ops.token_score.matrix import can_score_matrix
 from hf_sparsekv.ops.token_score.reference import token_score as reference
 from hf_sparsekv.ops.token_score.triton import token_score
 
@@ -53,19 +54,29 @@ def on_cpu(args):
     return [None if t is None else t.cpu() for t in args]
 
 
-@pytest.mark.parametrize("bits", ["words", 4, 16])
+@pytest.mark.parametrize("bits", ["matrix", "words", 4, 16])
 @pytest.mark.parametrize("reduce", ["mean", "max"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_against_reference(place, case, reduce, bits):
-    words = bits == "words"
+    words, matrix = bits in ("words", "matrix"), bits == "matrix"
     bits = 4 if words else bits
     args = make(place, *case, bits)
     batch, heads, block_size, n = case[0], case[1], case[5], case[6] if case[7] is None else case[7]
     out = place.nan(batch, heads, n * block_size, dtype=torch.float32)
-    got = token_score(*args, reduce, out=out, words=words, blocks_a_program=2)
+    got = token_score(*args, reduce, out=out, words=words, matrix=matrix, blocks_a_program=2)
     assert got is out
     # Products of 16-bit numbers are exact in float32, so all dtypes agree to float32 rounding.
     place.close(got, reference(*on_cpu(args), reduce), ratio=2e-6)
+
+
+def test_what_tensor_cores_take():
+    q, codes, params = torch.zeros(1, 8, 64).half(), torch.zeros(3, 2, 16, 16).byte(), torch.zeros(3, 2, 16, 2).half()
+    assert can_score_matrix(q, codes, params)
+    assert can_score_matrix(q.bfloat16().expand(1, 8, 64).repeat(1, 4, 1), codes, params)
+    assert not can_score_matrix(q.float(), codes, params)
+    assert not can_score_matrix(q.repeat(1, 5, 1), codes, params), "20 heads a group"
+    assert not can_score_matrix(q, torch.zeros(3, 2, 16, 20).byte()[..., :16], params), "a gap between tokens"
+    assert not can_score_matrix(q, torch.zeros(3, 2, 16, 64).byte(), params), "128 channels"
 
 
 def test_nothing_selectable(place32):

@@ -11,17 +11,22 @@ from hf_sparsekv.ops.topk_select import block_select as public_block
 from hf_sparsekv.ops.topk_select import token_select as public_token
 from hf_sparsekv.ops.topk_select.reference import block_select as reference_block
 from hf_sparsekv.ops.topk_select.reference import token_select as reference_token
+from hf_sparsekv.ops.topk_select.sampled import tiles
 from hf_sparsekv.ops.topk_select.triton import block_select, scratch_size, token_select
 
-# How a row is split: by one program, or by several that hold 64 entries each.
-SPLITS = {"one program": {}, "several programs": {"row": 16, "chunk": 64}}
+# How a row is split: by one program, or by several that hold 64 entries each, digit by digit or by a sample.
+SPLITS = {
+    "one program": {},
+    "several programs": {"row": 16, "chunk": 64, "split": False},
+    "sample": {"row": 16, "chunk": 64, "split": True, "sample": 32, "fewest": 64},
+}
 split = pytest.mark.parametrize("how", SPLITS.values(), ids=SPLITS.keys())
 
 
 def check_block(scores, k, how):
     batch, heads, _ = scores.shape
     out = torch.full((batch, heads, k), 12345, dtype=torch.int32, device=scores.device)
-    scratch = torch.full((scratch_size(scores, **how),), -99, dtype=torch.int32, device=scores.device)
+    scratch = torch.full((scratch_size(scores, k, **how),), -99, dtype=torch.int32, device=scores.device)
     got = block_select(scores, k, out=out, scratch=scratch, **how)
     assert got is out
     assert torch.equal(got.cpu(), reference_block(scores.cpu(), k))
@@ -143,21 +148,101 @@ def test_empty(place32, how):
     assert (token_select(none, none.int(), 3, 16, **how) == -1).all()
 
 
-def test_one_program_and_several_agree_on_a_long_row(place32):
-    """At the sizes at which they are used by default."""
+@pytest.mark.parametrize("split", [False, True])
+def test_a_long_row(place32, split):
+    """At the sizes at which several programs share a row by default."""
     scores = place32.randn(1, 1, 20_000)
-    check_block(scores, 1024, {})
-    check_block(scores[..., :9000], 1024, {})
+    check_block(scores, 1024, {"split": split})
+    check_block(scores[..., :9000], 1024, {"split": split})
+
+
+def sampled_at(n, sample):
+    """Positions that a sample of a row reads."""
+    i = torch.arange(sample)
+    return (i * n + (((i + 1) * 2654435761 & 0xFFFFFFFF) * n >> 32)) // sample
+
+
+@pytest.mark.parametrize("k", [20, 60])
+def test_a_sample_that_misleads(place32, k):
+    """Too few entries reach the sample's score, or too many: then the whole row is searched. With given blocks."""
+    n, how = 640, {"row": 16, "chunk": 64, "split": True, "sample": 32, "fewest": 128}
+    at = sampled_at(n, 32)
+    assert at.unique().numel() == 32 and at.max() < n
+    scores = place32.randn(1, 4, n)
+    scores[:, 0, at.to(place32.device)] += 100.0
+    scores[:, 1, at.to(place32.device)] -= 100.0
+    scores[:, 2] = scores[:, 2].round()
+    blocks = (torch.arange(40, dtype=torch.int32, device=place32.device) * 3).expand(1, 4, 40)
+    scratch = place32.nan(scratch_size(scores, k, **how), dtype=torch.int32)
+    got = token_select(scores, blocks, k, 16, scratch=scratch, **how)
+    assert torch.equal(got.cpu(), reference_token(scores.cpu(), blocks.cpu(), k, 16))
+    reached = scratch[4:44].view(4, 10).sum(1).tolist()
+    assert reached[0] < k and reached[1] > 128, "the sample does not mislead"
+    assert k <= reached[3] <= 128
+
+
+def test_k_beyond_what_a_program_holds(place32):
+    """A sample does not serve: digit by digit."""
+    assert tiles(20_000, 10_000) is None
+    check_block(place32.randn(1, 1, 20_000), 10_000, {"split": True})
+
+
+@pytest.mark.parametrize(
+    "n, k, expected",
+    [
+        (32_768, 2048, (2048, 4096)),
+        (131_072, 1024, (4096, 4096)),
+        (1 << 20, 1024, (8192, 8192)),
+        (20_000, 8192, (2048, 16384)),
+        (1 << 24, 1024, None),
+    ],
+)
+def test_a_longer_row_takes_a_larger_sample(n, k, expected):
+    assert tiles(n, k) == expected
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("n, k", [(16_384, 4096), (16_385, 4096), (1_000_000, 20_000), (1 << 20, 1024)])
-def test_long_contexts(n, k):
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    "n, k", [(16_384, 4096), (16_385, 4096), (131_072, 1024), (1_000_000, 20_000), (1 << 20, 1024)]
+)
+def test_long_contexts(n, k, split):
     generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(2, 3, n, generator=generator)
+    scores = torch.randn(2, 4, n, generator=generator)
     scores[1] = (scores[1] * 10).round()  # many ties
     scores[0, 0, n // 2 :] = -math.inf
-    assert torch.equal(block_select(scores.cuda(), k).cpu(), reference_block(scores, k))
+    scores[0, 1] = scores[0, 1].bfloat16().float()
+    scores[0, 2, k // 2 :] = -math.inf
+    scores[0, 3] = scores[0, 3].sort().values
+    assert torch.equal(block_select(scores.cuda(), k, split=split).cpu(), reference_block(scores, k))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch, n, k", [(8, 32_768, 2048), (1, 131_072, 1024)])
+@pytest.mark.parametrize("how", [{}, {"chunk": 8192, "warps": 8}], ids=["default", "large chunks"])
+def test_captured_beside_other_kernels(batch, n, k, how):
+    """A graph that changes the scores just before and reads the ids just after, replayed many times."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    scores = torch.randn(6, batch, 8, n, generator=generator, device="cuda")
+    ids = [torch.empty(batch, 8, k, dtype=torch.int32, device="cuda") for _ in scores]
+    found = torch.empty(6, batch, 8, k, dtype=torch.int32, device="cuda")
+    work, shift = torch.empty_like(scores[0]), torch.zeros((), device="cuda")
+
+    def run():
+        for i, one in enumerate(scores):
+            torch.mul(one, 1.0 + shift, out=work)
+            token_select(work, None, k, 64, out=ids[i], split=True, **how)
+            found[i].copy_(ids[i])
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for turn in range(20):
+        scores.copy_(scores.roll(1, -1))
+        graph.replay()
+        if turn % 10 == 9:
+            assert torch.equal(found.cpu(), torch.stack([reference_token(one.cpu(), None, k, 64) for one in scores]))
 
 
 def test_public_functions(place32):

@@ -10,11 +10,13 @@ from torch import Tensor
 from .._dispatch import require_dense_rows
 from .._group import MANY, mean_heads
 from .._overlap import overlap, release, wait
+from .matrix import can_score_matrix, score_matrix
 from .reference import SELECTABLE as _SELECTABLE
 from .words import can_score_words, score_words
 
 SELECTABLE = tl.constexpr(_SELECTABLE)
 TILE = 128  # tokens a program. Not tuned yet.
+MATRIX = False  # packed labels, "max" and 16-bit queries by tensor cores (matrix): not measured yet
 QUERIES = 2048  # bytes of labels times heads above which a program has twice the warps
 
 
@@ -142,11 +144,13 @@ def token_score(
     *,
     out: Tensor | None = None,
     words: bool | None = None,
+    matrix: bool | None = None,
     blocks_a_program: int | None = None,
 ) -> Tensor:
     """As ``reference.token_score``, into ``out`` if given.
 
-    ``words`` (read eight codes at once, where that can be) and ``blocks_a_program`` replace what shapes tell.
+    ``words`` (read eight codes at once, where that can be), ``matrix`` (that, by tensor cores) and ``blocks_a_program``
+    replace what shapes tell.
     """
     batch, q_heads, _ = q.shape
     heads, block_size, width = codes.shape[1:]
@@ -169,6 +173,9 @@ def token_score(
     mean = reduce == "mean"
     if mean and group > MANY:
         q, group = mean_heads(q, heads), 1
+    if (MATRIX if matrix is None else matrix) and packed and not mean and can_score_matrix(q, codes, qparams):
+        score_matrix(q, codes, qparams, channels, flags, slots, block_ids, out, blocks_a_program)
+        return out
     if packed and words is not False and can_score_words(codes, qparams, 1 if mean else group):
         score_words(q, codes, qparams, channels, flags, slots, block_ids, mean, out, blocks_a_program)
         return out

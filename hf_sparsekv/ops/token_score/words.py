@@ -177,9 +177,12 @@ def _word_score_kernel(
 
 
 def can_score_words(codes: Tensor, qparams: Tensor, vectors: int) -> bool:
-    """Whether ``vectors`` queries fit, and the codes and the scale and zero point of a token can be read as int32."""
-    if vectors > 4 or vectors * 2 * codes.shape[-1] > QUERY:
-        return False
+    """Whether ``vectors`` queries fit, and a token's codes and parameters can be read as int32."""
+    return vectors <= 4 and vectors * 2 * codes.shape[-1] <= QUERY and aligned(codes, qparams)
+
+
+def aligned(codes: Tensor, qparams: Tensor) -> bool:
+    """Whether the codes and the scale and zero point of a token can be read as int32."""
     places = (codes.shape[-1], codes.data_ptr(), *codes.stride()[:-1])
     pairs = (qparams.data_ptr(), *(2 * stride for stride in qparams.stride()[:-1]))
     return all(place % 4 == 0 for place in (*places, *pairs)) and qparams.stride(2) == 2

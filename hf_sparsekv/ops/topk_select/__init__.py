@@ -14,7 +14,7 @@ __all__ = ["block_select", "token_select"]
 def block_select(scores: Tensor, k: int, *, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
     """Blocks to keep; see ``reference.block_select``.
 
-    ``out`` receives the result; ``scratch``, which long rows need, is int32 of ``triton.scratch_size(scores)``
+    ``out`` receives the result; ``scratch``, which long rows need, is int32 of ``triton.scratch_size(scores, k)``
     entries.
     """
     if use_triton(scores):

@@ -165,14 +165,22 @@ def _sizes(rows: int, chunks: int) -> tuple[int, int, int]:
 
 
 def select_long(
-    scores: Tensor, block_ids: Tensor, k: int, out: Tensor, scratch: Tensor, chunk: int, fixed: dict[str, int]
+    scores: Tensor,
+    block_ids: Tensor,
+    k: int,
+    out: Tensor,
+    scratch: Tensor,
+    fixed: dict[str, int],
+    chunk: int | None = None,
+    warps: int | None = None,
 ) -> None:
     """Launch the kernels. ``fixed`` are the constants that a selection from a short row has as well."""
     batch, heads, n = scores.shape
+    chunk = chunk or CHUNK
     rows, chunks = batch * heads, triton.cdiv(n, chunk)
     sizes = _sizes(rows, chunks)
     counts, above, state = scratch[: sum(sizes)].split(sizes)
-    shape = {"N": chunk, "BC": 8, "num_warps": WARPS}
+    shape = {"N": chunk, "BC": 8, "num_warps": warps or WARPS}
     for digit in range(4):
         _histogram_kernel[(chunks, rows)](
             scores,

@@ -41,8 +41,42 @@ def _deviate(p):
 
 
 @triton.jit
+def fifths(lo, hi):
+    """Four values that cut ``lo .. hi`` into equal parts."""
+    # The range may be wider than an int32 is; as an unsigned number it is right.
+    step = (hi - lo).to(tl.uint32, bitcast=True) // 5
+    step = step.to(tl.int32, bitcast=True)
+    return lo + step, lo + 2 * step, lo + 3 * step, lo + 4 * step
+
+
+@triton.jit
+def inside(lo, hi, v_1, v_2, v_3, v_4):
+    """The values within the range, in ascending order. (One that is no number has become some integer.)"""
+    first, last = lo + 1, hi - 1
+    v_1 = tl.minimum(tl.maximum(v_1, first), last)
+    v_2 = tl.minimum(tl.maximum(v_2, v_1), last)
+    v_3 = tl.minimum(tl.maximum(v_3, v_2), last)
+    v_4 = tl.minimum(tl.maximum(v_4, v_3), last)
+    return v_1, v_2, v_3, v_4
+
+
+@triton.jit
+def narrow(lo, count, hi, over, v_1, v_2, v_3, v_4, n_1, n_2, n_3, n_4, k):
+    """The range ``lo .. hi`` of the threshold, and the entries from either on, given those from four values on."""
+    # The last value that has enough entries, and the first that has not.
+    at_least = (n_1 >= k).to(tl.int32) + (n_2 >= k) + (n_3 >= k) + (n_4 >= k)
+    new_lo = tl.where(at_least == 0, lo, tl.where(at_least == 1, v_1, tl.where(at_least == 2, v_2, v_3)))
+    new_count = tl.where(at_least == 0, count, tl.where(at_least == 1, n_1, tl.where(at_least == 2, n_2, n_3)))
+    new_hi = tl.where(at_least == 0, v_1, tl.where(at_least == 1, v_2, tl.where(at_least == 2, v_3, v_4)))
+    new_over = tl.where(at_least == 0, n_1, tl.where(at_least == 1, n_2, tl.where(at_least == 2, n_3, n_4)))
+    lo, count = tl.where(at_least == 4, v_4, new_lo), tl.where(at_least == 4, n_4, new_count)
+    hi, over = tl.where(at_least == 4, hi, new_hi), tl.where(at_least == 4, over, new_over)
+    return lo, count, hi, over
+
+
+@triton.jit
 def threshold(b_key, k):
-    """Where the ``k`` best entries begin; at most 32,767 entries.
+    """Where the ``k`` best entries begin; at most 65,535 entries.
 
     Returns ``lo``, ``count``, ``over`` and ``usable``: ``count`` entries are ``lo`` or more, and if these are more than
     ``k``, then all but ``over < k`` of them equal ``lo``. ``usable`` entries are not ``-inf``; ``lo`` never is.
@@ -63,38 +97,39 @@ def threshold(b_key, k):
     while (count > k) & (hi - lo != 1):
         if i > 0:
             low, high = _as_float(lo), _as_float(hi)
-            inside = (count - over).to(tl.float32)
-            middle = low + (high - low) * ((count - k).to(tl.float32) + 0.5) / inside
+            between = (count - over).to(tl.float32)
+            middle = low + (high - low) * ((count - k).to(tl.float32) + 0.5) / between
             # The standard error of a rank among as many that are spread evenly, at most.
-            error = 0.5 * (high - low) / tl.sqrt(inside)
+            error = 0.5 * (high - low) / tl.sqrt(between)
             near, far = 0.5 * error, 2.0 * error
         v_1, v_2 = ordered(middle - far), ordered(middle - near)
         v_3, v_4 = ordered(middle + near), ordered(middle + far)
         if i % 4 == 3:
-            # The range may be wider than an int32 is; as an unsigned number it is right.
-            step = (hi - lo).to(tl.uint32, bitcast=True) // 5
-            step = step.to(tl.int32, bitcast=True)
-            v_1, v_2, v_3, v_4 = lo + step, lo + 2 * step, lo + 3 * step, lo + 4 * step
-        # Within the range, in ascending order. (A value that is no number has become some integer.)
-        first, last = lo + 1, hi - 1
-        v_1 = tl.minimum(tl.maximum(v_1, first), last)
-        v_2 = tl.minimum(tl.maximum(v_2, v_1), last)
-        v_3 = tl.minimum(tl.maximum(v_3, v_2), last)
-        v_4 = tl.minimum(tl.maximum(v_4, v_3), last)
+            v_1, v_2, v_3, v_4 = fifths(lo, hi)
+        v_1, v_2, v_3, v_4 = inside(lo, hi, v_1, v_2, v_3, v_4)
         b_a = (b_key >= v_1).to(tl.int32) + tl.where(b_key >= v_2, 1 << 16, 0)
         b_b = (b_key >= v_3).to(tl.int32) + tl.where(b_key >= v_4, 1 << 16, 0)
         low_two, high_two = tl.reduce((b_a, b_b), 0, _add)
-        n_1, n_2, n_3, n_4 = low_two & 0xFFFF, low_two >> 16, high_two & 0xFFFF, high_two >> 16
-        # The last value that has enough entries, and the first that has not.
-        at_least = (n_1 >= k).to(tl.int32) + (n_2 >= k) + (n_3 >= k) + (n_4 >= k)
-        new_lo = tl.where(at_least == 0, lo, tl.where(at_least == 1, v_1, tl.where(at_least == 2, v_2, v_3)))
-        new_count = tl.where(at_least == 0, count, tl.where(at_least == 1, n_1, tl.where(at_least == 2, n_2, n_3)))
-        new_hi = tl.where(at_least == 0, v_1, tl.where(at_least == 1, v_2, tl.where(at_least == 2, v_3, v_4)))
-        new_over = tl.where(at_least == 0, n_1, tl.where(at_least == 1, n_2, tl.where(at_least == 2, n_3, n_4)))
-        lo, count = tl.where(at_least == 4, v_4, new_lo), tl.where(at_least == 4, n_4, new_count)
-        hi, over = tl.where(at_least == 4, hi, new_hi), tl.where(at_least == 4, over, new_over)
+        n_1, n_2 = low_two & 0xFFFF, (low_two >> 16) & 0xFFFF
+        n_3, n_4 = high_two & 0xFFFF, (high_two >> 16) & 0xFFFF
+        lo, count, hi, over = narrow(lo, count, hi, over, v_1, v_2, v_3, v_4, n_1, n_2, n_3, n_4, k)
         i += 1
     return lo, count, over, usable
+
+
+@triton.jit
+def select_keys(p_out, b_key, b_id, k, TAIL: tl.constexpr, PDL: tl.constexpr):
+    """Write the ids of the ``k`` best of the entries ``b_key``, whose ids are ``b_id``."""
+    lo, count, over, usable = threshold(b_key, k)
+    m_take = b_key >= lo
+    if count > k:  # the first of those that equal it
+        b_tie = tl.cumsum((b_key == lo).to(tl.int32), 0)
+        m_take = m_take & ((b_key > lo) | (b_tie <= k - over))
+    # Not before: what comes next would settle on the processors that these few programs leave, and only there.
+    release(PDL)
+    b_at = tl.cumsum(m_take.to(tl.int32), 0) - 1
+    tl.store(p_out + b_at, b_id, mask=m_take)
+    pad(p_out, tl.minimum(usable, k), k, TAIL)
 
 
 @triton.jit
@@ -108,13 +143,4 @@ def select_row(
         b_id = tl.reshape(b_block[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :], [N])
     else:
         b_id = tl.arange(0, N)
-    lo, count, over, usable = threshold(b_key, k)
-    m_take = b_key >= lo
-    if count > k:  # the first of those that equal it
-        b_tie = tl.cumsum((b_key == lo).to(tl.int32), 0)
-        m_take = m_take & ((b_key > lo) | (b_tie <= k - over))
-    # Not before: what comes next would settle on the processors that these few programs leave, and only there.
-    release(PDL)
-    b_at = tl.cumsum(m_take.to(tl.int32), 0) - 1
-    tl.store(p_out + b_at, b_id, mask=m_take)
-    pad(p_out, tl.minimum(usable, k), k, TAIL)
+    select_keys(p_out, b_key, b_id, k, TAIL, PDL)

@@ -1,10 +1,13 @@
 """The k best entries of each row as ascending ids: the kernels.
 
 Scores are compared as integers that order as the floats do. One program holds a whole row (``row``); rows that are
-too long for that are in ``long_rows``. Either way one prefix sum gives the ids in ascending order.
+too long for that are in ``long_rows`` and, chosen from a sample, in ``sampled``. Either way prefix sums give the ids in
+ascending order.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -13,12 +16,12 @@ from torch import Tensor
 
 from .._dispatch import require_dense_rows
 from .._overlap import overlap, wait
-from . import long_rows
+from . import long_rows, sampled
 from .keys import ordered
-from .long_rows import CHUNK
 from .row import select_row
 
 ROW = 16384  # entries that one program holds in registers
+SPLIT = False  # longer rows are selected from by a sample of them (sampled), not digit by digit: not measured yet
 
 
 @triton.jit
@@ -58,10 +61,44 @@ def row_warps(width: int) -> int:
     return 4 if width <= 2048 else 8 if width <= 8192 else 16
 
 
-def scratch_size(scores: Tensor, row: int = ROW, chunk: int = CHUNK) -> int:
-    """int32 entries that a selection from ``scores`` needs beside its result: none for short rows."""
+@dataclass(frozen=True)
+class How:
+    """What may replace the constants of a selection.
+
+    Attributes:
+        row: longest row that one program holds, at most 32,768.
+        split: whether longer rows go by a sample; ``None``: as ``SPLIT`` says.
+        chunk, warps: entries and warps of one of the programs that share a row; with short rows, its program's warps.
+        sample, fewest: entries of a sample, and that its last step has room for at least.
+        last_warps: of that step's programs.
+    """
+
+    row: int = ROW
+    split: bool | None = None
+    chunk: int | None = None
+    warps: int | None = None
+    sample: int | None = None
+    fewest: int = sampled.FEWEST
+    last_warps: int | None = None
+
+    def tiles(self, n: int, k: int) -> tuple[int, int] | None:
+        """Of a selection of ``k`` from a long row that goes by a sample of it; see ``sampled.tiles``."""
+        split = SPLIT if self.split is None else self.split
+        return sampled.tiles(n, k, self.sample, self.fewest) if split else None
+
+
+def scratch_size(scores: Tensor, k: int, **how: int | None) -> int:
+    """int32 entries that a selection of ``k`` from ``scores`` needs beside its result: none for short rows."""
+    return _scratch_size(scores, k, How(**how))
+
+
+def _scratch_size(scores: Tensor, k: int, how: How) -> int:
     batch, heads, n = scores.shape
-    return long_rows.scratch_size(batch * heads, n, chunk) if n > row else 0
+    if n <= how.row:
+        return 0
+    if tiles := how.tiles(n, k):
+        return sampled.scratch_size(batch * heads, n, tiles[1], how.chunk)
+    return long_rows.scratch_size(batch * heads, n, how.chunk or long_rows.CHUNK)
 
 
 def _select(
@@ -71,9 +108,7 @@ def _select(
     block_size: int,
     out: Tensor | None,
     scratch: Tensor | None,
-    row: int,
-    chunk: int,
-    warps: int | None,
+    how: How,
 ) -> Tensor:
     batch, heads, n = scores.shape
     if out is None:
@@ -89,11 +124,14 @@ def _select(
     if block_ids is None:
         block_ids = out  # not read
     with torch.cuda.device_of(scores):
-        if n > row:
+        if n > how.row:
             if scratch is None:
-                size = scratch_size(scores, row, chunk)
-                scratch = torch.empty(size, dtype=torch.int32, device=scores.device)
-            long_rows.select_long(scores, block_ids, k, out, scratch, chunk, fixed)
+                scratch = torch.empty(_scratch_size(scores, k, how), dtype=torch.int32, device=scores.device)
+            if tiles := how.tiles(n, k):
+                others = how.chunk, how.warps, how.last_warps
+                sampled.select_sampled(scores, block_ids, k, out, scratch, fixed, *tiles, *others)
+            else:
+                long_rows.select_long(scores, block_ids, k, out, scratch, fixed, how.chunk, how.warps)
             return out
         width = max(16, block_size, triton.next_power_of_2(n))
         _row_kernel[(batch * heads,)](
@@ -106,7 +144,7 @@ def _select(
             *block_ids.stride()[:2],
             *out.stride()[:2],
             N=width,
-            num_warps=warps or row_warps(width),
+            num_warps=how.warps or row_warps(width),
             **overlap(scores),
             **fixed,
         )
@@ -114,21 +152,13 @@ def _select(
 
 
 def block_select(
-    scores: Tensor,
-    k: int,
-    *,
-    out: Tensor | None = None,
-    scratch: Tensor | None = None,
-    row: int = ROW,
-    chunk: int = CHUNK,
-    warps: int | None = None,
+    scores: Tensor, k: int, *, out: Tensor | None = None, scratch: Tensor | None = None, **how: int | None
 ) -> Tensor:
     """As ``reference.block_select``, into ``out`` if given.
 
-    ``scratch`` is int32 of ``scratch_size(scores)`` entries; ``row``, ``chunk`` and ``warps`` replace the
-    constants.
+    ``scratch`` is int32 of ``scratch_size(scores, k)`` entries; ``how``: see :class:`How`.
     """
-    return _select(scores, None, k, 0, out, scratch, row, chunk, warps)
+    return _select(scores, None, k, 0, out, scratch, How(**how))
 
 
 def token_select(
@@ -139,9 +169,7 @@ def token_select(
     *,
     out: Tensor | None = None,
     scratch: Tensor | None = None,
-    row: int = ROW,
-    chunk: int = CHUNK,
-    warps: int | None = None,
+    **how: int | None,
 ) -> Tensor:
     """As ``reference.token_select``; the rest as for ``block_select``."""
-    return _select(scores, block_ids, k, block_size, out, scratch, row, chunk, warps)
+    return _select(scores, block_ids, k, block_size, out, scratch, How(**how))
