@@ -323,7 +323,8 @@ class SparseLayer(Owned, CacheLayerMixin):
                 self._begin(step, step.k.shape[1])
             with torch.no_grad():
                 if self.policy.observes:
-                    self.policy.observe(step.keys, step.keys, None, self.store)
+                    keys = step.keys  # the very same tensor twice: there is no query
+                    self.policy.observe(keys, keys, None, self.store)
                 self.store.extend(step.k.detach(), step.v.detach(), None, self.policy)
             self._committed(step)
             self._end()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -17,7 +16,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_sparsekv import AsyncPredictiveCache, OffloadConfig, PredictiveConfig, SparseCache, TwoLevelConfig
-from hf_sparsekv.offload.leading import Rank
 
 TOLERANCE = 2e-3  # of logits whose spread is about 10
 TIGHT = {"token_budget": 32}
@@ -262,6 +260,15 @@ def test_a_step_reads_no_selection_that_is_being_made():
                 del layer.policy.attend
 
 
+@pytest.mark.parametrize("rank", ["host", "cpu"])
+def test_a_reset_counts_anew(rank):
+    cache = predictive(False, **TIGHT, cache_rank=rank)
+    decode(cache)
+    assert cache.stats().needed > 0
+    cache.reset()
+    assert (cache.stats().needed, cache.stats().hit_rate) == (0, None)
+
+
 def test_only_newly_chosen_tokens_travel():
     cache, bare = predictive(True, **TIGHT), predictive(OffloadConfig(device_pool=0), **TIGHT)
     torch.testing.assert_close(decode(cache), decode(bare), atol=1e-4, rtol=1e-4)
@@ -360,9 +367,10 @@ def test_a_prediction_that_fails_is_told_and_leaves_a_cache_to_reset():
     torch.testing.assert_close(again, decode(predictive(False, **TIGHT, predictor=broken)))
 
 
-def test_something_else_attends_in_between():
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
+def test_something_else_attends_in_between(name):
     """Without their queries the columns' ring is empty; the next step attends to everything and goes on."""
-    net = build("llama", "sparsekv")
+    net = build(name, "sparsekv")
     cache = predictive(False, **TIGHT)
     ids = prompt(2, 140)["input_ids"]
     with torch.no_grad():
@@ -377,115 +385,6 @@ def test_something_else_attends_in_between():
             net(token, past_key_values=cache)
     assert queries.count.tolist() == [10, 10]
     assert (cache.stats().dense_calls, cache.stats().sparse_calls) == (2, 18)
-
-
-# ---------------------------------------------------------------------- a second device
-
-
-class Slow:
-    """The end of work on a second device that takes some looks to come."""
-
-    waits = 0
-
-    def __init__(self, looks: float) -> None:
-        self.looks = looks
-
-    def query(self) -> bool:
-        self.looks -= 1
-        return self.looks < 0
-
-    def wait(self, stream) -> None:
-        Slow.waits += 1
-        self.looks = 0
-
-
-@pytest.fixture
-def slow(monkeypatch):
-    """Makes second devices slow: by how many looks, a list that is gone through again and again."""
-
-    def install(*looks: float) -> None:
-        rest = itertools.cycle(looks)
-        monkeypatch.setattr(Rank, "mark", lambda self: Slow(next(rest)))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
-        Slow.waits = 0
-
-    return install
-
-
-def test_a_late_selection_is_waited_for_if_asked(slow):
-    expected = decode(predictive(False, **TIGHT), steps=40)
-    slow(float("inf"))
-    cache = predictive(False, **TIGHT, cache_rank="cpu", strict=True)
-    assert torch.equal(decode(cache, steps=40), expected)
-    assert cache.stats().late == 0 and Slow.waits == 80
-
-
-def test_without_waiting_the_selection_before_is_used_and_counted(slow):
-    """Not for ever: nothing new is asked for until what is late has come. A block that was sealed is waited for."""
-    slow(2)
-    cache = predictive(False, **TIGHT, cache_rank="cpu")
-    expected = decode(predictive(False, **TIGHT), steps=40)
-    found = decode(cache, steps=40)
-    stats = cache.stats()
-    assert stats.dense_calls == 0
-    assert 20 < stats.late < 70
-    assert not torch.equal(found, expected)
-    assert f"{stats.late} of 80 selections late" in str(stats)
-    cache.reset()
-    assert cache.stats().late == 0
-
-
-@pytest.mark.parametrize("looks", [(0,), (1,), (3,), (100,), (5, 0, 1)])
-def test_every_token_is_near_or_could_have_been_chosen(slow, looks):
-    """However late: what a step attends to was chosen among all the blocks that have left its ring."""
-    slow(*looks)
-    cache = predictive(False, **TIGHT, cache_rank="cpu")
-    net, ids = model("llama"), prompt(2, 230, seed=5)["input_ids"]
-    with torch.no_grad():
-        net(ids[:, :150], past_key_values=cache)
-        for token in ids[:, 150:].split(1, dim=1):
-            before = [layer.store.sealed for layer in cache.sparse_layers]
-            net(token, past_key_values=cache)
-            for layer, sealed in zip(cache.sparse_layers, before):
-                policy = layer.policy
-                assert policy.known == sealed
-                held = policy.packs[policy.at].held
-                assert ((held >= 0).sum(-1) == 32).all() and held.max() < sealed * 16
-
-
-def test_what_a_step_attends_to_is_not_being_written():
-    cache = predictive(False, **TIGHT, cache_rank="cpu")
-    ids, net = prompt(2, 170, seed=5)["input_ids"], model("llama")
-    with torch.no_grad():
-        net(ids[:, :150], past_key_values=cache)
-        policies, kept = [layer.policy for layer in cache.sparse_layers], {}
-        for policy in policies:
-
-            def watch(q, store, spec, attend=policy.attend, policy=policy):
-                out = attend(q, store, spec)
-                kept[policy] = policy.packs[policy.at].kv, policy.packs[policy.at].kv.clone()
-                return out
-
-            policy.attend = watch
-        for token in ids[:, 150:].split(1, dim=1):
-            net(token, past_key_values=cache)
-            for policy in policies:
-                assert policy.pending is not None, "the step has made a selection"
-                torch.testing.assert_close(*kept[policy], rtol=0, atol=0, equal_nan=True)
-                assert not torch.equal(policy.packs[0].held, policy.packs[1].held)
-
-
-def test_a_predictor_of_ones_own_is_not_captured_there():
-    def newest(ring, position, count):
-        return ring.index_select(2, ((position + ring.shape[2] - 1) % ring.shape[2]).long())[:, :, 0]
-
-    race = Race(captured=True, cache_rank="cpu", predictor=newest)
-    race.feed(prompt(1, 130)["input_ids"])
-    race.oracle.config.predictor = "last"
-    race.crop(1)
-    with torch.no_grad():
-        race.model(torch.full((1, 1), 5), past_key_values=race.ours)
-    assert race.runner.replays == 0
 
 
 # ---------------------------------------------------------------------- files
@@ -504,6 +403,21 @@ def test_another_window_takes_over_the_queries(tmp_path):
         columns = torch.arange(170 - n, 170)
         assert torch.equal(mine.held[:, :, columns % mine.size], theirs.held[:, :, columns % theirs.size])
         assert int(theirs.position) == 170 % theirs.size
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
+def test_a_saved_cache_knows_the_queries_that_are_left(name, tmp_path):
+    """Latents' queries are as wide as both parts of a row; those of columns that crop() took back are forgotten."""
+    cache, net = predictive(False, **TIGHT), model(name)
+    with torch.no_grad():
+        for part in prompt(2, 170)["input_ids"].split([150, *[1] * 20], dim=1):
+            net(part, past_key_values=cache)
+        cache.crop(-3)
+        cache.save(tmp_path / "cache")
+        twin = SparseCache.load(tmp_path / "cache")
+        assert [c.sparse_layers[0].policy.queries.count.tolist() for c in (cache, twin)] == [[14, 14]] * 2
+        for token in prompt(2, 30, seed=5)["input_ids"].split(1, dim=1):
+            assert torch.equal(*(net(token, past_key_values=c).logits for c in (cache, twin)))
 
 
 def test_a_predictor_of_ones_own_has_to_be_given_again(tmp_path):

@@ -49,6 +49,8 @@ class PredictivePolicy(TwoLevelPolicy):
         super().reset()
         self.chosen = False  # the ids are a selection for the next step
         self._valid: Tensor | None = None  # of the new columns of a step that is being captured
+        if self.packed is not None:
+            self.packed.counters.zero_()
 
     @lasting
     def start(self, store: LayerStore, q_heads: int) -> None:
