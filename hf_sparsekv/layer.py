@@ -140,8 +140,8 @@ class SparseLayer(Owned, CacheLayerMixin):
                 frames.layers = sum(layer.policy.fetches for layer in owner.sparse_layers)
             host = owner.budget if self.policy.offloaded else None
             lanes = None if host is None else owner.lanes
-            make = self.policy.store_type
-            store = make(step.k, step.v, owner.config, host, owner.clock, frames, lanes, self.latent)
+            made = owner.config, host, owner.clock, frames, lanes, self.latent
+            store = self.policy.store_type(step.k, step.v, *made)
         self.policy.start(store, q_heads)
         self.store = store
 
@@ -219,12 +219,10 @@ class SparseLayer(Owned, CacheLayerMixin):
     def _read_ahead(self, step: Step) -> None:
         """Begin to read back what the next layer needs for this chunk of a prompt."""
         layers = self.owner.sparse_layers
-        at = layers.index(self) + 1
-        if at == len(layers):
-            return
-        store = layers[at].store
-        if store is not None and store.lane is not None and store.sealed and store.length == step.past:
-            self.owner.lanes.read_ahead(store, step.length)
+        for layer in layers[layers.index(self) + 1 :][:1]:
+            store = layer.store
+            if store is not None and store.lane is not None and store.sealed and store.length == step.past:
+                self.owner.lanes.read_ahead(store, step.length)
 
     def _decode(self, step: Step, query: Tensor, mask: Tensor | None, spec: AttentionSpec, own: bool) -> Tensor:
         """One decode step, ``query [batch, Hq, 1, Dk]`` to ``[batch, Hq, Dv]``.
@@ -329,10 +327,7 @@ class SparseLayer(Owned, CacheLayerMixin):
             self._committed(step)
             self._end()
             self.store.counters.materialised += 1
-        if step.past == 0:
-            key, value = step.k, step.v
-        else:
-            key, value = self.store.materialise()
+        key, value = (step.k, step.v) if step.past == 0 else self.store.materialise()
         return (key if which == "k" else value).contiguous()  # as concatenation would give: some models view it
 
     # ------------------------------------------------------------------ what generate() asks
@@ -374,6 +369,8 @@ class SparseLayer(Owned, CacheLayerMixin):
         if self.store is not None:
             self.store.reset()  # which waits for what is still being chosen, too
         self.policy.reset()
+        if self.policy.watch is not None:
+            self.policy.watch.clear()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens. (A positive number, transformers' older form: keep as many.)"""

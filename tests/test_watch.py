@@ -12,6 +12,7 @@ from models import build, model, prompt
 from test_graphs import Imitation
 
 LENGTH = 150
+UNTOLD = ("predictive-second",)  # what it attends to is known on the other device
 
 
 def step(ours, cache, token: int = 5) -> None:
@@ -39,6 +40,9 @@ def test_marks_are_as_many_as_the_counters_say(name):
         assert seen.share.shape == (2, cache.sparse_layers[0].store.sealed)
         assert seen.layers == (0, 1)
         assert seen.block_size == cache.config.block_size
+        if name in UNTOLD:
+            assert seen.share.isnan().all()
+            continue
         assert not seen.share.isnan().any()
         assert ((seen.share >= 0) & (seen.share <= 1)).all()
         if cache.config.dense_layers:
@@ -75,6 +79,21 @@ def test_an_empty_cache_has_chosen_nothing():
     assert cache.chosen_blocks() is None
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_was_watched_before_a_reset_is_forgotten(captured):
+    ours = build("llama", "sparsekv")
+    if captured:
+        Imitation(ours).install()
+    cache = two_level(**TIGHT)
+    cache.watch_blocks()
+    for _ in range(2):
+        filled(ours, cache)
+        assert not (cache.chosen_blocks().share > 0).any()
+        step(ours, cache)
+        assert (cache.chosen_blocks().share > 0).any()
+        cache.reset()
+
+
 def test_a_copy_watches_for_itself():
     ours = model("llama")
     cache = two_level(**TIGHT)
@@ -107,7 +126,7 @@ def test_captured_steps_mark_what_eager_ones_do(name):
         if captured:
             assert runner.replays > 30
     for one, other in zip(shares[False], shares[True]):
-        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(one, other, equal_nan=name in UNTOLD)
 
 
 def test_watching_captures_anew_and_stopping_returns_to_the_old_graph():
@@ -175,7 +194,7 @@ def test_statistics_of_another_cache_are_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name in CACHES if name not in EAGER])
+@pytest.mark.parametrize("name", [name for name in CACHES if name not in (*EAGER, *UNTOLD)])
 def test_captured_steps_mark_what_eager_ones_do_on_a_gpu(name):
     from hf_sparsekv import optimize
 
