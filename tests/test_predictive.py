@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_sparsekv import AsyncPredictiveCache, OffloadConfig, PredictiveConfig, SparseCache, TwoLevelConfig
+from hf_sparsekv.selection.packed import Packed
 
 TOLERANCE = 2e-3  # of logits whose spread is about 10
 TIGHT = {"token_budget": 32}
@@ -300,6 +301,23 @@ def test_a_device_pool_too_small_for_the_copies_is_told():
         decode(cache := predictive(OffloadConfig(device_pool=9000), **TIGHT))
     assert all(layer.policy.packed is None for layer in cache.sparse_layers)
     torch.testing.assert_close(decode(predictive(True, **TIGHT)), decode(predictive(False, **TIGHT)))
+
+
+def test_full_device_memory_is_told(monkeypatch):
+    expected = decode(predictive(True, **TIGHT))
+    made = iter((Packed.__init__, None, None, None, None))
+
+    def full(self, *args):
+        if (make := next(made)) is None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        make(self, *args)
+
+    monkeypatch.setattr(Packed, "__init__", full)
+    cache = predictive(True, **TIGHT)
+    with pytest.warns(UserWarning, match="no device memory for copies of chosen tokens .CUDA out of memory") as told:
+        assert torch.equal(decode(cache), expected)
+    assert len(told) == 1
+    assert [layer.policy.packed is None for layer in cache.sparse_layers] == [False, True]
 
 
 def test_a_capture_copies_nothing():
