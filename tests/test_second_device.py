@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from caches import predictive
-from models import model, prompt
+from models import build, model, prompt
 from test_predictive import TIGHT, TOLERANCE, Race, decode
 
 from hf_sparsekv import PredictiveConfig, SparseCache
@@ -262,3 +262,32 @@ def test_a_step_that_cannot_be_captured_leaves_the_other_device_where_it_was():
     with pytest.warns(UserWarning, match="no graph can hold this"):
         assert race.run(40) < TOLERANCE
     assert all(layer.store.twin.length == layer.store.length for layer in race.ours.sparse_layers)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}])
+def test_two_gpus_answer_as_one(captured, how):
+    """The same tokens as with everything on one GPU; copies made in the middle of an answer go on alike."""
+    from hf_sparsekv import optimize
+
+    net = build("llama", "sparsekv").cuda()
+    if captured:
+        optimize(net, fused=False)
+    inputs = {name: t.cuda() for name, t in prompt(2, 150, (0, 30)).items()}
+    answers = []
+    for settings in ({}, {"cache_rank": "cuda:1", "strict": True}):
+        cache = predictive(False, **TIGHT, **settings)
+        go = {"do_sample": False, "min_new_tokens": 60, "max_new_tokens": 60, **how}
+        answers.append([net.generate(**inputs, **go, past_key_values=cache)])
+        twin = copy.deepcopy(cache)
+        with torch.no_grad():
+            for other in (cache, twin):
+                tokens = torch.full((other.sparse_layers[0].store.batch, 1), 5, device="cuda")
+                for _ in range(40):
+                    tokens = net(tokens, past_key_values=other).logits[:, -1:].argmax(-1).clone()
+                    answers[-1].append(tokens)
+    one, two = answers
+    assert all(torch.equal(a, b) for a, b in zip(one, two))
+    assert all(torch.equal(a, b) for a, b in zip(two[1:41], two[41:]))

@@ -17,6 +17,7 @@ CASES = {
     "padding": (4, 3, 6, 40, 9, 20, True),
     "fills the ring": (2, 32, 17, 96, 17, 1_000_003, True),
     "the first columns": (3, 2, 4, 16, 17, 0, True),
+    "latents of 20 heads": (2, 20, 1, 576, 17, 33, True),
 }
 
 

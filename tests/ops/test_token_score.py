@@ -21,6 +21,7 @@ CASES = {
     "latents of 20 heads": (1, 1, 20, 576, 128, 64, 4, 2),
     "latents of 128 heads": (2, 1, 128, 576, 128, 64, 3, 2),
     "latents' whole keys": (1, 1, 20, 576, 576, 16, 5, None),
+    "latents' whole keys, 128 heads": (1, 1, 128, 576, 576, 16, 3, 2),
     "whole keys, 40 heads": (1, 1, 40, 288, 288, 16, 3, 2),
     "40 heads": (1, 2, 40, 80, 24, 32, 6, None),
     "small blocks, all": (2, 1, 3, 64, 2, 16, 13, None),
