@@ -48,9 +48,8 @@ class SparseLayer(Owned, CacheLayerMixin):
             self.store.settle()  # a stream beside this one may still be choosing blocks
         new.index, new.broken, new.policy, new.latent = self.index, self.broken, self.policy.copy(), self.latent
         new.pending = new.replay = new.query = None
-        clock = copy.deepcopy(self.owner.clock, memo)
+        clock, lanes = (copy.deepcopy(held, memo) for held in (self.owner.clock, self.owner.lanes))
         frames = copy.deepcopy(self.owner.frames, memo) if self.policy.fetches else None
-        lanes = copy.deepcopy(self.owner.lanes, memo)
         new.store = None if self.store is None else self.store.copy(clock, frames, lanes)
         new.owner = copy.deepcopy(self.owner, memo)
         return new
@@ -93,8 +92,7 @@ class SparseLayer(Owned, CacheLayerMixin):
 
     def _check(self, k: Tensor, v: Tensor) -> None:
         self._check_complete()
-        store = self.store
-        if store is None or store.length == 0:
+        if (store := self.store) is None or store.length == 0:
             return
         if k.shape[0] != store.batch:
             raise ValueError(
@@ -317,8 +315,7 @@ class SparseLayer(Owned, CacheLayerMixin):
             self.owner.warn_bypass()
             step.touched = True
             if step.past == 0:
-                # No query yet: calibrate on the keys alone until a query comes.
-                self._begin(step, step.k.shape[1])
+                self._begin(step, step.k.shape[1])  # no query yet: calibrate on the keys alone until one comes
             with torch.no_grad():
                 if self.policy.observes:
                     keys = step.keys  # the very same tensor twice: there is no query
