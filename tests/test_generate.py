@@ -63,6 +63,10 @@ def test_logits(name):
 @pytest.mark.parametrize("name", CACHES)
 def test_caches(name, net):
     cache = CACHES[name](**FULL)
+    if name == "predictive-second" and net == "glm4-moe-lite":
+        with pytest.raises(ValueError, match="does not hold latents"):
+            same_text(net, cache, prompt(3, 90, PADS))
+        return
     same_text(net, cache, prompt(3, 90, PADS))
 
 
