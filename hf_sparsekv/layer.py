@@ -48,9 +48,8 @@ class SparseLayer(Owned, CacheLayerMixin):
             self.store.settle()  # a stream beside this one may still be choosing blocks
         new.index, new.broken, new.policy, new.latent = self.index, self.broken, self.policy.copy(), self.latent
         new.pending = new.replay = new.query = None
-        clock = copy.deepcopy(self.owner.clock, memo)
+        clock, lanes = (copy.deepcopy(held, memo) for held in (self.owner.clock, self.owner.lanes))
         frames = copy.deepcopy(self.owner.frames, memo) if self.policy.fetches else None
-        lanes = copy.deepcopy(self.owner.lanes, memo)
         new.store = None if self.store is None else self.store.copy(clock, frames, lanes)
         new.owner = copy.deepcopy(self.owner, memo)
         return new
@@ -93,8 +92,7 @@ class SparseLayer(Owned, CacheLayerMixin):
 
     def _check(self, k: Tensor, v: Tensor) -> None:
         self._check_complete()
-        store = self.store
-        if store is None or store.length == 0:
+        if (store := self.store) is None or store.length == 0:
             return
         if k.shape[0] != store.batch:
             raise ValueError(
@@ -140,8 +138,8 @@ class SparseLayer(Owned, CacheLayerMixin):
                 frames.layers = sum(layer.policy.fetches for layer in owner.sparse_layers)
             host = owner.budget if self.policy.offloaded else None
             lanes = None if host is None else owner.lanes
-            make = self.policy.store_type
-            store = make(step.k, step.v, owner.config, host, owner.clock, frames, lanes, self.latent)
+            made = owner.config, host, owner.clock, frames, lanes, self.latent
+            store = self.policy.store_type(step.k, step.v, *made)
         self.policy.start(store, q_heads)
         self.store = store
 
@@ -219,12 +217,10 @@ class SparseLayer(Owned, CacheLayerMixin):
     def _read_ahead(self, step: Step) -> None:
         """Begin to read back what the next layer needs for this chunk of a prompt."""
         layers = self.owner.sparse_layers
-        at = layers.index(self) + 1
-        if at == len(layers):
-            return
-        store = layers[at].store
-        if store is not None and store.lane is not None and store.sealed and store.length == step.past:
-            self.owner.lanes.read_ahead(store, step.length)
+        for layer in layers[layers.index(self) + 1 :][:1]:
+            store = layer.store
+            if store is not None and store.lane is not None and store.sealed and store.length == step.past:
+                self.owner.lanes.read_ahead(store, step.length)
 
     def _decode(self, step: Step, query: Tensor, mask: Tensor | None, spec: AttentionSpec, own: bool) -> Tensor:
         """One decode step, ``query [batch, Hq, 1, Dk]`` to ``[batch, Hq, Dv]``.
@@ -319,19 +315,16 @@ class SparseLayer(Owned, CacheLayerMixin):
             self.owner.warn_bypass()
             step.touched = True
             if step.past == 0:
-                # No query yet: calibrate on the keys alone until a query comes.
-                self._begin(step, step.k.shape[1])
+                self._begin(step, step.k.shape[1])  # no query yet: calibrate on the keys alone until one comes
             with torch.no_grad():
                 if self.policy.observes:
-                    self.policy.observe(step.keys, step.keys, None, self.store)
+                    keys = step.keys  # the very same tensor twice: there is no query
+                    self.policy.observe(keys, keys, None, self.store)
                 self.store.extend(step.k.detach(), step.v.detach(), None, self.policy)
             self._committed(step)
             self._end()
             self.store.counters.materialised += 1
-        if step.past == 0:
-            key, value = step.k, step.v
-        else:
-            key, value = self.store.materialise()
+        key, value = (step.k, step.v) if step.past == 0 else self.store.materialise()
         return (key if which == "k" else value).contiguous()  # as concatenation would give: some models view it
 
     # ------------------------------------------------------------------ what generate() asks
@@ -373,6 +366,8 @@ class SparseLayer(Owned, CacheLayerMixin):
         if self.store is not None:
             self.store.reset()  # which waits for what is still being chosen, too
         self.policy.reset()
+        if self.policy.watch is not None:
+            self.policy.watch.clear()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens. (A positive number, transformers' older form: keep as many.)"""

@@ -138,6 +138,7 @@ def _sparse(layer: SparseLayer) -> tuple[Layer, dict[str, Pieces]]:
             record.previous, tensors["previous"] = policy.previous.shape[2], policy.previous
         if isinstance(policy, PredictivePolicy):
             queries = policy.queries
+            queries.rewind(store.length)  # a crop() leaves that to the next step
             record.ring = list(queries.held.shape[1:3])
             tensors |= {"queries": queries.held, "queries_from": queries.first}
             if policy.chosen:
@@ -203,6 +204,8 @@ def load_cache(
         if offload == "default":
             offload = inspect.signature(made).parameters["offload"].default
         cache = _empty(made, file, config, offload)
+        if getattr(cache, "rank", None) is not None:
+            raise ValueError("a cache cannot be loaded for a second device yet: take another cache_rank")
         _bind(cache, file, model_config)
         for index, (layer, record) in enumerate(zip(cache.layers, file.layers)):
             where = _device(record, device)

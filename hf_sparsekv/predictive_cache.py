@@ -56,7 +56,6 @@ class AsyncPredictiveCache(SparseCache):
                     f"with cache_rank={config.cache_rank!r} blocks do not go to host memory: leave offload out"
                 )
             self.rank = Rank(torch.device(config.cache_rank))
-            self.enabled = torch.ones(1, dtype=torch.int32, device=self.rank.device)
         super().__init__(config, offload, model_config)
 
     def check_model(self, text_config) -> None:

@@ -12,6 +12,7 @@ from .cache import SparseCache
 from .config import OffloadConfig, SparseConfig
 from .layer import SparseLayer
 from .offload.store import LayerStore
+from .predictor.channels import describe
 from .selection.base import Policy
 
 FIRST = 512  # queries kept for label channels, which are calibrated on as many tokens at most
@@ -57,9 +58,10 @@ class PrefixCache(SparseCache):
             cache = prefix.start(OffloadedSparseCache(config))
             out = model.generate(ids, past_key_values=cache)  # ``ids``: the document's, and a question's
 
-    A cache so started holds what a prefill would have put there; label channels are calibrated on the context's
-    first ``calibration_tokens``. Copies of the prefix itself (``copy.deepcopy``) share its blocks and decode with
-    full attention in steps that :func:`optimize` captures: the dense baseline.
+    A cache so started holds what a prefill would have put there; only label channels may differ: they are calibrated
+    on the context's first 512 tokens (with queries from all over a long chunk where latents are cached). Copies of the
+    prefix itself (``copy.deepcopy``) share its blocks and decode with full attention in steps that :func:`optimize`
+    captures: the dense baseline.
 
     Args:
         offload: keep the context's full blocks in host memory; ``None``: on the device.
@@ -80,7 +82,8 @@ class PrefixCache(SparseCache):
         One layer's keys and values lie on the device twice meanwhile.
 
         Raises:
-            ValueError: the cache is not empty, nothing is prefilled, or the cache calibrates on more than 512 tokens.
+            ValueError: the cache is not empty or was made for another model, nothing is prefilled, or the cache
+                calibrates on more than 512 tokens.
             RuntimeError: an earlier error left the prefix incomplete.
         """
         self._filled()
@@ -91,6 +94,9 @@ class PrefixCache(SparseCache):
             raise ValueError(f"a prefix keeps {FIRST} queries: calibration_tokens={wanted} is more than that")
         if cache.model_config is None:
             cache.bind(self.model_config)
+        mine, theirs = (describe(config) for config in (self.model_config, cache.model_config))
+        if mine != theirs:
+            raise ValueError(f"the cache was made for another model: {theirs}, the prefix is of {mine}")
         for index, (mine, other) in enumerate(zip(self.layers, cache.layers)):
             if not isinstance(mine, SparseLayer):
                 cache.layers[index] = copy.deepcopy(mine)

@@ -96,7 +96,7 @@ class Layer:
         if self.chosen is not None:
             found["chosen"] = (torch.int32, (*rows, self.chosen))
         if self.ring is not None:
-            found["queries"] = (dtype, (self.batch, *self.ring, self.key_dim))
+            found["queries"] = (dtype, (self.batch, *self.ring, self.query_dim))
             found["queries_from"] = (torch.int32, (self.batch,))
         if self.query_heads is not None:
             found["stats_q"] = (torch.float32, (self.batch, self.query_heads, self.query_dim))

@@ -238,6 +238,7 @@ _COUNTS = frozenset(
         "needed",
         "found",
         "materialised",
+        "late",
     }
 )
 

@@ -22,7 +22,7 @@ class BlockMap:
     Args:
         layers: index of each layer in the model; those of transformers' own are missing.
         share: float32 ``[layers, blocks]`` on the CPU: the share of rows and KV heads that attended to tokens of the
-            block, 1 where attention was dense; NaN for a method that does not say.
+            block, 1 where attention was dense; NaN where nobody says (a selection made on a second device).
         block_size: tokens of a block; block ``b`` is columns ``b * block_size ..``.
         length: columns cached; those behind the last full block are always attended.
     """
@@ -64,6 +64,11 @@ class BlockWatch:
     def mark_tokens(self, ids: Tensor, block_size: int) -> None:
         """The same for tokens, ``ids [batch, H, n]``: the blocks that hold them."""
         self.mark(torch.where(ids >= 0, ids // block_size, -1))
+
+    def clear(self) -> None:
+        """The cache was reset: no step has attended to anything."""
+        if self.marks is not None:
+            self.marks.zero_()  # in place, and `told` stays: a captured step marks without being asked again
 
     def share(self, store: LayerStore) -> Tensor:
         """Float32 ``[sealed]``, see :class:`BlockMap`."""

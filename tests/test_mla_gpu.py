@@ -12,8 +12,10 @@ from test_mla import attention_modules
 from transformers import DynamicCache
 
 from hf_sparsekv import (
+    AsyncPredictiveCache,
     OffloadConfig,
     OffloadedSparseCache,
+    PredictiveConfig,
     ProgressiveCache,
     ProgressiveConfig,
     TwoLevelConfig,
@@ -28,6 +30,7 @@ pytestmark = pytest.mark.gpu
 
 PLAIN = [name for name in MLA if name not in ("kimi-linear", "longcat-flash")]  # which cannot be captured
 SOME = ["host", "device", "device-lag", "device-block", "host-token", "host-nopool", "progressive", "progressive-host"]
+SOME += ["predictive", "predictive-host", "predictive-keys"]
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -134,6 +137,30 @@ def test_real_sizes(heads, how):
     print(f"{heads} heads, {how}: error {mine:.2e}, stock {theirs:.2e}, top-1 agreement {top1:.3f}; {cache.stats()}")
     assert mine < 1.3 * theirs
     assert top1 > 0.9
+
+
+@pytest.mark.parametrize("how", ["labels", "keys", "host"])
+@pytest.mark.parametrize("heads", [20, 128])
+def test_predicted_queries_of_real_sizes(heads, how):
+    """The kernels can be launched, captured steps are eager ones, and few tokens are attended to."""
+    ids = torch.randint(0, 1000, (2, 1400), device="cuda", generator=torch.Generator("cuda").manual_seed(2))
+    scoring = "keys" if how == "keys" else "labels"
+    config = PredictiveConfig(token_budget=256, scoring=scoring, dense_layers=1, dense_below=None)
+    found = []
+    for captured in (False, True):
+        net = made(heads, "sparsekv", torch.bfloat16)
+        if captured:
+            optimize(net, fused=False)
+        cache = AsyncPredictiveCache(config, OffloadConfig() if how == "host" else None)
+        found.append(teacher_forced(net, cache, ids, (1300,)))
+        stats = cache.stats()
+        assert found[-1].isfinite().all()
+        assert stats.sparse_calls == 200
+        assert stats.hit_rate is None if how != "host" else 0 < stats.hit_rate < 1
+    assert runner_of(net).replays == 100
+    difference = (found[0] - found[1]).square().mean().sqrt() / found[0].square().mean().sqrt()
+    print(f"{heads} heads, {how}: captured against eager {difference:.2e}; {stats}")
+    assert difference < 0.1  # what is rounded otherwise tips single tokens over
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -16,8 +15,8 @@ from test_graphs import Imitation
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_sparsekv import AsyncPredictiveCache, OffloadConfig, PredictiveConfig, SparseCache, TwoLevelConfig
-from hf_sparsekv.offload.leading import Rank
+from hf_sparsekv import OffloadConfig, PredictiveConfig
+from hf_sparsekv.selection.packed import Packed
 
 TOLERANCE = 2e-3  # of logits whose spread is about 10
 TIGHT = {"token_budget": 32}
@@ -262,6 +261,15 @@ def test_a_step_reads_no_selection_that_is_being_made():
                 del layer.policy.attend
 
 
+@pytest.mark.parametrize("rank", ["host", "cpu"])
+def test_a_reset_counts_anew(rank):
+    cache = predictive(False, **TIGHT, cache_rank=rank)
+    decode(cache)
+    assert cache.stats().needed > 0
+    cache.reset()
+    assert (cache.stats().needed, cache.stats().hit_rate) == (0, None)
+
+
 def test_only_newly_chosen_tokens_travel():
     cache, bare = predictive(True, **TIGHT), predictive(OffloadConfig(device_pool=0), **TIGHT)
     torch.testing.assert_close(decode(cache), decode(bare), atol=1e-4, rtol=1e-4)
@@ -293,6 +301,23 @@ def test_a_device_pool_too_small_for_the_copies_is_told():
         decode(cache := predictive(OffloadConfig(device_pool=9000), **TIGHT))
     assert all(layer.policy.packed is None for layer in cache.sparse_layers)
     torch.testing.assert_close(decode(predictive(True, **TIGHT)), decode(predictive(False, **TIGHT)))
+
+
+def test_full_device_memory_is_told(monkeypatch):
+    expected = decode(predictive(True, **TIGHT))
+    made = iter((Packed.__init__, None, None, None, None))
+
+    def full(self, *args):
+        if (make := next(made)) is None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        make(self, *args)
+
+    monkeypatch.setattr(Packed, "__init__", full)
+    cache = predictive(True, **TIGHT)
+    with pytest.warns(UserWarning, match="no device memory for copies of chosen tokens .CUDA out of memory") as told:
+        assert torch.equal(decode(cache), expected)
+    assert len(told) == 1
+    assert [layer.policy.packed is None for layer in cache.sparse_layers] == [False, True]
 
 
 def test_a_capture_copies_nothing():
@@ -340,29 +365,10 @@ def test_copies_and_two_caches_go_their_own_ways():
     assert other.get_seq_length() == 110
 
 
-def test_a_prediction_that_fails_is_told_and_leaves_a_cache_to_reset():
-    def broken(ring, position, count):
-        if torch.is_tensor(ring) and fails:
-            raise ArithmeticError("no prediction")
-        return ring[:, :, 0]
-
-    fails = []
-    cache = predictive(False, **TIGHT, predictor=broken)
-    decode(cache, steps=3)
-    fails.append(True)
-    with pytest.raises(ArithmeticError, match="no prediction"), torch.no_grad():
-        model("llama")(torch.full((2, 1), 5), past_key_values=cache)
-    with pytest.raises(RuntimeError, match="incomplete"), torch.no_grad():
-        model("llama")(torch.full((2, 1), 5), past_key_values=cache)
-    fails.clear()
-    cache.reset()
-    again = decode(cache)
-    torch.testing.assert_close(again, decode(predictive(False, **TIGHT, predictor=broken)))
-
-
-def test_something_else_attends_in_between():
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
+def test_something_else_attends_in_between(name):
     """Without their queries the columns' ring is empty; the next step attends to everything and goes on."""
-    net = build("llama", "sparsekv")
+    net = build(name, "sparsekv")
     cache = predictive(False, **TIGHT)
     ids = prompt(2, 140)["input_ids"]
     with torch.no_grad():
@@ -377,188 +383,3 @@ def test_something_else_attends_in_between():
             net(token, past_key_values=cache)
     assert queries.count.tolist() == [10, 10]
     assert (cache.stats().dense_calls, cache.stats().sparse_calls) == (2, 18)
-
-
-# ---------------------------------------------------------------------- a second device
-
-
-class Slow:
-    """The end of work on a second device that takes some looks to come."""
-
-    waits = 0
-
-    def __init__(self, looks: float) -> None:
-        self.looks = looks
-
-    def query(self) -> bool:
-        self.looks -= 1
-        return self.looks < 0
-
-    def wait(self, stream) -> None:
-        Slow.waits += 1
-        self.looks = 0
-
-
-@pytest.fixture
-def slow(monkeypatch):
-    """Makes second devices slow: by how many looks, a list that is gone through again and again."""
-
-    def install(*looks: float) -> None:
-        rest = itertools.cycle(looks)
-        monkeypatch.setattr(Rank, "mark", lambda self: Slow(next(rest)))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
-        Slow.waits = 0
-
-    return install
-
-
-def test_a_late_selection_is_waited_for_if_asked(slow):
-    expected = decode(predictive(False, **TIGHT), steps=40)
-    slow(float("inf"))
-    cache = predictive(False, **TIGHT, cache_rank="cpu", strict=True)
-    assert torch.equal(decode(cache, steps=40), expected)
-    assert cache.stats().late == 0 and Slow.waits == 80
-
-
-def test_without_waiting_the_selection_before_is_used_and_counted(slow):
-    """Not for ever: nothing new is asked for until what is late has come. A block that was sealed is waited for."""
-    slow(2)
-    cache = predictive(False, **TIGHT, cache_rank="cpu")
-    expected = decode(predictive(False, **TIGHT), steps=40)
-    found = decode(cache, steps=40)
-    stats = cache.stats()
-    assert stats.dense_calls == 0
-    assert 20 < stats.late < 70
-    assert not torch.equal(found, expected)
-    assert f"{stats.late} of 80 selections late" in str(stats)
-    cache.reset()
-    assert cache.stats().late == 0
-
-
-@pytest.mark.parametrize("looks", [(0,), (1,), (3,), (100,), (5, 0, 1)])
-def test_every_token_is_near_or_could_have_been_chosen(slow, looks):
-    """However late: what a step attends to was chosen among all the blocks that have left its ring."""
-    slow(*looks)
-    cache = predictive(False, **TIGHT, cache_rank="cpu")
-    net, ids = model("llama"), prompt(2, 230, seed=5)["input_ids"]
-    with torch.no_grad():
-        net(ids[:, :150], past_key_values=cache)
-        for token in ids[:, 150:].split(1, dim=1):
-            before = [layer.store.sealed for layer in cache.sparse_layers]
-            net(token, past_key_values=cache)
-            for layer, sealed in zip(cache.sparse_layers, before):
-                policy = layer.policy
-                assert policy.known == sealed
-                held = policy.packs[policy.at].held
-                assert ((held >= 0).sum(-1) == 32).all() and held.max() < sealed * 16
-
-
-def test_what_a_step_attends_to_is_not_being_written():
-    cache = predictive(False, **TIGHT, cache_rank="cpu")
-    ids, net = prompt(2, 170, seed=5)["input_ids"], model("llama")
-    with torch.no_grad():
-        net(ids[:, :150], past_key_values=cache)
-        policies, kept = [layer.policy for layer in cache.sparse_layers], {}
-        for policy in policies:
-
-            def watch(q, store, spec, attend=policy.attend, policy=policy):
-                out = attend(q, store, spec)
-                kept[policy] = policy.packs[policy.at].kv, policy.packs[policy.at].kv.clone()
-                return out
-
-            policy.attend = watch
-        for token in ids[:, 150:].split(1, dim=1):
-            net(token, past_key_values=cache)
-            for policy in policies:
-                assert policy.pending is not None, "the step has made a selection"
-                torch.testing.assert_close(*kept[policy], rtol=0, atol=0, equal_nan=True)
-                assert not torch.equal(policy.packs[0].held, policy.packs[1].held)
-
-
-def test_a_predictor_of_ones_own_is_not_captured_there():
-    def newest(ring, position, count):
-        return ring.index_select(2, ((position + ring.shape[2] - 1) % ring.shape[2]).long())[:, :, 0]
-
-    race = Race(captured=True, cache_rank="cpu", predictor=newest)
-    race.feed(prompt(1, 130)["input_ids"])
-    race.oracle.config.predictor = "last"
-    race.crop(1)
-    with torch.no_grad():
-        race.model(torch.full((1, 1), 5), past_key_values=race.ours)
-    assert race.runner.replays == 0
-
-
-# ---------------------------------------------------------------------- files
-
-
-def test_another_window_takes_over_the_queries(tmp_path):
-    cache = predictive(False, **TIGHT, predictor="ridge")
-    decode(cache)
-    cache.save(tmp_path / "cache")
-    for settings in ({"predictor_window": 4}, {"predictor_window": 30}, {"predictor": "last"}):
-        config = PredictiveConfig(**{**asdict(cache.config), **settings})
-        twin = SparseCache.load(tmp_path / "cache", config)
-        mine, theirs = (c.sparse_layers[0].policy.queries for c in (cache, twin))
-        n = min(mine.size, theirs.size)
-        assert theirs.count.tolist() == [n, n]
-        columns = torch.arange(170 - n, 170)
-        assert torch.equal(mine.held[:, :, columns % mine.size], theirs.held[:, :, columns % theirs.size])
-        assert int(theirs.position) == 170 % theirs.size
-
-
-def test_a_predictor_of_ones_own_has_to_be_given_again(tmp_path):
-    def newest(ring, position, count):
-        return ring.index_select(2, ((position + ring.shape[2] - 1) % ring.shape[2]).long())[:, :, 0]
-
-    cache = predictive(False, **TIGHT, predictor=newest)
-    decode(cache)
-    cache.save(tmp_path / "cache")
-    with pytest.raises(ValueError, match="a predictor of the user's own"):
-        SparseCache.load(tmp_path / "cache")
-    twin = SparseCache.load(tmp_path / "cache", cache.config)
-    with torch.no_grad():
-        token = torch.full((2, 1), 7)
-        found = [model("llama")(token, past_key_values=c).logits for c in (cache, twin)]
-    assert torch.equal(*found)
-
-
-# ---------------------------------------------------------------------- errors
-
-
-@pytest.mark.parametrize(
-    "wrong, says",
-    [
-        ({"token_budget": 0}, "token_budget must be a positive integer"),
-        ({"predictor": "next"}, "predictor must be one of 'last', 'ridge'"),
-        ({"predictor": 3}, "a predictor must be callable"),
-        ({"predictor_window": 0}, "window must be an integer"),
-        ({"predictor_epsilon": 0}, "epsilon must be"),
-        ({"scoring": "values"}, "scoring must be one of 'labels', 'keys'"),
-        ({"start_length": -1}, "start_length must be an integer >= 0"),
-        ({"cache_rank": "disk"}, "cache_rank must be"),
-        ({"strict": 1.5}, "strict must be True or False"),
-        ({"cache_rank": "host", "scoring": "keys"}, "scoring='keys' reads all keys in every step"),
-        ({"layers_per_pack": 0}, "layers_per_pack must be a positive integer"),
-        ({"label_channels": 3}, "label_channels must be even"),
-        ({"label_bits": 8}, "label_bits must be 4 or 16"),
-        ({"token_reduce": "sum"}, "token_reduce must be one of"),
-    ],
-)
-def test_configurations_are_checked(wrong, says):
-    with pytest.raises(ValueError, match=says):
-        PredictiveConfig(**wrong)
-
-
-def test_the_cache_takes_its_own_configuration_and_place():
-    with pytest.raises(TypeError, match="config must be a PredictiveConfig, got TwoLevelConfig"):
-        AsyncPredictiveCache(TwoLevelConfig())
-    with pytest.raises(TypeError, match="offload must be an OffloadConfig or None"):
-        AsyncPredictiveCache(offload=True)
-    with pytest.raises(ValueError, match="cache_rank='stream' keeps all blocks on the device"):
-        AsyncPredictiveCache(PredictiveConfig(cache_rank="stream"), OffloadConfig())
-    with pytest.raises(ValueError, match="with offload take scoring='labels'"):
-        AsyncPredictiveCache(PredictiveConfig(scoring="keys"), OffloadConfig())
-    with pytest.raises(ValueError, match="do not go to host memory: leave offload out"):
-        AsyncPredictiveCache(PredictiveConfig(cache_rank="cpu"), OffloadConfig())
-    assert AsyncPredictiveCache(PredictiveConfig(cache_rank="host")).offload_config == OffloadConfig()
-    assert AsyncPredictiveCache().config == PredictiveConfig()

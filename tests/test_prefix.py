@@ -100,6 +100,9 @@ def test_what_is_refused():
         prefix.start(filled)
     with pytest.raises(ValueError, match="keeps 512 queries"):
         prefix.start(two_level(calibration_tokens=600))
+    for name in ("gemma3", "deepseek-v3"):
+        with pytest.raises(ValueError, match="made for another model"):
+            prefix.start(two_level(model_config=model(name).config))
 
 
 @pytest.mark.gpu

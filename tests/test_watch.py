@@ -86,6 +86,21 @@ def test_an_empty_cache_has_chosen_nothing():
     assert cache.chosen_blocks() is None
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_was_watched_before_a_reset_is_forgotten(captured):
+    ours = build("llama", "sparsekv")
+    if captured:
+        Imitation(ours).install()
+    cache = two_level(**TIGHT)
+    cache.watch_blocks()
+    for _ in range(2):
+        filled(ours, cache)
+        assert not (cache.chosen_blocks().share > 0).any()
+        step(ours, cache)
+        assert (cache.chosen_blocks().share > 0).any()
+        cache.reset()
+
+
 def test_a_copy_watches_for_itself():
     ours = model("llama")
     cache = two_level(**TIGHT)

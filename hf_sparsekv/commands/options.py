@@ -11,6 +11,7 @@ import torch
 import typer
 
 from ..config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
+from ..predictor.query import PREDICTORS
 
 _PANEL = "Sparse cache"
 
@@ -69,7 +70,7 @@ MaxBlocks = Annotated[
 Predictor = Annotated[
     str,
     typer.Option(
-        help="Predictive: how the next query is predicted: last, ridge, ridge_softmax or assembled.",
+        help=f"Predictive: how the next query is predicted: {', '.join(PREDICTORS)}.",
         rich_help_panel=_PANEL,
     ),
 ]

@@ -52,11 +52,7 @@ class FramePools:
                 made = DevicePool.sized(SHARE if budget is None else budget, *key, most=most) if budget != 0 else None
             except (torch.OutOfMemoryError, ValueError) as error:
                 made = None
-                warnings.warn(
-                    f"no device memory for copies of offloaded blocks ({str(error).splitlines()[0]}): each step reads "
-                    "what it chooses from host memory, which is slower; see OffloadConfig(device_pool=...)",
-                    stacklevel=4,
-                )
+                _refuse("offloaded blocks", error)
             self.pools[key] = made
         return self.pools[key]
 
@@ -99,6 +95,11 @@ class FramePools:
                 )
         return size * self.layers <= self._room
 
+    def refuse(self, error: Exception) -> None:
+        """There was no room for what :meth:`grants` had granted: nobody gets more."""
+        self._room = 0
+        _refuse("chosen tokens", error)
+
     def counters(self) -> dict[str, int]:
         """The pools' counters together, and ``bytes`` fetched. Synchronises."""
         total = {"needed": 0, "found": 0, "fetched": 0, "unserved": 0, "bytes": 0}
@@ -126,6 +127,14 @@ class FramePools:
         for pool in self.pools.values():
             if pool is not None:
                 pool.drop_all()
+
+
+def _refuse(what: str, error: Exception) -> None:
+    warnings.warn(
+        f"no device memory for copies of {what} ({str(error).splitlines()[0]}): each step reads what it chooses from "
+        "host memory, which is slower; see OffloadConfig(device_pool=...)",
+        stacklevel=5,
+    )
 
 
 class Residents:

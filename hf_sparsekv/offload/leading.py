@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -64,14 +64,20 @@ class Rank:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, no chosen token is copied."""
-        self.enabled.zero_()
+        with self.on_stream():
+            self.enabled.zero_()
         try:
             yield
         finally:
-            self.enabled.fill_(1)
+            with self.on_stream():
+                self.enabled.fill_(1)
+
+    def on_stream(self) -> AbstractContextManager:
+        """What is inside is in the order of what is chosen there, which another stream of the device would not be."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     @contextmanager
-    def entered(self, home: torch.device, *used: Tensor, beside: bool = False) -> Iterator[None]:
+    def entered(self, home: torch.device, *used: Tensor | None, beside: bool = False) -> Iterator[None]:
         """What is inside runs on the other device, after what ``home``'s current stream has launched so far.
 
         Args:
@@ -82,11 +88,14 @@ class Rank:
             yield
             return
         now = torch.cuda.current_stream(home)
-        side = now if beside else self._side.setdefault(home, torch.cuda.Stream(home))
+        if not beside and home not in self._side:
+            self._side[home] = torch.cuda.Stream(home)
+        side = now if beside else self._side[home]
         if side is not now:
             side.wait_stream(now)
             for tensor in used:
-                tensor.record_stream(side)
+                if tensor is not None:
+                    tensor.record_stream(side)
         self.stream.wait_stream(side)
         with torch.cuda.stream(side), torch.cuda.stream(self.stream):
             yield
@@ -98,9 +107,15 @@ class Rank:
         return None if self.stream is None else self.stream.record_event()
 
     def join(self, home: torch.device) -> None:
-        """What ``home``'s current stream launches from here on comes after what was launched there so far."""
+        """What ``home``'s current stream launches from here on comes after what was launched there so far.
+
+        And after what was handed over beside it.
+        """
         if self.stream is not None:
-            torch.cuda.current_stream(home).wait_stream(self.stream)
+            now = torch.cuda.current_stream(home)
+            for stream in (self.stream, self._side.get(home)):
+                if stream is not None:
+                    now.wait_stream(stream)
 
 
 class LeadingStore(LayerStore):
@@ -110,11 +125,14 @@ class LeadingStore(LayerStore):
         twin: the other one, made when the first tokens come.
         rank: where it is.
         new: key, value and validity of a step's token, which the twin does not have yet.
+        kept: those of the last captured step: in a graph, what is let go is later layers' memory at once, and the other
+            device may not have read it yet.
     """
 
     twin: LayerStore | None = None
     rank: Rank | None = None
     new: tuple[Tensor, Tensor, Tensor | None] | None = None
+    kept: tuple[Tensor, Tensor, Tensor | None] | None = None
 
     def follow(self, rank: Rank) -> LayerStore:
         """Make the twin, unless it is there."""
@@ -134,7 +152,7 @@ class LeadingStore(LayerStore):
     def extend(self, k: Tensor, v: Tensor, valid: Tensor | None, indexer) -> None:
         super().extend(k, v, valid, indexer)
         self.new = None
-        with self.rank.entered(self.device, k, v):
+        with self.rank.entered(self.device, k, v, valid):
             there = [None if t is None else t.to(self.rank.device) for t in (k, v, valid)]
             self.twin.extend(*there, indexer.twin)
 

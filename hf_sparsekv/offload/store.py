@@ -381,7 +381,7 @@ class LayerStore(Sealing):
     def copy(self, clock: DeviceLength, frames: FramePools | None = None, lanes: Lanes | None = None) -> LayerStore:
         """An independent store that shares the sealed blocks."""
         self.settle()
-        new = object.__new__(LayerStore)
+        new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new.lanes = lanes
         for name in ("slots", "near_kv", "near_valid", "seen"):

@@ -49,6 +49,8 @@ class PredictivePolicy(TwoLevelPolicy):
         super().reset()
         self.chosen = False  # the ids are a selection for the next step
         self._valid: Tensor | None = None  # of the new columns of a step that is being captured
+        if self.packed is not None:
+            self.packed.counters.zero_()
 
     @lasting
     def start(self, store: LayerStore, q_heads: int) -> None:
@@ -146,7 +148,10 @@ class PredictivePolicy(TwoLevelPolicy):
         pools, room = store.residents.pools, self.ids.shape[-1]
         if self.packed is None and pools.grants(packed_bytes(store, room), store.device):
             enabled = pools.enabled(store.device)
-            self.packed = Packed(store.batch, store.heads, room, store.width, store.dtype, store.device, enabled)
+            try:
+                self.packed = Packed(store.batch, store.heads, room, store.width, store.dtype, store.device, enabled)
+            except torch.OutOfMemoryError as error:
+                pools.refuse(error)
         return self.packed is not None
 
     def look_ahead(self, q: Tensor, store: LayerStore, again: bool = False) -> None:

@@ -71,11 +71,16 @@ class SecondDevicePolicy(PredictivePolicy):
         self.late = self.at = 0  # layer calls that used an older selection; the pack in use
         self.known: int | None = None  # sealed blocks that the selection in use has chosen among
         self.pending: tuple[torch.cuda.Event | None, int] | None = None  # the next one's end, and its sealed blocks
+        with self.rank.on_stream():
+            for packed in self.packs:
+                packed.counters.zero_()
 
     @lasting
     def start(self, store: LeadingStore, q_heads: int) -> None:
         if store.latent:
-            raise ValueError("a cache rank on a second device does not hold latents (MLA): leave cache_rank as it is")
+            raise ValueError(
+                "a cache rank on a second device does not hold latents (MLA): take cache_rank='stream' or 'host'"
+            )
         Policy.start(self, store, q_heads)
         self._key_dim = store.key_dim
         with self.rank.entered(store.device):
@@ -97,7 +102,8 @@ class SecondDevicePolicy(PredictivePolicy):
     def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LeadingStore, new: int | None = None) -> None:
         if store.fixed:
             return
-        with self.rank.entered(store.device, q, k):
+        store.twin.length = store.length  # whatever a capture that failed has left
+        with self.rank.entered(store.device, q, k, valid):
             there = self.rank.device
             known = None if valid is None else valid.to(there)
             if q is k:
@@ -143,7 +149,7 @@ class SecondDevicePolicy(PredictivePolicy):
         self.at, self.known, self.pending = 1 - self.at, known, None
 
     def look_ahead(self, q: Tensor, store: LeadingStore, again: bool = False) -> None:
-        twin, used = store.twin, () if store.new is None else (q, *store.new[:2])
+        twin, used = store.twin, () if store.new is None else (q, *store.new)
         with self.rank.entered(store.device, *(() if store.fixed else used), beside=store.fixed):
             twin.fixed = store.fixed
             try:
@@ -164,6 +170,7 @@ class SecondDevicePolicy(PredictivePolicy):
             return
         (k, v, valid), store.new = store.new, None
         if store.fixed:
+            store.kept = k, v, valid
             held = twin.clock.at(twin.device, twin.length)
             held.copy_(store.clock.held(store.device))
             twin.clock.forget()
@@ -210,7 +217,8 @@ class SecondDevicePolicy(PredictivePolicy):
     def packing(self) -> PackStats | None:
         if not self.packs:
             return None
-        needed, copied = sum(packed.counters for packed in self.packs).tolist()
+        with self.rank.on_stream():
+            needed, copied = sum(packed.counters for packed in self.packs).tolist()
         kv = self.packs[0].kv
         return PackStats(needed=needed, copied=copied, bytes=copied * kv.shape[-1] * kv.itemsize, late=self.late)
 
@@ -225,13 +233,16 @@ class SecondDevicePolicy(PredictivePolicy):
         return (*self.twin.addresses, *(a for packed in self.packs for a in packed.addresses))
 
     def save(self) -> dict:
-        return {"host": (self.chosen, self.at, self.known, self.pending, self.late), "ids": self.twin.ids.clone()}
+        with self.rank.on_stream():
+            ids = self.twin.ids.clone()
+        return {"host": (self.chosen, self.at, self.known, self.pending, self.late), "ids": ids}
 
     def restore_host(self, saved: dict) -> None:
         self.chosen, self.at, self.known, self.pending, self.late = saved["host"]
 
     def restore_device(self, saved: dict) -> None:
-        self.twin.ids.copy_(saved["ids"])
+        with self.rank.on_stream():
+            self.twin.ids.copy_(saved["ids"])
 
     # ------------------------------------------------------------------ rows
 
@@ -253,6 +264,13 @@ class SecondDevicePolicy(PredictivePolicy):
     @lasting
     def copy(self) -> SecondDevicePolicy:
         new = Policy.copy(self)
-        new.twin = self.twin.copy()
-        new.packs = [packed.copy() for packed in self.packs]
+        if not self.packs:
+            new.twin = self.twin.copy()
+            return new
+        home = self.packs[0].kv.device
+        self.rank.join(home)  # what is being chosen is copied when it is there
+        with self.rank.entered(home):
+            new.twin = self.twin.copy()
+            new.packs = [packed.copy() for packed in self.packs]
+        self.rank.join(home)
         return new

@@ -15,6 +15,7 @@ CASES = {
     "no power of two": (1, 3, 48, 16, 9, 80),
     "one token": (2, 1, 1, 16, 4, 32),
     "everything fits": (1, 2, 160, 32, 5, 64),
+    "latents": (2, 1, 40, 16, 8, 576),
 }
 
 

@@ -26,6 +26,7 @@ CASES = {
     "odd sizes": (2, 3, 9, 80, 5, 8),
     "window of 32": (1, 2, 33, 64, 32, 20),
     "wide heads": (1, 1, 5, 192, 4, 3),
+    "latents": (2, 3, 17, 576, 16, 9),
     "the last query": (3, 2, 1, 96, 0, 0),
     "the last query of a longer ring": (2, 2, 4, 64, 0, 0),
 }

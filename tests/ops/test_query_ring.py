@@ -17,6 +17,7 @@ CASES = {
     "padding": (4, 3, 6, 40, 9, 20, True),
     "fills the ring": (2, 32, 17, 96, 17, 1_000_003, True),
     "the first columns": (3, 2, 4, 16, 17, 0, True),
+    "latents of 20 heads": (2, 20, 1, 576, 17, 33, True),
 }
 
 
@@ -58,3 +59,15 @@ def test_step_by_step_is_the_same_as_at_once(place32):
     assert int(held[3]) == total % ring
     for column in range(total - ring, total):
         assert torch.equal(held[0][:, :, column % ring], q[:, :, column])
+
+
+def test_heads_of_a_long_prompt_lie_far_apart(place32):
+    """The last queries of half a million tokens: their distances do not fit 32 bits. (Only these are there.)"""
+    stride = 1 << 30
+    q = torch.empty(2 * stride + 16, dtype=torch.uint8, device=place32.device)  # pages that nobody touches take nothing
+    q = q.as_strided((1, 3, 1, 16), (3 * stride, stride, 16, 1))
+    q.copy_(torch.arange(48, device=q.device).view(1, 3, 1, 16))
+    held = torch.zeros(1, 3, 5, 16, dtype=torch.uint8, device=q.device)
+    count, column = (torch.zeros(1, dtype=torch.int32, device=q.device) for _ in range(2))
+    push(q, None, column, held, torch.zeros_like(count), count, torch.zeros_like(count))
+    assert torch.equal(held[:, :, :1], q)

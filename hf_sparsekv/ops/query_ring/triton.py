@@ -44,12 +44,13 @@ def _push_kernel(
     begin(PDL)
     i_batch = tl.program_id(0).to(tl.int64)
     o_h, o_d = tl.program_id(1) * BH + tl.arange(0, BH), tl.arange(0, BD)
+    o_far = o_h.to(tl.int64)  # heads of a prompt's queries lie far apart: 16 of a million tokens exceed 32 bits
     m_hd = (o_h < Q_HEADS)[:, None] & (o_d < DIM)[None, :]
     column = tl.load(p_column)
     for i in range(0, n):
-        p_from = p_q + i_batch * q_batch + o_h[:, None] * q_head + i * q_token + o_d[None, :] * q_dim
+        p_from = p_q + i_batch * q_batch + o_far[:, None] * q_head + i * q_token + o_d[None, :] * q_dim
         b_q = tl.load(p_from, mask=m_hd, other=0.0)  # [BH, BD]
-        p_to = p_ring + i_batch * ring_batch + o_h[:, None] * ring_head + (column + i) % size * ring_token
+        p_to = p_ring + i_batch * ring_batch + o_far[:, None] * ring_head + (column + i) % size * ring_token
         tl.store(p_to + o_d[None, :], b_q.to(p_ring.dtype.element_ty), mask=m_hd)
     if tl.program_id(1) == 0:  # counts belong to the row
         first = tl.load(p_first + i_batch)

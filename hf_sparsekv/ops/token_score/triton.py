@@ -17,6 +17,8 @@ from .words import can_score_words, score_words
 SELECTABLE = tl.constexpr(_SELECTABLE)
 TILE = 128  # tokens a program. Not tuned yet.
 MATRIX = False  # packed labels, "max" and 16-bit queries by tensor cores (matrix): not measured yet
+# Labels that are whole keys of latents (576 wide) are taken in pieces: at once they exceed an H200's shared memory.
+WIDEST, PIECE = 256, 64  # Not tuned yet.
 QUERIES = 2048  # bytes of labels times heads above which a program has twice the warps
 
 
@@ -81,39 +83,32 @@ def _token_score_kernel(
     b_flag = tl.load(p_flags + b_slot * flags_slot + o_in, mask=m_live, other=0)  # [BT]
     m_live = m_live & (b_flag == SELECTABLE)
 
-    # The query's label channels; packed codes hold the second half of them in the high four bits.
-    o_g, o_w = tl.arange(0, BG), tl.arange(0, BW)
-    m_w = o_w < WIDTH
-    m_q = (o_g < GROUP)[:, None] & m_w[None, :]
-    p_channel = p_channels + i_batch * channels_batch + i_head * channels_head + o_w
+    o_g = tl.arange(0, BG)
+    p_channels += i_batch * channels_batch + i_head * channels_head
     p_row = p_q + i_batch * q_batch + (i_head * GROUP + o_g[:, None]) * q_head
-    b_channel = tl.load(p_channel, mask=m_w, other=0)  # [BW]
-    b_low = tl.load(p_row + b_channel[None, :] * q_dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
-
-    # What is not live may hold anything, NaN included, and is not read.
     p_code = p_codes + b_slot[:, None] * codes_slot + i_head * codes_head + o_in[:, None] * codes_token
-    m_code = m_live[:, None] & m_w[None, :]
-    b_code = tl.load(p_code + o_w[None, :], mask=m_code, other=0)  # [BT, BW]
     if PACKED:
-        b_channel = tl.load(p_channel + WIDTH, mask=m_w, other=0)  # [BW]
+        # The query's label channels; packed codes hold the second half of them in the high four bits.
+        o_w = tl.arange(0, BW)
+        m_w = o_w < WIDTH
+        m_q = (o_g < GROUP)[:, None] & m_w[None, :]
+        b_channel = tl.load(p_channels + o_w, mask=m_w, other=0)  # [BW]
+        b_low = tl.load(p_row + b_channel[None, :] * q_dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
+        b_channel = tl.load(p_channels + o_w + WIDTH, mask=m_w, other=0)  # [BW]
         b_high = tl.load(p_row + b_channel[None, :] * q_dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
+        # What is not live may hold anything, NaN included, and is not read.
+        b_code = tl.load(p_code + o_w[None, :], mask=m_live[:, None] & m_w[None, :], other=0).to(tl.int32)  # [BT, BW]
+        b_low_code, b_high_code = b_code & 15, b_code >> 4
         p_param = p_qparams + b_slot * qparams_slot + i_head * qparams_head + o_in * qparams_token
         b_scale = tl.load(p_param, mask=m_live, other=0.0).to(tl.float32)  # [BT]
         b_zero = tl.load(p_param + 1, mask=m_live, other=0.0).to(tl.float32)  # [BT]
-        b_code = b_code.to(tl.int32)
-        b_low_code, b_high_code = b_code & 15, b_code >> 4
-
-    # label = digit * scale + zero, so q . label = scale * (q . digits) + zero * sum(q)
-    if MEAN:
-        b_low = tl.sum(b_low, 0) / GROUP  # [BW]
-        if PACKED:
+        # label = digit * scale + zero, so q . label = scale * (q . digits) + zero * sum(q)
+        if MEAN:
+            b_low = tl.sum(b_low, 0) / GROUP  # [BW]
             b_high = tl.sum(b_high, 0) / GROUP  # [BW]
             b_both = b_low_code.to(tl.float32) * b_low[None, :] + b_high_code.to(tl.float32) * b_high[None, :]
             b_s = b_scale * tl.sum(b_both, 1) + b_zero * tl.sum(b_low + b_high, 0)  # [BT]
         else:
-            b_s = tl.sum(b_code.to(tl.float32) * b_low[None, :], 1)  # [BT]
-    else:
-        if PACKED:
             b_sum = tl.sum(b_low + b_high, 1)  # [BG]
             b_low, b_high = tl.trans(b_low), tl.trans(b_high)  # [BW, BG]
             if NATIVE:  # digits 0 .. 15 are exact in any 16-bit type
@@ -121,11 +116,26 @@ def _token_score_kernel(
             b_all = tl.dot(b_low_code.to(b_low.dtype), b_low, input_precision="ieee")  # [BT, BG]
             b_all += tl.dot(b_high_code.to(b_high.dtype), b_high, input_precision="ieee")
             b_all = b_scale[:, None] * b_all + b_zero[:, None] * b_sum[None, :]
+    else:
+        if MEAN:
+            b_s = tl.zeros([BT], tl.float32)
         else:
-            b_low = tl.trans(b_low)  # [BW, BG]
-            if NATIVE:
-                b_low = b_low.to(p_q.dtype.element_ty)
-            b_all = tl.dot(b_code.to(b_low.dtype), b_low, input_precision="ieee")  # [BT, BG]
+            b_all = tl.zeros([BT, BG], tl.float32)
+        for i in tl.static_range(0, WIDTH, BW):
+            o_w = i + tl.arange(0, BW)
+            m_w = o_w < WIDTH
+            m_q = (o_g < GROUP)[:, None] & m_w[None, :]
+            b_channel = tl.load(p_channels + o_w, mask=m_w, other=0)  # [BW]
+            b_q = tl.load(p_row + b_channel[None, :] * q_dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
+            b_code = tl.load(p_code + o_w[None, :], mask=m_live[:, None] & m_w[None, :], other=0)  # [BT, BW]
+            if MEAN:
+                b_s += tl.sum(b_code.to(tl.float32) * (tl.sum(b_q, 0) / GROUP)[None, :], 1)
+            else:
+                b_q = tl.trans(b_q)  # [BW, BG]
+                if NATIVE:
+                    b_q = b_q.to(p_q.dtype.element_ty)
+                b_all = tl.dot(b_code.to(b_q.dtype), b_q, b_all, input_precision="ieee")  # [BT, BG]
+    if not MEAN:
         b_s = tl.max(tl.where((o_g < GROUP)[None, :], b_all, float("-inf")), 1)  # [BT]
     release(PDL)
     p_to = p_out + i_batch * out_batch + i_head * out_head + o_t
@@ -207,7 +217,7 @@ def token_score(
             BLOCK_SIZE=block_size,
             WIDTH=width,
             BG=max(16, triton.next_power_of_2(group)),
-            BW=max(16, triton.next_power_of_2(width)),
+            BW=max(16, triton.next_power_of_2(width)) if packed or width <= WIDEST else PIECE,
             BT=TILE,
             num_warps=8 if group * width > QUERIES else 4,
             **overlap(q),

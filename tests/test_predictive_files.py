@@ -1,0 +1,123 @@
+"""Predictive caches in files, their configurations, and what goes wrong."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+import torch
+from caches import predictive
+from models import model, prompt
+from test_predictive import TIGHT, decode
+
+from hf_sparsekv import AsyncPredictiveCache, OffloadConfig, PredictiveConfig, SparseCache, TwoLevelConfig
+
+# ---------------------------------------------------------------------- files
+
+
+def test_another_window_takes_over_the_queries(tmp_path):
+    cache = predictive(False, **TIGHT, predictor="ridge")
+    decode(cache)
+    cache.save(tmp_path / "cache")
+    for settings in ({"predictor_window": 4}, {"predictor_window": 30}, {"predictor": "last"}):
+        config = PredictiveConfig(**{**asdict(cache.config), **settings})
+        twin = SparseCache.load(tmp_path / "cache", config)
+        mine, theirs = (c.sparse_layers[0].policy.queries for c in (cache, twin))
+        n = min(mine.size, theirs.size)
+        assert theirs.count.tolist() == [n, n]
+        columns = torch.arange(170 - n, 170)
+        assert torch.equal(mine.held[:, :, columns % mine.size], theirs.held[:, :, columns % theirs.size])
+        assert int(theirs.position) == 170 % theirs.size
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
+def test_a_saved_cache_knows_the_queries_that_are_left(name, tmp_path):
+    """Latents' queries are as wide as both parts of a row; those of columns that crop() took back are forgotten."""
+    cache, net = predictive(False, **TIGHT), model(name)
+    with torch.no_grad():
+        for part in prompt(2, 170)["input_ids"].split([150, *[1] * 20], dim=1):
+            net(part, past_key_values=cache)
+        cache.crop(-3)
+        cache.save(tmp_path / "cache")
+        twin = SparseCache.load(tmp_path / "cache")
+        assert [c.sparse_layers[0].policy.queries.count.tolist() for c in (cache, twin)] == [[14, 14]] * 2
+        for token in prompt(2, 30, seed=5)["input_ids"].split(1, dim=1):
+            assert torch.equal(*(net(token, past_key_values=c).logits for c in (cache, twin)))
+
+
+def test_a_predictor_of_ones_own_has_to_be_given_again(tmp_path):
+    def newest(ring, position, count):
+        return ring.index_select(2, ((position + ring.shape[2] - 1) % ring.shape[2]).long())[:, :, 0]
+
+    cache = predictive(False, **TIGHT, predictor=newest)
+    decode(cache)
+    cache.save(tmp_path / "cache")
+    with pytest.raises(ValueError, match="a predictor of the user's own"):
+        SparseCache.load(tmp_path / "cache")
+    twin = SparseCache.load(tmp_path / "cache", cache.config)
+    with torch.no_grad():
+        token = torch.full((2, 1), 7)
+        found = [model("llama")(token, past_key_values=c).logits for c in (cache, twin)]
+    assert torch.equal(*found)
+
+
+# ---------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        ({"token_budget": 0}, "token_budget must be a positive integer"),
+        ({"predictor": "next"}, "predictor must be one of 'last', 'ridge'"),
+        ({"predictor": 3}, "a predictor must be callable"),
+        ({"predictor_window": 0}, "window must be an integer"),
+        ({"predictor_epsilon": 0}, "epsilon must be"),
+        ({"scoring": "values"}, "scoring must be one of 'labels', 'keys'"),
+        ({"start_length": -1}, "start_length must be an integer >= 0"),
+        ({"cache_rank": "disk"}, "cache_rank must be"),
+        ({"strict": 1.5}, "strict must be True or False"),
+        ({"cache_rank": "host", "scoring": "keys"}, "scoring='keys' reads all keys in every step"),
+        ({"layers_per_pack": 0}, "layers_per_pack must be a positive integer"),
+        ({"label_channels": 3}, "label_channels must be even"),
+        ({"label_bits": 8}, "label_bits must be 4 or 16"),
+        ({"token_reduce": "sum"}, "token_reduce must be one of"),
+    ],
+)
+def test_configurations_are_checked(wrong, says):
+    with pytest.raises(ValueError, match=says):
+        PredictiveConfig(**wrong)
+
+
+def test_the_cache_takes_its_own_configuration_and_place():
+    with pytest.raises(TypeError, match="config must be a PredictiveConfig, got TwoLevelConfig"):
+        AsyncPredictiveCache(TwoLevelConfig())
+    with pytest.raises(TypeError, match="offload must be an OffloadConfig or None"):
+        AsyncPredictiveCache(offload=True)
+    with pytest.raises(ValueError, match="cache_rank='stream' keeps all blocks on the device"):
+        AsyncPredictiveCache(PredictiveConfig(cache_rank="stream"), OffloadConfig())
+    with pytest.raises(ValueError, match="with offload take scoring='labels'"):
+        AsyncPredictiveCache(PredictiveConfig(scoring="keys"), OffloadConfig())
+    with pytest.raises(ValueError, match="do not go to host memory: leave offload out"):
+        AsyncPredictiveCache(PredictiveConfig(cache_rank="cpu"), OffloadConfig())
+    assert AsyncPredictiveCache(PredictiveConfig(cache_rank="host")).offload_config == OffloadConfig()
+    assert AsyncPredictiveCache().config == PredictiveConfig()
+
+
+def test_a_prediction_that_fails_is_told_and_leaves_a_cache_to_reset():
+    def broken(ring, position, count):
+        if torch.is_tensor(ring) and fails:
+            raise ArithmeticError("no prediction")
+        return ring[:, :, 0]
+
+    fails = []
+    cache = predictive(False, **TIGHT, predictor=broken)
+    decode(cache, steps=3)
+    fails.append(True)
+    with pytest.raises(ArithmeticError, match="no prediction"), torch.no_grad():
+        model("llama")(torch.full((2, 1), 5), past_key_values=cache)
+    with pytest.raises(RuntimeError, match="incomplete"), torch.no_grad():
+        model("llama")(torch.full((2, 1), 5), past_key_values=cache)
+    fails.clear()
+    cache.reset()
+    again = decode(cache)
+    torch.testing.assert_close(again, decode(predictive(False, **TIGHT, predictor=broken)))

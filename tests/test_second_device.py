@@ -1,0 +1,293 @@
+"""Predictive selection on a second device: what follows, what is late, and who waits for whom."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from caches import predictive
+from models import build, model, prompt
+from test_predictive import TIGHT, TOLERANCE, Race, decode
+
+from hf_sparsekv import PredictiveConfig, SparseCache
+from hf_sparsekv.offload.leading import LeadingStore, Rank
+from hf_sparsekv.selection.packed import Packed
+
+
+class Slow:
+    """The end of work on a second device that takes some looks to come."""
+
+    waits = 0
+
+    def __init__(self, looks: float) -> None:
+        self.looks = looks
+
+    def query(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def wait(self, stream) -> None:
+        Slow.waits += 1
+        self.looks = 0
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Makes second devices slow: by how many looks, a list that is gone through again and again."""
+
+    def install(*looks: float) -> None:
+        rest = itertools.cycle(looks)
+        monkeypatch.setattr(Rank, "mark", lambda self: Slow(next(rest)))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
+        Slow.waits = 0
+
+    return install
+
+
+def test_a_late_selection_is_waited_for_if_asked(slow):
+    expected = decode(predictive(False, **TIGHT), steps=40)
+    slow(float("inf"))
+    cache = predictive(False, **TIGHT, cache_rank="cpu", strict=True)
+    assert torch.equal(decode(cache, steps=40), expected)
+    assert cache.stats().late == 0 and Slow.waits == 80
+
+
+def test_without_waiting_the_selection_before_is_used_and_counted(slow):
+    """Not for ever: nothing new is asked for until what is late has come. A block that was sealed is waited for."""
+    slow(2)
+    cache = predictive(False, **TIGHT, cache_rank="cpu")
+    expected = decode(predictive(False, **TIGHT), steps=40)
+    found = decode(cache, steps=40)
+    stats = cache.stats()
+    assert stats.dense_calls == 0
+    assert 20 < stats.late < 70
+    assert not torch.equal(found, expected)
+    assert f"{stats.late} of 80 selections late" in str(stats)
+    assert stats.since(stats).late == 0
+    cache.reset()
+    assert cache.stats().late == 0
+
+
+@pytest.mark.parametrize("looks", [(0,), (1,), (3,), (100,), (5, 0, 1)])
+def test_every_token_is_near_or_could_have_been_chosen(slow, looks):
+    """However late: what a step attends to was chosen among all the blocks that have left its ring."""
+    slow(*looks)
+    cache = predictive(False, **TIGHT, cache_rank="cpu")
+    net, ids = model("llama"), prompt(2, 230, seed=5)["input_ids"]
+    with torch.no_grad():
+        net(ids[:, :150], past_key_values=cache)
+        for token in ids[:, 150:].split(1, dim=1):
+            before = [layer.store.sealed for layer in cache.sparse_layers]
+            net(token, past_key_values=cache)
+            for layer, sealed in zip(cache.sparse_layers, before):
+                policy = layer.policy
+                assert policy.known == sealed
+                held = policy.packs[policy.at].held
+                assert ((held >= 0).sum(-1) == 32).all() and held.max() < sealed * 16
+
+
+def test_what_a_step_attends_to_is_not_being_written():
+    cache = predictive(False, **TIGHT, cache_rank="cpu")
+    ids, net = prompt(2, 170, seed=5)["input_ids"], model("llama")
+    with torch.no_grad():
+        net(ids[:, :150], past_key_values=cache)
+        policies, kept = [layer.policy for layer in cache.sparse_layers], {}
+        for policy in policies:
+
+            def watch(q, store, spec, attend=policy.attend, policy=policy):
+                out = attend(q, store, spec)
+                kept[policy] = policy.packs[policy.at].kv, policy.packs[policy.at].kv.clone()
+                return out
+
+            policy.attend = watch
+        for token in ids[:, 150:].split(1, dim=1):
+            net(token, past_key_values=cache)
+            for policy in policies:
+                assert policy.pending is not None, "the step has made a selection"
+                torch.testing.assert_close(*kept[policy], rtol=0, atol=0, equal_nan=True)
+                assert not torch.equal(policy.packs[0].held, policy.packs[1].held)
+
+
+def test_a_predictor_of_ones_own_is_not_captured_there():
+    def newest(ring, position, count):
+        return ring.index_select(2, ((position + ring.shape[2] - 1) % ring.shape[2]).long())[:, :, 0]
+
+    race = Race(captured=True, cache_rank="cpu", predictor=newest)
+    race.feed(prompt(1, 130)["input_ids"])
+    race.oracle.config.predictor = "last"
+    race.crop(1)
+    with torch.no_grad():
+        race.model(torch.full((1, 1), 5), past_key_values=race.ours)
+    assert race.runner.replays == 0
+
+
+# ---------------------------------------------------------------------- copies, files, numbers
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_copy_goes_its_own_way(strict):
+    """The copy's second device follows it, too."""
+    cache = predictive(False, **TIGHT, cache_rank="cpu", strict=strict)
+    decode(cache, steps=5)
+    twin = copy.deepcopy(cache)
+    ids = prompt(2, 60, seed=8)["input_ids"]
+    with torch.no_grad():
+        found = [[model("llama")(t, past_key_values=c).logits for t in ids.split(1, dim=1)] for c in (cache, twin)]
+    assert torch.equal(torch.cat(found[0]), torch.cat(found[1]))
+    stores = [layer.store for c in (cache, twin) for layer in c.sparse_layers]
+    assert all(isinstance(store, LeadingStore) and store.twin.sealed == store.sealed for store in stores)
+    assert len({id(store.twin) for store in stores}) == 4
+
+
+def test_files_are_not_for_a_second_device(tmp_path):
+    cache = predictive(False, **TIGHT)
+    decode(cache, steps=5)
+    cache.save(tmp_path / "cache")
+    settings = {name: getattr(cache.config, name) for name in cache.config.__dataclass_fields__}
+    config = PredictiveConfig(**{**settings, "cache_rank": "cpu"})
+    with pytest.raises(ValueError, match="cannot be loaded for a second device yet"):
+        SparseCache.load(tmp_path / "cache", config)
+
+
+def test_latents_are_refused():
+    cache = predictive(False, **TIGHT, cache_rank="cpu")
+    with pytest.raises(ValueError, match=r"does not hold latents \(MLA\): take cache_rank='stream'"), torch.no_grad():
+        model("deepseek-v3")(prompt(1, 40)["input_ids"], past_key_values=cache)
+
+
+# ---------------------------------------------------------------------- order
+
+
+class Line:
+    """A stream of which only the order is known: what it comes behind."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.behind = name, set()
+
+    def wait_stream(self, other: Line) -> None:
+        self.behind |= {other.name} | other.behind
+
+    def record_event(self):
+        return None
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """Streams of two devices that are one here; ``now`` names what runs on the current one."""
+    home, there, side = Line("home"), Line("there"), Line("side")
+    now = [home]
+
+    @contextmanager
+    def on(stream):
+        now.append(stream)
+        yield
+        now.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: home)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    rank = Rank(torch.device("cpu"))
+    rank.stream, rank._side[rank.device] = there, side
+    return rank, now, home, there, side
+
+
+def test_what_is_handed_back_is_waited_for_on_both_streams(lines):
+    """Rows of chosen tokens are moved on the stream beside the computation, which has to come behind it."""
+    rank, _, home, *_ = lines
+    rank.join(rank.device)
+    assert home.behind == {"there", "side"}
+
+
+def test_trials_switch_copying_off_where_it_is_done(lines, monkeypatch):
+    rank, now, *_ = lines
+    seen = []
+    rank.enabled = SimpleNamespace(
+        zero_=lambda: seen.append(("off", now[-1].name)), fill_=lambda value: seen.append((value, now[-1].name))
+    )
+    with rank.paused():
+        pass
+    assert seen == [("off", "there"), (1, "there")]
+
+
+def test_all_that_is_read_beside_the_computation_is_kept_for_it(lines):
+    rank, _, _, _, side = lines
+    kept = []
+    given = SimpleNamespace(record_stream=kept.append)
+    with rank.entered(rank.device, given, None):
+        pass
+    assert kept == [side]
+
+
+def test_a_copy_comes_behind_what_is_being_chosen(monkeypatch):
+    cache = predictive(False, **TIGHT, cache_rank="cpu")
+    decode(cache, steps=5)
+    order = []
+    monkeypatch.setattr(Rank, "join", lambda self, home: order.append("join"))
+    copied = Packed.copy
+    monkeypatch.setattr(Packed, "copy", lambda self: order.append("copy") or copied(self))
+    copy.deepcopy(cache)
+    assert order == ["join", "copy", "copy", "join"] * 2
+
+
+def test_a_captured_step_keeps_what_the_other_device_still_reads():
+    """A graph's memory of what is let go would go to later layers, while the other device has yet to read it."""
+    race = Race(captured=True, cache_rank="cpu")
+    race.feed(prompt(1, 130)["input_ids"])
+    kept, record = [], race.runner._record
+
+    def watch(run, device, saved):
+        found = record(run, device, saved)
+        kept.extend(layer.store.kept for layer in race.ours.sparse_layers)
+        return found
+
+    race.runner._record = watch
+    race.run(2)
+    assert race.runner.captures == 1
+    assert kept and all(k.shape[2] == v.shape[2] == 1 for k, v, _ in kept)
+
+
+def test_a_step_that_cannot_be_captured_leaves_the_other_device_where_it_was():
+    race = Race(captured=True, cache_rank="cpu", strict=True)
+    race.feed(prompt(1, 130)["input_ids"])
+    record = race.runner._record
+
+    def fail(run, device, saved):
+        record(run, device, saved)
+        raise RuntimeError("no graph can hold this")
+
+    race.runner._record = fail
+    with pytest.warns(UserWarning, match="no graph can hold this"):
+        assert race.run(40) < TOLERANCE
+    assert all(layer.store.twin.length == layer.store.length for layer in race.ours.sparse_layers)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}])
+def test_two_gpus_answer_as_one(captured, how):
+    """The same tokens as with everything on one GPU; copies made in the middle of an answer go on alike."""
+    from hf_sparsekv import optimize
+
+    net = build("llama", "sparsekv").cuda()
+    if captured:
+        optimize(net, fused=False)
+    inputs = {name: t.cuda() for name, t in prompt(2, 150, (0, 30)).items()}
+    answers = []
+    for settings in ({}, {"cache_rank": "cuda:1", "strict": True}):
+        cache = predictive(False, **TIGHT, **settings)
+        go = {"do_sample": False, "min_new_tokens": 60, "max_new_tokens": 60, **how}
+        answers.append([net.generate(**inputs, **go, past_key_values=cache)])
+        twin = copy.deepcopy(cache)
+        with torch.no_grad():
+            for other in (cache, twin):
+                tokens = torch.full((other.sparse_layers[0].store.batch, 1), 5, device="cuda")
+                for _ in range(40):
+                    tokens = net(tokens, past_key_values=other).logits[:, -1:].argmax(-1).clone()
+                    answers[-1].append(tokens)
+    one, two = answers
+    assert all(torch.equal(a, b) for a, b in zip(one, two))
+    assert all(torch.equal(a, b) for a, b in zip(two[1:41], two[41:]))
