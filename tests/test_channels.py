@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from caches import TIGHT, two_level
+from caches import TIGHT, predictive, two_level
 from models import build, model, prompt
+from test_graphs import Imitation
 from transformers import AttentionInterface, DynamicCache
 
 from hf_sparsekv.ops.seal import quantise_labels
@@ -204,3 +205,24 @@ def test_labels_are_within_half_a_step():
 def test_labels_of_equal_channels():
     codes, qparams = quantise_labels(torch.full((2, 4), 3.0))
     assert (codes == 0).all() and qparams.tolist() == [[0.0, 3.0]] * 2
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
+@pytest.mark.parametrize("make", [two_level, predictive])
+def test_keys_stand_for_queries_until_there_are_some(make, name, captured):
+    """Something else reads the beginning of a prompt, which is too short to make channels from."""
+    net, ids = build(name, "sdpa"), prompt(2, 140)["input_ids"]
+    if captured:
+        Imitation(net).install()
+    cache = make(False, token_budget=32, num_blocks=4)
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match="reads the keys"):
+            net(ids[:, :20], past_key_values=cache)
+        net.set_attn_implementation("sparsekv")
+        stats = cache.sparse_layers[0].policy.stats
+        assert stats.keys_only and stats.q.shape[1] == stats.k.shape[1]
+        for part in ids[:, 20:].split([3, *[1] * 117] if not captured else [1] * 120, dim=1):
+            net(part, past_key_values=cache)
+    assert not stats.keys_only and stats.q.shape[1] == 4
+    assert cache.stats().sparse_calls > 0

@@ -30,11 +30,20 @@ class ChannelStats:
         self.q: Tensor | None = None  # [batch, Hq, D] running maximum, or sum
         self.k: Tensor | None = None  # [batch, H, D]
         self.tokens = 0
+        self.keys_only = False  # keys stand for queries that nobody has seen
 
     def update(self, q: Tensor, k: Tensor, valid: Tensor | None) -> None:
-        """Add ``q [batch, Hq, n, D]``, ``k [batch, H, n, D]``; padding (``valid [batch, n]`` False) is left out."""
-        sides = []
-        for x, held in ((q, self.q), (k, self.k)):
+        """Add ``q [batch, Hq, n, D]``, ``k [batch, H, n, D]``; padding (``valid [batch, n]`` False) is left out.
+
+        The same tensor twice: there are no queries. Its keys stand for them until there are.
+        """
+        unseen = q is k
+        known = self.q is not None and not self.keys_only and (unseen or self.q.shape[1] == q.shape[1])
+        if not known and not unseen:
+            self.q = None  # here they are
+        self.keys_only = unseen and not known
+        sides = [self.q] if known and unseen else []
+        for x, held in ((k, self.k),) if sides else ((q, self.q), (k, self.k)):
             x = x.detach()
             if valid is not None:
                 x = x.masked_fill(~valid[:, None, :, None], 0)

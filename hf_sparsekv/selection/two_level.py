@@ -132,7 +132,8 @@ class TwoLevelPolicy(Policy):
         ``"dense"``: everything; ``"every"``: a selection among all blocks; ``"chosen"``: among chosen blocks.
         """
         if self._calibrating:
-            return "calibrating" if self.stats.tokens + 1 < self.config.calibration_tokens else None
+            goes_on = self.stats.tokens + 1 < self.config.calibration_tokens and not self.stats.keys_only
+            return "calibrating" if goes_on else None
         attends = self._attends(store)
         placed = self.placed and self.lag and attends == "chosen"
         return "dense" if attends == "quick" else attends, self.looks_ahead(store), placed
