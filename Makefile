@@ -41,7 +41,7 @@ demo-text: small-model  ## generate from a long prompt with the sparse cache, th
 test: test-core test-demo test-small test-accuracy test-newest  ## the whole suite, then its quick part with the newest transformers
 
 test-core: $(INSTALLED)
-	$(PARALLEL) -m "not small_model and not gpu and not accuracy and not browser"
+	$(PARALLEL) -m "not small_model and not gpu and not accuracy and not browser" --durations=15
 
 test-demo: browser  ## the demo in a headless Chromium
 	$(BIN)/python -m pytest -m browser
