@@ -92,11 +92,6 @@ def check(table: dict[str, dict[str, float]], name: str) -> None:
     assert got >= full - loss, f"{name}: {got:.1f} % right, full attention {full:.1f} %; {loss} points may be lost"
 
 
-def skip_dense(table: dict[str, dict[str, float]]) -> None:
-    if table["random"]["attended"] == 100:
-        pytest.skip("models that cache latents attend densely in this version")
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_full_attention_answers(kind: str) -> None:
     assert measured(kind)["full"]["score"] >= FULL_AT_LEAST
@@ -111,7 +106,6 @@ def test_cache_answers(kind: str, name: str) -> None:
 def test_little_is_read(kind: str, name: str) -> None:
     """Otherwise the answers say nothing about the selection."""
     table = measured(kind)
-    skip_dense(table)
     assert table[name]["attended"] < (75 if name == "progressive" else 60)  # measured: 65; two layers of six are dense
 
 
@@ -119,7 +113,6 @@ def test_little_is_read(kind: str, name: str) -> None:
 def test_chance_does_not_pass(kind: str) -> None:
     """These thresholds fail for a selector that picks at random, although it reads as much as any."""
     table = measured(kind)
-    skip_dense(table)
     with pytest.raises(AssertionError, match="random"):
         check(table, "random")
 
@@ -133,6 +126,8 @@ REAL = {
     "token_only": ("token_only:token_budget=128", 0.03),
     "block_only": ("block_only:token_budget=512", 0.25),
     "progressive": ("progressive:threshold=0.98", 0.12),
+    # A predicted query misses what the next one looks up: measured 0.04, and 0.15 over longer passages.
+    "predictive": ("predictive:token_budget=512", 0.2),
     "oracle": ("oracle:token_budget=128", 0.015),
     "random": ("random:token_budget=512", 0.25),  # as much as any reads, and the widest threshold
 }
