@@ -146,7 +146,7 @@ class Timing:
     sparse: dict[str, float]
 
 
-def fit(timings: list[Timing], width: int) -> dict[str, Rule]:
+def fit(timings: list[Timing], width: int, methods: tuple[str, ...] = METHODS) -> dict[str, Rule]:
     """The rule of each method that was measured; without one: a method that gains nothing with the length.
 
     The difference between both times is taken as linear in 1, rows and tokens, and fitted relative to the times, so
@@ -155,6 +155,7 @@ def fit(timings: list[Timing], width: int) -> dict[str, Rule]:
     Args:
         timings: several batches and lengths.
         width: bytes of a token's keys and values, all KV heads.
+        methods: those to look for.
 
     Raises:
         ValueError: too few batches or lengths to tell the three parts apart.
@@ -163,7 +164,7 @@ def fit(timings: list[Timing], width: int) -> dict[str, Rule]:
     if np.linalg.matrix_rank(features) < 3:
         raise ValueError("timings of at least two batches and two lengths are needed")
     rules = {}
-    for method in METHODS:
+    for method in methods:
         if any(method not in t.sparse for t in timings):
             continue
         gain = np.array([t.dense - t.sparse[method] for t in timings])
