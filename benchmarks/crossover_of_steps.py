@@ -1,4 +1,4 @@
-"""Crossover rules from whole steps, for what `hf-sparsekv calibrate-device` does not measure: latents, walks, predictions.
+"""Crossover rules from whole steps, for what `hf-sparsekv calibrate-device` leaves out: latents, walks, predictions.
 
     python benchmarks/crossover_of_steps.py --case glm-4.7-flash --suffix :mla two_level:lag=two_level:lag predictive
 
@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 
 from hf_sparsekv import crossover
-from hf_sparsekv.benchmark.shapes import kv_bytes, known_config, text_config
+from hf_sparsekv.benchmark.shapes import known_config, kv_bytes, text_config
 
 STEPS = Path(__file__).parent / "results" / "step.csv"
 
