@@ -16,7 +16,7 @@ from .words import can_score_words, score_words
 
 SELECTABLE = tl.constexpr(_SELECTABLE)
 TILE = 128  # tokens a program. Not tuned yet.
-MATRIX = False  # packed labels, "max" and 16-bit queries by tensor cores (matrix): not measured yet
+MATRIX = True  # packed labels, "max" and 16-bit queries by tensor cores (matrix); measured on an H200
 # Labels that are whole keys of latents (576 wide) are taken in pieces: at once they exceed an H200's shared memory.
 WIDEST, PIECE = 256, 64  # Not tuned yet.
 QUERIES = 2048  # bytes of labels times heads above which a program has twice the warps

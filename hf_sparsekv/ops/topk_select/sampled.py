@@ -22,8 +22,8 @@ from .._overlap import overlap, release, wait
 from .keys import MINUS_INF, ordered, pad, take, write
 from .row import TOP, fifths, inside, narrow, select_keys, threshold
 
-# None of these is measured yet.
-CHUNK = 2048  # entries of a program of the second step
+# CHUNK and WARPS measured on an H200, 64 rows of 32k and 8 of 128k.
+CHUNK = 1024  # entries of a program of the second step
 WARPS = 4  # of such a program
 SAMPLES = (2048, 4096, 8192)  # entries of a row that the first step reads
 SAMPLE_WARPS = 8
