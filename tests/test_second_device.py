@@ -213,12 +213,12 @@ def test_trials_switch_copying_off_where_it_is_done(lines, monkeypatch):
 
 
 def test_all_that_is_read_beside_the_computation_is_kept_for_it(lines):
-    rank, _, _, _, side = lines
+    rank, _, _, there, side = lines
     kept = []
     given = SimpleNamespace(record_stream=kept.append)
     with rank.entered(rank.device, given, None):
         pass
-    assert kept == [side]
+    assert kept == [side, there]
 
 
 def test_a_copy_comes_behind_what_is_being_chosen(monkeypatch):
