@@ -67,6 +67,10 @@ class Replay:
         """What was forked is done from here on."""
         if self._waiting:
             self._run()
+        self.come_back()
+
+    def come_back(self) -> None:
+        """Wait for what was forked, and only that: a capture that has failed can end then, and torch tidies up."""
         if self._forked:
             torch.cuda.current_stream().wait_stream(self.side)
 

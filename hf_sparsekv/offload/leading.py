@@ -23,6 +23,7 @@ class Rank:
         ValueError: there is no such GPU.
     """
 
+    @lasting
     def __init__(self, device: torch.device) -> None:
         if device.type == "cuda":
             found = torch.cuda.device_count()
@@ -105,7 +106,7 @@ class Rank:
         """What is inside runs on the other device, after what ``home``'s current stream has launched so far.
 
         Args:
-            used: tensors of ``home`` that are read inside.
+            used: tensors that are read inside; those of ``home`` are kept until that is done.
             beside: the current stream is one beside the computation (of a captured step): it waits for the end.
         """
         if self.stream is None:
@@ -118,7 +119,7 @@ class Rank:
         if side is not now:
             side.wait_stream(now)
         for tensor in used:
-            if tensor is not None:
+            if tensor is not None and tensor.device == home:
                 for stream in (side, self.stream):
                     tensor.record_stream(stream)
         self.stream.wait_stream(side)
@@ -209,7 +210,7 @@ class LeadingStore(LayerStore):
     @lasting
     def map_rows(self, index: Tensor) -> None:
         super().map_rows(index)
-        with self.rank.entered(self.device):
+        with self.rank.entered(self.device, index):
             self.twin.map_rows(index.to(self.rank.device))
 
     def reset(self) -> None:

@@ -272,7 +272,7 @@ class SecondDevicePolicy(PredictivePolicy):
 
     @lasting
     def map_rows(self, index: Tensor) -> None:
-        with self.rank.entered(index.device):
+        with self.rank.entered(index.device, index):
             there = index.to(self.rank.device)
             self.twin.map_rows(there)
             for packed in self.packs:
