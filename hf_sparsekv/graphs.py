@@ -260,7 +260,7 @@ class StepRunner:
 
         def run(side: torch.cuda.Stream | None):
             cache = cache_ref()
-            replay = Replay(valid, side)
+            replay = Replay(valid, side, cache.rank)
             for layer in layers:
                 layer.replay, layer.store.fixed = replay, True
             for ring in rings:

@@ -221,15 +221,25 @@ def test_all_that_is_read_beside_the_computation_is_kept_for_it(lines):
     assert kept == [side, there]
 
 
-def test_a_captured_fork_begins_with_a_launch_that_overlaps_nothing_and_comes_back_whatever_happens(lines):
-    rank, now, home, there, _ = lines
-    seen = []
-    rank._gate = SimpleNamespace(zero_=lambda: seen.append(now[-1].name))
-    with pytest.raises(ValueError, match="in the middle"), rank.entered(rank.device, beside=True):
-        seen.append("inside")
-        raise ValueError("in the middle")
-    assert seen == ["there", "inside"]
-    assert "there" in home.behind and "home" in there.behind
+def test_a_captured_step_forks_by_layers_and_comes_back_whatever_happens(lines):
+    """Each layer begins behind its own attention, with a launch that overlaps nothing."""
+    rank, now, side, *_ = lines
+    rank._others, seen = [Line("other")], []
+    rank._gate = SimpleNamespace(zero_=lambda: seen.append((now[-1].name, set(now[-1].behind))))
+    for layer in range(4):
+        side.wait_stream(Line(f"attention {layer}"))
+        with pytest.raises(ValueError, match="in the middle"), rank.forked(rank.device, layer):
+            raise ValueError("in the middle")
+    assert [name for name, _ in seen] == ["there", "other", "there", "other"]
+    assert all(f"attention {layer}" in behind for layer, (_, behind) in enumerate(seen))
+    assert "other" not in seen[2][1], "layers of different lanes do not wait for each other"
+    assert "there" in seen[1][1], "but all wait for what was under way there before"
+    assert "there" not in side.behind
+    rank.rejoin(side)
+    assert {"there", "other"} <= side.behind
+    side.behind.clear()
+    rank.rejoin(side)
+    assert not side.behind, "it has come back"
 
 
 def test_layers_wait_once_for_what_all_of_them_have_handed_over(lines):

@@ -44,16 +44,18 @@ def slow(monkeypatch):
     """Makes everything late that is done on the second device, in captured steps as well."""
 
     def install(cycles: int = CYCLES) -> None:
-        entered = Rank.entered
+        def later(work):
+            @contextmanager
+            def late(self, *args):
+                with work(self, *args):
+                    if self.stream is not None:
+                        torch.cuda._sleep(cycles)
+                    yield
 
-        @contextmanager
-        def late(self, *args, **kwargs):
-            with entered(self, *args, **kwargs):
-                if self.stream is not None:
-                    torch.cuda._sleep(cycles)
-                yield
+            return late
 
-        monkeypatch.setattr(Rank, "entered", late)
+        monkeypatch.setattr(Rank, "entered", later(Rank.entered))
+        monkeypatch.setattr(Rank, "forked", later(Rank.forked))
 
     return install
 

@@ -12,9 +12,13 @@ from ..ops._dispatch import use_triton
 from .lasting import DeviceLength, lasting
 from .store import LayerStore
 
+LANES = 2  # layers that a captured step chooses for at a time: selecting and packing leave room. Not measured yet.
+
 
 class Rank:
     """A second device and the order of its work: one stream there, and one here that hands things over.
+
+    In captured steps :data:`LANES` streams there take turns by layer, each with memory of its own.
 
     Copies between GPUs make both their current streams wait for each other. So they run on streams of their own: the
     computation of this device waits for nothing that the other one does.
@@ -34,6 +38,8 @@ class Rank:
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._others = [torch.cuda.Stream(device) for _ in range(LANES - 1)] if self.stream is not None else []
+        self._forked = False  # a captured step has work under way there
         self._side: dict[torch.device, torch.cuda.Stream] = {}
         self._buffers: dict[tuple, Tensor] = {}
         self._met: set[torch.device] = set()
@@ -46,13 +52,13 @@ class Rank:
         return self
 
     @lasting
-    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory there that steps use one after the other.
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, lane: int = 0) -> Tensor:
+        """Memory there that the layers of a lane use one after the other.
 
         It is never given back: a captured step of another device's graph has no pool of its own here, and what it was
         captured with must not become somebody else's.
         """
-        key = (name, tuple(shape), dtype)
+        key = (name, tuple(shape), dtype, lane)
         if key not in self._buffers:
             with self._current():
                 self._buffers[key] = torch.empty(shape, dtype=dtype, device=self.device)
@@ -107,33 +113,57 @@ class Rank:
 
         Args:
             used: tensors that are read inside; those of ``home`` are kept until that is done.
-            beside: the current stream is one beside the computation (of a captured step): it waits for the end.
         """
         if self.stream is None:
             yield
             return
-        now = torch.cuda.current_stream(home)
-        if not beside and home not in self._side:
+        if home not in self._side:
             self._side[home] = torch.cuda.Stream(home)
-        side = now if beside else self._side[home]
-        if side is not now:
-            side.wait_stream(now)
+        side = self._side[home]
+        side.wait_stream(torch.cuda.current_stream(home))
         for tensor in used:
             if tensor is not None and tensor.device == home:
                 for stream in (side, self.stream):
                     tensor.record_stream(stream)
         self.stream.wait_stream(side)
-        self._owes |= not beside
+        self._owes = True
         with torch.cuda.stream(side), torch.cuda.stream(self.stream):
-            if beside:
-                # Our kernels are launched to overlap their predecessor (ops/_overlap.py), which in a graph is an edge
-                # of its own kind: between kernels of one device. This launch, which does not, takes the other's.
-                self._gate.zero_()
-            try:
-                yield
-            finally:
-                if beside:  # a capture ends only if what it forked has come back
-                    side.wait_stream(self.stream)
+            yield
+
+    def lane(self, layer: int) -> int:
+        """The stream that a layer's captured work runs on."""
+        return layer % (1 + len(self._others))
+
+    @contextmanager
+    def forked(self, home: torch.device, layer: int) -> Iterator[None]:
+        """As :meth:`entered`, for a layer of a captured step: the current stream is one beside the computation.
+
+        :meth:`rejoin` ends it, for all layers.
+        """
+        if self.stream is None:
+            yield
+            return
+        side = torch.cuda.current_stream(home)
+        if not self._forked:
+            self._forked = True
+            self.stream.wait_stream(side)
+            for other in self._others:  # behind whatever is under way there; and a part of the capture
+                other.wait_stream(self.stream)
+        stream = (self.stream, *self._others)[self.lane(layer)]
+        stream.wait_stream(side)
+        with torch.cuda.stream(stream):
+            # Our kernels are launched to overlap their predecessor (ops/_overlap.py), which in a graph is an edge of
+            # its own kind: between kernels of one device. This launch, which does not, takes the other's.
+            self._gate.zero_()
+            yield
+
+    def rejoin(self, side: torch.cuda.Stream | None) -> None:
+        """``side`` waits for what was forked: a capture ends only if that has come back."""
+        if self._forked:
+            self._forked = False
+            for other in self._others:
+                self.stream.wait_stream(other)
+            side.wait_stream(self.stream)
 
     def mark(self) -> torch.cuda.Event | None:
         """Tells when all that was launched there so far is done; None: it is."""

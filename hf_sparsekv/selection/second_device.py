@@ -32,16 +32,16 @@ class TwinPolicy(PredictivePolicy):
 
     def memory(self, store: LayerStore) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """Where predicted queries and all scores go, and what selecting and packing need beside them."""
-        rank, (batch, heads, _, dim) = self.rank, self.queries.held.shape
-        predicted = rank.buffer("predicted", (batch, heads, dim), store.dtype)
+        rank, (batch, heads, _, dim), lane = self.rank, self.queries.held.shape, self.rank.lane(self.layer_idx)
+        predicted = rank.buffer("predicted", (batch, heads, dim), store.dtype, lane)
         room = store.slots.shape[1] * store.block_size
-        scores = rank.buffer("scores", (batch, store.heads, room), torch.float32)
+        scores = rank.buffer("scores", (batch, store.heads, room), torch.float32, lane)
         scratch = None
         if use_triton(scores):
             from ..ops.topk_select.triton import scratch_size
 
-            scratch = rank.buffer("select", (scratch_size(scores, self.config.token_budget),), torch.int32)
-        return predicted, scores, scratch, rank.buffer("pack", (2 * self.ids.numel(),), torch.int32)
+            scratch = rank.buffer("select", (scratch_size(scores, self.config.token_budget),), torch.int32, lane)
+        return predicted, scores, scratch, rank.buffer("pack", (2 * self.ids.numel(),), torch.int32, lane)
 
     def choose(self, store: LayerStore) -> None:
         queries, budget = self.queries, self.config.token_budget
@@ -169,7 +169,8 @@ class SecondDevicePolicy(PredictivePolicy):
 
     def look_ahead(self, q: Tensor, store: LeadingStore, again: bool = False) -> None:
         twin, used = store.twin, () if store.new is None else (q, *store.new)
-        with self.rank.entered(store.device, *(() if store.fixed else used), beside=store.fixed):
+        forked, entered = self.rank.forked, self.rank.entered
+        with forked(store.device, self.layer_idx) if store.fixed else entered(store.device, *used):
             twin.fixed = store.fixed
             try:
                 self._follow(q, store)
