@@ -27,6 +27,7 @@ from .layer import SparseLayer
 from .offload.frames import FramePools
 from .offload.lanes import Lanes
 from .offload.lasting import DeviceLength
+from .offload.leading import Rank
 from .offload.pool import HostBudget
 from .predictor.channels import LabelChannels
 from .selection.base import Policy
@@ -42,6 +43,8 @@ class SparseCache(Cache):
     Without ``model_config`` the layers' kinds are learned from the first attention call. Models with
     linear-attention layers need it, because those touch the cache before any attention does.
     """
+
+    rank: Rank | None = None  # a second device that chooses
 
     def __init__(self, config: SparseConfig, offload: OffloadConfig | None, model_config=None) -> None:
         super().__init__(layers=[])

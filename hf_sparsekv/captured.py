@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .layer import SparseLayer
+from .offload.leading import Rank
 
 
 @contextmanager
@@ -38,10 +39,11 @@ class Replay:
     Args:
         valid: bool ``[batch, 1]`` at a fixed address, validity of the new column; None if no row is padded.
         side: the stream for work that the step's own attention does not wait for; None where there are no streams.
+        rank: a second device that chooses for the cache, which forks from ``side``.
     """
 
-    def __init__(self, valid: Tensor | None, side: torch.cuda.Stream | None) -> None:
-        self.valid, self.side = valid, side
+    def __init__(self, valid: Tensor | None, side: torch.cuda.Stream | None, rank: Rank | None = None) -> None:
+        self.valid, self.side, self.rank = valid, side, rank
         self._forked = False
         self._waiting: list[Callable[[], None]] = []
 
@@ -67,7 +69,13 @@ class Replay:
         """What was forked is done from here on."""
         if self._waiting:
             self._run()
+        self.come_back()
+
+    def come_back(self) -> None:
+        """Wait for what was forked, and only that: a capture that has failed can end then, and torch tidies up."""
         if self._forked:
+            if self.rank is not None:
+                self.rank.rejoin(self.side)
             torch.cuda.current_stream().wait_stream(self.side)
 
 

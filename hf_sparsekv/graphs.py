@@ -260,7 +260,7 @@ class StepRunner:
 
         def run(side: torch.cuda.Stream | None):
             cache = cache_ref()
-            replay = Replay(valid, side)
+            replay = Replay(valid, side, cache.rank)
             for layer in layers:
                 layer.replay, layer.store.fixed = replay, True
             for ring in rings:
@@ -270,6 +270,9 @@ class StepRunner:
                     out = self.original(input_ids=ids, position_ids=positions, past_key_values=cache, **rest)
                 replay.join()
                 return type(out)(**{name: value for name, value in out.items() if name != "past_key_values"})
+            except BaseException:
+                replay.come_back()
+                raise
             finally:
                 for layer in layers:
                     layer.replay, layer.store.fixed = None, False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,6 +143,19 @@ def test_variants_are_what_they_say():
             continue
         assert config.level == {"block_only": "block", "token_only": "token"}.get(name, "two_level")
     assert make_cache(model, find("two_level", crossover=True), None).config.dense_below == "auto"
+
+
+def test_a_second_gpu_is_the_next_one_and_has_to_be_there(monkeypatch):
+    gpu, variant = SimpleNamespace(device=torch.device("cuda", 1)), VARIANTS["predictive:second"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(NotRun, match="a second GPU chooses the tokens, and torch finds one only"):
+        baselines.check(variant, gpu, 1, 100)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    baselines.check(variant, gpu, 1, 100)
+    assert [baselines.next_device(torch.device("cuda", i)).index for i in (0, 3)] == [1, 0]
+    with pytest.raises(NotRun, match="do not go to host memory"):
+        baselines.check(find("predictive:second+offload"), gpu, 1, 100)
+    assert baselines.second_gpu(make_cache(build("llama", "sparsekv"), variant, 100)) is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

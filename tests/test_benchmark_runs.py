@@ -187,7 +187,7 @@ def test_step_measures_progressive_caches(tmp_path, imitated_gpu, monkeypatch):
 def test_step_measures_predictive_caches(tmp_path, imitated_gpu, monkeypatch):
     """At a budget of one's own; the selection that is given for free attends to as much and chooses nothing."""
     settings = {"token_budget": 1024, "block_size": 16, "window": 16, "dense_layers": 0, "calibration_tokens": 64}
-    names = ("predictive", "predictive:free")
+    names = ("predictive", "predictive:free", "predictive:second")
     small = {n: dataclasses.replace(VARIANTS[n], settings=settings) for n in names}
     monkeypatch.setattr(baselines, "VARIANTS", {**VARIANTS, **small})
     monkeypatch.setattr(bench_step, "COUNTED", 20)
@@ -196,13 +196,14 @@ def test_step_measures_predictive_caches(tmp_path, imitated_gpu, monkeypatch):
     args = bench_step.arguments().parse_args([*given, "--variants", *names])
     kept = []
     monkeypatch.setattr(bench_step, "replay_ms", lambda model, cache: kept.append(cache) or [1.0, 1.0])
-    with Report("step", "tiny", path, 3) as report:
+    with Report("step", "tiny", path, 4) as report:
         bench_step.run(bench_step.Bench(build("llama", "sparsekv"), report, args), args, rate=1e12)
     assert report.close() == 0, report.failed
     assert {row["variant"] for row in rows(path)} == {"limit", *(f"{name}:budget=48" for name in names)}
-    ours, free = (cache.stats() for cache in kept)
-    assert ours.attended_tokens == free.attended_tokens
-    assert ours.sparse_calls == free.sparse_calls > 0 == ours.dense_calls
+    ours, free, second = (cache.stats() for cache in kept)
+    assert ours.attended_tokens == free.attended_tokens == second.attended_tokens
+    assert ours.sparse_calls == free.sparse_calls == second.sparse_calls > 0 == ours.dense_calls
+    assert kept[2].sparse_layers[0].store.twin.length == kept[2].get_seq_length()
     policies = [cache.sparse_layers[0].policy for cache in kept]
     first = policies[1].ids.clone()
     assert not torch.equal(policies[0].ids, first)
@@ -210,22 +211,23 @@ def test_step_measures_predictive_caches(tmp_path, imitated_gpu, monkeypatch):
     assert torch.equal(policies[1].ids, first)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_parts_of_predictive_steps(offload):
-    from hf_sparsekv.benchmark.predictive_parts import COPIED, parts, predictive_layers
+@pytest.mark.parametrize("rank", ["stream", "host", "cpu"])
+def test_parts_of_predictive_steps(rank):
+    from hf_sparsekv.benchmark.predictive_parts import COPIED, copies, parts, predictive_layers, seats
 
     model = build("llama", "sparsekv")
-    cache = predictive(offload, model.config, token_budget=60)
+    cache = predictive(rank == "host", model.config, token_budget=60, cache_rank=rank)
     filling.fill_cache(model, cache, 2, 300)
     layers = predictive_layers(cache)
-    queries = [layer.policy.queries.held[:, :, 0].clone() for layer in layers]
+    queries = [policy.queries.held[:, :, 0].clone() for policy in seats(layers)[1]]
     found = parts(layers, queries, 0.25)
-    assert set(found) == {"push", "predict", "score", "select", "attend", *(["pack"] if offload else [])}
+    store = "transfer" if rank == "cpu" else "push"
+    assert set(found) == {store, "predict", "score", "select", "attend", *([] if rank == "stream" else ["pack"])}
     for run in found.values():
         for i in (0, 1, 0, 1, 0):
             run(i)
-    if offload:
-        packed = layers[0].policy.packed
+    if rank != "stream":
+        packed = copies(layers[0])
         before = packed.counters.clone()
         found["pack"](0)
         needed, copied = (packed.counters - before).tolist()

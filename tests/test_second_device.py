@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from caches import predictive
-from models import build, model, prompt
+from models import model, prompt
 from test_predictive import TIGHT, TOLERANCE, Race, decode
 
 from hf_sparsekv import PredictiveConfig, SparseCache
@@ -213,12 +213,101 @@ def test_trials_switch_copying_off_where_it_is_done(lines, monkeypatch):
 
 
 def test_all_that_is_read_beside_the_computation_is_kept_for_it(lines):
-    rank, _, _, _, side = lines
+    rank, _, _, there, side = lines
     kept = []
-    given = SimpleNamespace(record_stream=kept.append)
-    with rank.entered(rank.device, given, None):
+    given, other = (SimpleNamespace(record_stream=kept.append, device=torch.device(d)) for d in ("cpu", "meta"))
+    with rank.entered(rank.device, given, None, other):
         pass
-    assert kept == [side]
+    assert kept == [side, there]
+
+
+def test_a_captured_step_forks_by_layers_and_comes_back_whatever_happens(lines):
+    """Each layer begins behind its own attention, with a launch that overlaps nothing."""
+    rank, now, side, *_ = lines
+    rank._others, seen = [Line("other")], []
+    rank._gate = SimpleNamespace(zero_=lambda: seen.append((now[-1].name, set(now[-1].behind))))
+    for layer in range(4):
+        side.wait_stream(Line(f"attention {layer}"))
+        with pytest.raises(ValueError, match="in the middle"), rank.forked(rank.device, layer):
+            raise ValueError("in the middle")
+    assert [name for name, _ in seen] == ["there", "other", "there", "other"]
+    assert all(f"attention {layer}" in behind for layer, (_, behind) in enumerate(seen))
+    assert "other" not in seen[2][1], "layers of different lanes do not wait for each other"
+    assert "there" in seen[1][1], "but all wait for what was under way there before"
+    assert "there" not in side.behind
+    rank.rejoin(side)
+    assert {"there", "other"} <= side.behind
+    side.behind.clear()
+    rank.rejoin(side)
+    assert not side.behind, "it has come back"
+
+
+def test_layers_wait_once_for_what_all_of_them_have_handed_over(lines):
+    rank, _, home, *_ = lines
+    rank.join(rank.device)
+    home.behind.clear()
+    rank.join(rank.device)
+    assert not home.behind
+    for again in (rank.on_stream, lambda: rank.entered(rank.device), rank.paused):
+        with again():
+            pass
+        rank.join(rank.device)
+        assert "there" in home.behind
+        home.behind.clear()
+
+
+def test_what_a_trial_has_changed_is_put_back_before_the_replay(monkeypatch):
+    """A graph's work on the other device waits for this one's, not for that of the other one's stream."""
+    race = Race(captured=True, cache_rank="cpu")
+    race.feed(prompt(1, 130)["input_ids"])
+    order, policy = [], race.ours.sparse_layers[0].policy
+    monkeypatch.setattr(Rank, "join", lambda self, home: order.append("join"))
+    monkeypatch.setattr(Rank, "on_stream", lambda self: order.append("there") or nullcontext())
+    policy.restore_device(policy.save())
+    assert order == ["there", "there", "join"]
+
+
+def test_memory_of_a_captured_step_is_there_before():
+    """A graph has no pool of its own on the other device."""
+    race = Race(captured=True, cache_rank="cpu")
+    race.feed(prompt(1, 130)["input_ids"])
+    rank, record, made = race.ours.rank, race.runner._record, []
+    rank._buffers.clear()
+
+    def watch(run, device, saved):
+        made.append(dict(rank._buffers))
+        return record(run, device, saved)
+
+    race.runner._record, race.runner._warm_up = watch, lambda run, device: None
+    race.run(2)
+    assert race.runner.captures == len(made) == 1
+    handed_over = {"q", "k", "v", "length"}  # which kernels read in place
+    assert {name for name, *_ in rank._buffers} - handed_over == {name for name, *_ in made[0]} - handed_over
+    assert all(rank._buffers[key] is held for key, held in made[0].items())
+
+
+def test_a_captured_step_knows_where_the_other_device_keeps_its_blocks():
+    cache = predictive(False, **TIGHT, cache_rank="cpu")
+    decode(cache, steps=5)
+    store = cache.sparse_layers[0].store
+    before = store.addresses
+    store.twin.pool._grow(2 * store.twin.pool.capacity)
+    assert store.addresses != before
+
+
+def test_a_reset_moves_nothing_that_a_captured_step_reads():
+    cache = predictive(False, **TIGHT, cache_rank="cpu", scoring="keys")
+    decode(cache, steps=5)
+    every = cache.sparse_layers[0].policy.twin._every
+    cache.reset()
+    decode(cache, steps=5)
+    assert cache.sparse_layers[0].policy.twin._every is every
+
+
+def test_a_gpu_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"cache_rank='cuda:1', but torch finds 1 CUDA device\(s\): choose another"):
+        predictive(False, cache_rank="cuda:1")
 
 
 def test_a_copy_comes_behind_what_is_being_chosen(monkeypatch):
@@ -262,32 +351,3 @@ def test_a_step_that_cannot_be_captured_leaves_the_other_device_where_it_was():
     with pytest.warns(UserWarning, match="no graph can hold this"):
         assert race.run(40) < TOLERANCE
     assert all(layer.store.twin.length == layer.store.length for layer in race.ours.sparse_layers)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("how", [{}, {"num_beams": 3}])
-def test_two_gpus_answer_as_one(captured, how):
-    """The same tokens as with everything on one GPU; copies made in the middle of an answer go on alike."""
-    from hf_sparsekv import optimize
-
-    net = build("llama", "sparsekv").cuda()
-    if captured:
-        optimize(net, fused=False)
-    inputs = {name: t.cuda() for name, t in prompt(2, 150, (0, 30)).items()}
-    answers = []
-    for settings in ({}, {"cache_rank": "cuda:1", "strict": True}):
-        cache = predictive(False, **TIGHT, **settings)
-        go = {"do_sample": False, "min_new_tokens": 60, "max_new_tokens": 60, **how}
-        answers.append([net.generate(**inputs, **go, past_key_values=cache)])
-        twin = copy.deepcopy(cache)
-        with torch.no_grad():
-            for other in (cache, twin):
-                tokens = torch.full((other.sparse_layers[0].store.batch, 1), 5, device="cuda")
-                for _ in range(40):
-                    tokens = net(tokens, past_key_values=other).logits[:, -1:].argmax(-1).clone()
-                    answers[-1].append(tokens)
-    one, two = answers
-    assert all(torch.equal(a, b) for a, b in zip(one, two))
-    assert all(torch.equal(a, b) for a, b in zip(two[1:41], two[41:]))

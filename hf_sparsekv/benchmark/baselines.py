@@ -47,6 +47,7 @@ class Variant:
         offload: of ours, full blocks in host memory.
         crossover: of ours, attend densely where that is known to be as quick, as users' caches do. Without it a
             selection is measured whether it pays or not.
+        second: of ours, tokens are chosen on the next device (of a CPU: itself).
     """
 
     name: str
@@ -57,6 +58,7 @@ class Variant:
     crossover: bool = False
     config: type = TwoLevelConfig
     captured: bool = True
+    second: bool = False
 
     @property
     def ours(self) -> bool:
@@ -125,6 +127,17 @@ VARIANTS = {
         Variant(
             "predictive:free", "the same selection given for free", settings={"token_budget": 1024}, config=FreeConfig
         ),
+        *(
+            Variant(
+                f"predictive:second{how}",
+                f"tokens chosen a step before on a second GPU{about}",
+                settings={"token_budget": 1024, "scoring": "keys" if how == ":keys" else "labels"},
+                config=PredictiveConfig,
+                captured=how != ":eager",
+                second=True,
+            )
+            for how, about in {"": "", ":keys": ", by keys", ":eager": ", not captured"}.items()
+        ),
     )
 }
 
@@ -162,6 +175,10 @@ def check(variant: Variant, model, batch: int, context: int, host_bytes: int | N
         raise NotRun("generate() compiles on accelerators only: hf_static is the same uncompiled")
     if variant.kind == "sdpa" and not on_gpu:
         raise NotRun("only a CUDA device captures")
+    if variant.second and variant.offload:
+        raise NotRun("blocks do not go to host memory while a second device follows them")
+    if variant.second and on_gpu and torch.cuda.device_count() < 2:
+        raise NotRun("a second GPU chooses the tokens, and torch finds one only")
 
 
 def prepare(model, variant: Variant, fused: bool, capture: bool = True) -> None:
@@ -200,8 +217,23 @@ def make_cache(
     settings = {"max_length": length, "dense_below": dense_below, **variant.settings}
     if budget is not None and "token_budget" in settings and variant.name != "captured_dense":
         settings["token_budget"] = budget
+    if variant.second:
+        settings["cache_rank"] = str(next_device(model.device))
     settings = variant.config(**settings)
     return CACHES[variant.config](settings, offload=offload, model_config=model.config)
+
+
+def next_device(device: torch.device) -> torch.device:
+    """The GPU after this one; of a CPU itself."""
+    if device.type != "cuda":
+        return device
+    return torch.device("cuda", (device.index + 1) % torch.cuda.device_count())
+
+
+def second_gpu(cache) -> torch.device | None:
+    """The GPU that chooses for a cache, if it is another one than the model's."""
+    rank = getattr(cache, "rank", None)
+    return None if rank is None or rank.device.type != "cuda" else rank.device
 
 
 def chose_dense(cache) -> bool:

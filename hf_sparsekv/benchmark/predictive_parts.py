@@ -3,6 +3,9 @@
 Metrics, microseconds a layer: push_us (the step's query into the ring), predict_us, score_us, select_us, pack_us
 (newly chosen tokens into the packed buffer, read where their blocks live; pack_copied is their share of the chosen),
 and attend_us, what a step's own attention takes. What runs beside the step is free as long as it is shorter.
+
+Where a second GPU chooses, all but the attention is measured there, with transfer_us (the step's query, key and value,
+read in the first GPU's memory and stored) in place of push_us. Packing writes that GPU's memory: pack_mb, 10^6 bytes.
 """
 
 from __future__ import annotations
@@ -16,8 +19,11 @@ from torch import Tensor
 from ..attention.exact import AttentionSpec
 from ..cache import SparseCache
 from ..layer import SparseLayer
+from ..offload.store import LayerStore
 from ..ops.topk_select import token_select
+from ..selection.packed import Packed
 from ..selection.predictive import PredictivePolicy
+from ..selection.second_device import SecondDevicePolicy
 
 # Of the tokens chosen for consecutive steps, on the recorded small model: two thirds are the same (docs/accuracy.md).
 COPIED = 1 / 3
@@ -43,9 +49,24 @@ def partly_new(ids: Tensor, blocks: int, size: int, share: float) -> Tensor:
     return new
 
 
+def seats(layers: list[SparseLayer]) -> tuple[list[LayerStore], list[PredictivePolicy]]:
+    """Stores and policies of the layers, where tokens are chosen."""
+    stores, policies = [layer.store for layer in layers], [layer.policy for layer in layers]
+    if isinstance(policies[0], SecondDevicePolicy):
+        return [store.twin for store in stores], [policy.twin for policy in policies]
+    return stores, policies
+
+
+def copies(layer: SparseLayer) -> Packed | None:
+    """Where a layer's chosen tokens are brought together, if they are."""
+    policy = layer.policy
+    return policy.packs[policy.at] if isinstance(policy, SecondDevicePolicy) else policy.packed
+
+
 def parts(layers: list[SparseLayer], queries: list[Tensor], scale: float) -> dict[str, Callable[[int], None]]:
     """Each part alone, of layer ``i``; ``queries``: ``[batch, Hq, Dk]`` of each layer."""
-    stores, policies = [layer.store for layer in layers], [layer.policy for layer in layers]
+    stores, policies = seats(layers)
+    second = isinstance(layers[0].policy, SecondDevicePolicy)
     column = [store.clock.at(store.device, store.length) for store in stores]
     spec = AttentionSpec(scale=scale)
     predicted = [p.predictor.predict(p.queries.held, p.queries.position, p.queries.count) for p in policies]
@@ -59,21 +80,31 @@ def parts(layers: list[SparseLayer], queries: list[Tensor], scale: float) -> dic
     def select(i: int) -> None:
         token_select(scores[i], None, budget, stores[i].block_size, out=policies[i].ids[..., :budget])
 
+    def push(i: int) -> None:
+        policies[i].queries.push(queries[i][:, :, None], None, column[i])
+
+    def transfer(i: int) -> None:
+        rank, store = layers[i].policy.rank, layers[i].store
+        near = store.near_kv[:, :, :1]
+        policies[i].queries.push(rank.reach("q", queries[i][:, :, None]), None, column[i])
+        stores[i].append(*(rank.reach(*t) for t in zip("kv", near.split((store.key_dim, store.value_dim), -1))), None)
+
     found = {
-        "push": lambda i: policies[i].queries.push(queries[i][:, :, None], None, column[i]),
+        **({"transfer": transfer} if second else {"push": push}),
         "predict": predict,
         "score": lambda i: policies[i].scores(predicted[i], stores[i]),
         "select": select,
-        "attend": lambda i: policies[i].attend(queries[i], stores[i], spec),
+        "attend": lambda i: layers[i].policy.attend(queries[i], layers[i].store, spec),
     }
-    if all(policy.packed is not None for policy in policies):
+    if all(copies(layer) is not None for layer in layers):
         ids = [p.ids.clone() for p in policies]
         choices = [(a, partly_new(a, s.sealed, s.block_size, COPIED)) for a, s in zip(ids, stores)]
         turn = [0] * len(layers)
 
         def pack(i: int) -> None:
             turn[i] ^= 1
-            policies[i].packed.update(choices[i][turn[i]], stores[i].pool.kv, stores[i].table)
+            scratch = policies[i].memory(stores[i])[-1] if second else None
+            copies(layers[i]).update(choices[i][turn[i]], stores[i].pool.kv, stores[i].table, scratch)
 
         found["pack"] = pack
     return found
@@ -86,15 +117,21 @@ def measure_parts(cache: SparseCache, report) -> None:
     layers = predictive_layers(cache)[:SETS]
     if not layers:
         return
+    home, (stores, policies) = layers[0].store, seats(layers)
+    for device in {home.device, stores[0].device}:
+        torch.cuda.synchronize(device)
     with ExitStack() as stack:
-        for layer in layers:  # the shapes of a captured step
-            layer.store.fixed = True
-            stack.callback(setattr, layer.store, "fixed", False)
-        queries = [layer.policy.queries.held[:, :, 0].clone() for layer in layers]
-        for name, run in parts(layers, queries, layers[0].store.key_dim ** -0.5).items():
-            before = [layer.policy.packed.counters.clone() for layer in layers] if name == "pack" else []
-            time = captured(run, len(layers))
+        for store in (*(layer.store for layer in layers), *stores):  # the shapes of a captured step
+            store.fixed = True
+            stack.callback(setattr, store, "fixed", False)
+        queries = [policy.queries.held[:, :, 0].clone().to(home.device) for policy in policies]
+        for name, run in parts(layers, queries, home.key_dim**-0.5).items():
+            before = [copies(layer).counters.clone() for layer in layers] if name == "pack" else []
+            with torch.cuda.device(home.device if name == "attend" else stores[0].device):
+                time = captured(run, len(layers))
             report.add(f"{name}_us", [time.low, time.median, time.high], "us")
             if before:
-                needed, copied = sum((la.policy.packed.counters - b) for la, b in zip(layers, before)).tolist()
+                needed, copied = sum((copies(la).counters - b) for la, b in zip(layers, before)).tolist()
                 report.add("pack_copied", copied / needed, "share")
+                chosen = int((policies[0].ids >= 0).sum())
+                report.add("pack_mb", copied / needed * chosen * home.token_bytes / 1e6, "MB")

@@ -9,7 +9,8 @@ read-only bandwidth. A failure in one variant does not lose the others, and rows
 
 Metrics: tpot_ms through generate(); step_ms the captured forward alone; capture_s from the first decode step to the
 end of its capture (capture_s:cold: the variant's first in this process, compilation of Triton kernels included if its
-cache on disk is empty); growth_s a step that makes the storage grow, recapture_s the next one; peak_gb while decoding;
+cache on disk is empty); growth_s a step that makes the storage grow, recapture_s the next one; peak_gb while decoding
+(peak_gb:second on a second GPU, if that chooses);
 allocations and host_syncs of one replayed step (:seal: the largest, of a step that seals a block);
 generate_host_syncs of one token. Offloaded caches also: fill_s to make and fill the cache, pinned memory included;
 over the tokens of tpot_ms, hit_rate (share of the chosen blocks that were on the device), missed_mb (chosen blocks that
@@ -41,6 +42,7 @@ from .baselines import (
     forget_compiled,
     make_cache,
     prepare,
+    second_gpu,
 )
 from .decoding import (
     Steps,
@@ -115,6 +117,9 @@ class Bench:
         cache = make_cache(model, variant, length, self.host_bytes, pool_size(args.device_pool, kv), args.budget)
         fill_layers(source, cache)
         torch.cuda.synchronize()
+        if (second := second_gpu(cache)) is not None:
+            torch.cuda.synchronize(second)
+            torch.cuda.reset_peak_memory_stats(second)
         self.fill_s = time.perf_counter() - begin
         return cache, source.start(cache)
 
@@ -159,7 +164,7 @@ class Bench:
         torch.cuda.reset_peak_memory_stats()
         self.report.add("tpot_ms", generate(self.model, cache, batch, tokens, each=after).tpot_ms)
         self.report.note(f"{cache.stats()}")
-        self.report.add("peak_gb", torch.cuda.max_memory_allocated() / 1e9, "GB")
+        self.peak(cache)
 
     def ours(self, variant: Variant, batch: int, context: int) -> None:
         """A captured step over a cache of ours."""
@@ -187,7 +192,7 @@ class Bench:
         if variant.offload:
             meter.read().add_to(report)
             report.add("fill_s", self.fill_s, "s")
-        report.add("peak_gb", torch.cuda.max_memory_allocated() / 1e9, "GB")
+        self.peak(cache)
         if host := cache.memory_bytes()["host"]:
             report.add("host_gb", host / 1e9, "GB")
         self.counts(cache, batch, after)
@@ -203,6 +208,12 @@ class Bench:
             growth, recapture = self.growth(variant, batch, context)
             report.add("growth_s", growth, "s")
             report.add("recapture_s", recapture, "s")
+
+    def peak(self, cache) -> None:
+        """Most memory that was in use, on the second device as well."""
+        self.report.add("peak_gb", torch.cuda.max_memory_allocated() / 1e9, "GB")
+        if (second := second_gpu(cache)) is not None:
+            self.report.add("peak_gb:second", torch.cuda.max_memory_allocated(second) / 1e9, "GB")
 
     def counts(self, cache, batch: int, after: Callable[[], None]) -> None:
         """Allocations and waits of steps that are replayed, and waits of generate()'s tokens."""

@@ -43,6 +43,7 @@ class PredictivePolicy(TwoLevelPolicy):
         self.queries: QueryRing | None = None
         self.packed: Packed | None = None
         self.ids: Tensor | None = None  # TokenIds [batch, H, room] for the next step
+        self._every: Tensor | None = None  # all channels of a key, at an address that captured steps know
         self.reset()
 
     def reset(self) -> None:
@@ -64,7 +65,7 @@ class PredictivePolicy(TwoLevelPolicy):
         self.queries.clear()
         if self.packed is not None:
             self.packed.forget()
-        if not self.fine:
+        if not self.fine and (self._every is None or (len(self._every), self._every.device) != (dim, store.device)):
             self._every = torch.arange(dim, dtype=torch.int32, device=store.device)
 
     # ------------------------------------------------------------------ a step

@@ -30,19 +30,26 @@ class TwinPolicy(PredictivePolicy):
         self.rank = rank
         super().__init__(config, layer_idx, False, channels)
 
-    def choose(self, store: LayerStore) -> None:
-        queries, budget, rank = self.queries, self.config.token_budget, self.rank
-        batch, heads, _, dim = queries.held.shape
-        predicted = rank.buffer("predicted", (batch, heads, dim), store.dtype)
-        self.predictor.predict(queries.held, queries.position, queries.count, out=predicted)
-        room, n = (blocks.shape[1] * store.block_size for blocks in (store.slots, store.table))
-        scores = rank.buffer("scores", (batch, store.heads, room), torch.float32)[..., :n]
-        self.scores(predicted, store, scores)
+    def memory(self, store: LayerStore) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Where predicted queries and all scores go, and what selecting and packing need beside them."""
+        rank, (batch, heads, _, dim), lane = self.rank, self.queries.held.shape, self.rank.lane(self.layer_idx)
+        predicted = rank.buffer("predicted", (batch, heads, dim), store.dtype, lane)
+        room = store.slots.shape[1] * store.block_size
+        scores = rank.buffer("scores", (batch, store.heads, room), torch.float32, lane)
         scratch = None
-        if store.fixed and use_triton(scores):
+        if use_triton(scores):
             from ..ops.topk_select.triton import scratch_size
 
-            scratch = rank.buffer("select", (scratch_size(scores, budget),), torch.int32)
+            scratch = rank.buffer("select", (scratch_size(scores, self.config.token_budget),), torch.int32, lane)
+        return predicted, scores, scratch, rank.buffer("pack", (2 * self.ids.numel(),), torch.int32, lane)
+
+    def choose(self, store: LayerStore) -> None:
+        queries, budget = self.queries, self.config.token_budget
+        predicted, scores, scratch, _ = self.memory(store)
+        self.predictor.predict(queries.held, queries.position, queries.count, out=predicted)
+        scores = scores[..., : store.table.shape[1] * store.block_size]
+        self.scores(predicted, store, scores)
+        scratch = scratch if store.fixed else None  # it is for all that there is room for
         token_select(scores, None, budget, store.block_size, out=self.ids[..., :budget], scratch=scratch)
 
 
@@ -85,10 +92,11 @@ class SecondDevicePolicy(PredictivePolicy):
         self._key_dim = store.key_dim
         with self.rank.entered(store.device):
             self.twin.start(store.follow(self.rank), q_heads)
-            if not self.packs or len(self.packs[0].held) != store.batch:
-                width = store.key_dim + store.value_dim
-                shape = (store.batch, store.heads, room_for(self.config), width, store.dtype)
-                self.packs = [Packed(*shape, self.rank.device, self.rank.enabled, store.device) for _ in range(2)]
+            shape = (store.batch, store.heads, room_for(self.config), store.key_dim + store.value_dim)
+            held = [(tuple(packed.kv.shape), packed.kv.dtype, packed.kv.device) for packed in self.packs]
+            if held != [(shape, store.dtype, store.device)] * 2:
+                made = *shape, store.dtype, self.rank.device, self.rank.enabled, store.device
+                self.packs = [Packed(*made) for _ in range(2)]
             for packed in self.packs:
                 packed.forget()
 
@@ -109,23 +117,34 @@ class SecondDevicePolicy(PredictivePolicy):
             if q is k:
                 k = k.to(there)
                 self.twin.observe(k, k, known, store.twin)
-            else:
-                last = q if self._calibrating else q[:, :, -self.twin.queries.size :]
-                self.twin.observe(last.to(there), k.to(there), known, store.twin)
+            elif self._calibrating:
+                self.twin.observe(q.to(there), k.to(there), known, store.twin)
+            else:  # of the keys nothing but their number is asked
+                self.twin.observe(q[:, :, -self.twin.queries.size :].to(there), k, known, store.twin)
         if q is k:
             self.chosen, self.pending = False, None
 
     def mode(self, store: LeadingStore):
-        own = not isinstance(self.twin.predictor, QueryPredictor)  # it may allocate, where a graph has no memory
-        if self._calibrating or own or self.rank.device.type != store.device.type:
+        if self._calibrating or self._allocates(store) or self.rank.device.type != store.device.type:
             return None
         return self._attends(store), self.looks_ahead(store), self.at
 
+    def _allocates(self, store: LeadingStore) -> bool:
+        """Choosing takes memory there that would be somebody else's by the next replay: a graph has none there."""
+        if not isinstance(self.twin.predictor, QueryPredictor):
+            return True  # a user's may
+        if self.config.token_reduce != "mean" or not use_triton(self.rank.enabled):
+            return False
+        from ..ops._group import MANY
+
+        return self.twin.queries.held.shape[1] > MANY * store.heads
+
     def prepare(self, store: LeadingStore) -> None:
         self._take(store, strict=True)
-        if store.twin is not None and self.twin.queries.end > store.length:
+        if self.twin.queries.end > store.length:
             with self.rank.entered(store.device):
                 self.twin.queries.rewind(store.length)
+        self.twin.memory(store.twin)  # not while a step is being captured
         self.rank.join(store.device)
 
     def attend(self, q: Tensor, store: LeadingStore, spec: AttentionSpec) -> Tensor:
@@ -150,7 +169,8 @@ class SecondDevicePolicy(PredictivePolicy):
 
     def look_ahead(self, q: Tensor, store: LeadingStore, again: bool = False) -> None:
         twin, used = store.twin, () if store.new is None else (q, *store.new)
-        with self.rank.entered(store.device, *(() if store.fixed else used), beside=store.fixed):
+        forked, entered = self.rank.forked, self.rank.entered
+        with forked(store.device, self.layer_idx) if store.fixed else entered(store.device, *used):
             twin.fixed = store.fixed
             try:
                 self._follow(q, store)
@@ -168,17 +188,13 @@ class SecondDevicePolicy(PredictivePolicy):
         if store.new is None:
             twin.length = store.length
             return
-        (k, v, valid), store.new = store.new, None
+        given, store.new = store.new, None
+        k, v, valid = (self.rank.reach(name, tensor) for name, tensor in zip(("k", "v", "valid"), given))
         if store.fixed:
-            store.kept = k, v, valid
-            held = twin.clock.at(twin.device, twin.length)
-            held.copy_(store.clock.held(store.device))
-            twin.clock.forget()
-        given = {"q": q[:, :, None], "k": k, "v": v, "valid": valid}
-        there = [self.rank.here(name, tensor) for name, tensor in given.items()]
-        if store.fixed:
-            self.twin.queries.push(there[0], there[3], twin.clock.held(twin.device))
-        twin.append(*there[1:])
+            store.kept = given
+            q = self.rank.reach("q", q[:, :, None])
+            self.twin.queries.push(q, valid, twin.clock.held(twin.device))
+        twin.append(k, v, valid)
 
     def _choose(self, store: LeadingStore, again: bool) -> None:
         twin = store.twin
@@ -192,8 +208,7 @@ class SecondDevicePolicy(PredictivePolicy):
         self.twin.choose(twin)
         in_place = store.fixed or again  # a captured step: what it has attended to is over
         at = self.at if in_place else 1 - self.at
-        scratch = self.rank.buffer("pack", (2 * self.twin.ids.numel(),), torch.int32)
-        self.packs[at].update(self.twin.ids, twin.pool.kv, twin.table, scratch)
+        self.packs[at].update(self.twin.ids, twin.pool.kv, twin.table, self.twin.memory(twin)[-1])
         self.chosen = True
         if in_place:
             self.known = twin.sealed
@@ -243,19 +258,23 @@ class SecondDevicePolicy(PredictivePolicy):
     def restore_device(self, saved: dict) -> None:
         with self.rank.on_stream():
             self.twin.ids.copy_(saved["ids"])
+        if self.packs:
+            self.rank.join(self.packs[0].kv.device)  # a graph's work there is behind this device's, not behind that
 
     # ------------------------------------------------------------------ rows
 
     def reopened(self) -> None:
         self.chosen, self.pending, self.known = False, None, None
         self.twin.reopened()
-        for packed in self.packs:
-            packed.forget()
+        if self.packs:
+            with self.rank.entered(self.packs[0].kv.device):
+                for packed in self.packs:
+                    packed.forget()
 
     @lasting
     def map_rows(self, index: Tensor) -> None:
-        there = index.to(self.rank.device)
-        with self.rank.entered(index.device):
+        with self.rank.entered(index.device, index):
+            there = index.to(self.rank.device)
             self.twin.map_rows(there)
             for packed in self.packs:
                 packed.map_rows(there)

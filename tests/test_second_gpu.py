@@ -1,0 +1,256 @@
+"""Conversations whose tokens a second device chooses: the same as with everything on one, however slow it is."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+
+import pytest
+import torch
+from caches import FULL, predictive
+from models import build, prompt
+from test_graphs import Imitation
+from test_predictive import TIGHT
+from torch import Tensor
+
+from hf_sparsekv import optimize
+from hf_sparsekv.graphs import runner_of
+from hf_sparsekv.offload.leading import Rank
+from hf_sparsekv.selection.second_device import TwinPolicy
+
+GPU = torch.cuda.device_count()
+CYCLES = 4_000_000  # of a second device that is slow: about 2 ms
+PLACES = [
+    "cpu",  # the same script without a GPU, its captured steps imitated
+    pytest.param("cuda:0", marks=pytest.mark.gpu),  # another stream of the same GPU
+    pytest.param("cuda:1", marks=[pytest.mark.gpu, pytest.mark.skipif(GPU < 2, reason="needs two GPUs")]),
+]
+there = pytest.mark.parametrize("there", PLACES)
+captured = pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+
+
+def net_for(there: str, captured: bool) -> torch.nn.Module:
+    net = build("llama", "sparsekv")
+    if there == "cpu":
+        if captured:
+            Imitation(net).install()
+        return net
+    net = net.cuda()
+    return optimize(net, fused=False) if captured else net
+
+
+def replays(net: torch.nn.Module) -> int:
+    runner = runner_of(net)
+    return 0 if runner is None else runner.replays
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Makes everything late that is done on the second device, in captured steps as well."""
+
+    def install(cycles: int = CYCLES) -> None:
+        def later(work):
+            @contextmanager
+            def late(self, *args):
+                with work(self, *args):
+                    if self.stream is not None:
+                        torch.cuda._sleep(cycles)
+                    yield
+
+            return late
+
+        monkeypatch.setattr(Rank, "entered", later(Rank.entered))
+        monkeypatch.setattr(Rank, "forked", later(Rank.forked))
+
+    return install
+
+
+class Conversation:
+    """One cache and what it was told; ``said`` are the tokens of all answers."""
+
+    def __init__(self, net: torch.nn.Module, cache) -> None:
+        self.net, self.cache, self.said = net, cache, []
+        self.device = next(net.parameters()).device
+        self.begin()
+
+    def begin(self) -> None:
+        self.mask = torch.ones(0, 0, dtype=torch.long, device=self.device)
+
+    @torch.no_grad()
+    def feed(self, ids: Tensor, mask: Tensor | None = None) -> None:
+        ids = ids.to(self.device)
+        mask = torch.ones_like(ids) if mask is None else mask.to(self.device)
+        self.mask = torch.cat((self.mask, mask), dim=1) if self.mask.numel() else mask
+        logits = self.net(ids, attention_mask=self.mask, past_key_values=self.cache, logits_to_keep=1).logits
+        self.next = logits[:, -1:].argmax(-1).clone()
+
+    def answer(self, steps: int) -> None:
+        for _ in range(steps):
+            self.said.append(self.next.cpu())
+            self.feed(self.next)
+
+    def crop(self, remove: int) -> None:
+        self.mask = self.mask[:, :-remove]
+        self.cache.crop(-remove)
+
+    def rows(self, *index: int) -> None:
+        index = torch.tensor(index, device=self.device)
+        self.mask, self.next = self.mask[index], self.next[index]
+        self.cache.reorder_cache(index)
+
+    @property
+    def tokens(self) -> list[list]:
+        return [token.flatten().tolist() for token in self.said]
+
+
+def everything(net: torch.nn.Module, cache) -> list[list]:
+    """All that a conversation can do to a cache."""
+    talk = Conversation(net, cache)
+    for _ in range(2):
+        talk.feed(*prompt(2, 150, (0, 30)).values())
+        talk.answer(20)
+        for remove in (3, 30):  # drafts, and blocks that are reopened
+            talk.crop(remove)
+            talk.answer(5)
+        talk.feed(prompt(2, 40, seed=1)["input_ids"])  # a second turn
+        talk.answer(5)
+        talk.rows(1, 0)
+        talk.answer(5)
+        talk.rows(0, 1, 1)
+        talk.answer(18)
+        cache.reset()
+        talk.begin()
+    return talk.tokens
+
+
+@there
+@captured
+@pytest.mark.parametrize("delayed", [False, True], ids=["quick", "slow"])
+def test_a_conversation_is_the_same(there, captured, delayed, slow):
+    net = net_for(there, captured)
+    expected = everything(net, predictive(False, **TIGHT))
+    before = replays(net)
+    if delayed:
+        slow()
+    cache = predictive(False, **TIGHT, cache_rank=there, strict=True)
+    assert everything(net, cache) == expected
+    assert replays(net) - before == (before if captured else 0) >= 100 * captured
+
+
+@there
+@captured
+def test_generate_with_beams_and_copies(there, captured, slow):
+    """Rows are reordered after each token; copies made in the middle of an answer go on alike."""
+    net, inputs = net_for(there, captured), prompt(2, 150, (0, 30))
+    inputs = {name: t.to(next(net.parameters()).device) for name, t in inputs.items()}
+    answers = []
+    for settings in ({}, {"cache_rank": there, "strict": True}):
+        cache = predictive(False, **TIGHT, **settings)
+        go = {"do_sample": False, "min_new_tokens": 30, "max_new_tokens": 30, "num_beams": 3}
+        answers.append([net.generate(**inputs, **go, past_key_values=cache).tolist()])
+        for other in (cache, copy.deepcopy(cache)):
+            talk = Conversation(net, other)
+            talk.mask = torch.ones(6, other.get_seq_length(), dtype=torch.long, device=talk.device)
+            talk.mask[:, : inputs["input_ids"].shape[1]] = inputs["attention_mask"].repeat_interleave(3, 0)
+            talk.feed(torch.full((6, 1), 5))
+            talk.answer(20)
+            answers[-1].append(talk.tokens)
+        slow()
+    assert answers[0] == answers[1]
+    assert answers[1][1] == answers[1][2]
+
+
+@there
+@captured
+def test_a_budget_for_everything_gives_the_dense_answer(there, captured):
+    net, inputs = net_for(there, captured), prompt(2, 150, (0, 40))
+    device = next(net.parameters()).device
+    inputs = {name: t.to(device) for name, t in inputs.items()}
+    go = {"do_sample": False, "min_new_tokens": 40, "max_new_tokens": 40}
+    expected = build("llama", "sdpa").to(device).generate(**inputs, **go)
+    cache = predictive(False, **FULL, cache_rank=there)
+    assert torch.equal(net.generate(**inputs, **go, past_key_values=cache), expected)
+    assert replays(net) == 39 * captured
+    twin = cache.sparse_layers[0].store.twin
+    assert (twin.length, twin.sealed) == (cache.get_seq_length(), cache.sparse_layers[0].store.sealed)
+
+
+@there
+@captured
+def test_two_caches_in_turn(there, captured, slow):
+    net, prompts = net_for(there, captured), [prompt(2, 150, seed=seed)["input_ids"] for seed in (3, 4)]
+    answers = []
+    for settings in ({}, {"cache_rank": there, "strict": True}):
+        talks = [Conversation(net, predictive(False, **TIGHT, **settings)) for _ in prompts]
+        for talk, ids in zip(talks, prompts):
+            talk.feed(ids)
+        before = replays(net)
+        for _ in range(20):
+            for talk in talks:
+                talk.answer(1)
+        assert replays(net) - before == 40 * captured
+        answers.append([talk.tokens for talk in talks])
+        slow()
+    assert answers[0] == answers[1]
+    assert answers[0][0] != answers[0][1]
+
+
+@there
+@captured
+def test_after_an_error_there_a_reset_helps(there, captured, monkeypatch):
+    net, failing = net_for(there, captured), []
+    choose = TwinPolicy.choose
+
+    def fail(self, store):
+        if failing and not store.fixed:  # of captured steps: where a block is sealed
+            raise OSError("the other device is gone")
+        choose(self, store)
+
+    expected = everything(net, predictive(False, **TIGHT))
+    monkeypatch.setattr(TwinPolicy, "choose", fail)
+    cache = predictive(False, **TIGHT, cache_rank=there, strict=True)
+    talk = Conversation(net, cache)
+    talk.feed(prompt(2, 150)["input_ids"])
+    talk.answer(3)
+    failing.append(True)
+    with pytest.raises(OSError, match="the other device is gone"):
+        talk.answer(20)
+    failing.clear()
+    with pytest.raises(RuntimeError, match=r"reset\(\)"):
+        talk.answer(1)
+    cache.reset()
+    assert everything(net, cache) == expected
+
+
+@pytest.mark.parametrize("there", PLACES[1:])
+def test_a_selection_that_is_late_is_used_later_and_counted(there, slow):
+    net = net_for(there, captured=False)
+    cache = predictive(False, **TIGHT, cache_rank=there)
+    talk = Conversation(net, cache)
+    talk.feed(prompt(2, 150)["input_ids"])
+    slow(20 * CYCLES)
+    for _ in range(20):
+        before = [layer.store.sealed for layer in cache.sparse_layers]
+        talk.answer(1)
+        for layer, sealed in zip(cache.sparse_layers, before):
+            assert layer.policy.known == sealed, "what left the ring could have been chosen"
+    stats = cache.stats()
+    assert stats.dense_calls == 0 and 10 < stats.late <= 40
+
+
+@pytest.mark.parametrize("there", PLACES[1:])
+def test_a_step_that_cannot_be_captured_there_runs_eagerly(there, monkeypatch):
+    """Last: what a failed capture leaves behind would show in the tests after it."""
+    expected = everything(net_for(there, captured=False), predictive(False, **TIGHT))
+    choose = TwinPolicy.choose
+
+    def fail(self, store):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("no graph can hold this")
+        choose(self, store)
+
+    monkeypatch.setattr(TwinPolicy, "choose", fail)
+    net = net_for(there, captured=True)
+    with pytest.warns(UserWarning, match="no graph can hold this"):
+        found = everything(net, predictive(False, **TIGHT, cache_rank=there, strict=True))
+    assert found == expected
