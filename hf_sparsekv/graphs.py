@@ -29,6 +29,8 @@ from .sliding import SlidingRing
 _STATIC = ("input_ids", "position_ids", "attention_mask", "past_key_values")
 _MAX_GRAPHS = 8  # per cache: modes x shapes that alternate; the oldest goes first
 
+Sides = tuple[torch.cuda.Stream, torch.cuda.Stream]  # beside a step: of its priority, behind it
+
 
 class StepRunner:
     """Replaces ``model.forward``: replays decode steps over a sparse cache, runs everything else as it was.
@@ -52,7 +54,7 @@ class StepRunner:
         self._said: set[str] = set()
         self._warm: set[Hashable] = set()  # kinds of steps whose kernels are compiled
         self._devices: set[torch.device] | None = None
-        self._captures_on: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+        self._captures_on: tuple[torch.cuda.Stream, Sides] | None = None
 
     # ------------------------------------------------------------------ installing
 
@@ -258,9 +260,11 @@ class StepRunner:
         saved_rings = [ring.ring_valid.clone() for ring in rings]
         cache_ref = weakref.ref(cache)  # or its graphs would keep it alive
 
-        def run(side: torch.cuda.Stream | None):
+        yields = all(layer.policy.yields for layer in layers)
+
+        def run(sides: Sides | None):
             cache = cache_ref()
-            replay = Replay(valid, side, cache.rank)
+            replay = Replay(valid, sides and sides[yields], cache.rank)
             for layer in layers:
                 layer.replay, layer.store.fixed = replay, True
             for ring in rings:
@@ -306,29 +310,32 @@ class StepRunner:
                 ring.ring_valid.copy_(valid_before)
         return CapturedStep(graph, ids, positions, valid, output, queries)
 
-    def _streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        """What all steps are captured on: cuBLAS keeps a workspace of 32 MB for each stream that it has seen."""
+    def _streams(self, device: torch.device) -> tuple[torch.cuda.Stream, Sides]:
+        """What all steps are captured on: cuBLAS keeps a workspace of 32 MB for each stream that it has seen.
+
+        And what looks ahead: behind the step's own work, or of its priority (``Policy.yields``).
+        """
         if self._captures_on is None or self._captures_on[0].device != device:
-            # Of one priority: what looks ahead took 6 % longer behind the step than among it (H200, 8 x 32k, predictive).
-            self._captures_on = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            main, equal = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
+            self._captures_on = main, (equal, torch.cuda.Stream(device))
         return self._captures_on
 
     def _warm_up(self, run: Callable, device: torch.device) -> None:
         """Run once, which compiles the kernels. (Nothing to do for tests without a GPU.)"""
         if device.type == "cuda":
-            main, side = self._streams(device)
+            main, sides = self._streams(device)
             main.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(main):
-                run(side)
+                run(sides)
             torch.cuda.current_stream(device).wait_stream(main)
 
     def _record(self, run: Callable, device: torch.device, saved: list[Saved]) -> tuple[torch.cuda.CUDAGraph, object]:
         """Capture ``run``. (Tests without a GPU put an imitation here.)"""
-        main, side = self._streams(device)
+        main, sides = self._streams(device)
         main.wait_stream(torch.cuda.current_stream(device))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=main, capture_error_mode="thread_local"):
-            output = run(side)
+            output = run(sides)
         return graph, output
 
 

@@ -35,6 +35,7 @@ class Policy:
     fetches = False  # chosen blocks are brought to the device
     store_type = LayerStore
     bundle = 1  # layers that begin to look ahead together in a captured step
+    yields = True  # what looks ahead takes the processors that the step itself leaves
 
     def prepare(self, store: LayerStore) -> None:
         """A step is about to be captured or replayed: make what it uses and is not there yet."""

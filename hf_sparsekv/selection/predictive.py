@@ -30,6 +30,7 @@ class PredictivePolicy(TwoLevelPolicy):
 
     config: PredictiveConfig
     method = "predictive"
+    yields = False  # measured on an H200, 8 x 32k: behind the step 7.5 ms, among it 7.1
 
     def __init__(
         self, config: PredictiveConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None

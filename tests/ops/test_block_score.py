@@ -69,8 +69,8 @@ def check(place, case, reduce, metadata):
     assert got is out
     # Products of 16-bit numbers are exact in float32, so all dtypes agree to float32 rounding.
     given = q.cpu(), bounds.cpu(), *(t.cpu() for t in rest)
-    place.close(got, reference(*given, reduce, metadata), ratio=2e-6)
-    place.close(each, reference(*given, "none", metadata), ratio=2e-6)
+    place.close(got, reference(*given, reduce, metadata), ratio=4e-6)
+    place.close(each, reference(*given, "none", metadata), ratio=4e-6)
     alone = block_score(q, bounds, *rest, reduce, metadata)
     assert torch.equal(alone, got)
 
@@ -91,7 +91,7 @@ def test_negative_scores(place, group):
     q, bounds, fill, slots = make(place, 1, 2, group, 64, 9)
     q, bounds = q.abs(), -bounds.abs()
     got = block_score(q, bounds, fill, slots, "max")
-    place.close(got, reference(q.cpu(), bounds.cpu(), fill.cpu(), slots.cpu(), "max"), ratio=2e-6)
+    place.close(got, reference(q.cpu(), bounds.cpu(), fill.cpu(), slots.cpu(), "max"), ratio=4e-6)
 
 
 def test_strides_and_mixed_dtypes(place32):

@@ -17,8 +17,8 @@ from .words import can_score_words, score_words
 SELECTABLE = tl.constexpr(_SELECTABLE)
 TILE = 128  # tokens a program. Not tuned yet.
 MATRIX = True  # packed labels, "max" and 16-bit queries by tensor cores (matrix); measured on an H200
-# Labels that are whole keys of latents (576 wide) are taken in pieces: at once they exceed an H200's shared memory.
-WIDEST, PIECE = 256, 64  # Not tuned yet.
+# Whole keys of latents (576 wide) as labels are taken in pieces: at once they exceed an H200's shared memory.
+WIDEST, WIDEST_PACKED, PIECE = 256, 128, 64  # entries of codes; not tuned yet
 QUERIES = 2048  # bytes of labels times heads above which a program has twice the warps
 
 
@@ -88,33 +88,42 @@ def _token_score_kernel(
     p_row = p_q + i_batch * q_batch + (i_head * GROUP + o_g[:, None]) * q_head
     p_code = p_codes + b_slot[:, None] * codes_slot + i_head * codes_head + o_in[:, None] * codes_token
     if PACKED:
-        # The query's label channels; packed codes hold the second half of them in the high four bits.
-        o_w = tl.arange(0, BW)
-        m_w = o_w < WIDTH
-        m_q = (o_g < GROUP)[:, None] & m_w[None, :]
-        b_channel = tl.load(p_channels + o_w, mask=m_w, other=0)  # [BW]
-        b_low = tl.load(p_row + b_channel[None, :] * q_dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
-        b_channel = tl.load(p_channels + o_w + WIDTH, mask=m_w, other=0)  # [BW]
-        b_high = tl.load(p_row + b_channel[None, :] * q_dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
-        # What is not live may hold anything, NaN included, and is not read.
-        b_code = tl.load(p_code + o_w[None, :], mask=m_live[:, None] & m_w[None, :], other=0).to(tl.int32)  # [BT, BW]
-        b_low_code, b_high_code = b_code & 15, b_code >> 4
+        # label = digit * scale + zero, so q . label = scale * (q . digits) + zero * sum(q)
+        if MEAN:
+            b_s, b_sum = tl.zeros([BT], tl.float32), tl.zeros([BW], tl.float32)
+        else:
+            b_all, b_sum = tl.zeros([BT, BG], tl.float32), tl.zeros([BG], tl.float32)
+        for i in tl.static_range(0, WIDTH, BW):
+            # The query's label channels; packed codes hold the second half of them in the high four bits.
+            o_w = i + tl.arange(0, BW)
+            m_w = o_w < WIDTH
+            m_q = (o_g < GROUP)[:, None] & m_w[None, :]
+            b_channel = tl.load(p_channels + o_w, mask=m_w, other=0)  # [BW]
+            b_low = tl.load(p_row + b_channel[None, :] * q_dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
+            b_channel = tl.load(p_channels + o_w + WIDTH, mask=m_w, other=0)  # [BW]
+            b_high = tl.load(p_row + b_channel[None, :] * q_dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
+            # What is not live may hold anything, NaN included, and is not read.
+            b_code = tl.load(p_code + o_w[None, :], mask=m_live[:, None] & m_w[None, :], other=0).to(tl.int32)
+            b_low_code, b_high_code = b_code & 15, b_code >> 4  # [BT, BW]
+            if MEAN:
+                b_low_mean = tl.sum(b_low, 0) / GROUP  # [BW]
+                b_high_mean = tl.sum(b_high, 0) / GROUP  # [BW]
+                b_sum += b_low_mean + b_high_mean
+                b_both = b_low_code.to(tl.float32) * b_low_mean[None, :]
+                b_s += tl.sum(b_both + b_high_code.to(tl.float32) * b_high_mean[None, :], 1)
+            else:
+                b_sum += tl.sum(b_low + b_high, 1)
+                b_low_q, b_high_q = tl.trans(b_low), tl.trans(b_high)  # [BW, BG]
+                if NATIVE:  # digits 0 .. 15 are exact in any 16-bit type
+                    b_low_q, b_high_q = b_low_q.to(p_q.dtype.element_ty), b_high_q.to(p_q.dtype.element_ty)
+                b_all = tl.dot(b_low_code.to(b_low_q.dtype), b_low_q, b_all, input_precision="ieee")  # [BT, BG]
+                b_all = tl.dot(b_high_code.to(b_high_q.dtype), b_high_q, b_all, input_precision="ieee")
         p_param = p_qparams + b_slot * qparams_slot + i_head * qparams_head + o_in * qparams_token
         b_scale = tl.load(p_param, mask=m_live, other=0.0).to(tl.float32)  # [BT]
         b_zero = tl.load(p_param + 1, mask=m_live, other=0.0).to(tl.float32)  # [BT]
-        # label = digit * scale + zero, so q . label = scale * (q . digits) + zero * sum(q)
         if MEAN:
-            b_low = tl.sum(b_low, 0) / GROUP  # [BW]
-            b_high = tl.sum(b_high, 0) / GROUP  # [BW]
-            b_both = b_low_code.to(tl.float32) * b_low[None, :] + b_high_code.to(tl.float32) * b_high[None, :]
-            b_s = b_scale * tl.sum(b_both, 1) + b_zero * tl.sum(b_low + b_high, 0)  # [BT]
+            b_s = b_scale * b_s + b_zero * tl.sum(b_sum, 0)  # [BT]
         else:
-            b_sum = tl.sum(b_low + b_high, 1)  # [BG]
-            b_low, b_high = tl.trans(b_low), tl.trans(b_high)  # [BW, BG]
-            if NATIVE:  # digits 0 .. 15 are exact in any 16-bit type
-                b_low, b_high = b_low.to(p_q.dtype.element_ty), b_high.to(p_q.dtype.element_ty)
-            b_all = tl.dot(b_low_code.to(b_low.dtype), b_low, input_precision="ieee")  # [BT, BG]
-            b_all += tl.dot(b_high_code.to(b_high.dtype), b_high, input_precision="ieee")
             b_all = b_scale[:, None] * b_all + b_zero[:, None] * b_sum[None, :]
     else:
         if MEAN:
@@ -217,7 +226,7 @@ def token_score(
             BLOCK_SIZE=block_size,
             WIDTH=width,
             BG=max(16, triton.next_power_of_2(group)),
-            BW=max(16, triton.next_power_of_2(width)) if packed or width <= WIDEST else PIECE,
+            BW=max(16, triton.next_power_of_2(width)) if width <= (WIDEST_PACKED if packed else WIDEST) else PIECE,
             BT=TILE,
             num_warps=8 if group * width > QUERIES else 4,
             **overlap(q),
