@@ -27,7 +27,7 @@ LARGEST = tl.constexpr(127 * 128.0)  # of the numbers that stand for queries
 
 @triton.jit
 def _digits(b_code, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GPU: tl.constexpr):
-    """Bytes ``[ROWS, COLUMNS]`` as int8 ``[ROWS, 2 COLUMNS]``: a byte's low digit, its high one, and the next byte's."""
+    """Bytes ``[ROWS, COLUMNS]`` as int8 ``[ROWS, 2 COLUMNS]``: a byte's low digit, its high one, the next byte's."""
     if GPU:  # four bytes at once; the compiler would take them one by one
         b_low = tl.inline_asm_elementwise(
             "and.b32 $0, $1, 0x0F0F0F0F;", "=r,r", [b_code], dtype=tl.int8, is_pure=True, pack=4
