@@ -68,7 +68,7 @@ def test_against_reference(place, case, reduce, bits):
     out = place.nan(batch, heads, n * block_size, dtype=torch.float32)
     got = token_score(*args, reduce, out=out, words=words, matrix=matrix, blocks_a_program=2)
     assert got is out
-    # Products of 16-bit numbers are exact in float32, so all dtypes agree to float32 rounding; `matrix` takes queries in
+    # Products of 16-bit numbers are exact in float32, so all dtypes agree to its rounding; `matrix` takes queries in
     # fixed point.
     place.close(got, reference(*on_cpu(args), reduce), ratio=1e-4 if matrix else 4e-6)
 
