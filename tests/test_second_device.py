@@ -11,7 +11,8 @@ import pytest
 import torch
 from caches import predictive
 from models import build, model, prompt
-from test_predictive import TIGHT, TOLERANCE, Race, decode
+from oracle import TOLERANCE
+from test_predictive import TIGHT, PredictiveRace, decode
 
 from hf_sparsekv import PredictiveConfig, SparseCache
 from hf_sparsekv.offload.leading import LeadingStore, Rank
@@ -116,7 +117,7 @@ def test_a_predictor_of_ones_own_is_not_captured_there():
     def newest(ring, position, count):
         return ring.index_select(2, ((position + ring.shape[2] - 1) % ring.shape[2]).long())[:, :, 0]
 
-    race = Race(captured=True, cache_rank="cpu", predictor=newest)
+    race = PredictiveRace(captured=True, cache_rank="cpu", predictor=newest)
     race.feed(prompt(1, 130)["input_ids"])
     race.oracle.config.predictor = "last"
     race.crop(1)
@@ -234,7 +235,7 @@ def test_a_copy_comes_behind_what_is_being_chosen(monkeypatch):
 
 def test_a_captured_step_keeps_what_the_other_device_still_reads():
     """A graph's memory of what is let go would go to later layers, while the other device has yet to read it."""
-    race = Race(captured=True, cache_rank="cpu")
+    race = PredictiveRace(captured=True, cache_rank="cpu")
     race.feed(prompt(1, 130)["input_ids"])
     kept, record = [], race.runner._record
 
@@ -250,7 +251,7 @@ def test_a_captured_step_keeps_what_the_other_device_still_reads():
 
 
 def test_a_step_that_cannot_be_captured_leaves_the_other_device_where_it_was():
-    race = Race(captured=True, cache_rank="cpu", strict=True)
+    race = PredictiveRace(captured=True, cache_rank="cpu", strict=True)
     race.feed(prompt(1, 130)["input_ids"])
     record = race.runner._record
 
