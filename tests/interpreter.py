@@ -1,11 +1,11 @@
-"""Triton's interpreter without work whose result it throws away, or has already: tests of kernels take half as long.
+"""Triton's interpreter without work whose result it throws away, or has already.
 
-What an operation of a kernel computes stays Triton's. Measured on Triton 3.7.1, of the time of ``tests/ops``:
+Tests of kernels take a third of the time so. What an operation of a kernel computes stays Triton's. Triton 3.7.1:
 
 * every call of a jitted function by another looks through all members of ``triton.language`` for what to replace,
-  which the launch has done (a quarter to a half);
+  which the launch has done (half the time where kernels are made of small functions);
 * every integer sum, difference and product is computed again in 64 bits, for an assertion that only ``debug`` makes
-  (a quarter, where a kernel computes with integers);
+  (half the time of the selection kernels);
 * every operation makes the table of numpy's types anew;
 * ``tl.reduce`` and ``tl.associative_scan`` with a function of one's own go from number to number. Here a function gets
   the halves of what is to be reduced, as on a GPU, or one row of a scan after the other.
