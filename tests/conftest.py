@@ -24,6 +24,8 @@ import transformers
 
 from hf_sparsekv.models import is_fetched, small_model_path
 
+pytest.register_assert_rewrite("captured", "saved_files")  # modules with assertions of several files' tests
+
 
 def pytest_report_header() -> str:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
