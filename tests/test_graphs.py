@@ -189,12 +189,12 @@ def test_replays_imitated(name, cache, pads):
     runner = Imitation(fast)
     runner.install()
     caches = CACHES[cache](**TIGHT), CACHES[cache](**TIGHT)
-    go = {"do_sample": False, "max_new_tokens": 100}
+    go = {"do_sample": False, "max_new_tokens": 120}
     expected = model(name).generate(**inputs, past_key_values=caches[0], **go)
     found = fast.generate(**inputs, past_key_values=caches[1], **go)
     assert torch.equal(found, expected)
     same_counts(*caches)
-    least = 80 if cache == "predictive-second" else 90  # a second device calibrates eagerly
+    least = 100 if cache == "predictive-second" else 110  # a second device calibrates eagerly
     assert runner.replays > least or cache in EAGER
     assert runner.captures < 12
 
