@@ -304,6 +304,8 @@ def _fill(layer: SparseLayer, record: Layer, file: Reader, prefix: str, device: 
     nothing = torch.empty(1, dtype=getattr(torch, record.dtype), device=device)
     shape = [(*rows, tokens, dim) for dim in (record.key_dim, record.value_dim)]
     layer.latent = record.latent
+    if isinstance(layer.policy, PredictivePolicy) != bool(record.ring):
+        raise damaged(file.path, f"ring in layer {layer.index} does not fit the rest")
     q_heads = record.ring[0] if record.ring else record.query_heads or record.heads
     layer._begin(Step(layer, *(nothing.expand(s) for s in shape), 0), q_heads)
     store, policy = layer.store, layer.policy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -14,10 +15,16 @@ import torch
 # Before triton is imported: without a GPU its kernels run in the interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if importlib.util.find_spec("triton"):
+        import interpreter
+
+        interpreter.install()
 
 import transformers
 
 from hf_sparsekv.models import is_fetched, small_model_path
+
+pytest.register_assert_rewrite("captured", "saved_files")  # modules with assertions of several files' tests
 
 
 def pytest_report_header() -> str:

@@ -1,7 +1,7 @@
 """Two-level selection written a second time, slowly, over the keys of a stock ``DynamicCache``.
 
-Nothing here comes from the package but the configuration's fields. Everything is recomputed at every step from the
-plain keys and queries: which columns are sealed, the channels, the block bounds, the labels, the choice.
+Nothing of the oracle comes from the package but the configuration's fields. Everything is recomputed at every step from
+the plain keys and queries: which columns are sealed, the channels, the block bounds, the labels, the choice.
 """
 
 from __future__ import annotations
@@ -10,8 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from captured import Imitation
+from models import build, model, prompt
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, DynamicCache
+
+from hf_sparsekv import SparseCache
 
 NAME = "two_level_oracle"
 
@@ -53,15 +57,13 @@ class Oracle:
         group = query.shape[1] // heads
         allowed = torch.zeros(batch, heads, q, length, dtype=torch.bool)
         for row in range(batch):
-            seen = self.valid[row, :length]
+            if q > 1:
+                allowed[row] = self.valid[row, :length] & (torch.arange(length) <= past + torch.arange(q)[:, None])
+                continue
             for head in range(heads):
-                if q == 1:
-                    columns = self.decode_columns(state, layer, row, head, group, query, key)
-                    allowed[row, head, 0, columns] = True
-                    self.attended += len(columns)
-                    continue
-                for i in range(q):
-                    allowed[row, head, i, : past + i + 1] = seen[: past + i + 1]
+                columns = self.decode_columns(state, layer, row, head, group, query, key)
+                allowed[row, head, 0, columns] = True
+                self.attended += len(columns)
         self.decode_calls += q == 1
         if layer < self.config.dense_layers:
             return dense_attention(query, key, value, allowed, group, scale)
@@ -74,7 +76,7 @@ class Oracle:
     def decode_columns(self, state, layer, row, head, group, query, key) -> list[int]:
         config, size = self.config, self.config.block_size
         length = key.shape[2]
-        real = [c for c in range(length) if self.valid[row, c]]
+        real = self.real(row, length)
         fine = config.level != "block"
         if layer < config.dense_layers or (fine and state.channels is None):
             return real
@@ -110,17 +112,24 @@ class Oracle:
 
     # ------------------------------------------------------------------ definitions
 
-    def block_bound(self, queries: Tensor, keys: Tensor) -> float:
-        """What the block's keys are taken to score, per query head; then the reduction."""
+    def real(self, row: int, length: int) -> list[int]:
+        """The columns of a row that are no padding."""
+        return self.valid[row, :length].nonzero().flatten().tolist()
+
+    def block_bounds(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """What the block's keys are taken to score, per query head."""
         high, low = keys.amax(0), keys.amin(0)
         if self.config.metadata == "min_max":  # the largest q . k that a key inside the block's box could have
-            bounds = [float(torch.maximum(q * high, q * low).sum()) for q in queries]
-        elif self.config.metadata == "mean":
-            bounds = [float((q * keys.mean(0)).sum()) for q in queries]
-        else:
-            centre = (high + low) / 2
-            away = (keys - centre).abs().mean(0)
-            bounds = [float((q * centre).sum() + (q.abs() * away).sum()) for q in queries]
+            return torch.maximum(queries * high, queries * low).sum(1)
+        if self.config.metadata == "mean":
+            return (queries * keys.mean(0)).sum(1)
+        centre = (high + low) / 2
+        away = (keys - centre).abs().mean(0)
+        return (queries * centre).sum(1) + (queries.abs() * away).sum(1)
+
+    def block_bound(self, queries: Tensor, keys: Tensor) -> float:
+        """The same for the KV head."""
+        bounds = self.block_bounds(queries, keys).tolist()
         return max(bounds) if self.config.block_reduce == "max" else sum(bounds) / len(bounds)
 
     def choose_channels(self, queries: Tensor, keys: Tensor) -> list[list[list[int]]]:
@@ -129,7 +138,7 @@ class Oracle:
         r = self.config.label_channels or dim // 4
         rows = []
         for row in range(batch):
-            real = self.valid[row, :length].nonzero().flatten().tolist()
+            real = self.real(row, length)
             picks = []
             for head in range(heads):
                 k = keys[row, head, real].abs()
@@ -197,3 +206,57 @@ def _attention(module, query, key, value, attention_mask, scaling=None, **kwargs
 
 
 AttentionInterface.register(NAME, _attention)
+
+
+TOLERANCE = 2e-3  # of logits whose spread is about 10
+
+
+class Race:
+    """One model twice, with our cache and with an oracle over a stock cache, fed the same tokens.
+
+    Attributes:
+        runner: replays our steps, with ``captured``.
+    """
+
+    def __init__(self, ours: SparseCache, oracle: Oracle, name: str = "llama", captured: bool = False) -> None:
+        self.ours, self.oracle, self.stock = ours, oracle, DynamicCache()
+        self.model, self.plain = build(name, "sparsekv") if captured else model(name), model(name, NAME)
+        self.mask: Tensor | None = None
+        if captured:
+            self.runner = Imitation(self.model)
+            self.runner.install()
+
+    @torch.no_grad()
+    def logits(self, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Logits of the last column, ours and the oracle's. ``mask`` covers the new columns."""
+        mask = torch.ones_like(ids) if mask is None else mask
+        self.mask = mask if self.mask is None else torch.cat((self.mask, mask), dim=1)
+        positions = (self.mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        self.oracle.valid = self.mask.bool()
+        common = {"position_ids": positions, "logits_to_keep": 1}
+        ours = self.model(ids, attention_mask=self.mask, past_key_values=self.ours, **common).logits[:, -1].clone()
+        with asked(self.oracle):
+            theirs = self.plain(ids, past_key_values=self.stock, **common).logits[:, -1]
+        return ours, theirs
+
+    def feed(self, ids: Tensor, mask: Tensor | None = None) -> float:
+        """The largest difference of the last column's logits."""
+        ours, theirs = self.logits(ids, mask)
+        return float((ours - theirs).abs().max())
+
+    def run(self, steps: int, seed: int = 7) -> float:
+        """Feed random tokens one by one; the largest difference of any logit."""
+        tokens = prompt(self.mask.shape[0], steps, seed=seed)["input_ids"]
+        return max(self.feed(token) for token in tokens.split(1, dim=1))
+
+    def crop(self, remove: int) -> None:
+        self.mask = self.mask[:, :-remove]
+        self.ours.crop(-remove)
+        self.stock.crop(-remove)
+        self.oracle.crop(self.mask.shape[1])
+
+    def map_rows(self, index: Tensor) -> None:
+        self.mask = self.mask[index]
+        self.ours.reorder_cache(index)
+        self.stock.reorder_cache(index)
+        self.oracle.map_rows(index)

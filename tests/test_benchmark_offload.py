@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from captured import Imitation
 from models import build
 from test_benchmark_runs import imitated_gpu  # noqa: F401 (a fixture)
-from test_graphs import Imitation
 
 from hf_sparsekv import unoptimize
 from hf_sparsekv.benchmark import baselines, offload, offload_curves, plot, shapes, traffic

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from caches import TIGHT, predictive, two_level
+from captured import Imitation
 from models import build, model, prompt
-from test_graphs import Imitation
 from transformers import AttentionInterface, DynamicCache
 
 from hf_sparsekv.ops.seal import quantise_labels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -73,10 +74,14 @@ def test_version():
 
 
 @pytest.mark.quick
-def test_module_and_script():
-    for command in ([sys.executable, "-m", "hf_sparsekv"], [str(Path(sys.executable).parent / "hf-sparsekv")]):
-        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=120, check=True)
-        assert done.stdout == f"hf-sparsekv {__version__}\n"
+def test_module_and_script(monkeypatch, capsys):
+    expected = f"hf-sparsekv {__version__}\n"
+    script = [str(Path(sys.executable).parent / "hf-sparsekv"), "--version"]
+    assert subprocess.run(script, capture_output=True, text=True, timeout=120, check=True).stdout == expected
+    monkeypatch.setattr(sys, "argv", ["hf_sparsekv", "--version"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("hf_sparsekv", run_name="__main__", alter_sys=True)
+    assert capsys.readouterr().out == expected
 
 
 def test_debug_lets_the_traceback_through(tmp_path):

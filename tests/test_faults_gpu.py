@@ -9,8 +9,8 @@ from functools import lru_cache
 import pytest
 import torch
 from caches import FULL, TIGHT, two_level
+from lazy_lanes import slow
 from models import build, prompt
-from test_lanes import slow
 from transformers import DynamicCache, StoppingCriteria
 
 from hf_sparsekv import OffloadConfig, optimize

@@ -8,8 +8,8 @@ import warnings
 import pytest
 import torch
 from caches import TIGHT, two_level
+from captured import Imitation
 from models import build, model, prompt
-from test_graphs import Imitation
 
 from hf_sparsekv import OffloadConfig
 from hf_sparsekv.offload.device_pool import DevicePool

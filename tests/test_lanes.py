@@ -7,97 +7,20 @@ from __future__ import annotations
 
 import copy
 import warnings
-import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
 from caches import FULL, TIGHT, two_level
+from lazy_lanes import Late, LazyLane, chunks_of, imitate, logits
 from models import build, model, prompt, reference
 from transformers import DynamicCache
 
-from hf_sparsekv import OffloadConfig, SparseCache
-from hf_sparsekv.offload import device_pool, lanes, pool, store
+from hf_sparsekv import SparseCache
+from hf_sparsekv.offload import device_pool, pool, store
 from hf_sparsekv.offload.lanes import Lane
 from hf_sparsekv.selection.two_level import TwoLevelPolicy as two_level_policy
-
-
-class Late:
-    """Something that a lane has not done yet."""
-
-    def __init__(self, lane) -> None:
-        self.lane, self.at = lane, lane.given
-
-    def query(self) -> bool:
-        return self.lane.done >= self.at
-
-    def wait(self) -> None:
-        self.lane.catch_up(self.at)
-
-
-class LazyLane:
-    """Does nothing until somebody waits, then everything up to there, in order."""
-
-    made: ClassVar[list[LazyLane]] = []
-    stream = None
-
-    def __init__(self, device, buffers) -> None:
-        self.left, self.given, self.done = [], 0, 0
-        self.buffers, self.events, self.at = [None] * buffers, [None] * buffers, -1
-        self.inside = False
-        self.made.append(self)
-
-    def take(self, shape, dtype):
-        self.at = at = (self.at + 1) % len(self.buffers)
-        if self.events[at] is not None:
-            self.events[at].wait()
-        if self.buffers[at] is not None:
-            self.buffers[at].fill_(float("nan"))  # whoever still reads it shows
-        self.buffers[at] = torch.full(shape, float("nan"), dtype=dtype)
-        return self.buffers[at]
-
-    def run(self, work):
-        self.left.append(work)
-        self.given += 1
-        self.events[self.at] = event = Late(self)
-        return event
-
-    def catch_up(self, at) -> None:
-        if self.inside:
-            return  # on the lane itself what came before is done
-        while self.done < at:
-            self.inside = True
-            self.left[self.done]()
-            self.inside = False
-            self.left[self.done] = None
-            self.done += 1
-
-    @contextmanager
-    def behind(self):
-        self.catch_up(self.given)
-        yield
-
-    def mark(self):
-        self.given += 1
-        self.left.append(lambda: None)
-        return Late(self)
-
-    def release(self):
-        for buffer, event in zip(self.buffers, self.events):
-            if event is not None and event.query():
-                buffer.fill_(float("nan"))
-        self.buffers, self.events = [None] * len(self.buffers), [None] * len(self.buffers)
-
-
-def imitate(patch) -> None:
-    """Host memory counts as pinned, and what goes there goes by a lazy lane."""
-    LazyLane.made.clear()
-    patch.setattr(lanes, "Lane", LazyLane)
-    for module in (lanes, store, device_pool):
-        patch.setattr(module, "wait", lambda event, device: event.wait())
-    patch.setattr(pool.BlockPool, "direct", property(lambda self: self.host is not None))
 
 
 @pytest.fixture
@@ -105,17 +28,6 @@ def lazy(monkeypatch):
     imitate(monkeypatch)
     monkeypatch.setattr(store, "_SEAL_BYTES", 3 * 2 * 2 * 16 * 32 * 4)  # three blocks: a prompt is several pieces
     return LazyLane.made
-
-
-def logits(net, cache, chunks):
-    with torch.no_grad():
-        return torch.cat([net(chunk, past_key_values=cache).logits for chunk in chunks], 1)
-
-
-def chunks_of(ids, *sizes):
-    """Pieces of these sizes, then single tokens."""
-    head = ids.split([*sizes, ids.shape[1] - sum(sizes)], dim=1)
-    return (*head[:-1], *head[-1].split(1, dim=1))
 
 
 @pytest.mark.quick
@@ -342,69 +254,3 @@ def test_what_is_being_chosen_is_waited_for(lazy, monkeypatch, way):
     else:
         cache.reorder_cache(torch.tensor([1, 0]))
     assert checked[-1]
-
-
-# ---------------------------------------------------------------------- on a GPU
-
-
-def slow(lane: Lane, cycles: int) -> None:
-    """Everything on this lane begins late. (It must still die as soon as its cache does: no reference to itself.)"""
-    this = weakref.ref(lane)
-
-    def late_run(work):
-        def wait_and_work():
-            torch.cuda._sleep(cycles)
-            work()
-
-        return Lane.run(this(), wait_and_work)
-
-    @contextmanager
-    def late_behind():
-        with Lane.behind(this()):
-            torch.cuda._sleep(cycles)
-            yield
-
-    lane.run, lane.behind = late_run, late_behind
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("cycles", [0, 20_000_000], ids=["quick", "slow"])
-@pytest.mark.parametrize("sizes", [(700,), (300, 250, 150), (515, 64, 121)])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_on_a_gpu(monkeypatch, name, sizes, cycles):
-    """The same with a lane that lags behind by 10 ms: what is not waited for would be missing."""
-    if cycles:
-        make = Lane.__init__
-
-        def late(self, *args):
-            make(self, *args)
-            slow(self, cycles)
-
-        monkeypatch.setattr(Lane, "__init__", late)
-    monkeypatch.setattr(store, "_SEAL_BYTES", 5 * 2 * 2 * 16 * 32 * 4)
-    ids = prompt(2, 760)["input_ids"].cuda()
-    chunks = chunks_of(ids, *sizes)
-    ours, net = build(name, "sparsekv").cuda(), build(name, reference(name).config._attn_implementation).cuda()
-    cache = two_level(**FULL)
-    found = logits(ours, cache, chunks)
-    want = logits(net, DynamicCache(config=net.config), chunks)
-    torch.testing.assert_close(found, want, atol=1e-3, rtol=1e-3)
-    assert cache.offload_config == OffloadConfig()
-
-
-@pytest.mark.gpu
-def test_memory_of_a_prompt_is_bounded():
-    """A prompt's blocks never lie on the GPU for all layers at once."""
-    net = build("llama", "sparsekv", num_hidden_layers=16).cuda()
-    layer = 2 * 16384 * 2 * 16 * 2 * 4  # bytes of keys and values: rows, tokens, heads, channels, both, float32
-    ids = prompt(2, 64)["input_ids"].cuda().repeat(1, 256)
-    cache = two_level(**TIGHT)
-    with torch.no_grad():
-        net.model(ids[:, :128], past_key_values=two_level(**TIGHT))
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        net.model(ids, past_key_values=cache)
-    torch.cuda.synchronize()
-    kept = torch.cuda.memory_allocated() - before - cache.memory_bytes()["device"]
-    assert cache.memory_bytes()["host"] >= 16 * layer
-    assert kept < 2 * layer, f"{kept / layer:.1f} layers' KV left on the device"

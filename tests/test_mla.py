@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers as tf
 from caches import CACHES, FULL, SMALL, TIGHT, progressive, two_level
+from captured import Imitation, same_counts
 from models import MLA, build, model, prompt, reference
-from test_graphs import Imitation, same_counts
 from torch import nn
 from transformers import DynamicCache
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers as tf
 from caches import CACHES, FULL, TIGHT, two_level
+from captured import check, on_gpu
 from models import MLA, build, prompt
-from test_graphs import check, on_gpu
 from test_mla import attention_modules
 from transformers import DynamicCache
 

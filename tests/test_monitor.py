@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 from caches import TIGHT, two_level
+from captured import Imitation
 from models import build, model, prompt, reference
-from test_graphs import Imitation
 from transformers import DynamicCache
 
 from hf_sparsekv import StepMonitor

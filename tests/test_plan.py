@@ -16,9 +16,10 @@ from hf_sparsekv import (
     PredictiveConfig,
     ProgressiveCache,
     ProgressiveConfig,
+    SparseCache,
     TwoLevelConfig,
 )
-from hf_sparsekv.plan import ModelShape, plan_memory
+from hf_sparsekv.plan import MemoryPlan, ModelShape, plan_memory
 from hf_sparsekv.plan import model_shape as shape_of
 
 NAMES = ("llama", "llama-mqa", "qwen3", "gemma3", "mistral", "phi3", "qwen3-next", "glm4-moe-lite")
@@ -114,17 +115,22 @@ def test_tied_weights_count_once():
     assert model_shape(apart.config).weights - model_shape(tied.config).weights == table
 
 
+def plan_of(cache: SparseCache, offload: OffloadConfig | None) -> MemoryPlan:
+    """Of a cache of four layers long enough to choose among blocks; it is what such a cache allocates."""
+    grown = build("llama", "sparsekv", num_hidden_layers=4)
+    with torch.no_grad():
+        grown(**prompt(2, 300), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    plan = plan_memory(model_shape(grown.config), cache.config, offload, context=300, batch=2)
+    assert {"device": plan.cache_device, "host": plan.cache_host} == cache.memory_bytes()
+    return plan
+
+
 @pytest.mark.parametrize("options", [{}, {"device_pool": 0}, {"device_pool": 100_000}, {"keep_dense": False}], ids=str)
 def test_device_pool(options):
     """A cache long enough to choose among blocks: the plan is what is allocated, frames and page tables included."""
     config = TwoLevelConfig(block_size=16, window=16, num_blocks=4, token_budget=32, dense_layers=1)
     offload = OffloadConfig(**options)
-    grown = build("llama", "sparsekv", num_hidden_layers=4)
-    cache = OffloadedSparseCache(config, offload)
-    with torch.no_grad():
-        grown(**prompt(2, 300), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    plan = plan_memory(model_shape(grown.config), config, offload, context=300, batch=2)
-    assert {"device": plan.cache_device, "host": plan.cache_host} == cache.memory_bytes()
+    plan = plan_of(OffloadedSparseCache(config, offload), offload)
     assert (plan.frames > 0) == (options.get("device_pool") != 0)
     assert (plan.kept > 0) == options.get("keep_dense", True)
 
@@ -138,12 +144,7 @@ def test_device_pool(options):
 def test_progressive(offload, kept):
     """The plan is what a progressive cache allocates."""
     config = ProgressiveConfig(block_size=16, window=16, dense_layers=1, threshold=0.6, min_blocks=1, **kept)
-    grown = build("llama", "sparsekv", num_hidden_layers=4)
-    cache = ProgressiveCache(config, offload)
-    with torch.no_grad():
-        grown(**prompt(2, 300), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    plan = plan_memory(model_shape(grown.config), config, offload, context=300, batch=2)
-    assert {"device": plan.cache_device, "host": plan.cache_host} == cache.memory_bytes()
+    plan = plan_of(ProgressiveCache(config, offload), offload)
     assert plan.labels == 0 and plan.bounds > 0
     assert (plan.working_set > 0) == (offload is not None)
 
@@ -160,12 +161,7 @@ def test_predictive(offload, changes):
     config = PredictiveConfig(**{"block_size": 16, "window": 16, "dense_layers": 1, "token_budget": 40, **changes})
     if offload is not None and config.scoring == "keys":
         pytest.skip("keys in host memory cannot be scored")
-    grown = build("llama", "sparsekv", num_hidden_layers=4)
-    cache = AsyncPredictiveCache(config, offload)
-    with torch.no_grad():
-        grown(**prompt(2, 300), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    plan = plan_memory(model_shape(grown.config), config, offload, context=300, batch=2)
-    assert {"device": plan.cache_device, "host": plan.cache_host} == cache.memory_bytes()
+    plan = plan_of(AsyncPredictiveCache(config, offload), offload)
     assert plan.bounds == 0 and (plan.labels > 0) == (config.scoring == "labels")
     packs = offload == OffloadConfig() and not {"start_length", "token_budget"} & set(changes)
     assert (plan.frames > 0) == packs

@@ -9,16 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from caches import predictive
+from captured import Imitation
 from models import build, model, prompt, reference
-from oracle import NAME, Oracle, asked
-from test_graphs import Imitation
+from oracle import TOLERANCE, Oracle, Race
 from torch import Tensor
-from transformers import DynamicCache
 
 from hf_sparsekv import OffloadConfig, PredictiveConfig
 from hf_sparsekv.selection.packed import Packed
 
-TOLERANCE = 2e-3  # of logits whose spread is about 10
 TIGHT = {"token_budget": 32}
 
 
@@ -64,7 +62,7 @@ class PredictiveOracle(Oracle):
 
     def decode_columns(self, state, layer, row, head, group, query, key) -> list[int]:
         config, size = self.config, self.config.block_size
-        real = [c for c in range(key.shape[2]) if self.valid[row, c]]
+        real = self.real(row, key.shape[2])
         if layer < config.dense_layers or state.last_query is None:
             return real
         sinks = real[: config.sinks]
@@ -93,42 +91,10 @@ class PredictiveOracle(Oracle):
         self.since = {layer: [since[i] for i in index.tolist()] for layer, since in self.since.items()}
 
 
-class Race:
-    """One model twice, with our cache and with the oracle over a stock cache, fed the same tokens."""
-
+class PredictiveRace(Race):
     def __init__(self, name: str = "llama", offload=False, captured: bool = False, **config) -> None:
-        self.ours = predictive(offload, **{**TIGHT, "predictor": "ridge", **config})
-        self.oracle = PredictiveOracle(self.ours.config)
-        self.stock = DynamicCache()
-        self.model, self.plain = model(name), model(name, NAME)
-        if captured:
-            self.model = build(name, "sparsekv")
-            self.runner = Imitation(self.model)
-            self.runner.install()
-        self.mask = None
-
-    @torch.no_grad()
-    def feed(self, ids, mask=None) -> float:
-        """The largest difference of the last column's logits. ``mask`` covers the new columns."""
-        mask = torch.ones_like(ids) if mask is None else mask
-        self.mask = mask if self.mask is None else torch.cat((self.mask, mask), dim=1)
-        positions = (self.mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-        self.oracle.valid = self.mask.bool()
-        common = {"position_ids": positions, "logits_to_keep": 1}
-        ours = self.model(ids, attention_mask=self.mask, past_key_values=self.ours, **common).logits[:, -1].clone()
-        with asked(self.oracle):
-            theirs = self.plain(ids, past_key_values=self.stock, **common).logits[:, -1]
-        return float((ours - theirs).abs().max())
-
-    def run(self, steps: int, seed: int = 7) -> float:
-        tokens = prompt(self.mask.shape[0], steps, seed=seed)["input_ids"]
-        return max(self.feed(token) for token in tokens.split(1, dim=1))
-
-    def crop(self, remove: int) -> None:
-        self.mask = self.mask[:, :-remove]
-        self.ours.crop(-remove)
-        self.stock.crop(-remove)
-        self.oracle.crop(self.mask.shape[1])
+        ours = predictive(offload, **{**TIGHT, "predictor": "ridge", **config})
+        super().__init__(ours, PredictiveOracle(ours.config), name, captured)
 
     def agree(self) -> None:
         """As many tokens were attended to."""
@@ -160,7 +126,7 @@ CASES = {
 def test_logits_follow_the_oracle(case, captured, pads):
     """Over the sealing of two blocks: what is sealed is selectable in the next step."""
     offload, config = CASES[case]
-    race = Race("llama", offload, captured, **config)
+    race = PredictiveRace("llama", offload, captured, **config)
     start = prompt(2 if pads else 1, 130, pads)
     assert race.feed(start["input_ids"], start["attention_mask"]) < TOLERANCE
     assert race.run(36) < TOLERANCE
@@ -171,7 +137,7 @@ def test_logits_follow_the_oracle(case, captured, pads):
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["llama-mha", "llama-mqa", "qwen3"])
 def test_other_head_groups(name):
-    race = Race(name, True, token_budget=20)
+    race = PredictiveRace(name, True, token_budget=20)
     start = prompt(2, 120, (0, 9), seed=3)
     race.feed(start["input_ids"], start["attention_mask"])
     assert race.run(20) < TOLERANCE
@@ -179,7 +145,7 @@ def test_other_head_groups(name):
 
 
 def test_calibration_ends_in_the_middle_of_an_answer():
-    race = Race(captured=True, calibration_tokens=70)
+    race = PredictiveRace(captured=True, calibration_tokens=70)
     race.feed(prompt(1, 60)["input_ids"])
     assert race.run(50) < TOLERANCE
     race.agree()
@@ -188,7 +154,7 @@ def test_calibration_ends_in_the_middle_of_an_answer():
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
 @pytest.mark.parametrize("place", ["host", "stream", "cpu"])
 def test_second_turn_crop_and_rows(place, captured):
-    race = Race("llama", place == "host", captured, predictor_window=8, cache_rank=place)
+    race = PredictiveRace("llama", place == "host", captured, predictor_window=8, cache_rank=place)
     first = prompt(3, 100, (0, 5, 35))
     race.feed(first["input_ids"], first["attention_mask"])
     assert race.run(10) < TOLERANCE
@@ -199,11 +165,7 @@ def test_second_turn_crop_and_rows(place, captured):
         race.crop(remove)
         assert race.run(10, seed=seed) < TOLERANCE
     for index in ([2, 0, 0], [1, 2], [0, 1, 1, 0]):
-        index = torch.tensor(index)
-        race.mask = race.mask[index]
-        race.ours.reorder_cache(index)
-        race.stock.reorder_cache(index)
-        race.oracle.map_rows(index)
+        race.map_rows(torch.tensor(index))
         assert race.run(8, seed=4) < TOLERANCE
     assert race.ours.stats().attended_tokens == race.oracle.attended
 

@@ -6,8 +6,9 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from caches import predictive
+from caches import predictive, two_level
 from models import model, prompt
+from saved_files import rewrite
 from test_predictive import TIGHT, decode
 
 from hf_sparsekv import AsyncPredictiveCache, OffloadConfig, PredictiveConfig, SparseCache, TwoLevelConfig
@@ -59,6 +60,38 @@ def test_a_predictor_of_ones_own_has_to_be_given_again(tmp_path):
         token = torch.full((2, 1), 7)
         found = [model("llama")(token, past_key_values=c).logits for c in (cache, twin)]
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("ring", [None, [], [4]], ids=str)
+def test_a_file_without_its_queries_is_damaged(ring, tmp_path):
+    """The header says nothing of them, and their tensors are gone, too: nothing else contradicts it."""
+    cache = predictive(False, **TIGHT)
+    decode(cache, steps=2)
+    cache.save(tmp_path / "cache")
+
+    def drop(held):
+        for name in ("queries", "queries_from"):
+            del held[f"layers.0.{name}"]
+
+    path = rewrite(tmp_path / "cache", tmp_path / "x", tensors=drop if ring is None else lambda held: None, ring=ring)
+    with pytest.raises(
+        ValueError, match=r"is damaged \((ring in layer 0 does not fit the rest|tensor layers\.0\.queries)"
+    ):
+        SparseCache.load(path)
+
+
+def test_a_file_with_queries_of_another_cache_is_damaged(tmp_path):
+    cache = two_level(**TIGHT)
+    with torch.no_grad():
+        model("llama")(**prompt(2, 90), past_key_values=cache)
+    cache.save(tmp_path / "cache")
+
+    def add(held):
+        held["layers.0.queries"] = torch.zeros(2, 4, 3, 16)
+        held["layers.0.queries_from"] = torch.zeros(2, dtype=torch.int32)
+
+    with pytest.raises(ValueError, match=r"is damaged \(ring in layer 0 does not fit the rest"):
+        SparseCache.load(rewrite(tmp_path / "cache", tmp_path / "x", tensors=add, ring=[4, 3]))
 
 
 # ---------------------------------------------------------------------- errors

@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 from caches import CACHES, FULL, TIGHT, two_level
+from captured import Imitation
 from models import NEEDS_CONFIG, NOTHING_SPARSE, build, model, prompt, reference
-from test_graphs import Imitation
 
 from hf_sparsekv import OffloadConfig, PrefixCache
 

@@ -9,15 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from caches import progressive
+from captured import Imitation
 from models import build, model, prompt
-from oracle import NAME, Oracle, asked
-from test_graphs import Imitation
-from transformers import DynamicCache
+from oracle import TOLERANCE, Oracle, Race
 
 from hf_sparsekv import OffloadConfig, ProgressiveCache, ProgressiveConfig, TwoLevelConfig
 from hf_sparsekv.selection.progressive import SLOPES
-
-TOLERANCE = 2e-3  # of logits whose spread is about 10
 
 
 class WalkOracle(Oracle):
@@ -33,8 +30,8 @@ class WalkOracle(Oracle):
         return super().attend(layer, query, key, value, scale)
 
     def decode_columns(self, state, layer, row, head, group, query, key) -> list[int]:
-        config, size, length = self.config, self.config.block_size, key.shape[2]
-        real = [c for c in range(length) if self.valid[row, c]]
+        config, size = self.config, self.config.block_size
+        real = self.real(row, key.shape[2])
         if layer < config.dense_layers or not state.sealed:
             return real
         sinks = real[: config.sinks]
@@ -80,39 +77,15 @@ class WalkOracle(Oracle):
         part = self.config.bound_tokens or self.config.block_size
         parts = [[c for c in columns if c // part == p] for p in sorted({c // part for c in columns})]
         score = max(self.block_bound(queries, keys[one]) for one in parts)
-        each = []
         slope = SLOPES[self.config.metadata] if self.config.estimate == "scores" else 1.0
-        for q in queries:
-            each.append(max(self.block_bound(q[None], keys[one]) for one in parts) * self.scale * slope)
-        return score, torch.tensor(each).double().exp()
+        each = torch.stack([self.block_bounds(queries, keys[one]) for one in parts]).amax(0)
+        return score, (each.double() * self.scale * slope).exp()
 
 
-class Race:
-    """One model twice, with our cache and with the oracle over a stock cache, fed the same tokens."""
-
+class WalkRace(Race):
     def __init__(self, name: str = "llama", offload=False, **config) -> None:
-        self.ours = progressive(offload, **config)
-        self.oracle = WalkOracle(self.ours.config)
-        self.stock = DynamicCache()
-        self.model, self.plain = model(name), model(name, NAME)
-        self.mask = None
-
-    @torch.no_grad()
-    def feed(self, ids, mask=None) -> float:
-        """The largest difference of the last column's logits. ``mask`` covers the new columns."""
-        mask = torch.ones_like(ids) if mask is None else mask
-        self.mask = mask if self.mask is None else torch.cat((self.mask, mask), dim=1)
-        positions = (self.mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-        self.oracle.valid = self.mask.bool()
-        common = {"position_ids": positions, "logits_to_keep": 1}
-        ours = self.model(ids, attention_mask=self.mask, past_key_values=self.ours, **common).logits[:, -1]
-        with asked(self.oracle):
-            theirs = self.plain(ids, past_key_values=self.stock, **common).logits[:, -1]
-        return float((ours - theirs).abs().max())
-
-    def run(self, steps: int, seed: int = 7) -> float:
-        tokens = prompt(self.mask.shape[0], steps, seed=seed)["input_ids"]
-        return max(self.feed(token) for token in tokens.split(1, dim=1))
+        ours = progressive(offload, **config)
+        super().__init__(ours, WalkOracle(ours.config), name)
 
     def agree(self) -> None:
         """The same blocks, and the same number of tokens."""
@@ -149,7 +122,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_logits_follow_the_oracle(case, pads):
     offload, config = CASES[case]
-    race = Race("llama", offload, **config)
+    race = WalkRace("llama", offload, **config)
     start = prompt(2 if pads else 1, 130, pads)
     assert race.feed(start["input_ids"], start["attention_mask"]) < TOLERANCE
     assert race.run(30) < TOLERANCE
@@ -159,7 +132,7 @@ def test_logits_follow_the_oracle(case, pads):
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["llama-mha", "llama-mqa", "qwen3"])
 def test_other_head_groups(name):
-    race = Race(name, True, threshold=0.5)
+    race = WalkRace(name, True, threshold=0.5)
     start = prompt(2, 120, (0, 9), seed=3)
     race.feed(start["input_ids"], start["attention_mask"])
     assert race.run(20) < TOLERANCE
@@ -168,7 +141,7 @@ def test_other_head_groups(name):
 
 def test_the_walk_stops_early():
     """Otherwise the tests above would pass for dense attention too."""
-    race = Race(threshold=0.5)
+    race = WalkRace(threshold=0.5)
     ids = prompt(1, 200)["input_ids"]
     race.feed(ids[:, :199])
     race.feed(ids[:, 199:])
@@ -183,7 +156,7 @@ def test_the_walk_stops_early():
 
 @pytest.mark.parametrize("offload", [True, False])
 def test_second_turn_crop_and_rows(offload):
-    race = Race("llama", offload)
+    race = WalkRace("llama", offload)
     first = prompt(3, 100, (0, 5, 35))
     race.feed(first["input_ids"], first["attention_mask"])
     assert race.run(10) < TOLERANCE
@@ -191,17 +164,10 @@ def test_second_turn_crop_and_rows(offload):
     assert race.feed(second["input_ids"], second["attention_mask"]) < TOLERANCE
     assert race.run(10, seed=2) < TOLERANCE
     for seed, remove in enumerate((3, 20, 60)):
-        race.mask = race.mask[:, :-remove]
-        race.ours.crop(-remove)
-        race.stock.crop(-remove)
-        race.oracle.crop(race.mask.shape[1])
+        race.crop(remove)
         assert race.run(10, seed=seed) < TOLERANCE
     for index in ([2, 0, 0], [1, 2], [0, 1, 1, 0]):
-        index = torch.tensor(index)
-        race.mask = race.mask[index]
-        race.ours.reorder_cache(index)
-        race.stock.reorder_cache(index)
-        race.oracle.map_rows(index)
+        race.map_rows(torch.tensor(index))
         assert race.run(8, seed=4) < TOLERANCE
     assert race.ours.stats().attended_tokens == race.oracle.attended
 
@@ -256,7 +222,7 @@ def test_a_cap_that_decides_is_told():
 def test_audits_tell_the_true_mass(offload, captured, reduce):
     """Against the shares that the oracle works out from plain keys."""
     ids = prompt(2, 170, seed=5)["input_ids"]
-    race = Race("llama", False, threshold=0.7)
+    race = WalkRace("llama", False, threshold=0.7)
     race.feed(ids[:, :150])
     for token in ids[:, 150:].split(1, dim=1):
         race.feed(token)

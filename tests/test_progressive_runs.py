@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from caches import progressive
+from captured import Imitation
 from models import build, model, prompt
-from test_graphs import Imitation
 from test_progressive import decode
 
 from hf_sparsekv.selection.progressive import ProgressivePolicy

@@ -11,7 +11,8 @@ import pytest
 import torch
 from caches import predictive
 from models import model, prompt
-from test_predictive import TIGHT, TOLERANCE, Race, decode
+from oracle import TOLERANCE
+from test_predictive import TIGHT, PredictiveRace, decode
 
 from hf_sparsekv import PredictiveConfig, SparseCache
 from hf_sparsekv.offload.leading import LeadingStore, Rank
@@ -116,7 +117,7 @@ def test_a_predictor_of_ones_own_is_not_captured_there():
     def newest(ring, position, count):
         return ring.index_select(2, ((position + ring.shape[2] - 1) % ring.shape[2]).long())[:, :, 0]
 
-    race = Race(captured=True, cache_rank="cpu", predictor=newest)
+    race = PredictiveRace(captured=True, cache_rank="cpu", predictor=newest)
     race.feed(prompt(1, 130)["input_ids"])
     race.oracle.config.predictor = "last"
     race.crop(1)
@@ -258,7 +259,7 @@ def test_layers_wait_once_for_what_all_of_them_have_handed_over(lines):
 
 def test_what_a_trial_has_changed_is_put_back_before_the_replay(monkeypatch):
     """A graph's work on the other device waits for this one's, not for that of the other one's stream."""
-    race = Race(captured=True, cache_rank="cpu")
+    race = PredictiveRace(captured=True, cache_rank="cpu")
     race.feed(prompt(1, 130)["input_ids"])
     order, policy = [], race.ours.sparse_layers[0].policy
     monkeypatch.setattr(Rank, "join", lambda self, home: order.append("join"))
@@ -269,7 +270,7 @@ def test_what_a_trial_has_changed_is_put_back_before_the_replay(monkeypatch):
 
 def test_memory_of_a_captured_step_is_there_before():
     """A graph has no pool of its own on the other device."""
-    race = Race(captured=True, cache_rank="cpu")
+    race = PredictiveRace(captured=True, cache_rank="cpu")
     race.feed(prompt(1, 130)["input_ids"])
     rank, record, made = race.ours.rank, race.runner._record, []
     rank._buffers.clear()
@@ -323,7 +324,7 @@ def test_a_copy_comes_behind_what_is_being_chosen(monkeypatch):
 
 def test_a_captured_step_keeps_what_the_other_device_still_reads():
     """A graph's memory of what is let go would go to later layers, while the other device has yet to read it."""
-    race = Race(captured=True, cache_rank="cpu")
+    race = PredictiveRace(captured=True, cache_rank="cpu")
     race.feed(prompt(1, 130)["input_ids"])
     kept, record = [], race.runner._record
 
@@ -339,7 +340,7 @@ def test_a_captured_step_keeps_what_the_other_device_still_reads():
 
 
 def test_a_step_that_cannot_be_captured_leaves_the_other_device_where_it_was():
-    race = Race(captured=True, cache_rank="cpu", strict=True)
+    race = PredictiveRace(captured=True, cache_rank="cpu", strict=True)
     race.feed(prompt(1, 130)["input_ids"])
     record = race.runner._record
 

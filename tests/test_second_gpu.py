@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 from caches import FULL, predictive
+from captured import Imitation
 from models import build, prompt
-from test_graphs import Imitation
 from test_predictive import TIGHT
 from torch import Tensor
 

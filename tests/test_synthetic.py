@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from caches import FULL, TIGHT, two_level
+from captured import Imitation, same_counts
 from models import build, prompt
 from rich.console import Console
-from test_graphs import Imitation, same_counts
 
 from hf_sparsekv import TwoLevelConfig
 from hf_sparsekv.attention.exact import AttentionSpec, exact_attention

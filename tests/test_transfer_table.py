@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from captured import check, on_gpu
 from test_cli import error, run
-from test_graphs import check, on_gpu
 from test_transfer_choice import points
 
 from hf_sparsekv import crossover, transfer

@@ -8,8 +8,8 @@ import itertools
 import pytest
 import torch
 from caches import CACHES, EAGER, FULL, TIGHT, two_level
+from captured import Imitation
 from models import build, model, prompt
-from test_graphs import Imitation
 
 LENGTH = 150
 SILENT = ("predictive-second",)  # what is chosen is known on another device

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..benchmark.results import append_rows
 from . import loading
-from .options import Device, DType, DTypeOption, Model, torch_dtype
+from .options import Device, DType, DTypeOption, Model, takes, torch_dtype
 from .output import CommandError, messages, note, one_line_errors, results
 
 app = typer.Typer(
@@ -57,38 +58,42 @@ def _from_file(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-Config = Annotated[
-    Path | None,
-    typer.Option(
-        "--config", is_eager=True, callback=_from_file, help="YAML file with options, and `caches`.", show_default=False
-    ),
-]
-Caches = Annotated[
-    list[str],
-    typer.Option(
-        "--cache",
-        help="full, two_level:token_budget=512,lag=true, block_only, token_only, oracle, random, or a YAML file with "
-        "a list of them; may be repeated.",
-    ),
-]
 Lengths = Annotated[str, typer.Option("--lengths", help="Tokens, as 4k,16k,32k.")]
 Samples = Annotated[int, typer.Option("--samples", min=1, help="Of each task and length.")]
-Batch = Annotated[int, typer.Option("--batch", min=1, help="Rows decoded together.")]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        "--out", help="Directory of results; default: eval-results/TASK-MODEL. An interrupted run goes on there."
-    ),
-]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Of prompts.")]
-Capture = Annotated[bool, typer.Option("--capture", help="Replay captured decode steps (GPU): for large models.")]
-Rows = Annotated[
-    Path | None,
-    typer.Option(
-        "--rows", help="Append the figures to this CSV file, too, as in benchmarks/results.", show_default=False
-    ),
-]
-_CACHES = ["full", "two_level"]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What every task takes."""
+
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            is_eager=True, callback=_from_file, help="YAML file with options, and `caches`.", show_default=False
+        ),
+    ] = None
+    cache: Annotated[
+        list[str],
+        typer.Option(
+            help="full, two_level:token_budget=512,lag=true, block_only, token_only, oracle, random, or a YAML file "
+            "with a list of them; may be repeated.",
+        ),
+    ] = ("full", "two_level")
+    batch: Annotated[int, typer.Option(min=1, help="Rows decoded together.")] = 1
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Directory of results; default: eval-results/TASK-MODEL. An interrupted run goes on there."),
+    ] = None
+    dtype: DTypeOption = DType.auto
+    device: Device = "auto"
+    capture: Annotated[
+        bool, typer.Option("--capture", help="Replay captured decode steps (GPU): for large models.")
+    ] = False
+    rows: Annotated[
+        Path | None,
+        typer.Option(help="Append the figures to this CSV file, too, as in benchmarks/results.", show_default=False),
+    ] = None
 
 
 def _lengths(text: str) -> list[int]:
@@ -114,23 +119,21 @@ def _names(text: str | None, known: tuple[str, ...], what: str) -> list[str]:
 class _Run:
     """A loaded model, its caches, and where results go."""
 
-    def __init__(
-        self, task: str, model: str, cache: list[str], out: Path | None, dtype, device, capture, rows, **settings
-    ):
+    def __init__(self, task: str, model: str, options: RunOptions, **settings):
         from ..evaluation.cache_specs import parse_caches
         from ..evaluation.records import Results
 
         try:
-            self.caches = parse_caches(cache)  # before the model is loaded
+            self.caches = parse_caches(options.cache)  # before the model is loaded
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
-        where = loading.pick_device(device)
+        where = loading.pick_device(options.device)
         short = Path(model.rstrip("/")).name
-        self.out = out or Path("eval-results") / f"{task}-{short}"
-        self.title, self.short, self.rows = f"{task}, {short}", short, rows
-        self.results = Results(self.out, {"task": task, "model": model, "dtype": dtype.value, **settings})
-        self.tokenizer, self.model = loading.load(model, torch_dtype(dtype), where)
-        if capture:
+        self.out = options.out or Path("eval-results") / f"{task}-{short}"
+        self.title, self.short, self.rows = f"{task}, {short}", short, options.rows
+        self.results = Results(self.out, {"task": task, "model": model, "dtype": options.dtype.value, **settings})
+        self.tokenizer, self.model = loading.load(model, torch_dtype(options.dtype), where)
+        if options.capture:
             if where.type != "cuda":
                 raise CommandError("--capture needs a GPU")
             from ..graphs import optimize
@@ -163,17 +166,15 @@ class _Run:
 
 @app.command()
 @one_line_errors
+@takes(RunOptions)
 def ruler(
     model: Model,
-    config: Config = None,
-    cache: Caches = _CACHES,
     lengths: Lengths = "4k",
     families: Annotated[
         str | None,
         typer.Option(help="Comma-separated; default: all that the model's language has.", show_default=False),
     ] = None,
     samples: Samples = 50,
-    batch: Batch = 1,
     question_steps: Annotated[
         int, typer.Option(min=0, help="Feed so many tokens at the prompt's end, the question, as sparse decode steps.")
     ] = 0,
@@ -182,20 +183,15 @@ def ruler(
         typer.Option("--chat/--no-chat", help="Chat template; default: if there is one.", show_default=False),
     ] = None,
     seed: Seed = 0,
-    out: Out = None,
-    dtype: DTypeOption = DType.auto,
-    device: Device = "auto",
-    capture: Capture = False,
-    rows: Rows = None,
+    *,
+    options: RunOptions,
 ) -> None:
     """RULER's synthetic tasks: needles, variable tracking, word counts; the probe models' own for probe models."""
     from ..evaluation import generation, ruler_probe
     from ..evaluation import ruler as text
 
     sizes = _lengths(lengths)
-    run = _Run(
-        "ruler", model, cache, out, dtype, device, capture, rows, seed=seed, question_steps=question_steps, chat=chat
-    )
+    run = _Run("ruler", model, options, seed=seed, question_steps=question_steps, chat=chat)
     probe = ruler_probe.speaks_probe(run.tokenizer)
     names = _names(families, ruler_probe.FAMILIES if probe else text.FAMILIES, "family")
     run.check(sizes)
@@ -212,40 +208,37 @@ def ruler(
     all_samples = (make(name, n, i) for n in sizes for name in names for i in range(samples))
     with run.progress(len(sizes) * len(names) * samples) as advance:
         generation.evaluate(
-            run.model, run.tokenizer, all_samples, run.caches, run.results, batch, question_steps, advance
+            run.model, run.tokenizer, all_samples, run.caches, run.results, options.batch, question_steps, advance
         )
     run.report(generation.MEASURES)
 
 
 @app.command()
 @one_line_errors
+@takes(RunOptions)
 def needle(
     model: Model,
-    config: Config = None,
-    cache: Caches = _CACHES,
     lengths: Lengths = "1k,2k,4k",
     depths: Annotated[int, typer.Option(min=2, help="Depths, from the first to the last token.")] = 5,
     samples: Samples = 1,
-    batch: Batch = 1,
     seed: Seed = 0,
-    out: Out = None,
-    dtype: DTypeOption = DType.auto,
-    device: Device = "auto",
-    capture: Capture = False,
-    rows: Rows = None,
+    *,
+    options: RunOptions,
 ) -> None:
     """One fact, by depth and length of the prompt: a heat map (heatmap.png), one panel a cache."""
     from ..evaluation import generation, needles
 
     sizes = _lengths(lengths)
-    run = _Run("needle", model, cache, out, dtype, device, capture, rows, seed=seed)
+    run = _Run("needle", model, options, seed=seed)
     run.check(sizes)
     places = [i / (depths - 1) for i in range(depths)]
     all_samples = (
         needles.make_sample(run.tokenizer, n, d, i, seed) for n in sizes for d in places for i in range(samples)
     )
     with run.progress(len(sizes) * depths * samples) as advance:
-        generation.evaluate(run.model, run.tokenizer, all_samples, run.caches, run.results, batch, advance=advance)
+        generation.evaluate(
+            run.model, run.tokenizer, all_samples, run.caches, run.results, options.batch, advance=advance
+        )
     run.report(generation.MEASURES)
     needles.plot(run.results.figures(generation.MEASURES), run.out / "heatmap.png", run.title)
 
@@ -293,10 +286,9 @@ Passages = Annotated[int, typer.Option("--samples", min=1, help="Passages of eac
 
 @app.command()
 @one_line_errors
+@takes(RunOptions)
 def perplexity(
     model: Model,
-    config: Config = None,
-    cache: Caches = _CACHES,
     lengths: Lengths = "4k",
     tokens: Held = 128,
     samples: Passages = 8,
@@ -304,50 +296,40 @@ def perplexity(
         int | None, typer.Option(min=1, help="Distance of passages; default: --tokens, a window that slides.")
     ] = None,
     text_file: TextFile = None,
-    batch: Batch = 1,
-    out: Out = None,
-    dtype: DTypeOption = DType.auto,
-    device: Device = "auto",
-    capture: Capture = False,
-    rows: Rows = None,
+    *,
+    options: RunOptions,
 ) -> None:
     """Perplexity of held-out text behind a context, through decode steps (prefill is exact with every cache)."""
     sizes, step = _lengths(lengths), stride or tokens
     settings = {"tokens": tokens, "stride": step, "text": text_file and str(text_file)}
-    run = _Run("perplexity", model, cache, out, dtype, device, capture, rows, **settings)
-    _forced("perplexity", step, run, text_file, sizes, tokens, samples, batch)
+    run = _Run("perplexity", model, options, **settings)
+    _forced("perplexity", step, run, text_file, sizes, tokens, samples, options.batch)
 
 
 @app.command()
 @one_line_errors
+@takes(RunOptions)
 def agreement(
     model: Model,
-    config: Config = None,
-    cache: Caches = _CACHES,
     lengths: Lengths = "4k",
     tokens: Held = 64,
     samples: Passages = 4,
     text_file: TextFile = None,
-    batch: Batch = 1,
-    out: Out = None,
-    dtype: DTypeOption = DType.auto,
-    device: Device = "auto",
-    capture: Capture = False,
-    rows: Rows = None,
+    *,
+    options: RunOptions,
 ) -> None:
     """Top-1 agreement and KL divergence against full attention at each step over held-out text (teacher-forced)."""
     sizes = _lengths(lengths)
     settings = {"tokens": tokens, "samples": samples, "text": text_file and str(text_file)}
-    run = _Run("agreement", model, cache, out, dtype, device, capture, rows, **settings)
-    _forced("agreement", None, run, text_file, sizes, tokens, samples, batch)
+    run = _Run("agreement", model, options, **settings)
+    _forced("agreement", None, run, text_file, sizes, tokens, samples, options.batch)
 
 
 @app.command()
 @one_line_errors
+@takes(RunOptions)
 def longbench(
     model: Model,
-    config: Config = None,
-    cache: Caches = _CACHES,
     tasks: Annotated[
         str | None, typer.Option(help="Comma-separated; default: the 16 English and code tasks.", show_default=False)
     ] = None,
@@ -362,12 +344,8 @@ def longbench(
     chat: Annotated[
         bool, typer.Option("--chat/--no-chat", help="Chat template where LongBench has it (not few-shot and code).")
     ] = True,
-    batch: Batch = 1,
-    out: Out = None,
-    dtype: DTypeOption = DType.auto,
-    device: Device = "auto",
-    capture: Capture = False,
-    rows: Rows = None,
+    *,
+    options: RunOptions,
 ) -> None:
     """LongBench's English and code tasks with their prompts and metrics; data come from the hub."""
     from ..evaluation import generation
@@ -375,9 +353,7 @@ def longbench(
 
     names = _names(tasks, tuple(bench.tasks()), "task")
     source = data or bench.DATASET
-    run = _Run(
-        "longbench", model, cache, out, dtype, device, capture, rows, data=source, max_length=max_length, chat=chat
-    )
+    run = _Run("longbench", model, options, data=source, max_length=max_length, chat=chat)
     own = getattr(run.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     most = _lengths(max_length)[0] if max_length else own
     if most is None:
@@ -389,5 +365,7 @@ def longbench(
         for i, row in enumerate(data_rows[name])
     )
     with run.progress(sum(map(len, data_rows.values()))) as advance:
-        generation.evaluate(run.model, run.tokenizer, all_samples, run.caches, run.results, batch, advance=advance)
+        generation.evaluate(
+            run.model, run.tokenizer, all_samples, run.caches, run.results, options.batch, advance=advance
+        )
     run.report(generation.MEASURES)

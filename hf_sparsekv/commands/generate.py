@@ -21,6 +21,7 @@ from .running import Run, encode, run_dense, run_sparse
 _CACHES = {opt.CacheKind.progressive: ProgressiveCache, opt.CacheKind.predictive: AsyncPredictiveCache}
 
 
+@opt.takes(opt.DecodingOptions)
 def generate(
     model: opt.Model,
     prompt: Annotated[str | None, typer.Option(help="The prompt.", show_default=False)] = None,
@@ -44,57 +45,24 @@ def generate(
     ] = None,
     dtype: opt.DTypeOption = opt.DType.auto,
     device: opt.Device = "auto",
-    offload: opt.Offload = True,
-    token_budget: opt.TokenBudget = opt.DEFAULTS.token_budget,
-    num_blocks: opt.NumBlocks = None,
-    block_size: opt.BlockSize = opt.DEFAULTS.block_size,
-    level: opt.LevelOption = opt.Level.two_level,
-    threshold: opt.Threshold = opt.PROGRESSIVE.threshold,
-    max_blocks: opt.MaxBlocks = None,
-    predictor: opt.Predictor = opt.PREDICTIVE.predictor,
-    scoring: opt.ScoringOption = opt.Scoring.labels,
-    start_length: opt.StartLength = 0,
-    sinks: opt.Sinks = opt.DEFAULTS.sinks,
-    window: opt.Window = opt.DEFAULTS.window,
-    dense_layers: opt.DenseLayers = opt.DEFAULTS.dense_layers,
-    lag: opt.Lag = None,
-    label_channels: opt.Channels = None,
-    channel_file: opt.ChannelFile = None,
-    max_length: opt.MaxLength = None,
     capture: Annotated[
         bool, typer.Option("--capture/--no-capture", help="Replay captured decode steps (GPU only).")
     ] = True,
+    *,
+    options: opt.DecodingOptions,
 ) -> None:
     """Generate text with a sparse cache, and show what it read and how long each token took."""
     kinds = [cache] if compare in (None, cache) else [cache, compare]
     sparse_kinds = [kind for kind in kinds if kind is not opt.CacheKind.dense]
     if len(sparse_kinds) > 1:
         raise typer.BadParameter("--compare takes dense here: options of two sparse caches would be mixed up")
-    config = opt.sparse_config(
-        sparse_kinds[0] if sparse_kinds else opt.CacheKind.two_level,
-        token_budget=token_budget,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        level=level.value,
-        threshold=threshold,
-        max_blocks=max_blocks,
-        predictor=predictor,
-        scoring=scoring.value,
-        start_length=start_length,
-        sinks=sinks,
-        window=window,
-        dense_layers=dense_layers,
-        lag=lag,
-        label_channels=label_channels,
-        channel_file=channel_file,
-        max_length=max_length,
-    )
+    config = options.config(sparse_kinds[0] if sparse_kinds else opt.CacheKind.two_level)
     text = _prompt_text(prompt, prompt_file)
     # Made before the model is loaded: a bad channel file is told at once.
     sparse = None
     if sparse_kinds:
-        opt.check_place(config, offload)
-        sparse = _CACHES.get(sparse_kinds[0], OffloadedSparseCache)(config, opt.offload_config(offload))
+        opt.check_place(config, options.offload)
+        sparse = _CACHES.get(sparse_kinds[0], OffloadedSparseCache)(config, opt.offload_config(options.offload))
     tokenizer, loaded = loading.load(model, opt.torch_dtype(dtype), loading.pick_device(device))
     inputs = encode(tokenizer, text, chat, loaded.device)
     _check_length(loaded, inputs["input_ids"].shape[1], max_new_tokens)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_type_hints
 
 import torch
 import typer
 
 from ..config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 from ..predictor.query import PREDICTORS
-
-_PANEL = "Sparse cache"
 
 
 class CacheKind(str, Enum):
@@ -55,97 +57,102 @@ Model = Annotated[
 DTypeOption = Annotated[DType, typer.Option("--dtype", help="Precision; auto is the checkpoint's own.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")]
 
-Threshold = Annotated[
-    float,
-    typer.Option(
-        help="Progressive: share of the attention mass at which a KV head stops reading.", rich_help_panel=_PANEL
-    ),
-]
-MaxBlocks = Annotated[
-    int | None,
-    typer.Option(
-        help="Progressive: blocks attended per step and KV head at most; default: no limit.", rich_help_panel=_PANEL
-    ),
-]
-Predictor = Annotated[
-    str,
-    typer.Option(
-        help=f"Predictive: how the next query is predicted: {', '.join(PREDICTORS)}.",
-        rich_help_panel=_PANEL,
-    ),
-]
-ScoringOption = Annotated[
-    Scoring,
-    typer.Option("--scoring", help="Predictive: score tokens by labels or by whole keys.", rich_help_panel=_PANEL),
-]
-StartLength = Annotated[
-    int, typer.Option(help="Predictive: attend to everything until so many tokens.", rich_help_panel=_PANEL)
-]
-Offload = Annotated[
-    bool, typer.Option("--offload/--no-offload", help="Keep full blocks in host memory.", rich_help_panel=_PANEL)
-]
-TokenBudget = Annotated[
-    int, typer.Option(help="Tokens attended per step and KV head beside sinks and window.", rich_help_panel=_PANEL)
-]
-NumBlocks = Annotated[
-    int | None,
-    typer.Option(
-        help="Blocks that the coarse level keeps; default: 128, or more if the budget needs it.",
-        rich_help_panel=_PANEL,
-    ),
-]
-BlockSize = Annotated[int, typer.Option(help="Tokens in a block.", rich_help_panel=_PANEL)]
-LevelOption = Annotated[
-    Level, typer.Option("--level", help="Blocks then tokens, or one of the halves alone.", rich_help_panel=_PANEL)
-]
-Sinks = Annotated[int, typer.Option(help="First tokens, always attended.", rich_help_panel=_PANEL)]
-Window = Annotated[int, typer.Option(help="Recent tokens, always attended.", rich_help_panel=_PANEL)]
-DenseLayers = Annotated[int, typer.Option(help="First layers that attend densely.", rich_help_panel=_PANEL)]
-Lag = Annotated[
-    bool | None,
-    typer.Option(
-        "--lag/--no-lag",
-        help="Choose tokens within the previous step's blocks; default: with --offload.",
-        rich_help_panel=_PANEL,
-    ),
-]
-Channels = Annotated[
-    int | None,
-    typer.Option(
-        "--label-channels",
-        help="Label channels per key; default: a quarter of the head dimension.",
-        rich_help_panel=_PANEL,
-    ),
-]
-ChannelFile = Annotated[
-    Path | None,
-    typer.Option(help="Channels made by `calibrate`; default: online.", rich_help_panel=_PANEL),
-]
-MaxLength = Annotated[
-    int | None,
-    typer.Option(help="Reserve storage for so many tokens; default: it grows in steps.", rich_help_panel=_PANEL),
-]
-
 DEFAULTS = TwoLevelConfig()
 PROGRESSIVE = ProgressiveConfig()
 PREDICTIVE = PredictiveConfig()
 CONFIGS = {CacheKind.progressive: ProgressiveConfig, CacheKind.predictive: PredictiveConfig}
 
 
-def sparse_config(kind: CacheKind = CacheKind.two_level, **options) -> SparseConfig:
-    """The configuration of this kind of cache, with what is wrong about it reported as wrong usage.
+def _of_cache(*names: str, help: str) -> typer.models.OptionInfo:
+    return typer.Option(*names, help=help, rich_help_panel="Sparse cache")
 
-    Options of the other kinds must have their defaults.
-    """
-    made = CONFIGS.get(kind, TwoLevelConfig)
-    mine, defaults = made.__dataclass_fields__, (DEFAULTS, PROGRESSIVE, PREDICTIVE)
-    for name, value in options.items():
-        if name not in mine and all(value != getattr(one, name) for one in defaults if hasattr(one, name)):
-            raise typer.BadParameter(f"{_spell(name)} has no meaning with --cache {kind.value}")
-    try:
-        return made(**{name: value for name, value in options.items() if name in mine})
-    except ValueError as error:
-        raise typer.BadParameter(_option_names(str(error))) from error
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """What describes a sparse cache; a field is an option."""
+
+    offload: Annotated[bool, _of_cache("--offload/--no-offload", help="Keep full blocks in host memory.")] = True
+    token_budget: Annotated[int, _of_cache(help="Tokens attended per step and KV head beside sinks and window.")] = (
+        DEFAULTS.token_budget
+    )
+    num_blocks: Annotated[
+        int | None, _of_cache(help="Blocks that the coarse level keeps; default: 128, or more if the budget needs it.")
+    ] = None
+    block_size: Annotated[int, _of_cache(help="Tokens in a block.")] = DEFAULTS.block_size
+    level: Annotated[Level, _of_cache(help="Blocks then tokens, or one of the halves alone.")] = Level.two_level
+    threshold: Annotated[
+        float, _of_cache(help="Progressive: share of the attention mass at which a KV head stops reading.")
+    ] = PROGRESSIVE.threshold
+    max_blocks: Annotated[
+        int | None, _of_cache(help="Progressive: blocks attended per step and KV head at most; default: no limit.")
+    ] = None
+    predictor: Annotated[
+        str, _of_cache(help=f"Predictive: how the next query is predicted: {', '.join(PREDICTORS)}.")
+    ] = PREDICTIVE.predictor
+    scoring: Annotated[Scoring, _of_cache(help="Predictive: score tokens by labels or by whole keys.")] = Scoring.labels
+    start_length: Annotated[int, _of_cache(help="Predictive: attend to everything until so many tokens.")] = 0
+    sinks: Annotated[int, _of_cache(help="First tokens, always attended.")] = DEFAULTS.sinks
+    window: Annotated[int, _of_cache(help="Recent tokens, always attended.")] = DEFAULTS.window
+    dense_layers: Annotated[int, _of_cache(help="First layers that attend densely.")] = DEFAULTS.dense_layers
+    label_channels: Annotated[
+        int | None, _of_cache(help="Label channels per key; default: a quarter of the head dimension.")
+    ] = None
+    max_length: Annotated[
+        int | None, _of_cache(help="Reserve storage for so many tokens; default: it grows in steps.")
+    ] = None
+
+    def config(self, kind: CacheKind) -> SparseConfig:
+        """The configuration of this kind of cache, with what is wrong about it reported as wrong usage.
+
+        Options of the other kinds must have their defaults.
+        """
+        made = CONFIGS.get(kind, TwoLevelConfig)
+        mine, defaults = made.__dataclass_fields__, (DEFAULTS, PROGRESSIVE, PREDICTIVE)
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "offload"}
+        given |= {name: value.value for name, value in given.items() if isinstance(value, Enum)}
+        for name, value in given.items():
+            if name not in mine and all(value != getattr(one, name) for one in defaults if hasattr(one, name)):
+                raise typer.BadParameter(f"{_spell(name)} has no meaning with --cache {kind.value}")
+        try:
+            return made(**{name: value for name, value in given.items() if name in mine})
+        except ValueError as error:
+            raise typer.BadParameter(_option_names(str(error))) from error
+
+
+@dataclass(frozen=True)
+class DecodingOptions(CacheOptions):
+    """And what does not matter to the memory that a cache takes."""
+
+    lag: Annotated[
+        bool | None,
+        _of_cache("--lag/--no-lag", help="Choose tokens within the previous step's blocks; default: with --offload."),
+    ] = None
+    channel_file: Annotated[Path | None, _of_cache(help="Channels made by `calibrate`; default: online.")] = None
+
+
+def takes(group: type) -> Callable[[Callable], Callable]:
+    """Give a command the fields of a dataclass as options; it gets them as one, as ``options``."""
+    hints = get_type_hints(group, include_extras=True)
+    shared = [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in fields(group)
+    ]
+
+    def decorate(command: Callable) -> Callable:
+        signature = inspect.signature(command, eval_str=True)
+        own = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.name != "options"]
+
+        @functools.wraps(command)
+        def run(**given):
+            options = group(**{field.name: given.pop(field.name) for field in fields(group)})
+            return command(**given, options=options)
+
+        run.__signature__ = signature.replace(parameters=[*own, *shared])
+        return run
+
+    return decorate
 
 
 def check_place(config: SparseConfig, offload: bool) -> None:

@@ -15,6 +15,7 @@ from .loading import load_config
 from .output import note, results, size
 
 
+@opt.takes(opt.CacheOptions)
 def plan(
     model: opt.Model,
     context: Annotated[
@@ -31,50 +32,23 @@ def plan(
     cache: Annotated[opt.CacheKind, typer.Option("--cache", help="two_level, progressive or predictive.")] = (
         opt.CacheKind.two_level
     ),
-    offload: opt.Offload = True,
-    token_budget: opt.TokenBudget = opt.DEFAULTS.token_budget,
-    num_blocks: opt.NumBlocks = None,
-    block_size: opt.BlockSize = opt.DEFAULTS.block_size,
-    level: opt.LevelOption = opt.Level.two_level,
-    threshold: opt.Threshold = opt.PROGRESSIVE.threshold,
-    max_blocks: opt.MaxBlocks = None,
-    predictor: opt.Predictor = opt.PREDICTIVE.predictor,
-    scoring: opt.ScoringOption = opt.Scoring.labels,
-    start_length: opt.StartLength = 0,
-    sinks: opt.Sinks = opt.DEFAULTS.sinks,
-    window: opt.Window = opt.DEFAULTS.window,
-    dense_layers: opt.DenseLayers = opt.DEFAULTS.dense_layers,
-    label_channels: opt.Channels = None,
-    max_length: opt.MaxLength = None,
+    *,
+    options: opt.CacheOptions,
 ) -> None:
     """Will it fit? GPU and host memory, from the model's configuration alone."""
     if cache is opt.CacheKind.dense:
         raise typer.BadParameter(
             "plan compares a sparse cache with the dense one: --cache two_level, progressive or predictive"
         )
-    config = opt.sparse_config(
-        cache,
-        token_budget=token_budget,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        level=level.value,
-        threshold=threshold,
-        max_blocks=max_blocks,
-        predictor=predictor,
-        scoring=scoring.value,
-        start_length=start_length,
-        sinks=sinks,
-        window=window,
-        dense_layers=dense_layers,
-        label_channels=label_channels,
-        max_length=max_length,
-    )
+    config = options.config(cache)
     gpu = opt.parse_bytes(gpu_memory) if gpu_memory else _detected_gpu()
     host = opt.parse_bytes(host_memory) if host_memory else int(0.8 * host_memory_limit())
     shape = model_shape(load_config(model), opt.torch_dtype(dtype))
     device = torch.device("cuda", 0) if torch.cuda.is_available() else None
-    opt.check_place(config, offload)
-    planned = plan_memory(shape, config, opt.offload_config(offload), context=context, batch=batch, device=device)
+    opt.check_place(config, options.offload)
+    planned = plan_memory(
+        shape, config, opt.offload_config(options.offload), context=context, batch=batch, device=device
+    )
     _show(planned, gpu, host)
 
 

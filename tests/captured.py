@@ -1,0 +1,103 @@
+"""Captured steps, imitated or on a GPU, and what they must have in common with eager ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from caches import CACHES, TIGHT
+from models import build, prompt
+
+from hf_sparsekv import optimize
+from hf_sparsekv.graphs import StepRunner, runner_of
+from hf_sparsekv.sliding import SlidingRing
+
+
+class Imitation(StepRunner):
+    """Replays without a GPU: every replay runs the step anew with the host's state frozen as it was at the capture.
+
+    So whatever the host decides in a step without the replay knowing shows here as it would on a GPU.
+    """
+
+    @staticmethod
+    def _on_gpu(t):
+        return True
+
+    def _record(self, run, device, saved):
+        output = run(None)
+        queries = [state.layer.query for state in saved]
+        rings = [ring for ring in saved[0].layer.owner.layers if isinstance(ring, SlidingRing)]
+        frozen = [ring.cumulative_length for ring in rings]
+
+        class Graph:
+            def replay(self):
+                now = [type(state)(state.layer) for state in saved]
+                lengths = [ring.cumulative_length for ring in rings]
+                for state in saved:
+                    state.put_back_host()
+                for ring, length in zip(rings, frozen):
+                    ring.cumulative_length = length
+                try:
+                    output.logits.copy_(run(None).logits)
+                    for state, query in zip(saved, queries):
+                        query.copy_(state.layer.query)
+                finally:
+                    for state in now:
+                        state.put_back_host()
+                    for ring, length in zip(rings, lengths):
+                        ring.cumulative_length = length
+
+        return Graph(), output
+
+
+def same_counts(*caches) -> None:
+    """The same was done. A captured step that is followed by a sealing looks ahead twice, which shows in the share of
+    blocks that were there already, and may fetch blocks (and note them as chosen) that the second look does without."""
+    stats = [cache.stats() for cache in caches]
+    if stats[0].hit_rate is not None and stats[1].hit_rate is not None:
+        # A second device writes two buffers in turn, but only one in captured steps.
+        more = 5 if getattr(caches[0], "rank", None) is not None else 1
+        assert stats[0].hit_rate == pytest.approx(stats[1].hit_rate, abs=0.02 * more)
+        assert stats[0].host_to_device_bytes == pytest.approx(stats[1].host_to_device_bytes, rel=0.05 * more)
+        if stats[0].working_set_bytes is not None:
+            assert stats[0].working_set_bytes == pytest.approx(stats[1].working_set_bytes, rel=0.05)
+        unlike = {"hit_rate": None, "host_to_device_bytes": 0, "working_set_bytes": None}
+        stats = [replace(one, **unlike, needed=0, found=0) for one in stats]
+    for one, other in zip(*(each.walks for each in stats)):  # masses are sums, whose roundings depend on their shapes
+        masses = [[w.mass or 0.0, w.least_mass or 0.0] for w in (one, other)]
+        assert masses[0] == pytest.approx(masses[1], rel=1e-5)
+    bare = [tuple(replace(w, mass=None, least_mass=None) for w in each.walks) for each in stats]
+    assert replace(stats[0], walks=bare[0]) == replace(stats[1], walks=bare[1])
+
+
+def pair(name: str, dtype: torch.dtype = torch.float32):
+    """The same model eager and optimised, on the GPU. Not fused: its rounding could turn a selection."""
+    eager = build(name, "sparsekv").cuda().to(dtype)
+    fast = optimize(build(name, "sparsekv").cuda().to(dtype), fused=False)
+    return eager, fast
+
+
+def on_gpu(*args, **kwargs) -> dict[str, torch.Tensor]:
+    return {name: value.cuda() for name, value in prompt(*args, **kwargs).items()}
+
+
+def check(name: str, cache: str, inputs: dict, settings: dict = TIGHT, captured: bool = True, **generate) -> None:
+    """Same text and counters, and the steps were really replayed."""
+    eager, fast = pair(name)
+    generate = {"do_sample": False, "max_new_tokens": 100, **generate}
+    caches = CACHES[cache](**settings), CACHES[cache](**settings)
+    torch.manual_seed(3)
+    expected = eager.generate(**inputs, past_key_values=caches[0], **generate)
+    torch.manual_seed(3)
+    found = fast.generate(**inputs, past_key_values=caches[1], **generate)
+    assert torch.equal(found, expected)
+    # What is allocated may differ (beams reorder in place), what was done may not.
+    same_counts(*caches)
+    runner = runner_of(fast)
+    if captured:
+        steps = generate["max_new_tokens"] - 1
+        assert steps - 3 <= runner.replays <= steps
+        assert runner.captures < 12
+    else:
+        assert runner.replays == 0

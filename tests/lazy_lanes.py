@@ -1,0 +1,119 @@
+"""Lanes that do nothing until somebody waits, and lanes of a GPU that begin late."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import contextmanager
+from typing import ClassVar
+
+import torch
+
+from hf_sparsekv.offload import device_pool, lanes, pool, store
+from hf_sparsekv.offload.lanes import Lane
+
+
+class Late:
+    """Something that a lane has not done yet."""
+
+    def __init__(self, lane) -> None:
+        self.lane, self.at = lane, lane.given
+
+    def query(self) -> bool:
+        return self.lane.done >= self.at
+
+    def wait(self) -> None:
+        self.lane.catch_up(self.at)
+
+
+class LazyLane:
+    """Does nothing until somebody waits, then everything up to there, in order."""
+
+    made: ClassVar[list[LazyLane]] = []
+    stream = None
+
+    def __init__(self, device, buffers) -> None:
+        self.left, self.given, self.done = [], 0, 0
+        self.buffers, self.events, self.at = [None] * buffers, [None] * buffers, -1
+        self.inside = False
+        self.made.append(self)
+
+    def take(self, shape, dtype):
+        self.at = at = (self.at + 1) % len(self.buffers)
+        if self.events[at] is not None:
+            self.events[at].wait()
+        if self.buffers[at] is not None:
+            self.buffers[at].fill_(float("nan"))  # whoever still reads it shows
+        self.buffers[at] = torch.full(shape, float("nan"), dtype=dtype)
+        return self.buffers[at]
+
+    def run(self, work):
+        self.left.append(work)
+        self.given += 1
+        self.events[self.at] = event = Late(self)
+        return event
+
+    def catch_up(self, at) -> None:
+        if self.inside:
+            return  # on the lane itself what came before is done
+        while self.done < at:
+            self.inside = True
+            self.left[self.done]()
+            self.inside = False
+            self.left[self.done] = None
+            self.done += 1
+
+    @contextmanager
+    def behind(self):
+        self.catch_up(self.given)
+        yield
+
+    def mark(self):
+        self.given += 1
+        self.left.append(lambda: None)
+        return Late(self)
+
+    def release(self):
+        for buffer, event in zip(self.buffers, self.events):
+            if event is not None and event.query():
+                buffer.fill_(float("nan"))
+        self.buffers, self.events = [None] * len(self.buffers), [None] * len(self.buffers)
+
+
+def imitate(patch) -> None:
+    """Host memory counts as pinned, and what goes there goes by a lazy lane."""
+    LazyLane.made.clear()
+    patch.setattr(lanes, "Lane", LazyLane)
+    for module in (lanes, store, device_pool):
+        patch.setattr(module, "wait", lambda event, device: event.wait())
+    patch.setattr(pool.BlockPool, "direct", property(lambda self: self.host is not None))
+
+
+def logits(net, cache, chunks):
+    with torch.no_grad():
+        return torch.cat([net(chunk, past_key_values=cache).logits for chunk in chunks], 1)
+
+
+def chunks_of(ids, *sizes):
+    """Pieces of these sizes, then single tokens."""
+    head = ids.split([*sizes, ids.shape[1] - sum(sizes)], dim=1)
+    return (*head[:-1], *head[-1].split(1, dim=1))
+
+
+def slow(lane: Lane, cycles: int) -> None:
+    """Everything on this lane begins late. (It must still die as soon as its cache does: no reference to itself.)"""
+    this = weakref.ref(lane)
+
+    def late_run(work):
+        def wait_and_work():
+            torch.cuda._sleep(cycles)
+            work()
+
+        return Lane.run(this(), wait_and_work)
+
+    @contextmanager
+    def late_behind():
+        with Lane.behind(this()):
+            torch.cuda._sleep(cycles)
+            yield
+
+    lane.run, lane.behind = late_run, late_behind

@@ -1,0 +1,253 @@
+"""optimize() on a GPU: captured decode steps give what eager ones give."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from caches import CACHES, EAGER, FULL, TIGHT, two_level
+from captured import check, on_gpu, pair
+from models import build
+from transformers import TextStreamer
+
+from hf_sparsekv import optimize, unoptimize
+from hf_sparsekv.graphs import runner_of
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", CACHES)
+def test_caches(cache):
+    check("llama", cache, on_gpu(1, 180), captured=cache not in EAGER)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", ["host", "device", "device-block", "host-token", "progressive", "progressive-host"])
+def test_left_padding(cache):
+    check("llama", cache, on_gpu(3, 180, (0, 5, 100)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama-mha", "llama-mqa", "qwen2", "qwen3", "mistral", "phi3"])
+def test_models(name):
+    check(name, "host", on_gpu(2, 150, (0, 33)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gemma3", "gemma2"])
+def test_hybrids(name):
+    """Sliding layers run another kernel when captured, whose rounding may turn a greedy token: logits are compared."""
+    given, tokens = on_gpu(2, 150, (0, 33)), on_gpu(2, 60, seed=3)["input_ids"]
+    logits = []
+    for one in pair(name):
+        cache, mask, rows = CACHES["host"](**FULL), given["attention_mask"], []
+        with torch.no_grad():
+            one(
+                given["input_ids"],
+                attention_mask=mask,
+                position_ids=(mask.cumsum(1) - 1).clamp_min(0),
+                past_key_values=cache,
+            )
+            for token in tokens.split(1, dim=1):
+                mask = torch.cat((mask, torch.ones_like(token)), dim=1)
+                positions = mask.cumsum(1)[:, -1:] - 1
+                out = one(token, attention_mask=mask, position_ids=positions, past_key_values=cache)
+                rows.append(out.logits[:, -1].clone())
+        logits.append(torch.stack(rows))
+    difference, size = (logits[0] - logits[1]).abs().max(), logits[0].abs().max()
+    assert difference < 2e-3 * size
+    assert runner_of(one).replays == 60
+
+
+@pytest.mark.gpu
+def test_short_prompt_long_answer():
+    """Through calibration, sealing, growth and the change from dense to sparse."""
+    check("llama", "device", on_gpu(2, 3), max_new_tokens=400)
+    check("llama", "host", on_gpu(1, 5), max_new_tokens=400)
+
+
+@pytest.mark.gpu
+def test_budget_for_everything_equals_dense():
+    fast = optimize(build("llama", "sparsekv").cuda())
+    inputs = on_gpu(2, 150, (0, 40))
+    expected = build("llama", "sdpa").cuda().generate(**inputs, do_sample=False, max_new_tokens=80)
+    for offload in (True, False):
+        cache = two_level(offload, **FULL)
+        assert torch.equal(fast.generate(**inputs, do_sample=False, max_new_tokens=80, past_key_values=cache), expected)
+    assert runner_of(fast).replays == 2 * 79
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"do_sample": True, "temperature": 0.8, "top_k": 20},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"num_beams": 3},
+        {"repetition_penalty": 1.3},
+    ],
+    ids=["sample", "sample-return", "beams", "penalty"],
+)
+def test_decoding(how):
+    check("llama", "host", on_gpu(2, 150, (0, 30)), **how)
+
+
+@pytest.mark.gpu
+def test_streaming_and_stopping():
+    class Words:
+        def decode(self, ids, **kwargs):
+            return " ".join(str(int(i)) for i in ids)
+
+    class Stream(TextStreamer):
+        def __init__(self):
+            super().__init__(Words())
+            self.text = ""
+
+        def on_finalized_text(self, text, stream_end=False):
+            self.text += text
+
+    eager, fast = pair("llama")
+    inputs = on_gpu(1, 120)
+    texts = []
+    for one in (eager, fast):
+        stream = Stream()
+        one.generate(**inputs, past_key_values=two_level(**TIGHT), max_new_tokens=40, do_sample=False, streamer=stream)
+        texts.append(stream.text)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.gpu
+def test_second_turn_copies_and_two_caches():
+    eager, fast = pair("llama")
+    first, more = on_gpu(1, 150), on_gpu(1, 40, seed=9)["input_ids"]
+    results = []
+    for one in (eager, fast):
+        cache, other = two_level(**TIGHT), two_level(False, **TIGHT)
+        go = {"do_sample": False, "max_new_tokens": 30}
+        turn = one.generate(**first, past_key_values=cache, **go)
+        branch = copy.deepcopy(cache)
+        side = one.generate(**first, past_key_values=other, **go)
+        again = torch.cat((turn, more), 1)
+        go["attention_mask"] = torch.ones_like(again)  # or generate() takes an answer's tokens for padding
+        second = one.generate(again, past_key_values=cache, **go)
+        third = one.generate(torch.cat((turn, more.flip(1)), 1), past_key_values=branch, **go)
+        results.append((turn, side, second, third))
+    for expected, found in zip(*results):
+        assert torch.equal(found, expected)
+    assert runner_of(fast).replays > 100
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3", "gemma2"])
+def test_fused(name):
+    """Everything on; dense attention, which rounding does not turn. A second model is left alone, undoing restores."""
+    inputs = on_gpu(2, 150, (0, 33))
+    go = {"do_sample": False, "max_new_tokens": 80}
+    fast, other = build(name, "sparsekv").cuda(), build(name, "sparsekv").cuda()
+    before = other(**inputs).logits
+    expected = other.generate(**inputs, past_key_values=two_level(**FULL), **go)
+    optimize(fast, fused=True)
+    assert torch.equal(fast.generate(**inputs, past_key_values=two_level(**FULL), **go), expected)
+    assert runner_of(fast).replays == 79
+    with torch.no_grad():
+        assert torch.equal(other(**inputs).logits, before)
+        assert torch.equal(unoptimize(fast)(**inputs).logits, before)
+
+
+@pytest.mark.gpu
+def test_hybrid_turns():
+    """Sliding layers go from stock to ring and through eager turns, padding included."""
+    eager, fast = pair("gemma3")
+    first = on_gpu(2, 100, (0, 95))
+    more = on_gpu(2, 20, (0, 3), seed=4)
+    results = []
+    for one in (eager, fast):
+        cache = two_level(**TIGHT)
+        turn = one.generate(**first, past_key_values=cache, do_sample=False, max_new_tokens=25)
+        grown = torch.ones(2, turn.shape[1] - 100, dtype=torch.long, device="cuda")
+        mask = torch.cat((first["attention_mask"], grown, more["attention_mask"]), 1)
+        ids = torch.cat((turn, more["input_ids"]), 1)
+        results.append(
+            one.generate(ids, attention_mask=mask, past_key_values=cache, do_sample=False, max_new_tokens=25)
+        )
+    assert torch.equal(*results)
+    assert runner_of(fast).replays > 40
+
+
+@pytest.mark.gpu
+def test_prompt_lookup_and_crop():
+    eager, fast = pair("llama")
+    ids = on_gpu(1, 9)["input_ids"].repeat(1, 15)
+    out = [
+        one.generate(
+            ids, do_sample=False, max_new_tokens=60, prompt_lookup_num_tokens=3, past_key_values=two_level(**FULL)
+        )
+        for one in (eager, fast)
+    ]
+    assert torch.equal(*out)
+
+
+@pytest.mark.gpu
+def test_half_precision():
+    eager, fast = pair("llama", torch.bfloat16)
+    inputs = on_gpu(2, 150)
+    out = [
+        one.generate(**inputs, do_sample=False, max_new_tokens=60, past_key_values=two_level(**TIGHT))
+        for one in (eager, fast)
+    ]
+    assert torch.equal(*out)
+
+
+@pytest.mark.gpu
+def test_graphs_die_with_their_cache():
+    fast = optimize(build("llama", "sparsekv").cuda())
+    cache = two_level(**TIGHT)
+    fast.generate(**on_gpu(1, 150), do_sample=False, max_new_tokens=10, past_key_values=cache)
+    runner, gone = runner_of(fast), weakref.ref(cache)
+    assert len(runner.graphs) == 1
+    del cache
+    gc.collect()
+    assert gone() is None
+    assert len(runner.graphs) == 0
+
+
+@pytest.mark.gpu
+def test_two_threads_on_one_model():
+    eager, fast = pair("llama")
+    inputs = [on_gpu(1, 120 + 30 * i, seed=i) for i in range(2)]
+    expected = [
+        eager.generate(**one, do_sample=False, max_new_tokens=60, past_key_values=two_level(**TIGHT)) for one in inputs
+    ]
+    found: dict[int, torch.Tensor] = {}
+
+    def work(i: int) -> None:
+        cache = two_level(**TIGHT)
+        found[i] = fast.generate(**inputs[i], do_sample=False, max_new_tokens=60, past_key_values=cache)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(2):
+        assert torch.equal(found[i], expected[i])
+
+
+@pytest.mark.gpu
+def test_no_allocation_and_no_synchronisation_in_a_step():
+    fast = optimize(build("llama", "sparsekv").cuda())
+    cache = two_level(False, **TIGHT)
+    fast.generate(**on_gpu(1, 180), do_sample=False, max_new_tokens=10, past_key_values=cache)
+    runner = runner_of(fast)
+    step = next(iter(runner.graphs[cache].values()))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step.graph.replay()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before

@@ -1,0 +1,57 @@
+"""Blocks on their way to the host and back on a GPU, with lanes that lag behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from caches import FULL, TIGHT, two_level
+from lazy_lanes import chunks_of, logits, slow
+from models import build, prompt, reference
+from transformers import DynamicCache
+
+from hf_sparsekv import OffloadConfig
+from hf_sparsekv.offload import store
+from hf_sparsekv.offload.lanes import Lane
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cycles", [0, 20_000_000], ids=["quick", "slow"])
+@pytest.mark.parametrize("sizes", [(700,), (300, 250, 150), (515, 64, 121)])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_on_a_gpu(monkeypatch, name, sizes, cycles):
+    """The same with a lane that lags behind by 10 ms: what is not waited for would be missing."""
+    if cycles:
+        make = Lane.__init__
+
+        def late(self, *args):
+            make(self, *args)
+            slow(self, cycles)
+
+        monkeypatch.setattr(Lane, "__init__", late)
+    monkeypatch.setattr(store, "_SEAL_BYTES", 5 * 2 * 2 * 16 * 32 * 4)
+    ids = prompt(2, 760)["input_ids"].cuda()
+    chunks = chunks_of(ids, *sizes)
+    ours, net = build(name, "sparsekv").cuda(), build(name, reference(name).config._attn_implementation).cuda()
+    cache = two_level(**FULL)
+    found = logits(ours, cache, chunks)
+    want = logits(net, DynamicCache(config=net.config), chunks)
+    torch.testing.assert_close(found, want, atol=1e-3, rtol=1e-3)
+    assert cache.offload_config == OffloadConfig()
+
+
+@pytest.mark.gpu
+def test_memory_of_a_prompt_is_bounded():
+    """A prompt's blocks never lie on the GPU for all layers at once."""
+    net = build("llama", "sparsekv", num_hidden_layers=16).cuda()
+    layer = 2 * 16384 * 2 * 16 * 2 * 4  # bytes of keys and values: rows, tokens, heads, channels, both, float32
+    ids = prompt(2, 64)["input_ids"].cuda().repeat(1, 256)
+    cache = two_level(**TIGHT)
+    with torch.no_grad():
+        net.model(ids[:, :128], past_key_values=two_level(**TIGHT))
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        net.model(ids, past_key_values=cache)
+    torch.cuda.synchronize()
+    kept = torch.cuda.memory_allocated() - before - cache.memory_bytes()["device"]
+    assert cache.memory_bytes()["host"] >= 16 * layer
+    assert kept < 2 * layer, f"{kept / layer:.1f} layers' KV left on the device"
