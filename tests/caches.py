@@ -117,5 +117,6 @@ CACHES: dict[str, Callable[..., SparseCache]] = {
     "predictive-host-dense1": _predictive(True, dense_layers=1, block_size=32, layers_per_pack=3),
 }
 
+HOST_RANK = ("predictive-second",)  # chosen on the host for a model on a GPU: such steps are not captured
 UNSAVED = ("predictive-second",)  # cannot be saved yet
 EAGER = ("progressive-driven", "progressive-driven-device")  # the host takes part in each layer: never captured
