@@ -3,7 +3,8 @@
     python benchmarks/crossover_of_steps.py --case glm-4.7-flash --suffix :mla two_level:lag=two_level:lag predictive
 
 Reads `step_ms` of captured_dense and of the named variants from benchmarks/results/step.csv, the newest row of each
-shape, and prints a `Rule` for each (`hf_sparsekv.crossover`). At least two batches and two lengths are needed.
+shape, and prints a `Rule` for each (`hf_sparsekv.crossover`). At least two batches and two lengths are needed. With
+`--one-layer`: `attention_us` from operator.csv.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import torch
 from hf_sparsekv import crossover
 from hf_sparsekv.benchmark.shapes import known_config, kv_bytes, text_config
 
-STEPS = Path(__file__).parent / "results" / "step.csv"
+RESULTS = Path(__file__).parent / "results"
 
 
-def step_times(rows: pd.DataFrame, variant: str) -> dict[tuple[int, int], float]:
-    """Microseconds of a captured step by batch and context."""
+def times(rows: pd.DataFrame, variant: str, unit: float) -> dict[tuple[int, int], float]:
+    """Microseconds by batch and context; a row's value counts ``unit`` of them."""
     found = rows[rows.variant == variant].drop_duplicates(["batch", "context"], keep="last")
-    return {(r.batch, r.context): 1e3 * r.value for r in found.itertuples()}
+    return {(r.batch, r.context): unit * r.value for r in found.itertuples()}
 
 
 def main() -> None:
@@ -32,16 +33,20 @@ def main() -> None:
     parser.add_argument("--case", default="qwen3-8b", help="model of the rows")
     parser.add_argument("--kv", default="", help="end of the variants' names, as :kv=replayed")
     parser.add_argument("--suffix", default="", help="of the methods' names, as :mla")
+    parser.add_argument("--one-layer", action="store_true", help="a layer's attention instead of whole steps")
     args = parser.parse_args()
 
-    rows = pd.read_csv(STEPS)
-    rows = rows[(rows.case == args.case) & (rows.metric == "step_ms")]
+    file, metric, unit, end = (
+        ("operator", "attention_us", 1, "") if args.one_layer else ("step", "step_ms", 1e3, "+fused")
+    )
+    rows = pd.read_csv(RESULTS / f"{file}.csv")
+    rows = rows[(rows.case == args.case) & (rows.metric == metric)]
     config = text_config(known_config(args.case))
     width = kv_bytes(config, 1, 1, torch.bfloat16.itemsize) // config.num_hidden_layers  # of one layer, as rules are
-    dense = step_times(rows, f"captured_dense+fused{args.kv}")
+    dense = times(rows, f"captured_dense{end}{args.kv}", unit)
     for text in args.methods:
         method, _, variant = text.partition("=")
-        sparse = step_times(rows, f"{variant or method}+fused{args.kv}")
+        sparse = times(rows, f"{variant or method}{end}{args.kv}", unit)
         timings = [
             crossover.Timing(batch, context, dense[batch, context], {method: time})
             for (batch, context), time in sorted(sparse.items())
@@ -54,8 +59,8 @@ def main() -> None:
         worst = max(crossover.wrong_by(rule, t, method, width) for t in timings)
         shapes = ", ".join(f"{t.batch} x {t.tokens}: {t.dense:.0f} and {t.sparse[method]:.0f}" for t in timings)
         print(f'"{method}{args.suffix}": Rule({rule.fixed_bytes:.4g}, {rule.row_tokens:.4g}),  # us: {shapes}')
-        ends = ", ".join(f"{rule.tokens(batch, width)} ({batch})" for batch in (1, 4, 8, 16))
-        print(f"    dense up to so many tokens a row (rows): {ends}; at most {worst:.0%} slower than the quicker side")
+        reach = ", ".join(f"{rule.tokens(batch, width)} ({batch})" for batch in (1, 4, 8, 16))
+        print(f"    dense up to so many tokens a row (rows): {reach}; at most {worst:.0%} slower than the quicker side")
 
 
 if __name__ == "__main__":

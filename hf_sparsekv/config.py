@@ -67,9 +67,8 @@ class SparseConfig:
             hold at most this many tokens, counted over all rows (batch x tokens a row, padding included; recent
             tokens come on top). ``"auto"``: while that is measured to be as quick as selecting on this GPU
             (:mod:`hf_sparsekv.crossover`), so never with blocks in host memory, without a GPU, on a GPU that was
-            not measured (``hf-sparsekv calibrate-device``), over latents (MLA), for predicted queries, or with
-            progressive selection, which takes as long as the data want. ``None``: never. A number
-            holds for offloaded blocks, too.
+            not measured (``hf-sparsekv calibrate-device``), or with progressive selection, which takes as long as
+            the data want. ``None``: never. A number holds for offloaded blocks, too.
     """
 
     block_size: int = 64

@@ -87,7 +87,9 @@ def test_built_in(monkeypatch, empty_table):
     for unknown in ("NVIDIA H200 MIG 1g.18gb", "NVIDIA GeForce RTX 5090"):
         assert limit(unknown, monkeypatch) == 0
     assert limit(H200, monkeypatch, method=None) == limit(H200, monkeypatch, method="new") == 0
-    assert set(BUILT_IN[H200]) == set(METHODS)
+    assert set(BUILT_IN[H200]) > set(METHODS)
+    # 1,152 bytes a token; dense attention to 32k of them is as quick, to 128k it is not.
+    assert all(24_000 < limit(H200, monkeypatch, method=f"{m}:mla", width=1152) < 96_000 for m in METHODS[:2])
 
 
 def test_methods_have_names():
