@@ -52,7 +52,7 @@ BUILT_IN: dict[str, dict[str, Rule]] = {
         "two_level:lag": Rule(42.9e6, 1632),
         "block_only": Rule(11.9e6, 1806),
         "token_only": Rule(88.1e6, 198),
-        # Latents, GLM-4.7-Flash's shape, 1 and 6 rows of 16k to 128k tokens: a layer's attention; whole steps with lag and
+        # Latents, GLM-4.7-Flash, 1 and 6 rows of 16k to 128k tokens: a layer's attention; whole steps with lag and
         # for predicted queries (benchmarks/crossover_of_steps.py).
         "two_level:mla": Rule(59.5e6, 282),
         "two_level:lag:mla": Rule(49.2e6, 8265),
