@@ -67,7 +67,7 @@ def _count(
     b_power = tl.full([32], 1, tl.int32) << tl.minimum(o_bin, 30)
     at = tl.sum(((o_bin < BINS - 1) & (b_power <= used - 1)).to(tl.int32), 0)
     tl.atomic_add(p_totals + FIRST_BIN + at, one, sem="relaxed")
-    ahead = tl.minimum(tl.maximum(used + used // 4 + 4, read - read // 8), max_blocks)
+    ahead = tl.minimum(used + used // 8 + 8, max_blocks)
     tl.store(p_limits + i_row, 0)
     tl.store(p_limits + rows + i_row, ahead)
     if HAS_CHOSEN:

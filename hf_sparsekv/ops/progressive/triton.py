@@ -10,6 +10,7 @@ from .._dispatch import require_dense_rows
 from .._overlap import overlap
 from ..sparse_decode.triton import sparse_decode
 from .attend_kernel import attend_kernel
+from .expect_kernel import expect_kernel, verify_expected_kernel
 from .masses import masses as find_masses
 from .merge_kernel import merge_kernel
 from .reference import NO_LIMIT
@@ -135,6 +136,47 @@ def attend(
         )
 
 
+def expect(
+    logits: Tensor,
+    ids: Tensor,
+    tokens: Tensor,
+    *,
+    logit_scale: float = 1.0,
+    group_reduce: str = "all",
+    masses: int = MASSES,
+) -> tuple[Tensor, Tensor]:
+    """As ``reference.expect``; ``masses`` replaces the constant."""
+    batch, heads, n = ids.shape
+    group = logits.shape[1] // heads
+    expected, left = (logits.new_empty(batch, heads, n, group) for _ in range(2))
+    if not n:
+        return expected, left
+    require_dense_rows(logits=logits)
+    if not (ids.is_contiguous() and tokens.is_contiguous()):
+        raise ValueError("ids and tokens must be contiguous")
+    add = group_reduce == "sum"
+    wide = triton.next_power_of_2(group) if add else 1
+    with torch.cuda.device_of(logits):
+        expect_kernel[(batch * heads, 1 if add else group)](
+            logits,
+            ids,
+            tokens,
+            expected,
+            left,
+            n,
+            float(logit_scale),
+            *logits.stride()[:2],
+            SUM=add,
+            HEADS=heads,
+            GROUP=group,
+            BG=wide,
+            BN=max(16, min(triton.next_power_of_2(n), masses // wide)),
+            num_warps=4,
+            **overlap(logits),
+        )
+    return expected, left
+
+
 def verify(
     lse: Tensor,
     tokens: Tensor,
@@ -149,9 +191,8 @@ def verify(
     last: bool = True,
     sink_logits: Tensor | None = None,
     estimate: str = "as_min",
-    logits: Tensor | None = None,
-    logit_scale: float = 1.0,
-    ids: Tensor | None = None,
+    expected: Tensor | None = None,
+    left: Tensor | None = None,
     done: Tensor | None = None,
     number: int = 1,
     masses: int = MASSES,
@@ -159,20 +200,19 @@ def verify(
     """As ``reference.verify``; ``masses`` replaces the constant. ``done`` may be pinned host memory."""
     batch, heads, n = tokens.shape
     group = lse.shape[-1]
-    require_dense_rows(lse=lse, tokens=tokens, logits=logits, ids=ids)
-    if not (lse.is_contiguous() and tokens.is_contiguous() and (ids is None or ids.is_contiguous())):
-        raise ValueError("lse, tokens and ids must be contiguous")
+    if not all(t is None or t.is_contiguous() for t in (lse, tokens, expected, left)):
+        raise ValueError("lse, tokens, expected and left must be contiguous")
     wide = triton.next_power_of_2(group)
+    scores = estimate != "as_min"
     with torch.cuda.device_of(lse):
-        verify_kernel[(batch * heads,)](
+        (verify_expected_kernel if scores else verify_kernel)[(batch * heads,)](
             lse,
             tokens,
             state.limits,
             state.used,
             state.mass,
             sink_logits,
-            logits,
-            ids,
+            *((expected, left) if scores else ()),
             done,
             n,
             parts,
@@ -182,11 +222,9 @@ def verify(
             n if max_blocks is None else min(n, max_blocks),
             step,
             number,
-            float(logit_scale),
-            *((0, 0) if logits is None else logits.stride()[:2]),
             LAST=last,
             SUM=group_reduce == "sum",
-            ESTIMATE=estimate,
+            **({"SCALED": estimate == "scores"} if scores else {}),
             HAS_SINK=sink_logits is not None,
             HAS_DONE=done is not None,
             HEADS=heads,
