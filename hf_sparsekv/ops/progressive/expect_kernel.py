@@ -19,11 +19,11 @@ MOST = tl.constexpr(MOST)
 
 @triton.jit
 def _over_heads(b_log, SUM: tl.constexpr):
-    """With ``SUM``: in each column of ``[BN, BG]`` the logarithm of the sum over all of them."""
+    """With ``SUM``: in each row of ``[BG, BN]`` the logarithm of the sum over all of them."""
     if SUM:
-        b_top = tl.max(b_log, 1)
-        b_top = tl.where(b_top == float("-inf"), 0.0, b_top)[:, None]
-        b_log = tl.log2(tl.sum(tl.exp2(b_log - b_top), 1)[:, None]) + b_top + tl.zeros_like(b_log)
+        b_top = tl.max(b_log, 0)
+        b_top = tl.where(b_top == float("-inf"), 0.0, b_top)[None, :]
+        b_log = tl.log2(tl.sum(tl.exp2(b_log - b_top), 0)[None, :]) + b_top + tl.zeros_like(b_log)
     return b_log
 
 
@@ -67,21 +67,21 @@ def expect_kernel(
         o_i = (tl.cdiv(n, BN) - 1 - i) * BN + o_n
         b_id = tl.load(p_ids + o_i, mask=o_i < n, other=-1)  # [BN]
         b_tokens = tl.load(p_tokens + o_i, mask=o_i < n, other=0)  # [BN]
-        m_b = ((b_id >= 0) & (b_tokens > 0))[:, None] & m_g[None, :]
-        b_logit = tl.load(p_logits + o_g[None, :] * logits_head + b_id[:, None], mask=m_b, other=0.0)  # [BN, BG]
+        m_b = m_g[:, None] & ((b_id >= 0) & (b_tokens > 0))[None, :]
+        b_logit = tl.load(p_logits + o_g[:, None] * logits_head + b_id[None, :], mask=m_b, other=0.0)  # [BG, BN]
         b_log = tl.log2(tl.maximum(b_tokens, 1).to(tl.float32))
-        b_e = tl.where(m_b, b_logit * (logit_scale * LOG2E) + b_log[:, None], float("-inf"))
+        b_e = tl.where(m_b, b_logit * (logit_scale * LOG2E) + b_log[None, :], float("-inf"))
         b_e = _over_heads(b_e, SUM)
-        b_new = tl.maximum(b_top, tl.max(b_e, 0))
+        b_new = tl.maximum(b_top, tl.max(b_e, 1))
         b_base = _finite(b_new)
         b_sum *= tl.exp2(b_top - b_base)
-        b_w = tl.exp2(b_e - b_base[None, :])
-        b_all = tl.cumsum(b_w, 0, reverse=True) + b_sum[None, :]
-        o_out = o_i[:, None] * GROUP + o_g[None, :]
-        m_out = (o_i < n)[:, None] & m_g[None, :]
+        b_w = tl.exp2(b_e - b_base[:, None])
+        b_all = tl.cumsum(b_w, 1, reverse=True) + b_sum[:, None]
+        o_out = o_g[:, None] * n + o_i[None, :]
+        m_out = m_g[:, None] & (o_i < n)[None, :]
         tl.store(p_expected + o_out, b_e, mask=m_out)
-        tl.store(p_left + o_out, tl.log2(b_all) + b_base[None, :], mask=m_out)
-        b_sum += tl.sum(b_w, 0)
+        tl.store(p_left + o_out, tl.log2(b_all) + b_base[:, None], mask=m_out)
+        b_sum += tl.sum(b_w, 1)
         b_top = b_new
 
 
@@ -136,15 +136,14 @@ def verify_expected_kernel(
         cap = tl.minimum(tl.sum(b_live, 0), max_blocks)
         high = tl.minimum(high, cap)
 
-        b_near = tl.load(
-            p_lse + o_p[:, None] * GROUP + o_g[None, :], mask=(o_p < parts)[:, None] & m_g[None, :], other=float("-inf")
-        )  # [BP, BG]
+        m_near = m_g[:, None] & (o_p < parts)[None, :]
+        b_near = tl.load(p_lse + o_p[None, :] * GROUP + o_g[:, None], mask=m_near, other=float("-inf"))  # [BG, BP]
         b_near = _over_heads(b_near, SUM)
-        b_base = tl.max(b_near, 0)  # [BG]: masses are relative to the largest so far
-        b_seen = tl.sum(tl.exp2(b_near - _finite(b_base)[None, :]), 0)
+        b_base = tl.max(b_near, 1)  # [BG]: masses are relative to the largest so far
+        b_seen = tl.sum(tl.exp2(b_near - _finite(b_base)[:, None]), 1)
         if HAS_SINK:
             b_sink = tl.load(p_sink + (i_row % HEADS) * GROUP + o_g, mask=m_g, other=float("-inf")).to(tl.float32)
-            b_sink = tl.max(_over_heads(b_sink[None, :] * LOG2E, SUM), 0)
+            b_sink = tl.max(_over_heads(b_sink[:, None] * LOG2E, SUM), 1)
             b_new = tl.maximum(b_base, b_sink)
             b_seen = b_seen * tl.exp2(b_base - _finite(b_new)) + tl.exp2(b_sink - _finite(b_new))
             b_base = b_new
@@ -156,36 +155,36 @@ def verify_expected_kernel(
         i = high * 0
         while (i < high) & (stop == NOWHERE):
             o_i = i + o_n
-            o_in = o_i[:, None] * GROUP + o_g[None, :]
-            m_in = (o_i < high)[:, None] & m_g[None, :]
-            b_l = tl.load(p_blocks + o_in, mask=m_in, other=float("-inf"))  # [BN, BG]
-            m_behind = m_in & (o_i + 1 < n)[:, None]
-            b_rest = tl.load(p_left + o_in + GROUP, mask=m_behind, other=float("-inf"))  # [BN, BG]
+            o_in = o_g[:, None] * n + o_i[None, :]
+            m_in = m_g[:, None] & (o_i < high)[None, :]
+            b_l = tl.load(p_blocks + o_i[None, :] * GROUP + o_g[:, None], mask=m_in, other=float("-inf"))  # [BG, BN]
+            m_behind = m_in & (o_i + 1 < n)[None, :]
+            b_rest = tl.load(p_left + o_in + 1, mask=m_behind, other=float("-inf"))  # [BG, BN]
             b_l = _over_heads(b_l, SUM)
-            b_new = tl.maximum(b_base, tl.max(b_l, 0))
+            b_new = tl.maximum(b_base, tl.max(b_l, 1))
             b_one = _finite(b_new)
             b_seen *= tl.exp2(b_base - b_one)
-            b_w = tl.exp2(b_l - b_one[None, :])
-            b_acc = b_seen[None, :] + tl.cumsum(b_w, 0)  # [BN, BG]
+            b_w = tl.exp2(b_l - b_one[:, None])
+            b_acc = b_seen[:, None] + tl.cumsum(b_w, 1)  # [BG, BN]
             if SCALED:
-                b_e = tl.load(p_expected + o_in, mask=m_in, other=float("-inf"))  # [BN, BG]
+                b_e = tl.load(p_expected + o_in, mask=m_in, other=float("-inf"))  # [BG, BN]
                 b_r = tl.where(b_e > float("-inf"), b_l - b_e, float("-inf"))
-                b_high = tl.maximum(b_most, tl.max(b_r, 0))
+                b_high = tl.maximum(b_most, tl.max(b_r, 1))
                 b_times *= tl.exp2(b_most - _finite(b_high))
-                b_r = tl.exp2(b_r - _finite(b_high)[None, :])
-                b_mean = (b_times[None, :] + tl.cumsum(b_r, 0)) / (o_i + 1).to(tl.float32)[:, None]
-                b_rest += tl.log2(b_mean) + _finite(b_high)[None, :]
-                b_times += tl.sum(b_r, 0)
+                b_r = tl.exp2(b_r - _finite(b_high)[:, None])
+                b_mean = (b_times[:, None] + tl.cumsum(b_r, 1)) / (o_i + 1).to(tl.float32)[None, :]
+                b_rest += tl.log2(b_mean) + _finite(b_high)[:, None]
+                b_times += tl.sum(b_r, 1)
                 b_most = b_high
-            b_whole = b_acc + tl.exp2(tl.minimum(b_rest - b_one[None, :], MOST))
-            b_share = tl.where((b_whole > 0) & m_g[None, :], b_acc / b_whole, 1.0)
-            b_worst = tl.min(b_share, 1)  # [BN]
+            b_whole = b_acc + tl.exp2(tl.minimum(b_rest - b_one[:, None], MOST))
+            b_share = tl.where((b_whole > 0) & m_g[:, None], b_acc / b_whole, 1.0)
+            b_worst = tl.min(b_share, 0)  # [BN]
             m_stop = (b_worst > threshold) & (o_i < high) & (o_i + 1 >= min_blocks)
             first = tl.min(tl.where(m_stop, o_i, NOWHERE), 0)
             stop = tl.where(first < NOWHERE, first + 1, stop)
             at = tl.minimum(first, high - 1)  # that of the last block read, if none is enough
             found = tl.where(at < i + BN, tl.sum(tl.where(o_i == at, b_worst, 0.0), 0), found)
-            b_seen += tl.sum(b_w, 0)
+            b_seen += tl.sum(b_w, 1)
             b_base = b_new
             i += BN
 
@@ -198,17 +197,17 @@ def verify_expected_kernel(
             # The first block behind which so little is left, if the others hold what is expected of them.
             b_limit = tl.log2(b_seen * (1.0 - threshold) / threshold) + _finite(b_base)  # [BG]
             if SCALED:
-                b_behind = tl.load(p_left + high * GROUP + o_g, mask=m_g, other=float("-inf"))
+                b_behind = tl.load(p_left + o_g * n + high, mask=m_g, other=float("-inf"))
                 b_scale = tl.log2(b_times / high.to(tl.float32)) + _finite(b_most)
                 b_all = b_seen + tl.exp2(tl.minimum(b_behind + b_scale - _finite(b_base), MOST))
                 b_limit = tl.log2(b_all * (1.0 - threshold)) + _finite(b_base) - b_scale
             b_short = tl.zeros([BN], tl.int32)
             for j in range(high, cap, BN):
                 o_j = j + o_n
-                m_j = (o_j + 1 < n)[:, None] & m_g[None, :]
-                b_rest = tl.load(p_left + o_j[:, None] * GROUP + o_g[None, :] + GROUP, mask=m_j, other=float("-inf"))
-                m_more = (b_rest >= b_limit[None, :]) & m_g[None, :]
-                m_more = (tl.max(m_more.to(tl.int32), 1) > 0) | (o_j + 1 < min_blocks)
+                m_j = m_g[:, None] & (o_j + 1 < n)[None, :]
+                b_rest = tl.load(p_left + o_g[:, None] * n + o_j[None, :] + 1, mask=m_j, other=float("-inf"))
+                m_more = (b_rest >= b_limit[:, None]) & m_g[:, None]
+                m_more = (tl.max(m_more.to(tl.int32), 0) > 0) | (o_j + 1 < min_blocks)
                 b_short += (m_more & (o_j < cap)).to(tl.int32)
             reach = tl.minimum(high + tl.sum(b_short, 0) + 1, cap)
             if SCALED:

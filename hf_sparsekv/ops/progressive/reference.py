@@ -119,21 +119,21 @@ def expect(
         logits: float32 ``[batch, Hq, n]``: those of each block (by id), to be multiplied by ``logit_scale``.
         ids: int32 ``[batch, H, n]``, blocks in order of their rank.
         tokens: int32 ``[batch, H, n]``, selectable tokens of these; 0 for no block.
-        group_reduce: with ``"sum"`` all columns hold the sum over the query heads.
+        group_reduce: with ``"sum"`` all heads of a group get their sum.
 
     Returns:
-        Logarithms to base 2, float32 ``[batch, H, n, G]`` each: ``tokens * exp(logit)`` of each block, and its sum over
+        Logarithms to base 2, float32 ``[batch, H, G, n]`` each: ``tokens * exp(logit)`` of each block, and its sum over
         this block and those behind it. ``-inf`` for nothing.
     """
     heads = ids.shape[1]
     logits = logits.unflatten(1, (heads, -1))
     at = ids.clamp_min(0).long()[:, :, None].expand(-1, -1, logits.shape[2], -1)
-    expected = logits.gather(-1, at).transpose(2, 3) * (logit_scale * LOG2E)  # [batch, H, n, G]
-    expected = expected + tokens.clamp_min(1).log2()[..., None]
-    expected = expected.masked_fill(tokens[..., None] == 0, -INF)
+    expected = logits.gather(-1, at) * (logit_scale * LOG2E)  # [batch, H, G, n]
+    expected = expected + tokens.clamp_min(1).log2()[:, :, None]
+    expected = expected.masked_fill(tokens[:, :, None] == 0, -INF)
     if group_reduce == "sum":
-        expected = _over_heads(expected).expand_as(expected).contiguous()
-    left = (expected / LOG2E).flip(2).logcumsumexp(2).flip(2) * LOG2E if expected.shape[2] else expected
+        expected = _over_heads(expected, 2).expand_as(expected).contiguous()
+    left = (expected / LOG2E).flip(3).logcumsumexp(3).flip(3) * LOG2E if expected.shape[3] else expected
     return expected, left
 
 
@@ -210,8 +210,9 @@ def verify(
     if sink_logits is not None:
         sinks = (sink_logits.float() * LOG2E).view(1, heads, 1, group).expand(batch, -1, -1, -1)
         near = torch.cat((near, sinks), dim=2)
+    expected, left = (x if x is None else x.transpose(2, 3) for x in (expected, left))
     if group_reduce == "sum":
-        near, blocks = _over_heads(near), _over_heads(blocks)
+        near, blocks = _over_heads(near, 3), _over_heads(blocks, 3)
         expected, left = (x if x is None else x[..., :1] for x in (expected, left))
     base = torch.cat([near, blocks], dim=2).amax(2, keepdim=True)  # [batch, H, 1, G or 1]
     base = base.masked_fill(base == -INF, 0.0)
@@ -259,9 +260,9 @@ def verify(
         done.copy_(torch.where(running & ~stops, number, -number).flatten())
 
 
-def _over_heads(x: Tensor) -> Tensor:
-    """Logarithms of the sums over the query heads, ``[batch, H, n, 1]``."""
-    return (x / LOG2E).logsumexp(3, keepdim=True) * LOG2E
+def _over_heads(x: Tensor, dim: int) -> Tensor:
+    """Logarithms of the sums over the query heads, which remain as one."""
+    return (x / LOG2E).logsumexp(dim, keepdim=True) * LOG2E
 
 
 def _trust(blocks: Tensor, expected: Tensor, known: Tensor, high: Tensor) -> Tensor:

@@ -19,10 +19,12 @@ from .verify_kernel import verify_kernel
 
 # As for the sparse decode kernel's chosen blocks, whose tiles and loads these are (``sparse_decode.triton``).
 PROGRAMS, WARPS = 1056, 2
+LATER = 264  # programs of later rounds, which most often find nothing to do. Not tuned yet.
 TILE_BYTES = 16384  # of K at once
 MASSES = 4096  # masses that the verifier holds at a time. Not tuned yet.
+AHEAD = 256  # blocks that it holds at a time with expectations: what is instructions there, not reads. Not tuned yet.
 COUNTS = 4096  # token counts that it adds up at a time
-MERGED = 32, 64  # blocks and channels that a merging program holds at a time. Not tuned yet.
+MERGED, STAGES = (128, 16), 3  # blocks and channels that a merging program holds at a time, and how often. Not tuned.
 
 
 def attend(
@@ -82,7 +84,7 @@ def attend(
     item = q.element_size() if q.dtype == kv.dtype else 4  # mixed: float32 inside
     tile = min(size, tile or max(16, min(128, TILE_BYTES // (wide * item))))
     first = rows * parts if near else 0
-    programs = min(programs or PROGRAMS, rows * n)  # that read blocks
+    programs = min(programs or (PROGRAMS if near else LATER), rows * n)  # that read blocks
     if not first + programs:
         return
     with torch.cuda.device_of(q):
@@ -148,7 +150,7 @@ def expect(
     """As ``reference.expect``; ``masses`` replaces the constant."""
     batch, heads, n = ids.shape
     group = logits.shape[1] // heads
-    expected, left = (logits.new_empty(batch, heads, n, group) for _ in range(2))
+    expected, left = (logits.new_empty(batch, heads, group, n) for _ in range(2))
     if not n:
         return expected, left
     require_dense_rows(logits=logits)
@@ -204,6 +206,9 @@ def verify(
         raise ValueError("lse, tokens, expected and left must be contiguous")
     wide = triton.next_power_of_2(group)
     scores = estimate != "as_min"
+    at_once = min(triton.next_power_of_2(max(n, 1)), masses // wide)
+    if scores:
+        at_once = min(at_once, AHEAD)
     with torch.cuda.device_of(lse):
         (verify_expected_kernel if scores else verify_kernel)[(batch * heads,)](
             lse,
@@ -230,10 +235,10 @@ def verify(
             HEADS=heads,
             GROUP=group,
             BG=wide,
-            BN=max(16, min(triton.next_power_of_2(max(n, 1)), masses // wide)),
+            BN=max(16, at_once),
             BT=max(16, min(triton.next_power_of_2(max(n, 1)), COUNTS)),
             BP=max(16, triton.next_power_of_2(max(parts, 1))),
-            num_warps=8 if n > 256 else 4,
+            num_warps=8 if at_once * wide > 1024 else 4,
             **overlap(lse),
         )
 
@@ -318,5 +323,6 @@ def merge(
             DV=value_dim,
             BV=channels,
             BS=merged[0],
+            STAGES=STAGES,
             **overlap(lse),
         )
