@@ -45,6 +45,7 @@ class WalkLayer:
         self.score()
         self.rank()
         self.made = self.walk()
+        self.made.expect()
 
     def walk(self) -> Walk:
         """The walk that a step makes."""
@@ -92,6 +93,9 @@ class WalkLayer:
         """As a walk begins: what the verifier alone has to be given."""
         self.state.limits.copy_(self.first)
 
+    def expect(self) -> None:
+        self.made.expect()
+
     def verify(self) -> None:
         self.begin()
         self.made.verify(step=-1, last=False)
@@ -130,7 +134,7 @@ def measure_walks(layers: list[Layer], add: Callable[[str, str, Time], None], fa
             add(variant, "attention_us", captured(lambda i, walks=walks: walks[i].step(), sets))
             few = captured(lambda i, walks=walks: walks[i].step(rounds=2), sets)
             add(f"{variant}:rounds=2", "attention_us", few)
-            parts = ("score", "rank", "attend", "merge")
+            parts = ("score", "rank", "expect", "attend", "merge")
             for part in parts:
                 run = [getattr(walk, part) for walk in walks]
                 add(variant, f"{part}_us", captured(lambda i, run=run: run[i](), sets))

@@ -62,6 +62,7 @@ class HostDriven:
         stream = torch.cuda.current_stream(walk.q.device) if cuda else None
         walk.state.limits[0] = 0
         walk.state.limits[1] = self.m
+        walk.expect()
         loads = self._loads(walk, store)
         count = max(1, -(-n // self.m))
         loading = loads(0) if loads else None

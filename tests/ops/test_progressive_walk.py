@@ -95,7 +95,7 @@ def check_counts(walk: Walk, given: dict, case: Case) -> None:
     assert torch.equal(walk.attended.cpu(), expected)
     ahead = walk.state.limits[1].cpu()
     assert not walk.state.limits[0].any()
-    assert (ahead >= (used + used // 4 + 4).clamp_max(case.max_blocks or 1000)).all()
+    assert (ahead >= (used + used // 8 + 8).clamp_max(case.max_blocks or 1000)).all()
     ids = torch.nn.functional.pad(given["ids"].cpu(), (0, 9), value=-1)[..., :9]
     expected = ids.masked_fill(torch.arange(9) >= ahead[..., None], -1)
     assert torch.equal(walk.state.chosen.cpu(), expected)
@@ -128,6 +128,7 @@ def test_micro_batches_do_not_show(place32, m, name):
     whole = progressive_decode(expected)
     walk = case.walk(place32, given)
     walk.state.limits[1] = m
+    walk.expect()
     done, number = torch.zeros(4, dtype=torch.int32, device=place32.device), 0
     while not (done < 0).all():
         number += 1
@@ -168,6 +169,7 @@ def both(place, case: Case, **how) -> tuple[Walk, Walk, torch.Tensor, torch.Tens
     want.operators = reference
     got.operators = SimpleNamespace(
         attend=partial(kernels.attend, programs=7, **{k: v for k, v in how.items() if k == "tile"}),
+        expect=partial(kernels.expect, **{k: v for k, v in how.items() if k == "masses"}),
         verify=partial(kernels.verify, **{k: v for k, v in how.items() if k == "masses"}),
         merge=kernels.merge,
         attend_used=kernels.attend_used,
@@ -214,15 +216,17 @@ def test_chunks_of_a_walk(place32, name):
     place32.close(found, expected, ratio=5e-6)
 
 
-def test_flags_of_rows(place32):
+@pytest.mark.parametrize("name", ["high", "scores", "bound"])
+def test_flags_of_rows(place32, name):
     """``done`` says of each row whether it goes on, as the reference's does."""
-    case = CASES["high"]
+    case = CASES[name]
     given = case.make(place32)
     walks = case.walk(Place32("cpu"), on_cpu(given)), case.walk(place32, given)
     walks[0].operators, walks[1].operators = reference, kernels
     flags = [torch.zeros(4, dtype=torch.int32, device=device) for device in ("cpu", place32.device)]
     for walk in walks:
         walk.state.limits[1] = 4
+        walk.expect()
     for number in range(1, 12):
         for walk, done in zip(walks, flags):
             walk.attend(near=number == 1)

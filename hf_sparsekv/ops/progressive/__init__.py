@@ -28,7 +28,8 @@ class Walk:
             masses alone, and the used blocks are read once more at the end; ``from_host`` counts both.
         ids, tokens: int32 ``[batch, H, n]``, blocks in order of their rank (:func:`..block_rank.block_rank`).
         state: kept from step to step.
-        threshold, group_reduce, min_blocks, max_blocks, estimate, logits, logit_scale: see ``reference.verify``.
+        threshold, group_reduce, min_blocks, max_blocks, estimate: see ``reference.verify``; logits, logit_scale: see
+            ``reference.expect``.
     """
 
     q: Tensor
@@ -70,6 +71,7 @@ class Walk:
             from . import triton
 
             self.operators = triton
+        self.expected = self.left = None
 
     def attend(self, near: bool, limits: Tensor | None = None, **how: int) -> None:
         """Attention within the blocks of the next round, and within the near buffer.
@@ -96,6 +98,12 @@ class Walk:
             **how,
         )
 
+    def expect(self) -> None:
+        """What the blocks should hold, for estimates that go by it: before the first :meth:`verify`."""
+        if self.estimate != "as_min":
+            named = {"logit_scale": self.logit_scale, "group_reduce": self.group_reduce}
+            self.expected, self.left = self.operators.expect(self.logits, self.ids, self.tokens, **named)
+
     def verify(self, step: int, last: bool, done: Tensor | None = None, number: int = 1) -> None:
         """See ``reference.verify``."""
         self.operators.verify(
@@ -111,9 +119,8 @@ class Walk:
             last=last,
             sink_logits=self.sink_logits,
             estimate=self.estimate,
-            logits=self.logits,
-            logit_scale=self.logit_scale,
-            ids=self.ids,
+            expected=self.expected,
+            left=self.left,
             done=done,
             number=number,
         )
@@ -164,6 +171,7 @@ def progressive_decode(walk: Walk, *, rounds: int = ROUNDS, out: Tensor | None =
     """
     if rounds < 2:
         raise ValueError(f"rounds must be at least 2, got {rounds}")
+    walk.expect()
     for i in range(rounds):
         walk.attend(near=i == 0)
         walk.verify(step=-1 if i + 2 < rounds else 0, last=i + 1 == rounds)

@@ -67,7 +67,7 @@ def _count(
     b_power = tl.full([32], 1, tl.int32) << tl.minimum(o_bin, 30)
     at = tl.sum(((o_bin < BINS - 1) & (b_power <= used - 1)).to(tl.int32), 0)
     tl.atomic_add(p_totals + FIRST_BIN + at, one, sem="relaxed")
-    ahead = tl.minimum(tl.maximum(used + used // 4 + 4, read - read // 8), max_blocks)
+    ahead = tl.minimum(used + used // 8 + 8, max_blocks)
     tl.store(p_limits + i_row, 0)
     tl.store(p_limits + rows + i_row, ahead)
     if HAS_CHOSEN:
@@ -115,6 +115,7 @@ def merge_kernel(
     DV: tl.constexpr,
     BV: tl.constexpr,
     BS: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Some channels of one query head; the first program of a row and KV head counts as well, or alone."""
@@ -132,7 +133,7 @@ def merge_kernel(
             total = tl.where(best == float("-inf"), 0.0, 1.0)
         b_acc = tl.zeros([BV], tl.float32)
         taken = parts + used
-        for i in range(0, taken, BS):
+        for i in tl.range(0, taken, BS, num_stages=STAGES):
             o_s = i + tl.arange(0, BS)
             o_in = (i_row.to(tl.int64) * (parts + n) + o_s) * GROUP + i_g
             b_lse = tl.load(p_lse + o_in, mask=o_s < taken, other=float("-inf"))  # [BS]

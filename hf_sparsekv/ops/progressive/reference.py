@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..sparse_decode.reference import gather, gather_placed, sparse_decode, values_of
-from .state import BINS, MASS_ONE, TOTALS, WalkState, next_blocks
+from .state import BINS, MASS_ONE, TOTALS, WalkState, next_blocks, some_more
 
 LOG2E = math.log2(math.e)
 INF = float("inf")
@@ -110,6 +110,33 @@ def attend(
         at.copy_(torch.where(wanted, new, at))
 
 
+def expect(
+    logits: Tensor, ids: Tensor, tokens: Tensor, *, logit_scale: float = 1.0, group_reduce: str = "all"
+) -> tuple[Tensor, Tensor]:
+    """What blocks hold if all their tokens have their block's logit; once a step, for all its verifications.
+
+    Args:
+        logits: float32 ``[batch, Hq, n]``: those of each block (by id), to be multiplied by ``logit_scale``.
+        ids: int32 ``[batch, H, n]``, blocks in order of their rank.
+        tokens: int32 ``[batch, H, n]``, selectable tokens of these; 0 for no block.
+        group_reduce: with ``"sum"`` all heads of a group get their sum.
+
+    Returns:
+        Logarithms to base 2, float32 ``[batch, H, G, n]`` each: ``tokens * exp(logit)`` of each block, and its sum over
+        this block and those behind it. ``-inf`` for nothing.
+    """
+    heads = ids.shape[1]
+    logits = logits.unflatten(1, (heads, -1))
+    at = ids.clamp_min(0).long()[:, :, None].expand(-1, -1, logits.shape[2], -1)
+    expected = logits.gather(-1, at) * (logit_scale * LOG2E)  # [batch, H, G, n]
+    expected = expected + tokens.clamp_min(1).log2()[:, :, None]
+    expected = expected.masked_fill(tokens[:, :, None] == 0, -INF)
+    if group_reduce == "sum":
+        expected = _over_heads(expected, 2).expand_as(expected).contiguous()
+    left = (expected / LOG2E).flip(3).logcumsumexp(3).flip(3) * LOG2E if expected.shape[3] else expected
+    return expected, left
+
+
 def verify(
     lse: Tensor,
     tokens: Tensor,
@@ -124,9 +151,8 @@ def verify(
     last: bool = True,
     sink_logits: Tensor | None = None,
     estimate: str = "as_min",
-    logits: Tensor | None = None,
-    logit_scale: float = 1.0,
-    ids: Tensor | None = None,
+    expected: Tensor | None = None,
+    left: Tensor | None = None,
     done: Tensor | None = None,
     number: int = 1,
 ) -> None:
@@ -152,7 +178,8 @@ def verify(
     Where what has been read is not enough, the walk goes on with blocks of the least mass seen (``"bound"``: of none):
     where that stops, reading for certain suffices (a block that holds more raises ``AS_acc``, one that holds less
     lowers ``AS_min``). So a few rounds reach the end of every walk. With ``"scores"`` nothing but reading all suffices
-    for certain, since a block that holds more than expected raises ``AS_left``.
+    for certain, since a block that holds more than expected raises ``AS_left``; where it stops if all of them hold what
+    is expected is what the next round reads, and a little more.
 
     Args:
         lse: as :func:`attend` has written it: ``parts`` near parts, then the blocks below ``limits[1]``.
@@ -162,13 +189,12 @@ def verify(
         group_reduce: ``"all"``; or ``"sum"``: masses are added up over the query heads.
         min_blocks: do not stop before.
         max_blocks: stop there whatever has been seen.
-        step: blocks that the next round reads at most. -1: as many again as have been read, and 16; 0: as many as
-            suffice for certain.
+        step: blocks that the next round reads at most. -1: as many again as have been read, and 16 (``"scores"``: as
+            many as should suffice, and :func:`..state.some_more`); 0: as many as suffice for certain.
         last: there is no next round: stop at the end of what has been read.
         sink_logits: ``[Hq]`` logits of learned sinks.
-        estimate: ``"as_min"``, ``"bound"`` or ``"scores"``; the latter two need ``logits`` and ``ids``.
-        logits: float32 ``[batch, Hq, n]``: those of each block (by id), to be multiplied by ``logit_scale``.
-        ids: int32 ``[batch, H, n]``, blocks in order of their rank.
+        estimate: ``"as_min"``, ``"bound"`` or ``"scores"``; the latter two need ``expected`` and ``left``.
+        expected, left: of :func:`expect`, with the same ``group_reduce``.
         done: int32 ``[batch * H]``, or None: ``number`` is written where a row goes on, ``-number`` where it has
             stopped.
     """
@@ -184,37 +210,33 @@ def verify(
     if sink_logits is not None:
         sinks = (sink_logits.float() * LOG2E).view(1, heads, 1, group).expand(batch, -1, -1, -1)
         near = torch.cat((near, sinks), dim=2)
-    expected = None
-    if estimate != "as_min":
-        at = ids.clamp_min(0).long()[:, :, None].expand(-1, -1, group, -1)
-        expected = logits.unflatten(1, (heads, group)).gather(-1, at).transpose(2, 3)  # [batch, H, n, G]
-        expected = expected * (logit_scale * LOG2E) + tokens.clamp_min(1).log2()[..., None]
-        expected = expected.masked_fill(tokens[..., None] == 0, -INF)
-    every = torch.cat([near, blocks] + ([expected] if estimate == "bound" else []), dim=2)
-    base = every.amax(2, keepdim=True)  # [batch, H, 1, G]
+    expected, left = (x if x is None else x.transpose(2, 3) for x in (expected, left))
     if group_reduce == "sum":
-        base = base.amax(3, keepdim=True)
+        near, blocks = _over_heads(near, 3), _over_heads(blocks, 3)
+        expected, left = (x if x is None else x[..., :1] for x in (expected, left))
+    base = torch.cat([near, blocks], dim=2).amax(2, keepdim=True)  # [batch, H, 1, G or 1]
     base = base.masked_fill(base == -INF, 0.0)
 
-    def mass(of: Tensor) -> Tensor:
-        found = (of - base).exp2()
-        return found.sum(3, keepdim=True) if group_reduce == "sum" else found
-
     count = tokens[..., None].float()
-    held = mass(blocks)  # [batch, H, n, G or 1]
-    density = (held / count.clamp_min(1)).masked_fill(~known, INF)
+    held = (blocks - base).exp2()  # [batch, H, n, G or 1]
+    reads = torch.where(known, held, 0.0)
     if estimate == "as_min":
+        density = (held / count.clamp_min(1)).masked_fill(~known, INF)
         least = density.amin(2, keepdim=True) if n else density.sum(2, keepdim=True)  # of all that has been read
-        held = torch.where(known, held, least.nan_to_num(posinf=0.0) * count)
-        left = count.sum(2, keepdim=True) - count.cumsum(2)
-        rest = density.cummin(2).values * left if n else left
-    elif estimate == "bound":
-        rest = _behind(mass(expected))
+        reads = torch.where(known, held, least.nan_to_num(posinf=0.0) * count)
+        rest = density.cummin(2).values * (count.sum(2, keepdim=True) - count.cumsum(2)) if n else held
     else:
-        rest = _scaled(blocks, expected, known, group_reduce == "sum")
-        rest = (rest - base).clamp_max(MOST).exp2().masked_fill(~known, INF)
-    seen = mass(near).sum(2, keepdim=True) + held.cumsum(2)
-    share = torch.where(seen + rest > 0, seen / (seen + rest), 1.0).amin(3)  # [batch, H, n]
+        rest = torch.nn.functional.pad(left[:, :, 1:], (0, 0, 0, min(n, 1)), value=-INF)  # behind each
+        if estimate == "scores":
+            rest = rest + _trust(blocks, expected, known, high)
+        rest = (rest - base).clamp_max(MOST).exp2()
+    seen = (near - base).exp2().sum(2, keepdim=True) + reads.cumsum(2)
+    whole = seen + rest
+    if estimate == "scores" and n:  # beyond what has been read the whole stays what is expected there
+        end = (high - 1).clamp_min(0).long()[..., None, None].expand(-1, -1, 1, whole.shape[3])
+        whole = torch.where(known, whole, whole.gather(2, end))
+        seen = torch.where(known, seen, whole - rest)
+    share = torch.where(whole > 0, seen / whole, 1.0).amin(3)  # [batch, H, n]
     enough = (share > threshold) & (torch.arange(n, device=lse.device) + 1 >= min_blocks)
     first = torch.where(enough.any(-1), enough.int().argmax(-1), n) + 1 if n else torch.ones_like(live)
     reach = torch.minimum(first, cap)
@@ -222,9 +244,12 @@ def verify(
     used = torch.minimum(reach, high)
     at = (used - 1).clamp_min(0).long()[..., None]
     found = torch.where(used > 0, share.gather(-1, at)[..., 0], 1.0) if n else torch.ones_like(state.mass)
-    more = high + high + 16 if step < 0 else high + step if step else cap
-    # Two more than what suffices, for the roundings. ("scores": the reach is the cap.)
-    onward = torch.minimum(torch.minimum(more, reach + 2), cap).int()
+    if estimate == "scores":
+        more = some_more(high, reach) if step < 0 else high + step if step else cap
+    else:
+        more = high + high + 16 if step < 0 else high + step if step else cap
+        more = torch.minimum(more, reach + 2)  # two more than what suffices, for the roundings
+    onward = torch.minimum(more, cap).int()
     ended = running & stops
     state.used.copy_(torch.where(ended, used, state.used))
     state.mass.copy_(torch.where(ended, found, state.mass))
@@ -235,29 +260,20 @@ def verify(
         done.copy_(torch.where(running & ~stops, number, -number).flatten())
 
 
-def _behind(x: Tensor) -> Tensor:
-    """Sums of ``x [batch, H, n, G]`` over the blocks behind each."""
-    after = torch.nn.functional.pad(x[:, :, 1:], (0, 0, 0, 1)) if x.shape[2] else x
-    return after.flip(2).cumsum(2).flip(2)
+def _over_heads(x: Tensor, dim: int) -> Tensor:
+    """Logarithms of the sums over the query heads, which remain as one."""
+    return (x / LOG2E).logsumexp(dim, keepdim=True) * LOG2E
 
 
-def _scaled(blocks: Tensor, expected: Tensor, known: Tensor, add: bool) -> Tensor:
-    """What is expected of the blocks behind each, scaled by the mean of what those up to it hold and were expected to.
-
-    All are logarithms to base 2, ``[batch, H, n, G]``; ``[..., 1]`` if the heads' masses are to be added.
-    """
+def _trust(blocks: Tensor, expected: Tensor, known: Tensor, high: Tensor) -> Tensor:
+    """Logarithm of the mean of what the blocks up to each hold over what was expected; beyond ``high`` as there."""
     if not blocks.shape[2]:
         return blocks
-    if add:
-        blocks, expected = ((x / LOG2E).logsumexp(3, keepdim=True) * LOG2E for x in (blocks, expected))
-    top = expected.amax(2, keepdim=True)
-    top = top.masked_fill(top == -INF, 0.0)
-    left = _behind((expected - top).exp2()).log2() + top
     ratio = torch.where(known & (expected > -INF), blocks - expected, -INF)
     most = ratio.amax(2, keepdim=True)
     most = most.masked_fill(most == -INF, 0.0)
-    read = torch.arange(1, blocks.shape[2] + 1, device=blocks.device)[:, None]
-    return ((ratio - most).exp2().cumsum(2) / read).log2() + most + left
+    read = torch.minimum(torch.arange(1, blocks.shape[2] + 1, device=blocks.device), high[..., None].clamp_min(1))
+    return ((ratio - most).exp2().cumsum(2) / read[..., None]).log2() + most
 
 
 def attend_used(
@@ -341,7 +357,7 @@ def merge(
     bins = (used - 1).clamp_min(0)
     bins = torch.where(bins > 0, bins.float().log2().floor().long() + 1, 0).clamp_max(BINS - 1)
     state.totals[first:] += torch.bincount(bins.flatten(), minlength=BINS)
-    state.limits[1] = torch.maximum(*next_blocks(used, read)).clamp_max(max_blocks or NO_LIMIT)
+    state.limits[1] = next_blocks(used).clamp_max(max_blocks or NO_LIMIT)
     state.limits[0] = 0
     if state.chosen is not None:
         k = state.chosen.shape[-1]

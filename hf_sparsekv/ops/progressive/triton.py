@@ -10,6 +10,7 @@ from .._dispatch import require_dense_rows
 from .._overlap import overlap
 from ..sparse_decode.triton import sparse_decode
 from .attend_kernel import attend_kernel
+from .expect_kernel import expect_kernel, verify_expected_kernel
 from .masses import masses as find_masses
 from .merge_kernel import merge_kernel
 from .reference import NO_LIMIT
@@ -18,10 +19,12 @@ from .verify_kernel import verify_kernel
 
 # As for the sparse decode kernel's chosen blocks, whose tiles and loads these are (``sparse_decode.triton``).
 PROGRAMS, WARPS = 1056, 2
+LATER = 264  # programs of later rounds, which most often find nothing to do. Not tuned yet.
 TILE_BYTES = 16384  # of K at once
 MASSES = 4096  # masses that the verifier holds at a time. Not tuned yet.
+AHEAD = 256  # blocks that it holds at a time with expectations: what is instructions there, not reads. Not tuned yet.
 COUNTS = 4096  # token counts that it adds up at a time
-MERGED = 32, 64  # blocks and channels that a merging program holds at a time. Not tuned yet.
+MERGED, STAGES = (128, 16), 3  # blocks and channels that a merging program holds at a time, and how often. Not tuned.
 
 
 def attend(
@@ -81,7 +84,7 @@ def attend(
     item = q.element_size() if q.dtype == kv.dtype else 4  # mixed: float32 inside
     tile = min(size, tile or max(16, min(128, TILE_BYTES // (wide * item))))
     first = rows * parts if near else 0
-    programs = min(programs or PROGRAMS, rows * n)  # that read blocks
+    programs = min(programs or (PROGRAMS if near else LATER), rows * n)  # that read blocks
     if not first + programs:
         return
     with torch.cuda.device_of(q):
@@ -135,6 +138,47 @@ def attend(
         )
 
 
+def expect(
+    logits: Tensor,
+    ids: Tensor,
+    tokens: Tensor,
+    *,
+    logit_scale: float = 1.0,
+    group_reduce: str = "all",
+    masses: int = MASSES,
+) -> tuple[Tensor, Tensor]:
+    """As ``reference.expect``; ``masses`` replaces the constant."""
+    batch, heads, n = ids.shape
+    group = logits.shape[1] // heads
+    expected, left = (logits.new_empty(batch, heads, group, n) for _ in range(2))
+    if not n:
+        return expected, left
+    require_dense_rows(logits=logits)
+    if not (ids.is_contiguous() and tokens.is_contiguous()):
+        raise ValueError("ids and tokens must be contiguous")
+    add = group_reduce == "sum"
+    wide = triton.next_power_of_2(group) if add else 1
+    with torch.cuda.device_of(logits):
+        expect_kernel[(batch * heads, 1 if add else group)](
+            logits,
+            ids,
+            tokens,
+            expected,
+            left,
+            n,
+            float(logit_scale),
+            *logits.stride()[:2],
+            SUM=add,
+            HEADS=heads,
+            GROUP=group,
+            BG=wide,
+            BN=max(16, min(triton.next_power_of_2(n), masses // wide)),
+            num_warps=4,
+            **overlap(logits),
+        )
+    return expected, left
+
+
 def verify(
     lse: Tensor,
     tokens: Tensor,
@@ -149,9 +193,8 @@ def verify(
     last: bool = True,
     sink_logits: Tensor | None = None,
     estimate: str = "as_min",
-    logits: Tensor | None = None,
-    logit_scale: float = 1.0,
-    ids: Tensor | None = None,
+    expected: Tensor | None = None,
+    left: Tensor | None = None,
     done: Tensor | None = None,
     number: int = 1,
     masses: int = MASSES,
@@ -159,20 +202,22 @@ def verify(
     """As ``reference.verify``; ``masses`` replaces the constant. ``done`` may be pinned host memory."""
     batch, heads, n = tokens.shape
     group = lse.shape[-1]
-    require_dense_rows(lse=lse, tokens=tokens, logits=logits, ids=ids)
-    if not (lse.is_contiguous() and tokens.is_contiguous() and (ids is None or ids.is_contiguous())):
-        raise ValueError("lse, tokens and ids must be contiguous")
+    if not all(t is None or t.is_contiguous() for t in (lse, tokens, expected, left)):
+        raise ValueError("lse, tokens, expected and left must be contiguous")
     wide = triton.next_power_of_2(group)
+    scores = estimate != "as_min"
+    at_once = min(triton.next_power_of_2(max(n, 1)), masses // wide)
+    if scores:
+        at_once = min(at_once, AHEAD)
     with torch.cuda.device_of(lse):
-        verify_kernel[(batch * heads,)](
+        (verify_expected_kernel if scores else verify_kernel)[(batch * heads,)](
             lse,
             tokens,
             state.limits,
             state.used,
             state.mass,
             sink_logits,
-            logits,
-            ids,
+            *((expected, left) if scores else ()),
             done,
             n,
             parts,
@@ -182,20 +227,18 @@ def verify(
             n if max_blocks is None else min(n, max_blocks),
             step,
             number,
-            float(logit_scale),
-            *((0, 0) if logits is None else logits.stride()[:2]),
             LAST=last,
             SUM=group_reduce == "sum",
-            ESTIMATE=estimate,
+            **({"SCALED": estimate == "scores"} if scores else {}),
             HAS_SINK=sink_logits is not None,
             HAS_DONE=done is not None,
             HEADS=heads,
             GROUP=group,
             BG=wide,
-            BN=max(16, min(triton.next_power_of_2(max(n, 1)), masses // wide)),
+            BN=max(16, at_once),
             BT=max(16, min(triton.next_power_of_2(max(n, 1)), COUNTS)),
             BP=max(16, triton.next_power_of_2(max(parts, 1))),
-            num_warps=8 if n > 256 else 4,
+            num_warps=8 if at_once * wide > 1024 else 4,
             **overlap(lse),
         )
 
@@ -280,5 +323,6 @@ def merge(
             DV=value_dim,
             BV=channels,
             BS=merged[0],
+            STAGES=STAGES,
             **overlap(lse),
         )

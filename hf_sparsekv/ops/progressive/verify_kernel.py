@@ -1,4 +1,7 @@
-"""The walk over what has been read: the kernel. One program a row and KV head, chunk by chunk of its ranked blocks."""
+"""The walk over what has been read, with PSA's estimate of what is left: the kernel.
+
+One program a row and KV head, chunk by chunk of its ranked blocks.
+"""
 
 from __future__ import annotations
 
@@ -7,72 +10,13 @@ import triton.language as tl
 
 from .._overlap import begin
 from ..sparse_decode.merge import LOG2E
-from .reference import MOST
 
 NOWHERE = tl.constexpr(1 << 30)  # a rank that no block has
-MOST = tl.constexpr(MOST)
 
 
 @triton.jit
 def _least(a, b):
     return tl.minimum(a, b)
-
-
-@triton.jit
-def _over_heads(b_log, SUM: tl.constexpr):
-    """With ``SUM``: in each column of ``[BN, BG]`` the logarithm of the sum over all of them."""
-    if SUM:
-        b_top = tl.max(b_log, 1)
-        b_top = tl.where(b_top == float("-inf"), 0.0, b_top)[:, None]
-        b_log = tl.log2(tl.sum(tl.exp2(b_log - b_top), 1)[:, None]) + b_top + tl.zeros_like(b_log)
-    return b_log
-
-
-@triton.jit
-def _expected(
-    p_logits,
-    p_ids,
-    p_tokens,
-    o_n,
-    n,
-    logits_head,
-    logit_scale,
-    GROUP: tl.constexpr,
-    BG: tl.constexpr,
-    SUM: tl.constexpr,
-):
-    """Logarithms of what the blocks of ranks ``o_n`` hold if all their tokens have these logits, ``[BN, BG]``."""
-    o_g = tl.arange(0, BG)
-    b_id = tl.load(p_ids + o_n, mask=o_n < n, other=-1)  # [BN]
-    b_tokens = tl.load(p_tokens + o_n, mask=o_n < n, other=0)  # [BN]
-    m_b = ((b_id >= 0) & (b_tokens > 0))[:, None] & (o_g < GROUP)[None, :]
-    b_logit = tl.load(p_logits + o_g[None, :] * logits_head + b_id[:, None], mask=m_b, other=0.0)  # [BN, BG]
-    b_log = tl.log2(tl.maximum(b_tokens, 1).to(tl.float32))
-    b_all = tl.where(m_b, b_logit * (logit_scale * LOG2E) + b_log[:, None], float("-inf"))
-    return _over_heads(b_all, SUM)
-
-
-@triton.jit
-def _ratio(
-    p_blocks,
-    p_logits,
-    p_ids,
-    p_tokens,
-    o_n,
-    n,
-    high,
-    logits_head,
-    logit_scale,
-    GROUP: tl.constexpr,
-    BG: tl.constexpr,
-    SUM: tl.constexpr,
-):
-    """Logarithms of what blocks of ranks ``o_n`` below ``high`` hold over what is expected of them, ``[BN, BG]``."""
-    o_g = tl.arange(0, BG)
-    m_l = (o_n < high)[:, None] & (o_g < GROUP)[None, :]
-    b_l = tl.load(p_blocks + o_n[:, None] * GROUP + o_g[None, :], mask=m_l, other=float("-inf"))  # [BN, BG]
-    b_e = _expected(p_logits, p_ids, p_tokens, o_n, n, logits_head, logit_scale, GROUP, BG, SUM)
-    return tl.where(b_e > float("-inf"), _over_heads(b_l, SUM) - b_e, float("-inf"))
 
 
 @triton.jit
@@ -92,8 +36,6 @@ def verify_kernel(
     p_used,
     p_mass,
     p_sink,
-    p_logits,
-    p_ids,
     p_done,
     n,
     parts,
@@ -103,12 +45,8 @@ def verify_kernel(
     max_blocks,
     step,
     number,
-    logit_scale,
-    logits_batch,
-    logits_head,
     LAST: tl.constexpr,
     SUM: tl.constexpr,
-    ESTIMATE: tl.constexpr,
     HAS_SINK: tl.constexpr,
     HAS_DONE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -119,16 +57,12 @@ def verify_kernel(
     BP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """See ``reference.verify``."""
+    """See ``reference.verify``: ``"as_min"``."""
     begin(PDL)
     i_row = tl.program_id(0)
-    i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
     low, high = tl.load(p_limits + i_row), tl.load(p_limits + rows + i_row)
     p_tokens += i_row.to(tl.int64) * n
     p_lse += i_row.to(tl.int64) * (parts + n) * GROUP
-    if ESTIMATE != "as_min":
-        p_ids += i_row.to(tl.int64) * n
-        p_logits += i_batch * logits_batch + i_head * GROUP * logits_head
     stops = low >= high
     if low < high:
         o_g, o_n, o_p = tl.arange(0, BG), tl.arange(0, BN), tl.arange(0, BP)
@@ -150,33 +84,18 @@ def verify_kernel(
         )  # [BP, BG]
         b_base = tl.max(b_near, 0)  # [BG]
         if HAS_SINK:
-            b_sink = tl.load(p_sink + i_head * GROUP + o_g, mask=m_g, other=float("-inf")).to(tl.float32) * LOG2E
+            b_sink = (
+                tl.load(p_sink + (i_row % HEADS) * GROUP + o_g, mask=m_g, other=float("-inf")).to(tl.float32) * LOG2E
+            )
             b_base = tl.maximum(b_base, b_sink)
         p_blocks = p_lse + parts * GROUP
         for i in range(0, high, BN):
             m_l = (i + o_n < high)[:, None] & m_g[None, :]
             b_l = tl.load(p_blocks + (i + o_n)[:, None] * GROUP + o_g[None, :], mask=m_l, other=float("-inf"))
             b_base = tl.maximum(b_base, tl.max(b_l, 0))
-        if ESTIMATE != "as_min":
-            b_top = tl.full([BG], float("-inf"), tl.float32)  # the most that is expected of a block
-            for i in range(0, n, BN):
-                b_e = _expected(p_logits, p_ids, p_tokens, i + o_n, n, logits_head, logit_scale, GROUP, BG, SUM)
-                b_top = tl.maximum(b_top, tl.max(b_e, 0))
-            if ESTIMATE == "bound":
-                b_base = tl.maximum(b_base, b_top)
-            b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
         if SUM:
             b_base = tl.max(b_base, 0) + tl.zeros_like(b_base)
         b_base = tl.where(b_base == float("-inf"), 0.0, b_base)
-        if ESTIMATE == "scores":
-            b_most = tl.full([BG], float("-inf"), tl.float32)  # times what was expected that a block holds
-            for i in range(0, high, BN):
-                b_r = _ratio(
-                    p_blocks, p_logits, p_ids, p_tokens, i + o_n, n, high, logits_head, logit_scale, GROUP, BG, SUM
-                )
-                b_most = tl.maximum(b_most, tl.max(b_r, 0))
-            b_most = tl.where(b_most == float("-inf"), 0.0, b_most)
-            b_ratio = tl.zeros([BG], tl.float32)  # sum over what has been read
         b_seen = tl.sum(_mass(b_near, b_base, SUM, BG), 0)  # [BG]
         if HAS_SINK:
             b_own = tl.exp2(b_sink - b_base)
@@ -187,8 +106,7 @@ def verify_kernel(
         stop = high * 0 + NOWHERE
         found, at_high = total * 0.0 + 1.0, total * 0.0 + 1.0
         i = high * 0
-        end = high if ESTIMATE == "scores" else cap  # beyond what has been read nothing is certain with "scores"
-        while (i < end) & (stop == NOWHERE):
+        while (i < cap) & (stop == NOWHERE):
             o_i = i + o_n
             m_known = o_i < high
             b_t = tl.load(p_tokens + o_i, mask=o_i < cap, other=0).to(tl.float32)  # [BN]
@@ -198,36 +116,18 @@ def verify_kernel(
                 other=float("-inf"),
             )  # [BN, BG]
             b_w = _mass(b_l, b_base, SUM, BG)
-            if ESTIMATE != "as_min":
-                # Of the blocks behind each: of this chunk and the one after it, then of those further on.
-                b_one = b_base if ESTIMATE == "bound" else b_top
-                b_e = _expected(p_logits, p_ids, p_tokens, o_i + 1, n, logits_head, logit_scale, GROUP, BG, SUM)
-                b_rest = tl.cumsum(tl.exp2(b_e - b_one[None, :]), 0, reverse=True)  # [BN, BG]
-                for j in range(i + BN + 1, n, BN):
-                    b_e = _expected(p_logits, p_ids, p_tokens, j + o_n, n, logits_head, logit_scale, GROUP, BG, SUM)
-                    b_rest += tl.sum(tl.exp2(b_e - b_one[None, :]), 0)[None, :]
-                if ESTIMATE == "scores":
-                    b_r = _ratio(
-                        p_blocks, p_logits, p_ids, p_tokens, o_i, n, high, logits_head, logit_scale, GROUP, BG, SUM
-                    )
-                    b_r = tl.exp2(b_r - b_most[None, :])
-                    b_mean = (b_ratio[None, :] + tl.cumsum(b_r, 0)) / (o_i + 1).to(tl.float32)[:, None]  # [BN, BG]
-                    b_log = tl.log2(b_mean) + tl.log2(b_rest) + (b_most + b_top - b_base)[None, :]
-                    b_rest = tl.exp2(tl.minimum(b_log, MOST))
-                    b_ratio += tl.sum(b_r, 0)
-            else:
-                b_density = tl.where(m_known[:, None], b_w / tl.maximum(b_t, 1.0)[:, None], float("inf"))
-                b_all = tl.minimum(b_min, tl.min(b_density, 0))  # [BG]: of all that has been read
-                b_w = tl.where(m_known[:, None], b_w, b_all[None, :] * b_t[:, None])
-                b_run = tl.minimum(tl.associative_scan(b_density, 0, _least), b_min[None, :])  # [BN, BG]
-                b_left = total - taken - tl.cumsum(b_t, 0)  # [BN]
-                b_rest = b_run * b_left[:, None]
-                b_min = b_all
+            b_density = tl.where(m_known[:, None], b_w / tl.maximum(b_t, 1.0)[:, None], float("inf"))
+            b_all = tl.minimum(b_min, tl.min(b_density, 0))  # [BG]: of all that has been read
+            b_w = tl.where(m_known[:, None], b_w, b_all[None, :] * b_t[:, None])
+            b_run = tl.minimum(tl.associative_scan(b_density, 0, _least), b_min[None, :])  # [BN, BG]
+            b_left = total - taken - tl.cumsum(b_t, 0)  # [BN]
+            b_rest = b_run * b_left[:, None]
+            b_min = b_all
             b_acc = b_seen[None, :] + tl.cumsum(b_w, 0)  # [BN, BG]
             b_whole = b_acc + b_rest
             b_share = tl.where((b_whole > 0) & m_g[None, :], b_acc / b_whole, 1.0)
             b_worst = tl.min(b_share, 1)  # [BN]
-            m_stop = (b_worst > threshold) & (o_i < end) & (o_i + 1 >= min_blocks)
+            m_stop = (b_worst > threshold) & (o_i < cap) & (o_i + 1 >= min_blocks)
             first = tl.min(tl.where(m_stop, o_i, NOWHERE), 0)
             stop = tl.where(first < NOWHERE, first + 1, stop)
             found = tl.where(first < NOWHERE, tl.sum(tl.where(o_i == first, b_worst, 0.0), 0), found)
