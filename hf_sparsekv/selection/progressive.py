@@ -27,7 +27,7 @@ class ProgressivePolicy(Policy):
     """State: how far the last walks went, and with offload which blocks the next ones will begin with.
 
     Each step ranks all sealed blocks for its own query, so nothing is chosen ahead. With offload, the blocks that a
-    step has used (and a quarter more) are brought to the device after it; what the next step wants beyond them is read
+    step has used (and an eighth more) are brought to the device after it; what the next step wants beyond them is read
     in host memory.
     """
 
