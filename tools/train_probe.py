@@ -70,9 +70,8 @@ RECIPES = {
 def recipe_of(preset: str, kind: str) -> Recipe:
     """Latent attention has no norms behind its queries and keys, and nothing learns at these rates without some bound:
     the rows of those matrices keep their norms. Content is matched by the part without rotation; the rotary part tells
-    the order of facts, and its slowest frequencies must not come round within 32k tokens. 16 frequencies with theta 1e4
-    left variable tracking at 10 % there (63 % of multi-value right), and with theta 1e5 both families were slow to
-    learn; 32 frequencies with theta 1e6 answer everything."""
+    the order of facts, so its slowest frequencies must be slow beside 32k tokens (benchmarks/NOTES.md: base 1e4 with 16
+    of them, the slowest turning once in 35k, answered 10 % of variable tracking there)."""
     recipe = RECIPES[preset]
     if kind == "mla":
         recipe = replace(recipe, size=replace(recipe.size, theta=1e6, logit_init=1.4), logit_decay=0.0)
