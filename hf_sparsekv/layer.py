@@ -283,21 +283,21 @@ class SparseLayer(Owned, CacheLayerMixin):
         self.pending = None  # nothing may keep a prompt's keys and values alive
 
     @torch.no_grad()
-    def fill(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None = None) -> None:
+    def fill(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None = None, absorbed=None) -> None:
         """Cache tokens whose attention has been computed elsewhere: benchmarks, imports from other caches.
 
         Args:
             query: ``[batch, Hq, q, Dk]``; the last ones suffice if channels come from a file. Over latents (``key``:
-                latents, ``value``: their rotary part) absorbed ones, as wide as both.
-            key, value: ``[batch, H, q, D]``.
-            valid: bool ``[batch, q]``, False for padding.
+                latents, ``value``: their rotary part) absorbed ones, as wide as both, or the model's with ``absorbed``.
+            key, value: ``[batch, H, q, D]``. ``valid``: bool ``[batch, q]``, False for padding.
+            absorbed: the (refreshed) :class:`.Absorbed` of an MLA module: absorbs as many queries as in a prefill.
         """
         self._check(key, value)
         if self.get_seq_length() == 0:
-            self.latent = query.shape[3] == key.shape[3] + value.shape[3]
-        step = Step(self, key, value, self.get_seq_length())
+            self.latent = absorbed is not None or query.shape[3] == key.shape[3] + value.shape[3]
+        step = Step(self, key, value, self.get_seq_length(), absorbed)
         self._commit(step, query, valid)
-        self._look_ahead(query)
+        self._look_ahead(query, absorbed)
 
     def _check_past(self, mask: Tensor | None, past: int) -> None:
         """A mask that hides cached columns anew would make selection and attention disagree."""

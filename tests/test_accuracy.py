@@ -25,40 +25,42 @@ LENGTH = 4096
 QUESTION = 3  # tokens of the question that are answered from the sparse cache, too
 TIGHT = "token_budget=256,num_blocks=32"  # of 4,096 tokens, 62 blocks
 
-# name -> spec, and how many points of the mean score it may lose against full attention (one prompt of thirty: 3.3)
+# name -> spec, and how many points of the mean score it may lose against full attention on either model. One prompt is
+# 3.3 points of the GQA model's thirty and 8.3 of the MLA model's twelve. Measured losses are beside each.
 CACHES = {
-    "two_level": (f"two_level:{TIGHT}", 7),
+    "two_level": (f"two_level:{TIGHT}", {"gqa": 7, "mla": 9}),  # 0, 8: multikey-all, as at 32k (docs/accuracy.md)
     # With lag, blocks of the step before: 32 of them lose three of five in multikey-all and in vt (docs/accuracy.md).
-    "two_level, host": ("two_level:token_budget=256,num_blocks=48,offload=true", 10),
-    "two_level, blocks of 16": ("two_level:token_budget=256,num_blocks=128,block_size=16", 7),
-    "token_only": ("token_only:token_budget=256", 7),
-    "block_only": ("block_only:token_budget=1024", 30),  # measured: 20, all of it in multikey-all
-    "progressive": ("progressive:threshold=0.98", 10),  # measured: 3; with PSA's estimate 27 (docs/accuracy.md)
-    "oracle": ("oracle:token_budget=256", 4),
-    "random": ("random:token_budget=1024", 50),  # as much as any of the others reads
+    "two_level, host": ("two_level:token_budget=256,num_blocks=48,offload=true", {"gqa": 10, "mla": 9}),  # 3, 8
+    # 0, 0: narrow blocks tell facts apart.
+    "two_level, blocks of 16": ("two_level:token_budget=256,num_blocks=128,block_size=16", {"gqa": 7, "mla": 9}),
+    "token_only": ("token_only:token_budget=256", {"gqa": 7, "mla": 9}),  # 0, 0
+    "block_only": ("block_only:token_budget=1024", {"gqa": 30}),  # 20, all of it in multikey-all
+    "progressive": ("progressive:threshold=0.98", {"gqa": 10, "mla": 9}),  # 3, 0; with PSA's estimate 27 on GQA
+    # A predicted query cannot look up what is asked next: far worse than the others, and still no chance.
+    "predictive": ("predictive:token_budget=1024", {"gqa": 80, "mla": 50}),  # PRED, 33
+    "oracle": ("oracle:token_budget=256", {"gqa": 4, "mla": 9}),  # 0, 0
+    "random": ("random:token_budget=1024", {"gqa": 80, "mla": 50}),  # as much as any fixed one reads, widest limit
 }
 FULL_AT_LEAST = 90
 
-# model -> prompts a family, and caches. With latents every cache takes a prefill of its own.
-MODELS = {"gqa": (5, tuple(CACHES)), "mla": (2, ("two_level", "random"))}
-KINDS = [pytest.param(kind, marks=pytest.mark.xdist_group(kind)) for kind in MODELS]
+PROMPTS = {"gqa": 5, "mla": 2}  # of each family
+KINDS = [pytest.param(kind, marks=pytest.mark.xdist_group(kind)) for kind in PROMPTS]
 EACH = [
     pytest.param(kind, name, marks=pytest.mark.xdist_group(kind))
-    for kind, (_, names) in MODELS.items()
-    for name in names
+    for kind in PROMPTS
+    for name, (_, limits) in CACHES.items()
+    if kind in limits
 ]
 
 
 @cache
-def scores(kind: str) -> dict[str, dict[str, float]] | str:
-    """Per cache: % right, the mean over families, and the share of tokens attended to; or why there are none."""
+def measured(kind: str) -> dict[str, dict[str, float]]:
+    """Per cache: % right, the mean over families, and the share of tokens attended to."""
     path = ASSETS / f"probe-{kind}"
-    if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
-        return f"assets/probe-{kind} is not there yet: tools/train_probe.py --kind {kind} makes it"
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sparsekv", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(path)
-    count, names = MODELS[kind]
-    specs = [parse_cache("full"), *(named(name, CACHES[name][0]) for name in names)]
+    count = PROMPTS[kind]
+    specs = [parse_cache("full"), *(named(name, text) for name, (text, limits) in CACHES.items() if kind in limits)]
     prompts = (
         ruler_probe.make_sample(tokenizer, family, LENGTH, index, seed=7)
         for family in ruler_probe.FAMILIES
@@ -79,16 +81,10 @@ def named(name: str, text: str) -> CacheSpec:
     return CacheSpec(name, spec.method, spec.options)
 
 
-def measured(kind: str) -> dict[str, dict[str, float]]:
-    found = scores(kind)
-    if isinstance(found, str):
-        pytest.skip(found)
-    return found
-
-
-def check(table: dict[str, dict[str, float]], name: str) -> None:
+def check(kind: str, name: str) -> None:
     """The cache has lost no more against full attention than it may."""
-    full, got, loss = table["full"]["score"], table[name]["score"], CACHES[name][1]
+    table, loss = measured(kind), CACHES[name][1][kind]
+    full, got = table["full"]["score"], table[name]["score"]
     assert got >= full - loss, f"{name}: {got:.1f} % right, full attention {full:.1f} %; {loss} points may be lost"
 
 
@@ -99,22 +95,22 @@ def test_full_attention_answers(kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "name"), [each for each in EACH if each.values[1] != "random"])
 def test_cache_answers(kind: str, name: str) -> None:
-    check(measured(kind), name)
+    check(kind, name)
 
 
 @pytest.mark.parametrize(("kind", "name"), EACH)
 def test_little_is_read(kind: str, name: str) -> None:
     """Otherwise the answers say nothing about the selection."""
-    table = measured(kind)
-    assert table[name]["attended"] < (75 if name == "progressive" else 60)  # measured: 65; two layers of six are dense
+    most = 75 if name == "progressive" else 60  # measured: 65 and 69; two layers of six are dense
+    assert measured(kind)[name]["attended"] < most
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_chance_does_not_pass(kind: str) -> None:
     """These thresholds fail for a selector that picks at random, although it reads as much as any."""
-    table = measured(kind)
+    assert CACHES["random"][1][kind] == max(limits[kind] for _, limits in CACHES.values() if kind in limits)
     with pytest.raises(AssertionError, match="random"):
-        check(table, "random")
+        check(kind, "random")
 
 
 # On a real model: name -> spec, and the largest KL divergence (nats a token). Measured over three passages: 0.057,

@@ -13,8 +13,8 @@ from models import build, model, prompt
 from hf_sparsekv import OffloadedSparseCache
 from hf_sparsekv.attention.exact import AttentionSpec
 from hf_sparsekv.evaluation import forced, generation
-from hf_sparsekv.evaluation.cache_specs import parse_cache, parse_caches
-from hf_sparsekv.evaluation.prefix import attention, can_share, greedy_rows, prefill
+from hf_sparsekv.evaluation.cache_specs import METHODS, CacheSpec, parse_cache, parse_caches
+from hf_sparsekv.evaluation.prefix import Prefix, attention, can_share, forced_steps, greedy_rows, prefill
 from hf_sparsekv.evaluation.records import Measure, Record, Results, bootstrap
 from hf_sparsekv.evaluation.reference_policies import OracleCache, RandomCache, ReferenceConfig
 from hf_sparsekv.evaluation.samples import Sample, found_share
@@ -135,17 +135,36 @@ def test_oracle_attends_to_the_best_tokens() -> None:
 
 @pytest.mark.parametrize("spec", ["full", TIGHT, TIGHT + ",lag=true"])
 @pytest.mark.parametrize("pads", [None, (0, 11)])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3", "gemma3"])
 def test_answers_are_those_of_generate(name: str, pads, spec: str) -> None:
-    """Batched, padded or not, from one prefill (llama) or from one a cache (gemma3 has sliding layers)."""
+    """Batched, padded or not, from one prefill or from one a cache (gemma3 has sliding layers)."""
     net = model(name)
-    assert can_share(net) == (name == "llama")
+    assert can_share(net) == (name != "gemma3")
     inputs, cache = prompt(2, 100, pads), parse_cache(spec).make(net.config)
     with attention(net, "sdpa" if cache is None else "sparsekv"):
         expected = net.generate(**inputs, past_key_values=cache, do_sample=False, max_new_tokens=10)[:, 100:]
     prefix = prefill(net, inputs["input_ids"], mask=inputs["attention_mask"])
     filled, logits = prefix.start(net, parse_cache(spec).make(net.config))
     assert greedy_rows(net, prefix, filled, logits, 10, set()) == expected.tolist()
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "random"])
+def test_latents_are_filled_as_by_a_prefill(method: str) -> None:
+    """From more tokens than label channels are made from: every method's state is that of its own prefill."""
+    net, inputs = model("deepseek-v3"), prompt(2, 2200, (0, 150))
+    budget = {"threshold": 0.6} if method == "progressive" else {"token_budget": 32}
+    options = {"block_size": 16, "window": 16, "dense_layers": 0, **budget}
+    caches = [CacheSpec(method, method, options).make() for _ in range(2)]
+    prefix = prefill(net, inputs["input_ids"], mask=inputs["attention_mask"])
+    assert prefix.cache is not None
+    own = Prefix(prefix.ids, [], None, None, prefix.mask)
+    got, expected = (
+        list(forced_steps(net, way.start(net, cache)[0], torch.tensor([[5, 6, 7, 8]] * 2), way))
+        for way, cache in zip((prefix, own), caches)
+    )
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    shares = [cache.stats().attended_share for cache in caches]
+    assert shares[0] == shares[1] < 1
 
 
 def test_a_question_in_steps_is_answered_from_the_sparse_cache() -> None:

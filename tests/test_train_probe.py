@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ from probe_training import gates, network
 from hf_sparsekv.evaluation import probe_cells as cells
 from hf_sparsekv.evaluation import probe_language as lang
 
-SIZE = network.Size(layers=3, hidden=48, heads=4, kv_heads=2, head_dim=16, ffn=64, q_rank=24, kv_rank=32, nope=8)
+SIZE = network.Size(
+    layers=3, hidden=48, heads=4, kv_heads=2, head_dim=16, ffn=64, q_rank=24, kv_rank=32, nope=8, rope=32
+)
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +187,26 @@ def test_interrupted_run_is_the_whole_run(kind: str, tmp_path, monkeypatch) -> N
     train_probe.main([*common, "--out", str(torn), "--steps", "2,1,3", "--resume"])
     for name, weight in AutoModelForCausalLM.from_pretrained(torn).named_parameters():
         assert torch.equal(weight, dict(model.named_parameters())[name]), name
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+def test_published_models_are_of_this_recipe(kind: str) -> None:
+    """The command of a model's card, without further options, trains what is in ``assets/``."""
+    path = Path(__file__).parent.parent / "assets" / f"probe-{kind}"
+    result = json.loads((path / "result.json").read_text())
+    recipe = json.loads(json.dumps(asdict(train_probe.recipe_of("published", kind))))
+    assert result["gates_failed"] == []
+    for made, now in ((result["recipe"], recipe), (result["recipe"]["size"], recipe["size"])):
+        assert {name: now[name] for name in made if name != "size"} == {n: made[n] for n in made if n != "size"}
+    steps = ",".join(map(str, result["steps"]))
+    assert f"--kind {kind} --seed {result['seed']} --steps {steps}" in (path / "README.md").read_text()
+    model = AutoModelForCausalLM.from_pretrained(path)
+    expected = dict(network.build(kind, train_probe.recipe_of("published", kind).size, seed=0).named_parameters())
+    assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in expected.items()}
+    assert model.config.rope_parameters["rope_theta"] == recipe["size"]["theta"]
+    assert AutoTokenizer.from_pretrained(path).get_vocab() == lang.vocabulary()
+    assert (path / "model.safetensors").stat().st_size < 13e6
 
 
 @pytest.mark.quick

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ..attention.mla import Absorbed, is_mla
 from ..cache import SparseCache
 
 _RECORDER = "sparsekv_recorder"
@@ -26,7 +27,7 @@ class Prefix:
     Args:
         ids: ``[batch, n]`` token ids.
         queries: per layer, ``[batch, Hq, n, D]``; empty if every cache prefills on its own.
-        cache: the keys and values of full attention; ``None`` if every cache prefills on its own.
+        cache: the keys and values (or latents) of full attention; ``None`` if every cache prefills on its own.
         logits: ``[batch, vocab]`` of the last token; ``None`` like ``cache``.
         mask: bool ``[batch, n]``, False for (left) padding; ``None`` if there is none.
     """
@@ -41,8 +42,12 @@ class Prefix:
         """Put the prompt into an empty sparse cache, as a prefill through ``model`` would."""
         if cache.model_config is None:
             cache.bind(model.config)
+        latents = latent_modules(model)
         for layer, query, stock in zip(cache.sparse_layers, self.queries, self.cache.layers):
-            layer.fill(query, stock.keys, stock.values, self.mask)
+            absorbed = Absorbed(latents[layer.index]) if latents else None
+            if absorbed is not None:
+                absorbed.refresh(stock.keys)
+            layer.fill(query, stock.keys, stock.values, self.mask, absorbed)
         return cache
 
     def full(self) -> DynamicCache:
@@ -84,11 +89,17 @@ class Prefix:
 
 
 def can_share(model) -> bool:
-    """One prefill can fill every cache: all layers attend to their whole past and cache plain keys and values."""
+    """One prefill can fill every cache: all layers attend to their whole past and cache keys and values, or latents."""
     config = model.config.get_text_config(decoder=True)
-    if getattr(config, "kv_lora_rank", None) is not None:
+    layers = DynamicCache(config=model.config).layers
+    if getattr(config, "kv_lora_rank", None) is not None and len(latent_modules(model)) != len(layers):
         return False
-    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
+    return all(type(layer) is DynamicLayer for layer in layers)
+
+
+def latent_modules(model) -> dict[int, torch.nn.Module]:
+    """The attention modules that cache latents, by their layer."""
+    return {module.layer_idx: module for module in model.modules() if is_mla(module)}
 
 
 def full_attention(model) -> str:
@@ -100,7 +111,7 @@ def full_attention(model) -> str:
 def prefill(model, ids: Tensor, chunk: int | None = None, mask: Tensor | None = None) -> Prefix:
     """Run full attention over ``ids [batch, n]`` and keep what caches are filled from.
 
-    Models with layers that cannot be filled (sliding windows, latents) are prefilled anew for each cache.
+    Models with layers that cannot be filled (sliding windows) are prefilled anew for each cache.
 
     Args:
         chunk: tokens of one forward pass; ``None``: 1024 on a CPU, all on a GPU.
@@ -115,7 +126,11 @@ def prefill(model, ids: Tensor, chunk: int | None = None, mask: Tensor | None = 
 
     def record(module, query, key, value, attention_mask, **kwargs):
         seen.setdefault(module.layer_idx, []).append(query)
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        wide = value.shape[3]
+        if ids.device.type == "cpu" and wide < query.shape[3]:  # torch has no fused kernel for values of another width
+            value = F.pad(value, (0, query.shape[3] - wide))
+        out, weights = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return out[..., :wide], weights
 
     AttentionInterface.register(_RECORDER, record)
     AttentionMaskInterface.register(_RECORDER, sdpa_mask)

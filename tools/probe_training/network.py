@@ -35,7 +35,7 @@ class Size:
     q_rank: int = 192
     kv_rank: int = 128
     nope: int = 32
-    rope: int = 32
+    rope: int = 64
     theta: float = THETA
     logit_init: float = 0.5  # standard deviation of the first queries' and keys' numbers
 
