@@ -90,8 +90,8 @@ class Rank:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, no chosen token is copied."""
-        with self.on_stream():
+        """Inside, no chosen token is copied. What steps under way have chosen still is."""
+        with self.settled():
             self.enabled.zero_()
         try:
             yield
@@ -103,6 +103,12 @@ class Rank:
         """What is inside is in the order of what is chosen there, which another stream of the device would not be."""
         self._owes = True
         return self._current()
+
+    def settled(self) -> AbstractContextManager:
+        """As :meth:`on_stream`, and after all steps under way: captured ones are in the order of their own device."""
+        for home in self._side:
+            self.stream.wait_stream(torch.cuda.current_stream(home))
+        return self.on_stream()
 
     def _current(self) -> AbstractContextManager:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
