@@ -114,7 +114,7 @@ class Rank:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     @contextmanager
-    def entered(self, home: torch.device, *used: Tensor | None, beside: bool = False) -> Iterator[None]:
+    def entered(self, home: torch.device, *used: Tensor | None) -> Iterator[None]:
         """What is inside runs on the other device, after what ``home``'s current stream has launched so far.
 
         Args:
