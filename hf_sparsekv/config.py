@@ -67,8 +67,9 @@ class SparseConfig:
             hold at most this many tokens, counted over all rows (batch x tokens a row, padding included; recent
             tokens come on top). ``"auto"``: while that is measured to be as quick as selecting on this GPU
             (:mod:`hf_sparsekv.crossover`), so never with blocks in host memory, without a GPU, on a GPU that was
-            not measured (``hf-sparsekv calibrate-device``), or with progressive selection, which takes as long as
-            the data want. ``None``: never. A number holds for offloaded blocks, too.
+            not measured (``hf-sparsekv calibrate-device``), for predicted queries over keys and values (over
+            latents it is measured), or with progressive selection, which takes as long as the data want. ``None``:
+            never. A number holds for offloaded blocks, too.
     """
 
     block_size: int = 64

@@ -222,6 +222,27 @@ def test_after_an_error_there_a_reset_helps(there, captured, monkeypatch):
     assert everything(net, cache) == expected
 
 
+@there
+def test_copying_is_switched_off_behind_the_steps_under_way(there):
+    """A capture that comes while a captured step still runs takes none of that step's tokens away."""
+    rank = Rank(torch.device(there))
+    home = torch.device("cpu" if there == "cpu" else "cuda:0")
+    with rank.entered(home):
+        pass
+    rank.join(home)
+    if home.type == "cuda":
+        torch.cuda._sleep(20 * CYCLES)
+    seen = rank.enabled.to(home, copy=True, non_blocking=True)  # as the step under way sees it
+    with rank.paused():
+        if home.type == "cuda":
+            torch.cuda.synchronize(home)
+            torch.cuda.synchronize(rank.device)
+        assert rank.enabled.item() == 0
+    with rank.on_stream():
+        assert rank.enabled.item() == 1
+    assert seen.item() == 1
+
+
 @pytest.mark.parametrize("there", PLACES[1:])
 def test_a_selection_that_is_late_is_used_later_and_counted(there, slow):
     net = net_for(there, captured=False)

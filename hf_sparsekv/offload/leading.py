@@ -90,8 +90,8 @@ class Rank:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, no chosen token is copied."""
-        with self.on_stream():
+        """Inside, no chosen token is copied. What steps under way have chosen still is."""
+        with self.settled():
             self.enabled.zero_()
         try:
             yield
@@ -104,11 +104,17 @@ class Rank:
         self._owes = True
         return self._current()
 
+    def settled(self) -> AbstractContextManager:
+        """As :meth:`on_stream`, and after all steps under way: captured ones are in the order of their own device."""
+        for home in self._side:
+            self.stream.wait_stream(torch.cuda.current_stream(home))
+        return self.on_stream()
+
     def _current(self) -> AbstractContextManager:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     @contextmanager
-    def entered(self, home: torch.device, *used: Tensor | None, beside: bool = False) -> Iterator[None]:
+    def entered(self, home: torch.device, *used: Tensor | None) -> Iterator[None]:
         """What is inside runs on the other device, after what ``home``'s current stream has launched so far.
 
         Args:

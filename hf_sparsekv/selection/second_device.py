@@ -78,7 +78,7 @@ class SecondDevicePolicy(PredictivePolicy):
         self.late = self.at = 0  # layer calls that used an older selection; the pack in use
         self.known: int | None = None  # sealed blocks that the selection in use has chosen among
         self.pending: tuple[torch.cuda.Event | None, int] | None = None  # the next one's end, and its sealed blocks
-        with self.rank.on_stream():
+        with self.rank.settled():
             for packed in self.packs:
                 packed.counters.zero_()
 
@@ -232,7 +232,7 @@ class SecondDevicePolicy(PredictivePolicy):
     def packing(self) -> PackStats | None:
         if not self.packs:
             return None
-        with self.rank.on_stream():
+        with self.rank.settled():
             needed, copied = sum(packed.counters for packed in self.packs).tolist()
         kv = self.packs[0].kv
         return PackStats(needed=needed, copied=copied, bytes=copied * kv.shape[-1] * kv.itemsize, late=self.late)
@@ -248,7 +248,7 @@ class SecondDevicePolicy(PredictivePolicy):
         return (*self.twin.addresses, *(a for packed in self.packs for a in packed.addresses))
 
     def save(self) -> dict:
-        with self.rank.on_stream():
+        with self.rank.settled():
             ids = self.twin.ids.clone()
         return {"host": (self.chosen, self.at, self.known, self.pending, self.late), "ids": ids}
 

@@ -123,7 +123,7 @@ def _matrix_score_kernel(
 
 
 def can_score_matrix(q: Tensor, codes: Tensor, qparams: Tensor) -> bool:
-    """Whether the queries are of 16 bits and few enough, and a block's codes lie together as int32."""
+    """Whether the queries are of 16 bits and few enough, and a block's codes lie together, in whole words."""
     width = codes.shape[-1]
     few = q.shape[1] <= MOST_HEADS * codes.shape[1] and 2 * width <= MOST_CHANNELS
     return q.dtype in (torch.float16, torch.bfloat16) and few and codes.stride(2) == width and aligned(codes, qparams)
