@@ -30,7 +30,6 @@ class PredictivePolicy(TwoLevelPolicy):
 
     config: PredictiveConfig
     method = "predictive"
-    yields = False  # measured on an H200, 8 x 32k: behind the step 7.5 ms, among it 7.1
 
     def __init__(
         self, config: PredictiveConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
@@ -38,6 +37,8 @@ class PredictivePolicy(TwoLevelPolicy):
         Policy.__init__(self, config, layer_idx, offloaded)
         self.coarse, self.fine, self.lag = False, config.scoring == "labels", False
         self.fetches = offloaded
+        # Measured on an H200, 8 x 32k on the device: choosing behind the step 7.5 ms, among it 7.1. What fetches yields.
+        self.yields = offloaded
         self.fixed = channels
         self.predictor = make_predictor(config.predictor, config.predictor_window, config.predictor_epsilon)
         self.bundle = config.layers_per_pack
