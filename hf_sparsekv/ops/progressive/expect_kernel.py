@@ -126,26 +126,27 @@ def verify_expected_kernel(
     p_expected += i_row.to(tl.int64) * n * GROUP
     p_left += i_row.to(tl.int64) * n * GROUP
     stops = low >= high
+    # On their way while the limits are; rounds with nothing to do wait for neither.
+    o_g, o_n, o_p = tl.arange(0, BG), tl.arange(0, BN), tl.arange(0, BP)
+    m_g = o_g < GROUP
+    m_near = m_g[:, None] & (o_p < parts)[None, :]
+    b_near = tl.load(p_lse + o_p[None, :] * GROUP + o_g[:, None], mask=m_near, other=float("-inf"))  # [BG, BP]
+    if HAS_SINK:
+        b_sink = tl.load(p_sink + (i_row % HEADS) * GROUP + o_g, mask=m_g, other=float("-inf")).to(tl.float32)
     if low < high:
-        o_g, o_n, o_p = tl.arange(0, BG), tl.arange(0, BN), tl.arange(0, BP)
-        m_g = o_g < GROUP
         b_live = tl.zeros([BT], tl.int32)
         for i in range(0, n, BT):
             o_t = i + tl.arange(0, BT)
             b_live += (tl.load(p_tokens + o_t, mask=o_t < n, other=0) > 0).to(tl.int32)  # [BT]
         cap = tl.minimum(tl.sum(b_live, 0), max_blocks)
         high = tl.minimum(high, cap)
-
-        m_near = m_g[:, None] & (o_p < parts)[None, :]
-        b_near = tl.load(p_lse + o_p[None, :] * GROUP + o_g[:, None], mask=m_near, other=float("-inf"))  # [BG, BP]
         b_near = _over_heads(b_near, SUM)
         b_base = tl.max(b_near, 1)  # [BG]: masses are relative to the largest so far
         b_seen = tl.sum(tl.exp2(b_near - _finite(b_base)[:, None]), 1)
         if HAS_SINK:
-            b_sink = tl.load(p_sink + (i_row % HEADS) * GROUP + o_g, mask=m_g, other=float("-inf")).to(tl.float32)
-            b_sink = tl.max(_over_heads(b_sink[:, None] * LOG2E, SUM), 1)
-            b_new = tl.maximum(b_base, b_sink)
-            b_seen = b_seen * tl.exp2(b_base - _finite(b_new)) + tl.exp2(b_sink - _finite(b_new))
+            b_own = tl.max(_over_heads(b_sink[:, None] * LOG2E, SUM), 1)
+            b_new = tl.maximum(b_base, b_own)
+            b_seen = b_seen * tl.exp2(b_base - _finite(b_new)) + tl.exp2(b_own - _finite(b_new))
             b_base = b_new
         b_most = tl.full([BG], float("-inf"), tl.float32)  # times what was expected that a block holds
         b_times = tl.zeros([BG], tl.float32)  # sum of these over what has been read, relative to the largest
