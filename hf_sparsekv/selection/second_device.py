@@ -28,10 +28,17 @@ class TwinPolicy(PredictivePolicy):
 
     def __init__(self, config: PredictiveConfig, layer_idx: int, channels: LabelChannels | None, rank: Rank) -> None:
         self.rank = rank
+        self._memory: tuple | None = None  # what it is for, and where it is: every step asks
         super().__init__(config, layer_idx, False, channels)
 
     def memory(self, store: LayerStore) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """Where predicted queries and all scores go, and what selecting and packing need beside them."""
+        wanted = *self.queries.held.shape, store.slots.shape[1], store.dtype
+        if self._memory is None or self._memory[0] != wanted:
+            self._memory = wanted, self._make_memory(store)
+        return self._memory[1]
+
+    def _make_memory(self, store: LayerStore) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         rank, (batch, heads, _, dim), lane = self.rank, self.queries.held.shape, self.rank.lane(self.layer_idx)
         predicted = rank.buffer("predicted", (batch, heads, dim), store.dtype, lane)
         room = store.slots.shape[1] * store.block_size

@@ -16,7 +16,6 @@ from .words import can_score_words, score_words
 
 SELECTABLE = tl.constexpr(_SELECTABLE)
 TILE = 128  # tokens a program. Not tuned yet.
-MATRIX = True  # packed labels, "max" and 16-bit queries by tensor cores (matrix); measured on an H200
 # Whole keys of latents (576 wide) as labels are taken in pieces: at once they exceed an H200's shared memory.
 WIDEST, WIDEST_PACKED, PIECE = 256, 128, 64  # entries of codes; not tuned yet
 QUERIES = 2048  # bytes of labels times heads above which a program has twice the warps
@@ -192,7 +191,7 @@ def token_score(
     mean = reduce == "mean"
     if mean and group > MANY:
         q, group = mean_heads(q, heads), 1
-    if (MATRIX if matrix is None else matrix) and packed and not mean and can_score_matrix(q, codes, qparams):
+    if packed and not mean and matrix is not False and can_score_matrix(q, codes, qparams):
         score_matrix(q, codes, qparams, channels, flags, slots, block_ids, out, blocks_a_program)
         return out
     if packed and words is not False and can_score_words(codes, qparams, 1 if mean else group):

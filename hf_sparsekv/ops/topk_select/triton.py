@@ -21,7 +21,6 @@ from .keys import ordered
 from .row import select_row
 
 ROW = 16384  # entries that one program holds in registers
-SPLIT = True  # longer rows are selected from by a sample of them (sampled), not digit by digit; measured on an H200
 
 
 @triton.jit
@@ -67,14 +66,14 @@ class How:
 
     Attributes:
         row: longest row that one program holds, at most 32,768.
-        split: whether longer rows go by a sample; ``None``: as ``SPLIT`` says.
+        split: longer rows go by a sample of them, where one serves, and not digit by digit.
         chunk, warps: entries and warps of one of the programs that share a row; with short rows, its program's warps.
         sample, fewest: entries of a sample, and that its last step has room for at least.
         last_warps: of that step's programs.
     """
 
     row: int = ROW
-    split: bool | None = None
+    split: bool = True
     chunk: int | None = None
     warps: int | None = None
     sample: int | None = None
@@ -83,8 +82,7 @@ class How:
 
     def tiles(self, n: int, k: int) -> tuple[int, int] | None:
         """Of a selection of ``k`` from a long row that goes by a sample of it; see ``sampled.tiles``."""
-        split = SPLIT if self.split is None else self.split
-        return sampled.tiles(n, k, self.sample, self.fewest) if split else None
+        return sampled.tiles(n, k, self.sample, self.fewest) if self.split else None
 
 
 def scratch_size(scores: Tensor, k: int, **how: int | None) -> int:
