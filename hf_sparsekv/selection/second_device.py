@@ -174,6 +174,8 @@ class SecondDevicePolicy(PredictivePolicy):
             event.wait(torch.cuda.current_stream(store.device))
         self.at, self.known, self.pending = 1 - self.at, known, None
 
+    notes = False  # queries go with keys and values
+
     def look_ahead(self, q: Tensor, store: LeadingStore, again: bool = False) -> None:
         twin, used = store.twin, () if store.new is None else (q, *store.new)
         forked, entered = self.rank.forked, self.rank.entered
