@@ -33,7 +33,7 @@ from .predictor.channels import LabelChannels
 from .selection.base import Policy
 from .selection.progressive import ProgressivePolicy
 from .selection.two_level import TwoLevelPolicy
-from .stats import CacheStats, collect
+from .stats import CacheStats, allocated, collect
 from .watch import BlockMap, BlockWatch, collect_blocks
 
 
@@ -275,11 +275,12 @@ class SparseCache(Cache):
         return collect_blocks(self.sparse_layers)
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes allocated by this cache's own layers (shared blocks included), ``{"device": ..., "host": ...}``."""
-        sizes = [layer.store.nbytes() for layer in self.sparse_layers if layer.store is not None]
-        frames = 0 if self.frames is None else self.frames.nbytes
-        frames += sum(layer.policy.nbytes for layer in self.sparse_layers)
-        return {"device": sum(s[0] for s in sizes) + frames, "host": sum(s[1] for s in sizes)}
+        """Bytes allocated by this cache's own layers (shared blocks included), ``{"device": ..., "host": ...}``.
+
+        Where a second device chooses also ``"second"``, those on it.
+        """
+        held = allocated(self.sparse_layers, self.frames)
+        return {name: size for name, size in held.items() if name != "second" or self.rank is not None}
 
     # ------------------------------------------------------------------ files
 

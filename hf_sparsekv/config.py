@@ -292,9 +292,8 @@ class PredictiveConfig(SparseConfig):
         start_length: attend to everything until so many tokens are cached, and then to the end of the block.
         cache_rank: who chooses and where the blocks live: ``"stream"``, the same GPU, beside its computation;
             ``"host"``, host memory (as with an :class:`OffloadConfig`): the GPU chooses by labels and copies what is
-            newly chosen; or a second device (``"cuda:1"``), which follows what is cached (both hold it all), chooses,
-            and hands the chosen tokens over. ``None``: host memory if the cache has an :class:`OffloadConfig`, else the
-            same GPU.
+            newly chosen; or a second device (``"cuda:1"``), which keeps the blocks, chooses, and hands over what is
+            chosen. ``None``: host memory if the cache has an :class:`OffloadConfig`, else the same GPU.
         strict: of a second device, where steps are not captured: wait for a selection that is late, so that runs repeat
             exactly. Otherwise the one before is used again and counted (``stats().late``), if it knows all full blocks.
         layers_per_pack: layers that begin to choose together in a captured step.

@@ -89,7 +89,8 @@ class MemoryPlan:
         blocks: keys and values of the block slots; in host memory if ``offloaded``, except those of ``kept``.
         kept: of these, in dense layers that stay on the device (``OffloadConfig.keep_dense``).
         frames: device copies of chosen blocks (``OffloadConfig.device_pool``): the default size, or the bytes given. A
-            share of free memory is not known beforehand and counts as 0.
+            share of free memory is not known beforehand and counts as 0. Where a second device chooses, both copies of
+            the chosen tokens.
         bounds: least and largest key of each block, which blocks are chosen by.
         labels: quantised label channels, which tokens are chosen by.
         near: sinks and recent tokens.
@@ -99,6 +100,8 @@ class MemoryPlan:
         working_set: estimate of the blocks that decode steps choose within 12 steps (``offload/working_set.py``), all
             rows: what ``frames`` should hold at least. For a progressive cache, which reads as much as it takes, that
             of a sixteenth of the blocks a step.
+        second: all that a second device takes which chooses (``PredictiveConfig.cache_rank``): blocks, labels, queries;
+            not a part of the others.
         dense_tokens: tokens a row up to which the sparse layers attend densely because that is as quick
             (``config.dense_below``); 0 for never.
     """
@@ -119,13 +122,14 @@ class MemoryPlan:
     kept: int = 0
     frames: int = 0
     working_set: int = 0
+    second: int = 0
     dense_tokens: int = 0
 
     @property
     def cache_device(self) -> int:
         """Device bytes of the layers that the cache manages itself."""
-        blocks = self.kept + self.frames if self.offloaded else self.blocks
-        return self.bounds + self.labels + self.near + self.tables + blocks
+        blocks = self.kept if self.offloaded else self.blocks
+        return self.bounds + self.labels + self.near + self.tables + blocks + self.frames
 
     @property
     def cache_host(self) -> int:
@@ -250,7 +254,9 @@ def plan_memory(
     table = blocks_a_row if exact else bucket(blocks_a_row)
     near_tokens = config.sinks + ring_tokens(config)
 
-    dense_kv = blocks = resident = bounds = labels = near = tables = stock = 0
+    dense_kv = blocks = resident = bounds = labels = near = tables = stock = second = 0
+    twins = ahead_of_query and config.cache_rank not in (None, "stream", "host")
+    twin_slots = slots if exact else bucket(table * batch)
     fetching: list[LayerShape] = []
     walks = isinstance(config, ProgressiveConfig)
     if ahead_of_query:
@@ -265,26 +271,36 @@ def plan_memory(
             dense_kv += batch * kept
             continue
         dense_kv += batch * context * token
-        blocks += slots * size * token
         near += batch * near_tokens * token
         # Per slot: flags and fill; per row: its slot table, the validity of near tokens, a count.
-        tables += slots * (size + 4) + batch * (table * 4 + near_tokens + 4)
+        tables += slots * (size + 4) + (a_row := batch * (table * 4 + near_tokens + 4))
         if index < config.dense_layers:
+            blocks += slots * size * token
             resident += slots * size * token * (offload is not None and offload.keep_dense)
             continue
         fetching.append(layer)
+        if twins:
+            second += twin_slots * (size * token + size + 4) + batch * near_tokens * token + a_row
+        else:
+            blocks += slots * size * token
         if coarse:
             parts, side = config.bounds_per_block, layer.heads * layer.query_dim * item
             bounds += slots * parts * (SIDES[config.metadata] * side + (4 if parts > 1 else 0))
         if fine:
             channels = config.label_channels or default_channels(layer.query_dim)
             code = channels // 2 + 4 if config.label_bits == 4 else channels * item
-            labels += slots * layer.heads * size * code
+            if twins:
+                second += twin_slots * layer.heads * size * code
+            else:
+                labels += slots * layer.heads * size * code
 
     frames = working_set = 0
     if ahead_of_query:
         queries, copies = _predictive(model, fetching, config, batch)
-        tables += queries
+        if twins:
+            second, frames = second + queries, 2 * copies
+        else:
+            tables += queries
         sealed = (context - config.window - config.max_draft) // size * size
         begun = sealed > config.token_budget and context >= config.start_length
         if offload is not None and begun and (offload.device_pool is None or copies <= offload.device_pool):
@@ -318,7 +334,8 @@ def plan_memory(
         kept=resident,
         frames=frames,
         working_set=working_set,
-        dense_tokens=_dense_tokens(model, config, offload, batch, device or torch.device("cpu")),
+        second=second,
+        dense_tokens=0 if twins else _dense_tokens(model, config, offload, batch, device or torch.device("cpu")),
     )
 
 

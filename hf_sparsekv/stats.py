@@ -114,6 +114,7 @@ class CacheStats:
             (``ProgressiveConfig(audit_every=...)`` does).
         materialised: times that something other than the sparsekv attention function read all keys and values.
         device_bytes, host_bytes: allocated now, by layers of ours.
+        second_bytes: of these on a second device, which chooses; not in ``device_bytes``.
         walks: what the progressive walks of each layer have read; empty for other methods.
         late: layer calls that attended to an older selection, because a second device had not chosen in time.
     """
@@ -143,6 +144,7 @@ class CacheStats:
     host_bytes: int
     walks: tuple[WalkStats, ...] = ()
     late: int = 0
+    second_bytes: int = 0
 
     @property
     def blocks_per_walk(self) -> float | None:
@@ -190,6 +192,8 @@ class CacheStats:
         where = f"KV {_bytes(self.device_bytes)} on the device"
         if self.host_bytes:
             where += f", {_bytes(self.host_bytes)} in host memory"
+        if self.second_bytes:
+            where += f", {_bytes(self.second_bytes)} on a second device"
         if not self.decode_steps:
             return f"{self.cached_tokens} tokens cached, no decode step yet; {where}"
         steps = self.decode_steps
@@ -243,6 +247,18 @@ _COUNTS = frozenset(
 )
 
 
+def allocated(layers, frames) -> dict[str, int]:
+    """Bytes that these sparse layers and their ``frames`` take: on the ``device``, ``host``, on a ``second`` device."""
+    begun = [layer for layer in layers if layer.store is not None]
+    sizes = [layer.store.nbytes() for layer in begun]
+    shared = 0 if frames is None else frames.nbytes
+    return {
+        "device": sum(s[0] for s in sizes) + shared + sum(layer.policy.nbytes for layer in layers),
+        "host": sum(s[1] for s in sizes),
+        "second": sum(layer.store.second_bytes + layer.policy.second_bytes for layer in begun),
+    }
+
+
 def _covered(walks: tuple[WalkStats, ...]) -> float | None:
     audits = sum(w.audits for w in walks)
     return sum(w.audited_mass * w.audits for w in walks if w.audits) / audits if audits else None
@@ -276,7 +292,7 @@ def collect(layers: list[SparseLayer], frames: FramePools | None = None) -> Cach
         up += counters.to_host_bytes
         down += counters.to_device_bytes
         down += counters.total_from_host * store.token_bytes
-    sizes = [store.nbytes() for store in stores]
+    held = allocated(layers, frames)
     total = [store.counters for store in stores]
     walks = tuple(w for w in (layer.policy.walks() for layer in layers) if w is not None)
     packs = [p for p in (layer.policy.packing() for layer in layers) if p is not None]
@@ -304,10 +320,9 @@ def collect(layers: list[SparseLayer], frames: FramePools | None = None) -> Cach
         working_set_bytes=working_set_bytes(stores),
         covered_mass=_covered(walks),
         materialised=sum(c.materialised for c in total),
-        device_bytes=sum(s[0] for s in sizes)
-        + (0 if frames is None else frames.nbytes)
-        + sum(layer.policy.nbytes for layer in layers),
-        host_bytes=sum(s[1] for s in sizes),
+        device_bytes=held["device"],
+        host_bytes=held["host"],
         walks=walks,
         late=sum(p.late for p in packs),
+        second_bytes=held["second"],
     )

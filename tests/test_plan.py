@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -121,7 +122,8 @@ def plan_of(cache: SparseCache, offload: OffloadConfig | None) -> MemoryPlan:
     with torch.no_grad():
         grown(**prompt(2, 300), past_key_values=cache, use_cache=True, logits_to_keep=1)
     plan = plan_memory(model_shape(grown.config), cache.config, offload, context=300, batch=2)
-    assert {"device": plan.cache_device, "host": plan.cache_host} == cache.memory_bytes()
+    planned = {"device": plan.cache_device, "host": plan.cache_host}
+    assert (planned | {"second": plan.second} if plan.second else planned) == cache.memory_bytes()
     return plan
 
 
@@ -165,6 +167,16 @@ def test_predictive(offload, changes):
     assert plan.bounds == 0 and (plan.labels > 0) == (config.scoring == "labels")
     packs = offload == OffloadConfig() and not {"start_length", "token_budget"} & set(changes)
     assert (plan.frames > 0) == packs
+
+
+@pytest.mark.parametrize("changes", [{}, {"scoring": "keys"}, {"token_budget": 400}, {"max_length": 5300}], ids=str)
+def test_a_second_device(changes):
+    """The plan is what each of the two devices holds: the keys and values of sparse layers are on the second alone."""
+    config = PredictiveConfig(**{"block_size": 16, "window": 16, "dense_layers": 1, "token_budget": 40, **changes})
+    config, alone = replace(config, cache_rank="cpu"), config
+    plan, other = (plan_of(AsyncPredictiveCache(c, None), None) for c in (config, alone))
+    assert plan.blocks * 4 == other.blocks and plan.labels == 0
+    assert plan.second > other.blocks * 3 // 4 + other.labels
 
 
 def test_totals_add_up():

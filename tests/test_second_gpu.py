@@ -171,8 +171,9 @@ def test_a_budget_for_everything_gives_the_dense_answer(there, captured):
     cache = predictive(False, **FULL, cache_rank=there)
     assert torch.equal(net.generate(**inputs, **go, past_key_values=cache), expected)
     assert replays(net) == 39 * captured
-    twin = cache.sparse_layers[0].store.twin
-    assert (twin.length, twin.sealed) == (cache.get_seq_length(), cache.sparse_layers[0].store.sealed)
+    store = cache.sparse_layers[0].store
+    assert (store.twin.length, store.twin.sealed) == (cache.get_seq_length(), store.sealed)
+    assert store.pool.kv.numel() == 0 and store.twin.sealed > 0, "keys and values of blocks are on one device alone"
 
 
 @there

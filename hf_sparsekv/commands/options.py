@@ -91,6 +91,10 @@ class CacheOptions:
     ] = PREDICTIVE.predictor
     scoring: Annotated[Scoring, _of_cache(help="Predictive: score tokens by labels or by whole keys.")] = Scoring.labels
     start_length: Annotated[int, _of_cache(help="Predictive: attend to everything until so many tokens.")] = 0
+    cache_rank: Annotated[
+        str | None,
+        _of_cache(help="Predictive: who chooses: stream, host, or a second GPU: cuda:1."),
+    ] = None
     sinks: Annotated[int, _of_cache(help="First tokens, always attended.")] = DEFAULTS.sinks
     window: Annotated[int, _of_cache(help="Recent tokens, always attended.")] = DEFAULTS.window
     dense_layers: Annotated[int, _of_cache(help="First layers that attend densely.")] = DEFAULTS.dense_layers
@@ -159,6 +163,8 @@ def check_place(config: SparseConfig, offload: bool) -> None:
     """Refuse what cannot be done with blocks in host memory."""
     if offload and getattr(config, "scoring", "labels") == "keys":
         raise typer.BadParameter("--scoring keys reads all keys in every step: add --no-offload")
+    if offload and (rank := getattr(config, "cache_rank", None)) not in (None, "host"):
+        raise typer.BadParameter(f"--cache-rank {rank} keeps the blocks on a GPU: add --no-offload")
 
 
 def offload_config(offload: bool) -> OffloadConfig | None:

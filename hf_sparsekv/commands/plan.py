@@ -77,7 +77,7 @@ def _show(p: MemoryPlan, gpu: int | None, host: int) -> None:
     row("weights", p.weights, 0, p.weights)
     row("KV blocks", p.kept if p.offloaded else p.blocks, p.cache_host, p.dense_kv - p.stock)
     if p.frames:
-        row("device copies of chosen blocks", p.frames, 0, 0)
+        row("device copies of what is chosen", p.frames, 0, 0)
     row("block bounds", p.bounds, 0, 0)
     row("token labels", p.labels, 0, 0)
     row("sinks and recent tokens", p.near, 0, 0)
@@ -91,6 +91,9 @@ def _show(p: MemoryPlan, gpu: int | None, host: int) -> None:
         results.print("GPU: none found; give --gpu-memory to check a size")
     else:
         results.print(f"GPU {size(gpu)}: sparse {_fits(p.device_total, gpu)}, dense {_fits(p.dense_total, gpu)}")
+    if p.second:
+        fits = "" if gpu is None else f": {_fits(p.second, gpu)}"
+        results.print(f"second GPU, which chooses and keeps the blocks: {size(p.second)}{fits}")
     if p.cache_host:
         results.print(f"host {size(host)}: {_fits(p.cache_host, host)}")
     if p.working_set:

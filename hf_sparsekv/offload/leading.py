@@ -202,7 +202,10 @@ class FollowedLength(DeviceLength):
 
 
 class LeadingStore(LayerStore):
-    """The store of the device that attends, and its twin on the one that chooses.
+    """The store of the device that attends, and its twin on the one that chooses, which keeps the blocks.
+
+    Here are the near tokens, and of each block what tells its tokens apart. Whoever attends to all tokens, or needs
+    blocks back, reads the other device's memory.
 
     Attributes:
         twin: the other one, made when the first tokens come.
@@ -212,6 +215,7 @@ class LeadingStore(LayerStore):
             device may not have read it yet.
     """
 
+    keeps_blocks = False
     twin: LayerStore | None = None
     rank: Rank | None = None
     new: tuple[Tensor, Tensor, Tensor | None] | None = None
@@ -227,6 +231,24 @@ class LeadingStore(LayerStore):
             k, v = (nothing.expand(*shape, dim) for dim in (self.key_dim, self.value_dim))
             self.twin = LayerStore(k, v, self.config, None, FollowedLength(self.clock, self.device, rank))
         return self.twin
+
+    @property
+    def blocks(self) -> tuple[Tensor, Tensor, Tensor]:
+        twin = self.twin
+        return twin.pool.kv, twin.pool.fields["flags"], twin.slots if self.fixed else twin.slots[:, : self.sealed]
+
+    def attend(self, q: Tensor, ids: Tensor | None, granularity: str, *rest, **named) -> Tensor:
+        if granularity == "all" and not self.fixed:  # a captured step has been prepared
+            self.rank.join(self.device)
+        return super().attend(q, ids, granularity, *rest, **named)
+
+    def _read(self, first: int, end: int, out: Tensor) -> None:
+        with self.rank.entered(self.device, out):
+            self.twin._read(first, end, out)
+        self.rank.join(self.device)
+
+    def _to_slots(self, blocks: Tensor, *rest) -> Tensor:
+        return super()._to_slots(blocks[..., :0], *rest)
 
     def append(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
         super().append(k, v, valid)
@@ -270,6 +292,6 @@ class LeadingStore(LayerStore):
     def addresses(self) -> tuple[int, ...]:
         return (*super().addresses, *(() if self.twin is None else self.twin.addresses))
 
-    def nbytes(self) -> tuple[int, int]:
-        device, host = super().nbytes()
-        return device + (0 if self.twin is None else self.twin.nbytes()[0]), host
+    @property
+    def second_bytes(self) -> int:
+        return 0 if self.twin is None else self.twin.nbytes()[0]

@@ -23,12 +23,13 @@ from .frames import FramePools, Residents
 from .lanes import Lane, Lanes, wait
 from .lasting import DeviceLength, lasting, take_rows
 from .pool import BlockPool, HostBudget, bucket
+from .reading import Reading
 from .sealing import VALID, Indexer, Sealing, ring_tokens
 
 _SEAL_BYTES = 1 << 26  # blocks are sealed in pieces of about this size, which bounds the temporaries of a long prompt
 
 
-class LayerStore(Sealing):
+class LayerStore(Reading, Sealing):
     """KV of one layer for ``batch`` rows.
 
     Attributes:
@@ -43,6 +44,8 @@ class LayerStore(Sealing):
         near_valid: bool ``[batch, sinks + ring]``: entries to attend to. Sealing a block clears its entries.
         seen: int32 ``[batch]``, valid tokens in sealed blocks.
     """
+
+    keeps_blocks = True  # their keys and values; of a LeadingStore another device does
 
     @lasting
     def __init__(
@@ -71,7 +74,7 @@ class LayerStore(Sealing):
         self.pool = BlockPool(
             heads=self.heads,
             block_size=self.block_size,
-            token_dim=self.width,
+            token_dim=self.width if self.keeps_blocks else 0,
             dtype=self.dtype,
             device=self.device,
             host=host,
@@ -141,6 +144,11 @@ class LayerStore(Sealing):
         return self.slots if self.fixed else self.slots[:, : self.sealed]
 
     @property
+    def blocks(self) -> tuple[Tensor, Tensor, Tensor]:
+        """KV and flags of all slots, and the :attr:`table`: what a step may attend to beside the near tokens."""
+        return self.pool.kv, self.pool.fields["flags"], self.table
+
+    @property
     def near_length(self) -> int:
         """Columns in the ring."""
         return self.length - self.sealed * self.block_size
@@ -199,9 +207,7 @@ class LayerStore(Sealing):
         self.count_padded(granularity)
         return sparse_decode(
             q,
-            self.pool.kv,
-            self.pool.fields["flags"],
-            self.table,
+            *self.blocks,
             ids,
             self.near_kv,
             self.near_valid,
@@ -250,44 +256,6 @@ class LayerStore(Sealing):
         """Bytes of one token's key and value, one KV head."""
         return self.width * self.dtype.itemsize
 
-    def gathered_shape(self, columns: int) -> tuple[int, ...]:
-        """Of a buffer that holds ``columns`` columns in blocks: ``[batch, H, blocks, block_size, Dk + Dv]``."""
-        return (self.batch, self.heads, -(-columns // self.block_size), self.block_size, self.width)
-
-    def read_blocks(self, out: Tensor) -> None:
-        """Copy the sealed blocks to the device, into the front of ``out`` (see :meth:`gathered_shape`)."""
-        self.settle()
-        self.pool.read(self.table, out)
-        if self.pool.host is not None:
-            self.counters.to_device_bytes += self.batch * self.heads * self.sealed * self.block_size * self.token_bytes
-
-    def materialise(self, k: Tensor | None = None, v: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """All cached keys and values on the device, followed by ``k, v [batch, H, q, D]``, which are not cached yet.
-
-        Returns:
-            ``[batch, H, length + q, Dk]`` and ``[..., Dv]``: views of one tensor, which the next but one call of a
-            later chunk may overwrite.
-        """
-        size, columns = self.block_size, self.length + (0 if k is None else k.shape[2])
-        out = None if k is None or self.lanes is None else self.lanes.arrived(self)
-        if out is None:
-            out = torch.empty(self.gathered_shape(columns), dtype=self.dtype, device=self.device)
-            self.read_blocks(out)
-        kv = out.flatten(2, 3)
-        near = slice(self.sealed * size, self.length)
-        kv[:, :, near] = self.near_kv[:, :, self._ring_index(near.start, near.stop)]
-        if k is not None:
-            kv[:, :, self.length : columns, : self.split] = k
-            kv[:, :, self.length : columns, self.split :] = v
-        kv = kv[:, :, :columns]
-        return kv[..., : self.split], kv[..., self.split :]
-
-    def valid_columns(self) -> Tensor:
-        """Validity of all cached columns, bool ``[batch, length]``."""
-        flags = self.pool.fields["flags"][self.table.long()].flatten(1, 2)
-        ring = self.near_valid[:, self._ring_index(self.sealed * self.block_size, self.length)]
-        return torch.cat(((flags & VALID) > 0, ring), dim=1)
-
     @property
     def addresses(self) -> tuple[int, ...]:
         """Changes when a tensor that a captured step uses has moved."""
@@ -298,13 +266,6 @@ class LayerStore(Sealing):
             self.counters.attended.data_ptr(),
             *(() if self.residents is None else self.residents.addresses),
         )
-
-    def sealed_blocks(self) -> tuple[Tensor, Tensor]:
-        """Sealed blocks on the device, ``[sealed, batch, H, block_size, Dk + Dv]``, and their flags."""
-        out = torch.empty(self.gathered_shape(self.sealed * self.block_size), dtype=self.dtype, device=self.device)
-        self.settle()
-        self.pool.read(self.table, out)
-        return out.permute(2, 0, 1, 3, 4), self.pool.fields["flags"][self.table.T.long()]
 
     # ------------------------------------------------------------------ changing
 
@@ -330,7 +291,7 @@ class LayerStore(Sealing):
             if end > sealed * size:
                 at = self.slots[:, sealed : -(-end // size)]
                 blocks = torch.empty(self.gathered_shape(at.shape[1] * size), dtype=self.dtype, device=self.device)
-                self.pool.read(at, blocks)
+                self._read(sealed, sealed + at.shape[1], blocks)
                 kv = blocks.flatten(2, 3)
                 ok = (self.pool.fields["flags"][at.long()].flatten(1, 2) & VALID) > 0
                 ring = self._ring_index(sealed * size, end)
@@ -391,6 +352,8 @@ class LayerStore(Sealing):
         new.residents = None if frames is None else Residents(frames, new.pool)
         new.pool.register(new)
         return new
+
+    second_bytes = 0  # allocated on a second device
 
     def nbytes(self) -> tuple[int, int]:
         """Bytes allocated on the device and in host memory."""

@@ -106,6 +106,8 @@ class Policy:
         """Bytes on the device beside the store's."""
         return 0
 
+    second_bytes = 0  # on a second device
+
     def looks_ahead(self, store: LayerStore) -> bool:
         """Whether :meth:`look_ahead` has anything to do."""
         return False

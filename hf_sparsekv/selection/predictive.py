@@ -42,6 +42,7 @@ class PredictivePolicy(TwoLevelPolicy):
         self.fixed = channels
         self.predictor = make_predictor(config.predictor, config.predictor_window, config.predictor_epsilon)
         self.bundle = config.layers_per_pack
+        self.all_of = config.token_budget  # so many tokens in sealed blocks are all attended to
         self.queries: QueryRing | None = None
         self.packed: Packed | None = None
         self.ids: Tensor | None = None  # TokenIds [batch, H, room] for the next step
@@ -97,7 +98,7 @@ class PredictivePolicy(TwoLevelPolicy):
     def _selects(self, store: LayerStore) -> bool:
         """Steps attend to a selection at this length; it changes only where a block is sealed."""
         config = self.config
-        if self._calibrating or store.sealed * store.block_size <= config.token_budget:
+        if self._calibrating or store.sealed * store.block_size <= self.all_of:
             return False
         recent = config.window + config.max_draft
         return store.sealed * store.block_size + recent >= config.start_length

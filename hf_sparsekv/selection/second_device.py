@@ -78,6 +78,7 @@ class SecondDevicePolicy(PredictivePolicy):
         self.packs: list[Packed] = []
         super().__init__(config, layer_idx, False)
         self.fine = False  # labels are made there
+        self.all_of = 0  # what is not chosen and brought here has to be read there
 
     def reset(self) -> None:
         super().reset()
@@ -110,6 +111,9 @@ class SecondDevicePolicy(PredictivePolicy):
     @property
     def _calibrating(self) -> bool:
         return self.twin._calibrating
+
+    def below_crossover(self, store: LeadingStore) -> bool:
+        return False  # what is attended to densely lies on the other device
 
     # ------------------------------------------------------------------ a step
 
@@ -248,7 +252,11 @@ class SecondDevicePolicy(PredictivePolicy):
 
     @property
     def nbytes(self) -> int:
-        return self.twin.nbytes + sum(packed.nbytes for packed in self.packs)
+        return sum(packed.nbytes for packed in self.packs)
+
+    @property
+    def second_bytes(self) -> int:
+        return self.twin.nbytes
 
     # ------------------------------------------------------------------ capture
 

@@ -30,6 +30,7 @@ class Case:
     padded: bool = True
     bounds: bool = True
     metadata: str = "min_max"
+    keeps: bool = True
 
 
 CASES = {
@@ -52,6 +53,7 @@ CASES = {
     "cuboid of parts": Case(batch=3, heads=3, dk=80, block_size=64, parts=4, seen=(0, 2, 50), metadata="cuboid_mean"),
     "cuboid of sinks": Case(sinks=20, seen=(0, 0), padded=False, metadata="cuboid_mean"),
     "mean": Case(metadata="mean", block_size=32, dk=128),
+    "kept elsewhere": Case(channels=0, bounds=False, keeps=False, seen=(0, 3)),
     "mean of parts": Case(metadata="mean", block_size=32, parts=2, seen=(1, 9)),
 }
 
@@ -92,7 +94,7 @@ def make(place, case: Case) -> dict:
         "sinks": case.sinks,
         "seen": seen,
         "slots": place.randperm(capacity)[: case.batch],
-        "kv": place.nan(*kept, case.dk + case.dv),
+        "kv": place.nan(*kept, case.dk + case.dv if case.keeps else 0),
         "flags": place.nan(capacity, case.block_size, dtype=torch.uint8),
         "fill": place.nan(capacity, dtype=torch.int32),
         "index": index,

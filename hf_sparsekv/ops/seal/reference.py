@@ -126,6 +126,7 @@ def seal(
         seen: int32 ``[batch]``, valid tokens sealed before; their number grows.
         slots: int32 ``[batch]``, one slot for each row.
         kv: ``[num_slots, H, block_size, Dk + Dv]``; may lie in host memory while everything else is on the device.
+            Or of width 0: keys and values are kept somewhere else.
         flags: uint8 ``[num_slots, block_size]``: 0 padding, 1 selectable, 3 sink.
         fill: int32 ``[num_slots]``, selectable tokens.
         index: further fields to fill.
@@ -139,7 +140,7 @@ def seal(
         near_kv[row, :, rank[row, token]] = block[row, :, token]
         near_valid[row, rank[row, token]] = True
     to, home = slots.long(), slots.to(kv.device).long()
-    kv[home] = block.to(kv.device)
+    kv[home] = block[..., : kv.shape[3]].to(kv.device)
     mark = valid.to(torch.uint8) * VALID + is_sink.to(torch.uint8) * SINK
     usable = mark == VALID
     flags[to] = mark

@@ -65,6 +65,7 @@ def _seal_kernel(
     qparams_head,
     qparams_token,
     limit,
+    KEEPS: tl.constexpr,
     METADATA: tl.constexpr,
     HAS_PART_FILL: tl.constexpr,
     HAS_CODES: tl.constexpr,
@@ -110,8 +111,9 @@ def _seal_kernel(
             p_from = p_row + (at + o_t)[:, None].to(tl.int64) * near_token
             b_k = tl.load(p_from + o_k[None, :], mask=m_k[None, :], other=0.0)  # [BT, BK]
             b_v = tl.load(p_from + DK + o_v[None, :], mask=m_v[None, :], other=0.0)  # [BT, BV]
-            tl.store(p_to + o_t[:, None] * kv_token + o_k[None, :], b_k, mask=m_k[None, :])
-            tl.store(p_to + o_t[:, None] * kv_token + DK + o_v[None, :], b_v, mask=m_v[None, :])
+            if KEEPS:
+                tl.store(p_to + o_t[:, None] * kv_token + o_k[None, :], b_k, mask=m_k[None, :])
+                tl.store(p_to + o_t[:, None] * kv_token + DK + o_v[None, :], b_v, mask=m_v[None, :])
             m_sink = (b_flag == 3)[:, None]
             p_sink = p_row + b_rank[:, None].to(tl.int64) * near_token
             tl.store(p_sink + o_k[None, :], b_k, mask=m_sink & m_k[None, :])
@@ -211,7 +213,7 @@ def seal(
     """As ``reference.seal``."""
     batch, heads = near_kv.shape[:2]
     size, dk = kv.shape[2], index.key_dim
-    dv = kv.shape[3] - dk
+    dv = near_kv.shape[3] - dk
     require_dense_rows(near_kv=near_kv, near_valid=near_valid, kv=kv, flags=flags, bounds=index.bounds)
     require_dense_rows(part_fill=index.part_fill, channels=index.channels, codes=index.codes, qparams=index.qparams)
     near_valid = near_valid.view(torch.uint8)  # a bool is one bit to Triton
@@ -245,6 +247,7 @@ def seal(
             *((0, 0, 0) if index.codes is None else index.codes.stride()[:3]),
             *((0, 0, 0) if index.qparams is None else index.qparams.stride()[:3]),
             torch.finfo(near_kv.dtype).max,
+            KEEPS=kv.shape[3] > 0,
             METADATA="none" if index.bounds is None else index.metadata,
             HAS_PART_FILL=index.part_fill is not None,
             HAS_CODES=index.codes is not None,
