@@ -239,6 +239,8 @@ class SparseLayer(Owned, CacheLayerMixin):
             valid = new_columns(mask, step.past, step.length) if replay is None else replay.valid
             if policy.observes:
                 policy.observe(query, step.keys, valid, store)
+            if replay is not None and policy.foresees:
+                replay.fork(lambda: policy.foresee(q, store))
             store.append(step.k.detach(), step.v.detach(), valid)
             self._committed(step)
         out = policy.attend(q, store, spec)

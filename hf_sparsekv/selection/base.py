@@ -36,6 +36,7 @@ class Policy:
     store_type = LayerStore
     bundle = 1  # layers that begin to look ahead together in a captured step
     yields = True  # what looks ahead takes the processors that the step itself leaves
+    foresees = False  # a captured step calls :meth:`foresee`
 
     def prepare(self, store: LayerStore) -> None:
         """A step is about to be captured or replayed: make what it uses and is not there yet."""
@@ -115,6 +116,9 @@ class Policy:
 
         ``looked``: :meth:`look_ahead` was part of it.
         """
+
+    def foresee(self, q: Tensor, store: LayerStore) -> None:
+        """The step's query is known: do what of :meth:`look_ahead` changes nothing that the step attends to."""
 
     def look_ahead(self, q: Tensor, store: LayerStore, again: bool = False) -> None:
         """The step's attention is done and its blocks are sealed: prepare the next step.

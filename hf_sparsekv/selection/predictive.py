@@ -19,6 +19,8 @@ from .packed import Packed
 from .queries import QueryRing
 from .two_level import TwoLevelPolicy
 
+EARLY = "score"
+
 
 class PredictivePolicy(TwoLevelPolicy):
     """The token level of two-level selection over all sealed blocks, for the query that the next step will have.
@@ -52,6 +54,7 @@ class PredictivePolicy(TwoLevelPolicy):
         super().reset()
         self.chosen = False  # the ids are a selection for the next step
         self._valid: Tensor | None = None  # of the new columns of a step that is being captured
+        self._foreseen: Tensor | None = None  # scores of all tokens, between two parts of a captured step
         if self.packed is not None:
             self.packed.counters.zero_()
 
@@ -139,6 +142,24 @@ class PredictivePolicy(TwoLevelPolicy):
 
     # ------------------------------------------------------------------ the next step
 
+    @property
+    def foresees(self) -> bool:
+        return bool(EARLY) and self.bundle == 1
+
+    def foresee(self, q: Tensor, store: LayerStore) -> None:
+        self.queries.push(q[:, :, None], self._valid, store.clock.held(store.device))
+        if self.looks_ahead(store):
+            if EARLY == "push":
+                self._foreseen = q
+                return
+            queries = self.queries
+            self._foreseen = self.scores(self.predictor.predict(queries.held, queries.position, queries.count), store)
+            if EARLY == "select":
+                config = self.config
+                made = torch.empty_like(self.ids[..., : config.token_budget])
+                token_select(self._foreseen, None, config.token_budget, store.block_size, out=made)
+                self._foreseen = made
+
     def prepare(self, store: LayerStore) -> None:
         self.queries.rewind(store.length)
         if self.looks_ahead(store):
@@ -158,7 +179,7 @@ class PredictivePolicy(TwoLevelPolicy):
         return self.packed is not None
 
     def look_ahead(self, q: Tensor, store: LayerStore, again: bool = False) -> None:
-        if store.fixed:
+        if store.fixed and not self.foresees:
             self.queries.push(q[:, :, None], self._valid, store.clock.held(store.device))
         self.chosen = self.looks_ahead(store)
         if not self.chosen:
@@ -175,7 +196,13 @@ class PredictivePolicy(TwoLevelPolicy):
     def choose(self, store: LayerStore) -> None:
         """Predict the next query and write the tokens that it wants to :attr:`ids`."""
         queries, config = self.queries, self.config
-        scores = self.scores(self.predictor.predict(queries.held, queries.position, queries.count), store)
+        if (scores := self._foreseen) is None or EARLY == "push":
+            scores = self.scores(self.predictor.predict(queries.held, queries.position, queries.count), store)
+        elif EARLY == "select":
+            self._foreseen = None
+            self.ids[..., : config.token_budget].copy_(scores)
+            return
+        self._foreseen = None
         token_select(scores, None, config.token_budget, store.block_size, out=self.ids[..., : config.token_budget])
 
     def scores(self, q: Tensor, store: LayerStore, out: Tensor | None = None) -> Tensor:
@@ -235,6 +262,7 @@ class PredictivePolicy(TwoLevelPolicy):
     def restore_host(self, saved: dict) -> None:
         super().restore_host(saved)
         self.chosen, self._valid, self.queries.end = saved["chosen"], saved["valid"], saved["end"]
+        self._foreseen = None
 
     def restore_device(self, saved: dict) -> None:
         super().restore_device(saved)

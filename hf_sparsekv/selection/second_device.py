@@ -71,6 +71,7 @@ class SecondDevicePolicy(PredictivePolicy):
     """
 
     store_type = LeadingStore
+    foresees = False  # the other device waits for nothing here
 
     def __init__(self, config: PredictiveConfig, layer_idx: int, channels: LabelChannels | None, rank: Rank) -> None:
         self.twin = TwinPolicy(config, layer_idx, channels, rank)
