@@ -12,12 +12,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._overlap import begin
+from .._overlap import begin, release, wait
 from ..sparse_decode.merge import LOG2E
 from .reference import MOST
 from .verify_kernel import NOWHERE
 
+EXP2_MOST = tl.constexpr(2.0**MOST)
 MOST = tl.constexpr(MOST)
+HALF = tl.constexpr(126.0)  # its square times any mean that is not zero is more than 2 ** MOST
 
 
 @triton.jit
@@ -115,17 +117,21 @@ def _take(
     SCALED: tl.constexpr,
     GROUP: tl.constexpr,
     BG: tl.constexpr,
+    NOW: tl.constexpr,
 ):
-    """What is known of the parts and blocks of these ranks, each ``[BN, BG]``: held, expected, expected behind."""
+    """What is known of the parts and blocks of these ranks, each ``[BN, BG]``: held, expected, expected behind.
+
+    ``NOW``: the compiler may not move these reads to where it is known whether they are needed (hence volatile).
+    """
     o_g = tl.arange(0, BG)
     o_in = o_i[:, None] * GROUP + o_g[None, :]
     m_l = (o_i < n)[:, None] & (o_g < GROUP)[None, :]
     m_b = ((o_i >= 0) & (o_i < n))[:, None] & (o_g < GROUP)[None, :]
-    b_l = tl.load(p_lse + o_in, mask=m_l, other=float("-inf"))
-    b_rest = tl.load(p_behind + o_in, mask=m_b, other=float("-inf"))
+    b_l = tl.load(p_lse + o_in, mask=m_l, other=float("-inf"), volatile=NOW)
+    b_rest = tl.load(p_behind + o_in, mask=m_b, other=float("-inf"), volatile=NOW)
     b_e = b_rest
     if SCALED:
-        b_e = tl.load(p_expected + o_in, mask=m_b, other=float("-inf"))
+        b_e = tl.load(p_expected + o_in, mask=m_b, other=float("-inf"), volatile=NOW)
     return b_l, b_e, b_rest
 
 
@@ -160,16 +166,17 @@ def verify_expected_kernel(
     PDL: tl.constexpr,
 ):
     """See ``reference.verify``: with ``SCALED`` as ``"scores"``, else as ``"bound"``."""
-    begin(PDL)
+    release(PDL)
     i_row = tl.program_id(0)
     o_g, o_n = tl.arange(0, BG), tl.arange(0, BN)
     m_g = o_g < GROUP
     p_lse += (i_row.to(tl.int64) * (parts + n) + parts) * GROUP  # of the first block: the parts have ranks below 0
     p_expected += i_row.to(tl.int64) * n * GROUP
     p_behind += i_row.to(tl.int64) * n * GROUP
+    wait(PDL)
+    b_l, b_e, b_rest = _take(p_lse, p_expected, p_behind, o_n - parts, n, SCALED, GROUP, BG, True)
+    cap = tl.minimum(tl.load(p_live + i_row, volatile=True), max_blocks)
     low, high = tl.load(p_limits + i_row), tl.load(p_limits + rows + i_row)
-    cap = tl.minimum(tl.load(p_live + i_row), max_blocks)
-    b_l, b_e, b_rest = _take(p_lse, p_expected, p_behind, o_n - parts, n, SCALED, GROUP, BG)
     # Masses are kept relative to the largest so far, and so are their ratios to what was expected.
     b_top = tl.full([BG], float("-inf"), tl.float32)
     if HAS_SINK:
@@ -196,14 +203,20 @@ def verify_expected_kernel(
             b_new = tl.maximum(b_top, _largest(b_x))
             b_sum *= tl.exp2(b_top - _finite(b_new))
             b_top = b_new
-            b_x = tl.exp2(b_x - _finite(b_top)[None])
-            b_acc, b_one = tl.cumsum(b_x, 0) + b_sum[None], _finite(b_top)
+            b_one = tl.broadcast_to(_finite(b_top)[None], b_x.shape)
+            b_x = tl.exp2(b_x - b_one)
+            b_acc = tl.cumsum(b_x, 0) + b_sum[None]
             if SCALED:
                 b_acc, b_times = tl.split(b_acc)  # [BN, BG] each
                 b_one, b_most = tl.split(b_one)
-                b_count = tl.log2(tl.maximum(o_i + 1, 1).to(tl.float32))
-                b_rest += tl.log2(b_times) - b_count[:, None] + b_most[None, :]
-            b_whole = b_acc + tl.exp2(tl.minimum(b_rest - b_one[None, :], MOST))
+                # Mean ratio times what was expected, without logarithms: in two halves, since by itself the second
+                # factor may be more than a float holds where the first one is next to nothing.
+                b_mean = b_times * (1.0 / tl.maximum(o_i + 1, 1).to(tl.float32))[:, None]
+                b_half = tl.exp2(tl.minimum((b_rest + b_most - b_one) * 0.5, HALF))
+                b_after = tl.minimum(b_half * b_mean * b_half, EXP2_MOST)
+            else:
+                b_after = tl.exp2(tl.minimum(b_rest - b_one, MOST))
+            b_whole = b_acc + b_after
             b_share = tl.where((b_whole > 0) & m_g[None, :], b_acc / b_whole, 1.0)
             b_worst = tl.min(b_share, 1)  # [BN]
             m_in = (o_i >= 0) & (o_i < high)
@@ -224,7 +237,7 @@ def verify_expected_kernel(
                 b_sum += tl.sum(b_x, 0)
                 i += BN
                 if i < high:
-                    b_l, b_e, b_rest = _take(p_lse, p_expected, p_behind, i + o_n, n, SCALED, GROUP, BG)
+                    b_l, b_e, b_rest = _take(p_lse, p_expected, p_behind, i + o_n, n, SCALED, GROUP, BG, False)
 
         reach = tl.minimum(stop, cap)
         stops = (reach <= high) | (high >= cap)
