@@ -1,10 +1,10 @@
 """What blocks should hold, and the walk over what has been read where that tells what is left: the kernels.
 
 One program a row and KV head walks. What its scores say about the blocks left is summed up from the back once a step,
-so a verification reads what is known of the blocks read, and nothing of the others unless it has to go on. It runs
-between two kernels that wait for it, so what counts is the longest chain of what has to wait for each other: all of the
-first tile is asked for before it is known how much of it counts, near parts are ranks before the first, a thread has all
-heads of a block, and masses and ratios go through the same reduction and the same scan.
+so a verification reads what is known of the blocks read, and nothing of the others unless it has to go on. Kernels wait
+for it, so what counts there is the longest chain of what waits for each other: all of the first tile is asked for
+before it is known how much of it counts, near parts are ranks before the first, a thread has all heads of a block, and
+masses and ratios go through the same reduction and the same scan.
 """
 
 from __future__ import annotations

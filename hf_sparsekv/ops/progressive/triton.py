@@ -22,8 +22,8 @@ PROGRAMS, WARPS = 1056, 2
 LATER = 264  # programs of later rounds, which most often find nothing to do. Not tuned yet.
 TILE_BYTES = 16384  # of K at once
 MASSES = 4096  # masses that the verifier holds at a time. Not tuned yet.
-AHEAD, VERIFY_WARPS = 256, 8  # with expectations: blocks at a time, a thread for each: instructions count there, not reads
-WARP_MASSES = 128  # that each of its warps takes at least: four heads of a block a thread
+AHEAD, VERIFY_WARPS = 256, 8  # blocks that it holds at a time with expectations, by a thread each. Not tuned yet.
+WARP_MASSES = 128  # masses that each of its warps takes at least: four heads of a block a thread
 COUNTS = 4096  # token counts that it adds up at a time
 MERGED, STAGES = (128, 16), 3  # blocks and channels that a merging program holds at a time, and how often. Not tuned.
 
@@ -205,9 +205,9 @@ def verify(
     ahead: int | None = None,
     warps: int | None = None,
 ) -> None:
-    """As ``reference.verify``; ``masses``, ``ahead`` and ``warps`` replace the constants, the last two with expectations.
+    """As ``reference.verify``; ``masses`` replaces the constant. ``done`` may be pinned host memory.
 
-    ``done`` may be pinned host memory.
+    ``ahead`` and ``warps`` replace those of verifications by expectations.
     """
     batch, heads, n = tokens.shape
     group = lse.shape[-1]
@@ -232,8 +232,7 @@ def verify(
         warps = 8 if at_once * wide > 1024 else 4
     else:
         kernel, held = verify_expected_kernel, (lse, *outputs, expected, behind, live)
-        at_once = min(triton.next_power_of_2(max(parts + n, 1)), masses // wide, ahead or AHEAD)
-        at_once = max(16, at_once)
+        at_once = max(16, min(triton.next_power_of_2(max(parts + n, 1)), masses // wide, ahead or AHEAD))
         named["SCALED"] = estimate == "scores"
         warps = warps or max(1, min(VERIFY_WARPS, at_once * wide // WARP_MASSES))
     with torch.cuda.device_of(lse):
