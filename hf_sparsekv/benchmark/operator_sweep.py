@@ -29,6 +29,7 @@ OPERATORS = (
     "latent_decode",
     "latent_tokens",
     "latent_masses",
+    "expect",
     "verify",
     "verify_long",
 )
@@ -217,6 +218,10 @@ def variants(layers: list[Layer], operator: str) -> Iterator[Variant]:
             grid = {"tile": (16, 32, 64), "warps": (4, 8), "programs": (132, 264, 528)}
         for name, how in _grid(**grid):
             yield name, lambda i, how=how: walks[i].attend(**how), lambda: walks[0].made.lse
+    elif operator == "expect":
+        walks = [WalkLayer(layer, min(64, layer.shape.sealed)) for layer in layers]
+        for name, how in _grid(warps=(4, 8, 16), masses=(1024, 4096)):
+            yield name, lambda i, how=how: walks[i].expect(**how), lambda: walks[0].made.behind
     elif operator in ("verify", "verify_long"):
         sealed = layers[0].shape.sealed
         # Recorded walks read two fifths of the blocks (benchmarks/NOTES.md).

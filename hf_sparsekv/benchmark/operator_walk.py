@@ -131,8 +131,8 @@ class WalkLayer:
         """As a walk begins: what the verifier alone has to be given."""
         _begin(self.first, self.state.limits)
 
-    def expect(self) -> None:
-        self.made.expect()
+    def expect(self, **how: int) -> None:
+        self.made.expect(**how)
 
     def verify(self, **how: int) -> None:
         self.made.verify(step=-1, last=False, **how)

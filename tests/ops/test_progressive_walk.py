@@ -39,6 +39,9 @@ CASES = {
     "scores of a sum": Case(estimate="scores", spread=3.0, group_reduce="sum", group=3),
     "scores, everything": Case(estimate="scores", threshold=1.0, n=9),
     "scores, few": Case(estimate="scores", threshold=0.6, spread=4.0, min_blocks=4, max_blocks=9, learned_sink=True),
+    "scores of a sum with a sink": Case(
+        estimate="scores", spread=2.0, group_reduce="sum", group=3, learned_sink=True, threshold=0.7
+    ),
     "scores of no blocks": Case(estimate="scores", n=0),
     "scores of huge logits": Case(estimate="scores", spread=60.0, threshold=0.99),
     "learned sink": Case(learned_sink=True, spread=1.0),

@@ -98,11 +98,14 @@ class Walk:
             **how,
         )
 
-    def expect(self) -> None:
-        """What the blocks should hold, for estimates that go by it: before the first :meth:`verify`."""
+    def expect(self, **how: int) -> None:
+        """What the blocks should hold, for estimates that go by it: before the first :meth:`verify`.
+
+        ``how`` replaces the kernel's constants.
+        """
         if self.estimate != "as_min":
             named = {"logit_scale": self.logit_scale, "group_reduce": self.group_reduce}
-            found = self.operators.expect(self.logits, self.ids, self.tokens, **named)
+            found = self.operators.expect(self.logits, self.ids, self.tokens, **named, **how)
             self.expected, self.behind, self.live = found
 
     def verify(self, step: int, last: bool, done: Tensor | None = None, number: int = 1, **how: int) -> None:

@@ -192,8 +192,6 @@ def verify_expected_kernel(
     if low < high:
         high = tl.minimum(high, cap)
         stop = high * 0 + NOWHERE
-        if high == 0:
-            tl.store(p_mass + i_row, 1.0)
         i = tl.where(high > 0, -parts, 0)
         while i < high:
             o_i = i + o_n
@@ -223,15 +221,14 @@ def verify_expected_kernel(
             m_stop = m_in & (b_worst > threshold) & (o_i + 1 >= min_blocks)
             # The first block that is enough, or the last one read; even if it is enough.
             key = tl.min(tl.where(m_stop, 2 * o_i, tl.where(o_i + 1 == high, 2 * o_i + 1, NOWHERE)), 0)
-            at, enough = key >> 1, (key & 1) == 0
-            enough = enough & (key < NOWHERE)
+            at, enough = key >> 1, ((key & 1) == 0) & (key < NOWHERE)
             stop = tl.where(enough, at + 1, stop)
             # With LAST, or where nothing is left that could be read, the last one read is where it ends.
             ends = enough | (high >= cap)
             if LAST:
                 ends = ends | True
             tl.store(p_mass + i_row + o_n * 0, b_worst, mask=(o_i == at) & ends)
-            if ends & (key < NOWHERE):
+            if ends & (key < NOWHERE):  # sums and further blocks matter only where the walk goes on
                 i = high
             else:
                 b_sum += tl.sum(b_x, 0)
@@ -271,6 +268,7 @@ def verify_expected_kernel(
                     more = tl.where(step < 0, 2 * high + 16, tl.where(step > 0, high + step, cap))
                     more = tl.minimum(more, reach + 2)
                 onward = tl.minimum(more, cap)
+        tl.store(p_mass + i_row, 1.0, mask=high == 0)
         tl.store(p_limits + i_row, high)
         tl.store(p_limits + rows + i_row, tl.where(stops, high, onward))
         tl.store(p_used + i_row, tl.minimum(reach, high), mask=stops)

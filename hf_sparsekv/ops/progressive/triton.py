@@ -24,6 +24,7 @@ TILE_BYTES = 16384  # of K at once
 MASSES = 4096  # masses that the verifier holds at a time. Not tuned yet.
 AHEAD, VERIFY_WARPS = 256, 16  # with expectations: blocks that it holds at a time, and warps at most. Not tuned yet.
 WARP_MASSES = 128  # masses that each of its warps takes at least: four heads of a block a thread
+EXPECT_WARPS = 4  # Not tuned yet.
 COUNTS = 4096  # token counts that it adds up at a time
 MERGED, STAGES = (128, 16), 3  # blocks and channels that a merging program holds at a time, and how often. Not tuned.
 
@@ -147,8 +148,9 @@ def expect(
     logit_scale: float = 1.0,
     group_reduce: str = "all",
     masses: int = MASSES,
+    warps: int = EXPECT_WARPS,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``reference.expect``; ``masses`` replaces the constant."""
+    """As ``reference.expect``; ``masses`` and ``warps`` replace the constants."""
     batch, heads, n = ids.shape
     group = logits.shape[1] // heads
     expected, behind = (logits.new_empty(batch, heads, n, group) for _ in range(2))
@@ -176,7 +178,7 @@ def expect(
             GROUP=group,
             BG=wide,
             BN=max(16, min(triton.next_power_of_2(n), masses // wide)),
-            num_warps=4,
+            num_warps=warps,
             **overlap(logits),
         )
     return expected, behind, live
