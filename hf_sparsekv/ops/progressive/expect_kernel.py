@@ -135,6 +135,69 @@ def _take(
     return b_l, b_e, b_rest
 
 
+@triton.jit
+def _walk(
+    b_l,
+    b_e,
+    b_rest,
+    b_top,
+    b_sum,
+    o_i,
+    high,
+    threshold,
+    min_blocks,
+    FIRST: tl.constexpr,
+    SUM: tl.constexpr,
+    SCALED: tl.constexpr,
+    GROUP: tl.constexpr,
+    BG: tl.constexpr,
+):
+    """Walk over one tile, of which the ranks below ``high`` have been read.
+
+    Masses, and with ``SCALED`` their ratios to what was expected beside them, are relative to the largest so far.
+
+    Args:
+        b_l, b_e, b_rest: of :func:`_take`.
+        b_top, b_sum: ``[BG]`` or ``[BG, 2]``: largest logarithms of the tiles before, and sums; not used if ``FIRST``.
+
+    Returns:
+        2 * rank of the first block that is enough; else 2 * rank + 1 of the last block read; else ``NOWHERE``. Then the
+        share after each block (the least of the heads'), masses and ratios, and ``b_top`` and ``b_sum`` relative to it.
+    """
+    m_g = tl.arange(0, BG) < GROUP
+    b_x = _over_heads(tl.where((o_i < high)[:, None] & m_g[None, :], b_l, float("-inf")), SUM)
+    if SCALED:
+        b_x = tl.join(b_x, tl.where(b_e > float("-inf"), b_x - b_e, float("-inf")))  # [BN, BG, 2]
+    b_new = _largest(b_x)
+    if FIRST:
+        b_sum = tl.zeros_like(b_new)
+    else:
+        b_new = tl.maximum(b_top, b_new)
+        b_sum *= tl.exp2(b_top - _finite(b_new))
+    b_one = tl.broadcast_to(_finite(b_new)[None], b_x.shape)
+    b_x = tl.exp2(b_x - b_one)
+    b_acc = tl.cumsum(b_x, 0)
+    if not FIRST:
+        b_acc += b_sum[None]
+    if SCALED:
+        b_acc, b_times = tl.split(b_acc)  # [BN, BG] each
+        b_one, b_most = tl.split(b_one)
+        # Mean ratio times what was expected, without logarithms: in two halves, since by itself the second factor may
+        # be more than a float holds where the first one is next to nothing.
+        b_mean = b_times * (1.0 / tl.maximum(o_i + 1, 1).to(tl.float32))[:, None]
+        b_half = tl.exp2(tl.minimum((b_rest + b_most - b_one) * 0.5, HALF))
+        b_after = tl.minimum(b_half * b_mean * b_half, EXP2_MOST)
+    else:
+        b_after = tl.exp2(tl.minimum(b_rest - b_one, MOST))
+    b_whole = b_acc + b_after
+    b_share = tl.where((b_whole > 0) & m_g[None, :], b_acc / b_whole, 1.0)
+    b_worst = tl.min(b_share, 1)  # [BN]
+    m_stop = (b_worst > threshold) & (o_i >= 0) & (o_i < high) & (o_i + 1 >= min_blocks)
+    m_last = (o_i >= 0) & (o_i + 1 == high)
+    key = tl.min(tl.where(m_stop, 2 * o_i, tl.where(m_last, 2 * o_i + 1, NOWHERE)), 0)
+    return key, b_worst, b_x, b_new, b_sum
+
+
 @triton.jit(do_not_specialize=["parts", "rows", "min_blocks", "max_blocks", "step", "number"])
 def verify_expected_kernel(
     p_lse,
@@ -177,65 +240,58 @@ def verify_expected_kernel(
     b_l, b_e, b_rest = _take(p_lse, p_expected, p_behind, o_n - parts, n, SCALED, GROUP, BG, True)
     cap = tl.minimum(tl.load(p_live + i_row, volatile=True), max_blocks)
     low, high = tl.load(p_limits + i_row), tl.load(p_limits + rows + i_row)
-    # Masses are kept relative to the largest so far, and so are their ratios to what was expected.
     b_top = tl.full([BG], float("-inf"), tl.float32)
     if HAS_SINK:
         b_top = tl.load(p_sink + (i_row % HEADS) * GROUP + o_g, mask=m_g, other=float("-inf")).to(tl.float32) * LOG2E
         if SUM:
-            b_top = tl.log2(tl.sum(tl.exp2(b_top - _finite(tl.max(b_top, 0))), 0)) + _finite(tl.max(b_top, 0))
-            b_top = tl.zeros([BG], tl.float32) + b_top
-    b_sum = tl.full([BG], 1.0, tl.float32)  # of no weight without a sink
+            top = _finite(tl.max(b_top, 0))
+            b_top = tl.zeros([BG], tl.float32) + tl.log2(tl.sum(tl.exp2(b_top - top), 0)) + top
+    b_sum = tl.full([BG], 1.0, tl.float32)
     if SCALED:
         b_top = tl.join(b_top, tl.full([BG], float("-inf"), tl.float32))  # [BG, 2]
         b_sum = tl.join(b_sum, tl.zeros([BG], tl.float32))
     stops = low >= high
     if low < high:
         high = tl.minimum(high, cap)
-        stop = high * 0 + NOWHERE
-        i = tl.where(high > 0, -parts, 0)
-        while i < high:
-            o_i = i + o_n
-            b_x = _over_heads(tl.where((o_i < high)[:, None] & m_g[None, :], b_l, float("-inf")), SUM)
-            if SCALED:
-                b_x = tl.join(b_x, tl.where(b_e > float("-inf"), b_x - b_e, float("-inf")))  # [BN, BG, 2]
-            b_new = tl.maximum(b_top, _largest(b_x))
-            b_sum *= tl.exp2(b_top - _finite(b_new))
-            b_top = b_new
-            b_one = tl.broadcast_to(_finite(b_top)[None], b_x.shape)
-            b_x = tl.exp2(b_x - b_one)
-            b_acc = tl.cumsum(b_x, 0) + b_sum[None]
-            if SCALED:
-                b_acc, b_times = tl.split(b_acc)  # [BN, BG] each
-                b_one, b_most = tl.split(b_one)
-                # Mean ratio times what was expected, without logarithms: in two halves, since by itself the second
-                # factor may be more than a float holds where the first one is next to nothing.
-                b_mean = b_times * (1.0 / tl.maximum(o_i + 1, 1).to(tl.float32))[:, None]
-                b_half = tl.exp2(tl.minimum((b_rest + b_most - b_one) * 0.5, HALF))
-                b_after = tl.minimum(b_half * b_mean * b_half, EXP2_MOST)
-            else:
-                b_after = tl.exp2(tl.minimum(b_rest - b_one, MOST))
-            b_whole = b_acc + b_after
-            b_share = tl.where((b_whole > 0) & m_g[None, :], b_acc / b_whole, 1.0)
-            b_worst = tl.min(b_share, 1)  # [BN]
-            m_in = (o_i >= 0) & (o_i < high)
-            m_stop = m_in & (b_worst > threshold) & (o_i + 1 >= min_blocks)
-            # The first block that is enough, or the last one read; even if it is enough.
-            key = tl.min(tl.where(m_stop, 2 * o_i, tl.where(o_i + 1 == high, 2 * o_i + 1, NOWHERE)), 0)
-            at, enough = key >> 1, ((key & 1) == 0) & (key < NOWHERE)
-            stop = tl.where(enough, at + 1, stop)
-            # With LAST, or where nothing is left that could be read, the last one read is where it ends.
-            ends = enough | (high >= cap)
-            if LAST:
-                ends = ends | True
-            tl.store(p_mass + i_row + o_n * 0, b_worst, mask=(o_i == at) & ends)
-            if ends & (key < NOWHERE):  # sums and further blocks matter only where the walk goes on
-                i = high
-            else:
-                b_sum += tl.sum(b_x, 0)
-                i += BN
-                if i < high:
-                    b_l, b_e, b_rest = _take(p_lse, p_expected, p_behind, i + o_n, n, SCALED, GROUP, BG, False)
-
+        i = -parts
+        key, b_worst, b_x, b_top, b_sum = _walk(
+            b_l,
+            b_e,
+            b_rest,
+            b_top,
+            b_sum,
+            i + o_n,
+            high,
+            threshold,
+            min_blocks,
+            not HAS_SINK,
+            SUM,
+            SCALED,
+            GROUP,
+            BG,
+        )
+        while (key == NOWHERE) & (i + BN < high):
+            b_sum += tl.sum(b_x, 0)
+            i += BN
+            b_l, b_e, b_rest = _take(p_lse, p_expected, p_behind, i + o_n, n, SCALED, GROUP, BG, False)
+            key, b_worst, b_x, b_top, b_sum = _walk(
+                b_l,
+                b_e,
+                b_rest,
+                b_top,
+                b_sum,
+                i + o_n,
+                high,
+                threshold,
+                min_blocks,
+                False,
+                SUM,
+                SCALED,
+                GROUP,
+                BG,
+            )
+        at = key >> 1
+        stop = tl.where(((key & 1) == 0) & (key < NOWHERE), at + 1, NOWHERE)
         reach = tl.minimum(stop, cap)
         stops = (reach <= high) | (high >= cap)
         onward = high
@@ -244,6 +300,7 @@ def verify_expected_kernel(
         else:
             if (reach > high) & (high < cap):
                 # The first block behind which so little is left, if the others hold what is expected of them.
+                b_sum += tl.sum(b_x, 0)
                 if SCALED:
                     b_seen, b_times = tl.split(b_sum)
                     b_base, b_most = tl.split(_finite(b_top))
@@ -268,6 +325,8 @@ def verify_expected_kernel(
                     more = tl.where(step < 0, 2 * high + 16, tl.where(step > 0, high + step, cap))
                     more = tl.minimum(more, reach + 2)
                 onward = tl.minimum(more, cap)
+        # By the thread that has it, instead of a reduction; a row without blocks has seen all of its mass.
+        tl.store(p_mass + i_row + o_n * 0, b_worst, mask=(i + o_n == at) & stops)
         tl.store(p_mass + i_row, 1.0, mask=high == 0)
         tl.store(p_limits + i_row, high)
         tl.store(p_limits + rows + i_row, tl.where(stops, high, onward))
