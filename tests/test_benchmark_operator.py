@@ -44,7 +44,7 @@ def test_walks_pass_the_check(layer):
     WalkLayer(Layer(LATENTS, torch.device("cpu"), seed=0), blocks=5).check()
     walk = WalkLayer(layer, blocks=5)
     walk.check()
-    for part in ("attend", "verify", "merge"):
+    for part in ("begin", "attend", "verify", "merge"):
         getattr(walk, part)()
     assert (walk.state.used == 5).all()
     assert torch.equal(walk.state.limits[1], torch.full_like(walk.state.used, 5)), "the next step begins as this one"
@@ -130,6 +130,36 @@ def test_ways_to_run_an_operator_agree(layer, operator):
         got = result().clone()
         first = got if first is None else first
         assert not differs(got, first), name
+
+
+def test_times_without_what_comes_before():
+    pytest.importorskip("triton")
+    from hf_sparsekv.benchmark.operator_timing import Time
+
+    assert Time(5.0, 4.5, 6.0) - Time(2.0, 1.0, 3.0) == Time(3.0, 2.5, 4.0)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off where there is a GPU")
+@pytest.mark.parametrize("operator", ["verify", "verify_long"])
+def test_ways_to_verify_agree(layer, operator, monkeypatch):
+    pytest.importorskip("triton")
+    from hf_sparsekv.benchmark.operator_sweep import FIRST, differs, variants
+    from hf_sparsekv.ops.progressive import reference
+    from hf_sparsekv.ops.progressive import triton as kernels
+
+    monkeypatch.setattr(reference, "verify", kernels.verify)
+    names, first = [], None
+    for name, run, result in variants([layer], operator):
+        run(0)
+        if name != FIRST:
+            got = result().clone()
+            first = got if first is None else first
+            assert not differs(got, first), name
+        names.append(name)
+    assert names[0] == FIRST
+    assert "ahead=256,warps=8" in names
+    blocks = 6 if operator == "verify_long" else 16
+    assert first[:12].tolist() == [blocks] * 12, "limits and blocks used of four rows"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

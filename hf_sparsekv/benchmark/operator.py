@@ -25,7 +25,7 @@ from ..config import TwoLevelConfig
 from .operator_check import check
 from .operator_inputs import MODELS, Layer, Shape
 from .operator_latents import absorbed, expanded
-from .operator_sweep import OPERATORS, differs, variants
+from .operator_sweep import FIRST, OPERATORS, differs, variants
 from .operator_timing import Time, captured, dense_torch, read_bandwidth
 from .operator_walk import measure_walks
 from .results import Row, append_rows, device_name, versions
@@ -126,11 +126,15 @@ def sweep(shape: Shape, device: torch.device, report: Report, operators: list[st
     for layer in layers:
         layer.step()
     for operator in operators:
-        first, found = None, []
+        first, before, found = None, Time(0.0, 0.0, 0.0), []
         for name, run, result in variants(layers, operator):
             what = f"{shape.batch} x {shape.context} {operator} {name}"
             try:
                 took = captured(run, sets)
+                if name == FIRST:
+                    before = took
+                    continue
+                took -= before
                 got = result().clone()
                 first = got if first is None else first
                 if differs(got, first):

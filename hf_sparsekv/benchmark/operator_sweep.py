@@ -29,7 +29,11 @@ OPERATORS = (
     "latent_decode",
     "latent_tokens",
     "latent_masses",
+    "expect",
+    "verify",
+    "verify_long",
 )
+FIRST = "begin"  # name of a variant that does only what the others have to do before; its time is subtracted
 Variant = tuple[str, Callable[[int], None], Callable[[], Tensor]]
 
 
@@ -129,6 +133,29 @@ def _all_scores(layers: list[Layer]) -> list[Tensor]:
     return [t.token_scores.new_empty(*t.blocks.shape[:2], t.slots.shape[1] * size) for t in layers]
 
 
+def _verifiers(layers: list[Layer], blocks: int) -> Iterator[Variant]:
+    """Ways to walk over ``blocks`` blocks: how many at a time, one to four of them a thread."""
+    walks = [WalkLayer(layer, blocks) for layer in layers]
+
+    def result() -> Tensor:
+        state = walks[0].state
+        return torch.cat([state.limits.flatten().float(), state.used.flatten().float(), state.mass.flatten()])
+
+    for walk in walks:
+        walk.attend()
+        walk.begin()
+        walk.verify()
+    yield FIRST, lambda i: walks[i].begin(), result
+    for name, how in _grid(ahead=(32, 64, 128, 256, 512, 1024), warps=(1, 2, 4, 8, 16)):
+        if 1 <= how["ahead"] // (32 * how["warps"]) <= 4:
+
+            def run(i: int, how=how) -> None:
+                walks[i].begin()
+                walks[i].verify(**how)
+
+            yield name, run, result
+
+
 def variants(layers: list[Layer], operator: str) -> Iterator[Variant]:
     """Name, launch and result of each way to run ``operator``; the inputs are those that a whole step has left."""
     config = layers[0].shape.config
@@ -191,6 +218,14 @@ def variants(layers: list[Layer], operator: str) -> Iterator[Variant]:
             grid = {"tile": (16, 32, 64), "warps": (4, 8), "programs": (132, 264, 528)}
         for name, how in _grid(**grid):
             yield name, lambda i, how=how: walks[i].attend(**how), lambda: walks[0].made.lse
+    elif operator == "expect":
+        walks = [WalkLayer(layer, min(64, layer.shape.sealed)) for layer in layers]
+        for name, how in _grid(warps=(4, 8, 16), masses=(1024, 4096)):
+            yield name, lambda i, how=how: walks[i].expect(**how), lambda: walks[0].made.behind
+    elif operator in ("verify", "verify_long"):
+        sealed = layers[0].shape.sealed
+        # Recorded walks read two fifths of the blocks (benchmarks/NOTES.md).
+        yield from _verifiers(layers, sealed * 2 // 5 if operator == "verify_long" else min(64, sealed))
     else:
         raise ValueError(f"no operator {operator!r}: choose from {', '.join(OPERATORS)}")
 

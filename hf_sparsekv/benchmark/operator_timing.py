@@ -32,6 +32,10 @@ class Time:
         low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
         return cls(median, low, high)
 
+    def __sub__(self, other: Time) -> Time:
+        """What is left without work whose time is ``other``."""
+        return Time(*(mine - other.median for mine in (self.median, self.low, self.high)))
+
 
 def captured(run: Callable[[int], None], sets: int, repetitions: int = REPETITIONS, replays: int = REPLAYS) -> Time:
     """Time of one ``run(i)``: ``repetitions`` of them in one graph, ``i`` going round ``sets`` sets of inputs."""

@@ -2,14 +2,28 @@
 
 The keys there are random, so that no walk would stop early; each is cut off by ``max_blocks`` instead, and the first
 round reads as many. What a walk of so many blocks costs does not depend on why it stopped.
+
+Besides ``attention_us``, the whole step, and ``<part>_us``, a part over and over, there is what one more kernel costs
+behind others, each with a dependent launch as in a step (a memory copy has none). The first of them begins the walk::
+
+    launch_us           begin, begin           less begin: what no kernel of its own goes below
+    verify_us           begin, verify          less begin
+    verify_idle_us      begin, verify, verify  less begin, verify: a round after the walk has ended
+    verify_in_step_us   begin, attend, verify  less begin, attend
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
+import triton
+import triton.language as tl
+from torch import Tensor
 
+from ..ops._dispatch import use_triton
+from ..ops._overlap import begin, overlap
 from ..ops.block_rank import block_rank
 from ..ops.block_rank.reference import block_rank as ranked
 from ..ops.block_score import block_score
@@ -21,6 +35,30 @@ from .operator_inputs import PIECE, Layer
 from .operator_timing import Time, captured
 
 BLOCKS = (32, 64, 128)  # that walks take
+MARGINS = {  # what the last of these costs behind the others
+    "launch_us": ("begin", "begin"),
+    "verify_us": ("begin", "verify"),
+    "verify_idle_us": ("begin", "verify", "verify"),
+    "verify_in_step_us": ("begin", "attend", "verify"),
+}
+
+
+@triton.jit
+def _begin_kernel(p_from, p_to, size, BN: tl.constexpr, PDL: tl.constexpr):
+    """Copy ``size`` limits; one program."""
+    begin(PDL)
+    o_n = tl.arange(0, BN)
+    b_limit = tl.load(p_from + o_n, mask=o_n < size)  # [BN]
+    tl.store(p_to + o_n, b_limit, mask=o_n < size)
+
+
+def _begin(first: Tensor, limits: Tensor) -> None:
+    """``limits.copy_(first)`` by a kernel that is launched as those of a step are."""
+    if not use_triton(limits):
+        limits.copy_(first)
+        return
+    size = limits.numel()
+    _begin_kernel[(1,)](first, limits, size, BN=triton.next_power_of_2(size), num_warps=1, **overlap(limits))
 
 
 class WalkLayer:
@@ -91,14 +129,13 @@ class WalkLayer:
 
     def begin(self) -> None:
         """As a walk begins: what the verifier alone has to be given."""
-        self.state.limits.copy_(self.first)
+        _begin(self.first, self.state.limits)
 
-    def expect(self) -> None:
-        self.made.expect()
+    def expect(self, **how: int) -> None:
+        self.made.expect(**how)
 
-    def verify(self) -> None:
-        self.begin()
-        self.made.verify(step=-1, last=False)
+    def verify(self, **how: int) -> None:
+        self.made.verify(step=-1, last=False, **how)
 
     def merge(self) -> None:
         self.made.merge(self.layer.out)
@@ -138,8 +175,13 @@ def measure_walks(layers: list[Layer], add: Callable[[str, str, Time], None], fa
             for part in parts:
                 run = [getattr(walk, part) for walk in walks]
                 add(variant, f"{part}_us", captured(lambda i, run=run: run[i](), sets))
-            begin = captured(lambda i, walks=walks: walks[i].begin(), sets).median
-            both = captured(lambda i, walks=walks: walks[i].verify(), sets)
-            add(variant, "verify_us", Time(both.median - begin, both.low - begin, both.high - begin))
+            for metric, parts in MARGINS.items():
+
+                def run(i: int, walks=walks, parts=parts) -> None:
+                    for part in parts:
+                        getattr(walks[i], part)()
+
+                whole = captured(run, sets)
+                add(variant, metric, whole - captured(partial(run, parts=parts[:-1]), sets))
         except Exception as error:
             fail(f"{layers[0].shape.batch} x {layers[0].shape.context} {variant}", error)

@@ -39,6 +39,9 @@ CASES = {
     "scores of a sum": Case(estimate="scores", spread=3.0, group_reduce="sum", group=3),
     "scores, everything": Case(estimate="scores", threshold=1.0, n=9),
     "scores, few": Case(estimate="scores", threshold=0.6, spread=4.0, min_blocks=4, max_blocks=9, learned_sink=True),
+    "scores of a sum with a sink": Case(
+        estimate="scores", spread=2.0, group_reduce="sum", group=3, learned_sink=True, threshold=0.7
+    ),
     "scores of no blocks": Case(estimate="scores", n=0),
     "scores of huge logits": Case(estimate="scores", spread=60.0, threshold=0.99),
     "learned sink": Case(learned_sink=True, spread=1.0),
@@ -214,6 +217,39 @@ def test_chunks_of_a_walk(place32, name):
     assert torch.equal(got.state.used.cpu(), want.state.used)
     torch.testing.assert_close(got.state.mass.cpu(), want.state.mass, rtol=1e-4, atol=1e-5)
     place32.close(found, expected, ratio=5e-6)
+
+
+@pytest.mark.parametrize("name", ["scores", "scores of a sum", "scores, few", "bound", "many heads, scores"])
+def test_what_a_verification_takes_at_a_time_does_not_show(place32, name):
+    """Near parts and blocks in one tile or in many, of which some have near parts alone."""
+    case = replace(CASES[name], n=70, batch=1, ring=300, first=40)
+    walk = case.walk(place32, case.make(place32))
+    block_masses(walk)
+    walk.operators = kernels
+    walk.expect()
+    found = []
+    for ahead, warps in ((16, 1), (32, 1), (64, 2), (128, 4), (256, 2)):
+        walk.state = case.state(place32)
+        for i in range(3):
+            walk.verify(step=-1 if i == 0 else 0, last=i == 2, ahead=ahead, warps=warps)
+            found.append((walk.state.limits.clone(), walk.state.used.clone(), walk.state.mass.clone()))
+    for i, (limits, used, mass) in enumerate(found[3:]):
+        assert torch.equal(limits, found[i % 3][0])
+        assert torch.equal(used, found[i % 3][1])
+        torch.testing.assert_close(mass, found[i % 3][2], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("masses", [16, 4096])
+@pytest.mark.parametrize("name", ["scores", "scores of a sum", "scores of no blocks"])
+def test_expectations(place32, name, masses):
+    case = CASES[name]
+    given = case.make(place32)
+    walk = case.walk(place32, given)
+    named = {"logit_scale": walk.logit_scale, "group_reduce": walk.group_reduce}
+    got = kernels.expect(walk.logits, walk.ids, walk.tokens, masses=masses, **named)
+    want = reference.expect(walk.logits.cpu(), walk.ids.cpu(), walk.tokens.cpu(), **named)
+    for mine, expected in zip(got, want):
+        torch.testing.assert_close(mine.cpu(), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["high", "scores", "bound"])

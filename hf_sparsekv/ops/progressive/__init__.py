@@ -71,7 +71,7 @@ class Walk:
             from . import triton
 
             self.operators = triton
-        self.expected = self.left = None
+        self.expected = self.behind = self.live = None
 
     def attend(self, near: bool, limits: Tensor | None = None, **how: int) -> None:
         """Attention within the blocks of the next round, and within the near buffer.
@@ -98,14 +98,18 @@ class Walk:
             **how,
         )
 
-    def expect(self) -> None:
-        """What the blocks should hold, for estimates that go by it: before the first :meth:`verify`."""
+    def expect(self, **how: int) -> None:
+        """What the blocks should hold, for estimates that go by it: before the first :meth:`verify`.
+
+        ``how`` replaces the kernel's constants.
+        """
         if self.estimate != "as_min":
             named = {"logit_scale": self.logit_scale, "group_reduce": self.group_reduce}
-            self.expected, self.left = self.operators.expect(self.logits, self.ids, self.tokens, **named)
+            found = self.operators.expect(self.logits, self.ids, self.tokens, **named, **how)
+            self.expected, self.behind, self.live = found
 
-    def verify(self, step: int, last: bool, done: Tensor | None = None, number: int = 1) -> None:
-        """See ``reference.verify``."""
+    def verify(self, step: int, last: bool, done: Tensor | None = None, number: int = 1, **how: int) -> None:
+        """See ``reference.verify``; ``how`` replaces the kernel's constants."""
         self.operators.verify(
             self.lse,
             self.tokens,
@@ -120,9 +124,11 @@ class Walk:
             sink_logits=self.sink_logits,
             estimate=self.estimate,
             expected=self.expected,
-            left=self.left,
+            behind=self.behind,
+            live=self.live,
             done=done,
             number=number,
+            **how,
         )
 
     def merge(self, out: Tensor | None = None) -> Tensor:

@@ -112,7 +112,7 @@ def attend(
 
 def expect(
     logits: Tensor, ids: Tensor, tokens: Tensor, *, logit_scale: float = 1.0, group_reduce: str = "all"
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """What blocks hold if all their tokens have their block's logit; once a step, for all its verifications.
 
     Args:
@@ -122,19 +122,20 @@ def expect(
         group_reduce: with ``"sum"`` all heads of a group get their sum.
 
     Returns:
-        Logarithms to base 2, float32 ``[batch, H, G, n]`` each: ``tokens * exp(logit)`` of each block, and its sum over
-        this block and those behind it. ``-inf`` for nothing.
+        Logarithms to base 2, float32 ``[batch, H, n, G]`` each, ``-inf`` for nothing: ``tokens * exp(logit)`` of each
+        block, and its sum over those behind it; and int32 ``[batch, H]``, how many blocks have tokens.
     """
-    heads = ids.shape[1]
-    logits = logits.unflatten(1, (heads, -1))
-    at = ids.clamp_min(0).long()[:, :, None].expand(-1, -1, logits.shape[2], -1)
-    expected = logits.gather(-1, at) * (logit_scale * LOG2E)  # [batch, H, G, n]
-    expected = expected + tokens.clamp_min(1).log2()[:, :, None]
-    expected = expected.masked_fill(tokens[:, :, None] == 0, -INF)
+    heads, n = ids.shape[1:]
+    logits = logits.unflatten(1, (heads, -1)).transpose(2, 3)  # [batch, H, n, G]
+    at = ids.clamp_min(0).long()[..., None].expand(-1, -1, -1, logits.shape[3])
+    expected = logits.gather(2, at) * (logit_scale * LOG2E)
+    expected = expected + tokens.clamp_min(1).log2()[..., None]
+    expected = expected.masked_fill(tokens[..., None] == 0, -INF)
     if group_reduce == "sum":
-        expected = _over_heads(expected, 2).expand_as(expected).contiguous()
-    left = (expected / LOG2E).flip(3).logcumsumexp(3).flip(3) * LOG2E if expected.shape[3] else expected
-    return expected, left
+        expected = _over_heads(expected, 3).expand_as(expected).contiguous()
+    left = (expected / LOG2E).flip(2).logcumsumexp(2).flip(2) * LOG2E if n else expected  # with the block itself
+    behind = torch.nn.functional.pad(left[:, :, 1:], (0, 0, 0, min(n, 1)), value=-INF)
+    return expected, behind, (tokens > 0).sum(-1, dtype=torch.int32)
 
 
 def verify(
@@ -152,7 +153,8 @@ def verify(
     sink_logits: Tensor | None = None,
     estimate: str = "as_min",
     expected: Tensor | None = None,
-    left: Tensor | None = None,
+    behind: Tensor | None = None,
+    live: Tensor | None = None,
     done: Tensor | None = None,
     number: int = 1,
 ) -> None:
@@ -193,8 +195,8 @@ def verify(
             many as should suffice, and :func:`..state.some_more`); 0: as many as suffice for certain.
         last: there is no next round: stop at the end of what has been read.
         sink_logits: ``[Hq]`` logits of learned sinks.
-        estimate: ``"as_min"``, ``"bound"`` or ``"scores"``; the latter two need ``expected`` and ``left``.
-        expected, left: of :func:`expect`, with the same ``group_reduce``.
+        estimate: ``"as_min"``, ``"bound"`` or ``"scores"``; the latter two need those of :func:`expect`.
+        expected, behind, live: of :func:`expect`, with the same ``group_reduce``.
         done: int32 ``[batch * H]``, or None: ``number`` is written where a row goes on, ``-number`` where it has
             stopped.
     """
@@ -202,7 +204,7 @@ def verify(
     group = lse.shape[-1]
     low, high = state.limits
     running = low < high
-    live = (tokens > 0).sum(-1)
+    live = (tokens > 0).sum(-1) if live is None else live
     cap = live if max_blocks is None else live.clamp_max(max_blocks)
     high = torch.minimum(high, cap)
     known = (torch.arange(n, device=lse.device) < high[..., None])[..., None]  # [batch, H, n, 1]
@@ -210,10 +212,9 @@ def verify(
     if sink_logits is not None:
         sinks = (sink_logits.float() * LOG2E).view(1, heads, 1, group).expand(batch, -1, -1, -1)
         near = torch.cat((near, sinks), dim=2)
-    expected, left = (x if x is None else x.transpose(2, 3) for x in (expected, left))
     if group_reduce == "sum":
         near, blocks = _over_heads(near, 3), _over_heads(blocks, 3)
-        expected, left = (x if x is None else x[..., :1] for x in (expected, left))
+        expected, behind = (x if x is None else x[..., :1] for x in (expected, behind))
     base = torch.cat([near, blocks], dim=2).amax(2, keepdim=True)  # [batch, H, 1, G or 1]
     base = base.masked_fill(base == -INF, 0.0)
 
@@ -226,7 +227,7 @@ def verify(
         reads = torch.where(known, held, least.nan_to_num(posinf=0.0) * count)
         rest = density.cummin(2).values * (count.sum(2, keepdim=True) - count.cumsum(2)) if n else held
     else:
-        rest = torch.nn.functional.pad(left[:, :, 1:], (0, 0, 0, min(n, 1)), value=-INF)  # behind each
+        rest = behind
         if estimate == "scores":
             rest = rest + _trust(blocks, expected, known, high)
         rest = (rest - base).clamp_max(MOST).exp2()

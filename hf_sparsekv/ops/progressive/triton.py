@@ -22,7 +22,9 @@ PROGRAMS, WARPS = 1056, 2
 LATER = 264  # programs of later rounds, which most often find nothing to do. Not tuned yet.
 TILE_BYTES = 16384  # of K at once
 MASSES = 4096  # masses that the verifier holds at a time. Not tuned yet.
-AHEAD = 256  # blocks that it holds at a time with expectations: what is instructions there, not reads. Not tuned yet.
+AHEAD, VERIFY_WARPS = 256, 16  # with expectations: blocks that it holds at a time, and warps at most. Not tuned yet.
+WARP_MASSES = 128  # masses that each of its warps takes at least: four heads of a block a thread
+EXPECT_WARPS = 4  # Not tuned yet.
 COUNTS = 4096  # token counts that it adds up at a time
 MERGED, STAGES = (128, 16), 3  # blocks and channels that a merging program holds at a time, and how often. Not tuned.
 
@@ -146,13 +148,15 @@ def expect(
     logit_scale: float = 1.0,
     group_reduce: str = "all",
     masses: int = MASSES,
-) -> tuple[Tensor, Tensor]:
-    """As ``reference.expect``; ``masses`` replaces the constant."""
+    warps: int = EXPECT_WARPS,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``reference.expect``; ``masses`` and ``warps`` replace the constants."""
     batch, heads, n = ids.shape
     group = logits.shape[1] // heads
-    expected, left = (logits.new_empty(batch, heads, group, n) for _ in range(2))
+    expected, behind = (logits.new_empty(batch, heads, n, group) for _ in range(2))
+    live = tokens.new_empty(batch, heads)
     if not n:
-        return expected, left
+        return expected, behind, live.zero_()
     require_dense_rows(logits=logits)
     if not (ids.is_contiguous() and tokens.is_contiguous()):
         raise ValueError("ids and tokens must be contiguous")
@@ -164,7 +168,8 @@ def expect(
             ids,
             tokens,
             expected,
-            left,
+            behind,
+            live,
             n,
             float(logit_scale),
             *logits.stride()[:2],
@@ -173,10 +178,10 @@ def expect(
             GROUP=group,
             BG=wide,
             BN=max(16, min(triton.next_power_of_2(n), masses // wide)),
-            num_warps=4,
+            num_warps=warps,
             **overlap(logits),
         )
-    return expected, left
+    return expected, behind, live
 
 
 def verify(
@@ -194,30 +199,47 @@ def verify(
     sink_logits: Tensor | None = None,
     estimate: str = "as_min",
     expected: Tensor | None = None,
-    left: Tensor | None = None,
+    behind: Tensor | None = None,
+    live: Tensor | None = None,
     done: Tensor | None = None,
     number: int = 1,
     masses: int = MASSES,
+    ahead: int | None = None,
+    warps: int | None = None,
 ) -> None:
-    """As ``reference.verify``; ``masses`` replaces the constant. ``done`` may be pinned host memory."""
+    """As ``reference.verify``; ``masses`` replaces the constant. ``done`` may be pinned host memory.
+
+    ``ahead`` and ``warps`` replace those of verifications by expectations.
+    """
     batch, heads, n = tokens.shape
     group = lse.shape[-1]
-    if not all(t is None or t.is_contiguous() for t in (lse, tokens, expected, left)):
-        raise ValueError("lse, tokens, expected and left must be contiguous")
+    if not all(t is None or t.is_contiguous() for t in (lse, tokens, expected, behind, live)):
+        raise ValueError("lse, tokens, expected, behind and live must be contiguous")
     wide = triton.next_power_of_2(group)
-    scores = estimate != "as_min"
-    at_once = min(triton.next_power_of_2(max(n, 1)), masses // wide)
-    if scores:
-        at_once = min(at_once, AHEAD)
+    outputs = (state.limits, state.used, state.mass, sink_logits)
+    named = {
+        "LAST": last,
+        "SUM": group_reduce == "sum",
+        "HAS_SINK": sink_logits is not None,
+        "HAS_DONE": done is not None,
+        "HEADS": heads,
+        "GROUP": group,
+        "BG": wide,
+    }
+    if estimate == "as_min":
+        kernel, held = verify_kernel, (lse, tokens, *outputs)
+        at_once = max(16, min(triton.next_power_of_2(max(n, 1)), masses // wide))
+        named["BT"] = max(16, min(triton.next_power_of_2(max(n, 1)), COUNTS))
+        named["BP"] = max(16, triton.next_power_of_2(max(parts, 1)))
+        warps = 8 if at_once * wide > 1024 else 4
+    else:
+        kernel, held = verify_expected_kernel, (lse, *outputs, expected, behind, live)
+        at_once = max(16, min(triton.next_power_of_2(max(parts + n, 1)), masses // wide, ahead or AHEAD))
+        named["SCALED"] = estimate == "scores"
+        warps = warps or max(1, min(VERIFY_WARPS, at_once * wide // WARP_MASSES))
     with torch.cuda.device_of(lse):
-        (verify_expected_kernel if scores else verify_kernel)[(batch * heads,)](
-            lse,
-            tokens,
-            state.limits,
-            state.used,
-            state.mass,
-            sink_logits,
-            *((expected, left) if scores else ()),
+        kernel[(batch * heads,)](
+            *held,
             done,
             n,
             parts,
@@ -227,18 +249,9 @@ def verify(
             n if max_blocks is None else min(n, max_blocks),
             step,
             number,
-            LAST=last,
-            SUM=group_reduce == "sum",
-            **({"SCALED": estimate == "scores"} if scores else {}),
-            HAS_SINK=sink_logits is not None,
-            HAS_DONE=done is not None,
-            HEADS=heads,
-            GROUP=group,
-            BG=wide,
-            BN=max(16, at_once),
-            BT=max(16, min(triton.next_power_of_2(max(n, 1)), COUNTS)),
-            BP=max(16, triton.next_power_of_2(max(parts, 1))),
-            num_warps=8 if at_once * wide > 1024 else 4,
+            **named,
+            BN=at_once,
+            num_warps=warps,
             **overlap(lse),
         )
 
