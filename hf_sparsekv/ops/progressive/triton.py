@@ -22,9 +22,12 @@ PROGRAMS, WARPS = 1056, 2
 LATER = 264  # programs of later rounds, which most often find nothing to do. Not tuned yet.
 TILE_BYTES = 16384  # of K at once
 MASSES = 4096  # masses that the verifier holds at a time. Not tuned yet.
-AHEAD, VERIFY_WARPS = 256, 16  # with expectations: blocks that it holds at a time, and warps at most. Not tuned yet.
-WARP_MASSES = 128  # masses that each of its warps takes at least: four heads of a block a thread
-EXPECT_WARPS = 4  # Not tuned yet.
+# Measured on an H200 (``bench operator --sweep verify verify_long expect``), 8 and 64 rows of 512 blocks, 8 of 2,048.
+AHEAD, AHEAD_LONG = 256, 512  # with expectations: blocks that it holds at a time, of rows up to LONG blocks and beyond
+LONG = 1024
+VERIFY_WARPS = 16  # at most
+WARP_MASSES = 256  # masses that each of its warps takes at least
+EXPECT_WARPS, EXPECT_WARPS_LONG = 8, 16  # of rows up to LONG blocks and beyond
 COUNTS = 4096  # token counts that it adds up at a time
 MERGED, STAGES = (128, 16), 3  # blocks and channels that a merging program holds at a time, and how often. Not tuned.
 
@@ -148,7 +151,7 @@ def expect(
     logit_scale: float = 1.0,
     group_reduce: str = "all",
     masses: int = MASSES,
-    warps: int = EXPECT_WARPS,
+    warps: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As ``reference.expect``; ``masses`` and ``warps`` replace the constants."""
     batch, heads, n = ids.shape
@@ -178,7 +181,7 @@ def expect(
             GROUP=group,
             BG=wide,
             BN=max(16, min(triton.next_power_of_2(n), masses // wide)),
-            num_warps=warps,
+            num_warps=warps or (EXPECT_WARPS if n <= LONG else EXPECT_WARPS_LONG),
             **overlap(logits),
         )
     return expected, behind, live
@@ -234,7 +237,8 @@ def verify(
         warps = 8 if at_once * wide > 1024 else 4
     else:
         kernel, held = verify_expected_kernel, (lse, *outputs, expected, behind, live)
-        at_once = max(16, min(triton.next_power_of_2(max(parts + n, 1)), masses // wide, ahead or AHEAD))
+        ahead = ahead or (AHEAD if n <= LONG else AHEAD_LONG)
+        at_once = max(16, min(triton.next_power_of_2(max(parts + n, 1)), masses // wide, ahead))
         named["SCALED"] = estimate == "scores"
         warps = warps or max(1, min(VERIFY_WARPS, at_once * wide // WARP_MASSES))
     with torch.cuda.device_of(lse):
