@@ -150,7 +150,7 @@ def test_step_measures_all_that_it_names(tmp_path, imitated_gpu, monkeypatch):
     assert report.close() == 0, report.failed
     found = Counter((row["variant"], row["batch"], row["metric"]) for row in rows(path))
     assert set(found.values()) == {1}
-    always = "tpot_ms step_ms capture_s growth_s recapture_s peak_gb generate_host_syncs"
+    always = "tpot_ms steps_ms step_ms capture_s growth_s recapture_s peak_gb generate_host_syncs"
     always += " allocations allocations:seal host_syncs host_syncs:seal"
     first, second = ({metric for v, batch, metric in found if (v, batch) == ("two_level:lag", b)} for b in "21")
     assert first - second == {"capture_s:cold"}, "cold once in a process"

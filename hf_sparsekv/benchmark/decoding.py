@@ -261,6 +261,15 @@ def timed(run: Callable[[], object], repeat: int = 30) -> list[float]:
     return clock.between()[::2][5:]
 
 
+def in_a_row_ms(step: Steps, steps: int) -> list[float]:
+    """Milliseconds from the end of each step to that of the next, while the host runs ahead; but the first ones."""
+    clock = Clock(step.model.device)
+    for _ in range(WARM_UP + steps):
+        step()
+        clock.mark()
+    return clock.between()[WARM_UP - 1 :]
+
+
 def replay_ms(model, cache) -> list[float]:
     """Milliseconds of the captured forward alone. What the cache holds is void afterwards."""
     step = list(runner_of(model).graphs[cache].values())[-1]

@@ -7,7 +7,8 @@ all KV is on the device). Baselines in the same run: transformers' DynamicCache 
 dense attention; block-only and token-only selection; and the limit, the bytes that must be read over the measured
 read-only bandwidth. A failure in one variant does not lose the others, and rows are written after each variant.
 
-Metrics: tpot_ms through generate(); step_ms the captured forward alone; capture_s from the first decode step to the
+Metrics: tpot_ms through generate(); steps_ms steps in a row without its loop, each with its own query; step_ms the
+captured forward alone, the same step again and again; capture_s from the first decode step to the
 end of its capture (capture_s:cold: the variant's first in this process, compilation of Triton kernels included if its
 cache on disk is empty); growth_s a step that makes the storage grow, recapture_s the next one; peak_gb while decoding
 (peak_gb:second on a second GPU, if that chooses);
@@ -45,6 +46,7 @@ from .baselines import (
     second_gpu,
 )
 from .decoding import (
+    WARM_UP,
     Steps,
     capture_seconds,
     count_steps,
@@ -52,6 +54,7 @@ from .decoding import (
     generate,
     generate_syncs,
     growth_seconds,
+    in_a_row_ms,
     replay_ms,
     timed,
 )
@@ -76,6 +79,7 @@ from .traffic import Meter
 CSV = Path("benchmarks/results/step.csv")
 DEFAULT = ("hf_dynamic", "sdpa_best", "captured_dense", "two_level", "two_level:lag", "block_only", "token_only")
 TOKENS = {"dynamic": 24, "static": 24, "offloaded": 14}  # at most: eager steps take long and vary little
+IN_A_ROW = 32  # steps
 COUNTED = 64  # steps: one of them seals a block
 SPARE = 256  # tokens beside those of --tokens: counted steps, captures
 
@@ -195,6 +199,7 @@ class Bench:
         self.peak(cache)
         if host := cache.memory_bytes()["host"]:
             report.add("host_gb", host / 1e9, "GB")
+        report.add("steps_ms", in_a_row_ms(Steps(model, cache, batch, IN_A_ROW + WARM_UP, after), IN_A_ROW))
         self.counts(cache, batch, after)
         # A second cache of the same shape is captured anew: so is this one, once its graph is gone.
         runner.graphs.pop(cache, None)
