@@ -258,15 +258,6 @@ def test_plan_without_offload_names_no_host(tiny):
     assert "host " not in out.replace("sparse: host", "")
 
 
-def test_plan_with_a_second_gpu(tiny):
-    rank = ("--cache", "predictive", "--cache-rank", "cuda:1", "--dense-layers", 0)
-    out = run("plan", tiny, "--context", 1000, *rank, "--no-offload", "--gpu-memory", "1MiB").stdout
-    assert re.search(r"second GPU, which chooses and keeps the blocks: \d.*iB: (fits|does not fit)", out)
-    row = next(line for line in out.splitlines() if line.startswith("KV blocks"))
-    assert row.split()[2] == "-"
-    assert "add --no-offload" in error("plan", tiny, "--context", 1000, *rank, status=2)
-
-
 @pytest.mark.parametrize(
     ("options", "message"), ((("--gpu-memory", "much"), "write for example 24GiB"), ((), "context"))
 )
