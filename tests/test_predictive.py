@@ -15,9 +15,7 @@ from oracle import TOLERANCE, Oracle, Race
 from torch import Tensor
 
 from hf_sparsekv import OffloadConfig, PredictiveConfig
-from hf_sparsekv.captured import Replay
 from hf_sparsekv.selection.packed import Packed
-from hf_sparsekv.selection.predictive import PredictivePolicy
 
 TIGHT = {"token_budget": 32}
 
@@ -311,48 +309,6 @@ def test_a_capture_copies_nothing():
     for a, b in zip(before, after):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
     assert any(not torch.equal(a, b) for a, b in zip(before, state()))
-
-
-def test_a_captured_step_predicts_before_it_attends(monkeypatch):
-    """Beside it; and chooses afterwards, since its attention reads the ids that are chosen anew."""
-    race, order = PredictiveRace(captured=True), []
-
-    def tell(owner, name: str) -> None:
-        does = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda self, *args: (order.append(name), does(self, *args))[1])
-
-    race.feed(prompt(1, 130)["input_ids"])
-    for owner, name in ((Replay, "beside"), (PredictivePolicy, "attend"), (PredictivePolicy, "choose")):
-        tell(owner, name)
-    tell(type(race.ours.sparse_layers[0].policy.predictor), "predict")
-    race.run(1)
-    assert order[:10] == ["beside", "predict", "attend", "beside", "choose"] * 2
-
-
-@pytest.mark.parametrize("place", ["stream", "host"])
-def test_a_capture_that_runs_out_of_memory_leaves_no_prediction(place, monkeypatch):
-    """What comes next is chosen for its own query: here a second turn, which begins where the prompt had ended."""
-    ids, found = prompt(2, 180, seed=5)["input_ids"], []
-    for fails in (False, True):
-        net = build("llama", "sparsekv")
-        runner = Imitation(net)
-        runner.install()
-        cache = predictive(place == "host", **TIGHT, cache_rank=place)
-        with torch.no_grad():
-            net(ids[:, :150], past_key_values=cache)
-            if fails:
-                with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-                    patch.setattr(PredictivePolicy, "choose", full)
-                    net(ids[:, :1], past_key_values=cache)
-                assert runner.captures == 0
-            found.append(net(ids[:, 150:179], past_key_values=cache).logits)
-            found.append(net(ids[:, 179:], past_key_values=cache).logits.clone())
-    for expected, got in zip(found[:2], found[2:]):
-        assert torch.equal(got, expected)
-
-
-def full(*args) -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def test_copies_and_two_caches_go_their_own_ways():
