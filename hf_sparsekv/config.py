@@ -69,7 +69,7 @@ class SparseConfig:
             (:mod:`hf_sparsekv.crossover`), so never with blocks in host memory, without a GPU, on a GPU that was
             not measured (``hf-sparsekv calibrate-device``), for predicted queries over keys and values (over
             latents it is measured), or with progressive selection, which takes as long as the data want. ``None``:
-            never. A number holds for offloaded blocks, too.
+            never. A number holds for offloaded blocks, too; with blocks on a second device it is an error.
     """
 
     block_size: int = 64
@@ -326,6 +326,11 @@ class PredictiveConfig(SparseConfig):
         _require(
             self.cache_rank in (None, "stream", "host") or _is_device(self.cache_rank),
             f"cache_rank must be 'stream', 'host', a device such as 'cuda:1' or None, got {self.cache_rank!r}",
+        )
+        _require(
+            self.cache_rank in (None, "stream", "host") or self.dense_below in ("auto", None, 0),
+            f"with cache_rank={self.cache_rank!r} blocks lie on that device, so attending to all of them is never as "
+            f"quick: leave dense_below={self.dense_below!r} out (start_length says from where on to select)",
         )
         _require(self.strict in (True, False), f"strict must be True or False, got {self.strict!r}")
         _require(

@@ -228,8 +228,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         Captured (``self.replay`` is set), it only launches what every replay must repeat: the host's share of the step
         is :meth:`advance`.
         """
-        store, policy, replay = self.store, self.policy, self.replay
-        q = query[:, :, 0]
+        store, policy, replay, q = self.store, self.policy, self.replay, query[:, :, 0]
         if own:
             step.touched = True
             if replay is None:
@@ -297,8 +296,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         self._check(key, value)
         if self.get_seq_length() == 0:
             self.latent = absorbed is not None or query.shape[3] == key.shape[3] + value.shape[3]
-        step = Step(self, key, value, self.get_seq_length(), absorbed)
-        self._commit(step, query, valid)
+        self._commit(Step(self, key, value, self.get_seq_length(), absorbed), query, valid)
         self._look_ahead(query, absorbed)
 
     def _check_past(self, mask: Tensor | None, past: int) -> None:

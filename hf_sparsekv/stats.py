@@ -114,7 +114,7 @@ class CacheStats:
             (``ProgressiveConfig(audit_every=...)`` does).
         materialised: times that something other than the sparsekv attention function read all keys and values.
         device_bytes, host_bytes: allocated now, by layers of ours.
-        second_bytes: of these on a second device, which chooses; not in ``device_bytes``.
+        second_bytes: likewise on a second device, which chooses; not in ``device_bytes``.
         walks: what the progressive walks of each layer have read; empty for other methods.
         late: layer calls that attended to an older selection, because a second device had not chosen in time.
     """

@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from hf_sparsekv import __version__
 from hf_sparsekv.cli import app
 from hf_sparsekv.commands import doctor, loading
-from hf_sparsekv.commands import options as opt
 from hf_sparsekv.commands.running import encode
 from hf_sparsekv.models import ModelFetchError
 from hf_sparsekv.predictor.channels import LabelChannels
@@ -229,48 +228,6 @@ def test_hub_is_out_of_reach():
     # The tests run with the hub switched off.
     line = error("plan", "someone/some-model", "--context", 10)
     assert "someone/some-model" in line
-
-
-# ---------------------------------------------------------------------- plan
-
-
-@pytest.mark.quick
-def test_plan(tiny):
-    size = ("--context", 1000, "--batch", 2, "--gpu-memory", "1GiB", "--host-memory", "1MiB")
-    out = run("plan", tiny, *size, "--dense-layers", 0).stdout
-    assert "llama, float32, layers: 2 full; 2 x 1,000 tokens" in out
-    # 2 layers x 32 slots x 64 tokens x 2 heads x 32 channels x 4 bytes; dense: 2 x 2 x 1000 x 2 x 32 x 4
-    row = next(line for line in out.splitlines() if line.startswith("KV blocks"))
-    assert row.split() == ["KV", "blocks", "-", "1", "MiB", "1000", "KiB"]
-    assert "GPU 1.00 GiB: sparse fits, dense fits" in out
-    assert "host 1 MiB: fits" in out
-
-
-def test_plan_does_not_fit(tiny):
-    size = ("--context", 1000, "--gpu-memory", "100KiB", "--host-memory", "1KiB")
-    out = run("plan", tiny, *size, "--dense-layers", 0).stdout
-    assert re.search(r"GPU 100 KiB: sparse does not fit \(.* too much\), dense does not fit", out)
-    assert re.search(r"host 1 KiB: does not fit", out)
-
-
-def test_plan_without_offload_names_no_host(tiny):
-    out = run("plan", tiny, "--context", 1000, "--no-offload", "--gpu-memory", "1GiB").stdout
-    assert "host " not in out.replace("sparse: host", "")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"), ((("--gpu-memory", "much"), "write for example 24GiB"), ((), "context"))
-)
-def test_plan_usage(tiny, options, message):
-    context = ("--context", 10) if options else ()
-    assert message in error("plan", tiny, *context, *options, status=2)
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), (("10", 10), ("1KiB", 1024), ("80GB", 80 * 10**9), ("1.5 GiB", 3 << 29), ("2m", 2 * 10**6))
-)
-def test_sizes(text, value):
-    assert opt.parse_bytes(text) == value
 
 
 # ---------------------------------------------------------------------- calibrate, fetch, doctor

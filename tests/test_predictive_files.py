@@ -108,6 +108,7 @@ def test_a_file_with_queries_of_another_cache_is_damaged(tmp_path):
         ({"scoring": "values"}, "scoring must be one of 'labels', 'keys'"),
         ({"start_length": -1}, "start_length must be an integer >= 0"),
         ({"cache_rank": "disk"}, "cache_rank must be"),
+        ({"cache_rank": "cuda:1", "dense_below": 5000}, "blocks lie on that device.* leave dense_below=5000 out"),
         ({"strict": 1.5}, "strict must be True or False"),
         ({"cache_rank": "host", "scoring": "keys"}, "scoring='keys' reads all keys in every step"),
         ({"layers_per_pack": 0}, "layers_per_pack must be a positive integer"),

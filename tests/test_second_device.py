@@ -15,7 +15,9 @@ from oracle import TOLERANCE
 from test_predictive import TIGHT, PredictiveRace, decode
 
 from hf_sparsekv import PredictiveConfig, SparseCache
+from hf_sparsekv.captured import Replay
 from hf_sparsekv.offload.leading import LeadingStore, Rank
+from hf_sparsekv.offload.store import LayerStore
 from hf_sparsekv.selection.packed import Packed
 
 
@@ -243,6 +245,19 @@ def test_a_captured_step_forks_by_layers_and_comes_back_whatever_happens(lines):
     assert not side.behind, "it has come back"
 
 
+def test_what_runs_beside_a_step_begins_behind_it_and_comes_back(lines):
+    _, now, home, _, side = lines
+    replay, ran = Replay(None, side), []
+    replay.fork(lambda: ran.append(("in a pack", now[-1].name)), 2)
+    replay.beside(lambda: ran.append(("at once", now[-1].name)))
+    assert ran == [("at once", "side")]
+    assert "home" in side.behind and "side" not in home.behind
+    replay.come_back()
+    assert "side" in home.behind and len(ran) == 1, "a failed capture does not run what is left"
+    replay.join()
+    assert ran[1:] == [("in a pack", "side")]
+
+
 def test_layers_wait_once_for_what_all_of_them_have_handed_over(lines):
     rank, _, home, *_ = lines
     rank.join(rank.device)
@@ -303,6 +318,33 @@ def test_a_reset_moves_nothing_that_a_captured_step_reads():
     cache.reset()
     decode(cache, steps=5)
     assert cache.sparse_layers[0].policy.twin._every is every
+
+
+def test_whoever_reads_the_other_devices_blocks_comes_behind_its_work(monkeypatch):
+    """In a captured step that has been seen to before."""
+    cache, order = predictive(False, **TIGHT, cache_rank="cpu", start_length=1000), []
+    decode(cache, steps=5)
+    store, policy = cache.sparse_layers[0].store, cache.sparse_layers[0].policy
+
+    @contextmanager
+    def entered(self, home, *used):
+        order.append(f"enters with {len(used)}")
+        yield
+        order.append("leaves")
+
+    monkeypatch.setattr(Rank, "entered", entered)
+    monkeypatch.setattr(Rank, "join", lambda self, home: order.append("waits"))
+    monkeypatch.setattr(LayerStore, "attend", lambda self, *args: order.append("reads"))
+    monkeypatch.setattr(store.twin.pool, "read", lambda slots, out: order.append("reads"))
+    copied = ["enters with 1", "reads", "leaves", "waits"]  # kept for it: what is written there
+    policy.attend(None, store, None)
+    store.materialise()
+    store.crop(20)
+    assert order == ["waits", "reads", *copied, *copied, "enters with 0", "reads", "leaves"]
+    order.clear()
+    store.fixed = True
+    policy.attend(None, store, None)
+    assert order == ["reads"]
 
 
 def test_a_gpu_that_is_not_there(monkeypatch):

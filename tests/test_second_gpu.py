@@ -171,6 +171,7 @@ def test_a_budget_for_everything_gives_the_dense_answer(there, captured):
     cache = predictive(False, **FULL, cache_rank=there)
     assert torch.equal(net.generate(**inputs, **go, past_key_values=cache), expected)
     assert replays(net) == 39 * captured
+    assert cache.stats().dense_calls == 0, "all of it was brought here, rather than read there in each step"
     store = cache.sparse_layers[0].store
     assert (store.twin.length, store.twin.sealed) == (cache.get_seq_length(), store.sealed)
     assert store.pool.kv.numel() == 0 and store.twin.sealed > 0, "keys and values of blocks are on one device alone"

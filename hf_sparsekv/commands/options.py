@@ -160,11 +160,14 @@ def takes(group: type) -> Callable[[Callable], Callable]:
 
 
 def check_place(config: SparseConfig, offload: bool) -> None:
-    """Refuse what cannot be done with blocks in host memory."""
+    """Refuse what cannot be done where the blocks are to live."""
+    rank = getattr(config, "cache_rank", None)
     if offload and getattr(config, "scoring", "labels") == "keys":
         raise typer.BadParameter("--scoring keys reads all keys in every step: add --no-offload")
-    if offload and (rank := getattr(config, "cache_rank", None)) not in (None, "host"):
+    if offload and rank not in (None, "host"):
         raise typer.BadParameter(f"--cache-rank {rank} keeps the blocks on a GPU: add --no-offload")
+    if not offload and rank == "host":
+        raise typer.BadParameter("--cache-rank host keeps the blocks in host memory: leave --no-offload out")
 
 
 def offload_config(offload: bool) -> OffloadConfig | None:

@@ -1,10 +1,10 @@
-"""Progressive and predictive caches on the command line."""
+"""Progressive caches on the command line."""
 
 from __future__ import annotations
 
 import re
 
-from test_cli import TEXT, error, run, tiny
+from test_cli import TEXT, run, tiny
 
 __all__ = ["tiny"]  # a fixture
 
@@ -40,12 +40,3 @@ def test_plan_of_a_progressive_cache(tiny):
     out = run("plan", tiny, "--context", 3000, "--cache", "progressive").stdout
     assert re.search(r"token labels +- +-", out)
     assert "plan compares" in flat(run("plan", tiny, "--context", 10, "--cache", "dense", status=2).stderr)
-
-
-def test_plan_with_a_second_gpu(tiny):
-    rank = ("--cache", "predictive", "--cache-rank", "cuda:1", "--dense-layers", 0)
-    out = run("plan", tiny, "--context", 1000, *rank, "--no-offload", "--gpu-memory", "1MiB").stdout
-    assert re.search(r"second GPU, which chooses and keeps the blocks: \d.*iB: (fits|does not fit)", out)
-    row = next(line for line in out.splitlines() if line.startswith("KV blocks"))
-    assert row.split()[2] == "-"
-    assert "add --no-offload" in error("plan", tiny, "--context", 1000, *rank, status=2)
