@@ -15,6 +15,7 @@ from hf_sparsekv.ops.progressive import (
     MASS_ONE,
     TOTALS,
     Walk,
+    WalkState,
     block_masses,
     progressive_decode,
     reference,
@@ -250,6 +251,42 @@ def test_expectations(place32, name, masses):
     want = reference.expect(walk.logits.cpu(), walk.ids.cpu(), walk.tokens.cpu(), **named)
     for mine, expected in zip(got, want):
         torch.testing.assert_close(mine.cpu(), expected, rtol=1e-5, atol=1e-4)
+
+
+def far_apart(place: Place32, n: int) -> dict[str, torch.Tensor]:
+    """One block whose bound is beyond what floats relative to it can hold of the others, and a hole."""
+    tokens = torch.full((1, 2, n), 16, dtype=torch.int32)
+    tokens[0, 1, -1] = 0
+    logits = torch.linspace(10, 8, n).repeat(1, 4, 1)
+    logits[..., 0], logits[0, 3, 0], logits[0, 2, 1:] = 130.0, 600.0, -200.0
+    ids = torch.arange(n, dtype=torch.int32).repeat(1, 2, 1)
+    return {name: t.to(place.device) for name, t in (("logits", logits), ("ids", ids), ("tokens", tokens))}
+
+
+@pytest.mark.parametrize("masses", [16, 64, 4096])
+@pytest.mark.parametrize("reduce", ["all", "sum"])
+def test_bounds_far_apart(place32, masses, reduce):
+    given = far_apart(place32, 40)
+    got = kernels.expect(**given, group_reduce=reduce, masses=masses)
+    want = reference.expect(**on_cpu(given), group_reduce=reduce)
+    for mine, expected in zip(got, want):
+        torch.testing.assert_close(mine.cpu(), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_a_bound_that_was_far_too_high_hides_nothing(place32):
+    """What is behind it may be all there is: a walk that goes by bounds reads on."""
+    given = far_apart(place32, 4)
+    lse = torch.tensor([0.0, 0.0, 13.0, 12.0, 11.0], device=place32.device)[:, None].expand(1, 2, 5, 2).contiguous()
+    for operators, to in ((reference, "cpu"), (kernels, place32.device)):
+        mine = {name: t.to(to) for name, t in given.items()}
+        expected, behind, live = operators.expect(**mine, exact=True)
+        state = WalkState.empty(1, 2, torch.device(to))
+        state.limits[1] = 1
+        made = {"expected": expected, "behind": behind, "live": live}
+        operators.verify(
+            lse.to(to), mine["tokens"], state, parts=1, threshold=0.98, step=1, last=False, estimate="bound", **made
+        )
+        assert (state.limits[1] > 1).all(), "nothing was left to find, says a bound that has taken all the room"
 
 
 @pytest.mark.parametrize("name", ["high", "scores", "bound"])

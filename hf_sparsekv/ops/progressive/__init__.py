@@ -104,7 +104,9 @@ class Walk:
         ``how`` replaces the kernel's constants.
         """
         if self.estimate != "as_min":
-            named = {"logit_scale": self.logit_scale, "group_reduce": self.group_reduce}
+            # Bounds may lie far above what their blocks hold: then what is little beside them may be all that is left.
+            exact = self.estimate == "bound"
+            named = {"logit_scale": self.logit_scale, "group_reduce": self.group_reduce, "exact": exact}
             found = self.operators.expect(self.logits, self.ids, self.tokens, **named, **how)
             self.expected, self.behind, self.live = found
 

@@ -19,12 +19,22 @@ from .verify_kernel import NOWHERE
 
 EXP2_MOST = tl.constexpr(2.0**MOST)
 MOST = tl.constexpr(MOST)
+LEAST = tl.constexpr(-1000.0)  # exponents of float64 end at -1022
 HALF = tl.constexpr(126.0)  # its square times any mean that is not zero is more than 2 ** MOST
 
 
 @triton.jit
 def _finite(x):
     return tl.where(x == float("-inf"), 0.0, x)
+
+
+@triton.jit
+def _relative(x, EXACT: tl.constexpr):
+    """``2 ** x`` for ``x <= 0``. ``EXACT``: in float64, and of what is not ``-inf`` never zero, rather too much."""
+    if EXACT:
+        return tl.where(x == float("-inf"), 0.0, tl.exp2(tl.maximum(x, LEAST).to(tl.float64)))
+    else:
+        return tl.exp2(x)
 
 
 @triton.jit
@@ -60,6 +70,7 @@ def expect_kernel(
     logit_scale,
     logits_batch,
     logits_head,
+    EXACT: tl.constexpr,
     SUM: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -79,7 +90,7 @@ def expect_kernel(
     p_behind += i_row.to(tl.int64) * n * GROUP
     p_logits += i_batch * logits_batch + i_head * GROUP * logits_head
     b_top = tl.full([BG], float("-inf"), tl.float32)  # sums are relative to the largest so far
-    b_sum = tl.zeros([BG], tl.float32)
+    b_sum = tl.zeros([BG], tl.float64 if EXACT else tl.float32)
     b_live = tl.zeros([BN], tl.int32)
     for i in range(0, tl.cdiv(n, BN)):
         o_i = (tl.cdiv(n, BN) - 1 - i) * BN + o_n
@@ -93,14 +104,14 @@ def expect_kernel(
         b_e = _over_heads(b_e, SUM)
         b_new = tl.maximum(b_top, tl.max(b_e, 0))
         b_base = _finite(b_new)
-        b_sum *= tl.exp2(b_top - b_base)
-        b_w = tl.exp2(b_e - b_base[None, :])
+        b_sum *= _relative(b_top - b_base, EXACT)
+        b_w = _relative(b_e - b_base[None, :], EXACT)
         b_all = tl.cumsum(b_w, 0, reverse=True) + b_sum[None, :]
         o_out = o_i[:, None] * GROUP + o_g[None, :]
         tl.store(p_expected + o_out, b_e, mask=(o_i < n)[:, None] & m_g[None, :])
         # What is left with a block is behind the one before it.
         m_out = ((o_i > 0) & (o_i < n))[:, None] & m_g[None, :]
-        tl.store(p_behind + o_out - GROUP, tl.log2(b_all) + b_base[None, :], mask=m_out)
+        tl.store(p_behind + o_out - GROUP, tl.log2(b_all).to(tl.float32) + b_base[None, :], mask=m_out)
         b_sum += tl.sum(b_w, 0)
         b_top = b_new
     tl.store(p_behind + (n - 1) * GROUP + o_g, tl.full([BG], float("-inf"), tl.float32), mask=m_g)

@@ -111,7 +111,13 @@ def attend(
 
 
 def expect(
-    logits: Tensor, ids: Tensor, tokens: Tensor, *, logit_scale: float = 1.0, group_reduce: str = "all"
+    logits: Tensor,
+    ids: Tensor,
+    tokens: Tensor,
+    *,
+    logit_scale: float = 1.0,
+    group_reduce: str = "all",
+    exact: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What blocks hold if all their tokens have their block's logit; once a step, for all its verifications.
 
@@ -120,6 +126,7 @@ def expect(
         ids: int32 ``[batch, H, n]``, blocks in order of their rank.
         tokens: int32 ``[batch, H, n]``, selectable tokens of these; 0 for no block.
         group_reduce: with ``"sum"`` all heads of a group get their sum.
+        exact: a kernel may take a sum for nothing if it is less than ``2 ** -120`` of another block, unless ``exact``.
 
     Returns:
         Logarithms to base 2, float32 ``[batch, H, n, G]`` each, ``-inf`` for nothing: ``tokens * exp(logit)`` of each

@@ -150,6 +150,7 @@ def expect(
     *,
     logit_scale: float = 1.0,
     group_reduce: str = "all",
+    exact: bool = True,
     masses: int = MASSES,
     warps: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -176,6 +177,7 @@ def expect(
             n,
             float(logit_scale),
             *logits.stride()[:2],
+            EXACT=exact,
             SUM=add,
             HEADS=heads,
             GROUP=group,
