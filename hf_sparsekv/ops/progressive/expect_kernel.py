@@ -266,40 +266,14 @@ def verify_expected_kernel(
         high = tl.minimum(high, cap)
         i = -parts
         key, b_worst, b_x, b_top, b_sum = _walk(
-            b_l,
-            b_e,
-            b_rest,
-            b_top,
-            b_sum,
-            i + o_n,
-            high,
-            threshold,
-            min_blocks,
-            not HAS_SINK,
-            SUM,
-            SCALED,
-            GROUP,
-            BG,
+            b_l, b_e, b_rest, b_top, b_sum, i + o_n, high, threshold, min_blocks, not HAS_SINK, SUM, SCALED, GROUP, BG
         )
         while (key == NOWHERE) & (i + BN < high):
             b_sum += tl.sum(b_x, 0)
             i += BN
             b_l, b_e, b_rest = _take(p_lse, p_expected, p_behind, i + o_n, n, SCALED, GROUP, BG, False)
             key, b_worst, b_x, b_top, b_sum = _walk(
-                b_l,
-                b_e,
-                b_rest,
-                b_top,
-                b_sum,
-                i + o_n,
-                high,
-                threshold,
-                min_blocks,
-                False,
-                SUM,
-                SCALED,
-                GROUP,
-                BG,
+                b_l, b_e, b_rest, b_top, b_sum, i + o_n, high, threshold, min_blocks, False, SUM, SCALED, GROUP, BG
             )
         at = key >> 1
         stop = tl.where(((key & 1) == 0) & (key < NOWHERE), at + 1, NOWHERE)
