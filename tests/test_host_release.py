@@ -142,9 +142,11 @@ def test_exit_of_the_interpreter():
         alive, cycle = make(), [make()]
         cycle.append(cycle)
 
-        def read():  # with numpy: a thread that is ended inside torch aborts the process, with any tensor
+        view = alive.kv.numpy()
+
+        def read():  # with numpy alone: a thread that is ended inside torch aborts the process, with any tensor
             while True:
-                alive.kv.numpy().sum()
+                view.sum()
 
         threading.Thread(target=read, daemon=True).start()
         atexit.register(lambda: alive.kv.fill_(1))
