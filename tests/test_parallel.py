@@ -49,7 +49,7 @@ assert torch.equal(text, texts[0])
 assert any("tensor parallel" in str(w.message) for w in caught), [str(w.message) for w in caught]
 dist.barrier()
 print("rank", dist.get_rank(), "is done", flush=True)
-# The model's mesh keeps the group, so Gloo's threads outlive destroy_process_group(). One that lets go of a tensor while
+# The model's mesh keeps the group, so Gloo's threads outlive destroy_process_group(). One that drops a tensor while
 # the interpreter ends takes the process down with SIGABRT (pytorch/pytorch#179291): leave without ending it.
 os._exit(0)
 """
