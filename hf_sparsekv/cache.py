@@ -308,8 +308,8 @@ class SparseCache(Cache):
 
         Args:
             config: ``None`` takes the saved one. Another may differ in what only later steps depend on
-                (``token_budget``, ``num_blocks``, ``lag``, ``dense_below``, ``max_length``, the reduces, and most of
-                a :class:`ProgressiveConfig`).
+                (``token_budget``, ``num_blocks``, ``lag``, ``dense_below``, ``max_length``, the reduces, and much of
+                a :class:`ProgressiveConfig` or :class:`PredictiveConfig`; docs/saving.md).
             offload: as in the constructor, whatever it was when the cache was saved. ``"default"``: what the
                 constructor of the saved cache's class does.
             model_config: the model's configuration, to be compared with the saved model's. Needed for models with

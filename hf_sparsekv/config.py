@@ -224,8 +224,9 @@ class ProgressiveConfig(SparseConfig):
         group_reduce: when the query heads of a KV head have seen enough: ``"all"`` of them, or the ``"sum"`` of their
             masses (which the heads with the largest logits decide).
         min_blocks: blocks attended to at least, if there are as many and ``max_blocks`` allows them: the first ones say
-            little about those that the ranking has misplaced. On the small real model 8 lower the KL divergence by a
-            third for half a block a walk (docs/accuracy.md).
+            little about those that the ranking has misplaced. On the small real model, with ``"as_min"``, 8 lower the
+            KL divergence by a third for half a block to one a walk (``walks:progressive`` in
+            benchmarks/results/accuracy.csv).
         micro_batch: blocks that host-driven execution reads at a time. The result does not depend on it.
         max_blocks: blocks attended to at most per step, row and KV head, whatever they cover: a safety valve.
             ``stats()`` says how often it decided. ``None``: all.

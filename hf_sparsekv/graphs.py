@@ -1,9 +1,10 @@
 """``optimize(model)``: decode by replaying one captured CUDA graph of the whole forward pass.
 
-Eager decode of an 8B model takes 67-79 ms a token on an H200 whatever the context, because Python launches some
-thousand kernels; the same forward replayed takes as long as the GPU needs. What is captured is transformers' own
-forward with our attention: every buffer it touches has a fixed address, lengths and counts live on the device, and the
-host's share of a step (lengths, counters, sealing a full block every ``block_size`` steps) runs beside the replay.
+Eager decode of an 8B model takes some 50 ms a token on an H200 up to 128k tokens (transformers' own, ``hf_dynamic`` in
+benchmarks/results/step.csv), because Python launches some thousand kernels; the same forward replayed takes as long as
+the GPU needs. What is captured is transformers' own forward with our attention: every buffer it touches has a fixed
+address, lengths and counts live on the device, and the host's share of a step (lengths, counters, sealing a full block
+every ``block_size`` steps) runs beside the replay.
 """
 
 from __future__ import annotations

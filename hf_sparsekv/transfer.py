@@ -59,7 +59,7 @@ class Settings:
 
 
 # On an H200, 16 programs bring 256 MiB within a captured step for 6 to 10 % of its time, 64 for 20 to 31 %, at the same
-# 51 GB/s. Small blocks need twice as many (rows of 4 KB: 39 and 48 GB/s). `bench offload transfer prefetch`.
+# 51 GB/s. Small blocks need twice as many (rows of 4 KB: 46 GB/s). `bench offload transfer prefetch`, `--sweep`.
 DEFAULT = Settings()
 # A machine that does not tell its link is taken to have the usual one.
 BUILT_IN: dict[tuple[str, str], Settings] = {

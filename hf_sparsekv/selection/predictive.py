@@ -37,7 +37,8 @@ class PredictivePolicy(TwoLevelPolicy):
         Policy.__init__(self, config, layer_idx, offloaded)
         self.coarse, self.fine, self.lag = False, config.scoring == "labels", False
         self.fetches = offloaded
-        # Measured on an H200, 8 x 32k on the device: choosing behind the step 7.5 ms, among it 7.1; fetching yields.
+        # Measured on an H200, 8 x 32k on the device (benchmarks/NOTES.md, "Choosing from all tokens"): choosing behind
+        # the step 7.5 ms, among it 7.1; fetching yields.
         self.yields = offloaded
         self.fixed = channels
         self.predictor = make_predictor(config.predictor, config.predictor_window, config.predictor_epsilon)
@@ -163,6 +164,7 @@ class PredictivePolicy(TwoLevelPolicy):
         # Scores then begin as soon as attention has ended, and meet linear layers of many programs rather than of few.
         # Measured on an H200, 8 x 32k, 16 x 16k and 1 x 128k: 6.46, 6.55 and 4.81 ms, with the query alone stored here
         # 6.54, 6.90, 5.24, with all of it behind attention 6.85, 7.01, 4.75, with scores here as well 6.78, 6.92, 5.19.
+        # Other orders: benchmarks/NOTES.md, "Choosing from all tokens".
         self.queries.push(q[:, :, None], self._valid, store.clock.held(store.device))
         if self.looks_ahead(store):
             self._predicted = self._predict()
