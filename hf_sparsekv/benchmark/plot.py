@@ -21,7 +21,7 @@ LINES = {
     ("captured_dense+fused", "tpot_ms"): "captured, dense, our kernel",
     ("sdpa_best+fused", "step_ms"): "captured, dense, best sdpa (forward alone)",
     ("two_level:lag+fused", "tpot_ms"): "captured, two-level, 1024 tokens",
-    ("two_level:lag+fused+offload", "tpot_ms"): "captured, two-level, 1024 tokens, offloaded",
+    ("two_level:lag+fused+offload:kv=replayed", "tpot_ms"): "captured, two-level, 1024 tokens, offloaded",
     ("limit", "step_ms"): "limit of dense: bytes over bandwidth",
 }
 # what -> rows' metric on the horizontal axis, its name
@@ -58,7 +58,7 @@ def draw(rows, out: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4))
+    figure, axes = plt.subplots(figsize=(7, 4.8))
     values = []
     for (variant, metric), label in LINES.items():
         line = rows[(rows.variant == variant) & (rows.metric == metric)].sort_values("context")
@@ -72,7 +72,7 @@ def draw(rows, out: Path) -> None:
         ticks = [tick for tick in TICKS if 0.9 * min(values) <= tick <= 1.1 * max(values)]
         axes.set_yticks(ticks, labels=[str(tick) for tick in ticks])
         axes.minorticks_off()
-        axes.legend(frameon=False, fontsize=8, loc="center right", bbox_to_anchor=(1, 0.62))
+        axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
     axes.set_xticks(sorted(rows.context.unique() / 1024))
     axes.grid(alpha=0.3)
     last = rows.iloc[-1]

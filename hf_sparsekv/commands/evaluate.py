@@ -76,8 +76,8 @@ class RunOptions:
     cache: Annotated[
         list[str],
         typer.Option(
-            help="full, two_level:token_budget=512,lag=true, block_only, token_only, oracle, random, or a YAML file "
-            "with a list of them; may be repeated.",
+            help="full, two_level:token_budget=512,lag=true, block_only, token_only, progressive, predictive, oracle, "
+            "random, or a YAML file with a list of them; may be repeated.",
         ),
     ] = ("full", "two_level")
     batch: Annotated[int, typer.Option(min=1, help="Rows decoded together.")] = 1
