@@ -29,7 +29,7 @@ from .offload.lanes import Lanes
 from .offload.lasting import DeviceLength
 from .offload.leading import Rank
 from .offload.pool import HostBudget
-from .predictor.channels import LabelChannels
+from .predictor.channels import LabelChannels, check_config
 from .selection.base import Policy
 from .selection.progressive import ProgressivePolicy
 from .selection.two_level import TwoLevelPolicy
@@ -74,8 +74,10 @@ class SparseCache(Cache):
         """Learn the model's layers from its configuration; the first attention call does it if nobody did.
 
         Raises:
+            TypeError: it is no configuration.
             ValueError: the model is of a kind that a sparse cache cannot serve.
         """
+        check_config(model_config)
         if getattr(model_config, "is_encoder_decoder", False):
             raise ValueError(
                 "sparse caches serve decoder-only models; for an encoder-decoder leave past_key_values out (its "

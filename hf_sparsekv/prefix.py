@@ -59,7 +59,8 @@ class PrefixCache(SparseCache):
             out = model.generate(ids, past_key_values=cache)  # ``ids``: the document's, and a question's
 
     A cache so started holds what a prefill would have put there; only label channels may differ: they are calibrated
-    on the context's first 512 tokens (with queries from all over a long chunk where latents are cached). Copies of the
+    on the context's first 512 tokens (with queries from all over a long chunk where latents are cached). What is chosen
+    first goes by the last pass of several tokens: prefill no last chunk of one. Copies of the
     prefix itself (``copy.deepcopy``) share its blocks and decode with full attention in steps that :func:`optimize`
     captures: the dense baseline.
 

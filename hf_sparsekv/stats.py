@@ -195,7 +195,10 @@ class CacheStats:
         if self.second_bytes:
             where += f", {_bytes(self.second_bytes)} on a second device"
         if not self.decode_steps:
-            return f"{self.cached_tokens} tokens cached, no decode step yet; {where}"
+            what = "no decode step yet"
+            if self.materialised:
+                what = f"no sparse decode step: {self.materialised} layer calls bypassed sparse attention"
+            return f"{self.cached_tokens} tokens cached, {what}; {where}"
         steps = self.decode_steps
         read = _bytes((self.kv_bytes_read + self.index_bytes_read) / steps)
         line = (

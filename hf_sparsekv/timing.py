@@ -43,7 +43,8 @@ class TokenTimer(BaseStreamer):
     """A streamer that notes when each token arrives, and passes it on to another one.
 
     The clock starts when the timer is made; :meth:`start` starts it anew. ``generate()`` hands tokens over as CPU
-    tensors, so on a GPU the times include the work that made the token. It refuses streamers with beam search.
+    tensors, so on a GPU the times include the work that made the token. It refuses streamers with beam search. Given to
+    a second ``generate()``, the timer begins anew with that one's prompt.
 
         timer = TokenTimer(TextStreamer(tokenizer, skip_prompt=True))
         model.generate(**inputs, past_key_values=cache, streamer=timer)
@@ -63,13 +64,15 @@ class TokenTimer(BaseStreamer):
     def start(self) -> None:
         """Forget all times and start the clock."""
         self._last = self._clock()
-        self._prompt_seen = False
+        self._prompt_seen = self._ended = False
         self.tokens = 0
         self.first_s: float | None = None
         self.steps_s: list[float] = []
 
     def put(self, value: Tensor) -> None:
         """Called by ``generate()``: first with the prompt, then with the new tokens of every step."""
+        if self._ended:
+            self.start()  # the prompt of another call, which must not pass for new tokens
         now = self._clock()
         if self._prompt_seen:
             # A step of assisted decoding brings several tokens [1, n]; plain decoding one per row, [batch].
@@ -92,6 +95,7 @@ class TokenTimer(BaseStreamer):
 
     def end(self) -> None:
         """Called by ``generate()`` after the last token."""
+        self._ended = True
         if self.streamer is not None:
             self.streamer.end()
 

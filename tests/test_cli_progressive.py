@@ -28,6 +28,13 @@ def test_options_of_the_other_cache_are_refused(tiny):
         run(*given, "two_level", "--threshold", 0.5, status=2).stderr
     )
     assert "--threshold must lie in (0, 1]" in flat(run(*given, "progressive", "--threshold", 2, status=2).stderr)
+    assert "--compare progressive is the cache itself" in flat(
+        run(*given, "progressive", "--compare", "progressive", status=2).stderr
+    )
+    assert "--token-budget has no meaning without a sparse cache" in flat(
+        run(*given, "dense", "--token-budget", 5, status=2).stderr
+    )
+    assert "--no-offload has no meaning without" in flat(run(*given, "dense", "--no-offload", status=2).stderr)
     assert "--compare takes dense" in flat(run(*given, "progressive", "--compare", "two_level", status=2).stderr)
 
 

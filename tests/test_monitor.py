@@ -36,6 +36,16 @@ def test_reports_every_token_with_its_statistics():
     assert [report.blocks.length for report in rest] == [120 + i for i in range(1, 10)]
 
 
+def test_a_second_call_with_the_same_monitor():
+    reports = []
+    monitor = StepMonitor(cache := two_level(**TIGHT), reports.append)
+    generate(model("llama"), cache, monitor)
+    cache.reset()
+    generate(model("llama"), cache, monitor)
+    assert [report.index for report in reports] == [*range(10)] * 2
+    assert sum(report.stats.decode_steps for report in reports[11:]) == cache.stats().decode_steps == 9
+
+
 def test_statistics_now_and_then():
     reports = []
     cache = two_level(**TIGHT)

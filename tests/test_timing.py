@@ -89,6 +89,16 @@ def test_start_forgets():
     assert (t.tokens, t.ttft_s, t.tpot_s) == (1, 3.0, None)
 
 
+def test_another_call_begins_anew():
+    clock = Clock()
+    timer = TokenTimer(clock=clock)
+    feed(timer, clock, (0.0, [[1]]), (1.0, [2]), (1.0, [3]))
+    timer.end()
+    assert timer.summary().tokens == 2
+    feed(timer, clock, (7.0, [[1, 2, 3, 4]]), (3.0, [5]))
+    assert (timer.summary().tokens, timer.summary().ttft_s) == (1, 3.0)
+
+
 @pytest.mark.quick
 def test_generate_feeds_it():
     timer = TokenTimer()

@@ -52,10 +52,14 @@ def generate(
     options: opt.DecodingOptions,
 ) -> None:
     """Generate text with a sparse cache, and show what it read and how long each token took."""
-    kinds = [cache] if compare in (None, cache) else [cache, compare]
+    if compare is cache:
+        raise typer.BadParameter(f"--compare {compare.value} is the cache itself: name the other one")
+    kinds = [cache] if compare is None else [cache, compare]
     sparse_kinds = [kind for kind in kinds if kind is not opt.CacheKind.dense]
     if len(sparse_kinds) > 1:
         raise typer.BadParameter("--compare takes dense here: options of two sparse caches would be mixed up")
+    if not sparse_kinds:
+        options.refuse_all()
     config = options.config(sparse_kinds[0] if sparse_kinds else opt.CacheKind.two_level)
     text = _prompt_text(prompt, prompt_file)
     # Made before the model is loaded: a bad channel file is told at once.

@@ -122,6 +122,13 @@ class CacheOptions:
         except ValueError as error:
             raise typer.BadParameter(_option_names(str(error))) from error
 
+    def refuse_all(self) -> None:
+        """Without a sparse cache no option may differ from its default."""
+        for field in fields(self):
+            if (value := getattr(self, field.name)) != field.default:
+                name = "no-offload" if value is False and field.name == "offload" else field.name
+                raise typer.BadParameter(f"{_spell(name)} has no meaning without a sparse cache")
+
 
 @dataclass(frozen=True)
 class DecodingOptions(CacheOptions):

@@ -23,7 +23,7 @@ class Method:
     Args:
         cache: a :class:`SparseCache` class that takes ``(config, offload, model_config)``.
         config: its configuration's class; its fields are the options.
-        about: one line for people.
+        about: what it does, with its source.
         preset: options that the name stands for.
     """
 

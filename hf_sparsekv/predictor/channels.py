@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from ..offload.lasting import take_rows
 
@@ -144,8 +145,15 @@ class LabelChannels:
             )
 
 
+def check_config(config) -> None:
+    """Raise ``TypeError`` for what is no model's configuration, the model itself for example."""
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"model_config must be the model's configuration (model.config), got {type(config).__name__}")
+
+
 def describe(config) -> dict:
     """What a channel file must agree on with a model's (text) configuration."""
+    check_config(config)
     config = config.get_text_config(decoder=True)
     facts = {key: getattr(config, key, None) for key in _SHAPE_KEYS}
     facts["head_dim"] = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
