@@ -177,7 +177,7 @@ class SparseLayer(Owned, CacheLayerMixin):
                 self._commit(step, query, self.owner.new_columns(mask, step))
                 self._look_ahead(query, absorbed)
             return out
-        if own and not one:
+        if own and self.replay is None:
             self._check_past(mask, step.past)
         if one:
             if dropout:

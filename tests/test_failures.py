@@ -41,6 +41,8 @@ def test_mask_of_cached_columns_changes():
     with pytest.raises(ValueError, match="attention_mask differs from the one these tokens were cached with"):
         feed("llama", cache, IDS[:, :3].repeat(2, 1), attention_mask=changed)
     with pytest.raises(ValueError, match="attention_mask differs"):
+        feed("llama", cache, IDS[:, :1].repeat(2, 1), attention_mask=changed[:, :91])  # a decode step
+    with pytest.raises(ValueError, match="attention_mask differs"):
         feed("llama", cache, IDS[:, :3].repeat(2, 1))  # no mask: nothing would be padding
     feed("llama", cache, IDS[:, :3].repeat(2, 1), attention_mask=right)  # the refusals changed nothing
 
