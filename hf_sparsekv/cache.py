@@ -277,10 +277,7 @@ class SparseCache(Cache):
         return collect_blocks(self.sparse_layers)
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes allocated by this cache's own layers (shared blocks included), ``{"device": ..., "host": ...}``.
-
-        Where a second device chooses also ``"second"``, those on it.
-        """
+        """Bytes allocated by its own layers, shared blocks included: ``device``, ``host``; ``second`` if it has one."""
         held = allocated(self.sparse_layers, self.frames)
         return {name: size for name, size in held.items() if name != "second" or self.rank is not None}
 
@@ -292,6 +289,7 @@ class SparseCache(Cache):
         Raises:
             ValueError: nothing is cached, or the model has layers that cannot be saved (linear attention).
             RuntimeError: an earlier error left the cache incomplete.
+            OSError: ``path`` cannot be written; its directory has to exist.
         """
         from .persistence import save_cache
 
