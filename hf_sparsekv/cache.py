@@ -29,7 +29,7 @@ from .offload.lanes import Lanes
 from .offload.lasting import DeviceLength
 from .offload.leading import Rank
 from .offload.pool import HostBudget
-from .predictor.channels import LabelChannels, check_config
+from .predictor.channels import LabelChannels, check_config, check_layers
 from .selection.base import Policy
 from .selection.progressive import ProgressivePolicy
 from .selection.two_level import TwoLevelPolicy
@@ -167,6 +167,8 @@ class SparseCache(Cache):
         layer = step.layer
         if self.model_config is None:
             self.bind(module.config)
+        elif step.past == 0 and module.config is not self.model_config:
+            check_layers(self.model_config, module.config)
         current = self.layers[layer.index]
         if current is layer:
             return layer.attend(step, query, mask, spec, dropout), None, None
