@@ -29,7 +29,7 @@ from .offload.lanes import Lanes
 from .offload.lasting import DeviceLength
 from .offload.leading import Rank
 from .offload.pool import HostBudget
-from .predictor.channels import LabelChannels, check_config
+from .predictor.channels import LabelChannels, check_config, check_layers
 from .selection.base import Policy
 from .selection.progressive import ProgressivePolicy
 from .selection.two_level import TwoLevelPolicy
@@ -167,6 +167,8 @@ class SparseCache(Cache):
         layer = step.layer
         if self.model_config is None:
             self.bind(module.config)
+        elif step.past == 0 and module.config is not self.model_config:
+            check_layers(self.model_config, module.config)
         current = self.layers[layer.index]
         if current is layer:
             return layer.attend(step, query, mask, spec, dropout), None, None
@@ -277,10 +279,7 @@ class SparseCache(Cache):
         return collect_blocks(self.sparse_layers)
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes allocated by this cache's own layers (shared blocks included), ``{"device": ..., "host": ...}``.
-
-        Where a second device chooses also ``"second"``, those on it.
-        """
+        """Bytes allocated by its own layers, shared blocks included: ``device``, ``host``; ``second`` if it has one."""
         held = allocated(self.sparse_layers, self.frames)
         return {name: size for name, size in held.items() if name != "second" or self.rank is not None}
 
@@ -292,6 +291,7 @@ class SparseCache(Cache):
         Raises:
             ValueError: nothing is cached, or the model has layers that cannot be saved (linear attention).
             RuntimeError: an earlier error left the cache incomplete.
+            OSError: ``path`` cannot be written; its directory has to exist.
         """
         from .persistence import save_cache
 

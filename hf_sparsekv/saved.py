@@ -125,7 +125,16 @@ def all_tensors(layers: list[Layer], block_size: int) -> Shapes:
 
 
 def write(path: Path, state: dict, shapes: Shapes, pieces: Mapping[str, Pieces]) -> None:
-    """Write the file beside its place and move it there when it is whole."""
+    """Write the file beside its place and move it there when it is whole.
+
+    Raises:
+        OSError: its place cannot be written to.
+        RuntimeError: the cache changed meanwhile.
+    """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no directory {path.parent}: make it, or save elsewhere than at {path}")
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory: give the path of a file")
     metadata = {
         "format": FORMAT,
         "version": VERSION,
@@ -143,7 +152,11 @@ def write(path: Path, state: dict, shapes: Shapes, pieces: Mapping[str, Pieces])
     text += b" " * (-len(text) % 8)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with part.open("wb") as file:
+        file = part.open("wb")
+    except OSError as error:  # it names the hidden file
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    try:
+        with file:
             file.write(len(text).to_bytes(8, "little") + text)
             for name in order:
                 for tensor in pieces[name]():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .offload.host_limit import readable
 from .offload.working_set import working_set_bytes
 
 if TYPE_CHECKING:
@@ -189,28 +190,28 @@ class CacheStats:
         )
 
     def __str__(self) -> str:
-        where = f"KV {_bytes(self.device_bytes)} on the device"
+        where = f"KV {readable(self.device_bytes)} on the device"
         if self.host_bytes:
-            where += f", {_bytes(self.host_bytes)} in host memory"
+            where += f", {readable(self.host_bytes)} in host memory"
         if self.second_bytes:
-            where += f", {_bytes(self.second_bytes)} on a second device"
+            where += f", {readable(self.second_bytes)} on a second device"
         if not self.decode_steps:
             what = "no decode step yet"
             if self.materialised:
                 what = f"no sparse decode step: {self.materialised} layer calls bypassed sparse attention"
             return f"{self.cached_tokens} tokens cached, {what}; {where}"
         steps = self.decode_steps
-        read = _bytes((self.kv_bytes_read + self.index_bytes_read) / steps)
+        read = readable((self.kv_bytes_read + self.index_bytes_read) / steps)
         line = (
             f"{steps} steps over {self.cached_tokens} cached tokens: attended to {self.attended_share:.1%}, read "
-            f"{read} a step instead of {_bytes(self.kv_bytes_dense / steps)}"
+            f"{read} a step instead of {readable(self.kv_bytes_dense / steps)}"
         )
         if self.host_bytes:
-            line += f", {_bytes(self.host_to_device_bytes / steps)} of it from host memory"
+            line += f", {readable(self.host_to_device_bytes / steps)} of it from host memory"
         if self.hit_rate is not None:
             line += f", hit rate {self.hit_rate:.1%}"
         if self.working_set_bytes:
-            line += f", working set {_bytes(sum(self.working_set_bytes))}"
+            line += f", working set {readable(sum(self.working_set_bytes))}"
         if self.blocks_per_walk is not None:
             line += f", {self.blocks_per_walk:.1f} blocks a walk for an estimated mass of {self.estimated_mass:.2%}"
         if self.late:
@@ -265,14 +266,6 @@ def allocated(layers, frames) -> dict[str, int]:
 def _covered(walks: tuple[WalkStats, ...]) -> float | None:
     audits = sum(w.audits for w in walks)
     return sum(w.audited_mass * w.audits for w in walks if w.audits) / audits if audits else None
-
-
-def _bytes(n: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if abs(n) < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:.2f} GiB"
 
 
 def collect(layers: list[SparseLayer], frames: FramePools | None = None) -> CacheStats:

@@ -197,6 +197,7 @@ def test_generate_errors(tiny, options, message):
         (("--prompt", "a", "--token-budget", 512, "--num-blocks", 2), "raise --num-blocks to at least 8"),
         (("--prompt", "a", "--max-new-tokens", 0), "--max-new-tokens"),
         (("--prompt", "a", "--cache", "paged"), "--cache"),
+        (("--prompt", "a", "--seed", 3), "--seed has no meaning without a --temperature above 0"),
         (("--prompt", "a", "--device", "tpu0x"), "is no device"),
         (("--prompt", "a", "--device", "mps"), "run on cpu and cuda"),
     ),

@@ -53,11 +53,21 @@ def test_blocks_have_one_place(tiny, command):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), ((("--gpu-memory", "much"), "write for example 24GiB"), ((), "context"))
+    ("options", "message"),
+    (
+        (("--context", 10, "--gpu-memory", "much"), "write for example 24GiB"),
+        ((), "Missing option '--context'"),
+        (("--context", "4m"), "Invalid value for '--context': '4m' is no length; write for example 4k or 16384"),
+        (("--context", 0), "'0' is no length"),
+    ),
 )
 def test_plan_usage(tiny, options, message):
-    context = ("--context", 10) if options else ()
-    assert message in error("plan", tiny, *context, *options, status=2)
+    assert message in error("plan", tiny, *options, status=2)
+
+
+def test_plan_takes_a_context_as_eval_does(tiny):
+    out, plain = (run("plan", tiny, "--context", text).stdout for text in ("2k", 2048))
+    assert "1 x 2,048 tokens" in out and out == plain
 
 
 @pytest.mark.parametrize(

@@ -284,6 +284,16 @@ def test_more_layers(filled):
         deep(IDS[:, :1], past_key_values=filled)
 
 
+@pytest.mark.parametrize("layers", [1, 3])
+def test_configuration_of_another_number_of_layers(layers):
+    """Told by the prompt, not by the step behind it."""
+    cache = two_level(model_config=build("llama", "sdpa", num_hidden_layers=layers).config)
+    message = rf"for a model of {layers} layers \(model_config\), the one that runs has 2: make a new cache, with"
+    with pytest.raises(ValueError, match=message):
+        feed("llama", cache, IDS)
+    assert cache.memory_bytes() == {"device": 0, "host": 0}
+
+
 def test_refusals_leave_the_cache_usable(filled):
     """What is refused before anything is stored changes nothing."""
     with pytest.raises(ValueError, match="batch size"):

@@ -218,8 +218,32 @@ def test_runs_go_on_where_they_stopped(tmp_path) -> None:
     whole = json.loads((tmp_path / "results.json").read_text())
     assert {f["task"]: f["samples"] for f in whole["figures"]} == {"a": 2, "b": 1, "average": 3}
     assert (tmp_path / "results.csv").read_text().splitlines()[0].startswith("task,length,cache,measure,value,low")
-    with pytest.raises(ValueError, match="seed was 0, is 1"):
-        Results(tmp_path, {"seed": 1})
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "told"),
+    [
+        ({"seed": 0}, {"seed": 1}, "then --seed 0, now --seed 1"),
+        (
+            {"chat": True, "text": None},
+            {"chat": False, "text": "a.txt"},
+            "then --chat, now --no-chat; then no --text-file, ",
+        ),
+        (
+            {"question_steps": 3, "chat": False},
+            {"question_steps": 0},
+            "then --no-chat, now no --chat; then --question-steps 3",
+        ),
+        ({"model": "small"}, {"model": "large"}, "then model small, now model large"),
+        ({"task": "agreement", "samples": 1}, {"task": "ruler", "seed": 0}, r"then task agreement, now task ruler\)"),
+    ],
+)
+def test_other_settings_are_told_as_the_command_line_has_them(before, now, told, tmp_path) -> None:
+    results = Results(tmp_path, before)
+    results.add(Record("a", 10, 0, "full", {"score": 1.0}))
+    results.close()
+    with pytest.raises(ValueError, match=rf"another run \({told}.*: choose another directory with --out"):
+        Results(tmp_path, now)
 
 
 def test_figures_are_rows_of_the_benchmarks_tables() -> None:

@@ -213,7 +213,7 @@ def test_eval_ruler_on_a_probe_goes_on_where_it_stopped(probe, tmp_path) -> None
     assert {f.task for f in figures(tmp_path)} == {"single", "vt", "average"}
     attended = {f.cache: f.value for f in figures(tmp_path) if f.measure == "attended" and f.task == "vt"}
     assert attended["full"] == 1 and all(v < 0.6 for name, v in attended.items() if name != "full")
-    assert "holds results of another run" in error(*args, "--seed", "1", *CACHES)
+    assert "holds results of another run (then --seed 0, now --seed 1)" in error(*args, "--seed", "1", *CACHES)
 
 
 def test_eval_reads_a_file(probe, tmp_path) -> None:
@@ -269,6 +269,8 @@ def test_eval_says_what_is_wrong(probe, tiny, tmp_path) -> None:  # noqa: F811
     assert "no chat template" in error("eval", "ruler", tiny, "--chat", *out)
     assert "no task" in error("eval", "longbench", probe, "--tasks", "x", *out, status=2)
     assert "needs a GPU" in error("eval", "agreement", probe, "--capture", "--device", "cpu", *out)
+    data = ("--data", tmp_path, "--max-length", "4k,8k", "--out", tmp_path / "o4")
+    assert "'4k,8k' is no length" in error("eval", "longbench", tiny, *data, status=2)
     short = tmp_path / "short.txt"
     short.write_text("few words")
     assert "longer text" in error("eval", "agreement", tiny, "--text-file", short, "--out", tmp_path / "o2")

@@ -97,6 +97,12 @@ def test_the_default_limit_is_looked_up_at_each_growth(machine):
     assert HostBudget(OffloadConfig(max_host_bytes=5)).limit == 5
 
 
+def test_small_sizes_are_told_in_units_that_show_them():
+    budget = HostBudget(OffloadConfig(max_host_bytes=100))
+    with pytest.raises(MemoryError, match=r"needs 1\.5 MiB of host memory, the limit is 100 B: shorten"):
+        budget.take(3 << 19)
+
+
 def test_limit_of_this_machine():
     limit = host_memory_limit()
     assert 1 << 28 < limit < 1 << 46

@@ -138,6 +138,20 @@ def test_a_failing_save_keeps_the_old_file(path, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["x"] and (tmp_path / "x").read_bytes() == before
 
 
+def test_a_path_that_cannot_be_written_is_named_itself(path, tmp_path):
+    """Not the hidden file beside it."""
+    cache, gone = SparseCache.load(path), tmp_path / "gone" / "x"
+    with pytest.raises(FileNotFoundError, match=rf"there is no directory .*gone: make it, .* than at {gone}$"):
+        cache.save(gone)
+    with pytest.raises(IsADirectoryError, match=rf"^{tmp_path} is a directory: give the path of a file"):
+        cache.save(tmp_path)
+    long = tmp_path / ("x" * 250)  # with what is added to it, too long
+    with pytest.raises(OSError, match=rf"File name too long: '{long}'"):
+        cache.save(long)
+    assert not os.listdir(tmp_path)
+    cache.save(tmp_path / "x")
+
+
 def test_device_that_is_not_here(path, tmp_path):
     with pytest.raises(ValueError, match=r"was saved on cuda:77, which is not here .*: pass device="):
         SparseCache.load(rewrite(path, tmp_path / "x", device="cuda:77"))

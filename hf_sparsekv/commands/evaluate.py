@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..benchmark.results import append_rows
 from . import loading
-from .options import Device, DType, DTypeOption, Model, takes, torch_dtype
+from .options import Device, DType, DTypeOption, Model, parse_tokens, takes, torch_dtype
 from .output import CommandError, messages, note, one_line_errors, results
 
 app = typer.Typer(
@@ -97,13 +96,7 @@ class RunOptions:
 
 
 def _lengths(text: str) -> list[int]:
-    out = []
-    for part in str(text).split(","):
-        match = re.fullmatch(r"\s*(\d+)(k?)\s*", part.lower())
-        if not match or not int(match[1]):
-            raise typer.BadParameter(f"{part!r} is no length; write for example 4k,16384")
-        out.append(int(match[1]) * (1024 if match[2] else 1))
-    return out
+    return [parse_tokens(part) for part in str(text).split(",")]
 
 
 def _names(text: str | None, known: tuple[str, ...], what: str) -> list[str]:
@@ -355,7 +348,7 @@ def longbench(
     source = data or bench.DATASET
     run = _Run("longbench", model, options, data=source, max_length=max_length, chat=chat)
     own = getattr(run.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    most = _lengths(max_length)[0] if max_length else own
+    most = parse_tokens(max_length) if max_length else own
     if most is None:
         raise CommandError("the model does not say how long its prompts may be: give --max-length")
     data_rows = {name: bench.load_rows(name, source)[:samples] for name in names}

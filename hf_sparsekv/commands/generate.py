@@ -60,6 +60,8 @@ def generate(
         raise typer.BadParameter("--compare takes dense here: options of two sparse caches would be mixed up")
     if not sparse_kinds:
         options.refuse_all()
+    if seed is not None and temperature == 0:
+        raise typer.BadParameter("--seed has no meaning without a --temperature above 0")
     config = options.config(sparse_kinds[0] if sparse_kinds else opt.CacheKind.two_level)
     text = _prompt_text(prompt, prompt_file)
     # Made before the model is loaded: a bad channel file is told at once.

@@ -198,6 +198,14 @@ def _option_names(message: str) -> str:
     return re.sub(rf"\b({fields})\b(?!')", lambda match: _spell(match[0]), message)
 
 
+def parse_tokens(text: str) -> int:
+    """``4k`` (4,096) or a plain number of tokens."""
+    match = re.fullmatch(r"\s*(\d+)(k?)\s*", text, re.IGNORECASE)
+    if not match or not int(match[1]):
+        raise typer.BadParameter(f"{text!r} is no length; write for example 4k or 16384")
+    return int(match[1]) * (1024 if match[2] else 1)
+
+
 def parse_bytes(text: str) -> int:
     """``24GiB``, ``80GB``, ``512MiB`` or a plain number of bytes."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)

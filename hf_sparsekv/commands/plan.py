@@ -19,7 +19,13 @@ from .output import note, results, size
 def plan(
     model: opt.Model,
     context: Annotated[
-        int, typer.Option(min=1, help="Tokens per row, prompt and answer together.", show_default=False)
+        int,
+        typer.Option(
+            parser=opt.parse_tokens,
+            metavar="TOKENS",
+            help="Per row, prompt and answer together: 4096, 32k.",
+            show_default=False,
+        ),
     ],
     batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
     dtype: opt.DTypeOption = opt.DType.auto,

@@ -109,9 +109,11 @@ class Results:
             before = json.loads(held.read_text())
             names = sorted({*before, *self.settings})
             other = [name for name in names if before.get(name) != self.settings.get(name)]
+            if "task" in other:  # whose options are others
+                other = ["task"]
             if other:
-                detail = ", ".join(f"{n} was {before.get(n)!r}, is {self.settings.get(n)!r}" for n in other)
-                raise ValueError(f"{out} holds results of another run ({detail}): choose another directory")
+                detail = "; ".join(f"then {_spell(n, before)}, now {_spell(n, self.settings)}" for n in other)
+                raise ValueError(f"{out} holds results of another run ({detail}): choose another directory with --out")
         if (out / SAMPLES).exists():
             self._load(out / SAMPLES)
 
@@ -193,6 +195,19 @@ class Results:
                 writer.writerows(rows)
             (self.out / "results.md").write_text(text)
         return text
+
+
+def _spell(name: str, settings: dict) -> str:
+    """A setting as it was written on the command line."""
+    value = settings.get(name)
+    if name in ("task", "model"):
+        return f"{name} {value}"
+    option = "--" + {"text": "text-file"}.get(name, name).replace("_", "-")
+    if value is None:
+        return f"no {option}"
+    if isinstance(value, bool):
+        return option if value else option.replace("--", "--no-", 1)
+    return f"{option} {value}"
 
 
 def _values(records: list[Record], measure: Measure) -> tuple[np.ndarray, np.ndarray] | None:

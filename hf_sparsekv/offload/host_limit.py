@@ -65,6 +65,15 @@ def _lines(path: str | Path) -> list[str]:
         return []
 
 
+def readable(n: float) -> str:
+    """Bytes as people read them: ``12.5 KiB``."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(n) < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.2f} GiB"
+
+
 class HostBudget:
     """Host bytes that the layers of one cache may take together.
 
@@ -96,9 +105,8 @@ class HostBudget:
         if self.config.max_host_bytes is None:
             why = f" ({DEFAULT_SHARE:.0%} of what this machine or its container has)"
         raise MemoryError(
-            f"the offloaded KV cache needs {(self.used + size) / 2**30:.2f} GiB of host memory, the limit is "
-            f"{limit / 2**30:.2f} GiB{why}: shorten the context, lower the batch size, or raise "
-            "OffloadConfig(max_host_bytes=...)"
+            f"the offloaded KV cache needs {readable(self.used + size)} of host memory, the limit is {readable(limit)}"
+            f"{why}: shorten the context, lower the batch size, or raise OffloadConfig(max_host_bytes=...)"
         )
 
     def take(self, size: int) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from ..link import pci_folder
+from .host_limit import readable
 
 PAGE = mmap.PAGESIZE
 HUGE = 2 << 20  # a large page of x86-64 and, mostly, arm64
@@ -53,7 +54,7 @@ def open_pages(address: int, size: int) -> None:
         MemoryError: the system does not promise so much (``vm.overcommit_memory = 2``).
     """
     if _libc().mprotect(address, size, _READ_WRITE):
-        raise MemoryError(f"the system refuses {size / 2**30:.2f} GiB of memory ({os.strerror(ctypes.get_errno())})")
+        raise MemoryError(f"the system refuses {readable(size)} of memory ({os.strerror(ctypes.get_errno())})")
 
 
 def advise(address: int, size: int, advice: int) -> None:

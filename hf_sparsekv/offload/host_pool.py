@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .host_limit import HostBudget
+from .host_limit import HostBudget, readable
 from .host_pages import (
     DOFORK,
     DONTFORK,
@@ -153,9 +153,7 @@ class HostArena:
             want = max(least, want // 2 // PAGE * PAGE)
             address = reserve(want + HUGE)
         if address is None:
-            raise MemoryError(
-                f"no address space for {least / 2**30:.2f} GiB of offloaded KV: raise the limit (ulimit -v)"
-            )
+            raise MemoryError(f"no address space for {readable(least)} of offloaded KV: raise the limit (ulimit -v)")
         self.reserved = want
         self._start = -(-address // HUGE) * HUGE  # large pages start at their multiples
         self._held = _Held((address, want + HUGE), budget, device)
@@ -213,7 +211,7 @@ class HostArena:
             advise(*step, DONTFORK)
             return
         held.registered.pop()
-        problem = f"{step[1] / 2**30:.2f} GiB of host memory could not be pinned (cudaHostRegister: error {code})"
+        problem = f"{readable(step[1])} of host memory could not be pinned (cudaHostRegister: error {code})"
         if held.budget.config.pin_memory:
             raise RuntimeError(
                 f"{problem}. Use OffloadConfig(pin_memory=None) to go on with pageable memory, or False not to try"

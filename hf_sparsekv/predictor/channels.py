@@ -151,6 +151,16 @@ def check_config(config) -> None:
         raise TypeError(f"model_config must be the model's configuration (model.config), got {type(config).__name__}")
 
 
+def check_layers(model_config, config) -> None:
+    """Raise ``ValueError`` if the model that runs, of ``config``, has another number of layers than the cache."""
+    expected, found = (c.get_text_config(decoder=True).num_hidden_layers for c in (model_config, config))
+    if expected != found:
+        raise ValueError(
+            f"this cache was made for a model of {expected} layers (model_config), the one that runs has {found}: make "
+            "a new cache, with model_config=model.config of this model or without it"
+        )
+
+
 def describe(config) -> dict:
     """What a channel file must agree on with a model's (text) configuration."""
     check_config(config)
