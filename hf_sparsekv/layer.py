@@ -54,12 +54,6 @@ class SparseLayer(Owned, CacheLayerMixin):
         new.owner = copy.deepcopy(self.owner, memo)
         return new
 
-    def __reduce__(self):
-        raise TypeError(
-            "sparse caches cannot be pickled: write one to a file with cache.save(path), or copy it with "
-            "copy.deepcopy(cache)"
-        )
-
     def __repr__(self) -> str:
         return f"SparseLayer({self.index}, {self.get_seq_length()} tokens)"
 

@@ -23,3 +23,9 @@ class Owned:
     @owner.setter
     def owner(self, cache: SparseCache) -> None:
         self._owner = weakref.ref(cache)
+
+    def __reduce__(self):
+        raise TypeError(
+            "sparse caches cannot be pickled: write one to a file with cache.save(path), or copy it with "
+            "copy.deepcopy(cache)"
+        )
