@@ -289,6 +289,22 @@ def test_a_bound_that_was_far_too_high_hides_nothing(place32):
         assert (state.limits[1] > 1).all(), "nothing was left to find, says a bound that has taken all the room"
 
 
+def test_walks_by_bounds_ask_for_exact_sums(place32):
+    """The first block's bound is raised beyond what floats relative to it can hold of those behind it."""
+    given = CASES["bound"].make(place32)
+    heads = given["logits"].shape[1] // given["ids"].shape[1]
+    first = given["ids"][..., :1].clamp_min(0).long().repeat_interleave(heads, 1)
+    given["logits"].scatter_add_(2, first, torch.full_like(first, 100, dtype=torch.float32))
+    found = []
+    for operators, to in ((reference, Place32("cpu")), (kernels, place32)):
+        walk = CASES["bound"].walk(to, {k: v.to(to.device) if torch.is_tensor(v) else v for k, v in given.items()})
+        walk.operators = operators
+        walk.expect()
+        found.append(walk.behind.cpu())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-4)
+    assert found[0].isfinite().any()
+
+
 @pytest.mark.parametrize("name", ["high", "scores", "bound"])
 def test_flags_of_rows(place32, name):
     """``done`` says of each row whether it goes on, as the reference's does."""
