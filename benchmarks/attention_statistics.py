@@ -31,8 +31,8 @@ from hf_sparsekv import TwoLevelConfig
 from hf_sparsekv.benchmark import statistics as st
 from hf_sparsekv.benchmark.results import Row, append_rows, commit
 from hf_sparsekv.evaluation.prefix import attention
+from hf_sparsekv.evaluation.small_model import SMALL_MODEL_NAME, fetch_small_model
 from hf_sparsekv.evaluation.text import python_reference
-from hf_sparsekv.models import SMALL_MODEL_NAME, fetch_small_model
 
 RESULTS = Path(__file__).parent / "results" / "attention_statistics.csv"
 PROFILE = Path(st.__file__).parent / "profiles" / "smollm2-135m.json"

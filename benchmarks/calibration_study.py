@@ -26,12 +26,12 @@ from hf_sparsekv.benchmark.results import Row, append_rows
 from hf_sparsekv.evaluation.cache_specs import METHODS, CacheSpec, Method, parse_cache
 from hf_sparsekv.evaluation.forced import MEASURES, evaluate, passages
 from hf_sparsekv.evaluation.records import Results
+from hf_sparsekv.evaluation.small_model import SMALL_MODEL_NAME, fetch_small_model
 from hf_sparsekv.evaluation.text import python_reference
-from hf_sparsekv.models import SMALL_MODEL_NAME, fetch_small_model
-from hf_sparsekv.offload.store import LayerStore
+from hf_sparsekv.kv.store import LayerStore
+from hf_sparsekv.policies.base import Policy
+from hf_sparsekv.policies.two_level import TwoLevelPolicy
 from hf_sparsekv.predictor.channels import calibrate
-from hf_sparsekv.selection.base import Policy
-from hf_sparsekv.selection.two_level import TwoLevelPolicy
 
 CSV = Path(__file__).parent / "results" / "accuracy.csv"
 BASE = {"token_budget": 128, "num_blocks": 16, "lag": True, "label_channels": 16}

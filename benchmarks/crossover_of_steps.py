@@ -3,8 +3,8 @@
     python benchmarks/crossover_of_steps.py --case glm-4.7-flash --suffix :mla two_level:lag=two_level:lag predictive
 
 Reads `step_ms` of captured_dense and of the named variants from benchmarks/results/step.csv, the newest row of each
-shape, and prints a `Rule` for each (`hf_sparsekv.crossover`). At least two batches and two lengths are needed. With
-`--one-layer`: `attention_us` from operator.csv.
+shape, and prints a `Rule` for each (`hf_sparsekv.tuning.crossover`). At least two batches and two lengths are needed.
+With `--one-layer`: `attention_us` from operator.csv.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from hf_sparsekv import crossover
 from hf_sparsekv.benchmark.shapes import known_config, kv_bytes, text_config
+from hf_sparsekv.tuning import crossover
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -34,8 +34,8 @@ from hf_sparsekv import TwoLevelConfig
 from hf_sparsekv.benchmark.results import Row, append_rows
 from hf_sparsekv.evaluation.prefix import attention, prefill
 from hf_sparsekv.evaluation.ruler_probe import FAMILIES, make_sample
+from hf_sparsekv.evaluation.small_model import SMALL_MODEL_NAME
 from hf_sparsekv.evaluation.text import needle_prompt, python_reference
-from hf_sparsekv.models import SMALL_MODEL_NAME
 from hf_sparsekv.ops.query_predict.reference import MAX_WINDOW, query_predict
 from hf_sparsekv.ops.seal.reference import quantise_labels
 from hf_sparsekv.ops.token_score.reference import unpack_labels

@@ -23,8 +23,8 @@ from small_model import RESULTS, cache_for, load
 
 from hf_sparsekv.benchmark.results import Row, append_rows
 from hf_sparsekv.evaluation.prefix import forced_logits, greedy, prefill
+from hf_sparsekv.evaluation.small_model import SMALL_MODEL_NAME
 from hf_sparsekv.evaluation.text import needle_prompt, python_reference
-from hf_sparsekv.models import SMALL_MODEL_NAME
 
 THRESHOLDS = (0.90, 0.95, 0.98, 0.99)
 

@@ -28,11 +28,11 @@ from hf_sparsekv import ProgressiveConfig
 from hf_sparsekv.benchmark.results import Row, append_rows
 from hf_sparsekv.evaluation import ruler_probe
 from hf_sparsekv.evaluation.prefix import greedy, prefill
+from hf_sparsekv.evaluation.small_model import SMALL_MODEL_NAME
 from hf_sparsekv.evaluation.text import python_reference
-from hf_sparsekv.models import SMALL_MODEL_NAME
 from hf_sparsekv.ops.block_score.reference import query_parts
 from hf_sparsekv.ops.seal import key_metadata
-from hf_sparsekv.selection.progressive import SLOPES
+from hf_sparsekv.policies.progressive import SLOPES
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ProgressiveConfig()

@@ -25,8 +25,8 @@ from transformers.utils import logging
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, ProgressiveCache, ProgressiveConfig, TwoLevelConfig
 from hf_sparsekv.benchmark.results import Row, append_rows
 from hf_sparsekv.evaluation.prefix import forced_logits, greedy, prefill
+from hf_sparsekv.evaluation.small_model import SMALL_MODEL_NAME, fetch_small_model
 from hf_sparsekv.evaluation.text import needle_prompt, python_reference
-from hf_sparsekv.models import SMALL_MODEL_NAME, fetch_small_model
 
 RESULTS = Path(__file__).parent / "results" / "accuracy.csv"
 BASE = {"token_budget": 256, "num_blocks": 16}

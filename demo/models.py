@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_sparsekv import optimize
-from hf_sparsekv.models import is_fetched, small_model_path
+from hf_sparsekv.evaluation.small_model import is_fetched, small_model_path
 
 from .language import Language
 

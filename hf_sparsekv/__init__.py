@@ -11,13 +11,13 @@ from .attention.interface import register as _register
 from .attention.mla import absorb_mla, restore_mla
 from .cache import OffloadedSparseCache, ProgressiveCache, SparseCache
 from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
-from .graphs import optimize, unoptimize
-from .monitor import StepMonitor, StepReport
+from .cuda_graph.optimize import optimize, unoptimize
+from .layers.prefix import PrefixCache
 from .predictive_cache import AsyncPredictiveCache
-from .prefix import PrefixCache
-from .stats import CacheStats, WalkStats
+from .telemetry.monitor import StepMonitor, StepReport
+from .telemetry.stats import CacheStats, WalkStats
+from .telemetry.watch import BlockMap
 from .version import __version__
-from .watch import BlockMap
 
 _register()
 

@@ -23,18 +23,18 @@ from .attention.exact import AttentionSpec
 from .attention.handle import Step
 from .attention.masks import new_columns
 from .config import OffloadConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
-from .layer import SparseLayer
-from .offload.frames import FramePools
-from .offload.lanes import Lanes
-from .offload.lasting import DeviceLength
-from .offload.leading import Rank
-from .offload.pool import HostBudget
+from .kv.lasting import DeviceLength
+from .kv.pool import HostBudget
+from .layers.sparse_layer import SparseLayer
+from .offload.copy_streams import Lanes
+from .offload.page_table import FramePools
+from .policies.base import Policy
+from .policies.progressive import ProgressivePolicy
+from .policies.two_level import TwoLevelPolicy
 from .predictor.channels import LabelChannels, check_config, check_layers
-from .selection.base import Policy
-from .selection.progressive import ProgressivePolicy
-from .selection.two_level import TwoLevelPolicy
-from .stats import CacheStats, allocated, collect
-from .watch import BlockMap, BlockWatch, collect_blocks
+from .second_device.replica import Rank
+from .telemetry.stats import CacheStats, allocated, collect
+from .telemetry.watch import BlockMap, BlockWatch, collect_blocks
 
 
 class SparseCache(Cache):
@@ -103,7 +103,7 @@ class SparseCache(Cache):
 
     def use_rings(self) -> None:
         """Replace filled sliding layers of transformers' own by ones that a captured step can use."""
-        from .sliding import SlidingRing
+        from .layers.sliding import SlidingRing
 
         for index, layer in enumerate(self.layers):
             if type(layer) is DynamicSlidingWindowLayer and layer.is_initialized and not layer.record_past:
@@ -293,7 +293,7 @@ class SparseCache(Cache):
             RuntimeError: an earlier error left the cache incomplete.
             OSError: ``path`` cannot be written; its directory has to exist.
         """
-        from .persistence import save_cache
+        from .persistence.cache_file import save_cache
 
         save_cache(self, path)
 
@@ -323,7 +323,7 @@ class SparseCache(Cache):
             ValueError: it is no saved cache, is damaged, or belongs to another version, model or configuration.
             MemoryError: the host memory that ``offload`` allows does not hold it.
         """
-        from .persistence import load_cache
+        from .persistence.cache_file import load_cache
 
         return load_cache(cls, path, config, offload, model_config, device)
 

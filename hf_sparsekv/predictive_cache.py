@@ -9,11 +9,11 @@ import torch
 
 from .cache import SparseCache
 from .config import OffloadConfig, PredictiveConfig
-from .offload.leading import Rank
+from .policies.base import Policy
+from .policies.predictive import PredictivePolicy
 from .predictor.channels import LabelChannels
-from .selection.base import Policy
-from .selection.predictive import PredictivePolicy
-from .selection.second_device import SecondDevicePolicy
+from .second_device.policy import SecondDevicePolicy
+from .second_device.replica import Rank
 
 
 class AsyncPredictiveCache(SparseCache):

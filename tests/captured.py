@@ -10,8 +10,8 @@ from caches import CACHES, TIGHT
 from models import build, prompt
 
 from hf_sparsekv import optimize
-from hf_sparsekv.graphs import StepRunner, runner_of
-from hf_sparsekv.sliding import SlidingRing
+from hf_sparsekv.cuda_graph.optimize import StepRunner, runner_of
+from hf_sparsekv.layers.sliding import SlidingRing
 
 
 class Imitation(StepRunner):

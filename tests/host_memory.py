@@ -11,10 +11,11 @@ import textwrap
 import torch
 
 from hf_sparsekv import OffloadConfig
-from hf_sparsekv.offload import host_pages, host_pool, pool
+from hf_sparsekv.kv import pool
+from hf_sparsekv.kv.pool import BlockPool
+from hf_sparsekv.offload import host_pages, host_pool
 from hf_sparsekv.offload.host_limit import HostBudget
 from hf_sparsekv.offload.host_pages import PAGE
-from hf_sparsekv.offload.pool import BlockPool
 
 MB = 1 << 20
 SLOT = (2, 16, 32)  # float32: one page

@@ -8,8 +8,10 @@ from typing import ClassVar
 
 import torch
 
-from hf_sparsekv.offload import device_pool, lanes, pool, store
-from hf_sparsekv.offload.lanes import Lane
+from hf_sparsekv.kv import pool, store
+from hf_sparsekv.offload import copy_streams as lanes
+from hf_sparsekv.offload import device_pool
+from hf_sparsekv.offload.copy_streams import Lane
 
 
 class Late:

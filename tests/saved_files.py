@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hf_sparsekv import SparseCache
-from hf_sparsekv.layer import SparseLayer
+from hf_sparsekv.layers.sparse_layer import SparseLayer
 
 IDS = prompt(1, 130)["input_ids"]
 

@@ -14,7 +14,7 @@ from models import build
 from hf_sparsekv.benchmark import baselines, decoding, filling, shapes
 from hf_sparsekv.benchmark import step as bench_step
 from hf_sparsekv.benchmark.baselines import VARIANTS, NotRun, Variant, find, make_cache
-from hf_sparsekv.offload.pool import bucket
+from hf_sparsekv.kv.pool import bucket
 
 BATCH, CONTEXT, NEW = 2, 300, 6
 needs_profile = pytest.mark.skipif(

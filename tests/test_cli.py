@@ -17,10 +17,9 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from hf_sparsekv import __version__
-from hf_sparsekv.cli import app
-from hf_sparsekv.commands import doctor, loading
-from hf_sparsekv.commands.running import encode
-from hf_sparsekv.models import ModelFetchError
+from hf_sparsekv.cli import app, doctor, loading
+from hf_sparsekv.cli.running import encode
+from hf_sparsekv.evaluation.small_model import ModelFetchError
 from hf_sparsekv.predictor.channels import LabelChannels
 
 TEXT = "the quick brown fox jumps over the lazy dog " * 30  # a token is a character: longer than window and blocks
@@ -141,9 +140,9 @@ def test_seeded_sampling_repeats(tiny):
 
 
 def test_slower_is_said(tiny, monkeypatch):
-    from hf_sparsekv.commands import generate as module
-    from hf_sparsekv.commands.running import Run
-    from hf_sparsekv.timing import Timing
+    from hf_sparsekv.cli import generate as module
+    from hf_sparsekv.cli.running import Run
+    from hf_sparsekv.telemetry.timing import Timing
 
     times = {"two_level": 0.2, "dense": 0.1}
 
@@ -263,7 +262,7 @@ def test_fetch_tells_why(monkeypatch):
     def fail(dest, console):
         raise ModelFetchError("no\nnetwork [here]")
 
-    from hf_sparsekv.commands import fetch as module
+    from hf_sparsekv.cli import fetch as module
 
     monkeypatch.setattr(module, "fetch_small_model", fail)
     assert error("fetch") == "error: no network [here]"

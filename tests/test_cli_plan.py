@@ -7,7 +7,7 @@ import re
 import pytest
 from test_cli import error, run, tiny
 
-from hf_sparsekv.commands import options as opt
+from hf_sparsekv.cli import options as opt
 
 __all__ = ["tiny"]  # a fixture
 

@@ -12,11 +12,12 @@ from caches import SMALL, TIGHT, two_level
 from models import model
 from test_cli import error, run
 
-from hf_sparsekv import OffloadConfig, TwoLevelConfig, crossover, user_file
-from hf_sparsekv.commands import calibrate_device as command
-from hf_sparsekv.commands import plan as plan_command
-from hf_sparsekv.crossover import BUILT_IN, METHODS, Rule, Timing
-from hf_sparsekv.plan import model_shape, plan_memory
+from hf_sparsekv import OffloadConfig, TwoLevelConfig
+from hf_sparsekv.cli import calibrate_device as command
+from hf_sparsekv.cli import plan as plan_command
+from hf_sparsekv.tuning import crossover, user_file
+from hf_sparsekv.tuning.crossover import BUILT_IN, METHODS, Rule, Timing
+from hf_sparsekv.tuning.plan import model_shape, plan_memory
 
 H200 = "NVIDIA H200"
 WIDTH = 4096  # bytes of a token: 8 KV heads of 128 + 128 channels, bf16

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, SparseCache, SparseConfig, TwoLevelConfig
-from hf_sparsekv.commands import loading
-from hf_sparsekv.commands.output import CommandError
+from hf_sparsekv.cli import loading
+from hf_sparsekv.cli.output import CommandError
 from hf_sparsekv.predictor.channels import LabelChannels, calibrate
 
 IDS = prompt(1, 90)["input_ids"]

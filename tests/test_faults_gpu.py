@@ -14,7 +14,7 @@ from models import build, prompt
 from transformers import DynamicCache, StoppingCriteria
 
 from hf_sparsekv import OffloadConfig, optimize
-from hf_sparsekv.offload.lanes import Lane
+from hf_sparsekv.offload.copy_streams import Lane
 
 pytestmark = pytest.mark.gpu
 HOW = {"max_new_tokens": 40, "do_sample": False}
@@ -173,7 +173,7 @@ def test_two_caches_in_turns(net):
 
 def test_out_of_device_memory_in_mid_answer(net, monkeypatch):
     """While the pool grows: an error, and after reset() the same cache gives the right text."""
-    from hf_sparsekv.offload.pool import BlockPool
+    from hf_sparsekv.kv.pool import BlockPool
 
     given, cache = inputs(), two_level(**FULL)
     grow, calls = BlockPool._grow, []

@@ -13,7 +13,7 @@ from models import build, model, prompt
 
 from hf_sparsekv import OffloadConfig
 from hf_sparsekv.offload.device_pool import DevicePool
-from hf_sparsekv.offload.frames import Residents
+from hf_sparsekv.offload.page_table import Residents
 
 
 def generate(net, cache, inputs, tokens: int = 40) -> torch.Tensor:

@@ -16,9 +16,10 @@ from models import MLA, MODELS, REFERENCE, build, prompt
 from torch import nn
 from transformers import DynamicCache
 
-from hf_sparsekv import fused, fused_layers
-from hf_sparsekv.fused import ARCHS, fuse, why_not
-from hf_sparsekv.fused_layers import FusedLayer, FusedNorm
+from hf_sparsekv.fusion import fuse as fused
+from hf_sparsekv.fusion import layers as fused_layers
+from hf_sparsekv.fusion.fuse import ARCHS, fuse, why_not
+from hf_sparsekv.fusion.layers import FusedLayer, FusedNorm
 
 pytestmark = pytest.mark.quick
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_fused import VARIANTS, logits, made
 
-from hf_sparsekv.fused import fuse
+from hf_sparsekv.fusion.fuse import fuse
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,8 @@ from captured import Imitation, same_counts
 from models import build, model, prompt, reference
 
 from hf_sparsekv import optimize, unoptimize
-from hf_sparsekv.graphs import runner_of
-from hf_sparsekv.sliding import SlidingRing
+from hf_sparsekv.cuda_graph.optimize import runner_of
+from hf_sparsekv.layers.sliding import SlidingRing
 
 
 def test_optimize_leaves_the_cpu_alone_and_says_so():

@@ -15,7 +15,7 @@ from models import build
 from transformers import TextStreamer
 
 from hf_sparsekv import optimize, unoptimize
-from hf_sparsekv.graphs import runner_of
+from hf_sparsekv.cuda_graph.optimize import runner_of
 
 
 @pytest.mark.gpu

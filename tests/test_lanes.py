@@ -18,9 +18,10 @@ from models import build, model, prompt, reference
 from transformers import DynamicCache
 
 from hf_sparsekv import SparseCache
-from hf_sparsekv.offload import device_pool, pool, store
-from hf_sparsekv.offload.lanes import Lane
-from hf_sparsekv.selection.two_level import TwoLevelPolicy as two_level_policy
+from hf_sparsekv.kv import pool, store
+from hf_sparsekv.offload import device_pool
+from hf_sparsekv.offload.copy_streams import Lane
+from hf_sparsekv.policies.two_level import TwoLevelPolicy as two_level_policy
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from models import build, prompt, reference
 from transformers import DynamicCache
 
 from hf_sparsekv import OffloadConfig
-from hf_sparsekv.offload import store
-from hf_sparsekv.offload.lanes import Lane
+from hf_sparsekv.kv import store
+from hf_sparsekv.offload.copy_streams import Lane
 
 
 @pytest.mark.gpu

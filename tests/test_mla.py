@@ -14,11 +14,12 @@ from models import MLA, build, model, prompt, reference
 from torch import nn
 from transformers import DynamicCache
 
-from hf_sparsekv import OffloadedSparseCache, TwoLevelConfig, absorb_mla, crossover, optimize, restore_mla, unoptimize
+from hf_sparsekv import OffloadedSparseCache, TwoLevelConfig, absorb_mla, optimize, restore_mla, unoptimize
 from hf_sparsekv.attention import mla
 from hf_sparsekv.attention.exact import AttentionSpec, exact_attention
 from hf_sparsekv.attention.mla import Absorbed, is_mla
 from hf_sparsekv.predictor.channels import calibrate
+from hf_sparsekv.tuning import crossover
 
 GO = {"do_sample": False, "max_new_tokens": 30}
 PLAIN = [name for name in MLA if name != "kimi-linear"]  # which needs its configuration
@@ -165,7 +166,7 @@ def test_latents_are_stored_once(offload):
 
 @pytest.mark.parametrize(("dim", "channels"), [(576, 128), (128, 32), (64, 16), (256, 64), (24, 6), (6, 2)])
 def test_default_label_channels(dim, channels):
-    from hf_sparsekv.selection.two_level import default_channels
+    from hf_sparsekv.policies.two_level import default_channels
 
     assert default_channels(dim) == channels
 
@@ -213,7 +214,7 @@ def test_the_crossover_of_other_layers_does_not_count(monkeypatch):
         asked.append(method)
         return 1 << 30
 
-    monkeypatch.setattr("hf_sparsekv.selection.base.dense_tokens", dense_tokens)
+    monkeypatch.setattr("hf_sparsekv.policies.base.dense_tokens", dense_tokens)
     for name in ("llama", "youtu"):
         model(name).generate(**prompt(1, 200), **GO, past_key_values=two_level(**{**TIGHT, "dense_below": "auto"}))
     assert set(asked) == {"two_level:lag", "two_level:lag:mla"}

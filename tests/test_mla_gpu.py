@@ -24,7 +24,7 @@ from hf_sparsekv import (
 from hf_sparsekv.attention import mla
 from hf_sparsekv.attention.exact import AttentionSpec, exact_attention
 from hf_sparsekv.attention.mla import Absorbed
-from hf_sparsekv.graphs import runner_of
+from hf_sparsekv.cuda_graph.optimize import runner_of
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_sparsekv import models
-from hf_sparsekv.models import ModelFetchError, fetch_small_model, is_fetched, models_root, small_model_path
+from hf_sparsekv.evaluation import small_model as models
+from hf_sparsekv.evaluation.small_model import (
+    ModelFetchError,
+    fetch_small_model,
+    is_fetched,
+    models_root,
+    small_model_path,
+)
 
 
 @pytest.fixture

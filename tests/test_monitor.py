@@ -12,7 +12,7 @@ from models import build, model, prompt, reference
 from transformers import DynamicCache
 
 from hf_sparsekv import StepMonitor
-from hf_sparsekv.timing import TokenTimer
+from hf_sparsekv.telemetry.timing import TokenTimer
 
 
 def generate(ours, cache, monitor, tokens: int = 10):

@@ -14,7 +14,7 @@ from models import build, prompt, reference
 from transformers import DynamicCache
 
 from hf_sparsekv import optimize
-from hf_sparsekv.graphs import runner_of
+from hf_sparsekv.cuda_graph.optimize import runner_of
 
 # Each rank generates with its half of the heads, and alone with all of them.
 RANKS = """

@@ -20,8 +20,8 @@ from hf_sparsekv import (
     SparseCache,
     TwoLevelConfig,
 )
-from hf_sparsekv.plan import MemoryPlan, ModelShape, plan_memory
-from hf_sparsekv.plan import model_shape as shape_of
+from hf_sparsekv.tuning.plan import MemoryPlan, ModelShape, plan_memory
+from hf_sparsekv.tuning.plan import model_shape as shape_of
 
 NAMES = ("llama", "llama-mqa", "qwen3", "gemma3", "mistral", "phi3", "qwen3-next", "glm4-moe-lite")
 CONFIGS = {

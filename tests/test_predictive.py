@@ -15,7 +15,7 @@ from oracle import TOLERANCE, Oracle, Race
 from torch import Tensor
 
 from hf_sparsekv import OffloadConfig, PredictiveConfig
-from hf_sparsekv.selection.packed import Packed
+from hf_sparsekv.policies.packed import Packed
 
 TIGHT = {"token_budget": 32}
 

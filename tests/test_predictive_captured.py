@@ -10,8 +10,8 @@ from models import build, prompt
 from oracle import TOLERANCE
 from test_predictive import TIGHT, PredictiveRace
 
-from hf_sparsekv.captured import Replay
-from hf_sparsekv.selection.predictive import PredictivePolicy
+from hf_sparsekv.cuda_graph.captured_step import Replay
+from hf_sparsekv.policies.predictive import PredictivePolicy
 
 
 def test_a_captured_step_predicts_before_it_attends(monkeypatch):

@@ -108,7 +108,7 @@ def test_what_is_refused():
 @pytest.mark.gpu
 def test_captured_dense_decoding_on_a_gpu():
     from hf_sparsekv import optimize
-    from hf_sparsekv.graphs import runner_of
+    from hf_sparsekv.cuda_graph.optimize import runner_of
 
     ours = optimize(build("llama", "sparsekv").to("cuda"), fused=False)
     ids = prompt(1, 200)["input_ids"].cuda()

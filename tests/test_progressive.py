@@ -14,7 +14,7 @@ from models import build, model, prompt
 from oracle import TOLERANCE, Oracle, Race
 
 from hf_sparsekv import OffloadConfig, ProgressiveCache, ProgressiveConfig, TwoLevelConfig
-from hf_sparsekv.selection.progressive import SLOPES
+from hf_sparsekv.policies.progressive import SLOPES
 
 
 class WalkOracle(Oracle):
@@ -351,7 +351,7 @@ def test_the_cache_takes_its_own_configuration():
 
 def test_a_verifier_that_does_not_report_is_an_error():
     """Nobody spins for ever."""
-    from hf_sparsekv.selection.host_driven import HostDriven
+    from hf_sparsekv.policies.host_driven import HostDriven
 
     idle = SimpleNamespace(query=lambda: True)
     with pytest.raises(RuntimeError, match="did not report"):

@@ -12,7 +12,7 @@ from captured import Imitation
 from models import build, model, prompt
 from test_progressive import decode
 
-from hf_sparsekv.selection.progressive import ProgressivePolicy
+from hf_sparsekv.policies.progressive import ProgressivePolicy
 
 
 def test_audits_of_steps_captured_before_a_reset(monkeypatch):

@@ -15,10 +15,10 @@ from oracle import TOLERANCE
 from test_predictive import TIGHT, PredictiveRace, decode
 
 from hf_sparsekv import PredictiveConfig, SparseCache
-from hf_sparsekv.captured import Replay
-from hf_sparsekv.offload.leading import LeadingStore, Rank
-from hf_sparsekv.offload.store import LayerStore
-from hf_sparsekv.selection.packed import Packed
+from hf_sparsekv.cuda_graph.captured_step import Replay
+from hf_sparsekv.kv.store import LayerStore
+from hf_sparsekv.policies.packed import Packed
+from hf_sparsekv.second_device.replica import LeadingStore, Rank
 
 
 class Slow:

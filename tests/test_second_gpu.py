@@ -14,9 +14,9 @@ from test_predictive import TIGHT
 from torch import Tensor
 
 from hf_sparsekv import optimize
-from hf_sparsekv.graphs import runner_of
-from hf_sparsekv.offload.leading import Rank
-from hf_sparsekv.selection.second_device import TwinPolicy
+from hf_sparsekv.cuda_graph.optimize import runner_of
+from hf_sparsekv.second_device.policy import TwinPolicy
+from hf_sparsekv.second_device.replica import Rank
 
 GPU = torch.cuda.device_count()
 CYCLES = 4_000_000  # of a second device that is slow: about 2 ms

@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hf_sparsekv import OffloadConfig, SparseConfig
 from hf_sparsekv.attention.exact import AttentionSpec
-from hf_sparsekv.offload.lasting import DeviceLength
-from hf_sparsekv.offload.pool import BlockPool, HostBudget, bucket
-from hf_sparsekv.offload.store import VALID, LayerStore, ring_tokens
+from hf_sparsekv.kv.lasting import DeviceLength
+from hf_sparsekv.kv.pool import BlockPool, HostBudget, bucket
+from hf_sparsekv.kv.store import VALID, LayerStore, ring_tokens
 from hf_sparsekv.ops.seal import Index, key_bounds
 
 HEADS, KEY, VALUE, SIZE = 2, 4, 6, 16

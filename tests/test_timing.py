@@ -7,7 +7,7 @@ import torch
 from models import model, prompt
 from transformers.generation.streamers import BaseStreamer
 
-from hf_sparsekv.timing import TokenTimer
+from hf_sparsekv.telemetry.timing import TokenTimer
 
 
 class Clock:

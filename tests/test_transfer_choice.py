@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_sparsekv import transfer
-from hf_sparsekv.link import UNKNOWN, link_name
-from hf_sparsekv.transfer import Point, Settings
+from hf_sparsekv.tuning import transfer
+from hf_sparsekv.tuning.link import UNKNOWN, link_name
+from hf_sparsekv.tuning.transfer import Point, Settings
 
 GPU = torch.device("cuda", 0)
 

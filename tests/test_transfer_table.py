@@ -13,13 +13,13 @@ from captured import check, on_gpu
 from test_cli import error, run
 from test_transfer_choice import points
 
-from hf_sparsekv import crossover, transfer
-from hf_sparsekv.commands import calibrate_device as command
-from hf_sparsekv.commands import doctor
-from hf_sparsekv.link import UNKNOWN, link_name
+from hf_sparsekv.cli import calibrate_device as command
+from hf_sparsekv.cli import doctor
 from hf_sparsekv.offload import device_pool
 from hf_sparsekv.offload.device_pool import DevicePool
-from hf_sparsekv.transfer import DEFAULT, Point, Settings
+from hf_sparsekv.tuning import crossover, transfer
+from hf_sparsekv.tuning.link import UNKNOWN, link_name
+from hf_sparsekv.tuning.transfer import DEFAULT, Point, Settings
 
 H200, FIVE, FOUR = "NVIDIA H200", "PCIe 5.0 x16", "PCIe 4.0 x16"
 GPU = torch.device("cuda", 0)

@@ -37,7 +37,7 @@ def main() -> None:
 
     from transformers import AutoTokenizer
 
-    from hf_sparsekv.commands.loading import resolve_model
+    from hf_sparsekv.cli.loading import resolve_model
 
     print(build(AutoTokenizer.from_pretrained(resolve_model(args.tokenizer)), args.tokens, args.depth))
 

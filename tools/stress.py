@@ -31,7 +31,7 @@ from caches import FULL, TIGHT, two_level
 from models import VOCAB, build, prompt, reference
 
 from hf_sparsekv import OffloadConfig, SparseCache, optimize
-from hf_sparsekv.offload.lanes import Lane
+from hf_sparsekv.offload.copy_streams import Lane
 
 MODELS = ("llama", "llama-mqa", "qwen3", "gemma3")
 TIE = 2e-3  # difference of log-probabilities that rounding may turn over

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ..layer import SparseLayer
+    from ..layers.sparse_layer import SparseLayer
     from .mla import Absorbed
 
 

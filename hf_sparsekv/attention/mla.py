@@ -25,7 +25,11 @@ from .handle import KVHandle
 
 _NEEDED = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _OWN, _HELD = "_sparsekv_own_expand_kv", "_sparsekv_kv_b"
-_BETWEEN = ("hf_sparsekv.layer", "hf_sparsekv.cache", "transformers.cache_utils")  # a module's forward and this one
+_BETWEEN = (
+    "hf_sparsekv.layers.sparse_layer",
+    "hf_sparsekv.cache",
+    "transformers.cache_utils",
+)  # a module's forward and this one
 _PIECE = 1 << 29  # bytes of keys and values that are expanded at once
 _PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SAMPLE = (

@@ -23,8 +23,8 @@ from .. import (
     unoptimize,
 )
 from ..attention.mla import is_mla
-from ..fused import fuse
-from ..offload.pool import host_memory_limit
+from ..fusion.fuse import fuse
+from ..kv.pool import host_memory_limit
 from .free_selection import FreeCache, FreeConfig
 from .shapes import cached_token, kv_bytes, text_config, windows
 

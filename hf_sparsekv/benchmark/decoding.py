@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from ..graphs import runner_of
+from ..cuda_graph.optimize import runner_of
 from .shapes import text_config
 
 WARM_UP = 8  # tokens: captures, compilation, clocks of the device

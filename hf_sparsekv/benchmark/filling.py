@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..config import SparseConfig
-from ..layer import SparseLayer
+from ..layers.sparse_layer import SparseLayer
 from .shapes import cached_token, head_dim, latent_dims, query_dim, text_config, windows
 
 CALIBRATION = 512  # tokens that the label channels are made from

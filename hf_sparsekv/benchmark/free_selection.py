@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..config import PredictiveConfig
-from ..offload.store import LayerStore
+from ..kv.store import LayerStore
+from ..policies.base import Policy
+from ..policies.predictive import PredictivePolicy
 from ..predictive_cache import AsyncPredictiveCache
-from ..selection.base import Policy
-from ..selection.predictive import PredictivePolicy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from .. import unoptimize
-from ..fused import why_not
+from ..fusion.fuse import why_not
 from .baselines import VARIANTS, Variant, check, chose_dense, find, forget_compiled, make_cache, prepare
 from .decoding import free, generate
 from .filling import SOURCES, fill_cache

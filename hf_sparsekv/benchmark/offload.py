@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from .. import unoptimize
-from ..fused import why_not
+from ..fusion.fuse import why_not
 from .decoding import free
 from .report import Report
 from .results import device_name, versions

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import unoptimize
-from ..graphs import runner_of
+from ..cuda_graph.optimize import runner_of
 from ..ops.block_copy.triton import block_copy
 from .baselines import find, make_cache, prepare
 from .decoding import Steps, capture_seconds, replay_ms, timed

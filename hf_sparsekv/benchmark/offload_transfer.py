@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..ops.block_copy import dma
 from ..ops.block_copy.triton import TILE, block_copy
-from ..transfer import DEFAULT
+from ..tuning.transfer import DEFAULT
 from .report import Report
 
 POOL = 1 << 30  # bytes of pinned memory

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from ..config import TwoLevelConfig
-from ..offload.pool import bucket
-from ..offload.store import VALID, ring_tokens
+from ..kv.pool import bucket
+from ..kv.store import VALID, ring_tokens
 from ..ops.append import append
 from ..ops.block_score import block_score
 from ..ops.seal import quantise_labels
 from ..ops.sparse_decode import sparse_decode
 from ..ops.token_score import token_score
 from ..ops.topk_select import block_select, token_select
-from ..selection.two_level import default_channels
+from ..policies.two_level import default_channels
 
 MODELS = {
     "qwen3-8b": {"q_heads": 32, "heads": 8, "dim": 128, "value_dim": None},

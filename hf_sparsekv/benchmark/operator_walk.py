@@ -29,7 +29,7 @@ from ..ops.block_rank.reference import block_rank as ranked
 from ..ops.block_score import block_score
 from ..ops.progressive import ROUNDS, Walk, WalkState, progressive_decode, reference
 from ..ops.seal import key_metadata
-from ..selection.progressive import SLOPES
+from ..policies.progressive import SLOPES
 from .operator_check import near_enough, same
 from .operator_inputs import PIECE, Layer
 from .operator_timing import Time, captured

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from ..attention.exact import AttentionSpec
 from ..cache import SparseCache
-from ..layer import SparseLayer
-from ..offload.store import LayerStore
+from ..kv.store import LayerStore
+from ..layers.sparse_layer import SparseLayer
 from ..ops.topk_select import token_select
-from ..selection.packed import Packed
-from ..selection.predictive import PredictivePolicy
-from ..selection.second_device import SecondDevicePolicy
+from ..policies.packed import Packed
+from ..policies.predictive import PredictivePolicy
+from ..second_device.policy import SecondDevicePolicy
 
 # Of the tokens chosen for consecutive steps, on the recorded small model: two thirds are the same (docs/accuracy.md).
 COPIED = 1 / 3

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from ..models import small_model_path
+from ..evaluation.small_model import small_model_path
 
 LONGEST = 262144  # positions: more than most of these models were trained for, the time of a step does not mind
 

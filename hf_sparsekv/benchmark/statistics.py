@@ -2,7 +2,7 @@
 
 Every function takes plain tensors, so that real attention (``benchmarks/attention_statistics.py``) and made-up tensors
 (:mod:`.synthetic`) are measured alike. Everything is about *stored* blocks, those that a cache selects from: sinks, the
-recent window and blocks that are not sealed yet are left out, as in :class:`~hf_sparsekv.offload.store.LayerStore`.
+recent window and blocks that are not sealed yet are left out, as in :class:`~hf_sparsekv.kv.store.LayerStore`.
 """
 
 from __future__ import annotations

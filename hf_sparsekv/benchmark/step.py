@@ -30,9 +30,9 @@ import torch
 
 from .. import unoptimize
 from ..config import SparseConfig
-from ..fused import why_not
-from ..graphs import runner_of
-from ..offload.pool import bucket
+from ..cuda_graph.optimize import runner_of
+from ..fusion.fuse import why_not
+from ..kv.pool import bucket
 from .baselines import (
     VARIANTS,
     Variant,

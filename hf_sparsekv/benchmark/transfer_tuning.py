@@ -18,7 +18,7 @@ from torch import Tensor
 from ..ops.block_copy import dma
 from ..ops.block_copy.triton import block_copy
 from ..ops.small_linear import small_linear
-from ..transfer import Point, near_best
+from ..tuning.transfer import Point, near_best
 from .offload_transfer import BLOCK, DIM, HEADS, gbps
 from .operator_timing import captured
 

@@ -41,7 +41,7 @@ class SparseKVLM(HFLM):
         if self.backend != "causal":
             raise ValueError("sparse caches serve decoder-only models")
         if capture:
-            from ..graphs import optimize
+            from ..cuda_graph.optimize import optimize
 
             optimize(self.model)
 

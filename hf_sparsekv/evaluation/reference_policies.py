@@ -13,10 +13,10 @@ from torch import Tensor
 from ..attention.exact import AttentionSpec
 from ..cache import SparseCache
 from ..config import SparseConfig, _not_negative, _positive
-from ..offload.store import LayerStore
+from ..kv.store import LayerStore
 from ..ops.sparse_decode.reference import SELECTABLE
 from ..ops.topk_select.reference import topk_ids
-from ..selection.base import Policy
+from ..policies.base import Policy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,11 @@ import psutil
 import torch
 from torch import Tensor
 
+from ..kv.lasting import lasting
 from ..ops.block_copy import BACKENDS, block_copy
 from ..ops.residency import COUNTERS, FREE, WINDOW, FrameState, lookup, residency
-from ..transfer import settings
-from .lanes import wait
-from .lasting import lasting
+from ..tuning.transfer import settings
+from .copy_streams import wait
 
 BOOKKEEPING = 12  # bytes a frame beside its content: owner and stamp
 
@@ -40,8 +40,8 @@ class DevicePool:
         frames: ``[F, B, W]``: a frame holds one block of one KV head of one layer.
         state: owners, stamps and page tables, see ``FrameState``.
         how: back end of the copies, see ``ops.block_copy``; ``"auto"`` becomes what is known to be quickest over the
-            device's link (:mod:`hf_sparsekv.transfer`). Captured steps, and their trial runs, take ``"auto"`` for what
-            no graph can hold.
+            device's link (:mod:`hf_sparsekv.tuning.transfer`). Captured steps, and their trial runs, take ``"auto"``
+            for what no graph can hold.
         window: frames that are compared when the oldest are looked for, see ``ops.residency``.
     """
 

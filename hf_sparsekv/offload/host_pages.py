@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ..link import pci_folder
+from ..tuning.link import pci_folder
 from .host_limit import readable
 
 PAGE = mmap.PAGESIZE

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from .store import LayerStore
+    from ..kv.store import LayerStore
 
 STEPS = 12  # SparseServe's window
 

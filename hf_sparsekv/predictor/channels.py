@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ..offload.lasting import take_rows
+from ..kv.lasting import take_rows
 
 FORMAT = "hf-sparsekv-channels-1"
 _SHAPE_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -184,7 +184,7 @@ def calibrate(model, inputs: Iterable[Tensor], importance: str = "max") -> Label
     """
     from ..cache import OffloadedSparseCache
     from ..config import TwoLevelConfig
-    from ..layer import SparseLayer
+    from ..layers.sparse_layer import SparseLayer
 
     config = model.config.get_text_config(decoder=True)
     before = model.config._attn_implementation

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...transfer import settings
+from ...tuning.transfer import settings
 from .._overlap import begin, overlap
 
-PROGRAMS_DEVICE = 1056  # within the device, where the link is no limit; over it see hf_sparsekv.transfer
+PROGRAMS_DEVICE = 1056  # within the device, where the link is no limit; over it see hf_sparsekv.tuning.transfer
 SMALL = 16384  # bytes
 TILE = 16384  # bytes that a program has on their way at a time: 128 a thread
 WORDS = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
@@ -51,8 +51,8 @@ def block_copy(
 ) -> None:
     """As ``reference.block_copy``; ``kv`` and ``frames`` are pinned or on the device, ``copies`` are on the device.
 
-    ``programs`` and ``warps`` replace what is known of the device and its link (:mod:`hf_sparsekv.transfer`), ``tile``
-    (bytes) the constant.
+    ``programs`` and ``warps`` replace what is known of the device and its link (:mod:`hf_sparsekv.tuning.transfer`),
+    ``tile`` (bytes) the constant.
     """
     if kv.dtype != frames.dtype or kv.shape[2:] != frames.shape[1:]:
         raise ValueError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-VALID, SINK = 1, 2  # bits of a token's flag (see hf_sparsekv.offload.store)
+VALID, SINK = 1, 2  # bits of a token's flag (see hf_sparsekv.kv.store)
 
 
 @dataclass(frozen=True)

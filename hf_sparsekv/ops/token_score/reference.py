@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SELECTABLE = 1  # value of a token's flag: valid, and not a sink (see hf_sparsekv.offload.store)
+SELECTABLE = 1  # value of a token's flag: valid, and not a sink (see hf_sparsekv.kv.store)
 
 
 def unpack_labels(codes: Tensor, qparams: Tensor | None) -> Tensor:

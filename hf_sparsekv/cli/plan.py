@@ -1,0 +1,122 @@
+"""``hf-sparsekv plan``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+import typer
+from rich.table import Table
+
+from ..kv.pool import host_memory_limit
+from ..tuning.plan import MemoryPlan, model_shape, plan_memory
+from . import options as opt
+from .loading import load_config
+from .output import note, results, size
+
+
+@opt.takes(opt.CacheOptions)
+def plan(
+    model: opt.Model,
+    context: Annotated[
+        int,
+        typer.Option(
+            parser=opt.parse_tokens,
+            metavar="TOKENS",
+            help="Per row, prompt and answer together: 4096, 32k.",
+            show_default=False,
+        ),
+    ],
+    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
+    dtype: opt.DTypeOption = opt.DType.auto,
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="For example 24GiB; default: the GPU's, if there is one.")
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help="For example 128GiB; default: 80 % of this machine's or container's.")
+    ] = None,
+    cache: Annotated[opt.CacheKind, typer.Option("--cache", help="two_level, progressive or predictive.")] = (
+        opt.CacheKind.two_level
+    ),
+    *,
+    options: opt.CacheOptions,
+) -> None:
+    """Will it fit? GPU and host memory, from the model's configuration alone."""
+    if cache is opt.CacheKind.dense:
+        raise typer.BadParameter(
+            "plan compares a sparse cache with the dense one: --cache two_level, progressive or predictive"
+        )
+    config = options.config(cache)
+    gpu = opt.parse_bytes(gpu_memory) if gpu_memory else _detected_gpu()
+    host = opt.parse_bytes(host_memory) if host_memory else int(0.8 * host_memory_limit())
+    shape = model_shape(load_config(model), opt.torch_dtype(dtype))
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else None
+    opt.check_place(config, options.offload)
+    planned = plan_memory(
+        shape, config, opt.offload_config(options.offload), context=context, batch=batch, device=device
+    )
+    _show(planned, gpu, host)
+
+
+def _detected_gpu() -> int | None:
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(0).total_memory
+
+
+def _show(p: MemoryPlan, gpu: int | None, host: int) -> None:
+    layers = p.model.layers
+    kinds = [(kind, sum(layer.kind == kind for layer in layers)) for kind in ("full", "sliding", "other")]
+    counted = ", ".join(f"{n} {kind}" for kind, n in kinds if n)
+    dtype = str(p.model.dtype).removeprefix("torch.")
+    results.print(f"{p.model.model_type}, {dtype}, layers: {counted}; {p.batch} x {p.context:,} tokens")
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for title in ("sparse: GPU", "sparse: host", "dense: GPU"):
+        table.add_column(title, justify="right")
+
+    def row(name: str, device: int, in_host: int, dense: int | None, style: str | None = None) -> None:
+        cells = [size(n) if n else "-" for n in (device, in_host, dense or 0)]
+        table.add_row(name, *cells, style=style)
+
+    row("weights", p.weights, 0, p.weights)
+    row("KV blocks", p.kept if p.offloaded else p.blocks, p.cache_host, p.dense_kv - p.stock)
+    if p.frames:
+        row("device copies of what is chosen", p.frames, 0, 0)
+    row("block bounds", p.bounds, 0, 0)
+    row("token labels", p.labels, 0, 0)
+    row("sinks and recent tokens", p.near, 0, 0)
+    row("tables and flags", p.tables, 0, 0)
+    row("sliding and other layers", p.stock, 0, p.stock)
+    row("prefill (estimate)", p.prefill, 0, p.prefill)
+    row("total", p.device_total, p.cache_host, p.dense_total, style="bold")
+    results.print(table)
+
+    if gpu is None:
+        results.print("GPU: none found; give --gpu-memory to check a size")
+    else:
+        results.print(f"GPU {size(gpu)}: sparse {_fits(p.device_total, gpu)}, dense {_fits(p.dense_total, gpu)}")
+    if p.second:
+        fits = "" if gpu is None else f": {_fits(p.second, gpu)}"
+        results.print(f"second GPU, which chooses and keeps the blocks: {size(p.second)}{fits}")
+    if p.cache_host:
+        results.print(f"host {size(host)}: {_fits(p.cache_host, host)}")
+    if p.working_set:
+        note(
+            f"blocks chosen within 12 steps: about {size(p.working_set)} (what the device copies should hold at least)"
+        )
+    note("prefill: the prompt read in one piece; generate(..., prefill_chunk_size=...) bounds it")
+    if not any(layer.kind == "full" for layer in layers):
+        note("no layer of this model attends to its whole past: a sparse cache has nothing to do")
+    if p.context <= p.dense_tokens:
+        note(
+            f"decode steps attend densely up to {p.dense_tokens:,} tokens a row here: as quick as selecting, and exact "
+            "(dense_below in the configuration)"
+        )
+    for line in p.model.notes:
+        note(line)
+
+
+def _fits(need: int, have: int) -> str:
+    return "fits" if need <= have else f"does not fit ({size(need - have)} too much)"

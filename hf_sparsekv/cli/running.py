@@ -1,0 +1,91 @@
+"""One timed and streamed ``generate()`` call, with a sparse or a dense cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from rich.status import Status
+from transformers import DynamicCache, TextStreamer
+
+from ..cuda_graph.optimize import optimize, unoptimize
+from ..telemetry.timing import Timing, TokenTimer
+from .output import CommandError, messages
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run gave: ``tokens`` without the prompt."""
+
+    name: str
+    prompt_tokens: int
+    tokens: list[int]
+    timing: Timing
+
+
+class _Printer(TextStreamer):
+    """Print text as it comes; a spinner turns until the first token."""
+
+    def __init__(self, tokenizer, status: Status) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._status = status
+        self._puts = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self._puts += 1
+        if self._puts == 2:  # the first put is the prompt
+            self._status.stop()
+        super().put(value)
+
+
+def encode(tokenizer, text: str, chat: bool | None, device: torch.device) -> dict[str, torch.Tensor]:
+    """Token ids and mask of one prompt.
+
+    Raises:
+        CommandError: a chat template is asked for, but the tokenizer has none.
+    """
+    if chat is None:
+        chat = tokenizer.chat_template is not None
+    if chat:
+        if tokenizer.chat_template is None:
+            raise CommandError("this model has no chat template: use --no-chat")
+        inputs = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(text, return_tensors="pt")
+    return {name: inputs[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+def run_sparse(
+    tokenizer, model, inputs: dict[str, torch.Tensor], cache, capture: bool, name: str = "two_level", **kwargs
+) -> Run:
+    """Generate with one of our caches, called ``name``.
+
+    ``capture``: with :func:`hf_sparsekv.optimize`, for the time of the run.
+    """
+    model.set_attn_implementation("sparsekv")
+    if capture:
+        optimize(model)
+    try:
+        return _run(name, tokenizer, model, inputs, cache, kwargs)
+    finally:
+        unoptimize(model)
+
+
+def run_dense(tokenizer, model, inputs: dict[str, torch.Tensor], **kwargs) -> Run:
+    """Generate with transformers' own cache and attention."""
+    try:
+        model.set_attn_implementation("sdpa")
+    except ValueError:  # some models have no sdpa version
+        model.set_attn_implementation("eager")
+    return _run("dense", tokenizer, model, inputs, DynamicCache(config=model.config), kwargs)
+
+
+def _run(name: str, tokenizer, model, inputs: dict[str, torch.Tensor], cache, kwargs: dict) -> Run:
+    length = inputs["input_ids"].shape[1]
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    with messages.status(f"reading {length:,} tokens") as status:
+        timer = TokenTimer(_Printer(tokenizer, status))
+        out = model.generate(**inputs, past_key_values=cache, streamer=timer, pad_token_id=pad, **kwargs)
+    return Run(name, length, out[0, length:].tolist(), timer.summary())

@@ -1,1 +1,0 @@
-"""The subcommands of ``hf-sparsekv``, one module each, and what they share (options, loading, output)."""

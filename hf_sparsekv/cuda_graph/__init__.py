@@ -1,0 +1,1 @@
+"""Decode steps captured as CUDA graphs: ``optimize()``."""

@@ -1,0 +1,131 @@
+"""A captured decode step: what it consists of, what its layers know, and the state that a trial run changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..layers.sparse_layer import SparseLayer
+from ..second_device.replica import Rank
+
+
+@contextmanager
+def gathered_experts(model: torch.nn.Module) -> Iterator[None]:
+    """Mixtures of experts gather the chosen experts' weights by index on the device (``"batched_mm"``).
+
+    ``"eager"`` loops over the experts that were hit, which the GPU would have to be asked for. ``"grouped_mm"`` could
+    be captured, but generate() switches from it to ``"batched_mm"`` for its decode steps, because that is quicker for
+    few tokens; so do steps that are captured outside of it.
+    """
+    held = model.get_experts_implementation() if hasattr(model, "get_experts_implementation") else {}
+    changed = {part: "batched_mm" if how in ("eager", "grouped_mm") else how for part, how in held.items()}
+    if changed == held:
+        yield
+        return
+    model.set_experts_implementation(changed)
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(held)
+
+
+class Replay:
+    """What layers need to know while a step is being captured.
+
+    Args:
+        valid: bool ``[batch, 1]`` at a fixed address, validity of the new column; None if no row is padded.
+        side: the stream for work that the step's own attention does not wait for; None where there are no streams.
+        rank: a second device that chooses for the cache, which forks from ``side``.
+    """
+
+    def __init__(self, valid: Tensor | None, side: torch.cuda.Stream | None, rank: Rank | None = None) -> None:
+        self.valid, self.side, self.rank = valid, side, rank
+        self._forked = False
+        self._waiting: list[Callable[[], None]] = []
+
+    def fork(self, work: Callable[[], None], bundle: int = 1) -> None:
+        """Run ``work`` beside what follows, once there are ``bundle`` such; :meth:`join` before the step ends."""
+        self._waiting.append(work)
+        if len(self._waiting) >= bundle:
+            self._run()
+
+    def beside(self, work: Callable[[], None]) -> None:
+        """Run ``work`` beside what follows, whatever is waiting for others."""
+        if self.side is None:
+            work()
+            return
+        self.side.wait_stream(torch.cuda.current_stream())
+        self._forked = True
+        with torch.cuda.stream(self.side):
+            work()
+
+    def _run(self) -> None:
+        bundle, self._waiting = self._waiting, []
+
+        def work() -> None:
+            for one in bundle:
+                one()
+
+        self.beside(work)
+
+    def join(self) -> None:
+        """What was forked is done from here on."""
+        if self._waiting:
+            self._run()
+        self.come_back()
+
+    def come_back(self) -> None:
+        """Wait for what was forked, and only that: a capture that has failed can end then, and torch tidies up."""
+        if self._forked:
+            if self.rank is not None:
+                self.rank.rejoin(self.side)
+            torch.cuda.current_stream().wait_stream(self.side)
+
+
+@dataclass
+class CapturedStep:
+    """A graph and the buffers that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    input_ids: Tensor
+    position_ids: Tensor
+    valid: Tensor | None
+    output: object
+    queries: list[Tensor]
+
+
+class Saved:
+    """State of a layer that a trial step changes for good. (What it writes into the ring, the replay writes again.)"""
+
+    def __init__(self, layer: SparseLayer) -> None:
+        self.layer, self.store = layer, layer.store
+        self.length, self.sealed, self.padded = self.store.length, self.store.sealed, self.store.padded
+        self.counters = self.store.counters
+        self.held = self.counters.copy()
+        self.near_valid = self.store.near_valid.clone()
+        self.policy = layer.policy.save()
+
+    def put_back_host(self) -> None:
+        """What the host knows becomes what it was."""
+        self.store.length, self.store.sealed, self.store.padded = self.length, self.sealed, self.padded
+        self.layer.pending = self.layer.broken = None
+        for name, value in self.held.__dict__.items():
+            if isinstance(value, int):
+                setattr(self.counters, name, value)
+        for name in ("context", "near"):
+            getattr(self.counters, name)[1] = getattr(self.held, name)[1]
+        self.layer.policy.restore_host(self.policy)
+
+    def put_back_device(self) -> None:
+        """What lies on the device becomes what it was."""
+        for name, value in self.held.__dict__.items():
+            if isinstance(value, Tensor):
+                getattr(self.counters, name).copy_(value)
+        for name in ("context", "near"):
+            getattr(self.counters, name)[0].copy_(getattr(self.held, name)[0])
+        self.store.near_valid.copy_(self.near_valid)
+        self.layer.policy.restore_device(self.policy)

@@ -1,0 +1,389 @@
+"""``optimize(model)``: decode by replaying one captured CUDA graph of the whole forward pass.
+
+Eager decode of an 8B model takes some 50 ms a token on an H200 up to 128k tokens (transformers' own, ``hf_dynamic`` in
+benchmarks/results/step.csv), because Python launches some thousand kernels; the same forward replayed takes as long as
+the GPU needs. What is captured is transformers' own forward with our attention: every buffer it touches has a fixed
+address, lengths and counts live on the device, and the host's share of a step (lengths, counters, sealing a full block
+every ``block_size`` steps) runs beside the replay.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+from ..attention.masks import MaskWatch
+from ..attention.mla import absorb_mla, restore
+from ..cache import SparseCache
+from ..fusion.fuse import Fusion, fuse, tensor_parallel, why_not
+from ..layers.sliding import SlidingRing
+from ..layers.sparse_layer import SparseLayer
+from .captured_step import CapturedStep, Replay, Saved, gathered_experts
+
+_STATIC = ("input_ids", "position_ids", "attention_mask", "past_key_values")
+_MAX_GRAPHS = 8  # per cache: modes x shapes that alternate; the oldest goes first
+
+Sides = tuple[torch.cuda.Stream, torch.cuda.Stream]  # beside a step: of its priority, behind it
+
+
+class StepRunner:
+    """Replaces ``model.forward``: replays decode steps over a sparse cache, runs everything else as it was.
+
+    One graph per cache, batch, addresses and mode. A second cache of the same shape is captured anew, which takes about
+    as long as one eager step.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.original = model.forward
+        self.had_own = "forward" in model.__dict__
+        self.signature = inspect.signature(self.original)
+        self.graphs: weakref.WeakKeyDictionary[SparseCache, dict] = weakref.WeakKeyDictionary()
+        self.watches: weakref.WeakKeyDictionary[SparseCache, MaskWatch] = weakref.WeakKeyDictionary()
+        self.lock = threading.RLock()
+        self.captures = self.replays = 0
+        self.fusion: Fusion | None = None
+        self.absorbed: list[torch.nn.Module] = []  # MLA modules that were changed
+        self._cannot: str | None = None
+        self._said: set[str] = set()
+        self._warm: set[Hashable] = set()  # kinds of steps whose kernels are compiled
+        self._devices: set[torch.device] | None = None
+        self._captures_on: tuple[torch.cuda.Stream, Sides] | None = None
+
+    # ------------------------------------------------------------------ installing
+
+    def install(self) -> None:
+        runner = self
+
+        @functools.wraps(self.original)  # generate() inspects the signature
+        def forward(*args, **kwargs):
+            return runner(*args, **kwargs)
+
+        forward._sparsekv_runner = self
+        self.model.forward = forward
+        self.absorbed = absorb_mla(self.model)
+
+    def remove(self) -> None:
+        if self.had_own:
+            self.model.forward = self.original
+        else:
+            del self.model.forward
+        self.graphs.clear()
+        for module in self.absorbed:
+            restore(module)
+        if self.fusion is not None:
+            self.fusion.undo()
+            self.fusion = None
+
+    # ------------------------------------------------------------------ a call
+
+    def __call__(self, *args, **kwargs):
+        given = self.signature.bind(*args, **kwargs).arguments
+        given.update(given.pop("kwargs", {}))
+        cache = given.get("past_key_values")
+        if not isinstance(cache, SparseCache) or not self._is_step(given, cache):
+            if isinstance(cache, SparseCache):
+                self.watches.pop(cache, None)  # what it saw belongs to the tokens before
+            return self.original(*args, **kwargs)
+        reason = self._why_not(given, cache)
+        if reason:
+            if reason not in self._said:
+                self._said.add(reason)
+                warnings.warn(f"decode steps run eagerly: {reason}", stacklevel=4)
+            return self.original(*args, **kwargs)
+        for layer in cache.sparse_layers:
+            layer.store.settle()
+            layer.policy.prepare(layer.store)
+            if layer.policy.watch is not None:
+                layer.policy.watch.fit(layer.store)
+        modes = tuple(layer.policy.mode(layer.store) for layer in cache.sparse_layers)
+        if None in modes:  # this step changes what the next ones are
+            return self.original(*args, **kwargs)
+        if any(layer.broken for layer in cache.sparse_layers):
+            return self.original(*args, **kwargs)  # which says so
+        with self.lock:
+            return self._step(given, cache, modes)
+
+    def _is_step(self, given: dict, cache: SparseCache) -> bool:
+        """One new token per row of a filled cache."""
+        ids = given.get("input_ids")
+        return (
+            isinstance(ids, Tensor)
+            and ids.ndim == 2
+            and ids.shape[1] == 1
+            and cache.model_config is not None
+            and cache.get_seq_length() > 0
+        )
+
+    def _why_not(self, given: dict, cache: SparseCache) -> str | None:
+        """Why this step cannot be captured, in words."""
+        ids, mask = given["input_ids"], given.get("attention_mask")
+        if self._cannot:
+            return self._cannot
+        if tensor_parallel(self.model):
+            return "the model is tensor parallel"
+        if not self._on_gpu(ids):
+            return "the model is not on a CUDA device"
+        if torch.is_grad_enabled():
+            return "gradients are enabled; call the model under torch.no_grad()"
+        if self.devices() != {ids.device}:
+            return "the weights lie on several devices, or not all on the GPU"
+        cache.use_rings()
+        if any(not isinstance(layer, SparseLayer | SlidingRing) for layer in cache.layers) or not cache.sparse_layers:
+            return (
+                "the model has layers that cannot be captured (linear attention, or sliding ones that keep their past)"
+            )
+        if any(layer.store.device != ids.device or layer.store.batch != ids.shape[0] for layer in cache.sparse_layers):
+            return "the cache lies on several devices, or has another batch size"
+        if any(not self._on_gpu(layer.store.pool.kv) for layer in cache.sparse_layers):
+            return "offloaded blocks lie in memory that is not pinned, which a captured step cannot read"
+        if getattr(cache.model_config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
+            return "layers of the model share their keys and values"
+        if mask is not None and mask.ndim != 2:
+            return "a 4-D attention mask was passed"
+        for name, value in given.items():
+            if name not in _STATIC and isinstance(value, Tensor | list | dict):
+                return f"{name} was passed"
+        if given.get("output_hidden_states") or given.get("output_attentions"):
+            return "hidden states or attentions were asked for"
+        if given.get("return_dict") is False:
+            return "return_dict=False was passed"
+        return None
+
+    @staticmethod
+    def _on_gpu(t: Tensor) -> bool:
+        """A kernel can read ``t`` where it is."""
+        return t.is_cuda or t.is_pinned()
+
+    def devices(self) -> set[torch.device]:
+        """Where the weights lie; looked up once, and again for each capture."""
+        if self._devices is None:
+            self._devices = {p.device for p in self.model.parameters()}
+        return self._devices
+
+    def _step(self, given: dict, cache: SparseCache, modes: tuple):
+        layers = cache.sparse_layers
+        ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
+        store = layers[0].store
+        cache._check_complete()
+        watch = None if mask is None or store.padded else self._watch(cache, mask)
+        if positions is None:
+            positions = torch.full((1, 1), store.length, device=ids.device)
+        rest = {name: value for name, value in given.items() if name not in _STATIC}
+        key = (
+            ids.shape,
+            positions.shape,
+            store.padded,
+            modes,
+            tuple(rest.items()),
+            tuple(layer.store.addresses for layer in layers),
+            tuple(layer.policy.addresses for layer in layers),
+            tuple(0 if layer.policy.watch is None else layer.policy.watch.address for layer in layers),
+            tuple(layer.addresses for layer in cache.layers if isinstance(layer, SlidingRing)),
+        )
+        rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
+        if any(ring.stale for ring in rings):
+            valid = store.valid_columns() if store.padded else None
+            for ring in rings:
+                ring.freshen(valid)
+        held = self.graphs.setdefault(cache, {})
+        step = held.get(key)
+        cache.clock.at(ids.device, store.length)
+        if step is None:
+            while len(held) >= _MAX_GRAPHS:
+                held.pop(next(iter(held)))
+            self._devices = None
+            try:
+                step = held[key] = self._capture(ids, positions, cache, rest, (*self._kind(cache), *key[:4]))
+            except torch.OutOfMemoryError:  # may fit another time
+                raise
+            except RuntimeError as error:  # the model's own code does what no graph can hold
+                self._cannot = f"the model's forward cannot be captured ({str(error).splitlines()[0]})"
+                warnings.warn(f"decode steps run eagerly: {self._cannot}", stacklevel=4)
+                return self.original(**given)
+            self.captures += 1
+            cache.clock.at(ids.device, store.length)  # the trial steps moved it
+        step.input_ids.copy_(ids)
+        step.position_ids.copy_(positions)
+        if step.valid is not None:
+            if mask is None:
+                step.valid.fill_(True)
+            else:
+                step.valid.copy_(mask[:, -1:])
+        step.graph.replay()
+        self.replays += 1
+        if watch is not None:
+            watch.look(mask)
+        try:
+            for layer, query in zip(layers, step.queries):
+                layer.query = query
+                layer.advance()
+        except BaseException as error:  # the device is a step ahead of what the host keeps
+            for layer in layers:
+                layer.broken = f"{type(error).__name__} after a captured step"
+            raise
+        for ring in rings:
+            ring.advance()
+        return type(step.output)(**{**step.output, "past_key_values": cache})
+
+    @staticmethod
+    def _kind(cache: SparseCache) -> tuple:
+        """What decides, beside shapes and modes, which kernels a step uses."""
+        stores = [layer.store for layer in cache.sparse_layers]
+        pools = [store.residents is not None and store.residents.pool is not None for store in stores]
+        widths = {store.slots.shape[1] for store in stores}
+        return type(cache), cache.config, cache.offload_config, stores[0].dtype, tuple(pools), frozenset(widths)
+
+    def _watch(self, cache: SparseCache, mask: Tensor) -> MaskWatch:
+        """Who looks at the masks of this cache's steps; what it has seen so far is in order."""
+        watch = self.watches.get(cache)
+        if watch is None or watch.holes.shape[0] != mask.shape[0]:
+            watch = self.watches[cache] = MaskWatch(mask)
+        watch.check(cache)
+        return watch
+
+    # ------------------------------------------------------------------ capture
+
+    def _capture(self, ids: Tensor, positions: Tensor, cache: SparseCache, rest: dict, kind: Hashable) -> CapturedStep:
+        """Run the step on state that is put back: once to compile, unless its kind has run, and to capture."""
+        layers = cache.sparse_layers
+        valid = torch.ones_like(ids, dtype=torch.bool) if layers[0].store.padded else None
+        ids, positions = ids.clone(), positions.clone()
+        rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
+        saved = [Saved(layer) for layer in layers]
+        saved_rings = [ring.ring_valid.clone() for ring in rings]
+        cache_ref = weakref.ref(cache)  # or its graphs would keep it alive
+
+        yields = all(layer.policy.yields for layer in layers)
+
+        def run(sides: Sides | None):
+            cache = cache_ref()
+            replay = Replay(valid, sides and sides[yields], cache.rank)
+            for layer in layers:
+                layer.replay, layer.store.fixed = replay, True
+            for ring in rings:
+                ring.replay = replay
+            try:
+                with gathered_experts(self.model):
+                    out = self.original(input_ids=ids, position_ids=positions, past_key_values=cache, **rest)
+                replay.join()
+                return type(out)(**{name: value for name, value in out.items() if name != "past_key_values"})
+            except BaseException:
+                replay.come_back()
+                raise
+            finally:
+                for layer in layers:
+                    layer.replay, layer.store.fixed = None, False
+                for ring in rings:
+                    ring.replay = None
+
+        try:
+            with cache.trial():
+                warm = kind in self._warm
+                while True:
+                    if not warm:
+                        self._warm_up(run, ids.device)
+                    for state in saved:
+                        state.put_back_host()
+                    try:
+                        graph, output = self._record(run, ids.device, saved)
+                        break
+                    except RuntimeError as error:
+                        if not warm or isinstance(error, torch.OutOfMemoryError):
+                            raise
+                        warm = False  # something had to be compiled after all
+                        for state in saved:
+                            state.put_back_host()
+                self._warm.add(kind)
+                queries = [layer.query for layer in layers]
+        finally:
+            for state in saved:
+                state.put_back_host()
+                state.put_back_device()
+            for ring, valid_before in zip(rings, saved_rings):
+                ring.ring_valid.copy_(valid_before)
+        return CapturedStep(graph, ids, positions, valid, output, queries)
+
+    def _streams(self, device: torch.device) -> tuple[torch.cuda.Stream, Sides]:
+        """What all steps are captured on: cuBLAS keeps a workspace of 32 MB for each stream that it has seen.
+
+        And what looks ahead: behind the step's own work, or of its priority (``Policy.yields``).
+        """
+        if self._captures_on is None or self._captures_on[0].device != device:
+            main, equal = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
+            self._captures_on = main, (equal, torch.cuda.Stream(device))
+        return self._captures_on
+
+    def _warm_up(self, run: Callable, device: torch.device) -> None:
+        """Run once, which compiles the kernels. (Nothing to do for tests without a GPU.)"""
+        if device.type == "cuda":
+            main, sides = self._streams(device)
+            main.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(main):
+                run(sides)
+            torch.cuda.current_stream(device).wait_stream(main)
+
+    def _record(self, run: Callable, device: torch.device, saved: list[Saved]) -> tuple[torch.cuda.CUDAGraph, object]:
+        """Capture ``run``. (Tests without a GPU put an imitation here.)"""
+        main, sides = self._streams(device)
+        main.wait_stream(torch.cuda.current_stream(device))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=main, capture_error_mode="thread_local"):
+            output = run(sides)
+        return graph, output
+
+
+def optimize(model: torch.nn.Module, fused: bool | None = None) -> torch.nn.Module:
+    """Make ``model`` decode by replaying captured steps whenever it runs over one of our caches.
+
+    Prefill, other caches and whatever cannot be captured run as before; the reason is said once. The logits of a step
+    are valid until the next step (``generate()`` copies what it needs).
+
+    Args:
+        model: a causal language model loaded with ``attn_implementation="sparsekv"``.
+        fused: run norms, rotary embedding and activations as few kernels, and parallel projections as one product, on
+            this model only (:func:`hf_sparsekv.fusion.fuse.fuse`). Results change by rounding. ``None``: where the
+            architecture is known and Triton is there.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ValueError: the model uses another attention implementation, or ``fused=True`` is not possible.
+    """
+    if model.config._attn_implementation != "sparsekv":
+        raise ValueError(
+            f"optimize() needs attn_implementation='sparsekv', the model has {model.config._attn_implementation!r}: "
+            "call model.set_attn_implementation('sparsekv') first"
+        )
+    if runner_of(model) is not None:
+        return model
+    runner = StepRunner(model)
+    if fused is not False:
+        reason = why_not(model)
+        if reason is None:
+            runner.fusion = fuse(model)
+        elif fused:
+            raise ValueError(f"fused=True is not possible: {reason}")
+    runner.install()
+    return model
+
+
+def unoptimize(model: torch.nn.Module) -> torch.nn.Module:
+    """Undo :func:`optimize`."""
+    runner = runner_of(model)
+    if runner is not None:
+        runner.remove()
+    return model
+
+
+def runner_of(model: torch.nn.Module) -> StepRunner | None:
+    """The runner that :func:`optimize` installed, with its counts ``captures`` and ``replays``."""
+    return getattr(model.__dict__.get("forward"), "_sparsekv_runner", None)

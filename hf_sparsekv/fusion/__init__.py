@@ -1,0 +1,1 @@
+"""Small layers as few kernels."""

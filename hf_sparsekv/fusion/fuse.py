@@ -1,0 +1,305 @@
+"""``fuse(model)``: the small layers of a model as a few kernels, its parallel projections as one product each.
+
+A captured decode step of an 8B model spends as long on norms, rotary embedding, activations and sums as a good part of
+its matrix products take. Here they become four kernels a layer, and with ``linears`` seven matrix products become four:
+
+    fusion = fuse(model)
+    ...
+    fusion.undo()
+
+Only this model changes: each of its modules gets a class of its own, a subclass of the one it had, and ``undo`` gives
+that back. No function, class or module of transformers is touched. The fused code runs on CUDA without gradients and
+rounds where transformers rounds; anywhere else the original runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+from ..ops.add_norm import MAX_WIDTH
+from ..ops.small_linear import small_linear
+from . import layers as fused_layers
+from .joined_linear import JoinedLinear, is_plain
+from .layers import (
+    Arch,
+    FusedAttention,
+    FusedExperts,
+    FusedLatentAttention,
+    FusedLayer,
+    FusedLinear,
+    FusedMLP,
+    FusedNorm,
+    FusedRouter,
+    State,
+)
+
+__all__ = ["Fusion", "fuse", "why_not"]
+
+# model_type -> how its layers look
+ARCHS = {
+    "llama": Arch("Llama"),
+    "mistral": Arch("Mistral", sliding="config"),
+    "qwen2": Arch("Qwen2", sliding="module"),
+    "qwen3": Arch("Qwen3", sliding="module", qk_norm=True),
+    "phi3": Arch("Phi3", sliding="config", joined=True),
+    "gemma2": Arch("Gemma2", sliding="module", softcap=True, unit_offset=True),
+    "gemma3": Arch("Gemma3", sliding="module", qk_norm=True, unit_offset=True),
+    "deepseek_v2": Arch("DeepseekV2", latent="linears", router="other"),
+    "deepseek_v3": Arch("DeepseekV3", latent="fused", router="sigmoid"),
+    "glm4_moe_lite": Arch("Glm4MoeLite", latent="fused", router="sigmoid"),
+    "youtu": Arch("Youtu", latent="fused"),
+}
+_BY_MODULE = {f"transformers.models.{name}.modeling_{name}": arch for name, arch in ARCHS.items()}
+_KINDS = {
+    "RMSNorm": FusedNorm,
+    "MLP": FusedMLP,
+    "Attention": FusedAttention,
+    "DecoderLayer": FusedLayer,
+    "Experts": FusedExperts,
+    "TopkRouter": FusedRouter,
+}
+_ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
+_PARALLEL = {"Attention": ("q_proj", "k_proj", "v_proj"), "MLP": ("gate_proj", "up_proj")}
+_SINGLE = {
+    "Attention": ("o_proj", "qkv_proj", "q_b_proj"),
+    "MLP": ("down_proj", "gate_up_proj"),
+}
+_APART = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")  # of latent attention where they are not joined
+_LATENT = (
+    "shape qk_head_dim q_lora_rank q_proj q_b_proj q_a_layernorm q_a_proj view transpose torch split qk_nope_head_dim "
+    "qk_rope_head_dim kv_a_proj_with_mqa kv_lora_rank kv_a_layernorm config rope_interleave layer_idx update cat "
+    "apply_rotary_pos_emb_interleave apply_rotary_pos_emb ALL_ATTENTION_FUNCTIONS get_interface _attn_implementation "
+    "eager_attention_forward training attention_dropout scaling reshape contiguous o_proj expand_kv"
+)
+_EXPERTS = (
+    "torch nn functional linear zeros_like no_grad one_hot num_experts permute greater sum nonzero where gate_up_proj "
+    "chunk act_fn down_proj index_add_ to dtype"
+)
+_INTERLEAVED = "shape unsqueeze torch cat"
+_ROUTER = (
+    "view hidden_dim F linear type torch float32 weight sigmoid e_score_correction_bias num_group num_experts topk sum "
+    "topk_group zeros_like scatter_ unsqueeze expand reshape masked_fill bool float top_k gather norm_topk_prob "
+    "routed_scaling_factor"
+)
+
+
+def _names(arch: Arch) -> dict[str, set[str]]:
+    """The names that each original function uses. A version of transformers that uses others does something else."""
+    joined, gemma = arch.joined, arch.unit_offset
+    attention = (
+        "ALL_ATTENTION_FUNCTIONS _attn_implementation apply_rotary_pos_emb attention_dropout config contiguous "
+        "eager_attention_forward get_interface head_dim layer_idx o_proj reshape scaling shape training transpose "
+        "update view "
+    )
+    attention += "qkv_proj num_attention_heads num_key_value_heads " if joined else "q_proj k_proj v_proj "
+    attention += {"module": "sliding_window ", "config": "getattr ", "": ""}[arch.sliding]
+    attention += "q_norm k_norm " * arch.qk_norm + "attn_logit_softcapping " * arch.softcap
+    layer = "input_layernorm self_attn post_attention_layernorm mlp "
+    layer += "pre_feedforward_layernorm post_feedforward_layernorm " * gemma
+    layer += "resid_attn_dropout resid_mlp_dropout " * joined
+    norm = "_norm float weight type_as" if gemma else "dtype to torch float32 pow mean rsqrt variance_epsilon weight"
+    mlp = "gate_up_proj chunk activation_fn down_proj" if joined else "gate_proj up_proj act_fn down_proj"
+    rope = "unsqueeze rotate_half shape torch cat" if joined else "unsqueeze rotate_half"
+    given = {"RMSNorm": norm, "MLP": mlp, "DecoderLayer": layer}
+    if not arch.latent:
+        given |= {"Attention": attention, "apply_rotary_pos_emb": rope}
+    if arch.latent == "fused":
+        given |= {"Attention": _LATENT, "apply_rotary_pos_emb": rope, "apply_rotary_pos_emb_interleave": _INTERLEAVED}
+    if arch.router:
+        given["Experts"] = _EXPERTS
+    if arch.router == "sigmoid":
+        given["TopkRouter"] = _ROUTER
+    return {name: set(words.split()) for name, words in given.items()}
+
+
+def _changed(arch: Arch, module: str) -> str | None:
+    """The first function of a modeling file that is not the one that the fused code stands for."""
+    file = sys.modules[module]
+    for kind, names in _names(arch).items():
+        if kind.islower():
+            name, found = kind, file.__dict__.get(kind)
+            if isinstance(found, nn.Module):  # so the package "kernels" makes a function replaceable
+                continue
+        else:
+            name = arch.prefix + kind
+            found = getattr(file.__dict__.get(name), "forward", None)
+        code = None if found is None else getattr(inspect.unwrap(found), "__code__", None)
+        if code is None or set(code.co_names) != names:
+            return name
+    return None
+
+
+def _found(model: nn.Module) -> Iterator[tuple[nn.Module, str, Arch]]:
+    """Modules of known classes, their kinds and architectures; of a model with several parts only the known ones."""
+    for module in model.modules():
+        kind = type(module)
+        arch = _BY_MODULE.get(kind.__module__)
+        if arch is not None and kind.__name__.startswith(arch.prefix):
+            name = kind.__name__.removeprefix(arch.prefix)
+            if name in _KINDS and (name != "TopkRouter" or arch.router == "sigmoid"):
+                yield module, name, arch
+
+
+def tensor_parallel(model: nn.Module) -> bool:
+    """Whether the model's layers are spread over several processes."""
+    return (getattr(model, "_tp_size", None) or 1) > 1
+
+
+def why_not(model: nn.Module) -> str | None:
+    """Why ``fuse`` would leave ``model`` alone, in words; ``None`` if it would not."""
+    found = list(_found(model))
+    if not any(kind == "DecoderLayer" for _, kind, _ in found):
+        return f"it has no layers of a supported architecture ({', '.join(ARCHS)})"
+    if any(isinstance(module, tuple(_KINDS.values())) for module, _, _ in found):
+        return "it is fused already"
+    if tensor_parallel(model):
+        return "it is tensor parallel"
+    for file, arch in {(type(module).__module__, arch) for module, _, arch in found}:
+        changed = _changed(arch, file)
+        if changed:
+            return f"{changed} of transformers {transformers.__version__} is not the one that is known"
+    for module, kind, _ in found:
+        if "forward" in module.__dict__ or hasattr(module, "_hf_hook"):
+            return (
+                "another tool has replaced the forward pass of its layers (offloaded or spread over several devices?)"
+            )
+        if any(p.is_meta for p in module.parameters()):
+            return "some of its weights are not loaded"
+        if hasattr(module, "parametrizations"):
+            return "its norms or layers are parametrised"
+        if kind == "RMSNorm" and module.weight.shape[-1] > MAX_WIDTH:
+            return f"its rows are wider than {MAX_WIDTH}"
+    return None
+
+
+@cache
+def _fused_class(original: type, kind: type) -> type:
+    """``original`` with the forward pass of ``kind``. Its name stays: transformers goes by names in places."""
+    body = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    return type(original.__name__, (kind, original), body)
+
+
+@dataclass
+class Fusion:
+    """What ``fuse`` has done to a model.
+
+    Args:
+        counts: fused modules of each kind; ``qkv`` and ``gate_up`` count joined projections, ``linear`` the layers
+            that ``small_batch`` has changed.
+        skipped: what was left as it was, and why.
+    """
+
+    counts: dict[str, int]
+    skipped: list[str]
+    _modules: list[nn.Module] = field(repr=False, default_factory=list)
+
+    def undo(self) -> None:
+        """Give every module its class and its weights their own memory back. May be called again."""
+        while self._modules:
+            module = self._modules.pop()
+            state: State = module.__dict__.pop("_fused")
+            module.__class__ = state.original
+            if state.joined is not None:
+                state.joined.part(module)
+
+
+def _activation(mlp: nn.Module) -> str | None:
+    act = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
+    return _ACTIVATIONS.get(type(act).__name__)
+
+
+def _cannot_join(joined: JoinedLinear, owner: nn.Module, uses: Counter) -> str | None:
+    """Why these projections stay apart; ``uses`` counts the places of each parameter in the model."""
+    reason = joined.why_not(owner)
+    if reason is None and any(uses[id(p)] > 1 for p in joined.parameters(owner)):
+        reason = "a projection's weight is shared"
+    if reason is None and not all(fused_layers.accelerated(p) for p in joined.parameters(owner)):
+        reason = "the projections are not on a CUDA device"
+    return reason
+
+
+def fuse(model: nn.Module, linears: bool = True, small_batch: bool = True) -> Fusion | None:
+    """Fuse the small layers of ``model`` in place; see the module's text.
+
+    Args:
+        model: of transformers, with layers of an architecture in ``ARCHS``.
+        linears: also join the query, key and value projections, and the gate and up projections. Their weights move,
+            which needs room for one layer's at a time; quantised, LoRA and sharded ones stay as they are.
+        small_batch: also multiply up to ``ops.small_linear.MAX_ROWS`` rows by our own kernel, in the joined
+            projections, the other ones of each layer and the output embedding.
+
+    Returns:
+        What was done, to undo it; ``None`` if nothing can be, ``why_not`` says why.
+    """
+    if why_not(model):
+        return None
+    fusion = Fusion({}, [])
+    counts, skipped = Counter(), Counter()
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+
+    def give(module: nn.Module, kind: type, state: State) -> None:
+        module._fused = state
+        module.__class__ = _fused_class(type(module), kind)
+        fusion._modules.append(module)
+
+    for module, kind, arch in list(_found(model)):
+        state = State(arch, type(module))
+        if kind == "RMSNorm":
+            state.eps = module.eps if arch.unit_offset else module.variance_epsilon
+        if kind in ("MLP", "Experts"):
+            state.activation = _activation(module) or ""
+            if not state.activation:
+                skipped[f"{kind}: unknown activation"] += 1
+                continue
+        latent, names = kind == "Attention" and arch.latent, _PARALLEL.get(kind)
+        if latent == "fused":
+            names = ("q_proj" if module.q_lora_rank is None else "q_a_proj", "kv_a_proj_with_mqa")
+        if linears and names is not None and not arch.joined and latent != "linears":
+            joined = JoinedLinear(names, small_linear if small_batch else F.linear)
+            reason = _cannot_join(joined, module, uses)
+            if reason is None:
+                joined.join(module)
+                state.joined = joined
+                counts["qkv" if kind == "Attention" else "gate_up"] += 1
+            else:
+                skipped[f"{kind}: {reason}"] += 1
+        if small_batch:
+            singles = _SINGLE.get(kind, ()) + (_APART if latent == "linears" else ())
+            for layer in (getattr(module, name, None) for name in singles):
+                if layer is not None and is_plain(layer):
+                    give(layer, FusedLinear, State(None, nn.Linear))
+                    counts["linear"] += 1
+        if latent != "linears":
+            give(module, FusedLatentAttention if latent else _KINDS[kind], state)
+            counts[kind] += 1
+    head = model.get_output_embeddings() if small_batch and hasattr(model, "get_output_embeddings") else None
+    if head is not None and is_plain(head):
+        give(head, FusedLinear, State(None, nn.Linear))
+        counts["linear"] += 1
+    _chain(model)
+    if (counts["qkv"] or counts["gate_up"]) and torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the old weights' memory; the next large tensor may not fit into its pieces
+    fusion.counts = dict(counts)
+    fusion.skipped = [f"{why} ({n} modules)" for why, n in skipped.items()]
+    return fusion
+
+
+def _chain(model: nn.Module) -> None:
+    """Tell each layer which norm comes after it: the next layer's, or the final one."""
+    for stack in model.modules():
+        layers, last = getattr(stack, "layers", None), getattr(stack, "norm", None)
+        if isinstance(layers, nn.ModuleList) and all(isinstance(layer, FusedLayer) for layer in layers):
+            norms = [*(layer.input_layernorm for layer in layers), last][1:]
+            for layer, norm in zip(layers, norms):
+                if isinstance(norm, FusedNorm):
+                    layer._fused.following = (norm,)

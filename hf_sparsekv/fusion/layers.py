@@ -1,0 +1,321 @@
+"""The forward passes that ``fused.fuse`` gives to the modules of a model.
+
+Each class here is mixed into the class of one module: ``super().forward`` is transformers' own, which runs whenever
+``is_usable`` says no. What differs between architectures is in ``Arch``.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..ops.add_norm import add_norm
+from ..ops.experts import MAX_TOKENS as MAX_EXPERT_TOKENS
+from ..ops.experts import experts
+from ..ops.gated import gated
+from ..ops.latent_rope import latent_rope
+from ..ops.qk_rope import qk_rope
+from ..ops.route import MAX_TOKENS as MAX_ROUTED_TOKENS
+from ..ops.route import route
+from ..ops.small_linear import small_linear
+from .joined_linear import JoinedLinear, is_observed
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_READY = "_sparsekv_ready"
+
+
+@dataclass(frozen=True)
+class Arch:
+    """What an architecture's layers look like.
+
+    Args:
+        prefix: of its class names.
+        unit_offset: norms multiply by ``1 + weight``, and there is one after attention and MLP too (Gemma).
+        qk_norm: queries and keys are normalised.
+        sliding: where attention finds its window: an attribute of the ``"module"``, of the ``"config"``, or nowhere.
+        softcap: attention takes a softcap.
+        joined: the checkpoint itself joins the projections (Phi-3).
+        latent: attention caches latents (MLA): as DeepSeek-V3's (``"fused"``), or in another way, where only its linear
+            layers are changed (``"linears"``).
+        router: a mixture of experts, with the router of DeepSeek-V3 (``"sigmoid"``) or another one (``"other"``).
+    """
+
+    prefix: str
+    unit_offset: bool = False
+    qk_norm: bool = False
+    sliding: str = ""
+    softcap: bool = False
+    joined: bool = False
+    latent: str = ""
+    router: str = ""
+
+
+@dataclass
+class State:
+    """What a fused module remembers; in its ``_fused`` attribute.
+
+    Args:
+        arch: its model's architecture; ``None`` for a linear layer.
+        original: its class before.
+        eps: of a norm.
+        activation: of an MLP, or of experts.
+        joined: an attention's or MLP's projections, if they are joined.
+        following: the norm after a layer, in a tuple: as a plain attribute it would become a submodule.
+    """
+
+    arch: Arch | None
+    original: type
+    eps: float = 0.0
+    activation: str = ""
+    joined: JoinedLinear | None = None
+    following: tuple[nn.Module, ...] = ()
+
+
+def accelerated(t: Tensor) -> bool:
+    """Whether there is something to gain where ``t`` lies."""
+    return t.is_cuda
+
+
+def is_usable(x: Tensor, *others: Tensor) -> bool:
+    """Whether a fused forward pass may run on ``x``, given what else it would read."""
+    return (
+        accelerated(x)
+        and x.dtype in _DTYPES
+        and all(t.dtype == x.dtype and t.device == x.device for t in others)
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(x.device.type)
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _version(t: Tensor) -> int:
+    return 0 if t.is_inference() else t._version
+
+
+def _hand_over(t: Tensor, norm: nn.Module, normed: Tensor) -> None:
+    """Leave with ``t`` what ``norm`` will make of it. It travels with the tensor, so threads cannot mix it up."""
+    setattr(t, _READY, (norm, normed, _version(t)))
+
+
+def _taken(t: Tensor, norm: nn.Module) -> Tensor | None:
+    """What was left for ``norm``, unless someone has written to ``t`` since."""
+    if torch.compiler.is_compiling():
+        return None
+    ready = t.__dict__.pop(_READY, None)
+    return ready[1] if ready is not None and ready[0] is norm and ready[2] == _version(t) else None
+
+
+def _add(residual: Tensor, x: Tensor, post: nn.Module | None, following: nn.Module | None) -> Tensor:
+    """``residual`` plus ``x``, which ``post`` normalises first; the norm that follows is computed along with it."""
+    if post is not None and is_observed(post):
+        x, post = post(x), None
+    weights = [norm.weight for norm in (post, following) if norm is not None]
+    if following is None or x.shape != residual.shape or not is_usable(residual, x, *weights):
+        return residual + (x if post is None else post(x))
+    state = following._fused
+    post_weight, post_eps = (None, 0.0) if post is None else (post.weight, post._fused.eps)
+    total, normed = add_norm(x, residual, following.weight, state.eps, state.arch.unit_offset, post_weight, post_eps)
+    _hand_over(total, following, normed)
+    return total
+
+
+class FusedNorm:
+    """One kernel; or none, if the sum before it has made it already."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        ready = _taken(hidden_states, self)
+        if ready is not None:
+            return ready
+        if not is_usable(hidden_states, self.weight):
+            return super().forward(hidden_states)
+        return add_norm(hidden_states, None, self.weight, self._fused.eps, self._fused.arch.unit_offset)[1]
+
+
+class FusedLinear:
+    """A kernel for the few rows of a decode step; the operator leaves more of them to ``torch``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not is_usable(x, self.weight):
+            return super().forward(x)
+        return small_linear(x, self.weight, self.bias)
+
+
+class FusedMLP:
+    """One kernel between the projections."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not is_usable(x):
+            return super().forward(x)
+        state = self._fused
+        if state.arch.joined:
+            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        elif state.joined is not None:
+            gate, up = state.joined(self, x)
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(gated(gate, up, state.activation))
+
+
+class FusedExperts:
+    """Two kernels for the few tokens of a decode step, which read the chosen experts' weights where they are."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        given = (hidden_states, self.gate_up_proj, self.down_proj)
+        if hidden_states.shape[0] > MAX_EXPERT_TOKENS or not is_usable(*given):
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+        return experts(hidden_states, top_k_index, top_k_weights, *given[1:], self._fused.activation)
+
+
+class FusedRouter:
+    """Two kernels for the few tokens of a decode step."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = hidden_states.view(-1, self.hidden_dim)
+        if x.shape[0] > MAX_ROUTED_TOKENS or not is_usable(x, self.weight):
+            return super().forward(hidden_states)
+        return route(
+            x,
+            self.weight,
+            self.e_score_correction_bias,
+            self.top_k,
+            groups=self.num_group,
+            top_groups=self.topk_group,
+            normalise=self.norm_topk_prob,
+            scale=self.routed_scaling_factor,
+        )
+
+
+class FusedAttention:
+    """One kernel between the projections and the cache: query and key norms and rotary embedding."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values=None,
+        **kwargs,
+    ):
+        if position_embeddings is None or not is_usable(hidden_states, *position_embeddings):
+            return super().forward(
+                hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        arch = self._fused.arch
+        shape = hidden_states.shape[:-1]
+        q, k, v = (t.view(*shape, -1, self.head_dim) for t in self._projected(hidden_states))  # [batch, q, H, D]
+        norms = ()
+        if arch.qk_norm:
+            norms = (self.q_norm, self.k_norm)
+            if any(is_observed(norm) or not is_usable(q, norm.weight) for norm in norms):
+                q, k, norms = self.q_norm(q), self.k_norm(k), ()
+        weights, eps = [norm.weight for norm in norms], [norm._fused.eps for norm in norms]
+        q, k = qk_rope(q, k, *position_embeddings, *(weights or (None, None)), *(eps or (0.0, 0.0)), arch.unit_offset)
+        v = v.transpose(1, 2)
+
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        extra = {}
+        if arch.sliding:
+            extra["sliding_window"] = getattr(self if arch.sliding == "module" else self.config, "sliding_window", None)
+        if arch.softcap:
+            extra["softcap"] = self.attn_logit_softcapping
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, sys.modules[type(self).__module__].eager_attention_forward
+        )
+        dropout = self.attention_dropout if self.training else 0.0
+        out, weights = attend(
+            self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **extra, **kwargs
+        )  # out: [batch, q, H, D]
+        return self.o_proj(out.reshape(*shape, -1).contiguous()), weights
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, ``[batch, q, H * D]`` each."""
+        state = self._fused
+        if state.arch.joined:
+            keys = self.num_key_value_heads * self.head_dim
+            return self.qkv_proj(x).split([self.config.num_attention_heads * self.head_dim, keys, keys], dim=-1)
+        if state.joined is not None:
+            return state.joined(self, x)
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+
+class FusedLatentAttention:
+    """MLA: one kernel between the projections and the cache: the latent's norm, and rotary embedding."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values=None,
+        **kwargs,
+    ):
+        norm = self.kv_a_layernorm
+        if (
+            position_embeddings is None
+            or is_observed(norm)
+            or not is_usable(hidden_states, *position_embeddings, norm.weight)
+        ):
+            return super().forward(
+                hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        shape = hidden_states.shape[:-1]
+        q, compressed = self._projected(hidden_states)
+        q, latent, rotary = latent_rope(
+            q.view(*shape, -1, self.qk_head_dim),
+            compressed,
+            *position_embeddings,
+            norm.weight,
+            norm._fused.eps,
+            bool(self.config.rope_interleave),
+        )
+        if past_key_values is not None:
+            latent, rotary = past_key_values.update(latent, rotary, self.layer_idx)
+        key, value = self.expand_kv(latent, rotary)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, sys.modules[type(self).__module__].eager_attention_forward
+        )
+        dropout = self.attention_dropout if self.training else 0.0
+        out, weights = attend(self, q, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+        return self.o_proj(out.reshape(*shape, -1).contiguous()), weights
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries ``[batch, q, H * (dn + dr)]``, and latents with rotary parts ``[batch, q, r + dr]``."""
+        joined = self._fused.joined
+        if self.q_lora_rank is None:
+            return joined(self, x) if joined is not None else (self.q_proj(x), self.kv_a_proj_with_mqa(x))
+        first, compressed = joined(self, x) if joined is not None else (self.q_a_proj(x), self.kv_a_proj_with_mqa(x))
+        return self.q_b_proj(self.q_a_layernorm(first)), compressed
+
+
+class FusedLayer:
+    """Each sum with the residual stream is one kernel with the norms around it."""
+
+    def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
+        # Positional arguments: not as transformers calls it. Training: some layers drop out.
+        if args or self.training or not is_usable(hidden_states):
+            return super().forward(hidden_states, *args, **kwargs)
+        # The attention may be transformers' own, which has no defaults for these.
+        for name in ("position_embeddings", "attention_mask", "past_key_values"):
+            kwargs.setdefault(name, None)
+        sandwich = self._fused.arch.unit_offset
+        after_attention = self.post_attention_layernorm if sandwich else None
+        before_mlp = self.pre_feedforward_layernorm if sandwich else self.post_attention_layernorm
+        after_mlp = self.post_feedforward_layernorm if sandwich else None
+        following = self._fused.following[0] if self._fused.following else None
+
+        x, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        total = _add(hidden_states, x, after_attention, before_mlp)
+        return _add(total, self.mlp(before_mlp(total)), after_mlp, following)

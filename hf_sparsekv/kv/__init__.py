@@ -1,0 +1,1 @@
+"""Cached keys and values of one layer, in blocks."""

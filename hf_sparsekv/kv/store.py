@@ -1,0 +1,363 @@
+"""What one cache layer holds: sealed blocks in slots, recent tokens in a ring, sinks beside it.
+
+Columns are positions of the attention mask: all rows of a padded batch fill and seal a block at the same step, and
+padding is a matter of validity, not of place. Block ``b`` is columns ``b * block_size ..``; blocks ``0 .. sealed - 1``
+are in slots, younger columns in the ring, where column ``c`` lives at ``c % ring``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..attention.exact import AttentionSpec
+from ..config import SparseConfig
+from ..offload.copy_streams import Lane, Lanes, wait
+from ..offload.page_table import FramePools, Residents
+from ..ops.append import append
+from ..ops.sparse_decode import sparse_decode
+from .counters import Counters
+from .lasting import DeviceLength, lasting, take_rows
+from .pool import BlockPool, HostBudget, bucket
+from .reading import Reading
+from .sealing import VALID, Indexer, Sealing, ring_tokens
+
+_SEAL_BYTES = 1 << 26  # blocks are sealed in pieces of about this size, which bounds the temporaries of a long prompt
+
+
+class LayerStore(Reading, Sealing):
+    """KV of one layer for ``batch`` rows.
+
+    Attributes:
+        length: columns cached (host int).
+        sealed: blocks in slots (host int).
+        padded: some column may be padding.
+        slots: int32 ``[batch, cap]``, slot of each sealed block of each row; -1 elsewhere.
+        near_kv: ``[batch, H, sinks + ring, Dk + Dv]``.
+        latent: a token is a latent with its rotary part (MLA): the whole row is the key, its first part the value.
+        key_dim, value_dim: widths that attention sees.
+        split, width: of a token's row, whose part from ``split`` on is what ``update()`` calls its value.
+        near_valid: bool ``[batch, sinks + ring]``: entries to attend to. Sealing a block clears its entries.
+        seen: int32 ``[batch]``, valid tokens in sealed blocks.
+    """
+
+    keeps_blocks = True  # their keys and values; of a LeadingStore another device does
+
+    @lasting
+    def __init__(
+        self,
+        k: Tensor,
+        v: Tensor,
+        config: SparseConfig,
+        host: HostBudget | None,
+        clock: DeviceLength,
+        frames: FramePools | None = None,
+        lanes: Lanes | None = None,
+        latent: bool = False,
+    ) -> None:
+        self.config, self.clock, self.lanes = config, clock, lanes
+        self._saved: torch.cuda.Event | None = None  # blocks are on their way to the host until then
+        self.batch, self.heads, _, self.split = k.shape
+        self.width, self.latent = self.split + v.shape[3], latent
+        self.key_dim, self.value_dim = (self.width, self.split) if latent else (self.split, v.shape[3])
+        self.dtype, self.device = k.dtype, k.device
+        self.block_size, self.sinks, self.ring = config.block_size, config.sinks, ring_tokens(config)
+        self.length = self.sealed = 0
+        self.padded = False
+        self.fixed = False  # a step is being captured: shapes may not depend on what is cached
+        exact = config.max_length is not None  # what is announced gets no room to grow
+        expected = -(-(config.max_length or k.shape[2]) // self.block_size)
+        self.pool = BlockPool(
+            heads=self.heads,
+            block_size=self.block_size,
+            token_dim=self.width if self.keeps_blocks else 0,
+            dtype=self.dtype,
+            device=self.device,
+            host=host,
+            capacity=expected * self.batch if exact else bucket(expected * self.batch),
+        )
+        self.slots = self._ints((self.batch, expected if exact else bucket(expected)), -1)
+        near = self.sinks + self.ring
+        self.near_kv = k.new_zeros(self.batch, self.heads, near, self.width)
+        self.near_valid = torch.zeros(self.batch, near, dtype=torch.bool, device=self.device)
+        self.seen = self._ints((self.batch,), 0)
+        self.residents = None if frames is None else Residents(frames, self.pool)
+        self.pool.register(self)
+        self.counters = Counters(self.batch, self.heads, self.device)
+
+    @lasting
+    def _ints(self, shape: tuple[int, ...], value: int) -> Tensor:
+        return torch.full(shape, value, dtype=torch.int32, device=self.device)
+
+    # ------------------------------------------------------------------ writing
+
+    def append(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
+        """Put a few new tokens into the ring: ``k, v [batch, H, q, D]``, ``valid [batch, q]`` bool or None."""
+        length = self.clock.held(self.device) if self.fixed else self.clock.at(self.device, self.length)
+        append(k, v, valid, self.near_kv, self.near_valid, length, self.sinks)
+        self.padded |= valid is not None
+        self.length += k.shape[2]
+
+    def sealable(self, length: int) -> int:
+        """Blocks that are older than window and drafts once ``length`` columns are cached."""
+        recent = self.config.window + self.config.max_draft
+        return max(self.sealed, (length - recent) // self.block_size, 0)
+
+    def extend(self, k: Tensor, v: Tensor, valid: Tensor | None, indexer: Indexer) -> None:
+        """Cache any number of new tokens, sealing what has become old on the way."""
+        end = self.length + k.shape[2]
+        target = self.sealable(end)
+        if valid is not None:
+            self.padded = True
+        self.settle()
+        shape = (self.batch, self.heads, self.block_size, self.width)
+        piece = max(1, _SEAL_BYTES // (math.prod(shape) * k.itemsize))
+        start = self.sealed
+        for lo in range(start, target, piece):
+            hi = min(lo + piece, target)
+            lane = self.lane  # the first piece may have found out that memory cannot be pinned
+            make = torch.empty if lane is None else lane.take
+            blocks = make((hi - lo, *shape), dtype=self.dtype, **({"device": self.device} if lane is None else {}))
+            ok = self._blocks_of(lo, hi, self.length, k, v, valid, blocks)
+            self._seal(blocks, ok, indexer, lane)
+        # What remains goes to the ring; older columns that stay unsealed are there already.
+        first = max(target * self.block_size, self.length)
+        skip = first - self.length
+        self._clear(start, target)
+        self.length = first
+        if skip < k.shape[2]:
+            self.append(k[:, :, skip:], v[:, :, skip:], None if valid is None else valid[:, skip:])
+
+    def _ring_index(self, start: int, end: int) -> Tensor:
+        """Near-buffer positions of columns ``start .. end - 1``."""
+        return self.sinks + torch.arange(start, end, device=self.device) % self.ring
+
+    # ------------------------------------------------------------------ reading
+
+    @property
+    def table(self) -> Tensor:
+        """Slots of the sealed blocks, ``[batch, sealed]``; with ``fixed`` shapes ``[batch, cap]``, -1 for none."""
+        return self.slots if self.fixed else self.slots[:, : self.sealed]
+
+    @property
+    def blocks(self) -> tuple[Tensor, Tensor, Tensor]:
+        """KV and flags of all slots, and the :attr:`table`: what a step may attend to beside the near tokens."""
+        return self.pool.kv, self.pool.fields["flags"], self.table
+
+    @property
+    def near_length(self) -> int:
+        """Columns in the ring."""
+        return self.length - self.sealed * self.block_size
+
+    @property
+    def lane(self) -> Lane | None:
+        """The way to the host; None if blocks stay on the device, or the host has to copy them itself."""
+        return self.lanes.out(self.device) if self.lanes is not None and self.pool.direct else None
+
+    def settle(self) -> None:
+        """What follows on the current stream finds all blocks in place. Not for use inside a capture."""
+        if self._saved is not None:
+            if self._saved.query():
+                self._saved = None
+            else:
+                wait(self._saved, self.device)
+
+    @contextmanager
+    def after_saving(self, query: Tensor) -> Iterator[Tensor]:
+        """Run what is inside behind blocks that are on their way to the host, if there are any, with ``query``."""
+        if self._saved is None:
+            yield query
+            return
+        query = query.clone()  # of a view into the prompt's queries, which would be kept alive
+        lane = self.lanes.out(self.device)  # though memory may have turned out since that cannot be pinned
+        with lane.behind():
+            try:
+                yield query
+            finally:
+                self._saved = lane.mark()
+                if query.is_cuda:
+                    query.record_stream(lane.stream)
+                if self.residents is not None and self.residents.pool is not None:
+                    self.residents.pool.beside(self._saved)  # other layers share it
+
+    def forget(self, slots: Tensor) -> None:
+        """The pool gives these slots to other blocks; nobody has named them for a while."""
+        if self.residents is not None:
+            self.residents.forget(slots)
+
+    def attend(
+        self,
+        q: Tensor,
+        ids: Tensor | None,
+        granularity: str,
+        spec: AttentionSpec,
+        placed: bool = False,
+        places: Tensor | None = None,
+        frames: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of one query per row over the near tokens and ``ids`` (see :func:`..ops.sparse_decode`).
+
+        ``placed``: the ids are places in the frames of :attr:`residents`, or ``places`` are those of the ids.
+        ``frames``: the ids are places in these.
+        """
+        self.count_padded(granularity)
+        return sparse_decode(
+            q,
+            *self.blocks,
+            ids,
+            self.near_kv,
+            self.near_valid,
+            granularity=granularity,
+            value_dim=self.value_dim,
+            sinks=self.sinks,
+            scale=spec.scale,
+            softcap=spec.softcap,
+            sink_logits=spec.sink_logits,
+            attended=self.counters.attended,
+            frames=self.residents.pool.frames if placed else frames,
+            places=places,
+            from_host=None if self.pool.host is None else self.counters.from_host,
+        )
+
+    def count_padded(self, granularity: str) -> None:
+        """The device's count of a step of padded rows; of others the host knows enough."""
+        if self.padded:
+            counters = self.counters
+            ring = self.near_valid[:, self.sinks :].sum()
+            counters.context[0] += self.heads * (self.seen.sum() + ring)
+            counters.near[0] += self.heads * (ring if granularity == "all" else self.near_valid.sum())
+
+    def count_step(self, granularity: str) -> None:
+        """The host's count of a step that attended with this granularity."""
+        counters, dense = self.counters, granularity == "all"
+        counters.steps += 1
+        counters.last_dense = dense
+        counters.dense += dense
+        counters.sparse += not dense
+        if not self.padded:
+            sinks = 0 if dense else min(self.sinks, self.sealed * self.block_size)
+            counters.context[1] += self.batch * self.heads * self.length
+            counters.near[1] += self.batch * self.heads * (self.near_length + sinks)
+
+    def count_blocks(self, ids: Tensor) -> None:
+        """The coarse level kept ``ids``."""
+        self.counters.blocks += (ids >= 0).sum()
+
+    def count_index(self, size: int) -> None:
+        """``size`` bytes of bounds or labels were read."""
+        self.counters.index_bytes += size
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's key and value, one KV head."""
+        return self.width * self.dtype.itemsize
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Changes when a tensor that a captured step uses has moved."""
+        return (
+            *self.pool.addresses,
+            self.slots.data_ptr(),
+            self.near_kv.data_ptr(),
+            self.counters.attended.data_ptr(),
+            *(() if self.residents is None else self.residents.addresses),
+        )
+
+    # ------------------------------------------------------------------ changing
+
+    def reindex(self, indexer: Indexer) -> None:
+        """Index the sealed blocks anew, in slots of this store's own: what is shared keeps its index."""
+        kv, flags = self.sealed_blocks()
+        with self.pool.lock:
+            self.slots[:, : self.sealed] = self._to_slots(kv, flags, indexer.index(kv, flags))
+
+    @lasting
+    def crop(self, length: int) -> None:
+        """Keep the first ``length`` columns.
+
+        A block that would leave the window short is taken back into the ring; its slot is left to whoever shares it.
+        """
+        if length >= self.length:
+            return
+        self.settle()
+        size = self.block_size
+        sealed = min(self.sealed, max(0, (length - self.config.window) // size))
+        if sealed < self.sealed:
+            end = min(self.sealed * size, length)
+            if end > sealed * size:
+                at = self.slots[:, sealed : -(-end // size)]
+                blocks = torch.empty(self.gathered_shape(at.shape[1] * size), dtype=self.dtype, device=self.device)
+                self._read(sealed, sealed + at.shape[1], blocks)
+                kv = blocks.flatten(2, 3)
+                ok = (self.pool.fields["flags"][at.long()].flatten(1, 2) & VALID) > 0
+                ring = self._ring_index(sealed * size, end)
+                self.near_kv[:, :, ring] = kv[:, :, : end - sealed * size]
+                self.near_valid[:, ring] = ok[:, : end - sealed * size]
+            kept = (self.pool.fields["flags"][self.slots[:, :sealed].long()] & VALID) > 0
+            self.seen.copy_(kept.flatten(1).sum(1, dtype=torch.int32))  # a captured step knows the address
+            self.slots[:, sealed:] = -1
+            place = torch.arange(self.sinks, device=self.device)
+            self.near_valid[:, : self.sinks] = place < self.seen[:, None]
+            self.sealed = sealed
+            self.pool.loosened = True
+        self.near_valid.index_fill_(1, self._ring_index(length, self.sealed * size + self.ring), False)
+        self.length = length
+
+    @lasting
+    def map_rows(self, index: Tensor) -> None:
+        """Row ``i`` becomes what row ``index[i]`` was. Sealed blocks are shared, not copied."""
+        self.settle()
+        index = index.to(self.device)
+        for name in ("slots", "near_kv", "near_valid", "seen"):
+            setattr(self, name, take_rows(getattr(self, name), index))
+        self.batch = index.shape[0]
+        self.pool.loosened = True
+        self.counters.regroup(self.batch)
+
+    def fits(self, k: Tensor, v: Tensor, latent: bool = False) -> bool:
+        """This store could have been made for ``k, v [batch, H, q, D]``."""
+        mine = (self.batch, self.heads, self.split, self.width - self.split, self.latent, self.dtype, self.device)
+        return mine == (k.shape[0], k.shape[1], k.shape[3], v.shape[3], latent, k.dtype, k.device)
+
+    def reset(self) -> None:
+        """Forget everything but keep the memory."""
+        self.settle()
+        self.length = self.sealed = 0
+        self.padded = False
+        self.slots.fill_(-1)
+        self.near_valid.fill_(False)
+        self.seen.zero_()
+        if self.residents is not None:
+            self.residents.clear()
+        self.pool.loosened = True
+        if not self.pool.shared:
+            self.pool.release_all()
+        self.counters.clear()
+
+    @lasting
+    def copy(self, clock: DeviceLength, frames: FramePools | None = None, lanes: Lanes | None = None) -> LayerStore:
+        """An independent store that shares the sealed blocks."""
+        self.settle()
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        new.lanes = lanes
+        for name in ("slots", "near_kv", "near_valid", "seen"):
+            setattr(new, name, getattr(self, name).clone())
+        new.clock = clock
+        new.counters = self.counters.copy()
+        new.residents = None if frames is None else Residents(frames, new.pool)
+        new.pool.register(new)
+        return new
+
+    second_bytes = 0  # allocated on a second device
+
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes allocated on the device and in host memory."""
+        own = sum(t.nbytes for t in (self.slots, self.near_kv, self.near_valid, self.seen))
+        own += 0 if self.residents is None else self.residents.nbytes
+        device, host = self.pool.nbytes()
+        return device + own, host

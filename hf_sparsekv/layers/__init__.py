@@ -1,0 +1,1 @@
+"""A layer of a sparse cache: its bookkeeping, sliding windows, prefixes."""

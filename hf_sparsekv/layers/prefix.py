@@ -1,0 +1,130 @@
+"""A context that is prefilled once, and that any cache of the same model can start from."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from ..cache import SparseCache
+from ..config import OffloadConfig, SparseConfig
+from ..kv.store import LayerStore
+from ..policies.base import Policy
+from ..predictor.channels import describe
+from .sparse_layer import SparseLayer
+
+FIRST = 512  # queries kept for label channels, which are calibrated on as many tokens at most
+LAST = 64  # queries kept for the first selection
+
+
+class _Recording(Policy):
+    """Dense attention that keeps the queries which other policies begin with."""
+
+    def __init__(self, config: SparseConfig, layer_idx: int, offloaded: bool) -> None:
+        super().__init__(config, layer_idx, offloaded)
+        self.reset()
+
+    def reset(self) -> None:
+        self.first: Tensor | None = None  # [batch, Hq, n, Dk]
+        self.last: Tensor | None = None
+
+    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore, new: int | None = None) -> None:
+        if q.shape[2] == 1 and store.length:
+            return  # a decode step: what was asked behind the context is not part of it
+        kept = 0 if self.first is None else self.first.shape[2]
+        if kept < FIRST:
+            more = q[:, :, : FIRST - kept].detach()
+            self.first = more.clone() if self.first is None else torch.cat((self.first, more), 2)
+        tail = q[:, :, -LAST:].detach()
+        if self.last is not None and tail.shape[2] < LAST:
+            tail = torch.cat((self.last[:, :, tail.shape[2] - LAST :], tail), 2)
+        self.last = tail.clone()
+
+    def map_rows(self, index: Tensor) -> None:
+        for name in ("first", "last"):
+            held = getattr(self, name)
+            if held is not None:
+                setattr(self, name, held.index_select(0, index.to(held.device)))
+
+
+class PrefixCache(SparseCache):
+    """A prefilled context: prefill once, then start any number of other caches from it.
+
+        prefix = PrefixCache()
+        model(**document, past_key_values=prefix, logits_to_keep=1)
+        for config in (TwoLevelConfig(token_budget=512), TwoLevelConfig(token_budget=1024)):
+            cache = prefix.start(OffloadedSparseCache(config))
+            out = model.generate(ids, past_key_values=cache)  # ``ids``: the document's, and a question's
+
+    A cache so started holds what a prefill would have put there; only label channels may differ: they are calibrated
+    on the context's first 512 tokens (with queries from all over a long chunk where latents are cached). What is chosen
+    first goes by the last pass of several tokens: prefill no last chunk of one. Copies of the
+    prefix itself (``copy.deepcopy``) share its blocks and decode with full attention in steps that :func:`optimize`
+    captures: the dense baseline.
+
+    Args:
+        offload: keep the context's full blocks in host memory; ``None``: on the device.
+        max_length: tokens to reserve storage for; ``None`` lets it grow.
+        model_config: the model's configuration. Needed for models with linear-attention layers only.
+    """
+
+    def __init__(self, offload: OffloadConfig | None = None, max_length: int | None = None, model_config=None) -> None:
+        super().__init__(SparseConfig(max_length=max_length), offload, model_config)
+
+    def make_policy(self, layer_idx: int) -> Policy:
+        return _Recording(self.config, layer_idx, self.offload_config is not None)
+
+    @torch.no_grad()
+    def start(self, cache: SparseCache) -> SparseCache:
+        """Put the context into an empty cache of ours, and return that.
+
+        One layer's keys and values lie on the device twice meanwhile.
+
+        Raises:
+            ValueError: the cache is not empty or was made for another model, nothing is prefilled, or the cache
+                calibrates on more than 512 tokens.
+            RuntimeError: an earlier error left the prefix incomplete.
+        """
+        self._filled()
+        if cache.get_seq_length():
+            raise ValueError(f"start() needs an empty cache, this one holds {cache.get_seq_length()} tokens")
+        wanted = getattr(cache.config, "calibration_tokens", 0)
+        if wanted > FIRST and getattr(cache, "channels", None) is None:
+            raise ValueError(f"a prefix keeps {FIRST} queries: calibration_tokens={wanted} is more than that")
+        if cache.model_config is None:
+            cache.bind(self.model_config)
+        mine, theirs = (describe(config) for config in (self.model_config, cache.model_config))
+        if mine != theirs:
+            raise ValueError(f"the cache was made for another model: {theirs}, the prefix is of {mine}")
+        for index, (mine, other) in enumerate(zip(self.layers, cache.layers)):
+            if not isinstance(mine, SparseLayer):
+                cache.layers[index] = copy.deepcopy(mine)
+                continue
+            policy, store = mine.policy, mine.store
+            key, value = store.materialise()
+            valid = store.valid_columns() if store.padded else None
+            n = min(policy.first.shape[2], key.shape[2])
+            other.fill(policy.first[:, :, :n], key[:, :, :n], value[:, :, :n], None if valid is None else valid[:, :n])
+            if n < key.shape[2]:
+                rest = None if valid is None else valid[:, n:]
+                other.fill(policy.last, key[:, :, n:], value[:, :, n:], rest)
+        return cache
+
+    @torch.no_grad()
+    def full(self) -> DynamicCache:
+        """The context in a new cache of transformers' own, for full attention as everybody has it."""
+        self._filled()
+        cache = DynamicCache(config=self.model_config)
+        for index, mine in enumerate(self.layers):
+            if isinstance(mine, SparseLayer):
+                cache.update(*mine.store.materialise(), index)
+            else:
+                cache.layers[index] = copy.deepcopy(mine)
+        return cache
+
+    def _filled(self) -> None:
+        self._check_complete()
+        if not self.get_seq_length():
+            raise ValueError("the prefix is empty: run the model over the context with it first")

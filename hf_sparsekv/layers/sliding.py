@@ -1,0 +1,190 @@
+"""Sliding-window layers at fixed addresses, so that a hybrid model's decode step can be captured.
+
+transformers' own sliding layers concatenate and slice: new tensors every step. :class:`SlidingRing` holds the same
+tokens in a ring. Outside a captured step it answers as the stock layer does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from ..attention.exact import AttentionSpec
+from ..attention.handle import KVHandle, Step
+from ..kv.lasting import lasting, take_rows
+from ..ops.append import append
+from ..ops.sparse_decode import sparse_decode
+from .owned import Owned
+
+if TYPE_CHECKING:
+    from ..cache import SparseCache
+
+
+class SlidingRing(Owned, DynamicSlidingWindowLayer):
+    """The last ``sliding_window`` tokens of a layer; column ``c`` at ``c % sliding_window``.
+
+    Args:
+        stock: the filled layer to take over.
+        owner: the cache.
+        index: the layer's index.
+    """
+
+    @lasting
+    def __init__(self, stock: DynamicSlidingWindowLayer, owner: SparseCache, index: int) -> None:
+        super().__init__(stock.sliding_window)
+        self.owner, self.index = owner, index
+        self.dtype, self.device, self.is_initialized = stock.dtype, stock.device, True
+        self._sliding_window_tensor = stock._sliding_window_tensor
+        keys, values = stock.keys, stock.values
+        batch, heads, _, self.key_dim = keys.shape
+        self.value_dim = values.shape[3]
+        size = self.sliding_window
+        self.ring = keys.new_zeros(batch, heads, size, self.key_dim + self.value_dim)
+        self.ring_valid = torch.zeros(batch, size, dtype=torch.bool, device=keys.device)
+        self.attended = torch.zeros(batch, heads, dtype=torch.int64, device=keys.device)  # the kernel wants one
+        self.no_slots = torch.empty(batch, 0, dtype=torch.int32, device=keys.device)
+        self.no_flags = torch.empty(0, 1, dtype=torch.uint8, device=keys.device)
+        self.no_blocks = keys.new_empty(0, heads, 1, self.key_dim + self.value_dim)
+        self.cumulative_length = stock.cumulative_length
+        self._write(keys, values, self.cumulative_length - keys.shape[2])
+        self.replay = None
+        self.stale = True  # ring_valid does not know the padding of what was written eagerly
+        del self.keys, self.values
+
+    def __deepcopy__(self, memo: dict) -> DynamicSlidingWindowLayer:
+        """A stock layer: it becomes a ring again when a step of the copy is captured."""
+        new = DynamicSlidingWindowLayer(self.sliding_window)
+        memo[id(self)] = new
+        new.lazy_initialization(self.keys, self.values)
+        new.keys, new.values = self.keys, self.values
+        new.cumulative_length = self.cumulative_length
+        return new
+
+    # ------------------------------------------------------------------ as the stock layer
+
+    @property
+    def _last(self) -> Tensor:
+        """The last ``sliding_window - 1`` columns (or all), in order, ``[batch, H, n, Dk + Dv]``."""
+        n = min(self.cumulative_length, self.sliding_window - 1)
+        at = torch.arange(self.cumulative_length - n, self.cumulative_length, device=self.device) % self.sliding_window
+        return self.ring[:, :, at]
+
+    @property
+    def keys(self) -> Tensor:
+        return self._last[..., : self.key_dim]
+
+    @keys.setter
+    def keys(self, value) -> None:
+        pass  # the stock constructor's None
+
+    @keys.deleter
+    def keys(self) -> None:
+        pass
+
+    @property
+    def values(self) -> Tensor:
+        return self._last[..., self.key_dim :]
+
+    @values.setter
+    def values(self, value) -> None:
+        pass
+
+    @values.deleter
+    def values(self) -> None:
+        pass
+
+    @lasting
+    def _write(self, k: Tensor, v: Tensor, start: int) -> None:
+        n = min(k.shape[2], self.sliding_window)
+        skip = k.shape[2] - n
+        at = torch.arange(start + skip, start + k.shape[2], device=self.device) % self.sliding_window
+        self.ring[:, :, at] = torch.cat((k[:, :, skip:], v[:, :, skip:]), dim=-1).detach()
+        self.ring_valid.index_fill_(1, at, True)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if self.replay is not None:
+            step = Step(self, key_states, value_states, self.cumulative_length)
+            return KVHandle(step, "k"), KVHandle(step, "v")
+        keys, values = torch.cat((self.keys, key_states), 2), torch.cat((self.values, value_states), 2)
+        self._write(key_states, value_states, self.cumulative_length)
+        self.cumulative_length += key_states.shape[2]
+        self.stale = True
+        return keys, values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        remove = int(tokens_to_remove)
+        if remove > 0:
+            remove = min(0, remove - self.cumulative_length)
+        if remove == 0:
+            return
+        if self.cumulative_length >= self.sliding_window:
+            raise RuntimeError(
+                "a sliding-window layer past its window cannot be cropped: call cache.activate_past_recording() before "
+                "the prompt"
+            )
+        self.cumulative_length = max(0, self.cumulative_length + remove)
+        self.stale = True
+
+    def _map_rows(self, index: Tensor) -> None:
+        for name in ("ring", "ring_valid", "no_slots", "attended"):
+            setattr(self, name, take_rows(getattr(self, name), index))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._map_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map_rows(torch.arange(self.ring.shape[0]).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map_rows(torch.arange(self.ring.shape[0])[indices.cpu()])
+
+    # ------------------------------------------------------------------ in a captured step
+
+    @lasting
+    def freshen(self, valid: Tensor | None) -> None:
+        """Bring ``ring_valid`` up to date after eager steps: ``valid [batch, length]`` bool, None for no padding."""
+        if not self.stale:
+            return
+        n = min(self.cumulative_length, self.sliding_window)
+        at = torch.arange(self.cumulative_length - n, self.cumulative_length, device=self.device) % self.sliding_window
+        self.ring_valid.fill_(False)
+        if valid is None:
+            self.ring_valid.index_fill_(1, at, True)
+        else:
+            self.ring_valid[:, at] = valid[:, -n:]
+        self.stale = False
+
+    def attend(self, step: Step, query: Tensor, mask, spec: AttentionSpec, dropout: float = 0.0) -> Tensor:
+        """``query [batch, Hq, 1, Dk]`` over the ring and the new token."""
+        length = self.owner.clock.held(self.device)
+        append(step.k, step.v, self.replay.valid, self.ring, self.ring_valid, length, 0)
+        step.committed = True
+        out = sparse_decode(
+            query[:, :, 0],
+            self.no_blocks,
+            self.no_flags,
+            self.no_slots,
+            None,
+            self.ring,
+            self.ring_valid,
+            granularity="all",
+            value_dim=self.value_dim,
+            sinks=0,
+            scale=spec.scale,
+            softcap=spec.softcap,
+            sink_logits=spec.sink_logits,
+            attended=self.attended,
+        )
+        return out[:, :, None]
+
+    def advance(self) -> None:
+        """The host's share of a replayed step."""
+        self.cumulative_length += 1
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Changes when a tensor that a captured step uses has moved."""
+        return self.ring.data_ptr(), self.ring_valid.data_ptr()

@@ -1,0 +1,400 @@
+"""One full-attention layer of a sparse cache."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from ..attention.exact import AttentionSpec, exact_attention
+from ..attention.gradient import NoGradient
+from ..attention.handle import KVHandle, Step
+from ..attention.masks import new_columns
+from ..attention.mla import SAMPLE, Absorbed, absorb, calling_module
+from ..kv.store import LayerStore
+from ..policies.base import Policy
+from .owned import Owned
+
+if TYPE_CHECKING:
+    from ..cache import SparseCache
+    from ..cuda_graph.captured_step import Replay
+
+
+class SparseLayer(Owned, CacheLayerMixin):
+    """One full-attention layer of a sparse cache: a store, a policy, and the bookkeeping that transformers asks for."""
+
+    is_sliding = False
+    is_compileable = False  # True would make generate() compile the model unasked
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, owner: SparseCache, index: int) -> None:
+        self.owner, self.index = owner, index
+        self.store: LayerStore | None = None
+        self.policy: Policy = owner.make_policy(index)
+        self.latent = False  # MLA: rows are latents and their rotary part, see attention/mla.py
+        self.pending: Step | None = None
+        self.replay: Replay | None = None  # set while a step is being captured
+        self.query: Tensor | None = None  # of the captured step
+        self.broken: str | None = None
+
+    def __deepcopy__(self, memo: dict) -> SparseLayer:
+        new = object.__new__(SparseLayer)
+        memo[id(self)] = new
+        if self.store is not None:
+            self.store.settle()  # a stream beside this one may still be choosing blocks
+        new.index, new.broken, new.policy, new.latent = self.index, self.broken, self.policy.copy(), self.latent
+        new.pending = new.replay = new.query = None
+        clock, lanes = (copy.deepcopy(held, memo) for held in (self.owner.clock, self.owner.lanes))
+        frames = copy.deepcopy(self.owner.frames, memo) if self.policy.fetches else None
+        new.store = None if self.store is None else self.store.copy(clock, frames, lanes)
+        new.owner = copy.deepcopy(self.owner, memo)
+        return new
+
+    def __repr__(self) -> str:
+        return f"SparseLayer({self.index}, {self.get_seq_length()} tokens)"
+
+    # ------------------------------------------------------------------ new tokens
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.store is not None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """The store is made by the first attention, when the number of query heads is known too."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Announce new tokens ``[batch, H, q, D]``.
+
+        Returns:
+            Handles of all keys and values. The tokens are stored when the attention function gets them.
+
+        Raises:
+            ValueError: the tensors do not fit what is cached.
+            RuntimeError: an earlier error left the layer incomplete.
+        """
+        if torch.compiler.is_compiling():
+            raise RuntimeError("sparse caches cannot be traced by torch.compile: run the model eagerly")
+        self._check(key_states, value_states)
+        past, module = self.get_seq_length(), calling_module()
+        if past == 0:
+            self.latent = module is not None
+        step = self.pending = Step(self, key_states, value_states, past)
+        if self.latent and module is not None:
+            absorb(module)
+            step.absorbed = Absorbed(module)
+            if key_states.shape[2] > 1:
+                step.absorbed.refresh(key_states)
+        return KVHandle(step, "k"), KVHandle(step, "v")
+
+    def _check(self, k: Tensor, v: Tensor) -> None:
+        self._check_complete()
+        if (store := self.store) is None or store.length == 0:
+            return
+        if k.shape[0] != store.batch:
+            raise ValueError(
+                f"the batch size changed from {store.batch} to {k.shape[0]} in mid-cache: use a new cache, or "
+                "batch_repeat_interleave() / batch_select_indices() before"
+            )
+        held = (store.heads, store.split, store.width - store.split)
+        if (k.shape[1], k.shape[3], v.shape[3]) != held:
+            raise ValueError(
+                f"layer {self.index} caches {held[0]} KV heads of {held[1]} + {held[2]} channels, "
+                f"got {k.shape[1]} of {k.shape[3]} + {v.shape[3]}: this cache was filled by another model"
+            )
+        for name, mine, given in (("dtype", store.dtype, k.dtype), ("device", store.device, k.device)):
+            if mine != given:
+                raise ValueError(
+                    f"layer {self.index} caches keys of {name} {mine}, got {given}: keep one {name}, or use a new cache"
+                )
+
+    def _check_complete(self) -> None:
+        if self.pending is not None and not self.pending.committed:
+            self.broken = f"tokens given to layer {self.index} were never attended to"
+        if self.broken:
+            raise RuntimeError(
+                f"this cache is incomplete after an error ({self.broken}): call reset() and prefill again"
+            )
+
+    def _begin(self, step: Step, q_heads: int) -> None:
+        if self.store is not None and self.store.length:
+            return
+        if self.store is not None and not self.store.fits(step.k, step.v, self.latent):
+            self.store.settle()  # what lanes still use may be given away only behind them
+            self.store = None  # before the new one is made: the budget may not hold both
+            if self.owner.frames is not None and self.owner.first(self):
+                self.owner.frames.clear()  # all layers are made anew
+                for layer in self.owner.sparse_layers:
+                    if layer.store is not None and layer.store.residents is not None:
+                        layer.store.residents.leave()
+        store = self.store
+        if store is None:
+            owner, frames = self.owner, None
+            if self.policy.fetches:
+                frames = owner.frames
+                frames.layers = sum(layer.policy.fetches for layer in owner.sparse_layers)
+            host = owner.budget if self.policy.offloaded else None
+            lanes = None if host is None else owner.lanes
+            made = owner.config, host, owner.clock, frames, lanes, self.latent
+            store = self.policy.store_type(step.k, step.v, *made)
+        self.policy.start(store, q_heads)
+        self.store = store
+
+    def attend(
+        self, step: Step, query: Tensor, mask: Tensor | None, spec: AttentionSpec, dropout: float = 0.0
+    ) -> Tensor:
+        """Store the step's tokens and attend, ``query [batch, Hq, q, Dk]`` to ``[batch, Hq, q, Dv]``.
+
+        Layers that share their KV call this with the same step; only the first stores.
+        """
+        try:
+            return self._attend(step, query, mask, spec, dropout)
+        except BaseException as error:
+            if not step.committed:
+                self.pending = None
+            if step.touched:
+                self.broken = f"{type(error).__name__} in layer {self.index}"
+            raise
+
+    def _attend(self, step: Step, query: Tensor, mask: Tensor | None, spec: AttentionSpec, dropout: float) -> Tensor:
+        own = not step.committed
+        one = query.shape[2] == 1 and spec.sliding_window is None and (mask is None or mask.ndim == 2)
+        whole = mask if mask is not None and mask.ndim == 4 else None
+        exact = exact_attention if (absorbed := step.absorbed) is None else absorbed.attention
+        if step.past == 0:
+            columns = mask if mask is not None and mask.ndim == 2 else None
+            out = exact(query, step.k, step.v, spec, columns=columns, mask=whole, dropout=dropout)
+            if own:
+                self._commit(step, query, self.owner.new_columns(mask, step))
+                self._look_ahead(query, absorbed)
+            return out
+        if own and self.replay is None:
+            self._check_past(mask, step.past)
+        if one:
+            if dropout:
+                raise ValueError("attention dropout is not supported over a sparse cache: call model.eval()")
+            with torch.no_grad():
+                q = query if absorbed is None else absorbed.queries(query)
+                out = self._decode(step, q, mask, spec, own)[:, :, None]
+                out = out if absorbed is None else absorbed.outputs(out)
+            return NoGradient.apply(out, query)
+        store = self.store
+        if own:
+            key, value = store.materialise(step.k.detach(), step.v.detach())
+            self._read_ahead(step)
+            self._commit(step, query, self.owner.new_columns(mask, step))
+        else:
+            key, value = store.materialise()
+        columns = store.valid_columns() if store.padded else None
+        with torch.no_grad():
+            out = exact(query, key, value, spec, columns=columns, mask=whole, dropout=dropout)
+            store.counters.exact += 1
+            if own:
+                self._look_ahead(query, absorbed)
+        return NoGradient.apply(out, query)
+
+    @torch.no_grad()
+    def _look_ahead(self, query: Tensor, absorbed: Absorbed | None = None) -> None:
+        """A prompt, or a piece of it, is cached: prepare the first decode step, which its last query stands for."""
+        policy, store, last = self.policy, self.store, query[:, :, -1:]
+        last = (last if absorbed is None else absorbed.queries(last))[:, :, 0]
+        if policy.looks_ahead(store):
+            policy.prepare(store)
+            with store.after_saving(last) as last:
+                policy.look_ahead(last, store)
+        else:
+            policy.look_ahead(last, store)
+        self._end()
+
+    def _end(self) -> None:
+        """The last layer ends a forward pass of several tokens: nobody needs the lanes' buffers any more."""
+        if self is self.owner.sparse_layers[-1]:
+            self.owner.lanes.release()
+
+    def _read_ahead(self, step: Step) -> None:
+        """Begin to read back what the next layer needs for this chunk of a prompt."""
+        layers = self.owner.sparse_layers
+        for layer in layers[layers.index(self) + 1 :][:1]:
+            store = layer.store
+            if store is not None and store.lane is not None and store.sealed and store.length == step.past:
+                self.owner.lanes.read_ahead(store, step.length)
+
+    def _decode(self, step: Step, query: Tensor, mask: Tensor | None, spec: AttentionSpec, own: bool) -> Tensor:
+        """One decode step, ``query [batch, Hq, 1, Dk]`` to ``[batch, Hq, Dv]``.
+
+        Captured (``self.replay`` is set), it only launches what every replay must repeat: the host's share of the step
+        is :meth:`advance`.
+        """
+        store, policy, replay, q = self.store, self.policy, self.replay, query[:, :, 0]
+        if own:
+            step.touched = True
+            if replay is None:
+                store.settle()
+                if policy.watch is not None:
+                    policy.watch.fit(store)
+            valid = new_columns(mask, step.past, step.length) if replay is None else replay.valid
+            if policy.observes:
+                policy.observe(query, step.keys, valid, store)
+            if replay is not None and policy.notes:
+                replay.beside(lambda: policy.note(q, store))
+            store.append(step.k.detach(), step.v.detach(), valid)
+            self._committed(step)
+        out = policy.attend(q, store, spec)
+        if not own:
+            return out
+        if replay is not None:
+            replay.fork(lambda: policy.look_ahead(q, store), policy.bundle)
+            self.query = q
+            return out
+        policy.audit(q, store)
+        policy.account(store)
+        store.seal_due(policy)
+        policy.look_ahead(q, store)
+        return out
+
+    def advance(self) -> None:
+        """The host's share of a replayed decode step."""
+        store, policy = self.store, self.policy
+        store.length += 1
+        policy.audit(self.query, store)
+        policy.account(store)
+        looked = policy.looks_ahead(store)
+        if store.seal_due(policy):
+            policy.look_ahead(self.query, store, again=looked)
+        policy.replayed(store, looked)
+
+    @torch.no_grad()
+    def _commit(self, step: Step, query: Tensor, valid: Tensor | None) -> None:
+        step.touched = True
+        self._begin(step, query.shape[1])
+        if self.policy.observes:
+            seen = query, step.keys, valid
+            if step.absorbed is not None:
+                most = max(SAMPLE, getattr(self.owner.config, "calibration_tokens", 0))
+                seen = step.absorbed.observed(query, step.k, step.v, valid, most)
+            self.policy.observe(*seen, self.store, step.k.shape[2])
+        self.store.extend(step.k.detach(), step.v.detach(), valid, self.policy)
+        self._committed(step)
+
+    def _committed(self, step: Step) -> None:
+        step.committed = True
+        self.pending = None  # nothing may keep a prompt's keys and values alive
+
+    @torch.no_grad()
+    def fill(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None = None, absorbed=None) -> None:
+        """Cache tokens whose attention has been computed elsewhere: benchmarks, imports from other caches.
+
+        Args:
+            query: ``[batch, Hq, q, Dk]``; the last ones suffice if channels come from a file. Over latents (``key``:
+                latents, ``value``: their rotary part) absorbed ones, as wide as both, or the model's with ``absorbed``.
+            key, value: ``[batch, H, q, D]``. ``valid``: bool ``[batch, q]``, False for padding.
+            absorbed: the (refreshed) :class:`..Absorbed` of an MLA module: absorbs as many queries as in a prefill.
+        """
+        self._check(key, value)
+        if self.get_seq_length() == 0:
+            self.latent = absorbed is not None or query.shape[3] == key.shape[3] + value.shape[3]
+        self._commit(Step(self, key, value, self.get_seq_length(), absorbed), query, valid)
+        self._look_ahead(query, absorbed)
+
+    def _check_past(self, mask: Tensor | None, past: int) -> None:
+        """A mask that hides cached columns anew would make selection and attention disagree."""
+        if mask is None or mask.ndim != 2 or not self.owner.first(self):
+            return
+        if not torch.equal(self.store.valid_columns(), mask[:, :past]):
+            raise ValueError(
+                "attention_mask differs from the one these tokens were cached with: padding is fixed when a token is "
+                "cached. Pass the same values for the cached columns, or start a new cache"
+            )
+
+    def materialise(self, step: Step, which: str) -> Tensor:
+        """All keys or values for something other than the sparsekv attention function, which applies its own mask."""
+        if not step.committed:
+            self.owner.warn_bypass()
+            step.touched = True
+            if step.past == 0:
+                self._begin(step, step.k.shape[1])  # no query yet: calibrate on the keys alone until one comes
+            with torch.no_grad():
+                if self.policy.observes:
+                    keys = step.keys  # the very same tensor twice: there is no query
+                    self.policy.observe(keys, keys, None, self.store)
+                self.store.extend(step.k.detach(), step.v.detach(), None, self.policy)
+            self._committed(step)
+            self._end()
+            self.store.counters.materialised += 1
+        key, value = (step.k, step.v) if step.past == 0 else self.store.materialise()
+        return (key if which == "k" else value).contiguous()  # as concatenation would give: some models view it
+
+    # ------------------------------------------------------------------ what generate() asks
+
+    def get_seq_length(self) -> int:
+        if self.pending is not None and not self.pending.committed:
+            return self.pending.length  # update() takes effect at once for who asks
+        return 0 if self.store is None else self.store.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        self._check_complete()  # before a mask of the wrong size fails with a message of its own
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.store is None else self.store.batch
+
+    @property
+    def keys(self) -> Tensor | None:
+        """All cached keys ``[batch, H, length, Dk]`` on the device: a copy, for inspection."""
+        return None if self.store is None else self.store.materialise()[0]
+
+    @property
+    def values(self) -> Tensor | None:
+        """All cached values, see :attr:`keys`."""
+        return None if self.store is None else self.store.materialise()[1]
+
+    def offload(self) -> None:
+        """Nothing to do: where blocks live is the store's business."""
+
+    def prefetch(self) -> None:
+        """Nothing to do, see :meth:`offload`."""
+
+    def reset(self) -> None:
+        self.broken = self.pending = None
+        if self.store is not None:
+            self.store.reset()  # which waits for what is still being chosen, too
+        self.policy.reset()
+        if self.policy.watch is not None:
+            self.policy.watch.clear()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens. (A positive number, transformers' older form: keep as many.)"""
+        tokens_to_remove = int(tokens_to_remove)  # generate() may pass a tensor
+        if self.store is None or tokens_to_remove == 0:
+            return
+        keep = tokens_to_remove if tokens_to_remove > 0 else max(0, self.store.length + tokens_to_remove)
+        if keep:
+            sealed = self.store.sealed
+            self.store.crop(keep)
+            if self.store.sealed < sealed:
+                self.policy.reopened()
+        else:
+            self.reset()  # the next prompt calibrates anew
+
+    def _map_rows(self, index: Tensor) -> None:
+        if self.store is not None:
+            self.store.map_rows(index)
+            self.policy.map_rows(index.to(self.store.device))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._map_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.store is not None:
+            self._map_rows(torch.arange(self.store.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.store is not None:
+            self._map_rows(torch.arange(self.store.batch)[indices.cpu()])

@@ -1,0 +1,210 @@
+"""Which blocks of an offloaded cache have a copy on the device: the pools of a cache, and one layer's part in them."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+
+from ..config import OffloadConfig
+from ..kv.lasting import lasting
+from ..kv.pool import BlockPool
+from .device_pool import DevicePool, free_bytes
+
+# Selections of one step that a pool holds by default. On the recorded real model, twice the blocks of a step hit 96 to
+# 98 %, four times 99 % (benchmarks/results/attention_statistics.csv).
+SELECTIONS = 4
+SHARE = 0.5  # of the free device memory, at most, by default
+
+
+class FramePools:
+    """The device pools of one cache: one for each shape and dtype of blocks, on each device.
+
+    Attributes:
+        layers: layers of the cache that fetch blocks.
+    """
+
+    def __init__(self, config: OffloadConfig) -> None:
+        self.config, self.layers = config, 1
+        self.pools: dict[tuple, DevicePool | None] = {}
+        # Of each pool: the layer whose fetch begins a step. Weakly, or they would keep each other alive.
+        self._leads: dict[int, weakref.ref[Residents]] = {}
+        self._enabled: dict[torch.device, Tensor] = {}
+        self._room: int | None = None  # for copies of chosen tokens
+
+    def __deepcopy__(self, memo: dict) -> FramePools:
+        new = FramePools(self.config)  # a copy steps by itself, so what it has chosen could be evicted by the other
+        new.layers = self.layers
+        return new
+
+    def pool(self, blocks: BlockPool, entries: int) -> DevicePool | None:
+        """The pool for a layer of which a step chooses ``entries`` blocks (of one KV head); None without one."""
+        size, width = blocks.kv.shape[2:]
+        key = (size, width, blocks.kv.dtype, blocks.device)
+        if key not in self.pools:
+            budget = self.config.device_pool
+            most = None if budget is not None else SELECTIONS * self.layers * entries
+            try:
+                made = DevicePool.sized(SHARE if budget is None else budget, *key, most=most) if budget != 0 else None
+            except (torch.OutOfMemoryError, ValueError) as error:
+                made = None
+                _refuse("offloaded blocks", error)
+            self.pools[key] = made
+        return self.pools[key]
+
+    def leads(self, layer: Residents) -> bool:
+        """``layer`` is the first one of its pool: its fetch begins a step."""
+        lead = self._leads.setdefault(id(layer.pool), weakref.ref(layer))
+        return lead() is layer
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is fetched and no step begins: for trial runs."""
+        with ExitStack() as stack:
+            for pool in self.pools.values():
+                if pool is not None:
+                    stack.enter_context(pool.paused())
+            for enabled in self._enabled.values():
+                enabled.zero_()
+                stack.callback(enabled.fill_, 1)
+            yield
+
+    @lasting
+    def enabled(self, device: torch.device) -> Tensor:
+        """int32 ``[1]`` on a device, 0 while trial runs are to copy no tokens."""
+        if device not in self._enabled:
+            self._enabled[device] = torch.ones(1, dtype=torch.int32, device=device)
+        return self._enabled[device]
+
+    def grants(self, size: int, device: torch.device) -> bool:
+        """Whether a layer may have ``size`` bytes of the device for copies of single tokens: each has its share."""
+        budget = self.config.device_pool
+        if self._room is None:
+            share = budget if isinstance(budget, float) else SHARE if budget is None else None
+            self._room = int(budget if share is None else share * free_bytes(device))
+            if 0 < self._room < size * self.layers:
+                warnings.warn(
+                    f"copies of the chosen tokens take {size * self.layers} bytes of device memory, {self._room} are "
+                    "allowed: steps read what they choose from host memory, which is slower; see "
+                    "OffloadConfig(device_pool=...)",
+                    stacklevel=5,
+                )
+        return size * self.layers <= self._room
+
+    def refuse(self, error: Exception) -> None:
+        """There was no room for what :meth:`grants` had granted: nobody gets more."""
+        self._room = 0
+        _refuse("chosen tokens", error)
+
+    def counters(self) -> dict[str, int]:
+        """The pools' counters together, and ``bytes`` fetched. Synchronises."""
+        total = {"needed": 0, "found": 0, "fetched": 0, "unserved": 0, "bytes": 0}
+        for pool in self.pools.values():
+            if pool is not None:
+                found = pool.counters()
+                for name, value in found.items():
+                    total[name] += value
+                total["bytes"] += found["fetched"] * pool.frames[0].nbytes
+        return total
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(pool.nbytes for pool in self.pools.values() if pool is not None)
+
+    def clear(self) -> None:
+        """Give the memory back once the layers that use it are gone."""
+        self.pools.clear()
+        self._leads.clear()
+        self._room = None
+
+    def reset(self) -> None:
+        """Forget all blocks, keep the memory."""
+        for pool in self.pools.values():
+            if pool is not None:
+                pool.drop_all()
+
+
+def _refuse(what: str, error: Exception) -> None:
+    warnings.warn(
+        f"no device memory for copies of {what} ({str(error).splitlines()[0]}): each step reads what it chooses from "
+        "host memory, which is slower; see OffloadConfig(device_pool=...)",
+        stacklevel=5,
+    )
+
+
+class Residents:
+    """Blocks of one layer that have a copy on the device."""
+
+    def __init__(self, pools: FramePools, blocks: BlockPool) -> None:
+        self.pools, self.blocks = pools, blocks
+        self.pool: DevicePool | None = None
+        self.table: Tensor | None = None  # page table, int32 [slots, H]
+        self._number = self._entries = 0
+
+    def enter(self, entries: int) -> bool:
+        """Make ready for steps that choose ``entries`` blocks (of one KV head): room and page table. False without.
+
+        Nothing that a captured step uses is made later than this.
+        """
+        if self.pool is None:
+            pool = self.pools.pool(self.blocks, entries)
+            if pool is None:
+                return False
+            table = self._new_table()
+            self._number = pool.add_layer(table)
+            self.pool, self.table = pool, table
+        elif len(self.table) < self.blocks.capacity:
+            self.pool.settle()  # whoever evicts a block of this layer writes into its table
+            grown = self._new_table()
+            grown[: len(self.table)] = self.table
+            self.table = grown
+            self.pool.moved(self._number, grown)
+        return True
+
+    @lasting
+    def _new_table(self) -> Tensor:
+        shape = (self.blocks.capacity, self.blocks.kv.shape[1])
+        return torch.full(shape, -1, dtype=torch.int32, device=self.blocks.device)
+
+    def fetch(self, ids: Tensor, slots: Tensor, keep: int, begins: bool = True, out: Tensor | None = None) -> Tensor:
+        """Bring the blocks of a selection to the device; see :meth:`DevicePool.fetch`.
+
+        ``begins``: this is the layer's first selection in this step.
+        """
+        if begins and self.pools.leads(self):
+            self.pool.advance()
+        return self.pool.fetch(self._number, ids, slots, self.blocks.kv, keep, out)
+
+    def find(self, ids: Tensor, slots: Tensor, since: Tensor | None = None) -> Tensor:
+        """Places of blocks as they are; see :meth:`DevicePool.find`."""
+        return self.pool.find(self._number, ids, slots, since=since)
+
+    def forget(self, slots: Tensor) -> None:
+        """These slots are about to hold other blocks."""
+        if self.pool is not None:
+            known = slots[slots < len(self.table)]
+            self.pool.forget(self._number, known)
+
+    def leave(self) -> None:
+        """Let go of the pool, whose memory is wanted for another one."""
+        self.pool = self.table = None
+
+    def clear(self) -> None:
+        """All slots are about to hold other blocks."""
+        if self.pool is not None:
+            self.pool.forget(self._number, torch.arange(len(self.table), device=self.table.device))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the page table, on the device."""
+        return 0 if self.table is None else self.table.nbytes
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Changes when a tensor that a captured step uses has moved."""
+        return () if self.pool is None else (self.table.data_ptr(), self.pool.frames.data_ptr())

@@ -1,0 +1,1 @@
+"""Filled caches in files."""

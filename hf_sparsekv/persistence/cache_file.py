@@ -1,0 +1,382 @@
+"""Filled caches in files: ``cache.save(path)`` and ``SparseCache.load(path)``. The file itself: :mod:`.container`.
+
+A block of several rows is stored once, and no slot that nobody names. What a selection keeps of the blocks (bounds,
+labels) is stored too, though it could be made again: it is some five percent of the file, and a cache that is loaded
+elsewhere then selects by the very same numbers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from ..attention.handle import Step
+from ..cache import OffloadedSparseCache, ProgressiveCache, SparseCache
+from ..config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
+from ..kv.lasting import lasting
+from ..kv.store import VALID, LayerStore
+from ..layers.sliding import SlidingRing
+from ..layers.sparse_layer import SparseLayer
+from ..policies.base import Policy
+from ..policies.predictive import PredictivePolicy
+from ..policies.progressive import ProgressivePolicy
+from ..policies.two_level import TwoLevelPolicy
+from ..predictive_cache import AsyncPredictiveCache
+from ..predictor.channels import LabelChannels, describe
+from .container import PIECE, Layer, Pieces, Reader, all_tensors, damaged, dtype_name, write
+
+# What a later step does, not what stored data means. Any other field must be as it was, those of the future included.
+FREE = (
+    *("token_budget", "num_blocks", "lag", "block_reduce", "token_reduce", "dense_below", "max_length"),
+    *("threshold", "estimate", "group_reduce", "micro_batch", "min_blocks", "max_blocks", "execution", "audit_every"),
+    *("predictor", "predictor_window", "predictor_epsilon", "start_length", "cache_rank", "layers_per_pack"),
+)
+KINDS = {
+    OffloadedSparseCache: TwoLevelConfig,
+    ProgressiveCache: ProgressiveConfig,
+    AsyncPredictiveCache: PredictiveConfig,
+}
+
+_BY_BLOCK, _LABELS = {"blocks", "flags"}, {"codes", "qparams"}
+
+
+def _index(store: LayerStore) -> dict[str, Tensor]:
+    """What a selection keeps of the blocks. (``fill`` follows from the flags.)"""
+    return {name: held for name, held in store.pool.fields.items() if name not in ("flags", "fill")}
+
+
+# ---------------------------------------------------------------------- saving
+
+
+def save_cache(cache: SparseCache, path: str | os.PathLike[str]) -> None:
+    """See :meth:`SparseCache.save`."""
+    for layer in cache.sparse_layers:
+        layer._check_complete()
+    cache._check_complete()
+    if not cache.layers or not cache.get_seq_length():
+        raise ValueError("nothing is cached yet: prefill before you save")
+    if type(cache) not in KINDS:
+        raise ValueError(f"{type(cache).__name__} cannot be saved yet")
+    if getattr(cache, "rank", None) is not None:
+        raise ValueError("a cache whose tokens are chosen on a second device cannot be saved yet")
+    layers, pieces = [], {}
+    for index, layer in enumerate(cache.layers):
+        record, held = _sparse(layer) if isinstance(layer, SparseLayer) else _sliding(layer, index)
+        layers.append(record)
+        pieces |= {f"layers.{index}.{name}": piece for name, piece in held.items()}
+    shapes = all_tensors(layers, cache.config.block_size)
+    state = {
+        "cache": type(cache).__name__,
+        "config": _fields(cache.config),
+        "model": None if cache.model_config is None else describe(cache.model_config),
+        "channel_file": None,
+        "record_past": cache._record_past,
+        "layers": [asdict(layer) for layer in layers],
+    }
+    channels = getattr(cache, "channels", None)
+    if channels is not None:
+        shape = tuple(channels.ranking.shape)
+        about = {name: getattr(channels, name) for name in ("model", "name", "importance", "tokens")}
+        state["channel_file"] = {"shape": shape, **about}
+        shapes["channel_file"], pieces["channel_file"] = (torch.int32, shape), _whole(channels.ranking)
+    for device in {layer.device for layer in layers if layer.device.startswith("cuda")}:
+        torch.cuda.synchronize(device)  # kernels seal blocks into host memory
+    write(Path(path), state, shapes, pieces)
+
+
+def _fields(config: SparseConfig) -> dict:
+    """The configuration as JSON holds it; None for a predictor of the user's own."""
+    found = {field.name: getattr(config, field.name) for field in fields(config)}
+    if not isinstance(found.get("predictor", ""), str):
+        found["predictor"] = None
+    return found
+
+
+def _whole(tensor: Tensor) -> Pieces:
+    return lambda: iter((tensor,))
+
+
+def _sparse(layer: SparseLayer) -> tuple[Layer, dict[str, Pieces]]:
+    store, policy = layer.store, layer.policy
+    store.settle()
+    named = store.table.unique().long()
+    index = _index(store)
+    record = Layer(
+        device=str(store.device),
+        dtype=dtype_name(store.dtype),
+        batch=store.batch,
+        heads=store.heads,
+        key_dim=store.split,
+        value_dim=store.width - store.split,
+        latent=store.latent,
+        length=store.length,
+        sealed=store.sealed,
+        padded=store.padded,
+        near=store.near_kv.shape[2],
+        blocks=len(named),
+        policy=type(policy).__name__,
+    )
+    tensors = {"near_kv": store.near_kv, "near_valid": store.near_valid, "seen": store.seen}
+    if isinstance(policy, TwoLevelPolicy):
+        if policy.channels is not None:
+            record.channels, tensors["channels"] = policy.channels.shape[2], policy.channels
+        elif policy.fine:
+            index = {k: v for k, v in index.items() if k not in _LABELS}  # not made before the channels
+            record.stats_tokens = policy.stats.tokens
+            if policy.stats.q is not None:
+                record.query_heads = policy.stats.q.shape[1]
+                tensors |= {"stats_q": policy.stats.q, "stats_k": policy.stats.k}
+        if policy.previous is not None:
+            record.previous, tensors["previous"] = policy.previous.shape[2], policy.previous
+        if isinstance(policy, PredictivePolicy):
+            queries = policy.queries
+            queries.rewind(store.length)  # a crop() leaves that to the next step
+            record.ring = list(queries.held.shape[1:3])
+            tensors |= {"queries": queries.held, "queries_from": queries.first}
+            if policy.chosen:
+                record.chosen, tensors["chosen"] = policy.ids.shape[2], policy.ids
+    elif type(policy) not in (Policy, ProgressivePolicy):
+        raise ValueError(f"caches of {type(policy).__name__} cannot be saved yet")
+    found = {name: _whole(tensor) for name, tensor in tensors.items()}
+    if len(named):
+        record.index = {name: [dtype_name(held.dtype), list(held.shape[1:])] for name, held in index.items()}
+        found["table"] = _whole(torch.searchsorted(named, store.table.long()).int())
+        for name, held in {"blocks": store.pool.kv, "flags": store.pool.fields["flags"], **index}.items():
+            found[name] = lambda held=held: _slots(held, named)
+    return record, found
+
+
+def _slots(held: Tensor, named: Tensor) -> Iterator[Tensor]:
+    """Rows ``named`` of ``held``, some at a time."""
+    for part in named.to(held.device).split(max(1, PIECE // held[0].nbytes)):
+        yield held[part]
+
+
+def _sliding(layer, index: int) -> tuple[Layer, dict[str, Pieces]]:
+    if type(layer) not in (DynamicSlidingWindowLayer, SlidingRing):
+        raise ValueError(
+            f"layer {index} is a {type(layer).__name__}: caches with layers other than full and sliding-window "
+            "attention (linear attention, for one) cannot be saved yet"
+        )
+    keys, values = layer.keys, layer.values
+    record = Layer(
+        device=str(keys.device),
+        dtype=dtype_name(keys.dtype),
+        batch=keys.shape[0],
+        heads=keys.shape[1],
+        key_dim=keys.shape[3],
+        value_dim=values.shape[3],
+        length=layer.cumulative_length,
+        window=layer.sliding_window,
+        kept=keys.shape[2],
+        record_past=layer.record_past,
+    )
+    return record, {"keys": _whole(keys), "values": _whole(values)}
+
+
+# ---------------------------------------------------------------------- loading
+
+
+@lasting
+@torch.no_grad()
+def load_cache(
+    kind: type[SparseCache],
+    path: str | os.PathLike[str],
+    config: SparseConfig | None,
+    offload: OffloadConfig | Literal["default"] | None,
+    model_config,
+    device: torch.device | str | None,
+) -> SparseCache:
+    """See :meth:`SparseCache.load`."""
+    with Reader(path) as file:
+        state = file.state
+        made = next((known for known in KINDS if known.__name__ == state["cache"]), None)
+        if made is None or not issubclass(made, kind):
+            raise ValueError(f"{path} holds a {state['cache']}, which {kind.__name__}.load() cannot make")
+        if offload == "default":
+            offload = inspect.signature(made).parameters["offload"].default
+        cache = _empty(made, file, config, offload)
+        if getattr(cache, "rank", None) is not None:
+            raise ValueError("a cache cannot be loaded for a second device yet: take another cache_rank")
+        _bind(cache, file, model_config)
+        for index, (layer, record) in enumerate(zip(cache.layers, file.layers)):
+            where = _device(record, device)
+            if isinstance(layer, SparseLayer):
+                _fill(layer, record, file, f"layers.{index}.", where)
+            else:
+                if record.kept > record.length or record.length != file.layers[0].length:
+                    raise damaged(path, f"length in layer {index} does not fit the rest")
+                keys, values = (file.tensor(f"layers.{index}.{name}").to(where) for name in ("keys", "values"))
+                layer.lazy_initialization(keys, values)
+                layer.keys, layer.values, layer.cumulative_length = keys, values, record.length
+    return cache
+
+
+def _empty(
+    made: type[SparseCache], file: Reader, config: SparseConfig | None, offload: OffloadConfig | None
+) -> SparseCache:
+    """A cache without layers, of the saved configuration or of ``config`` if that agrees."""
+    try:
+        named = dict(file.state["config"])
+        if named.get("predictor", "") is None:
+            if config is None:
+                raise ValueError("it was saved with a predictor of the user's own, which no file holds: pass config")
+            del named["predictor"]
+        saved = KINDS[made](**named)
+        about, channels = file.state["channel_file"], None
+        if about is not None:  # the file itself may be gone, or another
+            about = {name: value for name, value in about.items() if name != "shape"}
+            channels = LabelChannels(file.tensor("channel_file"), **about)
+    except (TypeError, ValueError) as error:
+        raise damaged(file.path, f"its configuration: {error}") from None
+    if config is None:
+        if made is ProgressiveCache:
+            return made(saved, offload)
+        cache = made(replace(saved, channel_file=None), offload)
+        cache.config, cache.channels = saved, channels
+        return cache
+    cache = made(config, offload)
+    for name in (field.name for field in fields(config)):
+        theirs, ours = getattr(saved, name), getattr(config, name)
+        same = theirs == ours
+        if name == "channel_file":  # contents count, not names
+            held = (channels, cache.channels)
+            same = held == (None, None) or (None not in held and torch.equal(*(c.ranking for c in held)))
+        if name not in FREE and not same:
+            raise ValueError(
+                f"{file.path} was saved with {name}={theirs!r}, which its contents depend on; got {ours!r}. Leave "
+                f"config out, change only {', '.join(FREE)}, or prefill again"
+            )
+    return cache
+
+
+def _bind(cache: SparseCache, file: Reader, model_config) -> None:
+    """Give the cache its layers, which must be of the saved kinds."""
+    cache._record_past = bool(file.state["record_past"])
+    windows = [record.window for record in file.layers]
+    if model_config is None:
+        if any(windows):
+            raise ValueError(
+                f"{file.path} holds sliding-window layers, which only the model's configuration describes: pass "
+                "model_config=model.config"
+            )
+        for index in range(len(windows)):
+            cache.layers.append(cache._layer(index))
+        return
+    saved = file.state["model"]
+    for name, ours in describe(model_config).items():
+        if saved is not None and saved.get(name) != ours:
+            raise ValueError(
+                f"{file.path} was saved from another model: {name} is {saved.get(name)} in the file, {ours} in "
+                "model_config. Load it for the model that it was made with, or prefill again"
+            )
+    cache.bind(model_config)
+    kinds = [None if isinstance(layer, SparseLayer) else getattr(layer, "sliding_window", 0) for layer in cache.layers]
+    if kinds != windows:
+        raise ValueError(
+            f"{file.path} was saved from another model: its layers' windows are {windows}, those of model_config "
+            f"{kinds} (None: full attention). Load it for the model that it was made with, or prefill again"
+        )
+
+
+def _device(record: Layer, device: torch.device | str | None) -> torch.device:
+    try:
+        return torch.empty(0, device=record.device if device is None else device).device  # cuda is cuda:0
+    except (RuntimeError, AssertionError) as error:
+        if device is not None:
+            raise
+        raise ValueError(f"the cache was saved on {record.device}, which is not here ({error}): pass device=") from None
+
+
+def _fill(layer: SparseLayer, record: Layer, file: Reader, prefix: str, device: torch.device) -> None:
+    """Make the layer's store and policy as they were."""
+    size, rows = layer.owner.config.block_size, (record.batch, record.heads)
+    # As many tokens as the blocks hold: rows may share theirs.
+    tokens = max(1, -(-record.blocks // record.batch)) * size
+    nothing = torch.empty(1, dtype=getattr(torch, record.dtype), device=device)
+    shape = [(*rows, tokens, dim) for dim in (record.key_dim, record.value_dim)]
+    layer.latent = record.latent
+    if isinstance(layer.policy, PredictivePolicy) != bool(record.ring):
+        raise damaged(file.path, f"ring in layer {layer.index} does not fit the rest")
+    q_heads = record.ring[0] if record.ring else record.query_heads or record.heads
+    layer._begin(Step(layer, *(nothing.expand(s) for s in shape), 0), q_heads)
+    store, policy = layer.store, layer.policy
+    held = {
+        name: file.tensor(prefix + name) for name in record.tensors(size) if name not in _BY_BLOCK | {*record.index}
+    }
+    _check(layer, record, held, file)
+    store.near_kv.copy_(held["near_kv"])
+    store.near_valid.copy_(held["near_valid"])
+    store.seen.copy_(held["seen"])
+    if record.blocks:
+        slots = _blocks(store.pool, record, file, prefix)
+        store._reserve(record.sealed)
+        store.slots[:, : record.sealed] = slots[held["table"].long().to(device)]
+    store.length, store.sealed, store.padded = record.length, record.sealed, record.padded
+    if isinstance(policy, TwoLevelPolicy):
+        if "channels" in held:
+            policy.channels = held["channels"].to(device)
+        if record.stats_tokens is not None:
+            policy.stats.tokens = record.stats_tokens
+        if "stats_q" in held:
+            policy.stats.q, policy.stats.k = held["stats_q"].to(device), held["stats_k"].to(device)
+        # Without them (no lag then, or another num_blocks) one step chooses among all blocks.
+        if "previous" in held and policy.lag and policy._held.shape == held["previous"].shape:
+            policy.previous = policy._held.copy_(held["previous"])
+    if isinstance(policy, PredictivePolicy):
+        policy.queries.load(held["queries"].to(device), held["queries_from"].to(device), store.length)
+        if "chosen" in held and policy.ids.shape == held["chosen"].shape:  # else a step attends to everything
+            policy.ids.copy_(held["chosen"])
+            policy.chosen = True
+
+
+def _blocks(pool, record: Layer, file: Reader, prefix: str) -> Tensor:
+    """Read the blocks into new slots, int32 ``[blocks]`` on the device."""
+    slots = pool.allocate(record.blocks)
+    for lo in range(0, record.blocks, step := max(1, PIECE // pool.kv[0].nbytes)):
+        hi = min(lo + step, record.blocks)
+        at, rows = slots[lo:hi].long(), {n: file.rows(prefix + n, lo, hi) for n in (*_BY_BLOCK, *record.index)}
+        pool.kv[at.to(pool.kv.device)] = rows.pop("blocks").to(pool.kv.device)
+        rows["fill"] = (rows["flags"] == VALID).sum(-1, dtype=torch.int32)
+        for name, value in rows.items():
+            pool.fields[name][at] = value.to(pool.device)
+    return slots
+
+
+def _check(layer: SparseLayer, record: Layer, held: dict[str, Tensor], file: Reader) -> None:
+    """Nothing may point at what is not there: kernels would follow."""
+    store, policy, where = layer.store, layer.policy, f"in layer {layer.index}"
+    fine = isinstance(policy, TwoLevelPolicy) and policy.fine
+    left = _LABELS if fine and record.channels is None else ()
+    index = {k: [dtype_name(v.dtype), list(v.shape[1:])] for k, v in _index(store).items() if k not in left}
+    limits = {
+        "table": (0, record.blocks),
+        "previous": (-1, record.sealed),
+        "channels": (0, record.query_dim),
+        "chosen": (-1, record.sealed * store.block_size),
+        "queries_from": (0, record.length + 1),
+    }
+    for name, (low, high) in limits.items():
+        if name in held and held[name].numel() and not (low <= held[name].min() and held[name].max() < high):
+            raise damaged(file.path, f"{name} {where} is out of range")
+    ring = record.length - record.sealed * store.block_size
+    fits = {
+        "length": 0 <= ring <= store.ring and record.length == file.layers[0].length > 0,
+        "near buffer": record.near == store.near_kv.shape[2],
+        "policy": record.policy == type(policy).__name__,
+        "index": record.blocks == 0 or record.index == index,
+        "blocks": record.sealed == 0 or record.blocks > 0,
+        "channels": not fine
+        or (record.stats_tokens is not None if record.channels is None else record.channels == policy.r),
+    }
+    for name, fit in fits.items():
+        if not fit:
+            raise damaged(file.path, f"{name} {where} does not fit the rest")

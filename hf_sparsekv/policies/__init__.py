@@ -1,0 +1,1 @@
+"""Selection policies: what a decode step attends to."""

@@ -1,0 +1,97 @@
+"""Copies of chosen tokens on the device that attends to them; their blocks live elsewhere."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kv.lasting import lasting, take_rows
+from ..ops.pack import pack
+
+
+class Packed:
+    """One layer's chosen tokens, ``room`` of each row and KV head at most. Only what is newly chosen is copied.
+
+    Args:
+        device: where is decided what to copy.
+        enabled: int32 ``[1]`` there; 0: nothing is copied.
+        home: where the copies are; default: there as well.
+
+    Attributes:
+        kv: ``[batch, H, room, Dk + Dv]``.
+        places: int32 ``[batch, H, room]``, where the chosen tokens lie in it, see ``ops.pack``.
+        counters: int64 ``[2]``: tokens chosen, and of these copied.
+    """
+
+    @lasting
+    def __init__(
+        self,
+        batch: int,
+        heads: int,
+        room: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        enabled: Tensor,
+        home: torch.device | None = None,
+    ) -> None:
+        home = device if home is None else home
+        self.enabled = enabled
+        self.kv = torch.empty(batch, heads, room, width, dtype=dtype, device=home)
+        self.held = torch.full((batch, heads, room), -1, dtype=torch.int32, device=device)
+        self.order = torch.arange(room, dtype=torch.int32, device=device).expand(batch, heads, -1).contiguous()
+        self.places = torch.full_like(self.held, -1, device=home)
+        self.counters = torch.zeros(2, dtype=torch.int64, device=device)
+
+    def frames(self, block_size: int) -> Tensor:
+        """The copies as ``ops.sparse_decode`` takes them: ``[F, block_size, Dk + Dv]``."""
+        return self.kv.view(-1, block_size, self.kv.shape[-1])
+
+    def update(self, ids: Tensor, kv: Tensor, slots: Tensor, scratch: Tensor | None = None) -> None:
+        """Bring ``ids`` together, see :func:`..ops.pack.pack`."""
+        pack(
+            ids,
+            kv,
+            slots,
+            self.held,
+            self.order,
+            self.kv,
+            self.places,
+            enabled=self.enabled,
+            counters=self.counters,
+            scratch=scratch,
+        )
+
+    def forget(self) -> None:
+        """Nothing is held."""
+        self.held.fill_(-1)
+        self.places.fill_(-1)
+
+    @lasting
+    def map_rows(self, index: Tensor) -> None:
+        """Row ``i`` becomes what row ``index[i]`` was."""
+        for name in ("kv", "held", "order"):
+            setattr(self, name, take_rows(getattr(self, name), index))
+        batch, heads, room = self.held.shape
+        start = torch.arange(batch * heads, dtype=torch.int32, device=self.held.device).view(batch, heads, 1) * room
+        places = torch.where(self.held >= 0, self.order + start, -1).to(self.places.device)
+        self.places = self.places.copy_(places) if self.places.shape == places.shape else places
+
+    @lasting
+    def copy(self) -> Packed:
+        """An independent one with the same contents."""
+        new = object.__new__(Packed)
+        new.__dict__.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in self.__dict__.items()})
+        new.enabled = self.enabled
+        return new
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(t.nbytes for t in (self.kv, self.held, self.order, self.places, self.counters))
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Changes when a tensor that a captured step uses has moved."""
+        tensors = (self.kv, self.held, self.order, self.places, self.enabled)
+        return tuple(t.data_ptr() for t in tensors)

@@ -1,0 +1,298 @@
+"""Progressive selection: blocks in order of importance until enough mass is covered (PSA section 3)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..attention.exact import AttentionSpec
+from ..config import ProgressiveConfig
+from ..kv.lasting import lasting, take_rows
+from ..kv.store import LayerStore
+from ..ops.block_rank import block_rank
+from ..ops.progressive import MASS_ONE, TOTALS, Walk, WalkState, block_masses, progressive_decode
+from ..ops.progressive.state import FIRST
+from ..ops.seal import Index
+from ..telemetry.stats import WalkStats
+from .base import Policy
+from .block_metadata import BlockMetadata
+from .host_driven import HostDriven
+
+# estimate="scores": the logarithm of a block's mass rises by so much when its score rises by one logit. With these the
+# estimated mass comes out as the true one on the small real model and on the GQA probe (docs/accuracy.md).
+SLOPES = {"cuboid_mean": 0.7, "min_max": 0.5, "mean": 0.5}
+
+
+class ProgressivePolicy(Policy):
+    """State: how far the last walks went, and with offload which blocks the next ones will begin with.
+
+    Each step ranks all sealed blocks for its own query, so nothing is chosen ahead. With offload, the blocks that a
+    step has used (and an eighth more) are brought to the device after it; what the next step wants beyond them is read
+    in host memory.
+    """
+
+    config: ProgressiveConfig
+    method = "progressive"
+
+    def __init__(self, config: ProgressiveConfig, layer_idx: int, offloaded: bool) -> None:
+        super().__init__(config, layer_idx, offloaded)
+        self.fetches = offloaded
+        self.metadata = BlockMetadata(config)
+        self.host = HostDriven(config.micro_batch) if config.execution == "host" else None
+        self.state: WalkState | None = None
+        self._since: Tensor | None = None
+        self._spec: AttentionSpec | None = None  # stays: replays of an earlier capture do not tell it anew
+        self.reset()
+
+    def reset(self) -> None:
+        self.placed = False  # the last step has brought blocks to the device
+        self._walked = False  # the state's chosen blocks are those of this step
+        self._audited = (0, 0.0, 1.0, 0.0)  # walks, their masses, the least, their estimates
+        if self.state is not None:
+            self.state.totals.zero_()
+            self.state.limits[0] = 0
+            self.state.limits[1] = FIRST
+
+    @lasting
+    def start(self, store: LayerStore, q_heads: int) -> None:
+        super().start(store, q_heads)
+        self.metadata.start(store)
+        self._key_dim = store.key_dim
+        self.state = WalkState.empty(store.batch, store.heads, store.device, self._ahead(store))
+        self._since = torch.zeros(1, dtype=torch.int32, device=store.device) if self.fetches else None
+
+    def _ahead(self, store: LayerStore) -> int:
+        """Blocks of one row and KV head that are brought to the device after a step, at most."""
+        return ahead(store.slots.shape[1]) if self.fetches else 0
+
+    # ------------------------------------------------------------------ index
+
+    def index(self, kv: Tensor, flags: Tensor) -> dict[str, Tensor]:
+        return self.metadata.index(kv[..., : self._key_dim], flags)
+
+    def sealing(self, store: LayerStore) -> Index:
+        return self.metadata.sealing(store, Index(store.key_dim))
+
+    # ------------------------------------------------------------------ a step
+
+    def _attends(self, store: LayerStore) -> str:
+        """``"dense"``, ``"quick"`` (dense, because that is as quick) or ``"walk"``."""
+        if not store.sealed:
+            return "dense"
+        return "quick" if self.below_crossover(store) else "walk"
+
+    def mode(self, store: LayerStore) -> tuple[str, bool, bool] | None:
+        """``(what is attended, whether blocks are fetched for the next step, whether this one's go by place)``."""
+        attends = self._attends(store)
+        if attends == "walk" and self.host is not None:
+            return None
+        return "walk" if attends == "walk" else "dense", self.looks_ahead(store), self.placed and attends == "walk"
+
+    def attend(self, q: Tensor, store: LayerStore, spec: AttentionSpec) -> Tensor:
+        self._walked = self._attends(store) == "walk"
+        if not self._walked:
+            return store.attend(q, None, "all", spec)
+        store.count_padded("block")
+        self._spec = spec
+        if self.host is not None:
+            self._enter(store)
+        walk = self._walk(q, store, self.state, spec, self.placed and self.host is None)
+        out = progressive_decode(walk) if self.host is None else self.host.run(walk, store)
+        if self.watch is not None:
+            self.watch.mark(walk.ids, self.state.used)
+        return out
+
+    def _walk(self, q: Tensor, store: LayerStore, state: WalkState, spec: AttentionSpec, placed: bool = False) -> Walk:
+        config, fields, table = self.config, store.pool.fields, store.table
+        logits, logit_scale = None, spec.scale
+        if config.estimate == "as_min":
+            scores = self.metadata.scores(q, store)
+        else:
+            scores, logits = self.metadata.head_scores(q, store)
+            if spec.softcap is not None:
+                logits, logit_scale = spec.softcap * torch.tanh(logits * (spec.scale / spec.softcap)), 1.0
+            if config.estimate == "scores":
+                logit_scale *= SLOPES[config.metadata]
+        ids, tokens = block_rank(scores, fields["fill"], table)
+        return Walk(
+            q,
+            store.pool.kv,
+            fields["flags"],
+            table,
+            ids,
+            tokens,
+            store.near_kv,
+            store.near_valid,
+            state,
+            value_dim=store.value_dim,
+            scale=spec.scale,
+            threshold=config.threshold,
+            group_reduce=config.group_reduce,
+            min_blocks=config.min_blocks,
+            max_blocks=config.max_blocks,
+            estimate=config.estimate,
+            logits=logits,
+            logit_scale=logit_scale,
+            softcap=spec.softcap,
+            sink_logits=spec.sink_logits,
+            frames=store.residents.pool.frames if placed else None,
+            places=store.residents.find(ids, table, self._since) if placed else None,
+            from_host=None if store.pool.host is None else store.counters.from_host,
+            attended=store.counters.attended,
+        )
+
+    def account(self, store: LayerStore) -> None:
+        attends = self._attends(store)
+        store.count_step("block" if attends == "walk" else "all")
+        store.counters.crossover += attends == "quick"
+        if attends == "walk":
+            store.count_index(self.metadata.nbytes(store))
+
+    # ------------------------------------------------------------------ the next step
+
+    def _enter(self, store: LayerStore) -> bool:
+        """Whether blocks are brought to the device; makes room for them."""
+        if not self.fetches:
+            return False
+        room = self._ahead(store)
+        if self.state.chosen.shape[-1] != room:
+            self._widen(room)
+        return store.residents.enter(store.batch * store.heads * expected(room))
+
+    @lasting
+    def _widen(self, room: int) -> None:
+        old = self.state.chosen
+        self.state.chosen = old.new_full((*old.shape[:2], room), -1)
+        kept = min(room, old.shape[-1])
+        self.state.chosen[..., :kept] = old[..., :kept]
+
+    def prepare(self, store: LayerStore) -> None:
+        if self._attends(store) == "walk":
+            self._enter(store)
+
+    def looks_ahead(self, store: LayerStore) -> bool:
+        return self.fetches and self.host is None and store.sealed > 0 and not self.below_crossover(store)
+
+    def look_ahead(self, q: Tensor, store: LayerStore, again: bool = False) -> None:
+        if again:
+            return  # nothing depends on the block that was sealed
+        walked, self._walked = self._walked, False
+        self.placed = self.looks_ahead(store) and self._enter(store)
+        if not self.placed:
+            return
+        chosen = self.state.chosen
+        if not walked:  # a prompt has been read, or the last dense step is over
+            ids, _ = block_rank(self.metadata.scores(q, store), store.pool.fields["fill"], store.table)
+            first = min(FIRST, ids.shape[-1], chosen.shape[-1])
+            chosen.fill_(-1)
+            chosen[..., :first] = ids[..., :first]
+        store.residents.fetch(chosen, store.table, 1)
+        self._since.copy_(store.residents.pool.state.now)
+
+    def replayed(self, store: LayerStore, looked: bool) -> None:
+        if looked:
+            self.placed = store.residents.pool is not None
+        elif not self.looks_ahead(store):
+            self.placed = False
+
+    # ------------------------------------------------------------------ numbers
+
+    def audit(self, q: Tensor, store: LayerStore) -> None:
+        every = self.config.audit_every
+        if every is None or self._attends(store) != "walk" or store.counters.steps % every:
+            return
+        spare = WalkState.empty(store.batch, store.heads, store.device)
+        walk = self._walk(q, store, spare, self._spec)
+        walk.from_host = None
+        masses = block_masses(walk)
+        if self._spec.sink_logits is not None:
+            sinks = self._spec.sink_logits.float().view(1, store.heads, 1, -1) / torch.log(torch.tensor(2.0))
+            masses = torch.cat((sinks.to(masses).expand(store.batch, -1, -1, -1), masses), dim=2)
+        before = masses.shape[2] - walk.ids.shape[2]
+        share = (masses - masses.amax(2, keepdim=True)).exp2()
+        taken = torch.arange(share.shape[2], device=share.device) < self.state.used[..., None] + before
+        if self.config.group_reduce == "sum":  # as the estimate: over all heads, on one scale
+            share = (masses - masses.amax((2, 3), keepdim=True)).exp2().sum(3, keepdim=True)
+        true = ((share * taken[..., None]).sum(2) / share.sum(2)).amin(-1)  # [batch, H]
+        walks, mass, least, estimate = self._audited
+        self._audited = (
+            walks + true.numel(),
+            mass + float(true.double().sum()),
+            min(least, float(true.min())),
+            estimate + float(self.state.mass.double().sum()),
+        )
+
+    def walks(self) -> WalkStats | None:
+        if self.state is None:
+            return None
+        counted = self.state.totals.tolist()
+        found = dict(zip(TOTALS, counted))
+        audits, mass, least, estimate = self._audited
+        return WalkStats(
+            layer=self.layer_idx,
+            walks=found["walks"],
+            blocks_used=found["used"],
+            blocks_read=found["read"],
+            capped=found["capped"],
+            mass=found["mass"] / MASS_ONE / found["walks"] if found["walks"] else None,
+            least_mass=1 - found["worst"] / MASS_ONE if found["walks"] else None,
+            histogram=tuple(counted[len(TOTALS) :]),
+            audits=audits,
+            audited_mass=mass / audits if audits else None,
+            least_audited_mass=least if audits else None,
+            audited_estimate=estimate / audits if audits else None,
+        )
+
+    # ------------------------------------------------------------------ capture
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        tensors = () if self.state is None else (*self.state.tensors().values(), self._since)
+        return tuple(0 if t is None else t.data_ptr() for t in tensors)
+
+    def save(self) -> dict:
+        since = None if self._since is None else self._since.clone()
+        return {"state": self.state.clone(), "since": since, "placed": self.placed, "walked": self._walked}
+
+    def restore_host(self, saved: dict) -> None:
+        self.placed, self._walked = saved["placed"], saved["walked"]
+
+    def restore_device(self, saved: dict) -> None:
+        for name, value in saved["state"].tensors().items():
+            getattr(self.state, name).copy_(value)
+        if self._since is not None:
+            self._since.copy_(saved["since"])
+
+    # ------------------------------------------------------------------ rows
+
+    def reopened(self) -> None:
+        self._walked = False
+
+    @lasting
+    def map_rows(self, index: Tensor) -> None:
+        state, index = self.state, index.to(self.state.used.device)
+        for name in ("used", "mass", "chosen"):
+            if getattr(state, name) is not None:
+                setattr(state, name, take_rows(getattr(state, name), index))
+        rows = state.limits[:, index]
+        state.limits = state.limits.copy_(rows) if rows.shape == state.limits.shape else rows
+
+    @lasting
+    def copy(self) -> ProgressivePolicy:
+        new = super().copy()
+        new.placed = new._walked = False  # the copy has frames of its own, with nothing in them yet
+        new.host = None if self.host is None else HostDriven(self.host.m)
+        if self.state is not None:  # changed in place
+            new.state = self.state.clone()
+            new._since = None if self._since is None else self._since.clone()
+        return new
+
+
+def ahead(table: int) -> int:
+    """Blocks of one row and KV head that are brought to the device after a step, at most, of ``table`` blocks."""
+    return min(table, max(64, table // 4))
+
+
+def expected(room: int) -> int:
+    """Blocks of one row and KV head that a step is expected to choose; a pool holds several such selections."""
+    return max(1, room // 4)

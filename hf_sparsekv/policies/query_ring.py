@@ -1,0 +1,105 @@
+"""The latest queries of a layer, on its device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kv.lasting import lasting, take_rows
+from ..ops.query_ring import push
+
+
+class QueryRing:
+    """A ring of queries, addressed by column: the query of column ``c`` lives at ``c % R``.
+
+    So no step has to know how many there were before, and one that is repeated changes nothing.
+
+    Attributes:
+        held: ``[batch, Hq, R, D]``.
+        count: int32 ``[batch]``, queries of each row that are known.
+        position: int32 ``[1]``, where the next one goes.
+        end: columns whose queries were stored (host).
+    """
+
+    @lasting
+    def __init__(self, batch: int, heads: int, size: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.held = torch.zeros(batch, heads, size, dim, dtype=dtype, device=device)
+        self.first = torch.zeros(batch, dtype=torch.int32, device=device)  # column from which on they are known
+        self.count = torch.zeros_like(self.first)
+        self.position = torch.zeros(1, dtype=torch.int32, device=device)
+        self.end = 0
+
+    @property
+    def size(self) -> int:
+        """Queries that it holds at most."""
+        return self.held.shape[2]
+
+    def fits(self, batch: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+        """This ring could have been made so."""
+        shape = (batch, heads, self.size, dim)
+        return (tuple(self.held.shape), self.held.dtype, self.held.device) == (shape, dtype, device)
+
+    def push(self, q: Tensor, valid: Tensor | None, column: Tensor) -> None:
+        """Store ``q [batch, Hq, n, D]``, see :func:`..ops.query_ring.push`."""
+        push(q, valid, column, self.held, self.first, self.count, self.position)
+
+    def store(self, q: Tensor, valid: Tensor | None, start: int, end: int) -> None:
+        """Store the queries of columns ``start .. end - 1``, of which ``q`` may be the last ones only."""
+        self.rewind(start)
+        n = min(q.shape[2], end - start, self.size)
+        if q.shape[2] < end - start:
+            self.forget(end - q.shape[2])
+        column = torch.full((1,), end - n, dtype=torch.int32, device=self.held.device)
+        self.push(q[:, :, q.shape[2] - n :], None if valid is None else valid[:, valid.shape[1] - n :], column)
+        self.end = end
+
+    def rewind(self, length: int) -> None:
+        """Columns from ``length`` on were removed; older queries that theirs have overwritten are gone as well."""
+        if self.end > length:
+            self.first.clamp_min_(self.end - self.size)
+            self.count.copy_((length - self.first).clamp(0, self.size))
+            self.position.fill_(length % self.size)
+            self.end = length
+
+    def forget(self, length: int) -> None:
+        """Queries of columns before ``length`` are not known."""
+        self.first.clamp_min_(length)
+        self.count.copy_((self.end - self.first).clamp(0, self.size))
+
+    def load(self, held: Tensor, first: Tensor, length: int) -> None:
+        """Take over what another ring, ``held [batch, Hq, R', D]``, knew at ``length`` columns."""
+        n = min(held.shape[2], length)
+        columns = torch.arange(length - n, length, device=held.device) % held.shape[2]
+        self.first.copy_(first.clamp_min(length - n))
+        self.end = length - n
+        self.store(held[:, :, columns], None, length - n, length)
+
+    def clear(self) -> None:
+        """Nothing is cached."""
+        self.first.zero_()
+        self.count.zero_()
+        self.position.zero_()
+        self.end = 0
+
+    @lasting
+    def map_rows(self, index: Tensor) -> None:
+        """Row ``i`` becomes what row ``index[i]`` was."""
+        for name in ("held", "first", "count"):
+            setattr(self, name, take_rows(getattr(self, name), index))
+
+    @lasting
+    def copy(self) -> QueryRing:
+        """An independent ring."""
+        new = object.__new__(QueryRing)
+        new.__dict__.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in self.__dict__.items()})
+        return new
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(t.nbytes for t in (self.held, self.first, self.count, self.position))
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Changes when a tensor that a captured step uses has moved."""
+        return tuple(t.data_ptr() for t in (self.held, self.first, self.count, self.position))

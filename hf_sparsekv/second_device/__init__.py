@@ -1,0 +1,1 @@
+"""Predictive selection on a second device; nothing else knows of it."""

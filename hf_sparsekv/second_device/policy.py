@@ -1,0 +1,312 @@
+"""Predictive selection on a second device, which follows what is cached and hands over what it has chosen.
+
+Source: AsyncSpade sections 4.1 and 4.3, Inference Rank and Cache Rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..attention.exact import AttentionSpec
+from ..config import PredictiveConfig
+from ..kv.lasting import lasting
+from ..kv.store import LayerStore
+from ..ops._dispatch import use_triton
+from ..ops.topk_select import token_select
+from ..policies.base import Policy
+from ..policies.packed import Packed
+from ..policies.predictive import PredictivePolicy, room_for
+from ..predictor.channels import LabelChannels
+from ..predictor.query import QueryPredictor
+from ..telemetry.stats import PackStats
+from .replica import LeadingStore, Rank
+
+
+class TwinPolicy(PredictivePolicy):
+    """A layer's share on the device that chooses: all that a step uses there has an address that is kept."""
+
+    def __init__(self, config: PredictiveConfig, layer_idx: int, channels: LabelChannels | None, rank: Rank) -> None:
+        self.rank = rank
+        self._memory: tuple | None = None  # what it is for, and where it is: every step asks
+        super().__init__(config, layer_idx, False, channels)
+
+    def memory(self, store: LayerStore) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Where predicted queries and all scores go, and what selecting and packing need beside them."""
+        wanted = *self.queries.held.shape, store.slots.shape[1], store.dtype
+        if self._memory is None or self._memory[0] != wanted:
+            self._memory = wanted, self._make_memory(store)
+        return self._memory[1]
+
+    def _make_memory(self, store: LayerStore) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        rank, (batch, heads, _, dim), lane = self.rank, self.queries.held.shape, self.rank.lane(self.layer_idx)
+        predicted = rank.buffer("predicted", (batch, heads, dim), store.dtype, lane)
+        room = store.slots.shape[1] * store.block_size
+        scores = rank.buffer("scores", (batch, store.heads, room), torch.float32, lane)
+        scratch = None
+        if use_triton(scores):
+            from ..ops.topk_select.triton import scratch_size
+
+            scratch = rank.buffer("select", (scratch_size(scores, self.config.token_budget),), torch.int32, lane)
+        return predicted, scores, scratch, rank.buffer("pack", (2 * self.ids.numel(),), torch.int32, lane)
+
+    def choose(self, store: LayerStore) -> None:
+        queries, budget = self.queries, self.config.token_budget
+        predicted, scores, scratch, _ = self.memory(store)
+        self.predictor.predict(queries.held, queries.position, queries.count, out=predicted)
+        scores = scores[..., : store.table.shape[1] * store.block_size]
+        self.scores(predicted, store, scores)
+        scratch = scratch if store.fixed else None  # it is for all that there is room for
+        token_select(scores, None, budget, store.block_size, out=self.ids[..., :budget], scratch=scratch)
+
+
+class SecondDevicePolicy(PredictivePolicy):
+    """A layer's share on the device that attends; :attr:`twin` is the one on the device that chooses.
+
+    Chosen tokens are kept together here twice. A step attends to one of the two while the other is being written; they
+    change places when that is done. A captured step, in which all of this is in order, writes the one in use.
+
+    A selection that comes late is waited for (``strict``), or the one before is used again, but never one that does not
+    know all sealed blocks: their tokens have left the ring.
+    """
+
+    store_type = LeadingStore
+
+    def __init__(self, config: PredictiveConfig, layer_idx: int, channels: LabelChannels | None, rank: Rank) -> None:
+        self.twin = TwinPolicy(config, layer_idx, channels, rank)
+        self.rank = rank
+        self.packs: list[Packed] = []
+        super().__init__(config, layer_idx, False)
+        self.fine = False  # labels are made there
+        self.all_of = 0  # what is not chosen and brought here has to be read there
+
+    def reset(self) -> None:
+        super().reset()
+        self.twin.reset()
+        self.late = self.at = 0  # layer calls that used an older selection; the pack in use
+        self.known: int | None = None  # sealed blocks that the selection in use has chosen among
+        self.pending: tuple[torch.cuda.Event | None, int] | None = None  # the next one's end, and its sealed blocks
+        with self.rank.settled():
+            for packed in self.packs:
+                packed.counters.zero_()
+
+    @lasting
+    def start(self, store: LeadingStore, q_heads: int) -> None:
+        if store.latent:
+            raise ValueError(
+                "a cache rank on a second device does not hold latents (MLA): take cache_rank='stream' or 'host'"
+            )
+        Policy.start(self, store, q_heads)
+        self._key_dim = store.key_dim
+        with self.rank.entered(store.device):
+            self.twin.start(store.follow(self.rank), q_heads)
+            shape = (store.batch, store.heads, room_for(self.config), store.key_dim + store.value_dim)
+            held = [(tuple(packed.kv.shape), packed.kv.dtype, packed.kv.device) for packed in self.packs]
+            if held != [(shape, store.dtype, store.device)] * 2:
+                made = *shape, store.dtype, self.rank.device, self.rank.enabled, store.device
+                self.packs = [Packed(*made) for _ in range(2)]
+            for packed in self.packs:
+                packed.forget()
+
+    @property
+    def _calibrating(self) -> bool:
+        return self.twin._calibrating
+
+    def below_crossover(self, store: LeadingStore) -> bool:
+        return False  # what is attended to densely lies on the other device
+
+    # ------------------------------------------------------------------ a step
+
+    @lasting
+    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LeadingStore, new: int | None = None) -> None:
+        if store.fixed:
+            return
+        store.twin.length = store.length  # whatever a capture that failed has left
+        with self.rank.entered(store.device, q, k, valid):
+            there = self.rank.device
+            known = None if valid is None else valid.to(there)
+            if q is k:
+                k = k.to(there)
+                self.twin.observe(k, k, known, store.twin)
+            elif self._calibrating:
+                self.twin.observe(q.to(there), k.to(there), known, store.twin)
+            else:  # of the keys nothing but their number is asked
+                self.twin.observe(q[:, :, -self.twin.queries.size :].to(there), k, known, store.twin)
+        if q is k:
+            self.chosen, self.pending = False, None
+
+    def mode(self, store: LeadingStore):
+        if self._calibrating or self._allocates(store) or self.rank.device.type != store.device.type:
+            return None
+        return self._attends(store), self.looks_ahead(store), self.at
+
+    def _allocates(self, store: LeadingStore) -> bool:
+        """Choosing takes memory there that would be somebody else's by the next replay: a graph has none there."""
+        if not isinstance(self.twin.predictor, QueryPredictor):
+            return True  # a user's may
+        if self.config.token_reduce != "mean" or not use_triton(self.rank.enabled):
+            return False
+        from ..ops._group import MANY
+
+        return self.twin.queries.held.shape[1] > MANY * store.heads
+
+    def prepare(self, store: LeadingStore) -> None:
+        self._take(store, strict=True)
+        if self.twin.queries.end > store.length:
+            with self.rank.entered(store.device):
+                self.twin.queries.rewind(store.length)
+        self.twin.memory(store.twin)  # not while a step is being captured
+        self.rank.join(store.device)
+
+    def attend(self, q: Tensor, store: LeadingStore, spec: AttentionSpec) -> Tensor:
+        if self._attends(store) != "chosen":
+            return store.attend(q, None, "all", spec)
+        if not store.fixed:
+            self._take(store, self.config.strict)
+        packed = self.packs[self.at]
+        return store.attend(q, packed.places, "token", spec, frames=packed.frames(store.block_size))
+
+    def _take(self, store: LeadingStore, strict: bool) -> None:
+        """Go over to the next selection; not if it is late and the one in use will do."""
+        if self.pending is None:
+            return
+        event, known = self.pending
+        if not strict and self.known == store.sealed and event is not None and not event.query():
+            self.late += 1
+            return
+        if event is not None:
+            event.wait(torch.cuda.current_stream(store.device))
+        self.at, self.known, self.pending = 1 - self.at, known, None
+
+    notes = False  # queries go with keys and values
+
+    def look_ahead(self, q: Tensor, store: LeadingStore, again: bool = False) -> None:
+        twin, used = store.twin, () if store.new is None else (q, *store.new)
+        forked, entered = self.rank.forked, self.rank.entered
+        with forked(store.device, self.layer_idx) if store.fixed else entered(store.device, *used):
+            twin.fixed = store.fixed
+            try:
+                self._follow(q, store)
+                if not store.fixed:
+                    twin.seal_due(self.twin)
+                self._choose(store, again)
+            finally:
+                twin.fixed = False
+        if again:
+            self.rank.join(store.device)
+
+    def _follow(self, q: Tensor, store: LeadingStore) -> None:
+        """Hand over the step's query, key and value, unless they are there."""
+        twin = store.twin
+        if store.new is None:
+            twin.length = store.length
+            return
+        given, store.new = store.new, None
+        k, v, valid = (self.rank.reach(name, tensor) for name, tensor in zip(("k", "v", "valid"), given))
+        if store.fixed:
+            store.kept = given
+            q = self.rank.reach("q", q[:, :, None])
+            self.twin.queries.push(q, valid, twin.clock.held(twin.device))
+        twin.append(k, v, valid)
+
+    def _choose(self, store: LeadingStore, again: bool) -> None:
+        twin = store.twin
+        if not self.looks_ahead(store):
+            self.chosen, self.pending, self.known = False, None, None
+            return
+        if self.pending is not None and self.pending[1] == twin.sealed and not self.config.strict:
+            event = self.pending[0]
+            if event is not None and not event.query():
+                return  # it is late already; another one behind it would never be in time
+        self.twin.choose(twin)
+        in_place = store.fixed or again  # a captured step: what it has attended to is over
+        at = self.at if in_place else 1 - self.at
+        self.packs[at].update(self.twin.ids, twin.pool.kv, twin.table, self.twin.memory(twin)[-1])
+        self.chosen = True
+        if in_place:
+            self.known = twin.sealed
+        else:
+            self.pending = self.rank.mark(), twin.sealed
+        if again:  # a step needs its tokens once, whatever was copied for it
+            self.packs[at].counters[:1] -= (self.twin.ids >= 0).sum()
+        else:
+            store.count_index(self.twin._index_bytes(twin))
+
+    def replayed(self, store: LeadingStore, looked: bool) -> None:
+        store.twin.length, self.twin.queries.end = store.length, store.length
+        if looked:
+            self.chosen, self.known = True, store.sealed
+            store.count_index(self.twin._index_bytes(store.twin))
+        elif not self.looks_ahead(store):
+            self.chosen = False
+
+    # ------------------------------------------------------------------ numbers
+
+    def packing(self) -> PackStats | None:
+        if not self.packs:
+            return None
+        with self.rank.settled():
+            needed, copied = sum(packed.counters for packed in self.packs).tolist()
+        kv = self.packs[0].kv
+        return PackStats(needed=needed, copied=copied, bytes=copied * kv.shape[-1] * kv.itemsize, late=self.late)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(packed.nbytes for packed in self.packs)
+
+    @property
+    def second_bytes(self) -> int:
+        return self.twin.nbytes
+
+    # ------------------------------------------------------------------ capture
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        return (*self.twin.addresses, *(a for packed in self.packs for a in packed.addresses))
+
+    def save(self) -> dict:
+        with self.rank.settled():
+            ids = self.twin.ids.clone()
+        return {"host": (self.chosen, self.at, self.known, self.pending, self.late), "ids": ids}
+
+    def restore_host(self, saved: dict) -> None:
+        self.chosen, self.at, self.known, self.pending, self.late = saved["host"]
+
+    def restore_device(self, saved: dict) -> None:
+        with self.rank.on_stream():
+            self.twin.ids.copy_(saved["ids"])
+        if self.packs:
+            self.rank.join(self.packs[0].kv.device)  # a graph's work there is behind this device's, not behind that
+
+    # ------------------------------------------------------------------ rows
+
+    def reopened(self) -> None:
+        self.chosen, self.pending, self.known = False, None, None
+        self.twin.reopened()
+        if self.packs:
+            with self.rank.entered(self.packs[0].kv.device):
+                for packed in self.packs:
+                    packed.forget()
+
+    @lasting
+    def map_rows(self, index: Tensor) -> None:
+        with self.rank.entered(index.device, index):
+            there = index.to(self.rank.device)
+            self.twin.map_rows(there)
+            for packed in self.packs:
+                packed.map_rows(there)
+        self.rank.join(index.device)
+
+    @lasting
+    def copy(self) -> SecondDevicePolicy:
+        new = Policy.copy(self)
+        if not self.packs:
+            new.twin = self.twin.copy()
+            return new
+        home = self.packs[0].kv.device
+        self.rank.join(home)  # what is being chosen is copied when it is there
+        with self.rank.entered(home):
+            new.twin = self.twin.copy()
+            new.packs = [packed.copy() for packed in self.packs]
+        self.rank.join(home)
+        return new

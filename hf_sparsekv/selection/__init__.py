@@ -1,1 +1,0 @@
-"""Selection policies: which cached tokens a decode step attends to."""

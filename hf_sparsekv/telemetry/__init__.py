@@ -1,0 +1,1 @@
+"""What a cache did: counters, times, chosen blocks."""

@@ -1,0 +1,324 @@
+"""What a cache did, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..offload.host_limit import readable
+from ..offload.working_set import working_set_bytes
+
+if TYPE_CHECKING:
+    from ..layers.sparse_layer import SparseLayer
+    from ..offload.page_table import FramePools
+
+
+@dataclass(frozen=True)
+class WalkStats:
+    """What the progressive walks of one layer have read: one walk a step, row and KV head.
+
+    Args:
+        layer: index of the layer.
+        walks: how many there were.
+        blocks_used: blocks that they attended to, in all.
+        blocks_read: blocks that they read: more, because several are read before it is known where to stop.
+        capped: walks that ``max_blocks`` ended before the threshold was reached.
+        mass, least_mass: the attention mass that the walks estimated to cover, mean and least (least of the heads).
+        histogram: walks by blocks used: entry 0 none or one, entry ``b`` more than ``2 ** (b - 1)``, up to ``2 ** b``.
+        audits: walks that were compared with the attention to all blocks (``ProgressiveConfig(audit_every=...)``).
+        audited_mass, least_audited_mass: the mass that these covered, mean and least. None without audits.
+        audited_estimate: the mass that the same walks estimated, mean.
+    """
+
+    layer: int
+    walks: int
+    blocks_used: int
+    blocks_read: int
+    capped: int
+    mass: float | None
+    least_mass: float | None
+    histogram: tuple[int, ...]
+    audits: int = 0
+    audited_mass: float | None = None
+    least_audited_mass: float | None = None
+    audited_estimate: float | None = None
+
+    def since(self, earlier: WalkStats) -> WalkStats:
+        """The walks after ``earlier``. The least masses stay those of all walks."""
+        walks, audits = self.walks - earlier.walks, self.audits - earlier.audits
+
+        def mean(name: str, weight: str, count: int) -> float | None:
+            if not count:
+                return None
+            sums = [(getattr(w, name) or 0.0) * getattr(w, weight) for w in (self, earlier)]
+            return (sums[0] - sums[1]) / count
+
+        return replace(
+            self,
+            walks=walks,
+            blocks_used=self.blocks_used - earlier.blocks_used,
+            blocks_read=self.blocks_read - earlier.blocks_read,
+            capped=self.capped - earlier.capped,
+            mass=mean("mass", "walks", walks),
+            histogram=tuple(a - b for a, b in zip(self.histogram, earlier.histogram)),
+            audits=audits,
+            audited_mass=mean("audited_mass", "audits", audits),
+            audited_estimate=mean("audited_estimate", "audits", audits),
+        )
+
+
+@dataclass(frozen=True)
+class PackStats:
+    """What one layer has copied to keep its chosen tokens together on the device.
+
+    Args:
+        needed: chosen tokens, over all selections, rows and KV heads.
+        copied: of these, not there yet.
+        bytes: of these.
+        late: layer calls that attended to an older selection, because the last one was not there in time.
+    """
+
+    needed: int
+    copied: int
+    bytes: int
+    late: int = 0
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """Counters of a cache since it was made or reset. Counts are summed over steps, layers, rows and KV heads.
+
+    Only layers of ours count; sliding and linear-attention layers are transformers' own.
+
+    Args:
+        layers: full-attention layers that the cache manages.
+        cached_tokens: columns cached per row (padding included).
+        decode_steps: decode steps (one query a row).
+        sparse_calls, dense_calls: layer calls of decode steps that attended to a selection / to everything.
+        crossover_calls: of ``dense_calls``: because dense attention is as quick there (``dense_below``).
+        exact_calls: layer calls with several queries over cached tokens (later chunks, second turns, drafts).
+        attended_tokens: cached tokens attended to in decode steps.
+        context_tokens: cached tokens that full attention would have attended to in them.
+        blocks_chosen: blocks that the coarse level kept for a step's attention.
+        kv_bytes_read: bytes of keys and values of ``attended_tokens``.
+        kv_bytes_dense: bytes of keys and values of ``context_tokens``.
+        index_bytes_read: bytes of block bounds and labels read to choose them.
+        host_to_device_bytes, device_to_host_bytes: bytes of keys and values moved (or read in place) each way.
+        needed, found: blocks (of a predictive cache: tokens) that were looked for on the device, and found there; 0
+            where all are read from where they live.
+        hit_rate: their share; None where all are read from where they live.
+        working_set_bytes: bytes of the blocks that each row has chosen in its last 12 steps
+            (``offload/working_set.py``); None without a device pool.
+        covered_mass: share of the attention mass that decode steps covered; None where nobody has looked
+            (``ProgressiveConfig(audit_every=...)`` does).
+        materialised: times that something other than the sparsekv attention function read all keys and values.
+        device_bytes, host_bytes: allocated now, by layers of ours.
+        second_bytes: likewise on a second device, which chooses; not in ``device_bytes``.
+        walks: what the progressive walks of each layer have read; empty for other methods.
+        late: layer calls that attended to an older selection, because a second device had not chosen in time.
+    """
+
+    layers: int
+    cached_tokens: int
+    decode_steps: int
+    sparse_calls: int
+    dense_calls: int
+    crossover_calls: int
+    exact_calls: int
+    attended_tokens: int
+    context_tokens: int
+    blocks_chosen: int
+    kv_bytes_read: int
+    kv_bytes_dense: int
+    index_bytes_read: int
+    host_to_device_bytes: int
+    device_to_host_bytes: int
+    needed: int
+    found: int
+    hit_rate: float | None
+    working_set_bytes: tuple[int, ...] | None
+    covered_mass: float | None
+    materialised: int
+    device_bytes: int
+    host_bytes: int
+    walks: tuple[WalkStats, ...] = ()
+    late: int = 0
+    second_bytes: int = 0
+
+    @property
+    def blocks_per_walk(self) -> float | None:
+        """Blocks that a progressive walk used, mean over steps, layers, rows and KV heads."""
+        walks = sum(w.walks for w in self.walks)
+        return sum(w.blocks_used for w in self.walks) / walks if walks else None
+
+    @property
+    def estimated_mass(self) -> float | None:
+        """The share of the attention mass that progressive walks estimated to cover, mean."""
+        walks = sum(w.walks for w in self.walks)
+        return sum(w.mass * w.walks for w in self.walks if w.walks) / walks if walks else None
+
+    @property
+    def attended_share(self) -> float:
+        """Share of the cached tokens that decode steps attended to."""
+        return self.attended_tokens / self.context_tokens if self.context_tokens else 1.0
+
+    def since(self, earlier: CacheStats) -> CacheStats:
+        """What was done after ``earlier``, which the same cache has said: every count is that of the steps between.
+
+        What is allocated and cached now, and the working set, stay as they are.
+
+        Raises:
+            ValueError: ``earlier`` counts more steps: it is another cache's, or there was a ``reset()``.
+        """
+        if earlier.decode_steps > self.decode_steps:
+            raise ValueError(
+                f"the earlier statistics count {earlier.decode_steps} steps, these {self.decode_steps}: they belong to "
+                "another cache, or it was reset"
+            )
+        counts = {f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self) if f.name in _COUNTS}
+        before = {w.layer: w for w in earlier.walks}
+        walks = tuple(w.since(before[w.layer]) if w.layer in before else w for w in self.walks)
+        needed = counts["needed"]
+        return replace(
+            self,
+            **counts,
+            hit_rate=counts["found"] / needed if needed else None,
+            covered_mass=_covered(walks),
+            walks=walks,
+        )
+
+    def __str__(self) -> str:
+        where = f"KV {readable(self.device_bytes)} on the device"
+        if self.host_bytes:
+            where += f", {readable(self.host_bytes)} in host memory"
+        if self.second_bytes:
+            where += f", {readable(self.second_bytes)} on a second device"
+        if not self.decode_steps:
+            what = "no decode step yet"
+            if self.materialised:
+                what = f"no sparse decode step: {self.materialised} layer calls bypassed sparse attention"
+            return f"{self.cached_tokens} tokens cached, {what}; {where}"
+        steps = self.decode_steps
+        read = readable((self.kv_bytes_read + self.index_bytes_read) / steps)
+        line = (
+            f"{steps} steps over {self.cached_tokens} cached tokens: attended to {self.attended_share:.1%}, read "
+            f"{read} a step instead of {readable(self.kv_bytes_dense / steps)}"
+        )
+        if self.host_bytes:
+            line += f", {readable(self.host_to_device_bytes / steps)} of it from host memory"
+        if self.hit_rate is not None:
+            line += f", hit rate {self.hit_rate:.1%}"
+        if self.working_set_bytes:
+            line += f", working set {readable(sum(self.working_set_bytes))}"
+        if self.blocks_per_walk is not None:
+            line += f", {self.blocks_per_walk:.1f} blocks a walk for an estimated mass of {self.estimated_mass:.2%}"
+        if self.late:
+            line += f", {self.late} of {self.sparse_calls} selections late"
+        if self.covered_mass is not None:
+            line += f", covered mass {self.covered_mass:.2%}"
+        if capped := sum(w.capped for w in self.walks):
+            line += f", {capped / sum(w.walks for w in self.walks):.1%} of the walks ended by max_blocks"
+        if self.crossover_calls:
+            share = self.crossover_calls / (self.sparse_calls + self.dense_calls)
+            line += f"; {share:.0%} of the layer calls were dense because that is as quick there (dense_below)"
+        if self.materialised:
+            line += f"; {self.materialised} layer calls bypassed sparse attention"
+        return f"{line}; {where}"
+
+
+_COUNTS = frozenset(
+    {
+        "decode_steps",
+        "sparse_calls",
+        "dense_calls",
+        "crossover_calls",
+        "exact_calls",
+        "attended_tokens",
+        "context_tokens",
+        "blocks_chosen",
+        "kv_bytes_read",
+        "kv_bytes_dense",
+        "index_bytes_read",
+        "host_to_device_bytes",
+        "device_to_host_bytes",
+        "needed",
+        "found",
+        "materialised",
+        "late",
+    }
+)
+
+
+def allocated(layers, frames) -> dict[str, int]:
+    """Bytes that these sparse layers and their ``frames`` take: on the ``device``, ``host``, on a ``second`` device."""
+    begun = [layer for layer in layers if layer.store is not None]
+    sizes = [layer.store.nbytes() for layer in begun]
+    shared = 0 if frames is None else frames.nbytes
+    return {
+        "device": sum(s[0] for s in sizes) + shared + sum(layer.policy.nbytes for layer in layers),
+        "host": sum(s[1] for s in sizes),
+        "second": sum(layer.store.second_bytes + layer.policy.second_bytes for layer in begun),
+    }
+
+
+def _covered(walks: tuple[WalkStats, ...]) -> float | None:
+    audits = sum(w.audits for w in walks)
+    return sum(w.audited_mass * w.audits for w in walks if w.audits) / audits if audits else None
+
+
+def collect(layers: list[SparseLayer], frames: FramePools | None = None) -> CacheStats:
+    """Sum the counters of a cache's layers and of its device pools. Waits for their devices, on all streams."""
+    fetched = {"needed": 0, "found": 0, "bytes": 0} if frames is None else frames.counters()
+    stores = [layer.store for layer in layers if layer.store is not None]
+    for device in {store.device for store in stores}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # steps may run on any stream, and fetch beside it
+    attended = context = blocks = read = dense = index = down = up = 0
+    for store in stores:
+        counters = store.counters
+        mine, all_of_it = counters.total_attended, counters.total_context
+        attended += mine
+        context += all_of_it
+        blocks += int(counters.blocks)
+        read += mine * store.token_bytes
+        dense += all_of_it * store.token_bytes
+        index += counters.index_bytes
+        up += counters.to_host_bytes
+        down += counters.to_device_bytes
+        down += counters.total_from_host * store.token_bytes
+    held = allocated(layers, frames)
+    total = [store.counters for store in stores]
+    walks = tuple(w for w in (layer.policy.walks() for layer in layers) if w is not None)
+    packs = [p for p in (layer.policy.packing() for layer in layers) if p is not None]
+    needed = fetched["needed"] + sum(p.needed for p in packs)
+    found = fetched["found"] + sum(p.needed - p.copied for p in packs)
+    return CacheStats(
+        layers=len(layers),
+        cached_tokens=max((store.length for store in stores), default=0),
+        decode_steps=max((c.steps for c in total), default=0),
+        sparse_calls=sum(c.sparse for c in total),
+        dense_calls=sum(c.dense for c in total),
+        crossover_calls=sum(c.crossover for c in total),
+        exact_calls=sum(c.exact for c in total),
+        attended_tokens=attended,
+        context_tokens=context,
+        blocks_chosen=blocks + sum(w.blocks_used for w in walks),
+        kv_bytes_read=read,
+        kv_bytes_dense=dense,
+        index_bytes_read=index,
+        host_to_device_bytes=down + fetched["bytes"] + sum(p.bytes for p in packs),
+        device_to_host_bytes=up,
+        needed=needed,
+        found=found,
+        hit_rate=found / needed if needed else None,
+        working_set_bytes=working_set_bytes(stores),
+        covered_mass=_covered(walks),
+        materialised=sum(c.materialised for c in total),
+        device_bytes=held["device"],
+        host_bytes=held["host"],
+        walks=walks,
+        late=sum(p.late for p in packs),
+        second_bytes=held["second"],
+    )

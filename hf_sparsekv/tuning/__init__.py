@@ -1,0 +1,1 @@
+"""What will fit, and what is quickest on a device."""

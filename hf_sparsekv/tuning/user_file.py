@@ -1,0 +1,73 @@
+"""Files of measurements in the user's cache directory: JSON, an entry for each device, read with care.
+
+``{"format": n, "devices": {name: entry}}``; what an entry holds is the business of those who use this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_UNUSABLE = (OSError, ValueError, TypeError, KeyError, AttributeError)  # what reading a broken file may raise
+
+
+def location(name: str) -> Path:
+    """Where such a file lies, whether or not it is there. RuntimeError: there is no home directory."""
+    from ..evaluation.small_model import models_root  # imports what only commands need
+
+    return models_root().parent / name
+
+
+def read(path: Path, version: int, parse: Callable[[dict], T]) -> dict[str, T]:
+    """What ``parse`` makes of each entry; empty if there is no file, and with a warning if it cannot be used."""
+    try:
+        return {name: parse(entry) for name, entry in _entries(path, version).items()}
+    except FileNotFoundError:
+        return {}
+    except _UNUSABLE as error:
+        warnings.warn(
+            f"{path} cannot be used ({type(error).__name__}: {error}), built-in values are: "
+            "`hf-sparsekv calibrate-device` writes it anew",
+            stacklevel=3,
+        )
+        return {}
+
+
+def save(path: Path, version: int, parse: Callable[[dict], object], name: str, entry: dict) -> None:
+    """Write the entry of one device; what the file says of others stays.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    devices = {}
+    with contextlib.suppress(*_UNUSABLE):  # what cannot be used goes
+        for other, there in _entries(path, version).items():
+            parse(there)
+            devices[other] = there
+    devices[name] = entry
+    text = json.dumps({"format": version, "devices": devices}, indent=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Beside it and then renamed: nobody reads half a file.
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False, encoding="utf-8") as file:
+        try:
+            file.write(text + "\n")
+            file.close()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def _entries(path: Path, version: int) -> dict[str, dict]:
+    whole = json.loads(path.read_text(encoding="utf-8"))
+    if whole["format"] != version:
+        raise ValueError(f"format {whole['format']!r}, expected {version}")
+    return whole["devices"]
