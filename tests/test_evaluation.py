@@ -209,7 +209,8 @@ def test_runs_go_on_where_they_stopped(tmp_path) -> None:
     results.close()
     with (tmp_path / "samples.jsonl").open("a") as file:
         file.write('{"task": "a", "length": 10, "ind')  # cut off
-    again = Results(tmp_path, {"seed": 0})
+    with pytest.warns(UserWarning, match="line 2 is not JSON, or cut off"):
+        again = Results(tmp_path, {"seed": 0})
     assert again.has("a", 10, 0, "full") and not again.has("a", 10, 1, "full")
     again.add(Record("a", 10, 1, "full", {"score": 0.0}))
     again.add(Record("b", 10, 0, "full", {"score": 1.0}))

@@ -20,7 +20,7 @@ from probe_training import network
 
 from hf_sparsekv.evaluation import longbench, needles, ruler, ruler_probe
 from hf_sparsekv.evaluation import probe_language as lang
-from hf_sparsekv.evaluation.records import Figure
+from hf_sparsekv.evaluation.records import Figure, Results
 from hf_sparsekv.evaluation.samples import exact, found_share
 
 SETTINGS = "block_size=16,window=16,max_draft=4,dense_layers=0,token_budget=32"
@@ -214,6 +214,25 @@ def test_eval_ruler_on_a_probe_goes_on_where_it_stopped(probe, tmp_path) -> None
     attended = {f.cache: f.value for f in figures(tmp_path) if f.measure == "attended" and f.task == "vt"}
     assert attended["full"] == 1 and all(v < 0.6 for name, v in attended.items() if name != "full")
     assert "holds results of another run (then --seed 0, now --seed 1)" in error(*args, "--seed", "1", *CACHES)
+
+
+def test_eval_goes_on_over_damaged_files_or_says_what_to_do(probe, tmp_path) -> None:
+    args = ("eval", "ruler", probe, "--lengths", "256", "--samples", "2", "--families", "single", "--cache", "full")
+    args = (*args, "--out", tmp_path / "out")
+    held, settings = tmp_path / "out" / "samples.jsonl", tmp_path / "out" / "settings.json"
+    assert "no family" in error(*args, "--families", "cwe", status=2)
+    assert not list(tmp_path.iterdir()), "a run that fails at once leaves nothing behind, and no lock"
+    run(*args)
+    lines = held.read_bytes().splitlines(keepends=True)
+    held.write_bytes(lines[0] + bytes(64) + b"\n\xff\n" + lines[1][:-9])
+    told = " ".join(run(*args).stderr.split())
+    assert "warning:" in told and f"{held}: 3 damaged lines skipped (line 2 is not JSON, or cut off; line 3 is" in told
+    assert [f.samples for f in figures(tmp_path / "out")] == [2, 2]
+    assert held.read_bytes().endswith(lines[1][:-9] + b"\n" + lines[1])
+    with Results(tmp_path / "out", json.loads(settings.read_text())):
+        assert f"another run writes to {tmp_path / 'out'}: wait until it has ended" in error(*args)
+    settings.write_bytes(settings.read_bytes()[:20])
+    assert f"{settings} is damaged" in error(*args)
 
 
 def test_eval_reads_a_file(probe, tmp_path) -> None:

@@ -110,7 +110,7 @@ def _names(text: str | None, known: tuple[str, ...], what: str) -> list[str]:
 
 
 class _Run:
-    """A loaded model, its caches, and where results go."""
+    """A loaded model, its caches, and where results go, in a ``with`` statement: the directory is locked until then."""
 
     def __init__(self, task: str, model: str, options: RunOptions, **settings):
         from ..evaluation.cache_specs import parse_caches
@@ -125,13 +125,23 @@ class _Run:
         self.out = options.out or Path("eval-results") / f"{task}-{short}"
         self.title, self.short, self.rows = f"{task}, {short}", short, options.rows
         self.results = Results(self.out, {"task": task, "model": model, "dtype": options.dtype.value, **settings})
-        self.tokenizer, self.model = loading.load(model, torch_dtype(options.dtype), where)
-        if options.capture:
-            if where.type != "cuda":
-                raise CommandError("--capture needs a GPU")
-            from ..cuda_graph.optimize import optimize
+        try:
+            self.tokenizer, self.model = loading.load(model, torch_dtype(options.dtype), where)
+            if options.capture:
+                if where.type != "cuda":
+                    raise CommandError("--capture needs a GPU")
+                from ..cuda_graph.optimize import optimize
 
-            optimize(self.model)
+                optimize(self.model)
+        except BaseException:
+            self.results.close()
+            raise
+
+    def __enter__(self) -> _Run:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.results.close()
 
     def check(self, lengths: list[int]) -> None:
         """Say so if the model was not made for such lengths."""
@@ -143,12 +153,9 @@ class _Run:
     @contextmanager
     def progress(self, total: int) -> Iterator:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        try:
-            with Progress(*columns, console=messages, transient=True) as bar:
-                task = bar.add_task(self.title, total=total * len(self.caches))
-                yield lambda n: bar.advance(task, n)
-        finally:
-            self.results.close()
+        with Progress(*columns, console=messages, transient=True) as bar:
+            task = bar.add_task(self.title, total=total * len(self.caches))
+            yield lambda n: bar.advance(task, n)
 
     def report(self, measures) -> None:
         results.print(self.results.write(measures, self.title), markup=False)
@@ -184,26 +191,26 @@ def ruler(
     from ..evaluation import ruler as text
 
     sizes = _lengths(lengths)
-    run = _Run("ruler", model, options, seed=seed, question_steps=question_steps, chat=chat)
-    probe = ruler_probe.speaks_probe(run.tokenizer)
-    names = _names(families, ruler_probe.FAMILIES if probe else text.FAMILIES, "family")
-    run.check(sizes)
-    if chat is None:
-        chat = run.tokenizer.chat_template is not None
-    elif chat and run.tokenizer.chat_template is None:
-        raise CommandError("this model has no chat template: use --no-chat")
+    with _Run("ruler", model, options, seed=seed, question_steps=question_steps, chat=chat) as run:
+        probe = ruler_probe.speaks_probe(run.tokenizer)
+        names = _names(families, ruler_probe.FAMILIES if probe else text.FAMILIES, "family")
+        run.check(sizes)
+        if chat is None:
+            chat = run.tokenizer.chat_template is not None
+        elif chat and run.tokenizer.chat_template is None:
+            raise CommandError("this model has no chat template: use --no-chat")
 
-    def make(name: str, length: int, index: int):
-        if probe:
-            return ruler_probe.make_sample(run.tokenizer, name, length, index, seed)
-        return text.make_sample(run.tokenizer, name, length, index, seed, chat)
+        def make(name: str, length: int, index: int):
+            if probe:
+                return ruler_probe.make_sample(run.tokenizer, name, length, index, seed)
+            return text.make_sample(run.tokenizer, name, length, index, seed, chat)
 
-    all_samples = (make(name, n, i) for n in sizes for name in names for i in range(samples))
-    with run.progress(len(sizes) * len(names) * samples) as advance:
-        generation.evaluate(
-            run.model, run.tokenizer, all_samples, run.caches, run.results, options.batch, question_steps, advance
-        )
-    run.report(generation.MEASURES)
+        all_samples = (make(name, n, i) for n in sizes for name in names for i in range(samples))
+        with run.progress(len(sizes) * len(names) * samples) as advance:
+            generation.evaluate(
+                run.model, run.tokenizer, all_samples, run.caches, run.results, options.batch, question_steps, advance
+            )
+        run.report(generation.MEASURES)
 
 
 @app.command()
@@ -222,18 +229,18 @@ def needle(
     from ..evaluation import generation, needles
 
     sizes = _lengths(lengths)
-    run = _Run("needle", model, options, seed=seed)
-    run.check(sizes)
-    places = [i / (depths - 1) for i in range(depths)]
-    all_samples = (
-        needles.make_sample(run.tokenizer, n, d, i, seed) for n in sizes for d in places for i in range(samples)
-    )
-    with run.progress(len(sizes) * depths * samples) as advance:
-        generation.evaluate(
-            run.model, run.tokenizer, all_samples, run.caches, run.results, options.batch, advance=advance
+    with _Run("needle", model, options, seed=seed) as run:
+        run.check(sizes)
+        places = [i / (depths - 1) for i in range(depths)]
+        all_samples = (
+            needles.make_sample(run.tokenizer, n, d, i, seed) for n in sizes for d in places for i in range(samples)
         )
-    run.report(generation.MEASURES)
-    needles.plot(run.results.figures(generation.MEASURES), run.out / "heatmap.png", run.title)
+        with run.progress(len(sizes) * depths * samples) as advance:
+            generation.evaluate(
+                run.model, run.tokenizer, all_samples, run.caches, run.results, options.batch, advance=advance
+            )
+        run.report(generation.MEASURES)
+        needles.plot(run.results.figures(generation.MEASURES), run.out / "heatmap.png", run.title)
 
 
 def _forced(task: str, stride, run: _Run, text_file, sizes, tokens, samples, batch) -> None:
@@ -295,8 +302,8 @@ def perplexity(
     """Perplexity of held-out text behind a context, through decode steps (prefill is exact with every cache)."""
     sizes, step = _lengths(lengths), stride or tokens
     settings = {"tokens": tokens, "stride": step, "text": text_file and str(text_file)}
-    run = _Run("perplexity", model, options, **settings)
-    _forced("perplexity", step, run, text_file, sizes, tokens, samples, options.batch)
+    with _Run("perplexity", model, options, **settings) as run:
+        _forced("perplexity", step, run, text_file, sizes, tokens, samples, options.batch)
 
 
 @app.command()
@@ -314,8 +321,8 @@ def agreement(
     """Top-1 agreement and KL divergence against full attention at each step over held-out text (teacher-forced)."""
     sizes = _lengths(lengths)
     settings = {"tokens": tokens, "samples": samples, "text": text_file and str(text_file)}
-    run = _Run("agreement", model, options, **settings)
-    _forced("agreement", None, run, text_file, sizes, tokens, samples, options.batch)
+    with _Run("agreement", model, options, **settings) as run:
+        _forced("agreement", None, run, text_file, sizes, tokens, samples, options.batch)
 
 
 @app.command()
@@ -346,19 +353,19 @@ def longbench(
 
     names = _names(tasks, tuple(bench.tasks()), "task")
     source = data or bench.DATASET
-    run = _Run("longbench", model, options, data=source, max_length=max_length, chat=chat)
-    own = getattr(run.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    most = parse_tokens(max_length) if max_length else own
-    if most is None:
-        raise CommandError("the model does not say how long its prompts may be: give --max-length")
-    data_rows = {name: bench.load_rows(name, source)[:samples] for name in names}
-    all_samples = (
-        bench.make_sample(run.tokenizer, name, row, i, most, chat)
-        for name in names
-        for i, row in enumerate(data_rows[name])
-    )
-    with run.progress(sum(map(len, data_rows.values()))) as advance:
-        generation.evaluate(
-            run.model, run.tokenizer, all_samples, run.caches, run.results, options.batch, advance=advance
+    with _Run("longbench", model, options, data=source, max_length=max_length, chat=chat) as run:
+        own = getattr(run.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        most = parse_tokens(max_length) if max_length else own
+        if most is None:
+            raise CommandError("the model does not say how long its prompts may be: give --max-length")
+        data_rows = {name: bench.load_rows(name, source)[:samples] for name in names}
+        all_samples = (
+            bench.make_sample(run.tokenizer, name, row, i, most, chat)
+            for name in names
+            for i, row in enumerate(data_rows[name])
         )
-    run.report(generation.MEASURES)
+        with run.progress(sum(map(len, data_rows.values()))) as advance:
+            generation.evaluate(
+                run.model, run.tokenizer, all_samples, run.caches, run.results, options.batch, advance=advance
+            )
+        run.report(generation.MEASURES)
