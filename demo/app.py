@@ -8,6 +8,7 @@ import os
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
+from collections.abc import Sequence
 from importlib import resources
 
 import gradio as gr
@@ -19,7 +20,7 @@ from .models import PROBE, SMALL, Models
 
 NO_FONTS = ["ui-sans-serif", "system-ui", "sans-serif"]  # of the system: others would be fetched
 MONO = ["ui-monospace", "monospace"]
-MODELS = [("probe (6M, own language)", PROBE), ("small (SmolLM2-135M)", SMALL)]
+LABELS = {PROBE: "probe (6M, own language)", SMALL: "small (SmolLM2-135M)"}  # of the models that are always offered
 SOURCES = ["Bundled", "Paste", "Upload"]
 # On a phone the results lie far below the button.
 _SHOW = "() => { document.getElementById('status').scrollIntoView({ block: 'nearest', behavior: 'smooth' }); }"
@@ -40,24 +41,27 @@ def css() -> str:
     return resources.files("demo").joinpath("page.css").read_text(encoding="utf-8")
 
 
-def build(models: Models, model: str = PROBE) -> gr.Blocks:
+def build(models: Models, model: str = PROBE, more: Sequence[str] = ()) -> gr.Blocks:
     """The page.
 
     Args:
         model: chosen at first.
+        more: names of models that are offered beside it and those of ``LABELS``.
     """
     desk = Desk(models)
+    listed = models.listed is not None
+    offered = [(LABELS.get(name, name), name) for name in dict.fromkeys([*LABELS, model, *more])]
     on_gpu = models.device.type == "cuda"
     with gr.Blocks(title="hf-sparsekv: time per token", analytics_enabled=False, delete_cache=(3600, 3600)) as page:
         gr.HTML(f"<h1>Sparse KV caches: watch the time per token</h1><p class='intro'>{INTRO}</p>")
         with gr.Row(equal_height=False):
             with gr.Column(scale=2, min_width=300):
                 chosen = gr.Dropdown(
-                    MODELS,
+                    offered,
                     value=model,
                     label="Model",
-                    info="or a hub id, or a path",
-                    allow_custom_value=True,
+                    info="others can reach this page: only these" if listed else "or a hub id, or a path",
+                    allow_custom_value=not listed,
                     elem_id="model",
                 )
                 with gr.Group():
@@ -179,10 +183,12 @@ def launch(
     browser: bool = False,
     share: bool = False,
     block: bool = True,
+    more: Sequence[str] = (),
 ):
     """Serve the page.
 
     Args:
+        model: chosen at first; ``more``: offered, too.
         host: ``127.0.0.1`` is reached from this machine only.
         port: the first free one from 7860 on by default.
         share: a public link through gradio's servers, which sees everything.
@@ -191,7 +197,7 @@ def launch(
     Returns:
         ``(page, url)``.
     """
-    page = build(models, model)
+    page = build(models, model, more)
     _, url, _ = page.launch(
         server_name=host,
         server_port=port,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+import traceback
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,7 +23,8 @@ from .turns import Turns
 from .view import RaceView
 
 REFRESH = 0.2  # seconds between pictures
-_LEFT = 6 * 3600  # a tab that was silent for so long is forgotten
+SILENT = 600  # seconds until the document and the conversation of a tab that nobody uses are forgotten
+_SWEEP = 15  # seconds between looks for such tabs
 
 
 @dataclass
@@ -38,20 +41,48 @@ class Desk:
 
     def __init__(self, models: Models) -> None:
         self.models, self.turns = models, Turns()
+        models.gone = self._forget_lost
         self._tabs: dict[str, Tab] = {}
         self._lock = threading.Lock()
+        self._sweeper: threading.Thread | None = None
 
     # ------------------------------------------------------------------ tabs
 
     def tab(self, request: gr.Request) -> Tab:
         """The tab that asks."""
         with self._lock:
-            now = time.monotonic()
-            for key in [k for k, tab in self._tabs.items() if now - tab.seen > _LEFT]:
-                self._tabs.pop(key).session.stop.set()
             tab = self._tabs.setdefault(request.session_hash, Tab(Session(self.turns)))
-            tab.seen = now
+            tab.seen = time.monotonic()
+            if self._sweeper is None:
+                self._sweeper = threading.Thread(target=self._sweep, name="demo-sweep", daemon=True)
+                self._sweeper.start()
             return tab
+
+    def _sweep(self) -> None:
+        """A thread's work while there are tabs: forget the silent ones, whether or not anybody asks for something."""
+        while True:
+            time.sleep(_SWEEP)
+            with self._lock:
+                now = time.monotonic()
+                for tab in self._tabs.values():
+                    if tab.session.busy:
+                        tab.seen = now
+                left = [key for key, tab in self._tabs.items() if now - tab.seen > SILENT]
+                left = [self._tabs.pop(key) for key in left]
+                if done := not self._tabs:
+                    self._sweeper = None
+            for tab in left:
+                tab.session.end()
+            if done:
+                return
+            del left
+
+    def _forget_lost(self) -> None:
+        """What tabs have read with a model that gave its place to another is of no use to them."""
+        with self._lock:
+            tabs = list(self._tabs.values())
+        for tab in tabs:
+            tab.session.forget_lost()
 
     def leave(self, request: gr.Request) -> None:
         """A tab was closed: what runs there stops, its memory is given back."""
@@ -155,9 +186,10 @@ class Desk:
         """The button Race."""
         tab, view = self.tab(request), RaceView()
         try:
-            with tab.session.running():
+            with contextlib.ExitStack() as until_done:
+                until_done.enter_context(tab.session.running())
                 yield self._page(tab, view, None, question, None, "Loading the model", running=True)
-                loaded = self.models.load(model)
+                loaded = until_done.enter_context(self.models.use(model))
                 task, needle = self._task(
                     loaded, source, pasted, upload, int(length), hide, depth, question, method, offload,
                     int(new_tokens), go_on, values,
@@ -184,6 +216,12 @@ class Desk:
             yield self._page(tab, view, None, question, None, str(error), error=True)
         except torch.OutOfMemoryError:
             message = "The memory of the GPU is full: take a shorter context, or offload."
+            yield self._page(tab, view, None, question, None, message, error=True)
+        except (
+            Exception
+        ) as error:  # a model whose files are damaged fails anywhere; the page must not stay at "Loading"
+            traceback.print_exc()
+            message = f"{type(error).__name__}: {error} (its traceback is where the server was started)"
             yield self._page(tab, view, None, question, None, message, error=True)
 
     def _task(

@@ -1,16 +1,21 @@
-"""Models: loaded once, shared by all tabs."""
+"""Models: loaded once, shared by all tabs; few at a time, whatever visitors name."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
+import os
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from hf_sparsekv import optimize
 from hf_sparsekv.evaluation.small_model import is_fetched, small_model_path
@@ -19,16 +24,20 @@ from .language import Language
 
 PROBE, SMALL = "probe", "small"
 PROBE_PATH = Path(__file__).resolve().parent.parent / "assets" / "probe-gqa"
-_KEPT = 2  # loaded models; another one takes the place of the one that was not used for longest
+_KEPT = 2  # models with weights; another one takes the place of the one that was not used for longest
+_LOOKED = 16  # models of which tokenizer and length are kept, those with weights included
+# transformers sets torch's default dtype and replaces functions of torch.nn.init while it builds a model, both for the
+# whole process: two at once would leave each other's behind.
+_BUILDING = threading.Lock()
 
 
 class ModelError(ValueError):
     """A model cannot be used; the message says what to do."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Loaded:
-    """A model with all that goes with it."""
+    """A model with all that goes with it. Whoever keeps it beyond a race keeps its weights in memory."""
 
     name: str
     model: torch.nn.Module
@@ -57,12 +66,12 @@ class Loaded:
 
 
 def locate(name: str) -> str:
-    """What ``from_pretrained`` takes for a name of the list, a hub id or a path.
+    """What ``from_pretrained`` takes for a name of the list, a hub id or a path; one for all spellings of a path.
 
     Raises:
         ModelError: nothing is there.
     """
-    name = name.strip()
+    name = name.strip() if isinstance(name, str) else ""
     if name == PROBE:
         if not (PROBE_PATH / "model.safetensors").is_file():
             raise ModelError("the probe model is not in assets/probe-gqa: run the demo from a checkout of the project")
@@ -70,20 +79,32 @@ def locate(name: str) -> str:
     if name == SMALL:
         if not is_fetched(small_model_path()):
             raise ModelError("the small model is not here yet: run `hf-sparsekv fetch` (93 MB), then try again")
-        return str(small_model_path())
+        return str(small_model_path().resolve())
     if not name:
         raise ModelError("choose a model")
-    if name.startswith(("/", ".", "~")):
+    try:
         path = Path(name).expanduser()
-        if not (path / "config.json").is_file():
-            raise ModelError(f"there is no model in {path}: its directory needs a config.json")
-        return str(path)
+        if name.startswith(("/", ".", "~")) or path.is_dir():
+            if not (path / "config.json").is_file():
+                raise ModelError(f"there is no model in {path}: its directory needs a config.json")
+            return str(path.resolve())
+    except (OSError, RuntimeError) as error:  # too long, not ours to read, no such home
+        raise ModelError(f"there is no model in {name[:300]}: {error}") from error
     return name
 
 
 def longest(config) -> int:
-    """Positions that a model was made for."""
-    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 32768
+    """Positions that a model was made for.
+
+    Raises:
+        ValueError: its configuration says something else than a number.
+    """
+    most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if most is None:
+        return 32768
+    if type(most) is not int or most < 1:
+        raise ValueError(f"its config.json has max_position_embeddings={most!r:.40}, which is no number of tokens")
+    return most
 
 
 def pick_device(name: str) -> torch.device:
@@ -93,67 +114,161 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+@dataclass(eq=False)
+class _Entry:
+    """What is known of one model.
+
+    Args:
+        looking, loading: held while its configuration or its weights are read.
+        users: who ask for it at the moment; ``runs``: those of them who need its weights.
+    """
+
+    looking: threading.Lock = field(default_factory=threading.Lock)
+    loading: threading.Lock = field(default_factory=threading.Lock)
+    users: int = 0
+    runs: int = 0
+    looked: tuple[Language, int] | None = None
+    loaded: Loaded | None = None
+    has_place: bool = False  # of those for weights, from before they are read
+
+
 class Models:
-    """The models in memory.
+    """The models in memory: at most 2 with weights, and tokenizers of 16.
+
+    Each has locks of its own, so that a hub that is slow to answer for one name keeps nobody else waiting.
 
     Args:
         device: where they run.
         dtype: ``None``: the checkpoint's; on a CPU float32, which is quicker there than 16 bits.
+        listed: only these may be named; ``None``: any hub id and any directory.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype | None = None, listed: Collection[str] | None = None
+    ) -> None:
         self.device = device
         self.dtype = dtype or (torch.float32 if device.type == "cpu" else None)
-        self._lock = threading.Lock()
-        self._loaded: dict[str, Loaded] = {}
-        self._light: dict[str, tuple[Language, int]] = {}
+        self.listed = None if listed is None else tuple(dict.fromkeys(listed))
+        self.gone: Callable[[], None] = lambda: None  # called when weights have left memory, before others come
+        self._lock = threading.Lock()  # of the entries; never held while a file is read
+        self._entries: dict[str, _Entry] = {}  # what was used last comes last
 
     def look(self, name: str) -> tuple[Language, int]:
         """The language of a model and the longest context it was made for; its weights are not loaded.
 
         Raises:
-            ModelError: there is no such model, or the hub does not answer.
+            ModelError: there is no such model, it may not be named, its files are damaged, or the hub does not answer.
         """
-        with self._lock:
-            if name not in self._light:
-                path = locate(name)
-                with _told(name):
-                    config = AutoConfig.from_pretrained(path)
-                    tokenizer = AutoTokenizer.from_pretrained(path)
-                self._light[name] = Language(tokenizer), longest(config)
-            return self._light[name]
+        path = self._path(name)
+        with self._entry(path) as entry:
+            return self._looked(entry, name, path)
 
-    def load(self, name: str) -> Loaded:
-        """The model, ready to run; loads it if it is not in memory.
+    @contextmanager
+    def use(self, name: str) -> Iterator[Loaded]:
+        """The model, ready to run, and in memory until the end of the ``with`` statement.
 
         Raises:
-            ModelError: there is no such model, or it cannot be loaded.
+            ModelError: as :meth:`look`, or the model cannot be loaded, or the places for weights are all in use.
         """
-        language, _ = self.look(name)
-        with self._lock:
-            found = self._loaded.pop(name, None)
-            if found is None:
-                while len(self._loaded) >= _KEPT:
-                    del self._loaded[next(iter(self._loaded))]
-                gc.collect()
-                with _told(name):
-                    found = Loaded(name, self._read(locate(name)), language)
-            self._loaded[name] = found  # the newest comes last
-            return found
+        path = self._path(name)
+        with self._entry(path, runs=1) as entry:
+            language, _ = self._looked(entry, name, path)
+            with entry.loading:
+                if entry.loaded is None:
+                    self._take_place(entry)
+                    try:
+                        gc.collect()  # models have cycles
+                        self.gone()
+                        with _told(name):
+                            entry.loaded = Loaded(name, self._read(path), language)
+                    finally:
+                        entry.has_place = entry.loaded is not None
+                loaded = entry.loaded
+            yield loaded
 
-    def add(self, loaded: Loaded) -> None:
-        """A model made elsewhere."""
-        self._loaded[loaded.name] = loaded
-        self._light[loaded.name] = loaded.language, longest(loaded.model.config)
+    def load(self, name: str) -> Loaded:
+        """The model, ready to run; another one may take its place here at any time.
+
+        Raises:
+            ModelError: as :meth:`use`.
+        """
+        with self.use(name) as loaded:
+            return loaded
+
+    def _path(self, name: str) -> str:
+        # The name itself: whether another spelling is a directory here is nobody's business.
+        if self.listed is not None and name not in self.listed:
+            raise ModelError(
+                f"this server offers {', '.join(self.listed)} and no other models: choose one of them (whoever runs "
+                "it can add others)"
+            )
+        return locate(name)
+
+    @contextmanager
+    def _entry(self, path: str, runs: int = 0) -> Iterator[_Entry]:
+        """The entry of a path, which stays while somebody uses it."""
+        with self._lock:
+            entry = self._entries.pop(path, None) or _Entry()
+            self._entries[path] = entry
+            entry.users += 1
+            entry.runs += runs
+        try:
+            yield entry
+        finally:
+            with self._lock:
+                entry.users -= 1
+                entry.runs -= runs
+                if entry.looked is None and not entry.users:
+                    del self._entries[path]  # there is no such model
+                for key in [k for k, e in self._entries.items() if not e.users and not e.has_place]:
+                    if len(self._entries) > _LOOKED:
+                        del self._entries[key]
+
+    def _looked(self, entry: _Entry, name: str, path: str) -> tuple[Language, int]:
+        if entry.looked is None:
+            with entry.looking:
+                if entry.looked is None:
+                    with _told(name):
+                        config = AutoConfig.from_pretrained(path)
+                        entry.looked = Language(AutoTokenizer.from_pretrained(path)), longest(config)
+        return entry.looked
+
+    def _take_place(self, entry: _Entry) -> None:
+        """A place for the weights of ``entry``: a free one, or that of the model that was not used for longest."""
+        with self._lock:
+            others = [e for e in self._entries.values() if e.has_place]
+            idle = [e for e in others if not e.runs]
+            for other in idle[: max(0, len(others) - _KEPT + 1)]:
+                other.loaded, other.has_place = None, False
+                others.remove(other)
+            if len(others) >= _KEPT:
+                raise ModelError(
+                    f"races with {len(others)} other models run, and there is room for {_KEPT}: wait until one has "
+                    "ended, or take a model of theirs"
+                )
+            entry.has_place = True
 
     def _read(self, path: str) -> torch.nn.Module:
         kwargs = {"dtype": self.dtype or "auto", "attn_implementation": "sparsekv"}
-        if self.device.type == "cuda" and importlib.util.find_spec("accelerate"):
-            model = AutoModelForCausalLM.from_pretrained(path, device_map={"": self.device}, **kwargs)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(path, **kwargs).to(self.device)
+        _fetch(path)
+        with _BUILDING:
+            if self.device.type == "cuda" and importlib.util.find_spec("accelerate"):
+                model = AutoModelForCausalLM.from_pretrained(path, device_map={"": self.device}, **kwargs)
+            else:
+                model = AutoModelForCausalLM.from_pretrained(path, **kwargs).to(self.device)
         model.eval()
         return optimize(model) if self.device.type == "cuda" else model
+
+
+def _fetch(path: str) -> None:
+    """Bring safetensors from the hub into its local cache: what takes long, before the lock of building."""
+    if os.path.isdir(path):
+        return
+    with contextlib.suppress(Exception):  # other formats come while it is built, which also says what is wrong
+        try:
+            cached_file(path, "model.safetensors")
+        except OSError:
+            get_checkpoint_shard_files(path, cached_file(path, "model.safetensors.index.json"))
 
 
 class _told:
@@ -168,6 +283,11 @@ class _told:
     def __exit__(self, kind, error, trace) -> None:
         if isinstance(error, torch.OutOfMemoryError):
             raise ModelError(f"{self.name} does not fit into the memory of the GPU") from error
-        if isinstance(error, OSError | ValueError | ImportError | RuntimeError) and not isinstance(error, ModelError):
-            reason = " ".join(str(error).split())
-            raise ModelError(f"cannot load {self.name}: {reason[:300]}") from error
+        if not isinstance(error, Exception) or isinstance(error, ModelError):
+            return
+        reason = " ".join(str(error).split())[:300]
+        if not isinstance(
+            error, OSError | ValueError | ImportError | RuntimeError
+        ):  # transformers expected no such file
+            reason = f"its config.json, tokenizer or weights are damaged ({type(error).__name__}: {reason})"
+        raise ModelError(f"cannot load {self.name}: {reason}") from error

@@ -7,6 +7,7 @@ import gc
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -114,6 +115,7 @@ class Session:
         self._busy = threading.Lock()
         self.stop = threading.Event()
         self._prefix: PrefixCache | None = None
+        # Models weakly: a tab that does not run keeps none in memory.
         self._read: tuple | None = None  # whose the prefix is
         self._talks: dict[int, _Talk] = {}
         self._of: tuple | None = None  # what the conversations depend on
@@ -153,7 +155,7 @@ class Session:
     def _race(self, loaded: Loaded, task: Task) -> Iterator[Event]:
         makers = self._makers(loaded, task)
         yield from self._prefill(loaded, task)
-        of = (loaded, task.context, task.method, tuple(sorted(task.values.items())), task.offload)
+        of = (weakref.ref(loaded), task.context, task.method, tuple(sorted(task.values.items())), task.offload)
         if self._of != of:
             self._talks.clear()
             self._of = of
@@ -209,7 +211,7 @@ class Session:
     @torch.no_grad()
     def _prefill(self, loaded: Loaded, task: Task) -> Iterator[Reading]:
         """Read the document, unless that is what the session has."""
-        total, whose = len(task.context), (loaded, task.context)
+        total, whose = len(task.context), (weakref.ref(loaded), task.context)
         if self._read == whose:
             yield Reading(total, total, None)
             return
@@ -317,12 +319,27 @@ class Session:
         """Forget the conversations, keep the document. Inside :meth:`running`."""
         self._talks.clear()
 
+    @property
+    def busy(self) -> bool:
+        """Something runs."""
+        return self._busy.locked()
+
     def end(self) -> None:
         """Nobody will use the session again: stop what runs, or give its memory back."""
         self.stop.set()
         if self._busy.acquire(blocking=False):  # else the run does it
             try:
                 self.forget()
+            finally:
+                self._busy.release()
+
+    def forget_lost(self) -> None:
+        """Give back the memory of a document that was read by a model which is no longer there; not while running."""
+        read = self._read
+        if read is not None and read[0]() is None and self._busy.acquire(blocking=False):
+            try:
+                if self._read is read:
+                    self.forget()
             finally:
                 self._busy.release()
 

@@ -112,7 +112,7 @@ def test_the_page_binds_to_this_machine_and_shares_nothing():
 def test_serving_an_unknown_model(capsys):
     from demo.__main__ import Options, serve
 
-    assert serve(Options(model="/no/such/place")) == 1
+    assert serve(Options(models=["probe", "/no/such/place"])) == 1
     assert "there is no model" in capsys.readouterr().err
 
 

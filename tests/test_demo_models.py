@@ -1,0 +1,395 @@
+"""Models of the demo: who waits for whom, how many are in memory, which may be named, and damaged files."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+import time
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("gradio", reason="the demo needs gradio: pip install -e '.[demo]'")
+
+from demos import a_task, probe_model, run
+from typer.testing import CliRunner
+
+from demo import __main__ as command
+from demo import app, desk, models
+from demo.caches import METHODS
+from demo.desk import Desk
+from demo.language import Language
+from demo.models import PROBE, PROBE_PATH, SMALL, Loaded, ModelError, Models
+from demo.race import Session
+from demo.turns import Turns
+from hf_sparsekv.cli import app as cli
+
+pytestmark = pytest.mark.xdist_group("demo")
+CPU = torch.device("cpu")
+
+
+def a_copy(path: Path, config: object = None, **changes) -> Path:
+    """The probe model in a directory of its own, with another ``config.json`` or other values there."""
+    path.mkdir()
+    for file in PROBE_PATH.iterdir():
+        if file.name != "config.json":
+            (path / file.name).symlink_to(file)
+    if config is None:
+        config = {**json.loads((PROBE_PATH / "config.json").read_text()), **changes}
+    (path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    return path
+
+
+def race(page: Desk, model: object, tab: str = "tab", new_tokens: int = 8):
+    """The outputs of a click on Race, one after the other."""
+    controls = [control.value for method in METHODS.values() for control in method.controls]
+    request = SimpleNamespace(session_hash=tab)
+    return page.race(
+        request, model, "Bundled", "", None, 512, True, 40, page.question(PROBE, True, 40, 512), "two_level", False,
+        new_tokens, True, *controls,
+    )  # fmt: skip
+
+
+def last(outputs) -> str:
+    """The status line in the end."""
+    return list(outputs)[-1][0]
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """A hub that answers for ``slow/model`` when the event is set; the list has every path that was asked for."""
+    answers, asked, real = threading.Event(), [], models.AutoConfig.from_pretrained
+
+    def from_pretrained(path, *args, **kwargs):
+        asked.append(path)
+        if path == "slow/model":
+            assert answers.wait(60)
+            raise OSError("no such model")
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(models.AutoConfig, "from_pretrained", from_pretrained)
+    yield answers, asked
+    answers.set()
+
+
+def in_thread(work) -> tuple[threading.Thread, list]:
+    """``work`` in a thread of its own, and what it returned or raised, when it has ended."""
+    out = []
+
+    def call() -> None:
+        try:
+            out.append(work())
+        except Exception as error:
+            out.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread, out
+
+
+# ---------------------------------------------------------------------- who waits
+
+
+def test_a_slow_hub_keeps_nobody_else_waiting(slow, tmp_path):
+    answers, _ = slow
+    shared = Models(CPU)
+    shared.load(PROBE)
+    waiting, told = in_thread(lambda: shared.look("slow/model"))
+    other = a_copy(tmp_path / "other")
+    for work in (lambda: shared.look(PROBE), lambda: shared.load(PROBE), lambda: shared.load(str(other))):
+        thread, out = in_thread(work)
+        thread.join(30)
+        assert out, "waits for the look-up of another name"
+        assert not isinstance(out[0], Exception)
+    assert waiting.is_alive() and not told
+    answers.set()
+    waiting.join(30)
+    assert isinstance(told[0], ModelError) and "no such model" in str(told[0])
+
+
+def test_a_slow_load_keeps_nobody_else_waiting(tmp_path, monkeypatch):
+    shared, goes_on, real = Models(CPU), threading.Event(), Models._read
+    paths = [str(a_copy(tmp_path / name)) for name in "abc"]
+
+    def read(self, path: str):
+        if path == paths[0]:
+            assert goes_on.wait(60)
+        return real(self, path)
+
+    monkeypatch.setattr(Models, "_read", read)
+    shared.load(paths[1])
+    waiting, told = in_thread(lambda: shared.load(paths[0]))
+    try:
+        for work in (
+            lambda: shared.look(paths[0]),
+            lambda: shared.look(paths[2]),
+            lambda: shared.load(paths[1]),
+            lambda: shared.load(paths[2]),
+        ):
+            thread, out = in_thread(work)
+            thread.join(30)
+            assert out, "waits for the weights of another name, or for weights that it does not need"
+            assert not isinstance(out[0], Exception)
+        assert waiting.is_alive()
+    finally:
+        goes_on.set()
+    waiting.join(30)
+    assert isinstance(told[0], Loaded)
+
+
+def test_a_name_is_read_once_for_all_that_ask_at_once(tmp_path, monkeypatch):
+    path, shared, real, read, made = str(a_copy(tmp_path / "a")), Models(CPU), Models._read, [], []
+
+    def once(self, path: str):
+        read.append(path)
+        time.sleep(0.2)
+        return real(self, path)
+
+    def language(tokenizer):
+        made.append(tokenizer)
+        time.sleep(0.2)
+        return Language(tokenizer)
+
+    monkeypatch.setattr(Models, "_read", once)
+    monkeypatch.setattr(models, "Language", language)
+    threads = [in_thread(lambda: shared.load(path)) for _ in range(6)]
+    for thread, _ in threads:
+        thread.join(60)
+    assert len({id(out[0]) for _, out in threads}) == 1 and isinstance(threads[0][1][0], Loaded)
+    assert read == [path]
+    assert len(made) == 1
+
+
+# ---------------------------------------------------------------------- how much is in memory
+
+
+def test_spellings_of_a_path_share_a_model(tmp_path, monkeypatch):
+    path = a_copy(tmp_path / "a")
+    (tmp_path / "link").symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    spellings = [str(path), f"{path}/", f"{tmp_path}/./a", f"{path}/../a", "./a", "a", "~/a", " ./link "]
+    shared = Models(CPU)
+    assert len({id(shared.load(name)) for name in spellings}) == 1
+    assert shared.load(PROBE) is shared.load(str(PROBE_PATH)), "the list's names are spellings, too"
+
+
+def test_two_models_are_in_memory_however_many_tabs_have_raced(tmp_path):
+    shared, alive = Models(CPU), []
+    page = Desk(shared)
+    for name in "abcde":
+        path = str(a_copy(tmp_path / name))
+        assert "Done" in last(race(page, path, tab=name))
+        alive.append(weakref.ref(shared.load(path).model))
+    gc.collect()
+    assert [ref() is not None for ref in alive] == [False, False, False, True, True]
+    kept = [tab.session.memory_bytes()["device"] > 0 for tab in page._tabs.values()]
+    assert kept == [False, False, False, True, True], "what a model that is gone has read is of no use"
+    assert "was read before" in last(race(page, path, tab="e"))
+    assert "took" in last(race(page, str(tmp_path / "a"), tab="a"))
+
+
+def test_what_a_race_uses_stays_and_others_wait(tmp_path):
+    shared = Models(CPU)
+    page = Desk(shared)
+    paths = [str(a_copy(tmp_path / name)) for name in "abc"]
+    with shared.use(paths[0]) as first, shared.use(paths[1]), shared.use(paths[1]):
+        told = last(race(page, paths[2]))
+        assert "races with 2 other models run" in told and "wait" in told and "error" in told
+        assert shared.load(paths[0]) is first
+        assert len(shared.look(paths[2])) == 2, "its tokenizer needs no place"
+    third = shared.load(paths[2])
+    held = {path: entry.loaded for path, entry in shared._entries.items() if path in paths}
+    assert held == {paths[0]: first, paths[1]: None, paths[2]: third}, "what was not used for longest made room"
+
+
+def test_a_model_that_cannot_be_loaded_keeps_no_place(tmp_path):
+    shared = Models(CPU)
+    for name in "abc":
+        with pytest.raises(ModelError, match="cannot load"):
+            shared.load(str(a_copy(tmp_path / name, hidden_size=64, num_attention_heads="8")))
+    assert not [entry for entry in shared._entries.values() if entry.has_place or entry.runs or entry.users]
+    shared.load(PROBE)
+
+
+def test_tokenizers_are_kept_of_few_models(tmp_path, slow):
+    _, asked = slow
+    shared = Models(CPU)
+    kept = shared.load(PROBE)
+    for number in range(models._LOOKED + 4):
+        shared.look(str(a_copy(tmp_path / str(number))))
+        with pytest.raises(ModelError):
+            shared.look(f"org/model-{number}/of/no/such/form")
+    assert len(shared._entries) == models._LOOKED
+    assert shared.load(PROBE) is kept, "weights stay"
+    asked.clear()
+    shared.look(str(tmp_path / str(number)))
+    assert not asked
+    shared.look(str(tmp_path / "0"))
+    assert set(asked) == {str(tmp_path / "0")}
+
+
+def test_a_silent_tab_gives_its_memory_back(monkeypatch):
+    assert desk.SILENT <= 15 * 60
+    monkeypatch.setattr(desk, "SILENT", 1.0)
+    monkeypatch.setattr(desk, "_SWEEP", 0.05)
+    page = Desk(Models(CPU))
+    assert "Done" in last(race(page, PROBE))
+    session = page._tabs["tab"].session
+    assert session.memory_bytes()["device"] > 0
+    end = time.monotonic() + 30
+    while page._tabs or page._sweeper:
+        assert time.monotonic() < end, "nobody looks for silent tabs"
+        time.sleep(0.05)
+    assert session.memory_bytes()["device"] == 0
+    running = race(page, PROBE, new_tokens=1024)
+    next(running)
+    time.sleep(2.5)
+    assert page._tabs, "a tab that runs is not silent"
+    page.stop(SimpleNamespace(session_hash="tab"))
+    assert "Stopped" in last(running)
+
+
+# ---------------------------------------------------------------------- which may be named
+
+
+@pytest.mark.parametrize(
+    ("given", "is_open"),
+    [
+        ({}, False),
+        ({"host": "localhost"}, False),
+        ({"host": "127.0.0.2"}, False),
+        ({"host": "::1"}, False),
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "::"}, True),
+        ({"host": "192.168.0.7"}, True),
+        ({"host": "gpu-box"}, True),
+        ({"share": True}, True),
+    ],
+)
+def test_a_page_that_others_reach_offers_listed_models_only(given, is_open, tmp_path, monkeypatch, capsys):
+    own, other = str(a_copy(tmp_path / "own")), str(a_copy(tmp_path / "other"))
+    served = {}
+
+    def launch(shared, first, *args, more=(), **kwargs):
+        served.update(shared=shared, page=app.build(shared, first, more))
+        return SimpleNamespace(block_thread=lambda: None), "http://here"
+
+    monkeypatch.setattr(app, "launch", launch)
+    assert command.serve(command.Options(models=[own, PROBE], **given)) == 0
+    shared = served["shared"]
+    assert shared.listed == ((PROBE, SMALL, own) if is_open else None)
+    assert ("others can reach the page and choose probe, small, " in capsys.readouterr().out) == is_open
+    chosen = next(block for block in served["page"].blocks.values() if getattr(block, "elem_id", None) == "model")
+    assert [value for _, value in chosen.choices] == [PROBE, SMALL, own]
+    assert chosen.value == own
+    assert chosen.allow_custom_value != is_open
+    assert ("only these" in chosen.info) == is_open
+    assert len(shared.look(own)) == len(shared.look(PROBE)) == 2
+    page = Desk(shared)
+    refused = "this server offers probe, small, "
+    for name in (other, f"{own}/", str(tmp_path / "none"), "gpt2", "", None, ["probe"]):
+        if is_open:
+            for told in (page.chose_model(name, True, 40)[2], page.about(name, "Bundled", "", None, 512)):
+                assert refused in told, "the same for every name, whether or not it is here"
+            assert refused in last(race(page, name))
+    if not is_open:
+        assert len(shared.look(other)) == 2
+
+
+def test_help_and_arguments_say_which_models_others_may_choose(monkeypatch):
+    said = " ".join(command.arguments().format_help().split())
+    assert "may then choose probe, small and what --model names, and no other hub id or path" in said
+    given = command.arguments().parse_args(["--model", "a", "--model", "b"])
+    assert command.Options(**vars(given)).models == ["a", "b"]
+    served = []
+    monkeypatch.setattr(command, "serve", lambda options: served.append(options) or 0)
+    assert CliRunner().invoke(cli, ["demo", "a", "b", "--host", "0.0.0.0"]).exit_code == 0
+    assert list(served[0].models) == ["a", "b"] and served[0].is_open
+    assert CliRunner().invoke(cli, ["demo"]).exit_code == 0
+    assert not served[1].models and not served[1].is_open
+
+
+@pytest.mark.parametrize(
+    "name", ["/no/such", "~nobody-of-this-name/x", "/" + "x" * 5000, "a\0b", "/\0", "", None, 3, ["probe"]]
+)
+def test_names_that_are_no_model_are_told(name):
+    page = Desk(Models(CPU))
+    assert "error" in page.chose_model(name, True, 40)[2]
+    assert "error" in last(race(page, name))
+
+
+# ---------------------------------------------------------------------- damaged files
+
+
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        ([], {}),
+        ([1, 2], {}),
+        ("null", {}),
+        ("3", {}),
+        ('"qwen3"', {}),
+        ("", {}),
+        ('{"model_type": "qwen3"', {}),
+        ("[" * 100_000, {}),
+        (None, {"max_position_embeddings": "65536"}),
+        (None, {"max_position_embeddings": [65536]}),
+        (None, {"max_position_embeddings": 0}),
+        (None, {"max_position_embeddings": 1e9}),
+        (None, {"max_position_embeddings": True}),
+        (None, {"model_type": 3}),
+        (None, {"model_type": ["qwen3"]}),
+        (None, {"hidden_size": "256"}),
+        (None, {"num_hidden_layers": "6"}),
+        (None, {"num_attention_heads": "8"}),
+        (None, {"vocab_size": "912"}),
+        (None, {"head_dim": "64"}),
+        (None, {"rms_norm_eps": "small"}),
+        (None, {"rope_parameters": "yes"}),
+        (None, {"layer_types": "full_attention"}),
+        (None, {"eos_token_id": "2"}),
+    ],
+)
+def test_a_damaged_config_is_told_in_the_page(config, changes, tmp_path):
+    path = str(a_copy(tmp_path / "damaged", config, **changes))
+    page = Desk(Models(CPU))
+    app.build(page.models, path)  # the page itself comes up
+    assert f"cannot load {path}: " in page.about(path, "Bundled", "", None, 512)
+    for told in (page.chose_model(path, True, 40)[2], last(race(page, path))):
+        assert "error" in told and f"cannot load {path}: " in told
+    assert not page._tabs["tab"].session.busy
+
+
+def test_what_nobody_expected_is_told_in_the_page(monkeypatch, capsys):
+    page = Desk(Models(CPU))
+
+    def fails(*args):
+        raise KeyError("attention")
+
+    monkeypatch.setattr(Session, "_makers", fails)
+    told = list(race(page, PROBE))[-1]
+    assert "KeyError" in told[0] and "error" in told[0]
+    assert told[-2]["interactive"] and not told[-1]["interactive"], "another race may begin"
+    assert "Traceback" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert "Done" in last(race(page, PROBE))
+
+
+def test_a_session_knows_its_model_weakly():
+    probe = probe_model()
+    own = Loaded("own", probe.model, probe.language)
+    session, gone = Session(Turns()), weakref.ref(own)
+    run(session, own, a_task(own))
+    assert session.memory_bytes()["device"] > 0
+    session.forget_lost()
+    assert session.memory_bytes()["device"] > 0, "its model is there"
+    del own
+    gc.collect()
+    assert gone() is None
+    session.forget_lost()
+    assert session.memory_bytes()["device"] == 0
