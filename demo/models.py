@@ -175,6 +175,7 @@ class Models:
             language, _ = self._looked(entry, name, path)
             with entry.loading:
                 if entry.loaded is None:
+                    _fetch(path)  # first: a download that stalls or fails takes nobody's place
                     self._take_place(entry)
                     try:
                         gc.collect()  # models have cycles
@@ -250,7 +251,6 @@ class Models:
 
     def _read(self, path: str) -> torch.nn.Module:
         kwargs = {"dtype": self.dtype or "auto", "attn_implementation": "sparsekv"}
-        _fetch(path)
         with _BUILDING:
             if self.device.type == "cuda" and importlib.util.find_spec("accelerate"):
                 model = AutoModelForCausalLM.from_pretrained(path, device_map={"": self.device}, **kwargs)

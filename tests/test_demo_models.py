@@ -141,6 +141,40 @@ def test_a_slow_load_keeps_nobody_else_waiting(tmp_path, monkeypatch):
     assert isinstance(told[0], Loaded)
 
 
+def test_a_slow_download_takes_no_place(tmp_path, monkeypatch):
+    shared, goes_on = Models(CPU), threading.Event()
+    held = {str(a_copy(tmp_path / name)): None for name in "ab"}
+    slow = [str(a_copy(tmp_path / name)) for name in "cd"]
+    monkeypatch.setattr(models, "_fetch", lambda path: path not in slow or goes_on.wait(60))
+    for path in held:
+        held[path] = shared.load(path)
+    waiting = [in_thread(lambda path=path: shared.load(path)) for path in slow]
+    time.sleep(1)
+    assert all(thread.is_alive() for thread, _ in waiting)
+    assert all(shared.load(path) is loaded for path, loaded in held.items())
+    goes_on.set()
+    for thread, out in waiting:
+        thread.join(30)
+        assert isinstance(out[0], Loaded)
+
+
+def test_what_comes_from_the_hub_is_fetched_before_it_is_built(tmp_path, monkeypatch):
+    asked = []
+
+    def cached_file(path: str, name: str) -> str:
+        asked.append(name)
+        if name == "model.safetensors":
+            raise OSError("there is none")
+        return "index"
+
+    monkeypatch.setattr(models, "cached_file", cached_file)
+    monkeypatch.setattr(models, "get_checkpoint_shard_files", lambda path, index: asked.append((path, index)))
+    models._fetch(str(tmp_path))
+    assert not asked, "a directory has its files"
+    models._fetch("org/sharded")
+    assert asked == ["model.safetensors", "model.safetensors.index.json", ("org/sharded", "index")]
+
+
 def test_a_name_is_read_once_for_all_that_ask_at_once(tmp_path, monkeypatch):
     path, shared, real, read, made = str(a_copy(tmp_path / "a")), Models(CPU), Models._read, [], []
 
