@@ -41,8 +41,8 @@ def _mean_kernel(
     b_q = tl.load(p_from, mask=(o_g < GROUP)[:, None] & (o_k < DK)[None, :], other=0.0).to(tl.float32)  # [BG, BK]
     if SPLIT:
         p_to = p_out + i_row * 2 * DK + o_k
-        tl.store(p_to, tl.sum(tl.maximum(b_q, 0.0), 0) / GROUP, mask=o_k < DK)
-        tl.store(p_to + DK, tl.sum(tl.minimum(b_q, 0.0), 0) / GROUP, mask=o_k < DK)
+        tl.store(p_to, tl.sum(tl.maximum(b_q, 0.0, propagate_nan=tl.PropagateNan.ALL), 0) / GROUP, mask=o_k < DK)
+        tl.store(p_to + DK, tl.sum(tl.minimum(b_q, 0.0, propagate_nan=tl.PropagateNan.ALL), 0) / GROUP, mask=o_k < DK)
     else:
         tl.store(p_out + i_row * DK + o_k, tl.sum(b_q, 0) / GROUP, mask=o_k < DK)
 

@@ -59,9 +59,13 @@ class ChannelStats:
         self.tokens += q.shape[2]
 
     def scores(self) -> Tensor:
-        """Importance of each channel, float32 ``[batch, H, D]``. (Sums rank like means: the counts are common.)"""
+        """Importance of each channel, float32 ``[batch, H, D]``, NaN as ``-inf``.
+
+        (Sums rank like means: the counts are common.)
+        """
         batch, heads, dim = self.k.shape
-        return self.q.view(batch, heads, -1, dim).sum(2) * self.k
+        found = self.q.view(batch, heads, -1, dim).sum(2) * self.k
+        return found.masked_fill(found.isnan(), float("-inf"))
 
     def ranking(self) -> Tensor:
         """Channels by falling importance, int32 ``[batch, H, D]``; among equals the lower channel first."""

@@ -10,7 +10,7 @@ def block_rank(scores: Tensor, fill: Tensor, slots: Tensor) -> tuple[Tensor, Ten
     """Sort the blocks of each row and KV head by falling score; among equal scores the lower id comes first.
 
     Args:
-        scores: ``[batch, H, n]`` float32 without NaN; ``-inf`` where there is nothing to select.
+        scores: ``[batch, H, n]`` float32; ``-inf`` where there is nothing to select, and NaN counts as ``-inf``.
         fill: ``[num_slots]`` int32, tokens of a block that can be selected.
         slots: ``[batch, n]`` int32, slot of each block of each row.
 
@@ -18,7 +18,7 @@ def block_rank(scores: Tensor, fill: Tensor, slots: Tensor) -> tuple[Tensor, Ten
         Ids int32 ``[batch, H, n]``, -1 from the last block with a score on, and the selectable tokens of each
         (int32, 0 there).
     """
-    order = scores.sort(dim=-1, descending=True, stable=True)
+    order = scores.masked_fill(scores.isnan(), float("-inf")).sort(dim=-1, descending=True, stable=True)
     live = order.values > float("-inf")
     slot = slots[:, None].expand(-1, scores.shape[1], -1).gather(-1, order.indices)
     tokens = torch.where(live, fill[slot.clamp_min(0).long()], 0)

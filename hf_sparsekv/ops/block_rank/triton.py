@@ -21,6 +21,12 @@ OTHERS = 512  # ... with how many it compares them at a time. Not tuned yet.
 
 
 @triton.jit
+def _number(b_s):
+    """NaN as ``-inf``: as it is it would come neither before nor after any other, and leave ranks without a block."""
+    return tl.where(b_s == b_s, b_s, float("-inf"))
+
+
+@triton.jit
 def _rank_kernel(
     p_scores,
     p_fill,
@@ -43,7 +49,7 @@ def _rank_kernel(
     p_row = p_scores + i_batch * scores_batch + i_head * scores_head
     o_i = tl.program_id(0) * BI + tl.arange(0, BI)
     m_i = o_i < n
-    b_i = tl.load(p_row + o_i, mask=m_i, other=float("-inf"))  # [BI]
+    b_i = _number(tl.load(p_row + o_i, mask=m_i, other=float("-inf")))  # [BI]
     b_slot = tl.load(p_slots + i_batch * slots_batch + o_i, mask=m_i & (b_i > float("-inf")), other=-1)  # [BI]
     b_tokens = tl.load(p_fill + b_slot, mask=b_slot >= 0, other=0)  # [BI]
     # Of equal scores the lower id comes first. Tiles of others lie on one side of these blocks, all but the one that
@@ -51,15 +57,15 @@ def _rank_kernel(
     b_before = tl.zeros([BI, BJ], tl.float32)
     own = tl.program_id(0) * BI // BJ * BJ
     for j in range(0, own, BJ):
-        b_j = tl.load(p_row + j + tl.arange(0, BJ))  # [BJ]
+        b_j = _number(tl.load(p_row + j + tl.arange(0, BJ)))  # [BJ]
         b_before += tl.where(b_j[None, :] >= b_i[:, None], 1.0, 0.0)
     o_j = own + tl.arange(0, BJ)
-    b_j = tl.load(p_row + o_j, mask=o_j < n, other=float("-inf"))  # [BJ]; what is no block comes last
+    b_j = _number(tl.load(p_row + o_j, mask=o_j < n, other=float("-inf")))  # [BJ]; what is no block comes last
     m_tie = (b_j[None, :] == b_i[:, None]) & (o_j[None, :] < o_i[:, None])
     b_before += ((b_j[None, :] > b_i[:, None]) | m_tie).to(tl.float32)
     for j in range(own + BJ, n, BJ):
         o_j = j + tl.arange(0, BJ)
-        b_j = tl.load(p_row + o_j, mask=o_j < n, other=float("-inf"))  # [BJ]
+        b_j = _number(tl.load(p_row + o_j, mask=o_j < n, other=float("-inf")))  # [BJ]
         b_before += tl.where(b_j[None, :] > b_i[:, None], 1.0, 0.0)
     o_out = i_row.to(tl.int64) * n + tl.sum(b_before, 1).to(tl.int32)  # [BI]
     tl.store(p_ids + o_out, tl.where(b_i > float("-inf"), o_i, -1), mask=m_i)

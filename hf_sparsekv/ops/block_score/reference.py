@@ -23,7 +23,8 @@ def block_score(
     * ``"cuboid_mean"``: ``q_h . centre_b + |q_h| . deviation_b`` (ArkVale, taken over by PSA): no bound.
     * ``"mean"``: ``q_h . mean_b``.
 
-    Then the mean or the maximum over the heads ``h`` of the KV head's group.
+    Then the mean or the maximum over the heads ``h`` of the KV head's group. A score that is NaN (a key or a query is,
+    or an infinity meets a zero) counts as ``-inf``, in the maximum as well.
 
     Args:
         q: ``[batch, Hq, Dk]`` queries of this step, rotary embedding applied.
@@ -35,7 +36,7 @@ def block_score(
 
     Returns:
         ``[batch, H, n]`` float32, ``[batch, Hq, n]`` without reduction; ``-inf`` where there is no block or nothing to
-        select in it.
+        select in it. Never NaN.
     """
     batch, q_heads, dk = q.shape
     heads, sides = bounds.shape[1:3]
@@ -47,5 +48,5 @@ def block_score(
     box = bounds[at].float().permute(0, 2, 3, 4, 1).reshape(batch, heads, sides * dk, n)
     score = parts @ box  # [batch, H, G or 1, n]
     missing = (slots < 0) | (fill[at] == 0)
-    score = score.masked_fill(missing[:, None, None], float("-inf"))
+    score = score.masked_fill(missing[:, None, None] | score.isnan(), float("-inf"))
     return score.flatten(1, 2) if reduce == "none" else score.amax(2)

@@ -62,7 +62,8 @@ def _block_score_kernel(
     m_live = m_live & (tl.load(p_fill + b_slot, mask=m_live, other=0) != 0)  # [BN]
 
     o_g = tl.arange(0, BG)
-    p_row = p_q + i_batch * q_batch + i_head * GROUP * q_head
+    o_far = o_g.to(tl.int64)[:, None]  # heads of a prompt's last query lie as far apart as the prompt is long
+    p_row = p_q + i_batch * q_batch + i_head * GROUP * q_head + o_far * q_head
     p_box = p_bounds + b_slot[:, None] * bounds_slot + i_head * bounds_head
     if REDUCE == "mean":
         b_both = tl.zeros([BN, BK], tl.float32)
@@ -71,10 +72,11 @@ def _block_score_kernel(
     for i in tl.range(0, DK, BK, num_stages=STAGES):
         o_k = i + tl.arange(0, BK)
         m_q = (o_g < GROUP)[:, None] & (o_k < DK)[None, :]
-        b_q = tl.load(p_row + o_g[:, None] * q_head + o_k[None, :] * q_dim, mask=m_q, other=0.0).to(tl.float32)
+        b_q = tl.load(p_row + o_k[None, :] * q_dim, mask=m_q, other=0.0).to(tl.float32)
         b_one, b_two = b_q, tl.abs(b_q)  # [BG, BK]
         if METADATA == "min_max":
-            b_one, b_two = tl.maximum(b_q, 0.0), tl.minimum(b_q, 0.0)
+            b_one = tl.maximum(b_q, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            b_two = tl.minimum(b_q, 0.0, propagate_nan=tl.PropagateNan.ALL)
         # What is not live may hold anything, NaN included, and is not read.
         m_box = m_live[:, None] & (o_k < DK)[None, :]
         b_first = tl.load(p_box + o_k[None, :], mask=m_box, other=0.0)  # [BN, BK]
@@ -95,12 +97,14 @@ def _block_score_kernel(
                     b_second = b_second.to(tl.float32)
                 b_all = tl.dot(b_two, tl.trans(b_second), b_all, input_precision="ieee")
     p_to = p_out + i_batch * out_batch + i_head * out_head + o_n
+    if REDUCE != "mean" or EACH:  # NaN counts as -inf
+        b_all = tl.where(m_live[None, :] & (b_all == b_all), b_all, float("-inf"))
     if REDUCE == "mean":
         b_s = tl.sum(b_both, 1)  # [BN]
+        b_s = tl.where(b_s == b_s, b_s, float("-inf"))
     elif REDUCE == "max":
         b_s = tl.max(tl.where((o_g < GROUP)[:, None], b_all, float("-inf")), 0)  # [BN]
     if REDUCE == "none" or EACH:
-        b_all = tl.where(m_live[None, :], b_all, float("-inf"))
         m_all = (o_g < GROUP)[:, None] & m_n[None, :]
     if EACH:
         p_heads = p_each + i_batch * each_batch + (i_head * GROUP + o_g[:, None]) * each_head

@@ -74,7 +74,7 @@ def _latent_rope_kernel(
     if i_tile * BH < H:
         o_h, o_n = i_tile * BH + tl.arange(0, BH), tl.arange(0, BN)
         m_h = (o_h < H)[:, None]
-        p_from = p_q + i_batch * q_batch + i_q * q_token + o_h[:, None] * q_head
+        p_from = p_q + i_batch * q_batch + i_q * q_token + o_h.to(tl.int64)[:, None] * q_head
         p_to = p_q_out + (i_token * H + o_h[:, None]) * (NOPE + R)
         m_n = m_h & (o_n < NOPE)[None, :]
         tl.store(p_to + o_n[None, :], tl.load(p_from + o_n[None, :], mask=m_n, other=0.0), mask=m_n)

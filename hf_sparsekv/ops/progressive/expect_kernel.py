@@ -14,11 +14,13 @@ import triton.language as tl
 
 from .._overlap import begin, release, wait
 from ..sparse_decode.merge import LOG2E
+from .reference import LARGEST as _LARGEST
 from .reference import MOST
 from .verify_kernel import NOWHERE
 
 EXP2_MOST = tl.constexpr(2.0**MOST)
 MOST = tl.constexpr(MOST)
+LARGEST = tl.constexpr(_LARGEST)
 LEAST = tl.constexpr(-1000.0)  # exponents of float64 end at -1022
 HALF = tl.constexpr(126.0)  # its square times any mean that is not zero is more than 2 ** MOST
 
@@ -100,7 +102,8 @@ def expect_kernel(
         m_b = ((b_id >= 0) & (b_tokens > 0))[:, None] & m_g[None, :]
         b_logit = tl.load(p_logits + o_g[None, :] * logits_head + b_id[:, None], mask=m_b, other=0.0)  # [BN, BG]
         b_log = tl.log2(tl.maximum(b_tokens, 1).to(tl.float32))
-        b_e = tl.where(m_b, b_logit * (logit_scale * LOG2E) + b_log[:, None], float("-inf"))
+        b_e = b_logit * (logit_scale * LOG2E) + b_log[:, None]
+        b_e = tl.where(m_b & (b_e == b_e), tl.minimum(b_e, LARGEST), float("-inf"))
         b_e = _over_heads(b_e, SUM)
         b_new = tl.maximum(b_top, tl.max(b_e, 0))
         b_base = _finite(b_new)

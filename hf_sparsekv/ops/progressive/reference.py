@@ -12,12 +12,13 @@ import math
 import torch
 from torch import Tensor
 
-from ..sparse_decode.reference import gather, gather_placed, sparse_decode, values_of
+from ..sparse_decode.reference import gather, gather_placed, softmax, sparse_decode, values_of
 from .state import BINS, MASS_ONE, TOTALS, WalkState, next_blocks, some_more
 
 LOG2E = math.log2(math.e)
 INF = float("inf")
 NO_LIMIT = 1 << 30  # more blocks than there are
+LARGEST = 1e30  # logarithm to base 2 of what a block may be expected to hold: differences of infinities are NaN
 MOST = 100.0  # logarithm to base 2 of what is left, relative to the largest mass seen: more makes no difference
 
 
@@ -56,7 +57,8 @@ def attend(
             of ``block_size`` entries, if ``near``) and within the blocks of these ranks. Zeros for what is empty. None:
             masses alone, for latents: see :func:`attend_used`.
         lse: float32 ``[batch, H, P + n, G]``, written: logarithm to base 2 of the sum of ``exp(logit)`` over its
-            tokens; ``-inf`` for what is empty.
+            tokens; ``-inf`` for what is empty, and where a logit is NaN or infinitely large, so that a walk can go on
+            by the others (its result is NaN once it uses such a block).
     """
     batch, heads, n = ids.shape
     size, dk = kv.shape[2], q.shape[-1]
@@ -71,11 +73,12 @@ def attend(
             logits = softcap * torch.tanh(logits / softcap)
         logits = logits.masked_fill(~usable[:, :, :, None], -INF)
         mass = logits.logsumexp(-1) * LOG2E
+        mass = mass.masked_fill(~mass.isfinite(), -INF)
         if acc is None:
             return None, mass
         # What is not attended may hold anything, NaN included: 0 x NaN must not reach the sum.
         values = values_of(stored, dk, acc.shape[-1]).masked_fill(~usable[..., None], 0.0)
-        return logits.softmax(-1).nan_to_num(0.0) @ values, mass
+        return softmax(logits) @ values, mass
 
     if near and parts:
         missing = parts * size - near_kv.shape[2]
@@ -122,7 +125,8 @@ def expect(
     """What blocks hold if all their tokens have their block's logit; once a step, for all its verifications.
 
     Args:
-        logits: float32 ``[batch, Hq, n]``: those of each block (by id), to be multiplied by ``logit_scale``.
+        logits: float32 ``[batch, Hq, n]``: those of each block (by id), to be multiplied by ``logit_scale``. NaN counts
+            as ``-inf``, and more than ``LARGEST`` as that.
         ids: int32 ``[batch, H, n]``, blocks in order of their rank.
         tokens: int32 ``[batch, H, n]``, selectable tokens of these; 0 for no block.
         group_reduce: with ``"sum"`` all heads of a group get their sum.
@@ -137,7 +141,7 @@ def expect(
     at = ids.clamp_min(0).long()[..., None].expand(-1, -1, -1, logits.shape[3])
     expected = logits.gather(2, at) * (logit_scale * LOG2E)
     expected = expected + tokens.clamp_min(1).log2()[..., None]
-    expected = expected.masked_fill(tokens[..., None] == 0, -INF)
+    expected = expected.masked_fill((tokens[..., None] == 0) | expected.isnan(), -INF).clamp_max(LARGEST)
     if group_reduce == "sum":
         expected = _over_heads(expected, 3).expand_as(expected).contiguous()
     left = (expected / LOG2E).flip(2).logcumsumexp(2).flip(2) * LOG2E if n else expected  # with the block itself

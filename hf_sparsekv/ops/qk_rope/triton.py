@@ -64,14 +64,14 @@ def _qk_rope_kernel(
     if i_tile < q_tiles:
         o_h = i_tile * BH + tl.arange(0, BH)
         m_h = o_h < Q_HEADS
-        p_from = p_q + i_batch * q_batch + i_q * q_token + o_h[:, None] * q_head
+        p_from = p_q + i_batch * q_batch + i_q * q_token + o_h.to(tl.int64)[:, None] * q_head
         p_to = p_q_out + (i_token * Q_HEADS + o_h[:, None]) * D
         p_weight = p_q_weight
         eps = q_eps
     else:
         o_h = (i_tile - q_tiles) * BH + tl.arange(0, BH)
         m_h = o_h < K_HEADS
-        p_from = p_k + i_batch * k_batch + i_q * k_token + o_h[:, None] * k_head
+        p_from = p_k + i_batch * k_batch + i_q * k_token + o_h.to(tl.int64)[:, None] * k_head
         p_to = p_k_out + (i_token * K_HEADS + o_h[:, None]) * D
         p_weight = p_k_weight
         eps = k_eps

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MAX_TOKENS = 64  # of the kernels
+LOWEST = -1e30  # what a choice of NaN or -inf counts as: less than all others, and two of them add up
 
 
 def route(
@@ -33,11 +34,11 @@ def route(
 
     Returns:
         float32 logits ``[tokens, E]``, float32 weights ``[tokens, k]`` and int64 experts ``[tokens, k]``, best first;
-        among equals the lower one.
+        among equals the lower one, and NaN last of all. The experts of a token are distinct.
     """
     logits = F.linear(x.float(), weight.float())
     scores = logits.sigmoid()
-    choice = scores + bias
+    choice = (scores + bias).nan_to_num(LOWEST, posinf=float("inf")).clamp_min(LOWEST)
     members = choice.unflatten(-1, (groups, -1))
     best = members.topk(min(2, members.shape[-1]), dim=-1).values.sum(-1)  # [tokens, groups]
     kept = best.sort(dim=-1, descending=True, stable=True).indices[:, :top_groups]

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from .._dispatch import require_dense_rows
 from .._overlap import begin, overlap
+from .reference import LOWEST as _LOWEST
 from .reference import MAX_TOKENS
 
+LOWEST = tl.constexpr(_LOWEST)
 EXPERTS, INPUTS, WARPS = 2, 2048, 8  # a program of the product, a step of its loop. Not measured yet.
 
 
@@ -55,7 +57,7 @@ def _choose_kernel(
     m_e = o_e < E
     b_score = tl.sigmoid(tl.load(p_logits + token * E + o_e, mask=m_e, other=0.0))  # [BE]
     b_choice = b_score + tl.load(p_bias + o_e, mask=m_e, other=0.0).to(tl.float32)
-    b_choice = tl.where(m_e, b_choice, float("-inf"))
+    b_choice = tl.where(m_e, tl.maximum(b_choice, LOWEST), float("-inf"))  # (of NaN and a number: the number)
     if TOP_GROUPS < GROUPS:
         o_g = o_e // (E // GROUPS)  # the group of each expert
         b_best = tl.full([BE], float("-inf"), tl.float32)  # what its group is worth

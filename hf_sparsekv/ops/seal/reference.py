@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+MOST_HALF = torch.finfo(torch.float16).max
 VALID, SINK = 1, 2  # bits of a token's flag (see hf_sparsekv.kv.store)
 
 
@@ -41,7 +42,7 @@ def key_metadata(keys: Tensor, usable: Tensor, parts: int, metadata: str = "min_
       from it (ArkVale, PSA).
     * ``"mean"``: their mean.
 
-    A part without usable keys has zeros in the latter two.
+    A part without usable keys has zeros in the latter two. NaN in a usable key is NaN in its channel of its part.
 
     Args:
         keys: ``[..., H, block_size, Dk]``.
@@ -84,6 +85,9 @@ def key_bounds(keys: Tensor, usable: Tensor, parts: int) -> Tensor:
 def quantise_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
     """INT4 codes of label channels, a scale and a zero point per token.
 
+    Scale and zero point are held to what float16 holds: labels beyond it, infinities among them, are taken for its ends
+    or near them. A token with NaN among its labels gets both NaN, and zeros for codes.
+
     Args:
         labels: ``[..., r]``, r even.
 
@@ -93,10 +97,12 @@ def quantise_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
     """
     x = labels.float()
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-    scale = ((high - low) / 15).half()
-    zero = low.half()
+    scale = ((high - low) / 15).clamp_max(MOST_HALF).half()
+    zero = low.clamp(-MOST_HALF, MOST_HALF).half()
     step = scale.float()
-    digits = ((x - zero.float()) / torch.where(step == 0, 1.0, step)).round().clamp(0, 15).to(torch.uint8)
+    digits = (
+        ((x - zero.float()) / torch.where(step == 0, 1.0, step)).round().clamp(0, 15).nan_to_num(0.0).to(torch.uint8)
+    )
     half = x.shape[-1] // 2
     return digits[..., :half] | (digits[..., half:] << 4), torch.cat((scale, zero), dim=-1)
 

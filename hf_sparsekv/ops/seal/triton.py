@@ -9,11 +9,24 @@ from torch import Tensor
 
 from .._dispatch import require_dense_rows
 from .._overlap import begin, overlap
+from .reference import MOST_HALF as _MOST_HALF
 from .reference import Index
 
 TILE = 16  # tokens at once
 WIDE = 256  # channels of a key above which a program takes half as many tokens, with twice the warps
+MOST_HALF = tl.constexpr(_MOST_HALF)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds a small float32 to an integer, half to even
+
+
+@triton.jit
+def _most(a, b):
+    """The larger one, or NaN: a maximum would leave it out."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _least(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -121,19 +134,20 @@ def _seal_kernel(
             if METADATA != "none":
                 b_k = b_k.to(tl.float32)
                 b_sum += tl.sum(tl.where(b_usable[:, None], b_k, 0.0), 0)
-                b_max = tl.maximum(b_max, tl.max(tl.where(b_usable[:, None], b_k, -limit), 0))
-                b_min = tl.minimum(b_min, tl.min(tl.where(b_usable[:, None], b_k, limit), 0))
+                b_max = _most(b_max, tl.reduce(tl.where(b_usable[:, None], b_k, -limit), 0, _most))
+                b_min = _least(b_min, tl.reduce(tl.where(b_usable[:, None], b_k, limit), 0, _least))
             if HAS_CODES:
                 b_x = tl.load(p_from + b_channel[None, :], mask=m_r[None, :], other=0.0)  # [BT, BR]
                 p_code = p_codes + slot * codes_slot + i_head * codes_head + o_t[:, None] * codes_token
                 if PACKED:
                     b_x = b_x.to(tl.float32)
                     b_y = tl.load(p_from + b_channel_2[None, :], mask=m_r[None, :], other=0.0).to(tl.float32)
-                    b_low = tl.minimum(b_x, b_y)  # [BT, BR]
-                    b_low = tl.min(tl.where(m_r[None, :], b_low, float("inf")), 1)  # [BT]
-                    b_high = tl.maximum(b_x, b_y)
-                    b_high = tl.max(tl.where(m_r[None, :], b_high, float("-inf")), 1)
-                    b_scale, b_zero = ((b_high - b_low) / 15.0).to(tl.float16), b_low.to(tl.float16)
+                    b_low = tl.where(m_r[None, :], _least(b_x, b_y), float("inf"))  # [BT, BR]
+                    b_low = tl.reduce(b_low, 1, _least)  # [BT]
+                    b_high = tl.where(m_r[None, :], _most(b_x, b_y), float("-inf"))
+                    b_high = tl.reduce(b_high, 1, _most)
+                    b_scale = _least((b_high - b_low) / 15.0, MOST_HALF).to(tl.float16)
+                    b_zero = _least(_most(b_low, -MOST_HALF), MOST_HALF).to(tl.float16)
                     b_step = b_scale.to(tl.float32)
                     b_step = tl.where(b_step == 0.0, 1.0, b_step)[:, None]
                     b_x = tl.math.div_rn(b_x - b_zero.to(tl.float32)[:, None], b_step + tl.zeros_like(b_x))

@@ -124,7 +124,7 @@ def load_queries(
         o_h, o_c, o_r = o_h[None, :], o_c[:, None], o_r[:, None]
     else:
         o_h, o_c, o_r = o_h[:, None], o_c[None, :], o_r[None, :]
-    p_head = p_row + o_h * q_head
+    p_head = p_row + o_h.to(tl.int64) * q_head  # heads of a prompt's last query lie as far apart as the prompt is long
     b_qc = tl.load(p_head + o_c * q_dim, mask=(o_h < GROUP) & (o_c < DV), other=0.0)
     b_qr = tl.load(p_head + (DV + o_r) * q_dim, mask=(o_h < GROUP) & (o_r < DK - DV), other=0.0)
     if not NATIVE:

@@ -63,7 +63,8 @@ def sparse_decode(
         used: ``[batch, H]`` int32; with ``granularity="block"`` only that many of the ``ids`` are attended.
 
     Returns:
-        ``[batch, Hq, Dv]`` in q's dtype. A row with nothing to attend to gives zeros.
+        ``[batch, Hq, Dv]`` in q's dtype. A row with nothing to attend to gives zeros, one that attends to a
+        token whose key is NaN gives NaN.
     """
     batch, q_heads, dk = q.shape
     heads, block_size = kv.shape[1:3]
@@ -91,12 +92,17 @@ def sparse_decode(
         logits = torch.cat((logits, extra), dim=-1)
     if lse is not None:
         lse.copy_(logits.logsumexp(-1).flatten(1))
-    weights = logits.softmax(-1).nan_to_num(0.0)[..., : chosen.shape[2]]
+    weights = softmax(logits)[..., : chosen.shape[2]]
     # What is not attended may hold anything, NaN included: 0 x NaN must not reach the sum.
     values = values_of(chosen, dk, value_dim).masked_fill(~usable[..., None], 0.0)
     if attended is not None:
         attended += usable.sum(-1)
     return (weights @ values).to(q.dtype).flatten(1, 2)
+
+
+def softmax(logits: Tensor) -> Tensor:
+    """Over the last dimension; zeros where all are ``-inf``. NaN stays NaN: what is attended and no number shows."""
+    return logits.softmax(-1).masked_fill((logits == float("-inf")).all(-1, keepdim=True), 0.0)
 
 
 def has_latents(kv: Tensor, q: Tensor) -> bool:

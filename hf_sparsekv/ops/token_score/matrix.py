@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._overlap import overlap, release, wait
 from .reference import SELECTABLE as _SELECTABLE
-from .words import _block, _slot, aligned
+from .words import _block, _slot, aligned, known
 
 SELECTABLE = tl.constexpr(_SELECTABLE)
 PROGRAMS = 4096  # programs to aim for where one scores several blocks, measured on an H200, 64 rows of 512 blocks
@@ -89,7 +89,7 @@ def _matrix_score_kernel(
     b_channel = tl.load(p_channel + o_c // 2 + o_c % 2 * WIDTH, mask=m_c, other=0)  # [2 BW]
     p_query = p_q + i_batch * q_batch + (i_head * GROUP + o_g)[None, :] * q_head + b_channel[:, None] * q_dim
     b_q = tl.load(p_query, mask=m_c[:, None] & m_g, other=0.0).to(tl.float32)  # [2 BW, BG]
-    b_total = tl.sum(b_q, 0)  # [BG]
+    b_total = known(tl.sum(b_q, 0))  # [BG]
     b_unit = tl.maximum(tl.max(tl.abs(b_q), 0), 1e-30) / LARGEST  # [BG]
     b_whole = tl.floor(b_q / b_unit[None, :] + 0.5)  # -16256 .. 16256
     b_upper = tl.floor(b_whole * 0.0078125 + 0.5)  # -127 .. 127
@@ -116,9 +116,9 @@ def _matrix_score_kernel(
         b_all = (b_first * 128 + b_second).to(tl.float32)  # below 2 ** 24: exact
         # label = digit * scale + zero, so q . label = scale * (q . digits) + zero * sum(q)
         b_all = b_scale[:, None] * (b_all * b_unit[None, :]) + b_zero[:, None] * b_total[None, :]
-        b_s = tl.max(tl.where(m_g, b_all, float("-inf")), 1)  # [BLOCK_SIZE]
+        b_s = tl.max(tl.where(m_g, b_all, float("-inf")), 1)  # [BLOCK_SIZE]; NaN only if all are
         p_to = p_out + i_batch * out_batch + i_head * out_head + i * BLOCK_SIZE + o_t
-        tl.store(p_to, tl.where(b_flag == SELECTABLE, b_s, float("-inf")))
+        tl.store(p_to, tl.where((b_flag == SELECTABLE) & (b_s == b_s), b_s, float("-inf")))
     release(PDL)
 
 

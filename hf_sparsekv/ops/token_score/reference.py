@@ -18,8 +18,12 @@ def unpack_labels(codes: Tensor, qparams: Tensor | None) -> Tensor:
     """
     if qparams is None:
         return codes.float()
-    digits = torch.cat((codes & 15, codes >> 4), dim=-1).float()
-    return digits * qparams[..., :1].float() + qparams[..., 1:].float()
+    return unpack_digits(codes) * qparams[..., :1].float() + qparams[..., 1:].float()
+
+
+def unpack_digits(codes: Tensor) -> Tensor:
+    """Digits 0 to 15 of packed codes ``[..., r / 2]`` as float32 ``[..., r]``."""
+    return torch.cat((codes & 15, codes >> 4), dim=-1).float()
 
 
 def token_score(
@@ -34,7 +38,10 @@ def token_score(
 ) -> Tensor:
     """``a(t) = mean_h q_h[C] . label_t`` (or the maximum over the group) for each token of the given blocks.
 
-    AsyncTLS section 4.1, fine-grained token selection.
+    AsyncTLS section 4.1, fine-grained token selection. A score that is NaN counts as ``-inf``, in the maximum as well;
+    so do all scores of a query that holds NaN or an infinity among its label channels: with packed labels its products
+    have no sign that all implementations agree on. (The mean is one query.) Packed labels are scored as
+    ``scale * (q . digits) + zero * sum(q)``, which tells what a scale or a zero point that is infinite gives.
 
     Args:
         q: ``[batch, Hq, Dk]`` queries of this step.
@@ -47,7 +54,7 @@ def token_score(
         reduce: ``"mean"`` or ``"max"`` over the query heads of a group.
 
     Returns:
-        ``[batch, H, n * block_size]`` float32, ``-inf`` for tokens that cannot be selected.
+        ``[batch, H, n * block_size]`` float32, ``-inf`` for tokens that cannot be selected; never NaN.
     """
     batch, q_heads, dk = q.shape
     heads = codes.shape[1]
@@ -63,7 +70,11 @@ def token_score(
         at = slots[:, None].expand(-1, heads, -1).gather(-1, block_ids.clamp_min(0).long()).long()
         at = at.masked_fill(block_ids < 0, -1)
     safe = at.clamp_min(0)
-    labels = unpack_labels(codes[safe, head], None if qparams is None else qparams[safe, head])
-    score = (q @ labels.flatten(2, 3).transpose(-1, -2)).amax(2)  # [batch, H, n * block_size]
+    held = unpack_digits(codes[safe, head]) if qparams is not None else codes[safe, head].float()
+    score = q @ held.flatten(2, 3).transpose(-1, -2)  # [batch, H, G or 1, n * block_size]
+    if qparams is not None:
+        scale, zero = qparams[safe, head].float().flatten(2, 3)[:, :, None].unbind(-1)
+        score = scale * score + zero * q.sum(-1, keepdim=True)
+    unknown = score.isnan() | ~q.isfinite().all(-1, keepdim=True)
     usable = (flags[safe] == SELECTABLE) & (at >= 0)[..., None]
-    return score.masked_fill(~usable.flatten(2), float("-inf"))
+    return score.masked_fill(unknown, float("-inf")).amax(2).masked_fill(~usable.flatten(2), float("-inf"))

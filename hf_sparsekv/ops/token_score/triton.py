@@ -12,7 +12,7 @@ from .._group import MANY, mean_heads
 from .._overlap import overlap, release, wait
 from .matrix import can_score_matrix, score_matrix
 from .reference import SELECTABLE as _SELECTABLE
-from .words import can_score_words, score_words
+from .words import can_score_words, known, score_words
 
 SELECTABLE = tl.constexpr(_SELECTABLE)
 TILE = 128  # tokens a program. Not tuned yet.
@@ -121,14 +121,14 @@ def _token_score_kernel(
         b_scale = tl.load(p_param, mask=m_live, other=0.0).to(tl.float32)  # [BT]
         b_zero = tl.load(p_param + 1, mask=m_live, other=0.0).to(tl.float32)  # [BT]
         if MEAN:
-            b_s = b_scale * b_s + b_zero * tl.sum(b_sum, 0)  # [BT]
+            b_s = b_scale * b_s + b_zero * known(tl.sum(b_sum, 0))  # [BT]
         else:
-            b_all = b_scale[:, None] * b_all + b_zero[:, None] * b_sum[None, :]
+            b_all = b_scale[:, None] * b_all + b_zero[:, None] * known(b_sum)[None, :]
     else:
         if MEAN:
-            b_s = tl.zeros([BT], tl.float32)
+            b_s, b_sum = tl.zeros([BT], tl.float32), tl.zeros([BW], tl.float32)
         else:
-            b_all = tl.zeros([BT, BG], tl.float32)
+            b_all, b_sum = tl.zeros([BT, BG], tl.float32), tl.zeros([BG], tl.float32)
         for i in tl.static_range(0, WIDTH, BW):
             o_w = i + tl.arange(0, BW)
             m_w = o_w < WIDTH
@@ -137,17 +137,24 @@ def _token_score_kernel(
             b_q = tl.load(p_row + b_channel[None, :] * q_dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
             b_code = tl.load(p_code + o_w[None, :], mask=m_live[:, None] & m_w[None, :], other=0)  # [BT, BW]
             if MEAN:
-                b_s += tl.sum(b_code.to(tl.float32) * (tl.sum(b_q, 0) / GROUP)[None, :], 1)
+                b_mean = tl.sum(b_q, 0) / GROUP  # [BW]
+                b_sum += b_mean
+                b_s += tl.sum(b_code.to(tl.float32) * b_mean[None, :], 1)
             else:
+                b_sum += tl.sum(b_q, 1)
                 b_q = tl.trans(b_q)  # [BW, BG]
                 if NATIVE:
                     b_q = b_q.to(p_q.dtype.element_ty)
                 b_all = tl.dot(b_code.to(b_q.dtype), b_q, b_all, input_precision="ieee")  # [BT, BG]
-    if not MEAN:
+        if MEAN:
+            b_s += 0.0 * known(tl.sum(b_sum, 0))
+        else:
+            b_all += (0.0 * known(b_sum))[None, :]
+    if not MEAN:  # of NaN and numbers the largest is a number
         b_s = tl.max(tl.where((o_g < GROUP)[None, :], b_all, float("-inf")), 1)  # [BT]
     release(PDL)
     p_to = p_out + i_batch * out_batch + i_head * out_head + o_t
-    tl.store(p_to, tl.where(m_live, b_s, float("-inf")), mask=m_t)
+    tl.store(p_to, tl.where(m_live & (b_s == b_s), b_s, float("-inf")), mask=m_t)
 
 
 def token_score(

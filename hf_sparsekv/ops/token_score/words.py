@@ -41,6 +41,12 @@ def _digits(b_code, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def known(b_total):
+    """Sums of queries, NaN where they are infinite: then all their scores are NaN, which counts as ``-inf``."""
+    return tl.where(tl.abs(b_total) < float("inf"), b_total, float("nan"))
+
+
+@triton.jit
 def _unit(i_digit):
     """What digit ``i_digit`` of :func:`_digits` is multiplied by: ``16 ** i``, from digit 5 on ``16 ** (i - 3)``."""
     o_bit = 4 * tl.where(i_digit < 5, i_digit, i_digit - 3)
@@ -124,21 +130,23 @@ def _word_score_kernel(
     p_channel = p_channels + i_batch * channels_batch + i_head * channels_head
     b_channel = tl.load(p_channel + o_channel, mask=m_c, other=0)  # [8 BW]
     p_query = p_q + i_batch * q_batch + i_head * GROUP * q_head + b_channel * q_dim
+    next_head = i_head * 0 + q_head  # int64: heads of a prompt's last query lie as far apart as the prompt is long
     b_unit = 1.0 / _unit(i_digit)
     b_q0 = tl.load(p_query, mask=m_c, other=0.0).to(tl.float32)  # [8 BW]
     b_q1, b_q2, b_q3 = b_q0, b_q0, b_q0
     if MEAN:
         for i in tl.static_range(1, GROUP):
-            b_q0 += tl.load(p_query + i * q_head, mask=m_c, other=0.0).to(tl.float32)
+            b_q0 += tl.load(p_query + i * next_head, mask=m_c, other=0.0).to(tl.float32)
         b_q0 = b_q0 / GROUP
     else:
         if GROUP > 1:
-            b_q1 = tl.load(p_query + q_head, mask=m_c, other=0.0).to(tl.float32)
+            b_q1 = tl.load(p_query + next_head, mask=m_c, other=0.0).to(tl.float32)
         if GROUP > 2:
-            b_q2 = tl.load(p_query + 2 * q_head, mask=m_c, other=0.0).to(tl.float32)
+            b_q2 = tl.load(p_query + 2 * next_head, mask=m_c, other=0.0).to(tl.float32)
         if GROUP > 3:
-            b_q3 = tl.load(p_query + 3 * q_head, mask=m_c, other=0.0).to(tl.float32)
+            b_q3 = tl.load(p_query + 3 * next_head, mask=m_c, other=0.0).to(tl.float32)
     total0, total1, total2, total3 = tl.sum(b_q0, 0), tl.sum(b_q1, 0), tl.sum(b_q2, 0), tl.sum(b_q3, 0)
+    total0, total1, total2, total3 = known(total0), known(total1), known(total2), known(total3)
     b_q0, b_q1, b_q2, b_q3 = b_q0 * b_unit, b_q1 * b_unit, b_q2 * b_unit, b_q3 * b_unit
 
     o_t, o_w = tl.arange(0, BLOCK_SIZE), tl.arange(0, BW)
@@ -163,7 +171,7 @@ def _word_score_kernel(
         # label = digit * scale + zero, so q . label = scale * (q . digits) + zero * sum(q)
         b_digit = _digits(b_code, BLOCK_SIZE, BW)  # [BLOCK_SIZE, 8 BW]
         b_s = b_scale * tl.sum(b_digit * b_q0[None, :], 1) + b_zero * total0  # [BLOCK_SIZE]
-        if not MEAN:
+        if not MEAN:  # (of NaN and a number the maximum is the number)
             if GROUP > 1:
                 b_s = tl.maximum(b_s, b_scale * tl.sum(b_digit * b_q1[None, :], 1) + b_zero * total1)
             if GROUP > 2:
@@ -171,7 +179,7 @@ def _word_score_kernel(
             if GROUP > 3:
                 b_s = tl.maximum(b_s, b_scale * tl.sum(b_digit * b_q3[None, :], 1) + b_zero * total3)
         p_to = p_out + i_batch * out_batch + i_head * out_head + i * BLOCK_SIZE + o_t
-        tl.store(p_to, tl.where(b_flag == SELECTABLE, b_s, float("-inf")))
+        tl.store(p_to, tl.where((b_flag == SELECTABLE) & (b_s == b_s), b_s, float("-inf")))
         slot_2, b_code, b_pair, b_flag = slot_3, b_code_2, b_pair_2, b_flag_2
     release(PDL)
 

@@ -10,8 +10,8 @@ MINUS_INF = tl.constexpr(-2139095041)  # the ordered integer of -inf
 
 @triton.jit
 def ordered(b_s):
-    """int32 keys that compare as the float32 scores do."""
-    b_bits = b_s.to(tl.int32, bitcast=True)
+    """int32 keys that compare as the float32 scores do; NaN, whose bits lie beyond both infinities, is ``-inf``."""
+    b_bits = tl.where(b_s == b_s, b_s, float("-inf")).to(tl.int32, bitcast=True)
     b_bits = tl.where((b_bits & 0x7FFFFFFF) == 0, 0, b_bits)  # -0.0 ties with 0.0
     return tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits)
 

@@ -9,17 +9,17 @@ from torch import Tensor
 def topk_ids(scores: Tensor, k: int) -> Tensor:
     """Positions of the ``k`` largest scores of each row, ascending.
 
-    Entries of ``-inf`` are never chosen. Among equal scores the lower position wins, so the result is unique.
+    Entries of ``-inf`` and NaN are never chosen. Among equal scores the lower position wins, so the result is unique.
 
     Args:
-        scores: ``[..., n]`` float32 without NaN.
+        scores: ``[..., n]`` float32.
         k: entries to choose.
 
     Returns:
         ``[..., k]`` int32, ascending, padded at the end with -1 where fewer than ``k`` entries can be chosen.
     """
     n = scores.shape[-1]
-    order = scores.sort(dim=-1, descending=True, stable=True)
+    order = scores.masked_fill(scores.isnan(), float("-inf")).sort(dim=-1, descending=True, stable=True)
     best, at = order.values[..., :k], order.indices[..., :k]
     at = at.masked_fill(best == float("-inf"), n).sort(dim=-1).values
     at = at.masked_fill(at == n, -1).int()

@@ -51,7 +51,7 @@ def fifths(lo, hi):
 
 @triton.jit
 def inside(lo, hi, v_1, v_2, v_3, v_4):
-    """The values within the range, in ascending order. (One that is no number has become some integer.)"""
+    """The values within the range, in ascending order. (One that is no number has become the key of -inf.)"""
     first, last = lo + 1, hi - 1
     v_1 = tl.minimum(tl.maximum(v_1, first), last)
     v_2 = tl.minimum(tl.maximum(v_2, v_1), last)
