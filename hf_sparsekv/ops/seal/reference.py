@@ -85,8 +85,8 @@ def key_bounds(keys: Tensor, usable: Tensor, parts: int) -> Tensor:
 def quantise_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
     """INT4 codes of label channels, a scale and a zero point per token.
 
-    Scale and zero point are held to what float16 holds: labels beyond it, infinities among them, are taken for its ends
-    or near them. A token with NaN among its labels gets both NaN, and zeros for codes.
+    Labels beyond what float16 holds, infinities among them, are taken for its ends, so that scale and zero point are
+    finite. A token with NaN among its labels gets both NaN, and 0 for the codes.
 
     Args:
         labels: ``[..., r]``, r even.
@@ -95,10 +95,10 @@ def quantise_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
         codes uint8 ``[..., r / 2]`` (channel ``i`` in the low, ``i + r / 2`` in the high four bits) and float16
         ``[..., 2]``: scale and zero point, so that ``label ~ code * scale + zero``.
     """
-    x = labels.float()
+    x = labels.float().clamp(-MOST_HALF, MOST_HALF)
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-    scale = ((high - low) / 15).clamp_max(MOST_HALF).half()
-    zero = low.clamp(-MOST_HALF, MOST_HALF).half()
+    scale = ((high - low) / 15).half()
+    zero = low.half()
     step = scale.float()
     digits = (
         ((x - zero.float()) / torch.where(step == 0, 1.0, step)).round().clamp(0, 15).nan_to_num(0.0).to(torch.uint8)

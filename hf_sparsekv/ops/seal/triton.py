@@ -140,14 +140,14 @@ def _seal_kernel(
                 b_x = tl.load(p_from + b_channel[None, :], mask=m_r[None, :], other=0.0)  # [BT, BR]
                 p_code = p_codes + slot * codes_slot + i_head * codes_head + o_t[:, None] * codes_token
                 if PACKED:
-                    b_x = b_x.to(tl.float32)
+                    b_x = _least(_most(b_x.to(tl.float32), -MOST_HALF), MOST_HALF)
                     b_y = tl.load(p_from + b_channel_2[None, :], mask=m_r[None, :], other=0.0).to(tl.float32)
+                    b_y = _least(_most(b_y, -MOST_HALF), MOST_HALF)
                     b_low = tl.where(m_r[None, :], _least(b_x, b_y), float("inf"))  # [BT, BR]
                     b_low = tl.reduce(b_low, 1, _least)  # [BT]
                     b_high = tl.where(m_r[None, :], _most(b_x, b_y), float("-inf"))
                     b_high = tl.reduce(b_high, 1, _most)
-                    b_scale = _least((b_high - b_low) / 15.0, MOST_HALF).to(tl.float16)
-                    b_zero = _least(_most(b_low, -MOST_HALF), MOST_HALF).to(tl.float16)
+                    b_scale, b_zero = ((b_high - b_low) / 15.0).to(tl.float16), b_low.to(tl.float16)
                     b_step = b_scale.to(tl.float32)
                     b_step = tl.where(b_step == 0.0, 1.0, b_step)[:, None]
                     b_x = tl.math.div_rn(b_x - b_zero.to(tl.float32)[:, None], b_step + tl.zeros_like(b_x))

@@ -1,0 +1,384 @@
+"""Operators that choose, given NaN, infinities and the ends of float16: NaN counts as -inf, and all outputs are written.
+
+Kernels against their definitions, and definitions by hand where both might be wrong together.
+"""
+
+from __future__ import annotations
+
+from math import inf, nan
+
+import pytest
+import torch
+from decode_cases import Case as Decode
+from test_query_predict import ring_of
+from test_seal import Case as Seal
+from test_seal import make as make_seal
+from test_seal import on_cpu as seal_on_cpu
+from test_seal import run as run_seal
+from test_token_score import make as make_labels
+from walk_cases import Case as WalkCase
+from walk_cases import on_cpu
+
+from hf_sparsekv.ops.block_rank.reference import block_rank as reference_rank
+from hf_sparsekv.ops.block_rank.triton import block_rank
+from hf_sparsekv.ops.block_score.reference import block_score as reference_blocks
+from hf_sparsekv.ops.block_score.triton import block_score
+from hf_sparsekv.ops.progressive import MASS_ONE, TOTALS, progressive_decode, reference
+from hf_sparsekv.ops.progressive import triton as kernels
+from hf_sparsekv.ops.query_predict.reference import query_predict as reference_predict
+from hf_sparsekv.ops.query_predict.triton import query_predict
+from hf_sparsekv.ops.route.reference import route as reference_route
+from hf_sparsekv.ops.route.triton import route
+from hf_sparsekv.ops.seal.reference import seal as reference_seal
+from hf_sparsekv.ops.seal.triton import seal
+from hf_sparsekv.ops.sparse_decode.reference import sparse_decode as reference_decode
+from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
+from hf_sparsekv.ops.token_score.reference import token_score as reference_tokens
+from hf_sparsekv.ops.token_score.triton import token_score
+from hf_sparsekv.ops.topk_select.reference import block_select as reference_select
+from hf_sparsekv.ops.topk_select.reference import token_select as reference_token_select
+from hf_sparsekv.ops.topk_select.triton import block_select, scratch_size, token_select
+from hf_sparsekv.predictor.channels import ChannelStats
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # numpy's, of the interpreter
+
+WILD = (nan, inf, -inf)
+SPLITS = {
+    "one program": {},
+    "several programs": {"row": 16, "chunk": 64, "split": False},
+    "sample": {"row": 16, "chunk": 64, "split": True, "sample": 32, "fewest": 64},
+}
+
+
+def wild_scores(place, n):
+    """``[3, 4, n]``: many, few and no numbers among NaN of both signs and infinities; the last rows are all of one."""
+    scores = place.randn(3, 4, n)
+    negative = torch.tensor([-1], dtype=torch.int32).view(torch.float32).item()  # NaN whose bits are all ones
+    kinds = torch.tensor([nan, -nan, negative, inf, -inf]).to(place.device)
+    kinds[1:3] = torch.tensor([-0x400000, -1], dtype=torch.int32).view(torch.float32)
+    mixed = kinds[place.randint(0, 5, 3, 4, n).long()]
+    share = torch.tensor([0.1, 0.5, 0.95, 0.5]).to(place.device)[:, None]
+    scores = torch.where(place.rand(3, 4, n) < share, mixed, scores)
+    scores[1, 3] = kinds[:3].repeat(n)[:n]
+    scores[2] = torch.tensor([[nan], [inf], [-inf], [kinds[2]]])
+    return scores
+
+
+def same(got, expected):
+    """Equal, NaN and infinities in the same places."""
+    got, expected = got.cpu().float(), expected.float()
+    assert torch.equal(got.isnan(), expected.isnan())
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+# ---------------------------------------------------------------------- by their scores
+
+
+@pytest.mark.parametrize("n", [1, 7, 131, 530])
+def test_rank(place32, n, monkeypatch):
+    """Every entry of the result is written: an id in range, once, or -1."""
+    scores = wild_scores(place32, n)
+    fill, slots = place32.randint(1, 17, n + 3), torch.stack([place32.randperm(n + 3)[:n] for _ in range(3)])
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **how: empty(*shape, **how).fill_(12345))
+    expected = reference_rank(scores.cpu(), fill.cpu(), slots.cpu())
+    for got in (block_rank(scores, fill, slots), block_rank(scores, fill, slots, tile=8, others=64)):
+        for one, other in zip(got, expected):
+            assert torch.equal(one.cpu(), other)
+    numbers = (~scores.isnan() & (scores > -inf)).sum(-1).cpu()
+    assert torch.equal((expected[0] >= 0).sum(-1), numbers)
+    assert torch.equal((expected[1] > 0).sum(-1), numbers)
+
+
+def test_rank_by_hand():
+    scores = torch.tensor([[[nan, 2.0, -inf, inf, nan, -1.0]]])
+    ids, tokens = reference_rank(scores, torch.arange(1, 7).int(), torch.arange(6).int()[None])
+    assert ids.tolist() == [[[3, 1, 5, -1, -1, -1]]]
+    assert tokens.tolist() == [[[4, 2, 6, 0, 0, 0]]]
+
+
+@pytest.mark.parametrize("how", SPLITS.values(), ids=SPLITS.keys())
+@pytest.mark.parametrize("n, k", [(1, 2), (17, 5), (150, 8), (150, 70), (700, 64)])
+def test_select(place32, n, k, how):
+    scores = wild_scores(place32, n)
+    out = torch.full((3, 4, k), 12345, dtype=torch.int32, device=place32.device)
+    scratch = torch.full((scratch_size(scores, k, **how),), -99, dtype=torch.int32, device=place32.device)
+    got = block_select(scores, k, out=out, scratch=scratch, **how).cpu()
+    assert torch.equal(got, reference_select(scores.cpu(), k))
+    chosen = scores.cpu().gather(-1, got.clamp_min(0).long())[got >= 0]
+    assert not chosen.isnan().any() and (chosen > -inf).all()
+
+
+@pytest.mark.parametrize("how", SPLITS.values(), ids=SPLITS.keys())
+def test_select_tokens(place32, how):
+    """Tokens of given blocks."""
+    scores = wild_scores(place32, 8 * 16)
+    blocks = torch.stack([place32.randperm(50)[:8].sort().values for _ in range(12)]).view(3, 4, 8)
+    out = torch.full((3, 4, 21), 12345, dtype=torch.int32, device=place32.device)
+    got = token_select(scores, blocks, 21, 16, out=out, **how)
+    assert torch.equal(got.cpu(), reference_token_select(scores.cpu(), blocks.cpu(), 21, 16))
+
+
+def test_select_by_hand():
+    scores = torch.tensor([[[nan, 2.0, -inf, inf, nan, -1.0]]])
+    assert reference_select(scores, 2).tolist() == [[[1, 3]]]
+    assert reference_select(scores, 5).tolist() == [[[1, 3, 5, -1, -1]]]
+
+
+# ---------------------------------------------------------------------- scores
+
+
+def wild_queries(place, heads, group, dk):
+    """Rows: as usual; a head with NaN; one with each infinity; all NaN."""
+    q = place.randn(4, heads, group, dk)
+    q[1, :, 0, dk // 3] = nan
+    q[2, 0, -1, 5], q[2, -1, 0, dk - 2] = inf, -inf
+    q[3] = nan
+    return q.flatten(1, 2)
+
+
+@pytest.mark.parametrize("metadata", ["min_max", "cuboid_mean", "mean"])
+@pytest.mark.parametrize("reduce", ["mean", "max", "none"])
+@pytest.mark.parametrize("heads, group, dk", [(2, 4, 64), (1, 40, 64), (1, 20, 576), (2, 1, 80)])
+def test_block_scores(place, heads, group, dk, reduce, metadata):
+    n = 37
+    q = wild_queries(place, heads, group, dk)
+    bounds = place.randn(n, heads, 1 if metadata == "mean" else 2, dk)
+    for slot, value in enumerate(WILD):
+        bounds[slot, :, 0, 7] = bounds[slot + 3, -1, -1, dk - 1] = value
+    bounds[6:9] = torch.tensor(WILD)[:, None, None, None]
+    fill, slots = place.randint(0, 5, n) + 1, torch.stack([place.randperm(n) for _ in range(4)])
+    slots[:, 30:] = -1
+    rows = heads * group if reduce == "none" else heads
+    out, each = (torch.full((4, count, n), 12345.0, device=place.device) for count in (rows, heads * group))
+    got = block_score(q, bounds, fill, slots, reduce, metadata, out=out, each=each)
+    given = [t.cpu() for t in (q, bounds, fill, slots)]
+    place.close(got, reference_blocks(*given, reduce, metadata), ratio=4e-6)
+    place.close(each, reference_blocks(*given, "none", metadata), ratio=4e-6)
+    assert (got[3] == -inf).all()
+    assert got[0].isfinite().any()
+
+
+def test_block_score_by_hand():
+    """One head of two is NaN: it is left out of a maximum, and spoils a mean."""
+    q = torch.tensor([[[1.0, 0.0], [nan, 0.0]]])
+    args = torch.tensor([[[[3.0, 1.0], [2.0, 1.0]]]]), torch.ones(1).int(), torch.zeros(1, 1).int()
+    assert reference_blocks(q, *args, "max").tolist() == [[[3.0]]]
+    assert reference_blocks(q, *args, "mean").tolist() == [[[-inf]]]
+    assert reference_blocks(q, *args, "none").tolist() == [[[3.0], [-inf]]]
+
+
+@pytest.mark.parametrize("bits", ["matrix", "words", 4, 16])
+@pytest.mark.parametrize("reduce", ["mean", "max"])
+@pytest.mark.parametrize("group, dk, width", [(4, 64, 16), (2, 96, 24), (16, 64, 64), (40, 80, 24)])
+def test_token_scores(place, group, dk, width, reduce, bits):
+    words, matrix = bits in ("words", "matrix"), bits == "matrix"
+    made = make_labels(place, 4, 2, group, dk, width, 16, 6, 4, 16 if bits == 16 else 4)
+    _, codes, params, channels, flags, slots, ids = made
+    q = wild_queries(place, 2, group, dk)
+    channels[:, :, 0], channels[:, :, 1] = 5, dk - 2  # (twice, perhaps)
+    for i, value in enumerate(WILD):
+        if bits == 16:
+            codes[i, :, 3::5, 1 + i] = value
+            codes[i, :, 4::5] = value
+        else:
+            params[i, :, 3::5, 0] = value
+            params[i, :, 4::5, 1] = value
+    out = torch.full((4, 2, 64), 12345.0, device=place.device)
+    got = token_score(q, *made[1:], reduce, out=out, words=words, matrix=matrix, blocks_a_program=2)
+    given = [None if t is None else t.cpu() for t in (q, codes, params, channels, flags, slots, ids)]
+    place.close(got, reference_tokens(*given, reduce), ratio=1e-4 if matrix else 4e-6)
+    assert (got[3] == -inf).all()
+    assert got[0].isfinite().any()
+    assert (got[2] == -inf).all() == (reduce == "mean"), "the mean of a group is one query, that of the others is not"
+
+
+def test_token_score_by_hand():
+    """A group's head that is infinite in a label channel scores nothing; in another channel it does not matter."""
+    q = torch.tensor([[[1.0, 2.0, inf], [inf, 0.0, 0.0]]])
+    codes, flags = torch.tensor([[[[3.0, 1.0], [-1.0, nan]]]]), torch.ones(1, 2, dtype=torch.uint8)
+    args = codes, None, torch.tensor([[[0, 1]]]).int(), flags, torch.zeros(1, 1).int(), None
+    assert reference_tokens(q, *args, "max").tolist() == [[[5.0, -inf]]]
+    assert reference_tokens(q, *args, "mean").tolist() == [[[-inf, -inf]]]
+
+
+@pytest.mark.parametrize("bits", ["matrix", "words", 4, 16])
+@pytest.mark.parametrize("reduce", ["mean", "max"])
+def test_ends_of_half_precision(place, reduce, bits):
+    """Queries and keys as large as float16 has them: products are float32, and no score overflows."""
+    top = torch.finfo(torch.float16).max
+    words, matrix = bits in ("words", "matrix"), bits == "matrix"
+    made = make_labels(place, 2, 2, 4, 64, 16, 16, 6, 4, 16 if bits == 16 else 4)
+    q = (torch.sign(place.randn(2, 8, 64).float()) * top).to(place.dtype)
+    stored = made[1] if bits == 16 else made[2]
+    stored.copy_(torch.where(stored.isnan(), stored, torch.sign(stored.float()).to(stored.dtype) * top))
+    got = token_score(q, *made[1:], reduce, words=words, matrix=matrix)
+    given = [None if t is None else t.cpu() for t in (q, *made[1:])]
+    place.close(got, reference_tokens(*given, reduce), ratio=1e-4 if matrix else 4e-6)
+    assert not (got == inf).any() and got.isfinite().any()
+    bounds = (torch.sign(place.randn(7, 2, 2, 64).float()) * top).to(place.dtype)
+    args = bounds, torch.ones(7, dtype=torch.int32, device=q.device), place.randperm(7)[None].expand(2, 7).contiguous()
+    for metadata in ("min_max", "cuboid_mean"):
+        got = block_score(q, *args, reduce, metadata)
+        assert got.isfinite().all()
+        place.close(got, reference_blocks(q.cpu(), *(t.cpu() for t in args), reduce, metadata), ratio=4e-6)
+
+
+# ---------------------------------------------------------------------- what scores are made of
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+@pytest.mark.parametrize("metadata", ["min_max", "cuboid_mean", "mean"])
+def test_seal(place, metadata, bits):
+    """Bounds of a part with NaN are NaN in its channel; labels that float16 does not hold are held to its ends."""
+    case = Seal(block_size=32, parts=2, metadata=metadata, bits=bits, padded=False, seen=(100, 100))
+    args = make_seal(place, case)
+    keys = args["near_kv"][:, :, args["at"] :, : case.dk]
+    for i, value in enumerate(WILD):
+        keys[0, :, 2 + 20 * (i % 2), 5 + i] = value
+    keys[1, 0, 3], keys[1, 0, 6] = inf, -inf
+    keys[1, 1, 20] = nan
+    if place.dtype != torch.float16:
+        keys[1, 0, 8:10] *= 1e6
+        keys[1, 0, 10] = 1e30
+    expected = run_seal(reference_seal, seal_on_cpu(args))
+    got = run_seal(seal, args)
+    for name in ("bounds", "codes", "qparams"):
+        if name in got:
+            same(got[name], expected[name])
+    assert got["bounds"].isnan().any()
+    if bits == 4:
+        slot = int(args["slots"][1])
+        assert got["qparams"][slot, 0].isfinite().all()
+        assert got["qparams"][slot, 1, 20].isnan().all() and got["qparams"][slot, 1, 21].isfinite().all()
+
+
+def test_seal_by_hand():
+    from hf_sparsekv.ops.seal.reference import quantise_labels
+
+    codes, params = quantise_labels(torch.tensor([[inf, 0.0], [-inf, 1.0], [1e9, -1e9], [nan, 1.0]]))
+    assert params[:3].isfinite().all() and params[3].isnan().all()
+    assert codes.flatten().tolist() == [15, 15 << 4, 15, 0]  # (the first label in the low four bits)
+
+
+def test_channels_of_nan_come_last():
+    stats = ChannelStats("max")
+    keys = torch.ones(1, 1, 3, 4)
+    keys[..., 1], keys[0, 0, 0, 2] = 5.0, nan
+    stats.update(torch.ones(1, 1, 3, 4), keys, None)
+    assert stats.ranking().tolist() == [[[1, 0, 3, 2]]]
+
+
+@pytest.mark.parametrize("softmax", [True, False])
+def test_predicted_queries(place, softmax):
+    """NaN and infinities before the last query are left out, in it they are the prediction's."""
+    ring, position, count = ring_of(place, (3, 2, 17, 64, 16, 5))
+    ring = ring[:1].repeat(4, 1, 1, 1)
+    count = count[:1].repeat(4)
+    ring[0, 0, 1, 3], ring[1, 0, 4, 3], ring[2, 1, 2] = nan, nan, inf
+    ring[3] = nan
+    for row in range(4):
+        expected = reference_predict(ring.cpu(), position.cpu(), count.cpu(), 16, 1e-2, True, softmax)
+    got = query_predict(ring, position, count, 16, 1e-2, True, softmax).cpu()
+    assert torch.equal(got.isnan(), expected.isnan())
+    place.close(got.nan_to_num(0.0), expected.nan_to_num(0.0), ratio=1e-2)
+    assert torch.equal(got[0, 0].cpu(), ring[0, 0, 4].cpu())
+    assert got[1, 0].isnan().any() and not got[1, 1].isnan().any()
+
+
+# ---------------------------------------------------------------------- walks, attention, experts
+
+
+@pytest.mark.parametrize("estimate", ["as_min", "bound", "scores"])
+@pytest.mark.parametrize("group_reduce", ["all", "sum"])
+@pytest.mark.parametrize("latents", [False, True])
+def test_walk(place32, latents, group_reduce, estimate):
+    """Blocks with NaN and infinite keys, expected or not; a row with a query that is NaN."""
+    shape = {"latents": True, "heads": 1, "group": 5, "dk": 48, "dv": 32} if latents else {}
+    case = WalkCase(batch=3, estimate=estimate, group_reduce=group_reduce, spread=3.0, **shape)
+    given = case.make(place32)
+    q, kv = given["q"], given["kv"]
+    q[1, 0, 3] = nan
+    for i, value in enumerate(WILD):
+        at = given["flags"][3 + i].eq(1).nonzero()[0]
+        kv[3 + i, :, at, 4] = value
+    if estimate != "as_min":
+        given["logits"][2, :, 4:6] = torch.tensor([nan, -inf], device=q.device)
+    found = []
+    for operators in (reference, kernels):
+        walk = case.walk(place32, given if operators is kernels else on_cpu(given))
+        if operators is reference:
+            walk = case.walk(type(place32)("cpu", torch.float32), on_cpu(given))
+        walk.operators = operators
+        found.append((progressive_decode(walk), walk))
+    (expected, by_definition), (got, walk) = found
+    same(got, expected)
+    assert torch.equal(walk.state.used.cpu(), by_definition.state.used)
+    assert torch.equal(walk.state.limits.cpu(), by_definition.state.limits)
+    torch.testing.assert_close(walk.state.mass.cpu(), by_definition.state.mass, rtol=1e-4, atol=1e-5)
+    totals = dict(zip(TOTALS, walk.state.totals.tolist()))
+    assert 0 <= totals["mass"] <= totals["walks"] * MASS_ONE and 0 <= totals["worst"] <= MASS_ONE
+    assert got[1, 0].isnan().all(), "a query that is NaN shows"
+
+
+@pytest.mark.parametrize("estimate", ["bound", "scores"])
+@pytest.mark.parametrize("group_reduce", ["all", "sum"])
+def test_walk_to_infinite_expectations(place32, group_reduce, estimate):
+    """A bound that is infinite: the walk does not stop before it has read that block, and its counts are numbers.
+
+    (Kernels may take what lies behind for as much, or for nothing: see ``reference.expect``.)
+    """
+    case = WalkCase(batch=3, estimate=estimate, group_reduce=group_reduce, spread=3.0)
+    given = case.make(place32)
+    given["logits"][2, :, 5] = inf
+    walk = case.walk(place32, given)
+    walk.operators = kernels
+    assert progressive_decode(walk).isfinite().all()
+    reached = [given["ids"][2, head].tolist().index(5) for head in range(case.heads)]
+    by_definition = case.walk(type(place32)("cpu", torch.float32), on_cpu(given))
+    by_definition.operators = reference
+    progressive_decode(by_definition)
+    for found in (walk, by_definition):
+        assert (found.state.used[2].cpu() > torch.tensor(reached)).all()
+        assert ((found.state.mass > case.threshold) & (found.state.mass <= 1.0)).all()
+        totals = dict(zip(TOTALS, found.state.totals.tolist()))
+        assert 0 <= totals["mass"] <= totals["walks"] * MASS_ONE and 0 <= totals["worst"] <= MASS_ONE
+    assert torch.equal(walk.state.used[:2].cpu(), by_definition.state.used[:2])
+
+
+@pytest.mark.parametrize("latents", [False, True])
+@pytest.mark.parametrize("granularity", ["token", "block", "all"])
+def test_attention_shows_nan(place, granularity, latents):
+    """What is attended and NaN gives NaN for the rows and heads that attend to it, and for no others."""
+    shape = {"latents": True, "heads": 1, "group": 5, "dk": 48, "dv": 32} if latents else {}
+    args, named = Decode(batch=3, cap=9, chosen=9, **shape).make(place, granularity)
+    args[0][1, 0, 3] = nan
+    readable = args[2][4].eq(1).nonzero()[0]
+    args[1][4, -1, readable, 4] = nan
+    expected = reference_decode(*(None if t is None else t.cpu() for t in args), **named)
+    got = sparse_decode(*args, **named)
+    assert torch.equal(got.isnan().cpu(), expected.isnan())
+    place.close(got.nan_to_num(0.0), expected.nan_to_num(0.0))
+    assert got[1, 0].isnan().all()
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("shape", [(4, 64, 60, 4, 1, 1), (4, 100, 48, 6, 8, 4), (4, 33, 7, 7, 1, 1)], ids=str)
+def test_experts(place32, shape, normalise):
+    """NaN for some experts, and for all: distinct experts that there are."""
+    tokens, d, count, k, groups, top_groups = shape
+    x, weight, bias = place32.randn(tokens, d), place32.randn(count, d) / d**0.5, place32.rand(count)
+    weight[1::3] = nan
+    x[2], x[3, 3] = nan, inf
+    bias[0] = -inf
+    named = {"groups": groups, "top_groups": top_groups, "normalise": normalise, "scale": 1.8}
+    want = reference_route(*(t.cpu() for t in (x, weight, bias)), k, **named)
+    got = route(x, weight, bias, k, **named)
+    assert torch.equal(got[2].cpu(), want[2])
+    for one, other in zip(got[:2], want):
+        same(one, other)
+    index = got[2].cpu()
+    assert ((index >= 0) & (index < count)).all()
+    assert all(len(set(row)) == k for row in index.tolist())
+    if count == 60:
+        assert (index[:2] % 3 != 1).all(), "an expert that is NaN comes last"
