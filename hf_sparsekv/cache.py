@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 
 from .attention.exact import AttentionSpec
 from .attention.handle import Step
-from .attention.masks import new_columns
+from .attention.masks import check_not_empty, new_columns
 from .config import OffloadConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 from .kv.lasting import DeviceLength
 from .kv.pool import HostBudget
@@ -130,7 +130,12 @@ class SparseCache(Cache):
         return layer is next((other for other in self.layers if isinstance(other, SparseLayer)), None)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
-        """Keys and values of a layer's next tokens, as ``Cache.update``; what attention gets back knows the cache."""
+        """Keys and values of a layer's next tokens, as ``Cache.update``; what attention gets back knows the cache.
+
+        Raises:
+            ValueError: there are no tokens, or they are of another model than those before.
+        """
+        check_not_empty(key_states.shape[0], key_states.shape[-2])
         if self.model_config is None:
             while len(self.layers) <= layer_idx:
                 self.layers.append(self._layer(len(self.layers)))
@@ -143,6 +148,11 @@ class SparseCache(Cache):
         if layer is next((other for other in self.layers if isinstance(other, CacheLayerMixin)), None):
             self._check_complete()
         return layer.update(key_states, value_states, *args, **kwargs)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """As ``Cache.get_mask_sizes``; a forward pass begins with it, so an empty input is refused here."""
+        check_not_empty(1, int(query_length))
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def _check_complete(self) -> None:
         """When a forward pass begins, all layers hold the same tokens."""

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import transformers as tf
-from caches import FULL, TIGHT, two_level
+from caches import FULL, TIGHT, progressive, two_level
 from models import VOCAB, build, model, prompt, reference
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -40,6 +40,43 @@ def works(cache, name="llama"):
     inputs = prompt(2, 60, (0, 9), seed=5)
     found = model(name).generate(**inputs, do_sample=False, max_new_tokens=12, past_key_values=cache)
     return torch.equal(found, reference(name).generate(**inputs, do_sample=False, max_new_tokens=12))
+
+
+# ---------------------------------------------------------------------- empty input
+
+EMPTY = r"the input has no tokens \(zero columns\): give the model at least one token a forward pass"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral-window", "qwen3-next"])
+@pytest.mark.parametrize("make", [two_level, progressive])
+def test_an_empty_prompt(name, make):
+    """Before the model does anything; the cache is as it was."""
+    cache, none = make(model_config=model(name).config), torch.zeros(1, 0, dtype=torch.long)
+    with pytest.raises(ValueError, match=EMPTY):
+        model(name).generate(none, past_key_values=cache, max_new_tokens=2)
+    for given in ({"input_ids": none}, {"inputs_embeds": torch.zeros(2, 0, 64)}):
+        with pytest.raises(ValueError, match=EMPTY):
+            model(name)(**given, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    with torch.no_grad():
+        assert model(name)(IDS, past_key_values=cache).logits.isfinite().all()
+
+
+def test_no_new_tokens(filled):
+    """In mid-cache, by a model and by a caller's own loop; rows as well."""
+    with pytest.raises(ValueError, match=EMPTY):
+        feed("llama", filled, IDS[:, :0])
+    k = torch.zeros(1, 2, 0, 16)
+    with pytest.raises(ValueError, match=EMPTY):
+        filled.update(k, k, 0)
+    k = torch.zeros(0, 2, 1, 16)
+    with pytest.raises(ValueError, match="the input has no rows"):
+        filled.update(k, k, 0)
+    with pytest.raises(ValueError, match="the input has no rows"):
+        feed("llama", two_level(), IDS[:0])
+    assert filled.get_seq_length() == 90
+    whole = model("llama")(torch.cat((IDS, IDS[:, :3]), 1)).logits[:, -3:]
+    torch.testing.assert_close(feed("llama", filled, IDS[:, :3]), whole, rtol=1e-4, atol=1e-5)
 
 
 # ---------------------------------------------------------------------- configuration

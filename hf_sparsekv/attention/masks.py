@@ -38,13 +38,15 @@ def sparsekv_mask(
         (sliding layers, overlays, static caches) the 4-D mask that sdpa gets.
 
     Raises:
-        ValueError: ``attention_mask`` covers fewer columns than there are, or the model computes its attention itself.
+        ValueError: the input is empty, ``attention_mask`` covers fewer columns than there are, or the model computes
+            its attention itself.
     """
     if not _calls_interface(type(kwargs.get("config"))):
         raise ValueError(
             f"models of type {kwargs['config'].model_type!r} compute their attention themselves, without transformers' "
             "AttentionInterface: load them with attn_implementation='eager'. (A sparse cache works there, but dense)"
         )
+    check_not_empty(batch_size, q_length)
     plain = (
         mask_function is causal_mask_function
         and local_size is None
@@ -81,6 +83,16 @@ def sparsekv_mask(
         device = kwargs.get("device", "cpu")
         return torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
     return None
+
+
+def check_not_empty(batch: int, tokens: int) -> None:
+    """Raise for an input without rows or columns, which models meet with an error about shapes."""
+    if not batch or not tokens:
+        what = "tokens (zero columns)" if batch else "rows"
+        raise ValueError(
+            f"the input has no {what}: give the model at least one token a forward pass, for an empty prompt its "
+            "begin-of-sequence token"
+        )
 
 
 @cache

@@ -82,3 +82,9 @@ def place(request: pytest.FixtureRequest) -> Place:
 def place32(request: pytest.FixtureRequest) -> Place:
     """Float32 alone, for what does not depend on the dtype."""
     return Place(*request.param)
+
+
+@pytest.fixture(params=[p for p in _places() if p.values[0][1] == torch.float16], ids=lambda where: where[0])
+def place16(request: pytest.FixtureRequest) -> Place:
+    """Float16 alone, for what counts elements: few bytes each."""
+    return Place(*request.param)

@@ -1,4 +1,4 @@
-"""Operators that choose, given NaN, infinities and the ends of float16: NaN counts as -inf, and all outputs are written.
+"""Operators that choose, given NaN, infinities and the ends of float16: NaN is -inf, and all outputs are written.
 
 Kernels against their definitions, and definitions by hand where both might be wrong together.
 """
@@ -277,8 +277,7 @@ def test_predicted_queries(place, softmax):
     count = count[:1].repeat(4)
     ring[0, 0, 1, 3], ring[1, 0, 4, 3], ring[2, 1, 2] = nan, nan, inf
     ring[3] = nan
-    for row in range(4):
-        expected = reference_predict(ring.cpu(), position.cpu(), count.cpu(), 16, 1e-2, True, softmax)
+    expected = reference_predict(ring.cpu(), position.cpu(), count.cpu(), 16, 1e-2, True, softmax)
     got = query_predict(ring, position, count, 16, 1e-2, True, softmax).cpu()
     assert torch.equal(got.isnan(), expected.isnan())
     place.close(got.nan_to_num(0.0), expected.nan_to_num(0.0), ratio=1e-2)
