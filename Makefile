@@ -78,8 +78,8 @@ format: $(INSTALLED)  ## let ruff fix and format the files
 	$(BIN)/ruff format .
 
 bench: small-model  ## needles and perplexity on the small real model (appends to benchmarks/results)
-	$(BIN)/python benchmarks/small_model.py needle
-	$(BIN)/python benchmarks/small_model.py perplexity
+	$(BIN)/python -m benchmarks.studies.small_model needle
+	$(BIN)/python -m benchmarks.studies.small_model perplexity
 
 demo: $(INSTALLED)  ## two caches race over a document, in your browser (DEMO_FLAGS: see python -m demo --help)
 	@$(BIN)/python -m demo $(DEMO_FLAGS)

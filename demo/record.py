@@ -21,9 +21,9 @@ from types import SimpleNamespace
 
 import torch
 
+from benchmarks.shapes import SHAPES, known_config, parse_tokens, random_model
 from hf_sparsekv import optimize
-from hf_sparsekv.benchmark.results import commit, device_name, versions
-from hf_sparsekv.benchmark.shapes import SHAPES, known_config, parse_tokens, random_model
+from hf_sparsekv.results import commit, device_name, versions
 
 from . import documents
 from .caches import METHODS

@@ -19,7 +19,7 @@ PREDICTORS = ("last", "ridge", "ridge_softmax", "assembled", "assembled_ridge")
 MAX_WINDOW = 32  # one warp holds the Gram matrix of a head in registers; longer windows measured no better
 MIN_EPSILON = 1e-4  # the Gram matrix's condition number stays below MAX_WINDOW / MIN_EPSILON: float32 solves that
 
-# Measured with benchmarks/predictor_study.py on the small real model: docs/accuracy.md, "Predicted queries".
+# Measured with benchmarks/studies/predictor_study.py on the small real model: docs/accuracy.md, "Predicted queries".
 PREDICTOR = "assembled_ridge"
 WINDOW = 16
 EPSILON = 0.1

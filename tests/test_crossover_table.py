@@ -232,7 +232,7 @@ def test_calibrate_device_writes_the_table(monkeypatch, empty_table):
 def test_what_is_measured(monkeypatch):
     """Every step runs through the references, with and without the coarse level."""
     pytest.importorskip("triton")
-    from hf_sparsekv.benchmark import operator, operator_timing
+    from hf_sparsekv.tuning import layer_step, timing
 
     ran = []
 
@@ -240,10 +240,10 @@ def test_what_is_measured(monkeypatch):
         for i in range(sets):
             step(i)
         ran.append(sets)
-        return operator_timing.Time(float(len(ran)), 0.0, 0.0)
+        return timing.Time(float(len(ran)), 0.0, 0.0)
 
-    monkeypatch.setattr(operator_timing, "captured", once)
-    monkeypatch.setattr(operator, "set_count", lambda shape, device: 2)
+    monkeypatch.setattr(timing, "captured", once)
+    monkeypatch.setattr(layer_step, "set_count", lambda shape, device: 2)
     grid = ((2, 2048), (1, 9000))
     cpu = torch.device("cpu")
     short, long = command.measure(cpu, 4, 2, 16, torch.float32, grid)

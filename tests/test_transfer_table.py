@@ -198,7 +198,7 @@ def test_prefetching_takes_the_back_end_but_not_for_captures(monkeypatch, backen
 def imitated(monkeypatch, gpus):
     """The command without a GPU: measurements are made up."""
     pytest.importorskip("triton")
-    from hf_sparsekv.benchmark import transfer_tuning as tuning
+    from hf_sparsekv.tuning import block_copies as tuning
 
     large = {8: (46.0, None), 16: (50.8, 0.08), 64: (51.0, 0.3)}
     small = {16: (39.0, None), 64: (48.0, 0.1)}
@@ -257,7 +257,7 @@ def test_what_doctor_says(gpus):
 def test_what_is_measured(monkeypatch):
     """All copies run in the interpreter and bring the blocks; clocks and streams are made up."""
     pytest.importorskip("triton")
-    from hf_sparsekv.benchmark import transfer_tuning as tuning
+    from hf_sparsekv.tuning import block_copies as tuning
 
     beside, timed = [], []
 
@@ -306,7 +306,7 @@ def test_what_is_measured(monkeypatch):
 @pytest.mark.parametrize("small", [False, True])
 def test_the_blocks_that_are_measured(monkeypatch, small):
     pytest.importorskip("triton")
-    from hf_sparsekv.benchmark import transfer_tuning as tuning
+    from hf_sparsekv.tuning import block_copies as tuning
 
     host = torch.randint(256, (1 << 19,), dtype=torch.uint8)
     one = tuning.Blocks(host, torch.zeros(1 << 18, dtype=torch.uint8), tuning.TOKENS[small])

@@ -1,6 +1,6 @@
 """Which layout of a block suits token-level reads: key and value of a token side by side, or all keys, then all values?
 
-    python benchmarks/probes/kv_layout.py
+    python -m benchmarks.probes.kv_layout
 
 Gathers the keys and values of random tokens, D = 128 bf16, from GPU memory and in place from pinned host memory.
 Prints the median time of 20 launches and the rate of the useful bytes.

@@ -1,6 +1,6 @@
 """How long does it take to pin host memory, and is memory pinned by us as fast as torch's?
 
-    python benchmarks/probes/pinning.py [--budget SECONDS]
+    python -m benchmarks.probes.pinning [--budget SECONDS]
 
 First table: time to touch, to register and to unregister, for torch's allocator and for the steps of `host_pages` with
 several threads, with and without large pages. Second: copies and in-place gathers from it. Takes about a minute; what

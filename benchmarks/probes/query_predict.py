@@ -1,6 +1,6 @@
 """What predicting the next query takes: one layer's launch, for each predictor and window.
 
-    python benchmarks/probes/query_predict.py
+    python -m benchmarks.probes.query_predict
 
 bf16; 128 dimensions (Qwen3-8B: 32 query heads), and 576 (absorbed queries of a latent cache, 20 heads). 40 launches in
 one CUDA graph, each on the ring of another layer. Prints medians and quartiles in microseconds.
@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 import triton
 
-from hf_sparsekv.benchmark.operator_timing import captured
 from hf_sparsekv.predictor.query import PREDICTORS, make_predictor
+from hf_sparsekv.tuning.timing import captured
 
 LAYERS, SLOTS = 40, 33
 

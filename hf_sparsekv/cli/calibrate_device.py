@@ -77,7 +77,7 @@ def calibrate_device(
 
 def _origin() -> dict:
     """What is kept beside measured numbers."""
-    from ..benchmark.results import versions
+    from ..results import versions
 
     return {"versions": versions(), "date": datetime.date.today().isoformat()}
 
@@ -108,8 +108,8 @@ def _transfer(device: torch.device, dry_run: bool) -> None:
 
 
 def measure_transfer(device: torch.device, progress=lambda text: None):
-    """Rates of block copies, and what they cost a step; see ``benchmark.transfer_tuning``."""
-    from ..benchmark.transfer_tuning import measure  # needs Triton
+    """Rates of block copies, and what they cost a step; see :mod:`hf_sparsekv.tuning.block_copies`."""
+    from ..tuning.block_copies import measure  # needs Triton
 
     return measure(device, progress)
 
@@ -145,7 +145,7 @@ def measure(
     progress=lambda text: None,
 ) -> list[Timing]:
     """Captured steps of one layer, dense and with each method; shapes that do not fit the GPU are left out."""
-    from ..benchmark.operator_inputs import Shape
+    from ..tuning.layer_step import Shape
 
     began, timings = time.perf_counter(), []
     for batch, context in grid:
@@ -174,9 +174,8 @@ def measure(
 
 def _times(shape, device: torch.device, coarse: bool) -> dict[str, float]:
     """Microseconds of a step of this shape, by method."""
-    from ..benchmark.operator import set_count
-    from ..benchmark.operator_inputs import Layer
-    from ..benchmark.operator_timing import captured
+    from ..tuning.layer_step import Layer, set_count
+    from ..tuning.timing import captured
 
     sets = set_count(shape, device)
     layers = [Layer(shape, device, seed) for seed in range(sets)]

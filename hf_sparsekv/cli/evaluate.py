@@ -12,7 +12,7 @@ import typer
 import yaml
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..benchmark.results import append_rows
+from ..results import append_rows
 from . import loading
 from .options import Device, DType, DTypeOption, Model, parse_tokens, takes, torch_dtype
 from .output import CommandError, messages, note, one_line_errors, results

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..benchmark.results import Row
+from ..results import Row
 
 try:
     import fcntl

@@ -1,1 +1,1 @@
-"""What will fit, and what is quickest on a device."""
+"""Measurements on the user's own GPU, for ``hf-sparsekv calibrate-device``."""

@@ -52,7 +52,7 @@ BUILT_IN: dict[str, dict[str, Rule]] = {
         "two_level:lag": Rule(42.9e6, 1632),
         "block_only": Rule(11.9e6, 1806),
         "token_only": Rule(88.1e6, 198),
-        # Latents, GLM-4.7-Flash (benchmarks/crossover_of_steps.py): a layer's attention at 1 x 32k, 1 x 128k and
+        # Latents, GLM-4.7-Flash (benchmarks.studies.crossover_of_steps): a layer's attention at 1 x 32k, 1 x 128k and
         # 6 x 96k; whole steps, at 6 x 16k too, with lag and for predicted queries.
         "two_level:mla": Rule(59.5e6, 282),
         "two_level:lag:mla": Rule(49.2e6, 8265),

@@ -1,0 +1,284 @@
+"""Decode steps to measure: through ``generate()``, and one by one without its loop."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hf_sparsekv.cuda_graph.optimize import runner_of
+
+from .shapes import text_config
+
+WARM_UP = 8  # tokens: captures, compilation, clocks of the device
+_SYNC = "called a synchronizing CUDA operation"  # what torch's sync debug mode says
+_CAPTURE_TRIES = 4
+
+
+class Clock:
+    """When things happened: events on the GPU, so that looking at the clock does not make the host wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.marks: list = []
+
+    def mark(self) -> None:
+        """Now; on a GPU when it gets here."""
+        if self.on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+
+    def between(self) -> list[float]:
+        """Milliseconds from each mark to the next."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+            return [a.elapsed_time(b) for a, b in itertools.pairwise(self.marks)]
+        return [1e3 * (b - a) for a, b in itertools.pairwise(self.marks)]
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One ``generate()`` call.
+
+    Args:
+        first_ms: to the first token, with the prefill if there was one.
+        tpot_ms: of each later token, warm-up left out.
+        set_up_ms: what the tokens of the warm-up took beyond the usual: captures, compilation.
+        tokens: the new ones, ``[batch, n]``.
+    """
+
+    first_ms: float
+    tpot_ms: list[float]
+    set_up_ms: float
+    tokens: torch.Tensor
+
+
+def generate(
+    model,
+    cache,
+    batch: int,
+    tokens: int,
+    *,
+    prompt: int | None = None,
+    sample: bool = False,
+    eos: bool = False,
+    compiled: bool = False,
+    each: Callable[[], None] | None = None,
+) -> Generated:
+    """Generate over a filled cache, or read a prompt first.
+
+    Args:
+        cache: filled; or empty if ``prompt`` is given.
+        tokens: new tokens per row.
+        prompt: tokens to read.
+        sample: draw from the 50 likeliest instead of taking the likeliest.
+        eos: look for an end of the answer after each token, as real models do; it never comes.
+        compiled: let generate() compile the model if the cache allows it.
+        each: called after each token.
+    """
+    length = prompt or int(cache.get_seq_length()) + 1
+    vocabulary = text_config(model).vocab_size
+    generator = torch.Generator(model.device).manual_seed(0)
+    ids = torch.randint(0, min(1000, vocabulary), (batch, length), device=model.device, generator=generator)
+    clock = Clock(model.device)
+
+    def note(input_ids, scores, **kwargs):
+        clock.mark()
+        if each is not None:
+            each()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    torch.manual_seed(0)
+    clock.mark()
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=tokens,
+        do_sample=sample,
+        stopping_criteria=[note],
+        pad_token_id=0,
+        eos_token_id=vocabulary if eos else None,
+        disable_compile=not compiled,
+    )
+    first, *rest = clock.between()
+    skip = min(WARM_UP, len(rest) // 2)
+    usual = statistics.median(rest[skip:]) if rest else 0.0
+    return Generated(first, rest[skip:], sum(rest[:skip]) - skip * usual, out[:, length:])
+
+
+class Steps:
+    """Decode steps as ``generate()`` makes them, without its loop: what a step is given is there before it begins.
+
+    Args:
+        room: steps that may be made.
+        after: called after each step.
+    """
+
+    def __init__(self, model, cache, batch: int, room: int, after: Callable[[], None] | None = None) -> None:
+        self.after = after
+        self.model, self.cache, self.length = model, cache, int(cache.get_seq_length())
+        end = self.length + room
+        self.ids = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+        self.mask = torch.ones(batch, end, dtype=torch.long, device=model.device)
+        self.positions = torch.arange(end, device=model.device).repeat(batch, 1)
+
+    @torch.no_grad()
+    def __call__(self):
+        now, self.length = self.length, self.length + 1
+        out = self.model(
+            input_ids=self.ids,
+            attention_mask=self.mask[:, : self.length],
+            position_ids=self.positions[:, now : self.length],
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+            return_dict=True,
+        )
+        if self.after is not None:
+            self.after()
+        return out
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """How long the host and the GPU take together."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def capture_seconds(model, step: Steps) -> float:
+    """Seconds from the first decode step to the end of the one that was captured, its kernels' compilation included.
+
+    Raises:
+        RuntimeError: no step was captured; says why.
+    """
+    runner = runner_of(model)
+    before, total = runner.captures, 0.0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(_CAPTURE_TRIES):
+            total += seconds(step)
+            if runner.captures > before:
+                return total
+    reasons = "; ".join(str(w.message) for w in caught if "eagerly" in str(w.message))
+    raise RuntimeError(f"no decode step was captured: {reasons or 'no reason was given'}")
+
+
+def growth_seconds(model, step: Steps, tries: int) -> tuple[float, float]:
+    """Seconds of the step that makes the storage grow, and of the next one, which has to be captured anew.
+
+    Raises:
+        RuntimeError: the storage did not grow.
+    """
+    runner = runner_of(model)
+    capture_seconds(model, step)
+    captures, last = runner.captures, seconds(step)
+    for _ in range(tries):
+        now = seconds(step)
+        if runner.captures > captures:
+            return last, now
+        last = now
+    raise RuntimeError(f"the storage did not grow within {tries} steps")
+
+
+@contextmanager
+def synchronisations() -> Iterator[Callable[[], Counter]]:
+    """Where the host waits for the GPU: gives a function that counts so far, by file and line."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+
+        def so_far() -> Counter:
+            return Counter(f"{Path(w.filename).name}:{w.lineno}" for w in caught if _SYNC in str(w.message))
+
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield so_far
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Per step: allocations of torch's CUDA allocator, and times that the host waited; and where it did."""
+
+    allocations: list[int]
+    syncs: list[int]
+    places: Counter
+
+
+def count_steps(step: Steps, steps: int) -> Counts:
+    """Make ``steps`` decode steps and count."""
+    allocated, waited = [], []
+    with synchronisations() as so_far:
+        for _ in range(steps):
+            allocated.append(torch.cuda.memory_stats()["allocation.all.allocated"])
+            waited.append(so_far().total())
+            step()
+        allocated.append(torch.cuda.memory_stats()["allocation.all.allocated"])
+        places = so_far()
+        waited.append(places.total())
+
+    def each(totals: list[int]) -> list[int]:
+        return [b - a for a, b in itertools.pairwise(totals)]
+
+    return Counts(each(allocated), each(waited), places)
+
+
+def generate_syncs(model, cache, batch: int, tokens: int, after: Callable[[], None]) -> list[int]:
+    """How often the host waits for the GPU in each token that ``generate()`` makes."""
+    totals: list[int] = []
+
+    def each() -> None:
+        totals.append(so_far().total())
+        after()
+
+    with synchronisations() as so_far:
+        generate(model, cache, batch, tokens, each=each)
+    return [b - a for a, b in itertools.pairwise(totals)]
+
+
+def timed(run: Callable[[], object], repeat: int = 30) -> list[float]:
+    """Milliseconds of each of ``repeat`` runs, the first five left out."""
+    clock = Clock(torch.device("cuda"))
+    for _ in range(repeat):
+        clock.mark()
+        run()
+        clock.mark()
+    return clock.between()[::2][5:]
+
+
+def in_a_row_ms(step: Steps, steps: int) -> list[float]:
+    """Milliseconds from the end of each step to that of the next, while the host runs ahead; but the first ones."""
+    clock = Clock(step.model.device)
+    for _ in range(WARM_UP + steps):
+        step()
+        clock.mark()
+    return clock.between()[WARM_UP - 1 :]
+
+
+def replay_ms(model, cache) -> list[float]:
+    """Milliseconds of the captured forward alone. What the cache holds is void afterwards."""
+    step = list(runner_of(model).graphs[cache].values())[-1]
+    return timed(step.graph.replay)
+
+
+def free() -> None:
+    """Give back what the last variant has left."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,164 @@
+"""Caches that hold a long context without a prefill: the keys and values of every layer are put there directly.
+
+What a step costs does not depend on where its keys and values come from while all of them are on the device. Where it
+does (blocks in host memory that are used again), ``replayed`` imitates keys and queries recorded on a real model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from hf_sparsekv.config import SparseConfig
+from hf_sparsekv.layers.sparse_layer import SparseLayer
+
+from .shapes import cached_token, head_dim, latent_dims, query_dim, text_config, windows
+
+CALIBRATION = 512  # tokens that the label channels are made from
+LATEST = 33  # queries that a predictor may look at
+SHOWN_STEPS = 32  # of which the achieved statistics are printed
+STEPS = 256  # replayed queries; after the last one they run backwards
+
+
+class Source(Protocol):
+    """Makes what a cache is filled with; the same for every cache."""
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Key and value ``[batch, H, context, D]``, and queries ``[batch, Hq, n, D]``, ``n`` <= context."""
+        ...
+
+    def start(self, cache) -> Callable[[], None]:
+        """The cache is full: what comes next. Gives what to call after each decode step."""
+        ...
+
+
+class RandomSource:
+    """Normal keys, values and queries (or latents, and absorbed queries); decode steps use the model's own queries."""
+
+    def __init__(self, model, batch: int, context: int, seed: int = 0) -> None:
+        self.config, self.device, self.dtype = text_config(model), model.device, model.dtype
+        self.batch, self.context, self.seed = batch, context, seed
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        generator = torch.Generator(self.device).manual_seed(1000 * self.seed + index)
+        heads, key_dim, value_dim = cached_token(self.config)
+
+        def normal(n_heads: int, n: int, dim: int) -> Tensor:
+            shape = (self.batch, n_heads, n, dim)
+            return torch.randn(shape, dtype=self.dtype, device=self.device, generator=generator)
+
+        key, value = normal(heads, self.context, key_dim), normal(heads, self.context, value_dim)
+        queries = normal(self.config.num_attention_heads, min(CALIBRATION, self.context), query_dim(self.config))
+        return key, value, queries
+
+    def start(self, cache) -> Callable[[], None]:
+        return lambda: None
+
+
+class ReplayedSource(RandomSource):
+    """Full-attention layers of keys and queries that imitate recorded ones; sliding layers as above.
+
+    What they achieve in three layers is printed beside the recorded values, once for each shape.
+    """
+
+    _shown: ClassVar[set[tuple]] = set()
+
+    def __init__(self, model, batch: int, context: int, seed: int = 0, show: bool = True) -> None:
+        from .synthetic.keys import SyntheticKV
+
+        super().__init__(model, batch, context, seed)
+        self.show, config = show, self.config
+        if latent_dims(config):
+            raise ValueError("no keys and queries were recorded on a model that caches latents: use --kv random")
+        self.full = [index for index, window in enumerate(windows(config)) if window is None]
+        heads, dim = (config.num_attention_heads, config.num_key_value_heads), head_dim(config)
+        self.made = SyntheticKV(
+            len(self.full), *heads, dim, batch, context, seed=seed, dtype=self.dtype, device=self.device
+        )
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        if index not in self.full:
+            return super().layer(index)
+        at = self.full.index(index)
+        query = self.made.prompt_queries(at)
+        # Channels are fixed after so many queries, and steps are dense until then.
+        n = min(CALIBRATION, self.context)
+        return *self.made.keys_values(at), query.repeat(1, 1, -(-n // query.shape[2]), 1)[:, :, -n:]
+
+    def start(self, cache) -> Callable[[], None]:
+        if not getattr(cache, "sparse_layers", None):  # dense attention costs the same whatever is asked
+            return lambda: None
+        queries = self.made.queries(STEPS)
+        if self.show:
+            self._show(queries, cache.config)
+        return self.replay(cache, queries)
+
+    @staticmethod
+    def replay(cache, queries: Tensor) -> Callable[[], None]:
+        """Give a cache ``queries [steps, layers, batch, Hq, D]`` of its own; what to call after each step."""
+        from .synthetic.replay import ReplayedQueries
+
+        replayed = ReplayedQueries(queries)
+        replayed.install(cache)
+        return replayed.next
+
+    def _show(self, queries: Tensor, config: SparseConfig) -> None:
+        from .synthetic.achieved import achieved
+
+        n = len(self.full)
+        shape = (n, self.context, *queries.shape[2:], config.block_size)
+        if shape in self._shown:
+            return
+        self._shown.add(shape)
+
+        def keys(layer: int) -> Tensor:
+            return self.made.keys_values(layer)[0][:1].float().cpu()
+
+        few = queries[:SHOWN_STEPS].float().cpu()
+        targets = partial(self.made.profile.targets, layers=n)
+        achieved(keys, few, config, layers=sorted({0, n // 2, n - 1}), steps=SHOWN_STEPS, targets=targets)
+
+
+SOURCES: dict[str, type] = {"random": RandomSource, "replayed": ReplayedSource}
+
+
+@torch.no_grad()
+def fill_cache(model, cache, batch: int, context: int, how: str = "random") -> Callable[[], None]:
+    """Put ``context`` tokens per row into an empty cache of transformers' or of ours.
+
+    Args:
+        model: gives shapes, dtype and device.
+        cache: made for ``model.config``.
+        how: a name in ``SOURCES``.
+
+    Returns:
+        A function to call after each decode step.
+
+    Raises:
+        ValueError: the model has layers that hold something other than keys and values.
+    """
+    windows(text_config(model))
+    source: Source = SOURCES[how](model, batch, context)
+    fill_layers(source, cache)
+    return source.start(cache)
+
+
+@torch.no_grad()
+def fill_layers(source: Source, cache) -> None:
+    """The keys and values of ``source`` into an empty cache: one layer on the device at a time."""
+    ours = any(isinstance(layer, SparseLayer) for layer in cache.layers)
+    for index, layer in enumerate(cache.layers):
+        key, value, query = source.layer(index)
+        if isinstance(layer, SparseLayer):
+            n = min(CALIBRATION, key.shape[2])
+            layer.fill(query, key[:, :, :n], value[:, :, :n])
+            if n < key.shape[2]:
+                layer.fill(query[:, :, -LATEST:], key[:, :, n:], value[:, :, n:])
+        elif ours:
+            layer.update(key, value)  # past the cache, which watches over whole forward passes
+        else:
+            cache.update(key, value, index)

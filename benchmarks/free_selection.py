@@ -1,0 +1,44 @@
+"""A selection that costs nothing: what is left of a predictive step once choosing and copying are hidden entirely."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hf_sparsekv.config import PredictiveConfig
+from hf_sparsekv.kv.store import LayerStore
+from hf_sparsekv.policies.base import Policy
+from hf_sparsekv.policies.predictive import PredictivePolicy
+from hf_sparsekv.predictive_cache import AsyncPredictiveCache
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreeConfig(PredictiveConfig):
+    """As that of the cache whose work is left out."""
+
+
+class FreePolicy(PredictivePolicy):
+    """Attends in each step to what the prompt's last query has chosen: as many tokens, in as many places."""
+
+    given = False
+    notes = False
+
+    def reset(self) -> None:
+        super().reset()
+        self.given = False
+
+    def look_ahead(self, q: Tensor, store: LayerStore, again: bool = False) -> None:
+        if not self.given and not store.fixed:
+            super().look_ahead(q, store, again)
+            self.given = self.chosen
+
+
+class FreeCache(AsyncPredictiveCache):
+    """An oracle that does no work: nothing is predicted, chosen or copied after the prompt."""
+
+    def make_policy(self, layer_idx: int) -> Policy:
+        made = super().make_policy(layer_idx)
+        if not isinstance(made, PredictivePolicy):
+            return made
+        return FreePolicy(made.config, layer_idx, made.offloaded, self.channels)

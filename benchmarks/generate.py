@@ -1,0 +1,158 @@
+"""Time per output token through ``generate()``, as people use it: a model, a cache, a context.
+
+    python -m benchmarks generate --model qwen3-8b --context 32k --caches hf_dynamic two_level:lag
+    python -m benchmarks generate --model small --device cpu --context 512 --new-tokens 8
+
+Known shapes get random weights; models by name or path their own. The cache is filled directly unless --prefill has
+generate() read the context. On a GPU our caches decode by captured steps, on a CPU eagerly; where dense attention is
+known to be as quick as selecting they attend densely, as everybody's do (rows end in +dense).
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from hf_sparsekv import unoptimize
+from hf_sparsekv.fusion.fuse import why_not
+from hf_sparsekv.results import device_name, versions
+
+from . import RESULTS
+from .baselines import VARIANTS, Variant, check, chose_dense, find, forget_compiled, make_cache, prepare
+from .decoding import free, generate
+from .filling import SOURCES, fill_cache
+from .report import Report
+from .shapes import SHAPES, case_name, known_config, parse_tokens, random_model, real_model
+
+CSV = RESULTS / "generate.csv"
+DEFAULT = ("hf_dynamic", "two_level", "two_level:lag")
+CHOICES = [name for name, variant in VARIANTS.items() if variant.kind != "sdpa"]
+
+
+def measure(model, variant: Variant, report: Report, args: argparse.Namespace) -> None:
+    """All figures of one cache."""
+    host_bytes = None if args.host_gb is None else int(1e9 * args.host_gb)
+    check(variant, model, args.batch, args.context, host_bytes)
+    prepare(model, variant, args.fused, capture=args.capture)
+    cache = make_cache(model, variant, args.context + 1 + args.new_tokens, host_bytes)
+    after = None if args.prefill else fill_cache(model, cache, args.batch, args.context, args.kv)
+    on_gpu, compiled = model.device.type == "cuda", variant.name == "hf_static_compile"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        found = generate(
+            model,
+            cache,
+            args.batch,
+            args.new_tokens,
+            prompt=args.context if args.prefill else None,
+            sample=args.sample,
+            eos=True,
+            compiled=compiled,
+            each=after,
+        )
+    finally:
+        if compiled:
+            forget_compiled(model)
+    if variant.ours and chose_dense(cache):
+        report.rename(variant.label(args.fused) + "+dense" + suffix(variant, args))
+    report.add("tpot_ms", found.tpot_ms)
+    if args.prefill:
+        report.add("ttft_s", found.first_ms / 1e3, "s")
+    if compiled:
+        report.add("capture_s", found.set_up_ms / 1e3, "s")
+    if on_gpu:
+        report.add("peak_gb", torch.cuda.max_memory_allocated() / 1e9, "GB")
+    if variant.ours:
+        report.note(str(cache.stats()))
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="qwen3-8b", help=f"{', '.join(SHAPES)}; `small`; a name or a path")
+    parser.add_argument("--random-weights", action="store_true", help="of a name or path read the configuration only")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--context", type=parse_tokens, default=32768, metavar="TOKENS", help="512, 32k")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument(
+        "--caches",
+        nargs="+",
+        type=cache_name,
+        default=[cache_name(name) for name in DEFAULT],
+        metavar="CACHE",
+        help=f"{', '.join(CHOICES)}; ours also with +offload",
+    )
+    parser.add_argument("--sample", action="store_true", help="draw tokens instead of taking the likeliest")
+    parser.add_argument("--prefill", action="store_true", help="read the context, and measure ttft_s, too")
+    parser.add_argument("--kv", default="random", choices=list(SOURCES), help="what caches are filled with")
+    parser.add_argument("--capture", action=argparse.BooleanOptionalAction, default=True, help="captured decode steps")
+    parser.add_argument("--fused", action=argparse.BooleanOptionalAction, default=True, help="fused small layers")
+    parser.add_argument(
+        "--host-gb", type=float, help="host memory that offloaded caches may take; default 80 %% of all"
+    )
+    parser.add_argument("--csv", type=Path, default=CSV, help="rows are appended to it")
+    parser.add_argument("--no-csv", action="store_true")
+    return parser
+
+
+def suffix(variant: Variant, args: argparse.Namespace) -> str:
+    """What else the rows' names say."""
+    eager = variant.ours and args.device.startswith("cuda") and not args.capture
+    replayed = variant.ours and args.kv != "random" and not args.prefill
+    return "+eager" * eager + ":sample" * args.sample + f":kv={args.kv}" * replayed
+
+
+def cache_name(text: str) -> Variant:
+    """For argparse: a cache, with a message that names the others."""
+    try:
+        variant = find(text, crossover=True)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if variant.kind == "sdpa":
+        raise argparse.ArgumentTypeError(f"{text} is no cache; `benchmarks step` measures it")
+    return variant
+
+
+def load(args: argparse.Namespace) -> torch.nn.Module:
+    """The model that the arguments ask for."""
+    device = torch.device(args.device)
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    if args.model in SHAPES or args.random_weights:
+        usual = torch.bfloat16 if device.type == "cuda" else torch.float32
+        return random_model(known_config(args.model), dtype or usual, device)
+    return real_model(args.model, dtype, device)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; 1 if anything failed for other reasons than memory."""
+    args = arguments().parse_args(argv)
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        print("there is no CUDA device: --device cpu")
+        return 1
+    print(device_name(), versions())
+    model = load(args)
+    on_gpu = model.device.type == "cuda"
+    args.capture &= on_gpu
+    args.fused &= args.capture and why_not(model) is None
+    case = case_name(args.model)
+    if model.dtype != torch.bfloat16:
+        case += f":{str(model.dtype).removeprefix('torch.')}"
+    with Report("generate", case, None if args.no_csv else args.csv, len(args.caches)) as report:
+        for variant in args.caches:
+            label = variant.label(args.fused) + suffix(variant, args)
+            with report.measuring(args.batch, args.context, label):
+                measure(model, variant, report, args)
+            unoptimize(model)  # a runner that has met an error does not capture again
+            free()
+    return report.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

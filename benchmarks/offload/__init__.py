@@ -1,0 +1,1 @@
+"""What it costs to keep blocks in host memory, part by part."""

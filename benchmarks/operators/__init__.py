@@ -1,0 +1,1 @@
+"""The attention of one layer: whole steps, single operators, baselines."""

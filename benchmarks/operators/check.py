@@ -1,0 +1,104 @@
+"""A benchmarked step against the references, operator by operator, each on what the kernel before it has written."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_sparsekv.ops.block_score.reference import block_score
+from hf_sparsekv.ops.sparse_decode.reference import sparse_decode
+from hf_sparsekv.ops.token_score.reference import token_score
+from hf_sparsekv.ops.topk_select.reference import block_select, token_select
+from hf_sparsekv.tuning.layer_step import Layer
+
+# Largest RMS of the difference over the RMS of the reference, as in the tests of the operators.
+RATIO = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+
+
+def _ratio(got: Tensor, expected: Tensor) -> float:
+    """RMS of the difference over RMS of the reference; infinite if the infinities differ or there is NaN."""
+    got, expected = got.float(), expected.float()
+    wild = expected.isinf()
+    if not torch.equal(got.isinf(), wild) or got.isnan().any():
+        return float("inf")
+    got, expected = got.masked_fill(wild, 0.0), expected.masked_fill(wild, 0.0)
+    return float((got - expected).norm() / expected.norm())
+
+
+def near_enough(layer: Layer, what: str, got: Tensor, expected: Tensor) -> None:
+    """Raise an AssertionError if ``got`` differs from ``expected`` by more than roundings."""
+    found, limit = _ratio(got, expected), RATIO[layer.shape.dtype]
+    if not found <= limit:
+        raise AssertionError(f"{what}: RMS ratio {found:.2e}, allowed {limit:.0e}")
+
+
+def same(what: str, got: Tensor, expected: Tensor) -> None:
+    """Raise an AssertionError if ids differ."""
+    if not torch.equal(got, expected):
+        raise AssertionError(f"{what}: {int((got != expected).sum())} of {got.numel()} ids differ")
+
+
+def _attention(layer: Layer, ids: Tensor | None, granularity: str, rows: int) -> Tensor:
+    """The reference's attention of the first ``rows`` rows: over everything it takes much memory."""
+    return sparse_decode(
+        layer.q[:rows],
+        layer.kv,
+        layer.flags,
+        layer.slots[:rows],
+        None if ids is None else ids[:rows],
+        layer.near_kv[:rows],
+        layer.near_valid[:rows],
+        granularity=granularity,
+        value_dim=layer.shape.values,
+        sinks=layer.sinks,
+        scale=layer.shape.dim**-0.5,
+    )
+
+
+def _check_appended(layer: Layer) -> None:
+    at = layer.sinks + (layer.shape.length - 1) % (layer.near_kv.shape[2] - layer.sinks)
+    expected = torch.cat((layer.k, layer.v), dim=-1)[:, :, 0]
+    if not (torch.equal(layer.near_kv[:, :, at], expected) and layer.near_valid[:, at].all()):
+        raise AssertionError("append: the new token is not in the near buffer")
+
+
+def _check_fine(layer: Layer, blocks: Tensor) -> None:
+    config = layer.shape.config
+    labels = (layer.codes, layer.qparams, layer.channels, layer.flags)
+    expected = token_score(layer.q, *labels, layer.slots, blocks, config.token_reduce)
+    near_enough(layer, "token_score", layer.token_scores, expected)
+    expected = token_select(layer.token_scores, blocks, config.token_budget, config.block_size)
+    same("token_select", layer.tokens, expected)
+    near_enough(layer, "sparse_decode", layer.out, _attention(layer, layer.tokens, "token", layer.shape.batch))
+
+
+def _check_coarse(layer: Layer) -> None:
+    expected = block_score(layer.q, layer.bounds, layer.fill, layer.slots, layer.shape.config.block_reduce)
+    near_enough(layer, "block_score", layer.block_scores, expected)
+    same("block_select", layer.blocks, block_select(layer.block_scores, layer.blocks.shape[-1]))
+
+
+def check(layer: Layer, side: torch.cuda.Stream | None = None) -> None:
+    """Raise an AssertionError that names the first operator whose result differs."""
+    layer.poison()
+    layer.step()
+    _check_appended(layer)
+    _check_coarse(layer)
+    _check_fine(layer, layer.blocks)
+
+    layer.poison()
+    layer.near_valid[:, layer.sinks + (layer.shape.length - 1) % (layer.near_kv.shape[2] - layer.sinks)] = False
+    layer.lagged_step(side)
+    _check_appended(layer)
+    _check_fine(layer, layer.previous)
+    _check_coarse(layer)
+
+    layer.poison()
+    layer.block_step()
+    same("block_select of few", layer.few_blocks, block_select(layer.block_scores, layer.few_blocks.shape[-1]))
+    expected = _attention(layer, layer.few_blocks, "block", layer.shape.batch)
+    near_enough(layer, "sparse_decode of blocks", layer.out, expected)
+
+    layer.poison()
+    layer.dense_step()
+    near_enough(layer, "dense decode", layer.out[:1], _attention(layer, None, "all", 1))

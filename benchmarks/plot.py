@@ -1,0 +1,159 @@
+"""Draw the benchmarks' rows.
+
+    python -m benchmarks.plot --csv benchmarks/results/step.csv --out docs/tpot.svg
+    python -m benchmarks.plot --what overlap     # or pool: rows of `benchmarks offload`
+
+Time per output token against context, or of an offloaded cache against the overlap of consecutive selections or the
+size of its device pool; one model and batch, from the newest rows of the file. The ending of --out says what kind of
+picture it is: svg, png.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from . import RESULTS, ROOT
+
+# variant, metric -> label; the loop of generate() is part of tpot_ms and not of step_ms
+LINES = {
+    ("hf_dynamic", "tpot_ms"): "transformers: DynamicCache, sdpa",
+    ("hf_static_compile", "tpot_ms"): "transformers: StaticCache, compiled",
+    ("hf_offloaded", "tpot_ms"): "transformers: offloaded",
+    ("captured_dense+fused", "tpot_ms"): "captured, dense, our kernel",
+    ("sdpa_best+fused", "step_ms"): "captured, dense, best sdpa (forward alone)",
+    ("two_level:lag+fused", "tpot_ms"): "captured, two-level, 1024 tokens",
+    ("two_level:lag+fused+offload:kv=replayed", "tpot_ms"): "captured, two-level, 1024 tokens, offloaded",
+    ("limit", "step_ms"): "limit of dense: bytes over bandwidth",
+}
+# what -> rows' metric on the horizontal axis, its name
+CURVES = {
+    "overlap": ("block_overlap", "blocks chosen that the step before chose, too"),
+    "pool": ("pool_gb", "device pool, GB"),
+}
+TICKS = [1, 2, 4, 6, 8, 10, 20, 40, 60, 100, 200, 400, 1000]  # ms
+
+
+def newest(path: Path, case: str, batch: int, benchmark: str | None = None):
+    """The last row of each variant, context and metric; ``benchmark``: of the rows of one only.
+
+    Raises:
+        ValueError: there is none.
+    """
+    import pandas as pd
+
+    every = pd.read_csv(path)
+    if benchmark is not None:
+        every = every[every.benchmark == benchmark]
+    rows = every[(every.case == case) & (every.batch == batch)]
+    if rows.empty:
+        of = "" if benchmark is None else f" of {benchmark}"
+        there = ", ".join(f"{c} x {b}" for c, b in sorted(set(zip(every.case, every.batch))))
+        raise ValueError(f"{path} has no rows{of} of {case}, batch {batch}; there are {there or 'none'}")
+    return rows.drop_duplicates(["variant", "context", "metric"], keep="last")
+
+
+def draw(rows, out: Path) -> None:
+    """One figure of :func:`newest` rows."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.8))
+    values = []
+    for (variant, metric), label in LINES.items():
+        line = rows[(rows.variant == variant) & (rows.metric == metric)].sort_values("context")
+        if line.empty:
+            continue
+        values += list(line.value)
+        style = "--" if variant == "limit" else "-"
+        axes.plot(line.context / 1024, line.value, style, marker="o", markersize=4, label=label)
+    axes.set(xlabel="context, thousand tokens", ylabel="ms per token", yscale="log")
+    if values:
+        ticks = [tick for tick in TICKS if 0.9 * min(values) <= tick <= 1.1 * max(values)]
+        axes.set_yticks(ticks, labels=[str(tick) for tick in ticks])
+        axes.minorticks_off()
+        axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
+    axes.set_xticks(sorted(rows.context.unique() / 1024))
+    axes.grid(alpha=0.3)
+    last = rows.iloc[-1]
+    _save(figure, axes, out, f"{last.case}, {last.batch} x context, {last.device}")
+
+
+def draw_curve(rows, what: str, out: Path) -> None:
+    """Time per token, its bound and the hit rate over the points of the newest context among :func:`newest` rows.
+
+    Raises:
+        ValueError: there are no points.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    metric, name = CURVES[what]
+    context = rows.context.iloc[-1]
+    rows = rows[rows.context == context]
+    table = rows[rows.variant.str.contains(f":{what}=")].pivot(index="variant", columns="metric", values="value")
+    if metric not in table or "tpot_ms" not in table:
+        raise ValueError(f"no rows of {what} with tpot_ms and {metric}")
+    table = table.dropna(subset=[metric, "tpot_ms"]).sort_values(metric)
+    resident = rows[(rows.metric == "tpot_ms") & ~rows.variant.str.contains("offload", regex=False)]
+    figure, axes = plt.subplots(figsize=(7, 4))
+    lines = axes.plot(table[metric], table.tpot_ms, marker="o", markersize=4, label="offloaded")
+    if "bound_ms" in table:
+        label = "larger of resident and missed bytes over the link"
+        lines += axes.plot(table[metric], table.bound_ms, "--", label=label)
+    if not resident.empty:
+        label = "everything on the device"
+        lines.append(axes.axhline(resident.value.iloc[-1], color="0.5", linestyle=":", label=label))
+    axes.set(xlabel=name, ylabel="ms per token", ylim=(0, 1.15 * max(table.tpot_ms)))
+    if "hit_rate" in table:
+        beside = axes.twinx()
+        rate = 100 * table.hit_rate
+        lines += beside.plot(table[metric], rate, color="tab:green", marker=".", label="found on the device, %")
+        beside.set(ylim=(0, 102), ylabel="%")
+    for variant, row in table.iterrows():
+        point = variant.partition(f":{what}=")[2]
+        axes.annotate(point, (row[metric], row.tpot_ms), (0, 5), textcoords="offset points", fontsize=7, ha="center")
+    axes.legend(handles=lines, frameon=False, fontsize=8, loc="center right")
+    axes.grid(alpha=0.3)
+    last = rows.iloc[-1]
+    _save(figure, axes, out, f"{last.case}, {last.batch} x {context}, {last.device}")
+
+
+def _save(figure, axes, out: Path, title: str) -> None:
+    import matplotlib.pyplot as plt
+
+    axes.set_title(title, fontsize=10)
+    figure.tight_layout()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # A date in the file would make every run a change.
+    figure.savefig(out, dpi=150, metadata={"Date": None} if out.suffix == ".svg" else None)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--what", default="tpot", choices=("tpot", *CURVES))
+    parser.add_argument("--csv", type=Path, help="default: step.csv or offload.csv in benchmarks/results")
+    parser.add_argument("--out", type=Path, help="default: docs/tpot.svg, or docs/offload-WHAT.svg")
+    parser.add_argument("--case", default="qwen3-8b", help="the model shape")
+    parser.add_argument("--batch", type=int, default=1)
+    args = parser.parse_args(argv)
+    curve = args.what in CURVES
+    file = args.csv or RESULTS / ("offload.csv" if curve else "step.csv")
+    out = args.out or ROOT / "docs" / (f"offload-{args.what}.svg" if curve else "tpot.svg")
+    try:
+        if curve:
+            draw_curve(newest(file, args.case, args.batch, args.what), args.what, out)
+        else:
+            draw(newest(file, args.case, args.batch), out)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

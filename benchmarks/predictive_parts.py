@@ -1,0 +1,137 @@
+"""What a predictive step does beside its attention, part by part: captured, one layer after the other.
+
+Metrics, microseconds a layer: push_us (the step's query into the ring), predict_us, score_us, select_us, pack_us
+(newly chosen tokens into the packed buffer, read where their blocks live; pack_copied is their share of the chosen),
+and attend_us, what a step's own attention takes. What runs beside the step is free as long as it is shorter.
+
+Where a second GPU chooses, all but the attention is measured there, with transfer_us (the step's query, key and value,
+read in the first GPU's memory and stored) in place of push_us. Packing writes that GPU's memory: pack_mb, 10^6 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from hf_sparsekv.attention.exact import AttentionSpec
+from hf_sparsekv.cache import SparseCache
+from hf_sparsekv.kv.store import LayerStore
+from hf_sparsekv.layers.sparse_layer import SparseLayer
+from hf_sparsekv.ops.topk_select import token_select
+from hf_sparsekv.policies.packed import Packed
+from hf_sparsekv.policies.predictive import PredictivePolicy
+from hf_sparsekv.second_device.policy import SecondDevicePolicy
+
+# Of the tokens chosen for consecutive steps, on the recorded small model: two thirds are the same (docs/accuracy.md).
+COPIED = 1 / 3
+SETS = 10  # layers: what they read does not stay in the L2 cache
+
+
+def predictive_layers(cache: SparseCache) -> list[SparseLayer]:
+    """Layers that choose for a predicted query and have done so."""
+    return [
+        layer for layer in cache.sparse_layers if isinstance(layer.policy, PredictivePolicy) and layer.policy.chosen
+    ]
+
+
+def partly_new(ids: Tensor, blocks: int, size: int, share: float) -> Tensor:
+    """A selection like ``ids [batch, H, C]``, of which this share is other tokens of the first ``blocks`` blocks."""
+    new = ids.clone()
+    step = max(1, round(1 / share))
+    at = torch.arange(0, ids.shape[-1], step, device=ids.device)
+    # The next token, unless it is chosen as well: then the list still ascends, with one entry twice as likely kept.
+    moved = new[..., at] + 1
+    after = torch.nn.functional.pad(new, (0, 1), value=blocks * size)[..., at + 1]
+    new[..., at] = torch.where((new[..., at] >= 0) & (moved < after), moved, new[..., at])
+    return new
+
+
+def seats(layers: list[SparseLayer]) -> tuple[list[LayerStore], list[PredictivePolicy]]:
+    """Stores and policies of the layers, where tokens are chosen."""
+    stores, policies = [layer.store for layer in layers], [layer.policy for layer in layers]
+    if isinstance(policies[0], SecondDevicePolicy):
+        return [store.twin for store in stores], [policy.twin for policy in policies]
+    return stores, policies
+
+
+def copies(layer: SparseLayer) -> Packed | None:
+    """Where a layer's chosen tokens are brought together, if they are."""
+    policy = layer.policy
+    return policy.packs[policy.at] if isinstance(policy, SecondDevicePolicy) else policy.packed
+
+
+def parts(layers: list[SparseLayer], queries: list[Tensor], scale: float) -> dict[str, Callable[[int], None]]:
+    """Each part alone, of layer ``i``; ``queries``: ``[batch, Hq, Dk]`` of each layer."""
+    stores, policies = seats(layers)
+    second = isinstance(layers[0].policy, SecondDevicePolicy)
+    column = [store.clock.at(store.device, store.length) for store in stores]
+    spec = AttentionSpec(scale=scale)
+    predicted = [p.predictor.predict(p.queries.held, p.queries.position, p.queries.count) for p in policies]
+    scores = [policy.scores(q, store) for policy, q, store in zip(policies, predicted, stores)]
+    budget = policies[0].config.token_budget
+
+    def predict(i: int) -> None:
+        held = policies[i].queries
+        policies[i].predictor.predict(held.held, held.position, held.count)
+
+    def select(i: int) -> None:
+        token_select(scores[i], None, budget, stores[i].block_size, out=policies[i].ids[..., :budget])
+
+    def push(i: int) -> None:
+        policies[i].queries.push(queries[i][:, :, None], None, column[i])
+
+    def transfer(i: int) -> None:
+        rank, store = layers[i].policy.rank, layers[i].store
+        near = store.near_kv[:, :, :1]
+        policies[i].queries.push(rank.reach("q", queries[i][:, :, None]), None, column[i])
+        stores[i].append(*(rank.reach(*t) for t in zip("kv", near.split((store.key_dim, store.value_dim), -1))), None)
+
+    found = {
+        **({"transfer": transfer} if second else {"push": push}),
+        "predict": predict,
+        "score": lambda i: policies[i].scores(predicted[i], stores[i]),
+        "select": select,
+        "attend": lambda i: layers[i].policy.attend(queries[i], layers[i].store, spec),
+    }
+    if all(copies(layer) is not None for layer in layers):
+        ids = [p.ids.clone() for p in policies]
+        choices = [(a, partly_new(a, s.sealed, s.block_size, COPIED)) for a, s in zip(ids, stores)]
+        turn = [0] * len(layers)
+
+        def pack(i: int) -> None:
+            turn[i] ^= 1
+            scratch = policies[i].memory(stores[i])[-1] if second else None
+            copies(layers[i]).update(choices[i][turn[i]], stores[i].pool.kv, stores[i].table, scratch)
+
+        found["pack"] = pack
+    return found
+
+
+def measure_parts(cache: SparseCache, report) -> None:
+    """Add the parts' figures to a report. What the cache holds is void afterwards."""
+    from hf_sparsekv.tuning.timing import captured  # needs Triton
+
+    layers = predictive_layers(cache)[:SETS]
+    if not layers:
+        return
+    home, (stores, policies) = layers[0].store, seats(layers)
+    for device in {home.device, stores[0].device}:
+        torch.cuda.synchronize(device)
+    with ExitStack() as stack:
+        for store in (*(layer.store for layer in layers), *stores):  # the shapes of a captured step
+            store.fixed = True
+            stack.callback(setattr, store, "fixed", False)
+        queries = [policy.queries.held[:, :, 0].clone().to(home.device) for policy in policies]
+        for name, run in parts(layers, queries, home.key_dim**-0.5).items():
+            before = [copies(layer).counters.clone() for layer in layers] if name == "pack" else []
+            with torch.cuda.device(home.device if name == "attend" else stores[0].device):
+                time = captured(run, len(layers))
+            report.add(f"{name}_us", [time.low, time.median, time.high], "us")
+            if before:
+                needed, copied = sum((copies(la).counters - b) for la, b in zip(layers, before)).tolist()
+                report.add("pack_copied", copied / needed, "share")
+                chosen = int((policies[0].ids >= 0).sum())
+                report.add("pack_mb", copied / needed * chosen * home.token_bytes / 1e6, "MB")

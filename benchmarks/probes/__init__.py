@@ -1,0 +1,1 @@
+"""Small programs that answer one question about the hardware."""

@@ -1,0 +1,275 @@
+"""Model shapes to measure: configurations of known models, filled with random weights, or models by name or path."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    GenerationConfig,
+    Glm4MoeLiteConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from hf_sparsekv.evaluation.small_model import small_model_path
+
+LONGEST = 262144  # positions: more than most of these models were trained for, the time of a step does not mind
+
+
+def _gemma3(**sizes) -> Gemma3TextConfig:
+    return Gemma3TextConfig(
+        vocab_size=262208,
+        sliding_window=1024,  # five layers of six; layer_types follows from it
+        max_position_embeddings=LONGEST,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        },
+        **sizes,
+    )
+
+
+SHAPES = {
+    "qwen3-8b": lambda: Qwen3Config(
+        hidden_size=4096,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=12288,
+        vocab_size=151936,
+        max_position_embeddings=LONGEST,
+        tie_word_embeddings=False,
+    ),
+    "qwen3-0.6b": lambda: Qwen3Config(
+        hidden_size=1024,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=3072,
+        vocab_size=151936,
+        max_position_embeddings=LONGEST,
+        tie_word_embeddings=True,
+    ),
+    "qwen2.5-7b": lambda: Qwen2Config(  # seven query heads a KV head, biases in q, k and v
+        hidden_size=3584,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        intermediate_size=18944,
+        vocab_size=152064,
+        max_position_embeddings=LONGEST,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=False,
+    ),
+    "llama-3.1-8b": lambda: LlamaConfig(
+        hidden_size=4096,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=14336,
+        vocab_size=128256,
+        max_position_embeddings=LONGEST,
+        tie_word_embeddings=False,
+    ),
+    "llama-3.2-1b": lambda: LlamaConfig(
+        hidden_size=2048,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        intermediate_size=8192,
+        vocab_size=128256,
+        max_position_embeddings=LONGEST,
+        tie_word_embeddings=True,
+    ),
+    "mha-7b": lambda: LlamaConfig(  # Llama-2-7B: as many KV heads as query heads
+        hidden_size=4096,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        head_dim=128,
+        intermediate_size=11008,
+        vocab_size=32000,
+        max_position_embeddings=LONGEST,
+        tie_word_embeddings=False,
+    ),
+    # Latents (MLA) and mixtures of experts; both are the sizes that transformers gives these classes by itself.
+    "glm-4.7-flash": lambda: Glm4MoeLiteConfig(max_position_embeddings=LONGEST),
+    "deepseek-v3": lambda: DeepseekV3Config(max_position_embeddings=LONGEST),  # on one GPU with --layers 5 at most
+    "gemma3-12b": lambda: _gemma3(
+        hidden_size=3840,
+        num_hidden_layers=48,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=256,
+        intermediate_size=15360,
+        query_pre_attn_scalar=256,
+    ),
+    "gemma3-27b": lambda: _gemma3(
+        hidden_size=5376,
+        num_hidden_layers=62,
+        num_attention_heads=32,
+        num_key_value_heads=16,
+        head_dim=128,
+        intermediate_size=21504,
+        query_pre_attn_scalar=168,
+    ),
+}
+
+
+def parse_shape(text: str) -> tuple[int, int]:
+    """``8x32k`` -> ``(8, 32768)``: rows and tokens."""
+    batch, context = text.lower().split("x")
+    return int(batch), parse_tokens(context)
+
+
+def parse_tokens(text: str) -> int:
+    """``32k`` -> 32768."""
+    text = text.lower()
+    return int(text[:-1]) * 1024 if text.endswith("k") else int(text)
+
+
+def text_config(model) -> PreTrainedConfig:
+    """The configuration of the decoder (of a model, or given as one)."""
+    return getattr(model, "config", model).get_text_config(decoder=True)
+
+
+def head_dim(config: PreTrainedConfig) -> int:
+    """Channels of a head: some configurations leave them to the reader."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def latent_dims(config: PreTrainedConfig) -> tuple[int, int] | None:
+    """Numbers of a latent and of its rotary part, if these are what the model caches (MLA)."""
+    rank = getattr(config, "kv_lora_rank", None)
+    return (rank, config.qk_rope_head_dim) if rank else None
+
+
+def cached_token(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """KV heads of a cached token, and the widths of its key and value (or of its latent and rotary part)."""
+    return (1, *latent_dims(config)) if latent_dims(config) else (config.num_key_value_heads, *[head_dim(config)] * 2)
+
+
+def query_dim(config: PreTrainedConfig) -> int:
+    """Channels of a query as a cache sees it."""
+    return sum(latent_dims(config)) if latent_dims(config) else head_dim(config)
+
+
+def windows(config: PreTrainedConfig) -> list[int | None]:
+    """For each layer the tokens that it attends to at most, None for all.
+
+    Raises:
+        ValueError: the model has layers that keep something other than keys and values.
+    """
+    kinds, options = get_layer_types_and_kwargs(config)
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(f"layers of kind {', '.join(unknown)} cannot be filled with keys and values")
+    return [options["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
+
+
+def known_config(name: str, layers: int | None = None) -> PreTrainedConfig:
+    """Configuration of the decoder of a known shape, or of a model by name or path; of its first ``layers`` only."""
+    config = text_config(SHAPES[name]() if name in SHAPES else AutoConfig.from_pretrained(locate(name)))
+    if layers is not None:
+        config.num_hidden_layers = layers
+        for kinds in ("layer_types", "mlp_layer_types"):
+            if getattr(config, kinds, None):
+                setattr(config, kinds, getattr(config, kinds)[:layers])
+    return config
+
+
+def locate(name: str) -> str:
+    """What ``from_pretrained`` takes: ``small`` is the small model that ``hf-sparsekv fetch`` fetches."""
+    return str(small_model_path()) if name == "small" else name
+
+
+def case_name(name: str) -> str:
+    """A model's name in the rows: the last part of a path."""
+    return name if name in SHAPES else Path(name).name.lower()
+
+
+def random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+    """A model of this shape with random weights, made where it will run."""
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sparsekv", dtype=dtype)
+    return _plain(model)
+
+
+def real_model(name: str, dtype: torch.dtype | None, device: torch.device) -> torch.nn.Module:
+    """A model by name or path, with its weights; ``dtype=None`` is the checkpoint's."""
+    model = AutoModelForCausalLM.from_pretrained(locate(name), dtype=dtype or "auto", attn_implementation="sparsekv")
+    return _plain(model.to(device))
+
+
+def _plain(model: torch.nn.Module) -> torch.nn.Module:
+    # What a checkpoint says about sampling, or where to stop, has no place in a measurement.
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    return model.eval()
+
+
+def weight_bytes(model, batch: int = 1) -> int:
+    """Bytes of weights that a decode step reads: all but an embedding table that is not the output layer, too.
+
+    Of a mixture of experts those that ``batch`` rows choose, if each takes any of them alike: of E experts of which a
+    row takes k, ``E (1 - (1 - k / E) ** batch)``.
+    """
+    total = sum(p.nbytes for p in model.parameters())
+    config = text_config(model)
+    for module in model.modules():
+        experts = getattr(module, "num_experts", None)
+        held = [p for p in module.parameters(recurse=False) if p.ndim == 3 and p.shape[0] == experts]
+        if held:
+            unread = (1 - config.num_experts_per_tok / experts) ** batch
+            total -= int(unread * sum(p.nbytes for p in held))
+    return total if config.tie_word_embeddings else total - model.get_input_embeddings().weight.nbytes
+
+
+def kv_bytes(config: PreTrainedConfig, batch: int, context: int, itemsize: int = 2) -> int:
+    """Bytes of keys and values (or latents) that a dense step reads."""
+    heads, key, value = cached_token(config)
+    token = heads * (key + value) * itemsize
+    return batch * token * sum(context if size is None else min(size, context) for size in windows(config))
+
+
+def parse_pool(text: str) -> str:
+    """For argparse: ``0.25kv`` (share of all keys and values), ``0.3`` (share of the free memory), ``8e9`` (bytes)."""
+    try:
+        pool_size(text, 1 << 40)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None  # keeps the message
+    return text
+
+
+def pool_size(text: str | None, kv: int) -> int | float | None:
+    """What ``OffloadConfig(device_pool=...)`` takes, for a cache of ``kv`` bytes.
+
+    Raises:
+        ValueError: the text says no size.
+    """
+    if text is None:
+        return None
+    lower = text.lower()
+    try:
+        value = float(lower.removesuffix("kv"))
+    except ValueError:
+        value = -1.0
+    if value < 0:
+        raise ValueError(
+            f"a device pool is a share of the KV (0.25kv), of free memory (0.3) or bytes (8e9), got {text!r}"
+        )
+    if lower.endswith("kv"):
+        return int(value * kv)
+    return value if 0 < value < 1 else int(value)

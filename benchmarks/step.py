@@ -1,0 +1,343 @@
+"""Time per output token of a whole model: the captured forward alone, and through ``generate()``.
+
+    python -m benchmarks step --shapes 1x32k 1x128k 8x32k
+
+Random weights of a known shape, KV filled with random keys and values (the time of a step does not depend on them while
+all KV is on the device). Baselines in the same run: transformers' DynamicCache with sdpa, eager; the captured step with
+dense attention; block-only and token-only selection; and the limit, the bytes that must be read over the measured
+read-only bandwidth. A failure in one variant does not lose the others, and rows are written after each variant.
+
+Metrics: tpot_ms through generate(); steps_ms steps in a row without its loop, each with its own query; step_ms the
+captured forward alone, the same step again and again; capture_s from the first decode step to the
+end of its capture (capture_s:cold: the variant's first in this process, compilation of Triton kernels included if its
+cache on disk is empty); growth_s a step that makes the storage grow, recapture_s the next one; peak_gb while decoding
+(peak_gb:second on a second GPU, if that chooses);
+allocations and host_syncs of one replayed step (:seal: the largest, of a step that seals a block);
+generate_host_syncs of one token. Offloaded caches also: fill_s to make and fill the cache, pinned memory included;
+over the tokens of tpot_ms, hit_rate (share of the chosen blocks that were on the device), missed_mb (chosen blocks that
+were not) and host_mb (what crossed the link), 10^6 bytes a step. Selections are measured whether they pay or not;
+--crossover does as users' caches do, and its rows end in +dense where attention was dense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from hf_sparsekv import unoptimize
+from hf_sparsekv.config import SparseConfig
+from hf_sparsekv.cuda_graph.optimize import runner_of
+from hf_sparsekv.fusion.fuse import why_not
+from hf_sparsekv.kv.pool import bucket
+from hf_sparsekv.results import device_name, versions
+
+from . import RESULTS
+from .baselines import (
+    VARIANTS,
+    Variant,
+    captured_sdpa_ms,
+    check,
+    chose_dense,
+    find,
+    forget_compiled,
+    make_cache,
+    prepare,
+    second_gpu,
+)
+from .decoding import (
+    WARM_UP,
+    Steps,
+    capture_seconds,
+    count_steps,
+    free,
+    generate,
+    generate_syncs,
+    growth_seconds,
+    in_a_row_ms,
+    replay_ms,
+    timed,
+)
+from .filling import SOURCES, fill_layers
+from .predictive_parts import measure_parts
+from .report import Report
+from .shapes import (
+    SHAPES,
+    case_name,
+    known_config,
+    kv_bytes,
+    parse_pool,
+    parse_shape,
+    pool_size,
+    random_model,
+    text_config,
+    weight_bytes,
+)
+from .traffic import Meter
+
+CSV = RESULTS / "step.csv"
+DEFAULT = ("hf_dynamic", "sdpa_best", "captured_dense", "two_level", "two_level:lag", "block_only", "token_only")
+TOKENS = {"dynamic": 24, "static": 24, "offloaded": 14}  # at most: eager steps take long and vary little
+IN_A_ROW = 32  # steps
+COUNTED = 64  # steps: one of them seals a block
+SPARE = 256  # tokens beside those of --tokens: counted steps, captures
+
+
+def limit_ms(weights: int, config, batch: int, context: int, itemsize: int, rate: float) -> float:
+    """Bytes that a dense step must read (``weights`` and KV) over the read-only bandwidth in bytes a second."""
+    return 1e3 * (weights + kv_bytes(config, batch, context, itemsize)) / rate
+
+
+def before_growth(config: SparseConfig, context: int) -> int:
+    """At least ``context`` tokens, which fill a growing storage: three tokens later there is a block too many."""
+    size = config.block_size
+    return bucket(-(-context // size)) * size + config.window + config.max_draft + size - 3
+
+
+class Bench:
+    """One model, measured in all its variants."""
+
+    def __init__(self, model, report: Report, args: argparse.Namespace) -> None:
+        self.model, self.report, self.args = model, report, args
+        self.fused = args.fused and why_not(model) is None
+        self.host_bytes = None if args.host_gb is None else int(1e9 * args.host_gb)
+        self.captured: set[str] = set()  # labels
+        self.fill_s = 0.0  # of the cache that was filled last
+
+    def label(self, variant: Variant, found: str = "") -> str:
+        """Name of a variant's rows."""
+        replayed = variant.ours and self.args.kv != "random"
+        pool = f":pool={self.args.device_pool}" if variant.offload and self.args.device_pool else ""
+        budget = f":budget={self.args.budget}" if self.args.budget and variant.ours else ""
+        return variant.label(self.fused) + found + budget + pool + f":kv={self.args.kv}" * replayed
+
+    def filled(self, variant: Variant, batch: int, context: int, length: int | None):
+        """A full cache, and what to call after each step."""
+        model, args = self.model, self.args
+        kv = kv_bytes(text_config(model), batch, context, model.dtype.itemsize)
+        source = SOURCES[args.kv](model, batch, context)
+        begin = time.perf_counter()
+        cache = make_cache(model, variant, length, self.host_bytes, pool_size(args.device_pool, kv), args.budget)
+        fill_layers(source, cache)
+        torch.cuda.synchronize()
+        if (second := second_gpu(cache)) is not None:
+            torch.cuda.synchronize(second)
+            torch.cuda.reset_peak_memory_stats(second)
+        self.fill_s = time.perf_counter() - begin
+        return cache, source.start(cache)
+
+    def measure(self, variant: Variant, batch: int, context: int) -> None:
+        """All figures of one variant."""
+        check(variant, self.model, batch, context, self.host_bytes)
+        if variant.kind == "sdpa":
+            self.report.add("step_ms", captured_sdpa_ms(self.model, batch, context, self.fused, timed))
+            return
+        prepare(self.model, variant, self.fused)
+        if variant.ours and variant.captured:
+            self.ours(variant, batch, context)
+        elif variant.ours:
+            self.eager(variant, batch, context)
+        else:
+            self.stock(variant, batch, context)
+
+    def stock(self, variant: Variant, batch: int, context: int) -> None:
+        """A cache of transformers."""
+        tokens, compiled = min(self.args.tokens, TOKENS[variant.kind]), variant.name == "hf_static_compile"
+        # As generate() would size it; masked room is read, too.
+        length = context + 1 + tokens + (0 if compiled else SPARE)
+        cache, after = self.filled(variant, batch, context, length)
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            found = generate(self.model, cache, batch, tokens, compiled=compiled)
+            self.report.add("tpot_ms", found.tpot_ms)
+            if compiled:
+                self.report.add("capture_s", found.set_up_ms / 1e3, "s")
+            self.report.add("peak_gb", torch.cuda.max_memory_allocated() / 1e9, "GB")
+            if not compiled:
+                syncs = generate_syncs(self.model, cache, batch, 8, after)
+                self.report.add("generate_host_syncs", syncs, "count")
+        finally:
+            if compiled:
+                forget_compiled(self.model)
+
+    def eager(self, variant: Variant, batch: int, context: int) -> None:
+        """A cache of ours whose steps are not captured."""
+        tokens = min(self.args.tokens, TOKENS["dynamic"])
+        cache, after = self.filled(variant, batch, context, context + tokens + SPARE)
+        torch.cuda.reset_peak_memory_stats()
+        self.report.add("tpot_ms", generate(self.model, cache, batch, tokens, each=after).tpot_ms)
+        self.report.note(f"{cache.stats()}")
+        self.peak(cache)
+
+    def ours(self, variant: Variant, batch: int, context: int) -> None:
+        """A captured step over a cache of ours."""
+        model, report = self.model, self.report
+        label, runner = self.label(variant), runner_of(model)
+        cache, after = self.filled(variant, batch, context, context + self.args.tokens + SPARE)
+        torch.cuda.reset_peak_memory_stats()
+        first = capture_seconds(model, Steps(model, cache, batch, 8, after))
+        if chose_dense(cache):
+            label = self.label(variant, "+dense")
+            report.rename(label)
+        if label not in self.captured:
+            self.captured.add(label)
+            report.add("capture_s:cold", first, "s")
+        meter = Meter(cache)
+        report.add("tpot_ms", generate(model, cache, batch, self.args.tokens, each=after).tpot_ms)
+        stats = cache.stats()
+        report.note(f"{stats}; {runner.captures} captures")
+        if stats.walks:
+            report.add("blocks", stats.blocks_per_walk, "count")
+            report.add(
+                "blocks_read", sum(w.blocks_read for w in stats.walks) / sum(w.walks for w in stats.walks), "count"
+            )
+            report.add("covered_mass:estimated", stats.estimated_mass, "share")
+        if variant.offload:
+            meter.read().add_to(report)
+            report.add("fill_s", self.fill_s, "s")
+        self.peak(cache)
+        if host := cache.memory_bytes()["host"]:
+            report.add("host_gb", host / 1e9, "GB")
+        report.add("steps_ms", in_a_row_ms(Steps(model, cache, batch, IN_A_ROW + WARM_UP, after), IN_A_ROW))
+        self.counts(cache, batch, after)
+        # A second cache of the same shape is captured anew: so is this one, once its graph is gone.
+        runner.graphs.pop(cache, None)
+        report.add("capture_s", capture_seconds(model, Steps(model, cache, batch, 8, after)), "s")
+        report.add("step_ms", replay_ms(model, cache))
+        if self.args.parts and model.device.type == "cuda":
+            measure_parts(cache, report)
+        if self.args.recapture:
+            del cache, after
+            free()
+            growth, recapture = self.growth(variant, batch, context)
+            report.add("growth_s", growth, "s")
+            report.add("recapture_s", recapture, "s")
+
+    def peak(self, cache) -> None:
+        """Most memory that was in use, on the second device as well."""
+        self.report.add("peak_gb", torch.cuda.max_memory_allocated() / 1e9, "GB")
+        if (second := second_gpu(cache)) is not None:
+            self.report.add("peak_gb:second", torch.cuda.max_memory_allocated(second) / 1e9, "GB")
+
+    def counts(self, cache, batch: int, after: Callable[[], None]) -> None:
+        """Allocations and waits of steps that are replayed, and waits of generate()'s tokens."""
+        report = self.report
+        counted = count_steps(Steps(self.model, cache, batch, COUNTED, after), COUNTED)
+        for name, values in (("allocations", counted.allocations), ("host_syncs", counted.syncs)):
+            report.add(name, values, "count")
+            report.add(f"{name}:seal", max(values), "count")
+        places = ", ".join(f"{place} {n / COUNTED:.2f}" for place, n in counted.places.most_common(6))
+        report.note(f"the host waited at (times a step): {places or 'nowhere'}")
+        report.add("generate_host_syncs", generate_syncs(self.model, cache, batch, 16, after), "count")
+
+    def growth(self, variant: Variant, batch: int, context: int) -> tuple[float, float]:
+        """Seconds of two steps: one that makes a cache without ``max_length`` grow, and one that is captured anew."""
+        config = variant.config(**variant.settings)
+        cache, after = self.filled(variant, batch, before_growth(config, context), None)
+        tries = 2 * config.block_size  # three, if all is as planned
+        return growth_seconds(self.model, Steps(self.model, cache, batch, tries + 8, after), tries)
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        type=parse_shape,
+        default=[(1, 32768), (1, 131072), (8, 32768)],
+        metavar="BATCHxLENGTH",
+    )
+    parser.add_argument(
+        "--model",
+        default="qwen3-8b",
+        help=f"{', '.join(SHAPES)}; or a model's name or path (its config only: weights are random)",
+    )
+    parser.add_argument("--layers", type=int, help="the model's first layers only; its rows say so")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    parser.add_argument("--variants", nargs="+", default=list(DEFAULT), choices=list(VARIANTS), metavar="VARIANT")
+    parser.add_argument(
+        "--compile", action="store_true", help="also StaticCache compiled by generate(): about a minute"
+    )
+    parser.add_argument("--offload", action="store_true", help="our caches keep full blocks in host memory")
+    parser.add_argument(
+        "--fused",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="fuse the small layers and join projections, in the dense baseline too",
+    )
+    parser.add_argument("--crossover", action="store_true", help="attend densely where known to be as quick: +dense")
+    parser.add_argument(
+        "--recapture", action="store_true", help="also growth_s and recapture_s, over a second, growing cache"
+    )
+    parser.add_argument("--kv", default="random", choices=list(SOURCES), help="what caches are filled with")
+    parser.add_argument("--tokens", type=int, default=160, help="tokens to generate")
+    parser.add_argument("--parts", action="store_true", help="of predictive caches: what choosing takes, part by part")
+    parser.add_argument("--budget", type=int, help="tokens that our caches select; default 1024")
+    parser.add_argument(
+        "--host-gb", type=float, help="host memory that offloaded caches may take; default 80 %% of all"
+    )
+    parser.add_argument(
+        "--device-pool",
+        type=parse_pool,
+        metavar="SIZE",
+        help="frames of offloaded caches: 0.25kv (share of all keys and values), 0.3 (of the free memory), 8e9 (bytes)",
+    )
+    parser.add_argument("--csv", type=Path, default=CSV, help="rows are appended to it")
+    parser.add_argument("--no-csv", action="store_true")
+    return parser
+
+
+def variants(args: argparse.Namespace) -> list[Variant]:
+    """The variants that the arguments ask for."""
+    names = list(args.variants)
+    if args.compile and "hf_static_compile" not in names:
+        names.append("hf_static_compile")
+    return [find(name, args.offload, args.crossover) for name in names]
+
+
+def run(bench: Bench, args: argparse.Namespace, rate: float) -> None:
+    """All shapes and variants."""
+    model, report = bench.model, bench.report
+    config = text_config(model)
+    for batch, context in args.shapes:
+        weights = weight_bytes(model, batch)
+        with report.measuring(batch, context, "limit"):
+            report.add("step_ms", limit_ms(weights, config, batch, context, model.dtype.itemsize, rate))
+        for variant in variants(args):
+            missing = report.missing
+            with report.measuring(batch, context, bench.label(variant)):
+                bench.measure(variant, batch, context)
+            if report.missing > missing:
+                unoptimize(model)  # a runner that has met an error does not capture again
+            free()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; 1 if anything failed for other reasons than memory."""
+    args = arguments().parse_args(argv)
+    if not torch.cuda.is_available():
+        print("the step benchmark needs a CUDA device")
+        return 1
+    from .operators.limits import read_bandwidth  # needs Triton
+
+    print(device_name(), versions())
+    rate = read_bandwidth(torch.device("cuda"))
+    free()
+    print(f"read-only bandwidth {rate / 1e12:.2f} TB/s")
+    case = case_name(args.model) + ("" if args.dtype == "bfloat16" else f":{args.dtype}")
+    case += "" if args.layers is None else f":layers={args.layers}"
+    model = random_model(known_config(args.model, args.layers), getattr(torch, args.dtype), torch.device("cuda"))
+    total = len(args.shapes) * (1 + len(variants(args)))
+    with Report("step", case, None if args.no_csv else args.csv, total) as report:
+        run(Bench(model, report, args), args, rate)
+    return report.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Studies of quality on small real models and the probe models."""

@@ -1,0 +1,1 @@
+"""Keys and queries that behave like recorded ones."""

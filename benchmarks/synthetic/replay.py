@@ -1,0 +1,89 @@
+"""Decode with given queries instead of the model's own: a benchmark of random weights with realistic selections."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from hf_sparsekv.cache import SparseCache
+
+
+class ReplayedQueries:
+    """Queries of consecutive steps, given to the layers of a cache through one buffer at a fixed address.
+
+        replayed = ReplayedQueries(synthetic.queries(200))
+        replayed.install(cache)
+        model.generate(..., past_key_values=cache, stopping_criteria=[replayed])
+        replayed.remove()
+
+    A captured step reads the buffer like any other, so the same graph serves all steps; install before the first step
+    is captured. As a stopping criterion it moves on after each token and never stops anything; in a loop of one's own
+    call :meth:`next` between the steps.
+
+    Args:
+        sequence: ``[steps, layers, batch, Hq, D]``, the model's dtype, on its device; one entry for each sparse layer.
+    """
+
+    def __init__(self, sequence: Tensor) -> None:
+        if sequence.ndim != 5 or not len(sequence):
+            raise ValueError(f"queries must be [steps, layers, batch, Hq, D], got {tuple(sequence.shape)}")
+        self.sequence = sequence
+        self.buffer = sequence[0].clone()
+        self.step = 0  # whose queries the buffer holds
+        self._cache: SparseCache | None = None
+
+    def next(self) -> None:
+        """Put the next step's queries into the buffer: one copy, outside of any captured graph.
+
+        After the last step the sequence runs backwards, and so on: that keeps consecutive steps alike.
+        """
+        self.step += 1
+        turn = max(1, 2 * (len(self.sequence) - 1))
+        at = self.step % turn
+        self.buffer.copy_(self.sequence[min(at, turn - at)] if len(self.sequence) > 1 else self.sequence[0])
+
+    def __call__(self, input_ids: Tensor, scores, **kwargs) -> Tensor:
+        """As one of ``generate()``'s stopping criteria."""
+        self.next()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    def install(self, cache: SparseCache) -> None:
+        """From now on steps of one token attend with these queries, in every sparse layer of ``cache``.
+
+        Raises:
+            ValueError: the cache has another number of layers or rows, or has queries installed already.
+        """
+        layers = cache.sparse_layers
+        if len(layers) != self.buffer.shape[0]:
+            raise ValueError(f"queries for {self.buffer.shape[0]} layers, the cache has {len(layers)} sparse ones")
+        if any("attend" in vars(layer) for layer in layers):
+            raise ValueError("this cache has replayed queries already: remove() them first")
+        for layer, held in zip(layers, self.buffer):
+            layer.attend = self._attend(layer, held[:, :, None])
+        self._cache = cache
+
+    @staticmethod
+    def _attend(layer, held: Tensor):
+        own = type(layer).attend
+
+        def attend(step, query, mask, spec, dropout=0.0):
+            if query.shape[2] == 1 and step.past:
+                if query.shape != held.shape or query.dtype != held.dtype:
+                    raise ValueError(
+                        f"replayed queries are {tuple(held.shape)} {held.dtype}, "
+                        f"the model's {tuple(query.shape)} {query.dtype}"
+                    )
+                query = held
+            return own(layer, step, query, mask, spec, dropout)
+
+        return attend
+
+    def remove(self) -> None:
+        """Let the layers use the model's own queries again. Graphs captured meanwhile still read the buffer."""
+        if self._cache is not None:
+            for layer in self._cache.sparse_layers:
+                vars(layer).pop("attend", None)
+            self._cache = None

@@ -1,0 +1,216 @@
+"""What selections of a decoding model look like: overlap of consecutive steps, attention mass, reuse of blocks.
+
+Every function takes plain tensors, so that real attention (``studies/attention_statistics.py``) and made-up tensors
+(:mod:`.keys`) are measured alike. Everything is about *stored* blocks, those that a cache selects from: sinks, the
+recent window and blocks that are not sealed yet are left out, as in :class:`~hf_sparsekv.kv.store.LayerStore`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from fractions import Fraction
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_sparsekv.config import SparseConfig
+from hf_sparsekv.ops.block_score import block_score
+
+FRACTIONS = (Fraction(1, 16), Fraction(1, 8), Fraction(1, 4))  # of the stored blocks that a step selects
+LAGS = (1, 2, 4, 8, 16)  # steps between two selections that are compared
+SHARES = (90, 95, 98, 99)  # percent of the stored blocks' attention mass
+POOLS = (10, 25, 50)  # percent of all blocks that an LRU pool holds
+WORKING_SET = 12  # steps whose selections are united
+SELECTORS = ("bound", "oracle")  # by our bound on the score; by the true attention mass
+
+
+def stored_blocks(config: SparseConfig, length: int) -> int:
+    """Blocks that a step selects from when ``length`` tokens were cached before it."""
+    return max(0, length - config.window - config.max_draft) // config.block_size
+
+
+def block_bounds(k: Tensor, config: SparseConfig, first: int, last: int) -> Tensor:
+    """Largest and smallest selectable key of blocks ``first .. last - 1``, ``k [H, n, D]`` to ``[blocks, H, 2, D]``."""
+    size = config.block_size
+    keys = k[:, first * size : last * size].unflatten(1, (-1, size))  # [H, blocks, size, D]
+    high, low = keys.amax(2), keys.amin(2)
+    if first == 0 and config.sinks:  # the first tokens are attended anyway, and not selected
+        high[:, 0], low[:, 0] = keys[:, 0, config.sinks :].amax(1), keys[:, 0, config.sinks :].amin(1)
+    return torch.stack((high, low), dim=2).transpose(0, 1).contiguous()
+
+
+def bound_scores(q: Tensor, bounds: Tensor, reduce: str = "max") -> Tensor:
+    """The score that our selection goes by: ``q [T, Hq, D]``, ``bounds [n, H, 2, D]`` to ``[T, H, n]``."""
+    n = bounds.shape[0]
+    fill = torch.ones(n, dtype=torch.int32, device=q.device)
+    slots = torch.arange(n, dtype=torch.int32, device=q.device)[None]
+    rows = [block_score(one[None], bounds, fill, slots, reduce) for one in q]  # the reference copies bounds per row
+    return torch.cat(rows)
+
+
+def block_mass(q: Tensor, k: Tensor, n: int, config: SparseConfig, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention mass of each stored block, averaged over the query heads that share a KV head.
+
+    Args:
+        q: ``[T, Hq, D]``, queries that see all of ``k``.
+        k: ``[H, length, D]``.
+        n: stored blocks; what lies behind them, and the sinks, counts as the rest.
+        scale: softmax scaling.
+
+    Returns:
+        mass ``[T, H, n]`` and the rest's ``[T, H]``, float32; together they are 1.
+    """
+    steps, q_heads, dim = q.shape
+    heads = k.shape[0]
+    rows = q.view(steps, heads, -1, dim).transpose(0, 1).flatten(1, 2)  # [H, T * G, D]
+    weights = (rows.float() @ k.float().transpose(1, 2) * scale).softmax(-1)
+    weights = weights.view(heads, steps, q_heads // heads, -1).mean(2)  # [H, T, length]
+    weights[..., : config.sinks] = 0
+    mass = weights[..., : n * config.block_size].unflatten(-1, (n, config.block_size)).sum(-1).transpose(0, 1)
+    return mass, 1 - mass.sum(-1)
+
+
+def ranking(scores: Tensor) -> np.ndarray:
+    """Ids of the blocks, best first and the lower one of equals first, as ``block_select`` does: ``[..., n]``."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices.cpu().numpy()
+
+
+def as_masks(ids: np.ndarray, n: int) -> np.ndarray:
+    """Selections ``[..., k]`` as bool ``[..., n]``."""
+    masks = np.zeros((*ids.shape[:-1], n), dtype=bool)
+    np.put_along_axis(masks, ids, True, axis=-1)
+    return masks
+
+
+def blocks_for(mass: np.ndarray, percent: float) -> np.ndarray:
+    """Share of the blocks that hold ``percent`` of all blocks' mass at least: ``[..., n]`` to ``[...]``."""
+    sums = np.cumsum(-np.sort(-mass.astype(np.float64), axis=-1), axis=-1)
+    needed = (sums < sums[..., -1:] * (percent / 100) - 1e-9).sum(-1) + 1
+    return needed / mass.shape[-1]
+
+
+class LayerStatistics:
+    """Statistics of one layer's selections, step by step; keeps the selections of the last few steps only.
+
+    Args:
+        chosen: blocks that a step selects, for each fraction.
+        most_blocks: stored blocks at the last step.
+    """
+
+    def __init__(self, chosen: dict[Fraction, int], most_blocks: int) -> None:
+        self.chosen, self.most = chosen, most_blocks
+        self._sums: dict[str, tuple[np.ndarray, int]] = {}
+        self._past = {(s, f): deque(maxlen=max(*LAGS, WORKING_SET)) for s in SELECTORS for f in chosen}
+
+    def _note(self, name: str, values: np.ndarray) -> None:
+        """``values [T, H]`` of some steps."""
+        total, count = self._sums.get(name, (0, 0))
+        self._sums[name] = (total + values.sum(0), count + len(values))
+
+    def add(self, scores: dict[str, Tensor], mass: Tensor, rest: Tensor) -> dict[tuple[str, Fraction], np.ndarray]:
+        """Steps in their order, all with the same ``n`` stored blocks.
+
+        Args:
+            scores: ``[T, H, n]`` of each selector.
+            mass, rest: ``[T, H, n]`` and ``[T, H]``, see :func:`block_mass`.
+
+        Returns:
+            The selected ids ``[T, H, k]`` by (selector, fraction).
+        """
+        share, beside = mass.double().cpu().numpy(), rest.double().cpu().numpy()
+        self._note("rest_mass", beside)
+        for percent in SHARES:
+            self._note(f"blocks_for_{percent}", blocks_for(share, percent))
+        found = {}
+        ranked = {selector: ranking(scores[selector]) for selector in SELECTORS}
+        for (selector, fraction), past in self._past.items():
+            k, name = self.chosen[fraction], f"k={fraction}:{selector}"
+            ids = found[selector, fraction] = np.sort(ranked[selector][..., :k], axis=-1)
+            covered = np.take_along_axis(share, ids, -1).sum(-1)
+            self._note(f"{name}:covered_mass", covered / share.sum(-1))
+            self._note(f"{name}:covered_mass_all", covered + beside)
+            for now in as_masks(ids, self.most):
+                for lag in LAGS:
+                    if len(past) >= lag:
+                        self._note(f"{name}:overlap_{lag}", ((now & past[-lag]).sum(-1) / k)[None])
+                past.append(now)
+                if len(past) >= WORKING_SET:
+                    union = np.any([past[-i] for i in range(1, WORKING_SET + 1)], axis=0)
+                    self._note(f"{name}:working_set", (union.sum(-1) / k)[None])
+        return found
+
+    def values(self) -> dict[str, np.ndarray]:
+        """Means over the steps, ``[H]`` each: ``blocks_for_95``, ``k=1/8:bound:overlap_1`` ..."""
+        return {name: total / count for name, (total, count) in self._sums.items()}
+
+
+class ReuseDistances:
+    """Hit rates of LRU pools of every size at once.
+
+    An access hits a pool of ``c`` units if fewer than ``c`` other units were accessed since the last time. So one pass
+    over the stream, which notes that number for each access, serves all sizes.
+
+    Args:
+        units: how many different units there are.
+        warm_up: batches at the beginning whose hits and misses do not count.
+    """
+
+    def __init__(self, units: int, warm_up: int = 0) -> None:
+        self._last = np.full(units, -1, dtype=np.int64)  # when each unit was accessed
+        self._counts = np.zeros(units + 1, dtype=np.int64)  # accesses by distance; the last entry: never before
+        self._clock, self._skip = 0, warm_up
+
+    def add(self, ids: np.ndarray) -> None:
+        """Access ``ids`` in this order; they are distinct."""
+        count = len(ids)
+        before, place = self._last[ids], np.arange(count)
+        self._last[ids] = self._clock + place
+        order = np.sort(self._last)
+        # Others accessed since: all that are later in time now, without those of this batch that come after the
+        # access itself, unless they had been accessed since before.
+        distance = len(order) - np.searchsorted(order, before, side="right") - (count - place)
+        distance += np.triu(before[None] > before[:, None], 1).sum(-1)
+        distance[before < 0] = len(self._counts) - 1
+        if self._skip:
+            self._skip -= 1
+        else:
+            np.add.at(self._counts, distance, 1)
+        self._clock += count
+
+    def hit_rate(self, capacity: int) -> float:
+        """Share of the accesses that hit a pool of ``capacity`` units."""
+        total = self._counts.sum()
+        return float(self._counts[: min(capacity, len(self._counts) - 1)].sum() / total) if total else float("nan")
+
+
+class PoolStatistics:
+    """Hit rates of LRU pools over the selections of all layers: one shared pool, or one a layer.
+
+    The unit is a block of one KV head of one layer. A step accesses layer after layer, in it head after head.
+    """
+
+    def __init__(self, layers: int, heads: int, most_blocks: int, warm_up: int) -> None:
+        self.layers, self.most, self.per_layer = layers, most_blocks, heads * most_blocks
+        self._shared = ReuseDistances(layers * self.per_layer, warm_up * layers)
+        self._own = [ReuseDistances(self.per_layer, warm_up) for _ in range(layers)]
+
+    def add(self, layer: int, ids: np.ndarray) -> None:
+        """Selection ``ids [H, k]`` of the step's next layer."""
+        units = (ids + self.most * np.arange(len(ids))[:, None]).ravel()
+        self._own[layer].add(units)
+        self._shared.add(units + layer * self.per_layer)
+
+    def shared(self, percent: int) -> float:
+        """Hit rate of one pool for all layers that holds ``percent`` of all blocks."""
+        return self._shared.hit_rate(self.layers * self.per_layer * percent // 100)
+
+    def by_layer(self, percent: int) -> list[float]:
+        """Hit rates of one pool a layer that holds ``percent`` of its blocks."""
+        return [pool.hit_rate(self.per_layer * percent // 100) for pool in self._own]
+
+
+def chosen_blocks(n: int, fractions: Iterable[Fraction] = FRACTIONS) -> dict[Fraction, int]:
+    """How many of ``n`` stored blocks a fraction is, at least one."""
+    return {fraction: max(1, round(n * fraction)) for fraction in fractions}

@@ -1,1 +1,0 @@
-"""Benchmarks, and the rows that they leave."""

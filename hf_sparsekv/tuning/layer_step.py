@@ -1,0 +1,276 @@
+"""What the operator benchmark runs on: the tensors of one layer's store, and a decode step over them.
+
+The tensors have the shapes, strides and slot order that ``LayerStore`` gives them after a prompt, filled with random
+keys and values; bounds and labels are those of the keys. Every buffer that a step writes exists beforehand, so a
+captured step allocates only the operators' scratch memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..config import TwoLevelConfig
+from ..kv.pool import bucket
+from ..kv.store import VALID, ring_tokens
+from ..ops.append import append
+from ..ops.block_score import block_score
+from ..ops.seal import quantise_labels
+from ..ops.sparse_decode import sparse_decode
+from ..ops.token_score import token_score
+from ..ops.topk_select import block_select, token_select
+from ..policies.two_level import default_channels
+
+MODELS = {
+    "qwen3-8b": {"q_heads": 32, "heads": 8, "dim": 128, "value_dim": None},
+    "glm-4.7-flash": {"q_heads": 20, "heads": 1, "dim": 576, "value_dim": 512},
+    "deepseek-v3": {"q_heads": 128, "heads": 1, "dim": 576, "value_dim": 512},
+}
+L2_BYTES = 1 << 27  # a round of inputs reads at least this much if it can; the L2 cache of an H200 has 50 MB
+MEMORY = 0.45  # of the device, for the sets of inputs
+PIECE = 1 << 28  # entries of the stored keys that are indexed at once, which bounds the temporaries
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer at one batch and context."""
+
+    batch: int
+    context: int
+    q_heads: int = 32
+    heads: int = 8
+    dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    config: TwoLevelConfig = field(default_factory=lambda: TwoLevelConfig(num_blocks=128))
+    value_dim: int | None = None  # of latents: the first so many numbers of a key are its value
+
+    @property
+    def case(self) -> str:
+        """What the rows call it: a model's name or the numbers."""
+        for name, sizes in MODELS.items():
+            if sizes == {size: getattr(self, size) for size in sizes}:
+                return name
+        return f"q{self.q_heads}-kv{self.heads}-d{self.dim}" + (f"-v{self.value_dim}" if self.value_dim else "")
+
+    @property
+    def channels(self) -> int:
+        return self.config.label_channels or default_channels(self.dim)
+
+    @property
+    def width(self) -> int:
+        """Numbers that are stored of a token and KV head."""
+        return self.dim if self.value_dim else 2 * self.dim
+
+    @property
+    def values(self) -> int:
+        """Channels of a value."""
+        return self.value_dim or self.dim
+
+    @property
+    def near(self) -> int:
+        """Tokens in the ring once the step has appended its own: as many as there can be."""
+        return self.config.window + self.config.max_draft + self.config.block_size - 1
+
+    @property
+    def sealed(self) -> int:
+        return (self.context - self.near) // self.config.block_size
+
+    @property
+    def length(self) -> int:
+        """Columns cached when the step attends."""
+        return self.sealed * self.config.block_size + self.near
+
+    def bytes_read(self, variant: str) -> int:
+        """Bytes that a step must read at least."""
+        item = self.dtype.itemsize
+        token = self.width * item
+        stored = self.sealed * self.config.block_size
+        bounds = self.sealed * 2 * self.dim * item
+        label = self.channels // 2 + 4
+        near = (self.config.sinks + self.near) * token
+        chosen = min(self.config.token_budget, stored) * token
+        kept = min(self.config.coarse_blocks, self.sealed) * self.config.block_size
+        each = {
+            "two_level": bounds + kept * label + chosen + near,
+            "block_only": bounds + chosen + near,
+            "token_only": stored * label + chosen + near,
+            "dense": stored * token + near,
+        }
+        return self.batch * self.heads * each[variant]
+
+
+class Layer:
+    """The store of one layer just before a decode step, and the steps that the benchmark times."""
+
+    def __init__(self, shape: Shape, device: torch.device, seed: int) -> None:
+        self.shape = s = shape
+        config, size = s.config, s.config.block_size
+        if s.sealed < config.coarse_blocks:
+            raise ValueError(
+                f"a context of {s.context} has {s.sealed} stored blocks, {config.coarse_blocks} are chosen"
+            )
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def randn(*sizes: int) -> Tensor:
+            return torch.randn(sizes, dtype=s.dtype, device=device, generator=generator)
+
+        def empty(*sizes: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(sizes, dtype=dtype, device=device)
+
+        self.q = randn(s.batch, s.q_heads, s.dim)
+        # As update() gets them: of latents the latent and its rotary part.
+        self.k, self.v = randn(s.batch, s.heads, 1, s.width).split((s.values, s.width - s.values), dim=-1)
+
+        # Slots in the order in which a prompt takes them: all rows' first blocks, then the second ones.
+        count = s.sealed * s.batch
+        self.slots = torch.full((s.batch, bucket(s.sealed)), -1, dtype=torch.int32, device=device)
+        order = torch.arange(count, dtype=torch.int32, device=device)
+        self.slots[:, : s.sealed] = order.view(s.sealed, s.batch).T
+        self.kv = empty(count, s.heads, size, s.width, dtype=s.dtype)
+        self.flags = torch.full((count, size), VALID, dtype=torch.uint8, device=device)
+        self.flags[: s.batch, : config.sinks] |= 2
+        self.fill = (self.flags == VALID).sum(-1, dtype=torch.int32)
+        every = torch.rand(s.batch, s.heads, s.dim, device=device, generator=generator)
+        self.channels = every.argsort(-1)[..., : s.channels].int().contiguous()
+        self.bounds = empty(count, s.heads, 2, s.dim, dtype=s.dtype)
+        self.codes = empty(count, s.heads, size, s.channels // 2, dtype=torch.uint8)
+        self.qparams = empty(count, s.heads, size, 2, dtype=torch.float16)
+        piece = max(1, PIECE // (s.batch * s.heads * size * s.width)) * s.batch
+        for lo in range(0, count, piece):
+            self._index(slice(lo, lo + piece), generator)
+
+        self.sinks, ring = config.sinks, ring_tokens(config)
+        self.near_kv = randn(s.batch, s.heads, self.sinks + ring, s.width)
+        self.near_valid = torch.zeros(s.batch, self.sinks + ring, dtype=torch.bool, device=device)
+        self.near_valid[:, : self.sinks] = True
+        old = torch.arange(s.sealed * size, s.length - 1, device=device)
+        self.near_valid[:, self.sinks + old % ring] = True
+        self.cached = torch.full((1,), s.length - 1, dtype=torch.int32, device=device)
+
+        kept, cap = config.coarse_blocks, self.slots.shape[1]
+        self.block_scores = empty(s.batch, s.heads, cap, dtype=torch.float32)
+        self.blocks = empty(s.batch, s.heads, kept, dtype=torch.int32)
+        # What the step before has chosen, for the lagged step: other blocks than this query's own.
+        chosen = torch.rand(s.batch, s.heads, s.sealed, device=device, generator=generator).argsort(-1)
+        self.previous = chosen[..., :kept].sort(-1).values.int().contiguous()
+        self.token_scores = empty(s.batch, s.heads, kept * size, dtype=torch.float32)
+        self.tokens = empty(s.batch, s.heads, config.token_budget, dtype=torch.int32)
+        self.few_blocks = empty(s.batch, s.heads, max(1, config.token_budget // size), dtype=torch.int32)
+        self.attended = torch.zeros(s.batch, s.heads, dtype=torch.int64, device=device)
+        self.out = empty(s.batch, s.q_heads, s.values, dtype=s.dtype)
+
+    def _index(self, at: slice, generator: torch.Generator) -> None:
+        """Fill slots ``at``: keys and values, and what the selection keeps of them."""
+        s, kv = self.shape, self.kv[at]
+        kv.normal_(generator=generator)
+        keys = kv[..., : s.dim]
+        self.bounds[at, :, 0], self.bounds[at, :, 1] = keys.amax(2), keys.amin(2)
+        row = torch.arange(kv.shape[0], device=kv.device) % s.batch
+        channel = self.channels.long()[row][:, :, None].expand(-1, -1, kv.shape[2], -1)
+        self.codes[at], self.qparams[at] = quantise_labels(keys.gather(-1, channel))
+
+    def poison(self) -> None:
+        """Fill every output with what no operator writes."""
+        for t in (self.block_scores, self.token_scores, self.out):
+            t.fill_(float("nan"))
+        for t in (self.blocks, self.tokens, self.few_blocks):
+            t.fill_(-7)
+
+    # ------------------------------------------------------------------ operators
+
+    def append(self) -> None:
+        append(self.k, self.v, None, self.near_kv, self.near_valid, self.cached, self.sinks)
+
+    def block_score(self) -> None:
+        reduce = self.shape.config.block_reduce
+        block_score(self.q, self.bounds, self.fill, self.slots, reduce, out=self.block_scores)
+
+    def block_select(self) -> None:
+        block_select(self.block_scores, self.blocks.shape[-1], out=self.blocks)
+
+    def token_score(self, blocks: Tensor | None, out: Tensor) -> None:
+        reduce = self.shape.config.token_reduce
+        labels = (self.codes, self.qparams, self.channels, self.flags)
+        token_score(self.q, *labels, self.slots, blocks, reduce, out=out)
+
+    def token_select(self, blocks: Tensor | None, scores: Tensor) -> None:
+        token_select(scores, blocks, self.tokens.shape[-1], self.shape.config.block_size, out=self.tokens)
+
+    def decode(self, ids: Tensor | None, granularity: str) -> None:
+        sparse_decode(
+            self.q,
+            self.kv,
+            self.flags,
+            self.slots,
+            ids,
+            self.near_kv,
+            self.near_valid,
+            granularity=granularity,
+            value_dim=self.shape.values,
+            sinks=self.sinks,
+            scale=self.shape.dim**-0.5,
+            attended=self.attended,
+            out=self.out,
+        )
+
+    # ------------------------------------------------------------------ steps
+
+    def step(self) -> None:
+        """Two-level selection for this query, then attention."""
+        self.append()
+        self.block_score()
+        self.block_select()
+        self._fine(self.blocks)
+
+    def lagged_step(self, side: torch.cuda.Stream | None = None) -> None:
+        """Tokens within the previous step's blocks; the next step's blocks on a stream that rejoins."""
+        if side is None:
+            self.append()
+            self._fine(self.previous)
+            self.block_score()
+            self.block_select()
+            return
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            self.block_score()
+            self.block_select()
+        self.append()
+        self._fine(self.previous)
+        main.wait_stream(side)
+
+    def _fine(self, blocks: Tensor) -> None:
+        self.token_score(blocks, self.token_scores)
+        self.token_select(blocks, self.token_scores)
+        self.decode(self.tokens, "token")
+
+    def dense_step(self) -> None:
+        self.append()
+        self.decode(None, "all")
+
+    def block_step(self) -> None:
+        """All tokens of the best blocks (Quest)."""
+        self.append()
+        self.block_score()
+        block_select(self.block_scores, self.few_blocks.shape[-1], out=self.few_blocks)
+        self.decode(self.few_blocks, "block")
+
+    def token_step(self, scores: Tensor) -> None:
+        """The best tokens of all (Double Sparsity). ``scores`` is a buffer for all tokens."""
+        self.append()
+        self.token_score(None, scores)
+        self.token_select(None, scores)
+        self.decode(self.tokens, "token")
+
+
+def set_count(shape: Shape, device: torch.device) -> int:
+    """Sets of inputs: enough that a round does not stay in the L2 cache, as many as fit, at least three.
+
+    A divisor of the repetitions, so that no set is read twice in short order where one replay follows another.
+    """
+    stored = shape.batch * shape.heads * shape.length * (shape.width * shape.dtype.itemsize + shape.channels)
+    fits = int(MEMORY * torch.cuda.mem_get_info(device)[0]) // stored
+    wanted = -(-L2_BYTES // shape.bytes_read("two_level"))
+    return max((n for n in (4, 5, 10, 20) if n <= fits and n // 2 < wanted), default=3)

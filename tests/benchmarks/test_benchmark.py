@@ -1,0 +1,296 @@
+"""What the step and generate benchmarks are made of: shapes, variants, filled caches, single steps."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import build
+
+from benchmarks import baselines, decoding, filling, shapes
+from benchmarks import step as bench_step
+from benchmarks.baselines import VARIANTS, NotRun, Variant, find, make_cache
+from hf_sparsekv.kv.pool import bucket
+
+BATCH, CONTEXT, NEW = 2, 300, 6
+
+
+def decode(model, variant: Variant, context: int = CONTEXT, length: int | None = None):
+    """Tokens generated over a filled cache, and the cache."""
+    baselines.prepare(model, variant, fused=False)
+    cache = make_cache(model, variant, length or context + NEW + 1)
+    after = filling.fill_cache(model, cache, BATCH, context)
+    return decoding.generate(model, cache, BATCH, NEW, each=after).tokens, cache
+
+
+# ---------------------------------------------------------------------- shapes
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), (("1x8k", (1, 8192)), ("8X32K", (8, 32768)), ("2x5000", (2, 5000)), ("3x1", (3, 1)))
+)
+def test_parse_shape(text, expected):
+    assert shapes.parse_shape(text) == expected
+
+
+SIZES = {
+    "qwen3-8b": 8.19e9,
+    "qwen3-0.6b": 0.596e9,
+    "qwen2.5-7b": 7.62e9,
+    "llama-3.1-8b": 8.03e9,
+    "llama-3.2-1b": 1.236e9,
+    "mha-7b": 6.74e9,
+    "gemma3-12b": 11.77e9,
+    "gemma3-27b": 27.01e9,
+    "glm-4.7-flash": 29.94e9,
+    "deepseek-v3": 671.0e9,
+}
+
+
+@pytest.mark.parametrize("name", list(shapes.SHAPES))
+def test_shapes_are_the_models_they_are_named_after(name):
+    """Parameters without a vision tower; every layer's cache has the shape that a filled one gets."""
+    config = shapes.known_config(name)
+    model = shapes.random_model(config, torch.bfloat16, torch.device("meta"))
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(SIZES[name], rel=0.003)
+    attention = model.model.layers[0].self_attn
+    if latent := shapes.latent_dims(config):
+        assert shapes.cached_token(config) == (1, *latent) == (1, attention.kv_lora_rank, attention.qk_rope_head_dim)
+        assert shapes.query_dim(config) == sum(latent)
+        return
+    assert attention.head_dim == shapes.head_dim(config)
+    assert attention.k_proj.out_features == config.num_key_value_heads * shapes.head_dim(config)
+    assert len(shapes.windows(config)) == config.num_hidden_layers
+
+
+def test_gemma_slides_in_five_layers_of_six():
+    sizes = Counter(shapes.windows(shapes.known_config("gemma3-12b")))
+    assert sizes == {1024: 40, None: 8}
+
+
+def test_limit_by_hand():
+    """Gemma 3 12B, 2 rows of 4096 tokens, 2 TB/s: 8 layers read all, 40 layers 1024 tokens, 8 heads of 256 channels."""
+    config = shapes.known_config("gemma3-12b")
+    kv = 2 * (8 * 4096 + 40 * 1024) * 2 * 8 * 256 * 2
+    assert shapes.kv_bytes(config, 2, 4096) == kv
+    assert bench_step.limit_ms(10**9, config, 2, 4096, 2, 2e12) == pytest.approx((1e9 + kv) / 2e12 * 1e3)
+
+
+def test_weights_without_the_embedding_table():
+    def weights(tied: bool) -> int:
+        return shapes.weight_bytes(build("llama", "sdpa", tie_word_embeddings=tied))
+
+    assert weights(False) == weights(True), "read once, as the output layer"
+
+
+def test_limits_of_latents_and_experts():
+    """GLM-4.7-Flash: 1,152 bytes a token and layer; of 64 experts in 46 layers a row reads 4, six rows 20.5."""
+    config = shapes.known_config("glm-4.7-flash")
+    assert shapes.kv_bytes(config, 1, 1 << 20) == 47 * 1152 << 20
+    net = shapes.random_model(config, torch.bfloat16, torch.device("meta"))
+    every = 46 * 64 * 3 * 2048 * 1536 * 2
+    one, six = shapes.weight_bytes(net), shapes.weight_bytes(net, 6)
+    assert six - one == pytest.approx(every * (1 - (1 - 4 / 64) ** 6 - 4 / 64), rel=1e-6)
+    total = sum(p.nbytes for p in net.parameters()) - net.get_input_embeddings().weight.nbytes
+    assert one == pytest.approx(total - every * 60 / 64, rel=1e-6)
+
+
+def test_first_layers_only():
+    config = shapes.known_config("glm-4.7-flash", 3)
+    assert config.num_hidden_layers == len(shapes.windows(config)) == len(config.mlp_layer_types) == 3
+    assert len(shapes.windows(shapes.known_config("gemma3-12b", 7))) == 7
+
+
+def test_layers_that_hold_no_keys_are_refused():
+    with pytest.raises(ValueError, match="linear_attention cannot be filled"):
+        shapes.windows(build("qwen3-next", "sparsekv").config)
+
+
+# ---------------------------------------------------------------------- variants
+
+
+def test_find():
+    found = find("two_level:lag+offload", crossover=True)
+    assert (found.name, found.offload, found.crossover) == ("two_level:lag", True, True)
+    assert found.label(fused=True) == "two_level:lag+fused+offload"
+    assert find("hf_dynamic", offload=True).label(fused=True) == "hf_dynamic"
+    for text in ("three_level", "two_level+disk", "hf_dynamic+offload"):
+        with pytest.raises(ValueError, match=r"there is no variant|cannot be offloaded"):
+            find(text)
+
+
+def test_variants_are_what_they_say():
+    model = build("llama", "sparsekv")
+    for name, variant in VARIANTS.items():
+        if not variant.ours:
+            continue
+        config = make_cache(model, variant, 1000).config
+        assert config.dense_below is None, "a selection is measured even where it does not pay"
+        assert config.max_length == 1000
+        if name.startswith("progressive"):
+            assert config.threshold == float(name.split(":")[1])
+            assert config.execution == ("host" if name.endswith("host") else "device")
+            continue
+        if name.startswith("predictive"):
+            assert config.scoring == ("keys" if name.endswith("keys") else "labels")
+            continue
+        assert config.level == {"block_only": "block", "token_only": "token"}.get(name, "two_level")
+    assert make_cache(model, find("two_level", crossover=True), None).config.dense_below == "auto"
+
+
+def test_a_second_gpu_is_the_next_one_and_has_to_be_there(monkeypatch):
+    gpu, variant = SimpleNamespace(device=torch.device("cuda", 1)), VARIANTS["predictive:second"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(NotRun, match="a second GPU chooses the tokens, and torch finds one only"):
+        baselines.check(variant, gpu, 1, 100)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    baselines.check(variant, gpu, 1, 100)
+    assert [baselines.next_device(torch.device("cuda", i)).index for i in (0, 3)] == [1, 0]
+    with pytest.raises(NotRun, match="do not go to host memory"):
+        baselines.check(find("predictive:second+offload"), gpu, 1, 100)
+    assert baselines.second_gpu(make_cache(build("llama", "sparsekv"), variant, 100)) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    (
+        ("hf_offloaded", "offloaded cache needs a CUDA device"),
+        ("hf_static_compile", "hf_static is the same uncompiled"),
+        ("sdpa_best", "only a CUDA device captures"),
+    ),
+)
+def test_what_a_cpu_cannot_do_is_said(name, message):
+    with pytest.raises(NotRun, match=message):
+        baselines.check(VARIANTS[name], build("llama", "sdpa"), 1, 100)
+
+
+def test_host_memory_is_checked_before_it_is_taken(monkeypatch):
+    class OnGpu:
+        device, dtype, config = torch.device("cuda"), torch.bfloat16, shapes.known_config("qwen3-8b")
+
+    with pytest.raises(NotRun, match=r"19\.3 GB of keys and values, 10\.0 GB of host memory"):
+        baselines.check(VARIANTS["hf_offloaded"], OnGpu, 1, 1 << 17, int(10e9))
+    baselines.check(VARIANTS["hf_offloaded"], OnGpu, 1, 1 << 17, int(20e9))
+
+
+# ---------------------------------------------------------------------- filled caches
+
+
+@pytest.mark.parametrize("name", ("llama", "qwen2", "gemma3", "glm4-moe-lite"))
+def test_all_caches_hold_the_same(name):
+    """With a budget for everything every cache gives DynamicCache's tokens: the same keys, at the right places."""
+    model = build(name, "sparsekv")
+    expected, dynamic = decode(model, VARIANTS["hf_dynamic"])
+    assert dynamic.get_seq_length() == CONTEXT + NEW
+    everything = Variant("everything", "", settings={"token_budget": 4096, "dense_layers": 0})
+    for variant in (VARIANTS["hf_static"], everything, VARIANTS["captured_dense"]):
+        tokens, cache = decode(model, variant)
+        assert int(cache.get_seq_length()) == CONTEXT + NEW
+        assert torch.equal(tokens, expected), variant.name
+    assert len(set(expected.flatten().tolist())) > 2, "text that could differ"
+
+
+def test_a_static_cache_with_room_to_spare():
+    model = build("gemma3", "sparsekv")
+    expected, _ = decode(model, VARIANTS["hf_dynamic"])
+    assert torch.equal(decode(model, VARIANTS["hf_static"], length=CONTEXT + 100)[0], expected)
+
+
+@pytest.mark.parametrize("name", ("llama", "gemma3"))
+@pytest.mark.parametrize("lag", (False, True))
+def test_selections_select(name, lag):
+    settings = {"token_budget": 32, "num_blocks": 2, "block_size": 16, "window": 16, "dense_layers": 0, "lag": lag}
+    _, cache = decode(build(name, "sparsekv"), Variant("small", "", settings=settings))
+    stats = cache.stats()
+    assert stats.decode_steps == NEW
+    assert stats.sparse_calls == NEW * len(cache.sparse_layers)
+    assert stats.attended_share < 0.5
+
+
+def test_replayed_keys_and_queries():
+    model = build("gemma3", "sparsekv")
+    cache = make_cache(model, VARIANTS["two_level"], CONTEXT + 20)
+    after = filling.fill_cache(model, cache, BATCH, CONTEXT, "replayed")
+    decoding.generate(model, cache, BATCH, NEW, each=after)
+    assert cache.get_seq_length() == CONTEXT + NEW
+    assert after.__self__.step == NEW, "the queries move on after each token"
+    other = make_cache(model, VARIANTS["hf_dynamic"], None)
+    filling.fill_cache(model, other, BATCH, CONTEXT, "replayed")()
+    full = model.config.layer_types.index("full_attention")
+    torch.testing.assert_close(cache.layers[full].keys[:, :, :CONTEXT], other.layers[full].keys)
+
+
+@pytest.mark.parametrize("how", ["random", "replayed"])
+def test_filled_caches_select_from_the_first_step(how):
+    """The default settings: channels are known when the cache is full, or the first steps would be dense."""
+    model = build("llama", "sparsekv", num_hidden_layers=3, max_position_embeddings=4096)
+    for name in ("two_level", "two_level:lag+offload", "token_only", "block_only"):
+        cache = make_cache(model, find(name), 2100)
+        filling.fill_cache(model, cache, 1, 2048, how)
+        last = cache.sparse_layers[2]
+        assert last.policy.mode(last.store)[0] in ("every", "chosen"), name
+
+
+def test_growth_comes_right_after_the_filled_length():
+    """``recapture_s`` fills a growing cache so that the storage must grow a few steps later."""
+    model = build("llama", "sparsekv", max_position_embeddings=4096)
+    variant = Variant("two_level", "", settings={"block_size": 16, "window": 16, "token_budget": 32, "num_blocks": 2})
+    config = make_cache(model, variant, None).config
+    length, blocks = bench_step.before_growth(config, 1400), bucket(-(-1400 // config.block_size))
+    cache = make_cache(model, variant, None)
+    filling.fill_cache(model, cache, BATCH, length)
+    store = cache.sparse_layers[0].store
+    before = store.addresses
+    assert store.sealed == store.slots.shape[1] == blocks
+    step = decoding.Steps(model, cache, BATCH, 8)
+    for expected in (True, True, False):
+        step()
+        assert (store.addresses == before) is expected
+
+
+def test_dense_forward_attends_to_context_and_new_token():
+    """The bound's forward, uncaptured: a model whose cache holds the same gives the same logits."""
+    model = build("gemma3", "sparsekv")
+    forward = baselines.DenseForward(model, BATCH, CONTEXT)
+    lengths = [held[0].shape[2] for held in forward.held]
+    assert lengths == [8, CONTEXT + 1, 8]
+    held = [[t[:, :, :-1].clone() for t in pair] for pair in forward.held]
+    with torch.no_grad():
+        found = forward().logits[:, -1]
+    forward.close()
+    assert model.config._attn_implementation == "sparsekv"
+    model.set_attn_implementation("sdpa")
+    cache = make_cache(model, VARIANTS["hf_dynamic"], None)
+    for index, (key, value) in enumerate(held):
+        cache.layers[index].update(key, value)
+        if cache.layers[index].is_sliding:
+            cache.layers[index].cumulative_length = CONTEXT
+    with torch.no_grad():
+        expected = model(forward.ids, position_ids=forward.position, past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_steps_are_what_generate_makes():
+    """The same arguments, in the same order: otherwise a captured step of the one would not serve the other."""
+    model = build("llama", "sparsekv")
+    cache = make_cache(model, VARIANTS["captured_dense"], CONTEXT + 20)
+    filling.fill_cache(model, cache, BATCH, CONTEXT)
+    own, seen = model.forward, []
+
+    def forward(*args, **kwargs):
+        seen.append({k: tuple(v.shape) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()})
+        return own(*args, **kwargs)
+
+    forward.__signature__ = inspect.signature(own)
+    model.forward = forward
+    decoding.generate(model, cache, BATCH, 2)
+    decoding.Steps(model, cache, BATCH, 1)()
+    first, second, third = seen
+    assert first.keys() == second.keys() == third.keys()
+    rest = [{k: v for k, v in call.items() if k != "attention_mask"} for call in seen]
+    assert rest[0] == rest[1] == rest[2]
+    assert [call["attention_mask"][1] for call in seen] == [CONTEXT + 1, CONTEXT + 2, CONTEXT + 3]

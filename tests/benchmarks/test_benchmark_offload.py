@@ -1,0 +1,382 @@
+"""The offload benchmark from its arguments to its rows and pictures, in small and without a GPU."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from captured import Imitation
+from models import build
+from test_benchmark_step import imitated_gpu  # noqa: F401 (a fixture)
+
+from benchmarks import baselines, plot, shapes, traffic
+from benchmarks import step as bench_step
+from benchmarks.filling import ReplayedSource, fill_layers
+from benchmarks.offload import curves as offload_curves
+from benchmarks.offload import run as offload
+from benchmarks.report import Report
+from hf_sparsekv import unoptimize
+
+SMALL = {"token_budget": 32, "num_blocks": 4, "block_size": 16, "window": 16, "max_draft": 4, "dense_layers": 1}
+BATCH, CONTEXT = 2, 600
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Selections that select within some hundred tokens."""
+    changed = {
+        name: dataclasses.replace(variant, settings={**SMALL, "calibration_tokens": 32, "lag": variant.settings["lag"]})
+        for name, variant in baselines.VARIANTS.items()
+        if name.startswith("two_level")
+    }
+    monkeypatch.setattr(baselines, "VARIANTS", {**baselines.VARIANTS, **changed})
+    monkeypatch.setattr(offload_curves, "WARM", 8)
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """Runs parts on a tiny model; rows as ``{(variant, context): {metric: value}}`` beside the exit status."""
+    path = tmp_path / "offload.csv"
+
+    def run(*given):
+        given = [str(x) for x in given]
+        args = offload.arguments().parse_args([*given, "--device", "cpu", "--tokens", "8", "--csv", str(path)])
+        session = offload.Session(args, build("llama", "sparsekv", num_hidden_layers=3, max_position_embeddings=4096))
+        status = max(session.run(part) for part in args.parts)
+        found = defaultdict(dict)
+        with path.open() as file:
+            for row in csv.DictReader(file):
+                found[row["benchmark"], row["variant"], int(row["context"])][row["metric"]] = float(row["value"])
+        return status, found
+
+    run.csv = path
+    return run
+
+
+# ---------------------------------------------------------------------- what crossed the link
+
+
+def test_traffic_by_hand(monkeypatch):
+    """Two pools, one pair of looks."""
+
+    class Pool:
+        def __init__(self, nbytes):
+            self.frames, self.counts = [SimpleNamespace(nbytes=nbytes)], {"needed": 10, "found": 4}
+
+        def counters(self):
+            return dict(self.counts)
+
+    pools = {1: Pool(100), 2: Pool(1000), 3: None}
+    now = SimpleNamespace(decode_steps=3, host_to_device_bytes=50)
+    cache = SimpleNamespace(frames=SimpleNamespace(pools=pools), stats=lambda: SimpleNamespace(**vars(now)))
+    meter = traffic.Meter(cache)
+    with pytest.raises(ValueError, match="no decode step"):
+        meter.read()
+    pools[1].counts, pools[2].counts = {"needed": 30, "found": 14}, {"needed": 20, "found": 14}
+    now.decode_steps, now.host_to_device_bytes = 7, 1050
+    assert meter.read() == traffic.Traffic(4, 20 / 30, 10 * 100 / 4, 1000 / 4)
+    meter.restart()
+    now.decode_steps, now.host_to_device_bytes = 9, 1450
+    assert meter.read() == traffic.Traffic(2, None, 200.0, 200.0), "nothing asked of the pools"
+
+
+@pytest.mark.parametrize(("pool", "fetches"), [(None, True), (0, False)])
+def test_traffic_of_a_cache(pool, fetches):
+    """A pool that holds everything: what was missed is what crossed the link. Without one tokens are read in place."""
+    model = build("llama", "sparsekv", num_hidden_layers=3, max_position_embeddings=4096)
+    variant = baselines.find("two_level:lag", offload=True)
+    cache = baselines.make_cache(model, variant, CONTEXT + 60, device_pool=pool)
+    source = ReplayedSource(model, 1, CONTEXT, show=False)
+    fill_layers(source, cache)
+    after = source.replay(cache, source.made.queries(40))
+    meter = traffic.Meter(cache)
+    offload_curves.generate(model, cache, 1, 20, each=after)
+    found = meter.read()
+    assert found.steps == 20
+    assert found.missed == found.host > 0
+    assert (found.hit_rate is not None) == fetches
+    if not fetches:
+        layers, heads, token = 2, model.config.num_key_value_heads, 2 * 16 * 4
+        assert found.host == pytest.approx(layers * heads * SMALL["token_budget"] * token, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("0.25kv", 250), ("1KV", 1000), ("0.3", 0.3), ("8e9", 8_000_000_000), ("0", 0), (None, None)],
+)
+def test_pool_sizes(text, expected):
+    assert shapes.pool_size(text, 1000) == expected
+    assert type(shapes.pool_size(text, 1000)) is type(expected)
+    assert text is None or shapes.parse_pool(text) == text
+
+
+def test_pool_sizes_that_are_none(capsys):
+    for text in ("much", "kv", "-1", "-0.1kv"):
+        with pytest.raises(ValueError, match="a device pool is a share"):
+            shapes.pool_size(text, 1000)
+    with pytest.raises(SystemExit):
+        offload.arguments().parse_args(["pool", "--pools", "much"])
+    assert "a device pool is a share of the KV (0.25kv)" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- curves
+
+
+def test_curves(bench):
+    shape = f"{BATCH}x{CONTEXT}"
+    status, rows = bench("overlap", "pool", "--shapes", shape, "--overlaps", 0.5, 1, "--pools", "0.05kv", "0.5kv")
+    assert status == 0
+    name = "two_level:lag+offload"
+    low, high = (rows["overlap", f"{name}:overlap={x}", CONTEXT] for x in ("0.5", "1"))
+    assert low["hit_rate"] < high["hit_rate"]
+    assert low["missed_mb"] > high["missed_mb"]
+    assert low["block_overlap"] < high["block_overlap"]
+    assert high["block_overlap"] > 0.95
+    small_pool, large_pool = (rows["pool", f"{name}:pool={x}", CONTEXT] for x in ("0.05kv", "0.5kv"))
+    assert small_pool["hit_rate"] < large_pool["hit_rate"]
+    kv = shapes.kv_bytes(build("llama", "sparsekv", num_hidden_layers=3).config, BATCH, CONTEXT, 4)
+    assert small_pool["pool_gb"] == pytest.approx(0.05 * kv / 1e9, rel=0.05)
+    for part, point in (("overlap", low), ("pool", large_pool)):
+        resident = rows[part, "two_level:lag", CONTEXT]["tpot_ms"]
+        assert point["bound_ms"] == pytest.approx(max(resident, point["missed_mb"] / 51), rel=1e-4)
+    for what in ("overlap", "pool"):
+        out = bench.csv.with_name(f"{what}.svg")
+        plot.main(["--what", what, "--csv", str(bench.csv), "--out", str(out), "--batch", str(BATCH)])
+        assert out.read_text().startswith("<?xml")
+    with pytest.raises(SystemExit, match="no rows of pool of qwen3-8b, batch 7; there are qwen3-8b x 2"):
+        plot.main(["--what", "pool", "--csv", str(bench.csv), "--batch", "7"])
+
+
+def test_a_point_that_fails_does_not_lose_the_others(bench, monkeypatch, capsys):
+    make = offload_curves.with_pool
+
+    def fail(cache, pool):
+        if isinstance(pool, float):
+            raise RuntimeError("a kernel broke")
+        return make(cache, pool)
+
+    monkeypatch.setattr(offload_curves, "with_pool", fail)
+    status, rows = bench("pool", "--shapes", f"1x{CONTEXT}", "--pools", "0.1", "0.5kv")
+    assert status == 1
+    assert "pool=0.1: FAILED: a kernel broke" in capsys.readouterr().out
+    assert ("pool", "two_level:lag+offload:pool=0.5kv", CONTEXT) in rows
+
+
+def test_points_do_not_touch_the_cache_they_are_made_of():
+    """Two copies of one filled cache give what two filled caches give."""
+    model = build("llama", "sparsekv", num_hidden_layers=3, max_position_embeddings=4096)
+    source = ReplayedSource(model, 1, CONTEXT, show=False)
+
+    def filled(pool):
+        cache = baselines.make_cache(model, baselines.find("two_level:lag", offload=True), CONTEXT + 200, None, pool)
+        fill_layers(source, cache)
+        return cache
+
+    def tokens(cache):
+        after = source.replay(cache, source.made.queries(40))
+        return offload_curves.generate(model, cache, 1, 30, each=after).tokens
+
+    base = filled(0)
+    for pool in (20_000, 200_000):
+        twin = offload_curves.with_pool(base, pool)
+        assert torch.equal(tokens(twin), tokens(filled(pool)))
+        assert 0 < twin.frames.nbytes < pool + 10_000
+    assert base.get_seq_length() == CONTEXT
+
+
+def test_tenfold(bench, monkeypatch, capsys):
+    status, rows = bench("tenfold", "--shapes", f"{BATCH}x{CONTEXT}")
+    point = rows["tenfold", "two_level+offload:pool=0.1kv", CONTEXT]
+    assert (status, point["same_tokens"]) == (0, 1)
+    assert 0 < point["hit_rate"] < 1
+    resident = offload_curves.Curve.resident
+    monkeypatch.setattr(
+        offload_curves.Curve,
+        "resident",
+        lambda self: dataclasses.replace(found := resident(self), tokens=-found.tokens),
+    )
+    status, _ = bench("tenfold", "--shapes", f"{BATCH}x{CONTEXT}")
+    assert status == 1
+    assert "of the tokens differ" in capsys.readouterr().out
+
+
+def test_step_reports_what_crossed_the_link(tmp_path, imitated_gpu, monkeypatch):  # noqa: F811
+    """``benchmarks step --offload``: the same figures, with a pool of a share of the KV."""
+    monkeypatch.setattr(bench_step, "COUNTED", 8)
+    path = tmp_path / "step.csv"
+    command = f"--shapes 1x{CONTEXT} --variants two_level:lag --offload --kv replayed --tokens 12 --no-fused"
+    model = build("llama", "sparsekv", num_hidden_layers=3, max_position_embeddings=4096)
+    for pool in ("", " --device-pool 0.25kv"):
+        args = bench_step.arguments().parse_args(f"{command}{pool} --csv {path}".split())
+        with Report("step", "tiny", path, 2) as report:
+            bench_step.run(bench_step.Bench(model, report, args), args, rate=1e12)
+        assert report.close() == 0, report.failed
+    with path.open() as file:
+        rows = {(row["variant"], row["metric"]): float(row["value"]) for row in csv.DictReader(file)}
+    usual, capped = "two_level:lag+offload:kv=replayed", "two_level:lag+offload:pool=0.25kv:kv=replayed"
+    for metric in ("hit_rate", "missed_mb", "host_mb", "fill_s", "host_gb", "tpot_ms"):
+        assert (usual, metric) in rows
+    assert 0 < rows[capped, "hit_rate"] <= 1
+    assert rows[capped, "missed_mb"] > 0
+
+
+# ---------------------------------------------------------------------- prefill
+
+
+def test_prefill(bench, capsys):
+    status, rows = bench("prefill", "--lengths", 400, "--chunks", 0, 150, 400, "--repeat", 2)
+    assert status == 0
+    assert "hf_offloaded: not run: transformers' offloaded cache needs a CUDA device" in capsys.readouterr().out
+    variants = {variant for _, variant, _ in rows}
+    names = {"hf_dynamic", "two_level:lag", "two_level:lag+offload"}
+    assert variants == names | {f"{name}:chunk=150" for name in names}, "a chunk of 400 is the whole prompt"
+    ours = rows["prefill", "two_level:lag+offload:chunk=150", 400]
+    assert ours.keys() == {"prefill_s", "prefill_s:reused", "host_gb", "pool_gb"}
+
+
+@pytest.mark.parametrize("name", ["hf_dynamic", "two_level:lag", "two_level:lag+offload"])
+def test_chunks_read_the_same_prompt(name):
+    from benchmarks.offload.prefill import prefill
+
+    model = build("llama", "sparsekv")
+    baselines.prepare(model, baselines.find(name), fused=False)
+    ids = torch.randint(0, 90, (2, 300))
+    with torch.no_grad():
+        expected = model(ids, logits_to_keep=1).logits[:, -1]
+    for chunk in (0, 100, 128):
+        found = prefill(model, baselines.make_cache(model, baselines.find(name), 300), ids, chunk)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+# ---------------------------------------------------------------------- parts that need a GPU
+
+
+def test_parts_that_need_a_gpu_say_so(capsys):
+    assert offload.main(["prefetch", "overlap", "transfer", "--device", "cpu"]) == 1
+    assert "only a CUDA device runs prefetch, transfer" in capsys.readouterr().out
+    if not torch.cuda.is_available():
+        assert offload.main(["overlap"]) == 1
+        assert "there is no CUDA device; overlap, pool, tenfold and prefill also run" in capsys.readouterr().out
+
+
+@pytest.fixture
+def links(monkeypatch):
+    """The transfer part without a GPU: kernels in the interpreter, one run instead of clocks and graphs."""
+    pytest.importorskip("triton")
+    from benchmarks.offload import transfer as module
+
+    def gbps(size, run, repeats=7):
+        run()
+        return [1.0, 2.0, 3.0]
+
+    monkeypatch.setattr(module, "POOL", 1 << 18)
+    monkeypatch.setattr(module, "pinned", lambda device: torch.randn(module.POOL // 2, dtype=torch.float16))
+    monkeypatch.setattr(module, "gbps", gbps)
+    monkeypatch.setattr(module.Captured, "__call__", lambda self: self.run())
+    monkeypatch.setattr(module, "GRID", [(2, 4), (3, 8)])
+    for name, value in (("HEADS", 2), ("BLOCK", 16), ("DIM", 8), ("GATHERS", ((16, 16, 5),)), ("SAVES", ((2, 64),))):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
+    return module
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted only without a GPU")
+@pytest.mark.parametrize("sweep", [False, True])
+def test_transfer(bench, links, sweep):
+    status, rows = bench("transfer", *["--sweep"] * sweep)
+    assert status == 0
+    gathered = {variant for _, variant, context in rows if context == 5}
+    saved = {variant for _, variant, context in rows if context == 64}
+    best = "programs=2,warps=4"
+    assert {"uva", f"uva:best:{best}", "dma", "memcpy_each", "memcpy_each:captured", "limit"} <= gathered
+    assert {"in_place", f"in_place:best:{best}", "permute_and_copy", "memcpy_each", "limit"} <= saved
+    assert ("uva:programs=3,warps=8" in gathered) == sweep
+    assert rows["transfer", "uva", 5] == {"gather_gbps": 2.0}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted only without a GPU")
+def test_transfer_that_goes_wrong_leaves_no_figure(bench, links, monkeypatch, capsys):
+    monkeypatch.setattr(links.dma, "block_copy", lambda *args: None)
+    status, rows = bench("transfer")
+    assert status == 1
+    assert "dma: FAILED: blocks arrived wrong" in capsys.readouterr().out
+    assert ("transfer", "dma", 5) not in rows
+    assert ("transfer", "memcpy_each", 5) in rows
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted only without a GPU")
+def test_prefetch(bench, links, imitated_gpu, monkeypatch):  # noqa: F811
+    from benchmarks.offload import prefetch as module
+
+    parts = []
+
+    def prepare(model, variant, fused):
+        unoptimize(model)
+        Imitation(model).install()
+
+    def replay(model, cache):
+        parts.append([])
+        return [5.0, 6.0, 7.0]
+
+    part = module.Gather.part
+    monkeypatch.setattr(module, "prepare", prepare)
+    monkeypatch.setattr(module, "replay_ms", replay)
+    monkeypatch.setattr(module, "timed", lambda run: run() or [9.0, 9.0, 9.0])
+    monkeypatch.setattr(module, "pinned", links.pinned)
+    for name, value in (("HEADS", 2), ("BLOCK", 16), ("DIM", 8), ("BLOCK_BYTES", 1 << 18)):
+        monkeypatch.setattr(module, name, value)
+    parts.append([])
+    monkeypatch.setattr(module.Gather, "part", lambda self, at: (parts[-1].append(at), part(self, at)))
+    status, rows = bench("prefetch", "--shapes", f"1x{CONTEXT}", "--sizes", 1, "--programs", 8)
+    assert status == 0
+    first = rows["prefetch", "two_level:lag:gather=1MiB:programs=8:layers", CONTEXT]
+    assert first == {
+        "gather_ms": 9,
+        "step_ms": 6,
+        "cost_percent": 0,
+        "over_bound_percent": pytest.approx(-100 / 3, 1e-4),
+    }
+    assert ("prefetch", "two_level:lag:again", CONTEXT) in rows
+    # Of each graph: the run that compiles, the capture and one replay.
+    layers, begin = parts[1], parts[2]
+    assert layers == 3 * [0, 1, 2]
+    assert begin == 3 * [0]
+    assert parts[0] == parts[3] == [], "not in steps without it"
+
+
+# ---------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+def test_all_parts_on_a_gpu(tmp_path, monkeypatch):
+    config = shapes.known_config("qwen3-0.6b")
+    config.num_hidden_layers, config.layer_types = 3, config.layer_types[:3]
+    monkeypatch.setitem(shapes.SHAPES, "toy", lambda: config)
+    path, out = tmp_path / "offload.csv", tmp_path / "line.png"
+    command = f"{' '.join(offload.PARTS)} --model toy --shapes 1x16k --tokens 16 --csv {path} --out {out} --sizes 4"
+    command += " --programs 16 --overlaps 0.8 --pools 0.25kv --lengths 4k --chunks 0 1k --repeat 1"
+    assert offload.main(command.split()) == 0
+    with path.open() as file:
+        found = {(row["benchmark"], row["metric"]) for row in csv.DictReader(file)}
+    for pair in (
+        ("transfer", "gather_gbps"),
+        ("transfer", "save_gbps"),
+        ("prefetch", "cost_percent"),
+        ("overlap", "hit_rate"),
+        ("pool", "missed_mb"),
+        ("tenfold", "same_tokens"),
+        ("prefill", "prefill_gb"),
+        ("timeline", "fetch_ms"),
+    ):
+        assert pair in found
+    assert out.stat().st_size < 200_000
+
+
+def test_the_report_counts_without_knowing_how_many(tmp_path):
+    with Report("overlap", "tiny", tmp_path / "a.csv", None) as report, report.measuring(1, 5, "x"):
+        report.add("tpot_ms", 1.0)
+    assert report.close() == 0

@@ -1,0 +1,184 @@
+"""The operator benchmark: its inputs and its check, on the CPU through the references; the whole of it on a GPU."""
+
+from __future__ import annotations
+
+import csv
+import os
+
+import pytest
+import torch
+
+from benchmarks.operators.check import check
+from hf_sparsekv.config import TwoLevelConfig
+from hf_sparsekv.tuning.layer_step import MODELS, Layer, Shape
+
+CONFIG = TwoLevelConfig(block_size=16, num_blocks=4, token_budget=32, window=16, max_draft=4, sinks=2)
+SHAPE = Shape(2, 300, q_heads=4, heads=2, dim=16, dtype=torch.float32, config=CONFIG)
+
+
+LATENTS = Shape(2, 300, q_heads=5, heads=1, dim=24, value_dim=16, dtype=torch.float32, config=CONFIG)
+
+
+@pytest.fixture
+def layer() -> Layer:
+    return Layer(SHAPE, torch.device("cpu"), seed=0)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, LATENTS], ids=["keys-values", "latents"])
+def test_a_correct_step_passes_the_check(shape):
+    layer = Layer(shape, torch.device("cpu"), seed=0)
+    check(layer)
+    assert layer.out.shape == (2, shape.q_heads, shape.values)
+
+
+@pytest.mark.parametrize("part", ["append", "block_score", "block_select", "token_select", "token_score", "decode"])
+def test_an_operator_that_does_nothing_fails_the_check(layer, part, monkeypatch):
+    monkeypatch.setattr(Layer, part, lambda self, *args: None)
+    with pytest.raises(AssertionError):
+        check(layer)
+
+
+def test_walks_pass_the_check(layer):
+    from benchmarks.operators.walk import WalkLayer
+
+    WalkLayer(Layer(LATENTS, torch.device("cpu"), seed=0), blocks=5).check()
+    walk = WalkLayer(layer, blocks=5)
+    walk.check()
+    for part in ("begin", "attend", "verify", "merge"):
+        getattr(walk, part)()
+    assert (walk.state.used == 5).all()
+    assert torch.equal(walk.state.limits[1], torch.full_like(walk.state.used, 5)), "the next step begins as this one"
+
+
+@pytest.mark.parametrize("part", ["score", "rank"])
+def test_a_walk_that_leaves_something_out_fails_the_check(layer, part, monkeypatch):
+    from benchmarks.operators.walk import WalkLayer
+
+    walk = WalkLayer(layer, blocks=5)
+    monkeypatch.setattr(WalkLayer, part, lambda self: None)
+    walk.ids = walk.ids.flip(-1)
+    with pytest.raises(AssertionError):
+        walk.check()
+
+
+def test_inputs_are_what_a_store_would_hold(layer):
+    """Slots in allocation order, sinks flagged, the ring as full as it gets, room for the new token only."""
+    assert SHAPE.sealed == (300 - 35) // 16 == 16
+    assert layer.slots[:, :3].tolist() == [[0, 2, 4], [1, 3, 5]]
+    assert (layer.slots >= 0).sum() == 2 * SHAPE.sealed
+    assert layer.flags[:2, :2].unique().tolist() == [3]
+    assert int((layer.flags == 3).sum()) == 2 * CONFIG.sinks
+    assert layer.near_valid.sum(1).tolist() == [CONFIG.sinks + SHAPE.near - 1] * 2
+    layer.step()
+    assert layer.near_valid.sum(1).tolist() == [CONFIG.sinks + SHAPE.near] * 2
+    assert (layer.attended == CONFIG.sinks + SHAPE.near + CONFIG.token_budget).all()
+
+
+def test_bounds_enclose_the_keys(layer):
+    keys = layer.kv[..., : SHAPE.dim]
+    assert (keys <= layer.bounds[:, :, :1]).all()
+    assert (keys >= layer.bounds[:, :, 1:]).all()
+
+
+def test_bytes_of_the_target_shape():
+    """1 x 32k of Qwen3-8B by hand: bounds, labels of 128 blocks, 1024 tokens and the near buffer, 8 heads."""
+    shape = Shape(1, 32768)
+    assert shape.sealed == 509
+    assert shape.bytes_read("two_level") == 8 * (509 * 512 + 128 * 64 * 20 + (1024 + 4 + 143) * 512)
+    assert shape.bytes_read("dense") == 8 * (509 * 64 + 4 + 143) * 512
+
+
+def test_bytes_of_latents():
+    """1 x 32k of GLM-4.7-Flash: one row of 576 numbers a token, 128 label channels, for all 20 heads."""
+    shape = Shape(1, 32768, **MODELS["glm-4.7-flash"])
+    assert shape.case == "glm-4.7-flash"
+    assert (shape.channels, shape.width, shape.values) == (128, 576, 512)
+    assert shape.bytes_read("dense") == (509 * 64 + 4 + 143) * 1152
+    assert shape.bytes_read("two_level") == 509 * 2 * 1152 + 128 * 64 * 68 + (1024 + 4 + 143) * 1152
+
+
+def test_a_context_that_is_too_short_is_refused():
+    with pytest.raises(ValueError, match="stored blocks"):
+        Layer(Shape(1, 4096), torch.device("cpu"), seed=0)
+
+
+def test_arguments():
+    pytest.importorskip("triton")
+    from benchmarks.operators.run import arguments, shapes
+
+    found = shapes(arguments().parse_args([]))
+    assert [(s.batch, s.context) for s in found] == [(1, 32768), (1, 131072), (8, 32768), (8, 131072)]
+    args = ["--shapes", "2x5000", "--heads", "14x2", "--dim", "64", "--dtype", "float16", "--num-blocks", "32"]
+    (shape,) = shapes(arguments().parse_args(args))
+    assert (shape.batch, shape.context, shape.q_heads, shape.heads, shape.dim) == (2, 5000, 14, 2, 64)
+    assert shape.dtype == torch.float16
+    assert shape.case == "q14-kv2-d64"
+    (shape,) = shapes(arguments().parse_args(["--shapes", "1x32k", "--model", "glm-4.7-flash"]))
+    assert (shape.q_heads, shape.heads, shape.dim, shape.value_dim) == (20, 1, 576, 512)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off where there is a GPU")
+@pytest.mark.parametrize("operator", ["long_select", "long_score"])
+def test_ways_to_run_an_operator_agree(layer, operator):
+    pytest.importorskip("triton")
+    from benchmarks.operators.sweep import differs, variants
+
+    layer.step()
+    first = None
+    for name, run, result in variants([layer], operator):
+        run(0)
+        got = result().clone()
+        first = got if first is None else first
+        assert not differs(got, first), name
+
+
+def test_times_without_what_comes_before():
+    pytest.importorskip("triton")
+    from hf_sparsekv.tuning.timing import Time
+
+    assert Time(5.0, 4.5, 6.0) - Time(2.0, 1.0, 3.0) == Time(3.0, 2.5, 4.0)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off where there is a GPU")
+@pytest.mark.parametrize("operator", ["verify", "verify_long"])
+def test_ways_to_verify_agree(layer, operator, monkeypatch):
+    pytest.importorskip("triton")
+    from benchmarks.operators.sweep import FIRST, differs, variants
+    from hf_sparsekv.ops.progressive import reference
+    from hf_sparsekv.ops.progressive import triton as kernels
+
+    monkeypatch.setattr(reference, "verify", kernels.verify)
+    names, first = [], None
+    for name, run, result in variants([layer], operator):
+        run(0)
+        if name != FIRST:
+            got = result().clone()
+            first = got if first is None else first
+            assert not differs(got, first), name
+        names.append(name)
+    assert names[0] == FIRST
+    assert "ahead=256,warps=8" in names
+    blocks = 6 if operator == "verify_long" else 16
+    assert first[:12].tolist() == [blocks] * 12, "limits and blocks used of four rows"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(capsys):
+    pytest.importorskip("triton")
+    from benchmarks.operators.run import main
+
+    assert main([]) == 1
+    assert "CUDA" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path):
+    from benchmarks.operators.run import main
+
+    path = tmp_path / "operator.csv"
+    assert main(["--shapes", "1x16k", "--heads", "4x2", "--dim", "64", "--csv", str(path)]) == 0
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    variants = {row["variant"] for row in rows if row["metric"] == "attention_us"}
+    assert {"two_level", "two_level:lag", "block_only", "token_only", "captured_dense", "sdpa_best"} <= variants
+    assert all(float(row["value"]) > 0 for row in rows)

@@ -1,0 +1,319 @@
+"""The step benchmark from its arguments to its rows, and the figure made of them."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import itertools
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+from caches import predictive
+from captured import Imitation
+from models import build
+
+from benchmarks import baselines, decoding, filling, plot, shapes
+from benchmarks import step as bench_step
+from benchmarks.baselines import VARIANTS, NotRun, make_cache
+from benchmarks.report import Report, spread
+from hf_sparsekv import optimize, unoptimize
+
+BATCH, CONTEXT = 2, 300
+
+
+def rows(path) -> list[dict]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+# ---------------------------------------------------------------------- rows
+
+
+def test_spread():
+    assert spread([3.0]) == (3.0, None, None)
+    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == (3.0, 1.5, 4.5)
+
+
+def test_rows_are_written_after_each_variant_and_after_a_crash(tmp_path, capsys):
+    path = tmp_path / "step.csv"
+    with Report("step", "tiny", path, 4) as report:
+        with report.measuring(1, 512, "first"):
+            report.add("tpot_ms", [1.0, 2.0, 3.0])
+            assert not path.exists()
+        assert len(rows(path)) == 1
+        with report.measuring(1, 512, "second"):
+            report.add("tpot_ms", 4.0)
+            report.rename("second+dense")
+            report.add("peak_gb", 5.0, "GB")
+            raise KeyError("broken")
+        assert [row["variant"] for row in rows(path)] == ["first", "second", "second+dense"]
+        with report.measuring(1, 512, "third"):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        with report.measuring(1, 512, "fourth"):
+            raise NotRun("no such thing here")
+        with report.measuring(1, 512, "fifth"):
+            report.add("allocations", 0, "count")
+    assert report.close() == 1
+    out = capsys.readouterr().out
+    assert "third: not run, out of memory: CUDA out of memory" in out
+    assert "fourth: not run: no such thing here" in out
+    assert "second: FAILED: 'broken'" in out
+    last = rows(path)[-1]
+    assert (last["variant"], last["metric"], last["value"], last["unit"], last["low"]) == (
+        "fifth",
+        "allocations",
+        "0",
+        "count",
+        "",
+    )
+
+
+def test_interruption_keeps_what_was_measured(tmp_path):
+    path = tmp_path / "step.csv"
+    with (
+        pytest.raises(KeyboardInterrupt),
+        Report("step", "tiny", path, 1) as report,
+        report.measuring(1, 512, "first"),
+    ):
+        report.add("tpot_ms", 1.0)
+        raise KeyboardInterrupt
+    assert len(rows(path)) == 1
+
+
+def test_a_failing_variant_of_step_does_not_lose_the_others(tmp_path, monkeypatch):
+    path = tmp_path / "step.csv"
+    args = bench_step.arguments().parse_args(
+        ["--shapes", "1x200", "2x100", "--variants", "hf_dynamic", "two_level", "captured_dense", "--csv", str(path)]
+    )
+    model = build("llama", "sparsekv")
+
+    def measure(self, variant, batch, context):
+        if variant.name == "two_level":
+            raise RuntimeError("a kernel broke" if batch == 1 else "CUDA out of memory")
+        self.report.add("tpot_ms", [1.0, 2.0])
+
+    monkeypatch.setattr(bench_step.Bench, "measure", measure)
+    with Report("step", "tiny", path, 8) as report:
+        bench_step.run(bench_step.Bench(model, report, args), args, rate=1e12)
+    found = [(row["variant"].partition("+")[0], row["batch"]) for row in rows(path)]
+    assert found == [(name, batch) for batch in "12" for name in ("limit", "hf_dynamic", "captured_dense")]
+    assert len(report.failed) == len(report.left_out) == 1
+    expected = bench_step.limit_ms(shapes.weight_bytes(model), model.config, 1, 200, 4, 1e12)
+    assert float(rows(path)[0]["value"]) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.fixture
+def imitated_gpu(monkeypatch):
+    """Captured steps without a GPU: each replay runs the step anew."""
+
+    def prepare(model, variant, fused, capture=True):
+        unoptimize(model)
+        model.set_attn_implementation("sparsekv" if variant.ours else "sdpa")
+        if variant.ours:
+            Imitation(model).install()
+
+    monkeypatch.setattr(bench_step, "prepare", prepare)
+    monkeypatch.setattr(bench_step, "replay_ms", lambda model, cache: [1.0, 2.0])
+    for name in ("synchronize", "reset_peak_memory_stats", "set_sync_debug_mode"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 10**9)
+    allocated = itertools.count()
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"allocation.all.allocated": next(allocated)})
+
+
+def test_step_measures_all_that_it_names(tmp_path, imitated_gpu, monkeypatch):
+    """Everything but the clocks, in small: two captures of one shape, one of another, growth."""
+    settings = {"token_budget": 32, "num_blocks": 2, "block_size": 16, "window": 16, "dense_layers": 0}
+    small = {n: dataclasses.replace(v, settings=settings) for n, v in VARIANTS.items() if n.startswith("two_level")}
+    monkeypatch.setattr(baselines, "VARIANTS", {**VARIANTS, **small})
+    monkeypatch.setattr(bench_step, "COUNTED", 8)
+    monkeypatch.setattr(filling, "CALIBRATION", 256)
+    path = tmp_path / "step.csv"
+    given = [
+        "--shapes",
+        "2x600",
+        "1x640",
+        "--tokens",
+        "6",
+        "--recapture",
+        "--no-fused",
+        "--csv",
+        str(path),
+        "--variants",
+    ]
+    args = bench_step.arguments().parse_args([*given, "hf_dynamic", "hf_static", "two_level:lag"])
+    model = build("gemma3", "sparsekv", max_position_embeddings=2048)
+    with Report("step", "tiny", path, 8) as report:
+        bench_step.run(bench_step.Bench(model, report, args), args, rate=1e12)
+    assert report.close() == 0, report.failed
+    found = Counter((row["variant"], row["batch"], row["metric"]) for row in rows(path))
+    assert set(found.values()) == {1}
+    always = "tpot_ms steps_ms step_ms capture_s growth_s recapture_s peak_gb generate_host_syncs"
+    always += " allocations allocations:seal host_syncs host_syncs:seal"
+    first, second = ({metric for v, batch, metric in found if (v, batch) == ("two_level:lag", b)} for b in "21")
+    assert first - second == {"capture_s:cold"}, "cold once in a process"
+    assert second == set(always.split())
+    units = {row["metric"]: row["unit"] for row in rows(path)}
+    assert (units["allocations"], units["peak_gb"], units["capture_s"]) == ("count", "GB", "s")
+    counts = [row for row in rows(path) if row["metric"] == "allocations"]
+    assert {row["value"] for row in counts} == {"1"}, "the imitation counts how often it is asked"
+
+
+def test_step_measures_progressive_caches(tmp_path, imitated_gpu, monkeypatch):
+    """Captured, and driven by the host; how many blocks a walk took is a figure, too."""
+    settings = {"threshold": 0.6, "block_size": 16, "window": 16, "dense_layers": 0}
+    driven = {**settings, "execution": "host"}
+    names = {"progressive:0.95": settings, "progressive:0.95:host": driven, "progressive:0.95:eager": settings}
+    small = {n: dataclasses.replace(VARIANTS[n], settings=given) for n, given in names.items()}
+    monkeypatch.setattr(baselines, "VARIANTS", {**VARIANTS, **small})
+    monkeypatch.setattr(bench_step, "COUNTED", 8)
+    path = tmp_path / "step.csv"
+    given = ["--shapes", "2x200", "--tokens", "6", "--no-fused", "--csv", str(path), "--variants", *names]
+    args = bench_step.arguments().parse_args(given)
+    model = build("llama", "sparsekv")
+    with Report("step", "tiny", path, 4) as report:
+        bench_step.run(bench_step.Bench(model, report, args), args, rate=1e12)
+    assert report.close() == 0, report.failed
+    found = {(row["variant"], row["metric"]) for row in rows(path)}
+    for metric in ("blocks", "blocks_read", "covered_mass:estimated", "step_ms", "tpot_ms"):
+        assert ("progressive:0.95", metric) in found
+    for name in ("progressive:0.95:host", "progressive:0.95:eager"):
+        assert {metric for variant, metric in found if variant == name} == {"tpot_ms", "peak_gb"}
+
+
+def test_step_measures_predictive_caches(tmp_path, imitated_gpu, monkeypatch):
+    """At a budget of one's own; the selection that is given for free attends to as much and chooses nothing."""
+    settings = {"token_budget": 1024, "block_size": 16, "window": 16, "dense_layers": 0, "calibration_tokens": 64}
+    names = ("predictive", "predictive:free", "predictive:second")
+    small = {n: dataclasses.replace(VARIANTS[n], settings=settings) for n in names}
+    monkeypatch.setattr(baselines, "VARIANTS", {**VARIANTS, **small})
+    monkeypatch.setattr(bench_step, "COUNTED", 20)
+    path = tmp_path / "step.csv"
+    given = ["--shapes", "2x200", "--tokens", "6", "--no-fused", "--csv", str(path), "--budget", "48", "--parts"]
+    args = bench_step.arguments().parse_args([*given, "--variants", *names])
+    kept = []
+    monkeypatch.setattr(bench_step, "replay_ms", lambda model, cache: kept.append(cache) or [1.0, 1.0])
+    with Report("step", "tiny", path, 4) as report:
+        bench_step.run(bench_step.Bench(build("llama", "sparsekv"), report, args), args, rate=1e12)
+    assert report.close() == 0, report.failed
+    assert {row["variant"] for row in rows(path)} == {"limit", *(f"{name}:budget=48" for name in names)}
+    ours, free, second = (cache.stats() for cache in kept)
+    assert ours.attended_tokens == free.attended_tokens == second.attended_tokens
+    assert ours.sparse_calls == free.sparse_calls == second.sparse_calls > 0 == ours.dense_calls
+    assert kept[2].sparse_layers[0].store.twin.length == kept[2].get_seq_length()
+    policies = [cache.sparse_layers[0].policy for cache in kept]
+    first = policies[1].ids.clone()
+    assert not torch.equal(policies[0].ids, first)
+    decoding.Steps(build("llama", "sparsekv"), kept[1], 2, 4)()
+    assert torch.equal(policies[1].ids, first)
+
+
+@pytest.mark.parametrize("rank", ["stream", "host", "cpu"])
+def test_parts_of_predictive_steps(rank):
+    from benchmarks.predictive_parts import COPIED, copies, parts, predictive_layers, seats
+
+    model = build("llama", "sparsekv")
+    cache = predictive(rank == "host", model.config, token_budget=60, cache_rank=rank)
+    filling.fill_cache(model, cache, 2, 300)
+    layers = predictive_layers(cache)
+    queries = [policy.queries.held[:, :, 0].clone() for policy in seats(layers)[1]]
+    found = parts(layers, queries, 0.25)
+    store = "transfer" if rank == "cpu" else "push"
+    assert set(found) == {store, "predict", "score", "select", "attend", *([] if rank == "stream" else ["pack"])}
+    for run in found.values():
+        for i in (0, 1, 0, 1, 0):
+            run(i)
+    if rank != "stream":
+        packed = copies(layers[0])
+        before = packed.counters.clone()
+        found["pack"](0)
+        needed, copied = (packed.counters - before).tolist()
+        assert needed == 2 * 2 * 60
+        assert 0.5 * COPIED < copied / needed <= COPIED
+
+
+def test_a_step_that_is_not_captured_is_an_error():
+    model = optimize(build("llama", "sparsekv"))  # on a CPU
+    cache = make_cache(model, VARIANTS["two_level"], CONTEXT + 20)
+    filling.fill_cache(model, cache, BATCH, CONTEXT)
+    step = decoding.Steps(model, cache, BATCH, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", lambda: None)
+        with pytest.raises(RuntimeError, match="no decode step was captured: decode steps run eagerly: the model is"):
+            decoding.capture_seconds(model, step)
+
+
+def test_synchronisations_are_found_by_place(monkeypatch):
+    modes = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with decoding.synchronisations() as so_far:
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
+        warnings.warn("Synchronization debug mode is a prototype", stacklevel=1)
+        assert so_far().total() == 3
+        ((place, times),) = so_far().items()
+    assert place.startswith("test_benchmark_step.py:")
+    assert times == 3
+    assert modes == ["warn", "default"]
+
+
+def test_arguments_of_step():
+    args = bench_step.arguments().parse_args(
+        ["--shapes", "1x8k", "8x32k", "--variants", "two_level", "--compile", "--offload"]
+    )
+    assert args.shapes == [(1, 8192), (8, 32768)]
+    found = bench_step.variants(args)
+    assert [v.label(True) for v in found] == ["two_level+fused+offload", "hf_static_compile"]
+    assert bench_step.variants(bench_step.arguments().parse_args([]))[0].name == "hf_dynamic"
+
+
+# ---------------------------------------------------------------------- the figure
+
+
+def test_plots(tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("pandas")
+    path = tmp_path / "step.csv"
+    for case in ("qwen3-8b", "other"):
+        with Report("step", case, path, 1) as report:
+            for context in (8192, 32768):
+                for variant, metric in (*plot.LINES, ("something_else", "tpot_ms")):
+                    with report.measuring(1, context, variant):
+                        report.add(metric, 5.0)
+    for args in (["--out", tmp_path / "a.svg"], ["--out", tmp_path / "b.png", "--case", "other"]):
+        plot.main(["--csv", str(path), *map(str, args)])
+    assert (tmp_path / "a.svg").read_text().startswith("<?xml")
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit, match=r"no rows of none-such, batch 1; there are other x 1, qwen3-8b x 1"):
+        plot.main(["--csv", str(path), "--case", "none-such"])
+
+
+def test_newest_rows_win(tmp_path):
+    pytest.importorskip("pandas")
+    path = tmp_path / "step.csv"
+    for value in (1.0, 2.0):
+        with Report("step", "m", path, 1) as report, report.measuring(1, 8192, "limit"):
+            report.add("step_ms", value)
+    assert list(plot.newest(path, "m", 1).value) == [2.0]
+
+
+# ---------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+def test_step_on_a_gpu(tmp_path, monkeypatch):
+    config = shapes.known_config("qwen3-0.6b")
+    config.num_hidden_layers, config.layer_types = 3, config.layer_types[:3]
+    monkeypatch.setitem(shapes.SHAPES, "toy", lambda: config)
+    path = tmp_path / "step.csv"
+    args = f"--model toy --shapes 1x16k --tokens 32 --recapture --csv {path}".split()
+    assert bench_step.main([*args, "--variants", *bench_step.DEFAULT, "hf_offloaded", "hf_static"]) == 0
+    found = {(row["variant"], row["metric"]) for row in rows(path)}
+    ours = "tpot_ms step_ms capture_s:cold capture_s growth_s recapture_s peak_gb"
+    for metric in (*ours.split(), "allocations", "host_syncs", "generate_host_syncs"):
+        assert ("two_level:lag+fused", metric) in found
+    for variant in ("hf_dynamic", "hf_offloaded", "hf_static"):
+        assert (variant, "tpot_ms") in found
+    assert ("sdpa_best+fused", "step_ms") in found

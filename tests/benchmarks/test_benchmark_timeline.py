@@ -1,0 +1,70 @@
+"""A made-up profiler trace: what is read from it, its figures, its picture."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+
+from benchmarks.offload import run as offload
+from benchmarks.offload import timeline
+
+
+def event(name: str, start: float, end: float, stream: int = 7, launch: int = 1) -> dict:
+    args = {"stream": stream, "correlation": launch}
+    return {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": end - start, "args": args}
+
+
+def trace(two_streams: bool) -> list[dict]:
+    """Two steps of 100 us, and what the host does between them."""
+    rows = [{"ph": "M", "name": "process_name"}, {"ph": "X", "cat": "cpu_op", "name": "aten::add", "ts": 0, "dur": 1}]
+    rows.append(event("elementwise_kernel", 105, 107, launch=3))
+    aside = 20 if two_streams else 7
+    for launch, at in ((1, 0), (2, 200)):
+        rows += [
+            event("_one_row_kernel", at, at + 40, launch=launch),
+            event("_split_kernel", at + 40, at + 60, launch=launch),
+            event("nvjet_tst_64x8", at + 70, at + 90, launch=launch),
+            event("_block_score_kernel", at + 60, at + 70, aside, launch),
+            event("_look_kernel", at + 62, at + 65, aside, launch),
+            event("_copy_kernel", at + 65, at + 80, aside, launch),
+            event("_copy_kernel", at + 85, at + 100, aside, launch),
+        ]
+    return rows
+
+
+@pytest.mark.parametrize("two_streams", [True, False])
+def test_timeline(tmp_path, two_streams, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": trace(two_streams)}).encode()))
+    events = timeline.read_trace(path)
+    assert len(events) == 15
+    steps = timeline.steps_of(events)
+    assert [len(step) for step in steps] == [7, 7]
+    assert timeline.overlap_of(steps[0]) == timeline.Overlap(step=100, fetch=30, hidden=15, backlog=10)
+    assert [e.kind for e in steps[0]][:2] == [timeline.OTHER, timeline.ATTEND], "one row of a linear layer selects none"
+    titles = [title for title, _ in timeline.lanes_of(events)]
+    assert titles == (["stream 7", "stream 20"] if two_streams else list(dict.fromkeys(titles)))
+    assert two_streams or "fetch blocks" in titles
+    for ending, start in (("png", b"\x89PNG"), ("svg", b"<?xml")):
+        out = tmp_path / f"line.{ending}"
+        assert offload.main(["timeline", "--trace", str(path), "--out", str(out)]) == 0
+        assert out.read_bytes().startswith(start)
+        assert out.stat().st_size < 200_000
+
+
+def test_what_is_no_trace(tmp_path, capsys):
+    path = tmp_path / "trace.json"
+    for text in ("nothing", "[]", '{"traceEvents": []}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"is no trace|ran on a device"):
+            timeline.read_trace(path)
+    assert offload.main(["timeline", "--trace", str(path), "--out", str(tmp_path / "a.png")]) == 1
+    assert "nothing in" in capsys.readouterr().out
+
+
+def test_times_that_overlap():
+    assert timeline.union([(5, 6), (0, 2), (1, 3)]) == [(0, 3), (5, 6)]
+    assert timeline.common([(0, 3), (5, 6)], [(2, 5.5)]) == 1.5

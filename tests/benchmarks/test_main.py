@@ -1,0 +1,106 @@
+"""``python -m benchmarks``: what it runs, lists and refuses; and where the old command sends people."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from models import build
+from typer.testing import CliRunner
+
+from benchmarks import generate
+from benchmarks.__main__ import BENCHMARKS, main
+from hf_sparsekv.cli import app
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    build("llama", "sdpa", max_position_embeddings=2048, eos_token_id=2).save_pretrained(path)
+    return path
+
+
+def help_of(name: str, capsys) -> str:
+    with pytest.raises(SystemExit) as exit:
+        main([name, "--help"])
+    assert exit.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", ["operator", "step"])
+def test_needs_a_gpu_but_explains_itself(what, monkeypatch, capsys):
+    pytest.importorskip("triton")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main([what]) == 1
+    assert f"{what} needs a CUDA device" in capsys.readouterr().err
+    assert "--shapes" in help_of(what, capsys)
+
+
+def test_help_and_list(capsys):
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert all(f"  {name} " in done.stdout for name in BENCHMARKS)
+    assert main([]) == main(["paged"]) == 2
+    assert "there is no benchmark 'paged'" in capsys.readouterr().err
+    assert "--new-tokens" in help_of("generate", capsys)
+    assert "--overlaps" in help_of("offload", capsys)
+    assert main(["--list"]) == 0
+    known = capsys.readouterr().out
+    for line in (
+        r"qwen2\.5-7b +28 layers, 28 query and 4 KV heads of 128",
+        r"gemma3-12b .* 40 layers slide over 1024 tokens",
+        r"hf_offloaded +DynamicCache\(offloading=True\), eager",
+        r"two_level:lag +tokens within the previous step's blocks",
+    ):
+        assert re.search(line, known), line
+
+
+def test_generate_on_a_cpu(tiny, tmp_path, capsys):
+    path = tmp_path / "rows.csv"
+    command = ["generate", "--model", str(tiny), "--device", "cpu", "--context", "300", "--new-tokens", "4"]
+    assert main([*command, "--caches", "hf_dynamic", "two_level:lag", "--csv", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"two_level:lag +tpot_ms +\d", out)
+    assert "2 rows appended" in out
+    assert len(path.read_text().splitlines()) == 3
+    with pytest.raises(SystemExit):
+        main([*command, "--caches", "paged"])
+
+
+def test_offload_on_a_cpu(capsys):
+    assert main(["offload", "transfer", "--device", "cpu"]) == 1
+    assert "only a CUDA device runs transfer" in capsys.readouterr().out
+
+
+def test_fails_when_a_variant_does(tiny, monkeypatch, capsys):
+    def fail(*args, **kwargs):
+        raise ValueError("broken")
+
+    monkeypatch.setattr(generate, "fill_cache", fail)
+    command = ["generate", "--model", str(tiny), "--device", "cpu", "--context", "300", "--no-csv"]
+    assert main(command) == 1
+    assert "hf_dynamic: FAILED: broken" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", [(), ("step", "--shapes", "1x32k"), ("step", "--help"), ("--list",)])
+def test_the_old_command_says_where_it_is(given):
+    result = CliRunner().invoke(app, ["bench", *given])
+    assert result.exit_code == 2
+    assert " ".join(("python -m benchmarks", *given)) in result.stderr
+
+
+def test_the_package_does_not_know_its_benchmarks():
+    """No import of them anywhere, in functions and under TYPE_CHECKING included."""
+    for path in (ROOT / "hf_sparsekv").rglob("*.py"):
+        assert not re.search(r"^\s*(from|import) \.*benchmarks?\b", path.read_text(), re.M), path

@@ -1,0 +1,248 @@
+"""Synthetic keys and queries behave as recorded ones; replayed queries reach the layers, captured steps included."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from caches import FULL, TIGHT, two_level
+from captured import Imitation, same_counts
+from models import build, prompt
+from rich.console import Console
+
+from benchmarks.synthetic.achieved import achieved, measure
+from benchmarks.synthetic.keys import BLENDS, LEAD, Profile, SyntheticKV, blend
+from benchmarks.synthetic.replay import ReplayedQueries
+from benchmarks.synthetic.statistics import FRACTIONS
+from hf_sparsekv import TwoLevelConfig
+from hf_sparsekv.attention.exact import AttentionSpec, exact_attention
+from hf_sparsekv.attention.handle import Step
+
+# Shares: what one draw of some heads may miss the recorded average by, and what several layers may on average.
+CLOSE = {
+    "k=1/8:bound:overlap_1": (0.06, 0.025),
+    "k=1/8:bound:overlap_4": (0.08, 0.03),
+    "k=1/8:bound:overlap_16": (0.10, 0.04),
+    "k=1/16:bound:overlap_1": (0.13, 0.06),
+    "k=1/4:bound:overlap_1": (0.08, 0.03),
+    "k=1/8:bound:covered_mass": (0.16, 0.05),
+    "k=1/8:oracle:covered_mass": (0.12, 0.06),
+    "blocks_for_95": (0.10, 0.04),
+    "rest_mass": (0.20, 0.06),
+}
+
+
+def synthetic(layers=30, context=7168, **changes) -> SyntheticKV:
+    shape = {"q_heads": 12, "heads": 4, "dim": 64, "batch": 1, "dtype": torch.float32} | changes
+    return SyntheticKV(layers, context=context, **shape)
+
+
+def off(found: dict[str, float], targets: dict[str, float], average: bool = False) -> dict[str, tuple[float, float]]:
+    """What is not close: found and recorded."""
+    return {n: (found[n], targets[n]) for n, close in CLOSE.items() if abs(found[n] - targets[n]) > close[average]}
+
+
+# ---------------------------------------------------------------------- statistics
+
+
+@pytest.mark.parametrize("shape", [{"q_heads": 24}, {"q_heads": 32, "dim": 128}], ids=["64", "128"])
+def test_as_recorded(shape):
+    made = synthetic(heads=8, **shape)
+    layers, printed = range(1, 30, 4), io.StringIO()
+    targets = {layer: made.profile.targets(layer, 30) for layer in layers}
+    found = achieved(
+        lambda layer: made.keys_values(layer)[0],
+        made.queries(32),
+        made.config,
+        layers=layers,
+        heads=8,
+        steps=32,
+        targets=targets.get,
+        console=Console(file=printed, width=160),
+    )
+    for layer, values in found.items():
+        assert not off(values, targets[layer]), layer
+    mean = [{name: float(np.mean([one[n][name] for n in layers])) for name in CLOSE} for one in (found, targets)]
+    assert not off(*mean, average=True)
+    assert f"{found[5]['blocks_for_95']:.3f} ({targets[5]['blocks_for_95']:.3f})" in printed.getvalue()
+
+
+def test_longer_context_keeps_fractions():
+    made = synthetic(layers=36, context=24576, heads=3, q_heads=9)
+    k, q = made.keys_values(17)[0], made.queries(24)[:, 17, 0]
+    found = {name: float(v.mean()) for name, v in measure(k[0], q, made.config).items()}
+    assert not off(found, made.profile.targets(17, 36))
+
+
+def test_wanted_overlap():
+    """A curve over the same keys: rises as asked for, comes close, and ends where nothing changes."""
+    made = synthetic(layers=3)
+    k = made.keys_values(1)[0][0]
+    for fraction in (Fraction(1, 8), Fraction(1, 4)):
+        name = f"k={fraction}:bound:overlap_1"
+        wanted = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+        got = []
+        for overlap in wanted:
+            q = made.queries(24, overlap=overlap, fraction=fraction)[:, 1, 0]
+            got.append(measure(k, q, made.config, (fraction,))[name].mean())
+        assert all(a <= b + 1e-6 for a, b in itertools.pairwise(got)), got
+        assert got[-1] == 1.0
+        within = [(w, g) for w, g in zip(wanted, got) if w >= min(got) + 0.05]
+        assert len(within) >= 3
+        assert all(abs(w - g) < 0.06 for w, g in within), within
+
+
+def test_blend_is_monotone():
+    profile = Profile()
+    for layer in range(36):
+        for fraction in (1 / 32, 1 / 16, 0.1, 1 / 8, 1 / 4, 1 / 2):
+            by = [profile.blend_for(x, fraction, layer, 36) for x in np.linspace(0, 1, 41)]
+            assert all(a <= b for a, b in itertools.pairwise(by))
+            assert by[0] == -1 and by[-1] == pytest.approx(1, abs=1e-6)
+    weights = (0.5, 0.2, 0.2, 0.1)
+    assert blend(weights, 0) == weights
+    assert blend(weights, 1) == (1, 0, 0, 0) and blend(weights, -1) == (0, 0, 0, 1)
+    assert all(sum(blend(weights, by)) == pytest.approx(1) for by in BLENDS)
+
+
+# ---------------------------------------------------------------------- tensors
+
+
+def test_deterministic():
+    shape = {"layers": 2, "context": 700, "batch": 2}
+    made, again, other = synthetic(**shape), synthetic(**shape), synthetic(**shape, seed=1)
+    for layer in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(made.keys_values(layer), again.keys_values(layer)))
+        assert not torch.equal(made.keys_values(layer)[0], other.keys_values(layer)[0])
+    assert not torch.equal(made.keys_values(0)[0], made.keys_values(1)[0])
+    queries = made.queries(9)
+    assert queries.shape == (9, 2, 2, 12, 64)
+    assert torch.equal(queries[:5], again.queries(5)), "more steps continue fewer ones"
+    assert made.prompt_queries(1).shape == (2, 12, LEAD, 64)
+    assert torch.equal(made.queries(3, overlap=1.0)[0], made.queries(3, overlap=1.0)[2])
+
+
+def test_pieces_do_not_show(monkeypatch):
+    """However many blocks are made at once: right shape, topics begin with the blocks, nothing is left out."""
+    monkeypatch.setattr("benchmarks.synthetic.keys.PIECE", 4 * 64 * 64 * 2)
+    made = synthetic(layers=1, context=1000, batch=1)
+    k, v = made.keys_values(0)
+    assert k.shape == v.shape == (1, 4, 1000, 64)
+    assert bool(k.isfinite().all() and v.isfinite().all())
+    means = k[0, :, :960, 1:].unflatten(1, (15, 64)).mean(2)
+    assert float(means.std()) > 0.7 * made.parameters(0).topic, "all tokens of a block share its topic"
+    assert float(v.std()) == pytest.approx(1, abs=0.02)
+    assert bool((k[:, :, made.config.sinks :, 0] == 0).all())
+
+
+def test_profile():
+    profile = Profile()
+    assert profile.layers == 30 and profile.source["model"] == "SmolLM2-135M-Instruct"
+    first, last = profile.parameters(0, 36), profile.parameters(35, 36)
+    assert first == profile.parameters(0, 30) and last == profile.parameters(29, 30)
+    between = profile.targets(1, 59)["blocks_for_95"]
+    assert between == pytest.approx(sum(profile.recorded["blocks_for_95"][:2]) / 2)
+    for layer in range(30):
+        p = profile.parameters(layer, 30)
+        assert sum(p.weights) == pytest.approx(1, abs=1e-3) and min(p.weights) >= 0
+    assert set(profile.curves) == {str(f) for f in FRACTIONS}
+
+
+# ---------------------------------------------------------------------- replayed queries
+
+
+def filled(context: int = 400, **settings):
+    """A tiny model of three layers, and a cache with synthetic tokens."""
+    net = build("qwen3", "sparsekv", num_hidden_layers=3)
+    cache = two_level(settings.pop("offload", False), model_config=net.config, **settings)
+    made = SyntheticKV(3, 4, 2, 16, 1, context, config=cache.config, dtype=torch.float32)
+    made.fill(cache)
+    return net, cache, made
+
+
+def generate(net, cache, replayed, context: int = 400) -> torch.Tensor:
+    inputs = prompt(1, context + 1)
+    go = {"do_sample": False, "max_new_tokens": 40}
+    return net.generate(**inputs, past_key_values=cache, stopping_criteria=[replayed], **go)[0, context + 1 :]
+
+
+def test_attends_with_the_buffer():
+    _, cache, made = filled(**FULL)
+    queries = made.queries(5)
+    replayed = ReplayedQueries(queries)
+    replayed.install(cache)
+    torch.manual_seed(0)
+    for index in (0, 1, 2, 3, 4, 3, 2, 1, 0, 1):  # there and back
+        assert torch.equal(replayed.buffer, queries[index])
+        for number, layer in enumerate(cache.sparse_layers):
+            step = Step(layer, torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16), layer.get_seq_length())
+            found = layer.attend(step, torch.full((1, 4, 1, 16), float("nan")), None, AttentionSpec(0.25))
+            expected = exact_attention(
+                queries[index, number][:, :, None], layer.keys, layer.values, AttentionSpec(0.25)
+            )
+            torch.testing.assert_close(found, expected)
+        replayed.next()
+
+
+@pytest.mark.parametrize("settings", [{"lag": False}, {"offload": True}], ids=["device", "host-lag"])
+def test_generate(settings):
+    """Eager and captured steps make the same text; another sequence makes another; without it, the model's own."""
+    texts, caches = [], []
+    for captured, seed in ((False, 0), (True, 0), (False, 1)):
+        net, cache, made = filled(**TIGHT, **settings)
+        made.seed += seed
+        replayed = ReplayedQueries(made.queries(64))
+        replayed.install(cache)
+        if captured:
+            runner = Imitation(net)
+            runner.install()
+        texts.append(generate(net, cache, replayed))
+        caches.append(cache)
+        assert replayed.step == 40
+        if captured:
+            assert runner.replays > 35 and runner.captures <= 4
+    assert torch.equal(texts[0], texts[1])
+    same_counts(*caches[:2])
+    assert not torch.equal(texts[0], texts[2])
+
+    net, cache, _ = filled(**TIGHT, **settings)
+    own = generate(net, cache, lambda ids, scores: torch.zeros(1, dtype=torch.bool))
+    net, cache, made = filled(**TIGHT, **settings)
+    replayed = ReplayedQueries(made.queries(4))
+    replayed.install(cache)
+    replayed.remove()
+    assert torch.equal(generate(net, cache, replayed), own)
+    assert not torch.equal(own, texts[0])
+
+
+def test_install_refuses():
+    _, cache, made = filled()
+    with pytest.raises(ValueError, match="3 sparse ones"):
+        ReplayedQueries(made.queries(2)[:, :2]).install(cache)
+    with pytest.raises(ValueError, match=r"\[steps, layers, batch, Hq, D\]"):
+        ReplayedQueries(made.queries(2)[0])
+    first = ReplayedQueries(made.queries(2))
+    first.install(cache)
+    with pytest.raises(ValueError, match="already"):
+        ReplayedQueries(made.queries(2)).install(cache)
+    first.remove()
+    first.remove()
+    wrong = ReplayedQueries(made.queries(2)[:, :, :, :2])
+    wrong.install(cache)
+    layer = cache.sparse_layers[0]
+    step = Step(layer, torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16), layer.get_seq_length())
+    with pytest.raises(ValueError, match="replayed queries are"):
+        layer.attend(step, torch.randn(1, 4, 1, 16), None, AttentionSpec(0.25))
+
+
+def test_config_shapes_blocks():
+    config = TwoLevelConfig(block_size=16, sinks=0)
+    made = SyntheticKV(1, 2, 1, 32, 1, 321, config=config, dtype=torch.bfloat16)
+    k, _ = made.keys_values(0)
+    assert k.dtype == torch.bfloat16 and bool((k[..., 0] == 0).all())
+    means = k.float()[0, :, :320, 1:].unflatten(1, (20, 16)).mean(2)
+    assert float(means.std()) > 0.7 * made.parameters(0).topic
