@@ -10,8 +10,11 @@ from the model's last kernel to the end of the last fetch, which the next step h
 
 from __future__ import annotations
 
+import functools
 import gzip
+import importlib
 import json
+import pkgutil
 import statistics
 import tempfile
 from collections import Counter
@@ -29,16 +32,15 @@ from .curves import WARM
 
 STEPS = 2  # in the trace
 ZOOM_US = 700.0  # of the picture's lower part: a few layers
-# kind -> colour and how kernels' names begin; what nothing matches belongs to the model's other layers
+FETCH, ATTEND, OTHER = "fetch blocks", "attend, append", "linear layers, norms"
+# kind -> colour, and the operators whose kernels belong to it; all other kernels are those of the model's other layers
 KINDS = {
-    "fetch blocks": ("tab:red", ("_copy_kernel",)),
-    "find frames": ("tab:orange", ("_look_kernel", "_place_kernel")),
-    "choose": ("tab:green", ("_block_score", "_token_score", "_word_score", "_row_kernel", "_histogram", "_compact")),
-    "attend, append": ("tab:blue", ("_split_kernel", "_merge_kernel", "_append_kernel")),
+    FETCH: ("tab:red", ("block_copy",)),
+    "find pages": ("tab:orange", ("residency",)),
+    "choose": ("tab:green", ("block_score", "block_rank", "token_score", "topk_select")),
+    ATTEND: ("tab:blue", ("sparse_decode", "progressive", "append")),
 }
-OTHER = "linear layers, norms"
 COLOURS = {name: colour for name, (colour, _) in KINDS.items()} | {OTHER: "0.6"}
-FETCH, ATTEND = "fetch blocks", "attend, append"
 MOST_LANES = 5  # a graph may use any number of streams
 Span = tuple[float, float]
 
@@ -59,7 +61,22 @@ class Event:
 
     @property
     def kind(self) -> str:
-        return next((kind for kind, (_, starts) in KINDS.items() if self.name.startswith(starts)), OTHER)
+        return kinds().get(self.name, OTHER)
+
+
+def kernel_names(operator: str) -> set[str]:
+    """Names of the Triton functions that the modules of ``hf_sparsekv.ops.<operator>`` define, as a trace has them."""
+    package = importlib.import_module(f"hf_sparsekv.ops.{operator}")
+    modules = [importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
+    functions = [f for module in modules for f in vars(module).values() if type(f).__module__.startswith("triton.")]
+    mine = [f.fn for f in functions if getattr(f, "fn", None) and f.fn.__module__.startswith(package.__name__)]
+    return {function.__name__ for function in mine}
+
+
+@functools.cache
+def kinds() -> dict[str, str]:
+    """Kind by kernel name. Read from the kernels themselves, so that it stays right when one is renamed."""
+    return {name: kind for kind, (_, operators) in KINDS.items() for one in operators for name in kernel_names(one)}
 
 
 def read_trace(path: Path) -> list[Event]:

@@ -11,6 +11,11 @@ from benchmarks.offload import run as offload
 from benchmarks.offload import timeline
 
 
+def kernel(operator: str, part: str = "") -> str:
+    """The name of one of an operator's kernels."""
+    return min(name for name in timeline.kernel_names(operator) if name.endswith("kernel") and part in name)
+
+
 def event(name: str, start: float, end: float, stream: int = 7, launch: int = 1) -> dict:
     args = {"stream": stream, "correlation": launch}
     return {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": end - start, "args": args}
@@ -23,20 +28,37 @@ def trace(two_streams: bool) -> list[dict]:
     aside = 20 if two_streams else 7
     for launch, at in ((1, 0), (2, 200)):
         rows += [
-            event("_one_row_kernel", at, at + 40, launch=launch),
-            event("_split_kernel", at + 40, at + 60, launch=launch),
+            event(kernel("small_linear", "one_row"), at, at + 40, launch=launch),
+            event(kernel("sparse_decode", "split"), at + 40, at + 60, launch=launch),
             event("nvjet_tst_64x8", at + 70, at + 90, launch=launch),
-            event("_block_score_kernel", at + 60, at + 70, aside, launch),
-            event("_look_kernel", at + 62, at + 65, aside, launch),
-            event("_copy_kernel", at + 65, at + 80, aside, launch),
-            event("_copy_kernel", at + 85, at + 100, aside, launch),
+            event(kernel("block_score"), at + 60, at + 70, aside, launch),
+            event(kernel("residency"), at + 62, at + 65, aside, launch),
+            event(kernel("block_copy"), at + 65, at + 80, aside, launch),
+            event(kernel("block_copy"), at + 85, at + 100, aside, launch),
         ]
     return rows
+
+
+def test_kinds_follow_the_kernels():
+    """Names come from the operators' own functions; none belongs to two kinds."""
+    pytest.importorskip("triton")
+    from hf_sparsekv.ops.sparse_decode.split_kernel import split_kernel
+
+    by_kind = [set().union(*map(timeline.kernel_names, operators)) for _, operators in timeline.KINDS.values()]
+    names = [name for names in by_kind for name in names if name.endswith("kernel")]  # others are called by these
+    assert len(names) == len(set(names))
+    kinds = timeline.kinds()
+    assert kinds[split_kernel.fn.__name__] == timeline.ATTEND
+    for kind, (_, operators) in timeline.KINDS.items():
+        for operator in operators:
+            assert kinds[kernel(operator)] == kind, "each of these operators has a kernel"
+    assert not kinds.keys() & timeline.kernel_names("small_linear")
 
 
 @pytest.mark.parametrize("two_streams", [True, False])
 def test_timeline(tmp_path, two_streams, capsys):
     pytest.importorskip("matplotlib")
+    pytest.importorskip("triton")
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": trace(two_streams)}).encode()))
     events = timeline.read_trace(path)
