@@ -14,8 +14,7 @@ from typing import Annotated, get_type_hints
 import torch
 import typer
 
-from ..config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
-from ..predictor.query import PREDICTORS
+from ..config import PREDICTORS, OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 
 
 class CacheKind(str, Enum):
