@@ -1,5 +1,5 @@
 """``python -m hf_sparsekv`` is the ``hf-sparsekv`` command."""
 
-from .cli import main
+from .cli.app import main
 
 main()

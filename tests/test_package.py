@@ -28,7 +28,7 @@ import torch
 torch.cuda.is_available = lambda: False
 
 import hf_sparsekv
-from hf_sparsekv.cli import app
+from hf_sparsekv.cli.app import app
 from transformers import LlamaConfig, LlamaForCausalLM
 
 config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
@@ -114,7 +114,7 @@ def test_wheel_contents(wheel):
     assert {"hf_sparsekv/py.typed", "hf_sparsekv/evaluation/data/longbench.json"} <= names
     assert {n.partition("/")[0] for n in names} == {"hf_sparsekv", names_info(names)}
     assert any(n.endswith("/LICENSE") for n in names)
-    assert "hf-sparsekv = hf_sparsekv.cli:main" in scripts
+    assert "hf-sparsekv = hf_sparsekv.cli.app:main" in scripts
     assert "License-Expression: Apache-2.0" in metadata
     required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]
     assert not any(name in line for line in required for name in OPTIONAL), required

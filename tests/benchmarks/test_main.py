@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from benchmarks import generate
 from benchmarks.__main__ import BENCHMARKS, main
-from hf_sparsekv.cli import app
+from hf_sparsekv.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,0 +1,58 @@
+"""The ``hf-sparsekv`` command. Each subcommand is a module of :mod:`hf_sparsekv.cli`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..version import __version__
+from . import output
+from .bench import bench
+from .calibrate import calibrate
+from .calibrate_device import calibrate_device
+from .demo import demo
+from .doctor import doctor
+from .evaluate import app as evaluate
+from .fetch import fetch
+from .generate import generate
+from .lm_eval import lm_eval
+from .plan import plan
+
+app = typer.Typer(
+    name="hf-sparsekv",
+    help="Sparse, offloadable KV caches for Hugging Face Transformers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"hf-sparsekv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    output.state.debug = debug
+
+
+for command in (generate, plan, calibrate, calibrate_device, doctor, fetch, demo):
+    app.command()(output.one_line_errors(command))
+app.add_typer(evaluate)
+# What follows these names is the benchmark's or lm-eval's own.
+for command, name in ((bench, "bench"), (lm_eval, "lm-eval")):
+    own = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+    app.command(name, context_settings=own)(output.one_line_errors(command))
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app(prog_name="hf-sparsekv")
