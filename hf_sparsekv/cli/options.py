@@ -14,7 +14,8 @@ from typing import Annotated, get_type_hints
 import torch
 import typer
 
-from ..config import PREDICTORS, OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
+from ..config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
+from ..predictor.query import PREDICTORS
 
 
 class CacheKind(str, Enum):
