@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from hf_sparsekv import __version__
-from hf_sparsekv.cli import app, doctor, loading
+from hf_sparsekv.cli import doctor, loading
+from hf_sparsekv.cli.app import app
 from hf_sparsekv.cli.running import encode
 from hf_sparsekv.evaluation.small_model import ModelFetchError
 from hf_sparsekv.predictor.channels import LabelChannels
