@@ -97,7 +97,6 @@ VARIANTS = {
                 f"blocks until {threshold:.0%} of the mass is seen{about}",
                 settings={
                     "threshold": threshold,
-                    "execution": "host" if how == ":host" else "device",
                     "estimate": "as_min" if how == ":as_min" else "scores",
                 },
                 config=ProgressiveConfig,
@@ -107,23 +106,17 @@ VARIANTS = {
                 "": "",
                 ":as_min": ", by PSA's own estimate",
                 ":eager": ", not captured",
-                ":host": ", driven by the host, not captured",
             }.items()
             for threshold in (0.9, 0.95, 0.98)
         ),
         *(
             Variant(
-                "predictive" + "".join(f":{part}" for part in (predictor, scoring) if part),
-                f"tokens chosen a step before for a predicted query, by {scoring or 'labels'}",
-                settings={
-                    "token_budget": 1024,
-                    **({"predictor": predictor} if predictor else {}),
-                    "scoring": scoring or "labels",
-                },
+                f"predictive:{predictor}" if predictor else "predictive",
+                "tokens chosen a step before for a predicted query",
+                settings={"token_budget": 1024, **({"predictor": predictor} if predictor else {})},
                 config=PredictiveConfig,
             )
             for predictor in ("", "last", "ridge", "assembled")
-            for scoring in ("", "keys")
         ),
         Variant(
             "predictive:free", "the same selection given for free", settings={"token_budget": 1024}, config=FreeConfig
@@ -132,12 +125,12 @@ VARIANTS = {
             Variant(
                 f"predictive:second{how}",
                 f"tokens chosen a step before on a second GPU{about}",
-                settings={"token_budget": 1024, "scoring": "keys" if how == ":keys" else "labels"},
+                settings={"token_budget": 1024},
                 config=PredictiveConfig,
                 captured=how != ":eager",
                 second=True,
             )
-            for how, about in {"": "", ":keys": ", by keys", ":eager": ", not captured"}.items()
+            for how, about in {"": "", ":eager": ", not captured"}.items()
         ),
     )
 }

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from .predictor.query import EPSILON, PREDICTOR, WINDOW, Predict, make_predictor
+from .removed import Options
 
 Reduce = Literal["mean", "max"]
 Metadata = Literal["min_max", "cuboid_mean", "mean"]
@@ -49,7 +50,7 @@ def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseConfig:
+class SparseConfig(Options):
     """What every sparse method shares: block layout and the tokens that are always attended.
 
     Args:
@@ -220,20 +221,16 @@ class ProgressiveConfig(SparseConfig):
             how much the blocks read so far hold beyond the prediction of theirs. ``"as_min"``: the least mass of a
             token among the blocks read so far, times its tokens (PSA), which the true mass falls short of by far where
             the ranking errs (docs/accuracy.md). ``"bound"``: the most that Quest's bound allows, which guarantees the
-            threshold and reads nearly everything; only with ``metadata="min_max"``.
+            threshold and reads nearly everything; only with ``metadata="min_max"``. The last two are baselines from
+            the papers: without kernels of their own, plain torch finds where a walk stops, which is slower.
         group_reduce: when the query heads of a KV head have seen enough: ``"all"`` of them, or the ``"sum"`` of their
             masses (which the heads with the largest logits decide).
         min_blocks: blocks attended to at least, if there are as many and ``max_blocks`` allows them: the first ones say
             little about those that the ranking has misplaced. On the small real model, with ``"as_min"``, 8 lower the
             KL divergence by a third for half a block to one a walk (``walks:progressive`` in
             benchmarks/results/accuracy.csv).
-        micro_batch: blocks that host-driven execution reads at a time. The result does not depend on it.
         max_blocks: blocks attended to at most per step, row and KV head, whatever they cover: a safety valve.
             ``stats()`` says how often it decided. ``None``: all.
-        execution: who stops the walk. ``"device"``: a few rounds of kernels, which a captured step contains.
-            ``"host"``: PSA's pipeline: blocks are loaded on a stream of their own while those before are attended to,
-            and a kernel tells the host through pinned memory to stop; never captured. ``"auto"``: the quicker one,
-            which is the device's.
         audit_every: every so many decode steps, read all blocks and compare the covered share of the attention mass
             with the estimate (``stats()``). Takes about as long as a dense step. ``None``: never.
     """
@@ -245,9 +242,7 @@ class ProgressiveConfig(SparseConfig):
     estimate: Literal["scores", "as_min", "bound"] = "scores"
     group_reduce: Literal["all", "sum"] = "all"
     min_blocks: int = 8
-    micro_batch: int = 16
     max_blocks: int | None = None
-    execution: Literal["auto", "device", "host"] = "auto"
     audit_every: int | None = None
 
     def __post_init__(self) -> None:
@@ -263,9 +258,7 @@ class ProgressiveConfig(SparseConfig):
             f"estimate='bound' needs metadata='min_max', which bounds what a block can hold; got {self.metadata!r}",
         )
         _one_of("group_reduce", self.group_reduce, ("all", "sum"))
-        _one_of("execution", self.execution, ("auto", "device", "host"))
-        for name in ("micro_batch", "min_blocks"):
-            _positive(name, getattr(self, name))
+        _positive("min_blocks", self.min_blocks)
         for name in ("max_blocks", "audit_every"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
@@ -287,9 +280,6 @@ class PredictiveConfig(SparseConfig):
         predictor: how the next query follows from the latest ones: ``"last"``, ``"ridge"``, ``"ridge_softmax"``,
             ``"assembled"`` (AsyncSpade), ``"assembled_ridge"``, or a function; see :mod:`hf_sparsekv.predictor.query`.
         predictor_window, predictor_epsilon: predecessors that the regression has, and strength of the ridge.
-        scoring: what all tokens in full blocks are scored by: ``"labels"``, the label channels of
-            :class:`TwoLevelConfig`, or ``"keys"``, whole keys: several times the bytes. With ``"keys"`` the blocks have
-            to lie on a GPU.
         start_length: attend to everything until so many tokens are cached, and then to the end of the block.
         cache_rank: who chooses and where the blocks live: ``"stream"``, the same GPU, beside its computation;
             ``"host"``, host memory (as with an :class:`OffloadConfig`): the GPU chooses by labels and copies what is
@@ -306,7 +296,6 @@ class PredictiveConfig(SparseConfig):
     predictor: str | Predict = PREDICTOR
     predictor_window: int = WINDOW
     predictor_epsilon: float = EPSILON
-    scoring: Literal["labels", "keys"] = "labels"
     start_length: int = 0
     cache_rank: str | None = None
     strict: bool = False
@@ -322,7 +311,6 @@ class PredictiveConfig(SparseConfig):
         super().__post_init__()
         _positive("token_budget", self.token_budget)
         make_predictor(self.predictor, self.predictor_window, self.predictor_epsilon)  # which checks them
-        _one_of("scoring", self.scoring, ("labels", "keys"))
         _not_negative("start_length", self.start_length)
         _require(
             self.cache_rank in (None, "stream", "host") or _is_device(self.cache_rank),
@@ -334,10 +322,6 @@ class PredictiveConfig(SparseConfig):
             f"quick: leave dense_below={self.dense_below!r} out (start_length says from where on to select)",
         )
         _require(self.strict in (True, False), f"strict must be True or False, got {self.strict!r}")
-        _require(
-            self.scoring != "keys" or self.cache_rank != "host",
-            "scoring='keys' reads all keys in every step, which takes too long from host memory: take scoring='labels'",
-        )
         _positive("layers_per_pack", self.layers_per_pack)
         _check_labels(self)
 

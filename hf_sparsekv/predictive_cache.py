@@ -46,8 +46,6 @@ class AsyncPredictiveCache(SparseCache):
             offload = OffloadConfig()
         if offload is not None and config.cache_rank == "stream":
             raise ValueError("cache_rank='stream' keeps all blocks on the device: leave offload out, or cache_rank")
-        if offload is not None and config.scoring == "keys":
-            raise ValueError("scoring='keys' reads all keys in every step: with offload take scoring='labels'")
         self.channels = None if config.channel_file is None else LabelChannels.load(config.channel_file)
         self.rank = None
         if config.cache_rank not in (None, "stream", "host"):

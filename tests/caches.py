@@ -106,12 +106,10 @@ CACHES: dict[str, Callable[..., SparseCache]] = {
     "progressive-bound": _progressive(True, metadata="min_max", estimate="bound", bound_tokens=8, dense_layers=1),
     "progressive-paper": _progressive(False, estimate="as_min"),
     "progressive-capped": _progressive(True, max_blocks=3, threshold=0.9),
-    "progressive-driven": _progressive(True, execution="host", micro_batch=2),
-    "progressive-driven-device": _progressive(False, execution="host", micro_batch=1),
     "predictive": _predictive(False),
     "predictive-host": _predictive(True),
     "predictive-host-nopool": _predictive(OffloadConfig(device_pool=0)),
-    "predictive-keys": _predictive(False, scoring="keys", token_reduce="mean", sinks=0),
+    "predictive-mean": _predictive(False, token_reduce="mean", sinks=0),
     "predictive-late": _predictive(False, start_length=90, label_bits=16, layers_per_pack=2),
     "predictive-second": _predictive(False, cache_rank="cpu", layers_per_pack=2),
     "predictive-host-dense1": _predictive(True, dense_layers=1, block_size=32, layers_per_pack=3),
@@ -119,4 +117,3 @@ CACHES: dict[str, Callable[..., SparseCache]] = {
 
 HOST_RANK = ("predictive-second",)  # chosen on the host for a model on a GPU: such steps are not captured
 UNSAVED = ("predictive-second",)  # cannot be saved yet
-EAGER = ("progressive-driven", "progressive-driven-device")  # the host takes part in each layer: never captured

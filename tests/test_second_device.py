@@ -311,15 +311,6 @@ def test_a_captured_step_knows_where_the_other_device_keeps_its_blocks():
     assert store.addresses != before
 
 
-def test_a_reset_moves_nothing_that_a_captured_step_reads():
-    cache = predictive(False, **TIGHT, cache_rank="cpu", scoring="keys")
-    decode(cache, steps=5)
-    every = cache.sparse_layers[0].policy.twin._every
-    cache.reset()
-    decode(cache, steps=5)
-    assert cache.sparse_layers[0].policy.twin._every is every
-
-
 def test_whoever_reads_the_other_devices_blocks_comes_behind_its_work(monkeypatch):
     """In a captured step that has been seen to before."""
     cache, order = predictive(False, **TIGHT, cache_rank="cpu", start_length=1000), []

@@ -1,7 +1,7 @@
 """How fast blocks cross the link, each way.
 
 To the GPU: scattered blocks of 32 KB and rows of 4 KB by ``ops.block_copy`` (``uva``: a kernel that reads pinned memory
-in place; ``dma``: the copy engine), by one ``cudaMemcpy`` each, and one large copy as the limit. From the GPU: keys and
+in place), by one ``cudaMemcpy`` each, and one large copy as the limit. From the GPU: keys and
 values of a prompt as one large copy (the limit), permuted into blocks and then copied, written into their blocks by a
 kernel, and one ``cudaMemcpy`` a block.
 """
@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_sparsekv.ops.block_copy import dma
 from hf_sparsekv.ops.block_copy.triton import TILE, block_copy
 from hf_sparsekv.tuning.block_copies import BLOCK, DIM, HEADS
 from hf_sparsekv.tuning.timing import gbps
@@ -111,7 +110,6 @@ def gather(
     if everything:
         for tile in (8192, 32768):
             measure(f"uva:tile={tile}", lambda tile=tile: launch(tile=tile), 7)
-    measure("dma", lambda: dma.block_copy(kv, frames, copies, number))
     measure("memcpy_each", one_each)
     measure("memcpy_each:captured", Captured(one_each))
     with report.measuring(*where, "limit"):

@@ -79,11 +79,7 @@ def _latents(layers: list[Layer], granularity: str) -> Iterator[Variant]:
     shape = layers[0].shape
     tiles = (16, 32, 64) if granularity == "token" else (32, 64, 128)
     heads = (32,) if shape.q_heads <= 32 else (32, 64)
-    grid = {"tile": tiles, "heads": heads, "warps": (4, 8), "tokens_first": (False, True)}
-    hows = [*_grid(**grid, stages=(1, 2, 3, 4), prefetch=(False,))]
-    if granularity != "token":
-        hows += _grid(**grid, stages=(1,), prefetch=(True,))
-    for name, how in hows:
+    for name, how in _grid(tile=tiles, heads=heads, warps=(4, 8), stages=(1, 2, 3, 4)):
         how = Tiles(**how)
         rows = shape.batch * shape.heads * -(-shape.q_heads // how.heads)
         for programs in (132, 264):
@@ -117,8 +113,8 @@ def _long_selects(layers: list[Layer]) -> Iterator[Variant]:
 def _long_scores(layers: list[Layer]) -> Iterator[Variant]:
     """Ways to score all stored tokens by their labels."""
     scores = _all_scores(layers)
-    grid = _grid(matrix=(False, True), blocks_a_program=(2, 4, 8, 16, 32, 64))
-    for name, how in [*grid, *_grid(matrix=(False,), words=(False,))]:
+    grid = _grid(blocks_a_program=(2, 4, 8, 16, 32, 64))
+    for name, how in [*grid, *_grid(matrix=(False,))]:
 
         def run(i: int, how=how) -> None:
             t = layers[i]
@@ -180,8 +176,8 @@ def variants(layers: list[Layer], operator: str) -> Iterator[Variant]:
             yield name, run, lambda: layers[0].blocks
     elif operator == "token_score":
         for name, how in [
-            *_grid(matrix=(False, True), blocks_a_program=(1, 2, 4, 8, 16)),
-            *_grid(matrix=(False,), words=(False,)),
+            *_grid(blocks_a_program=(1, 2, 4, 8, 16)),
+            *_grid(matrix=(False,)),
         ]:
 
             def run(i: int, how=how) -> None:

@@ -136,7 +136,7 @@ class WalkLayer:
         self.made.expect(**how)
 
     def verify(self, **how: int) -> None:
-        self.made.verify(step=-1, last=False, **how)
+        self.made.verify(last=False, certain=False, **how)
 
     def merge(self) -> None:
         self.made.merge(self.layer.out)

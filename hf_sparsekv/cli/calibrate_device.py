@@ -94,13 +94,12 @@ def _transfer(device: torch.device, dry_run: bool) -> None:
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    chosen = transfer.choose(found.points, found.dma)
+    chosen = transfer.choose(found.points)
     _show_transfer(f"{name}, {link}", found, chosen)
     if dry_run:
         return
     about = {
         **_origin(),
-        "copy_engine_gbps": found.dma,
         "limit_gbps": found.limit,
         "points": [asdict(point) for point in found.points],
     }
@@ -212,7 +211,7 @@ def _show_transfer(where: str, found, chosen: transfer.Settings) -> None:
         table.add_row("4 KB" if p.small else "32 KB", str(p.programs), str(p.warps), f"{p.gbps:.1f}", slowdown, mark)
     results.print(table)
     results.print(
-        f"copy engine, 32 KB: {found.dma:.1f} GB/s; one large copy: {found.limit:.1f} GB/s\nchosen: {chosen}",
+        f"one large copy: {found.limit:.1f} GB/s\nchosen: {chosen}",
         markup=False,
     )
 

@@ -16,6 +16,7 @@ import typer
 
 from ..config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 from ..predictor.query import PREDICTORS
+from ..removed import removed
 
 
 class CacheKind(str, Enum):
@@ -33,13 +34,6 @@ class Level(str, Enum):
     two_level = "two_level"
     block = "block"
     token = "token"
-
-
-class Scoring(str, Enum):
-    """What ``--scoring`` takes."""
-
-    labels = "labels"
-    keys = "keys"
 
 
 class DType(str, Enum):
@@ -61,6 +55,9 @@ DEFAULTS = TwoLevelConfig()
 PROGRESSIVE = ProgressiveConfig()
 PREDICTIVE = PredictiveConfig()
 CONFIGS = {CacheKind.progressive: ProgressiveConfig, CacheKind.predictive: PredictiveConfig}
+
+
+_HIDDEN = Annotated[str | None, typer.Option(hidden=True)]
 
 
 def _of_cache(*names: str, help: str) -> typer.models.OptionInfo:
@@ -89,7 +86,6 @@ class CacheOptions:
     predictor: Annotated[
         str, _of_cache(help=f"Predictive: how the next query is predicted: {', '.join(PREDICTORS)}.")
     ] = PREDICTIVE.predictor
-    scoring: Annotated[Scoring, _of_cache(help="Predictive: score tokens by labels or by whole keys.")] = Scoring.labels
     start_length: Annotated[int, _of_cache(help="Predictive: attend to everything until so many tokens.")] = 0
     cache_rank: Annotated[
         str | None,
@@ -142,13 +138,20 @@ class DecodingOptions(CacheOptions):
 
 
 def takes(group: type) -> Callable[[Callable], Callable]:
-    """Give a command the fields of a dataclass as options; it gets them as one, as ``options``."""
+    """Give a command the fields of a dataclass as options; it gets them as one, as ``options``.
+
+    Options of the configurations that are gone are hidden ones, which say what to do instead.
+    """
     hints = get_type_hints(group, include_extras=True)
     shared = [
         inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
         )
         for field in fields(group)
+    ]
+    gone = {name: option for made in CONFIGS.values() for name, option in removed(made).items()}
+    hidden = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_HIDDEN) for name in gone
     ]
 
     def decorate(command: Callable) -> Callable:
@@ -157,10 +160,13 @@ def takes(group: type) -> Callable[[Callable], Callable]:
 
         @functools.wraps(command)
         def run(**given):
+            for name, option in gone.items():
+                if given.pop(name) is not None:
+                    raise typer.BadParameter(f"{_spell(name)} is gone: {option.instead}")
             options = group(**{field.name: given.pop(field.name) for field in fields(group)})
             return command(**given, options=options)
 
-        run.__signature__ = signature.replace(parameters=[*own, *shared])
+        run.__signature__ = signature.replace(parameters=[*own, *shared, *hidden])
         return run
 
     return decorate
@@ -169,8 +175,6 @@ def takes(group: type) -> Callable[[Callable], Callable]:
 def check_place(config: SparseConfig, offload: bool) -> None:
     """Refuse what cannot be done where the blocks are to live."""
     rank = getattr(config, "cache_rank", None)
-    if offload and getattr(config, "scoring", "labels") == "keys":
-        raise typer.BadParameter("--scoring keys reads all keys in every step: add --no-offload")
     if offload and rank not in (None, "host"):
         raise typer.BadParameter(f"--cache-rank {rank} keeps the blocks on a GPU: add --no-offload")
     if not offload and rank == "host":

@@ -13,6 +13,7 @@ import yaml
 from ..cache import OffloadedSparseCache, ProgressiveCache, SparseCache
 from ..config import OffloadConfig, PredictiveConfig, ProgressiveConfig, TwoLevelConfig
 from ..predictive_cache import AsyncPredictiveCache
+from ..removed import removed
 from .reference_policies import OracleCache, RandomCache, ReferenceConfig
 
 
@@ -117,7 +118,7 @@ def parse_cache(spec: str | dict) -> CacheSpec:
         return parsed
     fields = {field.name for field in dataclasses.fields(METHODS[method].config)} | {"offload"}
     for option in options:
-        if option not in fields:
+        if option not in fields and option not in removed(METHODS[method].config):  # making it refuses those
             near = difflib.get_close_matches(option, fields, 1)
             raise ValueError(
                 f"cache {text!r}: {method} has no option {option!r}{_guess(near)}; it has {', '.join(sorted(fields))}"

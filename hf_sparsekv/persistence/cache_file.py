@@ -31,12 +31,13 @@ from ..policies.progressive import ProgressivePolicy
 from ..policies.two_level import TwoLevelPolicy
 from ..predictive_cache import AsyncPredictiveCache
 from ..predictor.channels import LabelChannels, describe
+from ..removed import removed
 from .container import PIECE, Layer, Pieces, Reader, all_tensors, damaged, dtype_name, write
 
 # What a later step does, not what stored data means. Any other field must be as it was, those of the future included.
 FREE = (
     *("token_budget", "num_blocks", "lag", "block_reduce", "token_reduce", "dense_below", "max_length"),
-    *("threshold", "estimate", "group_reduce", "micro_batch", "min_blocks", "max_blocks", "execution", "audit_every"),
+    *("threshold", "estimate", "group_reduce", "min_blocks", "max_blocks", "audit_every"),
     *("predictor", "predictor_window", "predictor_epsilon", "start_length", "cache_rank", "layers_per_pack"),
 )
 KINDS = {
@@ -224,8 +225,8 @@ def _empty(
     made: type[SparseCache], file: Reader, config: SparseConfig | None, offload: OffloadConfig | None
 ) -> SparseCache:
     """A cache without layers, of the saved configuration or of ``config`` if that agrees."""
+    named = _without_removed(KINDS[made], file, config)
     try:
-        named = dict(file.state["config"])
         if named.get("predictor", "") is None:
             if config is None:
                 raise ValueError("it was saved with a predictor of the user's own, which no file holds: pass config")
@@ -256,6 +257,20 @@ def _empty(
                 f"config out, change only {', '.join(FREE)}, or prefill again"
             )
     return cache
+
+
+def _without_removed(made: type[SparseConfig], file: Reader, config: SparseConfig | None) -> dict:
+    """The saved configuration without options that are gone; their values must stand for what happens now.
+
+    Where nothing that is stored depends on such an option, a ``config`` of the loader's may take its place.
+    """
+    named, gone = dict(file.state["config"]), removed(made)
+    for name in named.keys() & gone.keys():
+        value, option = named.pop(name), gone[name]
+        if not option.means_now(value) and (option.stored or config is None):
+            way = "prefill again" if option.stored else "pass config to load it without"
+            raise ValueError(f"{file.path} was saved with {name}={value!r}, which is gone: {option.instead} ({way})")
+    return named
 
 
 def _bind(cache: SparseCache, file: Reader, model_config) -> None:

@@ -35,7 +35,7 @@ class PredictivePolicy(TwoLevelPolicy):
         self, config: PredictiveConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
     ) -> None:
         Policy.__init__(self, config, layer_idx, offloaded)
-        self.coarse, self.fine, self.lag = False, config.scoring == "labels", False
+        self.coarse, self.fine, self.lag = False, True, False
         self.fetches = offloaded
         # Measured on an H200, 8 x 32k on the device (benchmarks/NOTES.md, "Choosing from all tokens"): choosing behind
         # the step 7.5 ms, among it 7.1; fetching yields.
@@ -47,7 +47,6 @@ class PredictivePolicy(TwoLevelPolicy):
         self.queries: QueryRing | None = None
         self.packed: Packed | None = None
         self.ids: Tensor | None = None  # TokenIds [batch, H, room] for the next step
-        self._every: Tensor | None = None  # all channels of a key, at an address that captured steps know
         self.reset()
 
     def reset(self) -> None:
@@ -70,8 +69,6 @@ class PredictivePolicy(TwoLevelPolicy):
         self.queries.clear()
         if self.packed is not None:
             self.packed.forget()
-        if not self.fine and (self._every is None or (len(self._every), self._every.device) != (dim, store.device)):
-            self._every = torch.arange(dim, dtype=torch.int32, device=store.device)
 
     # ------------------------------------------------------------------ a step
 
@@ -195,18 +192,13 @@ class PredictivePolicy(TwoLevelPolicy):
         token_select(scores, None, config.token_budget, store.block_size, out=self.ids[..., : config.token_budget])
 
     def scores(self, q: Tensor, store: LayerStore, out: Tensor | None = None) -> Tensor:
-        """Scores of all tokens in sealed blocks for ``q [batch, Hq, Dk]``: ``[batch, H, n]``, by labels or by keys."""
-        fields, table, reduce = store.pool.fields, store.table, self.config.token_reduce
-        if self.fine:
-            codes, channels = (fields["codes"], fields.get("qparams")), self.channels
-        else:  # full-width keys, read where they are, are labels of all channels
-            codes = store.pool.kv[..., : store.key_dim], None
-            channels = self._every.expand(store.batch, store.heads, -1)
-        return token_score(q, *codes, channels, fields["flags"], table, None, reduce, out=out)
+        """Scores of all tokens in sealed blocks for ``q [batch, Hq, Dk]``: ``[batch, H, n]``."""
+        fields, reduce = store.pool.fields, self.config.token_reduce
+        labels = fields["codes"], fields.get("qparams"), self.channels
+        return token_score(q, *labels, fields["flags"], store.table, None, reduce, out=out)
 
     def _index_bytes(self, store: LayerStore) -> int:
-        size = self._label_bytes(store) if self.fine else store.key_dim * store.dtype.itemsize
-        return store.batch * store.heads * store.sealed * store.block_size * size
+        return store.batch * store.heads * store.sealed * store.block_size * self._label_bytes(store)
 
     def replayed(self, store: LayerStore, looked: bool) -> None:
         self.queries.end = store.length

@@ -260,7 +260,7 @@ def plan_memory(
     fetching: list[LayerShape] = []
     walks = isinstance(config, ProgressiveConfig)
     if ahead_of_query:
-        coarse, fine = False, config.scoring == "labels"
+        coarse, fine = False, True
     else:
         coarse, fine = walks or config.level != "token", not walks and config.level != "block"
     for index, layer in enumerate(model.layers):

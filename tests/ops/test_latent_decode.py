@@ -48,13 +48,12 @@ def test_against_reference(place, case, granularity):
 @pytest.mark.parametrize(
     "tiles",
     [
-        Tiles(64, 32, 4, 2, True),
-        Tiles(32, 16, 4, 1, True),
-        Tiles(16, 32, 4, 2, False),
-        Tiles(64, 64, 8, 1, False, prefetch=True),
-        Tiles(32, 32, 8, 1, True, prefetch=True),
+        Tiles(64, 32, 4, 2),
+        Tiles(32, 16, 4, 1),
+        Tiles(16, 32, 4, 2),
+        Tiles(64, 64, 8, 1),
     ],
-    ids=lambda tiles: f"{tiles.tile}x{tiles.heads}{'' if tiles.tokens_first else ', heads first'}",
+    ids=lambda tiles: f"{tiles.tile}x{tiles.heads}",
 )
 def test_tiles_do_not_matter(place, granularity, tiles):
     check(place, replace(SMALL, group=40, block_size=64, cap=5, splits=2, batch=1, ring=100), granularity, tiles=tiles)

@@ -129,8 +129,6 @@ def blocks_kernel(
     COUNT_HOST: tl.constexpr,
     SOFTCAP: tl.constexpr,
     NATIVE: tl.constexpr,
-    TOKENS_FIRST: tl.constexpr,
-    PREFETCH: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -149,8 +147,8 @@ def blocks_kernel(
     A tile lies within a block; a part is every ``parts``-th tile, so that the parts stay equal where only the first
     blocks of a list are used. Where a tile begins is found while those before it are computed: the slot two tiles
     ahead, flags one. Triton's pipeline loads a tile to shared memory two tiles ahead with three ``STAGES``; with two it
-    begins when the product before has ended. ``PREFETCH`` loads the next tile to registers instead. ``STEP`` is the
-    distance of two rows where it is the same everywhere, or 0: what is known here takes no registers.
+    begins when the product before has ended. ``STEP`` is the distance of two rows where it is the same everywhere, or
+    0: what is known here takes no registers.
     """
     wait(PDL)
     TILES: tl.constexpr = (GROUP + BH - 1) // BH
@@ -158,8 +156,8 @@ def blocks_kernel(
     i_row, i_first, i_part = tl.program_id(0) // TILES, tl.program_id(0) % TILES * BH, tl.program_id(1)
     i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
     p_query = p_q + i_batch * q_batch + i_head * GROUP * q_head
-    b_qc, b_qr = load_queries(p_query, i_first, q_head, q_dim, NATIVE, TOKENS_FIRST, GROUP, DK, DV, BH, BC, BR)
-    b_max, b_sum, b_acc = no_rows(TOKENS_FIRST, BH, BC, BN)
+    b_qc, b_qr = load_queries(p_query, i_first, q_head, q_dim, NATIVE, False, GROUP, DK, DV, BH, BC, BR)
+    b_max, b_sum, b_acc = no_rows(BH, BC)
     b_count, b_host = tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32)
     o_n = tl.arange(0, BN)
 
@@ -200,15 +198,14 @@ def blocks_kernel(
         BN,
     )
     slot, place = _seek(first + stride, n, p_slots, p_ids, p_places, CHOSEN, PLACED, BLOCK_SIZE)
-    ahead = 0
-    if PREFETCH:
+    for i in tl.range(first, n + near - skip, stride, num_stages=STAGES):
         b_count += m_n.to(tl.int32)
         if COUNT_HOST:
             b_host += (m_n & in_kv).to(tl.int32)
         m_now = m_n
         b_c, b_r = load_rows(p_rows + o_n * (STEP if STEP else step), m_n, DK, DV, BC, BR)
         p_rows, step, m_n, in_kv = _open(
-            first + stride,
+            i + stride,
             n,
             near,
             skip,
@@ -231,60 +228,10 @@ def blocks_kernel(
             BLOCK_SIZE,
             BN,
         )
-        slot, place = _seek(first + 2 * stride, n, p_slots, p_ids, p_places, CHOSEN, PLACED, BLOCK_SIZE)
-        ahead = stride
-    for i in tl.range(first, n + near - skip, stride, num_stages=STAGES):
-        b_count += m_n.to(tl.int32)
-        if COUNT_HOST:
-            b_host += (m_n & in_kv).to(tl.int32)
-        m_next = m_n
-        b_c_next, b_r_next = load_rows(p_rows + o_n * (STEP if STEP else step), m_n, DK, DV, BC, BR)
-        p_rows, step, m_n, in_kv = _open(
-            i + ahead + stride,
-            n,
-            near,
-            skip,
-            slot,
-            place,
-            p_kv,
-            p_flags,
-            p_frames,
-            p_near,
-            p_near_valid,
-            kv_slot,
-            kv_token,
-            flags_slot,
-            frames_frame,
-            frames_token,
-            near_token,
-            CHOSEN,
-            PLACED,
-            STEP,
-            BLOCK_SIZE,
-            BN,
+        slot, place = _seek(i + 2 * stride, n, p_slots, p_ids, p_places, CHOSEN, PLACED, BLOCK_SIZE)
+        b_max, b_sum, b_acc = take_rows(
+            b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_now, scale, softcap, SOFTCAP, NATIVE
         )
-        slot, place = _seek(i + ahead + 2 * stride, n, p_slots, p_ids, p_places, CHOSEN, PLACED, BLOCK_SIZE)
-        if PREFETCH:
-            b_max, b_sum, b_acc = take_rows(
-                b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_now, scale, softcap, SOFTCAP, NATIVE, TOKENS_FIRST
-            )
-            b_c, b_r, m_now = b_c_next, b_r_next, m_next
-        else:
-            b_max, b_sum, b_acc = take_rows(
-                b_qc,
-                b_qr,
-                b_max,
-                b_sum,
-                b_acc,
-                b_c_next,
-                b_r_next,
-                m_next,
-                scale,
-                softcap,
-                SOFTCAP,
-                NATIVE,
-                TOKENS_FIRST,
-            )
 
     release(PDL)
     if COUNT_HOST:
@@ -293,5 +240,5 @@ def blocks_kernel(
         tl.atomic_add(p_host, n_host.to(tl.int64), mask=(n_host > 0) & (i_first == 0), sem="relaxed")
     i_out = i_row.to(tl.int64) * tl.num_programs(1) + i_part
     p_acc += i_out * GROUP * DV
-    store_part(p_acc, p_lse + i_out * GROUP, i_first, b_max, b_sum, b_acc, TOKENS_FIRST, GROUP, DV, BH, BC)
+    store_part(p_acc, p_lse + i_out * GROUP, i_first, b_max, b_sum, b_acc, GROUP, DV, BH, BC)
     tl.store(p_count + i_out, tl.sum(b_count, 0).to(tl.float32), mask=i_first == 0)

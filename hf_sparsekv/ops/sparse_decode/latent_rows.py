@@ -5,10 +5,9 @@ section 2.1, with the up-projections absorbed). It is read once, for the scores 
 
 The sum of a head is 512 wide. With 20 heads in a tile of 32 it takes 64 KB of float32, with 64 heads 128 KB, half of a
 processor's registers; so one program runs on each processor, and its reads must hide behind its own products.
-``TOKENS_FIRST`` computes ``rows @ q`` and ``rows^T @ p``: tokens and value columns, of which there are many, take the
-side of the product that Hopper's tensor cores want 64 wide (and may read from shared memory), heads the side that may
-be narrow. 64 tokens of 32 heads then take 1,100 cycles of a processor that reads 64 rows in 4,200; 128 heads in tiles
-of 64 take 4,400. Heads first is the usual order, in products 16 wide: for few tokens, which make few tiles of 64.
+Attention is computed heads first, ``q @ rows^T`` and ``p @ rows``. Scores alone, for the masses of a progressive round,
+are ``TOKENS_FIRST``, ``rows @ q``: tokens, of which there are many, take the side of the product that Hopper's tensor
+cores want 64 wide, heads the side that may be narrow.
 """
 
 from __future__ import annotations
@@ -76,30 +75,20 @@ def take_rows(
     softcap,
     SOFTCAP: tl.constexpr,
     NATIVE: tl.constexpr,
-    TOKENS_FIRST: tl.constexpr,
 ):
-    """Take a tile of rows into the running softmax, see :func:`score_rows`.
+    """Take a tile of rows into the running softmax of queries ``[BH, BC]`` and ``[BH, BR]``.
 
-    Tokens first: queries ``[BC, BH]`` and ``[BR, BH]``, ``b_sum [BN, BH]`` (added up in the end), ``b_acc [BC, BH]``.
-    Heads first: queries ``[BH, BC]`` and ``[BH, BR]``, ``b_sum [BH]``, ``b_acc [BH, BC]``.
+    ``b_max`` and ``b_sum`` are ``[BH]``, ``b_acc`` is ``[BH, BC]``.
     """
-    b_s = score_rows(b_qc, b_qr, b_c, b_r, m_n, scale, softcap, SOFTCAP, NATIVE, TOKENS_FIRST)
+    b_s = score_rows(b_qc, b_qr, b_c, b_r, m_n, scale, softcap, SOFTCAP, NATIVE, False)  # [BH, BN]
     if not NATIVE:
         b_c = b_c.to(tl.float32)
-    if TOKENS_FIRST:
-        b_new = tl.maximum(b_max, tl.max(b_s, 0))  # [BH]
-        b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # nothing attended yet: -inf - -inf is no number
-        b_p = tl.exp2(b_s - b_base[None, :])  # [BN, BH]
-        b_keep = tl.exp2(b_max - b_base)[None, :]
-        b_sum = b_sum * b_keep + b_p
-        b_acc = tl.dot(tl.trans(b_c), b_p.to(b_c.dtype), b_acc * b_keep, input_precision="ieee")
-    else:
-        b_new = tl.maximum(b_max, tl.max(b_s, 1))  # [BH]
-        b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_p = tl.exp2(b_s - b_base[:, None])  # [BH, BN]
-        b_keep = tl.exp2(b_max - b_base)
-        b_sum = b_sum * b_keep + tl.sum(b_p, 1)
-        b_acc = tl.dot(b_p.to(b_c.dtype), b_c, b_acc * b_keep[:, None], input_precision="ieee")
+    b_new = tl.maximum(b_max, tl.max(b_s, 1))  # [BH]
+    b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # nothing attended yet: -inf - -inf is no number
+    b_p = tl.exp2(b_s - b_base[:, None])  # [BH, BN]
+    b_keep = tl.exp2(b_max - b_base)
+    b_sum = b_sum * b_keep + tl.sum(b_p, 1)
+    b_acc = tl.dot(b_p.to(b_c.dtype), b_c, b_acc * b_keep[:, None], input_precision="ieee")
     return b_new, b_sum, b_acc
 
 
@@ -118,7 +107,7 @@ def load_queries(
     BC: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """Latent and rotary part of ``BH`` query heads from ``i_first`` on, as :func:`take_rows` wants them."""
+    """Latent and rotary part of ``BH`` query heads from ``i_first`` on, as :func:`score_rows` wants them."""
     o_h, o_c, o_r = i_first + tl.arange(0, BH), tl.arange(0, BC), tl.arange(0, BR)
     if TOKENS_FIRST:
         o_h, o_c, o_r = o_h[None, :], o_c[:, None], o_r[:, None]
@@ -133,16 +122,10 @@ def load_queries(
 
 
 @triton.jit
-def no_rows(TOKENS_FIRST: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr):
+def no_rows(BH: tl.constexpr, BC: tl.constexpr):
     """The running softmax before the first tile."""
     b_max = tl.full([BH], float("-inf"), tl.float32)
-    if TOKENS_FIRST:
-        b_sum = tl.zeros([BN, BH], tl.float32)
-        b_acc = tl.zeros([BC, BH], tl.float32)
-    else:
-        b_sum = tl.zeros([BH], tl.float32)
-        b_acc = tl.zeros([BH, BC], tl.float32)
-    return b_max, b_sum, b_acc
+    return b_max, tl.zeros([BH], tl.float32), tl.zeros([BH, BC], tl.float32)
 
 
 @triton.jit
@@ -153,7 +136,6 @@ def store_part(
     b_max,
     b_sum,
     b_acc,
-    TOKENS_FIRST: tl.constexpr,
     GROUP: tl.constexpr,
     DV: tl.constexpr,
     BH: tl.constexpr,
@@ -161,14 +143,9 @@ def store_part(
 ):
     """The attention within one part, to ``[G, Dv]`` and ``[G]``; zeros of no weight if it is empty."""
     o_h, o_c = i_first + tl.arange(0, BH), tl.arange(0, BC)
-    if TOKENS_FIRST:
-        b_sum = tl.sum(b_sum, 0)
     b_any = b_sum > 0
     b_lse = tl.where(b_any, b_max + tl.log2(tl.where(b_any, b_sum, 1.0)), float("-inf"))
     b_weight = 1.0 / tl.where(b_any, b_sum, 1.0)
     tl.store(p_lse + o_h, b_lse, mask=o_h < GROUP)
-    if TOKENS_FIRST:
-        o_h, o_c, b_weight = o_h[None, :], o_c[:, None], b_weight[None, :]
-    else:
-        o_h, o_c, b_weight = o_h[:, None], o_c[None, :], b_weight[:, None]
-    tl.store(p_acc + o_h * DV + o_c, b_acc * b_weight, mask=(o_h < GROUP) & (o_c < DV))
+    o_h, o_c = o_h[:, None], o_c[None, :]
+    tl.store(p_acc + o_h * DV + o_c, b_acc * b_weight[:, None], mask=(o_h < GROUP) & (o_c < DV))

@@ -47,7 +47,6 @@ def tokens_kernel(
     COUNT_HOST: tl.constexpr,
     SOFTCAP: tl.constexpr,
     NATIVE: tl.constexpr,
-    TOKENS_FIRST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     LOG_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
@@ -70,8 +69,8 @@ def tokens_kernel(
     i_row, i_first, i_part = tl.program_id(0) // TILES, tl.program_id(0) % TILES * BH, tl.program_id(1)
     i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
     p_query = p_q + i_batch * q_batch + i_head * GROUP * q_head
-    b_qc, b_qr = load_queries(p_query, i_first, q_head, q_dim, NATIVE, TOKENS_FIRST, GROUP, DK, DV, BH, BC, BR)
-    b_max, b_sum, b_acc = no_rows(TOKENS_FIRST, BH, BC, BN)
+    b_qc, b_qr = load_queries(p_query, i_first, q_head, q_dim, NATIVE, False, GROUP, DK, DV, BH, BC, BR)
+    b_max, b_sum, b_acc = no_rows(BH, BC)
     b_count, b_host = tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32)
 
     p_slots += i_batch * slots_batch
@@ -103,9 +102,7 @@ def tokens_kernel(
         m_n = m_n | (b_valid != 0)
         b_count += m_n.to(tl.int32)
         b_c, b_r = load_rows(p_row, m_n, DK, DV, BC, BR)
-        b_max, b_sum, b_acc = take_rows(
-            b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_n, scale, softcap, SOFTCAP, NATIVE, TOKENS_FIRST
-        )
+        b_max, b_sum, b_acc = take_rows(b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_n, scale, softcap, SOFTCAP, NATIVE)
 
     release(PDL)
     if COUNT_HOST:
@@ -114,5 +111,5 @@ def tokens_kernel(
         tl.atomic_add(p_host, n_host.to(tl.int64), mask=(n_host > 0) & (i_first == 0), sem="relaxed")
     i_out = i_row.to(tl.int64) * tl.num_programs(1) + i_part
     p_acc += i_out * GROUP * DV
-    store_part(p_acc, p_lse + i_out * GROUP, i_first, b_max, b_sum, b_acc, TOKENS_FIRST, GROUP, DV, BH, BC)
+    store_part(p_acc, p_lse + i_out * GROUP, i_first, b_max, b_sum, b_acc, GROUP, DV, BH, BC)
     tl.store(p_count + i_out, tl.sum(b_count, 0).to(tl.float32), mask=i_first == 0)

@@ -27,24 +27,20 @@ class Tiles:
         tile: tokens at once.
         heads: query heads at once, at most.
         warps, stages: of a program.
-        tokens_first: see ``latent_rows``.
-        prefetch: see ``latent_blocks``.
     """
 
     tile: int
     heads: int
     warps: int
     stages: int
-    tokens_first: bool
-    prefetch: bool = False
 
 
 # Not measured yet: chosen by what they take when compiled for sm_90 (no spilled registers, 184 KB of shared memory) and
 # because the next tile is on its way while one is computed.
-ALL = Tiles(64, 32, 8, 3, False)
-MANY_HEADS = Tiles(32, 64, 8, 3, False)  # more than 32
-FEW = Tiles(32, 32, 8, 2, False)  # chosen tokens
-EXACT = Tiles(16, 16, 8, 1, False)  # float32, without tensor cores
+ALL = Tiles(64, 32, 8, 3)
+MANY_HEADS = Tiles(32, 64, 8, 3)  # more than 32
+FEW = Tiles(32, 32, 8, 2)  # chosen tokens
+EXACT = Tiles(16, 16, 8, 1)  # float32, without tensor cores
 
 
 @dataclass(frozen=True)
@@ -137,7 +133,6 @@ def split(
         "COUNT_HOST": from_host is not None,
         "SOFTCAP": softcap is not None,
         "NATIVE": is_native(q, kv, near_kv),
-        "TOKENS_FIRST": how.tokens_first,
         "BLOCK_SIZE": block_size,
         "HEADS": heads,
         "GROUP": group,
@@ -202,7 +197,6 @@ def split(
         *from_host_strides,
         *((0, 0) if used is None else used.stride()),
         CHOSEN=chosen,
-        PREFETCH=how.prefetch,
         STEP=row_step(kv, near_kv, frames),
         HAS_USED=used is not None,
         **named,

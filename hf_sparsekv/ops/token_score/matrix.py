@@ -1,8 +1,8 @@
-"""Approximate score of tokens from packed labels by tensor cores: the kernel for the maximum over a group.
+"""Approximate score of tokens from packed labels by tensor cores, for queries of 16 bits.
 
-As in ``words`` a program scores block after block, but a group's queries are the columns of one product of 8-bit
-integers: digits 0 to 15, and queries in fixed point, of which each has two columns, 128 a + b. Sums are exact, so all
-that is rounded are the queries, to a 32,512th of their largest number.
+A program scores block after block with the queries in registers. A group's queries are the columns of one product of
+8-bit integers: digits 0 to 15, and queries in fixed point, of which each has two columns, 128 a + b. Sums are exact, so
+all that is rounded are the queries, to a 32,512th of their largest number. The mean over a group is one query.
 """
 
 from __future__ import annotations
@@ -14,15 +14,29 @@ from torch import Tensor
 
 from .._overlap import overlap, release, wait
 from .reference import SELECTABLE as _SELECTABLE
-from .words import _block, _slot, aligned, known
 
 SELECTABLE = tl.constexpr(_SELECTABLE)
 PROGRAMS = 4096  # programs to aim for where one scores several blocks, measured on an H200, 64 rows of 512 blocks
 MOST_BLOCKS = 16  # blocks of such a program
-MOST_HEADS = 16
-MOST_CHANNELS = 64
+MOST_HEADS, MOST_CHANNELS = 16, 64  # of the queries that a program holds; or few heads with twice the channels
+FEW = 4
 STAGES = tl.constexpr(3)
 LARGEST = tl.constexpr(127 * 128.0)  # of the numbers that stand for queries
+
+
+@triton.jit
+def known(b_total):
+    """Sums of queries, NaN where they are infinite: then all their scores are NaN, which counts as ``-inf``."""
+    return tl.where(tl.abs(b_total) < float("inf"), b_total, float("nan"))
+
+
+@triton.jit
+def _slot(p_block, p_slot, i, end, HAS_BLOCKS: tl.constexpr):
+    """Slot of block ``i`` of those to score, -1 beyond the ``end``."""
+    block = i
+    if HAS_BLOCKS:
+        block = tl.load(p_block + i, mask=i < end, other=-1)
+    return tl.load(p_slot + block, mask=(i < end) & (block >= 0), other=-1).to(tl.int64)
 
 
 @triton.jit
@@ -67,6 +81,7 @@ def _matrix_score_kernel(
     out_batch,
     out_head,
     HAS_BLOCKS: tl.constexpr,
+    MEAN: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -87,8 +102,15 @@ def _matrix_score_kernel(
     m_c, m_g = o_c // 2 < WIDTH, (o_g < GROUP)[None, :]
     p_channel = p_channels + i_batch * channels_batch + i_head * channels_head
     b_channel = tl.load(p_channel + o_c // 2 + o_c % 2 * WIDTH, mask=m_c, other=0)  # [2 BW]
-    p_query = p_q + i_batch * q_batch + (i_head * GROUP + o_g)[None, :] * q_head + b_channel[:, None] * q_dim
-    b_q = tl.load(p_query, mask=m_c[:, None] & m_g, other=0.0).to(tl.float32)  # [2 BW, BG]
+    p_query = p_q + i_batch * q_batch + b_channel * q_dim
+    if MEAN:  # in every column
+        b_mean = tl.zeros([2 * BW], tl.float32)
+        for i in tl.static_range(0, GROUP):
+            b_mean += tl.load(p_query + (i_head * GROUP + i) * q_head, mask=m_c, other=0.0).to(tl.float32)
+        b_q = (b_mean / GROUP)[:, None] + tl.zeros([2 * BW, BG], tl.float32)
+    else:
+        p_query = p_query[:, None] + (i_head * GROUP + o_g)[None, :] * q_head
+        b_q = tl.load(p_query, mask=m_c[:, None] & m_g, other=0.0).to(tl.float32)  # [2 BW, BG]
     b_total = known(tl.sum(b_q, 0))  # [BG]
     b_unit = tl.maximum(tl.max(tl.abs(b_q), 0), 1e-30) / LARGEST  # [BG]
     b_whole = tl.floor(b_q / b_unit[None, :] + 0.5)  # -16256 .. 16256
@@ -108,7 +130,11 @@ def _matrix_score_kernel(
     # the next turn of the loop, bytes would be taken apart.
     for i in tl.range(first, end, num_stages=STAGES):
         slot = _slot(p_block, p_slot, i, end, HAS_BLOCKS)
-        b_code, b_pair, b_flag = _block(p_code, p_pair, p_flags + o_t, slot, codes_slot, pairs_slot, flags_slot, m_w)
+        # Codes are read without waiting for the flags: the scores of tokens that cannot be selected, which may be
+        # anything, are replaced.
+        b_code = tl.load(p_code + slot * codes_slot, mask=(slot >= 0) & m_w, other=0)
+        b_pair = tl.load(p_pair + slot * pairs_slot, mask=slot >= 0, other=0)
+        b_flag = tl.load(p_flags + o_t + slot * flags_slot, mask=slot >= 0, other=0)
         b_scale = (b_pair & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)  # [BLOCK_SIZE]
         b_zero = (b_pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)  # [BLOCK_SIZE]
         b_both = tl.dot(_digits(b_code, BLOCK_SIZE, BW, GPU), b_parts)  # [BLOCK_SIZE, 2 BG]
@@ -122,11 +148,16 @@ def _matrix_score_kernel(
     release(PDL)
 
 
-def can_score_matrix(q: Tensor, codes: Tensor, qparams: Tensor) -> bool:
+def can_score_matrix(q: Tensor, codes: Tensor, qparams: Tensor, mean: bool) -> bool:
     """Whether the queries are of 16 bits and few enough, and a block's codes lie together, in whole words."""
     width = codes.shape[-1]
-    few = q.shape[1] <= MOST_HEADS * codes.shape[1] and 2 * width <= MOST_CHANNELS
-    return q.dtype in (torch.float16, torch.bfloat16) and few and codes.stride(2) == width and aligned(codes, qparams)
+    vectors = 1 if mean else q.shape[1] // codes.shape[1]
+    fits = vectors <= MOST_HEADS and 2 * width <= MOST_CHANNELS * (1 + (vectors <= FEW))
+    # A scale and a zero point are read as one int32.
+    pairs = (qparams.data_ptr(), *(2 * stride for stride in qparams.stride()[:-1]))
+    places = (width, codes.data_ptr(), *codes.stride()[:-1], *pairs)
+    whole = codes.stride(2) == width and qparams.stride(2) == 2 and all(place % 4 == 0 for place in places)
+    return q.dtype in (torch.float16, torch.bfloat16) and fits and whole
 
 
 def score_matrix(
@@ -137,10 +168,11 @@ def score_matrix(
     flags: Tensor,
     slots: Tensor,
     block_ids: Tensor | None,
+    mean: bool,
     out: Tensor,
     blocks_a_program: int | None,
 ) -> None:
-    """As ``reference.token_score`` with ``"max"``."""
+    """As ``reference.token_score``; ``mean`` or the largest."""
     batch, q_heads, _ = q.shape
     heads, block_size, width = codes.shape[1:]
     blocks = (slots if block_ids is None else block_ids).shape[-1]
@@ -167,11 +199,12 @@ def score_matrix(
             *((0, 0) if block_ids is None else block_ids.stride()[:2]),
             *out.stride()[:2],
             HAS_BLOCKS=block_ids is not None,
+            MEAN=mean,
             HEADS=heads,
             GROUP=q_heads // heads,
             BLOCK_SIZE=block_size,
             WIDTH=width,
-            BG=max(4, triton.next_power_of_2(q_heads // heads)),
+            BG=FEW if mean else max(FEW, triton.next_power_of_2(q_heads // heads)),
             BW=max(16, triton.next_power_of_2(width)),
             BLOCKS=each,
             GPU=q.is_cuda,

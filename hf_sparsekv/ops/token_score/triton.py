@@ -10,9 +10,8 @@ from torch import Tensor
 from .._dispatch import require_dense_rows
 from .._group import MANY, mean_heads
 from .._overlap import overlap, release, wait
-from .matrix import can_score_matrix, score_matrix
+from .matrix import can_score_matrix, known, score_matrix
 from .reference import SELECTABLE as _SELECTABLE
-from .words import can_score_words, known, score_words
 
 SELECTABLE = tl.constexpr(_SELECTABLE)
 TILE = 128  # tokens a program. Not tuned yet.
@@ -168,14 +167,12 @@ def token_score(
     reduce: str,
     *,
     out: Tensor | None = None,
-    words: bool | None = None,
-    matrix: bool | None = None,
+    matrix: bool = True,
     blocks_a_program: int | None = None,
 ) -> Tensor:
     """As ``reference.token_score``, into ``out`` if given.
 
-    ``words`` (read eight codes at once, where that can be), ``matrix`` (that, by tensor cores) and ``blocks_a_program``
-    replace what shapes tell.
+    ``matrix`` (by tensor cores, where that can be) and ``blocks_a_program`` (of that kernel) replace what shapes tell.
     """
     batch, q_heads, _ = q.shape
     heads, block_size, width = codes.shape[1:]
@@ -196,13 +193,11 @@ def token_score(
     group = q_heads // heads
     packed = qparams is not None
     mean = reduce == "mean"
+    by_matrix = packed and matrix and can_score_matrix(q, codes, qparams, mean)
     if mean and group > MANY:
         q, group = mean_heads(q, heads), 1
-    if packed and not mean and matrix is not False and can_score_matrix(q, codes, qparams):
-        score_matrix(q, codes, qparams, channels, flags, slots, block_ids, out, blocks_a_program)
-        return out
-    if packed and words is not False and can_score_words(codes, qparams, 1 if mean else group):
-        score_words(q, codes, qparams, channels, flags, slots, block_ids, mean, out, blocks_a_program)
+    if by_matrix:
+        score_matrix(q, codes, qparams, channels, flags, slots, block_ids, mean, out, blocks_a_program)
         return out
     with torch.cuda.device_of(q):
         _token_score_kernel[(triton.cdiv(tokens, TILE), batch * heads)](
