@@ -106,17 +106,17 @@ def test_block_score(place16, what, reduce):
     place16.close(block_score(*args, *rest, reduce), expected, ratio=4e-6)
 
 
-@pytest.mark.parametrize("bits", ["matrix", "words", 4, 16])
+@pytest.mark.parametrize("bits", ["matrix", 4, 16])
 @pytest.mark.parametrize("reduce", ["mean", "max"])
 @pytest.mark.parametrize("what", [0, 1], ids=["queries", "labels"])
 def test_token_score(place16, what, reduce, bits):
-    words, matrix = bits in ("words", "matrix"), bits == "matrix"
+    matrix = bits == "matrix"
     args = list(make_labels(place16, 2, 1, 4, 64, 16, 16, 2, 2, 16 if bits == 16 else 4))
     expected = reference_tokens(*cpu(args), reduce)
     args[what] = far(args[what], 1 - what)
     if what and args[2] is not None:
         args[2] = far(args[2], 0)
-    got = token_score(*args, reduce, words=words, matrix=matrix)
+    got = token_score(*args, reduce, matrix=matrix)
     place16.close(got, expected, ratio=1e-4 if matrix else 4e-6)
 
 

@@ -168,11 +168,11 @@ def test_block_score_by_hand():
     assert reference_blocks(q, *args, "none").tolist() == [[[3.0], [-inf]]]
 
 
-@pytest.mark.parametrize("bits", ["matrix", "words", 4, 16])
+@pytest.mark.parametrize("bits", ["matrix", 4, 16])
 @pytest.mark.parametrize("reduce", ["mean", "max"])
 @pytest.mark.parametrize("group, dk, width", [(4, 64, 16), (2, 96, 24), (16, 64, 64), (40, 80, 24)])
 def test_token_scores(place, group, dk, width, reduce, bits):
-    words, matrix = bits in ("words", "matrix"), bits == "matrix"
+    matrix = bits == "matrix"
     made = make_labels(place, 4, 2, group, dk, width, 16, 6, 4, 16 if bits == 16 else 4)
     _, codes, params, channels, flags, slots, ids = made
     q = wild_queries(place, 2, group, dk)
@@ -185,7 +185,7 @@ def test_token_scores(place, group, dk, width, reduce, bits):
             params[i, :, 3::5, 0] = value
             params[i, :, 4::5, 1] = value
     out = torch.full((4, 2, 64), 12345.0, device=place.device)
-    got = token_score(q, *made[1:], reduce, out=out, words=words, matrix=matrix, blocks_a_program=2)
+    got = token_score(q, *made[1:], reduce, out=out, matrix=matrix, blocks_a_program=2)
     given = [None if t is None else t.cpu() for t in (q, codes, params, channels, flags, slots, ids)]
     place.close(got, reference_tokens(*given, reduce), ratio=1e-4 if matrix else 4e-6)
     assert (got[3] == -inf).all()
@@ -202,17 +202,17 @@ def test_token_score_by_hand():
     assert reference_tokens(q, *args, "mean").tolist() == [[[-inf, -inf]]]
 
 
-@pytest.mark.parametrize("bits", ["matrix", "words", 4, 16])
+@pytest.mark.parametrize("bits", ["matrix", 4, 16])
 @pytest.mark.parametrize("reduce", ["mean", "max"])
 def test_ends_of_half_precision(place, reduce, bits):
     """Queries and keys as large as float16 has them: products are float32, and no score overflows."""
     top = torch.finfo(torch.float16).max
-    words, matrix = bits in ("words", "matrix"), bits == "matrix"
+    matrix = bits == "matrix"
     made = make_labels(place, 2, 2, 4, 64, 16, 16, 6, 4, 16 if bits == 16 else 4)
     q = (torch.sign(place.randn(2, 8, 64).float()) * top).to(place.dtype)
     stored = made[1] if bits == 16 else made[2]
     stored.copy_(torch.where(stored.isnan(), stored, torch.sign(stored.float()).to(stored.dtype) * top))
-    got = token_score(q, *made[1:], reduce, words=words, matrix=matrix)
+    got = token_score(q, *made[1:], reduce, matrix=matrix)
     given = [None if t is None else t.cpu() for t in (q, *made[1:])]
     place.close(got, reference_tokens(*given, reduce), ratio=1e-4 if matrix else 4e-6)
     assert not (got == inf).any() and got.isfinite().any()
