@@ -12,7 +12,8 @@ import torch
 import triton
 
 from hf_sparsekv.benchmark.operator_timing import captured
-from hf_sparsekv.predictor.query import PREDICTORS, make_predictor
+from hf_sparsekv.config import PREDICTORS
+from hf_sparsekv.predictor.query import make_predictor
 
 LAYERS, SLOTS = 40, 33
 
