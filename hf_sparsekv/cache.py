@@ -69,7 +69,7 @@ class SparseCache(Cache):
                 raise TypeError(f"config must be a {self.config_type.__name__}, got {type(config).__name__}")
         if offload is not None and not isinstance(offload, OffloadConfig):
             raise TypeError(f"offload must be an OffloadConfig or None, got {type(offload).__name__}")
-        policy = self.policy_type(config)
+        policy = self._policy_type(config)
         offload = policy.place(config, offload)
         self.config, self.offload_config = config, offload
         self.shared: Shared = policy.share(config, offload)
@@ -82,7 +82,7 @@ class SparseCache(Cache):
         if model_config is not None:
             self.bind(model_config)
 
-    def policy_type(self, config: SparseConfig) -> type[Policy]:
+    def _policy_type(self, config: SparseConfig) -> type[Policy]:
         """The class of the policies of layers that are not dense."""
         return method_of(config).policy
 

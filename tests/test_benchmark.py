@@ -11,10 +11,12 @@ import pytest
 import torch
 from models import build
 
+from hf_sparsekv import TwoLevelConfig
 from hf_sparsekv.benchmark import baselines, decoding, filling, shapes
 from hf_sparsekv.benchmark import step as bench_step
 from hf_sparsekv.benchmark.baselines import VARIANTS, NotRun, Variant, find, make_cache
 from hf_sparsekv.kv.pool import bucket
+from hf_sparsekv.policies.registry import methods
 
 BATCH, CONTEXT, NEW = 2, 300, 6
 needs_profile = pytest.mark.skipif(
@@ -140,6 +142,9 @@ def test_variants_are_what_they_say():
             continue
         if name.startswith("predictive"):
             assert config.scoring == ("keys" if name.endswith("keys") else "labels")
+            continue
+        if not isinstance(config, TwoLevelConfig):
+            assert config == methods()[name].config(max_length=1000, dense_below=None)
             continue
         assert config.level == {"block_only": "block", "token_only": "token"}.get(name, "two_level")
     assert make_cache(model, find("two_level", crossover=True), None).config.dense_below == "auto"

@@ -73,7 +73,7 @@ class PrefixCache(SparseCache):
     def __init__(self, offload: OffloadConfig | None = None, max_length: int | None = None, model_config=None) -> None:
         super().__init__(SparseConfig(max_length=max_length, dense_layers=0), offload, model_config)
 
-    def policy_type(self, config: SparseConfig) -> type[Policy]:
+    def _policy_type(self, config: SparseConfig) -> type[Policy]:
         return _Recording
 
     @torch.no_grad()

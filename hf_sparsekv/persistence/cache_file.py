@@ -182,10 +182,10 @@ def load_cache(
             raise ValueError(f"{path} holds a {state['cache']}, which {kind.__name__}.load() cannot make")
         named = None if made.config_type is None else method_of(made.config_type()).name
         name = state.get("method", named)  # files of earlier releases name the class alone
-        if name not in methods() or named not in (None, name):
-            raise ValueError(
-                f"{path} holds a cache of the method {name!r}, which nobody has registered: import it first"
-            )
+        if named not in (None, name):
+            raise damaged(path, f"method {name!r} is not that of a {made.__name__}")
+        if name not in methods():
+            raise ValueError(f"{path} holds a cache of an unknown method {name!r}: import what registers it first")
         if offload == "default":
             offload = inspect.signature(made).parameters["offload"].default
         cache = _empty(made, methods()[name].config, file, config, offload)
