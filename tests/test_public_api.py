@@ -48,7 +48,7 @@ def described(name: str, value: object) -> list[str]:
     elif "__init__" in vars(value):
         lines.append(f"    __init__{signature(value.__init__)}")
     hidden = [base for base in value.__mro__[1:] if ours(base) and base.__name__ not in hf_sparsekv.__all__]
-    return lines + [line for kind in (value, *hidden) for line in members(kind)]
+    return list(dict.fromkeys(lines + [line for kind in (value, *hidden) for line in members(kind)]))
 
 
 def members(kind: type) -> list[str]:
