@@ -47,7 +47,7 @@ class Policy:
         return Shared(cls, config, offload)
 
     @classmethod
-    def memory(cls, request: Request) -> Memory:
+    def needs(cls, request: Request) -> Memory:
         """Bytes that the sparse layers of such a cache will take."""
         return Memory(blocks=request.blocks)
 

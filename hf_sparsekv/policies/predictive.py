@@ -79,9 +79,9 @@ class PredictivePolicy(TwoLevelPolicy):
         return None if on_second_device(config) else cls.method
 
     @classmethod
-    def memory(cls, request: Request) -> Memory:
+    def needs(cls, request: Request) -> Memory:
         if on_second_device(request.config):
-            return cls.second_device.memory(request)
+            return cls.second_device.needs(request)
         memory, config, copies = Memory(blocks=request.blocks), request.config, copied_bytes(request)
         memory.tables = queries_bytes(request)
         if config.scoring == "labels":

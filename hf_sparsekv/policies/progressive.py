@@ -53,7 +53,7 @@ class ProgressivePolicy(Policy):
         self.reset()
 
     @classmethod
-    def memory(cls, request: Request) -> Memory:
+    def needs(cls, request: Request) -> Memory:
         memory = Memory(blocks=request.blocks, bounds=bounds_bytes(request))
         if request.offload is not None and request.sealed > 0:
             room = ahead(request.table)

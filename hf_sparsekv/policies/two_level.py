@@ -54,7 +54,7 @@ class TwoLevelPolicy(Policy):
         return method(config, offloaded)
 
     @classmethod
-    def memory(cls, request: Request) -> Memory:
+    def needs(cls, request: Request) -> Memory:
         config, memory = request.config, Memory(blocks=request.blocks)
         if config.level != "block":
             memory.labels = sum(request.slots * label_bytes(request, layer) for layer in request.layers)

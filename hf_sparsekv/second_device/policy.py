@@ -348,7 +348,7 @@ class SecondDevice(Labelled):
         self.rank.rejoin(stream)
 
     @staticmethod
-    def memory(request: Request) -> Memory:
+    def needs(request: Request) -> Memory:
         """The keys and values of sparse layers are there alone; here are the copies of what is chosen, twice."""
         config, batch, near = request.config, request.batch, request.near_tokens
         size, slots = config.block_size, request.room(request.table * batch)

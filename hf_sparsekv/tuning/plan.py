@@ -206,7 +206,7 @@ def plan_memory(
         if layer.kind == "full":
             (dense if index < config.dense_layers else sparse).append(layer)
     request = Request(config, offload, tuple(sparse), context, batch, item, model.query_heads)
-    memory = policy.memory(request)
+    memory = policy.needs(request)
     slots, near_tokens = request.slots, request.near_tokens
     kept = slots * size * sum(map(request.token, dense))
     near = batch * near_tokens * sum(map(request.token, dense + sparse))
