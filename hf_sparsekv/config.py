@@ -1,15 +1,33 @@
-"""What a user chooses, as frozen dataclasses that are checked when they are made."""
+"""What a user chooses, as frozen dataclasses that are checked when they are made. Imports nothing of ours.
+
+A class lists in ``FREE`` the fields of its own that only later steps depend on: a saved cache may be loaded with
+others (:meth:`SparseCache.load`). Every other field must be as it was saved.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from .predictor.query import EPSILON, PREDICTOR, WINDOW, Predict, make_predictor
 from .removed import Options
+
+# Names of query predictors (predictor/query.py) and what their settings may be.
+PREDICTORS = ("last", "ridge", "ridge_softmax", "assembled", "assembled_ridge")
+MAX_WINDOW = 32  # one warp holds the Gram matrix of a head in registers; longer windows measured no better
+MIN_EPSILON = 1e-4  # the Gram matrix's condition number stays below MAX_WINDOW / MIN_EPSILON: float32 solves that
+
+# Measured with benchmarks/studies/predictor_study.py on the small real model: docs/accuracy.md, "Predicted queries".
+PREDICTOR = "assembled_ridge"
+WINDOW = 16
+EPSILON = 0.1
+
+Predict = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A user's predictor: ``(ring, position, count) -> prediction``, see ``QueryPredictor.predict()``."""
 
 Reduce = Literal["mean", "max"]
 Metadata = Literal["min_max", "cuboid_mean", "mean"]
@@ -45,6 +63,24 @@ def _power_of_two(name: str, value: object) -> None:
     _require(value & (value - 1) == 0, f"{name} must be a power of two, got {value}")
 
 
+def check_window(window: object) -> None:
+    """Raise ``ValueError`` unless a regression can have so many predecessors."""
+    ok = _is_int(window) and 1 <= window <= MAX_WINDOW
+    _require(ok, f"window must be an integer in [1, {MAX_WINDOW}], got {window!r}")
+
+
+def check_predictor(predictor: object, window: object, epsilon: object) -> None:
+    """Raise ``ValueError`` unless a query predictor of this name, or of a user's function, can be made."""
+    if isinstance(predictor, str):
+        _one_of("predictor", predictor, PREDICTORS)
+        check_window(window)
+        ok = isinstance(epsilon, int | float) and MIN_EPSILON <= epsilon < float("inf")
+        _require(ok, f"epsilon must be a number of at least {MIN_EPSILON}, got {epsilon!r}")
+    elif not hasattr(predictor, "predict"):  # which is one that has been made, and checked, already
+        _require(callable(predictor), f"a predictor must be callable, got {type(predictor).__name__}")
+        check_window(window)
+
+
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
     _require(value in choices, f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
@@ -72,6 +108,8 @@ class SparseConfig(Options):
             latents it is measured), or with progressive selection, which takes as long as the data want. ``None``:
             never. A number holds for offloaded blocks, too; with blocks on a second device it is an error.
     """
+
+    FREE = ("dense_below", "max_length")
 
     block_size: int = 64
     sinks: int = 4
@@ -149,6 +187,8 @@ class TwoLevelConfig(SparseConfig):
         lag: choose tokens within the blocks of the previous step, so that fetching the next blocks can overlap
             (AsyncTLS section 4.2). ``None`` means on when the cache is offloaded.
     """
+
+    FREE = ("token_budget", "num_blocks", "lag", "block_reduce", "token_reduce")
 
     token_budget: int = 1024
     num_blocks: int | None = None
@@ -235,6 +275,8 @@ class ProgressiveConfig(SparseConfig):
             with the estimate (``stats()``). Takes about as long as a dense step. ``None``: never.
     """
 
+    FREE = ("threshold", "block_reduce", "estimate", "group_reduce", "min_blocks", "max_blocks", "audit_every")
+
     threshold: float = 0.98
     metadata: Metadata = "cuboid_mean"
     bound_tokens: int | None = None
@@ -292,6 +334,11 @@ class PredictiveConfig(SparseConfig):
             :class:`TwoLevelConfig`.
     """
 
+    FREE = (
+        *("token_budget", "predictor", "predictor_window", "predictor_epsilon", "start_length", "cache_rank"),
+        *("layers_per_pack", "token_reduce"),
+    )
+
     token_budget: int = 1024
     predictor: str | Predict = PREDICTOR
     predictor_window: int = WINDOW
@@ -310,7 +357,7 @@ class PredictiveConfig(SparseConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _positive("token_budget", self.token_budget)
-        make_predictor(self.predictor, self.predictor_window, self.predictor_epsilon)  # which checks them
+        check_predictor(self.predictor, self.predictor_window, self.predictor_epsilon)
         _not_negative("start_length", self.start_length)
         _require(
             self.cache_rank in (None, "stream", "host") or _is_device(self.cache_rank),

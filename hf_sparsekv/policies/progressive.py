@@ -15,13 +15,21 @@ from ..ops.progressive.state import FIRST
 from ..ops.seal import Index
 from ..telemetry.stats import WalkStats
 from .base import Policy
-from .block_metadata import BlockMetadata
+from .block_metadata import BlockMetadata, bounds_bytes
+from .memory import Memory, Request
+from .registry import register
 
 # estimate="scores": the logarithm of a block's mass rises by so much when its score rises by one logit. With these the
 # estimated mass comes out as the true one on the small real model and on the GQA probe (docs/accuracy.md).
 SLOPES = {"cuboid_mean": 0.7, "min_max": 0.5, "mean": 0.5}
 
 
+@register(
+    "progressive",
+    ProgressiveConfig,
+    about="blocks in order of importance until a share of the attention mass is covered (PSA)",
+    knob=("threshold", 0.5, 1.0),
+)
 class ProgressivePolicy(Policy):
     """State: how far the last walks went, and with offload which blocks the next ones will begin with.
 
@@ -41,6 +49,14 @@ class ProgressivePolicy(Policy):
         self._since: Tensor | None = None
         self._spec: AttentionSpec | None = None  # stays: replays of an earlier capture do not tell it anew
         self.reset()
+
+    @classmethod
+    def needs(cls, request: Request) -> Memory:
+        memory = Memory(blocks=request.blocks, bounds=bounds_bytes(request))
+        if request.offload is not None and request.sealed > 0:
+            room = ahead(request.table)
+            memory.fetch(request, expected(room), room)
+        return memory
 
     def reset(self) -> None:
         self.placed = False  # the last step has brought blocks to the device
@@ -256,6 +272,11 @@ class ProgressivePolicy(Policy):
             getattr(self.state, name).copy_(value)
         if self._since is not None:
             self._since.copy_(saved["since"])
+
+    # ------------------------------------------------------------------ files
+
+    def to_file(self, about: dict, store: LayerStore) -> dict[str, Tensor]:
+        return {}  # a walk begins anew
 
     # ------------------------------------------------------------------ rows
 

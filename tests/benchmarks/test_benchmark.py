@@ -13,7 +13,9 @@ from models import build
 from benchmarks import baselines, decoding, filling, shapes
 from benchmarks import step as bench_step
 from benchmarks.baselines import VARIANTS, NotRun, Variant, find, make_cache
+from hf_sparsekv import TwoLevelConfig
 from hf_sparsekv.kv.pool import bucket
+from hf_sparsekv.policies.registry import methods
 
 BATCH, CONTEXT, NEW = 2, 300, 6
 
@@ -135,6 +137,9 @@ def test_variants_are_what_they_say():
             continue
         if name.startswith("predictive"):
             assert config.token_budget == 1024
+            continue
+        if not isinstance(config, TwoLevelConfig):
+            assert config == methods()[name].config(max_length=1000, dense_below=None)
             continue
         assert config.level == {"block_only": "block", "token_only": "token"}.get(name, "two_level")
     assert make_cache(model, find("two_level", crossover=True), None).config.dense_below == "auto"
