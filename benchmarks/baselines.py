@@ -70,7 +70,8 @@ class Variant:
         return self.name + "+fused" * (fused and self.captured) + "+offload" * self.offload
 
 
-_TWO_LEVEL = {"token_budget": 1024, "num_blocks": 128}
+_BUDGET = {"token_budget": 1024}
+_TWO_LEVEL = {**_BUDGET, "num_blocks": 128}
 VARIANTS = {
     variant.name: variant
     for variant in (
@@ -87,43 +88,34 @@ VARIANTS = {
         *(
             Variant(
                 f"progressive:{threshold}{how}",
-                f"blocks until {threshold:.0%} of the mass is seen{about}",
-                settings={
-                    "threshold": threshold,
-                    "estimate": "as_min" if how == ":as_min" else "scores",
-                },
+                f"blocks until {threshold:.0%} of the mass is seen{', not captured' * bool(how)}",
+                settings={"threshold": threshold},
                 config=ProgressiveConfig,
-                captured=how in ("", ":as_min"),
+                captured=not how,
             )
-            for how, about in {
-                "": "",
-                ":as_min": ", by PSA's own estimate",
-                ":eager": ", not captured",
-            }.items()
+            for how in ("", ":eager")
             for threshold in (0.9, 0.95, 0.98)
         ),
         *(
             Variant(
-                f"predictive:{predictor}" if predictor else "predictive",
+                f"predictive{f':{predictor}' * bool(predictor)}",
                 "tokens chosen a step before for a predicted query",
                 settings={"token_budget": 1024, **({"predictor": predictor} if predictor else {})},
                 config=PredictiveConfig,
             )
             for predictor in ("", "last", "ridge", "assembled")
         ),
-        Variant(
-            "predictive:free", "the same selection given for free", settings={"token_budget": 1024}, config=FreeConfig
-        ),
+        Variant("predictive:free", "the same selection given for free", settings=_BUDGET, config=FreeConfig),
         *(
             Variant(
                 f"predictive:second{how}",
-                f"tokens chosen a step before on a second GPU{about}",
-                settings={"token_budget": 1024},
+                f"tokens chosen a step before on a second GPU{', not captured' * bool(how)}",
+                settings=_BUDGET,
                 config=PredictiveConfig,
-                captured=how != ":eager",
+                captured=not how,
                 second=True,
             )
-            for how, about in {"": "", ":eager": ", not captured"}.items()
+            for how in ("", ":eager")
         ),
     )
 }

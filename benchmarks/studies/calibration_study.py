@@ -19,24 +19,20 @@ from pathlib import Path
 import torch
 from rich.progress import Progress
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
 
 from hf_sparsekv import TwoLevelConfig
 from hf_sparsekv.evaluation.cache_specs import CacheSpec, parse_cache
 from hf_sparsekv.evaluation.forced import MEASURES, evaluate, passages
 from hf_sparsekv.evaluation.records import Results
-from hf_sparsekv.evaluation.small_model import SMALL_MODEL_NAME, fetch_small_model
-from hf_sparsekv.evaluation.text import python_reference
+from hf_sparsekv.evaluation.small_model import SMALL_MODEL_NAME
 from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.policies.registry import register
 from hf_sparsekv.policies.two_level import TwoLevelPolicy
 from hf_sparsekv.predictor.channels import calibrate
 from hf_sparsekv.results import Row, append_rows
 
-from .. import RESULTS
+from .small_model import CSV, load, reference_ids
 
-CSV = RESULTS / "accuracy.csv"
 BASE = {"token_budget": 128, "num_blocks": 16, "lag": True, "label_channels": 16}
 METRICS = {"KL": ("kl", "nats"), "top-1 agreement": ("top1_agreement", "share"), "perplexity": ("perplexity", "")}
 
@@ -148,11 +144,9 @@ def main() -> None:
     parser.add_argument("--no-csv", dest="csv", action="store_false", help="append no rows")
     args = parser.parse_args()
 
-    path = fetch_small_model()
-    logging.set_verbosity_error()
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sparsekv").eval()
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    words = tokenizer(python_reference(), add_special_tokens=False, return_tensors="pt")["input_ids"][0]
+    model, tokenizer = load()
+    model.set_attn_implementation("sparsekv")
+    words = reference_ids(tokenizer)[0]
     cut = len(words) - 4 * 2048
     held, rest = words[:cut], words[cut:]
 
