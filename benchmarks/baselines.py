@@ -215,7 +215,7 @@ def next_device(device: torch.device) -> torch.device:
 
 def second_gpu(cache) -> torch.device | None:
     """The GPU that chooses for a cache, if it is another one than the model's."""
-    rank = getattr(cache.shared, "rank", None)
+    rank = getattr(getattr(cache, "shared", None), "rank", None)
     return None if rank is None or rank.device.type != "cuda" else rank.device
 
 
