@@ -28,8 +28,8 @@ from hf_sparsekv.evaluation.forced import MEASURES, evaluate, passages
 from hf_sparsekv.evaluation.records import Results
 from hf_sparsekv.evaluation.small_model import SMALL_MODEL_NAME, fetch_small_model
 from hf_sparsekv.evaluation.text import python_reference
-from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.policies.base import Policy
+from hf_sparsekv.policies.label_index import LabelIndex
 from hf_sparsekv.policies.two_level import TwoLevelPolicy
 from hf_sparsekv.predictor.channels import calibrate
 
@@ -38,39 +38,44 @@ BASE = {"token_budget": 128, "num_blocks": 16, "lag": True, "label_channels": 16
 METRICS = {"KL": ("kl", "nats"), "top-1 agreement": ("top1_agreement", "share"), "perplexity": ("perplexity", "")}
 
 
-class Int8Labels(TwoLevelPolicy):
+class Int8Labels(LabelIndex):
     """Labels rounded to 8 bits with a scale and a zero point a token, and kept as they are then."""
 
-    def _labels(self, kv: Tensor) -> dict[str, Tensor]:
-        labels = super()._labels(kv)["codes"].float()
+    def index(self, kv: Tensor) -> dict[str, Tensor]:
+        if self.calibrating:
+            return {}
+        labels = super().index(kv)["codes"].float()
         low, high = labels.amin(-1, keepdim=True), labels.amax(-1, keepdim=True)
         step, zero = ((high - low) / 255).half().float().clamp_min(1e-8), low.half().float()
         return {"codes": (((labels - zero) / step).round().clamp(0, 255) * step + zero).to(kv.dtype)}
 
 
-class EarlyChannels(TwoLevelPolicy):
+class EarlyChannels(LabelIndex):
     """Channels of the first ``calibration_tokens`` tokens alone, as after a prompt of so many and a long answer."""
 
-    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore) -> None:
+    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None) -> bool:
         n = self.config.calibration_tokens
-        super().observe(q[:, :, :n], k[:, :, :n], None if valid is None else valid[:, :n], store)
+        return super().observe(q[:, :, :n], k[:, :, :n], None if valid is None else valid[:, :n])
 
 
-def with_policy(policy: type[TwoLevelPolicy]) -> type[OffloadedSparseCache]:
-    """A two-level cache whose sparse layers have this policy."""
+def with_labels(index: type[LabelIndex]) -> type[OffloadedSparseCache]:
+    """A two-level cache whose sparse layers keep such labels."""
+
+    class StudyPolicy(TwoLevelPolicy):
+        label_index = index
 
     class StudyCache(OffloadedSparseCache):
         def make_policy(self, layer_idx: int) -> Policy:
             made = super().make_policy(layer_idx)
             if isinstance(made, TwoLevelPolicy):
-                made = policy(self.config, layer_idx, self.offload_config is not None, self.channels)
+                made = StudyPolicy(self.config, layer_idx, self.offload_config is not None, self.channels)
             return made
 
     return StudyCache
 
 
-METHODS["int8"] = Method(with_policy(Int8Labels), TwoLevelConfig, "two_level with labels of 8 bits")
-METHODS["early"] = Method(with_policy(EarlyChannels), TwoLevelConfig, "two_level with channels of the first tokens")
+METHODS["int8"] = Method(with_labels(Int8Labels), TwoLevelConfig, "two_level with labels of 8 bits")
+METHODS["early"] = Method(with_labels(EarlyChannels), TwoLevelConfig, "two_level with channels of the first tokens")
 
 
 def variants(files: dict[str, Path]) -> dict[str, dict[str, dict]]:

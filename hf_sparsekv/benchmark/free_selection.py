@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from ..config import PredictiveConfig
 from ..kv.store import LayerStore
 from ..policies.base import Policy
+from ..policies.plan import Plan
 from ..policies.predictive import PredictivePolicy
 from ..predictive_cache import AsyncPredictiveCache
 
@@ -21,16 +23,12 @@ class FreeConfig(PredictiveConfig):
 class FreePolicy(PredictivePolicy):
     """Attends in each step to what the prompt's last query has chosen: as many tokens, in as many places."""
 
-    given = False
-    notes = False
+    HOST: ClassVar = {"given": False}
+    note = None
 
-    def reset(self) -> None:
-        super().reset()
-        self.given = False
-
-    def look_ahead(self, q: Tensor, store: LayerStore, again: bool = False) -> None:
+    def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan, again: bool = False) -> None:
         if not self.given and not store.fixed:
-            super().look_ahead(q, store, again)
+            super().look_ahead(q, store, plan, again)
             self.given = self.chosen
 
 

@@ -107,7 +107,7 @@ class Saved:
         self.counters = self.store.counters
         self.held = self.counters.copy()
         self.near_valid = self.store.near_valid.clone()
-        self.policy = layer.policy.save()
+        self.policy = layer.policy.snapshot()
 
     def put_back_host(self) -> None:
         """What the host knows becomes what it was."""

@@ -5,7 +5,7 @@ Both read all keys at every step and cannot be captured: they are references and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from ..config import SparseConfig, _not_negative, _positive
 from ..kv.store import LayerStore
 from ..ops.sparse_decode.reference import SELECTABLE
 from ..ops.topk_select.reference import topk_ids
-from ..policies.base import Policy
+from ..policies.base import Policy, Selector
+from ..policies.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,31 +38,19 @@ class ReferenceConfig(SparseConfig):
         _not_negative("seed", self.seed)
 
 
-class ReferencePolicy(Policy):
+class ReferencePolicy(Selector):
     """Attend to the ``token_budget`` tokens of sealed blocks that :meth:`rank` puts first."""
 
     config: ReferenceConfig
 
-    def mode(self, store: LayerStore) -> None:
-        return None  # never captured
+    def plan(self, store: LayerStore) -> Plan:
+        return replace(super().plan(store), captured=False)
 
-    def _dense(self, store: LayerStore) -> bool:
-        few = store.sealed * store.block_size <= self.config.token_budget
-        return few or self.below_crossover(store)
-
-    def account(self, store: LayerStore) -> None:
-        store.count_step("all" if self._dense(store) else "token")
-
-    def attend(self, q: Tensor, store: LayerStore, spec: AttentionSpec) -> Tensor:
-        if self._dense(store):
-            return store.attend(q, None, "all", spec)
+    def select(self, q: Tensor, store: LayerStore, spec: AttentionSpec) -> Tensor:
         _, flags = store.sealed_blocks()  # [sealed, batch, block_size]
         usable = (flags == SELECTABLE).transpose(0, 1).flatten(1)[:, None]
         scores = self.rank(q, store, spec).masked_fill(~usable, float("-inf"))
-        tokens = topk_ids(scores, self.config.token_budget)
-        if self.watch is not None:
-            self.watch.mark_tokens(tokens, store.block_size)
-        return store.attend(q, tokens, "token", spec)
+        return topk_ids(scores, self.config.token_budget)
 
     def rank(self, q: Tensor, store: LayerStore, spec: AttentionSpec) -> Tensor:
         """Scores ``[batch, H, sealed * block_size]`` of the tokens in sealed blocks, float32."""

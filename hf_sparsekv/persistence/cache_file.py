@@ -22,13 +22,9 @@ from ..attention.handle import Step
 from ..cache import OffloadedSparseCache, ProgressiveCache, SparseCache
 from ..config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 from ..kv.lasting import lasting
-from ..kv.store import VALID, LayerStore
+from ..kv.store import VALID
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
-from ..policies.base import Policy
-from ..policies.predictive import PredictivePolicy
-from ..policies.progressive import ProgressivePolicy
-from ..policies.two_level import TwoLevelPolicy
 from ..predictive_cache import AsyncPredictiveCache
 from ..predictor.channels import LabelChannels, describe
 from .container import PIECE, Layer, Pieces, Reader, all_tensors, damaged, dtype_name, write
@@ -48,9 +44,10 @@ KINDS = {
 _BY_BLOCK, _LABELS = {"blocks", "flags"}, {"codes", "qparams"}
 
 
-def _index(store: LayerStore) -> dict[str, Tensor]:
-    """What a selection keeps of the blocks. (``fill`` follows from the flags.)"""
-    return {name: held for name, held in store.pool.fields.items() if name not in ("flags", "fill")}
+def _index(layer: SparseLayer, calibrates: bool) -> dict[str, Tensor]:
+    """What a selection keeps of the blocks. (``fill`` follows from the flags, labels are made when channels are.)"""
+    left = {"flags", "fill", *(_LABELS if calibrates else ())}
+    return {name: held for name, held in layer.store.pool.fields.items() if name not in left}
 
 
 # ---------------------------------------------------------------------- saving
@@ -105,10 +102,11 @@ def _whole(tensor: Tensor) -> Pieces:
 
 
 def _sparse(layer: SparseLayer) -> tuple[Layer, dict[str, Pieces]]:
-    store, policy = layer.store, layer.policy
+    store, labels = layer.store, layer.policy.labels
     store.settle()
     named = store.table.unique().long()
-    index = _index(store)
+    calibrates = labels is not None and labels.calibrating
+    index = _index(layer, calibrates)
     record = Layer(
         device=str(store.device),
         dtype=dtype_name(store.dtype),
@@ -122,29 +120,12 @@ def _sparse(layer: SparseLayer) -> tuple[Layer, dict[str, Pieces]]:
         padded=store.padded,
         near=store.near_kv.shape[2],
         blocks=len(named),
-        policy=type(policy).__name__,
+        policy=type(layer.policy).__name__,
+        stats_tokens=labels.stats.tokens if calibrates else None,
     )
-    tensors = {"near_kv": store.near_kv, "near_valid": store.near_valid, "seen": store.seen}
-    if isinstance(policy, TwoLevelPolicy):
-        if policy.channels is not None:
-            record.channels, tensors["channels"] = policy.channels.shape[2], policy.channels
-        elif policy.fine:
-            index = {k: v for k, v in index.items() if k not in _LABELS}  # not made before the channels
-            record.stats_tokens = policy.stats.tokens
-            if policy.stats.q is not None:
-                record.query_heads = policy.stats.q.shape[1]
-                tensors |= {"stats_q": policy.stats.q, "stats_k": policy.stats.k}
-        if policy.previous is not None:
-            record.previous, tensors["previous"] = policy.previous.shape[2], policy.previous
-        if isinstance(policy, PredictivePolicy):
-            queries = policy.queries
-            queries.rewind(store.length)  # a crop() leaves that to the next step
-            record.ring = list(queries.held.shape[1:3])
-            tensors |= {"queries": queries.held, "queries_from": queries.first}
-            if policy.chosen:
-                record.chosen, tensors["chosen"] = policy.ids.shape[2], policy.ids
-    elif type(policy) not in (Policy, ProgressivePolicy):
-        raise ValueError(f"caches of {type(policy).__name__} cannot be saved yet")
+    chosen = layer.policy.to_file(store.length)
+    record.measure(chosen)
+    tensors = {"near_kv": store.near_kv, "near_valid": store.near_valid, "seen": store.seen, **chosen}
     found = {name: _whole(tensor) for name, tensor in tensors.items()}
     if len(named):
         record.index = {name: [dtype_name(held.dtype), list(held.shape[1:])] for name, held in index.items()}
@@ -304,7 +285,7 @@ def _fill(layer: SparseLayer, record: Layer, file: Reader, prefix: str, device: 
     nothing = torch.empty(1, dtype=getattr(torch, record.dtype), device=device)
     shape = [(*rows, tokens, dim) for dim in (record.key_dim, record.value_dim)]
     layer.latent = record.latent
-    if isinstance(layer.policy, PredictivePolicy) != bool(record.ring):
+    if ("queries" in layer.policy.PARTS) != bool(record.ring):
         raise damaged(file.path, f"ring in layer {layer.index} does not fit the rest")
     q_heads = record.ring[0] if record.ring else record.query_heads or record.heads
     layer._begin(Step(layer, *(nothing.expand(s) for s in shape), 0), q_heads)
@@ -321,21 +302,9 @@ def _fill(layer: SparseLayer, record: Layer, file: Reader, prefix: str, device: 
         store._reserve(record.sealed)
         store.slots[:, : record.sealed] = slots[held["table"].long().to(device)]
     store.length, store.sealed, store.padded = record.length, record.sealed, record.padded
-    if isinstance(policy, TwoLevelPolicy):
-        if "channels" in held:
-            policy.channels = held["channels"].to(device)
-        if record.stats_tokens is not None:
-            policy.stats.tokens = record.stats_tokens
-        if "stats_q" in held:
-            policy.stats.q, policy.stats.k = held["stats_q"].to(device), held["stats_k"].to(device)
-        # Without them (no lag then, or another num_blocks) one step chooses among all blocks.
-        if "previous" in held and policy.lag and policy._held.shape == held["previous"].shape:
-            policy.previous = policy._held.copy_(held["previous"])
-    if isinstance(policy, PredictivePolicy):
-        policy.queries.load(held["queries"].to(device), held["queries_from"].to(device), store.length)
-        if "chosen" in held and policy.ids.shape == held["chosen"].shape:  # else a step attends to everything
-            policy.ids.copy_(held["chosen"])
-            policy.chosen = True
+    policy.from_file(held, device, store.length)
+    if record.stats_tokens is not None:
+        policy.labels.stats.tokens = record.stats_tokens
 
 
 def _blocks(pool, record: Layer, file: Reader, prefix: str) -> Tensor:
@@ -354,9 +323,9 @@ def _blocks(pool, record: Layer, file: Reader, prefix: str) -> Tensor:
 def _check(layer: SparseLayer, record: Layer, held: dict[str, Tensor], file: Reader) -> None:
     """Nothing may point at what is not there: kernels would follow."""
     store, policy, where = layer.store, layer.policy, f"in layer {layer.index}"
-    fine = isinstance(policy, TwoLevelPolicy) and policy.fine
-    left = _LABELS if fine and record.channels is None else ()
-    index = {k: [dtype_name(v.dtype), list(v.shape[1:])] for k, v in _index(store).items() if k not in left}
+    labels = policy.labels
+    calibrates = labels is not None and record.channels is None
+    index = {k: [dtype_name(v.dtype), list(v.shape[1:])] for k, v in _index(layer, calibrates).items()}
     limits = {
         "table": (0, record.blocks),
         "previous": (-1, record.sealed),
@@ -374,8 +343,7 @@ def _check(layer: SparseLayer, record: Layer, held: dict[str, Tensor], file: Rea
         "policy": record.policy == type(policy).__name__,
         "index": record.blocks == 0 or record.index == index,
         "blocks": record.sealed == 0 or record.blocks > 0,
-        "channels": not fine
-        or (record.stats_tokens is not None if record.channels is None else record.channels == policy.r),
+        "channels": labels is None or (record.stats_tokens is not None if calibrates else record.channels == labels.r),
     }
     for name, fit in fits.items():
         if not fit:

@@ -14,9 +14,10 @@ from ..kv.store import ring_tokens
 from ..offload.device_pool import BOOKKEEPING
 from ..offload.page_table import SELECTIONS
 from ..policies.block_metadata import SIDES
+from ..policies.label_index import default_channels
 from ..policies.predictive import PredictivePolicy, room_for
 from ..policies.progressive import ProgressivePolicy, ahead, expected
-from ..policies.two_level import default_channels, method
+from ..policies.two_level import method
 from ..predictor.query import make_predictor
 from .crossover import dense_tokens
 
