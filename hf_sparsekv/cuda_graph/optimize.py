@@ -173,6 +173,9 @@ class StepRunner:
         if positions is None:
             positions = torch.full((1, 1), store.length, device=ids.device)
         rest = {name: value for name, value in given.items() if name not in _STATIC}
+        addresses: list[int] = []
+        for layer in layers:
+            layer.policy.add_addresses(addresses)
         key = (
             ids.shape,
             positions.shape,
@@ -180,7 +183,7 @@ class StepRunner:
             plans,
             tuple(rest.items()),
             tuple(layer.store.addresses for layer in layers),
-            tuple(layer.policy.addresses for layer in layers),
+            tuple(addresses),
             tuple(layer.addresses for layer in cache.layers if isinstance(layer, SlidingRing)),
         )
         rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
@@ -188,15 +191,15 @@ class StepRunner:
             valid = store.valid_columns() if store.padded else None
             for ring in rings:
                 ring.freshen(valid)
-        held = self.graphs.setdefault(cache, {})
-        step = held.get(key)
+        graphs = self.graphs.setdefault(cache, {})
+        step = graphs.get(key)
         cache.clock.at(ids.device, store.length)
         if step is None:
-            while len(held) >= _MAX_GRAPHS:
-                held.pop(next(iter(held)))
+            while len(graphs) >= _MAX_GRAPHS:
+                graphs.pop(next(iter(graphs)))
             self._devices = None
             try:
-                step = held[key] = self._capture(ids, positions, cache, rest, plans, (*self._kind(cache), *key[:4]))
+                step = graphs[key] = self._capture(ids, positions, cache, rest, plans, (*self._kind(cache), *key[:4]))
             except torch.OutOfMemoryError:  # may fit another time
                 raise
             except RuntimeError as error:  # the model's own code does what no graph can hold

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
@@ -36,6 +36,12 @@ class Held(NamedTuple):
     when: str | None = None
 
 
+def _getter(names: tuple[str, ...]) -> Callable[[object], tuple]:
+    """Gives the values of these attributes, as quickly as can be."""
+    get = attrgetter(*names)
+    return get if len(names) > 1 else lambda state: (get(state),)
+
+
 class State:
     """An object whose attributes are declared, those of its base classes included.
 
@@ -50,7 +56,8 @@ class State:
     HOST: ClassVar[dict[str, Any]] = {}
     PARTS: ClassVar[tuple[str, ...]] = ()
     OWN: ClassVar[tuple[str, ...]] = ()
-    _captured: ClassVar = staticmethod(lambda state: ())
+    _captured: ClassVar = staticmethod(lambda state: ())  # the tensors whose addresses graphs know
+    _held: ClassVar = staticmethod(lambda state: ())  # the parts
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -60,9 +67,10 @@ class State:
             setattr(cls, name, merged)
         for name in ("PARTS", "OWN"):
             setattr(cls, name, tuple(dict.fromkeys(key for base in (*bases, cls) for key in getattr(base, name))))
-        captured = [name for name, held in cls.TENSORS.items() if held.captured]
-        if captured:  # of a single name attrgetter() would give no tuple
-            cls._captured = staticmethod(attrgetter(*captured, *captured[: len(captured) == 1]))
+        captured = tuple(name for name, held in cls.TENSORS.items() if held.captured)
+        for name, of in (("_captured", captured), ("_held", cls.PARTS)):
+            if of:
+                setattr(cls, name, staticmethod(_getter(of)))
 
     def __init__(self) -> None:
         for name in (*self.TENSORS, *self.PARTS):
@@ -99,18 +107,21 @@ class State:
     def addresses(self) -> tuple[int, ...]:
         """Changes when a tensor that a captured step uses has moved."""
         found: list[int] = []
-        self._add_addresses(found)
+        self.add_addresses(found)
         return tuple(found)
 
-    def _add_addresses(self, found: list[int]) -> None:
-        # Every replay asks every layer: no generators here.
+    def add_addresses(self, found: list[int]) -> None:
+        """Append :attr:`addresses` to ``found``. Every replay asks every layer: no generators here."""
         for tensor in self._captured(self):
             found.append(0 if tensor is None else tensor.data_ptr())
-        for name in self.PARTS:
-            part = getattr(self, name)
-            if part is not None:
-                for one in part if type(part) is list else (part,):
-                    one._add_addresses(found)
+        for part in self._held(self):
+            if part is None:
+                continue
+            if type(part) is list:
+                for one in part:
+                    one.add_addresses(found)
+            else:
+                part.add_addresses(found)
 
     def snapshot(self) -> dict:
         """State that a trial step changes: tensors by value, host values as they are."""

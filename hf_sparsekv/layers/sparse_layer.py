@@ -251,8 +251,7 @@ class SparseLayer(Owned, CacheLayerMixin):
             replay.fork(lambda: policy.look_ahead(q, store, plan), policy.bundle)
             self.query = q
             return out
-        policy.audit(q, store, plan)
-        policy.account(store, plan)
+        policy.account(q, store, plan)
         if store.seal_due(policy):
             plan = policy.plan(store)
         policy.look_ahead(q, store, plan)
@@ -273,8 +272,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         """The host's share of a replayed decode step."""
         store, policy = self.store, self.policy
         store.length += 1
-        policy.audit(self.query, store, plan)
-        policy.account(store, plan)
+        policy.account(self.query, store, plan)
         if store.seal_due(policy):
             policy.look_ahead(self.query, store, policy.plan(store), again=plan.ahead)
         policy.replayed(store, plan)

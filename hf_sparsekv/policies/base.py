@@ -38,13 +38,13 @@ class Policy(State):
        plan is passed to everything that follows. Before a captured step is replayed, :meth:`prepare` calls it.
     2. :meth:`observe`, and while a step is being captured :attr:`note`.
     3. :meth:`attend`.
-    4. :meth:`audit` and :meth:`account`: the host's share. Not in a capture, but after each replay.
+    4. :meth:`account`: the host's share. Not in a capture, but after each replay.
     5. Full blocks are sealed.
     6. :meth:`look_ahead`: prepares the next step.
     7. After a replay, :meth:`replayed`: what :meth:`observe` and :meth:`look_ahead` would have left on the host.
 
-    For numbers of its own: :meth:`walks` and :meth:`packing`. A policy that chooses tokens for the step's own query and
-    keeps nothing is a :class:`Selector`, and overrides one method.
+    For numbers of its own: :meth:`measured`. A policy that chooses tokens for the step's own query and keeps nothing is
+    a :class:`Selector`, and overrides one method.
     """
 
     HOST: ClassVar = {
@@ -130,12 +130,11 @@ class Policy(State):
         """Attention of one query per row, ``q [batch, Hq, Dk]`` to ``[batch, Hq, Dv]``."""
         return store.attend(q, None, "all", spec)
 
-    def audit(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
-        """The step's attention is done, nothing is sealed yet: look at what it left out. May wait for the GPU."""
+    def account(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
+        """The host's share of a step: its attention is done, nothing is sealed yet. Counters.
 
-    def account(self, store: LayerStore, plan: Plan) -> None:
-        """The host's share of a step, after its attention: counters. A step that looks no further voids what was
-        chosen before it."""
+        A step that does not look ahead voids what was chosen before it.
+        """
         store.count_step("all" if plan.dense else self.granularity)
         store.counters.crossover += plan.crossover
         if not plan.ahead:
@@ -150,14 +149,8 @@ class Policy(State):
     def replayed(self, store: LayerStore, plan: Plan) -> None:
         """The device has repeated a captured step: what the host keeps beside it follows."""
 
-    # ------------------------------------------------------------------ numbers
-
-    def walks(self) -> WalkStats | None:
-        """What walks over ranked blocks have read, if the method makes any. Synchronises."""
-        return None
-
-    def packing(self) -> PackStats | None:
-        """What was copied to keep chosen tokens together, if the method does that. Synchronises."""
+    def measured(self) -> WalkStats | PackStats | None:
+        """What walks over ranked blocks have read, or what was copied to keep chosen tokens together. Synchronises."""
         return None
 
 

@@ -24,7 +24,7 @@ class LabelIndex(State):
 
     Attributes:
         channels: int32 ``[batch, H, r]``; None while they are being calibrated.
-        stats: what calibration has seen.
+        stats: what calibration has seen; None once there are channels.
         r: channels of a label.
 
     Raises:
@@ -37,7 +37,11 @@ class LabelIndex(State):
     def __init__(self, config: TwoLevelConfig | PredictiveConfig, layer_idx: int, fixed: LabelChannels | None) -> None:
         super().__init__()
         self.config, self.layer_idx, self.fixed = config, layer_idx, fixed
-        self.stats = ChannelStats(config.channel_importance)
+        self.reset()
+
+    def reset(self) -> None:
+        super().reset()
+        self.stats = ChannelStats(self.config.channel_importance)
 
     def start(self, store: LayerStore) -> None:
         """Claim the fields; take the channels of a file."""
@@ -62,7 +66,7 @@ class LabelIndex(State):
                 )
             if bool((ranking < 0).any()):
                 raise ValueError(f"the channel file has no channels for layer {self.layer_idx}: calibrate again")
-            self.channels = ranking[:, :r].expand(store.batch, -1, -1).contiguous()
+            self.channels, self.stats = ranking[:, :r].expand(store.batch, -1, -1).contiguous(), None
 
     # ------------------------------------------------------------------ calibration
 
@@ -83,7 +87,7 @@ class LabelIndex(State):
         self.stats.update(q, k, valid)
         if self.stats.tokens < self.config.calibration_tokens:
             return False
-        self.channels = self.stats.ranking()[..., : self.r].contiguous()
+        self.channels, self.stats = self.stats.ranking()[..., : self.r].contiguous(), None
         return True
 
     # ------------------------------------------------------------------ labels
@@ -120,9 +124,10 @@ class LabelIndex(State):
 
     # ------------------------------------------------------------------ files
 
-    def to_file(self, length: int) -> dict[str, Tensor]:
-        found = super().to_file(length)
-        return found if self.calibrating else {"channels": found["channels"]}  # what they came from is done with
+    def from_file(self, found: dict[str, Tensor], device: torch.device, length: int) -> None:
+        super().from_file(found, device, length)
+        if not self.calibrating:
+            self.stats = None
 
 
 def default_channels(dim: int) -> int:

@@ -202,7 +202,7 @@ class PredictivePolicy(Policy):
             self.chosen, self.placed = True, self.packed is not None
             store.count_index(self._index_bytes(store))
 
-    def packing(self) -> PackStats | None:
+    def measured(self) -> PackStats | None:
         if self.packed is None:
             return None
         needed, copied = self.packed.counters.tolist()

@@ -158,8 +158,11 @@ class ProgressivePolicy(Policy):
             attended=store.counters.attended,
         )
 
-    def account(self, store: LayerStore, plan: Plan) -> None:
-        super().account(store, plan)
+    def account(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
+        every = self.config.audit_every
+        if every is not None and not plan.dense and store.counters.steps % every == 0:
+            self._audit(q, store)
+        super().account(q, store, plan)
         if not plan.dense:
             store.count_index(self.metadata.nbytes(store))
 
@@ -209,10 +212,8 @@ class ProgressivePolicy(Policy):
 
     # ------------------------------------------------------------------ numbers
 
-    def audit(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
-        every = self.config.audit_every
-        if every is None or plan.dense or store.counters.steps % every:
-            return
+    def _audit(self, q: Tensor, store: LayerStore) -> None:
+        """Compute what share of the attention mass the step's blocks really hold. Waits for the GPU."""
         spare = WalkState.empty(store.batch, store.heads, store.device)
         walk = self._walk(q, store, spare, self._spec)
         walk.from_host = None
@@ -234,7 +235,7 @@ class ProgressivePolicy(Policy):
             estimate + float(self.state.mass.double().sum()),
         )
 
-    def walks(self) -> WalkStats | None:
+    def measured(self) -> WalkStats | None:
         if self.state is None:
             return None
         counted = self.state.totals.tolist()

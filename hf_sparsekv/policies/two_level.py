@@ -127,8 +127,8 @@ class TwoLevelPolicy(Policy):
             self._enter(store)
         return plan
 
-    def account(self, store: LayerStore, plan: Plan) -> None:
-        super().account(store, plan)
+    def account(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
+        super().account(q, store, plan)
         if plan.dense:
             return
         chosen = plan.attends == "chosen"

@@ -243,7 +243,7 @@ class SecondDevicePolicy(Policy):
 
     # ------------------------------------------------------------------ numbers
 
-    def packing(self) -> PackStats | None:
+    def measured(self) -> PackStats | None:
         if not self.packs:
             return None
         with self.rank.settled():
