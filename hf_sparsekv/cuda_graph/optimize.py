@@ -175,6 +175,7 @@ class StepRunner:
         rest = {name: value for name, value in given.items() if name not in _STATIC}
         addresses: list[int] = []
         for layer in layers:
+            layer.store.add_addresses(addresses)
             layer.policy.add_addresses(addresses)
         key = (
             ids.shape,
@@ -182,7 +183,6 @@ class StepRunner:
             store.padded,
             plans,
             tuple(rest.items()),
-            tuple(layer.store.addresses for layer in layers),
             tuple(addresses),
             tuple(layer.addresses for layer in cache.layers if isinstance(layer, SlidingRing)),
         )
