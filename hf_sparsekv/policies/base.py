@@ -34,8 +34,9 @@ class Policy(State):
 
     In a decode step:
 
-    1. :meth:`plan`: what the step will do. Called once, and once more if a block was sealed behind the attention. The
-       plan is passed to everything that follows. Before a captured step is replayed, :meth:`prepare` calls it.
+    1. :meth:`plan`: what the step will do; everything that follows gets it. Called once, and once more if a block was
+       sealed behind the attention. Before a step that is captured or replayed, :meth:`prepare` calls it; an eager step
+       calls it after :meth:`observe`, which may end calibration.
     2. :meth:`observe`, and while a step is being captured :attr:`note`.
     3. :meth:`attend`.
     4. :meth:`account`: the host's share. Not in a capture, but after each replay.
