@@ -166,7 +166,7 @@ def test_latents_are_stored_once(offload):
 
 @pytest.mark.parametrize(("dim", "channels"), [(576, 128), (128, 32), (64, 16), (256, 64), (24, 6), (6, 2)])
 def test_default_label_channels(dim, channels):
-    from hf_sparsekv.policies.two_level import default_channels
+    from hf_sparsekv.policies.label_index import default_channels
 
     assert default_channels(dim) == channels
 
