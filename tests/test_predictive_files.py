@@ -90,7 +90,7 @@ def test_a_file_with_queries_of_another_cache_is_damaged(tmp_path):
         held["layers.0.queries"] = torch.zeros(2, 4, 3, 16)
         held["layers.0.queries_from"] = torch.zeros(2, dtype=torch.int32)
 
-    with pytest.raises(ValueError, match=r"is damaged \(queries, queries_from in layer 0 does not fit the rest"):
+    with pytest.raises(ValueError, match=r"is damaged \(ring in layer 0 does not fit the rest"):
         SparseCache.load(rewrite(tmp_path / "cache", tmp_path / "x", tensors=add, ring=[4, 3]))
 
 

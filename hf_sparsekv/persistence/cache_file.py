@@ -22,10 +22,9 @@ from ..attention.handle import Step
 from ..cache import CACHES, SparseCache
 from ..config import OffloadConfig, SparseConfig
 from ..kv.lasting import lasting
-from ..kv.store import VALID, LayerStore
+from ..kv.store import VALID
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
-from ..policies.base import Policy
 from ..policies.registry import method_of, methods
 from ..predictor.channels import LabelChannels, describe
 from ..removed import removed
@@ -35,9 +34,10 @@ _BY_BLOCK, _LABELS = {"blocks", "flags"}, {"codes", "qparams"}
 _STORED = {"near_kv", "near_valid", "seen", "table"}  # what a store has beside them; the rest is the policy's
 
 
-def _index(store: LayerStore) -> dict[str, Tensor]:
-    """What a selection keeps of the blocks. (``fill`` follows from the flags.)"""
-    return {name: held for name, held in store.pool.fields.items() if name not in ("flags", "fill")}
+def _index(layer: SparseLayer, calibrates: bool) -> dict[str, Tensor]:
+    """What a selection keeps of the blocks. (``fill`` follows from the flags, labels are made when channels are.)"""
+    left = {"flags", "fill", *(_LABELS if calibrates else ())}
+    return {name: held for name, held in layer.store.pool.fields.items() if name not in left}
 
 
 # ---------------------------------------------------------------------- saving
@@ -95,10 +95,11 @@ def _whole(tensor: Tensor) -> Pieces:
 
 
 def _sparse(layer: SparseLayer) -> tuple[Layer, dict[str, Pieces]]:
-    store, policy = layer.store, layer.policy
+    store, labels = layer.store, layer.policy.labels
     store.settle()
     named = store.table.unique().long()
-    index = _index(store)
+    calibrates = labels is not None and labels.calibrating
+    index = _index(layer, calibrates)
     record = Layer(
         device=str(store.device),
         dtype=dtype_name(store.dtype),
@@ -112,19 +113,19 @@ def _sparse(layer: SparseLayer) -> tuple[Layer, dict[str, Pieces]]:
         padded=store.padded,
         near=store.near_kv.shape[2],
         blocks=len(named),
-        policy=type(policy).__name__,
+        policy=type(layer.policy).__name__,
+        stats_tokens=labels.stats.tokens if calibrates else None,
     )
-    tensors = {"near_kv": store.near_kv, "near_valid": store.near_valid, "seen": store.seen}
-    if type(policy).save is not Policy.save and type(policy).to_file is Policy.to_file:
-        raise ValueError(f"caches of {type(policy).__name__} cannot be saved yet: it keeps state, but has no to_file()")
-    about: dict = {}
-    kept = policy.to_file(about, store)
-    record = replace(record, **about)
+    if undeclared := layer.policy.undeclared():
+        raise ValueError(
+            f"caches of {type(layer.policy).__name__} cannot be saved: it keeps {', '.join(undeclared)}, which its "
+            "TENSORS do not declare (docs/extending.md)"
+        )
+    kept = layer.policy.to_file(store.length)
+    record.measure(kept)
     known = record.tensors(store.block_size)
     record.state = {name: [dtype_name(t.dtype), list(t.shape)] for name, t in kept.items() if name not in known}
-    tensors |= kept
-    if record.stats_tokens is not None:
-        index = {name: held for name, held in index.items() if name not in _LABELS}  # not made before the channels
+    tensors = {"near_kv": store.near_kv, "near_valid": store.near_valid, "seen": store.seen, **kept}
     found = {name: _whole(tensor) for name, tensor in tensors.items()}
     if len(named):
         record.index = {name: [dtype_name(held.dtype), list(held.shape[1:])] for name, held in index.items()}
@@ -316,6 +317,8 @@ def _fill(layer: SparseLayer, record: Layer, file: Reader, prefix: str, device: 
     nothing = torch.empty(1, dtype=getattr(torch, record.dtype), device=device)
     shape = [(*rows, tokens, dim) for dim in (record.key_dim, record.value_dim)]
     layer.latent = record.latent
+    if ("queries" in layer.policy.PARTS) != bool(record.ring):
+        raise damaged(file.path, f"ring in layer {layer.index} does not fit the rest")
     q_heads = record.ring[0] if record.ring else record.query_heads or record.heads
     layer._begin(Step(layer, *(nothing.expand(s) for s in shape), 0), q_heads)
     store, policy = layer.store, layer.policy
@@ -331,13 +334,9 @@ def _fill(layer: SparseLayer, record: Layer, file: Reader, prefix: str, device: 
         store._reserve(record.sealed)
         store.slots[:, : record.sealed] = slots[held["table"].long().to(device)]
     store.length, store.sealed, store.padded = record.length, record.sealed, record.padded
-    kept = {name: value for name, value in held.items() if name not in _STORED}
-    try:
-        policy.from_file(asdict(record), kept, store)
-        if kept:  # of another policy
-            raise ValueError(", ".join(kept))
-    except ValueError as error:
-        raise damaged(file.path, f"{error} in layer {layer.index} does not fit the rest") from None
+    policy.from_file(held, device, store.length)
+    if record.stats_tokens is not None:
+        policy.labels.stats.tokens = record.stats_tokens
 
 
 def _blocks(pool, record: Layer, file: Reader, prefix: str) -> Tensor:
@@ -356,8 +355,9 @@ def _blocks(pool, record: Layer, file: Reader, prefix: str) -> Tensor:
 def _check(layer: SparseLayer, record: Layer, held: dict[str, Tensor], file: Reader) -> None:
     """Nothing may point at what is not there: kernels would follow."""
     store, policy, where = layer.store, layer.policy, f"in layer {layer.index}"
-    left = _LABELS if record.stats_tokens is not None else ()
-    index = {k: [dtype_name(v.dtype), list(v.shape[1:])] for k, v in _index(store).items() if k not in left}
+    labels = policy.labels
+    calibrates = labels is not None and record.channels is None
+    index = {k: [dtype_name(v.dtype), list(v.shape[1:])] for k, v in _index(layer, calibrates).items()}
     limits = {
         "table": (0, record.blocks),
         "previous": (-1, record.sealed),
@@ -375,7 +375,12 @@ def _check(layer: SparseLayer, record: Layer, held: dict[str, Tensor], file: Rea
         "policy": record.policy == type(policy).__name__,
         "index": record.blocks == 0 or record.index == index,
         "blocks": record.sealed == 0 or record.blocks > 0,
+        "channels": labels is None or (record.stats_tokens is not None if calibrates else record.channels == labels.r),
+        "stats_tokens": record.stats_tokens is None or calibrates,
     }
+    # What a cache that has just begun would write is always there; beside it what this policy knows.
+    kept, always = held.keys() - _STORED, policy.to_file(0).keys()
+    fits |= {name: name in kept for name in always} | {name: name in policy.file_names() for name in kept - always}
     for name, fit in fits.items():
         if not fit:
             raise damaged(file.path, f"{name} {where} does not fit the rest")
