@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 
 import torch
 from torch import Tensor
 
 from hf_sparsekv.ops.block_rank.triton import block_rank
-from hf_sparsekv.ops.sparse_decode.latents import Tiles
+from hf_sparsekv.ops.sparse_decode.config import config as decode_config
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
 from hf_sparsekv.ops.token_score.triton import token_score
 from hf_sparsekv.ops.topk_select.triton import block_select, token_select
@@ -45,7 +46,9 @@ def _grid(**values: tuple) -> Iterator[tuple[str, dict]]:
         yield ",".join(f"{name}={value}" for name, value in how.items()), how
 
 
-def _decode(layer: Layer, ids: Tensor | None, granularity: str, **how: object) -> None:
+def _decode(layer: Layer, ids: Tensor | None, granularity: str, how: dict[str, int]) -> None:
+    """Attention by the configuration for these shapes, but for ``how``."""
+    config = decode_config(layer.q, layer.kv, layer.near_kv, layer.shape.values, granularity)
     sparse_decode(
         layer.q,
         layer.kv,
@@ -59,40 +62,21 @@ def _decode(layer: Layer, ids: Tensor | None, granularity: str, **how: object) -
         sinks=layer.sinks,
         scale=layer.shape.dim**-0.5,
         out=layer.out,
-        **how,
+        config=replace(config, **how),
     )
 
 
 def _decodes(layers: list[Layer], granularity: str, grid: Iterator[tuple[str, dict]]) -> Iterator[Variant]:
+    """Ways to attend. Of latents not all fit a processor: what does not is reported and left out."""
     shape = layers[0].shape
     for name, how in grid:
-        how = dict(how, splits=max(1, how.pop("programs") // (shape.batch * shape.heads)))
+        rows = shape.batch * shape.heads * (-(-shape.q_heads // how["heads"]) if "heads" in how else 1)
+        how = dict(how, parts=max(1, how.pop("programs") // rows))
 
         def run(i: int, how=how) -> None:
-            _decode(layers[i], layers[i].tokens if granularity == "token" else None, granularity, **how)
+            _decode(layers[i], layers[i].tokens if granularity == "token" else None, granularity, how)
 
         yield name, run, lambda: layers[0].out
-
-
-def _latents(layers: list[Layer], granularity: str) -> Iterator[Variant]:
-    """Ways to attend to latents. Not all of them fit a processor: what does not is reported and left out."""
-    shape = layers[0].shape
-    tiles = (16, 32, 64) if granularity == "token" else (32, 64, 128)
-    heads = (32,) if shape.q_heads <= 32 else (32, 64)
-    grid = {"tile": tiles, "heads": heads, "warps": (4, 8), "tokens_first": (False, True)}
-    hows = [*_grid(**grid, stages=(1, 2, 3, 4), prefetch=(False,))]
-    if granularity != "token":
-        hows += _grid(**grid, stages=(1,), prefetch=(True,))
-    for name, how in hows:
-        how = Tiles(**how)
-        rows = shape.batch * shape.heads * -(-shape.q_heads // how.heads)
-        for programs in (132, 264):
-
-            def run(i: int, how=how, programs=programs, rows=rows) -> None:
-                ids = layers[i].tokens if granularity == "token" else None
-                _decode(layers[i], ids, granularity, tiles=how, splits=max(1, programs // rows))
-
-            yield f"{name},programs={programs}", run, lambda: layers[0].out
 
 
 def _long_selects(layers: list[Layer]) -> Iterator[Variant]:
@@ -209,7 +193,10 @@ def variants(layers: list[Layer], operator: str) -> Iterator[Variant]:
 
             yield name, run, lambda: layers[0].ranked
     elif operator in ("latent_decode", "latent_tokens"):
-        yield from _latents(layers, "token" if operator == "latent_tokens" else "all")
+        tokens = operator == "latent_tokens"
+        grid = {"tile": (16, 32, 64) if tokens else (32, 64, 128), "warps": (4, 8), "stages": (1, 2, 3, 4)}
+        heads = (32,) if layers[0].shape.q_heads <= 32 else (32, 64)
+        yield from _decodes(layers, "token" if tokens else "all", _grid(**grid, heads=heads, programs=(132, 264)))
     elif operator in ("block_attend", "latent_masses"):
         walks = [WalkLayer(layer, min(64, layer.shape.sealed)) for layer in layers]
         for walk in walks:
