@@ -9,6 +9,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from hf_sparsekv.ops.block_rank.triton import Config as RankConfig
 from hf_sparsekv.ops.block_rank.triton import block_rank
 from hf_sparsekv.ops.sparse_decode.config import config as decode_config
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
@@ -189,7 +190,7 @@ def variants(layers: list[Layer], operator: str) -> Iterator[Variant]:
 
             def run(i: int, how=how) -> None:
                 t = layers[i]
-                t.ranked = block_rank(t.block_scores, t.fill, t.slots, **how)[0]
+                t.ranked = block_rank(t.block_scores, t.fill, t.slots, config=RankConfig(**how))[0]
 
             yield name, run, lambda: layers[0].ranked
     elif operator in ("latent_decode", "latent_tokens"):
