@@ -241,7 +241,7 @@ def test_kernels(monkeypatch, frames, window):
     def block_copy(kv, frames, copies, n_copies, how):
         copying.block_copy(kv, frames, copies, n_copies, programs=2)
 
-    residency = functools.partial(residing.residency, look=64, tile=32)
+    residency = functools.partial(residing.residency, config=residing.Config(look=64, tile=32))
     monkeypatch.setattr("hf_sparsekv.offload.device_pool.residency", residency)
     monkeypatch.setattr("hf_sparsekv.offload.device_pool.block_copy", block_copy)
     World("cpu", frames, window).run(250)

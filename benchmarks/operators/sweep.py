@@ -13,7 +13,9 @@ from hf_sparsekv.ops.block_rank.triton import Config as RankConfig
 from hf_sparsekv.ops.block_rank.triton import block_rank
 from hf_sparsekv.ops.sparse_decode.config import config as decode_config
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
+from hf_sparsekv.ops.token_score.config import config as label_config
 from hf_sparsekv.ops.token_score.triton import token_score
+from hf_sparsekv.ops.topk_select.config import Config as Select
 from hf_sparsekv.ops.topk_select.triton import block_select, token_select
 from hf_sparsekv.tuning.layer_step import Layer
 
@@ -94,21 +96,25 @@ def _long_selects(layers: list[Layer]) -> Iterator[Variant]:
     for name, how in hows:
 
         def run(i: int, how=how) -> None:
-            token_select(scores[i], None, config.token_budget, config.block_size, out=layers[i].tokens, **how)
+            token_select(
+                scores[i], None, config.token_budget, config.block_size, out=layers[i].tokens, config=Select(**how)
+            )
 
         yield name, run, lambda: layers[0].tokens
 
 
-def _long_scores(layers: list[Layer]) -> Iterator[Variant]:
-    """Ways to score all stored tokens by their labels."""
-    scores = _all_scores(layers)
-    grid = _grid(matrix=(False, True), blocks_a_program=(2, 4, 8, 16, 32, 64))
-    for name, how in [*grid, *_grid(matrix=(False,), words=(False,))]:
+def _scores(layers: list[Layer], ids: list[Tensor | None], scores: list[Tensor], blocks: tuple[int, ...]):
+    """Ways to score tokens by their labels."""
+    reduce = layers[0].shape.config.token_reduce
+    for name, how in [*_grid(matrix=(True,), blocks=blocks), *_grid(matrix=(False,))]:
 
         def run(i: int, how=how) -> None:
-            t = layers[i]
-            labels = (t.codes, t.qparams, t.channels, t.flags, t.slots, None, t.shape.config.token_reduce)
-            token_score(t.q, *labels, out=scores[i], **how)
+            t, listed = layers[i], ids[i]
+            n = (t.slots if listed is None else listed).shape[-1]
+            config = label_config(t.q, t.codes, t.qparams, n, reduce == "mean", how["matrix"])
+            config = replace(config, blocks=how.get("blocks", config.blocks))
+            labels = t.codes, t.qparams, t.channels, t.flags, t.slots, listed
+            token_score(t.q, *labels, reduce, out=scores[i], config=config)
 
         yield name, run, lambda: scores[0]
 
@@ -152,7 +158,9 @@ def variants(layers: list[Layer], operator: str) -> Iterator[Variant]:
 
             def run(i: int, how=how) -> None:
                 t = layers[i]
-                token_select(t.token_scores, t.blocks, config.token_budget, config.block_size, out=t.tokens, **how)
+                token_select(
+                    t.token_scores, t.blocks, config.token_budget, config.block_size, out=t.tokens, config=Select(**how)
+                )
 
             yield name, run, lambda: layers[0].tokens
     elif operator == "block_select":
@@ -160,25 +168,16 @@ def variants(layers: list[Layer], operator: str) -> Iterator[Variant]:
 
             def run(i: int, how=how) -> None:
                 t = layers[i]
-                block_select(t.block_scores, t.blocks.shape[-1], out=t.blocks, **how)
+                block_select(t.block_scores, t.blocks.shape[-1], out=t.blocks, config=Select(**how))
 
             yield name, run, lambda: layers[0].blocks
     elif operator == "token_score":
-        for name, how in [
-            *_grid(matrix=(False, True), blocks_a_program=(1, 2, 4, 8, 16)),
-            *_grid(matrix=(False,), words=(False,)),
-        ]:
-
-            def run(i: int, how=how) -> None:
-                t = layers[i]
-                labels = (t.codes, t.qparams, t.channels, t.flags, t.slots, t.blocks, config.token_reduce)
-                token_score(t.q, *labels, out=t.token_scores, **how)
-
-            yield name, run, lambda: layers[0].token_scores
+        ids, scores = [t.blocks for t in layers], [t.token_scores for t in layers]
+        yield from _scores(layers, ids, scores, (1, 2, 4, 8, 16))
     elif operator == "long_select":
         yield from _long_selects(layers)
     elif operator == "long_score":
-        yield from _long_scores(layers)
+        yield from _scores(layers, [None] * len(layers), _all_scores(layers), (2, 4, 8, 16, 32, 64))
     elif operator == "sparse_decode":
         tiles = {"tile": (16, 32, 64), "warps": (1, 2, 4), "stages": (1, 2, 3, 4)}
         yield from _decodes(layers, "token", _grid(**tiles, programs=(528, 1056, 1584)))

@@ -19,11 +19,37 @@ import triton
 from conftest import Place
 from decode_cases import Case as Decode
 from decode_cases import in_frames
+from test_block_score import make as make_bounds
+from test_query_predict import ring_of
+from test_seal import Case as Seal
+from test_seal import make as make_seal
+from test_seal import run as run_seal
+from test_token_score import make as make_labels
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from hf_sparsekv.ops import _overlap
+from hf_sparsekv.ops.add_norm.triton import add_norm
+from hf_sparsekv.ops.append.triton import append
+from hf_sparsekv.ops.block_copy.triton import block_copy
+from hf_sparsekv.ops.block_rank.triton import block_rank
+from hf_sparsekv.ops.block_score.triton import block_score
+from hf_sparsekv.ops.experts.triton import experts
+from hf_sparsekv.ops.gated.triton import gated
+from hf_sparsekv.ops.latent_rope.triton import latent_rope
+from hf_sparsekv.ops.pack.triton import pack
+from hf_sparsekv.ops.qk_rope.triton import qk_rope
+from hf_sparsekv.ops.query_predict.triton import query_predict
+from hf_sparsekv.ops.query_ring.triton import push
+from hf_sparsekv.ops.residency import FrameState
+from hf_sparsekv.ops.residency.lookup import lookup
+from hf_sparsekv.ops.residency.triton import residency
+from hf_sparsekv.ops.route.triton import route
+from hf_sparsekv.ops.seal.triton import seal
+from hf_sparsekv.ops.small_linear.triton import small_linear
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
+from hf_sparsekv.ops.token_score.triton import token_score
+from hf_sparsekv.ops.topk_select.triton import block_select, token_select
 
 
 class Hopper:
@@ -58,7 +84,90 @@ def sparse_decodes() -> None:
                 )
 
 
-CASES = (sparse_decodes,)
+def near_tokens() -> None:
+    """A new token, a full block of the ring, a query."""
+    latents = {"batch": 1, "heads": 1, "seen": (9,), "dk": 576, "dv": 0, "channels": 128, "block_size": 64}
+    run_seal(seal, make_seal(place(), Seal(batch=1, seen=(9,), dk=128, dv=128, channels=32, block_size=64)))
+    run_seal(seal, make_seal(place(), Seal(**latents, metadata="mean")))
+    run_seal(seal, make_seal(place(), Seal(**latents, metadata="cuboid_mean", bits=16)))
+    k, near, valid = place().randn(1, 8, 1, 128), place().nan(1, 8, 72, 256), torch.ones(1, 72, dtype=torch.bool)
+    one = torch.ones(1, dtype=torch.int32)
+    append(k, k, None, near, valid, one, 4)
+    append(k, k, valid[:, :1], near, valid, one, 4)
+    q, ring = place().randn(1, 32, 1, 128), place().randn(1, 32, 17, 128)
+    push(q, None, one, ring, one, one.clone(), one.clone())
+    push(q, valid[:, :1], one, ring, one, one.clone(), one.clone())
+
+
+def choices() -> None:
+    """Scores of blocks and tokens, and the best of them."""
+    for heads, group, dk in ((8, 4, 128), (1, 128, 576)):
+        q, bounds, fill, slots = make_bounds(place(), 1, heads, group, dk, 64)
+        each = torch.empty(1, heads * group, 64)
+        for reduce in ("mean", "max", "none"):
+            for metadata in ("min_max", "cuboid_mean"):
+                scores = block_score(q, bounds, fill, slots, reduce, metadata)
+        block_score(q, bounds, fill, slots, "max", each=each)
+        block_score(q, bounds[:, :, :1], fill, slots, "mean", "mean")
+    block_rank(scores, fill, slots)
+    for n in (512, 20_000):
+        block_select(torch.randn(1, 8, n), 64)
+    blocks = torch.arange(1024, dtype=torch.int32).expand(1, 8, 1024)
+    for n in (512, 1024):
+        token_select(torch.randn(1, 8, n * 32), blocks[..., :n], 2048, 32)
+    token_select(torch.randn(1, 1, 20_000), None, 10_000, 32)  # digit by digit
+    for group, width, bits in ((4, 32, 4), (4, 32, 16), (20, 128, 4)):
+        args = make_labels(place(), 1, 1, group, 128, width, 64, 6, 4, bits)
+        for reduce in ("mean", "max"):
+            token_score(*args, reduce)
+            token_score(*args[:6], None, reduce)
+            token_score(args[0].float(), *args[1:], reduce)
+
+
+def pages() -> None:
+    """Device pages, packed tokens, predicted queries."""
+    for batch in (1, 2):
+        state = FrameState.empty(300, "cpu")
+        state.set_table(0, torch.full((12, 2), -1, dtype=torch.int32))
+        ids = torch.arange(3, dtype=torch.int32).expand(batch, 2, 3).contiguous()
+        slots = torch.arange(batch * 5, dtype=torch.int32).view(batch, 5)
+        residency(ids, slots, state, 0, 1)
+        for since in (None, state.now):
+            lookup(ids, slots, state.page_tables[0], state.stamp, since)
+    kv, ids = place().randn(10, 2, 16, 128), torch.arange(40, dtype=torch.int32).expand(2, 2, 40).contiguous()
+    lists = [ids.clone(), ids.clone(), place().nan(2, 2, 40, 128), ids.clone()]
+    pack(ids, kv, slots, *lists)
+    pack(ids, kv, slots, *lists, enabled=state.enabled, counters=state.counters[:2])
+    pairs = torch.zeros(4, 2, dtype=torch.int32)
+    block_copy(kv, place().nan(4, 16, 128), pairs, torch.ones(1, dtype=torch.int32))
+    for window in (0, 16):
+        query_predict(*ring_of(place(), (1, 8, 17, 128, window, 5)), window, 1e-2)
+
+
+def small_layers() -> None:
+    """Norms, positions, linear layers and experts of a step."""
+    x, weight = place().randn(1, 1, 2048), place().randn(2048)
+    for norm in ((None, weight, 1e-6), (x, weight, 1e-6), (x, weight, 1e-6, True, weight, 1e-6)):
+        add_norm(x, *norm)
+    q, k, cos = place().randn(1, 1, 32, 128), place().randn(1, 1, 8, 128), place().randn(1, 1, 128)
+    qk_rope(q, k, cos, cos)
+    qk_rope(q, k, cos, cos, weight[:128], weight[:128], 1e-6, 1e-6)
+    compressed, turns = place().randn(1, 1, 576), place().randn(1, 1, 64)
+    for interleaved in (False, True):
+        latent_rope(place().randn(1, 1, 20, 192 + 64), compressed, turns, turns, weight[:512], 1e-6, interleaved)
+    for activation in ("silu", "gelu_tanh"):
+        gated(x, x, activation)
+    up = place().randn(3072, 2048)
+    for rows in (1, 8):
+        for bias in (None, place().randn(3072)):
+            small_linear(place().randn(rows, 2048), up, bias)
+    tokens, index = place().randn(2, 512), torch.zeros(2, 4, dtype=torch.int64)
+    experts(tokens, index, torch.rand(2, 4), place().randn(8, 512, 512), place().randn(8, 512, 256), "silu")
+    named = {"groups": 4, "top_groups": 2, "normalise": True, "scale": 1.0}
+    route(tokens, place().randn(64, 512), place().randn(64), 4, **named)
+
+
+CASES = (sparse_decodes, near_tokens, choices, pages, small_layers)
 
 
 def usage(cubin: bytes) -> dict[str, int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from hf_sparsekv.ops.token_score import token_score as public
-from hf_sparsekv.ops.token_score.matrix import can_score_matrix
+from hf_sparsekv.ops.token_score.config import can_score_matrix, config
 from hf_sparsekv.ops.token_score.reference import token_score as reference
 from hf_sparsekv.ops.token_score.triton import token_score
 
@@ -53,20 +55,24 @@ def make(place, batch, heads, group, dk, width, block_size, cap, chosen, bits):
     return place.randn(batch, heads * group, dk), codes, qparams, channels, flags, slots, ids
 
 
+def config_of(args, reduce, matrix):
+    """Two blocks a program of tensor cores, where these are meant and take the labels; or the plain kernel."""
+    return replace(config(*args[:3], args[5].shape[-1], reduce == "mean", matrix), blocks=2)
+
+
 def on_cpu(args):
     return [None if t is None else t.cpu() for t in args]
 
 
-@pytest.mark.parametrize("bits", ["matrix", "words", 4, 16])
+@pytest.mark.parametrize("bits", ["matrix", 4, 16])
 @pytest.mark.parametrize("reduce", ["mean", "max"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_against_reference(place, case, reduce, bits):
-    words, matrix = bits in ("words", "matrix"), bits == "matrix"
-    bits = 4 if words else bits
+    matrix, bits = bits == "matrix", 4 if bits == "matrix" else bits
     args = make(place, *case, bits)
     batch, heads, block_size, n = case[0], case[1], case[5], case[6] if case[7] is None else case[7]
     out = place.nan(batch, heads, n * block_size, dtype=torch.float32)
-    got = token_score(*args, reduce, out=out, words=words, matrix=matrix, blocks_a_program=2)
+    got = token_score(*args, reduce, out=out, config=config_of(args, reduce, matrix))
     assert got is out
     # Products of 16-bit numbers are exact in float32, so all dtypes agree to its rounding; `matrix` takes queries in
     # fixed point.
@@ -75,12 +81,16 @@ def test_against_reference(place, case, reduce, bits):
 
 def test_what_tensor_cores_take():
     q, codes, params = torch.zeros(1, 8, 64).half(), torch.zeros(3, 2, 16, 16).byte(), torch.zeros(3, 2, 16, 2).half()
-    assert can_score_matrix(q, codes, params)
-    assert can_score_matrix(q.bfloat16().expand(1, 8, 64).repeat(1, 4, 1), codes, params)
-    assert not can_score_matrix(q.float(), codes, params)
-    assert not can_score_matrix(q.repeat(1, 5, 1), codes, params), "20 heads a group"
-    assert not can_score_matrix(q, torch.zeros(3, 2, 16, 20).byte()[..., :16], params), "a gap between tokens"
-    assert not can_score_matrix(q, torch.zeros(3, 2, 16, 64).byte(), params), "128 channels"
+    wide = torch.zeros(3, 2, 16, 64).byte()  # 128 channels
+    for mean in (False, True):
+        assert can_score_matrix(q, codes, params, mean)
+        assert can_score_matrix(q.bfloat16().repeat(1, 4, 1), codes, params, mean)
+        assert can_score_matrix(q, wide, params, mean)
+        assert can_score_matrix(q.repeat(1, 2, 1), wide, params, mean) == mean, "8 heads of 128 channels"
+        assert can_score_matrix(q.repeat(1, 5, 1), codes, params, mean) == mean, "20 heads"
+        assert not can_score_matrix(q.float(), codes, params, mean)
+        assert not can_score_matrix(q, torch.zeros(3, 2, 16, 20).byte()[..., :16], params, mean), "a gap"
+        assert not can_score_matrix(q, torch.zeros(3, 2, 16, 128).byte(), params, mean), "256 channels"
 
 
 def test_nothing_selectable(place32):
