@@ -57,12 +57,13 @@ def operator(
         if (
             where is not None  # a call without it is refused by the reference
             and use_triton(where)
-            and all(t.is_cuda or t.is_pinned() for t in others)
+            and all(t.is_cuda or t.is_pinned() for t in others if t is not None)
             and (when is None or when(*args, **named))
         ):
             return kernel()(*args, **named)
         return reference(*args, **named)
 
+    call.kernel = kernel
     return call
 
 
