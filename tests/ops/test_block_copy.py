@@ -38,6 +38,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("copy", [reference, dma, block_copy, public])
 @pytest.mark.parametrize(
     "size, width, n",

@@ -37,12 +37,14 @@ SHAPES = {
 }
 
 
+@pytest.mark.pairwise
 @ALL_WAYS
 @pytest.mark.parametrize("case", SHAPES.values(), ids=SHAPES.keys())
 def test_against_reference(place, case, granularity):
     check(place, case, granularity)
 
 
+@pytest.mark.pairwise
 @ALL_WAYS
 @pytest.mark.parametrize(("tile", "heads"), [(64, 32), (32, 16), (16, 32), (64, 64)])
 def test_tiles_do_not_matter(place, granularity, tile, heads):
@@ -79,6 +81,7 @@ def test_nothing_to_attend_to(place, granularity):
     place.close(got, expected, ratio=RATIO.get(place.dtype))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("granularity", ["token", "block"])
 @pytest.mark.parametrize("case", [SMALL, replace(SMALL, group=20, block_size=32, batch=3, splits=2)], ids=str)
 def test_frames(place, case, granularity):
@@ -138,6 +141,7 @@ def test_views_and_mixed_dtypes(place32, granularity):
     place32.close(out, expected)
 
 
+@pytest.mark.pairwise
 @pytest.mark.gpu
 @ALL_WAYS
 @pytest.mark.parametrize("pinned", [False, True])

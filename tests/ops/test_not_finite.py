@@ -140,6 +140,7 @@ def wild_queries(place, heads, group, dk):
     return q.flatten(1, 2)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("metadata", ["min_max", "cuboid_mean", "mean"])
 @pytest.mark.parametrize("reduce", ["mean", "max", "none"])
 @pytest.mark.parametrize("heads, group, dk", [(2, 4, 64), (1, 40, 64), (1, 20, 576), (2, 1, 80)])
@@ -230,6 +231,7 @@ def test_ends_of_half_precision(place, reduce, bits):
 # ---------------------------------------------------------------------- what scores are made of
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("bits", [4, 16])
 @pytest.mark.parametrize("metadata", ["min_max", "cuboid_mean", "mean"])
 def test_seal(place, metadata, bits):
@@ -348,6 +350,7 @@ def test_walk_to_infinite_expectations(place32, group_reduce, estimate):
     assert torch.equal(walk.state.used[:2].cpu(), by_definition.state.used[:2])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("latents", [False, True])
 @pytest.mark.parametrize("granularity", ["token", "block", "all"])
 def test_attention_shows_nan(place, granularity, latents):

@@ -33,6 +33,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.pairwise
 @ALL_WAYS
 @pytest.mark.parametrize("case", SHAPES.values(), ids=SHAPES.keys())
 def test_against_reference(place, case, granularity):
@@ -182,6 +183,7 @@ def test_captured_and_pinned(granularity, pinned, place32):
         assert torch.equal(attended.cpu(), want_attended)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("granularity", ["token", "block"])
 @pytest.mark.parametrize("case", [Case(), Case(dk=48, dv=80, group=3, block_size=32, batch=3, splits=2)], ids=str)
 def test_frames(place, case, granularity):
