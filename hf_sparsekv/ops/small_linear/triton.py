@@ -27,7 +27,7 @@ WIDE = 6144  # outputs; the wide tiles from here on
 
 
 @triton.jit
-def small_linear_row_kernel(
+def small_linear_one_row_kernel(
     p_x,
     weight,
     p_bias,
@@ -140,7 +140,7 @@ def small_linear(x, weight, bias=None):
     fixed = {"EVEN": n % bn == 0 and k % bk == 0, "BN": bn, "BK": bk, "STAGES": stages, "num_warps": warps}
     grid, operands = (triton.cdiv(n, bn),), (operand(Table, weight), bias, out)
     if rows == 1:
-        launch(small_linear_row_kernel, grid, x, x_rows, *operands, n, k, **fixed)
+        launch(small_linear_one_row_kernel, grid, x, x_rows, *operands, n, k, **fixed)
     else:
         launch(small_linear_rows_kernel, grid, x, operand(Table, x_rows), *operands, rows, n, k, ROWS=MAX_ROWS, **fixed)
     return out
