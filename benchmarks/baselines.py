@@ -12,12 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, DynamicCache, StaticCache
 
 from hf_sparsekv import (
-    AsyncPredictiveCache,
     OffloadConfig,
-    OffloadedSparseCache,
     PredictiveConfig,
-    ProgressiveCache,
     ProgressiveConfig,
+    SparseCache,
     TwoLevelConfig,
     optimize,
     unoptimize,
@@ -25,8 +23,9 @@ from hf_sparsekv import (
 from hf_sparsekv.attention.mla import is_mla
 from hf_sparsekv.fusion.fuse import fuse
 from hf_sparsekv.kv.pool import host_memory_limit
+from hf_sparsekv.policies.registry import methods
 
-from .free_selection import FreeCache, FreeConfig
+from .free_selection import FreeConfig
 from .shapes import cached_token, kv_bytes, text_config, windows
 
 
@@ -43,7 +42,7 @@ class Variant:
         about: for ``--list``.
         kind: ``dynamic``, ``static`` or ``offloaded`` (caches of transformers), ``sdpa`` (no cache), ``ours``.
         settings: of ours, fields of ``config``.
-        config: of ours, a key of :data:`CACHES`.
+        config: of ours, its configuration's class.
         captured: of ours, decode steps are captured on a GPU.
         offload: of ours, full blocks in host memory.
         crossover: of ours, attend densely where that is known to be as quick, as users' caches do. Without it a
@@ -71,13 +70,8 @@ class Variant:
         return self.name + "+fused" * (fused and self.captured) + "+offload" * self.offload
 
 
-CACHES = {
-    TwoLevelConfig: OffloadedSparseCache,
-    ProgressiveConfig: ProgressiveCache,
-    PredictiveConfig: AsyncPredictiveCache,
-    FreeConfig: FreeCache,
-}
-_TWO_LEVEL = {"token_budget": 1024, "num_blocks": 128}
+_BUDGET = {"token_budget": 1024}
+_TWO_LEVEL = {**_BUDGET, "num_blocks": 128}
 VARIANTS = {
     variant.name: variant
     for variant in (
@@ -94,53 +88,41 @@ VARIANTS = {
         *(
             Variant(
                 f"progressive:{threshold}{how}",
-                f"blocks until {threshold:.0%} of the mass is seen{about}",
-                settings={
-                    "threshold": threshold,
-                    "execution": "host" if how == ":host" else "device",
-                    "estimate": "as_min" if how == ":as_min" else "scores",
-                },
+                f"blocks until {threshold:.0%} of the mass is seen{', not captured' * bool(how)}",
+                settings={"threshold": threshold},
                 config=ProgressiveConfig,
-                captured=how in ("", ":as_min"),
+                captured=not how,
             )
-            for how, about in {
-                "": "",
-                ":as_min": ", by PSA's own estimate",
-                ":eager": ", not captured",
-                ":host": ", driven by the host, not captured",
-            }.items()
+            for how in ("", ":eager")
             for threshold in (0.9, 0.95, 0.98)
         ),
         *(
             Variant(
-                "predictive" + "".join(f":{part}" for part in (predictor, scoring) if part),
-                f"tokens chosen a step before for a predicted query, by {scoring or 'labels'}",
-                settings={
-                    "token_budget": 1024,
-                    **({"predictor": predictor} if predictor else {}),
-                    "scoring": scoring or "labels",
-                },
+                f"predictive{f':{predictor}' * bool(predictor)}",
+                "tokens chosen a step before for a predicted query",
+                settings={"token_budget": 1024, **({"predictor": predictor} if predictor else {})},
                 config=PredictiveConfig,
             )
             for predictor in ("", "last", "ridge", "assembled")
-            for scoring in ("", "keys")
         ),
-        Variant(
-            "predictive:free", "the same selection given for free", settings={"token_budget": 1024}, config=FreeConfig
-        ),
+        Variant("predictive:free", "the same selection given for free", settings=_BUDGET, config=FreeConfig),
         *(
             Variant(
                 f"predictive:second{how}",
-                f"tokens chosen a step before on a second GPU{about}",
-                settings={"token_budget": 1024, "scoring": "keys" if how == ":keys" else "labels"},
+                f"tokens chosen a step before on a second GPU{', not captured' * bool(how)}",
+                settings=_BUDGET,
                 config=PredictiveConfig,
-                captured=how != ":eager",
+                captured=not how,
                 second=True,
             )
-            for how, about in {"": "", ":keys": ", by keys", ":eager": ", not captured"}.items()
+            for how in ("", ":eager")
         ),
     )
 }
+
+for _method in methods().values():  # any other method with its defaults
+    if _method.config not in {variant.config for variant in VARIANTS.values()}:
+        VARIANTS[_method.name] = Variant(_method.name, _method.about, settings={}, config=_method.config)
 
 
 def find(text: str, offload: bool = False, crossover: bool = False) -> Variant:
@@ -221,7 +203,7 @@ def make_cache(
     if variant.second:
         settings["cache_rank"] = str(next_device(model.device))
     settings = variant.config(**settings)
-    return CACHES[variant.config](settings, offload=offload, model_config=model.config)
+    return SparseCache(settings, offload=offload, model_config=model.config)
 
 
 def next_device(device: torch.device) -> torch.device:
@@ -233,7 +215,7 @@ def next_device(device: torch.device) -> torch.device:
 
 def second_gpu(cache) -> torch.device | None:
     """The GPU that chooses for a cache, if it is another one than the model's."""
-    rank = getattr(cache, "rank", None)
+    rank = getattr(getattr(cache, "shared", None), "rank", None)
     return None if rank is None or rank.device.type != "cuda" else rank.device
 
 

@@ -212,31 +212,21 @@ def synchronisations() -> Iterator[Callable[[], Counter]]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Per step: allocations of torch's CUDA allocator, and times that the host waited; and where it did."""
-
-    allocations: list[int]
-    syncs: list[int]
-    places: Counter
+def _each(totals: list[int]) -> list[int]:
+    return [b - a for a, b in itertools.pairwise(totals)]
 
 
-def count_steps(step: Steps, steps: int) -> Counts:
-    """Make ``steps`` decode steps and count."""
+def count_steps(step: Steps, steps: int) -> tuple[list[int], list[int], Counter]:
+    """Make decode steps. Of each: allocations of torch's CUDA allocator, and waits of the host; and where it waited."""
     allocated, waited = [], []
     with synchronisations() as so_far:
-        for _ in range(steps):
+        for at in range(steps + 1):
             allocated.append(torch.cuda.memory_stats()["allocation.all.allocated"])
             waited.append(so_far().total())
-            step()
-        allocated.append(torch.cuda.memory_stats()["allocation.all.allocated"])
+            if at < steps:
+                step()
         places = so_far()
-        waited.append(places.total())
-
-    def each(totals: list[int]) -> list[int]:
-        return [b - a for a, b in itertools.pairwise(totals)]
-
-    return Counts(each(allocated), each(waited), places)
+    return _each(allocated), _each(waited), places
 
 
 def generate_syncs(model, cache, batch: int, tokens: int, after: Callable[[], None]) -> list[int]:
@@ -249,7 +239,7 @@ def generate_syncs(model, cache, batch: int, tokens: int, after: Callable[[], No
 
     with synchronisations() as so_far:
         generate(model, cache, batch, tokens, each=each)
-    return [b - a for a, b in itertools.pairwise(totals)]
+    return _each(totals)
 
 
 def timed(run: Callable[[], object], repeat: int = 30) -> list[float]:

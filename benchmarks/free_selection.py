@@ -8,9 +8,8 @@ from torch import Tensor
 
 from hf_sparsekv.config import PredictiveConfig
 from hf_sparsekv.kv.store import LayerStore
-from hf_sparsekv.policies.base import Policy
 from hf_sparsekv.policies.predictive import PredictivePolicy
-from hf_sparsekv.predictive_cache import AsyncPredictiveCache
+from hf_sparsekv.policies.registry import register
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +17,7 @@ class FreeConfig(PredictiveConfig):
     """As that of the cache whose work is left out."""
 
 
+@register("free", FreeConfig, about="the same selection given for free", reference=True)
 class FreePolicy(PredictivePolicy):
     """Attends in each step to what the prompt's last query has chosen: as many tokens, in as many places."""
 
@@ -32,13 +32,3 @@ class FreePolicy(PredictivePolicy):
         if not self.given and not store.fixed:
             super().look_ahead(q, store, again)
             self.given = self.chosen
-
-
-class FreeCache(AsyncPredictiveCache):
-    """An oracle that does no work: nothing is predicted, chosen or copied after the prompt."""
-
-    def make_policy(self, layer_idx: int) -> Policy:
-        made = super().make_policy(layer_idx)
-        if not isinstance(made, PredictivePolicy):
-            return made
-        return FreePolicy(made.config, layer_idx, made.offloaded, self.channels)

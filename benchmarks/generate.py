@@ -10,8 +10,7 @@ known to be as quick as selecting they attend densely, as everybody's do (rows e
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
 
 import torch
 
@@ -19,24 +18,23 @@ from hf_sparsekv import unoptimize
 from hf_sparsekv.fusion.fuse import why_not
 from hf_sparsekv.results import device_name, versions
 
-from . import RESULTS
+from .arguments import KNOWN, host_bytes, new_parser, rows_file
 from .baselines import VARIANTS, Variant, check, chose_dense, find, forget_compiled, make_cache, prepare
 from .decoding import free, generate
-from .filling import SOURCES, fill_cache
+from .filling import fill_cache
 from .report import Report
 from .shapes import SHAPES, case_name, known_config, parse_tokens, random_model, real_model
 
-CSV = RESULTS / "generate.csv"
 DEFAULT = ("hf_dynamic", "two_level", "two_level:lag")
 CHOICES = [name for name, variant in VARIANTS.items() if variant.kind != "sdpa"]
 
 
-def measure(model, variant: Variant, report: Report, args: argparse.Namespace) -> None:
+def measure(model, variant: Variant, report: Report, args: Namespace) -> None:
     """All figures of one cache."""
-    host_bytes = None if args.host_gb is None else int(1e9 * args.host_gb)
-    check(variant, model, args.batch, args.context, host_bytes)
+    limit = host_bytes(args)
+    check(variant, model, args.batch, args.context, limit)
     prepare(model, variant, args.fused, capture=args.capture)
-    cache = make_cache(model, variant, args.context + 1 + args.new_tokens, host_bytes)
+    cache = make_cache(model, variant, args.context + 1 + args.new_tokens, limit)
     after = None if args.prefill else fill_cache(model, cache, args.batch, args.context, args.kv)
     on_gpu, compiled = model.device.type == "cuda", variant.name == "hf_static_compile"
     if on_gpu:
@@ -69,40 +67,24 @@ def measure(model, variant: Variant, report: Report, args: argparse.Namespace) -
         report.note(str(cache.stats()))
 
 
-def arguments() -> argparse.ArgumentParser:
+def arguments() -> ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="qwen3-8b", help=f"{', '.join(SHAPES)}; `small`; a name or a path")
-    parser.add_argument("--random-weights", action="store_true", help="of a name or path read the configuration only")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--context", type=parse_tokens, default=32768, metavar="TOKENS", help="512, 32k")
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument(
-        "--caches",
-        nargs="+",
-        type=cache_name,
-        default=[cache_name(name) for name in DEFAULT],
-        metavar="CACHE",
-        help=f"{', '.join(CHOICES)}; ours also with +offload",
-    )
-    parser.add_argument("--sample", action="store_true", help="draw tokens instead of taking the likeliest")
-    parser.add_argument("--prefill", action="store_true", help="read the context, and measure ttft_s, too")
-    parser.add_argument("--kv", default="random", choices=list(SOURCES), help="what caches are filled with")
-    parser.add_argument("--capture", action=argparse.BooleanOptionalAction, default=True, help="captured decode steps")
-    parser.add_argument("--fused", action=argparse.BooleanOptionalAction, default=True, help="fused small layers")
-    parser.add_argument(
-        "--host-gb", type=float, help="host memory that offloaded caches may take; default 80 %% of all"
-    )
-    parser.add_argument("--csv", type=Path, default=CSV, help="rows are appended to it")
-    parser.add_argument("--no-csv", action="store_true")
+    parser = new_parser("generate", __doc__, "dtype", "device", "fused", "kv", "host-gb")
+    add, flag = parser.add_argument, BooleanOptionalAction
+    add("--model", default="qwen3-8b", help=f"{KNOWN}; `small`")
+    add("--random-weights", action="store_true", help="of a name or path read the configuration only")
+    add("--batch", type=int, default=1)
+    add("--context", type=parse_tokens, default=32768, metavar="TOKENS", help="512, 32k")
+    add("--new-tokens", type=int, default=64)
+    caches = {"nargs": "+", "type": cache_name, "default": [cache_name(name) for name in DEFAULT], "metavar": "CACHE"}
+    add("--caches", **caches, help=f"{', '.join(CHOICES)}; ours also with +offload")
+    add("--sample", action="store_true", help="draw tokens instead of taking the likeliest")
+    add("--prefill", action="store_true", help="read the context, and measure ttft_s, too")
+    add("--capture", action=flag, default=True, help="captured decode steps")
     return parser
 
 
-def suffix(variant: Variant, args: argparse.Namespace) -> str:
+def suffix(variant: Variant, args: Namespace) -> str:
     """What else the rows' names say."""
     eager = variant.ours and args.device.startswith("cuda") and not args.capture
     replayed = variant.ours and args.kv != "random" and not args.prefill
@@ -114,13 +96,13 @@ def cache_name(text: str) -> Variant:
     try:
         variant = find(text, crossover=True)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise ArgumentTypeError(str(error)) from None
     if variant.kind == "sdpa":
-        raise argparse.ArgumentTypeError(f"{text} is no cache; `benchmarks step` measures it")
+        raise ArgumentTypeError(f"{text} is no cache; `benchmarks step` measures it")
     return variant
 
 
-def load(args: argparse.Namespace) -> torch.nn.Module:
+def load(args: Namespace) -> torch.nn.Module:
     """The model that the arguments ask for."""
     device = torch.device(args.device)
     dtype = getattr(torch, args.dtype) if args.dtype else None
@@ -144,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
     case = case_name(args.model)
     if model.dtype != torch.bfloat16:
         case += f":{str(model.dtype).removeprefix('torch.')}"
-    with Report("generate", case, None if args.no_csv else args.csv, len(args.caches)) as report:
+    with Report("generate", case, rows_file(args), len(args.caches)) as report:
         for variant in args.caches:
             label = variant.label(args.fused) + suffix(variant, args)
             with report.measuring(args.batch, args.context, label):

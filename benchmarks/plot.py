@@ -78,7 +78,9 @@ def draw(rows, out: Path) -> None:
     axes.set_xticks(sorted(rows.context.unique() / 1024))
     axes.grid(alpha=0.3)
     last = rows.iloc[-1]
-    _save(figure, axes, out, f"{last.case}, {last.batch} x context, {last.device}")
+    axes.set_title(f"{last.case}, {last.batch} x context, {last.device}", fontsize=10)
+    figure.tight_layout()
+    save(figure, out)
 
 
 def draw_curve(rows, what: str, out: Path) -> None:
@@ -120,17 +122,18 @@ def draw_curve(rows, what: str, out: Path) -> None:
     axes.legend(handles=lines, frameon=False, fontsize=8, loc="center right")
     axes.grid(alpha=0.3)
     last = rows.iloc[-1]
-    _save(figure, axes, out, f"{last.case}, {last.batch} x {context}, {last.device}")
+    axes.set_title(f"{last.case}, {last.batch} x {context}, {last.device}", fontsize=10)
+    figure.tight_layout()
+    save(figure, out)
 
 
-def _save(figure, axes, out: Path, title: str) -> None:
+def save(figure, out: Path, dpi: int = 150) -> None:
+    """Write a picture and close it."""
     import matplotlib.pyplot as plt
 
-    axes.set_title(title, fontsize=10)
-    figure.tight_layout()
     out.parent.mkdir(parents=True, exist_ok=True)
     # A date in the file would make every run a change.
-    figure.savefig(out, dpi=150, metadata={"Date": None} if out.suffix == ".svg" else None)
+    figure.savefig(out, dpi=dpi, metadata={"Date": None} if out.suffix == ".svg" else None)
     plt.close(figure)
 
 

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from hf_sparsekv import unoptimize
 from hf_sparsekv.results import Row, append_rows
 
 from .baselines import NotRun
@@ -61,11 +62,16 @@ class Report:
         self._bar.stop()
 
     @contextmanager
-    def measuring(self, batch: int, context: int, variant: str) -> Iterator[None]:
-        """One variant. What it raises is told, and does not lose its earlier rows or the other variants'."""
+    def measuring(self, batch: int, context: int, variant: str, model=None) -> Iterator[None]:
+        """One variant. What it raises is told, and does not lose its earlier rows or the other variants'.
+
+        Args:
+            model: taken out of ``optimize()`` after an error: a runner that has met one does not capture again.
+        """
         self._where = (batch, context, variant)
         place = f"{batch:3} x {context:7}  {variant}"
         self._bar.update(self._task, description=f"{batch} x {context} {variant}")
+        missing = self.missing
         try:
             yield
         except NotRun as reason:
@@ -81,6 +87,8 @@ class Report:
                 print(f"{place}: FAILED: {text}", flush=True)
                 traceback.print_exc()
         finally:
+            if model is not None and self.missing > missing:
+                unoptimize(model)
             self.write()
             self._bar.advance(self._task)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,107 +26,41 @@ from hf_sparsekv.evaluation.small_model import small_model_path
 LONGEST = 262144  # positions: more than most of these models were trained for, the time of a step does not mind
 
 
-def _gemma3(**sizes) -> Gemma3TextConfig:
-    return Gemma3TextConfig(
-        vocab_size=262208,
-        sliding_window=1024,  # five layers of six; layer_types follows from it
+def _like(kind, hidden: int, layers: int, heads: tuple[int, int, int], inner: int, vocab: int, tied=False, **others):
+    """A configuration; ``heads``: query heads, KV heads, channels."""
+    return kind(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        **dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"), heads)),
+        intermediate_size=inner,
+        vocab_size=vocab,
         max_position_embeddings=LONGEST,
-        rope_parameters={
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-        },
-        **sizes,
+        tie_word_embeddings=tied,
+        **others,
     )
 
 
-SHAPES = {
-    "qwen3-8b": lambda: Qwen3Config(
-        hidden_size=4096,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        intermediate_size=12288,
-        vocab_size=151936,
-        max_position_embeddings=LONGEST,
-        tie_word_embeddings=False,
-    ),
-    "qwen3-0.6b": lambda: Qwen3Config(
-        hidden_size=1024,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        intermediate_size=3072,
-        vocab_size=151936,
-        max_position_embeddings=LONGEST,
-        tie_word_embeddings=True,
-    ),
-    "qwen2.5-7b": lambda: Qwen2Config(  # seven query heads a KV head, biases in q, k and v
-        hidden_size=3584,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        intermediate_size=18944,
-        vocab_size=152064,
-        max_position_embeddings=LONGEST,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=False,
-    ),
-    "llama-3.1-8b": lambda: LlamaConfig(
-        hidden_size=4096,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        intermediate_size=14336,
-        vocab_size=128256,
-        max_position_embeddings=LONGEST,
-        tie_word_embeddings=False,
-    ),
-    "llama-3.2-1b": lambda: LlamaConfig(
-        hidden_size=2048,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        intermediate_size=8192,
-        vocab_size=128256,
-        max_position_embeddings=LONGEST,
-        tie_word_embeddings=True,
-    ),
-    "mha-7b": lambda: LlamaConfig(  # Llama-2-7B: as many KV heads as query heads
-        hidden_size=4096,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-        head_dim=128,
-        intermediate_size=11008,
-        vocab_size=32000,
-        max_position_embeddings=LONGEST,
-        tie_word_embeddings=False,
-    ),
+_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+}
+# Five layers of six slide: layer_types follows from sliding_window.
+_GEMMA3 = {"vocab": 262208, "tied": True, "sliding_window": 1024, "rope_parameters": _ROPE}
+_QWEN2 = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3-8b": lambda: _like(Qwen3Config, 4096, 36, (32, 8, 128), 12288, 151936),
+    "qwen3-0.6b": lambda: _like(Qwen3Config, 1024, 28, (16, 8, 128), 3072, 151936, tied=True),
+    # Seven query heads a KV head, biases in q, k and v.
+    "qwen2.5-7b": lambda: _like(Qwen2Config, 3584, 28, (28, 4, 128), 18944, 152064, **_QWEN2),
+    "llama-3.1-8b": lambda: _like(LlamaConfig, 4096, 32, (32, 8, 128), 14336, 128256),
+    "llama-3.2-1b": lambda: _like(LlamaConfig, 2048, 16, (32, 8, 64), 8192, 128256, tied=True),
+    # Llama-2-7B: as many KV heads as query heads.
+    "mha-7b": lambda: _like(LlamaConfig, 4096, 32, (32, 32, 128), 11008, 32000),
     # Latents (MLA) and mixtures of experts; both are the sizes that transformers gives these classes by itself.
     "glm-4.7-flash": lambda: Glm4MoeLiteConfig(max_position_embeddings=LONGEST),
     "deepseek-v3": lambda: DeepseekV3Config(max_position_embeddings=LONGEST),  # on one GPU with --layers 5 at most
-    "gemma3-12b": lambda: _gemma3(
-        hidden_size=3840,
-        num_hidden_layers=48,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=256,
-        intermediate_size=15360,
-        query_pre_attn_scalar=256,
-    ),
-    "gemma3-27b": lambda: _gemma3(
-        hidden_size=5376,
-        num_hidden_layers=62,
-        num_attention_heads=32,
-        num_key_value_heads=16,
-        head_dim=128,
-        intermediate_size=21504,
-        query_pre_attn_scalar=168,
-    ),
+    "gemma3-12b": lambda: _like(Gemma3TextConfig, 3840, 48, (16, 8, 256), 15360, query_pre_attn_scalar=256, **_GEMMA3),
+    "gemma3-27b": lambda: _like(Gemma3TextConfig, 5376, 62, (32, 16, 128), 21504, query_pre_attn_scalar=168, **_GEMMA3),
 }
 
 
@@ -242,6 +177,9 @@ def kv_bytes(config: PreTrainedConfig, batch: int, context: int, itemsize: int =
     heads, key, value = cached_token(config)
     token = heads * (key + value) * itemsize
     return batch * token * sum(context if size is None else min(size, context) for size in windows(config))
+
+
+POOL_SIZES = "0.25kv (share of all keys and values), 0.3 (of the free memory), 8e9 (bytes)"
 
 
 def parse_pool(text: str) -> str:

@@ -21,21 +21,19 @@ were not) and host_mb (what crossed the link), 10^6 bytes a step. Selections are
 
 from __future__ import annotations
 
-import argparse
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from hf_sparsekv import unoptimize
 from hf_sparsekv.config import SparseConfig
 from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.fusion.fuse import why_not
 from hf_sparsekv.kv.pool import bucket
 from hf_sparsekv.results import device_name, versions
 
-from . import RESULTS
+from .arguments import host_bytes, new_parser, rows_file
 from .baselines import (
     VARIANTS,
     Variant,
@@ -65,12 +63,11 @@ from .filling import SOURCES, fill_layers
 from .predictive_parts import measure_parts
 from .report import Report
 from .shapes import (
-    SHAPES,
+    POOL_SIZES,
     case_name,
     known_config,
     kv_bytes,
     parse_pool,
-    parse_shape,
     pool_size,
     random_model,
     text_config,
@@ -78,7 +75,6 @@ from .shapes import (
 )
 from .traffic import Meter
 
-CSV = RESULTS / "step.csv"
 DEFAULT = ("hf_dynamic", "sdpa_best", "captured_dense", "two_level", "two_level:lag", "block_only", "token_only")
 TOKENS = {"dynamic": 24, "static": 24, "offloaded": 14}  # at most: eager steps take long and vary little
 IN_A_ROW = 32  # steps
@@ -100,10 +96,10 @@ def before_growth(config: SparseConfig, context: int) -> int:
 class Bench:
     """One model, measured in all its variants."""
 
-    def __init__(self, model, report: Report, args: argparse.Namespace) -> None:
+    def __init__(self, model, report: Report, args: Namespace) -> None:
         self.model, self.report, self.args = model, report, args
         self.fused = args.fused and why_not(model) is None
-        self.host_bytes = None if args.host_gb is None else int(1e9 * args.host_gb)
+        self.host_bytes = host_bytes(args)
         self.captured: set[str] = set()  # labels
         self.fill_s = 0.0  # of the cache that was filled last
 
@@ -225,12 +221,12 @@ class Bench:
     def counts(self, cache, batch: int, after: Callable[[], None]) -> None:
         """Allocations and waits of steps that are replayed, and waits of generate()'s tokens."""
         report = self.report
-        counted = count_steps(Steps(self.model, cache, batch, COUNTED, after), COUNTED)
-        for name, values in (("allocations", counted.allocations), ("host_syncs", counted.syncs)):
+        allocations, syncs, places = count_steps(Steps(self.model, cache, batch, COUNTED, after), COUNTED)
+        for name, values in (("allocations", allocations), ("host_syncs", syncs)):
             report.add(name, values, "count")
             report.add(f"{name}:seal", max(values), "count")
-        places = ", ".join(f"{place} {n / COUNTED:.2f}" for place, n in counted.places.most_common(6))
-        report.note(f"the host waited at (times a step): {places or 'nowhere'}")
+        where = ", ".join(f"{place} {n / COUNTED:.2f}" for place, n in places.most_common(6))
+        report.note(f"the host waited at (times a step): {where or 'nowhere'}")
         report.add("generate_host_syncs", generate_syncs(self.model, cache, batch, 16, after), "count")
 
     def growth(self, variant: Variant, batch: int, context: int) -> tuple[float, float]:
@@ -241,59 +237,25 @@ class Bench:
         return growth_seconds(self.model, Steps(self.model, cache, batch, tries + 8, after), tries)
 
 
-def arguments() -> argparse.ArgumentParser:
+def arguments() -> ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--shapes",
-        nargs="+",
-        type=parse_shape,
-        default=[(1, 32768), (1, 131072), (8, 32768)],
-        metavar="BATCHxLENGTH",
-    )
-    parser.add_argument(
-        "--model",
-        default="qwen3-8b",
-        help=f"{', '.join(SHAPES)}; or a model's name or path (its config only: weights are random)",
-    )
-    parser.add_argument("--layers", type=int, help="the model's first layers only; its rows say so")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
-    parser.add_argument("--variants", nargs="+", default=list(DEFAULT), choices=list(VARIANTS), metavar="VARIANT")
-    parser.add_argument(
-        "--compile", action="store_true", help="also StaticCache compiled by generate(): about a minute"
-    )
-    parser.add_argument("--offload", action="store_true", help="our caches keep full blocks in host memory")
-    parser.add_argument(
-        "--fused",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="fuse the small layers and join projections, in the dense baseline too",
-    )
-    parser.add_argument("--crossover", action="store_true", help="attend densely where known to be as quick: +dense")
-    parser.add_argument(
-        "--recapture", action="store_true", help="also growth_s and recapture_s, over a second, growing cache"
-    )
-    parser.add_argument("--kv", default="random", choices=list(SOURCES), help="what caches are filled with")
-    parser.add_argument("--tokens", type=int, default=160, help="tokens to generate")
-    parser.add_argument("--parts", action="store_true", help="of predictive caches: what choosing takes, part by part")
-    parser.add_argument("--budget", type=int, help="tokens that our caches select; default 1024")
-    parser.add_argument(
-        "--host-gb", type=float, help="host memory that offloaded caches may take; default 80 %% of all"
-    )
-    parser.add_argument(
-        "--device-pool",
-        type=parse_pool,
-        metavar="SIZE",
-        help="frames of offloaded caches: 0.25kv (share of all keys and values), 0.3 (of the free memory), 8e9 (bytes)",
-    )
-    parser.add_argument("--csv", type=Path, default=CSV, help="rows are appended to it")
-    parser.add_argument("--no-csv", action="store_true")
+    parser = new_parser("step", __doc__, "shapes", "model", "dtype", "fused", "kv", "host-gb")
+    parser.set_defaults(shapes=[(1, 32768), (1, 131072), (8, 32768)], dtype="bfloat16")
+    add = parser.add_argument
+    add("--layers", type=int, help="the model's first layers only; its rows say so")
+    add("--variants", nargs="+", default=list(DEFAULT), choices=list(VARIANTS), metavar="VARIANT")
+    add("--compile", action="store_true", help="also StaticCache compiled by generate(): about a minute")
+    add("--offload", action="store_true", help="our caches keep full blocks in host memory")
+    add("--crossover", action="store_true", help="attend densely where known to be as quick: +dense")
+    add("--recapture", action="store_true", help="also growth_s and recapture_s, over a second, growing cache")
+    add("--tokens", type=int, default=160, help="tokens to generate")
+    add("--parts", action="store_true", help="of predictive caches: what choosing takes, part by part")
+    add("--budget", type=int, help="tokens that our caches select; default 1024")
+    add("--device-pool", type=parse_pool, metavar="SIZE", help=f"of offloaded caches: {POOL_SIZES}")
     return parser
 
 
-def variants(args: argparse.Namespace) -> list[Variant]:
+def variants(args: Namespace) -> list[Variant]:
     """The variants that the arguments ask for."""
     names = list(args.variants)
     if args.compile and "hf_static_compile" not in names:
@@ -301,7 +263,7 @@ def variants(args: argparse.Namespace) -> list[Variant]:
     return [find(name, args.offload, args.crossover) for name in names]
 
 
-def run(bench: Bench, args: argparse.Namespace, rate: float) -> None:
+def run(bench: Bench, args: Namespace, rate: float) -> None:
     """All shapes and variants."""
     model, report = bench.model, bench.report
     config = text_config(model)
@@ -310,11 +272,8 @@ def run(bench: Bench, args: argparse.Namespace, rate: float) -> None:
         with report.measuring(batch, context, "limit"):
             report.add("step_ms", limit_ms(weights, config, batch, context, model.dtype.itemsize, rate))
         for variant in variants(args):
-            missing = report.missing
-            with report.measuring(batch, context, bench.label(variant)):
+            with report.measuring(batch, context, bench.label(variant), model):
                 bench.measure(variant, batch, context)
-            if report.missing > missing:
-                unoptimize(model)  # a runner that has met an error does not capture again
             free()
 
 
@@ -334,7 +293,7 @@ def main(argv: list[str] | None = None) -> int:
     case += "" if args.layers is None else f":layers={args.layers}"
     model = random_model(known_config(args.model, args.layers), getattr(torch, args.dtype), torch.device("cuda"))
     total = len(args.shapes) * (1 + len(variants(args)))
-    with Report("step", case, None if args.no_csv else args.csv, total) as report:
+    with Report("step", case, rows_file(args), total) as report:
         run(Bench(model, report, args), args, rate)
     return report.close()
 

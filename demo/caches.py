@@ -1,19 +1,13 @@
-"""The caches to choose from, and their controls. Another cache joins by an entry in ``METHODS``."""
+"""The caches to choose from, and their controls. A new method is among them, with the slider that it names itself."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hf_sparsekv import (
-    AsyncPredictiveCache,
-    OffloadConfig,
-    OffloadedSparseCache,
-    PredictiveConfig,
-    ProgressiveCache,
-    ProgressiveConfig,
-    TwoLevelConfig,
-)
+from hf_sparsekv import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseCache, TwoLevelConfig
+from hf_sparsekv.policies.registry import Method as Registered
+from hf_sparsekv.policies.registry import methods
 
 DENSE = "dense"
 
@@ -42,18 +36,19 @@ class Method:
     """A cache to race against full attention.
 
     Args:
-        cache, config: its classes; ``None``: full attention twice, which shows what the clocks are worth.
+        config: class of its configuration; ``None``: full attention twice, which shows what the clocks are worth.
         settings: fixed fields of the configuration.
         adjust: makes values fit each other before the configuration checks them.
+        plain: nothing but what the method says of itself.
     """
 
     label: str
     about: str
-    cache: type | None = None
     config: type | None = None
     controls: tuple[Control, ...] = ()
     settings: dict = field(default_factory=dict)
     adjust: Callable[[dict], dict] = dict
+    plain: bool = False
 
     def make(self, values: dict, offload: bool, model_config, max_length: int):
         """A new empty cache.
@@ -63,7 +58,7 @@ class Method:
         """
         chosen = {c.name: _number(c, values[c.name]) for c in self.controls}
         config = self.config(max_length=max_length, **self.settings, **self.adjust(chosen))
-        return self.cache(config, offload=OffloadConfig() if offload else None, model_config=model_config)
+        return SparseCache(config, OffloadConfig() if offload else None, model_config)
 
 
 def _number(control: Control, value: float) -> float | int:
@@ -78,11 +73,20 @@ def _zero_is_never(values: dict) -> dict:
     return {**values, "audit_every": values["audit_every"] or None}
 
 
+def _plain(method: Registered) -> Method:
+    """A method with the one slider that it names itself."""
+    knob = method.knob
+    default, whole = method.config.__dataclass_fields__[knob.name].default, isinstance(knob.least, int)
+    first, step = (4 * knob.least, knob.least) if whole else (default, 0.001)
+    label = knob.name.replace("_", " ").capitalize()
+    control = Control(knob.name, label, knob.least, knob.most, step, first, default)
+    return Method(method.name.replace("_", " ").capitalize(), method.about, method.config, (control,), plain=True)
+
+
 METHODS: dict[str, Method] = {
     "two_level": Method(
         "Two-level",
         "blocks by a bound on their scores, then the best tokens in them (AsyncTLS)",
-        OffloadedSparseCache,
         TwoLevelConfig,
         (
             _BUDGET,
@@ -93,7 +97,6 @@ METHODS: dict[str, Method] = {
     "progressive": Method(
         "Progressive",
         "blocks in order of importance until enough attention mass is covered (PSA)",
-        ProgressiveCache,
         ProgressiveConfig,
         (
             Control("threshold", "Mass to cover", 0.5, 0.999, 0.001, 0.98, None, "share of attention, estimated"),
@@ -105,9 +108,9 @@ METHODS: dict[str, Method] = {
     "predictive": Method(
         "Predictive",
         "the next query is predicted, its tokens are ready when it comes (AsyncSpade)",
-        AsyncPredictiveCache,
         PredictiveConfig,
         (_BUDGET,),
     ),
-    DENSE: Method("Dense again", "full attention in both panes: how far apart equal runs are"),
 }
+METHODS |= {name: _plain(method) for name, method in methods().items() if name not in METHODS}
+METHODS[DENSE] = Method("Dense again", "full attention in both panes: how far apart equal runs are")

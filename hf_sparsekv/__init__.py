@@ -7,13 +7,15 @@ else::
     model.generate(**inputs, past_key_values=OffloadedSparseCache(TwoLevelConfig(token_budget=1024)))
 """
 
+from . import policies as _policies  # noqa: F401 (registers the methods)
+from . import second_device as _second_device  # noqa: F401 (the predictive method can use one)
 from .attention.interface import register as _register
 from .attention.mla import absorb_mla, restore_mla
-from .cache import OffloadedSparseCache, ProgressiveCache, SparseCache
+from .cache import AsyncPredictiveCache, OffloadedSparseCache, ProgressiveCache, SparseCache
 from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 from .cuda_graph.optimize import optimize, unoptimize
 from .layers.prefix import PrefixCache
-from .predictive_cache import AsyncPredictiveCache
+from .policies.streaming import StreamingConfig
 from .telemetry.monitor import StepMonitor, StepReport
 from .telemetry.stats import CacheStats, WalkStats
 from .telemetry.watch import BlockMap
@@ -35,6 +37,7 @@ __all__ = [
     "SparseConfig",
     "StepMonitor",
     "StepReport",
+    "StreamingConfig",
     "TwoLevelConfig",
     "WalkStats",
     "__version__",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from os import PathLike
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -22,35 +22,57 @@ from transformers.cache_utils import (
 from .attention.exact import AttentionSpec
 from .attention.handle import Step
 from .attention.masks import check_not_empty, new_columns
-from .config import OffloadConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
+from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 from .kv.lasting import DeviceLength
 from .kv.pool import HostBudget
 from .layers.sparse_layer import SparseLayer
 from .offload.copy_streams import Lanes
 from .offload.page_table import FramePools
 from .policies.base import Policy
-from .policies.progressive import ProgressivePolicy
-from .policies.two_level import TwoLevelPolicy
-from .predictor.channels import LabelChannels, check_config, check_layers
-from .second_device.replica import Rank
+from .policies.registry import method_of
+from .policies.shared import Shared
+from .predictor.channels import check_config, check_layers
 from .telemetry.stats import CacheStats, allocated, collect
 from .telemetry.watch import BlockMap, BlockWatch, collect_blocks
 
 
 class SparseCache(Cache):
-    """A cache whose full-attention layers are :class:`SparseLayer`; every other layer is transformers' own.
+    """A KV cache whose full-attention layers decode sparsely; every other layer is transformers' own.
+
+    Prefill is exact. What a decode step attends to is up to the method that ``config`` belongs to.
+
+        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sparsekv")
+        out = model.generate(**inputs, past_key_values=SparseCache(StreamingConfig(window=1024)))
 
     Without ``model_config`` the layers' kinds are learned from the first attention call. Models with
     linear-attention layers need it, because those touch the cache before any attention does.
+
+    Args:
+        config: what to select, and by which method: a :class:`TwoLevelConfig`, :class:`ProgressiveConfig`, ...
+        offload: how to keep full blocks in host memory; ``None`` keeps all KV on the device, unless ``config`` says
+            otherwise.
+        model_config: the model's configuration. Needed for models with linear-attention layers only.
+
+    Raises:
+        TypeError: ``config`` is no method's configuration, or ``offload`` no :class:`OffloadConfig`.
+        ValueError: ``config`` and ``offload`` want different places, or a file or a device named in ``config`` is
+            missing or of another model.
     """
 
-    rank: Rank | None = None  # a second device that chooses
+    config_type: ClassVar[type[SparseConfig] | None] = None  # the only one that the class takes, and its default
 
-    def __init__(self, config: SparseConfig, offload: OffloadConfig | None, model_config=None) -> None:
+    def __init__(self, config: SparseConfig, offload: OffloadConfig | None = None, model_config=None) -> None:
         super().__init__(layers=[])
+        if self.config_type is not None:
+            config = self.config_type() if config is None else config
+            if not isinstance(config, self.config_type):
+                raise TypeError(f"config must be a {self.config_type.__name__}, got {type(config).__name__}")
         if offload is not None and not isinstance(offload, OffloadConfig):
             raise TypeError(f"offload must be an OffloadConfig or None, got {type(offload).__name__}")
+        policy = self._policy_type(config)
+        offload = policy.place(config, offload)
         self.config, self.offload_config = config, offload
+        self.shared: Shared = policy.share(config, offload)
         self.budget = None if offload is None else HostBudget(offload)
         self.frames = None if offload is None else FramePools(offload)
         self.clock, self.lanes = DeviceLength(), Lanes()
@@ -60,9 +82,16 @@ class SparseCache(Cache):
         if model_config is not None:
             self.bind(model_config)
 
+    def _policy_type(self, config: SparseConfig) -> type[Policy]:
+        """The class of the policies of layers that are not dense."""
+        return method_of(config).policy
+
     def make_policy(self, layer_idx: int) -> Policy:
         """The selection policy of one layer."""
-        raise NotImplementedError
+        offload = self.offload_config
+        if layer_idx < self.config.dense_layers:
+            return Policy(self.config, layer_idx, offload is not None and not offload.keep_dense)
+        return self.shared.policy(layer_idx)
 
     def __repr__(self) -> str:
         where = "device" if self.offload_config is None else "host"
@@ -83,7 +112,7 @@ class SparseCache(Cache):
                 "sparse caches serve decoder-only models; for an encoder-decoder leave past_key_values out (its "
                 "cross-attention cache is not supported)"
             )
-        self.check_model(model_config.get_text_config(decoder=True))
+        self.shared.check_model(model_config.get_text_config(decoder=True))
         self.model_config = model_config
         stock = DynamicCache(config=model_config).layers
         if any(isinstance(layer, DynamicIndexedLayer) for layer in stock):
@@ -108,9 +137,6 @@ class SparseCache(Cache):
         for index, layer in enumerate(self.layers):
             if type(layer) is DynamicSlidingWindowLayer and layer.is_initialized and not layer.record_past:
                 self.layers[index] = SlidingRing(layer, self, index)
-
-    def check_model(self, text_config) -> None:
-        """Raise ``ValueError`` for a model that this cache cannot serve. For subclasses."""
 
     def _layer(self, index: int) -> SparseLayer:
         if index < len(self.layers) and isinstance(self.layers[index], SparseLayer):
@@ -257,7 +283,10 @@ class SparseCache(Cache):
     @contextmanager
     def trial(self) -> Iterator[None]:
         """Inside, steps are tried out for a capture: nothing is brought to the device."""
-        with nullcontext() if self.frames is None else self.frames.paused():
+        with ExitStack() as stack:
+            if self.frames is not None:
+                stack.enter_context(self.frames.paused())
+            stack.enter_context(self.shared.trial())
             yield
 
     # ------------------------------------------------------------------ what people ask
@@ -291,7 +320,7 @@ class SparseCache(Cache):
     def memory_bytes(self) -> dict[str, int]:
         """Bytes allocated by its own layers, shared blocks included: ``device``, ``host``; ``second`` if it has one."""
         held = allocated(self.sparse_layers, self.frames)
-        return {name: size for name, size in held.items() if name != "second" or self.rank is not None}
+        return {place: held[place] for place in self.shared.places}
 
     # ------------------------------------------------------------------ files
 
@@ -321,7 +350,7 @@ class SparseCache(Cache):
         Args:
             config: ``None`` takes the saved one. Another may differ in what only later steps depend on
                 (``token_budget``, ``num_blocks``, ``lag``, ``dense_below``, ``max_length``, the reduces, and much of
-                a :class:`ProgressiveConfig` or :class:`PredictiveConfig`; docs/saving.md).
+                a :class:`ProgressiveConfig` or :class:`PredictiveConfig`: their ``FREE``; docs/saving.md).
             offload: as in the constructor, whatever it was when the cache was saved. ``"default"``: what the
                 constructor of the saved cache's class does.
             model_config: the model's configuration, to be compared with the saved model's. Needed for models with
@@ -341,11 +370,9 @@ class SparseCache(Cache):
 class OffloadedSparseCache(SparseCache):
     """Two-level sparse decoding over a KV cache whose full blocks live in host memory (AsyncTLS).
 
-    Prefill is exact. Each decode step chooses blocks by a bound on their scores, tokens within them by quantised
-    label channels, and attends exactly to those tokens, the sinks and the recent window.
-
-        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sparsekv")
-        out = model.generate(**inputs, past_key_values=OffloadedSparseCache(TwoLevelConfig(token_budget=1024)))
+    Each decode step chooses blocks by a bound on their scores, tokens within them by quantised label channels, and
+    attends exactly to those tokens, the sinks and the recent window. The same as ``SparseCache(TwoLevelConfig(...),
+    OffloadConfig())``.
 
     Args:
         config: what to select.
@@ -356,38 +383,22 @@ class OffloadedSparseCache(SparseCache):
         ValueError: the channel file named in ``config`` is missing or of another model.
     """
 
+    config_type = TwoLevelConfig
+
     def __init__(
         self,
         config: TwoLevelConfig | None = None,
         offload: OffloadConfig | None = OffloadConfig(),  # noqa: B008 (frozen)
         model_config=None,
     ) -> None:
-        config = TwoLevelConfig() if config is None else config
-        if not isinstance(config, TwoLevelConfig):
-            raise TypeError(f"config must be a TwoLevelConfig, got {type(config).__name__}")
-        self.channels = None if config.channel_file is None else LabelChannels.load(config.channel_file)
         super().__init__(config, offload, model_config)
-
-    def check_model(self, text_config) -> None:
-        """Label channels of a file must be those of such a model. Raises ValueError."""
-        if self.channels is not None:
-            self.channels.check(text_config)
-
-    def make_policy(self, layer_idx: int) -> Policy:
-        offloaded = self.offload_config is not None
-        if layer_idx < self.config.dense_layers:
-            return Policy(self.config, layer_idx, offloaded and not self.offload_config.keep_dense)
-        return TwoLevelPolicy(self.config, layer_idx, offloaded, self.channels)
 
 
 class ProgressiveCache(SparseCache):
     """Sparse decoding over as many blocks as it takes to cover a share of the attention mass (PSA).
 
-    Prefill is exact. Each decode step ranks the blocks and attends to them in that order, for each row, layer and KV
-    head until the wanted share is covered; ``stats()`` tells how many that took.
-
-        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sparsekv")
-        out = model.generate(**inputs, past_key_values=ProgressiveCache(ProgressiveConfig(threshold=0.98)))
+    Each decode step ranks the blocks and attends to them in that order, for each row, layer and KV head until the
+    wanted share is covered; ``stats()`` tells how many that took. The same as ``SparseCache(ProgressiveConfig(...))``.
 
     Args:
         config: how much to cover.
@@ -395,16 +406,37 @@ class ProgressiveCache(SparseCache):
         model_config: the model's configuration. Needed for models with linear-attention layers only.
     """
 
+    config_type = ProgressiveConfig
+
     def __init__(
         self, config: ProgressiveConfig | None = None, offload: OffloadConfig | None = None, model_config=None
     ) -> None:
-        config = ProgressiveConfig() if config is None else config
-        if not isinstance(config, ProgressiveConfig):
-            raise TypeError(f"config must be a ProgressiveConfig, got {type(config).__name__}")
         super().__init__(config, offload, model_config)
 
-    def make_policy(self, layer_idx: int) -> Policy:
-        offloaded = self.offload_config is not None
-        if layer_idx < self.config.dense_layers:
-            return Policy(self.config, layer_idx, offloaded and not self.offload_config.keep_dense)
-        return ProgressivePolicy(self.config, layer_idx, offloaded)
+
+class AsyncPredictiveCache(SparseCache):
+    """Sparse decoding over tokens that were chosen a step before, for a predicted query (AsyncSpade).
+
+    Beside each decode step the next step's query is predicted from the latest ones, all tokens in full blocks are
+    scored for it, and the best are handed to the next step, which attends to them, to the sinks and to everything
+    newer. The same as ``SparseCache(PredictiveConfig(...))``.
+
+    Args:
+        config: what to predict and to select, and where.
+        offload: how to offload; ``None`` keeps all KV on the device, unless ``config.cache_rank`` is ``"host"``.
+        model_config: the model's configuration. Needed for models with linear-attention layers only.
+
+    Raises:
+        ValueError: ``config`` and ``offload`` want different places, or the channel file named in ``config`` is missing
+            or of another model.
+    """
+
+    config_type = PredictiveConfig
+
+    def __init__(
+        self, config: PredictiveConfig | None = None, offload: OffloadConfig | None = None, model_config=None
+    ) -> None:
+        super().__init__(config, offload, model_config)
+
+
+CACHES = (SparseCache, OffloadedSparseCache, ProgressiveCache, AsyncPredictiveCache)  # files name one of them

@@ -1,14 +1,33 @@
-"""What a user chooses, as frozen dataclasses that are checked when they are made."""
+"""What a user chooses, as frozen dataclasses that are checked when they are made. Imports nothing of ours.
+
+A class lists in ``FREE`` the fields of its own that only later steps depend on: a saved cache may be loaded with
+others (:meth:`SparseCache.load`). Every other field must be as it was saved.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from .predictor.query import EPSILON, PREDICTOR, WINDOW, Predict, make_predictor
+from .removed import Options
+
+# Names of query predictors (predictor/query.py) and what their settings may be.
+PREDICTORS = ("last", "ridge", "ridge_softmax", "assembled", "assembled_ridge")
+MAX_WINDOW = 32  # one warp holds the Gram matrix of a head in registers; longer windows measured no better
+MIN_EPSILON = 1e-4  # the Gram matrix's condition number stays below MAX_WINDOW / MIN_EPSILON: float32 solves that
+
+# Measured with benchmarks/studies/predictor_study.py on the small real model: docs/accuracy.md, "Predicted queries".
+PREDICTOR = "assembled_ridge"
+WINDOW = 16
+EPSILON = 0.1
+
+Predict = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A user's predictor: ``(ring, position, count) -> prediction``, see ``QueryPredictor.predict()``."""
 
 Reduce = Literal["mean", "max"]
 Metadata = Literal["min_max", "cuboid_mean", "mean"]
@@ -44,12 +63,30 @@ def _power_of_two(name: str, value: object) -> None:
     _require(value & (value - 1) == 0, f"{name} must be a power of two, got {value}")
 
 
+def check_window(window: object) -> None:
+    """Raise ``ValueError`` unless a regression can have so many predecessors."""
+    ok = _is_int(window) and 1 <= window <= MAX_WINDOW
+    _require(ok, f"window must be an integer in [1, {MAX_WINDOW}], got {window!r}")
+
+
+def check_predictor(predictor: object, window: object, epsilon: object) -> None:
+    """Raise ``ValueError`` unless a query predictor of this name, or of a user's function, can be made."""
+    if isinstance(predictor, str):
+        _one_of("predictor", predictor, PREDICTORS)
+        check_window(window)
+        ok = isinstance(epsilon, int | float) and MIN_EPSILON <= epsilon < float("inf")
+        _require(ok, f"epsilon must be a number of at least {MIN_EPSILON}, got {epsilon!r}")
+    elif not hasattr(predictor, "predict"):  # which is one that has been made, and checked, already
+        _require(callable(predictor), f"a predictor must be callable, got {type(predictor).__name__}")
+        check_window(window)
+
+
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
     _require(value in choices, f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseConfig:
+class SparseConfig(Options):
     """What every sparse method shares: block layout and the tokens that are always attended.
 
     Args:
@@ -71,6 +108,8 @@ class SparseConfig:
             latents it is measured), or with progressive selection, which takes as long as the data want. ``None``:
             never. A number holds for offloaded blocks, too; with blocks on a second device it is an error.
     """
+
+    FREE = ("dense_below", "max_length")
 
     block_size: int = 64
     sinks: int = 4
@@ -149,6 +188,8 @@ class TwoLevelConfig(SparseConfig):
             (AsyncTLS section 4.2). ``None`` means on when the cache is offloaded.
     """
 
+    FREE = ("token_budget", "num_blocks", "lag", "block_reduce", "token_reduce")
+
     token_budget: int = 1024
     num_blocks: int | None = None
     level: Literal["two_level", "block", "token"] = "two_level"
@@ -220,23 +261,21 @@ class ProgressiveConfig(SparseConfig):
             how much the blocks read so far hold beyond the prediction of theirs. ``"as_min"``: the least mass of a
             token among the blocks read so far, times its tokens (PSA), which the true mass falls short of by far where
             the ranking errs (docs/accuracy.md). ``"bound"``: the most that Quest's bound allows, which guarantees the
-            threshold and reads nearly everything; only with ``metadata="min_max"``.
+            threshold and reads nearly everything; only with ``metadata="min_max"``. The last two are baselines from
+            the papers: without kernels of their own, plain torch finds where a walk stops, which is slower.
         group_reduce: when the query heads of a KV head have seen enough: ``"all"`` of them, or the ``"sum"`` of their
             masses (which the heads with the largest logits decide).
         min_blocks: blocks attended to at least, if there are as many and ``max_blocks`` allows them: the first ones say
             little about those that the ranking has misplaced. On the small real model, with ``"as_min"``, 8 lower the
             KL divergence by a third for half a block to one a walk (``walks:progressive`` in
             benchmarks/results/accuracy.csv).
-        micro_batch: blocks that host-driven execution reads at a time. The result does not depend on it.
         max_blocks: blocks attended to at most per step, row and KV head, whatever they cover: a safety valve.
             ``stats()`` says how often it decided. ``None``: all.
-        execution: who stops the walk. ``"device"``: a few rounds of kernels, which a captured step contains.
-            ``"host"``: PSA's pipeline: blocks are loaded on a stream of their own while those before are attended to,
-            and a kernel tells the host through pinned memory to stop; never captured. ``"auto"``: the quicker one,
-            which is the device's.
         audit_every: every so many decode steps, read all blocks and compare the covered share of the attention mass
             with the estimate (``stats()``). Takes about as long as a dense step. ``None``: never.
     """
+
+    FREE = ("threshold", "block_reduce", "estimate", "group_reduce", "min_blocks", "max_blocks", "audit_every")
 
     threshold: float = 0.98
     metadata: Metadata = "cuboid_mean"
@@ -245,9 +284,7 @@ class ProgressiveConfig(SparseConfig):
     estimate: Literal["scores", "as_min", "bound"] = "scores"
     group_reduce: Literal["all", "sum"] = "all"
     min_blocks: int = 8
-    micro_batch: int = 16
     max_blocks: int | None = None
-    execution: Literal["auto", "device", "host"] = "auto"
     audit_every: int | None = None
 
     def __post_init__(self) -> None:
@@ -263,9 +300,7 @@ class ProgressiveConfig(SparseConfig):
             f"estimate='bound' needs metadata='min_max', which bounds what a block can hold; got {self.metadata!r}",
         )
         _one_of("group_reduce", self.group_reduce, ("all", "sum"))
-        _one_of("execution", self.execution, ("auto", "device", "host"))
-        for name in ("micro_batch", "min_blocks"):
-            _positive(name, getattr(self, name))
+        _positive("min_blocks", self.min_blocks)
         for name in ("max_blocks", "audit_every"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
@@ -287,9 +322,6 @@ class PredictiveConfig(SparseConfig):
         predictor: how the next query follows from the latest ones: ``"last"``, ``"ridge"``, ``"ridge_softmax"``,
             ``"assembled"`` (AsyncSpade), ``"assembled_ridge"``, or a function; see :mod:`hf_sparsekv.predictor.query`.
         predictor_window, predictor_epsilon: predecessors that the regression has, and strength of the ridge.
-        scoring: what all tokens in full blocks are scored by: ``"labels"``, the label channels of
-            :class:`TwoLevelConfig`, or ``"keys"``, whole keys: several times the bytes. With ``"keys"`` the blocks have
-            to lie on a GPU.
         start_length: attend to everything until so many tokens are cached, and then to the end of the block.
         cache_rank: who chooses and where the blocks live: ``"stream"``, the same GPU, beside its computation;
             ``"host"``, host memory (as with an :class:`OffloadConfig`): the GPU chooses by labels and copies what is
@@ -302,11 +334,15 @@ class PredictiveConfig(SparseConfig):
             :class:`TwoLevelConfig`.
     """
 
+    FREE = (
+        *("token_budget", "predictor", "predictor_window", "predictor_epsilon", "start_length", "cache_rank"),
+        *("layers_per_pack", "token_reduce"),
+    )
+
     token_budget: int = 1024
     predictor: str | Predict = PREDICTOR
     predictor_window: int = WINDOW
     predictor_epsilon: float = EPSILON
-    scoring: Literal["labels", "keys"] = "labels"
     start_length: int = 0
     cache_rank: str | None = None
     strict: bool = False
@@ -321,8 +357,7 @@ class PredictiveConfig(SparseConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _positive("token_budget", self.token_budget)
-        make_predictor(self.predictor, self.predictor_window, self.predictor_epsilon)  # which checks them
-        _one_of("scoring", self.scoring, ("labels", "keys"))
+        check_predictor(self.predictor, self.predictor_window, self.predictor_epsilon)
         _not_negative("start_length", self.start_length)
         _require(
             self.cache_rank in (None, "stream", "host") or _is_device(self.cache_rank),
@@ -334,10 +369,6 @@ class PredictiveConfig(SparseConfig):
             f"quick: leave dense_below={self.dense_below!r} out (start_length says from where on to select)",
         )
         _require(self.strict in (True, False), f"strict must be True or False, got {self.strict!r}")
-        _require(
-            self.scoring != "keys" or self.cache_rank != "host",
-            "scoring='keys' reads all keys in every step, which takes too long from host memory: take scoring='labels'",
-        )
         _positive("layers_per_pack", self.layers_per_pack)
         _check_labels(self)
 

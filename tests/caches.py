@@ -1,4 +1,4 @@
-"""The table of caches that the generic tests run over; a new cache class joins by a line in ``CACHES``."""
+"""The table of caches that the generic tests run over: a new method is in it without a line here."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hf_sparsekv import (
     SparseCache,
     TwoLevelConfig,
 )
+from hf_sparsekv.policies.registry import Method, methods
 
 # Small enough that blocks are sealed and channels fixed within some sixty tokens; sparse on any device.
 SMALL = {
@@ -81,6 +82,21 @@ def _predictive(offload: bool | OffloadConfig, **settings) -> Callable[..., Spar
     return make
 
 
+def generic(method: Method, offload: OffloadConfig | None = None) -> Callable[..., SparseCache]:
+    """Caches of a method with test-sized settings, of which it takes those that it has.
+
+    ``FULL`` turns the method's knob to everything.
+    """
+
+    def make(model_config=None, **changes) -> SparseCache:
+        if changes.get("token_budget") == FULL["token_budget"]:
+            changes[method.knob.name] = type(method.knob.least)(method.knob.most)
+        settings = {name: v for name, v in {**SMALL, **changes}.items() if name in method.config.__dataclass_fields__}
+        return SparseCache(method.config(**settings), offload, model_config)
+
+    return make
+
+
 # name -> make(model_config=None, **config changes)
 CACHES: dict[str, Callable[..., SparseCache]] = {
     "host": _two_level(True),
@@ -106,17 +122,20 @@ CACHES: dict[str, Callable[..., SparseCache]] = {
     "progressive-bound": _progressive(True, metadata="min_max", estimate="bound", bound_tokens=8, dense_layers=1),
     "progressive-paper": _progressive(False, estimate="as_min"),
     "progressive-capped": _progressive(True, max_blocks=3, threshold=0.9),
-    "progressive-driven": _progressive(True, execution="host", micro_batch=2),
-    "progressive-driven-device": _progressive(False, execution="host", micro_batch=1),
     "predictive": _predictive(False),
     "predictive-host": _predictive(True),
     "predictive-host-nopool": _predictive(OffloadConfig(device_pool=0)),
-    "predictive-keys": _predictive(False, scoring="keys", token_reduce="mean", sinks=0),
+    "predictive-mean": _predictive(False, token_reduce="mean", sinks=0),
     "predictive-late": _predictive(False, start_length=90, label_bits=16, layers_per_pack=2),
     "predictive-second": _predictive(False, cache_rank="cpu", layers_per_pack=2),
     "predictive-host-dense1": _predictive(True, dense_layers=1, block_size=32, layers_per_pack=3),
 }
 
+# Methods that have no entry above, on the device and in host memory.
+for _name, _method in methods().items():
+    if _name not in ("two_level", "progressive", "predictive"):
+        CACHES[_name] = generic(_method)
+        CACHES[f"{_name}-host"] = generic(_method, OffloadConfig())
+
 HOST_RANK = ("predictive-second",)  # chosen on the host for a model on a GPU: such steps are not captured
 UNSAVED = ("predictive-second",)  # cannot be saved yet
-EAGER = ("progressive-driven", "progressive-driven-device")  # the host takes part in each layer: never captured

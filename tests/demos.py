@@ -28,7 +28,8 @@ def a_task(probe, method: str = "two_level", new_tokens: int = 12, **changes) ->
     ids = documents.fit(language.document(language.bundled()), LENGTH)
     ids = documents.hide(ids, language.ids(needle.fact), 0.5)
     asked = [tuple(language.question(needle.question, first)) for first in (True, False)]
-    values = {c.name: c.value for c in METHODS[method].controls}
+    known = METHODS[method]  # who does not look for facts has to attend to everything to find one
+    values = {c.name: c.maximum if known.plain else c.value for c in known.controls}
     return Task(
         (*language.head(), *ids), *asked, method, values, **{"new_tokens": new_tokens, "go_on": True, **changes}
     )

@@ -68,12 +68,13 @@ def same(a, b):
                 assert x == y
 
 
-def rewrite(path, to, tensors=lambda held: None, metadata=lambda held: None, **state):
-    """The file with changes; ``state`` changes the first layer's entry."""
+def rewrite(path, to, tensors=lambda held: None, metadata=lambda held: None, state=lambda held: None, **layer):
+    """The file with changes; ``layer`` changes the first layer's entry."""
     with safe_open(path, "pt") as file:
         held, meta = {name: file.get_tensor(name).clone() for name in file.keys()}, dict(file.metadata())  # noqa: SIM118
     about = json.loads(meta["state"])
-    about["layers"][0] |= state
+    about["layers"][0] |= layer
+    state(about)
     meta["state"] = json.dumps(about)
     tensors(held)
     metadata(meta)

@@ -238,7 +238,7 @@ def test_kernels(monkeypatch, frames, window):
     from hf_sparsekv.ops.block_copy import triton as copying
     from hf_sparsekv.ops.residency import triton as residing
 
-    def block_copy(kv, frames, copies, n_copies, how):
+    def block_copy(kv, frames, copies, n_copies):
         copying.block_copy(kv, frames, copies, n_copies, programs=2)
 
     residency = functools.partial(residing.residency, config=residing.Config(look=64, tile=32))
@@ -266,8 +266,6 @@ def test_sizes():
             DevicePool.sized(wrong, 2, 4, torch.float32, "cpu")
     with pytest.raises(ValueError, match="at least one"):
         DevicePool(0, 2, 4, torch.float32, "cpu")
-    with pytest.raises(ValueError, match="how must be"):
-        DevicePool(1, 2, 4, torch.float32, "cpu", how="memcpy")
 
 
 def test_copies_share_it():

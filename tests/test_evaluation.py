@@ -10,14 +10,15 @@ import torch
 from caches import SMALL
 from models import build, model, prompt
 
-from hf_sparsekv import OffloadedSparseCache
+from hf_sparsekv import SparseCache, StreamingConfig
 from hf_sparsekv.attention.exact import AttentionSpec
 from hf_sparsekv.evaluation import forced, generation
-from hf_sparsekv.evaluation.cache_specs import METHODS, CacheSpec, parse_cache, parse_caches
+from hf_sparsekv.evaluation.cache_specs import CacheSpec, known, parse_cache, parse_caches
 from hf_sparsekv.evaluation.prefix import Prefix, attention, can_share, forced_steps, greedy_rows, prefill
 from hf_sparsekv.evaluation.records import Measure, Record, Results, bootstrap
-from hf_sparsekv.evaluation.reference_policies import OracleCache, RandomCache, ReferenceConfig
+from hf_sparsekv.evaluation.reference_policies import OracleConfig, OraclePolicy, RandomConfig
 from hf_sparsekv.evaluation.samples import Sample, found_share
+from hf_sparsekv.policies.base import Policy
 
 pytestmark = pytest.mark.quick
 
@@ -31,14 +32,16 @@ TIGHT = f"two_level:{SETTINGS},calibration_tokens=32,num_blocks=4"
 def test_specs_make_what_they_say() -> None:
     spec = parse_cache("two_level:token_budget=512,level=block,lag=false,num_blocks=none")
     cache = spec.make()
-    assert isinstance(cache, OffloadedSparseCache) and cache.offload_config is None
+    assert type(cache) is SparseCache and cache.offload_config is None
     config = cache.config
     assert (config.token_budget, config.level, config.lag, config.num_blocks) == (512, "block", False, None)
     assert config.dense_below is None  # at any length: quality is asked for
     assert parse_cache("two_level:dense_below=auto").make().config.dense_below == "auto"
     assert parse_cache("two_level:offload=true").make().offload_config is not None
     assert parse_cache("block_only:token_budget=256").make().config.level == "block"
-    assert isinstance(parse_cache("oracle:token_budget=512,dense_layers=2").make(), OracleCache)
+    oracle = parse_cache("oracle:token_budget=512,dense_layers=2").make()
+    assert [type(oracle.make_policy(i)) for i in (1, 2)] == [Policy, OraclePolicy]
+    assert parse_cache("streaming:window=512").make().config == StreamingConfig(window=512, dense_below=None)
     assert parse_cache("full").make() is None
     same = parse_cache({"cache": "two_level", "token_budget": 64, "lag": True, "num_blocks": None})
     assert same == parse_cache("{cache: two_level, token_budget: 64, lag: true, num_blocks: null}")
@@ -59,6 +62,7 @@ def test_specs_make_what_they_say() -> None:
         ("two_level:token_budget=512,num_blocks=2", "raise num_blocks"),
         ("two_level:offload=3", "offload must be true or false"),
         ("full:token_budget=3", "takes no options"),
+        ("oracle:seed=3", "oracle has no option 'seed'"),
         ({"token_budget": 3}, "needs the key 'cache'"),
         ("{cache: [", "is not YAML"),
         (3, "text or a mapping"),
@@ -90,10 +94,10 @@ def test_files_hold_lists_of_specs(tmp_path) -> None:
 
 def reference(kind, **changes):
     settings = {k: v for k, v in SMALL.items() if k != "calibration_tokens"}
-    return kind(ReferenceConfig(**{**settings, **changes}))
+    return SparseCache(kind(**{**settings, **changes}))
 
 
-@pytest.mark.parametrize("kind", [OracleCache, RandomCache])
+@pytest.mark.parametrize("kind", [OracleConfig, RandomConfig])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt-oss"])
 def test_references_with_room_for_all_are_dense(kind, name: str) -> None:
     inputs, go = prompt(2, 90, (0, 7)), {"do_sample": False, "max_new_tokens": 12}
@@ -110,7 +114,7 @@ def test_oracle_attends_to_the_best_tokens() -> None:
     heads, group, dim, length, budget = 2, 2, 16, 120, 10
     q = torch.randn(1, heads * group, length + 1, dim) * 2
     k, v = torch.randn(2, 1, heads, length + 1, dim).unbind(0)
-    cache = reference(OracleCache, token_budget=budget)
+    cache = reference(OracleConfig, token_budget=budget)
     layer = cache._layer(0)
     cache.layers = [layer]
     layer.fill(q[:, :, :length], k[:, :, :length], v[:, :, :length])
@@ -148,11 +152,12 @@ def test_answers_are_those_of_generate(name: str, pads, spec: str) -> None:
     assert greedy_rows(net, prefix, filled, logits, 10, set()) == expected.tolist()
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "random"])
+@pytest.mark.parametrize("method", [name for name in known() if name != "random"])
 def test_latents_are_filled_as_by_a_prefill(method: str) -> None:
     """From more tokens than label channels are made from: every method's state is that of its own prefill."""
     net, inputs = model("deepseek-v3"), prompt(2, 2200, (0, 150))
-    budget = {"threshold": 0.6} if method == "progressive" else {"token_budget": 32}
+    tight = {"token_budget": 32, "threshold": 0.6}
+    budget = {name: value for name, value in tight.items() if name in known()[method][0].config.__dataclass_fields__}
     options = {"block_size": 16, "window": 16, "dense_layers": 0, **budget}
     caches = [CacheSpec(method, method, options).make() for _ in range(2)]
     prefix = prefill(net, inputs["input_ids"], mask=inputs["attention_mask"])

@@ -154,22 +154,20 @@ def test_progressive(offload, kept):
 @pytest.mark.parametrize("offload", [None, OffloadConfig(), OffloadConfig(device_pool=0), OffloadConfig(device_pool=9)])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"scoring": "keys"}, {"start_length": 400}, {"token_budget": 400}, {"predictor": "last", "max_length": 5300}],
+    [{}, {"start_length": 400}, {"token_budget": 400}, {"predictor": "last", "max_length": 5300}],
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:copies of the chosen tokens take")
 def test_predictive(offload, changes):
     """The plan is what a predictive cache allocates."""
     config = PredictiveConfig(**{"block_size": 16, "window": 16, "dense_layers": 1, "token_budget": 40, **changes})
-    if offload is not None and config.scoring == "keys":
-        pytest.skip("keys in host memory cannot be scored")
     plan = plan_of(AsyncPredictiveCache(config, offload), offload)
-    assert plan.bounds == 0 and (plan.labels > 0) == (config.scoring == "labels")
+    assert plan.bounds == 0 and plan.labels > 0
     packs = offload == OffloadConfig() and not {"start_length", "token_budget"} & set(changes)
     assert (plan.frames > 0) == packs
 
 
-@pytest.mark.parametrize("changes", [{}, {"scoring": "keys"}, {"token_budget": 400}, {"max_length": 5300}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"token_budget": 400}, {"max_length": 5300}], ids=str)
 def test_a_second_device(changes):
     """The plan is what each of the two devices holds: the keys and values of sparse layers are on the second alone."""
     config = PredictiveConfig(**{"block_size": 16, "window": 16, "dense_layers": 1, "token_budget": 40, **changes})

@@ -25,8 +25,6 @@ class PredictiveOracle(Oracle):
 
     def __init__(self, config: PredictiveConfig) -> None:
         known = SimpleNamespace(**{**asdict(config), "level": "token", "num_blocks": None})
-        if config.scoring == "keys":
-            known.calibration_tokens = 0
         super().__init__(known, lag=False)
         self.since: dict[int, list[int]] = {}  # layer: first column of each row whose query is still known
         self.selected = 0
@@ -69,10 +67,8 @@ class PredictiveOracle(Oracle):
         near = [c for c in real if c >= state.sealed * size]
         free = [c for c in real if c < state.sealed * size and c not in sinks]
         asking, kept = state.last_query[row, head * group : (head + 1) * group], key[row, head, free]
-        if config.scoring == "labels":
-            channels = state.channels[row][head]
-            asking, kept = asking[:, channels], self.labels(kept[:, channels])
-        each = asking @ kept.T
+        channels = state.channels[row][head]
+        each = asking[:, channels] @ self.labels(kept[:, channels]).T
         score = each.amax(0) if config.token_reduce == "max" else each.mean(0)
         best = dict(zip(free, score.tolist()))
         chosen = sorted(free, key=lambda c: (-best[c], c))[: config.token_budget]
@@ -108,7 +104,7 @@ CASES = {
     "short window": (True, {"predictor_window": 3, "predictor_epsilon": 0.5}),
     "offloaded": (True, {}),
     "offloaded, not copied": (OffloadConfig(device_pool=0), {}),
-    "keys": (False, {"scoring": "keys", "token_reduce": "mean"}),
+    "whole keys": (False, {"label_channels": 16, "label_bits": 16, "token_reduce": "mean"}),
     "labels of 16 bits": (True, {"label_bits": 16}),
     "mean": (False, {"token_reduce": "mean", "channel_importance": "mean", "label_channels": 2}),
     "late": (True, {"start_length": 145}),
@@ -116,7 +112,7 @@ CASES = {
     "wide": (True, {"block_size": 32, "window": 5, "max_draft": 0, "sinks": 9}),
     "dense first": (False, {"dense_layers": 1, "sinks": 0}),
     "second device": (False, {"cache_rank": "cpu"}),
-    "second device, keys": (False, {"cache_rank": "cpu", "scoring": "keys", "strict": True, "start_length": 145}),
+    "second device, late": (False, {"cache_rank": "cpu", "strict": True, "start_length": 145}),
 }
 
 

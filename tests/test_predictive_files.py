@@ -90,7 +90,7 @@ def test_a_file_with_queries_of_another_cache_is_damaged(tmp_path):
         held["layers.0.queries"] = torch.zeros(2, 4, 3, 16)
         held["layers.0.queries_from"] = torch.zeros(2, dtype=torch.int32)
 
-    with pytest.raises(ValueError, match=r"is damaged \(ring in layer 0 does not fit the rest"):
+    with pytest.raises(ValueError, match=r"is damaged \(queries, queries_from in layer 0 does not fit the rest"):
         SparseCache.load(rewrite(tmp_path / "cache", tmp_path / "x", tensors=add, ring=[4, 3]))
 
 
@@ -105,12 +105,14 @@ def test_a_file_with_queries_of_another_cache_is_damaged(tmp_path):
         ({"predictor": 3}, "a predictor must be callable"),
         ({"predictor_window": 0}, "window must be an integer"),
         ({"predictor_epsilon": 0}, "epsilon must be"),
-        ({"scoring": "values"}, "scoring must be one of 'labels', 'keys'"),
+        (
+            {"scoring": "keys"},
+            "PredictiveConfig no longer has scoring: leave it out. Tokens are scored by",
+        ),
         ({"start_length": -1}, "start_length must be an integer >= 0"),
         ({"cache_rank": "disk"}, "cache_rank must be"),
         ({"cache_rank": "cuda:1", "dense_below": 5000}, "blocks lie on that device.* leave dense_below=5000 out"),
         ({"strict": 1.5}, "strict must be True or False"),
-        ({"cache_rank": "host", "scoring": "keys"}, "scoring='keys' reads all keys in every step"),
         ({"layers_per_pack": 0}, "layers_per_pack must be a positive integer"),
         ({"label_channels": 3}, "label_channels must be even"),
         ({"label_bits": 8}, "label_bits must be 4 or 16"),
@@ -129,8 +131,6 @@ def test_the_cache_takes_its_own_configuration_and_place():
         AsyncPredictiveCache(offload=True)
     with pytest.raises(ValueError, match="cache_rank='stream' keeps all blocks on the device"):
         AsyncPredictiveCache(PredictiveConfig(cache_rank="stream"), OffloadConfig())
-    with pytest.raises(ValueError, match="with offload take scoring='labels'"):
-        AsyncPredictiveCache(PredictiveConfig(scoring="keys"), OffloadConfig())
     with pytest.raises(ValueError, match="do not go to host memory: leave offload out"):
         AsyncPredictiveCache(PredictiveConfig(cache_rank="cpu"), OffloadConfig())
     assert AsyncPredictiveCache(PredictiveConfig(cache_rank="host")).offload_config == OffloadConfig()

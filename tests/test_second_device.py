@@ -14,10 +14,12 @@ from models import model, prompt
 from oracle import TOLERANCE
 from test_predictive import TIGHT, PredictiveRace, decode
 
-from hf_sparsekv import PredictiveConfig, SparseCache
+from hf_sparsekv import PredictiveConfig, SparseCache, SparseConfig
 from hf_sparsekv.cuda_graph.captured_step import Replay
 from hf_sparsekv.kv.store import LayerStore
+from hf_sparsekv.policies.base import Policy
 from hf_sparsekv.policies.packed import Packed
+from hf_sparsekv.policies.shared import Shared
 from hf_sparsekv.second_device.replica import LeadingStore, Rank
 
 
@@ -247,7 +249,7 @@ def test_a_captured_step_forks_by_layers_and_comes_back_whatever_happens(lines):
 
 def test_what_runs_beside_a_step_begins_behind_it_and_comes_back(lines):
     _, now, home, _, side = lines
-    replay, ran = Replay(None, side), []
+    replay, ran = Replay(None, side, Shared(Policy, SparseConfig(), None)), []
     replay.fork(lambda: ran.append(("in a pack", now[-1].name)), 2)
     replay.beside(lambda: ran.append(("at once", now[-1].name)))
     assert ran == [("at once", "side")]
@@ -287,7 +289,7 @@ def test_memory_of_a_captured_step_is_there_before():
     """A graph has no pool of its own on the other device."""
     race = PredictiveRace(captured=True, cache_rank="cpu")
     race.feed(prompt(1, 130)["input_ids"])
-    rank, record, made = race.ours.rank, race.runner._record, []
+    rank, record, made = race.ours.shared.rank, race.runner._record, []
     rank._buffers.clear()
 
     def watch(run, device, saved):
@@ -309,15 +311,6 @@ def test_a_captured_step_knows_where_the_other_device_keeps_its_blocks():
     before = store.addresses
     store.twin.pool._grow(2 * store.twin.pool.capacity)
     assert store.addresses != before
-
-
-def test_a_reset_moves_nothing_that_a_captured_step_reads():
-    cache = predictive(False, **TIGHT, cache_rank="cpu", scoring="keys")
-    decode(cache, steps=5)
-    every = cache.sparse_layers[0].policy.twin._every
-    cache.reset()
-    decode(cache, steps=5)
-    assert cache.sparse_layers[0].policy.twin._every is every
 
 
 def test_whoever_reads_the_other_devices_blocks_comes_behind_its_work(monkeypatch):

@@ -9,21 +9,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from captured import check, on_gpu
 from test_cli import error, run
 from test_transfer_choice import points
 
 from hf_sparsekv.cli import calibrate_device as command
 from hf_sparsekv.cli import doctor
-from hf_sparsekv.offload import device_pool
-from hf_sparsekv.offload.device_pool import DevicePool
 from hf_sparsekv.tuning import crossover, transfer
 from hf_sparsekv.tuning.link import UNKNOWN, link_name
 from hf_sparsekv.tuning.transfer import DEFAULT, Point, Settings
 
 H200, FIVE, FOUR = "NVIDIA H200", "PCIe 5.0 x16", "PCIe 4.0 x16"
 GPU = torch.device("cuda", 0)
-ELSE = Settings("uva", 8, 64, 2)
+ELSE = Settings(8, 64, 2)
 
 
 @pytest.fixture
@@ -50,7 +47,7 @@ def gpus(monkeypatch, empty_table):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"backend": "torch"}, {"programs": 0}, {"programs_small": 1.5}, {"programs": True}, {"warps": 3}, {"warps": 64}],
+    [{"programs": 0}, {"programs_small": 1.5}, {"programs": True}, {"warps": 3}, {"warps": 64}],
 )
 def test_wrong_settings(wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
@@ -68,10 +65,7 @@ def test_sources(empty_table):
     assert transfer.lookup(H200, FIVE) == transfer.Known(replace(ELSE, warps=8), "measured")
     assert transfer.lookup(H200, FOUR).settings == ELSE, "it stays"
     entry = json.loads(empty_table.read_text())["devices"][f"{H200}, {FOUR}"]
-    assert entry == {
-        "settings": {"backend": "uva", "programs": 8, "programs_small": 64, "warps": 2},
-        "date": "today",
-    }
+    assert entry == {"settings": {"programs": 8, "programs_small": 64, "warps": 2}, "date": "today"}
     assert [path.name for path in empty_table.parent.iterdir()] == ["transfer.json"]
 
 
@@ -84,16 +78,16 @@ def test_beside_the_crossovers(empty_table):
     assert crossover.lookup(H200, "two_level").row_tokens == 7
 
 
-GOOD = '"backend": "uva", "programs": 8, "programs_small": 8, "warps": 4'
+GOOD = '"programs": 8, "programs_small": 8, "warps": 4'
 BROKEN = {
     "empty": "",
-    "cut off": '{"format": 1, "devices": {"NVIDIA H200, PCIe 5.0 x16": {"settings": {"backend": "uva", "pro',
+    "cut off": '{"format": 1, "devices": {"NVIDIA H200, PCIe 5.0 x16": {"settings": {"pro',
     "another format": f'{{"format": 2, "devices": {{"x": {{"settings": {{{GOOD}}}}}}}}}',
     "a list": "[]",
     "no settings": '{"format": 1, "devices": {"x": {}}}',
     "settings missing": '{"format": 1, "devices": {"x": {"settings": {"programs": 4}}}}',
     "no number": f'{{"format": 1, "devices": {{"x": {{"settings": {{{GOOD.replace("4", "null")}}}}}}}}}',
-    "no such back end": f'{{"format": 1, "devices": {{"x": {{"settings": {{{GOOD.replace("uva", "rdma")}}}}}}}}}',
+    "a back end that is gone": f'{{"format": 1, "devices": {{"x": {{"settings": {{"backend": "dma", {GOOD}}}}}}}}}',
 }
 
 
@@ -153,7 +147,7 @@ def test_the_operator_takes_them(monkeypatch, tokens, programs):
 
     monkeypatch.setattr(copying, "_copy_kernel", Kernel())
     monkeypatch.setattr(copying, "SMALL", 128)
-    monkeypatch.setattr(copying, "settings", lambda device: Settings("uva", 3, 5, 2))
+    monkeypatch.setattr(copying, "settings", lambda device: Settings(3, 5, 2))
     kv, frames = torch.randn(4, 2, tokens, 8), torch.zeros(8, tokens, 8)
     copies = torch.arange(8, dtype=torch.int32)[:, None].expand(8, 2).contiguous()
     number = torch.tensor([8], dtype=torch.int32)
@@ -163,32 +157,19 @@ def test_the_operator_takes_them(monkeypatch, tokens, programs):
     assert torch.equal(frames, kv.flatten(0, 1))
 
 
-@pytest.mark.parametrize("backend", ["uva", "dma"])
-def test_prefetching_takes_the_back_end_but_not_for_captures(monkeypatch, backend):
-    """A capture, and the run before it that compiles, use what a graph can hold."""
-    used, copy = [], device_pool.block_copy
-
-    def block_copy(*args):
-        used.append(args[-1])
-        copy(*args)
-
-    monkeypatch.setattr(device_pool, "settings", lambda device: Settings(backend))
-    monkeypatch.setattr(device_pool, "block_copy", block_copy)
-    kv = torch.randn(4, 2, 2, 4)
-    pool = DevicePool(6, 2, 4, torch.float32, "cpu")
-    pool.add_layer(torch.full((4, 2), -1, dtype=torch.int32))
-    slots, ids = torch.tensor([[2, 0, 3]], dtype=torch.int32), torch.tensor([[[0, 2], [1, 2]]], dtype=torch.int32)
-    with pool.paused():
-        places = pool.fetch(0, ids, slots, kv, 0)
-    assert (places < -1).all()
-    with contextlib.suppress(KeyError), pool.paused():
-        raise KeyError
-    places = pool.fetch(0, ids, slots, kv, 0)
-    assert used == ["auto", "dma" if backend == "dma" else "auto"]
-    for head in range(2):
-        for at in range(2):
-            assert torch.equal(pool.frames[places[0, head, at]], kv[slots[0, ids[0, head, at]], head])
-    assert DevicePool(6, 2, 4, torch.float32, "cpu", how="torch").how == "torch", "what is asked for goes first"
+def test_files_of_a_release_that_knew_back_ends(gpus, empty_table):
+    """One with the kernel's is as good as ever; one with the copy engine's says what has become of it."""
+    entry = {"settings": {"backend": "uva", "programs": 8, "programs_small": 64, "warps": 2}, "copy_engine_gbps": 5.0}
+    for backend, known in (("uva", ELSE), ("dma", DEFAULT)):
+        entry["settings"]["backend"] = backend
+        empty_table.parent.mkdir(exist_ok=True)
+        empty_table.write_text(json.dumps({"format": 1, "devices": {f"{H200}, {FIVE}": entry}}))
+        transfer._read.cache_clear()
+        says = pytest.warns(UserWarning, match=r"backend='dma' is gone: leave it out\. Blocks are copied by the kernel")
+        with contextlib.nullcontext() if backend == "uva" else says:
+            assert transfer.lookup(H200, FIVE).settings == known
+    with pytest.raises(ValueError, match="Settings no longer has backend: leave it out"):
+        Settings(backend="uva")
 
 
 # ---------------------------------------------------------------------- calibrate-device and doctor
@@ -202,7 +183,7 @@ def imitated(monkeypatch, gpus):
 
     large = {8: (46.0, None), 16: (50.8, 0.08), 64: (51.0, 0.3)}
     small = {16: (39.0, None), 64: (48.0, 0.1)}
-    found = tuning.Measured(points(large, small), 5.0, 53.0)
+    found = tuning.Measured(points(large, small), 53.0)
     monkeypatch.setattr(command.loading, "pick_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(command, "has_triton", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
@@ -221,14 +202,14 @@ def test_calibrate_device_writes_the_table(imitated, empty_table):
         ["4", "KB", "64", "4", "48.0", "10.0%", "chosen"],
         ["chosen:", "16", "programs", "(64", "for", "small", "blocks)", "of", "4", "warps"],
     ]
-    assert "copy engine, 32 KB: 5.0 GB/s; one large copy: 53.0 GB/s" in out.stdout
+    assert "one large copy: 53.0 GB/s" in out.stdout
     assert not empty_table.exists()
     assert transfer.settings(GPU) == DEFAULT
     assert run("calibrate-device", "--no-crossover").stdout.splitlines()[-1] == str(empty_table)
-    assert transfer.settings(GPU) == Settings("uva", 16, 64, 4), "what is there takes it from now on"
+    assert transfer.settings(GPU) == Settings(16, 64, 4), "what is there takes it from now on"
     entry = json.loads(empty_table.read_text())["devices"]["Made-up GPU, PCIe 4.0 x16"]
     assert entry["versions"] and entry["date"] and len(entry["points"]) == 5
-    assert (entry["copy_engine_gbps"], entry["limit_gbps"]) == (5.0, 53.0)
+    assert entry["limit_gbps"] == 53.0
 
 
 def test_calibrate_device_without_room(imitated, empty_table, monkeypatch):
@@ -249,8 +230,8 @@ def test_what_doctor_says(gpus):
     line = doctor._copies(H200, FIVE)
     assert line == "link PCIe 5.0 x16; block copies: 16 programs (32 for small blocks) of 4 warps (built in)"
     assert doctor._copies(H200, FOUR).endswith("(not measured, see `hf-sparsekv calibrate-device`)")
-    transfer.save(H200, FOUR, Settings("dma", 8, 8, 2), {})
-    assert doctor._copies(H200, FOUR).endswith("of 2 warps; eager steps: copy engine (measured)")
+    transfer.save(H200, FOUR, Settings(8, 8, 2), {})
+    assert doctor._copies(H200, FOUR).endswith("8 programs (8 for small blocks) of 2 warps (measured)")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted only without a GPU")
@@ -281,7 +262,7 @@ def test_what_is_measured(monkeypatch):
     monkeypatch.setattr(
         torch, "empty", lambda n, pin_memory=False, **kw: pattern.clone() if pin_memory else empty(n, **kw)
     )
-    for name, value in (("POOL", 1 << 16), ("FRAMES", 1 << 15), ("SIZE", 1 << 13), ("DMA_SIZE", 1 << 12), ("DIM", 2)):
+    for name, value in (("POOL", 1 << 16), ("FRAMES", 1 << 15), ("SIZE", 1 << 13), ("DIM", 2)):
         monkeypatch.setattr(tuning, name, value)
     monkeypatch.setattr(tuning, "PROGRAMS", (2, 4))
     monkeypatch.setattr(tuning, "WARPS", (1, 2))
@@ -293,13 +274,13 @@ def test_what_is_measured(monkeypatch):
     assert [(p.small, p.programs, p.warps) for p in sorted(found.points, key=lambda p: p.gbps)] == [
         (small, programs, warps) for small in (False, True) for programs in (2, 4) for warps in (1, 2)
     ]
-    assert timed == [1 << 13] * 9 + [1 << 12]
-    assert (found.limit, found.dma) == (1.0, 10.0)
+    assert timed == [1 << 13] * 9
+    assert found.limit == 1.0
     # The rates rise: of each size and warps the later one is the best, others are far from it or near.
     measured = [p for p in found.points if p.slowdown is not None]
     assert len(measured) == len(beside) == 4
     assert {(p.programs, p.slowdown) for p in measured} == {(4, 0.25)}
-    assert transfer.choose(found.points, found.dma).programs == 4
+    assert transfer.choose(found.points).programs == 4
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted only without a GPU")
@@ -313,11 +294,9 @@ def test_the_blocks_that_are_measured(monkeypatch, small):
     block = 4096 if small else 32768
     assert one.take(3 * block + 5) == 3 * block
     flat, listed = one.kv.flatten(0, 1), one.copies.long()
-    for copy in (lambda: one.copy(2, 1), one.copy_by_engine):
-        one.frames.zero_()
-        copy()
-        assert torch.equal(one.frames[listed[:3, 1]], flat[listed[:3, 0]])
-        assert not one.frames[listed[3:, 1]].any()
+    one.copy(2, 1)
+    assert torch.equal(one.frames[listed[:3, 1]], flat[listed[:3, 0]])
+    assert not one.frames[listed[3:, 1]].any()
     assert one.take(1) == block
     assert one.take(1 << 30) == 1 << 18
 
@@ -335,22 +314,4 @@ def test_calibrate_device_on_a_gpu(empty_table):
     measured = [p for p in entry["points"] if p["slowdown"] is not None]
     assert measured and all(p["slowdown"] > -0.5 for p in measured)
     assert max(p["gbps"] for p in entry["points"]) > 0.5 * entry["limit_gbps"]
-    assert transfer.choose([Point(**p) for p in entry["points"]], entry["copy_engine_gbps"]) == transfer.settings(
-        device
-    )
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["uva", "dma"])
-def test_captured_steps_whatever_the_table_says(monkeypatch, backend):
-    """With the copy engine for eager steps, captured ones still capture and give the same tokens."""
-    used, copy = set(), device_pool.block_copy
-
-    def block_copy(*args):
-        used.add(args[-1])
-        copy(*args)
-
-    monkeypatch.setattr(device_pool, "settings", lambda device: Settings(backend))
-    monkeypatch.setattr(device_pool, "block_copy", block_copy)
-    check("llama", "host", on_gpu(2, 180, (0, 40)))
-    assert used == ({"auto", "dma"} if backend == "dma" else {"auto"})
+    assert transfer.choose([Point(**p) for p in entry["points"]]) == transfer.settings(device)

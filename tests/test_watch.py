@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from caches import CACHES, EAGER, FULL, TIGHT, two_level
+from caches import CACHES, FULL, TIGHT, two_level
 from captured import Imitation
 from models import build, model, prompt
 
@@ -115,7 +115,7 @@ def test_a_copy_watches_for_itself():
     assert not other.chosen_blocks().share.isnan().any()
 
 
-@pytest.mark.parametrize("name", [name for name in CACHES if name not in (*EAGER, *SILENT)])
+@pytest.mark.parametrize("name", [name for name in CACHES if name not in SILENT])
 def test_captured_steps_mark_what_eager_ones_do(name):
     shares = {}
     for captured in (False, True):
@@ -201,7 +201,7 @@ def test_statistics_of_another_cache_are_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name in CACHES if name not in (*EAGER, *SILENT)])
+@pytest.mark.parametrize("name", [name for name in CACHES if name not in SILENT])
 def test_captured_steps_mark_what_eager_ones_do_on_a_gpu(name):
     from hf_sparsekv import optimize
 

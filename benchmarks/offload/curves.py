@@ -16,8 +16,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_sparsekv import unoptimize
-
 from ..baselines import Variant, find, make_cache, prepare
 from ..decoding import free, generate
 from ..filling import ReplayedSource, fill_layers
@@ -119,8 +117,8 @@ class Curve:
 
         Raises nothing: the report tells. A wrong token is a failure.
         """
-        report, missing = self.report, self.report.missing
-        with report.measuring(self.batch, self.context, self.label(True, suffix)):
+        report = self.report
+        with report.measuring(self.batch, self.context, self.label(True, suffix), self.session.model):
             cache = make()
             found = self.decode(cache, overlap)
             if expected is not None:
@@ -130,8 +128,6 @@ class Curve:
                     raise RuntimeError(f"{1 - same:.2%} of the tokens differ from those with everything on the device")
             self.add(found, cache)
         cache = None
-        if report.missing > missing:
-            unoptimize(self.session.model)  # a runner that has met an error does not capture again
         free()
 
     def add(self, found: Decoded, cache) -> None:

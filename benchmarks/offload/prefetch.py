@@ -7,6 +7,7 @@ released by each layer, as caches do, or all of it when the step begins.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from hf_sparsekv import unoptimize
 from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.ops.block_copy.triton import block_copy
 
@@ -119,25 +119,22 @@ def measure(session, report: Report, batch: int, context: int) -> None:
     alone_ms = statistics.median(alone)
     host = pinned(session.device)
     stream = torch.cuda.Stream() if session.device.type == "cuda" else None
-    for size in args.sizes:
-        for spread in args.spread:
-            for programs in args.programs:
-                name, missing = f"{label}:gather={size}MiB:programs={programs}:{spread}", report.missing
-                with report.measuring(batch, context, name):
-                    gather = Gather(host, session.device, size << 20, layers if spread == "layers" else 1, programs)
-                    for at in range(gather.parts):  # compiles, maybe for several alignments: a capture cannot
-                        gather.part(at)
-                    gather_ms = timed(gather.whole)
-                    with beside(model, gather.part, stream, gather.parts):
-                        found = step_ms()
-                    report.add("gather_ms", gather_ms)
-                    report.add("step_ms", found)
-                    median, bound = statistics.median(found), max(alone_ms, statistics.median(gather_ms))
-                    report.add("cost_percent", 100 * (median / alone_ms - 1), "percent")
-                    report.add("over_bound_percent", 100 * (median / bound - 1), "percent")
-                if report.missing > missing:
-                    unoptimize(model)  # a runner that has met an error does not capture again
-                    prepare(model, variant, session.fused)
+    for size, spread, programs in itertools.product(args.sizes, args.spread, args.programs):
+        name = f"{label}:gather={size}MiB:programs={programs}:{spread}"
+        with report.measuring(batch, context, name, model):
+            prepare(model, variant, session.fused)  # after an error, too
+            gather = Gather(host, session.device, size << 20, layers if spread == "layers" else 1, programs)
+            for at in range(gather.parts):  # compiles, maybe for several alignments: a capture cannot
+                gather.part(at)
+            gather_ms = timed(gather.whole)
+            with beside(model, gather.part, stream, gather.parts):
+                found = step_ms()
+            report.add("gather_ms", gather_ms)
+            report.add("step_ms", found)
+            median, bound = statistics.median(found), max(alone_ms, statistics.median(gather_ms))
+            report.add("cost_percent", 100 * (median / alone_ms - 1), "percent")
+            report.add("over_bound_percent", 100 * (median / bound - 1), "percent")
+    prepare(model, variant, session.fused)
     with report.measuring(batch, context, f"{label}:again"):  # whether the clocks have changed meanwhile
         report.add("step_ms", step_ms())
 

@@ -13,8 +13,6 @@ import time
 import torch
 from torch import Tensor
 
-from hf_sparsekv import unoptimize
-
 from ..baselines import check, find, make_cache, prepare
 from ..decoding import free
 from ..report import Report
@@ -113,9 +111,7 @@ def run(part: str, session, report: Report) -> None:
             if chunk >= length:
                 continue  # the same as one chunk
             for name in args.caches:
-                one, missing = Prefill(session, name, length, chunk), report.missing
-                with report.measuring(1, length, one.label):
+                one = Prefill(session, name, length, chunk)
+                with report.measuring(1, length, one.label, session.model):
                     one.measure(report, args.repeat)
-                if report.missing > missing:
-                    unoptimize(session.model)
                 free()

@@ -5,7 +5,7 @@
     python -m benchmarks offload prefill --lengths 32k --chunks 0 8k
     python -m benchmarks offload timeline --trace saved.json.gz    # draws only, no GPU needed
 
-transfer: blocks over the link, both ways, by kernel and by copy engine. prefetch: a captured step with and without a
+transfer: blocks over the link, both ways, by a kernel and by copies. prefetch: a captured step with and without a
 gather beside it. overlap, pool: time per token against the overlap of consecutive selections, and against the size of
 the device pool. tenfold: KV ten times as large as the pool gives the same tokens. prefill: time and memory to read a
 prompt. timeline: a profiler trace of decode steps, and its picture. The part is the rows' benchmark;
@@ -14,8 +14,8 @@ docs/offloading.md says what each row means.
 
 from __future__ import annotations
 
-import argparse
 import importlib
+from argparse import ArgumentParser, Namespace
 from functools import cached_property
 from pathlib import Path
 
@@ -25,22 +25,21 @@ from hf_sparsekv import unoptimize
 from hf_sparsekv.fusion.fuse import why_not
 from hf_sparsekv.results import device_name, versions
 
-from .. import RESULTS, ROOT
+from .. import ROOT
+from ..arguments import host_bytes, new_parser, rows_file
 from ..decoding import free
 from ..report import Report
 from ..shapes import (
-    SHAPES,
+    POOL_SIZES,
     case_name,
     known_config,
     kv_bytes,
     parse_pool,
-    parse_shape,
     parse_tokens,
     random_model,
     text_config,
 )
 
-CSV = RESULTS / "offload.csv"
 # part -> module, and whether it needs a GPU
 PARTS = {
     "transfer": ("transfer", True),
@@ -57,10 +56,10 @@ PREFILLS = ("hf_dynamic", "hf_offloaded", "two_level:lag", "two_level:lag+offloa
 class Session:
     """What the parts share: the arguments, and a model that the first part that needs one makes."""
 
-    def __init__(self, args: argparse.Namespace, model: torch.nn.Module | None = None) -> None:
+    def __init__(self, args: Namespace, model: torch.nn.Module | None = None) -> None:
         self.args, self._model = args, model
         self.device = torch.device(args.device)
-        self.host_bytes = None if args.host_gb is None else int(1e9 * args.host_gb)
+        self.host_bytes = host_bytes(args)
 
     @cached_property
     def model(self) -> torch.nn.Module:
@@ -90,8 +89,7 @@ class Session:
     def run(self, part: str) -> int:
         """One part; 1 if anything in it failed for other reasons than memory."""
         module = importlib.import_module(f".{PARTS[part][0]}", __package__)
-        path = None if self.args.no_csv else self.args.csv
-        with Report(part, self.case, path, None) as report, report.measuring(0, 0, part):
+        with Report(part, self.case, rows_file(self.args), None) as report, report.measuring(0, 0, part):
             module.run(part, self, report)
         if self._model is not None or "model" in self.__dict__:
             unoptimize(self.model)  # a runner that has met an error does not capture again
@@ -99,64 +97,31 @@ class Session:
         return report.close()
 
 
-def arguments() -> argparse.ArgumentParser:
+def arguments() -> ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="offload", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("parts", nargs="+", choices=list(PARTS), metavar="PART", help=", ".join(PARTS))
-    parser.add_argument(
-        "--shapes",
-        nargs="+",
-        type=parse_shape,
-        metavar="BATCHxLENGTH",
-        help="default: 1x32k for prefetch, 1x128k for overlap, pool, tenfold and timeline",
-    )
-    parser.add_argument(
-        "--model",
-        default="qwen3-8b",
-        help=f"{', '.join(SHAPES)}; or a model's name or path (its config only: weights are random)",
-    )
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16; on a CPU float32")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--fused", action=argparse.BooleanOptionalAction, default=True, help="fuse the small layers")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens to generate, after those that fill the pool")
-    parser.add_argument("--host-gb", type=float, help="host memory that a cache may take; default 80 %% of all")
-    parser.add_argument("--csv", type=Path, default=CSV, help="rows are appended to it")
-    parser.add_argument("--no-csv", action="store_true")
-    group = parser.add_argument_group("transfer")
-    group.add_argument("--sweep", action="store_true", help="rows for all programs x warps, not for the best only")
-    group = parser.add_argument_group("prefetch")
-    group.add_argument("--sizes", nargs="+", type=int, default=[64, 128, 256, 512], metavar="MiB", help="a step")
-    group.add_argument("--programs", nargs="+", type=int, default=[8, 16, 32, 64])
-    group.add_argument(
-        "--spread",
-        nargs="+",
-        default=["layers", "begin"],
-        choices=("layers", "begin"),
-        help="a part released by each layer, as caches do; or all of it when the step begins",
-    )
-    group = parser.add_argument_group("overlap, pool")
-    group.add_argument("--overlaps", nargs="+", type=float, default=[0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
-    group.add_argument(
-        "--pools",
-        nargs="+",
-        type=parse_pool,
-        default=["0.05kv", "0.1kv", "0.25kv", "0.5kv"],
-        metavar="SIZE",
-        help="0.25kv (share of all keys and values), 0.3 (of the free memory), 8e9 (bytes)",
-    )
-    group = parser.add_argument_group("prefill")
-    group.add_argument("--lengths", nargs="+", type=parse_tokens, default=[32768, 131072], metavar="TOKENS")
-    group.add_argument("--chunks", nargs="+", type=parse_tokens, default=[0, 8192, 16384], help="0: one chunk")
-    group.add_argument("--caches", nargs="+", default=list(PREFILLS), metavar="CACHE")
-    group.add_argument("--repeat", type=int, help="timed runs; default 3, beyond 64k tokens 1")
-    group = parser.add_argument_group("timeline")
-    group.add_argument("--trace", type=Path, help="draw this trace instead of recording one")
-    group.add_argument(
-        "--out", type=Path, default=ROOT / "docs" / "offload-timeline.png", help="the picture, png or svg"
-    )
-    group.add_argument("--keep", type=Path, metavar="FILE", help="keep the recorded trace, such as trace.json.gz")
+    parser = new_parser("offload", __doc__, "shapes", "model", "dtype", "fused", "host-gb")
+    add = parser.add_argument
+    add("parts", nargs="+", choices=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    add("--device", default="cuda")
+    add("--tokens", type=int, default=128, help="tokens to generate, after those that fill the pool")
+    add = parser.add_argument_group("prefetch").add_argument
+    add("--sizes", nargs="+", type=int, default=[64, 128, 256, 512], metavar="MiB", help="a step")
+    add("--programs", nargs="+", type=int, default=[8, 16, 32, 64])
+    spread = "a part released by each layer, as caches do; or all of it when the step begins"
+    add("--spread", nargs="+", default=["layers", "begin"], choices=("layers", "begin"), help=spread)
+    add = parser.add_argument_group("overlap, pool").add_argument
+    add("--overlaps", nargs="+", type=float, default=[0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
+    pools = ["0.05kv", "0.1kv", "0.25kv", "0.5kv"]
+    add("--pools", nargs="+", type=parse_pool, default=pools, metavar="SIZE", help=POOL_SIZES)
+    add = parser.add_argument_group("prefill").add_argument
+    add("--lengths", nargs="+", type=parse_tokens, default=[32768, 131072], metavar="TOKENS")
+    add("--chunks", nargs="+", type=parse_tokens, default=[0, 8192, 16384], help="0: one chunk")
+    add("--caches", nargs="+", default=list(PREFILLS), metavar="CACHE")
+    add("--repeat", type=int, help="timed runs; default 3, beyond 64k tokens 1")
+    add = parser.add_argument_group("timeline").add_argument
+    add("--trace", type=Path, help="draw this trace instead of recording one")
+    add("--out", type=Path, default=ROOT / "docs" / "offload-timeline.png", help="the picture, png or svg")
+    add("--keep", type=Path, metavar="FILE", help="keep the recorded trace, such as trace.json.gz")
     return parser
 
 

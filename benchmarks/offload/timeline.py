@@ -15,18 +15,17 @@ import gzip
 import importlib
 import json
 import pkgutil
-import statistics
 import tempfile
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
 import torch
 
 from ..baselines import find, make_cache, prepare
 from ..decoding import Steps, generate
 from ..filling import ReplayedSource, fill_layers
+from ..plot import save
 from ..report import Report
 from .curves import WARM
 
@@ -42,26 +41,6 @@ KINDS = {
 }
 COLOURS = {name: colour for name, (colour, _) in KINDS.items()} | {OTHER: "0.6"}
 MOST_LANES = 5  # a graph may use any number of streams
-Span = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class Event:
-    """A kernel or a copy on the device. Times in microseconds.
-
-    Args:
-        launch: what the kernels of one graph launch have in common.
-    """
-
-    name: str
-    start: float
-    end: float
-    stream: int
-    launch: int
-
-    @property
-    def kind(self) -> str:
-        return kinds().get(self.name, OTHER)
 
 
 def kernel_names(operator: str) -> set[str]:
@@ -79,8 +58,9 @@ def kinds() -> dict[str, str]:
     return {name: kind for kind, (_, operators) in KINDS.items() for one in operators for name in kernel_names(one)}
 
 
-def read_trace(path: Path) -> list[Event]:
-    """What ran on the device, in order.
+def read_trace(path: Path) -> pd.DataFrame:
+    """What ran on the device, in order: name, start and end in microseconds, stream, launch (that the kernels of one
+    graph launch have in common), kind.
 
     Raises:
         ValueError: the file is no trace, or nothing in it ran on a device.
@@ -91,44 +71,35 @@ def read_trace(path: Path) -> list[Event]:
     except (ValueError, KeyError, TypeError, EOFError) as error:
         raise ValueError(f"{path} is no trace of torch.profiler ({error})") from None
     found = [
-        Event(row["name"], row["ts"], row["ts"] + row["dur"], args.get("stream", 0), args.get("correlation", 0))
+        (row["name"], row["ts"], row["ts"] + row["dur"], args.get("stream", 0), args.get("correlation", 0))
         for row in rows
         if row.get("ph") == "X" and row.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
         for args in (row.get("args", {}),)
     ]
     if not found:
         raise ValueError(f"nothing in {path} ran on a device")
-    return sorted(found, key=lambda event: event.start)
+    events = pd.DataFrame(found, columns=["name", "start", "end", "stream", "launch"])
+    return events.assign(kind=events.name.map(kinds()).fillna(OTHER)).sort_values("start", ignore_index=True)
 
 
-def steps_of(events: list[Event]) -> list[list[Event]]:
+def steps_of(events: pd.DataFrame) -> list[pd.DataFrame]:
     """The captured steps: the launches with many kernels. All events as one, if no launch stands out."""
-    sizes = Counter(event.launch for event in events)
-    most = max(sizes.values())
-    large = [launch for launch, n in sizes.items() if n > most // 2] if most > 1 else []
-    steps = [[event for event in events if event.launch == launch] for launch in large]
-    return sorted(steps, key=lambda step: step[0].start) or [events]
+    sizes = events.groupby("launch").launch.transform("size")
+    large = events[(sizes > sizes.max() // 2) & (sizes.max() > 1)]
+    return [step for _, step in large.groupby("launch", sort=False)] or [events]
 
 
-def union(spans: Iterable[Span]) -> list[Span]:
-    """The same time, without overlaps."""
-    out: list[Span] = []
-    for start, end in sorted(spans):
-        if out and start <= out[-1][1]:
-            out[-1] = out[-1][0], max(out[-1][1], end)
-        else:
-            out.append((start, end))
-    return out
+def union(events: pd.DataFrame) -> pd.DataFrame:
+    """The same time, without overlaps: start and end."""
+    spans = events.sort_values("start")
+    apart = spans.start > spans.end.cummax().shift()
+    return spans.groupby(apart.cumsum()).agg(start=("start", "min"), end=("end", "max"))
 
 
-def length(spans: Iterable[Span]) -> float:
-    """Of spans that do not overlap."""
-    return sum(end - start for start, end in spans)
-
-
-def common(a: list[Span], b: list[Span]) -> float:
-    """Time that is in both."""
-    return length(a) + length(b) - length(union((*a, *b)))
+def length(events: pd.DataFrame) -> float:
+    """Time in which any of them ran."""
+    spans = union(events)
+    return float((spans.end - spans.start).sum())
 
 
 @dataclass(frozen=True)
@@ -141,39 +112,30 @@ class Overlap:
     backlog: float
 
 
-def overlap_of(step: list[Event]) -> Overlap:
+def overlap_of(step: pd.DataFrame) -> Overlap:
     """Figures of a step. "The model's own" is everything but choosing and fetching the next step's blocks."""
-    streams = {event.stream for event in step if event.kind == FETCH}
+    fetch = step[step.kind == FETCH]
+    model = step[step.kind.isin((ATTEND, OTHER))]
     # A trace that tells streams apart says which selections belong to the fetching; otherwise all of them do.
-    aside = None if any(event.stream in streams and event.kind == ATTEND for event in step) else streams
-
-    def own(event: Event) -> bool:
-        if event.kind == FETCH:
-            return False
-        return event.kind in (ATTEND, OTHER) if aside is None else event.stream not in aside
-
-    fetch = union((event.start, event.end) for event in step if event.kind == FETCH)
-    model = union((event.start, event.end) for event in step if own(event))
-    start, end = min(event.start for event in step), max(event.end for event in step)
-    backlog = max(0.0, fetch[-1][1] - model[-1][1]) if fetch and model else 0.0
-    return Overlap(end - start, length(fetch), common(fetch, model), backlog)
+    if not step[step.kind == ATTEND].stream.isin(fetch.stream).any():
+        model = step[~step.stream.isin(fetch.stream)]
+    hidden = length(fetch) + length(model) - length(pd.concat((fetch, model)))
+    backlog = max(0.0, fetch.end.max() - model.end.max()) if len(fetch) and len(model) else 0.0
+    return Overlap(float(step.end.max() - step.start.min()), length(fetch), hidden, float(backlog))
 
 
 # ---------------------------------------------------------------------- the picture
 
 
-def lanes_of(events: list[Event]) -> list[tuple[str, list[Event]]]:
+def lanes_of(events: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     """Title and events of each lane, the busiest first: streams, or kinds of kernels if streams tell nothing."""
-    streams = sorted({event.stream for event in events})
-    by_stream = 1 < len(streams) <= MOST_LANES
-    groups: dict = {}
-    for event in events:
-        groups.setdefault(event.stream if by_stream else event.kind, []).append(event)
-    ordered = sorted(groups.items(), key=lambda item: -length(union((e.start, e.end) for e in item[1])))
-    return [(f"stream {key}" if by_stream else key, group) for key, group in ordered]
+    by_stream = 1 < events.stream.nunique() <= MOST_LANES
+    groups = events.groupby("stream" if by_stream else "kind", sort=False)
+    lanes = [(f"stream {key}" if by_stream else key, group) for key, group in groups]
+    return sorted(lanes, key=lambda lane: -length(lane[1]))
 
 
-def draw(events: list[Event], out: Path, title: str = "") -> None:
+def draw(events: pd.DataFrame, out: Path, title: str = "") -> None:
     """All of the time above, a few layers of it below; one lane a stream."""
     import matplotlib
 
@@ -181,32 +143,24 @@ def draw(events: list[Event], out: Path, title: str = "") -> None:
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
-    lanes, origin = lanes_of(events), events[0].start
-    total = max(event.end for event in events) - origin
+    events = events.assign(end=events.end - events.start.min(), start=events.start - events.start.min())
+    lanes, total = lanes_of(events), events.end.max()
     middle = max(0.0, total / 4 - ZOOM_US / 2)  # within the first of two steps
     figure, axes = plt.subplots(2, figsize=(11, 1.9 + 0.7 * len(lanes)))
     for axis, (start, end) in zip(axes, ((0.0, total), (middle, min(total, middle + ZOOM_US)))):
         for at, (_, group) in enumerate(lanes):
-            for kind, colour in COLOURS.items():
-                spans = [
-                    (e.start - origin, e.end - e.start)
-                    for e in group
-                    if e.kind == kind and e.end - origin > start and e.start - origin < end
-                ]
-                if spans:
-                    # Across rasters: a step has some thousand kernels, and an svg would hold a path for each.
-                    axis.broken_barh(spans, (-at - 0.4, 0.8), color=colour, linewidth=0, rasterized=True)
+            for kind, here in group[(group.end > start) & (group.start < end)].groupby("kind"):
+                spans = list(zip(here.start, here.end - here.start))
+                # Across rasters: a step has some thousand kernels, and an svg would hold a path for each.
+                axis.broken_barh(spans, (-at - 0.4, 0.8), color=COLOURS[kind], linewidth=0, rasterized=True)
         axis.set(xlim=(start, end), ylim=(-len(lanes) + 0.4, 0.6), xlabel="microseconds")
         axis.set_yticks([-at for at in range(len(lanes))], labels=[name for name, _ in lanes])
-    there = {event.kind for event in events}
-    handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in there]
+    handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in set(events.kind)]
     figure.legend(handles=handles, loc="upper center", ncols=len(handles), frameon=False, fontsize=9)
     if title:
         figure.text(0.01, 0.005, title, fontsize=8, color="0.4")
     figure.tight_layout(rect=(0, 0.02, 1, 0.94))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=110, metadata={"Date": None} if out.suffix == ".svg" else None)
-    plt.close(figure)
+    save(figure, out, dpi=110)
 
 
 # ---------------------------------------------------------------------- on a GPU
@@ -253,14 +207,11 @@ def run(part: str, session, report: Report) -> None:
             record(session, batch, context, path)
             events = read_trace(path)
             found = [overlap_of(step) for step in steps_of(events)]
-            median = {
-                name: statistics.median(getattr(one, name) for one in found)
-                for name in ("step", "fetch", "hidden", "backlog")
-            }
-            report.add("step_ms", median["step"] / 1e3)  # under the profiler
-            report.add("fetch_ms", median["fetch"] / 1e3)
-            if median["fetch"]:
-                report.add("hidden_share", median["hidden"] / median["fetch"], "share")
-            report.add("backlog_us", median["backlog"], "us")
+            median = pd.DataFrame(found).median()
+            report.add("step_ms", median.step / 1e3)  # under the profiler
+            report.add("fetch_ms", median.fetch / 1e3)
+            if median.fetch:
+                report.add("hidden_share", median.hidden / median.fetch, "share")
+            report.add("backlog_us", median.backlog, "us")
             draw(events, args.out, f"{session.case}, {batch} x {context}, {label}, {len(found)} captured steps")
             report.note(f"drawn: {args.out}")

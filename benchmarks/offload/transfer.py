@@ -1,9 +1,9 @@
 """How fast blocks cross the link, each way.
 
 To the GPU: scattered blocks of 32 KB and rows of 4 KB by ``ops.block_copy`` (``uva``: a kernel that reads pinned memory
-in place; ``dma``: the copy engine), by one ``cudaMemcpy`` each, and one large copy as the limit. From the GPU: keys and
-values of a prompt as one large copy (the limit), permuted into blocks and then copied, written into their blocks by a
-kernel, and one ``cudaMemcpy`` a block.
+in place), by one ``cudaMemcpy`` each, and one large copy as the limit. From the GPU: keys and values of a prompt as one
+large copy (the limit), permuted into blocks and then copied, written into their blocks by a kernel, and one
+``cudaMemcpy`` a block. How many programs the kernel needs is the prefetch part's question.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_sparsekv.ops.block_copy import dma
-from hf_sparsekv.ops.block_copy.triton import TILE, block_copy
-from hf_sparsekv.tuning.block_copies import BLOCK, DIM, HEADS
+from hf_sparsekv.ops.block_copy.triton import block_copy
 from hf_sparsekv.tuning.timing import gbps
-from hf_sparsekv.tuning.transfer import DEFAULT
 
 from ..report import Report
 
 POOL = 1 << 30  # bytes of pinned memory
-GRID = [(16, 4), (16, 8), (32, 4), (32, 8), (64, 2), (64, 4), (64, 8), (132, 1), (132, 4), (264, 4)]
+HEADS, BLOCK, DIM = 8, 64, 128
+SAVE_PROGRAMS, SAVE_WARPS = 16, 4
 # tokens and width of a block, and how many: blocks of 32 KB, few and many, and rows of 4 KB
 GATHERS = ((BLOCK, 2 * DIM, 512), (BLOCK, 2 * DIM, 8192), (8, 256, 8192))
 SAVES = ((1, 8192), (4, 8192))  # rows and tokens
@@ -51,34 +49,30 @@ class Captured:
         self.graph.replay()
 
 
-class Sweep:
-    """A kernel over :data:`GRID`: a row for the best, and if asked for all."""
-
-    def __init__(self, report: Report, metric: str, size: int, where: tuple[int, int], everything: bool) -> None:
-        self.report, self.metric, self.size, self.where, self.everything = report, metric, size, where, everything
-
-    def __call__(self, name: str, launch: Callable[[int, int], object]) -> None:
-        """``launch(programs, warps)``."""
-        best = 0.0, (DEFAULT.programs, DEFAULT.warps)
-        for shape in GRID:
-            label = f"{name}:programs={shape[0]},warps={shape[1]}"
-            with self.report.measuring(*self.where, label):
-                found = gbps(self.size, lambda shape=shape: launch(*shape), 3)
-                best = max(best, (sorted(found)[1], shape), key=lambda one: one[0])
-                if self.everything:
-                    self.report.add(self.metric, found, "GB/s")
-        programs, warps = best[1]
-        with self.report.measuring(*self.where, f"{name}:best:programs={programs},warps={warps}"):
-            self.report.add(self.metric, gbps(self.size, lambda: launch(programs, warps)), "GB/s")
-
-
-def gather(
-    report: Report, host: Tensor, device: torch.device, tokens: int, width: int, count: int, everything: bool
+def measure(
+    report: Report,
+    metric: str,
+    where: tuple[int, int],
+    size: int,
+    ways: dict[str, Callable],
+    clear: Callable[[], object],
+    right: Callable[[str], bool],
 ) -> None:
-    """``count`` blocks of ``[tokens, width]`` from anywhere in ``host`` into frames anywhere."""
+    """Run each way once after ``clear()``, ask whether what arrived is right, and time it."""
+    for name, run in ways.items():
+        with report.measuring(*where, name):
+            clear()
+            run()
+            torch.cuda.synchronize()
+            if not right(name):
+                raise RuntimeError("blocks arrived wrong")
+            report.add(metric, gbps(size, run, 3 if "each" in name else 7), "GB/s")
+
+
+def gather(report: Report, host: Tensor, device: torch.device, tokens: int, width: int, count: int) -> None:
+    """``count`` blocks of ``[tokens, width]`` from anywhere in ``host`` into pages anywhere."""
     kv = host.view(-1, HEADS, tokens, width)
     block = tokens * width * kv.itemsize
-    size, where = count * block, (1, count)
     report.case = f"{'rows' if block < 1 << 14 else 'blocks'}-{block >> 10}KB"
     frames = torch.empty(2 * count, tokens, width, dtype=kv.dtype, device=device)
     generator = torch.Generator().manual_seed(0)
@@ -87,35 +81,22 @@ def gather(
     copies, number = listed.to(device), torch.tensor([count], dtype=torch.int32, device=device)
     flat, pairs = kv.flatten(0, 1), listed.tolist()
 
-    def check() -> None:
-        torch.cuda.synchronize()
-        if not torch.equal(frames[copies[:, 1].long()].cpu(), flat[listed[:, 0].long()]):
-            raise RuntimeError("blocks arrived wrong")
-
-    def launch(programs: int | None = None, warps: int | None = None, tile: int = TILE) -> None:
-        block_copy(kv, frames, copies, number, programs=programs, warps=warps, tile=tile)
-
     def one_each() -> None:
         for source, frame in pairs:
             frames[frame].copy_(flat[source], non_blocking=True)
 
-    def measure(name: str, run: Callable[[], object], repeats: int = 3) -> None:
-        with report.measuring(*where, name):
-            frames.zero_()
-            run()
-            check()
-            report.add("gather_gbps", gbps(size, run, repeats), "GB/s")
+    def right(name: str) -> bool:
+        if name == "limit":
+            return torch.equal(frames[:count].cpu(), flat[:count])
+        return torch.equal(frames[copies[:, 1].long()].cpu(), flat[listed[:, 0].long()])
 
-    measure("uva", launch, 7)
-    Sweep(report, "gather_gbps", size, where, everything)("uva", launch)
-    if everything:
-        for tile in (8192, 32768):
-            measure(f"uva:tile={tile}", lambda tile=tile: launch(tile=tile), 7)
-    measure("dma", lambda: dma.block_copy(kv, frames, copies, number))
-    measure("memcpy_each", one_each)
-    measure("memcpy_each:captured", Captured(one_each))
-    with report.measuring(*where, "limit"):
-        report.add("gather_gbps", gbps(size, lambda: frames[:count].copy_(flat[:count], non_blocking=True)), "GB/s")
+    ways = {
+        "uva": lambda: block_copy(kv, frames, copies, number),
+        "memcpy_each": one_each,
+        "memcpy_each:captured": Captured(one_each),
+        "limit": lambda: frames[:count].copy_(flat[:count], non_blocking=True),
+    }
+    measure(report, "gather_gbps", (1, count), count * block, ways, frames.zero_, right)
 
 
 @triton.jit
@@ -148,13 +129,13 @@ def _save_kernel(
         tl.store(p_to + D, b_v)
 
 
-def save(report: Report, host: Tensor, device: torch.device, batch: int, n: int, everything: bool) -> None:
-    """Keys and values of ``n`` tokens into scattered slots of pinned memory."""
-    kv, where = host.view(-1, HEADS, BLOCK, 2 * DIM), (batch, n)
+def save(report: Report, host: Tensor, device: torch.device, batch: int, n: int) -> None:
+    """Keys and values of ``n`` tokens into scattered blocks of pinned memory."""
+    kv = host.view(-1, HEADS, BLOCK, 2 * DIM)
     report.case = "prompt"
     # As a projection gives them: the heads of a token side by side.
     k, v = (torch.randn(batch, n, HEADS, DIM, dtype=kv.dtype, device=device).transpose(1, 2) for _ in range(2))
-    size, blocks = 2 * k.numel() * k.itemsize, n // BLOCK
+    blocks = n // BLOCK
     taken = torch.randperm(len(kv), generator=torch.Generator().manual_seed(0))[: batch * blocks]
     slots = taken.int().view(batch, blocks).to(device)
     staged = torch.empty(batch * blocks, *kv.shape[1:], dtype=kv.dtype, device=device)
@@ -168,48 +149,41 @@ def save(report: Report, host: Tensor, device: torch.device, batch: int, n: int,
         permute()
         front.copy_(staged, non_blocking=True)
 
-    def one_each() -> None:
+    def permute_and_one_each() -> None:
+        permute()
         for at, slot in enumerate(homes):
             for head in range(HEADS):
                 kv[slot, head].copy_(staged[at, head], non_blocking=True)
 
-    def permute_and_one_each() -> None:
-        permute()
-        one_each()
-
-    def write(programs: int, warps: int) -> None:
+    def write() -> None:
         strides = (k.stride(0), k.stride(1), k.stride(2), slots.stride(0))
-        items = batch * blocks * HEADS
-        _save_kernel[(programs,)](k, v, kv, slots, items, blocks, *strides, HEADS, BLOCK, DIM, num_warps=warps)
+        sizes = (batch * blocks * HEADS, blocks, *strides, HEADS, BLOCK, DIM)
+        _save_kernel[(SAVE_PROGRAMS,)](k, v, kv, slots, *sizes, num_warps=SAVE_WARPS)
 
-    def measure(name: str, run: Callable[[], object], there: Callable[[], Tensor], repeats: int = 3) -> None:
-        with report.measuring(*where, name):
-            kv[taken] = 0
-            permute()
-            expected = staged.cpu()
-            run()
-            torch.cuda.synchronize()
-            if not torch.equal(there(), expected):
-                raise RuntimeError("blocks were written wrong")
-            report.add("save_gbps", gbps(size, run, repeats), "GB/s")
+    def clear() -> None:
+        kv[taken] = front[:] = 0
 
-    def scattered() -> Tensor:
-        return kv[taken]
+    def right(name: str) -> bool:
+        got = {"limit": front, "permute_and_copy": front, "permute_alone": staged.cpu()}.get(name)
+        return torch.equal(kv[taken] if got is None else got, expected)
 
-    measure("limit", lambda: front.copy_(staged, non_blocking=True), lambda: front, 7)
-    with report.measuring(*where, "permute_alone"):
-        report.add("save_gbps", gbps(size, permute), "GB/s")
-    measure("permute_and_copy", permute_and_copy, lambda: front, 7)
-    measure("memcpy_each", permute_and_one_each, scattered)
-    measure("memcpy_each:captured", Captured(permute_and_one_each), scattered)
-    measure("in_place", lambda: write(DEFAULT.programs, DEFAULT.warps), scattered, 7)
-    Sweep(report, "save_gbps", size, where, everything)("in_place", write)
+    permute()
+    expected = staged.cpu()
+    ways = {
+        "limit": lambda: front.copy_(staged, non_blocking=True),
+        "permute_alone": permute,
+        "permute_and_copy": permute_and_copy,
+        "memcpy_each": permute_and_one_each,
+        "memcpy_each:captured": Captured(permute_and_one_each),
+        "in_place": write,
+    }
+    measure(report, "save_gbps", (batch, n), 2 * k.numel() * k.itemsize, ways, clear, right)
 
 
 def run(part: str, session, report: Report) -> None:
     """All gathers and saves."""
-    host, everything = pinned(session.device), session.args.sweep
-    for tokens, width, count in GATHERS:
-        gather(report, host, session.device, tokens, width, count, everything)
-    for batch, n in SAVES:
-        save(report, host, session.device, batch, n, everything)
+    host = pinned(session.device)
+    for shape in GATHERS:
+        gather(report, host, session.device, *shape)
+    for shape in SAVES:
+        save(report, host, session.device, *shape)

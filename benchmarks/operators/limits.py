@@ -18,6 +18,8 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from hf_sparsekv.tuning.layer_step import Shape
 from hf_sparsekv.tuning.timing import Time, captured
 
+from ..baselines import NotRun
+
 HEADS = {20: (192, 256), 128: (128, 128)}  # GLM-4.7-Flash, DeepSeek-V3: key channels without position, value channels
 MOST = 24 << 30  # bytes that the expanded keys and values may take
 
@@ -53,15 +55,15 @@ def expanded(shape: Shape, device: torch.device) -> Time:
     """The product with ``kv_b_proj`` and attention over expanded keys and values.
 
     Raises:
-        ValueError: these heads are no known model's, or memory does not suffice.
+        NotRun: these heads are no known model's, or memory does not suffice.
     """
     if shape.q_heads not in HEADS:
-        raise ValueError(f"the channels of {shape.q_heads} expanded heads are not known")
+        raise NotRun(f"the channels of {shape.q_heads} expanded heads are not known")
     nope, value = HEADS[shape.q_heads]
     rope, heads = shape.dim - shape.value_dim, shape.q_heads
     size = shape.batch * shape.length * heads * (2 * nope + rope + 2 * value) * shape.dtype.itemsize
     if size > MOST:
-        raise ValueError(f"expanded keys and values of {shape.batch} x {shape.length} take {size / 1e9:.0f} GB")
+        raise NotRun(f"expanded keys and values of {shape.batch} x {shape.length} take {size / 1e9:.0f} GB")
     rows = _rows(shape, device, 2)
     weight = (
         torch.randn(heads * (nope + value), shape.value_dim, dtype=shape.dtype, device=device) / shape.value_dim**0.5

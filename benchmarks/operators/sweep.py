@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from hf_sparsekv.ops.block_rank.triton import Config as RankConfig
+from hf_sparsekv.ops.block_rank.triton import Config as Rank
 from hf_sparsekv.ops.block_rank.triton import block_rank
 from hf_sparsekv.ops.sparse_decode.config import config as decode_config
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
@@ -21,25 +22,11 @@ from hf_sparsekv.tuning.layer_step import Layer
 
 from .walk import WalkLayer
 
-OPERATORS = (
-    "token_select",
-    "block_select",
-    "token_score",
-    "long_select",
-    "long_score",
-    "sparse_decode",
-    "dense_decode",
-    "block_rank",
-    "block_attend",
-    "latent_decode",
-    "latent_tokens",
-    "latent_masses",
-    "expect",
-    "verify",
-    "verify_long",
-)
 FIRST = "begin"  # name of a variant that does only what the others have to do before; its time is subtracted
+_PAIRS = {"latent_decode": "dense_decode", "latent_tokens": "sparse_decode", "latent_masses": "block_attend"}
+LATENT = _PAIRS | {keys: latents for latents, keys in _PAIRS.items()}  # what measures the same over the other layout
 Variant = tuple[str, Callable[[int], None], Callable[[], Tensor]]
+Grid = Iterable[tuple[str, dict]]
 
 
 def _grid(**values: tuple) -> Iterator[tuple[str, dict]]:
@@ -49,74 +36,51 @@ def _grid(**values: tuple) -> Iterator[tuple[str, dict]]:
         yield ",".join(f"{name}={value}" for name, value in how.items()), how
 
 
-def _decode(layer: Layer, ids: Tensor | None, granularity: str, how: dict[str, int]) -> None:
-    """Attention by the configuration for these shapes, but for ``how``."""
-    config = decode_config(layer.q, layer.kv, layer.near_kv, layer.shape.values, granularity)
-    sparse_decode(
-        layer.q,
-        layer.kv,
-        layer.flags,
-        layer.slots,
-        ids,
-        layer.near_kv,
-        layer.near_valid,
-        granularity=granularity,
-        value_dim=layer.shape.values,
-        sinks=layer.sinks,
-        scale=layer.shape.dim**-0.5,
-        out=layer.out,
-        config=replace(config, **how),
-    )
-
-
-def _decodes(layers: list[Layer], granularity: str, grid: Iterator[tuple[str, dict]]) -> Iterator[Variant]:
-    """Ways to attend. Of latents not all fit a processor: what does not is reported and left out."""
-    shape = layers[0].shape
+def _ways(grid: Grid, launch: Callable[..., None], result: Callable[[], Tensor]) -> Iterator[Variant]:
+    """``launch(i, **how)`` for each entry of a grid."""
     for name, how in grid:
-        rows = shape.batch * shape.heads * (-(-shape.q_heads // how["heads"]) if "heads" in how else 1)
-        how = dict(how, parts=max(1, how.pop("programs") // rows))
-
-        def run(i: int, how=how) -> None:
-            _decode(layers[i], layers[i].tokens if granularity == "token" else None, granularity, how)
-
-        yield name, run, lambda: layers[0].out
+        yield name, partial(launch, **how), result
 
 
-def _long_selects(layers: list[Layer]) -> Iterator[Variant]:
-    """Ways to select from all stored tokens, as a predictive step does. What a processor cannot hold is left out."""
-    config, scores = layers[0].shape.config, _all_scores(layers)
-    for layer, one in zip(layers, scores):
-        layer.token_score(None, one)
-    hows = [*_grid(split=(False,), chunk=(4096, 8192), warps=(8,))]
-    hows += _grid(split=(True,), chunk=(1024, 2048, 4096), warps=(4, 8), last_warps=(8, 16))
-    hows += _grid(split=(True,), chunk=(8192,), warps=(8, 16), last_warps=(8,))
-    hows += _grid(split=(True,), chunk=(2048,), warps=(4,), sample=(1024, 4096), last_warps=(8,))
-    if scores[0].shape[-1] <= 32768:
-        hows += _grid(row=(32768,), warps=(16, 32))
-    for name, how in hows:
+def _decodes(layers: list[Layer], granularity: str, grid: Grid) -> Iterator[Variant]:
+    """Ways to attend. ``programs`` is what they aim for."""
+    shape = layers[0].shape
 
-        def run(i: int, how=how) -> None:
-            token_select(
-                scores[i], None, config.token_budget, config.block_size, out=layers[i].tokens, config=Select(**how)
-            )
+    def launch(i: int, programs: int, **how) -> None:
+        t, rows = layers[i], shape.batch * shape.heads
+        if shape.value_dim:
+            rows *= -(-shape.q_heads // how["heads"])
+        config = decode_config(t.q, t.kv, t.near_kv, shape.values, granularity)
+        how = {"config": replace(config, parts=max(1, programs // rows), **how)}
+        ids = t.tokens if granularity == "token" else None
+        stored = (t.q, t.kv, t.flags, t.slots, ids, t.near_kv, t.near_valid)
+        about = {"value_dim": shape.values, "sinks": t.sinks, "scale": shape.dim**-0.5, "out": t.out}
+        sparse_decode(*stored, granularity=granularity, **about, **how)
 
-        yield name, run, lambda: layers[0].tokens
+    return _ways(grid, launch, lambda: layers[0].out)
 
 
-def _scores(layers: list[Layer], ids: list[Tensor | None], scores: list[Tensor], blocks: tuple[int, ...]):
-    """Ways to score tokens by their labels."""
-    reduce = layers[0].shape.config.token_reduce
-    for name, how in [*_grid(matrix=(True,), blocks=blocks), *_grid(matrix=(False,))]:
+def _latents(layers: list[Layer], granularity: str) -> Iterator[Variant]:
+    """Ways to attend to latents. Not all of them fit a processor: what does not is reported and left out."""
+    tiles = (16, 32, 64) if granularity == "token" else (32, 64, 128)
+    heads = (32,) if layers[0].shape.q_heads <= 32 else (32, 64)
+    grid = _grid(tile=tiles, heads=heads, warps=(4, 8), stages=(1, 2, 3, 4), programs=(132, 264))
+    return _decodes(layers, granularity, grid)
 
-        def run(i: int, how=how) -> None:
-            t, listed = layers[i], ids[i]
-            n = (t.slots if listed is None else listed).shape[-1]
-            config = label_config(t.q, t.codes, t.qparams, n, reduce == "mean", how["matrix"])
-            config = replace(config, blocks=how.get("blocks", config.blocks))
-            labels = t.codes, t.qparams, t.channels, t.flags, t.slots, listed
-            token_score(t.q, *labels, reduce, out=scores[i], config=config)
 
-        yield name, run, lambda: scores[0]
+def _scores(layers: list[Layer], every: bool) -> Iterator[Variant]:
+    """Ways to score the tokens of the chosen blocks, or of ``every`` block, by their labels."""
+    out = _all_scores(layers) if every else [t.token_scores for t in layers]
+
+    def launch(i: int, matrix: bool, **how) -> None:
+        t = layers[i]
+        ids, reduce = None if every else t.blocks, t.shape.config.token_reduce
+        n = (t.slots if ids is None else ids).shape[-1]
+        config = replace(label_config(t.q, t.codes, t.qparams, n, reduce == "mean", matrix), **how)
+        token_score(t.q, t.codes, t.qparams, t.channels, t.flags, t.slots, ids, reduce, out=out[i], config=config)
+
+    each = (2, 4, 8, 16, 32, 64) if every else (1, 2, 4, 8, 16)
+    return _ways([*_grid(matrix=(True,), blocks=each), *_grid(matrix=(False,))], launch, lambda: out[0])
 
 
 def _all_scores(layers: list[Layer]) -> list[Tensor]:
@@ -125,97 +89,107 @@ def _all_scores(layers: list[Layer]) -> list[Tensor]:
     return [t.token_scores.new_empty(*t.blocks.shape[:2], t.slots.shape[1] * size) for t in layers]
 
 
+def _selects(layers: list[Layer], every: bool) -> Iterator[Variant]:
+    """Ways to select tokens of the chosen blocks, or of all. What a processor cannot hold is left out."""
+    scores = _all_scores(layers) if every else [t.token_scores for t in layers]
+    config = layers[0].shape.config
+    hows = [*_grid(warps=(4, 8, 16))]
+    if every:
+        for layer, one in zip(layers, scores):
+            layer.token_score(None, one)
+        hows = [*_grid(split=(False,), chunk=(4096, 8192), warps=(8,))]
+        hows += _grid(split=(True,), chunk=(1024, 2048, 4096), warps=(4, 8), last_warps=(8, 16))
+        hows += _grid(split=(True,), chunk=(8192,), warps=(8, 16), last_warps=(8,))
+        hows += _grid(split=(True,), chunk=(2048,), warps=(4,), sample=(1024, 4096), last_warps=(8,))
+        if scores[0].shape[-1] <= 32768:
+            hows += _grid(row=(32768,), warps=(16, 32))
+
+    def launch(i: int, **how) -> None:
+        t = layers[i]
+        blocks = None if every else t.blocks
+        token_select(scores[i], blocks, config.token_budget, config.block_size, out=t.tokens, config=Select(**how))
+
+    return _ways(hows, launch, lambda: layers[0].tokens)
+
+
+def _block_selects(layers: list[Layer]) -> Iterator[Variant]:
+    def launch(i: int, **how) -> None:
+        block_select(layers[i].block_scores, layers[i].blocks.shape[-1], out=layers[i].blocks, config=Select(**how))
+
+    return _ways(_grid(warps=(2, 4, 8)), launch, lambda: layers[0].blocks)
+
+
+def _ranks(layers: list[Layer]) -> Iterator[Variant]:
+    def launch(i: int, **how) -> None:
+        t = layers[i]
+        t.ranked = block_rank(t.block_scores, t.fill, t.slots, config=Rank(**how))[0]
+
+    return _ways(_grid(tile=(8, 16, 32), others=(256, 512, 1024)), launch, lambda: layers[0].ranked)
+
+
+def _walks(layers: list[Layer], part: str, grid: Grid) -> Iterator[Variant]:
+    """Ways to run a part of progressive selection over 64 blocks."""
+    walks = [WalkLayer(layer, min(64, layer.shape.sealed)) for layer in layers]
+    for walk in walks:
+        walk.made.lse.zero_()  # all of it is compared
+    result = "behind" if part == "expect" else "lse"
+    return _ways(grid, lambda i, **how: getattr(walks[i], part)(**how), lambda: getattr(walks[0].made, result))
+
+
 def _verifiers(layers: list[Layer], blocks: int) -> Iterator[Variant]:
-    """Ways to walk over ``blocks`` blocks: how many at a time, one to four of them a thread."""
+    """Ways to test ``blocks`` blocks: how many at a time, one to four of them a thread."""
     walks = [WalkLayer(layer, blocks) for layer in layers]
 
     def result() -> Tensor:
         state = walks[0].state
         return torch.cat([state.limits.flatten().float(), state.used.flatten().float(), state.mass.flatten()])
 
+    def launch(i: int, **how) -> None:
+        walks[i].begin()
+        walks[i].verify(**how)
+
     for walk in walks:
         walk.attend()
         walk.begin()
         walk.verify()
     yield FIRST, lambda i: walks[i].begin(), result
-    for name, how in _grid(ahead=(32, 64, 128, 256, 512, 1024), warps=(1, 2, 4, 8, 16)):
-        if 1 <= how["ahead"] // (32 * how["warps"]) <= 4:
+    grid = _grid(ahead=(32, 64, 128, 256, 512, 1024), warps=(1, 2, 4, 8, 16))
+    yield from _ways((w for w in grid if 1 <= w[1]["ahead"] // (32 * w[1]["warps"]) <= 4), launch, result)
 
-            def run(i: int, how=how) -> None:
-                walks[i].begin()
-                walks[i].verify(**how)
 
-            yield name, run, result
+# operator -> its ways
+WAYS: dict[str, Callable[[list[Layer]], Iterator[Variant]]] = {
+    "token_select": lambda x: _selects(x, False),
+    "block_select": lambda x: _block_selects(x),
+    "token_score": lambda x: _scores(x, False),
+    "long_select": lambda x: _selects(x, True),
+    "long_score": lambda x: _scores(x, True),
+    "sparse_decode": lambda x: _decodes(
+        x, "token", _grid(tile=(16, 32, 64), warps=(1, 2, 4), stages=(1, 2, 3, 4), programs=(528, 1056, 1584))
+    ),
+    "dense_decode": lambda x: _decodes(
+        x, "all", _grid(tile=(32, 64, 128), warps=(4, 8), stages=(2, 3), programs=(264, 396, 528, 1056))
+    ),
+    "latent_tokens": lambda x: _latents(x, "token"),
+    "latent_decode": lambda x: _latents(x, "all"),
+    "block_rank": lambda x: _ranks(x),
+    "block_attend": lambda x: _walks(
+        x, "attend", _grid(tile=(16, 32, 64), warps=(1, 2, 4), programs=(528, 1056, 2112))
+    ),
+    "latent_masses": lambda x: _walks(x, "attend", _grid(tile=(16, 32, 64), warps=(4, 8), programs=(132, 264, 528))),
+    "expect": lambda x: _walks(x, "expect", _grid(warps=(4, 8, 16), masses=(1024, 4096))),
+    "verify": lambda x: _verifiers(x, min(64, x[0].shape.sealed)),
+    # With replayed keys two fifths of the blocks are read at 0.98.
+    "verify_long": lambda x: _verifiers(x, x[0].shape.sealed * 2 // 5),
+}
+OPERATORS = tuple(WAYS)
 
 
 def variants(layers: list[Layer], operator: str) -> Iterator[Variant]:
     """Name, launch and result of each way to run ``operator``; the inputs are those that a whole step has left."""
-    config = layers[0].shape.config
-    if operator.startswith("latent_") and not layers[0].shape.value_dim:
-        raise ValueError(f"{operator} takes latents: give --model or --value-dim")
-    if operator == "token_select":
-        for name, how in _grid(warps=(4, 8, 16)):
-
-            def run(i: int, how=how) -> None:
-                t = layers[i]
-                token_select(
-                    t.token_scores, t.blocks, config.token_budget, config.block_size, out=t.tokens, config=Select(**how)
-                )
-
-            yield name, run, lambda: layers[0].tokens
-    elif operator == "block_select":
-        for name, how in _grid(warps=(2, 4, 8)):
-
-            def run(i: int, how=how) -> None:
-                t = layers[i]
-                block_select(t.block_scores, t.blocks.shape[-1], out=t.blocks, config=Select(**how))
-
-            yield name, run, lambda: layers[0].blocks
-    elif operator == "token_score":
-        ids, scores = [t.blocks for t in layers], [t.token_scores for t in layers]
-        yield from _scores(layers, ids, scores, (1, 2, 4, 8, 16))
-    elif operator == "long_select":
-        yield from _long_selects(layers)
-    elif operator == "long_score":
-        yield from _scores(layers, [None] * len(layers), _all_scores(layers), (2, 4, 8, 16, 32, 64))
-    elif operator == "sparse_decode":
-        tiles = {"tile": (16, 32, 64), "warps": (1, 2, 4), "stages": (1, 2, 3, 4)}
-        yield from _decodes(layers, "token", _grid(**tiles, programs=(528, 1056, 1584)))
-    elif operator == "dense_decode":
-        tiles = {"tile": (32, 64, 128), "warps": (4, 8), "stages": (2, 3)}
-        yield from _decodes(layers, "all", _grid(**tiles, programs=(264, 396, 528, 1056)))
-    elif operator == "block_rank":
-        for name, how in _grid(tile=(8, 16, 32), others=(256, 512, 1024)):
-
-            def run(i: int, how=how) -> None:
-                t = layers[i]
-                t.ranked = block_rank(t.block_scores, t.fill, t.slots, config=RankConfig(**how))[0]
-
-            yield name, run, lambda: layers[0].ranked
-    elif operator in ("latent_decode", "latent_tokens"):
-        tokens = operator == "latent_tokens"
-        grid = {"tile": (16, 32, 64) if tokens else (32, 64, 128), "warps": (4, 8), "stages": (1, 2, 3, 4)}
-        heads = (32,) if layers[0].shape.q_heads <= 32 else (32, 64)
-        yield from _decodes(layers, "token" if tokens else "all", _grid(**grid, heads=heads, programs=(132, 264)))
-    elif operator in ("block_attend", "latent_masses"):
-        walks = [WalkLayer(layer, min(64, layer.shape.sealed)) for layer in layers]
-        for walk in walks:
-            walk.made.lse.zero_()  # all of it is compared
-        grid = {"tile": (16, 32, 64), "warps": (1, 2, 4), "programs": (528, 1056, 2112)}
-        if operator == "latent_masses":
-            grid = {"tile": (16, 32, 64), "warps": (4, 8), "programs": (132, 264, 528)}
-        for name, how in _grid(**grid):
-            yield name, lambda i, how=how: walks[i].attend(**how), lambda: walks[0].made.lse
-    elif operator == "expect":
-        walks = [WalkLayer(layer, min(64, layer.shape.sealed)) for layer in layers]
-        for name, how in _grid(warps=(4, 8, 16), masses=(1024, 4096)):
-            yield name, lambda i, how=how: walks[i].expect(**how), lambda: walks[0].made.behind
-    elif operator in ("verify", "verify_long"):
-        sealed = layers[0].shape.sealed
-        # Recorded walks read two fifths of the blocks (benchmarks/NOTES.md).
-        yield from _verifiers(layers, sealed * 2 // 5 if operator == "verify_long" else min(64, sealed))
-    else:
-        raise ValueError(f"no operator {operator!r}: choose from {', '.join(OPERATORS)}")
+    if operator in LATENT and operator.startswith("latent_") != bool(layers[0].shape.value_dim):
+        raise ValueError(f"{operator} does not fit this shape: {LATENT[operator]} does")
+    return WAYS[operator](layers)
 
 
 def differs(got: Tensor, first: Tensor) -> bool:

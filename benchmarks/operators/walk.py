@@ -14,9 +14,6 @@ behind others, each with a dependent launch as in a step (a memory copy has none
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -33,6 +30,7 @@ from hf_sparsekv.policies.progressive import SLOPES
 from hf_sparsekv.tuning.layer_step import PIECE, Layer
 from hf_sparsekv.tuning.timing import Time, captured
 
+from ..report import Report
 from .check import near_enough, same
 
 BLOCKS = (32, 64, 128)  # that walks take
@@ -136,7 +134,7 @@ class WalkLayer:
         self.made.expect(**how)
 
     def verify(self, **how: int) -> None:
-        self.made.verify(step=-1, last=False, **how)
+        self.made.verify(last=False, certain=False, **how)
 
     def merge(self) -> None:
         self.made.merge(self.layer.out)
@@ -157,32 +155,28 @@ class WalkLayer:
         near_enough(layer, "progressive", got, progressive_decode(walk))
 
 
-def measure_walks(layers: list[Layer], add: Callable[[str, str, Time], None], fail: Callable) -> None:
+def measure_walks(layers: list[Layer], report: Report) -> None:
     """Figures of walks of several lengths, and of their parts alone."""
-    sets = len(layers)
-    for blocks in BLOCKS:
-        if blocks > layers[0].shape.sealed:
-            continue
+    shape = layers[0].shape
+    for blocks in (blocks for blocks in BLOCKS if blocks <= shape.sealed):
         variant = f"progressive:blocks={blocks}"
-        try:
+        with report.measuring(shape.batch, shape.context, variant):
             walks = [WalkLayer(layer, blocks) for layer in layers]
             walks[0].check()
             for walk in walks:
                 walk.step()
-            add(variant, "attention_us", captured(lambda i, walks=walks: walks[i].step(), sets))
-            few = captured(lambda i, walks=walks: walks[i].step(rounds=2), sets)
-            add(f"{variant}:rounds=2", "attention_us", few)
-            parts = ("score", "rank", "expect", "attend", "merge")
-            for part in parts:
-                run = [getattr(walk, part) for walk in walks]
-                add(variant, f"{part}_us", captured(lambda i, run=run: run[i](), sets))
-            for metric, parts in MARGINS.items():
 
-                def run(i: int, walks=walks, parts=parts) -> None:
+            def time(*parts: str, walks=walks, **how) -> Time:
+                def run(i: int) -> None:
                     for part in parts:
-                        getattr(walks[i], part)()
+                        getattr(walks[i], part)(**how)
 
-                whole = captured(run, sets)
-                add(variant, metric, whole - captured(partial(run, parts=parts[:-1]), sets))
-        except Exception as error:
-            fail(f"{layers[0].shape.batch} x {layers[0].shape.context} {variant}", error)
+                return captured(run, len(walks))
+
+            report.add("attention_us", time("step").samples, "us")
+            for part in ("score", "rank", "expect", "attend", "merge"):
+                report.add(f"{part}_us", time(part).samples, "us")
+            for metric, parts in MARGINS.items():
+                report.add(metric, (time(*parts) - time(*parts[:-1])).samples, "us")
+            report.rename(f"{variant}:rounds=2")
+            report.add("attention_us", time("step", rounds=2).samples, "us")

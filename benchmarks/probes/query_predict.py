@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 import triton
 
-from hf_sparsekv.predictor.query import PREDICTORS, make_predictor
+from hf_sparsekv.config import PREDICTORS
+from hf_sparsekv.predictor.query import make_predictor
 from hf_sparsekv.tuning.timing import captured
 
 LAYERS, SLOTS = 40, 33

@@ -18,24 +18,22 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
-from transformers.utils import logging
 
 from hf_sparsekv import TwoLevelConfig
 from hf_sparsekv.evaluation.prefix import attention
-from hf_sparsekv.evaluation.small_model import SMALL_MODEL_NAME, fetch_small_model
-from hf_sparsekv.evaluation.text import python_reference
+from hf_sparsekv.evaluation.small_model import SMALL_MODEL_NAME
 from hf_sparsekv.results import Row, append_rows, commit
 
 from .. import RESULTS
 from ..synthetic import statistics as st
 from ..synthetic.keys import PROFILES
+from .small_model import load, reference_ids
 
 CSV = RESULTS / "attention_statistics.csv"
 PROFILE = PROFILES / "smollm2-135m.json"
@@ -136,16 +134,14 @@ def rows(values: dict[str, dict[str, np.ndarray]], context: int, by_layer: bool)
     return found
 
 
-def table(values: dict[str, dict[str, np.ndarray]]) -> Table:
-    """Averages over all layers and heads."""
-    columns = [(stream, f"k={f}") for stream in values for f in st.FRACTIONS]
-    out = Table("average over layers", *(f"{stream} {k}" for stream, k in columns))
-    first = next(iter(values.values()))
-    for name in sorted({name.partition(":")[2] for name in first if name.startswith("k=")}):
-        out.add_row(name, *(f"{values[stream][f'{k}:{name}'].mean():.3f}" for stream, k in columns))
-    for name in (name for name in first if not name.startswith("k=")):
-        out.add_row(name, *(f"{values[stream][name].mean():.3f}" if k == "k=1/16" else "" for stream, k in columns))
-    return out
+def table(values: dict[str, dict[str, np.ndarray]]) -> str:
+    """Averages over all layers and heads; what does not depend on a fraction stands under ``all``."""
+    means = {}
+    for stream, by_name in values.items():
+        for name, v in by_name.items():
+            fraction, _, metric = name.partition(":") if name.startswith("k=") else ("all", "", name)
+            means[metric, f"{stream} {fraction}"] = v.mean()
+    return pd.Series(means).unstack(sort=False).to_string(float_format="{:.3f}".format, na_rep="")
 
 
 def write_profile(values: dict[str, dict[str, np.ndarray]], args: argparse.Namespace) -> None:
@@ -179,11 +175,8 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=CSV)
     parser.add_argument("--profile", action="store_true", help="write the profile, too")
     args = parser.parse_args()
-    logging.set_verbosity_error()
-    path = fetch_small_model()
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa").eval()
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    words = tokenizer(python_reference(), add_special_tokens=False, return_tensors="pt")["input_ids"]
+    model, tokenizer = load()
+    words = reference_ids(tokenizer)
     need = args.context + args.steps
     found = []
     for passage in range(args.passages):
@@ -192,7 +185,7 @@ def main() -> None:
         found.append(record(model, words[:, start : start + need], args.steps, seed=passage))
         print(f"passage {passage}: {time.perf_counter() - began:.0f} s", flush=True)
     values = {s: {name: np.mean([one[s][name] for one in found], axis=0) for name in found[0][s]} for s in STREAMS}
-    Console(width=140).print(table(values))
+    print(table(values))
     append_rows(args.csv, rows(values, args.context, args.by_layer))
     if args.profile:
         write_profile(values, args)

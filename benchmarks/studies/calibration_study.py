@@ -13,33 +13,41 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.progress import Progress
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
 
-from hf_sparsekv import OffloadedSparseCache, TwoLevelConfig
-from hf_sparsekv.evaluation.cache_specs import METHODS, CacheSpec, Method, parse_cache
+from hf_sparsekv import TwoLevelConfig
+from hf_sparsekv.evaluation.cache_specs import CacheSpec, parse_cache
 from hf_sparsekv.evaluation.forced import MEASURES, evaluate, passages
 from hf_sparsekv.evaluation.records import Results
-from hf_sparsekv.evaluation.small_model import SMALL_MODEL_NAME, fetch_small_model
-from hf_sparsekv.evaluation.text import python_reference
+from hf_sparsekv.evaluation.small_model import SMALL_MODEL_NAME
 from hf_sparsekv.kv.store import LayerStore
-from hf_sparsekv.policies.base import Policy
+from hf_sparsekv.policies.registry import register
 from hf_sparsekv.policies.two_level import TwoLevelPolicy
 from hf_sparsekv.predictor.channels import calibrate
 from hf_sparsekv.results import Row, append_rows
 
-from .. import RESULTS
+from .small_model import CSV, load, reference_ids
 
-CSV = RESULTS / "accuracy.csv"
 BASE = {"token_budget": 128, "num_blocks": 16, "lag": True, "label_channels": 16}
 METRICS = {"KL": ("kl", "nats"), "top-1 agreement": ("top1_agreement", "share"), "perplexity": ("perplexity", "")}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Int8Config(TwoLevelConfig):
+    """As those of the method that is varied."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyConfig(TwoLevelConfig):
+    """As those of the method that is varied."""
+
+
+@register("int8", Int8Config, about="two_level with labels of 8 bits", reference=True)
 class Int8Labels(TwoLevelPolicy):
     """Labels rounded to 8 bits with a scale and a zero point a token, and kept as they are then."""
 
@@ -50,29 +58,13 @@ class Int8Labels(TwoLevelPolicy):
         return {"codes": (((labels - zero) / step).round().clamp(0, 255) * step + zero).to(kv.dtype)}
 
 
+@register("early", EarlyConfig, about="two_level with channels of the first tokens", reference=True)
 class EarlyChannels(TwoLevelPolicy):
     """Channels of the first ``calibration_tokens`` tokens alone, as after a prompt of so many and a long answer."""
 
-    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore) -> None:
+    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore, new: int | None = None) -> None:
         n = self.config.calibration_tokens
         super().observe(q[:, :, :n], k[:, :, :n], None if valid is None else valid[:, :n], store)
-
-
-def with_policy(policy: type[TwoLevelPolicy]) -> type[OffloadedSparseCache]:
-    """A two-level cache whose sparse layers have this policy."""
-
-    class StudyCache(OffloadedSparseCache):
-        def make_policy(self, layer_idx: int) -> Policy:
-            made = super().make_policy(layer_idx)
-            if isinstance(made, TwoLevelPolicy):
-                made = policy(self.config, layer_idx, self.offload_config is not None, self.channels)
-            return made
-
-    return StudyCache
-
-
-METHODS["int8"] = Method(with_policy(Int8Labels), TwoLevelConfig, "two_level with labels of 8 bits")
-METHODS["early"] = Method(with_policy(EarlyChannels), TwoLevelConfig, "two_level with channels of the first tokens")
 
 
 def variants(files: dict[str, Path]) -> dict[str, dict[str, dict]]:
@@ -152,11 +144,9 @@ def main() -> None:
     parser.add_argument("--no-csv", dest="csv", action="store_false", help="append no rows")
     args = parser.parse_args()
 
-    path = fetch_small_model()
-    logging.set_verbosity_error()
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sparsekv").eval()
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    words = tokenizer(python_reference(), add_special_tokens=False, return_tensors="pt")["input_ids"][0]
+    model, tokenizer = load()
+    model.set_attn_implementation("sparsekv")
+    words = reference_ids(tokenizer)[0]
     cut = len(words) - 4 * 2048
     held, rest = words[:cut], words[cut:]
 

@@ -18,14 +18,14 @@ keys and the maximum over the query heads of a group. Streams:
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
 import torch
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
@@ -33,7 +33,7 @@ from hf_sparsekv import TwoLevelConfig
 from hf_sparsekv.evaluation.prefix import attention, prefill
 from hf_sparsekv.evaluation.ruler_probe import FAMILIES, make_sample
 from hf_sparsekv.evaluation.small_model import SMALL_MODEL_NAME
-from hf_sparsekv.evaluation.text import needle_prompt, python_reference
+from hf_sparsekv.evaluation.text import needle_prompt
 from hf_sparsekv.ops.query_predict.reference import MAX_WINDOW, query_predict
 from hf_sparsekv.ops.seal.reference import quantise_labels
 from hf_sparsekv.ops.token_score.reference import unpack_labels
@@ -41,7 +41,7 @@ from hf_sparsekv.predictor.channels import ChannelStats
 from hf_sparsekv.results import Row, append_rows
 
 from .. import RESULTS, ROOT
-from .small_model import load
+from .small_model import DEPTHS, load, reference_ids
 
 CSV = RESULTS / "predictors.csv"
 PLOT = ROOT / "docs" / "predictors.svg"
@@ -57,7 +57,7 @@ WINDOWS = (4, 8, 16, 32)
 EPSILONS = (1e-3, 1e-2, 1e-1, 0.3, 1.0)
 WINDOW, EPSILON = 16, 1e-1  # what the other one is varied at
 TEMPERATURE = 1.0  # at 0.8 it soon repeats itself, and a long window finds the last time
-STREAMS = ("text", "own", "needle", "filler", "answers")
+METRICS = ["overlap", "middle_mass", "covered_mass", "overlap_all"]
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def continued(model, ids: Tensor, steps: int, seed: int) -> Tensor:
 
 def documents(args, model, tokenizer) -> Iterator[tuple[str, Tensor, list[int]]]:
     """Streams of the small model: name, ids ``[1, n]``, and the positions of the queries that are predicted."""
-    words = tokenizer(python_reference(), add_special_tokens=False, return_tensors="pt")["input_ids"]
+    words = reference_ids(tokenizer)
     need = args.context + args.steps * args.stride
     starts = [round((i + 0.5) * (words.shape[1] - need) / args.passages) for i in range(args.passages)]
     steps = [args.context + i * args.stride for i in range(args.steps)]
@@ -133,7 +133,7 @@ def documents(args, model, tokenizer) -> Iterator[tuple[str, Tensor, list[int]]]
 
 def needles(args, model, tokenizer) -> Iterator[tuple[str, Tensor, list[int]]]:
     """Facts that the small model looks up."""
-    for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
+    for depth in DEPTHS:
         prompt = needle_prompt(tokenizer, args.context, depth)
         answer = tokenizer(f" {prompt.answer}", add_special_tokens=False, return_tensors="pt")["input_ids"]
         n = prompt.ids.shape[1]
@@ -228,84 +228,63 @@ class Layer:
 
 
 @torch.no_grad()
-def study(args, model, tokenizer, source, found: dict) -> None:
-    """Measure all variants on the documents of ``source``; adds lists to ``found[stream, variant, labels, layer]``."""
-    for name, ids, steps in source(args, model, tokenizer):
+def study(args, model, tokenizer, source) -> Iterator[dict]:
+    """Figures of all variants, in each layer of the documents of ``source``."""
+    for stream, ids, steps in source(args, model, tokenizer):
         prefix = prefill(model, ids)
         position = torch.arange(ids.shape[1])[None]
         cos, sin = (x[0].float() for x in model.model.rotary_emb(prefix.queries[0], position))
-        for index in track(range(len(prefix.queries)), name):
+        for index in track(range(len(prefix.queries)), stream):
             q, k = prefix.queries[index][0].float(), prefix.cache.layers[index].keys[0].float()
             layer = Layer(args, q, k, steps, model.model.layers[index].self_attn.scaling, cos, sin)
             for variant in variants():
-                for labels in (False, True):
-                    if not labels or with_labels(variant):
-                        found.setdefault((name, variant, labels, index), []).append(layer.measure(variant, labels))
+                for labels in (False, True) if with_labels(variant) else (False,):
+                    name = f"{variant}{',labels' * labels}"
+                    figures = layer.measure(variant, labels)
+                    yield {"stream": stream, "variant": name, "layer": index, "apart": with_labels(variant), **figures}
             prefix.queries[index] = None
 
 
 # ---------------------------------------------------------------------- what is reported
 
 
-def averaged(found: dict) -> dict[tuple[str, Variant, bool], list[dict[str, float]]]:
-    """By stream, variant and labels, for each layer: the mean over documents."""
-    layers: dict = {}
-    for (stream, variant, labels, _), entries in found.items():
-        mean = {name: sum(e[name] for e in entries) / len(entries) for name in entries[0]}
-        layers.setdefault((stream, variant, labels), []).append(mean)
-    return layers
-
-
-def rows(layers: dict, context: int) -> Iterator[Row]:
+def rows(layers: pd.DataFrame, context: int) -> Iterator[Row]:
     """Means over the layers that select (low and high: lowest and highest of them); some variants layer by layer."""
-    for (stream, variant, labels), by_layer in layers.items():
-        model = SMALL_MODEL_NAME if stream in ("text", "own", "needle") else PROBE.name
-        what = f"{variant}{',labels' if labels else ''}"
-        common = ("predictors", model)
-        for name in by_layer[0]:
-            values = [entry[name] for entry in by_layer]
+    for (stream, variant), by_layer in layers.groupby(["stream", "variant"], sort=False):
+        common = ("predictors", SMALL_MODEL_NAME if stream in ("text", "own", "needle") else PROBE.name)
+        for name in METRICS:
+            values = by_layer[name].tolist()
             used = values[CONFIG.dense_layers :]
+            if math.isnan(used[0]):
+                continue
             mean = sum(used) / len(used)
-            yield Row(*common, f"{what}:{stream}", 1, context, name, mean, min(used), max(used), "share")
-            if with_labels(variant) and not labels and name in ("overlap", "middle_mass"):
+            yield Row(*common, f"{variant}:{stream}", 1, context, name, mean, min(used), max(used), "share")
+            if by_layer.apart.all() and "labels" not in variant and name in ("overlap", "middle_mass"):
                 for index, value in enumerate(values):
-                    yield Row(*common, f"{what}:{stream},layer={index:02}", 1, context, name, value, unit="share")
+                    yield Row(*common, f"{variant}:{stream},layer={index:02}", 1, context, name, value, unit="share")
 
 
-def tables(layers: dict) -> None:
-    """Prints overlap and mass of every variant, by whole keys and by labels, and over all tokens of all layers."""
-    columns = {"overlap": "overlap", "mass of middle": "middle_mass", "covered mass": "covered_mass"}
-    columns["overlap, all tokens"] = "overlap_all"
-    for stream in STREAMS:
-        table = Table(stream, *columns, *(f"{name}, labels" for name in columns))
-        for variant in variants():
-            cells = []
-            for labels in (False, True):
-                by_layer = layers.get((stream, variant, labels), [{}])
-                for name in columns.values():
-                    used = by_layer if name == "overlap_all" else by_layer[CONFIG.dense_layers :]
-                    known = used and name in used[0]
-                    cells.append(f"{sum(entry[name] for entry in used) / len(used):.3f}" if known else "")
-            table.add_row(str(variant), *cells)
-        table.columns[0].no_wrap = True
-        if any(key[0] == stream for key in layers):
-            Console(width=160).print(table)
+def tables(layers: pd.DataFrame) -> None:
+    """Overlap and mass of every variant; ``overlap_all``: over all tokens of all layers."""
+    for stream, mine in layers.groupby("stream", sort=False):
+        means = mine[mine.layer >= CONFIG.dense_layers].groupby("variant", sort=False)[METRICS].mean()
+        means["overlap_all"] = mine.groupby("variant", sort=False).overlap_all.mean()
+        print(f"\n{stream}\n{means.to_string(float_format='{:.3f}'.format, na_rep='')}")
 
 
-def plot(layers: dict, path: Path) -> None:
+def plot(layers: pd.DataFrame, path: Path) -> None:
     """Overlap by layer."""
     import matplotlib
 
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    lines = [Variant(name) for name in ("last", "ridge", "assembled", "assembled_ridge")]
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
-    for axes, stream in zip(panels, ("text", "own")):
-        for color, variant in enumerate(lines):
-            by_layer = layers[stream, variant, False]
-            axes.plot([e["overlap"] for e in by_layer], color=f"C{color}", label=variant.name, linewidth=1.2)
-        axes.set(xlabel="layer", title={"text": "text", "own": "own output"}[stream])
+    for axes, (stream, title) in zip(panels, (("text", "text"), ("own", "own output"))):
+        for name in ("last", "ridge", "assembled", "assembled_ridge"):
+            mine = layers[(layers.stream == stream) & (layers.variant == str(Variant(name)))]
+            axes.plot(mine.layer, mine.overlap, label=name, linewidth=1.2)
+        axes.set(xlabel="layer", title=title)
     panels[0].set_ylabel("share of the best 5 % that is chosen")
     panels[0].legend(fontsize=8)
     figure.tight_layout()
@@ -325,19 +304,19 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, default=PLOT)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    found: dict = {}
-    small = load()
     probe = (
         AutoModelForCausalLM.from_pretrained(PROBE, dtype=torch.float32).eval(),
         AutoTokenizer.from_pretrained(PROBE),
     )
-    for source, model in ((questions, probe), (needles, small), (documents, small)):
+    small, found = load(), []
+    models = {questions: probe, needles: small, documents: small}
+    for source, model in models.items():
         if args.sources is None or source.__name__ in args.sources:
-            study(args, *model, source, found)
-    layers = averaged(found)
+            found += study(args, *model, source)
+    layers = pd.DataFrame(found).groupby(["stream", "variant", "layer"], sort=False).mean().reset_index()
     tables(layers)
     append_rows(args.csv, list(rows(layers, args.context)))
-    if ("text", Variant("last"), False) in layers:
+    if {"text", "own"} <= set(layers.stream):
         plot(layers, args.plot)
 
 

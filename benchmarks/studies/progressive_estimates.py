@@ -25,16 +25,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_sparsekv import ProgressiveConfig
 from hf_sparsekv.evaluation import ruler_probe
-from hf_sparsekv.evaluation.prefix import greedy, prefill
+from hf_sparsekv.evaluation.prefix import prefill
 from hf_sparsekv.evaluation.small_model import SMALL_MODEL_NAME
-from hf_sparsekv.evaluation.text import python_reference
 from hf_sparsekv.ops.block_score.reference import query_parts
 from hf_sparsekv.ops.seal import key_metadata
 from hf_sparsekv.policies.progressive import SLOPES
 from hf_sparsekv.results import Row, append_rows
 
 from .. import ROOT
-from .small_model import CSV, load
+from .small_model import CSV, greedy, load, reference_ids
 
 CONFIG = ProgressiveConfig()
 THRESHOLDS = (0.90, 0.95, 0.98, 0.99)
@@ -225,7 +224,7 @@ def _of_prompt(model, prefix, at: Iterator[int], kind: str, share: int) -> Itera
 def of_small(args, kind: str, share: int) -> Iterator[Walks]:
     """Every eighth of the last tokens of passages of Python's language reference."""
     model, tokenizer = load()
-    words = tokenizer(python_reference(), add_special_tokens=False, return_tensors="pt")["input_ids"]
+    words = reference_ids(tokenizer)
     n = args.context
     for i in range(args.passages):
         start = round(i * (words.shape[1] - n) / max(1, args.passages - 1))

@@ -13,16 +13,19 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from collections import Counter
+from collections.abc import Callable
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 from rich.table import Table
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, ProgressiveCache, ProgressiveConfig, TwoLevelConfig
-from hf_sparsekv.evaluation.prefix import forced_logits, greedy, prefill
+from hf_sparsekv.evaluation.prefix import forced_steps, greedy_rows, prefill
 from hf_sparsekv.evaluation.small_model import SMALL_MODEL_NAME, fetch_small_model
 from hf_sparsekv.evaluation.text import needle_prompt, python_reference
 from hf_sparsekv.results import Row, append_rows
@@ -31,28 +34,104 @@ from .. import RESULTS
 
 CSV = RESULTS / "accuracy.csv"
 BASE = {"token_budget": 256, "num_blocks": 16}
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+Variants = dict[str, dict | None]  # settings by name; None: full attention
 
 
 def load():
+    """The model and its tokenizer."""
     path = fetch_small_model()
     logging.set_verbosity_error()
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa").eval()
     return model, AutoTokenizer.from_pretrained(path)
 
 
-def cache_for(model, settings: dict | None, full):
-    """A cache of the given settings, or full attention's for ``None``."""
+def reference_ids(tokenizer) -> Tensor:
+    """The language reference of Python, ``[1, n]``."""
+    return tokenizer(python_reference(), add_special_tokens=False, return_tensors="pt")["input_ids"]
+
+
+def greedy(model, prefix, cache, max_new_tokens: int, eos: set[int]) -> list[int]:
+    """Continue a prefilled prompt greedily with a filled cache."""
+    return greedy_rows(model, prefix, cache, prefix.logits, max_new_tokens, eos)[0]
+
+
+def forced_logits(model, cache, ids: Tensor) -> Tensor:
+    """Logits ``[n, vocab]`` of feeding ``ids [1, n]`` one at a time, float32."""
+    return torch.cat(list(forced_steps(model, cache, ids)))
+
+
+def filled(model, prefix, settings: dict | None):
+    """A cache of the given settings that holds a prefilled prompt."""
     if settings is None:
-        return full()
+        return prefix.full()
     settings = dict(settings)
     offload = OffloadConfig() if settings.pop("offload", True) else None
+    kind, config = OffloadedSparseCache, TwoLevelConfig
     if "threshold" in settings:
-        return ProgressiveCache(ProgressiveConfig(**settings), offload=offload, model_config=model.config)
-    return OffloadedSparseCache(TwoLevelConfig(**settings), offload=offload, model_config=model.config)
+        kind, config = ProgressiveCache, ProgressiveConfig
+    return prefix.fill(kind(config(**settings), offload=offload, model_config=model.config), model)
+
+
+@torch.no_grad()
+def needles(model, tokenizer, variants: Variants, length: int, repeats: int) -> Counter:
+    """How many of ``5 * repeats`` planted numbers each variant finds."""
+    found: Counter = Counter()
+    for seed, depth in track([(s, d) for s in range(repeats) for d in DEPTHS], f"needles, {length} tokens"):
+        prompt = needle_prompt(tokenizer, length, depth, seed)
+        prefix = prefill(model, prompt.ids)
+        for name, settings in variants.items():
+            out = greedy(model, prefix, filled(model, prefix, settings), 12, {model.config.eos_token_id})
+            found[name] += prompt.answer in tokenizer.decode(out)
+    return found
+
+
+@torch.no_grad()
+def forced(
+    model, words: Tensor, args, variants: Variants, look: Callable[[str, object], None]
+) -> dict[str, tuple[float, float, float]]:
+    """Mean loss, top-1 agreement and KL divergence against full attention, teacher-forced over held-out text.
+
+    Args:
+        words: ids ``[1, n]``.
+        args: ``context`` tokens before ``tokens`` held-out ones, ``passages`` of them spread over the text.
+        look: called with each variant's name and cache after a passage.
+    """
+    n, held = args.context, args.tokens
+    starts = [round(i * (words.shape[1] - n - held - 1) / max(1, args.passages - 1)) for i in range(args.passages)]
+    sums = {name: torch.zeros(3, dtype=torch.float64) for name in variants}
+    for start in track(starts, "passages"):
+        prefix = prefill(model, words[:, start : start + n])
+        ids, target = words[:, start + n : start + n + held], words[0, start + n + 1 : start + n + held + 1]
+        reference = forced_logits(model, prefix.full(), ids).log_softmax(-1)
+        for name, settings in variants.items():
+            logp = reference
+            if settings is not None:
+                cache = filled(model, prefix, settings)
+                logp = forced_logits(model, cache, ids).log_softmax(-1)
+                look(name, cache)
+            nll = -logp.gather(-1, target[:, None]).sum()
+            same = (logp.argmax(-1) == reference.argmax(-1)).sum()
+            kl = (reference.exp() * (reference - logp)).sum()
+            sums[name] += torch.stack((nll, same, kl)).double()
+    return {name: tuple((total / (len(starts) * held)).tolist()) for name, total in sums.items()}
+
+
+def forced_rows(common: tuple, figures: tuple[float, float, float], count: int) -> list[Row]:
+    """Rows of one variant of :func:`forced`; the agreement with its Wilson interval (95 %)."""
+    nll, same, kl = figures
+    square = 1.96**2 / count
+    centre, half = same + square / 2, math.sqrt(square * (same * (1 - same) + square / 4))
+    low, high = (centre - half) / (1 + square), (centre + half) / (1 + square)
+    return [
+        Row(*common, "perplexity", math.exp(nll)),
+        Row(*common, "top1_agreement", same, low, high, "share"),
+        Row(*common, "kl", kl, unit="nats"),
+    ]
 
 
 def needle(args) -> None:
-    variants = {
+    variants: Variants = {
         "full": None,
         "two_level:budget=256,blocks=16": BASE,
         "two_level:budget=256,blocks=16,lag=False": {**BASE, "lag": False},
@@ -61,124 +140,58 @@ def needle(args) -> None:
         "token_only:budget=256": {"token_budget": 256, "level": "token"},
     }
     model, tokenizer = load()
-    depths, lengths = (0.0, 0.25, 0.5, 0.75, 1.0), args.lengths
-    found = {(name, n): 0 for name in variants for n in lengths}
-    with Progress() as progress:
-        task = progress.add_task("needles", total=len(depths) * len(lengths) * args.repeats)
-        for n in lengths:
-            for seed in range(args.repeats):
-                for depth in depths:
-                    prompt = needle_prompt(tokenizer, n, depth, seed)
-                    prefix = prefill(model, prompt.ids)
-                    for name, settings in variants.items():
-                        cache = cache_for(model, settings, prefix.full)
-                        if settings is not None:
-                            prefix.fill(cache, model)
-                        out = greedy(model, prefix, cache, 12, {model.config.eos_token_id})
-                        found[name, n] += prompt.answer in tokenizer.decode(out)
-                    progress.advance(task)
-    total = len(depths) * args.repeats
-    table = Table("needles found", *(f"{n} tokens" for n in lengths))
+    found = {n: needles(model, tokenizer, variants, n, args.repeats) for n in args.lengths}
+    total = len(DEPTHS) * args.repeats
+    table = Table("needles found", *(f"{n} tokens" for n in args.lengths))
     for name in variants:
-        table.add_row(name, *(f"{found[name, n]} of {total}" for n in lengths))
+        table.add_row(name, *(f"{found[n][name]} of {total}" for n in args.lengths))
     Console(width=140).print(table)
-    rows = [
-        Row("accuracy", SMALL_MODEL_NAME, name, 1, n, "needle", found[name, n] / total, unit="share")
-        for name in variants
-        for n in lengths
-    ]
-    append_rows(CSV, rows)
+    rows = [(name, 1, n, "needle", found[n][name] / total) for name in variants for n in args.lengths]
+    append_rows(CSV, [Row("accuracy", SMALL_MODEL_NAME, *row, unit="share") for row in rows])
 
 
-def compare(args, variants: dict[str, dict | None], title: str) -> None:
-    """Perplexity, top-1 agreement and KL divergence against full attention, teacher-forced over held-out text."""
+def compare(args, variants: Variants, title: str) -> None:
+    """A table of :func:`forced`, and its rows."""
     variants = {name: settings for name, settings in variants.items() if re.search(args.only, name)}
     model, tokenizer = load()
-    words = tokenizer(python_reference(), add_special_tokens=False, return_tensors="pt")["input_ids"]
-    n, held = args.context, args.tokens
-    starts = [round(i * (words.shape[1] - n - held - 1) / max(1, args.passages - 1)) for i in range(args.passages)]
-    totals = {name: torch.zeros(3, dtype=torch.float64) for name in variants}
     shares: dict[str, float] = {}
-    with Progress() as progress:
-        task = progress.add_task(title, total=len(starts) * len(variants))
-        for start in starts:
-            prefix = prefill(model, words[:, start : start + n])
-            ids = words[:, start + n : start + n + held]
-            target = words[0, start + n + 1 : start + n + held + 1]
-            reference = forced_logits(model, prefix.full(), ids).log_softmax(-1)
-            for name, settings in variants.items():
-                logp = reference
-                if settings is not None:
-                    cache = prefix.fill(cache_for(model, settings, None), model)
-                    logp = forced_logits(model, cache, ids).log_softmax(-1)
-                    shares[name] = cache.stats().attended_share
-                nll = -logp.gather(-1, target[:, None]).sum()
-                same = (logp.argmax(-1) == reference.argmax(-1)).sum()
-                kl = (reference.exp() * (reference - logp)).sum()
-                totals[name] += torch.stack((nll, same, kl)).double()
-                progress.advance(task)
-    count = len(starts) * held
-    table = Table(
-        f"{title}, {len(starts)} x {held} tokens after {n}", "perplexity", "top-1 agreement", "KL", "attended"
-    )
-    rows = []
-    for name, sums in totals.items():
-        nll, same, kl = (sums / count).tolist()
-        # Wilson interval of the agreement, 95 %
-        z, p = 1.96, same
-        centre, half = (
-            p + z * z / (2 * count),
-            z * math.sqrt(p * (1 - p) / count + z * z / (4 * count * count)),
-        )
-        low, high = (centre - half) / (1 + z * z / count), (centre + half) / (1 + z * z / count)
+
+    def look(name: str, cache) -> None:
+        shares[name] = cache.stats().attended_share
+
+    found = forced(model, reference_ids(tokenizer), args, variants, look)
+    title += f", {args.passages} x {args.tokens} tokens after {args.context}"
+    table = Table(title, "perplexity", "top-1 agreement", "KL", "attended")
+    for name, (nll, same, kl) in found.items():
         table.add_row(name, f"{math.exp(nll):.3f}", f"{same:.1%}", f"{kl:.4f}", f"{shares.get(name, 1):.1%}")
-        common = ("accuracy", SMALL_MODEL_NAME, name, 1, n)
-        rows += [
-            Row(*common, "perplexity", math.exp(nll)),
-            Row(*common, "top1_agreement", same, low, high, "share"),
-            Row(*common, "kl", kl, unit="nats"),
-        ]
     Console(width=140).print(table)
-    append_rows(CSV, rows)
+    count = args.passages * args.tokens
+    for name, figures in found.items():
+        append_rows(CSV, forced_rows(("accuracy", SMALL_MODEL_NAME, name, 1, args.context), figures, count))
 
 
 def perplexity(args) -> None:
-    variants: dict[str, dict | None] = {"full": None}
+    variants: Variants = {"full": None}
     for budget in (128, 256, 512):
-        for level in ("two_level", "block", "token"):
-            settings = {"token_budget": budget, "level": level}
-            if level == "two_level":
-                settings |= {"num_blocks": max(16, budget // 16)}
-            name = level if level == "two_level" else f"{level}_only"
-            variants[f"{name}:budget={budget}"] = settings
-            if level == "two_level":
-                variants[f"{name}:budget={budget},bound_tokens=16"] = {**settings, "bound_tokens": 16}
+        two_level = {"token_budget": budget, "level": "two_level", "num_blocks": max(16, budget // 16)}
+        variants[f"two_level:budget={budget}"] = two_level
+        variants[f"two_level:budget={budget},bound_tokens=16"] = {**two_level, "bound_tokens": 16}
+        for level in ("block", "token"):
+            variants[f"{level}_only:budget={budget}"] = {"token_budget": budget, "level": level}
     compare(args, variants, "perplexity")
 
 
 def choices(args) -> None:
     base = {**BASE, "token_budget": 128}
-    variants: dict[str, dict | None] = {"two_level": base}
-    for key, values in {
-        "lag": (False,),
-        "bound_tokens": (16, 32),
-        "block_reduce": ("mean",),
-        "token_reduce": ("mean",),
-        "channel_importance": ("mean",),
-        "label_channels": (8, 32),
-        "label_bits": (16,),
-        "block_size": (32, 16),
-        "dense_layers": (0, 1),
-        "sinks": (0, 16),
-        "window": (16, 128),
-    }.items():
-        for value in values:
-            change = {key: value}
-            if key == "block_size":
-                change["num_blocks"] = BASE["num_blocks"] * 64 // value
-            variants[f"two_level:{key}={value}"] = {**base, **change}
-    both = {"block_reduce": "mean", "token_reduce": "mean"}
-    variants["two_level:block_reduce=mean,token_reduce=mean"] = {**base, **both}
+    changes = [{"lag": False}, {"bound_tokens": 16}, {"bound_tokens": 32}, {"block_reduce": "mean"}]
+    changes += [{"token_reduce": "mean"}, {"channel_importance": "mean"}, {"label_channels": 8}, {"label_channels": 32}]
+    changes += [{"label_bits": 16}, {"block_size": 32, "num_blocks": 32}, {"block_size": 16, "num_blocks": 64}]
+    changes += [{"dense_layers": 0}, {"dense_layers": 1}, {"sinks": 0}, {"sinks": 16}, {"window": 16}, {"window": 128}]
+    changes += [{"block_reduce": "mean", "token_reduce": "mean"}]
+    variants: Variants = {"two_level": base}
+    for change in changes:
+        name = ",".join(f"{key}={value}" for key, value in change.items() if key != "num_blocks")
+        variants[f"two_level:{name}"] = {**base, **change}
     compare(args, variants, "choices at budget 128")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 
 import numpy as np
+import pandas as pd
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -142,16 +143,10 @@ def main(argv: list[str] | None = None) -> None:
         steps=args.steps,
         targets=targets.get,
     )
-    table = Table("average over layers", "recorded", "achieved", "mean |difference|", "largest")
-    for name in sorted(found[0]):
-        mine = np.array([found[layer][name] for layer in layers])
-        if name not in targets[0]:
-            table.add_row(name, "", f"{mine.mean():.3f}", "", "")
-            continue
-        wanted = np.array([targets[layer][name] for layer in layers])
-        off = np.abs(mine - wanted)
-        table.add_row(name, *(f"{x:.3f}" for x in (wanted.mean(), mine.mean(), off.mean(), off.max())))
-    Console(width=140).print(table)
+    mine, wanted = pd.DataFrame(found).T.sort_index(axis=1), pd.DataFrame(targets).T
+    off = (mine - wanted).abs()
+    shown = {"recorded": wanted.mean(), "achieved": mine.mean(), "mean |difference|": off.mean(), "largest": off.max()}
+    print(pd.DataFrame(shown).to_string(float_format="{:.3f}".format, na_rep=""))
 
 
 if __name__ == "__main__":

@@ -202,16 +202,6 @@ class SyntheticKV:
         walk = Walk(self.batch, self.q_heads, self.heads, self.dim, self.parameters(layer).weights, generator)
         return torch.stack([walk.next() for _ in range(LEAD)], dim=2).to(self.dtype)
 
-    def fill(self, cache) -> None:
-        """Put keys and values into a sparse cache that knows its model (``model_config``), and calibrate it."""
-        for index, layer in enumerate(cache.sparse_layers):
-            k, v = self.keys_values(index)
-            q = self.prompt_queries(index)
-            first = min(self.context, max(512, getattr(self.config, "calibration_tokens", 0)))
-            layer.fill(q, k[:, :, :first], v[:, :, :first])
-            if first < self.context:
-                layer.fill(q[:, :, -1:], k[:, :, first:], v[:, :, first:])
-
 
 def make_keys(k: Tensor, p: LayerParameters, config: SparseConfig, generator: torch.Generator) -> None:
     """Fill ``k [batch, H, context, D]``."""

@@ -94,13 +94,12 @@ def _transfer(device: torch.device, dry_run: bool) -> None:
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    chosen = transfer.choose(found.points, found.dma)
+    chosen = transfer.choose(found.points)
     _show_transfer(f"{name}, {link}", found, chosen)
     if dry_run:
         return
     about = {
         **_origin(),
-        "copy_engine_gbps": found.dma,
         "limit_gbps": found.limit,
         "points": [asdict(point) for point in found.points],
     }
@@ -174,29 +173,13 @@ def measure(
 
 def _times(shape, device: torch.device, coarse: bool) -> dict[str, float]:
     """Microseconds of a step of this shape, by method."""
-    from ..tuning.layer_step import Layer, set_count
+    from ..tuning.layer_step import Layer, set_count, steps
     from ..tuning.timing import captured
 
     sets = set_count(shape, device)
     layers = [Layer(shape, device, seed) for seed in range(sets)]
-    return {name: captured(run, sets, replays=REPLAYS).median for name, run in _steps(layers, coarse).items()}
-
-
-def _steps(layers: list, coarse: bool) -> dict:
-    """What is captured, by method; ``run(i)`` is a step over set ``i``."""
-    first = layers[0]
-    every = first.slots.shape[1] * first.shape.config.block_size
-    scores = torch.empty(*first.blocks.shape[:2], every, dtype=torch.float32, device=first.q.device)
-    steps = {
-        "dense": lambda i: layers[i].dense_step(),
-        "block_only": lambda i: layers[i].block_step(),
-        "token_only": lambda i: layers[i].token_step(scores),
-    }
-    if coarse:
-        side = torch.cuda.Stream() if first.q.is_cuda else None
-        steps["two_level"] = lambda i: layers[i].step()
-        steps["two_level:lag"] = lambda i: layers[i].lagged_step(side)
-    return steps
+    side = torch.cuda.Stream() if device.type == "cuda" else None
+    return {name: captured(run, sets, replays=REPLAYS).median for name, run in steps(layers, side, coarse).items()}
 
 
 def _show_transfer(where: str, found, chosen: transfer.Settings) -> None:
@@ -212,7 +195,7 @@ def _show_transfer(where: str, found, chosen: transfer.Settings) -> None:
         table.add_row("4 KB" if p.small else "32 KB", str(p.programs), str(p.warps), f"{p.gbps:.1f}", slowdown, mark)
     results.print(table)
     results.print(
-        f"copy engine, 32 KB: {found.dma:.1f} GB/s; one large copy: {found.limit:.1f} GB/s\nchosen: {chosen}",
+        f"one large copy: {found.limit:.1f} GB/s\nchosen: {chosen}",
         markup=False,
     )
 

@@ -10,15 +10,12 @@ import torch
 import typer
 from rich.table import Table
 
-from ..cache import OffloadedSparseCache, ProgressiveCache
-from ..predictive_cache import AsyncPredictiveCache
+from ..cache import SparseCache
 from ..telemetry.timing import Timing
 from . import loading
 from . import options as opt
 from .output import CommandError, messages, note
 from .running import Run, encode, run_dense, run_sparse
-
-_CACHES = {opt.CacheKind.progressive: ProgressiveCache, opt.CacheKind.predictive: AsyncPredictiveCache}
 
 
 @opt.takes(opt.DecodingOptions)
@@ -62,13 +59,13 @@ def generate(
         options.refuse_all()
     if seed is not None and temperature == 0:
         raise typer.BadParameter("--seed has no meaning without a --temperature above 0")
-    config = options.config(sparse_kinds[0] if sparse_kinds else opt.CacheKind.two_level)
+    config = options.config(sparse_kinds[0]) if sparse_kinds else None
     text = _prompt_text(prompt, prompt_file)
     # Made before the model is loaded: a bad channel file is told at once.
     sparse = None
     if sparse_kinds:
-        opt.check_place(config, options.offload)
-        sparse = _CACHES.get(sparse_kinds[0], OffloadedSparseCache)(config, opt.offload_config(options.offload))
+        opt.check_place(sparse_kinds[0], config, options.offload)
+        sparse = SparseCache(config, opt.offload_config(options.offload))
     tokenizer, loaded = loading.load(model, opt.torch_dtype(dtype), loading.pick_device(device))
     inputs = encode(tokenizer, text, chat, loaded.device)
     _check_length(loaded, inputs["input_ids"].shape[1], max_new_tokens)

@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, make_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, get_type_hints
@@ -14,17 +14,12 @@ from typing import Annotated, get_type_hints
 import torch
 import typer
 
-from ..config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
-from ..predictor.query import PREDICTORS
+from ..config import PREDICTORS, OffloadConfig, SparseConfig
+from ..policies.registry import Method, methods
+from ..removed import removed
 
-
-class CacheKind(str, Enum):
-    """What ``--cache`` takes."""
-
-    two_level = "two_level"
-    progressive = "progressive"
-    predictive = "predictive"
-    dense = "dense"
+DENSE = "dense"
+CacheKind = Enum("CacheKind", {name: name for name in (*methods(), DENSE)}, type=str)  # what --cache takes
 
 
 class Level(str, Enum):
@@ -33,13 +28,6 @@ class Level(str, Enum):
     two_level = "two_level"
     block = "block"
     token = "token"
-
-
-class Scoring(str, Enum):
-    """What ``--scoring`` takes."""
-
-    labels = "labels"
-    keys = "keys"
 
 
 class DType(str, Enum):
@@ -57,47 +45,68 @@ Model = Annotated[
 DTypeOption = Annotated[DType, typer.Option("--dtype", help="Precision; auto is the checkpoint's own.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")]
 
-DEFAULTS = TwoLevelConfig()
-PROGRESSIVE = ProgressiveConfig()
-PREDICTIVE = PredictiveConfig()
-CONFIGS = {CacheKind.progressive: ProgressiveConfig, CacheKind.predictive: PredictiveConfig}
+
+def _defaults(name: str) -> str:
+    """The defaults of a field, for people: ``1024``, or ``64; streaming: 1024`` where a method has another."""
+    found = {
+        method.name: _shown(method.config.__dataclass_fields__[name].default)
+        for method in methods().values()
+        if name in method.config.__dataclass_fields__
+    }
+    first = next(iter(found.values()))
+    others = (f"; {method}: {value}" for method, value in found.items() if value != first)
+    return first + "".join(others)
 
 
-def _of_cache(*names: str, help: str) -> typer.models.OptionInfo:
-    return typer.Option(*names, help=help, rich_help_panel="Sparse cache")
+_HIDDEN = Annotated[str | None, typer.Option(hidden=True)]
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else "automatic" if value is None else str(value)
+
+
+def _of_cache(*names: str, help: str, default: str | bool = True) -> typer.models.OptionInfo:
+    return typer.Option(*names, help=help, rich_help_panel="Sparse cache", show_default=default)
+
+
+def _field(name: str, help: str) -> typer.models.OptionInfo:
+    """An option that is a field of configurations, whose defaults are theirs."""
+    return _of_cache(help=help, default=_defaults(name))
 
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """What describes a sparse cache; a field is an option."""
+    """What describes a sparse cache; a field is an option, None where it is not given."""
 
     offload: Annotated[bool, _of_cache("--offload/--no-offload", help="Keep full blocks in host memory.")] = True
-    token_budget: Annotated[int, _of_cache(help="Tokens attended per step and KV head beside sinks and window.")] = (
-        DEFAULTS.token_budget
-    )
-    num_blocks: Annotated[
-        int | None, _of_cache(help="Blocks that the coarse level keeps; default: 128, or more if the budget needs it.")
+    token_budget: Annotated[
+        int | None, _field("token_budget", "Tokens attended per step and KV head beside sinks and window.")
     ] = None
-    block_size: Annotated[int, _of_cache(help="Tokens in a block.")] = DEFAULTS.block_size
-    level: Annotated[Level, _of_cache(help="Blocks then tokens, or one of the halves alone.")] = Level.two_level
+    num_blocks: Annotated[
+        int | None,
+        _of_cache(help="Blocks that the coarse level keeps; default: 128, or more if the budget needs it."),
+    ] = None
+    block_size: Annotated[int | None, _field("block_size", "Tokens in a block.")] = None
+    level: Annotated[Level | None, _field("level", "Blocks then tokens, or one of the halves alone.")] = None
     threshold: Annotated[
-        float, _of_cache(help="Progressive: share of the attention mass at which a KV head stops reading.")
-    ] = PROGRESSIVE.threshold
+        float | None, _field("threshold", "Progressive: share of the attention mass at which a KV head stops reading.")
+    ] = None
     max_blocks: Annotated[
         int | None, _of_cache(help="Progressive: blocks attended per step and KV head at most; default: no limit.")
     ] = None
     predictor: Annotated[
-        str, _of_cache(help=f"Predictive: how the next query is predicted: {', '.join(PREDICTORS)}.")
-    ] = PREDICTIVE.predictor
-    scoring: Annotated[Scoring, _of_cache(help="Predictive: score tokens by labels or by whole keys.")] = Scoring.labels
-    start_length: Annotated[int, _of_cache(help="Predictive: attend to everything until so many tokens.")] = 0
+        str | None, _field("predictor", f"Predictive: how the next query is predicted: {', '.join(PREDICTORS)}.")
+    ] = None
+    start_length: Annotated[
+        int | None, _field("start_length", "Predictive: attend to everything until so many tokens.")
+    ] = None
     cache_rank: Annotated[
         str | None,
         _of_cache(help="Predictive: who chooses: stream, host, or a second GPU: cuda:1."),
     ] = None
-    sinks: Annotated[int, _of_cache(help="First tokens, always attended.")] = DEFAULTS.sinks
-    window: Annotated[int, _of_cache(help="Recent tokens, always attended.")] = DEFAULTS.window
-    dense_layers: Annotated[int, _of_cache(help="First layers that attend densely.")] = DEFAULTS.dense_layers
+    sinks: Annotated[int | None, _field("sinks", "First tokens, always attended.")] = None
+    window: Annotated[int | None, _field("window", "Recent tokens, always attended.")] = None
+    dense_layers: Annotated[int | None, _field("dense_layers", "First layers that attend densely.")] = None
     label_channels: Annotated[
         int | None, _of_cache(help="Label channels per key; default: a quarter of the head dimension.")
     ] = None
@@ -108,17 +117,17 @@ class CacheOptions:
     def config(self, kind: CacheKind) -> SparseConfig:
         """The configuration of this kind of cache, with what is wrong about it reported as wrong usage.
 
-        Options of the other kinds must have their defaults.
+        Options that this kind does not have may not be given.
         """
-        made = CONFIGS.get(kind, TwoLevelConfig)
-        mine, defaults = made.__dataclass_fields__, (DEFAULTS, PROGRESSIVE, PREDICTIVE)
+        made = methods()[kind.value].config
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "offload"}
+        given = {name: value for name, value in given.items() if value is not None}
         given |= {name: value.value for name, value in given.items() if isinstance(value, Enum)}
-        for name, value in given.items():
-            if name not in mine and all(value != getattr(one, name) for one in defaults if hasattr(one, name)):
+        for name in given:
+            if name not in made.__dataclass_fields__:
                 raise typer.BadParameter(f"{_spell(name)} has no meaning with --cache {kind.value}")
         try:
-            return made(**{name: value for name, value in given.items() if name in mine})
+            return made(**given)
         except ValueError as error:
             raise typer.BadParameter(_option_names(str(error))) from error
 
@@ -141,14 +150,42 @@ class DecodingOptions(CacheOptions):
     channel_file: Annotated[Path | None, _of_cache(help="Channels made by `calibrate`; default: online.")] = None
 
 
+def own_options(method: Method) -> list[tuple[str, object, None]]:
+    """Options that a method brings along: fields of its configuration with ``metadata={"help": ...}``."""
+    hints = get_type_hints(method.config)
+    return [
+        (field.name, Annotated[hints[field.name] | None, _field(field.name, field.metadata["help"])], None)
+        for field in fields(method.config)
+        if "help" in field.metadata
+    ]
+
+
+def _with_own(group: type) -> type:
+    """``group`` with the options that methods bring along, unless it has them."""
+    known, added = {field.name for field in fields(group)}, {}
+    for method in methods().values():
+        added |= {option[0]: option for option in own_options(method) if option[0] not in known}
+    if not added:
+        return group
+    return make_dataclass(group.__name__, added.values(), bases=(group,), frozen=True)
+
+
 def takes(group: type) -> Callable[[Callable], Callable]:
-    """Give a command the fields of a dataclass as options; it gets them as one, as ``options``."""
+    """Give a command the fields of a dataclass as options; it gets them as one, as ``options``.
+
+    Options of the configurations that are gone are hidden ones, which say what to do instead.
+    """
+    group = _with_own(group)
     hints = get_type_hints(group, include_extras=True)
     shared = [
         inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
         )
         for field in fields(group)
+    ]
+    gone = {name: option for method in methods().values() for name, option in removed(method.config).items()}
+    hidden = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_HIDDEN) for name in gone
     ]
 
     def decorate(command: Callable) -> Callable:
@@ -157,24 +194,27 @@ def takes(group: type) -> Callable[[Callable], Callable]:
 
         @functools.wraps(command)
         def run(**given):
+            for name, option in gone.items():
+                if given.pop(name) is not None:
+                    raise typer.BadParameter(f"{_spell(name)} is gone: {option.instead}")
             options = group(**{field.name: given.pop(field.name) for field in fields(group)})
             return command(**given, options=options)
 
-        run.__signature__ = signature.replace(parameters=[*own, *shared])
+        run.__signature__ = signature.replace(parameters=[*own, *shared, *hidden])
         return run
 
     return decorate
 
 
-def check_place(config: SparseConfig, offload: bool) -> None:
+def check_place(kind: CacheKind, config: SparseConfig, offload: bool) -> None:
     """Refuse what cannot be done where the blocks are to live."""
-    rank = getattr(config, "cache_rank", None)
-    if offload and getattr(config, "scoring", "labels") == "keys":
-        raise typer.BadParameter("--scoring keys reads all keys in every step: add --no-offload")
-    if offload and rank not in (None, "host"):
-        raise typer.BadParameter(f"--cache-rank {rank} keeps the blocks on a GPU: add --no-offload")
-    if not offload and rank == "host":
-        raise typer.BadParameter("--cache-rank host keeps the blocks in host memory: leave --no-offload out")
+    try:
+        place = methods()[kind.value].policy.place(config, offload_config(offload))
+    except ValueError as error:
+        message = f"{_option_names(str(error))} (without --no-offload they go to host memory: add --no-offload)"
+        raise typer.BadParameter(message) from error
+    if place is not None and not offload:
+        raise typer.BadParameter("this cache keeps its blocks in host memory: leave --no-offload out")
 
 
 def offload_config(offload: bool) -> OffloadConfig | None:
@@ -193,7 +233,7 @@ def _spell(name: str) -> str:
 
 def _option_names(message: str) -> str:
     """Field names as the command line spells them."""
-    names = {name for made in (TwoLevelConfig, *CONFIGS.values()) for name in made.__dataclass_fields__}
+    names = {name for method in methods().values() for name in method.config.__dataclass_fields__}
     fields = "|".join(sorted(names, key=len, reverse=True))
     return re.sub(rf"\b({fields})\b(?!')", lambda match: _spell(match[0]), message)
 

@@ -35,23 +35,20 @@ def plan(
     host_memory: Annotated[
         str | None, typer.Option(help="For example 128GiB; default: 80 % of this machine's or container's.")
     ] = None,
-    cache: Annotated[opt.CacheKind, typer.Option("--cache", help="two_level, progressive or predictive.")] = (
-        opt.CacheKind.two_level
-    ),
+    cache: Annotated[opt.CacheKind, typer.Option("--cache", help="Whose memory.")] = (opt.CacheKind.two_level),
     *,
     options: opt.CacheOptions,
 ) -> None:
     """Will it fit? GPU and host memory, from the model's configuration alone."""
     if cache is opt.CacheKind.dense:
-        raise typer.BadParameter(
-            "plan compares a sparse cache with the dense one: --cache two_level, progressive or predictive"
-        )
+        sparse = ", ".join(kind.value for kind in opt.CacheKind if kind is not opt.CacheKind.dense)
+        raise typer.BadParameter(f"plan compares a sparse cache with the dense one: --cache takes {sparse} here")
     config = options.config(cache)
     gpu = opt.parse_bytes(gpu_memory) if gpu_memory else _detected_gpu()
     host = opt.parse_bytes(host_memory) if host_memory else int(0.8 * host_memory_limit())
     shape = model_shape(load_config(model), opt.torch_dtype(dtype))
     device = torch.device("cuda", 0) if torch.cuda.is_available() else None
-    opt.check_place(config, options.offload)
+    opt.check_place(cache, config, options.offload)
     planned = plan_memory(
         shape, config, opt.offload_config(options.offload), context=context, batch=batch, device=device
     )

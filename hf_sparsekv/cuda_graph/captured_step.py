@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..layers.sparse_layer import SparseLayer
-from ..second_device.replica import Rank
+from ..policies.shared import Shared
 
 
 @contextmanager
@@ -39,11 +39,11 @@ class Replay:
     Args:
         valid: bool ``[batch, 1]`` at a fixed address, validity of the new column; None if no row is padded.
         side: the stream for work that the step's own attention does not wait for; None where there are no streams.
-        rank: a second device that chooses for the cache, which forks from ``side``.
+        shared: of the cache: what it has begun elsewhere from ``side`` comes back with :meth:`join`.
     """
 
-    def __init__(self, valid: Tensor | None, side: torch.cuda.Stream | None, rank: Rank | None = None) -> None:
-        self.valid, self.side, self.rank = valid, side, rank
+    def __init__(self, valid: Tensor | None, side: torch.cuda.Stream | None, shared: Shared) -> None:
+        self.valid, self.side, self.shared = valid, side, shared
         self._forked = False
         self._waiting: list[Callable[[], None]] = []
 
@@ -81,8 +81,7 @@ class Replay:
     def come_back(self) -> None:
         """Wait for what was forked, and only that: a capture that has failed can end then, and torch tidies up."""
         if self._forked:
-            if self.rank is not None:
-                self.rank.rejoin(self.side)
+            self.shared.rejoin(self.side)
             torch.cuda.current_stream().wait_stream(self.side)
 
 

@@ -265,7 +265,7 @@ class StepRunner:
 
         def run(sides: Sides | None):
             cache = cache_ref()
-            replay = Replay(valid, sides and sides[yields], cache.rank)
+            replay = Replay(valid, sides and sides[yields], cache.shared)
             for layer in layers:
                 layer.replay, layer.store.fixed = replay, True
             for ring in rings:

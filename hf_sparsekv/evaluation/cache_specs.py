@@ -10,39 +10,12 @@ from pathlib import Path
 
 import yaml
 
-from ..cache import OffloadedSparseCache, ProgressiveCache, SparseCache
-from ..config import OffloadConfig, PredictiveConfig, ProgressiveConfig, TwoLevelConfig
-from ..predictive_cache import AsyncPredictiveCache
-from .reference_policies import OracleCache, RandomCache, ReferenceConfig
+from ..cache import SparseCache
+from ..config import OffloadConfig
+from ..policies.registry import Method, names
+from ..removed import removed
+from . import reference_policies as _references  # noqa: F401 (registers them)
 
-
-@dataclass(frozen=True)
-class Method:
-    """A row of :data:`METHODS`.
-
-    Args:
-        cache: a :class:`SparseCache` class that takes ``(config, offload, model_config)``.
-        config: its configuration's class; its fields are the options.
-        about: what it does, with its source.
-        preset: options that the name stands for.
-    """
-
-    cache: type[SparseCache]
-    config: type
-    about: str
-    preset: dict = dataclasses.field(default_factory=dict)
-
-
-# A new cache class joins by a line here.
-METHODS: dict[str, Method] = {
-    "two_level": Method(OffloadedSparseCache, TwoLevelConfig, "blocks by bounds, tokens by labels (AsyncTLS)"),
-    "block_only": Method(OffloadedSparseCache, TwoLevelConfig, "level=block (Quest)", {"level": "block"}),
-    "token_only": Method(OffloadedSparseCache, TwoLevelConfig, "level=token (Double Sparsity)", {"level": "token"}),
-    "progressive": Method(ProgressiveCache, ProgressiveConfig, "blocks until a share of the mass is covered (PSA)"),
-    "predictive": Method(AsyncPredictiveCache, PredictiveConfig, "tokens for a predicted query (AsyncSpade)"),
-    "oracle": Method(OracleCache, ReferenceConfig, "reference: the truly best tokens of each KV head"),
-    "random": Method(RandomCache, ReferenceConfig, "reference: tokens by chance"),
-}
 FULL = "full"
 # Quality is asked for, so steps select at any length; a spec may say otherwise.
 _ALWAYS = {"dense_below": None}
@@ -54,7 +27,7 @@ class CacheSpec:
 
     Args:
         name: what tables call it: the text that it was given as.
-        method: a key of :data:`METHODS`, or ``full`` for transformers' own cache and attention.
+        method: a registered method or preset (:func:`known`), or ``full`` for transformers' own cache and attention.
         options: fields of the method's configuration, and ``offload`` (bool; default: KV on the device).
     """
 
@@ -73,9 +46,13 @@ class CacheSpec:
             return None
         options = dict(self.options)
         offload = OffloadConfig() if options.pop("offload", False) else None
-        method = METHODS[self.method]
-        config = method.config(**{**_ALWAYS, **method.preset, **options})
-        return method.cache(config, offload=offload, model_config=model_config)
+        method, preset = known()[self.method]
+        return SparseCache(method.config(**{**_ALWAYS, **preset, **options}), offload, model_config)
+
+
+def known() -> dict[str, tuple[Method, dict]]:
+    """Every method and preset by name, with the settings that it stands for; the yardsticks, too."""
+    return names(references=True)
 
 
 def parse_cache(spec: str | dict) -> CacheSpec:
@@ -107,17 +84,17 @@ def parse_cache(spec: str | dict) -> CacheSpec:
         options = dict(_option(part, text) for part in rest.split(",")) if rest else {}
     else:
         raise ValueError(f"a cache is given as a text or a mapping, got {spec!r}")
-    if method not in METHODS and method != FULL:
-        near = difflib.get_close_matches(method, [FULL, *METHODS], 1)
+    if method not in known() and method != FULL:
+        near = difflib.get_close_matches(method, [FULL, *known()], 1)
         raise ValueError(f"cache {text!r}: unknown method {method!r}{_guess(near)}; known: {_known()}")
     parsed = CacheSpec(name, method, options)
     if parsed.full:
         if options:
             raise ValueError(f"cache {text!r}: full attention takes no options")
         return parsed
-    fields = {field.name for field in dataclasses.fields(METHODS[method].config)} | {"offload"}
+    fields = {field.name for field in dataclasses.fields(known()[method][0].config)} | {"offload"}
     for option in options:
-        if option not in fields:
+        if option not in fields and option not in removed(known()[method][0].config):  # making it refuses those
             near = difflib.get_close_matches(option, fields, 1)
             raise ValueError(
                 f"cache {text!r}: {method} has no option {option!r}{_guess(near)}; it has {', '.join(sorted(fields))}"
@@ -191,4 +168,4 @@ def _guess(near: list[str]) -> str:
 
 
 def _known() -> str:
-    return ", ".join((FULL, *METHODS))
+    return ", ".join((FULL, *known()))

@@ -194,11 +194,6 @@ def greedy_rows(
     return rows
 
 
-def greedy(model, prefix: Prefix, cache: Cache, max_new_tokens: int, eos: set[int]) -> list[int]:
-    """Continue a prefilled prompt greedily with a filled cache."""
-    return greedy_rows(model, prefix, cache, prefix.logits, max_new_tokens, eos)[0]
-
-
 @torch.no_grad()
 def forced_steps(model, cache: Cache, ids: Tensor, prefix: Prefix | None = None) -> Iterator[Tensor]:
     """Feed ``ids [batch, n]`` one column at a time; yields float32 logits ``[batch, vocab]`` after each.
@@ -212,8 +207,3 @@ def forced_steps(model, cache: Cache, ids: Tensor, prefix: Prefix | None = None)
         with attention(model, name):
             logits = model(ids[:, i : i + 1], past_key_values=cache, use_cache=True, **more).logits[:, -1]
         yield logits.float()
-
-
-def forced_logits(model, cache: Cache, ids: Tensor) -> Tensor:
-    """Logits ``[n, vocab]`` of feeding ``ids [1, n]`` one at a time, float32."""
-    return torch.cat(list(forced_steps(model, cache, ids)))

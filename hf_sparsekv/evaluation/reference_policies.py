@@ -11,63 +11,62 @@ import torch
 from torch import Tensor
 
 from ..attention.exact import AttentionSpec
-from ..cache import SparseCache
 from ..config import SparseConfig, _not_negative, _positive
 from ..kv.store import LayerStore
 from ..ops.sparse_decode.reference import SELECTABLE
 from ..ops.topk_select.reference import topk_ids
-from ..policies.base import Policy
+from ..policies.registry import register
+from ..policies.selector import Selector
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferenceConfig(SparseConfig):
+class OracleConfig(SparseConfig):
     """A budget, as other methods have it.
 
     Args:
         token_budget: tokens attended per step, row and KV head, beside sinks and recent window.
-        seed: of the random selection.
     """
 
     token_budget: int = 1024
-    seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _positive("token_budget", self.token_budget)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomConfig(OracleConfig):
+    """The same, for tokens by chance.
+
+    Args:
+        seed: of the random selection.
+    """
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         _not_negative("seed", self.seed)
 
 
-class ReferencePolicy(Policy):
+class ReferencePolicy(Selector):
     """Attend to the ``token_budget`` tokens of sealed blocks that :meth:`rank` puts first."""
 
-    config: ReferenceConfig
+    config: OracleConfig
+    captured = False
 
-    def mode(self, store: LayerStore) -> None:
-        return None  # never captured
-
-    def _dense(self, store: LayerStore) -> bool:
-        few = store.sealed * store.block_size <= self.config.token_budget
-        return few or self.below_crossover(store)
-
-    def account(self, store: LayerStore) -> None:
-        store.count_step("all" if self._dense(store) else "token")
-
-    def attend(self, q: Tensor, store: LayerStore, spec: AttentionSpec) -> Tensor:
-        if self._dense(store):
-            return store.attend(q, None, "all", spec)
+    def select(self, q: Tensor, store: LayerStore, spec: AttentionSpec) -> Tensor:
         _, flags = store.sealed_blocks()  # [sealed, batch, block_size]
         usable = (flags == SELECTABLE).transpose(0, 1).flatten(1)[:, None]
         scores = self.rank(q, store, spec).masked_fill(~usable, float("-inf"))
-        tokens = topk_ids(scores, self.config.token_budget)
-        if self.watch is not None:
-            self.watch.mark_tokens(tokens, store.block_size)
-        return store.attend(q, tokens, "token", spec)
+        return topk_ids(scores, self.config.token_budget)
 
     def rank(self, q: Tensor, store: LayerStore, spec: AttentionSpec) -> Tensor:
         """Scores ``[batch, H, sealed * block_size]`` of the tokens in sealed blocks, float32."""
         raise NotImplementedError
 
 
+@register("oracle", OracleConfig, about="reference: the truly best tokens of each KV head", reference=True)
 class OraclePolicy(ReferencePolicy):
     """The truly best tokens: by the largest share of attention that a query head of the group gives a token."""
 
@@ -86,8 +85,9 @@ class OraclePolicy(ReferencePolicy):
         return share[..., : store.sealed * store.block_size]
 
 
+@register("random", RandomConfig, about="reference: tokens by chance", reference=True)
 class RandomPolicy(ReferencePolicy):
-    """Tokens by chance, others at every step."""
+    """Tokens by chance, others at every step: what no selector may be as bad as."""
 
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
@@ -96,26 +96,3 @@ class RandomPolicy(ReferencePolicy):
     def rank(self, q: Tensor, store: LayerStore, spec: AttentionSpec) -> Tensor:
         shape = (store.batch, store.heads, store.sealed * store.block_size)
         return torch.rand(shape, device=store.device, generator=self.generator)
-
-
-class _ReferenceCache(SparseCache):
-    policy: type[ReferencePolicy]
-
-    def __init__(self, config: ReferenceConfig | None = None, offload=None, model_config=None) -> None:
-        super().__init__(ReferenceConfig() if config is None else config, offload, model_config)
-
-    def make_policy(self, layer_idx: int) -> Policy:
-        kind = Policy if layer_idx < self.config.dense_layers else self.policy
-        return kind(self.config, layer_idx, self.offload_config is not None)
-
-
-class OracleCache(_ReferenceCache):
-    """What a perfect selector of single tokens would reach with this budget."""
-
-    policy = OraclePolicy
-
-
-class RandomCache(_ReferenceCache):
-    """What no selector may be as bad as: a test that it passes tests nothing."""
-
-    policy = RandomPolicy

@@ -71,10 +71,10 @@ class PrefixCache(SparseCache):
     """
 
     def __init__(self, offload: OffloadConfig | None = None, max_length: int | None = None, model_config=None) -> None:
-        super().__init__(SparseConfig(max_length=max_length), offload, model_config)
+        super().__init__(SparseConfig(max_length=max_length, dense_layers=0), offload, model_config)
 
-    def make_policy(self, layer_idx: int) -> Policy:
-        return _Recording(self.config, layer_idx, self.offload_config is not None)
+    def _policy_type(self, config: SparseConfig) -> type[Policy]:
+        return _Recording
 
     @torch.no_grad()
     def start(self, cache: SparseCache) -> SparseCache:
@@ -91,7 +91,7 @@ class PrefixCache(SparseCache):
         if cache.get_seq_length():
             raise ValueError(f"start() needs an empty cache, this one holds {cache.get_seq_length()} tokens")
         wanted = getattr(cache.config, "calibration_tokens", 0)
-        if wanted > FIRST and getattr(cache, "channels", None) is None:
+        if wanted > FIRST and cache.shared.channels is None:
             raise ValueError(f"a prefix keeps {FIRST} queries: calibration_tokens={wanted} is more than that")
         if cache.model_config is None:
             cache.bind(self.model_config)

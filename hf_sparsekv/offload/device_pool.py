@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ..kv.lasting import lasting
-from ..ops.block_copy import BACKENDS, block_copy
+from ..ops.block_copy import block_copy
 from ..ops.residency import COUNTERS, FREE, WINDOW, FrameState, lookup, residency
-from ..tuning.transfer import settings
 from .copy_streams import wait
 
 BOOKKEEPING = 12  # bytes a frame beside its content: owner and stamp
@@ -39,9 +38,6 @@ class DevicePool:
     Attributes:
         frames: ``[F, B, W]``: a frame holds one block of one KV head of one layer.
         state: owners, stamps and page tables, see ``FrameState``.
-        how: back end of the copies, see ``ops.block_copy``; ``"auto"`` becomes what is known to be quickest over the
-            device's link (:mod:`hf_sparsekv.tuning.transfer`). Captured steps, and their trial runs, take ``"auto"``
-            for what no graph can hold.
         window: frames that are compared when the oldest are looked for, see ``ops.residency``.
     """
 
@@ -53,17 +49,12 @@ class DevicePool:
         token_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
-        how: str = "auto",
     ) -> None:
         if frames < 1:
             raise ValueError(f"a device pool needs at least one frame, got {frames}")
-        if how not in BACKENDS:
-            raise ValueError(f"how must be one of {BACKENDS}, got {how!r}")
-        self.how, self.window = how, WINDOW
+        self.window = WINDOW
         self.frames = torch.empty(frames, block_size, token_dim, dtype=dtype, device=device)
         self.device = self.frames.device
-        if how == "auto" and settings(self.device).backend == "dma":
-            self.how = "dma"
         self._paused = False
         self._beside: torch.cuda.Event | None = None
         self.state = FrameState.empty(frames, self.device)
@@ -78,7 +69,6 @@ class DevicePool:
         dtype: torch.dtype,
         device: torch.device | str,
         most: int | None = None,
-        how: str = "auto",
     ) -> DevicePool:
         """A pool within a budget.
 
@@ -95,7 +85,7 @@ class DevicePool:
         frames = budget // size
         if frames < 1:
             raise ValueError(f"a device pool of {budget} bytes has no room for a block of {size} bytes")
-        return cls(min(frames, most or frames), block_size, token_dim, dtype, device, how)
+        return cls(min(frames, most or frames), block_size, token_dim, dtype, device)
 
     def __deepcopy__(self, memo: dict) -> DevicePool:
         return self  # copies of a cache share slots, hence page tables
@@ -190,8 +180,7 @@ class DevicePool:
         places, _, _ = residency(
             block_ids, slots, self.state, layer, keep, self.window, places=out, copies=copies, n_copies=n_copies
         )
-        # Whatever is captured is captured while paused; and the trial run compiles what the capture then needs.
-        block_copy(kv, self.frames, copies, n_copies, "auto" if self._paused else self.how)
+        block_copy(kv, self.frames, copies, n_copies)
         return places
 
     def find(

@@ -19,33 +19,20 @@ from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from ..attention.handle import Step
-from ..cache import OffloadedSparseCache, ProgressiveCache, SparseCache
-from ..config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
+from ..cache import CACHES, SparseCache
+from ..config import OffloadConfig, SparseConfig
 from ..kv.lasting import lasting
 from ..kv.store import VALID, LayerStore
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..policies.base import Policy
-from ..policies.predictive import PredictivePolicy
-from ..policies.progressive import ProgressivePolicy
-from ..policies.two_level import TwoLevelPolicy
-from ..predictive_cache import AsyncPredictiveCache
+from ..policies.registry import method_of, methods
 from ..predictor.channels import LabelChannels, describe
+from ..removed import removed
 from .container import PIECE, Layer, Pieces, Reader, all_tensors, damaged, dtype_name, write
 
-# What a later step does, not what stored data means. Any other field must be as it was, those of the future included.
-FREE = (
-    *("token_budget", "num_blocks", "lag", "block_reduce", "token_reduce", "dense_below", "max_length"),
-    *("threshold", "estimate", "group_reduce", "micro_batch", "min_blocks", "max_blocks", "execution", "audit_every"),
-    *("predictor", "predictor_window", "predictor_epsilon", "start_length", "cache_rank", "layers_per_pack"),
-)
-KINDS = {
-    OffloadedSparseCache: TwoLevelConfig,
-    ProgressiveCache: ProgressiveConfig,
-    AsyncPredictiveCache: PredictiveConfig,
-}
-
 _BY_BLOCK, _LABELS = {"blocks", "flags"}, {"codes", "qparams"}
+_STORED = {"near_kv", "near_valid", "seen", "table"}  # what a store has beside them; the rest is the policy's
 
 
 def _index(store: LayerStore) -> dict[str, Tensor]:
@@ -63,10 +50,12 @@ def save_cache(cache: SparseCache, path: str | os.PathLike[str]) -> None:
     cache._check_complete()
     if not cache.layers or not cache.get_seq_length():
         raise ValueError("nothing is cached yet: prefill before you save")
-    if type(cache) not in KINDS:
+    if type(cache) not in CACHES:
         raise ValueError(f"{type(cache).__name__} cannot be saved yet")
-    if getattr(cache, "rank", None) is not None:
-        raise ValueError("a cache whose tokens are chosen on a second device cannot be saved yet")
+    method = method_of(cache.config)
+    if method.reference or type(cache.config) is not method.config:
+        raise ValueError(f"caches of {type(cache.config).__name__} cannot be saved yet")
+    cache.shared.check_file(loading=False)
     layers, pieces = [], {}
     for index, layer in enumerate(cache.layers):
         record, held = _sparse(layer) if isinstance(layer, SparseLayer) else _sliding(layer, index)
@@ -75,13 +64,14 @@ def save_cache(cache: SparseCache, path: str | os.PathLike[str]) -> None:
     shapes = all_tensors(layers, cache.config.block_size)
     state = {
         "cache": type(cache).__name__,
+        "method": method.name,
         "config": _fields(cache.config),
         "model": None if cache.model_config is None else describe(cache.model_config),
         "channel_file": None,
         "record_past": cache._record_past,
         "layers": [asdict(layer) for layer in layers],
     }
-    channels = getattr(cache, "channels", None)
+    channels = cache.shared.channels
     if channels is not None:
         shape = tuple(channels.ranking.shape)
         about = {name: getattr(channels, name) for name in ("model", "name", "importance", "tokens")}
@@ -125,26 +115,16 @@ def _sparse(layer: SparseLayer) -> tuple[Layer, dict[str, Pieces]]:
         policy=type(policy).__name__,
     )
     tensors = {"near_kv": store.near_kv, "near_valid": store.near_valid, "seen": store.seen}
-    if isinstance(policy, TwoLevelPolicy):
-        if policy.channels is not None:
-            record.channels, tensors["channels"] = policy.channels.shape[2], policy.channels
-        elif policy.fine:
-            index = {k: v for k, v in index.items() if k not in _LABELS}  # not made before the channels
-            record.stats_tokens = policy.stats.tokens
-            if policy.stats.q is not None:
-                record.query_heads = policy.stats.q.shape[1]
-                tensors |= {"stats_q": policy.stats.q, "stats_k": policy.stats.k}
-        if policy.previous is not None:
-            record.previous, tensors["previous"] = policy.previous.shape[2], policy.previous
-        if isinstance(policy, PredictivePolicy):
-            queries = policy.queries
-            queries.rewind(store.length)  # a crop() leaves that to the next step
-            record.ring = list(queries.held.shape[1:3])
-            tensors |= {"queries": queries.held, "queries_from": queries.first}
-            if policy.chosen:
-                record.chosen, tensors["chosen"] = policy.ids.shape[2], policy.ids
-    elif type(policy) not in (Policy, ProgressivePolicy):
-        raise ValueError(f"caches of {type(policy).__name__} cannot be saved yet")
+    if type(policy).save is not Policy.save and type(policy).to_file is Policy.to_file:
+        raise ValueError(f"caches of {type(policy).__name__} cannot be saved yet: it keeps state, but has no to_file()")
+    about: dict = {}
+    kept = policy.to_file(about, store)
+    record = replace(record, **about)
+    known = record.tensors(store.block_size)
+    record.state = {name: [dtype_name(t.dtype), list(t.shape)] for name, t in kept.items() if name not in known}
+    tensors |= kept
+    if record.stats_tokens is not None:
+        index = {name: held for name, held in index.items() if name not in _LABELS}  # not made before the channels
     found = {name: _whole(tensor) for name, tensor in tensors.items()}
     if len(named):
         record.index = {name: [dtype_name(held.dtype), list(held.shape[1:])] for name, held in index.items()}
@@ -198,14 +178,19 @@ def load_cache(
     """See :meth:`SparseCache.load`."""
     with Reader(path) as file:
         state = file.state
-        made = next((known for known in KINDS if known.__name__ == state["cache"]), None)
+        made = next((known for known in CACHES if known.__name__ == state["cache"]), None)
         if made is None or not issubclass(made, kind):
             raise ValueError(f"{path} holds a {state['cache']}, which {kind.__name__}.load() cannot make")
+        named = None if made.config_type is None else method_of(made.config_type()).name
+        name = state.get("method", named)  # files of earlier releases name the class alone
+        if named not in (None, name):
+            raise damaged(path, f"method {name!r} is not that of a {made.__name__}")
+        if name not in methods():
+            raise ValueError(f"{path} holds a cache of an unknown method {name!r}: import what registers it first")
         if offload == "default":
             offload = inspect.signature(made).parameters["offload"].default
-        cache = _empty(made, file, config, offload)
-        if getattr(cache, "rank", None) is not None:
-            raise ValueError("a cache cannot be loaded for a second device yet: take another cache_rank")
+        cache = _empty(made, methods()[name].config, file, config, offload)
+        cache.shared.check_file(loading=True)
         _bind(cache, file, model_config)
         for index, (layer, record) in enumerate(zip(cache.layers, file.layers)):
             where = _device(record, device)
@@ -221,16 +206,20 @@ def load_cache(
 
 
 def _empty(
-    made: type[SparseCache], file: Reader, config: SparseConfig | None, offload: OffloadConfig | None
+    made: type[SparseCache],
+    saved_as: type[SparseConfig],
+    file: Reader,
+    config: SparseConfig | None,
+    offload: OffloadConfig | None,
 ) -> SparseCache:
     """A cache without layers, of the saved configuration or of ``config`` if that agrees."""
+    named = _without_removed(saved_as, file, config)
     try:
-        named = dict(file.state["config"])
         if named.get("predictor", "") is None:
             if config is None:
                 raise ValueError("it was saved with a predictor of the user's own, which no file holds: pass config")
             del named["predictor"]
-        saved = KINDS[made](**named)
+        saved = saved_as(**named)
         about, channels = file.state["channel_file"], None
         if about is not None:  # the file itself may be gone, or another
             about = {name: value for name, value in about.items() if name != "shape"}
@@ -238,24 +227,47 @@ def _empty(
     except (TypeError, ValueError) as error:
         raise damaged(file.path, f"its configuration: {error}") from None
     if config is None:
-        if made is ProgressiveCache:
-            return made(saved, offload)
-        cache = made(replace(saved, channel_file=None), offload)
-        cache.config, cache.channels = saved, channels
+        cache = made(saved if channels is None else replace(saved, channel_file=None), offload)
+        if channels is not None:
+            cache.config = cache.shared.config = saved
+            cache.shared.channels = channels
         return cache
     cache = made(config, offload)
+    if type(config) is not saved_as:
+        raise TypeError(f"config must be a {saved_as.__name__}, as {file.path} has it, got {type(config).__name__}")
+    free = free_fields(saved_as)
     for name in (field.name for field in fields(config)):
         theirs, ours = getattr(saved, name), getattr(config, name)
         same = theirs == ours
         if name == "channel_file":  # contents count, not names
-            held = (channels, cache.channels)
+            held = (channels, cache.shared.channels)
             same = held == (None, None) or (None not in held and torch.equal(*(c.ranking for c in held)))
-        if name not in FREE and not same:
+        if name not in free and not same:
             raise ValueError(
                 f"{file.path} was saved with {name}={theirs!r}, which its contents depend on; got {ours!r}. Leave "
-                f"config out, change only {', '.join(FREE)}, or prefill again"
+                f"config out, change only {', '.join(free)}, or prefill again"
             )
     return cache
+
+
+def _without_removed(made: type[SparseConfig], file: Reader, config: SparseConfig | None) -> dict:
+    """The saved configuration without options that are gone; their values must stand for what happens now.
+
+    Where nothing that is stored depends on such an option, a ``config`` of the loader's may take its place.
+    """
+    named, gone = dict(file.state["config"]), removed(made)
+    for name in named.keys() & gone.keys():
+        value, option = named.pop(name), gone[name]
+        if not option.means_now(value) and (option.stored or config is None):
+            way = "prefill again" if option.stored else "pass config to load it without"
+            raise ValueError(f"{file.path} was saved with {name}={value!r}, which is gone: {option.instead} ({way})")
+    return named
+
+
+def free_fields(config: type[SparseConfig]) -> list[str]:
+    """Fields that only later steps depend on: ``FREE`` of the class and of those that it inherits from."""
+    lists = (vars(kind).get("FREE", ()) for kind in config.__mro__)
+    return list(dict.fromkeys(name for names in lists for name in names))
 
 
 def _bind(cache: SparseCache, file: Reader, model_config) -> None:
@@ -304,8 +316,6 @@ def _fill(layer: SparseLayer, record: Layer, file: Reader, prefix: str, device: 
     nothing = torch.empty(1, dtype=getattr(torch, record.dtype), device=device)
     shape = [(*rows, tokens, dim) for dim in (record.key_dim, record.value_dim)]
     layer.latent = record.latent
-    if isinstance(layer.policy, PredictivePolicy) != bool(record.ring):
-        raise damaged(file.path, f"ring in layer {layer.index} does not fit the rest")
     q_heads = record.ring[0] if record.ring else record.query_heads or record.heads
     layer._begin(Step(layer, *(nothing.expand(s) for s in shape), 0), q_heads)
     store, policy = layer.store, layer.policy
@@ -321,21 +331,13 @@ def _fill(layer: SparseLayer, record: Layer, file: Reader, prefix: str, device: 
         store._reserve(record.sealed)
         store.slots[:, : record.sealed] = slots[held["table"].long().to(device)]
     store.length, store.sealed, store.padded = record.length, record.sealed, record.padded
-    if isinstance(policy, TwoLevelPolicy):
-        if "channels" in held:
-            policy.channels = held["channels"].to(device)
-        if record.stats_tokens is not None:
-            policy.stats.tokens = record.stats_tokens
-        if "stats_q" in held:
-            policy.stats.q, policy.stats.k = held["stats_q"].to(device), held["stats_k"].to(device)
-        # Without them (no lag then, or another num_blocks) one step chooses among all blocks.
-        if "previous" in held and policy.lag and policy._held.shape == held["previous"].shape:
-            policy.previous = policy._held.copy_(held["previous"])
-    if isinstance(policy, PredictivePolicy):
-        policy.queries.load(held["queries"].to(device), held["queries_from"].to(device), store.length)
-        if "chosen" in held and policy.ids.shape == held["chosen"].shape:  # else a step attends to everything
-            policy.ids.copy_(held["chosen"])
-            policy.chosen = True
+    kept = {name: value for name, value in held.items() if name not in _STORED}
+    try:
+        policy.from_file(asdict(record), kept, store)
+        if kept:  # of another policy
+            raise ValueError(", ".join(kept))
+    except ValueError as error:
+        raise damaged(file.path, f"{error} in layer {layer.index} does not fit the rest") from None
 
 
 def _blocks(pool, record: Layer, file: Reader, prefix: str) -> Tensor:
@@ -354,8 +356,7 @@ def _blocks(pool, record: Layer, file: Reader, prefix: str) -> Tensor:
 def _check(layer: SparseLayer, record: Layer, held: dict[str, Tensor], file: Reader) -> None:
     """Nothing may point at what is not there: kernels would follow."""
     store, policy, where = layer.store, layer.policy, f"in layer {layer.index}"
-    fine = isinstance(policy, TwoLevelPolicy) and policy.fine
-    left = _LABELS if fine and record.channels is None else ()
+    left = _LABELS if record.stats_tokens is not None else ()
     index = {k: [dtype_name(v.dtype), list(v.shape[1:])] for k, v in _index(store).items() if k not in left}
     limits = {
         "table": (0, record.blocks),
@@ -374,8 +375,6 @@ def _check(layer: SparseLayer, record: Layer, held: dict[str, Tensor], file: Rea
         "policy": record.policy == type(policy).__name__,
         "index": record.blocks == 0 or record.index == index,
         "blocks": record.sealed == 0 or record.blocks > 0,
-        "channels": not fine
-        or (record.stats_tokens is not None if record.channels is None else record.channels == policy.r),
     }
     for name, fit in fits.items():
         if not fit:

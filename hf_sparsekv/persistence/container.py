@@ -67,6 +67,7 @@ class Layer:
     query_heads: int | None = None
     chosen: int | None = None  # tokens of the next step's selection
     ring: list[int] | None = None  # query heads, and the queries that are kept of each
+    state: dict[str, list] = field(default_factory=dict)  # name: [dtype, shape] of what else the policy keeps
 
     @property
     def query_dim(self) -> int:
@@ -101,7 +102,7 @@ class Layer:
         if self.query_heads is not None:
             found["stats_q"] = (torch.float32, (self.batch, self.query_heads, self.query_dim))
             found["stats_k"] = (torch.float32, (*rows, self.query_dim))
-        return found
+        return found | {name: (_NAMES[kind], tuple(shape)) for name, (kind, shape) in self.state.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

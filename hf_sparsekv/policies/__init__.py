@@ -1,1 +1,6 @@
-"""Selection policies: what a decode step attends to."""
+"""Selection policies: what a decode step attends to. Importing a file registers its method."""
+
+from . import predictive as predictive
+from . import progressive as progressive
+from . import streaming as streaming
+from . import two_level as two_level

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..attention.exact import AttentionSpec
-from ..config import SparseConfig
+from ..config import OffloadConfig, SparseConfig
 from ..kv.store import LayerStore
 from ..ops.seal import Index
 from ..telemetry.watch import BlockWatch
 from ..tuning.crossover import dense_tokens
+from .memory import Memory, Request
+from .shared import Shared
 
 if TYPE_CHECKING:
     from ..telemetry.stats import PackStats, WalkStats
@@ -31,6 +33,30 @@ class Policy:
         self.config, self.layer_idx, self.offloaded = config, layer_idx, offloaded
         self._dense_blocks: tuple[int, int] = (0, 0)  # batch, and the blocks up to which a step of it is dense
         self.watch: BlockWatch | None = None  # a sparse step marks there which blocks it attends to
+
+    # ------------------------------------------------------------------ of the whole cache
+
+    @classmethod
+    def place(cls, config: SparseConfig, offload: OffloadConfig | None) -> OffloadConfig | None:
+        """Where the blocks are to live, given what the user asked for. Raises ValueError for what cannot be."""
+        return offload
+
+    @classmethod
+    def share(cls, config: SparseConfig, offload: OffloadConfig | None) -> Shared:
+        """Make what all layers of a cache have in common; called once a cache, with what :meth:`place` said."""
+        return Shared(cls, config, offload)
+
+    @classmethod
+    def needs(cls, request: Request) -> Memory:
+        """Bytes that the sparse layers of such a cache will take."""
+        return Memory(blocks=request.blocks)
+
+    @classmethod
+    def crossover(cls, config: SparseConfig, offloaded: bool) -> str | None:
+        """What the table of crossovers calls the selection."""
+        return cls.method
+
+    # ------------------------------------------------------------------ of one layer
 
     fetches = False  # chosen blocks are brought to the device
     store_type = LayerStore
@@ -152,6 +178,17 @@ class Policy:
 
     def restore_device(self, saved: dict) -> None:
         """Put back the contents of tensors."""
+
+    def to_file(self, about: dict, store: LayerStore) -> dict[str, Tensor]:
+        """Tensors to save with the layer, by name. ``about`` takes what is no tensor (JSON values)."""
+        return {}
+
+    def from_file(self, about: dict, held: dict[str, Tensor], store: LayerStore) -> None:
+        """Take what :meth:`to_file` gave out of ``held``; the store is as it was. The tensors lie on the CPU.
+
+        Raises:
+            ValueError: with the name of what does not fit this policy.
+        """
 
     def reset(self) -> None:
         """Forget everything that came from tokens."""

@@ -11,6 +11,7 @@ from ..config import ProgressiveConfig, TwoLevelConfig
 from ..kv.store import VALID, LayerStore
 from ..ops.block_score import block_score
 from ..ops.seal import Index, key_metadata
+from .memory import Request
 
 SIDES = {"min_max": 2, "cuboid_mean": 2, "mean": 1}  # vectors that each kind keeps
 
@@ -73,3 +74,10 @@ class BlockMetadata:
         """Bytes that scoring all sealed blocks reads."""
         blocks = store.batch * store.heads * store.sealed * self.parts
         return blocks * SIDES[self.kind] * store.key_dim * store.dtype.itemsize
+
+
+def bounds_bytes(request: Request) -> int:
+    """Bytes of the metadata of all block slots, all layers."""
+    config, parts = request.config, request.config.bounds_per_block
+    sides = sum(SIDES[config.metadata] * layer.heads * layer.query_dim * request.item for layer in request.layers)
+    return request.slots * parts * (sides + (4 * len(request.layers) if parts > 1 else 0))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from ..attention.exact import AttentionSpec
-from ..config import PredictiveConfig
+from ..config import OffloadConfig, PredictiveConfig
 from ..kv.lasting import lasting, take_rows
 from ..kv.store import LayerStore
 from ..ops.token_score import token_score
@@ -15,11 +17,15 @@ from ..predictor.channels import LabelChannels
 from ..predictor.query import make_predictor
 from ..telemetry.stats import PackStats
 from .base import Policy
+from .memory import Memory, Request
 from .packed import Packed
 from .query_ring import QueryRing
-from .two_level import TwoLevelPolicy
+from .registry import register
+from .shared import Labelled
+from .two_level import TwoLevelPolicy, label_bytes
 
 
+@register("predictive", PredictiveConfig, about="tokens chosen a step before, for a predicted query (AsyncSpade)")
 class PredictivePolicy(TwoLevelPolicy):
     """The token level of two-level selection over all sealed blocks, for the query that the next step will have.
 
@@ -30,12 +36,13 @@ class PredictivePolicy(TwoLevelPolicy):
 
     config: PredictiveConfig
     method = "predictive"
+    second_device: ClassVar[type[Labelled]]  # who shares and plans where another device chooses: it says so itself
 
     def __init__(
         self, config: PredictiveConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
     ) -> None:
         Policy.__init__(self, config, layer_idx, offloaded)
-        self.coarse, self.fine, self.lag = False, config.scoring == "labels", False
+        self.coarse, self.fine, self.lag = False, True, False
         self.fetches = offloaded
         # Measured on an H200, 8 x 32k on the device (benchmarks/NOTES.md, "Choosing from all tokens"): choosing behind
         # the step 7.5 ms, among it 7.1; fetching yields.
@@ -47,8 +54,39 @@ class PredictivePolicy(TwoLevelPolicy):
         self.queries: QueryRing | None = None
         self.packed: Packed | None = None
         self.ids: Tensor | None = None  # TokenIds [batch, H, room] for the next step
-        self._every: Tensor | None = None  # all channels of a key, at an address that captured steps know
         self.reset()
+
+    @classmethod
+    def place(cls, config: PredictiveConfig, offload: OffloadConfig | None) -> OffloadConfig | None:
+        rank = config.cache_rank
+        if offload is None:
+            return OffloadConfig() if rank == "host" else None
+        if rank == "stream":
+            raise ValueError("cache_rank='stream' keeps all blocks on the device: leave offload out, or cache_rank")
+        if on_second_device(config):
+            raise ValueError(f"with cache_rank={rank!r} blocks do not go to host memory: leave offload out")
+        return offload
+
+    @classmethod
+    def share(cls, config: PredictiveConfig, offload: OffloadConfig | None) -> Labelled:
+        return (cls.second_device if on_second_device(config) else Labelled)(cls, config, offload)
+
+    @classmethod
+    def crossover(cls, config: PredictiveConfig, offloaded: bool) -> str | None:
+        return None if on_second_device(config) else cls.method
+
+    @classmethod
+    def needs(cls, request: Request) -> Memory:
+        if on_second_device(request.config):
+            return cls.second_device.needs(request)
+        memory, config, copies = Memory(blocks=request.blocks), request.config, copied_bytes(request)
+        memory.tables = queries_bytes(request)
+        memory.labels = sum(request.slots * label_bytes(request, layer) for layer in request.layers)
+        begun = request.sealed * config.block_size > config.token_budget and request.context >= config.start_length
+        room = None if request.offload is None else request.offload.device_pool
+        if request.offload is not None and begun and (room is None or copies <= room):
+            memory.frames = copies
+        return memory
 
     def reset(self) -> None:
         super().reset()
@@ -70,8 +108,6 @@ class PredictivePolicy(TwoLevelPolicy):
         self.queries.clear()
         if self.packed is not None:
             self.packed.forget()
-        if not self.fine and (self._every is None or (len(self._every), self._every.device) != (dim, store.device)):
-            self._every = torch.arange(dim, dtype=torch.int32, device=store.device)
 
     # ------------------------------------------------------------------ a step
 
@@ -195,18 +231,13 @@ class PredictivePolicy(TwoLevelPolicy):
         token_select(scores, None, config.token_budget, store.block_size, out=self.ids[..., : config.token_budget])
 
     def scores(self, q: Tensor, store: LayerStore, out: Tensor | None = None) -> Tensor:
-        """Scores of all tokens in sealed blocks for ``q [batch, Hq, Dk]``: ``[batch, H, n]``, by labels or by keys."""
-        fields, table, reduce = store.pool.fields, store.table, self.config.token_reduce
-        if self.fine:
-            codes, channels = (fields["codes"], fields.get("qparams")), self.channels
-        else:  # full-width keys, read where they are, are labels of all channels
-            codes = store.pool.kv[..., : store.key_dim], None
-            channels = self._every.expand(store.batch, store.heads, -1)
-        return token_score(q, *codes, channels, fields["flags"], table, None, reduce, out=out)
+        """Scores of all tokens in sealed blocks for ``q [batch, Hq, Dk]``: ``[batch, H, n]``."""
+        fields, reduce = store.pool.fields, self.config.token_reduce
+        labels = fields["codes"], fields.get("qparams"), self.channels
+        return token_score(q, *labels, fields["flags"], store.table, None, reduce, out=out)
 
     def _index_bytes(self, store: LayerStore) -> int:
-        size = self._label_bytes(store) if self.fine else store.key_dim * store.dtype.itemsize
-        return store.batch * store.heads * store.sealed * store.block_size * size
+        return store.batch * store.heads * store.sealed * store.block_size * self._label_bytes(store)
 
     def replayed(self, store: LayerStore, looked: bool) -> None:
         self.queries.end = store.length
@@ -257,6 +288,27 @@ class PredictivePolicy(TwoLevelPolicy):
         super().restore_device(saved)
         self.ids.copy_(saved["ids"])
 
+    # ------------------------------------------------------------------ files
+
+    def to_file(self, about: dict, store: LayerStore) -> dict[str, Tensor]:
+        tensors, queries = super().to_file(about, store), self.queries
+        queries.rewind(store.length)  # a crop() leaves that to the next step
+        about["ring"] = list(queries.held.shape[1:3])
+        tensors |= {"queries": queries.held, "queries_from": queries.first}
+        if self.chosen:
+            about["chosen"], tensors["chosen"] = self.ids.shape[2], self.ids
+        return tensors
+
+    def from_file(self, about: dict, held: dict[str, Tensor], store: LayerStore) -> None:
+        super().from_file(about, held, store)
+        if "queries" not in held:
+            raise ValueError("ring")
+        self.queries.load(*(held.pop(name).to(store.device) for name in ("queries", "queries_from")), store.length)
+        chosen = held.pop("chosen", None)
+        if chosen is not None and self.ids.shape == chosen.shape:  # else a step attends to everything
+            self.ids.copy_(chosen)
+            self.chosen = True
+
     # ------------------------------------------------------------------ rows
 
     def reopened(self) -> None:
@@ -285,6 +337,25 @@ class PredictivePolicy(TwoLevelPolicy):
 def room_for(config: PredictiveConfig) -> int:
     """Tokens that a row and KV head can hold chosen: the budget, in whole blocks."""
     return -(-config.token_budget // config.block_size) * config.block_size
+
+
+def on_second_device(config: PredictiveConfig) -> bool:
+    """Another device keeps the blocks, and chooses."""
+    return config.cache_rank not in (None, "stream", "host")
+
+
+def queries_bytes(request: Request) -> int:
+    """Bytes of the latest queries and of the ids of chosen tokens, all layers."""
+    config, batch = request.config, request.batch
+    slots = make_predictor(config.predictor, config.predictor_window, config.predictor_epsilon).slots
+    rings = (batch * (request.query_heads * slots * each.query_dim * request.item + 8) + 4 for each in request.layers)
+    return sum(rings) + sum(batch * each.heads * room_for(config) * 4 for each in request.layers)
+
+
+def copied_bytes(request: Request) -> int:
+    """Bytes of the copies of chosen tokens, all layers."""
+    tokens = request.batch * room_for(request.config)
+    return sum(tokens * each.heads * (each.width * request.item + 12) + 16 for each in request.layers)
 
 
 def packed_bytes(store: LayerStore, room: int) -> int:

@@ -15,14 +15,21 @@ from ..ops.progressive.state import FIRST
 from ..ops.seal import Index
 from ..telemetry.stats import WalkStats
 from .base import Policy
-from .block_metadata import BlockMetadata
-from .host_driven import HostDriven
+from .block_metadata import BlockMetadata, bounds_bytes
+from .memory import Memory, Request
+from .registry import register
 
 # estimate="scores": the logarithm of a block's mass rises by so much when its score rises by one logit. With these the
 # estimated mass comes out as the true one on the small real model and on the GQA probe (docs/accuracy.md).
 SLOPES = {"cuboid_mean": 0.7, "min_max": 0.5, "mean": 0.5}
 
 
+@register(
+    "progressive",
+    ProgressiveConfig,
+    about="blocks in order of importance until a share of the attention mass is covered (PSA)",
+    knob=("threshold", 0.5, 1.0),
+)
 class ProgressivePolicy(Policy):
     """State: how far the last walks went, and with offload which blocks the next ones will begin with.
 
@@ -38,11 +45,18 @@ class ProgressivePolicy(Policy):
         super().__init__(config, layer_idx, offloaded)
         self.fetches = offloaded
         self.metadata = BlockMetadata(config)
-        self.host = HostDriven(config.micro_batch) if config.execution == "host" else None
         self.state: WalkState | None = None
         self._since: Tensor | None = None
         self._spec: AttentionSpec | None = None  # stays: replays of an earlier capture do not tell it anew
         self.reset()
+
+    @classmethod
+    def needs(cls, request: Request) -> Memory:
+        memory = Memory(blocks=request.blocks, bounds=bounds_bytes(request))
+        if request.offload is not None and request.sealed > 0:
+            room = ahead(request.table)
+            memory.fetch(request, expected(room), room)
+        return memory
 
     def reset(self) -> None:
         self.placed = False  # the last step has brought blocks to the device
@@ -81,11 +95,9 @@ class ProgressivePolicy(Policy):
             return "dense"
         return "quick" if self.below_crossover(store) else "walk"
 
-    def mode(self, store: LayerStore) -> tuple[str, bool, bool] | None:
+    def mode(self, store: LayerStore) -> tuple[str, bool, bool]:
         """``(what is attended, whether blocks are fetched for the next step, whether this one's go by place)``."""
         attends = self._attends(store)
-        if attends == "walk" and self.host is not None:
-            return None
         return "walk" if attends == "walk" else "dense", self.looks_ahead(store), self.placed and attends == "walk"
 
     def attend(self, q: Tensor, store: LayerStore, spec: AttentionSpec) -> Tensor:
@@ -94,10 +106,8 @@ class ProgressivePolicy(Policy):
             return store.attend(q, None, "all", spec)
         store.count_padded("block")
         self._spec = spec
-        if self.host is not None:
-            self._enter(store)
-        walk = self._walk(q, store, self.state, spec, self.placed and self.host is None)
-        out = progressive_decode(walk) if self.host is None else self.host.run(walk, store)
+        walk = self._walk(q, store, self.state, spec, self.placed)
+        out = progressive_decode(walk)
         if self.watch is not None:
             self.watch.mark(walk.ids, self.state.used)
         return out
@@ -171,7 +181,7 @@ class ProgressivePolicy(Policy):
             self._enter(store)
 
     def looks_ahead(self, store: LayerStore) -> bool:
-        return self.fetches and self.host is None and store.sealed > 0 and not self.below_crossover(store)
+        return self.fetches and store.sealed > 0 and not self.below_crossover(store)
 
     def look_ahead(self, q: Tensor, store: LayerStore, again: bool = False) -> None:
         if again:
@@ -263,6 +273,11 @@ class ProgressivePolicy(Policy):
         if self._since is not None:
             self._since.copy_(saved["since"])
 
+    # ------------------------------------------------------------------ files
+
+    def to_file(self, about: dict, store: LayerStore) -> dict[str, Tensor]:
+        return {}  # a walk begins anew
+
     # ------------------------------------------------------------------ rows
 
     def reopened(self) -> None:
@@ -281,7 +296,6 @@ class ProgressivePolicy(Policy):
     def copy(self) -> ProgressivePolicy:
         new = super().copy()
         new.placed = new._walked = False  # the copy has frames of its own, with nothing in them yet
-        new.host = None if self.host is None else HostDriven(self.host.m)
         if self.state is not None:  # changed in place
             new.state = self.state.clone()
             new._since = None if self._since is None else self._since.clone()

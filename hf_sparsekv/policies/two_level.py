@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..attention.exact import AttentionSpec
-from ..config import TwoLevelConfig
+from ..config import OffloadConfig, TwoLevelConfig
 from ..kv.lasting import lasting, take_rows
 from ..kv.store import LayerStore
 from ..ops.seal import Index, quantise_labels
@@ -16,9 +16,18 @@ from ..ops.token_score import token_score
 from ..ops.topk_select import block_select, token_select
 from ..predictor.channels import ChannelStats, LabelChannels
 from .base import Policy
-from .block_metadata import BlockMetadata
+from .block_metadata import BlockMetadata, bounds_bytes
+from .memory import LayerShape, Memory, Request
+from .registry import register
+from .shared import Labelled
 
 
+@register(
+    "two_level",
+    TwoLevelConfig,
+    about="blocks by a bound on their scores, tokens in them by labels (AsyncTLS)",
+    presets={"block_only": {"level": "block"}, "token_only": {"level": "token"}},
+)
 class TwoLevelPolicy(Policy):
     """State: the label channels of each row, and with ``lag`` the blocks chosen in the previous step."""
 
@@ -35,6 +44,25 @@ class TwoLevelPolicy(Policy):
         self.fetches = offloaded and self.coarse
         self.fixed = channels  # from a file
         self.reset()
+
+    @classmethod
+    def share(cls, config: TwoLevelConfig, offload: OffloadConfig | None) -> Labelled:
+        return Labelled(cls, config, offload)
+
+    @classmethod
+    def crossover(cls, config: TwoLevelConfig, offloaded: bool) -> str:
+        return method(config, offloaded)
+
+    @classmethod
+    def needs(cls, request: Request) -> Memory:
+        config, memory = request.config, Memory(blocks=request.blocks)
+        if config.level != "block":
+            memory.labels = sum(request.slots * label_bytes(request, layer) for layer in request.layers)
+        if config.level != "token":
+            memory.bounds = bounds_bytes(request)
+            if request.offload is not None and request.sealed > config.coarse_blocks:
+                memory.fetch(request, config.coarse_blocks, config.coarse_blocks)
+        return memory
 
     def reset(self) -> None:
         self.channels: Tensor | None = None  # int32 [batch, H, r]
@@ -273,6 +301,36 @@ class TwoLevelPolicy(Policy):
             for held, value in zip((self.stats.q, self.stats.k), saved["stats"]):
                 held.copy_(value)
 
+    # ------------------------------------------------------------------ files
+
+    def to_file(self, about: dict, store: LayerStore) -> dict[str, Tensor]:
+        tensors = {}
+        if self.channels is not None:
+            about["channels"], tensors["channels"] = self.channels.shape[2], self.channels
+        elif self.fine:
+            about["stats_tokens"] = self.stats.tokens
+            if self.stats.q is not None:
+                about["query_heads"] = self.stats.q.shape[1]
+                tensors |= {"stats_q": self.stats.q, "stats_k": self.stats.k}
+        if self.previous is not None:
+            about["previous"], tensors["previous"] = self.previous.shape[2], self.previous
+        return tensors
+
+    def from_file(self, about: dict, held: dict[str, Tensor], store: LayerStore) -> None:
+        channels, tokens = held.pop("channels", None), about["stats_tokens"]
+        if self.fine and (tokens is None if channels is None else channels.shape[2] != self.r):
+            raise ValueError("channels")
+        if channels is not None:
+            self.channels = channels.to(store.device)
+        if tokens is not None:
+            self.stats.tokens = tokens
+        if "stats_q" in held:
+            self.stats.q, self.stats.k = (held.pop(name).to(store.device) for name in ("stats_q", "stats_k"))
+        # Without them (no lag then, or another num_blocks) one step chooses among all blocks.
+        previous = held.pop("previous", None)
+        if previous is not None and self.lag and self._held.shape == previous.shape:
+            self.previous = self._held.copy_(previous)
+
     # ------------------------------------------------------------------ rows
 
     def reopened(self) -> None:
@@ -298,6 +356,14 @@ class TwoLevelPolicy(Policy):
                 setattr(new, name, getattr(self, name).clone())
         new.previous = None if self.previous is None else new._held
         return new
+
+
+def label_bytes(request: Request, layer: LayerShape) -> int:
+    """Bytes of a block's labels, all KV heads."""
+    config = request.config
+    channels = config.label_channels or default_channels(layer.query_dim)
+    code = channels // 2 + 4 if config.label_bits == 4 else channels * request.item
+    return layer.heads * config.block_size * code
 
 
 def default_channels(dim: int) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..config import EPSILON, PREDICTOR, WINDOW, Predict, check_predictor, check_window
 from ..ops.query_predict import query_predict
-from ..ops.query_predict.reference import MAX_WINDOW, MIN_EPSILON
 
 # By name: whether all windows are averaged, and whether their weights are normalised by a softmax.
 _FORMS = {
@@ -17,15 +16,6 @@ _FORMS = {
     "assembled": (True, True),
     "assembled_ridge": (True, False),
 }
-PREDICTORS = ("last", *_FORMS)
-
-# Measured with benchmarks/studies/predictor_study.py on the small real model: docs/accuracy.md, "Predicted queries".
-PREDICTOR = "assembled_ridge"
-WINDOW = 16
-EPSILON = 0.1
-
-Predict = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A user's predictor: ``(ring, position, count) -> prediction``, see :meth:`QueryPredictor.predict`."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +36,7 @@ class QueryPredictor:
     epsilon: float = EPSILON
 
     def __post_init__(self) -> None:
-        if self.name not in PREDICTORS:
-            raise ValueError(f"predictor must be one of {', '.join(map(repr, PREDICTORS))}, got {self.name!r}")
-        _check_window(self.window)
-        ok = isinstance(self.epsilon, int | float) and MIN_EPSILON <= self.epsilon < float("inf")
-        if not ok:
-            raise ValueError(f"epsilon must be a number of at least {MIN_EPSILON}, got {self.epsilon!r}")
+        check_predictor(str(self.name), self.window, self.epsilon)
 
     @property
     def slots(self) -> int:
@@ -88,7 +73,7 @@ class CustomPredictor:
     def __init__(self, function: Predict, window: int = WINDOW) -> None:
         if not callable(function):
             raise ValueError(f"a predictor must be callable, got {type(function).__name__}")
-        _check_window(window)
+        check_window(window)
         self.function = function
         self.window = window
         self.name = getattr(function, "__name__", type(function).__name__)
@@ -139,8 +124,3 @@ def make_predictor(
     if isinstance(predictor, str):
         return QueryPredictor(predictor, window, epsilon)
     return CustomPredictor(predictor, window)
-
-
-def _check_window(window: object) -> None:
-    if not isinstance(window, int) or isinstance(window, bool) or not 1 <= window <= MAX_WINDOW:
-        raise ValueError(f"window must be an integer in [1, {MAX_WINDOW}], got {window!r}")

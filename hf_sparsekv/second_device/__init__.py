@@ -1,1 +1,6 @@
-"""Predictive selection on a second device; nothing else knows of it."""
+"""Predictive selection on a second device.
+
+Importing it tells :class:`..policies.predictive.PredictivePolicy` that a second device can be had; nothing else knows.
+"""
+
+from . import policy as policy

@@ -5,18 +5,24 @@ Source: AsyncSpade sections 4.1 and 4.3, Inference Rank and Cache Rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
 from ..attention.exact import AttentionSpec
-from ..config import PredictiveConfig
+from ..config import OffloadConfig, PredictiveConfig
 from ..kv.lasting import lasting
 from ..kv.store import LayerStore
 from ..ops._dispatch import use_triton
 from ..ops.topk_select import token_select
 from ..policies.base import Policy
+from ..policies.memory import Memory, Request
 from ..policies.packed import Packed
-from ..policies.predictive import PredictivePolicy, room_for
+from ..policies.predictive import PredictivePolicy, copied_bytes, queries_bytes, room_for
+from ..policies.shared import Labelled
+from ..policies.two_level import label_bytes
 from ..predictor.channels import LabelChannels
 from ..predictor.query import QueryPredictor
 from ..telemetry.stats import PackStats
@@ -310,3 +316,49 @@ class SecondDevicePolicy(PredictivePolicy):
             new.packs = [packed.copy() for packed in self.packs]
         self.rank.join(home)
         return new
+
+
+class SecondDevice(Labelled):
+    """What the layers of such a cache have in common: where and in which order the other device works.
+
+    Raises:
+        ValueError: there is no such device, or the channel file is missing or something else.
+    """
+
+    places = (*Labelled.places, "second")
+
+    def __init__(self, policy: type[PredictivePolicy], config: PredictiveConfig, offload: OffloadConfig | None) -> None:
+        super().__init__(policy, config, offload)
+        self.rank = Rank(torch.device(config.cache_rank))
+
+    def policy(self, layer_idx: int) -> SecondDevicePolicy:
+        return SecondDevicePolicy(self.config, layer_idx, self.channels, self.rank)
+
+    def check_file(self, loading: bool) -> None:
+        if loading:
+            raise ValueError("a cache cannot be loaded for a second device yet: take another cache_rank")
+        raise ValueError("a cache whose tokens are chosen on a second device cannot be saved yet")
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        with self.rank.paused():
+            yield
+
+    def rejoin(self, stream: torch.cuda.Stream) -> None:
+        self.rank.rejoin(stream)
+
+    @staticmethod
+    def needs(request: Request) -> Memory:
+        """The keys and values of sparse layers are there alone; here are the copies of what is chosen, twice."""
+        config, batch, near = request.config, request.batch, request.near_tokens
+        size, slots = config.block_size, request.room(request.table * batch)
+        memory = Memory(blocks=0, second=queries_bytes(request), frames=2 * copied_bytes(request))
+        for layer in request.layers:
+            token = request.token(layer)
+            memory.second += slots * (size * token + size + 4) + batch * near * token
+            memory.second += batch * (request.table * 4 + near + 4)
+            memory.second += slots * label_bytes(request, layer)
+        return memory
+
+
+PredictivePolicy.second_device = SecondDevice

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.block_copy import dma
 from ..ops.block_copy.triton import block_copy
 from ..ops.small_linear import small_linear
 from .timing import captured, gbps
@@ -27,7 +26,6 @@ WARPS = (2, 4, 8)
 TOKENS = {False: BLOCK, True: 8}  # of a block, by `small`: 32 KB and 4 KB
 POOL, FRAMES = 512 << 20, 256 << 20  # bytes in host memory and on the device
 SIZE = 64 << 20  # bytes that a rate is measured with
-DMA_SIZE = 16 << 20  # at 5 GB/s
 LAYERS = ((4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096))  # in and out: products of one layer of Qwen3-8B
 CHAIN_MS = 2.5
 LASTS = 2  # times as long as the chain takes what runs beside it
@@ -40,12 +38,10 @@ class Measured:
 
     Args:
         points: of both sizes; slow-downs of those near the best rate of their size and warps.
-        dma: blocks of 32 KB by the copy engine.
         limit: one large copy.
     """
 
     points: list[Point]
-    dma: float
     limit: float
 
 
@@ -76,10 +72,6 @@ class Blocks:
     def copy(self, programs: int, warps: int) -> None:
         """The kernel."""
         block_copy(self.kv, self.frames, self.copies, self.number, programs=programs, warps=warps)
-
-    def copy_by_engine(self) -> None:
-        """The copy engine."""
-        dma.block_copy(self.kv, self.frames, self.copies, self.number)
 
 
 class Chain:
@@ -141,7 +133,6 @@ def measure(device: torch.device, progress: Callable[[str], object] = lambda tex
         one = blocks[small]
         found = gbps(one.take(SIZE), lambda one=one, shape=(programs, warps): one.copy(*shape), 5)
         points.append(Point(small, programs, warps, statistics.median(found)))
-    by_engine = gbps(blocks[False].take(DMA_SIZE), blocks[False].copy_by_engine, 3)
     progress("measuring a chain of kernels beside block copies")
     best = max(point.gbps for point in points)
     chain = Chain(device, FRAMES / LASTS / best / 1e6)
@@ -150,7 +141,7 @@ def measure(device: torch.device, progress: Callable[[str], object] = lambda tex
         group = [p for p in points if (p.small, p.warps) == (small, warps)]
         near = near_best(group)
         found += [replace(p, slowdown=_slowdown(chain, blocks[small], p)) if p in near else p for p in group]
-    return Measured(found, statistics.median(by_engine), limit)
+    return Measured(found, limit)
 
 
 def _slowdown(chain: Chain, blocks: Blocks, point: Point) -> float:

@@ -1,4 +1,4 @@
-"""What the operator benchmark runs on: the tensors of one layer's store, and a decode step over them.
+"""One layer's decode step, to be timed: the tensors of its store, and the operators over them.
 
 The tensors have the shapes, strides and slot order that ``LayerStore`` gives them after a prompt, filled with random
 keys and values; bounds and labels are those of the keys. Every buffer that a step writes exists beforehand, so a
@@ -7,6 +7,7 @@ captured step allocates only the operators' scratch memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -83,7 +84,7 @@ class Shape:
         return self.sealed * self.config.block_size + self.near
 
     def bytes_read(self, variant: str) -> int:
-        """Bytes that a step must read at least."""
+        """Bytes that a step must read at least; ``variant``: ``two_level`` or ``dense``."""
         item = self.dtype.itemsize
         token = self.width * item
         stored = self.sealed * self.config.block_size
@@ -94,8 +95,6 @@ class Shape:
         kept = min(self.config.coarse_blocks, self.sealed) * self.config.block_size
         each = {
             "two_level": bounds + kept * label + chosen + near,
-            "block_only": bounds + chosen + near,
-            "token_only": stored * label + chosen + near,
             "dense": stored * token + near,
         }
         return self.batch * self.heads * each[variant]
@@ -274,3 +273,19 @@ def set_count(shape: Shape, device: torch.device) -> int:
     fits = int(MEMORY * torch.cuda.mem_get_info(device)[0]) // stored
     wanted = -(-L2_BYTES // shape.bytes_read("two_level"))
     return max((n for n in (4, 5, 10, 20) if n <= fits and n // 2 < wanted), default=3)
+
+
+def steps(layers: list[Layer], side: torch.cuda.Stream | None, coarse: bool = True) -> dict[str, Callable[[int], None]]:
+    """A step over ``layers[i]``, by method; without ``coarse`` only methods of one level."""
+    first = layers[0]
+    every = first.slots.shape[1] * first.shape.config.block_size
+    scores = torch.empty(*first.blocks.shape[:2], every, dtype=torch.float32, device=first.q.device)
+    found = {
+        "dense": lambda i: layers[i].dense_step(),
+        "block_only": lambda i: layers[i].block_step(),
+        "token_only": lambda i: layers[i].token_step(scores),
+    }
+    if coarse:
+        found["two_level"] = lambda i: layers[i].step()
+        found["two_level:lag"] = lambda i: layers[i].lagged_step(side)
+    return found

@@ -8,58 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from ..attention.mla import is_mla
-from ..config import OffloadConfig, PredictiveConfig, ProgressiveConfig, TwoLevelConfig
-from ..kv.pool import bucket
-from ..kv.store import ring_tokens
-from ..offload.device_pool import BOOKKEEPING
-from ..offload.page_table import SELECTIONS
-from ..policies.block_metadata import SIDES
-from ..policies.predictive import PredictivePolicy, room_for
-from ..policies.progressive import ProgressivePolicy, ahead, expected
-from ..policies.two_level import default_channels, method
-from ..predictor.query import make_predictor
+from ..config import OffloadConfig, SparseConfig
+from ..policies.memory import LayerShape, Request
+from ..policies.registry import method_of
 from .crossover import dense_tokens
-
-AnyConfig = TwoLevelConfig | ProgressiveConfig | PredictiveConfig
 
 # The one way through a mixture of experts that neither looks at values nor insists on a dtype.
 _META_SAFE = {"experts_implementation": "batched_mm"}
-
-
-# Selections of one step that the blocks chosen within 12 steps amount to: 2.0 with an eighth of the blocks chosen, 2.4
-# with a sixteenth, on the recorded real model (benchmarks/results/attention_statistics.csv).
-REUSED = 2.4
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What one layer caches per row.
-
-    Args:
-        kind: ``"full"`` (attends to its whole past, made sparse), ``"sliding"`` or ``"other"``.
-        heads, key_dim, value_dim: shape of a cached token; 0 for ``"other"``.
-        latent: both parts together are the key (MLA).
-        window: tokens that a sliding layer keeps.
-        state: bytes of a layer whose cache does not grow (linear attention).
-    """
-
-    kind: str
-    heads: int = 0
-    key_dim: int = 0
-    value_dim: int = 0
-    window: int = 0
-    state: int = 0
-    latent: bool = False
-
-    @property
-    def width(self) -> int:
-        """Numbers that are cached for a token and head."""
-        return self.key_dim + self.value_dim
-
-    @property
-    def query_dim(self) -> int:
-        """Channels of a key, as a selection sees it."""
-        return self.width if self.latent else self.key_dim
 
 
 @dataclass(frozen=True)
@@ -219,14 +174,14 @@ def _tensor_bytes(value: object) -> int:
 
 def plan_memory(
     model: ModelShape,
-    config: AnyConfig,
+    config: SparseConfig,
     offload: OffloadConfig | None,
     *,
     context: int,
     batch: int = 1,
     device: torch.device | None = None,
 ) -> MemoryPlan:
-    """Bytes that ``OffloadedSparseCache(config, offload)`` or ``ProgressiveCache(...)`` will take, and DynamicCache.
+    """Bytes that ``SparseCache(config, offload)`` will take, and transformers' ``DynamicCache``.
 
     Args:
         model: from :func:`model_shape`.
@@ -241,79 +196,25 @@ def plan_memory(
     for name, value in (("context", context), ("batch", batch)):
         if value < 1:
             raise ValueError(f"{name} must be positive, got {value}")
-    item = model.dtype.itemsize
-    ahead_of_query = isinstance(config, PredictiveConfig)
-    if ahead_of_query and config.cache_rank == "host":
-        offload = offload or OffloadConfig()
-    size = config.block_size
-    blocks_a_row = -(-(config.max_length or context) // size)
     if config.max_length is not None and config.max_length < context:
         raise ValueError(f"max_length={config.max_length} is less than the context of {context} tokens")
-    exact = config.max_length is not None
-    slots = blocks_a_row * batch if exact else bucket(blocks_a_row * batch)
-    table = blocks_a_row if exact else bucket(blocks_a_row)
-    near_tokens = config.sinks + ring_tokens(config)
-
-    dense_kv = blocks = resident = bounds = labels = near = tables = stock = second = 0
-    twins = ahead_of_query and config.cache_rank not in (None, "stream", "host")
-    twin_slots = slots if exact else bucket(table * batch)
-    fetching: list[LayerShape] = []
-    walks = isinstance(config, ProgressiveConfig)
-    if ahead_of_query:
-        coarse, fine = False, config.scoring == "labels"
-    else:
-        coarse, fine = walks or config.level != "token", not walks and config.level != "block"
+    policy = method_of(config).policy
+    offload = policy.place(config, offload)
+    item, size = model.dtype.itemsize, config.block_size
+    sparse, dense = [], []
     for index, layer in enumerate(model.layers):
-        token = layer.heads * layer.width * item
-        if layer.kind != "full":
-            kept = layer.state + min(layer.window, context) * token
-            stock += batch * kept
-            dense_kv += batch * kept
-            continue
-        dense_kv += batch * context * token
-        near += batch * near_tokens * token
-        # Per slot: flags and fill; per row: its slot table, the validity of near tokens, a count.
-        tables += slots * (size + 4) + (a_row := batch * (table * 4 + near_tokens + 4))
-        if index < config.dense_layers:
-            blocks += slots * size * token
-            resident += slots * size * token * (offload is not None and offload.keep_dense)
-            continue
-        fetching.append(layer)
-        if twins:
-            second += twin_slots * (size * token + size + 4) + batch * near_tokens * token + a_row
-        else:
-            blocks += slots * size * token
-        if coarse:
-            parts, side = config.bounds_per_block, layer.heads * layer.query_dim * item
-            bounds += slots * parts * (SIDES[config.metadata] * side + (4 if parts > 1 else 0))
-        if fine:
-            channels = config.label_channels or default_channels(layer.query_dim)
-            code = channels // 2 + 4 if config.label_bits == 4 else channels * item
-            if twins:
-                second += twin_slots * layer.heads * size * code
-            else:
-                labels += slots * layer.heads * size * code
-
-    frames = working_set = 0
-    if ahead_of_query:
-        queries, copies = _predictive(model, fetching, config, batch)
-        if twins:
-            second, frames = second + queries, 2 * copies
-        else:
-            tables += queries
-        sealed = (context - config.window - config.max_draft) // size * size
-        begun = sealed > config.token_budget and context >= config.start_length
-        if offload is not None and begun and (offload.device_pool is None or copies <= offload.device_pool):
-            frames = copies
-    if offload is not None and coarse:
-        sealed = (context - config.window - config.max_draft) // size
-        chosen = expected(ahead(table)) if walks else config.coarse_blocks
-        if sealed > (0 if walks else chosen):
-            listed = ahead(table) if walks else chosen
-            frames = _frames(fetching, size, chosen, listed, offload, batch, item)
-            step = sum(layer.heads * layer.width for layer in fetching)
-            working_set = int(REUSED * batch * chosen * size * step * item)
-            tables += sum(slots * layer.heads * 4 for layer in fetching) * (frames > 0)
+        if layer.kind == "full":
+            (dense if index < config.dense_layers else sparse).append(layer)
+    request = Request(config, offload, tuple(sparse), context, batch, item, model.query_heads)
+    memory = policy.needs(request)
+    slots, near_tokens = request.slots, request.near_tokens
+    kept = slots * size * sum(map(request.token, dense))
+    near = batch * near_tokens * sum(map(request.token, dense + sparse))
+    # Per slot: flags and fill; per row: its slot table, the validity of near tokens, a count.
+    tables = slots * (size + 4) + batch * (request.table * 4 + near_tokens + 4)
+    others = [layer for layer in model.layers if layer.kind != "full"]
+    stock = batch * sum(layer.state + min(layer.window, context) * request.token(layer) for layer in others)
+    dense_kv = stock + batch * context * sum(map(request.token, dense + sparse))
 
     # Alive at once in a layer: a few copies of the hidden states, and the MLP's gate, up and product.
     prefill = batch * context * (4 * model.hidden + 3 * model.intermediate) * item
@@ -324,59 +225,28 @@ def plan_memory(
         offloaded=offload is not None,
         weights=model.weights,
         dense_kv=dense_kv,
-        blocks=blocks,
-        bounds=bounds,
-        labels=labels,
+        blocks=kept + memory.blocks,
+        bounds=memory.bounds,
+        labels=memory.labels,
         near=near,
-        tables=tables,
+        tables=len(dense + sparse) * tables + memory.tables,
         stock=stock,
         prefill=prefill,
-        kept=resident,
-        frames=frames,
-        working_set=working_set,
-        second=second,
-        dense_tokens=0 if twins else _dense_tokens(model, config, offload, batch, device or torch.device("cpu")),
+        kept=kept if offload is not None and offload.keep_dense else 0,
+        frames=memory.frames,
+        working_set=memory.working_set,
+        second=memory.second,
+        dense_tokens=_dense_tokens(model, config, offload, batch, device or torch.device("cpu")),
     )
 
 
-def _predictive(model: ModelShape, layers: list, config: PredictiveConfig, batch: int) -> tuple[int, int]:
-    """Bytes of the latest queries and the ids of chosen tokens, and of copies of these."""
-    slots = make_predictor(config.predictor, config.predictor_window, config.predictor_epsilon).slots
-    item, room, queries, copies = model.dtype.itemsize, room_for(config), 0, 0
-    for layer in layers:
-        queries += batch * (model.query_heads * slots * layer.query_dim * item + 8) + 4
-        queries += batch * layer.heads * room * 4
-        copies += batch * layer.heads * room * (layer.width * item + 12) + 16
-    return queries, copies
-
-
-def _frames(
-    layers: list, block_size: int, chosen: int, listed: int, offload: OffloadConfig, batch: int, item: int
-) -> int:
-    """Bytes of the device pools, one for each width of tokens; ``listed``: blocks that one call may bring."""
-    budget, total = offload.device_pool, 0
-    for width in {layer.width for layer in layers}:
-        rows = [batch * layer.heads for layer in layers if layer.width == width]
-        size = block_size * width * item + BOOKKEEPING
-        frames = SELECTIONS * len(layers) * rows[0] * chosen if budget is None else int(budget) // size
-        total += frames * size + (8 * listed * sum(set(rows)) if frames else 0)  # lists of copies
-    return total
-
-
-def _method(config: AnyConfig, offloaded: bool) -> str:
-    """What the table of crossovers calls it."""
-    if isinstance(config, TwoLevelConfig):
-        return method(config, offloaded)
-    return PredictivePolicy.method if isinstance(config, PredictiveConfig) else ProgressivePolicy.method
-
-
 def _dense_tokens(
-    model: ModelShape, config: AnyConfig, offload: OffloadConfig | None, batch: int, device: torch.device
+    model: ModelShape, config: SparseConfig, offload: OffloadConfig | None, batch: int, device: torch.device
 ) -> int:
     """Tokens a row with which every sparse layer still attends densely, recent ones included; 0 for none."""
     layers = [layer for layer in model.layers[config.dense_layers :] if layer.kind == "full"]
     offloaded, item = offload is not None, model.dtype.itemsize
-    name = _method(config, offloaded)
+    name = method_of(config).policy.crossover(config, offloaded)
     in_blocks = [
         dense_tokens(
             config.dense_below,

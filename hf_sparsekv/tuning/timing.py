@@ -27,6 +27,11 @@ class Time:
         low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
         return cls(median, low, high)
 
+    @property
+    def samples(self) -> list[float]:
+        """Three samples with this median and these quartiles."""
+        return [self.low, self.median, self.high]
+
     def __sub__(self, other: Time) -> Time:
         """What is left without work whose time is ``other``."""
         return Time(*(mine - other.median for mine in (self.median, self.low, self.high)))

@@ -5,9 +5,8 @@ the decode step that runs beside it. How many are needed depends on the GPU and 
 calibrate-device`` measures it, and its file goes before the built-in values. What was not measured gets
 :data:`DEFAULT`.
 
-The copy engine (``"dma"``) takes no processors, but the host must wait for the list of blocks and begin each copy, so
-no captured step can use it. Eager steps fetch with it where it was measured to be quicker than the kernel. (On an H200
-the kernel is ten times as quick: 51 and 5 GB/s.) Without Triton nothing here applies.
+Without Triton nothing here applies. (The copy engine takes no processors, but the host must wait for the list of blocks
+and begin each copy: on an H200 5 GB/s, where the kernel reaches 51.)
 """
 
 from __future__ import annotations
@@ -18,34 +17,30 @@ from pathlib import Path
 
 import torch
 
+from ..removed import Options, removed
 from . import user_file
 from .link import UNKNOWN, link_name
 
 FORMAT = 1  # of the file; another one is not read
-BACKENDS = ("uva", "dma")
 NEAR = 0.97  # of the best rate is near enough
 NOISE = 0.01  # slow-downs that differ by less are the same
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Options):
     """How blocks cross one link.
 
     Args:
-        backend: what eager steps fetch with, see ``ops.block_copy``; captured ones always use ``"uva"``.
         programs: of the kernel, for blocks of 16 KB and more.
         programs_small: for smaller blocks.
         warps: of each program.
     """
 
-    backend: str = "uva"
     programs: int = 16
     programs_small: int = 32
     warps: int = 4
 
     def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {BACKENDS}, got {self.backend!r}")
         for name in ("programs", "programs_small", "warps"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -54,8 +49,7 @@ class Settings:
             raise ValueError(f"warps must be a power of two up to 32, got {self.warps}")
 
     def __str__(self) -> str:
-        eager = "; eager steps: copy engine" if self.backend == "dma" else ""
-        return f"{self.programs} programs ({self.programs_small} for small blocks) of {self.warps} warps{eager}"
+        return f"{self.programs} programs ({self.programs_small} for small blocks) of {self.warps} warps"
 
 
 # On an H200, 16 programs bring 256 MiB within a captured step for 6 to 10 % of its time, 64 for 20 to 31 %, at the same
@@ -119,6 +113,9 @@ def _read(path: str) -> dict[str, Settings]:
 
 
 def _settings(entry: dict) -> Settings:
+    for name, option in removed(Settings).items():
+        if name in entry["settings"] and not option.means_now(entry["settings"][name]):
+            raise ValueError(f"{name}={entry['settings'][name]!r} is gone: {option.instead}")
     return Settings(**{field.name: entry["settings"][field.name] for field in fields(Settings)})
 
 
@@ -164,21 +161,20 @@ def near_best(points: list[Point]) -> list[Point]:
     return [point for point in points if point.gbps >= NEAR * best]
 
 
-def choose(points: list[Point], dma_gbps: float) -> Settings:
+def choose(points: list[Point]) -> Settings:
     """The least slow-down among those near the best rate; where several are alike, the fewest programs.
 
     Both sizes of blocks share the number of warps, which large blocks decide: they are what prefetching copies.
 
     Args:
         points: of both sizes, each size with the warps of the other; slow-downs at least of those near the best rate.
-        dma_gbps: rate of the copy engine for blocks of 32 KB.
 
     Raises:
         ValueError: a size was not measured.
     """
     large = _least([p for p in points if not p.small])
     small = _least([p for p in points if p.small and p.warps == large.warps])
-    return Settings("dma" if dma_gbps > large.gbps else "uva", large.programs, small.programs, large.warps)
+    return Settings(large.programs, small.programs, large.warps)
 
 
 def _least(points: list[Point]) -> Point:

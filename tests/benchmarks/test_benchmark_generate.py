@@ -28,6 +28,7 @@ def test_generate(tiny, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "hf_offloaded: not run: transformers' offloaded cache needs a CUDA device" in out
     assert "6 steps over 1506 cached tokens" in out
+    assert "5 rows appended" in out
     found = rows(path)
     assert [row["variant"] for row in found] == [name for name in CACHES if name != "hf_offloaded"]
     for row in found:
@@ -60,18 +61,6 @@ def test_generate_takes_a_shape(monkeypatch, tmp_path):
     assert [(row["case"], row["context"]) for row in rows(path)] == [("toy:float32", "1024")]
     assert bench_generate.main(f"{args} --no-csv".split()) == 0
     assert len(rows(path)) == 1
-
-
-def test_generate_tells_a_failure(tiny, tmp_path, monkeypatch, capsys):
-    def fail(*args, **kwargs):
-        raise RuntimeError("broken")
-
-    path = tmp_path / "generate.csv"
-    monkeypatch.setattr(bench_generate, "fill_cache", fail)
-    args = ["--model", str(tiny), "--device", "cpu", "--context", "300", "--csv", str(path)]
-    assert bench_generate.main([*args, "--caches", "hf_dynamic"]) == 1
-    assert "hf_dynamic: FAILED: broken" in capsys.readouterr().out
-    assert not path.exists()
 
 
 def test_unknown_caches_are_named(capsys):

@@ -163,6 +163,102 @@ def test_ways_to_verify_agree(layer, operator, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("shape", [SHAPE, LATENTS], ids=["keys-values", "latents"])
+def test_all_figures_of_a_shape(shape, tmp_path, monkeypatch):
+    """Everything but the clocks: steps, parts and walks run; torch's baselines are made up."""
+    pytest.importorskip("triton")
+    from benchmarks.operators import run as module
+    from benchmarks.operators import walk
+    from benchmarks.report import Report
+    from hf_sparsekv.tuning.timing import Time
+
+    def captured(step, sets, **how):
+        for i in range(sets):
+            step(i)
+        return Time(5.0, 4.0, 6.0)
+
+    for place in (module, walk):
+        monkeypatch.setattr(place, "captured", captured)
+    for name in ("absorbed", "dense_torch"):
+        monkeypatch.setattr(module, name, lambda *args: {"slow": Time(9.0, 9.0, 9.0), "flash": Time(3.0, 2.0, 4.0)})
+    monkeypatch.setattr(walk, "BLOCKS", (5, 1000))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    path = tmp_path / "operator.csv"
+    layers = [Layer(shape, torch.device("cpu"), seed) for seed in range(2)]
+    with Report("operator", shape.case, path, None) as report:
+        module.measure(layers, report, rate=1e12)
+    assert report.close() == 0
+    assert len(report.left_out) == (shape is LATENTS), "heads of no known model are not expanded"
+    with path.open() as file:
+        rows = {(row["variant"], row["metric"]): row for row in csv.DictReader(file)}
+    whole = {variant for variant, metric in rows if metric == "attention_us"}
+    walks = {"progressive:blocks=5", "progressive:blocks=5:rounds=2"}
+    methods = {"two_level", "two_level:lag", "block_only", "token_only", "captured_dense", "sdpa_best"}
+    assert whole == {"limit", "limit:dense"} | methods | walks
+    assert {metric for variant, metric in rows if variant == "two_level"} == {
+        "attention_us", *(f"{part}_us" for part in module.parts([]))
+    }  # fmt: skip
+    assert {metric for variant, metric in rows if variant == "progressive:blocks=5"} == {
+        "attention_us", "score_us", "rank_us", "expect_us", "attend_us", "merge_us", *walk.MARGINS
+    }  # fmt: skip
+    assert rows["sdpa_best", "attention_us"]["value"] == "3"
+    assert [rows["two_level", "append_us"][name] for name in ("low", "value", "high")] == ["4", "5", "6"]
+    limit = float(rows["limit", "attention_us"]["value"])
+    assert limit == pytest.approx(1e-6 * shape.bytes_read("two_level"), rel=1e-4)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off where there is a GPU")
+def test_sweeps_name_the_quickest_and_the_wrong(layer, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("triton")
+    from benchmarks.operators import run as module
+    from benchmarks.report import Report
+    from hf_sparsekv.tuning.timing import Time
+
+    times = iter((9.0, 3.0, 1.0))
+    monkeypatch.setattr(module, "captured", lambda step, sets: (step(0), Time(next(times), 0.0, 10.0))[1])
+    layer.step()
+    ways = list(module.variants([layer], "token_select"))
+    ways[2] = (ways[2][0], lambda i: layer.tokens.zero_(), ways[2][2])
+    monkeypatch.setattr(module, "variants", lambda layers, operator: ways)
+    with Report("operator", "x", tmp_path / "a.csv", None) as report:
+        module.sweep([layer], report, ["token_select"])
+    assert len(report.failed) == 1 and "warps=16: another result" in report.failed[0]
+    assert "token_select, quickest: warps=8, 3.00 us" in capsys.readouterr().out
+
+
+def test_operators_of_the_other_layout_are_refused(layer):
+    pytest.importorskip("triton")
+    from benchmarks.operators.sweep import variants
+
+    for operator, other in (("latent_tokens", "sparse_decode"), ("latent_masses", "block_attend")):
+        with pytest.raises(ValueError, match=f"{operator} does not fit this shape: {other} does"):
+            variants([layer], operator)
+    with pytest.raises(ValueError, match="dense_decode does not fit this shape: latent_decode does"):
+        variants([Layer(LATENTS, torch.device("cpu"), seed=0)], "dense_decode")
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off where there is a GPU")
+def test_gathered_rows(monkeypatch):
+    """The probes' kernel brings the right rows in both layouts, or says so."""
+    pytest.importorskip("triton")
+    from benchmarks.probes import gather
+
+    def on_cpu(make):
+        return lambda *args, device=None, **how: make(*args, **how)
+
+    monkeypatch.setattr(torch, "randperm", on_cpu(torch.randperm))
+    monkeypatch.setattr(torch, "empty", on_cpu(torch.empty))
+    monkeypatch.setattr(gather, "gbps", lambda size, run: [run() or 2.0] * 7)
+    rows = torch.randn(256, 16, dtype=torch.float16)
+    assert gather.best_gather(rows, 90) == gather.best_gather(rows, 90, gap=64) == 2.0
+    assert gather.best_gather(torch.randn(40, 512, dtype=torch.float16), 10) == 2.0
+    monkeypatch.setattr(gather, "gbps", lambda size, run: [2.0] * 7)
+    with pytest.raises(RuntimeError, match="rows arrived wrong"):
+        gather.best_gather(rows, 90)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(capsys):
     pytest.importorskip("triton")
     from benchmarks.operators.run import main

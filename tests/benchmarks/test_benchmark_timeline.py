@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 
+import pandas as pd
 import pytest
 
 from benchmarks.offload import run as offload
@@ -66,7 +67,7 @@ def test_timeline(tmp_path, two_streams, capsys):
     steps = timeline.steps_of(events)
     assert [len(step) for step in steps] == [7, 7]
     assert timeline.overlap_of(steps[0]) == timeline.Overlap(step=100, fetch=30, hidden=15, backlog=10)
-    assert [e.kind for e in steps[0]][:2] == [timeline.OTHER, timeline.ATTEND], "one row of a linear layer selects none"
+    assert list(steps[0].kind)[:2] == [timeline.OTHER, timeline.ATTEND], "one row of a linear layer selects none"
     titles = [title for title, _ in timeline.lanes_of(events)]
     assert titles == (["stream 7", "stream 20"] if two_streams else list(dict.fromkeys(titles)))
     assert two_streams or "fetch blocks" in titles
@@ -88,5 +89,7 @@ def test_what_is_no_trace(tmp_path, capsys):
 
 
 def test_times_that_overlap():
-    assert timeline.union([(5, 6), (0, 2), (1, 3)]) == [(0, 3), (5, 6)]
-    assert timeline.common([(0, 3), (5, 6)], [(2, 5.5)]) == 1.5
+    spans = pd.DataFrame({"start": [5, 0, 1], "end": [6, 2, 3]})
+    assert timeline.union(spans).values.tolist() == [[0, 3], [5, 6]]
+    assert timeline.length(spans) == 4
+    assert timeline.length(spans[:0]) == 0

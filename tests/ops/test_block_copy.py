@@ -1,14 +1,11 @@
-"""Copies of listed blocks: every back end against the definition."""
+"""Copies of listed blocks: the kernel against the definition."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from hf_sparsekv.ops.block_copy import BACKENDS
 from hf_sparsekv.ops.block_copy import block_copy as public
-from hf_sparsekv.ops.block_copy.dma import block_copy as dma
-from hf_sparsekv.ops.block_copy.dma import runs
 from hf_sparsekv.ops.block_copy.reference import block_copy as reference
 from hf_sparsekv.ops.block_copy.triton import block_copy
 
@@ -39,7 +36,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("copy", [reference, dma, block_copy, public])
+@pytest.mark.parametrize("copy", [reference, block_copy, public])
 @pytest.mark.parametrize(
     "size, width, n",
     [(4, 8, 7), (16, 64, 5), (5, 6, 4), (3, 7, 6), (1, 1, 3), (16, 40, 9), (4, 8, 0), (64, 576, 5)],
@@ -69,24 +66,6 @@ def test_other_dtypes(place32, dtype):
     assert same(frames, expected)
 
 
-def test_every_back_end_has_a_name(place32):
-    kv, frames, copies, number = make(place32, 5, 2, 4, 8, 12, 9)
-    expected = expect(kv, frames, copies, number)
-    for how in BACKENDS:
-        got = frames.clone()
-        public(kv, got, copies, number, how)
-        assert same(got, expected)
-    with pytest.raises(ValueError, match="how must be one of"):
-        public(kv, frames, copies, number, "memcpy")
-
-
-def test_what_lies_together_is_one_run():
-    listed = torch.tensor([[7, 3], [4, 0], [8, 4], [9, 5], [5, 1], [6, 9], [20, 10]], dtype=torch.int32)
-    assert runs(listed, 100) == [(4, 0, 2), (6, 9, 1), (7, 3, 3), (20, 10, 1)]
-    assert runs(listed, 4) == [(4, 0, 2), (6, 9, 1), (7, 3, 1), (8, 4, 2), (20, 10, 1)]  # no copy leaves its slot
-    assert runs(listed[:0], 4) == []
-
-
 def test_blocks_and_frames_must_fit(place32):
     kv, frames, copies, number = make(place32, 5, 2, 4, 8, 12, 9)
     with pytest.raises(ValueError, match="differ"):
@@ -98,14 +77,14 @@ def test_blocks_and_frames_must_fit(place32):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("how", BACKENDS)
+@pytest.mark.parametrize("copy", [reference, public])
 @pytest.mark.parametrize("size, width", [(64, 256), (64, 576), (16, 128), (5, 7)])
-def test_from_pinned_memory(place, how, size, width):
+def test_from_pinned_memory(place, copy, size, width):
     if place.device == "cpu":
         pytest.skip("needs the device")
     kv, frames, copies, number = make(place, 100, 4, size, width, 500, 333, host=True)
     expected = expect(kv, frames, copies, number)
-    public(kv, frames, copies, number, how)
+    copy(kv, frames, copies, number)
     torch.cuda.synchronize()
     assert same(frames, expected)
 

@@ -31,7 +31,7 @@ class Case:
     group_reduce: str = "all"
     min_blocks: int = 1
     max_blocks: int | None = None
-    estimate: str = "as_min"
+    estimate: str = "scores"
     softcap: float | None = None
     learned_sink: bool = False
     placed: bool = False

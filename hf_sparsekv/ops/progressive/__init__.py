@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -28,8 +29,10 @@ class Walk:
             masses alone, and the used blocks are read once more at the end; ``from_host`` counts both.
         ids, tokens: int32 ``[batch, H, n]``, blocks in order of their rank (:func:`..block_rank.block_rank`).
         state: kept from step to step.
-        threshold, group_reduce, min_blocks, max_blocks, estimate: see ``reference.verify``; logits, logit_scale: see
+        threshold, group_reduce, min_blocks, max_blocks: see ``reference.verify``; logits, logit_scale: see
             ``reference.expect``.
+        estimate: see ``reference.verify``. Only ``"scores"`` has kernels of its own: with the others plain torch finds
+            where a walk stops, on any device, in about a hundred small kernels a layer.
     """
 
     q: Tensor
@@ -47,7 +50,7 @@ class Walk:
     group_reduce: str = "all"
     min_blocks: int = 1
     max_blocks: int | None = None
-    estimate: str = "as_min"
+    estimate: str = "scores"
     logits: Tensor | None = None
     logit_scale: float = 1.0
     softcap: float | None = None
@@ -72,6 +75,11 @@ class Walk:
 
             self.operators = triton
         self.expected = self.behind = self.live = None
+
+    @property
+    def verifier(self) -> ModuleType:
+        """Where ``expect`` and ``verify`` of this estimate are."""
+        return self.operators if self.estimate == "scores" else reference
 
     def attend(self, near: bool, limits: Tensor | None = None, **how: int) -> None:
         """Attention within the blocks of the next round, and within the near buffer.
@@ -104,15 +112,13 @@ class Walk:
         ``how`` replaces the kernel's constants.
         """
         if self.estimate != "as_min":
-            # Bounds may lie far above what their blocks hold: then what is little beside them may be all that is left.
-            exact = self.estimate == "bound"
-            named = {"logit_scale": self.logit_scale, "group_reduce": self.group_reduce, "exact": exact}
-            found = self.operators.expect(self.logits, self.ids, self.tokens, **named, **how)
+            named = {"logit_scale": self.logit_scale, "group_reduce": self.group_reduce}
+            found = self.verifier.expect(self.logits, self.ids, self.tokens, **named, **how)
             self.expected, self.behind, self.live = found
 
-    def verify(self, step: int, last: bool, done: Tensor | None = None, number: int = 1, **how: int) -> None:
+    def verify(self, last: bool, certain: bool = True, **how: int) -> None:
         """See ``reference.verify``; ``how`` replaces the kernel's constants."""
-        self.operators.verify(
+        self.verifier.verify(
             self.lse,
             self.tokens,
             self.state,
@@ -121,15 +127,13 @@ class Walk:
             group_reduce=self.group_reduce,
             min_blocks=self.min_blocks,
             max_blocks=self.max_blocks,
-            step=step,
             last=last,
+            certain=certain,
             sink_logits=self.sink_logits,
             estimate=self.estimate,
             expected=self.expected,
             behind=self.behind,
             live=self.live,
-            done=done,
-            number=number,
             **how,
         )
 
@@ -182,7 +186,7 @@ def progressive_decode(walk: Walk, *, rounds: int = ROUNDS, out: Tensor | None =
     walk.expect()
     for i in range(rounds):
         walk.attend(near=i == 0)
-        walk.verify(step=-1 if i + 2 < rounds else 0, last=i + 1 == rounds)
+        walk.verify(last=i + 1 == rounds, certain=i + 2 >= rounds)
     return walk.merge(out)
 
 

@@ -16,27 +16,17 @@ from .._overlap import begin, release, wait
 from ..sparse_decode.merge import LOG2E
 from .reference import LARGEST as _LARGEST
 from .reference import MOST
-from .verify_kernel import NOWHERE
 
 EXP2_MOST = tl.constexpr(2.0**MOST)
 MOST = tl.constexpr(MOST)
 LARGEST = tl.constexpr(_LARGEST)
-LEAST = tl.constexpr(-1000.0)  # exponents of float64 end at -1022
+NOWHERE = tl.constexpr(1 << 30)  # a rank that no block has
 HALF = tl.constexpr(126.0)  # its square times any mean that is not zero is more than 2 ** MOST
 
 
 @triton.jit
 def _finite(x):
     return tl.where(x == float("-inf"), 0.0, x)
-
-
-@triton.jit
-def _relative(x, EXACT: tl.constexpr):
-    """``2 ** x`` for ``x <= 0``. ``EXACT``: in float64, and of what is not ``-inf`` never zero, rather too much."""
-    if EXACT:
-        return tl.where(x == float("-inf"), 0.0, tl.exp2(tl.maximum(x, LEAST).to(tl.float64)))
-    else:
-        return tl.exp2(x)
 
 
 @triton.jit
@@ -72,7 +62,6 @@ def expect_kernel(
     logit_scale,
     logits_batch,
     logits_head,
-    EXACT: tl.constexpr,
     SUM: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -92,7 +81,7 @@ def expect_kernel(
     p_behind += i_row.to(tl.int64) * n * GROUP
     p_logits += i_batch * logits_batch + i_head * GROUP * logits_head
     b_top = tl.full([BG], float("-inf"), tl.float32)  # sums are relative to the largest so far
-    b_sum = tl.zeros([BG], tl.float64 if EXACT else tl.float32)
+    b_sum = tl.zeros([BG], tl.float32)
     b_live = tl.zeros([BN], tl.int32)
     for i in range(0, tl.cdiv(n, BN)):
         o_i = (tl.cdiv(n, BN) - 1 - i) * BN + o_n
@@ -107,14 +96,14 @@ def expect_kernel(
         b_e = _over_heads(b_e, SUM)
         b_new = tl.maximum(b_top, tl.max(b_e, 0))
         b_base = _finite(b_new)
-        b_sum *= _relative(b_top - b_base, EXACT)
-        b_w = _relative(b_e - b_base[None, :], EXACT)
+        b_sum *= tl.exp2(b_top - b_base)
+        b_w = tl.exp2(b_e - b_base[None, :])
         b_all = tl.cumsum(b_w, 0, reverse=True) + b_sum[None, :]
         o_out = o_i[:, None] * GROUP + o_g[None, :]
         tl.store(p_expected + o_out, b_e, mask=(o_i < n)[:, None] & m_g[None, :])
         # What is left with a block is behind the one before it.
         m_out = ((o_i > 0) & (o_i < n))[:, None] & m_g[None, :]
-        tl.store(p_behind + o_out - GROUP, tl.log2(b_all).to(tl.float32) + b_base[None, :], mask=m_out)
+        tl.store(p_behind + o_out - GROUP, tl.log2(b_all) + b_base[None, :], mask=m_out)
         b_sum += tl.sum(b_w, 0)
         b_top = b_new
     tl.store(p_behind + (n - 1) * GROUP + o_g, tl.full([BG], float("-inf"), tl.float32), mask=m_g)
@@ -128,7 +117,6 @@ def _take(
     p_behind,
     o_i,
     n,
-    SCALED: tl.constexpr,
     GROUP: tl.constexpr,
     BG: tl.constexpr,
     NOW: tl.constexpr,
@@ -143,9 +131,7 @@ def _take(
     m_b = ((o_i >= 0) & (o_i < n))[:, None] & (o_g < GROUP)[None, :]
     b_l = tl.load(p_lse + o_in, mask=m_l, other=float("-inf"), volatile=NOW)
     b_rest = tl.load(p_behind + o_in, mask=m_b, other=float("-inf"), volatile=NOW)
-    b_e = b_rest
-    if SCALED:
-        b_e = tl.load(p_expected + o_in, mask=m_b, other=float("-inf"), volatile=NOW)
+    b_e = tl.load(p_expected + o_in, mask=m_b, other=float("-inf"), volatile=NOW)
     return b_l, b_e, b_rest
 
 
@@ -162,17 +148,16 @@ def _walk(
     min_blocks,
     FIRST: tl.constexpr,
     SUM: tl.constexpr,
-    SCALED: tl.constexpr,
     GROUP: tl.constexpr,
     BG: tl.constexpr,
 ):
     """Walk over one tile, of which the ranks below ``high`` have been read.
 
-    Masses, and with ``SCALED`` their ratios to what was expected beside them, are relative to the largest so far.
+    Masses, and beside them their ratios to what was expected, are relative to the largest so far.
 
     Args:
         b_l, b_e, b_rest: of :func:`_take`.
-        b_top, b_sum: ``[BG]`` or ``[BG, 2]``: largest logarithms of the tiles before, and sums; not used if ``FIRST``.
+        b_top, b_sum: ``[BG, 2]``: largest logarithms of the tiles before, and sums; not used if ``FIRST``.
 
     Returns:
         2 * rank of the first block that is enough; else 2 * rank + 1 of the last block read; else ``NOWHERE``. Then the
@@ -180,8 +165,7 @@ def _walk(
     """
     m_g = tl.arange(0, BG) < GROUP
     b_x = _over_heads(tl.where((o_i < high)[:, None] & m_g[None, :], b_l, float("-inf")), SUM)
-    if SCALED:
-        b_x = tl.join(b_x, tl.where(b_e > float("-inf"), b_x - b_e, float("-inf")))  # [BN, BG, 2]
+    b_x = tl.join(b_x, tl.where(b_e > float("-inf"), b_x - b_e, float("-inf")))  # [BN, BG, 2]
     b_new = _largest(b_x)
     if FIRST:
         b_sum = tl.zeros_like(b_new)
@@ -193,16 +177,13 @@ def _walk(
     b_acc = tl.cumsum(b_x, 0)
     if not FIRST:
         b_acc += b_sum[None]
-    if SCALED:
-        b_acc, b_times = tl.split(b_acc)  # [BN, BG] each
-        b_one, b_most = tl.split(b_one)
-        # Mean ratio times what was expected, without logarithms: in two halves, since by itself the second factor may
-        # be more than a float holds where the first one is next to nothing.
-        b_mean = b_times * (1.0 / tl.maximum(o_i + 1, 1).to(tl.float32))[:, None]
-        b_half = tl.exp2(tl.minimum((b_rest + b_most - b_one) * 0.5, HALF))
-        b_after = tl.minimum(b_half * b_mean * b_half, EXP2_MOST)
-    else:
-        b_after = tl.exp2(tl.minimum(b_rest - b_one, MOST))
+    b_acc, b_times = tl.split(b_acc)  # [BN, BG] each
+    b_one, b_most = tl.split(b_one)
+    # Mean ratio times what was expected, without logarithms: in two halves, since by itself the second factor may be
+    # more than a float holds where the first one is next to nothing.
+    b_mean = b_times * (1.0 / tl.maximum(o_i + 1, 1).to(tl.float32))[:, None]
+    b_half = tl.exp2(tl.minimum((b_rest + b_most - b_one) * 0.5, HALF))
+    b_after = tl.minimum(b_half * b_mean * b_half, EXP2_MOST)
     b_whole = b_acc + b_after
     b_share = tl.where((b_whole > 0) & m_g[None, :], b_acc / b_whole, 1.0)
     b_worst = tl.min(b_share, 1)  # [BN]
@@ -212,7 +193,7 @@ def _walk(
     return key, b_worst, b_x, b_new, b_sum
 
 
-@triton.jit(do_not_specialize=["parts", "rows", "min_blocks", "max_blocks", "step", "number"])
+@triton.jit(do_not_specialize=["parts", "rows", "min_blocks", "max_blocks"])
 def verify_expected_kernel(
     p_lse,
     p_limits,
@@ -222,27 +203,23 @@ def verify_expected_kernel(
     p_expected,
     p_behind,
     p_live,
-    p_done,
     n,
     parts,
     rows,
     threshold,
     min_blocks,
     max_blocks,
-    step,
-    number,
     LAST: tl.constexpr,
+    CERTAIN: tl.constexpr,
     SUM: tl.constexpr,
-    SCALED: tl.constexpr,
     HAS_SINK: tl.constexpr,
-    HAS_DONE: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BG: tl.constexpr,
     BN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """See ``reference.verify``: with ``SCALED`` as ``"scores"``, else as ``"bound"``."""
+    """See ``reference.verify``: ``"scores"``."""
     release(PDL)
     i_row = tl.program_id(0)
     o_g, o_n = tl.arange(0, BG), tl.arange(0, BN)
@@ -251,7 +228,7 @@ def verify_expected_kernel(
     p_expected += i_row.to(tl.int64) * n * GROUP
     p_behind += i_row.to(tl.int64) * n * GROUP
     wait(PDL)
-    b_l, b_e, b_rest = _take(p_lse, p_expected, p_behind, o_n - parts, n, SCALED, GROUP, BG, True)
+    b_l, b_e, b_rest = _take(p_lse, p_expected, p_behind, o_n - parts, n, GROUP, BG, True)
     cap = tl.minimum(tl.load(p_live + i_row, volatile=True), max_blocks)
     low, high = tl.load(p_limits + i_row), tl.load(p_limits + rows + i_row)
     b_top = tl.full([BG], float("-inf"), tl.float32)
@@ -261,22 +238,20 @@ def verify_expected_kernel(
             top = _finite(tl.max(b_top, 0))
             b_top = tl.zeros([BG], tl.float32) + tl.log2(tl.sum(tl.exp2(b_top - top), 0)) + top
     b_sum = tl.full([BG], 1.0, tl.float32)
-    if SCALED:
-        b_top = tl.join(b_top, tl.full([BG], float("-inf"), tl.float32))  # [BG, 2]
-        b_sum = tl.join(b_sum, tl.zeros([BG], tl.float32))
-    stops = low >= high
+    b_top = tl.join(b_top, tl.full([BG], float("-inf"), tl.float32))  # [BG, 2]
+    b_sum = tl.join(b_sum, tl.zeros([BG], tl.float32))
     if low < high:
         high = tl.minimum(high, cap)
         i = -parts
         key, b_worst, b_x, b_top, b_sum = _walk(
-            b_l, b_e, b_rest, b_top, b_sum, i + o_n, high, threshold, min_blocks, not HAS_SINK, SUM, SCALED, GROUP, BG
+            b_l, b_e, b_rest, b_top, b_sum, i + o_n, high, threshold, min_blocks, not HAS_SINK, SUM, GROUP, BG
         )
         while (key == NOWHERE) & (i + BN < high):
             b_sum += tl.sum(b_x, 0)
             i += BN
-            b_l, b_e, b_rest = _take(p_lse, p_expected, p_behind, i + o_n, n, SCALED, GROUP, BG, False)
+            b_l, b_e, b_rest = _take(p_lse, p_expected, p_behind, i + o_n, n, GROUP, BG, False)
             key, b_worst, b_x, b_top, b_sum = _walk(
-                b_l, b_e, b_rest, b_top, b_sum, i + o_n, high, threshold, min_blocks, False, SUM, SCALED, GROUP, BG
+                b_l, b_e, b_rest, b_top, b_sum, i + o_n, high, threshold, min_blocks, False, SUM, GROUP, BG
             )
         at = key >> 1
         stop = tl.where(((key & 1) == 0) & (key < NOWHERE), at + 1, NOWHERE)
@@ -289,15 +264,12 @@ def verify_expected_kernel(
             if (reach > high) & (high < cap):
                 # The first block behind which so little is left, if the others hold what is expected of them.
                 b_sum += tl.sum(b_x, 0)
-                if SCALED:
-                    b_seen, b_times = tl.split(b_sum)
-                    b_base, b_most = tl.split(_finite(b_top))
-                    b_behind = tl.load(p_behind + (high - 1) * GROUP + o_g, mask=m_g, other=float("-inf"))
-                    b_scale = tl.log2(b_times / high.to(tl.float32)) + b_most
-                    b_all = b_seen + tl.exp2(tl.minimum(b_behind + b_scale - b_base, MOST))
-                    b_limit = tl.log2(b_all * (1.0 - threshold)) + b_base - b_scale
-                else:
-                    b_limit = tl.log2(b_sum * (1.0 - threshold) / threshold) + _finite(b_top)  # [BG]
+                b_seen, b_times = tl.split(b_sum)
+                b_base, b_most = tl.split(_finite(b_top))
+                b_behind = tl.load(p_behind + (high - 1) * GROUP + o_g, mask=m_g, other=float("-inf"))
+                b_scale = tl.log2(b_times / high.to(tl.float32)) + b_most
+                b_all = b_seen + tl.exp2(tl.minimum(b_behind + b_scale - b_base, MOST))
+                b_limit = tl.log2(b_all * (1.0 - threshold)) + b_base - b_scale  # [BG]
                 b_short = tl.zeros([BN], tl.int32)
                 for j in range(high, cap, BN):
                     o_j = j + o_n
@@ -307,17 +279,10 @@ def verify_expected_kernel(
                     m_more = (tl.max(m_more.to(tl.int32), 1) > 0) | (o_j + 1 < min_blocks)
                     b_short += (m_more & (o_j < cap)).to(tl.int32)
                 reach = tl.minimum(high + tl.sum(b_short, 0) + 1, cap)
-                if SCALED:
-                    more = tl.where(step < 0, reach + (reach - high) // 4 + 8, tl.where(step > 0, high + step, cap))
-                else:
-                    more = tl.where(step < 0, 2 * high + 16, tl.where(step > 0, high + step, cap))
-                    more = tl.minimum(more, reach + 2)
-                onward = tl.minimum(more, cap)
+                onward = cap if CERTAIN else tl.minimum(reach + (reach - high) // 4 + 8, cap)
         # By the thread that has it, instead of a reduction; a row without blocks has seen all of its mass.
         tl.store(p_mass + i_row + o_n * 0, b_worst, mask=(i + o_n == at) & stops)
         tl.store(p_mass + i_row, 1.0, mask=high == 0)
         tl.store(p_limits + i_row, high)
         tl.store(p_limits + rows + i_row, tl.where(stops, high, onward))
         tl.store(p_used + i_row, tl.minimum(reach, high), mask=stops)
-    if HAS_DONE:
-        tl.store(p_done + i_row, tl.where(stops, -number, number))

@@ -120,7 +120,6 @@ def expect(
     *,
     logit_scale: float = 1.0,
     group_reduce: str = "all",
-    exact: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What blocks hold if all their tokens have their block's logit; once a step, for all its verifications.
 
@@ -130,11 +129,11 @@ def expect(
         ids: int32 ``[batch, H, n]``, blocks in order of their rank.
         tokens: int32 ``[batch, H, n]``, selectable tokens of these; 0 for no block.
         group_reduce: with ``"sum"`` all heads of a group get their sum.
-        exact: a kernel may take a sum for nothing if it is less than ``2 ** -120`` of another block, unless ``exact``.
 
     Returns:
         Logarithms to base 2, float32 ``[batch, H, n, G]`` each, ``-inf`` for nothing: ``tokens * exp(logit)`` of each
-        block, and its sum over those behind it; and int32 ``[batch, H]``, how many blocks have tokens.
+        block, and its sum over those behind it; and int32 ``[batch, H]``, how many blocks have tokens. The kernel may
+        take a sum for nothing if it is less than ``2 ** -120`` of another block.
     """
     heads, n = ids.shape[1:]
     logits = logits.unflatten(1, (heads, -1)).transpose(2, 3)  # [batch, H, n, G]
@@ -159,15 +158,13 @@ def verify(
     group_reduce: str = "all",
     min_blocks: int = 1,
     max_blocks: int | None = None,
-    step: int = 0,
     last: bool = True,
+    certain: bool = True,
     sink_logits: Tensor | None = None,
-    estimate: str = "as_min",
+    estimate: str = "scores",
     expected: Tensor | None = None,
     behind: Tensor | None = None,
     live: Tensor | None = None,
-    done: Tensor | None = None,
-    number: int = 1,
 ) -> None:
     """Walk over the blocks that have been read, and stop where enough mass is seen.
 
@@ -202,14 +199,12 @@ def verify(
         group_reduce: ``"all"``; or ``"sum"``: masses are added up over the query heads.
         min_blocks: do not stop before.
         max_blocks: stop there whatever has been seen.
-        step: blocks that the next round reads at most. -1: as many again as have been read, and 16 (``"scores"``: as
-            many as should suffice, and :func:`..state.some_more`); 0: as many as suffice for certain.
         last: there is no next round: stop at the end of what has been read.
+        certain: the next round reads as many blocks as suffice for certain; otherwise at most as many again as have
+            been read, and 16 (``"scores"``: as many as should suffice, and :func:`..state.some_more`).
         sink_logits: ``[Hq]`` logits of learned sinks.
         estimate: ``"as_min"``, ``"bound"`` or ``"scores"``; the latter two need those of :func:`expect`.
         expected, behind, live: of :func:`expect`, with the same ``group_reduce``.
-        done: int32 ``[batch * H]``, or None: ``number`` is written where a row goes on, ``-number`` where it has
-            stopped.
     """
     batch, heads, n = tokens.shape
     group = lse.shape[-1]
@@ -257,9 +252,9 @@ def verify(
     at = (used - 1).clamp_min(0).long()[..., None]
     found = torch.where(used > 0, share.gather(-1, at)[..., 0], 1.0) if n else torch.ones_like(state.mass)
     if estimate == "scores":
-        more = some_more(high, reach) if step < 0 else high + step if step else cap
+        more = cap if certain else some_more(high, reach)
     else:
-        more = high + high + 16 if step < 0 else high + step if step else cap
+        more = cap if certain else high + high + 16
         more = torch.minimum(more, reach + 2)  # two more than what suffices, for the roundings
     onward = torch.minimum(more, cap).int()
     ended = running & stops
@@ -268,8 +263,6 @@ def verify(
     high = high.int()
     state.limits[0] = torch.where(running, high, state.limits[0])
     state.limits[1] = torch.where(running, torch.where(stops, high, onward), state.limits[1])
-    if done is not None:
-        done.copy_(torch.where(running & ~stops, number, -number).flatten())
 
 
 def _over_heads(x: Tensor, dim: int) -> Tensor:

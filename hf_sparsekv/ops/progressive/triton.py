@@ -15,7 +15,6 @@ from .masses import masses as find_masses
 from .merge_kernel import merge_kernel
 from .reference import NO_LIMIT
 from .state import BINS, MASS_ONE, TOTALS, WalkState
-from .verify_kernel import verify_kernel
 
 # As for the sparse decode kernel's chosen blocks, whose tiles and loads these are (``sparse_decode.triton``).
 PROGRAMS, WARPS = 1056, 2
@@ -28,7 +27,6 @@ LONG = 1024
 VERIFY_WARPS = 16  # at most
 WARP_MASSES = 256  # masses that each of its warps takes at least
 EXPECT_WARPS, EXPECT_WARPS_LONG = 8, 16  # of rows up to LONG blocks and beyond
-COUNTS = 4096  # token counts that it adds up at a time
 MERGED, STAGES = (128, 16), 3  # blocks and channels that a merging program holds at a time, and how often. Not tuned.
 
 
@@ -149,7 +147,6 @@ def expect(
     *,
     logit_scale: float = 1.0,
     group_reduce: str = "all",
-    exact: bool = True,
     masses: int = MASSES,
     warps: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -176,7 +173,6 @@ def expect(
             n,
             float(logit_scale),
             *logits.stride()[:2],
-            EXACT=exact,
             SUM=add,
             HEADS=heads,
             GROUP=group,
@@ -198,65 +194,52 @@ def verify(
     group_reduce: str = "all",
     min_blocks: int = 1,
     max_blocks: int | None = None,
-    step: int = 0,
     last: bool = True,
+    certain: bool = True,
     sink_logits: Tensor | None = None,
-    estimate: str = "as_min",
-    expected: Tensor | None = None,
-    behind: Tensor | None = None,
-    live: Tensor | None = None,
-    done: Tensor | None = None,
-    number: int = 1,
+    estimate: str = "scores",
+    expected: Tensor,
+    behind: Tensor,
+    live: Tensor,
     masses: int = MASSES,
     ahead: int | None = None,
     warps: int | None = None,
 ) -> None:
-    """As ``reference.verify``; ``masses`` replaces the constant. ``done`` may be pinned host memory.
-
-    ``ahead`` and ``warps`` replace those of verifications by expectations.
-    """
+    """As ``reference.verify`` with ``estimate="scores"``; ``masses``, ``ahead`` and ``warps`` replace the constants."""
+    if estimate != "scores":
+        raise ValueError(f"only estimate='scores' has a kernel, got {estimate!r}")
     batch, heads, n = tokens.shape
     group = lse.shape[-1]
-    if not all(t is None or t.is_contiguous() for t in (lse, tokens, expected, behind, live)):
-        raise ValueError("lse, tokens, expected, behind and live must be contiguous")
+    if not all(t.is_contiguous() for t in (lse, expected, behind, live)):
+        raise ValueError("lse, expected, behind and live must be contiguous")
     wide = triton.next_power_of_2(group)
-    outputs = (state.limits, state.used, state.mass, sink_logits)
-    named = {
-        "LAST": last,
-        "SUM": group_reduce == "sum",
-        "HAS_SINK": sink_logits is not None,
-        "HAS_DONE": done is not None,
-        "HEADS": heads,
-        "GROUP": group,
-        "BG": wide,
-    }
-    if estimate == "as_min":
-        kernel, held = verify_kernel, (lse, tokens, *outputs)
-        at_once = max(16, min(triton.next_power_of_2(max(n, 1)), masses // wide))
-        named["BT"] = max(16, min(triton.next_power_of_2(max(n, 1)), COUNTS))
-        named["BP"] = max(16, triton.next_power_of_2(max(parts, 1)))
-        warps = 8 if at_once * wide > 1024 else 4
-    else:
-        kernel, held = verify_expected_kernel, (lse, *outputs, expected, behind, live)
-        ahead = ahead or (AHEAD if n <= LONG else AHEAD_LONG)
-        at_once = max(16, min(triton.next_power_of_2(max(parts + n, 1)), masses // wide, ahead))
-        named["SCALED"] = estimate == "scores"
-        warps = warps or max(1, min(VERIFY_WARPS, at_once * wide // WARP_MASSES))
+    ahead = ahead or (AHEAD if n <= LONG else AHEAD_LONG)
+    at_once = max(16, min(triton.next_power_of_2(max(parts + n, 1)), masses // wide, ahead))
     with torch.cuda.device_of(lse):
-        kernel[(batch * heads,)](
-            *held,
-            done,
+        verify_expected_kernel[(batch * heads,)](
+            lse,
+            state.limits,
+            state.used,
+            state.mass,
+            sink_logits,
+            expected,
+            behind,
+            live,
             n,
             parts,
             batch * heads,
             float(threshold),
             min_blocks,
             n if max_blocks is None else min(n, max_blocks),
-            step,
-            number,
-            **named,
+            LAST=last,
+            CERTAIN=certain,
+            SUM=group_reduce == "sum",
+            HAS_SINK=sink_logits is not None,
+            HEADS=heads,
+            GROUP=group,
+            BG=wide,
             BN=at_once,
-            num_warps=warps,
+            num_warps=warps or max(1, min(VERIFY_WARPS, at_once * wide // WARP_MASSES)),
             **overlap(lse),
         )
 

@@ -1,0 +1,140 @@
+"""What policies say about the memory that they will take, before there is a cache: ``Policy.needs(request)``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..config import OffloadConfig, SparseConfig
+from ..kv.pool import bucket
+from ..kv.sealing import ring_tokens
+from ..offload.device_pool import BOOKKEEPING
+from ..offload.page_table import SELECTIONS
+
+# Selections of one step that the blocks chosen within 12 steps amount to: 2.0 with an eighth of the blocks chosen, 2.4
+# with a sixteenth, on the recorded real model (benchmarks/results/attention_statistics.csv).
+REUSED = 2.4
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer caches per row.
+
+    Args:
+        kind: ``"full"`` (attends to its whole past, made sparse), ``"sliding"`` or ``"other"``.
+        heads, key_dim, value_dim: shape of a cached token; 0 for ``"other"``.
+        latent: both parts together are the key (MLA).
+        window: tokens that a sliding layer keeps.
+        state: bytes of a layer whose cache does not grow (linear attention).
+    """
+
+    kind: str
+    heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    window: int = 0
+    state: int = 0
+    latent: bool = False
+
+    @property
+    def width(self) -> int:
+        """Numbers that are cached for a token and head."""
+        return self.key_dim + self.value_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Channels of a key, as a selection sees it."""
+        return self.width if self.latent else self.key_dim
+
+
+@dataclass(frozen=True)
+class Request:
+    """A cache to be.
+
+    Args:
+        config, offload: what it is made with.
+        layers: shapes of its sparse layers.
+        context, batch: tokens a row, and rows.
+        item: bytes of a number in the cache.
+        query_heads: of a layer.
+    """
+
+    config: SparseConfig
+    offload: OffloadConfig | None
+    layers: tuple[LayerShape, ...]
+    context: int
+    batch: int
+    item: int
+    query_heads: int
+
+    @property
+    def _blocks_a_row(self) -> int:
+        return -(-(self.config.max_length or self.context) // self.config.block_size)
+
+    def room(self, blocks: int) -> int:
+        """Storage for so many blocks; what is announced by ``max_length`` gets no room to grow."""
+        return blocks if self.config.max_length is not None else bucket(blocks)
+
+    @property
+    def slots(self) -> int:
+        """Block slots of a layer, all rows."""
+        return self.room(self._blocks_a_row * self.batch)
+
+    @property
+    def table(self) -> int:
+        """Entries of a row's slot table."""
+        return self.room(self._blocks_a_row)
+
+    @property
+    def near_tokens(self) -> int:
+        """Sinks and recent tokens of a row."""
+        return self.config.sinks + ring_tokens(self.config)
+
+    @property
+    def sealed(self) -> int:
+        """Full blocks of a row, once the context is cached."""
+        return (self.context - self.config.window - self.config.max_draft) // self.config.block_size
+
+    def token(self, layer: LayerShape) -> int:
+        """Bytes of a token's keys and values, all KV heads."""
+        return layer.heads * layer.width * self.item
+
+    @property
+    def blocks(self) -> int:
+        """Bytes of the keys and values of all slots, all layers."""
+        return self.slots * self.config.block_size * sum(map(self.token, self.layers))
+
+
+@dataclass
+class Memory:
+    """Bytes that the sparse layers of a cache take, beside near tokens, tables and flags, which all methods have.
+
+    Args:
+        blocks: keys and values of the block slots; in host memory if the cache is offloaded.
+        bounds, labels: what is kept of blocks and of tokens to select them by.
+        tables: smaller tensors on the device.
+        frames: device copies of what is chosen.
+        working_set: estimate of the blocks that steps choose within 12 steps.
+        second: all that a second device takes.
+    """
+
+    blocks: int
+    bounds: int = 0
+    labels: int = 0
+    tables: int = 0
+    frames: int = 0
+    working_set: int = 0
+    second: int = 0
+
+    def fetch(self, request: Request, chosen: int, listed: int) -> None:
+        """Add a device pool for ``chosen`` blocks a step, row and KV head; one call may bring ``listed``."""
+        layers, batch, size = request.layers, request.batch, request.config.block_size
+        budget = request.offload.device_pool
+        for width in {layer.width for layer in layers}:
+            rows = [batch * layer.heads for layer in layers if layer.width == width]
+            each = size * width * request.item + BOOKKEEPING
+            frames = SELECTIONS * len(layers) * rows[0] * chosen if budget is None else int(budget) // each
+            self.frames += frames * each + (8 * listed * sum(set(rows)) if frames else 0)  # lists of copies
+        step = sum(layer.heads * layer.width for layer in layers)
+        self.working_set = int(REUSED * batch * chosen * size * step * request.item)
+        if self.frames:
+            self.tables += sum(request.slots * layer.heads * 4 for layer in layers)

@@ -1,0 +1,127 @@
+"""The methods that there are: ``@register`` above a policy, in a file that ``policies/__init__.py`` imports.
+
+Everything that offers methods reads them here: ``SparseCache``, the command line, evaluation specs, the memory plan,
+saved caches, benchmarks, the demo, and the tests that hold for every method. docs/extending.md shows how to add one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..config import SparseConfig
+
+if TYPE_CHECKING:
+    from .base import Policy
+
+
+@dataclass(frozen=True)
+class Knob:
+    """The setting that trades exactness for speed.
+
+    Args:
+        name: a field of the configuration.
+        least: the smallest value worth trying.
+        most: with this value a step over up to 4096 tokens attends to all of them.
+    """
+
+    name: str
+    least: float
+    most: float
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to choose what a decode step attends to.
+
+    Args:
+        name: what command line and specs call it.
+        config: class of its configurations; ``SparseCache(config)`` makes the cache.
+        policy: class of what chooses in each layer.
+        about: one line, with the source.
+        knob: what to turn for a quicker or a more exact step.
+        presets: further names, and the settings that each stands for.
+        reference: a yardstick: evaluation offers it, the command line, benchmarks and the demo do not.
+    """
+
+    name: str
+    config: type[SparseConfig]
+    policy: type[Policy]
+    about: str
+    knob: Knob
+    presets: Mapping[str, dict] = field(default_factory=dict)
+    reference: bool = False
+
+
+_METHODS: dict[str, Method] = {}
+
+
+def register(
+    name: str,
+    config: type[SparseConfig],
+    *,
+    about: str,
+    knob: tuple[str, float, float] = ("token_budget", 64, 4096),
+    presets: Mapping[str, dict] | None = None,
+    reference: bool = False,
+) -> Callable[[type[Policy]], type[Policy]]:
+    """Make a policy class the method ``name``; the arguments are those of :class:`Method`.
+
+    Raises:
+        ValueError: the name or the configuration belongs to another method, or a field that is named is missing.
+    """
+
+    def decorate(policy: type[Policy]) -> type[Policy]:
+        method = Method(name, config, policy, about, Knob(*knob), dict(presets or {}), reference)
+        _check(method)
+        _METHODS[name] = method
+        return policy
+
+    return decorate
+
+
+def _check(method: Method) -> None:
+    for one in (method.name, *method.presets):
+        if one in names(references=True):
+            raise ValueError(f"there is a method {one!r} already: choose another name")
+    if not (isinstance(method.config, type) and issubclass(method.config, SparseConfig)):
+        raise ValueError(f"method {method.name!r}: config must be a subclass of SparseConfig, got {method.config!r}")
+    for other in _METHODS.values():
+        if other.config is method.config:
+            raise ValueError(
+                f"method {method.name!r}: {method.config.__name__} is the configuration of {other.name!r} already: "
+                "give each method a class of its own"
+            )
+    fields = method.config.__dataclass_fields__
+    for named in (method.knob.name, *(option for preset in method.presets.values() for option in preset)):
+        if named not in fields:
+            raise ValueError(f"method {method.name!r}: {method.config.__name__} has no field {named!r}")
+
+
+def methods(references: bool = False) -> dict[str, Method]:
+    """All methods by name, in the order of their registration; with ``references`` the yardsticks, too."""
+    return {name: method for name, method in _METHODS.items() if references or not method.reference}
+
+
+def names(references: bool = False) -> dict[str, tuple[Method, dict]]:
+    """The same with presets: ``{name: (method, settings that the name stands for)}``."""
+    found: dict[str, tuple[Method, dict]] = {}
+    for name, method in methods(references).items():
+        found[name] = (method, {})
+        found |= {preset: (method, dict(settings)) for preset, settings in method.presets.items()}
+    return found
+
+
+def method_of(config: SparseConfig) -> Method:
+    """The method that a configuration, or one of a subclass, belongs to.
+
+    Raises:
+        TypeError: it belongs to none.
+    """
+    known = {method.config: method for method in _METHODS.values()}
+    for kind in type(config).__mro__:
+        if kind in known:
+            return known[kind]
+    offered = ", ".join(method.config.__name__ for method in methods().values())
+    raise TypeError(f"config must be the configuration of a method ({offered}), got {type(config).__name__}")

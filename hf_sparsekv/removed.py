@@ -1,0 +1,78 @@
+"""Options that earlier releases had, and what takes their place.
+
+A configuration, the command line and a cache specification refuse such an option by name. A saved cache still loads if
+the option had a value that stands for what happens now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Removed:
+    """An option that is gone.
+
+    Args:
+        instead: what to do instead, as it follows a colon.
+        same: values that stand for what happens now: a file that was saved with one of them loads. None: any value.
+        stored: what a saved cache holds depends on it, so another configuration cannot stand in for it.
+    """
+
+    instead: str
+    same: tuple | None = None
+    stored: bool = False
+
+    def means_now(self, value: object) -> bool:
+        """Whether a saved cache with this value behaves now as it did then."""
+        return self.same is None or value in self.same
+
+
+# By the name of the class.
+REMOVED: dict[str, dict[str, Removed]] = {
+    "ProgressiveConfig": {
+        "execution": Removed(
+            "leave it out. The GPU ends each walk by itself, as with execution='device', which was quicker than "
+            "execution='host' at every length",
+            ("auto", "device"),
+        ),
+        "micro_batch": Removed("leave it out. Only execution='host' had it, which is gone"),
+    },
+    "PredictiveConfig": {
+        "scoring": Removed(
+            "leave it out. Tokens are scored by their labels, as with scoring='labels'; label_bits=16 and more "
+            "label_channels take more of a key into the score, up to all of it",
+            ("labels",),
+            stored=True,
+        ),
+    },
+    "Settings": {  # of hf_sparsekv.tuning.transfer
+        "backend": Removed(
+            "leave it out. Blocks are copied by the kernel, as with backend='uva', ten times as quickly as by the copy "
+            "engine (backend='dma')",
+            ("uva",),
+        ),
+    },
+}
+
+
+def removed(config: type) -> dict[str, Removed]:
+    """Options that this configuration once had, those of its bases included."""
+    return {name: gone for base in config.__mro__ for name, gone in REMOVED.get(base.__name__, {}).items()}
+
+
+def refuse(config: type, names: Iterable[str]) -> None:
+    """Raise ValueError for the first name of an option that is gone."""
+    gone = removed(config)
+    for name in names:
+        if name in gone:
+            raise ValueError(f"{config.__name__} no longer has {name}: {gone[name].instead}")
+
+
+class Options:
+    """Base of the configurations: an option that is gone raises ValueError, which says what to do instead."""
+
+    def __new__(cls, *args: object, **given: object) -> Options:
+        refuse(cls, given)
+        return super().__new__(cls)

@@ -1,0 +1,94 @@
+"""The public names of hf_sparsekv and their signatures are those of tests/public_api.txt: a change is a decision.
+
+python tests/test_public_api.py    # write the file anew; its diff is what users will notice
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from pathlib import Path
+
+import hf_sparsekv
+
+FILE = Path(__file__).with_name("public_api.txt")
+
+
+def ours(kind: type) -> bool:
+    return kind.__module__.split(".")[0] == "hf_sparsekv"
+
+
+def signature(function) -> str:
+    """Parameters with annotations and defaults, as they are written."""
+    about, parts = inspect.signature(function), []
+    for p in about.parameters.values():
+        if p.kind is p.KEYWORD_ONLY and "*" not in "".join(part[:1] for part in parts):
+            parts.append("*")
+        text = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "") + p.name
+        text += "" if p.annotation is p.empty else f": {p.annotation}"
+        parts.append(text if p.default is p.empty else f"{text} = {p.default!r}")
+    returns = "" if about.return_annotation is about.empty else f" -> {about.return_annotation}"
+    return f"({', '.join(parts)}){returns}"
+
+
+def described(name: str, value: object) -> list[str]:
+    """Lines about one public name."""
+    if inspect.isfunction(value):
+        return [f"{name}{signature(value)}"]
+    if not inspect.isclass(value):
+        return [f"{name}: {type(value).__name__}"]
+    bases = ", ".join(base.__name__ for base in value.__bases__ if ours(base))
+    lines = [f"class {name}" + (f"({bases})" if bases else "")]
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            if field.name in vars(value).get("__annotations__", {}):
+                default = "" if field.default is dataclasses.MISSING else f" = {field.default!r}"
+                lines.append(f"    {field.name}: {field.type}{default}")
+    elif "__init__" in vars(value):
+        lines.append(f"    __init__{signature(value.__init__)}")
+    hidden = [base for base in value.__mro__[1:] if ours(base) and base.__name__ not in hf_sparsekv.__all__]
+    return list(dict.fromkeys(lines + [line for kind in (value, *hidden) for line in members(kind)]))
+
+
+def members(kind: type) -> list[str]:
+    """Public methods and properties that a class defines itself."""
+    lines = []
+    for name, held in vars(kind).items():
+        function = held.__func__ if isinstance(held, classmethod | staticmethod) else held
+        if name.startswith("_"):
+            continue
+        if isinstance(held, property):
+            lines.append(f"    {name}: property")
+        elif inspect.isfunction(function):
+            lines.append(f"    {name}{signature(function)}")
+    return sorted(lines)
+
+
+def public_api() -> str:
+    """All of it, one block a name."""
+    blocks = ("\n".join(described(name, getattr(hf_sparsekv, name))) for name in sorted(hf_sparsekv.__all__))
+    return "\n\n".join(blocks) + "\n"
+
+
+def test_public_names_and_signatures_are_those_of_the_file():
+    expected, found = FILE.read_text().splitlines(), public_api().splitlines()
+    changed = "\n".join(difflib.unified_diff(expected, found, "tests/public_api.txt", "hf_sparsekv", lineterm="", n=1))
+    assert not changed, (
+        f"what users see has changed:\n{changed}\nIf that is meant, run `python tests/test_public_api.py`, commit "
+        "tests/public_api.txt, and say it in CHANGELOG.md; a name that users have in their code keeps an alias for one "
+        "release."
+    )
+
+
+def test_every_public_name_is_in_the_file_and_documented():
+    text = FILE.read_text()
+    for name in hf_sparsekv.__all__:
+        assert f"class {name}" in text or f"\n{name}" in text or text.startswith(name), name
+        value = getattr(hf_sparsekv, name)
+        assert name == "__version__" or inspect.getdoc(value), f"{name} has no docstring"
+
+
+if __name__ == "__main__":
+    FILE.write_text(public_api())
+    print(f"{FILE}: {len(public_api().splitlines())} lines")

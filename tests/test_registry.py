@@ -1,0 +1,293 @@
+"""The registry of methods: what it refuses, and that everything which offers methods finds a new one by itself."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field, fields
+
+import pytest
+import torch
+from caches import CACHES, SMALL, TIGHT, generic
+from models import build, model, prompt
+from saved_files import feed, rewrite, same, saved, state, steps
+from test_cli import TEXT, error, run, tiny
+
+from benchmarks.baselines import VARIANTS
+from hf_sparsekv import (
+    AsyncPredictiveCache,
+    OffloadConfig,
+    OffloadedSparseCache,
+    PredictiveConfig,
+    ProgressiveCache,
+    ProgressiveConfig,
+    SparseCache,
+    SparseConfig,
+    StreamingConfig,
+    TwoLevelConfig,
+)
+from hf_sparsekv.cli import options
+from hf_sparsekv.evaluation.cache_specs import known, parse_cache
+from hf_sparsekv.persistence.cache_file import free_fields
+from hf_sparsekv.policies import registry
+from hf_sparsekv.policies.base import Policy
+from hf_sparsekv.policies.registry import method_of, methods, names, register
+from hf_sparsekv.policies.selector import Selector
+from hf_sparsekv.tuning.plan import model_shape, plan_memory
+
+__all__ = ["tiny"]  # a fixture
+
+
+@pytest.fixture
+def empty_after(monkeypatch):
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EveryNthConfig(SparseConfig):
+    """Attends to every so manieth token."""
+
+    FREE = ("stride",)
+
+    stride: int = field(default=4, metadata={"help": "Every so manieth stored token."})
+    kept: int = 7
+
+
+@pytest.fixture
+def every_nth(empty_after):
+    """A method that nothing in the package knows, with state of its own."""
+
+    @register("every_nth", EveryNthConfig, about="a test", knob=("stride", 1, 1), presets={"every_2nd": {"stride": 2}})
+    class EveryNthPolicy(Selector):
+        def start(self, store, q_heads) -> None:
+            super().start(store, q_heads)
+            self.state = torch.full((store.batch, 3), float(self.config.kept))
+
+        def save(self) -> dict:
+            return {"state": self.state.clone()}
+
+        def to_file(self, about, store) -> dict:
+            return {"mine": self.state}
+
+        def from_file(self, about, held, store) -> None:
+            self.state = held.pop("mine")
+
+        def select(self, q, store, spec):
+            columns = torch.arange(store.table.shape[1] * store.block_size, dtype=torch.int32)
+            flags = store.pool.fields["flags"][store.table.clamp_min(0).long()].flatten(1)
+            wanted = (columns % self.config.stride == 0) & (flags == 1) & (columns < store.sealed * store.block_size)
+            return torch.where(wanted, columns, -1)[:, None].expand(-1, store.heads, -1)
+
+    return EveryNthPolicy
+
+
+# ---------------------------------------------------------------------- registering
+
+
+def test_who_is_there():
+    assert set(methods()) == {"two_level", "progressive", "predictive", "streaming"}
+    assert set(names()) == {*methods(), "block_only", "token_only"}
+    assert {"oracle", "random"} <= set(known()) - set(names())
+    for method in methods().values():
+        assert method_of(method.config()) is method
+        assert method.about.endswith(")"), "the source"
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "named", "message"),
+    [
+        ("two_level", EveryNthConfig, {}, "there is a method 'two_level' already: choose another name"),
+        ("token_only", EveryNthConfig, {}, "there is a method 'token_only' already"),
+        ("other", EveryNthConfig, {"presets": {"oracle": {}}}, "there is a method 'oracle' already"),
+        ("other", TwoLevelConfig, {}, "TwoLevelConfig is the configuration of 'two_level' already: give each"),
+        ("other", dict, {}, "config must be a subclass of SparseConfig, got <class 'dict'>"),
+        ("other", EveryNthConfig, {}, "EveryNthConfig has no field 'token_budget'"),
+        ("other", EveryNthConfig, {"knob": ("stride", 1, 1), "presets": {"x": {"y": 1}}}, "has no field 'y'"),
+    ],
+)
+def test_what_cannot_be_registered(name, config, named, message, empty_after):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        register(name, config, about="a test", **named)(Policy)
+    assert set(methods()) == {"two_level", "progressive", "predictive", "streaming"}
+
+
+@pytest.mark.parametrize("config", [SparseConfig(), None, "fast", {"token_budget": 3}], ids=lambda c: type(c).__name__)
+def test_configurations_of_no_method(config):
+    offered = "TwoLevelConfig, PredictiveConfig, ProgressiveConfig, StreamingConfig"
+    with pytest.raises(TypeError, match="config must be the configuration of a method") as told:
+        SparseCache(config)
+    assert all(name in str(told.value) for name in offered.split(", "))
+
+
+def test_a_subclass_of_a_configuration_is_of_the_same_method():
+    class Mine(TwoLevelConfig):
+        pass
+
+    cache = OffloadedSparseCache(Mine(level="block"))
+    assert method_of(Mine()) is methods()["two_level"]
+    assert cache.config.level == "block"
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "offload"),
+    [
+        (OffloadedSparseCache, TwoLevelConfig(**TIGHT), OffloadConfig()),
+        (ProgressiveCache, ProgressiveConfig(threshold=0.6), None),
+        (AsyncPredictiveCache, PredictiveConfig(token_budget=32), None),
+    ],
+)
+def test_named_caches_are_the_same_with_a_default(kind, config, offload):
+    named, plain = kind(config), SparseCache(config, offload)
+    assert named.offload_config == plain.offload_config == offload
+    assert [type(c.make_policy(5)) for c in (named, plain)] == [methods()[method_of(config).name].policy] * 2
+    assert type(kind().config) is type(config)
+    with pytest.raises(TypeError, match=f"config must be a {type(config).__name__}, got StreamingConfig"):
+        kind(StreamingConfig())
+
+
+# ---------------------------------------------------------------------- a new one is found
+
+
+def test_a_cache_of_a_new_method(every_nth):
+    dense, other = ({"stride": 1}, {"stride": 5})
+    ours, inputs, go = model("llama"), prompt(2, 100, (0, 20)), {"do_sample": False, "max_new_tokens": 20}
+    expected = build("llama", "sdpa").generate(**inputs, **go)
+    caches = [SparseCache(EveryNthConfig(**_small(), **how)) for how in (dense, other)]
+    texts = [ours.generate(**inputs, past_key_values=cache, **go) for cache in caches]
+    assert torch.equal(texts[0], expected)
+    assert caches[0].stats().attended_share == 1 > caches[1].stats().attended_share
+    assert caches[0].stats().sparse_calls > 0
+
+
+def test_specs_and_presets(every_nth):
+    assert parse_cache("every_nth:stride=3").make().config.stride == 3
+    assert parse_cache("every_2nd").make().config.stride == 2
+    with pytest.raises(ValueError, match="did you mean 'every_nth'"):
+        parse_cache("every_nht")
+
+
+def test_plan_of_a_new_method(every_nth):
+    grown = build("llama", "sparsekv", num_hidden_layers=3)
+    for offload in (None, OffloadConfig()):
+        for config in (EveryNthConfig(dense_layers=1), StreamingConfig(dense_layers=1, window=64)):
+            cache = SparseCache(config, offload)
+            with torch.no_grad():
+                grown(**prompt(2, 300), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            shape = model_shape(grown.config, torch.float32)
+            plan = plan_memory(shape, config, offload, context=300, batch=2)
+            assert {"device": plan.cache_device, "host": plan.cache_host} == cache.memory_bytes()
+            assert plan.bounds == plan.labels == plan.frames == plan.working_set == 0
+
+
+def test_files_of_a_new_method(every_nth, tmp_path):
+    cache = generic(methods()["every_nth"])(kept=3)
+    feed(cache, *prompt(2, 130, (0, 30)).values())
+    steps(cache, 5)
+    twin = saved(cache, tmp_path)
+    assert type(twin) is SparseCache and twin.config == cache.config
+    assert torch.equal(twin.sparse_layers[0].policy.state, torch.full((2, 3), 3.0))
+    assert torch.equal(steps(cache, 20), steps(twin, 20))
+    same(state(cache), state(twin))
+    path = tmp_path / "context.safetensors"
+    other = EveryNthConfig(**_small(), stride=2, kept=3)
+    assert SparseCache.load(path, config=other).config.stride == 2
+    with pytest.raises(ValueError, match=r"saved with kept=3.*; got 4.*change only stride, dense_below, max_length,"):
+        SparseCache.load(path, config=EveryNthConfig(**_small(), kept=4))
+    with pytest.raises(TypeError, match=r"config must be a EveryNthConfig, as .* has it, got StreamingConfig"):
+        SparseCache.load(path, config=StreamingConfig())
+    with pytest.raises(ValueError, match=r"holds a SparseCache, which ProgressiveCache.load\(\) cannot make"):
+        ProgressiveCache.load(path)
+    del registry._METHODS["every_nth"]
+    with pytest.raises(ValueError, match="an unknown method 'every_nth': import what registers it first"):
+        SparseCache.load(path)
+
+
+def test_state_that_no_file_would_hold(every_nth, tmp_path):
+    del every_nth.to_file
+    cache = generic(methods()["every_nth"])()
+    feed(cache, *prompt(1, 90).values())
+    with pytest.raises(ValueError, match="EveryNthPolicy cannot be saved yet: it keeps state, but has no to_file"):
+        cache.save(tmp_path / "x")
+    oracle = parse_cache("oracle").make()
+    feed(oracle, *prompt(1, 90).values())
+    with pytest.raises(ValueError, match="caches of OracleConfig cannot be saved yet"):
+        oracle.save(tmp_path / "x")
+
+
+def test_options_of_a_new_method(every_nth):
+    group = options._with_own(options.CacheOptions)
+    assert {f.name for f in fields(group)} - {f.name for f in fields(options.CacheOptions)} == {"stride"}
+    made = group(stride=9)
+    assert made.stride == 9 and made.token_budget is None
+    [(name, hint, default)] = options.own_options(methods()["every_nth"])
+    assert (name, default) == ("stride", None)
+    assert hint.__metadata__[0].help == "Every so manieth stored token." and hint.__metadata__[0].show_default == "4"
+    assert options._with_own(options.CacheOptions) is not options.CacheOptions
+
+
+def test_everything_offers_streaming(tiny):
+    from demo.caches import METHODS
+
+    assert {"streaming", "streaming-host"} <= set(CACHES)
+    assert VARIANTS["streaming"].config is METHODS["streaming"].config is StreamingConfig
+    given = ("--cache", "streaming", "--window", 32, "--block-size", 16, "--dense-layers", 0)
+    result = run("generate", tiny, "--prompt", TEXT, "--max-new-tokens", 8, *given)
+    assert any(line.startswith("streaming") for line in result.stderr.splitlines())
+    shares = re.search(r"attended to (\d+\.\d)%", " ".join(result.stderr.split()))
+    assert 0 < float(shares[1]) < 10
+    whole = ("--cache", "streaming", "--compare", "dense")  # of 1,300 tokens it has 1,024 and 4: other text
+    assert "both gave" not in run("generate", tiny, "--prompt", TEXT, "--max-new-tokens", 8, *whole, *given[2:]).stderr
+    big = (*whole, "--window", 1400)
+    assert "both gave the same 8" in run("generate", tiny, "--prompt", TEXT, "--max-new-tokens", 8, *big).stderr
+    out = run("plan", tiny, "--context", 3000, *given).stdout
+    assert re.search(r"token labels +- +-", out) and re.search(r"block bounds +- +-", out)
+    assert "--token-budget has no meaning with --cache streaming" in error(
+        "generate", tiny, "--prompt", "a", "--cache", "streaming", "--token-budget", 1024, status=2
+    )
+    assert "64; streaming: 1024" in " ".join(run("plan", "--help", env={"COLUMNS": "300"}).stdout.split())
+
+
+# ---------------------------------------------------------------------- files of earlier releases
+
+
+@pytest.mark.parametrize("name", ["host", "device-token", "progressive", "predictive"])
+def test_files_that_name_no_method_load(name, tmp_path):
+    """Earlier releases wrote the class alone, and layers without the entry for further state."""
+    cache = CACHES[name](**TIGHT)
+    feed(cache, *prompt(2, 130, (0, 30)).values())
+    cache.save(tmp_path / "new")
+
+    def older(meta) -> None:
+        about = json.loads(meta["state"])
+        assert about.pop("method") in methods()
+        for layer in about["layers"]:
+            del layer["state"]
+        meta["state"] = json.dumps(about)
+
+    twin = SparseCache.load(rewrite(tmp_path / "new", tmp_path / "old", metadata=older), offload=cache.offload_config)
+    assert type(twin) is type(cache) and twin.config == cache.config
+    same(state(cache), state(twin))
+    assert torch.equal(steps(cache, 5), steps(twin, 5))
+
+
+def test_files_whose_class_and_method_disagree(tmp_path):
+    cache = CACHES["host"](**TIGHT)
+    feed(cache, *prompt(1, 130).values())
+    cache.save(tmp_path / "new")
+
+    def other(meta) -> None:
+        meta["state"] = json.dumps({**json.loads(meta["state"]), "method": "streaming"})
+
+    with pytest.raises(ValueError, match="is damaged"):
+        SparseCache.load(rewrite(tmp_path / "new", tmp_path / "bad", metadata=other))
+
+
+def test_what_may_change_when_a_cache_is_loaded():
+    assert set(free_fields(StreamingConfig)) == {"dense_below", "max_length"}
+    for method in methods(references=True).values():
+        assert set(free_fields(method.config)) <= {f.name for f in fields(method.config)}
+
+
+def _small() -> dict:
+    return {name: value for name, value in SMALL.items() if name != "calibration_tokens"}
