@@ -219,3 +219,18 @@ def test_frames(place, case, granularity):
     if granularity == "token":
         with pytest.raises(ValueError, match="only where some are chosen"):
             sparse_decode(*args, **dict(named, granularity="all"))
+
+
+@pytest.mark.parametrize("granularity", ["token", "block"])
+@pytest.mark.parametrize("latents", [False, True], ids=["keys and values", "latents"])
+def test_frames_of_other_strides(place32, latents, granularity):
+    """Frames, stored blocks and the near buffer are slices of wider rows, each of another width."""
+    case = Case(heads=1, dk=48, dv=32, latents=latents)
+    args, named = in_frames(place32, *case.make(place32, granularity))
+    expected, _ = expect(args, named)
+
+    def wider(t, more):
+        return torch.cat((t, torch.full_like(t[..., :more], torch.nan)), -1)[..., : t.shape[-1]]
+
+    args[1], args[5], named["frames"] = wider(args[1], 8), wider(args[5], 16), wider(named["frames"], 24)
+    place32.close(sparse_decode(*args, **named), expected)
