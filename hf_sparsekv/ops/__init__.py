@@ -1,7 +1,7 @@
 """Operators on cached keys and values, one folder each.
 
-``reference.py`` is the definition in plain torch, with the public signature and docstring; ``triton.py`` has the kernels
-and launches them, from arguments of the same names; ``config.py`` says how a call of given shapes is cut, as a frozen
+``reference.py`` is the definition in plain torch, with the public signature and docstring; ``triton.py`` has the
+kernels and launches them, from arguments of the same names; ``config.py`` says how a call of given shapes is cut, as a frozen
 dataclass that benchmarks and tests replace (``config=replace(config(...), tile=32)``). The folder's function picks one
 by device (:func:`._dispatch.operator`).
 
