@@ -88,6 +88,7 @@ BROKEN = {
     "settings missing": '{"format": 1, "devices": {"x": {"settings": {"programs": 4}}}}',
     "no number": f'{{"format": 1, "devices": {{"x": {{"settings": {{{GOOD.replace("4", "null")}}}}}}}}}',
     "a back end that is gone": f'{{"format": 1, "devices": {{"x": {{"settings": {{"backend": "dma", {GOOD}}}}}}}}}',
+    "deep": "[" * 100_000 + "]" * 100_000,
 }
 
 

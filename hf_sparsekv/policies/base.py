@@ -183,6 +183,16 @@ class Policy:
         """Tensors to save with the layer, by name. ``about`` takes what is no tensor (JSON values)."""
         return {}
 
+    def file_fits(self, about: dict) -> dict[str, bool]:
+        """By field: whether what a file says of a layer can be this policy's. No memory is taken for it yet."""
+        names = ("channels", "stats_tokens", "query_heads", "previous", "chosen", "ring")
+        return {name: about[name] is None for name in names}
+
+    @classmethod
+    def reserves(cls, config: SparseConfig, offloaded: bool) -> int:
+        """Ids of a row and KV head that the configuration alone makes a layer keep."""
+        return 0
+
     def from_file(self, about: dict, held: dict[str, Tensor], store: LayerStore) -> None:
         """Take what :meth:`to_file` gave out of ``held``; the store is as it was. The tensors lie on the CPU.
 

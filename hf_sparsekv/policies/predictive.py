@@ -299,6 +299,14 @@ class PredictivePolicy(TwoLevelPolicy):
             about["chosen"], tensors["chosen"] = self.ids.shape[2], self.ids
         return tensors
 
+    def file_fits(self, about: dict) -> dict[str, bool]:
+        ring = about["ring"]
+        return super().file_fits(about) | {"chosen": True, "ring": ring is not None and ring[0] % about["heads"] == 0}
+
+    @classmethod
+    def reserves(cls, config: PredictiveConfig, offloaded: bool) -> int:
+        return room_for(config)
+
     def from_file(self, about: dict, held: dict[str, Tensor], store: LayerStore) -> None:
         super().from_file(about, held, store)
         if "queries" not in held:

@@ -96,6 +96,11 @@ class TwoLevelPolicy(Policy):
             else:
                 pool.add_field("codes", (heads, store.block_size, r), store.dtype)
         if self.fixed is not None:
+            if self.layer_idx >= len(self.fixed.ranking):
+                raise ValueError(
+                    f"the channel file has {len(self.fixed.ranking)} layers, none for layer {self.layer_idx}: "
+                    "calibrate this model with `hf-sparsekv calibrate`"
+                )
             ranking = self.fixed.ranking[self.layer_idx].to(store.device)
             if ranking.shape != (heads, dim):
                 raise ValueError(
@@ -316,9 +321,25 @@ class TwoLevelPolicy(Policy):
             about["previous"], tensors["previous"] = self.previous.shape[2], self.previous
         return tensors
 
+    def file_fits(self, about: dict) -> dict[str, bool]:
+        tokens, heads = about["stats_tokens"], about["query_heads"]
+        return super().file_fits(about) | {
+            "channels": (about["channels"] is not None) == (self.fine and tokens is None),
+            "stats_tokens": tokens is None or (self.fine and tokens < self.config.calibration_tokens),
+            "query_heads": (heads is not None) == bool(tokens) and (heads or 0) % about["heads"] == 0,
+            "previous": about["previous"] is None or self.coarse,
+        }
+
+    @classmethod
+    def reserves(cls, config: TwoLevelConfig, offloaded: bool) -> int:
+        return config.coarse_blocks if lags(config, offloaded) else 0
+
     def from_file(self, about: dict, held: dict[str, Tensor], store: LayerStore) -> None:
         channels, tokens = held.pop("channels", None), about["stats_tokens"]
         if self.fine and (tokens is None if channels is None else channels.shape[2] != self.r):
+            raise ValueError("channels")
+        known = self.channels  # of a channel file
+        if channels is not None and known is not None and not torch.equal(channels, known.cpu()):
             raise ValueError("channels")
         if channels is not None:
             self.channels = channels.to(store.device)

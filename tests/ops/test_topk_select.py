@@ -214,7 +214,7 @@ def test_long_contexts(n, k, split):
     scores[0, 1] = scores[0, 1].bfloat16().float()
     scores[0, 2, k // 2 :] = -math.inf
     scores[0, 3] = scores[0, 3].sort().values
-    assert torch.equal(block_select(scores.cuda(), k, split=split).cpu(), reference_block(scores, k))
+    assert torch.equal(block_select(scores.cuda(), k, config=Config(split=split)).cpu(), reference_block(scores, k))
 
 
 @pytest.mark.gpu
