@@ -325,7 +325,7 @@ class SparseCache(Cache):
     # ------------------------------------------------------------------ files
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the cache to one safetensors file, which appears when it is whole.
+        """Write the cache to one safetensors file, which appears when it is whole; several may save to one path.
 
         Raises:
             ValueError: nothing is cached, or the model has layers that cannot be saved (linear attention).
@@ -359,7 +359,8 @@ class SparseCache(Cache):
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is no saved cache, is damaged, or belongs to another version, model or configuration.
+            ValueError: it is no saved cache, is damaged, or belongs to another version, model or configuration; or
+                without ``config`` it reserves far more memory than it fills (docs/saving.md).
             MemoryError: the host memory that ``offload`` allows does not hold it.
         """
         from .persistence.cache_file import load_cache

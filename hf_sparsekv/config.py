@@ -47,6 +47,11 @@ def _positive(name: str, value: object) -> None:
     _require(_is_int(value) and value > 0, f"{name} must be a positive integer, got {value!r}")
 
 
+def _block_count(name: str, value: object) -> None:
+    _positive(name, value)
+    _require(value < 1 << 31, f"{name} must be less than 2^31, which kernels count blocks to, got {value}")
+
+
 def _is_device(name: object) -> bool:
     try:
         return isinstance(name, str) and torch.device(name) is not None
@@ -74,11 +79,21 @@ def check_predictor(predictor: object, window: object, epsilon: object) -> None:
     if isinstance(predictor, str):
         _one_of("predictor", predictor, PREDICTORS)
         check_window(window)
-        ok = isinstance(epsilon, int | float) and MIN_EPSILON <= epsilon < float("inf")
+        ok = (
+            isinstance(epsilon, int | float) and not isinstance(epsilon, bool) and MIN_EPSILON <= epsilon < float("inf")
+        )
         _require(ok, f"epsilon must be a number of at least {MIN_EPSILON}, got {epsilon!r}")
     elif not hasattr(predictor, "predict"):  # which is one that has been made, and checked, already
         _require(callable(predictor), f"a predictor must be callable, got {type(predictor).__name__}")
         check_window(window)
+
+
+def _flag(name: str, value: object) -> None:
+    _require(isinstance(value, bool), f"{name} must be True or False, got {value!r}")
+
+
+def _flag_or_none(name: str, value: object) -> None:
+    _require(value is None or isinstance(value, bool), f"{name} must be True, False or None, got {value!r}")
 
 
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -148,9 +163,14 @@ def _check_labels(config: TwoLevelConfig | PredictiveConfig) -> None:
     if config.label_channels is not None:
         _positive("label_channels", config.label_channels)
         _require(config.label_channels % 2 == 0, f"label_channels must be even, got {config.label_channels}")
-    _require(config.label_bits in (4, 16), f"label_bits must be 4 or 16, got {config.label_bits!r}")
+    _require(
+        _is_int(config.label_bits) and config.label_bits in (4, 16),
+        f"label_bits must be 4 or 16, got {config.label_bits!r}",
+    )
     _one_of("channel_importance", config.channel_importance, ("max", "mean"))
     _positive("calibration_tokens", config.calibration_tokens)
+    path = config.channel_file
+    _require(path is None or isinstance(path, str | PathLike), f"channel_file must be a path or None, got {path!r}")
     _one_of("token_reduce", config.token_reduce, ("mean", "max"))
 
 
@@ -223,7 +243,7 @@ class TwoLevelConfig(SparseConfig):
         )
         _check_index(self)
         _check_labels(self)
-        _require(self.lag in (None, True, False), f"lag must be True, False or None, got {self.lag!r}")
+        _flag_or_none("lag", self.lag)
 
     @property
     def blocks_for_budget(self) -> int:
@@ -300,10 +320,11 @@ class ProgressiveConfig(SparseConfig):
             f"estimate='bound' needs metadata='min_max', which bounds what a block can hold; got {self.metadata!r}",
         )
         _one_of("group_reduce", self.group_reduce, ("all", "sum"))
-        _positive("min_blocks", self.min_blocks)
-        for name in ("max_blocks", "audit_every"):
-            if getattr(self, name) is not None:
-                _positive(name, getattr(self, name))
+        _block_count("min_blocks", self.min_blocks)
+        if self.max_blocks is not None:
+            _block_count("max_blocks", self.max_blocks)
+        if self.audit_every is not None:
+            _positive("audit_every", self.audit_every)
 
     @property
     def bounds_per_block(self) -> int:
@@ -368,7 +389,7 @@ class PredictiveConfig(SparseConfig):
             f"with cache_rank={self.cache_rank!r} blocks lie on that device, so attending to all of them is never as "
             f"quick: leave dense_below={self.dense_below!r} out (start_length says from where on to select)",
         )
-        _require(self.strict in (True, False), f"strict must be True or False, got {self.strict!r}")
+        _flag("strict", self.strict)
         _positive("layers_per_pack", self.layers_per_pack)
         _check_labels(self)
 
@@ -396,13 +417,10 @@ class OffloadConfig:
     keep_dense: bool = True
 
     def __post_init__(self) -> None:
-        _require(
-            self.pin_memory in (None, True, False),
-            f"pin_memory must be True, False or None, got {self.pin_memory!r}",
-        )
+        _flag_or_none("pin_memory", self.pin_memory)
         if self.max_host_bytes is not None:
             _positive("max_host_bytes", self.max_host_bytes)
-        _require(self.keep_dense in (True, False), f"keep_dense must be True or False, got {self.keep_dense!r}")
+        _flag("keep_dense", self.keep_dense)
         pool = self.device_pool
         _require(
             pool is None or (_is_int(pool) and pool >= 0) or (isinstance(pool, float) and 0 < pool < 1),

@@ -7,8 +7,12 @@ import torch
 from caches import TIGHT, predictive, two_level
 from captured import Imitation
 from models import build, model, prompt
+from safetensors import safe_open
+from safetensors.torch import save_file
+from saved_files import rewrite
 from transformers import AttentionInterface, DynamicCache
 
+from hf_sparsekv import SparseCache
 from hf_sparsekv.ops.seal import quantise_labels
 from hf_sparsekv.predictor.channels import ChannelStats, LabelChannels, calibrate
 
@@ -107,6 +111,94 @@ def test_save_and_load(tmp_path):
     assert torch.equal(read.ranking, made.ranking) and read.ranking.dtype == torch.int32
     assert (read.model, read.name, read.importance, read.tokens) == (made.model, made.name, "mean", 120)
     assert read.model["head_dim"] == 16 and read.model["model_type"] == "llama"
+
+
+def _put(*values):
+    def put(ranking):
+        ranking[1, 1, : len(values)] = torch.tensor(values, dtype=torch.int32)
+        return ranking
+
+    return put
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_put(99999), "the ranking of layer 1 does not name each of 16 channels once"),
+        (_put(16), "the ranking of layer 1 does not name each of 16 channels once"),
+        (_put(-1), "the ranking of layer 1 does not name each of 16 channels once"),
+        (_put(-2), "the ranking of layer 1 does not name each of 16 channels once"),
+        (_put(5, 5), "the ranking of layer 1 does not name each of 16 channels once"),
+        (lambda ranking: ranking.float(), r"a channel ranking is int32 .*, got torch\.float32"),
+        (lambda ranking: ranking.long(), r"a channel ranking is int32 .*, got torch\.int64"),
+        (lambda ranking: ranking[0], r"a channel ranking is int32 \[layers, .*, got torch\.int32 \[2, 16\]"),
+        (lambda ranking: ranking[:1], "the channel ranking has 1 layers, its model 2"),
+        ({"model": None}, "it does not say its model"),
+        ({"tokens": None}, "it does not say its tokens"),
+        ({"model": "{"}, "Expecting property name"),
+        ({"model": "[]"}, "the model's facts must be a dict, got list"),
+        ({"model": DEEP}, "its header is nested too deeply"),
+        ({"tokens": "many"}, "invalid literal"),
+        ({"importance": "sum"}, "importance must be 'max' or 'mean', got 'sum'"),
+    ],
+    ids=range(16),
+)
+def test_damaged_channel_files(tmp_path, change, message):
+    """Kernels would read keys at any channel that a file names."""
+    good, path = tmp_path / "good", tmp_path / "bad"
+    calibrate(model("llama"), [IDS]).save(good)
+    with safe_open(good, "pt") as file:
+        ranking, about = file.get_tensor("ranking").clone(), file.metadata()
+    if isinstance(change, dict):
+        about = {name: text for name, text in (about | change).items() if text is not None}
+    else:
+        ranking = change(ranking)
+    save_file({"ranking": ranking}, path, metadata=about)
+    damaged = rf"the channel file {path} is damaged \(.*{message}.*\): make it again with `hf-sparsekv calibrate`"
+    with pytest.raises(ValueError, match=damaged):
+        LabelChannels.load(path)
+    with pytest.raises(ValueError, match=damaged):
+        two_level(channel_file=path)
+
+
+def test_channels_of_fewer_layers():
+    """Of a cache that nobody has told the model."""
+    made = calibrate(model("llama"), [IDS])
+    fewer = LabelChannels(made.ranking[:1], made.model | {"num_hidden_layers": 1}, "", "max", 1)
+    cache = two_level(**TIGHT)
+    cache.shared.channels = fewer
+    x = torch.randn(1, 2, 40, 16)
+    with pytest.raises(ValueError, match="the channel file has 1 layers, none for layer 1: calibrate this model"):
+        cache._layer(1).fill(x.repeat(1, 2, 1, 1), x, x)
+
+
+@pytest.mark.parametrize("value", [99999, -2, 16, 5])
+def test_damaged_channels_in_a_saved_cache(tmp_path, value):
+    path, saved = tmp_path / "channels", tmp_path / "saved"
+    calibrate(model("llama"), [IDS]).save(path)
+    cache = two_level(channel_file=path, **TIGHT)
+    prefill(cache, prompt(1, 120))
+    cache.save(saved)
+
+    def put(name):
+        def change(held):
+            held[name][-1, -1, :2] = torch.tensor([value, 5], dtype=torch.int32)
+
+        return rewrite(saved, tmp_path / "x", tensors=change)
+
+    with pytest.raises(ValueError, match=r"is damaged \(its configuration: the ranking of layer 1"):
+        SparseCache.load(put("channel_file"))
+    with pytest.raises(ValueError, match=r"is damaged \(channels in layer 1 (is out of range|does not fit)"):
+        SparseCache.load(put("layers.1.channels"))
+
+    def shift(held):
+        held["layers.1.channels"].add_(1).remainder_(16)  # good channels, but not those of the file
+
+    with pytest.raises(ValueError, match=r"is damaged \(channels in layer 1 does not fit"):
+        SparseCache.load(rewrite(saved, tmp_path / "x", tensors=shift))
 
 
 # ---------------------------------------------------------------------- in a cache

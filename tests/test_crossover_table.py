@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import warnings
 
 import pytest
@@ -42,7 +43,7 @@ def test_a_table_that_cannot_be_written_leaves_nothing_behind(monkeypatch, empty
     def refuse(*paths):
         raise PermissionError("no")
 
-    monkeypatch.setattr(user_file.os, "replace", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(PermissionError):
         user_file.save(empty_table, 1, dict, H200, {})
     assert not list(empty_table.parent.iterdir())
@@ -93,6 +94,21 @@ def test_built_in(monkeypatch, empty_table):
     assert all(24_000 < limit(H200, monkeypatch, method=f"{m}:mla", width=1152) < 96_000 for m in METHODS[:2])
 
 
+def test_an_entry_too_deep_to_write_again_goes(monkeypatch, empty_table):
+    """Newer Pythons read deeper JSON than they write with an indent."""
+    crossover.save("Other GPU", {"block_only": Rule(8192.0, 1.5)}, {"more": "deep"})
+    dumps = json.dumps
+
+    def shallow(held, **options):
+        if "deep" in str(held):
+            raise RecursionError
+        return dumps(held, **options)
+
+    monkeypatch.setattr(json, "dumps", shallow)
+    crossover.save(H200, {"two_level:lag": Rule(0.0, 5000.0)}, {})
+    assert limit(H200, monkeypatch) == 5000
+
+
 def test_methods_have_names():
     names = {"two_level": "two_level:lag", "block": "block_only", "token": "token_only"}
     for level, name in names.items():
@@ -121,6 +137,8 @@ BROKEN = {
     "no rules": '{"format": 1, "devices": {"NVIDIA H200": {}}}',
     "no numbers": '{"format": 1, "devices": {"NVIDIA H200": {"rules": {"two_level": {"fixed_bytes": "many"}}}}}',
     "not finite": '{"format": 1, "devices": {"x": {"rules": {"two_level": {"fixed_bytes": NaN, "row_tokens": 1}}}}}',
+    "too large": f'{{"format": 1, "devices": {{"x": {{"rules": {{"a": {{"fixed_bytes": 1{"0" * 400}}}}}}}}}}}',
+    "deep": "[" * 100_000 + "]" * 100_000,
 }
 
 

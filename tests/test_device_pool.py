@@ -236,12 +236,13 @@ def test_few_frames_and_many(frames, window):
 @pytest.mark.parametrize("frames, window", [(70, 32), (30, 64)])
 def test_kernels(monkeypatch, frames, window):
     from hf_sparsekv.ops.block_copy import triton as copying
+    from hf_sparsekv.ops.block_copy.config import Config
     from hf_sparsekv.ops.residency import triton as residing
 
     def block_copy(kv, frames, copies, n_copies):
-        copying.block_copy(kv, frames, copies, n_copies, programs=2)
+        copying.block_copy(kv, frames, copies, n_copies, config=Config(2, 4))
 
-    residency = functools.partial(residing.residency, look=64, tile=32)
+    residency = functools.partial(residing.residency, config=residing.Config(look=64, tile=32))
     monkeypatch.setattr("hf_sparsekv.offload.device_pool.residency", residency)
     monkeypatch.setattr("hf_sparsekv.offload.device_pool.block_copy", block_copy)
     World("cpu", frames, window).run(250)

@@ -118,6 +118,9 @@ def test_no_new_tokens(filled):
         ({"block_reduce": "median"}, "block_reduce must be one of 'mean', 'max', got 'median'"),
         ({"token_reduce": "sum"}, "token_reduce must be one of 'mean', 'max', got 'sum'"),
         ({"lag": 3}, "lag must be True, False or None, got 3"),
+        ({"lag": 1}, "lag must be True, False or None, got 1"),
+        ({"label_bits": 4.0}, "label_bits must be 4 or 16, got 4.0"),
+        ({"channel_file": 3}, "channel_file must be a path or None, got 3"),
     ],
 )
 def test_config_values(settings, message):
@@ -130,6 +133,8 @@ def test_offload_config_values():
         OffloadConfig(max_host_bytes=0)
     with pytest.raises(ValueError, match="pin_memory must be True, False or None, got 'yes'"):
         OffloadConfig(pin_memory="yes")
+    with pytest.raises(ValueError, match="keep_dense must be True or False, got 1"):
+        OffloadConfig(keep_dense=1)
 
 
 def test_config_types():

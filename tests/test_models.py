@@ -69,7 +69,7 @@ def test_complete_copy_is_taken_at_once(pip, tmp_path):
     assert calls == []
 
 
-@pytest.mark.parametrize("text", ("", "[]", '{"sha256": "0"}'))
+@pytest.mark.parametrize("text", ("", "[]", '{"sha256": "0"}', "[" * 100_000), ids=range(4))
 def test_marker_of_something_else(text, tmp_path):
     (tmp_path / models.MARKER).write_text(text)
     assert not is_fetched(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 from caches import CACHES, TIGHT, two_level
 from models import build, model, prompt
+from safetensors import safe_open
 from safetensors.torch import save_file
 from saved_files import IDS, feed, rewrite, same, state
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, ProgressiveCache, SparseCache, TwoLevelConfig
+from hf_sparsekv.persistence import cache_file as persistence
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +78,7 @@ def test_rewritten_file_is_still_good(path, tmp_path):
         ({"metadata": lambda m: m.update(version="2")}, "format version 2, of hf-sparsekv .* reads version 1: load it"),
         ({"metadata": lambda m: m.update(format="x")}, "is not a saved cache"),
         ({"metadata": lambda m: m.update(state="{")}, r"is damaged \(its header"),
-        ({"metadata": lambda m: m.update(state="{}")}, r"is damaged \(its header: KeyError"),
+        ({"metadata": lambda m: m.update(state="{}")}, r"is damaged \(its header: cache in the state is missing"),
         ({"tensors": lambda t: t.pop("layers.1.blocks")}, "tensor layers.1.blocks is missing"),
         ({"tensors": lambda t: t.update(more=torch.zeros(1))}, "tensor more is not expected"),
         ({"tensors": lambda t: t.update({"layers.0.seen": torch.zeros(2).int()})}, r"layers.0.seen is I32 \[2\]"),
@@ -83,17 +86,174 @@ def test_rewritten_file_is_still_good(path, tmp_path):
         ({"tensors": lambda t: t["layers.0.table"].fill_(999)}, "table in layer 0 is out of range"),
         ({"tensors": lambda t: t["layers.0.channels"].fill_(16)}, "channels in layer 0 is out of range"),
         ({"tensors": lambda t: t["layers.0.previous"].fill_(-2)}, "previous in layer 0 is out of range"),
-        ({"length": 140}, "length in layer 1 does not fit"),
+        ({"length": 140}, "length in layer 0 does not fit"),
         ({"length": 13}, "length in layer 0 does not fit"),
         ({"policy": "Policy"}, "policy in layer 0 does not fit"),
         ({"batch": 2}, "tensor layers.0.* is"),
-        ({"dtype": "float8"}, "its header: KeyError"),
-        ({"surprise": 1}, "its header: TypeError"),
+        ({"dtype": "float8"}, "its header: dtype in layer 0 is 'float8', not one of float64, "),
+        ({"surprise": 1}, "its header: 'surprise' in layer 0 is not known"),
     ],
 )
 def test_damaged_files(path, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         SparseCache.load(rewrite(path, tmp_path / "x", **changes))
+
+
+@pytest.mark.parametrize("seen", [-1, 0, 1, 95, 97, 1 << 20, -(1 << 31), (1 << 31) - 1])
+def test_seen_is_what_the_flags_add_up_to(path, tmp_path, seen):
+    """Sealing uses it as the place of a sink."""
+    with safe_open(path, "pt") as file:
+        assert file.get_tensor("layers.0.seen").tolist() == [96]
+    with pytest.raises(ValueError, match=r"is damaged \(seen in layer 0 does not fit the rest\)"):
+        SparseCache.load(rewrite(path, tmp_path / "x", tensors=lambda t: t["layers.0.seen"].fill_(seen)))
+
+
+def _put(name, *value):
+    """Overwrite the first entries of a tensor."""
+
+    def put(held):
+        held[name].view(-1)[: len(value)] = torch.tensor(value, dtype=held[name].dtype)
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("table", [0, 0], "table in layer 0 does not fit"),
+        ("flags", [1], "flags in layer 0 does not fit"),  # a sink that is none
+        ("flags", [0], "flags in layer 0 does not fit"),
+        ("flags", [255], "flags in layer 0 does not fit"),
+        ("channels", [3, 3], "channels in layer 0 does not fit"),
+        ("previous", [1, 1], "previous in layer 0 does not fit"),
+        ("near_valid", [False], "near_valid in layer 0 does not fit"),
+    ],
+)
+def test_tensors_that_contradict_others(path, tmp_path, name, value, message):
+    with pytest.raises(ValueError, match=message):
+        SparseCache.load(rewrite(path, tmp_path / "x", tensors=_put(f"layers.0.{name}", *value)))
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"batch": 1.0}, "batch in layer 0 is 1.0, not an integer from 1"),
+        ({"batch": True}, "batch in layer 0 is True, not an integer from 1"),
+        ({"batch": 0}, "batch in layer 0 is 0, not"),
+        ({"length": "130"}, "length in layer 0 is '130', not"),
+        ({"length": -1}, "length in layer 0 is -1, not"),
+        ({"length": 1 << 31}, "length in layer 0 is 2147483648, not"),
+        ({"padded": "no"}, "padded in layer 0 is 'no', not true or false"),
+        ({"padded": 0}, "padded in layer 0 is 0, not true or false"),
+        ({"latent": 0}, "latent in layer 0 is 0, not"),
+        ({"latent": True}, "latent in layer 0 does not fit"),
+        ({"device": "meta"}, "device in layer 0 is 'meta', not"),
+        ({"device": 3}, "device in layer 0 is 3, not"),
+        ({"dtype": "int32"}, "dtype in layer 0 is 'int32', not one of float64"),
+        ({"index": {"bounds": ["float32", None]}}, "index in layer 0 is .*, not an object"),
+        ({"index": {"bounds": [[], [1]]}}, "index in layer 0 is .*, not an object"),
+        ({"stats_tokens": 1}, "channels in layer 0 does not fit"),
+        ({"query_heads": 4}, "tensor layers.0.stats_k is missing"),
+        ({"near": 53}, "tensor layers.0.near_kv"),
+    ],
+)
+def test_layers_of_other_types(path, tmp_path, state, message):
+    with pytest.raises(ValueError, match=rf"is damaged \(.*{message}"):
+        SparseCache.load(rewrite(path, tmp_path / "x", **state))
+
+
+@pytest.mark.parametrize(
+    ("whole", "message"),
+    [
+        ({"layers": []}, "layers in the state is"),
+        ({"layers": 3}, "layers in the state is"),
+        ({"layers": [3]}, "layer 0 is 3, not an object"),
+        ({"config": 3}, "config in the state is 3, not"),
+        ({"config": []}, r"config in the state is \[\], not"),
+        ({"model": "llama"}, "model in the state is 'llama', not"),
+        ({"model": {"model_type": [[]]}}, "model in the state is"),
+        ({"record_past": 1}, "record_past in the state is 1, not"),
+        ({"channel_file": 3}, "channel_file is 3, not an object"),
+        ({"cache": ["x"]}, "cache in the state is"),
+        ({"more": 1}, "'more' in the state is not known"),
+        (DEEP, "its header: it is nested too deeply"),
+        ("3", "the state is 3, not an object"),
+        ("NaN", "the state is nan, not an object"),
+    ],
+    ids=lambda x: "deep" if x == DEEP else None,
+)
+def test_headers_of_other_types(path, tmp_path, whole, message):
+    def change(meta):
+        meta["state"] = whole if isinstance(whole, str) else json.dumps(json.loads(meta["state"]) | whole)
+
+    with pytest.raises(ValueError, match=rf"is damaged \(.*{message}"):
+        SparseCache.load(rewrite(path, tmp_path / "x", metadata=change))
+
+
+def _configured(path, to, **changes):
+    def change(meta):
+        state = json.loads(meta["state"])
+        state["config"] |= changes
+        meta["state"] = json.dumps(state)
+
+    return rewrite(path, to, metadata=change)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"sinks": 1 << 40}, "near buffer in layer 0 does not fit"),
+        ({"window": 1 << 40}, "length in layer 0 does not fit"),
+        ({"window": 10**30}, "config in the state is"),
+        ({"max_draft": 1 << 40}, "near buffer in layer 0 does not fit"),
+        ({"block_size": 1 << 40}, "block_size in the configuration is"),
+        ({"block_size": 16.0}, "block_size in the configuration is 16.0"),
+        ({"dense_layers": 1}, "policy in layer 0 does not fit"),
+        ({"label_channels": 32}, "label_channels=32 exceeds"),
+        ({"label_channels": 8}, "index in layer 0 does not fit"),
+        ({"lag": 1}, "its configuration: lag must be True, False or None"),
+        ({"label_bits": 4.0}, "its configuration: label_bits must be 4 or 16"),
+        ({"channel_file": 3}, "its configuration: channel_file must be a path or None"),
+        ({"channel_file": "x"}, "channel_file does not fit the rest"),
+        ({"level": []}, "config in the state is"),
+    ],
+)
+def test_configurations_of_files(path, tmp_path, config, message):
+    with pytest.raises(ValueError, match=rf"is damaged \(.*{message}"):
+        SparseCache.load(_configured(path, tmp_path / "x", **config))
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({"max_length": 1 << 27}, r"64\.00 GiB \(max_length=134217728, 4 blocks"),
+        ({"num_blocks": 1 << 27}, r"2\.00 GiB \(max_length=None, 134217728 blocks"),
+        ({"token_budget": 1 << 40, "num_blocks": None}, r"1024\.00 GiB \("),
+    ],
+)
+def test_a_small_file_may_not_reserve_much(path, tmp_path, monkeypatch, config, size):
+    """Who trusts it says so; nothing is allocated before."""
+    file = _configured(path, tmp_path / "x", **config)
+    monkeypatch.setattr(torch, "empty", lambda *shape, **kwargs: pytest.fail("memory was taken"))
+    message = rf"{file} reserves {size}.*than the 256\.0 MiB that a file of .*: pass config, with as much"
+    with pytest.raises(ValueError, match=message):
+        SparseCache.load(file)
+
+
+def test_a_file_may_reserve_as_much_as_is_usual(path, tmp_path, monkeypatch):
+    """Room for some times the prompt; with the configuration given, whatever it says."""
+    file = _configured(path, tmp_path / "x", max_length=5000)
+    for config in (None, replace(two_level(**TIGHT).config, max_length=5000)):
+        loaded = SparseCache.load(file, config=config)
+        assert loaded.config.max_length == 5000
+        assert loaded.sparse_layers[0].store.slots.shape[1] == -(-5000 // 16)
+        monkeypatch.setattr(persistence, "_RESERVED", 0)
+        monkeypatch.setattr(persistence, "_RESERVED_TIMES", 1)
+    with pytest.raises(ValueError, match=r"reserves 2\.4 MiB"):
+        SparseCache.load(file)
 
 
 @pytest.mark.parametrize("keep", [0, 7, 500, -1])
@@ -145,16 +305,17 @@ def test_a_path_that_cannot_be_written_is_named_itself(path, tmp_path):
         cache.save(gone)
     with pytest.raises(IsADirectoryError, match=rf"^{tmp_path} is a directory: give the path of a file"):
         cache.save(tmp_path)
-    long = tmp_path / ("x" * 250)  # with what is added to it, too long
+    long = tmp_path / ("x" * 256)
     with pytest.raises(OSError, match=rf"File name too long: '{long}'"):
         cache.save(long)
     assert not os.listdir(tmp_path)
-    cache.save(tmp_path / "x")
+    cache.save(tmp_path / ("x" * 255))  # the hidden file's name is no longer
 
 
-def test_device_that_is_not_here(path, tmp_path):
-    with pytest.raises(ValueError, match=r"was saved on cuda:77, which is not here .*: pass device="):
-        SparseCache.load(rewrite(path, tmp_path / "x", device="cuda:77"))
+@pytest.mark.parametrize("device", ["cuda:77", "hpu", "vulkan:1", "nothing:1"])
+def test_device_that_is_not_here(path, tmp_path, device):
+    with pytest.raises(ValueError, match=rf"was saved on {device}, which is not here [\s\S]*: pass device="):
+        SparseCache.load(rewrite(path, tmp_path / "x", device=device))
 
 
 def test_host_limit(path):

@@ -79,7 +79,7 @@ class PredictiveOracle(Oracle):
         """Queries that those of removed columns have overwritten are gone."""
         slots = 1 if self.config.predictor == "last" else self.config.predictor_window + 1
         for layer, state in self.layers.items():
-            self.since[layer] = [max(c, state.queries.shape[2] - slots) for c in self.since[layer]]
+            self.since[layer] = [min(max(c, state.queries.shape[2] - slots), length) for c in self.since[layer]]
         super().crop(length)
 
     def map_rows(self, index: Tensor) -> None:

@@ -327,6 +327,7 @@ def test_captured_audits_on_a_gpu(offload):
         ({"min_blocks": 0}, "min_blocks must be a positive integer"),
         ({"micro_batch": 16}, "ProgressiveConfig no longer has micro_batch: leave it out"),
         ({"max_blocks": 0}, "max_blocks must be a positive integer"),
+        ({"max_blocks": 1 << 31}, "max_blocks must be less than 2\\^31"),
         ({"audit_every": -1}, "audit_every must be a positive integer"),
         ({"bound_tokens": 128}, "bound_tokens=128 exceeds block_size=64"),
         ({"block_reduce": "sum"}, "block_reduce must be one of"),

@@ -87,6 +87,7 @@ def test_users_function_with_a_wrong_result(message):
         (("ridge", 33), "window must be an integer in"),
         (("ridge", True), "window must be an integer in"),
         (("ridge", 16, 0.0), "epsilon must be a number"),
+        (("ridge", 16, True), "epsilon must be a number"),
         (("ridge", 16, float("nan")), "epsilon must be a number"),
         (("ridge", 16, "1e-2"), "epsilon must be a number"),
         ((3,), "must be callable, got int"),

@@ -88,6 +88,7 @@ BROKEN = {
     "settings missing": '{"format": 1, "devices": {"x": {"settings": {"programs": 4}}}}',
     "no number": f'{{"format": 1, "devices": {{"x": {{"settings": {{{GOOD.replace("4", "null")}}}}}}}}}',
     "a back end that is gone": f'{{"format": 1, "devices": {{"x": {{"settings": {{"backend": "dma", {GOOD}}}}}}}}}',
+    "deep": "[" * 100_000 + "]" * 100_000,
 }
 
 
@@ -133,9 +134,10 @@ def test_nothing_is_looked_up_without_a_gpu(monkeypatch):
 @pytest.mark.parametrize("tokens, programs", [(4, 3), (2, 5)], ids=["large", "small"])
 def test_the_operator_takes_them(monkeypatch, tokens, programs):
     pytest.importorskip("triton")
+    from hf_sparsekv.ops.block_copy import config as known
     from hf_sparsekv.ops.block_copy import triton as copying
 
-    launched, kernel = [], copying._copy_kernel
+    launched, kernel = [], copying.block_copy_kernel
 
     class Kernel:
         def __getitem__(self, grid):
@@ -145,14 +147,14 @@ def test_the_operator_takes_them(monkeypatch, tokens, programs):
 
             return launch
 
-    monkeypatch.setattr(copying, "_copy_kernel", Kernel())
-    monkeypatch.setattr(copying, "SMALL", 128)
-    monkeypatch.setattr(copying, "settings", lambda device: Settings(3, 5, 2))
+    monkeypatch.setattr(copying, "block_copy_kernel", Kernel())
+    monkeypatch.setattr(known, "SMALL", 128)
+    monkeypatch.setattr(known, "settings", lambda device: Settings(3, 5, 2))
     kv, frames = torch.randn(4, 2, tokens, 8), torch.zeros(8, tokens, 8)
     copies = torch.arange(8, dtype=torch.int32)[:, None].expand(8, 2).contiguous()
     number = torch.tensor([8], dtype=torch.int32)
     copying.block_copy(kv, frames, copies, number)
-    copying.block_copy(kv, frames, copies, number, programs=4, warps=8)
+    copying.block_copy(kv, frames, copies, number, config=known.Config(4, 8))
     assert launched == [(programs, 2), (4, 8)]
     assert torch.equal(frames, kv.flatten(0, 1))
 

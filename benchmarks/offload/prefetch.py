@@ -11,11 +11,13 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from hf_sparsekv.cuda_graph.optimize import runner_of
+from hf_sparsekv.ops.block_copy.config import config
 from hf_sparsekv.ops.block_copy.triton import block_copy
 
 from ..baselines import find, make_cache, prepare
@@ -38,7 +40,7 @@ class Gather:
     """
 
     def __init__(self, host: Tensor, device: torch.device, size: int, parts: int, programs: int) -> None:
-        self.kv, self.parts, self.programs = host.view(-1, HEADS, BLOCK, 2 * DIM), parts, programs
+        self.kv, self.parts = host.view(-1, HEADS, BLOCK, 2 * DIM), parts
         each = size // BLOCK_BYTES // parts
         total = each * parts
         most = self.kv.shape[0] * HEADS
@@ -48,16 +50,17 @@ class Gather:
         sources = torch.randperm(most, generator=torch.Generator().manual_seed(0))[:total]
         self.copies = torch.stack((sources, torch.arange(total)), dim=1).int().to(device)
         self.frames = torch.empty(total, BLOCK, 2 * DIM, dtype=host.dtype, device=device)
+        self.config = replace(config(self.kv, self.frames, self.copies), programs=programs)
         self.each, self.total = (torch.tensor([n], dtype=torch.int32, device=device) for n in (each, total))
 
     def part(self, at: int) -> None:
         """Part ``at``, on the current stream."""
         n = len(self.copies) // self.parts
-        block_copy(self.kv, self.frames, self.copies[at * n : (at + 1) * n], self.each, programs=self.programs)
+        block_copy(self.kv, self.frames, self.copies[at * n : (at + 1) * n], self.each, config=self.config)
 
     def whole(self) -> None:
         """All parts by one kernel."""
-        block_copy(self.kv, self.frames, self.copies, self.total, programs=self.programs)
+        block_copy(self.kv, self.frames, self.copies, self.total, config=self.config)
 
 
 @contextmanager

@@ -10,10 +10,13 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from hf_sparsekv.ops.block_rank.triton import Config as Rank
 from hf_sparsekv.ops.block_rank.triton import block_rank
-from hf_sparsekv.ops.sparse_decode.latents import ALL as TILES
+from hf_sparsekv.ops.sparse_decode.config import config as decode_config
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
+from hf_sparsekv.ops.token_score.config import config as label_config
 from hf_sparsekv.ops.token_score.triton import token_score
+from hf_sparsekv.ops.topk_select.config import Config as Select
 from hf_sparsekv.ops.topk_select.triton import block_select, token_select
 from hf_sparsekv.tuning.layer_step import Layer
 
@@ -43,15 +46,16 @@ def _decodes(layers: list[Layer], granularity: str, grid: Grid) -> Iterator[Vari
     """Ways to attend. ``programs`` is what they aim for."""
     shape = layers[0].shape
 
-    def launch(i: int, programs: int, heads: int = 0, **how) -> None:
+    def launch(i: int, programs: int, **how) -> None:
         t, rows = layers[i], shape.batch * shape.heads
         if shape.value_dim:
-            rows *= -(-shape.q_heads // heads)
-            how = {"tiles": replace(TILES, heads=heads, **how)}
+            rows *= -(-shape.q_heads // how["heads"])
+        config = decode_config(t.q, t.kv, t.near_kv, shape.values, granularity)
+        how = {"config": replace(config, parts=max(1, programs // rows), **how)}
         ids = t.tokens if granularity == "token" else None
         stored = (t.q, t.kv, t.flags, t.slots, ids, t.near_kv, t.near_valid)
         about = {"value_dim": shape.values, "sinks": t.sinks, "scale": shape.dim**-0.5, "out": t.out}
-        sparse_decode(*stored, granularity=granularity, splits=max(1, programs // rows), **about, **how)
+        sparse_decode(*stored, granularity=granularity, **about, **how)
 
     return _ways(grid, launch, lambda: layers[0].out)
 
@@ -68,14 +72,15 @@ def _scores(layers: list[Layer], every: bool) -> Iterator[Variant]:
     """Ways to score the tokens of the chosen blocks, or of ``every`` block, by their labels."""
     out = _all_scores(layers) if every else [t.token_scores for t in layers]
 
-    def launch(i: int, **how) -> None:
+    def launch(i: int, matrix: bool, **how) -> None:
         t = layers[i]
-        blocks = None if every else t.blocks
-        labels = (t.codes, t.qparams, t.channels, t.flags, t.slots, blocks, t.shape.config.token_reduce)
-        token_score(t.q, *labels, out=out[i], **how)
+        ids, reduce = None if every else t.blocks, t.shape.config.token_reduce
+        n = (t.slots if ids is None else ids).shape[-1]
+        config = replace(label_config(t.q, t.codes, t.qparams, n, reduce == "mean", matrix), **how)
+        token_score(t.q, t.codes, t.qparams, t.channels, t.flags, t.slots, ids, reduce, out=out[i], config=config)
 
     each = (2, 4, 8, 16, 32, 64) if every else (1, 2, 4, 8, 16)
-    return _ways(_grid(matrix=(False, True), blocks_a_program=each), launch, lambda: out[0])
+    return _ways([*_grid(matrix=(True,), blocks=each), *_grid(matrix=(False,))], launch, lambda: out[0])
 
 
 def _all_scores(layers: list[Layer]) -> list[Tensor]:
@@ -102,21 +107,22 @@ def _selects(layers: list[Layer], every: bool) -> Iterator[Variant]:
     def launch(i: int, **how) -> None:
         t = layers[i]
         blocks = None if every else t.blocks
-        token_select(scores[i], blocks, config.token_budget, config.block_size, out=t.tokens, **how)
+        token_select(scores[i], blocks, config.token_budget, config.block_size, out=t.tokens, config=Select(**how))
 
     return _ways(hows, launch, lambda: layers[0].tokens)
 
 
 def _block_selects(layers: list[Layer]) -> Iterator[Variant]:
     def launch(i: int, **how) -> None:
-        block_select(layers[i].block_scores, layers[i].blocks.shape[-1], out=layers[i].blocks, **how)
+        block_select(layers[i].block_scores, layers[i].blocks.shape[-1], out=layers[i].blocks, config=Select(**how))
 
     return _ways(_grid(warps=(2, 4, 8)), launch, lambda: layers[0].blocks)
 
 
 def _ranks(layers: list[Layer]) -> Iterator[Variant]:
     def launch(i: int, **how) -> None:
-        layers[i].ranked = block_rank(layers[i].block_scores, layers[i].fill, layers[i].slots, **how)[0]
+        t = layers[i]
+        t.ranked = block_rank(t.block_scores, t.fill, t.slots, config=Rank(**how))[0]
 
     return _ways(_grid(tile=(8, 16, 32), others=(256, 512, 1024)), launch, lambda: layers[0].ranked)
 

@@ -49,7 +49,7 @@ def is_fetched(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` holds a complete copy of the small model."""
     try:
         marker = json.loads((Path(path) / MARKER).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # the last for deep JSON
         return False
     return isinstance(marker, dict) and marker.get("sha256") == SMALL_MODEL_SHA256
 

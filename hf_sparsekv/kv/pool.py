@@ -251,13 +251,7 @@ class BlockPool:
             source = torch.arange(kv.shape[0] * kv.shape[1], dtype=torch.int32, device=kv.device)
             target = (slots[:, None] * self.kv.shape[1] + heads).flatten()
             copies = torch.stack((source, target.int()), dim=1)
-            block_copy(
-                kv.contiguous(),
-                self.kv.flatten(0, 1),
-                copies,
-                copies.new_full((1,), len(copies)),
-                "uva" if kv.is_cuda else "torch",
-            )
+            block_copy(kv.contiguous(), self.kv.flatten(0, 1), copies, copies.new_full((1,), len(copies)))
 
     def note(self, slots: Tensor, **fields: Tensor) -> None:
         """Fill named fields of slots: ``[n, ...]`` on the device."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
+import inspect
+from collections.abc import Callable
+from functools import cache, wraps
+from importlib import import_module
 
 from torch import Tensor
 
@@ -18,8 +21,50 @@ def has_triton() -> bool:
 
 
 def use_triton(t: Tensor) -> bool:
-    """Whether the Triton kernel serves an operator whose result lies where ``t`` lies."""
+    """Whether the Triton kernel serves an operator whose result is stored where ``t`` is."""
     return t.is_cuda and has_triton()
+
+
+def operator(
+    reference: Callable,
+    *,
+    on: str,
+    in_place: tuple[str, ...] = (),
+    when: Callable[..., bool] | None = None,
+    module: str = "triton",
+) -> Callable:
+    """The operator that ``reference`` defines: the kernel of the same name where it can run, otherwise ``reference``.
+
+    Signature and docstring are the reference's. Kernels take the same arguments, and ``config`` in addition.
+
+    Args:
+        on: the argument whose device decides: a kernel runs on CUDA tensors, if Triton is there.
+        in_place: arguments that a kernel reads or writes in place, which host memory allows only where it is pinned.
+        when: what else a kernel needs, of the same arguments.
+        module: beside the reference's module, where the kernel is.
+    """
+    names = list(inspect.signature(reference).parameters)
+    tensors = [(name, names.index(name)) for name in (on, *in_place)]
+    package, name = reference.__module__.rpartition(".")[0], reference.__name__
+
+    @cache
+    def kernel() -> Callable:
+        return getattr(import_module(f"{package}.{module}"), name)
+
+    @wraps(reference)
+    def call(*args, **named):
+        where, *others = (args[i] if i < len(args) else named.get(name) for name, i in tensors)
+        if (
+            where is not None  # a call without it is refused by the reference
+            and use_triton(where)
+            and all(t.is_cuda or t.is_pinned() for t in others if t is not None)
+            and (when is None or when(*args, **named))
+        ):
+            return kernel()(*args, **named)
+        return reference(*args, **named)
+
+    call.kernel = kernel
+    return call
 
 
 def give(result: Tensor, out: Tensor | None) -> Tensor:

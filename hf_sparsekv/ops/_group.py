@@ -11,33 +11,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._overlap import begin, overlap
+from ._operands import Query, batch_and_head, operand, padded
+from ._overlap import begin, launch
 
 MANY = 32  # query heads of a group above which this pays a launch of its own. Not measured yet.
 CHANNELS = 64  # of a program
 
 
 @triton.jit
-def _mean_kernel(
-    p_q,
+def mean_heads_kernel(
+    q,
     p_out,
-    q_batch,
-    q_head,
-    q_dim,
     SPLIT: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
-    BG: tl.constexpr,
     BK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``BK`` channels of one row and KV head."""
     begin(PDL)
+    BG: tl.constexpr = padded(GROUP, 1)
     i_row = tl.program_id(0)
-    i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
+    i_batch, i_head = batch_and_head(i_row, HEADS)
     o_g, o_k = tl.arange(0, BG), tl.program_id(1) * BK + tl.arange(0, BK)
-    p_from = p_q + i_batch * q_batch + (i_head * GROUP + o_g[:, None]) * q_head + o_k[None, :] * q_dim
+    p_from = q.ptr + i_batch * q.batch + (i_head * GROUP + o_g[:, None]) * q.head + o_k[None, :] * q.dim
     b_q = tl.load(p_from, mask=(o_g < GROUP)[:, None] & (o_k < DK)[None, :], other=0.0).to(tl.float32)  # [BG, BK]
     if SPLIT:
         p_to = p_out + i_row * 2 * DK + o_k
@@ -55,17 +53,7 @@ def mean_heads(q: Tensor, heads: int, split: bool = False) -> Tensor:
     batch, q_heads, dk = q.shape
     group = q_heads // heads
     out = torch.empty(batch, heads * (1 + split), dk, dtype=torch.float32, device=q.device)
-    with torch.cuda.device_of(q):
-        _mean_kernel[(batch * heads, triton.cdiv(dk, CHANNELS))](
-            q,
-            out,
-            *q.stride(),
-            SPLIT=split,
-            HEADS=heads,
-            GROUP=group,
-            DK=dk,
-            BG=triton.next_power_of_2(group),
-            BK=CHANNELS,
-            **overlap(q),
-        )
+    grid = batch * heads, triton.cdiv(dk, CHANNELS)
+    named = {"SPLIT": split, "HEADS": heads, "GROUP": group, "DK": dk, "BK": CHANNELS}
+    launch(mean_heads_kernel, grid, q, operand(Query, q), out, **named)
     return out

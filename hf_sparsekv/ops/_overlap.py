@@ -51,3 +51,9 @@ def overlap(t: Tensor) -> dict[str, bool]:
     if t.is_cuda and _has_overlap(t.get_device()):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
+
+
+def launch(kernel, grid: tuple[int, ...], where: Tensor, *args, **named) -> None:
+    """``kernel[grid](*args, **named)`` on the device of ``where``, with the options of :func:`overlap`."""
+    with torch.cuda.device_of(where):
+        kernel[grid](*args, **named, **overlap(where))

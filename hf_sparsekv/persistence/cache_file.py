@@ -22,9 +22,11 @@ from ..attention.handle import Step
 from ..cache import CACHES, SparseCache
 from ..config import OffloadConfig, SparseConfig
 from ..kv.lasting import lasting
-from ..kv.store import VALID
+from ..kv.sealing import SINK, VALID, ring_tokens
+from ..kv.store import LayerStore
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
+from ..offload.host_limit import readable
 from ..policies.registry import method_of, methods
 from ..predictor.channels import LabelChannels, describe
 from ..removed import removed
@@ -32,6 +34,9 @@ from .container import PIECE, Layer, Pieces, Reader, all_tensors, damaged, dtype
 
 _BY_BLOCK, _LABELS = {"blocks", "flags"}, {"codes", "qparams"}
 _STORED = {"near_kv", "near_valid", "seen", "table"}  # what a store has beside them; the rest is the policy's
+# Memory that the configuration in a file may reserve beyond what the file holds: so many bytes, or so many times its
+# size. Enough for a prompt of 2k tokens with max_length=32k.
+_RESERVED, _RESERVED_TIMES = 1 << 28, 16
 
 
 def _index(layer: SparseLayer, calibrates: bool) -> dict[str, Tensor]:
@@ -193,13 +198,14 @@ def load_cache(
         cache = _empty(made, methods()[name].config, file, config, offload)
         cache.shared.check_file(loading=True)
         _bind(cache, file, model_config)
+        _check_header(cache, file)
+        if config is None:
+            _check_reserved(cache, file)
         for index, (layer, record) in enumerate(zip(cache.layers, file.layers)):
-            where = _device(record, device)
+            where = _device(file, record, device)
             if isinstance(layer, SparseLayer):
                 _fill(layer, record, file, f"layers.{index}.", where)
             else:
-                if record.kept > record.length or record.length != file.layers[0].length:
-                    raise damaged(path, f"length in layer {index} does not fit the rest")
                 keys, values = (file.tensor(f"layers.{index}.{name}").to(where) for name in ("keys", "values"))
                 layer.lazy_initialization(keys, values)
                 layer.keys, layer.values, layer.cumulative_length = keys, values, record.length
@@ -221,6 +227,10 @@ def _empty(
                 raise ValueError("it was saved with a predictor of the user's own, which no file holds: pass config")
             del named["predictor"]
         saved = saved_as(**named)
+        if getattr(saved, "cache_rank", None) not in (None, "stream", "host"):
+            raise ValueError(f"cache_rank is {saved.cache_rank!r}, and caches of a second device are not saved")
+        if (getattr(saved, "channel_file", None) is None) != (file.state["channel_file"] is None):
+            raise ValueError("channel_file does not fit the rest")
         about, channels = file.state["channel_file"], None
         if about is not None:  # the file itself may be gone, or another
             about = {name: value for name, value in about.items() if name != "shape"}
@@ -273,7 +283,7 @@ def free_fields(config: type[SparseConfig]) -> list[str]:
 
 def _bind(cache: SparseCache, file: Reader, model_config) -> None:
     """Give the cache its layers, which must be of the saved kinds."""
-    cache._record_past = bool(file.state["record_past"])
+    cache._record_past = file.state["record_past"]
     windows = [record.window for record in file.layers]
     if model_config is None:
         if any(windows):
@@ -300,13 +310,15 @@ def _bind(cache: SparseCache, file: Reader, model_config) -> None:
         )
 
 
-def _device(record: Layer, device: torch.device | str | None) -> torch.device:
+def _device(file: Reader, record: Layer, device: torch.device | str | None) -> torch.device:
     try:
         return torch.empty(0, device=record.device if device is None else device).device  # cuda is cuda:0
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:  # as torch has it for each kind of device
         if device is not None:
             raise
-        raise ValueError(f"the cache was saved on {record.device}, which is not here ({error}): pass device=") from None
+        raise ValueError(
+            f"{file.path} was saved on {record.device}, which is not here ({error}): pass device="
+        ) from None
 
 
 def _fill(layer: SparseLayer, record: Layer, file: Reader, prefix: str, device: torch.device) -> None:
@@ -317,15 +329,16 @@ def _fill(layer: SparseLayer, record: Layer, file: Reader, prefix: str, device: 
     nothing = torch.empty(1, dtype=getattr(torch, record.dtype), device=device)
     shape = [(*rows, tokens, dim) for dim in (record.key_dim, record.value_dim)]
     layer.latent = record.latent
-    if ("queries" in layer.policy.PARTS) != bool(record.ring):
-        raise damaged(file.path, f"ring in layer {layer.index} does not fit the rest")
     q_heads = record.ring[0] if record.ring else record.query_heads or record.heads
-    layer._begin(Step(layer, *(nothing.expand(s) for s in shape), 0), q_heads)
+    try:
+        layer._begin(Step(layer, *(nothing.expand(s) for s in shape), 0), q_heads)
+    except ValueError as error:  # label channels that the model cannot have
+        raise damaged(file.path, f"layer {layer.index}: {error}") from None
     store, policy = layer.store, layer.policy
     held = {
         name: file.tensor(prefix + name) for name in record.tensors(size) if name not in _BY_BLOCK | {*record.index}
     }
-    _check(layer, record, held, file)
+    _check_tensors(layer, record, held, file, prefix)
     store.near_kv.copy_(held["near_kv"])
     store.near_valid.copy_(held["near_valid"])
     store.seen.copy_(held["seen"])
@@ -334,7 +347,10 @@ def _fill(layer: SparseLayer, record: Layer, file: Reader, prefix: str, device: 
         store._reserve(record.sealed)
         store.slots[:, : record.sealed] = slots[held["table"].long().to(device)]
     store.length, store.sealed, store.padded = record.length, record.sealed, record.padded
-    policy.from_file(held, device, store.length)
+    try:
+        policy.from_file(held, device, store.length)
+    except ValueError as error:
+        raise damaged(file.path, f"{error} in layer {layer.index} does not fit the rest") from None
     if record.stats_tokens is not None:
         policy.labels.stats.tokens = record.stats_tokens
 
@@ -352,12 +368,80 @@ def _blocks(pool, record: Layer, file: Reader, prefix: str) -> Tensor:
     return slots
 
 
-def _check(layer: SparseLayer, record: Layer, held: dict[str, Tensor], file: Reader) -> None:
+# ---------------------------------------------------------------------- checks
+
+
+def _check_header(cache: SparseCache, file: Reader) -> None:
+    """What the header says of the layers agrees with itself and the configuration, before memory is taken for it."""
+    latent = {record.latent for record in file.layers if record.window is None}
+    first = file.layers[0]
+    for index, (layer, record) in enumerate(zip(cache.layers, file.layers)):
+        fits = {"length": record.length == first.length, "batch": record.batch == first.batch}
+        if isinstance(layer, SparseLayer):
+            fits |= {"latent": len(latent) == 1 and (not record.latent or record.heads == 1)}
+            fits |= _sparse_fits(layer, record, fits["length"])
+        else:
+            fits |= _sliding_fits(record, cache._record_past)
+        _refuse(file, index, fits)
+
+
+def _refuse(file: Reader, index: int, fits: dict[str, bool]) -> None:
+    for name, fit in fits.items():
+        if not fit:
+            raise damaged(file.path, f"{name} in layer {index} does not fit the rest")
+
+
+def _sparse_fits(layer: SparseLayer, record: Layer, length: bool) -> dict[str, bool]:
+    config, policy = layer.owner.config, layer.policy
+    # A step seals what is older than window and drafts; crop() takes back what would leave the window short.
+    old = record.length - config.window
+    least, most = (max(0, n // config.block_size) for n in (old - config.max_draft, old))
+    return {
+        "length": length and least <= record.sealed <= most,
+        "near buffer": record.near == config.sinks + ring_tokens(config),
+        "blocks": (record.blocks > 0) == (record.sealed > 0) and record.blocks <= record.batch * record.sealed,
+        "index": record.blocks > 0 or not record.index,
+        "policy": record.policy == type(policy).__name__,
+        **policy.file_fits(asdict(record)),
+    }
+
+
+def _sliding_fits(record: Layer, record_past: bool) -> dict[str, bool]:
+    shown = record.length if record.window == 1 else min(record.length, record.window - 1)
+    recorded = record_past and record.record_past
+    return {
+        "record_past": record_past or not record.record_past,
+        "kept": 0 < record.kept <= record.length if recorded else record.kept == shown,
+    }
+
+
+def _check_reserved(cache: SparseCache, file: Reader) -> None:
+    """A small file may not ask for much memory: that is up to who passes a configuration."""
+    config, size = cache.config, 0
+    chosen = method_of(config).policy.reserves(config, cache.offload_config is not None)
+    for record in file.layers:
+        if record.window is None:
+            token = record.heads * (record.key_dim + record.value_dim) * getattr(torch, record.dtype).itemsize
+            size += record.batch * ((config.max_length or 0) * token + chosen * record.heads * 4)
+    most = max(_RESERVED, _RESERVED_TIMES * file.nbytes)
+    if size > most:
+        raise ValueError(
+            f"{file.path} reserves {readable(size)} (max_length={config.max_length}, {chosen} blocks or tokens chosen "
+            f"a step), more than the {readable(most)} that a file of {readable(file.nbytes)} may ask for: pass config, "
+            "with as much as you want reserved"
+        )
+
+
+def _check_tensors(layer: SparseLayer, record: Layer, held: dict[str, Tensor], file: Reader, prefix: str) -> None:
     """Nothing may point at what is not there: kernels would follow."""
-    store, policy, where = layer.store, layer.policy, f"in layer {layer.index}"
-    labels = policy.labels
-    calibrates = labels is not None and record.channels is None
+    store, policy = layer.store, layer.policy
+    calibrates = record.stats_tokens is not None
     index = {k: [dtype_name(v.dtype), list(v.shape[1:])] for k, v in _index(layer, calibrates).items()}
+    _refuse(file, layer.index, {"index": record.blocks == 0 or record.index == index})
+    # What a cache that has just begun would write is always there; beside it what the policy knows.
+    kept, always = held.keys() - _STORED, policy.to_file(0).keys()
+    _refuse(file, layer.index, {name: name in kept for name in sorted(always)})
+    _refuse(file, layer.index, {name: name in policy.file_names() for name in sorted(kept)})
     limits = {
         "table": (0, record.blocks),
         "previous": (-1, record.sealed),
@@ -367,20 +451,48 @@ def _check(layer: SparseLayer, record: Layer, held: dict[str, Tensor], file: Rea
     }
     for name, (low, high) in limits.items():
         if name in held and held[name].numel() and not (low <= held[name].min() and held[name].max() < high):
-            raise damaged(file.path, f"{name} {where} is out of range")
-    ring = record.length - record.sealed * store.block_size
-    fits = {
-        "length": 0 <= ring <= store.ring and record.length == file.layers[0].length > 0,
-        "near buffer": record.near == store.near_kv.shape[2],
-        "policy": record.policy == type(policy).__name__,
-        "index": record.blocks == 0 or record.index == index,
-        "blocks": record.sealed == 0 or record.blocks > 0,
-        "channels": labels is None or (record.stats_tokens is not None if calibrates else record.channels == labels.r),
-        "stats_tokens": record.stats_tokens is None or calibrates,
-    }
-    # What a cache that has just begun would write is always there; beside it what this policy knows.
-    kept, always = held.keys() - _STORED, policy.to_file(0).keys()
-    fits |= {name: name in kept for name in always} | {name: name in policy.file_names() for name in kept - always}
-    for name, fit in fits.items():
-        if not fit:
-            raise damaged(file.path, f"{name} {where} does not fit the rest")
+            raise damaged(file.path, f"{name} in layer {layer.index} is out of range")
+    flags = file.tensor(prefix + "flags") if record.blocks else None
+    fits = {name: _distinct(held[name]) for name in ("channels", "previous", "chosen") if name in held}
+    if flags is not None:
+        fits["table"] = _names_each_block(held["table"], record.blocks)
+        if "part_fill" in record.index:
+            parts = record.index["part_fill"][1][0]
+            fill = (flags == VALID).unflatten(1, (parts, -1)).sum(-1)
+            fits["part_fill"] = torch.equal(file.tensor(prefix + "part_fill").long(), fill)
+    _refuse(file, layer.index, fits)
+    _refuse(file, layer.index, _validity_fits(store, record, held, flags))
+
+
+def _distinct(ids: Tensor) -> bool:
+    """No number but -1 comes twice in a row."""
+    ids = ids.sort(-1).values
+    return not bool(((ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] >= 0)).any())
+
+
+def _names_each_block(table: Tensor, blocks: int) -> bool:
+    """Each block has a row that names it, and rows that share it have it at the same place."""
+    table = table.long()
+    place = torch.full((blocks,), -1)
+    columns = torch.arange(table.shape[1]).expand_as(table)
+    place[table] = columns
+    return bool((place >= 0).all() and (place[table] == columns).all())
+
+
+def _validity_fits(store: LayerStore, record: Layer, held: dict[str, Tensor], flags: Tensor | None) -> dict[str, bool]:
+    """What is known of tokens follows from which of them are padding. (``seen`` is where a kernel writes sinks.)"""
+    size, sinks = store.block_size, store.sinks
+    valid = torch.zeros(record.batch, 0, dtype=torch.bool)
+    fits = {}
+    if flags is not None:
+        flags = flags[held["table"].long()].flatten(1)  # [batch, sealed tokens]
+        valid = (flags & VALID) > 0
+        is_sink = valid & (valid.cumsum(1, dtype=torch.int32) <= sinks)
+        fits["flags"] = torch.equal(flags, valid.to(torch.uint8) * VALID + is_sink.to(torch.uint8) * SINK)
+    fits["seen"] = torch.equal(held["seen"], valid.sum(1, dtype=torch.int32))
+    front, ring = held["near_valid"][:, :sinks], held["near_valid"][:, sinks:]
+    recent = torch.zeros(store.ring, dtype=torch.bool)
+    recent[torch.arange(record.sealed * size, record.length) % store.ring] = True
+    fits["near_valid"] = torch.equal(front, torch.arange(sinks) < held["seen"][:, None]) and not ring[:, ~recent].any()
+    fits["padded"] = record.padded or bool(valid.all() and ring[:, recent].all())
+    return fits

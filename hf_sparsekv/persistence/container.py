@@ -7,10 +7,14 @@ tensors at once, which would double a cache on the device; the format itself is 
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -18,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..version import __version__
+from ..whole_file import replacing
 
 FORMAT, VERSION = "hf-sparsekv-cache", "1"
 PIECE = 1 << 26  # bytes that are read or written at once
@@ -112,6 +117,128 @@ class Layer:
         return found | {name: (_NAMES[kind], tuple(shape)) for name, (kind, shape) in self.state.items()}
 
 
+# ---------------------------------------------------------------------- what a header may say
+
+
+class Kind(NamedTuple):
+    """What values a field of the header may have: in words, and as a test that no JSON value breaks."""
+
+    what: str
+    holds: Callable[[object], bool]
+
+
+def _integer(least: int) -> Kind:
+    # Kernels count columns and blocks in int32.
+    return Kind(f"an integer from {least} to 2^31 - 1", lambda x: type(x) is int and least <= x < 1 << 31)
+
+
+def _or_null(kind: Kind) -> Kind:
+    return Kind(f"{kind.what}, or null", lambda x: x is None or kind.holds(x))
+
+
+def _list(kind: Kind, length: int | None = None) -> Kind:
+    what = f"a list of {'' if length is None else f'{length} times '}{kind.what}"
+    return Kind(
+        what, lambda x: type(x) is list and (length is None or len(x) == length) and all(kind.holds(y) for y in x)
+    )
+
+
+def _object(kind: Kind) -> Kind:
+    return Kind(f"an object of {kind.what}", lambda x: type(x) is dict and all(kind.holds(y) for y in x.values()))
+
+
+def _is_plain(x: object) -> bool:
+    if type(x) is float:
+        return math.isfinite(x)
+    return -(1 << 63) <= x < 1 << 63 if type(x) is int else x is None or type(x) in (str, bool)
+
+
+COUNT, SIZE = _integer(0), _integer(1)
+FLAG = Kind("true or false", lambda x: type(x) is bool)
+TEXT = Kind("a text", lambda x: type(x) is str)
+PLAIN = Kind("a text, a finite number, true, false or null", _is_plain)
+FACT = Kind(f"{PLAIN.what}, or a list of them", lambda x: _is_plain(x) or _list(PLAIN).holds(x))
+DEVICE = Kind(  # on "meta" there are no numbers
+    "a device such as 'cuda:0'", lambda x: type(x) is str and re.fullmatch(r"(?!meta)[a-z]+(:\d{1,3})?", x) is not None
+)
+FLOATS = tuple(name for name, dtype in _NAMES.items() if dtype.is_floating_point)
+FLOAT = Kind(f"one of {', '.join(FLOATS)}", lambda x: type(x) is str and x in FLOATS)
+FIELD = Kind(
+    "[dtype, sizes]",
+    lambda x: type(x) is list and len(x) == 2 and type(x[0]) is str and x[0] in _NAMES and _list(SIZE).holds(x[1]),
+)
+ANYTHING = Kind("anything", lambda x: True)
+
+STATE = {
+    "cache": TEXT,
+    "method": TEXT,  # files of earlier releases name the class alone
+    "config": _object(PLAIN),  # which its own class checks
+    "model": _or_null(_object(FACT)),
+    "channel_file": ANYTHING,  # null, or as below
+    "record_past": FLAG,
+    "layers": Kind("a list that is not empty", lambda x: type(x) is list and len(x) > 0),  # as below
+}
+CHANNEL_FILE = {
+    "shape": _list(SIZE, 3),
+    "model": _object(FACT),
+    "name": TEXT,
+    "importance": TEXT,
+    "tokens": COUNT,
+}
+LAYER = {
+    "device": DEVICE,
+    "dtype": FLOAT,
+    **dict.fromkeys(("batch", "heads", "key_dim", "value_dim", "length"), SIZE),
+    **dict.fromkeys(("latent", "record_past", "padded"), FLAG),
+    **dict.fromkeys(("kept", "sealed", "near", "blocks"), COUNT),
+    **dict.fromkeys(("window", "channels", "previous", "query_heads", "chosen"), _or_null(SIZE)),
+    "stats_tokens": _or_null(COUNT),
+    "index": _object(FIELD),
+    "policy": TEXT,
+    "ring": _or_null(_list(SIZE, 2)),
+    "state": _object(FIELD),
+}
+_LAYER_DEFAULTS = {x.name for x in fields(Layer) if x.default is not MISSING or x.default_factory is not MISSING}
+
+
+def _check_fields(held: object, kinds: Mapping[str, Kind], where: str, defaults: set[str] = frozenset()) -> None:
+    """Raise ``ValueError`` unless ``held`` is an object with these fields; those with ``defaults`` may be missing."""
+    if type(held) is not dict:
+        raise ValueError(f"{where} is {reprlib.repr(held)}, not an object")
+    for name in held:
+        if name not in kinds:
+            raise ValueError(f"{reprlib.repr(name)} in {where} is not known")
+    for name, kind in kinds.items():
+        if name not in held:
+            if name not in defaults:
+                raise ValueError(f"{name} in {where} is missing")
+        elif not kind.holds(held[name]):
+            raise ValueError(f"{name} in {where} is {reprlib.repr(held[name])}, not {kind.what}")
+
+
+def _read_header(text: str) -> tuple[dict, list[Layer], Shapes]:
+    """State, layers and tensors of a header. Raises ``ValueError`` for everything that is not one."""
+    try:
+        state = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    _check_fields(state, STATE, "the state", {"method"})
+    for index, layer in enumerate(state["layers"]):
+        _check_fields(layer, LAYER, f"layer {index}", _LAYER_DEFAULTS)
+    layers = [Layer(**layer) for layer in state["layers"]]
+    block_size = state["config"].get("block_size")
+    if not SIZE.holds(block_size):
+        raise ValueError(f"block_size in the configuration is {reprlib.repr(block_size)}, not {SIZE.what}")
+    shapes = all_tensors(layers, block_size)
+    if state["channel_file"] is not None:
+        _check_fields(state["channel_file"], CHANNEL_FILE, "channel_file")
+        shapes["channel_file"] = (torch.int32, tuple(state["channel_file"]["shape"]))
+    return state, layers, shapes
+
+
+# ---------------------------------------------------------------------- the file
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """``"bfloat16"`` of ``torch.bfloat16``.
 
@@ -158,25 +285,14 @@ def write(path: Path, state: dict, shapes: Shapes, pieces: Mapping[str, Pieces])
         header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        file = part.open("wb")
-    except OSError as error:  # it names the hidden file
-        raise OSError(error.errno, error.strerror, str(path)) from None
-    try:
-        with file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for name in order:
-                for tensor in pieces[name]():
-                    data = tensor.detach().cpu().contiguous().flatten()
-                    file.write(data.view(torch.uint8).numpy())
-            if file.tell() != 8 + len(text) + end:
-                raise RuntimeError("the cache changed while it was saved: nothing was written")
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            for tensor in pieces[name]():
+                data = tensor.detach().cpu().contiguous().flatten()
+                file.write(data.view(torch.uint8).numpy())
+        if file.tell() != 8 + len(text) + end:
+            raise RuntimeError("the cache changed while it was saved: nothing was written")
 
 
 def damaged(path, why: str) -> ValueError:
@@ -214,14 +330,9 @@ class Reader:
                 f"one, {__version__}, reads version {VERSION}: load it with that release, or prefill and save again"
             )
         try:
-            self.state = json.loads(metadata["state"])
-            self.layers = [Layer(**layer) for layer in self.state["layers"]]
-            shapes = all_tensors(self.layers, self.state["config"]["block_size"])
-            ranking, *_ = (self.state[name] for name in ("channel_file", "cache", "model", "record_past"))
-            if ranking is not None:
-                shapes["channel_file"] = (torch.int32, tuple(ranking["shape"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise damaged(path, f"its header: {error!r}") from None
+            self.state, self.layers, shapes = _read_header(metadata.get("state", ""))
+        except ValueError as error:
+            raise damaged(path, f"its header: {error}") from None
         self._check(shapes)
 
     def _check(self, shapes: Shapes) -> None:
@@ -232,6 +343,11 @@ class Reader:
             found = self._file.get_slice(name)
             if (found.get_dtype(), tuple(found.get_shape())) != (_DTYPES[dtype], shape):
                 raise damaged(self.path, f"tensor {name} is {found.get_dtype()} {found.get_shape()}")
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return self.path.stat().st_size
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor, on the CPU; a copy, because safetensors gives what lives in the file."""

@@ -58,6 +58,11 @@ class LabelIndex(State):
             else:
                 pool.add_field("codes", (heads, store.block_size, r), store.dtype)
         if self.fixed is not None:
+            if self.layer_idx >= len(self.fixed.ranking):
+                raise ValueError(
+                    f"the channel file has {len(self.fixed.ranking)} layers, none for layer {self.layer_idx}: "
+                    "calibrate this model with `hf-sparsekv calibrate`"
+                )
             ranking = self.fixed.ranking[self.layer_idx].to(store.device)
             if ranking.shape != (heads, dim):
                 raise ValueError(
@@ -125,7 +130,26 @@ class LabelIndex(State):
 
     # ------------------------------------------------------------------ files
 
+    def file_fits(self, about: dict) -> dict[str, bool]:
+        """See :meth:`.base.Policy.file_fits`."""
+        tokens, heads = about["stats_tokens"], about["query_heads"]
+        return {
+            "channels": (about["channels"] is None) == (tokens is not None),
+            "stats_tokens": tokens is None or tokens < self.config.calibration_tokens,
+            "query_heads": (heads is not None) == bool(tokens) and (heads or 0) % about["heads"] == 0,
+        }
+
     def from_file(self, found: dict[str, Tensor], device: torch.device, length: int) -> None:
+        """Take over channels, or what calibration has seen.
+
+        Raises:
+            ValueError: the channels are as many as no label here has, or others than those of the channel file.
+        """
+        channels, fixed = found.get("channels"), self.channels
+        if channels is not None and channels.shape[2] != self.r:
+            raise ValueError("channels")
+        if channels is not None and fixed is not None and not torch.equal(channels, fixed.cpu()):
+            raise ValueError("channels")
         super().from_file(found, device, length)
         if not self.calibrating:
             self.stats = None

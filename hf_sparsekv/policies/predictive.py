@@ -92,6 +92,14 @@ class PredictivePolicy(Policy):
             memory.frames = copies
         return memory
 
+    @classmethod
+    def reserves(cls, config: PredictiveConfig, offloaded: bool) -> int:
+        return room_for(config)
+
+    def file_fits(self, about: dict) -> dict[str, bool]:
+        ring = about["ring"]
+        return super().file_fits(about) | {"chosen": True, "ring": ring is not None and ring[0] % about["heads"] == 0}
+
     @lasting
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)

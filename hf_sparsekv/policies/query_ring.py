@@ -68,7 +68,7 @@ class QueryRing(State):
     def rewind(self, length: int) -> None:
         """Columns from ``length`` on were removed; older queries that theirs have overwritten are gone as well."""
         if self.end > length:
-            self.first.clamp_min_(self.end - self.size)
+            self.first.clamp_min_(self.end - self.size).clamp_max_(length)  # those that follow are known
             self.count.copy_((length - self.first).clamp(0, self.size))
             self.position.fill_(length % self.size)
             self.end = length

@@ -71,6 +71,13 @@ class TwoLevelPolicy(Policy):
                 memory.fetch(request, config.coarse_blocks, config.coarse_blocks)
         return memory
 
+    @classmethod
+    def reserves(cls, config: TwoLevelConfig, offloaded: bool) -> int:
+        return config.coarse_blocks if lags(config, offloaded) else 0
+
+    def file_fits(self, about: dict) -> dict[str, bool]:
+        return super().file_fits(about) | {"previous": about["previous"] is None or self.metadata is not None}
+
     @lasting
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)

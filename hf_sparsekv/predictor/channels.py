@@ -10,11 +10,12 @@ from typing import ClassVar
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..kv.state import Held, State
+from ..whole_file import replacing
 
 FORMAT = "hf-sparsekv-channels-1"
 _SHAPE_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -91,6 +92,9 @@ class LabelChannels:
         name: the model's name or path when it was calibrated, for people.
         importance: ``"max"`` or ``"mean"``.
         tokens: calibration tokens seen.
+
+    Raises:
+        ValueError: the ranking is none (kernels read keys at these channels), or does not fit the model.
     """
 
     ranking: Tensor
@@ -99,8 +103,31 @@ class LabelChannels:
     importance: str
     tokens: int
 
+    def __post_init__(self) -> None:
+        ranking = self.ranking
+        if ranking.dtype != torch.int32 or ranking.ndim != 3:
+            raise ValueError(
+                f"a channel ranking is int32 [layers, KV heads, channels], got {ranking.dtype} {list(ranking.shape)}"
+            )
+        every = torch.arange(ranking.shape[2], dtype=torch.int32, device=ranking.device)
+        ranked = (ranking.sort(-1).values == every).flatten(1).all(1)
+        wrong = (~(ranked | (ranking == -1).flatten(1).all(1))).nonzero().flatten().tolist()
+        if wrong:
+            raise ValueError(f"the ranking of layer {wrong[0]} does not name each of {len(every)} channels once")
+        if not isinstance(self.model, dict):
+            raise ValueError(f"the model's facts must be a dict, got {type(self.model).__name__}")
+        layers = self.model.get("num_hidden_layers")
+        if layers is not None and layers != len(ranking):
+            raise ValueError(f"the channel ranking has {len(ranking)} layers, its model {layers!r}")
+        if self.importance not in ("max", "mean"):
+            raise ValueError(f"importance must be 'max' or 'mean', got {self.importance!r}")
+
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a safetensors file."""
+        """Write a safetensors file, which appears when it is whole.
+
+        Raises:
+            OSError: ``path`` cannot be written; its directory has to exist.
+        """
         meta = {
             "format": FORMAT,
             "model": json.dumps(self.model),
@@ -108,14 +135,15 @@ class LabelChannels:
             "importance": self.importance,
             "tokens": str(self.tokens),
         }
-        save_file({"ranking": self.ranking.contiguous()}, path, metadata=meta)
+        with replacing(path) as file:
+            file.write(save({"ranking": self.ranking.contiguous()}, metadata=meta))
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> LabelChannels:
         """Read a file written by :meth:`save`.
 
         Raises:
-            ValueError: the file is something else.
+            ValueError: the file is something else, or damaged.
         """
         try:
             with safe_open(path, "pt") as file:
@@ -129,7 +157,15 @@ class LabelChannels:
             raise
         except Exception as error:  # safetensors' own error type for a file of another kind
             raise ValueError(f"{path} is not a channel file ({error})") from None
-        return cls(ranking, json.loads(meta["model"]), meta["name"], meta["importance"], int(meta["tokens"]))
+        try:
+            return cls(ranking, json.loads(meta["model"]), meta["name"], meta["importance"], int(meta["tokens"]))
+        except KeyError as error:
+            why = f"it does not say its {error.args[0]}"
+        except RecursionError:
+            why = "its header is nested too deeply"
+        except ValueError as error:
+            why = str(error)
+        raise ValueError(f"the channel file {path} is damaged ({why}): make it again with `hf-sparsekv calibrate`")
 
     def check(self, config) -> None:
         """Raise ``ValueError`` if the channels were made for another architecture than ``config``."""

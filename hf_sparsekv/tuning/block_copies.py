@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..ops.block_copy.config import Config
 from ..ops.block_copy.triton import block_copy
 from ..ops.small_linear import small_linear
 from .timing import captured, gbps
@@ -71,7 +72,7 @@ class Blocks:
 
     def copy(self, programs: int, warps: int) -> None:
         """The kernel."""
-        block_copy(self.kv, self.frames, self.copies, self.number, programs=programs, warps=warps)
+        block_copy(self.kv, self.frames, self.copies, self.number, config=Config(programs, warps))
 
 
 class Chain:

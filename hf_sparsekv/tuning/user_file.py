@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from ..whole_file import replacing
+
 T = TypeVar("T")
 
-_UNUSABLE = (OSError, ValueError, TypeError, KeyError, AttributeError)  # what reading a broken file may raise
+# What reading a broken file may raise: RecursionError for deep JSON, OverflowError for numbers that no float holds.
+_UNUSABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError)
 
 
 def location(name: str) -> Path:
@@ -51,19 +52,13 @@ def save(path: Path, version: int, parse: Callable[[dict], object], name: str, e
     with contextlib.suppress(*_UNUSABLE):  # what cannot be used goes
         for other, there in _entries(path, version).items():
             parse(there)
+            json.dumps(there, indent=1)  # which recurses earlier than reading does
             devices[other] = there
     devices[name] = entry
     text = json.dumps({"format": version, "devices": devices}, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Beside it and then renamed: nobody reads half a file.
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False, encoding="utf-8") as file:
-        try:
-            file.write(text + "\n")
-            file.close()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    with replacing(path) as file:  # nobody reads half a file
+        file.write(text.encode() + b"\n")
 
 
 def _entries(path: Path, version: int) -> dict[str, dict]:

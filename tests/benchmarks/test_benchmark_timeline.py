@@ -43,13 +43,13 @@ def trace(two_streams: bool) -> list[dict]:
 def test_kinds_follow_the_kernels():
     """Names come from the operators' own functions; none belongs to two kinds."""
     pytest.importorskip("triton")
-    from hf_sparsekv.ops.sparse_decode.split_kernel import split_kernel
+    from hf_sparsekv.ops.sparse_decode.split import sparse_decode_split_kernel
 
     by_kind = [set().union(*map(timeline.kernel_names, operators)) for _, operators in timeline.KINDS.values()]
     names = [name for names in by_kind for name in names if name.endswith("kernel")]  # others are called by these
     assert len(names) == len(set(names))
     kinds = timeline.kinds()
-    assert kinds[split_kernel.fn.__name__] == timeline.ATTEND
+    assert kinds[sparse_decode_split_kernel.fn.__name__] == timeline.ATTEND
     for kind, (_, operators) in timeline.KINDS.items():
         for operator in operators:
             assert kinds[kernel(operator)] == kind, "each of these operators has a kernel"

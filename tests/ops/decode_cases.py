@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 
+from hf_sparsekv.ops.sparse_decode.config import Config, config
 from hf_sparsekv.ops.sparse_decode.reference import sparse_decode as reference
-from hf_sparsekv.ops.sparse_decode.triton import scratch_size, sparse_decode
+from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
 
 
 @dataclass
@@ -117,21 +119,35 @@ def expect_lse(args, named):
     return lse
 
 
-def check(place, case: Case, granularity: str, **how) -> None:
-    """The kernel, launched ``how``, against the reference: result, denominators and counts."""
+@contextmanager
+def poisoned():
+    """``torch.empty`` holds NaN: what a kernel leaves unwritten and the next one reads shows."""
+    empty = torch.empty
+    torch.empty = lambda *shape, **named: empty(*shape, **named).fill_(torch.nan)
+    try:
+        yield
+    finally:
+        torch.empty = empty
+
+
+def config_of(args, named, **changes) -> Config:
+    """The kernel's configuration for this call, with ``changes``; those that are None are none."""
+    usual = config(args[0], args[1], args[5], named["value_dim"], named["granularity"])
+    return replace(usual, **{name: value for name, value in changes.items() if value is not None})
+
+
+def check(place, case: Case, granularity: str, **changes) -> None:
+    """The kernel, its configuration with ``changes``, against the reference: result, denominators and counts."""
     args, named = case.make(place, granularity)
     expected, want_attended = expect(args, named)
     attended = torch.full_like(want_attended, 1000, device=place.device)
     out = place.nan(case.batch, case.heads * case.group, case.dv)
     lse = place.nan(case.batch, case.heads * case.group, dtype=torch.float32)
-    n = {"token": lambda: args[4].shape[-1], "block": lambda: case.chosen * case.block_size}
-    n = n.get(granularity, lambda: case.cap * case.block_size)()
-    near = case.ring + (0 if granularity == "all" else case.sinks)
-    size = scratch_size(args[0], args[1], case.dv, n, near, case.splits, granularity)
-    scratch = None if how else place.nan(size, dtype=torch.float32)
     from_host = torch.zeros_like(attended)
-    given = {"attended": attended, "from_host": from_host, "lse": lse, "out": out, "scratch": scratch}
-    assert sparse_decode(*args, **named, **given, splits=case.splits, **how) is out
+    given = {"attended": attended, "from_host": from_host, "lse": lse, "out": out}
+    with poisoned():
+        used = config_of(args, named, parts=case.splits, **changes)
+        assert sparse_decode(*args, **named, **given, config=used) is out
     skip = case.sinks if granularity == "all" else 0
     assert torch.equal(from_host.cpu(), want_attended - 1000 - args[6][:, None, skip:].cpu().sum(-1))
     place.close(out, expected, ratio={torch.float16: 2e-3, torch.bfloat16: 1.2e-2}.get(place.dtype))

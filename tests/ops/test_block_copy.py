@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from hf_sparsekv.ops.block_copy import block_copy as public
+from hf_sparsekv.ops.block_copy.config import Config
 from hf_sparsekv.ops.block_copy.reference import block_copy as reference
 from hf_sparsekv.ops.block_copy.triton import block_copy
 
-SMALL = {"programs": 3, "warps": 1, "tile": 256}  # so that a small case takes several blocks and tiles a program
+SMALL = Config(programs=3, warps=1, tile=256)  # so that a small case takes several blocks and tiles a program
 
 
 def make(place, slots: int, heads: int, size: int, width: int, frames: int, n: int, host: bool = False):
@@ -35,6 +36,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("copy", [reference, block_copy, public])
 @pytest.mark.parametrize(
     "size, width, n",
@@ -44,7 +46,7 @@ def test_blocks(place, copy, size, width, n):
     """Runs that are a multiple of 16 bytes, and others down to single elements."""
     kv, frames, copies, number = make(place, 6, 2, size, width, 11, n)
     expected = expect(kv, frames, copies, number)
-    how = SMALL if copy is block_copy else {}
+    how = {"config": SMALL} if copy is block_copy else {}
     copy(kv, frames, copies, number, **how)
     assert same(frames, expected)
 
@@ -61,7 +63,7 @@ def test_other_dtypes(place32, dtype):
     kv, frames, copies, number = make(place32, 5, 2, 3, 5, 12, 9)
     kv, frames = (kv * 50).to(dtype), torch.zeros_like(frames, dtype=dtype)
     expected = expect(kv, frames, copies, number)
-    block_copy(kv, frames, copies, number, **SMALL)
+    block_copy(kv, frames, copies, number, config=SMALL)
     assert same(frames, expected)
 
 

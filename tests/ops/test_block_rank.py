@@ -7,7 +7,7 @@ import torch
 
 from hf_sparsekv.ops.block_rank import block_rank as public
 from hf_sparsekv.ops.block_rank.reference import block_rank as reference
-from hf_sparsekv.ops.block_rank.triton import block_rank
+from hf_sparsekv.ops.block_rank.triton import Config, block_rank
 
 # batch, KV heads, blocks
 CASES = {"one": (1, 1, 1), "few": (2, 3, 7), "one tile": (1, 2, 16), "odd": (2, 2, 131), "long": (1, 1, 530)}
@@ -27,7 +27,7 @@ def make(place, batch, heads, n, kinds=None):
 def test_against_reference(place32, case, kinds):
     args = make(place32, *case, kinds)
     expected = reference(*(t.cpu() for t in args))
-    for got in (block_rank(*args), block_rank(*args, tile=8, others=64)):
+    for got in (block_rank(*args), block_rank(*args, config=Config(tile=8, others=64))):
         for one, other in zip(got, expected):
             assert torch.equal(one.cpu(), other)
 

@@ -41,6 +41,7 @@ def make(place, batch, heads, group, dk, n):
     return place.randn(batch, heads * group, dk), bounds, fill, slots
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("reduce", ["mean", "max"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_against_reference(place, case, reduce):
@@ -52,6 +53,7 @@ OTHERS = [("min_max", "none")] + [
 ]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("metadata, reduce", OTHERS)
 @pytest.mark.parametrize("case", ["no power of two", "group 4", "no blocks", "latents of 20 heads", "40 heads"])
 def test_metadata(place, case, reduce, metadata):

@@ -25,6 +25,7 @@ def made(place, shape):
     return 2 * place.randn(tokens, d), index.long(), weights, gate_up, down
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_reference(place, shape, activation):

@@ -17,6 +17,7 @@ from test_seal import Case as Seal
 from test_seal import make as make_seal
 from test_seal import on_cpu as seal_on_cpu
 from test_seal import run as run_seal
+from test_token_score import config_of as label_config
 from test_token_score import make as make_labels
 from walk_cases import Case as WalkCase
 from walk_cases import on_cpu
@@ -48,6 +49,7 @@ from hf_sparsekv.ops.sparse_decode.reference import sparse_decode as reference_d
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
 from hf_sparsekv.ops.token_score.reference import token_score as reference_tokens
 from hf_sparsekv.ops.token_score.triton import token_score
+from hf_sparsekv.ops.topk_select.config import Config
 from hf_sparsekv.ops.topk_select.reference import block_select as reference_select
 from hf_sparsekv.ops.topk_select.triton import block_select
 
@@ -116,7 +118,7 @@ def test_token_score(place16, what, reduce, bits):
     args[what] = far(args[what], 1 - what)
     if what and args[2] is not None:
         args[2] = far(args[2], 0)
-    got = token_score(*args, reduce, matrix=matrix)
+    got = token_score(*args, reduce, config=label_config(args, reduce, matrix))
     place16.close(got, expected, ratio=1e-4 if matrix else 4e-6)
 
 
@@ -126,8 +128,8 @@ def test_rank_and_select(place16):
     wide = far(scores, 0)
     for got, expected in zip(block_rank(wide, fill, slots), reference_rank(*cpu((scores, fill, slots)))):
         assert torch.equal(got.cpu(), expected)
-    for how in ({}, {"row": 16, "chunk": 64, "split": False}):
-        assert torch.equal(block_select(wide, 9, **how).cpu(), reference_select(scores.cpu(), 9))
+    for how in (Config(), Config(row=16, chunk=64, split=False)):
+        assert torch.equal(block_select(wide, 9, config=how).cpu(), reference_select(scores.cpu(), 9))
 
 
 # ---------------------------------------------------------------------- attention

@@ -11,6 +11,7 @@ from hf_sparsekv.ops.gated.reference import gated as reference
 from hf_sparsekv.ops.gated.triton import gated
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape", [(2, 1, 3000), (3, 5, 96), (7, 33), (0, 1, 64)], ids=str)
 def test_against_reference(place, shape, activation):

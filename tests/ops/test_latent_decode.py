@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_cases import Case, check, expect, in_frames
+from decode_cases import Case, check, config_of, expect, in_frames
 
 from hf_sparsekv.ops.sparse_decode import sparse_decode as public
-from hf_sparsekv.ops.sparse_decode.latents import Tiles
 from hf_sparsekv.ops.sparse_decode.reference import sparse_decode as reference
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
 
@@ -38,25 +37,19 @@ SHAPES = {
 }
 
 
+@pytest.mark.pairwise
 @ALL_WAYS
 @pytest.mark.parametrize("case", SHAPES.values(), ids=SHAPES.keys())
 def test_against_reference(place, case, granularity):
     check(place, case, granularity)
 
 
+@pytest.mark.pairwise
 @ALL_WAYS
-@pytest.mark.parametrize(
-    "tiles",
-    [
-        Tiles(64, 32, 4, 2),
-        Tiles(32, 16, 4, 1),
-        Tiles(16, 32, 4, 2),
-        Tiles(64, 64, 8, 1),
-    ],
-    ids=lambda tiles: f"{tiles.tile}x{tiles.heads}",
-)
-def test_tiles_do_not_matter(place, granularity, tiles):
-    check(place, replace(SMALL, group=40, block_size=64, cap=5, splits=2, batch=1, ring=100), granularity, tiles=tiles)
+@pytest.mark.parametrize(("tile", "heads"), [(64, 32), (32, 16), (16, 32), (64, 64)])
+def test_tiles_do_not_matter(place, granularity, tile, heads):
+    case = replace(SMALL, group=40, block_size=64, cap=5, splits=2, batch=1, ring=100)
+    check(place, case, granularity, tile=tile, heads=heads, stages=1)
 
 
 @ALL_WAYS
@@ -88,6 +81,7 @@ def test_nothing_to_attend_to(place, granularity):
     place.close(got, expected, ratio=RATIO.get(place.dtype))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("granularity", ["token", "block"])
 @pytest.mark.parametrize("case", [SMALL, replace(SMALL, group=20, block_size=32, batch=3, splits=2)], ids=str)
 def test_frames(place, case, granularity):
@@ -103,7 +97,8 @@ def test_frames(place, case, granularity):
     reference(*(t.cpu() for t in args), **on_cpu, from_host=want_host)
     assert (want_host > 50).any()
     attended, from_host = (torch.full_like(attended, n, device=place.device) for n in (1000, 50))
-    got = sparse_decode(*args, **named, attended=attended, from_host=from_host, splits=case.splits)
+    config = config_of(args, named, parts=case.splits)
+    got = sparse_decode(*args, **named, attended=attended, from_host=from_host, config=config)
     place.close(got, expected, ratio=RATIO.get(place.dtype))
     assert torch.equal(attended.cpu(), want_attended)
     assert torch.equal(from_host.cpu(), want_host)
@@ -116,7 +111,8 @@ def test_part_of_the_blocks(place):
     named["used"] = torch.tensor([[2], [0], [99]], dtype=torch.int32, device=place.device)
     expected, want_attended = expect(args, named)
     attended = torch.full_like(want_attended, 1000, device=place.device)
-    got = sparse_decode(*args, **named, attended=attended, splits=case.splits)
+    config = config_of(args, named, parts=case.splits)
+    got = sparse_decode(*args, **named, attended=attended, config=config)
     place.close(got, expected, ratio=RATIO.get(place.dtype))
     assert torch.equal(attended.cpu(), want_attended)
     args, named = Case().make(place, "block")
@@ -145,6 +141,7 @@ def test_views_and_mixed_dtypes(place32, granularity):
     place32.close(out, expected)
 
 
+@pytest.mark.pairwise
 @pytest.mark.gpu
 @ALL_WAYS
 @pytest.mark.parametrize("pinned", [False, True])

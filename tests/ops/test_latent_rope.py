@@ -29,6 +29,7 @@ def made(place, shape):
     )
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_reference(place, shape, interleaved):

@@ -15,11 +15,13 @@ from test_seal import Case as Seal
 from test_seal import make as make_seal
 from test_seal import on_cpu as seal_on_cpu
 from test_seal import run as run_seal
+from test_token_score import config_of as label_config
 from test_token_score import make as make_labels
 from walk_cases import Case as WalkCase
 from walk_cases import on_cpu
 
 from hf_sparsekv.ops.block_rank.reference import block_rank as reference_rank
+from hf_sparsekv.ops.block_rank.triton import Config as RankConfig
 from hf_sparsekv.ops.block_rank.triton import block_rank
 from hf_sparsekv.ops.block_score.reference import block_score as reference_blocks
 from hf_sparsekv.ops.block_score.triton import block_score
@@ -35,6 +37,7 @@ from hf_sparsekv.ops.sparse_decode.reference import sparse_decode as reference_d
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
 from hf_sparsekv.ops.token_score.reference import token_score as reference_tokens
 from hf_sparsekv.ops.token_score.triton import token_score
+from hf_sparsekv.ops.topk_select.config import Config as SelectConfig
 from hf_sparsekv.ops.topk_select.reference import block_select as reference_select
 from hf_sparsekv.ops.topk_select.reference import token_select as reference_token_select
 from hf_sparsekv.ops.topk_select.triton import block_select, scratch_size, token_select
@@ -44,9 +47,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  
 
 WILD = (nan, inf, -inf)
 SPLITS = {
-    "one program": {},
-    "several programs": {"row": 16, "chunk": 64, "split": False},
-    "sample": {"row": 16, "chunk": 64, "split": True, "sample": 32, "fewest": 64},
+    "one program": SelectConfig(),
+    "several programs": SelectConfig(row=16, chunk=64, split=False),
+    "sample": SelectConfig(row=16, chunk=64, sample=32, fewest=64),
 }
 
 
@@ -82,7 +85,7 @@ def test_rank(place32, n, monkeypatch):
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, **how: empty(*shape, **how).fill_(12345))
     expected = reference_rank(scores.cpu(), fill.cpu(), slots.cpu())
-    for got in (block_rank(scores, fill, slots), block_rank(scores, fill, slots, tile=8, others=64)):
+    for got in (block_rank(scores, fill, slots), block_rank(scores, fill, slots, config=RankConfig(tile=8, others=64))):
         for one, other in zip(got, expected):
             assert torch.equal(one.cpu(), other)
     numbers = (~scores.isnan() & (scores > -inf)).sum(-1).cpu()
@@ -102,8 +105,8 @@ def test_rank_by_hand():
 def test_select(place32, n, k, how):
     scores = wild_scores(place32, n)
     out = torch.full((3, 4, k), 12345, dtype=torch.int32, device=place32.device)
-    scratch = torch.full((scratch_size(scores, k, **how),), -99, dtype=torch.int32, device=place32.device)
-    got = block_select(scores, k, out=out, scratch=scratch, **how).cpu()
+    scratch = torch.full((scratch_size(scores, k, how),), -99, dtype=torch.int32, device=place32.device)
+    got = block_select(scores, k, out=out, scratch=scratch, config=how).cpu()
     assert torch.equal(got, reference_select(scores.cpu(), k))
     chosen = scores.cpu().gather(-1, got.clamp_min(0).long())[got >= 0]
     assert not chosen.isnan().any() and (chosen > -inf).all()
@@ -115,7 +118,7 @@ def test_select_tokens(place32, how):
     scores = wild_scores(place32, 8 * 16)
     blocks = torch.stack([place32.randperm(50)[:8].sort().values for _ in range(12)]).view(3, 4, 8)
     out = torch.full((3, 4, 21), 12345, dtype=torch.int32, device=place32.device)
-    got = token_select(scores, blocks, 21, 16, out=out, **how)
+    got = token_select(scores, blocks, 21, 16, out=out, config=how)
     assert torch.equal(got.cpu(), reference_token_select(scores.cpu(), blocks.cpu(), 21, 16))
 
 
@@ -137,6 +140,7 @@ def wild_queries(place, heads, group, dk):
     return q.flatten(1, 2)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("metadata", ["min_max", "cuboid_mean", "mean"])
 @pytest.mark.parametrize("reduce", ["mean", "max", "none"])
 @pytest.mark.parametrize("heads, group, dk", [(2, 4, 64), (1, 40, 64), (1, 20, 576), (2, 1, 80)])
@@ -185,7 +189,7 @@ def test_token_scores(place, group, dk, width, reduce, bits):
             params[i, :, 3::5, 0] = value
             params[i, :, 4::5, 1] = value
     out = torch.full((4, 2, 64), 12345.0, device=place.device)
-    got = token_score(q, *made[1:], reduce, out=out, matrix=matrix, blocks_a_program=2)
+    got = token_score(q, *made[1:], reduce, out=out, config=label_config((q, *made[1:]), reduce, matrix))
     given = [None if t is None else t.cpu() for t in (q, codes, params, channels, flags, slots, ids)]
     place.close(got, reference_tokens(*given, reduce), ratio=1e-4 if matrix else 4e-6)
     assert (got[3] == -inf).all()
@@ -212,7 +216,7 @@ def test_ends_of_half_precision(place, reduce, bits):
     q = (torch.sign(place.randn(2, 8, 64).float()) * top).to(place.dtype)
     stored = made[1] if bits == 16 else made[2]
     stored.copy_(torch.where(stored.isnan(), stored, torch.sign(stored.float()).to(stored.dtype) * top))
-    got = token_score(q, *made[1:], reduce, matrix=matrix)
+    got = token_score(q, *made[1:], reduce, config=label_config((q, *made[1:]), reduce, matrix))
     given = [None if t is None else t.cpu() for t in (q, *made[1:])]
     place.close(got, reference_tokens(*given, reduce), ratio=1e-4 if matrix else 4e-6)
     assert not (got == inf).any() and got.isfinite().any()
@@ -227,6 +231,7 @@ def test_ends_of_half_precision(place, reduce, bits):
 # ---------------------------------------------------------------------- what scores are made of
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("bits", [4, 16])
 @pytest.mark.parametrize("metadata", ["min_max", "cuboid_mean", "mean"])
 def test_seal(place, metadata, bits):
@@ -345,6 +350,7 @@ def test_walk_to_infinite_expectations(place32, group_reduce, estimate):
     assert torch.equal(walk.state.used[:2].cpu(), by_definition.state.used[:2])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("latents", [False, True])
 @pytest.mark.parametrize("granularity", ["token", "block", "all"])
 def test_attention_shows_nan(place, granularity, latents):

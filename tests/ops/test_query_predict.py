@@ -85,6 +85,7 @@ def test_reference_is_the_papers(form, count, window):
     assert torch.allclose(got.double(), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_against_reference(place, case, form):
@@ -123,6 +124,7 @@ HARD = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 @pytest.mark.parametrize("case", HARD.values(), ids=HARD.keys())
 def test_hard_queries(place, case, form):

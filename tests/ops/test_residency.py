@@ -12,11 +12,11 @@ from hf_sparsekv.ops.residency.lookup import lookup
 from hf_sparsekv.ops.residency.reference import lookup as lookup_reference
 from hf_sparsekv.ops.residency.reference import residency as reference
 from hf_sparsekv.ops.residency.reference import windows
-from hf_sparsekv.ops.residency.triton import residency
+from hf_sparsekv.ops.residency.triton import Config, residency
 
 POISON = 12345
 STATE = ("owner", "stamp", "hand", "now", "enabled", "counters")
-SMALL = {"window": 32, "look": 32, "tile": 32}  # so that small cases take several of each
+SMALL = {"window": 32, "config": Config(look=32, tile=32)}  # so that small cases take several of each
 
 
 class Twins:
@@ -292,7 +292,7 @@ def test_lookup(place32, batch, since):
         state = twins.states[1]
         where = None if since is None else stamps.to(place32.device)
         out = torch.full_like(ids, POISON)
-        assert lookup(ids, slots, state.page_tables[layer], state.stamp, where, out=out, look=32) is out
+        assert lookup(ids, slots, state.page_tables[layer], state.stamp, where, out=out, config=32) is out
         assert torch.equal(out.cpu(), want)
         assert torch.equal(public_lookup(ids, slots, state.page_tables[layer], state.stamp, where).cpu(), want)
         assert (want >= 0).any() or since is not None

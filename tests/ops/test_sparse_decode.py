@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decode_cases import Case, check, expect, in_frames
+from decode_cases import Case, check, config_of, expect, in_frames
 
 from hf_sparsekv.ops.sparse_decode import sparse_decode as public
 from hf_sparsekv.ops.sparse_decode.reference import sparse_decode as reference
@@ -33,6 +33,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.pairwise
 @ALL_WAYS
 @pytest.mark.parametrize("case", SHAPES.values(), ids=SHAPES.keys())
 def test_against_reference(place, case, granularity):
@@ -43,9 +44,10 @@ def test_against_reference(place, case, granularity):
 def test_splits_do_not_matter(place32, granularity):
     case = Case(batch=1, heads=2, dk=256, dv=64, cap=23, chosen=19, ring=90, softcap=3.0, learned_sink=True)
     args, named = case.make(place32, granularity)
-    first = sparse_decode(*args, **named, splits=1)
+    first = sparse_decode(*args, **named, config=config_of(args, named, parts=1))
     for splits in (2, 3, 7, 40):
-        place32.close(sparse_decode(*args, **named, splits=splits), first.cpu(), ratio=5e-7)
+        config = config_of(args, named, parts=splits)
+        place32.close(sparse_decode(*args, **named, config=config), first.cpu(), ratio=5e-7)
 
 
 @ALL_WAYS
@@ -70,7 +72,8 @@ def test_large_logits(place32):
     """Logits of some thousands, far apart between the parts, neither overflow nor vanish."""
     args, named = Case(batch=1, cap=9, splits=4, dk=256, dv=64).make(place32, "all")
     named["scale"] = 100.0
-    place32.close(sparse_decode(*args, **named, splits=4), expect(args, named)[0], ratio=1e-4)
+    config = config_of(args, named, parts=4)
+    place32.close(sparse_decode(*args, **named, config=config), expect(args, named)[0], ratio=1e-4)
 
 
 def test_one_slot_holds_all_weight(place32):
@@ -180,6 +183,7 @@ def test_captured_and_pinned(granularity, pinned, place32):
         assert torch.equal(attended.cpu(), want_attended)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("granularity", ["token", "block"])
 @pytest.mark.parametrize("case", [Case(), Case(dk=48, dv=80, group=3, block_size=32, batch=3, splits=2)], ids=str)
 def test_frames(place, case, granularity):
@@ -207,10 +211,26 @@ def test_frames(place, case, granularity):
     on_cpu = {name: t.cpu() if isinstance(t, torch.Tensor) else t for name, t in named.items()}
     reference(*(t.cpu() for t in args), **on_cpu, from_host=counted)
     assert torch.equal(counted, want_host)
-    got = sparse_decode(*args, **named, attended=attended, from_host=from_host, splits=case.splits)
+    config = config_of(args, named, parts=case.splits)
+    got = sparse_decode(*args, **named, attended=attended, from_host=from_host, config=config)
     assert torch.equal(from_host.cpu(), want_host)
     place.close(got, expected, ratio={torch.float16: 2e-3, torch.bfloat16: 1.2e-2}.get(place.dtype))
     assert torch.equal(attended.cpu(), want_attended)
     if granularity == "token":
         with pytest.raises(ValueError, match="only where some are chosen"):
             sparse_decode(*args, **dict(named, granularity="all"))
+
+
+@pytest.mark.parametrize("granularity", ["token", "block"])
+@pytest.mark.parametrize("latents", [False, True], ids=["keys and values", "latents"])
+def test_frames_of_other_strides(place32, latents, granularity):
+    """Frames, stored blocks and the near buffer are slices of wider rows, each of another width."""
+    case = Case(heads=1, dk=48, dv=32, latents=latents)
+    args, named = in_frames(place32, *case.make(place32, granularity))
+    expected, _ = expect(args, named)
+
+    def wider(t, more):
+        return torch.cat((t, torch.full_like(t[..., :more], torch.nan)), -1)[..., : t.shape[-1]]
+
+    args[1], args[5], named["frames"] = wider(args[1], 8), wider(args[5], 16), wider(named["frames"], 24)
+    place32.close(sparse_decode(*args, **named), expected)

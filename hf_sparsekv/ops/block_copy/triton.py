@@ -5,19 +5,15 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ...tuning.transfer import settings
-from .._overlap import begin, overlap
+from .._overlap import begin, launch
+from .config import config as default
 
-PROGRAMS_DEVICE = 1056  # within the device, where the link is no limit; over it see hf_sparsekv.tuning.transfer
-SMALL = 16384  # bytes
-TILE = 16384  # bytes that a program has on their way at a time: 128 a thread
 WORDS = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
 @triton.jit
-def _copy_kernel(p_kv, p_frames, p_copies, p_n_copies, RUN: tl.constexpr, BW: tl.constexpr, PDL: tl.constexpr):
+def block_copy_kernel(p_kv, p_frames, p_copies, p_n_copies, RUN: tl.constexpr, BW: tl.constexpr, PDL: tl.constexpr):
     """Every ``num_programs``-th block of the list, ``BW`` of its ``RUN`` words at a time."""
     begin(PDL)
     n, step = tl.load(p_n_copies), tl.num_programs(0)
@@ -39,20 +35,10 @@ def _copy_kernel(p_kv, p_frames, p_copies, p_n_copies, RUN: tl.constexpr, BW: tl
                 tl.store(p_to + c + o_w, tl.load(p_from + c + o_w, mask=m_w), mask=m_w)  # [BW]
 
 
-def block_copy(
-    kv: Tensor,
-    frames: Tensor,
-    copies: Tensor,
-    n_copies: Tensor,
-    *,
-    programs: int | None = None,
-    warps: int | None = None,
-    tile: int = TILE,
-) -> None:
+def block_copy(kv, frames, copies, n_copies, *, config=None):
     """As ``reference.block_copy``; ``kv`` and ``frames`` are pinned or on the device, ``copies`` are on the device.
 
-    ``programs`` and ``warps`` replace what is known of the device and its link (:mod:`hf_sparsekv.tuning.transfer`),
-    ``tile`` (bytes) the constant.
+    Nothing waits, and it can be captured. ``config`` replaces what is known of the device and its link.
     """
     if kv.dtype != frames.dtype or kv.shape[2:] != frames.shape[1:]:
         raise ValueError(
@@ -63,19 +49,8 @@ def block_copy(
     run = frames.shape[1] * frames.shape[2] * frames.itemsize
     if not run or not len(copies):
         return
-    known = settings(copies.device)
-    if programs is None:
-        over_link = known.programs_small if run < SMALL else known.programs
-        programs = PROGRAMS_DEVICE if kv.is_cuda and frames.is_cuda else over_link
+    config = config or default(kv, frames, copies)
     size, word = next((size, word) for size, word in WORDS if run % size == 0)
-    with torch.cuda.device_of(copies):
-        _copy_kernel[(min(programs, len(copies)),)](
-            kv.view(-1).view(word),
-            frames.view(-1).view(word),
-            copies,
-            n_copies,
-            RUN=run // size,
-            BW=triton.next_power_of_2(min(run, tile) // size),
-            num_warps=warps or known.warps,
-            **overlap(copies),
-        )
+    fixed = {"RUN": run // size, "BW": triton.next_power_of_2(min(run, config.tile) // size)}
+    args = kv.view(-1).view(word), frames.view(-1).view(word), copies, n_copies
+    launch(block_copy_kernel, (min(config.programs, len(copies)),), copies, *args, **fixed, num_warps=config.warps)

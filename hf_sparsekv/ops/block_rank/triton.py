@@ -8,16 +8,23 @@ idle.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .._dispatch import require_dense_rows
-from .._overlap import begin, overlap
+from .._operands import Rows, Table, batch_and_head, operand, row_ptr
+from .._overlap import begin, launch
 
-TILE = 16  # blocks that a program ranks, and ...
-OTHERS = 512  # ... with how many it compares them at a time. Not tuned yet.
+
+@dataclass(frozen=True)
+class Config:
+    """Blocks that a program ranks, and with how many it compares them at a time. Not tuned yet."""
+
+    tile: int = 16
+    others: int = 512
 
 
 @triton.jit
@@ -27,16 +34,13 @@ def _number(b_s):
 
 
 @triton.jit
-def _rank_kernel(
-    p_scores,
+def block_rank_kernel(
+    scores,
     p_fill,
-    p_slots,
+    slots,
     p_ids,
     p_tokens,
     n,
-    scores_batch,
-    scores_head,
-    slots_batch,
     HEADS: tl.constexpr,
     BI: tl.constexpr,
     BJ: tl.constexpr,
@@ -45,12 +49,12 @@ def _rank_kernel(
     """Ranks of ``BI`` blocks of one row and KV head."""
     begin(PDL)
     i_row = tl.program_id(1)
-    i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
-    p_row = p_scores + i_batch * scores_batch + i_head * scores_head
+    i_batch, i_head = batch_and_head(i_row, HEADS)
+    p_row = row_ptr(scores, i_batch, i_head)
     o_i = tl.program_id(0) * BI + tl.arange(0, BI)
     m_i = o_i < n
     b_i = _number(tl.load(p_row + o_i, mask=m_i, other=float("-inf")))  # [BI]
-    b_slot = tl.load(p_slots + i_batch * slots_batch + o_i, mask=m_i & (b_i > float("-inf")), other=-1)  # [BI]
+    b_slot = tl.load(slots.ptr + i_batch * slots.row + o_i, mask=m_i & (b_i > float("-inf")), other=-1)  # [BI]
     b_tokens = tl.load(p_fill + b_slot, mask=b_slot >= 0, other=0)  # [BI]
     # Of equal scores the lower id comes first. Tiles of others lie on one side of these blocks, all but the one that
     # holds them, so two comparisons in three are left out. (Counted in float32: one instruction less for each.)
@@ -72,29 +76,15 @@ def _rank_kernel(
     tl.store(p_tokens + o_out, b_tokens, mask=m_i)
 
 
-def block_rank(
-    scores: Tensor, fill: Tensor, slots: Tensor, *, tile: int = TILE, others: int = OTHERS
-) -> tuple[Tensor, Tensor]:
-    """As ``reference.block_rank``; ``tile`` and ``others`` replace the constants."""
+def block_rank(scores, fill, slots, *, config=None):
+    """As ``reference.block_rank``; ``config`` replaces the usual one."""
     batch, heads, n = scores.shape
+    config = config or Config()
     ids, tokens = (torch.empty(batch, heads, n, dtype=torch.int32, device=scores.device) for _ in range(2))
     if not n:
         return ids, tokens
     require_dense_rows(scores=scores, fill=fill, slots=slots)
-    others = max(tile, min(others, triton.next_power_of_2(n)))  # a multiple of the tile
-    with torch.cuda.device_of(scores):
-        _rank_kernel[(triton.cdiv(n, tile), batch * heads)](
-            scores,
-            fill,
-            slots,
-            ids,
-            tokens,
-            n,
-            *scores.stride()[:2],
-            slots.stride(0),
-            HEADS=heads,
-            BI=tile,
-            BJ=others,
-            **overlap(scores),
-        )
+    others = max(config.tile, min(config.others, triton.next_power_of_2(n)))  # a multiple of the tile
+    grid, strided = (triton.cdiv(n, config.tile), batch * heads), (operand(Rows, scores), fill, operand(Table, slots))
+    launch(block_rank_kernel, grid, scores, *strided, ids, tokens, n, HEADS=heads, BI=config.tile, BJ=others)
     return ids, tokens

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._dispatch import give
+
 
 def query_parts(q: Tensor, metadata: str) -> Tensor:
     """What is multiplied with a block's metadata, ``[..., D]`` to ``[..., sides * D]``: the score is linear in both."""
@@ -14,7 +16,15 @@ def query_parts(q: Tensor, metadata: str) -> Tensor:
 
 
 def block_score(
-    q: Tensor, bounds: Tensor, fill: Tensor, slots: Tensor, reduce: str, metadata: str = "min_max"
+    q: Tensor,
+    bounds: Tensor,
+    fill: Tensor,
+    slots: Tensor,
+    reduce: str,
+    metadata: str = "min_max",
+    *,
+    out: Tensor | None = None,
+    each: Tensor | None = None,
 ) -> Tensor:
     """Estimate of the largest ``q . k`` over the keys of each block, reduced over the query heads of a group.
 
@@ -33,6 +43,8 @@ def block_score(
         slots: ``[batch, n]`` int32, slot of each block of each row; -1 where there is none.
         reduce: ``"mean"``, ``"max"`` or ``"none"``.
         metadata: what the ``bounds`` are.
+        out: receives the result.
+        each: float32 ``[batch, Hq, n]``, receives what ``reduce="none"`` gives.
 
     Returns:
         ``[batch, H, n]`` float32, ``[batch, Hq, n]`` without reduction; ``-inf`` where there is no block or nothing to
@@ -49,4 +61,6 @@ def block_score(
     score = parts @ box  # [batch, H, G or 1, n]
     missing = (slots < 0) | (fill[at] == 0)
     score = score.masked_fill(missing[:, None, None] | score.isnan(), float("-inf"))
-    return score.flatten(1, 2) if reduce == "none" else score.amax(2)
+    if each is not None:
+        block_score(q, bounds, fill, slots, "none", metadata, out=each)
+    return give(score.flatten(1, 2) if reduce == "none" else score.amax(2), out)

@@ -5,74 +5,58 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .._dispatch import require_dense_rows
 from .._group import MANY, mean_heads
-from .._overlap import begin, overlap
-
-TILE_ELEMENTS = 8192  # entries of kmax, or of the queries, in registers at once. Not tuned yet.
-# Keys or groups for which that is too few are taken in pieces. Not tuned yet.
-PIECE, STAGES = 64, 3  # channels, and how many pieces are on their way
-PROGRAMS = 132  # to aim for, with 16 to 64 blocks each
+from .._operands import PagedKV, Query, Rows, Table, batch_and_head, operand, padded, row_ptr
+from .._overlap import begin, launch
+from .config import config as default
 
 
 @triton.jit
-def _block_score_kernel(
-    p_q,
-    p_bounds,
+def block_score_kernel(
+    q,
+    bounds,
     p_fill,
-    p_slots,
-    p_out,
-    p_each,
+    table,
+    out,
+    each,
     n,
-    q_batch,
-    q_head,
-    q_dim,
-    bounds_slot,
-    bounds_head,
-    bounds_side,
-    slots_batch,
-    out_batch,
-    out_head,
-    each_batch,
-    each_head,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     COUNT: tl.constexpr,
     DK: tl.constexpr,
-    BG: tl.constexpr,
     BK: tl.constexpr,
     BN: tl.constexpr,
     REDUCE: tl.constexpr,
     METADATA: tl.constexpr,
     NATIVE: tl.constexpr,
     STAGES: tl.constexpr,
-    EACH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Scores of ``BN`` blocks of one row and KV head, from ``BK`` channels at a time."""
     begin(PDL)
+    BG: tl.constexpr = padded(GROUP, 2 if COUNT < GROUP else 16)
     i_row = tl.program_id(1)
-    i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
+    i_batch, i_head = batch_and_head(i_row, HEADS)
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
     m_n = o_n < n
-    b_slot = tl.load(p_slots + i_batch * slots_batch + o_n, mask=m_n, other=-1).to(tl.int64)  # [BN]
+    b_slot = tl.load(table.ptr + i_batch * table.row + o_n, mask=m_n, other=-1).to(tl.int64)  # [BN]
     m_live = m_n & (b_slot >= 0)
     m_live = m_live & (tl.load(p_fill + b_slot, mask=m_live, other=0) != 0)  # [BN]
 
     o_g = tl.arange(0, BG)
     o_far = o_g.to(tl.int64)[:, None]  # heads of a prompt's last query lie as far apart as the prompt is long
-    p_row = p_q + i_batch * q_batch + i_head * GROUP * q_head + o_far * q_head
-    p_box = p_bounds + b_slot[:, None] * bounds_slot + i_head * bounds_head
+    p_row = q.ptr + i_batch * q.batch + i_head * GROUP * q.head + o_far * q.head
+    p_box = bounds.ptr + b_slot[:, None] * bounds.slot + i_head * bounds.head
     if REDUCE == "mean":
         b_both = tl.zeros([BN, BK], tl.float32)
-    if REDUCE != "mean" or EACH:
+    if REDUCE != "mean" or each is not None:
         b_all = tl.zeros([BG, BN], tl.float32)
     for i in tl.range(0, DK, BK, num_stages=STAGES):
         o_k = i + tl.arange(0, BK)
         m_q = (o_g < GROUP)[:, None] & (o_k < DK)[None, :]
-        b_q = tl.load(p_row + o_k[None, :] * q_dim, mask=m_q, other=0.0).to(tl.float32)
+        b_q = tl.load(p_row + o_k[None, :] * q.dim, mask=m_q, other=0.0).to(tl.float32)
         b_one, b_two = b_q, tl.abs(b_q)  # [BG, BK]
         if METADATA == "min_max":
             b_one = tl.maximum(b_q, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -81,12 +65,12 @@ def _block_score_kernel(
         m_box = m_live[:, None] & (o_k < DK)[None, :]
         b_first = tl.load(p_box + o_k[None, :], mask=m_box, other=0.0)  # [BN, BK]
         if METADATA != "mean":
-            b_second = tl.load(p_box + bounds_side + o_k[None, :], mask=m_box, other=0.0)  # [BN, BK]
+            b_second = tl.load(p_box + bounds.token + o_k[None, :], mask=m_box, other=0.0)  # [BN, BK]
         if REDUCE == "mean":  # linear, so the group collapses to one vector first
             b_both += b_first.to(tl.float32) * (tl.sum(b_one, 0) / COUNT)[None, :]
             if METADATA != "mean":
                 b_both += b_second.to(tl.float32) * (tl.sum(b_two, 0) / COUNT)[None, :]
-        if REDUCE != "mean" or EACH:
+        if REDUCE != "mean" or each is not None:
             if NATIVE:  # positive part, absolute value and the 16-bit query itself are exact in its own type
                 b_one, b_two = b_one.to(b_first.dtype), b_two.to(b_first.dtype)
             else:
@@ -96,38 +80,28 @@ def _block_score_kernel(
                 if not NATIVE:
                     b_second = b_second.to(tl.float32)
                 b_all = tl.dot(b_two, tl.trans(b_second), b_all, input_precision="ieee")
-    p_to = p_out + i_batch * out_batch + i_head * out_head + o_n
-    if REDUCE != "mean" or EACH:  # NaN counts as -inf
+    p_to = row_ptr(out, i_batch, i_head) + o_n
+    if REDUCE != "mean" or each is not None:  # NaN counts as -inf
         b_all = tl.where(m_live[None, :] & (b_all == b_all), b_all, float("-inf"))
     if REDUCE == "mean":
         b_s = tl.sum(b_both, 1)  # [BN]
         b_s = tl.where(b_s == b_s, b_s, float("-inf"))
     elif REDUCE == "max":
         b_s = tl.max(tl.where((o_g < GROUP)[:, None], b_all, float("-inf")), 0)  # [BN]
-    if REDUCE == "none" or EACH:
+    if REDUCE == "none" or each is not None:
         m_all = (o_g < GROUP)[:, None] & m_n[None, :]
-    if EACH:
-        p_heads = p_each + i_batch * each_batch + (i_head * GROUP + o_g[:, None]) * each_head
+    if each is not None:
+        p_heads = each.ptr + i_batch * each.batch + (i_head * GROUP + o_g[:, None]) * each.head
         tl.store(p_heads + o_n[None, :], b_all, mask=m_all)
     if REDUCE == "none":  # heads of a group lie one after the other
-        p_to += i_head * (GROUP - 1) * out_head
-        tl.store(p_to[None, :] + o_g[:, None] * out_head, b_all, mask=m_all)
+        p_to += i_head * (GROUP - 1) * out.head
+        tl.store(p_to[None, :] + o_g[:, None] * out.head, b_all, mask=m_all)
     else:
         tl.store(p_to, tl.where(m_live, b_s, float("-inf")), mask=m_n)
 
 
-def block_score(
-    q: Tensor,
-    bounds: Tensor,
-    fill: Tensor,
-    slots: Tensor,
-    reduce: str,
-    metadata: str = "min_max",
-    *,
-    out: Tensor | None = None,
-    each: Tensor | None = None,
-) -> Tensor:
-    """As ``reference.block_score``, into ``out`` if given; ``each`` receives the scores without reduction."""
+def block_score(q, bounds, fill, slots, reduce, metadata="min_max", *, out=None, each=None, config=None):
+    """As ``reference.block_score``; ``config`` replaces the one for these shapes."""
     batch, q_heads, dk = q.shape
     heads, n = bounds.shape[1], slots.shape[1]
     if out is None:
@@ -136,45 +110,34 @@ def block_score(
     if not n:
         return out
     require_dense_rows(bounds=bounds, fill=fill, slots=slots, out=out, each=each)
-    group = q_heads // heads
-    tall, wide = max(16, triton.next_power_of_2(group)), max(16, triton.next_power_of_2(dk))
-    tile = max(16, TILE_ELEMENTS // wide)
-    pieces = 16 * wide > TILE_ELEMENTS or tall * wide > TILE_ELEMENTS
-    if pieces:
-        wide, tile = PIECE, max(16, min(64, triton.next_power_of_2(batch * heads * n // PROGRAMS)))
-    count = group
+    group = count = q_heads // heads
+    config = config or default(batch * heads, n, group, dk)
     if group > MANY and reduce == "mean":
         if each is not None:
             block_score(q, bounds, fill, slots, "none", metadata, out=each)
             each = None
         # positive and negative part are heads that are added up
-        q, group, count, tall = mean_heads(q, heads, split=True), 2, 1, 2
-    with torch.cuda.device_of(q):
-        _block_score_kernel[(triton.cdiv(n, tile), batch * heads)](
-            q,
-            bounds,
-            fill,
-            slots,
-            out,
-            each,
-            n,
-            *q.stride(),
-            *bounds.stride()[:3],
-            slots.stride(0),
-            *out.stride()[:2],
-            *((0, 0) if each is None else each.stride()[:2]),
-            HEADS=heads,
-            GROUP=group,
-            COUNT=count,
-            DK=dk,
-            BG=tall,
-            BK=wide,
-            BN=tile,
-            REDUCE=reduce,
-            METADATA=metadata,
-            NATIVE=q.dtype == bounds.dtype and q.dtype != torch.float32,
-            STAGES=STAGES if pieces else 1,
-            EACH=each is not None,
-            **overlap(q),
-        )
+        q, group, count = mean_heads(q, heads, split=True), 2, 1
+    launch(
+        block_score_kernel,
+        (triton.cdiv(n, config.tile), batch * heads),
+        q,
+        operand(Query, q),
+        operand(PagedKV, bounds),
+        fill,
+        operand(Table, slots),
+        operand(Rows, out),
+        operand(Rows, each),
+        n,
+        HEADS=heads,
+        GROUP=group,
+        COUNT=count,
+        DK=dk,
+        BK=config.channels,
+        BN=config.tile,
+        REDUCE=reduce,
+        METADATA=metadata,
+        NATIVE=q.dtype == bounds.dtype and q.dtype != torch.float32,
+        STAGES=config.stages,
+    )
     return out

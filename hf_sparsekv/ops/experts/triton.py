@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .._dispatch import require_dense_rows
-from .._overlap import begin, overlap
+from .._operands import Rows, Table, operand, row_ptr
+from .._overlap import begin, launch
 from ..gated.reference import ACTIVATIONS
 from .reference import MAX_TOKENS
+
+
+class Weights(NamedTuple):
+    """``[E, n, d]``."""
+
+    ptr: Any
+    expert: Any
+    row: Any
+
 
 # Outputs a program, inputs a step of its loop at most, warps: as `small_linear` has them for one row. Not measured yet.
 UP = (4, 2048, 8)
@@ -18,18 +28,13 @@ DOWN = (4, 1024, 4)
 
 
 @triton.jit
-def _up_kernel(
-    p_x,
-    p_index,
-    p_weight,
+def experts_up_kernel(
+    x,
+    index,
+    weight,
     p_out,
     n,
     d,
-    x_row,
-    index_row,
-    index_at,
-    weight_expert,
-    weight_row,
     K: tl.constexpr,
     SILU: tl.constexpr,
     EVEN: tl.constexpr,
@@ -41,10 +46,10 @@ def _up_kernel(
     begin(PDL)
     i = tl.program_id(0)
     token, at = i // K, i % K
-    expert = tl.load(p_index + token.to(tl.int64) * index_row + at * index_at).to(tl.int64)
+    expert = tl.load(row_ptr(index, token.to(tl.int64), at)).to(tl.int64)
     o_n, o_d = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BD)
-    p_gate = p_weight + expert * weight_expert + o_n.to(tl.int64)[:, None] * weight_row
-    p_up = p_gate + n * weight_row
+    p_gate = weight.ptr + expert * weight.expert + o_n.to(tl.int64)[:, None] * weight.row
+    p_up = p_gate + n * weight.row
     b_gate = tl.zeros([BN, BD], tl.float32)
     b_up = tl.zeros([BN, BD], tl.float32)
     for d_0 in range(0, d, BD):
@@ -56,7 +61,7 @@ def _up_kernel(
             m_w = (o_n < n)[:, None] & m_d[None, :]
             b_g = tl.load(p_gate + (d_0 + o_d)[None, :], mask=m_w, other=0.0)  # [BN, BD]
             b_u = tl.load(p_up + (d_0 + o_d)[None, :], mask=m_w, other=0.0)
-        b_x = tl.load(p_x + token.to(tl.int64) * x_row + d_0 + o_d, mask=m_d, other=0.0).to(tl.float32)[None, :]
+        b_x = tl.load(x.ptr + token.to(tl.int64) * x.row + d_0 + o_d, mask=m_d, other=0.0).to(tl.float32)[None, :]
         b_gate += b_g.to(tl.float32) * b_x
         b_up += b_u.to(tl.float32) * b_x
     dtype = p_out.dtype.element_ty
@@ -71,20 +76,14 @@ def _up_kernel(
 
 
 @triton.jit
-def _down_kernel(
+def experts_down_kernel(
     p_x,
-    p_index,
-    p_share,
-    p_weight,
+    index,
+    share,
+    weight,
     p_out,
     n,
     d,
-    index_row,
-    index_at,
-    share_row,
-    share_at,
-    weight_expert,
-    weight_row,
     K: tl.constexpr,
     EVEN: tl.constexpr,
     BN: tl.constexpr,
@@ -97,9 +96,9 @@ def _down_kernel(
     o_n, o_d = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BD)
     b_out = tl.zeros([BN], tl.float32)
     for at in tl.static_range(K):
-        expert = tl.load(p_index + token * index_row + at * index_at).to(tl.int64)
-        share = tl.load(p_share + token * share_row + at * share_at).to(tl.float32)
-        p_row = p_weight + expert * weight_expert + o_n.to(tl.int64)[:, None] * weight_row
+        expert = tl.load(row_ptr(index, token, at)).to(tl.int64)
+        factor = tl.load(row_ptr(share, token, at)).to(tl.float32)
+        p_row = weight.ptr + expert * weight.expert + o_n.to(tl.int64)[:, None] * weight.row
         b_sum = tl.zeros([BN, BD], tl.float32)
         for d_0 in range(0, d, BD):
             m_d = d_0 + o_d < d
@@ -109,7 +108,7 @@ def _down_kernel(
                 b_w = tl.load(p_row + (d_0 + o_d)[None, :], mask=(o_n < n)[:, None] & m_d[None, :], other=0.0)
             b_x = tl.load(p_x + (token * K + at) * d + d_0 + o_d, mask=m_d, other=0.0)  # [BD]
             b_sum += b_w.to(tl.float32) * b_x.to(tl.float32)[None, :]
-        b_out += tl.sum(b_sum, 1).to(p_out.dtype.element_ty).to(tl.float32) * share
+        b_out += tl.sum(b_sum, 1).to(p_out.dtype.element_ty).to(tl.float32) * factor
     tl.store(p_out + token * n + o_n, b_out.to(p_out.dtype.element_ty), mask=o_n < n)
 
 
@@ -119,8 +118,8 @@ def _width(d: int, most: int) -> int:
     return part if part >= most // 4 else min(most, triton.next_power_of_2(d))
 
 
-def experts(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
-    """As ``reference.experts``, of at most ``MAX_TOKENS`` tokens."""
+def experts(x, index, weights, gate_up, down, activation):
+    """As ``reference.experts``, of at most ``MAX_TOKENS`` tokens. The kernels read the weights where they are."""
     tokens, k = index.shape
     inner, width = down.shape[2], x.shape[1]
     if tokens > MAX_TOKENS:
@@ -131,45 +130,16 @@ def experts(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Te
     middle, out = x.new_empty(tokens * k, inner), x.new_empty(tokens, width)
     if not tokens:
         return out
-    with torch.cuda.device_of(x):
-        bn, most, warps = UP
-        bd = _width(width, most)
-        _up_kernel[(tokens * k, triton.cdiv(inner, bn))](
-            x,
-            index,
-            gate_up,
-            middle,
-            inner,
-            width,
-            x.stride(0),
-            *index.stride(),
-            *gate_up.stride()[:2],
-            K=k,
-            SILU=activation == "silu",
-            EVEN=inner % bn == 0 and width % bd == 0,
-            BN=bn,
-            BD=bd,
-            num_warps=warps,
-            **overlap(x),
-        )
-        bn, most, warps = DOWN
-        bd = _width(inner, most)
-        _down_kernel[(tokens, triton.cdiv(width, bn))](
-            middle,
-            index,
-            weights,
-            down,
-            out,
-            width,
-            inner,
-            *index.stride(),
-            *weights.stride(),
-            *down.stride()[:2],
-            K=k,
-            EVEN=width % bn == 0 and inner % bd == 0,
-            BN=bn,
-            BD=bd,
-            num_warps=warps,
-            **overlap(x),
-        )
+
+    def fixed(n: int, d: int, tile: tuple[int, int, int]) -> dict:
+        bn, most, warps = tile
+        bd = _width(d, most)
+        return {"K": k, "EVEN": n % bn == 0 and d % bd == 0, "BN": bn, "BD": bd, "num_warps": warps}
+
+    chosen = operand(Rows, index)
+    args = operand(Table, x), chosen, operand(Weights, gate_up), middle, inner, width
+    grid, silu = (tokens * k, triton.cdiv(inner, UP[0])), activation == "silu"
+    launch(experts_up_kernel, grid, x, *args, SILU=silu, **fixed(inner, width, UP))
+    args = middle, chosen, operand(Rows, weights), operand(Weights, down), out, width, inner
+    launch(experts_down_kernel, (tokens, triton.cdiv(width, DOWN[0])), x, *args, **fixed(width, inner, DOWN))
     return out

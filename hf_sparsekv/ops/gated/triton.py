@@ -5,24 +5,24 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .._dispatch import require_dense_rows
-from .._overlap import begin, overlap
+from .._operands import Table, operand
+from .._overlap import begin, launch
 from .reference import ACTIVATIONS
 
 TILE = 1024  # values a program; a decode step of an 8B model has 12 tiles a row. Not measured yet.
 
 
 @triton.jit
-def _gated_kernel(p_gate, p_up, p_out, n, gate_row, up_row, SILU: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+def gated_kernel(gate, up, p_out, n, SILU: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
     """``TILE`` values of one row."""
     begin(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     o_n = tl.program_id(1) * TILE + tl.arange(0, TILE)
     m_n = o_n < n
-    b_gate = tl.load(p_gate + i_row * gate_row + o_n, mask=m_n, other=0.0).to(tl.float32)  # [TILE]
-    b_up = tl.load(p_up + i_row * up_row + o_n, mask=m_n, other=0.0).to(tl.float32)  # [TILE]
+    b_gate = tl.load(gate.ptr + i_row * gate.row + o_n, mask=m_n, other=0.0).to(tl.float32)  # [TILE]
+    b_up = tl.load(up.ptr + i_row * up.row + o_n, mask=m_n, other=0.0).to(tl.float32)  # [TILE]
     if SILU:
         b_arg = b_gate
     else:
@@ -32,7 +32,7 @@ def _gated_kernel(p_gate, p_up, p_out, n, gate_row, up_row, SILU: tl.constexpr, 
     tl.store(p_out + i_row * n + o_n, (b_active * b_up).to(p_out.dtype.element_ty), mask=m_n)
 
 
-def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+def gated(gate, up, activation):
     """As ``reference.gated``. Rows may be parts of longer ones; the result is contiguous."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
@@ -40,10 +40,8 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     require_dense_rows(gate=gate, up=up)
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     if out.numel():
-        gate, up = gate.reshape(-1, n), up.reshape(-1, n)
+        rows = (operand(Table, t.reshape(-1, n)) for t in (gate, up))
         tile = min(TILE, triton.next_power_of_2(n))
-        with torch.cuda.device_of(out):
-            _gated_kernel[(gate.shape[0], triton.cdiv(n, tile))](
-                gate, up, out, n, gate.stride(0), up.stride(0), SILU=activation == "silu", TILE=tile, **overlap(out)
-            )
+        grid = out.numel() // n, triton.cdiv(n, tile)
+        launch(gated_kernel, grid, out, *rows, out, n, SILU=activation == "silu", TILE=tile)
     return out

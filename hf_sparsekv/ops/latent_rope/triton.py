@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .._dispatch import require_dense_rows
-from .._overlap import begin, overlap
+from .._operands import Rows, Tokens, operand, padded, row_ptr
+from .._overlap import begin, launch
 
 HEADS = 4  # query heads a program. Not measured yet.
 
@@ -31,50 +30,41 @@ def _turned(p_x, o_r, m_x, b_cos, b_sin, R: tl.constexpr, INTERLEAVED: tl.conste
 
 
 @triton.jit
-def _latent_rope_kernel(
-    p_q,
-    p_compressed,
-    p_cos,
-    p_sin,
+def latent_rope_kernel(
+    q,
+    compressed,
+    cos,
+    sin,
     p_weight,
     p_q_out,
     p_latent,
     p_rotary,
     tokens,
     eps,
-    q_batch,
-    q_token,
-    q_head,
-    compressed_batch,
-    compressed_token,
-    cos_batch,
-    cos_token,
-    sin_batch,
-    sin_token,
     INTERLEAVED: tl.constexpr,
     H: tl.constexpr,
     NOPE: tl.constexpr,
     R: tl.constexpr,
     RANK: tl.constexpr,
     BH: tl.constexpr,
-    BN: tl.constexpr,
-    BR: tl.constexpr,
-    BK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``BH`` query heads of one token; the last program of a token its latent and rotary part."""
     begin(PDL)
+    BN: tl.constexpr = padded(NOPE, 1)
+    BR: tl.constexpr = padded(R, 1)
+    BK: tl.constexpr = padded(RANK, 1)
     i_token = tl.program_id(0).to(tl.int64)
     i_batch, i_q, i_tile = i_token // tokens, i_token % tokens, tl.program_id(1)
     o_r = tl.arange(0, BR)
     m_r = o_r < R
     o_i = tl.where(o_r < R // 2, o_r, o_r - R // 2)
-    b_cos = tl.load(p_cos + i_batch * cos_batch + i_q * cos_token + o_i, mask=m_r, other=0.0).to(tl.float32)  # [BR]
-    b_sin = tl.load(p_sin + i_batch * sin_batch + i_q * sin_token + o_i, mask=m_r, other=0.0).to(tl.float32)
+    b_cos = tl.load(row_ptr(cos, i_batch, i_q) + o_i, mask=m_r, other=0.0).to(tl.float32)  # [BR]
+    b_sin = tl.load(row_ptr(sin, i_batch, i_q) + o_i, mask=m_r, other=0.0).to(tl.float32)
     if i_tile * BH < H:
         o_h, o_n = i_tile * BH + tl.arange(0, BH), tl.arange(0, BN)
         m_h = (o_h < H)[:, None]
-        p_from = p_q + i_batch * q_batch + i_q * q_token + o_h.to(tl.int64)[:, None] * q_head
+        p_from = q.ptr + i_batch * q.batch + i_q * q.token + o_h.to(tl.int64)[:, None] * q.head
         p_to = p_q_out + (i_token * H + o_h[:, None]) * (NOPE + R)
         m_n = m_h & (o_n < NOPE)[None, :]
         tl.store(p_to + o_n[None, :], tl.load(p_from + o_n[None, :], mask=m_n, other=0.0), mask=m_n)
@@ -84,7 +74,7 @@ def _latent_rope_kernel(
     else:  # (names of its own: a branch may not give a name another type)
         o_k = tl.arange(0, BK)
         m_k = o_k < RANK
-        p_row = p_compressed + i_batch * compressed_batch + i_q * compressed_token
+        p_row = row_ptr(compressed, i_batch, i_q)
         b_y = tl.load(p_row + o_k, mask=m_k, other=0.0).to(tl.float32)  # [BK]
         b_y = b_y * tl.rsqrt(tl.sum(b_y * b_y, 0) / RANK + eps)
         kind = p_latent.dtype.element_ty
@@ -94,9 +84,7 @@ def _latent_rope_kernel(
         tl.store(p_rotary + i_token * R + o_r, b_y, mask=m_r)
 
 
-def latent_rope(
-    q: Tensor, compressed: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, eps: float, interleaved: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def latent_rope(q, compressed, cos, sin, weight, eps, interleaved):
     """As ``reference.latent_rope``. The last dimensions are contiguous, the others strided in any way."""
     batch, tokens, heads, dim = q.shape
     rope, rank = cos.shape[-1], weight.shape[0]
@@ -105,33 +93,26 @@ def latent_rope(
         raise ValueError(f"rows of {compressed.shape[-1]} are no latents of {rank} with rotary parts of {rope}")
     q_out = q.new_empty(q.shape)
     latent, rotary = q.new_empty(batch, 1, tokens, rank), q.new_empty(batch, 1, tokens, rope)
-    cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
     if q.numel():
-        with torch.cuda.device_of(q):
-            _latent_rope_kernel[(batch * tokens, triton.cdiv(heads, HEADS) + 1)](
-                q,
-                compressed,
-                cos,
-                sin,
-                weight,
-                q_out,
-                latent,
-                rotary,
-                tokens,
-                eps,
-                *q.stride()[:3],
-                *compressed.stride()[:2],
-                *cos.stride()[:2],
-                *sin.stride()[:2],
-                INTERLEAVED=interleaved,
-                H=heads,
-                NOPE=dim - rope,
-                R=rope,
-                RANK=rank,
-                BH=HEADS,
-                BN=triton.next_power_of_2(max(1, dim - rope)),
-                BR=triton.next_power_of_2(rope),
-                BK=triton.next_power_of_2(rank),
-                **overlap(q),
-            )
+        launch(
+            latent_rope_kernel,
+            (batch * tokens, triton.cdiv(heads, HEADS) + 1),
+            q,
+            operand(Tokens, q.transpose(1, 2)),
+            operand(Rows, compressed),
+            operand(Rows, cos.expand(batch, -1, -1)),
+            operand(Rows, sin.expand(batch, -1, -1)),
+            weight,
+            q_out,
+            latent,
+            rotary,
+            tokens,
+            eps,
+            INTERLEAVED=interleaved,
+            H=heads,
+            NOPE=dim - rope,
+            R=rope,
+            RANK=rank,
+            BH=HEADS,
+        )
     return q_out.transpose(1, 2), latent, rotary

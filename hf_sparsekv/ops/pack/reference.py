@@ -17,6 +17,7 @@ def pack(
     *,
     enabled: Tensor | None = None,
     counters: Tensor | None = None,
+    scratch: Tensor | None = None,
 ) -> None:
     """Make ``packed`` hold the tokens ``ids``. Tokens that it holds already stay where they are.
 
@@ -25,17 +26,18 @@ def pack(
 
     Args:
         ids: ``[batch, H, C]`` int32 ``TokenIds``: columns, ascending, -1 at the end.
-        kv: ``[num_slots, H, block_size, Dk + Dv]`` stored blocks; may lie in host memory.
+        kv: ``[num_slots, H, block_size, Dk + Dv]`` stored blocks; may be pinned host memory.
         slots: ``[batch, cap]`` int32, slot of each block of each row.
         held: ``[batch, H, C]`` int32, written in place: what is in ``packed``, as ``ids``.
         order: ``[batch, H, C]`` int32, written in place: the position of each entry of ``held``. Those of the empty
             entries are the free positions, so each row is a permutation.
-        packed: ``[batch, H, C, Dk + Dv]``, written in place.
+        packed: ``[batch, H, C, Dk + Dv]``, written in place; it and ``places`` may be another GPU's.
         places: ``[batch, H, C]`` int32, written: for entry ``i`` of ``held`` the position in ``packed`` counted over
             all rows and heads, ``(row * H + head) * C + order``; -1 for none. With ``packed`` cut into frames of
             ``block_size`` these are ids that ``ops.sparse_decode`` takes.
         enabled: int32 ``[1]``; 0: nothing is changed.
         counters: int64 ``[2]``: tokens chosen, and of these brought here, are added.
+        scratch: int32 of twice as many entries as ``ids``, for the kernels.
     """
     batch, heads, room = ids.shape
     size = kv.shape[2]

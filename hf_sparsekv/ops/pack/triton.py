@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .._dispatch import require_dense_rows
-from .._overlap import begin, overlap
+from .._operands import PagedKV, Rows, Table, operand, padded, row_ptr
+from .._overlap import begin, launch
 
 TILE = 32  # tokens that a program copies at once. Not tuned yet.
 END = tl.constexpr(0x7FFFFFFF)  # what -1 at the end of an ascending list is taken for
@@ -34,8 +34,8 @@ def _find(p_list, b_id, room, STEPS: tl.constexpr):
 
 
 @triton.jit
-def _match_kernel(
-    p_ids,
+def pack_match_kernel(
+    ids,
     p_held,
     p_order,
     p_position,
@@ -43,10 +43,6 @@ def _match_kernel(
     p_enabled,
     p_counters,
     room,
-    ids_batch,
-    ids_head,
-    HAS_ENABLED: tl.constexpr,
-    HAS_COUNTERS: tl.constexpr,
     HEADS: tl.constexpr,
     STEPS: tl.constexpr,
     N: tl.constexpr,
@@ -56,7 +52,7 @@ def _match_kernel(
     begin(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     i_batch, i_head = i_row // HEADS, i_row % HEADS
-    p_new = p_ids + i_batch * ids_batch + i_head * ids_head
+    p_new = row_ptr(ids, i_batch, i_head)
     p_old, p_at = p_held + i_row * room, p_order + i_row * room
     o_n = tl.arange(0, N)
     m_n = o_n < room
@@ -77,20 +73,20 @@ def _match_kernel(
     b_rank = tl.cumsum(m_free.to(tl.int32), 0) - 1
     tl.store(p_free + i_row * room + b_rank, tl.load(p_at + o_n, mask=m_n, other=0), mask=m_free)
 
-    if HAS_COUNTERS:
+    if p_counters is not None:
         n_new, n_known = tl.sum(m_new.to(tl.int32), 0), tl.sum(m_known.to(tl.int32), 0)
         live = n_new > 0
-        if HAS_ENABLED:
+        if p_enabled is not None:
             live = live & (tl.load(p_enabled) != 0)
         tl.atomic_add(p_counters, n_new.to(tl.int64), mask=live, sem="relaxed")
         tl.atomic_add(p_counters + 1, (n_new - n_known).to(tl.int64), mask=live, sem="relaxed")
 
 
 @triton.jit
-def _copy_kernel(
-    p_ids,
-    p_kv,
-    p_slots,
+def pack_copy_kernel(
+    ids,
+    kv,
+    slots,
     p_held,
     p_order,
     p_packed,
@@ -99,39 +95,32 @@ def _copy_kernel(
     p_free,
     p_enabled,
     room,
-    ids_batch,
-    ids_head,
-    kv_slot,
-    kv_head,
-    kv_token,
-    slots_batch,
-    HAS_ENABLED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     BN: tl.constexpr,
-    BW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Bring what is missing among ``BN`` entries of one row and KV head, and write their part of the lists."""
     begin(PDL)
+    BW: tl.constexpr = padded(WIDTH)
     i_row = tl.program_id(0).to(tl.int64)
     i_batch, i_head = i_row // HEADS, i_row % HEADS
     o_n = tl.program_id(1) * BN + tl.arange(0, BN)
     m_n = o_n < room
-    if HAS_ENABLED:
+    if p_enabled is not None:
         m_n = m_n & (tl.load(p_enabled) != 0)
-    b_id = tl.load(p_ids + i_batch * ids_batch + i_head * ids_head + o_n, mask=m_n, other=-1)  # [BN]
+    b_id = tl.load(row_ptr(ids, i_batch, i_head) + o_n, mask=m_n, other=-1)  # [BN]
     b_to = tl.load(p_position + i_row * room + o_n, mask=m_n, other=0)  # [BN]
     m_moves = m_n & (b_to < 0)
     b_free = tl.load(p_free + i_row * room - b_to - 1, mask=m_moves, other=0)  # [BN]
     b_to = tl.where(m_moves, b_free, b_to)
     m_moves = m_moves & (b_id >= 0)
 
-    b_slot = tl.load(p_slots + i_batch * slots_batch + b_id // BLOCK_SIZE, mask=m_moves, other=0).to(tl.int64)
+    b_slot = tl.load(slots.ptr + i_batch * slots.row + b_id // BLOCK_SIZE, mask=m_moves, other=0).to(tl.int64)
     o_w = tl.arange(0, BW)
     m_w = m_moves[:, None] & (o_w < WIDTH)[None, :]
-    p_from = p_kv + b_slot * kv_slot + i_head * kv_head + (b_id % BLOCK_SIZE).to(tl.int64) * kv_token
+    p_from = kv.ptr + b_slot * kv.slot + i_head * kv.head + (b_id % BLOCK_SIZE).to(tl.int64) * kv.token
     b_kv = tl.load(p_from[:, None] + o_w[None, :], mask=m_w, other=0.0)  # [BN, BW]
     p_to = p_packed + (i_row * room + b_to) * WIDTH
     tl.store(p_to[:, None] + o_w[None, :], b_kv, mask=m_w)
@@ -142,23 +131,8 @@ def _copy_kernel(
     tl.store(p_places + i_row * room + o_n, b_place, mask=m_n)
 
 
-def pack(
-    ids: Tensor,
-    kv: Tensor,
-    slots: Tensor,
-    held: Tensor,
-    order: Tensor,
-    packed: Tensor,
-    places: Tensor,
-    *,
-    enabled: Tensor | None = None,
-    counters: Tensor | None = None,
-    scratch: Tensor | None = None,
-) -> None:
-    """As ``reference.pack``; ``held``, ``order``, ``packed`` and ``places`` are contiguous.
-
-    ``scratch`` is int32 of twice as many entries as ``ids``.
-    """
+def pack(ids, kv, slots, held, order, packed, places, *, enabled=None, counters=None, scratch=None):
+    """As ``reference.pack``; ``held``, ``order``, ``packed`` and ``places`` are contiguous."""
     batch, heads, room = ids.shape
     if not ids.numel():
         return
@@ -166,50 +140,31 @@ def pack(
     for name, t in {"held": held, "order": order, "packed": packed, "places": places}.items():
         if not t.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")
-    rows, width, tile = batch * heads, packed.shape[-1], min(TILE, triton.next_power_of_2(room))
+    rows, tile = batch * heads, min(TILE, triton.next_power_of_2(room))
     if scratch is None:
         scratch = torch.empty(2 * ids.numel(), dtype=torch.int32, device=ids.device)
-    scratch = scratch.view(2, rows, room)
+    position, free = scratch.view(2, rows, room)
     wide = max(16, triton.next_power_of_2(room))
-    with torch.cuda.device_of(ids):  # packed may be another GPU's, written over the link
-        _match_kernel[(rows,)](
-            ids,
-            held,
-            order,
-            scratch[0],
-            scratch[1],
-            enabled,
-            counters,
-            room,
-            *ids.stride()[:2],
-            HAS_ENABLED=enabled is not None,
-            HAS_COUNTERS=counters is not None,
-            HEADS=heads,
-            STEPS=room.bit_length(),
-            N=wide,
-            num_warps=4 if wide <= 1024 else 8,
-            **overlap(ids),
-        )
-        _copy_kernel[(rows, triton.cdiv(room, tile))](
-            ids,
-            kv,
-            slots,
-            held,
-            order,
-            packed,
-            places,
-            scratch[0],
-            scratch[1],
-            enabled,
-            room,
-            *ids.stride()[:2],
-            *kv.stride()[:3],
-            slots.stride(0),
-            HAS_ENABLED=enabled is not None,
-            BLOCK_SIZE=kv.shape[2],
-            HEADS=heads,
-            WIDTH=width,
-            BN=tile,
-            BW=max(16, triton.next_power_of_2(width)),
-            **overlap(ids),
-        )
+    args = operand(Rows, ids), held, order, position, free, enabled, counters, room
+    warps = 4 if wide <= 1024 else 8
+    launch(pack_match_kernel, (rows,), ids, *args, HEADS=heads, STEPS=room.bit_length(), N=wide, num_warps=warps)
+    launch(  # packed may be another GPU's, written over the link
+        pack_copy_kernel,
+        (rows, triton.cdiv(room, tile)),
+        ids,
+        operand(Rows, ids),
+        operand(PagedKV, kv),
+        operand(Table, slots),
+        held,
+        order,
+        packed,
+        places,
+        position,
+        free,
+        enabled,
+        room,
+        BLOCK_SIZE=kv.shape[2],
+        HEADS=heads,
+        WIDTH=packed.shape[-1],
+        BN=tile,
+    )

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from .._overlap import release, wait
-from ..sparse_decode.split_kernel import SELECTABLE, take_tile
+from .._paged import SELECTABLE
+from ..sparse_decode.split import take_tile
 
 
 @triton.jit
@@ -81,7 +82,6 @@ def _near(
     near_head,
     near_token,
     near_valid_batch,
-    SOFTCAP: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -104,9 +104,7 @@ def _near(
         o_n = i_part * BLOCK_SIZE + i + tl.arange(0, BN)
         b_valid = tl.load(p_near_valid + i_batch * near_valid_batch + o_n, mask=o_n < near, other=0)  # [BN]
         p_k = p_near + i_batch * near_batch + i_head * near_head + o_n.to(tl.int64) * near_token  # [BN]
-        b_max, b_sum, b_acc = take_tile(
-            b_q, b_max, b_sum, b_acc, p_k, b_valid != 0, scale, softcap, SOFTCAP, NATIVE, DK, DV, BK, BV
-        )
+        b_max, b_sum, b_acc = take_tile(b_q, b_max, b_sum, b_acc, p_k, b_valid != 0, scale, softcap, DK, DV, BK, BV)
     i_out = i_row.to(tl.int64) * (parts + n) + i_part
     _store(p_acc, p_lse, i_out, b_max, b_sum, b_acc, GROUP, DV, BG, BV)
 
@@ -149,7 +147,6 @@ def _blocks(
     from_host_head,
     PLACED: tl.constexpr,
     COUNT_HOST: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -197,9 +194,7 @@ def _blocks(
             else:
                 p_k = p_kv + slot * kv_slot + i_head * kv_head + o_in.to(tl.int64) * kv_token  # [BN]
             b_count += m_n.to(tl.int32)
-            b_max, b_sum, b_acc = take_tile(
-                b_q, b_max, b_sum, b_acc, p_k, m_n, scale, softcap, SOFTCAP, NATIVE, DK, DV, BK, BV
-            )
+            b_max, b_sum, b_acc = take_tile(b_q, b_max, b_sum, b_acc, p_k, m_n, scale, softcap, DK, DV, BK, BV)
         i_out = i_row.to(tl.int64) * (parts + n) + parts + rank
         _store(p_acc, p_lse, i_out, b_max, b_sum, b_acc, GROUP, DV, BG, BV)
         if COUNT_HOST:
@@ -254,7 +249,6 @@ def attend_kernel(
     from_host_head,
     PLACED: tl.constexpr,
     COUNT_HOST: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -291,7 +285,6 @@ def attend_kernel(
             near_head,
             near_token,
             near_valid_batch,
-            SOFTCAP,
             NATIVE,
             BLOCK_SIZE,
             HEADS,
@@ -341,7 +334,6 @@ def attend_kernel(
             from_host_head,
             PLACED,
             COUNT_HOST,
-            SOFTCAP,
             NATIVE,
             BLOCK_SIZE,
             HEADS,

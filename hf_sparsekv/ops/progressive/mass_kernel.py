@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from .._overlap import release, wait
-from ..sparse_decode.latent_rows import load_queries, load_rows, score_rows
-from ..sparse_decode.split_kernel import SELECTABLE
+from .._paged import SELECTABLE
+from ..sparse_decode.latents import load_queries, load_rows
+from ..sparse_decode.split import base_2
 
 
 @triton.jit
@@ -58,7 +59,6 @@ def mass_kernel(
     from_host_head,
     PLACED: tl.constexpr,
     COUNT_HOST: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     NATIVE: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -110,7 +110,8 @@ def mass_kernel(
         p_mark = tl.where(is_near, p_near_valid + i_batch * near_valid_batch + first, p_flags + slot * flags_slot)
 
         p_query = p_q + i_batch * q_batch + i_head * GROUP * q_head
-        b_qc, b_qr = load_queries(p_query, i_first, q_head, q_dim, NATIVE, True, GROUP, DK, DV, BH, BC, BR)
+        o_c, o_r = tl.arange(0, BC)[:, None], tl.arange(0, BR)[:, None]
+        b_qc, b_qr = load_queries(p_query, q_head, q_dim, o_h[None, :], o_c, o_r, NATIVE, GROUP, DK, DV)
         b_max = tl.full([BH], float("-inf"), tl.float32)
         b_sum = tl.zeros([BH], tl.float32)
         b_count = tl.zeros([BN], tl.int32)
@@ -121,7 +122,9 @@ def mass_kernel(
             b_count += m_n.to(tl.int32)
             p_row = p_rows + (j + o_n) * step  # [BN]
             b_c, b_r = load_rows(p_row, m_n, DK, DV, BC, BR)
-            b_s = score_rows(b_qc, b_qr, b_c, b_r, m_n, scale, softcap, SOFTCAP, NATIVE, True)
+            b_s = tl.dot(b_c.to(b_qc.dtype), b_qc, input_precision="ieee")  # [BN, BH]
+            b_s = base_2(tl.dot(b_r.to(b_qr.dtype), b_qr, b_s, input_precision="ieee"), scale, softcap)
+            b_s = tl.where(m_n[:, None], b_s, float("-inf"))
             b_new = tl.maximum(b_max, tl.max(b_s, 0))  # [BH]
             b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
             b_sum = b_sum * tl.exp2(b_max - b_base) + tl.sum(tl.exp2(b_s - b_base[None, :]), 0)

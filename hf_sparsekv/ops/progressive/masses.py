@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .._dispatch import require_dense_rows
 from .._overlap import overlap
-from ..sparse_decode.latents import is_native, row_step
+from ..sparse_decode.config import is_native
 from .mass_kernel import mass_kernel
 
 # Not measured yet.
@@ -59,6 +59,7 @@ def masses(
     if not programs:
         return
     low = 1 << ((dk - 1).bit_length() - 1)  # a row is taken in two parts, each close to a power of two
+    steps = {t.stride(-2) for t in (kv, near_kv, frames) if t is not None}  # distance of two tokens' rows
     with torch.cuda.device_of(q):
         mass_kernel[(programs, triton.cdiv(group, at_once))](
             q,
@@ -79,7 +80,7 @@ def masses(
             parts,
             first,
             float(scale),
-            float(softcap or 0.0),
+            None if softcap is None else float(softcap),
             *q.stride(),
             *kv.stride()[:3],
             flags.stride(0),
@@ -92,9 +93,8 @@ def masses(
             *((0, 0) if from_host is None else from_host.stride()),
             PLACED=placed,
             COUNT_HOST=from_host is not None,
-            SOFTCAP=softcap is not None,
             NATIVE=native,
-            STEP=row_step(kv, near_kv, frames),
+            STEP=steps.pop() if len(steps) == 1 else 0,
             BLOCK_SIZE=size,
             HEADS=heads,
             GROUP=group,

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .._dispatch import require_dense_rows
-from .._overlap import begin, overlap
+from .._operands import Rows, Tokens, operand, padded, row_ptr
+from .._overlap import begin, launch
 
 HEADS = 4  # heads a program, one warp each. Not measured yet.
 
 
 @triton.jit
-def _qk_rope_kernel(
-    p_q,
-    p_k,
-    p_cos,
-    p_sin,
+def qk_rope_kernel(
+    q,
+    k,
+    cos,
+    sin,
     p_q_weight,
     p_k_weight,
     p_q_out,
@@ -26,28 +25,17 @@ def _qk_rope_kernel(
     tokens,
     q_eps,
     k_eps,
-    q_batch,
-    q_token,
-    q_head,
-    k_batch,
-    k_token,
-    k_head,
-    cos_batch,
-    cos_token,
-    sin_batch,
-    sin_token,
-    HAS_NORM: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     D: tl.constexpr,
     R: tl.constexpr,
     BH: tl.constexpr,
-    BD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``BH`` heads of one token: of its queries, or of its keys for the last programs of the second axis."""
     begin(PDL)
+    BD: tl.constexpr = padded(D, 1)
     i_token = tl.program_id(0).to(tl.int64)
     i_batch, i_q = i_token // tokens, i_token % tokens
     i_tile = tl.program_id(1)
@@ -57,29 +45,31 @@ def _qk_rope_kernel(
     # Where the other half of each rotated dimension lies; the rest is its own partner, times a sine of 0.
     o_pair = tl.where(o_d < R // 2, o_d + R // 2, tl.where(o_d < R, o_d - R // 2, o_d))
     m_r = o_d < R
-    b_cos = tl.load(p_cos + i_batch * cos_batch + i_q * cos_token + o_d, mask=m_r, other=1.0).to(tl.float32)  # [BD]
-    b_sin = tl.load(p_sin + i_batch * sin_batch + i_q * sin_token + o_d, mask=m_r, other=0.0).to(tl.float32)  # [BD]
+    b_cos = tl.load(row_ptr(cos, i_batch, i_q) + o_d, mask=m_r, other=1.0).to(tl.float32)  # [BD]
+    b_sin = tl.load(row_ptr(sin, i_batch, i_q) + o_d, mask=m_r, other=0.0).to(tl.float32)  # [BD]
     b_sin = tl.where(o_d < R // 2, -b_sin, b_sin)
 
     if i_tile < q_tiles:
         o_h = i_tile * BH + tl.arange(0, BH)
         m_h = o_h < Q_HEADS
-        p_from = p_q + i_batch * q_batch + i_q * q_token + o_h.to(tl.int64)[:, None] * q_head
+        p_from = q.ptr + i_batch * q.batch + i_q * q.token + o_h.to(tl.int64)[:, None] * q.head
         p_to = p_q_out + (i_token * Q_HEADS + o_h[:, None]) * D
-        p_weight = p_q_weight
+        if p_q_weight is not None:
+            p_weight = p_q_weight
         eps = q_eps
     else:
         o_h = (i_tile - q_tiles) * BH + tl.arange(0, BH)
         m_h = o_h < K_HEADS
-        p_from = p_k + i_batch * k_batch + i_q * k_token + o_h.to(tl.int64)[:, None] * k_head
+        p_from = k.ptr + i_batch * k.batch + i_q * k.token + o_h.to(tl.int64)[:, None] * k.head
         p_to = p_k_out + (i_token * K_HEADS + o_h[:, None]) * D
-        p_weight = p_k_weight
+        if p_k_weight is not None:
+            p_weight = p_k_weight
         eps = k_eps
     dtype = p_q_out.dtype.element_ty
     m_x = m_h[:, None] & m_d[None, :]
     b_x = tl.load(p_from + o_d[None, :], mask=m_x, other=0.0).to(tl.float32)  # [BH, BD]
     b_pair = tl.load(p_from + o_pair[None, :], mask=m_x, other=0.0).to(tl.float32)  # [BH, BD]
-    if HAS_NORM:
+    if p_q_weight is not None:
         b_weight = tl.load(p_weight + o_d, mask=m_d, other=0.0).to(tl.float32)[None, :]  # [1, BD]
         b_pair_weight = tl.load(p_weight + o_pair, mask=m_d, other=0.0).to(tl.float32)[None, :]  # [1, BD]
         b_scale = tl.rsqrt(tl.sum(b_x * b_x, axis=1) / D + eps)[:, None]  # [BH, 1]
@@ -96,17 +86,7 @@ def _qk_rope_kernel(
     tl.store(p_to + o_d[None, :], b_x.to(dtype), mask=m_x)
 
 
-def qk_rope(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    q_eps: float = 0.0,
-    k_eps: float = 0.0,
-    unit_offset: bool = False,
-) -> tuple[Tensor, Tensor]:
+def qk_rope(q, k, cos, sin, q_weight=None, k_weight=None, q_eps=0.0, k_eps=0.0, unit_offset=False):
     """As ``reference.qk_rope``. Heads may be strided in any way, the dimensions of each are contiguous."""
     batch, tokens, q_heads, dim = q.shape
     k_heads, width = k.shape[2], cos.shape[-1]
@@ -114,35 +94,28 @@ def qk_rope(
     if width % 2 or width > dim:
         raise ValueError(f"rotary width {width} must be even and at most the head dim {dim}")
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
-    cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
     if q.numel():
-        grid = (batch * tokens, triton.cdiv(q_heads, HEADS) + triton.cdiv(k_heads, HEADS))
-        with torch.cuda.device_of(q):
-            _qk_rope_kernel[grid](
-                q,
-                k,
-                cos,
-                sin,
-                q if q_weight is None else q_weight,
-                k if k_weight is None else k_weight,
-                q_out,
-                k_out,
-                tokens,
-                q_eps,
-                k_eps,
-                *q.stride()[:3],
-                *k.stride()[:3],
-                *cos.stride()[:2],
-                *sin.stride()[:2],
-                HAS_NORM=q_weight is not None,
-                UNIT_OFFSET=unit_offset,
-                Q_HEADS=q_heads,
-                K_HEADS=k_heads,
-                D=dim,
-                R=width,
-                BH=HEADS,
-                BD=triton.next_power_of_2(dim),
-                num_warps=HEADS,
-                **overlap(q),
-            )
+        launch(
+            qk_rope_kernel,
+            (batch * tokens, triton.cdiv(q_heads, HEADS) + triton.cdiv(k_heads, HEADS)),
+            q,
+            operand(Tokens, q.transpose(1, 2)),
+            operand(Tokens, k.transpose(1, 2)),
+            operand(Rows, cos.expand(batch, -1, -1)),
+            operand(Rows, sin.expand(batch, -1, -1)),
+            q_weight,
+            k_weight,
+            q_out,
+            k_out,
+            tokens,
+            q_eps,
+            k_eps,
+            UNIT_OFFSET=unit_offset,
+            Q_HEADS=q_heads,
+            K_HEADS=k_heads,
+            D=dim,
+            R=width,
+            BH=HEADS,
+            num_warps=HEADS,
+        )
     return q_out.transpose(1, 2), k_out.transpose(1, 2)

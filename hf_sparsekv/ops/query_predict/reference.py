@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...config import MAX_WINDOW, MIN_EPSILON
+from .._dispatch import give
 
 TINY = 1e-30  # mean squared norm from which on queries count as more than nothing: its inverse is a normal float32
 
@@ -41,6 +42,7 @@ def query_predict(
     epsilon: float,
     pool: bool = True,
     softmax: bool = True,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Predict the next query of each row and head by ridge regression over its last ones.
 
@@ -64,14 +66,15 @@ def query_predict(
         softmax: normalise the weights of each window.
 
     Returns:
-        ``[batch, Hq, D]`` in the ring's dtype. Nothing waits for the device.
+        ``[batch, Hq, D]`` in the ring's dtype, ``out`` if given. Nothing waits for the device.
     """
+    check(ring, position, count, window, epsilon, out)
     device = ring.device
     age = torch.arange(window + 1, device=device)
     q = ring.index_select(2, (position.long() - 1 - age) % ring.shape[2]).float()  # newest first
     q = q.masked_fill((age >= count[:, None])[:, None, :, None], 0.0)
     if window == 0:
-        return q[:, :, 0].to(ring.dtype)
+        return give(q[:, :, 0].to(ring.dtype), out)
     gram = q @ q.transpose(-1, -2)
     n = (count - 1).clamp(0, window)[:, None]  # [batch, 1]
     mean = gram[..., 1:, 1:].diagonal(dim1=-2, dim2=-1).sum(-1) / n.clamp_min(1)  # [batch, Hq]
@@ -89,4 +92,4 @@ def query_predict(
     weights = (weights * used[:, None, :, None]).sum(-2) / used.sum(-1).clamp_min(1)[:, None, None]
     weights = torch.where(solvable[..., None], weights, (i == 0).float())
     q = q[:, :, :-1].masked_fill((weights == 0)[..., None], 0.0)  # what has no weight may be infinite
-    return (weights[..., None, :] @ q)[:, :, 0].to(ring.dtype)
+    return give((weights[..., None, :] @ q)[:, :, 0].to(ring.dtype), out)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .._dispatch import require_dense_rows
-from .._overlap import begin, overlap
-from .reference import TINY
+from .._operands import Rows, Tokens, batch_and_head, operand, padded, row_ptr
+from .._overlap import begin, launch
+from .reference import TINY, check
 
 # Dimensions that a warp holds at a time, by bytes of an element. Compiled for sm_90 nothing spills in bf16: 114
 # registers for a window of 16, 168 for 32. Tensor cores do not take float32 products, which want shorter chunks.
@@ -39,17 +38,12 @@ def _sweep(b_a, b_b, W: tl.constexpr, BW: tl.constexpr):
 
 
 @triton.jit
-def _query_predict_kernel(
-    p_ring,
+def query_predict_kernel(
+    ring,
     p_position,
     p_count,
-    p_out,
+    out,
     epsilon,
-    ring_batch,
-    ring_head,
-    ring_slot,
-    out_batch,
-    out_head,
     HEADS: tl.constexpr,
     SLOTS: tl.constexpr,
     D: tl.constexpr,
@@ -57,16 +51,15 @@ def _query_predict_kernel(
     POOL: tl.constexpr,
     SOFTMAX: tl.constexpr,
     SMALLEST: tl.constexpr,
-    BW: tl.constexpr,
     BD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row and head, by one warp."""
     begin(PDL)
+    BW: tl.constexpr = padded(W)
     i_row = tl.program_id(0)
-    i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
-    p_ring += i_batch * ring_batch + i_head * ring_head
-    p_out += i_batch * out_batch + i_head * out_head
+    i_batch, i_head = batch_and_head(i_row, HEADS)
+    p_ring, p_out = row_ptr(ring, i_batch, i_head), row_ptr(out, i_batch, i_head)
     position, count = tl.load(p_position), tl.load(p_count + i_batch)
     n = tl.minimum(count - 1, W)
     newest = (position + (SLOTS - 1)) % SLOTS
@@ -76,17 +69,17 @@ def _query_predict_kernel(
     if W == 0:
         for i in tl.static_range(0, D, BD):
             m_d = (i + o_d < D) & (count > 0)
-            b_out = tl.load(p_ring + newest * ring_slot + i + o_d, mask=m_d, other=0.0)  # [BD]
+            b_out = tl.load(p_ring + newest * ring.token + i + o_d, mask=m_d, other=0.0)  # [BD]
             tl.store(p_out + i + o_d, b_out, mask=i + o_d < D)
     else:
         o_w = tl.arange(0, BW)
-        p_past = p_ring + ((newest + (2 * SLOTS - 1) - o_w) % SLOTS)[:, None] * ring_slot + o_d[None, :]
-        p_shifted = p_ring + ((newest + 2 * SLOTS - o_w) % SLOTS)[:, None] * ring_slot + o_d[None, :]
+        p_past = p_ring + ((newest + (2 * SLOTS - 1) - o_w) % SLOTS)[:, None] * ring.token + o_d[None, :]
+        p_shifted = p_ring + ((newest + 2 * SLOTS - o_w) % SLOTS)[:, None] * ring.token + o_d[None, :]
         b_gram, b_right = tl.zeros([BW, BW], tl.float32), tl.zeros([BW], tl.float32)
         for i in tl.static_range(0, D, BD):
             m_d = i + o_d < D
             b_past = tl.load(p_past + i, mask=(o_w < n)[:, None] & m_d[None, :], other=0.0)  # [BW, BD]
-            b_last = tl.load(p_ring + newest * ring_slot + i + o_d, mask=m_d & (count > 0), other=0.0)  # [BD]
+            b_last = tl.load(p_ring + newest * ring.token + i + o_d, mask=m_d & (count > 0), other=0.0)  # [BD]
             b_gram = tl.dot(b_past, tl.trans(b_past), b_gram, input_precision="ieee")  # [BW, BW]
             b_right += tl.sum(b_past.to(tl.float32) * b_last.to(tl.float32)[None, :], axis=1)  # [BW]
 
@@ -117,41 +110,31 @@ def _query_predict_kernel(
             tl.store(p_out + i + o_d, tl.sum(b_use[:, None] * b_q, axis=0).to(dtype), mask=m_d)
 
 
-def query_predict(
-    ring: Tensor,
-    position: Tensor,
-    count: Tensor,
-    window: int,
-    epsilon: float,
-    pool: bool = True,
-    softmax: bool = True,
-    out: Tensor | None = None,
-) -> Tensor:
+def query_predict(ring, position, count, window, epsilon, pool=True, softmax=True, out=None):
     """As ``reference.query_predict``, in one launch. The ring may be strided, a query's dimensions are contiguous."""
+    check(ring, position, count, window, epsilon, out)
     batch, heads, slots, dim = ring.shape
     require_dense_rows(ring=ring, out=out)
     if out is None:
         out = ring.new_empty(batch, heads, dim)
     if out.numel():
-        with torch.cuda.device_of(ring):
-            _query_predict_kernel[(batch * heads,)](
-                ring,
-                position,
-                count,
-                out,
-                epsilon,
-                *ring.stride()[:3],
-                *out.stride()[:2],
-                HEADS=heads,
-                SLOTS=slots,
-                D=dim,
-                W=window,
-                POOL=pool,
-                SOFTMAX=softmax,
-                SMALLEST=TINY,
-                BW=max(16, triton.next_power_of_2(window)),
-                BD=max(16, min(CHUNK[ring.element_size()], triton.next_power_of_2(dim))),
-                num_warps=1,
-                **overlap(ring),
-            )
+        launch(
+            query_predict_kernel,
+            (batch * heads,),
+            ring,
+            operand(Tokens, ring),
+            position,
+            count,
+            operand(Rows, out),
+            epsilon,
+            HEADS=heads,
+            SLOTS=slots,
+            D=dim,
+            W=window,
+            POOL=pool,
+            SOFTMAX=softmax,
+            SMALLEST=TINY,
+            BD=max(16, min(CHUNK[ring.element_size()], triton.next_power_of_2(dim))),
+            num_warps=1,
+        )
     return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._dispatch import give
 from .state import FREE, FrameState
 
 WINDOW = 4096  # frames among which the oldest give way
@@ -27,6 +28,10 @@ def residency(
     layer: int,
     keep: int,
     window: int = WINDOW,
+    *,
+    places: Tensor | None = None,
+    copies: Tensor | None = None,
+    n_copies: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Find the frames of one layer's chosen blocks, and give frames to those that have none.
 
@@ -48,6 +53,7 @@ def residency(
         layer: whose page table.
         keep: steps before this one whose frames may still be in use: 0 or 1.
         window: frames that are compared with each other.
+        places, copies, n_copies: receive the results.
 
     Returns:
         places int32 ``[batch, H, K]``: frame ``f``, ``-(slot + 2)`` for a block in host memory, -1 for no block;
@@ -56,7 +62,7 @@ def residency(
     """
     batch, heads, k = block_ids.shape
     table, device = state.page_tables[layer].view(-1), block_ids.device
-    copies = torch.zeros(batch * heads * k, 2, dtype=torch.int32, device=device)
+    listed = torch.zeros(batch * heads * k, 2, dtype=torch.int32, device=device)
     there = block_ids >= 0
     if slots.shape[1]:
         slot = slots[:, None].expand(-1, heads, -1).gather(-1, block_ids.clamp_min(0).long()).masked_fill(~there, -1)
@@ -73,16 +79,25 @@ def residency(
         state.stamp[frame[frame >= 0].long()] = state.now
         found = int((frame >= 0).sum())
         missing = first_of_each(index[frame < 0])
-        taken = _take(missing, state, layer, keep, window, copies)
+        taken = _take(missing, state, layer, keep, window, listed)
         frame = table[index]
         unserved = int((frame < 0).sum())
         state.counters += torch.tensor([len(index), found, taken, unserved], device=device)
-    places = torch.full_like(block_ids, -1)
-    places[there] = torch.where(frame >= 0, frame, host)
-    return places, copies, torch.tensor([taken], dtype=torch.int32, device=device)
+    found = torch.full_like(block_ids, -1)
+    found[there] = torch.where(frame >= 0, frame, host)
+    number = torch.tensor([taken], dtype=torch.int32, device=device)
+    return give(found, places), give(listed, copies), give(number, n_copies)
 
 
-def lookup(block_ids: Tensor, slots: Tensor, table: Tensor, stamp: Tensor, since: Tensor | None) -> Tensor:
+def lookup(
+    block_ids: Tensor,
+    slots: Tensor,
+    table: Tensor,
+    stamp: Tensor,
+    since: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
     """Where blocks lie, without bringing any to the device.
 
     With ``since`` a frame counts only if its stamp is just that. A stamp of the step before this one is safe while this
@@ -94,20 +109,21 @@ def lookup(block_ids: Tensor, slots: Tensor, table: Tensor, stamp: Tensor, since
         slots: ``[batch, cap]`` int32, slot of each block of each row, -1 where there is none.
         table, stamp: of the layer and of the frames, see ``FrameState``.
         since: int32 ``[1]``, or None.
+        out: receives the result.
 
     Returns:
         places int32 ``[batch, H, K]``, see :func:`residency`.
     """
     heads = block_ids.shape[1]
     if not slots.shape[1]:
-        return torch.full_like(block_ids, -1)
+        return give(torch.full_like(block_ids, -1), out)
     slot = slots[:, None].expand(-1, heads, -1).gather(-1, block_ids.clamp_min(0).long()).masked_fill(block_ids < 0, -1)
     head = torch.arange(heads, device=slot.device)[:, None]
     frame = table[slot.clamp_min(0).long(), head]
     found = (slot >= 0) & (frame >= 0)
     if since is not None:
         found = found & (stamp[frame.clamp_min(0).long()] == since)
-    return torch.where(found, frame, torch.where(slot >= 0, -(slot + 2), -1))
+    return give(torch.where(found, frame, torch.where(slot >= 0, -(slot + 2), -1)), out)
 
 
 def first_of_each(values: Tensor) -> Tensor:

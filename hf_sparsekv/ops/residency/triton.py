@@ -6,42 +6,61 @@ window with a histogram of their ages. All results are those of the sequential d
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .._dispatch import require_dense_rows
-from .._overlap import begin, overlap
+from .._operands import Rows, Table, operand, row_ptr
+from .._overlap import begin, launch
 from .reference import EXTRA as _EXTRA
 from .reference import OLDEST as _OLDEST
 from .reference import SLACK as _SLACK
 from .reference import WINDOW
 from .state import FREE as _FREE
-from .state import FrameState
 
 OLDEST, SLACK, EXTRA, FREE = tl.constexpr(_OLDEST), tl.constexpr(_SLACK), tl.constexpr(_EXTRA), tl.constexpr(_FREE)
 AGES = tl.constexpr(256)  # 0: may not be taken, 1 .. OLDEST, OLDEST + 1: free
-LOOK = 256  # entries that a program looks up. Not tuned yet.
-TILE = 4096  # entries that the program that hands out frames holds at a time
-WARPS = 8  # of that program; with 8192 entries or frames a tile they spill registers
+
+
+class State(NamedTuple):
+    """The contiguous tensors of ``FrameState``."""
+
+    owner: Any
+    stamp: Any
+    hand: Any
+    now: Any
+    enabled: Any
+    counters: Any
+    addresses: Any
+
+
+@dataclass(frozen=True)
+class Config:
+    """
+    Args:
+        look: entries that a program looks up. Not tuned yet.
+        tile: entries that the program that hands out frames holds at a time.
+        warps: of that program; with 8192 entries or frames a tile they spill registers.
+    """
+
+    look: int = 256
+    tile: int = 4096
+    warps: int = 8
 
 
 @triton.jit(do_not_specialize=["n", "k"])
-def _look_kernel(
-    p_ids,
-    p_slots,
+def residency_look_kernel(
+    ids,
+    slots,
+    state,
     p_table,
-    p_stamp,
-    p_now,
-    p_enabled,
-    p_counters,
     p_places,
     n,
     k,
-    ids_batch,
-    ids_head,
-    slots_batch,
     HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     BN: tl.constexpr,
@@ -54,11 +73,11 @@ def _look_kernel(
     begin(PDL)
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
     m_n = o_n < n
-    enabled, now = tl.load(p_enabled) != 0, tl.load(p_now)
+    enabled, now = tl.load(state.enabled) != 0, tl.load(state.now)
     i_row = o_n // k
     i_batch, i_head = (i_row // HEADS).to(tl.int64), i_row % HEADS
-    b_id = tl.load(p_ids + i_batch * ids_batch + i_head * ids_head + o_n % k, mask=m_n, other=-1)  # [BN]
-    b_slot = tl.load(p_slots + i_batch * slots_batch + b_id, mask=b_id >= 0, other=-1)  # [BN]
+    b_id = tl.load(row_ptr(ids, i_batch, i_head) + o_n % k, mask=m_n, other=-1)  # [BN]
+    b_slot = tl.load(slots.ptr + i_batch * slots.row + b_id, mask=b_id >= 0, other=-1)  # [BN]
     m_there = b_slot >= 0
     p_entry = p_table + b_slot.to(tl.int64) * HEADS + i_head
     b_frame = tl.load(p_entry, mask=m_there, other=-1)  # [BN]
@@ -66,12 +85,12 @@ def _look_kernel(
     # A claim of another program may have been read, or -1: both mean that there is no frame.
     b_place = tl.where(m_found, b_frame, tl.where(m_there, -b_slot - 2, -1))
     tl.store(p_places + o_n, b_place, mask=m_n)
-    tl.store(p_stamp + b_frame, now, mask=m_found & enabled)
+    tl.store(state.stamp + b_frame, now, mask=m_found & enabled)
     if SHARED:
         tl.atomic_min(p_entry, o_n - n - 1, mask=m_there & (b_frame < 0) & enabled, sem="relaxed")
     if enabled:
-        tl.atomic_add(p_counters, tl.sum(m_there.to(tl.int64), 0), sem="relaxed")
-        tl.atomic_add(p_counters + 1, tl.sum(m_found.to(tl.int64), 0), sem="relaxed")
+        tl.atomic_add(state.counters, tl.sum(m_there.to(tl.int64), 0), sem="relaxed")
+        tl.atomic_add(state.counters + 1, tl.sum(m_found.to(tl.int64), 0), sem="relaxed")
 
 
 @triton.jit
@@ -112,15 +131,9 @@ def _oldest(b_age, share):
 
 
 @triton.jit(do_not_specialize=["n", "k", "frames", "layer", "keep"])
-def _place_kernel(
+def residency_place_kernel(
+    state,
     p_table,
-    p_addresses,
-    p_owner,
-    p_stamp,
-    p_hand,
-    p_now,
-    p_enabled,
-    p_counters,
     p_places,
     p_copies,
     p_n_copies,
@@ -137,8 +150,8 @@ def _place_kernel(
 ):
     """Give frames to what is missing."""
     begin(PDL)
-    now, hand = tl.load(p_now), tl.load(p_hand)
-    end = tl.where(tl.load(p_enabled) != 0, n, 0)
+    now, hand = tl.load(state.now), tl.load(state.hand)
+    end = tl.where(tl.load(state.enabled) != 0, n, 0)
     missing = _list_missing(p_places, p_table, p_copies, n, end, k, HEADS, SHARED, BN)
     tl.debug_barrier()  # the list is read by other threads
 
@@ -151,7 +164,7 @@ def _place_kernel(
         m_w = o_w < frames
         b_frame = hand + o_w
         b_frame = tl.where(b_frame >= frames, b_frame - frames, b_frame)
-        b_stamp = tl.load(p_stamp + b_frame, mask=m_w, other=now)  # [WINDOW]
+        b_stamp = tl.load(state.stamp + b_frame, mask=m_w, other=now)  # [WINDOW]
         b_age = tl.where(b_stamp == FREE, OLDEST + 1, tl.minimum(now - b_stamp, OLDEST))
         b_age = tl.where(m_w & (b_stamp < now - keep), b_age, 0)
         left = missing - taken
@@ -159,11 +172,11 @@ def _place_kernel(
         m_take, b_rank = _oldest(b_age, share)
 
         # What lay in these frames leaves its layer's page table.
-        p_own = p_owner + 2 * b_frame.to(tl.int64)
+        p_own = state.owner + 2 * b_frame.to(tl.int64)
         b_layer = tl.load(p_own, mask=m_take, other=-1)  # [WINDOW]
         b_old = tl.load(p_own + 1, mask=m_take, other=0)  # [WINDOW]
         m_old = m_take & (b_layer >= 0)
-        b_address = tl.load(p_addresses + b_layer, mask=m_old, other=0)  # [WINDOW]
+        b_address = tl.load(state.addresses + b_layer, mask=m_old, other=0)  # [WINDOW]
         tl.store(b_address.to(tl.pointer_type(tl.int32)) + b_old, -1, mask=m_old)
 
         p_copy = p_copies + 2 * (taken + b_rank)
@@ -174,12 +187,12 @@ def _place_kernel(
         tl.store(p_table + b_at, b_frame, mask=m_take)
         tl.store(p_own, layer, mask=m_take)
         tl.store(p_own + 1, b_at, mask=m_take)
-        tl.store(p_stamp + b_frame, now, mask=m_take)
+        tl.store(state.stamp + b_frame, now, mask=m_take)
         taken += tl.sum(m_take.to(tl.int32), 0)
         i += 1
 
     tl.store(p_n_copies, taken)
-    tl.store(p_hand, (hand + tl.minimum(i * WINDOW, frames)) % frames)
+    tl.store(state.hand, (hand + tl.minimum(i * WINDOW, frames)) % frames)
     unserved = missing - taken
     if SHARED:
         # Claims without a frame are withdrawn; those who had not the first claim find the frame in the page table.
@@ -197,11 +210,11 @@ def _place_kernel(
             b_frame = tl.load(p_table + b_at, mask=m_host, other=-1)  # [BN]
             tl.store(p_places + o_n, b_frame, mask=b_frame >= 0)
             unserved += tl.sum((m_host & (b_frame < 0)).to(tl.int32), 0)
-    tl.atomic_add(p_counters + 2, taken.to(tl.int64), sem="relaxed")
-    tl.atomic_add(p_counters + 3, unserved.to(tl.int64), sem="relaxed")
+    tl.atomic_add(state.counters + 2, taken.to(tl.int64), sem="relaxed")
+    tl.atomic_add(state.counters + 3, unserved.to(tl.int64), sem="relaxed")
 
 
-def _result(given: Tensor | None, shape: tuple[int, ...], like: Tensor, name: str) -> Tensor:
+def _result(given, shape, like, name):
     if given is None:
         return torch.empty(shape, dtype=torch.int32, device=like.device)
     if given.shape != shape or given.dtype != torch.int32 or not given.is_contiguous():
@@ -210,26 +223,14 @@ def _result(given: Tensor | None, shape: tuple[int, ...], like: Tensor, name: st
 
 
 def residency(
-    block_ids: Tensor,
-    slots: Tensor,
-    state: FrameState,
-    layer: int,
-    keep: int,
-    window: int = WINDOW,
-    *,
-    places: Tensor | None = None,
-    copies: Tensor | None = None,
-    n_copies: Tensor | None = None,
-    look: int = LOOK,
-    tile: int = TILE,
-    warps: int = WARPS,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``reference.residency``, into contiguous ``places``, ``copies`` and ``n_copies`` if given.
+    block_ids, slots, state, layer, keep, window=WINDOW, *, places=None, copies=None, n_copies=None, config=None
+):
+    """As ``reference.residency``; results are contiguous, ``window`` is a power of two, at most 16,384.
 
-    ``window`` is a power of two, at most 16,384. ``look``, ``tile`` and ``warps`` replace the constants.
+    ``config`` replaces the usual one.
     """
     batch, heads, k = block_ids.shape
-    n, frames = block_ids.numel(), len(state.stamp)
+    n, frames, config = block_ids.numel(), len(state.stamp), config or Config()
     places = _result(places, (batch, heads, k), block_ids, "places")
     copies = _result(copies, (n, 2), block_ids, "copies")
     n_copies = _result(n_copies, (1,), block_ids, "n_copies")
@@ -237,48 +238,14 @@ def residency(
         n_copies.zero_()
         return places, copies, n_copies
     require_dense_rows(block_ids=block_ids, slots=slots)
-    table = state.page_tables[layer]
+    look, tile = config.look, min(config.tile, max(32, triton.next_power_of_2(n)))
     window = min(window, max(32, triton.next_power_of_2(frames)))  # a window that holds all is as good as a larger one
-    fixed = {"HEADS": heads, "SHARED": batch > 1, **overlap(block_ids)}
-    tile = min(tile, max(32, triton.next_power_of_2(n)))
-    with torch.cuda.device_of(block_ids):
-        _look_kernel[(triton.cdiv(n, look),)](
-            block_ids,
-            slots,
-            table,
-            state.stamp,
-            state.now,
-            state.enabled,
-            state.counters,
-            places,
-            n,
-            k,
-            *block_ids.stride()[:2],
-            slots.stride(0),
-            BN=look,
-            num_warps=max(1, min(8, look // 64)),
-            **fixed,
-        )
-        _place_kernel[(1,)](
-            table,
-            state.addresses,
-            state.owner,
-            state.stamp,
-            state.hand,
-            state.now,
-            state.enabled,
-            state.counters,
-            places,
-            copies,
-            n_copies,
-            n,
-            k,
-            frames,
-            layer,
-            keep,
-            BN=tile,
-            WINDOW=window,
-            num_warps=warps,
-            **fixed,
-        )
+    fixed = {"HEADS": heads, "SHARED": batch > 1}
+    held, table = State(*(getattr(state, name) for name in State._fields)), state.page_tables[layer]
+    args = operand(Rows, block_ids), operand(Table, slots), held, table, places, n, k
+    warps = max(1, min(8, look // 64))
+    launch(residency_look_kernel, (triton.cdiv(n, look),), block_ids, *args, BN=look, num_warps=warps, **fixed)
+    args = held, table, places, copies, n_copies, n, k, frames, layer, keep
+    fixed |= {"BN": tile, "WINDOW": window, "num_warps": config.warps}
+    launch(residency_place_kernel, (1,), block_ids, *args, **fixed)
     return places, copies, n_copies

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .._dispatch import require_dense_rows
-from .._overlap import begin, overlap
+from .._operands import Table, operand, padded
+from .._overlap import begin, launch
 from .reference import LOWEST as _LOWEST
 from .reference import MAX_TOKENS
 
@@ -17,25 +17,32 @@ EXPERTS, INPUTS, WARPS = 2, 2048, 8  # a program of the product, a step of its l
 
 
 @triton.jit
-def _logits_kernel(
-    p_x, p_weight, p_logits, experts, d, x_row, weight_row, BE: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr
+def route_logits_kernel(
+    x,
+    weight,
+    p_logits,
+    experts,
+    d,
+    BE: tl.constexpr,
+    BD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Logits of ``BE`` experts for one token."""
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     o_e, o_d = tl.program_id(1) * BE + tl.arange(0, BE), tl.arange(0, BD)
-    p_row = p_weight + o_e.to(tl.int64)[:, None] * weight_row
+    p_row = weight.ptr + o_e.to(tl.int64)[:, None] * weight.row
     b_sum = tl.zeros([BE, BD], tl.float32)
     for d_0 in range(0, d, BD):
         m_d = d_0 + o_d < d
         b_w = tl.load(p_row + (d_0 + o_d)[None, :], mask=(o_e < experts)[:, None] & m_d[None, :], other=0.0)
-        b_x = tl.load(p_x + token * x_row + d_0 + o_d, mask=m_d, other=0.0)  # [BD]
+        b_x = tl.load(x.ptr + token * x.row + d_0 + o_d, mask=m_d, other=0.0)  # [BD]
         b_sum += b_w.to(tl.float32) * b_x.to(tl.float32)[None, :]
     tl.store(p_logits + token * experts + o_e, tl.sum(b_sum, 1), mask=o_e < experts)
 
 
 @triton.jit
-def _choose_kernel(
+def route_choose_kernel(
     p_logits,
     p_bias,
     p_weights,
@@ -46,12 +53,12 @@ def _choose_kernel(
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     NORMALISE: tl.constexpr,
-    BE: tl.constexpr,
-    BK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The experts of one token."""
     begin(PDL)
+    BE: tl.constexpr = padded(E, 1)
+    BK: tl.constexpr = padded(K, 1)
     token = tl.program_id(0).to(tl.int64)
     o_e, o_k = tl.arange(0, BE), tl.arange(0, BK)
     m_e = o_e < E
@@ -89,17 +96,7 @@ def _choose_kernel(
     tl.store(p_index + token * K + o_k, b_index.to(tl.int64), mask=o_k < K)
 
 
-def route(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    top_k: int,
-    *,
-    groups: int,
-    top_groups: int,
-    normalise: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def route(x, weight, bias, top_k, *, groups, top_groups, normalise, scale):
     """As ``reference.route``, of at most ``MAX_TOKENS`` tokens."""
     tokens, d = x.shape
     experts = weight.shape[0]
@@ -111,35 +108,10 @@ def route(
     index = torch.empty(tokens, top_k, dtype=torch.int64, device=x.device)
     if not tokens:
         return logits, weights, index
+    grid, args = (tokens, triton.cdiv(experts, EXPERTS)), (operand(Table, x), operand(Table, weight))
     width = min(INPUTS, triton.next_power_of_2(d))
-    with torch.cuda.device_of(x):
-        _logits_kernel[(tokens, triton.cdiv(experts, EXPERTS))](
-            x,
-            weight,
-            logits,
-            experts,
-            d,
-            x.stride(0),
-            weight.stride(0),
-            BE=EXPERTS,
-            BD=width,
-            num_warps=WARPS,
-            **overlap(x),
-        )
-        _choose_kernel[(tokens,)](
-            logits,
-            bias,
-            weights,
-            index,
-            float(scale),
-            E=experts,
-            K=top_k,
-            GROUPS=groups,
-            TOP_GROUPS=top_groups,
-            NORMALISE=normalise,
-            BE=triton.next_power_of_2(experts),
-            BK=triton.next_power_of_2(top_k),
-            num_warps=1 if experts <= 128 else 4,
-            **overlap(x),
-        )
+    launch(route_logits_kernel, grid, x, *args, logits, experts, d, BE=EXPERTS, BD=width, num_warps=WARPS)
+    fixed = {"E": experts, "K": top_k, "GROUPS": groups, "TOP_GROUPS": top_groups, "NORMALISE": normalise}
+    warps = 1 if experts <= 128 else 4
+    launch(route_choose_kernel, (tokens,), x, logits, bias, weights, index, float(scale), **fixed, num_warps=warps)
     return logits, weights, index

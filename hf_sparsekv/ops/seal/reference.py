@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._flags import SELECTABLE, SINK, VALID
+
 MOST_HALF = torch.finfo(torch.float16).max
-VALID, SINK = 1, 2  # bits of a token's flag (see hf_sparsekv.kv.store)
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def seal(
     to, home = slots.long(), slots.to(kv.device).long()
     kv[home] = block[..., : kv.shape[3]].to(kv.device)
     mark = valid.to(torch.uint8) * VALID + is_sink.to(torch.uint8) * SINK
-    usable = mark == VALID
+    usable = mark == SELECTABLE
     flags[to] = mark
     fill[to] = usable.sum(-1, dtype=torch.int32)
     keys = block[..., : index.key_dim]

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .._dispatch import require_dense_rows
-from .._overlap import begin, overlap
+from .._operands import PagedKV, Rows, Table, Tokens, batch_and_head, operand, padded, row_ptr
+from .._overlap import begin, launch
+from .._paged import SELECTABLE
 from .reference import MOST_HALF as _MOST_HALF
-from .reference import Index
 
 TILE = 16  # tokens at once
 WIDE = 256  # channels of a key above which a program takes half as many tokens, with twice the warps
 MOST_HALF = tl.constexpr(_MOST_HALF)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds a small float32 to an integer, half to even
+
+
+class Bounds(NamedTuple):
+    """``[num_slots, parts, H, sides, Dk]``."""
+
+    ptr: Any
+    slot: Any
+    part: Any
+    head: Any
+    side: Any
 
 
 @triton.jit
@@ -41,48 +53,23 @@ def _marks(p_valid, o_t, size, seen, sinks, B: tl.constexpr):
 
 
 @triton.jit
-def _seal_kernel(
-    p_near,
-    p_near_valid,
+def seal_block_kernel(
+    near,
+    near_valid,
     p_seen,
     p_slots,
-    p_kv,
-    p_flags,
+    kv,
+    flags,
     p_fill,
-    p_bounds,
-    p_part_fill,
-    p_channels,
-    p_codes,
-    p_qparams,
+    bounds,
+    part_fill,
+    channels,
+    codes,
+    qparams,
     at,
     sinks,
-    near_batch,
-    near_head,
-    near_token,
-    near_valid_batch,
-    kv_slot,
-    kv_head,
-    kv_token,
-    flags_slot,
-    bounds_slot,
-    bounds_part,
-    bounds_head,
-    bounds_side,
-    part_fill_slot,
-    channels_batch,
-    channels_head,
-    codes_slot,
-    codes_head,
-    codes_token,
-    qparams_slot,
-    qparams_head,
-    qparams_token,
     limit,
-    KEEPS: tl.constexpr,
     METADATA: tl.constexpr,
-    HAS_PART_FILL: tl.constexpr,
-    HAS_CODES: tl.constexpr,
-    PACKED: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PARTS: tl.constexpr,
@@ -90,26 +77,25 @@ def _seal_kernel(
     DV: tl.constexpr,
     R: tl.constexpr,
     BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BR: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row and KV head."""
     begin(PDL)
+    BK: tl.constexpr = padded(DK, 1)
+    BV: tl.constexpr = padded(DV, 1)
+    BR: tl.constexpr = padded(R, 1)
     i_row = tl.program_id(0)
-    i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
+    i_batch, i_head = batch_and_head(i_row, HEADS)
     slot = tl.load(p_slots + i_batch).to(tl.int64)
     seen = tl.load(p_seen + i_batch)
     o_k, o_v, o_r = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BR)
     m_k, m_v, m_r = o_k < DK, o_v < DV, o_r < R
-    p_row = p_near + i_batch * near_batch + i_head * near_head
-    p_valid = p_near_valid + i_batch * near_valid_batch + at
-    p_to = p_kv + slot * kv_slot + i_head * kv_head
-    if HAS_CODES:
-        p_channel = p_channels + i_batch * channels_batch + i_head * channels_head
+    p_row = row_ptr(near, i_batch, i_head)
+    p_valid = near_valid.ptr + i_batch * near_valid.row + at
+    if codes is not None:
+        p_channel = row_ptr(channels, i_batch, i_head)
         b_channel = tl.load(p_channel + o_r, mask=m_r, other=0)  # [BR]
-        if PACKED:
+        if qparams is not None:
             b_channel_2 = tl.load(p_channel + R + o_r, mask=m_r, other=0)  # [BR]
     filled = 0
     for i_part in range(PARTS):
@@ -120,26 +106,27 @@ def _seal_kernel(
         for i in range(BLOCK_SIZE // PARTS // BT):
             o_t = i_part * (BLOCK_SIZE // PARTS) + i * BT + tl.arange(0, BT)
             b_rank, b_flag = _marks(p_valid, o_t, BLOCK_SIZE, seen, sinks, BLOCK_SIZE)
-            b_usable = b_flag == 1
-            p_from = p_row + (at + o_t)[:, None].to(tl.int64) * near_token
+            b_usable = b_flag == SELECTABLE
+            p_from = p_row + (at + o_t)[:, None].to(tl.int64) * near.token
             b_k = tl.load(p_from + o_k[None, :], mask=m_k[None, :], other=0.0)  # [BT, BK]
             b_v = tl.load(p_from + DK + o_v[None, :], mask=m_v[None, :], other=0.0)  # [BT, BV]
-            if KEEPS:
-                tl.store(p_to + o_t[:, None] * kv_token + o_k[None, :], b_k, mask=m_k[None, :])
-                tl.store(p_to + o_t[:, None] * kv_token + DK + o_v[None, :], b_v, mask=m_v[None, :])
+            if kv is not None:
+                p_to = kv.ptr + slot * kv.slot + i_head * kv.head + o_t[:, None] * kv.token
+                tl.store(p_to + o_k[None, :], b_k, mask=m_k[None, :])
+                tl.store(p_to + DK + o_v[None, :], b_v, mask=m_v[None, :])
             m_sink = (b_flag == 3)[:, None]
-            p_sink = p_row + b_rank[:, None].to(tl.int64) * near_token
+            p_sink = p_row + b_rank[:, None].to(tl.int64) * near.token
             tl.store(p_sink + o_k[None, :], b_k, mask=m_sink & m_k[None, :])
             tl.store(p_sink + DK + o_v[None, :], b_v, mask=m_sink & m_v[None, :])
-            if METADATA != "none":
+            if bounds is not None:
                 b_k = b_k.to(tl.float32)
                 b_sum += tl.sum(tl.where(b_usable[:, None], b_k, 0.0), 0)
                 b_max = _most(b_max, tl.reduce(tl.where(b_usable[:, None], b_k, -limit), 0, _most))
                 b_min = _least(b_min, tl.reduce(tl.where(b_usable[:, None], b_k, limit), 0, _least))
-            if HAS_CODES:
+            if codes is not None:
                 b_x = tl.load(p_from + b_channel[None, :], mask=m_r[None, :], other=0.0)  # [BT, BR]
-                p_code = p_codes + slot * codes_slot + i_head * codes_head + o_t[:, None] * codes_token
-                if PACKED:
+                p_code = codes.ptr + slot * codes.slot + i_head * codes.head + o_t[:, None] * codes.token
+                if qparams is not None:
                     b_x = _least(_most(b_x.to(tl.float32), -MOST_HALF), MOST_HALF)
                     b_y = tl.load(p_from + b_channel_2[None, :], mask=m_r[None, :], other=0.0).to(tl.float32)
                     b_y = _least(_most(b_y, -MOST_HALF), MOST_HALF)
@@ -155,16 +142,16 @@ def _seal_kernel(
                     b_x = tl.minimum(tl.maximum((b_x + ROUND) - ROUND, 0.0), 15.0).to(tl.int32)
                     b_y = tl.minimum(tl.maximum((b_y + ROUND) - ROUND, 0.0), 15.0).to(tl.int32)
                     tl.store(p_code + o_r[None, :], (b_x | (b_y << 4)).to(tl.uint8), mask=m_r[None, :])
-                    p_param = p_qparams + slot * qparams_slot + i_head * qparams_head + o_t * qparams_token
+                    p_param = qparams.ptr + slot * qparams.slot + i_head * qparams.head + o_t * qparams.token
                     tl.store(p_param, b_scale)
                     tl.store(p_param + 1, b_zero)
                 else:
                     tl.store(p_code + o_r[None, :], b_x, mask=m_r[None, :])
             # What belongs to the row is written by its first head's program.
-            tl.store(p_flags + slot * flags_slot + o_t, b_flag.to(tl.uint8), mask=i_head == 0)
+            tl.store(flags.ptr + slot * flags.row + o_t, b_flag.to(tl.uint8), mask=i_head == 0)
             part_filled += tl.sum(b_usable.to(tl.int32), 0)
-        if METADATA != "none":
-            p_bound = p_bounds + slot * bounds_slot + i_part * bounds_part + i_head * bounds_head + o_k
+        if bounds is not None:
+            p_bound = bounds.ptr + slot * bounds.slot + i_part * bounds.part + i_head * bounds.head + o_k
             count = tl.maximum(part_filled, 1).to(tl.float32)
             b_first, b_second = b_max, b_min
             if METADATA == "mean":
@@ -175,27 +162,26 @@ def _seal_kernel(
                 for i in range(BLOCK_SIZE // PARTS // BT):  # the keys again, from the cache
                     o_t = i_part * (BLOCK_SIZE // PARTS) + i * BT + tl.arange(0, BT)
                     b_rank, b_flag = _marks(p_valid, o_t, BLOCK_SIZE, seen, sinks, BLOCK_SIZE)
-                    p_from = p_row + (at + o_t)[:, None].to(tl.int64) * near_token
+                    p_from = p_row + (at + o_t)[:, None].to(tl.int64) * near.token
                     b_k = tl.load(p_from + o_k[None, :], mask=m_k[None, :], other=0.0).to(tl.float32)  # [BT, BK]
-                    b_off = tl.where((b_flag == 1)[:, None], tl.abs(b_k - b_first[None, :]), 0.0)
+                    b_off = tl.where((b_flag == SELECTABLE)[:, None], tl.abs(b_k - b_first[None, :]), 0.0)
                     b_second += tl.sum(b_off, 0)
                 b_second = b_second / count
-            tl.store(p_bound, b_first.to(p_bounds.dtype.element_ty), mask=m_k)
+            tl.store(p_bound, b_first.to(bounds.ptr.dtype.element_ty), mask=m_k)
             if METADATA != "mean":
-                tl.store(p_bound + bounds_side, b_second.to(p_bounds.dtype.element_ty), mask=m_k)
-        if HAS_PART_FILL:
-            tl.store(p_part_fill + slot * part_fill_slot + i_part, part_filled, mask=i_head == 0)
+                tl.store(p_bound + bounds.side, b_second.to(bounds.ptr.dtype.element_ty), mask=m_k)
+        if part_fill is not None:
+            tl.store(part_fill.ptr + slot * part_fill.row + i_part, part_filled, mask=i_head == 0)
         filled += part_filled
     tl.store(p_fill + slot, filled, mask=i_head == 0)
 
 
 @triton.jit
-def _finish_kernel(
-    p_near_valid,
+def seal_finish_kernel(
+    near_valid,
     p_seen,
     at,
     sinks,
-    near_valid_batch,
     BLOCK_SIZE: tl.constexpr,
     BS: tl.constexpr,
     PDL: tl.constexpr,
@@ -203,7 +189,7 @@ def _finish_kernel(
     """What all heads' programs have read changes after them: validity and the number of tokens seen, of one row."""
     begin(PDL)
     i_batch = tl.program_id(0).to(tl.int64)
-    p_row = p_near_valid + i_batch * near_valid_batch
+    p_row = near_valid.ptr + i_batch * near_valid.row
     o_t, o_s = tl.arange(0, BLOCK_SIZE), tl.arange(0, BS)
     count = tl.sum((tl.load(p_row + at + o_t) != 0).to(tl.int32), 0)
     seen = tl.load(p_seen + i_batch)
@@ -212,71 +198,42 @@ def _finish_kernel(
     tl.store(p_seen + i_batch, seen + count)
 
 
-def seal(
-    near_kv: Tensor,
-    near_valid: Tensor,
-    at: int,
-    sinks: int,
-    seen: Tensor,
-    slots: Tensor,
-    kv: Tensor,
-    flags: Tensor,
-    fill: Tensor,
-    index: Index,
-) -> None:
+def seal(near_kv, near_valid, at, sinks, seen, slots, kv, flags, fill, index):
     """As ``reference.seal``."""
     batch, heads = near_kv.shape[:2]
     size, dk = kv.shape[2], index.key_dim
-    dv = near_kv.shape[3] - dk
     require_dense_rows(near_kv=near_kv, near_valid=near_valid, kv=kv, flags=flags, bounds=index.bounds)
     require_dense_rows(part_fill=index.part_fill, channels=index.channels, codes=index.codes, qparams=index.qparams)
-    near_valid = near_valid.view(torch.uint8)  # a bool is one bit to Triton
     parts = 1 if index.bounds is None else index.bounds.shape[1]
-    packed = index.qparams is not None
-    width = 0 if index.codes is None else index.codes.shape[-1]
-    near = (near_valid, seen, at, sinks, near_valid.stride(0))
-    with torch.cuda.device_of(near_kv):
-        _seal_kernel[(batch * heads,)](
-            near_kv,
-            near_valid,
-            seen,
-            slots,
-            kv,
-            flags,
-            fill,
-            index.bounds,
-            index.part_fill,
-            index.channels,
-            index.codes,
-            index.qparams,
-            at,
-            sinks,
-            *near_kv.stride()[:3],
-            near_valid.stride(0),
-            *kv.stride()[:3],
-            flags.stride(0),
-            *((0, 0, 0, 0) if index.bounds is None else index.bounds.stride()[:4]),
-            0 if index.part_fill is None else index.part_fill.stride(0),
-            *((0, 0) if index.channels is None else index.channels.stride()[:2]),
-            *((0, 0, 0) if index.codes is None else index.codes.stride()[:3]),
-            *((0, 0, 0) if index.qparams is None else index.qparams.stride()[:3]),
-            torch.finfo(near_kv.dtype).max,
-            KEEPS=kv.shape[3] > 0,
-            METADATA="none" if index.bounds is None else index.metadata,
-            HAS_PART_FILL=index.part_fill is not None,
-            HAS_CODES=index.codes is not None,
-            PACKED=packed,
-            HEADS=heads,
-            BLOCK_SIZE=size,
-            PARTS=parts,
-            DK=dk,
-            DV=dv,
-            R=width,
-            BT=min(TILE // 2 if dk > WIDE else TILE, size // parts),
-            BK=triton.next_power_of_2(dk),
-            BV=triton.next_power_of_2(max(1, dv)),
-            BR=triton.next_power_of_2(max(1, width)),
-            num_warps=8 if dk > WIDE else 4,
-            **overlap(near_kv),
-        )
-        _finish_kernel[(batch,)](*near, BLOCK_SIZE=size, BS=triton.next_power_of_2(max(1, sinks)), **overlap(near_kv))
+    valid = operand(Table, near_valid)
+    launch(
+        seal_block_kernel,
+        (batch * heads,),
+        near_kv,
+        operand(Tokens, near_kv),
+        valid,
+        seen,
+        slots,
+        operand(PagedKV, kv) if kv.shape[3] else None,
+        operand(Table, flags),
+        fill,
+        operand(Bounds, index.bounds),
+        operand(Table, index.part_fill),
+        operand(Rows, index.channels),
+        operand(PagedKV, index.codes),
+        operand(PagedKV, index.qparams),
+        at,
+        sinks,
+        torch.finfo(near_kv.dtype).max,
+        METADATA=index.metadata,
+        HEADS=heads,
+        BLOCK_SIZE=size,
+        PARTS=parts,
+        DK=dk,
+        DV=near_kv.shape[3] - dk,
+        R=0 if index.codes is None else index.codes.shape[-1],
+        BT=min(TILE // 2 if dk > WIDE else TILE, size // parts),
+        num_warps=8 if dk > WIDE else 4,
+    )
+    side = triton.next_power_of_2(max(1, sinks))
+    launch(seal_finish_kernel, (batch,), near_kv, valid, seen, at, sinks, BLOCK_SIZE=size, BS=side)

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .._dispatch import require_dense_rows
-from .._overlap import begin, overlap
+from .._operands import Table, operand
+from .._overlap import begin, launch
 from .reference import MAX_ROWS
 
 # Outputs a program, inputs a step of its loop, steps in flight, warps.
@@ -26,15 +27,13 @@ WIDE = 6144  # outputs; the wide tiles from here on
 
 
 @triton.jit
-def _one_row_kernel(
+def small_linear_one_row_kernel(
     p_x,
-    p_weight,
+    weight,
     p_bias,
     p_out,
     n,
     k,
-    weight_row,
-    HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -46,7 +45,7 @@ def _one_row_kernel(
     o_k = tl.arange(0, BK)
     m_n = o_n < n
     m_k = o_k < k
-    p_row = p_weight + o_n.to(tl.int64)[:, None] * weight_row
+    p_row = weight.ptr + o_n.to(tl.int64)[:, None] * weight.row
     # The first weights are on their way before the kernel that makes the input has ended.
     if EVEN:
         b_w = tl.load(p_row + o_k[None, :], eviction_policy="evict_first")  # [BN, BK]
@@ -65,23 +64,20 @@ def _one_row_kernel(
             b_x = tl.load(p_x + k_0 + o_k, mask=m_k, other=0.0)  # [BK]
         b_sum += b_w.to(tl.float32) * b_x.to(tl.float32)[None, :]
     b_out = tl.sum(b_sum, axis=1)
-    if HAS_BIAS:
+    if p_bias is not None:
         b_out += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)
     tl.store(p_out + o_n, b_out.to(p_out.dtype.element_ty), mask=m_n)
 
 
 @triton.jit
-def _rows_kernel(
-    p_x,
-    p_weight,
+def small_linear_rows_kernel(
+    x,
+    weight,
     p_bias,
     p_out,
     rows,
     n,
     k,
-    x_row,
-    weight_row,
-    HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     BN: tl.constexpr,
@@ -94,7 +90,7 @@ def _rows_kernel(
     o_k = tl.arange(0, BK)
     o_m = tl.arange(0, ROWS)
     m_n, m_m = o_n < n, o_m < rows
-    p_row = p_weight + o_n.to(tl.int64)[:, None] * weight_row
+    p_row = weight.ptr + o_n.to(tl.int64)[:, None] * weight.row
     b_sum = tl.zeros([BN, ROWS], tl.float32)
     begin(PDL)  # the loop's first loads are in flight together: a load before this point measured no better
     for k_0 in tl.range(0, k, BK, num_stages=STAGES):
@@ -105,9 +101,9 @@ def _rows_kernel(
             m_k = k_0 + o_k < k
             b_w = tl.load(p_row + (k_0 + o_k)[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0)  # [BN, BK]
             m_x = m_m[None, :] & m_k[:, None]
-        b_x = tl.load(p_x + o_m[None, :] * x_row + (k_0 + o_k)[:, None], mask=m_x, other=0.0)  # [BK, ROWS]
+        b_x = tl.load(x.ptr + o_m[None, :] * x.row + (k_0 + o_k)[:, None], mask=m_x, other=0.0)  # [BK, ROWS]
         b_sum = tl.dot(b_w, b_x, b_sum)
-    if HAS_BIAS:
+    if p_bias is not None:
         b_sum += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
     m_out = m_n[:, None] & m_m[None, :]
     tl.store(p_out + o_m[None, :] * n + o_n[:, None], b_sum.to(p_out.dtype.element_ty), mask=m_out)
@@ -129,7 +125,7 @@ def _tile(x: Tensor, rows: int, n: int, k: int) -> tuple[int, int, int, int]:
     return bn, bk, stages, warps
 
 
-def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def small_linear(x, weight, bias=None):
     """As ``reference.small_linear``. Float32 only for a single row: tensor cores would round it."""
     n, k = weight.shape
     x_rows = x.reshape(-1, k)
@@ -141,21 +137,10 @@ def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     if not out.numel():
         return out
     bn, bk, stages, warps = _tile(x, rows, n, k)
-    shared = {
-        "HAS_BIAS": bias is not None,
-        "EVEN": n % bn == 0 and k % bk == 0,
-        "BN": bn,
-        "BK": bk,
-        "STAGES": stages,
-        "num_warps": warps,
-        **overlap(x),
-    }
-    bias = weight if bias is None else bias
-    with torch.cuda.device_of(x):
-        if rows == 1:
-            _one_row_kernel[(triton.cdiv(n, bn),)](x_rows, weight, bias, out, n, k, weight.stride(0), **shared)
-        else:
-            _rows_kernel[(triton.cdiv(n, bn),)](
-                x_rows, weight, bias, out, rows, n, k, x_rows.stride(0), weight.stride(0), ROWS=MAX_ROWS, **shared
-            )
+    fixed = {"EVEN": n % bn == 0 and k % bk == 0, "BN": bn, "BK": bk, "STAGES": stages, "num_warps": warps}
+    grid, operands = (triton.cdiv(n, bn),), (operand(Table, weight), bias, out)
+    if rows == 1:
+        launch(small_linear_one_row_kernel, grid, x, x_rows, *operands, n, k, **fixed)
+    else:
+        launch(small_linear_rows_kernel, grid, x, operand(Table, x_rows), *operands, rows, n, k, ROWS=MAX_ROWS, **fixed)
     return out

@@ -1,203 +1,244 @@
-"""Attention over cached latents, whose values are the beginning of their keys (MLA): the launches.
+"""Attention over cached latents, whose values are the beginning of their keys (MLA): the kernels over the parts.
 
-The stored columns and the near buffer are one list that is cut into equal parts, one for each processor.
+A token is one row: ``Dv`` numbers of latent, which are its value as well, then the rotated rotary part (DeepSeek-V2,
+section 2.1, with the up-projections absorbed). It is read once, for the scores and for the sum of the values.
+
+The sum of a head is 512 wide. With 20 heads in a tile of 32 it takes 64 KB of float32, with 64 heads 128 KB, half of a
+processor's registers; so one program runs on each processor, and its reads must hide behind its own products. The
+stored columns and the near buffer are one list, of which a part is every ``parts``-th tile, so that parts stay equal
+where only the first blocks of a list are used.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 import triton
-from torch import Tensor
+import triton.language as tl
 
-from .._overlap import overlap
-from .latent_blocks import blocks_kernel
-from .latent_tokens import tokens_kernel
-
-PROGRAMS = 132  # the processors of an H200: one program fills one
-WIDEST = 576  # entries of a row that the tiles below are made for: wider ones get smaller tiles
+from .._operands import batch_and_head, padded, row_ptr
+from .._overlap import release, wait
+from .._paged import SELECTABLE, VALID, find_blocks, find_tokens, locate
+from .split import base_2, count_from_host, store_part, weigh, whole
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """How a kernel cuts its work.
+@triton.jit
+def load_queries(
+    p_q, head, dim, o_h, o_c, o_r, NATIVE: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr
+):
+    """Latents ``o_c`` and rotary parts ``o_r`` of heads ``o_h`` of the group at ``p_q``, in the shape of the three."""
+    p_head = p_q + o_h.to(tl.int64) * head  # heads of a prompt's last query are as far apart as the prompt is long
+    b_qc = tl.load(p_head + o_c * dim, mask=(o_h < GROUP) & (o_c < DV), other=0.0)
+    b_qr = tl.load(p_head + (DV + o_r) * dim, mask=(o_h < GROUP) & (o_r < DK - DV), other=0.0)
+    if not NATIVE:
+        b_qc, b_qr = b_qc.to(tl.float32), b_qr.to(tl.float32)
+    return b_qc, b_qr
 
-    Args:
-        tile: tokens at once.
-        heads: query heads at once, at most.
-        warps, stages: of a program.
+
+@triton.jit
+def load_rows(p_row, m_n, DK: tl.constexpr, DV: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr):
+    """Latents ``[BN, BC]`` and rotary parts ``[BN, BR]`` of the rows at ``p_row [BN]`` that ``m_n [BN]`` marks."""
+    o_c, o_r = tl.arange(0, BC), tl.arange(0, BR)
+    # What is not attended may hold anything, NaN included, and is not read.
+    b_c = tl.load(p_row[:, None] + o_c[None, :], mask=m_n[:, None] & (o_c < DV)[None, :], other=0.0)  # [BN, BC]
+    b_r = tl.load(p_row[:, None] + DV + o_r[None, :], mask=m_n[:, None] & (o_r < DK - DV)[None, :], other=0.0)
+    return b_c, b_r
+
+
+@triton.jit
+def take_rows(b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_n, scale, softcap):
+    """Take a tile of rows into the running softmax: those that ``m_n [BN]`` marks."""
+    b_c, b_r = b_c.to(b_qc.dtype), b_r.to(b_qc.dtype)  # float32 where dtypes differ
+    b_s = tl.dot(b_qc, tl.trans(b_c), input_precision="ieee")  # [BH, BN]
+    b_s = base_2(tl.dot(b_qr, tl.trans(b_r), b_s, input_precision="ieee"), scale, softcap)
+    b_p, b_max, b_keep = weigh(tl.where(m_n[None, :], b_s, float("-inf")), b_max)
+    b_sum = b_sum * b_keep + tl.sum(b_p, 1)
+    b_acc = tl.dot(b_p.to(b_c.dtype), b_c, b_acc * b_keep[:, None], input_precision="ieee")  # [BH, BC]
+    return b_max, b_sum, b_acc
+
+
+@triton.jit
+def my_heads(GROUP: tl.constexpr, BH: tl.constexpr):
+    """Row, part and first query head of this program.
+
+    Programs that read the same rows are neighbours: the second one finds them in the L2 cache.
     """
-
-    tile: int
-    heads: int
-    warps: int
-    stages: int
+    TILES: tl.constexpr = (GROUP + BH - 1) // BH
+    return tl.program_id(0) // TILES, tl.program_id(1), tl.program_id(0) % TILES * BH
 
 
-# Not measured yet: chosen by what they take when compiled for sm_90 (no spilled registers, 184 KB of shared memory) and
-# because the next tile is on its way while one is computed.
-ALL = Tiles(64, 32, 8, 3)
-MANY_HEADS = Tiles(32, 64, 8, 3)  # more than 32
-FEW = Tiles(32, 32, 8, 2)  # chosen tokens
-EXACT = Tiles(16, 16, 8, 1)  # float32, without tensor cores
+@triton.jit
+def sparse_decode_latent_tokens_kernel(
+    q,
+    kv,
+    pages,
+    near,
+    table,
+    ids,
+    parts,
+    from_host,
+    n,
+    scale,
+    softcap,
+    NATIVE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BH: tl.constexpr,
+    BN: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Attend to one part of the ``n`` chosen tokens and the near buffer of one row and KV head, ``BH`` query heads."""
+    wait(PDL)
+    BC: tl.constexpr = padded(DV)
+    BR: tl.constexpr = padded(DK - DV)
+    i_row, i_part, i_first = my_heads(GROUP, BH)
+    i_batch, i_head = batch_and_head(i_row, HEADS)
+    o_h, o_c, o_r = i_first + tl.arange(0, BH), tl.arange(0, BC), tl.arange(0, BR)
+    p_q = row_ptr(q, i_batch, i_head * GROUP)
+    b_qc, b_qr = load_queries(p_q, q.head, q.dim, o_h[:, None], o_c[None, :], o_r[None, :], NATIVE, GROUP, DK, DV)
+    b_max, b_sum = tl.full([BH], float("-inf"), tl.float32), tl.zeros([BH], tl.float32)
+    b_acc = tl.zeros([BH, BC], tl.float32)
+    b_count, b_host = tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32)
+
+    p_table, p_ids = table.ptr + i_batch * table.row, row_ptr(ids, i_batch, i_head)
+    p_near, p_valid = row_ptr(near, i_batch, i_head), near.valid + i_batch * near.valid_batch
+    for i in tl.range(i_part * BN, n + near.end, tl.num_programs(1) * BN, num_stages=STAGES):
+        o_n = i + tl.arange(0, BN)
+        m_near = (o_n >= n) & (o_n < n + near.end)
+        b_valid = tl.load(p_valid + o_n - n, mask=m_near, other=0)  # [BN]
+        b_id = tl.load(p_ids + o_n, mask=o_n < n, other=-1)  # [BN]
+        p_row, m_n, m_kv = find_tokens(b_id, o_n < n, p_table, kv, pages, i_head, BLOCK_SIZE)
+        if from_host is not None:
+            b_host += m_kv.to(tl.int32)
+        p_row = tl.where(m_near, p_near + (o_n - n).to(tl.int64) * near.token, p_row)
+        m_n = m_n | (b_valid != 0)
+        b_count += m_n.to(tl.int32)
+        b_c, b_r = load_rows(p_row, m_n, DK, DV, BC, BR)
+        b_max, b_sum, b_acc = take_rows(b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_n, scale, softcap)
+
+    release(PDL)
+    if from_host is not None:
+        count_from_host(from_host, b_host, i_batch, i_head, i_first == 0)
+    b_out = b_acc * (1.0 / whole(b_sum))[:, None]
+    store_part(parts, i_row, i_part, b_max, b_sum, b_out, b_count, o_h, i_first == 0, GROUP, DV)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Tokens of a tile, query heads of a tile, and parts."""
-
-    tile: int
-    heads: int
-    parts: int
-
-
-def is_native(*tensors: Tensor) -> bool:
-    """Whether products are computed in the tensors' own 16 bits; in float32 otherwise."""
-    return len({t.dtype for t in tensors}) == 1 and tensors[0].dtype != torch.float32
-
-
-def tiles(group: int, native: bool, granularity: str) -> Tiles:
-    """How to cut the work for ``group`` query heads."""
-    if not native:
-        return EXACT
-    if granularity == "token":
-        return FEW
-    return ALL if group <= ALL.heads else MANY_HEADS
-
-
-def layout(
-    rows: int, group: int, columns: int, width: int, block_size: int, granularity: str, how: Tiles, splits: int | None
-) -> Layout:
-    """How ``columns`` stored and recent tokens of ``rows`` rows and KV heads are cut; ``splits``: parts to aim for."""
-    tile = how.tile
-    while width > WIDEST and tile > 16:
-        tile, width = tile // 2, width // 2
-    if granularity != "token":
-        tile = min(tile, block_size)
-    heads = max(16, min(how.heads, triton.next_power_of_2(group)))
-    parts = splits or max(1, PROGRAMS // max(1, rows * triton.cdiv(group, heads)))
-    all_tiles = triton.cdiv(columns, tile)
-    each = max(1, triton.cdiv(all_tiles, parts))  # tiles of a part
-    return Layout(tile, heads, triton.cdiv(all_tiles, each))
-
-
-def row_step(*stored: Tensor | None) -> int:
-    """Distance of two tokens' rows if it is the same in all of these, otherwise 0."""
-    steps = {t.stride(-2) for t in stored if t is not None}
-    return steps.pop() if len(steps) == 1 else 0
+@triton.jit
+def open_tile(
+    i,
+    n,
+    slot,
+    page,
+    kv,
+    pages,
+    near,
+    flags,
+    i_batch,
+    i_head,
+    CHOSEN: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Where the rows of the tile at column ``i`` begin, what is between them, which to attend, which are in ``kv``."""
+    o_n = tl.arange(0, BN)
+    is_near, i_near = i >= n, i - n + near.first
+    o_in = i % BLOCK_SIZE  # of the tile in its block
+    there = (slot >= 0) & (page != -1)
+    in_kv = there
+    if pages is not None:
+        in_kv = there & (page < 0)
+    p_near = row_ptr(near, i_batch, i_head) + i_near.to(tl.int64) * near.token
+    p_rows = tl.where(is_near, p_near, locate(page, o_in, kv, pages, i_head))
+    step = kv.token
+    if STEP == 0:
+        if pages is not None:
+            step = tl.where(page < 0, kv.token, pages.token)
+        step = tl.where(is_near, near.token, step)
+    p_valid = near.valid + i_batch * near.valid_batch + i_near
+    p_mark = tl.where(is_near, p_valid, flags.ptr + slot.to(tl.int64) * flags.row + o_in)
+    b_mark = tl.load(p_mark + o_n, mask=there | (is_near & (i_near + o_n < near.end)), other=0)  # [BN]
+    m_n = b_mark == SELECTABLE if CHOSEN else (b_mark & VALID) > 0  # valid entries of the near buffer are 1
+    return p_rows, step, m_n, in_kv
 
 
-def split(
-    q: Tensor,
-    kv: Tensor,
-    flags: Tensor,
-    slots: Tensor,
-    ids: Tensor | None,
-    near_kv: Tensor,
-    near_valid: Tensor,
-    *,
-    granularity: str,
-    value_dim: int,
-    n: int,
-    skip: int,
-    scale: float,
-    softcap: float | None,
-    frames: Tensor | None,
-    places: Tensor | None,
-    from_host: Tensor | None,
-    used: Tensor | None,
-    acc: Tensor,
-    lse: Tensor,
-    count: Tensor,
-    how: Tiles,
-    cut: Layout,
-) -> None:
-    """Attention of each part, to ``acc``, ``lse`` and ``count`` as :func:`.merge.merge` takes them.
+@triton.jit
+def sparse_decode_latent_blocks_kernel(
+    q,
+    kv,
+    pages,
+    near,
+    flags,
+    table,
+    ids,
+    page_ids,
+    used,
+    parts,
+    from_host,
+    n,
+    scale,
+    softcap,
+    NATIVE: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BH: tl.constexpr,
+    BN: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Attend to one part of the ``n`` stored tokens and the near buffer of one row and KV head, ``BH`` query heads.
 
-    ``n`` stored columns and the near buffer from entry ``skip`` on; the rest as in ``reference.sparse_decode``.
+    A tile is within a block. Where it begins is found while those before it are computed: the slot two tiles ahead,
+    flags one; with three ``STAGES`` Triton's pipeline also loads it to shared memory two tiles ahead. ``STEP`` is the
+    distance of two rows where it is the same everywhere, or 0: what is known here takes no registers.
     """
-    batch, q_heads, dk = q.shape
-    heads, block_size = kv.shape[1:3]
-    group = q_heads // heads
-    placed, chosen = frames is not None, granularity == "block"
-    grid = (batch * heads * triton.cdiv(group, cut.heads), cut.parts)
-    results = (acc, lse, count, from_host)
-    near = near_valid.view(torch.uint8)  # a bool is one bit to Triton
-    from_host_strides = (0, 0) if from_host is None else from_host.stride()
-    frame_strides = frames.stride()[:2] if placed else (0, 0)
-    near_strides = (*near_kv.stride()[:3], near.stride(0))
-    scales = (float(scale), float(softcap or 0.0))
-    named = {
-        "PLACED": placed,
-        "COUNT_HOST": from_host is not None,
-        "SOFTCAP": softcap is not None,
-        "NATIVE": is_native(q, kv, near_kv),
-        "BLOCK_SIZE": block_size,
-        "HEADS": heads,
-        "GROUP": group,
-        "DK": dk,
-        "DV": value_dim,
-        "BH": cut.heads,
-        "BC": max(16, triton.next_power_of_2(value_dim)),
-        "BR": max(16, triton.next_power_of_2(dk - value_dim)),
-        "BN": cut.tile,
-        "STAGES": how.stages,
-        "num_warps": how.warps,
-        **overlap(q),
-    }
-    if granularity == "token":
-        tokens_kernel[grid](
-            q,
-            kv,
-            slots,
-            ids,
-            frames,
-            near_kv,
-            near,
-            *results,
-            n,
-            near_kv.shape[2],
-            *scales,
-            *q.stride(),
-            *kv.stride()[:3],
-            slots.stride(0),
-            *ids.stride()[:2],
-            *frame_strides,
-            *near_strides,
-            *from_host_strides,
-            LOG_BLOCK=block_size.bit_length() - 1,
-            **named,
-        )
-        return
-    blocks_kernel[grid](
-        q,
-        kv,
-        flags,
-        slots,
-        ids,
-        frames,
-        places,
-        near_kv,
-        near,
-        *results,
-        used,
-        n,
-        near_kv.shape[2],
-        skip,
-        *scales,
-        *q.stride(),
-        *kv.stride()[:3],
-        flags.stride(0),
-        slots.stride(0),
-        *(ids.stride()[:2] if chosen else (0, 0)),
-        *frame_strides,
-        *((0, 0) if places is None else places.stride()[:2]),
-        *near_strides,
-        *from_host_strides,
-        *((0, 0) if used is None else used.stride()),
-        CHOSEN=chosen,
-        STEP=row_step(kv, near_kv, frames),
-        HAS_USED=used is not None,
-        **named,
+    wait(PDL)
+    BC: tl.constexpr = padded(DV)
+    BR: tl.constexpr = padded(DK - DV)
+    CHOSEN: tl.constexpr = ids is not None
+    i_row, i_part, i_first = my_heads(GROUP, BH)
+    i_batch, i_head = batch_and_head(i_row, HEADS)
+    o_h, o_c, o_r = i_first + tl.arange(0, BH), tl.arange(0, BC), tl.arange(0, BR)
+    p_q = row_ptr(q, i_batch, i_head * GROUP)
+    b_qc, b_qr = load_queries(p_q, q.head, q.dim, o_h[:, None], o_c[None, :], o_r[None, :], NATIVE, GROUP, DK, DV)
+    b_max, b_sum = tl.full([BH], float("-inf"), tl.float32), tl.zeros([BH], tl.float32)
+    b_acc = tl.zeros([BH, BC], tl.float32)
+    b_count, b_host = tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32)
+    o_n = tl.arange(0, BN)
+
+    p_table, p_ids, p_page_ids = table.ptr + i_batch * table.row, None, None
+    if ids is not None:
+        p_ids = row_ptr(ids, i_batch, i_head)
+    if page_ids is not None:
+        p_page_ids = row_ptr(page_ids, i_batch, i_head)
+    if used is not None:
+        n = tl.minimum(n, tl.load(row_ptr(used, i_batch, i_head)) * BLOCK_SIZE)
+    i, step = i_part * BN, tl.num_programs(1) * BN
+    slot, page = find_blocks(i // BLOCK_SIZE, i < n, p_table, p_ids, p_page_ids)
+    p_rows, row, m_n, in_kv = open_tile(
+        i, n, slot, page, kv, pages, near, flags, i_batch, i_head, CHOSEN, STEP, BLOCK_SIZE, BN
     )
+    slot, page = find_blocks((i + step) // BLOCK_SIZE, i + step < n, p_table, p_ids, p_page_ids)
+    for i in tl.range(i_part * BN, n + near.end - near.first, step, num_stages=STAGES):
+        b_count += m_n.to(tl.int32)
+        if from_host is not None:
+            b_host += (m_n & in_kv).to(tl.int32)
+        m_now = m_n
+        b_c, b_r = load_rows(p_rows + o_n * (STEP if STEP else row), m_now, DK, DV, BC, BR)
+        p_rows, row, m_n, in_kv = open_tile(
+            i + step, n, slot, page, kv, pages, near, flags, i_batch, i_head, CHOSEN, STEP, BLOCK_SIZE, BN
+        )
+        slot, page = find_blocks((i + 2 * step) // BLOCK_SIZE, i + 2 * step < n, p_table, p_ids, p_page_ids)
+        b_max, b_sum, b_acc = take_rows(b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_now, scale, softcap)
+
+    release(PDL)
+    if from_host is not None:
+        count_from_host(from_host, b_host, i_batch, i_head, i_first == 0)
+    b_out = b_acc * (1.0 / whole(b_sum))[:, None]
+    store_part(parts, i_row, i_part, b_max, b_sum, b_out, b_count, o_h, i_first == 0, GROUP, DV)

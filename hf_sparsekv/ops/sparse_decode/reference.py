@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-VALID = 1  # bit of a token's flag: not padding
-SELECTABLE = 1  # flag of a token that is valid and no sink: sinks are read from the near buffer
+from .._dispatch import give
+from .._flags import SELECTABLE, VALID
 
 
 def sparse_decode(
@@ -30,6 +30,7 @@ def sparse_decode(
     from_host: Tensor | None = None,
     lse: Tensor | None = None,
     used: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention over the near buffer and the chosen part of the stored blocks.
 
@@ -37,7 +38,7 @@ def sparse_decode(
         q: ``[batch, Hq, Dk]``.
         kv: ``[num_slots, H, block_size, Dk + Dv]`` stored blocks: each token's key, then its value; or
             ``[..., Dk]`` where a value is the first ``Dv`` entries of its key (MLA: latent, then rotary part). So are
-            ``near_kv`` and ``frames``. May lie in host memory while everything else is on the device.
+            ``near_kv`` and ``frames``. May be pinned host memory while everything else is on the device.
         flags: ``[num_slots, block_size]`` uint8 token flags: 0 padding, 1 selectable, 3 sink.
         slots: ``[batch, cap]`` int32, slot of each block of each row; -1 where there is none.
         ids: what is attended beside the near buffer, int32, -1 for none. ``granularity="token"``: columns
@@ -63,8 +64,8 @@ def sparse_decode(
         used: ``[batch, H]`` int32; with ``granularity="block"`` only that many of the ``ids`` are attended.
 
     Returns:
-        ``[batch, Hq, Dv]`` in q's dtype. A row with nothing to attend to gives zeros, one that attends to a
-        token whose key is NaN gives NaN.
+        ``[batch, Hq, Dv]`` in q's dtype, ``out`` if given. A row with nothing to attend to gives zeros, one that
+        attends to a token whose key is NaN gives NaN.
     """
     batch, q_heads, dk = q.shape
     heads, block_size = kv.shape[1:3]
@@ -97,7 +98,7 @@ def sparse_decode(
     values = values_of(chosen, dk, value_dim).masked_fill(~usable[..., None], 0.0)
     if attended is not None:
         attended += usable.sum(-1)
-    return (weights @ values).to(q.dtype).flatten(1, 2)
+    return give((weights @ values).to(q.dtype).flatten(1, 2), out)
 
 
 def softmax(logits: Tensor) -> Tensor:

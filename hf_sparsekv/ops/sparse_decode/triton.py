@@ -8,205 +8,105 @@ from __future__ import annotations
 
 import torch
 import triton
-from torch import Tensor
 
 from .._dispatch import require_dense_rows
-from .._overlap import overlap
-from . import latents
+from .._operands import PagedKV, Pages, Query, Rows, Table, Tokens, operand
+from .._overlap import launch
+from .config import config as default
+from .config import is_native
+from .latents import sparse_decode_latent_blocks_kernel, sparse_decode_latent_tokens_kernel
 from .merge import merge
 from .reference import has_latents
-from .split_kernel import split_kernel
-
-# Measured on an H200 (132 processors), bf16, 128 dimensions, with `bench operator --sweep sparse_decode dense_decode`:
-# programs to aim for, and the warps of each, for chosen tokens or blocks and for all.
-PROGRAMS, PROGRAMS_ALL = 1056, 528
-WARPS, WARPS_ALL = 2, 4
-STAGES = 2
-TILE_BYTES = 16384  # of K at once; twice that spills registers in float32
-
-
-def _layout(
-    q: Tensor, kv: Tensor, value_dim: int, n: int, near: int, splits: int | None, dense: bool, tile: int | None = None
-) -> tuple[int, int, int, int]:
-    """Tokens a tile, tokens a part, parts of the stored blocks and of the near buffer."""
-    wide = triton.next_power_of_2(max(q.shape[-1], value_dim, 16))
-    item = q.element_size() if q.dtype == kv.dtype else 4  # mixed: float32 inside
-    tile = tile or max(16, min(128, TILE_BYTES // (wide * item)))
-    parts = splits or max(1, (PROGRAMS_ALL if dense else PROGRAMS) // max(1, q.shape[0] * kv.shape[1]))
-    per_split = max(1, triton.cdiv(triton.cdiv(n + near, parts), tile)) * tile
-    return tile, per_split, triton.cdiv(n, per_split), triton.cdiv(near, per_split)
-
-
-def _sizes(rows: int, parts: int, group: int, value_dim: int) -> tuple[int, int, int]:
-    return rows * parts * group * value_dim, rows * parts * group, rows * parts
-
-
-def scratch_size(
-    q: Tensor, kv: Tensor, value_dim: int, n: int, near: int, splits: int | None = None, granularity: str = "token"
-) -> int:
-    """float32 entries of scratch memory for ``n`` positions of stored blocks and ``near`` of the near buffer."""
-    heads = kv.shape[1]
-    rows, group = q.shape[0] * heads, q.shape[1] // heads
-    if has_latents(kv, q):
-        how = latents.tiles(group, latents.is_native(q, kv), granularity)
-        parts = latents.layout(rows, group, n + near, q.shape[-1], kv.shape[2], granularity, how, splits).parts
-    else:
-        parts = sum(_layout(q, kv, value_dim, n, near, splits, granularity == "all")[2:])
-    return sum(_sizes(rows, parts, group, value_dim))
+from .split import Near, Parts, sparse_decode_split_kernel
 
 
 def sparse_decode(
-    q: Tensor,
-    kv: Tensor,
-    flags: Tensor,
-    slots: Tensor,
-    ids: Tensor | None,
-    near_kv: Tensor,
-    near_valid: Tensor,
+    q,
+    kv,
+    flags,
+    slots,
+    ids,
+    near_kv,
+    near_valid,
     *,
-    granularity: str,
-    value_dim: int,
-    sinks: int,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-    attended: Tensor | None = None,
-    frames: Tensor | None = None,
-    places: Tensor | None = None,
-    from_host: Tensor | None = None,
-    lse: Tensor | None = None,
-    used: Tensor | None = None,
-    out: Tensor | None = None,
-    scratch: Tensor | None = None,
-    splits: int | None = None,
-    tile: int | None = None,
-    stages: int = STAGES,
-    warps: int | None = None,
-    tiles: latents.Tiles | None = None,
-) -> Tensor:
-    """As ``reference.sparse_decode``, into ``out`` if given.
-
-    ``scratch`` is float32 of ``scratch_size()`` entries. ``splits`` (how many parts to aim for), ``tile`` (tokens at
-    once), ``stages`` and ``warps`` replace the constants; with latents ``tiles`` does instead of the latter three.
-    """
+    granularity,
+    value_dim,
+    sinks,
+    scale,
+    softcap=None,
+    sink_logits=None,
+    attended=None,
+    frames=None,
+    places=None,
+    from_host=None,
+    lse=None,
+    used=None,
+    out=None,
+    config=None,
+):
+    """As ``reference.sparse_decode``; ``config`` (:class:`.config.Config`) replaces the one for these shapes."""
     batch, q_heads, dk = q.shape
     heads, block_size = kv.shape[1:3]
-    require_dense_rows(
-        kv=kv,
-        flags=flags,
-        slots=slots,
-        ids=ids,
-        near_kv=near_kv,
-        near_valid=near_valid,
-        sink_logits=sink_logits,
-        frames=frames,
-        places=places,
-    )
-    placed = frames is not None
-    if placed and granularity == "all":
+    rows, group = batch * heads, q_heads // heads
+    require_dense_rows(kv=kv, flags=flags, slots=slots, ids=ids, near_kv=near_kv, near_valid=near_valid)
+    require_dense_rows(sink_logits=sink_logits, frames=frames, places=places)
+    latents = has_latents(kv, q)
+    if frames is not None and granularity == "all":
         raise ValueError("blocks go by place only where some are chosen, not with granularity='all'")
-    if used is not None and not (granularity == "block" and has_latents(kv, q)):
+    if used is not None and not (granularity == "block" and latents):
         raise ValueError("used goes with granularity='block' of latents only: give fewer ids instead")
     if granularity == "token":
         n = ids.shape[-1]
     elif granularity == "block":
         n = ids.shape[-1] * block_size
     elif granularity == "all":
-        n = slots.shape[-1] * block_size
+        n, ids = slots.shape[-1] * block_size, None
     else:
         raise ValueError(f"granularity must be 'token', 'block' or 'all', got {granularity!r}")
-    skip = sinks if granularity == "all" else 0
-    near = near_kv.shape[2]
-    rows, group = batch * heads, q_heads // heads
-    if latent := has_latents(kv, q):
-        tiles = tiles or latents.tiles(group, latents.is_native(q, kv, near_kv), granularity)
-        cut = latents.layout(rows, group, n + near - skip, dk, block_size, granularity, tiles, splits)
-        parts = cut.parts
-    else:
-        tile, per_split, stored, last = _layout(q, kv, value_dim, n, near - skip, splits, granularity == "all", tile)
-        parts = stored + last
-    sizes = _sizes(rows, parts, group, value_dim)
-    if scratch is None:
-        scratch = torch.empty(sum(sizes), dtype=torch.float32, device=q.device)
-    acc, part_lse, count = scratch[: sum(sizes)].split(sizes)
+    first, end = sinks if granularity == "all" else 0, near_kv.shape[2]
+    config = config or default(q, kv, near_kv, value_dim, granularity)
+    tile = config.tile
+    if latents:  # one list of tiles, each within a block
+        tile = tile if granularity == "token" else min(tile, block_size)
+        tiles = triton.cdiv(n + end - first, tile)
+        parts = triton.cdiv(tiles, max(1, triton.cdiv(tiles, config.parts)))
+    else:  # first those of the stored tokens, then those of the near buffer
+        per_split = max(1, triton.cdiv(triton.cdiv(n + end - first, config.parts), tile)) * tile
+        stored = triton.cdiv(n, per_split)
+        parts = stored + triton.cdiv(end - first, per_split)
+    sizes = rows * parts * group * value_dim, rows * parts * group, rows * parts
+    held = Parts(*torch.empty(sum(sizes), dtype=torch.float32, device=q.device).split(sizes))
     if out is None:
         out = torch.empty(batch, q_heads, value_dim, dtype=q.dtype, device=q.device)
-    with torch.cuda.device_of(q):
-        if latent:
-            latents.split(
-                q,
-                kv,
-                flags,
-                slots,
-                ids,
-                near_kv,
-                near_valid,
-                granularity=granularity,
-                value_dim=value_dim,
-                n=n,
-                skip=skip,
-                scale=scale,
-                softcap=softcap,
-                frames=frames,
-                places=places,
-                from_host=from_host,
-                used=used,
-                acc=acc,
-                lse=part_lse,
-                count=count,
-                how=tiles,
-                cut=cut,
-            )
+    near = Near(*operand(Tokens, near_kv), *operand(Table, near_valid), first, end)
+    tensors = operand(Query, q), operand(PagedKV, kv), operand(Pages, frames), near
+    marks, table, listed = operand(Table, flags), operand(Table, slots), operand(Rows, ids)
+    page_ids, counted = operand(Rows, places), operand(Rows, from_host)
+    scales = float(scale), None if softcap is None else float(softcap)
+    fixed = {
+        "NATIVE": is_native(q, kv, near_kv),
+        "BLOCK_SIZE": block_size,
+        "HEADS": heads,
+        "GROUP": group,
+        "DK": dk,
+        "DV": value_dim,
+        "BN": tile,
+        "STAGES": config.stages,
+        "num_warps": config.warps,
+    }
+    if latents:
+        grid = rows * triton.cdiv(group, config.heads), parts
+        fixed["BH"] = config.heads
+        if granularity == "token":
+            args = *tensors, table, listed, held, counted, n, *scales
+            launch(sparse_decode_latent_tokens_kernel, grid, q, *args, **fixed)
         else:
-            split_kernel[(rows, parts)](
-                q,
-                kv,
-                flags,
-                slots,
-                ids,
-                frames,
-                places,
-                near_kv,
-                near_valid.view(torch.uint8),  # a bool is one bit to Triton
-                acc,
-                part_lse,
-                count,
-                from_host,
-                n,
-                near,
-                skip,
-                stored,
-                per_split,
-                float(scale),
-                float(softcap or 0.0),
-                *q.stride(),
-                *kv.stride()[:3],
-                flags.stride(0),
-                slots.stride(0),
-                *((0, 0) if granularity == "all" else ids.stride()[:2]),
-                *(frames.stride()[:2] if placed else (0, 0)),
-                *((0, 0) if places is None else places.stride()[:2]),
-                *near_kv.stride()[:3],
-                near_valid.stride(0),
-                *((0, 0) if from_host is None else from_host.stride()),
-                GRANULARITY=granularity,
-                PLACED=placed,
-                COUNT_HOST=from_host is not None,
-                SOFTCAP=softcap is not None,
-                NATIVE=q.dtype == kv.dtype == near_kv.dtype and q.dtype != torch.float32,
-                BLOCK_SIZE=block_size,
-                LOG_BLOCK=block_size.bit_length() - 1,
-                HEADS=heads,
-                GROUP=group,
-                DK=dk,
-                DV=value_dim,
-                BG=max(16, triton.next_power_of_2(group)),
-                BK=max(16, triton.next_power_of_2(dk)),
-                BV=max(16, triton.next_power_of_2(value_dim)),
-                BN=tile,
-                STAGES=stages,
-                num_warps=warps or (WARPS_ALL if granularity == "all" else WARPS),
-                **overlap(q),
-            )
-        merge(acc, part_lse, count, sink_logits, attended, lse, out, heads)
+            steps = {t.stride(-2) for t in (kv, near_kv, frames) if t is not None}  # distance of two tokens' rows
+            fixed["STEP"] = steps.pop() if len(steps) == 1 else 0
+            args = *tensors, marks, table, listed, page_ids, operand(Rows, used), held, counted, n, *scales
+            launch(sparse_decode_latent_blocks_kernel, grid, q, *args, **fixed)
+    else:
+        args = *tensors, marks, table, listed, page_ids, held, counted, n, stored, per_split, *scales
+        launch(sparse_decode_split_kernel, (rows, parts), q, *args, GRANULARITY=granularity, **fixed)
+    merge(held, parts, sink_logits, attended, lse, out, heads)
     return out

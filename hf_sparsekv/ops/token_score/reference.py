@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SELECTABLE = 1  # value of a token's flag: valid, and not a sink (see hf_sparsekv.kv.store)
+from .._dispatch import give
+from .._flags import SELECTABLE
 
 
 def unpack_labels(codes: Tensor, qparams: Tensor | None) -> Tensor:
@@ -35,6 +36,8 @@ def token_score(
     slots: Tensor,
     block_ids: Tensor | None,
     reduce: str,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """``a(t) = mean_h q_h[C] . label_t`` (or the maximum over the group) for each token of the given blocks.
 
@@ -54,7 +57,8 @@ def token_score(
         reduce: ``"mean"`` or ``"max"`` over the query heads of a group.
 
     Returns:
-        ``[batch, H, n * block_size]`` float32, ``-inf`` for tokens that cannot be selected; never NaN.
+        ``[batch, H, n * block_size]`` float32, ``-inf`` for tokens that cannot be selected; never NaN. It is
+        ``out`` if given.
     """
     batch, q_heads, dk = q.shape
     heads = codes.shape[1]
@@ -77,4 +81,5 @@ def token_score(
         score = scale * score + zero * q.sum(-1, keepdim=True)
     unknown = score.isnan() | ~q.isfinite().all(-1, keepdim=True)
     usable = (flags[safe] == SELECTABLE) & (at >= 0)[..., None]
-    return score.masked_fill(unknown, float("-inf")).amax(2).masked_fill(~usable.flatten(2), float("-inf"))
+    score = score.masked_fill(unknown, float("-inf")).amax(2).masked_fill(~usable.flatten(2), float("-inf"))
+    return give(score, out)

@@ -5,87 +5,58 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .._dispatch import require_dense_rows
 from .._group import MANY, mean_heads
-from .._overlap import overlap, release, wait
-from .matrix import can_score_matrix, known, score_matrix
-from .reference import SELECTABLE as _SELECTABLE
-
-SELECTABLE = tl.constexpr(_SELECTABLE)
-TILE = 128  # tokens a program. Not tuned yet.
-# Whole keys of latents (576 wide) as labels are taken in pieces: at once they exceed an H200's shared memory.
-WIDEST, WIDEST_PACKED, PIECE = 256, 128, 64  # entries of codes; not tuned yet
-QUERIES = 2048  # bytes of labels times heads above which a program has twice the warps
+from .._operands import PagedKV, Query, Rows, Table, batch_and_head, operand, padded, row_ptr
+from .._overlap import launch, release, wait
+from .._paged import SELECTABLE, find_blocks
+from .config import config as default
+from .matrix import known, token_score_matrix_kernel
 
 
 @triton.jit
-def _token_score_kernel(
-    p_q,
-    p_codes,
-    p_qparams,
-    p_channels,
-    p_flags,
-    p_slots,
-    p_blocks,
-    p_out,
+def token_score_kernel(
+    q,
+    codes,
+    qparams,
+    channels,
+    flags,
+    table,
+    ids,
+    out,
     tokens,
-    q_batch,
-    q_head,
-    q_dim,
-    codes_slot,
-    codes_head,
-    codes_token,
-    qparams_slot,
-    qparams_head,
-    qparams_token,
-    channels_batch,
-    channels_head,
-    flags_slot,
-    slots_batch,
-    blocks_batch,
-    blocks_head,
-    out_batch,
-    out_head,
-    HAS_BLOCKS: tl.constexpr,
-    PACKED: tl.constexpr,
     MEAN: tl.constexpr,
     NATIVE: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
-    BG: tl.constexpr,
     BW: tl.constexpr,
     BT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Scores of ``BT`` tokens of one row and KV head. A token's codes are ``WIDTH`` entries."""
     wait(PDL)
+    BG: tl.constexpr = padded(GROUP)
     i_row = tl.program_id(1)
-    i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
+    i_batch, i_head = batch_and_head(i_row, HEADS)
 
-    # Token -> block of the selection -> block of the row -> slot.
     o_t = tl.program_id(0) * BT + tl.arange(0, BT)
     m_t = o_t < tokens
-    b_block = o_t // BLOCK_SIZE
-    o_in = o_t % BLOCK_SIZE
-    m_live = m_t
-    if HAS_BLOCKS:
-        p_block = p_blocks + i_batch * blocks_batch + i_head * blocks_head + b_block
-        b_block = tl.load(p_block, mask=m_t, other=-1)  # [BT]
-        m_live = m_t & (b_block >= 0)
-    b_slot = tl.load(p_slots + i_batch * slots_batch + b_block, mask=m_live, other=-1).to(tl.int64)  # [BT]
-    m_live = m_live & (b_slot >= 0)
-    b_flag = tl.load(p_flags + b_slot * flags_slot + o_in, mask=m_live, other=0)  # [BT]
-    m_live = m_live & (b_flag == SELECTABLE)
+    p_ids = None
+    if ids is not None:
+        p_ids = row_ptr(ids, i_batch, i_head)
+    b_slot, _ = find_blocks(o_t // BLOCK_SIZE, m_t, table.ptr + i_batch * table.row, p_ids, None)
+    b_slot, o_in = b_slot.to(tl.int64), o_t % BLOCK_SIZE  # [BT]
+    m_live = m_t & (b_slot >= 0)
+    m_live = m_live & (tl.load(flags.ptr + b_slot * flags.row + o_in, mask=m_live, other=0) == SELECTABLE)
 
     o_g = tl.arange(0, BG)
-    p_channels += i_batch * channels_batch + i_head * channels_head
-    p_row = p_q + i_batch * q_batch + (i_head * GROUP + o_g[:, None]) * q_head
-    p_code = p_codes + b_slot[:, None] * codes_slot + i_head * codes_head + o_in[:, None] * codes_token
-    if PACKED:
+    p_channels = row_ptr(channels, i_batch, i_head)
+    p_row = q.ptr + i_batch * q.batch + (i_head * GROUP + o_g[:, None]) * q.head
+    p_code = codes.ptr + b_slot[:, None] * codes.slot + i_head * codes.head + o_in[:, None] * codes.token
+    if qparams is not None:
         # label = digit * scale + zero, so q . label = scale * (q . digits) + zero * sum(q)
         if MEAN:
             b_s, b_sum = tl.zeros([BT], tl.float32), tl.zeros([BW], tl.float32)
@@ -97,9 +68,9 @@ def _token_score_kernel(
             m_w = o_w < WIDTH
             m_q = (o_g < GROUP)[:, None] & m_w[None, :]
             b_channel = tl.load(p_channels + o_w, mask=m_w, other=0)  # [BW]
-            b_low = tl.load(p_row + b_channel[None, :] * q_dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
+            b_low = tl.load(p_row + b_channel[None, :] * q.dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
             b_channel = tl.load(p_channels + o_w + WIDTH, mask=m_w, other=0)  # [BW]
-            b_high = tl.load(p_row + b_channel[None, :] * q_dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
+            b_high = tl.load(p_row + b_channel[None, :] * q.dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
             # What is not live may hold anything, NaN included, and is not read.
             b_code = tl.load(p_code + o_w[None, :], mask=m_live[:, None] & m_w[None, :], other=0).to(tl.int32)
             b_low_code, b_high_code = b_code & 15, b_code >> 4  # [BT, BW]
@@ -113,10 +84,10 @@ def _token_score_kernel(
                 b_sum += tl.sum(b_low + b_high, 1)
                 b_low_q, b_high_q = tl.trans(b_low), tl.trans(b_high)  # [BW, BG]
                 if NATIVE:  # digits 0 .. 15 are exact in any 16-bit type
-                    b_low_q, b_high_q = b_low_q.to(p_q.dtype.element_ty), b_high_q.to(p_q.dtype.element_ty)
+                    b_low_q, b_high_q = b_low_q.to(q.ptr.dtype.element_ty), b_high_q.to(q.ptr.dtype.element_ty)
                 b_all = tl.dot(b_low_code.to(b_low_q.dtype), b_low_q, b_all, input_precision="ieee")  # [BT, BG]
                 b_all = tl.dot(b_high_code.to(b_high_q.dtype), b_high_q, b_all, input_precision="ieee")
-        p_param = p_qparams + b_slot * qparams_slot + i_head * qparams_head + o_in * qparams_token
+        p_param = qparams.ptr + b_slot * qparams.slot + i_head * qparams.head + o_in * qparams.token
         b_scale = tl.load(p_param, mask=m_live, other=0.0).to(tl.float32)  # [BT]
         b_zero = tl.load(p_param + 1, mask=m_live, other=0.0).to(tl.float32)  # [BT]
         if MEAN:
@@ -133,7 +104,7 @@ def _token_score_kernel(
             m_w = o_w < WIDTH
             m_q = (o_g < GROUP)[:, None] & m_w[None, :]
             b_channel = tl.load(p_channels + o_w, mask=m_w, other=0)  # [BW]
-            b_q = tl.load(p_row + b_channel[None, :] * q_dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
+            b_q = tl.load(p_row + b_channel[None, :] * q.dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
             b_code = tl.load(p_code + o_w[None, :], mask=m_live[:, None] & m_w[None, :], other=0)  # [BT, BW]
             if MEAN:
                 b_mean = tl.sum(b_q, 0) / GROUP  # [BW]
@@ -143,7 +114,7 @@ def _token_score_kernel(
                 b_sum += tl.sum(b_q, 1)
                 b_q = tl.trans(b_q)  # [BW, BG]
                 if NATIVE:
-                    b_q = b_q.to(p_q.dtype.element_ty)
+                    b_q = b_q.to(q.ptr.dtype.element_ty)
                 b_all = tl.dot(b_code.to(b_q.dtype), b_q, b_all, input_precision="ieee")  # [BT, BG]
         if MEAN:
             b_s += 0.0 * known(tl.sum(b_sum, 0))
@@ -152,84 +123,37 @@ def _token_score_kernel(
     if not MEAN:  # of NaN and numbers the largest is a number
         b_s = tl.max(tl.where((o_g < GROUP)[None, :], b_all, float("-inf")), 1)  # [BT]
     release(PDL)
-    p_to = p_out + i_batch * out_batch + i_head * out_head + o_t
+    p_to = row_ptr(out, i_batch, i_head) + o_t
     tl.store(p_to, tl.where(m_live & (b_s == b_s), b_s, float("-inf")), mask=m_t)
 
 
-def token_score(
-    q: Tensor,
-    codes: Tensor,
-    qparams: Tensor | None,
-    channels: Tensor,
-    flags: Tensor,
-    slots: Tensor,
-    block_ids: Tensor | None,
-    reduce: str,
-    *,
-    out: Tensor | None = None,
-    matrix: bool = True,
-    blocks_a_program: int | None = None,
-) -> Tensor:
-    """As ``reference.token_score``, into ``out`` if given.
-
-    ``matrix`` (by tensor cores, where that can be) and ``blocks_a_program`` (of that kernel) replace what shapes tell.
-    """
+def token_score(q, codes, qparams, channels, flags, slots, block_ids, reduce, *, out=None, config=None):
+    """As ``reference.token_score``; ``config`` replaces the one for these shapes."""
     batch, q_heads, _ = q.shape
     heads, block_size, width = codes.shape[1:]
-    tokens = (slots if block_ids is None else block_ids).shape[-1] * block_size
+    blocks = (slots if block_ids is None else block_ids).shape[-1]
+    tokens = blocks * block_size
     if out is None:
         out = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
     if not tokens:
         return out
-    require_dense_rows(
-        codes=codes,
-        qparams=qparams,
-        channels=channels,
-        flags=flags,
-        slots=slots,
-        block_ids=block_ids,
-        out=out,
-    )
-    group = q_heads // heads
-    packed = qparams is not None
-    mean = reduce == "mean"
-    by_matrix = packed and matrix and can_score_matrix(q, codes, qparams, mean)
+    require_dense_rows(codes=codes, qparams=qparams, channels=channels, flags=flags)
+    require_dense_rows(slots=slots, block_ids=block_ids, out=out)
+    group, mean = q_heads // heads, reduce == "mean"
+    config = config or default(q, codes, qparams, blocks, mean)
     if mean and group > MANY:
         q, group = mean_heads(q, heads), 1
-    if by_matrix:
-        score_matrix(q, codes, qparams, channels, flags, slots, block_ids, mean, out, blocks_a_program)
-        return out
-    with torch.cuda.device_of(q):
-        _token_score_kernel[(triton.cdiv(tokens, TILE), batch * heads)](
-            q,
-            codes,
-            qparams,
-            channels,
-            flags,
-            slots,
-            block_ids,
-            out,
-            tokens,
-            *q.stride(),
-            *codes.stride()[:3],
-            *(qparams.stride()[:3] if packed else (0, 0, 0)),
-            *channels.stride()[:2],
-            flags.stride(0),
-            slots.stride(0),
-            *((0, 0) if block_ids is None else block_ids.stride()[:2]),
-            *out.stride()[:2],
-            HAS_BLOCKS=block_ids is not None,
-            PACKED=packed,
-            MEAN=mean,
-            NATIVE=q.dtype != torch.float32 and (packed or codes.dtype == q.dtype),
-            HEADS=heads,
-            GROUP=group,
-            BLOCK_SIZE=block_size,
-            WIDTH=width,
-            BG=max(16, triton.next_power_of_2(group)),
-            BW=max(16, triton.next_power_of_2(width)) if width <= (WIDEST_PACKED if packed else WIDEST) else PIECE,
-            BT=TILE,
-            num_warps=8 if group * width > QUERIES else 4,
-            **overlap(q),
-        )
+    labels = codes, None if qparams is None else qparams.view(torch.int32) if config.matrix else qparams
+    args = operand(Query, q), *(operand(PagedKV, t) for t in labels), operand(Rows, channels), operand(Table, flags)
+    args = *args, operand(Table, slots), operand(Rows, block_ids), operand(Rows, out)
+    fixed = {"MEAN": mean, "HEADS": heads, "GROUP": group, "BLOCK_SIZE": block_size, "WIDTH": width}
+    if config.matrix:
+        grid = triton.cdiv(blocks, config.blocks), batch * heads
+        fixed |= {"BG": config.columns, "BLOCKS": config.blocks, "num_warps": config.warps}
+        launch(token_score_matrix_kernel, grid, q, *args, blocks, **fixed)
+    else:
+        grid = triton.cdiv(tokens, config.tokens), batch * heads
+        native = q.dtype != torch.float32 and (qparams is not None or codes.dtype == q.dtype)
+        fixed |= {"NATIVE": native, "BW": config.columns, "BT": config.tokens, "num_warps": config.warps}
+        launch(token_score_kernel, grid, q, *args, tokens, **fixed)
     return out

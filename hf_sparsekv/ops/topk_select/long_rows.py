@@ -7,14 +7,14 @@ memory, so nothing is atomic and the result does not depend on the order of the 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from .._operands import batch_and_head, row_ptr
 from .keys import MINUS_INF, ordered, pad, take, write
 
-CHUNK = 8192  # entries a program. Not tuned yet.
-WARPS = 8  # Not tuned yet.
+CHUNK, WARPS = 8192, 8  # entries and warps of a program. Not tuned yet.
 BINS = tl.constexpr(256)
 STATE = tl.constexpr(4)  # int32 of a row after each digit: threshold so far, ties to take, ids in all, unused
 
@@ -51,16 +51,14 @@ def _refine(p_state, p_counts, chunks, k, DIGIT: tl.constexpr, BC: tl.constexpr)
 
 
 @triton.jit
-def _histogram_kernel(
-    p_scores,
+def topk_select_histogram_kernel(
+    scores,
     p_counts,
     p_above,
     p_state,
     n,
     k,
     chunks,
-    scores_batch,
-    scores_head,
     HEADS: tl.constexpr,
     DIGIT: tl.constexpr,
     N: tl.constexpr,
@@ -69,15 +67,13 @@ def _histogram_kernel(
     """Count digit ``DIGIT`` over the entries of one chunk that share the threshold's digits before it."""
     i_chunk, i_row = tl.program_id(0), tl.program_id(1)
     rows = tl.num_programs(1)
-    i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
+    i_batch, i_head = batch_and_head(i_row, HEADS)
     o_bin = tl.arange(0, BINS)
     # Other programs still read the last digit's histograms: two sets take turns.
     p_mine = p_counts + (((DIGIT % 2) * rows + i_row).to(tl.int64) * chunks + i_chunk) * BINS
     p_state += i_row * 4 * STATE
     o_n = i_chunk * N + tl.arange(0, N)
-    b_s = tl.load(
-        p_scores + i_batch * scores_batch + i_head * scores_head + o_n, mask=o_n < n, other=float("-inf")
-    )  # [N]
+    b_s = tl.load(row_ptr(scores, i_batch, i_head) + o_n, mask=o_n < n, other=float("-inf"))  # [N]
     b_key = ordered(b_s)
     m_match = b_key > MINUS_INF
     if DIGIT > 0:
@@ -104,22 +100,16 @@ def _histogram_kernel(
 
 
 @triton.jit
-def _compact_kernel(
-    p_scores,
-    p_blocks,
-    p_out,
+def topk_select_compact_kernel(
+    scores,
+    blocks,
+    out,
     p_counts,
     p_above,
     p_state,
     n,
     k,
     chunks,
-    scores_batch,
-    scores_head,
-    blocks_batch,
-    blocks_head,
-    out_batch,
-    out_head,
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     N: tl.constexpr,
@@ -129,7 +119,7 @@ def _compact_kernel(
     """Write the ids that one chunk contributes."""
     i_chunk, i_row = tl.program_id(0), tl.program_id(1)
     rows = tl.num_programs(1)
-    i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
+    i_batch, i_head = batch_and_head(i_row, HEADS)
     p_last = p_counts + ((rows + i_row).to(tl.int64) * chunks) * BINS
     digit, threshold, need, total = _refine(p_state + i_row * 4 * STATE, p_last, chunks, k, 4, BC)
 
@@ -145,69 +135,36 @@ def _compact_kernel(
         b_ties += tl.sum(tl.where((o_bin == digit)[None, :], b_bins, 0), 1)
 
     o_n = i_chunk * N + tl.arange(0, N)
-    b_s = tl.load(
-        p_scores + i_batch * scores_batch + i_head * scores_head + o_n, mask=o_n < n, other=float("-inf")
-    )  # [N]
+    b_s = tl.load(row_ptr(scores, i_batch, i_head) + o_n, mask=o_n < n, other=float("-inf"))  # [N]
     m_take, b_at = take(ordered(b_s), threshold, tl.sum(b_above, 0), tl.sum(b_ties, 0), need)
-    p_to = p_out + i_batch * out_batch + i_head * out_head
-    write(p_to, p_blocks + i_batch * blocks_batch + i_head * blocks_head, o_n, b_at, m_take, BLOCK_SIZE)
+    p_to = row_ptr(out, i_batch, i_head)
+    p_blocks = None
+    if BLOCK_SIZE > 0:
+        p_blocks = row_ptr(blocks, i_batch, i_head)
+    write(p_to, p_blocks, o_n, b_at, m_take, BLOCK_SIZE)
     if i_chunk == 0:
         pad(p_to, total, k, TAIL)
 
 
-def scratch_size(rows: int, n: int, chunk: int = CHUNK) -> int:
+def scratch_size(rows: int, n: int, chunk: int | None) -> int:
     """int32 entries of scratch memory for ``rows`` rows of ``n`` scores."""
-    return sum(_sizes(rows, triton.cdiv(n, chunk)))
+    return sum(_sizes(rows, triton.cdiv(n, chunk or CHUNK)))
 
 
 def _sizes(rows: int, chunks: int) -> tuple[int, int, int]:
     return 2 * rows * chunks * BINS.value, rows * chunks, rows * 4 * STATE.value
 
 
-def select_long(
-    scores: Tensor,
-    block_ids: Tensor,
-    k: int,
-    out: Tensor,
-    scratch: Tensor,
-    fixed: dict[str, int],
-    chunk: int | None = None,
-    warps: int | None = None,
-) -> None:
+def select_long(where, scores, blocks, out, k, scratch, fixed, config):
     """Launch the kernels. ``fixed`` are the constants that a selection from a short row has as well."""
-    batch, heads, n = scores.shape
-    chunk = chunk or CHUNK
+    batch, heads, n = where.shape
+    chunk = config.chunk or CHUNK
     rows, chunks = batch * heads, triton.cdiv(n, chunk)
     sizes = _sizes(rows, chunks)
     counts, above, state = scratch[: sum(sizes)].split(sizes)
-    shape = {"N": chunk, "BC": 8, "num_warps": warps or WARPS}
-    for digit in range(4):
-        _histogram_kernel[(chunks, rows)](
-            scores,
-            counts,
-            above,
-            state,
-            n,
-            k,
-            chunks,
-            *scores.stride()[:2],
-            HEADS=heads,
-            DIGIT=digit,
-            **shape,
-        )
-    _compact_kernel[(chunks, rows)](
-        scores,
-        block_ids,
-        out,
-        counts,
-        above,
-        state,
-        n,
-        k,
-        chunks,
-        *scores.stride()[:2],
-        *block_ids.stride()[:2],
-        *out.stride()[:2],
-        **shape,
-        **fixed,
-    )
+    grid, args = (chunks, rows), (counts, above, state, n, k, chunks)
+    shape = {"N": chunk, "BC": 8, "num_warps": config.warps or WARPS}
+    with torch.cuda.device_of(where):  # without dependent launches
+        for digit in range(4):
+            topk_select_histogram_kernel[grid](scores, *args, HEADS=heads, DIGIT=digit, **shape)
+        topk_select_compact_kernel[grid](scores, blocks, out, *args, **shape, **fixed)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._dispatch import give
+
 
 def topk_ids(scores: Tensor, k: int) -> Tensor:
     """Positions of the ``k`` largest scores of each row, ascending.
@@ -26,12 +28,23 @@ def topk_ids(scores: Tensor, k: int) -> Tensor:
     return torch.nn.functional.pad(at, (0, k - at.shape[-1]), value=-1)
 
 
-def block_select(scores: Tensor, k: int) -> Tensor:
-    """Blocks to keep: ``BlockIds`` int32 ``[batch, H, k]`` of the ``k`` best of ``scores [batch, H, n]``."""
-    return topk_ids(scores, k)
+def block_select(scores: Tensor, k: int, *, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+    """Blocks to keep: ``BlockIds`` int32 ``[batch, H, k]`` of the ``k`` best of ``scores [batch, H, n]``.
+
+    ``out`` and ``scratch``: see :func:`token_select`.
+    """
+    return give(topk_ids(scores, k), out)
 
 
-def token_select(scores: Tensor, block_ids: Tensor | None, k: int, block_size: int) -> Tensor:
+def token_select(
+    scores: Tensor,
+    block_ids: Tensor | None,
+    k: int,
+    block_size: int,
+    *,
+    out: Tensor | None = None,
+    scratch: Tensor | None = None,
+) -> Tensor:
     """Tokens to attend to.
 
     Args:
@@ -40,12 +53,14 @@ def token_select(scores: Tensor, block_ids: Tensor | None, k: int, block_size: i
             ``None`` if they are blocks ``0 .. n - 1``.
         k: tokens to choose per row and KV head.
         block_size: tokens in a block.
+        out: receives the result.
+        scratch: int32 of ``triton.scratch_size(scores, k)`` entries, for the kernels of long rows.
 
     Returns:
         ``TokenIds`` int32 ``[batch, H, k]``: columns, ascending, padded at the end with -1.
     """
     at = topk_ids(scores, k)
     if block_ids is None:
-        return at
+        return give(at, out)
     block = block_ids.gather(-1, (at.clamp_min(0) // block_size).long())
-    return torch.where(at < 0, at, block * block_size + at % block_size).int()
+    return give(torch.where(at < 0, at, block * block_size + at % block_size).int(), out)

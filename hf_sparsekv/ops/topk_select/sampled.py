@@ -16,20 +16,15 @@ import math
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from .._overlap import overlap, release, wait
+from .._operands import batch_and_head, log2, row_ptr
+from .._overlap import launch, release, wait
 from .keys import MINUS_INF, ordered, pad, take, write
 from .row import TOP, fifths, inside, narrow, select_keys, threshold
 
-# CHUNK and WARPS measured on an H200, 64 rows of 32k and 8 of 128k.
-CHUNK = 1024  # entries of a program of the second step
-WARPS = 4  # of such a program
-SAMPLES = (2048, 4096, 8192)  # entries of a row that the first step reads
+# Measured on an H200, 64 rows of 32k and 8 of 128k.
+CHUNK, WARPS = 1024, 4  # entries and warps of a program of the second step
 SAMPLE_WARPS = 8
-FEWEST = 4096  # entries that the last step has room for, at least
-MOST = 16384  # at most
-ERRORS = 4.5  # standard errors by which a sample may err before the whole row is searched
 
 
 @triton.jit
@@ -39,13 +34,11 @@ def _load_keys(p_row, o_n, n):
 
 
 @triton.jit
-def _sample_kernel(
-    p_scores,
+def topk_select_sample_kernel(
+    scores,
     p_from,
     n,
     wanted,
-    scores_batch,
-    scores_head,
     HEADS: tl.constexpr,
     SAMPLE: tl.constexpr,
     PDL: tl.constexpr,
@@ -55,29 +48,25 @@ def _sample_kernel(
     # After the wait, not before: the next kernel reads scores at once, which are there as soon as it is.
     release(PDL)
     i_row = tl.program_id(0)
-    i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
+    i_batch, i_head = batch_and_head(i_row, HEADS)
     # One entry of each of SAMPLE equal stretches, at no constant distance: text may repeat itself.
     o_s = tl.arange(0, SAMPLE).to(tl.int64)
     b_within = ((((o_s + 1) * 2654435761) & 0xFFFFFFFF) * n) >> 32  # 0 .. n - 1
     o_n = (o_s * n + b_within) // SAMPLE
-    b_key = _load_keys(p_scores + i_batch * scores_batch + i_head * scores_head, o_n, n)  # [SAMPLE]
+    b_key = _load_keys(row_ptr(scores, i_batch, i_head), o_n, n)  # [SAMPLE]
     lo, _, _, usable = threshold(b_key, wanted)
     tl.store(p_from + i_row, tl.where(usable < wanted, MINUS_INF + 1, lo))
 
 
 @triton.jit
-def _collect_kernel(
-    p_scores,
-    p_blocks,
+def topk_select_collect_kernel(
+    scores,
+    blocks,
     p_from,
     p_counts,
     p_keys,
     p_ids,
     n,
-    scores_batch,
-    scores_head,
-    blocks_batch,
-    blocks_head,
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     N: tl.constexpr,
@@ -87,10 +76,10 @@ def _collect_kernel(
     """Keys and ids of the entries of one chunk that reach the sample's score, ascending, and how many there are."""
     i_chunk, i_row = tl.program_id(0), tl.program_id(1)
     chunks = tl.num_programs(0)
-    i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
+    i_batch, i_head = batch_and_head(i_row, HEADS)
     o_n = i_chunk * N + tl.arange(0, N)
     # Before the wait: the kernel before this one lets it come only once the scores are there, and writes none.
-    b_key = _load_keys(p_scores + i_batch * scores_batch + i_head * scores_head, o_n, n)  # [N]
+    b_key = _load_keys(row_ptr(scores, i_batch, i_head), o_n, n)  # [N]
     wait(PDL)
     release(PDL)
     m_take = b_key >= tl.load(p_from + i_row)
@@ -99,8 +88,10 @@ def _collect_kernel(
     # More than there is room for are counted, which is all that the next step then looks at.
     m_take = m_take & (b_at < ROOM)
     tl.store(p_keys + i_part * ROOM + b_at, b_key, mask=m_take)
-    p_row = p_blocks + i_batch * blocks_batch + i_head * blocks_head
-    write(p_ids + i_part * ROOM, p_row, o_n, b_at, m_take, BLOCK_SIZE)
+    p_blocks = None
+    if BLOCK_SIZE > 0:
+        p_blocks = row_ptr(blocks, i_batch, i_head)
+    write(p_ids + i_part * ROOM, p_blocks, o_n, b_at, m_take, BLOCK_SIZE)
     tl.store(p_counts + i_part, tl.max(b_at, 0) + 1)
 
 
@@ -147,10 +138,10 @@ def _select_whole(p_row, p_blocks, p_out, n, k, BLOCK_SIZE: tl.constexpr, N: tl.
 
 
 @triton.jit
-def _choose_kernel(
-    p_scores,
-    p_blocks,
-    p_out,
+def topk_select_choose_kernel(
+    scores,
+    blocks,
+    out,
     p_from,
     p_counts,
     p_keys,
@@ -158,26 +149,19 @@ def _choose_kernel(
     n,
     k,
     chunks,
-    scores_batch,
-    scores_head,
-    blocks_batch,
-    blocks_head,
-    out_batch,
-    out_head,
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROOM: tl.constexpr,
     HELD: tl.constexpr,
     BC: tl.constexpr,
-    STEPS: tl.constexpr,
     TAIL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Select from what the chunks of a row have contributed, if ``HELD`` entries hold it."""
     wait(PDL)
     i_row = tl.program_id(0)
-    i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
-    p_to = p_out + i_batch * out_batch + i_head * out_head
+    i_batch, i_head = batch_and_head(i_row, HEADS)
+    p_to = row_ptr(out, i_batch, i_head)
     i_part = i_row.to(tl.int64) * chunks
     o_c = tl.arange(0, BC)
     b_count = tl.load(p_counts + i_part + o_c, mask=o_c < chunks, other=0)  # [BC]
@@ -188,7 +172,7 @@ def _choose_kernel(
         b_end = tl.cumsum(b_count, 0)  # [BC]
         o_h = tl.arange(0, HELD)
         b_chunk = tl.zeros([HELD], tl.int32)
-        for i in tl.static_range(1, STEPS + 1):
+        for i in tl.static_range(1, log2(BC) + 1):
             b_before = tl.gather(b_end, b_chunk + (BC >> i) - 1, 0)  # [HELD]
             b_chunk += tl.where(b_before <= o_h, BC >> i, 0)
         b_from = o_c * ROOM - b_end + b_count  # what turns a place among all into one of the chunks' places
@@ -198,27 +182,14 @@ def _choose_kernel(
         b_id = tl.load(p_ids + o_at, mask=m_h, other=0)  # [HELD]
         select_keys(p_to, b_key, b_id, k, TAIL, PDL)
     else:
-        p_row = p_scores + i_batch * scores_batch + i_head * scores_head
-        p_blocks += i_batch * blocks_batch + i_head * blocks_head
+        p_row = row_ptr(scores, i_batch, i_head)
+        p_blocks = None
+        if BLOCK_SIZE > 0:
+            p_blocks = row_ptr(blocks, i_batch, i_head)
         _select_whole(p_row, p_blocks, p_to, n, k, BLOCK_SIZE, HELD, TAIL)
 
 
-def tiles(n: int, k: int, sample: int | None = None, fewest: int = FEWEST) -> tuple[int, int] | None:
-    """Entries of a sample and entries that the last step has room for; ``None`` if a sample does not serve.
-
-    Of the ``k`` best of ``n`` about ``k sample / n`` are in the sample, give or take the root of that. So the roots of
-    this number and of that for the room must lie far enough apart for a rank between them.
-    """
-    room, found = max(fewest, 2 * triton.next_power_of_2(k)), []
-    while room <= MOST:
-        for size in SAMPLES if sample is None else (sample,):
-            if sample is not None or math.sqrt(size / n) * (math.sqrt(room) - math.sqrt(k)) >= ERRORS:
-                found.append((size, room))
-        room *= 2
-    return min(found, key=sum, default=None)
-
-
-def scratch_size(rows: int, n: int, room: int, chunk: int | None = None) -> int:
+def scratch_size(rows: int, n: int, room: int, chunk: int | None) -> int:
     """int32 entries of scratch memory for ``rows`` rows of ``n`` scores."""
     chunk = chunk or CHUNK
     return sum(_sizes(rows, triton.cdiv(n, chunk), min(chunk, room)))
@@ -228,70 +199,24 @@ def _sizes(rows: int, chunks: int, room: int) -> tuple[int, int, int, int]:
     return rows, rows * chunks, rows * chunks * room, rows * chunks * room
 
 
-def select_sampled(
-    scores: Tensor,
-    block_ids: Tensor,
-    k: int,
-    out: Tensor,
-    scratch: Tensor,
-    fixed: dict[str, int],
-    sample: int,
-    room: int,
-    chunk: int | None = None,
-    warps: int | None = None,
-    last_warps: int | None = None,
-) -> None:
-    """Launch the kernels, with ``sample`` and ``room`` of :func:`tiles`.
+def select_sampled(where, scores, blocks, out, k, scratch, fixed, sample, room, config):
+    """Launch the kernels, with ``sample`` and ``room`` of :func:`.config.tiles`.
 
     ``fixed`` are the constants that a selection from a short row has as well.
     """
-    batch, heads, n = scores.shape
-    chunk = chunk or CHUNK
+    batch, heads, n = where.shape
+    chunk = config.chunk or CHUNK
     rows, chunks, part = batch * heads, triton.cdiv(n, chunk), min(chunk, room)
     sizes = _sizes(rows, chunks, part)
     least, counts, keys, ids = scratch[: sum(sizes)].split(sizes)
     # As many standard errors above what the k best have in the sample as below what fills the room.
     wanted = max(1, round((math.sqrt(k) + math.sqrt(room)) ** 2 / 4 * sample / n))
-    strides, launch = scores.stride()[:2], overlap(scores)
-    sample_launch = {"num_warps": SAMPLE_WARPS, **launch}
-    _sample_kernel[(rows,)](scores, least, n, wanted, *strides, HEADS=heads, SAMPLE=sample, **sample_launch)
-    _collect_kernel[(chunks, rows)](
-        scores,
-        block_ids,
-        least,
-        counts,
-        keys,
-        ids,
-        n,
-        *strides,
-        *block_ids.stride()[:2],
-        HEADS=heads,
-        BLOCK_SIZE=fixed["BLOCK_SIZE"],
-        N=chunk,
-        ROOM=part,
-        num_warps=warps or WARPS,
-        **launch,
-    )
-    width = triton.next_power_of_2(chunks)
-    _choose_kernel[(rows,)](
-        scores,
-        block_ids,
-        out,
-        least,
-        counts,
-        keys,
-        ids,
-        n,
-        k,
-        chunks,
-        *strides,
-        *block_ids.stride()[:2],
-        *out.stride()[:2],
-        ROOM=part,
-        HELD=room,
-        BC=width,
-        STEPS=width.bit_length() - 1,
-        num_warps=last_warps or (8 if room <= 4096 else 16),
-        **fixed,
-        **launch,
-    )
+    named = {"HEADS": heads, "SAMPLE": sample, "num_warps": SAMPLE_WARPS}
+    launch(topk_select_sample_kernel, (rows,), where, scores, least, n, wanted, **named)
+    args = scores, blocks, least, counts, keys, ids, n
+    named = {"HEADS": heads, "BLOCK_SIZE": fixed["BLOCK_SIZE"], "N": chunk, "ROOM": part}
+    launch(topk_select_collect_kernel, (chunks, rows), where, *args, **named, num_warps=config.warps or WARPS)
+    args = scores, blocks, out, least, counts, keys, ids, n, k, chunks
+    named = {"ROOM": part, "HELD": room, "BC": triton.next_power_of_2(chunks), **fixed}
+    warps = config.last_warps or (8 if room <= 4096 else 16)
+    launch(topk_select_choose_kernel, (rows,), where, *args, **named, num_warps=warps)

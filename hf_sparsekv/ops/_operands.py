@@ -1,0 +1,110 @@
+"""Tensors as kernels take them: a pointer and its strides in one argument.
+
+A stride is named after the dimension that it steps over; the last dimension is contiguous, unless it has a stride too.
+``None`` in the place of a tensor gives ``None`` in the kernel, where ``if x is not None`` is decided at compile time.
+Triton specialises the members (divisible by 16, equal to 1) as it does plain arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Query(NamedTuple):
+    """``[batch, Hq, Dk]``, strided in any way."""
+
+    ptr: Any
+    batch: Any
+    head: Any
+    dim: Any
+
+
+class Rows(NamedTuple):
+    """``[batch, H, n]``: a list of each row and head, or one vector."""
+
+    ptr: Any
+    batch: Any
+    head: Any
+
+
+class Tokens(NamedTuple):
+    """``[batch, H, tokens, D]``: the near buffer, or a ring."""
+
+    ptr: Any
+    batch: Any
+    head: Any
+    token: Any
+
+
+class AnyTokens(NamedTuple):
+    """``[batch, H, tokens, D]``, strided in any way."""
+
+    ptr: Any
+    batch: Any
+    head: Any
+    token: Any
+    dim: Any
+
+
+class Table(NamedTuple):
+    """``[rows, n]``: the block table by row of the batch, or token flags by slot."""
+
+    ptr: Any
+    row: Any
+
+
+class PagedKV(NamedTuple):
+    """``[num_slots, H, block_size, D]``: stored blocks, or what a selection keeps of them."""
+
+    ptr: Any
+    slot: Any
+    head: Any
+    token: Any
+
+
+class Pages(NamedTuple):
+    """``[pages, block_size, D]``: device pages, each with a block of one KV head."""
+
+    ptr: Any
+    page: Any
+    token: Any
+
+
+Operand = TypeVar("Operand")
+
+
+def operand(kind: type[Operand], t: Tensor | None) -> Operand | None:
+    """``t`` as ``kind``; None for None. A bool becomes a byte: to Triton it is one bit."""
+    if t is None:
+        return None
+    strides = t.stride()[: len(kind._fields) - 1]
+    return kind(t.view(torch.uint8) if t.dtype == torch.bool else t, *strides)
+
+
+@triton.constexpr_function
+def padded(n, least=16):
+    """The power of two that holds ``n``, at least ``least``: the side of a tile."""
+    return max(least, triton.next_power_of_2(n))
+
+
+@triton.constexpr_function
+def log2(n):
+    """Of a power of two."""
+    return n.bit_length() - 1
+
+
+@triton.jit
+def batch_and_head(i_row, HEADS: tl.constexpr):
+    """Row of the batch and KV head of row ``i_row`` of both, in 64 bits: offsets of long contexts need them."""
+    return (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
+
+
+@triton.jit
+def row_ptr(t, i_batch, i_head):
+    """Where row ``i_batch`` and head ``i_head`` of ``Rows``, ``Query`` or ``Tokens`` begin."""
+    return t.ptr + i_batch * t.batch + i_head * t.head

@@ -1,0 +1,64 @@
+"""From block ids and token ids to addresses: block table, then slot or device page, then pointer."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import _flags
+from ._operands import log2
+
+VALID, SELECTABLE = tl.constexpr(_flags.VALID), tl.constexpr(_flags.SELECTABLE)
+
+
+@triton.jit
+def find_blocks(i, m, p_table, p_ids, p_page_ids):
+    """Slot and page of the ``i``-th block where ``m``; -1 where there is none.
+
+    ``i`` counts the row's blocks, or with ``p_ids`` those of a list. Without ``p_page_ids`` the page is the slot.
+    """
+    if p_page_ids is not None:
+        page = tl.load(p_page_ids + i, mask=m, other=-1)
+    block = i
+    if p_ids is not None:
+        block = tl.load(p_ids + i, mask=m, other=-1)
+        m = m & (block >= 0)
+    slot = tl.load(p_table + block, mask=m, other=-1)
+    if p_page_ids is None:
+        page = slot
+    return slot, page
+
+
+@triton.jit
+def locate(page, o_in, kv, pages, i_head):
+    """Where token ``o_in`` of the block in ``page`` is: without ``pages`` a slot of ``kv``.
+
+    With them ``page >= 0`` is a device page, and ``-(slot + 2)`` a slot of ``kv``.
+    """
+    o_in = o_in.to(tl.int64)
+    if pages is None:
+        p_row = kv.ptr + page.to(tl.int64) * kv.slot + i_head * kv.head + o_in * kv.token
+    else:
+        p_kv = kv.ptr + (-(page + 2)).to(tl.int64) * kv.slot + i_head * kv.head
+        p_page = pages.ptr + page.to(tl.int64) * pages.page
+        p_row = tl.where(page < 0, p_kv, p_page) + o_in * tl.where(page < 0, kv.token, pages.token)
+    return p_row
+
+
+@triton.jit
+def find_tokens(b_id, m, p_table, kv, pages, i_head, BLOCK_SIZE: tl.constexpr):
+    """Where the tokens ``b_id`` are, which of those that ``m`` marks there are, and which of them ``kv`` holds.
+
+    Ids are columns; with ``pages`` they are ``page * BLOCK_SIZE + position in the block``.
+    """
+    if pages is None:
+        m = m & (b_id >= 0)
+        o_in = b_id % BLOCK_SIZE
+        page = tl.load(p_table + b_id // BLOCK_SIZE, mask=m, other=-1)
+        m = m & (page >= 0)
+        m_kv = m
+    else:
+        page, o_in = b_id >> log2(BLOCK_SIZE), b_id & (BLOCK_SIZE - 1)  # both towards minus infinity
+        m = m & (page != -1)
+        m_kv = m & (page < 0)
+    return locate(page, o_in, kv, pages, i_head), m, m_kv

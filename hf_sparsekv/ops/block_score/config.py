@@ -1,0 +1,31 @@
+"""How many blocks and channels a program takes at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+
+
+@dataclass(frozen=True)
+class Config:
+    """
+    Args:
+        tile: blocks of a program.
+        channels: of their metadata at once.
+        stages: such pieces on their way.
+    """
+
+    tile: int
+    channels: int
+    stages: int
+
+
+def config(rows: int, n: int, group: int, dk: int) -> Config:
+    """For ``n`` blocks of each of ``rows`` rows and KV heads. Not tuned yet."""
+    most = 8192  # entries of metadata, or of the queries, in registers at once
+    wide, tall = (max(16, triton.next_power_of_2(side)) for side in (dk, group))
+    if max(16, tall) * wide <= most:
+        return Config(max(16, most // wide), wide, 1)
+    # In pieces; 132 programs to aim for.
+    return Config(max(16, min(64, triton.next_power_of_2(rows * n // 132))), 64, 3)

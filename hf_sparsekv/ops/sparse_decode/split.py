@@ -1,0 +1,209 @@
+"""Exact attention of one query per row over chosen cached tokens: the kernel over the parts.
+
+The tokens of a row and KV head are split over several programs (first the chosen part of the stored blocks,
+then the near buffer), each of which keeps a running softmax for the whole group of query heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .._operands import batch_and_head, padded, row_ptr
+from .._overlap import release, wait
+from .._paged import SELECTABLE, VALID, find_blocks, find_tokens, locate
+from .merge import LOG2E
+
+
+class Near(NamedTuple):
+    """The near buffer ``[batch, H, sinks + R, D]`` and what is valid of it; entries ``first .. end - 1`` are attended.
+
+    A byte of ``valid`` is 1, or 0.
+    """
+
+    ptr: Any
+    batch: Any
+    head: Any
+    token: Any
+    valid: Any
+    valid_batch: Any
+    first: Any
+    end: Any
+
+
+class Parts(NamedTuple):
+    """float32 results of each part, contiguous: attention ``[rows, parts, G, Dv]``, logarithm to base 2 of the
+    denominator ``[rows, parts, G]`` and number of tokens ``[rows, parts]``.
+    """
+
+    acc: Any
+    lse: Any
+    count: Any
+
+
+@triton.jit
+def base_2(b_s, scale, softcap):
+    """Logits to base 2 of the products ``b_s``."""
+    if softcap is not None:
+        b_s = b_s * (scale / softcap)
+        b_s = softcap * (2.0 * tl.sigmoid(2.0 * b_s) - 1.0)  # tanh
+        b_s = b_s * LOG2E
+    else:
+        b_s = b_s * (scale * LOG2E)
+    return b_s
+
+
+@triton.jit
+def weigh(b_s, b_max):
+    """Weights of the logits ``b_s [heads, tokens]``, the maxima with them, and what earlier sums are multiplied by."""
+    b_new = tl.maximum(b_max, tl.max(b_s, 1))
+    b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # nothing attended yet: -inf - -inf is no number
+    return tl.exp2(b_s - b_base[:, None]), b_new, tl.exp2(b_max - b_base)
+
+
+@triton.jit
+def take_tile(
+    b_q,
+    b_max,
+    b_sum,
+    b_acc,
+    p_k,
+    m_n,
+    scale,
+    softcap,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """Take a tile of tokens into the running softmax: those that ``m_n`` marks, keys at ``p_k [BN]``."""
+    o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
+    # What is not attended may hold anything, NaN included, and is not read.
+    b_k = tl.load(p_k[:, None] + o_k[None, :], mask=m_n[:, None] & (o_k < DK)[None, :], other=0.0)  # [BN, BK]
+    b_v = tl.load(p_k[:, None] + DK + o_v[None, :], mask=m_n[:, None] & (o_v < DV)[None, :], other=0.0)  # [BN, BV]
+    b_k, b_v = b_k.to(b_q.dtype), b_v.to(b_q.dtype)  # float32 where dtypes differ
+    b_s = base_2(tl.dot(b_q, tl.trans(b_k), input_precision="ieee"), scale, softcap)  # [BG, BN]
+    b_p, b_max, b_keep = weigh(tl.where(m_n[None, :], b_s, float("-inf")), b_max)
+    b_sum = b_sum * b_keep + tl.sum(b_p, 1)
+    b_acc = b_acc * b_keep[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")  # [BG, BV]
+    return b_max, b_sum, b_acc
+
+
+@triton.jit
+def whole(b_sum):
+    """Denominators; 1 where nothing is attended: such a part is zeros of no weight."""
+    return tl.where(b_sum > 0, b_sum, 1.0)
+
+
+@triton.jit
+def store_part(parts, i_row, i_part, b_max, b_sum, b_out, b_count, o_g, m_first, GROUP: tl.constexpr, DV: tl.constexpr):
+    """Attention ``b_out`` and denominator of heads ``o_g`` in one part; where ``m_first``, its number of tokens too."""
+    i_out = i_row.to(tl.int64) * tl.num_programs(1) + i_part
+    o_out, o_v = i_out * GROUP + o_g, tl.arange(0, b_out.shape[1])
+    b_lse = tl.where(b_sum > 0, b_max + tl.log2(whole(b_sum)), float("-inf"))
+    tl.store(parts.lse + o_out, b_lse, mask=o_g < GROUP)
+    m_out = (o_g < GROUP)[:, None] & (o_v < DV)[None, :]
+    tl.store(parts.acc + o_out[:, None] * DV + o_v[None, :], b_out, mask=m_out)
+    tl.store(parts.count + i_out, tl.sum(b_count, 0).to(tl.float32), mask=m_first)
+
+
+@triton.jit
+def count_from_host(from_host, b_host, i_batch, i_head, m_first):
+    """Add the tokens ``b_host`` that this program has read from ``kv``."""
+    n_host = tl.sum(b_host, 0)
+    tl.atomic_add(row_ptr(from_host, i_batch, i_head), n_host.to(tl.int64), mask=(n_host > 0) & m_first, sem="relaxed")
+
+
+@triton.jit
+def sparse_decode_split_kernel(
+    q,
+    kv,
+    pages,
+    near,
+    flags,
+    table,
+    ids,
+    page_ids,
+    parts,
+    from_host,
+    n,
+    splits,
+    per_split,
+    scale,
+    softcap,
+    GRANULARITY: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BN: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Attend to one part of the ``n`` stored tokens or of the near buffer, of one row and KV head."""
+    wait(PDL)
+    BG: tl.constexpr = padded(GROUP)
+    BK: tl.constexpr = padded(DK)
+    BV: tl.constexpr = padded(DV)
+    i_row, i_part = tl.program_id(0), tl.program_id(1)
+    i_batch, i_head = batch_and_head(i_row, HEADS)
+    o_g, o_k = tl.arange(0, BG), tl.arange(0, BK)
+    m_q = (o_g < GROUP)[:, None] & (o_k < DK)[None, :]
+    p_q = q.ptr + i_batch * q.batch + (i_head * GROUP + o_g[:, None]) * q.head
+    b_q = tl.load(p_q + o_k[None, :] * q.dim, mask=m_q, other=0.0)  # [BG, BK]
+    if not NATIVE:
+        b_q = b_q.to(tl.float32)
+    b_max = tl.full([BG], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BG], tl.float32)
+    b_acc = tl.zeros([BG, BV], tl.float32)
+    b_count, b_host = tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32)
+
+    if i_part < splits:
+        p_table, p_ids, p_page_ids = table.ptr + i_batch * table.row, None, None
+        if ids is not None:
+            p_ids = row_ptr(ids, i_batch, i_head)
+        if page_ids is not None:
+            p_page_ids = row_ptr(page_ids, i_batch, i_head)
+        first = i_part * per_split
+        end = tl.minimum(first + per_split, n)
+        for i in tl.range(first, end, BN, num_stages=STAGES):
+            o_n = i + tl.arange(0, BN)
+            m_n = o_n < end
+            if GRANULARITY == "token":
+                b_id = tl.load(p_ids + o_n, mask=m_n, other=-1)  # [BN]
+                p_k, m_n, m_kv = find_tokens(b_id, m_n, p_table, kv, pages, i_head, BLOCK_SIZE)
+            else:
+                b_slot, b_page = find_blocks(o_n // BLOCK_SIZE, m_n, p_table, p_ids, p_page_ids)  # [BN]
+                o_in = o_n % BLOCK_SIZE
+                m_n = m_n & (b_slot >= 0)
+                b_flag = tl.load(flags.ptr + b_slot.to(tl.int64) * flags.row + o_in, mask=m_n, other=0)  # [BN]
+                m_n = m_n & (b_flag == SELECTABLE if GRANULARITY == "block" else (b_flag & VALID) > 0)
+                m_kv = m_n
+                if pages is not None:
+                    m_n = m_n & (b_page != -1)
+                    m_kv = m_n & (b_page < 0)
+                p_k = locate(b_page, o_in, kv, pages, i_head)  # [BN]
+            b_count += m_n.to(tl.int32)
+            if from_host is not None:
+                b_host += m_kv.to(tl.int32)
+            b_max, b_sum, b_acc = take_tile(b_q, b_max, b_sum, b_acc, p_k, m_n, scale, softcap, DK, DV, BK, BV)
+    else:
+        first = near.first + (i_part - splits) * per_split
+        end = tl.minimum(first + per_split, near.end)
+        for i in tl.range(first, end, BN, num_stages=STAGES):
+            o_n = i + tl.arange(0, BN)
+            m_n = o_n < end
+            m_n = m_n & (tl.load(near.valid + i_batch * near.valid_batch + o_n, mask=m_n, other=0) != 0)  # [BN]
+            p_k = row_ptr(near, i_batch, i_head) + o_n.to(tl.int64) * near.token  # [BN]
+            b_count += m_n.to(tl.int32)
+            b_max, b_sum, b_acc = take_tile(b_q, b_max, b_sum, b_acc, p_k, m_n, scale, softcap, DK, DV, BK, BV)
+
+    release(PDL)
+    if from_host is not None:
+        count_from_host(from_host, b_host, i_batch, i_head, True)
+    b_out = b_acc / whole(b_sum)[:, None]
+    store_part(parts, i_row, i_part, b_max, b_sum, b_out, b_count, o_g, True, GROUP, DV)

@@ -1,0 +1,62 @@
+"""Which kernel scores tokens, and how much of them a program takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from .._group import MANY
+
+# Of the queries that a program of the matrix kernel holds; or few heads with twice the channels.
+MOST_HEADS, MOST_CHANNELS, FEW = 16, 64, 4
+
+
+@dataclass(frozen=True)
+class Config:
+    """
+    Args:
+        matrix: by integer products of tensor cores, a block at a time.
+        columns: of a tile: query heads of the matrix kernel, otherwise entries of a token's codes at once.
+        warps: of a program.
+        blocks: of a program of the matrix kernel.
+        tokens: of a program of the other one.
+    """
+
+    matrix: bool
+    columns: int
+    warps: int
+    blocks: int = 1
+    tokens: int = 128
+
+
+def can_score_matrix(q: Tensor, codes: Tensor, qparams: Tensor, mean: bool) -> bool:
+    """Whether the queries are of 16 bits and few enough, and a block's codes lie together, in whole words."""
+    width = codes.shape[-1]
+    vectors = 1 if mean else q.shape[1] // codes.shape[1]
+    fits = vectors <= MOST_HEADS and 2 * width <= MOST_CHANNELS * (1 + (vectors <= FEW))
+    # A scale and a zero point are read as one int32.
+    pairs = (qparams.data_ptr(), *(2 * stride for stride in qparams.stride()[:-1]))
+    places = (width, codes.data_ptr(), *codes.stride()[:-1], *pairs)
+    whole = codes.stride(2) == width and qparams.stride(2) == 2 and all(place % 4 == 0 for place in places)
+    return q.dtype in (torch.float16, torch.bfloat16) and fits and whole
+
+
+def config(
+    q: Tensor, codes: Tensor, qparams: Tensor | None, blocks: int, mean: bool, matrix: bool | None = None
+) -> Config:
+    """For ``blocks`` blocks of each row and KV head; ``matrix`` False keeps the tensor cores out of it."""
+    heads, block_size, width = codes.shape[1:]
+    group, rows = q.shape[1] // heads, q.shape[0] * heads
+    if qparams is not None and matrix is not False and can_score_matrix(q, codes, qparams, mean):
+        # 4,096 programs to aim for, measured on an H200, 64 rows of 512 blocks.
+        each = min(16, triton.next_power_of_2(max(1, rows * blocks // 4096)))
+        columns = FEW if mean else max(FEW, triton.next_power_of_2(group))
+        return Config(True, columns, 1 if block_size <= 64 else 2, blocks=each)
+    # Whole keys of latents (576 wide) as labels are taken in pieces: at once they exceed an H200's shared memory. Not
+    # tuned yet, nor are the warps.
+    columns = max(16, triton.next_power_of_2(width)) if width <= (256 if qparams is None else 128) else 64
+    vectors = 1 if mean and group > MANY else group
+    return Config(False, columns, 8 if vectors * width > 2048 else 4)

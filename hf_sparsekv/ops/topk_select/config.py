@@ -1,0 +1,51 @@
+"""How a selection is cut: by the length of its rows and the number of ids."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import triton
+
+SAMPLES = (2048, 4096, 8192)  # entries of a row that a sample may have
+FEWEST, MOST = 4096, 16384  # entries that the last step has room for, at least and at most
+ERRORS = 4.5  # standard errors by which a sample may err before the whole row is searched
+
+
+def tiles(n: int, k: int, sample: int | None = None, fewest: int = FEWEST) -> tuple[int, int] | None:
+    """Entries of a sample and entries that the last step has room for; ``None`` if a sample does not serve.
+
+    Of the ``k`` best of ``n`` about ``k sample / n`` are in the sample, give or take the root of that. So the roots of
+    this number and of that for the room must lie far enough apart for a rank between them.
+    """
+    room, found = max(fewest, 2 * triton.next_power_of_2(k)), []
+    while room <= MOST:
+        for size in SAMPLES if sample is None else (sample,):
+            if sample is not None or math.sqrt(size / n) * (math.sqrt(room) - math.sqrt(k)) >= ERRORS:
+                found.append((size, room))
+        room *= 2
+    return min(found, key=sum, default=None)
+
+
+@dataclass(frozen=True)
+class Config:
+    """
+    Args:
+        row: longest row that one program holds, at most 32,768.
+        split: longer rows go by a sample of them, where one serves, and not digit by digit.
+        chunk, warps: entries and warps of one of the programs that share a row; with short rows, its program's warps.
+        sample, fewest: entries of a sample, and that its last step has room for at least.
+        last_warps: of that step's programs.
+    """
+
+    row: int = 16384
+    split: bool = True
+    chunk: int | None = None
+    warps: int | None = None
+    sample: int | None = None
+    fewest: int = FEWEST
+    last_warps: int | None = None
+
+    def tiles(self, n: int, k: int) -> tuple[int, int] | None:
+        """Of a selection of ``k`` from a long row that goes by a sample of it; see :func:`tiles`."""
+        return tiles(n, k, self.sample, self.fewest) if self.split else None

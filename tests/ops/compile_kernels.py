@@ -1,0 +1,226 @@
+"""Compile every kernel for sm_90, without a GPU: the interpreter does not see what the compiler refuses.
+
+``python tests/ops/compile_kernels.py`` calls the operators' kernels with tensors in host memory, of the shapes that a
+model's step has, and lets Triton translate what they launch instead of launching it: to its GPU dialect, where types,
+tuples and pipelines have been checked. With ``--stats`` it compiles them to the end (a minute) and prints each one's
+registers, spilled bytes and shared memory: what a change of a kernel may not make worse.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import triton
+from conftest import Place
+from decode_cases import Case as Decode
+from decode_cases import in_frames
+from test_block_score import make as make_bounds
+from test_query_predict import ring_of
+from test_seal import Case as Seal
+from test_seal import make as make_seal
+from test_seal import run as run_seal
+from test_token_score import make as make_labels
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import JITFunction
+
+from hf_sparsekv.ops import _overlap
+from hf_sparsekv.ops.add_norm.triton import add_norm
+from hf_sparsekv.ops.append.triton import append
+from hf_sparsekv.ops.block_copy.triton import block_copy
+from hf_sparsekv.ops.block_rank.triton import block_rank
+from hf_sparsekv.ops.block_score.triton import block_score
+from hf_sparsekv.ops.experts.triton import experts
+from hf_sparsekv.ops.gated.triton import gated
+from hf_sparsekv.ops.latent_rope.triton import latent_rope
+from hf_sparsekv.ops.pack.triton import pack
+from hf_sparsekv.ops.qk_rope.triton import qk_rope
+from hf_sparsekv.ops.query_predict.triton import query_predict
+from hf_sparsekv.ops.query_ring.triton import push
+from hf_sparsekv.ops.residency import FrameState
+from hf_sparsekv.ops.residency.lookup import lookup
+from hf_sparsekv.ops.residency.triton import residency
+from hf_sparsekv.ops.route.triton import route
+from hf_sparsekv.ops.seal.triton import seal
+from hf_sparsekv.ops.small_linear.triton import small_linear
+from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
+from hf_sparsekv.ops.token_score.triton import token_score
+from hf_sparsekv.ops.topk_select.triton import block_select, token_select
+
+
+class Hopper:
+    """What Triton asks of a driver before it launches."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def place() -> Place:
+    return Place("cpu", torch.bfloat16)
+
+
+def sparse_decodes() -> None:
+    usual = Decode(batch=1, group=4, dk=128, dv=128, block_size=64, cap=3, chosen=2)
+    latents = Decode(batch=1, heads=1, group=20, dk=576, dv=512, block_size=64, cap=3, chosen=2, latents=True)
+    for case in (usual, latents):
+        for granularity in ("token", "block", "all"):
+            args, named = case.make(place(), granularity)
+            sparse_decode(*args, **named)
+            if granularity != "all":
+                args, named = in_frames(place(), args, named)
+                counts = torch.zeros(2, 1, case.heads, dtype=torch.int64)
+                sparse_decode(
+                    *args, **named, attended=counts[0], from_host=counts[1], lse=torch.empty(args[0].shape[:2])
+                )
+
+
+def near_tokens() -> None:
+    """A new token, a full block of the ring, a query."""
+    latents = {"batch": 1, "heads": 1, "seen": (9,), "dk": 576, "dv": 0, "channels": 128, "block_size": 64}
+    run_seal(seal, make_seal(place(), Seal(batch=1, seen=(9,), dk=128, dv=128, channels=32, block_size=64)))
+    run_seal(seal, make_seal(place(), Seal(**latents, metadata="mean")))
+    run_seal(seal, make_seal(place(), Seal(**latents, metadata="cuboid_mean", bits=16)))
+    k, near, valid = place().randn(1, 8, 1, 128), place().nan(1, 8, 72, 256), torch.ones(1, 72, dtype=torch.bool)
+    one = torch.ones(1, dtype=torch.int32)
+    append(k, k, None, near, valid, one, 4)
+    append(k, k, valid[:, :1], near, valid, one, 4)
+    q, ring = place().randn(1, 32, 1, 128), place().randn(1, 32, 17, 128)
+    push(q, None, one, ring, one, one.clone(), one.clone())
+    push(q, valid[:, :1], one, ring, one, one.clone(), one.clone())
+
+
+def choices() -> None:
+    """Scores of blocks and tokens, and the best of them."""
+    for heads, group, dk in ((8, 4, 128), (1, 128, 576)):
+        q, bounds, fill, slots = make_bounds(place(), 1, heads, group, dk, 64)
+        each = torch.empty(1, heads * group, 64)
+        for reduce in ("mean", "max", "none"):
+            for metadata in ("min_max", "cuboid_mean"):
+                scores = block_score(q, bounds, fill, slots, reduce, metadata)
+        block_score(q, bounds, fill, slots, "max", each=each)
+        block_score(q, bounds[:, :, :1], fill, slots, "mean", "mean")
+    block_rank(scores, fill, slots)
+    for n in (512, 20_000):
+        block_select(torch.randn(1, 8, n), 64)
+    blocks = torch.arange(1024, dtype=torch.int32).expand(1, 8, 1024)
+    for n in (512, 1024):
+        token_select(torch.randn(1, 8, n * 32), blocks[..., :n], 2048, 32)
+    token_select(torch.randn(1, 1, 20_000), None, 10_000, 32)  # digit by digit
+    for group, width, bits in ((4, 32, 4), (4, 32, 16), (20, 128, 4)):
+        args = make_labels(place(), 1, 1, group, 128, width, 64, 6, 4, bits)
+        for reduce in ("mean", "max"):
+            token_score(*args, reduce)
+            token_score(*args[:6], None, reduce)
+            token_score(args[0].float(), *args[1:], reduce)
+
+
+def pages() -> None:
+    """Device pages, packed tokens, predicted queries."""
+    for batch in (1, 2):
+        state = FrameState.empty(300, "cpu")
+        state.set_table(0, torch.full((12, 2), -1, dtype=torch.int32))
+        ids = torch.arange(3, dtype=torch.int32).expand(batch, 2, 3).contiguous()
+        slots = torch.arange(batch * 5, dtype=torch.int32).view(batch, 5)
+        residency(ids, slots, state, 0, 1)
+        for since in (None, state.now):
+            lookup(ids, slots, state.page_tables[0], state.stamp, since)
+    kv, ids = place().randn(10, 2, 16, 128), torch.arange(40, dtype=torch.int32).expand(2, 2, 40).contiguous()
+    lists = [ids.clone(), ids.clone(), place().nan(2, 2, 40, 128), ids.clone()]
+    pack(ids, kv, slots, *lists)
+    pack(ids, kv, slots, *lists, enabled=state.enabled, counters=state.counters[:2])
+    pairs = torch.zeros(4, 2, dtype=torch.int32)
+    block_copy(kv, place().nan(4, 16, 128), pairs, torch.ones(1, dtype=torch.int32))
+    for window in (0, 16):
+        query_predict(*ring_of(place(), (1, 8, 17, 128, window, 5)), window, 1e-2)
+
+
+def small_layers() -> None:
+    """Norms, positions, linear layers and experts of a step."""
+    x, weight = place().randn(1, 1, 2048), place().randn(2048)
+    for norm in ((None, weight, 1e-6), (x, weight, 1e-6), (x, weight, 1e-6, True, weight, 1e-6)):
+        add_norm(x, *norm)
+    q, k, cos = place().randn(1, 1, 32, 128), place().randn(1, 1, 8, 128), place().randn(1, 1, 128)
+    qk_rope(q, k, cos, cos)
+    qk_rope(q, k, cos, cos, weight[:128], weight[:128], 1e-6, 1e-6)
+    compressed, turns = place().randn(1, 1, 576), place().randn(1, 1, 64)
+    for interleaved in (False, True):
+        latent_rope(place().randn(1, 1, 20, 192 + 64), compressed, turns, turns, weight[:512], 1e-6, interleaved)
+    for activation in ("silu", "gelu_tanh"):
+        gated(x, x, activation)
+    up = place().randn(3072, 2048)
+    for rows in (1, 8):
+        for bias in (None, place().randn(3072)):
+            small_linear(place().randn(rows, 2048), up, bias)
+    tokens, index = place().randn(2, 512), torch.zeros(2, 4, dtype=torch.int64)
+    experts(tokens, index, torch.rand(2, 4), place().randn(8, 512, 512), place().randn(8, 512, 256), "silu")
+    named = {"groups": 4, "top_groups": 2, "normalise": True, "scale": 1.0}
+    route(tokens, place().randn(64, 512), place().randn(64), 4, **named)
+
+
+CASES = (sparse_decodes, near_tokens, choices, pages, small_layers)
+
+
+def usage(cubin: bytes) -> dict[str, int]:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    path = Path(os.environ.get("TMPDIR", "/tmp")) / f"{os.getpid()}.cubin"
+    path.write_bytes(cubin)
+    told = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True).stdout
+    path.unlink()
+    return {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
+
+
+def translate(src, target, options, **_) -> object:
+    """What ``triton.compile`` does before LLVM."""
+    backend = make_backend(target)
+    options = backend.parse_options(options)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    stages, metadata = {}, dict(options.__dict__, target=target)
+    backend.add_stages(stages, options, src.language)
+    module = src.make_ir(
+        target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    )
+    for stage in ("ttir", "ttgir"):
+        module = stages[stage](module, metadata)
+    return module
+
+
+def main() -> None:
+    stats = "--stats" in sys.argv
+    triton.runtime.driver.set_active(Hopper())
+    _overlap.overlap = lambda t: {"PDL": True, "launch_pdl": True}  # as on Hopper
+    run, names = JITFunction.run, set()
+
+    def compile_only(self, *args, grid, warmup, **named):
+        if not stats:
+            self.device_caches[0]  # makes the binder, which sets what compiles
+            self.compile = translate
+        kernel = run(self, *args, grid=grid, warmup=True, **named)
+        names.add(self.fn.__name__)
+        if stats:
+            told = {**usage(kernel.asm["cubin"]), "shared": kernel.metadata.shared}
+            print(json.dumps({"kernel": self.fn.__name__, **told}))
+
+    JITFunction.run = compile_only
+    for case in CASES:
+        case()
+    if not stats:
+        print(*sorted(names), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

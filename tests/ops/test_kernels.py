@@ -1,0 +1,96 @@
+"""What holds for all kernels: they compile, an operator's signature stands once, and few arguments are enough."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_sparsekv import ops
+from hf_sparsekv.ops._dispatch import operator
+
+ROOT = Path(__file__).parents[2]
+REBUILT = "progressive"  # about to be replaced
+MOST = 25  # parameters, compile-time ones included
+
+
+def kernels() -> dict[str, int]:
+    """Parameters of each kernel."""
+    found = {}
+    for path in Path(ops.__path__[0]).rglob("*.py"):
+        if REBUILT not in path.parts:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                    found[node.name] = len(node.args.args)
+    return found
+
+
+def operators() -> list:
+    """The operators of all folders, with the folder's kernels of the same names."""
+    found = []
+    for folder in pkgutil.iter_modules(ops.__path__):
+        if folder.ispkg and folder.name != REBUILT:
+            package = importlib.import_module(f"{ops.__name__}.{folder.name}")
+            for name in package.__all__:
+                if hasattr(call := getattr(package, name), "kernel"):
+                    found.append(pytest.param(call, id=name))
+    return found
+
+
+def test_all_compile():
+    """For sm_90, up to the GPU dialect; the interpreter takes a branch that gives a name another type, for instance."""
+    here = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
+    script = Path(__file__).with_name("compile_kernels.py")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=here)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert set(done.stdout.split()) == set(kernels())
+
+
+def test_few_parameters():
+    assert {name: n for name, n in kernels().items() if n > MOST} == {}
+
+
+@pytest.mark.parametrize("call", operators())
+def test_a_kernel_takes_what_its_operator_takes(call):
+    """The same names, kinds and defaults; ``config`` in addition."""
+    expected = [(p.name, p.kind, p.default) for p in inspect.signature(call).parameters.values()]
+    got = [(p.name, p.kind, p.default) for p in inspect.signature(call.kernel()).parameters.values()]
+    assert [p for p in got if p[0] != "config"] == expected
+    assert call.__doc__.strip()
+
+
+def test_where_an_operator_runs(monkeypatch):
+    """On CUDA tensors the kernel, unless host memory is not pinned or ``when`` says no; the reference elsewhere."""
+
+    class There:
+        def __init__(self, is_cuda: bool, pinned: bool = False) -> None:
+            self.is_cuda, self.is_pinned = is_cuda, lambda: pinned
+
+    def double(q, kv, times=1):
+        return "reference"
+
+    double.__module__ = "somewhere.reference"
+    asked = []
+    kernel = type(sys)("somewhere.triton")
+    kernel.double = lambda *args, **named: asked.append((args, named)) or "kernel"
+    monkeypatch.setitem(sys.modules, "somewhere", type(sys)("somewhere"))
+    monkeypatch.setitem(sys.modules, "somewhere.triton", kernel)
+    call = operator(double, on="q", in_place=("kv",), when=lambda q, kv, times=1: times < 3)
+    gpu, host, pinned = There(True), There(False), There(False, True)
+    assert call(gpu, gpu) == call(gpu, pinned, 2) == call(kv=gpu, q=gpu, times=2) == "kernel"
+    assert asked == [((gpu, gpu), {}), ((gpu, pinned, 2), {}), ((), {"kv": gpu, "q": gpu, "times": 2})]
+    assert call(host, gpu) == call(gpu, host) == call(gpu, gpu, 3) == call(gpu, gpu, times=3) == "reference"
+    with pytest.raises(TypeError, match="kv"):
+        call(torch.zeros(1))
