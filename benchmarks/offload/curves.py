@@ -16,6 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hf_sparsekv.policies.two_level import TwoLevelPolicy
+
 from ..baselines import Variant, find, make_cache, prepare
 from ..decoding import free, generate
 from ..filling import ReplayedSource, fill_layers
@@ -38,9 +40,9 @@ class OverlapWatch:
 
     def __call__(self) -> None:
         for at, layer in enumerate(self.layers):
-            now = getattr(layer.policy, "previous", None)  # dense layers choose none
-            if now is None:
+            if not isinstance(layer.policy, TwoLevelPolicy) or not layer.policy.chosen:
                 continue
+            now = layer.policy.ids
             last, self.last[at] = self.last[at], now.clone()
             if last is not None:
                 known = (now[..., :, None] == last[..., None, :]).any(-1) & (now >= 0)
