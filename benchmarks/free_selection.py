@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from hf_sparsekv.config import PredictiveConfig
 from hf_sparsekv.kv.store import LayerStore
+from hf_sparsekv.policies.plan import Plan
 from hf_sparsekv.policies.predictive import PredictivePolicy
 from hf_sparsekv.policies.registry import register
 
@@ -21,14 +23,10 @@ class FreeConfig(PredictiveConfig):
 class FreePolicy(PredictivePolicy):
     """Attends in each step to what the prompt's last query has chosen: as many tokens, in as many places."""
 
-    given = False
-    notes = False
+    HOST: ClassVar = {"given": False}
+    note = None
 
-    def reset(self) -> None:
-        super().reset()
-        self.given = False
-
-    def look_ahead(self, q: Tensor, store: LayerStore, again: bool = False) -> None:
+    def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan, again: bool = False) -> None:
         if not self.given and not store.fixed:
-            super().look_ahead(q, store, again)
+            super().look_ahead(q, store, plan, again)
             self.given = self.chosen

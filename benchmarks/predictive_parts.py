@@ -33,7 +33,9 @@ SETS = 10  # layers: what they read does not stay in the L2 cache
 def predictive_layers(cache: SparseCache) -> list[SparseLayer]:
     """Layers that choose for a predicted query and have done so."""
     return [
-        layer for layer in cache.sparse_layers if isinstance(layer.policy, PredictivePolicy) and layer.policy.chosen
+        layer
+        for layer in cache.sparse_layers
+        if isinstance(layer.policy, PredictivePolicy | SecondDevicePolicy) and layer.policy.chosen
     ]
 
 
@@ -72,6 +74,7 @@ def parts(layers: list[SparseLayer], queries: list[Tensor], scale: float) -> dic
     predicted = [p.predictor.predict(p.queries.held, p.queries.position, p.queries.count) for p in policies]
     scores = [policy.scores(q, store) for policy, q, store in zip(policies, predicted, stores)]
     budget = policies[0].config.token_budget
+    plans = [layer.policy.plan(layer.store) for layer in layers]
 
     def predict(i: int) -> None:
         held = policies[i].queries
@@ -94,7 +97,7 @@ def parts(layers: list[SparseLayer], queries: list[Tensor], scale: float) -> dic
         "predict": predict,
         "score": lambda i: policies[i].scores(predicted[i], stores[i]),
         "select": select,
-        "attend": lambda i: layers[i].policy.attend(queries[i], layers[i].store, spec),
+        "attend": lambda i: layers[i].policy.attend(queries[i], layers[i].store, plans[i], spec),
     }
     if all(copies(layer) is not None for layer in layers):
         ids = [p.ids.clone() for p in policies]

@@ -46,14 +46,14 @@ def state(cache):
         at = store.table.long()
         host = (store.length, store.sealed, store.padded, store.batch, store.heads, store.dtype, store.device)
         tensors = [store.near_kv, store.near_valid, store.seen, store.pool.kv[at]]
-        calibrating = getattr(policy, "_calibrating", False)
+        labels = policy.labels
+        calibrating = labels is not None and labels.calibrating
         tensors += [fields[name][at] for name in sorted(fields) if not (calibrating and name in ("codes", "qparams"))]
-        for name in ("channels", "previous"):
-            held = getattr(policy, name, None)
-            tensors.append(torch.zeros(0) if held is None else held)
+        tensors.append(torch.zeros(0) if labels is None or calibrating else labels.channels)
+        tensors.append(policy.ids if policy.chosen else torch.zeros(0))
         if calibrating:
-            tensors += [policy.stats.q, policy.stats.k]
-            host += (policy.stats.tokens,)
+            tensors += [labels.stats.q, labels.stats.k]
+            host += (labels.stats.tokens,)
         found.append((host, *tensors))
     return found
 

@@ -205,7 +205,7 @@ def test_damaged_channels_in_a_saved_cache(tmp_path, value):
 
 
 def channels_of(cache):
-    return [layer.policy.channels for layer in cache.sparse_layers]
+    return [layer.policy.labels.channels for layer in cache.sparse_layers]
 
 
 @torch.no_grad()
@@ -312,7 +312,7 @@ def test_keys_stand_for_queries_until_there_are_some(make, name, captured):
         with pytest.warns(UserWarning, match="reads the keys"):
             net(ids[:, :20], past_key_values=cache)
         net.set_attn_implementation("sparsekv")
-        stats = cache.sparse_layers[0].policy.stats
+        stats = cache.sparse_layers[0].policy.labels.stats
         assert stats.keys_only and stats.q.shape[1] == stats.k.shape[1]
         for part in ids[:, 20:].split([3, *[1] * 117] if not captured else [1] * 120, dim=1):
             net(part, past_key_values=cache)

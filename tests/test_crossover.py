@@ -115,7 +115,7 @@ def test_no_block_is_chosen_before_the_last_dense_step():
             assert (read > 0) == (column >= 148)
             if column == 148:
                 assert read == LAYERS * 2 * 8 * 2 * 16 * 4  # 8 pairs of bounds, 2 heads of 16 channels, float32
-    assert all(layer.policy.previous is not None for layer in cache.sparse_layers)
+    assert all(layer.policy.chosen for layer in cache.sparse_layers)
 
 
 @pytest.mark.parametrize("level", ["two_level", "block"])

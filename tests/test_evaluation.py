@@ -120,7 +120,7 @@ def test_oracle_attends_to_the_best_tokens() -> None:
     layer.fill(q[:, :, :length], k[:, :, :length], v[:, :, :length])
     layer.fill(q[:, :, length:], k[:, :, length:], v[:, :, length:])
     store = layer.store
-    got = layer.policy.attend(q[:, :, -1], store, AttentionSpec(scale=dim**-0.5))
+    got = layer.policy.attend(q[:, :, -1], store, layer.policy.plan(store), AttentionSpec(scale=dim**-0.5))
     logits = q[0, :, -1].view(heads, group, dim) @ k[0].mT * dim**-0.5
     share = logits.softmax(-1).amax(1)  # [heads, length + 1]
     edge = store.sealed * store.block_size

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -213,7 +214,10 @@ def test_memory_that_turns_out_not_to_be_pinnable(lazy, monkeypatch):
 
     monkeypatch.setattr(pool.BlockPool, "_grow", fail)
     monkeypatch.setattr(pool.BlockPool, "direct", property(lambda self: self.host is not None and pinned[0]))
-    monkeypatch.setattr(two_level_policy, "looks_ahead", lambda self, store: store.sealed > 0 and self.lag)
+    plan = two_level_policy.plan
+    monkeypatch.setattr(
+        two_level_policy, "plan", lambda self, store: replace(plan(self, store), ahead=store.sealed > 0 and self.lag)
+    )
     parts = (ids[:, :100], ids[:, 100:190], *ids[:, 190:200].split(1, dim=1))
     found = logits(model("llama"), cache, parts)
     assert not pinned[0]
@@ -239,7 +243,7 @@ def test_what_is_being_chosen_is_waited_for(lazy, monkeypatch, way):
     cache, checked = two_level(**TIGHT), []
     with torch.no_grad():
         model("llama")(prompt(2, 300)["input_ids"], past_key_values=cache)
-    assert cache.layers[-1].policy.previous is not None and lazy[0].done < lazy[0].given
+    assert cache.layers[-1].policy.chosen and lazy[0].done < lazy[0].given
     name = {"copied": "copy", "reset": "reset", "reordered": "map_rows"}[way]
     method = getattr(two_level_policy, name)
 

@@ -166,7 +166,7 @@ def test_latents_are_stored_once(offload):
 
 @pytest.mark.parametrize(("dim", "channels"), [(576, 128), (128, 32), (64, 16), (256, 64), (24, 6), (6, 2)])
 def test_default_label_channels(dim, channels):
-    from hf_sparsekv.policies.two_level import default_channels
+    from hf_sparsekv.policies.label_index import default_channels
 
     assert default_channels(dim) == channels
 
@@ -202,7 +202,7 @@ def test_selection_is_that_of_the_expanded_keys(reduce):
     seen = torch.zeros(batch, n, dtype=torch.bool).scatter(1, shared.topk(budget).indices, True)
     seen[:, stored:] = True
     expected = exact_attention(q, key, value, AttentionSpec(0.3), mask=seen[:, None, None])
-    found = layer.policy.attend(absorbed.queries(q)[:, :, 0], store, AttentionSpec(0.3))
+    found = layer.policy.attend(absorbed.queries(q)[:, :, 0], store, layer.policy.plan(store), AttentionSpec(0.3))
     torch.testing.assert_close(absorbed.outputs(found[:, :, None]), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -234,7 +234,7 @@ def test_channels_from_a_file(tmp_path):
     net.generate(**prompt(1, 200), **GO, past_key_values=cache)
     assert cache.stats().sparse_calls > 0
     for layer in cache.sparse_layers:
-        assert torch.equal(layer.policy.channels[0], channels.ranking[layer.index][:, : layer.policy.r])
+        assert torch.equal(layer.policy.labels.channels[0], channels.ranking[layer.index][:, : layer.policy.labels.r])
 
 
 @pytest.mark.parametrize("valid", [None, torch.arange(500) % 7 > 0])

@@ -206,8 +206,8 @@ def test_a_step_reads_no_selection_that_is_being_made():
                 policy, attend = layer.policy, layer.policy.attend
                 before = (policy.ids.clone(), policy.packed.places.clone(), policy.packed.kv.clone())
 
-                def watch(q, store, spec, attend=attend, policy=policy, before=before, seen=seen):
-                    out = attend(q, store, spec)
+                def watch(*args, attend=attend, policy=policy, before=before, seen=seen):
+                    out = attend(*args)
                     after = (policy.ids, policy.packed.places, policy.packed.kv)
                     seen.append(all(torch.equal(a, b) for a, b in zip(before, after)))
                     return out
@@ -234,7 +234,7 @@ def test_only_newly_chosen_tokens_travel():
     stats = cache.stats()
     token = cache.sparse_layers[0].store.token_bytes
     chosen = 21 * 2 * 2 * 2 * 32  # of 20 steps and the prompt, in two layers, rows and heads
-    found = [layer.policy.packing() for layer in cache.sparse_layers]
+    found = [layer.policy.measured() for layer in cache.sparse_layers]
     assert sum(p.needed for p in found) == chosen
     assert 0 < sum(p.copied for p in found) < 0.9 * chosen
     assert sum(p.bytes for p in found) == sum(p.copied for p in found) * token

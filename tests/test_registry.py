@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field, fields
+from typing import ClassVar
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from hf_sparsekv import (
 )
 from hf_sparsekv.cli import options
 from hf_sparsekv.evaluation.cache_specs import known, parse_cache
+from hf_sparsekv.kv.state import Held
 from hf_sparsekv.persistence.cache_file import free_fields
 from hf_sparsekv.policies import registry
 from hf_sparsekv.policies.base import Policy
@@ -60,18 +62,11 @@ def every_nth(empty_after):
 
     @register("every_nth", EveryNthConfig, about="a test", knob=("stride", 1, 1), presets={"every_2nd": {"stride": 2}})
     class EveryNthPolicy(Selector):
+        TENSORS: ClassVar = {"state": Held(file="mine")}
+
         def start(self, store, q_heads) -> None:
             super().start(store, q_heads)
             self.state = torch.full((store.batch, 3), float(self.config.kept))
-
-        def save(self) -> dict:
-            return {"state": self.state.clone()}
-
-        def to_file(self, about, store) -> dict:
-            return {"mine": self.state}
-
-        def from_file(self, about, held, store) -> None:
-            self.state = held.pop("mine")
 
         def select(self, q, store, spec):
             columns = torch.arange(store.table.shape[1] * store.block_size, dtype=torch.int32)
@@ -203,11 +198,11 @@ def test_files_of_a_new_method(every_nth, tmp_path):
         SparseCache.load(path)
 
 
-def test_state_that_no_file_would_hold(every_nth, tmp_path):
-    del every_nth.to_file
+def test_state_that_no_file_would_hold(every_nth, tmp_path, monkeypatch):
+    monkeypatch.setattr(every_nth, "TENSORS", Policy.TENSORS)
     cache = generic(methods()["every_nth"])()
     feed(cache, *prompt(1, 90).values())
-    with pytest.raises(ValueError, match="EveryNthPolicy cannot be saved yet: it keeps state, but has no to_file"):
+    with pytest.raises(ValueError, match="EveryNthPolicy cannot be saved: it keeps state, which its TENSORS do not"):
         cache.save(tmp_path / "x")
     oracle = parse_cache("oracle").make()
     feed(oracle, *prompt(1, 90).values())

@@ -103,8 +103,8 @@ def test_what_a_step_attends_to_is_not_being_written():
         policies, kept = [layer.policy for layer in cache.sparse_layers], {}
         for policy in policies:
 
-            def watch(q, store, spec, attend=policy.attend, policy=policy):
-                out = attend(q, store, spec)
+            def watch(*args, attend=policy.attend, policy=policy):
+                out = attend(*args)
                 kept[policy] = policy.packs[policy.at].kv, policy.packs[policy.at].kv.clone()
                 return out
 
@@ -281,7 +281,7 @@ def test_what_a_trial_has_changed_is_put_back_before_the_replay(monkeypatch):
     order, policy = [], race.ours.sparse_layers[0].policy
     monkeypatch.setattr(Rank, "join", lambda self, home: order.append("join"))
     monkeypatch.setattr(Rank, "on_stream", lambda self: order.append("there") or nullcontext())
-    policy.restore_device(policy.save())
+    policy.restore_device(policy.snapshot())
     assert order == ["there", "there", "join"]
 
 
@@ -330,13 +330,13 @@ def test_whoever_reads_the_other_devices_blocks_comes_behind_its_work(monkeypatc
     monkeypatch.setattr(LayerStore, "attend", lambda self, *args: order.append("reads"))
     monkeypatch.setattr(store.twin.pool, "read", lambda slots, out: order.append("reads"))
     copied = ["enters with 1", "reads", "leaves", "waits"]  # kept for it: what is written there
-    policy.attend(None, store, None)
+    policy.attend(None, store, policy.plan(store), None)
     store.materialise()
     store.crop(20)
     assert order == ["waits", "reads", *copied, *copied, "enters with 0", "reads", "leaves"]
     order.clear()
     store.fixed = True
-    policy.attend(None, store, None)
+    policy.attend(None, store, policy.plan(store), None)
     assert order == ["reads"]
 
 

@@ -25,7 +25,7 @@ from hf_sparsekv.evaluation.cache_specs import CacheSpec, parse_cache
 from hf_sparsekv.evaluation.forced import MEASURES, evaluate, passages
 from hf_sparsekv.evaluation.records import Results
 from hf_sparsekv.evaluation.small_model import SMALL_MODEL_NAME
-from hf_sparsekv.kv.store import LayerStore
+from hf_sparsekv.policies.label_index import LabelIndex
 from hf_sparsekv.policies.registry import register
 from hf_sparsekv.policies.two_level import TwoLevelPolicy
 from hf_sparsekv.predictor.channels import calibrate
@@ -47,24 +47,38 @@ class EarlyConfig(TwoLevelConfig):
     """As those of the method that is varied."""
 
 
-@register("int8", Int8Config, about="two_level with labels of 8 bits", reference=True)
-class Int8Labels(TwoLevelPolicy):
+class Int8Index(LabelIndex):
     """Labels rounded to 8 bits with a scale and a zero point a token, and kept as they are then."""
 
-    def _labels(self, kv: Tensor) -> dict[str, Tensor]:
-        labels = super()._labels(kv)["codes"].float()
+    def index(self, kv: Tensor) -> dict[str, Tensor]:
+        if self.calibrating:
+            return {}
+        labels = super().index(kv)["codes"].float()
         low, high = labels.amin(-1, keepdim=True), labels.amax(-1, keepdim=True)
         step, zero = ((high - low) / 255).half().float().clamp_min(1e-8), low.half().float()
         return {"codes": (((labels - zero) / step).round().clamp(0, 255) * step + zero).to(kv.dtype)}
 
 
-@register("early", EarlyConfig, about="two_level with channels of the first tokens", reference=True)
-class EarlyChannels(TwoLevelPolicy):
+class EarlyIndex(LabelIndex):
     """Channels of the first ``calibration_tokens`` tokens alone, as after a prompt of so many and a long answer."""
 
-    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore, new: int | None = None) -> None:
+    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None) -> bool:
         n = self.config.calibration_tokens
-        super().observe(q[:, :, :n], k[:, :, :n], None if valid is None else valid[:, :n], store)
+        return super().observe(q[:, :, :n], k[:, :, :n], None if valid is None else valid[:, :n])
+
+
+@register("int8", Int8Config, about="two_level with labels of 8 bits", reference=True)
+class Int8Labels(TwoLevelPolicy):
+    """Labels of 8 bits."""
+
+    label_index = Int8Index
+
+
+@register("early", EarlyConfig, about="two_level with channels of the first tokens", reference=True)
+class EarlyChannels(TwoLevelPolicy):
+    """Channels of the first tokens."""
+
+    label_index = EarlyIndex
 
 
 def variants(files: dict[str, Path]) -> dict[str, dict[str, dict]]:

@@ -98,33 +98,19 @@ class CapturedStep:
 
 
 class Saved:
-    """State of a layer that a trial step changes for good. (What it writes into the ring, the replay writes again.)"""
+    """State of a layer that a trial step changes for good."""
 
     def __init__(self, layer: SparseLayer) -> None:
-        self.layer, self.store = layer, layer.store
-        self.length, self.sealed, self.padded = self.store.length, self.store.sealed, self.store.padded
-        self.counters = self.store.counters
-        self.held = self.counters.copy()
-        self.near_valid = self.store.near_valid.clone()
-        self.policy = layer.policy.save()
+        self.layer = layer
+        self.states = [(state, state.snapshot()) for state in (layer.store, layer.policy)]
 
     def put_back_host(self) -> None:
         """What the host knows becomes what it was."""
-        self.store.length, self.store.sealed, self.store.padded = self.length, self.sealed, self.padded
         self.layer.pending = self.layer.broken = None
-        for name, value in self.held.__dict__.items():
-            if isinstance(value, int):
-                setattr(self.counters, name, value)
-        for name in ("context", "near"):
-            getattr(self.counters, name)[1] = getattr(self.held, name)[1]
-        self.layer.policy.restore_host(self.policy)
+        for state, saved in self.states:
+            state.restore_host(saved)
 
     def put_back_device(self) -> None:
         """What lies on the device becomes what it was."""
-        for name, value in self.held.__dict__.items():
-            if isinstance(value, Tensor):
-                getattr(self.counters, name).copy_(value)
-        for name in ("context", "near"):
-            getattr(self.counters, name)[0].copy_(getattr(self.held, name)[0])
-        self.store.near_valid.copy_(self.near_valid)
-        self.layer.policy.restore_device(self.policy)
+        for state, saved in self.states:
+            state.restore_device(saved)

@@ -25,10 +25,11 @@ from ..cache import SparseCache
 from ..fusion.fuse import Fusion, fuse, tensor_parallel, why_not
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
+from ..policies.plan import Plan
 from .captured_step import CapturedStep, Replay, Saved, gathered_experts
 
 _STATIC = ("input_ids", "position_ids", "attention_mask", "past_key_values")
-_MAX_GRAPHS = 8  # per cache: modes x shapes that alternate; the oldest goes first
+_MAX_GRAPHS = 8  # per cache: plans x shapes that alternate; the oldest goes first
 
 Sides = tuple[torch.cuda.Stream, torch.cuda.Stream]  # beside a step: of its priority, behind it
 
@@ -36,8 +37,8 @@ Sides = tuple[torch.cuda.Stream, torch.cuda.Stream]  # beside a step: of its pri
 class StepRunner:
     """Replaces ``model.forward``: replays decode steps over a sparse cache, runs everything else as it was.
 
-    One graph per cache, batch, addresses and mode. A second cache of the same shape is captured anew, which takes about
-    as long as one eager step.
+    One graph per cache, batch, addresses and plans. A second cache of the same shape is captured anew, which takes
+    about as long as one eager step.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -98,18 +99,13 @@ class StepRunner:
                 self._said.add(reason)
                 warnings.warn(f"decode steps run eagerly: {reason}", stacklevel=4)
             return self.original(*args, **kwargs)
-        for layer in cache.sparse_layers:
-            layer.store.settle()
-            layer.policy.prepare(layer.store)
-            if layer.policy.watch is not None:
-                layer.policy.watch.fit(layer.store)
-        modes = tuple(layer.policy.mode(layer.store) for layer in cache.sparse_layers)
-        if None in modes:  # this step changes what the next ones are
+        plans = tuple([layer.prepare() for layer in cache.sparse_layers])
+        if not all(plan.captured for plan in plans):  # this step changes what the next ones are
             return self.original(*args, **kwargs)
         if any(layer.broken for layer in cache.sparse_layers):
             return self.original(*args, **kwargs)  # which says so
         with self.lock:
-            return self._step(given, cache, modes)
+            return self._step(given, cache, plans)
 
     def _is_step(self, given: dict, cache: SparseCache) -> bool:
         """One new token per row of a filled cache."""
@@ -168,7 +164,7 @@ class StepRunner:
             self._devices = {p.device for p in self.model.parameters()}
         return self._devices
 
-    def _step(self, given: dict, cache: SparseCache, modes: tuple):
+    def _step(self, given: dict, cache: SparseCache, plans: tuple[Plan, ...]):
         layers = cache.sparse_layers
         ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
         store = layers[0].store
@@ -177,15 +173,17 @@ class StepRunner:
         if positions is None:
             positions = torch.full((1, 1), store.length, device=ids.device)
         rest = {name: value for name, value in given.items() if name not in _STATIC}
+        addresses: list[int] = []
+        for layer in layers:
+            layer.store.add_addresses(addresses)
+            layer.policy.add_addresses(addresses)
         key = (
             ids.shape,
             positions.shape,
             store.padded,
-            modes,
+            plans,
             tuple(rest.items()),
-            tuple(layer.store.addresses for layer in layers),
-            tuple(layer.policy.addresses for layer in layers),
-            tuple(0 if layer.policy.watch is None else layer.policy.watch.address for layer in layers),
+            tuple(addresses),
             tuple(layer.addresses for layer in cache.layers if isinstance(layer, SlidingRing)),
         )
         rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
@@ -193,15 +191,15 @@ class StepRunner:
             valid = store.valid_columns() if store.padded else None
             for ring in rings:
                 ring.freshen(valid)
-        held = self.graphs.setdefault(cache, {})
-        step = held.get(key)
+        graphs = self.graphs.setdefault(cache, {})
+        step = graphs.get(key)
         cache.clock.at(ids.device, store.length)
         if step is None:
-            while len(held) >= _MAX_GRAPHS:
-                held.pop(next(iter(held)))
+            while len(graphs) >= _MAX_GRAPHS:
+                graphs.pop(next(iter(graphs)))
             self._devices = None
             try:
-                step = held[key] = self._capture(ids, positions, cache, rest, (*self._kind(cache), *key[:4]))
+                step = graphs[key] = self._capture(ids, positions, cache, rest, plans, (*self._kind(cache), *key[:4]))
             except torch.OutOfMemoryError:  # may fit another time
                 raise
             except RuntimeError as error:  # the model's own code does what no graph can hold
@@ -222,9 +220,9 @@ class StepRunner:
         if watch is not None:
             watch.look(mask)
         try:
-            for layer, query in zip(layers, step.queries):
+            for layer, query, plan in zip(layers, step.queries, plans):
                 layer.query = query
-                layer.advance()
+                layer.advance(plan)
         except BaseException as error:  # the device is a step ahead of what the host keeps
             for layer in layers:
                 layer.broken = f"{type(error).__name__} after a captured step"
@@ -235,7 +233,7 @@ class StepRunner:
 
     @staticmethod
     def _kind(cache: SparseCache) -> tuple:
-        """What decides, beside shapes and modes, which kernels a step uses."""
+        """What decides, beside shapes and plans, which kernels a step uses."""
         stores = [layer.store for layer in cache.sparse_layers]
         pools = [store.residents is not None and store.residents.pool is not None for store in stores]
         widths = {store.slots.shape[1] for store in stores}
@@ -251,7 +249,15 @@ class StepRunner:
 
     # ------------------------------------------------------------------ capture
 
-    def _capture(self, ids: Tensor, positions: Tensor, cache: SparseCache, rest: dict, kind: Hashable) -> CapturedStep:
+    def _capture(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        cache: SparseCache,
+        rest: dict,
+        plans: tuple[Plan, ...],
+        kind: Hashable,
+    ) -> CapturedStep:
         """Run the step on state that is put back: once to compile, unless its kind has run, and to capture."""
         layers = cache.sparse_layers
         valid = torch.ones_like(ids, dtype=torch.bool) if layers[0].store.padded else None
@@ -266,8 +272,8 @@ class StepRunner:
         def run(sides: Sides | None):
             cache = cache_ref()
             replay = Replay(valid, sides and sides[yields], cache.shared)
-            for layer in layers:
-                layer.replay, layer.store.fixed = replay, True
+            for layer, plan in zip(layers, plans):
+                layer.replay, layer.plan, layer.store.fixed = replay, plan, True
             for ring in rings:
                 ring.replay = replay
             try:
@@ -280,7 +286,7 @@ class StepRunner:
                 raise
             finally:
                 for layer in layers:
-                    layer.replay, layer.store.fixed = None, False
+                    layer.replay, layer.plan, layer.store.fixed = None, None, False
                 for ring in rings:
                     ring.replay = None
 

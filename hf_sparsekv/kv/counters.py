@@ -2,47 +2,50 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
-from torch import Tensor
 
 from .lasting import lasting
+from .state import Held, State
+
+_HOST = (
+    *("index_bytes", "to_host_bytes", "to_device_bytes"),
+    *("steps", "sparse", "dense", "exact", "materialised"),
+    "crossover",  # of the dense ones: because that is as quick as selecting
+    *("context_host", "near_host"),
+)
+_DEVICE = ("from_host", "folded", "folded_from_host", "blocks", "context", "near")
 
 
-class Counters:
-    """What decode steps read. Device counters are added to without synchronising; host ones cost nothing."""
+class Counters(State):
+    """What decode steps read. Device counters are added to without synchronising; host ones cost nothing.
+
+    Attributes:
+        attended: int64 ``[batch, H]``, tokens; ``from_host``: of these, read in host memory.
+        folded, folded_from_host: the same of rows that were regrouped, int64 scalars.
+        context, near: of rows with padding; of others ``context_host`` and ``near_host``.
+        last_dense: the last step attended to everything.
+    """
+
+    TENSORS: ClassVar = {
+        "attended": Held(rows=None, trial=True),
+        **{name: Held(rows=None, captured=False, trial=True) for name in _DEVICE},
+    }
+    HOST: ClassVar = {**dict.fromkeys(_HOST, 0), "last_dense": False}
 
     @lasting
     def __init__(self, batch: int, heads: int, device: torch.device) -> None:
-        self.attended = torch.zeros(batch, heads, dtype=torch.int64, device=device)  # per row and KV head
-        self.from_host = torch.zeros_like(self.attended)  # of these, read in host memory
-        self.folded_from_host = torch.zeros((), dtype=torch.int64, device=device)
-        self.folded = torch.zeros((), dtype=torch.int64, device=device)  # attended by rows that were regrouped
-        self.blocks = torch.zeros((), dtype=torch.int64, device=device)
-        # Rows with padding count on the device, others on the host.
-        self.context = [torch.zeros((), dtype=torch.int64, device=device), 0]
-        self.near = [torch.zeros((), dtype=torch.int64, device=device), 0]
-        self.index_bytes = self.to_host_bytes = self.to_device_bytes = 0
-        self.steps = self.sparse = self.dense = self.exact = self.materialised = 0
-        self.crossover = 0  # of the dense ones: because that is as quick as selecting
-        self.last_dense = False  # the last step attended to everything
+        super().__init__()
+        for name in self.TENSORS:
+            shape = (batch, heads) if name in ("attended", "from_host") else ()
+            setattr(self, name, torch.zeros(shape, dtype=torch.int64, device=device))
 
-    @lasting
-    def copy(self) -> Counters:
-        new = object.__new__(Counters)
-        new.__dict__.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in self.__dict__.items()})
-        new.context, new.near = ([v[0].clone(), v[1]] for v in (self.context, self.near))
-        return new
-
-    def clear(self) -> None:
+    def reset(self) -> None:
         """Count anew, in place: a captured step knows the addresses."""
-        for name, value in self.__dict__.items():
-            if isinstance(value, Tensor):
-                value.zero_()
-            elif isinstance(value, int):
-                setattr(self, name, 0)
-        for pair in (self.context, self.near):
-            pair[0].zero_()
-            pair[1] = 0
+        super().reset()
+        for name in self.TENSORS:
+            getattr(self, name).zero_()
 
     @lasting
     def regroup(self, batch: int) -> None:
@@ -68,9 +71,9 @@ class Counters:
     @property
     def total_context(self) -> int:
         """Tokens that dense steps would have attended to. Synchronises."""
-        return int(self.context[0]) + self.context[1]
+        return int(self.context) + self.context_host
 
     @property
     def total_near(self) -> int:
         """Of these, recent ones and sinks. Synchronises."""
-        return int(self.near[0]) + self.near[1]
+        return int(self.near) + self.near_host

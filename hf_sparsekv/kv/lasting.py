@@ -10,9 +10,9 @@ from torch import Tensor
 lasting = torch.inference_mode(False)
 
 
-def take_rows(held: Tensor, index: Tensor) -> Tensor:
+def take_rows(held: Tensor, index: Tensor, dim: int = 0) -> Tensor:
     """Rows ``index`` of ``held``; in place if there are as many, because a captured step knows the address."""
-    rows = held.index_select(0, index.to(held.device))
+    rows = held.index_select(dim, index.to(held.device))
     return held.copy_(rows) if rows.shape == held.shape else rows
 
 

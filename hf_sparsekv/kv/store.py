@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,15 +22,16 @@ from ..offload.page_table import FramePools, Residents
 from ..ops.append import append
 from ..ops.sparse_decode import sparse_decode
 from .counters import Counters
-from .lasting import DeviceLength, lasting, take_rows
+from .lasting import DeviceLength, lasting
 from .pool import BlockPool, HostBudget, bucket
 from .reading import Reading
 from .sealing import VALID, Indexer, Sealing, ring_tokens
+from .state import Held, State
 
 _SEAL_BYTES = 1 << 26  # blocks are sealed in pieces of about this size, which bounds the temporaries of a long prompt
 
 
-class LayerStore(Reading, Sealing):
+class LayerStore(Reading, Sealing, State):
     """KV of one layer for ``batch`` rows.
 
     Attributes:
@@ -44,6 +46,15 @@ class LayerStore(Reading, Sealing):
         near_valid: bool ``[batch, sinks + ring]``: entries to attend to. Sealing a block clears its entries.
         seen: int32 ``[batch]``, valid tokens in sealed blocks.
     """
+
+    TENSORS: ClassVar = {
+        "slots": Held(),
+        "near_kv": Held(),  # what a trial step writes there, the replay writes again
+        "near_valid": Held(captured=False, trial=True),
+        "seen": Held(captured=False),
+    }
+    HOST: ClassVar = {"length": 0, "sealed": 0, "padded": False}
+    PARTS: ClassVar = ("counters",)
 
     keeps_blocks = True  # their keys and values; of a LeadingStore another device does
 
@@ -228,8 +239,8 @@ class LayerStore(Reading, Sealing):
         if self.padded:
             counters = self.counters
             ring = self.near_valid[:, self.sinks :].sum()
-            counters.context[0] += self.heads * (self.seen.sum() + ring)
-            counters.near[0] += self.heads * (ring if granularity == "all" else self.near_valid.sum())
+            counters.context += self.heads * (self.seen.sum() + ring)
+            counters.near += self.heads * (ring if granularity == "all" else self.near_valid.sum())
 
     def count_step(self, granularity: str) -> None:
         """The host's count of a step that attended with this granularity."""
@@ -240,8 +251,8 @@ class LayerStore(Reading, Sealing):
         counters.sparse += not dense
         if not self.padded:
             sinks = 0 if dense else min(self.sinks, self.sealed * self.block_size)
-            counters.context[1] += self.batch * self.heads * self.length
-            counters.near[1] += self.batch * self.heads * (self.near_length + sinks)
+            counters.context_host += self.batch * self.heads * self.length
+            counters.near_host += self.batch * self.heads * (self.near_length + sinks)
 
     def count_blocks(self, ids: Tensor) -> None:
         """The coarse level kept ``ids``."""
@@ -256,16 +267,11 @@ class LayerStore(Reading, Sealing):
         """Bytes of one token's key and value, one KV head."""
         return self.width * self.dtype.itemsize
 
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        """Changes when a tensor that a captured step uses has moved."""
-        return (
-            *self.pool.addresses,
-            self.slots.data_ptr(),
-            self.near_kv.data_ptr(),
-            self.counters.attended.data_ptr(),
-            *(() if self.residents is None else self.residents.addresses),
-        )
+    def add_addresses(self, found: list[int]) -> None:
+        found.extend(self.pool.addresses)
+        super().add_addresses(found)
+        if self.residents is not None:
+            found.extend(self.residents.addresses)
 
     # ------------------------------------------------------------------ changing
 
@@ -311,9 +317,7 @@ class LayerStore(Reading, Sealing):
     def map_rows(self, index: Tensor) -> None:
         """Row ``i`` becomes what row ``index[i]`` was. Sealed blocks are shared, not copied."""
         self.settle()
-        index = index.to(self.device)
-        for name in ("slots", "near_kv", "near_valid", "seen"):
-            setattr(self, name, take_rows(getattr(self, name), index))
+        super().map_rows(index)
         self.batch = index.shape[0]
         self.pool.loosened = True
         self.counters.regroup(self.batch)
@@ -326,8 +330,7 @@ class LayerStore(Reading, Sealing):
     def reset(self) -> None:
         """Forget everything but keep the memory."""
         self.settle()
-        self.length = self.sealed = 0
-        self.padded = False
+        super().reset()
         self.slots.fill_(-1)
         self.near_valid.fill_(False)
         self.seen.zero_()
@@ -336,19 +339,13 @@ class LayerStore(Reading, Sealing):
         self.pool.loosened = True
         if not self.pool.shared:
             self.pool.release_all()
-        self.counters.clear()
 
     @lasting
     def copy(self, clock: DeviceLength, frames: FramePools | None = None, lanes: Lanes | None = None) -> LayerStore:
         """An independent store that shares the sealed blocks."""
         self.settle()
-        new = object.__new__(type(self))
-        new.__dict__.update(self.__dict__)
-        new.lanes = lanes
-        for name in ("slots", "near_kv", "near_valid", "seen"):
-            setattr(new, name, getattr(self, name).clone())
-        new.clock = clock
-        new.counters = self.counters.copy()
+        new = super().copy()
+        new.clock, new.lanes = clock, lanes
         new.residents = None if frames is None else Residents(frames, new.pool)
         new.pool.register(new)
         return new
@@ -357,7 +354,7 @@ class LayerStore(Reading, Sealing):
 
     def nbytes(self) -> tuple[int, int]:
         """Bytes allocated on the device and in host memory."""
-        own = sum(t.nbytes for t in (self.slots, self.near_kv, self.near_valid, self.seen))
+        own = sum(getattr(self, name).nbytes for name in self.TENSORS)
         own += 0 if self.residents is None else self.residents.nbytes
         device, host = self.pool.nbytes()
         return device + own, host

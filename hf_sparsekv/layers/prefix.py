@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from transformers import DynamicCache
 
 from ..cache import SparseCache
 from ..config import OffloadConfig, SparseConfig
+from ..kv.state import Held
 from ..kv.store import LayerStore
 from ..policies.base import Policy
 from ..predictor.channels import describe
@@ -20,15 +22,9 @@ LAST = 64  # queries kept for the first selection
 
 
 class _Recording(Policy):
-    """Dense attention that keeps the queries which other policies begin with."""
+    """Dense attention that keeps the queries which other policies begin with, ``[batch, Hq, n, Dk]``."""
 
-    def __init__(self, config: SparseConfig, layer_idx: int, offloaded: bool) -> None:
-        super().__init__(config, layer_idx, offloaded)
-        self.reset()
-
-    def reset(self) -> None:
-        self.first: Tensor | None = None  # [batch, Hq, n, Dk]
-        self.last: Tensor | None = None
+    TENSORS: ClassVar = {name: Held(captured=False, shared=True, dropped=True) for name in ("first", "last")}
 
     def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore, new: int | None = None) -> None:
         if q.shape[2] == 1 and store.length:
@@ -41,12 +37,6 @@ class _Recording(Policy):
         if self.last is not None and tail.shape[2] < LAST:
             tail = torch.cat((self.last[:, :, tail.shape[2] - LAST :], tail), 2)
         self.last = tail.clone()
-
-    def map_rows(self, index: Tensor) -> None:
-        for name in ("first", "last"):
-            held = getattr(self, name)
-            if held is not None:
-                setattr(self, name, held.index_select(0, index.to(held.device)))
 
 
 class PrefixCache(SparseCache):

@@ -16,6 +16,7 @@ from ..attention.masks import new_columns
 from ..attention.mla import SAMPLE, Absorbed, absorb, calling_module
 from ..kv.store import LayerStore
 from ..policies.base import Policy
+from ..policies.plan import Plan
 from .owned import Owned
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         self.latent = False  # MLA: rows are latents and their rotary part, see attention/mla.py
         self.pending: Step | None = None
         self.replay: Replay | None = None  # set while a step is being captured
+        self.plan: Plan | None = None  # of the step that is being captured
         self.query: Tensor | None = None  # of the captured step
         self.broken: str | None = None
 
@@ -47,7 +49,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         if self.store is not None:
             self.store.settle()  # a stream beside this one may still be choosing blocks
         new.index, new.broken, new.policy, new.latent = self.index, self.broken, self.policy.copy(), self.latent
-        new.pending = new.replay = new.query = None
+        new.pending = new.replay = new.plan = new.query = None
         clock, lanes = (copy.deepcopy(held, memo) for held in (self.owner.clock, self.owner.lanes))
         frames = copy.deepcopy(self.owner.frames, memo) if self.policy.fetches else None
         new.store = None if self.store is None else self.store.copy(clock, frames, lanes)
@@ -201,12 +203,13 @@ class SparseLayer(Owned, CacheLayerMixin):
         """A prompt, or a piece of it, is cached: prepare the first decode step, which its last query stands for."""
         policy, store, last = self.policy, self.store, query[:, :, -1:]
         last = (last if absorbed is None else absorbed.queries(last))[:, :, 0]
-        if policy.looks_ahead(store):
-            policy.prepare(store)
+        plan = policy.plan(store)
+        if plan.ahead:
+            plan = policy.prepare(store)
             with store.after_saving(last) as last:
-                policy.look_ahead(last, store)
+                policy.look_ahead(last, store, plan)
         else:
-            policy.look_ahead(last, store)
+            policy.look_ahead(last, store, plan)
         self._end()
 
     def _end(self) -> None:
@@ -226,45 +229,53 @@ class SparseLayer(Owned, CacheLayerMixin):
         """One decode step, ``query [batch, Hq, 1, Dk]`` to ``[batch, Hq, Dv]``.
 
         Captured (``self.replay`` is set), it only launches what every replay must repeat: the host's share of the step
-        is :meth:`advance`.
+        is :meth:`advance`. What it does was decided before it then: :attr:`plan`.
         """
         store, policy, replay, q = self.store, self.policy, self.replay, query[:, :, 0]
         if own:
             step.touched = True
             if replay is None:
-                store.settle()
-                if policy.watch is not None:
-                    policy.watch.fit(store)
+                self._settle()
             valid = new_columns(mask, step.past, step.length) if replay is None else replay.valid
             if policy.observes:
                 policy.observe(query, step.keys, valid, store)
-            if replay is not None and policy.notes:
-                replay.beside(lambda: policy.note(q, store))
+            if replay is not None and policy.note is not None:
+                replay.beside(lambda: policy.note(q, store, self.plan))
             store.append(step.k.detach(), step.v.detach(), valid)
             self._committed(step)
-        out = policy.attend(q, store, spec)
+        plan = policy.plan(store) if replay is None else self.plan
+        out = policy.attend(q, store, plan, spec)
         if not own:
             return out
         if replay is not None:
-            replay.fork(lambda: policy.look_ahead(q, store), policy.bundle)
+            replay.fork(lambda: policy.look_ahead(q, store, plan), policy.bundle)
             self.query = q
             return out
-        policy.audit(q, store)
-        policy.account(store)
-        store.seal_due(policy)
-        policy.look_ahead(q, store)
+        policy.account(q, store, plan)
+        if store.seal_due(policy):
+            plan = policy.plan(store)
+        policy.look_ahead(q, store, plan)
         return out
 
-    def advance(self) -> None:
+    def _settle(self) -> None:
+        """A decode step begins: blocks are in place, and there is room for marks of those that it attends to."""
+        self.store.settle()
+        if self.policy.watch is not None:
+            self.policy.watch.fit(self.store)
+
+    def prepare(self) -> Plan:
+        """A decode step is about to be captured or replayed: what it does."""
+        self._settle()
+        return self.policy.prepare(self.store)
+
+    def advance(self, plan: Plan) -> None:
         """The host's share of a replayed decode step."""
         store, policy = self.store, self.policy
         store.length += 1
-        policy.audit(self.query, store)
-        policy.account(store)
-        looked = policy.looks_ahead(store)
+        policy.account(self.query, store, plan)
         if store.seal_due(policy):
-            policy.look_ahead(self.query, store, again=looked)
-        policy.replayed(store, looked)
+            policy.look_ahead(self.query, store, policy.plan(store), again=plan.ahead)
+        policy.replayed(store, plan)
 
     @torch.no_grad()
     def _commit(self, step: Step, query: Tensor, valid: Tensor | None) -> None:
@@ -366,8 +377,6 @@ class SparseLayer(Owned, CacheLayerMixin):
         if self.store is not None:
             self.store.reset()  # which waits for what is still being chosen, too
         self.policy.reset()
-        if self.policy.watch is not None:
-            self.policy.watch.clear()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens. (A positive number, transformers' older form: keep as many.)"""

@@ -27,7 +27,6 @@ from ..kv.store import LayerStore
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..offload.host_limit import readable
-from ..policies.base import Policy
 from ..policies.registry import method_of, methods
 from ..predictor.channels import LabelChannels, describe
 from ..removed import removed
@@ -40,9 +39,10 @@ _STORED = {"near_kv", "near_valid", "seen", "table"}  # what a store has beside 
 _RESERVED, _RESERVED_TIMES = 1 << 28, 16
 
 
-def _index(store: LayerStore) -> dict[str, Tensor]:
-    """What a selection keeps of the blocks. (``fill`` follows from the flags.)"""
-    return {name: held for name, held in store.pool.fields.items() if name not in ("flags", "fill")}
+def _index(layer: SparseLayer, calibrates: bool) -> dict[str, Tensor]:
+    """What a selection keeps of the blocks. (``fill`` follows from the flags, labels are made when channels are.)"""
+    left = {"flags", "fill", *(_LABELS if calibrates else ())}
+    return {name: held for name, held in layer.store.pool.fields.items() if name not in left}
 
 
 # ---------------------------------------------------------------------- saving
@@ -100,10 +100,11 @@ def _whole(tensor: Tensor) -> Pieces:
 
 
 def _sparse(layer: SparseLayer) -> tuple[Layer, dict[str, Pieces]]:
-    store, policy = layer.store, layer.policy
+    store, labels = layer.store, layer.policy.labels
     store.settle()
     named = store.table.unique().long()
-    index = _index(store)
+    calibrates = labels is not None and labels.calibrating
+    index = _index(layer, calibrates)
     record = Layer(
         device=str(store.device),
         dtype=dtype_name(store.dtype),
@@ -117,19 +118,19 @@ def _sparse(layer: SparseLayer) -> tuple[Layer, dict[str, Pieces]]:
         padded=store.padded,
         near=store.near_kv.shape[2],
         blocks=len(named),
-        policy=type(policy).__name__,
+        policy=type(layer.policy).__name__,
+        stats_tokens=labels.stats.tokens if calibrates else None,
     )
-    tensors = {"near_kv": store.near_kv, "near_valid": store.near_valid, "seen": store.seen}
-    if type(policy).save is not Policy.save and type(policy).to_file is Policy.to_file:
-        raise ValueError(f"caches of {type(policy).__name__} cannot be saved yet: it keeps state, but has no to_file()")
-    about: dict = {}
-    kept = policy.to_file(about, store)
-    record = replace(record, **about)
+    if undeclared := layer.policy.undeclared():
+        raise ValueError(
+            f"caches of {type(layer.policy).__name__} cannot be saved: it keeps {', '.join(undeclared)}, which its "
+            "TENSORS do not declare (docs/extending.md)"
+        )
+    kept = layer.policy.to_file(store.length)
+    record.measure(kept)
     known = record.tensors(store.block_size)
     record.state = {name: [dtype_name(t.dtype), list(t.shape)] for name, t in kept.items() if name not in known}
-    tensors |= kept
-    if record.stats_tokens is not None:
-        index = {name: held for name, held in index.items() if name not in _LABELS}  # not made before the channels
+    tensors = {"near_kv": store.near_kv, "near_valid": store.near_valid, "seen": store.seen, **kept}
     found = {name: _whole(tensor) for name, tensor in tensors.items()}
     if len(named):
         record.index = {name: [dtype_name(held.dtype), list(held.shape[1:])] for name, held in index.items()}
@@ -346,13 +347,9 @@ def _fill(layer: SparseLayer, record: Layer, file: Reader, prefix: str, device: 
         store._reserve(record.sealed)
         store.slots[:, : record.sealed] = slots[held["table"].long().to(device)]
     store.length, store.sealed, store.padded = record.length, record.sealed, record.padded
-    kept = {name: value for name, value in held.items() if name not in _STORED}
-    try:
-        policy.from_file(asdict(record), kept, store)
-        if kept:  # of another policy
-            raise ValueError(", ".join(kept))
-    except ValueError as error:
-        raise damaged(file.path, f"{error} in layer {layer.index} does not fit the rest") from None
+    policy.from_file(held, device, store.length)
+    if record.stats_tokens is not None:
+        policy.labels.stats.tokens = record.stats_tokens
 
 
 def _blocks(pool, record: Layer, file: Reader, prefix: str) -> Tensor:
@@ -393,6 +390,7 @@ def _refuse(file: Reader, index: int, fits: dict[str, bool]) -> None:
 
 def _sparse_fits(layer: SparseLayer, record: Layer, length: bool) -> dict[str, bool]:
     config, policy = layer.owner.config, layer.policy
+    labels, tokens, heads = policy.labels, record.stats_tokens, record.query_heads
     # A step seals what is older than window and drafts; crop() takes back what would leave the window short.
     old = record.length - config.window
     least, most = (max(0, n // config.block_size) for n in (old - config.max_draft, old))
@@ -402,7 +400,12 @@ def _sparse_fits(layer: SparseLayer, record: Layer, length: bool) -> dict[str, b
         "blocks": (record.blocks > 0) == (record.sealed > 0) and record.blocks <= record.batch * record.sealed,
         "index": record.blocks > 0 or not record.index,
         "policy": record.policy == type(policy).__name__,
-        **policy.file_fits(asdict(record)),
+        "channels": (record.channels is not None) == (labels is not None and tokens is None),
+        "stats_tokens": tokens is None or (labels is not None and tokens < config.calibration_tokens),
+        "query_heads": (heads is not None) == bool(tokens) and (heads or 0) % record.heads == 0,
+        "ring": (record.ring is not None) == ("queries" in policy.PARTS)
+        and (record.ring is None or record.ring[0] % record.heads == 0),
+        **{name: getattr(record, name) is None or name in policy.file_names() for name in ("previous", "chosen")},
     }
 
 
@@ -434,10 +437,19 @@ def _check_reserved(cache: SparseCache, file: Reader) -> None:
 
 def _check_tensors(layer: SparseLayer, record: Layer, held: dict[str, Tensor], file: Reader, prefix: str) -> None:
     """Nothing may point at what is not there: kernels would follow."""
-    store = layer.store
-    left = _LABELS if record.stats_tokens is not None else ()
-    index = {k: [dtype_name(v.dtype), list(v.shape[1:])] for k, v in _index(store).items() if k not in left}
-    _refuse(file, layer.index, {"index": record.blocks == 0 or record.index == index})
+    store, policy = layer.store, layer.policy
+    labels = policy.labels
+    calibrates = labels is not None and record.channels is None
+    index = {k: [dtype_name(v.dtype), list(v.shape[1:])] for k, v in _index(layer, calibrates).items()}
+    # What a cache that has just begun would write is always there; beside it what this policy knows.
+    kept, always = held.keys() - _STORED, policy.to_file(0).keys()
+    fits = {
+        "index": record.blocks == 0 or record.index == index,
+        "channels": labels is None or calibrates or record.channels == labels.r,
+        **{name: name in kept for name in always},
+        **{name: name in policy.file_names() for name in kept - always},
+    }
+    _refuse(file, layer.index, fits)
     limits = {
         "table": (0, record.blocks),
         "previous": (-1, record.sealed),
@@ -450,6 +462,8 @@ def _check_tensors(layer: SparseLayer, record: Layer, held: dict[str, Tensor], f
             raise damaged(file.path, f"{name} in layer {layer.index} is out of range")
     flags = file.tensor(prefix + "flags") if record.blocks else None
     fits = {name: _distinct(held[name]) for name in ("channels", "previous", "chosen") if name in held}
+    if "channels" in held and labels is not None and labels.channels is not None:  # of a channel file
+        fits["channels"] &= torch.equal(held["channels"], labels.channels.cpu())
     if flags is not None:
         fits["table"] = _names_each_block(held["table"], record.blocks)
         if "part_fill" in record.index:

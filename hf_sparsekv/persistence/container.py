@@ -74,6 +74,13 @@ class Layer:
     ring: list[int] | None = None  # query heads, and the queries that are kept of each
     state: dict[str, list] = field(default_factory=dict)  # name: [dtype, shape] of what else the policy keeps
 
+    def measure(self, found: dict[str, Tensor]) -> None:
+        """Enter the sizes of what a selection keeps."""
+        for name in ("channels", "previous", "chosen"):
+            setattr(self, name, found[name].shape[2] if name in found else None)
+        self.query_heads = found["stats_q"].shape[1] if "stats_q" in found else None
+        self.ring = list(found["queries"].shape[1:3]) if "queries" in found else None
+
     @property
     def query_dim(self) -> int:
         """Channels of a query."""

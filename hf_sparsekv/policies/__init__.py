@@ -1,6 +1,8 @@
-"""Selection policies: what a decode step attends to. Importing a file registers its method."""
+"""Selection policies: what a decode step attends to. Importing a file registers its method: lists show them so."""
 
+from . import two_level as two_level
+
+# isort: split
 from . import predictive as predictive
 from . import progressive as progressive
 from . import streaming as streaming
-from . import two_level as two_level

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from ..kv.lasting import lasting, take_rows
+from ..kv.lasting import lasting
+from ..kv.state import Held, State
 from ..ops.pack import pack
 
 
-class Packed:
+class Packed(State):
     """One layer's chosen tokens, ``room`` of each row and KV head at most. Only what is newly chosen is copied.
 
     Args:
@@ -22,6 +25,15 @@ class Packed:
         places: int32 ``[batch, H, room]``, where the chosen tokens lie in it, see ``ops.pack``.
         counters: int64 ``[2]``: tokens chosen, and of these copied.
     """
+
+    TENSORS: ClassVar = {
+        "kv": Held(counted=True),
+        "held": Held(counted=True),
+        "order": Held(counted=True),
+        "places": Held(rows=None, counted=True),  # follow from `held` and `order`
+        "enabled": Held(rows=None, shared=True),
+        "counters": Held(rows=None, captured=False, counted=True),
+    }
 
     @lasting
     def __init__(
@@ -67,31 +79,14 @@ class Packed:
         self.held.fill_(-1)
         self.places.fill_(-1)
 
+    def reset(self) -> None:
+        """Count anew. What is held is forgotten when the next tokens come."""
+        self.counters.zero_()
+
     @lasting
     def map_rows(self, index: Tensor) -> None:
-        """Row ``i`` becomes what row ``index[i]`` was."""
-        for name in ("kv", "held", "order"):
-            setattr(self, name, take_rows(getattr(self, name), index))
+        super().map_rows(index)
         batch, heads, room = self.held.shape
         start = torch.arange(batch * heads, dtype=torch.int32, device=self.held.device).view(batch, heads, 1) * room
         places = torch.where(self.held >= 0, self.order + start, -1).to(self.places.device)
         self.places = self.places.copy_(places) if self.places.shape == places.shape else places
-
-    @lasting
-    def copy(self) -> Packed:
-        """An independent one with the same contents."""
-        new = object.__new__(Packed)
-        new.__dict__.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in self.__dict__.items()})
-        new.enabled = self.enabled
-        return new
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return sum(t.nbytes for t in (self.kv, self.held, self.order, self.places, self.counters))
-
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        """Changes when a tensor that a captured step uses has moved."""
-        tensors = (self.kv, self.held, self.order, self.places, self.enabled)
-        return tuple(t.data_ptr() for t in tensors)

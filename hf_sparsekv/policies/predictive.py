@@ -9,30 +9,40 @@ from torch import Tensor
 
 from ..attention.exact import AttentionSpec
 from ..config import OffloadConfig, PredictiveConfig
-from ..kv.lasting import lasting, take_rows
+from ..kv.lasting import lasting
+from ..kv.state import Held
 from ..kv.store import LayerStore
-from ..ops.token_score import token_score
+from ..ops.seal import Index
 from ..ops.topk_select import token_select
 from ..predictor.channels import LabelChannels
 from ..predictor.query import make_predictor
 from ..telemetry.stats import PackStats
 from .base import Policy
+from .label_index import LabelIndex, label_bytes
 from .memory import Memory, Request
 from .packed import Packed
+from .plan import CROSSOVER, DENSE, Plan, planned
 from .query_ring import QueryRing
 from .registry import register
 from .shared import Labelled
-from .two_level import TwoLevelPolicy, label_bytes
 
 
 @register("predictive", PredictiveConfig, about="tokens chosen a step before, for a predicted query (AsyncSpade)")
-class PredictivePolicy(TwoLevelPolicy):
-    """The token level of two-level selection over all sealed blocks, for the query that the next step will have.
+class PredictivePolicy(Policy):
+    """Tokens of all sealed blocks by their labels, for the query that the next step will have.
 
     State: the latest queries; the tokens chosen for the next step; with blocks in host memory, their copies. A step
     attends to what the last one has chosen and to everything that is not sealed; sealing a block chooses anew, so
     every token is either near or could have been chosen.
     """
+
+    TENSORS: ClassVar = {"ids": Held(trial=True, counted=True, file="chosen", when="chosen")}  # [batch, H, room]
+    HOST: ClassVar = {
+        "_valid": None,  # of the new columns of a step that is being captured
+        "_predicted": None,  # in such a step, from its query to the end of its attention
+    }
+    PARTS: ClassVar = ("labels", "queries", "packed")
+    OWN: ClassVar = ("packed",)  # a copy's first step reads its tokens where they live
 
     config: PredictiveConfig
     method = "predictive"
@@ -41,20 +51,14 @@ class PredictivePolicy(TwoLevelPolicy):
     def __init__(
         self, config: PredictiveConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
     ) -> None:
-        Policy.__init__(self, config, layer_idx, offloaded)
-        self.coarse, self.fine, self.lag = False, True, False
+        super().__init__(config, layer_idx, offloaded)
+        self.labels = LabelIndex(config, layer_idx, channels)
         self.fetches = offloaded
         # Measured on an H200, 8 x 32k on the device (benchmarks/NOTES.md, "Choosing from all tokens"): choosing behind
         # the step 7.5 ms, among it 7.1; fetching yields.
         self.yields = offloaded
-        self.fixed = channels
         self.predictor = make_predictor(config.predictor, config.predictor_window, config.predictor_epsilon)
         self.bundle = config.layers_per_pack
-        self.all_of = config.token_budget  # so many tokens in sealed blocks are all attended to
-        self.queries: QueryRing | None = None
-        self.packed: Packed | None = None
-        self.ids: Tensor | None = None  # TokenIds [batch, H, room] for the next step
-        self.reset()
 
     @classmethod
     def place(cls, config: PredictiveConfig, offload: OffloadConfig | None) -> OffloadConfig | None:
@@ -76,6 +80,10 @@ class PredictivePolicy(TwoLevelPolicy):
         return None if on_second_device(config) else cls.method
 
     @classmethod
+    def reserves(cls, config: PredictiveConfig, offloaded: bool) -> int:
+        return room_for(config)
+
+    @classmethod
     def needs(cls, request: Request) -> Memory:
         if on_second_device(request.config):
             return cls.second_device.needs(request)
@@ -88,17 +96,10 @@ class PredictivePolicy(TwoLevelPolicy):
             memory.frames = copies
         return memory
 
-    def reset(self) -> None:
-        super().reset()
-        self.chosen = False  # the ids are a selection for the next step
-        self._valid: Tensor | None = None  # of the new columns of a step that is being captured
-        self._predicted: Tensor | None = None  # in such a step, from its query to the end of its attention
-        if self.packed is not None:
-            self.packed.counters.zero_()
-
     @lasting
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
+        self.labels.start(store)
         room, batch, dim = room_for(self.config), store.batch, store.key_dim
         if self.ids is None or self.ids.shape[0] != batch or self.ids.device != store.device:
             self.ids = torch.full((batch, store.heads, room), -1, dtype=torch.int32, device=store.device)
@@ -109,15 +110,18 @@ class PredictivePolicy(TwoLevelPolicy):
         if self.packed is not None:
             self.packed.forget()
 
-    # ------------------------------------------------------------------ a step
+    def index(self, kv: Tensor, flags: Tensor) -> dict[str, Tensor]:
+        return self.labels.index(kv)
 
-    @property
-    def observes(self) -> bool:
-        return True
+    def sealing(self, store: LayerStore) -> Index:
+        return self.labels.sealing(store, Index(store.key_dim))
+
+    # ------------------------------------------------------------------ a step
 
     @lasting
     def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore, new: int | None = None) -> None:
-        super().observe(q, k, valid, store)
+        if self.labels.observe(q, k, valid) and store.sealed:
+            store.reindex(self)  # blocks that were sealed before there were channels
         if store.fixed:
             self._valid = valid  # the query is stored beside the step
             return
@@ -133,55 +137,33 @@ class PredictivePolicy(TwoLevelPolicy):
             self.queries.forget(store.length)
         self.queries.store(q, valid, store.length, end)
 
-    def _selects(self, store: LayerStore) -> bool:
-        """Steps attend to a selection at this length; it changes only where a block is sealed."""
-        config = self.config
-        if self._calibrating or store.sealed * store.block_size <= self.all_of:
-            return False
-        recent = config.window + config.max_draft
-        return store.sealed * store.block_size + recent >= config.start_length
-
-    def looks_ahead(self, store: LayerStore) -> bool:
-        """Tokens are chosen for the next step."""
-        return self._selects(store) and not self.below_crossover(store)
-
-    def _attends(self, store: LayerStore) -> str:
-        """``"chosen"``, ``"dense"``, or ``"quick"``: dense, because that is as quick."""
-        if not self._selects(store):
-            return "dense"
+    def plan(self, store: LayerStore) -> Plan:
+        if self.labels.calibrating:
+            return planned(learns=True, captured=self.labels.goes_on)
+        if not selects(self.config, store):
+            return DENSE
         if self.below_crossover(store):
-            return "quick"
-        return "chosen" if self.chosen else "dense"
+            return CROSSOVER
+        return planned("chosen" if self.chosen else "dense", True, self.chosen and self.placed)
 
-    def mode(self, store: LayerStore) -> tuple[str, bool, bool] | str | None:
-        """``(what is attended, whether tokens are chosen for the next step, whether this one's are copied)``."""
-        if self._calibrating:
-            return super().mode(store)
-        attends = self._attends(store)
-        placed = self.placed and attends == "chosen"
-        return "dense" if attends == "quick" else attends, self.looks_ahead(store), placed
-
-    def attend(self, q: Tensor, store: LayerStore, spec: AttentionSpec) -> Tensor:
-        if self._attends(store) != "chosen":
+    def attend(self, q: Tensor, store: LayerStore, plan: Plan, spec: AttentionSpec) -> Tensor:
+        if plan.dense:
             return store.attend(q, None, "all", spec)
         if self.watch is not None:
             self.watch.mark_tokens(self.ids, store.block_size)
-        if self.placed:
+        if plan.placed:
             frames = self.packed.frames(store.block_size)
             return store.attend(q, self.packed.places, "token", spec, frames=frames)
         return store.attend(q, self.ids, "token", spec)
 
-    def account(self, store: LayerStore) -> None:
-        attends = self._attends(store)
-        store.count_step("token" if attends == "chosen" else "all")
-        store.counters.crossover += attends == "quick"
-
     # ------------------------------------------------------------------ the next step
 
-    def prepare(self, store: LayerStore) -> None:
+    def prepare(self, store: LayerStore) -> Plan:
         self.queries.rewind(store.length)
-        if self.looks_ahead(store):
+        plan = self.plan(store)
+        if plan.ahead:
             self._enter(store)
+        return plan
 
     def _enter(self, store: LayerStore) -> bool:
         """Whether chosen tokens are copied to the device; makes room for them."""
@@ -196,17 +178,17 @@ class PredictivePolicy(TwoLevelPolicy):
                 pools.refuse(error)
         return self.packed is not None
 
-    def note(self, q: Tensor, store: LayerStore) -> None:
+    def note(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         # Scores then begin as soon as attention has ended, and meet linear layers of many programs rather than of few.
         # Measured on an H200, 8 x 32k, 16 x 16k and 1 x 128k: 6.46, 6.55 and 4.81 ms, with the query alone stored here
         # 6.54, 6.90, 5.24, with all of it behind attention 6.85, 7.01, 4.75, with scores here as well 6.78, 6.92, 5.19.
         # Other orders: benchmarks/NOTES.md, "Choosing from all tokens".
         self.queries.push(q[:, :, None], self._valid, store.clock.held(store.device))
-        if self.looks_ahead(store):
+        if plan.ahead:
             self._predicted = self._predict()
 
-    def look_ahead(self, q: Tensor, store: LayerStore, again: bool = False) -> None:
-        self.chosen = self.looks_ahead(store)
+    def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan, again: bool = False) -> None:
+        self.chosen = plan.ahead
         if not self.chosen:
             return
         self.choose(store)
@@ -232,114 +214,41 @@ class PredictivePolicy(TwoLevelPolicy):
 
     def scores(self, q: Tensor, store: LayerStore, out: Tensor | None = None) -> Tensor:
         """Scores of all tokens in sealed blocks for ``q [batch, Hq, Dk]``: ``[batch, H, n]``."""
-        fields, reduce = store.pool.fields, self.config.token_reduce
-        labels = fields["codes"], fields.get("qparams"), self.channels
-        return token_score(q, *labels, fields["flags"], store.table, None, reduce, out=out)
+        return self.labels.scores(q, store, out=out)
 
     def _index_bytes(self, store: LayerStore) -> int:
-        return store.batch * store.heads * store.sealed * store.block_size * self._label_bytes(store)
+        return self.labels.nbytes_read(store, store.sealed)
 
-    def replayed(self, store: LayerStore, looked: bool) -> None:
+    def replayed(self, store: LayerStore, plan: Plan) -> None:
         self.queries.end = store.length
-        if self._calibrating:
-            self.stats.tokens += 1
-        elif looked:
+        if plan.learns:
+            self.labels.stats.tokens += 1
+        elif plan.ahead:
             self.chosen, self.placed = True, self.packed is not None
             store.count_index(self._index_bytes(store))
-        elif not self.looks_ahead(store):
-            self.chosen = False
 
-    @property
-    def nbytes(self) -> int:
-        queries = 0 if self.queries is None else self.queries.nbytes + self.ids.nbytes
-        return queries + (0 if self.packed is None else self.packed.nbytes)
-
-    def packing(self) -> PackStats | None:
+    def measured(self) -> PackStats | None:
         if self.packed is None:
             return None
         needed, copied = self.packed.counters.tolist()
         token = self.packed.kv.shape[-1] * self.packed.kv.itemsize
         return PackStats(needed=needed, copied=copied, bytes=copied * token)
 
-    # ------------------------------------------------------------------ capture
-
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        own = (self.channels, self.ids, self.stats.q)
-        held = () if self.queries is None else self.queries.addresses
-        packed = () if self.packed is None else self.packed.addresses
-        return (*(0 if t is None else t.data_ptr() for t in own), *held, *packed)
-
-    def save(self) -> dict:
-        return {
-            **super().save(),
-            "chosen": self.chosen,
-            "ids": self.ids.clone(),
-            "end": self.queries.end,
-            "valid": self._valid,
-        }
-
-    def restore_host(self, saved: dict) -> None:
-        super().restore_host(saved)
-        self.chosen, self._valid, self.queries.end = saved["chosen"], saved["valid"], saved["end"]
-        self._predicted = None  # of a step that was broken off
-
-    def restore_device(self, saved: dict) -> None:
-        super().restore_device(saved)
-        self.ids.copy_(saved["ids"])
-
-    # ------------------------------------------------------------------ files
-
-    def to_file(self, about: dict, store: LayerStore) -> dict[str, Tensor]:
-        tensors, queries = super().to_file(about, store), self.queries
-        queries.rewind(store.length)  # a crop() leaves that to the next step
-        about["ring"] = list(queries.held.shape[1:3])
-        tensors |= {"queries": queries.held, "queries_from": queries.first}
-        if self.chosen:
-            about["chosen"], tensors["chosen"] = self.ids.shape[2], self.ids
-        return tensors
-
-    def file_fits(self, about: dict) -> dict[str, bool]:
-        ring = about["ring"]
-        return super().file_fits(about) | {"chosen": True, "ring": ring is not None and ring[0] % about["heads"] == 0}
-
-    @classmethod
-    def reserves(cls, config: PredictiveConfig, offloaded: bool) -> int:
-        return room_for(config)
-
-    def from_file(self, about: dict, held: dict[str, Tensor], store: LayerStore) -> None:
-        super().from_file(about, held, store)
-        if "queries" not in held:
-            raise ValueError("ring")
-        self.queries.load(*(held.pop(name).to(store.device) for name in ("queries", "queries_from")), store.length)
-        chosen = held.pop("chosen", None)
-        if chosen is not None and self.ids.shape == chosen.shape:  # else a step attends to everything
-            self.ids.copy_(chosen)
-            self.chosen = True
-
-    # ------------------------------------------------------------------ rows
-
     def reopened(self) -> None:
-        self.chosen = False  # one step attends to everything
+        super().reopened()  # one step attends to everything
         if self.packed is not None:
             self.packed.forget()  # other tokens may come to these columns
 
-    @lasting
-    def map_rows(self, index: Tensor) -> None:
-        super().map_rows(index)
-        if self.ids is not None:
-            self.ids = take_rows(self.ids, index)
-            self.queries.map_rows(index)
-        if self.packed is not None:
-            self.packed.map_rows(index)
 
-    @lasting
-    def copy(self) -> PredictivePolicy:
-        new = super().copy()
-        new.packed = None  # the copy's first step reads its tokens where they live
-        if self.ids is not None:
-            new.ids, new.queries = self.ids.clone(), self.queries.copy()
-        return new
+def selects(config: PredictiveConfig, store: LayerStore, all_of: int | None = None) -> bool:
+    """Steps attend to a selection at this length; that changes only where a block is sealed.
+
+    ``all_of``: so many tokens in sealed blocks are all attended to; default: the budget.
+    """
+    held = store.sealed * store.block_size
+    if held <= (config.token_budget if all_of is None else all_of):
+        return False
+    return held + config.window + config.max_draft >= config.start_length
 
 
 def room_for(config: PredictiveConfig) -> int:

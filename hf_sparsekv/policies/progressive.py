@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from ..attention.exact import AttentionSpec
 from ..config import ProgressiveConfig
-from ..kv.lasting import lasting, take_rows
+from ..kv.lasting import lasting
+from ..kv.state import Held, State
 from ..kv.store import LayerStore
 from ..ops.block_rank import block_rank
 from ..ops.progressive import MASS_ONE, TOTALS, Walk, WalkState, block_masses, progressive_decode
@@ -17,11 +20,32 @@ from ..telemetry.stats import WalkStats
 from .base import Policy
 from .block_metadata import BlockMetadata, bounds_bytes
 from .memory import Memory, Request
+from .plan import CROSSOVER, DENSE, Plan, planned
 from .registry import register
 
 # estimate="scores": the logarithm of a block's mass rises by so much when its score rises by one logit. With these the
 # estimated mass comes out as the true one on the small real model and on the GQA probe (docs/accuracy.md).
 SLOPES = {"cuboid_mean": 0.7, "min_max": 0.5, "mean": 0.5}
+
+
+NOTHING = (0, 0.0, 1.0, 0.0)  # audited: walks, their masses, the least, their estimates
+
+
+class Walks(WalkState, State):
+    """The operator's state, as what captures and beams follow."""
+
+    TENSORS: ClassVar = {
+        "limits": Held(rows=1, trial=True),
+        "used": Held(trial=True),
+        "mass": Held(trial=True),
+        "chosen": Held(trial=True),
+        "totals": Held(rows=None, trial=True),
+    }
+
+    def reset(self) -> None:
+        self.totals.zero_()
+        self.limits[0] = 0
+        self.limits[1] = FIRST
 
 
 @register(
@@ -38,17 +62,20 @@ class ProgressivePolicy(Policy):
     in host memory.
     """
 
+    TENSORS: ClassVar = {"_since": Held(rows=None, trial=True)}
+    HOST: ClassVar = {"_walked": False}  # the state's chosen blocks are those of this step
+    PARTS: ClassVar = ("state",)
+    OWN: ClassVar = ("_walked",)
+
     config: ProgressiveConfig
-    method = "progressive"
+    method, granularity = "progressive", "block"
 
     def __init__(self, config: ProgressiveConfig, layer_idx: int, offloaded: bool) -> None:
         super().__init__(config, layer_idx, offloaded)
         self.fetches = offloaded
         self.metadata = BlockMetadata(config)
-        self.state: WalkState | None = None
-        self._since: Tensor | None = None
+        self._audited = NOTHING
         self._spec: AttentionSpec | None = None  # stays: replays of an earlier capture do not tell it anew
-        self.reset()
 
     @classmethod
     def needs(cls, request: Request) -> Memory:
@@ -59,20 +86,15 @@ class ProgressivePolicy(Policy):
         return memory
 
     def reset(self) -> None:
-        self.placed = False  # the last step has brought blocks to the device
-        self._walked = False  # the state's chosen blocks are those of this step
-        self._audited = (0, 0.0, 1.0, 0.0)  # walks, their masses, the least, their estimates
-        if self.state is not None:
-            self.state.totals.zero_()
-            self.state.limits[0] = 0
-            self.state.limits[1] = FIRST
+        super().reset()
+        self._audited = NOTHING
 
     @lasting
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
         self.metadata.start(store)
         self._key_dim = store.key_dim
-        self.state = WalkState.empty(store.batch, store.heads, store.device, self._ahead(store))
+        self.state = Walks.empty(store.batch, store.heads, store.device, self._ahead(store))
         self._since = torch.zeros(1, dtype=torch.int32, device=store.device) if self.fetches else None
 
     def _ahead(self, store: LayerStore) -> int:
@@ -89,24 +111,20 @@ class ProgressivePolicy(Policy):
 
     # ------------------------------------------------------------------ a step
 
-    def _attends(self, store: LayerStore) -> str:
-        """``"dense"``, ``"quick"`` (dense, because that is as quick) or ``"walk"``."""
+    def plan(self, store: LayerStore) -> Plan:
         if not store.sealed:
-            return "dense"
-        return "quick" if self.below_crossover(store) else "walk"
+            return DENSE
+        if self.below_crossover(store):
+            return CROSSOVER
+        return planned("walk", self.fetches, self.placed)
 
-    def mode(self, store: LayerStore) -> tuple[str, bool, bool]:
-        """``(what is attended, whether blocks are fetched for the next step, whether this one's go by place)``."""
-        attends = self._attends(store)
-        return "walk" if attends == "walk" else "dense", self.looks_ahead(store), self.placed and attends == "walk"
-
-    def attend(self, q: Tensor, store: LayerStore, spec: AttentionSpec) -> Tensor:
-        self._walked = self._attends(store) == "walk"
-        if not self._walked:
+    def attend(self, q: Tensor, store: LayerStore, plan: Plan, spec: AttentionSpec) -> Tensor:
+        self._walked = not plan.dense
+        if plan.dense:
             return store.attend(q, None, "all", spec)
         store.count_padded("block")
         self._spec = spec
-        walk = self._walk(q, store, self.state, spec, self.placed)
+        walk = self._walk(q, store, self.state, spec, plan.placed)
         out = progressive_decode(walk)
         if self.watch is not None:
             self.watch.mark(walk.ids, self.state.used)
@@ -151,11 +169,12 @@ class ProgressivePolicy(Policy):
             attended=store.counters.attended,
         )
 
-    def account(self, store: LayerStore) -> None:
-        attends = self._attends(store)
-        store.count_step("block" if attends == "walk" else "all")
-        store.counters.crossover += attends == "quick"
-        if attends == "walk":
+    def account(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
+        every = self.config.audit_every
+        if every is not None and not plan.dense and store.counters.steps % every == 0:
+            self._audit(q, store)
+        super().account(q, store, plan)
+        if not plan.dense:
             store.count_index(self.metadata.nbytes(store))
 
     # ------------------------------------------------------------------ the next step
@@ -176,18 +195,17 @@ class ProgressivePolicy(Policy):
         kept = min(room, old.shape[-1])
         self.state.chosen[..., :kept] = old[..., :kept]
 
-    def prepare(self, store: LayerStore) -> None:
-        if self._attends(store) == "walk":
+    def prepare(self, store: LayerStore) -> Plan:
+        plan = self.plan(store)
+        if not plan.dense:
             self._enter(store)
+        return plan
 
-    def looks_ahead(self, store: LayerStore) -> bool:
-        return self.fetches and store.sealed > 0 and not self.below_crossover(store)
-
-    def look_ahead(self, q: Tensor, store: LayerStore, again: bool = False) -> None:
+    def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan, again: bool = False) -> None:
         if again:
             return  # nothing depends on the block that was sealed
         walked, self._walked = self._walked, False
-        self.placed = self.looks_ahead(store) and self._enter(store)
+        self.placed = plan.ahead and self._enter(store)
         if not self.placed:
             return
         chosen = self.state.chosen
@@ -199,18 +217,14 @@ class ProgressivePolicy(Policy):
         store.residents.fetch(chosen, store.table, 1)
         self._since.copy_(store.residents.pool.state.now)
 
-    def replayed(self, store: LayerStore, looked: bool) -> None:
-        if looked:
+    def replayed(self, store: LayerStore, plan: Plan) -> None:
+        if plan.ahead:
             self.placed = store.residents.pool is not None
-        elif not self.looks_ahead(store):
-            self.placed = False
 
     # ------------------------------------------------------------------ numbers
 
-    def audit(self, q: Tensor, store: LayerStore) -> None:
-        every = self.config.audit_every
-        if every is None or self._attends(store) != "walk" or store.counters.steps % every:
-            return
+    def _audit(self, q: Tensor, store: LayerStore) -> None:
+        """Compute what share of the attention mass the step's blocks really hold. Waits for the GPU."""
         spare = WalkState.empty(store.batch, store.heads, store.device)
         walk = self._walk(q, store, spare, self._spec)
         walk.from_host = None
@@ -232,7 +246,7 @@ class ProgressivePolicy(Policy):
             estimate + float(self.state.mass.double().sum()),
         )
 
-    def walks(self) -> WalkStats | None:
+    def measured(self) -> WalkStats | None:
         if self.state is None:
             return None
         counted = self.state.totals.tolist()
@@ -253,53 +267,8 @@ class ProgressivePolicy(Policy):
             audited_estimate=estimate / audits if audits else None,
         )
 
-    # ------------------------------------------------------------------ capture
-
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        tensors = () if self.state is None else (*self.state.tensors().values(), self._since)
-        return tuple(0 if t is None else t.data_ptr() for t in tensors)
-
-    def save(self) -> dict:
-        since = None if self._since is None else self._since.clone()
-        return {"state": self.state.clone(), "since": since, "placed": self.placed, "walked": self._walked}
-
-    def restore_host(self, saved: dict) -> None:
-        self.placed, self._walked = saved["placed"], saved["walked"]
-
-    def restore_device(self, saved: dict) -> None:
-        for name, value in saved["state"].tensors().items():
-            getattr(self.state, name).copy_(value)
-        if self._since is not None:
-            self._since.copy_(saved["since"])
-
-    # ------------------------------------------------------------------ files
-
-    def to_file(self, about: dict, store: LayerStore) -> dict[str, Tensor]:
-        return {}  # a walk begins anew
-
-    # ------------------------------------------------------------------ rows
-
     def reopened(self) -> None:
         self._walked = False
-
-    @lasting
-    def map_rows(self, index: Tensor) -> None:
-        state, index = self.state, index.to(self.state.used.device)
-        for name in ("used", "mass", "chosen"):
-            if getattr(state, name) is not None:
-                setattr(state, name, take_rows(getattr(state, name), index))
-        rows = state.limits[:, index]
-        state.limits = state.limits.copy_(rows) if rows.shape == state.limits.shape else rows
-
-    @lasting
-    def copy(self) -> ProgressivePolicy:
-        new = super().copy()
-        new.placed = new._walked = False  # the copy has frames of its own, with nothing in them yet
-        if self.state is not None:  # changed in place
-            new.state = self.state.clone()
-            new._since = None if self._since is None else self._since.clone()
-        return new
 
 
 def ahead(table: int) -> int:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from ..kv.lasting import lasting, take_rows
+from ..kv.lasting import lasting
+from ..kv.state import Held, State
 from ..ops.query_ring import push
 
 
-class QueryRing:
+class QueryRing(State):
     """A ring of queries, addressed by column: the query of column ``c`` lives at ``c % R``.
 
     So no step has to know how many there were before, and one that is repeated changes nothing.
@@ -18,16 +21,25 @@ class QueryRing:
         held: ``[batch, Hq, R, D]``.
         count: int32 ``[batch]``, queries of each row that are known.
         position: int32 ``[1]``, where the next one goes.
+        first: int32 ``[batch]``, the column from which on they are known.
         end: columns whose queries were stored (host).
     """
 
+    TENSORS: ClassVar = {
+        "held": Held(counted=True, file="queries"),
+        "first": Held(counted=True, file="queries_from"),
+        "count": Held(counted=True),
+        "position": Held(rows=None, counted=True),
+    }
+    HOST: ClassVar = {"end": 0}
+
     @lasting
     def __init__(self, batch: int, heads: int, size: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
         self.held = torch.zeros(batch, heads, size, dim, dtype=dtype, device=device)
-        self.first = torch.zeros(batch, dtype=torch.int32, device=device)  # column from which on they are known
+        self.first = torch.zeros(batch, dtype=torch.int32, device=device)
         self.count = torch.zeros_like(self.first)
         self.position = torch.zeros(1, dtype=torch.int32, device=device)
-        self.end = 0
 
     @property
     def size(self) -> int:
@@ -66,10 +78,15 @@ class QueryRing:
         self.first.clamp_min_(length)
         self.count.copy_((self.end - self.first).clamp(0, self.size))
 
-    def load(self, held: Tensor, first: Tensor, length: int) -> None:
-        """Take over what another ring, ``held [batch, Hq, R', D]``, knew at ``length`` columns."""
+    def to_file(self, length: int) -> dict[str, Tensor]:
+        self.rewind(length)  # a crop() leaves that to the next step
+        return super().to_file(length)
+
+    def from_file(self, found: dict[str, Tensor], device: torch.device, length: int) -> None:
+        """Take over what another ring, which may have held more or fewer, knew at ``length`` columns."""
+        held, first = (found[name].to(device) for name in ("queries", "queries_from"))
         n = min(held.shape[2], length)
-        columns = torch.arange(length - n, length, device=held.device) % held.shape[2]
+        columns = torch.arange(length - n, length, device=device) % held.shape[2]
         self.first.copy_(first.clamp_min(length - n))
         self.end = length - n
         self.store(held[:, :, columns], None, length - n, length)
@@ -80,26 +97,3 @@ class QueryRing:
         self.count.zero_()
         self.position.zero_()
         self.end = 0
-
-    @lasting
-    def map_rows(self, index: Tensor) -> None:
-        """Row ``i`` becomes what row ``index[i]`` was."""
-        for name in ("held", "first", "count"):
-            setattr(self, name, take_rows(getattr(self, name), index))
-
-    @lasting
-    def copy(self) -> QueryRing:
-        """An independent ring."""
-        new = object.__new__(QueryRing)
-        new.__dict__.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in self.__dict__.items()})
-        return new
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return sum(t.nbytes for t in (self.held, self.first, self.count, self.position))
-
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        """Changes when a tensor that a captured step uses has moved."""
-        return tuple(t.data_ptr() for t in (self.held, self.first, self.count, self.position))

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from os import PathLike
+from typing import ClassVar
 
 import torch
 from safetensors import safe_open
@@ -13,26 +14,34 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ..kv.lasting import take_rows
+from ..kv.state import Held, State
 from ..whole_file import replacing
 
 FORMAT = "hf-sparsekv-channels-1"
 _SHAPE_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
-class ChannelStats:
+class ChannelStats(State):
     """Running channel magnitudes of one layer's queries and keys, per row.
 
     ``importance="max"`` is AsyncTLS's ``I(j) = sum_h max_t |q_h,t[j]| * max_t |k_t[j]|``, ``"mean"`` Double
     Sparsity's mean of ``|q[j] k[j]|`` over all pairs, which is the product of the means.
+
+    Attributes:
+        q: float32 ``[batch, Hq, D]`` running maximum, or sum; None before the first token. ``k``: ``[batch, H, D]``.
+        tokens: as many as were seen.
+        keys_only: keys stand for queries that nobody has seen.
     """
 
+    TENSORS: ClassVar = {
+        "q": Held(trial=True, dropped=True, file="stats_q"),
+        "k": Held(trial=True, dropped=True, file="stats_k"),
+    }
+    HOST: ClassVar = {"tokens": 0, "keys_only": False}
+
     def __init__(self, importance: str) -> None:
+        super().__init__()
         self.importance = importance
-        self.q: Tensor | None = None  # [batch, Hq, D] running maximum, or sum
-        self.k: Tensor | None = None  # [batch, H, D]
-        self.tokens = 0
-        self.keys_only = False  # keys stand for queries that nobody has seen
 
     def update(self, q: Tensor, k: Tensor, valid: Tensor | None) -> None:
         """Add ``q [batch, Hq, n, D]``, ``k [batch, H, n, D]``; padding (``valid [batch, n]`` False) is left out.
@@ -71,19 +80,6 @@ class ChannelStats:
     def ranking(self) -> Tensor:
         """Channels by falling importance, int32 ``[batch, H, D]``; among equals the lower channel first."""
         return self.scores().sort(dim=-1, descending=True, stable=True).indices.int()
-
-    def map_rows(self, index: Tensor) -> None:
-        """Rows become those of ``index``."""
-        if self.q is not None:
-            self.q, self.k = take_rows(self.q, index), take_rows(self.k, index)
-
-    def copy(self) -> ChannelStats:
-        """A copy with tensors of its own."""
-        new = ChannelStats(self.importance)
-        new.__dict__.update(self.__dict__)
-        if self.q is not None:
-            new.q, new.k = self.q.clone(), self.k.clone()
-        return new
 
 
 @dataclass(frozen=True)
@@ -238,7 +234,7 @@ def calibrate(model, inputs: Iterable[Tensor], importance: str = "max") -> Label
             model(ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
             for index, layer in enumerate(cache.layers):
                 if isinstance(layer, SparseLayer):
-                    _merge(held, index, layer.policy.stats)
+                    _merge(held, index, layer.policy.labels.stats)
     finally:
         model.set_attn_implementation(before)
     if not held:

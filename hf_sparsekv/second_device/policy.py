@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,11 +19,12 @@ from ..kv.store import LayerStore
 from ..ops._dispatch import use_triton
 from ..ops.topk_select import token_select
 from ..policies.base import Policy
+from ..policies.label_index import label_bytes
 from ..policies.memory import Memory, Request
 from ..policies.packed import Packed
-from ..policies.predictive import PredictivePolicy, copied_bytes, queries_bytes, room_for
+from ..policies.plan import Plan, planned
+from ..policies.predictive import PredictivePolicy, copied_bytes, queries_bytes, room_for, selects
 from ..policies.shared import Labelled
-from ..policies.two_level import label_bytes
 from ..predictor.channels import LabelChannels
 from ..predictor.query import QueryPredictor
 from ..telemetry.stats import PackStats
@@ -66,7 +68,7 @@ class TwinPolicy(PredictivePolicy):
         token_select(scores, None, budget, store.block_size, out=self.ids[..., :budget], scratch=scratch)
 
 
-class SecondDevicePolicy(PredictivePolicy):
+class SecondDevicePolicy(Policy):
     """A layer's share on the device that attends; :attr:`twin` is the one on the device that chooses.
 
     Chosen tokens are kept together here twice. A step attends to one of the two while the other is being written; they
@@ -76,25 +78,29 @@ class SecondDevicePolicy(PredictivePolicy):
     know all sealed blocks: their tokens have left the ring.
     """
 
+    HOST: ClassVar = {
+        "late": 0,  # layer calls that used an older selection
+        "at": 0,  # the pack in use
+        "known": None,  # sealed blocks that the selection in use has chosen among
+        "pending": None,  # the next one's end (an event, or None) and its sealed blocks
+    }
+    PARTS: ClassVar = ("twin", "packs")
+
+    config: PredictiveConfig
+    method = "predictive"
+    yields = False
     store_type = LeadingStore
 
     def __init__(self, config: PredictiveConfig, layer_idx: int, channels: LabelChannels | None, rank: Rank) -> None:
+        super().__init__(config, layer_idx, False)
         self.twin = TwinPolicy(config, layer_idx, channels, rank)
         self.rank = rank
         self.packs: list[Packed] = []
-        super().__init__(config, layer_idx, False)
-        self.fine = False  # labels are made there
-        self.all_of = 0  # what is not chosen and brought here has to be read there
+        self.bundle = config.layers_per_pack
 
     def reset(self) -> None:
-        super().reset()
-        self.twin.reset()
-        self.late = self.at = 0  # layer calls that used an older selection; the pack in use
-        self.known: int | None = None  # sealed blocks that the selection in use has chosen among
-        self.pending: tuple[torch.cuda.Event | None, int] | None = None  # the next one's end, and its sealed blocks
         with self.rank.settled():
-            for packed in self.packs:
-                packed.counters.zero_()
+            super().reset()
 
     @lasting
     def start(self, store: LeadingStore, q_heads: int) -> None:
@@ -102,8 +108,7 @@ class SecondDevicePolicy(PredictivePolicy):
             raise ValueError(
                 "a cache rank on a second device does not hold latents (MLA): take cache_rank='stream' or 'host'"
             )
-        Policy.start(self, store, q_heads)
-        self._key_dim = store.key_dim
+        super().start(store, q_heads)
         with self.rank.entered(store.device):
             self.twin.start(store.follow(self.rank), q_heads)
             shape = (store.batch, store.heads, room_for(self.config), store.key_dim + store.value_dim)
@@ -116,10 +121,7 @@ class SecondDevicePolicy(PredictivePolicy):
 
     @property
     def _calibrating(self) -> bool:
-        return self.twin._calibrating
-
-    def below_crossover(self, store: LeadingStore) -> bool:
-        return False  # what is attended to densely lies on the other device
+        return self.twin.labels.calibrating
 
     # ------------------------------------------------------------------ a step
 
@@ -141,10 +143,11 @@ class SecondDevicePolicy(PredictivePolicy):
         if q is k:
             self.chosen, self.pending = False, None
 
-    def mode(self, store: LeadingStore):
-        if self._calibrating or self._allocates(store) or self.rank.device.type != store.device.type:
-            return None
-        return self._attends(store), self.looks_ahead(store), self.at
+    def plan(self, store: LeadingStore) -> Plan:
+        # What is attended to densely is on the other device: that is never as quick, whatever the length.
+        ahead = not self._calibrating and selects(self.config, store, 0)  # what is not brought here is read there
+        captured = self.rank.device.type == store.device.type and not (self._calibrating or self._allocates(store))
+        return planned("chosen" if ahead and self.chosen else "dense", ahead, pack=self.at, captured=captured)
 
     def _allocates(self, store: LeadingStore) -> bool:
         """Choosing takes memory there that would be somebody else's by the next replay: a graph has none there."""
@@ -156,16 +159,17 @@ class SecondDevicePolicy(PredictivePolicy):
 
         return self.twin.queries.held.shape[1] > MANY * store.heads
 
-    def prepare(self, store: LeadingStore) -> None:
+    def prepare(self, store: LeadingStore) -> Plan:
         self._take(store, strict=True)
         if self.twin.queries.end > store.length:
             with self.rank.entered(store.device):
                 self.twin.queries.rewind(store.length)
         self.twin.memory(store.twin)  # not while a step is being captured
         self.rank.join(store.device)
+        return self.plan(store)
 
-    def attend(self, q: Tensor, store: LeadingStore, spec: AttentionSpec) -> Tensor:
-        if self._attends(store) != "chosen":
+    def attend(self, q: Tensor, store: LeadingStore, plan: Plan, spec: AttentionSpec) -> Tensor:
+        if plan.dense:
             return store.attend(q, None, "all", spec)
         if not store.fixed:
             self._take(store, self.config.strict)
@@ -184,9 +188,7 @@ class SecondDevicePolicy(PredictivePolicy):
             event.wait(torch.cuda.current_stream(store.device))
         self.at, self.known, self.pending = 1 - self.at, known, None
 
-    notes = False  # queries go with keys and values
-
-    def look_ahead(self, q: Tensor, store: LeadingStore, again: bool = False) -> None:
+    def look_ahead(self, q: Tensor, store: LeadingStore, plan: Plan, again: bool = False) -> None:
         twin, used = store.twin, () if store.new is None else (q, *store.new)
         forked, entered = self.rank.forked, self.rank.entered
         with forked(store.device, self.layer_idx) if store.fixed else entered(store.device, *used):
@@ -195,7 +197,7 @@ class SecondDevicePolicy(PredictivePolicy):
                 self._follow(q, store)
                 if not store.fixed:
                     twin.seal_due(self.twin)
-                self._choose(store, again)
+                self._choose(store, plan, again)
             finally:
                 twin.fixed = False
         if again:
@@ -215,9 +217,9 @@ class SecondDevicePolicy(PredictivePolicy):
             self.twin.queries.push(q, valid, twin.clock.held(twin.device))
         twin.append(k, v, valid)
 
-    def _choose(self, store: LeadingStore, again: bool) -> None:
+    def _choose(self, store: LeadingStore, plan: Plan, again: bool) -> None:
         twin = store.twin
-        if not self.looks_ahead(store):
+        if not plan.ahead:
             self.chosen, self.pending, self.known = False, None, None
             return
         if self.pending is not None and self.pending[1] == twin.sealed and not self.config.strict:
@@ -238,17 +240,15 @@ class SecondDevicePolicy(PredictivePolicy):
         else:
             store.count_index(self.twin._index_bytes(twin))
 
-    def replayed(self, store: LeadingStore, looked: bool) -> None:
+    def replayed(self, store: LeadingStore, plan: Plan) -> None:
         store.twin.length, self.twin.queries.end = store.length, store.length
-        if looked:
+        if plan.ahead:
             self.chosen, self.known = True, store.sealed
             store.count_index(self.twin._index_bytes(store.twin))
-        elif not self.looks_ahead(store):
-            self.chosen = False
 
     # ------------------------------------------------------------------ numbers
 
-    def packing(self) -> PackStats | None:
+    def measured(self) -> PackStats | None:
         if not self.packs:
             return None
         with self.rank.settled():
@@ -266,21 +266,13 @@ class SecondDevicePolicy(PredictivePolicy):
 
     # ------------------------------------------------------------------ capture
 
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        return (*self.twin.addresses, *(a for packed in self.packs for a in packed.addresses))
-
-    def save(self) -> dict:
+    def snapshot(self) -> dict:
         with self.rank.settled():
-            ids = self.twin.ids.clone()
-        return {"host": (self.chosen, self.at, self.known, self.pending, self.late), "ids": ids}
-
-    def restore_host(self, saved: dict) -> None:
-        self.chosen, self.at, self.known, self.pending, self.late = saved["host"]
+            return super().snapshot()
 
     def restore_device(self, saved: dict) -> None:
         with self.rank.on_stream():
-            self.twin.ids.copy_(saved["ids"])
+            super().restore_device(saved)
         if self.packs:
             self.rank.join(self.packs[0].kv.device)  # a graph's work there is behind this device's, not behind that
 
@@ -294,26 +286,18 @@ class SecondDevicePolicy(PredictivePolicy):
                 for packed in self.packs:
                     packed.forget()
 
-    @lasting
     def map_rows(self, index: Tensor) -> None:
         with self.rank.entered(index.device, index):
-            there = index.to(self.rank.device)
-            self.twin.map_rows(there)
-            for packed in self.packs:
-                packed.map_rows(there)
+            super().map_rows(index.to(self.rank.device))
         self.rank.join(index.device)
 
-    @lasting
     def copy(self) -> SecondDevicePolicy:
-        new = Policy.copy(self)
         if not self.packs:
-            new.twin = self.twin.copy()
-            return new
+            return super().copy()
         home = self.packs[0].kv.device
         self.rank.join(home)  # what is being chosen is copied when it is there
         with self.rank.entered(home):
-            new.twin = self.twin.copy()
-            new.packs = [packed.copy() for packed in self.packs]
+            new = super().copy()
         self.rank.join(home)
         return new
 

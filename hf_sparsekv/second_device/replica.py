@@ -288,9 +288,10 @@ class LeadingStore(LayerStore):
                 new.twin = self.twin.copy(FollowedLength(clock, self.device, self.rank))
         return new
 
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        return (*super().addresses, *(() if self.twin is None else self.twin.addresses))
+    def add_addresses(self, found: list[int]) -> None:
+        super().add_addresses(found)
+        if self.twin is not None:
+            self.twin.add_addresses(found)
 
     @property
     def second_bytes(self) -> int:

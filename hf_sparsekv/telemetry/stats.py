@@ -290,8 +290,9 @@ def collect(layers: list[SparseLayer], frames: FramePools | None = None) -> Cach
         down += counters.total_from_host * store.token_bytes
     held = allocated(layers, frames)
     total = [store.counters for store in stores]
-    walks = tuple(w for w in (layer.policy.walks() for layer in layers) if w is not None)
-    packs = [p for p in (layer.policy.packing() for layer in layers) if p is not None]
+    measured = [layer.policy.measured() for layer in layers]
+    walks = tuple(m for m in measured if isinstance(m, WalkStats))
+    packs = [m for m in measured if isinstance(m, PackStats)]
     needed = fetched["needed"] + sum(p.needed for p in packs)
     found = fetched["found"] + sum(p.needed - p.copied for p in packs)
     return CacheStats(

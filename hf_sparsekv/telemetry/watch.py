@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..kv.lasting import lasting
+from ..kv.state import Held, State
 
 if TYPE_CHECKING:
     from ..kv.store import LayerStore
@@ -33,12 +34,19 @@ class BlockMap:
     length: int
 
 
-class BlockWatch:
-    """Marks at a fixed address, which a captured step writes, too."""
+class BlockWatch(State):
+    """Marks at a fixed address, which a captured step writes, too.
+
+    Attributes:
+        marks: bool ``[batch, H, blocks + 1]``, the last one for ids that name no block.
+        told: the policy marks blocks at all.
+    """
+
+    TENSORS: ClassVar = {"marks": Held(rows=None)}
 
     def __init__(self) -> None:
-        self.marks: Tensor | None = None  # bool [batch, H, blocks + 1], the last one for ids that name no block
-        self.told = False  # the policy marks blocks at all
+        super().__init__()
+        self.told = False
 
     @lasting
     def fit(self, store: LayerStore) -> None:
@@ -65,8 +73,8 @@ class BlockWatch:
         """The same for tokens, ``ids [batch, H, n]``: the blocks that hold them."""
         self.mark(torch.where(ids >= 0, ids // block_size, -1))
 
-    def clear(self) -> None:
-        """The cache was reset: no step has attended to anything."""
+    def reset(self) -> None:
+        """No step has attended to anything."""
         if self.marks is not None:
             self.marks.zero_()  # in place, and `told` stays: a captured step marks without being asked again
 
@@ -78,10 +86,9 @@ class BlockWatch:
             return torch.full((store.sealed,), float("nan"))
         return self.marks[..., : min(store.sealed, self.marks.shape[-1] - 1)].float().mean((0, 1)).cpu()
 
-    @property
-    def address(self) -> int:
-        """Changes when the marks have moved."""
-        return 0 if self.marks is None else self.marks.data_ptr()
+    def copy(self) -> BlockWatch:
+        """The copy of a cache has attended to nothing."""
+        return BlockWatch()
 
 
 def collect_blocks(layers: list[SparseLayer]) -> BlockMap | None:

@@ -22,7 +22,7 @@ from ..ops.seal import quantise_labels
 from ..ops.sparse_decode import sparse_decode
 from ..ops.token_score import token_score
 from ..ops.topk_select import block_select, token_select
-from ..policies.two_level import default_channels
+from ..policies.label_index import default_channels
 
 MODELS = {
     "qwen3-8b": {"q_heads": 32, "heads": 8, "dim": 128, "value_dim": None},

@@ -136,7 +136,7 @@ def test_selects_what_a_cache_selects():
         net(ids, past_key_values=cache)
         for layer in cache.sparse_layers:
             own = layer.policy.attend
-            layer.policy.attend = lambda q, store, spec, own=own, layer=layer: (check(layer, q), own(q, store, spec))[1]
+            layer.policy.attend = lambda q, *rest, own=own, layer=layer: (check(layer, q), own(q, *rest))[1]
         for token in range(40):
             net(torch.tensor([[token + 5]]), past_key_values=cache)
     assert checked == 80

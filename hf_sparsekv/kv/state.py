@@ -1,0 +1,229 @@
+"""State that outlives a step, declared once: captures, trial runs, beams, copies, files and sizes follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .lasting import lasting, take_rows
+
+
+class Held(NamedTuple):
+    """How a :class:`State` keeps one of its tensors.
+
+    Args:
+        rows: the dimension of the batch's rows, which beams and ``batch_select_indices()`` reorder; None: it has none.
+        captured: a captured graph knows its address.
+        trial: a step reads what the step before has written, so a trial run has to put it back.
+        shared: copies share it, because it is only ever replaced, never written in place; else they clone it.
+        dropped: ``reset()`` forgets it; else it keeps its memory, and ``start()`` sees to its contents.
+        counted: :attr:`State.nbytes` counts it.
+        file: its name in files of saved caches. None: what a loaded cache begins with does as well.
+        when: the host value that says whether it holds anything. Only then it is saved; loading sets it.
+    """
+
+    rows: int | None = 0
+    captured: bool = True
+    trial: bool = False
+    shared: bool = False
+    dropped: bool = False
+    counted: bool = False
+    file: str | None = None
+    when: str | None = None
+
+
+def _getter(names: tuple[str, ...]) -> Callable[[object], tuple]:
+    """Gives the values of these attributes, as quickly as can be."""
+    get = attrgetter(*names)
+    return get if len(names) > 1 else lambda state: (get(state),)
+
+
+class State:
+    """An object whose attributes are declared, those of its base classes included.
+
+    Attributes:
+        TENSORS: tensors, each of which may be None.
+        HOST: host values that a step changes, and what they begin with.
+        PARTS: attributes that are states themselves, lists of such, or None.
+        OWN: host values and parts that copies begin without, because they belong to one cache's device memory.
+    """
+
+    TENSORS: ClassVar[dict[str, Held]] = {}
+    HOST: ClassVar[dict[str, Any]] = {}
+    PARTS: ClassVar[tuple[str, ...]] = ()
+    OWN: ClassVar[tuple[str, ...]] = ()
+    _captured: ClassVar = staticmethod(lambda state: ())  # the tensors whose addresses graphs know
+    _held: ClassVar = staticmethod(lambda state: ())  # the parts
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        bases = [base for base in cls.__bases__ if issubclass(base, State)]
+        for name in ("TENSORS", "HOST"):
+            merged = {key: value for base in (*bases, cls) for key, value in getattr(base, name).items()}
+            setattr(cls, name, merged)
+        for name in ("PARTS", "OWN"):
+            setattr(cls, name, tuple(dict.fromkeys(key for base in (*bases, cls) for key in getattr(base, name))))
+        captured = tuple(name for name, held in cls.TENSORS.items() if held.captured)
+        for name, of in (("_captured", captured), ("_held", cls.PARTS)):
+            if of:
+                setattr(cls, name, staticmethod(_getter(of)))
+
+    def __init__(self) -> None:
+        for name in (*self.TENSORS, *self.PARTS):
+            setattr(self, name, None)
+        for name, value in self.HOST.items():
+            setattr(self, name, value)
+
+    def _parts(self) -> Iterator[tuple[str, list[State]]]:
+        for name in self.PARTS:
+            part = getattr(self, name)
+            if part is not None:
+                yield name, part if isinstance(part, list) else [part]
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor, Held]]:
+        for name, held in self.TENSORS.items():
+            tensor = getattr(self, name)
+            if tensor is not None:
+                yield name, tensor, held
+
+    def reset(self) -> None:
+        """Forget everything that came from tokens."""
+        for name, value in self.HOST.items():
+            setattr(self, name, value)
+        for name, held in self.TENSORS.items():
+            if held.dropped:
+                setattr(self, name, None)
+        for _, parts in self._parts():
+            for part in parts:
+                part.reset()
+
+    # ------------------------------------------------------------------ capture
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Changes when a tensor that a captured step uses has moved."""
+        found: list[int] = []
+        self.add_addresses(found)
+        return tuple(found)
+
+    def add_addresses(self, found: list[int]) -> None:
+        """Append :attr:`addresses` to ``found``. Every replay asks every layer: no generators here."""
+        for tensor in self._captured(self):
+            found.append(0 if tensor is None else tensor.data_ptr())
+        for part in self._held(self):
+            if part is None:
+                continue
+            if type(part) is list:
+                for one in part:
+                    one.add_addresses(found)
+            else:
+                part.add_addresses(found)
+
+    def snapshot(self) -> dict:
+        """State that a trial step changes: tensors by value, host values as they are."""
+        return {
+            "host": {name: getattr(self, name) for name in self.HOST},
+            "tensors": {name: tensor.clone() for name, tensor, held in self._tensors() if held.trial},
+            "parts": {name: [part.snapshot() for part in parts] for name, parts in self._parts()},
+        }
+
+    def restore_host(self, saved: dict) -> None:
+        """Put back what :meth:`snapshot` kept, except the contents of tensors."""
+        for name, value in saved["host"].items():
+            setattr(self, name, value)
+        for part, held in self._saved_parts(saved):
+            part.restore_host(held)
+
+    def restore_device(self, saved: dict) -> None:
+        """Put back the contents of tensors."""
+        for name, value in saved["tensors"].items():
+            getattr(self, name).copy_(value)
+        for part, held in self._saved_parts(saved):
+            part.restore_device(held)
+
+    def _saved_parts(self, saved: dict) -> Iterator[tuple[State, dict]]:
+        for name, parts in self._parts():
+            yield from zip(parts, saved["parts"].get(name, ()))
+
+    # ------------------------------------------------------------------ rows and copies
+
+    @lasting
+    def map_rows(self, index: Tensor) -> None:
+        """Row ``i`` becomes what row ``index[i]`` was."""
+        for name, tensor, held in self._tensors():
+            if held.rows is None:
+                continue
+            if held.shared:
+                setattr(self, name, tensor.index_select(held.rows, index.to(tensor.device)))
+            else:
+                setattr(self, name, take_rows(tensor, index, held.rows))
+        for _, parts in self._parts():
+            for part in parts:
+                part.map_rows(index)
+
+    @lasting
+    def copy(self):
+        """An independent object in the same state."""
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        for name, tensor, held in self._tensors():
+            if not held.shared:
+                setattr(new, name, tensor.clone())
+        for name, parts in self._parts():
+            if name not in self.OWN:
+                copies = [part.copy() for part in parts]
+                setattr(new, name, copies if isinstance(getattr(self, name), list) else copies[0])
+        for name in self.OWN:
+            setattr(new, name, self.HOST.get(name))
+        return new
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device, as far as they are counted."""
+        own = sum(tensor.nbytes for _, tensor, held in self._tensors() if held.counted)
+        return own + sum(part.nbytes for _, parts in self._parts() for part in parts)
+
+    # ------------------------------------------------------------------ files
+
+    def undeclared(self) -> list[str]:
+        """Tensors that nothing above follows, because :attr:`TENSORS` does not name them."""
+        known = self.TENSORS.keys() | self.HOST.keys()
+        found = [name for name, value in vars(self).items() if isinstance(value, Tensor) and name not in known]
+        return found + [name for _, parts in self._parts() for part in parts for name in part.undeclared()]
+
+    def file_names(self) -> set[str]:
+        """Names that :meth:`from_file` knows."""
+        found = {held.file for held in self.TENSORS.values() if held.file}
+        return found.union(*(part.file_names() for _, parts in self._parts() for part in parts))
+
+    def to_file(self, length: int) -> dict[str, Tensor]:
+        """What a file of the saved cache, of ``length`` columns, holds of this, by its name there."""
+        found = {
+            held.file: tensor
+            for _, tensor, held in self._tensors()
+            if held.file and (held.when is None or getattr(self, held.when))
+        }
+        for _, parts in self._parts():
+            for part in parts:
+                found |= part.to_file(length)
+        return found
+
+    def from_file(self, found: dict[str, Tensor], device: torch.device, length: int) -> None:
+        """Take over what :meth:`to_file` gave. What no longer fits (another budget) is left out: nothing is chosen."""
+        for name, held in self.TENSORS.items():
+            if (value := found.get(held.file)) is None:
+                continue
+            mine = getattr(self, name)
+            if held.when is None and (mine is None or mine.shape != value.shape):
+                setattr(self, name, value.to(device))
+            elif mine is not None and mine.shape == value.shape:
+                mine.copy_(value)
+                if held.when is not None:
+                    setattr(self, held.when, True)
+        for _, parts in self._parts():
+            for part in parts:
+                part.from_file(found, device, length)

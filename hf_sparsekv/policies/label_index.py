@@ -1,0 +1,149 @@
+"""Labels of tokens: their keys in a few channels, by which whatever selects tokens scores them.
+
+Which channels is calibrated on a layer's first tokens, or read from a file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..config import PredictiveConfig, TwoLevelConfig
+from ..kv.state import Held, State
+from ..kv.store import LayerStore
+from ..ops.seal import Index, quantise_labels
+from ..ops.token_score import token_score
+from ..predictor.channels import ChannelStats, LabelChannels
+from .memory import LayerShape, Request
+
+
+class LabelIndex(State):
+    """Labels of the tokens in full blocks, in the pool's fields ``codes`` and, of 4 bits, ``qparams``.
+
+    Attributes:
+        channels: int32 ``[batch, H, r]``; None while they are being calibrated.
+        stats: what calibration has seen; None once there are channels.
+        r: channels of a label.
+
+    Raises:
+        ValueError: (:meth:`start`) the channel file, or ``label_channels``, does not fit the model.
+    """
+
+    TENSORS: ClassVar = {"channels": Held(dropped=True, file="channels")}
+    PARTS: ClassVar = ("stats",)
+
+    def __init__(self, config: TwoLevelConfig | PredictiveConfig, layer_idx: int, fixed: LabelChannels | None) -> None:
+        super().__init__()
+        self.config, self.layer_idx, self.fixed = config, layer_idx, fixed
+        self.reset()
+
+    def reset(self) -> None:
+        super().reset()
+        self.stats = ChannelStats(self.config.channel_importance)
+
+    def start(self, store: LayerStore) -> None:
+        """Claim the fields; take the channels of a file."""
+        pool, heads, dim = store.pool, store.heads, store.key_dim
+        self._key_dim = dim
+        r = self.r = self.config.label_channels or default_channels(dim)
+        if r > dim:
+            raise ValueError(f"label_channels={r} exceeds the model's head dimension {dim}")
+        if "codes" not in pool.fields:
+            if self.config.label_bits == 4:
+                pool.add_field("codes", (heads, store.block_size, r // 2), torch.uint8)
+                pool.add_field("qparams", (heads, store.block_size, 2), torch.float16)
+            else:
+                pool.add_field("codes", (heads, store.block_size, r), store.dtype)
+        if self.fixed is not None:
+            if self.layer_idx >= len(self.fixed.ranking):
+                raise ValueError(
+                    f"the channel file has {len(self.fixed.ranking)} layers, none for layer {self.layer_idx}: "
+                    "calibrate this model with `hf-sparsekv calibrate`"
+                )
+            ranking = self.fixed.ranking[self.layer_idx].to(store.device)
+            if ranking.shape != (heads, dim):
+                raise ValueError(
+                    f"the channel file has {tuple(ranking.shape)} (KV heads, channels) in layer {self.layer_idx}, "
+                    f"the model {(heads, dim)}: with tensor parallelism leave channel_file out; otherwise calibrate "
+                    "this model with `hf-sparsekv calibrate`"
+                )
+            if bool((ranking < 0).any()):
+                raise ValueError(f"the channel file has no channels for layer {self.layer_idx}: calibrate again")
+            self.channels, self.stats = ranking[:, :r].expand(store.batch, -1, -1).contiguous(), None
+
+    # ------------------------------------------------------------------ calibration
+
+    @property
+    def calibrating(self) -> bool:
+        """There are no channels, hence no labels, yet."""
+        return self.channels is None
+
+    @property
+    def goes_on(self) -> bool:
+        """One more token does not end calibration, and changes no tensor's shape: such a step can be captured."""
+        return self.stats.tokens + 1 < self.config.calibration_tokens and not self.stats.keys_only
+
+    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None) -> bool:
+        """Calibrate on new tokens, see :meth:`.base.Policy.observe`. True if that has given the channels."""
+        if not self.calibrating:
+            return False
+        self.stats.update(q, k, valid)
+        if self.stats.tokens < self.config.calibration_tokens:
+            return False
+        self.channels, self.stats = self.stats.ranking()[..., : self.r].contiguous(), None
+        return True
+
+    # ------------------------------------------------------------------ labels
+
+    def index(self, kv: Tensor) -> dict[str, Tensor]:
+        """The fields of blocks ``kv [n, batch, H, block_size, Dk + Dv]``, none during calibration."""
+        if self.calibrating:
+            return {}
+        n, _, _, size, _ = kv.shape
+        at = self.channels.long()[None, :, :, None].expand(n, -1, -1, size, -1)
+        labels = kv[..., : self._key_dim].gather(-1, at)
+        if self.config.label_bits == 16:
+            return {"codes": labels}
+        codes, qparams = quantise_labels(labels)
+        return {"codes": codes, "qparams": qparams}
+
+    def sealing(self, store: LayerStore, index: Index) -> Index:
+        """``index`` with the place of these fields, for the kernel that seals one block."""
+        if self.calibrating:
+            return index
+        fields = store.pool.fields
+        return replace(index, channels=self.channels, codes=fields["codes"], qparams=fields.get("qparams"))
+
+    def scores(self, q: Tensor, store: LayerStore, blocks: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Scores of all tokens in full blocks, or in ``blocks``, for ``q [batch, Hq, Dk]``: ``[batch, H, n]``."""
+        fields, reduce = store.pool.fields, self.config.token_reduce
+        labels = fields["codes"], fields.get("qparams"), self.channels
+        return token_score(q, *labels, fields["flags"], store.table, blocks, reduce, out=out)
+
+    def nbytes_read(self, store: LayerStore, blocks: int) -> int:
+        """Bytes that scoring ``blocks`` blocks of each row and KV head reads."""
+        label = self.r // 2 + 4 if self.config.label_bits == 4 else self.r * store.dtype.itemsize
+        return store.batch * store.heads * blocks * store.block_size * label
+
+    # ------------------------------------------------------------------ files
+
+    def from_file(self, found: dict[str, Tensor], device: torch.device, length: int) -> None:
+        super().from_file(found, device, length)
+        if not self.calibrating:
+            self.stats = None
+
+
+def label_bytes(request: Request, layer: LayerShape) -> int:
+    """Bytes of a block's labels, all KV heads."""
+    config = request.config
+    channels = config.label_channels or default_channels(layer.query_dim)
+    code = channels // 2 + 4 if config.label_bits == 4 else channels * request.item
+    return layer.heads * config.block_size * code
+
+
+def default_channels(dim: int) -> int:
+    """Label channels of keys of ``dim`` channels: a quarter (AsyncTLS: 32 of 128), and 128 of an MLA row's 576."""
+    return min(128, max(2, dim // 8 * 2))

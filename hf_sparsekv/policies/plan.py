@@ -1,0 +1,39 @@
+"""What one decode step of a layer does, decided once, before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Equal plans launch the same kernels: a graph that was captured for one serves the other.
+
+    Args:
+        attends: ``"dense"`` (all tokens), ``"every"`` (a selection among all full blocks), ``"chosen"`` (what was
+            chosen before, or blocks that the step chooses), or what else a policy calls it.
+        ahead: the step prepares the next one (:meth:`.base.Policy.look_ahead`).
+        placed: chosen blocks or tokens are addressed by where they lie on the device.
+        learns: label channels are being calibrated.
+        pack: which of two buffers the step reads.
+        captured: the step can be captured.
+        crossover: it is dense because that is as quick as selecting; such a step's graph is that of any dense one.
+    """
+
+    attends: str = "dense"
+    ahead: bool = False
+    placed: bool = False
+    learns: bool = False
+    pack: int = 0
+    captured: bool = True
+    crossover: bool = field(default=False, compare=False)
+
+    @property
+    def dense(self) -> bool:
+        """The step attends to all tokens."""
+        return self.attends == "dense"
+
+
+planned = cache(Plan)  # the few plans that there are, made once: every layer asks in every step
+DENSE, CROSSOVER = planned(), planned(crossover=True)

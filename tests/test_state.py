@@ -1,0 +1,181 @@
+"""State that is declared once, and the smallest policy that keeps none."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+from captured import Imitation
+from models import build, model, prompt
+
+from hf_sparsekv import SparseCache
+from hf_sparsekv.config import SparseConfig
+from hf_sparsekv.kv.state import Held, State
+from hf_sparsekv.policies.base import Policy
+from hf_sparsekv.policies.selector import Selector
+
+
+class Inner(State):
+    TENSORS: ClassVar = {"limits": Held(rows=1, trial=True), "constant": Held(rows=None, shared=True)}
+    HOST: ClassVar = {"seen": 0}
+
+
+class Base(State):
+    TENSORS: ClassVar = {"ids": Held(trial=True, counted=True, file="chosen", when="chosen")}
+    HOST: ClassVar = {"chosen": False}
+    PARTS: ClassVar = ("inner",)
+
+
+class Outer(Base):
+    TENSORS: ClassVar = {
+        "scratch": Held(captured=False, dropped=True),
+        "replaced": Held(captured=False, shared=True, file="replaced"),
+    }
+    HOST: ClassVar = {"placed": False}
+    PARTS: ClassVar = ("packs", "absent")
+    OWN: ClassVar = ("placed", "packs")
+
+
+def outer() -> Outer:
+    state = Outer()
+    state.ids, state.scratch, state.replaced = torch.arange(6).view(3, 2), torch.ones(3), torch.arange(3.0)
+    state.inner, state.packs = Inner(), [Inner(), Inner()]
+    for part in (state.inner, *state.packs):
+        part.limits, part.constant = torch.arange(6).view(2, 3), torch.zeros(1)
+    return state
+
+
+def test_what_base_classes_declare_is_kept_too():
+    state = Outer()
+    assert set(state.TENSORS) == {"ids", "scratch", "replaced"} and state.PARTS == ("inner", "packs", "absent")
+    assert (state.ids, state.inner, state.chosen, state.placed) == (None, None, False, False)
+    assert set(Base.TENSORS) == {"ids"}, "a subclass adds nothing to its base"
+
+
+def test_a_trial_is_undone():
+    """Host values as they were, tensors by value; what a trial does not write is left alone."""
+    state = outer()
+    saved, where = state.snapshot(), state.addresses
+    state.chosen, state.inner.seen, state.packs[1].seen = True, 3, 4
+    state.ids.zero_()
+    state.packs[1].limits.zero_()
+    state.scratch.zero_()
+    state.restore_host(saved)
+    assert (state.chosen, state.inner.seen, state.packs[1].seen) == (False, 0, 0)
+    assert not state.ids.any(), "the device is not touched yet"
+    state.restore_device(saved)
+    assert state.ids.flatten().tolist() == state.packs[1].limits.flatten().tolist() == list(range(6))
+    assert not state.scratch.any()
+    assert state.addresses == where
+
+
+def test_addresses_are_those_that_graphs_know():
+    state = outer()
+    before = state.addresses
+    assert len(before) == 1 + 3 * 2
+    state.scratch = torch.ones(3)
+    assert state.addresses == before
+    seen = {before}
+    for one, name in ((state, "ids"), (state.inner, "limits"), (state.packs[1], "constant")):
+        setattr(one, name, getattr(one, name).clone())
+        seen.add(state.addresses)
+    assert len(seen) == 4
+    state.packs = None
+    assert len(state.addresses) == 3
+
+
+@pytest.mark.parametrize("index", [[2, 0, 1], [1, 1]])
+def test_rows(index):
+    """In place if there are as many, because a graph knows the address; what copies share is replaced instead."""
+    state, index = outer(), torch.tensor(index)
+    shared, where, constant = state.replaced, state.addresses, state.inner.constant
+    state.map_rows(index)
+    assert state.ids.tolist() == [[2 * i, 2 * i + 1] for i in index.tolist()]
+    assert state.packs[0].limits.tolist() == [index.tolist(), [i + 3 for i in index.tolist()]]
+    assert state.replaced.tolist() == index.tolist() and shared.tolist() == [0, 1, 2]
+    assert state.inner.constant is constant
+    assert (state.addresses == where) == (len(index) == 3)
+
+
+def test_a_copy_shares_what_is_never_written():
+    state = outer()
+    state.chosen = state.placed = True
+    new = state.copy()
+    assert new.replaced is state.replaced and new.inner.constant is state.inner.constant
+    assert new.ids is not state.ids and torch.equal(new.ids, state.ids)
+    assert new.inner is not state.inner and new.inner.limits is not state.inner.limits
+    assert (new.chosen, new.placed, new.packs) == (True, False, None), "a copy has no device pages yet"
+
+
+def test_reset_and_bytes():
+    state = outer()
+    assert state.nbytes == state.ids.nbytes
+    state.chosen, state.inner.seen = True, 2
+    state.reset()
+    assert (state.chosen, state.inner.seen, state.scratch) == (False, 0, None)
+    assert state.ids is not None
+
+
+def test_what_is_not_declared_is_named():
+    """Neither copies nor files would follow it; lists and host values are somebody else's business."""
+    state = outer()
+    assert state.undeclared() == []
+    state.more, state.packs[1].hidden, state.numbers = torch.zeros(1), torch.zeros(1), [1]
+    assert state.undeclared() == ["more", "hidden"]
+
+
+def test_files_hold_what_means_something():
+    state, cpu = outer(), torch.device("cpu")
+    assert set(state.to_file(10)) == {"replaced"} < state.file_names() == {"replaced", "chosen"}
+    state.chosen = True
+    found = state.to_file(10)
+    assert set(found) == {"replaced", "chosen"}
+    other = outer()
+    other.ids, other.replaced = torch.zeros(3, 2, dtype=torch.long), None
+    where = other.addresses
+    other.from_file(found, cpu, 10)
+    assert other.chosen and torch.equal(other.ids, state.ids) and torch.equal(other.replaced, state.replaced)
+    assert other.addresses == where
+    other = outer()
+    other.ids = torch.zeros(3, 4, dtype=torch.long)  # another budget
+    other.from_file(found, cpu, 10)
+    assert not other.chosen and not other.ids.any()
+
+
+# ---------------------------------------------------------------------- the smallest policy
+
+
+class First(Selector):
+    """The first full block, the sinks and the recent window."""
+
+    granularity = "block"
+
+    def select(self, q, store, spec):
+        return torch.zeros(store.batch, store.heads, 1, dtype=torch.int32, device=q.device)
+
+
+class FirstCache(SparseCache):
+    def __init__(self) -> None:
+        super().__init__(SparseConfig(block_size=16, window=16, max_draft=4, dense_layers=1))
+
+    def _policy_type(self, config: SparseConfig) -> type[Policy]:
+        return First
+
+
+def test_a_policy_of_one_method():
+    """It is captured, watched and counted, and its rows follow beams."""
+    found, fast = [], build("llama", "sparsekv")
+    runner = Imitation(fast)
+    runner.install()
+    for net in (model("llama"), fast):
+        cache = FirstCache()
+        cache.watch_blocks()
+        out = net.generate(**prompt(2, 90, (0, 5)), past_key_values=cache, do_sample=False, max_new_tokens=30)
+        share, stats = cache.chosen_blocks().share, cache.stats()
+        assert share[1].tolist() == [1.0] + [0.0] * (share.shape[1] - 1)
+        assert (share[0] == 1).all()
+        assert stats.sparse_calls == stats.dense_calls == 29
+        found.append((out, stats.attended_tokens))
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+    assert (runner.captures, runner.replays) == (1, 29)
