@@ -107,6 +107,8 @@ class PredictivePolicy(Policy):
         if self.queries is None or not self.queries.fits(batch, q_heads, dim, store.dtype, store.device):
             self.queries = QueryRing(batch, q_heads, self.predictor.slots, dim, store.dtype, store.device)
         self.queries.clear()
+        if self.packed is not None and any(len(t) != batch for t in (self.packed.kv, self.packed.held)):
+            self.packed = None  # a change of rows stopped half-way
         if self.packed is not None:
             self.packed.forget()
 
