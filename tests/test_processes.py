@@ -59,7 +59,7 @@ def in_child(work) -> None:
     assert code == 0, said or f"the child ended with {code}"
 
 
-@pytest.mark.parametrize("kind", ["host", "progressive-driven", "predictive-host"])
+@pytest.mark.parametrize("kind", ["host", "progressive-host", "predictive-host"])
 def test_a_forked_child_goes_on(kind):
     """It uses, copies, empties and refills what it inherited, and its parent sees nothing of that."""
     cache = CACHES[kind](**TIGHT)
