@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from os import PathLike
@@ -17,6 +18,7 @@ from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
 )
 
 from .attention.exact import AttentionSpec
@@ -34,6 +36,11 @@ from .policies.shared import Shared
 from .predictor.channels import check_config, check_layers
 from .telemetry.stats import CacheStats, allocated, collect
 from .telemetry.watch import BlockMap, BlockWatch, collect_blocks
+
+_HALF_WAY = (
+    "this cache is incomplete: an earlier forward pass stopped between or inside linear-attention layers. Call reset() "
+    "and prefill again"
+)
 
 
 class SparseCache(Cache):
@@ -79,6 +86,10 @@ class SparseCache(Cache):
         self.model_config = None
         self._record_past = self._warned = self._watched = False
         self._columns: tuple[Tensor | None, Tensor | None] = (None, None)
+        self._linear = False  # the model has linear-attention layers, whose states do not tell how many tokens they saw
+        # Of such a model, by layer: forward passes that have come to it, and those that have stored a recurrent state.
+        self._passes: Counter[int] = Counter()
+        self._states: Counter[int] = Counter()
         if model_config is not None:
             self.bind(model_config)
 
@@ -113,7 +124,6 @@ class SparseCache(Cache):
                 "cross-attention cache is not supported)"
             )
         self.shared.check_model(model_config.get_text_config(decoder=True))
-        self.model_config = model_config
         stock = DynamicCache(config=model_config).layers
         if any(isinstance(layer, DynamicIndexedLayer) for layer in stock):
             self.update_indexer()
@@ -128,7 +138,10 @@ class SparseCache(Cache):
                 f"linear attention only): {type(self).__name__} has nothing to make sparse",
                 stacklevel=3,
             )
+        # Both at the end: after an interrupt in between the next call binds anew.
         self.layers = stock
+        self._linear = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in stock)
+        self.model_config = model_config
 
     def use_rings(self) -> None:
         """Replace filled sliding layers of transformers' own by ones that a captured step can use."""
@@ -173,6 +186,7 @@ class SparseCache(Cache):
         layer = self.layers[layer_idx]
         if layer is next((other for other in self.layers if isinstance(other, CacheLayerMixin)), None):
             self._check_complete()
+        self._check_passes(layer_idx)
         return layer.update(key_states, value_states, *args, **kwargs)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -193,6 +207,24 @@ class SparseCache(Cache):
                 f"this cache is incomplete: its layers hold {sorted(lengths)} tokens, because an earlier forward pass "
                 "stopped half-way. Call reset() and prefill again"
             )
+
+    def _check_passes(self, layer_idx: int) -> None:
+        """When a forward pass begins, with this layer, earlier ones have come to all layers, and to their end there.
+
+        For linear-attention layers, which change their states in place and without telling how many tokens are in them.
+        """
+        passes, states = self._passes, self._states
+        if not passes or layer_idx > min(passes):
+            return
+        kinds = getattr(self.model_config.get_text_config(decoder=True), "layer_types", None) or []
+        linear = [i for i, layer in enumerate(self.layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
+        named = {i for i in linear if kinds[i : i + 1] == ["linear_attention"]}  # others may be layers without a state
+        counted = {passes[layer.index] for layer in self.sparse_layers}
+        counted |= {passes[i] for i in linear if passes[i] or i in named}
+        # Kernels that store the state themselves in single steps do so in all layers.
+        ended = {states[i] == passes[i] for i in linear if states[i]}
+        if len(counted) > 1 or len(ended) > 1:
+            raise RuntimeError(_HALF_WAY)
 
     def attend(self, module, step: Step, query: Tensor, mask: Tensor | None, spec: AttentionSpec, dropout: float):
         """Called by the attention function with a handle's step.
@@ -239,7 +271,9 @@ class SparseCache(Cache):
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args, **kwargs) -> Tensor:
         """As ``Cache.update_recurrent_state``, for layers of other kinds."""
         self._need_config()
-        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+        state = super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+        self._states[layer_idx] += 1
+        return state
 
     def update_indexer(self, *args, **kwargs) -> Tensor:
         raise ValueError(
@@ -248,10 +282,31 @@ class SparseCache(Cache):
             f"Leave past_key_values out; {type(self).__name__} serves MLA models without an indexer"
         )
 
-    def has_previous_state(self, layer_idx: int | None = None, *args, **kwargs) -> bool:
-        """As ``Cache.has_previous_state``, for layers of other kinds."""
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """As ``Cache.has_previous_state``, for layers of other kinds.
+
+        Their first question in a forward pass, and the only one in all of transformers' models.
+
+        Raises:
+            RuntimeError: an earlier forward pass stopped half-way.
+        """
         self._need_config()
-        return super().has_previous_state(layer_idx, *args, **kwargs)
+        known = super().has_previous_state(layer_idx, state_idx)
+        if layer_idx is not None and not state_idx:
+            self._check_passes(layer_idx)
+            if not self._passes[layer_idx] and max(self._passes.values(), default=0) > 1:
+                raise RuntimeError(_HALF_WAY)  # the first one did not come here
+            self.passed(layer_idx)
+        return known
+
+    def passed(self, layer_idx: int) -> None:
+        """A forward pass has come to this layer: of ours, it has stored its tokens."""
+        if self._linear:
+            self._passes[layer_idx] += 1
+
+    def take_passes(self, other: SparseCache) -> None:
+        """The layers of ``other`` have been copied into this cache, so its forward passes are this one's."""
+        self._passes, self._states = other._passes.copy(), other._states.copy()
 
     def _need_config(self) -> None:
         if self.model_config is None:
@@ -265,9 +320,43 @@ class SparseCache(Cache):
         self._record_past = True
         super().activate_past_recording()
 
+    @contextmanager
+    def _in_all(self, what: str) -> Iterator[None]:
+        """What is inside changes all layers, and may stop half-way: they count as incomplete until it is done."""
+        layers = self.sparse_layers
+        before = [layer.broken for layer in layers]
+        for layer in layers:
+            layer.broken = layer.broken or f"{what} stopped half-way"
+        yield
+        for layer, broken in zip(layers, before):
+            layer.broken = broken
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens, as ``Cache.crop``."""
+        with self._in_all("crop()"):
+            super().crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row ``i`` becomes what row ``beam_idx[i]`` was, as ``Cache.reorder_cache``."""
+        with self._in_all("reorder_cache()"):
+            super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row becomes ``repeats`` rows, as ``Cache.batch_repeat_interleave``."""
+        with self._in_all("batch_repeat_interleave()"):
+            super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows ``indices``, as ``Cache.batch_select_indices``."""
+        with self._in_all("batch_select_indices()"):
+            super().batch_select_indices(indices)
+
     def reset(self) -> None:
         """Forget all tokens, keep the memory."""
+        for layer in self.sparse_layers:
+            layer.broken = "reset() stopped half-way"  # until all is done
         self._columns = (None, None)
+        self.resume()
         if self.model_config is not None:
             # transformers 5.17 zeroes its own layers but keeps their length: take fresh ones.
             fresh = DynamicCache(config=self.model_config).layers
@@ -275,10 +364,14 @@ class SparseCache(Cache):
             if self._record_past:
                 super().activate_past_recording()
         for layer in self.sparse_layers:
-            layer.reset()
+            layer.empty()
         self.lanes.release()
         if self.frames is not None:
             self.frames.reset()
+        self._passes.clear()
+        self._states.clear()
+        for layer in self.sparse_layers:
+            layer.broken = None
 
     @contextmanager
     def trial(self) -> Iterator[None]:
@@ -288,6 +381,12 @@ class SparseCache(Cache):
                 stack.enter_context(self.frames.paused())
             stack.enter_context(self.shared.trial())
             yield
+
+    def resume(self) -> None:
+        """End a :meth:`trial` whose own end was interrupted."""
+        if self.frames is not None:
+            self.frames.resume()
+        self.shared.resume()
 
     # ------------------------------------------------------------------ what people ask
 

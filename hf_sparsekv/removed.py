@@ -47,13 +47,6 @@ REMOVED: dict[str, dict[str, Removed]] = {
             stored=True,
         ),
     },
-    "Settings": {  # of hf_sparsekv.tuning.transfer
-        "backend": Removed(
-            "leave it out. Blocks are copied by the kernel, as with backend='uva', ten times as quickly as by the copy "
-            "engine (backend='dma')",
-            ("uva",),
-        ),
-    },
 }
 
 

@@ -225,6 +225,13 @@ def test_calibrate_device_without_a_gpu(monkeypatch):
         assert "write for example 32x8" in error("calibrate-device", "--heads", heads, status=2)
 
 
+@pytest.mark.parametrize("option", ["--transfer", "--no-transfer", "--crossover", "--no-crossover"])
+def test_calibrate_device_refuses_options_that_are_gone(option):
+    message = error("calibrate-device", option, "--dry-run", status=2)
+    assert f"{option} is gone: " in message and "the crossover is all that is measured" in message
+    assert option not in run("calibrate-device", "--help").stdout
+
+
 def test_calibrate_device_writes_the_table(monkeypatch, empty_table):
     """Everything but the measurement."""
     monkeypatch.setattr(command.loading, "pick_device", lambda name: torch.device("cuda"))
@@ -233,18 +240,18 @@ def test_calibrate_device_writes_the_table(monkeypatch, empty_table):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Made-up GPU")
-    out = run("calibrate-device", "--no-transfer", "--dry-run")
+    out = run("calibrate-device", "--dry-run")
     assert "two_level: dense up to so many tokens a row" in out.stdout
     assert "token_only: gains nothing with the length" in out.stdout
     assert not empty_table.exists()
-    assert run("calibrate-device", "--no-transfer").stdout.splitlines()[-1] == str(empty_table)
+    assert run("calibrate-device").stdout.splitlines()[-1] == str(empty_table)
     entry = json.loads(empty_table.read_text())["devices"]["Made-up GPU"]
     assert (entry["heads"], entry["dim"], entry["dtype"]) == ("32x8", 128, "bfloat16")
     assert entry["versions"] and entry["date"] and len(entry["timings_us"]) == len(command.GRID)
     expected = crossover.fit(made_up(), WIDTH)["two_level"].tokens(2, WIDTH)
     assert limit("Made-up GPU", monkeypatch, "two_level", batch=2) == expected > 0
     monkeypatch.setattr(command, "measure", lambda *args, **kwargs: made_up()[:2])
-    assert "two batches and two lengths" in error("calibrate-device", "--no-transfer")
+    assert "two batches and two lengths" in error("calibrate-device")
 
 
 def test_what_is_measured(monkeypatch):
@@ -275,4 +282,4 @@ def test_what_is_measured(monkeypatch):
 @pytest.mark.gpu
 def test_calibrate_device_on_a_gpu(empty_table, monkeypatch):
     monkeypatch.setattr(command, "GRID", (*command.GRID[:3], (1, 65536)))
-    assert "two_level:lag: dense up to" in run("calibrate-device", "--no-transfer", "--dry-run").stdout
+    assert "two_level:lag: dense up to" in run("calibrate-device", "--dry-run").stdout

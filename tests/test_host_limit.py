@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 
 import psutil
 import pytest
@@ -23,6 +24,7 @@ def machine(tmp_path, monkeypatch):
 
     def make(total, files=None, present=None, vmstat=""):
         monkeypatch.setattr(host_limit, "_ROOT", tmp_path)
+        monkeypatch.setattr(host_limit, "_budgets", weakref.WeakSet())  # of other tests' caches nothing is known
         monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"total": total << 30}))
         files = {**(files or {}), "proc/vmstat": vmstat}
         if present:
@@ -95,6 +97,33 @@ def test_the_default_limit_is_looked_up_at_each_growth(machine):
     budget.take(9 << 30)
     assert budget.used == 9 << 30
     assert HostBudget(OffloadConfig(max_host_bytes=5)).limit == 5
+
+
+def test_the_default_limit_is_one_of_all_caches(machine):
+    """Each alone would promise the same 80 % of the machine; one with a limit of its own has that."""
+    machine(10)
+    one, other, own = HostBudget(OffloadConfig()), HostBudget(OffloadConfig()), limited(3 << 30)
+    one.take(5 << 30)
+    message = (
+        r"needs 4\.00 GiB of host memory, the limit is 8\.00 GiB .*, of which other caches of this process hold 5\.00"
+    )
+    with pytest.raises(MemoryError, match=message + r" GiB: drop caches that are done, shorten the context"):
+        other.take(4 << 30)
+    assert other.used == 0
+    other.take(2 << 30)
+    with pytest.raises(MemoryError, match=r"needs 4\.00 GiB of host memory, the limit is 3\.00 GiB: shorten"):
+        own.take(4 << 30)
+    own.take(3 << 30)
+    one.give(5 << 30)
+    other.take(1 << 30)
+    with pytest.raises(MemoryError, match=r"other caches of this process hold 3\.00 GiB"):
+        other.take(3 << 30)
+    del own
+    other.take(3 << 30)
+
+
+def limited(size: int) -> HostBudget:
+    return HostBudget(OffloadConfig(max_host_bytes=size))
 
 
 def test_small_sizes_are_told_in_units_that_show_them():

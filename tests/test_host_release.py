@@ -123,7 +123,8 @@ def test_exit_of_the_interpreter():
         import atexit, threading
         import torch
         from hf_sparsekv import OffloadConfig
-        from hf_sparsekv.offload import host_pool, pool
+        from hf_sparsekv.kv import pool
+        from hf_sparsekv.offload import host_pool
         from hf_sparsekv.offload.host_limit import HostBudget
 
         class Fake:

@@ -50,7 +50,7 @@ class Gather:
         sources = torch.randperm(most, generator=torch.Generator().manual_seed(0))[:total]
         self.copies = torch.stack((sources, torch.arange(total)), dim=1).int().to(device)
         self.frames = torch.empty(total, BLOCK, 2 * DIM, dtype=host.dtype, device=device)
-        self.config = replace(config(self.kv, self.frames, self.copies), programs=programs)
+        self.config = replace(config(self.kv, self.frames), programs=programs)
         self.each, self.total = (torch.tensor([n], dtype=torch.int32, device=device) for n in (each, total))
 
     def part(self, at: int) -> None:

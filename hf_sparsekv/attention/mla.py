@@ -92,11 +92,13 @@ def absorb(module: nn.Module) -> bool:
 def restore(module: nn.Module) -> None:
     """Undo :func:`absorb`."""
     if absorbs(module):
-        own = module.__dict__.pop(_OWN)
-        del module.expand_kv
-        if own is not None:
+        own = module.__dict__.get(_OWN)
+        if own is None:
+            del module.expand_kv
+        else:
             module.expand_kv = own
-    module.__dict__.pop(_HELD, None)
+    for name in (_OWN, _HELD):
+        module.__dict__.pop(name, None)
 
 
 def absorb_mla(model: nn.Module) -> list[nn.Module]:

@@ -6,7 +6,6 @@ import datetime
 import gc
 import re
 import time
-from dataclasses import asdict
 from enum import Enum
 from typing import Annotated
 
@@ -16,9 +15,8 @@ from rich.table import Table
 
 from ..config import TwoLevelConfig
 from ..ops._dispatch import has_triton
-from ..tuning import crossover, transfer
+from ..tuning import crossover
 from ..tuning.crossover import Timing
-from ..tuning.link import link_name
 from . import loading
 from .output import CommandError, messages, note, results
 
@@ -40,26 +38,41 @@ class Precision(str, Enum):
     float32 = "float32"
 
 
+_WHY = "Block copies have the same settings on every GPU, so the crossover is all that is measured"
+# Options that earlier releases had, and what to do instead.
+_GONE = {
+    "--transfer": f"leave it out. {_WHY}",
+    "--no-transfer": f"leave it out. {_WHY}",
+    "--crossover": f"leave it out. {_WHY}",
+    "--no-crossover": f"there is nothing else to run. {_WHY}",
+}
+
+
+def _refuse(option: typer.CallbackParam, value: bool | None) -> None:
+    """Refuse an option that is gone."""
+    if value is not None:
+        name = (option.opts if value else option.secondary_opts)[0]
+        raise typer.BadParameter(f"{name} is gone: {_GONE[name]}")
+
+
 def calibrate_device(
     device: Annotated[str, typer.Option(help="The GPU to measure.")] = "auto",
     heads: Annotated[str, typer.Option(help="Query and KV heads of a layer.", metavar="QUERYxKV")] = "32x8",
     dim: Annotated[int, typer.Option(min=16, help="Head dimension.")] = 128,
     dtype: Annotated[Precision, typer.Option(help="Precision of keys and values.")] = Precision.bfloat16,
-    with_transfer: Annotated[
-        bool, typer.Option("--transfer/--no-transfer", help="Measure block copies over the link.")
-    ] = True,
-    with_crossover: Annotated[
-        bool, typer.Option("--crossover/--no-crossover", help="Measure when dense attention is as quick.")
-    ] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing.")] = False,
+    with_transfer: Annotated[
+        bool | None, typer.Option("--transfer/--no-transfer", hidden=True, callback=_refuse)
+    ] = None,
+    with_crossover: Annotated[
+        bool | None, typer.Option("--crossover/--no-crossover", hidden=True, callback=_refuse)
+    ] = None,
 ) -> None:
-    """Measure this GPU: how its link is best used, and up to which length dense attention is as quick as selecting."""
+    """Measure this GPU: up to which length dense attention is as quick as selecting."""
     match = re.fullmatch(r"(\d+)x(\d+)", heads)
     q_heads, kv_heads = (int(n) for n in match.groups()) if match else (0, 0)
     if not kv_heads or q_heads % kv_heads or not q_heads:
         raise typer.BadParameter(f"--heads {heads}: write for example 32x8, query heads a multiple of KV heads")
-    if not (with_transfer or with_crossover):
-        raise typer.BadParameter("--no-transfer --no-crossover leave nothing to measure")
     where = loading.pick_device(device)
     if where.type != "cuda":
         raise CommandError("calibrate-device measures a GPU; `hf-sparsekv doctor` shows what there is")
@@ -67,10 +80,7 @@ def calibrate_device(
         raise CommandError("the kernels need Triton: pip install 'hf-sparsekv[gpu]'")
     with torch.cuda.device(where):
         here = torch.device("cuda", torch.cuda.current_device())
-        if with_transfer:  # first, and written at once: it takes seconds
-            _transfer(here, dry_run)
-        if with_crossover:
-            _crossover(here, q_heads, kv_heads, dim, getattr(torch, dtype.value), dry_run)
+        _crossover(here, q_heads, kv_heads, dim, getattr(torch, dtype.value), dry_run)
     if dry_run:
         note("dry run: nothing is written")
 
@@ -80,37 +90,6 @@ def _origin() -> dict:
     from ..results import versions
 
     return {"versions": versions(), "date": datetime.date.today().isoformat()}
-
-
-def _transfer(device: torch.device, dry_run: bool) -> None:
-    """Measure, show and keep how blocks are copied."""
-    name, link = torch.cuda.get_device_name(), link_name(device)
-    with messages.status("measuring") as status:
-        try:
-            found = measure_transfer(device, status.update)
-        except torch.OutOfMemoryError:
-            raise CommandError("block copies need 0.7 GB of GPU memory to be measured: --no-transfer") from None
-        finally:
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-    chosen = transfer.choose(found.points)
-    _show_transfer(f"{name}, {link}", found, chosen)
-    if dry_run:
-        return
-    about = {
-        **_origin(),
-        "limit_gbps": found.limit,
-        "points": [asdict(point) for point in found.points],
-    }
-    results.print(str(transfer.save(name, link, chosen, about)), markup=False)
-
-
-def measure_transfer(device: torch.device, progress=lambda text: None):
-    """Rates of block copies, and what they cost a step; see :mod:`hf_sparsekv.tuning.block_copies`."""
-    from ..tuning.block_copies import measure  # needs Triton
-
-    return measure(device, progress)
 
 
 def _crossover(device: torch.device, q_heads: int, heads: int, dim: int, dtype: torch.dtype, dry_run: bool) -> None:
@@ -180,24 +159,6 @@ def _times(shape, device: torch.device, coarse: bool) -> dict[str, float]:
     layers = [Layer(shape, device, seed) for seed in range(sets)]
     side = torch.cuda.Stream() if device.type == "cuda" else None
     return {name: captured(run, sets, replays=REPLAYS).median for name, run in steps(layers, side, coarse).items()}
-
-
-def _show_transfer(where: str, found, chosen: transfer.Settings) -> None:
-    """A table of rates and slow-downs, and what was chosen, in words."""
-    results.print(f"{where}: scattered blocks from pinned memory, and a chain of kernels beside them", markup=False)
-    table = Table(box=None, pad_edge=False)
-    for title in ("blocks", "programs", "warps", "GB/s", "slow-down", ""):
-        table.add_column(title, justify="right")
-    for p in found.points:
-        programs = chosen.programs_small if p.small else chosen.programs
-        mark = "chosen" if (p.programs, p.warps) == (programs, chosen.warps) else ""
-        slowdown = "" if p.slowdown is None else f"{p.slowdown:.1%}"
-        table.add_row("4 KB" if p.small else "32 KB", str(p.programs), str(p.warps), f"{p.gbps:.1f}", slowdown, mark)
-    results.print(table)
-    results.print(
-        f"one large copy: {found.limit:.1f} GB/s\nchosen: {chosen}",
-        markup=False,
-    )
 
 
 def _show(name: str, timings: list[Timing], rules: dict, width: int) -> None:

@@ -16,7 +16,6 @@ from ..attention.interface import NAME
 from ..kv.pool import host_memory_limit
 from ..ops._dispatch import has_triton
 from ..tuning.link import link_name
-from ..tuning.transfer import lookup
 from .output import messages, results, size
 
 _PACKAGES = ("hf-sparsekv", "torch", "transformers", "triton", "accelerate", "liger-kernel")
@@ -70,19 +69,12 @@ def _gpus() -> list[tuple[str, str]]:
         if index < len(details):
             driver, now, most, width = details[index]
             rows.append(("", f"driver {driver}, PCIe {now} of {most}, width {width}"))
-        rows.append(("", _copies(p.name, link_name(index))))
+        rows.append(("", f"link {link_name(index)}"))
         try:
             rows.append(("", f"pinned host to device: {_bandwidth(index) / 1e9:.1f} GB/s"))
         except RuntimeError as error:  # out of memory, or pinning is not allowed here
             rows.append(("", f"pinned host to device: not measured ({str(error).splitlines()[0]})"))
     return rows
-
-
-def _copies(name: str, link: str) -> str:
-    """The link as block copies know it, and what they do there."""
-    known = lookup(name, link)
-    source = {"default": "not measured, see `hf-sparsekv calibrate-device`"}.get(known.source, known.source)
-    return f"link {link}; block copies: {known.settings} ({source})"
 
 
 def _nvidia_smi() -> list[list[str]]:

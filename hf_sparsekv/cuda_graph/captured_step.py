@@ -26,11 +26,15 @@ def gathered_experts(model: torch.nn.Module) -> Iterator[None]:
     if changed == held:
         yield
         return
-    model.set_experts_implementation(changed)
     try:
+        model.set_experts_implementation(changed)
         yield
     finally:
-        model.set_experts_implementation(held)
+        try:
+            model.set_experts_implementation(held)
+        except BaseException:  # Ctrl-C, here of all places: once more, or the model stays changed
+            model.set_experts_implementation(held)
+            raise
 
 
 class Replay:
@@ -104,11 +108,16 @@ class Saved:
         self.layer = layer
         self.states = [(state, state.snapshot()) for state in (layer.store, layer.policy)]
 
-    def put_back_host(self) -> None:
-        """What the host knows becomes what it was."""
-        self.layer.pending = self.layer.broken = None
+    def put_back_host(self, broken: str | None = None) -> None:
+        """What the host knows becomes what it was.
+
+        ``broken``: what the layer is to say until all the rest is put back, too.
+        """
+        self.layer.broken = broken
         for state, saved in self.states:
             state.restore_host(saved)
+        self.layer.pending = self.layer.replay = None
+        self.layer.store.fixed = False
 
     def put_back_device(self) -> None:
         """What lies on the device becomes what it was."""

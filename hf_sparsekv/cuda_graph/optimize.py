@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..attention.masks import MaskWatch
-from ..attention.mla import absorb_mla, restore
+from ..attention.mla import absorb, absorbs, is_mla, restore
 from ..cache import SparseCache
 from ..fusion.fuse import Fusion, fuse, tensor_parallel, why_not
 from ..layers.sliding import SlidingRing
@@ -29,6 +29,7 @@ from ..policies.plan import Plan
 from .captured_step import CapturedStep, Replay, Saved, gathered_experts
 
 _STATIC = ("input_ids", "position_ids", "attention_mask", "past_key_values")
+_changing = threading.RLock()  # one thread at a time changes models
 _MAX_GRAPHS = 8  # per cache: plans x shapes that alternate; the oldest goes first
 
 Sides = tuple[torch.cuda.Stream, torch.cuda.Stream]  # beside a step: of its priority, behind it
@@ -69,19 +70,22 @@ class StepRunner:
 
         forward._sparsekv_runner = self
         self.model.forward = forward
-        self.absorbed = absorb_mla(self.model)
+        self.absorbed = [module for module in self.model.modules() if is_mla(module) and not absorbs(module)]
+        for module in self.absorbed:
+            absorb(module)
 
     def remove(self) -> None:
-        if self.had_own:
-            self.model.forward = self.original
-        else:
-            del self.model.forward
         self.graphs.clear()
         for module in self.absorbed:
             restore(module)
         if self.fusion is not None:
             self.fusion.undo()
             self.fusion = None
+        # At the end: if an interrupt comes before, a second call finds the runner and does the rest.
+        if self.had_own:
+            self.model.forward = self.original
+        else:
+            self.model.__dict__.pop("forward", None)
 
     # ------------------------------------------------------------------ a call
 
@@ -215,20 +219,26 @@ class StepRunner:
                 step.valid.fill_(True)
             else:
                 step.valid.copy_(mask[:, -1:])
-        step.graph.replay()
-        self.replays += 1
-        if watch is not None:
-            watch.look(mask)
         try:
+            # From the replay on the device is a step ahead of what the host keeps. Set beforehand: an interrupt that
+            # comes during the replay is raised behind it, and a second one may come while the first is handled.
+            for layer in layers:
+                layer.broken = "stopped after a captured step"
+            step.graph.replay()
+            self.replays += 1
+            if watch is not None:
+                watch.look(mask)
             for layer, query, plan in zip(layers, step.queries, plans):
                 layer.query = query
                 layer.advance(plan)
-        except BaseException as error:  # the device is a step ahead of what the host keeps
+            for ring in rings:
+                ring.advance()
+            for layer in layers:
+                layer.broken = None
+        except BaseException as error:
             for layer in layers:
                 layer.broken = f"{type(error).__name__} after a captured step"
             raise
-        for ring in rings:
-            ring.advance()
         return type(step.output)(**{**step.output, "past_key_values": cache})
 
     @staticmethod
@@ -311,10 +321,15 @@ class StepRunner:
                 queries = [layer.query for layer in layers]
         finally:
             for state in saved:
-                state.put_back_host()
+                state.put_back_host("stopped while a trial step was taken back")
+            cache.resume()
+            for state in saved:
                 state.put_back_device()
             for ring, valid_before in zip(rings, saved_rings):
                 ring.ring_valid.copy_(valid_before)
+                ring.replay = None
+            for layer in layers:
+                layer.broken = None
         return CapturedStep(graph, ids, positions, valid, output, queries)
 
     def _streams(self, device: torch.device) -> tuple[torch.cuda.Stream, Sides]:
@@ -369,25 +384,31 @@ def optimize(model: torch.nn.Module, fused: bool | None = None) -> torch.nn.Modu
             f"optimize() needs attn_implementation='sparsekv', the model has {model.config._attn_implementation!r}: "
             "call model.set_attn_implementation('sparsekv') first"
         )
-    if runner_of(model) is not None:
+    with _changing:
+        if runner_of(model) is not None:
+            return model
+        runner = StepRunner(model)
+        try:
+            if fused is not False:
+                reason = why_not(model)
+                if reason is None:
+                    runner.fusion = fuse(model)
+                elif fused:
+                    raise ValueError(f"fused=True is not possible: {reason}")
+            runner.install()
+        except BaseException:
+            runner.remove()
+            raise
         return model
-    runner = StepRunner(model)
-    if fused is not False:
-        reason = why_not(model)
-        if reason is None:
-            runner.fusion = fuse(model)
-        elif fused:
-            raise ValueError(f"fused=True is not possible: {reason}")
-    runner.install()
-    return model
 
 
 def unoptimize(model: torch.nn.Module) -> torch.nn.Module:
     """Undo :func:`optimize`."""
-    runner = runner_of(model)
-    if runner is not None:
-        runner.remove()
-    return model
+    with _changing:
+        runner = runner_of(model)
+        if runner is not None:
+            runner.remove()
+        return model
 
 
 def runner_of(model: torch.nn.Module) -> StepRunner | None:

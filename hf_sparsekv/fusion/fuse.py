@@ -205,12 +205,15 @@ class Fusion:
 
     def undo(self) -> None:
         """Give every module its class and its weights their own memory back. May be called again."""
-        while self._modules:
-            module = self._modules.pop()
-            state: State = module.__dict__.pop("_fused")
+        for module in reversed(self._modules):
+            state: State | None = module.__dict__.get("_fused")
+            if state is None:
+                continue  # noted twice, or stopped before it was changed
             module.__class__ = state.original
             if state.joined is not None:
                 state.joined.part(module)
+            del module._fused  # at the end, or a second call after an interrupt would leave this one half undone
+        self._modules.clear()
 
 
 def _activation(mlp: nn.Module) -> str | None:
@@ -244,13 +247,26 @@ def fuse(model: nn.Module, linears: bool = True, small_batch: bool = True) -> Fu
     if why_not(model):
         return None
     fusion = Fusion({}, [])
+    try:
+        _fuse(model, linears, small_batch, fusion)
+    except BaseException:  # an interrupt, or no memory for the joined weights: all of it or nothing
+        fusion.undo()
+        raise
+    return fusion
+
+
+def _fuse(model: nn.Module, linears: bool, small_batch: bool, fusion: Fusion) -> None:
+    """Do what :func:`fuse` says, and note in ``fusion`` what is done, before each change."""
     counts, skipped = Counter(), Counter()
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
 
-    def give(module: nn.Module, kind: type, state: State) -> None:
-        module._fused = state
-        module.__class__ = _fused_class(type(module), kind)
+    def note(module: nn.Module, state: State) -> None:
         fusion._modules.append(module)
+        module._fused = state
+
+    def give(module: nn.Module, kind: type, state: State) -> None:
+        note(module, state)
+        module.__class__ = _fused_class(type(module), kind)
 
     for module, kind, arch in list(_found(model)):
         state = State(arch, type(module))
@@ -268,8 +284,9 @@ def fuse(model: nn.Module, linears: bool = True, small_batch: bool = True) -> Fu
             joined = JoinedLinear(names, small_linear if small_batch else F.linear)
             reason = _cannot_join(joined, module, uses)
             if reason is None:
-                joined.join(module)
                 state.joined = joined
+                note(module, state)
+                joined.join(module)
                 counts["qkv" if kind == "Attention" else "gate_up"] += 1
             else:
                 skipped[f"{kind}: {reason}"] += 1
@@ -291,7 +308,6 @@ def fuse(model: nn.Module, linears: bool = True, small_batch: bool = True) -> Fu
         torch.cuda.empty_cache()  # the old weights' memory; the next large tensor may not fit into its pieces
     fusion.counts = dict(counts)
     fusion.skipped = [f"{why} ({n} modules)" for why, n in skipped.items()]
-    return fusion
 
 
 def _chain(model: nn.Module) -> None:

@@ -35,6 +35,7 @@ class DeviceLength:
         if held is None:
             held = self._held[device] = [torch.empty(1, dtype=torch.int32, device=device), -1]
         if held[1] != value:
+            held[1] = -1  # nobody knows, should this be interrupted
             held[0].fill_(value)
             held[1] = value
         return held[0]

@@ -324,6 +324,9 @@ class LayerStore(Reading, Sealing, State):
 
     def fits(self, k: Tensor, v: Tensor, latent: bool = False) -> bool:
         """This store could have been made for ``k, v [batch, H, q, D]``."""
+        held = (self.slots, self.near_kv, self.near_valid, self.seen, self.counters.attended, self.counters.from_host)
+        if any(len(t) != self.batch for t in held):
+            return False  # a change of rows stopped half-way
         mine = (self.batch, self.heads, self.split, self.width - self.split, self.latent, self.dtype, self.device)
         return mine == (k.shape[0], k.shape[1], k.shape[3], v.shape[3], latent, k.dtype, k.device)
 

@@ -100,6 +100,7 @@ class PrefixCache(SparseCache):
             if n < key.shape[2]:
                 rest = None if valid is None else valid[:, n:]
                 other.fill(policy.last, key[:, :, n:], value[:, :, n:], rest)
+        cache.take_passes(self)
         return cache
 
     @torch.no_grad()
@@ -116,5 +117,6 @@ class PrefixCache(SparseCache):
 
     def _filled(self) -> None:
         self._check_complete()
+        self._check_passes(0)
         if not self.get_seq_length():
             raise ValueError("the prefix is empty: run the model over the context with it first")

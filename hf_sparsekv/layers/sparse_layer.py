@@ -292,6 +292,7 @@ class SparseLayer(Owned, CacheLayerMixin):
 
     def _committed(self, step: Step) -> None:
         step.committed = True
+        self.owner.passed(self.index)
         self.pending = None  # nothing may keep a prompt's keys and values alive
 
     @torch.no_grad()
@@ -373,8 +374,14 @@ class SparseLayer(Owned, CacheLayerMixin):
         """Nothing to do, see :meth:`offload`."""
 
     def reset(self) -> None:
-        self.broken = self.pending = None
+        self.empty()
+        self.broken = None
+
+    def empty(self) -> None:
+        """Forget all tokens, and what a step that was broken off has left."""
+        self.pending = self.replay = None
         if self.store is not None:
+            self.store.fixed = False
             self.store.reset()  # which waits for what is still being chosen, too
         self.policy.reset()
 

@@ -209,13 +209,17 @@ class DevicePool:
         whose block somebody still counts on. It must neither begin nor end inside a capture.
         """
         self.settle()
-        self.state.enabled.zero_()
-        self._paused = True
         try:
+            self.state.enabled.zero_()
+            self._paused = True
             yield
         finally:
-            self._paused = False
-            self.state.enabled.fill_(1)
+            self.resume()
+
+    def resume(self) -> None:
+        """Fetch from here on."""
+        self._paused = False
+        self.state.enabled.fill_(1)
 
     # ------------------------------------------------------------------ numbers
 

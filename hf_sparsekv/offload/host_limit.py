@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,19 @@ from ..config import OffloadConfig
 
 DEFAULT_SHARE = 0.8  # of the machine or container: the rest is for weights on their way, tokenizers, the page cache
 _ROOT = Path("/")
+_lock = (
+    threading.RLock()
+)  # of all budgets; memory may be returned in the middle of taking some, by a garbage collection
+
+
+def _unlock() -> None:
+    """In a forked child: the thread that held the lock is not there to let go of it."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock)
 
 
 def host_memory_limit() -> int:
@@ -74,8 +89,14 @@ def readable(n: float) -> str:
     return f"{n:.2f} GiB"
 
 
+_budgets: weakref.WeakSet[HostBudget] = weakref.WeakSet()  # of this process
+
+
 class HostBudget:
     """Host bytes that the layers of one cache may take together.
+
+    ``max_host_bytes`` is a limit of this cache. The default is one of the process: what its other caches hold counts,
+    too, because each alone would promise the same memory. Other processes are not known.
 
     Attributes:
         used: bytes committed by its pools, returned when their memory is.
@@ -86,7 +107,7 @@ class HostBudget:
         self.config = config
         self.used = 0
         self.pinning_failed = False
-        self._lock = threading.RLock()  # memory may be returned in the middle of taking some, by a garbage collection
+        _budgets.add(self)
 
     @property
     def limit(self) -> int:
@@ -98,22 +119,26 @@ class HostBudget:
 
     def check(self, size: int) -> None:
         """Raise ``MemoryError`` if ``size`` more bytes are too many."""
-        limit = self.limit
-        if self.used + size <= limit:
-            return
-        why = ""
+        limit, others, why = self.limit, 0, ""
         if self.config.max_host_bytes is None:
+            others = sum(other.used for other in list(_budgets) if other is not self)
             why = f" ({DEFAULT_SHARE:.0%} of what this machine or its container has)"
+        if self.used + size + others <= limit:
+            return
+        drop = ""
+        if others:
+            why += f", of which other caches of this process hold {readable(others)}"
+            drop = "drop caches that are done, "
         raise MemoryError(
             f"the offloaded KV cache needs {readable(self.used + size)} of host memory, the limit is {readable(limit)}"
-            f"{why}: shorten the context, lower the batch size, or raise OffloadConfig(max_host_bytes=...)"
+            f"{why}: {drop}shorten the context, lower the batch size, or raise OffloadConfig(max_host_bytes=...)"
         )
 
     def take(self, size: int) -> None:
-        with self._lock:
+        with _lock:
             self.check(size)
             self.used += size
 
     def give(self, size: int) -> None:
-        with self._lock:
+        with _lock:
             self.used -= size

@@ -107,8 +107,9 @@ _waiting: list[_Held] = []  # died while a graph was being captured
 
 def _release(held: _Held) -> None:
     """Give everything back. Runs when the last tensor over an arena dies, possibly inside a garbage collection."""
-    if held.pid != os.getpid():
-        return  # a forked child has other memory there: pinned ranges are not inherited
+    if held.pid != os.getpid() and held.registered:
+        held.budget.give(held.committed)
+        return  # a forked child may have other memory there: pinned ranges are not inherited
     if held.registered and cuda.capturing():
         _waiting.append(held)  # waiting for the device would spoil the capture
         return

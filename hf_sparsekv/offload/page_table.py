@@ -69,9 +69,17 @@ class FramePools:
                 if pool is not None:
                     stack.enter_context(pool.paused())
             for enabled in self._enabled.values():
-                enabled.zero_()
                 stack.callback(enabled.fill_, 1)
+                enabled.zero_()
             yield
+
+    def resume(self) -> None:
+        """End a pause whose own end was interrupted."""
+        for pool in self.pools.values():
+            if pool is not None:
+                pool.resume()
+        for enabled in self._enabled.values():
+            enabled.fill_(1)
 
     @lasting
     def enabled(self, device: torch.device) -> Tensor:

@@ -347,10 +347,7 @@ def _fill(layer: SparseLayer, record: Layer, file: Reader, prefix: str, device: 
         store._reserve(record.sealed)
         store.slots[:, : record.sealed] = slots[held["table"].long().to(device)]
     store.length, store.sealed, store.padded = record.length, record.sealed, record.padded
-    try:
-        policy.from_file(held, device, store.length)
-    except ValueError as error:
-        raise damaged(file.path, f"{error} in layer {layer.index} does not fit the rest") from None
+    policy.from_file(held, device, store.length)
     if record.stats_tokens is not None:
         policy.labels.stats.tokens = record.stats_tokens
 
@@ -393,6 +390,7 @@ def _refuse(file: Reader, index: int, fits: dict[str, bool]) -> None:
 
 def _sparse_fits(layer: SparseLayer, record: Layer, length: bool) -> dict[str, bool]:
     config, policy = layer.owner.config, layer.policy
+    labels, tokens, heads = policy.labels, record.stats_tokens, record.query_heads
     # A step seals what is older than window and drafts; crop() takes back what would leave the window short.
     old = record.length - config.window
     least, most = (max(0, n // config.block_size) for n in (old - config.max_draft, old))
@@ -402,7 +400,12 @@ def _sparse_fits(layer: SparseLayer, record: Layer, length: bool) -> dict[str, b
         "blocks": (record.blocks > 0) == (record.sealed > 0) and record.blocks <= record.batch * record.sealed,
         "index": record.blocks > 0 or not record.index,
         "policy": record.policy == type(policy).__name__,
-        **policy.file_fits(asdict(record)),
+        "channels": (record.channels is not None) == (labels is not None and tokens is None),
+        "stats_tokens": tokens is None or (labels is not None and tokens < config.calibration_tokens),
+        "query_heads": (heads is not None) == bool(tokens) and (heads or 0) % record.heads == 0,
+        "ring": (record.ring is not None) == ("queries" in policy.PARTS)
+        and (record.ring is None or record.ring[0] % record.heads == 0),
+        **{name: getattr(record, name) is None or name in policy.file_names() for name in ("previous", "chosen")},
     }
 
 
@@ -435,13 +438,18 @@ def _check_reserved(cache: SparseCache, file: Reader) -> None:
 def _check_tensors(layer: SparseLayer, record: Layer, held: dict[str, Tensor], file: Reader, prefix: str) -> None:
     """Nothing may point at what is not there: kernels would follow."""
     store, policy = layer.store, layer.policy
-    calibrates = record.stats_tokens is not None
+    labels = policy.labels
+    calibrates = labels is not None and record.channels is None
     index = {k: [dtype_name(v.dtype), list(v.shape[1:])] for k, v in _index(layer, calibrates).items()}
-    _refuse(file, layer.index, {"index": record.blocks == 0 or record.index == index})
-    # What a cache that has just begun would write is always there; beside it what the policy knows.
+    # What a cache that has just begun would write is always there; beside it what this policy knows.
     kept, always = held.keys() - _STORED, policy.to_file(0).keys()
-    _refuse(file, layer.index, {name: name in kept for name in sorted(always)})
-    _refuse(file, layer.index, {name: name in policy.file_names() for name in sorted(kept)})
+    fits = {
+        "index": record.blocks == 0 or record.index == index,
+        "channels": labels is None or calibrates or record.channels == labels.r,
+        **{name: name in kept for name in always},
+        **{name: name in policy.file_names() for name in kept - always},
+    }
+    _refuse(file, layer.index, fits)
     limits = {
         "table": (0, record.blocks),
         "previous": (-1, record.sealed),
@@ -454,6 +462,8 @@ def _check_tensors(layer: SparseLayer, record: Layer, held: dict[str, Tensor], f
             raise damaged(file.path, f"{name} in layer {layer.index} is out of range")
     flags = file.tensor(prefix + "flags") if record.blocks else None
     fits = {name: _distinct(held[name]) for name in ("channels", "previous", "chosen") if name in held}
+    if "channels" in held and labels is not None and labels.channels is not None:  # of a channel file
+        fits["channels"] &= torch.equal(held["channels"], labels.channels.cpu())
     if flags is not None:
         fits["table"] = _names_each_block(held["table"], record.blocks)
         if "part_fill" in record.index:

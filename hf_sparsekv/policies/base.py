@@ -95,20 +95,14 @@ class Policy(State):
         return Memory(blocks=request.blocks)
 
     @classmethod
-    def crossover(cls, config: SparseConfig, offloaded: bool) -> str | None:
-        """What the table of crossovers calls the selection."""
-        return cls.method
-
-    @classmethod
     def reserves(cls, config: SparseConfig, offloaded: bool) -> int:
         """Ids of a row and KV head that the configuration alone makes a layer keep."""
         return 0
 
-    def file_fits(self, about: dict) -> dict[str, bool]:
-        """By field: whether what a file says of a layer can be this policy's. No memory is taken for it yet."""
-        names = ("channels", "stats_tokens", "query_heads", "previous", "chosen", "ring")
-        fits = {name: about[name] is None for name in names}
-        return fits if self.labels is None else fits | self.labels.file_fits(about)
+    @classmethod
+    def crossover(cls, config: SparseConfig, offloaded: bool) -> str | None:
+        """What the table of crossovers calls the selection."""
+        return cls.method
 
     # ------------------------------------------------------------------ tokens
 

@@ -130,26 +130,7 @@ class LabelIndex(State):
 
     # ------------------------------------------------------------------ files
 
-    def file_fits(self, about: dict) -> dict[str, bool]:
-        """See :meth:`.base.Policy.file_fits`."""
-        tokens, heads = about["stats_tokens"], about["query_heads"]
-        return {
-            "channels": (about["channels"] is None) == (tokens is not None),
-            "stats_tokens": tokens is None or tokens < self.config.calibration_tokens,
-            "query_heads": (heads is not None) == bool(tokens) and (heads or 0) % about["heads"] == 0,
-        }
-
     def from_file(self, found: dict[str, Tensor], device: torch.device, length: int) -> None:
-        """Take over channels, or what calibration has seen.
-
-        Raises:
-            ValueError: the channels are as many as no label here has, or others than those of the channel file.
-        """
-        channels, fixed = found.get("channels"), self.channels
-        if channels is not None and channels.shape[2] != self.r:
-            raise ValueError("channels")
-        if channels is not None and fixed is not None and not torch.equal(channels, fixed.cpu()):
-            raise ValueError("channels")
         super().from_file(found, device, length)
         if not self.calibrating:
             self.stats = None

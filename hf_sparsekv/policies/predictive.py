@@ -80,6 +80,10 @@ class PredictivePolicy(Policy):
         return None if on_second_device(config) else cls.method
 
     @classmethod
+    def reserves(cls, config: PredictiveConfig, offloaded: bool) -> int:
+        return room_for(config)
+
+    @classmethod
     def needs(cls, request: Request) -> Memory:
         if on_second_device(request.config):
             return cls.second_device.needs(request)
@@ -92,14 +96,6 @@ class PredictivePolicy(Policy):
             memory.frames = copies
         return memory
 
-    @classmethod
-    def reserves(cls, config: PredictiveConfig, offloaded: bool) -> int:
-        return room_for(config)
-
-    def file_fits(self, about: dict) -> dict[str, bool]:
-        ring = about["ring"]
-        return super().file_fits(about) | {"chosen": True, "ring": ring is not None and ring[0] % about["heads"] == 0}
-
     @lasting
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
@@ -111,6 +107,8 @@ class PredictivePolicy(Policy):
         if self.queries is None or not self.queries.fits(batch, q_heads, dim, store.dtype, store.device):
             self.queries = QueryRing(batch, q_heads, self.predictor.slots, dim, store.dtype, store.device)
         self.queries.clear()
+        if self.packed is not None and any(len(t) != batch for t in (self.packed.kv, self.packed.held)):
+            self.packed = None  # a change of rows stopped half-way
         if self.packed is not None:
             self.packed.forget()
 

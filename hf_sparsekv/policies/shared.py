@@ -47,6 +47,9 @@ class Shared:
         """Inside, steps are tried out for a capture: nothing that they choose is brought anywhere."""
         yield
 
+    def resume(self) -> None:
+        """End a :meth:`trial` whose own end was interrupted."""
+
     def rejoin(self, stream: torch.cuda.Stream) -> None:
         """A captured step ends: what it has begun beyond this device is awaited by ``stream``."""
 

@@ -61,6 +61,10 @@ class TwoLevelPolicy(Policy):
         return method(config, offloaded)
 
     @classmethod
+    def reserves(cls, config: TwoLevelConfig, offloaded: bool) -> int:
+        return config.coarse_blocks if lags(config, offloaded) else 0
+
+    @classmethod
     def needs(cls, request: Request) -> Memory:
         config, memory = request.config, Memory(blocks=request.blocks)
         if config.level != "block":
@@ -70,13 +74,6 @@ class TwoLevelPolicy(Policy):
             if request.offload is not None and request.sealed > config.coarse_blocks:
                 memory.fetch(request, config.coarse_blocks, config.coarse_blocks)
         return memory
-
-    @classmethod
-    def reserves(cls, config: TwoLevelConfig, offloaded: bool) -> int:
-        return config.coarse_blocks if lags(config, offloaded) else 0
-
-    def file_fits(self, about: dict) -> dict[str, bool]:
-        return super().file_fits(about) | {"previous": about["previous"] is None or self.metadata is not None}
 
     @lasting
     def start(self, store: LayerStore, q_heads: int) -> None:

@@ -328,6 +328,9 @@ class SecondDevice(Labelled):
         with self.rank.paused():
             yield
 
+    def resume(self) -> None:
+        self.rank.resume()
+
     def rejoin(self, stream: torch.cuda.Stream) -> None:
         self.rank.rejoin(stream)
 

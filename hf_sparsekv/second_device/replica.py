@@ -93,13 +93,17 @@ class Rank:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, no chosen token is copied. What steps under way have chosen still is."""
-        with self.settled():
-            self.enabled.zero_()
         try:
+            with self.settled():
+                self.enabled.zero_()
             yield
         finally:
-            with self.on_stream():
-                self.enabled.fill_(1)
+            self.resume()
+
+    def resume(self) -> None:
+        """Chosen tokens are copied from here on."""
+        with self.on_stream():
+            self.enabled.fill_(1)
 
     def on_stream(self) -> AbstractContextManager:
         """What is inside is in the order of what is chosen there, which another stream of the device would not be."""

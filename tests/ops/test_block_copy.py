@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_sparsekv.ops.block_copy import block_copy as public
+from hf_sparsekv.ops.block_copy import config as defaults
+from hf_sparsekv.ops.block_copy import triton as copying
 from hf_sparsekv.ops.block_copy.config import Config
 from hf_sparsekv.ops.block_copy.reference import block_copy as reference
 from hf_sparsekv.ops.block_copy.triton import block_copy
@@ -110,3 +113,47 @@ def test_captured():
         expected = expect(kv, frames, copies, number)
         graph.replay()
         assert torch.equal(frames.cpu(), expected)
+
+
+@pytest.mark.parametrize(
+    "nbytes, devices, programs",
+    [
+        (16384, ("cpu", "cuda"), 16),
+        (16383, ("cpu", "cuda"), 32),
+        (16383, ("cuda", "cpu"), 32),
+        (16384, ("cuda", "cuda"), 1056),
+        (4096, ("cuda", "cuda"), 1056),
+    ],
+)
+def test_programs_and_warps(nbytes, devices, programs):
+    """More programs for small blocks, and many where both sides are on the device."""
+    with FakeTensorMode():  # no GPU is needed to have such tensors
+        kv = torch.empty(2, 1, 1, nbytes, dtype=torch.uint8, device=devices[0])
+        frames = torch.empty(2, 1, nbytes, dtype=torch.uint8, device=devices[1])
+        assert defaults.config(kv, frames) == Config(programs, 4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted only without a GPU")
+@pytest.mark.parametrize("tokens, programs", [(4, 3), (2, 5)], ids=["large", "small"])
+def test_what_is_launched(monkeypatch, tokens, programs):
+    """The default for the size of the blocks, or what is given."""
+    launched, kernel = [], copying.block_copy_kernel
+
+    class Kernel:
+        def __getitem__(self, grid):
+            def launch(*args, **options):
+                launched.append((*grid, options["num_warps"]))
+                return kernel[grid](*args, **options)
+
+            return launch
+
+    monkeypatch.setattr(copying, "block_copy_kernel", Kernel())
+    for name, value in (("SMALL", 128), ("PROGRAMS", 3), ("PROGRAMS_SMALL", 5), ("WARPS", 2)):
+        monkeypatch.setattr(defaults, name, value)
+    kv, frames = torch.randn(4, 2, tokens, 8), torch.zeros(8, tokens, 8)
+    copies = torch.arange(8, dtype=torch.int32)[:, None].expand(8, 2).contiguous()
+    number = torch.tensor([8], dtype=torch.int32)
+    block_copy(kv, frames, copies, number)
+    block_copy(kv, frames, copies, number, config=Config(4, 8))
+    assert launched == [(programs, 2), (4, 8)]
+    assert torch.equal(frames, kv.flatten(0, 1))

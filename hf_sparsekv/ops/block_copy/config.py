@@ -1,4 +1,4 @@
-"""How many programs copy blocks: what is known of the device and its link."""
+"""How many programs copy blocks, and of how many warps."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...tuning.transfer import settings
-
-SMALL = 16384  # bytes of a block, below which more programs share the link
+# A kernel reads pinned memory in place. Few programs fill the link, and each program more takes processors from the
+# decode step that runs beside it. The same numbers serve both GPUs that were measured, each on PCIe 5.0:
+# - H200: 16 programs bring 256 MiB within a captured step for 6 to 10 % of its time, 64 for 20 to 31 %, at the same 51
+#   GB/s. Small blocks need twice as many (rows of 4 KB: 46 GB/s). `python -m benchmarks offload prefetch`.
+# - H200, by how much a captured chain of linear layers takes longer beside the copies: 9.2 and 9.1 % with 16
+#   programs of 4 and of 8 warps, the best in two runs.
+# - H100, the same: 16 of 4 warps 9.4 % (alone 45.3 and 48.7 GB/s in two runs), 16 of 2 warps 9.3 to 10.2 % (48.4 to
+#   48.5 GB/s); small blocks, 32 of 4 warps 10.3 % (46.8 to 48.4 GB/s), the best being 64 or 32. All within the noise.
+PROGRAMS = 16
+PROGRAMS_SMALL = 32  # for blocks below SMALL
+SMALL = 16384  # bytes
+WARPS = 4
+PROGRAMS_ON_DEVICE = 1056  # the link is no limit
 
 
 @dataclass(frozen=True)
@@ -25,10 +35,9 @@ class Config:
     tile: int = 16384
 
 
-def config(kv: Tensor, frames: Tensor, copies: Tensor) -> Config:
-    """For copies of these blocks; over the link see :mod:`hf_sparsekv.tuning.transfer`."""
-    known = settings(copies.device)
+def config(kv: Tensor, frames: Tensor) -> Config:
+    """For copies of these blocks."""
     if kv.is_cuda and frames.is_cuda:
-        return Config(1056, known.warps)  # the link is no limit
+        return Config(PROGRAMS_ON_DEVICE, WARPS)
     small = frames.shape[1] * frames.shape[2] * frames.itemsize < SMALL
-    return Config(known.programs_small if small else known.programs, known.warps)
+    return Config(PROGRAMS_SMALL if small else PROGRAMS, WARPS)

@@ -38,7 +38,7 @@ def block_copy_kernel(p_kv, p_frames, p_copies, p_n_copies, RUN: tl.constexpr, B
 def block_copy(kv, frames, copies, n_copies, *, config=None):
     """As ``reference.block_copy``; ``kv`` and ``frames`` are pinned or on the device, ``copies`` are on the device.
 
-    Nothing waits, and it can be captured. ``config`` replaces what is known of the device and its link.
+    Nothing waits, and it can be captured. ``config`` replaces the default for blocks of this size.
     """
     if kv.dtype != frames.dtype or kv.shape[2:] != frames.shape[1:]:
         raise ValueError(
@@ -49,7 +49,7 @@ def block_copy(kv, frames, copies, n_copies, *, config=None):
     run = frames.shape[1] * frames.shape[2] * frames.itemsize
     if not run or not len(copies):
         return
-    config = config or default(kv, frames, copies)
+    config = config or default(kv, frames)
     size, word = next((size, word) for size, word in WORDS if run % size == 0)
     fixed = {"RUN": run // size, "BW": triton.next_power_of_2(min(run, config.tile) // size)}
     args = kv.view(-1).view(word), frames.view(-1).view(word), copies, n_copies

@@ -1,18 +1,14 @@
-"""What a GPU's link is, and what is chosen from measurements of it."""
+"""What a GPU's link is, and that doctor shows it."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from hf_sparsekv.tuning import transfer
+from hf_sparsekv.cli import doctor
 from hf_sparsekv.tuning.link import UNKNOWN, link_name
-from hf_sparsekv.tuning.transfer import Point, Settings
 
 GPU = torch.device("cuda", 0)
-
-
-# ---------------------------------------------------------------------- the link
 
 
 @pytest.fixture
@@ -66,34 +62,14 @@ def test_link_that_nobody_tells(sysfs, monkeypatch, tmp_path):
     assert link_name(GPU, tmp_path) == UNKNOWN
 
 
-# ---------------------------------------------------------------------- choosing
-
-
-def points(large: dict, small: dict | None = None, warps: int = 4) -> list[Point]:
-    """``{programs: (rate, slow-down)}``"""
-    small = large if small is None else small
-    return [Point(s, n, warps, *found) for s, sizes in ((False, large), (True, small)) for n, found in sizes.items()]
-
-
-def test_the_least_slow_down_near_the_best_rate():
-    large = {8: (46.0, None), 16: (50.8, 0.08), 32: (50.9, 0.06), 64: (51.0, 0.3)}
-    assert transfer.choose(points(large)) == Settings(32, 32, 4), "not the fewest: it costs less"
-    large[32] = (50.9, 0.075)
-    assert transfer.choose(points(large)).programs == 16, "as little within the noise: the fewest"
-    small = {16: (39.0, None), 32: (48.0, 0.1), 64: (48.5, 0.2)}
-    assert transfer.choose(points(large, small)) == Settings(16, 32, 4)
-
-
-def test_large_blocks_decide_the_warps():
-    many = {16: (50.0, 0.1), 32: (50.0, 0.1)}
-    few = {16: (45.0, 0.01), 32: (50.0, 0.05)}
-    found = points(many, {64: (50.0, 0.0)}, warps=4) + points(few, {16: (30.0, 0.0), 32: (30.0, 0.2)}, warps=2)
-    assert transfer.choose(found) == Settings(32, 16, 2)
-
-
-def test_what_was_not_measured():
-    for found in ([], points({16: (6.0, 0.0)}, {})):
-        with pytest.raises(ValueError, match="rates of large and of small blocks"):
-            transfer.choose(found)
-    with pytest.raises(ValueError, match="was not measured"):
-        transfer.choose(points({16: (6.0, 0.0), 32: (6.0, None)}))
+def test_doctor_shows_the_link(monkeypatch):
+    gpu = type("Properties", (), {"name": "Made-up GPU", "total_memory": 1 << 34, "major": 9, "minor": 0})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(doctor, "_nvidia_smi", lambda: [])
+    monkeypatch.setattr(doctor, "_bandwidth", lambda index: 48e9)
+    monkeypatch.setattr(doctor, "link_name", lambda index: ("PCIe 5.0 x16", UNKNOWN)[index])
+    rows = [value for _, value in doctor._gpus()]
+    assert rows[1::3] == ["link PCIe 5.0 x16", "link unknown"]
+    assert rows[2] == "pinned host to device: 48.0 GB/s"

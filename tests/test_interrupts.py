@@ -1,0 +1,281 @@
+"""Ctrl-C at any point of a forward pass: the cache goes on with the right tokens, or says that it is incomplete.
+
+The points are those where CPython raises for a pending signal, drawn at random with a fixed seed: thousands are passed
+in a few steps. A replay counts as one instruction, as on a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+
+import pytest
+import torch
+from caches import CACHES, TIGHT, two_level
+from captured import Imitation
+from interrupts import HOME, MODELING, TRANSFORMERS, Points, count
+from models import NEEDS_CONFIG, build, prompt
+
+from hf_sparsekv import optimize, unoptimize
+from hf_sparsekv.cuda_graph.captured_step import gathered_experts
+from hf_sparsekv.cuda_graph.optimize import runner_of
+from hf_sparsekv.fusion import layers as fused_layers
+
+IDS = prompt(2, 160)["input_ids"]
+START = 90  # where steps begin: channels are known soon, and a block is sealed within a few steps
+
+
+class Whole(Imitation):
+    """No interrupt is raised inside a replay."""
+
+    def _record(self, run, device, saved):
+        graph, output = super()._record(run, device, saved)
+        replay = graph.replay
+
+        def untraced():
+            tracer = sys.gettrace()
+            sys.settrace(None)
+            try:
+                replay()
+            finally:
+                sys.settrace(tracer)
+
+        graph.replay = untraced
+        return graph, output
+
+
+def state_of(net) -> tuple:
+    """What must not have changed about a model."""
+    modules = {
+        name: (sorted(module.__dict__), type(module), len(module._forward_hooks), len(module._forward_pre_hooks))
+        for name, module in net.named_modules()
+    }
+    return net.config._attn_implementation, net.get_experts_implementation(), modules
+
+
+class Runs:
+    """Runs of one model, whose caches are interrupted and then used."""
+
+    def __init__(self, name: str, kind: str, captured: bool) -> None:
+        self.net = build(name, "sparsekv")
+        if captured:
+            Whole(self.net).install()
+        self.make = lambda: CACHES[kind](self.net.config if name in NEEDS_CONFIG else None, **TIGHT)
+        self.control = self.make()
+        self.prefill(self.control)
+        self.start = copy.deepcopy(self.control)
+        self.logits = [self.step(self.control, at) for at in range(START, START + 20)]
+        self.state = state_of(self.net)
+        self.went_on: set[bool] = set()
+
+    def step(self, cache, at: int, n: int = 1):
+        with torch.no_grad():
+            return self.net(IDS[:, at : at + n], past_key_values=cache).logits.clone()
+
+    def prefill(self, cache) -> None:
+        """In two chunks."""
+        self.step(cache, 0, 70)
+        self.step(cache, 70, START - 70)
+
+    def steps(self, cache, n: int) -> None:
+        for at in range(START, START + n):
+            self.step(cache, at)
+
+    def right_or_refused(self, cache, steps: int = 3) -> bool:
+        """Go on where the cache says it is; False if it says that it is incomplete."""
+        length = cache.get_seq_length()
+        assert length in (0, 70) or length >= START
+        try:
+            if length < START:
+                self.step(cache, length, 70 - length) if length == 0 else None
+                self.step(cache, 70, START - 70)
+            for at in range(max(length, START), max(length, START) + steps):
+                assert torch.equal(self.step(cache, at), self.logits[at - START]), f"silently wrong after {length}"
+        except RuntimeError as error:
+            assert "incomplete" in str(error)
+            return False
+        return True
+
+    def interrupt(self, begin, work, points: list[int], code: tuple[str, ...], again: int = 0) -> None:
+        for at in points:
+            cache = begin()
+            with pytest.raises(KeyboardInterrupt), Points(at, again=again, code=code) as reached:
+                work(cache)
+                raise KeyboardInterrupt  # not every run passes as many points
+            where = reached.where
+            assert state_of(self.net) == self.state, where
+            try:
+                self.went_on.add(self.right_or_refused(cache))
+                cache.reset()
+                self.prefill(cache)
+                assert self.right_or_refused(cache)
+            except BaseException as error:
+                raise AssertionError(f"after an interrupt at point {at}, {where}") from error
+            pools = [] if cache.frames is None else [pool for pool in cache.frames.pools.values() if pool is not None]
+            assert all(bool(pool.state.enabled) and not pool._paused for pool in pools), where
+
+
+def some(total: int, n: int, seed: int = 0) -> list[int]:
+    return sorted(random.Random(seed).sample(range(1, total + 1), min(n, total)))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "captured"),
+    [
+        ("llama", "host", False),
+        ("llama", "predictive-second", True),
+        ("gemma3", "progressive-host", True),
+        ("qwen3-next", "host", False),
+    ],
+)
+def test_anywhere(name, kind, captured):
+    """In the package's code and in the model's: a linear-attention layer changes its states where no cache looks."""
+    runs, code = Runs(name, kind, captured), (HOME, MODELING)
+    total = count(lambda: runs.prefill(runs.make()), code)
+    runs.interrupt(runs.make, runs.prefill, some(total, 8), code)
+    total = count(lambda: runs.steps(copy.deepcopy(runs.start), 3), code)
+    runs.interrupt(lambda: copy.deepcopy(runs.start), lambda cache: runs.steps(cache, 3), some(total, 12), code)
+    assert runs.went_on == {True, False}, "some points lie between forward passes, some inside"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "again"),
+    [("llama", "host", 0), ("llama", "host", 2), ("gpt-oss", "host", 0), ("llama", "predictive-host", 0)],
+)
+def test_in_a_captured_step(name, kind, again):
+    """Where a step is captured, replayed and taken back: here the device is ahead of the host.
+
+    ``again``: the key is pressed a second time, so many points later. (With experts that is one time too many: nothing
+    is left to put their implementation back.)
+    """
+    runs, code = Runs(name, kind, True), (f"{HOME}/captured.py", f"{HOME}/graphs.py")
+    total = count(lambda: runs.steps(copy.deepcopy(runs.start), 2), code)
+    points = some(total, 14, seed=again)
+    runs.interrupt(lambda: copy.deepcopy(runs.start), lambda cache: runs.steps(cache, 2), points, code, again)
+
+
+def test_behind_a_replay():
+    """Where an interrupt is raised that came during the replay: the device has stored a token, the host has not."""
+    left = [5]
+
+    class Stops(Imitation):
+        def _record(self, run, device, saved):
+            graph, output = super()._record(run, device, saved)
+            replay = graph.replay
+
+            def stop():
+                replay()
+                left[0] -= 1
+                if not left[0]:
+                    raise KeyboardInterrupt
+
+            graph.replay = stop
+            return graph, output
+
+    net, cache = build("llama", "sparsekv"), two_level(**TIGHT)
+    Stops(net).install()
+    given = {"do_sample": False, "max_new_tokens": 20, "past_key_values": cache}
+    with pytest.raises(KeyboardInterrupt):
+        net.generate(IDS, **given)
+    with pytest.raises(RuntimeError, match=r"incomplete after an error \(KeyboardInterrupt after a captured step\)"):
+        net.generate(IDS, **given)
+    cache.reset()
+    control = build("llama", "sparsekv").generate(IDS, **{**given, "past_key_values": two_level(**TIGHT)})
+    assert torch.equal(net.generate(IDS, **given), control)
+
+
+CHANGES = {
+    "crop": lambda cache: cache.crop(-40),
+    "reorder_cache": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "batch_select_indices": lambda cache: cache.batch_select_indices(torch.tensor([1])),
+    "batch_repeat_interleave": lambda cache: cache.batch_repeat_interleave(2),
+    "reset": lambda cache: cache.reset(),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),  # a sliding layer past its window cannot be cropped
+    [("llama", change) for change in CHANGES] + [("gemma3", change) for change in CHANGES if change != "crop"],
+)
+def test_changes_of_all_layers(name, change):
+    """As it was, as it should be, or refused; never rows or lengths of both."""
+    net, ids, work = build(name, "sparsekv"), IDS[:, :61], CHANGES[change]
+    start = two_level(**TIGHT)
+
+    def logits(cache):
+        rows = cache.layers[0].batch_size if name == "llama" else cache.layers[1].batch_size
+        with torch.no_grad():
+            return net(ids[:1, 60:].expand(max(rows, 1), 1), past_key_values=cache).logits
+
+    with torch.no_grad():
+        net(ids[:, :60], past_key_values=start)
+    changed = copy.deepcopy(start)
+    total = count(lambda: work(changed), (HOME, *TRANSFORMERS))
+    allowed = [logits(copy.deepcopy(start)), logits(changed)]
+    refused = 0
+    for at in some(total, 12):
+        cache = copy.deepcopy(start)
+        with pytest.raises(KeyboardInterrupt), Points(at, code=(HOME, *TRANSFORMERS)) as reached:
+            work(cache)
+            raise KeyboardInterrupt  # not every run passes as many points
+        try:
+            found = logits(cache)
+        except RuntimeError as error:
+            assert "incomplete" in str(error), reached.where
+            refused += 1
+        else:
+            assert any(found.shape == one.shape and torch.equal(found, one) for one in allowed), reached.where
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        with torch.no_grad():
+            net(ids[:, :60], past_key_values=cache)
+            assert torch.equal(logits(cache), allowed[0]), reached.where
+    assert refused
+
+
+def test_the_experts_are_put_back():
+    net = build("gpt-oss", "sparsekv")
+    net.set_experts_implementation("eager")
+    code = (f"{HOME}/captured.py", *TRANSFORMERS)
+
+    def work():
+        with gathered_experts(net):
+            assert net.get_experts_implementation()[""] == "batched_mm"
+
+    for at in range(1, count(work, code) + 1):
+        with pytest.raises(KeyboardInterrupt), Points(at, code=code):
+            work()
+            raise KeyboardInterrupt
+        assert set(net.get_experts_implementation().values()) == {"eager"}, at
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
+def test_optimize_and_its_end(name, monkeypatch):
+    """A model that was not optimised to the end is as it was; one whose end was interrupted is, after a second call."""
+    monkeypatch.setattr(fused_layers, "accelerated", lambda t: True)
+    net = build(name, "sparsekv")
+
+    def storages():
+        return {key: value.untyped_storage().nbytes() for key, value in net.state_dict().items()}
+
+    before, memory = state_of(net), storages()
+    total = count(lambda: optimize(net))
+    assert any(isinstance(module.__dict__.get("_fused"), fused_layers.State) for module in net.modules())
+    ends = count(lambda: unoptimize(net))
+    assert state_of(net) == before and storages() == memory
+    for at in some(total, 25):
+        with pytest.raises(KeyboardInterrupt), Points(at) as reached:
+            optimize(net)
+            raise KeyboardInterrupt
+        if runner_of(net) is None:  # else it was done
+            assert state_of(net) == before and storages() == memory, reached.where
+        unoptimize(net)
+        assert state_of(net) == before and storages() == memory, reached.where
+    for at in some(ends, 25):
+        optimize(net)
+        with pytest.raises(KeyboardInterrupt), Points(at) as reached:
+            unoptimize(net)
+            raise KeyboardInterrupt
+        unoptimize(net)
+        assert state_of(net) == before and storages() == memory, reached.where
