@@ -33,9 +33,11 @@ class Config:
 # registers instead took 31-86 % longer in every shape, and tiles with tokens first did not fit three stages.
 ALL = Config(tile=64, heads=32, parts=132, warps=8, stages=3)
 MANY_HEADS = Config(tile=32, heads=64, parts=132, warps=8, stages=3)  # more than 32
-# Chosen tokens: 14.1 us where 32 tokens and two stages took 19.1 (GLM-4.7-Flash, 6 x 96k), 60.3 against 79.5 (128
-# heads, 8 x 32k), 10.8 and 10.8 (one row of 20 heads).
+# Chosen tokens: 14.1 us where FEW_ALONE takes 19.1 (GLM-4.7-Flash, 6 x 96k), 60.3 against 79.5 (128 heads, 8 x 32k).
 FEW = Config(tile=64, heads=32, parts=132, warps=8, stages=1)
+# Where one tile holds all heads of the only row both take 10.8 us, but a step with FEW, which wants 135 KB of shared
+# memory instead of 90, takes 5.80 ms instead of 5.60 (1 x 128k on an H200; 6 x 96k 11.42 instead of 11.66).
+FEW_ALONE = Config(tile=32, heads=32, parts=132, warps=8, stages=2)
 EXACT = Config(tile=16, heads=16, parts=132, warps=8, stages=1)  # float32, without tensor cores
 WIDEST = 576  # entries of a row that these tiles are made for: wider ones get smaller tiles
 
@@ -60,7 +62,7 @@ def config(q: Tensor, kv: Tensor, near_kv: Tensor, value_dim: int, granularity: 
     if not is_native(q, kv, near_kv):
         chosen = EXACT
     elif granularity == "token":
-        chosen = FEW
+        chosen = FEW_ALONE if rows == 1 and group <= FEW_ALONE.heads else FEW
     else:
         chosen = ALL if group <= ALL.heads else MANY_HEADS
     tile = chosen.tile
