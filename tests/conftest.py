@@ -8,6 +8,9 @@ from pathlib import Path
 
 # Before transformers is imported: a test that asks the hub is a mistake and should fail at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Before torch is imported: workers that each take all cores fight, and tests run into their time limits.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
