@@ -220,7 +220,8 @@ class SparseCache(Cache):
         linear = [i for i, layer in enumerate(self.layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
         named = {i for i in linear if kinds[i : i + 1] == ["linear_attention"]}  # others may be layers without a state
         counted = {passes[layer.index] for layer in self.sparse_layers}
-        counted |= {passes[i] for i in linear if passes[i] or i in named}
+        asked = any(passes[i] for i in linear)  # models of transformers 5.23 ask for no state: nothing counts theirs
+        counted |= {passes[i] for i in linear if passes[i] or (asked and i in named)}
         # Kernels that store the state themselves in single steps do so in all layers.
         ended = {states[i] == passes[i] for i in linear if states[i]}
         if len(counted) > 1 or len(ended) > 1:
