@@ -16,7 +16,6 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from hf_sparsekv.attention.exact import AttentionSpec
 from hf_sparsekv.cache import SparseCache
 from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.layers.sparse_layer import SparseLayer
@@ -24,6 +23,7 @@ from hf_sparsekv.ops.topk_select import token_select
 from hf_sparsekv.policies.packed import Packed
 from hf_sparsekv.policies.predictive import PredictivePolicy
 from hf_sparsekv.second_device.policy import SecondDevicePolicy
+from hf_sparsekv.types import AttentionSpec
 
 # Of the tokens chosen for consecutive steps, on the recorded small model: two thirds are the same (docs/accuracy.md).
 COPIED = 1 / 3

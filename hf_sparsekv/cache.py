@@ -21,11 +21,9 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from .attention.exact import AttentionSpec
 from .attention.handle import Step
 from .attention.masks import check_not_empty, new_columns
 from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
-from .kv.lasting import DeviceLength
 from .kv.pool import HostBudget
 from .layers.sparse_layer import SparseLayer
 from .offload.copy_streams import Lanes
@@ -36,6 +34,8 @@ from .policies.shared import Shared
 from .predictor.channels import check_config, check_layers
 from .telemetry.stats import CacheStats, allocated, collect
 from .telemetry.watch import BlockMap, BlockWatch, collect_blocks
+from .tensors import DeviceLength
+from .types import AttentionSpec
 
 _HALF_WAY = (
     "this cache is incomplete: an earlier forward pass stopped between or inside linear-attention layers. Call reset() "

@@ -11,7 +11,6 @@ from caches import SMALL
 from models import build, model, prompt
 
 from hf_sparsekv import SparseCache, StreamingConfig
-from hf_sparsekv.attention.exact import AttentionSpec
 from hf_sparsekv.evaluation import forced, generation
 from hf_sparsekv.evaluation.cache_specs import CacheSpec, known, parse_cache, parse_caches
 from hf_sparsekv.evaluation.prefix import Prefix, attention, can_share, forced_steps, greedy_rows, prefill
@@ -19,6 +18,7 @@ from hf_sparsekv.evaluation.records import Measure, Record, Results, bootstrap
 from hf_sparsekv.evaluation.reference_policies import OracleConfig, OraclePolicy, RandomConfig
 from hf_sparsekv.evaluation.samples import Sample, found_share
 from hf_sparsekv.policies.base import Policy
+from hf_sparsekv.types import AttentionSpec
 
 pytestmark = pytest.mark.quick
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from hf_sparsekv.attention import parts
-from hf_sparsekv.attention.exact import AttentionSpec, exact_attention
+from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.parts import chunk_attention, merge
+from hf_sparsekv.types import AttentionSpec
 
 
 def tensors(q, n, heads=(4, 2), dim=16, batch=2, dtype=torch.float32, device="cpu", seed=0):

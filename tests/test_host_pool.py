@@ -11,11 +11,11 @@ import torch
 from host_memory import GPU, MB, SLOT, budget_of, faked, fill, intact, make_pool, run_alone
 
 from hf_sparsekv import SparseConfig
-from hf_sparsekv.kv.lasting import DeviceLength
 from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.offload import host_pages, host_pool
 from hf_sparsekv.offload.host_pages import PAGE
 from hf_sparsekv.offload.host_pool import HostArena
+from hf_sparsekv.tensors import DeviceLength
 
 
 @pytest.fixture

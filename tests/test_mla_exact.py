@@ -9,8 +9,9 @@ from models import MLA, build, model, prompt
 from test_mla import attention_modules
 
 from hf_sparsekv.attention import mla
-from hf_sparsekv.attention.exact import AttentionSpec, exact_attention
+from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.mla import Absorbed
+from hf_sparsekv.types import AttentionSpec
 
 
 @pytest.mark.parametrize("piece", [1 << 29, 30_000, 9_000, 1])

@@ -22,9 +22,10 @@ from hf_sparsekv import (
     optimize,
 )
 from hf_sparsekv.attention import mla
-from hf_sparsekv.attention.exact import AttentionSpec, exact_attention
+from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.mla import Absorbed
 from hf_sparsekv.cuda_graph.optimize import runner_of
+from hf_sparsekv.types import AttentionSpec
 
 pytestmark = pytest.mark.gpu
 

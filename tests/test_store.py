@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hf_sparsekv import OffloadConfig, SparseConfig
-from hf_sparsekv.attention.exact import AttentionSpec
-from hf_sparsekv.kv.lasting import DeviceLength
 from hf_sparsekv.kv.pool import BlockPool, HostBudget, bucket
 from hf_sparsekv.kv.store import VALID, LayerStore, ring_tokens
 from hf_sparsekv.ops.seal import Index, key_bounds
+from hf_sparsekv.tensors import DeviceLength
+from hf_sparsekv.types import AttentionSpec
 
 HEADS, KEY, VALUE, SIZE = 2, 4, 6, 16
 

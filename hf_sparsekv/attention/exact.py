@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..types import AttentionSpec
 from .parts import chunk_attention, serves
 
 _MASK_BYTES = 1 << 28  # queries are taken in chunks whose mask (or scores) stays below this
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """What a model asks of its attention beside q, k and v.
-
-    Args:
-        scale: softmax scaling.
-        softcap: logits become ``softcap * tanh(logits / softcap)``.
-        sink_logits: ``[Hq]`` logits of learned attention sinks (``s_aux``), or None.
-        sliding_window: a query at column ``c`` sees columns ``> c - sliding_window``, or None.
-    """
-
-    scale: float
-    softcap: float | None = None
-    sink_logits: Tensor | None = None
-    sliding_window: int | None = None
 
 
 def exact_attention(

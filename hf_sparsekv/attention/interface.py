@@ -7,7 +7,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from .exact import AttentionSpec, exact_attention
+from ..types import AttentionSpec
+from .exact import exact_attention
 from .handle import KVHandle
 from .masks import sparsekv_mask
 

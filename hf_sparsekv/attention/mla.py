@@ -20,7 +20,8 @@ import types
 import torch
 from torch import Tensor, nn
 
-from .exact import _MASK_BYTES, AttentionSpec, _mask, exact_attention
+from ..types import AttentionSpec
+from .exact import _MASK_BYTES, _mask, exact_attention
 from .handle import KVHandle
 
 _NEEDED = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

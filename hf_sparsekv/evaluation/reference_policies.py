@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..attention.exact import AttentionSpec
 from ..config import SparseConfig, _not_negative, _positive
 from ..kv.store import LayerStore
 from ..ops.sparse_decode.reference import SELECTABLE
 from ..ops.topk_select.reference import topk_ids
 from ..policies.registry import register
 from ..policies.selector import Selector
+from ..types import AttentionSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from .lasting import lasting
+from ..tensors import lasting
 from .state import Held, State
 
 _HOST = (

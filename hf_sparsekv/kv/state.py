@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .lasting import lasting, take_rows
+from ..tensors import lasting, take_rows
 
 
 class Held(NamedTuple):

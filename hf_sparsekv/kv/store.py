@@ -15,14 +15,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..attention.exact import AttentionSpec
 from ..config import SparseConfig
 from ..offload.copy_streams import Lane, Lanes, wait
 from ..offload.page_table import FramePools, Residents
 from ..ops.append import append
 from ..ops.sparse_decode import sparse_decode
+from ..tensors import DeviceLength, lasting
+from ..types import AttentionSpec
 from .counters import Counters
-from .lasting import DeviceLength, lasting
 from .pool import BlockPool, HostBudget, bucket
 from .reading import Reading
 from .sealing import VALID, Indexer, Sealing, ring_tokens

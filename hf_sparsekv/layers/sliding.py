@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from ..attention.exact import AttentionSpec
 from ..attention.handle import KVHandle, Step
-from ..kv.lasting import lasting, take_rows
 from ..ops.append import append
 from ..ops.sparse_decode import sparse_decode
+from ..tensors import lasting, take_rows
+from ..types import AttentionSpec
 from .owned import Owned
 
 if TYPE_CHECKING:

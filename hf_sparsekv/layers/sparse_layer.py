@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ..attention.exact import AttentionSpec, exact_attention
+from ..attention.exact import exact_attention
 from ..attention.gradient import NoGradient
 from ..attention.handle import KVHandle, Step
 from ..attention.masks import new_columns
@@ -17,6 +17,7 @@ from ..attention.mla import SAMPLE, Absorbed, absorb, calling_module
 from ..kv.store import LayerStore
 from ..policies.base import Policy
 from ..policies.plan import Plan
+from ..types import AttentionSpec
 from .owned import Owned
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..kv.lasting import lasting
+from ..tensors import lasting
 
 if TYPE_CHECKING:
     from ..kv.store import LayerStore

@@ -13,9 +13,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from ..kv.lasting import lasting
 from ..ops.block_copy import block_copy
 from ..ops.residency import COUNTERS, FREE, WINDOW, FrameState, lookup, residency
+from ..tensors import lasting
 from .copy_streams import wait
 
 BOOKKEEPING = 12  # bytes a frame beside its content: owner and stamp

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..config import OffloadConfig
-from ..kv.lasting import lasting
 from ..kv.pool import BlockPool
+from ..tensors import lasting
 from .device_pool import DevicePool, free_bytes
 
 # Selections of one step that a pool holds by default. On the recorded real model, twice the blocks of a step hit 96 to

@@ -21,7 +21,6 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from ..attention.handle import Step
 from ..cache import CACHES, SparseCache
 from ..config import OffloadConfig, SparseConfig
-from ..kv.lasting import lasting
 from ..kv.sealing import SINK, VALID, ring_tokens
 from ..kv.store import LayerStore
 from ..layers.sliding import SlidingRing
@@ -30,6 +29,7 @@ from ..offload.host_limit import readable
 from ..policies.registry import method_of, methods
 from ..predictor.channels import LabelChannels, describe
 from ..removed import removed
+from ..tensors import lasting
 from .container import PIECE, Layer, Pieces, Reader, all_tensors, damaged, dtype_name, write
 
 _BY_BLOCK, _LABELS = {"blocks", "flags"}, {"codes", "qparams"}

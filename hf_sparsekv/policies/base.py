@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from ..attention.exact import AttentionSpec
 from ..config import OffloadConfig, SparseConfig
 from ..kv.state import State
 from ..kv.store import LayerStore
 from ..ops.seal import Index
 from ..telemetry.watch import BlockWatch
 from ..tuning.crossover import dense_tokens
+from ..types import AttentionSpec
 from .label_index import LabelIndex
 from .memory import Memory, Request
 from .plan import DENSE, Plan

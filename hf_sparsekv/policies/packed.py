@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..kv.lasting import lasting
 from ..kv.state import Held, State
 from ..ops.pack import pack
+from ..tensors import lasting
 
 
 class Packed(State):

@@ -7,9 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..attention.exact import AttentionSpec
 from ..config import OffloadConfig, PredictiveConfig
-from ..kv.lasting import lasting
 from ..kv.state import Held
 from ..kv.store import LayerStore
 from ..ops.seal import Index
@@ -17,6 +15,8 @@ from ..ops.topk_select import token_select
 from ..predictor.channels import LabelChannels
 from ..predictor.query import make_predictor
 from ..telemetry.stats import PackStats
+from ..tensors import lasting
+from ..types import AttentionSpec
 from .base import Policy
 from .label_index import LabelIndex, label_bytes
 from .memory import Memory, Request

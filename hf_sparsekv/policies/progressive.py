@@ -7,9 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..attention.exact import AttentionSpec
 from ..config import ProgressiveConfig
-from ..kv.lasting import lasting
 from ..kv.state import Held, State
 from ..kv.store import LayerStore
 from ..ops.block_rank import block_rank
@@ -17,6 +15,8 @@ from ..ops.progressive import MASS_ONE, TOTALS, Walk, WalkState, block_masses, p
 from ..ops.progressive.state import FIRST
 from ..ops.seal import Index
 from ..telemetry.stats import WalkStats
+from ..tensors import lasting
+from ..types import AttentionSpec
 from .base import Policy
 from .block_metadata import BlockMetadata, bounds_bytes
 from .memory import Memory, Request

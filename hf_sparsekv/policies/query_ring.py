@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..kv.lasting import lasting
 from ..kv.state import Held, State
 from ..ops.query_ring import push
+from ..tensors import lasting
 
 
 class QueryRing(State):

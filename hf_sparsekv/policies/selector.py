@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..attention.exact import AttentionSpec
 from ..kv.store import LayerStore
+from ..types import AttentionSpec
 from .base import Policy
 from .plan import CROSSOVER, DENSE, Plan, planned
 

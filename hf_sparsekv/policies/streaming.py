@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..attention.exact import AttentionSpec
 from ..config import SparseConfig
 from ..kv.store import LayerStore
+from ..types import AttentionSpec
 from .registry import register
 from .selector import Selector
 

@@ -7,14 +7,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..attention.exact import AttentionSpec
 from ..config import OffloadConfig, TwoLevelConfig
-from ..kv.lasting import lasting
 from ..kv.state import Held
 from ..kv.store import LayerStore
 from ..ops.seal import Index
 from ..ops.topk_select import block_select, token_select
 from ..predictor.channels import LabelChannels
+from ..tensors import lasting
+from ..types import AttentionSpec
 from .base import Policy
 from .block_metadata import BlockMetadata, bounds_bytes
 from .label_index import LabelIndex, label_bytes

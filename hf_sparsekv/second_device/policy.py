@@ -12,9 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..attention.exact import AttentionSpec
 from ..config import OffloadConfig, PredictiveConfig
-from ..kv.lasting import lasting
 from ..kv.store import LayerStore
 from ..ops._dispatch import use_triton
 from ..ops.topk_select import token_select
@@ -28,6 +26,8 @@ from ..policies.shared import Labelled
 from ..predictor.channels import LabelChannels
 from ..predictor.query import QueryPredictor
 from ..telemetry.stats import PackStats
+from ..tensors import lasting
+from ..types import AttentionSpec
 from .replica import LeadingStore, Rank
 
 

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from ..kv.lasting import DeviceLength, lasting
 from ..kv.store import LayerStore
 from ..ops._dispatch import use_triton
+from ..tensors import DeviceLength, lasting
 
 # Layers that a captured step chooses for at a time: selecting and packing leave room. Measured on two H200s, 8 x 32k,
 # 90 % new tokens a step: 11.9 ms a token, with one 12.9.

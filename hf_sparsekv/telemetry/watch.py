@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from ..kv.lasting import lasting
 from ..kv.state import Held, State
+from ..tensors import lasting
 
 if TYPE_CHECKING:
     from ..kv.store import LayerStore

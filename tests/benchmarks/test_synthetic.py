@@ -19,8 +19,9 @@ from benchmarks.synthetic.keys import BLENDS, LEAD, Profile, SyntheticKV, blend
 from benchmarks.synthetic.replay import ReplayedQueries
 from benchmarks.synthetic.statistics import FRACTIONS
 from hf_sparsekv import TwoLevelConfig
-from hf_sparsekv.attention.exact import AttentionSpec, exact_attention
+from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.handle import Step
+from hf_sparsekv.types import AttentionSpec
 
 # Shares: what one draw of some heads may miss the recorded average by, and what several layers may on average.
 CLOSE = {

@@ -1,0 +1,24 @@
+"""What several folders hand to each other. Imports nothing of ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What a model asks of its attention beside q, k and v.
+
+    Args:
+        scale: softmax scaling.
+        softcap: logits become ``softcap * tanh(logits / softcap)``.
+        sink_logits: ``[Hq]`` logits of learned attention sinks (``s_aux``), or None.
+        sliding_window: a query at column ``c`` sees columns ``> c - sliding_window``, or None.
+    """
+
+    scale: float
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
+    sliding_window: int | None = None
