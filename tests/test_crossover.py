@@ -12,7 +12,7 @@ from models import build, model, prompt, reference
 from oracle import TOLERANCE, Oracle
 from test_two_level import CASES, TwoLevelRace
 
-from hf_sparsekv.tuning import crossover
+from hf_sparsekv.policies import crossover
 
 LAYERS = 2
 

@@ -13,11 +13,12 @@ from caches import SMALL, TIGHT, two_level
 from models import model
 from test_cli import error, run
 
-from hf_sparsekv import OffloadConfig, TwoLevelConfig
+from hf_sparsekv import OffloadConfig, TwoLevelConfig, user_file
 from hf_sparsekv.cli import calibrate_device as command
 from hf_sparsekv.cli import plan as plan_command
-from hf_sparsekv.tuning import crossover, user_file
-from hf_sparsekv.tuning.crossover import BUILT_IN, METHODS, Rule, Timing
+from hf_sparsekv.policies import crossover
+from hf_sparsekv.policies.crossover import BUILT_IN, Rule
+from hf_sparsekv.tuning.fitting import METHODS, Timing, fit, wrong_by
 from hf_sparsekv.tuning.plan import model_shape, plan_memory
 
 H200 = "NVIDIA H200"
@@ -186,7 +187,7 @@ def made_up(noise: float = 0.0) -> list[Timing]:
 
 
 def test_fit_finds_the_crossing():
-    rules = crossover.fit(made_up(), WIDTH)
+    rules = fit(made_up(), WIDTH)
     assert set(rules) == {"two_level", "two_level:lag", "block_only"}, "twice the time at any length: no rule"
     rule = rules["two_level"]
     rate = 1e6 / (1 / 3 - 1 / 300)  # bytes a microsecond by which dense falls behind
@@ -198,23 +199,23 @@ def test_fit_finds_the_crossing():
         assert 15 + megabytes / 3 == pytest.approx(27 + 3 * batch + megabytes / 300, rel=1e-3)
     assert rules["block_only"].fixed_bytes < 0, "quicker from the start, for one row"
     assert rules["block_only"].tokens(1, WIDTH) == 0
-    assert all(crossover.wrong_by(rules[m], t, m, WIDTH) == 0 for m in rules for t in made_up())
+    assert all(wrong_by(rules[m], t, m, WIDTH) == 0 for m in rules for t in made_up())
 
 
 def test_fit_bears_noise():
-    exact = crossover.fit(made_up(), WIDTH)
+    exact = fit(made_up(), WIDTH)
     timings = made_up(0.03)
-    rules = crossover.fit(timings, WIDTH)
+    rules = fit(timings, WIDTH)
     for batch in (1, 4, 16):
         found, true = (r["two_level"].tokens(batch, WIDTH) for r in (rules, exact))
         assert found == pytest.approx(true, rel=0.25)
-    assert max(crossover.wrong_by(rules["two_level"], t, "two_level", WIDTH) for t in timings) < 0.15
+    assert max(wrong_by(rules["two_level"], t, "two_level", WIDTH) for t in timings) < 0.15
 
 
 @pytest.mark.parametrize("keep", [lambda t: t.batch == 1, lambda t: t.tokens == 4096, lambda t: False])
 def test_fit_needs_batches_and_lengths(keep):
     with pytest.raises(ValueError, match="two batches and two lengths"):
-        crossover.fit([t for t in made_up() if keep(t)], WIDTH)
+        fit([t for t in made_up() if keep(t)], WIDTH)
 
 
 def test_calibrate_device_without_a_gpu(monkeypatch):
@@ -248,7 +249,7 @@ def test_calibrate_device_writes_the_table(monkeypatch, empty_table):
     entry = json.loads(empty_table.read_text())["devices"]["Made-up GPU"]
     assert (entry["heads"], entry["dim"], entry["dtype"]) == ("32x8", 128, "bfloat16")
     assert entry["versions"] and entry["date"] and len(entry["timings_us"]) == len(command.GRID)
-    expected = crossover.fit(made_up(), WIDTH)["two_level"].tokens(2, WIDTH)
+    expected = fit(made_up(), WIDTH)["two_level"].tokens(2, WIDTH)
     assert limit("Made-up GPU", monkeypatch, "two_level", batch=2) == expected > 0
     monkeypatch.setattr(command, "measure", lambda *args, **kwargs: made_up()[:2])
     assert "two batches and two lengths" in error("calibrate-device")

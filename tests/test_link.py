@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_sparsekv.cli import doctor
-from hf_sparsekv.tuning.link import UNKNOWN, link_name
+from hf_sparsekv.offload.link import UNKNOWN, link_name
 
 GPU = torch.device("cuda", 0)
 

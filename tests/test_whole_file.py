@@ -11,9 +11,9 @@ from caches import TIGHT, two_level
 from models import model, prompt
 from saved_files import feed
 
-from hf_sparsekv import SparseCache
+from hf_sparsekv import SparseCache, user_file
+from hf_sparsekv.policies import crossover
 from hf_sparsekv.predictor.channels import calibrate
-from hf_sparsekv.tuning import crossover, user_file
 from hf_sparsekv.whole_file import replacing
 
 

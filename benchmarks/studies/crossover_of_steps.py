@@ -4,7 +4,7 @@
         two_level:lag=two_level:lag predictive
 
 Reads `step_ms` of captured_dense and of the named variants from benchmarks/results/step.csv, the newest row of each
-shape, and prints a `Rule` for each (`hf_sparsekv.tuning.crossover`). At least two batches and two lengths are needed.
+shape, and prints a `Rule` for each (`hf_sparsekv.policies.crossover`). At least two batches and two lengths are needed.
 With `--one-layer`: `attention_us` from operator.csv.
 """
 
@@ -15,7 +15,7 @@ import argparse
 import pandas as pd
 import torch
 
-from hf_sparsekv.tuning import crossover
+from hf_sparsekv.tuning.fitting import Timing, fit, wrong_by
 
 from .. import RESULTS
 from ..shapes import known_config, kv_bytes, text_config
@@ -48,15 +48,15 @@ def main() -> None:
         method, _, variant = text.partition("=")
         sparse = times(rows, f"{variant or method}{end}{args.kv}", unit)
         timings = [
-            crossover.Timing(batch, context, dense[batch, context], {method: time})
+            Timing(batch, context, dense[batch, context], {method: time})
             for (batch, context), time in sorted(sparse.items())
             if (batch, context) in dense
         ]
-        rule = crossover.fit(timings, width, (method,)).get(method)
+        rule = fit(timings, width, (method,)).get(method)
         if rule is None:
             print(f"{method}{args.suffix}: gains nothing with the length")
             continue
-        worst = max(crossover.wrong_by(rule, t, method, width) for t in timings)
+        worst = max(wrong_by(rule, t, method, width) for t in timings)
         shapes = ", ".join(f"{t.batch} x {t.tokens}: {t.dense:.0f} and {t.sparse[method]:.0f}" for t in timings)
         print(f'"{method}{args.suffix}": Rule({rule.fixed_bytes:.4g}, {rule.row_tokens:.4g}),  # us: {shapes}')
         reach = ", ".join(f"{rule.tokens(batch, width)} ({batch})" for batch in (1, 4, 8, 16))

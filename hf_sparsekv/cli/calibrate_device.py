@@ -15,8 +15,8 @@ from rich.table import Table
 
 from ..config import TwoLevelConfig
 from ..ops._dispatch import has_triton
-from ..tuning import crossover
-from ..tuning.crossover import Timing
+from ..policies import crossover
+from ..tuning.fitting import METHODS, Timing, fit, wrong_by
 from . import loading
 from .output import CommandError, messages, note, results
 
@@ -97,7 +97,7 @@ def _crossover(device: torch.device, q_heads: int, heads: int, dim: int, dtype: 
     name, width = torch.cuda.get_device_name(), 2 * heads * dim * dtype.itemsize
     with messages.status("measuring") as status:
         timings = measure(device, q_heads, heads, dim, dtype, GRID, status.update)
-    rules = crossover.fit(timings, width)
+    rules = fit(timings, width)
     _show(name, timings, rules, width)
     if not rules:
         raise CommandError("no method gains on dense attention with the length: there is nothing to write")
@@ -165,23 +165,23 @@ def _show(name: str, timings: list[Timing], rules: dict, width: int) -> None:
     """A table of times, the quicker side marked, and the rules in words."""
     results.print(f"{name}, microseconds of one layer's attention in a captured step", markup=False)
     table = Table(box=None, pad_edge=False)
-    for title in ("rows", "tokens", "dense", *crossover.METHODS):
+    for title in ("rows", "tokens", "dense", *METHODS):
         table.add_column(title, justify="right")
     for t in sorted(timings, key=lambda t: (t.batch, t.tokens)):
         cells = []
-        for method in crossover.METHODS:
+        for method in METHODS:
             mark = ">" if t.sparse[method] < t.dense else " "
             cells.append(f"{mark} {t.sparse[method]:.1f}")
         table.add_row(str(t.batch), f"{t.tokens:,}", f"{t.dense:.1f}", *cells)
     results.print(table)
     results.print("(> quicker than dense)", markup=False)
-    for method in crossover.METHODS:
+    for method in METHODS:
         rule = rules.get(method)
         if rule is None:
             results.print(f"{method}: gains nothing with the length, no rule", markup=False)
             continue
         ends = ", ".join(f"{rule.tokens(rows, width):,} ({rows})" for rows in (1, 2, 4, 8, 16))
-        worst = max(crossover.wrong_by(rule, t, method, width) for t in timings)
+        worst = max(wrong_by(rule, t, method, width) for t in timings)
         results.print(
             f"{method}: dense up to so many tokens a row (rows): {ends}; at most {worst:.0%} slower than the quicker "
             f"side; Rule({rule.fixed_bytes:.4g}, {rule.row_tokens:.4g})",

@@ -14,8 +14,8 @@ import torch
 
 from ..attention.interface import NAME
 from ..kv.pool import host_memory_limit
+from ..offload.link import link_name
 from ..ops._dispatch import has_triton
-from ..tuning.link import link_name
 from .output import messages, results, size
 
 _PACKAGES = ("hf-sparsekv", "torch", "transformers", "triton", "accelerate", "liger-kernel")

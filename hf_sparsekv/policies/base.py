@@ -12,8 +12,8 @@ from ..kv.state import State
 from ..kv.store import LayerStore
 from ..ops.seal import Index
 from ..telemetry.watch import BlockWatch
-from ..tuning.crossover import dense_tokens
 from ..types import AttentionSpec
+from .crossover import dense_tokens
 from .label_index import LabelIndex
 from .memory import Memory, Request
 from .plan import DENSE, Plan

@@ -9,9 +9,9 @@ import torch
 
 from ..attention.mla import is_mla
 from ..config import OffloadConfig, SparseConfig
+from ..policies.crossover import dense_tokens
 from ..policies.memory import LayerShape, Request
 from ..policies.registry import method_of
-from .crossover import dense_tokens
 
 # The one way through a mixture of experts that neither looks at values nor insists on a dtype.
 _META_SAFE = {"experts_implementation": "batched_mm"}

@@ -1,4 +1,4 @@
-"""Files of measurements in the user's cache directory: JSON, an entry for each device, read with care.
+"""The user's cache directory, and files of measurements in it: JSON, an entry for each device, read with care.
 
 ``{"format": n, "devices": {name: entry}}``; what an entry holds is the business of those who use this.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from ..whole_file import replacing
+from .whole_file import replacing
 
 T = TypeVar("T")
 
@@ -20,11 +21,10 @@ T = TypeVar("T")
 _UNUSABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError)
 
 
-def location(name: str) -> Path:
-    """Where such a file lies, whether or not it is there. RuntimeError: there is no home directory."""
-    from ..evaluation.small_model import models_root  # imports what only commands need
-
-    return models_root().parent / name
+def cache_directory() -> Path:
+    """``hf-sparsekv`` in ``$XDG_CACHE_HOME`` or ``~/.cache``. RuntimeError: there is no home directory."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "hf-sparsekv"
 
 
 def read(path: Path, version: int, parse: Callable[[dict], T]) -> dict[str, T]:

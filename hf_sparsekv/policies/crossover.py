@@ -18,13 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 
-from . import user_file
+from .. import user_file
 
 FORMAT = 1  # of the file; another one is not read
-METHODS = ("two_level", "two_level:lag", "block_only", "token_only")
 
 
 @dataclass(frozen=True)
@@ -106,8 +104,8 @@ def lookup(device_name: str, method: str | None) -> Rule | None:
 
 
 def table_path() -> Path:
-    """The file that ``hf-sparsekv calibrate-device`` writes, whether or not it is there."""
-    return user_file.location("crossover.json")
+    """Where ``hf-sparsekv calibrate-device`` writes its file. RuntimeError: there is no home directory."""
+    return user_file.cache_directory() / "crossover.json"
 
 
 @functools.cache  # a cache of 36 layers asks 36 times
@@ -138,53 +136,3 @@ def save(device_name: str, rules: dict[str, Rule], about: dict) -> Path:
     user_file.save(path, FORMAT, _rules, device_name, entry)
     _read.cache_clear()
     return path
-
-
-# ---------------------------------------------------------------------- fitting
-
-
-@dataclass(frozen=True)
-class Timing:
-    """One layer's attention in a decode step, in microseconds: dense, and by method."""
-
-    batch: int
-    tokens: int  # in full blocks, a row
-    dense: float
-    sparse: dict[str, float]
-
-
-def fit(timings: list[Timing], width: int, methods: tuple[str, ...] = METHODS) -> dict[str, Rule]:
-    """The rule of each method that was measured; without one: a method that gains nothing with the length.
-
-    The difference between both times is taken as linear in 1, rows and tokens, and fitted relative to the times, so
-    that the large shapes, where nobody doubts what is quicker, do not decide.
-
-    Args:
-        timings: several batches and lengths.
-        width: bytes of a token's keys and values, all KV heads.
-        methods: those to look for.
-
-    Raises:
-        ValueError: too few batches or lengths to tell the three parts apart.
-    """
-    features = np.array([[1.0, t.batch, t.batch * t.tokens] for t in timings]).reshape(-1, 3)
-    if np.linalg.matrix_rank(features) < 3:
-        raise ValueError("timings of at least two batches and two lengths are needed")
-    rules = {}
-    for method in methods:
-        if any(method not in t.sparse for t in timings):
-            continue
-        gain = np.array([t.dense - t.sparse[method] for t in timings])
-        weight = 1 / np.array([t.dense + t.sparse[method] for t in timings])
-        fixed, row, token = np.linalg.lstsq(features * weight[:, None], gain * weight, rcond=None)[0]
-        if token > 0:
-            rules[method] = Rule(float(-fixed / token * width), float(-row / token))
-    return rules
-
-
-def wrong_by(rule: Rule, timing: Timing, method: str, width: int) -> float:
-    """How much longer the step that the rule chooses takes than the other one; 0 if it is the quicker one."""
-    selecting = timing.sparse[method]
-    if timing.tokens <= rule.tokens(timing.batch, width):
-        return max(0.0, timing.dense / selecting - 1)
-    return max(0.0, selecting / timing.dense - 1)
