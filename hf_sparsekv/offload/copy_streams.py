@@ -14,17 +14,29 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..tensors import lasting
 
-if TYPE_CHECKING:
-    from ..kv.store import LayerStore
-
 STAGED = 4  # pieces of a prompt's KV under way to the host: 256 MiB, what the link takes 5 ms for
+
+
+class Stored(Protocol):
+    """What :class:`Lanes` need of a layer's store to read its full blocks back."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def gathered_shape(self, columns: int) -> tuple[int, ...]:
+        """Of a buffer that holds ``columns`` columns in blocks."""
+        ...
+
+    def read_blocks(self, out: Tensor) -> None:
+        """Copy the full blocks into the front of ``out``, on the current stream."""
+        ...
 
 
 class Lane:
@@ -80,7 +92,7 @@ class Lanes:
     def __init__(self) -> None:
         self._out: dict[torch.device, Lane] = {}
         self._back: dict[torch.device, Lane] = {}
-        self._ahead: tuple[LayerStore, Tensor, torch.cuda.Event] | None = None
+        self._ahead: tuple[Stored, Tensor, torch.cuda.Event] | None = None
 
     def __deepcopy__(self, memo: dict) -> Lanes:
         return Lanes()
@@ -96,7 +108,7 @@ class Lanes:
             self._back[device] = Lane(device, 2)
         return self._back[device]
 
-    def read_ahead(self, store: LayerStore, columns: int) -> None:
+    def read_ahead(self, store: Stored, columns: int) -> None:
         """Begin to read the full blocks of ``store`` back, into a buffer of at least ``columns`` columns."""
         lane = self._from_host(store.device)
         # Filled on the lane itself, which comes after whatever the computing stream did with the buffer two layers ago.
@@ -104,7 +116,7 @@ class Lanes:
         event = lane.run(lambda: store.read_blocks(out))
         self._ahead = store, out, event
 
-    def arrived(self, store: LayerStore) -> Tensor | None:
+    def arrived(self, store: Stored) -> Tensor | None:
         """What :meth:`read_ahead` has brought, if it was for this. The current stream waits for it.
 
         The layers before have asked in the same forward pass, so nothing is left of one that was broken off.

@@ -6,12 +6,12 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..config import OffloadConfig
-from ..kv.pool import BlockPool
 from ..tensors import lasting
 from .device_pool import DevicePool, free_bytes
 
@@ -19,6 +19,20 @@ from .device_pool import DevicePool, free_bytes
 # 98 %, four times 99 % (benchmarks/results/attention_statistics.csv).
 SELECTIONS = 4
 SHARE = 0.5  # of the free device memory, at most, by default
+
+
+class Blocks(Protocol):
+    """What a page table needs of the pool that one layer's blocks lie in.
+
+    Attributes:
+        kv: ``[capacity, H, block_size, Dk + Dv]``, in host memory.
+        device: where the layer computes.
+        capacity: slots that there are now.
+    """
+
+    kv: Tensor
+    device: torch.device
+    capacity: int
 
 
 class FramePools:
@@ -41,7 +55,7 @@ class FramePools:
         new.layers = self.layers
         return new
 
-    def pool(self, blocks: BlockPool, entries: int) -> DevicePool | None:
+    def pool(self, blocks: Blocks, entries: int) -> DevicePool | None:
         """The pool for a layer of which a step chooses ``entries`` blocks (of one KV head); None without one."""
         size, width = blocks.kv.shape[2:]
         key = (size, width, blocks.kv.dtype, blocks.device)
@@ -148,7 +162,7 @@ def _refuse(what: str, error: Exception) -> None:
 class Residents:
     """Blocks of one layer that have a copy on the device."""
 
-    def __init__(self, pools: FramePools, blocks: BlockPool) -> None:
+    def __init__(self, pools: FramePools, blocks: Blocks) -> None:
         self.pools, self.blocks = pools, blocks
         self.pool: DevicePool | None = None
         self.table: Tensor | None = None  # page table, int32 [slots, H]

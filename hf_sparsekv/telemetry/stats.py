@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..offload.host_limit import readable
-from ..offload.working_set import working_set_bytes
+from .working_set import working_set_bytes
 
 if TYPE_CHECKING:
     from ..layers.sparse_layer import SparseLayer
@@ -110,7 +110,7 @@ class CacheStats:
             where all are read from where they live.
         hit_rate: their share; None where all are read from where they live.
         working_set_bytes: bytes of the blocks that each row has chosen in its last 12 steps
-            (``offload/working_set.py``); None without a device pool.
+            (``telemetry/working_set.py``); None without a device pool.
         covered_mass: share of the attention mass that decode steps covered; None where nobody has looked
             (``ProgressiveConfig(audit_every=...)`` does).
         materialised: times that something other than the sparsekv attention function read all keys and values.

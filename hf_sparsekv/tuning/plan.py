@@ -52,7 +52,7 @@ class MemoryPlan:
         tables: slot tables, flags and counts.
         stock: sliding and other layers, which stay transformers' own.
         prefill: estimate of the activations of a prompt of ``context`` tokens read in one piece.
-        working_set: estimate of the blocks that decode steps choose within 12 steps (``offload/working_set.py``), all
+        working_set: estimate of the blocks that decode steps choose within 12 steps (``telemetry/working_set.py``), all
             rows: what ``frames`` should hold at least. For a progressive cache, which reads as much as it takes, that
             of a sixteenth of the blocks a step.
         second: all that a second device takes which chooses (``PredictiveConfig.cache_rank``): blocks, labels, queries;

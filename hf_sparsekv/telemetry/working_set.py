@@ -7,12 +7,10 @@ scheduler admits a request only if the working sets of all requests fit the devi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from ..kv.store import LayerStore
+from ..kv.store import LayerStore
 
 STEPS = 12  # SparseServe's window
 
