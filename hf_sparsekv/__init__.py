@@ -15,9 +15,10 @@ from .cache import AsyncPredictiveCache, OffloadedSparseCache, ProgressiveCache,
 from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 from .cuda_graph.optimize import optimize, unoptimize
 from .layers.prefix import PrefixCache
+from .policies.measured import WalkStats
 from .policies.streaming import StreamingConfig
 from .telemetry.monitor import StepMonitor, StepReport
-from .telemetry.stats import CacheStats, WalkStats
+from .telemetry.stats import CacheStats
 from .telemetry.watch import BlockMap
 from .version import __version__
 

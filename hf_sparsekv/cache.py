@@ -31,9 +31,10 @@ from .offload.page_table import FramePools
 from .policies.base import Policy
 from .policies.registry import method_of
 from .policies.shared import Shared
+from .policies.watch import BlockWatch
 from .predictor.channels import check_config, check_layers
 from .telemetry.stats import CacheStats, allocated, collect
-from .telemetry.watch import BlockMap, BlockWatch, collect_blocks
+from .telemetry.watch import BlockMap, collect_blocks
 from .tensors import DeviceLength
 from .types import AttentionSpec
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -11,16 +11,14 @@ from ..config import OffloadConfig, SparseConfig
 from ..kv.state import State
 from ..kv.store import LayerStore
 from ..ops.seal import Index
-from ..telemetry.watch import BlockWatch
 from ..types import AttentionSpec
 from .crossover import dense_tokens
 from .label_index import LabelIndex
+from .measured import PackStats, WalkStats
 from .memory import Memory, Request
 from .plan import DENSE, Plan
 from .shared import Shared
-
-if TYPE_CHECKING:
-    from ..telemetry.stats import PackStats, WalkStats
+from .watch import BlockWatch
 
 
 class Policy(State):

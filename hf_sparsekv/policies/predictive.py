@@ -14,11 +14,11 @@ from ..ops.seal import Index
 from ..ops.topk_select import token_select
 from ..predictor.channels import LabelChannels
 from ..predictor.query import make_predictor
-from ..telemetry.stats import PackStats
 from ..tensors import lasting
 from ..types import AttentionSpec
 from .base import Policy
 from .label_index import LabelIndex, label_bytes
+from .measured import PackStats
 from .memory import Memory, Request
 from .packed import Packed
 from .plan import CROSSOVER, DENSE, Plan, planned

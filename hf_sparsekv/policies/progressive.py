@@ -14,11 +14,11 @@ from ..ops.block_rank import block_rank
 from ..ops.progressive import MASS_ONE, TOTALS, Walk, WalkState, block_masses, progressive_decode
 from ..ops.progressive.state import FIRST
 from ..ops.seal import Index
-from ..telemetry.stats import WalkStats
 from ..tensors import lasting
 from ..types import AttentionSpec
 from .base import Policy
 from .block_metadata import BlockMetadata, bounds_bytes
+from .measured import WalkStats
 from .memory import Memory, Request
 from .plan import CROSSOVER, DENSE, Plan, planned
 from .registry import register

@@ -18,6 +18,7 @@ from ..ops._dispatch import use_triton
 from ..ops.topk_select import token_select
 from ..policies.base import Policy
 from ..policies.label_index import label_bytes
+from ..policies.measured import PackStats
 from ..policies.memory import Memory, Request
 from ..policies.packed import Packed
 from ..policies.plan import Plan, planned
@@ -25,7 +26,6 @@ from ..policies.predictive import PredictivePolicy, copied_bytes, queries_bytes,
 from ..policies.shared import Labelled
 from ..predictor.channels import LabelChannels
 from ..predictor.query import QueryPredictor
-from ..telemetry.stats import PackStats
 from ..tensors import lasting
 from ..types import AttentionSpec
 from .replica import LeadingStore, Rank

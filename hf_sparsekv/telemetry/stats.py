@@ -8,82 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..offload.host_limit import readable
+from ..policies.measured import PackStats, WalkStats
 from .working_set import working_set_bytes
 
 if TYPE_CHECKING:
     from ..layers.sparse_layer import SparseLayer
     from ..offload.page_table import FramePools
-
-
-@dataclass(frozen=True)
-class WalkStats:
-    """What the progressive walks of one layer have read: one walk a step, row and KV head.
-
-    Args:
-        layer: index of the layer.
-        walks: how many there were.
-        blocks_used: blocks that they attended to, in all.
-        blocks_read: blocks that they read: more, because several are read before it is known where to stop.
-        capped: walks that ``max_blocks`` ended before the threshold was reached.
-        mass, least_mass: the attention mass that the walks estimated to cover, mean and least (least of the heads).
-        histogram: walks by blocks used: entry 0 none or one, entry ``b`` more than ``2 ** (b - 1)``, up to ``2 ** b``.
-        audits: walks that were compared with the attention to all blocks (``ProgressiveConfig(audit_every=...)``).
-        audited_mass, least_audited_mass: the mass that these covered, mean and least. None without audits.
-        audited_estimate: the mass that the same walks estimated, mean.
-    """
-
-    layer: int
-    walks: int
-    blocks_used: int
-    blocks_read: int
-    capped: int
-    mass: float | None
-    least_mass: float | None
-    histogram: tuple[int, ...]
-    audits: int = 0
-    audited_mass: float | None = None
-    least_audited_mass: float | None = None
-    audited_estimate: float | None = None
-
-    def since(self, earlier: WalkStats) -> WalkStats:
-        """The walks after ``earlier``. The least masses stay those of all walks."""
-        walks, audits = self.walks - earlier.walks, self.audits - earlier.audits
-
-        def mean(name: str, weight: str, count: int) -> float | None:
-            if not count:
-                return None
-            sums = [(getattr(w, name) or 0.0) * getattr(w, weight) for w in (self, earlier)]
-            return (sums[0] - sums[1]) / count
-
-        return replace(
-            self,
-            walks=walks,
-            blocks_used=self.blocks_used - earlier.blocks_used,
-            blocks_read=self.blocks_read - earlier.blocks_read,
-            capped=self.capped - earlier.capped,
-            mass=mean("mass", "walks", walks),
-            histogram=tuple(a - b for a, b in zip(self.histogram, earlier.histogram)),
-            audits=audits,
-            audited_mass=mean("audited_mass", "audits", audits),
-            audited_estimate=mean("audited_estimate", "audits", audits),
-        )
-
-
-@dataclass(frozen=True)
-class PackStats:
-    """What one layer has copied to keep its chosen tokens together on the device.
-
-    Args:
-        needed: chosen tokens, over all selections, rows and KV heads.
-        copied: of these, not there yet.
-        bytes: of these.
-        late: layer calls that attended to an older selection, because the last one was not there in time.
-    """
-
-    needed: int
-    copied: int
-    bytes: int
-    late: int = 0
 
 
 @dataclass(frozen=True)

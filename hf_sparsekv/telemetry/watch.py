@@ -1,19 +1,13 @@
-"""Which blocks decode steps attend to: kept for who asks, and not even looked at otherwise."""
+"""Which blocks the last decode step attended to, over all layers of a cache."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..kv.state import Held, State
-from ..tensors import lasting
-
-if TYPE_CHECKING:
-    from ..kv.store import LayerStore
-    from ..layers.sparse_layer import SparseLayer
+from ..layers.sparse_layer import SparseLayer
 
 
 @dataclass(frozen=True)
@@ -32,63 +26,6 @@ class BlockMap:
     share: Tensor
     block_size: int
     length: int
-
-
-class BlockWatch(State):
-    """Marks at a fixed address, which a captured step writes, too.
-
-    Attributes:
-        marks: bool ``[batch, H, blocks + 1]``, the last one for ids that name no block.
-        told: the policy marks blocks at all.
-    """
-
-    TENSORS: ClassVar = {"marks": Held(rows=None)}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.told = False
-
-    @lasting
-    def fit(self, store: LayerStore) -> None:
-        """Make room for the blocks of ``store``; before a step is captured."""
-        shape = (store.batch, store.heads, store.slots.shape[1] + 1)
-        if self.marks is None or self.marks.shape != shape or self.marks.device != store.device:
-            self.marks = torch.zeros(shape, dtype=torch.bool, device=store.device)
-
-    def mark(self, ids: Tensor, used: Tensor | None = None) -> None:
-        """The step attends to these blocks, ``ids [batch, H, n]``, -1 for none.
-
-        Args:
-            used: int ``[batch, H]``: only the first so many of each row and KV head.
-        """
-        self.told = True
-        spare = self.marks.shape[-1] - 1
-        named = ids >= 0
-        if used is not None:
-            named &= torch.arange(ids.shape[-1], device=ids.device) < used[..., None]
-        self.marks.zero_()
-        self.marks.scatter_(2, torch.where(named, ids, spare).long(), True)
-
-    def mark_tokens(self, ids: Tensor, block_size: int) -> None:
-        """The same for tokens, ``ids [batch, H, n]``: the blocks that hold them."""
-        self.mark(torch.where(ids >= 0, ids // block_size, -1))
-
-    def reset(self) -> None:
-        """No step has attended to anything."""
-        if self.marks is not None:
-            self.marks.zero_()  # in place, and `told` stays: a captured step marks without being asked again
-
-    def share(self, store: LayerStore) -> Tensor:
-        """Float32 ``[sealed]``, see :class:`BlockMap`."""
-        if store.counters.last_dense:
-            return torch.ones(store.sealed)
-        if not self.told or self.marks is None or self.marks.shape[0] != store.batch:
-            return torch.full((store.sealed,), float("nan"))
-        return self.marks[..., : min(store.sealed, self.marks.shape[-1] - 1)].float().mean((0, 1)).cpu()
-
-    def copy(self) -> BlockWatch:
-        """The copy of a cache has attended to nothing."""
-        return BlockWatch()
 
 
 def collect_blocks(layers: list[SparseLayer]) -> BlockMap | None:
