@@ -10,7 +10,7 @@ from models import build, prompt
 from oracle import TOLERANCE
 from test_predictive import TIGHT, PredictiveRace
 
-from hf_sparsekv.cuda_graph.captured_step import Replay
+from hf_sparsekv.layers.replay import Replay
 from hf_sparsekv.policies.predictive import PredictivePolicy
 
 

@@ -15,8 +15,8 @@ from oracle import TOLERANCE
 from test_predictive import TIGHT, PredictiveRace, decode
 
 from hf_sparsekv import PredictiveConfig, SparseCache, SparseConfig
-from hf_sparsekv.cuda_graph.captured_step import Replay
 from hf_sparsekv.kv.store import LayerStore
+from hf_sparsekv.layers.replay import Replay
 from hf_sparsekv.policies.base import Policy
 from hf_sparsekv.policies.packed import Packed
 from hf_sparsekv.policies.shared import Shared

@@ -19,14 +19,15 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-from ..attention.masks import MaskWatch
 from ..attention.mla import absorb, absorbs, is_mla, restore
 from ..cache import SparseCache
 from ..fusion.fuse import Fusion, fuse, tensor_parallel, why_not
+from ..layers.replay import Replay
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..policies.plan import Plan
-from .captured_step import CapturedStep, Replay, Saved, gathered_experts
+from .captured_step import CapturedStep, Saved, gathered_experts
+from .mask_watch import MaskWatch
 
 _STATIC = ("input_ids", "position_ids", "attention_mask", "past_key_values")
 _changing = threading.RLock()  # one thread at a time changes models

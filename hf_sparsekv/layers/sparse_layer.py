@@ -19,10 +19,10 @@ from ..policies.base import Policy
 from ..policies.plan import Plan
 from ..types import AttentionSpec
 from .owned import Owned
+from .replay import Replay
 
 if TYPE_CHECKING:
     from ..cache import SparseCache
-    from ..cuda_graph.captured_step import Replay
 
 
 class SparseLayer(Owned, CacheLayerMixin):

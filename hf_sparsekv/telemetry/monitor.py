@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
-from ..cache import SparseCache
 from .stats import CacheStats
 from .timing import TokenTimer
 from .watch import BlockMap
@@ -35,6 +35,17 @@ class StepReport:
     seconds: float
     stats: CacheStats | None = None
     blocks: BlockMap | None = None
+
+
+@runtime_checkable
+class Reporting(Protocol):
+    """What a monitor asks of a cache: every sparse cache answers, transformers' own do not."""
+
+    def stats(self) -> CacheStats: ...
+
+    def watch_blocks(self, on: bool = True) -> None: ...
+
+    def chosen_blocks(self) -> BlockMap | None: ...
 
 
 class StepMonitor(TokenTimer):
@@ -71,7 +82,7 @@ class StepMonitor(TokenTimer):
     ) -> None:
         if every < 0 or interval < 0:
             raise ValueError(f"every and interval must not be negative, got {every} and {interval}")
-        self.cache = cache if isinstance(cache, SparseCache) else None
+        self.cache = cache if isinstance(cache, Reporting) else None
         self.on_step, self.every, self.interval, self.blocks = on_step, every, interval, blocks
         if blocks and self.cache is not None:
             self.cache.watch_blocks()
