@@ -14,9 +14,9 @@ from .attention.mla import absorb_mla, restore_mla
 from .cache import AsyncPredictiveCache, OffloadedSparseCache, ProgressiveCache, SparseCache
 from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 from .cuda_graph.optimize import optimize, unoptimize
-from .layers.prefix import PrefixCache
 from .policies.measured import WalkStats
 from .policies.streaming import StreamingConfig
+from .prefix import PrefixCache
 from .telemetry.monitor import StepMonitor, StepReport
 from .telemetry.stats import CacheStats
 from .telemetry.watch import BlockMap

@@ -25,6 +25,7 @@ from .attention.handle import Step
 from .attention.masks import check_not_empty, new_columns
 from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 from .kv.pool import HostBudget
+from .layers.sliding import SlidingRing
 from .layers.sparse_layer import SparseLayer
 from .offload.copy_streams import Lanes
 from .offload.page_table import FramePools
@@ -146,8 +147,6 @@ class SparseCache(Cache):
 
     def use_rings(self) -> None:
         """Replace filled sliding layers of transformers' own by ones that a captured step can use."""
-        from .layers.sliding import SlidingRing
-
         for index, layer in enumerate(self.layers):
             if type(layer) is DynamicSlidingWindowLayer and layer.is_initialized and not layer.record_past:
                 self.layers[index] = SlidingRing(layer, self, index)

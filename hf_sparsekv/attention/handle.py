@@ -3,14 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
+from ..types import AttentionSpec
+
 if TYPE_CHECKING:
-    from ..layers.sparse_layer import SparseLayer
     from .mla import Absorbed
+
+
+class AttendingCache(Protocol):
+    """What the attention function needs of a cache."""
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        step: Step,
+        query: Tensor,
+        mask: Tensor | None,
+        spec: AttentionSpec,
+        dropout: float,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Attention over the layer of ``step``; or its keys and values, for the caller to attend to."""
+        ...
+
+
+class HandingLayer(Protocol):
+    """What handles, and the attention function, need of the layer that hands them out.
+
+    Attributes:
+        owner: the cache.
+        latent: a token is a latent with its rotary part (MLA).
+    """
+
+    owner: AttendingCache
+    latent: bool
+
+    def materialise(self, step: Step, which: str) -> Tensor:
+        """All keys (``which="k"``) or values (``"v"``), those of ``step`` included: ``[batch, H, length, D]``."""
+        ...
 
 
 @dataclass
@@ -28,7 +61,7 @@ class Step:
         committed: they are stored.
     """
 
-    layer: SparseLayer
+    layer: HandingLayer
     k: Tensor
     v: Tensor
     past: int

@@ -3,17 +3,69 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from ..attention.handle import Step
+from ..config import SparseConfig
+from ..kv.pool import HostBudget
+from ..offload.copy_streams import Lanes
+from ..offload.page_table import FramePools
+from ..policies.base import Policy
+from ..tensors import DeviceLength
 
 if TYPE_CHECKING:
-    from ..cache import SparseCache
+    from .sparse_layer import SparseLayer
+
+
+class Owner(Protocol):
+    """What layers need of the cache that they belong to.
+
+    Attributes:
+        config: of the cache.
+        clock: the length that all layers share, on the device.
+        lanes: ways to and from the host.
+        budget, frames: of an offloaded cache: the host memory it may take, its device pools. None without offload.
+    """
+
+    config: SparseConfig
+    clock: DeviceLength
+    lanes: Lanes
+    budget: HostBudget | None
+    frames: FramePools | None
+
+    @property
+    def sparse_layers(self) -> list[SparseLayer]:
+        """All full-attention layers, in the model's order."""
+        ...
+
+    def first(self, layer: SparseLayer) -> bool:
+        """``layer`` is the first of these."""
+        ...
+
+    def make_policy(self, layer_idx: int) -> Policy:
+        """The selection policy of one layer."""
+        ...
+
+    def new_columns(self, mask: Tensor | None, step: Step) -> Tensor | None:
+        """Validity of the step's columns, bool ``[batch, q]``; None if none is padding."""
+        ...
+
+    def passed(self, layer_idx: int) -> None:
+        """A layer has stored a forward pass's tokens."""
+        ...
+
+    def warn_bypass(self) -> None:
+        """Something else than the attention function reads a layer's keys or values."""
+        ...
 
 
 class Owned:
     """A layer that belongs to a cache, known weakly: without a cycle its memory is free as soon as nobody uses it."""
 
     @property
-    def owner(self) -> SparseCache:
+    def owner(self) -> Owner:
         """The cache."""
         owner = self._owner()
         if owner is None:
@@ -21,7 +73,7 @@ class Owned:
         return owner
 
     @owner.setter
-    def owner(self, cache: SparseCache) -> None:
+    def owner(self, cache: Owner) -> None:
         self._owner = weakref.ref(cache)
 
     def __reduce__(self):

@@ -6,8 +6,6 @@ tokens in a ring. Outside a captured step it answers as the stock layer does.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -17,10 +15,7 @@ from ..ops.append import append
 from ..ops.sparse_decode import sparse_decode
 from ..tensors import lasting, take_rows
 from ..types import AttentionSpec
-from .owned import Owned
-
-if TYPE_CHECKING:
-    from ..cache import SparseCache
+from .owned import Owned, Owner
 
 
 class SlidingRing(Owned, DynamicSlidingWindowLayer):
@@ -33,7 +28,7 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
     """
 
     @lasting
-    def __init__(self, stock: DynamicSlidingWindowLayer, owner: SparseCache, index: int) -> None:
+    def __init__(self, stock: DynamicSlidingWindowLayer, owner: Owner, index: int) -> None:
         super().__init__(stock.sliding_window)
         self.owner, self.index = owner, index
         self.dtype, self.device, self.is_initialized = stock.dtype, stock.device, True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,11 +17,8 @@ from ..kv.store import LayerStore
 from ..policies.base import Policy
 from ..policies.plan import Plan
 from ..types import AttentionSpec
-from .owned import Owned
+from .owned import Owned, Owner
 from .replay import Replay
-
-if TYPE_CHECKING:
-    from ..cache import SparseCache
 
 
 class SparseLayer(Owned, CacheLayerMixin):
@@ -33,7 +29,7 @@ class SparseLayer(Owned, CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, owner: SparseCache, index: int) -> None:
+    def __init__(self, owner: Owner, index: int) -> None:
         self.owner, self.index = owner, index
         self.store: LayerStore | None = None
         self.policy: Policy = owner.make_policy(index)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..cache import SparseCache
-from ..config import OffloadConfig, SparseConfig
-from ..kv.state import Held
-from ..kv.store import LayerStore
-from ..policies.base import Policy
-from ..predictor.channels import describe
-from .sparse_layer import SparseLayer
+from .cache import SparseCache
+from .config import OffloadConfig, SparseConfig
+from .kv.state import Held
+from .kv.store import LayerStore
+from .layers.sparse_layer import SparseLayer
+from .policies.base import Policy
+from .predictor.channels import describe
 
 FIRST = 512  # queries kept for label channels, which are calibrated on as many tokens at most
 LAST = 64  # queries kept for the first selection
