@@ -29,6 +29,7 @@ from .layers.sliding import SlidingRing
 from .layers.sparse_layer import SparseLayer
 from .offload.copy_streams import Lanes
 from .offload.page_table import FramePools
+from .persistence.cache_file import load_cache, save_cache
 from .policies.base import Policy
 from .policies.registry import method_of
 from .policies.shared import Shared
@@ -432,9 +433,7 @@ class SparseCache(Cache):
             RuntimeError: an earlier error left the cache incomplete.
             OSError: ``path`` cannot be written; its directory has to exist.
         """
-        from .persistence.cache_file import save_cache
-
-        save_cache(self, path)
+        save_cache(self, CACHES, path)
 
     @classmethod
     def load(
@@ -463,9 +462,7 @@ class SparseCache(Cache):
                 without ``config`` it reserves far more memory than it fills (docs/saving.md).
             MemoryError: the host memory that ``offload`` allows does not hold it.
         """
-        from .persistence.cache_file import load_cache
-
-        return load_cache(cls, path, config, offload, model_config, device)
+        return load_cache(cls, CACHES, path, config, offload, model_config, device)
 
 
 class OffloadedSparseCache(SparseCache):

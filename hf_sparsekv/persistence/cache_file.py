@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers import PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from ..attention.handle import Step
-from ..cache import CACHES, SparseCache
 from ..config import OffloadConfig, SparseConfig
 from ..kv.sealing import SINK, VALID, ring_tokens
 from ..kv.store import LayerStore
@@ -27,6 +27,7 @@ from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..offload.host_limit import readable
 from ..policies.registry import method_of, methods
+from ..policies.shared import Shared
 from ..predictor.channels import LabelChannels, describe
 from ..removed import removed
 from ..tensors import lasting
@@ -39,6 +40,51 @@ _STORED = {"near_kv", "near_valid", "seen", "table"}  # what a store has beside 
 _RESERVED, _RESERVED_TIMES = 1 << 28, 16
 
 
+class FiledCache(Protocol):
+    """What saving and loading need of a cache.
+
+    Attributes:
+        config_type: the only configuration that its class takes; None: each method's.
+        layers: ours, and transformers' own sliding ones.
+        model_config: None as long as nobody told.
+        _record_past: sliding layers keep what leaves their window, for ``crop()``.
+    """
+
+    config_type: ClassVar[type[SparseConfig] | None]
+    config: SparseConfig
+    offload_config: OffloadConfig | None
+    shared: Shared
+    layers: list[CacheLayerMixin]
+    model_config: PreTrainedConfig | None
+    _record_past: bool
+
+    def __init__(self, config: SparseConfig, offload: OffloadConfig | None) -> None: ...
+
+    @property
+    def sparse_layers(self) -> list[SparseLayer]:
+        """The layers that are ours."""
+        ...
+
+    def get_seq_length(self) -> int:
+        """Columns cached."""
+        ...
+
+    def bind(self, model_config: PreTrainedConfig) -> None:
+        """Make the layers that the model's configuration asks for."""
+        ...
+
+    def _layer(self, index: int) -> SparseLayer:
+        """Make one of ours."""
+        ...
+
+    def _check_complete(self) -> None:
+        """Raise RuntimeError if an earlier forward pass has stopped half-way."""
+        ...
+
+
+Kinds = Sequence[type[FiledCache]]
+
+
 def _index(layer: SparseLayer, calibrates: bool) -> dict[str, Tensor]:
     """What a selection keeps of the blocks. (``fill`` follows from the flags, labels are made when channels are.)"""
     left = {"flags", "fill", *(_LABELS if calibrates else ())}
@@ -48,14 +94,14 @@ def _index(layer: SparseLayer, calibrates: bool) -> dict[str, Tensor]:
 # ---------------------------------------------------------------------- saving
 
 
-def save_cache(cache: SparseCache, path: str | os.PathLike[str]) -> None:
-    """See :meth:`SparseCache.save`."""
+def save_cache(cache: FiledCache, kinds: Kinds, path: str | os.PathLike[str]) -> None:
+    """See :meth:`SparseCache.save`; ``kinds`` are the classes that files name."""
     for layer in cache.sparse_layers:
         layer._check_complete()
     cache._check_complete()
     if not cache.layers or not cache.get_seq_length():
         raise ValueError("nothing is cached yet: prefill before you save")
-    if type(cache) not in CACHES:
+    if type(cache) not in kinds:
         raise ValueError(f"{type(cache).__name__} cannot be saved yet")
     method = method_of(cache.config)
     if method.reference or type(cache.config) is not method.config:
@@ -174,17 +220,18 @@ def _sliding(layer, index: int) -> tuple[Layer, dict[str, Pieces]]:
 @lasting
 @torch.no_grad()
 def load_cache(
-    kind: type[SparseCache],
+    kind: type[FiledCache],
+    kinds: Kinds,
     path: str | os.PathLike[str],
     config: SparseConfig | None,
     offload: OffloadConfig | Literal["default"] | None,
     model_config,
     device: torch.device | str | None,
-) -> SparseCache:
-    """See :meth:`SparseCache.load`."""
+) -> FiledCache:
+    """See :meth:`SparseCache.load`; ``kinds`` are the classes that files name."""
     with Reader(path) as file:
         state = file.state
-        made = next((known for known in CACHES if known.__name__ == state["cache"]), None)
+        made = next((known for known in kinds if known.__name__ == state["cache"]), None)
         if made is None or not issubclass(made, kind):
             raise ValueError(f"{path} holds a {state['cache']}, which {kind.__name__}.load() cannot make")
         named = None if made.config_type is None else method_of(made.config_type()).name
@@ -213,12 +260,12 @@ def load_cache(
 
 
 def _empty(
-    made: type[SparseCache],
+    made: type[FiledCache],
     saved_as: type[SparseConfig],
     file: Reader,
     config: SparseConfig | None,
     offload: OffloadConfig | None,
-) -> SparseCache:
+) -> FiledCache:
     """A cache without layers, of the saved configuration or of ``config`` if that agrees."""
     named = _without_removed(saved_as, file, config)
     try:
@@ -281,7 +328,7 @@ def free_fields(config: type[SparseConfig]) -> list[str]:
     return list(dict.fromkeys(name for names in lists for name in names))
 
 
-def _bind(cache: SparseCache, file: Reader, model_config) -> None:
+def _bind(cache: FiledCache, file: Reader, model_config) -> None:
     """Give the cache its layers, which must be of the saved kinds."""
     cache._record_past = file.state["record_past"]
     windows = [record.window for record in file.layers]
@@ -368,7 +415,7 @@ def _blocks(pool, record: Layer, file: Reader, prefix: str) -> Tensor:
 # ---------------------------------------------------------------------- checks
 
 
-def _check_header(cache: SparseCache, file: Reader) -> None:
+def _check_header(cache: FiledCache, file: Reader) -> None:
     """What the header says of the layers agrees with itself and the configuration, before memory is taken for it."""
     latent = {record.latent for record in file.layers if record.window is None}
     first = file.layers[0]
@@ -418,7 +465,7 @@ def _sliding_fits(record: Layer, record_past: bool) -> dict[str, bool]:
     }
 
 
-def _check_reserved(cache: SparseCache, file: Reader) -> None:
+def _check_reserved(cache: FiledCache, file: Reader) -> None:
     """A small file may not ask for much memory: that is up to who passes a configuration."""
     config, size = cache.config, 0
     chosen = method_of(config).policy.reserves(config, cache.offload_config is not None)
