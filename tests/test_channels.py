@@ -14,7 +14,8 @@ from transformers import AttentionInterface, DynamicCache
 
 from hf_sparsekv import SparseCache
 from hf_sparsekv.ops.seal import quantise_labels
-from hf_sparsekv.predictor.channels import ChannelStats, LabelChannels, calibrate
+from hf_sparsekv.predictor.channels import ChannelStats, LabelChannels
+from hf_sparsekv.tuning.channels import calibrate
 
 IDS = prompt(1, 120)["input_ids"]
 _seen: dict[int, list] = {}

@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, SparseCache, SparseConfig, TwoLevelConfig
 from hf_sparsekv.cli import loading
 from hf_sparsekv.cli.output import CommandError
-from hf_sparsekv.predictor.channels import LabelChannels, calibrate
+from hf_sparsekv.predictor.channels import LabelChannels
+from hf_sparsekv.tuning.channels import calibrate
 
 IDS = prompt(1, 90)["input_ids"]
 

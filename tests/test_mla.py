@@ -19,7 +19,7 @@ from hf_sparsekv.attention import mla
 from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.mla import Absorbed, is_mla
 from hf_sparsekv.policies import crossover
-from hf_sparsekv.predictor.channels import calibrate
+from hf_sparsekv.tuning.channels import calibrate
 from hf_sparsekv.types import AttentionSpec
 
 GO = {"do_sample": False, "max_new_tokens": 30}

@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from saved_files import feed, same, state, steps
 
 from hf_sparsekv import SparseCache
-from hf_sparsekv.predictor.channels import calibrate
+from hf_sparsekv.tuning.channels import calibrate
 
 TIMES = 400  # for each kind of file: 2,000 in all
 

@@ -13,7 +13,7 @@ from saved_files import feed
 
 from hf_sparsekv import SparseCache, user_file
 from hf_sparsekv.policies import crossover
-from hf_sparsekv.predictor.channels import calibrate
+from hf_sparsekv.tuning.channels import calibrate
 from hf_sparsekv.whole_file import replacing
 
 

@@ -28,8 +28,8 @@ from hf_sparsekv.evaluation.small_model import SMALL_MODEL_NAME
 from hf_sparsekv.policies.label_index import LabelIndex
 from hf_sparsekv.policies.registry import register
 from hf_sparsekv.policies.two_level import TwoLevelPolicy
-from hf_sparsekv.predictor.channels import calibrate
 from hf_sparsekv.results import Row, append_rows
+from hf_sparsekv.tuning.channels import calibrate
 
 from .small_model import CSV, load, reference_ids
 

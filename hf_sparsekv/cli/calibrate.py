@@ -34,7 +34,7 @@ def calibrate(
     device: Device = "auto",
 ) -> None:
     """Rank a model's key channels on your text, for --channel-file and TwoLevelConfig(channel_file=...)."""
-    from ..predictor.channels import calibrate as rank_channels
+    from ..tuning.channels import calibrate as rank_channels
 
     texts = [_read(path) for path in text_file]
     if not output.absolute().parent.is_dir():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from os import PathLike
 from typing import ClassVar
@@ -84,7 +83,7 @@ class ChannelStats(State):
 
 @dataclass(frozen=True)
 class LabelChannels:
-    """Channel rankings of a model, made by :func:`calibrate`.
+    """Channel rankings of a model, made by :func:`hf_sparsekv.tuning.channels.calibrate`.
 
     Args:
         ranking: int32 ``[layers, H, D]``, channels by falling importance; -1 in layers without full attention.
@@ -204,53 +203,3 @@ def describe(config) -> dict:
     facts = {key: getattr(config, key, None) for key in _SHAPE_KEYS}
     facts["head_dim"] = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return facts
-
-
-@torch.no_grad()
-def calibrate(model, inputs: Iterable[Tensor], importance: str = "max") -> LabelChannels:
-    """Rank the key channels of every full-attention layer on calibration text.
-
-    Args:
-        model: a causal language model; its attention implementation is switched to ``sparsekv`` meanwhile.
-        inputs: token ids, each ``[1, n]``.
-        importance: ``"max"`` or ``"mean"``, see :class:`ChannelStats`.
-
-    Raises:
-        ValueError: there is no input, or the model has no full-attention layer.
-    """
-    from ..cache import OffloadedSparseCache
-    from ..config import TwoLevelConfig
-    from ..layers.sparse_layer import SparseLayer
-
-    config = model.config.get_text_config(decoder=True)
-    before = model.config._attn_implementation
-    model.set_attn_implementation("sparsekv")
-    held: dict[int, ChannelStats] = {}
-    try:
-        for ids in inputs:
-            # Never enough tokens to fix channels: every chunk is observed.
-            never = TwoLevelConfig(channel_importance=importance, calibration_tokens=1 << 60, dense_layers=0)
-            cache = OffloadedSparseCache(never, offload=None, model_config=model.config)
-            model(ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
-            for index, layer in enumerate(cache.layers):
-                if isinstance(layer, SparseLayer):
-                    _merge(held, index, layer.policy.labels.stats)
-    finally:
-        model.set_attn_implementation(before)
-    if not held:
-        raise ValueError("nothing to calibrate: no input was given, or the model has no full-attention layer")
-    first = next(iter(held.values()))
-    ranking = torch.full((config.num_hidden_layers, *first.k.shape[1:]), -1, dtype=torch.int32)
-    for index, stats in held.items():
-        ranking[index] = stats.ranking()[0].cpu()
-    return LabelChannels(ranking, describe(config), model.config._name_or_path, importance, first.tokens)
-
-
-def _merge(held: dict[int, ChannelStats], index: int, stats: ChannelStats) -> None:
-    if index not in held:
-        held[index] = stats
-        return
-    mine = held[index]
-    join = torch.maximum if mine.importance == "max" else torch.add
-    mine.q, mine.k = join(mine.q, stats.q), join(mine.k, stats.k)
-    mine.tokens += stats.tokens
