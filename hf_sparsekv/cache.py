@@ -23,6 +23,7 @@ from transformers.cache_utils import (
 
 from .attention.handle import Step
 from .attention.masks import check_not_empty, new_columns
+from .attention.mla import passes_on
 from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 from .kv.pool import HostBudget
 from .layers.sliding import SlidingRing
@@ -39,6 +40,8 @@ from .telemetry.stats import CacheStats, allocated, collect
 from .telemetry.watch import BlockMap, collect_blocks
 from .tensors import DeviceLength
 from .types import AttentionSpec
+
+passes_on(__name__)
 
 _HALF_WAY = (
     "this cache is incomplete: an earlier forward pass stopped between or inside linear-attention layers. Call reset() "

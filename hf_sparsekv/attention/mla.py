@@ -26,11 +26,7 @@ from .handle import KVHandle
 
 _NEEDED = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _OWN, _HELD = "_sparsekv_own_expand_kv", "_sparsekv_kv_b"
-_BETWEEN = (
-    "hf_sparsekv.layers.sparse_layer",
-    "hf_sparsekv.cache",
-    "transformers.cache_utils",
-)  # a module's forward and this one
+_BETWEEN = {"transformers.cache_utils"}  # modules whose functions lie between an MLA module's forward and this one
 _PIECE = 1 << 29  # bytes of keys and values that are expanded at once
 _PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SAMPLE = (
@@ -43,6 +39,11 @@ def is_mla(module: nn.Module) -> bool:
     """An attention module that caches latents and expands them after. (With an indexer, DSA, it caches what it has
     expanded.)"""
     return all(hasattr(module, name) for name in _NEEDED) and not hasattr(module, "indexer")
+
+
+def passes_on(name: str) -> None:
+    """Functions of the Python module ``name`` pass ``update()`` on: its caller is looked for behind them."""
+    _BETWEEN.add(name)
 
 
 def calling_module() -> nn.Module | None:

@@ -12,13 +12,15 @@ from ..attention.exact import exact_attention
 from ..attention.gradient import NoGradient
 from ..attention.handle import KVHandle, Step
 from ..attention.masks import new_columns
-from ..attention.mla import SAMPLE, Absorbed, absorb, calling_module
+from ..attention.mla import SAMPLE, Absorbed, absorb, calling_module, passes_on
 from ..kv.store import LayerStore
 from ..policies.base import Policy
 from ..policies.plan import Plan
 from ..types import AttentionSpec
 from .owned import Owned, Owner
 from .replay import Replay
+
+passes_on(__name__)
 
 
 class SparseLayer(Owned, CacheLayerMixin):
