@@ -21,8 +21,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from ..attention.handle import Step
 from ..config import OffloadConfig, SparseConfig
-from ..kv.sealing import SINK, VALID, ring_tokens
-from ..kv.store import LayerStore
+from ..kv.store import SINK, VALID, LayerStore, ring_tokens
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..offload.host_limit import readable

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..config import OffloadConfig, SparseConfig
 from ..kv.pool import bucket
-from ..kv.sealing import ring_tokens
+from ..kv.store import ring_tokens
 from ..offload.device_pool import BOOKKEEPING
 from ..offload.page_table import SELECTIONS
 
