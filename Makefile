@@ -69,9 +69,10 @@ $(NEWEST_STAMP): constraints-newest.txt $(INSTALLED)
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --target $(NEWEST) --no-deps -r constraints-newest.txt
 	@touch $@
 
-lint: $(INSTALLED)  ## ruff check and ruff format --check
+lint: $(INSTALLED)  ## ruff check, ruff format --check, and that imports go one way
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo --no-cache
 
 format: $(INSTALLED)  ## let ruff fix and format the files
 	$(BIN)/ruff check --fix .

@@ -1,4 +1,4 @@
-"""What a user chooses, as frozen dataclasses that are checked when they are made. Imports nothing of ours.
+"""What a user chooses, as frozen dataclasses that are checked when they are made.
 
 A class lists in ``FREE`` the fields of its own that only later steps depend on: a saved cache may be loaded with
 others (:meth:`SparseCache.load`). Every other field must be as it was saved.

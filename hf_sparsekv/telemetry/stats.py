@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
 
 import torch
 
+from ..layers.sparse_layer import SparseLayer
 from ..offload.host_limit import readable
+from ..offload.page_table import FramePools
 from ..policies.measured import PackStats, WalkStats
 from .working_set import working_set_bytes
-
-if TYPE_CHECKING:
-    from ..layers.sparse_layer import SparseLayer
-    from ..offload.page_table import FramePools
 
 
 @dataclass(frozen=True)
