@@ -45,11 +45,12 @@ def _pairs(item: pytest.Item) -> set:
 
 
 def _not_needed(items: list[pytest.Item]) -> set[pytest.Item]:
-    """What tests marked ``pairwise`` need not run: with and without a GPU each pair of parameters' values is there."""
+    """What tests marked ``pairwise`` need not run: of those with the same markers each pair of values is there."""
     groups: dict[tuple, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("pairwise"):
-            groups.setdefault((item.parent, item.originalname, "gpu" in item.keywords), []).append(item)
+            marks = frozenset(mark.name for mark in item.iter_markers())  # which of them run on a machine
+            groups.setdefault((item.parent, item.originalname, marks), []).append(item)
     dropped = set()
     for group in groups.values():
         pairs = {item: _pairs(item) for item in group}
