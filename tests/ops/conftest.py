@@ -88,3 +88,11 @@ def place32(request: pytest.FixtureRequest) -> Place:
 def place16(request: pytest.FixtureRequest) -> Place:
     """Float16 alone, for what counts elements: few bytes each."""
     return Place(*request.param)
+
+
+@pytest.fixture
+def released():
+    """Gigabytes of a GPU go back at once."""
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
