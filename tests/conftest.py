@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import importlib.util
 import itertools
 import os
@@ -53,13 +54,19 @@ def _not_needed(items: list[pytest.Item]) -> set[pytest.Item]:
             groups.setdefault((item.parent, item.originalname, marks), []).append(item)
     dropped = set()
     for group in groups.values():
-        pairs = {item: _pairs(item) for item in group}
-        missing = set().union(*pairs.values())
+        pairs = [_pairs(item) for item in group]
+        missing = set().union(*pairs)
+        # Ties by a hash: in order, the first value of every parameter would meet the first of all others alone.
+        best = [(-len(found), -zlib.crc32(group[i].nodeid.encode()), i) for i, found in enumerate(pairs)]
+        heapq.heapify(best)
         while missing:
-            # Ties by a hash: in order, the first value of every parameter would meet the first of all others alone.
-            best = max(pairs, key=lambda item: (len(pairs[item] & missing), zlib.crc32(item.nodeid.encode())))
-            missing -= pairs.pop(best)
-        dropped |= pairs.keys()
+            gain, order, i = heapq.heappop(best)
+            left = len(pairs[i] & missing)
+            if left == -gain:
+                missing -= pairs[i]
+            else:
+                heapq.heappush(best, (-left, order, i))  # it once had more: the next may have the most now
+        dropped |= {group[i] for _, _, i in best}
     return dropped
 
 

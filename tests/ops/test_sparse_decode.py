@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import Place
 from decode_cases import RATIO, Case, check, config_of, expect, in_frames, on_cpu
 from operators import view
 
@@ -64,9 +63,9 @@ def test_against_reference(place, case, granularity):
 
 @pytest.mark.gpu
 @ALL_WAYS
-def test_deepseek(granularity):
+def test_deepseek(place16, granularity):
     """All heads of its width at once: slow in the interpreter, where GLM's has the width and others have the heads."""
-    check(Place("cuda", torch.bfloat16), DEEPSEEK, granularity)
+    check(place16, DEEPSEEK, granularity)
 
 
 @pytest.mark.pairwise
@@ -88,9 +87,10 @@ def test_splits_do_not_matter(place32, granularity):
 
 
 @ALL_WAYS
-def test_reference_is_that_of_keys_and_values(granularity):
+def test_reference_is_that_of_keys_and_values(place32, granularity):
     """Rows with their beginning written behind them once more give the same."""
-    args, named = LATENTS.make(Place("cpu", torch.float32), granularity)
+    args, named = LATENTS.make(place32, granularity)
+    args = on_cpu(args)
     twice = list(args)
     for i in (1, 5):
         twice[i] = torch.cat((args[i], args[i][..., : LATENTS.dv]), dim=-1)
