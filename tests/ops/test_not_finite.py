@@ -27,20 +27,12 @@ from hf_sparsekv.ops.route.triton import route
 from hf_sparsekv.ops.sparse_decode.reference import sparse_decode as reference_decode
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
 from hf_sparsekv.ops.token_score.reference import token_score as reference_tokens
-from hf_sparsekv.ops.topk_select.config import Config as SelectConfig
 from hf_sparsekv.ops.topk_select.reference import block_select as reference_select
-from hf_sparsekv.ops.topk_select.reference import token_select as reference_token_select
-from hf_sparsekv.ops.topk_select.triton import token_select
 from hf_sparsekv.predictor.channels import ChannelStats
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # numpy's, of the interpreter
 
 WILD = (nan, inf, -inf)
-SPLITS = {
-    "one program": SelectConfig(),
-    "several programs": SelectConfig(row=16, chunk=64, split=False),
-    "sample": SelectConfig(row=16, chunk=64, sample=32, fewest=64),
-}
 
 
 def same(got, expected):
@@ -74,16 +66,6 @@ def test_rank_by_hand():
     ids, tokens = reference_rank(scores, torch.arange(1, 7).int(), torch.arange(6).int()[None])
     assert ids.tolist() == [[[3, 1, 5, -1, -1, -1]]]
     assert tokens.tolist() == [[[4, 2, 6, 0, 0, 0]]]
-
-
-@pytest.mark.parametrize("how", SPLITS.values(), ids=SPLITS.keys())
-def test_select_tokens(place32, how):
-    """Tokens of given blocks."""
-    scores = wild_scores(place32, 8 * 16)
-    blocks = torch.stack([place32.randperm(50)[:8].sort().values for _ in range(12)]).view(3, 4, 8)
-    out = torch.full((3, 4, 21), 12345, dtype=torch.int32, device=place32.device)
-    got = token_select(scores, blocks, 21, 16, out=out, config=how)
-    assert torch.equal(got.cpu(), reference_token_select(scores.cpu(), blocks.cpu(), 21, 16))
 
 
 def test_select_by_hand():
