@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from benchmarks import generate
 from benchmarks.__main__ import BENCHMARKS, main
 from hf_sparsekv.cli.app import app
+from hf_sparsekv.evaluation.cache_specs import parse_cache
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,3 +77,10 @@ def test_the_package_does_not_know_its_benchmarks():
     """No import of them anywhere, in functions and under TYPE_CHECKING included."""
     for path in (ROOT / "hf_sparsekv").rglob("*.py"):
         assert not re.search(r"^\s*(from|import) \.*benchmarks?\b", path.read_text(), re.M), path
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.yaml")), ids=lambda path: path.stem)
+def test_lists_of_caches_are_valid(path):
+    """Every setting is known, and none is there twice."""
+    specs = [parse_cache(text) for text in yaml.safe_load(path.read_text())["caches"]]
+    assert len({f"{spec.method} {spec.make()!r}" for spec in specs}) == len(specs) > 20

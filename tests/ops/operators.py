@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import math
 import mmap
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hf_sparsekv.ops.block_rank.triton import Config as RankConfig
+from hf_sparsekv.ops.pack.reference import pack as pack_reference
 from hf_sparsekv.ops.seal import Index
 from hf_sparsekv.ops.token_score.config import config as label_config
 
@@ -292,7 +294,7 @@ def seal(place, case: Seal) -> tuple:
 
 
 def block_score(place, batch, heads, group, dk, n, reduce="mean", metadata="min_max"):
-    """Rows that share blocks, in any order; some slots missing, some blocks empty; NaN in all that is not used."""
+    """Rows that share blocks, in any order; some slots missing, some blocks empty; NaN where nobody looks."""
     slots_all, rows = n + 3, heads * group
     bounds = place.nan(slots_all, heads, 2, dk)
     fill = place.randint(0, 3, slots_all) * 7
@@ -300,6 +302,7 @@ def block_score(place, batch, heads, group, dk, n, reduce="mean", metadata="min_
     ends = torch.stack((place.randn(slots_all, heads, dk), place.randn(slots_all, heads, dk)), 2)
     ends = torch.cat((ends.amax(2, keepdim=True), ends.amin(2, keepdim=True)), 2)
     bounds[used] = ends[used]
+    bounds[::2][~used[::2]] = 50.0  # an empty block's may be anything
     slots = shuffled(place, batch, slots_all, n).masked_fill(place.rand(batch, n) < 0.2, -1)
     bounds = bounds[:, :, :1].contiguous() if metadata == "mean" else bounds
     out = place.nan(batch, rows if reduce == "none" else heads, n, dtype=torch.float32)
@@ -347,17 +350,23 @@ def label_hows(given, reduce, bits):
 
 
 def pack(place, batch, heads, room, size, blocks, width):
-    ids = torch.full((batch, heads, room), -1, dtype=torch.int32, device=place.device)
-    for row in range(batch):
-        for head in range(heads if row + 1 < batch or batch == 1 else heads - 1):  # the last row and head choose none
+    """A second selection, some of whose tokens are those of the first; the last row and head choose none."""
+
+    def choose():
+        ids = torch.full((batch, heads, room), -1, dtype=torch.int32, device=place.device)
+        for row, head in list(itertools.product(range(batch), range(heads)))[: max(1, batch * heads - 1)]:
             k = min(blocks * size, room // 2 + int(place.randint(0, room - room // 2 + 1, 1)))
             ids[row, head, :k] = place.randperm(blocks * size)[:k].sort().values
+        return ids
+
+    first, ids = choose(), choose()
     kv = place.randn(batch * blocks + 3, heads, size, width)
     slots = place.randperm(batch * blocks + 3)[: batch * blocks].view(batch, blocks)
     order = torch.arange(room, device=place.device).int().expand_as(ids).contiguous()
     packed, places = place.nan(batch, heads, room, width), place.nan(batch, heads, room, dtype=torch.int32)
-    counters = torch.zeros(2, dtype=torch.int64, device=place.device)
-    return ids, kv, slots, torch.full_like(ids, -1), order, packed, places, None, counters
+    state, counters = (torch.full_like(ids, -1), order, packed, places), torch.zeros(2, device=place.device).long()
+    pack_reference(first, kv, slots, *state)
+    return ids, kv, slots, *state, None, counters
 
 
 # batch, KV heads, group, Dk, blocks a row

@@ -304,7 +304,7 @@ def test_what_is_packed(place32):
     batch, heads, room, size, blocks, width = 2, 2, 32, 16, 8, 24
     given = BY_NAME["pack"].call(place32, batch, heads, room, size, blocks, width)
     kv, slots, held, order, packed, places = list(given.values())[1:7]
-    before: list[set[int]] = [set() for _ in range(batch * heads)]
+    before = [{c for c in row if c >= 0} for row in held.flatten(0, 1).tolist()]
     chosen = moved = 0
     for step in range(5):
         given["ids"] = ids = BY_NAME["pack"].call(place32, batch, heads, room, size, blocks, width)["ids"]
