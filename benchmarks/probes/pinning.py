@@ -14,7 +14,6 @@ import argparse
 import gc
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -50,23 +49,18 @@ class Pages:
         self.start = -(-self.mapped // host_pages.HUGE) * host_pages.HUGE
         host_pages.advise(self.start, size, host_pages.HUGEPAGE if large else NO_HUGEPAGE)
         host_pages.open_pages(self.start, size)
-        self.registered: list[int] = []
+        self.registered = False
 
-    def register(self, parts: int = 1) -> None:
-        step = self.size // parts
-
-        def one(i: int) -> None:
-            code = host_pool.cuda.register(self.start + i * step, step, GPU)
-            if code:
-                raise RuntimeError(f"cudaHostRegister: error {code}")
-            self.registered.append(self.start + i * step)
-
-        with ThreadPoolExecutor(parts) as workers:
-            list(workers.map(one, range(parts)))
+    def register(self) -> None:
+        code = host_pool.cuda.register(self.start, self.size, GPU)
+        if code:
+            raise RuntimeError(f"cudaHostRegister: error {code}")
+        self.registered = True
 
     def unregister(self) -> None:
-        while self.registered:
-            host_pool.cuda.unregister(self.registered.pop(), GPU)
+        if self.registered:
+            host_pool.cuda.unregister(self.start, GPU)
+        self.registered = False
 
     def unmap(self) -> None:
         self.unregister()
@@ -82,11 +76,11 @@ class Pages:
 # ---------------------------------------------------------------------- time to pin: seconds to touch, register, free
 
 
-def ours(size: int, threads: int, large: bool, parts: int = 1) -> tuple[float, float, float]:
+def ours(size: int, threads: int, large: bool) -> tuple[float, float, float]:
     pages = Pages(size, large)
     try:
         touch = seconds(lambda: host_pages.touch(pages.start, size, threads)) if threads else 0.0
-        return touch, seconds(lambda: pages.register(parts)), seconds(pages.unregister)
+        return touch, seconds(pages.register), seconds(pages.unregister)
     finally:
         pages.unmap()
 
@@ -123,7 +117,6 @@ def pinning(begun: float, budget: float) -> None:
                 name = f"{n} threads, {'large' if large else 'small'} pages"
                 jobs.append((name, size, partial(ours, threads=n, large=large)))
         jobs.append(("register alone, large pages", size, partial(ours, threads=0, large=True)))
-        jobs.append(("8 threads, large, registered in 4 parts", size, partial(ours, threads=8, large=True, parts=4)))
     jobs += [(f"{n} threads, large pages", 16, partial(ours, threads=n, large=True)) for n in (16, 4)]
     jobs.append(("torch, pin_memory=True", 16, torchs))
     for name, size, job in jobs:
@@ -165,31 +158,15 @@ def speeds() -> None:
     some = torch.arange(16381, dtype=torch.int16)  # finite numbers; a prime, so that no two rows are alike
     content.view(torch.int16).copy_(some.repeat(-(-n // len(some)))[:n])
     speed("torch, pin_memory=True", content)
-    for name, large, parts in (("large pages", True, 1), ("small pages", False, 1), ("in 8 parts", True, 8)):
+    for name, large in (("large pages", True), ("small pages", False)):
         pages = Pages(content.nbytes, large)
         try:
             host_pages.touch(pages.start, pages.size)
-            pages.register(parts)
-            mine = pages.tensor().copy_(content)
-            if parts == 1:
-                speed(f"registered, {name}", mine)
-            else:
-                over_borders(mine)
+            pages.register()
+            speed(f"registered, {name}", pages.tensor().copy_(content))
             torch.cuda.synchronize()
         finally:
             pages.unmap()
-
-
-def over_borders(mine: torch.Tensor) -> None:
-    """Whether one copy may cross registrations: if so, no copy needs cutting."""
-    on_gpu = torch.zeros_like(mine, device=GPU)
-    ways = {"H2D": lambda: on_gpu.copy_(mine, non_blocking=True), "D2H": lambda: mine.copy_(on_gpu, non_blocking=True)}
-    for name, run in ways.items():
-        try:
-            print(f"one copy over 8 registrations, {name}: {max(gbps(mine.nbytes, run)):.1f} GB/s")
-        except RuntimeError as error:
-            on_gpu.copy_(mine.clone())
-            print(f"one copy over 8 registrations, {name}: {str(error).splitlines()[0]}")
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
     python -m benchmarks.studies.small_model needle        # 5 depths x 1k, 2k, 4k tokens
     python -m benchmarks.studies.small_model perplexity    # held-out text after 4k tokens, several budgets
-    python -m benchmarks.studies.small_model choices       # the settings that the papers leave open
 
 Each prints a table and appends its rows to benchmarks/results/accuracy.csv. Every prompt is prefilled once, by full
 attention; all caches are filled from it and decode on their own.
@@ -150,8 +149,15 @@ def needle(args) -> None:
     append_rows(CSV, [Row("accuracy", SMALL_MODEL_NAME, *row, unit="share") for row in rows])
 
 
-def compare(args, variants: Variants, title: str) -> None:
+def perplexity(args) -> None:
     """A table of :func:`forced`, and its rows."""
+    variants: Variants = {"full": None}
+    for budget in (128, 256, 512):
+        two_level = {"token_budget": budget, "level": "two_level", "num_blocks": max(16, budget // 16)}
+        variants[f"two_level:budget={budget}"] = two_level
+        variants[f"two_level:budget={budget},bound_tokens=16"] = {**two_level, "bound_tokens": 16}
+        for level in ("block", "token"):
+            variants[f"{level}_only:budget={budget}"] = {"token_budget": budget, "level": level}
     variants = {name: settings for name, settings in variants.items() if re.search(args.only, name)}
     model, tokenizer = load()
     shares: dict[str, float] = {}
@@ -160,7 +166,7 @@ def compare(args, variants: Variants, title: str) -> None:
         shares[name] = cache.stats().attended_share
 
     found = forced(model, reference_ids(tokenizer), args, variants, look)
-    title += f", {args.passages} x {args.tokens} tokens after {args.context}"
+    title = f"perplexity, {args.passages} x {args.tokens} tokens after {args.context}"
     table = Table(title, "perplexity", "top-1 agreement", "KL", "attended")
     for name, (nll, same, kl) in found.items():
         table.add_row(name, f"{math.exp(nll):.3f}", f"{same:.1%}", f"{kl:.4f}", f"{shares.get(name, 1):.1%}")
@@ -170,34 +176,9 @@ def compare(args, variants: Variants, title: str) -> None:
         append_rows(CSV, forced_rows(("accuracy", SMALL_MODEL_NAME, name, 1, args.context), figures, count))
 
 
-def perplexity(args) -> None:
-    variants: Variants = {"full": None}
-    for budget in (128, 256, 512):
-        two_level = {"token_budget": budget, "level": "two_level", "num_blocks": max(16, budget // 16)}
-        variants[f"two_level:budget={budget}"] = two_level
-        variants[f"two_level:budget={budget},bound_tokens=16"] = {**two_level, "bound_tokens": 16}
-        for level in ("block", "token"):
-            variants[f"{level}_only:budget={budget}"] = {"token_budget": budget, "level": level}
-    compare(args, variants, "perplexity")
-
-
-def choices(args) -> None:
-    base = {**BASE, "token_budget": 128}
-    changes = [{"lag": False}, {"bound_tokens": 16}, {"bound_tokens": 32}, {"block_reduce": "mean"}]
-    changes += [{"token_reduce": "mean"}, {"channel_importance": "mean"}, {"label_channels": 8}, {"label_channels": 32}]
-    changes += [{"label_bits": 16}, {"block_size": 32, "num_blocks": 32}, {"block_size": 16, "num_blocks": 64}]
-    changes += [{"dense_layers": 0}, {"dense_layers": 1}, {"sinks": 0}, {"sinks": 16}, {"window": 16}, {"window": 128}]
-    changes += [{"block_reduce": "mean", "token_reduce": "mean"}]
-    variants: Variants = {"two_level": base}
-    for change in changes:
-        name = ",".join(f"{key}={value}" for key, value in change.items() if key != "num_blocks")
-        variants[f"two_level:{name}"] = {**base, **change}
-    compare(args, variants, "choices at budget 128")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("needle", "perplexity", "choices"))
+    parser.add_argument("what", choices=("needle", "perplexity"))
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096], help="needle prompts, tokens")
     parser.add_argument("--repeats", type=int, default=1, help="needles per depth and length")
     parser.add_argument("--context", type=int, default=4096, help="tokens before the held-out text")
@@ -205,7 +186,7 @@ def main() -> None:
     parser.add_argument("--passages", type=int, default=3)
     parser.add_argument("--only", default="", help="only variants whose name matches this regular expression")
     args = parser.parse_args()
-    {"needle": needle, "perplexity": perplexity, "choices": choices}[args.what](args)
+    {"needle": needle, "perplexity": perplexity}[args.what](args)
 
 
 if __name__ == "__main__":

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import pytest
 from models import VOCAB, build
-from test_benchmark_step import rows
+from read_rows import read_rows as rows
 
 from benchmarks import decoding, filling, shapes
 from benchmarks import generate as bench_generate
 from benchmarks.baselines import VARIANTS, make_cache
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "Tiny"
-    build("llama", "sdpa", eos_token_id=2, max_position_embeddings=4096).save_pretrained(path)
-    return path
-
 
 CACHES = ("hf_dynamic", "hf_static", "hf_offloaded", "two_level", "two_level:lag", "two_level:lag+offload")
 
@@ -32,12 +24,8 @@ def test_generate(tiny, tmp_path, capsys):
     found = rows(path)
     assert [row["variant"] for row in found] == [name for name in CACHES if name != "hf_offloaded"]
     for row in found:
-        assert (row["benchmark"], row["case"], row["metric"], row["unit"]) == (
-            "generate",
-            "tiny:float32",
-            "tpot_ms",
-            "ms",
-        )
+        about = [row[name] for name in ("benchmark", "case", "metric", "unit")]
+        assert about == ["generate", "tiny:float32", "tpot_ms", "ms"]
         assert (row["batch"], row["context"]) == ("1", "1500")
         assert 0 < float(row["low"]) <= float(row["value"]) <= float(row["high"])
 
@@ -64,12 +52,10 @@ def test_generate_takes_a_shape(monkeypatch, tmp_path):
 
 
 def test_unknown_caches_are_named(capsys):
-    with pytest.raises(SystemExit):
-        bench_generate.arguments().parse_args(["--caches", "sdpa_best"])
-    assert "sdpa_best is no cache" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        bench_generate.arguments().parse_args(["--caches", "paged"])
-    assert "there is no variant 'paged'; known: hf_dynamic" in capsys.readouterr().err
+    for name, message in (("sdpa_best", "sdpa_best is no cache"), ("paged", "no variant 'paged'; known: hf_dynamic")):
+        with pytest.raises(SystemExit):
+            bench_generate.arguments().parse_args(["--caches", name])
+        assert message in capsys.readouterr().err
 
 
 def test_sampled_tokens_are_drawn():

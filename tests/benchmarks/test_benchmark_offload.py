@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import re
 from collections import defaultdict
@@ -12,10 +11,9 @@ import pytest
 import torch
 from captured import Imitation
 from models import build
-from test_benchmark_step import imitated_gpu  # noqa: F401 (a fixture)
+from read_rows import read_rows
 
 from benchmarks import baselines, plot, shapes, traffic
-from benchmarks import step as bench_step
 from benchmarks.filling import ReplayedSource, fill_layers
 from benchmarks.offload import curves as offload_curves
 from benchmarks.offload import run as offload
@@ -23,7 +21,7 @@ from benchmarks.report import Report
 from hf_sparsekv import unoptimize
 
 SMALL = {"token_budget": 32, "num_blocks": 4, "block_size": 16, "window": 16, "max_draft": 4, "dense_layers": 1}
-BATCH, CONTEXT = 2, 600
+BATCH, CONTEXT = 2, 440
 PREFILLED = ("hf_dynamic", "hf_offloaded", "two_level:lag+offload")
 
 
@@ -50,9 +48,8 @@ def bench(tmp_path):
         session = offload.Session(args, build("llama", "sparsekv", num_hidden_layers=3, max_position_embeddings=4096))
         status = max(session.run(part) for part in args.parts)
         found = defaultdict(dict)
-        with path.open() as file:
-            for row in csv.DictReader(file):
-                found[row["benchmark"], row["variant"], int(row["context"])][row["metric"]] = float(row["value"])
+        for row in read_rows(path):
+            found[row["benchmark"], row["variant"], int(row["context"])][row["metric"]] = float(row["value"])
         return status, found
 
     run.csv = path
@@ -206,19 +203,12 @@ def test_tenfold(bench, monkeypatch, capsys):
     assert "of the tokens differ" in capsys.readouterr().out
 
 
-def test_step_reports_what_crossed_the_link(tmp_path, imitated_gpu, monkeypatch):  # noqa: F811
+def test_step_reports_what_crossed_the_link(stepped):
     """``benchmarks step --offload``: the same figures, with a pool of a share of the KV."""
-    monkeypatch.setattr(bench_step, "COUNTED", 8)
-    path = tmp_path / "step.csv"
-    command = f"--shapes 1x{CONTEXT} --variants two_level:lag --offload --kv replayed --tokens 12 --no-fused"
+    command = f"--shapes 1x{CONTEXT} --variants two_level:lag --offload --kv replayed --tokens 12"
     model = build("llama", "sparsekv", num_hidden_layers=3, max_position_embeddings=4096)
-    for pool in ("", " --device-pool 0.25kv"):
-        args = bench_step.arguments().parse_args(f"{command}{pool} --csv {path}".split())
-        with Report("step", "tiny", path, 2) as report:
-            bench_step.run(bench_step.Bench(model, report, args), args, rate=1e12)
-        assert report.close() == 0, report.failed
-    with path.open() as file:
-        rows = {(row["variant"], row["metric"]): float(row["value"]) for row in csv.DictReader(file)}
+    found = stepped(model, command) and stepped(model, f"{command} --device-pool 0.25kv")
+    rows = {(row["variant"], row["metric"]): float(row["value"]) for row in found}
     usual, capped = "two_level:lag+offload:kv=replayed", "two_level:lag+offload:pool=0.25kv:kv=replayed"
     for metric in ("hit_rate", "missed_mb", "host_mb", "fill_s", "host_gb", "tpot_ms"):
         assert (usual, metric) in rows
@@ -312,7 +302,7 @@ def test_transfer_that_goes_wrong_leaves_no_figure(bench, links, monkeypatch, ca
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted only without a GPU")
-def test_prefetch(bench, links, imitated_gpu, monkeypatch):  # noqa: F811
+def test_prefetch(bench, links, imitated_gpu, monkeypatch):
     from benchmarks.offload import prefetch as module
 
     parts = []
@@ -337,12 +327,8 @@ def test_prefetch(bench, links, imitated_gpu, monkeypatch):  # noqa: F811
     status, rows = bench("prefetch", "--shapes", f"1x{CONTEXT}", "--sizes", 1, "--programs", 8)
     assert status == 0
     first = rows["prefetch", "two_level:lag:gather=1MiB:programs=8:layers", CONTEXT]
-    assert first == {
-        "gather_ms": 9,
-        "step_ms": 6,
-        "cost_percent": 0,
-        "over_bound_percent": pytest.approx(-100 / 3, 1e-4),
-    }
+    over = pytest.approx(-100 / 3, 1e-4)
+    assert first == {"gather_ms": 9, "step_ms": 6, "cost_percent": 0, "over_bound_percent": over}
     assert ("prefetch", "two_level:lag:again", CONTEXT) in rows
     # Of each graph: the run that compiles, the capture and one replay.
     layers, begin = parts[1], parts[2]
@@ -363,19 +349,9 @@ def test_all_parts_on_a_gpu(tmp_path, monkeypatch):
     command = f"{' '.join(offload.PARTS)} --model toy --shapes 1x16k --tokens 16 --csv {path} --out {out} --sizes 4"
     command += " --programs 16 --overlaps 0.8 --pools 0.25kv --lengths 4k --chunks 0 1k --repeat 1"
     assert offload.main(command.split()) == 0
-    with path.open() as file:
-        found = {(row["benchmark"], row["metric"]) for row in csv.DictReader(file)}
-    for pair in (
-        ("transfer", "gather_gbps"),
-        ("transfer", "save_gbps"),
-        ("prefetch", "cost_percent"),
-        ("overlap", "hit_rate"),
-        ("pool", "missed_mb"),
-        ("tenfold", "same_tokens"),
-        ("prefill", "prefill_gb"),
-        ("timeline", "fetch_ms"),
-    ):
-        assert pair in found
+    found = {f"{row['benchmark']} {row['metric']}" for row in read_rows(path)}
+    assert found >= {"transfer gather_gbps", "transfer save_gbps", "prefetch cost_percent", "overlap hit_rate"}
+    assert found >= {"pool missed_mb", "tenfold same_tokens", "prefill prefill_gb", "timeline fetch_ms"}
     assert out.stat().st_size < 200_000
 
 

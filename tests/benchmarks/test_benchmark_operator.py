@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-import csv
 import os
 
 import pytest
 import torch
+from read_rows import read_rows
 
+pytest.importorskip("triton")
+
+from benchmarks.operators import run as module
+from benchmarks.operators import walk as walks
 from benchmarks.operators.check import check
+from benchmarks.operators.run import arguments, main, shapes
+from benchmarks.operators.sweep import FIRST, differs, variants
+from benchmarks.operators.walk import WalkLayer
+from benchmarks.probes import gather
+from benchmarks.report import Report
 from hf_sparsekv.config import TwoLevelConfig
+from hf_sparsekv.ops.progressive import reference
+from hf_sparsekv.ops.progressive import triton as kernels
 from hf_sparsekv.tuning.layer_step import MODELS, Layer, Shape
+from hf_sparsekv.tuning.timing import Time
+
+INTERPRETED = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off where there is a GPU"
+)
 
 CONFIG = TwoLevelConfig(block_size=16, num_blocks=4, token_budget=32, window=16, max_draft=4, sinks=2)
 SHAPE = Shape(2, 300, q_heads=4, heads=2, dim=16, dtype=torch.float32, config=CONFIG)
@@ -39,8 +55,6 @@ def test_an_operator_that_does_nothing_fails_the_check(layer, part, monkeypatch)
 
 
 def test_walks_pass_the_check(layer):
-    from benchmarks.operators.walk import WalkLayer
-
     WalkLayer(Layer(LATENTS, torch.device("cpu"), seed=0), blocks=5).check()
     walk = WalkLayer(layer, blocks=5)
     walk.check()
@@ -52,8 +66,6 @@ def test_walks_pass_the_check(layer):
 
 @pytest.mark.parametrize("part", ["score", "rank"])
 def test_a_walk_that_leaves_something_out_fails_the_check(layer, part, monkeypatch):
-    from benchmarks.operators.walk import WalkLayer
-
     walk = WalkLayer(layer, blocks=5)
     monkeypatch.setattr(WalkLayer, part, lambda self: None)
     walk.ids = walk.ids.flip(-1)
@@ -103,9 +115,6 @@ def test_a_context_that_is_too_short_is_refused():
 
 
 def test_arguments():
-    pytest.importorskip("triton")
-    from benchmarks.operators.run import arguments, shapes
-
     found = shapes(arguments().parse_args([]))
     assert [(s.batch, s.context) for s in found] == [(1, 32768), (1, 131072), (8, 32768), (8, 131072)]
     args = ["--shapes", "2x5000", "--heads", "14x2", "--dim", "64", "--dtype", "float16", "--num-blocks", "32"]
@@ -117,12 +126,9 @@ def test_arguments():
     assert (shape.q_heads, shape.heads, shape.dim, shape.value_dim) == (20, 1, 576, 512)
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off where there is a GPU")
+@INTERPRETED
 @pytest.mark.parametrize("operator", ["long_select", "long_score"])
 def test_ways_to_run_an_operator_agree(layer, operator):
-    pytest.importorskip("triton")
-    from benchmarks.operators.sweep import differs, variants
-
     layer.step()
     first = None
     for name, run, result in variants([layer], operator):
@@ -133,20 +139,12 @@ def test_ways_to_run_an_operator_agree(layer, operator):
 
 
 def test_times_without_what_comes_before():
-    pytest.importorskip("triton")
-    from hf_sparsekv.tuning.timing import Time
-
     assert Time(5.0, 4.5, 6.0) - Time(2.0, 1.0, 3.0) == Time(3.0, 2.5, 4.0)
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off where there is a GPU")
+@INTERPRETED
 @pytest.mark.parametrize("operator", ["verify", "verify_long"])
 def test_ways_to_verify_agree(layer, operator, monkeypatch):
-    pytest.importorskip("triton")
-    from benchmarks.operators.sweep import FIRST, differs, variants
-    from hf_sparsekv.ops.progressive import reference
-    from hf_sparsekv.ops.progressive import triton as kernels
-
     monkeypatch.setattr(reference, "verify", kernels.verify)
     names, first = [], None
     for name, run, result in variants([layer], operator):
@@ -166,22 +164,17 @@ def test_ways_to_verify_agree(layer, operator, monkeypatch):
 @pytest.mark.parametrize("shape", [SHAPE, LATENTS], ids=["keys-values", "latents"])
 def test_all_figures_of_a_shape(shape, tmp_path, monkeypatch):
     """Everything but the clocks: steps, parts and walks run; torch's baselines are made up."""
-    pytest.importorskip("triton")
-    from benchmarks.operators import run as module
-    from benchmarks.operators import walk
-    from benchmarks.report import Report
-    from hf_sparsekv.tuning.timing import Time
 
     def captured(step, sets, **how):
         for i in range(sets):
             step(i)
         return Time(5.0, 4.0, 6.0)
 
-    for place in (module, walk):
+    for place in (module, walks):
         monkeypatch.setattr(place, "captured", captured)
     for name in ("absorbed", "dense_torch"):
         monkeypatch.setattr(module, name, lambda *args: {"slow": Time(9.0, 9.0, 9.0), "flash": Time(3.0, 2.0, 4.0)})
-    monkeypatch.setattr(walk, "BLOCKS", (5, 1000))
+    monkeypatch.setattr(walks, "BLOCKS", (5, 1000))
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     path = tmp_path / "operator.csv"
@@ -190,17 +183,16 @@ def test_all_figures_of_a_shape(shape, tmp_path, monkeypatch):
         module.measure(layers, report, rate=1e12)
     assert report.close() == 0
     assert len(report.left_out) == (shape is LATENTS), "heads of no known model are not expanded"
-    with path.open() as file:
-        rows = {(row["variant"], row["metric"]): row for row in csv.DictReader(file)}
+    rows = {(row["variant"], row["metric"]): row for row in read_rows(path)}
     whole = {variant for variant, metric in rows if metric == "attention_us"}
-    walks = {"progressive:blocks=5", "progressive:blocks=5:rounds=2"}
+    walked = {"progressive:blocks=5", "progressive:blocks=5:rounds=2"}
     methods = {"two_level", "two_level:lag", "block_only", "token_only", "captured_dense", "sdpa_best"}
-    assert whole == {"limit", "limit:dense"} | methods | walks
+    assert whole == {"limit", "limit:dense"} | methods | walked
     assert {metric for variant, metric in rows if variant == "two_level"} == {
         "attention_us", *(f"{part}_us" for part in module.parts([]))
     }  # fmt: skip
     assert {metric for variant, metric in rows if variant == "progressive:blocks=5"} == {
-        "attention_us", "score_us", "rank_us", "expect_us", "attend_us", "merge_us", *walk.MARGINS
+        "attention_us", "score_us", "rank_us", "expect_us", "attend_us", "merge_us", *walks.MARGINS
     }  # fmt: skip
     assert rows["sdpa_best", "attention_us"]["value"] == "3"
     assert [rows["two_level", "append_us"][name] for name in ("low", "value", "high")] == ["4", "5", "6"]
@@ -208,13 +200,8 @@ def test_all_figures_of_a_shape(shape, tmp_path, monkeypatch):
     assert limit == pytest.approx(1e-6 * shape.bytes_read("two_level"), rel=1e-4)
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off where there is a GPU")
+@INTERPRETED
 def test_sweeps_name_the_quickest_and_the_wrong(layer, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("triton")
-    from benchmarks.operators import run as module
-    from benchmarks.report import Report
-    from hf_sparsekv.tuning.timing import Time
-
     times = iter((9.0, 3.0, 1.0))
     monkeypatch.setattr(module, "captured", lambda step, sets: (step(0), Time(next(times), 0.0, 10.0))[1])
     layer.step()
@@ -228,9 +215,6 @@ def test_sweeps_name_the_quickest_and_the_wrong(layer, tmp_path, monkeypatch, ca
 
 
 def test_operators_of_the_other_layout_are_refused(layer):
-    pytest.importorskip("triton")
-    from benchmarks.operators.sweep import variants
-
     for operator, other in (("latent_tokens", "sparse_decode"), ("latent_masses", "block_attend")):
         with pytest.raises(ValueError, match=f"{operator} does not fit this shape: {other} does"):
             variants([layer], operator)
@@ -238,11 +222,9 @@ def test_operators_of_the_other_layout_are_refused(layer):
         variants([Layer(LATENTS, torch.device("cpu"), seed=0)], "dense_decode")
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off where there is a GPU")
+@INTERPRETED
 def test_gathered_rows(monkeypatch):
     """The probes' kernel brings the right rows in both layouts, or says so."""
-    pytest.importorskip("triton")
-    from benchmarks.probes import gather
 
     def on_cpu(make):
         return lambda *args, device=None, **how: make(*args, **how)
@@ -260,21 +242,15 @@ def test_gathered_rows(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(capsys):
-    pytest.importorskip("triton")
-    from benchmarks.operators.run import main
-
     assert main([]) == 1
     assert "CUDA" in capsys.readouterr().out
 
 
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path):
-    from benchmarks.operators.run import main
-
     path = tmp_path / "operator.csv"
     assert main(["--shapes", "1x16k", "--heads", "4x2", "--dim", "64", "--csv", str(path)]) == 0
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(path)
     variants = {row["variant"] for row in rows if row["metric"] == "attention_us"}
     assert {"two_level", "two_level:lag", "block_only", "token_only", "captured_dense", "sdpa_best"} <= variants
     assert all(float(row["value"]) > 0 for row in rows)

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import csv
-import dataclasses
-import itertools
 import warnings
 from collections import Counter
 
 import pytest
 import torch
 from caches import predictive
-from captured import Imitation
 from models import build
+from read_rows import read_rows as rows
 
-from benchmarks import baselines, decoding, filling, plot, shapes
+from benchmarks import decoding, filling, plot, shapes
 from benchmarks import step as bench_step
 from benchmarks.baselines import VARIANTS, NotRun, make_cache
 from benchmarks.report import Report, spread
-from hf_sparsekv import optimize, unoptimize
+from hf_sparsekv import optimize
 
 BATCH, CONTEXT = 2, 300
-
-
-def rows(path) -> list[dict]:
-    with path.open() as file:
-        return list(csv.DictReader(file))
 
 
 # ---------------------------------------------------------------------- rows
@@ -61,13 +53,8 @@ def test_rows_are_written_after_each_variant_and_after_a_crash(tmp_path, capsys)
     assert "fourth: not run: no such thing here" in out
     assert "second: FAILED: 'broken'" in out
     last = rows(path)[-1]
-    assert (last["variant"], last["metric"], last["value"], last["unit"], last["low"]) == (
-        "fifth",
-        "allocations",
-        "0",
-        "count",
-        "",
-    )
+    found = [last[name] for name in ("variant", "metric", "value", "unit", "low")]
+    assert found == ["fifth", "allocations", "0", "count", ""]
 
 
 def test_a_variant_that_did_not_run_takes_the_runner_out(monkeypatch):
@@ -116,99 +103,47 @@ def test_a_failing_variant_of_step_does_not_lose_the_others(tmp_path, monkeypatc
     assert float(rows(path)[0]["value"]) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.fixture
-def imitated_gpu(monkeypatch):
-    """Captured steps without a GPU: each replay runs the step anew."""
-
-    def prepare(model, variant, fused, capture=True):
-        unoptimize(model)
-        model.set_attn_implementation("sparsekv" if variant.ours else "sdpa")
-        if variant.ours:
-            Imitation(model).install()
-
-    monkeypatch.setattr(bench_step, "prepare", prepare)
-    monkeypatch.setattr(bench_step, "replay_ms", lambda model, cache: [1.0, 2.0])
-    for name in ("synchronize", "reset_peak_memory_stats", "set_sync_debug_mode"):
-        monkeypatch.setattr(torch.cuda, name, lambda *args: None)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 10**9)
-    allocated = itertools.count()
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"allocation.all.allocated": next(allocated)})
+SETTINGS = {"block_size": 16, "window": 16, "dense_layers": 0}
 
 
-def test_step_measures_all_that_it_names(tmp_path, imitated_gpu, monkeypatch):
+def test_step_measures_all_that_it_names(stepped, monkeypatch):
     """Everything but the clocks, in small: two captures of one shape, one of another, growth."""
-    settings = {"token_budget": 32, "num_blocks": 2, "block_size": 16, "window": 16, "dense_layers": 0}
-    small = {n: dataclasses.replace(v, settings=settings) for n, v in VARIANTS.items() if n.startswith("two_level")}
-    monkeypatch.setattr(baselines, "VARIANTS", {**VARIANTS, **small})
-    monkeypatch.setattr(bench_step, "COUNTED", 8)
     monkeypatch.setattr(filling, "CALIBRATION", 256)
-    path = tmp_path / "step.csv"
-    given = [
-        "--shapes",
-        "2x600",
-        "1x640",
-        "--tokens",
-        "6",
-        "--recapture",
-        "--no-fused",
-        "--csv",
-        str(path),
-        "--variants",
-    ]
-    args = bench_step.arguments().parse_args([*given, "hf_dynamic", "hf_static", "two_level:lag"])
     model = build("gemma3", "sparsekv", max_position_embeddings=2048)
-    with Report("step", "tiny", path, 8) as report:
-        bench_step.run(bench_step.Bench(model, report, args), args, rate=1e12)
-    assert report.close() == 0, report.failed
-    found = Counter((row["variant"], row["batch"], row["metric"]) for row in rows(path))
-    assert set(found.values()) == {1}
+    command = "--shapes 2x600 1x640 --tokens 6 --recapture --variants hf_dynamic hf_static two_level:lag"
+    found = stepped(model, command, "two_level", token_budget=32, num_blocks=2, **SETTINGS)
+    count = Counter((row["variant"], row["batch"], row["metric"]) for row in found)
+    assert set(count.values()) == {1}
     always = "tpot_ms steps_ms step_ms capture_s growth_s recapture_s peak_gb generate_host_syncs"
     always += " allocations allocations:seal host_syncs host_syncs:seal"
-    first, second = ({metric for v, batch, metric in found if (v, batch) == ("two_level:lag", b)} for b in "21")
+    first, second = ({metric for v, batch, metric in count if (v, batch) == ("two_level:lag", b)} for b in "21")
     assert first - second == {"capture_s:cold"}, "cold once in a process"
     assert second == set(always.split())
-    units = {row["metric"]: row["unit"] for row in rows(path)}
+    units = {row["metric"]: row["unit"] for row in found}
     assert (units["allocations"], units["peak_gb"], units["capture_s"]) == ("count", "GB", "s")
-    counts = [row for row in rows(path) if row["metric"] == "allocations"]
+    counts = [row for row in found if row["metric"] == "allocations"]
     assert {row["value"] for row in counts} == {"1"}, "the imitation counts how often it is asked"
 
 
-def test_step_measures_progressive_caches(tmp_path, imitated_gpu, monkeypatch):
+def test_step_measures_progressive_caches(stepped):
     """Captured and not; how many blocks a walk took is a figure, too."""
-    settings = {"threshold": 0.6, "block_size": 16, "window": 16, "dense_layers": 0}
-    names = ("progressive:0.95", "progressive:0.95:eager")
-    small = {n: dataclasses.replace(VARIANTS[n], settings=settings) for n in names}
-    monkeypatch.setattr(baselines, "VARIANTS", {**VARIANTS, **small})
-    monkeypatch.setattr(bench_step, "COUNTED", 8)
-    path = tmp_path / "step.csv"
-    given = ["--shapes", "2x200", "--tokens", "6", "--no-fused", "--csv", str(path), "--variants", *names]
-    args = bench_step.arguments().parse_args(given)
-    model = build("llama", "sparsekv")
-    with Report("step", "tiny", path, 4) as report:
-        bench_step.run(bench_step.Bench(model, report, args), args, rate=1e12)
-    assert report.close() == 0, report.failed
-    found = {(row["variant"], row["metric"]) for row in rows(path)}
+    command = "--shapes 2x200 --tokens 6 --variants progressive:0.95 progressive:0.95:eager"
+    rows = stepped(build("llama", "sparsekv"), command, "progressive:0.95", threshold=0.6, **SETTINGS)
+    found = {(row["variant"], row["metric"]) for row in rows}
     for metric in ("blocks", "blocks_read", "covered_mass:estimated", "step_ms", "tpot_ms"):
         assert ("progressive:0.95", metric) in found
-    assert {metric for variant, metric in found if variant == names[1]} == {"tpot_ms", "peak_gb"}
+    assert {metric for variant, metric in found if variant == "progressive:0.95:eager"} == {"tpot_ms", "peak_gb"}
 
 
-def test_step_measures_predictive_caches(tmp_path, imitated_gpu, monkeypatch):
+def test_step_measures_predictive_caches(stepped, monkeypatch):
     """At a budget of one's own; the selection that is given for free attends to as much and chooses nothing."""
-    settings = {"token_budget": 1024, "block_size": 16, "window": 16, "dense_layers": 0, "calibration_tokens": 64}
-    names = ("predictive", "predictive:free", "predictive:second")
-    small = {n: dataclasses.replace(VARIANTS[n], settings=settings) for n in names}
-    monkeypatch.setattr(baselines, "VARIANTS", {**VARIANTS, **small})
+    names, kept = ("predictive", "predictive:free", "predictive:second"), []
     monkeypatch.setattr(bench_step, "COUNTED", 20)
-    path = tmp_path / "step.csv"
-    given = ["--shapes", "2x200", "--tokens", "6", "--no-fused", "--csv", str(path), "--budget", "48", "--parts"]
-    args = bench_step.arguments().parse_args([*given, "--variants", *names])
-    kept = []
     monkeypatch.setattr(bench_step, "replay_ms", lambda model, cache: kept.append(cache) or [1.0, 1.0])
-    with Report("step", "tiny", path, 4) as report:
-        bench_step.run(bench_step.Bench(build("llama", "sparsekv"), report, args), args, rate=1e12)
-    assert report.close() == 0, report.failed
-    assert {row["variant"] for row in rows(path)} == {"limit", *(f"{name}:budget=48" for name in names)}
+    model, settings = build("llama", "sparsekv"), {"token_budget": 1024, "calibration_tokens": 64, **SETTINGS}
+    command = f"--shapes 2x200 --tokens 6 --budget 48 --parts --variants {' '.join(names)}"
+    rows = stepped(model, command, "predictive", **settings)
+    assert {row["variant"] for row in rows} == {"limit", *(f"{name}:budget=48" for name in names)}
     ours, free, second = (cache.stats() for cache in kept)
     assert ours.attended_tokens == free.attended_tokens == second.attended_tokens
     assert ours.sparse_calls == free.sparse_calls == second.sparse_calls > 0 == ours.dense_calls

@@ -8,21 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from models import build
+import yaml
 from typer.testing import CliRunner
 
 from benchmarks import generate
 from benchmarks.__main__ import BENCHMARKS, main
 from hf_sparsekv.cli.app import app
+from hf_sparsekv.evaluation.cache_specs import parse_cache
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("tiny")
-    build("llama", "sdpa", max_position_embeddings=2048, eos_token_id=2).save_pretrained(path)
-    return path
 
 
 def help_of(name: str, capsys) -> str:
@@ -42,14 +36,8 @@ def test_needs_a_gpu_but_explains_itself(what, monkeypatch, capsys):
 
 
 def test_help_and_list(capsys):
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
+    command = [sys.executable, "-m", "benchmarks", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
     assert all(f"  {name} " in done.stdout for name in BENCHMARKS)
     assert main([]) == main(["paged"]) == 2
     assert "there is no benchmark 'paged'" in capsys.readouterr().err
@@ -64,11 +52,6 @@ def test_help_and_list(capsys):
         r"two_level:lag +tokens within the previous step's blocks",
     ):
         assert re.search(line, known), line
-
-
-def test_offload_on_a_cpu(capsys):
-    assert main(["offload", "transfer", "--device", "cpu"]) == 1
-    assert "only a CUDA device runs transfer" in capsys.readouterr().out
 
 
 def test_fails_when_a_variant_does(tiny, monkeypatch, capsys):
@@ -94,3 +77,10 @@ def test_the_package_does_not_know_its_benchmarks():
     """No import of them anywhere, in functions and under TYPE_CHECKING included."""
     for path in (ROOT / "hf_sparsekv").rglob("*.py"):
         assert not re.search(r"^\s*(from|import) \.*benchmarks?\b", path.read_text(), re.M), path
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.yaml")), ids=lambda path: path.stem)
+def test_lists_of_caches_are_valid(path):
+    """Every setting is known, and none is there twice."""
+    specs = [parse_cache(text) for text in yaml.safe_load(path.read_text())["caches"]]
+    assert len({f"{spec.method} {spec.make()!r}" for spec in specs}) == len(specs) > 20

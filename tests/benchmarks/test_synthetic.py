@@ -130,6 +130,11 @@ def test_deterministic():
 def test_pieces_do_not_show(monkeypatch):
     """However many blocks are made at once: right shape, topics begin with the blocks, nothing is left out."""
     monkeypatch.setattr("benchmarks.synthetic.keys.PIECE", 4 * 64 * 64 * 2)
+    small = SyntheticKV(1, 2, 1, 32, 1, 321, config=TwoLevelConfig(block_size=16, sinks=0), dtype=torch.bfloat16)
+    k = small.keys_values(0)[0]
+    assert k.dtype == torch.bfloat16 and bool((k[..., 0] == 0).all())
+    means = k.float()[0, :, :320, 1:].unflatten(1, (20, 16)).mean(2)
+    assert float(means.std()) > 0.7 * small.parameters(0).topic, "blocks of another size"
     made = synthetic(layers=1, context=1000, batch=1)
     k, v = made.keys_values(0)
     assert k.shape == v.shape == (1, 4, 1000, 64)
@@ -239,12 +244,3 @@ def test_install_refuses():
     step = Step(layer, torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16), layer.get_seq_length())
     with pytest.raises(ValueError, match="replayed queries are"):
         layer.attend(step, torch.randn(1, 4, 1, 16), None, AttentionSpec(0.25))
-
-
-def test_config_shapes_blocks():
-    config = TwoLevelConfig(block_size=16, sinks=0)
-    made = SyntheticKV(1, 2, 1, 32, 1, 321, config=config, dtype=torch.bfloat16)
-    k, _ = made.keys_values(0)
-    assert k.dtype == torch.bfloat16 and bool((k[..., 0] == 0).all())
-    means = k.float()[0, :, :320, 1:].unflatten(1, (20, 16)).mean(2)
-    assert float(means.std()) > 0.7 * made.parameters(0).topic

@@ -20,12 +20,7 @@ import triton
 from conftest import Place
 from decode_cases import Case as Decode
 from decode_cases import in_frames
-from test_block_score import make as make_bounds
-from test_query_predict import ring_of
-from test_seal import Case as Seal
-from test_seal import make as make_seal
-from test_seal import run as run_seal
-from test_token_score import make as make_labels
+from operators import BY_NAME, Seal
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
@@ -90,9 +85,9 @@ def sparse_decodes() -> None:
 def near_tokens() -> None:
     """A new token, a full block of the ring, a query."""
     latents = {"batch": 1, "heads": 1, "seen": (9,), "dk": 576, "dv": 0, "channels": 128, "block_size": 64}
-    run_seal(seal, make_seal(place(), Seal(batch=1, seen=(9,), dk=128, dv=128, channels=32, block_size=64)))
-    run_seal(seal, make_seal(place(), Seal(**latents, metadata="mean")))
-    run_seal(seal, make_seal(place(), Seal(**latents, metadata="cuboid_mean", bits=16)))
+    seal(**BY_NAME["seal"].call(place(), Seal(batch=1, seen=(9,), dk=128, dv=128, channels=32, block_size=64)))
+    seal(**BY_NAME["seal"].call(place(), Seal(**latents, metadata="mean")))
+    seal(**BY_NAME["seal"].call(place(), Seal(**latents, metadata="cuboid_mean", bits=16)))
     k, near, valid = place().randn(1, 8, 1, 128), place().nan(1, 8, 72, 256), torch.ones(1, 72, dtype=torch.bool)
     one = torch.ones(1, dtype=torch.int32)
     append(k, k, None, near, valid, one, 4)
@@ -105,7 +100,7 @@ def near_tokens() -> None:
 def choices() -> None:
     """Scores of blocks and tokens, and the best of them."""
     for heads, group, dk in ((8, 4, 128), (1, 128, 576)):
-        q, bounds, fill, slots = make_bounds(place(), 1, heads, group, dk, 64)
+        q, bounds, fill, slots = list(BY_NAME["block_score"].call(place(), 1, heads, group, dk, 64).values())[:4]
         each = torch.empty(1, heads * group, 64)
         for reduce in ("mean", "max", "none"):
             for metadata in ("min_max", "cuboid_mean"):
@@ -120,7 +115,8 @@ def choices() -> None:
         token_select(torch.randn(1, 8, n * 32), blocks[..., :n], 2048, 32)
     token_select(torch.randn(1, 1, 20_000), None, 10_000, 32)  # digit by digit
     for group, width, bits in ((4, 32, 4), (4, 32, 16), (20, 128, 4)):
-        args = make_labels(place(), 1, 1, group, 128, width, 64, 6, 4, bits)
+        given = BY_NAME["token_score"].call(place(), 1, 1, group, 128, width, 64, 6, 4, "mean", bits)
+        args = list(given.values())[:7]
         for reduce in ("mean", "max"):
             token_score(*args, reduce)
             token_score(*args[:6], None, reduce)
@@ -144,7 +140,7 @@ def pages() -> None:
     pairs = torch.zeros(4, 2, dtype=torch.int32)
     block_copy(kv, place().nan(4, 16, 128), pairs, torch.ones(1, dtype=torch.int32))
     for window in (0, 16):
-        query_predict(*ring_of(place(), (1, 8, 17, 128, window, 5)), window, 1e-2)
+        query_predict(**BY_NAME["query_predict"].call(place(), 1, 8, 17, 128, window, 5))
 
 
 def small_layers() -> None:

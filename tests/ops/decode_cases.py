@@ -11,6 +11,8 @@ from hf_sparsekv.ops.sparse_decode.config import Config, config
 from hf_sparsekv.ops.sparse_decode.reference import sparse_decode as reference
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
 
+RATIO = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}  # that of results
+
 
 @dataclass
 class Case:
@@ -102,21 +104,17 @@ def in_frames(place, args, named):
     return [q, kv, flags, slots, ids, near_kv, near_valid], named
 
 
+def on_cpu(given):
+    """The tensors of a list or by name on the CPU, all else as it is."""
+    if isinstance(given, dict):
+        return dict(zip(given, on_cpu(given.values())))
+    return [t.cpu() if isinstance(t, torch.Tensor) else t for t in given]
+
+
 def expect(args, named):
     """The reference's result and count, computed on the CPU."""
-    args = [None if t is None else t.cpu() for t in args]
-    named = {name: t.cpu() if isinstance(t, torch.Tensor) else t for name, t in named.items()}
     attended = torch.full((args[5].shape[:2]), 1000, dtype=torch.int64)
-    return reference(*args, **named, attended=attended), attended
-
-
-def expect_lse(args, named):
-    """Logarithms of the reference's denominators, computed on the CPU."""
-    args = [None if t is None else t.cpu() for t in args]
-    named = {name: t.cpu() if isinstance(t, torch.Tensor) else t for name, t in named.items()}
-    lse = torch.full(args[0].shape[:2], torch.nan)
-    reference(*args, **named, lse=lse)
-    return lse
+    return reference(*on_cpu(args), **on_cpu(named), attended=attended), attended
 
 
 @contextmanager
@@ -139,7 +137,8 @@ def config_of(args, named, **changes) -> Config:
 def check(place, case: Case, granularity: str, **changes) -> None:
     """The kernel, its configuration with ``changes``, against the reference: result, denominators and counts."""
     args, named = case.make(place, granularity)
-    expected, want_attended = expect(args, named)
+    want_lse, want_attended = torch.full(args[0].shape[:2], torch.nan), torch.full(args[5].shape[:2], 1000)
+    expected = reference(*on_cpu(args), **on_cpu(named), lse=want_lse, attended=want_attended)
     attended = torch.full_like(want_attended, 1000, device=place.device)
     out = place.nan(case.batch, case.heads * case.group, case.dv)
     lse = place.nan(case.batch, case.heads * case.group, dtype=torch.float32)
@@ -150,6 +149,6 @@ def check(place, case: Case, granularity: str, **changes) -> None:
         assert sparse_decode(*args, **named, **given, config=used) is out
     skip = case.sinks if granularity == "all" else 0
     assert torch.equal(from_host.cpu(), want_attended - 1000 - args[6][:, None, skip:].cpu().sum(-1))
-    place.close(out, expected, ratio={torch.float16: 2e-3, torch.bfloat16: 1.2e-2}.get(place.dtype))
-    place.close(lse, expect_lse(args, named))
+    place.close(out, expected, ratio=RATIO.get(place.dtype))
+    place.close(lse, want_lse)
     assert torch.equal(attended.cpu(), want_attended)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -40,7 +42,9 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("copy", [reference, block_copy, public])
+@pytest.mark.parametrize(
+    "copy", [reference, block_copy, partial(block_copy, config=SMALL)], ids=["reference", "kernel", "small"]
+)
 @pytest.mark.parametrize(
     "size, width, n",
     [(4, 8, 7), (16, 64, 5), (5, 6, 4), (3, 7, 6), (1, 1, 3), (16, 40, 9), (4, 8, 0), (64, 576, 5)],
@@ -49,15 +53,7 @@ def test_blocks(place, copy, size, width, n):
     """Runs that are a multiple of 16 bytes, and others down to single elements."""
     kv, frames, copies, number = make(place, 6, 2, size, width, 11, n)
     expected = expect(kv, frames, copies, number)
-    how = {"config": SMALL} if copy is block_copy else {}
-    copy(kv, frames, copies, number, **how)
-    assert same(frames, expected)
-
-
-def test_defaults(place):
-    kv, frames, copies, number = make(place, 5, 3, 16, 32, 12, 9)
-    expected = expect(kv, frames, copies, number)
-    block_copy(kv, frames, copies, number)
+    copy(kv, frames, copies, number)
     assert same(frames, expected)
 
 
@@ -71,13 +67,11 @@ def test_other_dtypes(place32, dtype):
 
 
 def test_blocks_and_frames_must_fit(place32):
-    kv, frames, copies, number = make(place32, 5, 2, 4, 8, 12, 9)
-    with pytest.raises(ValueError, match="differ"):
-        block_copy(kv, frames.half(), copies, number)
-    with pytest.raises(ValueError, match="differ"):
-        block_copy(kv, frames[:, :3].contiguous(), copies, number)
-    with pytest.raises(ValueError, match="contiguous"):
-        block_copy(kv.transpose(0, 1), frames, copies, number)
+    kv, frames, *listed = make(place32, 5, 2, 4, 8, 12, 9)
+    given = ((kv, frames.half()), (kv, frames[:, :3].contiguous()), (kv.transpose(0, 1), frames))
+    for tensors, message in zip(given, ("differ", "differ", "contiguous")):
+        with pytest.raises(ValueError, match=message):
+            block_copy(*tensors, *listed)
 
 
 @pytest.mark.gpu
@@ -115,22 +109,19 @@ def test_captured():
         assert torch.equal(frames.cpu(), expected)
 
 
-@pytest.mark.parametrize(
-    "nbytes, devices, programs",
-    [
-        (16384, ("cpu", "cuda"), 16),
-        (16383, ("cpu", "cuda"), 32),
-        (16383, ("cuda", "cpu"), 32),
-        (16384, ("cuda", "cuda"), 1056),
-        (4096, ("cuda", "cuda"), 1056),
-    ],
-)
-def test_programs_and_warps(nbytes, devices, programs):
+def test_programs_and_warps():
     """More programs for small blocks, and many where both sides are on the device."""
     with FakeTensorMode():  # no GPU is needed to have such tensors
-        kv = torch.empty(2, 1, 1, nbytes, dtype=torch.uint8, device=devices[0])
-        frames = torch.empty(2, 1, nbytes, dtype=torch.uint8, device=devices[1])
-        assert defaults.config(kv, frames) == Config(programs, 4)
+        for nbytes, here, there, programs in (
+            (16384, "cpu", "cuda", 16),
+            (16383, "cpu", "cuda", 32),
+            (16383, "cuda", "cpu", 32),
+            (16384, "cuda", "cuda", 1056),
+            (4096, "cuda", "cuda", 1056),
+        ):
+            kv = torch.empty(2, 1, 1, nbytes, dtype=torch.uint8, device=here)
+            frames = torch.empty(2, 1, nbytes, dtype=torch.uint8, device=there)
+            assert defaults.config(kv, frames) == Config(programs, 4)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted only without a GPU")

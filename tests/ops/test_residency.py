@@ -7,7 +7,6 @@ import torch
 
 from hf_sparsekv.ops.residency import FREE, FrameState
 from hf_sparsekv.ops.residency import lookup as public_lookup
-from hf_sparsekv.ops.residency import residency as public
 from hf_sparsekv.ops.residency.lookup import lookup
 from hf_sparsekv.ops.residency.reference import lookup as lookup_reference
 from hf_sparsekv.ops.residency.reference import residency as reference
@@ -64,6 +63,7 @@ def choose(place, batch: int, heads: int, k: int, n: int) -> torch.Tensor:
     return torch.nn.functional.pad(ids.masked_fill(ids == n, -1), (0, k - ids.shape[-1]), value=-1).int()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("frames", [1, 31, 32, 70, 200])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("keep", [0, 1])
@@ -195,16 +195,6 @@ def test_the_search_is_bounded():
     assert windows(8192, 10**6, 8192) == (4, 7)
     assert windows(8192, 5000, 8192) == (1, 1)
     assert windows(0, 5000, 64) == (0, 3)
-
-
-def test_public_function(place32):
-    state = FrameState.empty(3, place32.device)
-    state.set_table(0, torch.full((5, 1), -1, dtype=torch.int32, device=place32.device))
-    slots = torch.arange(5, dtype=torch.int32, device=place32.device)[None]
-    out = place32.nan(1, 1, 2, dtype=torch.int32)
-    places, copies, n = public(one_row(place32, 1, 4), slots, state, 0, 0, places=out)
-    assert places is out and out.flatten().tolist() == [0, 1]
-    assert copies.tolist() == [[1, 0], [4, 1]] and int(n) == 2
 
 
 def test_bad_tables(place32):

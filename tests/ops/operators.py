@@ -1,0 +1,661 @@
+"""Every operator's calls: shapes that its kernel has to get right, how their tensors may lie, and what it writes."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import math
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from hf_sparsekv.ops.block_rank.triton import Config as RankConfig
+from hf_sparsekv.ops.pack.reference import pack as pack_reference
+from hf_sparsekv.ops.seal import Index
+from hf_sparsekv.ops.token_score.config import config as label_config
+
+PAST = 2**31 + 4096  # elements
+
+
+@dataclass
+class Operator:
+    """An operator and its calls.
+
+    Args:
+        of: its folder, and its function if that is named otherwise.
+        make: arguments, in the order of the signature, from a place, a case and options.
+        cases: by name.
+        options: what each case is made with in addition, in all combinations.
+        small: case and options for views and for tensors of more than 2 ** 31 elements.
+        writes: arguments that it changes; compared as results are.
+        ratio: of a place and the options: most RMS of the difference over that of the reference, None for the place's
+            and 0 for equal results.
+        hows: of the arguments and the options: configurations of the kernel, each of which has to give the same.
+        views: arguments that may be parts of larger tensors: ``rows`` of longer ones, anywhere ``inside`` of a larger
+            tensor, ``turned`` (stored transposed), or in ``half`` precision beside a float32 query.
+        far: the dimension of an argument whose entries may lie more than 2 ** 31 elements apart.
+    """
+
+    of: str
+    make: Callable[..., tuple]
+    cases: dict[str, tuple]
+    options: tuple[tuple, ...] = ()
+    small: tuple | None = None
+    writes: tuple[str, ...] = ()
+    ratio: Callable[..., float | None] = lambda place, *options: None
+    hows: Callable[..., list] = lambda given, *options: [None]
+    views: dict[str, str] = field(default_factory=dict)
+    far: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def functions(self) -> tuple[Callable, Callable]:
+        """The kernel's and the reference's."""
+        folder, _, name = self.of.partition(".")
+        modules = (importlib.import_module(f"hf_sparsekv.ops.{folder}.{part}") for part in ("triton", "reference"))
+        return tuple(getattr(module, name or folder) for module in modules)
+
+    def call(self, place, *case) -> dict:
+        """Arguments by name."""
+        return dict(zip(inspect.signature(self.functions[1]).parameters, self.make(place, *case)))
+
+    def results(self, function: Callable, given: dict, **how) -> list[torch.Tensor]:
+        """What ``function`` gives, and what it writes."""
+        got = function(**given, **{name: value for name, value in how.items() if value is not None})
+        got = [] if got is None else [got] if isinstance(got, torch.Tensor) else list(got)
+        return got + [t for name in self.writes for t in tensors(given[name])]
+
+    def expected(self, given: dict) -> list[torch.Tensor]:
+        """The reference's results of copies on the CPU."""
+        return self.results(self.functions[1], on_cpu(given))
+
+    def check(self, place, given: dict, expected: list[torch.Tensor], *options) -> None:
+        """The kernel gives and writes the same: numbers up to rounding, all else and NaN equally."""
+        ratio, before = self.ratio(place, *options), on_cpu({name: given[name] for name in self.writes})
+        for how in self.hows(given, *options):
+            for name in self.writes:
+                for t, old in zip(tensors(given[name]), tensors(before[name])):
+                    t.copy_(old)
+            got = self.results(self.functions[0], given, config=how)
+            assert len(got) == len(expected)
+            for one, other in zip(got, expected):
+                if ratio == 0 or not other.dtype.is_floating_point:
+                    torch.testing.assert_close(one.cpu(), other, rtol=0, atol=0, equal_nan=True)
+                else:
+                    hidden = other.isnan()
+                    assert torch.equal(one.isnan().cpu(), hidden)
+                    place.close(one.cpu().masked_fill(hidden, 0), other.masked_fill(hidden, 0), ratio)
+
+
+def tensors(given) -> list[torch.Tensor]:
+    """One, those of an index, or none."""
+    held = vars(given).values() if isinstance(given, Index) else [given]
+    return [t for t in held if isinstance(t, torch.Tensor)]
+
+
+def on_cpu(given):
+    """Copies on the CPU of all tensors that something holds."""
+    if isinstance(given, torch.Tensor):
+        return given.cpu().clone()
+    if isinstance(given, dict):
+        return {name: on_cpu(value) for name, value in given.items()}
+    return Index(**on_cpu(vars(given))) if isinstance(given, Index) else given
+
+
+def view(t: torch.Tensor, kind: str) -> torch.Tensor:
+    """The same numbers, which lie as ``kind`` says among what nobody may read; see :class:`Operator`."""
+    if kind == "half":
+        return t.half()
+    if kind == "turned":
+        return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+    more = [3] * t.dim() if kind == "inside" else [0] * (t.dim() - 1) + [24]
+    hole = math.nan if t.is_floating_point() else t.dtype == torch.bool or torch.iinfo(t.dtype).max // 3
+    wide = torch.full([n + m for n, m in zip(t.shape, more)], hole, dtype=t.dtype, device=t.device)
+    part = wide[tuple(slice(m - m // 3, m - m // 3 + n) for n, m in zip(t.shape, more))]
+    return part.copy_(t)
+
+
+def room_for(count: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """So many elements, which on a CPU take memory only where they are used, even if there is less in all."""
+    if device != "cpu":
+        return torch.empty(count, dtype=dtype, device=device)
+    unreserved = getattr(mmap, "MAP_NORESERVE", 0x4000)
+    held = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved)
+    return torch.frombuffer(held, dtype=dtype)
+
+
+def far(t: torch.Tensor, dim: int) -> torch.Tensor:
+    """Equal to ``t``; the last entry along ``dim`` lies more than ``2 ** 31`` elements behind the first."""
+    step = (-(-PAST // (t.shape[dim] - 1)) + 63) // 64 * 64
+    near = t.contiguous()
+    strides = [step if i == dim else stride for i, stride in enumerate(near.stride())]
+    room = room_for(PAST + (t.shape[dim] - 1) * step + near.numel(), t.dtype, t.device.type)
+    return room.as_strided(t.shape, strides, PAST).copy_(t)
+
+
+def column(place, *values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=place.device)
+
+
+def shuffled(place, rows: int, n: int, k: int) -> torch.Tensor:
+    """``k`` of ``n`` numbers in any order, ``[rows, k]``."""
+    return torch.stack([place.randperm(n)[:k] for _ in range(rows)])
+
+
+def wild_scores(place, n):
+    """``[3, 4, n]``: many, few and no numbers among NaN of both signs and infinities; the last rows are all of one."""
+    scores = place.randn(3, 4, n)
+    negative = torch.tensor([-1], dtype=torch.int32).view(torch.float32).item()  # NaN whose bits are all ones
+    kinds = torch.tensor([math.nan, -math.nan, negative, math.inf, -math.inf]).to(place.device)
+    kinds[1:3] = torch.tensor([-0x400000, -1], dtype=torch.int32).view(torch.float32)
+    mixed = kinds[place.randint(0, 5, 3, 4, n).long()]
+    share = torch.tensor([0.1, 0.5, 0.95, 0.5]).to(place.device)[:, None]
+    scores = torch.where(place.rand(3, 4, n) < share, mixed, scores)
+    scores[1, 3] = kinds[:3].repeat(n)[:n]
+    scores[2] = torch.tensor([[math.nan], [math.inf], [-math.inf], [kinds[2]]])
+    return scores
+
+
+# ---------------------------------------------------------------------- small layers
+
+
+def add_norm(place, shape, has_residual=True, has_post=False, offset=False):
+    n, residual = shape[-1], place.randn(*shape) if has_residual else None
+    return 3 * place.randn(*shape), residual, place.randn(n), 1e-6, offset, place.randn(n) if has_post else None, 1e-5
+
+
+def gated(place, shape, activation="silu"):
+    return 3 * place.randn(*shape), place.randn(*shape), activation
+
+
+def angles(place, batch, tokens, width):
+    angle = (6.3 * place.rand(batch, tokens, width // 2)).repeat(1, 1, 2)
+    return angle.cos().to(place.dtype), angle.sin().to(place.dtype)
+
+
+def qk_rope(place, batch, tokens, heads, k_heads, dim, width, cos_batch, has_norm, offset):
+    cos, sin = angles(place, cos_batch, tokens, width)
+    q, k = place.randn(batch, tokens, heads, dim), place.randn(batch, tokens, k_heads, dim)
+    weights = (place.randn(dim), place.randn(dim)) if has_norm else (None, None)
+    return q, k, cos, sin, *weights, 1e-6, 1e-5, offset
+
+
+def latent_rope(place, batch, tokens, heads, nope, rope, rank, interleaved):
+    cos, sin = angles(place, batch, tokens, rope)
+    q, compressed = place.randn(batch, tokens, heads, nope + rope), place.randn(batch, tokens, rank + rope)
+    return q, compressed, cos, sin, 1 + 0.2 * place.randn(rank), 1e-6, interleaved
+
+
+def experts(place, tokens, count, k, d, inner, activation="silu"):
+    index = shuffled(place, tokens, count, k) if tokens else place.randperm(0).view(0, k)
+    gate_up, down = place.randn(count, 2 * inner, d) / d**0.5, place.randn(count, d, inner) / inner**0.5
+    return 2 * place.randn(tokens, d), index.long(), place.rand(tokens, k), gate_up, down, activation
+
+
+def route(place, tokens, d, count, k, groups, top_groups, normalise):
+    x, weight, bias = place.randn(tokens, d), place.randn(count, d) / d**0.5, place.rand(count) - 0.5
+    return x, weight, bias, k, groups, top_groups, normalise, 1.8
+
+
+# ---------------------------------------------------------------------- recent tokens and queries
+
+
+def append(place, batch, heads, new, dk, dv, sinks, ring, cached, padded):
+    """Keys and values as transformers hands them over: ``[batch, q, H, D]`` transposed."""
+    k, v = (place.randn(batch, new, heads, dim).transpose(1, 2) for dim in (dk, dv))
+    near_kv, near_valid = place.nan(batch, heads, sinks + ring, dk + dv), place.rand(batch, sinks + ring) > 0.5
+    return k, v, place.rand(batch, new) > 0.4 if padded else None, near_kv, near_valid, column(place, cached), sinks
+
+
+def push(place, batch, heads, new, dim, ring, at, padded):
+    q, valid = place.randn(batch, new, heads, dim).transpose(1, 2), place.rand(batch, new) > 0.4 if padded else None
+    count, position = (place.nan(n, dtype=torch.int32) for n in (batch, 1))
+    return q, valid, column(place, at), place.nan(batch, heads, ring, dim), place.randint(0, 4, batch), count, position
+
+
+def queries(*shape: int) -> torch.Tensor:
+    """Slowly turning, as real ones are: each ``[..., slot, :]`` is mostly the one before."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    for slot in range(1, shape[-2]):
+        x[..., slot, :] = 0.8 * x[..., slot - 1, :] + 0.6 * x[..., slot, :]
+    return x
+
+
+def query_predict(place, batch, heads, slots, dim, window, position, pool=True, softmax=True):
+    """Rows have all, none, two or all of the ring's queries; the rest is NaN."""
+    ring = queries(batch, heads, slots, dim).to(place.dtype).to(place.device).roll(position, dims=2)
+    counts = [slots, 0, min(2, slots), slots][:batch]
+    for row, count in enumerate(counts):
+        for age in range(count, slots):
+            ring[row, :, (position - 1 - age) % slots] = math.nan
+    return ring, column(place, position), column(place, *counts), window, 1e-2, pool, softmax
+
+
+# ---------------------------------------------------------------------- sealing
+
+
+@dataclass
+class Seal:
+    """Shapes of one call. ``seen``: valid tokens that each row has sealed before."""
+
+    batch: int = 2
+    heads: int = 2
+    dk: int = 64
+    dv: int = 64
+    block_size: int = 16
+    sinks: int = 4
+    parts: int = 1
+    channels: int = 16
+    bits: int = 4
+    seen: tuple[int, ...] = (100, 3)
+    padded: bool = True
+    bounds: bool = True
+    metadata: str = "min_max"
+    keeps: bool = True
+
+
+def seal(place, case: Seal) -> tuple:
+    """A near buffer with holes in the block, slots full of what must not stay."""
+    ring, capacity = 3 * case.block_size, case.batch + 3
+    near = case.sinks + ring
+    valid = torch.ones(case.batch, near, dtype=torch.bool, device=place.device)
+    at = case.sinks + case.block_size
+    span = slice(at, at + case.block_size)
+    if case.padded:
+        valid[:, span] = place.rand(case.batch, case.block_size) > 0.4
+        valid[-1, span] = False
+    seen = column(place, *case.seen)
+    valid[:, : case.sinks] = torch.arange(case.sinks, device=place.device) < seen[:, None]
+    kept = (capacity, case.heads, case.block_size)
+    index = {"key_dim": case.dk}
+    if case.bounds:
+        sides = 1 if case.metadata == "mean" else 2
+        index |= {"bounds": place.nan(capacity, case.parts, case.heads, sides, case.dk), "metadata": case.metadata}
+        if case.parts > 1:
+            index["part_fill"] = place.nan(capacity, case.parts, dtype=torch.int32)
+    if case.channels:
+        channels = shuffled(place, case.batch * case.heads, case.dk, case.channels)
+        index["channels"] = channels.view(case.batch, case.heads, -1)
+        if case.bits == 4:
+            index["codes"] = place.nan(*kept, case.channels // 2, dtype=torch.uint8)
+            index["qparams"] = place.nan(*kept, 2, dtype=torch.float16)
+        else:
+            index["codes"] = place.nan(*kept, case.channels)
+    near_kv = place.randn(case.batch, case.heads, near, case.dk + case.dv)
+    near_kv[0, 0, at + 1, : case.dk] = 0.5  # a token whose labels are all the same: scale 0
+    slots, kv = place.randperm(capacity)[: case.batch], place.nan(*kept, case.dk + case.dv if case.keeps else 0)
+    flags, fill = place.nan(capacity, case.block_size, dtype=torch.uint8), place.nan(capacity, dtype=torch.int32)
+    return near_kv, valid, at, case.sinks, seen, slots, kv, flags, fill, Index(**index)
+
+
+# ---------------------------------------------------------------------- scores and choices
+
+
+def block_score(place, batch, heads, group, dk, n, reduce="mean", metadata="min_max"):
+    """Rows that share blocks, in any order; some slots missing, some blocks empty; NaN where nobody looks."""
+    slots_all, rows = n + 3, heads * group
+    bounds = place.nan(slots_all, heads, 2, dk)
+    fill = place.randint(0, 3, slots_all) * 7
+    used = fill > 0
+    ends = torch.stack((place.randn(slots_all, heads, dk), place.randn(slots_all, heads, dk)), 2)
+    ends = torch.cat((ends.amax(2, keepdim=True), ends.amin(2, keepdim=True)), 2)
+    bounds[used] = ends[used]
+    bounds[::2][~used[::2]] = 50.0  # an empty block's may be anything
+    slots = shuffled(place, batch, slots_all, n).masked_fill(place.rand(batch, n) < 0.2, -1)
+    bounds = bounds[:, :, :1].contiguous() if metadata == "mean" else bounds
+    out = place.nan(batch, rows if reduce == "none" else heads, n, dtype=torch.float32)
+    each = place.nan(batch, rows, n, dtype=torch.float32)
+    return place.randn(batch, rows, dk), bounds, fill, slots, reduce, metadata, out, each
+
+
+def block_rank(place, batch, heads, n, kinds=None):
+    """Scores with many ties and infinities; ``kinds`` different ones."""
+    scores = place.randn(batch, heads, n) if kinds is None else place.randint(-1, kinds, batch, heads, n) / 2
+    gone = place.rand(batch, n) < 0.2
+    slots = shuffled(place, batch, n + 3, n).masked_fill(gone, -1)
+    scores = scores.float().masked_fill(gone[:, None], -math.inf)
+    return scores, place.randint(1, 17, n + 3), slots
+
+
+def token_score(place, batch, heads, group, dk, width, block_size, cap, chosen, reduce="mean", bits=4):
+    """Shared blocks in any order with holes; NaN or garbage in the labels of tokens that cannot be selected."""
+    slots_all, bits = cap + 2, 4 if bits == "matrix" else bits
+    flags = place.randint(0, 4, slots_all, block_size, dtype=torch.uint8)
+    flags[flags == 2] = 1
+    hidden = (flags != 1)[:, None, :, None]
+    hole = torch.full((slots_all, 1, 1, 1), math.nan, device=place.device)
+    hole[::2] = 50.0  # a kernel that took NaN for -inf alone would pass
+    if bits == 4:
+        codes = place.randint(0, 256, slots_all, heads, block_size, width // 2, dtype=torch.uint8)
+        qparams = torch.where(hidden, hole.half(), place.randn(slots_all, heads, block_size, 2).half())
+    else:
+        codes = torch.where(hidden, hole.to(place.dtype), place.randn(slots_all, heads, block_size, width))
+        qparams = None
+    ids = None
+    channels = shuffled(place, batch * heads, dk, width).view(batch, heads, -1)
+    slots = shuffled(place, batch, slots_all, cap).masked_fill(place.rand(batch, cap) < 0.2, -1)
+    if chosen is not None:
+        ids = shuffled(place, batch * heads, cap, chosen).sort().values.view(batch, heads, chosen)
+        ids[0, 0, chosen // 2 + 1 :] = -1
+    n = (cap if ids is None else chosen) * block_size
+    q, out = place.randn(batch, heads * group, dk), place.nan(batch, heads, n, dtype=torch.float32)
+    return q, codes, qparams, channels, flags, slots, ids, reduce, out
+
+
+def label_hows(given, reduce, bits):
+    """Two blocks a program of tensor cores, where these are meant and take the labels; or the plain kernel."""
+    ids = given["block_ids"]
+    labels = given["q"], given["codes"], given["qparams"], (given["slots"] if ids is None else ids).shape[-1]
+    return [replace(label_config(*labels, reduce == "mean", bits == "matrix"), blocks=2)]
+
+
+def pack(place, batch, heads, room, size, blocks, width):
+    """A second selection, some of whose tokens are those of the first; the last row and head choose none."""
+
+    def choose():
+        ids = torch.full((batch, heads, room), -1, dtype=torch.int32, device=place.device)
+        for row, head in list(itertools.product(range(batch), range(heads)))[: max(1, batch * heads - 1)]:
+            k = min(blocks * size, room // 2 + int(place.randint(0, room - room // 2 + 1, 1)))
+            ids[row, head, :k] = place.randperm(blocks * size)[:k].sort().values
+        return ids
+
+    first, ids = choose(), choose()
+    kv = place.randn(batch * blocks + 3, heads, size, width)
+    slots = place.randperm(batch * blocks + 3)[: batch * blocks].view(batch, blocks)
+    order = torch.arange(room, device=place.device).int().expand_as(ids).contiguous()
+    packed, places = place.nan(batch, heads, room, width), place.nan(batch, heads, room, dtype=torch.int32)
+    state, counters = (torch.full_like(ids, -1), order, packed, places), torch.zeros(2, device=place.device).long()
+    pack_reference(first, kv, slots, *state)
+    return ids, kv, slots, *state, None, counters
+
+
+# batch, KV heads, group, Dk, blocks a row
+BOUNDS = {
+    "one head": (1, 1, 1, 64, 5),
+    "no power of two": (2, 3, 3, 80, 130),
+    "group 2": (1, 2, 2, 96, 86),
+    "group 4": (2, 2, 4, 128, 65),
+    "group 7": (1, 1, 7, 128, 200),
+    "group 16": (1, 2, 16, 64, 33),
+    "wide heads": (2, 1, 4, 256, 37),
+    "latents of 20 heads": (2, 1, 20, 576, 37),
+    "latents of 128 heads": (1, 1, 128, 576, 70),
+    "24 heads, wide and no power of two": (2, 1, 24, 300, 33),
+    "40 heads": (1, 2, 40, 64, 40),
+    "one block": (3, 1, 4, 128, 1),
+    "no blocks": (2, 2, 4, 64, 0),
+}
+# batch, KV heads, group, Dk, label channels, block size, blocks a row, chosen blocks (None: all)
+LABELS = {
+    "one head": (1, 1, 1, 64, 16, 16, 5, 3),
+    "no power of two": (2, 3, 3, 80, 20, 32, 9, 5),
+    "group 2": (2, 2, 2, 96, 24, 64, 4, 3),
+    "group 4, all blocks": (2, 2, 4, 128, 32, 64, 5, None),
+    "group 7": (1, 1, 7, 128, 6, 16, 21, 11),
+    "group 16": (1, 2, 16, 64, 64, 32, 6, 4),
+    "wide heads": (1, 1, 4, 256, 64, 128, 3, 2),
+    "latents of 20 heads": (1, 1, 20, 576, 128, 64, 4, 2),
+    "latents of 128 heads": (2, 1, 128, 576, 128, 64, 3, 2),
+    "latents' whole keys": (1, 1, 20, 576, 576, 16, 5, None),
+    "latents' whole keys, 128 heads": (1, 1, 128, 576, 576, 16, 3, 2),
+    "whole keys, 40 heads": (1, 1, 40, 288, 288, 16, 3, 2),
+    "40 heads": (1, 2, 40, 80, 24, 32, 6, None),
+    "small blocks, all": (2, 1, 3, 64, 2, 16, 13, None),
+    "nothing chosen": (2, 1, 4, 64, 16, 16, 5, 0),
+}
+# batch, heads, slots of the ring, head dim, window, position
+RINGS = {
+    "16 of 17 slots": (3, 2, 17, 64, 16, 5),
+    "the whole ring in order": (1, 3, 17, 128, 16, 0),
+    "one predecessor": (2, 1, 2, 64, 1, 1),
+    "odd sizes": (2, 3, 9, 80, 5, 8),
+    "window of 32": (1, 2, 33, 64, 32, 20),
+    "wide heads": (1, 1, 5, 192, 4, 3),
+    "latents": (2, 3, 17, 576, 16, 9),
+    "the last query": (3, 2, 1, 96, 0, 0),
+    "the last query of a longer ring": (2, 2, 4, 64, 0, 0),
+    "no rows": (0, 2, 9, 64, 8, 0),
+}
+
+
+SEALS = {
+    "usual": Seal(),
+    "no padding": Seal(padded=False, seen=(7, 7)),
+    "no power of two": Seal(batch=3, heads=3, dk=80, dv=48, channels=20, seen=(0, 2, 50)),
+    "first block": Seal(seen=(0, 0), padded=False),
+    "parts": Seal(block_size=64, parts=4, dk=128, dv=128, channels=32),
+    "many parts": Seal(block_size=32, parts=8, seen=(1, 9)),
+    "unquantised labels": Seal(bits=16, block_size=32),
+    "no labels": Seal(channels=0),
+    "no bounds": Seal(bounds=False, block_size=32),
+    "nothing kept": Seal(channels=0, bounds=False, sinks=0),
+    "wide heads": Seal(batch=1, heads=1, dk=256, dv=256, channels=64, block_size=128, seen=(2,)),
+    "latents": Seal(heads=1, dk=576, dv=0, channels=128, block_size=64),
+    "rows of no power of two": Seal(heads=1, dk=72, dv=0, channels=18),
+    "all sinks": Seal(sinks=20, seen=(0, 0), padded=False),
+    "kept elsewhere": Seal(channels=0, bounds=False, keeps=False, seen=(0, 3)),
+}
+AVERAGES = {
+    "cuboid": Seal(channels=0, metadata="cuboid_mean"),
+    "cuboid of parts": Seal(batch=3, heads=3, dk=80, block_size=64, parts=4, seen=(0, 2, 50), metadata="cuboid_mean"),
+    "cuboid of sinks": Seal(sinks=20, seen=(0, 0), padded=False, metadata="cuboid_mean"),
+    "latents, parts": Seal(heads=1, dk=576, dv=0, channels=0, block_size=32, parts=2, metadata="cuboid_mean"),
+    "mean": Seal(metadata="mean", block_size=32, dk=128),
+    "mean of parts": Seal(metadata="mean", block_size=32, parts=2, seen=(1, 9)),
+}
+
+
+def equal(place, *options) -> float:
+    """As a ratio: no rounding explains a difference."""
+    return 0
+
+
+OPERATORS = [
+    Operator(
+        "add_norm",
+        add_norm,
+        {
+            "norm alone": ((3, 1, 64), False),
+            "norm alone, offset": ((2, 3, 96), False, False, True),
+            "sum": ((2, 1, 4096),),
+            "sum, odd width": ((2, 3, 100),),
+            "norm, sum, norm": ((2, 2, 160), True, True, True),
+            "norm, sum, norm without offset": ((5, 72), True, True),
+            "a wide row": ((1, 1, 12288),),
+            "no row": ((0, 1, 64),),
+        },
+        small=((2, 3, 64),),
+        views={"x": "rows"},
+    ),
+    Operator(
+        "gated",
+        gated,
+        {"long": ((2, 1, 3000),), "odd": ((7, 33),), "none": ((0, 1, 64),)},
+        options=(("silu", "gelu_tanh"),),
+        small=((2, 3, 300), "silu"),
+        views={"gate": "rows", "up": "rows"},
+    ),
+    Operator(
+        "qk_rope",
+        qk_rope,
+        # batch, tokens, query heads, key heads, head dim, rotary width, batch of cos, norm, Gemma's offset
+        {
+            "rope": (2, 3, 8, 2, 64, 64, 2, False, False),
+            "norm": (1, 1, 8, 2, 128, 128, 1, True, False),
+            "norm with offset, one position for all rows": (3, 2, 4, 1, 64, 64, 1, True, True),
+            "part of the dimensions": (2, 3, 3, 3, 96, 48, 2, False, False),
+            "part of the dimensions, norm": (1, 2, 5, 5, 80, 32, 1, True, False),
+            "head dim 256": (1, 1, 2, 1, 256, 256, 1, True, True),
+            "no token": (1, 0, 2, 1, 64, 64, 1, False, False),
+        },
+        small=(1, 2, 6, 5, 64, 64, 1, True, False),
+        views={"q": "inside", "k": "inside"},
+        far={"q": 2, "k": 2},
+    ),
+    Operator(
+        "latent_rope",
+        latent_rope,
+        # batch, tokens, heads, dn, dr, r
+        {"GLM": (1, 1, 20, 192, 64, 512), "odd": (3, 2, 5, 33, 6, 40), "none": (0, 1, 4, 12, 8, 16)},
+        options=((True, False),),  # interleaved
+        small=(1, 2, 6, 32, 16, 64, False),
+        views={"compressed": "rows"},
+        far={"q": 2},
+    ),
+    Operator(
+        "experts",
+        experts,
+        # tokens, experts, of a token, D, I
+        {
+            "one token": (1, 8, 4, 256, 96),
+            "three": (3, 5, 2, 100, 33),
+            "six": (6, 4, 1, 64, 128),
+            "odd": (2, 3, 3, 33, 7),
+            "none": (0, 4, 2, 64, 64),
+        },
+        options=(("silu", "gelu_tanh"),),
+        small=(2, 4, 3, 32, 24, "silu"),
+        views={"x": "rows", "index": "turned", "weights": "turned"},
+        far={"gate_up": 0, "down": 0},
+    ),
+    Operator(
+        "route",
+        route,
+        # tokens, D, experts, of a token, groups, of a token
+        {
+            "one token": (1, 256, 64, 4, 1, 1),
+            "groups": (3, 100, 48, 6, 8, 4),
+            "as many as there are": (2, 64, 32, 8, 8, 3),
+            "all experts": (4, 33, 7, 7, 1, 1),
+            "small groups": (2, 16, 4, 2, 4, 3),
+        },
+        options=((True, False),),  # normalised
+        ratio=lambda place, normalise: 2e-6,  # products of rounded inputs are the same, in float32
+    ),
+    Operator(
+        "append",
+        append,
+        # batch, heads, new tokens, Dk, Dv, sinks, ring, cached columns, padding
+        {
+            "one token": (2, 2, 1, 64, 64, 4, 24, 7, False),
+            "one token, last place": (1, 3, 1, 80, 80, 4, 24, 23, False),
+            "one token, wraps to the first": (1, 2, 1, 96, 96, 4, 24, 48, True),
+            "wraps in the middle": (3, 1, 5, 128, 64, 4, 24, 70, True),
+            "several tiles": (2, 2, 37, 64, 96, 3, 40, 1_000_003, True),
+            "fills the ring": (1, 2, 24, 256, 256, 0, 24, 17, True),
+            "no sinks, length 0": (2, 1, 3, 40, 128, 0, 16, 0, False),
+            "long sequence": (1, 1, 9, 64, 64, 4, 24, 2**31 - 8, False),
+            "latents": (2, 1, 3, 512, 64, 4, 24, 22, True),
+            "whole rows": (1, 1, 2, 576, 0, 4, 24, 5, False),
+            "nothing new": (1, 1, 0, 64, 64, 4, 24, 3, True),
+        },
+        small=(2, 2, 3, 64, 64, 1, 9, 7, True),
+        writes=("near_kv", "near_valid", "length"),
+        ratio=equal,
+        views={"near_kv": "inside", "near_valid": "inside", "valid": "inside", "k": "inside"},
+        far={"k": 1, "near_kv": 2},
+    ),
+    Operator(
+        "query_ring.push",
+        push,
+        # batch, query heads, new queries, D, ring, first column, padding
+        {
+            "one query": (2, 4, 1, 64, 17, 5, False),
+            "a ring of one": (1, 9, 1, 80, 1, 12, False),
+            "wraps": (3, 8, 5, 128, 9, 16, False),
+            "padding": (4, 3, 6, 40, 9, 20, True),
+            "fills the ring": (2, 32, 17, 96, 17, 1_000_003, True),
+            "the first columns": (3, 2, 4, 16, 17, 0, True),
+            "latents of 20 heads": (2, 20, 1, 576, 17, 33, True),
+        },
+        small=(2, 4, 2, 32, 5, 9, False),
+        writes=("ring", "first", "count", "position"),
+        ratio=equal,
+        far={"q": 1, "ring": 1},
+    ),
+    Operator(
+        "query_predict",
+        query_predict,
+        RINGS,
+        options=((True, False), (True, False)),  # windows are averaged, softmax
+        small=(3, 3, 6, 64, 4, 2, True, True),
+        ratio=lambda place, *_: 2e-5 if place.dtype == torch.float32 else None,  # two ways of solving, in float32
+        views={"ring": "inside"},
+        far={"ring": 0},
+    ),
+    Operator(
+        "seal",
+        seal,
+        {name: (case,) for name, case in SEALS.items()},
+        small=(Seal(),),
+        far={"near_kv": 2, "kv": 0},
+        writes=("near_kv", "near_valid", "seen", "kv", "flags", "fill", "index"),
+        ratio=equal,
+    ),
+    Operator(
+        "seal.seal",
+        seal,
+        {name: (case,) for name, case in AVERAGES.items()},
+        writes=("near_kv", "near_valid", "seen", "kv", "flags", "fill", "index"),
+    ),
+    Operator(
+        "block_score",
+        block_score,
+        BOUNDS,
+        options=(("mean", "max", "none"), ("min_max", "cuboid_mean", "mean")),
+        small=(2, 1, 6, 64, 20, "max", "min_max"),
+        ratio=lambda place, *_: 4e-6,  # products of 16-bit numbers are exact in float32
+        views={"q": "turned", "slots": "rows", "bounds": "half"},
+        far={"q": 1, "bounds": 0},
+    ),
+    Operator(
+        "block_rank",
+        block_rank,
+        # batch, KV heads, blocks
+        {
+            "one": (1, 1, 1),
+            "few": (2, 3, 7),
+            "one tile": (1, 2, 16),
+            "odd": (2, 2, 131),
+            "long": (1, 1, 530),
+            "no blocks": (1, 2, 0),
+        },
+        options=((None, 1, 5),),  # different scores
+        small=(3, 2, 40, None),
+        ratio=equal,
+        hows=lambda given, kinds: [None, RankConfig(tile=8, others=64)],
+        views={"scores": "inside", "slots": "rows"},
+        far={"scores": 0},
+    ),
+    Operator(
+        "token_score",
+        token_score,
+        LABELS,
+        options=(("mean", "max"), ("matrix", 4, 16)),
+        small=(2, 1, 4, 64, 16, 16, 6, 4, "mean", 4),
+        # Tensor cores take queries in fixed point: 1.06e-4 is the most seen, of a mean over 20 heads on a GPU.
+        ratio=lambda place, reduce, bits: 2e-4 if bits == "matrix" else 4e-6,
+        hows=label_hows,
+        views={"q": "turned", "slots": "rows", "block_ids": "rows"},
+        far={"q": 1, "codes": 0, "qparams": 0},
+    ),
+    Operator(
+        "pack",
+        pack,
+        # batch, heads, room, block size, blocks, width
+        {
+            "usual": (2, 2, 64, 16, 20, 128),
+            "no power of two": (1, 3, 48, 16, 9, 80),
+            "one token": (2, 1, 1, 16, 4, 32),
+            "everything fits": (1, 2, 160, 32, 5, 64),
+            "latents": (2, 1, 40, 16, 8, 576),
+        },
+        small=(2, 2, 24, 16, 3, 32),
+        writes=("held", "order", "packed", "places", "counters"),
+        ratio=equal,
+        far={"kv": 0},
+    ),
+]
+BY_NAME = {operator.of: operator for operator in OPERATORS}

@@ -1,0 +1,70 @@
+"""Every kernel against its operator's definition: in all shapes, over views, over tensors of 2 ** 31 elements.
+
+What selects (``test_topk_select.py``), attends (``test_sparse_decode.py``) or keeps state between calls
+(``test_residency.py``) has files of its own.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from operators import BY_NAME, far, view
+
+CASES = [
+    (operator.of, name, *options, *(None,) * (2 - len(operator.options)))
+    for operator in BY_NAME.values()
+    for name in operator.cases
+    for options in product(*operator.options)
+]
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize(
+    ("of", "case", "first", "second"),
+    [((of, case), (of, case), (of, first), (of, second)) for of, case, first, second in CASES],
+    ids=["-".join(str(part) for part in case if part is not None) for case in CASES],
+)
+def test_against_reference(place, of, case, first, second):
+    operator = BY_NAME[of[0]]
+    options = (first[1], second[1])[: len(operator.options)]
+    given = operator.call(place, *operator.cases[case[1]], *options)
+    operator.check(place, given, operator.expected(given), *options)
+
+
+def small(operator, place) -> tuple[dict, tuple]:
+    """Arguments of the small case, and its options."""
+    n = len(operator.small) - len(operator.options)
+    return operator.call(place, *operator.small), operator.small[n:]
+
+
+@pytest.mark.parametrize("of", [name for name, operator in BY_NAME.items() if operator.views])
+def test_views(place32, of):
+    """Of larger tensors, which hold what nobody may read."""
+    operator = BY_NAME[of]
+    given, options = small(operator, place32)
+    given |= {name: view(given[name], kind) for name, kind in operator.views.items()}
+    operator.check(place32, given, operator.expected(given), *options)
+
+
+@pytest.mark.usefixtures("released")
+@pytest.mark.parametrize(("of", "what"), [(name, what) for name, operator in BY_NAME.items() for what in operator.far])
+def test_far_apart(place16, of, what):
+    """Offsets into such a tensor need 64 bits."""
+    operator = BY_NAME[of]
+    given, options = small(operator, place16)
+    expected = operator.expected(given)
+    given[what] = far(given[what], operator.far[what])
+    operator.check(place16, given, expected, *options)
+
+
+def test_written_rows_lie_in_order(place32):
+    """What follows a kernel takes its result as it is: in one piece, or as attention wants its heads."""
+    operator = BY_NAME["add_norm"]
+    for has_residual in (False, True):
+        given = operator.call(place32, (2, 3, 64), has_residual)
+        total, out = operator.functions[0](**given)
+        assert out.is_contiguous() and (total is given["x"]) == (not has_residual)
+    operator = BY_NAME["qk_rope"]
+    for got in operator.functions[0](**operator.call(place32, *operator.small)):
+        assert got.transpose(1, 2).is_contiguous()
