@@ -72,7 +72,6 @@ def test_version():
     assert run("--version").stdout == f"hf-sparsekv {__version__}\n"
 
 
-@pytest.mark.quick
 def test_module_and_script(monkeypatch, capsys):
     expected = f"hf-sparsekv {__version__}\n"
     script = [str(Path(sys.executable).parent / "hf-sparsekv"), "--version"]

@@ -77,7 +77,7 @@ def test_without_waiting_the_selection_before_is_used_and_counted(slow):
     assert cache.stats().late == 0
 
 
-@pytest.mark.parametrize("looks", [(0,), (1,), (3,), (100,), (5, 0, 1)])
+@pytest.mark.parametrize("looks", [(1,), (100,), (5, 0, 1)])
 def test_every_token_is_near_or_could_have_been_chosen(slow, looks):
     """However late: what a step attends to was chosen among all the blocks that have left its ring."""
     slow(*looks)

@@ -27,6 +27,14 @@ PLACES = [
     pytest.param("cuda:1", marks=[pytest.mark.gpu, pytest.mark.skipif(GPU < 2, reason="needs two GPUs")]),
 ]
 there = pytest.mark.parametrize("there", PLACES)
+CONVERSATIONS = [  # nothing is late on the CPU
+    *(("cpu", how) for how in ("eager", "captured")),
+    *(
+        pytest.param(place.values[0], how, marks=place.marks)
+        for place in PLACES[1:]
+        for how in ("captured", "slow", "captured-slow")
+    ),
+]
 captured = pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 
 
@@ -131,12 +139,9 @@ def on_one_device(there: str, captured: bool) -> tuple[torch.nn.Module, list[lis
     return net, everything(net, predictive(False, **TIGHT)), replays(net)
 
 
-@there
-@pytest.mark.parametrize("how", ["eager", "captured", "slow", "captured-slow"])
+@pytest.mark.parametrize(("there", "how"), CONVERSATIONS)
 def test_a_conversation_is_the_same(there, how, slow):
     if "slow" in how:
-        if there == "cpu":
-            pytest.skip("nothing is late on the CPU")
         slow()
     captured = "captured" in how
     net, expected, count = on_one_device(there.replace("cuda:1", "cuda:0"), captured)
