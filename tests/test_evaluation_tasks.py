@@ -274,8 +274,7 @@ def test_eval_needle_draws_a_heat_map(which: str, request, tmp_path) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("task", ["perplexity", "agreement"])
-@pytest.mark.parametrize("which", ["probe", "tiny"])
+@pytest.mark.parametrize(("which", "task"), [("tiny", "perplexity"), ("probe", "agreement")])
 def test_eval_of_held_out_text(which: str, task: str, request, tmp_path) -> None:
     model = request.getfixturevalue(which)
     run("eval", task, model, "--lengths", "200", "--tokens", "8", "--samples", "2", "--out", tmp_path, *CACHES)
