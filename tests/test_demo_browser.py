@@ -253,8 +253,7 @@ def test_models_and_uploads_that_cannot_be_used_say_why(tabs, tmp_path):
         ("latin.txt", "caf\u00e9 ".encode("latin-1") * 50, "not UTF-8"),
     ):
         (tmp_path / name).write_bytes(content)
-        tab.page.reload()
-        tab.page.wait_for_selector("#race")
+        tab = tabs()  # to load the page anew would end a stream, of which the page complains
         tab.page.locator("#source label", has_text="Upload").click()
         tab.page.locator("#upload input[type=file]").set_input_files(str(tmp_path / name))
         tab.page.wait_for_selector(f"text={message}")
