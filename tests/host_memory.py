@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import signal
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import torch
 
@@ -125,3 +128,28 @@ def run_alone(code):
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", done.stderr
+
+
+def in_child(work) -> None:
+    """Run ``work`` in a forked child; what it raises is raised here."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of every fork of a process with threads
+        pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.close(read)
+            signal.alarm(120)
+            torch.set_num_threads(1)  # OpenMP's threads have not come along: with more than one torch waits for them
+            work()
+            code = 0
+        except BaseException as error:
+            os.write(write, repr(error).encode()[:4000])
+        finally:
+            os._exit(code)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        said = pipe.read().decode()
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code == 0, said or f"the child ended with {code}"

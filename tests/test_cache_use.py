@@ -124,7 +124,6 @@ def test_prefix_caching(name, offload):
         assert cache.get_seq_length() == length
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "glm4-moe-lite"])
 def test_memory_is_free_at_once(name, offload):

@@ -26,6 +26,8 @@ from hf_sparsekv.predictor.channels import LabelChannels
 TEXT = "the quick brown fox jumps over the lazy dog " * 30  # a token is a character: longer than window and blocks
 SPARSE = ("--token-budget", "32", "--num-blocks", "2", "--block-size", "16", "--window", "16", "--dense-layers", "0")
 
+PROGRESSIVE, DENSE = (("--prompt", "a", "--cache", name) for name in ("progressive", "dense"))
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
@@ -56,7 +58,12 @@ def error(*args, status: int = 1) -> str:
         lines = [line for line in result.stderr.splitlines() if line.startswith("error:")]
         assert len(lines) == 1, result.stderr
         return lines[0]
-    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", result.stderr).split())
+    return flat(result.stderr)
+
+
+def flat(text: str) -> str:
+    """Without the frame and the line breaks of usage errors."""
+    return " ".join(re.sub("[│╭╮╰╯─]", " ", text).split())
 
 
 # ---------------------------------------------------------------------- the command itself
@@ -72,7 +79,6 @@ def test_version():
     assert run("--version").stdout == f"hf-sparsekv {__version__}\n"
 
 
-@pytest.mark.quick
 def test_module_and_script(monkeypatch, capsys):
     expected = f"hf-sparsekv {__version__}\n"
     script = [str(Path(sys.executable).parent / "hf-sparsekv"), "--version"]
@@ -111,6 +117,16 @@ def test_budget_covers_all_so_both_agree(tiny):
     assert first == second
     assert "both gave the same 8 tokens" in result.stderr
     assert "attended to 100.0%" in result.stderr
+
+
+def test_generate_progressively(tiny):
+    options = ("--cache", "progressive", "--threshold", 0.5, "--block-size", 16, "--dense-layers", 0)
+    result = run("generate", tiny, "--prompt", TEXT, "--max-new-tokens", 8, *options, "--max-blocks", 30)
+    assert any(line.startswith("progressive") for line in result.stderr.splitlines())
+    assert re.search(r"[\d.]+ blocks a walk for an estimated mass of \d+\.\d+%", " ".join(result.stderr.split()))
+    options = ("--cache", "progressive", "--threshold", 1)
+    result = run("generate", tiny, "--prompt", TEXT, "--max-new-tokens", 8, *options, "--compare", "dense")
+    assert "both gave the same 8 tokens" in result.stderr
 
 
 def test_small_budget_differs_and_is_said(tiny):
@@ -200,6 +216,13 @@ def test_generate_errors(tiny, options, message):
         (("--prompt", "a", "--seed", 3), "--seed has no meaning without a --temperature above 0"),
         (("--prompt", "a", "--device", "tpu0x"), "is no device"),
         (("--prompt", "a", "--device", "mps"), "run on cpu and cuda"),
+        ((*PROGRESSIVE, "--token-budget", 5), "--token-budget has no meaning with --cache progressive"),
+        (("--prompt", "a", "--threshold", 0.5), "--threshold has no meaning with --cache two_level"),
+        ((*PROGRESSIVE, "--threshold", 2), "--threshold must lie in (0, 1]"),
+        ((*PROGRESSIVE, "--compare", "progressive"), "--compare progressive is the cache itself"),
+        ((*PROGRESSIVE, "--compare", "two_level"), "--compare takes dense"),
+        ((*DENSE, "--token-budget", 5), "--token-budget has no meaning without a sparse cache"),
+        ((*DENSE, "--no-offload"), "--no-offload has no meaning without"),
     ),
 )
 def test_generate_usage(tiny, options, message):

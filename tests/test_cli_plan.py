@@ -24,6 +24,12 @@ def test_plan(tiny):
     assert "host 1 MiB: fits" in out
 
 
+def test_plan_of_a_progressive_cache(tiny):
+    out = run("plan", tiny, "--context", 3000, "--cache", "progressive").stdout
+    assert re.search(r"token labels +- +-", out)
+    assert "plan compares" in error("plan", tiny, "--context", 10, "--cache", "dense", status=2)
+
+
 def test_plan_does_not_fit(tiny):
     size = ("--context", 1000, "--gpu-memory", "100KiB", "--host-memory", "1KiB")
     out = run("plan", tiny, *size, "--dense-layers", 0).stdout

@@ -183,14 +183,15 @@ def test_a_listener_that_goes_away_ends_the_threads(probe):
     assert session.turns.runs == 0
 
 
-def test_a_slow_listener_makes_generation_wait(probe):
+def test_a_slow_listener_makes_generation_wait(probe, monkeypatch):
     from demo import race as module
 
+    monkeypatch.setattr(module, "_QUEUED", 8)
     session, count = Session(Turns()), 0
     with session.running():
         for event in session.race(probe, a_task(probe, new_tokens=module._QUEUED * 2)):
             if isinstance(event, Stepped) and not count:
-                time.sleep(1.0)
+                time.sleep(0.5)
             count += isinstance(event, Stepped)
     assert count == module._QUEUED * 4
 

@@ -215,15 +215,15 @@ def test_spellings_of_a_path_share_a_model(tmp_path, monkeypatch):
 def test_two_models_are_in_memory_however_many_tabs_have_raced(tmp_path):
     shared, alive = Models(CPU), []
     page = Desk(shared)
-    for name in "abcde":
+    for name in "abcd":
         path = str(a_copy(tmp_path / name))
         assert "Done" in last(race(page, path, tab=name))
         alive.append(weakref.ref(shared.load(path).model))
     gc.collect()
-    assert [ref() is not None for ref in alive] == [False, False, False, True, True]
+    assert [ref() is not None for ref in alive] == [False, False, True, True]
     kept = [tab.session.memory_bytes()["device"] > 0 for tab in page._tabs.values()]
-    assert kept == [False, False, False, True, True], "what a model that is gone has read is of no use"
-    assert "was read before" in last(race(page, path, tab="e"))
+    assert kept == [False, False, True, True], "what a model that is gone has read is of no use"
+    assert "was read before" in last(race(page, path, tab="d"))
     assert "took" in last(race(page, str(tmp_path / "a"), tab="a"))
 
 
@@ -269,7 +269,7 @@ def test_tokenizers_are_kept_of_few_models(tmp_path, slow):
 
 def test_a_silent_tab_gives_its_memory_back(monkeypatch):
     assert desk.SILENT <= 15 * 60
-    monkeypatch.setattr(desk, "SILENT", 1.0)
+    monkeypatch.setattr(desk, "SILENT", 0.5)
     monkeypatch.setattr(desk, "_SWEEP", 0.05)
     page = Desk(Models(CPU))
     assert "Done" in last(race(page, PROBE))
@@ -282,7 +282,7 @@ def test_a_silent_tab_gives_its_memory_back(monkeypatch):
     assert session.memory_bytes()["device"] == 0
     running = race(page, PROBE, new_tokens=1024)
     next(running)
-    time.sleep(2.5)
+    time.sleep(1)
     assert page._tabs, "a tab that runs is not silent"
     page.stop(SimpleNamespace(session_hash="tab"))
     assert "Stopped" in last(running)

@@ -20,8 +20,6 @@ from hf_sparsekv.evaluation.samples import Sample, found_share
 from hf_sparsekv.policies.base import Policy
 from hf_sparsekv.types import AttentionSpec
 
-pytestmark = pytest.mark.quick
-
 SETTINGS = "block_size=16,window=16,max_draft=4,dense_layers=0,token_budget=32"
 TIGHT = f"two_level:{SETTINGS},calibration_tokens=32,num_blocks=4"
 
@@ -97,6 +95,7 @@ def reference(kind, **changes):
     return SparseCache(kind(**{**settings, **changes}))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", [OracleConfig, RandomConfig])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt-oss"])
 def test_references_with_room_for_all_are_dense(kind, name: str) -> None:
@@ -137,6 +136,7 @@ def test_oracle_attends_to_the_best_tokens() -> None:
 # ---------------------------------------------------------------------- shared prefills
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("spec", ["full", TIGHT, TIGHT + ",lag=true"])
 @pytest.mark.parametrize("pads", [None, (0, 11)])
 @pytest.mark.parametrize("name", ["llama", "deepseek-v3", "gemma3"])
@@ -154,9 +154,9 @@ def test_answers_are_those_of_generate(name: str, pads, spec: str) -> None:
 
 @pytest.mark.parametrize("method", [name for name in known() if name != "random"])
 def test_latents_are_filled_as_by_a_prefill(method: str) -> None:
-    """From more tokens than label channels are made from: every method's state is that of its own prefill."""
-    net, inputs = model("deepseek-v3"), prompt(2, 2200, (0, 150))
-    tight = {"token_budget": 32, "threshold": 0.6}
+    """In two pieces, from more tokens than label channels are made from: each method's state is that of a prefill."""
+    net, inputs = model("deepseek-v3"), prompt(2, 1100, (0, 150))
+    tight = {"token_budget": 32, "threshold": 0.6, "calibration_tokens": 512}
     budget = {name: value for name, value in tight.items() if name in known()[method][0].config.__dataclass_fields__}
     options = {"block_size": 16, "window": 16, "dense_layers": 0, **budget}
     caches = [CacheSpec(method, method, options).make() for _ in range(2)]
@@ -184,6 +184,7 @@ def test_a_question_in_steps_is_answered_from_the_sparse_cache() -> None:
     assert cache.stats().decode_steps == 6 + 7
 
 
+@pytest.mark.quick
 def test_forced_steps_tell_chance_from_full_attention(tmp_path) -> None:
     net = model("llama")
     words = prompt(1, 600)["input_ids"][0]

@@ -15,8 +15,6 @@ import pytest
 
 from hf_sparsekv.evaluation.records import Measure, Record, Results
 
-pytestmark = pytest.mark.quick
-
 SCORE = Measure("score", "score", percent=True)
 
 

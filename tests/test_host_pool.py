@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import itertools
+import resource
 import warnings
 
+import psutil
 import pytest
 import torch
-from host_memory import GPU, MB, SLOT, budget_of, faked, fill, intact, make_pool, run_alone
+from host_memory import CPU, GPU, MB, SLOT, budget_of, faked, fill, in_child, intact, make_pool
 
 from hf_sparsekv import SparseConfig
 from hf_sparsekv.kv.store import LayerStore
@@ -239,24 +241,16 @@ def test_no_room_for_so_many_addresses(fake, monkeypatch):
 
 def test_limited_address_space():
     """The same with the real limit, in a process of its own."""
-    code = """
-        import resource, psutil
-        from hf_sparsekv import OffloadConfig
-        from hf_sparsekv.offload.host_limit import HostBudget
-        from hf_sparsekv.offload.host_pool import HostArena
-        import torch
-        have = psutil.Process().memory_info().vms + (600 << 20)
+
+    def work():
+        have = psutil.Process().memory_info().vms + 600 * MB
         resource.setrlimit(resource.RLIMIT_AS, (have, have))
-        budget = HostBudget(OffloadConfig(max_host_bytes=1 << 40))
-        arena = HostArena(64 << 20, budget, torch.device("cpu"), pin=False)
-        assert 64 << 20 <= arena.reserved < 600 << 20, arena.reserved
-        arena.tensor((64 << 20,), torch.uint8).fill_(3)
-        try:
-            HostArena(4 << 30, budget, torch.device("cpu"), pin=False)
-        except MemoryError as error:
-            assert "ulimit -v" in str(error)
-        else:
-            raise AssertionError
-        assert budget.used == 64 << 20
-    """
-    run_alone(code)
+        budget = budget_of(1 << 40)
+        arena = HostArena(64 * MB, budget, CPU, pin=False)
+        assert 64 * MB <= arena.reserved < 600 * MB, arena.reserved
+        arena.tensor((64 * MB,), torch.uint8).fill_(3)
+        with pytest.raises(MemoryError, match="ulimit -v"):
+            HostArena(4 << 30, budget, CPU, pin=False)
+        assert budget.used == 64 * MB
+
+    in_child(work)

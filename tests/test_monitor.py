@@ -46,32 +46,19 @@ def test_a_second_call_with_the_same_monitor():
     assert sum(report.stats.decode_steps for report in reports[11:]) == cache.stats().decode_steps == 9
 
 
-def test_statistics_now_and_then():
-    reports = []
-    cache = two_level(**TIGHT)
-    generate(model("llama"), cache, StepMonitor(cache, reports.append, every=4))
-    assert [report.index for report in reports if report.stats] == [4, 8]
-    assert [report.stats.decode_steps for report in reports if report.stats] == [4, 4]
-    assert all(report.blocks is None for report in reports)
-    assert cache.sparse_layers[0].policy.watch is None, "nobody has asked for blocks"
-
-
-def test_an_interval_of_seconds():
-    ticks = itertools.count()
-    reports = []
-    cache = two_level(**TIGHT)
+@pytest.mark.parametrize(
+    ("how", "looked"),
     # The clock goes on by a second whenever somebody looks at it.
-    generate(model("llama"), cache, StepMonitor(cache, reports.append, interval=8, clock=lambda: float(next(ticks))))
-    looked = [report.index for report in reports if report.stats]
-    assert 1 < len(looked) < 9
-
-
-def test_never():
-    reports = []
-    cache = two_level(**TIGHT)
-    generate(model("llama"), cache, StepMonitor(cache, reports.append, every=0))
-    assert len(reports) == 10
-    assert all(report.stats is None for report in reports)
+    [({"every": 4}, {4: 4, 8: 4}), ({"interval": 8}, None), ({"every": 0}, {})],
+    ids=str,
+)
+def test_statistics_now_and_then(how, looked):
+    reports, ticks, cache = [], itertools.count(), two_level(**TIGHT)
+    generate(model("llama"), cache, StepMonitor(cache, reports.append, clock=lambda: float(next(ticks)), **how))
+    found = {report.index: report.stats.decode_steps for report in reports if report.stats}
+    assert len(reports) == 10 and all(report.blocks is None for report in reports)
+    assert found == looked if looked is not None else 1 < len(found) < 9
+    assert cache.sparse_layers[0].policy.watch is None, "nobody has asked for blocks"
 
 
 def test_what_it_takes_itself_is_not_counted():

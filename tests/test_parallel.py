@@ -93,8 +93,7 @@ def spread():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize(("name", "offload"), [("llama", True), ("gemma3", False)])
 def test_layers_on_two_gpus(spread, name, offload):
     """Pools, lanes and clocks of each device; prompts in pieces, padding, second turns."""
     net = spread(name)

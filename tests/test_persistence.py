@@ -151,7 +151,6 @@ def test_channel_file(tmp_path):
 # ---------------------------------------------------------------------- several questions
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("to_host", [True, False], ids=["to-host", "to-device"])
 @pytest.mark.parametrize("from_host", [True, False], ids=["from-host", "from-device"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "glm4-moe-lite"])

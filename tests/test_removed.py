@@ -8,8 +8,7 @@ import pytest
 import torch
 from caches import CACHES
 from saved_files import IDS, feed, rewrite, same, state
-from test_cli import TEXT, run, tiny
-from test_cli_progressive import flat
+from test_cli import TEXT, flat, run, tiny
 
 from hf_sparsekv import ProgressiveConfig, SparseCache
 from hf_sparsekv.evaluation.cache_specs import parse_cache

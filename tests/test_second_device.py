@@ -77,7 +77,7 @@ def test_without_waiting_the_selection_before_is_used_and_counted(slow):
     assert cache.stats().late == 0
 
 
-@pytest.mark.parametrize("looks", [(0,), (1,), (3,), (100,), (5, 0, 1)])
+@pytest.mark.parametrize("looks", [(1,), (100,), (5, 0, 1)])
 def test_every_token_is_near_or_could_have_been_chosen(slow, looks):
     """However late: what a step attends to was chosen among all the blocks that have left its ring."""
     slow(*looks)
@@ -133,13 +133,12 @@ def test_a_predictor_of_ones_own_is_not_captured_there():
 # ---------------------------------------------------------------------- copies, files, numbers
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_a_copy_goes_its_own_way(strict):
+def test_a_copy_goes_its_own_way():
     """The copy's second device follows it, too."""
-    cache = predictive(False, **TIGHT, cache_rank="cpu", strict=strict)
+    cache = predictive(False, **TIGHT, cache_rank="cpu")
     decode(cache, steps=5)
     twin = copy.deepcopy(cache)
-    ids = prompt(2, 60, seed=8)["input_ids"]
+    ids = prompt(2, 40, seed=8)["input_ids"]
     with torch.no_grad():
         found = [[model("llama")(t, past_key_values=c).logits for t in ids.split(1, dim=1)] for c in (cache, twin)]
     assert torch.equal(torch.cat(found[0]), torch.cat(found[1]))
@@ -156,12 +155,6 @@ def test_files_are_not_for_a_second_device(tmp_path):
     config = PredictiveConfig(**{**settings, "cache_rank": "cpu"})
     with pytest.raises(ValueError, match="cannot be loaded for a second device yet"):
         SparseCache.load(tmp_path / "cache", config)
-
-
-def test_latents_are_refused():
-    cache = predictive(False, **TIGHT, cache_rank="cpu")
-    with pytest.raises(ValueError, match=r"does not hold latents \(MLA\): take cache_rank='stream'"), torch.no_grad():
-        model("deepseek-v3")(prompt(1, 40)["input_ids"], past_key_values=cache)
 
 
 # ---------------------------------------------------------------------- order
@@ -197,13 +190,6 @@ def lines(monkeypatch):
     rank = Rank(torch.device("cpu"))
     rank.stream, rank._side[rank.device] = there, side
     return rank, now, home, there, side
-
-
-def test_what_is_handed_back_is_waited_for_on_both_streams(lines):
-    """Rows of chosen tokens are moved on the stream beside the computation, which has to come behind it."""
-    rank, _, home, *_ = lines
-    rank.join(rank.device)
-    assert home.behind == {"there", "side"}
 
 
 def test_trials_switch_copying_off_where_it_is_done(lines, monkeypatch):
@@ -261,8 +247,10 @@ def test_what_runs_beside_a_step_begins_behind_it_and_comes_back(lines):
 
 
 def test_layers_wait_once_for_what_all_of_them_have_handed_over(lines):
+    """On both streams: rows of chosen tokens are moved on the one beside the computation."""
     rank, _, home, *_ = lines
     rank.join(rank.device)
+    assert home.behind == {"there", "side"}
     home.behind.clear()
     rank.join(rank.device)
     assert not home.behind

@@ -51,7 +51,6 @@ def test_forward_is_transformers_own(kind: str, filler) -> None:
         assert float(lost.min()) > 0
 
 
-@pytest.mark.quick
 def test_oracle_keeps_the_best_tokens_of_a_group() -> None:
     torch.manual_seed(0)
     length, n, budget = 200, 3, 10
@@ -85,7 +84,6 @@ def statements(words: list[str]) -> tuple[dict, dict]:
     return facts, variables
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("length", [128, 500, 2048])
 def test_answers_follow_from_the_text(length: int, filler) -> None:
     """Every question of a training batch is answered by reading its text again."""
@@ -129,7 +127,6 @@ FAMILY = {"ask": "single", "list": "multivalue", "each": "multiquery", "trace": 
 LENGTHS = {"ask": 3, "list": 9, "each": 17, "trace": 11}
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
 def test_interrupted_run_is_the_whole_run(kind: str, tmp_path, monkeypatch) -> None:
     small = train_probe.Recipe(

@@ -61,7 +61,6 @@ def test_logits_follow_the_oracle(case, pads):
     assert stats.decode_steps == STEPS
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", ["llama-mha", "llama-mqa", "qwen3", "phi3"])
 def test_other_head_groups(name):
     race = TwoLevelRace(name, True, **ODD_BUDGET)
@@ -126,7 +125,6 @@ def test_rows_are_regrouped(after):
     assert race.ours.stats().attended_tokens == race.oracle.attended
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("lag", [True, False])
 @pytest.mark.parametrize("level", ["two_level", "block", "token"])
 def test_crop(level, lag):
