@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
-import zlib
 from dataclasses import dataclass
 
 import pytest
@@ -90,29 +88,3 @@ def place32(request: pytest.FixtureRequest) -> Place:
 def place16(request: pytest.FixtureRequest) -> Place:
     """Float16 alone, for what counts elements: few bytes each."""
     return Place(*request.param)
-
-
-def _pairs(item: pytest.Item) -> set:
-    chosen = sorted((name, repr(value)) for name, value in item.callspec.params.items())
-    return set(itertools.combinations(chosen, 2))
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what tests marked ``pairwise`` need not run: per device each pair of parameters' values is there."""
-    groups: dict[tuple, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("pairwise"):
-            device = next((value[0] for name, value in item.callspec.params.items() if name.startswith("place")), None)
-            groups.setdefault((item.path, item.originalname, device), []).append(item)
-    dropped = set()
-    for group in groups.values():
-        pairs = {item: _pairs(item) for item in group}
-        missing = set().union(*pairs.values())
-        while missing:
-            # Ties by a hash: in order, the first value of every parameter would meet the first of all others alone.
-            best = max(pairs, key=lambda item: (len(pairs[item] & missing), zlib.crc32(item.nodeid.encode())))
-            missing -= pairs.pop(best)
-        dropped |= pairs.keys()
-    if dropped:
-        items[:] = [item for item in items if item not in dropped]
-        config.hook.pytest_deselected(items=list(dropped))
