@@ -48,8 +48,7 @@ def test_decoding(how):
     check("deepseek-v3", "host", on_gpu(2, 150, (0, 30)), **how)
 
 
-@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(("name", "offload"), [(name, i % 2 == 0) for i, name in enumerate(PLAIN)])
 def test_budget_for_everything_equals_dense(name, offload):
     """Also a second turn and a chunked prompt."""
     fast, stock = optimize(build(name, "sparsekv").cuda(), fused=False), build(name, "sdpa").cuda()
@@ -113,8 +112,10 @@ def teacher_forced(net, cache, ids: torch.Tensor, prompts: tuple[int, ...]) -> t
     return torch.cat(rows, 1)
 
 
-@pytest.mark.parametrize("how", ["two_level", "two_level:fused", "progressive", "host"])
-@pytest.mark.parametrize("heads", [20, 128])
+@pytest.mark.parametrize(
+    ("heads", "how"),
+    [(20, "two_level"), (20, "two_level:fused"), (20, "progressive"), (128, "two_level:fused"), (128, "host")],
+)
 def test_real_sizes(heads, how):
     """bf16, with a budget for everything; a later chunk that expands, one that attends to latents, captured steps."""
     ids = torch.randint(0, 1000, (2, 1400), device="cuda", generator=torch.Generator("cuda").manual_seed(2))
@@ -162,6 +163,7 @@ def test_predicted_queries_of_real_sizes(heads, how):
     assert difference < 0.1  # what is rounded otherwise tips single tokens over
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
 @pytest.mark.parametrize("q", [1, 16, 64, 400])
 @pytest.mark.parametrize("padded", [False, True])

@@ -209,7 +209,7 @@ class Stores(RuleBasedStateMachine):
 
 
 Stores.TestCase.settings = settings(
-    max_examples=120,
+    max_examples=60,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,
