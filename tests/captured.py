@@ -109,9 +109,11 @@ def on_gpu(*args, **kwargs) -> dict[str, torch.Tensor]:
     return {name: value.cuda() for name, value in prompt(*args, **kwargs).items()}
 
 
-def check(name: str, cache: str, inputs: dict, settings: dict = TIGHT, captured: bool = True, **generate) -> None:
+def check(
+    name: str, cache: str, inputs: dict, settings: dict = TIGHT, captured: bool = True, dtype=torch.float32, **generate
+) -> None:
     """Same text and counters, and the steps were really replayed."""
-    eager, fast = pair(name)
+    eager, fast = pair(name, dtype)
     generate = {"do_sample": False, "max_new_tokens": 100, **generate}
     caches = CACHES[cache](**settings), CACHES[cache](**settings)
     torch.manual_seed(3)

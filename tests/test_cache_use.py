@@ -241,26 +241,29 @@ def test_repeat_and_select_rows(offload, length):
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("remove", "offload"),
-    [(1, True), (4, False), (5, True), (5, False), (33, True), (77, False), (140, True), (149, False)],
+    [
+        (1, True),
+        (4, False),
+        (5, True),
+        (5, False),
+        (33, True),
+        (77, False),
+        (140, True),
+        (149, False),
+        (150, True),
+        (1000, False),
+    ],
 )
 def test_crop(remove, offload):
     pair = Pair(offload)
     pair.feed(*padded(2, 140, (0, 30)))
     pair.steps(10)
     pair.crop(remove)
-    pair.steps(3)
+    if remove < 150:
+        pair.steps(3)
+    else:  # to nothing
+        pair.stock, pair.mask = DynamicCache(), None
     pair.feed(*padded(2, 60, (0, 8), seed=6))
-    pair.steps(30)
-
-
-@pytest.mark.parametrize("remove", [150, 1000])
-def test_crop_to_nothing(remove):
-    pair = Pair()
-    pair.feed(*padded(2, 140, (0, 30)))
-    pair.steps(10)
-    pair.crop(remove)
-    pair.stock, pair.mask = DynamicCache(), None
-    pair.feed(*padded(2, 90, (44, 0), seed=6))
     pair.steps(30)
 
 

@@ -75,17 +75,11 @@ def test_a_number_for_rows_together(lag):
     assert [fits + n for n in steps] == [last + 16 + 20 - 60 for last in (128, 128, 112, 64)]
 
 
-@pytest.mark.parametrize("number", [None, 0])
-def test_never(number):
-    cache = two_level(False, dense_below=number, **TIGHT)
-    model("llama").generate(**prompt(1, 130), past_key_values=cache, max_new_tokens=5, do_sample=False)
-    assert cache.stats().sparse_calls == 4 * LAYERS
-
-
-@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
-def test_auto_without_a_gpu_selects(offload, monkeypatch):
+@pytest.mark.parametrize(("number", "offload"), [(None, False), (0, False), ("auto", False), ("auto", True)])
+def test_never(number, offload, monkeypatch):
+    """``"auto"`` without a GPU reads no table."""
     monkeypatch.setattr(crossover, "_read", lambda path: pytest.fail("nothing is to be read"))
-    cache = two_level(offload, dense_below="auto", **TIGHT)
+    cache = two_level(offload, dense_below=number, **TIGHT)
     model("llama").generate(**prompt(1, 130), past_key_values=cache, max_new_tokens=5, do_sample=False)
     assert cache.stats().sparse_calls == 4 * LAYERS
 

@@ -10,7 +10,7 @@ from caches import CACHES, FULL, two_level
 from models import MODELS, NEEDS_CONFIG, NOTHING_SPARSE, build, model, plain_text, prompt, reference
 from transformers import DynamicCache
 
-TOKENS = 40
+TOKENS = 28  # blocks of 16 become full at 100 and 116, of 32 at 116
 PADS = (0, 5, 61)
 
 

@@ -37,14 +37,22 @@ def test_unoptimize_restores_everything():
     unoptimize(ours)
 
 
-def test_fused_needs_a_known_architecture():
+def test_what_cannot_be_optimised():
     with pytest.raises(ValueError, match="fused=True is not possible"):
         optimize(build("gpt-oss", "sparsekv"), fused=True)
-
-
-def test_optimize_needs_our_attention():
     with pytest.raises(ValueError, match="set_attn_implementation"):
         optimize(build("llama", "sdpa"))
+
+
+def fail_once(policy, error: Exception) -> None:
+    """The policy's next attention raises."""
+    original = policy.attend
+
+    def fail(*args):
+        policy.attend = original
+        raise error
+
+    policy.attend = fail
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -57,14 +65,7 @@ def test_a_capture_that_fails_half_way_leaves_the_cache_usable(layer, error):
     with torch.no_grad():
         for net, cache in ((model("llama"), caches[0]), (ours, caches[1])):
             net(**inputs, past_key_values=cache)
-        policy = caches[1].sparse_layers[layer].policy
-        original = policy.attend
-
-        def fail(*args):
-            policy.attend = original
-            raise error("not now")
-
-        policy.attend = fail
+        fail_once(caches[1].sparse_layers[layer].policy, error("not now"))
         if error is torch.OutOfMemoryError:
             with pytest.raises(error):
                 ours(tokens[0], past_key_values=caches[1])
@@ -88,14 +89,8 @@ def test_a_known_kind_that_must_be_compiled_after_all(layer):
         for fails in (False, True):
             cache = two_level(**TIGHT)
             ours(**inputs, past_key_values=cache)
-            policy, original = cache.sparse_layers[layer].policy, cache.sparse_layers[layer].policy.attend
             if fails:
-
-                def fail(*args, policy=policy, original=original):
-                    policy.attend = original
-                    raise RuntimeError("cannot compile here")
-
-                policy.attend = fail
+                fail_once(cache.sparse_layers[layer].policy, RuntimeError("cannot compile here"))
             results.append(torch.cat([ours(token, past_key_values=cache).logits.clone() for token in tokens]))
     assert torch.equal(*results)
     assert runner.replays == 2 * len(tokens)

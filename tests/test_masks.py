@@ -172,6 +172,7 @@ def test_training(name, side):
 # ---------------------------------------------------------------------- 4-D masks over a cache of ours
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("form", ["bool", "additive"])
 @pytest.mark.parametrize("batch_of_mask", [1, 2])
 @pytest.mark.parametrize("padded", [False, True])

@@ -8,8 +8,8 @@ import itertools
 import pytest
 import torch
 from caches import CACHES, FULL, TIGHT, two_level
-from captured import imitated
-from models import build, model, prompt
+from captured import imitated, pair
+from models import model, prompt
 
 LENGTH = 150
 SILENT = ("predictive-second",)  # what is chosen is known on another device
@@ -62,15 +62,7 @@ def test_a_method_that_does_not_say(name):
     assert cache.chosen_blocks().share.isnan().all()
 
 
-def test_dense_steps_have_attended_to_everything():
-    ours, cache = model("llama"), two_level(**FULL)
-    cache.watch_blocks()
-    filled(ours, cache)
-    step(ours, cache)
-    assert (cache.chosen_blocks().share == 1).all()
-
-
-def test_nobody_has_watched():
+def test_who_watches_and_when():
     cache = filled(model("llama"), two_level(**TIGHT))
     with pytest.raises(RuntimeError, match="watch_blocks"):
         cache.chosen_blocks()
@@ -81,12 +73,11 @@ def test_nobody_has_watched():
     assert not cache.chosen_blocks().share.isnan().any()
     cache.watch_blocks(False)
     assert all(layer.policy.watch is None for layer in cache.sparse_layers)
-
-
-def test_an_empty_cache_has_chosen_nothing():
-    cache = two_level()
-    cache.watch_blocks()
-    assert cache.chosen_blocks() is None
+    dense = two_level(**FULL)
+    dense.watch_blocks()
+    assert dense.chosen_blocks() is None, "an empty cache has chosen nothing"
+    step(model("llama"), filled(model("llama"), dense))
+    assert (dense.chosen_blocks().share == 1).all()
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -181,19 +172,14 @@ def test_statistics_of_another_cache_are_refused():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["host", "device-block", "host-token", "progressive-host", "predictive", "streaming"])
 def test_captured_steps_mark_what_eager_ones_do_on_a_gpu(name):
-    from hf_sparsekv import optimize
-
-    shares = {}
-    for captured in (False, True):
-        ours = build("llama", "sparsekv").to("cuda")
-        if captured:
-            optimize(ours, fused=False)
+    shares = []
+    for ours in pair("llama"):
         cache = CACHES[name](**TIGHT)
         cache.watch_blocks()
         with torch.no_grad():
             ours(prompt(1, LENGTH)["input_ids"].cuda(), past_key_values=cache)
             for i in range(40):
                 ours(torch.tensor([[5 + i]], device="cuda"), past_key_values=cache)
-                shares.setdefault(captured, []).append(cache.chosen_blocks().share)
-    for one, other in zip(shares[False], shares[True]):
+                shares.append(cache.chosen_blocks().share)
+    for one, other in zip(shares[:40], shares[40:], strict=True):
         torch.testing.assert_close(one, other)
