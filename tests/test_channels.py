@@ -13,7 +13,6 @@ from saved_files import rewrite
 from transformers import AttentionInterface, DynamicCache
 
 from hf_sparsekv import SparseCache
-from hf_sparsekv.ops.seal import quantise_labels
 from hf_sparsekv.predictor.channels import ChannelStats, LabelChannels, calibrate
 
 IDS = prompt(1, 120)["input_ids"]
@@ -271,24 +270,6 @@ def test_statistics_may_come_in_pieces(kind):
         expected = importance(q[row][:, ok], k[row][:, ok], kind)
         ratio = whole.scores()[row] / expected
         torch.testing.assert_close(ratio, ratio[:1, :1].expand_as(ratio), rtol=1e-4, atol=0)
-
-
-# ---------------------------------------------------------------------- labels
-
-
-def test_labels_are_within_half_a_step():
-    x = torch.randn(3, 50, 8) * torch.logspace(-2, 2, 50)[:, None]
-    codes, qparams = quantise_labels(x)
-    assert codes.shape == (3, 50, 4) and codes.dtype == torch.uint8 and qparams.dtype == torch.float16
-    digits = torch.cat((codes & 15, codes >> 4), -1).float()
-    scale, zero = qparams[..., :1].float(), qparams[..., 1:].float()
-    step = (x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True)) / 15
-    assert ((digits * scale + zero - x).abs() <= 0.52 * step + 1e-3 * x.abs().amax(-1, keepdim=True)).all()
-
-
-def test_labels_of_equal_channels():
-    codes, qparams = quantise_labels(torch.full((2, 4), 3.0))
-    assert (codes == 0).all() and qparams.tolist() == [[0.0, 3.0]] * 2
 
 
 @pytest.mark.pairwise

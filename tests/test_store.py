@@ -258,21 +258,6 @@ def test_churn_does_not_grow_the_pool():
     assert store.pool.capacity <= 2 * bucket(named)
 
 
-def test_host_budget_is_given_back():
-    budget = HostBudget(OffloadConfig(max_host_bytes=1 << 22))
-    store = make_store(CONFIG, budget, 2)
-    fill(store, 400)
-    assert budget.used == store.pool.kv.nbytes > 0
-    twin = store.copy(DeviceLength())
-    assert budget.used == store.pool.kv.nbytes
-    del store
-    gc.collect()
-    assert budget.used == twin.pool.kv.nbytes
-    del twin
-    gc.collect()
-    assert budget.used == 0
-
-
 def test_a_pool_that_may_not_grow_is_unchanged():
     token = HEADS * SIZE * (KEY + VALUE) * 4
     budget = HostBudget(OffloadConfig(max_host_bytes=40 * token))
