@@ -36,13 +36,19 @@ def answer(ours, cache, inputs: dict) -> torch.Tensor:
     return ours.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
 
 
-@pytest.mark.parametrize("name", CACHES)
-def test_a_cache_goes_on_as_after_its_own_prefill(name):
-    ours, inputs = model("llama"), prompt(1, 200)
+LONG = [(name, 600) for name in ("host-block", "progressive-host")]  # more than a prefix keeps first queries of
+
+
+@pytest.mark.parametrize(("name", "length"), [*((name, 200) for name in CACHES), *LONG])
+def test_a_cache_goes_on_as_after_its_own_prefill(name, length):
+    ours, inputs = model("llama"), prompt(1, length)
     direct = CACHES[name](**TIGHT)
     with torch.no_grad():
         ours(**inputs, past_key_values=direct)
     started = prefixed("llama", inputs).start(CACHES[name](**TIGHT))
+    with torch.no_grad():  # a step at once: what it attends to goes by the context's last query where choices lag
+        steps = [ours(torch.tensor([[5]]), past_key_values=copy.deepcopy(cache)).logits for cache in (started, direct)]
+    torch.testing.assert_close(*steps)
     assert torch.equal(answer(ours, started, inputs), answer(ours, direct, inputs))
     assert started.stats().attended_tokens == direct.stats().attended_tokens
 
