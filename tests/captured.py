@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from caches import CACHES, TIGHT
-from models import build, prompt
+from caches import CACHES, HOST_RANK, TIGHT
+from models import build, model, prompt
 
 from hf_sparsekv import optimize
 from hf_sparsekv.cuda_graph.optimize import StepRunner, runner_of
@@ -71,6 +71,33 @@ def same_counts(*caches) -> None:
     assert replace(stats[0], walks=bare[0]) == replace(stats[1], walks=bare[1])
 
 
+def imitated(name: str = "llama", **changes) -> tuple[torch.nn.Module, Imitation]:
+    """A new model whose decode steps are replayed, and what replays them."""
+    net = build(name, "sparsekv", **changes)
+    runner = Imitation(net)
+    runner.install()
+    return net, runner
+
+
+def check_imitated(caches, inputs: dict, tokens: int, name: str = "llama", **changes):
+    """Replays over the second cache give the text and the counters of eager steps over the first; as ``imitated``."""
+    net, runner = imitated(name, **changes)
+    go = {"do_sample": False, "max_new_tokens": tokens}
+    expected = model(name).generate(**inputs, past_key_values=caches[0], **go)
+    assert torch.equal(net.generate(**inputs, past_key_values=caches[1], **go), expected)
+    same_counts(*caches)
+    return net, runner
+
+
+def through_modes(cache: str, name: str, padded: bool) -> None:
+    """Through calibration, sealing, growth and changes of mode."""
+    inputs = prompt(2, 90, (0, 70)) if padded else {"input_ids": prompt(2, 90)["input_ids"][:, :20]}
+    caches = CACHES[cache](**TIGHT), CACHES[cache](**TIGHT)
+    _, runner = check_imitated(caches, inputs, 90, name)
+    assert runner.replays > (70 if cache in HOST_RANK else 80)  # a second device calibrates eagerly
+    assert runner.captures < 12
+
+
 def pair(name: str, dtype: torch.dtype = torch.float32):
     """The same model eager and optimised, on the GPU. Not fused: its rounding could turn a selection."""
     eager = build(name, "sparsekv").cuda().to(dtype)
@@ -82,9 +109,11 @@ def on_gpu(*args, **kwargs) -> dict[str, torch.Tensor]:
     return {name: value.cuda() for name, value in prompt(*args, **kwargs).items()}
 
 
-def check(name: str, cache: str, inputs: dict, settings: dict = TIGHT, captured: bool = True, **generate) -> None:
+def check(
+    name: str, cache: str, inputs: dict, settings: dict = TIGHT, captured: bool = True, dtype=torch.float32, **generate
+) -> None:
     """Same text and counters, and the steps were really replayed."""
-    eager, fast = pair(name)
+    eager, fast = pair(name, dtype)
     generate = {"do_sample": False, "max_new_tokens": 100, **generate}
     caches = CACHES[cache](**settings), CACHES[cache](**settings)
     torch.manual_seed(3)

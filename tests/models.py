@@ -11,7 +11,7 @@ VOCAB = 97
 PAD = 0
 
 # No end-of-sequence token: generation always runs to max_new_tokens.
-_COMMON = {
+COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -27,7 +27,7 @@ _COMMON = {
 }
 _HYBRID = ["sliding_attention", "full_attention", "sliding_attention"]
 
-# name -> (model class, configuration class, what differs from _COMMON)
+# name -> (model class, configuration class, what differs from COMMON)
 MODELS: dict[str, tuple[type, type, dict]] = {
     "llama": (tf.LlamaForCausalLM, tf.LlamaConfig, {}),
     "llama-mha": (tf.LlamaForCausalLM, tf.LlamaConfig, {"num_key_value_heads": 4}),
@@ -82,7 +82,7 @@ MODELS: dict[str, tuple[type, type, dict]] = {
 }
 
 # Multi-head latent attention: one latent and one rotary part are cached for all heads.
-_MLA = {
+MLA_SIZES = {
     "num_key_value_heads": 4,
     "head_dim": 8,  # several of these configurations call the rotary part so
     "kv_lora_rank": 16,
@@ -91,7 +91,7 @@ _MLA = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
 }
-_EXPERTS = {
+EXPERTS = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "n_shared_experts": 1,
@@ -101,23 +101,23 @@ _EXPERTS = {
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 MLA: dict[str, tuple[type, type, dict]] = {
-    "deepseek-v2": (tf.DeepseekV2ForCausalLM, tf.DeepseekV2Config, {**_EXPERTS, "first_k_dense_replace": 1}),
+    "deepseek-v2": (tf.DeepseekV2ForCausalLM, tf.DeepseekV2Config, {**EXPERTS, "first_k_dense_replace": 1}),
     "deepseek-v3": (
         tf.DeepseekV3ForCausalLM,
         tf.DeepseekV3Config,
         {
-            **_EXPERTS,
+            **EXPERTS,
             "first_k_dense_replace": 1,
             "rope_parameters": {**_YARN, "original_max_position_embeddings": 256},
         },
     ),
-    "glm4-moe-lite": (tf.Glm4MoeLiteForCausalLM, tf.Glm4MoeLiteConfig, _EXPERTS),
-    "axk1": (tf.AXK1ForCausalLM, tf.AXK1Config, {**_EXPERTS, "first_k_dense_replace": 1}),
+    "glm4-moe-lite": (tf.Glm4MoeLiteForCausalLM, tf.Glm4MoeLiteConfig, EXPERTS),
+    "axk1": (tf.AXK1ForCausalLM, tf.AXK1Config, {**EXPERTS, "first_k_dense_replace": 1}),
     "kimi-linear": (
         tf.KimiLinearForCausalLM,
         tf.KimiLinearConfig,
         {
-            **_EXPERTS,
+            **EXPERTS,
             "layer_types": ["linear_attention", "full_attention"],
             "mlp_layer_types": ["dense", "sparse"],
             "linear_head_dim": 16,
@@ -138,10 +138,10 @@ MLA: dict[str, tuple[type, type, dict]] = {
         },
     ),
     "minicpm3": (tf.MiniCPM3ForCausalLM, tf.MiniCPM3Config, {}),
-    "mistral4": (tf.Mistral4ForCausalLM, tf.Mistral4Config, {**_EXPERTS, "head_dim": 20}),
+    "mistral4": (tf.Mistral4ForCausalLM, tf.Mistral4Config, {**EXPERTS, "head_dim": 20}),
     "youtu": (tf.YoutuForCausalLM, tf.YoutuConfig, {}),
 }
-MODELS |= {name: (model, config, {**_MLA, **own}) for name, (model, config, own) in MLA.items()}
+MODELS |= {name: (model, config, {**MLA_SIZES, **own}) for name, (model, config, own) in MLA.items()}
 
 # For all others "sdpa": gpt-oss has none, and sdpa drops Gemma2's softcap.
 REFERENCE = {"gpt-oss": "eager", "gemma2": "eager"}
@@ -152,7 +152,7 @@ NOTHING_SPARSE = ("mistral-window",)
 def build(name: str, attn: str, seed: int = 0, **changes) -> torch.nn.Module:
     """A new model in eval mode; the same seed gives the same weights whatever ``attn`` is."""
     model_class, config_class, own = MODELS[name]
-    config = config_class(**{**_COMMON, **own, **changes}, attn_implementation=attn)
+    config = config_class(**{**COMMON, **own, **changes}, attn_implementation=attn)
     torch.manual_seed(seed)
     model = model_class(config).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -175,6 +175,20 @@ def model(name: str, attn: str = "sparsekv") -> torch.nn.Module:
 def reference(name: str) -> torch.nn.Module:
     """The same weights with an attention implementation of transformers' own."""
     return model(name, REFERENCE.get(name, "sdpa"))
+
+
+_texts: dict[tuple, torch.Tensor] = {}
+
+
+def plain_text(name: str, inputs: dict[str, torch.Tensor], **generate) -> torch.Tensor:
+    """What the reference generates with transformers' own cache: worked out once for each input and way to ask."""
+    given = [(key, tuple(value.shape), value.numpy().tobytes()) for key, value in inputs.items()]
+    key = (name, *given, repr(sorted(generate.items())))
+    if key not in _texts:
+        plain = reference(name)  # making a model draws numbers, too
+        torch.manual_seed(11)
+        _texts[key] = plain.generate(**inputs, **{"do_sample": False, **generate})
+    return _texts[key]
 
 
 def prompt(batch: int, length: int, pads: tuple[int, ...] | None = None, seed: int = 0) -> dict[str, torch.Tensor]:

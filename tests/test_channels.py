@@ -13,7 +13,6 @@ from saved_files import rewrite
 from transformers import AttentionInterface, DynamicCache
 
 from hf_sparsekv import SparseCache
-from hf_sparsekv.ops.seal import quantise_labels
 from hf_sparsekv.predictor.channels import ChannelStats, LabelChannels
 from hf_sparsekv.tuning.channels import calibrate
 
@@ -56,8 +55,7 @@ def importance(q, k, kind):
     return result
 
 
-@pytest.mark.parametrize("kind", ["max", "mean"])
-@pytest.mark.parametrize("name", ["llama", "llama-mqa", "qwen3"])
+@pytest.mark.parametrize(("name", "kind"), [("llama", "mean"), ("llama-mqa", "max"), ("qwen3", "max")])
 def test_ranking_follows_the_formula(name, kind):
     channels = calibrate(build(name, "sdpa"), [IDS], kind)
     assert channels.importance == kind and channels.tokens == 120
@@ -78,6 +76,7 @@ def test_several_texts(kind):
         assert torch.equal(channels.ranking[layer].long(), importance(q, k, kind).argsort(-1, descending=True))
 
 
+@pytest.mark.filterwarnings("ignore:no layer of this")
 def test_calibrate_leaves_the_model_as_it_was():
     net = build("llama", "sdpa")
     calibrate(net, [IDS])
@@ -85,10 +84,6 @@ def test_calibrate_leaves_the_model_as_it_was():
     with pytest.raises(ValueError, match="nothing to calibrate: no input was given"):
         calibrate(net, [])
     assert net.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.filterwarnings("ignore:no layer of this")
-def test_calibrate_without_full_attention():
     with pytest.raises(ValueError, match="the model has no full-attention layer"):
         calibrate(build("mistral-window", "sdpa"), [IDS])
 
@@ -122,17 +117,13 @@ def _put(*values):
     return put
 
 
-DEEP = "[" * 100_000 + "]" * 100_000
+DEEP, EACH = "[" * 100_000 + "]" * 100_000, "the ranking of layer 1 does not name each of 16 channels once"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_put(99999), "the ranking of layer 1 does not name each of 16 channels once"),
-        (_put(16), "the ranking of layer 1 does not name each of 16 channels once"),
-        (_put(-1), "the ranking of layer 1 does not name each of 16 channels once"),
-        (_put(-2), "the ranking of layer 1 does not name each of 16 channels once"),
-        (_put(5, 5), "the ranking of layer 1 does not name each of 16 channels once"),
+        *((_put(*values), EACH) for values in ((99999,), (16,), (-1,), (-2,), (5, 5))),
         (lambda ranking: ranking.float(), r"a channel ranking is int32 .*, got torch\.float32"),
         (lambda ranking: ranking.long(), r"a channel ranking is int32 .*, got torch\.int64"),
         (lambda ranking: ranking[0], r"a channel ranking is int32 \[layers, .*, got torch\.int32 \[2, 16\]"),
@@ -282,24 +273,7 @@ def test_statistics_may_come_in_pieces(kind):
         torch.testing.assert_close(ratio, ratio[:1, :1].expand_as(ratio), rtol=1e-4, atol=0)
 
 
-# ---------------------------------------------------------------------- labels
-
-
-def test_labels_are_within_half_a_step():
-    x = torch.randn(3, 50, 8) * torch.logspace(-2, 2, 50)[:, None]
-    codes, qparams = quantise_labels(x)
-    assert codes.shape == (3, 50, 4) and codes.dtype == torch.uint8 and qparams.dtype == torch.float16
-    digits = torch.cat((codes & 15, codes >> 4), -1).float()
-    scale, zero = qparams[..., :1].float(), qparams[..., 1:].float()
-    step = (x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True)) / 15
-    assert ((digits * scale + zero - x).abs() <= 0.52 * step + 1e-3 * x.abs().amax(-1, keepdim=True)).all()
-
-
-def test_labels_of_equal_channels():
-    codes, qparams = quantise_labels(torch.full((2, 4), 3.0))
-    assert (codes == 0).all() and qparams.tolist() == [[0.0, 3.0]] * 2
-
-
+@pytest.mark.pairwise
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
 @pytest.mark.parametrize("make", [two_level, predictive])

@@ -50,12 +50,6 @@ def test_a_table_that_cannot_be_written_leaves_nothing_behind(monkeypatch, empty
     assert not list(empty_table.parent.iterdir())
 
 
-@pytest.mark.parametrize("value", [-1, True, 1.5, "always"])
-def test_wrong_values(value):
-    with pytest.raises(ValueError, match="dense_below must be an integer >= 0, 'auto' or None, got "):
-        TwoLevelConfig(dense_below=value)
-
-
 def test_plan(capsys):
     shape = model_shape(model("llama").config, torch.float32)
     for batch, context, below in ((1, 148, True), (1, 149, False), (2, 148, False)):

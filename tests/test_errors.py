@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import warnings
 
 import pytest
@@ -83,48 +84,48 @@ def test_no_new_tokens(filled):
 # ---------------------------------------------------------------------- configuration
 
 
+POSITIVE = ("block_size", "max_length", "token_budget", "num_blocks", "label_channels", "calibration_tokens")
+AT_LEAST_0 = ("sinks", "window", "dense_layers", "max_draft")
+CHOICES = {
+    "level": "one of 'two_level', 'block', 'token'",
+    "channel_importance": "one of 'max', 'mean'",
+    "block_reduce": "one of 'mean', 'max'",
+    "token_reduce": "one of 'mean', 'max'",
+    "lag": "True, False or None",
+    "label_bits": "4 or 16",
+    "channel_file": "a path or None",
+    "dense_below": "an integer >= 0, 'auto' or None",
+}
+
+
+def test_config_values_of_each_field():
+    """Of a wrong type or out of range, bool for int included."""
+    wrong = [(name, value, "a positive integer") for name in POSITIVE for value in (0, -1, 16.0, True, "64")]
+    wrong += [(name, value, "an integer >= 0") for name in AT_LEAST_0 for value in (-1, 1.5, True)]
+    wrong += [(name, 3, choice) for name, choice in CHOICES.items() if name != "dense_below"]
+    wrong += [("lag", 1, "True, False"), ("label_bits", 4.0, "4 or 16"), ("level", "blocks", "one of")]
+    wrong += [("dense_below", value, CHOICES["dense_below"]) for value in (-1, True, 1.5, "always")]
+    for name, value, what in wrong:
+        with pytest.raises(ValueError, match=re.escape(f"{name} must be {what}")) as error:
+            TwoLevelConfig(**{name: value})
+        assert str(error.value).endswith(f"got {value!r}")
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"block_size": 0}, "block_size must be a positive integer, got 0"),
-        ({"block_size": -16}, "block_size must be a positive integer"),
-        ({"block_size": 16.0}, "block_size must be a positive integer, got 16.0"),
-        ({"block_size": True}, "block_size must be a positive integer, got True"),
         ({"block_size": 48}, "block_size must be a power of two, got 48"),
         ({"block_size": 8}, r"block_size must lie in \[16, 128\], got 8"),
         ({"block_size": 256}, r"block_size must lie in \[16, 128\], got 256"),
-        ({"sinks": -1}, "sinks must be an integer >= 0, got -1"),
         ({"window": 0}, "window must be at least 1"),
-        ({"window": -3}, "window must be an integer >= 0, got -3"),
-        ({"dense_layers": -1}, "dense_layers must be an integer >= 0"),
-        ({"max_draft": 1.5}, "max_draft must be an integer >= 0, got 1.5"),
-        ({"max_length": 0}, "max_length must be a positive integer, got 0"),
-        ({"token_budget": 0}, "token_budget must be a positive integer, got 0"),
-        ({"token_budget": -1}, "token_budget must be a positive integer"),
-        ({"token_budget": "64"}, "token_budget must be a positive integer, got '64'"),
-        ({"num_blocks": 0}, "num_blocks must be a positive integer, got 0"),
-        (
-            {"block_size": 16, "num_blocks": 4, "token_budget": 65},
-            "num_blocks=4 blocks of 16 tokens hold 64 tokens, fewer than token_budget=65: raise num_blocks to at leas",
-        ),
-        ({"level": "blocks"}, "level must be one of 'two_level', 'block', 'token', got 'blocks'"),
+        ({"block_size": 16, "num_blocks": 4, "token_budget": 65}, "4 blocks of 16 tokens hold 64 tokens, fewer than t"),
         ({"level": "block", "token_budget": 63}, "token_budget=63 is less than one block of 64 tokens"),
-        ({"label_channels": 0}, "label_channels must be a positive integer"),
         ({"bound_tokens": 12}, "bound_tokens must be a power of two"),
         ({"bound_tokens": 128}, "bound_tokens=128 exceeds block_size=64"),
         ({"label_channels": 7}, "label_channels must be even, got 7"),
-        ({"label_bits": 8}, "label_bits must be 4 or 16, got 8"),
-        ({"channel_importance": "sum"}, "channel_importance must be one of 'max', 'mean', got 'sum'"),
-        ({"calibration_tokens": 0}, "calibration_tokens must be a positive integer"),
-        ({"block_reduce": "median"}, "block_reduce must be one of 'mean', 'max', got 'median'"),
-        ({"token_reduce": "sum"}, "token_reduce must be one of 'mean', 'max', got 'sum'"),
-        ({"lag": 3}, "lag must be True, False or None, got 3"),
-        ({"lag": 1}, "lag must be True, False or None, got 1"),
-        ({"label_bits": 4.0}, "label_bits must be 4 or 16, got 4.0"),
-        ({"channel_file": 3}, "channel_file must be a path or None, got 3"),
     ],
 )
-def test_config_values(settings, message):
+def test_config_values_together(settings, message):
     with pytest.raises(ValueError, match=message):
         TwoLevelConfig(**settings)
 
@@ -138,22 +139,16 @@ def test_offload_config_values():
         OffloadConfig(keep_dense=1)
 
 
-def test_config_types():
-    with pytest.raises(TypeError, match="config must be a TwoLevelConfig, got OffloadConfig"):
-        OffloadedSparseCache(OffloadConfig())
-    with pytest.raises(TypeError, match="config must be a TwoLevelConfig, got SparseConfig"):
-        OffloadedSparseCache(SparseConfig())
+def test_config_types(filled, tmp_path):
+    for wrong in (OffloadConfig(), SparseConfig()):
+        with pytest.raises(TypeError, match=f"config must be a TwoLevelConfig, got {type(wrong).__name__}"):
+            OffloadedSparseCache(wrong)
     with pytest.raises(TypeError, match="offload must be an OffloadConfig or None, got bool"):
         OffloadedSparseCache(TwoLevelConfig(), offload=True)
-
-
-def test_a_model_is_no_configuration(filled, tmp_path):
-    message = r"must be the model's configuration \(model.config\), got LlamaForCausalLM"
-    with pytest.raises(TypeError, match=message):
-        OffloadedSparseCache(model_config=model("llama"))
     filled.save(tmp_path / "cache")
-    with pytest.raises(TypeError, match=message):
-        SparseCache.load(tmp_path / "cache", model_config=model("llama"))
+    for make in (OffloadedSparseCache, lambda **how: SparseCache.load(tmp_path / "cache", **how)):
+        with pytest.raises(TypeError, match=r"the model's configuration \(model.config\), got LlamaForCausalLM"):
+            make(model_config=model("llama"))
 
 
 def test_pickling_says_what_to_do_instead(filled):
@@ -170,12 +165,9 @@ def test_more_label_channels_than_the_head_has():
 # ---------------------------------------------------------------------- channel files
 
 
-def test_channel_file_missing(tmp_path):
+def test_files_that_are_no_channel_files(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere\.safetensors does not exist: make it with `hf-sparsekv calibrate`"):
         two_level(channel_file=tmp_path / "nowhere.safetensors")
-
-
-def test_channel_file_of_another_kind(tmp_path):
     text, tensors = tmp_path / "a.txt", tmp_path / "b.safetensors"
     text.write_text("something else")
     save_file({"ranking": torch.zeros(2)}, tensors)
@@ -184,30 +176,22 @@ def test_channel_file_of_another_kind(tmp_path):
             two_level(channel_file=path)
 
 
-def test_channel_file_of_another_model(tmp_path):
-    path = tmp_path / "channels.safetensors"
-    calibrate(build("llama", "sparsekv"), [IDS]).save(path)
-    message = "made for another model .*num_key_value_heads is 2 in the file, 1 in the model"
-    with pytest.raises(ValueError, match=message):
+def test_channel_files_that_do_not_fit(tmp_path):
+    """Of another model, without a layer's channels, of a shard."""
+    path, made = tmp_path / "channels.safetensors", calibrate(build("llama", "sparsekv"), [IDS])
+    made.save(path)
+    with pytest.raises(
+        ValueError, match=r"made for another model .*num_key_value_heads is 2 in the file, 1 in the mod"
+    ):
         feed("llama-mqa", two_level(channel_file=path), IDS)
     with pytest.raises(ValueError, match="model_type is llama in the file, qwen2 in the model"):
         two_level(channel_file=path, model_config=model("qwen2").config)
-
-
-def test_channel_file_without_the_layer(tmp_path):
-    path = tmp_path / "channels.safetensors"
-    made = calibrate(build("llama", "sparsekv"), [IDS])
+    LabelChannels(made.ranking[:, :1], made.model, "", "max", 1).save(path)
+    with pytest.raises(ValueError, match="with tensor parallelism leave channel_file out"):
+        feed("llama", two_level(channel_file=path), IDS)
     made.ranking[1] = -1
     made.save(path)
     with pytest.raises(ValueError, match="has no channels for layer 1"):
-        feed("llama", two_level(channel_file=path), IDS)
-
-
-def test_channel_file_of_a_shard(tmp_path):
-    path = tmp_path / "channels.safetensors"
-    made = calibrate(build("llama", "sparsekv"), [IDS])
-    LabelChannels(made.ranking[:, :1], made.model, "", "max", 1).save(path)
-    with pytest.raises(ValueError, match="with tensor parallelism leave channel_file out"):
         feed("llama", two_level(channel_file=path), IDS)
 
 
@@ -215,6 +199,7 @@ def test_channel_file_of_a_shard(tmp_path):
 
 
 def tiny_bart(attn):
+    torch.manual_seed(0)
     sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
     config = tf.BartConfig(vocab_size=VOCAB, **sizes, **heads, attn_implementation=attn)
@@ -226,15 +211,8 @@ def test_encoder_decoder():
         tiny_bart("sparsekv").generate(IDS[:, :10], past_key_values=two_level(), max_new_tokens=3)
     with pytest.raises(ValueError, match="sparse caches serve decoder-only models"):
         two_level(model_config=tf.BartConfig())
-
-
-def test_encoder_decoder_without_our_cache():
-    torch.manual_seed(0)
-    ours = tiny_bart("sparsekv")
-    torch.manual_seed(0)
-    theirs = tiny_bart("sdpa")
-    inputs = prompt(2, 12, (0, 5))
-    texts = [m.generate(**inputs, max_new_tokens=8, do_sample=False) for m in (ours, theirs)]
+    inputs = prompt(2, 12, (0, 5))  # without a cache of ours it runs
+    texts = [tiny_bart(attn).generate(**inputs, max_new_tokens=8, do_sample=False) for attn in ("sparsekv", "sdpa")]
     assert torch.equal(*texts)
 
 
@@ -297,34 +275,27 @@ def test_other_attention_is_right_and_warns_once(name, attn):
 # ---------------------------------------------------------------------- one cache, different tensors
 
 
-def test_batch_size_changes(filled):
+def test_tensors_of_another_kind_are_refused_and_change_nothing(filled):
+    """Before anything is stored: other rows, dtypes, devices, heads, layers, and a mask of other columns."""
+    token, low = IDS[:, :1], build("llama", "sparsekv").bfloat16()
+    deep, keys = build("llama", "sparsekv", num_hidden_layers=3), torch.empty(1, 2, 1, 16, device="meta")
     message = r"the batch size changed from 1 to 2 in mid-cache: use a new cache, or batch_repeat_interleave\(\)"
     with pytest.raises(ValueError, match=message):
-        feed("llama", filled, IDS[:, :1].repeat(2, 1))
-
-
-def test_dtype_changes(filled):
-    low = build("llama", "sparsekv").bfloat16()
+        feed("llama", filled, token.repeat(2, 1))
     with pytest.raises(ValueError, match=r"keys of dtype torch\.float32, got torch\.bfloat16: keep one dtype"):
-        low(IDS[:, :1], past_key_values=filled)
-
-
-def test_device_changes(filled):
-    keys = torch.empty(1, 2, 1, 16, device="meta")
+        low(token, past_key_values=filled)
     with pytest.raises(ValueError, match="keys of device cpu, got meta: keep one device"):
         filled.update(keys, keys, 0)
-
-
-def test_heads_change(filled):
     message = r"layer 0 caches 2 KV heads of 16 \+ 16 channels, got 4 of 16 \+ 16: .* filled by another model"
     with pytest.raises(ValueError, match=message):
-        feed("llama-mha", filled, IDS[:, :1])
-
-
-def test_more_layers(filled):
-    deep = build("llama", "sparsekv", num_hidden_layers=3)
+        feed("llama-mha", filled, token)
+    with pytest.raises(ValueError, match="attention_mask has 5 columns"):
+        feed("llama", filled, token, attention_mask=torch.ones(1, 5))
+    with torch.no_grad():
+        expected = reference("llama")(torch.cat((IDS, token), 1)).logits[:, -1:]
+    torch.testing.assert_close(feed("llama", filled, token), expected, atol=2e-4, rtol=1e-4)
     with pytest.raises(ValueError, match="made for a model of 2 layers, got layer 2: it belongs to another model"):
-        deep(IDS[:, :1], past_key_values=filled)
+        deep(token, past_key_values=filled)
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -335,18 +306,6 @@ def test_configuration_of_another_number_of_layers(layers):
     with pytest.raises(ValueError, match=message):
         feed("llama", cache, IDS)
     assert cache.memory_bytes() == {"device": 0, "host": 0}
-
-
-def test_refusals_leave_the_cache_usable(filled):
-    """What is refused before anything is stored changes nothing."""
-    with pytest.raises(ValueError, match="batch size"):
-        feed("llama", filled, IDS[:, :1].repeat(2, 1))
-    with pytest.raises(ValueError, match="attention_mask has 5 columns"):
-        feed("llama", filled, IDS[:, :1], attention_mask=torch.ones(1, 5))
-    found = feed("llama", filled, IDS[:, :1])
-    with torch.no_grad():
-        expected = reference("llama")(torch.cat((IDS, IDS[:, :1]), 1)).logits[:, -1:]
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
 
 
 def test_models_without_attention_interface(tmp_path, monkeypatch):

@@ -58,6 +58,7 @@ def test_causal(q, n, heads):
 
 
 @pytest.mark.gpu
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "dim"), [((32, 8), 128), ((8, 8), 64), ((7, 1), 128)])
 @pytest.mark.parametrize(("q", "n"), [(512, 1024), (700, 3001), (2048, 10000)])

@@ -22,33 +22,21 @@ def test_output_attentions():
         )
 
 
-def test_mask_too_short():
-    cache = two_level(**FULL)
-    feed("llama", cache, IDS)
-    for n in (1, 3):
-        message = f"attention_mask has {n} columns, but 90 cached and {n} new tokens make {90 + n}"
-        with pytest.raises(ValueError, match=message):
-            feed("llama", cache, IDS[:, :n], attention_mask=torch.ones(1, n))
-
-
-def test_mask_of_cached_columns_changes():
-    cache = two_level(**FULL)
-    inputs = prompt(2, 90, (0, 9))
-    feed("llama", cache, **inputs_of(inputs))
-    changed = torch.cat((inputs["attention_mask"], torch.ones(2, 3, dtype=torch.long)), dim=1)
-    right = changed.clone()
+def test_mask_of_other_columns():
+    """Too short, or not the one that these tokens were cached with; the refusals change nothing."""
+    cache, inputs = two_level(**FULL), prompt(2, 90, (0, 9))
+    feed("llama", cache, inputs["input_ids"], attention_mask=inputs["attention_mask"])
+    right = torch.cat((inputs["attention_mask"], torch.ones(2, 3, dtype=torch.long)), dim=1)
+    more, changed = IDS[:, :3].repeat(2, 1), right.clone()
     changed[0, 4] = 0
-    with pytest.raises(ValueError, match="attention_mask differs from the one these tokens were cached with"):
-        feed("llama", cache, IDS[:, :3].repeat(2, 1), attention_mask=changed)
+    for n in (1, 3):
+        with pytest.raises(ValueError, match=f"mask has {n} columns, but 90 cached and {n} new tokens make {90 + n}"):
+            feed("llama", cache, more[:, :n], attention_mask=torch.ones(2, n))
+        with pytest.raises(ValueError, match="attention_mask differs from the one these tokens were cached with"):
+            feed("llama", cache, more[:, :n], attention_mask=changed[:, : 90 + n])
     with pytest.raises(ValueError, match="attention_mask differs"):
-        feed("llama", cache, IDS[:, :1].repeat(2, 1), attention_mask=changed[:, :91])  # a decode step
-    with pytest.raises(ValueError, match="attention_mask differs"):
-        feed("llama", cache, IDS[:, :3].repeat(2, 1))  # no mask: nothing would be padding
-    feed("llama", cache, IDS[:, :3].repeat(2, 1), attention_mask=right)  # the refusals changed nothing
-
-
-def inputs_of(inputs):
-    return {"ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
+        feed("llama", cache, more)  # no mask: nothing would be padding
+    feed("llama", cache, more, attention_mask=right)
 
 
 @pytest.mark.parametrize("n", [1, 5])
@@ -104,6 +92,7 @@ def interrupted(net, layer, cache, ids):
 
 
 @pytest.mark.quick
+@pytest.mark.pairwise
 @pytest.mark.parametrize("past", [0, 60])
 @pytest.mark.parametrize(("name", "layer"), [("llama", 1), ("gemma3", 1), ("gemma3", 2)])
 @pytest.mark.parametrize("n", [1, 30])
@@ -171,22 +160,18 @@ BLOCK = 16 * 2 * 32 * 4  # bytes: 16 tokens, two KV heads, key and value of 16 n
 POOL = 16 * BLOCK  # the smallest
 
 
-def test_prefill_beyond_the_limit():
-    cache = limited(3 * POOL)
-    with pytest.raises(MemoryError, match=MESSAGE):
-        feed("llama", cache, prompt(1, 900)["input_ids"])
-    with pytest.raises(RuntimeError, match=r"incomplete after an error \(MemoryError in layer 0\)"):
-        works(cache)
-    cache.reset()
-    assert works(cache)
+PREFILLS = [(3 * POOL, 900, r"after an error \(MemoryError in layer 0\)"), (POOL * 3 // 2, 90, r"hold \[0, 90\] tok")]
 
 
-def test_the_second_layer_does_not_fit():
-    cache = limited(POOL + POOL // 2)
+@pytest.mark.parametrize(("size", "length", "message"), PREFILLS, ids=["first layer", "second layer"])
+def test_prefill_beyond_the_limit(size, length, message):
+    cache = limited(size)
     with pytest.raises(MemoryError, match=MESSAGE):
-        feed("llama", cache, IDS)
-    with pytest.raises(RuntimeError, match="this cache is incomplete"):
+        feed("llama", cache, prompt(1, length)["input_ids"])
+    with pytest.raises(RuntimeError, match=message):
         feed("llama", cache, IDS[:, :1])
+    cache.reset()
+    assert size < 3 * POOL or works(cache)
 
 
 def test_decode_beyond_the_limit():

@@ -153,27 +153,6 @@ def test_a_stopping_criterion_that_raises(net, after):
     assert torch.equal(net.generate(so_far, attention_mask=mask, **rest, past_key_values=cache), want)
 
 
-def test_ctrl_c_behind_a_replay(monkeypatch):
-    """Where an interrupt is raised that came during the replay: the device has stored a token, the host has not."""
-    fast = optimize(build("llama", "sparsekv").cuda(), fused=False)
-    given, cache, left = inputs(), two_level(**FULL), [5]
-    replay = torch.cuda.CUDAGraph.replay
-
-    def stop(graph):
-        replay(graph)
-        left[0] -= 1
-        if not left[0]:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", stop)
-    with pytest.raises(KeyboardInterrupt):
-        fast.generate(**given, **HOW, past_key_values=cache)
-    with pytest.raises(RuntimeError, match=r"incomplete after an error \(KeyboardInterrupt after a captured step\)"):
-        fast.generate(**given, **HOW, past_key_values=cache)
-    cache.reset()
-    assert torch.equal(fast.generate(**given, **HOW, past_key_values=cache), dense(given))
-
-
 def test_two_caches_in_turns(net):
     """Steps of two caches alternate, with one device pool each."""
     prompts = inputs(300), inputs(260, seed=5)

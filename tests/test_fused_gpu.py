@@ -11,6 +11,7 @@ from hf_sparsekv.fusion.fuse import fuse
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "f16", "f32"])
 @pytest.mark.parametrize("small_batch", [False, True], ids=["", "small_batch"])
 @pytest.mark.parametrize("variant", VARIANTS)

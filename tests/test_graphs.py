@@ -8,7 +8,7 @@ import inspect
 import pytest
 import torch
 from caches import CACHES, FULL, TIGHT, two_level
-from captured import Imitation, same_counts
+from captured import Imitation, imitated, same_counts, through_modes
 from models import build, model, prompt, reference
 
 from hf_sparsekv import optimize, unoptimize
@@ -37,36 +37,35 @@ def test_unoptimize_restores_everything():
     unoptimize(ours)
 
 
-def test_fused_needs_a_known_architecture():
+def test_what_cannot_be_optimised():
     with pytest.raises(ValueError, match="fused=True is not possible"):
         optimize(build("gpt-oss", "sparsekv"), fused=True)
-
-
-def test_optimize_needs_our_attention():
     with pytest.raises(ValueError, match="set_attn_implementation"):
         optimize(build("llama", "sdpa"))
+
+
+def fail_once(policy, error: Exception) -> None:
+    """The policy's next attention raises."""
+    original = policy.attend
+
+    def fail(*args):
+        policy.attend = original
+        raise error
+
+    policy.attend = fail
 
 
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
 def test_a_capture_that_fails_half_way_leaves_the_cache_usable(layer, error):
     """Inside a layer's attention: eagerly from then on, or captured the next time if memory was short."""
-    ours = build("llama", "sparsekv")
-    runner = Imitation(ours)
-    runner.install()
+    ours, runner = imitated()
     inputs, caches = prompt(2, 90), (two_level(**TIGHT), two_level(**TIGHT))
     tokens = prompt(2, 12, seed=4)["input_ids"].split(1, dim=1)
     with torch.no_grad():
         for net, cache in ((model("llama"), caches[0]), (ours, caches[1])):
             net(**inputs, past_key_values=cache)
-        policy = caches[1].sparse_layers[layer].policy
-        original = policy.attend
-
-        def fail(*args):
-            policy.attend = original
-            raise error("not now")
-
-        policy.attend = fail
+        fail_once(caches[1].sparse_layers[layer].policy, error("not now"))
         if error is torch.OutOfMemoryError:
             with pytest.raises(error):
                 ours(tokens[0], past_key_values=caches[1])
@@ -83,23 +82,15 @@ def test_a_capture_that_fails_half_way_leaves_the_cache_usable(layer, error):
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_known_kind_that_must_be_compiled_after_all(layer):
     """The capture without a warm-up fails half-way, and is done again with one."""
-    ours = build("llama", "sparsekv")
-    runner = Imitation(ours)
-    runner.install()
+    ours, runner = imitated()
     inputs, tokens = prompt(2, 90), prompt(2, 12, seed=4)["input_ids"].split(1, dim=1)
     results = []
     with torch.no_grad():
         for fails in (False, True):
             cache = two_level(**TIGHT)
             ours(**inputs, past_key_values=cache)
-            policy, original = cache.sparse_layers[layer].policy, cache.sparse_layers[layer].policy.attend
             if fails:
-
-                def fail(*args, policy=policy, original=original):
-                    policy.attend = original
-                    raise RuntimeError("cannot compile here")
-
-                policy.attend = fail
+                fail_once(cache.sparse_layers[layer].policy, RuntimeError("cannot compile here"))
             results.append(torch.cat([ours(token, past_key_values=cache).logits.clone() for token in tokens]))
     assert torch.equal(*results)
     assert runner.replays == 2 * len(tokens)
@@ -107,8 +98,7 @@ def test_a_known_kind_that_must_be_compiled_after_all(layer):
 
 def test_an_error_after_a_captured_step_breaks_the_cache(monkeypatch):
     """The device is a step ahead of the host: going on would lose tokens without a word."""
-    ours = build("llama", "sparsekv")
-    Imitation(ours).install()
+    ours, _ = imitated()
     cache, token = two_level(**TIGHT), prompt(1, 1)["input_ids"]
     with torch.no_grad():
         ours(**prompt(1, 90), past_key_values=cache)
@@ -128,8 +118,7 @@ def test_an_error_after_a_captured_step_breaks_the_cache(monkeypatch):
 
 def test_padding_in_the_middle_of_an_answer_is_noticed():
     """A captured step of an unpadded batch does not wait to look at the mask; the next one refuses."""
-    ours = build("llama", "sparsekv")
-    Imitation(ours).install()
+    ours, _ = imitated()
     inputs, cache = prompt(2, 60), two_level(**TIGHT)
     mask, token = inputs["attention_mask"], inputs["input_ids"][:, :1]
 
@@ -177,34 +166,18 @@ def test_a_forward_that_cannot_be_captured_runs_eagerly():
     assert runner.replays == 0
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("pads", [None, (0, 70)], ids=["plain", "padded"])
-def test_replays_imitated(name, cache, pads):
-    """Through calibration, sealing, growth and changes of mode; same text and counters as eager steps."""
-    inputs = prompt(2, 90, pads)
-    if pads is None:
-        inputs = {"input_ids": inputs["input_ids"][:, :20]}
-    fast = build(name, "sparsekv")
-    runner = Imitation(fast)
-    runner.install()
-    caches = CACHES[cache](**TIGHT), CACHES[cache](**TIGHT)
-    go = {"do_sample": False, "max_new_tokens": 120}
-    expected = model(name).generate(**inputs, past_key_values=caches[0], **go)
-    found = fast.generate(**inputs, past_key_values=caches[1], **go)
-    assert torch.equal(found, expected)
-    same_counts(*caches)
-    least = 100 if cache == "predictive-second" else 110  # a second device calibrates eagerly
-    assert runner.replays > least
-    assert runner.captures < 12
+@pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
+def test_replays_imitated(name, cache, padded):
+    through_modes(cache, name, padded)
 
 
 @pytest.mark.parametrize("how", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}])
 def test_decoding_imitated(how):
     inputs = prompt(2, 120, (0, 30))
-    fast = build("llama", "sparsekv")
-    runner = Imitation(fast)
-    runner.install()
+    fast, runner = imitated()
     results = []
     for one in (model("llama"), fast):
         torch.manual_seed(5)

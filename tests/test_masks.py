@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from caches import FULL, TIGHT, two_level
+from caches import FULL, two_level
 from models import build, model, prompt, reference
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 from transformers.masking_utils import (
     causal_mask_function,
     create_bidirectional_mask,
@@ -141,13 +141,6 @@ def test_stock_caches(name, kind):
     assert torch.equal(*texts)
 
 
-def test_static_cache_object():
-    ids = prompt(2, 60)["input_ids"]
-    caches = [StaticCache(config=net.config, max_cache_len=64) for net in (model("llama"), reference("llama"))]
-    for chunk in (ids[:, :30], ids[:, 30:45], *ids[:, 45:].split(1, dim=1)):
-        both("llama", chunk, *caches)
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gemma2", "gpt-oss"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_training(name, side):
@@ -172,6 +165,7 @@ def test_training(name, side):
 # ---------------------------------------------------------------------- 4-D masks over a cache of ours
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("form", ["bool", "additive"])
 @pytest.mark.parametrize("batch_of_mask", [1, 2])
 @pytest.mark.parametrize("padded", [False, True])
@@ -219,16 +213,3 @@ def test_right_padding_then_decode():
         mask = torch.cat((mask, torch.ones_like(token)), 1)
         both("llama", token, ours, theirs, attention_mask=mask, position_ids=positions)
         positions = positions + 1
-
-
-def test_mask_dtypes_do_not_matter():
-    logits = []
-    for dtype in (torch.long, torch.bool, torch.float32):
-        inputs, cache = prompt(2, 130, (0, 40)), two_level(**TIGHT)
-        mask = inputs["attention_mask"].to(dtype)
-        with torch.no_grad():
-            model("llama")(inputs["input_ids"], attention_mask=mask, past_key_values=cache)
-            mask = torch.cat((mask, torch.ones(2, 1, dtype=dtype)), 1)
-            step = torch.tensor([[5], [6]])
-            logits.append(model("llama")(step, attention_mask=mask, past_key_values=cache).logits)
-    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])

@@ -8,9 +8,9 @@ import warnings
 import pytest
 import torch
 import transformers as tf
-from caches import CACHES, FULL, SMALL, TIGHT, progressive, two_level
-from captured import Imitation, same_counts
-from models import MLA, build, model, prompt, reference
+from caches import FULL, SMALL, TIGHT, progressive, two_level
+from captured import Imitation, check_imitated, through_modes
+from models import COMMON, EXPERTS, MLA, MLA_SIZES, build, model, prompt, reference
 from torch import nn
 from transformers import DynamicCache
 
@@ -19,6 +19,7 @@ from hf_sparsekv.attention import mla
 from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.mla import Absorbed, is_mla
 from hf_sparsekv.policies import crossover
+from hf_sparsekv.policies.label_index import default_channels
 from hf_sparsekv.tuning.channels import calibrate
 from hf_sparsekv.types import AttentionSpec
 
@@ -165,11 +166,9 @@ def test_latents_are_stored_once(offload):
     assert stats.cached_tokens == 300
 
 
-@pytest.mark.parametrize(("dim", "channels"), [(576, 128), (128, 32), (64, 16), (256, 64), (24, 6), (6, 2)])
-def test_default_label_channels(dim, channels):
-    from hf_sparsekv.policies.label_index import default_channels
-
-    assert default_channels(dim) == channels
+def test_default_label_channels():
+    dims = {576: 128, 128: 32, 64: 16, 256: 64, 24: 6, 6: 2}
+    assert {dim: default_channels(dim) for dim in dims} == dims
 
 
 @pytest.mark.parametrize("reduce", ["max", "mean"])
@@ -280,8 +279,7 @@ def quantised(name: str, attn: str, shift: float = 0.0) -> nn.Module:
     return net
 
 
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe-lite"])
+@pytest.mark.parametrize(("name", "captured"), [("deepseek-v3", False), ("glm4-moe-lite", True)])
 def test_quantised_projection(name, captured):
     ours, plain = quantised(name, "sparsekv"), quantised(name, "sdpa")
     before = attributes(ours)
@@ -320,78 +318,37 @@ def test_projections_that_cannot_be_absorbed():
 # ---------------------------------------------------------------------- captured steps, models that are refused
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("make", [two_level, progressive])
 @pytest.mark.parametrize("name", PLAIN)
 def test_replays_of_each_model(name, make, offload):
     """Experts that loop on the host are gathered by index instead, and the model is left as it was."""
-    fast = build(name, "sparsekv", **({"experts_implementation": "eager"} if name != "longcat-flash" else {}))
-    held = fast.get_experts_implementation()
-    runner = Imitation(fast)
-    runner.install()
+    changes = {"experts_implementation": "eager"} if name != "longcat-flash" else {}
+    held = build(name, "sparsekv", **changes).get_experts_implementation()
     caches = make(offload, **TIGHT), make(offload, **TIGHT)
-    inputs = prompt(2, 90, (0, 30))
-    expected = model(name).generate(**inputs, **GO, past_key_values=caches[0])
-    found = fast.generate(**inputs, **GO, past_key_values=caches[1])
-    assert torch.equal(found, expected)
-    same_counts(*caches)
+    fast, runner = check_imitated(caches, prompt(2, 90, (0, 30)), GO["max_new_tokens"], name, **changes)
     assert runner.replays == GO["max_new_tokens"] - 1
     assert fast.get_experts_implementation() == held
 
 
-@pytest.mark.parametrize("cache", ["device-lag", "host-token", "host-block", "host-smallpool", "progressive-bound"])
-@pytest.mark.parametrize("pads", [None, (0, 70)], ids=["plain", "padded"])
-def test_replays_through_modes(cache, pads):
-    """Through calibration, sealing and growth, as in test_graphs."""
-    inputs = prompt(2, 90, pads)
-    if pads is None:
-        inputs = {"input_ids": inputs["input_ids"][:, :20]}
-    fast = build("glm4-moe-lite", "sparsekv")
-    runner = Imitation(fast)
-    runner.install()
-    caches = CACHES[cache](**TIGHT), CACHES[cache](**TIGHT)
-    go = {"do_sample": False, "max_new_tokens": 120}
-    expected = model("glm4-moe-lite").generate(**inputs, **go, past_key_values=caches[0])
-    assert torch.equal(fast.generate(**inputs, **go, past_key_values=caches[1]), expected)
-    same_counts(*caches)
-    assert runner.replays > 110
-    assert runner.captures < 12
+SOME = {"device-lag": True, "host-token": False, "host-block": True, "host-smallpool": False, "progressive-bound": True}
 
 
-DSA = {
-    "deepseek_v32": (tf.DeepseekV32ForCausalLM, tf.DeepseekV32Config),
-    "glm_moe_dsa": (tf.GlmMoeDsaForCausalLM, tf.GlmMoeDsaConfig),
-}
+@pytest.mark.parametrize(("cache", "padded"), [*SOME.items(), ("progressive-bound", False)])
+def test_replays_through_modes(cache, padded):
+    through_modes(cache, "glm4-moe-lite", padded)
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["config", "learned"])
-@pytest.mark.parametrize("name", DSA)
-def test_models_with_an_indexer_are_refused(name, given):
-    model_class, config_class = DSA[name]
-    config = config_class(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        kv_lora_rank=16,
-        q_lora_rank=24,
-        qk_nope_head_dim=12,
-        qk_rope_head_dim=8,
-        v_head_dim=10,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        index_topk=16,
-        index_n_heads=2,
-        index_head_dim=16,
-        attn_implementation="sparsekv",
-    )
+DSA = [(tf.DeepseekV32ForCausalLM, tf.DeepseekV32Config), (tf.GlmMoeDsaForCausalLM, tf.GlmMoeDsaConfig)]
+
+
+@pytest.mark.parametrize(("model_class", "config_class"), DSA, ids=["v32", "glm"])
+def test_models_with_an_indexer_are_refused(model_class, config_class):
+    """By the configuration, or as soon as the model runs."""
+    indexer = {"index_topk": 16, "index_n_heads": 2, "index_head_dim": 16}
+    config = config_class(**{**COMMON, **MLA_SIZES, **EXPERTS, **indexer}, attn_implementation="sparsekv")
     with pytest.raises(ValueError, match="selects tokens by itself"):
-        if given:
-            two_level(model_config=config)
-        else:
-            model_class(config).eval()(**prompt(1, 20), past_key_values=two_level())
+        two_level(model_config=config)
+    with pytest.raises(ValueError, match="selects tokens by itself"):
+        model_class(config).eval()(**prompt(1, 20), past_key_values=two_level())

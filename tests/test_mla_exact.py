@@ -14,6 +14,7 @@ from hf_sparsekv.attention.mla import Absorbed
 from hf_sparsekv.types import AttentionSpec
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("piece", [1 << 29, 30_000, 9_000, 1])
 @pytest.mark.parametrize("q", [1, 2, 4, 30, 77])
 @pytest.mark.parametrize("what", ["plain", "padded", "4d", "additive", "softcap", "sinks", "window"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import pytest
 import torch
 import transformers as tf
@@ -49,8 +51,7 @@ def test_decoding(how):
     check("deepseek-v3", "host", on_gpu(2, 150, (0, 30)), **how)
 
 
-@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(("name", "offload"), [(name, i % 2 == 0) for i, name in enumerate(PLAIN)])
 def test_budget_for_everything_equals_dense(name, offload):
     """Also a second turn and a chunked prompt."""
     fast, stock = optimize(build(name, "sparsekv").cuda(), fused=False), build(name, "sdpa").cuda()
@@ -114,14 +115,24 @@ def teacher_forced(net, cache, ids: torch.Tensor, prompts: tuple[int, ...]) -> t
     return torch.cat(rows, 1)
 
 
-@pytest.mark.parametrize("how", ["two_level", "two_level:fused", "progressive", "host"])
-@pytest.mark.parametrize("heads", [20, 128])
+PROMPTS = (1000, 250, 20)
+
+
+@lru_cache
+def references(heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, and logits of transformers' own attention in float32 and in bf16."""
+    ids = torch.randint(0, 1000, (2, 1400), device="cuda", generator=torch.Generator("cuda").manual_seed(2))
+    exact = teacher_forced(made(heads, "sdpa", torch.float32), DynamicCache(), ids, PROMPTS)
+    return ids, exact, teacher_forced(made(heads, "sdpa", torch.bfloat16), DynamicCache(), ids, PROMPTS)
+
+
+SIZES = [(20, "two_level"), (20, "two_level:fused"), (20, "progressive"), (128, "two_level:fused"), (128, "host")]
+
+
+@pytest.mark.parametrize(("heads", "how"), SIZES)
 def test_real_sizes(heads, how):
     """bf16, with a budget for everything; a later chunk that expands, one that attends to latents, captured steps."""
-    ids = torch.randint(0, 1000, (2, 1400), device="cuda", generator=torch.Generator("cuda").manual_seed(2))
-    prompts = (1000, 250, 20)
-    exact = teacher_forced(made(heads, "sdpa", torch.float32), DynamicCache(), ids, prompts)
-    stock = teacher_forced(made(heads, "sdpa", torch.bfloat16), DynamicCache(), ids, prompts)
+    ids, exact, stock = references(heads)
     net = optimize(made(heads, "sparsekv", torch.bfloat16), fused=how.endswith("fused"))
     if how == "progressive":
         cache = ProgressiveCache(ProgressiveConfig(threshold=1.0, dense_layers=1, dense_below=None))
@@ -130,7 +141,7 @@ def test_real_sizes(heads, how):
         config = TwoLevelConfig(token_budget=1216, num_blocks=19, dense_layers=1, dense_below=None)
         cache = OffloadedSparseCache(config, OffloadConfig() if how == "host" else None)
     with torch.no_grad():
-        found = teacher_forced(net, cache, ids, prompts)
+        found = teacher_forced(net, cache, ids, PROMPTS)
     assert runner_of(net).replays > 100
     size = exact.square().mean().sqrt()
     mine, theirs = ((x - exact).square().mean().sqrt() / size for x in (found, stock))
@@ -163,6 +174,7 @@ def test_predicted_queries_of_real_sizes(heads, how):
     assert difference < 0.1  # what is rounded otherwise tips single tokens over
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
 @pytest.mark.parametrize("q", [1, 16, 64, 400])
 @pytest.mark.parametrize("padded", [False, True])

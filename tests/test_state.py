@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import pytest
 import torch
-from captured import Imitation
-from models import build, model, prompt
+from captured import imitated
+from models import model, prompt
 
 from hf_sparsekv import SparseCache
 from hf_sparsekv.config import SparseConfig
@@ -165,9 +165,7 @@ class FirstCache(SparseCache):
 
 def test_a_policy_of_one_method():
     """It is captured, watched and counted, and its rows follow beams."""
-    found, fast = [], build("llama", "sparsekv")
-    runner = Imitation(fast)
-    runner.install()
+    found, (fast, runner) = [], imitated()
     for net in (model("llama"), fast):
         cache = FirstCache()
         cache.watch_blocks()

@@ -53,6 +53,7 @@ def expected(mask, prompt_length):
     return count
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("pads", [None, (0, 37)], ids=["unpadded", "padded"])
 @pytest.mark.parametrize("level", ["two_level", "token"])

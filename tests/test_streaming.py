@@ -34,13 +34,14 @@ def race(offload: bool = False, captured: bool = False, **changes) -> Race:
     return Race(cache, StreamingOracle(cache.config), captured=captured)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("changes", [{}, {"sinks": 0, "window": 1}, {"dense_layers": 1, "block_size": 32}], ids=str)
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
 def test_steps(offload, captured, changes):
     one = race(offload, captured, **changes)
     one.feed(*prompt(2, 90, (0, 25)).values())
-    assert one.run(30) < TOLERANCE
+    assert one.run(24) < TOLERANCE
     assert one.ours.stats().attended_tokens == one.oracle.attended
     if captured:
         assert one.runner.replays > 20

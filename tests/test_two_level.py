@@ -8,7 +8,7 @@ from caches import TIGHT, two_level
 from models import build, model, prompt
 from oracle import TOLERANCE, Oracle, Race
 
-STEPS = 40
+STEPS = 24  # blocks of 16 become full at 132 and 148
 
 
 class TwoLevelRace(Race):
@@ -47,8 +47,10 @@ CASES = {
 ODD_BUDGET = {"token_budget": 24, "num_blocks": 3}
 
 
-@pytest.mark.parametrize("pads", [None, (5, 61)], ids=["unpadded", "padded"])
-@pytest.mark.parametrize("case", CASES)
+ROWS = [*((case, (0, 61)) for case in CASES), *((case, None) for case in ("two_level", "block-lag", "token-mean"))]
+
+
+@pytest.mark.parametrize(("case", "pads"), ROWS)
 def test_logits_follow_the_oracle(case, pads):
     offload, config = CASES[case]
     race = TwoLevelRace("llama", offload, **{**TIGHT, **config})
@@ -93,7 +95,7 @@ def test_short_prompt_long_answer(level):
     """Dense until there is enough to calibrate on, sparse soon after, and right at every step between."""
     race = TwoLevelRace("llama", True, level=level, token_budget=16, num_blocks=2)
     race.feed(prompt(2, 7, (0, 3))["input_ids"], prompt(2, 7, (0, 3))["attention_mask"])
-    assert race.run(110) < TOLERANCE
+    assert race.run(85) < TOLERANCE
     stats = race.ours.stats()
     assert stats.dense_calls > 0 and stats.sparse_calls > 0
 
@@ -132,10 +134,10 @@ def test_crop(level, lag):
     race = TwoLevelRace("llama", lag, level=level, lag=lag, **TIGHT)
     start = prompt(2, 150, (0, 30))
     race.feed(start["input_ids"], start["attention_mask"])
-    for seed, remove in enumerate((3, 4, 20, 60, 2)):
-        assert race.run(12, seed=seed) < TOLERANCE
+    for seed, (steps, remove) in enumerate(((3, 4), (12, 20), (9, 90), (1, 2))):
+        assert race.run(steps, seed=seed) < TOLERANCE
         race.crop(remove)
-    assert race.run(40) < TOLERANCE
+    assert race.run(20) < TOLERANCE
 
 
 def test_bf16_selection_is_close():

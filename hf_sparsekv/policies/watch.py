@@ -65,7 +65,9 @@ class BlockWatch(State):
             return torch.ones(store.sealed)
         if not self.told or self.marks is None or self.marks.shape[0] != store.batch:
             return torch.full((store.sealed,), float("nan"))
-        return self.marks[..., : min(store.sealed, self.marks.shape[-1] - 1)].float().mean((0, 1)).cpu()
+        seen = self.marks[..., : min(store.sealed, self.marks.shape[-1] - 1)].float().mean((0, 1)).cpu()
+        # The step that fills a block attends before the block is one: when that makes the table grow, no mark is there.
+        return torch.nn.functional.pad(seen, (0, store.sealed - len(seen)))
 
     def copy(self) -> BlockWatch:
         """The copy of a cache has attended to nothing."""
