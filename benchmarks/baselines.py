@@ -215,8 +215,8 @@ def next_device(device: torch.device) -> torch.device:
 
 def second_gpu(cache) -> torch.device | None:
     """The GPU that chooses for a cache, if it is another one than the model's."""
-    rank = getattr(getattr(cache, "shared", None), "rank", None)
-    return None if rank is None or rank.device.type != "cuda" else rank.device
+    peer = getattr(getattr(cache, "shared", None), "peer", None)
+    return None if peer is None or peer.device.type != "cuda" else peer.device
 
 
 def chose_dense(cache) -> bool:

@@ -27,6 +27,6 @@ class FreePolicy(PredictivePolicy):
     note = None
 
     def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan, again: bool = False) -> None:
-        if not self.given and not store.fixed:
+        if not self.given and not store.capturing:
             super().look_ahead(q, store, plan, again)
             self.given = self.chosen

@@ -112,10 +112,10 @@ def draw_curve(rows, what: str, out: Path) -> None:
         lines.append(axes.axhline(resident.value.iloc[-1], color="0.5", linestyle=":", label=label))
     axes.set(xlabel=name, ylabel="ms per token", ylim=(0, 1.15 * max(table.tpot_ms)))
     if "hit_rate" in table:
-        beside = axes.twinx()
+        right = axes.twinx()
         rate = 100 * table.hit_rate
-        lines += beside.plot(table[metric], rate, color="tab:green", marker=".", label="found on the device, %")
-        beside.set(ylim=(0, 102), ylabel="%")
+        lines += right.plot(table[metric], rate, color="tab:green", marker=".", label="found on the device, %")
+        right.set(ylim=(0, 102), ylabel="%")
     for variant, row in table.iterrows():
         point = variant.partition(f":{what}=")[2]
         axes.annotate(point, (row[metric], row.tpot_ms), (0, 5), textcoords="offset points", fontsize=7, ha="center")

@@ -23,7 +23,7 @@ from hf_sparsekv.ops.topk_select import token_select
 from hf_sparsekv.policies.packed import Packed
 from hf_sparsekv.policies.predictive import PredictivePolicy
 from hf_sparsekv.second_device.policy import SecondDevicePolicy
-from hf_sparsekv.types import AttentionSpec
+from hf_sparsekv.types import AttentionParams
 
 # Of the tokens chosen for consecutive steps, on the recorded small model: two thirds are the same (docs/accuracy.md).
 COPIED = 1 / 3
@@ -55,7 +55,7 @@ def seats(layers: list[SparseLayer]) -> tuple[list[LayerStore], list[PredictiveP
     """Stores and policies of the layers, where tokens are chosen."""
     stores, policies = [layer.store for layer in layers], [layer.policy for layer in layers]
     if isinstance(policies[0], SecondDevicePolicy):
-        return [store.twin for store in stores], [policy.twin for policy in policies]
+        return [store.replica for store in stores], [policy.replica for policy in policies]
     return stores, policies
 
 
@@ -69,8 +69,8 @@ def parts(layers: list[SparseLayer], queries: list[Tensor], scale: float) -> dic
     """Each part alone, of layer ``i``; ``queries``: ``[batch, Hq, Dk]`` of each layer."""
     stores, policies = seats(layers)
     second = isinstance(layers[0].policy, SecondDevicePolicy)
-    column = [store.clock.at(store.device, store.length) for store in stores]
-    spec = AttentionSpec(scale=scale)
+    column = [store.seq_len.at(store.device, store.length) for store in stores]
+    params = AttentionParams(scale=scale)
     predicted = [p.predictor.predict(p.queries.held, p.queries.position, p.queries.count) for p in policies]
     scores = [policy.scores(q, store) for policy, q, store in zip(policies, predicted, stores)]
     budget = policies[0].config.token_budget
@@ -87,21 +87,21 @@ def parts(layers: list[SparseLayer], queries: list[Tensor], scale: float) -> dic
         policies[i].queries.push(queries[i][:, :, None], None, column[i])
 
     def transfer(i: int) -> None:
-        rank, store = layers[i].policy.rank, layers[i].store
-        near = store.near_kv[:, :, :1]
-        policies[i].queries.push(rank.reach("q", queries[i][:, :, None]), None, column[i])
-        stores[i].append(*(rank.reach(*t) for t in zip("kv", near.split((store.key_dim, store.value_dim), -1))), None)
+        peer, store = layers[i].policy.peer, layers[i].store
+        recent = store.recent_kv[:, :, :1]
+        policies[i].queries.push(peer.reach("q", queries[i][:, :, None]), None, column[i])
+        stores[i].append(*(peer.reach(*t) for t in zip("kv", recent.split((store.key_dim, store.value_dim), -1))), None)
 
     found = {
         **({"transfer": transfer} if second else {"push": push}),
         "predict": predict,
         "score": lambda i: policies[i].scores(predicted[i], stores[i]),
         "select": select,
-        "attend": lambda i: layers[i].policy.attend(queries[i], layers[i].store, plans[i], spec),
+        "attend": lambda i: layers[i].policy.attend(queries[i], layers[i].store, plans[i], params),
     }
     if all(copies(layer) is not None for layer in layers):
         ids = [p.ids.clone() for p in policies]
-        choices = [(a, partly_new(a, s.sealed, s.block_size, COPIED)) for a, s in zip(ids, stores)]
+        choices = [(a, partly_new(a, s.full_blocks, s.block_size, COPIED)) for a, s in zip(ids, stores)]
         turn = [0] * len(layers)
 
         def pack(i: int) -> None:
@@ -125,8 +125,8 @@ def measure_parts(cache: SparseCache, report) -> None:
         torch.cuda.synchronize(device)
     with ExitStack() as stack:
         for store in (*(layer.store for layer in layers), *stores):  # the shapes of a captured step
-            store.fixed = True
-            stack.callback(setattr, store, "fixed", False)
+            store.capturing = True
+            stack.callback(setattr, store, "capturing", False)
         queries = [policy.queries.held[:, :, 0].clone().to(home.device) for policy in policies]
         for name, run in parts(layers, queries, home.key_dim**-0.5).items():
             before = [copies(layer).counters.clone() for layer in layers] if name == "pack" else []

@@ -47,12 +47,12 @@ class Meter:
     def _totals(self) -> tuple[int, int, int, int, int]:
         """Steps, host bytes, blocks needed and found, bytes of those not found."""
         stats, needed, found, missed = self.cache.stats(), 0, 0, 0
-        pools = () if self.cache.frames is None else self.cache.frames.pools.values()
+        pools = () if self.cache.device_pools is None else self.cache.device_pools.pools.values()
         for pool in pools:
             if pool is not None:
                 counted = pool.counters()
                 needed, found = needed + counted["needed"], found + counted["found"]
-                missed += (counted["needed"] - counted["found"]) * pool.frames[0].nbytes
+                missed += (counted["needed"] - counted["found"]) * pool.pages[0].nbytes
         return stats.decode_steps, stats.host_to_device_bytes, needed, found, missed
 
     def read(self) -> Traffic:

@@ -28,8 +28,8 @@ from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseCo
 from .kv.pool import HostBudget
 from .layers.sliding import SlidingRing
 from .layers.sparse_layer import SparseLayer
-from .offload.copy_streams import Lanes
-from .offload.page_table import FramePools
+from .offload.copy_streams import CopyStreams
+from .offload.page_table import DevicePools
 from .persistence.cache_file import load_cache, save_cache
 from .policies.base import Policy
 from .policies.registry import method_of
@@ -38,8 +38,8 @@ from .policies.watch import BlockWatch
 from .predictor.channels import check_config, check_layers
 from .telemetry.stats import CacheStats, allocated, collect
 from .telemetry.watch import BlockMap, collect_blocks
-from .tensors import DeviceLength
-from .types import AttentionSpec
+from .tensors import SeqLenTensor
+from .types import AttentionParams
 
 passes_on(__name__)
 
@@ -87,8 +87,8 @@ class SparseCache(Cache):
         self.config, self.offload_config = config, offload
         self.shared: Shared = policy.share(config, offload)
         self.budget = None if offload is None else HostBudget(offload)
-        self.frames = None if offload is None else FramePools(offload)
-        self.clock, self.lanes = DeviceLength(), Lanes()
+        self.device_pools = None if offload is None else DevicePools(offload)
+        self.seq_len, self.copy_streams = SeqLenTensor(), CopyStreams()
         self.model_config = None
         self._record_past = self._warned = self._watched = False
         self._columns: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -117,7 +117,7 @@ class SparseCache(Cache):
     # ------------------------------------------------------------------ layers
 
     def bind(self, model_config) -> None:
-        """Learn the model's layers from its configuration; the first attention call does it if nobody did.
+        """Learn the model's layers from its configuration; otherwise the first attention call does.
 
         Raises:
             TypeError: it is no configuration.
@@ -231,7 +231,7 @@ class SparseCache(Cache):
         if len(counted) > 1 or len(ended) > 1:
             raise RuntimeError(_HALF_WAY)
 
-    def attend(self, module, step: Step, query: Tensor, mask: Tensor | None, spec: AttentionSpec, dropout: float):
+    def attend(self, module, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, dropout: float):
         """Called by the attention function with a handle's step.
 
         Returns:
@@ -244,7 +244,7 @@ class SparseCache(Cache):
             check_layers(self.model_config, module.config)
         current = self.layers[layer.index]
         if current is layer:
-            return layer.attend(step, query, mask, spec, dropout), None, None
+            return layer.attend(step, query, mask, params, dropout), None, None
         return None, *current.update(step.k, step.v)
 
     def new_columns(self, mask: Tensor | None, step: Step) -> Tensor | None:
@@ -370,9 +370,9 @@ class SparseCache(Cache):
                 super().activate_past_recording()
         for layer in self.sparse_layers:
             layer.empty()
-        self.lanes.release()
-        if self.frames is not None:
-            self.frames.reset()
+        self.copy_streams.release()
+        if self.device_pools is not None:
+            self.device_pools.reset()
         self._passes.clear()
         self._states.clear()
         for layer in self.sparse_layers:
@@ -382,22 +382,22 @@ class SparseCache(Cache):
     def trial(self) -> Iterator[None]:
         """Inside, steps are tried out for a capture: nothing is brought to the device."""
         with ExitStack() as stack:
-            if self.frames is not None:
-                stack.enter_context(self.frames.paused())
+            if self.device_pools is not None:
+                stack.enter_context(self.device_pools.paused())
             stack.enter_context(self.shared.trial())
             yield
 
     def resume(self) -> None:
         """End a :meth:`trial` whose own end was interrupted."""
-        if self.frames is not None:
-            self.frames.resume()
+        if self.device_pools is not None:
+            self.device_pools.resume()
         self.shared.resume()
 
-    # ------------------------------------------------------------------ what people ask
+    # ------------------------------------------------------------------ reports
 
     def stats(self) -> CacheStats:
         """Counters since the cache was made or reset. Synchronises with the device."""
-        return collect(self.sparse_layers, self.frames)
+        return collect(self.sparse_layers, self.device_pools)
 
     def watch_blocks(self, on: bool = True) -> None:
         """Have each decode step mark which blocks it attends to, for :meth:`chosen_blocks`; or stop that.
@@ -415,15 +415,15 @@ class SparseCache(Cache):
         """The blocks that the last decode step attended to; None before the first token. Synchronises with the device.
 
         Raises:
-            RuntimeError: nobody has called :meth:`watch_blocks`.
+            RuntimeError: :meth:`watch_blocks` was not called before.
         """
         if not self._watched:
-            raise RuntimeError("nothing has watched which blocks were chosen: call watch_blocks() before the step")
+            raise RuntimeError("chosen blocks are not recorded: call watch_blocks() before the step")
         return collect_blocks(self.sparse_layers)
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes allocated by its own layers, shared blocks included: ``device``, ``host``; ``second`` if it has one."""
-        held = allocated(self.sparse_layers, self.frames)
+        held = allocated(self.sparse_layers, self.device_pools)
         return {place: held[place] for place in self.shared.places}
 
     # ------------------------------------------------------------------ files

@@ -1,22 +1,22 @@
-"""Tensors that outlive a step: made to be written in place, and kept where they are."""
+"""Tensors that outlive a step: written in place, at addresses that captured graphs hold."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# State that is written in place must not be born as an inference tensor: a cache may be filled inside
-# torch.inference_mode() and go on outside. So whatever makes such state does it under this decorator.
-lasting = torch.inference_mode(False)
+# Decorates whatever creates state that is written in place. Such state must not be an inference tensor: a cache may be
+# filled inside torch.inference_mode() and used outside of it.
+no_inference_mode = torch.inference_mode(False)
 
 
 def take_rows(held: Tensor, index: Tensor, dim: int = 0) -> Tensor:
-    """Rows ``index`` of ``held``; in place if there are as many, because a captured step knows the address."""
+    """Rows ``index`` of ``held``; in place if there are as many, because captured graphs hold the address."""
     rows = held.index_select(dim, index.to(held.device))
     return held.copy_(rows) if rows.shape == held.shape else rows
 
 
-class DeviceLength:
+class SeqLenTensor:
     """An int32 tensor per device that kernels read a length from; written only when the length has changed.
 
     The layers of a cache share one, so that a step writes it once and not once a layer.
@@ -25,23 +25,23 @@ class DeviceLength:
     def __init__(self) -> None:
         self._held: dict[torch.device, list] = {}
 
-    def __deepcopy__(self, memo: dict) -> DeviceLength:
-        return DeviceLength()
+    def __deepcopy__(self, memo: dict) -> SeqLenTensor:
+        return SeqLenTensor()
 
-    @lasting
+    @no_inference_mode
     def at(self, device: torch.device, value: int) -> Tensor:
         """int32 ``[1]`` on ``device`` that holds ``value``; filled anew only if it changes."""
         held = self._held.get(device)
         if held is None:
             held = self._held[device] = [torch.empty(1, dtype=torch.int32, device=device), -1]
         if held[1] != value:
-            held[1] = -1  # nobody knows, should this be interrupted
+            held[1] = -1  # unknown if an interrupt stops the fill
             held[0].fill_(value)
             held[1] = value
         return held[0]
 
     def forget(self) -> None:
-        """The tensors have been written by others."""
+        """Forget the written values: something else has written the tensors."""
         for held in self._held.values():
             held[1] = -1
 

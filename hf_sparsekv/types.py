@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class AttentionSpec:
-    """What a model asks of its attention beside q, k and v.
+class AttentionParams:
+    """Parameters of a model's attention, besides q, k and v.
 
     Args:
         scale: softmax scaling.

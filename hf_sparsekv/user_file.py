@@ -57,7 +57,7 @@ def save(path: Path, version: int, parse: Callable[[dict], object], name: str, e
     devices[name] = entry
     text = json.dumps({"format": version, "devices": devices}, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:  # nobody reads half a file
+    with replacing(path) as file:  # readers never see a partial file
         file.write(text.encode() + b"\n")
 
 

@@ -21,7 +21,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         OSError: the place cannot be written to; the error names ``path``.
     """
     path = Path(path)
-    part, file = _open_beside(path)
+    part, file = _open_temporary(path)
     try:
         with file:
             yield file
@@ -34,7 +34,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         raise
 
 
-def _open_beside(path: Path) -> tuple[Path, BinaryIO]:
+def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:
     while True:
         # File systems limit names to 255 bytes, which the path's own name may take up already.
         part = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}.part")

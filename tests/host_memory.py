@@ -21,7 +21,7 @@ from hf_sparsekv.offload.host_limit import HostBudget
 from hf_sparsekv.offload.host_pages import PAGE
 
 MB = 1 << 20
-SLOT = (2, 16, 32)  # float32: one page
+BLOCK_SHAPE = (2, 16, 32)  # float32: one page
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -88,8 +88,8 @@ def budget_of(size=64 * MB, **kwargs):
     return HostBudget(OffloadConfig(max_host_bytes=size, **kwargs))
 
 
-def make_pool(budget, capacity=16, device=CPU, slot=SLOT, dtype=torch.float32):
-    heads, block, dim = slot
+def make_pool(budget, capacity=16, device=CPU, block_shape=BLOCK_SHAPE, dtype=torch.float32):
+    heads, block, dim = block_shape
     blocks = BlockPool(
         heads=heads, block_size=block, token_dim=dim, dtype=dtype, device=device, host=budget, capacity=capacity
     )
@@ -99,22 +99,22 @@ def make_pool(budget, capacity=16, device=CPU, slot=SLOT, dtype=torch.float32):
 
 
 class Table:
-    """Names all slots that were filled."""
+    """Names all physical blocks that were filled."""
 
     def __init__(self, device):
-        self.slots = torch.zeros(0, dtype=torch.int32, device=device)
+        self.block_table = torch.zeros(0, dtype=torch.int32, device=device)
 
-    def settle(self):
+    def wait_for_copies(self):
         """Nothing is on its way."""
 
 
 def fill(blocks, n):
-    """Allocate and write ``n`` slots, each with its number."""
-    slots = blocks.allocate(n)
-    blocks.table.slots = torch.cat((blocks.table.slots, slots))
-    values = slots.float()[:, None, None, None].expand(n, *blocks.kv.shape[1:]).to(blocks.kv.dtype)
-    blocks.write(slots, values)
-    return slots
+    """Allocate and write ``n`` physical blocks, each with its number."""
+    physical_ids = blocks.allocate(n)
+    blocks.table.block_table = torch.cat((blocks.table.block_table, physical_ids))
+    values = physical_ids.float()[:, None, None, None].expand(n, *blocks.kv.shape[1:]).to(blocks.kv.dtype)
+    blocks.write(physical_ids, values)
+    return physical_ids
 
 
 def intact(blocks):

@@ -23,7 +23,7 @@ NAME = "two_level_oracle"
 class LayerState:
     def __init__(self) -> None:
         self.queries: Tensor | None = None  # [batch, Hq, columns, D]
-        self.sealed = 0  # blocks that had become old when the last forward ended
+        self.full_blocks = 0  # blocks that had become old when the last forward ended
         self.channels: list[list[list[int]]] | None = None  # [row][head] -> channels
         self.last_query: Tensor | None = None  # [batch, Hq, D]: what the lagging block choice goes by
 
@@ -68,7 +68,7 @@ class Oracle:
         if layer < self.config.dense_layers:
             return dense_attention(query, key, value, allowed, group, scale)
         recent = self.config.window + self.config.max_draft
-        state.sealed = max(state.sealed, (length - recent) // self.config.block_size)
+        state.full_blocks = max(state.full_blocks, (length - recent) // self.config.block_size)
         if not fine or state.channels is not None:
             state.last_query = query[:, :, -1]
         return dense_attention(query, key, value, allowed, group, scale)
@@ -81,8 +81,8 @@ class Oracle:
         if layer < config.dense_layers or (fine and state.channels is None):
             return real
         sinks = real[: config.sinks]
-        near = [c for c in real if c >= state.sealed * size]
-        free = [c for c in real if c < state.sealed * size and c not in sinks]
+        near = [c for c in real if c >= state.full_blocks * size]
+        free = [c for c in real if c < state.full_blocks * size and c not in sinks]
         mine = slice(head * group, (head + 1) * group)
 
         blocks = sorted({c // size for c in free})
@@ -167,8 +167,8 @@ class Oracle:
         for state in self.layers.values():
             state.queries = state.queries[:, :, :length]
             open_from = max(0, length - self.config.window) // self.config.block_size
-            if open_from < state.sealed:
-                state.sealed, state.last_query = open_from, None
+            if open_from < state.full_blocks:
+                state.full_blocks, state.last_query = open_from, None
 
     def map_rows(self, index: Tensor) -> None:
         self.valid = self.valid[index]

@@ -44,8 +44,8 @@ def state(cache):
             continue
         store, policy, fields = layer.store, layer.policy, layer.store.pool.fields
         at = store.table.long()
-        host = (store.length, store.sealed, store.padded, store.batch, store.heads, store.dtype, store.device)
-        tensors = [store.near_kv, store.near_valid, store.seen, store.pool.kv[at]]
+        host = (store.length, store.full_blocks, store.padded, store.batch, store.heads, store.dtype, store.device)
+        tensors = [store.recent_kv, store.recent_valid, store.seen, store.pool.kv[at]]
         labels = policy.labels
         calibrating = labels is not None and labels.calibrating
         tensors += [fields[name][at] for name in sorted(fields) if not (calibrating and name in ("codes", "qparams"))]

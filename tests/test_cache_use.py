@@ -132,14 +132,14 @@ def test_memory_is_free_at_once(name, offload):
     try:
         cache = two_level(offload, **TIGHT)
         net.generate(**prompt(2, 150), past_key_values=cache, max_new_tokens=20, do_sample=False, prefill_chunk_size=64)
-        twin = copy.deepcopy(cache)
-        twin.use_rings()
-        twin.stats()
-        stores = [layer.store for layer in (*cache.sparse_layers, *twin.sparse_layers)]
-        held = [weakref.ref(x) for x in (cache, twin, *stores, *(store.pool for store in stores))]
+        copied = copy.deepcopy(cache)
+        copied.use_rings()
+        copied.stats()
+        stores = [layer.store for layer in (*cache.sparse_layers, *copied.sparse_layers)]
+        held = [weakref.ref(x) for x in (cache, copied, *stores, *(store.pool for store in stores))]
         if offload:
-            held += [weakref.ref(pool) for each in (cache, twin) for pool in each.frames.pools.values()]
-        del cache, twin, stores
+            held += [weakref.ref(pool) for each in (cache, copied) for pool in each.device_pools.pools.values()]
+        del cache, copied, stores
         assert [ref() for ref in held] == [None] * len(held)
     finally:
         gc.enable()
@@ -168,7 +168,7 @@ def test_copies_go_their_own_ways(offload):
     del second, pair
     gc.collect()
     assert held() is None, "a copy is kept alive by something"
-    first.steps(80)  # takes the slots that only the collected copy named
+    first.steps(80)  # takes the physical blocks that only the collected copy named
     third.feed(*padded(2, 200, seed=8))
     fourth = first.copy()
     for pair in (third, first, fourth):
@@ -183,15 +183,15 @@ def test_copies_go_their_own_ways(offload):
 
 
 def test_copy_is_cheap():
-    """Sealed blocks are shared; only tails and tables are new."""
+    """Full blocks are shared; only tails and tables are new."""
     cache = two_level(max_length=1000, **FULL)
     with torch.no_grad():
         model("llama")(prompt(1, 900)["input_ids"], past_key_values=cache)
-    twin = copy.deepcopy(cache)
-    for mine, theirs in zip(cache.sparse_layers, twin.sparse_layers):
+    copied = copy.deepcopy(cache)
+    for mine, theirs in zip(cache.sparse_layers, copied.sparse_layers):
         assert mine.store.pool is theirs.store.pool
         assert mine.store is not theirs.store
-        assert theirs.owner is twin
+        assert theirs.owner is copied
 
 
 def test_sparse_copy_gives_the_same():
@@ -199,13 +199,13 @@ def test_sparse_copy_gives_the_same():
     cache = two_level(**TIGHT)
     with torch.no_grad():
         model("llama")(**prompt(2, 130, (0, 30)), past_key_values=cache)
-        twin = copy.deepcopy(cache)
+        copied = copy.deepcopy(cache)
         for token in prompt(2, 40, seed=4)["input_ids"].split(1, dim=1):
             one = model("llama")(token, past_key_values=cache).logits
-            two = model("llama")(token, past_key_values=twin).logits
+            two = model("llama")(token, past_key_values=copied).logits
             assert torch.equal(one, two)
     # The copy begins with no block on the device, so it reads and fetches more.
-    mine, theirs = cache.stats(), twin.stats()
+    mine, theirs = cache.stats(), copied.stats()
     assert theirs.host_to_device_bytes > mine.host_to_device_bytes
     assert theirs.hit_rate < mine.hit_rate
     differ = {"hit_rate": None, "host_to_device_bytes": 0, "needed": 0, "found": 0}
@@ -302,11 +302,11 @@ def test_reset_keeps_memory_and_drops_nothing_shared():
     pair = Pair()
     pair.ours = cache
     pair.feed(*padded(1, 120))
-    twin = pair.copy()
+    copied = pair.copy()
     before = cache.memory_bytes()
     cache.reset()
     pair.stock, pair.mask = DynamicCache(), None
     assert cache.memory_bytes() == before
     pair.feed(*padded(1, 150, seed=4))
-    twin.steps(30)
+    copied.steps(30)
     pair.steps(30)

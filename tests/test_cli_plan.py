@@ -17,7 +17,7 @@ def test_plan(tiny):
     size = ("--context", 1000, "--batch", 2, "--gpu-memory", "1GiB", "--host-memory", "1MiB")
     out = run("plan", tiny, *size, "--dense-layers", 0).stdout
     assert "llama, float32, layers: 2 full; 2 x 1,000 tokens" in out
-    # 2 layers x 32 slots x 64 tokens x 2 heads x 32 channels x 4 bytes; dense: 2 x 2 x 1000 x 2 x 32 x 4
+    # 2 layers x 32 physical blocks x 64 tokens x 2 heads x 32 channels x 4 bytes; dense: 2 x 2 x 1000 x 2 x 32 x 4
     row = next(line for line in out.splitlines() if line.startswith("KV blocks"))
     assert row.split() == ["KV", "blocks", "-", "1", "MiB", "1000", "KiB"]
     assert "GPU 1.00 GiB: sparse fits, dense fits" in out

@@ -18,10 +18,10 @@ LAYERS = 2
 
 
 class DenseOracle(Oracle):
-    """Attends to everything while the sealed blocks of all rows hold at most ``dense_below`` tokens."""
+    """Attends to everything while the full blocks of all rows hold at most ``dense_below`` tokens."""
 
     def decode_columns(self, state, layer, row, head, group, query, key):
-        if query.shape[0] * state.sealed * self.config.block_size <= self.config.dense_below:
+        if query.shape[0] * state.full_blocks * self.config.block_size <= self.config.dense_below:
             return self.real(row, key.shape[2])
         return super().decode_columns(state, layer, row, head, group, query, key)
 

@@ -14,40 +14,40 @@ from hf_sparsekv.offload.device_pool import DevicePool, free_bytes
 from hf_sparsekv.ops.residency import FREE
 
 SIZE, WIDTH = 2, 4  # of a block
-LAYERS = ((40, 2), (25, 1), (60, 3))  # slots and KV heads
+LAYERS = ((40, 2), (25, 1), (60, 3))  # physical blocks and KV heads
 BATCH, BLOCKS, CHOSEN = 2, 12, 6
 OLDEST, SLACK, EXTRA = 254, 4, 3
 
 
 class Model:
-    """Who lies in which frame, in dicts and lists, one block after the other."""
+    """Who lies in which page, in dicts and lists, one block after the other."""
 
-    def __init__(self, frames: int, window: int) -> None:
+    def __init__(self, pages: int, window: int) -> None:
         self.window = window
         self.total = dict.fromkeys(("needed", "found", "fetched", "unserved"), 0)
-        self.holds: list[tuple | None] = [None] * frames
+        self.holds: list[tuple | None] = [None] * pages
         self.reset()
 
     def reset(self) -> None:
-        self.where: dict[tuple, int] = {}  # (layer, slot, head) -> frame
+        self.where: dict[tuple, int] = {}  # (layer, physical block, head) -> page
         self.holds = [None] * len(self.holds)
         self.last = [None] * len(self.holds)  # step that chose it
         self.hand, self.now = 0, 1
         self.total = dict.fromkeys(self.total, 0)
 
-    def forget(self, layer: int, slots: list[int]) -> None:
-        for block in [b for b in self.where if b[0] == layer and b[1] in slots]:
-            frame = self.where.pop(block)
-            self.holds[frame] = self.last[frame] = None
+    def forget(self, layer: int, physical_ids: list[int]) -> None:
+        for block in [b for b in self.where if b[0] == layer and b[1] in physical_ids]:
+            page = self.where.pop(block)
+            self.holds[page] = self.last[page] = None
 
-    def age(self, frame: int) -> int:
-        return OLDEST + 1 if self.holds[frame] is None else min(self.now - self.last[frame], OLDEST)
+    def age(self, page: int) -> int:
+        return OLDEST + 1 if self.holds[page] is None else min(self.now - self.last[page], OLDEST)
 
-    def may_go(self, frame: int, keep: int) -> bool:
-        return self.holds[frame] is None or self.last[frame] < self.now - keep
+    def may_go(self, page: int, keep: int) -> bool:
+        return self.holds[page] is None or self.last[page] < self.now - keep
 
     def fetch(self, blocks: list[tuple | None], keep: int) -> list[int]:
-        """Places of the blocks ``(layer, slot, head)``."""
+        """Places of the blocks ``(layer, physical_id, head)``."""
         wanted = [b for b in blocks if b is not None]
         missing = []
         for block in wanted:
@@ -64,14 +64,14 @@ class Model:
             if not missing:
                 break
             share = -(-len(missing) // (planned - i)) if i < planned else len(missing)
-            may_go = [frame for frame in piece if self.may_go(frame, keep)]
-            chosen = sorted(may_go, key=lambda frame: -self.age(frame))[:share]
-            for frame in piece:
-                if frame in chosen:
-                    if self.holds[frame] is not None:
-                        del self.where[self.holds[frame]]
+            may_go = [page for page in piece if self.may_go(page, keep)]
+            chosen = sorted(may_go, key=lambda page: -self.age(page))[:share]
+            for page in piece:
+                if page in chosen:
+                    if self.holds[page] is not None:
+                        del self.where[self.holds[page]]
                     block = missing.pop(0)
-                    self.holds[frame], self.last[frame], self.where[block] = block, self.now, frame
+                    self.holds[page], self.last[page], self.where[block] = block, self.now, page
                     self.total["fetched"] += 1
             self.hand = piece[-1] + 1
         self.hand %= len(self.holds)
@@ -82,17 +82,17 @@ class Model:
 class World:
     """A pool, its model, and layers whose rows get, share and lose blocks."""
 
-    def __init__(self, device: str, frames: int, window: int, seed: int = 0) -> None:
+    def __init__(self, device: str, pages: int, window: int, seed: int = 0) -> None:
         self.random = random.Random(seed)
         self.device = device
-        self.pool, self.model = DevicePool(frames, SIZE, WIDTH, torch.float32, device), Model(frames, window)
+        self.pool, self.model = DevicePool(pages, SIZE, WIDTH, torch.float32, device), Model(pages, window)
         self.pool.window = window
         pin = device == "cuda"
         self.kv = [torch.zeros(s, h, SIZE, WIDTH, pin_memory=pin) for s, h in LAYERS]
         self.capacity = [s // 2 for s, _ in LAYERS]
         for layer, (_, heads) in enumerate(LAYERS):
             assert self.pool.add_layer(self.table(self.capacity[layer], heads)) == layer
-        self.slots = [[[-1] * BLOCKS for _ in range(BATCH)] for _ in LAYERS]
+        self.block_tables = [[[-1] * BLOCKS for _ in range(BATCH)] for _ in LAYERS]
         self.written = 0
         self.chosen: dict[tuple, list[int]] = {}
         for layer in range(len(LAYERS)):
@@ -103,23 +103,23 @@ class World:
         return torch.full((capacity, heads), -1, dtype=torch.int32, device=self.device)
 
     def replace(self, layer: int, row: int, blocks: range) -> None:
-        """New blocks in slots that nobody names; the layer's page table grows if it must."""
+        """New blocks in physical blocks that nobody names; the layer's page table grows if it must."""
         for block in blocks:
-            named = {slot for other in self.slots[layer] for slot in other}
-            free = [slot for slot in range(self.capacity[layer]) if slot not in named]
+            named = {physical_id for other in self.block_tables[layer] for physical_id in other}
+            free = [physical_id for physical_id in range(self.capacity[layer]) if physical_id not in named]
             if not free:
                 self.grow(layer)
                 free = [self.capacity[layer] - 1]
-            slot = self.random.choice(free)
-            self.pool.forget(layer, torch.tensor([slot]))
-            self.model.forget(layer, [slot])
-            self.slots[layer][row][block] = slot
+            physical_id = self.random.choice(free)
+            self.pool.forget(layer, torch.tensor([physical_id]))
+            self.model.forget(layer, [physical_id])
+            self.block_tables[layer][row][block] = physical_id
             for head in range(LAYERS[layer][1]):
                 self.written += 1
-                self.kv[layer][slot, head] = self.written * 8 + torch.arange(8.0).view(SIZE, WIDTH)
+                self.kv[layer][physical_id, head] = self.written * 8 + torch.arange(8.0).view(SIZE, WIDTH)
 
     def grow(self, layer: int) -> None:
-        old = self.pool.resident(layer)
+        old = self.pool.page_table(layer)
         self.capacity[layer] = min(LAYERS[layer][0], self.capacity[layer] + 3)
         new = self.table(self.capacity[layer], LAYERS[layer][1])
         new[: len(old)] = old
@@ -128,7 +128,7 @@ class World:
 
     def choose(self, layer: int, row: int, head: int) -> list[int]:
         """Mostly the blocks of the last time."""
-        there = [b for b, slot in enumerate(self.slots[layer][row]) if slot >= 0]
+        there = [b for b, physical_id in enumerate(self.block_tables[layer][row]) if physical_id >= 0]
         n = self.random.choice((0, CHOSEN, CHOSEN, CHOSEN, CHOSEN - 2))
         old = [b for b in self.chosen.get((layer, row, head), []) if b in there and self.random.random() < 0.85]
         new = [b for b in there if b not in old]
@@ -142,7 +142,7 @@ class World:
         if event < 0.1:  # a block is sealed, or all others are
             self.replace(layer, row, range(self.random.randrange(BLOCKS), BLOCKS)[:2])
         elif event < 0.13:  # the rows share all blocks from now on
-            self.slots[layer][1 - row] = list(self.slots[layer][row])
+            self.block_tables[layer][1 - row] = list(self.block_tables[layer][row])
         elif event < 0.131:
             self.pool.drop_all()
             self.model.reset()
@@ -152,7 +152,7 @@ class World:
         ids = [[self.choose(layer, row, head) for head in range(heads)] for row in range(BATCH)]
         ids = [[i + [-1] * (CHOSEN - len(i)) for i in per_row] for per_row in ids]
         blocks = [
-            None if b < 0 or self.slots[layer][row][b] < 0 else (layer, self.slots[layer][row][b], head)
+            None if b < 0 or self.block_tables[layer][row][b] < 0 else (layer, self.block_tables[layer][row][b], head)
             for row in range(BATCH)
             for head in range(heads)
             for b in ids[row][head]
@@ -162,49 +162,51 @@ class World:
         arguments = (
             layer,
             torch.tensor(ids, dtype=torch.int32, device=self.device),
-            torch.tensor(self.slots[layer], dtype=torch.int32, device=self.device),
+            torch.tensor(self.block_tables[layer], dtype=torch.int32, device=self.device),
             self.kv[layer],
             keep,
             torch.full((BATCH, heads, CHOSEN), 12345, dtype=torch.int32, device=self.device),
         )
         if paused:
             with self.pool.paused():
-                places = self.pool.fetch(*arguments)
+                page_ids = self.pool.fetch(*arguments)
                 self.pool.advance()
             expected = [-1 if b is None else self.model.where.get(b, -(b[1] + 2)) for b in blocks]
         else:
-            places = self.pool.fetch(*arguments)
+            page_ids = self.pool.fetch(*arguments)
             expected = self.model.fetch(blocks, keep)
-        assert places is arguments[-1]
-        assert places.flatten().tolist() == expected
+        assert page_ids is arguments[-1]
+        assert page_ids.flatten().tolist() == expected
         after = self.pool.state.owner.tolist()
         assert all(owners[f] == after[f] for f in in_use), "a frame in use was given away"
-        self.read(places, blocks)
+        self.read(page_ids, blocks)
 
-    def read(self, places: torch.Tensor, blocks: list[tuple | None]) -> None:
+    def read(self, page_ids: torch.Tensor, blocks: list[tuple | None]) -> None:
         """Every place holds its block's content."""
-        pairs = [(p, b) for p, b in zip(places.flatten().tolist(), blocks) if b is not None]
-        for place, (_, slot, _) in pairs:
-            assert place >= 0 or -(place + 2) == slot
+        pairs = [(p, b) for p, b in zip(page_ids.flatten().tolist(), blocks) if b is not None]
+        for page_id, (_, physical_id, _) in pairs:
+            assert page_id >= 0 or -(page_id + 2) == physical_id
         pairs = [(p, b) for p, b in pairs if p >= 0]
         if pairs:
-            got = self.pool.frames[torch.tensor([p for p, _ in pairs], device=self.device)].cpu()
-            assert torch.equal(got, torch.stack([self.kv[layer][slot, head] for _, (layer, slot, head) in pairs]))
+            got = self.pool.pages[torch.tensor([p for p, _ in pairs], device=self.device)].cpu()
+            assert torch.equal(
+                got, torch.stack([self.kv[layer][physical_id, head] for _, (layer, physical_id, head) in pairs])
+            )
 
     def check(self) -> None:
-        """One owner a frame, tables and owners agree, and all is as in the model."""
+        """One owner a page, tables and owners agree, and all is as in the model."""
         state, model = self.pool.state, self.model
         owner, stamp = state.owner.tolist(), state.stamp.tolist()
         entries = {}
         for layer, (_, heads) in enumerate(LAYERS):
-            for i, frame in enumerate(self.pool.resident(layer).flatten().tolist()):
-                assert frame >= -1
-                if frame >= 0:
-                    assert frame not in entries, "a frame has two owners"
-                    entries[frame] = (layer, i // heads, i % heads)
-                    assert owner[frame] == [layer, i]
+            for i, page in enumerate(self.pool.page_table(layer).flatten().tolist()):
+                assert page >= -1
+                if page >= 0:
+                    assert page not in entries, "a frame has two owners"
+                    entries[page] = (layer, i // heads, i % heads)
+                    assert owner[page] == [layer, i]
         assert all(owner[f] == [-1, -1] and stamp[f] == FREE for f in range(len(owner)) if f not in entries)
-        assert entries == {frame: block for block, frame in model.where.items()}
+        assert entries == {page: block for block, page in model.where.items()}
         assert [None if s == FREE else s for s in stamp] == model.last
         assert (int(state.hand), int(state.now)) == (model.hand, model.now)
 
@@ -223,42 +225,42 @@ class World:
         assert self.pool.counters() == self.model.total
 
 
-@pytest.mark.parametrize("frames, window, steps", [(45, 16, 1600), (1, 16, 600), (20, 64, 600), (400, 64, 600)])
-def test_many_steps(frames, window, steps):
-    World("cpu", frames, window, seed=frames).run(steps)
+@pytest.mark.parametrize("pages, window, steps", [(45, 16, 1600), (1, 16, 600), (20, 64, 600), (400, 64, 600)])
+def test_many_steps(pages, window, steps):
+    World("cpu", pages, window, seed=pages).run(steps)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off where there is a GPU")
-@pytest.mark.parametrize("frames, window", [(70, 32), (30, 64)])
-def test_kernels(monkeypatch, frames, window):
+@pytest.mark.parametrize("pages, window", [(70, 32), (30, 64)])
+def test_kernels(monkeypatch, pages, window):
     from hf_sparsekv.ops.block_copy import triton as copying
     from hf_sparsekv.ops.block_copy.config import Config
     from hf_sparsekv.ops.residency import triton as residing
 
-    def block_copy(kv, frames, copies, n_copies):
-        copying.block_copy(kv, frames, copies, n_copies, config=Config(2, 4))
+    def block_copy(kv, pages, copies, n_copies):
+        copying.block_copy(kv, pages, copies, n_copies, config=Config(2, 4))
 
     residency = functools.partial(residing.residency, config=residing.Config(look=64, tile=32))
     monkeypatch.setattr("hf_sparsekv.offload.device_pool.residency", residency)
     monkeypatch.setattr("hf_sparsekv.offload.device_pool.block_copy", block_copy)
-    World("cpu", frames, window).run(70)
+    World("cpu", pages, window).run(70)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("frames, window, steps", [(45, 32, 3000), (20, 32, 600), (400, 4096, 600)])
-def test_on_the_device(frames, window, steps):
-    World("cuda", frames, window).run(steps)
+@pytest.mark.parametrize("pages, window, steps", [(45, 32, 3000), (20, 32, 600), (400, 4096, 600)])
+def test_on_the_device(pages, window, steps):
+    World("cuda", pages, window).run(steps)
 
 
 def test_sizes():
-    frame = 2 * 4 * 4 + 12
-    assert len(DevicePool.sized(10 * frame, 2, 4, torch.float32, "cpu").frames) == 10
-    assert len(DevicePool.sized(10 * frame, 2, 4, torch.float32, "cpu", most=3).frames) == 3
-    assert len(DevicePool.sized(1e-6, 2, 4, torch.float32, "cpu").frames) > 0
+    page = 2 * 4 * 4 + 12
+    assert len(DevicePool.sized(10 * page, 2, 4, torch.float32, "cpu").pages) == 10
+    assert len(DevicePool.sized(10 * page, 2, 4, torch.float32, "cpu", most=3).pages) == 3
+    assert len(DevicePool.sized(1e-6, 2, 4, torch.float32, "cpu").pages) > 0
     pool = DevicePool(5, 2, 4, torch.float32, "cpu")
-    assert pool.nbytes == 5 * frame
+    assert pool.nbytes == 5 * page
     assert free_bytes(pool.device) > 0
-    for wrong in (frame - 1, 1.5, 0.0):
+    for wrong in (page - 1, 1.5, 0.0):
         with pytest.raises(ValueError, match=r"no room|between 0 and 1"):
             DevicePool.sized(wrong, 2, 4, torch.float32, "cpu")
     with pytest.raises(ValueError, match="at least one"):
@@ -276,15 +278,15 @@ def test_find_changes_nothing():
     before = world.pool.state.stamp.clone()
     world.pool.advance()
     ids = torch.arange(6, dtype=torch.int32).expand(BATCH, 2, 6)
-    slots = torch.tensor(world.slots[0], dtype=torch.int32)
-    places = world.pool.find(0, ids, slots)
-    table = world.pool.resident(0)
+    block_table = torch.tensor(world.block_tables[0], dtype=torch.int32)
+    page_ids = world.pool.find(0, ids, block_table)
+    table = world.pool.page_table(0)
     for row in range(BATCH):
         for head in range(2):
             for b in range(6):
-                slot = world.slots[0][row][b]
-                frame = int(table[slot, head])
-                assert int(places[row, head, b]) == (frame if frame >= 0 else -(slot + 2))
+                physical_id = world.block_tables[0][row][b]
+                page = int(table[physical_id, head])
+                assert int(page_ids[row, head, b]) == (page if page >= 0 else -(physical_id + 2))
     assert torch.equal(world.pool.state.stamp, before)
     with pytest.raises(ValueError, match="KV heads"):
-        world.pool.fetch(1, ids, slots, world.kv[0], 0)
+        world.pool.fetch(1, ids, block_table, world.kv[0], 0)

@@ -18,7 +18,7 @@ from hf_sparsekv.evaluation.records import Measure, Record, Results, bootstrap
 from hf_sparsekv.evaluation.reference_policies import OracleConfig, OraclePolicy, RandomConfig
 from hf_sparsekv.evaluation.samples import Sample, found_share
 from hf_sparsekv.policies.base import Policy
-from hf_sparsekv.types import AttentionSpec
+from hf_sparsekv.types import AttentionParams
 
 SETTINGS = "block_size=16,window=16,max_draft=4,dense_layers=0,token_budget=32"
 TIGHT = f"two_level:{SETTINGS},calibration_tokens=32,num_blocks=4"
@@ -28,8 +28,8 @@ TIGHT = f"two_level:{SETTINGS},calibration_tokens=32,num_blocks=4"
 
 
 def test_specs_make_what_they_say() -> None:
-    spec = parse_cache("two_level:token_budget=512,level=block,lag=false,num_blocks=none")
-    cache = spec.make()
+    params = parse_cache("two_level:token_budget=512,level=block,lag=false,num_blocks=none")
+    cache = params.make()
     assert type(cache) is SparseCache and cache.offload_config is None
     config = cache.config
     assert (config.token_budget, config.level, config.lag, config.num_blocks) == (512, "block", False, None)
@@ -45,7 +45,7 @@ def test_specs_make_what_they_say() -> None:
     assert same == parse_cache("{cache: two_level, token_budget: 64, lag: true, num_blocks: null}")
     assert same.name == "two_level:token_budget=64,lag=true,num_blocks=none"
     assert parse_cache(same.name).options == same.options
-    assert spec.make() is not spec.make()
+    assert params.make() is not params.make()
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_specs_make_what_they_say() -> None:
         (3, "text or a mapping"),
     ],
 )
-def test_wrong_specs_are_named(spec, says: str) -> None:
+def test_wrong_specs_are_named(params, says: str) -> None:
     with pytest.raises(ValueError, match=r"cache") as error:
-        parse_cache(spec)
+        parse_cache(params)
     assert says in str(error.value)
 
 
@@ -119,10 +119,10 @@ def test_oracle_attends_to_the_best_tokens() -> None:
     layer.fill(q[:, :, :length], k[:, :, :length], v[:, :, :length])
     layer.fill(q[:, :, length:], k[:, :, length:], v[:, :, length:])
     store = layer.store
-    got = layer.policy.attend(q[:, :, -1], store, layer.policy.plan(store), AttentionSpec(scale=dim**-0.5))
+    got = layer.policy.attend(q[:, :, -1], store, layer.policy.plan(store), AttentionParams(scale=dim**-0.5))
     logits = q[0, :, -1].view(heads, group, dim) @ k[0].mT * dim**-0.5
     share = logits.softmax(-1).amax(1)  # [heads, length + 1]
-    edge = store.sealed * store.block_size
+    edge = store.full_blocks * store.block_size
     for head in range(heads):
         middle = range(cache.config.sinks, edge)
         best = sorted(middle, key=lambda t: -share[head, t])[:budget]
@@ -137,18 +137,18 @@ def test_oracle_attends_to_the_best_tokens() -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("spec", ["full", TIGHT, TIGHT + ",lag=true"])
+@pytest.mark.parametrize("params", ["full", TIGHT, TIGHT + ",lag=true"])
 @pytest.mark.parametrize("pads", [None, (0, 11)])
 @pytest.mark.parametrize("name", ["llama", "deepseek-v3", "gemma3"])
-def test_answers_are_those_of_generate(name: str, pads, spec: str) -> None:
+def test_answers_are_those_of_generate(name: str, pads, params: str) -> None:
     """Batched, padded or not, from one prefill or from one a cache (gemma3 has sliding layers)."""
     net = model(name)
     assert can_share(net) == (name != "gemma3")
-    inputs, cache = prompt(2, 100, pads), parse_cache(spec).make(net.config)
+    inputs, cache = prompt(2, 100, pads), parse_cache(params).make(net.config)
     with attention(net, "sdpa" if cache is None else "sparsekv"):
         expected = net.generate(**inputs, past_key_values=cache, do_sample=False, max_new_tokens=10)[:, 100:]
     prefix = prefill(net, inputs["input_ids"], mask=inputs["attention_mask"])
-    filled, logits = prefix.start(net, parse_cache(spec).make(net.config))
+    filled, logits = prefix.start(net, parse_cache(params).make(net.config))
     assert greedy_rows(net, prefix, filled, logits, 10, set()) == expected.tolist()
 
 

@@ -8,7 +8,7 @@ import torch
 from hf_sparsekv.attention import parts
 from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.parts import chunk_attention, merge
-from hf_sparsekv.types import AttentionSpec
+from hf_sparsekv.types import AttentionParams
 
 
 def tensors(q, n, heads=(4, 2), dim=16, batch=2, dtype=torch.float32, device="cpu", seed=0):
@@ -53,7 +53,7 @@ def test_parts_of_very_different_weight():
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
 def test_causal(q, n, heads):
     query, key, value = tensors(q, n, heads)
-    found = exact_attention(query, key, value, AttentionSpec(0.3))
+    found = exact_attention(query, key, value, AttentionParams(0.3))
     torch.testing.assert_close(found, definition(query, key, value, 0.3), atol=1e-5, rtol=1e-5)
 
 
@@ -68,7 +68,7 @@ def test_chunks_on_a_gpu(q, n, heads, dim, dtype):
     side = torch.cat((key, value), -1)
     key, value = side[..., :dim], side[..., dim:]
     want = definition(query, key, value, 0.1)
-    found = exact_attention(query, key, value, AttentionSpec(0.1))
+    found = exact_attention(query, key, value, AttentionParams(0.1))
     torch.testing.assert_close(found, want, atol=2e-2, rtol=2e-2)
     assert float((found.float() - want.float()).square().mean().sqrt()) < 2e-3
     if torch.cuda.get_device_capability()[0] >= 9:

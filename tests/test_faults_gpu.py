@@ -9,12 +9,12 @@ from functools import lru_cache
 import pytest
 import torch
 from caches import FULL, TIGHT, two_level
-from lazy_lanes import slow
+from lazy_copy_streams import slow
 from models import build, prompt
 from transformers import DynamicCache, StoppingCriteria
 
 from hf_sparsekv import OffloadConfig, optimize
-from hf_sparsekv.offload.copy_streams import Lane
+from hf_sparsekv.offload.copy_streams import CopyStream
 
 pytestmark = pytest.mark.gpu
 HOW = {"max_new_tokens": 40, "do_sample": False}
@@ -23,14 +23,14 @@ LATE = 20_000_000  # cycles, some 10 ms
 
 @pytest.fixture
 def late(monkeypatch):
-    """Whatever goes by a lane begins late."""
-    make = Lane.__init__
+    """Whatever goes by a copy stream begins late."""
+    make = CopyStream.__init__
 
     def init(self, *args):
         make(self, *args)
         slow(self, LATE)
 
-    monkeypatch.setattr(Lane, "__init__", init)
+    monkeypatch.setattr(CopyStream, "__init__", init)
 
 
 @pytest.fixture(params=["eager", "captured"])
@@ -74,7 +74,7 @@ def test_blocks_on_their_way(net, late, way):
             cache.reset()
             assert torch.equal(net.generate(**given, **HOW, past_key_values=cache), dense(given))
         elif way == "copied":
-            twin, stock = copy.deepcopy(cache), DynamicCache()
+            copied, stock = copy.deepcopy(cache), DynamicCache()
             del cache
             gc.collect()
             junk = [torch.full((1 << 18,), float("nan"), device="cuda") for _ in range(8)]
@@ -82,7 +82,7 @@ def test_blocks_on_their_way(net, late, way):
             mine = inputs(seed=seed)
             mask = torch.cat((mine["attention_mask"], torch.ones_like(token)), 1)
             with torch.no_grad():
-                found = net(token, attention_mask=mask, past_key_values=twin).logits
+                found = net(token, attention_mask=mask, past_key_values=copied).logits
                 plain()(**mine, past_key_values=stock)
                 want = plain()(token, attention_mask=mask, past_key_values=stock).logits
             torch.testing.assert_close(found, want, atol=1e-3, rtol=1e-3)
@@ -98,10 +98,10 @@ def test_a_copy_chooses_what_its_original_does(net, late):
         ids, cache = prompt(2, 500, seed=seed)["input_ids"].cuda(), two_level(**TIGHT)
         with torch.no_grad():
             net(ids, past_key_values=cache)
-            twin = copy.deepcopy(cache)
+            copied = copy.deepcopy(cache)
             found, want = (
                 torch.cat([net(token, past_key_values=each).logits.clone() for token in ids[:, :8].split(1, 1)], 1)
-                for each in (twin, cache)
+                for each in (copied, cache)
             )
         torch.testing.assert_close(found, want, atol=1e-3, rtol=1e-3)
 
@@ -117,8 +117,8 @@ def test_a_copy_that_only_reads_its_question(late):
             mask = torch.cat((mine["attention_mask"], torch.ones_like(question)), 1)
             copied = copy.deepcopy(base)
             net(question, attention_mask=mask, past_key_values=copied)
-            pools = [pool for pool in copied.frames.pools.values() if pool is not None]
-            sizes = [pool.frames.nbytes for pool in pools]
+            pools = [pool for pool in copied.device_pools.pools.values() if pool is not None]
+            sizes = [pool.pages.nbytes for pool in pools]
             assert pools
             del copied, pools
             held = [torch.zeros(size, dtype=torch.uint8, device="cuda") for size in sizes for _ in range(4)]

@@ -10,14 +10,14 @@ import warnings
 import psutil
 import pytest
 import torch
-from host_memory import CPU, GPU, MB, SLOT, budget_of, faked, fill, in_child, intact, make_pool
+from host_memory import BLOCK_SHAPE, CPU, GPU, MB, budget_of, faked, fill, in_child, intact, make_pool
 
 from hf_sparsekv import SparseConfig
 from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.offload import host_pages, host_pool
 from hf_sparsekv.offload.host_pages import PAGE
 from hf_sparsekv.offload.host_pool import HostArena
-from hf_sparsekv.tensors import DeviceLength
+from hf_sparsekv.tensors import SeqLenTensor
 
 
 @pytest.fixture
@@ -30,10 +30,10 @@ def fake(monkeypatch):
 
 
 @pytest.mark.parametrize("pin", [True, False])
-@pytest.mark.parametrize("slot", [SLOT, (2, 16, 10), (1, 64, 67)], ids=["page", "part", "odd"])
-def test_growth_never_moves_data(fake, pin, slot):
+@pytest.mark.parametrize("block_shape", [BLOCK_SHAPE, (2, 16, 10), (1, 64, 67)], ids=["page", "part", "odd"])
+def test_growth_never_moves_data(fake, pin, block_shape):
     budget = budget_of(pin_memory=None if pin else False)
-    blocks = make_pool(budget, slot=slot)
+    blocks = make_pool(budget, block_shape=block_shape)
     place = blocks.kv.data_ptr()
     for n in (16, 1, 30, 3, 200, 77, 500):
         fill(blocks, n)
@@ -58,14 +58,14 @@ def test_an_old_view_stays_valid(fake):
 def test_runs_do_not_cross_a_border(fake):
     blocks = make_pool(budget_of())
     fill(blocks, 100)
-    ends = [end // blocks._slot_bytes for end in blocks._arena.borders]
+    ends = [end // blocks._block_bytes for end in blocks._arena.borders]
     fill(blocks, 1 + ends[-1])
     parts = list(blocks.runs(3, blocks.capacity))
     assert parts[0][0] == 3 and parts[-1][1] == blocks.capacity
     assert all(a[1] == b[0] for a, b in itertools.pairwise(parts)) and len(parts) == len(blocks._arena.borders) > 1
     start = blocks.kv.data_ptr()
     for lo, hi in parts:
-        at, size = start + lo * blocks._slot_bytes, (hi - lo) * blocks._slot_bytes
+        at, size = start + lo * blocks._block_bytes, (hi - lo) * blocks._block_bytes
         assert any(a <= at and at + size <= a + n for a, n in fake.live.items())
     assert list(blocks.runs(5, 5)) == []
     on_device = make_pool(None)
@@ -95,14 +95,14 @@ def test_addresses_tell_that_the_fields_have_moved():
 def test_a_captured_step_learns_that_the_fields_have_moved():
     like = torch.zeros(3, 2, 1, 16), torch.zeros(3, 2, 1, 16)
     config = SparseConfig(block_size=16, window=16, max_length=4096)
-    store = LayerStore(*like, config, budget_of(), DeviceLength())
+    store = LayerStore(*like, config, budget_of(), SeqLenTensor())
     before, capacity = store.addresses, store.pool.capacity
     taken = store.pool.allocate(capacity)
-    store.slots = taken.view(3, -1)  # named, so that they are not found free
-    table = store.slots
+    store.block_table = taken.view(3, -1)  # named, so that they are not found free
+    table = store.block_table
     store.pool.allocate(1)
     assert store.pool.capacity > capacity
-    assert store.slots is table
+    assert store.block_table is table
     assert store.addresses[1:3] != before[1:3]
 
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda", 0)
 MB, GB = 1 << 20, 1 << 30
-SLOT = (8, 64, 256)  # bf16: 256 KiB, a block of a model with 8 KV heads of 128
+BLOCK_SHAPE = (8, 64, 256)  # bf16: 256 KiB, a block of a model with 8 KV heads of 128
 
 
 @triton.jit
@@ -32,11 +32,11 @@ def read(src, dst, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def pick(src, ids, dst, SLOT_SIZE: tl.constexpr, SIZE: tl.constexpr):
-    """Copy the first values of some slots."""
-    slot = tl.load(ids + tl.program_id(0)).to(tl.int64)
+def pick(src, ids, dst, BLOCK_NUMEL: tl.constexpr, SIZE: tl.constexpr):
+    """Copy the first values of some physical blocks."""
+    physical_id = tl.load(ids + tl.program_id(0)).to(tl.int64)
     at = tl.arange(0, SIZE)
-    tl.store(dst + tl.program_id(0) * SIZE + at, tl.load(src + slot * SLOT_SIZE + at))
+    tl.store(dst + tl.program_id(0) * SIZE + at, tl.load(src + physical_id * BLOCK_NUMEL + at))
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +51,8 @@ def nothing_waits():
 
 
 def grown(budget, sizes=(16, 16, 40, 100)):
-    """A pool in several registrations; slot ``i`` holds the number ``i`` (exact in bf16 up to 256)."""
-    blocks = make_pool(budget, device=GPU, slot=SLOT, dtype=torch.bfloat16)
+    """A pool in several registrations; physical block ``i`` holds the number ``i`` (exact in bf16 up to 256)."""
+    blocks = make_pool(budget, device=GPU, block_shape=BLOCK_SHAPE, dtype=torch.bfloat16)
     for n in sizes:
         fill(blocks, n)
     torch.cuda.synchronize()  # a kernel writes; tests read on the host
@@ -60,13 +60,13 @@ def grown(budget, sizes=(16, 16, 40, 100)):
     return blocks
 
 
-def number_of(slots):
-    return torch.as_tensor(slots, dtype=torch.bfloat16)
+def number_of(physical_ids):
+    return torch.as_tensor(physical_ids, dtype=torch.bfloat16)
 
 
 def test_pinned_and_in_place():
     budget = budget_of(GB, pin_memory=True)
-    blocks = make_pool(budget, device=GPU, slot=SLOT, dtype=torch.bfloat16)
+    blocks = make_pool(budget, device=GPU, block_shape=BLOCK_SHAPE, dtype=torch.bfloat16)
     assert blocks.kv.is_pinned() and blocks._arena.pinned and blocks.kv.device.type == "cpu"
     place = blocks.kv.data_ptr()
     for n in (16, 30, 200):
@@ -78,7 +78,7 @@ def test_pinned_and_in_place():
 def test_pageable_on_request():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        blocks = make_pool(budget_of(GB, pin_memory=False), device=GPU, slot=SLOT, dtype=torch.bfloat16)
+        blocks = make_pool(budget_of(GB, pin_memory=False), device=GPU, block_shape=BLOCK_SHAPE, dtype=torch.bfloat16)
         fill(blocks, 40)
     assert not blocks.kv.is_pinned()
 
@@ -97,7 +97,7 @@ def test_a_kernel_reads_across_borders_and_copies_keep_between_them():
         read[(1,)](flat[start:], piece, 8192, BLOCK=8192)
         assert torch.equal(piece.cpu(), flat[start : start + 8192])
     n = blocks.used
-    got = torch.zeros(n, *SLOT, dtype=torch.bfloat16, device=GPU)
+    got = torch.zeros(n, *BLOCK_SHAPE, dtype=torch.bfloat16, device=GPU)
     parts = list(blocks.runs(3, n))
     assert len(parts) > 2
     for lo, hi in parts:
@@ -105,7 +105,7 @@ def test_a_kernel_reads_across_borders_and_copies_keep_between_them():
     torch.cuda.synchronize()
     assert torch.equal(got[3:, 0, 0, 0].cpu(), number_of(range(3, n)))
     assert torch.equal(got[3:].cpu(), blocks.kv[3:n])
-    new = torch.randn(n, *SLOT, device=GPU).bfloat16()
+    new = torch.randn(n, *BLOCK_SHAPE, device=GPU).bfloat16()
     for lo, hi in blocks.runs(0, n):
         blocks.kv[lo:hi].copy_(new[lo:hi], non_blocking=True)
     torch.cuda.synchronize()
@@ -118,7 +118,7 @@ def test_deleted_while_the_device_reads(kind):
     blocks = grown(budget)
     n = blocks.used
     want = blocks.kv[:n].clone()
-    got = torch.zeros(n, *SLOT, dtype=torch.bfloat16, device=GPU)
+    got = torch.zeros(n, *BLOCK_SHAPE, dtype=torch.bfloat16, device=GPU)
     grid = (triton.cdiv(got.numel(), 8192),)
     read[grid](want.cuda(), got, got.numel(), BLOCK=8192)  # compiles
     got.zero_()
@@ -153,7 +153,7 @@ def test_deleted_during_a_capture():
     assert budget.used > 0
     graph.replay()
     assert z == 2000
-    other = make_pool(budget, device=GPU, slot=SLOT, dtype=torch.bfloat16)
+    other = make_pool(budget, device=GPU, block_shape=BLOCK_SHAPE, dtype=torch.bfloat16)
     assert budget.used == other.kv.nbytes
 
 
@@ -161,11 +161,11 @@ def test_a_graph_goes_on_reading_while_the_pool_grows():
     blocks = grown(budget_of(GB), sizes=(16, 16, 20))
     ids = torch.zeros(4, dtype=torch.int32, device=GPU)
     got = torch.zeros(4, 256, dtype=torch.bfloat16, device=GPU)
-    pick[(4,)](blocks.kv, ids, got, SLOT_SIZE=8 * 64 * 256, SIZE=256)
+    pick[(4,)](blocks.kv, ids, got, BLOCK_NUMEL=8 * 64 * 256, SIZE=256)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        pick[(4,)](blocks.kv, ids, got, SLOT_SIZE=8 * 64 * 256, SIZE=256)
+        pick[(4,)](blocks.kv, ids, got, BLOCK_NUMEL=8 * 64 * 256, SIZE=256)
     fill(blocks, 180)
     ids.copy_(torch.tensor([0, 51, 52, 231], dtype=torch.int32))
     graph.replay()
@@ -174,17 +174,17 @@ def test_a_graph_goes_on_reading_while_the_pool_grows():
 
 def test_a_gigabyte_in_steps():
     process = psutil.Process()
-    make_pool(budget_of(GB), device=GPU, slot=SLOT, dtype=torch.bfloat16)
+    make_pool(budget_of(GB), device=GPU, block_shape=BLOCK_SHAPE, dtype=torch.bfloat16)
     gc.collect()
     before = process.memory_info().rss
     budget = budget_of(4 * GB)
-    blocks = make_pool(budget, device=GPU, slot=SLOT, dtype=torch.bfloat16)
+    blocks = make_pool(budget, device=GPU, block_shape=BLOCK_SHAPE, dtype=torch.bfloat16)
     place = blocks.kv.data_ptr()
     while blocks.kv.nbytes < GB:
-        slots = blocks.allocate(256)
-        blocks.table.slots = torch.cat((blocks.table.slots, slots))
-        last = (slots[-1] // 256).bfloat16()
-        blocks.write(slots[-1:], last.expand(1, *SLOT))
+        physical_ids = blocks.allocate(256)
+        blocks.table.block_table = torch.cat((blocks.table.block_table, physical_ids))
+        last = (physical_ids[-1] // 256).bfloat16()
+        blocks.write(physical_ids[-1:], last.expand(1, *BLOCK_SHAPE))
     assert blocks.kv.data_ptr() == place and blocks.kv.is_pinned()
     used = process.memory_info().rss - before
     assert abs(used - budget.used) < 200 * MB, "exactly what was asked for"
@@ -208,7 +208,7 @@ def test_a_registration_that_cuda_refuses(monkeypatch):
 
     monkeypatch.setattr(host_pool.cuda, "register", twice)
     budget = budget_of(GB)
-    blocks = make_pool(budget, device=GPU, slot=SLOT, dtype=torch.bfloat16)
+    blocks = make_pool(budget, device=GPU, block_shape=BLOCK_SHAPE, dtype=torch.bfloat16)
     fill(blocks, 16)
     with pytest.warns(UserWarning, match=r"could not be pinned \(cudaHostRegister: error \d+\)"):
         fill(blocks, 16)

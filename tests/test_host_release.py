@@ -54,12 +54,12 @@ def test_copies_of_a_cache_share_the_memory(fake):
     cache = two_level(**TIGHT)
     model("llama").generate(**prompt(1, 300), do_sample=False, max_new_tokens=5, past_key_values=cache)
     budget, size = cache.budget, cache.budget.used
-    twin = copy.deepcopy(cache)
+    copied = copy.deepcopy(cache)
     assert budget.used == size and fake.live
     del cache
     gc.collect()
     assert budget.used == size and not fake.told("unmap")
-    del twin
+    del copied
     gc.collect()
     assert budget.used == 0 and not fake.live
 

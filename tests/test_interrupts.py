@@ -112,7 +112,11 @@ class Runs:
                 assert self.right_or_refused(cache)
             except BaseException as error:
                 raise AssertionError(f"after an interrupt at point {at}, {where}") from error
-            pools = [] if cache.frames is None else [pool for pool in cache.frames.pools.values() if pool is not None]
+            pools = (
+                []
+                if cache.device_pools is None
+                else [pool for pool in cache.device_pools.pools.values() if pool is not None]
+            )
             assert all(bool(pool.state.enabled) and not pool._paused for pool in pools), where
 
 

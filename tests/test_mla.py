@@ -21,7 +21,7 @@ from hf_sparsekv.attention.mla import Absorbed, is_mla
 from hf_sparsekv.policies import crossover
 from hf_sparsekv.policies.label_index import default_channels
 from hf_sparsekv.tuning.channels import calibrate
-from hf_sparsekv.types import AttentionSpec
+from hf_sparsekv.types import AttentionParams
 
 GO = {"do_sample": False, "max_new_tokens": 30}
 PLAIN = [name for name in MLA if name != "kimi-linear"]  # which needs its configuration
@@ -105,14 +105,14 @@ def test_an_expand_kv_of_the_users_own_is_kept():
 def test_copies_of_a_changed_model_go_their_own_ways():
     net = build("glm4-moe-lite", "sparsekv")
     absorb_mla(net)
-    twin = copy.deepcopy(net)
+    copied = copy.deepcopy(net)
     with torch.no_grad():
-        for module in attention_modules(twin):
+        for module in attention_modules(copied):
             module.kv_b_proj.weight.mul_(1.5)
     plain = build("glm4-moe-lite", "sdpa")
-    plain.load_state_dict(twin.state_dict())
+    plain.load_state_dict(copied.state_dict())
     inputs = prompt(1, 50)
-    found = twin.generate(**inputs, **GO, past_key_values=two_level(**FULL))
+    found = copied.generate(**inputs, **GO, past_key_values=two_level(**FULL))
     assert torch.equal(found, plain.generate(**inputs, **GO))
     assert torch.equal(
         net.generate(**inputs, **GO, past_key_values=two_level(**FULL)),
@@ -195,14 +195,14 @@ def test_selection_is_that_of_the_expanded_keys(reduce):
     cache.layers.append(layer)
     layer.fill(absorbed.queries(query), latent, rotary)
     store, q = layer.store, query[:, :, -1:]
-    stored = store.sealed * store.block_size
+    stored = store.full_blocks * store.block_size
     key, value = absorbed.expand(latent, rotary)
     scores = (q @ key[:, :, :stored].transpose(-1, -2))[:, :, 0]  # [batch, H, stored]
     shared = scores.amax(1) if reduce == "max" else scores.mean(1)
     seen = torch.zeros(batch, n, dtype=torch.bool).scatter(1, shared.topk(budget).indices, True)
     seen[:, stored:] = True
-    expected = exact_attention(q, key, value, AttentionSpec(0.3), mask=seen[:, None, None])
-    found = layer.policy.attend(absorbed.queries(q)[:, :, 0], store, layer.policy.plan(store), AttentionSpec(0.3))
+    expected = exact_attention(q, key, value, AttentionParams(0.3), mask=seen[:, None, None])
+    found = layer.policy.attend(absorbed.queries(q)[:, :, 0], store, layer.policy.plan(store), AttentionParams(0.3))
     torch.testing.assert_close(absorbed.outputs(found[:, :, None]), expected, atol=1e-4, rtol=1e-4)
 
 

@@ -11,7 +11,7 @@ from test_mla import attention_modules
 from hf_sparsekv.attention import mla
 from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.mla import Absorbed
-from hf_sparsekv.types import AttentionSpec
+from hf_sparsekv.types import AttentionParams
 
 
 @pytest.mark.pairwise
@@ -28,15 +28,15 @@ def test_exact_attention(monkeypatch, what, q, piece):
     query = torch.randn(batch, heads, q, 20, generator=generator)
     latent, rotary = (torch.randn(batch, 1, n, dim, generator=generator) for dim in (16, 8))
     extra = {"softcap": {"softcap": 2.0}, "sinks": {"sink_logits": torch.randn(heads)}, "window": {"sliding_window": 9}}
-    spec, given = AttentionSpec(0.4, **extra.get(what, {})), {}
+    params, given = AttentionParams(0.4, **extra.get(what, {})), {}
     if what == "padded":
         given["columns"] = torch.arange(n) >= torch.tensor([[0], [30]])
     if what in ("4d", "additive"):
         mask = torch.rand(batch, 1, q, n, generator=generator) < 0.7
         mask[..., 0] = True
         given["mask"] = mask if what == "4d" else torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
-    expected = exact_attention(query, *absorbed.expand(latent, rotary), spec, **given)
-    found = absorbed.attention(query, latent, rotary, spec, **given)
+    expected = exact_attention(query, *absorbed.expand(latent, rotary), params, **given)
+    found = absorbed.attention(query, latent, rotary, params, **given)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 

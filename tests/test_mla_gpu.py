@@ -27,7 +27,7 @@ from hf_sparsekv.attention import mla
 from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.mla import Absorbed
 from hf_sparsekv.cuda_graph.optimize import runner_of
-from hf_sparsekv.types import AttentionSpec
+from hf_sparsekv.types import AttentionParams
 
 pytestmark = pytest.mark.gpu
 
@@ -189,15 +189,15 @@ def test_exact_attention(monkeypatch, q, dtype, padded):
         return torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
 
     query, latent, rotary = normal(batch, heads, q, 256), normal(batch, 1, n, 512), normal(batch, 1, n, 64)
-    spec = AttentionSpec(256**-0.5)
+    params = AttentionParams(256**-0.5)
     columns = torch.arange(n, device="cuda") >= torch.tensor([[0], [700]], device="cuda") if padded else None
     exact = Absorbed(attention_modules(made(20, "sparsekv", torch.float32))[0])
     key, value = exact.expand(latent.float(), rotary.float())
-    expected = exact_attention(query.float(), key, value, spec, columns=columns)
+    expected = exact_attention(query.float(), key, value, params, columns=columns)
     limit = 2e-2 if dtype == torch.bfloat16 else 1e-4
     for piece in (1 << 29, 1 << 22):
         monkeypatch.setattr(mla, "_PIECE", piece)
-        found = absorbed.attention(query, latent, rotary, spec, columns=columns).float()
+        found = absorbed.attention(query, latent, rotary, params, columns=columns).float()
         assert (found - expected).norm() / expected.norm() < limit
 
 
@@ -211,7 +211,7 @@ def test_memory_of_a_long_prompt_stays_bounded():
     with torch.no_grad():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        out = absorbed.attention(query, latent, rotary, AttentionSpec(0.1))
+        out = absorbed.attention(query, latent, rotary, AttentionParams(0.1))
         peak = torch.cuda.max_memory_allocated() - before - out.nbytes
     # A piece: projected, as keys, as values, and as the attention wants them.
     assert peak < 4 * mla._PIECE
@@ -227,7 +227,7 @@ def test_a_model_whose_experts_cannot_be_captured_says_so():
 
 
 def test_prompts_of_offloaded_latents_are_read_back_beside_the_computation():
-    """Chunks of a prompt over blocks in host memory, as large as their lanes' buffers are used again."""
+    """Chunks of a prompt over blocks in host memory, as large as their copy streams' buffers are used again."""
     net = build("glm4-moe-lite", "sparsekv", num_hidden_layers=4, max_position_embeddings=1 << 15).cuda()
     stock = build("glm4-moe-lite", "sdpa", num_hidden_layers=4, max_position_embeddings=1 << 15).cuda()
     inputs = {name: value.cuda() for name, value in prompt(2, 3000).items()}

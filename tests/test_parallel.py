@@ -95,7 +95,7 @@ def spread():
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "offload"), [("llama", True), ("gemma3", False)])
 def test_layers_on_two_gpus(spread, name, offload):
-    """Pools, lanes and clocks of each device; prompts in pieces, padding, second turns."""
+    """Pools, copy streams and clocks of each device; prompts in pieces, padding, second turns."""
     net = spread(name)
     dense = build(name, reference(name).config._attn_implementation, num_hidden_layers=3).cuda()
     inputs = {key: value.cuda() for key, value in prompt(2, 400, (0, 60)).items()}

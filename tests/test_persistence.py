@@ -32,12 +32,12 @@ def test_everything_comes_back_and_goes_on(name, tmp_path):
         with pytest.raises(ValueError, match="cannot be saved yet"):
             cache.save(tmp_path / "cache")
         return
-    twin = saved(cache, tmp_path, offload=cache.offload_config)
-    assert type(twin) is type(cache) and twin.config == cache.config
-    same(state(cache), state(twin))
-    assert twin.stats().decode_steps == 0
-    assert torch.equal(steps(cache, 24, seed=5), steps(twin, 24, seed=5))  # a block of 16 is sealed
-    same(state(cache), state(twin))
+    copied = saved(cache, tmp_path, offload=cache.offload_config)
+    assert type(copied) is type(cache) and copied.config == cache.config
+    same(state(cache), state(copied))
+    assert copied.stats().decode_steps == 0
+    assert torch.equal(steps(cache, 24, seed=5), steps(copied, 24, seed=5))  # a block of 16 is sealed
+    same(state(cache), state(copied))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "glm4-moe-lite"])
@@ -47,9 +47,9 @@ def test_an_answer_goes_on_elsewhere(name, tmp_path):
     feed(cache, *prompt(2, 130, (0, 30)).values(), name)
     steps(cache, 9, name)
     cache.use_rings()
-    twin = saved(cache, tmp_path, offload=OFFLOAD[True], model_config=model(name).config)
-    same(state(cache), state(twin))
-    assert torch.equal(steps(cache, 30, name), steps(twin, 30, name))
+    copied = saved(cache, tmp_path, offload=OFFLOAD[True], model_config=model(name).config)
+    same(state(cache), state(copied))
+    assert torch.equal(steps(cache, 30, name), steps(copied, 30, name))
 
 
 @pytest.mark.parametrize(("length", "offload"), [(5, True), (25, False), (31, True)])
@@ -57,10 +57,10 @@ def test_while_calibrating(offload, length, tmp_path):
     """``calibration_tokens`` is 32; blocks may be sealed before."""
     cache = two_level(offload, **{**TIGHT, "window": 1})
     feed(cache, IDS[:, :length])
-    twin = saved(cache, tmp_path, offload=OFFLOAD[offload])
-    same(state(cache), state(twin))
-    assert torch.equal(steps(cache, 45), steps(twin, 45))
-    same(state(cache), state(twin))
+    copied = saved(cache, tmp_path, offload=OFFLOAD[offload])
+    same(state(cache), state(copied))
+    assert torch.equal(steps(cache, 45), steps(copied, 45))
+    same(state(cache), state(copied))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -69,11 +69,11 @@ def test_low_precision(dtype, tmp_path):
     cache = two_level(**TIGHT)
     with torch.no_grad():
         net(IDS, past_key_values=cache)
-        twin = saved(cache, tmp_path)
-        same(state(cache), state(twin))
-        assert torch.equal(*(net(IDS[:, :1], past_key_values=c).logits for c in (cache, twin)))
+        copied = saved(cache, tmp_path)
+        same(state(cache), state(copied))
+        assert torch.equal(*(net(IDS[:, :1], past_key_values=c).logits for c in (cache, copied)))
     with pytest.raises(ValueError, match=f"keys of dtype {dtype}, got torch.float32: keep one dtype"):
-        feed(twin, IDS[:, :1])
+        feed(copied, IDS[:, :1])
 
 
 # What the release that wrote each file went on with, on the model "llama-mqa" of models.py: the token that follows its
@@ -105,25 +105,25 @@ def test_shared_blocks_are_stored_once(tmp_path):
     cache.save(tmp_path / "one")
     cache.batch_repeat_interleave(8)
     cache.save(tmp_path / "eight")
-    twin = SparseCache.load(tmp_path / "eight")
+    copied = SparseCache.load(tmp_path / "eight")
     one, eight = ((tmp_path / name).stat().st_size for name in ("one", "eight"))
-    near = sum(layer.store.near_kv[1:].nbytes for layer in cache.sparse_layers)
+    near = sum(layer.store.recent_kv[1:].nbytes for layer in cache.sparse_layers)
     assert eight - one < near + 20_000
-    assert twin.memory_bytes()["host"] == cache.memory_bytes()["host"]
-    same(state(cache), state(twin))
-    assert torch.equal(steps(cache, 30), steps(twin, 30))
+    assert copied.memory_bytes()["host"] == cache.memory_bytes()["host"]
+    same(state(cache), state(copied))
+    assert torch.equal(steps(cache, 30), steps(copied, 30))
 
 
 def test_after_rows_were_dropped_and_cropped(tmp_path):
-    """Slots that nobody names stay behind."""
+    """Physical blocks that nobody names stay behind."""
     cache = two_level(**TIGHT)
     feed(cache, *prompt(3, 200, (0, 30, 90)).values())
     cache.batch_select_indices(torch.tensor([2, 0]))
     cache.crop(-77)
-    twin = saved(cache, tmp_path)
-    same(state(cache), state(twin))
-    assert twin.sparse_layers[0].store.pool.used < cache.sparse_layers[0].store.pool.used
-    assert torch.equal(steps(cache, 30), steps(twin, 30))
+    copied = saved(cache, tmp_path)
+    same(state(cache), state(copied))
+    assert copied.sparse_layers[0].store.pool.used < cache.sparse_layers[0].store.pool.used
+    assert torch.equal(steps(cache, 30), steps(copied, 30))
 
 
 def test_channel_file(tmp_path):
@@ -135,16 +135,16 @@ def test_channel_file(tmp_path):
     with pytest.raises(ValueError, match=r"was saved with channel_file=.*got None"):
         cache.save(tmp_path / "saved")
         SparseCache.load(tmp_path / "saved", config=replace(cache.config, channel_file=None))
-    twin = SparseCache.load(tmp_path / "saved", config=cache.config)
-    same(state(cache), state(twin))
+    copied = SparseCache.load(tmp_path / "saved", config=cache.config)
+    same(state(cache), state(copied))
     path.rename(tmp_path / "elsewhere")
     SparseCache.load(tmp_path / "saved", config=replace(cache.config, channel_file=tmp_path / "elsewhere"))
-    twin = SparseCache.load(tmp_path / "saved", model_config=model("llama").config)
-    twin.reset()
+    copied = SparseCache.load(tmp_path / "saved", model_config=model("llama").config)
+    copied.reset()
     cache.reset()
-    for each in (cache, twin):
+    for each in (cache, copied):
         feed(each, IDS[:, :90])
-    same(state(cache), state(twin))
+    same(state(cache), state(copied))
 
 
 # ---------------------------------------------------------------------- several questions

@@ -133,11 +133,11 @@ def plan_of(cache: SparseCache, offload: OffloadConfig | None) -> MemoryPlan:
 
 @pytest.mark.parametrize("options", [{}, {"device_pool": 0}, {"device_pool": 100_000}, {"keep_dense": False}], ids=str)
 def test_device_pool(options):
-    """A cache long enough to choose among blocks: the plan is what is allocated, frames and page tables included."""
+    """A cache long enough to choose among blocks: the plan is what is allocated, pages and page tables included."""
     config = TwoLevelConfig(block_size=16, window=16, num_blocks=4, token_budget=32, dense_layers=1)
     offload = OffloadConfig(**options)
     plan = plan_of(OffloadedSparseCache(config, offload), offload)
-    assert (plan.frames > 0) == (options.get("device_pool") != 0)
+    assert (plan.device_pages > 0) == (options.get("device_pool") != 0)
     assert (plan.kept > 0) == options.get("keep_dense", True)
 
 
@@ -168,7 +168,7 @@ def test_predictive(offload, changes):
     plan = plan_of(AsyncPredictiveCache(config, offload), offload)
     assert plan.bounds == 0 and plan.labels > 0
     packs = offload == OffloadConfig() and not {"start_length", "token_budget"} & set(changes)
-    assert (plan.frames > 0) == packs
+    assert (plan.device_pages > 0) == packs
 
 
 @pytest.mark.parametrize("changes", [{}, {"token_budget": 400}, {"max_length": 5300}], ids=str)

@@ -36,10 +36,10 @@ class PredictiveOracle(Oracle):
         for row, seen in enumerate(self.valid[:, :length].tolist()):
             last = max((c for c, real in enumerate(seen) if not real), default=-1)
             since[row] = max(since[row], last + 1)
-        sealed = state.sealed * config.block_size
-        begun = length >= config.start_length and sealed + config.window + config.max_draft >= config.start_length
+        full_blocks = state.full_blocks * config.block_size
+        begun = length >= config.start_length and full_blocks + config.window + config.max_draft >= config.start_length
         state.last_query = None
-        if state.channels is not None and sealed > config.token_budget and begun:
+        if state.channels is not None and full_blocks > config.token_budget and begun:
             rows = [[self.predict(head[since[row] :]) for head in state.queries[row]] for row in range(len(since))]
             state.last_query = torch.stack([torch.stack(heads) for heads in rows])
         return out
@@ -64,8 +64,8 @@ class PredictiveOracle(Oracle):
         if layer < config.dense_layers or state.last_query is None:
             return real
         sinks = real[: config.sinks]
-        near = [c for c in real if c >= state.sealed * size]
-        free = [c for c in real if c < state.sealed * size and c not in sinks]
+        near = [c for c in real if c >= state.full_blocks * size]
+        free = [c for c in real if c < state.full_blocks * size and c not in sinks]
         asking, kept = state.last_query[row, head * group : (head + 1) * group], key[row, head, free]
         channels = state.channels[row][head]
         each = asking[:, channels] @ self.labels(kept[:, channels]).T
@@ -204,11 +204,11 @@ def test_a_step_reads_no_selection_that_is_being_made():
             seen: list[bool] = []
             for layer in cache.sparse_layers:
                 policy, attend = layer.policy, layer.policy.attend
-                before = (policy.ids.clone(), policy.packed.places.clone(), policy.packed.kv.clone())
+                before = (policy.ids.clone(), policy.packed.page_ids.clone(), policy.packed.kv.clone())
 
                 def watch(*args, attend=attend, policy=policy, before=before, seen=seen):
                     out = attend(*args)
-                    after = (policy.ids, policy.packed.places, policy.packed.kv)
+                    after = (policy.ids, policy.packed.page_ids, policy.packed.kv)
                     seen.append(all(torch.equal(a, b) for a, b in zip(before, after)))
                     return out
 
@@ -219,7 +219,7 @@ def test_a_step_reads_no_selection_that_is_being_made():
                 del layer.policy.attend
 
 
-@pytest.mark.parametrize("rank", ["host", "cpu"])
+@pytest.mark.parametrize("peer", ["host", "cpu"])
 def test_a_reset_counts_anew(rank):
     cache = predictive(False, **TIGHT, cache_rank=rank)
     decode(cache)
@@ -243,13 +243,13 @@ def test_only_newly_chosen_tokens_travel():
     assert bare.stats().hit_rate is None
 
 
-@pytest.mark.parametrize("bundle", [1, 2, 7])
+@pytest.mark.parametrize("layers_per_launch", [1, 2, 7])
 @pytest.mark.parametrize("offload", [False, True])
-def test_packs_of_layers_do_not_show(bundle, offload):
+def test_packs_of_layers_do_not_show(layers_per_launch, offload):
     nets = build("llama", "sparsekv", num_hidden_layers=5), build("llama", "sparsekv", num_hidden_layers=5)
     runner = Imitation(nets[1])
     runner.install()
-    found = [decode(predictive(offload, **TIGHT, layers_per_pack=bundle), steps=40, net=net) for net in nets]
+    found = [decode(predictive(offload, **TIGHT, layers_per_pack=layers_per_launch), steps=40, net=net) for net in nets]
     assert torch.equal(*found)
     assert runner.replays == 40
 
@@ -289,7 +289,7 @@ def test_a_capture_copies_nothing():
 
     def state():
         packs = [layer.policy.packed for layer in cache.sparse_layers]
-        return [t.clone() for p in packs for t in (p.kv, p.held, p.order, p.places, p.counters)]
+        return [t.clone() for p in packs for t in (p.kv, p.held, p.order, p.page_ids, p.counters)]
 
     def watch(*args):
         kept.append(state())
@@ -310,7 +310,7 @@ def test_a_capture_copies_nothing():
 def test_copies_and_two_caches_go_their_own_ways():
     cache, other = predictive(True, **TIGHT), predictive(False, **TIGHT)
     decode(cache, steps=5)
-    twin = copy.deepcopy(cache)
+    copied = copy.deepcopy(cache)
     ids = prompt(2, 20, seed=8)["input_ids"]
     first, second = [], []
     with torch.no_grad():
@@ -318,7 +318,7 @@ def test_copies_and_two_caches_go_their_own_ways():
         for token in ids.split(1, dim=1):
             first.append(model("llama")(token, past_key_values=cache).logits)
             model("llama")(token[:1], past_key_values=other)
-        second += [model("llama")(t, past_key_values=twin).logits for t in ids.split(1, dim=1)]
+        second += [model("llama")(t, past_key_values=copied).logits for t in ids.split(1, dim=1)]
     torch.testing.assert_close(torch.cat(first), torch.cat(second))
     assert other.get_seq_length() == 110
 

@@ -23,11 +23,11 @@ def test_a_captured_step_predicts_before_it_attends(monkeypatch):
         monkeypatch.setattr(owner, name, lambda self, *args: (order.append(name), does(self, *args))[1])
 
     race.feed(prompt(1, 130)["input_ids"])
-    for owner, name in ((Replay, "beside"), (PredictivePolicy, "attend"), (PredictivePolicy, "choose")):
+    for owner, name in ((Replay, "on_side_stream"), (PredictivePolicy, "attend"), (PredictivePolicy, "choose")):
         tell(owner, name)
     tell(type(race.ours.sparse_layers[0].policy.predictor), "predict")
     race.run(1)
-    assert order[:10] == ["beside", "predict", "attend", "beside", "choose"] * 2
+    assert order[:10] == ["on_side_stream", "predict", "attend", "on_side_stream", "choose"] * 2
 
 
 @pytest.mark.parametrize("place", ["stream", "cpu"])

@@ -22,8 +22,8 @@ def test_another_window_takes_over_the_queries(tmp_path):
     cache.save(tmp_path / "cache")
     for settings in ({"predictor_window": 4}, {"predictor_window": 30}, {"predictor": "last"}):
         config = PredictiveConfig(**{**asdict(cache.config), **settings})
-        twin = SparseCache.load(tmp_path / "cache", config)
-        mine, theirs = (c.sparse_layers[0].policy.queries for c in (cache, twin))
+        copied = SparseCache.load(tmp_path / "cache", config)
+        mine, theirs = (c.sparse_layers[0].policy.queries for c in (cache, copied))
         n = min(mine.size, theirs.size)
         assert theirs.count.tolist() == [n, n]
         columns = torch.arange(170 - n, 170)
@@ -40,10 +40,10 @@ def test_a_saved_cache_knows_the_queries_that_are_left(name, tmp_path):
             net(part, past_key_values=cache)
         cache.crop(-3)
         cache.save(tmp_path / "cache")
-        twin = SparseCache.load(tmp_path / "cache")
-        assert [c.sparse_layers[0].policy.queries.count.tolist() for c in (cache, twin)] == [[14, 14]] * 2
+        copied = SparseCache.load(tmp_path / "cache")
+        assert [c.sparse_layers[0].policy.queries.count.tolist() for c in (cache, copied)] == [[14, 14]] * 2
         for token in prompt(2, 30, seed=5)["input_ids"].split(1, dim=1):
-            assert torch.equal(*(net(token, past_key_values=c).logits for c in (cache, twin)))
+            assert torch.equal(*(net(token, past_key_values=c).logits for c in (cache, copied)))
 
 
 def test_a_crop_behind_all_known_queries(tmp_path):
@@ -53,10 +53,10 @@ def test_a_crop_behind_all_known_queries(tmp_path):
         net(prompt(2, 170)["input_ids"], past_key_values=cache)
         cache.crop(-60)
         cache.save(tmp_path / "cache")
-        twin = SparseCache.load(tmp_path / "cache")
+        copied = SparseCache.load(tmp_path / "cache")
         for token in prompt(2, 3, seed=5)["input_ids"].split(1, dim=1):
-            assert torch.equal(*(net(token, past_key_values=c).logits for c in (cache, twin)))
-    for each in (cache, twin):
+            assert torch.equal(*(net(token, past_key_values=c).logits for c in (cache, copied)))
+    for each in (cache, copied):
         assert [layer.policy.queries.count.tolist() for layer in each.sparse_layers] == [[3, 3]] * 2
 
 
@@ -69,10 +69,10 @@ def test_a_predictor_of_ones_own_has_to_be_given_again(tmp_path):
     cache.save(tmp_path / "cache")
     with pytest.raises(ValueError, match="a predictor of the user's own"):
         SparseCache.load(tmp_path / "cache")
-    twin = SparseCache.load(tmp_path / "cache", cache.config)
+    copied = SparseCache.load(tmp_path / "cache", cache.config)
     with torch.no_grad():
         token = torch.full((2, 1), 7)
-        found = [model("llama")(token, past_key_values=c).logits for c in (cache, twin)]
+        found = [model("llama")(token, past_key_values=c).logits for c in (cache, copied)]
     assert torch.equal(*found)
 
 

@@ -48,9 +48,9 @@ def test_a_forked_child_goes_on(kind):
             assert torch.equal(step(cache, at), logits)
 
     def work():
-        twin = copy.deepcopy(cache)
+        copied = copy.deepcopy(cache)
         right()
-        assert torch.equal(step(twin, 121), want[0])
+        assert torch.equal(step(copied, 121), want[0])
         step(cache, 130, 70)  # grows
         cache.reset()
         step(cache, 0, 60)

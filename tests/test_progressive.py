@@ -32,11 +32,11 @@ class WalkOracle(Oracle):
     def decode_columns(self, state, layer, row, head, group, query, key) -> list[int]:
         config, size = self.config, self.config.block_size
         real = self.real(row, key.shape[2])
-        if layer < config.dense_layers or not state.sealed:
+        if layer < config.dense_layers or not state.full_blocks:
             return real
         sinks = real[: config.sinks]
-        near = [c for c in real if c >= state.sealed * size]
-        free = [c for c in real if c < state.sealed * size and c not in sinks]
+        near = [c for c in real if c >= state.full_blocks * size]
+        free = [c for c in real if c < state.full_blocks * size and c not in sinks]
         mine = query[row, head * group : (head + 1) * group, 0]
         inside: dict[int, list[int]] = {}
         for c in free:
@@ -282,11 +282,11 @@ def test_a_copy_goes_its_own_way():
 
     cache = progressive(True)
     decode(cache, steps=5)
-    twin = copy.deepcopy(cache)
+    copied = copy.deepcopy(cache)
     ids = prompt(2, 20, seed=8)["input_ids"]
     with torch.no_grad():
         first = [model("llama")(t, past_key_values=cache).logits for t in ids.split(1, dim=1)]
-        second = [model("llama")(t, past_key_values=twin).logits for t in ids.split(1, dim=1)]
+        second = [model("llama")(t, past_key_values=copied).logits for t in ids.split(1, dim=1)]
     torch.testing.assert_close(torch.cat(first), torch.cat(second))
 
 

@@ -26,10 +26,10 @@ def test_audits_of_steps_captured_before_a_reset(monkeypatch):
             replay, policies = graph.replay, [state.layer.policy for state in saved]
 
             def silently():
-                known = [policy._spec for policy in policies]
+                known = [policy._params for policy in policies]
                 replay()
                 for policy, spec in zip(policies, known):
-                    policy._spec = spec
+                    policy._params = spec
 
             graph.replay = silently
             return graph, output

@@ -70,7 +70,9 @@ def every_nth(empty_after):
         def select(self, q, store, spec):
             columns = torch.arange(store.table.shape[1] * store.block_size, dtype=torch.int32)
             flags = store.pool.fields["flags"][store.table.clamp_min(0).long()].flatten(1)
-            wanted = (columns % self.config.stride == 0) & (flags == 1) & (columns < store.sealed * store.block_size)
+            wanted = (
+                (columns % self.config.stride == 0) & (flags == 1) & (columns < store.full_blocks * store.block_size)
+            )
             return torch.where(wanted, columns, -1)[:, None].expand(-1, store.heads, -1)
 
     return EveryNthPolicy
@@ -171,18 +173,18 @@ def test_plan_of_a_new_method(every_nth):
             shape = model_shape(grown.config, torch.float32)
             plan = plan_memory(shape, config, offload, context=300, batch=2)
             assert {"device": plan.cache_device, "host": plan.cache_host} == cache.memory_bytes()
-            assert plan.bounds == plan.labels == plan.frames == plan.working_set == 0
+            assert plan.bounds == plan.labels == plan.device_pages == plan.working_set == 0
 
 
 def test_files_of_a_new_method(every_nth, tmp_path):
     cache = generic(methods()["every_nth"])(kept=3)
     feed(cache, *prompt(2, 130, (0, 30)).values())
     steps(cache, 5)
-    twin = saved(cache, tmp_path)
-    assert type(twin) is SparseCache and twin.config == cache.config
-    assert torch.equal(twin.sparse_layers[0].policy.state, torch.full((2, 3), 3.0))
-    assert torch.equal(steps(cache, 20), steps(twin, 20))
-    same(state(cache), state(twin))
+    copied = saved(cache, tmp_path)
+    assert type(copied) is SparseCache and copied.config == cache.config
+    assert torch.equal(copied.sparse_layers[0].policy.state, torch.full((2, 3), 3.0))
+    assert torch.equal(steps(cache, 20), steps(copied, 20))
+    same(state(cache), state(copied))
     path = tmp_path / "context.safetensors"
     other = EveryNthConfig(**_small(), stride=2, kept=3)
     assert SparseCache.load(path, config=other).config.stride == 2
@@ -257,10 +259,10 @@ def test_files_that_name_no_method_load(tmp_path):
         for layer in held["layers"]:
             del layer["state"]
 
-    twin = SparseCache.load(rewrite(tmp_path / "new", tmp_path / "old", state=older), offload=cache.offload_config)
-    assert type(twin) is type(cache) and twin.config == cache.config
-    same(state(cache), state(twin))
-    assert torch.equal(steps(cache, 5), steps(twin, 5))
+    copied = SparseCache.load(rewrite(tmp_path / "new", tmp_path / "old", state=older), offload=cache.offload_config)
+    assert type(copied) is type(cache) and copied.config == cache.config
+    same(state(cache), state(copied))
+    assert torch.equal(steps(cache, 5), steps(copied, 5))
 
 
 def test_files_whose_class_and_method_disagree(tmp_path):

@@ -20,7 +20,7 @@ from hf_sparsekv.layers.replay import Replay
 from hf_sparsekv.policies.base import Policy
 from hf_sparsekv.policies.packed import Packed
 from hf_sparsekv.policies.shared import Shared
-from hf_sparsekv.second_device.replica import LeadingStore, Rank
+from hf_sparsekv.second_device.replica import PeerDevice, PrimaryStore
 
 
 class Slow:
@@ -46,7 +46,7 @@ def slow(monkeypatch):
 
     def install(*looks: float) -> None:
         rest = itertools.cycle(looks)
-        monkeypatch.setattr(Rank, "mark", lambda self: Slow(next(rest)))
+        monkeypatch.setattr(PeerDevice, "mark", lambda self: Slow(next(rest)))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
         Slow.waits = 0
 
@@ -86,13 +86,13 @@ def test_every_token_is_near_or_could_have_been_chosen(slow, looks):
     with torch.no_grad():
         net(ids[:, :150], past_key_values=cache)
         for token in ids[:, 150:].split(1, dim=1):
-            before = [layer.store.sealed for layer in cache.sparse_layers]
+            before = [layer.store.full_blocks for layer in cache.sparse_layers]
             net(token, past_key_values=cache)
-            for layer, sealed in zip(cache.sparse_layers, before):
+            for layer, full_blocks in zip(cache.sparse_layers, before):
                 policy = layer.policy
-                assert policy.known == sealed
+                assert policy.known == full_blocks
                 held = policy.packs[policy.at].held
-                assert ((held >= 0).sum(-1) == 32).all() and held.max() < sealed * 16
+                assert ((held >= 0).sum(-1) == 32).all() and held.max() < full_blocks * 16
 
 
 def test_what_a_step_attends_to_is_not_being_written():
@@ -137,14 +137,14 @@ def test_a_copy_goes_its_own_way():
     """The copy's second device follows it, too."""
     cache = predictive(False, **TIGHT, cache_rank="cpu")
     decode(cache, steps=5)
-    twin = copy.deepcopy(cache)
+    replica = copy.deepcopy(cache)
     ids = prompt(2, 40, seed=8)["input_ids"]
     with torch.no_grad():
-        found = [[model("llama")(t, past_key_values=c).logits for t in ids.split(1, dim=1)] for c in (cache, twin)]
+        found = [[model("llama")(t, past_key_values=c).logits for t in ids.split(1, dim=1)] for c in (cache, replica)]
     assert torch.equal(torch.cat(found[0]), torch.cat(found[1]))
-    stores = [layer.store for c in (cache, twin) for layer in c.sparse_layers]
-    assert all(isinstance(store, LeadingStore) and store.twin.sealed == store.sealed for store in stores)
-    assert len({id(store.twin) for store in stores}) == 4
+    stores = [layer.store for c in (cache, replica) for layer in c.sparse_layers]
+    assert all(isinstance(store, PrimaryStore) and store.replica.full_blocks == store.full_blocks for store in stores)
+    assert len({id(store.replica) for store in stores}) == 4
 
 
 def test_files_are_not_for_a_second_device(tmp_path):
@@ -164,10 +164,10 @@ class Line:
     """A stream of which only the order is known: what it comes behind."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.behind = name, set()
+        self.name, self.after_current_stream = name, set()
 
     def wait_stream(self, other: Line) -> None:
-        self.behind |= {other.name} | other.behind
+        self.after_current_stream |= {other.name} | other.after_current_stream
 
     def record_event(self):
         return None
@@ -187,79 +187,79 @@ def lines(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: home)
     monkeypatch.setattr(torch.cuda, "stream", on)
-    rank = Rank(torch.device("cpu"))
-    rank.stream, rank._side[rank.device] = there, side
-    return rank, now, home, there, side
+    peer = PeerDevice(torch.device("cpu"))
+    peer.stream, peer._side[peer.device] = there, side
+    return peer, now, home, there, side
 
 
 def test_trials_switch_copying_off_where_it_is_done(lines, monkeypatch):
-    rank, now, *_ = lines
+    peer, now, *_ = lines
     seen = []
-    rank.enabled = SimpleNamespace(
+    peer.enabled = SimpleNamespace(
         zero_=lambda: seen.append(("off", now[-1].name)), fill_=lambda value: seen.append((value, now[-1].name))
     )
-    with rank.paused():
+    with peer.paused():
         pass
     assert seen == [("off", "there"), (1, "there")]
 
 
 def test_all_that_is_read_beside_the_computation_is_kept_for_it(lines):
-    rank, _, _, there, side = lines
+    peer, _, _, there, side = lines
     kept = []
     given, other = (SimpleNamespace(record_stream=kept.append, device=torch.device(d)) for d in ("cpu", "meta"))
-    with rank.entered(rank.device, given, None, other):
+    with peer.entered(peer.device, given, None, other):
         pass
     assert kept == [side, there]
 
 
 def test_a_captured_step_forks_by_layers_and_comes_back_whatever_happens(lines):
     """Each layer begins behind its own attention, with a launch that overlaps nothing."""
-    rank, now, side, *_ = lines
-    rank._others, seen = [Line("other")], []
-    rank._gate = SimpleNamespace(zero_=lambda: seen.append((now[-1].name, set(now[-1].behind))))
+    peer, now, side, *_ = lines
+    peer._others, seen = [Line("other")], []
+    peer._gate = SimpleNamespace(zero_=lambda: seen.append((now[-1].name, set(now[-1].after_current_stream))))
     for layer in range(4):
         side.wait_stream(Line(f"attention {layer}"))
-        with pytest.raises(ValueError, match="in the middle"), rank.forked(rank.device, layer):
+        with pytest.raises(ValueError, match="in the middle"), peer.forked(peer.device, layer):
             raise ValueError("in the middle")
     assert [name for name, _ in seen] == ["there", "other", "there", "other"]
     assert all(f"attention {layer}" in behind for layer, (_, behind) in enumerate(seen))
     assert "other" not in seen[2][1], "layers of different lanes do not wait for each other"
     assert "there" in seen[1][1], "but all wait for what was under way there before"
-    assert "there" not in side.behind
-    rank.rejoin(side)
-    assert {"there", "other"} <= side.behind
-    side.behind.clear()
-    rank.rejoin(side)
-    assert not side.behind, "it has come back"
+    assert "there" not in side.after_current_stream
+    peer.rejoin(side)
+    assert {"there", "other"} <= side.after_current_stream
+    side.after_current_stream.clear()
+    peer.rejoin(side)
+    assert not side.after_current_stream, "it has come back"
 
 
 def test_what_runs_beside_a_step_begins_behind_it_and_comes_back(lines):
     _, now, home, _, side = lines
     replay, ran = Replay(None, side, Shared(Policy, SparseConfig(), None)), []
     replay.fork(lambda: ran.append(("in a pack", now[-1].name)), 2)
-    replay.beside(lambda: ran.append(("at once", now[-1].name)))
+    replay.on_side_stream(lambda: ran.append(("at once", now[-1].name)))
     assert ran == [("at once", "side")]
-    assert "home" in side.behind and "side" not in home.behind
+    assert "home" in side.after_current_stream and "side" not in home.after_current_stream
     replay.come_back()
-    assert "side" in home.behind and len(ran) == 1, "a failed capture does not run what is left"
+    assert "side" in home.after_current_stream and len(ran) == 1, "a failed capture does not run what is left"
     replay.join()
     assert ran[1:] == [("in a pack", "side")]
 
 
 def test_layers_wait_once_for_what_all_of_them_have_handed_over(lines):
     """On both streams: rows of chosen tokens are moved on the one beside the computation."""
-    rank, _, home, *_ = lines
-    rank.join(rank.device)
-    assert home.behind == {"there", "side"}
-    home.behind.clear()
-    rank.join(rank.device)
-    assert not home.behind
-    for again in (rank.on_stream, lambda: rank.entered(rank.device), rank.paused):
+    peer, _, home, *_ = lines
+    peer.join(peer.device)
+    assert home.after_current_stream == {"there", "side"}
+    home.after_current_stream.clear()
+    peer.join(peer.device)
+    assert not home.after_current_stream
+    for again in (peer.on_stream, lambda: peer.entered(peer.device), peer.paused):
         with again():
             pass
-        rank.join(rank.device)
-        assert "there" in home.behind
-        home.behind.clear()
+        peer.join(peer.device)
+        assert "there" in home.after_current_stream
+        home.after_current_stream.clear()
 
 
 def test_what_a_trial_has_changed_is_put_back_before_the_replay(monkeypatch):
@@ -267,8 +267,8 @@ def test_what_a_trial_has_changed_is_put_back_before_the_replay(monkeypatch):
     race = PredictiveRace(captured=True, cache_rank="cpu")
     race.feed(prompt(1, 130)["input_ids"])
     order, policy = [], race.ours.sparse_layers[0].policy
-    monkeypatch.setattr(Rank, "join", lambda self, home: order.append("join"))
-    monkeypatch.setattr(Rank, "on_stream", lambda self: order.append("there") or nullcontext())
+    monkeypatch.setattr(PeerDevice, "join", lambda self, home: order.append("join"))
+    monkeypatch.setattr(PeerDevice, "on_stream", lambda self: order.append("there") or nullcontext())
     policy.restore_device(policy.snapshot())
     assert order == ["there", "there", "join"]
 
@@ -277,19 +277,19 @@ def test_memory_of_a_captured_step_is_there_before():
     """A graph has no pool of its own on the other device."""
     race = PredictiveRace(captured=True, cache_rank="cpu")
     race.feed(prompt(1, 130)["input_ids"])
-    rank, record, made = race.ours.shared.rank, race.runner._record, []
-    rank._buffers.clear()
+    peer, record, made = race.ours.shared.peer, race.runner._record, []
+    peer._buffers.clear()
 
     def watch(run, device, saved):
-        made.append(dict(rank._buffers))
+        made.append(dict(peer._buffers))
         return record(run, device, saved)
 
     race.runner._record, race.runner._warm_up = watch, lambda run, device: None
     race.run(2)
     assert race.runner.captures == len(made) == 1
     handed_over = {"q", "k", "v", "length"}  # which kernels read in place
-    assert {name for name, *_ in rank._buffers} - handed_over == {name for name, *_ in made[0]} - handed_over
-    assert all(rank._buffers[key] is held for key, held in made[0].items())
+    assert {name for name, *_ in peer._buffers} - handed_over == {name for name, *_ in made[0]} - handed_over
+    assert all(peer._buffers[key] is held for key, held in made[0].items())
 
 
 def test_a_captured_step_knows_where_the_other_device_keeps_its_blocks():
@@ -297,7 +297,7 @@ def test_a_captured_step_knows_where_the_other_device_keeps_its_blocks():
     decode(cache, steps=5)
     store = cache.sparse_layers[0].store
     before = store.addresses
-    store.twin.pool._grow(2 * store.twin.pool.capacity)
+    store.replica.pool._grow(2 * store.replica.pool.capacity)
     assert store.addresses != before
 
 
@@ -313,17 +313,17 @@ def test_whoever_reads_the_other_devices_blocks_comes_behind_its_work(monkeypatc
         yield
         order.append("leaves")
 
-    monkeypatch.setattr(Rank, "entered", entered)
-    monkeypatch.setattr(Rank, "join", lambda self, home: order.append("waits"))
+    monkeypatch.setattr(PeerDevice, "entered", entered)
+    monkeypatch.setattr(PeerDevice, "join", lambda self, home: order.append("waits"))
     monkeypatch.setattr(LayerStore, "attend", lambda self, *args: order.append("reads"))
-    monkeypatch.setattr(store.twin.pool, "read", lambda slots, out: order.append("reads"))
+    monkeypatch.setattr(store.replica.pool, "read", lambda physical_ids, out: order.append("reads"))
     copied = ["enters with 1", "reads", "leaves", "waits"]  # kept for it: what is written there
     policy.attend(None, store, policy.plan(store), None)
     store.materialise()
     store.crop(20)
     assert order == ["waits", "reads", *copied, *copied, "enters with 0", "reads", "leaves"]
     order.clear()
-    store.fixed = True
+    store.capturing = True
     policy.attend(None, store, policy.plan(store), None)
     assert order == ["reads"]
 
@@ -338,7 +338,7 @@ def test_a_copy_comes_behind_what_is_being_chosen(monkeypatch):
     cache = predictive(False, **TIGHT, cache_rank="cpu")
     decode(cache, steps=5)
     order = []
-    monkeypatch.setattr(Rank, "join", lambda self, home: order.append("join"))
+    monkeypatch.setattr(PeerDevice, "join", lambda self, home: order.append("join"))
     copied = Packed.copy
     monkeypatch.setattr(Packed, "copy", lambda self: order.append("copy") or copied(self))
     copy.deepcopy(cache)
@@ -374,4 +374,4 @@ def test_a_step_that_cannot_be_captured_leaves_the_other_device_where_it_was():
     race.runner._record = fail
     with pytest.warns(UserWarning, match="no graph can hold this"):
         assert race.run(40) < TOLERANCE
-    assert all(layer.store.twin.length == layer.store.length for layer in race.ours.sparse_layers)
+    assert all(layer.store.replica.length == layer.store.length for layer in race.ours.sparse_layers)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hf_sparsekv import optimize
 from hf_sparsekv.cuda_graph.optimize import runner_of
-from hf_sparsekv.second_device.policy import TwinPolicy
-from hf_sparsekv.second_device.replica import Rank
+from hf_sparsekv.second_device.policy import ReplicaPolicy
+from hf_sparsekv.second_device.replica import PeerDevice
 
 GPU = torch.cuda.device_count()
 CYCLES = 4_000_000  # of a second device that is slow: about 2 ms
@@ -68,8 +68,8 @@ def slow(monkeypatch):
 
             return late
 
-        monkeypatch.setattr(Rank, "entered", later(Rank.entered))
-        monkeypatch.setattr(Rank, "forked", later(Rank.forked))
+        monkeypatch.setattr(PeerDevice, "entered", later(PeerDevice.entered))
+        monkeypatch.setattr(PeerDevice, "forked", later(PeerDevice.forked))
 
     return install
 
@@ -185,8 +185,10 @@ def test_a_budget_for_everything_gives_the_dense_answer(there):
     assert replays(net) == 39
     assert cache.stats().dense_calls == 0, "all of it was brought here, rather than read there in each step"
     store = cache.sparse_layers[0].store
-    assert (store.twin.length, store.twin.sealed) == (cache.get_seq_length(), store.sealed)
-    assert store.pool.kv.numel() == 0 and store.twin.sealed > 0, "keys and values of blocks are on one device alone"
+    assert (store.replica.length, store.replica.full_blocks) == (cache.get_seq_length(), store.full_blocks)
+    assert store.pool.kv.numel() == 0 and store.replica.full_blocks > 0, (
+        "keys and values of blocks are on one device alone"
+    )
 
 
 @there
@@ -212,14 +214,14 @@ def test_two_caches_in_turn(there, slow):
 @captured
 def test_after_an_error_there_a_reset_helps(there, captured, monkeypatch):
     (net, expected, _), failing = on_one_device(there.replace("cuda:1", "cuda:0"), captured), []
-    choose = TwinPolicy.choose
+    choose = ReplicaPolicy.choose
 
     def fail(self, store):
-        if failing and not store.fixed:  # of captured steps: where a block is sealed
+        if failing and not store.capturing:  # of captured steps: where a block is sealed
             raise OSError("the other device is gone")
         choose(self, store)
 
-    monkeypatch.setattr(TwinPolicy, "choose", fail)
+    monkeypatch.setattr(ReplicaPolicy, "choose", fail)
     cache = predictive(False, **TIGHT, cache_rank=there, strict=True)
     talk = Conversation(net, cache)
     talk.feed(prompt(2, 150)["input_ids"])
@@ -237,21 +239,21 @@ def test_after_an_error_there_a_reset_helps(there, captured, monkeypatch):
 @there
 def test_copying_is_switched_off_behind_the_steps_under_way(there):
     """A capture that comes while a captured step still runs takes none of that step's tokens away."""
-    rank = Rank(torch.device(there))
+    peer = PeerDevice(torch.device(there))
     home = torch.device("cpu" if there == "cpu" else "cuda:0")
-    with rank.entered(home):
+    with peer.entered(home):
         pass
-    rank.join(home)
+    peer.join(home)
     if home.type == "cuda":
         torch.cuda._sleep(20 * CYCLES)
-    seen = rank.enabled.to(home, copy=True, non_blocking=True)  # as the step under way sees it
-    with rank.paused():
+    seen = peer.enabled.to(home, copy=True, non_blocking=True)  # as the step under way sees it
+    with peer.paused():
         if home.type == "cuda":
             torch.cuda.synchronize(home)
-            torch.cuda.synchronize(rank.device)
-        assert rank.enabled.item() == 0
-    with rank.on_stream():
-        assert rank.enabled.item() == 1
+            torch.cuda.synchronize(peer.device)
+        assert peer.enabled.item() == 0
+    with peer.on_stream():
+        assert peer.enabled.item() == 1
     assert seen.item() == 1
 
 
@@ -263,10 +265,10 @@ def test_a_selection_that_is_late_is_used_later_and_counted(there, slow):
     talk.feed(prompt(2, 150)["input_ids"])
     slow(20 * CYCLES)
     for _ in range(20):
-        before = [layer.store.sealed for layer in cache.sparse_layers]
+        before = [layer.store.full_blocks for layer in cache.sparse_layers]
         talk.answer(1)
-        for layer, sealed in zip(cache.sparse_layers, before):
-            assert layer.policy.known == sealed, "what left the ring could have been chosen"
+        for layer, full_blocks in zip(cache.sparse_layers, before):
+            assert layer.policy.known == full_blocks, "what left the ring could have been chosen"
     stats = cache.stats()
     assert stats.dense_calls == 0 and 10 < stats.late <= 40
 
@@ -275,14 +277,14 @@ def test_a_selection_that_is_late_is_used_later_and_counted(there, slow):
 def test_a_step_that_cannot_be_captured_there_runs_eagerly(there, monkeypatch):
     """Last: what a failed capture leaves behind would show in the tests after it."""
     _, expected, _ = on_one_device("cuda:0", False)
-    choose = TwinPolicy.choose
+    choose = ReplicaPolicy.choose
 
     def fail(self, store):
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("no graph can hold this")
         choose(self, store)
 
-    monkeypatch.setattr(TwinPolicy, "choose", fail)
+    monkeypatch.setattr(ReplicaPolicy, "choose", fail)
     net = net_for(there, captured=True)
     with pytest.warns(UserWarning, match="no graph can hold this"):
         found = everything(net, predictive(False, **TIGHT, cache_rank=there, strict=True))

@@ -32,9 +32,9 @@ class Outer(Base):
         "scratch": Held(captured=False, dropped=True),
         "replaced": Held(captured=False, shared=True, file="replaced"),
     }
-    HOST: ClassVar = {"placed": False}
+    HOST: ClassVar = {"paged": False}
     PARTS: ClassVar = ("packs", "absent")
-    OWN: ClassVar = ("placed", "packs")
+    OWN: ClassVar = ("paged", "packs")
 
 
 def outer() -> Outer:
@@ -49,7 +49,7 @@ def outer() -> Outer:
 def test_what_base_classes_declare_is_kept_too():
     state = Outer()
     assert set(state.TENSORS) == {"ids", "scratch", "replaced"} and state.PARTS == ("inner", "packs", "absent")
-    assert (state.ids, state.inner, state.chosen, state.placed) == (None, None, False, False)
+    assert (state.ids, state.inner, state.chosen, state.paged) == (None, None, False, False)
     assert set(Base.TENSORS) == {"ids"}, "a subclass adds nothing to its base"
 
 
@@ -100,12 +100,12 @@ def test_rows(index):
 
 def test_a_copy_shares_what_is_never_written():
     state = outer()
-    state.chosen = state.placed = True
+    state.chosen = state.paged = True
     new = state.copy()
     assert new.replaced is state.replaced and new.inner.constant is state.inner.constant
     assert new.ids is not state.ids and torch.equal(new.ids, state.ids)
     assert new.inner is not state.inner and new.inner.limits is not state.inner.limits
-    assert (new.chosen, new.placed, new.packs) == (True, False, None), "a copy has no device pages yet"
+    assert (new.chosen, new.paged, new.packs) == (True, False, None), "a copy has no device pages yet"
 
 
 def test_reset_and_bytes():

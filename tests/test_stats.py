@@ -33,7 +33,7 @@ def run(cache, length, steps, pads=None, batch=1):
 
 
 def sealed_at(columns):
-    """Blocks in slots once ``columns`` columns are cached; a step attends before it seals."""
+    """Blocks in physical blocks once ``columns`` columns are cached; a step attends before it seals."""
     return max(0, (columns - WINDOW - DRAFT) // BLOCK)
 
 
@@ -77,7 +77,7 @@ def test_tokens_and_bytes(level, pads, offload):
         assert stats.host_to_device_bytes == stats.device_to_host_bytes == stats.host_bytes == 0
         return
     # Sinks and recent tokens stay on the device; every sealed column went to the host once.
-    fetched = cache.frames.counters()
+    fetched = cache.device_pools.counters()
     in_place = sum(layer.store.counters.total_from_host for layer in cache.sparse_layers)
     if level == "token":
         assert stats.host_to_device_bytes == in_place * TOKEN == count["stored"] * TOKEN
@@ -93,7 +93,7 @@ def test_tokens_and_bytes(level, pads, offload):
 
 @pytest.mark.parametrize("lag", [True, False])
 def test_blocks_and_index(lag):
-    """Unpadded: every sealed block is scored, KEEP are kept, and the labels of those are read."""
+    """Unpadded: every full block is scored, KEEP are kept, and the labels of those are read."""
     cache = two_level(lag=lag, **TIGHT)
     run(cache, 130, 40)
     stats = cache.stats()
@@ -101,9 +101,9 @@ def test_blocks_and_index(lag):
     label = 4 // 2 + 4  # four channels of four bits; scale and zero point in float16
     choices = [130, *range(131, 170 + 1)] if lag else range(131, 171)
     for columns in choices:
-        sealed = sealed_at(columns) if lag else sealed_at(columns - 1)
-        if sealed > KEEP:
-            bounds += sealed * HEADS * LAYERS * 2 * DIM * 4
+        full_blocks = sealed_at(columns) if lag else sealed_at(columns - 1)
+        if full_blocks > KEEP:
+            bounds += full_blocks * HEADS * LAYERS * 2 * DIM * 4
     for columns in range(131, 171):
         blocks += KEEP * HEADS * LAYERS * (sealed_at(columns - 1) > KEEP)
         labels += min(KEEP, sealed_at(columns - 1)) * BLOCK * HEADS * LAYERS * label
@@ -154,13 +154,13 @@ def test_several_queries_read_everything():
     """Everything that was cached before them; they themselves are on the device."""
     cache = two_level(**TIGHT)
     run(cache, 130, 0)
-    before, fetched = cache.stats(), cache.frames.counters()["bytes"]
+    before, fetched = cache.stats(), cache.device_pools.counters()["bytes"]
     with torch.no_grad():
         model("llama")(prompt(1, 7, seed=2)["input_ids"], past_key_values=cache)
     stats = cache.stats()
     assert stats.exact_calls - before.exact_calls == LAYERS
     assert stats.decode_steps == stats.attended_tokens == 0
-    moved = stats.host_to_device_bytes - before.host_to_device_bytes - cache.frames.counters()["bytes"] + fetched
+    moved = stats.host_to_device_bytes - before.host_to_device_bytes - cache.device_pools.counters()["bytes"] + fetched
     assert moved == sealed_at(130) * BLOCK * HEADS * LAYERS * TOKEN
 
 
@@ -182,14 +182,14 @@ def test_memory_is_the_sum_over_tensors(offload):
     for layer in cache.sparse_layers:
         store, pool = layer.store, layer.store.pool
         if offload:
-            held["device"] += store.residents.table.untyped_storage().nbytes()
+            held["device"] += store.pages.table.untyped_storage().nbytes()
         tensors = [t for t in vars(store).values() if isinstance(t, torch.Tensor)]
         held["device"] += sum(t.untyped_storage().nbytes() for t in [*tensors, *pool.fields.values()])
         held["host" if offload else "device"] += pool.kv.untyped_storage().nbytes()
     if offload:
-        (frames,) = cache.frames.pools.values()
-        lists = [copies for copies, _ in frames._lists.values()]
-        held["device"] += sum(t.nbytes for t in (frames.frames, frames.state.owner, frames.state.stamp, *lists))
+        (pool,) = cache.device_pools.pools.values()
+        lists = [copies for copies, _ in pool._lists.values()]
+        held["device"] += sum(t.nbytes for t in (pool.pages, pool.state.owner, pool.state.stamp, *lists))
     assert cache.memory_bytes() == held
     stats = cache.stats()
     assert {"device": stats.device_bytes, "host": stats.host_bytes} == held
@@ -201,9 +201,9 @@ def test_host_memory_is_given_back():
     run(cache, 300, 5)
     budget = cache.budget
     assert budget.used == cache.memory_bytes()["host"]
-    twin = copy.deepcopy(cache)
-    assert budget.used == twin.memory_bytes()["host"]
-    del cache, twin
+    copied = copy.deepcopy(cache)
+    assert budget.used == copied.memory_bytes()["host"]
+    del cache, copied
     gc.collect()
     assert budget.used == 0
 

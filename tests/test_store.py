@@ -14,8 +14,8 @@ from hf_sparsekv import OffloadConfig, SparseConfig
 from hf_sparsekv.kv.pool import BlockPool, HostBudget, bucket
 from hf_sparsekv.kv.store import VALID, LayerStore, ring_tokens
 from hf_sparsekv.ops.seal import Index, key_bounds
-from hf_sparsekv.tensors import DeviceLength
-from hf_sparsekv.types import AttentionSpec
+from hf_sparsekv.tensors import SeqLenTensor
+from hf_sparsekv.types import AttentionParams
 
 HEADS, KEY, VALUE, SIZE = 2, 4, 6, 16
 
@@ -59,7 +59,7 @@ class Plain:
 
 def make_store(config, budget, batch, expected=1) -> LayerStore:
     like = torch.zeros(batch, HEADS, expected, KEY), torch.zeros(batch, HEADS, expected, VALUE)
-    store = LayerStore(*like, config, budget, DeviceLength())
+    store = LayerStore(*like, config, budget, SeqLenTensor())
     store.pool.add_field("bounds", (1, HEADS, 2, KEY), store.dtype)
     return store
 
@@ -67,32 +67,34 @@ def make_store(config, budget, batch, expected=1) -> LayerStore:
 def check(store: LayerStore, plain: Plain, config: SparseConfig) -> None:
     length = plain.k.shape[2]
     assert store.length == length
-    assert 0 <= store.near_length <= store.ring
+    assert 0 <= store.recent_length <= store.ring
     # Nothing is sealed too early; a crop leaves a full window outside the blocks, or everything.
-    assert store.sealed == 0 or store.near_length >= config.window
+    assert store.full_blocks == 0 or store.recent_length >= config.window
     if length:
         key, value = store.materialise()
         assert torch.equal(key, plain.k) and torch.equal(value, plain.v)
         assert torch.equal(store.valid_columns(), plain.valid)
-    stored = store.sealed * SIZE
+    stored = store.full_blocks * SIZE
     assert store.seen.tolist() == plain.valid[:, :stored].sum(1).tolist()
-    assert (store.slots[:, : store.sealed] >= 0).all() and (store.slots[:, store.sealed :] == -1).all()
+    assert (store.block_table[:, : store.full_blocks] >= 0).all() and (
+        store.block_table[:, store.full_blocks :] == -1
+    ).all()
 
-    ring = store.near_valid[:, config.sinks :]
+    ring = store.recent_valid[:, config.sinks :]
     assert ring.sum(1).tolist() == plain.valid[:, stored:].sum(1).tolist(), "the ring holds what is not sealed, only"
     flags = store.pool.fields["flags"][store.table.long()].flatten(1, 2)
     for row in range(store.batch):
         real = plain.valid[row, :stored].nonzero().flatten()
         sinks = real[: config.sinks]
-        assert store.near_valid[row, : config.sinks].tolist() == [i < len(sinks) for i in range(config.sinks)]
-        front = store.near_kv[row, :, : len(sinks)]
+        assert store.recent_valid[row, : config.sinks].tolist() == [i < len(sinks) for i in range(config.sinks)]
+        front = store.recent_kv[row, :, : len(sinks)]
         assert torch.equal(front, torch.cat((plain.k[row, :, sinks], plain.v[row, :, sinks]), -1))
         assert (flags[row] == 3).nonzero().flatten().tolist() == sinks.tolist()
         assert (flags[row] == 1).nonzero().flatten().tolist() == real[config.sinks :].tolist()
     fill = store.pool.fields["fill"][store.table.long()]
     assert torch.equal(fill, (flags == 1).view(store.batch, -1, SIZE).sum(-1).int())
-    kv, own = store.sealed_blocks()
-    if store.sealed:
+    kv, own = store.full_block_kv()
+    if store.full_blocks:
         bounds = store.pool.fields["bounds"][store.table.T.long()]
         torch.testing.assert_close(bounds, Probe().index(kv, own)["bounds"])
 
@@ -100,7 +102,7 @@ def check(store: LayerStore, plain: Plain, config: SparseConfig) -> None:
 def check_attention(store: LayerStore, plain: Plain) -> None:
     """Dense attention over the store: blocks and ring together hold every valid token once."""
     query = torch.randn(store.batch, 2 * HEADS, KEY)
-    found = store.attend(query, None, "all", AttentionSpec(0.5))
+    found = store.attend(query, None, "all", AttentionParams(0.5))
     key, value = plain.k.repeat_interleave(2, 1), plain.v.repeat_interleave(2, 1)
     logits = (query[:, :, None] @ key.transpose(-1, -2) * 0.5).masked_fill(~plain.valid[:, None, None], -torch.inf)
     torch.testing.assert_close(found, (logits.softmax(-1).nan_to_num(0.0) @ value)[:, :, 0], atol=1e-5, rtol=1e-5)
@@ -145,7 +147,7 @@ class Stores(RuleBasedStateMachine):
         new = self.tokens(data, store, n)
         store.extend(*new, Probe())
         plain.add(*new)
-        assert store.near_length < self.config.window + self.config.max_draft + SIZE
+        assert store.recent_length < self.config.window + self.config.max_draft + SIZE
 
     @rule(data=st.data(), n=st.integers(1, 40), fused=st.booleans())
     def steps(self, data, n, fused):
@@ -157,7 +159,7 @@ class Stores(RuleBasedStateMachine):
             store.append(*new)
             plain.add(*new)
             store.seal_due(Probe(fused))
-        assert store.near_length < self.config.window + self.config.max_draft + SIZE
+        assert store.recent_length < self.config.window + self.config.max_draft + SIZE
 
     @rule(data=st.data(), share=st.floats(0, 1))
     def crop(self, data, share):
@@ -179,7 +181,7 @@ class Stores(RuleBasedStateMachine):
     @rule(data=st.data())
     def copy(self, data):
         store, plain = self.pick(data)
-        self.pairs.append((store.copy(DeviceLength()), plain.copy()))
+        self.pairs.append((store.copy(SeqLenTensor()), plain.copy()))
 
     @precondition(lambda self: len(self.pairs) > 1)
     @rule(data=st.data())
@@ -198,7 +200,7 @@ class Stores(RuleBasedStateMachine):
     @rule(data=st.data())
     def reindex(self, data):
         store, _ = self.pick(data)
-        if store.sealed:
+        if store.full_blocks:
             store.reindex(Probe())
 
     @invariant()
@@ -246,7 +248,7 @@ def test_buckets():
 
 
 def test_churn_does_not_grow_the_pool():
-    """Beams that die leave their slots to be found again."""
+    """Beams that die leave their physical blocks to be found again."""
     store = make_store(CONFIG, None, 4)
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
@@ -254,7 +256,7 @@ def test_churn_does_not_grow_the_pool():
         store.map_rows(torch.randint(0, 4, (4,), generator=generator))
         if store.length > 160:
             store.crop(40)
-    named = store.batch * store.slots.shape[1]
+    named = store.batch * store.block_table.shape[1]
     assert store.pool.capacity <= 2 * bucket(named)
 
 
@@ -274,9 +276,9 @@ def test_a_pool_that_may_not_grow_is_unchanged():
     before = (pool.used, pool.capacity, budget.used, pool.kv.data_ptr())
 
     class User:
-        slots = torch.arange(16, dtype=torch.int32)
+        block_table = torch.arange(16, dtype=torch.int32)
 
-        def settle(self):
+        def wait_for_copies(self):
             """Nothing is on its way."""
 
     user = User()

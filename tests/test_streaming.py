@@ -25,7 +25,7 @@ class StreamingOracle(Oracle):
         real = self.real(row, key.shape[2])
         if layer < self.config.dense_layers:
             return real
-        near = [column for column in real if column >= state.sealed * self.config.block_size]
+        near = [column for column in real if column >= state.full_blocks * self.config.block_size]
         return sorted({*real[: self.config.sinks], *near})
 
 

@@ -46,7 +46,7 @@ def test_marks(name):
                 continue
             done, seen = cache.stats().since(before), cache.chosen_blocks()
             assert (seen.length, seen.block_size) == (cache.get_seq_length(), cache.config.block_size)
-            assert seen.layers == (0, 1) and seen.share.shape == (2, cache.sparse_layers[0].store.sealed)
+            assert seen.layers == (0, 1) and seen.share.shape == (2, cache.sparse_layers[0].store.full_blocks)
             assert ((seen.share >= 0) & (seen.share <= 1)).all() and (seen.share[:dense] == 1).all()
             if done.blocks_chosen:  # a walk may need none; token-level selection counts no blocks
                 assert seen.share[dense:].sum() * 2 * 2 == pytest.approx(done.blocks_chosen, abs=1e-3)  # rows x heads

@@ -4,7 +4,7 @@
 
 Tiny models in float32, decoded captured or eagerly; budgets that hold everything, so that each text must be the dense
 one, and small ones, whose text must not depend on where blocks lie. Prompts in pieces, padding, turns, crops, copies,
-files, beams, exceptions in the middle of an answer, caches dropped while blocks are on their way, lanes that lag
+files, beams, exceptions in the middle of an answer, caches dropped while blocks are on their way, copy streams that lag
 behind. Ends with an error at the first difference that is more than rounding at a tie, or if memory has grown.
 """
 
@@ -31,7 +31,7 @@ from caches import FULL, TIGHT, two_level
 from models import VOCAB, build, prompt, reference
 
 from hf_sparsekv import OffloadConfig, SparseCache, optimize
-from hf_sparsekv.offload.copy_streams import Lane
+from hf_sparsekv.offload.copy_streams import CopyStream
 
 MODELS = ("llama", "llama-mqa", "qwen3", "gemma3")
 TIE = 2e-3  # difference of log-probabilities that rounding may turn over
@@ -169,8 +169,8 @@ class Stress:
     def copy(self, name, net, inputs, how) -> None:
         inputs = {"input_ids": inputs["input_ids"]}
         cache = self._filled(net, inputs, **self.dice.choice((FULL, TIGHT)))
-        twin = copy.deepcopy(cache)
-        self._goes_on(net, (cache, twin), len(inputs["input_ids"]))
+        copied = copy.deepcopy(cache)
+        self._goes_on(net, (cache, copied), len(inputs["input_ids"]))
 
     def file(self, name, net, inputs, how) -> None:
         inputs = {"input_ids": inputs["input_ids"]}
@@ -208,9 +208,9 @@ class Stress:
         assert torch.equal(*texts), "the text depends on where blocks lie"
 
 
-def slow_lanes(cycles: int) -> None:
-    """Whatever goes by a lane begins late."""
-    run = Lane.run
+def slow_copy_streams(cycles: int) -> None:
+    """Whatever goes by a copy stream begins late."""
+    run = CopyStream.run
 
     def late(self, work):
         def wait():
@@ -219,7 +219,7 @@ def slow_lanes(cycles: int) -> None:
 
         return run(self, wait)
 
-    Lane.run = late
+    CopyStream.run = late
 
 
 def main() -> None:
@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--slow", action="store_true", help="lanes lag behind by some milliseconds")
     args = parser.parse_args()
     if args.slow:
-        slow_lanes(5_000_000)
+        slow_copy_streams(5_000_000)
     stress, process = Stress(args.device, args.seed), psutil.Process()
     cuda = torch.device(args.device).type == "cuda"
     begin, rounds, failed, base = time.monotonic(), 0, 0, None

@@ -1,7 +1,7 @@
 """Time per token of an offloaded cache: against the overlap of consecutive selections, and against its device pool.
 
 Keys and queries are those of :mod:`.synthetic`. One cache is filled, in host memory, and never stepped; each point of a
-curve decodes over a copy of it, which shares the blocks but has frames, queries and a captured graph of its own. The
+curve decodes over a copy of it, which shares the blocks but has pages, queries and a captured graph of its own. The
 first :data:`WARM` tokens fill the pool and are not counted.
 """
 
@@ -139,7 +139,7 @@ class Curve:
         found.traffic.add_to(report)
         if found.overlap is not None:
             report.add("block_overlap", found.overlap, "share")
-        report.add("pool_gb", cache.frames.nbytes / 1e9, "GB")
+        report.add("pool_gb", cache.device_pools.nbytes / 1e9, "GB")
         if self.resident_ms is not None:
             report.add("bound_ms", max(self.resident_ms, missed_ms))
 
@@ -154,7 +154,7 @@ class Curve:
 def with_pool(cache, device_pool: int | float | None):
     """A copy that shares the blocks of an offloaded cache which has no device pool, and gets one of its own."""
     new = copy.deepcopy(cache)
-    new.offload_config = new.frames.config = replace(new.offload_config, device_pool=device_pool)
+    new.offload_config = new.device_pools.config = replace(new.offload_config, device_pool=device_pool)
     return new
 
 

@@ -31,11 +31,11 @@ BLOCK_BYTES = BLOCK * 2 * DIM * 2
 
 
 class Gather:
-    """Scattered blocks of pinned memory, copied into frames in so many parts.
+    """Scattered blocks of pinned memory, copied into pages in so many parts.
 
     Args:
         host: pinned, flat.
-        device: where the frames are.
+        device: where the pages are.
         size: bytes; rounded down to whole blocks a part.
     """
 
@@ -49,22 +49,22 @@ class Gather:
         self.bytes = total * BLOCK_BYTES
         sources = torch.randperm(most, generator=torch.Generator().manual_seed(0))[:total]
         self.copies = torch.stack((sources, torch.arange(total)), dim=1).int().to(device)
-        self.frames = torch.empty(total, BLOCK, 2 * DIM, dtype=host.dtype, device=device)
-        self.config = replace(config(self.kv, self.frames), programs=programs)
+        self.pages = torch.empty(total, BLOCK, 2 * DIM, dtype=host.dtype, device=device)
+        self.config = replace(config(self.kv, self.pages), programs=programs)
         self.each, self.total = (torch.tensor([n], dtype=torch.int32, device=device) for n in (each, total))
 
     def part(self, at: int) -> None:
         """Part ``at``, on the current stream."""
         n = len(self.copies) // self.parts
-        block_copy(self.kv, self.frames, self.copies[at * n : (at + 1) * n], self.each, config=self.config)
+        block_copy(self.kv, self.pages, self.copies[at * n : (at + 1) * n], self.each, config=self.config)
 
     def whole(self) -> None:
         """All parts by one kernel."""
-        block_copy(self.kv, self.frames, self.copies, self.total, config=self.config)
+        block_copy(self.kv, self.pages, self.copies, self.total, config=self.config)
 
 
 @contextmanager
-def beside(model, fork: Callable[[int], None], stream, parts: int) -> Iterator[None]:
+def on_side_stream(model, fork: Callable[[int], None], stream, parts: int) -> Iterator[None]:
     """Steps captured inside run ``fork(i)`` on ``stream`` beside decoder layer ``i < parts`` and all after it.
 
     ``stream``: None where there are no streams.
@@ -130,7 +130,7 @@ def measure(session, report: Report, batch: int, context: int) -> None:
             for at in range(gather.parts):  # compiles, maybe for several alignments: a capture cannot
                 gather.part(at)
             gather_ms = timed(gather.whole)
-            with beside(model, gather.part, stream, gather.parts):
+            with on_side_stream(model, gather.part, stream, gather.parts):
                 found = step_ms()
             report.add("gather_ms", gather_ms)
             report.add("step_ms", found)

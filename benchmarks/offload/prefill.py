@@ -95,7 +95,7 @@ class Prefill:
             return
         if host := cache.memory_bytes()["host"]:
             report.add("host_gb", host / 1e9, "GB")
-            report.add("pool_gb", cache.frames.nbytes / 1e9, "GB")
+            report.add("pool_gb", cache.device_pools.nbytes / 1e9, "GB")
         times = []
         for _ in range(repeat):
             cache.reset()

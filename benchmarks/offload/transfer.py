@@ -74,7 +74,7 @@ def gather(report: Report, host: Tensor, device: torch.device, tokens: int, widt
     kv = host.view(-1, HEADS, tokens, width)
     block = tokens * width * kv.itemsize
     report.case = f"{'rows' if block < 1 << 14 else 'blocks'}-{block >> 10}KB"
-    frames = torch.empty(2 * count, tokens, width, dtype=kv.dtype, device=device)
+    pages = torch.empty(2 * count, tokens, width, dtype=kv.dtype, device=device)
     generator = torch.Generator().manual_seed(0)
     sources = torch.randperm(kv.shape[0] * HEADS, generator=generator)[:count]
     listed = torch.stack((sources, torch.randperm(2 * count, generator=generator)[:count]), dim=1).int()
@@ -82,21 +82,21 @@ def gather(report: Report, host: Tensor, device: torch.device, tokens: int, widt
     flat, pairs = kv.flatten(0, 1), listed.tolist()
 
     def one_each() -> None:
-        for source, frame in pairs:
-            frames[frame].copy_(flat[source], non_blocking=True)
+        for source, page in pairs:
+            pages[page].copy_(flat[source], non_blocking=True)
 
     def right(name: str) -> bool:
         if name == "limit":
-            return torch.equal(frames[:count].cpu(), flat[:count])
-        return torch.equal(frames[copies[:, 1].long()].cpu(), flat[listed[:, 0].long()])
+            return torch.equal(pages[:count].cpu(), flat[:count])
+        return torch.equal(pages[copies[:, 1].long()].cpu(), flat[listed[:, 0].long()])
 
     ways = {
-        "uva": lambda: block_copy(kv, frames, copies, number),
+        "uva": lambda: block_copy(kv, pages, copies, number),
         "memcpy_each": one_each,
         "memcpy_each:captured": Captured(one_each),
-        "limit": lambda: frames[:count].copy_(flat[:count], non_blocking=True),
+        "limit": lambda: pages[:count].copy_(flat[:count], non_blocking=True),
     }
-    measure(report, "gather_gbps", (1, count), count * block, ways, frames.zero_, right)
+    measure(report, "gather_gbps", (1, count), count * block, ways, pages.zero_, right)
 
 
 @triton.jit
@@ -104,27 +104,27 @@ def _save_kernel(
     p_k,
     p_v,
     p_kv,
-    p_slots,
+    p_block_table,
     items,
     blocks,
     batch_stride,
     head_stride,
     token_stride,
-    slots_batch,
+    block_table_batch,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Write blocks of ``k, v [batch, H, n, D]`` into their slots ``[H, BLOCK, 2 D]``; a program takes every n-th."""
+    """Write blocks of ``k, v [batch, H, n, D]`` into blocks ``[H, BLOCK, 2 D]``; a program takes every n-th."""
     o_t, o_d = tl.arange(0, BLOCK), tl.arange(0, D)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         i_head, i_block, i_batch = item % HEADS, item // HEADS % blocks, item // (HEADS * blocks)
-        slot = tl.load(p_slots + i_batch * slots_batch + i_block).to(tl.int64)
+        physical_id = tl.load(p_block_table + i_batch * block_table_batch + i_block).to(tl.int64)
         o_from = i_batch.to(tl.int64) * batch_stride + i_head * head_stride
         o_from += (i_block * BLOCK + o_t)[:, None] * token_stride + o_d[None, :]
         b_k = tl.load(p_k + o_from)  # [BLOCK, D]
         b_v = tl.load(p_v + o_from)  # [BLOCK, D]
-        p_to = p_kv + (slot * HEADS + i_head) * BLOCK * 2 * D + o_t[:, None] * 2 * D + o_d[None, :]
+        p_to = p_kv + (physical_id * HEADS + i_head) * BLOCK * 2 * D + o_t[:, None] * 2 * D + o_d[None, :]
         tl.store(p_to, b_k)
         tl.store(p_to + D, b_v)
 
@@ -137,7 +137,7 @@ def save(report: Report, host: Tensor, device: torch.device, batch: int, n: int)
     k, v = (torch.randn(batch, n, HEADS, DIM, dtype=kv.dtype, device=device).transpose(1, 2) for _ in range(2))
     blocks = n // BLOCK
     taken = torch.randperm(len(kv), generator=torch.Generator().manual_seed(0))[: batch * blocks]
-    slots = taken.int().view(batch, blocks).to(device)
+    block_table = taken.int().view(batch, blocks).to(device)
     staged = torch.empty(batch * blocks, *kv.shape[1:], dtype=kv.dtype, device=device)
     front, homes = kv[: batch * blocks], taken.tolist()
 
@@ -151,14 +151,14 @@ def save(report: Report, host: Tensor, device: torch.device, batch: int, n: int)
 
     def permute_and_one_each() -> None:
         permute()
-        for at, slot in enumerate(homes):
+        for at, physical_id in enumerate(homes):
             for head in range(HEADS):
-                kv[slot, head].copy_(staged[at, head], non_blocking=True)
+                kv[physical_id, head].copy_(staged[at, head], non_blocking=True)
 
     def write() -> None:
-        strides = (k.stride(0), k.stride(1), k.stride(2), slots.stride(0))
+        strides = (k.stride(0), k.stride(1), k.stride(2), block_table.stride(0))
         sizes = (batch * blocks * HEADS, blocks, *strides, HEADS, BLOCK, DIM)
-        _save_kernel[(SAVE_PROGRAMS,)](k, v, kv, slots, *sizes, num_warps=SAVE_WARPS)
+        _save_kernel[(SAVE_PROGRAMS,)](k, v, kv, block_table, *sizes, num_warps=SAVE_WARPS)
 
     def clear() -> None:
         kv[taken] = front[:] = 0

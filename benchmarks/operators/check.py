@@ -44,10 +44,10 @@ def _attention(layer: Layer, ids: Tensor | None, granularity: str, rows: int) ->
         layer.q[:rows],
         layer.kv,
         layer.flags,
-        layer.slots[:rows],
+        layer.block_table[:rows],
         None if ids is None else ids[:rows],
-        layer.near_kv[:rows],
-        layer.near_valid[:rows],
+        layer.recent_kv[:rows],
+        layer.recent_valid[:rows],
         granularity=granularity,
         value_dim=layer.shape.values,
         sinks=layer.sinks,
@@ -56,16 +56,16 @@ def _attention(layer: Layer, ids: Tensor | None, granularity: str, rows: int) ->
 
 
 def _check_appended(layer: Layer) -> None:
-    at = layer.sinks + (layer.shape.length - 1) % (layer.near_kv.shape[2] - layer.sinks)
+    at = layer.sinks + (layer.shape.length - 1) % (layer.recent_kv.shape[2] - layer.sinks)
     expected = torch.cat((layer.k, layer.v), dim=-1)[:, :, 0]
-    if not (torch.equal(layer.near_kv[:, :, at], expected) and layer.near_valid[:, at].all()):
+    if not (torch.equal(layer.recent_kv[:, :, at], expected) and layer.recent_valid[:, at].all()):
         raise AssertionError("append: the new token is not in the near buffer")
 
 
 def _check_fine(layer: Layer, blocks: Tensor) -> None:
     config = layer.shape.config
     labels = (layer.codes, layer.qparams, layer.channels, layer.flags)
-    expected = token_score(layer.q, *labels, layer.slots, blocks, config.token_reduce)
+    expected = token_score(layer.q, *labels, layer.block_table, blocks, config.token_reduce)
     near_enough(layer, "token_score", layer.token_scores, expected)
     expected = token_select(layer.token_scores, blocks, config.token_budget, config.block_size)
     same("token_select", layer.tokens, expected)
@@ -73,7 +73,7 @@ def _check_fine(layer: Layer, blocks: Tensor) -> None:
 
 
 def _check_coarse(layer: Layer) -> None:
-    expected = block_score(layer.q, layer.bounds, layer.fill, layer.slots, layer.shape.config.block_reduce)
+    expected = block_score(layer.q, layer.bounds, layer.fill, layer.block_table, layer.shape.config.block_reduce)
     near_enough(layer, "block_score", layer.block_scores, expected)
     same("block_select", layer.blocks, block_select(layer.block_scores, layer.blocks.shape[-1]))
 
@@ -87,7 +87,7 @@ def check(layer: Layer, side: torch.cuda.Stream | None = None) -> None:
     _check_fine(layer, layer.blocks)
 
     layer.poison()
-    layer.near_valid[:, layer.sinks + (layer.shape.length - 1) % (layer.near_kv.shape[2] - layer.sinks)] = False
+    layer.recent_valid[:, layer.sinks + (layer.shape.length - 1) % (layer.recent_kv.shape[2] - layer.sinks)] = False
     layer.lagged_step(side)
     _check_appended(layer)
     _check_fine(layer, layer.previous)

@@ -32,30 +32,30 @@ Grid = Iterable[tuple[str, dict]]
 def _grid(**values: tuple) -> Iterator[tuple[str, dict]]:
     """All combinations, each with its name."""
     for chosen in product(*values.values()):
-        how = dict(zip(values, chosen))
-        yield ",".join(f"{name}={value}" for name, value in how.items()), how
+        options = dict(zip(values, chosen))
+        yield ",".join(f"{name}={value}" for name, value in options.items()), options
 
 
 def _ways(grid: Grid, launch: Callable[..., None], result: Callable[[], Tensor]) -> Iterator[Variant]:
-    """``launch(i, **how)`` for each entry of a grid."""
-    for name, how in grid:
-        yield name, partial(launch, **how), result
+    """``launch(i, **options)`` for each entry of a grid."""
+    for name, options in grid:
+        yield name, partial(launch, **options), result
 
 
 def _decodes(layers: list[Layer], granularity: str, grid: Grid) -> Iterator[Variant]:
     """Ways to attend. ``programs`` is what they aim for."""
     shape = layers[0].shape
 
-    def launch(i: int, programs: int, **how) -> None:
+    def launch(i: int, programs: int, **options) -> None:
         t, rows = layers[i], shape.batch * shape.heads
         if shape.value_dim:
-            rows *= -(-shape.q_heads // how["heads"])
-        config = decode_config(t.q, t.kv, t.near_kv, shape.values, granularity)
-        how = {"config": replace(config, parts=max(1, programs // rows), **how)}
+            rows *= -(-shape.q_heads // options["heads"])
+        config = decode_config(t.q, t.kv, t.recent_kv, shape.values, granularity)
+        options = {"config": replace(config, parts=max(1, programs // rows), **options)}
         ids = t.tokens if granularity == "token" else None
-        stored = (t.q, t.kv, t.flags, t.slots, ids, t.near_kv, t.near_valid)
+        stored = (t.q, t.kv, t.flags, t.block_table, ids, t.recent_kv, t.recent_valid)
         about = {"value_dim": shape.values, "sinks": t.sinks, "scale": shape.dim**-0.5, "out": t.out}
-        sparse_decode(*stored, granularity=granularity, **about, **how)
+        sparse_decode(*stored, granularity=granularity, **about, **options)
 
     return _ways(grid, launch, lambda: layers[0].out)
 
@@ -72,12 +72,12 @@ def _scores(layers: list[Layer], every: bool) -> Iterator[Variant]:
     """Ways to score the tokens of the chosen blocks, or of ``every`` block, by their labels."""
     out = _all_scores(layers) if every else [t.token_scores for t in layers]
 
-    def launch(i: int, matrix: bool, **how) -> None:
+    def launch(i: int, matrix: bool, **options) -> None:
         t = layers[i]
         ids, reduce = None if every else t.blocks, t.shape.config.token_reduce
-        n = (t.slots if ids is None else ids).shape[-1]
-        config = replace(label_config(t.q, t.codes, t.qparams, n, reduce == "mean", matrix), **how)
-        token_score(t.q, t.codes, t.qparams, t.channels, t.flags, t.slots, ids, reduce, out=out[i], config=config)
+        n = (t.block_table if ids is None else ids).shape[-1]
+        config = replace(label_config(t.q, t.codes, t.qparams, n, reduce == "mean", matrix), **options)
+        token_score(t.q, t.codes, t.qparams, t.channels, t.flags, t.block_table, ids, reduce, out=out[i], config=config)
 
     each = (2, 4, 8, 16, 32, 64) if every else (1, 2, 4, 8, 16)
     return _ways([*_grid(matrix=(True,), blocks=each), *_grid(matrix=(False,))], launch, lambda: out[0])
@@ -86,54 +86,54 @@ def _scores(layers: list[Layer], every: bool) -> Iterator[Variant]:
 def _all_scores(layers: list[Layer]) -> list[Tensor]:
     """Room for the scores of all blocks of each layer."""
     size = layers[0].shape.config.block_size
-    return [t.token_scores.new_empty(*t.blocks.shape[:2], t.slots.shape[1] * size) for t in layers]
+    return [t.token_scores.new_empty(*t.blocks.shape[:2], t.block_table.shape[1] * size) for t in layers]
 
 
 def _selects(layers: list[Layer], every: bool) -> Iterator[Variant]:
     """Ways to select tokens of the chosen blocks, or of all. What a processor cannot hold is left out."""
     scores = _all_scores(layers) if every else [t.token_scores for t in layers]
     config = layers[0].shape.config
-    hows = [*_grid(warps=(4, 8, 16))]
+    grid = [*_grid(warps=(4, 8, 16))]
     if every:
         for layer, one in zip(layers, scores):
             layer.token_score(None, one)
-        hows = [*_grid(split=(False,), chunk=(4096, 8192), warps=(8,))]
-        hows += _grid(split=(True,), chunk=(1024, 2048, 4096), warps=(4, 8), last_warps=(8, 16))
-        hows += _grid(split=(True,), chunk=(8192,), warps=(8, 16), last_warps=(8,))
-        hows += _grid(split=(True,), chunk=(2048,), warps=(4,), sample=(1024, 4096), last_warps=(8,))
+        grid = [*_grid(split=(False,), chunk=(4096, 8192), warps=(8,))]
+        grid += _grid(split=(True,), chunk=(1024, 2048, 4096), warps=(4, 8), last_warps=(8, 16))
+        grid += _grid(split=(True,), chunk=(8192,), warps=(8, 16), last_warps=(8,))
+        grid += _grid(split=(True,), chunk=(2048,), warps=(4,), sample=(1024, 4096), last_warps=(8,))
         if scores[0].shape[-1] <= 32768:
-            hows += _grid(row=(32768,), warps=(16, 32))
+            grid += _grid(row=(32768,), warps=(16, 32))
 
-    def launch(i: int, **how) -> None:
+    def launch(i: int, **options) -> None:
         t = layers[i]
         blocks = None if every else t.blocks
-        token_select(scores[i], blocks, config.token_budget, config.block_size, out=t.tokens, config=Select(**how))
+        token_select(scores[i], blocks, config.token_budget, config.block_size, out=t.tokens, config=Select(**options))
 
-    return _ways(hows, launch, lambda: layers[0].tokens)
+    return _ways(grid, launch, lambda: layers[0].tokens)
 
 
 def _block_selects(layers: list[Layer]) -> Iterator[Variant]:
-    def launch(i: int, **how) -> None:
-        block_select(layers[i].block_scores, layers[i].blocks.shape[-1], out=layers[i].blocks, config=Select(**how))
+    def launch(i: int, **options) -> None:
+        block_select(layers[i].block_scores, layers[i].blocks.shape[-1], out=layers[i].blocks, config=Select(**options))
 
     return _ways(_grid(warps=(2, 4, 8)), launch, lambda: layers[0].blocks)
 
 
 def _ranks(layers: list[Layer]) -> Iterator[Variant]:
-    def launch(i: int, **how) -> None:
+    def launch(i: int, **options) -> None:
         t = layers[i]
-        t.ranked = block_rank(t.block_scores, t.fill, t.slots, config=Rank(**how))[0]
+        t.ranked = block_rank(t.block_scores, t.fill, t.block_table, config=Rank(**options))[0]
 
     return _ways(_grid(tile=(8, 16, 32), others=(256, 512, 1024)), launch, lambda: layers[0].ranked)
 
 
 def _walks(layers: list[Layer], part: str, grid: Grid) -> Iterator[Variant]:
     """Ways to run a part of progressive selection over 64 blocks."""
-    walks = [WalkLayer(layer, min(64, layer.shape.sealed)) for layer in layers]
+    walks = [WalkLayer(layer, min(64, layer.shape.full_blocks)) for layer in layers]
     for walk in walks:
         walk.made.lse.zero_()  # all of it is compared
     result = "behind" if part == "expect" else "lse"
-    return _ways(grid, lambda i, **how: getattr(walks[i], part)(**how), lambda: getattr(walks[0].made, result))
+    return _ways(grid, lambda i, **options: getattr(walks[i], part)(**options), lambda: getattr(walks[0].made, result))
 
 
 def _verifiers(layers: list[Layer], blocks: int) -> Iterator[Variant]:
@@ -144,9 +144,9 @@ def _verifiers(layers: list[Layer], blocks: int) -> Iterator[Variant]:
         state = walks[0].state
         return torch.cat([state.limits.flatten().float(), state.used.flatten().float(), state.mass.flatten()])
 
-    def launch(i: int, **how) -> None:
+    def launch(i: int, **options) -> None:
         walks[i].begin()
-        walks[i].verify(**how)
+        walks[i].verify(**options)
 
     for walk in walks:
         walk.attend()
@@ -178,9 +178,9 @@ WAYS: dict[str, Callable[[list[Layer]], Iterator[Variant]]] = {
     ),
     "latent_masses": lambda x: _walks(x, "attend", _grid(tile=(16, 32, 64), warps=(4, 8), programs=(132, 264, 528))),
     "expect": lambda x: _walks(x, "expect", _grid(warps=(4, 8, 16), masses=(1024, 4096))),
-    "verify": lambda x: _verifiers(x, min(64, x[0].shape.sealed)),
+    "verify": lambda x: _verifiers(x, min(64, x[0].shape.full_blocks)),
     # With replayed keys two fifths of the blocks are read at 0.98.
-    "verify_long": lambda x: _verifiers(x, x[0].shape.sealed * 2 // 5),
+    "verify_long": lambda x: _verifiers(x, x[0].shape.full_blocks * 2 // 5),
 }
 OPERATORS = tuple(WAYS)
 

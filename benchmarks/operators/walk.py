@@ -76,7 +76,7 @@ class WalkLayer:
         for lo in range(0, len(layer.kv), piece):
             at = slice(lo, lo + piece)
             self.bounds[at] = key_metadata(layer.kv[at, ..., : s.dim], usable[at], 1, "cuboid_mean")[:, 0]
-        self.head_scores = torch.empty(*layer.q.shape[:2], layer.slots.shape[1], device=layer.q.device)
+        self.head_scores = torch.empty(*layer.q.shape[:2], layer.block_table.shape[1], device=layer.q.device)
         self.state.limits[1] = blocks
         self.first = self.state.limits.clone()
         self.score()
@@ -91,11 +91,11 @@ class WalkLayer:
             layer.q,
             layer.kv,
             layer.flags,
-            layer.slots,
+            layer.block_table,
             self.ids,
             self.tokens,
-            layer.near_kv,
-            layer.near_valid,
+            layer.recent_kv,
+            layer.recent_valid,
             self.state,
             value_dim=s.values,
             scale=s.dim**-0.5,
@@ -109,12 +109,12 @@ class WalkLayer:
 
     def score(self) -> None:
         layer = self.layer
-        given = (layer.q, self.bounds, layer.fill, layer.slots, "max", "cuboid_mean")
+        given = (layer.q, self.bounds, layer.fill, layer.block_table, "max", "cuboid_mean")
         block_score(*given, out=layer.block_scores, each=self.head_scores)
 
     def rank(self) -> None:
         layer = self.layer
-        self.ids, self.tokens = block_rank(layer.block_scores, layer.fill, layer.slots)
+        self.ids, self.tokens = block_rank(layer.block_scores, layer.fill, layer.block_table)
 
     def step(self, rounds: int = ROUNDS) -> None:
         """Rank, walk and attend."""
@@ -123,18 +123,18 @@ class WalkLayer:
         self.rank()
         progressive_decode(self.walk(), rounds=rounds, out=self.layer.out)
 
-    def attend(self, **how: int) -> None:
-        self.made.attend(near=True, limits=self.first, **how)
+    def attend(self, **options: int) -> None:
+        self.made.attend(near=True, limits=self.first, **options)
 
     def begin(self) -> None:
         """As a walk begins: what the verifier alone has to be given."""
         _begin(self.first, self.state.limits)
 
-    def expect(self, **how: int) -> None:
-        self.made.expect(**how)
+    def expect(self, **options: int) -> None:
+        self.made.expect(**options)
 
-    def verify(self, **how: int) -> None:
-        self.made.verify(last=False, certain=False, **how)
+    def verify(self, **options: int) -> None:
+        self.made.verify(last=False, certain=False, **options)
 
     def merge(self) -> None:
         self.made.merge(self.layer.out)
@@ -144,7 +144,7 @@ class WalkLayer:
         layer = self.layer
         layer.poison()
         self.step()
-        expected = ranked(layer.block_scores, layer.fill, layer.slots)
+        expected = ranked(layer.block_scores, layer.fill, layer.block_table)
         same("block_rank", self.ids, expected[0])
         same("tokens of the ranked blocks", self.tokens, expected[1])
         got = layer.out.clone()
@@ -158,7 +158,7 @@ class WalkLayer:
 def measure_walks(layers: list[Layer], report: Report) -> None:
     """Figures of walks of several lengths, and of their parts alone."""
     shape = layers[0].shape
-    for blocks in (blocks for blocks in BLOCKS if blocks <= shape.sealed):
+    for blocks in (blocks for blocks in BLOCKS if blocks <= shape.full_blocks):
         variant = f"progressive:blocks={blocks}"
         with report.measuring(shape.batch, shape.context, variant):
             walks = [WalkLayer(layer, blocks) for layer in layers]
@@ -166,10 +166,10 @@ def measure_walks(layers: list[Layer], report: Report) -> None:
             for walk in walks:
                 walk.step()
 
-            def time(*parts: str, walks=walks, **how) -> Time:
+            def time(*parts: str, walks=walks, **options) -> Time:
                 def run(i: int) -> None:
                     for part in parts:
-                        getattr(walks[i], part)(**how)
+                        getattr(walks[i], part)(**options)
 
                 return captured(run, len(walks))
 

@@ -74,15 +74,15 @@ def walks(q: Tensor, keys: Tensor, scale: float, kind: str, share: int) -> Walks
     """Those of a query ``[Hq, D]`` over ``keys [H, n, D]``; ``share`` tokens a piece of metadata."""
     heads, n, dim = keys.shape
     size, recent = CONFIG.block_size, CONFIG.window + CONFIG.max_draft
-    sealed = (n - recent) // size
+    full_blocks = (n - recent) // size
     q = q.view(heads, -1, dim)
     logits = torch.einsum("hgd,hnd->hgn", q, keys) * scale
-    usable = torch.ones(sealed, size, dtype=torch.bool)
+    usable = torch.ones(full_blocks, size, dtype=torch.bool)
     usable[0, : CONFIG.sinks] = False
-    stored = logits[..., : sealed * size].unflatten(-1, (sealed, size))
-    near = torch.cat((logits[..., sealed * size :], logits[..., : CONFIG.sinks]), -1).logsumexp(-1)
+    stored = logits[..., : full_blocks * size].unflatten(-1, (full_blocks, size))
+    near = torch.cat((logits[..., full_blocks * size :], logits[..., : CONFIG.sinks]), -1).logsumexp(-1)
     held = stored.masked_fill(~usable, -INF).logsumexp(-1)
-    blocks = keys[:, : sealed * size].unflatten(1, (sealed, size)).transpose(0, 1)
+    blocks = keys[:, : full_blocks * size].unflatten(1, (full_blocks, size)).transpose(0, 1)
     kept = key_metadata(blocks, usable, size // share, kind).flatten(3)  # [blocks, parts, H, sides * D]
     score = torch.einsum("hgd,bphd->hgbp", query_parts(q, kind), kept).amax(3) * scale
     order = score.amax(1).argsort(-1, descending=True)[:, None].expand_as(score)

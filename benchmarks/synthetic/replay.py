@@ -69,7 +69,7 @@ class ReplayedQueries:
     def _attend(layer, held: Tensor):
         own = type(layer).attend
 
-        def attend(step, query, mask, spec, dropout=0.0):
+        def attend(step, query, mask, params, dropout=0.0):
             if query.shape[2] == 1 and step.past:
                 if query.shape != held.shape or query.dtype != held.dtype:
                     raise ValueError(
@@ -77,7 +77,7 @@ class ReplayedQueries:
                         f"the model's {tuple(query.shape)} {query.dtype}"
                     )
                 query = held
-            return own(layer, step, query, mask, spec, dropout)
+            return own(layer, step, query, mask, params, dropout)
 
         return attend
 

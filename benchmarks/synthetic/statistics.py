@@ -45,8 +45,10 @@ def bound_scores(q: Tensor, bounds: Tensor, reduce: str = "max") -> Tensor:
     """The score that our selection goes by: ``q [T, Hq, D]``, ``bounds [n, H, 2, D]`` to ``[T, H, n]``."""
     n = bounds.shape[0]
     fill = torch.ones(n, dtype=torch.int32, device=q.device)
-    slots = torch.arange(n, dtype=torch.int32, device=q.device)[None]
-    rows = [block_score(one[None], bounds, fill, slots, reduce) for one in q]  # the reference copies bounds per row
+    block_table = torch.arange(n, dtype=torch.int32, device=q.device)[None]
+    rows = [
+        block_score(one[None], bounds, fill, block_table, reduce) for one in q
+    ]  # the reference copies bounds per row
     return torch.cat(rows)
 
 
@@ -119,8 +121,8 @@ class LayerStatistics:
         Returns:
             The selected ids ``[T, H, k]`` by (selector, fraction).
         """
-        share, beside = mass.double().cpu().numpy(), rest.double().cpu().numpy()
-        self._note("rest_mass", beside)
+        share, outside = mass.double().cpu().numpy(), rest.double().cpu().numpy()
+        self._note("rest_mass", outside)
         for percent in SHARES:
             self._note(f"blocks_for_{percent}", blocks_for(share, percent))
         found = {}
@@ -130,7 +132,7 @@ class LayerStatistics:
             ids = found[selector, fraction] = np.sort(ranked[selector][..., :k], axis=-1)
             covered = np.take_along_axis(share, ids, -1).sum(-1)
             self._note(f"{name}:covered_mass", covered / share.sum(-1))
-            self._note(f"{name}:covered_mass_all", covered + beside)
+            self._note(f"{name}:covered_mass_all", covered + outside)
             for now in as_masks(ids, self.most):
                 for lag in LAGS:
                     if len(past) >= lag:

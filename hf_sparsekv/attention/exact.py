@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..types import AttentionSpec
+from ..types import AttentionParams
 from .parts import chunk_attention, serves
 
 _MASK_BYTES = 1 << 28  # queries are taken in chunks whose mask (or scores) stays below this
@@ -16,7 +16,7 @@ def exact_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    spec: AttentionSpec,
+    params: AttentionParams,
     *,
     columns: Tensor | None = None,
     mask: Tensor | None = None,
@@ -36,17 +36,17 @@ def exact_attention(
     """
     q, n = query.shape[2], key.shape[2]
     group = query.shape[1] // key.shape[1]
-    plain = spec.softcap is None and spec.sink_logits is None
-    window = spec.sliding_window if spec.sliding_window is not None and spec.sliding_window < n else None
+    plain = params.softcap is None and params.sink_logits is None
+    window = params.sliding_window if params.sliding_window is not None and params.sliding_window < n else None
     if plain and mask is None and columns is None and window is None:
         if q == 1 or q == n:
-            return _sdpa(query, key, value, None, spec.scale, q > 1, dropout, group)
+            return _sdpa(query, key, value, None, params.scale, q > 1, dropout, group)
         if not dropout and serves(query, key, value):
-            return chunk_attention(query, key, value, spec.scale)
+            return chunk_attention(query, key, value, params.scale)
         if query.is_cuda:  # reaches the flash kernels without a mask tensor
             from torch.nn.attention.bias import causal_lower_right
 
-            return _sdpa(query, key, value, causal_lower_right(q, n), spec.scale, False, dropout, group)
+            return _sdpa(query, key, value, causal_lower_right(q, n), params.scale, False, dropout, group)
     per_query = n * query.shape[0] * (1 if plain else 4 * query.shape[1])
     chunk = max(1, _MASK_BYTES // per_query)
     outs = []
@@ -54,9 +54,9 @@ def exact_attention(
         hi = min(lo + chunk, q)
         part = _mask(mask, columns, window, n - q, lo, hi, n, query.device)
         if plain:
-            outs.append(_sdpa(query[:, :, lo:hi], key, value, part, spec.scale, False, dropout, group))
+            outs.append(_sdpa(query[:, :, lo:hi], key, value, part, params.scale, False, dropout, group))
         else:
-            outs.append(_softmax(query[:, :, lo:hi], key, value, part, spec, dropout))
+            outs.append(_softmax(query[:, :, lo:hi], key, value, part, params, dropout))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 
@@ -93,19 +93,19 @@ def _sdpa(query, key, value, mask, scale, causal, dropout, group) -> Tensor:
     )
 
 
-def _softmax(query, key, value, mask, spec: AttentionSpec, dropout: float) -> Tensor:
+def _softmax(query, key, value, mask, params: AttentionParams, dropout: float) -> Tensor:
     """The definition, in float32: for softcapping and learned sinks, which sdpa does not know."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    logits = query.float() @ key.float().transpose(-1, -2) * spec.scale
-    if spec.softcap is not None:
-        logits = spec.softcap * torch.tanh(logits / spec.softcap)
+    logits = query.float() @ key.float().transpose(-1, -2) * params.scale
+    if params.softcap is not None:
+        logits = params.softcap * torch.tanh(logits / params.softcap)
     if mask.dtype == torch.bool:
         logits = logits.masked_fill(~mask, float("-inf"))
     else:
         logits = logits + mask
-    if spec.sink_logits is not None:
-        sink = spec.sink_logits.float().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+    if params.sink_logits is not None:
+        sink = params.sink_logits.float().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
         logits = torch.cat((logits, sink), dim=-1)
     weights = logits.softmax(-1).nan_to_num(0.0)[..., : key.shape[2]]
     return (F.dropout(weights, dropout) @ value.float()).to(query.dtype)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from ..types import AttentionSpec
+from ..types import AttentionParams
 
 if TYPE_CHECKING:
     from .mla import Absorbed
@@ -23,7 +23,7 @@ class AttendingCache(Protocol):
         step: Step,
         query: Tensor,
         mask: Tensor | None,
-        spec: AttentionSpec,
+        params: AttentionParams,
         dropout: float,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Attention over the layer of ``step``; or its keys and values, for the caller to attend to."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ..types import AttentionSpec
+from ..types import AttentionParams
 from .exact import exact_attention
 from .handle import KVHandle
 from .masks import sparsekv_mask
@@ -50,21 +50,21 @@ def sparsekv_attention(
             "the model with attn_implementation='eager'"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    spec = AttentionSpec(scale, softcap, s_aux, sliding_window)
+    params = AttentionParams(scale, softcap, s_aux, sliding_window)
     if isinstance(key, KVHandle):
         if position_bias is not None:
             raise ValueError("sparse caches do not support attention with a position bias: use a DynamicCache")
-        out, key, value = key.step.layer.owner.attend(module, key.step, query, attention_mask, spec, dropout)
+        out, key, value = key.step.layer.owner.attend(module, key.step, query, attention_mask, params, dropout)
         if out is not None:
             return out.transpose(1, 2).contiguous(), None
         # The layer turned out to be one of transformers' own (sliding): key and value are its tensors.
-    return _stock(module, query, key, value, attention_mask, dropout, spec, position_bias, is_causal, **kwargs)
+    return _stock(module, query, key, value, attention_mask, dropout, params, position_bias, is_causal, **kwargs)
 
 
-def _stock(module, query, key, value, mask, dropout, spec, position_bias, is_causal, **kwargs) -> tuple[Tensor, None]:
+def _stock(module, query, key, value, mask, dropout, params, position_bias, is_causal, **kwargs) -> tuple[Tensor, None]:
     """Other caches, sliding layers, assistants, no cache at all."""
     columns = mask if mask is not None and mask.ndim == 2 else None
-    if columns is None and spec.softcap is None and spec.sink_logits is None:
+    if columns is None and params.softcap is None and params.sink_logits is None:
         out = sdpa_attention_forward(
             module,
             query,
@@ -72,7 +72,7 @@ def _stock(module, query, key, value, mask, dropout, spec, position_bias, is_cau
             value,
             mask,
             dropout=dropout,
-            scaling=spec.scale,
+            scaling=params.scale,
             is_causal=is_causal,
             position_bias=position_bias,
             **kwargs,
@@ -85,9 +85,9 @@ def _stock(module, query, key, value, mask, dropout, spec, position_bias, is_cau
     if mask is None and not is_causal:
         mask = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
     # A sliding layer's window is in its 4-D mask already; without a mask everything lies within the window.
-    spec = AttentionSpec(spec.scale, spec.softcap, spec.sink_logits)
+    params = AttentionParams(params.scale, params.softcap, params.sink_logits)
     out = exact_attention(
-        query, key, value, spec, columns=columns, mask=None if columns is not None else mask, dropout=dropout
+        query, key, value, params, columns=columns, mask=None if columns is not None else mask, dropout=dropout
     )
     return out.transpose(1, 2).contiguous(), None
 

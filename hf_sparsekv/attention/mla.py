@@ -20,7 +20,7 @@ import types
 import torch
 from torch import Tensor, nn
 
-from ..types import AttentionSpec
+from ..types import AttentionParams
 from .exact import _MASK_BYTES, _mask, exact_attention
 from .handle import KVHandle
 
@@ -49,7 +49,8 @@ def passes_on(name: str) -> None:
 def calling_module() -> nn.Module | None:
     """The MLA module whose ``forward()`` is calling ``update()``, or None.
 
-    A cache is never told who uses it, and ``expand_kv`` comes before the attention function, which is. So it looks.
+    ``Cache.update()`` does not get the module, and ``expand_kv`` runs before the attention function does. So the module
+    is looked up in the call stack.
     """
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
@@ -210,7 +211,7 @@ class Absorbed:
         query: Tensor,
         latent: Tensor,
         rotary: Tensor,
-        spec: AttentionSpec,
+        params: AttentionParams,
         *,
         columns: Tensor | None = None,
         mask: Tensor | None = None,
@@ -232,22 +233,22 @@ class Absorbed:
         each = self.nope + self.rope + self.value
         # Twice: scores on latents go through memory, for want of a fused kernel of that width.
         if q < n and not dropout and 2 * q * (2 * self.rank + self.rope) < q * each + self.rank * (each - self.rope):
-            return self.outputs(_on_latents(self.queries(query), latent, rotary, spec, columns, mask))
+            return self.outputs(_on_latents(self.queries(query), latent, rotary, params, columns, mask))
         batch, heads = query.shape[:2]
         size = n * each * query.dtype.itemsize  # of one row and head
         n_heads = min(heads, max(1, _PIECE // (batch * size)))
         n_rows = batch if n_heads > 1 else min(batch, max(1, _PIECE // size))
         if n_heads == heads and n_rows == batch:
             return exact_attention(
-                query, *self.expand(latent, rotary), spec, columns=columns, mask=mask, dropout=dropout
+                query, *self.expand(latent, rotary), params, columns=columns, mask=mask, dropout=dropout
             )
         out = query.new_empty(batch, heads, q, self.value)
         for row in range(0, batch, n_rows):
             rows = slice(row, row + n_rows)
             for lo in range(0, heads, n_heads):
                 some = slice(lo, lo + n_heads)
-                sinks = None if spec.sink_logits is None else spec.sink_logits[some]
-                part = AttentionSpec(spec.scale, spec.softcap, sinks, spec.sliding_window)
+                sinks = None if params.sink_logits is None else params.sink_logits[some]
+                part = AttentionParams(params.scale, params.softcap, sinks, params.sliding_window)
                 seen = None if columns is None else columns[rows]
                 here = mask
                 if mask is not None:
@@ -275,7 +276,7 @@ def _by_head(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _on_latents(
-    query: Tensor, latent: Tensor, rotary: Tensor, spec: AttentionSpec, columns: Tensor | None, mask: Tensor | None
+    query: Tensor, latent: Tensor, rotary: Tensor, params: AttentionParams, columns: Tensor | None, mask: Tensor | None
 ) -> Tensor:
     """Attention of absorbed queries ``[batch, H, q, r + dr]``, ``[batch, H, q, r]``: some queries at a time."""
     batch, heads, q, _ = query.shape
@@ -287,13 +288,13 @@ def _on_latents(
         hi = min(lo + step, q)
         some = query[:, :, lo:hi].flatten(1, 2)  # [batch, H * q, r + dr]
         logits = _product(some[..., :rank], parts[0]).add_(_product(some[..., rank:], parts[1]))
-        logits = logits.mul_(spec.scale).unflatten(1, (heads, -1))  # [batch, H, q, n]
-        if spec.softcap is not None:
-            logits = logits.div_(spec.softcap).tanh_().mul_(spec.softcap)
-        seen = _mask(mask, columns, spec.sliding_window, n - q, lo, hi, n, query.device)
+        logits = logits.mul_(params.scale).unflatten(1, (heads, -1))  # [batch, H, q, n]
+        if params.softcap is not None:
+            logits = logits.div_(params.softcap).tanh_().mul_(params.softcap)
+        seen = _mask(mask, columns, params.sliding_window, n - q, lo, hi, n, query.device)
         logits = logits.masked_fill_(~seen, float("-inf")) if seen.dtype == torch.bool else logits.add_(seen)
-        if spec.sink_logits is not None:
-            sink = spec.sink_logits.float().view(1, -1, 1, 1).expand(batch, -1, hi - lo, 1)
+        if params.sink_logits is not None:
+            sink = params.sink_logits.float().view(1, -1, 1, 1).expand(batch, -1, hi - lo, 1)
             logits = torch.cat((logits, sink), dim=-1)
         weights = logits.softmax(-1).nan_to_num_(0.0)[..., :n].to(latent.dtype).flatten(1, 2)
         out[:, :, lo:hi] = torch.bmm(weights, latent[:, 0]).unflatten(1, (heads, -1))

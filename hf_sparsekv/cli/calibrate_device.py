@@ -132,7 +132,7 @@ def measure(
             break
         progress(f"measuring {batch} x {context:,}")
         shape = Shape(batch, context, q_heads, heads, dim, dtype, BLOCKS)
-        coarse = shape.sealed > BLOCKS.coarse_blocks
+        coarse = shape.full_blocks > BLOCKS.coarse_blocks
         if not coarse:
             shape = Shape(batch, context, q_heads, heads, dim, dtype, FEW)
         try:
@@ -146,7 +146,7 @@ def measure(
                 torch.cuda.empty_cache()
         if not coarse:
             times["two_level"] = times["two_level:lag"] = times["token_only"]
-        timings.append(Timing(batch, shape.sealed * shape.config.block_size, times.pop("dense"), times))
+        timings.append(Timing(batch, shape.full_blocks * shape.config.block_size, times.pop("dense"), times))
     return timings
 
 

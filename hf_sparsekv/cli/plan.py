@@ -79,11 +79,11 @@ def _show(p: MemoryPlan, gpu: int | None, host: int) -> None:
 
     row("weights", p.weights, 0, p.weights)
     row("KV blocks", p.kept if p.offloaded else p.blocks, p.cache_host, p.dense_kv - p.stock)
-    if p.frames:
-        row("device copies of what is chosen", p.frames, 0, 0)
+    if p.device_pages:
+        row("device copies of what is chosen", p.device_pages, 0, 0)
     row("block bounds", p.bounds, 0, 0)
     row("token labels", p.labels, 0, 0)
-    row("sinks and recent tokens", p.near, 0, 0)
+    row("sinks and recent tokens", p.recent, 0, 0)
     row("tables and flags", p.tables, 0, 0)
     row("sliding and other layers", p.stock, 0, p.stock)
     row("prefill (estimate)", p.prefill, 0, p.prefill)

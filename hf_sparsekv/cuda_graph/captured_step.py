@@ -16,7 +16,7 @@ from ..layers.sparse_layer import SparseLayer
 def gathered_experts(model: torch.nn.Module) -> Iterator[None]:
     """Mixtures of experts gather the chosen experts' weights by index on the device (``"batched_mm"``).
 
-    ``"eager"`` loops over the experts that were hit, which the GPU would have to be asked for. ``"grouped_mm"`` could
+    ``"eager"`` loops over the experts that were hit, which would need a host sync. ``"grouped_mm"`` could
     be captured, but generate() switches from it to ``"batched_mm"`` for its decode steps, because that is quicker for
     few tokens; so do steps that are captured outside of it.
     """
@@ -31,7 +31,7 @@ def gathered_experts(model: torch.nn.Module) -> Iterator[None]:
     finally:
         try:
             model.set_experts_implementation(held)
-        except BaseException:  # Ctrl-C, here of all places: once more, or the model stays changed
+        except BaseException:  # on Ctrl-C retry once, or the model stays changed
             model.set_experts_implementation(held)
             raise
 
@@ -56,7 +56,7 @@ class Saved:
         self.states = [(state, state.snapshot()) for state in (layer.store, layer.policy)]
 
     def put_back_host(self, broken: str | None = None) -> None:
-        """What the host knows becomes what it was.
+        """Restore host state.
 
         ``broken``: what the layer is to say until all the rest is put back, too.
         """
@@ -64,9 +64,9 @@ class Saved:
         for state, saved in self.states:
             state.restore_host(saved)
         self.layer.pending = self.layer.replay = None
-        self.layer.store.fixed = False
+        self.layer.store.capturing = False
 
     def put_back_device(self) -> None:
-        """What lies on the device becomes what it was."""
+        """Restore device state."""
         for state, saved in self.states:
             state.restore_device(saved)

@@ -33,7 +33,7 @@ _STATIC = ("input_ids", "position_ids", "attention_mask", "past_key_values")
 _changing = threading.RLock()  # one thread at a time changes models
 _MAX_GRAPHS = 8  # per cache: plans x shapes that alternate; the oldest goes first
 
-Sides = tuple[torch.cuda.Stream, torch.cuda.Stream]  # beside a step: of its priority, behind it
+Sides = tuple[torch.cuda.Stream, torch.cuda.Stream]  # for look-ahead: of the step's priority, of lower priority
 
 
 class StepRunner:
@@ -198,7 +198,7 @@ class StepRunner:
                 ring.freshen(valid)
         graphs = self.graphs.setdefault(cache, {})
         step = graphs.get(key)
-        cache.clock.at(ids.device, store.length)
+        cache.seq_len.at(ids.device, store.length)
         if step is None:
             while len(graphs) >= _MAX_GRAPHS:
                 graphs.pop(next(iter(graphs)))
@@ -212,7 +212,7 @@ class StepRunner:
                 warnings.warn(f"decode steps run eagerly: {self._cannot}", stacklevel=4)
                 return self.original(**given)
             self.captures += 1
-            cache.clock.at(ids.device, store.length)  # the trial steps moved it
+            cache.seq_len.at(ids.device, store.length)  # the trial steps moved it
         step.input_ids.copy_(ids)
         step.position_ids.copy_(positions)
         if step.valid is not None:
@@ -246,8 +246,8 @@ class StepRunner:
     def _kind(cache: SparseCache) -> tuple:
         """What decides, beside shapes and plans, which kernels a step uses."""
         stores = [layer.store for layer in cache.sparse_layers]
-        pools = [store.residents is not None and store.residents.pool is not None for store in stores]
-        widths = {store.slots.shape[1] for store in stores}
+        pools = [store.pages is not None and store.pages.pool is not None for store in stores]
+        widths = {store.block_table.shape[1] for store in stores}
         return type(cache), cache.config, cache.offload_config, stores[0].dtype, tuple(pools), frozenset(widths)
 
     def _watch(self, cache: SparseCache, mask: Tensor) -> MaskWatch:
@@ -276,15 +276,15 @@ class StepRunner:
         rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
         saved = [Saved(layer) for layer in layers]
         saved_rings = [ring.ring_valid.clone() for ring in rings]
-        cache_ref = weakref.ref(cache)  # or its graphs would keep it alive
+        cache_ref = weakref.ref(cache)  # weak, or its graphs would keep the cache alive
 
-        yields = all(layer.policy.yields for layer in layers)
+        low_priority = all(layer.policy.low_priority for layer in layers)
 
         def run(sides: Sides | None):
             cache = cache_ref()
-            replay = Replay(valid, sides and sides[yields], cache.shared)
+            replay = Replay(valid, sides and sides[low_priority], cache.shared)
             for layer, plan in zip(layers, plans):
-                layer.replay, layer.plan, layer.store.fixed = replay, plan, True
+                layer.replay, layer.plan, layer.store.capturing = replay, plan, True
             for ring in rings:
                 ring.replay = replay
             try:
@@ -297,7 +297,7 @@ class StepRunner:
                 raise
             finally:
                 for layer in layers:
-                    layer.replay, layer.plan, layer.store.fixed = None, None, False
+                    layer.replay, layer.plan, layer.store.capturing = None, None, False
                 for ring in rings:
                     ring.replay = None
 
@@ -336,7 +336,7 @@ class StepRunner:
     def _streams(self, device: torch.device) -> tuple[torch.cuda.Stream, Sides]:
         """What all steps are captured on: cuBLAS keeps a workspace of 32 MB for each stream that it has seen.
 
-        And what looks ahead: behind the step's own work, or of its priority (``Policy.yields``).
+        And the side streams for look-ahead, of equal or lower priority (``Policy.low_priority``).
         """
         if self._captures_on is None or self._captures_on[0].device != device:
             main, equal = (torch.cuda.Stream(device, priority=-1) for _ in range(2))

@@ -16,7 +16,7 @@ from ..ops.sparse_decode.reference import SELECTABLE
 from ..ops.topk_select.reference import topk_ids
 from ..policies.registry import register
 from ..policies.selector import Selector
-from ..types import AttentionSpec
+from ..types import AttentionParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +50,19 @@ class RandomConfig(OracleConfig):
 
 
 class ReferencePolicy(Selector):
-    """Attend to the ``token_budget`` tokens of sealed blocks that :meth:`rank` puts first."""
+    """Attend to the ``token_budget`` tokens of full blocks that :meth:`rank` puts first."""
 
     config: OracleConfig
     captured = False
 
-    def select(self, q: Tensor, store: LayerStore, spec: AttentionSpec) -> Tensor:
-        _, flags = store.sealed_blocks()  # [sealed, batch, block_size]
+    def select(self, q: Tensor, store: LayerStore, params: AttentionParams) -> Tensor:
+        _, flags = store.full_block_kv()  # [sealed, batch, block_size]
         usable = (flags == SELECTABLE).transpose(0, 1).flatten(1)[:, None]
-        scores = self.rank(q, store, spec).masked_fill(~usable, float("-inf"))
+        scores = self.rank(q, store, params).masked_fill(~usable, float("-inf"))
         return topk_ids(scores, self.config.token_budget)
 
-    def rank(self, q: Tensor, store: LayerStore, spec: AttentionSpec) -> Tensor:
-        """Scores ``[batch, H, sealed * block_size]`` of the tokens in sealed blocks, float32."""
+    def rank(self, q: Tensor, store: LayerStore, params: AttentionParams) -> Tensor:
+        """Scores ``[batch, H, full_blocks * block_size]`` of the tokens in full blocks, float32."""
         raise NotImplementedError
 
 
@@ -70,19 +70,19 @@ class ReferencePolicy(Selector):
 class OraclePolicy(ReferencePolicy):
     """The truly best tokens: by the largest share of attention that a query head of the group gives a token."""
 
-    def rank(self, q: Tensor, store: LayerStore, spec: AttentionSpec) -> Tensor:
+    def rank(self, q: Tensor, store: LayerStore, params: AttentionParams) -> Tensor:
         keys, _ = store.materialise()
         batch, heads, _, dim = keys.shape
-        logits = q.float().view(batch, heads, -1, dim) @ keys.float().mT * spec.scale
-        if spec.softcap is not None:
-            logits = spec.softcap * torch.tanh(logits / spec.softcap)
+        logits = q.float().view(batch, heads, -1, dim) @ keys.float().mT * params.scale
+        if params.softcap is not None:
+            logits = params.softcap * torch.tanh(logits / params.softcap)
         if store.padded:
             logits = logits.masked_fill(~store.valid_columns()[:, None, None], float("-inf"))
-        if spec.sink_logits is not None:
-            extra = spec.sink_logits.float().view(1, heads, -1, 1).expand(batch, -1, -1, -1)
+        if params.sink_logits is not None:
+            extra = params.sink_logits.float().view(1, heads, -1, 1).expand(batch, -1, -1, -1)
             logits = torch.cat((logits, extra), -1)
         share = logits.softmax(-1).amax(2)
-        return share[..., : store.sealed * store.block_size]
+        return share[..., : store.full_blocks * store.block_size]
 
 
 @register("random", RandomConfig, about="reference: tokens by chance", reference=True)
@@ -93,6 +93,6 @@ class RandomPolicy(ReferencePolicy):
         super().start(store, q_heads)
         self.generator = torch.Generator(store.device).manual_seed(self.config.seed * 1000 + self.layer_idx)
 
-    def rank(self, q: Tensor, store: LayerStore, spec: AttentionSpec) -> Tensor:
-        shape = (store.batch, store.heads, store.sealed * store.block_size)
+    def rank(self, q: Tensor, store: LayerStore, params: AttentionParams) -> Tensor:
+        shape = (store.batch, store.heads, store.full_blocks * store.block_size)
         return torch.rand(shape, device=store.device, generator=self.generator)

@@ -6,16 +6,16 @@ from typing import ClassVar
 
 import torch
 
-from ..tensors import lasting
+from ..tensors import no_inference_mode
 from .state import Held, State
 
 _HOST = (
     *("index_bytes", "to_host_bytes", "to_device_bytes"),
     *("steps", "sparse", "dense", "exact", "materialised"),
     "crossover",  # of the dense ones: because that is as quick as selecting
-    *("context_host", "near_host"),
+    *("context_host", "recent_host"),
 )
-_DEVICE = ("from_host", "folded", "folded_from_host", "blocks", "context", "near")
+_DEVICE = ("from_host", "folded", "folded_from_host", "blocks", "context", "recent")
 
 
 class Counters(State):
@@ -24,7 +24,7 @@ class Counters(State):
     Attributes:
         attended: int64 ``[batch, H]``, tokens; ``from_host``: of these, read in host memory.
         folded, folded_from_host: the same of rows that were regrouped, int64 scalars.
-        context, near: of rows with padding; of others ``context_host`` and ``near_host``.
+        context, recent: of rows with padding; of others ``context_host`` and ``recent_host``.
         last_dense: the last step attended to everything.
     """
 
@@ -34,7 +34,7 @@ class Counters(State):
     }
     HOST: ClassVar = {**dict.fromkeys(_HOST, 0), "last_dense": False}
 
-    @lasting
+    @no_inference_mode
     def __init__(self, batch: int, heads: int, device: torch.device) -> None:
         super().__init__()
         for name in self.TENSORS:
@@ -42,19 +42,19 @@ class Counters(State):
             setattr(self, name, torch.zeros(shape, dtype=torch.int64, device=device))
 
     def reset(self) -> None:
-        """Count anew, in place: a captured step knows the addresses."""
+        """Reset to zero in place, because captured graphs hold the addresses."""
         super().reset()
         for name in self.TENSORS:
             getattr(self, name).zero_()
 
-    @lasting
+    @no_inference_mode
     def regroup(self, batch: int) -> None:
         self.folded += self.attended.sum()
         self.folded_from_host += self.from_host.sum()
         for name in ("attended", "from_host"):
             held = getattr(self, name)
             if batch == held.shape[0]:
-                held.zero_()  # a captured step knows the address
+                held.zero_()  # in place: captured graphs hold the address
             else:
                 setattr(self, name, held.new_zeros(batch, held.shape[1]))
 
@@ -74,6 +74,6 @@ class Counters(State):
         return int(self.context) + self.context_host
 
     @property
-    def total_near(self) -> int:
+    def total_recent(self) -> int:
         """Of these, recent ones and sinks. Synchronises."""
-        return int(self.near) + self.near_host
+        return int(self.recent) + self.recent_host

@@ -1,4 +1,4 @@
-"""Slots for full blocks: the storage under one cache layer."""
+"""The block pool: storage for the full blocks of one cache layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..ops.block_copy import block_copy
 
 __all__ = ["BlockPool", "HostBudget", "bucket", "host_memory_limit"]
 
-_MIN_SLOTS = 16
+_MIN_BLOCKS = 16
 
 
 def bucket(n: int) -> int:
@@ -27,7 +27,7 @@ def bucket(n: int) -> int:
     Four sizes an octave: at most a quarter is unused, and growing item by item copies each item about four times
     in all.
     """
-    n = max(n, _MIN_SLOTS)
+    n = max(n, _MIN_BLOCKS)
     step = 1 << max((n - 1).bit_length() - 3, 0)
     return -(-n // step) * step
 
@@ -38,36 +38,35 @@ def _pins(host: HostBudget, device: torch.device) -> bool:
 
 
 class User(Protocol):
-    """Who names slots of a pool.
+    """A user of a pool: a layer store, whose block table refers to the pool's blocks.
 
     Attributes:
-        slots: int32, -1 for none.
+        block_table: int32, -1 for none.
     """
 
-    slots: Tensor
+    block_table: Tensor
 
-    def forget(self, slots: Tensor) -> None:
-        """These slots are about to hold other blocks."""
+    def forget(self, physical_ids: Tensor) -> None:
+        """Drop what is kept about these blocks: they are about to be reused."""
 
-    def settle(self) -> None:
-        """What follows on the current stream comes after this user's work on others."""
+    def wait_for_copies(self) -> None:
+        """Make the current stream wait for this user's work on other streams."""
 
 
 class BlockPool:
-    """Block slots of one layer. A slot holds one block of one row, for all KV heads.
+    """Block pool of one layer. A block holds ``block_size`` tokens of one row, for all KV heads.
 
-    A slot is written once, when its block is sealed, and never changed after: rows, beams and copies of a cache
-    share slots by naming the same slot in their tables. What nobody names any more is found again when the pool
-    would have to grow.
+    A block is written once, when it is full, and never changed: rows, beams and copies of a cache share blocks by
+    holding the same ids in their block tables. Blocks in no table are reused before the pool grows.
 
     Attributes:
         kv: ``[capacity, H, block_size, Dk + Dv]``: each token's key, then its value. Side by side because the
             token-level kernels read both: twice the in-place read rate from host memory. On the device, or in host
             memory (pinned where there is a GPU) when offloaded; host blocks stay where they are when the pool grows.
-        fields: what is kept per slot beside it, always on the device: ``flags`` uint8 ``[capacity, block_size]``
-            (0 padding, 1 selectable, 3 sink), ``fill`` int32 ``[capacity]`` (number of selectable tokens), and the
-            index fields that the selection policy asks for with :meth:`add_field`.
-        loosened: a table may have stopped naming slots since somebody looked for free ones. Tables say so.
+        fields: what is kept per physical block beside it, always on the device: ``flags`` uint8
+            ``[capacity, block_size]`` (0 padding, 1 selectable, 3 sink), ``fill`` int32 ``[capacity]`` (number of
+            selectable tokens), and the index fields that the selection policy asks for with :meth:`add_field`.
+        loosened: a table may have dropped blocks since the last search for free ones. Set by the users.
     """
 
     def __init__(
@@ -85,12 +84,12 @@ class BlockPool:
         self.used = 0
         self.fields: dict[str, Tensor] = {}
         self._addresses: tuple[int, ...] | None = None
-        self._free: Tensor | None = None  # slots below `used` that nobody names, int32 on the device
+        self._free: Tensor | None = None  # blocks below `used` that are in no table, int32 on the device
         self._users: weakref.WeakSet = weakref.WeakSet()
-        self._registered = self._gone = 0  # users there ever were, and how many had died at the last search
+        self._registered = self._gone = 0  # users registered so far; those deleted by the last search
         self.loosened = False
-        self.lock = threading.RLock()  # held from taking slots until a table names them
-        self._slot_bytes = heads * block_size * token_dim * dtype.itemsize
+        self.lock = threading.RLock()  # held from taking blocks until they are in a block table
+        self._block_bytes = heads * block_size * token_dim * dtype.itemsize
         self._arena: HostArena | None = None
         self.capacity = self._whole_pages(capacity)
         self.kv = self._new_kv(self.capacity, (heads, block_size, token_dim), dtype)
@@ -101,19 +100,19 @@ class BlockPool:
         return self  # full blocks never change: copies of a cache share them
 
     def _whole_pages(self, capacity: int) -> int:
-        """Slots that fill the host pages of ``capacity`` slots: pages are what is committed, counted and pinned.
+        """``capacity`` rounded up to whole host pages: memory is committed, counted and pinned by the page.
 
-        The slots of the usual models are whole pages themselves.
+        The physical blocks of the usual models are whole pages themselves.
         """
         if self.host is None:
             return capacity
-        step = math.lcm(self._slot_bytes, PAGE) // self._slot_bytes
+        step = math.lcm(self._block_bytes, PAGE) // self._block_bytes
         return -(-capacity // step) * step
 
-    @torch.inference_mode(False)  # what lasts and is written in place is no inference tensor
+    @torch.inference_mode(False)  # state that is written in place must not be an inference tensor
     def _new_kv(self, capacity: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Room for ``capacity`` slots, the first ``used`` of which keep their contents."""
-        arena, size = None, capacity * self._slot_bytes
+        """Room for ``capacity`` physical blocks, the first ``used`` of which keep their contents."""
+        arena, size = None, capacity * self._block_bytes
         if self.host is None:
             new = torch.empty(capacity, *shape, dtype=dtype, device=self.device)
         else:
@@ -131,38 +130,38 @@ class BlockPool:
         self._arena = arena
         return new
 
-    @torch.inference_mode(False)  # what lasts and is written in place is no inference tensor
+    @torch.inference_mode(False)  # state that is written in place must not be an inference tensor
     def add_field(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Keep a tensor ``[capacity, *shape]`` on the device beside the blocks."""
         self.fields[name] = torch.empty(self.capacity, *shape, dtype=dtype, device=self.device)
         self._addresses = None
 
     def register(self, user: User) -> None:
-        """``user`` names slots of this pool for as long as it lives."""
+        """Register ``user``, whose block table refers to this pool until it is deleted."""
         self._users.add(user)
         self._registered += 1
 
     @property
     def shared(self) -> bool:
-        """More than one table names slots of this pool."""
+        """Whether more than one block table refers to this pool."""
         return len(self._users) > 1
 
     def release_all(self) -> None:
-        """Forget all blocks; only for a pool that is not shared."""
+        """Free all blocks; only for a pool that is not shared."""
         self.used, self._free = 0, None
 
     def allocate(self, n: int) -> Tensor:
-        """Take ``n`` slots; grows the pool if it must. See :meth:`take`."""
+        """Take ``n`` physical blocks; grows the pool if it must. See :meth:`take`."""
         return self.take(n)[0]
 
     def take(self, n: int) -> tuple[Tensor, int | None]:
-        """Take ``n`` slots; grows the pool if it must.
+        """Take ``n`` physical blocks; grows the pool if it must.
 
         Returns:
             int32 ``[n]`` on the device, and the first of them if they follow each other.
 
         Raises:
-            MemoryError: the pool lies in host memory and would exceed its limit. The pool is unchanged.
+            MemoryError: the pool is in host memory and would exceed its limit. The pool is unchanged.
         """
         with self.lock:
             if self.used + n > self.capacity:
@@ -170,10 +169,10 @@ class BlockPool:
                     self._find_free()
                 # A search is worth it only if it makes room for a while; else grow.
                 if len(self._free) >= max(n, self.capacity // 8):
-                    slots, self._free = self._free[:n], self._free[n:]
+                    physical_ids, self._free = self._free[:n], self._free[n:]
                     for user in list(self._users):
-                        user.forget(slots)
-                    return slots, None
+                        user.forget(physical_ids)
+                    return physical_ids, None
                 self.loosened |= len(self._free) > 0  # these few are found again
                 self._free = None
                 self._grow(bucket(self.used + n))
@@ -182,7 +181,7 @@ class BlockPool:
             return torch.arange(start, start + n, dtype=torch.int32, device=self.device), start
 
     def _find_free(self) -> None:
-        """Synchronises, so only when the pool is full and slots may have been left."""
+        """Synchronises, so it runs only when the pool is full and blocks may have become free."""
         gone = self._registered - len(self._users)
         if not self.loosened and gone == self._gone:
             self._free = torch.empty(0, dtype=torch.int32, device=self.device)
@@ -190,36 +189,36 @@ class BlockPool:
         self.loosened, self._gone = False, gone
         named = torch.zeros(self.used, dtype=torch.bool, device=self.device)
         for user in list(self._users):
-            named[user.slots[user.slots >= 0].long()] = True
+            named[user.block_table[user.block_table >= 0].long()] = True
         self._free = (~named).nonzero().flatten().int()
 
-    @torch.inference_mode(False)  # what lasts and is written in place is no inference tensor
+    @torch.inference_mode(False)  # state that is written in place must not be an inference tensor
     def _grow(self, capacity: int) -> None:
         capacity = self._whole_pages(capacity)
         for user in list(self._users):
-            user.settle()  # a stream beside this one may still read the fields
+            user.wait_for_copies()  # another stream may still read the fields
         fields = {}
         for name, field in self.fields.items():
             fields[name] = torch.empty(capacity, *field.shape[1:], dtype=field.dtype, device=self.device)
             fields[name][: self.used] = field[: self.used]
-        # Whatever fails has failed by the end of this line, and nothing has changed.
+        # The last call that can fail; nothing has changed before it.
         self.kv = self._new_kv(capacity, self.kv.shape[1:], self.kv.dtype)
         self.fields, self.capacity = fields, capacity
         self._addresses = None
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Changes when a tensor has moved. The fields move when the pool grows, host blocks do not."""
-        if self._addresses is None:  # every step asks
+        """Addresses of the pool's tensors. The fields move when the pool grows, host blocks do not."""
+        if self._addresses is None:  # cached, because every step reads it
             self._addresses = (self.kv.data_ptr(), *(field.data_ptr() for field in self.fields.values()))
         return self._addresses
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Cut slots ``start .. stop - 1`` into ranges for one ``cudaMemcpy`` each, see :mod:`..offload.host_pool`."""
+        """Cut blocks ``start .. stop - 1`` into ranges for one ``cudaMemcpy`` each, see :mod:`..offload.host_pool`."""
         if self._arena is None:
             yield start, stop
             return
-        size = self._slot_bytes
+        size = self._block_bytes
         for first, last in self._arena.runs(start * size, stop * size):
             yield first // size, last // size
 
@@ -228,51 +227,51 @@ class BlockPool:
         """Blocks lie in host memory that the GPU reads and writes in place."""
         return self._arena is not None and self._arena.pinned and self.device.type == "cuda"
 
-    def write(self, slots: Tensor, kv: Tensor, first: int | None = None) -> None:
-        """Fill slots with ``kv [n, H, block_size, Dk + Dv]`` from the device, in the order of the current stream.
+    def write(self, physical_ids: Tensor, kv: Tensor, first: int | None = None) -> None:
+        """Fill blocks with ``kv [n, H, block_size, Dk + Dv]`` from the device, in the order of the current stream.
 
-        Only for memory that is not pinned does the host wait.
+        The host waits only if memory is not pinned.
 
         Args:
-            first: the first slot, if they follow each other: then one large copy does it.
+            first: the first physical block, if they follow each other: then one large copy does it.
         """
-        n = len(slots)
+        n = len(physical_ids)
         if not self.direct:
             home = self.kv.device
             if first is not None:
                 self.kv[first : first + n] = kv.to(home)
             else:
-                self.kv[slots.to(home).long()] = kv.to(home)
+                self.kv[physical_ids.to(home).long()] = kv.to(home)
         elif first is not None:
             for start, stop in self.runs(first, first + n):  # 55 GB/s by the copy engine, an H200's link
                 self.kv[start:stop].copy_(kv[start - first : stop - first], non_blocking=True)
         else:  # 51 GB/s by a kernel
             heads = torch.arange(self.kv.shape[1], dtype=torch.int32, device=kv.device)
             source = torch.arange(kv.shape[0] * kv.shape[1], dtype=torch.int32, device=kv.device)
-            target = (slots[:, None] * self.kv.shape[1] + heads).flatten()
+            target = (physical_ids[:, None] * self.kv.shape[1] + heads).flatten()
             copies = torch.stack((source, target.int()), dim=1)
             block_copy(kv.contiguous(), self.kv.flatten(0, 1), copies, copies.new_full((1,), len(copies)))
 
-    def note(self, slots: Tensor, **fields: Tensor) -> None:
-        """Fill named fields of slots: ``[n, ...]`` on the device."""
+    def note(self, physical_ids: Tensor, **fields: Tensor) -> None:
+        """Fill named fields of physical blocks: ``[n, ...]`` on the device."""
         for name, value in fields.items():
-            self.fields[name][slots.long()] = value.to(self.fields[name].dtype)
+            self.fields[name][physical_ids.long()] = value.to(self.fields[name].dtype)
 
-    def read(self, slots: Tensor, out: Tensor) -> None:
+    def read(self, physical_ids: Tensor, out: Tensor) -> None:
         """Copy blocks to the device, in the order of the current stream.
 
         Args:
-            slots: int32 ``[batch, n]`` on the device.
+            physical_ids: int32 ``[batch, n]`` on the device.
             out: ``[batch, H, m, block_size, Dk + Dv]``, m >= n, contiguous; its first ``n`` blocks are written.
         """
-        batch, n = slots.shape
+        batch, n = physical_ids.shape
         heads, room = self.kv.shape[1], out.shape[2]
         if not n:
             return
-        each = torch.arange(heads, dtype=torch.int32, device=slots.device)
-        source = slots[:, None] * heads + each[:, None]  # [batch, H, n]
-        rows = torch.arange(batch * heads, dtype=torch.int32, device=slots.device).view(batch, heads, 1)
-        target = rows * room + torch.arange(n, dtype=torch.int32, device=slots.device)
+        each = torch.arange(heads, dtype=torch.int32, device=physical_ids.device)
+        source = physical_ids[:, None] * heads + each[:, None]  # [batch, H, n]
+        rows = torch.arange(batch * heads, dtype=torch.int32, device=physical_ids.device).view(batch, heads, 1)
+        target = rows * room + torch.arange(n, dtype=torch.int32, device=physical_ids.device)
         copies = torch.stack((source.flatten(), target.flatten()), dim=1).int()
         block_copy(self.kv, out.view(-1, *out.shape[3:]), copies, copies.new_full((1,), len(copies)))
 

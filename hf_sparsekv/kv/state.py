@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..tensors import lasting, take_rows
+from ..tensors import no_inference_mode, take_rows
 
 
 class Held(NamedTuple):
@@ -17,7 +17,7 @@ class Held(NamedTuple):
 
     Args:
         rows: the dimension of the batch's rows, which beams and ``batch_select_indices()`` reorder; None: it has none.
-        captured: a captured graph knows its address.
+        captured: captured graphs hold its address.
         trial: a step reads what the step before has written, so a trial run has to put it back.
         shared: copies share it, because it is only ever replaced, never written in place; else they clone it.
         dropped: ``reset()`` forgets it; else it keeps its memory, and ``start()`` sees to its contents.
@@ -37,7 +37,7 @@ class Held(NamedTuple):
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[object], tuple]:
-    """Gives the values of these attributes, as quickly as can be."""
+    """A fast getter of these attributes."""
     get = attrgetter(*names)
     return get if len(names) > 1 else lambda state: (get(state),)
 
@@ -111,7 +111,7 @@ class State:
         return tuple(found)
 
     def add_addresses(self, found: list[int]) -> None:
-        """Append :attr:`addresses` to ``found``. Every replay asks every layer: no generators here."""
+        """Append :attr:`addresses` to ``found``. Runs for every layer in every replay, hence no generators."""
         for tensor in self._captured(self):
             found.append(0 if tensor is None else tensor.data_ptr())
         for part in self._held(self):
@@ -151,7 +151,7 @@ class State:
 
     # ------------------------------------------------------------------ rows and copies
 
-    @lasting
+    @no_inference_mode
     def map_rows(self, index: Tensor) -> None:
         """Row ``i`` becomes what row ``index[i]`` was."""
         for name, tensor, held in self._tensors():
@@ -165,7 +165,7 @@ class State:
             for part in parts:
                 part.map_rows(index)
 
-    @lasting
+    @no_inference_mode
     def copy(self):
         """An independent object in the same state."""
         new = object.__new__(type(self))

@@ -1,4 +1,4 @@
-"""What a layer knows of its cache."""
+"""A layer's weak reference to its cache."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 from ..attention.handle import Step
 from ..config import SparseConfig
 from ..kv.pool import HostBudget
-from ..offload.copy_streams import Lanes
-from ..offload.page_table import FramePools
+from ..offload.copy_streams import CopyStreams
+from ..offload.page_table import DevicePools
 from ..policies.base import Policy
-from ..tensors import DeviceLength
+from ..tensors import SeqLenTensor
 
 if TYPE_CHECKING:
     from .sparse_layer import SparseLayer
@@ -24,16 +24,16 @@ class Owner(Protocol):
 
     Attributes:
         config: of the cache.
-        clock: the length that all layers share, on the device.
-        lanes: ways to and from the host.
-        budget, frames: of an offloaded cache: the host memory it may take, its device pools. None without offload.
+        seq_len: the length that all layers share, on the device.
+        copy_streams: ways to and from the host.
+        budget, pages: of an offloaded cache: the host memory it may take, its device pools. None without offload.
     """
 
     config: SparseConfig
-    clock: DeviceLength
-    lanes: Lanes
+    seq_len: SeqLenTensor
+    copy_streams: CopyStreams
     budget: HostBudget | None
-    frames: FramePools | None
+    frames: DevicePools | None
 
     @property
     def sparse_layers(self) -> list[SparseLayer]:
@@ -62,7 +62,7 @@ class Owner(Protocol):
 
 
 class Owned:
-    """A layer that belongs to a cache, known weakly: without a cycle its memory is free as soon as nobody uses it."""
+    """A layer that belongs to a cache, by a weak reference: without a cycle, memory is freed at once."""
 
     @property
     def owner(self) -> Owner:

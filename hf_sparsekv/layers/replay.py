@@ -24,14 +24,14 @@ class Replay:
         self._forked = False
         self._waiting: list[Callable[[], None]] = []
 
-    def fork(self, work: Callable[[], None], bundle: int = 1) -> None:
-        """Run ``work`` beside what follows, once there are ``bundle`` such; :meth:`join` before the step ends."""
+    def fork(self, work: Callable[[], None], layers_per_launch: int = 1) -> None:
+        """Run ``work`` on the side stream, ``layers_per_launch`` at once; :meth:`join` before the step ends."""
         self._waiting.append(work)
-        if len(self._waiting) >= bundle:
+        if len(self._waiting) >= layers_per_launch:
             self._run()
 
-    def beside(self, work: Callable[[], None]) -> None:
-        """Run ``work`` beside what follows, whatever is waiting for others."""
+    def on_side_stream(self, work: Callable[[], None]) -> None:
+        """Run ``work`` on the side stream at once."""
         if self.side is None:
             work()
             return
@@ -41,22 +41,22 @@ class Replay:
             work()
 
     def _run(self) -> None:
-        bundle, self._waiting = self._waiting, []
+        layers_per_launch, self._waiting = self._waiting, []
 
         def work() -> None:
-            for one in bundle:
+            for one in layers_per_launch:
                 one()
 
-        self.beside(work)
+        self.on_side_stream(work)
 
     def join(self) -> None:
-        """What was forked is done from here on."""
+        """Launch what is waiting, and wait for all work on the side stream."""
         if self._waiting:
             self._run()
         self.come_back()
 
     def come_back(self) -> None:
-        """Wait for what was forked, and only that: a capture that has failed can end then, and torch tidies up."""
+        """Join the side stream, so that a failed capture can end."""
         if self._forked:
             self.shared.rejoin(self.side)
             torch.cuda.current_stream().wait_stream(self.side)

@@ -13,8 +13,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from ..attention.handle import KVHandle, Step
 from ..ops.append import append
 from ..ops.sparse_decode import sparse_decode
-from ..tensors import lasting, take_rows
-from ..types import AttentionSpec
+from ..tensors import no_inference_mode, take_rows
+from ..types import AttentionParams
 from .owned import Owned, Owner
 
 
@@ -27,7 +27,7 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
         index: the layer's index.
     """
 
-    @lasting
+    @no_inference_mode
     def __init__(self, stock: DynamicSlidingWindowLayer, owner: Owner, index: int) -> None:
         super().__init__(stock.sliding_window)
         self.owner, self.index = owner, index
@@ -40,7 +40,7 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
         self.ring = keys.new_zeros(batch, heads, size, self.key_dim + self.value_dim)
         self.ring_valid = torch.zeros(batch, size, dtype=torch.bool, device=keys.device)
         self.attended = torch.zeros(batch, heads, dtype=torch.int64, device=keys.device)  # the kernel wants one
-        self.no_slots = torch.empty(batch, 0, dtype=torch.int32, device=keys.device)
+        self.no_block_table = torch.empty(batch, 0, dtype=torch.int32, device=keys.device)
         self.no_flags = torch.empty(0, 1, dtype=torch.uint8, device=keys.device)
         self.no_blocks = keys.new_empty(0, heads, 1, self.key_dim + self.value_dim)
         self.cumulative_length = stock.cumulative_length
@@ -91,7 +91,7 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
     def values(self) -> None:
         pass
 
-    @lasting
+    @no_inference_mode
     def _write(self, k: Tensor, v: Tensor, start: int) -> None:
         n = min(k.shape[2], self.sliding_window)
         skip = k.shape[2] - n
@@ -124,7 +124,7 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
         self.stale = True
 
     def _map_rows(self, index: Tensor) -> None:
-        for name in ("ring", "ring_valid", "no_slots", "attended"):
+        for name in ("ring", "ring_valid", "no_block_table", "attended"):
             setattr(self, name, take_rows(getattr(self, name), index))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -138,7 +138,7 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
 
     # ------------------------------------------------------------------ in a captured step
 
-    @lasting
+    @no_inference_mode
     def freshen(self, valid: Tensor | None) -> None:
         """Bring ``ring_valid`` up to date after eager steps: ``valid [batch, length]`` bool, None for no padding."""
         if not self.stale:
@@ -152,25 +152,25 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
             self.ring_valid[:, at] = valid[:, -n:]
         self.stale = False
 
-    def attend(self, step: Step, query: Tensor, mask, spec: AttentionSpec, dropout: float = 0.0) -> Tensor:
+    def attend(self, step: Step, query: Tensor, mask, params: AttentionParams, dropout: float = 0.0) -> Tensor:
         """``query [batch, Hq, 1, Dk]`` over the ring and the new token."""
-        length = self.owner.clock.held(self.device)
+        length = self.owner.seq_len.held(self.device)
         append(step.k, step.v, self.replay.valid, self.ring, self.ring_valid, length, 0)
         step.committed = True
         out = sparse_decode(
             query[:, :, 0],
             self.no_blocks,
             self.no_flags,
-            self.no_slots,
+            self.no_block_table,
             None,
             self.ring,
             self.ring_valid,
             granularity="all",
             value_dim=self.value_dim,
             sinks=0,
-            scale=spec.scale,
-            softcap=spec.softcap,
-            sink_logits=spec.sink_logits,
+            scale=params.scale,
+            softcap=params.softcap,
+            sink_logits=params.sink_logits,
             attended=self.attended,
         )
         return out[:, :, None]

@@ -16,7 +16,7 @@ from ..attention.mla import SAMPLE, Absorbed, absorb, calling_module, passes_on
 from ..kv.store import LayerStore
 from ..policies.base import Policy
 from ..policies.plan import Plan
-from ..types import AttentionSpec
+from ..types import AttentionParams
 from .owned import Owned, Owner
 from .replay import Replay
 
@@ -46,12 +46,12 @@ class SparseLayer(Owned, CacheLayerMixin):
         new = object.__new__(SparseLayer)
         memo[id(self)] = new
         if self.store is not None:
-            self.store.settle()  # a stream beside this one may still be choosing blocks
+            self.store.wait_for_copies()  # a side stream may still be choosing blocks
         new.index, new.broken, new.policy, new.latent = self.index, self.broken, self.policy.copy(), self.latent
         new.pending = new.replay = new.plan = new.query = None
-        clock, lanes = (copy.deepcopy(held, memo) for held in (self.owner.clock, self.owner.lanes))
-        frames = copy.deepcopy(self.owner.frames, memo) if self.policy.fetches else None
-        new.store = None if self.store is None else self.store.copy(clock, frames, lanes)
+        seq_len, copy_streams = (copy.deepcopy(held, memo) for held in (self.owner.seq_len, self.owner.copy_streams))
+        pools = copy.deepcopy(self.owner.device_pools, memo) if self.policy.fetches else None
+        new.store = None if self.store is None else self.store.copy(seq_len, pools, copy_streams)
         new.owner = copy.deepcopy(self.owner, memo)
         return new
 
@@ -124,35 +124,35 @@ class SparseLayer(Owned, CacheLayerMixin):
         if self.store is not None and self.store.length:
             return
         if self.store is not None and not self.store.fits(step.k, step.v, self.latent):
-            self.store.settle()  # what lanes still use may be given away only behind them
+            self.store.wait_for_copies()  # memory in use by copy streams must not be reused before they end
             self.store = None  # before the new one is made: the budget may not hold both
-            if self.owner.frames is not None and self.owner.first(self):
-                self.owner.frames.clear()  # all layers are made anew
+            if self.owner.device_pools is not None and self.owner.first(self):
+                self.owner.device_pools.clear()  # all layers are made anew
                 for layer in self.owner.sparse_layers:
-                    if layer.store is not None and layer.store.residents is not None:
-                        layer.store.residents.leave()
+                    if layer.store is not None and layer.store.pages is not None:
+                        layer.store.pages.leave()
         store = self.store
         if store is None:
-            owner, frames = self.owner, None
+            owner, pools = self.owner, None
             if self.policy.fetches:
-                frames = owner.frames
-                frames.layers = sum(layer.policy.fetches for layer in owner.sparse_layers)
+                pools = owner.device_pools
+                pools.layers = sum(layer.policy.fetches for layer in owner.sparse_layers)
             host = owner.budget if self.policy.offloaded else None
-            lanes = None if host is None else owner.lanes
-            made = owner.config, host, owner.clock, frames, lanes, self.latent
+            copy_streams = None if host is None else owner.copy_streams
+            made = owner.config, host, owner.seq_len, pools, copy_streams, self.latent
             store = self.policy.store_type(step.k, step.v, *made)
         self.policy.start(store, q_heads)
         self.store = store
 
     def attend(
-        self, step: Step, query: Tensor, mask: Tensor | None, spec: AttentionSpec, dropout: float = 0.0
+        self, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, dropout: float = 0.0
     ) -> Tensor:
         """Store the step's tokens and attend, ``query [batch, Hq, q, Dk]`` to ``[batch, Hq, q, Dv]``.
 
         Layers that share their KV call this with the same step; only the first stores.
         """
         try:
-            return self._attend(step, query, mask, spec, dropout)
+            return self._attend(step, query, mask, params, dropout)
         except BaseException as error:
             if not step.committed:
                 self.pending = None
@@ -160,14 +160,16 @@ class SparseLayer(Owned, CacheLayerMixin):
                 self.broken = f"{type(error).__name__} in layer {self.index}"
             raise
 
-    def _attend(self, step: Step, query: Tensor, mask: Tensor | None, spec: AttentionSpec, dropout: float) -> Tensor:
+    def _attend(
+        self, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, dropout: float
+    ) -> Tensor:
         own = not step.committed
-        one = query.shape[2] == 1 and spec.sliding_window is None and (mask is None or mask.ndim == 2)
+        one = query.shape[2] == 1 and params.sliding_window is None and (mask is None or mask.ndim == 2)
         whole = mask if mask is not None and mask.ndim == 4 else None
         exact = exact_attention if (absorbed := step.absorbed) is None else absorbed.attention
         if step.past == 0:
             columns = mask if mask is not None and mask.ndim == 2 else None
-            out = exact(query, step.k, step.v, spec, columns=columns, mask=whole, dropout=dropout)
+            out = exact(query, step.k, step.v, params, columns=columns, mask=whole, dropout=dropout)
             if own:
                 self._commit(step, query, self.owner.new_columns(mask, step))
                 self._look_ahead(query, absorbed)
@@ -179,7 +181,7 @@ class SparseLayer(Owned, CacheLayerMixin):
                 raise ValueError("attention dropout is not supported over a sparse cache: call model.eval()")
             with torch.no_grad():
                 q = query if absorbed is None else absorbed.queries(query)
-                out = self._decode(step, q, mask, spec, own)[:, :, None]
+                out = self._decode(step, q, mask, params, own)[:, :, None]
                 out = out if absorbed is None else absorbed.outputs(out)
             return NoGradient.apply(out, query)
         store = self.store
@@ -191,7 +193,7 @@ class SparseLayer(Owned, CacheLayerMixin):
             key, value = store.materialise()
         columns = store.valid_columns() if store.padded else None
         with torch.no_grad():
-            out = exact(query, key, value, spec, columns=columns, mask=whole, dropout=dropout)
+            out = exact(query, key, value, params, columns=columns, mask=whole, dropout=dropout)
             store.counters.exact += 1
             if own:
                 self._look_ahead(query, absorbed)
@@ -212,19 +214,19 @@ class SparseLayer(Owned, CacheLayerMixin):
         self._end()
 
     def _end(self) -> None:
-        """The last layer ends a forward pass of several tokens: nobody needs the lanes' buffers any more."""
+        """The last layer ends a forward pass of several tokens: free the copy streams' buffers."""
         if self is self.owner.sparse_layers[-1]:
-            self.owner.lanes.release()
+            self.owner.copy_streams.release()
 
     def _read_ahead(self, step: Step) -> None:
         """Begin to read back what the next layer needs for this chunk of a prompt."""
         layers = self.owner.sparse_layers
         for layer in layers[layers.index(self) + 1 :][:1]:
             store = layer.store
-            if store is not None and store.lane is not None and store.sealed and store.length == step.past:
-                self.owner.lanes.read_ahead(store, step.length)
+            if store is not None and store.copy_stream is not None and store.full_blocks and store.length == step.past:
+                self.owner.copy_streams.read_ahead(store, step.length)
 
-    def _decode(self, step: Step, query: Tensor, mask: Tensor | None, spec: AttentionSpec, own: bool) -> Tensor:
+    def _decode(self, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, own: bool) -> Tensor:
         """One decode step, ``query [batch, Hq, 1, Dk]`` to ``[batch, Hq, Dv]``.
 
         Captured (``self.replay`` is set), it only launches what every replay must repeat: the host's share of the step
@@ -234,20 +236,20 @@ class SparseLayer(Owned, CacheLayerMixin):
         if own:
             step.touched = True
             if replay is None:
-                self._settle()
+                self._begin_step()
             valid = new_columns(mask, step.past, step.length) if replay is None else replay.valid
             if policy.observes:
                 policy.observe(query, step.keys, valid, store)
             if replay is not None and policy.note is not None:
-                replay.beside(lambda: policy.note(q, store, self.plan))
+                replay.on_side_stream(lambda: policy.note(q, store, self.plan))
             store.append(step.k.detach(), step.v.detach(), valid)
             self._committed(step)
         plan = policy.plan(store) if replay is None else self.plan
-        out = policy.attend(q, store, plan, spec)
+        out = policy.attend(q, store, plan, params)
         if not own:
             return out
         if replay is not None:
-            replay.fork(lambda: policy.look_ahead(q, store, plan), policy.bundle)
+            replay.fork(lambda: policy.look_ahead(q, store, plan), policy.layers_per_launch)
             self.query = q
             return out
         policy.account(q, store, plan)
@@ -256,15 +258,15 @@ class SparseLayer(Owned, CacheLayerMixin):
         policy.look_ahead(q, store, plan)
         return out
 
-    def _settle(self) -> None:
+    def _begin_step(self) -> None:
         """A decode step begins: blocks are in place, and there is room for marks of those that it attends to."""
-        self.store.settle()
+        self.store.wait_for_copies()
         if self.policy.watch is not None:
             self.policy.watch.fit(self.store)
 
     def prepare(self) -> Plan:
         """A decode step is about to be captured or replayed: what it does."""
-        self._settle()
+        self._begin_step()
         return self.policy.prepare(self.store)
 
     def advance(self, plan: Plan) -> None:
@@ -342,7 +344,7 @@ class SparseLayer(Owned, CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         if self.pending is not None and not self.pending.committed:
-            return self.pending.length  # update() takes effect at once for who asks
+            return self.pending.length  # includes tokens that update() has announced
         return 0 if self.store is None else self.store.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -380,7 +382,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         """Forget all tokens, and what a step that was broken off has left."""
         self.pending = self.replay = None
         if self.store is not None:
-            self.store.fixed = False
+            self.store.capturing = False
             self.store.reset()  # which waits for what is still being chosen, too
         self.policy.reset()
 
@@ -391,9 +393,9 @@ class SparseLayer(Owned, CacheLayerMixin):
             return
         keep = tokens_to_remove if tokens_to_remove > 0 else max(0, self.store.length + tokens_to_remove)
         if keep:
-            sealed = self.store.sealed
+            full_blocks = self.store.full_blocks
             self.store.crop(keep)
-            if self.store.sealed < sealed:
+            if self.store.full_blocks < full_blocks:
                 self.policy.reopened()
         else:
             self.reset()  # the next prompt calibrates anew

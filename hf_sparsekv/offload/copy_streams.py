@@ -1,8 +1,8 @@
-"""KV of prompts on its way between the GPU and pinned host memory, beside the stream that computes.
+"""Copies of prompts' KV between the GPU and pinned host memory, on streams of their own.
 
-Prefill runs far ahead on the host: all layers are launched before the GPU has finished the first. So memory in flight
-is bounded by the order of streams, not by the allocator, which would give each layer buffers of its own: a lane has a
-few buffers, and whoever fills one waits, on the GPU, until its former contents have left.
+The host launches all layers of a prefill before the GPU has finished the first. If each layer allocated its own staging
+buffers, they would all be in memory at once. So each copy stream owns a few buffers, and filling one waits, on the GPU,
+until its previous contents have been copied.
 
 Source: SparseServe, FlashD2H (saving through a staging buffer) and layer-segmented prefill.
 """
@@ -19,13 +19,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..tensors import lasting
+from ..tensors import no_inference_mode
 
-STAGED = 4  # pieces of a prompt's KV under way to the host: 256 MiB, what the link takes 5 ms for
+STAGED = 4  # pieces of a prompt's KV being copied to the host: 256 MiB, about 5 ms on the link
 
 
 class Stored(Protocol):
-    """What :class:`Lanes` need of a layer's store to read its full blocks back."""
+    """What :class:`CopyStreams` need of a layer's store to read its full blocks back."""
 
     device: torch.device
     dtype: torch.dtype
@@ -39,8 +39,8 @@ class Stored(Protocol):
         ...
 
 
-class Lane:
-    """A stream, and buffers that are used in turn."""
+class CopyStream:
+    """A CUDA stream and its staging buffers, used in turn."""
 
     def __init__(self, device: torch.device, buffers: int) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
@@ -49,9 +49,9 @@ class Lane:
         self._at = -1
         weakref.finalize(self, _join, self.stream, device).atexit = False
 
-    @lasting
+    @no_inference_mode
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The next buffer. What the current stream does to it comes after what :meth:`run` did with it last."""
+        """The next buffer. The current stream waits until the last :meth:`run` on that buffer has ended."""
         self._at = at = (self._at + 1) % len(self._buffers)
         size = prod(shape) * dtype.itemsize
         held = self._buffers[at]
@@ -63,61 +63,62 @@ class Lane:
         return held[:size].view(dtype).view(shape)
 
     def run(self, work: Callable[[], None]) -> torch.cuda.Event:
-        """Run ``work`` on this lane, after what the current stream has launched so far; the event tells its end."""
-        with self.behind():
+        """Run ``work`` on this stream, after what the current stream has launched so far; returns the end's event."""
+        with self.after_current_stream():
             work()
             self._done[self._at] = event = self.mark()
         return event
 
     @contextmanager
-    def behind(self) -> Iterator[None]:
-        """What is inside runs on this lane, after what the current stream has launched so far."""
+    def after_current_stream(self) -> Iterator[None]:
+        """Run the body on this copy stream, after everything launched on the current stream so far."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             yield
 
     def mark(self) -> torch.cuda.Event:
-        """Tells when all that was launched on this lane so far is done."""
+        """An event after everything launched on this copy stream so far."""
         return self.stream.record_event()
 
     def release(self) -> None:
-        """Give the buffers back."""
+        """Free the buffers."""
         self._buffers = [None] * len(self._buffers)
         self._done = [None] * len(self._done)
 
 
-class Lanes:
-    """The lanes of one cache, on each device that it uses: one to the host, one from it."""
+class CopyStreams:
+    """The copy streams of one cache, on each device that it uses: one to the host, one from it."""
 
     def __init__(self) -> None:
-        self._out: dict[torch.device, Lane] = {}
-        self._back: dict[torch.device, Lane] = {}
+        self._out: dict[torch.device, CopyStream] = {}
+        self._back: dict[torch.device, CopyStream] = {}
         self._ahead: tuple[Stored, Tensor, torch.cuda.Event] | None = None
 
-    def __deepcopy__(self, memo: dict) -> Lanes:
-        return Lanes()
+    def __deepcopy__(self, memo: dict) -> CopyStreams:
+        return CopyStreams()
 
-    def out(self, device: torch.device) -> Lane:
+    def out(self, device: torch.device) -> CopyStream:
         """To the host."""
         if device not in self._out:
-            self._out[device] = Lane(device, STAGED)
+            self._out[device] = CopyStream(device, STAGED)
         return self._out[device]
 
-    def _from_host(self, device: torch.device) -> Lane:
+    def _from_host(self, device: torch.device) -> CopyStream:
         if device not in self._back:
-            self._back[device] = Lane(device, 2)
+            self._back[device] = CopyStream(device, 2)
         return self._back[device]
 
     def read_ahead(self, store: Stored, columns: int) -> None:
         """Begin to read the full blocks of ``store`` back, into a buffer of at least ``columns`` columns."""
-        lane = self._from_host(store.device)
-        # Filled on the lane itself, which comes after whatever the computing stream did with the buffer two layers ago.
-        out = lane.take(store.gathered_shape(columns), store.dtype)
-        event = lane.run(lambda: store.read_blocks(out))
+        copy_stream = self._from_host(store.device)
+        # Filled on the copy stream itself, which comes after whatever the computing stream did with the buffer two
+        # layers ago.
+        out = copy_stream.take(store.gathered_shape(columns), store.dtype)
+        event = copy_stream.run(lambda: store.read_blocks(out))
         self._ahead = store, out, event
 
     def arrived(self, store: Stored) -> Tensor | None:
-        """What :meth:`read_ahead` has brought, if it was for this. The current stream waits for it.
+        """The blocks that :meth:`read_ahead` has read, if it was for ``store``. The current stream waits for them.
 
         The layers before have asked in the same forward pass, so nothing is left of one that was broken off.
         """
@@ -128,22 +129,22 @@ class Lanes:
         return ahead[1]
 
     def release(self) -> None:
-        """Give all buffers back: a forward pass has ended."""
+        """Free all buffers at the end of a forward pass."""
         self._ahead = None
-        for lane in (*self._out.values(), *self._back.values()):
-            lane.release()
+        for copy_stream in (*self._out.values(), *self._back.values()):
+            copy_stream.release()
 
 
 def _join(stream: torch.cuda.Stream, device: torch.device) -> None:
-    """A lane has died, and with it perhaps its cache: what gets that memory next comes after what the lane still does.
+    """Order reuse of freed memory after pending copies: the copy stream, and perhaps its cache, has been deleted.
 
     (Inside a capture nothing can be waited for; there a cache could die by another thread only, on another stream.)
     """
-    with contextlib.suppress(RuntimeError):  # an earlier error of the device, which is not ours to report
+    with contextlib.suppress(RuntimeError):  # an earlier error of the device, which is reported elsewhere
         if not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream(device).wait_stream(stream)
 
 
 def wait(event: torch.cuda.Event, device: torch.device) -> None:
-    """What the current stream launches from here on comes after ``event``."""
+    """Make the current stream wait for ``event``."""
     torch.cuda.current_stream(device).wait_event(event)

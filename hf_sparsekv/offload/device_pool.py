@@ -1,7 +1,7 @@
-"""Frames on the device for blocks that lie in host memory: one slab, shared by all layers and rows of a cache.
+"""Device pages for blocks in host memory: one slab, shared by all layers and rows of a cache.
 
-Who gets a frame is decided on the device, without the host: ``ops.residency`` keeps the page tables, ``ops.block_copy``
-brings the blocks. Sinks and recent tokens have their own place and are never in the pool.
+Pages are assigned on the device, without the host: ``ops.residency`` keeps the page tables, ``ops.block_copy``
+brings the blocks. Sinks and the recent window are never in the pool.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..ops.block_copy import block_copy
-from ..ops.residency import COUNTERS, FREE, WINDOW, FrameState, lookup, residency
-from ..tensors import lasting
+from ..ops.residency import COUNTERS, FREE, WINDOW, PageState, lookup, residency
+from ..tensors import no_inference_mode
 from .copy_streams import wait
 
-BOOKKEEPING = 12  # bytes a frame beside its content: owner and stamp
+BOOKKEEPING = 12  # bytes a page beside its content: owner and stamp
 
 
 def free_bytes(device: torch.device) -> int:
@@ -30,34 +30,34 @@ def free_bytes(device: torch.device) -> int:
 
 
 class DevicePool:
-    """Frames for the blocks of all layers, and who lies in them.
+    """Device pages for the blocks of all layers, and their page tables.
 
-    A block may be evicted once it has not been chosen in the current step nor in the ``keep`` steps before it. All
-    calls that change frames run one after the other: on one stream, or on another one that :meth:`beside` tells of.
+    A block may be evicted once it has not been chosen in the current step nor in the ``keep`` steps before it. Calls
+    that change pages must run in order: on one stream, or on a side stream announced by :meth:`busy_until`.
 
     Attributes:
-        frames: ``[F, B, W]``: a frame holds one block of one KV head of one layer.
-        state: owners, stamps and page tables, see ``FrameState``.
-        window: frames that are compared when the oldest are looked for, see ``ops.residency``.
+        pages: ``[F, B, W]``: a page holds one block of one KV head of one layer.
+        state: owners, stamps and page tables, see ``PageState``.
+        window: pages that are compared when the oldest are looked for, see ``ops.residency``.
     """
 
-    @lasting
+    @no_inference_mode
     def __init__(
         self,
-        frames: int,
+        pages: int,
         block_size: int,
         token_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        if frames < 1:
-            raise ValueError(f"a device pool needs at least one frame, got {frames}")
+        if pages < 1:
+            raise ValueError(f"a device pool needs at least one frame, got {pages}")
         self.window = WINDOW
-        self.frames = torch.empty(frames, block_size, token_dim, dtype=dtype, device=device)
-        self.device = self.frames.device
+        self.pages = torch.empty(pages, block_size, token_dim, dtype=dtype, device=device)
+        self.device = self.pages.device
         self._paused = False
-        self._beside: torch.cuda.Event | None = None
-        self.state = FrameState.empty(frames, self.device)
+        self._busy_until: torch.cuda.Event | None = None
+        self.state = PageState.empty(pages, self.device)
         self._lists: dict[int, tuple[Tensor, Tensor]] = {}  # copies and their number, by the entries of a call
 
     @classmethod
@@ -74,7 +74,7 @@ class DevicePool:
 
         Args:
             budget: bytes (int), or the share of the device's free memory (float, below 1).
-            most: frames that are of any use.
+            most: pages that are of any use.
         """
         device = torch.device(device)
         if isinstance(budget, float):
@@ -82,66 +82,66 @@ class DevicePool:
                 raise ValueError(f"a share of the free memory lies between 0 and 1, got {budget}")
             budget = int(budget * free_bytes(device))
         size = block_size * token_dim * dtype.itemsize + BOOKKEEPING
-        frames = budget // size
-        if frames < 1:
+        pages = budget // size
+        if pages < 1:
             raise ValueError(f"a device pool of {budget} bytes has no room for a block of {size} bytes")
-        return cls(min(frames, most or frames), block_size, token_dim, dtype, device)
+        return cls(min(pages, most or pages), block_size, token_dim, dtype, device)
 
     def __deepcopy__(self, memo: dict) -> DevicePool:
-        return self  # copies of a cache share slots, hence page tables
+        return self  # copies of a cache share physical blocks, hence page tables
 
     # ------------------------------------------------------------------ order
 
-    def beside(self, event: torch.cuda.Event) -> None:
-        """Frames are changed on a stream beside the current one, until ``event``."""
-        self._beside = event
+    def busy_until(self, event: torch.cuda.Event) -> None:
+        """Announce that a side stream changes pages until ``event``."""
+        self._busy_until = event
 
-    def settle(self) -> None:
-        """What follows on the current stream finds frames and page tables that nobody else is changing.
+    def wait_for_copies(self) -> None:
+        """Make the current stream wait until no side stream changes pages or page tables.
 
-        Captured steps do not ask: all layers have been settled before.
+        Captured steps skip this: every layer has waited before the replay.
         """
-        if self._beside is None or self._paused:
+        if self._busy_until is None or self._paused:
             return
-        if self._beside.query():
-            self._beside = None
+        if self._busy_until.query():
+            self._busy_until = None
         else:
-            wait(self._beside, self.device)
+            wait(self._busy_until, self.device)
 
     # ------------------------------------------------------------------ layers
 
-    @lasting
-    def add_layer(self, frame_of: Tensor) -> int:
-        """Number of a new layer with the page table ``frame_of``: int32 ``[slots, H]``, all -1, kept by the caller."""
+    @no_inference_mode
+    def add_layer(self, page_table: Tensor) -> int:
+        """Number of a new layer; ``page_table``: int32 ``[num_blocks, H]``, all -1, owned by the caller."""
         layer = len(self.state.page_tables)
-        self.state.set_table(layer, frame_of)
+        self.state.set_table(layer, page_table)
         return layer
 
-    def moved(self, layer: int, frame_of: Tensor) -> None:
-        """The layer's page table has been copied into ``frame_of``, which is larger; -1 in what is new."""
-        self.state.set_table(layer, frame_of)
+    def moved(self, layer: int, page_table: Tensor) -> None:
+        """The layer's page table has been copied into ``page_table``, which is larger; -1 in what is new."""
+        self.state.set_table(layer, page_table)
 
-    def resident(self, layer: int) -> Tensor:
-        """The layer's page table: int32 ``[slots, H]``, the frame of each block and KV head, -1 if it has none."""
+    def page_table(self, layer: int) -> Tensor:
+        """The layer's page table: int32 ``[num_blocks, H]``, the page of each block and KV head, -1 if it has none."""
         return self.state.page_tables[layer]
 
-    def forget(self, layer: int, slots: Tensor) -> None:
-        """The layer's ``slots`` (int ``[n]``, no -1) hold other blocks from now on. Nothing synchronises."""
-        self.settle()
-        table, state = self.resident(layer), self.state
-        slots = slots.to(self.device).long()
-        frame = table[slots].flatten().long()
+    def forget(self, layer: int, physical_ids: Tensor) -> None:
+        """The layer's ``physical_ids`` (int ``[n]``, no -1) hold other blocks from now on. Nothing synchronises."""
+        self.wait_for_copies()
+        table, state = self.page_table(layer), self.state
+        physical_ids = physical_ids.to(self.device).long()
+        page = table[physical_ids].flatten().long()
         gone = torch.zeros(len(state.stamp) + 1, dtype=torch.bool, device=self.device)
-        # Indexed assignment of a number would wait for the device. One more entry for blocks without a frame.
-        gone.index_fill_(0, torch.where(frame >= 0, frame, len(state.stamp)), True)
+        # Indexed assignment of a number would wait for the device. One more entry for blocks without a page.
+        gone.index_fill_(0, torch.where(page >= 0, page, len(state.stamp)), True)
         gone = gone[:-1]
         state.owner.masked_fill_(gone[:, None], -1)
         state.stamp.masked_fill_(gone, FREE)
-        table.index_fill_(0, slots, -1)
+        table.index_fill_(0, physical_ids, -1)
 
     def drop_all(self) -> None:
-        """Nothing lies in any frame; page tables, counters and step count start anew."""
-        self.settle()
+        """Empty all pages; reset page tables, counters and step number."""
+        self.wait_for_copies()
         state = self.state
         for table in state.page_tables:
             table.fill_(-1)
@@ -155,46 +155,46 @@ class DevicePool:
 
     def advance(self) -> None:
         """The next step begins. Does nothing while the pool is paused."""
-        self.settle()
+        self.wait_for_copies()
         self.state.now += self.state.enabled
 
     def fetch(
-        self, layer: int, block_ids: Tensor, slots: Tensor, kv: Tensor, keep: int, out: Tensor | None = None
+        self, layer: int, block_ids: Tensor, block_table: Tensor, kv: Tensor, keep: int, out: Tensor | None = None
     ) -> Tensor:
-        """Bring chosen blocks into frames, on the current stream.
+        """Bring chosen blocks into pages, on the current stream.
 
         Args:
             block_ids: ``BlockIds`` int32 ``[batch, H, K]``, in ascending order or in that of their importance.
-            slots: int32 ``[batch, cap]``, slot of each block of each row.
-            kv: ``[slots, H, B, W]``, the layer's blocks.
-            keep: steps before this one whose frames may still be in use: 1 if blocks are chosen a step ahead, or 0.
+            block_table: int32 ``[batch, cap]``, physical id of each block of each row.
+            kv: ``[num_blocks, H, B, W]``, the layer's blocks.
+            keep: steps before this one whose pages may still be in use: 1 if blocks are chosen a step ahead, or 0.
 
         Returns:
-            places int32 ``[batch, H, K]``, in ``out`` if given: frame ``f``, ``-(slot + 2)`` for a block that is to
-            be read in host memory, -1 for no block. To be used in this step, and in the ``keep`` steps after it.
+            places int32 ``[batch, H, K]``, in ``out`` if given: page ``f``, ``-(physical_id + 2)`` for a block that is
+            to be read in host memory, -1 for no block. To be used in this step, and in the ``keep`` steps after it.
         """
-        if kv.shape[1] != self.resident(layer).shape[1]:
-            raise ValueError(f"kv has {kv.shape[1]} KV heads, the page table {self.resident(layer).shape[1]}")
-        self.settle()
+        if kv.shape[1] != self.page_table(layer).shape[1]:
+            raise ValueError(f"kv has {kv.shape[1]} KV heads, the page table {self.page_table(layer).shape[1]}")
+        self.wait_for_copies()
         copies, n_copies = self._list(block_ids)
-        places, _, _ = residency(
-            block_ids, slots, self.state, layer, keep, self.window, places=out, copies=copies, n_copies=n_copies
+        page_ids, _, _ = residency(
+            block_ids, block_table, self.state, layer, keep, self.window, page_ids=out, copies=copies, n_copies=n_copies
         )
-        block_copy(kv, self.frames, copies, n_copies)
-        return places
+        block_copy(kv, self.pages, copies, n_copies)
+        return page_ids
 
     def find(
-        self, layer: int, block_ids: Tensor, slots: Tensor, out: Tensor | None = None, since: Tensor | None = None
+        self, layer: int, block_ids: Tensor, block_table: Tensor, out: Tensor | None = None, since: Tensor | None = None
     ) -> Tensor:
         """Places of blocks as they are now; nothing is fetched or counted, nor kept from being evicted.
 
-        ``since``: int32 ``[1]``, count only frames chosen in this step, see ``ops.residency.lookup``.
+        ``since``: int32 ``[1]``, count only pages chosen in this step, see ``ops.residency.lookup``.
         """
-        return lookup(block_ids, slots, self.resident(layer), self.state.stamp, since, out=out)
+        return lookup(block_ids, block_table, self.page_table(layer), self.state.stamp, since, out=out)
 
-    @lasting
+    @no_inference_mode
     def _list(self, block_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the copies of a call are listed. Calls of one size share it, and a captured one knows the address."""
+        """The list of copies of a call. Calls of one size share it, at an address that captured graphs hold."""
         n = block_ids.numel()
         if n not in self._lists:
             copies = torch.zeros(n, 2, dtype=torch.int32, device=self.device)
@@ -203,12 +203,12 @@ class DevicePool:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, :meth:`fetch` and :meth:`advance` change nothing: what is in no frame is read in host memory.
+        """Inside, :meth:`fetch` and :meth:`advance` change nothing: what is in no page is read in host memory.
 
-        For a capture and its trial run: there is nothing to be put back afterwards, and no frame is overwritten
-        whose block somebody still counts on. It must neither begin nor end inside a capture.
+        For a capture and its trial run: nothing needs to be restored, and no page in use is overwritten. Must not begin
+        or end inside a capture.
         """
-        self.settle()
+        self.wait_for_copies()
         try:
             self.state.enabled.zero_()
             self._paused = True
@@ -224,7 +224,7 @@ class DevicePool:
     # ------------------------------------------------------------------ numbers
 
     def counters(self) -> dict[str, int]:
-        """Blocks (of one KV head) needed, found in a frame, fetched, and left in host memory so far. Synchronises.
+        """Blocks (of one KV head) needed, found in a page, fetched, and left in host memory so far. Synchronises.
 
         The rest of those needed were fetched for another row of the same call.
         """
@@ -234,4 +234,4 @@ class DevicePool:
     def nbytes(self) -> int:
         """Bytes on the device, page tables excepted."""
         lists = sum(copies.nbytes for copies, _ in self._lists.values())
-        return self.frames.nbytes + self.state.owner.nbytes + self.state.stamp.nbytes + lists
+        return self.pages.nbytes + self.state.owner.nbytes + self.state.stamp.nbytes + lists

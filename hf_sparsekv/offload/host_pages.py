@@ -58,7 +58,7 @@ def open_pages(address: int, size: int) -> None:
 
 
 def advise(address: int, size: int, advice: int) -> None:
-    """madvise, where it does not matter if the system knows the advice."""
+    """madvise; ignored by systems that do not support the advice."""
     _libc().madvise(address, size, advice)
 
 
@@ -79,7 +79,7 @@ def populate(address: int, size: int) -> None:
 
 
 def touch(address: int, size: int, threads: int = _TOUCH_THREADS, cpus: set[int] | None = None) -> None:
-    """Populate with several threads, which run on ``cpus``: pages come from the memory beside the CPU that asks first.
+    """Populate with several threads, which run on ``cpus``: a page comes from the NUMA node that touches it first.
 
     Raises:
         MemoryError: some pages could not be had. No thread is still at work then.
@@ -107,7 +107,7 @@ def _own_cpus() -> set[int]:
 
 @functools.cache
 def near_cpus(device: torch.device, root: Path = Path("/sys")) -> frozenset[int] | None:
-    """CPUs of the GPU's NUMA node that this process may use; None if there is one node only, or nobody knows."""
+    """CPUs of the GPU's NUMA node that this process may use; None if there is one node only, or it is unknown."""
     try:
         if len(list((root / "devices/system/node").glob("node[0-9]*"))) < 2:
             return None

@@ -71,7 +71,7 @@ class _Cuda:
 
     @staticmethod
     def _forget_error(device: torch.device) -> None:
-        """CUDA keeps the error for the next kernel launch to report: launch one that nobody waits for."""
+        """CUDA keeps the error for the next kernel launch to report: launch one without waiting for it."""
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=device).add_(1)
 
@@ -81,7 +81,7 @@ cuda = _Cuda()
 
 @dataclass
 class _Held:
-    """What must be given back when nobody uses the memory any more."""
+    """What is released when the last tensor over the memory is deleted."""
 
     mapped: tuple[int, int]  # address and size for munmap
     budget: HostBudget
@@ -102,11 +102,11 @@ class _Held:
                 advise(address, size, DOFORK)
 
 
-_waiting: list[_Held] = []  # died while a graph was being captured
+_waiting: list[_Held] = []  # deleted while a graph was being captured
 
 
 def _release(held: _Held) -> None:
-    """Give everything back. Runs when the last tensor over an arena dies, possibly inside a garbage collection."""
+    """Release everything. Runs when the last tensor over an arena is deleted, possibly in a garbage collection."""
     if held.pid != os.getpid() and held.registered:
         held.budget.give(held.committed)
         return  # a forked child may have other memory there: pinned ranges are not inherited
@@ -189,7 +189,7 @@ class HostArena:
         try:
             open_pages(*step)
             if self.pinned:
-                # Pageable memory is touched by whoever writes it first.
+                # Pageable memory is committed by its first write.
                 touch(*step, cpus=near_cpus(self.device))
                 self._pin(step)
         except BaseException:
@@ -245,7 +245,7 @@ class HostArena:
 
 
 class _Bytes:
-    """The first bytes of an arena, for numpy, which keeps whom it got its memory from."""
+    """The first bytes of an arena, for numpy, which keeps a reference to the owner of its memory."""
 
     def __init__(self, arena: HostArena, size: int) -> None:
         self.arena = arena

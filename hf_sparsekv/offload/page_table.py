@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config import OffloadConfig
-from ..tensors import lasting
+from ..tensors import no_inference_mode
 from .device_pool import DevicePool, free_bytes
 
 # Selections of one step that a pool holds by default. On the recorded real model, twice the blocks of a step hit 96 to
@@ -27,7 +27,7 @@ class Blocks(Protocol):
     Attributes:
         kv: ``[capacity, H, block_size, Dk + Dv]``, in host memory.
         device: where the layer computes.
-        capacity: slots that there are now.
+        capacity: physical blocks that there are now.
     """
 
     kv: Tensor
@@ -35,7 +35,7 @@ class Blocks(Protocol):
     capacity: int
 
 
-class FramePools:
+class DevicePools:
     """The device pools of one cache: one for each shape and dtype of blocks, on each device.
 
     Attributes:
@@ -46,12 +46,12 @@ class FramePools:
         self.config, self.layers = config, 1
         self.pools: dict[tuple, DevicePool | None] = {}
         # Of each pool: the layer whose fetch begins a step. Weakly, or they would keep each other alive.
-        self._leads: dict[int, weakref.ref[Residents]] = {}
+        self._leads: dict[int, weakref.ref[LayerPages]] = {}
         self._enabled: dict[torch.device, Tensor] = {}
         self._room: int | None = None  # for copies of chosen tokens
 
-    def __deepcopy__(self, memo: dict) -> FramePools:
-        new = FramePools(self.config)  # a copy steps by itself, so what it has chosen could be evicted by the other
+    def __deepcopy__(self, memo: dict) -> DevicePools:
+        new = DevicePools(self.config)  # a copy steps by itself, so what it has chosen could be evicted by the other
         new.layers = self.layers
         return new
 
@@ -70,7 +70,7 @@ class FramePools:
             self.pools[key] = made
         return self.pools[key]
 
-    def leads(self, layer: Residents) -> bool:
+    def leads(self, layer: LayerPages) -> bool:
         """``layer`` is the first one of its pool: its fetch begins a step."""
         lead = self._leads.setdefault(id(layer.pool), weakref.ref(layer))
         return lead() is layer
@@ -95,7 +95,7 @@ class FramePools:
         for enabled in self._enabled.values():
             enabled.fill_(1)
 
-    @lasting
+    @no_inference_mode
     def enabled(self, device: torch.device) -> Tensor:
         """int32 ``[1]`` on a device, 0 while trial runs are to copy no tokens."""
         if device not in self._enabled:
@@ -118,7 +118,7 @@ class FramePools:
         return size * self.layers <= self._room
 
     def refuse(self, error: Exception) -> None:
-        """There was no room for what :meth:`grants` had granted: nobody gets more."""
+        """Grant nothing more: an allocation that :meth:`grants` allowed has failed."""
         self._room = 0
         _refuse("chosen tokens", error)
 
@@ -130,7 +130,7 @@ class FramePools:
                 found = pool.counters()
                 for name, value in found.items():
                     total[name] += value
-                total["bytes"] += found["fetched"] * pool.frames[0].nbytes
+                total["bytes"] += found["fetched"] * pool.pages[0].nbytes
         return total
 
     @property
@@ -139,7 +139,7 @@ class FramePools:
         return sum(pool.nbytes for pool in self.pools.values() if pool is not None)
 
     def clear(self) -> None:
-        """Give the memory back once the layers that use it are gone."""
+        """Free the memory; the layers that use it must have dropped it."""
         self.pools.clear()
         self._leads.clear()
         self._room = None
@@ -159,13 +159,13 @@ def _refuse(what: str, error: Exception) -> None:
     )
 
 
-class Residents:
+class LayerPages:
     """Blocks of one layer that have a copy on the device."""
 
-    def __init__(self, pools: FramePools, blocks: Blocks) -> None:
+    def __init__(self, pools: DevicePools, blocks: Blocks) -> None:
         self.pools, self.blocks = pools, blocks
         self.pool: DevicePool | None = None
-        self.table: Tensor | None = None  # page table, int32 [slots, H]
+        self.table: Tensor | None = None  # page table, int32 [num_blocks, H]
         self._number = self._entries = 0
 
     def enter(self, entries: int) -> bool:
@@ -181,43 +181,45 @@ class Residents:
             self._number = pool.add_layer(table)
             self.pool, self.table = pool, table
         elif len(self.table) < self.blocks.capacity:
-            self.pool.settle()  # whoever evicts a block of this layer writes into its table
+            self.pool.wait_for_copies()  # an eviction by another layer writes into this table
             grown = self._new_table()
             grown[: len(self.table)] = self.table
             self.table = grown
             self.pool.moved(self._number, grown)
         return True
 
-    @lasting
+    @no_inference_mode
     def _new_table(self) -> Tensor:
         shape = (self.blocks.capacity, self.blocks.kv.shape[1])
         return torch.full(shape, -1, dtype=torch.int32, device=self.blocks.device)
 
-    def fetch(self, ids: Tensor, slots: Tensor, keep: int, begins: bool = True, out: Tensor | None = None) -> Tensor:
+    def fetch(
+        self, ids: Tensor, block_table: Tensor, keep: int, begins: bool = True, out: Tensor | None = None
+    ) -> Tensor:
         """Bring the blocks of a selection to the device; see :meth:`DevicePool.fetch`.
 
         ``begins``: this is the layer's first selection in this step.
         """
         if begins and self.pools.leads(self):
             self.pool.advance()
-        return self.pool.fetch(self._number, ids, slots, self.blocks.kv, keep, out)
+        return self.pool.fetch(self._number, ids, block_table, self.blocks.kv, keep, out)
 
-    def find(self, ids: Tensor, slots: Tensor, since: Tensor | None = None) -> Tensor:
+    def find(self, ids: Tensor, block_table: Tensor, since: Tensor | None = None) -> Tensor:
         """Places of blocks as they are; see :meth:`DevicePool.find`."""
-        return self.pool.find(self._number, ids, slots, since=since)
+        return self.pool.find(self._number, ids, block_table, since=since)
 
-    def forget(self, slots: Tensor) -> None:
-        """These slots are about to hold other blocks."""
+    def forget(self, physical_ids: Tensor) -> None:
+        """Drop the pages of these blocks, which are about to be reused."""
         if self.pool is not None:
-            known = slots[slots < len(self.table)]
+            known = physical_ids[physical_ids < len(self.table)]
             self.pool.forget(self._number, known)
 
     def leave(self) -> None:
-        """Let go of the pool, whose memory is wanted for another one."""
+        """Drop the pool, so that its memory is free for another one."""
         self.pool = self.table = None
 
     def clear(self) -> None:
-        """All slots are about to hold other blocks."""
+        """Drop all pages: the layer's blocks are about to be reused."""
         if self.pool is not None:
             self.pool.forget(self._number, torch.arange(len(self.table), device=self.table.device))
 
@@ -229,4 +231,4 @@ class Residents:
     @property
     def addresses(self) -> tuple[int, ...]:
         """Changes when a tensor that a captured step uses has moved."""
-        return () if self.pool is None else (self.table.data_ptr(), self.pool.frames.data_ptr())
+        return () if self.pool is None else (self.table.data_ptr(), self.pool.pages.data_ptr())

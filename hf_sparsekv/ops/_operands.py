@@ -33,7 +33,7 @@ class Rows(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """``[batch, H, tokens, D]``: the near buffer, or a ring."""
+    """``[batch, H, tokens, D]``: the recent buffer, or a ring."""
 
     ptr: Any
     batch: Any
@@ -52,17 +52,17 @@ class AnyTokens(NamedTuple):
 
 
 class Table(NamedTuple):
-    """``[rows, n]``: the block table by row of the batch, or token flags by slot."""
+    """``[rows, n]``: the block table by row of the batch, or token flags by physical block."""
 
     ptr: Any
     row: Any
 
 
 class PagedKV(NamedTuple):
-    """``[num_slots, H, block_size, D]``: stored blocks, or what a selection keeps of them."""
+    """``[num_blocks, H, block_size, D]``: stored blocks, or what a selection keeps of them."""
 
     ptr: Any
-    slot: Any
+    block: Any
     head: Any
     token: Any
 

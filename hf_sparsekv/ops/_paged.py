@@ -1,4 +1,4 @@
-"""From block ids and token ids to addresses: block table, then slot or device page, then pointer."""
+"""From block ids and token ids to addresses: block table, then physical block or device page, then pointer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ VALID, SELECTABLE = tl.constexpr(_flags.VALID), tl.constexpr(_flags.SELECTABLE)
 
 @triton.jit
 def find_blocks(i, m, p_table, p_ids, p_page_ids):
-    """Slot and page of the ``i``-th block where ``m``; -1 where there is none.
+    """Physical block and page of the ``i``-th block where ``m``; -1 where there is none.
 
-    ``i`` counts the row's blocks, or with ``p_ids`` those of a list. Without ``p_page_ids`` the page is the slot.
+    ``i`` counts the row's blocks, or with ``p_ids`` those of a list. Without ``p_page_ids`` the page is the physical
+    block.
     """
     if p_page_ids is not None:
         page = tl.load(p_page_ids + i, mask=m, other=-1)
@@ -23,23 +24,23 @@ def find_blocks(i, m, p_table, p_ids, p_page_ids):
     if p_ids is not None:
         block = tl.load(p_ids + i, mask=m, other=-1)
         m = m & (block >= 0)
-    slot = tl.load(p_table + block, mask=m, other=-1)
+    physical_id = tl.load(p_table + block, mask=m, other=-1)
     if p_page_ids is None:
-        page = slot
-    return slot, page
+        page = physical_id
+    return physical_id, page
 
 
 @triton.jit
 def locate(page, o_in, kv, pages, i_head):
-    """Where token ``o_in`` of the block in ``page`` is: without ``pages`` a slot of ``kv``.
+    """Where token ``o_in`` of the block in ``page`` is: without ``pages`` a physical block of ``kv``.
 
-    With them ``page >= 0`` is a device page, and ``-(slot + 2)`` a slot of ``kv``.
+    With them ``page >= 0`` is a device page, and ``-(physical_id + 2)`` a physical block of ``kv``.
     """
     o_in = o_in.to(tl.int64)
     if pages is None:
-        p_row = kv.ptr + page.to(tl.int64) * kv.slot + i_head * kv.head + o_in * kv.token
+        p_row = kv.ptr + page.to(tl.int64) * kv.block + i_head * kv.head + o_in * kv.token
     else:
-        p_kv = kv.ptr + (-(page + 2)).to(tl.int64) * kv.slot + i_head * kv.head
+        p_kv = kv.ptr + (-(page + 2)).to(tl.int64) * kv.block + i_head * kv.head
         p_page = pages.ptr + page.to(tl.int64) * pages.page
         p_row = tl.where(page < 0, p_kv, p_page) + o_in * tl.where(page < 0, kv.token, pages.token)
     return p_row

@@ -1,8 +1,8 @@
 """Filled caches in files: ``cache.save(path)`` and ``SparseCache.load(path)``. The file itself: :mod:`.container`.
 
-A block of several rows is stored once, and no slot that nobody names. What a selection keeps of the blocks (bounds,
-labels) is stored too, though it could be made again: it is some five percent of the file, and a cache that is loaded
-elsewhere then selects by the very same numbers.
+A block of several rows is stored once, and no physical block that nobody names. What a selection keeps of the blocks
+(bounds, labels) is stored too, though it could be made again: it is some five percent of the file, and a cache that is
+loaded elsewhere then selects by the very same numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..policies.registry import method_of, methods
 from ..policies.shared import Shared
 from ..predictor.channels import LabelChannels, describe
 from ..removed import removed
-from ..tensors import lasting
+from ..tensors import no_inference_mode
 from .container import PIECE, Layer, Pieces, Reader, all_tensors, damaged, dtype_name, write
 
 _BY_BLOCK, _LABELS = {"blocks", "flags"}, {"codes", "qparams"}
@@ -146,7 +146,7 @@ def _whole(tensor: Tensor) -> Pieces:
 
 def _sparse(layer: SparseLayer) -> tuple[Layer, dict[str, Pieces]]:
     store, labels = layer.store, layer.policy.labels
-    store.settle()
+    store.wait_for_copies()
     named = store.table.unique().long()
     calibrates = labels is not None and labels.calibrating
     index = _index(layer, calibrates)
@@ -159,9 +159,9 @@ def _sparse(layer: SparseLayer) -> tuple[Layer, dict[str, Pieces]]:
         value_dim=store.width - store.split,
         latent=store.latent,
         length=store.length,
-        sealed=store.sealed,
+        sealed=store.full_blocks,
         padded=store.padded,
-        near=store.near_kv.shape[2],
+        near=store.recent_kv.shape[2],
         blocks=len(named),
         policy=type(layer.policy).__name__,
         stats_tokens=labels.stats.tokens if calibrates else None,
@@ -175,17 +175,17 @@ def _sparse(layer: SparseLayer) -> tuple[Layer, dict[str, Pieces]]:
     record.measure(kept)
     known = record.tensors(store.block_size)
     record.state = {name: [dtype_name(t.dtype), list(t.shape)] for name, t in kept.items() if name not in known}
-    tensors = {"near_kv": store.near_kv, "near_valid": store.near_valid, "seen": store.seen, **kept}
+    tensors = {"near_kv": store.recent_kv, "near_valid": store.recent_valid, "seen": store.seen, **kept}
     found = {name: _whole(tensor) for name, tensor in tensors.items()}
     if len(named):
         record.index = {name: [dtype_name(held.dtype), list(held.shape[1:])] for name, held in index.items()}
         found["table"] = _whole(torch.searchsorted(named, store.table.long()).int())
         for name, held in {"blocks": store.pool.kv, "flags": store.pool.fields["flags"], **index}.items():
-            found[name] = lambda held=held: _slots(held, named)
+            found[name] = lambda held=held: _rows_of(held, named)
     return record, found
 
 
-def _slots(held: Tensor, named: Tensor) -> Iterator[Tensor]:
+def _rows_of(held: Tensor, named: Tensor) -> Iterator[Tensor]:
     """Rows ``named`` of ``held``, some at a time."""
     for part in named.to(held.device).split(max(1, PIECE // held[0].nbytes)):
         yield held[part]
@@ -216,7 +216,7 @@ def _sliding(layer, index: int) -> tuple[Layer, dict[str, Pieces]]:
 # ---------------------------------------------------------------------- loading
 
 
-@lasting
+@no_inference_mode
 @torch.no_grad()
 def load_cache(
     kind: type[FiledCache],
@@ -385,30 +385,30 @@ def _fill(layer: SparseLayer, record: Layer, file: Reader, prefix: str, device: 
         name: file.tensor(prefix + name) for name in record.tensors(size) if name not in _BY_BLOCK | {*record.index}
     }
     _check_tensors(layer, record, held, file, prefix)
-    store.near_kv.copy_(held["near_kv"])
-    store.near_valid.copy_(held["near_valid"])
+    store.recent_kv.copy_(held["near_kv"])
+    store.recent_valid.copy_(held["near_valid"])
     store.seen.copy_(held["seen"])
     if record.blocks:
-        slots = _blocks(store.pool, record, file, prefix)
+        physical_ids = _blocks(store.pool, record, file, prefix)
         store._reserve(record.sealed)
-        store.slots[:, : record.sealed] = slots[held["table"].long().to(device)]
-    store.length, store.sealed, store.padded = record.length, record.sealed, record.padded
+        store.block_table[:, : record.sealed] = physical_ids[held["table"].long().to(device)]
+    store.length, store.full_blocks, store.padded = record.length, record.sealed, record.padded
     policy.from_file(held, device, store.length)
     if record.stats_tokens is not None:
         policy.labels.stats.tokens = record.stats_tokens
 
 
 def _blocks(pool, record: Layer, file: Reader, prefix: str) -> Tensor:
-    """Read the blocks into new slots, int32 ``[blocks]`` on the device."""
-    slots = pool.allocate(record.blocks)
+    """Read the blocks into new physical blocks, int32 ``[blocks]`` on the device."""
+    physical_ids = pool.allocate(record.blocks)
     for lo in range(0, record.blocks, step := max(1, PIECE // pool.kv[0].nbytes)):
         hi = min(lo + step, record.blocks)
-        at, rows = slots[lo:hi].long(), {n: file.rows(prefix + n, lo, hi) for n in (*_BY_BLOCK, *record.index)}
+        at, rows = physical_ids[lo:hi].long(), {n: file.rows(prefix + n, lo, hi) for n in (*_BY_BLOCK, *record.index)}
         pool.kv[at.to(pool.kv.device)] = rows.pop("blocks").to(pool.kv.device)
         rows["fill"] = (rows["flags"] == VALID).sum(-1, dtype=torch.int32)
         for name, value in rows.items():
             pool.fields[name][at] = value.to(pool.device)
-    return slots
+    return physical_ids
 
 
 # ---------------------------------------------------------------------- checks

@@ -1,4 +1,4 @@
-"""What a selection policy is."""
+"""The interface of selection policies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..config import OffloadConfig, SparseConfig
 from ..kv.state import State
 from ..kv.store import LayerStore
 from ..ops.seal import Index
-from ..types import AttentionSpec
+from ..types import AttentionParams
 from .crossover import dense_tokens
 from .label_index import LabelIndex
 from .measured import PackStats, WalkStats
@@ -24,9 +24,9 @@ from .watch import BlockWatch
 class Policy(State):
     """Dense attention, and the interface of everything sparser. One object a layer.
 
-    A policy reads the cache through its :class:`LayerStore` and never knows whether a block is on the device or the
-    host. It declares what it keeps (:class:`..kv.state.State`); captures, trial runs, beams, copies and files follow
-    from that. These methods are called, in this order, each of which does nothing unless a subclass overrides it:
+    A policy reads the cache through its :class:`LayerStore`, whether a block is on the device or the host. It declares
+    what it stores (:class:`..kv.state.State`); captures, trial runs, beams, copies and files follow from that. These
+    methods are called, in this order, each of which does nothing unless a subclass overrides it:
 
     When tokens come: :meth:`start` with the layer's first ones; :meth:`observe` with each forward's queries and keys
     (if :attr:`observes`); :meth:`index` or :meth:`sealing` when a block becomes full; :meth:`reopened` when a crop
@@ -51,17 +51,17 @@ class Policy(State):
 
     HOST: ClassVar = {
         "chosen": False,  # the last step has chosen what the next one attends to
-        "placed": False,  # and has brought it to the device
+        "paged": False,  # and has brought it to the device
     }
     PARTS: ClassVar = ("watch",)
-    OWN: ClassVar = ("placed",)  # a copy's device pages hold nothing yet
+    OWN: ClassVar = ("paged",)  # a copy's device pages hold nothing yet
 
-    method: str | None = None  # what the table of crossovers calls it
+    method: str | None = None  # its name in the table of crossovers
     granularity = "token"  # of what a sparse step attends to
     fetches = False  # chosen blocks are brought to the device
     store_type = LayerStore
-    bundle = 1  # layers that begin to look ahead together in a captured step
-    yields = True  # what looks ahead takes the processors that the step itself leaves
+    layers_per_launch = 1  # layers whose look-ahead is launched together in a captured step
+    low_priority = True  # look-ahead runs on a low-priority stream, on SMs that the step leaves idle
     second_bytes = 0  # allocated on a second device
     labels: LabelIndex | None = None
     watch: BlockWatch | None  # a sparse step marks there which blocks it attends to
@@ -99,7 +99,7 @@ class Policy(State):
 
     @classmethod
     def crossover(cls, config: SparseConfig, offloaded: bool) -> str | None:
-        """What the table of crossovers calls the selection."""
+        """The selection's name in the table of crossovers."""
         return cls.method
 
     # ------------------------------------------------------------------ tokens
@@ -128,7 +128,7 @@ class Policy(State):
         return Index(store.key_dim) if type(self).index is Policy.index else None
 
     def reopened(self) -> None:
-        """A deep crop has taken sealed blocks back: what names them is void."""
+        """A deep crop has removed full blocks: drop selections that refer to them."""
         self.chosen = False
 
     # ------------------------------------------------------------------ a step
@@ -136,7 +136,7 @@ class Policy(State):
     def below_crossover(self, store: LayerStore) -> bool:
         """Dense attention is as quick as selecting at this batch and length (``config.dense_below``).
 
-        Sealed blocks are what counts: they are what there is to select from, and they change between steps only.
+        Full blocks are what counts: they are what there is to select from, and they change between steps only.
         """
         batch, blocks = self._dense_blocks
         if batch != store.batch:
@@ -145,19 +145,19 @@ class Policy(State):
             tokens = dense_tokens(config.dense_below, method, store.device, self.offloaded, store.batch, width)
             blocks = tokens // store.block_size
             self._dense_blocks = (store.batch, blocks)
-        return store.sealed <= blocks
+        return store.full_blocks <= blocks
 
     def plan(self, store: LayerStore) -> Plan:
         """What the next step does; also the key of its graph. Changes nothing."""
         return DENSE
 
     def prepare(self, store: LayerStore) -> Plan:
-        """A step is about to be captured or replayed: make what it uses and is not there yet, and :meth:`plan` it."""
+        """Before a step is captured or replayed: allocate what it needs, and :meth:`plan` it."""
         return self.plan(store)
 
-    def attend(self, q: Tensor, store: LayerStore, plan: Plan, spec: AttentionSpec) -> Tensor:
+    def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
         """Attention of one query per row, ``q [batch, Hq, Dk]`` to ``[batch, Hq, Dv]``."""
-        return store.attend(q, None, "all", spec)
+        return store.attend(q, None, "all", params)
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         """The host's share of a step: its attention is done, nothing is sealed yet. Counters.
@@ -167,7 +167,7 @@ class Policy(State):
         store.count_step("all" if plan.dense else self.granularity)
         store.counters.crossover += plan.crossover
         if not plan.ahead:
-            self.chosen = self.placed = False
+            self.chosen = self.paged = False
 
     def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan, again: bool = False) -> None:
         """The step's attention is done and its blocks are sealed: prepare the next step, if ``plan.ahead``.
@@ -176,7 +176,7 @@ class Policy(State):
         """
 
     def replayed(self, store: LayerStore, plan: Plan) -> None:
-        """The device has repeated a captured step: what the host keeps beside it follows."""
+        """After a replay: update host state that the captured step does not."""
 
     def measured(self) -> WalkStats | PackStats | None:
         """What walks over ranked blocks have read, or what was copied to keep chosen tokens together. Synchronises."""

@@ -44,7 +44,7 @@ class BlockMetadata:
         return replace(index, bounds=fields["bounds"], part_fill=fields.get("part_fill"), metadata=self.kind)
 
     def scores(self, q: Tensor, store: LayerStore) -> Tensor:
-        """Scores of all sealed blocks for ``q [batch, Hq, Dk]``, reduced over the heads of a group: ``[batch, H, n]``.
+        """Scores of all full blocks for ``q [batch, Hq, Dk]``, reduced over the heads of a group: ``[batch, H, n]``.
 
         The best part counts for a block of several parts.
         """
@@ -62,7 +62,7 @@ class BlockMetadata:
     def _scores(self, q: Tensor, store: LayerStore, each: Tensor | None) -> Tensor:
         fields, table = store.pool.fields, store.table
         fill = fields["fill"]
-        if self.parts > 1:  # the parts of a block are slots of their own to the operator
+        if self.parts > 1:  # the parts of a block are physical blocks of their own to the operator
             part = torch.arange(self.parts, dtype=torch.int32, device=q.device)
             table = torch.where(table[..., None] < 0, -1, table[..., None] * self.parts + part).flatten(1)
             fill = fields["part_fill"].flatten()
@@ -71,13 +71,13 @@ class BlockMetadata:
         )
 
     def nbytes(self, store: LayerStore) -> int:
-        """Bytes that scoring all sealed blocks reads."""
-        blocks = store.batch * store.heads * store.sealed * self.parts
+        """Bytes that scoring all full blocks reads."""
+        blocks = store.batch * store.heads * store.full_blocks * self.parts
         return blocks * SIDES[self.kind] * store.key_dim * store.dtype.itemsize
 
 
 def bounds_bytes(request: Request) -> int:
-    """Bytes of the metadata of all block slots, all layers."""
+    """Bytes of the metadata of all physical blocks, all layers."""
     config, parts = request.config, request.config.bounds_per_block
     sides = sum(SIDES[config.metadata] * layer.heads * layer.query_dim * request.item for layer in request.layers)
-    return request.slots * parts * (sides + (4 * len(request.layers) if parts > 1 else 0))
+    return request.block_capacity * parts * (sides + (4 * len(request.layers) if parts > 1 else 0))

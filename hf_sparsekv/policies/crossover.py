@@ -108,7 +108,7 @@ def table_path() -> Path:
     return user_file.cache_directory() / "crossover.json"
 
 
-@functools.cache  # a cache of 36 layers asks 36 times
+@functools.cache  # called once for each layer
 def _read(path: str) -> dict[str, dict[str, Rule]]:
     return user_file.read(Path(path), FORMAT, _rules)
 

@@ -75,22 +75,22 @@ class Request:
         return blocks if self.config.max_length is not None else bucket(blocks)
 
     @property
-    def slots(self) -> int:
-        """Block slots of a layer, all rows."""
+    def block_capacity(self) -> int:
+        """Physical blocks of a layer, all rows."""
         return self.room(self._blocks_a_row * self.batch)
 
     @property
     def table(self) -> int:
-        """Entries of a row's slot table."""
+        """Entries of a row's block table."""
         return self.room(self._blocks_a_row)
 
     @property
-    def near_tokens(self) -> int:
+    def recent_tokens(self) -> int:
         """Sinks and recent tokens of a row."""
         return self.config.sinks + ring_tokens(self.config)
 
     @property
-    def sealed(self) -> int:
+    def full_blocks(self) -> int:
         """Full blocks of a row, once the context is cached."""
         return (self.context - self.config.window - self.config.max_draft) // self.config.block_size
 
@@ -100,19 +100,19 @@ class Request:
 
     @property
     def blocks(self) -> int:
-        """Bytes of the keys and values of all slots, all layers."""
-        return self.slots * self.config.block_size * sum(map(self.token, self.layers))
+        """Bytes of the keys and values of all physical blocks, all layers."""
+        return self.block_capacity * self.config.block_size * sum(map(self.token, self.layers))
 
 
 @dataclass
 class Memory:
-    """Bytes that the sparse layers of a cache take, beside near tokens, tables and flags, which all methods have.
+    """Bytes that the sparse layers of a cache take, beside recent tokens, tables and flags, which all methods have.
 
     Args:
-        blocks: keys and values of the block slots; in host memory if the cache is offloaded.
+        blocks: keys and values of the physical blocks; in host memory if the cache is offloaded.
         bounds, labels: what is kept of blocks and of tokens to select them by.
         tables: smaller tensors on the device.
-        frames: device copies of what is chosen.
+        device_pages: device copies of what is chosen.
         working_set: estimate of the blocks that steps choose within 12 steps.
         second: all that a second device takes.
     """
@@ -121,7 +121,7 @@ class Memory:
     bounds: int = 0
     labels: int = 0
     tables: int = 0
-    frames: int = 0
+    device_pages: int = 0
     working_set: int = 0
     second: int = 0
 
@@ -132,9 +132,9 @@ class Memory:
         for width in {layer.width for layer in layers}:
             rows = [batch * layer.heads for layer in layers if layer.width == width]
             each = size * width * request.item + BOOKKEEPING
-            frames = SELECTIONS * len(layers) * rows[0] * chosen if budget is None else int(budget) // each
-            self.frames += frames * each + (8 * listed * sum(set(rows)) if frames else 0)  # lists of copies
+            pages = SELECTIONS * len(layers) * rows[0] * chosen if budget is None else int(budget) // each
+            self.device_pages += pages * each + (8 * listed * sum(set(rows)) if pages else 0)  # lists of copies
         step = sum(layer.heads * layer.width for layer in layers)
         self.working_set = int(REUSED * batch * chosen * size * step * request.item)
-        if self.frames:
-            self.tables += sum(request.slots * layer.heads * 4 for layer in layers)
+        if self.device_pages:
+            self.tables += sum(request.block_capacity * layer.heads * 4 for layer in layers)

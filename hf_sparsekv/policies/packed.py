@@ -1,4 +1,4 @@
-"""Copies of chosen tokens on the device that attends to them; their blocks live elsewhere."""
+"""Copies of chosen tokens on the device that attends to them; their blocks are in host memory or on another GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..kv.state import Held, State
 from ..ops.pack import pack
-from ..tensors import lasting
+from ..tensors import no_inference_mode
 
 
 class Packed(State):
@@ -22,7 +22,7 @@ class Packed(State):
 
     Attributes:
         kv: ``[batch, H, room, Dk + Dv]``.
-        places: int32 ``[batch, H, room]``, where the chosen tokens lie in it, see ``ops.pack``.
+        page_ids: int32 ``[batch, H, room]``, positions of the chosen tokens in it, see ``ops.pack``.
         counters: int64 ``[2]``: tokens chosen, and of these copied.
     """
 
@@ -30,12 +30,12 @@ class Packed(State):
         "kv": Held(counted=True),
         "held": Held(counted=True),
         "order": Held(counted=True),
-        "places": Held(rows=None, counted=True),  # follow from `held` and `order`
+        "page_ids": Held(rows=None, counted=True),  # follow from `held` and `order`
         "enabled": Held(rows=None, shared=True),
         "counters": Held(rows=None, captured=False, counted=True),
     }
 
-    @lasting
+    @no_inference_mode
     def __init__(
         self,
         batch: int,
@@ -52,23 +52,23 @@ class Packed(State):
         self.kv = torch.empty(batch, heads, room, width, dtype=dtype, device=home)
         self.held = torch.full((batch, heads, room), -1, dtype=torch.int32, device=device)
         self.order = torch.arange(room, dtype=torch.int32, device=device).expand(batch, heads, -1).contiguous()
-        self.places = torch.full_like(self.held, -1, device=home)
+        self.page_ids = torch.full_like(self.held, -1, device=home)
         self.counters = torch.zeros(2, dtype=torch.int64, device=device)
 
-    def frames(self, block_size: int) -> Tensor:
+    def pages(self, block_size: int) -> Tensor:
         """The copies as ``ops.sparse_decode`` takes them: ``[F, block_size, Dk + Dv]``."""
         return self.kv.view(-1, block_size, self.kv.shape[-1])
 
-    def update(self, ids: Tensor, kv: Tensor, slots: Tensor, scratch: Tensor | None = None) -> None:
+    def update(self, ids: Tensor, kv: Tensor, block_table: Tensor, scratch: Tensor | None = None) -> None:
         """Bring ``ids`` together, see :func:`..ops.pack.pack`."""
         pack(
             ids,
             kv,
-            slots,
+            block_table,
             self.held,
             self.order,
             self.kv,
-            self.places,
+            self.page_ids,
             enabled=self.enabled,
             counters=self.counters,
             scratch=scratch,
@@ -77,16 +77,16 @@ class Packed(State):
     def forget(self) -> None:
         """Nothing is held."""
         self.held.fill_(-1)
-        self.places.fill_(-1)
+        self.page_ids.fill_(-1)
 
     def reset(self) -> None:
         """Count anew. What is held is forgotten when the next tokens come."""
         self.counters.zero_()
 
-    @lasting
+    @no_inference_mode
     def map_rows(self, index: Tensor) -> None:
         super().map_rows(index)
         batch, heads, room = self.held.shape
         start = torch.arange(batch * heads, dtype=torch.int32, device=self.held.device).view(batch, heads, 1) * room
-        places = torch.where(self.held >= 0, self.order + start, -1).to(self.places.device)
-        self.places = self.places.copy_(places) if self.places.shape == places.shape else places
+        page_ids = torch.where(self.held >= 0, self.order + start, -1).to(self.page_ids.device)
+        self.page_ids = self.page_ids.copy_(page_ids) if self.page_ids.shape == page_ids.shape else page_ids

@@ -14,7 +14,7 @@ class Plan:
         attends: ``"dense"`` (all tokens), ``"every"`` (a selection among all full blocks), ``"chosen"`` (what was
             chosen before, or blocks that the step chooses), or what else a policy calls it.
         ahead: the step prepares the next one (:meth:`.base.Policy.look_ahead`).
-        placed: chosen blocks or tokens are addressed by where they lie on the device.
+        paged: chosen blocks or tokens are addressed by device page ids.
         learns: label channels are being calibrated.
         pack: which of two buffers the step reads.
         captured: the step can be captured.
@@ -23,7 +23,7 @@ class Plan:
 
     attends: str = "dense"
     ahead: bool = False
-    placed: bool = False
+    paged: bool = False
     learns: bool = False
     pack: int = 0
     captured: bool = True
@@ -35,5 +35,5 @@ class Plan:
         return self.attends == "dense"
 
 
-planned = cache(Plan)  # the few plans that there are, made once: every layer asks in every step
+planned = cache(Plan)  # plans are few and are created once, because every layer needs one in every step
 DENSE, CROSSOVER = planned(), planned(crossover=True)

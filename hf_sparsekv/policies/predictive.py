@@ -1,4 +1,4 @@
-"""Selection for a predicted query, one step ahead and beside the computation (AsyncSpade section 4)."""
+"""Selection for a predicted query, one step ahead on a side stream (AsyncSpade section 4)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..ops.seal import Index
 from ..ops.topk_select import token_select
 from ..predictor.channels import LabelChannels
 from ..predictor.query import make_predictor
-from ..tensors import lasting
-from ..types import AttentionSpec
+from ..tensors import no_inference_mode
+from ..types import AttentionParams
 from .base import Policy
 from .label_index import LabelIndex, label_bytes
 from .measured import PackStats
@@ -29,11 +29,11 @@ from .shared import Labelled
 
 @register("predictive", PredictiveConfig, about="tokens chosen a step before, for a predicted query (AsyncSpade)")
 class PredictivePolicy(Policy):
-    """Tokens of all sealed blocks by their labels, for the query that the next step will have.
+    """Tokens of all full blocks by their labels, for the query that the next step will have.
 
     State: the latest queries; the tokens chosen for the next step; with blocks in host memory, their copies. A step
     attends to what the last one has chosen and to everything that is not sealed; sealing a block chooses anew, so
-    every token is either near or could have been chosen.
+    every token is either recent or could have been chosen.
     """
 
     TENSORS: ClassVar = {"ids": Held(trial=True, counted=True, file="chosen", when="chosen")}  # [batch, H, room]
@@ -56,9 +56,9 @@ class PredictivePolicy(Policy):
         self.fetches = offloaded
         # Measured on an H200, 8 x 32k on the device (benchmarks/NOTES.md, "Choosing from all tokens"): choosing behind
         # the step 7.5 ms, among it 7.1; fetching yields.
-        self.yields = offloaded
+        self.low_priority = offloaded
         self.predictor = make_predictor(config.predictor, config.predictor_window, config.predictor_epsilon)
-        self.bundle = config.layers_per_pack
+        self.layers_per_launch = config.layers_per_pack
 
     @classmethod
     def place(cls, config: PredictiveConfig, offload: OffloadConfig | None) -> OffloadConfig | None:
@@ -89,14 +89,14 @@ class PredictivePolicy(Policy):
             return cls.second_device.needs(request)
         memory, config, copies = Memory(blocks=request.blocks), request.config, copied_bytes(request)
         memory.tables = queries_bytes(request)
-        memory.labels = sum(request.slots * label_bytes(request, layer) for layer in request.layers)
-        begun = request.sealed * config.block_size > config.token_budget and request.context >= config.start_length
+        memory.labels = sum(request.block_capacity * label_bytes(request, layer) for layer in request.layers)
+        begun = request.full_blocks * config.block_size > config.token_budget and request.context >= config.start_length
         room = None if request.offload is None else request.offload.device_pool
         if request.offload is not None and begun and (room is None or copies <= room):
-            memory.frames = copies
+            memory.device_pages = copies
         return memory
 
-    @lasting
+    @no_inference_mode
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
         self.labels.start(store)
@@ -120,11 +120,11 @@ class PredictivePolicy(Policy):
 
     # ------------------------------------------------------------------ a step
 
-    @lasting
+    @no_inference_mode
     def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore, new: int | None = None) -> None:
-        if self.labels.observe(q, k, valid) and store.sealed:
+        if self.labels.observe(q, k, valid) and store.full_blocks:
             store.reindex(self)  # blocks that were sealed before there were channels
-        if store.fixed:
+        if store.capturing:
             self._valid = valid  # the query is stored beside the step
             return
         end = store.length + (k.shape[2] if new is None else new)
@@ -132,7 +132,7 @@ class PredictivePolicy(Policy):
             self.queries.end, self.chosen = end, False
             self.queries.forget(end)
             return
-        if self.queries.held.shape[1] != q.shape[1]:  # nobody had seen a query when the layer began
+        if self.queries.held.shape[1] != q.shape[1]:  # the layer began without queries
             held = self.queries
             self.queries = QueryRing(store.batch, q.shape[1], held.size, q.shape[3], store.dtype, store.device)
             self.queries.end = store.length
@@ -146,17 +146,17 @@ class PredictivePolicy(Policy):
             return DENSE
         if self.below_crossover(store):
             return CROSSOVER
-        return planned("chosen" if self.chosen else "dense", True, self.chosen and self.placed)
+        return planned("chosen" if self.chosen else "dense", True, self.chosen and self.paged)
 
-    def attend(self, q: Tensor, store: LayerStore, plan: Plan, spec: AttentionSpec) -> Tensor:
+    def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
         if plan.dense:
-            return store.attend(q, None, "all", spec)
+            return store.attend(q, None, "all", params)
         if self.watch is not None:
             self.watch.mark_tokens(self.ids, store.block_size)
-        if plan.placed:
-            frames = self.packed.frames(store.block_size)
-            return store.attend(q, self.packed.places, "token", spec, frames=frames)
-        return store.attend(q, self.ids, "token", spec)
+        if plan.paged:
+            pages = self.packed.pages(store.block_size)
+            return store.attend(q, self.packed.page_ids, "token", params, pages=pages)
+        return store.attend(q, self.ids, "token", params)
 
     # ------------------------------------------------------------------ the next step
 
@@ -171,7 +171,7 @@ class PredictivePolicy(Policy):
         """Whether chosen tokens are copied to the device; makes room for them."""
         if not self.fetches:
             return False
-        pools, room = store.residents.pools, self.ids.shape[-1]
+        pools, room = store.pages.pools, self.ids.shape[-1]
         if self.packed is None and pools.grants(packed_bytes(store, room), store.device):
             enabled = pools.enabled(store.device)
             try:
@@ -185,7 +185,7 @@ class PredictivePolicy(Policy):
         # Measured on an H200, 8 x 32k, 16 x 16k and 1 x 128k: 6.46, 6.55 and 4.81 ms, with the query alone stored here
         # 6.54, 6.90, 5.24, with all of it behind attention 6.85, 7.01, 4.75, with scores here as well 6.78, 6.92, 5.19.
         # Other orders: benchmarks/NOTES.md, "Choosing from all tokens".
-        self.queries.push(q[:, :, None], self._valid, store.clock.held(store.device))
+        self.queries.push(q[:, :, None], self._valid, store.seq_len.held(store.device))
         if plan.ahead:
             self._predicted = self._predict()
 
@@ -194,8 +194,8 @@ class PredictivePolicy(Policy):
         if not self.chosen:
             return
         self.choose(store)
-        self.placed = self._enter(store)
-        if self.placed:
+        self.paged = self._enter(store)
+        if self.paged:
             self.packed.update(self.ids, store.pool.kv, store.table)
             if again:  # a step needs its tokens once, whatever was copied for it
                 self.packed.counters[:1] -= (self.ids >= 0).sum()
@@ -215,18 +215,18 @@ class PredictivePolicy(Policy):
         token_select(scores, None, config.token_budget, store.block_size, out=self.ids[..., : config.token_budget])
 
     def scores(self, q: Tensor, store: LayerStore, out: Tensor | None = None) -> Tensor:
-        """Scores of all tokens in sealed blocks for ``q [batch, Hq, Dk]``: ``[batch, H, n]``."""
+        """Scores of all tokens in full blocks for ``q [batch, Hq, Dk]``: ``[batch, H, n]``."""
         return self.labels.scores(q, store, out=out)
 
     def _index_bytes(self, store: LayerStore) -> int:
-        return self.labels.nbytes_read(store, store.sealed)
+        return self.labels.nbytes_read(store, store.full_blocks)
 
     def replayed(self, store: LayerStore, plan: Plan) -> None:
         self.queries.end = store.length
         if plan.learns:
             self.labels.stats.tokens += 1
         elif plan.ahead:
-            self.chosen, self.placed = True, self.packed is not None
+            self.chosen, self.paged = True, self.packed is not None
             store.count_index(self._index_bytes(store))
 
     def measured(self) -> PackStats | None:
@@ -239,15 +239,15 @@ class PredictivePolicy(Policy):
     def reopened(self) -> None:
         super().reopened()  # one step attends to everything
         if self.packed is not None:
-            self.packed.forget()  # other tokens may come to these columns
+            self.packed.forget()  # these columns may get other tokens
 
 
 def selects(config: PredictiveConfig, store: LayerStore, all_of: int | None = None) -> bool:
     """Steps attend to a selection at this length; that changes only where a block is sealed.
 
-    ``all_of``: so many tokens in sealed blocks are all attended to; default: the budget.
+    ``all_of``: so many tokens in full blocks are all attended to; default: the budget.
     """
-    held = store.sealed * store.block_size
+    held = store.full_blocks * store.block_size
     if held <= (config.token_budget if all_of is None else all_of):
         return False
     return held + config.window + config.max_draft >= config.start_length

@@ -14,8 +14,8 @@ from ..ops.block_rank import block_rank
 from ..ops.progressive import MASS_ONE, TOTALS, Walk, WalkState, block_masses, progressive_decode
 from ..ops.progressive.state import FIRST
 from ..ops.seal import Index
-from ..tensors import lasting
-from ..types import AttentionSpec
+from ..tensors import no_inference_mode
+from ..types import AttentionParams
 from .base import Policy
 from .block_metadata import BlockMetadata, bounds_bytes
 from .measured import WalkStats
@@ -57,7 +57,7 @@ class Walks(WalkState, State):
 class ProgressivePolicy(Policy):
     """State: how far the last walks went, and with offload which blocks the next ones will begin with.
 
-    Each step ranks all sealed blocks for its own query, so nothing is chosen ahead. With offload, the blocks that a
+    Each step ranks all full blocks for its own query, so nothing is chosen ahead. With offload, the blocks that a
     step has used (and an eighth more) are brought to the device after it; what the next step wants beyond them is read
     in host memory.
     """
@@ -75,12 +75,12 @@ class ProgressivePolicy(Policy):
         self.fetches = offloaded
         self.metadata = BlockMetadata(config)
         self._audited = NOTHING
-        self._spec: AttentionSpec | None = None  # stays: replays of an earlier capture do not tell it anew
+        self._params: AttentionParams | None = None  # stays: replays of an earlier capture do not tell it anew
 
     @classmethod
     def needs(cls, request: Request) -> Memory:
         memory = Memory(blocks=request.blocks, bounds=bounds_bytes(request))
-        if request.offload is not None and request.sealed > 0:
+        if request.offload is not None and request.full_blocks > 0:
             room = ahead(request.table)
             memory.fetch(request, expected(room), room)
         return memory
@@ -89,7 +89,7 @@ class ProgressivePolicy(Policy):
         super().reset()
         self._audited = NOTHING
 
-    @lasting
+    @no_inference_mode
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
         self.metadata.start(store)
@@ -99,7 +99,7 @@ class ProgressivePolicy(Policy):
 
     def _ahead(self, store: LayerStore) -> int:
         """Blocks of one row and KV head that are brought to the device after a step, at most."""
-        return ahead(store.slots.shape[1]) if self.fetches else 0
+        return ahead(store.block_table.shape[1]) if self.fetches else 0
 
     # ------------------------------------------------------------------ index
 
@@ -112,33 +112,35 @@ class ProgressivePolicy(Policy):
     # ------------------------------------------------------------------ a step
 
     def plan(self, store: LayerStore) -> Plan:
-        if not store.sealed:
+        if not store.full_blocks:
             return DENSE
         if self.below_crossover(store):
             return CROSSOVER
-        return planned("walk", self.fetches, self.placed)
+        return planned("walk", self.fetches, self.paged)
 
-    def attend(self, q: Tensor, store: LayerStore, plan: Plan, spec: AttentionSpec) -> Tensor:
+    def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
         self._walked = not plan.dense
         if plan.dense:
-            return store.attend(q, None, "all", spec)
+            return store.attend(q, None, "all", params)
         store.count_padded("block")
-        self._spec = spec
-        walk = self._walk(q, store, self.state, spec, plan.placed)
+        self._params = params
+        walk = self._walk(q, store, self.state, params, plan.paged)
         out = progressive_decode(walk)
         if self.watch is not None:
             self.watch.mark(walk.ids, self.state.used)
         return out
 
-    def _walk(self, q: Tensor, store: LayerStore, state: WalkState, spec: AttentionSpec, placed: bool = False) -> Walk:
+    def _walk(
+        self, q: Tensor, store: LayerStore, state: WalkState, params: AttentionParams, paged: bool = False
+    ) -> Walk:
         config, fields, table = self.config, store.pool.fields, store.table
-        logits, logit_scale = None, spec.scale
+        logits, logit_scale = None, params.scale
         if config.estimate == "as_min":
             scores = self.metadata.scores(q, store)
         else:
             scores, logits = self.metadata.head_scores(q, store)
-            if spec.softcap is not None:
-                logits, logit_scale = spec.softcap * torch.tanh(logits * (spec.scale / spec.softcap)), 1.0
+            if params.softcap is not None:
+                logits, logit_scale = params.softcap * torch.tanh(logits * (params.scale / params.softcap)), 1.0
             if config.estimate == "scores":
                 logit_scale *= SLOPES[config.metadata]
         ids, tokens = block_rank(scores, fields["fill"], table)
@@ -149,11 +151,11 @@ class ProgressivePolicy(Policy):
             table,
             ids,
             tokens,
-            store.near_kv,
-            store.near_valid,
+            store.recent_kv,
+            store.recent_valid,
             state,
             value_dim=store.value_dim,
-            scale=spec.scale,
+            scale=params.scale,
             threshold=config.threshold,
             group_reduce=config.group_reduce,
             min_blocks=config.min_blocks,
@@ -161,10 +163,10 @@ class ProgressivePolicy(Policy):
             estimate=config.estimate,
             logits=logits,
             logit_scale=logit_scale,
-            softcap=spec.softcap,
-            sink_logits=spec.sink_logits,
-            frames=store.residents.pool.frames if placed else None,
-            places=store.residents.find(ids, table, self._since) if placed else None,
+            softcap=params.softcap,
+            sink_logits=params.sink_logits,
+            pages=store.pages.pool.pages if paged else None,
+            page_ids=store.pages.find(ids, table, self._since) if paged else None,
             from_host=None if store.pool.host is None else store.counters.from_host,
             attended=store.counters.attended,
         )
@@ -186,9 +188,9 @@ class ProgressivePolicy(Policy):
         room = self._ahead(store)
         if self.state.chosen.shape[-1] != room:
             self._widen(room)
-        return store.residents.enter(store.batch * store.heads * expected(room))
+        return store.pages.enter(store.batch * store.heads * expected(room))
 
-    @lasting
+    @no_inference_mode
     def _widen(self, room: int) -> None:
         old = self.state.chosen
         self.state.chosen = old.new_full((*old.shape[:2], room), -1)
@@ -205,8 +207,8 @@ class ProgressivePolicy(Policy):
         if again:
             return  # nothing depends on the block that was sealed
         walked, self._walked = self._walked, False
-        self.placed = plan.ahead and self._enter(store)
-        if not self.placed:
+        self.paged = plan.ahead and self._enter(store)
+        if not self.paged:
             return
         chosen = self.state.chosen
         if not walked:  # a prompt has been read, or the last dense step is over
@@ -214,23 +216,23 @@ class ProgressivePolicy(Policy):
             first = min(FIRST, ids.shape[-1], chosen.shape[-1])
             chosen.fill_(-1)
             chosen[..., :first] = ids[..., :first]
-        store.residents.fetch(chosen, store.table, 1)
-        self._since.copy_(store.residents.pool.state.now)
+        store.pages.fetch(chosen, store.table, 1)
+        self._since.copy_(store.pages.pool.state.now)
 
     def replayed(self, store: LayerStore, plan: Plan) -> None:
         if plan.ahead:
-            self.placed = store.residents.pool is not None
+            self.paged = store.pages.pool is not None
 
     # ------------------------------------------------------------------ numbers
 
     def _audit(self, q: Tensor, store: LayerStore) -> None:
         """Compute what share of the attention mass the step's blocks really hold. Waits for the GPU."""
         spare = WalkState.empty(store.batch, store.heads, store.device)
-        walk = self._walk(q, store, spare, self._spec)
+        walk = self._walk(q, store, spare, self._params)
         walk.from_host = None
         masses = block_masses(walk)
-        if self._spec.sink_logits is not None:
-            sinks = self._spec.sink_logits.float().view(1, store.heads, 1, -1) / torch.log(torch.tensor(2.0))
+        if self._params.sink_logits is not None:
+            sinks = self._params.sink_logits.float().view(1, store.heads, 1, -1) / torch.log(torch.tensor(2.0))
             masses = torch.cat((sinks.to(masses).expand(store.batch, -1, -1, -1), masses), dim=2)
         before = masses.shape[2] - walk.ids.shape[2]
         share = (masses - masses.amax(2, keepdim=True)).exp2()

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ..kv.state import Held, State
 from ..ops.query_ring import push
-from ..tensors import lasting
+from ..tensors import no_inference_mode
 
 
 class QueryRing(State):
-    """A ring of queries, addressed by column: the query of column ``c`` lives at ``c % R``.
+    """A ring of queries, addressed by column: the query of column ``c`` is stored at ``c % R``.
 
-    So no step has to know how many there were before, and one that is repeated changes nothing.
+    So a step needs no count of earlier queries, and repeating a step changes nothing.
 
     Attributes:
         held: ``[batch, Hq, R, D]``.
@@ -33,7 +33,7 @@ class QueryRing(State):
     }
     HOST: ClassVar = {"end": 0}
 
-    @lasting
+    @no_inference_mode
     def __init__(self, batch: int, heads: int, size: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.held = torch.zeros(batch, heads, size, dim, dtype=dtype, device=device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..kv.store import LayerStore
-from ..types import AttentionSpec
+from ..types import AttentionParams
 from .base import Policy
 from .plan import CROSSOVER, DENSE, Plan, planned
 
@@ -14,7 +14,7 @@ class Selector(Policy):
     """A subclass says in :meth:`select` which tokens or blocks a step attends to beside sinks and recent tokens.
 
     While the full blocks hold no more than ``config.token_budget`` tokens (if there is such a field) and while dense
-    attention is as quick (``config.dense_below``), a step attends to everything, and nobody is asked.
+    attention is as quick (``config.dense_below``), a step attends to everything without calling :meth:`select`.
 
     Attributes:
         granularity: ``"token"`` or ``"block"``, what :meth:`select` gives.
@@ -23,27 +23,27 @@ class Selector(Policy):
 
     captured = True
 
-    def select(self, q: Tensor, store: LayerStore, spec: AttentionSpec) -> Tensor:
+    def select(self, q: Tensor, store: LayerStore, params: AttentionParams) -> Tensor:
         """What to attend to for ``q [batch, Hq, Dk]``: int32 ``[batch, H, n]``, columns (or blocks), -1 for none.
 
-        Only tokens of sealed blocks that are neither padding nor sinks may be chosen, each once: those whose flag is
-        1; of a block those are attended to. In a captured step shapes must not depend on ``store.sealed``: go by
+        Only tokens of full blocks that are neither padding nor sinks may be chosen, each once: those whose flag is
+        1; of a block those are attended to. In a captured step shapes must not depend on ``store.full_blocks``: go by
         ``store.table``.
         """
         raise NotImplementedError
 
     def plan(self, store: LayerStore) -> Plan:
-        if store.sealed * store.block_size <= getattr(self.config, "token_budget", 0):
+        if store.full_blocks * store.block_size <= getattr(self.config, "token_budget", 0):
             return DENSE
         return CROSSOVER if self.below_crossover(store) else planned("every", captured=self.captured)
 
-    def attend(self, q: Tensor, store: LayerStore, plan: Plan, spec: AttentionSpec) -> Tensor:
+    def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
         if plan.dense:
-            return store.attend(q, None, "all", spec)
-        ids = self.select(q, store, spec)
+            return store.attend(q, None, "all", params)
+        ids = self.select(q, store, params)
         if self.watch is not None:
             if self.granularity == "token":
                 self.watch.mark_tokens(ids, store.block_size)
             else:
                 self.watch.mark(ids)
-        return store.attend(q, ids, self.granularity, spec)
+        return store.attend(q, ids, self.granularity, params)

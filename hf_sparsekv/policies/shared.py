@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class Shared:
-    """Made once a cache by ``Policy.share()``; makes the policies of its sparse layers.
+    """Created once per cache by ``Policy.share()``; creates the policies of its sparse layers.
 
     Attributes:
         channels: label channels from a file, for methods that have labels.
-        places: where the cache's memory lies, the keys of ``cache.memory_bytes()``.
+        places: where the cache's memory is: the keys of ``cache.memory_bytes()``.
     """
 
     channels: LabelChannels | None = None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..config import SparseConfig
 from ..kv.store import LayerStore
-from ..types import AttentionSpec
+from ..types import AttentionParams
 from .registry import register
 from .selector import Selector
 
@@ -33,5 +33,5 @@ class StreamingConfig(SparseConfig):
 class StreamingPolicy(Selector):
     """Sinks and recent tokens are always attended to: there is nothing to choose."""
 
-    def select(self, q: Tensor, store: LayerStore, spec: AttentionSpec) -> Tensor:
+    def select(self, q: Tensor, store: LayerStore, params: AttentionParams) -> Tensor:
         return store.table.new_full((store.batch, store.heads, 1), -1)

@@ -13,8 +13,8 @@ from ..kv.store import LayerStore
 from ..ops.seal import Index
 from ..ops.topk_select import block_select, token_select
 from ..predictor.channels import LabelChannels
-from ..tensors import lasting
-from ..types import AttentionSpec
+from ..tensors import no_inference_mode
+from ..types import AttentionParams
 from .base import Policy
 from .block_metadata import BlockMetadata, bounds_bytes
 from .label_index import LabelIndex, label_bytes
@@ -35,7 +35,7 @@ class TwoLevelPolicy(Policy):
 
     TENSORS: ClassVar = {
         "ids": Held(trial=True, dropped=True, file="previous", when="chosen"),  # BlockIds; only with lag
-        "places": Held(trial=True, dropped=True),
+        "page_ids": Held(trial=True, dropped=True),
     }
     PARTS: ClassVar = ("labels",)
 
@@ -68,21 +68,21 @@ class TwoLevelPolicy(Policy):
     def needs(cls, request: Request) -> Memory:
         config, memory = request.config, Memory(blocks=request.blocks)
         if config.level != "block":
-            memory.labels = sum(request.slots * label_bytes(request, layer) for layer in request.layers)
+            memory.labels = sum(request.block_capacity * label_bytes(request, layer) for layer in request.layers)
         if config.level != "token":
             memory.bounds = bounds_bytes(request)
-            if request.offload is not None and request.sealed > config.coarse_blocks:
+            if request.offload is not None and request.full_blocks > config.coarse_blocks:
                 memory.fetch(request, config.coarse_blocks, config.coarse_blocks)
         return memory
 
-    @lasting
+    @no_inference_mode
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
         self._key_dim = store.key_dim
         if self.lag:
             shape = (store.batch, store.heads, self.config.coarse_blocks)
             self.ids = torch.full(shape, -1, dtype=torch.int32, device=store.device)
-            self.places = torch.full_like(self.ids, -1) if self.fetches else None
+            self.page_ids = torch.full_like(self.ids, -1) if self.fetches else None
         if self.metadata is not None:
             self.metadata.start(store)
         if self.labels is not None:
@@ -92,9 +92,9 @@ class TwoLevelPolicy(Policy):
     def observes(self) -> bool:
         return self.labels is not None and self.labels.calibrating
 
-    @lasting
+    @no_inference_mode
     def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore, new: int | None = None) -> None:
-        if self.observes and self.labels.observe(q, k, valid) and store.sealed:
+        if self.observes and self.labels.observe(q, k, valid) and store.full_blocks:
             store.reindex(self)  # blocks that were sealed before there were channels
 
     # ------------------------------------------------------------------ index
@@ -115,43 +115,43 @@ class TwoLevelPolicy(Policy):
         config, labels = self.config, self.labels
         if labels is not None and labels.calibrating:
             return planned(learns=True, captured=labels.goes_on)
-        many = self.metadata is not None and store.sealed > config.coarse_blocks
+        many = self.metadata is not None and store.full_blocks > config.coarse_blocks
         ahead = self.lag and many
-        few = store.sealed * store.block_size <= config.token_budget or (labels is None and not many)
+        few = store.full_blocks * store.block_size <= config.token_budget or (labels is None and not many)
         if few and not ahead:
             return DENSE
         if self.below_crossover(store):  # nothing is chosen; sealing the block that ends it chooses anew
             return DENSE if few else CROSSOVER
         chosen = not few and (self.chosen if self.lag else many)
         attends = "chosen" if chosen else "dense" if few or labels is None else "every"
-        return planned(attends, ahead, self.placed and self.lag and chosen)
+        return planned(attends, ahead, self.paged and self.lag and chosen)
 
-    def attend(self, q: Tensor, store: LayerStore, plan: Plan, spec: AttentionSpec) -> Tensor:
+    def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
         if plan.dense:
-            return store.attend(q, None, "all", spec)
-        blocks = places = None
+            return store.attend(q, None, "all", params)
+        blocks = page_ids = None
         if plan.attends == "chosen":
             if self.lag:
-                blocks, places = self.ids, self.places if plan.placed else None
+                blocks, page_ids = self.ids, self.page_ids if plan.paged else None
             else:
                 blocks = self._choose_blocks(q, store)
                 if self._enter(store):
-                    places = store.residents.fetch(blocks, store.table, keep=0)
+                    page_ids = store.pages.fetch(blocks, store.table, keep=0)
             store.count_blocks(blocks)
             if self.watch is not None:
                 self.watch.mark(blocks)
-        placed = places is not None
+        paged = page_ids is not None
         if self.labels is None:
-            return store.attend(q, blocks, "block", spec, placed, places)
+            return store.attend(q, blocks, "block", params, paged, page_ids)
         scores = self.labels.scores(q, store, blocks)
-        tokens = token_select(scores, places if placed else blocks, self.config.token_budget, store.block_size)
+        tokens = token_select(scores, page_ids if paged else blocks, self.config.token_budget, store.block_size)
         if self.watch is not None and blocks is None:
             self.watch.mark_tokens(tokens, store.block_size)
-        return store.attend(q, tokens, "token", spec, placed)
+        return store.attend(q, tokens, "token", params, paged)
 
     def _enter(self, store: LayerStore) -> bool:
         """Whether chosen blocks are brought to the device; makes room for them."""
-        return self.fetches and store.residents.enter(store.batch * store.heads * self.config.coarse_blocks)
+        return self.fetches and store.pages.enter(store.batch * store.heads * self.config.coarse_blocks)
 
     def prepare(self, store: LayerStore) -> Plan:
         plan = self.plan(store)
@@ -167,7 +167,7 @@ class TwoLevelPolicy(Policy):
         if chosen and not self.lag:
             store.count_index(self.metadata.nbytes(store))
         if self.labels is not None:
-            blocks = self.config.coarse_blocks if chosen else store.sealed
+            blocks = self.config.coarse_blocks if chosen else store.full_blocks
             store.count_index(self.labels.nbytes_read(store, blocks))
 
     def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan, again: bool = False) -> None:
@@ -175,9 +175,9 @@ class TwoLevelPolicy(Policy):
         if not plan.ahead:
             return
         self.ids.copy_(self._choose_blocks(q, store))
-        self.placed = self._enter(store)
-        if self.placed:
-            store.residents.fetch(self.ids, store.table, 1, not again, self.places)
+        self.paged = self._enter(store)
+        if self.paged:
+            store.pages.fetch(self.ids, store.table, 1, not again, self.page_ids)
         if not again:
             store.count_index(self.metadata.nbytes(store))
 
@@ -185,7 +185,7 @@ class TwoLevelPolicy(Policy):
         if plan.learns:
             self.labels.stats.tokens += 1
         elif plan.ahead:
-            self.chosen, self.placed = True, self.places is not None and store.residents.pool is not None
+            self.chosen, self.paged = True, self.page_ids is not None and store.pages.pool is not None
             store.count_index(self.metadata.nbytes(store))
 
     def _choose_blocks(self, q: Tensor, store: LayerStore) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which blocks decode steps attend to: kept for who asks, and not even looked at otherwise."""
+"""Optional per-step record of attended blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..kv.state import Held, State
 from ..kv.store import LayerStore
-from ..tensors import lasting
+from ..tensors import no_inference_mode
 
 
 class BlockWatch(State):
@@ -26,10 +26,10 @@ class BlockWatch(State):
         super().__init__()
         self.told = False
 
-    @lasting
+    @no_inference_mode
     def fit(self, store: LayerStore) -> None:
         """Make room for the blocks of ``store``; before a step is captured."""
-        shape = (store.batch, store.heads, store.slots.shape[1] + 1)
+        shape = (store.batch, store.heads, store.block_table.shape[1] + 1)
         if self.marks is None or self.marks.shape != shape or self.marks.device != store.device:
             self.marks = torch.zeros(shape, dtype=torch.bool, device=store.device)
 
@@ -57,17 +57,17 @@ class BlockWatch(State):
             self.marks.zero_()  # in place, and `told` stays: a captured step marks without being asked again
 
     def share(self, store: LayerStore) -> Tensor:
-        """The share of rows and KV heads that attended to tokens of each full block, float32 ``[sealed]`` on the CPU.
+        """The share of rows and KV heads that attended to tokens of each block, float32 ``[full_blocks]`` on the CPU.
 
         1 where attention was dense; NaN where nobody says.
         """
         if store.counters.last_dense:
-            return torch.ones(store.sealed)
+            return torch.ones(store.full_blocks)
         if not self.told or self.marks is None or self.marks.shape[0] != store.batch:
-            return torch.full((store.sealed,), float("nan"))
-        seen = self.marks[..., : min(store.sealed, self.marks.shape[-1] - 1)].float().mean((0, 1)).cpu()
+            return torch.full((store.full_blocks,), float("nan"))
+        seen = self.marks[..., : min(store.full_blocks, self.marks.shape[-1] - 1)].float().mean((0, 1)).cpu()
         # The step that fills a block attends before the block is one: when that makes the table grow, no mark is there.
-        return torch.nn.functional.pad(seen, (0, store.sealed - len(seen)))
+        return torch.nn.functional.pad(seen, (0, store.full_blocks - len(seen)))
 
     def copy(self) -> BlockWatch:
         """The copy of a cache has attended to nothing."""

@@ -29,7 +29,7 @@ class ChannelStats(State):
     Attributes:
         q: float32 ``[batch, Hq, D]`` running maximum, or sum; None before the first token. ``k``: ``[batch, H, D]``.
         tokens: as many as were seen.
-        keys_only: keys stand for queries that nobody has seen.
+        keys_only: keys are used in place of queries, which are not known yet.
     """
 
     TENSORS: ClassVar = {

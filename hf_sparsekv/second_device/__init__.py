@@ -1,6 +1,6 @@
 """Predictive selection on a second device.
 
-Importing it tells :class:`..policies.predictive.PredictivePolicy` that a second device can be had; nothing else knows.
+Importing it registers itself with :class:`..policies.predictive.PredictivePolicy`; nothing else depends on it.
 """
 
 from . import policy as policy

@@ -26,37 +26,45 @@ from ..policies.predictive import PredictivePolicy, copied_bytes, queries_bytes,
 from ..policies.shared import Labelled
 from ..predictor.channels import LabelChannels
 from ..predictor.query import QueryPredictor
-from ..tensors import lasting
-from ..types import AttentionSpec
-from .replica import LeadingStore, Rank
+from ..tensors import no_inference_mode
+from ..types import AttentionParams
+from .replica import PeerDevice, PrimaryStore
 
 
-class TwinPolicy(PredictivePolicy):
+class ReplicaPolicy(PredictivePolicy):
     """A layer's share on the device that chooses: all that a step uses there has an address that is kept."""
 
-    def __init__(self, config: PredictiveConfig, layer_idx: int, channels: LabelChannels | None, rank: Rank) -> None:
-        self.rank = rank
-        self._memory: tuple | None = None  # what it is for, and where it is: every step asks
+    def __init__(
+        self, config: PredictiveConfig, layer_idx: int, channels: LabelChannels | None, peer: PeerDevice
+    ) -> None:
+        self.peer = peer
+        self._memory: tuple | None = None  # cached by shape, because every step needs it
         super().__init__(config, layer_idx, False, channels)
 
     def memory(self, store: LayerStore) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """Where predicted queries and all scores go, and what selecting and packing need beside them."""
-        wanted = *self.queries.held.shape, store.slots.shape[1], store.dtype
+        wanted = *self.queries.held.shape, store.block_table.shape[1], store.dtype
         if self._memory is None or self._memory[0] != wanted:
             self._memory = wanted, self._make_memory(store)
         return self._memory[1]
 
     def _make_memory(self, store: LayerStore) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        rank, (batch, heads, _, dim), lane = self.rank, self.queries.held.shape, self.rank.lane(self.layer_idx)
-        predicted = rank.buffer("predicted", (batch, heads, dim), store.dtype, lane)
-        room = store.slots.shape[1] * store.block_size
-        scores = rank.buffer("scores", (batch, store.heads, room), torch.float32, lane)
+        peer, (batch, heads, _, dim), stream_index = (
+            self.peer,
+            self.queries.held.shape,
+            self.peer.stream_index(self.layer_idx),
+        )
+        predicted = peer.buffer("predicted", (batch, heads, dim), store.dtype, stream_index)
+        room = store.block_table.shape[1] * store.block_size
+        scores = peer.buffer("scores", (batch, store.heads, room), torch.float32, stream_index)
         scratch = None
         if use_triton(scores):
             from ..ops.topk_select.triton import scratch_size
 
-            scratch = rank.buffer("select", (scratch_size(scores, self.config.token_budget),), torch.int32, lane)
-        return predicted, scores, scratch, rank.buffer("pack", (2 * self.ids.numel(),), torch.int32, lane)
+            scratch = peer.buffer(
+                "select", (scratch_size(scores, self.config.token_budget),), torch.int32, stream_index
+            )
+        return predicted, scores, scratch, peer.buffer("pack", (2 * self.ids.numel(),), torch.int32, stream_index)
 
     def choose(self, store: LayerStore) -> None:
         queries, budget = self.queries, self.config.token_budget
@@ -64,194 +72,196 @@ class TwinPolicy(PredictivePolicy):
         self.predictor.predict(queries.held, queries.position, queries.count, out=predicted)
         scores = scores[..., : store.table.shape[1] * store.block_size]
         self.scores(predicted, store, scores)
-        scratch = scratch if store.fixed else None  # it is for all that there is room for
+        scratch = scratch if store.capturing else None  # it is for all that there is room for
         token_select(scores, None, budget, store.block_size, out=self.ids[..., :budget], scratch=scratch)
 
 
 class SecondDevicePolicy(Policy):
-    """A layer's share on the device that attends; :attr:`twin` is the one on the device that chooses.
+    """A layer's share on the device that attends; :attr:`replica` is the one on the device that chooses.
 
     Chosen tokens are kept together here twice. A step attends to one of the two while the other is being written; they
     change places when that is done. A captured step, in which all of this is in order, writes the one in use.
 
     A selection that comes late is waited for (``strict``), or the one before is used again, but never one that does not
-    know all sealed blocks: their tokens have left the ring.
+    know all full blocks: their tokens have left the ring.
     """
 
     HOST: ClassVar = {
         "late": 0,  # layer calls that used an older selection
         "at": 0,  # the pack in use
-        "known": None,  # sealed blocks that the selection in use has chosen among
-        "pending": None,  # the next one's end (an event, or None) and its sealed blocks
+        "known": None,  # full blocks that the selection in use has chosen among
+        "pending": None,  # the next one's end (an event, or None) and its full blocks
     }
-    PARTS: ClassVar = ("twin", "packs")
+    PARTS: ClassVar = ("replica", "packs")
 
     config: PredictiveConfig
     method = "predictive"
-    yields = False
-    store_type = LeadingStore
+    low_priority = False
+    store_type = PrimaryStore
 
-    def __init__(self, config: PredictiveConfig, layer_idx: int, channels: LabelChannels | None, rank: Rank) -> None:
+    def __init__(
+        self, config: PredictiveConfig, layer_idx: int, channels: LabelChannels | None, peer: PeerDevice
+    ) -> None:
         super().__init__(config, layer_idx, False)
-        self.twin = TwinPolicy(config, layer_idx, channels, rank)
-        self.rank = rank
+        self.replica = ReplicaPolicy(config, layer_idx, channels, peer)
+        self.peer = peer
         self.packs: list[Packed] = []
-        self.bundle = config.layers_per_pack
+        self.layers_per_launch = config.layers_per_pack
 
     def reset(self) -> None:
-        with self.rank.settled():
+        with self.peer.after_all_steps():
             super().reset()
 
-    @lasting
-    def start(self, store: LeadingStore, q_heads: int) -> None:
+    @no_inference_mode
+    def start(self, store: PrimaryStore, q_heads: int) -> None:
         if store.latent:
             raise ValueError(
                 "a cache rank on a second device does not hold latents (MLA): take cache_rank='stream' or 'host'"
             )
         super().start(store, q_heads)
-        with self.rank.entered(store.device):
-            self.twin.start(store.follow(self.rank), q_heads)
+        with self.peer.entered(store.device):
+            self.replica.start(store.follow(self.peer), q_heads)
             shape = (store.batch, store.heads, room_for(self.config), store.key_dim + store.value_dim)
             held = [(tuple(packed.kv.shape), packed.kv.dtype, packed.kv.device) for packed in self.packs]
             if held != [(shape, store.dtype, store.device)] * 2:
-                made = *shape, store.dtype, self.rank.device, self.rank.enabled, store.device
+                made = *shape, store.dtype, self.peer.device, self.peer.enabled, store.device
                 self.packs = [Packed(*made) for _ in range(2)]
             for packed in self.packs:
                 packed.forget()
 
     @property
     def _calibrating(self) -> bool:
-        return self.twin.labels.calibrating
+        return self.replica.labels.calibrating
 
     # ------------------------------------------------------------------ a step
 
-    @lasting
-    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LeadingStore, new: int | None = None) -> None:
-        if store.fixed:
+    @no_inference_mode
+    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: PrimaryStore, new: int | None = None) -> None:
+        if store.capturing:
             return
-        store.twin.length = store.length  # whatever a capture that failed has left
-        with self.rank.entered(store.device, q, k, valid):
-            there = self.rank.device
+        store.replica.length = store.length  # whatever a capture that failed has left
+        with self.peer.entered(store.device, q, k, valid):
+            there = self.peer.device
             known = None if valid is None else valid.to(there)
             if q is k:
                 k = k.to(there)
-                self.twin.observe(k, k, known, store.twin)
+                self.replica.observe(k, k, known, store.replica)
             elif self._calibrating:
-                self.twin.observe(q.to(there), k.to(there), known, store.twin)
+                self.replica.observe(q.to(there), k.to(there), known, store.replica)
             else:  # of the keys nothing but their number is asked
-                self.twin.observe(q[:, :, -self.twin.queries.size :].to(there), k, known, store.twin)
+                self.replica.observe(q[:, :, -self.replica.queries.size :].to(there), k, known, store.replica)
         if q is k:
             self.chosen, self.pending = False, None
 
-    def plan(self, store: LeadingStore) -> Plan:
+    def plan(self, store: PrimaryStore) -> Plan:
         # What is attended to densely is on the other device: that is never as quick, whatever the length.
         ahead = not self._calibrating and selects(self.config, store, 0)  # what is not brought here is read there
-        captured = self.rank.device.type == store.device.type and not (self._calibrating or self._allocates(store))
+        captured = self.peer.device.type == store.device.type and not (self._calibrating or self._allocates(store))
         return planned("chosen" if ahead and self.chosen else "dense", ahead, pack=self.at, captured=captured)
 
-    def _allocates(self, store: LeadingStore) -> bool:
-        """Choosing takes memory there that would be somebody else's by the next replay: a graph has none there."""
-        if not isinstance(self.twin.predictor, QueryPredictor):
+    def _allocates(self, store: PrimaryStore) -> bool:
+        """Whether choosing allocates memory there, which a captured step cannot: it has no pool there."""
+        if not isinstance(self.replica.predictor, QueryPredictor):
             return True  # a user's may
-        if self.config.token_reduce != "mean" or not use_triton(self.rank.enabled):
+        if self.config.token_reduce != "mean" or not use_triton(self.peer.enabled):
             return False
         from ..ops._group import MANY
 
-        return self.twin.queries.held.shape[1] > MANY * store.heads
+        return self.replica.queries.held.shape[1] > MANY * store.heads
 
-    def prepare(self, store: LeadingStore) -> Plan:
+    def prepare(self, store: PrimaryStore) -> Plan:
         self._take(store, strict=True)
-        if self.twin.queries.end > store.length:
-            with self.rank.entered(store.device):
-                self.twin.queries.rewind(store.length)
-        self.twin.memory(store.twin)  # not while a step is being captured
-        self.rank.join(store.device)
+        if self.replica.queries.end > store.length:
+            with self.peer.entered(store.device):
+                self.replica.queries.rewind(store.length)
+        self.replica.memory(store.replica)  # not while a step is being captured
+        self.peer.join(store.device)
         return self.plan(store)
 
-    def attend(self, q: Tensor, store: LeadingStore, plan: Plan, spec: AttentionSpec) -> Tensor:
+    def attend(self, q: Tensor, store: PrimaryStore, plan: Plan, params: AttentionParams) -> Tensor:
         if plan.dense:
-            return store.attend(q, None, "all", spec)
-        if not store.fixed:
+            return store.attend(q, None, "all", params)
+        if not store.capturing:
             self._take(store, self.config.strict)
         packed = self.packs[self.at]
-        return store.attend(q, packed.places, "token", spec, frames=packed.frames(store.block_size))
+        return store.attend(q, packed.page_ids, "token", params, pages=packed.pages(store.block_size))
 
-    def _take(self, store: LeadingStore, strict: bool) -> None:
+    def _take(self, store: PrimaryStore, strict: bool) -> None:
         """Go over to the next selection; not if it is late and the one in use will do."""
         if self.pending is None:
             return
         event, known = self.pending
-        if not strict and self.known == store.sealed and event is not None and not event.query():
+        if not strict and self.known == store.full_blocks and event is not None and not event.query():
             self.late += 1
             return
         if event is not None:
             event.wait(torch.cuda.current_stream(store.device))
         self.at, self.known, self.pending = 1 - self.at, known, None
 
-    def look_ahead(self, q: Tensor, store: LeadingStore, plan: Plan, again: bool = False) -> None:
-        twin, used = store.twin, () if store.new is None else (q, *store.new)
-        forked, entered = self.rank.forked, self.rank.entered
-        with forked(store.device, self.layer_idx) if store.fixed else entered(store.device, *used):
-            twin.fixed = store.fixed
+    def look_ahead(self, q: Tensor, store: PrimaryStore, plan: Plan, again: bool = False) -> None:
+        replica, used = store.replica, () if store.new is None else (q, *store.new)
+        forked, entered = self.peer.forked, self.peer.entered
+        with forked(store.device, self.layer_idx) if store.capturing else entered(store.device, *used):
+            replica.capturing = store.capturing
             try:
                 self._follow(q, store)
-                if not store.fixed:
-                    twin.seal_due(self.twin)
+                if not store.capturing:
+                    replica.seal_due(self.replica)
                 self._choose(store, plan, again)
             finally:
-                twin.fixed = False
+                replica.capturing = False
         if again:
-            self.rank.join(store.device)
+            self.peer.join(store.device)
 
-    def _follow(self, q: Tensor, store: LeadingStore) -> None:
+    def _follow(self, q: Tensor, store: PrimaryStore) -> None:
         """Hand over the step's query, key and value, unless they are there."""
-        twin = store.twin
+        replica = store.replica
         if store.new is None:
-            twin.length = store.length
+            replica.length = store.length
             return
         given, store.new = store.new, None
-        k, v, valid = (self.rank.reach(name, tensor) for name, tensor in zip(("k", "v", "valid"), given))
-        if store.fixed:
+        k, v, valid = (self.peer.reach(name, tensor) for name, tensor in zip(("k", "v", "valid"), given))
+        if store.capturing:
             store.kept = given
-            q = self.rank.reach("q", q[:, :, None])
-            self.twin.queries.push(q, valid, twin.clock.held(twin.device))
-        twin.append(k, v, valid)
+            q = self.peer.reach("q", q[:, :, None])
+            self.replica.queries.push(q, valid, replica.seq_len.held(replica.device))
+        replica.append(k, v, valid)
 
-    def _choose(self, store: LeadingStore, plan: Plan, again: bool) -> None:
-        twin = store.twin
+    def _choose(self, store: PrimaryStore, plan: Plan, again: bool) -> None:
+        replica = store.replica
         if not plan.ahead:
             self.chosen, self.pending, self.known = False, None, None
             return
-        if self.pending is not None and self.pending[1] == twin.sealed and not self.config.strict:
+        if self.pending is not None and self.pending[1] == replica.full_blocks and not self.config.strict:
             event = self.pending[0]
             if event is not None and not event.query():
                 return  # it is late already; another one behind it would never be in time
-        self.twin.choose(twin)
-        in_place = store.fixed or again  # a captured step: what it has attended to is over
+        self.replica.choose(replica)
+        in_place = store.capturing or again  # a captured step: what it has attended to is over
         at = self.at if in_place else 1 - self.at
-        self.packs[at].update(self.twin.ids, twin.pool.kv, twin.table, self.twin.memory(twin)[-1])
+        self.packs[at].update(self.replica.ids, replica.pool.kv, replica.table, self.replica.memory(replica)[-1])
         self.chosen = True
         if in_place:
-            self.known = twin.sealed
+            self.known = replica.full_blocks
         else:
-            self.pending = self.rank.mark(), twin.sealed
+            self.pending = self.peer.mark(), replica.full_blocks
         if again:  # a step needs its tokens once, whatever was copied for it
-            self.packs[at].counters[:1] -= (self.twin.ids >= 0).sum()
+            self.packs[at].counters[:1] -= (self.replica.ids >= 0).sum()
         else:
-            store.count_index(self.twin._index_bytes(twin))
+            store.count_index(self.replica._index_bytes(replica))
 
-    def replayed(self, store: LeadingStore, plan: Plan) -> None:
-        store.twin.length, self.twin.queries.end = store.length, store.length
+    def replayed(self, store: PrimaryStore, plan: Plan) -> None:
+        store.replica.length, self.replica.queries.end = store.length, store.length
         if plan.ahead:
-            self.chosen, self.known = True, store.sealed
-            store.count_index(self.twin._index_bytes(store.twin))
+            self.chosen, self.known = True, store.full_blocks
+            store.count_index(self.replica._index_bytes(store.replica))
 
     # ------------------------------------------------------------------ numbers
 
     def measured(self) -> PackStats | None:
         if not self.packs:
             return None
-        with self.rank.settled():
+        with self.peer.after_all_steps():
             needed, copied = sum(packed.counters for packed in self.packs).tolist()
         kv = self.packs[0].kv
         return PackStats(needed=needed, copied=copied, bytes=copied * kv.shape[-1] * kv.itemsize, late=self.late)
@@ -262,43 +272,43 @@ class SecondDevicePolicy(Policy):
 
     @property
     def second_bytes(self) -> int:
-        return self.twin.nbytes
+        return self.replica.nbytes
 
     # ------------------------------------------------------------------ capture
 
     def snapshot(self) -> dict:
-        with self.rank.settled():
+        with self.peer.after_all_steps():
             return super().snapshot()
 
     def restore_device(self, saved: dict) -> None:
-        with self.rank.on_stream():
+        with self.peer.on_stream():
             super().restore_device(saved)
         if self.packs:
-            self.rank.join(self.packs[0].kv.device)  # a graph's work there is behind this device's, not behind that
+            self.peer.join(self.packs[0].kv.device)  # a graph's work there is behind this device's, not behind that
 
     # ------------------------------------------------------------------ rows
 
     def reopened(self) -> None:
         self.chosen, self.pending, self.known = False, None, None
-        self.twin.reopened()
+        self.replica.reopened()
         if self.packs:
-            with self.rank.entered(self.packs[0].kv.device):
+            with self.peer.entered(self.packs[0].kv.device):
                 for packed in self.packs:
                     packed.forget()
 
     def map_rows(self, index: Tensor) -> None:
-        with self.rank.entered(index.device, index):
-            super().map_rows(index.to(self.rank.device))
-        self.rank.join(index.device)
+        with self.peer.entered(index.device, index):
+            super().map_rows(index.to(self.peer.device))
+        self.peer.join(index.device)
 
     def copy(self) -> SecondDevicePolicy:
         if not self.packs:
             return super().copy()
         home = self.packs[0].kv.device
-        self.rank.join(home)  # what is being chosen is copied when it is there
-        with self.rank.entered(home):
+        self.peer.join(home)  # what is being chosen is copied when it is there
+        with self.peer.entered(home):
             new = super().copy()
-        self.rank.join(home)
+        self.peer.join(home)
         return new
 
 
@@ -313,10 +323,10 @@ class SecondDevice(Labelled):
 
     def __init__(self, policy: type[PredictivePolicy], config: PredictiveConfig, offload: OffloadConfig | None) -> None:
         super().__init__(policy, config, offload)
-        self.rank = Rank(torch.device(config.cache_rank))
+        self.peer = PeerDevice(torch.device(config.cache_rank))
 
     def policy(self, layer_idx: int) -> SecondDevicePolicy:
-        return SecondDevicePolicy(self.config, layer_idx, self.channels, self.rank)
+        return SecondDevicePolicy(self.config, layer_idx, self.channels, self.peer)
 
     def check_file(self, loading: bool) -> None:
         if loading:
@@ -325,26 +335,26 @@ class SecondDevice(Labelled):
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        with self.rank.paused():
+        with self.peer.paused():
             yield
 
     def resume(self) -> None:
-        self.rank.resume()
+        self.peer.resume()
 
     def rejoin(self, stream: torch.cuda.Stream) -> None:
-        self.rank.rejoin(stream)
+        self.peer.rejoin(stream)
 
     @staticmethod
     def needs(request: Request) -> Memory:
         """The keys and values of sparse layers are there alone; here are the copies of what is chosen, twice."""
-        config, batch, near = request.config, request.batch, request.near_tokens
-        size, slots = config.block_size, request.room(request.table * batch)
-        memory = Memory(blocks=0, second=queries_bytes(request), frames=2 * copied_bytes(request))
+        config, batch, recent = request.config, request.batch, request.recent_tokens
+        size, block_capacity = config.block_size, request.room(request.table * batch)
+        memory = Memory(blocks=0, second=queries_bytes(request), device_pages=2 * copied_bytes(request))
         for layer in request.layers:
             token = request.token(layer)
-            memory.second += slots * (size * token + size + 4) + batch * near * token
-            memory.second += batch * (request.table * 4 + near + 4)
-            memory.second += slots * label_bytes(request, layer)
+            memory.second += block_capacity * (size * token + size + 4) + batch * recent * token
+            memory.second += batch * (request.table * 4 + recent + 4)
+            memory.second += block_capacity * label_bytes(request, layer)
         return memory
 
 

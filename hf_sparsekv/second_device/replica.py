@@ -1,4 +1,4 @@
-"""A layer's store that another device follows: what is cached here is cached there as well."""
+"""A layer's store with a replica on another device, which caches the same tokens."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 from ..kv.store import LayerStore
 from ..ops._dispatch import use_triton
-from ..tensors import DeviceLength, lasting
+from ..tensors import SeqLenTensor, no_inference_mode
 
 # Layers that a captured step chooses for at a time: selecting and packing leave room. Measured on two H200s, 8 x 32k,
 # 90 % new tokens a step: 11.9 ms a token, with one 12.9.
-LANES = 2
+STREAMS = 2
 
 
-class Rank:
+class PeerDevice:
     """A second device and the order of its work: one stream there, and one here that hands things over.
 
-    In captured steps :data:`LANES` streams there take turns by layer, each with memory of its own.
+    In captured steps :data:`STREAMS` streams there take turns by layer, each with memory of its own.
 
     Copies between GPUs make both their current streams wait for each other. So they run on streams of their own: the
     computation of this device waits for nothing that the other one does.
@@ -29,7 +29,7 @@ class Rank:
         ValueError: there is no such GPU.
     """
 
-    @lasting
+    @no_inference_mode
     def __init__(self, device: torch.device) -> None:
         if device.type == "cuda":
             found = torch.cuda.device_count()
@@ -40,27 +40,27 @@ class Rank:
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._others = [torch.cuda.Stream(device) for _ in range(LANES - 1)] if self.stream is not None else []
+        self._others = [torch.cuda.Stream(device) for _ in range(STREAMS - 1)] if self.stream is not None else []
         self._forked = False  # a captured step has work under way there
         self._side: dict[torch.device, torch.cuda.Stream] = {}
         self._buffers: dict[tuple, Tensor] = {}
         self._met: set[torch.device] = set()
-        self._owes = False  # something was launched that nobody has waited for
+        self._owes = False  # work was launched that no stream has waited for
         with self.on_stream():
             self.enabled = torch.ones(1, dtype=torch.int32, device=device)  # 0: trial runs are to copy nothing
             self._gate = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def __deepcopy__(self, memo: dict) -> Rank:
+    def __deepcopy__(self, memo: dict) -> PeerDevice:
         return self
 
-    @lasting
-    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, lane: int = 0) -> Tensor:
+    @no_inference_mode
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, stream_index: int = 0) -> Tensor:
         """Memory there that the layers of a lane use one after the other.
 
-        It is never given back: a captured step of another device's graph has no pool of its own here, and what it was
-        captured with must not become somebody else's.
+        Never freed: captured graphs hold these addresses, and a graph captured on another device has no memory pool
+        here.
         """
-        key = (name, tuple(shape), dtype, lane)
+        key = (name, tuple(shape), dtype, stream_index)
         if key not in self._buffers:
             with self._current():
                 self._buffers[key] = torch.empty(shape, dtype=dtype, device=self.device)
@@ -94,7 +94,7 @@ class Rank:
     def paused(self) -> Iterator[None]:
         """Inside, no chosen token is copied. What steps under way have chosen still is."""
         try:
-            with self.settled():
+            with self.after_all_steps():
                 self.enabled.zero_()
             yield
         finally:
@@ -110,7 +110,7 @@ class Rank:
         self._owes = True
         return self._current()
 
-    def settled(self) -> AbstractContextManager:
+    def after_all_steps(self) -> AbstractContextManager:
         """As :meth:`on_stream`, and after all steps under way: captured ones are in the order of their own device."""
         for home in self._side:
             self.stream.wait_stream(torch.cuda.current_stream(home))
@@ -142,7 +142,7 @@ class Rank:
         with torch.cuda.stream(side), torch.cuda.stream(self.stream):
             yield
 
-    def lane(self, layer: int) -> int:
+    def stream_index(self, layer: int) -> int:
         """The stream that a layer's captured work runs on."""
         return layer % (1 + len(self._others))
 
@@ -161,7 +161,7 @@ class Rank:
             self.stream.wait_stream(side)
             for other in self._others:  # behind whatever is under way there; and a part of the capture
                 other.wait_stream(self.stream)
-        stream = (self.stream, *self._others)[self.lane(layer)]
+        stream = (self.stream, *self._others)[self.stream_index(layer)]
         stream.wait_stream(side)
         with torch.cuda.stream(stream):
             # Our kernels are launched to overlap their predecessor (ops/_overlap.py), which in a graph is an edge of
@@ -178,13 +178,13 @@ class Rank:
             side.wait_stream(self.stream)
 
     def mark(self) -> torch.cuda.Event | None:
-        """Tells when all that was launched there so far is done; None: it is."""
+        """An event after all work launched there so far; None if there is nothing to wait for."""
         return None if self.stream is None else self.stream.record_event()
 
     def join(self, home: torch.device) -> None:
         """What ``home``'s current stream launches from here on comes after what was launched there so far.
 
-        And after what was handed over beside it. Waits once, though every layer asks.
+        And after copies on the side stream. Waits once per step, not once per layer.
         """
         if self.stream is not None and self._owes:
             self._owes = False
@@ -194,65 +194,69 @@ class Rank:
                     now.wait_stream(stream)
 
 
-class FollowedLength(DeviceLength):
-    """The length of a twin. In a captured step it is the leader's, which is set before each replay."""
+class PrimarySeqLen(SeqLenTensor):
+    """The length of a replica. In a captured step it is the leader's, which is set before each replay."""
 
-    def __init__(self, clock: DeviceLength, home: torch.device, rank: Rank) -> None:
+    def __init__(self, seq_len: SeqLenTensor, home: torch.device, peer: PeerDevice) -> None:
         super().__init__()
-        self._leads, self._home, self._rank = clock, home, rank
+        self._primary, self._home, self._peer = seq_len, home, peer
 
     def held(self, device: torch.device) -> Tensor:
-        return self._rank.reach("length", self._leads.held(self._home))
+        return self._peer.reach("length", self._primary.held(self._home))
 
 
-class LeadingStore(LayerStore):
-    """The store of the device that attends, and its twin on the one that chooses, which keeps the blocks.
+class PrimaryStore(LayerStore):
+    """The store of the device that attends, and its replica on the one that chooses, which keeps the blocks.
 
-    Here are the near tokens, and of each block what tells its tokens apart. Whoever attends to all tokens, or needs
-    blocks back, reads the other device's memory.
+    Here are the recent tokens, and of each block what tells its tokens apart. Attention beyond the selection, and
+    reading blocks back, uses peer access to the other device's memory.
 
     Attributes:
-        twin: the other one, made when the first tokens come.
-        rank: where it is.
-        new: key, value and validity of a step's token, which the twin does not have yet.
+        replica: the other one, made when the first tokens come.
+        peer: where it is.
+        new: key, value and validity of a step's token, which the replica does not have yet.
         kept: those of the last captured step: in a graph, what is let go is later layers' memory at once, and the other
             device may not have read it yet.
     """
 
     keeps_blocks = False
-    twin: LayerStore | None = None
-    rank: Rank | None = None
+    replica: LayerStore | None = None
+    rank: PeerDevice | None = None
     new: tuple[Tensor, Tensor, Tensor | None] | None = None
     kept: tuple[Tensor, Tensor, Tensor | None] | None = None
 
-    def follow(self, rank: Rank) -> LayerStore:
-        """Make the twin, unless it is there."""
-        if self.twin is None:
-            self.rank = rank
-            rank.introduce(self.device)
-            nothing = torch.empty(1, dtype=self.dtype, device=rank.device)
-            shape = (self.batch, self.heads, self.slots.shape[1] * self.block_size)
+    def follow(self, peer: PeerDevice) -> LayerStore:
+        """Make the replica, unless it is there."""
+        if self.replica is None:
+            self.peer = peer
+            peer.introduce(self.device)
+            nothing = torch.empty(1, dtype=self.dtype, device=peer.device)
+            shape = (self.batch, self.heads, self.block_table.shape[1] * self.block_size)
             k, v = (nothing.expand(*shape, dim) for dim in (self.key_dim, self.value_dim))
-            self.twin = LayerStore(k, v, self.config, None, FollowedLength(self.clock, self.device, rank))
-        return self.twin
+            self.replica = LayerStore(k, v, self.config, None, PrimarySeqLen(self.seq_len, self.device, peer))
+        return self.replica
 
     @property
     def blocks(self) -> tuple[Tensor, Tensor, Tensor]:
-        twin = self.twin
-        return twin.pool.kv, twin.pool.fields["flags"], twin.slots if self.fixed else twin.slots[:, : self.sealed]
+        replica = self.replica
+        return (
+            replica.pool.kv,
+            replica.pool.fields["flags"],
+            replica.block_table if self.capturing else replica.block_table[:, : self.full_blocks],
+        )
 
     def attend(self, q: Tensor, ids: Tensor | None, granularity: str, *rest, **named) -> Tensor:
-        if granularity == "all" and not self.fixed:  # a captured step has been prepared
-            self.rank.join(self.device)
+        if granularity == "all" and not self.capturing:  # a captured step has been prepared
+            self.peer.join(self.device)
         return super().attend(q, ids, granularity, *rest, **named)
 
     def _read(self, first: int, end: int, out: Tensor) -> None:
-        with self.rank.entered(self.device, out):
-            self.twin._read(first, end, out)
-        self.rank.join(self.device)
+        with self.peer.entered(self.device, out):
+            self.replica._read(first, end, out)
+        self.peer.join(self.device)
 
-    def _to_slots(self, blocks: Tensor, *rest) -> Tensor:
-        return super()._to_slots(blocks[..., :0], *rest)
+    def _store_blocks(self, blocks: Tensor, *rest) -> Tensor:
+        return super()._store_blocks(blocks[..., :0], *rest)
 
     def append(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
         super().append(k, v, valid)
@@ -261,42 +265,42 @@ class LeadingStore(LayerStore):
     def extend(self, k: Tensor, v: Tensor, valid: Tensor | None, indexer) -> None:
         super().extend(k, v, valid, indexer)
         self.new = None
-        with self.rank.entered(self.device, k, v, valid):
-            there = [None if t is None else t.to(self.rank.device) for t in (k, v, valid)]
-            self.twin.extend(*there, indexer.twin)
+        with self.peer.entered(self.device, k, v, valid):
+            there = [None if t is None else t.to(self.peer.device) for t in (k, v, valid)]
+            self.replica.extend(*there, indexer.replica)
 
-    @lasting
+    @no_inference_mode
     def crop(self, length: int) -> None:
         super().crop(length)
-        with self.rank.entered(self.device):
-            self.twin.crop(length)
+        with self.peer.entered(self.device):
+            self.replica.crop(length)
 
-    @lasting
+    @no_inference_mode
     def map_rows(self, index: Tensor) -> None:
         super().map_rows(index)
-        with self.rank.entered(self.device, index):
-            self.twin.map_rows(index.to(self.rank.device))
+        with self.peer.entered(self.device, index):
+            self.replica.map_rows(index.to(self.peer.device))
 
     def reset(self) -> None:
         super().reset()
         self.new = None
-        if self.twin is not None:
-            with self.rank.entered(self.device):
-                self.twin.reset()
+        if self.replica is not None:
+            with self.peer.entered(self.device):
+                self.replica.reset()
 
-    @lasting
-    def copy(self, clock: DeviceLength, frames=None, lanes=None) -> LeadingStore:
-        new = super().copy(clock, frames, lanes)
-        if self.twin is not None:
-            with self.rank.entered(self.device):
-                new.twin = self.twin.copy(FollowedLength(clock, self.device, self.rank))
+    @no_inference_mode
+    def copy(self, seq_len: SeqLenTensor, pools=None, copy_streams=None) -> PrimaryStore:
+        new = super().copy(seq_len, pools, copy_streams)
+        if self.replica is not None:
+            with self.peer.entered(self.device):
+                new.replica = self.replica.copy(PrimarySeqLen(seq_len, self.device, self.peer))
         return new
 
     def add_addresses(self, found: list[int]) -> None:
         super().add_addresses(found)
-        if self.twin is not None:
-            self.twin.add_addresses(found)
+        if self.replica is not None:
+            self.replica.add_addresses(found)
 
     @property
     def second_bytes(self) -> int:
-        return 0 if self.twin is None else self.twin.nbytes()[0]
+        return 0 if self.replica is None else self.replica.nbytes()[0]

@@ -8,7 +8,7 @@ import torch
 
 from ..layers.sparse_layer import SparseLayer
 from ..offload.host_limit import readable
-from ..offload.page_table import FramePools
+from ..offload.page_table import DevicePools
 from ..policies.measured import PackStats, WalkStats
 from .working_set import working_set_bytes
 
@@ -38,7 +38,7 @@ class CacheStats:
         hit_rate: their share; None where all are read from where they live.
         working_set_bytes: bytes of the blocks that each row has chosen in its last 12 steps
             (``telemetry/working_set.py``); None without a device pool.
-        covered_mass: share of the attention mass that decode steps covered; None where nobody has looked
+        covered_mass: share of the attention mass that decode steps covered; None if it was not measured
             (``ProgressiveConfig(audit_every=...)`` does).
         materialised: times that something other than the sparsekv attention function read all keys and values.
         device_bytes, host_bytes: allocated now, by layers of ours.
@@ -178,11 +178,11 @@ _COUNTS = frozenset(
 )
 
 
-def allocated(layers, frames) -> dict[str, int]:
-    """Bytes that these sparse layers and their ``frames`` take: on the ``device``, ``host``, on a ``second`` device."""
+def allocated(layers, pools) -> dict[str, int]:
+    """Bytes that these sparse layers and their ``pools`` take: on the ``device``, ``host``, on a ``second`` device."""
     begun = [layer for layer in layers if layer.store is not None]
     sizes = [layer.store.nbytes() for layer in begun]
-    shared = 0 if frames is None else frames.nbytes
+    shared = 0 if pools is None else pools.nbytes
     return {
         "device": sum(s[0] for s in sizes) + shared + sum(layer.policy.nbytes for layer in layers),
         "host": sum(s[1] for s in sizes),
@@ -195,9 +195,9 @@ def _covered(walks: tuple[WalkStats, ...]) -> float | None:
     return sum(w.audited_mass * w.audits for w in walks if w.audits) / audits if audits else None
 
 
-def collect(layers: list[SparseLayer], frames: FramePools | None = None) -> CacheStats:
+def collect(layers: list[SparseLayer], pools: DevicePools | None = None) -> CacheStats:
     """Sum the counters of a cache's layers and of its device pools. Waits for their devices, on all streams."""
-    fetched = {"needed": 0, "found": 0, "bytes": 0} if frames is None else frames.counters()
+    fetched = {"needed": 0, "found": 0, "bytes": 0} if pools is None else pools.counters()
     stores = [layer.store for layer in layers if layer.store is not None]
     for device in {store.device for store in stores}:
         if device.type == "cuda":
@@ -215,7 +215,7 @@ def collect(layers: list[SparseLayer], frames: FramePools | None = None) -> Cach
         up += counters.to_host_bytes
         down += counters.to_device_bytes
         down += counters.total_from_host * store.token_bytes
-    held = allocated(layers, frames)
+    held = allocated(layers, pools)
     total = [store.counters for store in stores]
     measured = [layer.policy.measured() for layer in layers]
     walks = tuple(m for m in measured if isinstance(m, WalkStats))

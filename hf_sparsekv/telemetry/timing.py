@@ -89,7 +89,7 @@ class TokenTimer(BaseStreamer):
         self._prompt_seen = True
 
     def _pass_on(self, value: Tensor) -> None:
-        """The clock stands still meanwhile. For subclasses."""
+        """Pause the clock. For subclasses."""
         if self.streamer is not None:
             self.streamer.put(value)
 

@@ -17,7 +17,7 @@ class BlockMap:
     Args:
         layers: index of each layer in the model; those of transformers' own are missing.
         share: float32 ``[layers, blocks]`` on the CPU: the share of rows and KV heads that attended to tokens of the
-            block, 1 where attention was dense; NaN where nobody says (a selection made on a second device).
+            block, 1 where attention was dense; NaN where it is unknown (a selection made on a second device).
         block_size: tokens of a block; block ``b`` is columns ``b * block_size ..``.
         length: columns cached; those behind the last full block are always attended.
     """
@@ -33,7 +33,7 @@ def collect_blocks(layers: list[SparseLayer]) -> BlockMap | None:
     stores = [layer.store for layer in layers]
     if not stores or any(store is None or store.length == 0 for store in stores):
         return None
-    blocks = max(store.sealed for store in stores)
+    blocks = max(store.full_blocks for store in stores)
     share = torch.full((len(layers), blocks), float("nan"))
     for row, layer, store in zip(share, layers, stores):
         seen = layer.policy.watch.share(store)

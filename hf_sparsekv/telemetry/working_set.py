@@ -19,7 +19,7 @@ def working_set_bytes(stores: Iterable[LayerStore], steps: int = STEPS) -> tuple
     """Bytes of the blocks that each row has chosen in its last ``steps`` steps, all layers. Synchronises.
 
     Taken from the device pool, which notes when a block was chosen last: blocks that have been evicted since, or never
-    got a frame, are missing, so with a pool smaller than the working set this is less than it is. A block that several
+    got a page, are missing, so with a pool smaller than the working set this is less than it is. A block that several
     rows share counts for each.
 
     Returns:
@@ -27,13 +27,13 @@ def working_set_bytes(stores: Iterable[LayerStore], steps: int = STEPS) -> tuple
     """
     total = None
     for store in stores:
-        if store.residents is None or store.residents.pool is None:
+        if store.pages is None or store.pages.pool is None:
             continue
-        state = store.residents.pool.state
-        slots = store.slots[:, : store.sealed]
-        table = store.residents.table
-        known = (slots >= 0) & (slots < len(table))
-        frame = table[torch.where(known, slots, 0).long()]  # [batch, sealed, H]
+        state = store.pages.pool.state
+        block_table = store.block_table[:, : store.full_blocks]
+        table = store.pages.table
+        known = (block_table >= 0) & (block_table < len(table))
+        frame = table[torch.where(known, block_table, 0).long()]  # [batch, sealed, H]
         chosen = state.stamp[frame.clamp_min(0).long()] > state.now - steps
         chosen &= known[..., None] & (frame >= 0)
         mine = chosen.flatten(1).sum(1) * (store.block_size * store.token_bytes)

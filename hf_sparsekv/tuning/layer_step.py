@@ -1,7 +1,7 @@
 """One layer's decode step, to be timed: the tensors of its store, and the operators over them.
 
-The tensors have the shapes, strides and slot order that ``LayerStore`` gives them after a prompt, filled with random
-keys and values; bounds and labels are those of the keys. Every buffer that a step writes exists beforehand, so a
+The tensors have the shapes, strides and physical block order that ``LayerStore`` gives them after a prompt, filled with
+random keys and values; bounds and labels are those of the keys. Every buffer that a step writes exists beforehand, so a
 captured step allocates only the operators' scratch memory.
 """
 
@@ -70,32 +70,32 @@ class Shape:
         return self.value_dim or self.dim
 
     @property
-    def near(self) -> int:
+    def recent(self) -> int:
         """Tokens in the ring once the step has appended its own: as many as there can be."""
         return self.config.window + self.config.max_draft + self.config.block_size - 1
 
     @property
-    def sealed(self) -> int:
-        return (self.context - self.near) // self.config.block_size
+    def full_blocks(self) -> int:
+        return (self.context - self.recent) // self.config.block_size
 
     @property
     def length(self) -> int:
         """Columns cached when the step attends."""
-        return self.sealed * self.config.block_size + self.near
+        return self.full_blocks * self.config.block_size + self.recent
 
     def bytes_read(self, variant: str) -> int:
         """Bytes that a step must read at least; ``variant``: ``two_level`` or ``dense``."""
         item = self.dtype.itemsize
         token = self.width * item
-        stored = self.sealed * self.config.block_size
-        bounds = self.sealed * 2 * self.dim * item
+        stored = self.full_blocks * self.config.block_size
+        bounds = self.full_blocks * 2 * self.dim * item
         label = self.channels // 2 + 4
-        near = (self.config.sinks + self.near) * token
+        recent = (self.config.sinks + self.recent) * token
         chosen = min(self.config.token_budget, stored) * token
-        kept = min(self.config.coarse_blocks, self.sealed) * self.config.block_size
+        kept = min(self.config.coarse_blocks, self.full_blocks) * self.config.block_size
         each = {
-            "two_level": bounds + kept * label + chosen + near,
-            "dense": stored * token + near,
+            "two_level": bounds + kept * label + chosen + recent,
+            "dense": stored * token + recent,
         }
         return self.batch * self.heads * each[variant]
 
@@ -106,9 +106,9 @@ class Layer:
     def __init__(self, shape: Shape, device: torch.device, seed: int) -> None:
         self.shape = s = shape
         config, size = s.config, s.config.block_size
-        if s.sealed < config.coarse_blocks:
+        if s.full_blocks < config.coarse_blocks:
             raise ValueError(
-                f"a context of {s.context} has {s.sealed} stored blocks, {config.coarse_blocks} are chosen"
+                f"a context of {s.context} has {s.full_blocks} stored blocks, {config.coarse_blocks} are chosen"
             )
         generator = torch.Generator(device).manual_seed(seed)
 
@@ -122,11 +122,11 @@ class Layer:
         # As update() gets them: of latents the latent and its rotary part.
         self.k, self.v = randn(s.batch, s.heads, 1, s.width).split((s.values, s.width - s.values), dim=-1)
 
-        # Slots in the order in which a prompt takes them: all rows' first blocks, then the second ones.
-        count = s.sealed * s.batch
-        self.slots = torch.full((s.batch, bucket(s.sealed)), -1, dtype=torch.int32, device=device)
+        # Physical blocks in the order in which a prompt takes them: all rows' first blocks, then the second ones.
+        count = s.full_blocks * s.batch
+        self.block_table = torch.full((s.batch, bucket(s.full_blocks)), -1, dtype=torch.int32, device=device)
         order = torch.arange(count, dtype=torch.int32, device=device)
-        self.slots[:, : s.sealed] = order.view(s.sealed, s.batch).T
+        self.block_table[:, : s.full_blocks] = order.view(s.full_blocks, s.batch).T
         self.kv = empty(count, s.heads, size, s.width, dtype=s.dtype)
         self.flags = torch.full((count, size), VALID, dtype=torch.uint8, device=device)
         self.flags[: s.batch, : config.sinks] |= 2
@@ -141,18 +141,18 @@ class Layer:
             self._index(slice(lo, lo + piece), generator)
 
         self.sinks, ring = config.sinks, ring_tokens(config)
-        self.near_kv = randn(s.batch, s.heads, self.sinks + ring, s.width)
-        self.near_valid = torch.zeros(s.batch, self.sinks + ring, dtype=torch.bool, device=device)
-        self.near_valid[:, : self.sinks] = True
-        old = torch.arange(s.sealed * size, s.length - 1, device=device)
-        self.near_valid[:, self.sinks + old % ring] = True
+        self.recent_kv = randn(s.batch, s.heads, self.sinks + ring, s.width)
+        self.recent_valid = torch.zeros(s.batch, self.sinks + ring, dtype=torch.bool, device=device)
+        self.recent_valid[:, : self.sinks] = True
+        old = torch.arange(s.full_blocks * size, s.length - 1, device=device)
+        self.recent_valid[:, self.sinks + old % ring] = True
         self.cached = torch.full((1,), s.length - 1, dtype=torch.int32, device=device)
 
-        kept, cap = config.coarse_blocks, self.slots.shape[1]
+        kept, cap = config.coarse_blocks, self.block_table.shape[1]
         self.block_scores = empty(s.batch, s.heads, cap, dtype=torch.float32)
         self.blocks = empty(s.batch, s.heads, kept, dtype=torch.int32)
         # What the step before has chosen, for the lagged step: other blocks than this query's own.
-        chosen = torch.rand(s.batch, s.heads, s.sealed, device=device, generator=generator).argsort(-1)
+        chosen = torch.rand(s.batch, s.heads, s.full_blocks, device=device, generator=generator).argsort(-1)
         self.previous = chosen[..., :kept].sort(-1).values.int().contiguous()
         self.token_scores = empty(s.batch, s.heads, kept * size, dtype=torch.float32)
         self.tokens = empty(s.batch, s.heads, config.token_budget, dtype=torch.int32)
@@ -161,7 +161,7 @@ class Layer:
         self.out = empty(s.batch, s.q_heads, s.values, dtype=s.dtype)
 
     def _index(self, at: slice, generator: torch.Generator) -> None:
-        """Fill slots ``at``: keys and values, and what the selection keeps of them."""
+        """Fill physical blocks ``at``: keys and values, and what the selection keeps of them."""
         s, kv = self.shape, self.kv[at]
         kv.normal_(generator=generator)
         keys = kv[..., : s.dim]
@@ -180,11 +180,11 @@ class Layer:
     # ------------------------------------------------------------------ operators
 
     def append(self) -> None:
-        append(self.k, self.v, None, self.near_kv, self.near_valid, self.cached, self.sinks)
+        append(self.k, self.v, None, self.recent_kv, self.recent_valid, self.cached, self.sinks)
 
     def block_score(self) -> None:
         reduce = self.shape.config.block_reduce
-        block_score(self.q, self.bounds, self.fill, self.slots, reduce, out=self.block_scores)
+        block_score(self.q, self.bounds, self.fill, self.block_table, reduce, out=self.block_scores)
 
     def block_select(self) -> None:
         block_select(self.block_scores, self.blocks.shape[-1], out=self.blocks)
@@ -192,7 +192,7 @@ class Layer:
     def token_score(self, blocks: Tensor | None, out: Tensor) -> None:
         reduce = self.shape.config.token_reduce
         labels = (self.codes, self.qparams, self.channels, self.flags)
-        token_score(self.q, *labels, self.slots, blocks, reduce, out=out)
+        token_score(self.q, *labels, self.block_table, blocks, reduce, out=out)
 
     def token_select(self, blocks: Tensor | None, scores: Tensor) -> None:
         token_select(scores, blocks, self.tokens.shape[-1], self.shape.config.block_size, out=self.tokens)
@@ -202,10 +202,10 @@ class Layer:
             self.q,
             self.kv,
             self.flags,
-            self.slots,
+            self.block_table,
             ids,
-            self.near_kv,
-            self.near_valid,
+            self.recent_kv,
+            self.recent_valid,
             granularity=granularity,
             value_dim=self.shape.values,
             sinks=self.sinks,
@@ -278,7 +278,7 @@ def set_count(shape: Shape, device: torch.device) -> int:
 def steps(layers: list[Layer], side: torch.cuda.Stream | None, coarse: bool = True) -> dict[str, Callable[[int], None]]:
     """A step over ``layers[i]``, by method; without ``coarse`` only methods of one level."""
     first = layers[0]
-    every = first.slots.shape[1] * first.shape.config.block_size
+    every = first.block_table.shape[1] * first.shape.config.block_size
     scores = torch.empty(*first.blocks.shape[:2], every, dtype=torch.float32, device=first.q.device)
     found = {
         "dense": lambda i: layers[i].dense_step(),

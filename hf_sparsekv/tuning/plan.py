@@ -41,19 +41,20 @@ class MemoryPlan:
     Args:
         weights: the model's parameters.
         dense_kv: keys and values as transformers' ``DynamicCache`` keeps them, all layers.
-        blocks: keys and values of the block slots; in host memory if ``offloaded``, except those of ``kept``.
+        blocks: keys and values of the physical blocks; in host memory if ``offloaded``, except those of ``kept``.
         kept: of these, in dense layers that stay on the device (``OffloadConfig.keep_dense``).
-        frames: device copies of chosen blocks (``OffloadConfig.device_pool``): the default size, or the bytes given. A
-            share of free memory is not known beforehand and counts as 0. Where a second device chooses, both copies of
-            the chosen tokens.
+        device_pages: device copies of chosen blocks (``OffloadConfig.device_pool``): the default size, or the bytes
+            given. A share of free memory is not known beforehand and counts as 0. Where a second device chooses, both
+            copies of the chosen tokens.
         bounds: least and largest key of each block, which blocks are chosen by.
         labels: quantised label channels, which tokens are chosen by.
-        near: sinks and recent tokens.
-        tables: slot tables, flags and counts.
+        recent: sinks and recent tokens.
+        tables: block tables, flags and counts.
         stock: sliding and other layers, which stay transformers' own.
         prefill: estimate of the activations of a prompt of ``context`` tokens read in one piece.
         working_set: estimate of the blocks that decode steps choose within 12 steps (``telemetry/working_set.py``), all
-            rows: what ``frames`` should hold at least. For a progressive cache, which reads as much as it takes, that
+            rows: what ``device_pages`` should hold at least. For a progressive cache, which reads as much as it takes,
+                that
             of a sixteenth of the blocks a step.
         second: all that a second device takes which chooses (``PredictiveConfig.cache_rank``): blocks, labels, queries;
             not a part of the others.
@@ -70,12 +71,12 @@ class MemoryPlan:
     blocks: int
     bounds: int
     labels: int
-    near: int
+    recent: int
     tables: int
     stock: int
     prefill: int
     kept: int = 0
-    frames: int = 0
+    device_pages: int = 0
     working_set: int = 0
     second: int = 0
     dense_tokens: int = 0
@@ -84,7 +85,7 @@ class MemoryPlan:
     def cache_device(self) -> int:
         """Device bytes of the layers that the cache manages itself."""
         blocks = self.kept if self.offloaded else self.blocks
-        return self.bounds + self.labels + self.near + self.tables + blocks + self.frames
+        return self.bounds + self.labels + self.recent + self.tables + blocks + self.device_pages
 
     @property
     def cache_host(self) -> int:
@@ -207,11 +208,11 @@ def plan_memory(
             (dense if index < config.dense_layers else sparse).append(layer)
     request = Request(config, offload, tuple(sparse), context, batch, item, model.query_heads)
     memory = policy.needs(request)
-    slots, near_tokens = request.slots, request.near_tokens
-    kept = slots * size * sum(map(request.token, dense))
-    near = batch * near_tokens * sum(map(request.token, dense + sparse))
-    # Per slot: flags and fill; per row: its slot table, the validity of near tokens, a count.
-    tables = slots * (size + 4) + batch * (request.table * 4 + near_tokens + 4)
+    block_capacity, recent_tokens = request.block_capacity, request.recent_tokens
+    kept = block_capacity * size * sum(map(request.token, dense))
+    recent = batch * recent_tokens * sum(map(request.token, dense + sparse))
+    # Per physical block: flags and fill; per row: its block table, the validity of recent tokens, a count.
+    tables = block_capacity * (size + 4) + batch * (request.table * 4 + recent_tokens + 4)
     others = [layer for layer in model.layers if layer.kind != "full"]
     stock = batch * sum(layer.state + min(layer.window, context) * request.token(layer) for layer in others)
     dense_kv = stock + batch * context * sum(map(request.token, dense + sparse))
@@ -228,12 +229,12 @@ def plan_memory(
         blocks=kept + memory.blocks,
         bounds=memory.bounds,
         labels=memory.labels,
-        near=near,
+        recent=recent,
         tables=len(dense + sparse) * tables + memory.tables,
         stock=stock,
         prefill=prefill,
         kept=kept if offload is not None and offload.keep_dense else 0,
-        frames=memory.frames,
+        device_pages=memory.device_pages,
         working_set=memory.working_set,
         second=memory.second,
         dense_tokens=_dense_tokens(model, config, offload, batch, device or torch.device("cpu")),

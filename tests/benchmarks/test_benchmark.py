@@ -244,7 +244,7 @@ def test_growth_comes_right_after_the_filled_length():
     filling.fill_cache(model, cache, BATCH, length)
     store = cache.sparse_layers[0].store
     before = store.addresses
-    assert store.sealed == store.slots.shape[1] == blocks
+    assert store.full_blocks == store.block_table.shape[1] == blocks
     step = decoding.Steps(model, cache, BATCH, 8)
     for expected in (True, True, False):
         step()

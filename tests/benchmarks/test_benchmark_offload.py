@@ -64,14 +64,14 @@ def test_traffic_by_hand(monkeypatch):
 
     class Pool:
         def __init__(self, nbytes):
-            self.frames, self.counts = [SimpleNamespace(nbytes=nbytes)], {"needed": 10, "found": 4}
+            self.pages, self.counts = [SimpleNamespace(nbytes=nbytes)], {"needed": 10, "found": 4}
 
         def counters(self):
             return dict(self.counts)
 
     pools = {1: Pool(100), 2: Pool(1000), 3: None}
     now = SimpleNamespace(decode_steps=3, host_to_device_bytes=50)
-    cache = SimpleNamespace(frames=SimpleNamespace(pools=pools), stats=lambda: SimpleNamespace(**vars(now)))
+    cache = SimpleNamespace(device_pools=SimpleNamespace(pools=pools), stats=lambda: SimpleNamespace(**vars(now)))
     meter = traffic.Meter(cache)
     with pytest.raises(ValueError, match="no decode step"):
         meter.read()
@@ -181,9 +181,9 @@ def test_points_do_not_touch_the_cache_they_are_made_of():
 
     base = filled(0)
     for pool in (20_000, 200_000):
-        twin = offload_curves.with_pool(base, pool)
-        assert torch.equal(tokens(twin), tokens(filled(pool)))
-        assert 0 < twin.frames.nbytes < pool + 10_000
+        copied = offload_curves.with_pool(base, pool)
+        assert torch.equal(tokens(copied), tokens(filled(pool)))
+        assert 0 < copied.device_pools.nbytes < pool + 10_000
     assert base.get_seq_length() == CONTEXT
 
 

@@ -74,16 +74,16 @@ def test_a_walk_that_leaves_something_out_fails_the_check(layer, part, monkeypat
 
 
 def test_inputs_are_what_a_store_would_hold(layer):
-    """Slots in allocation order, sinks flagged, the ring as full as it gets, room for the new token only."""
-    assert SHAPE.sealed == (300 - 35) // 16 == 16
-    assert layer.slots[:, :3].tolist() == [[0, 2, 4], [1, 3, 5]]
-    assert (layer.slots >= 0).sum() == 2 * SHAPE.sealed
+    """Physical blocks in allocation order, sinks flagged, the ring as full as it gets, room for the new token only."""
+    assert SHAPE.full_blocks == (300 - 35) // 16 == 16
+    assert layer.block_table[:, :3].tolist() == [[0, 2, 4], [1, 3, 5]]
+    assert (layer.block_table >= 0).sum() == 2 * SHAPE.full_blocks
     assert layer.flags[:2, :2].unique().tolist() == [3]
     assert int((layer.flags == 3).sum()) == 2 * CONFIG.sinks
-    assert layer.near_valid.sum(1).tolist() == [CONFIG.sinks + SHAPE.near - 1] * 2
+    assert layer.recent_valid.sum(1).tolist() == [CONFIG.sinks + SHAPE.recent - 1] * 2
     layer.step()
-    assert layer.near_valid.sum(1).tolist() == [CONFIG.sinks + SHAPE.near] * 2
-    assert (layer.attended == CONFIG.sinks + SHAPE.near + CONFIG.token_budget).all()
+    assert layer.recent_valid.sum(1).tolist() == [CONFIG.sinks + SHAPE.recent] * 2
+    assert (layer.attended == CONFIG.sinks + SHAPE.recent + CONFIG.token_budget).all()
 
 
 def test_bounds_enclose_the_keys(layer):
@@ -93,9 +93,9 @@ def test_bounds_enclose_the_keys(layer):
 
 
 def test_bytes_of_the_target_shape():
-    """1 x 32k of Qwen3-8B by hand: bounds, labels of 128 blocks, 1024 tokens and the near buffer, 8 heads."""
+    """1 x 32k of Qwen3-8B by hand: bounds, labels of 128 blocks, 1024 tokens and the recent buffer, 8 heads."""
     shape = Shape(1, 32768)
-    assert shape.sealed == 509
+    assert shape.full_blocks == 509
     assert shape.bytes_read("two_level") == 8 * (509 * 512 + 128 * 64 * 20 + (1024 + 4 + 143) * 512)
     assert shape.bytes_read("dense") == 8 * (509 * 64 + 4 + 143) * 512
 

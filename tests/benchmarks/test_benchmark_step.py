@@ -147,7 +147,7 @@ def test_step_measures_predictive_caches(stepped, monkeypatch):
     ours, free, second = (cache.stats() for cache in kept)
     assert ours.attended_tokens == free.attended_tokens == second.attended_tokens
     assert ours.sparse_calls == free.sparse_calls == second.sparse_calls > 0 == ours.dense_calls
-    assert kept[2].sparse_layers[0].store.twin.length == kept[2].get_seq_length()
+    assert kept[2].sparse_layers[0].store.replica.length == kept[2].get_seq_length()
     policies = [cache.sparse_layers[0].policy for cache in kept]
     first = policies[1].ids.clone()
     assert not torch.equal(policies[0].ids, first)
@@ -155,7 +155,7 @@ def test_step_measures_predictive_caches(stepped, monkeypatch):
     assert torch.equal(policies[1].ids, first)
 
 
-@pytest.mark.parametrize("rank", ["stream", "host", "cpu"])
+@pytest.mark.parametrize("peer", ["stream", "host", "cpu"])
 def test_parts_of_predictive_steps(rank):
     from benchmarks.predictive_parts import COPIED, copies, parts, predictive_layers, seats
 

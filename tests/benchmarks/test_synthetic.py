@@ -21,7 +21,7 @@ from benchmarks.synthetic.statistics import FRACTIONS
 from hf_sparsekv import TwoLevelConfig
 from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.handle import Step
-from hf_sparsekv.types import AttentionSpec
+from hf_sparsekv.types import AttentionParams
 
 # Shares: what one draw of some heads may miss the recorded average by, and what several layers may on average.
 CLOSE = {
@@ -187,9 +187,9 @@ def test_attends_with_the_buffer():
         assert torch.equal(replayed.buffer, queries[index])
         for number, layer in enumerate(cache.sparse_layers):
             step = Step(layer, torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16), layer.get_seq_length())
-            found = layer.attend(step, torch.full((1, 4, 1, 16), float("nan")), None, AttentionSpec(0.25))
+            found = layer.attend(step, torch.full((1, 4, 1, 16), float("nan")), None, AttentionParams(0.25))
             expected = exact_attention(
-                queries[index, number][:, :, None], layer.keys, layer.values, AttentionSpec(0.25)
+                queries[index, number][:, :, None], layer.keys, layer.values, AttentionParams(0.25)
             )
             torch.testing.assert_close(found, expected)
         replayed.next()
@@ -243,4 +243,4 @@ def test_install_refuses():
     layer = cache.sparse_layers[0]
     step = Step(layer, torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16), layer.get_seq_length())
     with pytest.raises(ValueError, match="replayed queries are"):
-        layer.attend(step, torch.randn(1, 4, 1, 16), None, AttentionSpec(0.25))
+        layer.attend(step, torch.randn(1, 4, 1, 16), None, AttentionParams(0.25))

@@ -19,7 +19,7 @@ import torch
 import triton
 from conftest import Place
 from decode_cases import Case as Decode
-from decode_cases import in_frames
+from decode_cases import in_pages
 from operators import BY_NAME, Seal
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
@@ -39,7 +39,7 @@ from hf_sparsekv.ops.pack.triton import pack
 from hf_sparsekv.ops.qk_rope.triton import qk_rope
 from hf_sparsekv.ops.query_predict.triton import query_predict
 from hf_sparsekv.ops.query_ring.triton import push
-from hf_sparsekv.ops.residency import FrameState
+from hf_sparsekv.ops.residency import PageState
 from hf_sparsekv.ops.residency.lookup import lookup
 from hf_sparsekv.ops.residency.triton import residency
 from hf_sparsekv.ops.route.triton import route
@@ -75,14 +75,14 @@ def sparse_decodes() -> None:
             args, named = case.make(place(), granularity)
             sparse_decode(*args, **named)
             if granularity != "all":
-                args, named = in_frames(place(), args, named)
+                args, named = in_pages(place(), args, named)
                 counts = torch.zeros(2, 1, case.heads, dtype=torch.int64)
                 sparse_decode(
                     *args, **named, attended=counts[0], from_host=counts[1], lse=torch.empty(args[0].shape[:2])
                 )
 
 
-def near_tokens() -> None:
+def recent_tokens() -> None:
     """A new token, a full block of the ring, a query."""
     latents = {"batch": 1, "heads": 1, "seen": (9,), "dk": 576, "dv": 0, "channels": 128, "block_size": 64}
     seal(**BY_NAME["seal"].call(place(), Seal(batch=1, seen=(9,), dk=128, dv=128, channels=32, block_size=64)))
@@ -100,14 +100,14 @@ def near_tokens() -> None:
 def choices() -> None:
     """Scores of blocks and tokens, and the best of them."""
     for heads, group, dk in ((8, 4, 128), (1, 128, 576)):
-        q, bounds, fill, slots = list(BY_NAME["block_score"].call(place(), 1, heads, group, dk, 64).values())[:4]
+        q, bounds, fill, block_table = list(BY_NAME["block_score"].call(place(), 1, heads, group, dk, 64).values())[:4]
         each = torch.empty(1, heads * group, 64)
         for reduce in ("mean", "max", "none"):
             for metadata in ("min_max", "cuboid_mean"):
-                scores = block_score(q, bounds, fill, slots, reduce, metadata)
-        block_score(q, bounds, fill, slots, "max", each=each)
-        block_score(q, bounds[:, :, :1], fill, slots, "mean", "mean")
-    block_rank(scores, fill, slots)
+                scores = block_score(q, bounds, fill, block_table, reduce, metadata)
+        block_score(q, bounds, fill, block_table, "max", each=each)
+        block_score(q, bounds[:, :, :1], fill, block_table, "mean", "mean")
+    block_rank(scores, fill, block_table)
     for n in (512, 20_000):
         block_select(torch.randn(1, 8, n), 64)
     blocks = torch.arange(1024, dtype=torch.int32).expand(1, 8, 1024)
@@ -126,17 +126,17 @@ def choices() -> None:
 def pages() -> None:
     """Device pages, packed tokens, predicted queries."""
     for batch in (1, 2):
-        state = FrameState.empty(300, "cpu")
+        state = PageState.empty(300, "cpu")
         state.set_table(0, torch.full((12, 2), -1, dtype=torch.int32))
         ids = torch.arange(3, dtype=torch.int32).expand(batch, 2, 3).contiguous()
-        slots = torch.arange(batch * 5, dtype=torch.int32).view(batch, 5)
-        residency(ids, slots, state, 0, 1)
+        block_table = torch.arange(batch * 5, dtype=torch.int32).view(batch, 5)
+        residency(ids, block_table, state, 0, 1)
         for since in (None, state.now):
-            lookup(ids, slots, state.page_tables[0], state.stamp, since)
+            lookup(ids, block_table, state.page_tables[0], state.stamp, since)
     kv, ids = place().randn(10, 2, 16, 128), torch.arange(40, dtype=torch.int32).expand(2, 2, 40).contiguous()
     lists = [ids.clone(), ids.clone(), place().nan(2, 2, 40, 128), ids.clone()]
-    pack(ids, kv, slots, *lists)
-    pack(ids, kv, slots, *lists, enabled=state.enabled, counters=state.counters[:2])
+    pack(ids, kv, block_table, *lists)
+    pack(ids, kv, block_table, *lists, enabled=state.enabled, counters=state.counters[:2])
     pairs = torch.zeros(4, 2, dtype=torch.int32)
     block_copy(kv, place().nan(4, 16, 128), pairs, torch.ones(1, dtype=torch.int32))
     for window in (0, 16):
@@ -166,7 +166,7 @@ def small_layers() -> None:
     route(tokens, place().randn(64, 512), place().randn(64), 4, **named)
 
 
-CASES = (sparse_decodes, near_tokens, choices, pages, small_layers)
+CASES = (sparse_decodes, recent_tokens, choices, pages, small_layers)
 
 
 def usage(cubin: bytes) -> dict[str, int]:

@@ -35,24 +35,24 @@ class Case:
 
     def make(self, place, granularity: str) -> tuple[list, dict]:
         """Arguments: shared blocks in any order with holes, and NaN in every token that may not be read."""
-        slots_all = self.cap + 2
+        num_blocks = self.cap + 2
         width = self.dk if self.latents else self.dk + self.dv
-        flags = place.randint(0, 4, slots_all, self.block_size, dtype=torch.uint8)
+        flags = place.randint(0, 4, num_blocks, self.block_size, dtype=torch.uint8)
         flags[flags == 2] = 1  # 0 padding, 1 selectable, 3 sink
         readable = (flags & 1 > 0) if granularity == "all" else flags == 1
-        kv = place.randn(slots_all, self.heads, self.block_size, width)
+        kv = place.randn(num_blocks, self.heads, self.block_size, width)
         kv = torch.where(readable[:, None, :, None], kv, torch.nan)
-        slots = torch.stack([place.randperm(slots_all)[: self.cap] for _ in range(self.batch)])
-        slots = slots.masked_fill(place.rand(self.batch, self.cap) < 0.2, -1)
+        block_table = torch.stack([place.randperm(num_blocks)[: self.cap] for _ in range(self.batch)])
+        block_table = block_table.masked_fill(place.rand(self.batch, self.cap) < 0.2, -1)
 
-        near_valid = place.rand(self.batch, self.sinks + self.ring) > 0.3
-        near_kv = place.randn(self.batch, self.heads, self.sinks + self.ring, width)
-        near_kv = torch.where(near_valid[:, None, :, None], near_kv, torch.nan)
+        recent_valid = place.rand(self.batch, self.sinks + self.ring) > 0.3
+        recent_kv = place.randn(self.batch, self.heads, self.sinks + self.ring, width)
+        recent_kv = torch.where(recent_valid[:, None, :, None], recent_kv, torch.nan)
         if granularity == "all":
-            near_kv[:, :, : self.sinks] = torch.nan
+            recent_kv[:, :, : self.sinks] = torch.nan
 
-        args = [place.randn(self.batch, self.heads * self.group, self.dk), kv, flags, slots]
-        args += [self._ids(place, granularity, flags, slots), near_kv, near_valid]
+        args = [place.randn(self.batch, self.heads * self.group, self.dk), kv, flags, block_table]
+        args += [self._ids(place, granularity, flags, block_table), recent_kv, recent_valid]
         named = {
             "granularity": granularity,
             "value_dim": self.dv,
@@ -63,15 +63,15 @@ class Case:
         }
         return args, named
 
-    def _ids(self, place, granularity, flags, slots):
+    def _ids(self, place, granularity, flags, block_table):
         """Ascending ids with -1 at the end, of another number in each row; tokens only where they are selectable."""
         rows = []
         for i in range(self.batch * self.heads):
             if granularity == "block":
                 found, n = place.randperm(self.cap)[: self.chosen], self.chosen
             else:
-                slot = slots[i // self.heads]
-                usable = (flags[slot.clamp_min(0).long()] == 1) & (slot >= 0)[:, None]
+                physical_id = block_table[i // self.heads]
+                usable = (flags[physical_id.clamp_min(0).long()] == 1) & (physical_id >= 0)[:, None]
                 found = usable.flatten().nonzero().flatten()
                 n = self.chosen * self.block_size // 3
                 found = found[place.randperm(len(found)).long()][:n]
@@ -80,28 +80,28 @@ class Case:
         return None if granularity == "all" else torch.stack(rows).view(self.batch, self.heads, n)
 
 
-def in_frames(place, args, named):
-    """The same attention with some blocks in frames, in any order, and the others by the place of their slot."""
-    q, kv, flags, slots, ids, near_kv, near_valid = args
-    n_slots, heads, size, width = kv.shape
-    frame_of = place.randperm(n_slots * heads).view(n_slots, heads) * 2  # every other frame holds nothing
-    frames = place.nan(2 * n_slots * heads, size, width)
-    frames[frame_of.flatten().long()] = kv.flatten(0, 1)
-    at_home = place.rand(n_slots, heads) < 0.4
+def in_pages(place, args, named):
+    """The same attention with some blocks in device pages, in any order, and the others read from ``kv``."""
+    q, kv, flags, block_table, ids, recent_kv, recent_valid = args
+    num_blocks, heads, size, width = kv.shape
+    page_of = place.randperm(num_blocks * heads).view(num_blocks, heads) * 2  # every other page holds nothing
+    pages = place.nan(2 * num_blocks * heads, size, width)
+    pages[page_of.flatten().long()] = kv.flatten(0, 1)
+    at_home = place.rand(num_blocks, heads) < 0.4
     kv = torch.where(at_home[..., None, None], kv, torch.nan)
-    frames[frame_of[at_home].long()] = torch.nan
-    slot_id = torch.arange(n_slots, device=kv.device, dtype=torch.int32)[:, None]
-    place_of = torch.where(at_home, -(slot_id + 2), frame_of)
+    pages[page_of[at_home].long()] = torch.nan
+    physical_id = torch.arange(num_blocks, device=kv.device, dtype=torch.int32)[:, None]
+    page_id_of = torch.where(at_home, -(physical_id + 2), page_of)
     block = ids if named["granularity"] == "block" else ids // size
-    slot = slots[:, None].expand(-1, heads, -1).gather(-1, block.clamp_min(0).long()).clamp_min(0)
+    physical_id = block_table[:, None].expand(-1, heads, -1).gather(-1, block.clamp_min(0).long()).clamp_min(0)
     head = torch.arange(heads, device=kv.device)[None, :, None]
-    places = torch.where(ids < 0, -1, place_of[slot.long(), head])
-    named = dict(named, frames=frames)
+    page_ids = torch.where(ids < 0, -1, page_id_of[physical_id.long(), head])
+    named = dict(named, pages=pages)
     if named["granularity"] == "block":
-        named["places"] = places
+        named["page_ids"] = page_ids
     else:
-        ids = torch.where(ids < 0, -1, places * size + ids % size)
-    return [q, kv, flags, slots, ids, near_kv, near_valid], named
+        ids = torch.where(ids < 0, -1, page_ids * size + ids % size)
+    return [q, kv, flags, block_table, ids, recent_kv, recent_valid], named
 
 
 def on_cpu(given):

@@ -205,8 +205,8 @@ def route(place, tokens, d, count, k, groups, top_groups, normalise):
 def append(place, batch, heads, new, dk, dv, sinks, ring, cached, padded):
     """Keys and values as transformers hands them over: ``[batch, q, H, D]`` transposed."""
     k, v = (place.randn(batch, new, heads, dim).transpose(1, 2) for dim in (dk, dv))
-    near_kv, near_valid = place.nan(batch, heads, sinks + ring, dk + dv), place.rand(batch, sinks + ring) > 0.5
-    return k, v, place.rand(batch, new) > 0.4 if padded else None, near_kv, near_valid, column(place, cached), sinks
+    recent_kv, recent_valid = place.nan(batch, heads, sinks + ring, dk + dv), place.rand(batch, sinks + ring) > 0.5
+    return k, v, place.rand(batch, new) > 0.4 if padded else None, recent_kv, recent_valid, column(place, cached), sinks
 
 
 def push(place, batch, heads, new, dim, ring, at, padded):
@@ -216,20 +216,20 @@ def push(place, batch, heads, new, dim, ring, at, padded):
 
 
 def queries(*shape: int) -> torch.Tensor:
-    """Slowly turning, as real ones are: each ``[..., slot, :]`` is mostly the one before."""
+    """Slowly turning, as real ones are: each ``[..., physical_id, :]`` is mostly the one before."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    for slot in range(1, shape[-2]):
-        x[..., slot, :] = 0.8 * x[..., slot - 1, :] + 0.6 * x[..., slot, :]
+    for physical_id in range(1, shape[-2]):
+        x[..., physical_id, :] = 0.8 * x[..., physical_id - 1, :] + 0.6 * x[..., physical_id, :]
     return x
 
 
-def query_predict(place, batch, heads, slots, dim, window, position, pool=True, softmax=True):
+def query_predict(place, batch, heads, block_table, dim, window, position, pool=True, softmax=True):
     """Rows have all, none, two or all of the ring's queries; the rest is NaN."""
-    ring = queries(batch, heads, slots, dim).to(place.dtype).to(place.device).roll(position, dims=2)
-    counts = [slots, 0, min(2, slots), slots][:batch]
+    ring = queries(batch, heads, block_table, dim).to(place.dtype).to(place.device).roll(position, dims=2)
+    counts = [block_table, 0, min(2, block_table), block_table][:batch]
     for row, count in enumerate(counts):
-        for age in range(count, slots):
-            ring[row, :, (position - 1 - age) % slots] = math.nan
+        for age in range(count, block_table):
+            ring[row, :, (position - 1 - age) % block_table] = math.nan
     return ring, column(place, position), column(place, *counts), window, 1e-2, pool, softmax
 
 
@@ -257,7 +257,7 @@ class Seal:
 
 
 def seal(place, case: Seal) -> tuple:
-    """A near buffer with holes in the block, slots full of what must not stay."""
+    """A recent buffer with holes in the block, physical blocks full of what must not stay."""
     ring, capacity = 3 * case.block_size, case.batch + 3
     near = case.sinks + ring
     valid = torch.ones(case.batch, near, dtype=torch.bool, device=place.device)
@@ -283,71 +283,71 @@ def seal(place, case: Seal) -> tuple:
             index["qparams"] = place.nan(*kept, 2, dtype=torch.float16)
         else:
             index["codes"] = place.nan(*kept, case.channels)
-    near_kv = place.randn(case.batch, case.heads, near, case.dk + case.dv)
-    near_kv[0, 0, at + 1, : case.dk] = 0.5  # a token whose labels are all the same: scale 0
-    slots, kv = place.randperm(capacity)[: case.batch], place.nan(*kept, case.dk + case.dv if case.keeps else 0)
+    recent_kv = place.randn(case.batch, case.heads, near, case.dk + case.dv)
+    recent_kv[0, 0, at + 1, : case.dk] = 0.5  # a token whose labels are all the same: scale 0
+    block_table, kv = place.randperm(capacity)[: case.batch], place.nan(*kept, case.dk + case.dv if case.keeps else 0)
     flags, fill = place.nan(capacity, case.block_size, dtype=torch.uint8), place.nan(capacity, dtype=torch.int32)
-    return near_kv, valid, at, case.sinks, seen, slots, kv, flags, fill, Index(**index)
+    return recent_kv, valid, at, case.sinks, seen, block_table, kv, flags, fill, Index(**index)
 
 
 # ---------------------------------------------------------------------- scores and choices
 
 
 def block_score(place, batch, heads, group, dk, n, reduce="mean", metadata="min_max"):
-    """Rows that share blocks, in any order; some slots missing, some blocks empty; NaN where nobody looks."""
-    slots_all, rows = n + 3, heads * group
-    bounds = place.nan(slots_all, heads, 2, dk)
-    fill = place.randint(0, 3, slots_all) * 7
+    """Rows that share blocks, in any order; some physical blocks missing, some blocks empty; NaN where nobody looks."""
+    num_blocks, rows = n + 3, heads * group
+    bounds = place.nan(num_blocks, heads, 2, dk)
+    fill = place.randint(0, 3, num_blocks) * 7
     used = fill > 0
-    ends = torch.stack((place.randn(slots_all, heads, dk), place.randn(slots_all, heads, dk)), 2)
+    ends = torch.stack((place.randn(num_blocks, heads, dk), place.randn(num_blocks, heads, dk)), 2)
     ends = torch.cat((ends.amax(2, keepdim=True), ends.amin(2, keepdim=True)), 2)
     bounds[used] = ends[used]
     bounds[::2][~used[::2]] = 50.0  # an empty block's may be anything
-    slots = shuffled(place, batch, slots_all, n).masked_fill(place.rand(batch, n) < 0.2, -1)
+    block_table = shuffled(place, batch, num_blocks, n).masked_fill(place.rand(batch, n) < 0.2, -1)
     bounds = bounds[:, :, :1].contiguous() if metadata == "mean" else bounds
     out = place.nan(batch, rows if reduce == "none" else heads, n, dtype=torch.float32)
     each = place.nan(batch, rows, n, dtype=torch.float32)
-    return place.randn(batch, rows, dk), bounds, fill, slots, reduce, metadata, out, each
+    return place.randn(batch, rows, dk), bounds, fill, block_table, reduce, metadata, out, each
 
 
 def block_rank(place, batch, heads, n, kinds=None):
     """Scores with many ties and infinities; ``kinds`` different ones."""
     scores = place.randn(batch, heads, n) if kinds is None else place.randint(-1, kinds, batch, heads, n) / 2
     gone = place.rand(batch, n) < 0.2
-    slots = shuffled(place, batch, n + 3, n).masked_fill(gone, -1)
+    block_table = shuffled(place, batch, n + 3, n).masked_fill(gone, -1)
     scores = scores.float().masked_fill(gone[:, None], -math.inf)
-    return scores, place.randint(1, 17, n + 3), slots
+    return scores, place.randint(1, 17, n + 3), block_table
 
 
 def token_score(place, batch, heads, group, dk, width, block_size, cap, chosen, reduce="mean", bits=4):
     """Shared blocks in any order with holes; NaN or garbage in the labels of tokens that cannot be selected."""
-    slots_all, bits = cap + 2, 4 if bits == "matrix" else bits
-    flags = place.randint(0, 4, slots_all, block_size, dtype=torch.uint8)
+    num_blocks, bits = cap + 2, 4 if bits == "matrix" else bits
+    flags = place.randint(0, 4, num_blocks, block_size, dtype=torch.uint8)
     flags[flags == 2] = 1
     hidden = (flags != 1)[:, None, :, None]
-    hole = torch.full((slots_all, 1, 1, 1), math.nan, device=place.device)
+    hole = torch.full((num_blocks, 1, 1, 1), math.nan, device=place.device)
     hole[::2] = 50.0  # a kernel that took NaN for -inf alone would pass
     if bits == 4:
-        codes = place.randint(0, 256, slots_all, heads, block_size, width // 2, dtype=torch.uint8)
-        qparams = torch.where(hidden, hole.half(), place.randn(slots_all, heads, block_size, 2).half())
+        codes = place.randint(0, 256, num_blocks, heads, block_size, width // 2, dtype=torch.uint8)
+        qparams = torch.where(hidden, hole.half(), place.randn(num_blocks, heads, block_size, 2).half())
     else:
-        codes = torch.where(hidden, hole.to(place.dtype), place.randn(slots_all, heads, block_size, width))
+        codes = torch.where(hidden, hole.to(place.dtype), place.randn(num_blocks, heads, block_size, width))
         qparams = None
     ids = None
     channels = shuffled(place, batch * heads, dk, width).view(batch, heads, -1)
-    slots = shuffled(place, batch, slots_all, cap).masked_fill(place.rand(batch, cap) < 0.2, -1)
+    block_table = shuffled(place, batch, num_blocks, cap).masked_fill(place.rand(batch, cap) < 0.2, -1)
     if chosen is not None:
         ids = shuffled(place, batch * heads, cap, chosen).sort().values.view(batch, heads, chosen)
         ids[0, 0, chosen // 2 + 1 :] = -1
     n = (cap if ids is None else chosen) * block_size
     q, out = place.randn(batch, heads * group, dk), place.nan(batch, heads, n, dtype=torch.float32)
-    return q, codes, qparams, channels, flags, slots, ids, reduce, out
+    return q, codes, qparams, channels, flags, block_table, ids, reduce, out
 
 
 def label_hows(given, reduce, bits):
     """Two blocks a program of tensor cores, where these are meant and take the labels; or the plain kernel."""
     ids = given["block_ids"]
-    labels = given["q"], given["codes"], given["qparams"], (given["slots"] if ids is None else ids).shape[-1]
+    labels = given["q"], given["codes"], given["qparams"], (given["block_table"] if ids is None else ids).shape[-1]
     return [replace(label_config(*labels, reduce == "mean", bits == "matrix"), blocks=2)]
 
 
@@ -363,12 +363,12 @@ def pack(place, batch, heads, room, size, blocks, width):
 
     first, ids = choose(), choose()
     kv = place.randn(batch * blocks + 3, heads, size, width)
-    slots = place.randperm(batch * blocks + 3)[: batch * blocks].view(batch, blocks)
+    block_table = place.randperm(batch * blocks + 3)[: batch * blocks].view(batch, blocks)
     order = torch.arange(room, device=place.device).int().expand_as(ids).contiguous()
-    packed, places = place.nan(batch, heads, room, width), place.nan(batch, heads, room, dtype=torch.int32)
-    state, counters = (torch.full_like(ids, -1), order, packed, places), torch.zeros(2, device=place.device).long()
-    pack_reference(first, kv, slots, *state)
-    return ids, kv, slots, *state, None, counters
+    packed, page_ids = place.nan(batch, heads, room, width), place.nan(batch, heads, room, dtype=torch.int32)
+    state, counters = (torch.full_like(ids, -1), order, packed, page_ids), torch.zeros(2, device=place.device).long()
+    pack_reference(first, kv, block_table, *state)
+    return ids, kv, block_table, *state, None, counters
 
 
 # batch, KV heads, group, Dk, blocks a row
@@ -405,7 +405,7 @@ LABELS = {
     "small blocks, all": (2, 1, 3, 64, 2, 16, 13, None),
     "nothing chosen": (2, 1, 4, 64, 16, 16, 5, 0),
 }
-# batch, heads, slots of the ring, head dim, window, position
+# batch, heads, physical blocks of the ring, head dim, window, position
 RINGS = {
     "16 of 17 slots": (3, 2, 17, 64, 16, 5),
     "the whole ring in order": (1, 3, 17, 128, 16, 0),
@@ -552,10 +552,10 @@ OPERATORS = [
             "nothing new": (1, 1, 0, 64, 64, 4, 24, 3, True),
         },
         small=(2, 2, 3, 64, 64, 1, 9, 7, True),
-        writes=("near_kv", "near_valid", "length"),
+        writes=("recent_kv", "recent_valid", "length"),
         ratio=equal,
-        views={"near_kv": "inside", "near_valid": "inside", "valid": "inside", "k": "inside"},
-        far={"k": 1, "near_kv": 2},
+        views={"recent_kv": "inside", "recent_valid": "inside", "valid": "inside", "k": "inside"},
+        far={"k": 1, "recent_kv": 2},
     ),
     Operator(
         "query_ring.push",
@@ -590,15 +590,15 @@ OPERATORS = [
         seal,
         {name: (case,) for name, case in SEALS.items()},
         small=(Seal(),),
-        far={"near_kv": 2, "kv": 0},
-        writes=("near_kv", "near_valid", "seen", "kv", "flags", "fill", "index"),
+        far={"recent_kv": 2, "kv": 0},
+        writes=("recent_kv", "recent_valid", "seen", "kv", "flags", "fill", "index"),
         ratio=equal,
     ),
     Operator(
         "seal.seal",
         seal,
         {name: (case,) for name, case in AVERAGES.items()},
-        writes=("near_kv", "near_valid", "seen", "kv", "flags", "fill", "index"),
+        writes=("recent_kv", "recent_valid", "seen", "kv", "flags", "fill", "index"),
     ),
     Operator(
         "block_score",
@@ -607,7 +607,7 @@ OPERATORS = [
         options=(("mean", "max", "none"), ("min_max", "cuboid_mean", "mean")),
         small=(2, 1, 6, 64, 20, "max", "min_max"),
         ratio=lambda place, *_: 4e-6,  # products of 16-bit numbers are exact in float32
-        views={"q": "turned", "slots": "rows", "bounds": "half"},
+        views={"q": "turned", "block_table": "rows", "bounds": "half"},
         far={"q": 1, "bounds": 0},
     ),
     Operator(
@@ -626,7 +626,7 @@ OPERATORS = [
         small=(3, 2, 40, None),
         ratio=equal,
         hows=lambda given, kinds: [None, RankConfig(tile=8, others=64)],
-        views={"scores": "inside", "slots": "rows"},
+        views={"scores": "inside", "block_table": "rows"},
         far={"scores": 0},
     ),
     Operator(
@@ -638,7 +638,7 @@ OPERATORS = [
         # Tensor cores take queries in fixed point: 1.06e-4 is the most seen, of a mean over 20 heads on a GPU.
         ratio=lambda place, reduce, bits: 2e-4 if bits == "matrix" else 4e-6,
         hows=label_hows,
-        views={"q": "turned", "slots": "rows", "block_ids": "rows"},
+        views={"q": "turned", "block_table": "rows", "block_ids": "rows"},
         far={"q": 1, "codes": 0, "qparams": 0},
     ),
     Operator(
@@ -653,7 +653,7 @@ OPERATORS = [
             "latents": (2, 1, 40, 16, 8, 576),
         },
         small=(2, 2, 24, 16, 3, 32),
-        writes=("held", "order", "packed", "places", "counters"),
+        writes=("held", "order", "packed", "page_ids", "counters"),
         ratio=equal,
         far={"kv": 0},
     ),

@@ -18,22 +18,22 @@ from hf_sparsekv.ops.block_copy.triton import block_copy
 SMALL = Config(programs=3, warps=1, tile=256)  # so that a small case takes several blocks and tiles a program
 
 
-def make(place, slots: int, heads: int, size: int, width: int, frames: int, n: int, host: bool = False):
-    """Blocks, poisoned frames, and a list of ``n`` copies with poison behind it."""
-    kv = place.randn(slots, heads, size, width)
+def make(place, num_blocks: int, heads: int, size: int, width: int, pages: int, n: int, host: bool = False):
+    """Blocks, poisoned pages, and a list of ``n`` copies with poison behind it."""
+    kv = place.randn(num_blocks, heads, size, width)
     if host:
         kv = kv.cpu().pin_memory()
-    sources = place.randperm(slots * heads)[:n]
-    copies = torch.stack((sources, place.randperm(frames)[:n]), dim=1)
+    sources = place.randperm(num_blocks * heads)[:n]
+    copies = torch.stack((sources, place.randperm(pages)[:n]), dim=1)
     copies = torch.cat((copies, place.nan(3, 2, dtype=torch.int32)))
     number = torch.tensor([n], dtype=torch.int32, device=place.device)
-    return kv, place.nan(frames, size, width), copies, number
+    return kv, place.nan(pages, size, width), copies, number
 
 
-def expect(kv, frames, copies, n) -> torch.Tensor:
-    expected = frames.cpu().clone()
-    for source, frame in copies[: int(n)].tolist():
-        expected[frame] = kv[source // kv.shape[1], source % kv.shape[1]].cpu()
+def expect(kv, pages, copies, n) -> torch.Tensor:
+    expected = pages.cpu().clone()
+    for source, page in copies[: int(n)].tolist():
+        expected[page] = kv[source // kv.shape[1], source % kv.shape[1]].cpu()
     return expected
 
 
@@ -51,24 +51,24 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 )
 def test_blocks(place, copy, size, width, n):
     """Runs that are a multiple of 16 bytes, and others down to single elements."""
-    kv, frames, copies, number = make(place, 6, 2, size, width, 11, n)
-    expected = expect(kv, frames, copies, number)
-    copy(kv, frames, copies, number)
-    assert same(frames, expected)
+    kv, pages, copies, number = make(place, 6, 2, size, width, 11, n)
+    expected = expect(kv, pages, copies, number)
+    copy(kv, pages, copies, number)
+    assert same(pages, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float64])
 def test_other_dtypes(place32, dtype):
-    kv, frames, copies, number = make(place32, 5, 2, 3, 5, 12, 9)
-    kv, frames = (kv * 50).to(dtype), torch.zeros_like(frames, dtype=dtype)
-    expected = expect(kv, frames, copies, number)
-    block_copy(kv, frames, copies, number, config=SMALL)
-    assert same(frames, expected)
+    kv, pages, copies, number = make(place32, 5, 2, 3, 5, 12, 9)
+    kv, pages = (kv * 50).to(dtype), torch.zeros_like(pages, dtype=dtype)
+    expected = expect(kv, pages, copies, number)
+    block_copy(kv, pages, copies, number, config=SMALL)
+    assert same(pages, expected)
 
 
 def test_blocks_and_frames_must_fit(place32):
-    kv, frames, *listed = make(place32, 5, 2, 4, 8, 12, 9)
-    given = ((kv, frames.half()), (kv, frames[:, :3].contiguous()), (kv.transpose(0, 1), frames))
+    kv, pages, *listed = make(place32, 5, 2, 4, 8, 12, 9)
+    given = ((kv, pages.half()), (kv, pages[:, :3].contiguous()), (kv.transpose(0, 1), pages))
     for tensors, message in zip(given, ("differ", "differ", "contiguous")):
         with pytest.raises(ValueError, match=message):
             block_copy(*tensors, *listed)
@@ -80,33 +80,33 @@ def test_blocks_and_frames_must_fit(place32):
 def test_from_pinned_memory(place, copy, size, width):
     if place.device == "cpu":
         pytest.skip("needs the device")
-    kv, frames, copies, number = make(place, 100, 4, size, width, 500, 333, host=True)
-    expected = expect(kv, frames, copies, number)
-    copy(kv, frames, copies, number)
+    kv, pages, copies, number = make(place, 100, 4, size, width, 500, 333, host=True)
+    expected = expect(kv, pages, copies, number)
+    copy(kv, pages, copies, number)
     torch.cuda.synchronize()
-    assert same(frames, expected)
+    assert same(pages, expected)
 
 
 @pytest.mark.gpu
 def test_captured():
     """The list and its length are read when the copy runs."""
     kv = torch.randn(64, 2, 16, 64).pin_memory()
-    frames = torch.zeros(100, 16, 64, device="cuda")
+    pages = torch.zeros(100, 16, 64, device="cuda")
     copies = torch.zeros(50, 2, dtype=torch.int32, device="cuda")
     number = torch.zeros(1, dtype=torch.int32, device="cuda")
-    block_copy(kv, frames, copies, number)
+    block_copy(kv, pages, copies, number)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        block_copy(kv, frames, copies, number)
+        block_copy(kv, pages, copies, number)
     generator = torch.Generator().manual_seed(0)
     for n in (0, 1, 50, 17):
         sources, to = torch.randperm(128, generator=generator)[:n], torch.randperm(100, generator=generator)[:n]
         copies[:n] = torch.stack((sources, to), dim=1).int().cuda()
         number.fill_(n)
-        expected = expect(kv, frames, copies, number)
+        expected = expect(kv, pages, copies, number)
         graph.replay()
-        assert torch.equal(frames.cpu(), expected)
+        assert torch.equal(pages.cpu(), expected)
 
 
 def test_programs_and_warps():
@@ -120,8 +120,8 @@ def test_programs_and_warps():
             (4096, "cuda", "cuda", 1056),
         ):
             kv = torch.empty(2, 1, 1, nbytes, dtype=torch.uint8, device=here)
-            frames = torch.empty(2, 1, nbytes, dtype=torch.uint8, device=there)
-            assert defaults.config(kv, frames) == Config(programs, 4)
+            pages = torch.empty(2, 1, nbytes, dtype=torch.uint8, device=there)
+            assert defaults.config(kv, pages) == Config(programs, 4)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted only without a GPU")
@@ -141,10 +141,10 @@ def test_what_is_launched(monkeypatch, tokens, programs):
     monkeypatch.setattr(copying, "block_copy_kernel", Kernel())
     for name, value in (("SMALL", 128), ("PROGRAMS", 3), ("PROGRAMS_SMALL", 5), ("WARPS", 2)):
         monkeypatch.setattr(defaults, name, value)
-    kv, frames = torch.randn(4, 2, tokens, 8), torch.zeros(8, tokens, 8)
+    kv, pages = torch.randn(4, 2, tokens, 8), torch.zeros(8, tokens, 8)
     copies = torch.arange(8, dtype=torch.int32)[:, None].expand(8, 2).contiguous()
     number = torch.tensor([8], dtype=torch.int32)
-    block_copy(kv, frames, copies, number)
-    block_copy(kv, frames, copies, number, config=Config(4, 8))
+    block_copy(kv, pages, copies, number)
+    block_copy(kv, pages, copies, number, config=Config(4, 8))
     assert launched == [(programs, 2), (4, 8)]
-    assert torch.equal(frames, kv.flatten(0, 1))
+    assert torch.equal(pages, kv.flatten(0, 1))

@@ -20,7 +20,7 @@ from hf_sparsekv.ops.latent_rope.reference import turn
 from hf_sparsekv.ops.query_predict import query_predict as public_predict
 from hf_sparsekv.ops.route import MAX_TOKENS as MAX_ROUTED
 from hf_sparsekv.ops.seal import Index, key_metadata
-from hf_sparsekv.ops.token_score.config import can_score_matrix
+from hf_sparsekv.ops.token_score.config import can_use_tensor_cores
 
 KERNELS = ["add_norm", "append", "block_score", "gated", "latent_rope", "qk_rope", "query_ring.push", "token_score"]
 add_norm, append, block_score, gated, latent_rope, qk_rope, push, token_score = (
@@ -39,16 +39,16 @@ def test_append_step_by_step_is_as_at_once(place32):
     """Columns appended one by one, through three turns of the ring, leave the last ``R`` of them."""
     sinks, ring, total = 2, 5, 17
     k, v = place32.randn(1, 2, total, 64), place32.randn(1, 2, total, 64)
-    near_kv = place32.nan(1, 2, sinks + ring, 128)
-    near_valid = torch.zeros(1, sinks + ring, dtype=torch.bool, device=place32.device)
+    recent_kv = place32.nan(1, 2, sinks + ring, 128)
+    recent_valid = torch.zeros(1, sinks + ring, dtype=torch.bool, device=place32.device)
     length = torch.zeros(1, dtype=torch.int32, device=place32.device)
     for i in range(total):
-        append(k[:, :, i : i + 1], v[:, :, i : i + 1], None, near_kv, near_valid, length, sinks)
+        append(k[:, :, i : i + 1], v[:, :, i : i + 1], None, recent_kv, recent_valid, length, sinks)
         length += 1
     for i in range(total - ring, total):
-        assert torch.equal(near_kv[0, :, sinks + i % ring], torch.cat((k[0, :, i], v[0, :, i]), -1))
-    assert near_valid.tolist() == [[False] * sinks + [True] * ring]
-    assert near_kv[:, :, :sinks].isnan().all()
+        assert torch.equal(recent_kv[0, :, sinks + i % ring], torch.cat((k[0, :, i], v[0, :, i]), -1))
+    assert recent_valid.tolist() == [[False] * sinks + [True] * ring]
+    assert recent_kv[:, :, :sinks].isnan().all()
 
 
 def test_push_step_by_step_is_as_at_once(place32):
@@ -262,27 +262,27 @@ def test_route_is_transformers_own(groups, top_groups):
     torch.testing.assert_close(found[1].gather(1, mine.indices), weights.gather(1, order.indices))
 
 
-# ---------------------------------------------------------------------- sealed blocks
+# ---------------------------------------------------------------------- full blocks
 
 
 def test_seal_by_hand():
     """A block of 16 whose first, second and last tokens are padding, after one valid token; two sinks."""
-    near_kv = torch.arange(1.0, 19.0).view(1, 1, 18, 1).repeat(1, 1, 1, 4)
+    recent_kv = torch.arange(1.0, 19.0).view(1, 1, 18, 1).repeat(1, 1, 1, 4)
     valid = torch.ones(1, 18, dtype=torch.bool)
     valid[0, [1, 2, 3, 17]] = False
     kv = torch.zeros(1, 1, 16, 4)
     flags, fill = torch.zeros(1, 16, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
-    seen, slots = torch.tensor([1], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    seen, block_table = torch.tensor([1], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     bounds = torch.zeros(1, 2, 1, 2, 2)
-    near_kv[..., 1] *= -1
-    before = near_kv.clone()
-    reference_seal(near_kv, valid, 2, 2, seen, slots, kv, flags, fill, Index(2, bounds))
+    recent_kv[..., 1] *= -1
+    before = recent_kv.clone()
+    reference_seal(recent_kv, valid, 2, 2, seen, block_table, kv, flags, fill, Index(2, bounds))
     assert torch.equal(kv[0], before[0, :, 2:])
     assert flags.tolist() == [[0, 0, 3, *[1] * 12, 0]]
     assert fill.tolist() == [12]
     assert bounds[0, 0, 0].tolist() == [[10.0, -6.0], [6.0, -10.0]]
     assert bounds[0, 1, 0].tolist() == [[17.0, -11.0], [11.0, -17.0]]
-    assert near_kv[0, 0, 1].tolist() == [5.0, -5.0, 5.0, 5.0]
+    assert recent_kv[0, 0, 1].tolist() == [5.0, -5.0, 5.0, 5.0]
     assert valid.tolist() == [[True, True, *[False] * 16]]
     assert seen.tolist() == [14]
 
@@ -303,7 +303,7 @@ def test_what_is_packed(place32):
     """By the words of the definition: each chosen token lies where its place says, and few have moved."""
     batch, heads, room, size, blocks, width = 2, 2, 32, 16, 8, 24
     given = BY_NAME["pack"].call(place32, batch, heads, room, size, blocks, width)
-    kv, slots, held, order, packed, places = list(given.values())[1:7]
+    kv, block_table, held, order, packed, page_ids = list(given.values())[1:7]
     before = [{c for c in row if c >= 0} for row in held.flatten(0, 1).tolist()]
     chosen = moved = 0
     for step in range(5):
@@ -315,9 +315,9 @@ def test_what_is_packed(place32):
             for head in range(heads):
                 assert sorted(order[row, head].tolist()) == list(range(room))
                 now = [c for c in ids[row, head].tolist() if c >= 0]
-                assert (places[row, head, len(now) :] == -1).all()
-                for at, place in zip(now, places[row, head].tolist()):
-                    token = kv[int(slots[row, at // size]), head, at % size]
+                assert (page_ids[row, head, len(now) :] == -1).all()
+                for at, place in zip(now, page_ids[row, head].tolist()):
+                    token = kv[int(block_table[row, at // size]), head, at % size]
                     assert torch.equal(packed.flatten(0, 2)[place], token)
                 i = row * heads + head
                 chosen, moved = chosen + len(now), moved + len(set(now) - before[i])
@@ -328,7 +328,7 @@ def test_what_is_packed(place32):
 def test_disabled_pack_changes_nothing(place32):
     given = BY_NAME["pack"].call(place32, 1, 2, 16, 16, 4, 32) | {"enabled": column(place32, 1)}
     pack(**given)
-    kept = {name: given[name].clone() for name in ("held", "order", "packed", "places", "counters")}
+    kept = {name: given[name].clone() for name in ("held", "order", "packed", "page_ids", "counters")}
     given["ids"] = BY_NAME["pack"].call(place32, 1, 2, 16, 16, 4, 32)["ids"]
     given["enabled"].zero_()
     for how in (reference_pack, pack):
@@ -351,8 +351,8 @@ def test_bound_holds(place32):
     """No key of a block scores higher than the block."""
     keys, q = place32.randn(6, 2, 16, 64), place32.randn(1, 6, 64)
     bounds = torch.stack((keys.amax(2), keys.amin(2)), 2)
-    slots = torch.arange(6, dtype=torch.int32, device=place32.device)[None]
-    score = block_score(q, bounds, torch.full_like(slots[0], 16), slots, "mean")
+    block_table = torch.arange(6, dtype=torch.int32, device=place32.device)[None]
+    score = block_score(q, bounds, torch.full_like(block_table[0], 16), block_table, "mean")
     exact = torch.einsum("hgd,nhtd->hgnt", q.view(2, 3, 64), keys).mean(1).amax(-1)
     assert (score[0] >= exact - 1e-4).all()
 
@@ -370,14 +370,14 @@ def test_what_tensor_cores_take():
     q, codes, params = torch.zeros(1, 8, 64).half(), torch.zeros(3, 2, 16, 16).byte(), torch.zeros(3, 2, 16, 2).half()
     wide = torch.zeros(3, 2, 16, 64).byte()  # 128 channels
     for mean in (False, True):
-        assert can_score_matrix(q, codes, params, mean)
-        assert can_score_matrix(q.bfloat16().repeat(1, 4, 1), codes, params, mean)
-        assert can_score_matrix(q, wide, params, mean)
-        assert can_score_matrix(q.repeat(1, 2, 1), wide, params, mean) == mean, "8 heads of 128 channels"
-        assert can_score_matrix(q.repeat(1, 5, 1), codes, params, mean) == mean, "20 heads"
-        assert not can_score_matrix(q.float(), codes, params, mean)
-        assert not can_score_matrix(q, torch.zeros(3, 2, 16, 20).byte()[..., :16], params, mean), "a gap"
-        assert not can_score_matrix(q, torch.zeros(3, 2, 16, 128).byte(), params, mean), "256 channels"
+        assert can_use_tensor_cores(q, codes, params, mean)
+        assert can_use_tensor_cores(q.bfloat16().repeat(1, 4, 1), codes, params, mean)
+        assert can_use_tensor_cores(q, wide, params, mean)
+        assert can_use_tensor_cores(q.repeat(1, 2, 1), wide, params, mean) == mean, "8 heads of 128 channels"
+        assert can_use_tensor_cores(q.repeat(1, 5, 1), codes, params, mean) == mean, "20 heads"
+        assert not can_use_tensor_cores(q.float(), codes, params, mean)
+        assert not can_use_tensor_cores(q, torch.zeros(3, 2, 16, 20).byte()[..., :16], params, mean), "a gap"
+        assert not can_use_tensor_cores(q, torch.zeros(3, 2, 16, 128).byte(), params, mean), "256 channels"
 
 
 def test_nothing_selectable(place32):
@@ -385,7 +385,7 @@ def test_nothing_selectable(place32):
     given = BY_NAME["token_score"].call(place32, 3, 1, 2, 64, 16, 16, 4, 3)
     given["qparams"].fill_(torch.nan)
     given["flags"][given["flags"] == 1] = 3
-    given["slots"][1] = given["block_ids"][2] = -1
+    given["block_table"][1] = given["block_ids"][2] = -1
     assert (token_score(**given) == float("-inf")).all()
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from decode_cases import Case as Decode
-from decode_cases import in_frames
+from decode_cases import in_pages
 from operators import far, room_for
 from walk_cases import Case as WalkCase
 from walk_cases import on_cpu
@@ -63,15 +63,15 @@ def test_sparse_decode(place16, what, granularity, shape):
 def test_sparse_decode_in_frames(place16, granularity, shape):
     args, named = Decode(batch=2, heads=1, cap=2, chosen=2, **shape).make(place16, granularity)
     expected = reference_decode(*cpu(args), **named)
-    args, named = in_frames(place16, args, named)
-    named["frames"] = far(named["frames"], 0)
+    args, named = in_pages(place16, args, named)
+    named["pages"] = far(named["pages"], 0)
     place16.close(sparse_decode(*args, **named), expected)
 
 
 @pytest.mark.parametrize("shape", [{}, LATENTS], ids=["keys and values", "latents"])
-@pytest.mark.parametrize("what", ["q", "kv", "frames"])
+@pytest.mark.parametrize("what", ["q", "kv", "pages"])
 def test_walk(place16, what, shape):
-    case = WalkCase(n=2, heads=1, threshold=1.0, placed=what == "frames", spread=1.0, **shape)
+    case = WalkCase(n=2, heads=1, threshold=1.0, paged=what == "pages", spread=1.0, **shape)
     given = case.make(place16)
     expected = case.walk(replace(place16, device="cpu"), on_cpu(given))
     expected.operators = reference
@@ -82,8 +82,8 @@ def test_walk(place16, what, shape):
     place16.close(progressive_decode(walk), want)
 
 
-@pytest.mark.parametrize("to_frames", [True, False])
-def test_block_copy(place16, to_frames):
+@pytest.mark.parametrize("to_pages", [True, False])
+def test_block_copy(place16, to_pages):
     """Bytes, as an odd block has them: all others are copied in wider words, of which there are fewer."""
     size = 17 * 241
     count = 2**31 // size + 3
@@ -92,7 +92,7 @@ def test_block_copy(place16, to_frames):
     at = [0, count - 1, count - 2]
     copies = torch.tensor([[1, at[0]], [2, at[1]], [3, at[2]]], dtype=torch.int32, device=place16.device)
     n = torch.tensor([3], dtype=torch.int32, device=place16.device)
-    if to_frames:
+    if to_pages:
         block_copy(small[:, None], large, copies, n)
     else:
         large[at] = small[1:]

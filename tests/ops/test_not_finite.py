@@ -49,11 +49,14 @@ def same(got, expected):
 def test_rank(place32, n, monkeypatch):
     """Every entry of the result is written: an id in range, once, or -1."""
     scores = wild_scores(place32, n)
-    fill, slots = place32.randint(1, 17, n + 3), torch.stack([place32.randperm(n + 3)[:n] for _ in range(3)])
+    fill, block_table = place32.randint(1, 17, n + 3), torch.stack([place32.randperm(n + 3)[:n] for _ in range(3)])
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, **how: empty(*shape, **how).fill_(12345))
-    expected = reference_rank(scores.cpu(), fill.cpu(), slots.cpu())
-    for got in (block_rank(scores, fill, slots), block_rank(scores, fill, slots, config=RankConfig(tile=8, others=64))):
+    expected = reference_rank(scores.cpu(), fill.cpu(), block_table.cpu())
+    for got in (
+        block_rank(scores, fill, block_table),
+        block_rank(scores, fill, block_table, config=RankConfig(tile=8, others=64)),
+    ):
         for one, other in zip(got, expected):
             assert torch.equal(one.cpu(), other)
     numbers = (~scores.isnan() & (scores > -inf)).sum(-1).cpu()
@@ -95,11 +98,11 @@ def test_block_scores(place, heads, group, dk, reduce, metadata):
     given = operator.call(place, 4, heads, group, dk, n, reduce, metadata) | {
         "q": wild_queries(place, heads, group, dk)
     }
-    bounds, slots = place.randn(n + 3, heads, 1 if metadata == "mean" else 2, dk), given["slots"]
-    for slot, value in enumerate(WILD):
-        bounds[slot, :, 0, 7] = bounds[slot + 3, -1, -1, dk - 1] = value
+    bounds, block_table = place.randn(n + 3, heads, 1 if metadata == "mean" else 2, dk), given["block_table"]
+    for physical_id, value in enumerate(WILD):
+        bounds[physical_id, :, 0, 7] = bounds[physical_id + 3, -1, -1, dk - 1] = value
     bounds[6:9] = torch.tensor(WILD)[:, None, None, None]
-    slots[:, 30:] = -1
+    block_table[:, 30:] = -1
     given |= {"bounds": bounds, "fill": given["fill"].clamp_min(1)}
     operator.check(place, given, operator.expected(given), reduce, metadata)
     assert (given["out"][3] == -inf).all()
@@ -116,7 +119,7 @@ def test_block_score_by_hand():
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("bits", ["matrix", 4, 16])
+@pytest.mark.parametrize("bits", ["tensor_cores", 4, 16])
 @pytest.mark.parametrize("reduce", ["mean", "max"])
 @pytest.mark.parametrize("group, dk, width", [(4, 64, 16), (2, 96, 24), (16, 64, 64), (40, 80, 24)])
 def test_token_scores(place, group, dk, width, reduce, bits):
@@ -146,7 +149,7 @@ def test_token_score_by_hand():
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("bits", ["matrix", 4, 16])
+@pytest.mark.parametrize("bits", ["tensor_cores", 4, 16])
 @pytest.mark.parametrize("reduce", ["mean", "max"])
 def test_ends_of_half_precision(place, reduce, bits):
     """Queries and keys as large as float16 has them: products are float32, and no score overflows."""
@@ -175,7 +178,7 @@ def test_seal(place, metadata, bits):
     case = Seal(block_size=32, parts=2, metadata=metadata, bits=bits, padded=False, seen=(100, 100))
     operator = BY_NAME["seal.seal"]
     given = operator.call(place, case)
-    keys, index = given["near_kv"][:, :, given["at"] :, : case.dk], given["index"]
+    keys, index = given["recent_kv"][:, :, given["at"] :, : case.dk], given["index"]
     for i, value in enumerate(WILD):
         keys[0, :, 2 + 20 * (i % 2), 5 + i] = value
     keys[1, 0, 3], keys[1, 0, 6] = inf, -inf
@@ -189,9 +192,9 @@ def test_seal(place, metadata, bits):
         same(got, want)
     assert index.bounds.isnan().any()
     if bits == 4:
-        slot = int(given["slots"][1])
-        assert index.qparams[slot, 0].isfinite().all()
-        assert index.qparams[slot, 1, 20].isnan().all() and index.qparams[slot, 1, 21].isfinite().all()
+        physical_id = int(given["physical_ids"][1])
+        assert index.qparams[physical_id, 0].isfinite().all()
+        assert index.qparams[physical_id, 1, 20].isnan().all() and index.qparams[physical_id, 1, 21].isfinite().all()
 
 
 def test_seal_by_hand():

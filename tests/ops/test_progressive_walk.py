@@ -38,10 +38,10 @@ CASES = {
     "learned sink": Case(learned_sink=True, spread=1.0),
     "odd": Case(batch=3, heads=1, group=3, dk=80, dv=48, block_size=32, n=11, sinks=0, ring=7),
     "one head": Case(heads=1, group=1, batch=1, dk=32, dv=32, spread=4.0),
-    "in frames": Case(placed=True),
+    "in frames": Case(paged=True),
     "reads ahead": Case(first=100),
     "latents": Case(latents=True, heads=1, group=20, dk=48, dv=32),
-    "latents in frames": Case(latents=True, heads=1, group=5, dk=57, dv=40, placed=True, batch=3, spread=4.0),
+    "latents in frames": Case(latents=True, heads=1, group=5, dk=57, dv=40, paged=True, batch=3, spread=4.0),
     "many heads": Case(latents=True, heads=1, group=40, dk=80, dv=64, block_size=32, n=11, batch=1),
     "latents, all of it": Case(latents=True, heads=1, softcap=2.0, learned_sink=True, group_reduce="sum", max_blocks=9),
     "GLM-4.7-Flash": Case(latents=True, heads=1, group=20, dk=576, dv=512, batch=1, block_size=64, n=4),
@@ -51,7 +51,7 @@ CASES = {
     "paper's sum": Case(estimate="as_min", group_reduce="sum", spread=3.0, learned_sink=True),
     "paper, capped": Case(estimate="as_min", max_blocks=5, threshold=0.99, min_blocks=4),
     "paper, no blocks": Case(estimate="as_min", n=0),
-    "paper, latents": Case(estimate="as_min", latents=True, heads=1, group=40, dk=80, dv=64, softcap=2.0, placed=True),
+    "paper, latents": Case(estimate="as_min", latents=True, heads=1, group=40, dk=80, dv=64, softcap=2.0, paged=True),
     "bound": Case(estimate="bound", spread=5.0),
     "bound of a sum": Case(estimate="bound", spread=5.0, group_reduce="sum", max_blocks=15),
     "bound of capped logits": Case(softcap=5.0, estimate="bound", spread=4.0),
@@ -74,7 +74,7 @@ def test_against_algorithm_1(place32, case):
 
 def check_counts(walk: Walk, given: dict, case: Case) -> None:
     used = walk.state.used.cpu()
-    tokens, near = given["tokens"].cpu(), given["near_valid"].cpu()
+    tokens, near = given["tokens"].cpu(), given["recent_valid"].cpu()
     totals = dict(zip(TOTALS, walk.state.totals.tolist()))
     histogram = walk.state.totals[len(TOTALS) :].tolist()
     assert totals["walks"] == used.numel() == sum(histogram)
@@ -184,7 +184,7 @@ def test_kernels_against_references(place, case):
 
 @pytest.mark.parametrize("name", ["usual", "high", "sum", "capped", "learned sink", "sum with a sink", "huge logits"])
 def test_chunks_of_a_walk(place32, name):
-    """More blocks than the verifier holds at a time; near buffer and blocks in several tiles."""
+    """More blocks than the verifier holds at a time; recent buffer and blocks in several tiles."""
     case = replace(CASES[name], block_size=32, n=70, batch=1)
     want, got, expected, found = both(place32, case, masses=64, tile=16)
     assert torch.equal(got.state.used.cpu(), want.state.used)
@@ -242,7 +242,7 @@ def test_a_bound_that_was_far_too_high_hides_nothing(place32):
     expected, behind, live = reference.expect(**given)
     state = WalkState.empty(1, 2, place32.device)
     state.limits[1] = 1
-    made = {"expected": expected, "behind": behind, "live": live}
+    made = {"expected": expected, "after_current_stream": behind, "live": live}
     named = {"parts": 1, "threshold": 0.98, "last": False, "estimate": "bound"}
     reference.verify(lse, given["tokens"], state, **named, **made)
     assert (state.limits[1] > 1).all(), "nothing was left to find, says a bound that has taken all the room"
@@ -254,6 +254,6 @@ def test_the_papers_estimates_have_no_kernel(place32):
         walk.operators = kernels
         assert walk.verifier is verifier
     expected, behind, live = kernels.expect(walk.logits, walk.ids, walk.tokens)
-    made = {"expected": expected, "behind": behind, "live": live}
+    made = {"expected": expected, "after_current_stream": behind, "live": live}
     with pytest.raises(ValueError, match="only estimate='scores' has a kernel, got 'bound'"):
         kernels.verify(walk.lse, walk.tokens, walk.state, parts=walk.parts, threshold=0.9, estimate="bound", **made)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_cases import RATIO, Case, check, config_of, expect, in_frames, on_cpu
+from decode_cases import RATIO, Case, check, config_of, expect, in_pages, on_cpu
 from operators import view
 
 from hf_sparsekv.ops.sparse_decode import sparse_decode as public
@@ -129,24 +129,24 @@ def test_large_logits(place32):
 
 
 def test_one_slot_holds_all_weight(place32):
-    """Attention that follows one key gives that key's value: columns, slots and heads are not mixed up."""
+    """Attention that follows one key gives that key's value: columns, physical blocks and heads are not mixed up."""
     case = Case(batch=2, heads=2, group=2, cap=6, block_size=16)
-    slots = torch.stack([place32.randperm(8)[:6] for _ in range(2)])
+    block_table = torch.stack([place32.randperm(8)[:6] for _ in range(2)])
     kv = place32.randn(8, 2, 16, 128)
     flags = torch.ones(8, 16, dtype=torch.uint8, device=place32.device)
-    near_kv = place32.nan(2, 2, 17, 128)
-    near_valid = torch.zeros(2, 17, dtype=torch.bool, device=place32.device)
+    recent_kv = place32.nan(2, 2, 17, 128)
+    recent_valid = torch.zeros(2, 17, dtype=torch.bool, device=place32.device)
     column = torch.tensor([[5, 37], [64, 95]])
     q, value = torch.empty(2, 4, 64), torch.empty(2, 4, 64)
     for i in range(2):
         for j in range(2):
-            token = kv[slots[i, column[i, j] // 16].long(), j, column[i, j] % 16].cpu()
+            token = kv[block_table[i, column[i, j] // 16].long(), j, column[i, j] % 16].cpu()
             q[i, 2 * j : 2 * j + 2], value[i, 2 * j : 2 * j + 2] = 50 * token[:64], token[64:]
     ids = torch.arange(96, dtype=torch.int32, device=place32.device).expand(2, 2, 96)
     blocks = torch.arange(6, dtype=torch.int32, device=place32.device).expand(2, 2, 6)
     for granularity, chosen in (("token", ids), ("block", blocks), ("all", None)):
         about = {"granularity": granularity, "value_dim": case.dv, "sinks": case.sinks, "scale": 1.0}
-        got = sparse_decode(q.to(place32.device), kv, flags, slots, chosen, near_kv, near_valid, **about)
+        got = sparse_decode(q.to(place32.device), kv, flags, block_table, chosen, recent_kv, recent_valid, **about)
         torch.testing.assert_close(got.cpu(), value, rtol=1e-5, atol=1e-5)
 
 
@@ -176,7 +176,7 @@ def test_refuses(place32):
     args, named = Case().make(place32, "block")
     with pytest.raises(ValueError, match="of latents only"):
         sparse_decode(*args, **named, used=torch.ones(2, 2, dtype=torch.int32, device=place32.device))
-    args, named = in_frames(place32, *Case().make(place32, "token"))
+    args, named = in_pages(place32, *Case().make(place32, "token"))
     with pytest.raises(ValueError, match="only where some are chosen"):
         sparse_decode(*args, **dict(named, granularity="all"))
 
@@ -239,25 +239,25 @@ FRAMED = [
 @pytest.mark.parametrize("granularity", ["token", "block"])
 @pytest.mark.parametrize("case", FRAMED, ids=range(len(FRAMED)))
 def test_frames(place, case, granularity):
-    """Blocks by place: the reference equals itself without frames, the kernel the reference."""
+    """Blocks by place: the reference equals itself without pages, the kernel the reference."""
     args, named = case.make(place, granularity)
     expected, want_attended = expect(args, named)
-    args, named = in_frames(place, args, named)
-    assert (args[4] < -1).any() or (named.get("places", args[4]) < -1).any()
+    args, named = in_pages(place, args, named)
+    assert (args[4] < -1).any() or (named.get("page_ids", args[4]) < -1).any()
     found, attended = expect(args, named)
     assert torch.equal(found, expected)
     assert torch.equal(attended, want_attended)
     attended = torch.full_like(want_attended, 1000, device=place.device)
     want_host, from_host = torch.full_like(want_attended, 50), torch.full_like(attended, 50)
     size = case.block_size
-    place_of = named["places"].cpu() if granularity == "block" else args[4].cpu() // size
+    page_id_of = named["page_ids"].cpu() if granularity == "block" else args[4].cpu() // size
     if granularity == "token":
-        want_host += (place_of < -1).sum(-1)
+        want_host += (page_id_of < -1).sum(-1)
     else:  # the tokens of a block that can be selected
-        at_home = torch.where(place_of < -1, -place_of - 2, 0).long()
-        want_host += ((args[2].cpu()[at_home] == 1) & (place_of < -1)[..., None]).sum((-1, -2))
-        slot = args[3].cpu()[:, None].expand(-1, case.heads, -1).gather(-1, args[4].cpu().clamp_min(0).long())
-        hidden = (place_of < -1) & (slot < 0)  # a block of no slot is none, whatever its place says
+        at_home = torch.where(page_id_of < -1, -page_id_of - 2, 0).long()
+        want_host += ((args[2].cpu()[at_home] == 1) & (page_id_of < -1)[..., None]).sum((-1, -2))
+        physical_id = args[3].cpu()[:, None].expand(-1, case.heads, -1).gather(-1, args[4].cpu().clamp_min(0).long())
+        hidden = (page_id_of < -1) & (physical_id < 0)  # a block of no physical block is none, whatever its place says
         want_host -= ((args[2].cpu()[at_home] == 1) & hidden[..., None]).sum((-1, -2))
     counted = torch.full_like(want_attended, 50)
     reference(*on_cpu(args), **on_cpu(named), from_host=counted)
@@ -272,13 +272,13 @@ def test_frames(place, case, granularity):
 @pytest.mark.parametrize("granularity", ["token", "block"])
 @pytest.mark.parametrize("latents", [False, True], ids=["keys and values", "latents"])
 def test_frames_of_other_strides(place32, latents, granularity):
-    """Frames, stored blocks and the near buffer are slices of wider rows, each of another width."""
+    """Pages, stored blocks and the recent buffer are slices of wider rows, each of another width."""
     case = Case(heads=1, dk=48, dv=32, latents=latents)
-    args, named = in_frames(place32, *case.make(place32, granularity))
+    args, named = in_pages(place32, *case.make(place32, granularity))
     expected, _ = expect(args, named)
 
     def wider(t, more):
         return torch.cat((t, torch.full_like(t[..., :more], torch.nan)), -1)[..., : t.shape[-1]]
 
-    args[1], args[5], named["frames"] = wider(args[1], 8), wider(args[5], 16), wider(named["frames"], 24)
+    args[1], args[5], named["pages"] = wider(args[1], 8), wider(args[5], 16), wider(named["pages"], 24)
     place32.close(sparse_decode(*args, **named), expected)

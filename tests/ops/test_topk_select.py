@@ -19,7 +19,7 @@ SPLITS = {
     "several programs": Config(row=16, chunk=64, split=False),
     "sample": Config(row=16, chunk=64, sample=32, fewest=64),
 }
-split = pytest.mark.parametrize("how", SPLITS.values(), ids=SPLITS.keys())
+split = pytest.mark.parametrize("config", SPLITS.values(), ids=SPLITS.keys())
 
 
 def ties(place, n):
@@ -80,12 +80,12 @@ COUNTS = {
 @pytest.mark.parametrize("n", [1, 65, 128, 129, 200])
 @pytest.mark.parametrize("k", COUNTS)
 @pytest.mark.parametrize("kind", SCORES)
-def test_against_reference(place32, kind, k, n, how):
+def test_against_reference(place32, kind, k, n, config):
     """Padded with -1 where fewer can be chosen: -inf and NaN never are."""
     scores, k = SCORES[kind](place32, n), COUNTS[k](n)
     out = torch.full((*scores.shape[:2], k), 12345, dtype=torch.int32, device=scores.device)
-    scratch = torch.full((scratch_size(scores, k, how),), -99, dtype=torch.int32, device=scores.device)
-    assert block_select(scores, k, out=out, scratch=scratch, config=how) is out
+    scratch = torch.full((scratch_size(scores, k, config),), -99, dtype=torch.int32, device=scores.device)
+    assert block_select(scores, k, out=out, scratch=scratch, config=config) is out
     got, scores = out.cpu(), scores.cpu()
     assert torch.equal(got, reference_block(scores, k))
     assert (scores.gather(-1, got.clamp_min(0).long())[got >= 0] > -math.inf).all()
@@ -96,7 +96,7 @@ def test_against_reference(place32, kind, k, n, how):
 @split
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("wild", [False, True])
-def test_tokens(place32, wild, block_size, how):
+def test_tokens(place32, wild, block_size, config):
     """Scores of given blocks become columns; without given blocks they are columns already."""
     batch, heads, n, k = 2, 2, 3, 21
     scores = wild_scores(place32, n * block_size)[1:, 1:3] if wild else place32.randn(batch, heads, n * block_size)
@@ -109,30 +109,30 @@ def test_tokens(place32, wild, block_size, how):
     for ids in (blocks, None):
         expected = reference_token(scores.cpu(), None if ids is None else ids.cpu(), k, block_size)
         out = torch.full((batch, heads, k), 12345, dtype=torch.int32, device=place32.device)
-        got = token_select(scores, ids, k, block_size, out=out, config=how)
+        got = token_select(scores, ids, k, block_size, out=out, config=config)
         assert got is out
         assert torch.equal(got.cpu(), expected)
 
 
 @split
-def test_views(place32, how):
+def test_views(place32, config):
     """Scores, block ids and result that are slices of larger buffers."""
     scores, out = place32.nan(2, 3, 150), place32.nan(2, 3, 40, dtype=torch.int32)
     scores[:, 1:, 10:106] = place32.randn(2, 2, 96)
     blocks = place32.nan(2, 3, 9, dtype=torch.int32)
     blocks[:, 1:, 2:8] = torch.arange(1, 12, 2, device=place32.device)
-    token_select(scores[:, 1:, 10:106], blocks[:, 1:, 2:8], 33, 16, out=out[:, 1:, 4:37], config=how)
+    token_select(scores[:, 1:, 10:106], blocks[:, 1:, 2:8], 33, 16, out=out[:, 1:, 4:37], config=config)
     expected = place32.nan(2, 3, 40, dtype=torch.int32).cpu()
     expected[:, 1:, 4:37] = reference_token(scores[:, 1:, 10:106].cpu(), blocks[:, 1:, 2:8].cpu(), 33, 16)
     assert torch.equal(out.cpu(), expected)
 
 
 @split
-def test_empty(place32, how):
-    assert block_select(torch.zeros(2, 1, 5, device=place32.device), 0, config=how).shape == (2, 1, 0)
+def test_empty(place32, config):
+    assert block_select(torch.zeros(2, 1, 5, device=place32.device), 0, config=config).shape == (2, 1, 0)
     none = torch.zeros(2, 1, 0, device=place32.device)
-    assert (block_select(none, 3, config=how) == -1).all()
-    assert (token_select(none, none.int(), 3, 16, config=how) == -1).all()
+    assert (block_select(none, 3, config=config) == -1).all()
+    assert (token_select(none, none.int(), 3, 16, config=config) == -1).all()
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -152,7 +152,7 @@ def sampled_at(n, sample):
 @pytest.mark.parametrize("k", [20, 60])
 def test_a_sample_that_misleads(place32, k):
     """Too few entries reach the sample's score, or too many: then the whole row is searched. With given blocks."""
-    n, how = 640, Config(row=16, chunk=64, sample=32, fewest=128)
+    n, config = 640, Config(row=16, chunk=64, sample=32, fewest=128)
     at = sampled_at(n, 32)
     assert at.unique().numel() == 32 and at.max() < n
     scores = place32.randn(1, 4, n)
@@ -160,8 +160,8 @@ def test_a_sample_that_misleads(place32, k):
     scores[:, 1, at.to(place32.device)] -= 100.0
     scores[:, 2] = scores[:, 2].round()
     blocks = (torch.arange(40, dtype=torch.int32, device=place32.device) * 3).expand(1, 4, 40)
-    scratch = place32.nan(scratch_size(scores, k, how), dtype=torch.int32)
-    got = token_select(scores, blocks, k, 16, scratch=scratch, config=how)
+    scratch = place32.nan(scratch_size(scores, k, config), dtype=torch.int32)
+    got = token_select(scores, blocks, k, 16, scratch=scratch, config=config)
     assert torch.equal(got.cpu(), reference_token(scores.cpu(), blocks.cpu(), k, 16))
     reached = scratch[4:44].view(4, 10).sum(1).tolist()
     assert reached[0] < k and reached[1] > 128, "the sample does not mislead"
@@ -207,8 +207,8 @@ def test_long_contexts(n, k, split):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch, n, k", [(8, 32_768, 2048), (1, 131_072, 1024)])
-@pytest.mark.parametrize("how", [Config(), Config(chunk=8192, warps=8)], ids=["default", "large chunks"])
-def test_captured_beside_other_kernels(batch, n, k, how):
+@pytest.mark.parametrize("config", [Config(), Config(chunk=8192, warps=8)], ids=["default", "large chunks"])
+def test_captured_beside_other_kernels(batch, n, k, config):
     """A graph that changes the scores just before and reads the ids just after, replayed many times."""
     generator = torch.Generator("cuda").manual_seed(0)
     scores = torch.randn(6, batch, 8, n, generator=generator, device="cuda")
@@ -219,7 +219,7 @@ def test_captured_beside_other_kernels(batch, n, k, how):
     def run():
         for i, one in enumerate(scores):
             torch.mul(one, 1.0 + shift, out=work)
-            token_select(work, None, k, 64, out=ids[i], config=how)
+            token_select(work, None, k, 64, out=ids[i], config=config)
             found[i].copy_(ids[i])
 
     run()

@@ -34,35 +34,35 @@ class Case:
     estimate: str = "scores"
     softcap: float | None = None
     learned_sink: bool = False
-    placed: bool = False
+    paged: bool = False
     first: int = 3  # blocks of the first round
     latents: bool = False  # values are the beginning of their keys
 
     def make(self, place) -> dict:
         """Arguments by name: rows share blocks, some are missing or hold padding; NaN in all that may not be read."""
-        all_slots, width = self.n + 2, self.dk + (0 if self.latents else self.dv)
-        flags = place.randint(0, 8, all_slots, self.block_size, dtype=torch.uint8).clamp_max(1)
+        num_blocks, width = self.n + 2, self.dk + (0 if self.latents else self.dv)
+        flags = place.randint(0, 8, num_blocks, self.block_size, dtype=torch.uint8).clamp_max(1)
         flags[0] = 3
         fill = (flags == 1).sum(-1, dtype=torch.int32)
-        kv = place.randn(all_slots, self.heads, self.block_size, width)
+        kv = place.randn(num_blocks, self.heads, self.block_size, width)
         kv[..., : self.dk] *= self.spread
         kv = torch.where((flags == 1)[:, None, :, None], kv, UNREADABLE)
-        slots = torch.stack([place.randperm(all_slots)[: self.n] for _ in range(self.batch)])
-        slots = slots.masked_fill(place.rand(self.batch, self.n) < 0.1, -1)
-        near_valid = place.rand(self.batch, self.sinks + self.ring) > 0.3
-        near_kv = place.randn(self.batch, self.heads, self.sinks + self.ring, width)
-        near_kv = torch.where(near_valid[:, None, :, None], near_kv, UNREADABLE)
+        block_table = torch.stack([place.randperm(num_blocks)[: self.n] for _ in range(self.batch)])
+        block_table = block_table.masked_fill(place.rand(self.batch, self.n) < 0.1, -1)
+        recent_valid = place.rand(self.batch, self.sinks + self.ring) > 0.3
+        recent_kv = place.randn(self.batch, self.heads, self.sinks + self.ring, width)
+        recent_kv = torch.where(recent_valid[:, None, :, None], recent_kv, UNREADABLE)
         q = place.randn(self.batch, self.heads * self.group, self.dk)
-        ids, tokens = self.rank(place, fill, slots)
+        ids, tokens = self.rank(place, fill, block_table)
         given = {
             "q": q,
             "kv": kv,
             "flags": flags,
-            "slots": slots,
+            "block_table": block_table,
             "ids": ids,
             "tokens": tokens,
-            "near_kv": near_kv,
-            "near_valid": near_valid,
+            "recent_kv": recent_kv,
+            "recent_valid": recent_valid,
             "value_dim": self.dv,
             "scale": self.dk**-0.5,
             "threshold": self.threshold,
@@ -72,50 +72,50 @@ class Case:
             "softcap": self.softcap,
             "sink_logits": place.randn(self.heads * self.group) if self.learned_sink else None,
             "estimate": self.estimate,
-            "logits": None if self.estimate == "as_min" else self.logits(place, q, kv, flags, slots),
+            "logits": None if self.estimate == "as_min" else self.logits(place, q, kv, flags, block_table),
             "logit_scale": 2.0,
         }
-        if self.placed:
-            given |= self.in_frames(place, kv, slots, ids)
+        if self.paged:
+            given |= self.in_pages(place, kv, block_table, ids)
         return given
 
-    def rank(self, place, fill, slots):
+    def rank(self, place, fill, block_table):
         """Random orders of the blocks that have tokens."""
         ids = torch.full((self.batch, self.heads, self.n), -1, dtype=torch.int32, device=place.device)
         tokens = torch.zeros_like(ids)
         for row in range(self.batch):
-            at = slots[row].clamp_min(0).long()
-            live = ((slots[row] >= 0) & (fill[at] > 0)).nonzero().flatten()
+            at = block_table[row].clamp_min(0).long()
+            live = ((block_table[row] >= 0) & (fill[at] > 0)).nonzero().flatten()
             for head in range(self.heads):
                 mixed = live[place.randperm(len(live)).long()]
                 ids[row, head, : len(live)] = mixed.int()
-                tokens[row, head, : len(live)] = fill[slots[row, mixed].long()]
+                tokens[row, head, : len(live)] = fill[block_table[row, mixed].long()]
         return ids, tokens
 
-    def logits(self, place, q, kv, flags, slots):
+    def logits(self, place, q, kv, flags, block_table):
         """Halves of the largest logit of each block, and a little more or noise; anything where there is none."""
         keys = torch.where((flags == 1)[:, None, :, None], kv[..., : self.dk].float(), 0.0)
         q = q.float().view(self.batch, self.heads, self.group, self.dk)
-        logits = torch.einsum("bhgd,bnhtd->bhgnt", q, keys[slots.clamp_min(0).long()]) * self.dk**-0.5
-        usable = (flags == 1)[slots.clamp_min(0).long()][:, None, None]
+        logits = torch.einsum("bhgd,bnhtd->bhgnt", q, keys[block_table.clamp_min(0).long()]) * self.dk**-0.5
+        usable = (flags == 1)[block_table.clamp_min(0).long()][:, None, None]
         best = logits.masked_fill(~usable, -1e4).amax(-1)
         best = self.softcap * torch.tanh(best / self.softcap) if self.softcap else best
         best = best + (0.2 if self.estimate == "bound" else place.randn(*best.shape).float())
         return best.flatten(1, 2).contiguous() / 2
 
-    def in_frames(self, place, kv, slots, ids):
-        """Some blocks in frames in any order, the others by the place of their slot."""
+    def in_pages(self, place, kv, block_table, ids):
+        """Some blocks in pages in any order, the others by the place of their physical block."""
         count = kv.shape[0] * self.heads
-        frame_of = (place.randperm(count) * 2).view(kv.shape[0], self.heads)
-        frames = place.nan(2 * count, self.block_size, kv.shape[-1])
-        frames[frame_of.flatten().long()] = kv.flatten(0, 1)
+        page_of = (place.randperm(count) * 2).view(kv.shape[0], self.heads)
+        pages = place.nan(2 * count, self.block_size, kv.shape[-1])
+        pages[page_of.flatten().long()] = kv.flatten(0, 1)
         home = place.rand(kv.shape[0], self.heads) < 0.4
-        slot = slots[:, None].expand(-1, self.heads, -1).gather(-1, ids.clamp_min(0).long())
+        physical_id = block_table[:, None].expand(-1, self.heads, -1).gather(-1, ids.clamp_min(0).long())
         head = torch.arange(self.heads, device=kv.device)[None, :, None]
-        at = slot.clamp_min(0).long(), head
-        places = torch.where(home[at], -(slot + 2), frame_of[at])
+        at = physical_id.clamp_min(0).long(), head
+        page_ids = torch.where(home[at], -(physical_id + 2), page_of[at])
         kv = torch.where(home[..., None, None], kv, UNREADABLE)
-        return {"frames": frames, "places": torch.where(ids < 0, -1, places).int(), "kv": kv}
+        return {"pages": pages, "page_ids": torch.where(ids < 0, -1, page_ids).int(), "kv": kv}
 
     def state(self, place) -> WalkState:
         state = WalkState.empty(self.batch, self.heads, place.device, chosen=9)
@@ -159,7 +159,7 @@ def algorithm_1(case: Case, given: dict) -> tuple[torch.Tensor, torch.Tensor, to
             queries = g["q"][row, head * group : (head + 1) * group]
             o_acc, as_acc, as_min = [], [], [math.inf] * group
             for i, q in enumerate(queries):
-                seen = g["near_kv"][row, head][g["near_valid"][row]]
+                seen = g["recent_kv"][row, head][g["recent_valid"][row]]
                 o, as_ = (
                     attention(q, seen[:, :dk], values_of(seen, dk, case.dv))
                     if len(seen)
@@ -173,11 +173,11 @@ def algorithm_1(case: Case, given: dict) -> tuple[torch.Tensor, torch.Tensor, to
             left, sum_min = sum(counts.values()), math.inf
             ratios: list[list[float]] = []
             for b in order if case.max_blocks is None else order[: case.max_blocks]:
-                slot = g["slots"][row, b]
-                tokens = (g["flags"][slot] == 1).nonzero().flatten()
-                kv = g["kv"][slot, head, tokens]
-                if case.placed and (at := int(g["places"][row, head, g["ids"][row, head].tolist().index(b)])) >= 0:
-                    kv = g["frames"][at, tokens]
+                physical_id = g["block_table"][row, b]
+                tokens = (g["flags"][physical_id] == 1).nonzero().flatten()
+                kv = g["kv"][physical_id, head, tokens]
+                if case.paged and (at := int(g["page_ids"][row, head, g["ids"][row, head].tolist().index(b)])) >= 0:
+                    kv = g["pages"][at, tokens]
                 used[row, head] += 1
                 left -= counts[b]
                 each = [attention(q, kv[:, :dk], values_of(kv, dk, case.dv)) for q in queries]

@@ -7,4 +7,4 @@ from . import reference
 
 __all__ = ["append"]
 
-append = operator(reference.append, on="near_kv")
+append = operator(reference.append, on="recent_kv")

@@ -17,8 +17,8 @@ def append_kernel(
     k,
     v,
     valid,
-    near,
-    near_valid,
+    recent,
+    recent_valid,
     p_length,
     q,
     ring,
@@ -40,49 +40,49 @@ def append_kernel(
     length = tl.load(p_length)
     # Taken apart so that the sum cannot overflow, and wrapped once because q <= ring.
     o_ring = length % ring + o_q
-    o_near = sinks + tl.where(o_ring >= ring, o_ring - ring, o_ring)
+    o_recent = sinks + tl.where(o_ring >= ring, o_ring - ring, o_ring)
 
     o_q = o_q.to(tl.int64)
-    p_to = row_ptr(near, i_batch, i_head) + o_near.to(tl.int64)[:, None] * near.token
+    p_to = row_ptr(recent, i_batch, i_head) + o_recent.to(tl.int64)[:, None] * recent.token
     o_k = tl.arange(0, BK)
     m_k = m_q[:, None] & (o_k < DK)[None, :]
     p_from = row_ptr(k, i_batch, i_head)
     b_k = tl.load(p_from + o_q[:, None] * k.token + o_k[None, :] * k.dim, mask=m_k, other=0.0)  # [BQ, BK]
-    tl.store(p_to + o_k[None, :], b_k.to(near.ptr.dtype.element_ty), mask=m_k)
+    tl.store(p_to + o_k[None, :], b_k.to(recent.ptr.dtype.element_ty), mask=m_k)
 
     o_v = tl.arange(0, BV)
     m_v = m_q[:, None] & (o_v < DV)[None, :]
     p_from = row_ptr(v, i_batch, i_head)
     b_v = tl.load(p_from + o_q[:, None] * v.token + o_v[None, :] * v.dim, mask=m_v, other=0.0)  # [BQ, BV]
-    tl.store(p_to + DK + o_v[None, :], b_v.to(near.ptr.dtype.element_ty), mask=m_v)
+    tl.store(p_to + DK + o_v[None, :], b_v.to(recent.ptr.dtype.element_ty), mask=m_v)
 
     # Validity belongs to the row: its first head's programs write it.
     m_valid = m_q & (i_head == 0)
     b_valid = tl.full([BQ], 1, tl.uint8)
     if valid is not None:
         b_valid = tl.load(valid.ptr + i_batch * valid.row + o_q, mask=m_valid, other=0)  # [BQ]
-    tl.store(near_valid.ptr + i_batch * near_valid.row + o_near, b_valid, mask=m_valid)
+    tl.store(recent_valid.ptr + i_batch * recent_valid.row + o_recent, b_valid, mask=m_valid)
 
 
-def append(k, v, valid, near_kv, near_valid, length, sinks):
+def append(k, v, valid, recent_kv, recent_valid, length, sinks):
     """As ``reference.append``. ``k`` and ``v`` may be strided in any way."""
     batch, heads, q, dk = k.shape
     if not q:
         return
-    require_dense_rows(valid=valid, near_kv=near_kv, near_valid=near_valid)
+    require_dense_rows(valid=valid, recent_kv=recent_kv, recent_valid=recent_valid)
     tile = min(TILE, triton.next_power_of_2(q))
     launch(
         append_kernel,
         (batch * heads, triton.cdiv(q, tile)),
-        near_kv,
+        recent_kv,
         operand(AnyTokens, k),
         operand(AnyTokens, v),
         operand(Table, valid),
-        operand(Tokens, near_kv),
-        operand(Table, near_valid),
+        operand(Tokens, recent_kv),
+        operand(Table, recent_valid),
         length,
         q,
-        near_kv.shape[2] - sinks,
+        recent_kv.shape[2] - sinks,
         sinks,
         HEADS=heads,
         DK=dk,

@@ -1,4 +1,4 @@
-"""Copy listed blocks into frames (SparseServe's FlashH2D)."""
+"""Copy listed blocks into device pages (SparseServe's FlashH2D)."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from . import reference
 
 __all__ = ["block_copy"]
 
-block_copy = operator(reference.block_copy, on="frames", in_place=("kv",))
+block_copy = operator(reference.block_copy, on="pages", in_place=("kv",))

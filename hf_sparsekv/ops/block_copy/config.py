@@ -35,9 +35,9 @@ class Config:
     tile: int = 16384
 
 
-def config(kv: Tensor, frames: Tensor) -> Config:
+def config(kv: Tensor, pages: Tensor) -> Config:
     """For copies of these blocks."""
-    if kv.is_cuda and frames.is_cuda:
+    if kv.is_cuda and pages.is_cuda:
         return Config(PROGRAMS_ON_DEVICE, WARPS)
-    small = frames.shape[1] * frames.shape[2] * frames.itemsize < SMALL
+    small = pages.shape[1] * pages.shape[2] * pages.itemsize < SMALL
     return Config(PROGRAMS_SMALL if small else PROGRAMS, WARPS)

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 
-def block_rank(scores: Tensor, fill: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+def block_rank(scores: Tensor, fill: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
     """Sort the blocks of each row and KV head by falling score; among equal scores the lower id comes first.
 
     Args:
         scores: ``[batch, H, n]`` float32; ``-inf`` where there is nothing to select, and NaN counts as ``-inf``.
-        fill: ``[num_slots]`` int32, tokens of a block that can be selected.
-        slots: ``[batch, n]`` int32, slot of each block of each row.
+        fill: ``[num_blocks]`` int32, tokens of a block that can be selected.
+        block_table: ``[batch, n]`` int32, physical id of each block of each row.
 
     Returns:
         Ids int32 ``[batch, H, n]``, -1 from the last block with a score on, and the selectable tokens of each
@@ -20,6 +20,6 @@ def block_rank(scores: Tensor, fill: Tensor, slots: Tensor) -> tuple[Tensor, Ten
     """
     order = scores.masked_fill(scores.isnan(), float("-inf")).sort(dim=-1, descending=True, stable=True)
     live = order.values > float("-inf")
-    slot = slots[:, None].expand(-1, scores.shape[1], -1).gather(-1, order.indices)
-    tokens = torch.where(live, fill[slot.clamp_min(0).long()], 0)
+    physical_id = block_table[:, None].expand(-1, scores.shape[1], -1).gather(-1, order.indices)
+    tokens = torch.where(live, fill[physical_id.clamp_min(0).long()], 0)
     return torch.where(live, order.indices, -1).int(), tokens.int()

@@ -37,7 +37,7 @@ def _number(b_s):
 def block_rank_kernel(
     scores,
     p_fill,
-    slots,
+    block_table,
     p_ids,
     p_tokens,
     n,
@@ -54,8 +54,10 @@ def block_rank_kernel(
     o_i = tl.program_id(0) * BI + tl.arange(0, BI)
     m_i = o_i < n
     b_i = _number(tl.load(p_row + o_i, mask=m_i, other=float("-inf")))  # [BI]
-    b_slot = tl.load(slots.ptr + i_batch * slots.row + o_i, mask=m_i & (b_i > float("-inf")), other=-1)  # [BI]
-    b_tokens = tl.load(p_fill + b_slot, mask=b_slot >= 0, other=0)  # [BI]
+    b_physical_id = tl.load(
+        block_table.ptr + i_batch * block_table.row + o_i, mask=m_i & (b_i > float("-inf")), other=-1
+    )  # [BI]
+    b_tokens = tl.load(p_fill + b_physical_id, mask=b_physical_id >= 0, other=0)  # [BI]
     # Of equal scores the lower id comes first. Tiles of others lie on one side of these blocks, all but the one that
     # holds them, so two comparisons in three are left out. (Counted in float32: one instruction less for each.)
     b_before = tl.zeros([BI, BJ], tl.float32)
@@ -76,15 +78,18 @@ def block_rank_kernel(
     tl.store(p_tokens + o_out, b_tokens, mask=m_i)
 
 
-def block_rank(scores, fill, slots, *, config=None):
+def block_rank(scores, fill, block_table, *, config=None):
     """As ``reference.block_rank``; ``config`` replaces the usual one."""
     batch, heads, n = scores.shape
     config = config or Config()
     ids, tokens = (torch.empty(batch, heads, n, dtype=torch.int32, device=scores.device) for _ in range(2))
     if not n:
         return ids, tokens
-    require_dense_rows(scores=scores, fill=fill, slots=slots)
+    require_dense_rows(scores=scores, fill=fill, block_table=block_table)
     others = max(config.tile, min(config.others, triton.next_power_of_2(n)))  # a multiple of the tile
-    grid, strided = (triton.cdiv(n, config.tile), batch * heads), (operand(Rows, scores), fill, operand(Table, slots))
+    grid, strided = (
+        (triton.cdiv(n, config.tile), batch * heads),
+        (operand(Rows, scores), fill, operand(Table, block_table)),
+    )
     launch(block_rank_kernel, grid, scores, *strided, ids, tokens, n, HEADS=heads, BI=config.tile, BJ=others)
     return ids, tokens

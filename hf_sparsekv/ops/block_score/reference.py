@@ -19,7 +19,7 @@ def block_score(
     q: Tensor,
     bounds: Tensor,
     fill: Tensor,
-    slots: Tensor,
+    block_table: Tensor,
     reduce: str,
     metadata: str = "min_max",
     *,
@@ -38,9 +38,9 @@ def block_score(
 
     Args:
         q: ``[batch, Hq, Dk]`` queries of this step, rotary embedding applied.
-        bounds: ``[num_slots, H, sides, Dk]``, see :func:`...seal.reference.key_metadata`.
-        fill: ``[num_slots]`` int32, tokens of the block that can be selected.
-        slots: ``[batch, n]`` int32, slot of each block of each row; -1 where there is none.
+        bounds: ``[num_blocks, H, sides, Dk]``, see :func:`...seal.reference.key_metadata`.
+        fill: ``[num_blocks]`` int32, tokens of the block that can be selected.
+        block_table: ``[batch, n]`` int32, physical id of each block of each row; -1 where there is none.
         reduce: ``"mean"``, ``"max"`` or ``"none"``.
         metadata: what the ``bounds`` are.
         out: receives the result.
@@ -52,15 +52,15 @@ def block_score(
     """
     batch, q_heads, dk = q.shape
     heads, sides = bounds.shape[1:3]
-    n = slots.shape[1]
+    n = block_table.shape[1]
     parts = query_parts(q.float().view(batch, heads, q_heads // heads, dk), metadata)  # [batch, H, G, sides * Dk]
     if reduce == "mean":  # linear, so the group collapses to one vector first
         parts = parts.mean(2, keepdim=True)
-    at = slots.clamp_min(0).long()
+    at = block_table.clamp_min(0).long()
     box = bounds[at].float().permute(0, 2, 3, 4, 1).reshape(batch, heads, sides * dk, n)
     score = parts @ box  # [batch, H, G or 1, n]
-    missing = (slots < 0) | (fill[at] == 0)
+    missing = (block_table < 0) | (fill[at] == 0)
     score = score.masked_fill(missing[:, None, None] | score.isnan(), float("-inf"))
     if each is not None:
-        block_score(q, bounds, fill, slots, "none", metadata, out=each)
+        block_score(q, bounds, fill, block_table, "none", metadata, out=each)
     return give(score.flatten(1, 2) if reduce == "none" else score.amax(2), out)

@@ -41,14 +41,14 @@ def block_score_kernel(
     i_batch, i_head = batch_and_head(i_row, HEADS)
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
     m_n = o_n < n
-    b_slot = tl.load(table.ptr + i_batch * table.row + o_n, mask=m_n, other=-1).to(tl.int64)  # [BN]
-    m_live = m_n & (b_slot >= 0)
-    m_live = m_live & (tl.load(p_fill + b_slot, mask=m_live, other=0) != 0)  # [BN]
+    b_physical_id = tl.load(table.ptr + i_batch * table.row + o_n, mask=m_n, other=-1).to(tl.int64)  # [BN]
+    m_live = m_n & (b_physical_id >= 0)
+    m_live = m_live & (tl.load(p_fill + b_physical_id, mask=m_live, other=0) != 0)  # [BN]
 
     o_g = tl.arange(0, BG)
     o_far = o_g.to(tl.int64)[:, None]  # heads of a prompt's last query lie as far apart as the prompt is long
     p_row = q.ptr + i_batch * q.batch + i_head * GROUP * q.head + o_far * q.head
-    p_box = bounds.ptr + b_slot[:, None] * bounds.slot + i_head * bounds.head
+    p_box = bounds.ptr + b_physical_id[:, None] * bounds.block + i_head * bounds.head
     if REDUCE == "mean":
         b_both = tl.zeros([BN, BK], tl.float32)
     if REDUCE != "mean" or each is not None:
@@ -100,21 +100,21 @@ def block_score_kernel(
         tl.store(p_to, tl.where(m_live, b_s, float("-inf")), mask=m_n)
 
 
-def block_score(q, bounds, fill, slots, reduce, metadata="min_max", *, out=None, each=None, config=None):
+def block_score(q, bounds, fill, block_table, reduce, metadata="min_max", *, out=None, each=None, config=None):
     """As ``reference.block_score``; ``config`` replaces the one for these shapes."""
     batch, q_heads, dk = q.shape
-    heads, n = bounds.shape[1], slots.shape[1]
+    heads, n = bounds.shape[1], block_table.shape[1]
     if out is None:
         rows = q_heads if reduce == "none" else heads
         out = torch.empty(batch, rows, n, dtype=torch.float32, device=q.device)
     if not n:
         return out
-    require_dense_rows(bounds=bounds, fill=fill, slots=slots, out=out, each=each)
+    require_dense_rows(bounds=bounds, fill=fill, block_table=block_table, out=out, each=each)
     group = count = q_heads // heads
     config = config or default(batch * heads, n, group, dk)
     if group > MANY and reduce == "mean":
         if each is not None:
-            block_score(q, bounds, fill, slots, "none", metadata, out=each)
+            block_score(q, bounds, fill, block_table, "none", metadata, out=each)
             each = None
         # positive and negative part are heads that are added up
         q, group, count = mean_heads(q, heads, split=True), 2, 1
@@ -125,7 +125,7 @@ def block_score(q, bounds, fill, slots, reduce, metadata="min_max", *, out=None,
         operand(Query, q),
         operand(PagedKV, bounds),
         fill,
-        operand(Table, slots),
+        operand(Table, block_table),
         operand(Rows, out),
         operand(Rows, each),
         n,

@@ -1,4 +1,4 @@
-"""Keep the chosen tokens of each KV head together; only newly chosen ones travel."""
+"""Gather the chosen tokens of each KV head into one buffer; copy only newly chosen ones."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from . import reference
 
 __all__ = ["pack"]
 
-pack = operator(reference.pack, on="ids", in_place=("kv", "packed", "places"))
+pack = operator(reference.pack, on="ids", in_place=("kv", "packed", "page_ids"))

@@ -9,11 +9,11 @@ from torch import Tensor
 def pack(
     ids: Tensor,
     kv: Tensor,
-    slots: Tensor,
+    block_table: Tensor,
     held: Tensor,
     order: Tensor,
     packed: Tensor,
-    places: Tensor,
+    page_ids: Tensor,
     *,
     enabled: Tensor | None = None,
     counters: Tensor | None = None,
@@ -26,14 +26,14 @@ def pack(
 
     Args:
         ids: ``[batch, H, C]`` int32 ``TokenIds``: columns, ascending, -1 at the end.
-        kv: ``[num_slots, H, block_size, Dk + Dv]`` stored blocks; may be pinned host memory.
-        slots: ``[batch, cap]`` int32, slot of each block of each row.
+        kv: ``[num_blocks, H, block_size, Dk + Dv]`` stored blocks; may be pinned host memory.
+        block_table: ``[batch, cap]`` int32, physical id of each block of each row.
         held: ``[batch, H, C]`` int32, written in place: what is in ``packed``, as ``ids``.
         order: ``[batch, H, C]`` int32, written in place: the position of each entry of ``held``. Those of the empty
             entries are the free positions, so each row is a permutation.
-        packed: ``[batch, H, C, Dk + Dv]``, written in place; it and ``places`` may be another GPU's.
-        places: ``[batch, H, C]`` int32, written: for entry ``i`` of ``held`` the position in ``packed`` counted over
-            all rows and heads, ``(row * H + head) * C + order``; -1 for none. With ``packed`` cut into frames of
+        packed: ``[batch, H, C, Dk + Dv]``, written in place; it and ``page_ids`` may be another GPU's.
+        page_ids: ``[batch, H, C]`` int32, written: for entry ``i`` of ``held`` the position in ``packed`` counted over
+            all rows and heads, ``(row * H + head) * C + order``; -1 for none. With ``packed`` cut into pages of
             ``block_size`` these are ids that ``ops.sparse_decode`` takes.
         enabled: int32 ``[1]``; 0: nothing is changed.
         counters: int64 ``[2]``: tokens chosen, and of these brought here, are added.
@@ -53,11 +53,11 @@ def pack(
             position[~known] = at[~stays]
             missing = (~known & (new >= 0)).nonzero().flatten()
             column = new[missing].long()
-            slot = slots[row, column // size].to(kv.device).long()
-            source = kv[slot, head, (column % size).to(kv.device)]
+            physical_id = block_table[row, column // size].to(kv.device).long()
+            source = kv[physical_id, head, (column % size).to(kv.device)]
             packed[row, head, position[missing].long().to(packed.device)] = source.to(packed.device)
             held[row, head], order[row, head] = new, position
             start = (row * heads + head) * room
-            places[row, head] = torch.where(new >= 0, position + start, -1).to(places.device)
+            page_ids[row, head] = torch.where(new >= 0, position + start, -1).to(page_ids.device)
             if counters is not None:
                 counters += torch.tensor([int((new >= 0).sum()), len(missing)], device=counters.device)

@@ -1,7 +1,7 @@
 """Keep the chosen tokens of each KV head together: the kernels.
 
-Both lists ascend, so a binary search tells who stays. One program a row and KV head searches and lists the positions
-that become free; then many programs copy what is missing and write the lists anew.
+Both lists are ascending, so a binary search finds the tokens that stay. One program a row and KV head searches and
+lists the positions that become free; then many programs copy what is missing and write the lists anew.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ def pack_match_kernel(
     b_where = _find(p_old, tl.where(b_new < 0, END, b_new), room, STEPS)
     m_new = m_n & (b_new >= 0)
     m_known = m_new & (tl.load(p_old + b_where, mask=m_new & (b_where < room), other=-1) == b_new)
-    b_rank = tl.cumsum((m_n & (m_known == 0)).to(tl.int32), 0)  # of those that are not there; from 1
+    b_nth = tl.cumsum((m_n & (m_known == 0)).to(tl.int32), 0)  # of those that are not there; from 1
     b_there = tl.load(p_at + b_where, mask=m_known, other=0)
-    tl.store(p_position + i_row * room + o_n, tl.where(m_known, b_there, -b_rank), mask=m_n)
+    tl.store(p_position + i_row * room + o_n, tl.where(m_known, b_there, -b_nth), mask=m_n)
 
     b_old = tl.load(p_old + o_n, mask=m_n, other=-1)  # [N]
     b_where = _find(p_new, tl.where(b_old < 0, END, b_old), room, STEPS)
     m_old = m_n & (b_old >= 0)
     m_stays = m_old & (tl.load(p_new + b_where, mask=m_old & (b_where < room), other=-1) == b_old)
     m_free = m_n & (m_stays == 0)
-    b_rank = tl.cumsum(m_free.to(tl.int32), 0) - 1
-    tl.store(p_free + i_row * room + b_rank, tl.load(p_at + o_n, mask=m_n, other=0), mask=m_free)
+    b_nth = tl.cumsum(m_free.to(tl.int32), 0) - 1
+    tl.store(p_free + i_row * room + b_nth, tl.load(p_at + o_n, mask=m_n, other=0), mask=m_free)
 
     if p_counters is not None:
         n_new, n_known = tl.sum(m_new.to(tl.int32), 0), tl.sum(m_known.to(tl.int32), 0)
@@ -86,11 +86,11 @@ def pack_match_kernel(
 def pack_copy_kernel(
     ids,
     kv,
-    slots,
+    block_table,
     p_held,
     p_order,
     p_packed,
-    p_places,
+    p_page_ids,
     p_position,
     p_free,
     p_enabled,
@@ -117,27 +117,29 @@ def pack_copy_kernel(
     b_to = tl.where(m_moves, b_free, b_to)
     m_moves = m_moves & (b_id >= 0)
 
-    b_slot = tl.load(slots.ptr + i_batch * slots.row + b_id // BLOCK_SIZE, mask=m_moves, other=0).to(tl.int64)
+    b_physical_id = tl.load(block_table.ptr + i_batch * block_table.row + b_id // BLOCK_SIZE, mask=m_moves, other=0).to(
+        tl.int64
+    )
     o_w = tl.arange(0, BW)
     m_w = m_moves[:, None] & (o_w < WIDTH)[None, :]
-    p_from = kv.ptr + b_slot * kv.slot + i_head * kv.head + (b_id % BLOCK_SIZE).to(tl.int64) * kv.token
+    p_from = kv.ptr + b_physical_id * kv.block + i_head * kv.head + (b_id % BLOCK_SIZE).to(tl.int64) * kv.token
     b_kv = tl.load(p_from[:, None] + o_w[None, :], mask=m_w, other=0.0)  # [BN, BW]
     p_to = p_packed + (i_row * room + b_to) * WIDTH
     tl.store(p_to[:, None] + o_w[None, :], b_kv, mask=m_w)
 
     tl.store(p_held + i_row * room + o_n, b_id, mask=m_n)
     tl.store(p_order + i_row * room + o_n, b_to, mask=m_n)
-    b_place = tl.where(b_id >= 0, (i_row * room).to(tl.int32) + b_to, -1)
-    tl.store(p_places + i_row * room + o_n, b_place, mask=m_n)
+    b_page_id = tl.where(b_id >= 0, (i_row * room).to(tl.int32) + b_to, -1)
+    tl.store(p_page_ids + i_row * room + o_n, b_page_id, mask=m_n)
 
 
-def pack(ids, kv, slots, held, order, packed, places, *, enabled=None, counters=None, scratch=None):
-    """As ``reference.pack``; ``held``, ``order``, ``packed`` and ``places`` are contiguous."""
+def pack(ids, kv, block_table, held, order, packed, page_ids, *, enabled=None, counters=None, scratch=None):
+    """As ``reference.pack``; ``held``, ``order``, ``packed`` and ``page_ids`` are contiguous."""
     batch, heads, room = ids.shape
     if not ids.numel():
         return
-    require_dense_rows(ids=ids, kv=kv, slots=slots)
-    for name, t in {"held": held, "order": order, "packed": packed, "places": places}.items():
+    require_dense_rows(ids=ids, kv=kv, block_table=block_table)
+    for name, t in {"held": held, "order": order, "packed": packed, "page_ids": page_ids}.items():
         if not t.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")
     rows, tile = batch * heads, min(TILE, triton.next_power_of_2(room))
@@ -154,11 +156,11 @@ def pack(ids, kv, slots, held, order, packed, places, *, enabled=None, counters=
         ids,
         operand(Rows, ids),
         operand(PagedKV, kv),
-        operand(Table, slots),
+        operand(Table, block_table),
         held,
         order,
         packed,
-        places,
+        page_ids,
         position,
         free,
         enabled,

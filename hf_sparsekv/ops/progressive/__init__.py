@@ -24,8 +24,9 @@ class Walk:
     """One step's walks over the ranked blocks of a layer: its inputs, and the buffers that the rounds share.
 
     Args:
-        q, kv, flags, slots, near_kv, near_valid, scale, softcap, sink_logits, frames, places, from_host, attended: as
-            in :func:`..sparse_decode.sparse_decode` with blocks. Of latents (:mod:`.mass_kernel`) the rounds compute
+        q, kv, flags, block_table, recent_kv, recent_valid, scale, softcap, sink_logits, pages, page_ids, from_host,
+            attended: as in :func:`..sparse_decode.sparse_decode` with blocks. Of latents (:mod:`.mass_kernel`) the
+                rounds compute
             masses alone, and the used blocks are read once more at the end; ``from_host`` counts both.
         ids, tokens: int32 ``[batch, H, n]``, blocks in order of their rank (:func:`..block_rank.block_rank`).
         state: kept from step to step.
@@ -38,11 +39,11 @@ class Walk:
     q: Tensor
     kv: Tensor
     flags: Tensor
-    slots: Tensor
+    block_table: Tensor
     ids: Tensor
     tokens: Tensor
-    near_kv: Tensor
-    near_valid: Tensor
+    recent_kv: Tensor
+    recent_valid: Tensor
     state: WalkState
     value_dim: int
     scale: float
@@ -55,14 +56,14 @@ class Walk:
     logit_scale: float = 1.0
     softcap: float | None = None
     sink_logits: Tensor | None = None
-    frames: Tensor | None = None
-    places: Tensor | None = None
+    pages: Tensor | None = None
+    page_ids: Tensor | None = None
     from_host: Tensor | None = None
     attended: Tensor | None = None
 
     def __post_init__(self) -> None:
         batch, heads, n = self.ids.shape
-        self.parts = near_parts(self.near_kv.shape[2], self.kv.shape[2])
+        self.parts = near_parts(self.recent_kv.shape[2], self.kv.shape[2])
         shape = (batch, heads, self.parts + n, self.q.shape[1] // heads)
         self.lse = torch.empty(shape, dtype=torch.float32, device=self.q.device)
         self.acc = None
@@ -82,7 +83,7 @@ class Walk:
         return self.operators if self.estimate == "scores" else reference
 
     def attend(self, near: bool, limits: Tensor | None = None, **how: int) -> None:
-        """Attention within the blocks of the next round, and within the near buffer.
+        """Attention within the blocks of the next round, and within the recent buffer.
 
         ``how`` replaces the kernel's constants.
         """
@@ -90,18 +91,18 @@ class Walk:
             self.q,
             self.kv,
             self.flags,
-            self.slots,
+            self.block_table,
             self.ids,
-            self.near_kv,
-            self.near_valid,
+            self.recent_kv,
+            self.recent_valid,
             self.state.limits if limits is None else limits,
             self.acc,
             self.lse,
             near=near,
             scale=self.scale,
             softcap=self.softcap,
-            frames=self.frames,
-            places=self.places,
+            pages=self.pages,
+            page_ids=self.page_ids,
             from_host=self.from_host,
             **how,
         )
@@ -146,17 +147,17 @@ class Walk:
                 self.q,
                 self.kv,
                 self.flags,
-                self.slots,
+                self.block_table,
                 self.ids,
-                self.near_kv,
-                self.near_valid,
+                self.recent_kv,
+                self.recent_valid,
                 self.state,
                 out,
                 scale=self.scale,
                 softcap=self.softcap,
                 sink_logits=self.sink_logits,
-                frames=self.frames,
-                places=self.places,
+                pages=self.pages,
+                page_ids=self.page_ids,
                 from_host=self.from_host,
             )
         self.operators.merge(
@@ -164,7 +165,7 @@ class Walk:
             self.lse,
             self.ids,
             self.tokens,
-            self.near_valid,
+            self.recent_valid,
             self.state,
             None if self.acc is None else out,
             threshold=self.threshold,
@@ -191,7 +192,7 @@ def progressive_decode(walk: Walk, *, rounds: int = ROUNDS, out: Tensor | None =
 
 
 def block_masses(walk: Walk) -> Tensor:
-    """Masses of all parts of the near buffer and all blocks by rank, ``[batch, H, P + n, G]``: logarithms to base 2."""
+    """Masses of the recent buffer's parts and of all blocks by rank, ``[batch, H, P + n, G]``: logarithms to base 2."""
     limits = torch.zeros_like(walk.state.limits)
     limits[1] = walk.ids.shape[2]
     walk.attend(near=True, limits=limits)

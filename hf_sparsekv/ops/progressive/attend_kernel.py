@@ -93,7 +93,7 @@ def _near(
     BV: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """One part of a row's near buffer."""
+    """One part of a row's recent buffer."""
     i_row, i_part = i_program // parts, i_program % parts
     i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
     b_q = _load_q(p_q, i_batch, i_head, q_batch, q_head, q_dim, NATIVE, GROUP, DK, BG, BK)
@@ -114,10 +114,10 @@ def _blocks(
     p_q,
     p_kv,
     p_flags,
-    p_slots,
+    p_block_table,
     p_ids,
-    p_frames,
-    p_places,
+    p_pages,
+    p_page_ids,
     p_limits,
     p_acc,
     p_lse,
@@ -136,7 +136,7 @@ def _blocks(
     kv_head,
     kv_token,
     flags_slot,
-    slots_batch,
+    block_table_batch,
     ids_batch,
     ids_head,
     frames_frame,
@@ -171,11 +171,13 @@ def _blocks(
         rank = i + tl.sum(tl.where(o_r == i_row, b_low - b_end + b_size, 0), 0)
         i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
         block = tl.load(p_ids + i_batch * ids_batch + i_head * ids_head + rank)
-        slot = tl.load(p_slots + i_batch * slots_batch + block, mask=block >= 0, other=-1).to(tl.int64)
-        there = slot >= 0
+        physical_id = tl.load(p_block_table + i_batch * block_table_batch + block, mask=block >= 0, other=-1).to(
+            tl.int64
+        )
+        there = physical_id >= 0
         place = -1
         if PLACED:
-            place = tl.load(p_places + i_batch * places_batch + i_head * places_head + rank)
+            place = tl.load(p_page_ids + i_batch * places_batch + i_head * places_head + rank)
             there = there & (place != -1)
         b_q = _load_q(p_q, i_batch, i_head, q_batch, q_head, q_dim, NATIVE, GROUP, DK, BG, BK)
         b_max = tl.full([BG], float("-inf"), tl.float32)
@@ -185,14 +187,14 @@ def _blocks(
         for j in range(0, BLOCK_SIZE, BN):
             o_in = j + tl.arange(0, BN)
             m_n = (o_in >= 0) & there
-            b_flag = tl.load(p_flags + slot * flags_slot + o_in, mask=m_n, other=0)  # [BN]
+            b_flag = tl.load(p_flags + physical_id * flags_slot + o_in, mask=m_n, other=0)  # [BN]
             m_n = m_n & (b_flag == SELECTABLE)
             if PLACED:
                 p_host = p_kv + (-(place + 2)).to(tl.int64) * kv_slot + i_head * kv_head + o_in.to(tl.int64) * kv_token
-                p_frame = p_frames + place.to(tl.int64) * frames_frame + o_in.to(tl.int64) * frames_token
-                p_k = tl.where(place + o_in * 0 < 0, p_host, p_frame)  # [BN]
+                p_page = p_pages + place.to(tl.int64) * frames_frame + o_in.to(tl.int64) * frames_token
+                p_k = tl.where(place + o_in * 0 < 0, p_host, p_page)  # [BN]
             else:
-                p_k = p_kv + slot * kv_slot + i_head * kv_head + o_in.to(tl.int64) * kv_token  # [BN]
+                p_k = p_kv + physical_id * kv_slot + i_head * kv_head + o_in.to(tl.int64) * kv_token  # [BN]
             b_count += m_n.to(tl.int32)
             b_max, b_sum, b_acc = take_tile(b_q, b_max, b_sum, b_acc, p_k, m_n, scale, softcap, DK, DV, BK, BV)
         i_out = i_row.to(tl.int64) * (parts + n) + parts + rank
@@ -210,10 +212,10 @@ def attend_kernel(
     p_q,
     p_kv,
     p_flags,
-    p_slots,
+    p_block_table,
     p_ids,
-    p_frames,
-    p_places,
+    p_pages,
+    p_page_ids,
     p_near,
     p_near_valid,
     p_limits,
@@ -234,7 +236,7 @@ def attend_kernel(
     kv_head,
     kv_token,
     flags_slot,
-    slots_batch,
+    block_table_batch,
     ids_batch,
     ids_head,
     frames_frame,
@@ -301,10 +303,10 @@ def attend_kernel(
             p_q,
             p_kv,
             p_flags,
-            p_slots,
+            p_block_table,
             p_ids,
-            p_frames,
-            p_places,
+            p_pages,
+            p_page_ids,
             p_limits,
             p_acc,
             p_lse,
@@ -323,7 +325,7 @@ def attend_kernel(
             kv_head,
             kv_token,
             flags_slot,
-            slots_batch,
+            block_table_batch,
             ids_batch,
             ids_head,
             frames_frame,

@@ -21,10 +21,10 @@ def mass_kernel(
     p_q,
     p_kv,
     p_flags,
-    p_slots,
+    p_block_table,
     p_ids,
-    p_frames,
-    p_places,
+    p_pages,
+    p_page_ids,
     p_near,
     p_near_valid,
     p_limits,
@@ -44,7 +44,7 @@ def mass_kernel(
     kv_head,
     kv_token,
     flags_slot,
-    slots_batch,
+    block_table_batch,
     ids_batch,
     ids_head,
     frames_frame,
@@ -91,23 +91,27 @@ def mass_kernel(
         rank = i_block + tl.sum(tl.where(o_w == i_row, b_low - b_end + b_size, 0), 0)
         i_batch, i_head = (i_row // HEADS).to(tl.int64), (i_row % HEADS).to(tl.int64)
         block = tl.load(p_ids + i_batch * ids_batch + i_head * ids_head + rank, mask=i_block >= 0, other=-1)
-        slot = tl.load(p_slots + i_batch * slots_batch + block, mask=block >= 0, other=-1).to(tl.int64)
-        there = slot >= 0
-        p_rows = p_kv + slot * kv_slot + i_head * kv_head
+        physical_id = tl.load(p_block_table + i_batch * block_table_batch + block, mask=block >= 0, other=-1).to(
+            tl.int64
+        )
+        there = physical_id >= 0
+        p_rows = p_kv + physical_id * kv_slot + i_head * kv_head
         step, in_kv = kv_token, there
         if PLACED:
-            p_place = p_places + i_batch * places_batch + i_head * places_head + rank
+            p_place = p_page_ids + i_batch * places_batch + i_head * places_head + rank
             place = tl.load(p_place, mask=i_block >= 0, other=-1)
             there = there & (place != -1)
             in_kv = there & (place < 0)
             p_host = p_kv + (-(place + 2)).to(tl.int64) * kv_slot + i_head * kv_head
-            p_rows = tl.where(place < 0, p_host, p_frames + place.to(tl.int64) * frames_frame)
+            p_rows = tl.where(place < 0, p_host, p_pages + place.to(tl.int64) * frames_frame)
             step = tl.where(place < 0, step, frames_token)
         first = tl.where(is_near, i % parts * BLOCK_SIZE, 0)
         p_part = p_near + i_batch * near_batch + i_head * near_head + first.to(tl.int64) * near_token
         p_rows = tl.where(is_near, p_part, p_rows)
         step = STEP if STEP else tl.where(is_near, near_token, step)
-        p_mark = tl.where(is_near, p_near_valid + i_batch * near_valid_batch + first, p_flags + slot * flags_slot)
+        p_mark = tl.where(
+            is_near, p_near_valid + i_batch * near_valid_batch + first, p_flags + physical_id * flags_slot
+        )
 
         p_query = p_q + i_batch * q_batch + i_head * GROUP * q_head
         o_c, o_r = tl.arange(0, BC)[:, None], tl.arange(0, BR)[:, None]
@@ -118,7 +122,7 @@ def mass_kernel(
         for j in range(0, BLOCK_SIZE, BN):
             m_n = there | (is_near & (first + j + o_n < near))
             b_mark = tl.load(p_mark + j + o_n, mask=m_n, other=0)  # [BN]
-            m_n = b_mark == SELECTABLE  # valid entries of the near buffer are 1, too
+            m_n = b_mark == SELECTABLE  # valid entries of the recent buffer are 1, too
             b_count += m_n.to(tl.int32)
             p_row = p_rows + (j + o_n) * step  # [BN]
             b_c, b_r = load_rows(p_row, m_n, DK, DV, BC, BR)

@@ -21,18 +21,18 @@ def masses(
     q: Tensor,
     kv: Tensor,
     flags: Tensor,
-    slots: Tensor,
+    block_table: Tensor,
     ids: Tensor,
-    near_kv: Tensor,
-    near_valid: Tensor,
+    recent_kv: Tensor,
+    recent_valid: Tensor,
     limits: Tensor,
     lse: Tensor,
     *,
     near: bool,
     scale: float,
     softcap: float | None = None,
-    frames: Tensor | None = None,
-    places: Tensor | None = None,
+    pages: Tensor | None = None,
+    page_ids: Tensor | None = None,
     from_host: Tensor | None = None,
     programs: int | None = None,
     warps: int | None = None,
@@ -46,12 +46,12 @@ def masses(
     batch, heads, n = ids.shape
     size, dk = kv.shape[2], q.shape[-1]
     rows, group, parts = batch * heads, q.shape[1] // heads, lse.shape[2] - n
-    placed = frames is not None
-    named = {"near_kv": near_kv, "near_valid": near_valid, "frames": frames, "places": places}
-    require_dense_rows(kv=kv, flags=flags, slots=slots, ids=ids, **named)
+    paged = pages is not None
+    named = {"recent_kv": recent_kv, "recent_valid": recent_valid, "pages": pages, "page_ids": page_ids}
+    require_dense_rows(kv=kv, flags=flags, block_table=block_table, ids=ids, **named)
     if not (lse.is_contiguous() and limits.is_contiguous()):
         raise ValueError("lse and limits must be contiguous")
-    native = is_native(q, kv, near_kv)
+    native = is_native(q, kv, recent_kv)
     tile = min(size, tile or (TILE if native else EXACT))
     at_once = max(16, min(at_once or (HEADS if native else EXACT), triton.next_power_of_2(group)))
     first = rows * parts if near else 0
@@ -59,23 +59,23 @@ def masses(
     if not programs:
         return
     low = 1 << ((dk - 1).bit_length() - 1)  # a row is taken in two parts, each close to a power of two
-    steps = {t.stride(-2) for t in (kv, near_kv, frames) if t is not None}  # distance of two tokens' rows
+    steps = {t.stride(-2) for t in (kv, recent_kv, pages) if t is not None}  # distance of two tokens' rows
     with torch.cuda.device_of(q):
         mass_kernel[(programs, triton.cdiv(group, at_once))](
             q,
             kv,
             flags,
-            slots,
+            block_table,
             ids,
-            frames,
-            places,
-            near_kv,
-            near_valid.view(torch.uint8),  # a bool is one bit to Triton
+            pages,
+            page_ids,
+            recent_kv,
+            recent_valid.view(torch.uint8),  # a bool is one bit to Triton
             limits,
             lse,
             from_host,
             n,
-            near_kv.shape[2],
+            recent_kv.shape[2],
             rows,
             parts,
             first,
@@ -84,14 +84,14 @@ def masses(
             *q.stride(),
             *kv.stride()[:3],
             flags.stride(0),
-            slots.stride(0),
+            block_table.stride(0),
             *ids.stride()[:2],
-            *(frames.stride()[:2] if placed else (0, 0)),
-            *(places.stride()[:2] if placed else (0, 0)),
-            *near_kv.stride()[:3],
-            near_valid.stride(0),
+            *(pages.stride()[:2] if paged else (0, 0)),
+            *(page_ids.stride()[:2] if paged else (0, 0)),
+            *recent_kv.stride()[:3],
+            recent_valid.stride(0),
             *((0, 0) if from_host is None else from_host.stride()),
-            PLACED=placed,
+            PLACED=paged,
             COUNT_HOST=from_host is not None,
             NATIVE=native,
             STEP=steps.pop() if len(steps) == 1 else 0,

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..sparse_decode.reference import gather, gather_placed, softmax, sparse_decode, values_of
+from ..sparse_decode.reference import gather, gather_paged, softmax, sparse_decode, values_of
 from .state import BINS, MASS_ONE, TOTALS, WalkState, next_blocks, some_more
 
 LOG2E = math.log2(math.e)
@@ -23,7 +23,7 @@ MOST = 100.0  # logarithm to base 2 of what is left, relative to the largest mas
 
 
 def near_parts(near: int, block_size: int) -> int:
-    """Parts that the near buffer of ``near`` entries is cut into: they come before the blocks."""
+    """Parts that the recent buffer of ``near`` entries is cut into: they come before the blocks."""
     return -(-near // block_size)
 
 
@@ -31,10 +31,10 @@ def attend(
     q: Tensor,
     kv: Tensor,
     flags: Tensor,
-    slots: Tensor,
+    block_table: Tensor,
     ids: Tensor,
-    near_kv: Tensor,
-    near_valid: Tensor,
+    recent_kv: Tensor,
+    recent_valid: Tensor,
     limits: Tensor,
     acc: Tensor | None,
     lse: Tensor,
@@ -42,18 +42,18 @@ def attend(
     near: bool,
     scale: float,
     softcap: float | None = None,
-    frames: Tensor | None = None,
-    places: Tensor | None = None,
+    pages: Tensor | None = None,
+    page_ids: Tensor | None = None,
     from_host: Tensor | None = None,
 ) -> None:
     """Attention within each block of one round, for every query head by itself.
 
     Args:
-        q, kv, flags, slots, near_kv, near_valid, scale, softcap, frames, places, from_host: as in
-            ``sparse_decode.reference`` with ``granularity="block"``; ``places`` are those of ``ids``.
+        q, kv, flags, block_table, recent_kv, recent_valid, scale, softcap, pages, page_ids, from_host: as in
+            ``sparse_decode.reference`` with ``granularity="block"``; ``page_ids`` are those of ``ids``.
         ids: int32 ``[batch, H, n]``, blocks in order of their rank, -1 for none.
         limits: int32 ``[2, batch, H]``: ranks to read, ``limits[0]`` to ``limits[1] - 1`` (those below n).
-        acc: float32 ``[batch, H, P + n, G, Dv]``, written: the attention within the parts of the near buffer (P parts
+        acc: float32 ``[batch, H, P + n, G, Dv]``, written: the attention within the parts of the recent buffer (P parts
             of ``block_size`` entries, if ``near``) and within the blocks of these ranks. Zeros for what is empty. None:
             masses alone, for latents: see :func:`attend_used`.
         lse: float32 ``[batch, H, P + n, G]``, written: logarithm to base 2 of the sum of ``exp(logit)`` over its
@@ -81,9 +81,9 @@ def attend(
         return softmax(logits) @ values, mass
 
     if near and parts:
-        missing = parts * size - near_kv.shape[2]
-        stored = torch.nn.functional.pad(near_kv, (0, 0, 0, missing))
-        usable = torch.nn.functional.pad(near_valid, (0, missing))[:, None].expand(-1, heads, -1)
+        missing = parts * size - recent_kv.shape[2]
+        stored = torch.nn.functional.pad(recent_kv, (0, 0, 0, missing))
+        usable = torch.nn.functional.pad(recent_valid, (0, missing))[:, None].expand(-1, heads, -1)
         found = within(stored, usable)
         for held, new in zip((acc, lse), found):
             if held is not None:
@@ -96,12 +96,12 @@ def attend(
     rank = torch.arange(first, last, device=ids.device)
     mine = (rank >= low[..., None]) & (rank < high[..., None])  # [batch, H, m]
     these = ids[..., first:last].masked_fill(~mine, -1)
-    if frames is None:
-        stored, usable = gather(kv, flags, slots, these, "block", heads, size)
+    if pages is None:
+        stored, usable = gather(kv, flags, block_table, these, "block", heads, size)
         at_home = usable
     else:
-        places = places[..., first:last].masked_fill(~mine, -1)
-        stored, usable, at_home = gather_placed(kv, flags, slots, these, "block", frames, places)
+        page_ids = page_ids[..., first:last].masked_fill(~mine, -1)
+        stored, usable, at_home = gather_paged(kv, flags, block_table, these, "block", pages, page_ids)
     if from_host is not None:
         from_host += at_home.sum(-1).to(from_host.device)
     found = within(stored.to(q.device), usable.to(q.device))
@@ -285,24 +285,24 @@ def attend_used(
     q: Tensor,
     kv: Tensor,
     flags: Tensor,
-    slots: Tensor,
+    block_table: Tensor,
     ids: Tensor,
-    near_kv: Tensor,
-    near_valid: Tensor,
+    recent_kv: Tensor,
+    recent_valid: Tensor,
     state: WalkState,
     out: Tensor,
     **named,
 ) -> None:
-    """Attention over near buffer and used blocks together, to ``out``: of latents, which :func:`attend` does not sum.
+    """Attention over recent buffer and used blocks together, to ``out``: of latents, which :func:`attend` does not sum.
 
     ``named`` are further arguments of ``sparse_decode.reference`` with ``granularity="block"``.
     """
-    args = (q, kv, flags, slots, ids, near_kv, near_valid)
+    args = (q, kv, flags, block_table, ids, recent_kv, recent_valid)
     out.copy_(sparse_decode(*args, granularity="block", value_dim=out.shape[-1], sinks=0, used=state.used, **named))
 
 
 def _sum(acc: Tensor, lse: Tensor, tokens: Tensor, state: WalkState, out: Tensor, sink_logits: Tensor | None) -> None:
-    """The sum of the parts of the near buffer and of the used blocks, to ``out``."""
+    """The sum of the parts of the recent buffer and of the used blocks, to ``out``."""
     _, heads, n = tokens.shape
     parts, group = lse.shape[2] - n, lse.shape[3]
     most = parts + int(state.used.max()) if n else parts
@@ -327,7 +327,7 @@ def merge(
     lse: Tensor,
     ids: Tensor,
     tokens: Tensor,
-    near_valid: Tensor,
+    recent_valid: Tensor,
     state: WalkState,
     out: Tensor | None,
     *,
@@ -336,10 +336,10 @@ def merge(
     sink_logits: Tensor | None = None,
     attended: Tensor | None = None,
 ) -> None:
-    """Attention over near buffer and used blocks together; counts the walk and sets up the next one.
+    """Attention over recent buffer and used blocks together; counts the walk and sets up the next one.
 
     Args:
-        acc, lse, ids, tokens, near_valid, threshold, max_blocks, sink_logits: as before.
+        acc, lse, ids, tokens, recent_valid, threshold, max_blocks, sink_logits: as before.
         state: ``used`` blocks are merged; ``totals``, ``limits`` and ``chosen`` are written.
         out: ``[batch, Hq, Dv]``, written. A row with nothing to attend to gives zeros. Without ``acc`` there is none.
         attended: int64 ``[batch, H]``; the number of attended tokens is added to it.
@@ -350,7 +350,7 @@ def merge(
     used, read = state.used, state.limits[1]
     if attended is not None:
         counted = torch.where(torch.arange(n, device=tokens.device) < used[..., None], tokens, 0).sum(-1)
-        attended += counted + near_valid.sum(-1)[:, None]
+        attended += counted + recent_valid.sum(-1)[:, None]
     live = (tokens > 0).sum(-1)
     capped = (live > used) & (state.mass <= threshold) & (used == (max_blocks or -1))
     gap = ((1.0 - state.mass) * MASS_ONE).long()

@@ -34,10 +34,10 @@ def attend(
     q: Tensor,
     kv: Tensor,
     flags: Tensor,
-    slots: Tensor,
+    block_table: Tensor,
     ids: Tensor,
-    near_kv: Tensor,
-    near_valid: Tensor,
+    recent_kv: Tensor,
+    recent_valid: Tensor,
     limits: Tensor,
     acc: Tensor | None,
     lse: Tensor,
@@ -45,8 +45,8 @@ def attend(
     near: bool,
     scale: float,
     softcap: float | None = None,
-    frames: Tensor | None = None,
-    places: Tensor | None = None,
+    pages: Tensor | None = None,
+    page_ids: Tensor | None = None,
     from_host: Tensor | None = None,
     programs: int | None = None,
     warps: int | None = None,
@@ -58,17 +58,17 @@ def attend(
             q,
             kv,
             flags,
-            slots,
+            block_table,
             ids,
-            near_kv,
-            near_valid,
+            recent_kv,
+            recent_valid,
             limits,
             lse,
             near=near,
             scale=scale,
             softcap=softcap,
-            frames=frames,
-            places=places,
+            pages=pages,
+            page_ids=page_ids,
             from_host=from_host,
             programs=programs,
             warps=warps,
@@ -78,9 +78,9 @@ def attend(
     batch, heads, n = ids.shape
     size, dk, value_dim = kv.shape[2], q.shape[-1], acc.shape[-1]
     rows, group, parts = batch * heads, q.shape[1] // heads, lse.shape[2] - n
-    placed = frames is not None
-    named = {"near_kv": near_kv, "near_valid": near_valid, "frames": frames, "places": places}
-    require_dense_rows(kv=kv, flags=flags, slots=slots, ids=ids, **named)
+    paged = pages is not None
+    named = {"recent_kv": recent_kv, "recent_valid": recent_valid, "pages": pages, "page_ids": page_ids}
+    require_dense_rows(kv=kv, flags=flags, block_table=block_table, ids=ids, **named)
     if not (acc.is_contiguous() and lse.is_contiguous() and limits.is_contiguous()):
         raise ValueError("acc, lse and limits must be contiguous")
     wide = triton.next_power_of_2(max(dk, value_dim, 16))
@@ -95,18 +95,18 @@ def attend(
             q,
             kv,
             flags,
-            slots,
+            block_table,
             ids,
-            frames,
-            places,
-            near_kv,
-            near_valid.view(torch.uint8),  # a bool is one bit to Triton
+            pages,
+            page_ids,
+            recent_kv,
+            recent_valid.view(torch.uint8),  # a bool is one bit to Triton
             limits,
             acc,
             lse,
             from_host,
             n,
-            near_kv.shape[2],
+            recent_kv.shape[2],
             rows,
             parts,
             first,
@@ -115,16 +115,16 @@ def attend(
             *q.stride(),
             *kv.stride()[:3],
             flags.stride(0),
-            slots.stride(0),
+            block_table.stride(0),
             *ids.stride()[:2],
-            *(frames.stride()[:2] if placed else (0, 0)),
-            *(places.stride()[:2] if placed else (0, 0)),
-            *near_kv.stride()[:3],
-            near_valid.stride(0),
+            *(pages.stride()[:2] if paged else (0, 0)),
+            *(page_ids.stride()[:2] if paged else (0, 0)),
+            *recent_kv.stride()[:3],
+            recent_valid.stride(0),
             *((0, 0) if from_host is None else from_host.stride()),
-            PLACED=placed,
+            PLACED=paged,
             COUNT_HOST=from_host is not None,
-            NATIVE=q.dtype == kv.dtype == near_kv.dtype and q.dtype != torch.float32,
+            NATIVE=q.dtype == kv.dtype == recent_kv.dtype and q.dtype != torch.float32,
             BLOCK_SIZE=size,
             HEADS=heads,
             GROUP=group,
@@ -248,16 +248,16 @@ def attend_used(
     q: Tensor,
     kv: Tensor,
     flags: Tensor,
-    slots: Tensor,
+    block_table: Tensor,
     ids: Tensor,
-    near_kv: Tensor,
-    near_valid: Tensor,
+    recent_kv: Tensor,
+    recent_valid: Tensor,
     state: WalkState,
     out: Tensor,
     **named,
 ) -> None:
     """As ``reference.attend_used``."""
-    args = (q, kv, flags, slots, ids, near_kv, near_valid)
+    args = (q, kv, flags, block_table, ids, recent_kv, recent_valid)
     sparse_decode(*args, granularity="block", value_dim=out.shape[-1], sinks=0, used=state.used, out=out, **named)
 
 
@@ -266,7 +266,7 @@ def merge(
     lse: Tensor,
     ids: Tensor,
     tokens: Tensor,
-    near_valid: Tensor,
+    recent_valid: Tensor,
     state: WalkState,
     out: Tensor | None,
     *,
@@ -279,7 +279,7 @@ def merge(
     """As ``reference.merge``; ``merged`` replaces the constants."""
     batch, heads, n = tokens.shape
     group, value_dim = lse.shape[3], 1 if acc is None else acc.shape[-1]
-    require_dense_rows(near_valid=near_valid, out=out)
+    require_dense_rows(recent_valid=recent_valid, out=out)
     if not (
         (acc is None or acc.is_contiguous()) and lse.is_contiguous() and tokens.is_contiguous() and ids.is_contiguous()
     ):
@@ -293,7 +293,7 @@ def merge(
             lse,
             ids,
             tokens,
-            near_valid.view(torch.uint8),
+            recent_valid.view(torch.uint8),
             state.limits,
             state.used,
             state.mass,
@@ -304,12 +304,12 @@ def merge(
             out,
             n,
             lse.shape[2] - n,
-            near_valid.shape[1],
+            recent_valid.shape[1],
             batch * heads,
             room,
             float(threshold),
             max_blocks or NO_LIMIT,
-            near_valid.stride(0),
+            recent_valid.stride(0),
             *((0, 0) if attended is None else attended.stride()),
             *((0, 0) if out is None else out.stride()[:2]),
             HAS_ACC=acc is not None,

@@ -1,13 +1,13 @@
-"""Which chosen blocks lie in a frame on the device, and which frame the others get."""
+"""Find the device pages of chosen blocks, and assign pages to those without one."""
 
 from __future__ import annotations
 
 from .._dispatch import operator
 from . import reference
 from .reference import WINDOW
-from .state import COUNTERS, FREE, FrameState
+from .state import COUNTERS, FREE, PageState
 
-__all__ = ["COUNTERS", "FREE", "WINDOW", "FrameState", "lookup", "residency"]
+__all__ = ["COUNTERS", "FREE", "WINDOW", "PageState", "lookup", "residency"]
 
 residency = operator(reference.residency, on="block_ids")
 lookup = operator(reference.lookup, on="block_ids", module="lookup")

@@ -1,4 +1,4 @@
-"""Where blocks lie, without bringing any to the device: the kernel."""
+"""Page ids of blocks as they are, without copying any to the device: the kernel."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ LOOK = 256  # entries that a program looks up. Not tuned yet.
 @triton.jit(do_not_specialize=["n", "k"])
 def residency_lookup_kernel(
     ids,
-    slots,
+    block_table,
     p_table,
     p_stamp,
     p_since,
-    p_places,
+    p_page_ids,
     n,
     k,
     HEADS: tl.constexpr,
@@ -34,17 +34,17 @@ def residency_lookup_kernel(
     i_row = o_n // k
     i_batch, i_head = (i_row // HEADS).to(tl.int64), i_row % HEADS
     b_id = tl.load(row_ptr(ids, i_batch, i_head) + o_n % k, mask=m_n, other=-1)  # [BN]
-    b_slot = tl.load(slots.ptr + i_batch * slots.row + b_id, mask=b_id >= 0, other=-1)  # [BN]
-    m_there = b_slot >= 0
-    b_frame = tl.load(p_table + b_slot.to(tl.int64) * HEADS + i_head, mask=m_there, other=-1)  # [BN]
-    m_found = b_frame >= 0
+    b_physical_id = tl.load(block_table.ptr + i_batch * block_table.row + b_id, mask=b_id >= 0, other=-1)  # [BN]
+    m_there = b_physical_id >= 0
+    b_page = tl.load(p_table + b_physical_id.to(tl.int64) * HEADS + i_head, mask=m_there, other=-1)  # [BN]
+    m_found = b_page >= 0
     if p_since is not None:
-        b_stamp = tl.load(p_stamp + b_frame, mask=m_found, other=0)  # [BN]
+        b_stamp = tl.load(p_stamp + b_page, mask=m_found, other=0)  # [BN]
         m_found = m_found & (b_stamp == tl.load(p_since))
-    tl.store(p_places + o_n, tl.where(m_found, b_frame, tl.where(m_there, -b_slot - 2, -1)), mask=m_n)
+    tl.store(p_page_ids + o_n, tl.where(m_found, b_page, tl.where(m_there, -b_physical_id - 2, -1)), mask=m_n)
 
 
-def lookup(block_ids, slots, table, stamp, since=None, *, out=None, config=None):
+def lookup(block_ids, block_table, table, stamp, since=None, *, out=None, config=None):
     """As ``reference.lookup``, into contiguous ``out`` if given; ``config``: entries that a program looks up."""
     heads, k = block_ids.shape[1:]
     n, look = block_ids.numel(), config or LOOK
@@ -52,7 +52,7 @@ def lookup(block_ids, slots, table, stamp, since=None, *, out=None, config=None)
         out = torch.empty(block_ids.shape, dtype=torch.int32, device=block_ids.device)
     if not n:
         return out
-    require_dense_rows(block_ids=block_ids, slots=slots, table=table, out=out)
-    args = operand(Rows, block_ids), operand(Table, slots), table, stamp, since, out, n, k
+    require_dense_rows(block_ids=block_ids, block_table=block_table, table=table, out=out)
+    args = operand(Rows, block_ids), operand(Table, block_table), table, stamp, since, out, n, k
     launch(residency_lookup_kernel, (triton.cdiv(n, look),), block_ids, *args, HEADS=heads, BN=look)
     return out

@@ -1,4 +1,4 @@
-"""Which chosen blocks lie in a frame on the device, and which frame the others get: the definition."""
+"""Find the device pages of chosen blocks, and assign pages to those without one: the definition."""
 
 from __future__ import annotations
 
@@ -6,108 +6,110 @@ import torch
 from torch import Tensor
 
 from .._dispatch import give
-from .state import FREE, FrameState
+from .state import FREE, PageState
 
-WINDOW = 4096  # frames among which the oldest give way
+WINDOW = 4096  # pages among which the oldest give way
 OLDEST = 254  # ages from here on count as the same
-SLACK = 4  # frames to look at for each one that is needed
+SLACK = 4  # pages to look at for each one that is needed
 EXTRA = 3  # windows to look at beyond that, if those hold too few that may give way
 
 
-def windows(missing: int, frames: int, window: int) -> tuple[int, int]:
+def windows(missing: int, pages: int, window: int) -> tuple[int, int]:
     """Windows that share the evictions evenly, and windows to look at most."""
-    there = -(-frames // window)
+    there = -(-pages // window)
     planned = min(there, -(-SLACK * missing // window))
     return planned, min(there, planned + EXTRA)
 
 
 def residency(
     block_ids: Tensor,
-    slots: Tensor,
-    state: FrameState,
+    block_table: Tensor,
+    state: PageState,
     layer: int,
     keep: int,
     window: int = WINDOW,
     *,
-    places: Tensor | None = None,
+    page_ids: Tensor | None = None,
     copies: Tensor | None = None,
     n_copies: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the frames of one layer's chosen blocks, and give frames to those that have none.
+    """Find the pages of one layer's chosen blocks, and give pages to those that have none.
 
-    1. A block in a frame: the frame is stamped with this step.
-    2. The others, once each, in the order of ``block_ids`` (batch, head, position), get frames. A frame may be taken
+    1. A block in a page: the page is stamped with this step.
+    2. The others, once each, in the order of ``block_ids`` (batch, head, position), get pages. A page may be taken
        if nothing lies in it, or if it was last chosen before step ``now - keep``. From ``hand`` on, window after
-       window of ``window`` frames gives its share: the oldest it has, the first among equals (approximately least
-       recently used; exactly if all frames fit one window). The frames are handed out in order of their distance
+       window of ``window`` pages gives its share: the oldest it has, the first among equals (approximately least
+       recently used; exactly if all pages fit one window). The pages are handed out in order of their distance
        from ``hand``, which then moves on by the windows looked at.
-    3. Who leaves a frame loses its entry in its own layer's page table. Owner, stamp and entry are set at once: the
+    3. An evicted block loses its entry in its layer's page table. Owner, stamp and entry are set at once: the
        caller must copy the listed blocks before anything reads them.
-    4. Where too few frames may be taken the last blocks get none: they are read in host memory.
+    4. Where too few pages may be taken the last blocks get none: they are read in host memory.
 
     Args:
-        block_ids: ``[batch, H, K]`` int32, all different, padded with -1: those that come first get frames first. The
-            blocks of a row lie in different slots; rows may share slots.
-        slots: ``[batch, cap]`` int32, slot of each block of each row, -1 where there is none.
-        state: the frames; changed in place, unless ``enabled`` is 0.
+        block_ids: ``[batch, H, K]`` int32, all different, padded with -1: those that come first get pages first. The
+            blocks of a row lie in different physical blocks; rows may share physical blocks.
+        block_table: ``[batch, cap]`` int32, physical id of each block of each row, -1 where there is none.
+        state: the pages; changed in place, unless ``enabled`` is 0.
         layer: whose page table.
-        keep: steps before this one whose frames may still be in use: 0 or 1.
-        window: frames that are compared with each other.
-        places, copies, n_copies: receive the results.
+        keep: steps before this one whose pages may still be in use: 0 or 1.
+        window: pages that are compared with each other.
+        page_ids, copies, n_copies: receive the results.
 
     Returns:
-        places int32 ``[batch, H, K]``: frame ``f``, ``-(slot + 2)`` for a block in host memory, -1 for no block;
-        copies int32 ``[batch * H * K, 2]``: ``slot * H + head`` and frame of what must be copied;
+        places int32 ``[batch, H, K]``: page ``f``, ``-(physical_id + 2)`` for a block in host memory, -1 for no block;
+        copies int32 ``[batch * H * K, 2]``: ``physical_id * H + head`` and page of what must be copied;
         and the number of copies, int32 ``[1]``. Entries beyond it mean nothing.
     """
     batch, heads, k = block_ids.shape
     table, device = state.page_tables[layer].view(-1), block_ids.device
     listed = torch.zeros(batch * heads * k, 2, dtype=torch.int32, device=device)
     there = block_ids >= 0
-    if slots.shape[1]:
-        slot = slots[:, None].expand(-1, heads, -1).gather(-1, block_ids.clamp_min(0).long()).masked_fill(~there, -1)
+    if block_table.shape[1]:
+        physical_id = (
+            block_table[:, None].expand(-1, heads, -1).gather(-1, block_ids.clamp_min(0).long()).masked_fill(~there, -1)
+        )
     else:
-        slot = torch.full_like(block_ids, -1)
-    there = slot >= 0
-    index = slot * heads + torch.arange(heads, dtype=torch.int32, device=device)[:, None]  # into the page table
+        physical_id = torch.full_like(block_ids, -1)
+    there = physical_id >= 0
+    index = physical_id * heads + torch.arange(heads, dtype=torch.int32, device=device)[:, None]  # into the page table
     index = index[there].long()
-    frame = table[index]
-    host = -(slot[there] + 2)
+    page = table[index]
+    host = -(physical_id[there] + 2)
 
     taken = 0
     if bool(state.enabled):
-        state.stamp[frame[frame >= 0].long()] = state.now
-        found = int((frame >= 0).sum())
-        missing = first_of_each(index[frame < 0])
+        state.stamp[page[page >= 0].long()] = state.now
+        found = int((page >= 0).sum())
+        missing = first_of_each(index[page < 0])
         taken = _take(missing, state, layer, keep, window, listed)
-        frame = table[index]
-        unserved = int((frame < 0).sum())
+        page = table[index]
+        unserved = int((page < 0).sum())
         state.counters += torch.tensor([len(index), found, taken, unserved], device=device)
     found = torch.full_like(block_ids, -1)
-    found[there] = torch.where(frame >= 0, frame, host)
+    found[there] = torch.where(page >= 0, page, host)
     number = torch.tensor([taken], dtype=torch.int32, device=device)
-    return give(found, places), give(listed, copies), give(number, n_copies)
+    return give(found, page_ids), give(listed, copies), give(number, n_copies)
 
 
 def lookup(
     block_ids: Tensor,
-    slots: Tensor,
+    block_table: Tensor,
     table: Tensor,
     stamp: Tensor,
     since: Tensor | None = None,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Where blocks lie, without bringing any to the device.
+    """Page ids of blocks as they are, without copying any to the device.
 
-    With ``since`` a frame counts only if its stamp is just that. A stamp of the step before this one is safe while this
-    step's frames are given out on another stream: frames chosen then stay (``keep=1``), frames that change hands get
-    this step's number, and whoever lost a frame in between has an older one in mind.
+    With ``since`` a page counts only if its stamp is just that. A stamp of the step before this one is safe while this
+    step's pages are given out on another stream: pages chosen then stay (``keep=1``), pages that change hands get
+    this step's number, and a block evicted in between has an older stamp.
 
     Args:
         block_ids: ``[batch, H, K]`` int32, -1 for no block; in any order.
-        slots: ``[batch, cap]`` int32, slot of each block of each row, -1 where there is none.
-        table, stamp: of the layer and of the frames, see ``FrameState``.
+        block_table: ``[batch, cap]`` int32, physical id of each block of each row, -1 where there is none.
+        table, stamp: of the layer and of the pages, see ``PageState``.
         since: int32 ``[1]``, or None.
         out: receives the result.
 
@@ -115,15 +117,20 @@ def lookup(
         places int32 ``[batch, H, K]``, see :func:`residency`.
     """
     heads = block_ids.shape[1]
-    if not slots.shape[1]:
+    if not block_table.shape[1]:
         return give(torch.full_like(block_ids, -1), out)
-    slot = slots[:, None].expand(-1, heads, -1).gather(-1, block_ids.clamp_min(0).long()).masked_fill(block_ids < 0, -1)
-    head = torch.arange(heads, device=slot.device)[:, None]
-    frame = table[slot.clamp_min(0).long(), head]
-    found = (slot >= 0) & (frame >= 0)
+    physical_id = (
+        block_table[:, None]
+        .expand(-1, heads, -1)
+        .gather(-1, block_ids.clamp_min(0).long())
+        .masked_fill(block_ids < 0, -1)
+    )
+    head = torch.arange(heads, device=physical_id.device)[:, None]
+    page = table[physical_id.clamp_min(0).long(), head]
+    found = (physical_id >= 0) & (page >= 0)
     if since is not None:
-        found = found & (stamp[frame.clamp_min(0).long()] == since)
-    return give(torch.where(found, frame, torch.where(slot >= 0, -(slot + 2), -1)), out)
+        found = found & (stamp[page.clamp_min(0).long()] == since)
+    return give(torch.where(found, page, torch.where(physical_id >= 0, -(physical_id + 2), -1)), out)
 
 
 def first_of_each(values: Tensor) -> Tensor:
@@ -134,17 +141,17 @@ def first_of_each(values: Tensor) -> Tensor:
     return values[first.sort().values]
 
 
-def _take(missing: Tensor, state: FrameState, layer: int, keep: int, window: int, copies: Tensor) -> int:
-    """Give frames to the ``missing`` entries of the page table; the number that got one."""
-    frames, now, hand = len(state.stamp), int(state.now), int(state.hand)
-    planned, most = windows(len(missing), frames, window)
+def _take(missing: Tensor, state: PageState, layer: int, keep: int, window: int, copies: Tensor) -> int:
+    """Give pages to the ``missing`` entries of the page table; the number that got one."""
+    pages, now, hand = len(state.stamp), int(state.now), int(state.hand)
+    planned, most = windows(len(missing), pages, window)
     taken = 0
     for i in range(most):
         left = len(missing) - taken
         if not left:
             break
-        at = torch.arange(i * window, min((i + 1) * window, frames), device=missing.device)
-        at = (hand + at) % frames
+        at = torch.arange(i * window, min((i + 1) * window, pages), device=missing.device)
+        at = (hand + at) % pages
         stamp = state.stamp[at]
         age = torch.where(stamp == FREE, OLDEST + 1, (now - stamp).clamp(0, OLDEST))
         age = age.masked_fill((stamp != FREE) & (stamp >= now - keep), 0)
@@ -162,5 +169,5 @@ def _take(missing: Tensor, state: FrameState, layer: int, keep: int, window: int
         state.stamp[victims] = now
         copies[taken : taken + n, 0], copies[taken : taken + n, 1] = got.int(), victims.int()
         taken += n
-        state.hand.fill_((hand + min((i + 1) * window, frames)) % frames)
+        state.hand.fill_((hand + min((i + 1) * window, pages)) % pages)
     return taken

@@ -1,4 +1,4 @@
-"""What is known about the frames of a device pool."""
+"""State of the pages of a device pool."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-FREE = -(1 << 30)  # stamp of a frame that holds nothing: older than all others
+FREE = -(1 << 30)  # stamp of a page that holds nothing: older than all others
 COUNTERS = ("needed", "found", "fetched", "unserved")
 
 
 @dataclass
-class FrameState:
-    """Who lies in which frame, and since when nobody has asked for it. All tensors stay where they are.
+class PageState:
+    """Owner of each page and the step that chose it last. All tensors keep their addresses.
 
-    A frame holds one block of one KV head of one layer; the layers share the frames.
+    A page holds one block of one KV head of one layer; the layers share the pages.
 
     Attributes:
-        owner: int32 ``[F, 2]``: layer and ``slot * H + head`` of what a frame holds; (-1, -1) if nothing.
+        owner: int32 ``[F, 2]``: layer and ``block * H + head`` of what a page holds; (-1, -1) if nothing.
         stamp: int32 ``[F]``: number of the step that chose it last; ``FREE`` if it holds nothing.
-        hand: int32 ``[1]``: the frame at which the next search begins.
+        hand: int32 ``[1]``: the page at which the next search begins.
         now: int32 ``[1]``: number of the current step, at least 1.
         enabled: int32 ``[1]``: 0 makes :func:`residency` only look: nothing is fetched, stamped or counted.
-        counters: int64 ``[4]``, see ``COUNTERS``: blocks needed; of these in a frame already; fetched; and left in
+        counters: int64 ``[4]``, see ``COUNTERS``: blocks needed; of these in a page already; fetched; and left in
             host memory. The rest is fetched for another row of the same call.
-        page_tables: the layers' tables ``frame_of``, int32 ``[capacity, H]``, contiguous: the frame of each slot and
-            KV head, -1 if it has none.
-        addresses: int64 ``[layers]``: where the page tables lie, for the kernel.
+        page_tables: the layers' tables ``page_table``, int32 ``[capacity, H]``, contiguous: the page of each physical
+            block and KV head, -1 if it has none.
+        addresses: int64 ``[layers]``: addresses of the page tables, for the kernel.
     """
 
     owner: Tensor
@@ -40,15 +40,15 @@ class FrameState:
     page_tables: list[Tensor] = field(default_factory=list)
 
     @classmethod
-    def empty(cls, frames: int, device: torch.device | str, most_layers: int = 1024) -> FrameState:
-        """State of ``frames`` frames that nobody uses."""
+    def empty(cls, pages: int, device: torch.device | str, most_layers: int = 1024) -> PageState:
+        """State of ``pages`` free pages."""
 
         def full(shape: tuple[int, ...], value: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full(shape, value, dtype=dtype, device=device)
 
         return cls(
-            owner=full((frames, 2), -1),
-            stamp=full((frames,), FREE),
+            owner=full((pages, 2), -1),
+            stamp=full((pages,), FREE),
             hand=full((1,), 0),
             now=full((1,), 1),
             enabled=full((1,), 1),

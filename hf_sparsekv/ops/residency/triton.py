@@ -1,6 +1,6 @@
-"""Which chosen blocks lie in a frame on the device, and which frame the others get: the kernels.
+"""Find the device pages of chosen blocks, and assign pages to those without one: the kernels.
 
-Many programs look up the blocks, one then hands out frames: it lists what is missing, and finds the oldest frames of a
+Many programs look up the blocks, one then hands out pages: it lists what is missing, and finds the oldest pages of a
 window with a histogram of their ages. All results are those of the sequential definition: what is atomic commutes.
 """
 
@@ -27,7 +27,7 @@ AGES = tl.constexpr(256)  # 0: may not be taken, 1 .. OLDEST, OLDEST + 1: free
 
 
 class State(NamedTuple):
-    """The contiguous tensors of ``FrameState``."""
+    """The contiguous tensors of ``PageState``."""
 
     owner: Any
     stamp: Any
@@ -43,8 +43,8 @@ class Config:
     """
     Args:
         look: entries that a program looks up. Not tuned yet.
-        tile: entries that the program that hands out frames holds at a time.
-        warps: of that program; with 8192 entries or frames a tile they spill registers.
+        tile: entries that the program that hands out pages holds at a time.
+        warps: of that program; with 8192 entries or pages a tile they spill registers.
     """
 
     look: int = 256
@@ -55,10 +55,10 @@ class Config:
 @triton.jit(do_not_specialize=["n", "k"])
 def residency_look_kernel(
     ids,
-    slots,
+    block_table,
     state,
     p_table,
-    p_places,
+    p_page_ids,
     n,
     k,
     HEADS: tl.constexpr,
@@ -66,7 +66,7 @@ def residency_look_kernel(
     BN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Places as they are: frame or host; stamps what is found. With ``SHARED`` the first of equal blocks claims it.
+    """Places as they are: page or host; stamps what is found. With ``SHARED`` the first of equal blocks claims it.
 
     A claim lies in the page table: ``position - n - 1``, so that the least is the first and none is -1.
     """
@@ -77,31 +77,33 @@ def residency_look_kernel(
     i_row = o_n // k
     i_batch, i_head = (i_row // HEADS).to(tl.int64), i_row % HEADS
     b_id = tl.load(row_ptr(ids, i_batch, i_head) + o_n % k, mask=m_n, other=-1)  # [BN]
-    b_slot = tl.load(slots.ptr + i_batch * slots.row + b_id, mask=b_id >= 0, other=-1)  # [BN]
-    m_there = b_slot >= 0
-    p_entry = p_table + b_slot.to(tl.int64) * HEADS + i_head
-    b_frame = tl.load(p_entry, mask=m_there, other=-1)  # [BN]
-    m_found = b_frame >= 0
-    # A claim of another program may have been read, or -1: both mean that there is no frame.
-    b_place = tl.where(m_found, b_frame, tl.where(m_there, -b_slot - 2, -1))
-    tl.store(p_places + o_n, b_place, mask=m_n)
-    tl.store(state.stamp + b_frame, now, mask=m_found & enabled)
+    b_physical_id = tl.load(block_table.ptr + i_batch * block_table.row + b_id, mask=b_id >= 0, other=-1)  # [BN]
+    m_there = b_physical_id >= 0
+    p_entry = p_table + b_physical_id.to(tl.int64) * HEADS + i_head
+    b_page = tl.load(p_entry, mask=m_there, other=-1)  # [BN]
+    m_found = b_page >= 0
+    # A claim of another program may have been read, or -1: both mean that there is no page.
+    b_page_id = tl.where(m_found, b_page, tl.where(m_there, -b_physical_id - 2, -1))
+    tl.store(p_page_ids + o_n, b_page_id, mask=m_n)
+    tl.store(state.stamp + b_page, now, mask=m_found & enabled)
     if SHARED:
-        tl.atomic_min(p_entry, o_n - n - 1, mask=m_there & (b_frame < 0) & enabled, sem="relaxed")
+        tl.atomic_min(p_entry, o_n - n - 1, mask=m_there & (b_page < 0) & enabled, sem="relaxed")
     if enabled:
         tl.atomic_add(state.counters, tl.sum(m_there.to(tl.int64), 0), sem="relaxed")
         tl.atomic_add(state.counters + 1, tl.sum(m_found.to(tl.int64), 0), sem="relaxed")
 
 
 @triton.jit
-def _list_missing(p_places, p_table, p_copies, n, end, k, HEADS: tl.constexpr, SHARED: tl.constexpr, BN: tl.constexpr):
+def _list_missing(
+    p_page_ids, p_table, p_copies, n, end, k, HEADS: tl.constexpr, SHARED: tl.constexpr, BN: tl.constexpr
+):
     """Write page table entry and position of what is missing, once each, in order; how many there are."""
     missing = end * 0  # a tensor, entries or not
     for i in range(0, end, BN):
         o_n = i + tl.arange(0, BN)
-        b_place = tl.load(p_places + o_n, mask=o_n < n, other=-1)  # [BN]
-        m_missing = b_place <= -2
-        b_at = (-b_place - 2) * HEADS + (o_n // k) % HEADS
+        b_page_id = tl.load(p_page_ids + o_n, mask=o_n < n, other=-1)  # [BN]
+        m_missing = b_page_id <= -2
+        b_at = (-b_page_id - 2) * HEADS + (o_n // k) % HEADS
         if SHARED:
             m_missing = m_missing & (tl.load(p_table + b_at, mask=m_missing, other=0) == o_n - n - 1)
         b_to = missing + tl.cumsum(m_missing.to(tl.int32), 0) - 1
@@ -130,16 +132,16 @@ def _oldest(b_age, share):
     return m_take, b_over + tl.minimum(b_tie, ties) - 1
 
 
-@triton.jit(do_not_specialize=["n", "k", "frames", "layer", "keep"])
-def residency_place_kernel(
+@triton.jit(do_not_specialize=["n", "k", "pages", "layer", "keep"])
+def residency_page_kernel(
     state,
     p_table,
-    p_places,
+    p_page_ids,
     p_copies,
     p_n_copies,
     n,
     k,
-    frames,
+    pages,
     layer,
     keep,
     HEADS: tl.constexpr,
@@ -148,54 +150,54 @@ def residency_place_kernel(
     WINDOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Give frames to what is missing."""
+    """Give pages to what is missing."""
     begin(PDL)
     now, hand = tl.load(state.now), tl.load(state.hand)
     end = tl.where(tl.load(state.enabled) != 0, n, 0)
-    missing = _list_missing(p_places, p_table, p_copies, n, end, k, HEADS, SHARED, BN)
+    missing = _list_missing(p_page_ids, p_table, p_copies, n, end, k, HEADS, SHARED, BN)
     tl.debug_barrier()  # the list is read by other threads
 
-    there = tl.cdiv(frames, WINDOW)
+    there = tl.cdiv(pages, WINDOW)
     planned = tl.minimum(there, tl.cdiv(missing * SLACK, WINDOW))
     most = tl.minimum(there, planned + EXTRA)
     taken, i = end * 0, end * 0
     while (i < most) & (taken < missing):
         o_w = i * WINDOW + tl.arange(0, WINDOW)
-        m_w = o_w < frames
-        b_frame = hand + o_w
-        b_frame = tl.where(b_frame >= frames, b_frame - frames, b_frame)
-        b_stamp = tl.load(state.stamp + b_frame, mask=m_w, other=now)  # [WINDOW]
+        m_w = o_w < pages
+        b_page = hand + o_w
+        b_page = tl.where(b_page >= pages, b_page - pages, b_page)
+        b_stamp = tl.load(state.stamp + b_page, mask=m_w, other=now)  # [WINDOW]
         b_age = tl.where(b_stamp == FREE, OLDEST + 1, tl.minimum(now - b_stamp, OLDEST))
         b_age = tl.where(m_w & (b_stamp < now - keep), b_age, 0)
         left = missing - taken
         share = tl.where(i < planned, tl.cdiv(left, tl.maximum(planned - i, 1)), left)
-        m_take, b_rank = _oldest(b_age, share)
+        m_take, b_nth = _oldest(b_age, share)
 
-        # What lay in these frames leaves its layer's page table.
-        p_own = state.owner + 2 * b_frame.to(tl.int64)
+        # What lay in these pages leaves its layer's page table.
+        p_own = state.owner + 2 * b_page.to(tl.int64)
         b_layer = tl.load(p_own, mask=m_take, other=-1)  # [WINDOW]
         b_old = tl.load(p_own + 1, mask=m_take, other=0)  # [WINDOW]
         m_old = m_take & (b_layer >= 0)
         b_address = tl.load(state.addresses + b_layer, mask=m_old, other=0)  # [WINDOW]
         tl.store(b_address.to(tl.pointer_type(tl.int32)) + b_old, -1, mask=m_old)
 
-        p_copy = p_copies + 2 * (taken + b_rank)
+        p_copy = p_copies + 2 * (taken + b_nth)
         b_at = tl.load(p_copy, mask=m_take, other=0)  # [WINDOW]
         b_position = tl.load(p_copy + 1, mask=m_take, other=0)  # [WINDOW]
-        tl.store(p_copy + 1, b_frame, mask=m_take)
-        tl.store(p_places + b_position, b_frame, mask=m_take)
-        tl.store(p_table + b_at, b_frame, mask=m_take)
+        tl.store(p_copy + 1, b_page, mask=m_take)
+        tl.store(p_page_ids + b_position, b_page, mask=m_take)
+        tl.store(p_table + b_at, b_page, mask=m_take)
         tl.store(p_own, layer, mask=m_take)
         tl.store(p_own + 1, b_at, mask=m_take)
-        tl.store(state.stamp + b_frame, now, mask=m_take)
+        tl.store(state.stamp + b_page, now, mask=m_take)
         taken += tl.sum(m_take.to(tl.int32), 0)
         i += 1
 
     tl.store(p_n_copies, taken)
-    tl.store(state.hand, (hand + tl.minimum(i * WINDOW, frames)) % frames)
+    tl.store(state.hand, (hand + tl.minimum(i * WINDOW, pages)) % pages)
     unserved = missing - taken
     if SHARED:
-        # Claims without a frame are withdrawn; those who had not the first claim find the frame in the page table.
+        # Claims without a page are withdrawn; those who had not the first claim find the page in the page table.
         for j in range(taken, missing, BN):
             o_n = j + tl.arange(0, BN)
             b_at = tl.load(p_copies + 2 * o_n, mask=o_n < missing, other=0)  # [BN]
@@ -204,12 +206,12 @@ def residency_place_kernel(
         unserved = end * 0
         for j in range(0, end, BN):
             o_n = j + tl.arange(0, BN)
-            b_place = tl.load(p_places + o_n, mask=o_n < n, other=-1)  # [BN]
-            m_host = b_place <= -2
-            b_at = (-b_place - 2) * HEADS + (o_n // k) % HEADS
-            b_frame = tl.load(p_table + b_at, mask=m_host, other=-1)  # [BN]
-            tl.store(p_places + o_n, b_frame, mask=b_frame >= 0)
-            unserved += tl.sum((m_host & (b_frame < 0)).to(tl.int32), 0)
+            b_page_id = tl.load(p_page_ids + o_n, mask=o_n < n, other=-1)  # [BN]
+            m_host = b_page_id <= -2
+            b_at = (-b_page_id - 2) * HEADS + (o_n // k) % HEADS
+            b_page = tl.load(p_table + b_at, mask=m_host, other=-1)  # [BN]
+            tl.store(p_page_ids + o_n, b_page, mask=b_page >= 0)
+            unserved += tl.sum((m_host & (b_page < 0)).to(tl.int32), 0)
     tl.atomic_add(state.counters + 2, taken.to(tl.int64), sem="relaxed")
     tl.atomic_add(state.counters + 3, unserved.to(tl.int64), sem="relaxed")
 
@@ -223,29 +225,29 @@ def _result(given, shape, like, name):
 
 
 def residency(
-    block_ids, slots, state, layer, keep, window=WINDOW, *, places=None, copies=None, n_copies=None, config=None
+    block_ids, block_table, state, layer, keep, window=WINDOW, *, page_ids=None, copies=None, n_copies=None, config=None
 ):
     """As ``reference.residency``; results are contiguous, ``window`` is a power of two, at most 16,384.
 
     ``config`` replaces the usual one.
     """
     batch, heads, k = block_ids.shape
-    n, frames, config = block_ids.numel(), len(state.stamp), config or Config()
-    places = _result(places, (batch, heads, k), block_ids, "places")
+    n, pages, config = block_ids.numel(), len(state.stamp), config or Config()
+    page_ids = _result(page_ids, (batch, heads, k), block_ids, "page_ids")
     copies = _result(copies, (n, 2), block_ids, "copies")
     n_copies = _result(n_copies, (1,), block_ids, "n_copies")
     if not n:
         n_copies.zero_()
-        return places, copies, n_copies
-    require_dense_rows(block_ids=block_ids, slots=slots)
+        return page_ids, copies, n_copies
+    require_dense_rows(block_ids=block_ids, block_table=block_table)
     look, tile = config.look, min(config.tile, max(32, triton.next_power_of_2(n)))
-    window = min(window, max(32, triton.next_power_of_2(frames)))  # a window that holds all is as good as a larger one
+    window = min(window, max(32, triton.next_power_of_2(pages)))  # a window that holds all is as good as a larger one
     fixed = {"HEADS": heads, "SHARED": batch > 1}
     held, table = State(*(getattr(state, name) for name in State._fields)), state.page_tables[layer]
-    args = operand(Rows, block_ids), operand(Table, slots), held, table, places, n, k
+    args = operand(Rows, block_ids), operand(Table, block_table), held, table, page_ids, n, k
     warps = max(1, min(8, look // 64))
     launch(residency_look_kernel, (triton.cdiv(n, look),), block_ids, *args, BN=look, num_warps=warps, **fixed)
-    args = held, table, places, copies, n_copies, n, k, frames, layer, keep
+    args = held, table, page_ids, copies, n_copies, n, k, pages, layer, keep
     fixed |= {"BN": tile, "WINDOW": window, "num_warps": config.warps}
-    launch(residency_place_kernel, (1,), block_ids, *args, **fixed)
-    return places, copies, n_copies
+    launch(residency_page_kernel, (1,), block_ids, *args, **fixed)
+    return page_ids, copies, n_copies

@@ -1,4 +1,4 @@
-"""Move the oldest full block of the ring into a slot, with what a selection keeps of it."""
+"""Move the oldest full block of the ring into the block pool, and index it for selection."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from .reference import Index, key_bounds, key_metadata, quantise_labels
 
 __all__ = ["Index", "key_bounds", "key_metadata", "quantise_labels", "seal"]
 
-seal = operator(reference.seal, on="near_kv", in_place=("kv",))
+seal = operator(reference.seal, on="recent_kv", in_place=("kv",))

@@ -1,4 +1,4 @@
-"""Move the oldest full block of the ring into a slot: the definition."""
+"""Move the oldest full block of the ring into the block pool: the definition."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ MOST_HALF = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True)
 class Index:
-    """Per-slot fields that two-level selection reads; None for what is not kept.
+    """Per-physical block fields that two-level selection reads; None for what is not kept.
 
     Args:
         key_dim: ``Dk``; of latents (MLA) the whole row.
-        bounds: ``[num_slots, parts, H, sides, Dk]``, metadata of each part of a block, see :func:`key_metadata`.
-        part_fill: int32 ``[num_slots, parts]``, selectable tokens of each part.
+        bounds: ``[num_blocks, parts, H, sides, Dk]``, metadata of each part of a block, see :func:`key_metadata`.
+        part_fill: int32 ``[num_blocks, parts]``, selectable tokens of each part.
         channels: int32 ``[batch, H, r]``, label channels of each row and KV head.
-        codes: uint8 ``[num_slots, H, block_size, r / 2]``, or ``[..., r]`` in the keys' dtype.
-        qparams: float16 ``[num_slots, H, block_size, 2]``; None with unquantised codes.
+        codes: uint8 ``[num_blocks, H, block_size, r / 2]``, or ``[..., r]`` in the keys' dtype.
+        qparams: float16 ``[num_blocks, H, block_size, 2]``; None with unquantised codes.
         metadata: what ``bounds`` are.
     """
 
@@ -109,44 +109,44 @@ def quantise_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def seal(
-    near_kv: Tensor,
-    near_valid: Tensor,
+    recent_kv: Tensor,
+    recent_valid: Tensor,
     at: int,
     sinks: int,
     seen: Tensor,
-    slots: Tensor,
+    physical_ids: Tensor,
     kv: Tensor,
     flags: Tensor,
     fill: Tensor,
     index: Index,
 ) -> None:
-    """Seal the block at position ``at`` of every row's near buffer.
+    """Seal the block at position ``at`` of every row's recent buffer.
 
-    The first ``sinks`` valid tokens of a row are its sinks: they are copied to the front of the near buffer and cannot
-    be selected. Keys and values go to the rows' slots, as they are; what the selection reads is made of the selectable
-    tokens (bounds) or of all (labels). The block's entries of the near buffer become invalid.
+    The first ``sinks`` valid tokens of a row are its sinks: they are copied to the front of the recent buffer and
+    cannot be selected. Keys and values go to the rows' physical blocks, as they are; what the selection reads is made
+    of the selectable tokens (bounds) or of all (labels). The block's entries of the recent buffer become invalid.
 
     Args:
-        near_kv: ``[batch, H, sinks + R, Dk + Dv]``; its first ``sinks`` entries may be written.
-        near_valid: bool ``[batch, sinks + R]``, written.
+        recent_kv: ``[batch, H, sinks + R, Dk + Dv]``; its first ``sinks`` entries may be written.
+        recent_valid: bool ``[batch, sinks + R]``, written.
         at: first of the ``block_size`` positions, one after the other.
         seen: int32 ``[batch]``, valid tokens sealed before; their number grows.
-        slots: int32 ``[batch]``, one slot for each row.
-        kv: ``[num_slots, H, block_size, Dk + Dv]``; may lie in host memory while everything else is on the device.
+        physical_ids: int32 ``[batch]``, one physical block for each row.
+        kv: ``[num_blocks, H, block_size, Dk + Dv]``; may lie in host memory while everything else is on the device.
             Or of width 0: keys and values are kept somewhere else.
-        flags: uint8 ``[num_slots, block_size]``: 0 padding, 1 selectable, 3 sink.
-        fill: int32 ``[num_slots]``, selectable tokens.
+        flags: uint8 ``[num_blocks, block_size]``: 0 padding, 1 selectable, 3 sink.
+        fill: int32 ``[num_blocks]``, selectable tokens.
         index: further fields to fill.
     """
     size = kv.shape[2]
     span = slice(at, at + size)
-    block, valid = near_kv[:, :, span], near_valid[:, span]
-    rank = seen[:, None] + valid.int().cumsum(1) - 1
-    is_sink = valid & (rank < sinks)
+    block, valid = recent_kv[:, :, span], recent_valid[:, span]
+    nth = seen[:, None] + valid.int().cumsum(1) - 1
+    is_sink = valid & (nth < sinks)
     for row, token in is_sink.nonzero().tolist():
-        near_kv[row, :, rank[row, token]] = block[row, :, token]
-        near_valid[row, rank[row, token]] = True
-    to, home = slots.long(), slots.to(kv.device).long()
+        recent_kv[row, :, nth[row, token]] = block[row, :, token]
+        recent_valid[row, nth[row, token]] = True
+    to, home = physical_ids.long(), physical_ids.to(kv.device).long()
     kv[home] = block[..., : kv.shape[3]].to(kv.device)
     mark = valid.to(torch.uint8) * VALID + is_sink.to(torch.uint8) * SINK
     usable = mark == SELECTABLE
@@ -164,4 +164,4 @@ def seal(
         else:
             index.codes[to], index.qparams[to] = quantise_labels(labels)
     seen += valid.sum(1, dtype=torch.int32)
-    near_valid[:, span] = False
+    recent_valid[:, span] = False

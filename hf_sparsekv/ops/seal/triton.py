@@ -1,4 +1,4 @@
-"""Move the oldest full block of the ring into a slot: the kernels."""
+"""Move the oldest full block of the ring into the block pool: the kernels."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ROUND = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds a small floa
 
 
 class Bounds(NamedTuple):
-    """``[num_slots, parts, H, sides, Dk]``."""
+    """``[num_blocks, parts, H, sides, Dk]``."""
 
     ptr: Any
-    slot: Any
+    block: Any
     part: Any
     head: Any
     side: Any
@@ -48,16 +48,16 @@ def _marks(p_valid, o_t, size, seen, sinks, B: tl.constexpr):
     b_all = tl.load(p_valid + o_all, mask=o_all < size, other=0) != 0  # [B]
     before = tl.sum((b_all[None, :] & (o_all[None, :] < o_t[:, None])).to(tl.int32), 1)
     b_valid = tl.load(p_valid + o_t) != 0
-    b_rank = seen + before
-    return b_rank, tl.where(b_valid, tl.where(b_rank < sinks, 3, 1), 0)
+    b_nth = seen + before
+    return b_nth, tl.where(b_valid, tl.where(b_nth < sinks, 3, 1), 0)
 
 
 @triton.jit
 def seal_block_kernel(
-    near,
-    near_valid,
+    recent,
+    recent_valid,
     p_seen,
-    p_slots,
+    p_physical_ids,
     kv,
     flags,
     p_fill,
@@ -86,12 +86,12 @@ def seal_block_kernel(
     BR: tl.constexpr = padded(R, 1)
     i_row = tl.program_id(0)
     i_batch, i_head = batch_and_head(i_row, HEADS)
-    slot = tl.load(p_slots + i_batch).to(tl.int64)
+    physical_id = tl.load(p_physical_ids + i_batch).to(tl.int64)
     seen = tl.load(p_seen + i_batch)
     o_k, o_v, o_r = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BR)
     m_k, m_v, m_r = o_k < DK, o_v < DV, o_r < R
-    p_row = row_ptr(near, i_batch, i_head)
-    p_valid = near_valid.ptr + i_batch * near_valid.row + at
+    p_row = row_ptr(recent, i_batch, i_head)
+    p_valid = recent_valid.ptr + i_batch * recent_valid.row + at
     if codes is not None:
         p_channel = row_ptr(channels, i_batch, i_head)
         b_channel = tl.load(p_channel + o_r, mask=m_r, other=0)  # [BR]
@@ -105,17 +105,17 @@ def seal_block_kernel(
         part_filled = 0
         for i in range(BLOCK_SIZE // PARTS // BT):
             o_t = i_part * (BLOCK_SIZE // PARTS) + i * BT + tl.arange(0, BT)
-            b_rank, b_flag = _marks(p_valid, o_t, BLOCK_SIZE, seen, sinks, BLOCK_SIZE)
+            b_nth, b_flag = _marks(p_valid, o_t, BLOCK_SIZE, seen, sinks, BLOCK_SIZE)
             b_usable = b_flag == SELECTABLE
-            p_from = p_row + (at + o_t)[:, None].to(tl.int64) * near.token
+            p_from = p_row + (at + o_t)[:, None].to(tl.int64) * recent.token
             b_k = tl.load(p_from + o_k[None, :], mask=m_k[None, :], other=0.0)  # [BT, BK]
             b_v = tl.load(p_from + DK + o_v[None, :], mask=m_v[None, :], other=0.0)  # [BT, BV]
             if kv is not None:
-                p_to = kv.ptr + slot * kv.slot + i_head * kv.head + o_t[:, None] * kv.token
+                p_to = kv.ptr + physical_id * kv.block + i_head * kv.head + o_t[:, None] * kv.token
                 tl.store(p_to + o_k[None, :], b_k, mask=m_k[None, :])
                 tl.store(p_to + DK + o_v[None, :], b_v, mask=m_v[None, :])
             m_sink = (b_flag == 3)[:, None]
-            p_sink = p_row + b_rank[:, None].to(tl.int64) * near.token
+            p_sink = p_row + b_nth[:, None].to(tl.int64) * recent.token
             tl.store(p_sink + o_k[None, :], b_k, mask=m_sink & m_k[None, :])
             tl.store(p_sink + DK + o_v[None, :], b_v, mask=m_sink & m_v[None, :])
             if bounds is not None:
@@ -125,7 +125,7 @@ def seal_block_kernel(
                 b_min = _least(b_min, tl.reduce(tl.where(b_usable[:, None], b_k, limit), 0, _least))
             if codes is not None:
                 b_x = tl.load(p_from + b_channel[None, :], mask=m_r[None, :], other=0.0)  # [BT, BR]
-                p_code = codes.ptr + slot * codes.slot + i_head * codes.head + o_t[:, None] * codes.token
+                p_code = codes.ptr + physical_id * codes.block + i_head * codes.head + o_t[:, None] * codes.token
                 if qparams is not None:
                     b_x = _least(_most(b_x.to(tl.float32), -MOST_HALF), MOST_HALF)
                     b_y = tl.load(p_from + b_channel_2[None, :], mask=m_r[None, :], other=0.0).to(tl.float32)
@@ -142,16 +142,16 @@ def seal_block_kernel(
                     b_x = tl.minimum(tl.maximum((b_x + ROUND) - ROUND, 0.0), 15.0).to(tl.int32)
                     b_y = tl.minimum(tl.maximum((b_y + ROUND) - ROUND, 0.0), 15.0).to(tl.int32)
                     tl.store(p_code + o_r[None, :], (b_x | (b_y << 4)).to(tl.uint8), mask=m_r[None, :])
-                    p_param = qparams.ptr + slot * qparams.slot + i_head * qparams.head + o_t * qparams.token
+                    p_param = qparams.ptr + physical_id * qparams.block + i_head * qparams.head + o_t * qparams.token
                     tl.store(p_param, b_scale)
                     tl.store(p_param + 1, b_zero)
                 else:
                     tl.store(p_code + o_r[None, :], b_x, mask=m_r[None, :])
             # What belongs to the row is written by its first head's program.
-            tl.store(flags.ptr + slot * flags.row + o_t, b_flag.to(tl.uint8), mask=i_head == 0)
+            tl.store(flags.ptr + physical_id * flags.row + o_t, b_flag.to(tl.uint8), mask=i_head == 0)
             part_filled += tl.sum(b_usable.to(tl.int32), 0)
         if bounds is not None:
-            p_bound = bounds.ptr + slot * bounds.slot + i_part * bounds.part + i_head * bounds.head + o_k
+            p_bound = bounds.ptr + physical_id * bounds.block + i_part * bounds.part + i_head * bounds.head + o_k
             count = tl.maximum(part_filled, 1).to(tl.float32)
             b_first, b_second = b_max, b_min
             if METADATA == "mean":
@@ -161,8 +161,8 @@ def seal_block_kernel(
                 b_second = tl.zeros([BK], tl.float32)
                 for i in range(BLOCK_SIZE // PARTS // BT):  # the keys again, from the cache
                     o_t = i_part * (BLOCK_SIZE // PARTS) + i * BT + tl.arange(0, BT)
-                    b_rank, b_flag = _marks(p_valid, o_t, BLOCK_SIZE, seen, sinks, BLOCK_SIZE)
-                    p_from = p_row + (at + o_t)[:, None].to(tl.int64) * near.token
+                    b_nth, b_flag = _marks(p_valid, o_t, BLOCK_SIZE, seen, sinks, BLOCK_SIZE)
+                    p_from = p_row + (at + o_t)[:, None].to(tl.int64) * recent.token
                     b_k = tl.load(p_from + o_k[None, :], mask=m_k[None, :], other=0.0).to(tl.float32)  # [BT, BK]
                     b_off = tl.where((b_flag == SELECTABLE)[:, None], tl.abs(b_k - b_first[None, :]), 0.0)
                     b_second += tl.sum(b_off, 0)
@@ -171,14 +171,14 @@ def seal_block_kernel(
             if METADATA != "mean":
                 tl.store(p_bound + bounds.side, b_second.to(bounds.ptr.dtype.element_ty), mask=m_k)
         if part_fill is not None:
-            tl.store(part_fill.ptr + slot * part_fill.row + i_part, part_filled, mask=i_head == 0)
+            tl.store(part_fill.ptr + physical_id * part_fill.row + i_part, part_filled, mask=i_head == 0)
         filled += part_filled
-    tl.store(p_fill + slot, filled, mask=i_head == 0)
+    tl.store(p_fill + physical_id, filled, mask=i_head == 0)
 
 
 @triton.jit
 def seal_finish_kernel(
-    near_valid,
+    recent_valid,
     p_seen,
     at,
     sinks,
@@ -189,7 +189,7 @@ def seal_finish_kernel(
     """What all heads' programs have read changes after them: validity and the number of tokens seen, of one row."""
     begin(PDL)
     i_batch = tl.program_id(0).to(tl.int64)
-    p_row = near_valid.ptr + i_batch * near_valid.row
+    p_row = recent_valid.ptr + i_batch * recent_valid.row
     o_t, o_s = tl.arange(0, BLOCK_SIZE), tl.arange(0, BS)
     count = tl.sum((tl.load(p_row + at + o_t) != 0).to(tl.int32), 0)
     seen = tl.load(p_seen + i_batch)
@@ -198,22 +198,22 @@ def seal_finish_kernel(
     tl.store(p_seen + i_batch, seen + count)
 
 
-def seal(near_kv, near_valid, at, sinks, seen, slots, kv, flags, fill, index):
+def seal(recent_kv, recent_valid, at, sinks, seen, physical_ids, kv, flags, fill, index):
     """As ``reference.seal``."""
-    batch, heads = near_kv.shape[:2]
+    batch, heads = recent_kv.shape[:2]
     size, dk = kv.shape[2], index.key_dim
-    require_dense_rows(near_kv=near_kv, near_valid=near_valid, kv=kv, flags=flags, bounds=index.bounds)
+    require_dense_rows(recent_kv=recent_kv, recent_valid=recent_valid, kv=kv, flags=flags, bounds=index.bounds)
     require_dense_rows(part_fill=index.part_fill, channels=index.channels, codes=index.codes, qparams=index.qparams)
     parts = 1 if index.bounds is None else index.bounds.shape[1]
-    valid = operand(Table, near_valid)
+    valid = operand(Table, recent_valid)
     launch(
         seal_block_kernel,
         (batch * heads,),
-        near_kv,
-        operand(Tokens, near_kv),
+        recent_kv,
+        operand(Tokens, recent_kv),
         valid,
         seen,
-        slots,
+        physical_ids,
         operand(PagedKV, kv) if kv.shape[3] else None,
         operand(Table, flags),
         fill,
@@ -224,16 +224,16 @@ def seal(near_kv, near_valid, at, sinks, seen, slots, kv, flags, fill, index):
         operand(PagedKV, index.qparams),
         at,
         sinks,
-        torch.finfo(near_kv.dtype).max,
+        torch.finfo(recent_kv.dtype).max,
         METADATA=index.metadata,
         HEADS=heads,
         BLOCK_SIZE=size,
         PARTS=parts,
         DK=dk,
-        DV=near_kv.shape[3] - dk,
+        DV=recent_kv.shape[3] - dk,
         R=0 if index.codes is None else index.codes.shape[-1],
         BT=min(TILE // 2 if dk > WIDE else TILE, size // parts),
         num_warps=8 if dk > WIDE else 4,
     )
     side = triton.next_power_of_2(max(1, sinks))
-    launch(seal_finish_kernel, (batch,), near_kv, valid, seen, at, sinks, BLOCK_SIZE=size, BS=side)
+    launch(seal_finish_kernel, (batch,), recent_kv, valid, seen, at, sinks, BLOCK_SIZE=size, BS=side)

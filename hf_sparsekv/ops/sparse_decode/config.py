@@ -47,7 +47,7 @@ def is_native(*tensors: Tensor) -> bool:
     return len({t.dtype for t in tensors}) == 1 and tensors[0].dtype != torch.float32
 
 
-def config(q: Tensor, kv: Tensor, near_kv: Tensor, value_dim: int, granularity: str) -> Config:
+def config(q: Tensor, kv: Tensor, recent_kv: Tensor, value_dim: int, granularity: str) -> Config:
     """Of :func:`.sparse_decode` of these tensors."""
     heads, group, width = kv.shape[1], q.shape[1] // kv.shape[1], q.shape[2]
     rows = max(1, q.shape[0] * heads)
@@ -59,7 +59,7 @@ def config(q: Tensor, kv: Tensor, near_kv: Tensor, value_dim: int, granularity: 
         item = q.element_size() if q.dtype == kv.dtype else 4  # mixed: float32 inside
         tile = max(16, min(128, 16384 // (wide * item)))
         return Config(tile, group, max(1, (528 if dense else 1056) // rows), warps=4 if dense else 2, stages=2)
-    if not is_native(q, kv, near_kv):
+    if not is_native(q, kv, recent_kv):
         chosen = EXACT
     elif granularity == "token":
         chosen = FEW_ALONE if rows == 1 and group <= FEW_ALONE.heads else FEW

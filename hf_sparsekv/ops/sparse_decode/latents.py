@@ -5,7 +5,7 @@ section 2.1, with the up-projections absorbed). It is read once, for the scores 
 
 The sum of a head is 512 wide. With 20 heads in a tile of 32 it takes 64 KB of float32, with 64 heads 128 KB, half of a
 processor's registers; so one program runs on each processor, and its reads must hide behind its own products. The
-stored columns and the near buffer are one list, of which a part is every ``parts``-th tile, so that parts stay equal
+stored columns and the recent buffer are one list, of which a part is every ``parts``-th tile, so that parts stay equal
 where only the first blocks of a list are used.
 """
 
@@ -70,7 +70,7 @@ def sparse_decode_latent_tokens_kernel(
     q,
     kv,
     pages,
-    near,
+    recent,
     table,
     ids,
     parts,
@@ -89,7 +89,7 @@ def sparse_decode_latent_tokens_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attend to one part of the ``n`` chosen tokens and the near buffer of one row and KV head, ``BH`` query heads."""
+    """Attend to one part of the ``n`` chosen tokens and the recent buffer: one row, one KV head, ``BH`` query heads."""
     wait(PDL)
     BC: tl.constexpr = padded(DV)
     BR: tl.constexpr = padded(DK - DV)
@@ -103,16 +103,16 @@ def sparse_decode_latent_tokens_kernel(
     b_count, b_host = tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32)
 
     p_table, p_ids = table.ptr + i_batch * table.row, row_ptr(ids, i_batch, i_head)
-    p_near, p_valid = row_ptr(near, i_batch, i_head), near.valid + i_batch * near.valid_batch
-    for i in tl.range(i_part * BN, n + near.end, tl.num_programs(1) * BN, num_stages=STAGES):
+    p_recent, p_valid = row_ptr(recent, i_batch, i_head), recent.valid + i_batch * recent.valid_batch
+    for i in tl.range(i_part * BN, n + recent.end, tl.num_programs(1) * BN, num_stages=STAGES):
         o_n = i + tl.arange(0, BN)
-        m_near = (o_n >= n) & (o_n < n + near.end)
-        b_valid = tl.load(p_valid + o_n - n, mask=m_near, other=0)  # [BN]
+        m_recent = (o_n >= n) & (o_n < n + recent.end)
+        b_valid = tl.load(p_valid + o_n - n, mask=m_recent, other=0)  # [BN]
         b_id = tl.load(p_ids + o_n, mask=o_n < n, other=-1)  # [BN]
         p_row, m_n, m_kv = find_tokens(b_id, o_n < n, p_table, kv, pages, i_head, BLOCK_SIZE)
         if from_host is not None:
             b_host += m_kv.to(tl.int32)
-        p_row = tl.where(m_near, p_near + (o_n - n).to(tl.int64) * near.token, p_row)
+        p_row = tl.where(m_recent, p_recent + (o_n - n).to(tl.int64) * recent.token, p_row)
         m_n = m_n | (b_valid != 0)
         b_count += m_n.to(tl.int32)
         b_c, b_r = load_rows(p_row, m_n, DK, DV, BC, BR)
@@ -129,11 +129,11 @@ def sparse_decode_latent_tokens_kernel(
 def open_tile(
     i,
     n,
-    slot,
+    physical_id,
     page,
     kv,
     pages,
-    near,
+    recent,
     flags,
     i_batch,
     i_head,
@@ -144,23 +144,23 @@ def open_tile(
 ):
     """Where the rows of the tile at column ``i`` begin, what is between them, which to attend, which are in ``kv``."""
     o_n = tl.arange(0, BN)
-    is_near, i_near = i >= n, i - n + near.first
+    is_recent, i_recent = i >= n, i - n + recent.first
     o_in = i % BLOCK_SIZE  # of the tile in its block
-    there = (slot >= 0) & (page != -1)
+    there = (physical_id >= 0) & (page != -1)
     in_kv = there
     if pages is not None:
         in_kv = there & (page < 0)
-    p_near = row_ptr(near, i_batch, i_head) + i_near.to(tl.int64) * near.token
-    p_rows = tl.where(is_near, p_near, locate(page, o_in, kv, pages, i_head))
+    p_recent = row_ptr(recent, i_batch, i_head) + i_recent.to(tl.int64) * recent.token
+    p_rows = tl.where(is_recent, p_recent, locate(page, o_in, kv, pages, i_head))
     step = kv.token
     if STEP == 0:
         if pages is not None:
             step = tl.where(page < 0, kv.token, pages.token)
-        step = tl.where(is_near, near.token, step)
-    p_valid = near.valid + i_batch * near.valid_batch + i_near
-    p_mark = tl.where(is_near, p_valid, flags.ptr + slot.to(tl.int64) * flags.row + o_in)
-    b_mark = tl.load(p_mark + o_n, mask=there | (is_near & (i_near + o_n < near.end)), other=0)  # [BN]
-    m_n = b_mark == SELECTABLE if CHOSEN else (b_mark & VALID) > 0  # valid entries of the near buffer are 1
+        step = tl.where(is_recent, recent.token, step)
+    p_valid = recent.valid + i_batch * recent.valid_batch + i_recent
+    p_mark = tl.where(is_recent, p_valid, flags.ptr + physical_id.to(tl.int64) * flags.row + o_in)
+    b_mark = tl.load(p_mark + o_n, mask=there | (is_recent & (i_recent + o_n < recent.end)), other=0)  # [BN]
+    m_n = b_mark == SELECTABLE if CHOSEN else (b_mark & VALID) > 0  # valid entries of the recent buffer are 1
     return p_rows, step, m_n, in_kv
 
 
@@ -169,7 +169,7 @@ def sparse_decode_latent_blocks_kernel(
     q,
     kv,
     pages,
-    near,
+    recent,
     flags,
     table,
     ids,
@@ -192,11 +192,11 @@ def sparse_decode_latent_blocks_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attend to one part of the ``n`` stored tokens and the near buffer of one row and KV head, ``BH`` query heads.
+    """Attend to one part of the ``n`` stored tokens and the recent buffer of one row and KV head, ``BH`` query heads.
 
-    A tile is within a block. Where it begins is found while those before it are computed: the slot two tiles ahead,
-    flags one; with three ``STAGES`` Triton's pipeline also loads it to shared memory two tiles ahead. ``STEP`` is the
-    distance of two rows where it is the same everywhere, or 0: what is known here takes no registers.
+    A tile is within a block. Where it begins is found while those before it are computed: the physical block two tiles
+    ahead, flags one; with three ``STAGES`` Triton's pipeline also loads it to shared memory two tiles ahead. ``STEP``
+    is the distance of two rows where it is the same everywhere, or 0: what is known here takes no registers.
     """
     wait(PDL)
     BC: tl.constexpr = padded(DV)
@@ -220,21 +220,21 @@ def sparse_decode_latent_blocks_kernel(
     if used is not None:
         n = tl.minimum(n, tl.load(row_ptr(used, i_batch, i_head)) * BLOCK_SIZE)
     i, step = i_part * BN, tl.num_programs(1) * BN
-    slot, page = find_blocks(i // BLOCK_SIZE, i < n, p_table, p_ids, p_page_ids)
+    physical_id, page = find_blocks(i // BLOCK_SIZE, i < n, p_table, p_ids, p_page_ids)
     p_rows, row, m_n, in_kv = open_tile(
-        i, n, slot, page, kv, pages, near, flags, i_batch, i_head, CHOSEN, STEP, BLOCK_SIZE, BN
+        i, n, physical_id, page, kv, pages, recent, flags, i_batch, i_head, CHOSEN, STEP, BLOCK_SIZE, BN
     )
-    slot, page = find_blocks((i + step) // BLOCK_SIZE, i + step < n, p_table, p_ids, p_page_ids)
-    for i in tl.range(i_part * BN, n + near.end - near.first, step, num_stages=STAGES):
+    physical_id, page = find_blocks((i + step) // BLOCK_SIZE, i + step < n, p_table, p_ids, p_page_ids)
+    for i in tl.range(i_part * BN, n + recent.end - recent.first, step, num_stages=STAGES):
         b_count += m_n.to(tl.int32)
         if from_host is not None:
             b_host += (m_n & in_kv).to(tl.int32)
         m_now = m_n
         b_c, b_r = load_rows(p_rows + o_n * (STEP if STEP else row), m_now, DK, DV, BC, BR)
         p_rows, row, m_n, in_kv = open_tile(
-            i + step, n, slot, page, kv, pages, near, flags, i_batch, i_head, CHOSEN, STEP, BLOCK_SIZE, BN
+            i + step, n, physical_id, page, kv, pages, recent, flags, i_batch, i_head, CHOSEN, STEP, BLOCK_SIZE, BN
         )
-        slot, page = find_blocks((i + 2 * step) // BLOCK_SIZE, i + 2 * step < n, p_table, p_ids, p_page_ids)
+        physical_id, page = find_blocks((i + 2 * step) // BLOCK_SIZE, i + 2 * step < n, p_table, p_ids, p_page_ids)
         b_max, b_sum, b_acc = take_rows(b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_now, scale, softcap)
 
     release(PDL)

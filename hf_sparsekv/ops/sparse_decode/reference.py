@@ -13,10 +13,10 @@ def sparse_decode(
     q: Tensor,
     kv: Tensor,
     flags: Tensor,
-    slots: Tensor,
+    block_table: Tensor,
     ids: Tensor | None,
-    near_kv: Tensor,
-    near_valid: Tensor,
+    recent_kv: Tensor,
+    recent_valid: Tensor,
     *,
     granularity: str,
     value_dim: int,
@@ -25,39 +25,39 @@ def sparse_decode(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
     attended: Tensor | None = None,
-    frames: Tensor | None = None,
-    places: Tensor | None = None,
+    pages: Tensor | None = None,
+    page_ids: Tensor | None = None,
     from_host: Tensor | None = None,
     lse: Tensor | None = None,
     used: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention over the near buffer and the chosen part of the stored blocks.
+    """Softmax attention over the recent buffer and the chosen part of the stored blocks.
 
     Args:
         q: ``[batch, Hq, Dk]``.
-        kv: ``[num_slots, H, block_size, Dk + Dv]`` stored blocks: each token's key, then its value; or
+        kv: ``[num_blocks, H, block_size, Dk + Dv]`` stored blocks: each token's key, then its value; or
             ``[..., Dk]`` where a value is the first ``Dv`` entries of its key (MLA: latent, then rotary part). So are
-            ``near_kv`` and ``frames``. May be pinned host memory while everything else is on the device.
-        flags: ``[num_slots, block_size]`` uint8 token flags: 0 padding, 1 selectable, 3 sink.
-        slots: ``[batch, cap]`` int32, slot of each block of each row; -1 where there is none.
-        ids: what is attended beside the near buffer, int32, -1 for none. ``granularity="token"``: columns
+            ``recent_kv`` and ``pages``. May be pinned host memory while everything else is on the device.
+        flags: ``[num_blocks, block_size]`` uint8 token flags: 0 padding, 1 selectable, 3 sink.
+        block_table: ``[batch, cap]`` int32, physical id of each block of each row; -1 where there is none.
+        ids: what is attended beside the recent buffer, int32, -1 for none. ``granularity="token"``: columns
             ``[batch, H, n]``, each of a selectable token. ``"block"``: block ids ``[batch, H, n]``, whose
             selectable tokens are attended. ``"all"``: ``None``; every valid token of every block, sinks
-            included, and of the near buffer only the ring.
-        near_kv: ``[batch, H, sinks + R, Dk + Dv]`` sinks and ring of recent tokens.
-        near_valid: ``[batch, sinks + R]`` bool, entries that hold a token.
+            included, and of the recent buffer only the ring.
+        recent_kv: ``[batch, H, sinks + R, Dk + Dv]`` sinks and ring of recent tokens.
+        recent_valid: ``[batch, sinks + R]`` bool, entries that hold a token.
         value_dim: ``Dv``.
-        sinks: positions of the near buffer that come before the ring.
+        sinks: positions of the recent buffer that come before the ring.
         scale: softmax scaling.
         softcap: logits become ``softcap * tanh(logits / softcap)``.
         sink_logits: ``[Hq]`` logits of learned attention sinks: part of the denominator, without a value.
         attended: ``[batch, H]`` int64; the number of attended tokens is added to it.
-        frames: ``[F, block_size, Dk + Dv]`` copies of some blocks, one KV head each, where reading is quick. With
-            them a block goes by its place: its frame ``f``, or ``-(slot + 2)`` if it has none and is read from ``kv``;
-            -1 is no block. ``granularity="token"``: ``ids`` are ``place * block_size + position in the block``.
-            ``"block"``: ``places`` are those of ``ids``.
-        places: ``[batch, H, n]`` int32, see ``frames``.
+        pages: ``[F, block_size, Dk + Dv]`` copies of some blocks, one KV head each, where reading is quick. With them a
+            block is addressed by its page id: page ``f``, or ``-(physical_id + 2)`` if it has no page and is read from
+            ``kv``; -1 is no block. ``granularity="token"``: ``ids`` are ``place * block_size + position in the block``.
+            ``"block"``: ``page_ids`` are those of ``ids``.
+        page_ids: ``[batch, H, n]`` int32, see ``pages``.
         from_host: ``[batch, H]`` int64; the number of attended tokens that were read from ``kv`` is added to it.
         lse: ``[batch, Hq]`` float32, receives the natural logarithm of the denominator (learned sinks included); -inf
             where it is 0.
@@ -72,17 +72,17 @@ def sparse_decode(
     skip = sinks if granularity == "all" else 0
     if used is not None:
         ids = ids.masked_fill(torch.arange(ids.shape[-1], device=ids.device) >= used[..., None], -1)
-    if frames is None:
-        stored, usable = gather(kv, flags, slots, ids, granularity, heads, block_size)
+    if pages is None:
+        stored, usable = gather(kv, flags, block_table, ids, granularity, heads, block_size)
         at_home = usable
     else:
-        stored, usable, at_home = gather_placed(kv, flags, slots, ids, granularity, frames, places)
+        stored, usable, at_home = gather_paged(kv, flags, block_table, ids, granularity, pages, page_ids)
     if from_host is not None:
         from_host += at_home.sum(-1).to(from_host.device)
     stored = stored.to(q.device)
-    chosen = torch.cat((stored, near_kv[:, :, skip:]), dim=2).float()  # [batch, H, n, Dk + Dv]
-    near = near_valid[:, None, skip:].expand(-1, heads, -1)
-    usable = torch.cat((usable.to(q.device), near), dim=2)
+    chosen = torch.cat((stored, recent_kv[:, :, skip:]), dim=2).float()  # [batch, H, n, Dk + Dv]
+    recent = recent_valid[:, None, skip:].expand(-1, heads, -1)
+    usable = torch.cat((usable.to(q.device), recent), dim=2)
 
     logits = q.float().view(batch, heads, q_heads // heads, dk) @ chosen[..., :dk].transpose(-1, -2) * scale
     if softcap is not None:
@@ -107,7 +107,7 @@ def softmax(logits: Tensor) -> Tensor:
 
 
 def has_latents(kv: Tensor, q: Tensor) -> bool:
-    """Whether values are the beginning of their keys, which a row's width tells."""
+    """Whether values are the first part of their keys (MLA): then a row is as wide as a query."""
     return kv.shape[-1] == q.shape[-1]
 
 
@@ -120,7 +120,7 @@ def values_of(rows: Tensor, dk: int, value_dim: int) -> Tensor:
 def gather(
     kv: Tensor,
     flags: Tensor,
-    slots: Tensor,
+    block_table: Tensor,
     ids: Tensor | None,
     granularity: str,
     heads: int,
@@ -128,47 +128,55 @@ def gather(
 ) -> tuple[Tensor, Tensor]:
     """Entries ``[batch, H, n, Dk + Dv]`` on ``kv``'s device, and which to use ``[batch, H, n]``."""
     home = kv.device
-    flags, slots = flags.to(home), slots.to(home).long()
+    flags, block_table = flags.to(home), block_table.to(home).long()
     head = torch.arange(heads, device=home)[None, :, None]
     if granularity == "token":
         ids = ids.to(home).long()
         block = (ids // block_size).clamp_min(0)
-        slot = slots[:, None].expand(-1, heads, -1).gather(-1, block)
-        usable = (ids >= 0) & (slot >= 0)
-        return kv[slot.clamp_min(0), head, ids.clamp_min(0) % block_size], usable
+        physical_id = block_table[:, None].expand(-1, heads, -1).gather(-1, block)
+        usable = (ids >= 0) & (physical_id >= 0)
+        return kv[physical_id.clamp_min(0), head, ids.clamp_min(0) % block_size], usable
     if granularity == "block":
         ids = ids.to(home).long()
-        slot = slots[:, None].expand(-1, heads, -1).gather(-1, ids.clamp_min(0))
-        slot = slot.masked_fill(ids < 0, -1)
-        usable = flags[slot.clamp_min(0)] == SELECTABLE
+        physical_id = block_table[:, None].expand(-1, heads, -1).gather(-1, ids.clamp_min(0))
+        physical_id = physical_id.masked_fill(ids < 0, -1)
+        usable = flags[physical_id.clamp_min(0)] == SELECTABLE
     elif granularity == "all":
-        slot = slots[:, None].expand(-1, heads, -1)
-        usable = (flags[slot.clamp_min(0)] & VALID) > 0
+        physical_id = block_table[:, None].expand(-1, heads, -1)
+        usable = (flags[physical_id.clamp_min(0)] & VALID) > 0
     else:
         raise ValueError(f"granularity must be 'token', 'block' or 'all', got {granularity!r}")
-    usable = usable & (slot >= 0)[..., None]
-    return kv[slot.clamp_min(0), head].flatten(2, 3), usable.flatten(2)
+    usable = usable & (physical_id >= 0)[..., None]
+    return kv[physical_id.clamp_min(0), head].flatten(2, 3), usable.flatten(2)
 
 
-def gather_placed(
-    kv: Tensor, flags: Tensor, slots: Tensor, ids: Tensor, granularity: str, frames: Tensor, places: Tensor | None
+def gather_paged(
+    kv: Tensor,
+    flags: Tensor,
+    block_table: Tensor,
+    ids: Tensor,
+    granularity: str,
+    pages: Tensor,
+    page_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`gather`, from frames and ``kv`` by place, on the frames' device; and which come from ``kv``."""
+    """As :func:`gather`, from pages and ``kv`` by place, on the pages' device; and which come from ``kv``."""
     heads, size = kv.shape[1:3]
     head = torch.arange(heads, device=kv.device)[None, :, None]
     if granularity == "token":
         at, token = ids.long() // size, ids.long() % size  # both towards minus infinity
         usable = at != -1
     elif granularity == "block":
-        slot = slots.long()[:, None].expand(-1, heads, -1).gather(-1, ids.clamp_min(0).long())
-        usable = (flags[slot.clamp_min(0)] == SELECTABLE) & ((ids >= 0) & (slot >= 0) & (places != -1))[..., None]
-        at = places.long()[..., None].expand(-1, -1, -1, size).flatten(2)
+        physical_id = block_table.long()[:, None].expand(-1, heads, -1).gather(-1, ids.clamp_min(0).long())
+        usable = (flags[physical_id.clamp_min(0)] == SELECTABLE) & ((ids >= 0) & (physical_id >= 0) & (page_ids != -1))[
+            ..., None
+        ]
+        at = page_ids.long()[..., None].expand(-1, -1, -1, size).flatten(2)
         token = torch.arange(size, device=at.device).repeat(ids.shape[-1]).expand_as(at)
         usable = usable.flatten(2)
     else:
-        raise ValueError(f"blocks go by place only where some are chosen, not with granularity={granularity!r}")
-    from_host = kv[(-at - 2).clamp_min(0).to(kv.device), head, token.to(kv.device)].to(frames.device)
-    if not len(frames):
+        raise ValueError(f"page ids are for granularity 'token' or 'block', not for granularity={granularity!r}")
+    from_host = kv[(-at - 2).clamp_min(0).to(kv.device), head, token.to(kv.device)].to(pages.device)
+    if not len(pages):
         return from_host, usable, usable
-    found = torch.where((at >= 0)[..., None], frames[at.clamp_min(0), token], from_host)
+    found = torch.where((at >= 0)[..., None], pages[at.clamp_min(0), token], from_host)
     return found, usable, usable & (at < 0)

@@ -1,7 +1,7 @@
 """Exact attention of one query per row over chosen cached tokens: the kernel over the parts.
 
 The tokens of a row and KV head are split over several programs (first the chosen part of the stored blocks,
-then the near buffer), each of which keeps a running softmax for the whole group of query heads.
+then the recent buffer), each of which keeps a running softmax for the whole group of query heads.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .._paged import SELECTABLE, VALID, find_blocks, find_tokens, locate
 from .merge import LOG2E
 
 
-class Near(NamedTuple):
-    """The near buffer ``[batch, H, sinks + R, D]`` and what is valid of it; entries ``first .. end - 1`` are attended.
+class Recent(NamedTuple):
+    """Sinks and recent window ``[batch, H, sinks + R, D]`` with validity; entries ``first .. end - 1`` are attended.
 
     A byte of ``valid`` is 1, or 0.
     """
@@ -121,7 +121,7 @@ def sparse_decode_split_kernel(
     q,
     kv,
     pages,
-    near,
+    recent,
     flags,
     table,
     ids,
@@ -144,7 +144,7 @@ def sparse_decode_split_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attend to one part of the ``n`` stored tokens or of the near buffer, of one row and KV head."""
+    """Attend to one part of the ``n`` stored tokens or of the recent buffer, of one row and KV head."""
     wait(PDL)
     BG: tl.constexpr = padded(GROUP)
     BK: tl.constexpr = padded(DK)
@@ -177,10 +177,10 @@ def sparse_decode_split_kernel(
                 b_id = tl.load(p_ids + o_n, mask=m_n, other=-1)  # [BN]
                 p_k, m_n, m_kv = find_tokens(b_id, m_n, p_table, kv, pages, i_head, BLOCK_SIZE)
             else:
-                b_slot, b_page = find_blocks(o_n // BLOCK_SIZE, m_n, p_table, p_ids, p_page_ids)  # [BN]
+                b_physical_id, b_page = find_blocks(o_n // BLOCK_SIZE, m_n, p_table, p_ids, p_page_ids)  # [BN]
                 o_in = o_n % BLOCK_SIZE
-                m_n = m_n & (b_slot >= 0)
-                b_flag = tl.load(flags.ptr + b_slot.to(tl.int64) * flags.row + o_in, mask=m_n, other=0)  # [BN]
+                m_n = m_n & (b_physical_id >= 0)
+                b_flag = tl.load(flags.ptr + b_physical_id.to(tl.int64) * flags.row + o_in, mask=m_n, other=0)  # [BN]
                 m_n = m_n & (b_flag == SELECTABLE if GRANULARITY == "block" else (b_flag & VALID) > 0)
                 m_kv = m_n
                 if pages is not None:
@@ -192,13 +192,13 @@ def sparse_decode_split_kernel(
                 b_host += m_kv.to(tl.int32)
             b_max, b_sum, b_acc = take_tile(b_q, b_max, b_sum, b_acc, p_k, m_n, scale, softcap, DK, DV, BK, BV)
     else:
-        first = near.first + (i_part - splits) * per_split
-        end = tl.minimum(first + per_split, near.end)
+        first = recent.first + (i_part - splits) * per_split
+        end = tl.minimum(first + per_split, recent.end)
         for i in tl.range(first, end, BN, num_stages=STAGES):
             o_n = i + tl.arange(0, BN)
             m_n = o_n < end
-            m_n = m_n & (tl.load(near.valid + i_batch * near.valid_batch + o_n, mask=m_n, other=0) != 0)  # [BN]
-            p_k = row_ptr(near, i_batch, i_head) + o_n.to(tl.int64) * near.token  # [BN]
+            m_n = m_n & (tl.load(recent.valid + i_batch * recent.valid_batch + o_n, mask=m_n, other=0) != 0)  # [BN]
+            p_k = row_ptr(recent, i_batch, i_head) + o_n.to(tl.int64) * recent.token  # [BN]
             b_count += m_n.to(tl.int32)
             b_max, b_sum, b_acc = take_tile(b_q, b_max, b_sum, b_acc, p_k, m_n, scale, softcap, DK, DV, BK, BV)
 

@@ -17,17 +17,17 @@ from .config import is_native
 from .latents import sparse_decode_latent_blocks_kernel, sparse_decode_latent_tokens_kernel
 from .merge import merge
 from .reference import has_latents
-from .split import Near, Parts, sparse_decode_split_kernel
+from .split import Parts, Recent, sparse_decode_split_kernel
 
 
 def sparse_decode(
     q,
     kv,
     flags,
-    slots,
+    block_table,
     ids,
-    near_kv,
-    near_valid,
+    recent_kv,
+    recent_valid,
     *,
     granularity,
     value_dim,
@@ -36,8 +36,8 @@ def sparse_decode(
     softcap=None,
     sink_logits=None,
     attended=None,
-    frames=None,
-    places=None,
+    pages=None,
+    page_ids=None,
     from_host=None,
     lse=None,
     used=None,
@@ -48,11 +48,13 @@ def sparse_decode(
     batch, q_heads, dk = q.shape
     heads, block_size = kv.shape[1:3]
     rows, group = batch * heads, q_heads // heads
-    require_dense_rows(kv=kv, flags=flags, slots=slots, ids=ids, near_kv=near_kv, near_valid=near_valid)
-    require_dense_rows(sink_logits=sink_logits, frames=frames, places=places)
+    require_dense_rows(
+        kv=kv, flags=flags, block_table=block_table, ids=ids, recent_kv=recent_kv, recent_valid=recent_valid
+    )
+    require_dense_rows(sink_logits=sink_logits, pages=pages, page_ids=page_ids)
     latents = has_latents(kv, q)
-    if frames is not None and granularity == "all":
-        raise ValueError("blocks go by place only where some are chosen, not with granularity='all'")
+    if pages is not None and granularity == "all":
+        raise ValueError("page ids are for granularity 'token' or 'block', not for granularity='all'")
     if used is not None and not (granularity == "block" and latents):
         raise ValueError("used goes with granularity='block' of latents only: give fewer ids instead")
     if granularity == "token":
@@ -60,17 +62,17 @@ def sparse_decode(
     elif granularity == "block":
         n = ids.shape[-1] * block_size
     elif granularity == "all":
-        n, ids = slots.shape[-1] * block_size, None
+        n, ids = block_table.shape[-1] * block_size, None
     else:
         raise ValueError(f"granularity must be 'token', 'block' or 'all', got {granularity!r}")
-    first, end = sinks if granularity == "all" else 0, near_kv.shape[2]
-    config = config or default(q, kv, near_kv, value_dim, granularity)
+    first, end = sinks if granularity == "all" else 0, recent_kv.shape[2]
+    config = config or default(q, kv, recent_kv, value_dim, granularity)
     tile = config.tile
     if latents:  # one list of tiles, each within a block
         tile = tile if granularity == "token" else min(tile, block_size)
         tiles = triton.cdiv(n + end - first, tile)
         parts = triton.cdiv(tiles, max(1, triton.cdiv(tiles, config.parts)))
-    else:  # first those of the stored tokens, then those of the near buffer
+    else:  # first those of the stored tokens, then those of the recent buffer
         per_split = max(1, triton.cdiv(triton.cdiv(n + end - first, config.parts), tile)) * tile
         stored = triton.cdiv(n, per_split)
         parts = stored + triton.cdiv(end - first, per_split)
@@ -78,13 +80,13 @@ def sparse_decode(
     held = Parts(*torch.empty(sum(sizes), dtype=torch.float32, device=q.device).split(sizes))
     if out is None:
         out = torch.empty(batch, q_heads, value_dim, dtype=q.dtype, device=q.device)
-    near = Near(*operand(Tokens, near_kv), *operand(Table, near_valid), first, end)
-    tensors = operand(Query, q), operand(PagedKV, kv), operand(Pages, frames), near
-    marks, table, listed = operand(Table, flags), operand(Table, slots), operand(Rows, ids)
-    page_ids, counted = operand(Rows, places), operand(Rows, from_host)
+    recent = Recent(*operand(Tokens, recent_kv), *operand(Table, recent_valid), first, end)
+    tensors = operand(Query, q), operand(PagedKV, kv), operand(Pages, pages), recent
+    marks, table, listed = operand(Table, flags), operand(Table, block_table), operand(Rows, ids)
+    page_ids, counted = operand(Rows, page_ids), operand(Rows, from_host)
     scales = float(scale), None if softcap is None else float(softcap)
     fixed = {
-        "NATIVE": is_native(q, kv, near_kv),
+        "NATIVE": is_native(q, kv, recent_kv),
         "BLOCK_SIZE": block_size,
         "HEADS": heads,
         "GROUP": group,
@@ -101,7 +103,7 @@ def sparse_decode(
             args = *tensors, table, listed, held, counted, n, *scales
             launch(sparse_decode_latent_tokens_kernel, grid, q, *args, **fixed)
         else:
-            steps = {t.stride(-2) for t in (kv, near_kv, frames) if t is not None}  # distance of two tokens' rows
+            steps = {t.stride(-2) for t in (kv, recent_kv, pages) if t is not None}  # distance of two tokens' rows
             fixed["STEP"] = steps.pop() if len(steps) == 1 else 0
             args = *tensors, marks, table, listed, page_ids, operand(Rows, used), held, counted, n, *scales
             launch(sparse_decode_latent_blocks_kernel, grid, q, *args, **fixed)

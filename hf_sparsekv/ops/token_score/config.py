@@ -18,21 +18,21 @@ MOST_HEADS, MOST_CHANNELS, FEW = 16, 64, 4
 class Config:
     """
     Args:
-        matrix: by integer products of tensor cores, a block at a time.
+        tensor_cores: by integer products of tensor cores, a block at a time.
         columns: of a tile: query heads of the matrix kernel, otherwise entries of a token's codes at once.
         warps: of a program.
         blocks: of a program of the matrix kernel.
         tokens: of a program of the other one.
     """
 
-    matrix: bool
+    tensor_cores: bool
     columns: int
     warps: int
     blocks: int = 1
     tokens: int = 128
 
 
-def can_score_matrix(q: Tensor, codes: Tensor, qparams: Tensor, mean: bool) -> bool:
+def can_use_tensor_cores(q: Tensor, codes: Tensor, qparams: Tensor, mean: bool) -> bool:
     """Whether the queries are of 16 bits and few enough, and a block's codes lie together, in whole words."""
     width = codes.shape[-1]
     vectors = 1 if mean else q.shape[1] // codes.shape[1]
@@ -45,12 +45,12 @@ def can_score_matrix(q: Tensor, codes: Tensor, qparams: Tensor, mean: bool) -> b
 
 
 def config(
-    q: Tensor, codes: Tensor, qparams: Tensor | None, blocks: int, mean: bool, matrix: bool | None = None
+    q: Tensor, codes: Tensor, qparams: Tensor | None, blocks: int, mean: bool, tensor_cores: bool | None = None
 ) -> Config:
-    """For ``blocks`` blocks of each row and KV head; ``matrix`` False keeps the tensor cores out of it."""
+    """For ``blocks`` blocks of each row and KV head; ``tensor_cores`` False excludes the tensor-core kernel."""
     heads, block_size, width = codes.shape[1:]
     group, rows = q.shape[1] // heads, q.shape[0] * heads
-    if qparams is not None and matrix is not False and can_score_matrix(q, codes, qparams, mean):
+    if qparams is not None and tensor_cores is not False and can_use_tensor_cores(q, codes, qparams, mean):
         # 4,096 programs to aim for, measured on an H200, 64 rows of 512 blocks.
         each = min(16, triton.next_power_of_2(max(1, rows * blocks // 4096)))
         columns = FEW if mean else max(FEW, triton.next_power_of_2(group))

@@ -33,7 +33,7 @@ def token_score(
     qparams: Tensor | None,
     channels: Tensor,
     flags: Tensor,
-    slots: Tensor,
+    block_table: Tensor,
     block_ids: Tensor | None,
     reduce: str,
     *,
@@ -48,11 +48,11 @@ def token_score(
 
     Args:
         q: ``[batch, Hq, Dk]`` queries of this step.
-        codes: ``[num_slots, H, block_size, r / 2]`` uint8, or ``[..., r]`` floating point.
-        qparams: ``[num_slots, H, block_size, 2]`` float16, or ``None`` with floating point ``codes``.
+        codes: ``[num_blocks, H, block_size, r / 2]`` uint8, or ``[..., r]`` floating point.
+        qparams: ``[num_blocks, H, block_size, 2]`` float16, or ``None`` with floating point ``codes``.
         channels: ``[batch, H, r]`` int32, the label channels of each row and KV head.
-        flags: ``[num_slots, block_size]`` uint8; a token can be selected where it equals ``SELECTABLE``.
-        slots: ``[batch, cap]`` int32, slot of each block of each row; -1 where there is none.
+        flags: ``[num_blocks, block_size]`` uint8; a token can be selected where it equals ``SELECTABLE``.
+        block_table: ``[batch, cap]`` int32, physical id of each block of each row; -1 where there is none.
         block_ids: ``[batch, H, n]`` int32 (-1 for none), or ``None`` for all ``cap`` blocks.
         reduce: ``"mean"`` or ``"max"`` over the query heads of a group.
 
@@ -69,9 +69,9 @@ def token_score(
         q = q.mean(2, keepdim=True)
     head = torch.arange(heads, device=q.device)[None, :, None]
     if block_ids is None:
-        at = slots[:, None].expand(-1, heads, -1).long()
+        at = block_table[:, None].expand(-1, heads, -1).long()
     else:
-        at = slots[:, None].expand(-1, heads, -1).gather(-1, block_ids.clamp_min(0).long()).long()
+        at = block_table[:, None].expand(-1, heads, -1).gather(-1, block_ids.clamp_min(0).long()).long()
         at = at.masked_fill(block_ids < 0, -1)
     safe = at.clamp_min(0)
     held = unpack_digits(codes[safe, head]) if qparams is not None else codes[safe, head].float()

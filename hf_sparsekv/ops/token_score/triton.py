@@ -12,7 +12,7 @@ from .._operands import PagedKV, Query, Rows, Table, batch_and_head, operand, pa
 from .._overlap import launch, release, wait
 from .._paged import SELECTABLE, find_blocks
 from .config import config as default
-from .matrix import known, token_score_matrix_kernel
+from .tensor_core import known, token_score_tensor_core_kernel
 
 
 @triton.jit
@@ -47,15 +47,15 @@ def token_score_kernel(
     p_ids = None
     if ids is not None:
         p_ids = row_ptr(ids, i_batch, i_head)
-    b_slot, _ = find_blocks(o_t // BLOCK_SIZE, m_t, table.ptr + i_batch * table.row, p_ids, None)
-    b_slot, o_in = b_slot.to(tl.int64), o_t % BLOCK_SIZE  # [BT]
-    m_live = m_t & (b_slot >= 0)
-    m_live = m_live & (tl.load(flags.ptr + b_slot * flags.row + o_in, mask=m_live, other=0) == SELECTABLE)
+    b_physical_id, _ = find_blocks(o_t // BLOCK_SIZE, m_t, table.ptr + i_batch * table.row, p_ids, None)
+    b_physical_id, o_in = b_physical_id.to(tl.int64), o_t % BLOCK_SIZE  # [BT]
+    m_live = m_t & (b_physical_id >= 0)
+    m_live = m_live & (tl.load(flags.ptr + b_physical_id * flags.row + o_in, mask=m_live, other=0) == SELECTABLE)
 
     o_g = tl.arange(0, BG)
     p_channels = row_ptr(channels, i_batch, i_head)
     p_row = q.ptr + i_batch * q.batch + (i_head * GROUP + o_g[:, None]) * q.head
-    p_code = codes.ptr + b_slot[:, None] * codes.slot + i_head * codes.head + o_in[:, None] * codes.token
+    p_code = codes.ptr + b_physical_id[:, None] * codes.block + i_head * codes.head + o_in[:, None] * codes.token
     if qparams is not None:
         # label = digit * scale + zero, so q . label = scale * (q . digits) + zero * sum(q)
         if MEAN:
@@ -87,7 +87,7 @@ def token_score_kernel(
                     b_low_q, b_high_q = b_low_q.to(q.ptr.dtype.element_ty), b_high_q.to(q.ptr.dtype.element_ty)
                 b_all = tl.dot(b_low_code.to(b_low_q.dtype), b_low_q, b_all, input_precision="ieee")  # [BT, BG]
                 b_all = tl.dot(b_high_code.to(b_high_q.dtype), b_high_q, b_all, input_precision="ieee")
-        p_param = qparams.ptr + b_slot * qparams.slot + i_head * qparams.head + o_in * qparams.token
+        p_param = qparams.ptr + b_physical_id * qparams.block + i_head * qparams.head + o_in * qparams.token
         b_scale = tl.load(p_param, mask=m_live, other=0.0).to(tl.float32)  # [BT]
         b_zero = tl.load(p_param + 1, mask=m_live, other=0.0).to(tl.float32)  # [BT]
         if MEAN:
@@ -127,30 +127,30 @@ def token_score_kernel(
     tl.store(p_to, tl.where(m_live & (b_s == b_s), b_s, float("-inf")), mask=m_t)
 
 
-def token_score(q, codes, qparams, channels, flags, slots, block_ids, reduce, *, out=None, config=None):
+def token_score(q, codes, qparams, channels, flags, block_table, block_ids, reduce, *, out=None, config=None):
     """As ``reference.token_score``; ``config`` replaces the one for these shapes."""
     batch, q_heads, _ = q.shape
     heads, block_size, width = codes.shape[1:]
-    blocks = (slots if block_ids is None else block_ids).shape[-1]
+    blocks = (block_table if block_ids is None else block_ids).shape[-1]
     tokens = blocks * block_size
     if out is None:
         out = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
     if not tokens:
         return out
     require_dense_rows(codes=codes, qparams=qparams, channels=channels, flags=flags)
-    require_dense_rows(slots=slots, block_ids=block_ids, out=out)
+    require_dense_rows(block_table=block_table, block_ids=block_ids, out=out)
     group, mean = q_heads // heads, reduce == "mean"
     config = config or default(q, codes, qparams, blocks, mean)
     if mean and group > MANY:
         q, group = mean_heads(q, heads), 1
-    labels = codes, None if qparams is None else qparams.view(torch.int32) if config.matrix else qparams
+    labels = codes, None if qparams is None else qparams.view(torch.int32) if config.tensor_cores else qparams
     args = operand(Query, q), *(operand(PagedKV, t) for t in labels), operand(Rows, channels), operand(Table, flags)
-    args = *args, operand(Table, slots), operand(Rows, block_ids), operand(Rows, out)
+    args = *args, operand(Table, block_table), operand(Rows, block_ids), operand(Rows, out)
     fixed = {"MEAN": mean, "HEADS": heads, "GROUP": group, "BLOCK_SIZE": block_size, "WIDTH": width}
-    if config.matrix:
+    if config.tensor_cores:
         grid = triton.cdiv(blocks, config.blocks), batch * heads
         fixed |= {"BG": config.columns, "BLOCKS": config.blocks, "num_warps": config.warps}
-        launch(token_score_matrix_kernel, grid, q, *args, blocks, **fixed)
+        launch(token_score_tensor_core_kernel, grid, q, *args, blocks, **fixed)
     else:
         grid = triton.cdiv(tokens, config.tokens), batch * heads
         native = q.dtype != torch.float32 and (qparams is not None or codes.dtype == q.dtype)

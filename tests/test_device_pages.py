@@ -13,7 +13,7 @@ from models import build, model, prompt
 
 from hf_sparsekv import OffloadConfig
 from hf_sparsekv.offload.device_pool import DevicePool
-from hf_sparsekv.offload.page_table import Residents
+from hf_sparsekv.offload.page_table import LayerPages
 
 ALTERNATELY = [(("two_level", True), ("block", False)), (("two_level", False), ("block", True))]
 
@@ -33,7 +33,7 @@ def logits(cache, inputs, tokens: int = 40, seed: int = 4) -> torch.Tensor:
 
 
 def now(cache) -> int:
-    (pool,) = cache.frames.pools.values()
+    (pool,) = cache.device_pools.pools.values()
     return int(pool.state.now)
 
 
@@ -46,12 +46,12 @@ def test_another_prompt_after_reset(batch):
     found = logits(cache, inputs)
     fresh = two_level(**TIGHT)
     assert torch.equal(found, logits(fresh, inputs))
-    assert cache.frames.counters() == fresh.frames.counters()
+    assert cache.device_pools.counters() == fresh.device_pools.counters()
     assert now(cache) == now(fresh) > 40
 
 
 def test_another_prompt_after_crop_to_nothing():
-    """The same slots hold other blocks, which no page table may take for the old ones."""
+    """The same physical blocks hold other blocks, which no page table may take for the old ones."""
     cache, inputs = two_level(**TIGHT), prompt(1, 150, seed=2)
     logits(cache, prompt(1, 150))
     cache.crop(-cache.get_seq_length())
@@ -59,21 +59,21 @@ def test_another_prompt_after_crop_to_nothing():
 
 
 def test_slots_that_are_used_again_are_forgotten():
-    """A copy goes on by itself and dies; its slots are taken by the original, whose frames may have held others."""
+    """A copy decodes and is deleted; the original reuses its blocks, whose old contents may be in device pages."""
     cache, inputs = two_level(**TIGHT, max_length=200), prompt(1, 130)
     net = model("llama")
     with torch.no_grad():
         net(**inputs, past_key_values=cache)
         for seed in range(3, 8):
-            twin = copy.deepcopy(cache)
+            copied = copy.deepcopy(cache)
             more = prompt(1, 60, seed=seed)["input_ids"]
             expected = None
-            for one in (twin, cache):
+            for one in (copied, cache):
                 found = [net(token, past_key_values=one).logits for token in more.split(1, dim=1)]
                 expected = found if expected is None else expected
                 assert all(torch.equal(a, b) for a, b in zip(found, expected))
             cache.crop(-60)
-            del twin
+            del copied
     assert cache.sparse_layers[0].store.pool.capacity < 60
 
 
@@ -86,7 +86,7 @@ def test_any_pool_gives_the_same(pool, level, lag):
     settings = {**TIGHT, "token_budget": 64, "level": level, "lag": lag}
     cache = two_level(OffloadConfig(device_pool=pool), **settings)
     assert torch.equal(logits(cache, inputs), logits(two_level(False, **settings), inputs))
-    counters = cache.frames.counters()
+    counters = cache.device_pools.counters()
     if pool is None:
         assert counters["unserved"] == 0 < counters["found"]
     elif pool:
@@ -101,12 +101,12 @@ def test_captured_steps_of_a_copy_use_its_frames():
     cache, inputs = two_level(**TIGHT), prompt(1, 130)
     with torch.no_grad():
         net(**inputs, past_key_values=cache)
-        twin = copy.deepcopy(cache)
+        copied = copy.deepcopy(cache)
         for token in prompt(1, 20, seed=4)["input_ids"].split(1, dim=1):
             assert torch.equal(
-                net(token, past_key_values=twin).logits, net(token, past_key_values=cache).logits.clone()
+                net(token, past_key_values=copied).logits, net(token, past_key_values=cache).logits.clone()
             )
-    in_place = [sum(layer.store.counters.total_from_host for layer in one.sparse_layers) for one in (cache, twin)]
+    in_place = [sum(layer.store.counters.total_from_host for layer in one.sparse_layers) for one in (cache, copied)]
     assert in_place[0] == 0
     assert 0 < in_place[1] <= 32 * 2 * 2, "the budget of one step in two layers of two heads"
     assert runner.replays == 40
@@ -127,13 +127,13 @@ def test_no_device_memory_for_frames(monkeypatch):
 
 def test_no_device_memory_for_a_page_table(monkeypatch):
     cache, inputs = two_level(**TIGHT), prompt(1, 140)
-    made = Residents._new_table
+    made = LayerPages._new_table
 
     def full(self):
-        monkeypatch.setattr(Residents, "_new_table", made)
+        monkeypatch.setattr(LayerPages, "_new_table", made)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Residents, "_new_table", full)
+    monkeypatch.setattr(LayerPages, "_new_table", full)
     with pytest.raises(torch.OutOfMemoryError):
         logits(cache, inputs)
     cache.reset()

@@ -1,17 +1,17 @@
-"""Blocks on their way to the host and back on a GPU, with lanes that lag behind."""
+"""Blocks on their way to the host and back on a GPU, with copy streams that lag behind."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from caches import FULL, TIGHT, two_level
-from lazy_lanes import chunks_of, logits, slow
+from lazy_copy_streams import chunks_of, logits, slow
 from models import build, prompt, reference
 from transformers import DynamicCache
 
 from hf_sparsekv import OffloadConfig
 from hf_sparsekv.kv import store
-from hf_sparsekv.offload.copy_streams import Lane
+from hf_sparsekv.offload.copy_streams import CopyStream
 
 
 @pytest.mark.gpu
@@ -25,15 +25,15 @@ from hf_sparsekv.offload.copy_streams import Lane
     ],
 )
 def test_on_a_gpu(monkeypatch, name, sizes, late_lanes):
-    """The same with a lane that lags behind by 10 ms: what is not waited for would be missing."""
+    """The same with a copy stream that lags behind by 10 ms: what is not waited for would be missing."""
     if late_lanes:
-        make = Lane.__init__
+        make = CopyStream.__init__
 
         def late(self, *args):
             make(self, *args)
             slow(self, 20_000_000)
 
-        monkeypatch.setattr(Lane, "__init__", late)
+        monkeypatch.setattr(CopyStream, "__init__", late)
     monkeypatch.setattr(store, "_SEAL_BYTES", 5 * 2 * 2 * 16 * 32 * 4)
     ids = prompt(2, 760)["input_ids"].cuda()
     chunks = chunks_of(ids, *sizes)

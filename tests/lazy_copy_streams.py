@@ -1,4 +1,4 @@
-"""Lanes that do nothing until somebody waits, and lanes of a GPU that begin late."""
+"""Copy streams that do nothing until somebody waits, and copy streams of a GPU that begin late."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ from typing import ClassVar
 import torch
 
 from hf_sparsekv.kv import pool, store
-from hf_sparsekv.offload import copy_streams as lanes
-from hf_sparsekv.offload import device_pool
-from hf_sparsekv.offload.copy_streams import Lane
+from hf_sparsekv.offload import copy_streams, device_pool
+from hf_sparsekv.offload.copy_streams import CopyStream
 
 
 class Late:
-    """Something that a lane has not done yet."""
+    """Something that a copy stream has not done yet."""
 
-    def __init__(self, lane) -> None:
-        self.lane, self.at = lane, lane.given
+    def __init__(self, copy_stream) -> None:
+        self.copy_stream, self.at = copy_stream, copy_stream.given
 
     def query(self) -> bool:
-        return self.lane.done >= self.at
+        return self.copy_stream.done >= self.at
 
     def wait(self) -> None:
-        self.lane.catch_up(self.at)
+        self.copy_stream.catch_up(self.at)
 
 
-class LazyLane:
+class LazyCopyStream:
     """Does nothing until somebody waits, then everything up to there, in order."""
 
-    made: ClassVar[list[LazyLane]] = []
+    made: ClassVar[list[LazyCopyStream]] = []
     stream = None
 
     def __init__(self, device, buffers) -> None:
@@ -56,7 +55,7 @@ class LazyLane:
 
     def catch_up(self, at) -> None:
         if self.inside:
-            return  # on the lane itself what came before is done
+            return  # on the copy stream itself what came before is done
         while self.done < at:
             self.inside = True
             self.left[self.done]()
@@ -65,7 +64,7 @@ class LazyLane:
             self.done += 1
 
     @contextmanager
-    def behind(self):
+    def after_current_stream(self):
         self.catch_up(self.given)
         yield
 
@@ -82,10 +81,10 @@ class LazyLane:
 
 
 def imitate(patch) -> None:
-    """Host memory counts as pinned, and what goes there goes by a lazy lane."""
-    LazyLane.made.clear()
-    patch.setattr(lanes, "Lane", LazyLane)
-    for module in (lanes, store, device_pool):
+    """Host memory counts as pinned, and what goes there goes by a lazy copy stream."""
+    LazyCopyStream.made.clear()
+    patch.setattr(copy_streams, "CopyStream", LazyCopyStream)
+    for module in (copy_streams, store, device_pool):
         patch.setattr(module, "wait", lambda event, device: event.wait())
     patch.setattr(pool.BlockPool, "direct", property(lambda self: self.host is not None))
 
@@ -101,21 +100,21 @@ def chunks_of(ids, *sizes):
     return (*head[:-1], *head[-1].split(1, dim=1))
 
 
-def slow(lane: Lane, cycles: int) -> None:
-    """Everything on this lane begins late. (It must still die as soon as its cache does: no reference to itself.)"""
-    this = weakref.ref(lane)
+def slow(copy_stream: CopyStream, cycles: int) -> None:
+    """Delay everything on this copy stream. (Holds no reference to it: it must be deleted with its cache.)"""
+    this = weakref.ref(copy_stream)
 
     def late_run(work):
         def wait_and_work():
             torch.cuda._sleep(cycles)
             work()
 
-        return Lane.run(this(), wait_and_work)
+        return CopyStream.run(this(), wait_and_work)
 
     @contextmanager
-    def late_behind():
-        with Lane.behind(this()):
+    def late_after_current_stream():
+        with CopyStream.after_current_stream(this()):
             torch.cuda._sleep(cycles)
             yield
 
-    lane.run, lane.behind = late_run, late_behind
+    copy_stream.run, copy_stream.after_current_stream = late_run, late_after_current_stream

@@ -16,7 +16,7 @@ from .._paged import SELECTABLE, find_blocks
 
 STAGES = tl.constexpr(3)
 LARGEST = tl.constexpr(127 * 128.0)  # of the numbers that stand for queries
-COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter knows no assembly
+COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # Triton's interpreter cannot run inline assembly
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def _digits(b_code, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def token_score_matrix_kernel(
+def token_score_tensor_core_kernel(
     q,
     codes,
     pairs,
@@ -97,16 +97,16 @@ def token_score_matrix_kernel(
         p_ids = row_ptr(ids, i_batch, i_head)
     first = tl.program_id(0) * BLOCKS
     end = tl.minimum(first + BLOCKS, blocks)
-    # The compiler keeps the next blocks' slots and codes on their way, in shared memory: in registers, carried over to
-    # the next turn of the loop, bytes would be taken apart.
+    # The compiler keeps the next blocks' physical blocks and codes on their way, in shared memory: in registers,
+    # carried over to the next turn of the loop, bytes would be taken apart.
     for i in tl.range(first, end, num_stages=STAGES):
-        slot, _ = find_blocks(i, i < end, p_table, p_ids, None)
-        slot = slot.to(tl.int64)
+        physical_id, _ = find_blocks(i, i < end, p_table, p_ids, None)
+        physical_id = physical_id.to(tl.int64)
         # Codes are read without waiting for the flags: the scores of tokens that cannot be selected, which may be
         # anything, are replaced.
-        b_code = tl.load(p_code + slot * codes.slot, mask=(slot >= 0) & m_w, other=0)
-        b_pair = tl.load(p_pair + slot * pairs.slot, mask=slot >= 0, other=0)
-        b_flag = tl.load(flags.ptr + o_t + slot * flags.row, mask=slot >= 0, other=0)
+        b_code = tl.load(p_code + physical_id * codes.block, mask=(physical_id >= 0) & m_w, other=0)
+        b_pair = tl.load(p_pair + physical_id * pairs.block, mask=physical_id >= 0, other=0)
+        b_flag = tl.load(flags.ptr + o_t + physical_id * flags.row, mask=physical_id >= 0, other=0)
         b_scale = (b_pair & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)  # [BLOCK_SIZE]
         b_zero = (b_pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)  # [BLOCK_SIZE]
         b_both = tl.dot(_digits(b_code, BLOCK_SIZE, BW), b_parts)  # [BLOCK_SIZE, 2 BG]

@@ -1,6 +1,6 @@
 """Blocks on their way to the host and back: nobody reads what has not arrived, no buffer is filled too early.
 
-Without a GPU lanes are imitated: what is given to one happens only when somebody waits for it.
+Without a GPU copy streams are imitated: what is given to one happens only when somebody waits for it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from caches import FULL, TIGHT, two_level
-from lazy_lanes import Late, LazyLane, chunks_of, imitate, logits
+from lazy_copy_streams import Late, LazyCopyStream, chunks_of, imitate, logits
 from models import build, model, prompt, reference
 from transformers import DynamicCache
 
 from hf_sparsekv import SparseCache
 from hf_sparsekv.kv import pool, store
 from hf_sparsekv.offload import device_pool
-from hf_sparsekv.offload.copy_streams import Lane
+from hf_sparsekv.offload.copy_streams import CopyStream
 from hf_sparsekv.policies.two_level import TwoLevelPolicy as two_level_policy
 
 
@@ -29,7 +29,7 @@ from hf_sparsekv.policies.two_level import TwoLevelPolicy as two_level_policy
 def lazy(monkeypatch):
     imitate(monkeypatch)
     monkeypatch.setattr(store, "_SEAL_BYTES", 3 * 2 * 2 * 16 * 32 * 4)  # three blocks: a prompt is several pieces
-    return LazyLane.made
+    return LazyCopyStream.made
 
 
 @pytest.mark.parametrize(
@@ -42,13 +42,13 @@ def test_chunks_and_steps(lazy, name, sizes):
     cache, net = two_level(**FULL), reference(name)
     found = logits(model(name), cache, chunks)
     torch.testing.assert_close(found, logits(net, DynamicCache(config=net.config), chunks), atol=2e-4, rtol=1e-4)
-    assert any(lane.given for lane in lazy), "nothing went by a lane"
+    assert any(copy_stream.given for copy_stream in lazy), "nothing went by a lane"
     assert cache.stats().host_to_device_bytes > 0 or len(sizes) == 1
 
 
 @pytest.mark.parametrize("pads", [(0, 30), None])
 def test_selections_do_not_depend_on_lanes(pads):
-    """Sparse steps after a prompt in pieces: the same with and without lanes, padded or not."""
+    """Sparse steps after a prompt in pieces: the same with and without copy streams, padded or not."""
     inputs = prompt(2, 150, pads)
     answers = []
     for lazily in (False, True):
@@ -72,8 +72,8 @@ def test_buffers_are_given_back(lazy, attn):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the bypass
         logits(net, cache, prompt(2, 200)["input_ids"].split([90, 110], dim=1))
-    assert any(lane.given for lane in lazy)
-    assert all(buffer is None for lane in lazy for buffer in lane.buffers)
+    assert any(copy_stream.given for copy_stream in lazy)
+    assert all(buffer is None for copy_stream in lazy for buffer in copy_stream.buffers)
 
 
 def test_changes_between(lazy, tmp_path):
@@ -98,8 +98,8 @@ def test_changes_between(lazy, tmp_path):
     cache.crop(-110)
     expect(cache, 40)
     cache = filled()
-    twin = copy.deepcopy(cache)
-    expect(twin, 150)
+    copied = copy.deepcopy(cache)
+    expect(copied, 150)
     expect(cache, 150)
     cache = filled()
     cache.reorder_cache(torch.tensor([1, 1]))
@@ -114,7 +114,7 @@ def test_changes_between(lazy, tmp_path):
 
 
 def test_recycled_slots_are_written_one_by_one(lazy):
-    """Slots that do not follow each other: a cropped copy's are used again."""
+    """Physical blocks that do not follow each other: a cropped copy's are used again."""
     ids = prompt(2, 330)["input_ids"]
     cache, stock = two_level(**FULL), DynamicCache()
     net = reference("llama")
@@ -151,18 +151,18 @@ def test_an_error_on_the_way(lazy, monkeypatch):
 
 
 def test_layers_change_frames_one_after_the_other(lazy, monkeypatch):
-    """All layers share frames and page tables: what one has left to a lane is done before another goes on elsewhere."""
-    seen, on_lane = [], []
-    behind, mark, original = LazyLane.behind, LazyLane.mark, device_pool.residency
+    """All layers share pages and page tables: one layer's pending copies end before another layer changes pages."""
+    seen, on_copy_stream = [], []
+    behind, mark, original = LazyCopyStream.after_current_stream, LazyCopyStream.mark, device_pool.residency
 
     @contextmanager
     def noted(self):
         with behind(self):
-            on_lane.append(self)
+            on_copy_stream.append(self)
             try:
                 yield
             finally:
-                on_lane.pop()
+                on_copy_stream.pop()
 
     def marked(self):
         event = mark(self)
@@ -170,12 +170,12 @@ def test_layers_change_frames_one_after_the_other(lazy, monkeypatch):
         return event
 
     def residency(*args, **kwargs):
-        if not on_lane:
-            seen.append(all(lane.done >= getattr(lane, "looked", 0) for lane in lazy))
+        if not on_copy_stream:
+            seen.append(all(copy_stream.done >= getattr(copy_stream, "looked", 0) for copy_stream in lazy))
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(LazyLane, "behind", noted)
-    monkeypatch.setattr(LazyLane, "mark", marked)
+    monkeypatch.setattr(LazyCopyStream, "after_current_stream", noted)
+    monkeypatch.setattr(LazyCopyStream, "mark", marked)
     monkeypatch.setattr(device_pool, "residency", residency)
     ids = prompt(2, 180)["input_ids"]
     cache = two_level(**TIGHT)
@@ -189,22 +189,22 @@ def test_a_page_table_grows_after_what_others_change_in_it(lazy):
     ids = prompt(2, 150)["input_ids"]
     cache = two_level(**TIGHT)
     logits(model("llama"), cache, (ids,))
-    store = next(layer.store for layer in cache.sparse_layers if layer.store.residents.pool is not None)
-    residents = store.residents
+    store = next(layer.store for layer in cache.sparse_layers if layer.store.pages.pool is not None)
+    pages = store.pages
     late = Late(lazy[0])
-    lazy[0].left.append(lambda: residents.table.fill_(-1))  # everything is evicted
+    lazy[0].left.append(lambda: pages.table.fill_(-1))  # everything is evicted
     lazy[0].given += 1
     late.at = lazy[0].given
-    residents.pool.beside(late)
+    pages.pool.busy_until(late)
     with store.pool.lock:
         store.pool._grow(store.pool.capacity + 40)
-    residents.enter(1)
-    assert len(residents.table) == store.pool.capacity
-    assert bool((residents.table == -1).all())
+    pages.enter(1)
+    assert len(pages.table) == store.pool.capacity
+    assert bool((pages.table == -1).all())
 
 
 def test_memory_that_turns_out_not_to_be_pinnable(lazy, monkeypatch):
-    """After some blocks have gone by a lane, when the pool grows."""
+    """After some blocks have gone by a copy stream, when the pool grows."""
     ids = prompt(2, 300)["input_ids"]
     net, cache, stock = reference("llama"), two_level(**FULL), DynamicCache()
     grow, pinned = pool.BlockPool._grow, [True]
@@ -217,7 +217,9 @@ def test_memory_that_turns_out_not_to_be_pinnable(lazy, monkeypatch):
     monkeypatch.setattr(pool.BlockPool, "direct", property(lambda self: self.host is not None and pinned[0]))
     plan = two_level_policy.plan
     monkeypatch.setattr(
-        two_level_policy, "plan", lambda self, store: replace(plan(self, store), ahead=store.sealed > 0 and self.lag)
+        two_level_policy,
+        "plan",
+        lambda self, store: replace(plan(self, store), ahead=store.full_blocks > 0 and self.lag),
     )
     parts = (ids[:, :100], ids[:, 100:190], *ids[:, 190:200].split(1, dim=1))
     found = logits(model("llama"), cache, parts)
@@ -233,8 +235,8 @@ def test_a_lane_is_waited_for_when_it_dies(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
     for capturing in (True, False):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda value=capturing: value)
-        lane = Lane(torch.device("cpu"), 2)
-        del lane
+        copy_stream = CopyStream(torch.device("cpu"), 2)
+        del copy_stream
         assert waited == ([] if capturing else ["a stream"])
 
 
@@ -249,7 +251,7 @@ def test_what_is_being_chosen_is_waited_for(lazy, monkeypatch, way):
     method = getattr(two_level_policy, name)
 
     def arrived(self, *args):
-        checked.append(all(lane.done == lane.given for lane in lazy))
+        checked.append(all(copy_stream.done == copy_stream.given for copy_stream in lazy))
         return method(self, *args)
 
     monkeypatch.setattr(two_level_policy, name, arrived)
