@@ -66,9 +66,9 @@ def test_specs_make_what_they_say() -> None:
         (3, "text or a mapping"),
     ],
 )
-def test_wrong_specs_are_named(params, says: str) -> None:
+def test_wrong_specs_are_named(spec, says: str) -> None:
     with pytest.raises(ValueError, match=r"cache") as error:
-        parse_cache(params)
+        parse_cache(spec)
     assert says in str(error.value)
 
 

@@ -147,7 +147,7 @@ def test_the_fused_code_runs(anywhere, monkeypatch, variant):
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("peer", [24, None])
+@pytest.mark.parametrize("rank", [24, None])
 @pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe-lite", "youtu"])
 def test_fused_latent_attention(anywhere, monkeypatch, name, rank, interleaved):
     changes = {"q_lora_rank": rank, "rope_interleave": interleaved}

@@ -219,7 +219,7 @@ def test_a_step_reads_no_selection_that_is_being_made():
                 del layer.policy.attend
 
 
-@pytest.mark.parametrize("peer", ["host", "cpu"])
+@pytest.mark.parametrize("rank", ["host", "cpu"])
 def test_a_reset_counts_anew(rank):
     cache = predictive(False, **TIGHT, cache_rank=rank)
     decode(cache)

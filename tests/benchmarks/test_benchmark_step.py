@@ -155,7 +155,7 @@ def test_step_measures_predictive_caches(stepped, monkeypatch):
     assert torch.equal(policies[1].ids, first)
 
 
-@pytest.mark.parametrize("peer", ["stream", "host", "cpu"])
+@pytest.mark.parametrize("rank", ["stream", "host", "cpu"])
 def test_parts_of_predictive_steps(rank):
     from benchmarks.predictive_parts import COPIED, copies, parts, predictive_layers, seats
 
