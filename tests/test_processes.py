@@ -245,11 +245,11 @@ END = """
     sys.path.insert(0, {tests!r})
     import torch
     torch.set_num_threads(1)
-    import lazy_lanes, pytest
+    import lazy_copy_streams, pytest
     from caches import TIGHT, two_level
     from models import build, prompt
 
-    lazy_lanes.imitate(pytest.MonkeyPatch())
+    lazy_copy_streams.imitate(pytest.MonkeyPatch())
     net, cache = build("llama", "sparsekv"), two_level(**TIGHT)
     ids = prompt(2, 200)["input_ids"]
 
@@ -264,7 +264,7 @@ END = """
         for one in (cache, holds.caches[0], cycle[0]):
             net(ids, past_key_values=one)
     weakref.finalize(holds, gc.collect)
-    assert any(lane.done < lane.given for lane in lazy_lanes.LazyLane.made), "nothing is in flight"
+    assert any(each.done < each.given for each in lazy_copy_streams.LazyCopyStream.made), "nothing is in flight"
 
     class Ends:
         def put(self, value):

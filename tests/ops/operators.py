@@ -321,7 +321,7 @@ def block_rank(place, batch, heads, n, kinds=None):
 
 def token_score(place, batch, heads, group, dk, width, block_size, cap, chosen, reduce="mean", bits=4):
     """Shared blocks in any order with holes; NaN or garbage in the labels of tokens that cannot be selected."""
-    num_blocks, bits = cap + 2, 4 if bits == "matrix" else bits
+    num_blocks, bits = cap + 2, 4 if bits == "tensor_cores" else bits
     flags = place.randint(0, 4, num_blocks, block_size, dtype=torch.uint8)
     flags[flags == 2] = 1
     hidden = (flags != 1)[:, None, :, None]
@@ -348,7 +348,7 @@ def label_hows(given, reduce, bits):
     """Two blocks a program of tensor cores, where these are meant and take the labels; or the plain kernel."""
     ids = given["block_ids"]
     labels = given["q"], given["codes"], given["qparams"], (given["block_table"] if ids is None else ids).shape[-1]
-    return [replace(label_config(*labels, reduce == "mean", bits == "matrix"), blocks=2)]
+    return [replace(label_config(*labels, reduce == "mean", bits == "tensor_cores"), blocks=2)]
 
 
 def pack(place, batch, heads, room, size, blocks, width):
@@ -633,10 +633,10 @@ OPERATORS = [
         "token_score",
         token_score,
         LABELS,
-        options=(("mean", "max"), ("matrix", 4, 16)),
+        options=(("mean", "max"), ("tensor_cores", 4, 16)),
         small=(2, 1, 4, 64, 16, 16, 6, 4, "mean", 4),
         # Tensor cores take queries in fixed point: 1.06e-4 is the most seen, of a mean over 20 heads on a GPU.
-        ratio=lambda place, reduce, bits: 2e-4 if bits == "matrix" else 4e-6,
+        ratio=lambda place, reduce, bits: 2e-4 if bits == "tensor_cores" else 4e-6,
         hows=label_hows,
         views={"q": "turned", "block_table": "rows", "block_ids": "rows"},
         far={"q": 1, "codes": 0, "qparams": 0},

@@ -242,7 +242,7 @@ def test_a_bound_that_was_far_too_high_hides_nothing(place32):
     expected, behind, live = reference.expect(**given)
     state = WalkState.empty(1, 2, place32.device)
     state.limits[1] = 1
-    made = {"expected": expected, "after_current_stream": behind, "live": live}
+    made = {"expected": expected, "behind": behind, "live": live}
     named = {"parts": 1, "threshold": 0.98, "last": False, "estimate": "bound"}
     reference.verify(lse, given["tokens"], state, **named, **made)
     assert (state.limits[1] > 1).all(), "nothing was left to find, says a bound that has taken all the room"
@@ -254,6 +254,6 @@ def test_the_papers_estimates_have_no_kernel(place32):
         walk.operators = kernels
         assert walk.verifier is verifier
     expected, behind, live = kernels.expect(walk.logits, walk.ids, walk.tokens)
-    made = {"expected": expected, "after_current_stream": behind, "live": live}
+    made = {"expected": expected, "behind": behind, "live": live}
     with pytest.raises(ValueError, match="only estimate='scores' has a kernel, got 'bound'"):
         kernels.verify(walk.lse, walk.tokens, walk.state, parts=walk.parts, threshold=0.9, estimate="bound", **made)

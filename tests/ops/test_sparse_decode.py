@@ -177,7 +177,7 @@ def test_refuses(place32):
     with pytest.raises(ValueError, match="of latents only"):
         sparse_decode(*args, **named, used=torch.ones(2, 2, dtype=torch.int32, device=place32.device))
     args, named = in_pages(place32, *Case().make(place32, "token"))
-    with pytest.raises(ValueError, match="only where some are chosen"):
+    with pytest.raises(ValueError, match="page ids are for granularity"):
         sparse_decode(*args, **dict(named, granularity="all"))
 
 
