@@ -75,7 +75,7 @@ def measured(kind: str) -> dict[str, dict[str, float]]:
     tokenizer = AutoTokenizer.from_pretrained(path)
     specs = [parse_cache("full"), *(named(name, text) for name, (text, limits) in CACHES.items() if kind in limits)]
     results, samples = Results(None, {}), prompts(tokenizer, PROMPTS[kind])
-    generation.evaluate(model, tokenizer, samples, specs, results, batch=len(samples), tail=QUESTION)
+    generation.evaluate(model, tokenizer, samples, specs, results, batch=len(samples), steps=QUESTION, prefilled=False)
     table: dict[str, dict[str, float]] = {}
     for figure in results.figures(generation.MEASURES):
         table.setdefault(figure.cache, {})[figure.measure] = 100 * figure.value
@@ -91,7 +91,7 @@ def named(name: str, text: str) -> CacheSpec:
 def check(kind: str, name: str) -> None:
     """The cache has lost no more against full attention than it may."""
     table, loss = measured(kind), CACHES[name][1][kind]
-    full, got = table["full"]["score"], table[name]["score"]
+    full, got = table["full"]["score in steps"], table[name]["score in steps"]
     assert full == 100
     assert got >= full - loss, f"{name}: {got:.1f} % right, full attention {full:.1f} %; {loss} points may be lost"
 

@@ -239,7 +239,7 @@ def test_eval_goes_on_over_damaged_files_or_says_what_to_do(probe, tmp_path) -> 
     held.write_bytes(lines[0] + bytes(64) + b"\n\xff\n" + lines[1][:-9])
     told = " ".join(run(*args).stderr.split())
     assert "warning:" in told and f"{held}: 3 damaged lines skipped (line 2 is not JSON, or cut off; line 3 is" in told
-    assert [f.samples for f in figures(tmp_path / "out")] == [2, 2]
+    assert [f.samples for f in figures(tmp_path / "out")] == [2, 2, 2]
     assert held.read_bytes().endswith(lines[1][:-9] + b"\n" + lines[1])
     with Results(tmp_path / "out", json.loads(settings.read_text())):
         assert f"another run writes to {tmp_path / 'out'}: wait until it has ended" in error(*args)

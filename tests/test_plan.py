@@ -185,7 +185,9 @@ def test_totals_add_up():
     shape = model_shape(model("gemma3").config)
     on, off = (plan_memory(shape, TwoLevelConfig(), where, context=5000, batch=2) for where in (OffloadConfig(), None))
     assert on.device_total + on.blocks - on.kept == off.device_total
-    assert on.device_total == on.weights + on.kept + on.bounds + on.labels + on.recent + on.tables + on.stock + on.prefill
+    assert (
+        on.device_total == on.weights + on.kept + on.bounds + on.labels + on.recent + on.tables + on.stock + on.prefill
+    )
     assert on.dense_total == on.weights + on.dense_kv + on.prefill == off.dense_total
 
 

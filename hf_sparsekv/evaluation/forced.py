@@ -25,6 +25,19 @@ MEASURES = {
 }
 
 
+def compare(reference: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a step against the reference's: whether the likeliest token is the same, and the KL divergence in nats.
+
+    Args:
+        reference, logp: log-probabilities ``[batch, vocab]``, float32.
+
+    Returns:
+        bool and float32 ``[batch]``.
+    """
+    kl = (reference.exp() * (reference - logp)).sum(-1).clamp(min=0)  # rounding leaves it a little below
+    return logp.argmax(-1) == reference.argmax(-1), kl
+
+
 def passages(words: Tensor, context: int, tokens: int, count: int, stride: int | None = None) -> list[int]:
     """Starts of ``count`` passages of ``context + tokens + 1`` ids in a text ``[n]``.
 
@@ -59,7 +72,7 @@ def evaluate(
     results: Results,
     task: str,
     batch: int = 1,
-    compare: bool = True,
+    against: bool = True,
     advance=lambda n: None,
 ) -> None:
     """Measure every passage with every cache that has not been.
@@ -68,7 +81,7 @@ def evaluate(
         words: ids ``[n]`` of the text.
         starts: of the passages.
         context: tokens before the held-out ones.
-        compare: against full attention, too.
+        against: compare with full attention, too.
         advance: called with the number of finished (passage, cache) pairs.
     """
     for at in range(0, len(starts), batch):
@@ -81,26 +94,26 @@ def evaluate(
         prefix = prefill(model, rows[:, :context])
         ids, target = rows[:, context:-1], rows[:, context + 1 :]
         reference: list[Tensor] = []
-        if compare:
+        if against:
             cache, _ = prefix.start(model, None)
             reference = [logits.log_softmax(-1) for logits in forced_steps(model, cache, ids, prefix)]
         for spec in todo:
             sums = torch.zeros(len(group), 3, dtype=torch.float64, device=model.device)
             own = spec.make(model.config)
-            if spec.full and compare:
+            if spec.full and against:
                 steps = iter(reference)
             else:
                 cache, _ = prefix.start(model, own)
                 steps = (logits.log_softmax(-1) for logits in forced_steps(model, cache, ids, prefix))
             for i, logp in enumerate(steps):
                 sums[:, 0] -= logp.gather(-1, target[:, i : i + 1])[:, 0]
-                if compare:
-                    base = reference[i]
-                    sums[:, 1] += logp.argmax(-1) == base.argmax(-1)
-                    sums[:, 2] += (base.exp() * (base - logp)).sum(-1)
+                if against:
+                    same, kl = compare(reference[i], logp)
+                    sums[:, 1] += same
+                    sums[:, 2] += kl
             attended = 1.0 if own is None else own.stats().attended_share
             for index, (nll, same, kl) in zip(group, sums.tolist()):
                 values = {"nll": nll, "tokens": tokens, "attended": attended}
-                values |= {"same": same, "kl": kl} if compare else {}
+                values |= {"same": same, "kl": kl} if against else {}
                 results.add(Record(task, context, index, spec.name, values))
             advance(len(group))

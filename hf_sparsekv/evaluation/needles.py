@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .records import Figure
 from .ruler_probe import needle_sample, speaks_probe
-from .samples import Sample, found_share
+from .samples import Sample, found, found_share
 from .text import needle_prompt
 
 
@@ -18,7 +18,7 @@ def make_sample(tokenizer, length: int, depth: float, index: int, seed: int = 0)
         return needle_sample(tokenizer, length, depth, index, seed)
     prompt = needle_prompt(tokenizer, length, depth, f"{seed}-{index}" if index else seed)
     name = f"depth {depth:.2f}"
-    return Sample(name, length, index, tuple(prompt.ids[0].tolist()), (prompt.answer,), 12, found_share)
+    return Sample(name, length, index, tuple(prompt.ids[0].tolist()), (prompt.answer,), 12, found_share, items=found)
 
 
 def plot(figures: list[Figure], path: Path, title: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +57,17 @@ class Prefix:
         for index, layer in enumerate(self.cache.layers):
             new.update(layer.keys, layer.values, index)
         return new
+
+    def cut(self, length: int) -> Prefix:
+        """The first ``length`` columns. What follows them must be fed: there are no logits after the last one."""
+        mask = None if self.mask is None else self.mask[:, :length]
+        if self.cache is None:
+            return Prefix(self.ids[:, :length], [], None, None, mask)
+        short = DynamicCache()
+        for layer in map(copy, self.cache.layers):  # views: caches are filled from it, nothing is added to it
+            layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+            short.layers.append(layer)
+        return Prefix(self.ids[:, :length], [q[:, :, :length] for q in self.queries], short, None, mask)
 
     @torch.no_grad()
     def start(self, model, cache: SparseCache | None) -> tuple[Cache, Tensor]:

@@ -66,6 +66,7 @@ class Measure:
         weight: key of what it is divided by; ``None``: the number of records.
         exponential: e to the power of it (perplexity).
         percent: shown as a percentage.
+        beside: name of the measure in whose cells tables of several tasks print it, behind a slash.
     """
 
     name: str
@@ -73,10 +74,11 @@ class Measure:
     weight: str | None = None
     exponential: bool = False
     percent: bool = False
+    beside: str | None = None
 
     def of(self, sums: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """The figure from sums ``[...]``."""
-        mean = sums / np.maximum(weights, 1e-12)
+        """The figure from sums ``[...]``; NaN where there is nothing to divide by."""
+        mean = np.divide(sums, weights, out=np.full(np.shape(sums), np.nan), where=np.asarray(weights) > 0)
         return np.exp(mean) if self.exponential else mean
 
     def show(self, value: float, digits: int = 1) -> str:
@@ -241,7 +243,7 @@ class Results:
             for (length, cache), tasks in drawn.items():
                 if len(tasks) > 1:
                     value = float(np.mean([v for v, _, _ in tasks]))
-                    mean = np.mean([r for _, r, _ in tasks], axis=0)
+                    mean = np.mean([r for _, r, _ in tasks], axis=0)  # NaN where a task's draw weighs nothing
                     out.append(_figure("average", length, cache, measure.name, value, mean, sum(n for *_, n in tasks)))
         return out
 
@@ -400,7 +402,7 @@ def _values(records: list[Record], measure: Measure) -> tuple[np.ndarray, np.nda
             )
     values = np.array([r.values[measure.value] for r in held], dtype=float)
     weights = np.array([r.values[measure.weight] if measure.weight else 1.0 for r in held], dtype=float)
-    return values, weights
+    return (values, weights) if weights.any() else None
 
 
 def bootstrap(values: np.ndarray, weights: np.ndarray, measure: Measure, seed: int = 0) -> tuple[float, np.ndarray]:
@@ -411,7 +413,7 @@ def bootstrap(values: np.ndarray, weights: np.ndarray, measure: Measure, seed: i
 
 
 def _figure(task, length, cache, name, value, resampled, samples) -> Figure:
-    low, high = np.percentile(resampled, (2.5, 97.5))
+    low, high = np.nanpercentile(resampled, (2.5, 97.5))  # NaN: a draw that weighs nothing
     return Figure(task, length, cache, name, value, float(low), float(high), samples)
 
 
@@ -423,7 +425,8 @@ class _Grid:
     def put(self, row: str, column: str, text: str) -> None:
         if column not in self.columns:
             self.columns.append(column)
-        self.rows.setdefault(row, {})[column] = text
+        cells = self.rows.setdefault(row, {})
+        cells[column] = f"{cells[column]} / {text}" if column in cells else text
 
     def text(self) -> str:
         lines = ["| | " + " | ".join(self.columns) + " |", "|---|" + "---|" * len(self.columns)]
@@ -449,7 +452,11 @@ def markdown(figures: list[Figure], measures: list[Measure], title: str) -> str:
             text = measure.show(f.value)
             if f.high > f.low:
                 text += f" ({measure.show(f.low)}-{measure.show(f.high)})"
-            unit = f"{f.measure}, %" if measure.percent else f.measure
+            name = f.measure
+            if several:  # what is printed beside another shares its table, if that has been measured, too
+                pair = [m.name for m in measures if m.name == measure.beside or measure.name in (m.name, m.beside)]
+                name = " / ".join(one for one in pair if any(g.measure == one for g in here))
+            unit = f"{name}, %" if measure.percent else name
             grids.setdefault(unit if several else "", _Grid()).put(f.cache, f.task if several else unit, text)
         for name, grid in grids.items():
             parts += [f"**{name}**"] if name else []

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .samples import Sample, found_share
+from .samples import Sample, found, found_share, largest
 from .text import python_reference
 
 
@@ -91,21 +91,10 @@ def make_sample(
             text = f"{question} {lead}"
         return tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"], references
 
-    least = 0
-    if len(encode(least)[0]) > length - room:
+    ids, references = largest(encode, length - room)
+    if ids is None:
         raise ValueError(f"{family} does not fit into {length} tokens (with {room} for the answer): give more")
-    # The largest haystack that fits: doubled until it does not, then halved.
-    most = 1
-    while len(encode(most)[0]) <= length - room:
-        least, most = most, 2 * most
-    while most - least > max(1, least // 200):
-        middle = (least + most) // 2
-        if len(encode(middle)[0]) <= length - room:
-            least = middle
-        else:
-            most = middle
-    ids, references = encode(least)
-    return Sample(family, length, index, tuple(ids), references, room, found_share)
+    return Sample(family, length, index, tuple(ids), references, room, found_share, items=found)
 
 
 def _builder(family: str) -> Callable[[random.Random, int], tuple[str, str, tuple[str, ...]]]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
+
+Built = TypeVar("Built")
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,7 @@ class Sample:
         max_new_tokens: room for the answer.
         score: ``(output, references)`` to a number from 0 to 1.
         stop: ids that end an answer beside the model's own.
+        items: ``(output, references)`` to what the answer gets right, part by part; ``None``: the score is one part.
     """
 
     task: str
@@ -27,14 +31,52 @@ class Sample:
     max_new_tokens: int
     score: Callable[[str, tuple[str, ...]], float]
     stop: frozenset[int] = frozenset()
+    items: Callable[[str, tuple[str, ...]], tuple[float, ...]] | None = None
+
+    def parts(self, output: str) -> tuple[float, ...]:
+        """What an answer gets right, part by part (each 0 to 1), so that two answers can be compared in parts."""
+        return (
+            (float(self.score(output, self.references)),) if self.items is None else self.items(output, self.references)
+        )
+
+
+def found(output: str, references: tuple[str, ...]) -> tuple[float, ...]:
+    """For each reference 1 if the output contains it, whatever their case."""
+    low = output.lower()
+    return tuple(float(reference.lower() in low) for reference in references)
 
 
 def found_share(output: str, references: tuple[str, ...]) -> float:
     """RULER's score: the share of references that the output contains, whatever their case."""
-    low = output.lower()
-    return sum(reference.lower() in low for reference in references) / len(references)
+    return sum(found(output, references)) / len(references)
 
 
 def exact(output: str, references: tuple[str, ...]) -> float:
     """1 if the output is the only reference."""
     return float(output.split() == references[0].split())
+
+
+def largest(encode: Callable[[int], tuple[list[int], Built]], room: int) -> tuple[list[int], Built] | tuple[None, None]:
+    """The prompt with the largest haystack that fits: its size is doubled until it does not, then halved.
+
+    Args:
+        encode: from the haystack's size (0 and more) to a prompt's ids, and whatever belongs to it.
+        room: tokens at most.
+
+    Returns:
+        what ``encode`` gave; ``(None, None)``: not even the smallest fits.
+    """
+    best = encode(0)
+    if len(best[0]) > room:
+        return None, None
+    least, most = 0, 1
+    while len((made := encode(most))[0]) <= room:
+        best, least, most = made, most, 2 * most
+    while most - least > max(1, least // 200):
+        middle = (least + most) // 2
+        made = encode(middle)
+        if len(made[0]) <= room:
+            best, least = made, middle
+        else:
+            most = middle
+    return best

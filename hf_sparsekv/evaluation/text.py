@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 
@@ -13,6 +15,20 @@ def python_reference() -> str:
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def reference_ids(tokenizer) -> Tensor:
+    """Ids ``[n]`` of Python's language reference or, for a probe model, of its filler."""
+    from . import probe_language, ruler_probe
+
+    if ruler_probe.speaks_probe(tokenizer):
+        return probe_language.Filler(chains=1024, steps=512, seed=1).words.long() + probe_language.FILLER
+    return torch.tensor(_reference_words(tokenizer))
+
+
+@lru_cache(maxsize=1)  # tokenizing it takes a second, and every needle needs it
+def _reference_words(tokenizer) -> list[int]:
+    return tokenizer(python_reference(), add_special_tokens=False, verbose=False)["input_ids"]
 
 
 @dataclass(frozen=True)
@@ -39,10 +55,10 @@ def needle_prompt(tokenizer, length: int, depth: float, seed: int = 0) -> Needle
     fact = f"\nThe special magic number for {city} is: {number}.\n"
     question = f"\n\nWhat is the special magic number for {city} mentioned in the text above? Answer with the number."
     head = "Read the text below. A special magic number is hidden in it; remember it.\n\n"
-    words = tokenizer(python_reference(), add_special_tokens=False)["input_ids"]
+    words = _reference_words(tokenizer)
     overhead = len(tokenizer(head + fact + question)["input_ids"]) + 40
     if length >= len(words):
-        words *= length // len(words) + 2
+        words = words * (length // len(words) + 2)
     start = rng.randrange(0, len(words) - length)
     body = words[start : start + length - overhead]
     cut = int(depth * len(body))

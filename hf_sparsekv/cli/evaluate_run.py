@@ -1,0 +1,231 @@
+"""What all commands of ``hf-sparsekv eval`` share: their options, a loaded model, and where results go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ..results import append_rows
+from . import loading
+from .options import Device, DType, DTypeOption, parse_tokens, torch_dtype
+from .output import CommandError, messages, note, results
+
+
+def _from_file(context: typer.Context, path: Path | None) -> Path | None:
+    """Take defaults of the other options from a YAML file."""
+    if path is None:
+        return None
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise typer.BadParameter(f"cannot read {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise typer.BadParameter(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise typer.BadParameter(f"{path} must hold a mapping of options")
+    known = {p.name for p in context.command.params}
+    values = {str(key).replace("-", "_"): value for key, value in content.items()}
+    if "caches" in values:
+        entries = values.pop("caches")
+        if not isinstance(entries, list):
+            raise typer.BadParameter(f"{path}: caches must be a list")
+        values["cache"] = [
+            yaml.safe_dump(e, default_flow_style=True, sort_keys=False, width=10**6).strip()
+            if isinstance(e, dict)
+            else str(e)
+            for e in entries
+        ]
+    for key, value in values.items():
+        if key not in known:
+            raise typer.BadParameter(f"{path}: no option {key!r}; there are {', '.join(sorted(known - {'config'}))}")
+        if key != "cache" and isinstance(value, list):
+            values[key] = ",".join(map(str, value))
+    context.default_map = {**(context.default_map or {}), **values}
+    return path
+
+
+Lengths = Annotated[str, typer.Option("--lengths", help="Tokens, as 4k,16k,32k.")]
+Samples = Annotated[int, typer.Option("--samples", min=1, help="Of each task and length.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Of prompts.")]
+Chat = Annotated[
+    bool | None, typer.Option("--chat/--no-chat", help="Chat template; default: if there is one.", show_default=False)
+]
+QuestionSteps = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Answer each prompt twice: prefilled, and with so many tokens at its end, the question, fed as sparse "
+        "decode steps; default: 32, probe models 3.",
+        show_default=False,
+    ),
+]
+TextFile = Annotated[
+    Path | None,
+    typer.Option("--text-file", help="UTF-8 text; default: Python's language reference.", show_default=False),
+]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What every task takes."""
+
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            is_eager=True, callback=_from_file, help="YAML file with options, and `caches`.", show_default=False
+        ),
+    ] = None
+    cache: Annotated[
+        list[str],
+        typer.Option(
+            help="full, two_level:token_budget=512,lag=true, block_only, token_only, progressive, predictive, oracle, "
+            "random, or a YAML file with a list of them; may be repeated.",
+        ),
+    ] = ("full", "two_level")
+    batch: Annotated[int, typer.Option(min=1, help="Rows decoded together.")] = 1
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "--output",
+            help="Directory of results; default: eval-results/TASK-MODEL. An interrupted run goes on there.",
+        ),
+    ] = None
+    dtype: DTypeOption = DType.auto
+    device: Device = "auto"
+    capture: Annotated[
+        bool, typer.Option("--capture", help="Replay captured decode steps (GPU): for large models.")
+    ] = False
+    rows: Annotated[
+        Path | None,
+        typer.Option(help="Append the figures to this CSV file, too, as in benchmarks/results.", show_default=False),
+    ] = None
+
+
+def lengths_of(text: str) -> list[int]:
+    """``--lengths`` in tokens."""
+    return [parse_tokens(part) for part in str(text).split(",")]
+
+
+def names_of(text: str | None, known: tuple[str, ...], what: str) -> list[str]:
+    """A comma-separated choice of ``known`` names; ``None``: all of them."""
+    if text is None:
+        return list(known)
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"no {what} {name!r}; there are {', '.join(known)}")
+    return names
+
+
+def text_ids(tokenizer, path: Path | None):
+    """Ids ``[n]`` of a file, of Python's language reference, or, for a probe model, of its filler."""
+    from ..evaluation.text import reference_ids
+
+    if path is None:
+        return reference_ids(tokenizer)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise CommandError(f"{path} is not UTF-8 text") from None
+    except OSError as error:
+        raise CommandError(f"cannot read {path}: {error.strerror}") from error
+    return tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"][0]
+
+
+def caches_of(specs: list[str]) -> list:
+    """``--cache`` as evaluations take it; what is wrong about it is wrong usage."""
+    from ..evaluation.cache_specs import parse_caches
+
+    try:
+        return parse_caches(specs)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+class Loaded:
+    """A model, its tokenizer, and what follows from them for options that were not given."""
+
+    def __init__(self, model: str, options: RunOptions) -> None:
+        where = loading.pick_device(options.device)
+        self.tokenizer, self.model = loading.load(model, torch_dtype(options.dtype), where)
+        if options.capture:
+            if where.type != "cuda":
+                raise CommandError("--capture needs a GPU")
+            from ..cuda_graph.optimize import optimize
+
+            optimize(self.model)
+
+    @property
+    def probe(self) -> bool:
+        """It speaks the probe models' language and no other."""
+        from ..evaluation.ruler_probe import speaks_probe
+
+        return speaks_probe(self.tokenizer)
+
+    def chat(self, wanted: bool | None) -> bool:
+        """Whether prompts go into the chat template."""
+        if wanted and self.tokenizer.chat_template is None:
+            raise CommandError("this model has no chat template: use --no-chat")
+        return self.tokenizer.chat_template is not None if wanted is None else wanted
+
+    def steps(self, wanted: int | None) -> int:
+        """How many tokens of a question are fed as decode steps."""
+        return wanted or (3 if self.probe else 32)
+
+    def check(self, lengths: list[int]) -> None:
+        """Say so if the model was not made for such lengths."""
+        most = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        for length in lengths:
+            if most and length > most:
+                note(f"{length:,} tokens are more than the {most:,} that the model was made for")
+
+
+class Run(Loaded):
+    """A loaded model, its caches, and where results go, in a ``with`` statement: the directory is locked until then."""
+
+    def __init__(self, task: str, model: str, options: RunOptions, **settings):
+        from ..evaluation.records import Results
+
+        self.caches = caches_of(options.cache)  # before the model is loaded
+        loading.pick_device(options.device)
+        short = Path(model.rstrip("/")).name
+        self.out = options.out or Path("eval-results") / f"{task}-{short}"
+        self.title, self.short, self.rows = f"{task}, {short}", short, options.rows
+        self.results = Results(self.out, {"task": task, "model": model, "dtype": options.dtype.value, **settings})
+        try:
+            super().__init__(model, options)
+        except BaseException:
+            self.results.close()
+            raise
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.results.close()
+
+    def needs_text(self, what: str) -> None:
+        """Refuse a probe model, whose language has no words for a task."""
+        if self.probe:
+            raise CommandError(f"{what} are texts, and a probe model knows no words: use `eval ruler` or `eval needle`")
+
+    @contextmanager
+    def progress(self, total: int) -> Iterator:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=messages, transient=True) as bar:
+            task = bar.add_task(self.title, total=total * len(self.caches))
+            yield lambda n: bar.advance(task, n)
+
+    def report(self, measures) -> None:
+        results.print(self.results.write(measures, self.title), markup=False)
+        note(f"written to {self.out}: results.md, results.csv, results.json, samples.jsonl")
+        if self.rows is not None:
+            append_rows(self.rows, self.results.rows(measures, self.short))
