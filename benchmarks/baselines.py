@@ -99,11 +99,11 @@ VARIANTS = {
         *(
             Variant(
                 f"predictive{f':{predictor}' * bool(predictor)}",
-                "tokens chosen a step before for a predicted query",
+                f"tokens chosen for a query predicted by {'earlier steps' if predictor else 'the layer before'}",
                 settings={"token_budget": 1024, **({"predictor": predictor} if predictor else {})},
                 config=PredictiveConfig,
             )
-            for predictor in ("", "last", "ridge", "assembled")
+            for predictor in ("", "last", "ridge", "assembled", "assembled_ridge", "own", "layer:in")
         ),
         Variant("predictive:free", "the same selection given for free", settings=_BUDGET, config=FreeConfig),
         *(

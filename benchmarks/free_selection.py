@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from hf_sparsekv.config import PredictiveConfig
+from hf_sparsekv.config import PREDICTOR, PredictiveConfig
 from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.policies.plan import Plan
 from hf_sparsekv.policies.predictive import PredictivePolicy
@@ -16,7 +16,9 @@ from hf_sparsekv.policies.registry import register
 
 @dataclass(frozen=True, kw_only=True)
 class FreeConfig(PredictiveConfig):
-    """As that of the cache whose work is left out."""
+    """As that of the cache whose work is left out. Its prompt's choice is that of a step ahead."""
+
+    predictor: str = PREDICTOR
 
 
 @register("free", FreeConfig, about="the same selection given for free", reference=True)

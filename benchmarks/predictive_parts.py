@@ -20,6 +20,7 @@ from hf_sparsekv.cache import SparseCache
 from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.layers.sparse_layer import SparseLayer
 from hf_sparsekv.ops.topk_select import token_select
+from hf_sparsekv.policies.layer_ahead import LayerAheadPolicy
 from hf_sparsekv.policies.packed import Packed
 from hf_sparsekv.policies.predictive import PredictivePolicy
 from hf_sparsekv.second_device.policy import SecondDevicePolicy
@@ -35,7 +36,8 @@ def predictive_layers(cache: SparseCache) -> list[SparseLayer]:
     return [
         layer
         for layer in cache.sparse_layers
-        if isinstance(layer.policy, PredictivePolicy | SecondDevicePolicy) and layer.policy.chosen
+        if (isinstance(layer.policy, PredictivePolicy | SecondDevicePolicy) and layer.policy.chosen)
+        or (isinstance(layer.policy, LayerAheadPolicy) and layer.policy.plan(layer.store).attends == "chosen")
     ]
 
 
@@ -71,7 +73,12 @@ def parts(layers: list[SparseLayer], queries: list[Tensor], scale: float) -> dic
     second = isinstance(layers[0].policy, SecondDevicePolicy)
     column = [store.seq_len.at(store.device, store.length) for store in stores]
     params = AttentionParams(scale=scale)
-    predicted = [p.predictor.predict(p.queries.held, p.queries.position, p.queries.count) for p in policies]
+    by_layer = isinstance(policies[0], LayerAheadPolicy)  # predicting is the layer's own projection: no part of it here
+    predicted = (
+        queries
+        if by_layer
+        else [p.predictor.predict(p.queries.held, p.queries.position, p.queries.count) for p in policies]
+    )
     scores = [policy.scores(q, store) for policy, q, store in zip(policies, predicted, stores)]
     budget = policies[0].config.token_budget
     plans = [layer.policy.plan(layer.store) for layer in layers]
@@ -92,12 +99,17 @@ def parts(layers: list[SparseLayer], queries: list[Tensor], scale: float) -> dic
         policies[i].queries.push(peer.reach("q", queries[i][:, :, None]), None, column[i])
         stores[i].append(*(peer.reach(*t) for t in zip("kv", recent.split((store.key_dim, store.value_dim), -1))), None)
 
+    def attend(i: int) -> None:
+        if by_layer:
+            policies[i].foreseen = stores[i].length - 1  # chosen already
+        layers[i].policy.attend(queries[i], layers[i].store, plans[i], params)
+
     found = {
-        **({"transfer": transfer} if second else {"push": push}),
-        "predict": predict,
+        **({} if by_layer else {"transfer": transfer} if second else {"push": push}),
+        **({} if by_layer else {"predict": predict}),
         "score": lambda i: policies[i].scores(predicted[i], stores[i]),
         "select": select,
-        "attend": lambda i: layers[i].policy.attend(queries[i], layers[i].store, plans[i], params),
+        "attend": attend,
     }
     if all(copies(layer) is not None for layer in layers):
         ids = [p.ids.clone() for p in policies]
@@ -127,7 +139,10 @@ def measure_parts(cache: SparseCache, report) -> None:
         for store in (*(layer.store for layer in layers), *stores):  # the shapes of a captured step
             store.capturing = True
             stack.callback(setattr, store, "capturing", False)
-        queries = [policy.queries.held[:, :, 0].clone().to(home.device) for policy in policies]
+        queries = [
+            layer.query if policy.queries is None else policy.queries.held[:, :, 0].clone().to(home.device)
+            for layer, policy in zip(layers, policies)
+        ]
         for name, run in parts(layers, queries, home.key_dim**-0.5).items():
             before = [copies(layer).counters.clone() for layer in layers] if name == "pack" else []
             with torch.cuda.device(home.device if name == "attend" else stores[0].device):

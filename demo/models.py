@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from hf_sparsekv import optimize
+from hf_sparsekv import QueryTap, optimize
 from hf_sparsekv.evaluation.small_model import is_fetched, small_model_path
 
 from .language import Language
@@ -257,7 +257,10 @@ class Models:
             else:
                 model = AutoModelForCausalLM.from_pretrained(path, **kwargs).to(self.device)
         model.eval()
-        return optimize(model) if self.device.type == "cuda" else model
+        if self.device.type == "cuda":
+            return optimize(model)
+        QueryTap(model).install()  # as long as there is the model
+        return model
 
 
 def _fetch(path: str) -> None:

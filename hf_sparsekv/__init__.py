@@ -11,6 +11,7 @@ from . import policies as _policies  # noqa: F401 (registers the methods)
 from . import second_device as _second_device  # noqa: F401 (the predictive method can use one)
 from .attention.interface import register as _register
 from .attention.mla import absorb_mla, restore_mla
+from .attention.tap import QueryTap, predict_ahead
 from .cache import AsyncPredictiveCache, OffloadedSparseCache, ProgressiveCache, SparseCache
 from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 from .cuda_graph.optimize import optimize, unoptimize
@@ -34,6 +35,7 @@ __all__ = [
     "PrefixCache",
     "ProgressiveCache",
     "ProgressiveConfig",
+    "QueryTap",
     "SparseCache",
     "SparseConfig",
     "StepMonitor",
@@ -44,6 +46,7 @@ __all__ = [
     "__version__",
     "absorb_mla",
     "optimize",
+    "predict_ahead",
     "restore_mla",
     "unoptimize",
 ]

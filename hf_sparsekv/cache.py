@@ -86,11 +86,13 @@ class SparseCache(Cache):
         offload = policy.place(config, offload)
         self.config, self.offload_config = config, offload
         self.shared: Shared = policy.share(config, offload)
+        self.foresight = policy.foresees_by(config, offload is not None)  # what its layers want of those before them
+        self.met = False  # hooks that give it have met this cache
         self.budget = None if offload is None else HostBudget(offload)
         self.device_pools = None if offload is None else DevicePools(offload)
         self.seq_len, self.copy_streams = SeqLenTensor(), CopyStreams()
         self.model_config = None
-        self._record_past = self._warned = self._watched = False
+        self._record_past = self._warned = self._watched = self._told = False
         self._columns: tuple[Tensor | None, Tensor | None] = (None, None)
         self._linear = False  # the model has linear-attention layers, whose states do not tell how many tokens they saw
         # Of such a model, by layer: forward passes that have come to it, and those that have stored a recurrent state.
@@ -263,6 +265,17 @@ class SparseCache(Cache):
             warnings.warn(
                 f"something other than the sparsekv attention function reads the keys of {type(self).__name__}: the "
                 "result is right, but dense and slow. Load the model with attn_implementation='sparsekv'",
+                stacklevel=3,
+            )
+
+    def warn_own_queries(self) -> None:
+        """Warn once that nothing is chosen beforehand."""
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                f"{type(self).__name__} chooses each layer's tokens by that layer's own query, in place: right, but "
+                "not hidden behind the layer before, because nothing hands over what that expects. Call "
+                "optimize(model), or predict_ahead(model) for eager steps; predictor='own' is this without the warning",
                 stacklevel=3,
             )
 

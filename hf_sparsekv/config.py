@@ -18,6 +18,8 @@ from .removed import Options
 
 # Names of query predictors (predictor/query.py) and what their settings may be.
 PREDICTORS = ("last", "ridge", "ridge_softmax", "assembled", "assembled_ridge")
+# Predictions within a step, by the layer before; and none: each layer's own query.
+BY_LAYER = ("layer", "layer:mid", "layer:in", "own")
 MAX_WINDOW = 32  # one warp holds the Gram matrix of a head in registers; longer windows measured no better
 MIN_EPSILON = 1e-4  # the Gram matrix's condition number stays below MAX_WINDOW / MIN_EPSILON: float32 solves that
 
@@ -340,9 +342,15 @@ class PredictiveConfig(SparseConfig):
 
     Args:
         token_budget: tokens attended per step, row and KV head, beside sinks and recent window.
-        predictor: how the next query follows from the latest ones: ``"last"``, ``"ridge"``, ``"ridge_softmax"``,
-            ``"assembled"`` (AsyncSpade), ``"assembled_ridge"``, or a function; see :mod:`hf_sparsekv.predictor.query`.
-        predictor_window, predictor_epsilon: predecessors that the regression has, and strength of the ridge.
+        predictor: how a query is known before it is there. ``"layer"``: the layer before expects it in the same step,
+            from the residual stream between its attention and its MLP (``"layer:mid"``), or where a model has no such
+            place, from that layer's input (``"layer:in"``); it takes hooks on the model, which ``optimize()`` or
+            :func:`hf_sparsekv.predict_ahead` installs. Layers that nobody foresees choose by their own query, in
+            place, as all do with ``"own"``. From queries of earlier steps, much less right (docs/accuracy.md):
+            ``"last"``, ``"ridge"``, ``"ridge_softmax"``, ``"assembled"`` (AsyncSpade), ``"assembled_ridge"``, or a
+            function; see :mod:`hf_sparsekv.predictor.query`. ``None``: ``"layer"``; ``"assembled_ridge"`` with a second
+            device, where a query of the same step would come too late.
+        predictor_window, predictor_epsilon: of the regressions on earlier steps: predecessors, strength of the ridge.
         start_length: attend to everything until so many tokens are cached, and then to the end of the block.
         cache_rank: who chooses and where the blocks live: ``"stream"``, the same GPU, beside its computation;
             ``"host"``, host memory (as with an :class:`OffloadConfig`): the GPU chooses by labels and copies what is
@@ -350,7 +358,7 @@ class PredictiveConfig(SparseConfig):
             chosen. ``None``: host memory if the cache has an :class:`OffloadConfig`, else the same GPU.
         strict: of a second device, where steps are not captured: wait for a selection that is late, so that runs repeat
             exactly. Otherwise the one before is used again and counted (``stats().late``), if it knows all full blocks.
-        layers_per_pack: layers that begin to choose together in a captured step.
+        layers_per_pack: layers that begin to choose together in a captured step, where earlier steps predict.
         token_reduce, label_channels, label_bits, channel_file, channel_importance, calibration_tokens: as in
             :class:`TwoLevelConfig`.
     """
@@ -361,7 +369,7 @@ class PredictiveConfig(SparseConfig):
     )
 
     token_budget: int = 1024
-    predictor: str | Predict = PREDICTOR
+    predictor: str | Predict | None = None
     predictor_window: int = WINDOW
     predictor_epsilon: float = EPSILON
     start_length: int = 0
@@ -378,7 +386,15 @@ class PredictiveConfig(SparseConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _positive("token_budget", self.token_budget)
-        check_predictor(self.predictor, self.predictor_window, self.predictor_epsilon)
+        if isinstance(self.predictor, str):
+            _one_of("predictor", self.predictor, (*BY_LAYER, *PREDICTORS))
+        own = PREDICTOR if self.predictor is None or self.predictor in BY_LAYER else self.predictor
+        check_predictor(own, self.predictor_window, self.predictor_epsilon)
+        _require(
+            self.cache_rank in (None, "stream", "host") or self.predictor is None or self.predictor not in BY_LAYER,
+            f"predictor={self.predictor!r} chooses within a step, which cache_rank={self.cache_rank!r} cannot: leave "
+            f"predictor out, which takes {PREDICTOR!r} there, or leave cache_rank out",
+        )
         _not_negative("start_length", self.start_length)
         _require(
             self.cache_rank in (None, "stream", "host") or _is_device(self.cache_rank),
@@ -392,6 +408,18 @@ class PredictiveConfig(SparseConfig):
         _flag("strict", self.strict)
         _positive("layers_per_pack", self.layers_per_pack)
         _check_labels(self)
+
+    @property
+    def prediction(self) -> str | Predict:
+        """What :attr:`predictor` stands for."""
+        if self.predictor is not None:
+            return self.predictor
+        return "layer" if self.cache_rank in (None, "stream", "host") else PREDICTOR
+
+    @property
+    def by_layer(self) -> bool:
+        """Queries are expected within a step, or not at all: nothing of earlier steps is needed."""
+        return isinstance(self.prediction, str) and self.prediction in BY_LAYER
 
 
 @dataclass(frozen=True, kw_only=True)

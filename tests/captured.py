@@ -9,7 +9,7 @@ import torch
 from caches import CACHES, HOST_RANK, TIGHT
 from models import build, model, prompt
 
-from hf_sparsekv import optimize
+from hf_sparsekv import QueryTap, optimize
 from hf_sparsekv.cuda_graph.optimize import StepRunner, runner_of
 from hf_sparsekv.layers.sliding import SlidingRing
 
@@ -101,6 +101,7 @@ def through_modes(cache: str, name: str, padded: bool) -> None:
 def pair(name: str, dtype: torch.dtype = torch.float32):
     """The same model eager and optimised, on the GPU. Not fused: its rounding could turn a selection."""
     eager = build(name, "sparsekv").cuda().to(dtype)
+    QueryTap(eager).install()
     fast = optimize(build(name, "sparsekv").cuda().to(dtype), fused=False)
     return eager, fast
 

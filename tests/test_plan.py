@@ -120,11 +120,15 @@ def test_tied_weights_count_once():
     assert model_shape(apart.config).weights - model_shape(tied.config).weights == table
 
 
-def plan_of(cache: SparseCache, offload: OffloadConfig | None) -> MemoryPlan:
-    """Of a cache of four layers long enough to choose among blocks; it is what such a cache allocates."""
+def plan_of(cache: SparseCache, offload: OffloadConfig | None, steps: int = 0) -> MemoryPlan:
+    """Of a cache of four layers long enough to choose among blocks; it is what such a cache allocates.
+
+    ``steps``: the last tokens are decoded, which copies what they choose.
+    """
     grown = build("llama", "sparsekv", num_hidden_layers=4)
     with torch.no_grad():
-        grown(**prompt(2, 300), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        for part in prompt(2, 300)["input_ids"].split([300 - steps, *[1] * steps], 1):
+            grown(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
     plan = plan_memory(model_shape(grown.config), cache.config, offload, context=300, batch=2)
     planned = {"device": plan.cache_device, "host": plan.cache_host}
     assert (planned | {"second": plan.second} if plan.second else planned) == cache.memory_bytes()
@@ -161,11 +165,11 @@ def test_progressive(offload, kept):
     [{}, {"start_length": 400}, {"token_budget": 400}, {"predictor": "last", "max_length": 5300}],
     ids=str,
 )
-@pytest.mark.filterwarnings("ignore:copies of the chosen tokens take")
+@pytest.mark.filterwarnings("ignore:copies of the chosen tokens take", "ignore:AsyncPredictiveCache chooses")
 def test_predictive(offload, changes):
     """The plan is what a predictive cache allocates."""
     config = PredictiveConfig(**{"block_size": 16, "window": 16, "dense_layers": 1, "token_budget": 40, **changes})
-    plan = plan_of(AsyncPredictiveCache(config, offload), offload)
+    plan = plan_of(AsyncPredictiveCache(config, offload), offload, steps=1)
     assert plan.bounds == 0 and plan.labels > 0
     packs = offload == OffloadConfig() and not {"start_length", "token_budget"} & set(changes)
     assert (plan.device_pages > 0) == packs

@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_sparsekv import OffloadConfig, PredictiveConfig
 from hf_sparsekv.policies.packed import Packed
 
-TIGHT = {"token_budget": 32}
+TIGHT = {"token_budget": 32, "predictor": "assembled_ridge"}
 
 
 class PredictiveOracle(Oracle):

@@ -17,7 +17,7 @@ from hf_sparsekv import AsyncPredictiveCache, OffloadConfig, PredictiveConfig, S
 
 
 def test_another_window_takes_over_the_queries(tmp_path):
-    cache = predictive(False, **TIGHT, predictor="ridge")
+    cache = predictive(False, **{**TIGHT, "predictor": "ridge"})
     decode(cache)
     cache.save(tmp_path / "cache")
     for settings in ({"predictor_window": 4}, {"predictor_window": 30}, {"predictor": "last"}):
@@ -64,7 +64,7 @@ def test_a_predictor_of_ones_own_has_to_be_given_again(tmp_path):
     def newest(ring, position, count):
         return ring.index_select(2, ((position + ring.shape[2] - 1) % ring.shape[2]).long())[:, :, 0]
 
-    cache = predictive(False, **TIGHT, predictor=newest)
+    cache = predictive(False, **{**TIGHT, "predictor": newest})
     decode(cache)
     cache.save(tmp_path / "cache")
     with pytest.raises(ValueError, match="a predictor of the user's own"):
@@ -96,7 +96,7 @@ def test_a_file_without_its_queries_is_damaged(ring, tmp_path):
 
 
 def test_a_file_with_queries_of_another_cache_is_damaged(tmp_path):
-    cache = two_level(**TIGHT)
+    cache = two_level(token_budget=32)
     with torch.no_grad():
         model("llama")(**prompt(2, 90), past_key_values=cache)
     cache.save(tmp_path / "cache")
@@ -116,7 +116,9 @@ def test_a_file_with_queries_of_another_cache_is_damaged(tmp_path):
     "wrong, says",
     [
         ({"token_budget": 0}, "token_budget must be a positive integer"),
-        ({"predictor": "next"}, "predictor must be one of 'last', 'ridge'"),
+        ({"predictor": "next"}, "predictor must be one of 'layer', 'layer:mid', 'layer:in', 'own', 'last', 'ridge'"),
+        ({"predictor": "layer", "cache_rank": "cuda:1"}, "chooses within a step, which cache_rank='cuda:1' cannot"),
+        ({"predictor": "own", "cache_rank": "cpu"}, "leave predictor out, which takes 'assembled_ridge' there"),
         ({"predictor": 3}, "a predictor must be callable"),
         ({"predictor_window": 0}, "window must be an integer"),
         ({"predictor_epsilon": 0}, "epsilon must be"),
@@ -159,7 +161,7 @@ def test_a_prediction_that_fails_is_told_and_leaves_a_cache_to_reset():
         return ring[:, :, 0]
 
     fails = []
-    cache = predictive(False, **TIGHT, predictor=broken)
+    cache = predictive(False, **{**TIGHT, "predictor": broken})
     decode(cache, steps=3)
     fails.append(True)
     with pytest.raises(ArithmeticError, match="no prediction"), torch.no_grad():
@@ -169,4 +171,4 @@ def test_a_prediction_that_fails_is_told_and_leaves_a_cache_to_reset():
     fails.clear()
     cache.reset()
     again = decode(cache)
-    torch.testing.assert_close(again, decode(predictive(False, **TIGHT, predictor=broken)))
+    torch.testing.assert_close(again, decode(predictive(False, **{**TIGHT, "predictor": broken})))

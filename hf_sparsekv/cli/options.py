@@ -14,7 +14,7 @@ from typing import Annotated, get_type_hints
 import torch
 import typer
 
-from ..config import PREDICTORS, OffloadConfig, SparseConfig
+from ..config import BY_LAYER, PREDICTORS, OffloadConfig, SparseConfig
 from ..policies.registry import Method, methods
 from ..removed import removed
 
@@ -95,7 +95,8 @@ class CacheOptions:
         int | None, _of_cache(help="Progressive: blocks attended per step and KV head at most; default: no limit.")
     ] = None
     predictor: Annotated[
-        str | None, _field("predictor", f"Predictive: how the next query is predicted: {', '.join(PREDICTORS)}.")
+        str | None,
+        _field("predictor", f"Predictive: how queries are predicted: {', '.join((*BY_LAYER, *PREDICTORS))}."),
     ] = None
     start_length: Annotated[
         int | None, _field("start_length", "Predictive: attend to everything until so many tokens.")

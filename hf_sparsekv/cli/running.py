@@ -8,6 +8,7 @@ import torch
 from rich.status import Status
 from transformers import DynamicCache, TextStreamer
 
+from ..attention.tap import QueryTap
 from ..cuda_graph.optimize import optimize, unoptimize
 from ..telemetry.timing import Timing, TokenTimer
 from .output import CommandError, messages
@@ -68,7 +69,8 @@ def run_sparse(
     if capture:
         optimize(model)
     try:
-        return _run(name, tokenizer, model, inputs, cache, kwargs)
+        with QueryTap(model):  # eager steps choose for the same queries as captured ones
+            return _run(name, tokenizer, model, inputs, cache, kwargs)
     finally:
         unoptimize(model)
 

@@ -63,7 +63,7 @@ class Saved:
         self.layer.broken = broken
         for state, saved in self.states:
             state.restore_host(saved)
-        self.layer.pending = self.layer.replay = None
+        self.layer.pending = self.layer.replay = self.layer.awaited = None
         self.layer.store.capturing = False
 
     def put_back_device(self) -> None:

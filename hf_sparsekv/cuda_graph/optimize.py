@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..attention.mla import absorb, absorbs, is_mla, restore
+from ..attention.tap import QueryTap
 from ..cache import SparseCache
 from ..fusion.fuse import Fusion, fuse, tensor_parallel, why_not
 from ..layers.replay import Replay
@@ -54,6 +55,7 @@ class StepRunner:
         self.captures = self.replays = 0
         self.fusion: Fusion | None = None
         self.absorbed: list[torch.nn.Module] = []  # MLA modules that were changed
+        self.tap = QueryTap(model)
         self._cannot: str | None = None
         self._said: set[str] = set()
         self._warm: set[Hashable] = set()  # kinds of steps whose kernels are compiled
@@ -74,11 +76,13 @@ class StepRunner:
         self.absorbed = [module for module in self.model.modules() if is_mla(module) and not absorbs(module)]
         for module in self.absorbed:
             absorb(module)
+        self.tap.install()
 
     def remove(self) -> None:
         self.graphs.clear()
         for module in self.absorbed:
             restore(module)
+        self.tap.remove()
         if self.fusion is not None:
             self.fusion.undo()
             self.fusion = None
@@ -104,6 +108,7 @@ class StepRunner:
                 self._said.add(reason)
                 warnings.warn(f"decode steps run eagerly: {reason}", stacklevel=4)
             return self.original(*args, **kwargs)
+        self.tap.hooks.meet(cache)
         plans = tuple([layer.prepare() for layer in cache.sparse_layers])
         if not all(plan.captured for plan in plans):  # this step changes what the next ones are
             return self.original(*args, **kwargs)

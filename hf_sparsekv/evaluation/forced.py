@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .cache_specs import CacheSpec
-from .prefix import forced_steps, prefill
+from .prefix import forced_steps, predicting, prefill
 from .records import Measure, Record, Results
 
 PERPLEXITY = Measure("perplexity", "nll", "tokens", exponential=True)
@@ -62,6 +62,7 @@ def passages(words: Tensor, context: int, tokens: int, count: int, stride: int |
     return [i * stride for i in range(count)]
 
 
+@predicting
 def evaluate(
     model,
     words: Tensor,

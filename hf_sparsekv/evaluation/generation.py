@@ -10,7 +10,7 @@ from torch import Tensor
 from ..cache import SparseCache
 from . import forced
 from .cache_specs import CacheSpec
-from .prefix import Prefix, forced_steps, greedy_rows, prefill
+from .prefix import Prefix, forced_steps, greedy_rows, predicting, prefill
 from .records import Measure, Record, Results
 from .samples import Sample
 
@@ -63,6 +63,7 @@ def answer(model, prefix: Prefix, cache, tail: Tensor, max_new_tokens: int, stop
     return greedy_rows(model, prefix, cache, logits, max_new_tokens, stop)
 
 
+@predicting
 def evaluate(
     model,
     tokenizer,

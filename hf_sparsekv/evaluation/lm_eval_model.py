@@ -12,6 +12,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
+from ..attention.tap import QueryTap
 from .cache_specs import parse_cache
 from .prefix import attention, forced_steps, full_attention, prefill
 
@@ -40,6 +41,7 @@ class SparseKVLM(HFLM):
         super().__init__(pretrained=pretrained, **kwargs)
         if self.backend != "causal":
             raise ValueError("sparse caches serve decoder-only models")
+        QueryTap(self.model).install()  # as long as there is the model
         if capture:
             from ..cuda_graph.optimize import optimize
 

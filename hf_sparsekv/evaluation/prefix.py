@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +18,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..attention.mla import Absorbed, is_mla
+from ..attention.tap import QueryTap
 from ..cache import SparseCache
 
 _RECORDER = "sparsekv_recorder"
+T = TypeVar("T")
 
 
 @dataclass
@@ -158,6 +162,17 @@ def prefill(model, ids: Tensor, chunk: int | None = None, mask: Tensor | None = 
     prefix.queries = [torch.cat(seen.pop(index), dim=2) for index in sorted(seen)]
     prefix.logits = logits
     return prefix
+
+
+def predicting(evaluate: Callable[..., T]) -> Callable[..., T]:
+    """While ``evaluate(model, ...)`` runs, predictive caches get the queries that captured steps give them."""
+
+    @functools.wraps(evaluate)
+    def wrapped(model, *args, **kwargs) -> T:
+        with QueryTap(model):
+            return evaluate(model, *args, **kwargs)
+
+    return wrapped
 
 
 @contextmanager

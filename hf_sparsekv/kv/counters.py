@@ -13,6 +13,7 @@ _HOST = (
     *("index_bytes", "to_host_bytes", "to_device_bytes"),
     *("steps", "sparse", "dense", "exact", "materialised"),
     "crossover",  # of the dense ones: because that is as quick as selecting
+    "foreseen",  # of the sparse ones: chosen for the query that the layer before expected
     *("context_host", "recent_host"),
 )
 _DEVICE = ("from_host", "folded", "folded_from_host", "blocks", "context", "recent")

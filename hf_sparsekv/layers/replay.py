@@ -40,6 +40,15 @@ class Replay:
         with torch.cuda.stream(self.side):
             work()
 
+    def ahead(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Run ``work`` beside what follows. What it returns makes the rest of the step wait for it."""
+        self.on_side_stream(work)
+        if self.side is None:
+            return lambda: None
+        done = torch.cuda.Event()
+        done.record(self.side)
+        return lambda: torch.cuda.current_stream().wait_event(done)
+
     def _run(self) -> None:
         layers_per_launch, self._waiting = self._waiting, []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ class SparseLayer(Owned, CacheLayerMixin):
         self.replay: Replay | None = None  # set while a step is being captured
         self.plan: Plan | None = None  # of the step that is being captured
         self.query: Tensor | None = None  # of the captured step
+        # In a captured step: waits for what is being chosen beside the layer before; and what that reads.
+        self.awaited: tuple[Callable[[], None], Tensor] | None = None
         self.broken: str | None = None
 
     def __deepcopy__(self, memo: dict) -> SparseLayer:
@@ -48,7 +51,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         if self.store is not None:
             self.store.wait_for_copies()  # a side stream may still be choosing blocks
         new.index, new.broken, new.policy, new.latent = self.index, self.broken, self.policy.copy(), self.latent
-        new.pending = new.replay = new.plan = new.query = None
+        new.pending = new.replay = new.plan = new.query = new.awaited = None
         seq_len, copy_streams = (copy.deepcopy(held, memo) for held in (self.owner.seq_len, self.owner.copy_streams))
         pools = copy.deepcopy(self.owner.device_pools, memo) if self.policy.fetches else None
         new.store = None if self.store is None else self.store.copy(seq_len, pools, copy_streams)
@@ -245,6 +248,11 @@ class SparseLayer(Owned, CacheLayerMixin):
             store.append(step.k.detach(), step.v.detach(), valid)
             self._committed(step)
         plan = policy.plan(store) if replay is None else self.plan
+        if self.awaited is not None:
+            (wait, _), self.awaited = self.awaited, None
+            wait()
+        if policy.foresight is not None and not (plan.dense or self.owner.met):
+            self.owner.warn_own_queries()
         out = policy.attend(q, store, plan, params)
         if not own:
             return out
@@ -257,6 +265,26 @@ class SparseLayer(Owned, CacheLayerMixin):
             plan = policy.plan(store)
         policy.look_ahead(q, store, plan)
         return out
+
+    @torch.no_grad()
+    def foresee(self, query: Callable[[], Tensor], stream: Tensor) -> None:
+        """The layer before is half-way through a decode step, and ``query()`` is what it expects this one to ask.
+
+        Args:
+            query: gives ``[batch, Hq, Dk]``.
+            stream: what it reads, ``[batch, 1, hidden]``: kept until that is done.
+        """
+        store, policy, replay = self.store, self.policy, self.replay
+        if replay is not None:
+            if self.plan.foresees:
+                self.awaited = replay.ahead(lambda: policy.foresee(query(), store, self.plan)), stream
+            return
+        if store is None or not store.length or self.broken or stream.shape[0] != store.batch:
+            return  # no step, or one that update() refuses
+        self._begin_step()
+        plan = policy.plan(store)
+        if plan.foresees:
+            policy.foresee(query(), store, plan)
 
     def _begin_step(self) -> None:
         """A decode step begins: blocks are in place, and there is room for marks of those that it attends to."""
@@ -380,7 +408,7 @@ class SparseLayer(Owned, CacheLayerMixin):
 
     def empty(self) -> None:
         """Forget all tokens, and what a step that was broken off has left."""
-        self.pending = self.replay = None
+        self.pending = self.replay = self.awaited = None
         if self.store is not None:
             self.store.capturing = False
             self.store.reset()  # which waits for what is still being chosen, too

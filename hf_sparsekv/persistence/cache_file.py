@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from ..attention.handle import Step
-from ..config import OffloadConfig, SparseConfig
+from ..config import BY_LAYER, OffloadConfig, SparseConfig
 from ..kv.store import SINK, VALID, LayerStore, ring_tokens
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
@@ -36,6 +36,7 @@ _BY_BLOCK, _LABELS = {"blocks", "flags"}, {"codes", "qparams"}
 _STORED = {"near_kv", "near_valid", "seen", "table"}  # what a store has beside them; the rest is the policy's
 # Memory that the configuration in a file may reserve beyond what the file holds: so many bytes, or so many times its
 # size. Enough for a prompt of 2k tokens with max_length=32k.
+_DEFAULT = "default"  # a predictor that nobody named
 _RESERVED, _RESERVED_TIMES = 1 << 28, 16
 
 
@@ -133,10 +134,10 @@ def save_cache(cache: FiledCache, kinds: Kinds, path: str | os.PathLike[str]) ->
 
 
 def _fields(config: SparseConfig) -> dict:
-    """The configuration as JSON holds it; None for a predictor of the user's own."""
+    """The configuration as JSON holds it; its predictor: None for one of the user's own, ``_DEFAULT`` for None."""
     found = {field.name: getattr(config, field.name) for field in fields(config)}
-    if not isinstance(found.get("predictor", ""), str):
-        found["predictor"] = None
+    if "predictor" in found and not isinstance(found["predictor"], str):
+        found["predictor"] = _DEFAULT if found["predictor"] is None else None
     return found
 
 
@@ -163,7 +164,7 @@ def _sparse(layer: SparseLayer) -> tuple[Layer, dict[str, Pieces]]:
         padded=store.padded,
         near=store.recent_kv.shape[2],
         blocks=len(named),
-        policy=type(layer.policy).__name__,
+        policy=layer.policy.saved_as,
         stats_tokens=labels.stats.tokens if calibrates else None,
     )
     if undeclared := layer.policy.undeclared():
@@ -272,6 +273,8 @@ def _empty(
             if config is None:
                 raise ValueError("it was saved with a predictor of the user's own, which no file holds: pass config")
             del named["predictor"]
+        elif named.get("predictor") == _DEFAULT:
+            named["predictor"] = None
         saved = saved_as(**named)
         if getattr(saved, "cache_rank", None) not in (None, "stream", "host"):
             raise ValueError(f"cache_rank is {saved.cache_rank!r}, and caches of a second device are not saved")
@@ -422,7 +425,7 @@ def _check_header(cache: FiledCache, file: Reader) -> None:
         fits = {"length": record.length == first.length, "batch": record.batch == first.batch}
         if isinstance(layer, SparseLayer):
             fits |= {"latent": len(latent) == 1 and (not record.latent or record.heads == 1)}
-            fits |= _sparse_fits(layer, record, fits["length"])
+            fits |= _sparse_fits(layer, record, fits["length"], _keeps_queries(file))
         else:
             fits |= _sliding_fits(record, cache._record_past)
         _refuse(file, index, fits)
@@ -434,7 +437,12 @@ def _refuse(file: Reader, index: int, fits: dict[str, bool]) -> None:
             raise damaged(file.path, f"{name} in layer {index} does not fit the rest")
 
 
-def _sparse_fits(layer: SparseLayer, record: Layer, length: bool) -> dict[str, bool]:
+def _keeps_queries(file: Reader) -> bool:
+    """The predictor that the cache was saved with follows the queries of its steps."""
+    return file.state["config"].get("predictor") not in (_DEFAULT, *BY_LAYER)
+
+
+def _sparse_fits(layer: SparseLayer, record: Layer, length: bool, queries: bool) -> dict[str, bool]:
     config, policy = layer.owner.config, layer.policy
     labels, tokens, heads = policy.labels, record.stats_tokens, record.query_heads
     # A step seals what is older than window and drafts; crop() takes back what would leave the window short.
@@ -445,11 +453,11 @@ def _sparse_fits(layer: SparseLayer, record: Layer, length: bool) -> dict[str, b
         "near buffer": record.near == config.sinks + ring_tokens(config),
         "blocks": (record.blocks > 0) == (record.sealed > 0) and record.blocks <= record.batch * record.sealed,
         "index": record.blocks > 0 or not record.index,
-        "policy": record.policy == type(policy).__name__,
+        "policy": record.policy == policy.saved_as,
         "channels": (record.channels is not None) == (labels is not None and tokens is None),
         "stats_tokens": tokens is None or (labels is not None and tokens < config.calibration_tokens),
         "query_heads": (heads is not None) == bool(tokens) and (heads or 0) % record.heads == 0,
-        "ring": (record.ring is not None) == ("queries" in policy.PARTS)
+        "ring": (record.ring is not None) == (queries and "queries" in policy.PARTS)
         and (record.ring is None or record.ring[0] % record.heads == 0),
         **{name: getattr(record, name) is None or name in policy.file_names() for name in ("previous", "chosen")},
     }
@@ -489,6 +497,8 @@ def _check_tensors(layer: SparseLayer, record: Layer, held: dict[str, Tensor], f
     index = {k: [dtype_name(v.dtype), list(v.shape[1:])] for k, v in _index(layer, calibrates).items()}
     # What a cache that has just begun would write is always there; beside it what this policy knows.
     kept, always = held.keys() - _STORED, policy.to_file(0).keys()
+    if not _keeps_queries(file):  # and this one's predictor begins without any
+        always = always - {"queries", "queries_from"}
     fits = {
         "index": record.blocks == 0 or record.index == index,
         "channels": labels is None or calibrates or record.channels == labels.r,

@@ -37,12 +37,13 @@ class Policy(State):
     1. :meth:`plan`: what the step will do; everything that follows gets it. Called once, and once more if a block was
        sealed behind the attention. Before a step that is captured or replayed, :meth:`prepare` calls it; an eager step
        calls it after :meth:`observe`, which may end calibration.
-    2. :meth:`observe`, and while a step is being captured :attr:`note`.
-    3. :meth:`attend`.
-    4. :meth:`account`: the host's share. Not in a capture, but after each replay.
-    5. Full blocks are sealed.
-    6. :meth:`look_ahead`: prepares the next step.
-    7. After a replay, :meth:`replayed`: what :meth:`observe` and :meth:`look_ahead` would have left on the host.
+    2. :meth:`foresee`, if the plan says so: the layer before is half-way through the step.
+    3. :meth:`observe`, and while a step is being captured :attr:`note`.
+    4. :meth:`attend`.
+    5. :meth:`account`: the host's share. Not in a capture, but after each replay.
+    6. Full blocks are sealed.
+    7. :meth:`look_ahead`: prepares the next step.
+    8. After a replay, :meth:`replayed`: what :meth:`observe` and :meth:`look_ahead` would have left on the host.
 
     For the cache as a whole, before there are layers: :meth:`place`, :meth:`share`, :meth:`needs`, :meth:`crossover`.
     For numbers of its own: :meth:`measured`. A policy that chooses tokens for the step's own query and keeps nothing is
@@ -64,6 +65,8 @@ class Policy(State):
     low_priority = True  # look-ahead runs on a low-priority stream, on SMs that the step leaves idle
     second_bytes = 0  # allocated on a second device
     labels: LabelIndex | None = None
+    foresight: str | None = None  # what of the layer before is asked for, see `foresees_by`
+    source: str | None = None  # where that comes from: who has put hooks on the model says so
     watch: BlockWatch | None  # a sparse step marks there which blocks it attends to
 
     # Called as note(q, store, plan) in a captured step as soon as its query is known, beside the attention: for what
@@ -101,6 +104,16 @@ class Policy(State):
     def crossover(cls, config: SparseConfig, offloaded: bool) -> str | None:
         """The selection's name in the table of crossovers."""
         return cls.method
+
+    @classmethod
+    def foresees_by(cls, config: SparseConfig, offloaded: bool) -> str | None:
+        """What queries are expected from: ``"layer"``, ``"layer:mid"`` or ``"layer:in"`` (:mod:`..attention.tap`)."""
+        return None
+
+    @property
+    def saved_as(self) -> str:
+        """What files of saved caches call the policy."""
+        return type(self).__name__
 
     # ------------------------------------------------------------------ tokens
 
@@ -158,6 +171,12 @@ class Policy(State):
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
         """Attention of one query per row, ``q [batch, Hq, Dk]`` to ``[batch, Hq, Dv]``."""
         return store.attend(q, None, "all", params)
+
+    def foresee(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
+        """The layer before is half-way through this step, and expects ``q [batch, Hq, Dk]`` of this layer.
+
+        If ``plan.foresees``. A captured step runs it beside the layer before; :meth:`attend` comes behind it.
+        """
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         """The host's share of a step: its attention is done, nothing is sealed yet. Counters.

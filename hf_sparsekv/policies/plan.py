@@ -15,6 +15,7 @@ class Plan:
             chosen before, or blocks that the step chooses), or what else a policy calls it.
         ahead: the step prepares the next one (:meth:`.base.Policy.look_ahead`).
         paged: chosen blocks or tokens are addressed by device page ids.
+        foresees: tokens are chosen for the query that the layer before expects in this very step.
         learns: label channels are being calibrated.
         pack: which of two buffers the step reads.
         captured: the step can be captured.
@@ -24,6 +25,7 @@ class Plan:
     attends: str = "dense"
     ahead: bool = False
     paged: bool = False
+    foresees: bool = False
     learns: bool = False
     pack: int = 0
     captured: bool = True

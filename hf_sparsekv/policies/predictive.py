@@ -1,4 +1,7 @@
-"""Selection for a predicted query, one step ahead on a side stream (AsyncSpade section 4)."""
+"""Selection for a predicted query, beside the computation: one step ahead here (AsyncSpade section 4).
+
+For the query that the layer before expects in the same step: :mod:`.layer_ahead`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from ..kv.store import LayerStore
 from ..ops.seal import Index
 from ..ops.topk_select import token_select
 from ..predictor.channels import LabelChannels
-from ..predictor.query import make_predictor
+from ..predictor.query import CustomPredictor, QueryPredictor, make_predictor
 from ..tensors import no_inference_mode
 from ..types import AttentionParams
 from .base import Policy
@@ -27,7 +30,9 @@ from .registry import register
 from .shared import Labelled
 
 
-@register("predictive", PredictiveConfig, about="tokens chosen a step before, for a predicted query (AsyncSpade)")
+@register(
+    "predictive", PredictiveConfig, about="tokens chosen beforehand for a predicted query (AsyncSpade, InfiniGen)"
+)
 class PredictivePolicy(Policy):
     """Tokens of all full blocks by their labels, for the query that the next step will have.
 
@@ -47,6 +52,7 @@ class PredictivePolicy(Policy):
     config: PredictiveConfig
     method = "predictive"
     second_device: ClassVar[type[Labelled]]  # who shares and plans where another device chooses: it says so itself
+    layer_ahead: ClassVar[type[PredictivePolicy]]  # who chooses where the layer before predicts: it says so itself
 
     def __init__(
         self, config: PredictiveConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
@@ -57,7 +63,7 @@ class PredictivePolicy(Policy):
         # Measured on an H200, 8 x 32k on the device (benchmarks/NOTES.md, "Choosing from all tokens"): choosing behind
         # the step 7.5 ms, among it 7.1; fetching yields.
         self.low_priority = offloaded
-        self.predictor = make_predictor(config.predictor, config.predictor_window, config.predictor_epsilon)
+        self.predictor = None if config.by_layer else predictor_of(config)
         self.layers_per_launch = config.layers_per_pack
 
     @classmethod
@@ -73,7 +79,13 @@ class PredictivePolicy(Policy):
 
     @classmethod
     def share(cls, config: PredictiveConfig, offload: OffloadConfig | None) -> Labelled:
-        return (cls.second_device if on_second_device(config) else Labelled)(cls, config, offload)
+        if on_second_device(config):
+            return cls.second_device(cls, config, offload)
+        return Labelled(cls.layer_ahead if config.by_layer else cls, config, offload)
+
+    @classmethod
+    def foresees_by(cls, config: PredictiveConfig, offloaded: bool) -> str | None:
+        return config.prediction if config.by_layer and config.prediction != "own" else None
 
     @classmethod
     def crossover(cls, config: PredictiveConfig, offloaded: bool) -> str | None:
@@ -100,17 +112,21 @@ class PredictivePolicy(Policy):
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
         self.labels.start(store)
-        room, batch, dim = room_for(self.config), store.batch, store.key_dim
+        room, batch = room_for(self.config), store.batch
         if self.ids is None or self.ids.shape[0] != batch or self.ids.device != store.device:
             self.ids = torch.full((batch, store.heads, room), -1, dtype=torch.int32, device=store.device)
             self.packed = None
-        if self.queries is None or not self.queries.fits(batch, q_heads, dim, store.dtype, store.device):
-            self.queries = QueryRing(batch, q_heads, self.predictor.slots, dim, store.dtype, store.device)
-        self.queries.clear()
+        self._start_queries(store, q_heads)
         if self.packed is not None and any(len(t) != batch for t in (self.packed.kv, self.packed.held)):
             self.packed = None  # a change of rows stopped half-way
         if self.packed is not None:
             self.packed.forget()
+
+    def _start_queries(self, store: LayerStore, q_heads: int) -> None:
+        batch, dim = store.batch, store.key_dim
+        if self.queries is None or not self.queries.fits(batch, q_heads, dim, store.dtype, store.device):
+            self.queries = QueryRing(batch, q_heads, self.predictor.slots, dim, store.dtype, store.device)
+        self.queries.clear()
 
     def index(self, kv: Tensor, flags: Tensor) -> dict[str, Tensor]:
         return self.labels.index(kv)
@@ -263,12 +279,19 @@ def on_second_device(config: PredictiveConfig) -> bool:
     return config.cache_rank not in (None, "stream", "host")
 
 
+def predictor_of(config: PredictiveConfig) -> QueryPredictor | CustomPredictor:
+    """What predicts from earlier steps' queries."""
+    return make_predictor(config.prediction, config.predictor_window, config.predictor_epsilon)
+
+
 def queries_bytes(request: Request) -> int:
     """Bytes of the latest queries and of the ids of chosen tokens, all layers."""
     config, batch = request.config, request.batch
-    slots = make_predictor(config.predictor, config.predictor_window, config.predictor_epsilon).slots
-    rings = (batch * (request.query_heads * slots * each.query_dim * request.item + 8) + 4 for each in request.layers)
-    return sum(rings) + sum(batch * each.heads * room_for(config) * 4 for each in request.layers)
+    slots = None if config.by_layer else predictor_of(config).slots
+    rings = 0
+    for each in () if slots is None else request.layers:
+        rings += batch * (request.query_heads * slots * each.query_dim * request.item + 8) + 4
+    return rings + sum(batch * each.heads * room_for(config) * 4 for each in request.layers)
 
 
 def copied_bytes(request: Request) -> int:

@@ -84,6 +84,10 @@ class QueryRing(State):
 
     def from_file(self, found: dict[str, Tensor], device: torch.device, length: int) -> None:
         """Take over what another ring, which may have held more or fewer, knew at ``length`` columns."""
+        if "queries" not in found:  # of a cache whose predictor needed none
+            self.end = length
+            self.forget(length)
+            return
         held, first = (found[name].to(device) for name in ("queries", "queries_from"))
         n = min(held.shape[2], length)
         columns = torch.arange(length - n, length, device=device) % held.shape[2]

@@ -45,6 +45,8 @@ class CacheStats:
         second_bytes: likewise on a second device, which chooses; not in ``device_bytes``.
         walks: what the progressive walks of each layer have read; empty for other methods.
         late: layer calls that attended to an older selection, because a second device had not chosen in time.
+        foreseen_calls: of ``sparse_calls``: whose tokens were chosen beforehand, for the query that the layer before
+            expected (``PredictiveConfig.predictor``).
     """
 
     layers: int
@@ -73,6 +75,7 @@ class CacheStats:
     walks: tuple[WalkStats, ...] = ()
     late: int = 0
     second_bytes: int = 0
+    foreseen_calls: int = 0
 
     @property
     def blocks_per_walk(self) -> float | None:
@@ -174,6 +177,7 @@ _COUNTS = frozenset(
         "found",
         "materialised",
         "late",
+        "foreseen_calls",
     }
 )
 
@@ -249,4 +253,5 @@ def collect(layers: list[SparseLayer], pools: DevicePools | None = None) -> Cach
         walks=walks,
         late=sum(p.late for p in packs),
         second_bytes=held["second"],
+        foreseen_calls=sum(c.foreseen for c in total),
     )

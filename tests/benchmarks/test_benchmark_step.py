@@ -155,18 +155,25 @@ def test_step_measures_predictive_caches(stepped, monkeypatch):
     assert torch.equal(policies[1].ids, first)
 
 
-@pytest.mark.parametrize("rank", ["stream", "host", "cpu"])
-def test_parts_of_predictive_steps(rank):
+@pytest.mark.parametrize("predictor", [None, "last"])
+@pytest.mark.parametrize("peer", ["stream", "host", "cpu"])
+def test_parts_of_predictive_steps(rank, predictor):
     from benchmarks.predictive_parts import COPIED, copies, parts, predictive_layers, seats
 
     model = build("llama", "sparsekv")
-    cache = predictive(rank == "host", model.config, token_budget=60, cache_rank=rank)
+    cache = predictive(rank == "host", model.config, token_budget=60, cache_rank=rank, predictor=predictor)
     filling.fill_cache(model, cache, 2, 300)
+    by_layer = predictor is None and rank != "cpu"
+    if by_layer:  # nothing is copied before the first step
+        with torch.no_grad():
+            model(torch.full((2, 1), 5), past_key_values=cache)
     layers = predictive_layers(cache)
-    queries = [policy.queries.held[:, :, 0].clone() for policy in seats(layers)[1]]
+    queries = [torch.randn(2, 4, 16) for _ in layers]
+    if not by_layer:
+        queries = [policy.queries.held[:, :, 0].clone() for policy in seats(layers)[1]]
     found = parts(layers, queries, 0.25)
-    store = "transfer" if rank == "cpu" else "push"
-    assert set(found) == {store, "predict", "score", "select", "attend", *([] if rank == "stream" else ["pack"])}
+    told = set() if by_layer else {"transfer" if rank == "cpu" else "push", "predict"}
+    assert set(found) == {*told, "score", "select", "attend", *([] if rank == "stream" else ["pack"])}
     for run in found.values():
         for i in (0, 1, 0, 1, 0):
             run(i)

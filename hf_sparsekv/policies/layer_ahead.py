@@ -1,0 +1,117 @@
+"""Selection for the query that the layer before expects in the same step (InfiniGen speculates likewise)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..config import PredictiveConfig
+from ..kv.store import LayerStore
+from ..ops.topk_select import token_select
+from ..predictor.channels import LabelChannels
+from ..tensors import no_inference_mode
+from ..types import AttentionParams
+from .plan import CROSSOVER, DENSE, Plan, planned
+from .predictive import PredictivePolicy, selects
+
+
+class LayerAheadPolicy(PredictivePolicy):
+    """Tokens of all full blocks by their labels, for the query expected of this step; or for its own query.
+
+    Nothing that is chosen outlives its step: what the step before has sealed can be chosen, and crops, beams and copies
+    of the cache have nothing to follow. Where nobody foresees a layer's query (the first layer; no hooks on the model),
+    :meth:`attend` chooses by the query that it gets, before it attends.
+    """
+
+    HOST: ClassVar = {"foreseen": None}  # columns that were cached when tokens were chosen beforehand
+    note = None
+
+    def __init__(
+        self, config: PredictiveConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
+    ) -> None:
+        super().__init__(config, layer_idx, offloaded, channels)
+        self.foresight = self.foresees_by(config, offloaded)
+        self.low_priority = False  # the next layer waits for it
+        self.layers_per_launch = 1
+
+    @property
+    def saved_as(self) -> str:
+        return PredictivePolicy.__name__  # files know which predictor it was from the configuration
+
+    @property
+    def observes(self) -> bool:
+        return self.labels.calibrating
+
+    def _start_queries(self, store: LayerStore, q_heads: int) -> None:
+        """No queries of earlier steps are kept."""
+
+    @no_inference_mode
+    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore, new: int | None = None) -> None:
+        if self.labels.observe(q, k, valid) and store.full_blocks:
+            store.reindex(self)  # blocks that were sealed before there were channels
+
+    def plan(self, store: LayerStore) -> Plan:
+        if self.labels.calibrating:
+            return planned(learns=True, captured=self.labels.goes_on)
+        if not selects(self.config, store):
+            return DENSE
+        if self.below_crossover(store):
+            return CROSSOVER
+        return planned("chosen", paged=self.packed is not None, foresees=self.source is not None)
+
+    def prepare(self, store: LayerStore) -> Plan:
+        plan = self.plan(store)
+        if not plan.dense and not plan.paged and self._enter(store):
+            plan = self.plan(store)
+        return plan
+
+    def foresee(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
+        self._choose_for(q, store)
+        self.foreseen = store.length
+
+    def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
+        if plan.dense:
+            return store.attend(q, None, "all", params)
+        if self.foreseen != store.length - 1:
+            self._choose_for(q, store)
+        elif not store.capturing:
+            store.counters.foreseen += 1
+        self.foreseen = None  # layers that share these keys attend for queries of their own
+        if self.watch is not None:
+            self.watch.mark_tokens(self.ids, store.block_size)
+        if self.packed is None:
+            return store.attend(q, self.ids, "token", params)
+        pages = self.packed.pages(store.block_size)
+        return store.attend(q, self.packed.page_ids, "token", params, pages=pages)
+
+    def _choose_for(self, q: Tensor, store: LayerStore) -> None:
+        """Write the tokens that this query wants to :attr:`ids`, and bring them to the device."""
+        budget = self.config.token_budget
+        token_select(self.scores(q, store), None, budget, store.block_size, out=self.ids[..., :budget])
+        if self._enter(store):
+            self.packed.update(self.ids, store.pool.kv, store.table)
+
+    def account(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
+        super().account(q, store, plan)
+        if not plan.dense:
+            store.count_index(self._index_bytes(store))
+
+    def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan, again: bool = False) -> None:
+        """Nothing: the next step chooses by itself."""
+
+    def replayed(self, store: LayerStore, plan: Plan) -> None:
+        if plan.learns:
+            self.labels.stats.tokens += 1
+        store.counters.foreseen += plan.foresees
+
+    def file_names(self) -> set[str]:
+        return super().file_names() | {"queries", "queries_from"}  # of a cache saved with another predictor
+
+    def from_file(self, found: dict[str, Tensor], device: torch.device, length: int) -> None:
+        super().from_file(found, device, length)
+        self.chosen = False
+
+
+PredictivePolicy.layer_ahead = LayerAheadPolicy
