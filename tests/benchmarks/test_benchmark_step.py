@@ -156,7 +156,7 @@ def test_step_measures_predictive_caches(stepped, monkeypatch):
 
 
 @pytest.mark.parametrize("predictor", [None, "last"])
-@pytest.mark.parametrize("peer", ["stream", "host", "cpu"])
+@pytest.mark.parametrize("rank", ["stream", "host", "cpu"])
 def test_parts_of_predictive_steps(rank, predictor):
     from benchmarks.predictive_parts import COPIED, copies, parts, predictive_layers, seats
 
