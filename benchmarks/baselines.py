@@ -88,7 +88,7 @@ VARIANTS = {
         *(
             Variant(
                 f"progressive:{threshold}{how}",
-                f"blocks until {threshold:.0%} of the mass is seen{', not captured' * bool(how)}",
+                f"tokens until {threshold:.0%} of the mass is covered{', not captured' * bool(how)}",
                 settings={"threshold": threshold},
                 config=ProgressiveConfig,
                 captured=not how,

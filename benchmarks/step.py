@@ -186,10 +186,7 @@ class Bench:
         stats = cache.stats()
         report.note(f"{stats}; {runner.captures} captures")
         if stats.walks:
-            report.add("blocks", stats.blocks_per_walk, "count")
-            report.add(
-                "blocks_read", sum(w.blocks_read for w in stats.walks) / sum(w.walks for w in stats.walks), "count"
-            )
+            report.add("tokens", stats.tokens_per_walk, "count")
             report.add("covered_mass:estimated", stats.estimated_mass, "share")
         if variant.offload:
             meter.read().add_to(report)

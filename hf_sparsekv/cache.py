@@ -509,10 +509,11 @@ class OffloadedSparseCache(SparseCache):
 
 
 class ProgressiveCache(SparseCache):
-    """Sparse decoding over as many blocks as it takes to cover a share of the attention mass (PSA).
+    """Sparse decoding over as many tokens as it takes to cover a share of the attention mass (PSA, Twilight).
 
-    Each decode step ranks the blocks and attends to them in that order, for each row, layer and KV head until the
-    wanted share is covered; ``stats()`` tells how many that took. The same as ``SparseCache(ProgressiveConfig(...))``.
+    Each decode step estimates the mass of every token by its label and attends to the largest ones, for each row, layer
+    and KV head until the wanted share is covered; ``stats()`` tells how many that took. The same as
+    ``SparseCache(ProgressiveConfig(...))``.
 
     Args:
         config: how much to cover.

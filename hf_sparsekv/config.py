@@ -49,11 +49,6 @@ def _positive(name: str, value: object) -> None:
     _require(_is_int(value) and value > 0, f"{name} must be a positive integer, got {value!r}")
 
 
-def _block_count(name: str, value: object) -> None:
-    _positive(name, value)
-    _require(value < 1 << 31, f"{name} must be less than 2^31, which kernels count blocks to, got {value}")
-
-
 def _is_device(name: object) -> bool:
     try:
         return isinstance(name, str) and torch.device(name) is not None
@@ -148,8 +143,8 @@ class SparseConfig(Options):
         _require(ok, f"dense_below must be an integer >= 0, 'auto' or None, got {self.dense_below!r}")
 
 
-def _check_index(config: TwoLevelConfig | ProgressiveConfig) -> None:
-    """What the block metadata of both methods must obey."""
+def _check_index(config: TwoLevelConfig) -> None:
+    """What the block metadata must obey."""
     _one_of("metadata", config.metadata, METADATA)
     _one_of("block_reduce", config.block_reduce, ("mean", "max"))
     if config.bound_tokens is not None:
@@ -160,8 +155,8 @@ def _check_index(config: TwoLevelConfig | ProgressiveConfig) -> None:
         )
 
 
-def _check_labels(config: TwoLevelConfig | PredictiveConfig) -> None:
-    """What the token labels of both methods must obey."""
+def _check_labels(config: TwoLevelConfig | ProgressiveConfig | PredictiveConfig) -> None:
+    """What the token labels of these methods must obey."""
     if config.label_channels is not None:
         _positive("label_channels", config.label_channels)
         _require(config.label_channels % 2 == 0, f"label_channels must be even, got {config.label_channels}")
@@ -211,6 +206,8 @@ class TwoLevelConfig(SparseConfig):
     """
 
     FREE = ("token_budget", "num_blocks", "lag", "block_reduce", "token_reduce")
+
+    label_share = 4  # of the channels are label channels by default: one in so many
 
     token_budget: int = 1024
     num_blocks: int | None = None
@@ -267,47 +264,52 @@ class TwoLevelConfig(SparseConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressiveConfig(SparseConfig):
-    """Progressive selection: blocks in order of importance until enough attention mass is covered.
+    """Progressive selection: tokens in order of importance until enough attention mass is covered.
 
-    Source: PSA, section 3 (Algorithm 1). The budget is different in each step, layer, row and KV head.
+    Source: PSA's threshold (section 3) and Twilight's top-p over estimated masses. The budget is different in each
+    step, layer, row and KV head. A token's mass is estimated from its label: the exponential of the query's product
+    with some channels of its key. Sinks and recent tokens, whose true masses are computed, tell how much masses exceed
+    what labels say (the verifier), and count as covered.
 
     Args:
-        threshold: share of the attention mass at which a KV head stops, in (0, 1]. What has been seen is compared with
-            an estimate of what is left (``estimate``), so the share is estimated, too; ``audit_every`` shows how it
-            compares with the true one. 1 attends to everything.
-        metadata: what is kept of a block's keys to rank it by: ``"cuboid_mean"`` (ArkVale's, PSA's choice: centre of
-            the keys' box, and mean deviation from it), ``"min_max"`` (Quest's bound) or ``"mean"`` (of the keys).
-        bound_tokens: tokens that share one piece of metadata, as in :class:`TwoLevelConfig`.
-        block_reduce: how the query heads of a group share one rank: ``"max"`` or ``"mean"`` of their scores.
-        estimate: what a block that has not been read is taken to hold. ``"scores"``: what its score predicts, scaled by
-            how much the blocks read so far hold beyond the prediction of theirs. ``"as_min"``: the least mass of a
-            token among the blocks read so far, times its tokens (PSA), which the true mass falls short of by far where
-            the ranking errs (docs/accuracy.md). ``"bound"``: the most that Quest's bound allows, which guarantees the
-            threshold and reads nearly everything; only with ``metadata="min_max"``. The last two are baselines from
-            the papers: without kernels of their own, plain torch finds where a walk stops, which is slower.
+        threshold: share of the attention mass to cover, in (0, 1], for each query head. It is estimated;
+            ``audit_every`` shows the true one. 1 attends to everything.
+        min_tokens: tokens attended to at least, beside sinks and recent window, if there are as many.
+        max_tokens: tokens attended to at most per step, row and KV head, whatever they cover: a safety valve.
+            ``stats()`` says how often it decided. ``None``: all.
         group_reduce: when the query heads of a KV head have seen enough: ``"all"`` of them, or the ``"sum"`` of their
             masses (which the heads with the largest logits decide).
-        min_blocks: blocks attended to at least, if there are as many and ``max_blocks`` allows them: the first ones say
-            little about those that the ranking has misplaced. On the small real model, with ``"as_min"``, 8 lower the
-            KL divergence by a third for half a block to one a walk (``walks:progressive`` in
-            benchmarks/results/accuracy.csv).
-        max_blocks: blocks attended to at most per step, row and KV head, whatever they cover: a safety valve.
-            ``stats()`` says how often it decided. ``None``: all.
-        audit_every: every so many decode steps, read all blocks and compare the covered share of the attention mass
-            with the estimate (``stats()``). Takes about as long as a dense step. ``None``: never.
+        estimate: ``"labels"``, or one of three that go by boxes around the keys of whole blocks, as baselines:
+            ``"as_min"`` (PSA's), ``"bound"`` (Quest's bound on what is left, which guarantees the threshold and reads
+            nearly everything) and ``"scores"`` (this package's earlier one). See
+            :mod:`hf_sparsekv.policies.block_walk`: plain torch on any device, which reads every key to find where to
+            stop, so these are slower than dense attention. ``min_tokens`` and ``max_tokens`` become whole blocks, and
+            label options are not used.
+        label_channels: channels kept per key in its label; even. ``None`` means half of the head dimension, at most
+            128: on the small real model a quarter reads more tokens and covers less of what retrieval heads look up
+            (docs/accuracy.md).
+        label_bits, channel_file, channel_importance, calibration_tokens: as in :class:`TwoLevelConfig`.
+        audit_every: every so many decode steps, read all keys and compare the covered share of the attention mass
+            with the estimate (``stats()``). Takes longer than a dense step. ``None``: never. Only with
+            ``estimate="labels"``.
     """
 
-    FREE = ("threshold", "block_reduce", "estimate", "group_reduce", "min_blocks", "max_blocks", "audit_every")
+    FREE = ("threshold", "min_tokens", "max_tokens", "group_reduce", "audit_every")
 
-    threshold: float = 0.98
-    metadata: Metadata = "cuboid_mean"
-    bound_tokens: int | None = None
-    block_reduce: Reduce = "max"
-    estimate: Literal["scores", "as_min", "bound"] = "scores"
+    threshold: float = 0.95
+    min_tokens: int = 256
+    max_tokens: int | None = None
     group_reduce: Literal["all", "sum"] = "all"
-    min_blocks: int = 8
-    max_blocks: int | None = None
+    estimate: Literal["labels", "scores", "as_min", "bound"] = "labels"
+    label_channels: int | None = None
+    label_bits: int = 4
+    channel_file: str | PathLike[str] | None = None
+    channel_importance: Literal["max", "mean"] = "max"
+    calibration_tokens: int = 256
     audit_every: int | None = None
+
+    label_share = 2  # of the channels are label channels by default: one in so many
+    token_reduce = "max"  # where one score stands for a group: what is brought to the device before the first step
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -315,23 +317,26 @@ class ProgressiveConfig(SparseConfig):
             isinstance(self.threshold, int | float) and not isinstance(self.threshold, bool) and 0 < self.threshold <= 1
         )
         _require(ok, f"threshold must lie in (0, 1], got {self.threshold!r}")
-        _check_index(self)
-        _one_of("estimate", self.estimate, ("scores", "as_min", "bound"))
-        _require(
-            self.estimate != "bound" or self.metadata == "min_max",
-            f"estimate='bound' needs metadata='min_max', which bounds what a block can hold; got {self.metadata!r}",
-        )
+        _not_negative("min_tokens", self.min_tokens)
+        if self.max_tokens is not None:
+            _positive("max_tokens", self.max_tokens)
+            _require(
+                self.max_tokens >= self.min_tokens,
+                f"max_tokens={self.max_tokens} is less than min_tokens={self.min_tokens}: lower min_tokens as well",
+            )
+        for name in ("min_tokens", "max_tokens"):
+            _require((getattr(self, name) or 0) < 1 << 31, f"{name} must be less than 2^31, which kernels count to")
         _one_of("group_reduce", self.group_reduce, ("all", "sum"))
-        _block_count("min_blocks", self.min_blocks)
-        if self.max_blocks is not None:
-            _block_count("max_blocks", self.max_blocks)
+        _one_of("estimate", self.estimate, ("labels", "scores", "as_min", "bound"))
+        _check_labels(self)
         if self.audit_every is not None:
             _positive("audit_every", self.audit_every)
+            _require(self.labels, f"audit_every needs estimate='labels', got {self.estimate!r}")
 
     @property
-    def bounds_per_block(self) -> int:
-        """Parts of a block that have metadata of their own."""
-        return self.block_size // (self.bound_tokens or self.block_size)
+    def labels(self) -> bool:
+        """Tokens have labels."""
+        return self.estimate == "labels"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,6 +372,8 @@ class PredictiveConfig(SparseConfig):
         *("token_budget", "predictor", "predictor_window", "predictor_epsilon", "start_length", "cache_rank"),
         *("layers_per_pack", "token_reduce"),
     )
+
+    label_share = 4
 
     token_budget: int = 1024
     predictor: str | Predict | None = None

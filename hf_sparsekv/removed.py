@@ -38,6 +38,17 @@ REMOVED: dict[str, dict[str, Removed]] = {
             ("auto", "device"),
         ),
         "micro_batch": Removed("leave it out. Only execution='host' had it, which is gone"),
+        **{
+            name: Removed(f"{instead}. Tokens are chosen by labels, which such a file does not hold", (), stored=True)
+            for name, instead in {
+                "metadata": "leave it out: of the estimates that go by boxes around blocks, 'scores' and 'as_min' have "
+                "ArkVale's (what metadata='cuboid_mean' was), 'bound' has Quest's ('min_max')",
+                "bound_tokens": "leave it out: labels tell every token apart",
+                "block_reduce": "leave it out: group_reduce says how query heads share a selection",
+                "min_blocks": "give min_tokens",
+                "max_blocks": "give max_tokens",
+            }.items()
+        },
     },
     "PredictiveConfig": {
         "scoring": Removed(

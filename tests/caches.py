@@ -50,13 +50,12 @@ def progressive(offload: bool | OffloadConfig = True, model_config=None, **chang
 
     A ``token_budget`` says what it says to a two-level cache: ``FULL`` is everything, anything else as ``threshold``.
     """
-    settings = {name: value for name, value in SMALL.items() if name != "calibration_tokens"}
     if changes.pop("token_budget", None) == FULL["token_budget"]:
-        changes |= {"threshold": 1.0, "max_blocks": None}
+        changes |= {"threshold": 1.0, "max_tokens": None}
     changes.pop("num_blocks", None)
     if isinstance(offload, bool):
         offload = OffloadConfig() if offload else None
-    config = ProgressiveConfig(**{**settings, "threshold": 0.6, "min_blocks": 1, **changes})
+    config = ProgressiveConfig(**{**SMALL, "threshold": 0.6, "min_tokens": 8, **changes})
     return ProgressiveCache(config, offload=offload, model_config=model_config)
 
 
@@ -118,10 +117,10 @@ CACHES: dict[str, Callable[..., SparseCache]] = {
     "progressive-host": _progressive(True),
     "progressive-host-nopool": _progressive(OffloadConfig(device_pool=0)),
     "progressive-host-smallpool": _progressive(OffloadConfig(device_pool=30_000)),
-    "progressive-low": _progressive(False, threshold=0.4, metadata="mean", block_reduce="mean", group_reduce="sum"),
-    "progressive-bound": _progressive(True, metadata="min_max", estimate="bound", bound_tokens=8, dense_layers=1),
+    "progressive-low": _progressive(False, threshold=0.4, label_bits=16, group_reduce="sum", min_tokens=0),
+    "progressive-bound": _progressive(True, estimate="bound", dense_layers=1),
     "progressive-paper": _progressive(False, estimate="as_min"),
-    "progressive-capped": _progressive(True, max_blocks=3, threshold=0.9),
+    "progressive-capped": _progressive(True, max_tokens=37, threshold=0.9),
     "predictive": _predictive(False),
     "predictive-host": _predictive(True),
     "predictive-host-nopool": _predictive(OffloadConfig(device_pool=0)),
@@ -137,5 +136,6 @@ for _name, _method in methods().items():
         CACHES[_name] = generic(_method)
         CACHES[f"{_name}-host"] = generic(_method, OffloadConfig())
 
+EAGER = ("progressive-bound", "progressive-paper")  # plain torch looks for the end of a walk: never captured
 HOST_RANK = ("predictive-second",)  # chosen on the host for a model on a GPU: such steps are not captured
 UNSAVED = ("predictive-second",)  # cannot be saved yet

@@ -121,9 +121,9 @@ def test_budget_covers_all_so_both_agree(tiny):
 
 def test_generate_progressively(tiny):
     options = ("--cache", "progressive", "--threshold", 0.5, "--block-size", 16, "--dense-layers", 0)
-    result = run("generate", tiny, "--prompt", TEXT, "--max-new-tokens", 8, *options, "--max-blocks", 30)
+    result = run("generate", tiny, "--prompt", TEXT, "--max-new-tokens", 8, *options, "--max-tokens", 300)
     assert any(line.startswith("progressive") for line in result.stderr.splitlines())
-    assert re.search(r"[\d.]+ blocks a walk for an estimated mass of \d+\.\d+%", " ".join(result.stderr.split()))
+    assert re.search(r"[\d.]+ tokens a walk for an estimated mass of \d+\.\d+%", " ".join(result.stderr.split()))
     options = ("--cache", "progressive", "--threshold", 1)
     result = run("generate", tiny, "--prompt", TEXT, "--max-new-tokens", 8, *options, "--compare", "dense")
     assert "both gave the same 8 tokens" in result.stderr

@@ -332,10 +332,10 @@ def test_replays_of_each_model(name, make, offload):
     assert fast.get_experts_implementation() == held
 
 
-SOME = {"device-lag": True, "host-token": False, "host-block": True, "host-smallpool": False, "progressive-bound": True}
+SOME = {"device-lag": True, "host-token": False, "host-block": True, "host-smallpool": False, "progressive-host": True}
 
 
-@pytest.mark.parametrize(("cache", "padded"), [*SOME.items(), ("progressive-bound", False)])
+@pytest.mark.parametrize(("cache", "padded"), [*SOME.items(), ("progressive-host", False)])
 def test_replays_through_modes(cache, padded):
     through_modes(cache, "glm4-moe-lite", padded)
 

@@ -56,7 +56,7 @@ def _sliding(tmp_path):
 
 
 def _progressive(tmp_path):
-    cache = progressive(True, metadata="min_max", estimate="bound", bound_tokens=8, dense_layers=1)
+    cache = progressive(True, dense_layers=1)
     feed(cache, prompt(1, 90)["input_ids"])
     return cache, "llama"
 

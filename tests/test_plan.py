@@ -148,15 +148,15 @@ def test_device_pool(options):
 @pytest.mark.parametrize("offload", [None, OffloadConfig(), OffloadConfig(device_pool=0)])
 @pytest.mark.parametrize(
     "kept",
-    [{}, {"metadata": "mean"}, {"bound_tokens": 4, "metadata": "min_max"}, {"max_length": 5300}],
+    [{}, {"label_bits": 16}, {"estimate": "bound"}, {"estimate": "as_min"}, {"max_length": 5300}],
     ids=str,
 )
 def test_progressive(offload, kept):
     """The plan is what a progressive cache allocates."""
-    config = ProgressiveConfig(block_size=16, window=16, dense_layers=1, threshold=0.6, min_blocks=1, **kept)
+    config = ProgressiveConfig(block_size=16, window=16, dense_layers=1, threshold=0.6, min_tokens=16, **kept)
     plan = plan_of(ProgressiveCache(config, offload), offload)
-    assert plan.labels == 0 and plan.bounds > 0
-    assert (plan.working_set > 0) == (offload is not None)
+    assert (plan.labels > 0) == config.labels == (plan.bounds == 0)
+    assert (plan.working_set > 0) == (offload is not None and config.labels)
 
 
 @pytest.mark.parametrize("offload", [None, OffloadConfig(), OffloadConfig(device_pool=0), OffloadConfig(device_pool=9)])

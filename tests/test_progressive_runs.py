@@ -11,12 +11,18 @@ from hf_sparsekv.policies.progressive import ProgressivePolicy
 
 
 def test_audits_of_steps_captured_before_a_reset(monkeypatch):
-    """An allocator may give a later prompt's state the memory of an earlier one: then its graph is replayed at once."""
-    start, held = ProgressivePolicy.start, {}
+    """An allocator may give a later prompt's tensors the memory of an earlier one's: its graph is replayed at once."""
+    start, observe, held, channels = ProgressivePolicy.start, ProgressivePolicy.observe, {}, {}
 
     def again(policy, store, q_heads):
         start(policy, store, q_heads)
-        policy.state = held.setdefault(policy.layer_idx, policy.state)
+        policy.totals = held.setdefault(policy.layer_idx, policy.totals)
+
+    def watch(policy, *given, **more):
+        observe(policy, *given, **more)
+        if (found := policy.labels.channels) is not None:
+            policy.labels.channels = channels.setdefault(policy.layer_idx, found)
+            policy.labels.channels.copy_(found)
 
     class Silent(Imitation):
         """Its replays run no code of a layer, as on a GPU."""
@@ -35,6 +41,7 @@ def test_audits_of_steps_captured_before_a_reset(monkeypatch):
             return graph, output
 
     monkeypatch.setattr(ProgressivePolicy, "start", again)
+    monkeypatch.setattr(ProgressivePolicy, "observe", watch)
     net = build("llama", "sparsekv")
     runner = Silent(net)
     runner.install()

@@ -16,10 +16,15 @@ from hf_sparsekv.removed import REMOVED
 
 __all__ = ["tiny"]  # a fixture
 
-# class, option, the value that files have by default, another one, what its message says
+# class, option, the value that files have by default (None: no such file loads), another one, what its message says
 OPTIONS = [
     ("progressive", "execution", "auto", "host", "The GPU ends each walk by itself"),
     ("progressive", "micro_batch", 16, None, "Only execution='host' had it"),
+    ("progressive", "metadata", None, "cuboid_mean", "'bound' has Quest's"),
+    ("progressive", "bound_tokens", None, 16, "labels tell every token apart"),
+    ("progressive", "block_reduce", None, "max", "group_reduce says how query heads share a selection"),
+    ("progressive", "min_blocks", None, 8, "give min_tokens"),
+    ("progressive", "max_blocks", None, 30, "give max_tokens"),
     ("predictive", "scoring", "labels", "keys", "Tokens are scored by their labels"),
 ]
 EACH = pytest.mark.parametrize(("method", "name", "default", "other", "says"), OPTIONS, ids=[o[1] for o in OPTIONS])
@@ -84,7 +89,11 @@ def old(request, tmp_path):
 
 
 def test_files_with_the_default_load(old):
-    make, cache, (_, _, default, *_) = old
+    make, cache, (_, name, default, *_) = old
+    if default is None:
+        with pytest.raises(ValueError, match=f"was saved with {name}=None, which is gone: .*does not hold"):
+            SparseCache.load(make(None))
+        return
     loaded = SparseCache.load(make(default), offload=cache.offload_config)
     assert loaded.config == cache.config
     same(state(loaded), state(cache))
@@ -97,7 +106,7 @@ def test_files_with_another_value(old):
         assert SparseCache.load(make(3)).config == cache.config
         return
     path = make(other)
-    with pytest.raises(ValueError, match=rf"old was saved with {name}='{other}', which is gone: .*{says}") as raised:
+    with pytest.raises(ValueError, match=rf"old was saved with {name}={other!r}, which is gone: .*{says}") as raised:
         SparseCache.load(path)
     stored = next(options[name].stored for options in REMOVED.values() if name in options)
     assert ("(prefill again)" in str(raised.value)) == stored

@@ -36,7 +36,7 @@ FETCH, ATTEND, OTHER = "fetch blocks", "attend, append", "linear layers, norms"
 KINDS = {
     FETCH: ("tab:red", ("block_copy",)),
     "find pages": ("tab:orange", ("residency",)),
-    "choose": ("tab:green", ("block_score", "block_rank", "token_score", "topk_select")),
+    "choose": ("tab:green", ("block_score", "token_score", "topk_select", "mass_select")),
     ATTEND: ("tab:blue", ("sparse_decode", "progressive", "append")),
 }
 COLOURS = {name: colour for name, (colour, _) in KINDS.items()} | {OTHER: "0.6"}

@@ -38,7 +38,7 @@ def same(what: str, got: Tensor, expected: Tensor) -> None:
         raise AssertionError(f"{what}: {int((got != expected).sum())} of {got.numel()} ids differ")
 
 
-def _attention(layer: Layer, ids: Tensor | None, granularity: str, rows: int) -> Tensor:
+def attention(layer: Layer, ids: Tensor | None, granularity: str, rows: int) -> Tensor:
     """The reference's attention of the first ``rows`` rows: over everything it takes much memory."""
     return sparse_decode(
         layer.q[:rows],
@@ -69,7 +69,7 @@ def _check_fine(layer: Layer, blocks: Tensor) -> None:
     near_enough(layer, "token_score", layer.token_scores, expected)
     expected = token_select(layer.token_scores, blocks, config.token_budget, config.block_size)
     same("token_select", layer.tokens, expected)
-    near_enough(layer, "sparse_decode", layer.out, _attention(layer, layer.tokens, "token", layer.shape.batch))
+    near_enough(layer, "sparse_decode", layer.out, attention(layer, layer.tokens, "token", layer.shape.batch))
 
 
 def _check_coarse(layer: Layer) -> None:
@@ -96,9 +96,9 @@ def check(layer: Layer, side: torch.cuda.Stream | None = None) -> None:
     layer.poison()
     layer.block_step()
     same("block_select of few", layer.few_blocks, block_select(layer.block_scores, layer.few_blocks.shape[-1]))
-    expected = _attention(layer, layer.few_blocks, "block", layer.shape.batch)
+    expected = attention(layer, layer.few_blocks, "block", layer.shape.batch)
     near_enough(layer, "sparse_decode of blocks", layer.out, expected)
 
     layer.poison()
     layer.dense_step()
-    near_enough(layer, "dense decode", layer.out[:1], _attention(layer, None, "all", 1))
+    near_enough(layer, "dense decode", layer.out[:1], attention(layer, None, "all", 1))

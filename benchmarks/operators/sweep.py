@@ -10,8 +10,6 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from hf_sparsekv.ops.block_rank.triton import Config as Rank
-from hf_sparsekv.ops.block_rank.triton import block_rank
 from hf_sparsekv.ops.sparse_decode.config import config as decode_config
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
 from hf_sparsekv.ops.token_score.config import config as label_config
@@ -119,42 +117,15 @@ def _block_selects(layers: list[Layer]) -> Iterator[Variant]:
     return _ways(_grid(warps=(2, 4, 8)), launch, lambda: layers[0].blocks)
 
 
-def _ranks(layers: list[Layer]) -> Iterator[Variant]:
-    def launch(i: int, **options) -> None:
-        t = layers[i]
-        t.ranked = block_rank(t.block_scores, t.fill, t.block_table, config=Rank(**options))[0]
+def _masses(layers: list[Layer]) -> Iterator[Variant]:
+    """Ways to select 2,048 tokens, or all if there are fewer, by their masses."""
+    shape = layers[0].shape
+    walks = [WalkLayer(layer, min(2048, shape.full_blocks * shape.config.block_size)) for layer in layers]
 
-    return _ways(_grid(tile=(8, 16, 32), others=(256, 512, 1024)), launch, lambda: layers[0].ranked)
+    def launch(i: int, chunk: int) -> None:
+        walks[i].select(config=chunk)
 
-
-def _walks(layers: list[Layer], part: str, grid: Grid) -> Iterator[Variant]:
-    """Ways to run a part of progressive selection over 64 blocks."""
-    walks = [WalkLayer(layer, min(64, layer.shape.full_blocks)) for layer in layers]
-    for walk in walks:
-        walk.made.lse.zero_()  # all of it is compared
-    result = "behind" if part == "expect" else "lse"
-    return _ways(grid, lambda i, **options: getattr(walks[i], part)(**options), lambda: getattr(walks[0].made, result))
-
-
-def _verifiers(layers: list[Layer], blocks: int) -> Iterator[Variant]:
-    """Ways to test ``blocks`` blocks: how many at a time, one to four of them a thread."""
-    walks = [WalkLayer(layer, blocks) for layer in layers]
-
-    def result() -> Tensor:
-        state = walks[0].state
-        return torch.cat([state.limits.flatten().float(), state.used.flatten().float(), state.mass.flatten()])
-
-    def launch(i: int, **options) -> None:
-        walks[i].begin()
-        walks[i].verify(**options)
-
-    for walk in walks:
-        walk.attend()
-        walk.begin()
-        walk.verify()
-    yield FIRST, lambda i: walks[i].begin(), result
-    grid = _grid(ahead=(32, 64, 128, 256, 512, 1024), warps=(1, 2, 4, 8, 16))
-    yield from _ways((w for w in grid if 1 <= w[1]["ahead"] // (32 * w[1]["warps"]) <= 4), launch, result)
+    return _ways(_grid(chunk=(1024, 2048, 4096, 8192)), launch, lambda: walks[0].found.ids)
 
 
 # operator -> its ways
@@ -172,15 +143,7 @@ WAYS: dict[str, Callable[[list[Layer]], Iterator[Variant]]] = {
     ),
     "latent_tokens": lambda x: _latents(x, "token"),
     "latent_decode": lambda x: _latents(x, "all"),
-    "block_rank": lambda x: _ranks(x),
-    "block_attend": lambda x: _walks(
-        x, "attend", _grid(tile=(16, 32, 64), warps=(1, 2, 4), programs=(528, 1056, 2112))
-    ),
-    "latent_masses": lambda x: _walks(x, "attend", _grid(tile=(16, 32, 64), warps=(4, 8), programs=(132, 264, 528))),
-    "expect": lambda x: _walks(x, "expect", _grid(warps=(4, 8, 16), masses=(1024, 4096))),
-    "verify": lambda x: _verifiers(x, min(64, x[0].shape.full_blocks)),
-    # With replayed keys two fifths of the blocks are read at 0.98.
-    "verify_long": lambda x: _verifiers(x, x[0].shape.full_blocks * 2 // 5),
+    "mass_select": lambda x: _masses(x),
 }
 OPERATORS = tuple(WAYS)
 

@@ -88,11 +88,9 @@ class CacheOptions:
     ] = None
     block_size: Annotated[int | None, _field("block_size", "Tokens in a block.")] = None
     level: Annotated[Level | None, _field("level", "Blocks then tokens, or one of the halves alone.")] = None
-    threshold: Annotated[
-        float | None, _field("threshold", "Progressive: share of the attention mass at which a KV head stops reading.")
-    ] = None
-    max_blocks: Annotated[
-        int | None, _of_cache(help="Progressive: blocks attended per step and KV head at most; default: no limit.")
+    threshold: Annotated[float | None, _field("threshold", "Progressive: share of the attention mass to cover.")] = None
+    max_tokens: Annotated[
+        int | None, _of_cache(help="Progressive: tokens attended per step and KV head at most; default: no limit.")
     ] = None
     predictor: Annotated[
         str | None,

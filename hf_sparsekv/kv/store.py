@@ -377,11 +377,12 @@ class LayerStore(State):
         paged: bool = False,
         page_ids: Tensor | None = None,
         pages: Tensor | None = None,
+        used: Tensor | None = None,
     ) -> Tensor:
         """Attention of one query per row over the recent tokens and ``ids`` (see :func:`..ops.sparse_decode`).
 
         ``paged``: the ids refer to device pages of :attr:`pages`, or ``page_ids`` are the page ids of the ids.
-        ``pages``: the ids refer to these pages instead.
+        ``pages``: the ids refer to these pages instead. ``used``: how many of the ids there are.
         """
         self.count_padded(granularity)
         return sparse_decode(
@@ -400,6 +401,7 @@ class LayerStore(State):
             pages=self.pages.pool.pages if paged else pages,
             page_ids=page_ids,
             from_host=None if self.pool.host is None else self.counters.from_host,
+            used=used,
         )
 
     def count_padded(self, granularity: str) -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..config import ProgressiveConfig, TwoLevelConfig
 from ..kv.store import VALID, LayerStore
 from ..ops.block_score import block_score
 from ..ops.seal import Index, key_metadata
@@ -17,10 +16,16 @@ SIDES = {"min_max": 2, "cuboid_mean": 2, "mean": 1}  # vectors that each kind ke
 
 
 class BlockMetadata:
-    """Metadata of blocks, in the pool's fields ``bounds`` and, for several parts a block, ``part_fill``."""
+    """Metadata of blocks, in the pool's fields ``bounds`` and, for several parts a block, ``part_fill``.
 
-    def __init__(self, config: TwoLevelConfig | ProgressiveConfig) -> None:
-        self.kind, self.parts, self.reduce = config.metadata, config.bounds_per_block, config.block_reduce
+    Args:
+        kind: ``"min_max"``, ``"cuboid_mean"`` or ``"mean"``.
+        parts: of a block, each with metadata of its own.
+        reduce: how the query heads of a group share a score.
+    """
+
+    def __init__(self, kind: str, parts: int, reduce: str) -> None:
+        self.kind, self.parts, self.reduce = kind, parts, reduce
 
     def start(self, store: LayerStore) -> None:
         """Claim the fields."""
@@ -76,8 +81,7 @@ class BlockMetadata:
         return blocks * SIDES[self.kind] * store.key_dim * store.dtype.itemsize
 
 
-def bounds_bytes(request: Request) -> int:
+def bounds_bytes(request: Request, kind: str, parts: int) -> int:
     """Bytes of the metadata of all physical blocks, all layers."""
-    config, parts = request.config, request.config.bounds_per_block
-    sides = sum(SIDES[config.metadata] * layer.heads * layer.query_dim * request.item for layer in request.layers)
+    sides = sum(SIDES[kind] * layer.heads * layer.query_dim * request.item for layer in request.layers)
     return request.block_capacity * parts * (sides + (4 * len(request.layers) if parts > 1 else 0))

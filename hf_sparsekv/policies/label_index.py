@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..config import PredictiveConfig, TwoLevelConfig
+from ..config import PredictiveConfig, ProgressiveConfig, TwoLevelConfig
 from ..kv.state import Held, State
 from ..kv.store import LayerStore
 from ..ops.seal import Index, quantise_labels
@@ -35,7 +35,12 @@ class LabelIndex(State):
     TENSORS: ClassVar = {"channels": Held(dropped=True, file="channels")}
     PARTS: ClassVar = ("stats",)
 
-    def __init__(self, config: TwoLevelConfig | PredictiveConfig, layer_idx: int, fixed: LabelChannels | None) -> None:
+    def __init__(
+        self,
+        config: TwoLevelConfig | PredictiveConfig | ProgressiveConfig,
+        layer_idx: int,
+        fixed: LabelChannels | None,
+    ) -> None:
         super().__init__()
         self.config, self.layer_idx, self.fixed = config, layer_idx, fixed
         self.reset()
@@ -48,7 +53,7 @@ class LabelIndex(State):
         """Claim the fields; take the channels of a file."""
         pool, heads, dim = store.pool, store.heads, store.key_dim
         self._key_dim = dim
-        r = self.r = self.config.label_channels or default_channels(dim)
+        r = self.r = self.config.label_channels or default_channels(dim, self.config.label_share)
         if r > dim:
             raise ValueError(f"label_channels={r} exceeds the model's head dimension {dim}")
         if "codes" not in pool.fields:
@@ -117,9 +122,19 @@ class LabelIndex(State):
         fields = store.pool.fields
         return replace(index, channels=self.channels, codes=fields["codes"], qparams=fields.get("qparams"))
 
-    def scores(self, q: Tensor, store: LayerStore, blocks: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """Scores of all tokens in full blocks, or in ``blocks``, for ``q [batch, Hq, Dk]``: ``[batch, H, n]``."""
-        fields, reduce = store.pool.fields, self.config.token_reduce
+    def scores(
+        self,
+        q: Tensor,
+        store: LayerStore,
+        blocks: Tensor | None = None,
+        out: Tensor | None = None,
+        reduce: str | None = None,
+    ) -> Tensor:
+        """Scores of all tokens in full blocks, or in ``blocks``, for ``q [batch, Hq, Dk]``: ``[batch, H, n]``.
+
+        ``reduce``: instead of the configuration's; ``"none"`` gives each query head's, ``[batch, Hq, n]``.
+        """
+        fields, reduce = store.pool.fields, reduce or self.config.token_reduce
         labels = fields["codes"], fields.get("qparams"), self.channels
         return token_score(q, *labels, fields["flags"], store.table, blocks, reduce, out=out)
 
@@ -139,11 +154,14 @@ class LabelIndex(State):
 def label_bytes(request: Request, layer: LayerShape) -> int:
     """Bytes of a block's labels, all KV heads."""
     config = request.config
-    channels = config.label_channels or default_channels(layer.query_dim)
+    channels = config.label_channels or default_channels(layer.query_dim, config.label_share)
     code = channels // 2 + 4 if config.label_bits == 4 else channels * request.item
     return layer.heads * config.block_size * code
 
 
-def default_channels(dim: int) -> int:
-    """Label channels of keys of ``dim`` channels: a quarter (AsyncTLS: 32 of 128), and 128 of an MLA row's 576."""
-    return min(128, max(2, dim // 8 * 2))
+def default_channels(dim: int, share: int = 4) -> int:
+    """Label channels of keys of ``dim`` channels: one in ``share``, at most 128.
+
+    A quarter as AsyncTLS has it: 32 of 128, and 128 of an MLA row's 576.
+    """
+    return min(128, max(2, dim // (2 * share) * 2))

@@ -12,20 +12,18 @@ class WalkStats:
     Args:
         layer: index of the layer.
         walks: how many there were.
-        blocks_used: blocks that they attended to, in all.
-        blocks_read: blocks that they read: more, because several are read before it is known where to stop.
-        capped: walks that ``max_blocks`` ended before the threshold was reached.
+        tokens_used: tokens that they attended to beside sinks and recent ones, in all.
+        capped: walks that ``max_tokens`` ended before the threshold was reached.
         mass, least_mass: the attention mass that the walks estimated to cover, mean and least (least of the heads).
-        histogram: walks by blocks used: entry 0 none or one, entry ``b`` more than ``2 ** (b - 1)``, up to ``2 ** b``.
-        audits: walks that were compared with the attention to all blocks (``ProgressiveConfig(audit_every=...)``).
+        histogram: walks by tokens used: entry 0 none or one, entry ``b`` more than ``2 ** (b - 1)``, up to ``2 ** b``.
+        audits: walks that were compared with the attention to all tokens (``ProgressiveConfig(audit_every=...)``).
         audited_mass, least_audited_mass: the mass that these covered, mean and least. None without audits.
         audited_estimate: the mass that the same walks estimated, mean.
     """
 
     layer: int
     walks: int
-    blocks_used: int
-    blocks_read: int
+    tokens_used: int
     capped: int
     mass: float | None
     least_mass: float | None
@@ -48,8 +46,7 @@ class WalkStats:
         return replace(
             self,
             walks=walks,
-            blocks_used=self.blocks_used - earlier.blocks_used,
-            blocks_read=self.blocks_read - earlier.blocks_read,
+            tokens_used=self.tokens_used - earlier.tokens_used,
             capped=self.capped - earlier.capped,
             mass=mean("mass", "walks", walks),
             histogram=tuple(a - b for a, b in zip(self.histogram, earlier.histogram)),

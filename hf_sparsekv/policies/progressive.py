@@ -1,85 +1,83 @@
-"""Progressive selection: blocks in order of importance until enough mass is covered (PSA section 3)."""
+"""Progressive selection: tokens in order of their estimated mass until enough of it is covered (PSA, Twilight)."""
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..config import ProgressiveConfig
-from ..kv.state import Held, State
+from ..config import OffloadConfig, ProgressiveConfig
+from ..kv.state import Held
 from ..kv.store import LayerStore
-from ..ops.block_rank import block_rank
-from ..ops.progressive import MASS_ONE, TOTALS, Walk, WalkState, block_masses, progressive_decode
-from ..ops.progressive.state import FIRST
+from ..ops.mass_select import MASS_ONE, NONE, TOTALS, Selection, mass_select
+from ..ops.mass_select.reference import LENGTHS
 from ..ops.seal import Index
+from ..ops.sparse_decode.reference import gather
+from ..ops.topk_select import block_select
+from ..predictor.channels import LabelChannels
 from ..tensors import no_inference_mode
 from ..types import AttentionParams
 from .base import Policy
-from .block_metadata import BlockMetadata, bounds_bytes
+from .block_walk import BlockWalkPolicy
+from .label_index import LabelIndex, label_bytes
 from .measured import WalkStats
 from .memory import Memory, Request
 from .plan import CROSSOVER, DENSE, Plan, planned
 from .registry import register
+from .shared import Labelled, Shared
 
-# estimate="scores": the logarithm of a block's mass rises by so much when its score rises by one logit. With these the
-# estimated mass comes out as the true one on the small real model and on the GQA probe (docs/accuracy.md).
-SLOPES = {"cuboid_mean": 0.7, "min_max": 0.5, "mean": 0.5}
-
-
+FIRST = 32  # blocks that are brought to the device before the first step
 NOTHING = (0, 0.0, 1.0, 0.0)  # audited: walks, their masses, the least, their estimates
-
-
-class Walks(WalkState, State):
-    """The operator's state, as what captures and beams follow."""
-
-    TENSORS: ClassVar = {
-        "limits": Held(rows=1, trial=True),
-        "used": Held(trial=True),
-        "mass": Held(trial=True),
-        "chosen": Held(trial=True),
-        "totals": Held(rows=None, trial=True),
-    }
-
-    def reset(self) -> None:
-        self.totals.zero_()
-        self.limits[0] = 0
-        self.limits[1] = FIRST
 
 
 @register(
     "progressive",
     ProgressiveConfig,
-    about="blocks in order of importance until a share of the attention mass is covered (PSA)",
+    about="tokens in order of importance until a share of the attention mass is covered (PSA)",
     knob=("threshold", 0.5, 1.0),
 )
 class ProgressivePolicy(Policy):
-    """State: how far the last walks went, and with offload which blocks the next ones will begin with.
+    """State: the label channels, and what walks have read.
 
-    Each step ranks all full blocks for its own query, so nothing is chosen ahead. With offload, the blocks that a
-    step has used (and an eighth more) are brought to the device after it; what the next step wants beyond them is read
-    in host memory.
+    Each step scores the labels of all tokens for its own query, so nothing is chosen ahead. With offload, blocks of the
+    tokens that a step has taken are brought to the device after it, those with the most important ones first; what
+    the next step wants beyond them is read in host memory.
+
+    With an estimate of the papers the layers have :class:`.block_walk.BlockWalkPolicy` instead.
     """
 
-    TENSORS: ClassVar = {"_since": Held(rows=None, trial=True)}
-    HOST: ClassVar = {"_walked": False}  # the state's chosen blocks are those of this step
-    PARTS: ClassVar = ("state",)
+    TENSORS: ClassVar = {
+        "totals": Held(rows=None, trial=True),
+        "_since": Held(rows=None, trial=True),
+    }
+    HOST: ClassVar = {"_walked": None}  # blocks that a step wants next, from its attention to its end
+    PARTS: ClassVar = ("labels",)
     OWN: ClassVar = ("_walked",)
 
     config: ProgressiveConfig
-    method, granularity = "progressive", "block"
+    method = "progressive"
 
-    def __init__(self, config: ProgressiveConfig, layer_idx: int, offloaded: bool) -> None:
+    def __init__(
+        self, config: ProgressiveConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
+    ) -> None:
         super().__init__(config, layer_idx, offloaded)
         self.fetches = offloaded
-        self.metadata = BlockMetadata(config)
+        self.labels = LabelIndex(config, layer_idx, channels)
         self._audited = NOTHING
         self._params: AttentionParams | None = None  # stays: replays of an earlier capture do not tell it anew
 
     @classmethod
+    def share(cls, config: ProgressiveConfig, offload: OffloadConfig | None) -> Shared:
+        return Labelled(cls, config, offload) if config.labels else Shared(BlockWalkPolicy, config, offload)
+
+    @classmethod
     def needs(cls, request: Request) -> Memory:
-        memory = Memory(blocks=request.blocks, bounds=bounds_bytes(request))
+        if not request.config.labels:
+            return BlockWalkPolicy.needs(request)
+        memory = Memory(blocks=request.blocks)
+        memory.labels = sum(request.block_capacity * label_bytes(request, layer) for layer in request.layers)
         if request.offload is not None and request.full_blocks > 0:
             room = ahead(request.table)
             memory.fetch(request, expected(room), room)
@@ -87,89 +85,102 @@ class ProgressivePolicy(Policy):
 
     def reset(self) -> None:
         super().reset()
+        if self.totals is not None:
+            self.totals.zero_()
         self._audited = NOTHING
 
     @no_inference_mode
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
-        self.metadata.start(store)
-        self._key_dim = store.key_dim
-        self.state = Walks.empty(store.batch, store.heads, store.device, self._ahead(store))
+        self.labels.start(store)
+        self.totals = torch.zeros(len(TOTALS) + LENGTHS, dtype=torch.int64, device=store.device)
         self._since = torch.zeros(1, dtype=torch.int32, device=store.device) if self.fetches else None
 
-    def _ahead(self, store: LayerStore) -> int:
-        """Blocks of one row and KV head that are brought to the device after a step, at most."""
-        return ahead(store.block_table.shape[1]) if self.fetches else 0
+    @property
+    def observes(self) -> bool:
+        return self.labels.calibrating
+
+    @no_inference_mode
+    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore, new: int | None = None) -> None:
+        if self.observes and self.labels.observe(q, k, valid) and store.full_blocks:
+            store.reindex(self)  # blocks that were sealed before there were channels
 
     # ------------------------------------------------------------------ index
 
     def index(self, kv: Tensor, flags: Tensor) -> dict[str, Tensor]:
-        return self.metadata.index(kv[..., : self._key_dim], flags)
+        return self.labels.index(kv)
 
     def sealing(self, store: LayerStore) -> Index:
-        return self.metadata.sealing(store, Index(store.key_dim))
+        return self.labels.sealing(store, Index(store.key_dim))
 
     # ------------------------------------------------------------------ a step
 
     def plan(self, store: LayerStore) -> Plan:
-        if not store.full_blocks:
+        if self.labels.calibrating:
+            return planned(learns=True, captured=self.labels.goes_on)
+        if store.full_blocks * store.block_size <= self.config.min_tokens:
             return DENSE
         if self.below_crossover(store):
             return CROSSOVER
         return planned("walk", self.fetches, self.paged)
 
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
-        self._walked = not plan.dense
+        self._walked = None
         if plan.dense:
             return store.attend(q, None, "all", params)
-        store.count_padded("block")
         self._params = params
-        walk = self._walk(q, store, self.state, params, plan.paged)
-        out = progressive_decode(walk)
+        page_ids = self._places(store) if plan.paged else None
+        found = self._select(q, store, params, page_ids, self.totals)
         if self.watch is not None:
-            self.watch.mark(walk.ids, self.state.used)
-        return out
+            self.watch.mark_tokens(found.ids if page_ids is None else self._columns(found), store.block_size)
+        if plan.ahead:
+            self._walked = self._wanted(found, store)
+        return store.attend(q, found.ids, "token", params, plan.paged, used=found.count)
 
-    def _walk(
-        self, q: Tensor, store: LayerStore, state: WalkState, params: AttentionParams, paged: bool = False
-    ) -> Walk:
-        config, fields, table = self.config, store.pool.fields, store.table
-        logits, logit_scale = None, params.scale
-        if config.estimate == "as_min":
-            scores = self.metadata.scores(q, store)
-        else:
-            scores, logits = self.metadata.head_scores(q, store)
-            if params.softcap is not None:
-                logits, logit_scale = params.softcap * torch.tanh(logits * (params.scale / params.softcap)), 1.0
-            if config.estimate == "scores":
-                logit_scale *= SLOPES[config.metadata]
-        ids, tokens = block_rank(scores, fields["fill"], table)
-        return Walk(
+    def _select(
+        self,
+        q: Tensor,
+        store: LayerStore,
+        params: AttentionParams,
+        page_ids: Tensor | None = None,
+        totals: Tensor | None = None,
+    ) -> Selection:
+        config = self.config
+        return mass_select(
+            self.labels.scores(q, store, reduce="none"),
             q,
-            store.pool.kv,
-            fields["flags"],
-            table,
-            ids,
-            tokens,
+            self.labels.channels,
             store.recent_kv,
             store.recent_valid,
-            state,
-            value_dim=store.value_dim,
+            page_ids,
+            sinks=store.sinks,
             scale=params.scale,
-            threshold=config.threshold,
-            group_reduce=config.group_reduce,
-            min_blocks=config.min_blocks,
-            max_blocks=config.max_blocks,
-            estimate=config.estimate,
-            logits=logits,
-            logit_scale=logit_scale,
             softcap=params.softcap,
             sink_logits=params.sink_logits,
-            pages=store.pages.pool.pages if paged else None,
-            page_ids=store.pages.find(ids, table, self._since) if paged else None,
-            from_host=None if store.pool.host is None else store.counters.from_host,
-            attended=store.counters.attended,
+            threshold=config.threshold,
+            min_tokens=config.min_tokens,
+            max_tokens=config.max_tokens,
+            group_reduce=config.group_reduce,
+            block_size=store.block_size,
+            totals=totals,
         )
+
+    def _places(self, store: LayerStore) -> Tensor:
+        """Where all blocks of each row and KV head are."""
+        blocks = torch.arange(store.table.shape[1], dtype=torch.int32, device=store.device)
+        return store.pages.find(blocks.repeat(store.batch, store.heads, 1), store.table, self._since)
+
+    def _columns(self, found: Selection) -> Tensor:
+        """The columns of tokens that may be given by place, in any order; -1 for no token."""
+        column = torch.arange(found.bins.shape[-1], device=found.bins.device)
+        return torch.where(found.bins <= found.cut[..., None], column, -1)
+
+    def _wanted(self, found: Selection, store: LayerStore) -> Tensor:
+        """The blocks with the most important of the tokens that were taken, int32 ``[batch, H, n]``."""
+        best = found.bins.unflatten(-1, (-1, store.block_size)).amin(-1).int()  # of each block
+        usable = (best <= found.cut[..., None]) & (best != NONE)
+        scores = torch.where(usable, -best.float(), -math.inf)
+        return block_select(scores, ahead(store.block_table.shape[1]))
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         every = self.config.audit_every
@@ -177,25 +188,14 @@ class ProgressivePolicy(Policy):
             self._audit(q, store)
         super().account(q, store, plan)
         if not plan.dense:
-            store.count_index(self.metadata.nbytes(store))
+            store.count_index(self.labels.nbytes_read(store, store.full_blocks))
 
     # ------------------------------------------------------------------ the next step
 
     def _enter(self, store: LayerStore) -> bool:
         """Whether blocks are brought to the device; makes room for them."""
-        if not self.fetches:
-            return False
-        room = self._ahead(store)
-        if self.state.chosen.shape[-1] != room:
-            self._widen(room)
-        return store.pages.enter(store.batch * store.heads * expected(room))
-
-    @no_inference_mode
-    def _widen(self, room: int) -> None:
-        old = self.state.chosen
-        self.state.chosen = old.new_full((*old.shape[:2], room), -1)
-        kept = min(room, old.shape[-1])
-        self.state.chosen[..., :kept] = old[..., :kept]
+        room = store.batch * store.heads * expected(ahead(store.block_table.shape[1]))
+        return self.fetches and store.pages.enter(room)
 
     def prepare(self, store: LayerStore) -> Plan:
         plan = self.plan(store)
@@ -206,59 +206,69 @@ class ProgressivePolicy(Policy):
     def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan, again: bool = False) -> None:
         if again:
             return  # nothing depends on the block that was sealed
-        walked, self._walked = self._walked, False
+        wanted, self._walked = self._walked, None
         self.paged = plan.ahead and self._enter(store)
         if not self.paged:
             return
-        chosen = self.state.chosen
-        if not walked:  # a prompt has been read, or the last dense step is over
-            ids, _ = block_rank(self.metadata.scores(q, store), store.pool.fields["fill"], store.table)
-            first = min(FIRST, ids.shape[-1], chosen.shape[-1])
-            chosen.fill_(-1)
-            chosen[..., :first] = ids[..., :first]
-        store.pages.fetch(chosen, store.table, 1)
+        if wanted is None:  # a prompt has been read, or the last dense step is over
+            scores = self.labels.scores(q, store).unflatten(-1, (-1, store.block_size)).amax(-1)
+            room = ahead(store.block_table.shape[1])
+            first = block_select(scores, min(FIRST, room))
+            wanted = torch.nn.functional.pad(first, (0, room - first.shape[-1]), value=-1)
+        store.pages.fetch(wanted, store.table, 1)
         self._since.copy_(store.pages.pool.state.now)
 
     def replayed(self, store: LayerStore, plan: Plan) -> None:
-        if plan.ahead:
+        if plan.learns:
+            self.labels.stats.tokens += 1
+        elif plan.ahead:
             self.paged = store.pages.pool is not None
 
     # ------------------------------------------------------------------ numbers
 
     def _audit(self, q: Tensor, store: LayerStore) -> None:
-        """Compute what share of the attention mass the step's blocks really hold. Waits for the GPU."""
-        spare = WalkState.empty(store.batch, store.heads, store.device)
-        walk = self._walk(q, store, spare, self._params)
-        walk.from_host = None
-        masses = block_masses(walk)
-        if self._params.sink_logits is not None:
-            sinks = self._params.sink_logits.float().view(1, store.heads, 1, -1) / torch.log(torch.tensor(2.0))
-            masses = torch.cat((sinks.to(masses).expand(store.batch, -1, -1, -1), masses), dim=2)
-        before = masses.shape[2] - walk.ids.shape[2]
-        share = (masses - masses.amax(2, keepdim=True)).exp2()
-        taken = torch.arange(share.shape[2], device=share.device) < self.state.used[..., None] + before
+        """Compute what share of the attention mass the step's tokens really hold. Waits for the GPU."""
+        params, heads, size = self._params, store.heads, store.block_size
+        found = self._select(q, store, params)
+        taken = torch.zeros(*found.bins.shape[:2], found.bins.shape[-1] + 1, dtype=torch.bool, device=q.device)
+        taken.scatter_(-1, torch.where(found.ids < 0, taken.shape[-1] - 1, found.ids).long(), True)
+        blocks = torch.arange(store.table.shape[1], dtype=torch.int32, device=q.device)
+        blocks = blocks.repeat(store.batch, heads, 1)
+        stored, usable = gather(store.pool.kv, store.pool.fields["flags"], store.table, blocks, "block", heads, size)
+        keys = torch.cat((stored.to(q.device), store.recent_kv), dim=2)[..., : store.key_dim].float()
+        near = store.recent_valid[:, None].expand(-1, heads, -1)
+        usable = torch.cat((usable.to(q.device), near), dim=2)[:, :, None]
+        taken = torch.cat((taken[..., :-1], near), dim=2)[:, :, None]
+        logits = q.float().view(store.batch, heads, -1, store.key_dim) @ keys.transpose(-1, -2) * params.scale
+        if params.softcap is not None:
+            logits = params.softcap * torch.tanh(logits / params.softcap)
+        sinks = logits.new_zeros(*logits.shape[:3], 0)
+        if params.sink_logits is not None:
+            sinks = params.sink_logits.float().view(1, heads, -1, 1).expand(store.batch, -1, -1, -1)
+        held, whole = (
+            torch.cat((logits.masked_fill(~these, -math.inf), sinks), -1).logsumexp(-1) for these in (taken, usable)
+        )
         if self.config.group_reduce == "sum":  # as the estimate: over all heads, on one scale
-            share = (masses - masses.amax((2, 3), keepdim=True)).exp2().sum(3, keepdim=True)
-        true = ((share * taken[..., None]).sum(2) / share.sum(2)).amin(-1)  # [batch, H]
+            held, whole = held.logsumexp(-1, keepdim=True), whole.logsumexp(-1, keepdim=True)
+        true = (held - whole).exp().amin(-1)  # [batch, H]
         walks, mass, least, estimate = self._audited
         self._audited = (
             walks + true.numel(),
             mass + float(true.double().sum()),
             min(least, float(true.min())),
-            estimate + float(self.state.mass.double().sum()),
+            estimate + float(found.mass.double().sum()),
         )
 
     def measured(self) -> WalkStats | None:
-        if self.state is None:
+        if self.totals is None:
             return None
-        counted = self.state.totals.tolist()
+        counted = self.totals.tolist()
         found = dict(zip(TOTALS, counted))
         audits, mass, least, estimate = self._audited
         return WalkStats(
             layer=self.layer_idx,
             walks=found["walks"],
-            blocks_used=found["used"],
-            blocks_read=found["read"],
+            tokens_used=found["used"],
             capped=found["capped"],
             mass=found["mass"] / MASS_ONE / found["walks"] if found["walks"] else None,
             least_mass=1 - found["worst"] / MASS_ONE if found["walks"] else None,
@@ -270,7 +280,7 @@ class ProgressivePolicy(Policy):
         )
 
     def reopened(self) -> None:
-        self._walked = False
+        self._walked = None
 
 
 def ahead(table: int) -> int:

@@ -47,7 +47,9 @@ class TwoLevelPolicy(Policy):
     ) -> None:
         super().__init__(config, layer_idx, offloaded)
         self.lag, self.method = lags(config, offloaded), method(config, offloaded)
-        self.metadata = BlockMetadata(config) if config.level != "token" else None
+        self.metadata = None
+        if config.level != "token":
+            self.metadata = BlockMetadata(config.metadata, config.bounds_per_block, config.block_reduce)
         self.labels = self.label_index(config, layer_idx, channels) if config.level != "block" else None
         self.granularity = "token" if self.labels else "block"
         self.fetches = offloaded and self.metadata is not None
@@ -70,7 +72,7 @@ class TwoLevelPolicy(Policy):
         if config.level != "block":
             memory.labels = sum(request.block_capacity * label_bytes(request, layer) for layer in request.layers)
         if config.level != "token":
-            memory.bounds = bounds_bytes(request)
+            memory.bounds = bounds_bytes(request, config.metadata, config.bounds_per_block)
             if request.offload is not None and request.full_blocks > config.coarse_blocks:
                 memory.fetch(request, config.coarse_blocks, config.coarse_blocks)
         return memory

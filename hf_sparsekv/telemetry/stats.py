@@ -78,10 +78,10 @@ class CacheStats:
     foreseen_calls: int = 0
 
     @property
-    def blocks_per_walk(self) -> float | None:
-        """Blocks that a progressive walk used, mean over steps, layers, rows and KV heads."""
+    def tokens_per_walk(self) -> float | None:
+        """Tokens that a progressive walk used, mean over steps, layers, rows and KV heads."""
         walks = sum(w.walks for w in self.walks)
-        return sum(w.blocks_used for w in self.walks) / walks if walks else None
+        return sum(w.tokens_used for w in self.walks) / walks if walks else None
 
     @property
     def estimated_mass(self) -> float | None:
@@ -142,14 +142,14 @@ class CacheStats:
             line += f", hit rate {self.hit_rate:.1%}"
         if self.working_set_bytes:
             line += f", working set {readable(sum(self.working_set_bytes))}"
-        if self.blocks_per_walk is not None:
-            line += f", {self.blocks_per_walk:.1f} blocks a walk for an estimated mass of {self.estimated_mass:.2%}"
+        if self.tokens_per_walk is not None:
+            line += f", {self.tokens_per_walk:.0f} tokens a walk for an estimated mass of {self.estimated_mass:.2%}"
         if self.late:
             line += f", {self.late} of {self.sparse_calls} selections late"
         if self.covered_mass is not None:
             line += f", covered mass {self.covered_mass:.2%}"
         if capped := sum(w.capped for w in self.walks):
-            line += f", {capped / sum(w.walks for w in self.walks):.1%} of the walks ended by max_blocks"
+            line += f", {capped / sum(w.walks for w in self.walks):.1%} of the walks ended by max_tokens"
         if self.crossover_calls:
             share = self.crossover_calls / (self.sparse_calls + self.dense_calls)
             line += f"; {share:.0%} of the layer calls were dense because that is as quick there (dense_below)"
@@ -236,7 +236,7 @@ def collect(layers: list[SparseLayer], pools: DevicePools | None = None) -> Cach
         exact_calls=sum(c.exact for c in total),
         attended_tokens=attended,
         context_tokens=context,
-        blocks_chosen=blocks + sum(w.blocks_used for w in walks),
+        blocks_chosen=blocks,
         kv_bytes_read=read,
         kv_bytes_dense=dense,
         index_bytes_read=index,

@@ -197,7 +197,7 @@ class Layer:
     def token_select(self, blocks: Tensor | None, scores: Tensor) -> None:
         token_select(scores, blocks, self.tokens.shape[-1], self.shape.config.block_size, out=self.tokens)
 
-    def decode(self, ids: Tensor | None, granularity: str) -> None:
+    def decode(self, ids: Tensor | None, granularity: str, used: Tensor | None = None) -> None:
         sparse_decode(
             self.q,
             self.kv,
@@ -211,6 +211,7 @@ class Layer:
             sinks=self.sinks,
             scale=self.shape.dim**-0.5,
             attended=self.attended,
+            used=used,
             out=self.out,
         )
 

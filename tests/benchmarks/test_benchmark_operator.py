@@ -14,13 +14,11 @@ from benchmarks.operators import run as module
 from benchmarks.operators import walk as walks
 from benchmarks.operators.check import check
 from benchmarks.operators.run import arguments, main, shapes
-from benchmarks.operators.sweep import FIRST, differs, variants
+from benchmarks.operators.sweep import differs, variants
 from benchmarks.operators.walk import WalkLayer
 from benchmarks.probes import gather
 from benchmarks.report import Report
 from hf_sparsekv.config import TwoLevelConfig
-from hf_sparsekv.ops.progressive import reference
-from hf_sparsekv.ops.progressive import triton as kernels
 from hf_sparsekv.tuning.layer_step import MODELS, Layer, Shape
 from hf_sparsekv.tuning.timing import Time
 
@@ -55,20 +53,16 @@ def test_an_operator_that_does_nothing_fails_the_check(layer, part, monkeypatch)
 
 
 def test_walks_pass_the_check(layer):
-    WalkLayer(Layer(LATENTS, torch.device("cpu"), seed=0), blocks=5).check()
-    walk = WalkLayer(layer, blocks=5)
+    WalkLayer(Layer(LATENTS, torch.device("cpu"), seed=0), tokens=50).check()
+    walk = WalkLayer(layer, tokens=50)
     walk.check()
-    for part in ("begin", "attend", "verify", "merge"):
-        getattr(walk, part)()
-    assert (walk.state.used == 5).all()
-    assert torch.equal(walk.state.limits[1], torch.full_like(walk.state.used, 5)), "the next step begins as this one"
+    assert (walk.found.count == 50).all()
 
 
-@pytest.mark.parametrize("part", ["score", "rank"])
+@pytest.mark.parametrize("part", ["score", "select", "attend"])
 def test_a_walk_that_leaves_something_out_fails_the_check(layer, part, monkeypatch):
-    walk = WalkLayer(layer, blocks=5)
+    walk = WalkLayer(layer, tokens=50)
     monkeypatch.setattr(WalkLayer, part, lambda self: None)
-    walk.ids = walk.ids.flip(-1)
     with pytest.raises(AssertionError):
         walk.check()
 
@@ -142,24 +136,6 @@ def test_times_without_what_comes_before():
     assert Time(5.0, 4.5, 6.0) - Time(2.0, 1.0, 3.0) == Time(3.0, 2.5, 4.0)
 
 
-@INTERPRETED
-@pytest.mark.parametrize("operator", ["verify", "verify_long"])
-def test_ways_to_verify_agree(layer, operator, monkeypatch):
-    monkeypatch.setattr(reference, "verify", kernels.verify)
-    names, first = [], None
-    for name, run, result in variants([layer], operator):
-        run(0)
-        if name != FIRST:
-            got = result().clone()
-            first = got if first is None else first
-            assert not differs(got, first), name
-        names.append(name)
-    assert names[0] == FIRST
-    assert "ahead=256,warps=8" in names
-    blocks = 6 if operator == "verify_long" else 16
-    assert first[:12].tolist() == [blocks] * 12, "limits and blocks used of four rows"
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("shape", [SHAPE, LATENTS], ids=["keys-values", "latents"])
 def test_all_figures_of_a_shape(shape, tmp_path, monkeypatch):
@@ -174,7 +150,7 @@ def test_all_figures_of_a_shape(shape, tmp_path, monkeypatch):
         monkeypatch.setattr(place, "captured", captured)
     for name in ("absorbed", "dense_torch"):
         monkeypatch.setattr(module, name, lambda *args: {"slow": Time(9.0, 9.0, 9.0), "flash": Time(3.0, 2.0, 4.0)})
-    monkeypatch.setattr(walks, "BLOCKS", (5, 1000))
+    monkeypatch.setattr(walks, "TOKENS", (50, 100_000))
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     path = tmp_path / "operator.csv"
@@ -185,14 +161,14 @@ def test_all_figures_of_a_shape(shape, tmp_path, monkeypatch):
     assert len(report.left_out) == (shape is LATENTS), "heads of no known model are not expanded"
     rows = {(row["variant"], row["metric"]): row for row in read_rows(path)}
     whole = {variant for variant, metric in rows if metric == "attention_us"}
-    walked = {"progressive:blocks=5", "progressive:blocks=5:rounds=2"}
+    walked = {"progressive:tokens=50"}
     methods = {"two_level", "two_level:lag", "block_only", "token_only", "captured_dense", "sdpa_best"}
     assert whole == {"limit", "limit:dense"} | methods | walked
     assert {metric for variant, metric in rows if variant == "two_level"} == {
         "attention_us", *(f"{part}_us" for part in module.parts([]))
     }  # fmt: skip
-    assert {metric for variant, metric in rows if variant == "progressive:blocks=5"} == {
-        "attention_us", "score_us", "rank_us", "expect_us", "attend_us", "merge_us", *walks.MARGINS
+    assert {metric for variant, metric in rows if variant == "progressive:tokens=50"} == {
+        "attention_us", "score_us", "select_us", "attend_us"
     }  # fmt: skip
     assert rows["sdpa_best", "attention_us"]["value"] == "3"
     assert [rows["two_level", "append_us"][name] for name in ("low", "value", "high")] == ["4", "5", "6"]

@@ -21,6 +21,7 @@ from conftest import Place
 from decode_cases import Case as Decode
 from decode_cases import in_pages
 from operators import BY_NAME, Seal
+from test_mass_select import Case as Mass
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
@@ -30,11 +31,12 @@ from hf_sparsekv.ops import _overlap
 from hf_sparsekv.ops.add_norm.triton import add_norm
 from hf_sparsekv.ops.append.triton import append
 from hf_sparsekv.ops.block_copy.triton import block_copy
-from hf_sparsekv.ops.block_rank.triton import block_rank
 from hf_sparsekv.ops.block_score.triton import block_score
 from hf_sparsekv.ops.experts.triton import experts
 from hf_sparsekv.ops.gated.triton import gated
 from hf_sparsekv.ops.latent_rope.triton import latent_rope
+from hf_sparsekv.ops.mass_select.reference import LENGTHS, TOTALS
+from hf_sparsekv.ops.mass_select.triton import mass_select
 from hf_sparsekv.ops.pack.triton import pack
 from hf_sparsekv.ops.qk_rope.triton import qk_rope
 from hf_sparsekv.ops.query_predict.triton import query_predict
@@ -104,10 +106,9 @@ def choices() -> None:
         each = torch.empty(1, heads * group, 64)
         for reduce in ("mean", "max", "none"):
             for metadata in ("min_max", "cuboid_mean"):
-                scores = block_score(q, bounds, fill, block_table, reduce, metadata)
+                block_score(q, bounds, fill, block_table, reduce, metadata)
         block_score(q, bounds, fill, block_table, "max", each=each)
         block_score(q, bounds[:, :, :1], fill, block_table, "mean", "mean")
-    block_rank(scores, fill, block_table)
     for n in (512, 20_000):
         block_select(torch.randn(1, 8, n), 64)
     blocks = torch.arange(1024, dtype=torch.int32).expand(1, 8, 1024)
@@ -117,10 +118,26 @@ def choices() -> None:
     for group, width, bits in ((4, 32, 4), (4, 32, 16), (20, 128, 4)):
         given = BY_NAME["token_score"].call(place(), 1, 1, group, 128, width, 64, 6, 4, "mean", bits)
         args = list(given.values())[:7]
-        for reduce in ("mean", "max"):
+        for reduce in ("mean", "max", "none"):
             token_score(*args, reduce)
             token_score(*args[:6], None, reduce)
             token_score(args[0].float(), *args[1:], reduce)
+
+
+def masses() -> None:
+    """Tokens up to a share of the mass, for attention that takes as many as there are."""
+    latents = {"heads": 1, "group": 20, "dk": 576, "channels": 128}
+    for shape in ({"group": 4, "dk": 128, "channels": 32}, latents, {"group_reduce": "sum", "paged": True}):
+        for more in ({}, {"softcap": 30.0, "learned_sink": True}):
+            args, named = Mass(batch=1, n=9000, **shape, **more).make(place())
+            totals = torch.zeros(len(TOTALS) + LENGTHS, dtype=torch.int64)
+            mass_select(*args, **named, totals=totals)
+            mass_select(*args, **named)
+    usual = Decode(batch=1, group=4, dk=128, dv=128, block_size=64, cap=3, chosen=2)
+    latent = Decode(batch=1, heads=1, group=20, dk=576, dv=512, block_size=64, cap=3, chosen=2, latents=True)
+    for case in (usual, latent):
+        args, named = case.make(place(), "token")
+        sparse_decode(*args, **named, used=torch.ones(1, case.heads, dtype=torch.int32))
 
 
 def pages() -> None:
@@ -166,7 +183,7 @@ def small_layers() -> None:
     route(tokens, place().randn(64, 512), place().randn(64), 4, **named)
 
 
-CASES = (sparse_decodes, recent_tokens, choices, pages, small_layers)
+CASES = (sparse_decodes, recent_tokens, choices, masses, pages, small_layers)
 
 
 def usage(cubin: bytes) -> dict[str, int]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from hf_sparsekv.ops.block_rank.triton import Config as RankConfig
 from hf_sparsekv.ops.pack.reference import pack as pack_reference
 from hf_sparsekv.ops.seal import Index
 from hf_sparsekv.ops.token_score.config import config as label_config
@@ -310,15 +309,6 @@ def block_score(place, batch, heads, group, dk, n, reduce="mean", metadata="min_
     return place.randn(batch, rows, dk), bounds, fill, block_table, reduce, metadata, out, each
 
 
-def block_rank(place, batch, heads, n, kinds=None):
-    """Scores with many ties and infinities; ``kinds`` different ones."""
-    scores = place.randn(batch, heads, n) if kinds is None else place.randint(-1, kinds, batch, heads, n) / 2
-    gone = place.rand(batch, n) < 0.2
-    block_table = shuffled(place, batch, n + 3, n).masked_fill(gone, -1)
-    scores = scores.float().masked_fill(gone[:, None], -math.inf)
-    return scores, place.randint(1, 17, n + 3), block_table
-
-
 def token_score(place, batch, heads, group, dk, width, block_size, cap, chosen, reduce="mean", bits=4):
     """Shared blocks in any order with holes; NaN or garbage in the labels of tokens that cannot be selected."""
     num_blocks, bits = cap + 2, 4 if bits == "tensor_cores" else bits
@@ -340,7 +330,8 @@ def token_score(place, batch, heads, group, dk, width, block_size, cap, chosen, 
         ids = shuffled(place, batch * heads, cap, chosen).sort().values.view(batch, heads, chosen)
         ids[0, 0, chosen // 2 + 1 :] = -1
     n = (cap if ids is None else chosen) * block_size
-    q, out = place.randn(batch, heads * group, dk), place.nan(batch, heads, n, dtype=torch.float32)
+    rows = heads * group if reduce == "none" else heads
+    q, out = place.randn(batch, heads * group, dk), place.nan(batch, rows, n, dtype=torch.float32)
     return q, codes, qparams, channels, flags, block_table, ids, reduce, out
 
 
@@ -611,29 +602,10 @@ OPERATORS = [
         far={"q": 1, "bounds": 0},
     ),
     Operator(
-        "block_rank",
-        block_rank,
-        # batch, KV heads, blocks
-        {
-            "one": (1, 1, 1),
-            "few": (2, 3, 7),
-            "one tile": (1, 2, 16),
-            "odd": (2, 2, 131),
-            "long": (1, 1, 530),
-            "no blocks": (1, 2, 0),
-        },
-        options=((None, 1, 5),),  # different scores
-        small=(3, 2, 40, None),
-        ratio=equal,
-        hows=lambda given, kinds: [None, RankConfig(tile=8, others=64)],
-        views={"scores": "inside", "block_table": "rows"},
-        far={"scores": 0},
-    ),
-    Operator(
         "token_score",
         token_score,
         LABELS,
-        options=(("mean", "max"), ("tensor_cores", 4, 16)),
+        options=(("mean", "max", "none"), ("tensor_cores", 4, 16)),
         small=(2, 1, 4, 64, 16, 16, 6, 4, "mean", 4),
         # Tensor cores take queries in fixed point: 1.06e-4 is the most seen, of a mean over 20 heads on a GPU.
         ratio=lambda place, reduce, bits: 2e-4 if bits == "tensor_cores" else 4e-6,

@@ -30,7 +30,7 @@ experts, reference_experts = BY_NAME["experts"].functions
 pack, reference_pack = BY_NAME["pack"].functions
 query_predict, reference_predict = BY_NAME["query_predict"].functions
 route, reference_route = BY_NAME["route"].functions
-reference_gated, reference_rank, reference_seal = (BY_NAME[of].functions[1] for of in ("gated", "block_rank", "seal"))
+reference_gated, reference_seal = (BY_NAME[of].functions[1] for of in ("gated", "seal"))
 
 # ---------------------------------------------------------------------- recent tokens and queries
 
@@ -338,13 +338,6 @@ def test_disabled_pack_changes_nothing(place32):
 
 
 # ---------------------------------------------------------------------- scores
-
-
-def test_rank_by_hand():
-    scores = torch.tensor([[[0.0, 2.0, -torch.inf, 2.0, -0.0]]])
-    ids, tokens = reference_rank(scores, torch.tensor([5, 6, 7]), torch.tensor([[0, 1, -1, 2, 0]]))
-    assert ids.tolist() == [[[1, 3, 0, 4, -1]]]
-    assert tokens.tolist() == [[[6, 7, 5, 5, 0]]]
 
 
 def test_bound_holds(place32):

@@ -5,19 +5,15 @@ The other operators' are in ``test_operators.py``.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from decode_cases import Case as Decode
 from decode_cases import in_pages
 from operators import far, room_for
-from walk_cases import Case as WalkCase
-from walk_cases import on_cpu
+from test_mass_select import Case as MassCase
 
 from hf_sparsekv.ops.block_copy.triton import block_copy
-from hf_sparsekv.ops.progressive import progressive_decode, reference
-from hf_sparsekv.ops.progressive import triton as kernels
+from hf_sparsekv.ops.mass_select.triton import mass_select
 from hf_sparsekv.ops.sparse_decode.reference import sparse_decode as reference_decode
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
 from hf_sparsekv.ops.topk_select.config import Config
@@ -43,6 +39,16 @@ def test_select(place32, how):
     assert torch.equal(block_select(far(scores, 0), 9, config=how).cpu(), reference_select(scores.cpu(), 9))
 
 
+@pytest.mark.parametrize("what", [0, 1, 3], ids=["scores", "queries", "recent"])
+def test_mass_select(place16, what):
+    args, named = MassCase(n=300, padding=False).make(place16)
+    want = mass_select(*args, **named)
+    args = list(args)
+    args[what] = far(args[what], 0 if what == 3 else 1)
+    for one, other in zip(mass_select(*args, **named), want):
+        assert torch.equal(one, other)
+
+
 LATENTS = {"latents": True, "group": 5, "dk": 48, "dv": 32}
 
 
@@ -66,20 +72,6 @@ def test_sparse_decode_in_frames(place16, granularity, shape):
     args, named = in_pages(place16, args, named)
     named["pages"] = far(named["pages"], 0)
     place16.close(sparse_decode(*args, **named), expected)
-
-
-@pytest.mark.parametrize("shape", [{}, LATENTS], ids=["keys and values", "latents"])
-@pytest.mark.parametrize("what", ["q", "kv", "pages"])
-def test_walk(place16, what, shape):
-    case = WalkCase(n=2, heads=1, threshold=1.0, paged=what == "pages", spread=1.0, **shape)
-    given = case.make(place16)
-    expected = case.walk(replace(place16, device="cpu"), on_cpu(given))
-    expected.operators = reference
-    want = progressive_decode(expected)
-    given[what] = far(given[what], 1 if what == "q" else 0)
-    walk = case.walk(place16, given)
-    walk.operators = kernels
-    place16.close(progressive_decode(walk), want)
 
 
 @pytest.mark.parametrize("to_pages", [True, False])

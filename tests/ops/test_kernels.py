@@ -18,7 +18,6 @@ from hf_sparsekv import ops
 from hf_sparsekv.ops._dispatch import operator
 
 ROOT = Path(__file__).parents[2]
-REBUILT = "progressive"  # about to be replaced
 MOST = 25  # parameters, compile-time ones included
 
 
@@ -26,10 +25,9 @@ def kernels() -> dict[str, int]:
     """Parameters of each kernel."""
     found = {}
     for path in Path(ops.__path__[0]).rglob("*.py"):
-        if REBUILT not in path.parts:
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
-                    found[node.name] = len(node.args.args)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                found[node.name] = len(node.args.args)
     return found
 
 
@@ -37,7 +35,7 @@ def operators() -> list:
     """The operators of all folders, with the folder's kernels of the same names."""
     found = []
     for folder in pkgutil.iter_modules(ops.__path__):
-        if folder.ispkg and folder.name != REBUILT:
+        if folder.ispkg:
             package = importlib.import_module(f"{ops.__name__}.{folder.name}")
             for name in package.__all__:
                 if hasattr(call := getattr(package, name), "kernel"):

@@ -10,16 +10,9 @@ from math import inf, nan
 import pytest
 import torch
 from decode_cases import Case as Decode
-from operators import BY_NAME, Seal, tensors, wild_scores
-from walk_cases import Case as WalkCase
-from walk_cases import on_cpu
+from operators import BY_NAME, Seal, tensors
 
-from hf_sparsekv.ops.block_rank.reference import block_rank as reference_rank
-from hf_sparsekv.ops.block_rank.triton import Config as RankConfig
-from hf_sparsekv.ops.block_rank.triton import block_rank
 from hf_sparsekv.ops.block_score.reference import block_score as reference_blocks
-from hf_sparsekv.ops.progressive import MASS_ONE, TOTALS, progressive_decode, reference
-from hf_sparsekv.ops.progressive import triton as kernels
 from hf_sparsekv.ops.query_predict.reference import query_predict as reference_predict
 from hf_sparsekv.ops.query_predict.triton import query_predict
 from hf_sparsekv.ops.route.reference import route as reference_route
@@ -43,32 +36,6 @@ def same(got, expected):
 
 
 # ---------------------------------------------------------------------- by their scores
-
-
-@pytest.mark.parametrize("n", [1, 7, 131])
-def test_rank(place32, n, monkeypatch):
-    """Every entry of the result is written: an id in range, once, or -1."""
-    scores = wild_scores(place32, n)
-    fill, block_table = place32.randint(1, 17, n + 3), torch.stack([place32.randperm(n + 3)[:n] for _ in range(3)])
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *shape, **how: empty(*shape, **how).fill_(12345))
-    expected = reference_rank(scores.cpu(), fill.cpu(), block_table.cpu())
-    for got in (
-        block_rank(scores, fill, block_table),
-        block_rank(scores, fill, block_table, config=RankConfig(tile=8, others=64)),
-    ):
-        for one, other in zip(got, expected):
-            assert torch.equal(one.cpu(), other)
-    numbers = (~scores.isnan() & (scores > -inf)).sum(-1).cpu()
-    assert torch.equal((expected[0] >= 0).sum(-1), numbers)
-    assert torch.equal((expected[1] > 0).sum(-1), numbers)
-
-
-def test_rank_by_hand():
-    scores = torch.tensor([[[nan, 2.0, -inf, inf, nan, -1.0]]])
-    ids, tokens = reference_rank(scores, torch.arange(1, 7).int(), torch.arange(6).int()[None])
-    assert ids.tolist() == [[[3, 1, 5, -1, -1, -1]]]
-    assert tokens.tolist() == [[[4, 2, 6, 0, 0, 0]]]
 
 
 def test_select_by_hand():
@@ -229,65 +196,7 @@ def test_predicted_queries(place, softmax):
     assert got[1, 0].isnan().any() and not got[1, 1].isnan().any()
 
 
-# ---------------------------------------------------------------------- walks, attention, experts
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("estimate", ["as_min", "bound", "scores"])
-@pytest.mark.parametrize("group_reduce", ["all", "sum"])
-@pytest.mark.parametrize("latents", [False, True])
-def test_walk(place32, latents, group_reduce, estimate):
-    """Blocks with NaN and infinite keys, expected or not; a row with a query that is NaN."""
-    shape = {"latents": True, "heads": 1, "group": 5, "dk": 48, "dv": 32} if latents else {}
-    case = WalkCase(batch=3, estimate=estimate, group_reduce=group_reduce, spread=3.0, **shape)
-    given = case.make(place32)
-    q, kv = given["q"], given["kv"]
-    q[1, 0, 3] = nan
-    for i, value in enumerate(WILD):
-        at = given["flags"][3 + i].eq(1).nonzero()[0]
-        kv[3 + i, :, at, 4] = value
-    if estimate != "as_min":
-        given["logits"][2, :, 4:6] = torch.tensor([nan, -inf], device=q.device)
-    found = []
-    for operators in (reference, kernels):
-        walk = case.walk(place32, given if operators is kernels else on_cpu(given))
-        if operators is reference:
-            walk = case.walk(type(place32)("cpu", torch.float32), on_cpu(given))
-        walk.operators = operators
-        found.append((progressive_decode(walk), walk))
-    (expected, by_definition), (got, walk) = found
-    same(got, expected)
-    assert torch.equal(walk.state.used.cpu(), by_definition.state.used)
-    assert torch.equal(walk.state.limits.cpu(), by_definition.state.limits)
-    torch.testing.assert_close(walk.state.mass.cpu(), by_definition.state.mass, rtol=1e-4, atol=1e-5)
-    totals = dict(zip(TOTALS, walk.state.totals.tolist()))
-    assert 0 <= totals["mass"] <= totals["walks"] * MASS_ONE and 0 <= totals["worst"] <= MASS_ONE
-    assert got[1, 0].isnan().all(), "a query that is NaN shows"
-
-
-@pytest.mark.parametrize("estimate", ["bound", "scores"])
-@pytest.mark.parametrize("group_reduce", ["all", "sum"])
-def test_walk_to_infinite_expectations(place32, group_reduce, estimate):
-    """A bound that is infinite: the walk does not stop before it has read that block, and its counts are numbers.
-
-    (Kernels may take what lies behind for as much, or for nothing: see ``reference.expect``.)
-    """
-    case = WalkCase(batch=3, estimate=estimate, group_reduce=group_reduce, spread=3.0)
-    given = case.make(place32)
-    given["logits"][2, :, 5] = inf
-    walk = case.walk(place32, given)
-    walk.operators = kernels
-    assert progressive_decode(walk).isfinite().all()
-    reached = [given["ids"][2, head].tolist().index(5) for head in range(case.heads)]
-    by_definition = case.walk(type(place32)("cpu", torch.float32), on_cpu(given))
-    by_definition.operators = reference
-    progressive_decode(by_definition)
-    for found in (walk, by_definition):
-        assert (found.state.used[2].cpu() > torch.tensor(reached)).all()
-        assert ((found.state.mass > case.threshold) & (found.state.mass <= 1.0)).all()
-        totals = dict(zip(TOTALS, found.state.totals.tolist()))
-        assert 0 <= totals["mass"] <= totals["walks"] * MASS_ONE and 0 <= totals["worst"] <= MASS_ONE
-    assert torch.equal(walk.state.used[:2].cpu(), by_definition.state.used[:2])
+# ---------------------------------------------------------------------- attention, experts
 
 
 @pytest.mark.pairwise

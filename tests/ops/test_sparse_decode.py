@@ -166,6 +166,30 @@ def test_views_and_mixed_dtypes(place32, case, granularity):
     assert torch.equal(attended.cpu(), want_attended)
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("paged", [False, True], ids=["in blocks", "in frames"])
+@pytest.mark.parametrize("splits", [1, 3, 40])
+@pytest.mark.parametrize("latents", [False, True], ids=["keys and values", "latents"])
+def test_lists_of_different_lengths(place, latents, splits, paged):
+    """Of each row's list as many tokens as the device says: none, some, all, more than there are."""
+    case = Case(chosen=6, cap=9, splits=splits)
+    if latents:
+        case = replace(LATENTS, batch=4, group=20, chosen=6, cap=9, splits=splits)
+    args, named = case.make(place, "token")
+    n = args[4].shape[-1]
+    used = torch.tensor([11, 0, n, 9999], dtype=torch.int32, device=place.device)
+    named["used"] = used.view(case.batch, case.heads)
+    expected, want_attended = expect(args, named)
+    if paged:
+        args, named = in_pages(place, args, named)
+    lists = args[4].view(4, n)
+    lists[0, 11:], lists[1] = 1 << 29, 1 << 29  # what is behind them is not read
+    attended = torch.full_like(want_attended, 1000, device=place.device)
+    got = sparse_decode(*args, **named, attended=attended, config=config_of(args, named, parts=splits))
+    place.close(got, expected, ratio=RATIO.get(place.dtype) if latents else None)
+    assert torch.equal(attended.cpu(), want_attended)
+
+
 def test_refuses(place32):
     args, named = Case().make(place32, "all")
     with pytest.raises(ValueError, match="granularity"):
@@ -174,24 +198,11 @@ def test_refuses(place32):
     with pytest.raises(ValueError, match="kv must be contiguous"):
         sparse_decode(*args, **named)
     args, named = Case().make(place32, "block")
-    with pytest.raises(ValueError, match="of latents only"):
+    with pytest.raises(ValueError, match="granularity='token', not 'block'"):
         sparse_decode(*args, **named, used=torch.ones(2, 2, dtype=torch.int32, device=place32.device))
     args, named = in_pages(place32, *Case().make(place32, "token"))
     with pytest.raises(ValueError, match="page ids are for granularity"):
         sparse_decode(*args, **dict(named, granularity="all"))
-
-
-def test_part_of_the_blocks(place):
-    """Of each row's list as many blocks as the device says: none, some, more than there are."""
-    case = replace(LATENTS, batch=3, group=20, chosen=6, splits=3)
-    args, named = case.make(place, "block")
-    named["used"] = torch.tensor([[2], [0], [99]], dtype=torch.int32, device=place.device)
-    expected, want_attended = expect(args, named)
-    attended = torch.full_like(want_attended, 1000, device=place.device)
-    config = config_of(args, named, parts=case.splits)
-    got = sparse_decode(*args, **named, attended=attended, config=config)
-    place.close(got, expected, ratio=RATIO.get(place.dtype))
-    assert torch.equal(attended.cpu(), want_attended)
 
 
 @pytest.mark.pairwise

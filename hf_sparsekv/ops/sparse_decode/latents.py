@@ -6,7 +6,7 @@ section 2.1, with the up-projections absorbed). It is read once, for the scores 
 The sum of a head is 512 wide. With 20 heads in a tile of 32 it takes 64 KB of float32, with 64 heads 128 KB, half of a
 processor's registers; so one program runs on each processor, and its reads must hide behind its own products. The
 stored columns and the recent buffer are one list, of which a part is every ``parts``-th tile, so that parts stay equal
-where only the first blocks of a list are used.
+where only the first tokens of a list are used.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def sparse_decode_latent_tokens_kernel(
     recent,
     table,
     ids,
+    used,
     parts,
     from_host,
     n,
@@ -104,6 +105,8 @@ def sparse_decode_latent_tokens_kernel(
 
     p_table, p_ids = table.ptr + i_batch * table.row, row_ptr(ids, i_batch, i_head)
     p_recent, p_valid = row_ptr(recent, i_batch, i_head), recent.valid + i_batch * recent.valid_batch
+    if used is not None:
+        n = tl.minimum(n, tl.load(row_ptr(used, i_batch, i_head)))
     for i in tl.range(i_part * BN, n + recent.end, tl.num_programs(1) * BN, num_stages=STAGES):
         o_n = i + tl.arange(0, BN)
         m_recent = (o_n >= n) & (o_n < n + recent.end)
@@ -174,7 +177,6 @@ def sparse_decode_latent_blocks_kernel(
     table,
     ids,
     page_ids,
-    used,
     parts,
     from_host,
     n,
@@ -217,8 +219,6 @@ def sparse_decode_latent_blocks_kernel(
         p_ids = row_ptr(ids, i_batch, i_head)
     if page_ids is not None:
         p_page_ids = row_ptr(page_ids, i_batch, i_head)
-    if used is not None:
-        n = tl.minimum(n, tl.load(row_ptr(used, i_batch, i_head)) * BLOCK_SIZE)
     i, step = i_part * BN, tl.num_programs(1) * BN
     physical_id, page = find_blocks(i // BLOCK_SIZE, i < n, p_table, p_ids, p_page_ids)
     p_rows, row, m_n, in_kv = open_tile(

@@ -61,7 +61,8 @@ def sparse_decode(
         from_host: ``[batch, H]`` int64; the number of attended tokens that were read from ``kv`` is added to it.
         lse: ``[batch, Hq]`` float32, receives the natural logarithm of the denominator (learned sinks included); -inf
             where it is 0.
-        used: ``[batch, H]`` int32; with ``granularity="block"`` only that many of the ``ids`` are attended.
+        used: ``[batch, H]`` int32; with ``granularity="token"`` only that many of the ``ids`` are attended, and what
+            is behind them is not read: lists of different lengths.
 
     Returns:
         ``[batch, Hq, Dv]`` in q's dtype, ``out`` if given. A row with nothing to attend to gives zeros, one that

@@ -126,10 +126,10 @@ def sparse_decode_split_kernel(
     table,
     ids,
     page_ids,
+    used,
     parts,
     from_host,
     n,
-    splits,
     per_split,
     scale,
     softcap,
@@ -162,12 +162,16 @@ def sparse_decode_split_kernel(
     b_acc = tl.zeros([BG, BV], tl.float32)
     b_count, b_host = tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32)
 
+    splits = tl.cdiv(n, per_split)
     if i_part < splits:
         p_table, p_ids, p_page_ids = table.ptr + i_batch * table.row, None, None
         if ids is not None:
             p_ids = row_ptr(ids, i_batch, i_head)
         if page_ids is not None:
             p_page_ids = row_ptr(page_ids, i_batch, i_head)
+        if used is not None:  # so many tokens are shared out, whatever the list has room for
+            n = tl.minimum(n, tl.load(row_ptr(used, i_batch, i_head)))
+            per_split = tl.cdiv(tl.cdiv(n, splits), BN) * BN
         first = i_part * per_split
         end = tl.minimum(first + per_split, n)
         for i in tl.range(first, end, BN, num_stages=STAGES):

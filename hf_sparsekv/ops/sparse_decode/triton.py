@@ -55,8 +55,8 @@ def sparse_decode(
     latents = has_latents(kv, q)
     if pages is not None and granularity == "all":
         raise ValueError("page ids are for granularity 'token' or 'block', not for granularity='all'")
-    if used is not None and not (granularity == "block" and latents):
-        raise ValueError("used goes with granularity='block' of latents only: give fewer ids instead")
+    if used is not None and granularity != "token":
+        raise ValueError(f"used goes with granularity='token', not {granularity!r}: give fewer ids instead")
     if granularity == "token":
         n = ids.shape[-1]
     elif granularity == "block":
@@ -100,15 +100,15 @@ def sparse_decode(
         grid = rows * triton.cdiv(group, config.heads), parts
         fixed["BH"] = config.heads
         if granularity == "token":
-            args = *tensors, table, listed, held, counted, n, *scales
+            args = *tensors, table, listed, operand(Rows, used), held, counted, n, *scales
             launch(sparse_decode_latent_tokens_kernel, grid, q, *args, **fixed)
         else:
             steps = {t.stride(-2) for t in (kv, recent_kv, pages) if t is not None}  # distance of two tokens' rows
             fixed["STEP"] = steps.pop() if len(steps) == 1 else 0
-            args = *tensors, marks, table, listed, page_ids, operand(Rows, used), held, counted, n, *scales
+            args = *tensors, marks, table, listed, page_ids, held, counted, n, *scales
             launch(sparse_decode_latent_blocks_kernel, grid, q, *args, **fixed)
     else:
-        args = *tensors, marks, table, listed, page_ids, held, counted, n, stored, per_split, *scales
+        args = *tensors, marks, table, listed, page_ids, operand(Rows, used), held, counted, n, per_split, *scales
         launch(sparse_decode_split_kernel, (rows, parts), q, *args, GRANULARITY=granularity, **fixed)
     merge(held, parts, sink_logits, attended, lse, out, heads)
     return out

@@ -54,11 +54,11 @@ def token_score(
         flags: ``[num_blocks, block_size]`` uint8; a token can be selected where it equals ``SELECTABLE``.
         block_table: ``[batch, cap]`` int32, physical id of each block of each row; -1 where there is none.
         block_ids: ``[batch, H, n]`` int32 (-1 for none), or ``None`` for all ``cap`` blocks.
-        reduce: ``"mean"`` or ``"max"`` over the query heads of a group.
+        reduce: ``"mean"`` or ``"max"`` over the query heads of a group; ``"none"``: a score for each head.
 
     Returns:
-        ``[batch, H, n * block_size]`` float32, ``-inf`` for tokens that cannot be selected; never NaN. It is
-        ``out`` if given.
+        ``[batch, H, n * block_size]`` float32 (with ``"none"`` ``[batch, Hq, n * block_size]``), ``-inf`` for tokens
+        that cannot be selected; never NaN. It is ``out`` if given.
     """
     batch, q_heads, dk = q.shape
     heads = codes.shape[1]
@@ -81,5 +81,5 @@ def token_score(
         score = scale * score + zero * q.sum(-1, keepdim=True)
     unknown = score.isnan() | ~q.isfinite().all(-1, keepdim=True)
     usable = (flags[safe] == SELECTABLE) & (at >= 0)[..., None]
-    score = score.masked_fill(unknown, float("-inf")).amax(2).masked_fill(~usable.flatten(2), float("-inf"))
-    return give(score, out)
+    score = score.masked_fill(unknown, float("-inf")).masked_fill(~usable.flatten(2)[:, :, None], float("-inf"))
+    return give(score.flatten(1, 2) if reduce == "none" else score.amax(2), out)

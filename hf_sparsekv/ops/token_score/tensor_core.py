@@ -52,6 +52,7 @@ def token_score_tensor_core_kernel(
     out,
     blocks,
     MEAN: tl.constexpr,
+    EACH: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -114,7 +115,12 @@ def token_score_tensor_core_kernel(
         b_all = (b_first * 128 + b_second).to(tl.float32)  # below 2 ** 24: exact
         # label = digit * scale + zero, so q . label = scale * (q . digits) + zero * sum(q)
         b_all = b_scale[:, None] * (b_all * b_unit[None, :]) + b_zero[:, None] * b_total[None, :]
-        b_s = tl.max(tl.where(m_g, b_all, float("-inf")), 1)  # [BLOCK_SIZE]; NaN only if all are
-        p_to = row_ptr(out, i_batch, i_head) + i * BLOCK_SIZE + o_t
-        tl.store(p_to, tl.where((b_flag == SELECTABLE) & (b_s == b_s), b_s, float("-inf")))
+        if EACH:
+            p_to = row_ptr(out, i_batch, i_head * GROUP + o_g)[None, :] + i * BLOCK_SIZE + o_t[:, None]
+            m_usable = (b_flag == SELECTABLE)[:, None] & (b_all == b_all)
+            tl.store(p_to, tl.where(m_usable, b_all, float("-inf")), mask=m_g)
+        else:
+            b_s = tl.max(tl.where(m_g, b_all, float("-inf")), 1)  # [BLOCK_SIZE]; NaN only if all are
+            p_to = row_ptr(out, i_batch, i_head) + i * BLOCK_SIZE + o_t
+            tl.store(p_to, tl.where((b_flag == SELECTABLE) & (b_s == b_s), b_s, float("-inf")))
     release(PDL)

@@ -27,6 +27,7 @@ def token_score_kernel(
     out,
     tokens,
     MEAN: tl.constexpr,
+    EACH: tl.constexpr,
     NATIVE: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -120,11 +121,16 @@ def token_score_kernel(
             b_s += 0.0 * known(tl.sum(b_sum, 0))
         else:
             b_all += (0.0 * known(b_sum))[None, :]
-    if not MEAN:  # of NaN and numbers the largest is a number
-        b_s = tl.max(tl.where((o_g < GROUP)[None, :], b_all, float("-inf")), 1)  # [BT]
     release(PDL)
-    p_to = row_ptr(out, i_batch, i_head) + o_t
-    tl.store(p_to, tl.where(m_live & (b_s == b_s), b_s, float("-inf")), mask=m_t)
+    if EACH:
+        p_to = row_ptr(out, i_batch, i_head * GROUP + o_g)[None, :] + o_t[:, None]
+        b_all = tl.where(m_live[:, None] & (b_all == b_all), b_all, float("-inf"))  # [BT, BG]
+        tl.store(p_to, b_all, mask=m_t[:, None] & (o_g < GROUP)[None, :])
+    else:
+        if not MEAN:  # of NaN and numbers the largest is a number
+            b_s = tl.max(tl.where((o_g < GROUP)[None, :], b_all, float("-inf")), 1)  # [BT]
+        p_to = row_ptr(out, i_batch, i_head) + o_t
+        tl.store(p_to, tl.where(m_live & (b_s == b_s), b_s, float("-inf")), mask=m_t)
 
 
 def token_score(q, codes, qparams, channels, flags, block_table, block_ids, reduce, *, out=None, config=None):
@@ -134,7 +140,8 @@ def token_score(q, codes, qparams, channels, flags, block_table, block_ids, redu
     blocks = (block_table if block_ids is None else block_ids).shape[-1]
     tokens = blocks * block_size
     if out is None:
-        out = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
+        rows = q_heads if reduce == "none" else heads
+        out = torch.empty(batch, rows, tokens, dtype=torch.float32, device=q.device)
     if not tokens:
         return out
     require_dense_rows(codes=codes, qparams=qparams, channels=channels, flags=flags)
@@ -146,7 +153,8 @@ def token_score(q, codes, qparams, channels, flags, block_table, block_ids, redu
     labels = codes, None if qparams is None else qparams.view(torch.int32) if config.tensor_cores else qparams
     args = operand(Query, q), *(operand(PagedKV, t) for t in labels), operand(Rows, channels), operand(Table, flags)
     args = *args, operand(Table, block_table), operand(Rows, block_ids), operand(Rows, out)
-    fixed = {"MEAN": mean, "HEADS": heads, "GROUP": group, "BLOCK_SIZE": block_size, "WIDTH": width}
+    fixed = {"MEAN": mean, "EACH": reduce == "none", "HEADS": heads, "GROUP": group}
+    fixed |= {"BLOCK_SIZE": block_size, "WIDTH": width}
     if config.tensor_cores:
         grid = triton.cdiv(blocks, config.blocks), batch * heads
         fixed |= {"BG": config.columns, "BLOCKS": config.blocks, "num_warps": config.warps}

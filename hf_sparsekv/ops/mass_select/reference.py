@@ -1,0 +1,222 @@
+"""Tokens whose estimated attention mass covers a share of the whole: the definition (Twilight's top-p).
+
+Logarithms are to base 2. Three steps, each of which the kernels have, too: what the recent tokens hold and what labels
+miss (:func:`near_masses`), each token's share as one byte (:func:`share_bins`), and the tokens that are taken
+(:func:`take`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LOG2E = math.log2(math.e)
+INF = float("inf")
+STEPS = 8  # bins an octave: a token's share is known to 4 %
+NONE = 255  # the bin of what cannot be selected
+BINS = 255  # the others; the last one holds whatever is less than 2 ** -31.75
+MASS_ONE = 1 << 30  # counted masses are integers: sums that do not depend on the order
+LENGTHS = 32  # entries of the histogram: entry 0 is no token or one, entry b is up to 2 ** b tokens
+TOTALS = ("walks", "used", "capped", "mass", "worst")  # what ``totals`` begins with; the histogram follows
+LARGEST = 1e30  # of logits: differences of infinities are NaN
+
+
+class Selection(NamedTuple):
+    """
+    Attributes:
+        ids: int32 ``[batch, H, n]``, ascending, padded with -1: columns, or places (see :func:`mass_select`).
+        count: int32 ``[batch, H]``, how many there are.
+        mass: float32 ``[batch, H]``, the share of the attention mass that they hold with the recent tokens, estimated.
+        bins: uint8 ``[batch, H, n]``: ``STEPS * -log2(share)`` of each token, rounded down; ``NONE``.
+        cut: int32 ``[batch, H]``: the last bin of which tokens were taken, -1 if none were.
+    """
+
+    ids: Tensor
+    count: Tensor
+    mass: Tensor
+    bins: Tensor
+    cut: Tensor
+
+
+def logits(products: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Logits to base 2 of products of queries and keys."""
+    found = products * scale
+    if softcap is not None:
+        found = softcap * torch.tanh(found / softcap)
+    return found * LOG2E
+
+
+def near_masses(
+    q: Tensor,
+    channels: Tensor,
+    recent_kv: Tensor,
+    recent_valid: Tensor,
+    *,
+    sinks: int,
+    scale: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The mass of the recent tokens, and the mean of what keys hold over what labels say, of the recent ones.
+
+    Labels are some channels of a key. What the others add is noise, which on average makes masses larger, and what all
+    keys have in common, which would set labels apart from the true masses of the recent tokens.
+
+    Returns:
+        float32 ``[batch, H, G]`` each. A mass that is no number counts as nothing, a mean as 1.
+    """
+    batch, heads = recent_kv.shape[:2]
+    q = q.float().view(batch, heads, -1, q.shape[-1])
+    keys = recent_kv[..., : q.shape[-1]].float()
+    at = channels.long()
+    own = q.gather(-1, at[:, :, None].expand(-1, -1, q.shape[2], -1))
+    labels = keys.gather(-1, at[:, :, None].expand(-1, -1, keys.shape[2], -1))
+    true = logits(q @ keys.transpose(-1, -2), scale, softcap)
+    over = true - logits(own @ labels.transpose(-1, -2), scale, softcap)
+    usable = recent_valid[:, None, None]
+    recent = recent_valid.clone()
+    recent[:, :sinks] = False
+    held = _sum(true.masked_fill(~usable, -INF))
+    if sink_logits is not None:
+        held = torch.logaddexp2(held, (sink_logits.float() * LOG2E).view(1, heads, -1).expand_as(held))
+    mean = _sum(over.masked_fill(~recent[:, None, None], -INF)) - recent.sum(-1).clamp_min(1).log2()[:, None, None]
+    return held.masked_fill(~held.isfinite(), -INF), mean.masked_fill(~mean.isfinite(), 0.0)
+
+
+def share_bins(
+    scores: Tensor,
+    near: Tensor,
+    mean: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    group_reduce: str = "all",
+) -> Tensor:
+    """The share of the attention mass that each token should hold, as a bin.
+
+    Args:
+        scores: float32 ``[batch, Hq, n]``: products with labels, ``-inf`` for what cannot be selected.
+        near, mean: of :func:`near_masses`.
+        group_reduce: ``"all"``: the largest share that a query head of the group gives it. ``"sum"``: its share of the
+            masses of all of them.
+
+    Returns:
+        uint8 ``[batch, H, n]``.
+    """
+    held = logits(scores.unflatten(1, near.shape[1:]), scale, softcap).clamp_max(LARGEST)  # [batch, H, G, n]
+    held = held.masked_fill(scores.unflatten(1, near.shape[1:]) == -INF, -INF) + mean[..., None]
+    whole = torch.logaddexp2(near, _sum(held))  # [batch, H, G]
+    if group_reduce == "sum":
+        share = _sum(held.transpose(2, 3)) - _sum(whole)[..., None]
+    else:
+        share = (held - whole[..., None]).nan_to_num(nan=-INF, neginf=-INF).amax(2)
+    bins = (-STEPS * share).floor().clamp(0, BINS - 1)
+    return bins.masked_fill(~share.isfinite(), NONE).to(torch.uint8)
+
+
+def take(
+    bins: Tensor, *, threshold: float, min_tokens: int, max_tokens: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Which tokens are taken: of the largest share first, the lower position within a bin.
+
+    Whole bins, until what the others hold is at most ``1 - threshold``; but at least ``min_tokens`` and at most
+    ``max_tokens``. A token counts as the middle of its bin.
+
+    Returns:
+        bool ``[batch, H, n]``; ``count``, ``mass`` and ``cut`` (see :class:`Selection`); and bool ``[batch, H]`` where
+        ``max_tokens`` took less than enough.
+    """
+    each = torch.arange(BINS, device=bins.device)
+    counts = _count(bins)
+    held = counts * (-(each + 0.5) / STEPS).exp2()  # float32 [batch, H, BINS]
+    left = held.flip(-1).cumsum(-1).flip(-1)  # from each bin on
+    so_far = counts.cumsum(-1)
+    enough = torch.where(left > 1 - threshold, counts, 0).sum(-1)
+    live = so_far[..., -1]
+    wanted = enough.clamp_min(min_tokens)
+    count = torch.minimum(wanted if max_tokens is None else wanted.clamp_max(max_tokens), live)
+    cut = (so_far < count[..., None]).sum(-1)
+    cut = torch.where(count > 0, cut, -1)
+    before = torch.where(each < cut[..., None], counts, 0).sum(-1)
+    tie = bins == cut[..., None]
+    taken = (bins < cut[..., None]) | (tie & (tie.cumsum(-1) <= (count - before)[..., None]))
+    at = cut.clamp_min(0)[..., None]
+    over = (counts.gather(-1, at)[..., 0] - (count - before)) * (-(at[..., 0] + 0.5) / STEPS).exp2()
+    behind = torch.nn.functional.pad(left, (0, 1)).gather(-1, cut[..., None] + 1)[..., 0]
+    mass = 1 - torch.where(cut >= 0, behind + over, behind)
+    return taken, count.int(), mass.clamp(0, 1).float(), cut.int(), count < torch.minimum(enough, live)
+
+
+def mass_select(
+    scores: Tensor,
+    q: Tensor,
+    channels: Tensor,
+    recent_kv: Tensor,
+    recent_valid: Tensor,
+    page_ids: Tensor | None,
+    *,
+    sinks: int,
+    scale: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    threshold: float,
+    min_tokens: int,
+    max_tokens: int | None = None,
+    group_reduce: str = "all",
+    block_size: int,
+    totals: Tensor | None = None,
+) -> Selection:
+    """Tokens to attend to beside the near ones, so that ``threshold`` of the attention mass should be covered.
+
+    The mass of a token is that of its label, times what keys hold over what labels say (:func:`near_masses`). With
+    ``group_reduce="all"`` a token counts by the largest share that any query head of the group gives it. What is left
+    out is then no more than ``1 - threshold`` for each of them, since it adds up to no less than any head's own.
+
+    Args:
+        scores: float32 ``[batch, Hq, n]`` of :func:`..token_score.token_score` with ``reduce="none"``.
+        q, recent_kv, recent_valid, sinks, scale, softcap, sink_logits: as in :func:`..sparse_decode.sparse_decode`.
+        channels: int32 ``[batch, H, r]``, the label channels.
+        page_ids: int32 ``[batch, H, n / block_size]``: where blocks are (``pages`` of ``sparse_decode``), if ids are to
+            be ``place * block_size + position in the block``; None for columns.
+        threshold, min_tokens, max_tokens: see :func:`take`.
+        group_reduce: see :func:`share_bins`.
+        totals: int64 ``[len(TOTALS) + LENGTHS]``, added to: selections (of one row and KV head), tokens, selections
+            that ``max_tokens`` ended, sum of the estimated masses and the largest estimated gap (both times
+            ``MASS_ONE``), and a histogram of the lengths.
+    """
+    found = {"scale": scale, "softcap": softcap}
+    near, mean = near_masses(q, channels, recent_kv, recent_valid, sinks=sinks, sink_logits=sink_logits, **found)
+    bins = share_bins(scores, near, mean, group_reduce=group_reduce, **found)
+    taken, count, mass, cut, capped = take(bins, threshold=threshold, min_tokens=min_tokens, max_tokens=max_tokens)
+    n = bins.shape[-1]
+    column = torch.arange(n, dtype=torch.int32, device=bins.device).expand_as(bins)
+    at = torch.where(taken, column, n).sort(dim=-1).values
+    ids = torch.where(at == n, -1, at)
+    if page_ids is not None and n:
+        place = page_ids.gather(-1, (ids.clamp_min(0) // block_size).long())
+        ids = torch.where(ids < 0, ids, place * block_size + ids % block_size)
+    if totals is not None:
+        gap = ((1.0 - mass) * MASS_ONE).long()
+        for i, value in enumerate((count.numel(), count.sum(), capped.sum(), (MASS_ONE - gap).sum())):
+            totals[i] += value
+        first = len(TOTALS)
+        totals[first - 1] = torch.maximum(totals[first - 1], gap.max())
+        lengths = (count - 1).clamp_min(0)
+        lengths = torch.where(lengths > 0, lengths.clamp_min(1).double().log2().floor().long() + 1, 0)
+        totals[first:] += torch.bincount(lengths.flatten(), minlength=LENGTHS)
+    return Selection(ids.int(), count, mass, bins, cut)
+
+
+def _count(bins: Tensor) -> Tensor:
+    """Tokens of each bin, int64 ``[batch, H, BINS]``."""
+    counts = torch.zeros(*bins.shape[:2], NONE + 1, dtype=torch.int64, device=bins.device)
+    counts.scatter_add_(-1, bins.long(), torch.ones_like(bins, dtype=torch.int64))
+    return counts[..., :BINS]
+
+
+def _sum(x: Tensor) -> Tensor:
+    """Logarithm of the sum over the last dimension."""
+    return (x / LOG2E).logsumexp(-1) * LOG2E if x.shape[-1] else x.new_full(x.shape[:-1], -INF)

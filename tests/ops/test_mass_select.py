@@ -1,0 +1,226 @@
+"""Tokens up to a share of the attention mass: the kernels against the definition, and what the definition promises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_sparsekv.ops.mass_select import BINS, MASS_ONE, NONE, TOTALS, mass_select, reference
+from hf_sparsekv.ops.mass_select import triton as kernels
+from hf_sparsekv.ops.mass_select.reference import LENGTHS
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # numpy's, of the interpreter
+
+
+@dataclass
+class Case:
+    batch: int = 2
+    heads: int = 2
+    group: int = 3
+    dk: int = 48
+    channels: int = 12
+    n: int = 700
+    sinks: int = 3
+    ring: int = 45
+    spread: float = 3.0
+    size: int = 256  # of a chunk
+    softcap: float | None = None
+    learned_sink: bool = False
+    group_reduce: str = "all"
+    threshold: float = 0.9
+    min_tokens: int = 20
+    max_tokens: int | None = None
+    paged: bool = False
+    padding: bool = True
+
+    def make(self, place) -> tuple[tuple, dict]:
+        """Scores with holes; NaN in near entries that hold nothing."""
+        rows = (self.batch, self.heads)
+        scores = place.randn(self.batch, self.heads * self.group, self.n).float() * self.spread
+        hidden = place.rand(*rows, self.n) < 0.1
+        scores[hidden.repeat_interleave(self.group, 1)] = -torch.inf
+        valid = torch.ones(self.batch, self.sinks + self.ring, dtype=torch.bool, device=scores.device)
+        near = place.randn(*rows, self.sinks + self.ring, 2 * self.dk)
+        if self.padding:
+            valid[0, self.sinks + 5 : self.sinks + 17] = False
+            valid[-1, : self.sinks] = False
+            near[0, :, self.sinks + 5 : self.sinks + 17] = torch.nan
+            near[-1, :, : self.sinks] = torch.nan
+        q = place.randn(self.batch, self.heads * self.group, self.dk)
+        channels = [place.randperm(self.dk)[: self.channels] for _ in range(self.batch * self.heads)]
+        page_ids = None
+        if self.paged:
+            page_ids = place.randint(-9, 90, *rows, -(-self.n // 16))
+            page_ids = torch.where(page_ids == -1, 5, page_ids)
+        args = scores, q, torch.stack(channels).view(*rows, -1), near, valid, page_ids
+        named = {"sinks": self.sinks, "scale": self.dk**-0.5, "softcap": self.softcap}
+        named |= {"threshold": self.threshold, "min_tokens": self.min_tokens, "max_tokens": self.max_tokens}
+        named |= {"group_reduce": self.group_reduce, "block_size": 16}
+        named["sink_logits"] = place.randn(self.heads * self.group) if self.learned_sink else None
+        return args, named
+
+
+CASES = {
+    "usual": Case(),
+    "one head": Case(batch=1, heads=1, group=1),
+    "low": Case(threshold=0.4, min_tokens=0),
+    "near tokens alone": Case(threshold=0.01, min_tokens=0),
+    "high": Case(threshold=0.999),
+    "everything": Case(threshold=1.0, spread=60.0),
+    "flat": Case(spread=0.0, threshold=0.5),
+    "sum": Case(group_reduce="sum"),
+    "sum with a sink": Case(group_reduce="sum", learned_sink=True, softcap=4.0),
+    "at least": Case(min_tokens=123, threshold=0.1),
+    "more than there is": Case(min_tokens=5000),
+    "capped": Case(max_tokens=33),
+    "capped among equals": Case(max_tokens=33, spread=0.0),
+    "softcap": Case(softcap=2.0),
+    "learned sink": Case(learned_sink=True),
+    "by place": Case(paged=True),
+    "one chunk": Case(n=200),
+    "many chunks": Case(n=2600, size=128, batch=1),
+    "nothing stored": Case(n=0),
+    "no sinks": Case(sinks=0, ring=70),
+    "latents": Case(heads=1, group=20, dk=72, channels=20),
+    "wide latents": Case(heads=1, group=17, dk=576, channels=128, batch=1, n=300),
+    "huge logits": Case(spread=400.0),
+}
+EVERY = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+
+
+def cpu(args: tuple, named: dict) -> tuple[tuple, dict]:
+    def move(x):
+        return x.cpu() if isinstance(x, Tensor) else x
+
+    return tuple(map(move, args)), {name: move(x) for name, x in named.items()}
+
+
+@EVERY
+def test_kernels_against_references(place, case):
+    args, named = case.make(place)
+    totals = torch.zeros(len(TOTALS) + LENGTHS, dtype=torch.int64, device=args[0].device)
+    got = kernels.mass_select(*args, **named, totals=totals, config=case.size)
+    args, named = cpu(args, named)
+    want = reference.mass_select(*args, **named)
+    bins = got.bins.cpu()
+    assert torch.equal(bins == NONE, want.bins == NONE)
+    away = (bins.int() - want.bins.int()).abs()
+    assert away.max() <= 1 if away.numel() else True  # a share on the border of two bins may be rounded to either
+    assert (away > 0).float().mean() < 0.01 if away.numel() else True
+    limits = {name: named[name] for name in ("threshold", "min_tokens", "max_tokens")}
+    taken, count, mass, cut, capped = reference.take(bins, **limits)
+    assert torch.equal(got.count.cpu(), count)
+    assert torch.equal(got.cut.cpu(), cut)
+    torch.testing.assert_close(got.mass.cpu(), mass, rtol=1e-5, atol=1e-5)
+    ids = got.ids.cpu()
+    for row in range(case.batch):
+        for head in range(case.heads):
+            columns = taken[row, head].nonzero()[:, 0]
+            if args[5] is not None:
+                columns = args[5][row, head, columns // 16] * 16 + columns % 16
+            assert torch.equal(ids[row, head, : len(columns)], columns.int())
+            assert (ids[row, head, len(columns) :] == -1).all()
+    totals = totals.cpu()
+    found = dict(zip(TOTALS, totals.tolist()))
+    assert found["walks"] == count.numel() == totals[len(TOTALS) :].sum()
+    assert found["used"] == count.sum()
+    assert found["capped"] == capped.sum()
+    assert found["mass"] == pytest.approx(float(mass.double().sum()) * MASS_ONE, rel=1e-4, abs=1e-4 * MASS_ONE)
+    assert found["worst"] == pytest.approx(float(1 - mass.min()) * MASS_ONE, rel=1e-4, abs=1e-4 * MASS_ONE)
+    for b, times in enumerate(totals[len(TOTALS) :].tolist()):
+        low, high = (0, 1) if b == 0 else (2 ** (b - 1) + 1, 2**b)
+        assert times == ((count >= low) & (count <= high)).sum(), b
+
+
+@EVERY
+def test_the_definition_says_what_it_means(case):
+    """By plain sums, without logarithms, bins or a common scale."""
+    from conftest import Place
+
+    args, named = case.make(Place("cpu", torch.float32))
+    if case.spread > 50:
+        return  # whose exponentials no float holds
+    found = mass_select(*args, **named)
+    scores, q, channels, near, valid, _ = args
+    for row in range(case.batch):
+        for head in range(case.heads):
+            shares, near_shares = [], []
+            for g in range(head * case.group, (head + 1) * case.group):
+
+                def mass(products: Tensor) -> Tensor:
+                    logits = products.double() * named["scale"]
+                    return (logits if case.softcap is None else case.softcap * (logits / case.softcap).tanh()).exp()
+
+                keys = near[row, head, valid[row], : case.dk]
+                true = mass(keys @ q[row, g])
+                own = channels[row, head].long()
+                recent = keys[valid[row, : case.sinks].sum() :]
+                over = (mass(recent @ q[row, g]) / mass(recent[:, own] @ q[row, g, own])).mean()
+                held = mass(scores[row, g]).masked_fill(scores[row, g] == -torch.inf, 0.0) * over
+                first = true.sum() + (named["sink_logits"][g].double().exp() if case.learned_sink else 0)
+                shares.append(held if case.group_reduce == "sum" else held / (first + held.sum()))
+                near_shares.append(first)
+            share = torch.stack(shares)
+            if case.group_reduce == "sum":
+                share = share.sum(0) / (sum(near_shares) + share.sum())
+            else:
+                share = share.amax(0)
+            bins = found.bins[row, head].int()
+            assert torch.equal(bins == NONE, share == 0)
+            live = share > 0
+            said = (-(bins[live].double() + 0.5) / 8).exp2()
+            off = (said / share[live].clamp(max=1 - 1e-9)).log2().abs()
+            assert (off[bins[live] < BINS - 1] <= 1 / 16 + 1e-3).all()
+            taken = torch.zeros(case.n, dtype=torch.bool)
+            ids = found.ids[row, head, : found.count[row, head]].long()
+            assert (found.ids[row, head, found.count[row, head] :] == -1).all()
+            if case.paged:
+                continue
+            assert (ids.diff() > 0).all()
+            taken[ids] = True
+            best = share[~taken & live].max() if bool((~taken & live).any()) else 0.0
+            assert not taken.any() or best <= share[taken].min() * 2**0.126
+            rest, count = float(share[~taken].sum()), int(taken.sum())
+            assert found.mass[row, head] == pytest.approx(max(0, 1 - rest), abs=0.05 * rest + 1e-6)
+            if case.max_tokens is None and count < live.sum():
+                assert rest <= (1 - case.threshold) * 1.05 + 1e-9
+            if count > max(case.min_tokens, 0) and case.max_tokens is None and case.threshold < 1:
+                at_cut = float(share[bins == found.cut[row, head]].sum())
+                assert rest + at_cut > (1 - case.threshold) * 0.95  # the last bin was needed
+            if case.max_tokens is not None:
+                assert count <= case.max_tokens
+
+
+@pytest.mark.parametrize("group_reduce", ["all", "sum"])
+def test_what_is_no_number(place32, group_reduce):
+    """A query that is NaN, near keys that are NaN or infinite: the other heads and tokens count as before."""
+    args, named = Case(group_reduce=group_reduce).make(place32)
+    scores, q, _, near, *_ = args
+    scores[0, 0] = -torch.inf  # as NaN in its query makes it
+    q[0, 0] = torch.nan
+    near[1, 0, 9], near[1, 1, 9] = torch.inf, torch.nan
+    scores[1, 4, 17] = torch.inf
+    got = kernels.mass_select(*args, **named, config=256)
+    args, named = cpu(args, named)
+    want = reference.mass_select(*args, **named)
+    assert torch.equal(got.bins.cpu() == NONE, want.bins == NONE)
+    assert (got.bins.cpu().int() - want.bins.int()).abs().max() <= 1
+    assert (got.mass.cpu() - want.mass).abs().max() < 0.02
+    assert ((got.mass >= 0) & (got.mass <= 1)).all()
+    assert got.bins[1, 1, 17] == 0, "what is infinite has all the mass"
+
+
+def test_strided_tensors(place32):
+    """A query and scores of other strides than contiguous ones."""
+    args, named = Case(padding=False).make(place32)
+    scores, q, channels, near, valid, _ = args
+    want = kernels.mass_select(*args, **named, config=256)
+    q = torch.stack((q, q), -1)[..., 0]
+    near = torch.cat((near, near), 1)[:, : near.shape[1]]
+    scores = torch.cat((scores, scores), 2)[..., : scores.shape[2]]
+    got = kernels.mass_select(scores, q, channels, near, valid, None, **named, config=256)
+    assert torch.equal(got.ids, want.ids)
+    assert torch.equal(got.mass, want.mass)
