@@ -20,8 +20,9 @@ from ..sparse_decode.split import base_2
 from . import reference
 from .reference import LENGTHS, TOTALS, Selection
 
-CHUNK, WARPS = 4096, 8  # scores and warps of a program. Not tuned yet.
-NEAR = 32  # recent tokens at once
+CHUNKS, WARPS = (512, 4096), 8  # scores of a program, least and most; its warps
+PROGRAMS = 512  # of a launch, while chunks of CHUNKS allow it: some four for each processor of an H200
+NEAR = 64  # recent tokens at once
 HEADS_AT_ONCE = 16  # query heads of a program over the recent tokens
 SLAB = 64  # channels at once there
 
@@ -86,7 +87,7 @@ def _near(
     m_h, m_r = (o_h < GROUP)[:, None], o_r < R
     p_q = row_ptr(q, i_batch, i_head * GROUP) + o_h[:, None].to(tl.int64) * q.head
     b_channel = tl.load(row_ptr(channels, i_batch, i_head) + o_r, mask=m_r, other=0)  # [R]
-    b_own = tl.load(p_q + b_channel[None, :] * q.dim, mask=m_h & m_r[None, :], other=0.0).to(tl.float32)  # [BH, R]
+    b_own = tl.load(p_q + b_channel[None, :] * q.dim, mask=m_h & m_r[None, :], other=0.0)  # [BH, R]
     b_most, b_sum = tl.full([BH], float("-inf"), tl.float32), tl.zeros([BH], tl.float32)
     b_over_most, b_over = b_most, b_sum
     recent = 0.0
@@ -99,10 +100,10 @@ def _near(
         for d in range(0, DK, BD):
             o_d = d + tl.arange(0, BD)
             m_d = (o_d < DK)[None, :]
-            b_q = tl.load(p_q + o_d[None, :] * q.dim, mask=m_h & m_d, other=0.0).to(tl.float32)  # [BH, BD]
-            b_k = tl.load(p_k + o_d[None, :], mask=m_n[:, None] & m_d, other=0.0).to(tl.float32)  # [BN, BD]
-            b_s = tl.dot(b_q, tl.trans(b_k), b_s, input_precision="ieee")
-        b_k = tl.load(p_k + b_channel[None, :], mask=m_n[:, None] & m_r[None, :], other=0.0).to(tl.float32)  # [BN, R]
+            b_q = tl.load(p_q + o_d[None, :] * q.dim, mask=m_h & m_d, other=0.0)  # [BH, BD]
+            b_k = tl.load(p_k + o_d[None, :], mask=m_n[:, None] & m_d, other=0.0).to(b_q.dtype)  # [BN, BD]
+            b_s = tl.dot(b_q, tl.trans(b_k), b_s, input_precision="ieee")  # 16-bit factors: exact, on tensor cores
+        b_k = tl.load(p_k + b_channel[None, :], mask=m_n[:, None] & m_r[None, :], other=0.0).to(b_own.dtype)  # [BN, R]
         b_label = base_2(tl.dot(b_own, tl.trans(b_k), input_precision="ieee"), scale, softcap)
         b_s = base_2(b_s, scale, softcap)  # [BH, BN]
         b_most, b_sum = _add(b_most, b_sum, tl.where(m_n[None, :], b_s, float("-inf")))
@@ -362,8 +363,9 @@ def mass_select(
     )
     require_dense_rows(sink_logits=sink_logits)
     batch, heads = recent_kv.shape[:2]
-    group, n, size = q.shape[1] // heads, scores.shape[-1], config or CHUNK
-    rows, chunks, device = batch * heads, triton.cdiv(n, size), scores.device
+    group, n, rows, device = q.shape[1] // heads, scores.shape[-1], batch * heads, scores.device
+    size = config or min(max(triton.next_power_of_2(triton.cdiv(n * rows, PROGRAMS)), CHUNKS[0]), CHUNKS[1])
+    chunks = triton.cdiv(n, size)
     shape = (batch, heads)
 
     def empty(dtype: torch.dtype, *more: int) -> torch.Tensor:
@@ -409,7 +411,7 @@ def mass_select(
     )
     bytes_of = operand(Rows, bins)
     args = listed, sums, bytes_of, counts, n, chunks, *scales
-    fixed = {"SUM": group_reduce == "sum", "GROUP": group, "BC": 16}
+    fixed = {"SUM": group_reduce == "sum", "GROUP": group, "BC": min(triton.next_power_of_2(chunks), 256)}
     launch(mass_select_bin_kernel, (chunks, rows), scores, *args, **fixed, **tile)
     limits = 1 - threshold, min_tokens, (1 << 31) - 1 if max_tokens is None else max_tokens
     args = (
