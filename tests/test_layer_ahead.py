@@ -559,7 +559,7 @@ def test_fused_layers_add_the_same(name, monkeypatch):
         cache = predictive(model_config=net.config if name in NEEDS_CONFIG else None, **TIGHT)
         with predict_ahead(net):
             decode(cache, net, steps=4)
-        at = max(i for i, layer in enumerate(cache.sparse_layers) if layer.policy.source == "in_delta")
+            at = max(i for i, layer in enumerate(cache.sparse_layers) if layer.policy.source == "in_delta")
         found.append(added(cache, at))
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
 
