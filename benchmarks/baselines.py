@@ -72,6 +72,12 @@ class Variant:
 
 _BUDGET = {"token_budget": 1024}
 _TWO_LEVEL = {**_BUDGET, "num_blocks": 128}
+_PREDICTED = {
+    "": "tokens chosen for a query of the layer before: its input and what it added last",
+    "layer:mid": "tokens chosen for a query of the layer before: behind its attention",
+    "layer:in": "tokens chosen for a query of the layer before: its input",
+    "own": "tokens chosen for the layer's own query, in place",
+}
 VARIANTS = {
     variant.name: variant
     for variant in (
@@ -99,11 +105,11 @@ VARIANTS = {
         *(
             Variant(
                 f"predictive{f':{predictor}' * bool(predictor)}",
-                f"tokens chosen for a query predicted by {'earlier steps' if predictor else 'the layer before'}",
+                _PREDICTED.get(predictor, "tokens chosen for a query predicted by earlier steps"),
                 settings={"token_budget": 1024, **({"predictor": predictor} if predictor else {})},
                 config=PredictiveConfig,
             )
-            for predictor in ("", "last", "ridge", "assembled", "assembled_ridge", "own", "layer:in")
+            for predictor in ("", "layer:mid", "layer:in", "own", "last", "ridge", "assembled", "assembled_ridge")
         ),
         Variant("predictive:free", "the same selection given for free", settings=_BUDGET, config=FreeConfig),
         *(

@@ -19,7 +19,7 @@ from .removed import Options
 # Names of query predictors (predictor/query.py) and what their settings may be.
 PREDICTORS = ("last", "ridge", "ridge_softmax", "assembled", "assembled_ridge")
 # Predictions within a step, by the layer before; and none: each layer's own query.
-BY_LAYER = ("layer", "layer:mid", "layer:in", "own")
+BY_LAYER = ("layer", "layer:in_delta", "layer:mid", "layer:in", "own")
 MAX_WINDOW = 32  # one warp holds the Gram matrix of a head in registers; longer windows measured no better
 MIN_EPSILON = 1e-4  # the Gram matrix's condition number stays below MAX_WINDOW / MIN_EPSILON: float32 solves that
 
@@ -348,9 +348,11 @@ class PredictiveConfig(SparseConfig):
     Args:
         token_budget: tokens attended per step, row and KV head, beside sinks and recent window.
         predictor: how a query is known before it is there. ``"layer"``: the layer before expects it in the same step,
-            from the residual stream between its attention and its MLP (``"layer:mid"``), or where a model has no such
-            place, from that layer's input (``"layer:in"``); it takes hooks on the model, which ``optimize()`` or
-            :func:`hf_sparsekv.predict_ahead` installs. Layers that nobody foresees choose by their own query, in
+            from its input plus what it added to the residual stream for the row's token before (``"layer:in_delta"``,
+            the same as ``"layer"``), which leaves a whole layer's time to choose. From the input alone
+            (``"layer:in"``), less right; or from the stream between its attention and its MLP (``"layer:mid"``), as
+            right, but with too little time left to hide the choice. It takes hooks on the model, which ``optimize()``
+            or :func:`hf_sparsekv.predict_ahead` installs. Layers that nobody foresees choose by their own query, in
             place, as all do with ``"own"``. From queries of earlier steps, much less right (docs/accuracy.md):
             ``"last"``, ``"ridge"``, ``"ridge_softmax"``, ``"assembled"`` (AsyncSpade), ``"assembled_ridge"``, or a
             function; see :mod:`hf_sparsekv.predictor.query`. ``None``: ``"layer"``; ``"assembled_ridge"`` with a second

@@ -113,7 +113,7 @@ def test_models_whose_residual_stream_is_found(name):
     with predict_ahead(net) as tap:
         tap.hooks._check()
         found = tap.layers
-    assert all(where == "mid" for index, where in found.items() if index), found
+    assert all(where == "in, mid" for index, where in found.items() if index), found
     assert found.get(0, "there is no layer before it") == "there is no layer before it"
 
 
@@ -133,7 +133,7 @@ def test_only_queries_are_projected(name, monkeypatch):
 
 
 def test_a_norm_that_sees_no_residual_stream_is_not_taken_for_it():
-    """Norms behind the attention (OLMo 2): the input of the layer before is asked."""
+    """Norms behind the attention (OLMo 2): the layer before has an input, and no place half-way."""
 
     class After(torch.nn.Module):
         def __init__(self, own) -> None:
@@ -153,7 +153,7 @@ def test_a_norm_that_sees_no_residual_stream_is_not_taken_for_it():
         assert tap.layers == {0: "there is no layer before it", 1: "in", 2: "in"}
         cache = predictive(**TIGHT, predictor="layer")
         decode(cache, net, steps=3)
-        assert [layer.policy.source for layer in cache.sparse_layers] == [None, "in", "in"]
+        assert [layer.policy.source for layer in cache.sparse_layers] == [None, "in_delta", "in_delta"]
         assert cache.stats().foreseen_calls == 2 * 3
         with pytest.warns(UserWarning, match="layers 1, 2 choose tokens by their own query.*no place for 'layer:mid'"):
             decode(predictive(**TIGHT, predictor="layer:mid"), net, steps=3)
@@ -169,30 +169,60 @@ class LayerOracle(Oracle):
         known = {name: getattr(config, name) for name in config.__dataclass_fields__}
         super().__init__(SimpleNamespace(**{**known, "level": "token", "num_blocks": None}), lag=False)
         self.expected: dict[int, Tensor] = {}
+        self.inputs: dict[int, Tensor] = {}  # of the layer before
+        self.added: dict[int, Tensor] = {}  # by the layer before, for the last token
         self.selected = 0
 
     def decode_columns(self, state, layer, row, head, group, query, key) -> list[int]:
-        config, held = self.config, state.full_blocks * self.config.block_size
-        late = held + config.window + config.max_draft < config.start_length
-        if layer < config.dense_layers or held <= config.token_budget or late:
+        if not self.selects(layer):
             return self.real(row, key.shape[2])
         self.selected += state.channels is not None
         return super().decode_columns(state, layer, row, head, group, self.expected.get(layer, query), key)
+
+    def selects(self, layer: int) -> bool:
+        """As far as the budget and the length have a say; channels aside."""
+        config, held = self.config, self.layers[layer].full_blocks * self.config.block_size
+        late = held + config.window + config.max_draft < config.start_length
+        return not (layer < config.dense_layers or held <= config.token_budget or late)
+
+    def crop(self, length: int) -> None:
+        super().crop(length)
+        self.added.clear()
+
+    def map_rows(self, index: Tensor) -> None:
+        super().map_rows(index)
+        self.added = {at: added[index] for at, added in self.added.items()}
 
     def follow(self, net, place: str) -> None:
         """Work out each query from the stream of the layer before."""
         for at, (before, layer) in enumerate(zip(net.model.layers, net.model.layers[1:]), 1):
             before.register_forward_pre_hook(self._given(at, layer, place), with_kwargs=True)
+            layer.register_forward_pre_hook(self._ended(at))
             if place == "mid":
                 before.post_attention_layernorm.register_forward_pre_hook(self._mid(at, layer))
 
     def _given(self, at: int, layer, place: str):
         def given(module, args, kwargs):
             self.turn = kwargs["position_embeddings"]
+            self.inputs[at] = args[0][:, -1:]
             if place == "in":
                 self.expected[at] = self.query(layer, args[0])
+            elif place == "in_delta" and args[0].shape[1] == 1:
+                self.expected[at] = self.query(layer, args[0] + self.added.get(at, 0))
 
         return given
+
+    def _ended(self, at: int):
+        def ended(module, args):
+            added = args[0][:, -1:] - self.inputs[at]
+            if args[0].shape[1] > 1:
+                self.added[at] = added * self.valid[:, -1, None, None]
+            elif self.selects(at) and self.layers[at].channels is not None:
+                self.added[at] = added
+            else:
+                self.added.pop(at, None)
+
+        return ended
 
     def _mid(self, at: int, layer):
         def mid(module, args):
@@ -208,7 +238,8 @@ class LayerOracle(Oracle):
 
 
 class LayerRace(Race):
-    def __init__(self, name="llama", offload=False, captured=False, place="mid", **config) -> None:
+    def __init__(self, name="llama", offload=False, captured=False, **config) -> None:
+        place = config.get("predictor", "layer").partition(":")[2] or "in_delta"
         ours = predictive(offload, **{**TIGHT, **config})
         super().__init__(ours, LayerOracle(ours.config), name, captured)
         if not captured:
@@ -230,7 +261,9 @@ class LayerRace(Race):
 CASES = {
     "usual": ("llama", False, {}),
     "query norms": ("qwen3", True, {}),
+    "by its name": ("llama", True, {"predictor": "layer:in_delta"}),
     "input of the layer before": ("llama", True, {"predictor": "layer:in"}),
+    "half-way": ("qwen3", True, {"predictor": "layer:mid"}),
     "offloaded": ("llama", True, {}),
     "offloaded, not copied": ("llama", OffloadConfig(device_pool=0), {}),
     "labels of 16 bits": ("llama", True, {"label_bits": 16, "token_reduce": "mean"}),
@@ -247,8 +280,7 @@ CASES = {
 def test_logits_follow_the_oracle(case, captured, pads):
     """Over the sealing of two blocks: what is sealed is selectable in the next step."""
     name, offload, config = CASES[case]
-    place = "in" if config.get("predictor") == "layer:in" else "mid"
-    race = LayerRace(name, offload, captured, place, **config)
+    race = LayerRace(name, offload, captured, **config)
     start = prompt(2 if pads else 1, 130, pads)
     assert race.feed(start["input_ids"], start["attention_mask"]) < TOLERANCE
     assert race.run(36) < TOLERANCE
@@ -312,22 +344,36 @@ def go_on(cache, net=None, steps: int = 12) -> Tensor:
         return torch.cat([net(t, past_key_values=cache).logits.clone() for t in tokens], 1)
 
 
+def forget(cache) -> None:
+    """What the layers before have added is unknown."""
+    for layer in cache.sparse_layers:
+        layer.policy.added_at = None
+
+
+def added(cache, layer: int = 1) -> Tensor | None:
+    """What the layer before is taken to add in the next step; None for nothing."""
+    policy = cache.sparse_layers[layer].policy
+    return policy.added.clone() if policy.added_at == cache.get_seq_length() else None
+
+
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "stream"])
 def test_copies_and_files_go_on_alike(offload, tmp_path):
-    """Nothing that was chosen has to come with them."""
+    """Nothing that was chosen has to come with them; what the layer before has added comes with copies alone."""
     cache = predictive(offload, **TIGHT)
     decode(cache)
-    copied = copy.deepcopy(cache)
+    copied, unknown = copy.deepcopy(cache), copy.deepcopy(cache)
+    forget(unknown)
     cache.save(tmp_path / "cache")
     loaded = SparseCache.load(tmp_path / "cache")
     assert loaded.config == cache.config and type(loaded) is AsyncPredictiveCache
-    expected = go_on(cache)
-    for other in (copied, loaded):
-        torch.testing.assert_close(go_on(other), expected, rtol=1e-4, atol=1e-4)
+    expected = go_on(cache), go_on(unknown)
+    assert not torch.equal(*expected)
+    for other, like in zip((copied, loaded), expected):
+        torch.testing.assert_close(go_on(other), like, rtol=1e-4, atol=1e-4)
         assert other.sparse_layers[1].store.counters.foreseen >= 12
 
 
-@pytest.mark.parametrize("then", ["layer:in", "own", "last", "assembled_ridge"])
+@pytest.mark.parametrize("then", ["layer:in_delta", "layer:in", "own", "last", "assembled_ridge"])
 @pytest.mark.parametrize("first", [None, "layer", "ridge"])
 def test_a_file_may_go_on_with_another_predictor(first, then, tmp_path):
     """What the new one needs to know of earlier steps begins anew."""
@@ -341,7 +387,8 @@ def test_a_file_may_go_on_with_another_predictor(first, then, tmp_path):
     assert again.config == cache.config
     other = SparseCache.load(tmp_path / "cache", predictive(**TIGHT, predictor=then).config)
     found = go_on(other)
-    if then in ("layer:in", "own"):
+    if then in ("layer:in_delta", "layer:in", "own"):
+        forget(expected)
         torch.testing.assert_close(found, go_on(expected), rtol=1e-4, atol=1e-4)
     else:  # nothing was chosen for the first step, unless the prompt's queries were known
         assert other.stats().sparse_calls == (24 if first == "ridge" else 22)
@@ -394,15 +441,139 @@ def test_captured_steps_of_other_architectures(name):
     assert runner.replays == 0 if name == "qwen3-next" else runner.replays == 24
 
 
+# ---------------------------------------------------------------------- what the layer before has added
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
+def test_what_the_layer_before_has_added(name, captured, monkeypatch):
+    """By its own input and output, of prompts in pieces and of steps, at one address."""
+    net = deep(name)
+    if captured:
+        Imitation(net).install()
+    else:
+        predict_ahead(net)
+    seen, cache = Recorder(net, monkeypatch), predictive(True, **TIGHT)
+    ids = prompt(2, 170, seed=5)["input_ids"]
+    place = None
+    for piece in (*ids[:, :140].split(70, dim=1), *ids[:, 140:165].split(1, dim=1), ids[:, 165:]):
+        with torch.no_grad():
+            net(piece, past_key_values=cache)
+        for at in (1, 2):
+            expected = seen.given[at][0][:, -1:] - seen.given[at - 1][0][:, -1:]
+            torch.testing.assert_close(added(cache, at), expected, rtol=1e-4, atol=1e-5)
+        place = place or cache.sparse_layers[1].policy.added.data_ptr()
+        assert cache.sparse_layers[1].policy.added.data_ptr() == place
+        assert cache.sparse_layers[0].policy.added is None, "there is no layer before it"
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
+def test_nothing_is_added_where_the_last_token_is_another(captured, monkeypatch, tmp_path):
+    net = build("llama", "sparsekv")
+    tap = predict_ahead(net)
+    if captured:
+        Imitation(net).install()
+    read = []
+    does = LayerAheadPolicy.expected
+
+    def expected(self, stream, store):
+        found = does(self, stream, store)
+        read.append(bool((found != stream).any()))
+        return found
+
+    monkeypatch.setattr(LayerAheadPolicy, "expected", expected)
+
+    def next_steps(cache) -> list[bool]:
+        found = []
+        for _ in range(2):
+            go_on(cache, net, steps=1)
+            found.append(read[-1])  # a capture tries its step first
+        return found
+
+    cache = predictive(True, **TIGHT)
+    decode(cache, net, steps=3)
+    assert next_steps(cache) == [True, True]
+    cache.save(tmp_path / "cache")
+    assert next_steps(SparseCache.load(tmp_path / "cache")) == [False, True]
+    cache.crop(-2)
+    assert added(cache) is None
+    assert next_steps(cache) == [False, True]
+    tap.remove()
+    if not captured:  # steps that nobody has seen
+        with pytest.warns(UserWarning, match="in place"):
+            go_on(cache, net, steps=1)
+        tap.install()
+        assert next_steps(cache) == [False, True]
+    cache.reset()
+    assert added(cache) is None
+    decode(cache, net, steps=1)
+    assert next_steps(cache) == [True, True]
+    cache.crop(-3)
+    ids = prompt(2, 3)["input_ids"]
+    with torch.no_grad():
+        net(ids, past_key_values=cache)  # several tokens, such as drafts, leave what was added for the last one
+    assert next_steps(cache) == [True, True]
+
+
+def test_rows_that_end_with_padding_add_nothing():
+    net, cache = build("llama", "sparsekv"), predictive(**TIGHT)
+    inputs = prompt(2, 90)
+    inputs["attention_mask"][1, -4:] = 0
+    with predict_ahead(net), torch.no_grad():
+        net(**inputs, past_key_values=cache)
+    assert added(cache)[0].any() and not added(cache)[1].any()
+
+
+def test_a_trial_run_leaves_what_was_added_as_it_was(monkeypatch):
+    net = build("llama", "sparsekv")
+    runner = Imitation(net)
+    runner.install()
+    cache, seen = predictive(True, **TIGHT), []
+    capture, record = runner._capture, runner._record
+
+    def watched(ids, positions, cache, *rest):
+        before = added(cache)
+        step = capture(ids, positions, cache, *rest)
+        seen.append((before, added(cache)))
+        return step
+
+    def recorded(*args):
+        found = record(*args)
+        seen.append(cache.sparse_layers[1].policy.added.clone())
+        return found
+
+    monkeypatch.setattr(runner, "_capture", watched)
+    monkeypatch.setattr(runner, "_record", recorded)
+    decode(cache, net, steps=2)
+    changed, (before, after) = seen[:2]
+    assert torch.equal(before, after) and before.any()
+    assert not torch.equal(changed, before), "the trial did write it"
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_layers_add_the_same(name, monkeypatch):
+    plain, fused, found = deep(name), deep(name), []
+    monkeypatch.setattr(fused_layers, "accelerated", lambda t: True)
+    assert fuse(fused) is not None
+    for net in (plain, fused):
+        cache = predictive(model_config=net.config if name in NEEDS_CONFIG else None, **TIGHT)
+        with predict_ahead(net):
+            decode(cache, net, steps=4)
+            at = max(i for i, layer in enumerate(cache.sparse_layers) if layer.policy.source == "in_delta")
+        found.append(added(cache, at))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+
+
 # ---------------------------------------------------------------------- beside the layer before
 
 
-def test_a_captured_step_chooses_while_the_layer_before_computes(monkeypatch):
+@pytest.mark.parametrize("place", ["in_delta", "mid"])
+def test_a_captured_step_chooses_while_the_layer_before_computes(place, monkeypatch):
     """The attention waits for that alone, and what is read beside it lives as long."""
     net, order = build("llama", "sparsekv"), []
     runner = Imitation(net)
     runner.install()
-    cache = predictive(True, **TIGHT)
+    cache = predictive(True, **TIGHT, predictor=f"layer:{place}")
     decode(cache, net, steps=1)
     ahead = Replay.ahead
 
@@ -412,7 +583,7 @@ def test_a_captured_step_chooses_while_the_layer_before_computes(monkeypatch):
         return lambda: (order.append("wait"), done())
 
     monkeypatch.setattr(Replay, "ahead", waiting)
-    for name in ("foresee", "attend"):
+    for name in ("foresee", "attend", "note_added"):
         does = getattr(LayerAheadPolicy, name)
         monkeypatch.setattr(
             LayerAheadPolicy, name, lambda self, *a, does=does, n=name: (order.append(n), does(self, *a))[1]
@@ -420,19 +591,25 @@ def test_a_captured_step_chooses_while_the_layer_before_computes(monkeypatch):
     for at, layer in enumerate(net.model.layers):
         layer.mlp.register_forward_pre_hook(lambda *_, at=at: order.append(f"mlp {at}"))
     go_on(cache, net, steps=1)
-    assert order == ["attend", "ahead", "foresee", "mlp 0", "wait", "attend", "mlp 1"]
+    if place == "mid":
+        assert order == ["attend", "ahead", "foresee", "mlp 0", "wait", "attend", "mlp 1"]
+    else:  # what layer 0 has added is noted in the fork behind the attention that follows
+        assert order == ["ahead", "foresee", "attend", "mlp 0", "wait", "attend", "note_added", "mlp 1"]
     assert all(layer.awaited is None for layer in cache.sparse_layers)
 
 
+@pytest.mark.parametrize("place", ["in_delta", "mid"])
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
-def test_a_choice_that_fails_leaves_a_cache_to_reset(captured, monkeypatch):
+def test_a_choice_that_fails_leaves_a_cache_to_reset(captured, place, monkeypatch):
+    """Or, in an eager step, one that goes on: before the first layer has attended nothing is cached."""
     net = build("llama", "sparsekv")
     if captured:
         Imitation(net).install()
     else:
         predict_ahead(net)
-    cache = predictive(True, **TIGHT)
+    cache = predictive(True, **TIGHT, predictor=f"layer:{place}")
     decode(cache, net, steps=3)
+    unhurt = copy.deepcopy(cache)
 
     def full(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -441,12 +618,14 @@ def test_a_choice_that_fails_leaves_a_cache_to_reset(captured, monkeypatch):
         patch.setattr(LayerAheadPolicy, "foresee", full)
         with pytest.raises(torch.OutOfMemoryError):
             go_on(cache, net, steps=1)
-    if not captured:
+    if place == "in_delta" and not captured:
+        torch.testing.assert_close(go_on(cache, net, steps=3), go_on(unhurt, net, steps=3), rtol=1e-4, atol=1e-4)
+    elif not captured:
         with pytest.raises(RuntimeError, match=r"[Cc]all reset\(\)"):
             go_on(cache, net, steps=1)
     cache.reset()
-    again = decode(cache, net)
-    torch.testing.assert_close(again, decode(predictive(True, **TIGHT), net), rtol=1e-4, atol=1e-4)
+    again, new = decode(cache, net), predictive(True, **TIGHT, predictor=f"layer:{place}")
+    torch.testing.assert_close(again, decode(new, net), rtol=1e-4, atol=1e-4)
 
 
 # ---------------------------------------------------------------------- without hooks, and after them
@@ -482,7 +661,7 @@ def test_hooks_go_without_a_trace():
         decode(cache, net, steps=2)
     assert cache.stats().foreseen_calls == 2
     unoptimize(net)
-    assert second.layers == {0: "there is no layer before it", 1: "mid"}
+    assert second.layers == {0: "there is no layer before it", 1: "in, mid"}
     second.remove()
     assert {name: dict(module.__dict__) for name, module in net.named_modules()} == before
     with pytest.warns(UserWarning, match="in place"):

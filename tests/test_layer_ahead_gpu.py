@@ -37,11 +37,12 @@ def logits(net, cache, steps: int = 40) -> torch.Tensor:
         return torch.cat([net(t, past_key_values=cache).logits.clone() for t in ids[:, 150:].split(1, dim=1)], 1)
 
 
+@pytest.mark.parametrize("predictor", ["layer", "layer:mid", "layer:in"])
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "stream"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gemma3", "deepseek-v3"])
-def test_captured_steps_wait_for_what_is_chosen(name, offload, slow):
+def test_captured_steps_wait_for_what_is_chosen(name, offload, predictor, slow):
     eager, fast = pair(name)
-    caches = predictive(offload, **TIGHT), predictive(offload, **TIGHT)
+    caches = [predictive(offload, **TIGHT, predictor=predictor) for _ in range(2)]
     expected, found = (logits(net, cache) for net, cache in zip((eager, fast), caches))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     stats = [cache.stats() for cache in caches]
@@ -49,20 +50,40 @@ def test_captured_steps_wait_for_what_is_chosen(name, offload, slow):
     assert runner_of(fast).replays == 40
 
 
+@pytest.mark.parametrize("predictor", ["layer", "layer:mid"])
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "stream"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gemma3", "deepseek-v3"])
-def test_fused_layers_give_the_stream_as_well(name, offload, monkeypatch, request):
+def test_fused_layers_give_the_stream_as_well(name, offload, predictor, request):
     """And do not reuse its memory before it has been read."""
     found = []
     for late in (False, True):
         if late:
             request.getfixturevalue("slow")
         net = optimize(build(name, "sparsekv").cuda().to(torch.bfloat16), fused=True)
-        cache = predictive(offload, **TIGHT)
+        cache = predictive(offload, **TIGHT, predictor=predictor)
         found.append(logits(net, cache))
         assert cache.stats().foreseen_calls > 0
         assert runner_of(net).replays == 40
     assert torch.equal(*found)
+
+
+def test_what_the_layer_before_has_added_is_there_for_the_next_step(monkeypatch):
+    """Noted late, beside the step's end: the step still ends behind it, and reads nothing that was reused."""
+    note = LayerAheadPolicy.note_added
+
+    def late(self, *args):
+        if len(args) == 2:  # in a captured step
+            torch.cuda._sleep(CYCLES)
+        note(self, *args)
+
+    eager, fast = pair("llama")
+    monkeypatch.setattr(LayerAheadPolicy, "note_added", late)
+    caches = predictive(True, **TIGHT), predictive(True, **TIGHT)
+    expected, found = (logits(net, cache) for net, cache in zip((eager, fast), caches))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert runner_of(fast).replays == 40
+    added = [cache.sparse_layers[1].policy.added for cache in caches]
+    torch.testing.assert_close(*added, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek-v3"])

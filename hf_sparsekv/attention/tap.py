@@ -1,8 +1,10 @@
 """``predict_ahead(model)``: the query of a layer, expected from the residual stream of the layer before it.
 
-A decoder layer adds little to the residual stream. What layer ``l`` would ask of the stream as it is when layer
-``l - 1`` has attended, but has not run its MLP yet, is therefore close to what it does ask (InfiniGen speculates so).
-That query is known early enough to choose layer ``l``'s tokens while layer ``l - 1`` computes its MLP.
+A decoder layer adds little to the residual stream. What layer ``l`` would ask of the stream as it enters layer
+``l - 1`` is therefore close to what it does ask (InfiniGen speculates so); closer if what layer ``l - 1`` added for the
+row's token before is added to it; and as close if layer ``l - 1`` has attended, but has not run its MLP yet. The first
+two queries are known early enough to choose layer ``l``'s tokens while all of layer ``l - 1`` computes, the third while
+its MLP does.
 
 How a query follows from the stream is up to the model: norms, joined projections, query norms, rotary embedding. So
 layer ``l``'s own ``forward()`` is run on the stream, with two changes that only that call sees: what keys and values
@@ -170,11 +172,19 @@ class Point:
         return self.layer._modules[self.attention]
 
     def source(self, foresight: str) -> str | None:
-        """Where the stream is taken for what a cache asks for: ``"mid"``, ``"in"``, or nowhere."""
-        if foresight == "layer":
-            return "in" if self.norm is None else "mid"
-        _, _, wanted = foresight.partition(":")
+        """Where the stream is taken for what a cache asks for: ``"in_delta"``, ``"in"``, ``"mid"``, or nowhere."""
+        wanted = _place(foresight)
         return None if wanted == "mid" and self.norm is None else wanted
+
+    @property
+    def like(self) -> Tensor:
+        """A weight of the stream's type: a norm's, because projections may be quantised."""
+        return min((p for p in self.layer.parameters() if p.is_floating_point()), key=lambda p: p.ndim)
+
+    @property
+    def width(self) -> int:
+        """Of the stream."""
+        return self.module.config.hidden_size
 
     @torch.no_grad()
     def query(self, stream: Tensor, given: dict[str, Any], whole: bool = False) -> Tensor:
@@ -201,6 +211,11 @@ class Point:
         return (Absorbed(module).queries(query) if is_mla(module) else query)[:, :, 0]
 
 
+def _place(foresight: str) -> str:
+    """Where a cache wants the stream to be taken. ``"layer"`` is the most exact that leaves a whole layer's time."""
+    return foresight.partition(":")[2] or "in_delta"
+
+
 class ForeseeingCache(Protocol):
     """What the hooks need of a cache.
 
@@ -220,6 +235,7 @@ class _Here(threading.local):
     """What the hooks of one thread's forward pass hand to each other."""
 
     call: tuple | None = None  # a layer of a cache that waits for the stream, and what its decoder layer will be given
+    before: Tensor | None = None  # the input of the layer that computes; of several tokens, the last one's
     positions: dict[str, Any] | None = None  # position embeddings of this step, by the kind of layer
 
 
@@ -269,8 +285,12 @@ class Hooks:
     # ------------------------------------------------------------------ hooks
 
     def install(self) -> None:
+        ends = {point.layer: point for point in self.points.values()}
+        begins = {point.before: point for point in self.points.values()}
+        for layer in dict.fromkeys((*begins, *ends)):
+            hook = self._entered(layer, ends.get(layer), begins.get(layer))
+            self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
         for point in self.points.values():
-            self._handles.append(point.before.register_forward_pre_hook(self._entered(point), with_kwargs=True))
             if point.norm is not None:
                 self._handles.append(point.norm.register_forward_pre_hook(self._half_way(point)))
         if any(point.kind for point in self.points.values()):
@@ -288,31 +308,42 @@ class Hooks:
 
     # Functions and not methods: copies of a model copy its hooks, and theirs are to do nothing.
 
-    def _entered(self, point: Point) -> Callable:
-        here, before = self._here, point.before
+    def _entered(self, own: nn.Module, ends: Point | None, begins: Point | None) -> Callable:
+        """A decoder layer is called: the layer before, of the point ``ends``, is done; that of ``begins`` starts."""
+        here = self._here
 
         def entered(module: nn.Module, args: tuple, given: dict[str, Any]) -> None:
-            here.call = None
+            before, here.before, here.call = here.before, None, None
             cache = given.get("past_key_values")
-            if getattr(cache, "foresight", None) is None or module is not before:
+            if getattr(cache, "foresight", None) is None or module is not own:
                 return
             stream = args[0] if args else given.get("hidden_states")
-            if len(args) > 1 or stream is None or stream.ndim != 3 or stream.shape[1] != 1:
+            if len(args) > 1 or stream is None or stream.ndim != 3:
+                return
+            one, by_delta = stream.shape[1] == 1, _place(cache.foresight) == "in_delta"
+            if not one and not by_delta:
                 return
             self.meet(cache)
-            layer = cache.layers[point.index] if point.index < len(cache.layers) else None
-            policy = getattr(layer, "policy", None)
-            if policy is None or policy.source is None or point.module.config._attn_implementation != "sparsekv":
+            if before is not None and before.device == stream.device and (layer := _waiting(ends, cache)) is not None:
+                mask = given.get("attention_mask")
+                layer.note_added(before, stream, mask if isinstance(mask, Tensor) and mask.ndim == 2 else None)
+            if begins is None:
+                return
+            if by_delta:  # a new cache has no layers yet that would ask for it
+                here.before = stream if one else stream[:, -1:].detach().clone()  # a long prompt need not live on
+            layer = _waiting(begins, cache)
+            if not one or layer is None:
                 return
             given = {name: value for name, value in given.items() if name != "hidden_states"}
-            if point.kind is not None:
-                if here.positions is None or point.kind not in here.positions:
+            if begins.kind is not None:
+                if here.positions is None or begins.kind not in here.positions:
                     return
-                given["position_embeddings"] = here.positions[point.kind]
-            if policy.source == "in":
-                layer.foresee(lambda: point.query(stream, given), stream)
-            else:
+                given["position_embeddings"] = here.positions[begins.kind]
+            policy = layer.policy
+            if policy.source == "mid":
                 here.call = layer, given
+            else:
+                layer.foresee(lambda: begins.query(policy.expected(stream, layer.store), given), stream)
 
         return entered
 
@@ -356,6 +387,7 @@ class Hooks:
         for layer in wanting:
             point = self.points.get(layer.index)
             layer.policy.source = None if point is None else point.source(cache.foresight)
+            layer.policy.stream_like = None if point is None else (point.width, point.like.dtype)
         self._met.add(cache)
         cache.met = True
         without = [layer.index for layer in wanting if layer.policy.source is None]
@@ -376,7 +408,7 @@ class Hooks:
         """Try all layers on made-up input: drop those that cannot be asked, and norms that see no residual stream."""
         self._checked = True
         here = self._here
-        call, positions, here.call = here.call, here.positions, None  # an eager step may be under way
+        call, before, positions, here.call = here.call, here.before, here.positions, None  # a pass may be under way
         for index, point in list(self.points.items()):
             try:
                 stream, given = self._made_up(point)
@@ -388,16 +420,14 @@ class Hooks:
             except Exception as error:  # whatever a model's own code does with input that it does not expect
                 self.skipped[index] = f"its query cannot be had beforehand: {type(error).__name__}, {error}"
                 del self.points[index]
-        here.call, here.positions = call, positions
+        here.call, here.before, here.positions = call, before, positions
 
     def _made_up(self, point: Point) -> tuple[Tensor, dict[str, Any]]:
         """Two rows of input for a layer, and what else it is given. No random number is drawn."""
         devices = {p.device for layer in (point.before, point.layer) for p in layer.parameters()}
         if len(devices) > 1 or any(device.type == "meta" for device in devices):
             raise RuntimeError("its weights and those of the layer before lie on several devices")
-        weights = [p for p in point.layer.parameters() if p.is_floating_point()]
-        like = min(weights, key=lambda p: p.ndim)  # a norm's: projections may be quantised
-        width = point.module.config.hidden_size
+        like, width = point.like, point.width
         with torch.inference_mode(False):
             stream = torch.arange(2 * width, device=like.device).mul(0.7).sin().to(like.dtype).view(2, 1, width)
             position = torch.full((2, 1), 3, device=like.device)
@@ -408,6 +438,17 @@ class Hooks:
             with torch.no_grad():
                 given["position_embeddings"] = self.rotary(stream, position, **more)
         return stream, given
+
+
+def _waiting(point: Point | None, cache: ForeseeingCache):
+    """The layer of a cache that waits for what a point gives; None if it does not."""
+    if point is None or point.index >= len(cache.layers):
+        return None
+    layer = cache.layers[point.index]
+    policy = getattr(layer, "policy", None)
+    if policy is None or policy.source is None or point.module.config._attn_implementation != "sparsekv":
+        return None
+    return layer
 
 
 def _sees_stream(point: Point, stream: Tensor, given: dict[str, Any]) -> bool:
@@ -533,10 +574,10 @@ class QueryTap:
 
     @property
     def layers(self) -> dict[int, str]:
-        """What is done for each layer: where its query is expected from, or why it is not."""
+        """For each layer: where the layer before is tapped (``"in"``, or ``"in, mid"``), or why it is not."""
         if self.hooks is None:
             return {}
-        found = {i: "in" if point.norm is None else "mid" for i, point in self.hooks.points.items()}
+        found = {i: "in" if point.norm is None else "in, mid" for i, point in self.hooks.points.items()}
         return dict(sorted({**found, **self.hooks.skipped}.items()))
 
     def __repr__(self) -> str:

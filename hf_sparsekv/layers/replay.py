@@ -23,6 +23,8 @@ class Replay:
         self.valid, self.side, self.shared = valid, side, shared
         self._forked = False
         self._waiting: list[Callable[[], None]] = []
+        self._behind: list[Callable[[], None]] = []
+        self._kept: list[Callable[[], None]] = []
 
     def fork(self, work: Callable[[], None], layers_per_launch: int = 1) -> None:
         """Run ``work`` on the side stream, ``layers_per_launch`` at once; :meth:`join` before the step ends."""
@@ -34,20 +36,40 @@ class Replay:
         """Run ``work`` on the side stream at once."""
         if self.side is None:
             work()
+            self._run_behind()
             return
         self.side.wait_stream(torch.cuda.current_stream())
         self._forked = True
         with torch.cuda.stream(self.side):
             work()
+            self._run_behind()
 
     def ahead(self, work: Callable[[], None]) -> Callable[[], None]:
         """Run ``work`` beside what follows. What it returns makes the rest of the step wait for it."""
-        self.on_side_stream(work)
         if self.side is None:
+            self.on_side_stream(work)
             return lambda: None
         done = torch.cuda.Event()
-        done.record(self.side)
+
+        def marked() -> None:
+            work()
+            done.record(self.side)
+
+        self.on_side_stream(marked)
         return lambda: torch.cuda.current_stream().wait_event(done)
+
+    def behind(self, work: Callable[[], None]) -> None:
+        """Run ``work`` on the side stream behind what is launched there next: nothing in this step waits for it.
+
+        It needs no fork of its own. Tensors that it holds live until the step ends.
+        """
+        self._behind.append(work)
+
+    def _run_behind(self) -> None:
+        works, self._behind = self._behind, []
+        self._kept += works  # the step's own stream must not reuse what they read
+        for work in works:
+            work()
 
     def _run(self) -> None:
         layers_per_launch, self._waiting = self._waiting, []
@@ -60,7 +82,7 @@ class Replay:
 
     def join(self) -> None:
         """Launch what is waiting, and wait for all work on the side stream."""
-        if self._waiting:
+        if self._waiting or self._behind:
             self._run()
         self.come_back()
 

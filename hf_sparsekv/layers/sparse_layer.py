@@ -268,7 +268,7 @@ class SparseLayer(Owned, CacheLayerMixin):
 
     @torch.no_grad()
     def foresee(self, query: Callable[[], Tensor], stream: Tensor) -> None:
-        """The layer before is half-way through a decode step, and ``query()`` is what it expects this one to ask.
+        """The layer before has begun a decode step, and ``query()`` is what it expects this one to ask.
 
         Args:
             query: gives ``[batch, Hq, Dk]``.
@@ -285,6 +285,30 @@ class SparseLayer(Owned, CacheLayerMixin):
         plan = policy.plan(store)
         if plan.foresees:
             policy.foresee(query(), store, plan)
+
+    @torch.no_grad()
+    def note_added(self, before: Tensor, after: Tensor, mask: Tensor | None = None) -> None:
+        """The layer before has ended: what it added to the stream for each row's last token.
+
+        Steps that choose for their own query, or attend to everything, leave it out: nobody reads it, and the first
+        that does begins without (:meth:`.base.Policy.note_added`).
+
+        Args:
+            before, after: its input and output ``[batch, n, hidden]``, or their last columns.
+            mask: ``[batch, columns]``, 0 for padding; of several tokens, to leave out rows that end with padding.
+        """
+        store, policy, replay = self.store, self.policy, self.replay
+        before, after = before.detach(), after.detach()
+        if replay is not None:
+            if self.plan.foresees:
+                replay.behind(lambda: policy.note_added(before, after))
+            return
+        past, new = 0 if store is None else store.length, after.shape[1]
+        if self.broken or (past and after.shape[0] != store.batch):
+            return  # update() refuses it
+        if new == 1 and not (past and policy.plan(store).foresees):
+            return
+        policy.note_added(before[:, -1:], after[:, -1:], past + new, None if new == 1 else mask)
 
     def _begin_step(self) -> None:
         """A decode step begins: blocks are in place, and there is room for marks of those that it attends to."""
@@ -422,6 +446,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         keep = tokens_to_remove if tokens_to_remove > 0 else max(0, self.store.length + tokens_to_remove)
         if keep:
             full_blocks = self.store.full_blocks
+            self.policy.cropped()
             self.store.crop(keep)
             if self.store.full_blocks < full_blocks:
                 self.policy.reopened()

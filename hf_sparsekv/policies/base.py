@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from ..config import OffloadConfig, SparseConfig
@@ -29,15 +30,16 @@ class Policy(State):
     methods are called, in this order, each of which does nothing unless a subclass overrides it:
 
     When tokens come: :meth:`start` with the layer's first ones; :meth:`observe` with each forward's queries and keys
-    (if :attr:`observes`); :meth:`index` or :meth:`sealing` when a block becomes full; :meth:`reopened` when a crop
-    takes full blocks back.
+    (if :attr:`observes`); :meth:`index` or :meth:`sealing` when a block becomes full; :meth:`cropped` before a crop,
+    and :meth:`reopened` when it has taken full blocks back.
 
     In a decode step:
 
     1. :meth:`plan`: what the step will do; everything that follows gets it. Called once, and once more if a block was
        sealed behind the attention. Before a step that is captured or replayed, :meth:`prepare` calls it; an eager step
        calls it after :meth:`observe`, which may end calibration.
-    2. :meth:`foresee`, if the plan says so: the layer before is half-way through the step.
+    2. :meth:`foresee`, if the plan says so: the layer before has begun the step. Where :attr:`source` is
+       ``"in_delta"``, for a query of the stream that :meth:`expected` gives; :meth:`note_added` when that layer ends.
     3. :meth:`observe`, and while a step is being captured :attr:`note`.
     4. :meth:`attend`.
     5. :meth:`account`: the host's share. Not in a capture, but after each replay.
@@ -67,6 +69,7 @@ class Policy(State):
     labels: LabelIndex | None = None
     foresight: str | None = None  # what of the layer before is asked for, see `foresees_by`
     source: str | None = None  # where that comes from: who has put hooks on the model says so
+    stream_like: tuple[int, torch.dtype] | None = None  # and how wide the residual stream is, and of which type
     watch: BlockWatch | None  # a sparse step marks there which blocks it attends to
 
     # Called as note(q, store, plan) in a captured step as soon as its query is known, beside the attention: for what
@@ -107,7 +110,10 @@ class Policy(State):
 
     @classmethod
     def foresees_by(cls, config: SparseConfig, offloaded: bool) -> str | None:
-        """What queries are expected from: ``"layer"``, ``"layer:mid"`` or ``"layer:in"`` (:mod:`..attention.tap`)."""
+        """What queries are expected from (:mod:`..attention.tap`).
+
+        ``"layer:mid"``, ``"layer:in"``, ``"layer:in_delta"``, or ``"layer"``, which is the last.
+        """
         return None
 
     @property
@@ -139,6 +145,9 @@ class Policy(State):
     def sealing(self, store: LayerStore) -> Index | None:
         """Where the fields of :meth:`index` are kept, for the kernel that seals one block; None if it cannot."""
         return Index(store.key_dim) if type(self).index is Policy.index else None
+
+    def cropped(self) -> None:
+        """The last tokens are about to be removed."""
 
     def reopened(self) -> None:
         """A deep crop has removed full blocks: drop selections that refer to them."""
@@ -173,9 +182,20 @@ class Policy(State):
         return store.attend(q, None, "all", params)
 
     def foresee(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
-        """The layer before is half-way through this step, and expects ``q [batch, Hq, Dk]`` of this layer.
+        """The layer before has begun this step, and expects ``q [batch, Hq, Dk]`` of this layer.
 
         If ``plan.foresees``. A captured step runs it beside the layer before; :meth:`attend` comes behind it.
+        """
+
+    def expected(self, stream: Tensor, store: LayerStore) -> Tensor:
+        """What the layer before is expected to give, ``[batch, 1, hidden]``, if its input is ``stream``."""
+        return stream
+
+    def note_added(self, before: Tensor, after: Tensor, length: int | None = None, mask: Tensor | None = None) -> None:
+        """The layer before has ended, for the last of ``length`` tokens: its input and output ``[batch, 1, hidden]``.
+
+        After steps that were foreseen, and after several tokens. A captured step runs it beside the rest, without
+        ``length``, which is the host's (:meth:`replayed`). ``mask [batch, columns]``: 0 for padding.
         """
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan) -> None:

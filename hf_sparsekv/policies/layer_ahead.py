@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..config import PredictiveConfig
+from ..kv.state import Held
 from ..kv.store import LayerStore
 from ..ops.topk_select import token_select
 from ..predictor.channels import LabelChannels
@@ -21,11 +22,18 @@ class LayerAheadPolicy(PredictivePolicy):
     """Tokens of all full blocks by their labels, for the query expected of this step; or for its own query.
 
     Nothing that is chosen outlives its step: what the step before has sealed can be chosen, and crops, beams and copies
-    of the cache have nothing to follow. Where nobody foresees a layer's query (the first layer; no hooks on the model),
-    :meth:`attend` chooses by the query that it gets, before it attends.
+    of the cache have no choice to follow. Where nobody foresees a layer's query (the first layer; no hooks on the
+    model), :meth:`attend` chooses by the query that it gets, before it attends.
+
+    State, with :attr:`source` ``"in_delta"``: what the layer before added to the residual stream for each row's last
+    token. Zero where that is not known: in a new or loaded cache, after a crop, and after steps that were not foreseen.
     """
 
-    HOST: ClassVar = {"foreseen": None}  # columns that were cached when tokens were chosen beforehand
+    TENSORS: ClassVar = {"added": Held(trial=True)}  # [batch, 1, hidden], of the stream's dtype
+    HOST: ClassVar = {
+        "foreseen": None,  # columns that were cached when tokens were chosen beforehand
+        "added_at": None,  # columns cached with the token that `added` belongs to
+    }
     note = None
 
     def __init__(
@@ -65,7 +73,41 @@ class LayerAheadPolicy(PredictivePolicy):
         plan = self.plan(store)
         if not plan.dense and not plan.paged and self._enter(store):
             plan = self.plan(store)
+        if plan.foresees and self.source == "in_delta":
+            width, dtype = self.stream_like
+            self._fit_added((store.batch, 1, width), dtype, store)
         return plan
+
+    @no_inference_mode
+    def _fit_added(self, shape: tuple[int, ...], dtype: torch.dtype, store: LayerStore) -> None:
+        """A step is about to read :attr:`added`: zeros, unless it belongs to the last token."""
+        if self.added is None or tuple(self.added.shape) != shape or self.added.device != store.device:
+            self.added = torch.zeros(shape, dtype=dtype, device=store.device)
+        elif self.added_at != store.length:
+            self.added.zero_()
+        self.added_at = store.length
+
+    def expected(self, stream: Tensor, store: LayerStore) -> Tensor:
+        if self.source != "in_delta":
+            return stream
+        if not store.capturing:
+            self._fit_added(tuple(stream.shape), stream.dtype, store)
+        return stream + self.added.to(stream.dtype)
+
+    @no_inference_mode
+    def note_added(self, before: Tensor, after: Tensor, length: int | None = None, mask: Tensor | None = None) -> None:
+        added = after - before
+        if mask is not None:
+            added = added * (mask[:, -1, None, None] != 0)  # nothing is known of a row that ends with padding
+        if self.added is None or self.added.shape != added.shape or self.added.device != added.device:
+            self.added = torch.empty_like(added)
+        self.added.copy_(added)
+        if length is not None:
+            self.added_at = length
+
+    def cropped(self) -> None:
+        super().cropped()
+        self.added_at = None
 
     def foresee(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         self._choose_for(q, store)
@@ -105,6 +147,7 @@ class LayerAheadPolicy(PredictivePolicy):
         if plan.learns:
             self.labels.stats.tokens += 1
         store.counters.foreseen += plan.foresees
+        self.added_at = store.length if plan.foresees else None
 
     def file_names(self) -> set[str]:
         return super().file_names() | {"queries", "queries_from"}  # of a cache saved with another predictor
