@@ -71,7 +71,7 @@ class Variant:
 
 
 _BUDGET = {"token_budget": 1024}
-_TWO_LEVEL = {**_BUDGET, "num_blocks": 128}
+_TWO_LEVEL = {**_BUDGET, "num_blocks": 128, "level": "two_level", "metadata": "min_max"}
 VARIANTS = {
     variant.name: variant
     for variant in (
@@ -83,6 +83,11 @@ VARIANTS = {
         Variant("captured_dense", "our captured step, dense attention", settings={"token_budget": 1 << 22}),
         Variant("two_level", "blocks, then tokens within them", settings={**_TWO_LEVEL, "lag": False}),
         Variant("two_level:lag", "tokens within the previous step's blocks", settings={**_TWO_LEVEL, "lag": True}),
+        Variant(
+            "two_level:labels",
+            "blocks by their best token's label, then tokens within them",
+            settings={**_TWO_LEVEL, "metadata": "labels"},
+        ),
         Variant("block_only", "whole blocks", settings={"token_budget": 1024, "level": "block", "lag": False}),
         Variant("token_only", "labels of every token", settings={"token_budget": 1024, "level": "token"}),
         *(

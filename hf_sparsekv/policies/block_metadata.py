@@ -20,7 +20,7 @@ class BlockMetadata:
     """Metadata of blocks, in the pool's fields ``bounds`` and, for several parts a block, ``part_fill``."""
 
     def __init__(self, config: TwoLevelConfig | ProgressiveConfig) -> None:
-        self.kind, self.parts, self.reduce = config.metadata, config.bounds_per_block, config.block_reduce
+        self.kind, self.parts, self.reduce = kind_of(config), config.bounds_per_block, config.block_reduce
 
     def start(self, store: LayerStore) -> None:
         """Claim the fields."""
@@ -76,8 +76,13 @@ class BlockMetadata:
         return blocks * SIDES[self.kind] * store.key_dim * store.dtype.itemsize
 
 
+def kind_of(config: TwoLevelConfig | ProgressiveConfig) -> str:
+    """Which summary of a block's keys is kept, where one is: two-level selection may leave it open."""
+    return config.metadata or "min_max"
+
+
 def bounds_bytes(request: Request) -> int:
     """Bytes of the metadata of all physical blocks, all layers."""
     config, parts = request.config, request.config.bounds_per_block
-    sides = sum(SIDES[config.metadata] * layer.heads * layer.query_dim * request.item for layer in request.layers)
+    sides = sum(SIDES[kind_of(config)] * layer.heads * layer.query_dim * request.item for layer in request.layers)
     return request.block_capacity * parts * (sides + (4 * len(request.layers) if parts > 1 else 0))

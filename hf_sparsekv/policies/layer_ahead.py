@@ -25,6 +25,7 @@ class LayerAheadPolicy(PredictivePolicy):
     :meth:`attend` chooses by the query that it gets, before it attends.
     """
 
+    warns_unforeseen = True
     HOST: ClassVar = {"foreseen": None}  # columns that were cached when tokens were chosen beforehand
     note = None
 
