@@ -44,6 +44,7 @@ class TwoLevelPolicy(Policy):
     }
     HOST: ClassVar = {
         "foreseen": None,  # columns that were cached when blocks were brought beforehand
+        "in_place": False,  # there is no device memory for chosen blocks: they are read where they live
         "looked": False,  # the step has looked its blocks up in `page_ids`, not fetched them
     }
     PARTS: ClassVar = ("labels",)
@@ -145,12 +146,13 @@ class TwoLevelPolicy(Policy):
             return DENSE if few else CROSSOVER
         chosen = not few and (self.chosen if self.lag else many)
         attends = "chosen" if chosen else "dense" if few or labels is None else "every"
-        foresees = chosen and self.source is not None and store.pages.pool is not None
+        foresees = chosen and self.source is not None and not self.in_place
         return planned(attends, ahead, self.paged and self.lag and chosen, foresees)
 
     def foresee(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
-        store.pages.fetch(self._choose_blocks(q, store)[0], store.table, keep=0, ahead=True)
-        self.foreseen = store.length
+        if self._enter(store):  # there may be more blocks than in the step before
+            store.pages.fetch(self._choose_blocks(q, store)[0], store.table, keep=0, ahead=True)
+            self.foreseen = store.length
 
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
         if plan.dense:
@@ -195,11 +197,14 @@ class TwoLevelPolicy(Policy):
 
     def _enter(self, store: LayerStore) -> bool:
         """Whether chosen blocks are brought to the device; makes room for them."""
-        return self.fetches and store.pages.enter(store.batch * store.heads * self.config.coarse_blocks)
+        entered = self.fetches and store.pages.enter(store.batch * store.heads * self.config.coarse_blocks)
+        self.in_place = not entered
+        return entered
 
     def prepare(self, store: LayerStore) -> Plan:
         plan = self.plan(store)
-        if (plan.ahead or plan.attends == "chosen") and self._enter(store):
+        if plan.ahead or plan.attends == "chosen":
+            self._enter(store)
             plan = self.plan(store)
         return plan
 
