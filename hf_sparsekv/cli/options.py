@@ -150,7 +150,7 @@ class DecodingOptions(CacheOptions):
 
     lag: Annotated[
         bool | None,
-        _of_cache("--lag/--no-lag", help="Choose tokens within the previous step's blocks; default: with --offload."),
+        _of_cache("--lag/--no-lag", help="Choose tokens within the previous step's blocks; default: off."),
     ] = None
     channel_file: Annotated[Path | None, _of_cache(help="Channels made by `calibrate`; default: online.")] = None
 
