@@ -80,7 +80,11 @@ VARIANTS = {
         Variant("hf_static_compile", "StaticCache, compiled by generate(): takes a minute to compile", "static"),
         Variant("hf_offloaded", "DynamicCache(offloading=True), eager", "offloaded"),
         Variant("sdpa_best", "the captured forward with torch's fastest dense attention", "sdpa"),
-        Variant("captured_dense", "our captured step, dense attention", settings={"token_budget": 1 << 22}),
+        Variant(
+            "captured_dense",
+            "our captured step, dense attention",
+            settings={**_TWO_LEVEL, "token_budget": 1 << 22, "num_blocks": None},
+        ),
         Variant("two_level", "blocks, then tokens within them", settings={**_TWO_LEVEL, "lag": False}),
         Variant("two_level:lag", "tokens within the previous step's blocks", settings={**_TWO_LEVEL, "lag": True}),
         Variant(

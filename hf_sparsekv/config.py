@@ -282,12 +282,6 @@ class TwoLevelConfig(SparseConfig):
         return self.block_size // (self.bound_tokens or self.block_size)
 
     @property
-    def by_labels(self) -> bool:
-        """Blocks are scored by their tokens' labels, so nothing else is kept to score them by."""
-        asked = self.metadata == "labels" or (self.metadata is None and self.bound_tokens is None)
-        return asked and self.level != "block"
-
-    @property
     def coarse_blocks(self) -> int:
         """Blocks that the coarse level keeps per step, row and KV head."""
         if self.level == "block":

@@ -58,7 +58,7 @@ class TwoLevelPolicy(Policy):
         super().__init__(config, layer_idx, offloaded)
         of = level(config, offloaded)
         self.lag, self.method = lags(config, offloaded), method(config, offloaded)
-        self.coarse, self.by_labels = of != "token", of != "token" and config.by_labels
+        self.coarse, self.by_labels = of != "token", of != "token" and by_labels(config)
         self.metadata = BlockMetadata(config) if self.coarse and not self.by_labels else None
         self.labels = self.label_index(config, layer_idx, channels) if of != "block" else None
         self.granularity = "token" if self.labels else "block"
@@ -85,7 +85,7 @@ class TwoLevelPolicy(Policy):
         if of != "block":
             memory.labels = sum(request.block_capacity * label_bytes(request, layer) for layer in request.layers)
         if of != "token":
-            memory.bounds = 0 if config.by_labels else bounds_bytes(request)
+            memory.bounds = 0 if by_labels(config) else bounds_bytes(request)
             if request.offload is not None and request.full_blocks > config.coarse_blocks:
                 memory.fetch(request, config.coarse_blocks, config.coarse_blocks)
         return memory
@@ -264,6 +264,12 @@ def level(config: TwoLevelConfig, offloaded: bool) -> str:
     return "two_level" if offloaded or asked or config.lag else "token"
 
 
+def by_labels(config: TwoLevelConfig) -> bool:
+    """Blocks are scored by their tokens' labels, so nothing else is kept to score them by."""
+    asked = config.metadata == "labels" or (config.metadata is None and config.bound_tokens is None)
+    return asked and config.level != "block"
+
+
 def lags(config: TwoLevelConfig, offloaded: bool) -> bool:
     """Tokens are chosen within the blocks of the previous step."""
     return bool(config.lag) and level(config, offloaded) != "token"
@@ -276,7 +282,7 @@ def method(config: TwoLevelConfig, offloaded: bool) -> str:
         return f"{of}_only"
     if lags(config, offloaded):
         return "two_level:lag"
-    return "token_only" if config.by_labels else "two_level"  # which reads the labels of all tokens
+    return "token_only" if by_labels(config) else "two_level"  # which reads the labels of all tokens
 
 
 def in_blocks(scores: Tensor, blocks: Tensor, block_size: int) -> Tensor:
