@@ -71,7 +71,7 @@ class Variant:
 
 
 _BUDGET = {"token_budget": 1024}
-_TWO_LEVEL = {**_BUDGET, "num_blocks": 128}
+_TWO_LEVEL = {**_BUDGET, "num_blocks": 128, "level": "two_level", "metadata": "min_max"}
 _PREDICTED = {
     "": "tokens chosen for a query of the layer before: its input and what it added last",
     "layer:mid": "tokens chosen for a query of the layer before: behind its attention",
@@ -86,9 +86,18 @@ VARIANTS = {
         Variant("hf_static_compile", "StaticCache, compiled by generate(): takes a minute to compile", "static"),
         Variant("hf_offloaded", "DynamicCache(offloading=True), eager", "offloaded"),
         Variant("sdpa_best", "the captured forward with torch's fastest dense attention", "sdpa"),
-        Variant("captured_dense", "our captured step, dense attention", settings={"token_budget": 1 << 22}),
+        Variant(
+            "captured_dense",
+            "our captured step, dense attention",
+            settings={**_TWO_LEVEL, "token_budget": 1 << 22, "num_blocks": None},
+        ),
         Variant("two_level", "blocks, then tokens within them", settings={**_TWO_LEVEL, "lag": False}),
         Variant("two_level:lag", "tokens within the previous step's blocks", settings={**_TWO_LEVEL, "lag": True}),
+        Variant(
+            "two_level:labels",
+            "blocks by their best token's label, then tokens within them",
+            settings={**_TWO_LEVEL, "metadata": "labels"},
+        ),
         Variant("block_only", "whole blocks", settings={"token_budget": 1024, "level": "block", "lag": False}),
         Variant("token_only", "labels of every token", settings={"token_budget": 1024, "level": "token"}),
         *(

@@ -482,11 +482,12 @@ class SparseCache(Cache):
 
 
 class OffloadedSparseCache(SparseCache):
-    """Two-level sparse decoding over a KV cache whose full blocks live in host memory (AsyncTLS).
+    """Sparse decoding over a KV cache whose full blocks live in host memory (AsyncTLS) or on the device.
 
-    Each decode step chooses blocks by a bound on their scores, tokens within them by quantised label channels, and
-    attends exactly to those tokens, the sinks and the recent window. The same as ``SparseCache(TwoLevelConfig(...),
-    OffloadConfig())``.
+    Each decode step chooses tokens by quantised label channels, and attends exactly to those tokens, the sinks and the
+    recent window. Blocks in host memory are brought to the device, so the tokens lie in a bounded number of them, each
+    of which scores as its best token does; on the device, any token can be chosen. The same as
+    ``SparseCache(TwoLevelConfig(...), OffloadConfig())``.
 
     Args:
         config: what to select.

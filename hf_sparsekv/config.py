@@ -34,6 +34,8 @@ Predict = Callable[[Tensor, Tensor, Tensor], Tensor]
 Reduce = Literal["mean", "max"]
 Metadata = Literal["min_max", "cuboid_mean", "mean"]
 METADATA = ("min_max", "cuboid_mean", "mean")
+Level = Literal["auto", "two_level", "block", "token"]
+LEVELS = ("auto", "two_level", "block", "token")
 
 
 def _require(ok: bool, message: str) -> None:
@@ -145,7 +147,6 @@ class SparseConfig(Options):
 
 def _check_index(config: TwoLevelConfig) -> None:
     """What the block metadata must obey."""
-    _one_of("metadata", config.metadata, METADATA)
     _one_of("block_reduce", config.block_reduce, ("mean", "max"))
     if config.bound_tokens is not None:
         _power_of_two("bound_tokens", config.bound_tokens)
@@ -173,20 +174,32 @@ def _check_labels(config: TwoLevelConfig | ProgressiveConfig | PredictiveConfig)
 
 @dataclass(frozen=True, kw_only=True)
 class TwoLevelConfig(SparseConfig):
-    """Two-level selection: blocks by a bound on their scores, then tokens by quantised label channels.
+    """Tokens by quantised label channels; with offloaded blocks two-level: a bounded number of blocks, tokens in them.
 
     Source: AsyncTLS section 4.1; the block bound is Quest's, the label channels are Double Sparsity's.
+
+    With the blocks on the device every cached token can be chosen: that is as quick as choosing blocks before, and
+    finds what a bound on a block hides (docs/accuracy.md). Offloaded blocks are brought to the device whole, and the
+    chosen tokens lie in ``num_blocks`` of them. Blocks are brought while the layer before still computes, for the query
+    that it expects this layer to ask (:func:`hf_sparsekv.optimize`, or :func:`hf_sparsekv.predict_ahead` for eager
+    steps); the step chooses by its own query, and reads in host memory what was not brought. Without such hooks on the
+    model each layer brings what it chooses before it attends: the same tokens, more slowly.
 
     Args:
         token_budget: tokens attended per step, row and KV head, beside sinks and recent window.
         num_blocks: blocks that the coarse level keeps. ``None`` means 128, or as many as ``token_budget``
             needs if that is more. Must be able to hold the budget.
-        level: ``"two_level"``, or one of its halves as a baseline: ``"block"`` attends to all tokens of the
-            ``token_budget // block_size`` best blocks (as Quest does), ``"token"`` scores the labels of every
-            cached token (as Double Sparsity does).
-        metadata: what is kept of a block's keys to score it by: ``"min_max"`` (Quest's bound, as AsyncTLS has it),
-            ``"cuboid_mean"`` (ArkVale's centre of the keys' box and mean deviation from it) or ``"mean"`` (of the keys;
-            half the memory).
+        level: ``"two_level"`` chooses ``num_blocks`` blocks, then tokens in them. Its halves: ``"block"`` attends to
+            all tokens of the ``token_budget // block_size`` best blocks (as Quest does), ``"token"`` chooses among all
+            cached tokens (as Double Sparsity does), and reads those of offloaded blocks one by one over the link.
+            ``"auto"``: ``"token"`` with the blocks on the device, ``"two_level"`` if they are offloaded, or if
+            ``num_blocks``, ``metadata``, ``bound_tokens`` or ``lag=True`` asks for a choice of blocks.
+        metadata: what blocks are scored by. ``"labels"``: the labels of their tokens, of which the best counts, so a
+            block never hides a token that its label shows; nothing but the labels is kept. Or a summary of the block's
+            keys, which takes less reading: ``"min_max"`` (Quest's bound, as AsyncTLS has it), ``"cuboid_mean"``
+            (ArkVale's centre of the keys' box and mean deviation from it) or ``"mean"`` (of the keys; half the
+            memory). ``None`` means ``"labels"``, or ``"min_max"`` with ``bound_tokens`` and at level ``"block"``, which
+            keeps no labels.
         bound_tokens: tokens that share one pair of key bounds; divides ``block_size``. A block scores as its best part
             does: narrower bounds find more, and take ``block_size / bound_tokens`` times the memory and time.
             ``None`` means one pair a block (AsyncTLS).
@@ -199,10 +212,12 @@ class TwoLevelConfig(SparseConfig):
             magnitudes) or ``"mean"`` (Double Sparsity: mean magnitude of the product).
         calibration_tokens: online channels are fixed once this many tokens are cached; dense until then.
         block_reduce: how the query heads of a group share one block score: ``"max"`` or ``"mean"`` (their bounds
-            are averaged; AsyncTLS). ``"max"`` measured better on the small real model (docs/accuracy.md).
+            are averaged; AsyncTLS). ``"max"`` measured better on the small real model (docs/accuracy.md). Scores by
+            labels are shared as ``token_reduce`` says.
         token_reduce: the same for the token score.
-        lag: choose tokens within the blocks of the previous step, so that fetching the next blocks can overlap
-            (AsyncTLS section 4.2). ``None`` means on when the cache is offloaded.
+        lag: choose tokens within the blocks that the previous step's query has chosen, so that fetching them can
+            overlap without hooks on the model (AsyncTLS section 4.2). Loses facts (docs/accuracy.md). ``None``, which
+            files of earlier releases hold, means off.
     """
 
     FREE = ("token_budget", "num_blocks", "lag", "block_reduce", "token_reduce")
@@ -211,8 +226,8 @@ class TwoLevelConfig(SparseConfig):
 
     token_budget: int = 1024
     num_blocks: int | None = None
-    level: Literal["two_level", "block", "token"] = "two_level"
-    metadata: Metadata = "min_max"
+    level: Level = "auto"
+    metadata: Metadata | Literal["labels"] | None = None
     bound_tokens: int | None = None
     label_channels: int | None = None
     label_bits: int = 4
@@ -221,17 +236,17 @@ class TwoLevelConfig(SparseConfig):
     calibration_tokens: int = 256
     block_reduce: Reduce = "max"
     token_reduce: Reduce = "max"
-    lag: bool | None = None
+    lag: bool | None = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _positive("token_budget", self.token_budget)
-        _one_of("level", self.level, ("two_level", "block", "token"))
+        _one_of("level", self.level, LEVELS)
         if self.num_blocks is not None:
             _positive("num_blocks", self.num_blocks)
             holds = self.num_blocks * self.block_size
             _require(
-                self.level != "two_level" or holds >= self.token_budget,
+                self.level not in ("auto", "two_level") or holds >= self.token_budget,
                 f"num_blocks={self.num_blocks} blocks of {self.block_size} tokens hold {holds} tokens, fewer than "
                 f"token_budget={self.token_budget}: raise num_blocks to at least {self.blocks_for_budget}",
             )
@@ -239,6 +254,15 @@ class TwoLevelConfig(SparseConfig):
             self.level != "block" or self.token_budget >= self.block_size,
             f"level='block' attends to whole blocks: token_budget={self.token_budget} is less than one block of "
             f"{self.block_size} tokens",
+        )
+        _one_of("metadata", self.metadata, (*METADATA, "labels", None))
+        _require(
+            self.metadata != "labels" or self.level != "block",
+            f"level='block' keeps no labels to score blocks by: take metadata={METADATA[0]!r}, or level='two_level'",
+        )
+        _require(
+            self.metadata != "labels" or self.bound_tokens is None,
+            f"bound_tokens={self.bound_tokens} narrows bounds, and metadata='labels' keeps none: leave one of them out",
         )
         _check_index(self)
         _check_labels(self)

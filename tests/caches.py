@@ -31,8 +31,9 @@ TIGHT = {"token_budget": 32, "num_blocks": 4}
 
 
 def two_level(offload: bool | OffloadConfig = True, model_config=None, **changes) -> OffloadedSparseCache:
-    """A two-level cache with test-sized settings."""
-    config = TwoLevelConfig(**{**SMALL, **changes})
+    """A two-level cache with test-sized settings; blocks by their bounds, and with ``lag`` if they are offloaded."""
+    bounds = {"metadata": None if changes.get("level") == "auto" else "min_max"}
+    config = TwoLevelConfig(**{**SMALL, "level": "two_level", "lag": bool(offload), **bounds, **changes})
     if isinstance(offload, bool):
         offload = OffloadConfig() if offload else None
     return OffloadedSparseCache(config, offload=offload, model_config=model_config)
@@ -41,6 +42,17 @@ def two_level(offload: bool | OffloadConfig = True, model_config=None, **changes
 def _two_level(offload: bool | OffloadConfig, **settings) -> Callable[..., SparseCache]:
     def make(model_config=None, **changes) -> SparseCache:
         return two_level(offload, model_config, **{**settings, **changes})
+
+    return make
+
+
+def _default(offload: bool | OffloadConfig, **settings) -> Callable[..., SparseCache]:
+    """With the defaults of what chooses: tokens on the device; offloaded, blocks by labels and for the own query."""
+
+    def make(model_config=None, **changes) -> SparseCache:
+        if not offload:
+            changes.pop("num_blocks", None)
+        return two_level(offload, model_config, **{"level": "auto", "lag": False, **settings, **changes})
 
     return make
 
@@ -100,6 +112,11 @@ def generic(method: Method, offload: OffloadConfig | None = None) -> Callable[..
 CACHES: dict[str, Callable[..., SparseCache]] = {
     "host": _two_level(True),
     "device": _two_level(False),
+    "host-default": _default(True),
+    "device-default": _default(False),
+    "host-default-nopool": _default(OffloadConfig(device_pool=0)),
+    "host-default-smallpool": _default(OffloadConfig(device_pool=50_000)),
+    "host-default-bounds": _default(True, metadata="min_max", bound_tokens=4),
     "host-nopool": _two_level(OffloadConfig(device_pool=0)),
     "host-smallpool": _two_level(OffloadConfig(device_pool=50_000)),  # less than what several rows choose in a step
     "host-nolag": _two_level(True, lag=False),

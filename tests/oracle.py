@@ -34,11 +34,12 @@ class Oracle:
     Args:
         config: the configuration under test.
         lag: whether the block choice is one step old.
+        level: what the configuration's level comes to; None: as it says.
         valid: bool ``[batch, columns]``, False for padding; the test sets it before each forward.
     """
 
-    def __init__(self, config, lag: bool) -> None:
-        self.config, self.lag = config, lag
+    def __init__(self, config, lag: bool, level: str | None = None) -> None:
+        self.config, self.lag, self.level = config, lag, level or config.level
         self.valid: Tensor | None = None
         self.layers: dict[int, LayerState] = {}
         self.attended = self.blocks = self.decode_calls = 0  # over all decode steps, layers, rows and KV heads
@@ -47,7 +48,7 @@ class Oracle:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         state = self.layers.setdefault(layer, LayerState())
-        fine = self.config.level != "block" and layer >= self.config.dense_layers
+        fine = self.level != "block" and layer >= self.config.dense_layers
         past = 0 if state.queries is None else state.queries.shape[2]
         state.queries = query if past == 0 else torch.cat((state.queries, query), dim=2)
         length = key.shape[2]
@@ -77,7 +78,7 @@ class Oracle:
         config, size = self.config, self.config.block_size
         length = key.shape[2]
         real = self.real(row, length)
-        fine = config.level != "block"
+        fine = self.level != "block"
         if layer < config.dense_layers or (fine and state.channels is None):
             return real
         sinks = real[: config.sinks]
@@ -86,9 +87,9 @@ class Oracle:
         mine = slice(head * group, (head + 1) * group)
 
         blocks = sorted({c // size for c in free})
-        if config.level != "token":
+        if self.level != "token":
             keep = config.num_blocks or max(128, -(-config.token_budget // size))
-            if config.level == "block":
+            if self.level == "block":
                 keep = config.token_budget // size
             asking = state.last_query if self.lag else query[:, :, 0]
             if asking is not None:
@@ -96,21 +97,29 @@ class Oracle:
                 for block in blocks:
                     part = config.bound_tokens or size
                     inside = [c for c in free if c // size == block]
+                    if config.metadata in (None, "labels") and config.bound_tokens is None and fine:
+                        asked = asking[row, mine]
+                        scores[block] = float(self.token_scores(asked, key[row, head], inside, state, row, head).max())
+                        continue
                     pieces = [[c for c in inside if c // part == p] for p in sorted({c // part for c in inside})]
                     scores[block] = max(self.block_bound(asking[row, mine], key[row, head, one]) for one in pieces)
                 blocks = sorted(blocks, key=lambda b: (-scores[b], b))[:keep]
         candidates = [c for c in free if c // size in blocks]
-        if config.level == "block":
+        if self.level == "block":
             return sorted({*sinks, *near, *candidates})
-        channels = state.channels[row][head]
-        labels = self.labels(key[row, head, candidates][:, channels])
-        each = query[row, mine, 0][:, channels].float() @ labels.T  # [query heads, candidates]
-        score = each.amax(0) if config.token_reduce == "max" else each.mean(0)
+        score = self.token_scores(query[row, mine, 0], key[row, head], candidates, state, row, head)
         scores = dict(zip(candidates, score.tolist()))
         chosen = sorted(candidates, key=lambda c: (-scores[c], c))[: config.token_budget]
         return sorted({*sinks, *near, *chosen})
 
     # ------------------------------------------------------------------ definitions
+
+    def token_scores(self, queries: Tensor, keys: Tensor, columns: list[int], state, row: int, head: int) -> Tensor:
+        """What the labels of these columns score for the queries of a KV head."""
+        channels = state.channels[row][head]
+        labels = self.labels(keys[columns][:, channels])
+        each = queries[:, channels].float() @ labels.T  # [query heads, columns]
+        return each.amax(0) if self.config.token_reduce == "max" else each.mean(0)
 
     def real(self, row: int, length: int) -> list[int]:
         """The columns of a row that are no padding."""
@@ -119,7 +128,7 @@ class Oracle:
     def block_bounds(self, queries: Tensor, keys: Tensor) -> Tensor:
         """What the block's keys are taken to score, per query head."""
         high, low = keys.amax(0), keys.amin(0)
-        if self.config.metadata == "min_max":  # the largest q . k that a key inside the block's box could have
+        if self.config.metadata in (None, "min_max"):  # the largest q . k that a key inside the block's box could have
             return torch.maximum(queries * high, queries * low).sum(1)
         if self.config.metadata == "mean":
             return (queries * keys.mean(0)).sum(1)

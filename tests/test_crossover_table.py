@@ -109,6 +109,10 @@ def test_methods_have_names():
     for level, name in names.items():
         assert two_level(True, level=level).make_policy(0).method == name
     assert two_level(False).make_policy(0).method == "two_level"
+    automatic = {"level": "auto", "lag": False}
+    assert two_level(False, **automatic).make_policy(0).method == "token_only"
+    assert two_level(False, **automatic, num_blocks=128).make_policy(0).method == "token_only", "all labels are read"
+    assert two_level(False, **automatic, bound_tokens=16).make_policy(0).method == "two_level"
 
 
 def test_the_users_file_goes_first(monkeypatch, empty_table):

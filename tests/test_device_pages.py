@@ -87,8 +87,9 @@ def test_any_pool_gives_the_same(pool, level, lag):
     cache = two_level(OffloadConfig(device_pool=pool), **settings)
     assert torch.equal(logits(cache, inputs), logits(two_level(False, **settings), inputs))
     counters = cache.device_pools.counters()
-    if pool is None:
-        assert counters["unserved"] == 0 < counters["found"]
+    if pool is None:  # what was not brought beforehand for the layer's own query is read in host memory
+        assert counters["found"] > 0 and (counters["unserved"] == 0 or (not lag and cache.stats().foreseen_calls))
+        assert counters["unserved"] < 0.2 * counters["needed"]
     elif pool:
         assert counters["unserved"] > 0
 
@@ -171,7 +172,7 @@ def test_working_set(rows, lag):
     """The union of the last selections, block by block, against what each step's attention was given."""
     cache, chosen = two_level(lag=lag, **TIGHT), []
     policies = [layer.policy for layer in cache.sparse_layers]
-    net = model("llama")
+    net = build("llama", "sparsekv")  # without hooks: nothing is brought beforehand
     with torch.no_grad():
         net(**prompt(rows, 150), past_key_values=cache)
         assert (cache.stats().working_set_bytes is None) == (not lag)
@@ -179,7 +180,7 @@ def test_working_set(rows, lag):
         originals = [policy._choose_blocks for policy in policies]
         for policy, original in zip(policies, originals):
             policy._choose_blocks = lambda q, store, policy=policy, original=original: (
-                chosen.append((policy, original(q, store))) or chosen[-1][1]
+                chosen.append((policy, (found := original(q, store))[0])) or found
             )
         for token in prompt(rows, 30, seed=4)["input_ids"].split(1, dim=1):
             net(token, past_key_values=cache)

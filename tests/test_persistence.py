@@ -153,6 +153,38 @@ def test_channel_file(tmp_path):
 # ---------------------------------------------------------------------- several questions
 
 
+@pytest.mark.parametrize("from_host", [True, False], ids=["from-host", "from-device"])
+def test_an_automatic_level_is_that_of_the_place(from_host, tmp_path):
+    """Both store the labels alone, so either goes on from the other's file."""
+    made = {place: CACHES[f"{place}-default"] for place in ("host", "device")}
+    cache = made["host" if from_host else "device"](token_budget=32)
+    feed(cache, IDS)
+    assert saved(cache, tmp_path, offload=OFFLOAD[from_host]).config == cache.config
+    other = saved(cache, tmp_path, offload=OFFLOAD[not from_host])
+    fresh = made["device" if from_host else "host"](token_budget=32)
+    feed(fresh, IDS)
+    for each in (other, fresh):
+        assert (each.sparse_layers[0].policy.fetches, each.config.level) == (not from_host, "auto")
+    ids = torch.cat((IDS, prompt(1, 40, seed=2)["input_ids"]), 1)
+    answers = [
+        model("llama").generate(ids, past_key_values=each, do_sample=False, max_new_tokens=25)
+        for each in (other, fresh)
+    ]
+    assert torch.equal(*answers)
+
+
+def test_lag_left_open_is_off(tmp_path):
+    """Their level and metadata are in them; ``lag=None`` meant one thing on the device and another in host memory."""
+    cache = two_level(True, **TIGHT, lag=None)
+    feed(cache, IDS)
+    loaded = saved(cache, tmp_path, offload=OFFLOAD[True])
+    assert (loaded.config.level, loaded.config.metadata, loaded.config.lag) == ("two_level", "min_max", None)
+    assert not loaded.sparse_layers[0].policy.lag
+    ids = torch.cat((IDS, prompt(1, 20, seed=2)["input_ids"]), 1)
+    answers = [model("llama").generate(ids, past_key_values=each, max_new_tokens=20) for each in (cache, loaded)]
+    assert torch.equal(*answers)
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("to_host", [True, False], ids=["to-host", "to-device"])
 @pytest.mark.parametrize("from_host", [True, False], ids=["from-host", "from-device"])
@@ -166,7 +198,7 @@ def test_several_questions(name, from_host, to_host, tmp_path):
         ids = torch.cat((IDS, prompt(1, length, seed=seed + 1)["input_ids"]), 1)
         common = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 25}
         found = model(name).generate(**common, past_key_values=copy.deepcopy(loaded))
-        fresh = two_level(to_host, **TIGHT)
+        fresh = two_level(to_host, **TIGHT, lag=from_host)  # as it was saved
         feed(fresh, IDS, name=name)
         assert torch.equal(found, model(name).generate(**common, past_key_values=fresh))
         assert loaded.get_seq_length() == IDS.shape[1]

@@ -140,7 +140,7 @@ def test_device_pool(options):
     """A cache long enough to choose among blocks: the plan is what is allocated, pages and page tables included."""
     config = TwoLevelConfig(block_size=16, window=16, num_blocks=4, token_budget=32, dense_layers=1)
     offload = OffloadConfig(**options)
-    plan = plan_of(OffloadedSparseCache(config, offload), offload)
+    plan = plan_of(OffloadedSparseCache(config, offload), offload, steps=1)
     assert (plan.device_pages > 0) == (options.get("device_pool") != 0)
     assert (plan.kept > 0) == options.get("keep_dense", True)
 

@@ -32,7 +32,7 @@ from hf_sparsekv.results import Row, append_rows
 from .. import RESULTS
 
 CSV = RESULTS / "accuracy.csv"
-BASE = {"token_budget": 256, "num_blocks": 16}
+BASE = {"token_budget": 256, "num_blocks": 16, "level": "two_level", "metadata": "min_max"}
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 Variants = dict[str, dict | None]  # settings by name; None: full attention
 

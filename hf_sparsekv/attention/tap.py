@@ -390,7 +390,7 @@ class Hooks:
             layer.policy.stream_like = None if point is None else (point.width, point.like.dtype)
         self._met.add(cache)
         cache.met = True
-        without = [layer.index for layer in wanting if layer.policy.source is None]
+        without = [layer.index for layer in wanting if layer.policy.source is None and layer.policy.warns_unforeseen]
         odd = [index for index in without if self.skipped.get(index) != "there is no layer before it"]
         if odd and not self._said:
             self._said = True

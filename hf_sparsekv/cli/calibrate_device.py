@@ -6,6 +6,7 @@ import datetime
 import gc
 import re
 import time
+from dataclasses import replace
 from enum import Enum
 from typing import Annotated
 
@@ -25,9 +26,9 @@ GRID = ((4, 2048), (16, 2048), (1, 4096), (4, 4096), (16, 4096), (1, 8192), (4, 
 GRID += ((1, 12288), (1, 16384), (4, 16384), (1, 32768))
 SECONDS = 60  # no further shape is begun then
 REPLAYS = 10
-BLOCKS = TwoLevelConfig(num_blocks=128)
+BLOCKS = TwoLevelConfig(level="two_level", metadata="min_max", num_blocks=128)
 # Few enough blocks for the coarse level to be left out: such a step scores the labels of every token.
-FEW = TwoLevelConfig(num_blocks=16)
+FEW = replace(BLOCKS, num_blocks=16)
 
 
 class Precision(str, Enum):

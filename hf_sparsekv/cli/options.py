@@ -25,6 +25,7 @@ CacheKind = Enum("CacheKind", {name: name for name in (*methods(), DENSE)}, type
 class Level(str, Enum):
     """What ``--level`` takes."""
 
+    auto = "auto"
     two_level = "two_level"
     block = "block"
     token = "token"
@@ -84,10 +85,13 @@ class CacheOptions:
     ] = None
     num_blocks: Annotated[
         int | None,
-        _of_cache(help="Blocks that the coarse level keeps; default: 128, or more if the budget needs it."),
+        _of_cache(help="Blocks that two-level selection keeps; default: 128, or more if the budget needs it."),
     ] = None
     block_size: Annotated[int | None, _field("block_size", "Tokens in a block.")] = None
-    level: Annotated[Level | None, _field("level", "Blocks then tokens, or one of the halves alone.")] = None
+    level: Annotated[
+        Level | None,
+        _field("level", "Blocks then tokens, or one of the halves alone; auto: token, or two_level if offloaded."),
+    ] = None
     threshold: Annotated[float | None, _field("threshold", "Progressive: share of the attention mass to cover.")] = None
     max_tokens: Annotated[
         int | None, _of_cache(help="Progressive: tokens attended per step and KV head at most; default: no limit.")
@@ -144,7 +148,7 @@ class DecodingOptions(CacheOptions):
 
     lag: Annotated[
         bool | None,
-        _of_cache("--lag/--no-lag", help="Choose tokens within the previous step's blocks; default: with --offload."),
+        _of_cache("--lag/--no-lag", help="Choose tokens within the previous step's blocks; default: off."),
     ] = None
     channel_file: Annotated[Path | None, _of_cache(help="Channels made by `calibrate`; default: online.")] = None
 

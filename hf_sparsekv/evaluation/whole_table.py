@@ -78,13 +78,13 @@ class Part:
 
 
 def default_caches() -> list[CacheSpec]:
-    """Full attention and the default configuration of each method, also with what offloading turns on."""
+    """Full attention and the default configuration of each method, also what it selects of offloaded blocks."""
     specs = [FULL]
     for name, method in methods().items():
         specs.append(name)
-        # ``lag=None`` means: with offloading. The same selection is measured more quickly without it.
-        if getattr(method.config(), "lag", False) is None:
-            specs.append(f"{name}:lag=true")
+        # What ``level="auto"`` means with offloading is measured more quickly without it.
+        if getattr(method.config(), "level", None) == "auto":
+            specs.append(f"{name}:level=two_level")
     return [parse_cache(spec) for spec in specs]
 
 

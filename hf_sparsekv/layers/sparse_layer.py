@@ -251,7 +251,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         if self.awaited is not None:
             (wait, _), self.awaited = self.awaited, None
             wait()
-        if policy.foresight is not None and not (plan.dense or self.owner.met):
+        if policy.foresight is not None and policy.warns_unforeseen and not (plan.dense or self.owner.met):
             self.owner.warn_own_queries()
         out = policy.attend(q, store, plan, params)
         if not own:

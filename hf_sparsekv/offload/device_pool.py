@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import psutil
 import torch
@@ -58,6 +59,8 @@ class DevicePool:
         self._paused = False
         self._busy_until: torch.cuda.Event | None = None
         self.state = PageState.empty(pages, self.device)
+        # The same pages; blocks that are brought for an expected query are counted apart from those that steps need.
+        self._ahead = replace(self.state, counters=torch.zeros_like(self.state.counters))
         self._lists: dict[int, tuple[Tensor, Tensor]] = {}  # copies and their number, by the entries of a call
 
     @classmethod
@@ -149,7 +152,8 @@ class DevicePool:
         state.stamp.fill_(FREE)
         state.hand.zero_()
         state.now.fill_(1)
-        state.counters.zero_()
+        for counters in (state.counters, self._ahead.counters):
+            counters.zero_()
 
     # ------------------------------------------------------------------ a step
 
@@ -159,7 +163,14 @@ class DevicePool:
         self.state.now += self.state.enabled
 
     def fetch(
-        self, layer: int, block_ids: Tensor, block_table: Tensor, kv: Tensor, keep: int, out: Tensor | None = None
+        self,
+        layer: int,
+        block_ids: Tensor,
+        block_table: Tensor,
+        kv: Tensor,
+        keep: int,
+        out: Tensor | None = None,
+        ahead: bool = False,
     ) -> Tensor:
         """Bring chosen blocks into pages, on the current stream.
 
@@ -168,6 +179,8 @@ class DevicePool:
             block_table: int32 ``[batch, cap]``, physical id of each block of each row.
             kv: ``[num_blocks, H, B, W]``, the layer's blocks.
             keep: steps before this one whose pages may still be in use: 1 if blocks are chosen a step ahead, or 0.
+            ahead: they are chosen for a query that is expected. They stay for this step, and only what is copied is
+                counted: what the step turns out to need is looked up with :meth:`find`.
 
         Returns:
             places int32 ``[batch, H, K]``, in ``out`` if given: page ``f``, ``-(physical_id + 2)`` for a block that is
@@ -177,8 +190,9 @@ class DevicePool:
             raise ValueError(f"kv has {kv.shape[1]} KV heads, the page table {self.page_table(layer).shape[1]}")
         self.wait_for_copies()
         copies, n_copies = self._list(block_ids)
+        state = self._ahead if ahead else self.state
         page_ids, _, _ = residency(
-            block_ids, block_table, self.state, layer, keep, self.window, page_ids=out, copies=copies, n_copies=n_copies
+            block_ids, block_table, state, layer, keep, self.window, page_ids=out, copies=copies, n_copies=n_copies
         )
         block_copy(kv, self.pages, copies, n_copies)
         return page_ids
@@ -191,6 +205,11 @@ class DevicePool:
         ``since``: int32 ``[1]``, count only pages chosen in this step, see ``ops.residency.lookup``.
         """
         return lookup(block_ids, block_table, self.page_table(layer), self.state.stamp, since, out=out)
+
+    def count(self, page_ids: Tensor) -> None:
+        """Count blocks that were looked up with :meth:`find` among those needed, found or left in host memory."""
+        here, there = (page_ids >= 0).sum(), (page_ids < -1).sum()
+        self.state.counters += torch.stack((here + there, here, torch.zeros_like(here), there)) * self.state.enabled
 
     @no_inference_mode
     def _list(self, block_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,9 +245,12 @@ class DevicePool:
     def counters(self) -> dict[str, int]:
         """Blocks (of one KV head) needed, found in a page, fetched, and left in host memory so far. Synchronises.
 
-        The rest of those needed were fetched for another row of the same call.
+        The rest of those needed were fetched for another row of the same call. Blocks that were brought for an expected
+        query count as fetched then, and as needed and found only when a step needs them.
         """
-        return dict(zip(COUNTERS, self.state.counters.tolist()))
+        found = dict(zip(COUNTERS, self.state.counters.tolist()))
+        found["fetched"] += self._ahead.counters.tolist()[COUNTERS.index("fetched")]
+        return found
 
     @property
     def nbytes(self) -> int:

@@ -68,6 +68,7 @@ class Policy(State):
     second_bytes = 0  # allocated on a second device
     labels: LabelIndex | None = None
     foresight: str | None = None  # what of the layer before is asked for, see `foresees_by`
+    warns_unforeseen = False  # without hooks on the model a step does not do what was asked for: worth a warning
     source: str | None = None  # where that comes from: who has put hooks on the model says so
     stream_like: tuple[int, torch.dtype] | None = None  # and how wide the residual stream is, and of which type
     watch: BlockWatch | None  # a sparse step marks there which blocks it attends to

@@ -29,6 +29,7 @@ class LayerAheadPolicy(PredictivePolicy):
     token. Zero where that is not known: in a new or loaded cache, after a crop, and after steps that were not foreseen.
     """
 
+    warns_unforeseen = True
     TENSORS: ClassVar = {"added": Held(trial=True)}  # [batch, 1, hidden], of the stream's dtype
     HOST: ClassVar = {
         "foreseen": None,  # columns that were cached when tokens were chosen beforehand

@@ -20,7 +20,7 @@ def working_set_bytes(stores: Iterable[LayerStore], steps: int = STEPS) -> tuple
 
     Taken from the device pool, which notes when a block was chosen last: blocks that have been evicted since, or never
     got a page, are missing, so with a pool smaller than the working set this is less than it is. A block that several
-    rows share counts for each.
+    rows share counts for each. Blocks that were brought for an expected query count as chosen.
 
     Returns:
         One number a row; None if nothing is brought to the device (no offload, no pool, no selection yet).

@@ -34,6 +34,9 @@ MEMORY = 0.45  # of the device, for the sets of inputs
 PIECE = 1 << 28  # entries of the stored keys that are indexed at once, which bounds the temporaries
 
 
+BLOCKS = TwoLevelConfig(level="two_level", metadata="min_max", num_blocks=128)
+
+
 @dataclass(frozen=True)
 class Shape:
     """One layer at one batch and context."""
@@ -44,7 +47,7 @@ class Shape:
     heads: int = 8
     dim: int = 128
     dtype: torch.dtype = torch.bfloat16
-    config: TwoLevelConfig = field(default_factory=lambda: TwoLevelConfig(num_blocks=128))
+    config: TwoLevelConfig = field(default_factory=lambda: BLOCKS)
     value_dim: int | None = None  # of latents: the first so many numbers of a key are its value
 
     @property
