@@ -96,7 +96,7 @@ VARIANTS = {
         Variant(
             "two_level:labels",
             "blocks by their best token's label, then tokens within them",
-            settings={**_TWO_LEVEL, "metadata": "labels"},
+            settings={**_TWO_LEVEL, "metadata": "labels", "lag": False},
         ),
         Variant("block_only", "whole blocks", settings={"token_budget": 1024, "level": "block", "lag": False}),
         Variant("token_only", "labels of every token", settings={"token_budget": 1024, "level": "token"}),
