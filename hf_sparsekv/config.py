@@ -372,10 +372,10 @@ class PredictiveConfig(SparseConfig):
     Args:
         token_budget: tokens attended per step, row and KV head, beside sinks and recent window.
         predictor: how a query is known before it is there. ``"layer"``: the layer before expects it in the same step,
-            from its input plus what it added to the residual stream for the row's token before (``"layer:in_delta"``,
-            the same as ``"layer"``), which leaves a whole layer's time to choose. From the input alone
-            (``"layer:in"``), less right; or from the stream between its attention and its MLP (``"layer:mid"``), as
-            right, but with too little time left to hide the choice. It takes hooks on the model, which ``optimize()``
+            from its input (``"layer:in"``, the same as ``"layer"``), which leaves a whole layer's time to choose. A
+            little more right are its input plus what it added to the residual stream for the row's token before
+            (``"layer:in_delta"``, 4 to 7 % more for a step), and the stream between its attention and its MLP
+            (``"layer:mid"``), with too little time left to hide the choice. It takes hooks, which ``optimize()``
             or :func:`hf_sparsekv.predict_ahead` installs. Layers that nobody foresees choose by their own query, in
             place, as all do with ``"own"``. From queries of earlier steps, much less right (docs/accuracy.md):
             ``"last"``, ``"ridge"``, ``"ridge_softmax"``, ``"assembled"`` (AsyncSpade), ``"assembled_ridge"``, or a

@@ -153,7 +153,7 @@ def test_a_norm_that_sees_no_residual_stream_is_not_taken_for_it():
         assert tap.layers == {0: "there is no layer before it", 1: "in", 2: "in"}
         cache = predictive(**TIGHT, predictor="layer")
         decode(cache, net, steps=3)
-        assert [layer.policy.source for layer in cache.sparse_layers] == [None, "in_delta", "in_delta"]
+        assert [layer.policy.source for layer in cache.sparse_layers] == [None, "in", "in"]
         assert cache.stats().foreseen_calls == 2 * 3
         with pytest.warns(UserWarning, match="layers 1, 2 choose tokens by their own query.*no place for 'layer:mid'"):
             decode(predictive(**TIGHT, predictor="layer:mid"), net, steps=3)
@@ -239,7 +239,7 @@ class LayerOracle(Oracle):
 
 class LayerRace(Race):
     def __init__(self, name="llama", offload=False, captured=False, **config) -> None:
-        place = config.get("predictor", "layer").partition(":")[2] or "in_delta"
+        place = config.get("predictor", "layer").partition(":")[2] or "in"
         ours = predictive(offload, **{**TIGHT, **config})
         super().__init__(ours, LayerOracle(ours.config), name, captured)
         if not captured:
@@ -261,8 +261,8 @@ class LayerRace(Race):
 CASES = {
     "usual": ("llama", False, {}),
     "query norms": ("qwen3", True, {}),
-    "by its name": ("llama", True, {"predictor": "layer:in_delta"}),
-    "input of the layer before": ("llama", True, {"predictor": "layer:in"}),
+    "by its name": ("llama", True, {"predictor": "layer:in"}),
+    "what the layer before has added": ("llama", True, {"predictor": "layer:in_delta"}),
     "half-way": ("qwen3", True, {"predictor": "layer:mid"}),
     "offloaded": ("llama", True, {}),
     "offloaded, not copied": ("llama", OffloadConfig(device_pool=0), {}),
@@ -359,7 +359,7 @@ def added(cache, layer: int = 1) -> Tensor | None:
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "stream"])
 def test_copies_and_files_go_on_alike(offload, tmp_path):
     """Nothing that was chosen has to come with them; what the layer before has added comes with copies alone."""
-    cache = predictive(offload, **TIGHT)
+    cache = predictive(offload, **TIGHT, predictor="layer:in_delta")
     decode(cache)
     copied, unknown = copy.deepcopy(cache), copy.deepcopy(cache)
     forget(unknown)
@@ -453,7 +453,7 @@ def test_what_the_layer_before_has_added(name, captured, monkeypatch):
         Imitation(net).install()
     else:
         predict_ahead(net)
-    seen, cache = Recorder(net, monkeypatch), predictive(True, **TIGHT)
+    seen, cache = Recorder(net, monkeypatch), predictive(True, **TIGHT, predictor="layer:in_delta")
     ids = prompt(2, 170, seed=5)["input_ids"]
     place = None
     for piece in (*ids[:, :140].split(70, dim=1), *ids[:, 140:165].split(1, dim=1), ids[:, 165:]):
@@ -490,7 +490,7 @@ def test_nothing_is_added_where_the_last_token_is_another(captured, monkeypatch,
             found.append(read[-1])  # a capture tries its step first
         return found
 
-    cache = predictive(True, **TIGHT)
+    cache = predictive(True, **TIGHT, predictor="layer:in_delta")
     decode(cache, net, steps=3)
     assert next_steps(cache) == [True, True]
     cache.save(tmp_path / "cache")
@@ -516,7 +516,7 @@ def test_nothing_is_added_where_the_last_token_is_another(captured, monkeypatch,
 
 
 def test_rows_that_end_with_padding_add_nothing():
-    net, cache = build("llama", "sparsekv"), predictive(**TIGHT)
+    net, cache = build("llama", "sparsekv"), predictive(**TIGHT, predictor="layer:in_delta")
     inputs = prompt(2, 90)
     inputs["attention_mask"][1, -4:] = 0
     with predict_ahead(net), torch.no_grad():
@@ -528,7 +528,7 @@ def test_a_trial_run_leaves_what_was_added_as_it_was(monkeypatch):
     net = build("llama", "sparsekv")
     runner = Imitation(net)
     runner.install()
-    cache, seen = predictive(True, **TIGHT), []
+    cache, seen = predictive(True, **TIGHT, predictor="layer:in_delta"), []
     capture, record = runner._capture, runner._record
 
     def watched(ids, positions, cache, *rest):
@@ -556,7 +556,9 @@ def test_fused_layers_add_the_same(name, monkeypatch):
     monkeypatch.setattr(fused_layers, "accelerated", lambda t: True)
     assert fuse(fused) is not None
     for net in (plain, fused):
-        cache = predictive(model_config=net.config if name in NEEDS_CONFIG else None, **TIGHT)
+        cache = predictive(
+            model_config=net.config if name in NEEDS_CONFIG else None, **TIGHT, predictor="layer:in_delta"
+        )
         with predict_ahead(net):
             decode(cache, net, steps=4)
             at = max(i for i, layer in enumerate(cache.sparse_layers) if layer.policy.source == "in_delta")

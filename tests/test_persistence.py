@@ -36,9 +36,6 @@ def test_everything_comes_back_and_goes_on(name, tmp_path):
     assert type(copied) is type(cache) and copied.config == cache.config
     same(state(cache), state(copied))
     assert copied.stats().decode_steps == 0
-    for layer in cache.sparse_layers:
-        if hasattr(layer.policy, "added_at"):
-            layer.policy.added_at = None  # what layers added for the last token is in no file
     assert torch.equal(steps(cache, 24, seed=5), steps(copied, 24, seed=5))  # a block of 16 is sealed
     same(state(cache), state(copied))
 

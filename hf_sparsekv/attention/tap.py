@@ -212,8 +212,8 @@ class Point:
 
 
 def _place(foresight: str) -> str:
-    """Where a cache wants the stream to be taken. ``"layer"`` is the most exact that leaves a whole layer's time."""
-    return foresight.partition(":")[2] or "in_delta"
+    """Where a cache wants the stream to be taken. ``"layer"`` is what leaves a whole layer's time and needs no state."""
+    return foresight.partition(":")[2] or "in"
 
 
 class ForeseeingCache(Protocol):

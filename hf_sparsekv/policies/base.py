@@ -113,7 +113,7 @@ class Policy(State):
     def foresees_by(cls, config: SparseConfig, offloaded: bool) -> str | None:
         """What queries are expected from (:mod:`..attention.tap`).
 
-        ``"layer:mid"``, ``"layer:in"``, ``"layer:in_delta"``, or ``"layer"``, which is the last.
+        ``"layer:mid"``, ``"layer:in_delta"``, ``"layer:in"``, or ``"layer"``, which is the last.
         """
         return None
 
