@@ -212,7 +212,7 @@ class Point:
 
 
 def _place(foresight: str) -> str:
-    """Where a cache wants the stream to be taken. ``"layer"`` is what leaves a whole layer's time and needs no state."""
+    """Where a cache wants the stream to be taken; ``"layer"`` needs no state and leaves a whole layer's time."""
     return foresight.partition(":")[2] or "in"
 
 
