@@ -22,6 +22,7 @@ from hf_sparsekv import (
     ProgressiveConfig,
     TwoLevelConfig,
     optimize,
+    predict_ahead,
 )
 from hf_sparsekv.attention import mla
 from hf_sparsekv.attention.exact import exact_attention
@@ -162,6 +163,8 @@ def test_predicted_queries_of_real_sizes(heads, how):
         net = made(heads, "sparsekv", torch.bfloat16)
         if captured:
             optimize(net, fused=False)
+        else:
+            predict_ahead(net)  # as optimize() does
         cache = AsyncPredictiveCache(config, OffloadConfig() if how == "host" else None)
         found.append(teacher_forced(net, cache, ids, (1300,)))
         stats = cache.stats()
