@@ -87,7 +87,7 @@ def test_no_new_tokens(filled):
 POSITIVE = ("block_size", "max_length", "token_budget", "num_blocks", "label_channels", "calibration_tokens")
 AT_LEAST_0 = ("sinks", "window", "dense_layers", "max_draft")
 CHOICES = {
-    "level": "one of 'two_level', 'block', 'token'",
+    "level": "one of 'auto', 'two_level', 'block', 'token'",
     "channel_importance": "one of 'max', 'mean'",
     "block_reduce": "one of 'mean', 'max'",
     "token_reduce": "one of 'mean', 'max'",

@@ -37,7 +37,7 @@ KINDS = {
     FETCH: ("tab:red", ("block_copy",)),
     "find pages": ("tab:orange", ("residency",)),
     "choose": ("tab:green", ("block_score", "token_score", "topk_select", "mass_select")),
-    ATTEND: ("tab:blue", ("sparse_decode", "progressive", "append")),
+    ATTEND: ("tab:blue", ("sparse_decode", "append")),
 }
 COLOURS = {name: colour for name, (colour, _) in KINDS.items()} | {OTHER: "0.6"}
 MOST_LANES = 5  # a graph may use any number of streams
