@@ -16,7 +16,7 @@ CASES = [
     for operator in BY_NAME.values()
     for name in operator.cases
     for options in product(*operator.options)
-    # Takes Triton minutes to compile for a GPU, and nothing uses it: whole keys of latents are scored a KV head at a time.
+    # Minutes to compile for a GPU, and nothing uses it: whole keys of latents are scored a KV head at a time.
     if (operator.of, name, *options[:1]) != ("token_score", "latents' whole keys, 128 heads", "none")
 ]
 
