@@ -155,6 +155,17 @@ def test_a_layer_without_its_cache():
         copy.deepcopy(layer)
 
 
+def test_a_copy_has_device_pages_of_its_own():
+    """What it chooses must not evict what the original has chosen."""
+    cache = two_level(True, **TIGHT)
+    model("llama").generate(**prompt(2, 150), past_key_values=cache, max_new_tokens=4, do_sample=False)
+    copied = copy.deepcopy(cache)
+    model("llama").generate(**prompt(2, 160), past_key_values=copied, max_new_tokens=4, do_sample=False)
+    ours, theirs = ({id(pool) for pool in each.device_pools.pools.values()} for each in (cache, copied))
+    assert ours and theirs and not ours & theirs
+    assert not {id(layer.store.pages.pool) for layer in copied.sparse_layers} & ours
+
+
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
 def test_copies_go_their_own_ways(offload):
     """Original and copies in turns, through growth, with one of them collected on the way."""

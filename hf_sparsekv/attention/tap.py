@@ -369,7 +369,7 @@ class Hooks:
             kind = given.get("layer_type", args[2] if len(args) > 2 else None)
             x = args[0] if args else given.get("x")
             if kind is None or x is None or x.shape[1] != 1:
-                here.positions = None  # of a prompt: nobody asks, and they are long
+                here.positions = None  # not needed for a prompt, whose position embeddings are long
             else:
                 here.positions = {**(here.positions or {}), kind: out}
 
