@@ -215,6 +215,8 @@ class ProgressivePolicy(Policy):
             room = ahead(store.block_table.shape[1])
             first = block_select(scores, min(FIRST, room))
             wanted = torch.nn.functional.pad(first, (0, room - first.shape[-1]), value=-1)
+        elif wanted.is_cuda:  # made on the step's own stream, which would reuse its memory while it is read here
+            wanted.record_stream(torch.cuda.current_stream(wanted.device))
         store.pages.fetch(wanted, store.table, 1)
         self._since.copy_(store.pages.pool.state.now)
 
