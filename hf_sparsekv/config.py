@@ -1,15 +1,16 @@
 """What a user chooses, as frozen dataclasses that are checked when they are made.
 
 A class lists in ``FREE`` the fields of its own that only later steps depend on: a saved cache may be loaded with
-others (:meth:`SparseCache.load`). Every other field must be as it was saved.
+others (:meth:`SparseCache.load`). Every other field must be as it was saved. ``PRESETS`` names settings that belong
+together (:meth:`SparseConfig.preset`); what each costs and finds is in docs/presets.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
-from typing import Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ PREDICTOR = "assembled_ridge"
 WINDOW = 16
 EPSILON = 0.1
 
+Config = TypeVar("Config", bound="SparseConfig")
 Predict = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A user's predictor: ``(ring, position, count) -> prediction``, see ``QueryPredictor.predict()``."""
 
@@ -124,6 +126,7 @@ class SparseConfig(Options):
     """
 
     FREE = ("dense_below", "max_length")
+    PRESETS: ClassVar[Mapping[str, Mapping[str, object]]] = {}
 
     block_size: int = 64
     sinks: int = 4
@@ -143,6 +146,20 @@ class SparseConfig(Options):
             _positive("max_length", self.max_length)
         ok = self.dense_below in ("auto", None) or (_is_int(self.dense_below) and self.dense_below >= 0)
         _require(ok, f"dense_below must be an integer >= 0, 'auto' or None, got {self.dense_below!r}")
+
+    @classmethod
+    def preset(cls: type[Config], name: str, **changes: Any) -> Config:
+        """A configuration by name (docs/presets.md), with ``changes`` of single fields.
+
+        ``"fast"`` and ``"accurate"`` lie on either side of the defaults; ``"previous"`` is what earlier releases took
+        by default, ``"paper"`` the method's paper.
+
+        Raises:
+            ValueError: this class has no preset ``name``, or the changes do not fit it.
+        """
+        offered = ", ".join(map(repr, cls.PRESETS)) or "none"
+        _require(name in cls.PRESETS, f"{cls.__name__} has no preset {name!r}; it has {offered}")
+        return cls(**{**cls.PRESETS[name], **changes})
 
 
 def _check_index(config: TwoLevelConfig) -> None:
@@ -221,6 +238,15 @@ class TwoLevelConfig(SparseConfig):
     """
 
     FREE = ("token_budget", "num_blocks", "lag", "block_reduce", "token_reduce")
+    PRESETS: ClassVar = {
+        "fast": {"token_budget": 512},
+        "accurate": {"token_budget": 2048},
+        "previous": {"level": "two_level", "metadata": "min_max", "lag": True},
+        "paper": {
+            **{"level": "two_level", "metadata": "min_max", "lag": True},
+            **{"block_reduce": "mean", "token_reduce": "mean"},
+        },
+    }
 
     label_share = 4  # of the channels are label channels by default: one in so many
 
@@ -319,6 +345,12 @@ class ProgressiveConfig(SparseConfig):
     """
 
     FREE = ("threshold", "min_tokens", "max_tokens", "group_reduce", "audit_every")
+    PRESETS: ClassVar = {
+        "fast": {"threshold": 0.9},
+        "accurate": {"threshold": 0.98},
+        "previous": {"estimate": "scores", "threshold": 0.98, "min_tokens": 512},
+        "paper": {"estimate": "as_min", "threshold": 0.98, "min_tokens": 0},
+    }
 
     threshold: float = 0.95
     min_tokens: int = 256
@@ -398,6 +430,12 @@ class PredictiveConfig(SparseConfig):
         *("token_budget", "predictor", "predictor_window", "predictor_epsilon", "start_length", "cache_rank"),
         *("layers_per_pack", "token_reduce"),
     )
+    PRESETS: ClassVar = {
+        "fast": {"token_budget": 512},
+        "accurate": {"token_budget": 2048, "predictor": "layer:in_delta"},
+        "previous": {"predictor": "assembled_ridge"},
+        "paper": {"predictor": "assembled"},
+    }
 
     label_share = 4
 

@@ -59,7 +59,7 @@ class EveryNthConfig(SparseConfig):
 def every_nth(empty_after):
     """A method that nothing in the package knows, with state of its own."""
 
-    @register("every_nth", EveryNthConfig, about="a test", knob=("stride", 1, 1), presets={"every_2nd": {"stride": 2}})
+    @register("every_nth", EveryNthConfig, about="a test", knob=("stride", 1, 1), variants={"every_2nd": {"stride": 2}})
     class EveryNthPolicy(Selector):
         TENSORS: ClassVar = {"state": Held(file="mine")}
 
@@ -95,11 +95,11 @@ def test_who_is_there():
     [
         ("two_level", EveryNthConfig, {}, "there is a method 'two_level' already: choose another name"),
         ("token_only", EveryNthConfig, {}, "there is a method 'token_only' already"),
-        ("other", EveryNthConfig, {"presets": {"oracle": {}}}, "there is a method 'oracle' already"),
+        ("other", EveryNthConfig, {"variants": {"oracle": {}}}, "there is a method 'oracle' already"),
         ("other", TwoLevelConfig, {}, "TwoLevelConfig is the configuration of 'two_level' already: give each"),
         ("other", dict, {}, "config must be a subclass of SparseConfig, got <class 'dict'>"),
         ("other", EveryNthConfig, {}, "EveryNthConfig has no field 'token_budget'"),
-        ("other", EveryNthConfig, {"knob": ("stride", 1, 1), "presets": {"x": {"y": 1}}}, "has no field 'y'"),
+        ("other", EveryNthConfig, {"knob": ("stride", 1, 1), "variants": {"x": {"y": 1}}}, "has no field 'y'"),
     ],
 )
 def test_what_cannot_be_registered(name, config, named, message, empty_after):
@@ -156,7 +156,7 @@ def test_a_cache_of_a_new_method(every_nth):
     assert caches[0].stats().sparse_calls > 0
 
 
-def test_specs_and_presets(every_nth):
+def test_specs_and_variants(every_nth):
     assert parse_cache("every_nth:stride=3").make().config.stride == 3
     assert parse_cache("every_2nd").make().config.stride == 2
     with pytest.raises(ValueError, match="did you mean 'every_nth'"):
@@ -283,3 +283,35 @@ def test_what_may_change_when_a_cache_is_loaded():
 
 def _small() -> dict:
     return {name: value for name, value in SMALL.items() if name != "calibration_tokens"}
+
+
+# ---------------------------------------------------------------------- presets
+
+PRESETS = [(name, preset) for name, method in methods().items() for preset in method.config.PRESETS]
+
+
+@pytest.mark.parametrize(("name", "preset"), PRESETS)
+def test_presets_decode(name, preset):
+    """As a configuration, as a spec and on the command line: the same settings, changed where one is given."""
+    small = {option: value for option, value in SMALL.items() if option in methods()[name].config.__dataclass_fields__}
+    config = methods()[name].config.preset(preset, **small)
+    for option, value in methods()[name].config.PRESETS[preset].items():
+        assert getattr(config, option) == small.get(option, value)
+    spec = parse_cache({"cache": name, "preset": preset, **small})
+    assert spec.make().config == config
+    given = options.CacheOptions(preset=preset, block_size=32).config(options.CacheKind[name])
+    assert given == type(config).preset(preset, block_size=32)
+    inputs = prompt(1, 150)
+    cache = SparseCache(config)
+    model("llama").generate(**inputs, do_sample=False, max_new_tokens=8, past_key_values=cache)
+    assert cache.stats().decode_steps == 7
+
+
+def test_presets_refused():
+    with pytest.raises(ValueError, match="has no preset 'quick'; it has 'fast', 'accurate', 'previous', 'paper'"):
+        TwoLevelConfig.preset("quick")
+    with pytest.raises(ValueError, match="StreamingConfig has no preset 'fast'; it has none"):
+        parse_cache("streaming:preset=fast")
+    with pytest.raises(ValueError, match="token_budget must be a positive integer"):
+        PredictiveConfig.preset("fast", token_budget=0)
+    assert "has no preset" in error("generate", "small", "--prompt", "a", "--preset", "quick", status=2)

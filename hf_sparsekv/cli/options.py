@@ -80,6 +80,10 @@ class CacheOptions:
     """What describes a sparse cache; a field is an option, None where it is not given."""
 
     offload: Annotated[bool, _of_cache("--offload/--no-offload", help="Keep full blocks in host memory.")] = True
+    preset: Annotated[
+        str | None,
+        _of_cache(help="Settings by name: fast, accurate, previous (an earlier release's) or paper."),
+    ] = None
     token_budget: Annotated[
         int | None, _field("token_budget", "Tokens attended per step and KV head beside sinks and window.")
     ] = None
@@ -123,14 +127,16 @@ class CacheOptions:
         Options that this kind does not have may not be given.
         """
         made = methods()[kind.value].config
-        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "offload"}
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        preset = given.pop("preset")
+        del given["offload"]
         given = {name: value for name, value in given.items() if value is not None}
         given |= {name: value.value for name, value in given.items() if isinstance(value, Enum)}
         for name in given:
             if name not in made.__dataclass_fields__:
                 raise typer.BadParameter(f"{_spell(name)} has no meaning with --cache {kind.value}")
         try:
-            return made(**given)
+            return made(**given) if preset is None else made.preset(preset, **given)
         except ValueError as error:
             raise typer.BadParameter(_option_names(str(error))) from error
 

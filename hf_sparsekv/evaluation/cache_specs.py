@@ -27,8 +27,9 @@ class CacheSpec:
 
     Args:
         name: what tables call it: the text that it was given as.
-        method: a registered method or preset (:func:`known`), or ``full`` for transformers' own cache and attention.
-        options: fields of the method's configuration, and ``offload`` (bool; default: KV on the device).
+        method: a registered method or variant (:func:`known`), or ``full`` for transformers' own cache and attention.
+        options: fields of the method's configuration, ``offload`` (bool; default: KV on the device), and ``preset`` (a
+            name, :meth:`..config.SparseConfig.preset`).
     """
 
     name: str
@@ -46,12 +47,14 @@ class CacheSpec:
             return None
         options = dict(self.options)
         offload = OffloadConfig() if options.pop("offload", False) else None
-        method, preset = known()[self.method]
-        return SparseCache(method.config(**{**_ALWAYS, **preset, **options}), offload, model_config)
+        method, variant = known()[self.method]
+        preset, settings = options.pop("preset", None), {**_ALWAYS, **variant, **options}
+        config = method.config(**settings) if preset is None else method.config.preset(preset, **settings)
+        return SparseCache(config, offload, model_config)
 
 
 def known() -> dict[str, tuple[Method, dict]]:
-    """Every method and preset by name, with the settings that it stands for; the yardsticks, too."""
+    """Every method and variant by name, with the settings that it stands for; the yardsticks, too."""
     return names(references=True)
 
 
@@ -92,7 +95,7 @@ def parse_cache(spec: str | dict) -> CacheSpec:
         if options:
             raise ValueError(f"cache {text!r}: full attention takes no options")
         return parsed
-    fields = {field.name for field in dataclasses.fields(known()[method][0].config)} | {"offload"}
+    fields = {field.name for field in dataclasses.fields(known()[method][0].config)} | {"offload", "preset"}
     for option in options:
         if option not in fields and option not in removed(known()[method][0].config):  # making it refuses those
             near = difflib.get_close_matches(option, fields, 1)

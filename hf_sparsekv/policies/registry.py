@@ -41,7 +41,7 @@ class Method:
         policy: class of what chooses in each layer.
         about: one line, with the source.
         knob: what to turn for a quicker or a more exact step.
-        presets: further names, and the settings that each stands for.
+        variants: further names, and the settings that each stands for.
         reference: a yardstick: evaluation offers it, the command line, benchmarks and the demo do not.
     """
 
@@ -50,7 +50,7 @@ class Method:
     policy: type[Policy]
     about: str
     knob: Knob
-    presets: Mapping[str, dict] = field(default_factory=dict)
+    variants: Mapping[str, dict] = field(default_factory=dict)
     reference: bool = False
 
 
@@ -63,7 +63,7 @@ def register(
     *,
     about: str,
     knob: tuple[str, float, float] = ("token_budget", 64, 4096),
-    presets: Mapping[str, dict] | None = None,
+    variants: Mapping[str, dict] | None = None,
     reference: bool = False,
 ) -> Callable[[type[Policy]], type[Policy]]:
     """Make a policy class the method ``name``; the arguments are those of :class:`Method`.
@@ -73,7 +73,7 @@ def register(
     """
 
     def decorate(policy: type[Policy]) -> type[Policy]:
-        method = Method(name, config, policy, about, Knob(*knob), dict(presets or {}), reference)
+        method = Method(name, config, policy, about, Knob(*knob), dict(variants or {}), reference)
         _check(method)
         _METHODS[name] = method
         return policy
@@ -82,7 +82,7 @@ def register(
 
 
 def _check(method: Method) -> None:
-    for one in (method.name, *method.presets):
+    for one in (method.name, *method.variants):
         if one in names(references=True):
             raise ValueError(f"there is a method {one!r} already: choose another name")
     if not (isinstance(method.config, type) and issubclass(method.config, SparseConfig)):
@@ -94,7 +94,7 @@ def _check(method: Method) -> None:
                 "give each method a class of its own"
             )
     fields = method.config.__dataclass_fields__
-    for named in (method.knob.name, *(option for preset in method.presets.values() for option in preset)):
+    for named in (method.knob.name, *(option for variant in method.variants.values() for option in variant)):
         if named not in fields:
             raise ValueError(f"method {method.name!r}: {method.config.__name__} has no field {named!r}")
 
@@ -105,11 +105,11 @@ def methods(references: bool = False) -> dict[str, Method]:
 
 
 def names(references: bool = False) -> dict[str, tuple[Method, dict]]:
-    """The same with presets: ``{name: (method, settings that the name stands for)}``."""
+    """The same with variants: ``{name: (method, settings that the name stands for)}``."""
     found: dict[str, tuple[Method, dict]] = {}
     for name, method in methods(references).items():
         found[name] = (method, {})
-        found |= {preset: (method, dict(settings)) for preset, settings in method.presets.items()}
+        found |= {variant: (method, dict(settings)) for variant, settings in method.variants.items()}
     return found
 
 

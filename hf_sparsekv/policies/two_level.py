@@ -28,7 +28,7 @@ from .shared import Labelled
     "two_level",
     TwoLevelConfig,
     about="tokens by labels; offloaded, in a bounded number of blocks (AsyncTLS)",
-    presets={"block_only": {"level": "block"}, "token_only": {"level": "token"}},
+    variants={"block_only": {"level": "block"}, "token_only": {"level": "token"}},
 )
 class TwoLevelPolicy(Policy):
     """State: the label channels; with ``lag`` the blocks chosen in the previous step; where chosen blocks are.
