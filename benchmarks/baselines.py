@@ -73,7 +73,7 @@ class Variant:
 _BUDGET = {"token_budget": 1024}
 _TWO_LEVEL = {**_BUDGET, "num_blocks": 128, "level": "two_level", "metadata": "min_max"}
 _PREDICTED = {
-    "": "tokens chosen for a query of the layer before: its input and what it added last",
+    "": "tokens chosen for a query of the layer before: its input",
     "layer:mid": "tokens chosen for a query of the layer before: behind its attention",
     "layer:in": "tokens chosen for a query of the layer before: its input",
     "own": "tokens chosen for the layer's own query, in place",
@@ -138,6 +138,15 @@ VARIANTS = {
 for _method in methods().values():  # any other method with its defaults
     if _method.config not in {variant.config for variant in VARIANTS.values()}:
         VARIANTS[_method.name] = Variant(_method.name, _method.about, settings={}, config=_method.config)
+for _name, _method in methods().items():
+    for _preset, _settings in _method.config.PRESETS.items():
+        VARIANTS[f"{_name}:{_preset}"] = Variant(
+            f"{_name}:{_preset}",
+            f"the preset {_preset!r}",
+            settings=dict(_settings),
+            config=_method.config,
+            captured="estimate" not in _settings,  # earlier estimates look for the end of a walk in plain torch
+        )
 
 
 def find(text: str, offload: bool = False, crossover: bool = False) -> Variant:
