@@ -128,6 +128,10 @@ def test_variants_are_what_they_say():
         config = make_cache(model, variant, 1000).config
         assert config.dense_below is None, "a selection is measured even where it does not pay"
         assert config.max_length == 1000
+        kind, _, preset = name.partition(":")
+        if kind in methods() and preset in methods()[kind].config.PRESETS:
+            assert config == methods()[kind].config.preset(preset, max_length=1000, dense_below=None)
+            continue
         if name.startswith("progressive"):
             assert config.threshold == float(name.split(":")[1])
             continue
