@@ -16,6 +16,7 @@ from ..predictor.channels import LabelChannels
 from ..tensors import no_inference_mode
 from ..types import AttentionParams
 from .base import Policy
+from .behind import Behind, reads_here
 from .block_metadata import BlockMetadata, bounds_bytes
 from .label_index import LabelIndex, label_bytes
 from .memory import Memory, Request
@@ -46,8 +47,10 @@ class TwoLevelPolicy(Policy):
         "foreseen": None,  # columns that were cached when blocks were brought beforehand
         "in_place": False,  # there is no device memory for chosen blocks: they are read where they live
         "looked": False,  # the step has looked its blocks up in `page_ids`, not fetched them
+        "_scores": None,  # of all tokens, from a step's attention to its end, where its tokens are chosen among all
     }
-    PARTS: ClassVar = ("labels",)
+    PARTS: ClassVar = ("labels", "behind")
+    OWN: ClassVar = ("_scores",)
 
     config: TwoLevelConfig
     label_index = LabelIndex
@@ -64,7 +67,8 @@ class TwoLevelPolicy(Policy):
             self.metadata = BlockMetadata(kind_of(config), config.bounds_per_block, config.block_reduce)
         self.labels = self.label_index(config, layer_idx, channels) if of != "block" else None
         self.granularity = "token" if self.labels else "block"
-        self.fetches = offloaded and self.coarse
+        self.behind = Behind() if offloaded and not self.coarse else None
+        self.fetches = offloaded
         self.foresight = self.foresees_by(config, offloaded)
         self.low_priority = self.foresight is None  # the next layer waits for it
 
@@ -88,8 +92,8 @@ class TwoLevelPolicy(Policy):
             memory.labels = sum(request.block_capacity * label_bytes(request, layer) for layer in request.layers)
         if of != "token":
             memory.bounds = 0 if by_labels(config) else bounds_bytes(request, kind_of(config), config.bounds_per_block)
-            if request.offload is not None and request.full_blocks > config.coarse_blocks:
-                memory.fetch(request, config.coarse_blocks, config.coarse_blocks)
+        if request.offload is not None and request.full_blocks > config.coarse_blocks:
+            memory.fetch(request, config.coarse_blocks, config.coarse_blocks)
         return memory
 
     @classmethod
@@ -105,7 +109,9 @@ class TwoLevelPolicy(Policy):
         shape = (store.batch, store.heads, self.config.coarse_blocks)
         if self.lag:
             self.ids = torch.full(shape, -1, dtype=torch.int32, device=store.device)
-        if self.fetches:
+        if self.behind is not None:
+            self.behind.start(store)
+        elif self.fetches:
             self.page_ids = torch.full(shape, -1, dtype=torch.int32, device=store.device)
         if self.metadata is not None:
             self.metadata.start(store)
@@ -146,6 +152,8 @@ class TwoLevelPolicy(Policy):
             return DENSE
         if self.below_crossover(store):  # nothing is chosen; sealing the block that ends it chooses anew
             return DENSE if few else CROSSOVER
+        if self.behind is not None:
+            return planned("every", True, self.paged)
         chosen = not few and (self.chosen if self.lag else many)
         attends = "chosen" if chosen else "dense" if few or labels is None else "every"
         foresees = chosen and self.source is not None and not self.in_place
@@ -159,7 +167,7 @@ class TwoLevelPolicy(Policy):
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
         if plan.dense:
             return store.attend(q, None, "all", params)
-        blocks = page_ids = scores = None
+        self._scores = blocks = page_ids = scores = None
         if plan.attends == "chosen":
             if self.lag:
                 blocks, page_ids = self.ids, self.page_ids if plan.paged else None
@@ -169,16 +177,21 @@ class TwoLevelPolicy(Policy):
             store.count_blocks(blocks)
             if self.watch is not None:
                 self.watch.mark(blocks)
+        elif plan.paged:
+            page_ids = self.behind.places(store)
         paged = page_ids is not None
         if self.labels is None:
             return store.attend(q, blocks, "block", params, paged, page_ids)
         if scores is None:
             scores = self.labels.scores(q, store, blocks)
+            if self.behind is not None:
+                self._scores = scores
         else:  # of all tokens
             scores = in_blocks(scores, blocks, store.block_size)
         tokens = token_select(scores, page_ids if paged else blocks, self.config.token_budget, store.block_size)
         if self.watch is not None and blocks is None:
-            self.watch.mark_tokens(tokens, store.block_size)
+            columns = token_select(scores, None, self.config.token_budget, store.block_size) if paged else tokens
+            self.watch.mark_tokens(columns, store.block_size)
         return store.attend(q, tokens, "token", params, paged)
 
     def _bring(self, blocks: Tensor, store: LayerStore) -> Tensor | None:
@@ -228,6 +241,9 @@ class TwoLevelPolicy(Policy):
             store.pages.count(self.page_ids)
         if not plan.ahead:
             return
+        if self.behind is not None:
+            self._bring_behind(q, store, again)
+            return
         self.ids.copy_(self._choose_blocks(q, store)[0])
         self.paged = self._enter(store)
         if self.paged:
@@ -235,10 +251,28 @@ class TwoLevelPolicy(Policy):
         if not again:
             store.count_index(self._coarse_bytes(store))
 
+    def _bring_behind(self, q: Tensor, store: LayerStore, again: bool) -> None:
+        """Bring the blocks with the best tokens for the step that has just ended, or for a prompt's last query."""
+        if again:
+            return  # nothing depends on the block that was sealed
+        scores, self._scores = self._scores, None
+        self.paged = self._enter(store)
+        if not self.paged:
+            return
+        scores = self.labels.scores(q, store) if scores is None else reads_here(scores)
+        best = scores.unflatten(-1, (-1, store.block_size)).amax(-1)
+        self.behind.bring(block_select(best, self.config.coarse_blocks), store)
+
+    def reopened(self) -> None:
+        super().reopened()
+        self._scores = None
+
     def replayed(self, store: LayerStore, plan: Plan) -> None:
         store.counters.foreseen += plan.foresees
         if plan.learns:
             self.labels.stats.tokens += 1
+        elif plan.ahead and self.behind is not None:
+            self.paged = store.pages.pool is not None
         elif plan.ahead:
             self.chosen, self.paged = True, self.page_ids is not None and store.pages.pool is not None
             store.count_index(self._coarse_bytes(store))
@@ -263,7 +297,7 @@ def level(config: TwoLevelConfig, offloaded: bool) -> str:
     if config.level != "auto":
         return config.level
     asked = (config.num_blocks, config.metadata, config.bound_tokens) != (None, None, None)
-    return "two_level" if offloaded or asked or config.lag else "token"
+    return "two_level" if asked or config.lag else "token"
 
 
 def by_labels(config: TwoLevelConfig) -> bool:
