@@ -47,11 +47,10 @@ def _two_level(offload: bool | OffloadConfig, **settings) -> Callable[..., Spars
 
 
 def _default(offload: bool | OffloadConfig, **settings) -> Callable[..., SparseCache]:
-    """With the defaults of what chooses: tokens on the device; offloaded, blocks by labels and for the own query."""
+    """With the defaults of what chooses: tokens among all."""
 
     def make(model_config=None, **changes) -> SparseCache:
-        if not offload:
-            changes.pop("num_blocks", None)
+        changes.pop("num_blocks", None)
         return two_level(offload, model_config, **{"level": "auto", "lag": False, **settings, **changes})
 
     return make
@@ -116,6 +115,8 @@ CACHES: dict[str, Callable[..., SparseCache]] = {
     "device-default": _default(False),
     "host-default-nopool": _default(OffloadConfig(device_pool=0)),
     "host-default-smallpool": _default(OffloadConfig(device_pool=50_000)),
+    "host-labels": _two_level(True, metadata="labels", lag=False),
+    "host-labels-smallpool": _two_level(OffloadConfig(device_pool=50_000), metadata="labels", lag=False),
     "host-default-bounds": _default(True, metadata="min_max", bound_tokens=4),
     "host-nopool": _two_level(OffloadConfig(device_pool=0)),
     "host-smallpool": _two_level(OffloadConfig(device_pool=50_000)),  # less than what several rows choose in a step

@@ -23,7 +23,7 @@ class TwoLevelRace(Race):
 
     def __init__(self, name: str, offload: bool, captured: bool = False, **config) -> None:
         ours = two_level(offload, **config)
-        of = level(ours.config, offload)
+        of = level(ours.config)
         super().__init__(
             ours, self.oracle_type(ours.config, bool(ours.config.lag) and of != "token", of), name, captured
         )
@@ -34,17 +34,19 @@ def dense_logits(name: str, ids: torch.Tensor) -> torch.Tensor:
         return model(name, "sdpa")(ids).logits[:, -1]
 
 
-DEFAULT = {"level": "auto", "metadata": None, "lag": False}  # of two-level selection's choices
+DEFAULT = {"level": "auto", "metadata": None, "lag": False, "num_blocks": None}  # of two-level selection's choices
+LABELS = {"level": "two_level", "metadata": "labels", "lag": False}  # blocks by labels, then tokens in them
 CASES = {
     "two_level": (True, {}),
     "two_level-nolag": (True, {"lag": False}),
     "two_level-device-lag": (False, {"lag": True}),
     "default-host": (True, DEFAULT),
-    "default-device": (False, {**DEFAULT, "num_blocks": None}),
-    "default-blocks": (False, DEFAULT),
+    "default-device": (False, DEFAULT),
+    "labels": (True, LABELS),
+    "labels-device": (False, LABELS),
     "labels-lag": (True, {"metadata": "labels", "lag": True}),
     "labels-mean": (True, {"metadata": "labels", "lag": False, "token_reduce": "mean", "label_bits": 16, "sinks": 0}),
-    "labels-wide": (True, {**DEFAULT, "block_size": 32, "num_blocks": 1, "window": 5, "max_draft": 0}),
+    "labels-wide": (True, {**LABELS, "block_size": 32, "num_blocks": 1, "window": 5, "max_draft": 0}),
     "two_level-mean": (False, {"block_reduce": "mean", "token_reduce": "mean"}),
     "two_level-parts": (True, {"bound_tokens": 4}),
     "two_level-parts-mean": (False, {"bound_tokens": 8, "block_reduce": "mean"}),
@@ -63,7 +65,7 @@ CASES = {
 ODD_BUDGET = {"token_budget": 24, "num_blocks": 3}
 
 
-UNPADDED = ("two_level", "default-host", "default-device", "block-lag", "token-mean")
+UNPADDED = ("two_level", "default-host", "default-device", "labels", "block-lag", "token-mean")
 ROWS = [*((case, (0, 61)) for case in CASES), *((case, None) for case in UNPADDED)]
 
 
@@ -95,7 +97,7 @@ def test_other_head_groups(name):
 )
 def test_what_is_brought_beforehand_changes_nothing(settings, captured, pads):
     """Blocks come for the query that the layer before expects; the step attends to what its own query chooses."""
-    race = TwoLevelRace("llama", True, captured, **{**TIGHT, **DEFAULT, **settings})
+    race = TwoLevelRace("llama", True, captured, **{**TIGHT, **LABELS, **settings})
     start = prompt(2 if pads else 1, 130, pads)
     race.feed(start["input_ids"], start["attention_mask"])
     with nullcontext() if captured else predict_ahead(race.model):
@@ -114,7 +116,7 @@ def test_blocks_are_found_that_only_the_foreseen_query_has_brought():
     """The same decoding with and without: what the layer before expects is nearly what the layer asks."""
     rates = []
     for tapped in (True, False):
-        net, cache = build("llama", "sparsekv"), two_level(OffloadConfig(device_pool=30_000), **TIGHT, **DEFAULT)
+        net, cache = build("llama", "sparsekv"), two_level(OffloadConfig(device_pool=30_000), **TIGHT, **LABELS)
         ids = prompt(1, 400)["input_ids"]
         with predict_ahead(net) if tapped else nullcontext(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("error")  # without hooks it is as right, and says nothing
@@ -126,15 +128,32 @@ def test_blocks_are_found_that_only_the_foreseen_query_has_brought():
     assert rates[0][0] > rates[1][0] and rates[0][1] and not rates[1][1]
 
 
+@pytest.mark.parametrize("pool", [None, 30_000, 0])
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
+def test_tokens_are_chosen_among_all_wherever_they_are(captured, pool):
+    """Blocks are brought behind a step; the next one reads in place what it chooses beyond them."""
+    offload = OffloadConfig(device_pool=pool)
+    race = TwoLevelRace("llama", offload, captured, **{**TIGHT, **DEFAULT, "level": "token", "num_blocks": 3})
+    race.feed(prompt(2, 130, (0, 40))["input_ids"], prompt(2, 130, (0, 40))["attention_mask"])
+    assert race.run(36) < TOLERANCE
+    stats = race.ours.stats()
+    assert stats.attended_tokens == race.oracle.attended
+    assert (stats.hit_rate is None) == (pool == 0)
+    paged = [layer.policy.paged for layer in race.ours.sparse_layers]
+    assert paged == [pool != 0] * 2
+    chosen = 2 * 36 * 2 * race.ours.sparse_layers[0].store.heads * TIGHT["token_budget"]
+    read_in_place = sum(int(layer.store.counters.from_host.sum()) for layer in race.ours.sparse_layers)
+    assert read_in_place == chosen if pool == 0 else 0 < read_in_place < chosen
+    assert not captured or race.runner.replays == 36
+
+
 def test_levels():
     """What the default comes to, and what asks for blocks."""
     asks = ({"num_blocks": 64}, {"metadata": "labels"}, {"bound_tokens": 16}, {"lag": True}, {"metadata": "mean"})
-    assert (level(TwoLevelConfig(), False), level(TwoLevelConfig(), True)) == ("token", "two_level")
-    assert {level(TwoLevelConfig(**one), False) for one in asks} == {"two_level"}
+    assert level(TwoLevelConfig()) == "token"
+    assert {level(TwoLevelConfig(**one)) for one in asks} == {"two_level"}
     for of in ("two_level", "block", "token"):
-        assert {level(TwoLevelConfig(level=of, **one), where) for one in ({}, {"lag": True}) for where in (0, 1)} == {
-            of
-        }
+        assert {level(TwoLevelConfig(level=of, **one)) for one in ({}, {"lag": True})} == {of}
     kept = {True: {"codes", "qparams"}, False: {"bounds"}}
     for settings in ({}, {"level": "block"}, {"bound_tokens": 16}, {"metadata": "labels"}, {"level": "token"}):
         cache = two_level(True, **{**DEFAULT, "token_budget": 32, **settings})

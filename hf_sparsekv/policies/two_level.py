@@ -1,4 +1,4 @@
-"""Tokens by their label channels; where blocks are offloaded two-level: blocks, then tokens in them (AsyncTLS)."""
+"""Tokens by their label channels, among all or, with two levels, in some of the blocks (AsyncTLS)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .shared import Labelled
 @register(
     "two_level",
     TwoLevelConfig,
-    about="tokens by labels; offloaded, in a bounded number of blocks (AsyncTLS)",
+    about="tokens by labels, among all or in a bounded number of blocks (AsyncTLS)",
     variants={"block_only": {"level": "block"}, "token_only": {"level": "token"}},
 )
 class TwoLevelPolicy(Policy):
@@ -59,8 +59,8 @@ class TwoLevelPolicy(Policy):
         self, config: TwoLevelConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
     ) -> None:
         super().__init__(config, layer_idx, offloaded)
-        of = level(config, offloaded)
-        self.lag, self.method = lags(config, offloaded), method(config, offloaded)
+        of = level(config)
+        self.lag, self.method = lags(config), method(config)
         self.coarse, self.by_labels = of != "token", of != "token" and by_labels(config)
         self.metadata = None
         if self.coarse and not self.by_labels:
@@ -78,16 +78,16 @@ class TwoLevelPolicy(Policy):
 
     @classmethod
     def crossover(cls, config: TwoLevelConfig, offloaded: bool) -> str:
-        return method(config, offloaded)
+        return method(config)
 
     @classmethod
     def reserves(cls, config: TwoLevelConfig, offloaded: bool) -> int:
-        return config.coarse_blocks if lags(config, offloaded) else 0
+        return config.coarse_blocks if lags(config) else 0
 
     @classmethod
     def needs(cls, request: Request) -> Memory:
         config, memory = request.config, Memory(blocks=request.blocks)
-        of = level(config, request.offload is not None)
+        of = level(config)
         if of != "block":
             memory.labels = sum(request.block_capacity * label_bytes(request, layer) for layer in request.layers)
         if of != "token":
@@ -99,7 +99,7 @@ class TwoLevelPolicy(Policy):
     @classmethod
     def foresees_by(cls, config: TwoLevelConfig, offloaded: bool) -> str | None:
         # Not from the layer's input: pages change hands in one order, so the layer before must have looked up its own.
-        brings = offloaded and level(config, offloaded) != "token" and not lags(config, offloaded)
+        brings = offloaded and level(config) != "token" and not lags(config)
         return "layer:mid" if brings else None
 
     @no_inference_mode
@@ -292,7 +292,7 @@ class TwoLevelPolicy(Policy):
         return self.metadata.nbytes(store)
 
 
-def level(config: TwoLevelConfig, offloaded: bool) -> str:
+def level(config: TwoLevelConfig) -> str:
     """What ``config.level`` comes to: ``"two_level"``, ``"block"`` or ``"token"``."""
     if config.level != "auto":
         return config.level
@@ -311,17 +311,17 @@ def kind_of(config: TwoLevelConfig) -> str:
     return config.metadata or "min_max"
 
 
-def lags(config: TwoLevelConfig, offloaded: bool) -> bool:
+def lags(config: TwoLevelConfig) -> bool:
     """Tokens are chosen within the blocks of the previous step."""
-    return bool(config.lag) and level(config, offloaded) != "token"
+    return bool(config.lag) and level(config) != "token"
 
 
-def method(config: TwoLevelConfig, offloaded: bool) -> str:
+def method(config: TwoLevelConfig) -> str:
     """What the table of crossovers calls the selection, or the one that takes about as long."""
-    of = level(config, offloaded)
+    of = level(config)
     if of != "two_level":
         return f"{of}_only"
-    if lags(config, offloaded):
+    if lags(config):
         return "two_level:lag"
     return "token_only" if by_labels(config) else "two_level"  # which reads the labels of all tokens
 
