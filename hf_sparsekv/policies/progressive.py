@@ -211,7 +211,7 @@ class ProgressivePolicy(Policy):
         if not self.paged:
             return
         if wanted is None:  # a prompt has been read, or the last dense step is over
-            scores = self.labels.scores(q, store).unflatten(-1, (-1, store.block_size)).amax(-1)
+            scores = self.labels.scores(q, store, per_token=False)
             room = ahead(store.block_table.shape[1])
             first = block_select(scores, min(FIRST, room))
             wanted = torch.nn.functional.pad(first, (0, room - first.shape[-1]), value=-1)

@@ -164,7 +164,7 @@ class TwoLevelPolicy(Policy):
             if self.lag:
                 blocks, page_ids = self.ids, self.page_ids if plan.paged else None
             else:
-                blocks, scores = self._choose_blocks(q, store)
+                blocks, scores = self._choose_blocks(q, store, per_token=True)
                 page_ids = self._bring(blocks, store)
             store.count_blocks(blocks)
             if self.watch is not None:
@@ -172,11 +172,13 @@ class TwoLevelPolicy(Policy):
         paged = page_ids is not None
         if self.labels is None:
             return store.attend(q, blocks, "block", params, paged, page_ids)
+        among = None
         if scores is None:
             scores = self.labels.scores(q, store, blocks)
         else:  # of all tokens
-            scores = in_blocks(scores, blocks, store.block_size)
-        tokens = token_select(scores, page_ids if paged else blocks, self.config.token_budget, store.block_size)
+            among = blocks
+        ids = page_ids if paged else blocks
+        tokens = token_select(scores, ids, self.config.token_budget, store.block_size, among=among)
         if self.watch is not None and blocks is None:
             self.watch.mark_tokens(tokens, store.block_size)
         return store.attend(q, tokens, "token", params, paged)
@@ -243,12 +245,19 @@ class TwoLevelPolicy(Policy):
             self.chosen, self.paged = True, self.page_ids is not None and store.pages.pool is not None
             store.count_index(self._coarse_bytes(store))
 
-    def _choose_blocks(self, q: Tensor, store: LayerStore) -> tuple[Tensor, Tensor | None]:
-        """``BlockIds [batch, H, coarse_blocks]`` for this query; and the scores of all tokens, if blocks go by them."""
+    def _choose_blocks(self, q: Tensor, store: LayerStore, per_token: bool = False) -> tuple[Tensor, Tensor | None]:
+        """``BlockIds [batch, H, coarse_blocks]`` for this query.
+
+        With ``per_token`` also the scores of all tokens, where blocks go by them.
+        """
+        scores = None
         if not self.by_labels:
-            return block_select(self.metadata.scores(q, store), self.config.coarse_blocks), None
-        scores = self.labels.scores(q, store)
-        best = scores.unflatten(-1, (-1, store.block_size)).amax(-1)
+            best = self.metadata.scores(q, store)
+        elif per_token:
+            best = q.new_empty(store.batch, store.heads, store.table.shape[1], dtype=torch.float32)
+            scores = self.labels.scores(q, store, best=best)
+        else:
+            best = self.labels.scores(q, store, per_token=False)
         return block_select(best, self.config.coarse_blocks), scores
 
     def _coarse_bytes(self, store: LayerStore) -> int:
@@ -290,13 +299,3 @@ def method(config: TwoLevelConfig, offloaded: bool) -> str:
     if lags(config, offloaded):
         return "two_level:lag"
     return "token_only" if by_labels(config) else "two_level"  # which reads the labels of all tokens
-
-
-def in_blocks(scores: Tensor, blocks: Tensor, block_size: int) -> Tensor:
-    """Of the scores ``[batch, H, n]`` of all tokens those in ``blocks [batch, H, K]``: ``[batch, H, K * block_size]``.
-
-    ``-inf`` where there is no block.
-    """
-    each = scores.unflatten(-1, (-1, block_size))
-    at = blocks.clamp_min(0).long()[..., None].expand(-1, -1, -1, block_size)
-    return each.gather(2, at).masked_fill_((blocks < 0)[..., None], -torch.inf).flatten(2)
