@@ -198,11 +198,17 @@ class DevicePool:
         return page_ids
 
     def find(
-        self, layer: int, block_ids: Tensor, block_table: Tensor, out: Tensor | None = None, since: Tensor | None = None
+        self,
+        layer: int,
+        block_ids: Tensor | None,
+        block_table: Tensor,
+        out: Tensor | None = None,
+        since: Tensor | None = None,
     ) -> Tensor:
         """Places of blocks as they are now; nothing is fetched or counted, nor kept from being evicted.
 
-        ``since``: int32 ``[1]``, count only pages chosen in this step, see ``ops.residency.lookup``.
+        ``block_ids``: None for all blocks of each row. ``since``: int32 ``[1]``, count only pages chosen in this step,
+        see ``ops.residency.lookup``.
         """
         return lookup(block_ids, block_table, self.page_table(layer), self.state.stamp, since, out=out)
 

@@ -210,7 +210,9 @@ class LayerPages:
             self.pool.advance()
         return self.pool.fetch(self._number, ids, block_table, self.blocks.kv, keep, out, ahead)
 
-    def find(self, ids: Tensor, block_table: Tensor, since: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def find(
+        self, ids: Tensor | None, block_table: Tensor, since: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """Places of blocks as they are; see :meth:`DevicePool.find`."""
         return self.pool.find(self._number, ids, block_table, out, since)
 

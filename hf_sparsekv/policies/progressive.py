@@ -129,7 +129,7 @@ class ProgressivePolicy(Policy):
         if plan.dense:
             return store.attend(q, None, "all", params)
         self._params = params
-        page_ids = self._places(store) if plan.paged else None
+        page_ids = store.pages.find(None, store.table, self._since) if plan.paged else None  # of all blocks
         found = self._select(q, store, params, page_ids, self.totals)
         if self.watch is not None:
             self.watch.mark_tokens(found.ids if page_ids is None else self._columns(found), store.block_size)
@@ -164,11 +164,6 @@ class ProgressivePolicy(Policy):
             block_size=store.block_size,
             totals=totals,
         )
-
-    def _places(self, store: LayerStore) -> Tensor:
-        """Where all blocks of each row and KV head are."""
-        blocks = torch.arange(store.table.shape[1], dtype=torch.int32, device=store.device)
-        return store.pages.find(blocks.repeat(store.batch, store.heads, 1), store.table, self._since)
 
     def _columns(self, found: Selection) -> Tensor:
         """The columns of tokens that may be given by place, in any order; -1 for no token."""
