@@ -11,7 +11,7 @@ from torch import Tensor
 from ..config import OffloadConfig, ProgressiveConfig
 from ..kv.state import Held
 from ..kv.store import LayerStore
-from ..ops.mass_select import MASS_ONE, NONE, TOTALS, Selection, mass_select
+from ..ops.mass_select import MASS_ONE, TOTALS, Selection, mass_select
 from ..ops.mass_select.reference import LENGTHS
 from ..ops.seal import Index
 from ..ops.sparse_decode.reference import gather
@@ -130,7 +130,7 @@ class ProgressivePolicy(Policy):
             return store.attend(q, None, "all", params)
         self._params = params
         page_ids = store.pages.find(None, store.table, self._since) if plan.paged else None  # of all blocks
-        found = self._select(q, store, params, page_ids, self.totals)
+        found = self._select(q, store, params, page_ids, self.totals, plan.ahead)
         if self.watch is not None:
             self.watch.mark_tokens(found.ids if page_ids is None else self._columns(found), store.block_size)
         if plan.ahead:
@@ -144,6 +144,7 @@ class ProgressivePolicy(Policy):
         params: AttentionParams,
         page_ids: Tensor | None = None,
         totals: Tensor | None = None,
+        by_block: bool = False,
     ) -> Selection:
         config = self.config
         return mass_select(
@@ -163,6 +164,7 @@ class ProgressivePolicy(Policy):
             group_reduce=config.group_reduce,
             block_size=store.block_size,
             totals=totals,
+            by_block=by_block,
         )
 
     def _columns(self, found: Selection) -> Tensor:
@@ -172,10 +174,7 @@ class ProgressivePolicy(Policy):
 
     def _wanted(self, found: Selection, store: LayerStore) -> Tensor:
         """The blocks with the most important of the tokens that were taken, int32 ``[batch, H, n]``."""
-        best = found.bins.unflatten(-1, (-1, store.block_size)).amin(-1).int()  # of each block
-        usable = (best <= found.cut[..., None]) & (best != NONE)
-        scores = torch.where(usable, -best.float(), -math.inf)
-        return block_select(scores, ahead(store.block_table.shape[1]))
+        return block_select(found.blocks, ahead(store.block_table.shape[1]))
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         every = self.config.audit_every

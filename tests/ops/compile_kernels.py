@@ -138,6 +138,7 @@ def masses() -> None:
             totals = torch.zeros(len(TOTALS) + LENGTHS, dtype=torch.int64)
             mass_select(*args, **named, totals=totals)
             mass_select(*args, **named)
+            mass_select(*args, **named, by_block=True)
     usual = Decode(batch=1, group=4, dk=128, dv=128, block_size=64, cap=3, chosen=2)
     latent = Decode(batch=1, heads=1, group=20, dk=576, dv=512, block_size=64, cap=3, chosen=2, latents=True)
     for case in (usual, latent):
