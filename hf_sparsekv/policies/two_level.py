@@ -208,8 +208,10 @@ class TwoLevelPolicy(Policy):
     def prepare(self, store: LayerStore) -> Plan:
         plan = self.plan(store)
         if plan.ahead or plan.attends == "chosen":
+            in_place = self.in_place
             self._enter(store)
-            plan = self.plan(store)
+            if self.in_place != in_place:  # which decides whether blocks are brought for the expected query
+                plan = self.plan(store)
         return plan
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
