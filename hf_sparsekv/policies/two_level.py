@@ -45,7 +45,6 @@ class TwoLevelPolicy(Policy):
     HOST: ClassVar = {
         "foreseen": None,  # columns that were cached when blocks were brought beforehand
         "in_place": False,  # there is no device memory for chosen blocks: they are read where they live
-        "looked": False,  # the step has looked its blocks up in `page_ids`, not fetched them
     }
     PARTS: ClassVar = ("labels",)
 
@@ -196,8 +195,7 @@ class TwoLevelPolicy(Policy):
             return store.pages.fetch(blocks, store.table, keep=0)
         if not store.capturing:
             store.counters.foreseen += 1
-        self.looked = True
-        return store.pages.find(blocks, store.table, out=self.page_ids)
+        return store.pages.find(blocks, store.table, out=self.page_ids, count=True)
 
     def _enter(self, store: LayerStore) -> bool:
         """Whether chosen blocks are brought to the device; makes room for them."""
@@ -227,9 +225,6 @@ class TwoLevelPolicy(Policy):
 
     def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan, again: bool = False) -> None:
         self.chosen = plan.ahead
-        if self.looked:  # counted behind the attention, which does not wait for it
-            self.looked = False
-            store.pages.count(self.page_ids)
         if not plan.ahead:
             return
         self.ids.copy_(self._choose_blocks(q, store)[0])
