@@ -179,8 +179,8 @@ def test_working_set(rows, lag):
         policies = [layer.policy for layer in cache.sparse_layers]
         originals = [policy._choose_blocks for policy in policies]
         for policy, original in zip(policies, originals):
-            policy._choose_blocks = lambda q, store, policy=policy, original=original: (
-                chosen.append((policy, (found := original(q, store))[0])) or found
+            policy._choose_blocks = lambda *given, policy=policy, original=original, **named: (
+                chosen.append((policy, (found := original(*given, **named))[0])) or found
             )
         for token in prompt(rows, 30, seed=4)["input_ids"].split(1, dim=1):
             net(token, past_key_values=cache)

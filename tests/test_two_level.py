@@ -112,6 +112,21 @@ def test_what_is_brought_beforehand_changes_nothing(settings, captured, pads):
     assert not captured or race.runner.replays == 36
 
 
+@pytest.mark.parametrize("pool", [None, 0], ids=["pages", "in place"])
+def test_a_captured_step_is_planned_once(pool, monkeypatch):
+    """Room for blocks changes the plan where it comes or goes, not in every step."""
+    race = TwoLevelRace("llama", OffloadConfig(device_pool=pool), True, **{**TIGHT, **DEFAULT})
+    start = prompt(1, 130)
+    race.feed(start["input_ids"], start["attention_mask"])
+    race.run(4)
+    policy, planned = race.ours.sparse_layers[1].policy, []
+    plan = policy.plan
+    monkeypatch.setattr(policy, "plan", lambda store: planned.append(plan(store)) or planned[-1])
+    assert race.run(5) < TOLERANCE
+    assert len(planned) == 5
+    assert {(one.attends, one.foresees) for one in planned} == {("chosen", pool is None)}
+
+
 def test_blocks_are_found_that_only_the_foreseen_query_has_brought():
     """The same decoding with and without: what the layer before expects is nearly what the layer asks."""
     rates = []

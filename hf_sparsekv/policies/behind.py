@@ -31,8 +31,7 @@ class Behind(State):
 
     def places(self, store: LayerStore) -> Tensor:
         """Where all blocks of each row and KV head are, int32 ``[batch, H, blocks]``: see ``ops.residency.lookup``."""
-        blocks = torch.arange(store.table.shape[1], dtype=torch.int32, device=store.device)
-        return store.pages.find(blocks.repeat(store.batch, store.heads, 1), store.table, self.since)
+        return store.pages.find(None, store.table, self.since)
 
     def bring(self, wanted: Tensor, store: LayerStore) -> None:
         """Bring ``wanted``, int32 ``[batch, H, n]``, the most important first or in ascending order, padded with -1.

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..config import OffloadConfig, ProgressiveConfig
 from ..kv.state import Held
 from ..kv.store import LayerStore
-from ..ops.mass_select import MASS_ONE, NONE, TOTALS, Selection, mass_select
+from ..ops.mass_select import MASS_ONE, TOTALS, Selection, mass_select
 from ..ops.mass_select.reference import LENGTHS
 from ..ops.seal import Index
 from ..ops.sparse_decode.reference import gather
@@ -20,6 +20,7 @@ from ..predictor.channels import LabelChannels
 from ..tensors import no_inference_mode
 from ..types import AttentionParams
 from .base import Policy
+from .behind import Behind, reads_here
 from .block_walk import BlockWalkPolicy
 from .label_index import LabelIndex, label_bytes
 from .measured import WalkStats
@@ -50,10 +51,9 @@ class ProgressivePolicy(Policy):
 
     TENSORS: ClassVar = {
         "totals": Held(rows=None, trial=True),
-        "_since": Held(rows=None, trial=True),
     }
     HOST: ClassVar = {"_walked": None}  # blocks that a step wants next, from its attention to its end
-    PARTS: ClassVar = ("labels",)
+    PARTS: ClassVar = ("labels", "behind")
     OWN: ClassVar = ("_walked",)
 
     config: ProgressiveConfig
@@ -64,6 +64,7 @@ class ProgressivePolicy(Policy):
     ) -> None:
         super().__init__(config, layer_idx, offloaded)
         self.fetches = offloaded
+        self.behind = Behind() if offloaded else None
         self.labels = LabelIndex(config, layer_idx, channels)
         self._audited = NOTHING
         self._params: AttentionParams | None = None  # stays: replays of an earlier capture do not tell it anew
@@ -94,7 +95,8 @@ class ProgressivePolicy(Policy):
         super().start(store, q_heads)
         self.labels.start(store)
         self.totals = torch.zeros(len(TOTALS) + LENGTHS, dtype=torch.int64, device=store.device)
-        self._since = torch.zeros(1, dtype=torch.int32, device=store.device) if self.fetches else None
+        if self.behind is not None:
+            self.behind.start(store)
 
     @property
     def observes(self) -> bool:
@@ -129,8 +131,8 @@ class ProgressivePolicy(Policy):
         if plan.dense:
             return store.attend(q, None, "all", params)
         self._params = params
-        page_ids = self._places(store) if plan.paged else None
-        found = self._select(q, store, params, page_ids, self.totals)
+        page_ids = self.behind.places(store) if plan.paged else None
+        found = self._select(q, store, params, page_ids, self.totals, plan.ahead)
         if self.watch is not None:
             self.watch.mark_tokens(found.ids if page_ids is None else self._columns(found), store.block_size)
         if plan.ahead:
@@ -144,6 +146,7 @@ class ProgressivePolicy(Policy):
         params: AttentionParams,
         page_ids: Tensor | None = None,
         totals: Tensor | None = None,
+        by_block: bool = False,
     ) -> Selection:
         config = self.config
         return mass_select(
@@ -163,12 +166,8 @@ class ProgressivePolicy(Policy):
             group_reduce=config.group_reduce,
             block_size=store.block_size,
             totals=totals,
+            by_block=by_block,
         )
-
-    def _places(self, store: LayerStore) -> Tensor:
-        """Where all blocks of each row and KV head are."""
-        blocks = torch.arange(store.table.shape[1], dtype=torch.int32, device=store.device)
-        return store.pages.find(blocks.repeat(store.batch, store.heads, 1), store.table, self._since)
 
     def _columns(self, found: Selection) -> Tensor:
         """The columns of tokens that may be given by place, in any order; -1 for no token."""
@@ -177,10 +176,7 @@ class ProgressivePolicy(Policy):
 
     def _wanted(self, found: Selection, store: LayerStore) -> Tensor:
         """The blocks with the most important of the tokens that were taken, int32 ``[batch, H, n]``."""
-        best = found.bins.unflatten(-1, (-1, store.block_size)).amin(-1).int()  # of each block
-        usable = (best <= found.cut[..., None]) & (best != NONE)
-        scores = torch.where(usable, -best.float(), -math.inf)
-        return block_select(scores, ahead(store.block_table.shape[1]))
+        return block_select(found.blocks, ahead(store.block_table.shape[1]))
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         every = self.config.audit_every
@@ -211,14 +207,13 @@ class ProgressivePolicy(Policy):
         if not self.paged:
             return
         if wanted is None:  # a prompt has been read, or the last dense step is over
-            scores = self.labels.scores(q, store).unflatten(-1, (-1, store.block_size)).amax(-1)
+            scores = self.labels.scores(q, store, per_token=False)
             room = ahead(store.block_table.shape[1])
             first = block_select(scores, min(FIRST, room))
             wanted = torch.nn.functional.pad(first, (0, room - first.shape[-1]), value=-1)
-        elif wanted.is_cuda:  # made on the step's own stream, which would reuse its memory while it is read here
-            wanted.record_stream(torch.cuda.current_stream(wanted.device))
-        store.pages.fetch(wanted, store.table, 1)
-        self._since.copy_(store.pages.pool.state.now)
+        else:
+            wanted = reads_here(wanted)
+        self.behind.bring(wanted, store)
 
     def replayed(self, store: LayerStore, plan: Plan) -> None:
         if plan.learns:

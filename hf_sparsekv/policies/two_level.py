@@ -46,11 +46,10 @@ class TwoLevelPolicy(Policy):
     HOST: ClassVar = {
         "foreseen": None,  # columns that were cached when blocks were brought beforehand
         "in_place": False,  # there is no device memory for chosen blocks: they are read where they live
-        "looked": False,  # the step has looked its blocks up in `page_ids`, not fetched them
-        "_scores": None,  # of all tokens, from a step's attention to its end, where its tokens are chosen among all
+        "_best": None,  # score of each block's best token, from a step's attention to its end
     }
     PARTS: ClassVar = ("labels", "behind")
-    OWN: ClassVar = ("_scores",)
+    OWN: ClassVar = ("_best",)
 
     config: TwoLevelConfig
     label_index = LabelIndex
@@ -167,12 +166,12 @@ class TwoLevelPolicy(Policy):
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
         if plan.dense:
             return store.attend(q, None, "all", params)
-        self._scores = blocks = page_ids = scores = None
+        self._best = blocks = page_ids = scores = None
         if plan.attends == "chosen":
             if self.lag:
                 blocks, page_ids = self.ids, self.page_ids if plan.paged else None
             else:
-                blocks, scores = self._choose_blocks(q, store)
+                blocks, scores = self._choose_blocks(q, store, per_token=True)
                 page_ids = self._bring(blocks, store)
             store.count_blocks(blocks)
             if self.watch is not None:
@@ -182,13 +181,15 @@ class TwoLevelPolicy(Policy):
         paged = page_ids is not None
         if self.labels is None:
             return store.attend(q, blocks, "block", params, paged, page_ids)
+        among = None
         if scores is None:
-            scores = self.labels.scores(q, store, blocks)
             if self.behind is not None:
-                self._scores = scores
+                self._best = self._room_for_best(q, store)
+            scores = self.labels.scores(q, store, blocks, best=self._best)
         else:  # of all tokens
-            scores = in_blocks(scores, blocks, store.block_size)
-        tokens = token_select(scores, page_ids if paged else blocks, self.config.token_budget, store.block_size)
+            among = blocks
+        ids = page_ids if paged else blocks
+        tokens = token_select(scores, ids, self.config.token_budget, store.block_size, among=among)
         if self.watch is not None and blocks is None:
             columns = token_select(scores, None, self.config.token_budget, store.block_size) if paged else tokens
             self.watch.mark_tokens(columns, store.block_size)
@@ -207,8 +208,7 @@ class TwoLevelPolicy(Policy):
             return store.pages.fetch(blocks, store.table, keep=0)
         if not store.capturing:
             store.counters.foreseen += 1
-        self.looked = True
-        return store.pages.find(blocks, store.table, out=self.page_ids)
+        return store.pages.find(blocks, store.table, out=self.page_ids, count=True)
 
     def _enter(self, store: LayerStore) -> bool:
         """Whether chosen blocks are brought to the device; makes room for them."""
@@ -219,8 +219,10 @@ class TwoLevelPolicy(Policy):
     def prepare(self, store: LayerStore) -> Plan:
         plan = self.plan(store)
         if plan.ahead or plan.attends == "chosen":
+            in_place = self.in_place
             self._enter(store)
-            plan = self.plan(store)
+            if self.in_place != in_place:  # which decides whether blocks are brought for the expected query
+                plan = self.plan(store)
         return plan
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
@@ -236,9 +238,6 @@ class TwoLevelPolicy(Policy):
 
     def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan, again: bool = False) -> None:
         self.chosen = plan.ahead
-        if self.looked:  # counted behind the attention, which does not wait for it
-            self.looked = False
-            store.pages.count(self.page_ids)
         if not plan.ahead:
             return
         if self.behind is not None:
@@ -255,17 +254,16 @@ class TwoLevelPolicy(Policy):
         """Bring the blocks with the best tokens for the step that has just ended, or for a prompt's last query."""
         if again:
             return  # nothing depends on the block that was sealed
-        scores, self._scores = self._scores, None
+        best, self._best = self._best, None
         self.paged = self._enter(store)
         if not self.paged:
             return
-        scores = self.labels.scores(q, store) if scores is None else reads_here(scores)
-        best = scores.unflatten(-1, (-1, store.block_size)).amax(-1)
+        best = self.labels.scores(q, store, per_token=False) if best is None else reads_here(best)
         self.behind.bring(block_select(best, self.config.coarse_blocks), store)
 
     def reopened(self) -> None:
         super().reopened()
-        self._scores = None
+        self._best = None
 
     def replayed(self, store: LayerStore, plan: Plan) -> None:
         store.counters.foreseen += plan.foresees
@@ -277,13 +275,25 @@ class TwoLevelPolicy(Policy):
             self.chosen, self.paged = True, self.page_ids is not None and store.pages.pool is not None
             store.count_index(self._coarse_bytes(store))
 
-    def _choose_blocks(self, q: Tensor, store: LayerStore) -> tuple[Tensor, Tensor | None]:
-        """``BlockIds [batch, H, coarse_blocks]`` for this query; and the scores of all tokens, if blocks go by them."""
+    def _choose_blocks(self, q: Tensor, store: LayerStore, per_token: bool = False) -> tuple[Tensor, Tensor | None]:
+        """``BlockIds [batch, H, coarse_blocks]`` for this query.
+
+        With ``per_token`` also the scores of all tokens, where blocks go by them.
+        """
+        scores = None
         if not self.by_labels:
-            return block_select(self.metadata.scores(q, store), self.config.coarse_blocks), None
-        scores = self.labels.scores(q, store)
-        best = scores.unflatten(-1, (-1, store.block_size)).amax(-1)
+            best = self.metadata.scores(q, store)
+        elif per_token:
+            best = self._room_for_best(q, store)
+            scores = self.labels.scores(q, store, best=best)
+        else:
+            best = self.labels.scores(q, store, per_token=False)
         return block_select(best, self.config.coarse_blocks), scores
+
+    @staticmethod
+    def _room_for_best(q: Tensor, store: LayerStore) -> Tensor:
+        """Where to put the score of each block's best token, float32 ``[batch, H, blocks]``."""
+        return q.new_empty(store.batch, store.heads, store.table.shape[1], dtype=torch.float32)
 
     def _coarse_bytes(self, store: LayerStore) -> int:
         """Bytes that scoring all full blocks reads."""
@@ -324,13 +334,3 @@ def method(config: TwoLevelConfig) -> str:
     if lags(config):
         return "two_level:lag"
     return "token_only" if by_labels(config) else "two_level"  # which reads the labels of all tokens
-
-
-def in_blocks(scores: Tensor, blocks: Tensor, block_size: int) -> Tensor:
-    """Of the scores ``[batch, H, n]`` of all tokens those in ``blocks [batch, H, K]``: ``[batch, H, K * block_size]``.
-
-    ``-inf`` where there is no block.
-    """
-    each = scores.unflatten(-1, (-1, block_size))
-    at = blocks.clamp_min(0).long()[..., None].expand(-1, -1, -1, block_size)
-    return each.gather(2, at).masked_fill_((blocks < 0)[..., None], -torch.inf).flatten(2)

@@ -115,6 +115,8 @@ def choices() -> None:
     for n in (512, 1024):
         token_select(torch.randn(1, 8, n * 32), blocks[..., :n], 2048, 32)
     token_select(torch.randn(1, 1, 20_000), None, 10_000, 32)  # digit by digit
+    for n, k in ((128, 1024), (512, 2048), (512, 10_000)):  # of all tokens those in n blocks
+        token_select(torch.randn(1, 8, 65536), blocks[..., :n], k, 64, among=blocks[..., :n])
     for group, width, bits in ((4, 32, 4), (4, 32, 16), (20, 128, 4)):
         given = BY_NAME["token_score"].call(place(), 1, 1, group, 128, width, 64, 6, 4, "mean", bits)
         args = list(given.values())[:7]
@@ -122,6 +124,9 @@ def choices() -> None:
             token_score(*args, reduce)
             token_score(*args[:6], None, reduce)
             token_score(args[0].float(), *args[1:], reduce)
+            best = torch.empty(1, group if reduce == "none" else 1, 6)
+            token_score(*args[:6], None, reduce, best=best)
+            token_score(args[0].float(), *args[1:6], None, reduce, best=best, per_token=False)
 
 
 def masses() -> None:
@@ -133,6 +138,7 @@ def masses() -> None:
             totals = torch.zeros(len(TOTALS) + LENGTHS, dtype=torch.int64)
             mass_select(*args, **named, totals=totals)
             mass_select(*args, **named)
+            mass_select(*args, **named, by_block=True)
     usual = Decode(batch=1, group=4, dk=128, dv=128, block_size=64, cap=3, chosen=2)
     latent = Decode(batch=1, heads=1, group=20, dk=576, dv=512, block_size=64, cap=3, chosen=2, latents=True)
     for case in (usual, latent):
@@ -150,6 +156,9 @@ def pages() -> None:
         residency(ids, block_table, state, 0, 1)
         for since in (None, state.now):
             lookup(ids, block_table, state.page_tables[0], state.stamp, since)
+            lookup(None, block_table, state.page_tables[0], state.stamp, since)
+            counted = {"counters": state.counters, "enabled": state.enabled}
+            lookup(ids, block_table, state.page_tables[0], state.stamp, since, **counted)
     kv, ids = place().randn(10, 2, 16, 128), torch.arange(40, dtype=torch.int32).expand(2, 2, 40).contiguous()
     lists = [ids.clone(), ids.clone(), place().nan(2, 2, 40, 128), ids.clone()]
     pack(ids, kv, block_table, *lists)

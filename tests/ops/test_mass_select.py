@@ -102,7 +102,7 @@ def cpu(args: tuple, named: dict) -> tuple[tuple, dict]:
 def test_kernels_against_references(place, case):
     args, named = case.make(place)
     totals = torch.zeros(len(TOTALS) + LENGTHS, dtype=torch.int64, device=args[0].device)
-    got = kernels.mass_select(*args, **named, totals=totals, config=case.size)
+    got = kernels.mass_select(*args, **named, totals=totals, by_block=True, config=case.size)
     args, named = cpu(args, named)
     want = reference.mass_select(*args, **named)
     bins = got.bins.cpu()
@@ -115,6 +115,7 @@ def test_kernels_against_references(place, case):
     assert torch.equal(got.count.cpu(), count)
     assert torch.equal(got.cut.cpu(), cut)
     torch.testing.assert_close(got.mass.cpu(), mass, rtol=1e-5, atol=1e-5)
+    assert torch.equal(got.blocks.cpu(), reference.block_scores(bins, cut, 16))
     ids = got.ids.cpu()
     for row in range(case.batch):
         for head in range(case.heads):
@@ -143,7 +144,7 @@ def test_the_definition_says_what_it_means(case):
     args, named = case.make(Place("cpu", torch.float32))
     if case.spread > 50:
         return  # whose exponentials no float holds
-    found = mass_select(*args, **named)
+    found = mass_select(*args, **named, by_block=True)
     scores, q, channels, near, valid, _ = args
     for row in range(case.batch):
         for head in range(case.heads):
@@ -170,6 +171,11 @@ def test_the_definition_says_what_it_means(case):
                 share = share.amax(0)
             bins = found.bins[row, head].int()
             assert torch.equal(bins == NONE, share == 0)
+            blocks = found.blocks[row, head]
+            assert len(blocks) == -(-case.n // 16)
+            for i, each in enumerate(bins.split(16) if case.n else ()):
+                best = int(each.min())
+                assert blocks[i] == (-best if best <= found.cut[row, head] else -torch.inf)
             live = share > 0
             said = (-(bins[live].double() + 0.5) / 8).exp2()
             off = (said / share[live].clamp(max=1 - 1e-9)).log2().abs()

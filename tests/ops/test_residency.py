@@ -287,6 +287,24 @@ def test_lookup(place32, batch, since):
         assert torch.equal(public_lookup(ids, block_table, state.page_tables[layer], state.stamp, where).cpu(), want)
         assert (want >= 0).any() or since is not None
         assert since != 9 or not (want >= 0).any()
+        every = torch.arange(20, dtype=torch.int32).repeat(batch, 2, 1)
+        want = lookup_reference(
+            every, block_table.cpu(), pair.states[0].page_tables[layer], pair.states[0].stamp, stamps
+        )
+        for function in (lookup, public_lookup, lookup_reference):
+            there = "cpu" if function is lookup_reference else place32.device
+            page_tables, stamp = state.page_tables[layer].to(there), state.stamp.to(there)
+            since_there = None if since is None else stamps.to(there)
+            got = function(None, block_table.to(there), page_tables, stamp, since_there)
+            assert torch.equal(got.cpu(), want), "of all blocks"
+            counters = torch.tensor([9, 8, 7, 6], device=there)
+            for enabled in (1, 0, 1):  # not in between
+                counted = {"counters": counters, "enabled": torch.tensor([enabled], dtype=torch.int32, device=there)}
+                function(None, block_table.to(there), page_tables, stamp, since_there, **counted)
+            needed, here = int((want != -1).sum()), int((want >= 0).sum())
+            assert counters.tolist() == [9 + 2 * needed, 8 + 2 * here, 7, 6 + 2 * (needed - here)]
     for name in STATE:
         assert torch.equal(getattr(pair.states[1], name), before[name])
     assert lookup(ids[..., :0], block_table, state.page_tables[0], state.stamp).shape == (batch, 2, 0)
+    for function in (lookup, lookup_reference):
+        assert function(None, block_table[:, :0], state.page_tables[0], state.stamp).shape == (batch, 2, 0)

@@ -32,6 +32,8 @@ class Selection(NamedTuple):
         mass: float32 ``[batch, H]``, the share of the attention mass that they hold with the recent tokens, estimated.
         bins: uint8 ``[batch, H, n]``: ``STEPS * -log2(share)`` of each token, rounded down; ``NONE``.
         cut: int32 ``[batch, H]``: the last bin of which tokens were taken, -1 if none were.
+        blocks: float32 ``[batch, H, n / block_size]``: minus the smallest bin in each block, ``-inf`` where that is
+            beyond ``cut``; None without ``by_block``.
     """
 
     ids: Tensor
@@ -39,6 +41,7 @@ class Selection(NamedTuple):
     mass: Tensor
     bins: Tensor
     cut: Tensor
+    blocks: Tensor | None = None
 
 
 def logits(products: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -168,6 +171,7 @@ def mass_select(
     group_reduce: str = "all",
     block_size: int,
     totals: Tensor | None = None,
+    by_block: bool = False,
 ) -> Selection:
     """Tokens to attend to beside the near ones, so that ``threshold`` of the attention mass should be covered.
 
@@ -186,6 +190,7 @@ def mass_select(
         totals: int64 ``[len(TOTALS) + LENGTHS]``, added to: selections (of one row and KV head), tokens, selections
             that ``max_tokens`` ended, sum of the estimated masses and the largest estimated gap (both times
             ``MASS_ONE``), and a histogram of the lengths.
+        by_block: give ``Selection.blocks``, too: which blocks hold the most important of the tokens that were taken.
     """
     found = {"scale": scale, "softcap": softcap}
     near, mean = near_masses(q, channels, recent_kv, recent_valid, sinks=sinks, sink_logits=sink_logits, **found)
@@ -207,7 +212,15 @@ def mass_select(
         lengths = (count - 1).clamp_min(0)
         lengths = torch.where(lengths > 0, lengths.clamp_min(1).double().log2().floor().long() + 1, 0)
         totals[first:] += torch.bincount(lengths.flatten(), minlength=LENGTHS)
-    return Selection(ids.int(), count, mass, bins, cut)
+    return Selection(ids.int(), count, mass, bins, cut, block_scores(bins, cut, block_size) if by_block else None)
+
+
+def block_scores(bins: Tensor, cut: Tensor, block_size: int) -> Tensor:
+    """See ``Selection.blocks``."""
+    blocks = -(-bins.shape[-1] // block_size)
+    whole = torch.nn.functional.pad(bins, (0, blocks * block_size - bins.shape[-1]), value=NONE)
+    best = whole.unflatten(-1, (blocks, block_size)).amin(-1).int()
+    return torch.where(best <= cut[..., None], -best.float(), -INF)
 
 
 def _count(bins: Tensor) -> Tensor:

@@ -269,6 +269,7 @@ def mass_select_take_kernel(
     count,
     mass,
     cut,
+    blocks,
     totals,
     n,
     chunks,
@@ -319,6 +320,11 @@ def mass_select_take_kernel(
     p_ids = row_ptr(ids, i_batch, i_head)
     tl.store(p_ids + b_above + tl.minimum(b_ties, need) - 1, b_id, mask=m_take)
     tl.store(p_ids + o_n, tl.full([N], -1, tl.int32), mask=(o_n >= taken) & (o_n < n))
+    if blocks is not None:  # last is at most BINS - 1
+        b_best = tl.min(tl.reshape(b_bin, [N // BLOCK_SIZE, BLOCK_SIZE]), 1)  # [N / BLOCK_SIZE]
+        o_b = i_chunk * (N // BLOCK_SIZE) + tl.arange(0, N // BLOCK_SIZE)
+        b_best = tl.where(b_best <= last, -b_best.to(tl.float32), float("-inf"))
+        tl.store(row_ptr(blocks, i_batch, i_head) + o_b, b_best, mask=o_b * BLOCK_SIZE < n)
     if i_chunk == 0:
         over = tl.sum(tl.where(o_bin == last, b_all - need, 0) * b_each, 0)
         held = 1.0 - (tl.sum(tl.where(o_bin > last, b_all * b_each, 0.0), 0) + over)
@@ -355,9 +361,10 @@ def mass_select(
     group_reduce="all",
     block_size,
     totals=None,
+    by_block=False,
     config=None,
 ):
-    """As ``reference.mass_select``; ``config``: scores of a program, a power of two."""
+    """As ``reference.mass_select``; ``config``: scores of a program, a power of two and at least a block."""
     require_dense_rows(
         scores=scores, channels=channels, recent_kv=recent_kv, recent_valid=recent_valid, page_ids=page_ids
     )
@@ -372,13 +379,14 @@ def mass_select(
         return torch.empty(*shape, *more, dtype=dtype, device=device)
 
     ids, bins, count = empty(torch.int32, n), empty(torch.uint8, n), empty(torch.int32)
-    found = Selection(ids, count, empty(torch.float32), bins, empty(torch.int32))
+    blocks = empty(torch.float32, triton.cdiv(n, block_size)) if by_block else None
+    found = Selection(ids, count, empty(torch.float32), bins, empty(torch.int32), blocks)
     if not chunks:  # nobody would write them
         return reference.mass_select(
             *(scores, q, channels, recent_kv, recent_valid, page_ids),
             **{"sinks": sinks, "scale": scale, "softcap": softcap, "sink_logits": sink_logits, "totals": totals},
             **{"threshold": threshold, "min_tokens": min_tokens, "max_tokens": max_tokens},
-            **{"group_reduce": group_reduce, "block_size": block_size},
+            **{"group_reduce": group_reduce, "block_size": block_size, "by_block": by_block},
         )
     each = rows * group
     sums = Sums(*torch.empty(each * (chunks + 2), device=device).split((each * chunks, each, each)))
@@ -421,6 +429,7 @@ def mass_select(
         operand(Rows, ids),
         *found[1:3],
         found.cut,
+        operand(Rows, blocks),
         totals,
         n,
         chunks,

@@ -10,4 +10,4 @@ from .state import COUNTERS, FREE, PageState
 __all__ = ["COUNTERS", "FREE", "WINDOW", "PageState", "lookup", "residency"]
 
 residency = operator(reference.residency, on="block_ids")
-lookup = operator(reference.lookup, on="block_ids", module="lookup")
+lookup = operator(reference.lookup, on="block_table", module="lookup")

@@ -92,12 +92,14 @@ def residency(
 
 
 def lookup(
-    block_ids: Tensor,
+    block_ids: Tensor | None,
     block_table: Tensor,
     table: Tensor,
     stamp: Tensor,
     since: Tensor | None = None,
     *,
+    counters: Tensor | None = None,
+    enabled: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Page ids of blocks as they are, without copying any to the device.
@@ -107,29 +109,31 @@ def lookup(
     this step's number, and a block evicted in between has an older stamp.
 
     Args:
-        block_ids: ``[batch, H, K]`` int32, -1 for no block; in any order.
+        block_ids: ``[batch, H, K]`` int32, -1 for no block; in any order. None for all ``cap`` blocks of each row.
         block_table: ``[batch, cap]`` int32, physical id of each block of each row, -1 where there is none.
         table, stamp: of the layer and of the pages, see ``PageState``.
         since: int32 ``[1]``, or None.
+        counters, enabled: of ``PageState``. The blocks are counted as needed, and as found or left in host memory,
+            unless ``enabled`` is 0.
         out: receives the result.
 
     Returns:
         places int32 ``[batch, H, K]``, see :func:`residency`.
     """
-    heads = block_ids.shape[1]
-    if not block_table.shape[1]:
-        return give(torch.full_like(block_ids, -1), out)
-    physical_id = (
-        block_table[:, None]
-        .expand(-1, heads, -1)
-        .gather(-1, block_ids.clamp_min(0).long())
-        .masked_fill(block_ids < 0, -1)
-    )
+    heads = table.shape[1]
+    physical_id = block_table[:, None].expand(-1, heads, -1)
+    if block_ids is not None:
+        if not block_table.shape[1]:
+            return give(torch.full_like(block_ids, -1), out)
+        physical_id = physical_id.gather(-1, block_ids.clamp_min(0).long()).masked_fill(block_ids < 0, -1)
     head = torch.arange(heads, device=physical_id.device)[:, None]
     page = table[physical_id.clamp_min(0).long(), head]
     found = (physical_id >= 0) & (page >= 0)
     if since is not None:
         found = found & (stamp[page.clamp_min(0).long()] == since)
+    if counters is not None:
+        needed, here = (physical_id >= 0).sum(), found.sum()
+        counters += torch.stack((needed, here, torch.zeros_like(here), needed - here)) * enabled
     return give(torch.where(found, page, torch.where(physical_id >= 0, -(physical_id + 2), -1)), out)
 
 

@@ -50,6 +50,7 @@ def token_score_tensor_core_kernel(
     table,
     ids,
     out,
+    best,
     blocks,
     MEAN: tl.constexpr,
     EACH: tl.constexpr,
@@ -61,7 +62,10 @@ def token_score_tensor_core_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Scores of ``BLOCKS`` blocks of one row and KV head. A token's codes are ``WIDTH`` bytes, one after the other."""
+    """Scores of ``BLOCKS`` blocks of one row and KV head, and the best of each block.
+
+    A token's codes are ``WIDTH`` bytes, one after the other.
+    """
     wait(PDL)
     BW: tl.constexpr = padded(WIDTH)
     i_row = tl.program_id(1)
@@ -116,11 +120,18 @@ def token_score_tensor_core_kernel(
         # label = digit * scale + zero, so q . label = scale * (q . digits) + zero * sum(q)
         b_all = b_scale[:, None] * (b_all * b_unit[None, :]) + b_zero[:, None] * b_total[None, :]
         if EACH:
-            p_to = row_ptr(out, i_batch, i_head * GROUP + o_g)[None, :] + i * BLOCK_SIZE + o_t[:, None]
             m_usable = (b_flag == SELECTABLE)[:, None] & (b_all == b_all)
-            tl.store(p_to, tl.where(m_usable, b_all, float("-inf")), mask=m_g)
+            b_s = tl.where(m_usable, b_all, float("-inf"))  # [BLOCK_SIZE, BG]
+            if out is not None:
+                p_to = row_ptr(out, i_batch, i_head * GROUP + o_g)[None, :] + i * BLOCK_SIZE + o_t[:, None]
+                tl.store(p_to, b_s, mask=m_g)
+            if best is not None:
+                tl.store(row_ptr(best, i_batch, i_head * GROUP + o_g) + i, tl.max(b_s, 0), mask=o_g < GROUP)
         else:
             b_s = tl.max(tl.where(m_g, b_all, float("-inf")), 1)  # [BLOCK_SIZE]; NaN only if all are
-            p_to = row_ptr(out, i_batch, i_head) + i * BLOCK_SIZE + o_t
-            tl.store(p_to, tl.where((b_flag == SELECTABLE) & (b_s == b_s), b_s, float("-inf")))
+            b_s = tl.where((b_flag == SELECTABLE) & (b_s == b_s), b_s, float("-inf"))
+            if out is not None:
+                tl.store(row_ptr(out, i_batch, i_head) + i * BLOCK_SIZE + o_t, b_s)
+            if best is not None:
+                tl.store(row_ptr(best, i_batch, i_head) + i, tl.max(b_s, 0))
     release(PDL)
