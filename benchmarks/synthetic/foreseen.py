@@ -1,0 +1,216 @@
+"""Queries that the layer before expects, as far from the true ones as recorded on a real model.
+
+The residual stream of random weights foresees nothing, so what a cache chooses or brings for the query of the layer
+before (``hf_sparsekv/attention/tap.py``) would always be wrong. Here each replayed query gets an expected one beside
+it: the query plus an error, whose size is tuned layer by layer until the selections of both overlap as recorded.
+
+* The recording (``profiles/*-foreseen.json``) is of ``python -m benchmarks.studies.foreseen_queries``: by layer and by
+  place of the residual stream, the size of the error, how it varies between steps, how long it lasts, and the overlap
+  of tokens and of blocks for several shares of them.
+* The error is a sum of processes as in :class:`.keys.Walk`, weighted so that it is remembered as recorded. Where it
+  points is left to chance: on the recorded model errors and keys have directions in common, which are not known here.
+  So its size is not the recorded one, but that with which selections overlap as recorded.
+* Sizes are tuned on keys and queries of another seed than the one that is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_sparsekv.config import SparseConfig
+from hf_sparsekv.ops.seal import quantise_labels
+from hf_sparsekv.ops.token_score.reference import unpack_labels
+from hf_sparsekv.policies.label_index import default_channels
+from hf_sparsekv.predictor.channels import ChannelStats
+
+from .keys import MEMORY, PROFILES, Profile, SyntheticKV, Walk
+from .statistics import FRACTIONS, block_bounds, bound_scores, stored_blocks
+
+PLACES = ("in", "mid", "in_delta")  # where the residual stream of the layer before is taken
+KINDS = ("tokens", "labels", "bound")  # tokens by labels; blocks by their best token's label; blocks by their bound
+SHARES = {
+    "tokens": (Fraction(1, 128), Fraction(1, 32), *FRACTIONS),  # of the stored tokens
+    "labels": FRACTIONS,  # of the stored blocks
+    "bound": FRACTIONS,
+}
+POOLS = (2, 4)  # selections that a device pool holds
+ERROR_LAGS = (1, 4, 16)  # steps between two errors whose directions are compared
+
+
+def place_of(foresight: str) -> str:
+    """``"layer:mid"`` -> ``"mid"``; ``"layer"`` is ``"layer:in"``."""
+    return foresight.partition(":")[2] or "in"
+
+
+def calibrate(config: SparseConfig, queries: Tensor, keys: Tensor) -> Tensor:
+    """Label channels ``[H, r]`` as caches calibrate them on ``queries [Hq, n, D]`` and ``keys [H, n, D]``."""
+    stats = ChannelStats(config.channel_importance)
+    stats.update(queries[None].float(), keys[None].float(), None)
+    return stats.ranking()[0, :, : config.label_channels or default_channels(keys.shape[-1])].long()
+
+
+class StoredIndex:
+    """What the stored blocks of one layer are chosen by, as caches keep it: labels, bounds.
+
+    Args:
+        config: of two-level or predictive selection.
+        channels: of the labels, ``[H, r]``, see :func:`calibrate`.
+    """
+
+    def __init__(self, config: SparseConfig, channels: Tensor) -> None:
+        self.config, self.channels = config, channels
+        self.labels = self.bounds = torch.empty(0)
+        self.blocks = 0
+
+    def store(self, keys: Tensor, blocks: int) -> None:
+        """The first ``blocks`` blocks of ``keys [H, n, D]`` are stored; those known before have not changed."""
+        if blocks <= self.blocks:
+            return
+        size = self.config.block_size
+        new = keys[:, self.blocks * size : blocks * size].float()
+        new = new.gather(-1, self.channels[:, None].expand(-1, new.shape[1], -1))
+        if self.config.label_bits == 4:
+            new = unpack_labels(*quantise_labels(new))
+        bounds = block_bounds(keys.float(), self.config, self.blocks, blocks)
+        self.labels = new if not self.blocks else torch.cat((self.labels, new), dim=1)
+        self.bounds = bounds if not self.blocks else torch.cat((self.bounds, bounds))
+        self.blocks = blocks
+
+    def scores(self, q: Tensor, kinds: Iterable[str] = KINDS) -> dict[str, Tensor]:
+        """Scores for ``q [T, Hq, D]``: ``[T, H, tokens]`` or ``[T, H, blocks]`` of each kind."""
+        found, kinds, config = {}, set(kinds), self.config
+        if kinds & {"tokens", "labels"}:
+            heads = len(self.channels)
+            group = q.float().unflatten(1, (heads, -1))
+            at = self.channels[None, :, None].expand(*group.shape[:3], -1)
+            each = torch.einsum("thgr,hnr->thgn", group.gather(-1, at), self.labels)
+            tokens = each.mean(2) if config.token_reduce == "mean" else each.amax(2)
+            tokens[..., : config.sinks] = -torch.inf
+            found["tokens"] = tokens
+            found["labels"] = tokens.unflatten(-1, (-1, config.block_size)).amax(-1)
+        if "bound" in kinds:
+            found["bound"] = bound_scores(q.float(), self.bounds, getattr(config, "block_reduce", "max"))
+        return {kind: found[kind] for kind in KINDS if kind in kinds}
+
+
+def best(scores: Tensor, k: int) -> Tensor:
+    """The ``k`` best of the last dimension, as bool."""
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(k, dim=-1).indices, True)
+
+
+def overlap(scores: Tensor, others: Tensor, k: int) -> Tensor:
+    """The share of the ``k`` best by ``scores`` that is among the ``k`` best by ``others``: ``[...]``."""
+    return (best(scores, k) & best(others, k)).sum(-1) / k
+
+
+def error_of(expected: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
+    """The part of ``expected [..., D]`` that is orthogonal to ``true``, as a direction, and its size.
+
+    Returns:
+        unit vectors ``[..., D]``, and the tangent of the angle between both ``[...]``; infinite beyond a right angle.
+    """
+    expected, true = expected.double(), true.double()
+    unit = torch.nn.functional.normalize(true, dim=-1)
+    along = (expected * unit).sum(-1)
+    error = expected - along[..., None] * unit
+    size = error.norm(dim=-1)
+    return torch.nn.functional.normalize(error, dim=-1), torch.where(along > 0, size / along, torch.inf)
+
+
+class ForeseenPool:
+    """One layer's device pages, filled with blocks of expected queries only, as offloaded caches without lag do.
+
+    Args:
+        heads, blocks: the unit is a block of one KV head.
+        pages: of all heads together; the least recently brought blocks give way.
+    """
+
+    def __init__(self, heads: int, blocks: int, pages: int) -> None:
+        self.stamps, self.pages, self.now = torch.full((heads, blocks), -1), pages, 0
+
+    def step(self, foreseen: Tensor, chosen: Tensor) -> Tensor:
+        """Bring the blocks ``foreseen [H, blocks]`` (bool); the share of those ``chosen`` that is there: ``[H]``."""
+        foreseen, chosen = (
+            torch.nn.functional.pad(x, (0, self.stamps.shape[1] - x.shape[1])) for x in (foreseen, chosen)
+        )
+        self.now += 1
+        self.stamps[foreseen] = self.now
+        flat = self.stamps.flatten()
+        gone = flat.argsort(descending=True)[self.pages :]
+        flat[gone] = -1
+        return ((self.stamps >= 0) & chosen).sum(-1) / chosen.sum(-1)
+
+
+class Foreseen:
+    """A recording of expected and true queries; see ``profiles/*-foreseen.json``."""
+
+    def __init__(self, name: str = "smollm2-135m") -> None:
+        data = json.loads((PROFILES / f"{name}-foreseen.json").read_text())
+        self.source: dict = data["source"]
+        self.recorded: dict[str, list[float]] = data["recorded"]
+        self.layers = len(next(iter(self.recorded.values())))
+
+    def at(self, name: str, layer: int, layers: int) -> float:
+        """One statistic of layer ``layer`` of ``layers``, interpolated between recorded layers."""
+        return float(Profile.at(self, self.recorded[name], layer, layers))
+
+    def overlap(self, kind: str, share: float, layer: int, layers: int, place: str | None = None) -> float:
+        """Recorded overlap if ``share`` of the stored tokens or blocks is chosen, interpolated between shares.
+
+        Args:
+            kind: one of :data:`KINDS`.
+            place: of expected and true selection; None: of the true selections of consecutive steps.
+        """
+        known = [math.log(float(f)) for f in SHARES[kind]]
+        of = "step" if place is None else place
+        values = [self.at(f"{of}:{kind}:k={f}", layer, layers) for f in SHARES[kind]]
+        return float(np.interp(math.log(share), known, values))
+
+    def memory(self, place: str, layer: int, layers: int) -> tuple[float, ...]:
+        """Variance of the error's parts, which are remembered as :data:`.keys.MEMORY` says: adds up to 1."""
+        wanted = np.array([self.at(f"{place}:error_{lag}", layer, layers) for lag in ERROR_LAGS])
+        return remembered(tuple(wanted))
+
+
+def remembered(wanted: tuple[float, ...]) -> tuple[float, ...]:
+    """Non-negative weights of the parts of :data:`.keys.MEMORY`, whose sum has these correlations at the lags.
+
+    Of all combinations in steps of 5 % the closest: four numbers need no solver.
+    """
+    grid = np.arange(21) / 20
+    parts = np.stack(np.meshgrid(grid, grid, grid, indexing="ij"), axis=-1).reshape(-1, 3)
+    parts = parts[parts.sum(-1) <= 1 + 1e-9]
+    powers = np.array([[memory**lag for lag in ERROR_LAGS] for memory in MEMORY[:3]])
+    weights = parts[np.abs(parts @ powers - np.asarray(wanted)).sum(-1).argmin()]
+    return *(float(w) for w in weights), float(max(0.0, 1 - weights.sum()))
+
+
+class Selection:
+    """What a cache chooses for an expected query, and how much of what there is.
+
+    Args:
+        kind: one of :data:`KINDS`.
+        chosen: tokens or blocks, of a row and KV head.
+        place: where the residual stream of the layer before is taken.
+        config: the cache's.
+    """
+
+    def __init__(self, kind: str, chosen: int, place: str, config: SparseConfig) -> None:
+        self.kind, self.chosen, self.place, self.config = kind, chosen, place, config
+
+    def share(self, context: int) -> float:
+        """Of the stored tokens or blocks."""
+        return min(1.0, self.chosen / self.stored(context))
+
+    def stored(self, context: int) -> int:
+        """Tokens or blocks that are chosen from."""
+        blocks = max(1, stored_blocks(self.config, context))
+        return blocks * self.config.block_size if self.kind == "tokens" else blocks
