@@ -3,13 +3,14 @@
     python -m benchmarks.studies.foreseen_queries --profile      # about ten minutes on one core
 
 Prompts and streams are those of :mod:`.attention_statistics`, attention is dense throughout. Beside each decode step's
-query of a layer there are those that the layer before expects (``hf_sparsekv/attention/tap.py``) from its input
+query of a layer there are those that the layer before expects (``hf_sparsekv/attention/tap.py``): from its input
 (``in``), from that and what it added for the token before (``in_delta``), and from the stream between its attention and
 its MLP (``mid``). Noted, by layer: the cosine of both queries, the size of the error and how long it keeps its
-direction, and the overlap of what both choose, with that of consecutive steps beside it: tokens by labels, blocks by
-their best label and by their bound; and how many of the blocks that a step chooses are on the device if those of the
-expected queries are brought to a pool of 2 or 4 selections. Prints a table and appends rows to benchmarks/results/attention_statistics.csv. With
-``--profile`` it writes what benchmarks/synthetic/foreseen.py imitates.
+direction; the overlap of what both choose, with that of consecutive steps beside it: tokens by labels, blocks by their
+best label and by their bound; and how many of the blocks that a step chooses are on the device if those of the expected
+queries are brought to a pool of 2 or 4 selections. Prints a table and appends rows to
+benchmarks/results/foreseen_queries.csv. With ``--profile`` it also writes what benchmarks/synthetic/foreseen.py
+imitates.
 """
 
 from __future__ import annotations
@@ -33,14 +34,17 @@ from hf_sparsekv.attention.tap import Hooks, Point
 from hf_sparsekv.evaluation.small_model import SMALL_MODEL_NAME
 from hf_sparsekv.results import Row, append_rows, commit
 
+from .. import RESULTS
 from ..synthetic import foreseen as fs
 from ..synthetic.keys import PROFILES
 from ..synthetic.statistics import chosen_blocks, stored_blocks
-from .attention_statistics import CONFIG, CSV, STREAMS, WARM_UP, record
+from .attention_statistics import CONFIG, STREAMS, WARM_UP, record
 from .small_model import load, reference_ids
 
+CSV = RESULTS / "foreseen_queries.csv"
 PROFILE = PROFILES / "smollm2-135m-foreseen.json"
 PERCENTILES = (5, 95)
+BY_LAYER = (":k=1/4", ":k=1/8", ":cosine", ":cosine_5", ":cosine_95", ":error", ":error_spread", ":error_16")
 UNITS = {"error_spread": "nats"}
 
 
@@ -175,9 +179,9 @@ class PairRecorder:
                 place, _, what = name.partition(":")
                 v = torch.stack(steps).double().numpy()  # [steps, heads]
                 if what == "log_error":
-                    v = np.where(np.isfinite(v), v, np.nan)  # beyond a right angle
-                    found.setdefault(f"{place}:error", []).append(np.exp(np.nanmean(v, axis=0)))
-                    found.setdefault(f"{place}:error_spread", []).append(np.nanstd(v, axis=0))
+                    v = np.ma.masked_invalid(v)  # beyond a right angle
+                    found.setdefault(f"{place}:error", []).append(np.exp(v.mean(0)).filled(np.inf))
+                    found.setdefault(f"{place}:error_spread", []).append(v.std(0).filled(0.0))
                     continue
                 found.setdefault(name, []).append(v.mean(0))
                 if what == "cosine":
@@ -196,9 +200,9 @@ def record_pairs(model, ids: Tensor, steps: int, seed: int) -> dict[str, dict[st
 
 
 def rows(values: dict[str, dict[str, np.ndarray]], context: int, layers: list[int]) -> list[Row]:
-    """Averages over the layers behind the dense ones (low and high: lowest and highest layer), and each layer's.
+    """Averages over the layers behind the dense ones (low and high: lowest and highest layer), and some of each layer.
 
-    Those have the lowest and highest head.
+    Those are of text and have the lowest and highest head.
     """
     found, sparse = [], [at for at, layer in enumerate(layers) if layer >= CONFIG.dense_layers]
 
@@ -218,7 +222,7 @@ def rows(values: dict[str, dict[str, np.ndarray]], context: int, layers: list[in
             means = v[sparse].mean(1)
             add(stream, "all", name, means.mean(), means.min(), means.max())
     for name, v in values["text"].items():
-        for layer, heads in zip(layers, v):
+        for layer, heads in zip(layers, v) if name.endswith(BY_LAYER) else ():
             add("text", f"{layer:02}", name, heads.mean(), heads.min(), heads.max())
     return found
 
