@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_sparsekv.cache import SparseCache
 from hf_sparsekv.layers.sparse_layer import SparseLayer
+from hf_sparsekv.offload.device_pool import DevicePool
 from hf_sparsekv.ops.topk_select import block_select, token_select
 from hf_sparsekv.policies.layer_ahead import LayerAheadPolicy
 from hf_sparsekv.policies.two_level import TwoLevelPolicy
@@ -19,6 +20,7 @@ from .synthetic.foreseen import POOLS, Pairs, Selection, place_of
 from .synthetic.replay import ReplayedQueries
 
 SAMPLED = 8  # steps
+SLACK = 0.25  # selections that a device pool may hold less than the smallest recorded one
 
 
 def selection_of(cache: SparseCache) -> Selection | None:
@@ -68,13 +70,15 @@ class Foresight:
         step_overlap: share of what the step's own query chooses that the step before chose.
         overlap: share of it that is chosen for the expected query, too; None where nothing is expected.
         cosine: of both queries.
-        hit_rate: recorded only, of blocks: share of the chosen ones in a device pool of this size.
+        hit_rate, missed: recorded only, of blocks: share of the chosen ones in a device pool of this size, and bytes a
+            step of those that are not.
     """
 
     step_overlap: float
     overlap: float | None = None
     cosine: float | None = None
     hit_rate: float | None = None
+    missed: float | None = None
 
 
 def choosing(cache: SparseCache, selection: Selection) -> list[tuple[int, SparseLayer]]:
@@ -116,20 +120,22 @@ def recorded(cache: SparseCache, pairs: Pairs) -> Foresight:
     if place is None:
         return Foresight(mean(None))
     cosine = float(np.mean([pairs.recording.at(f"{place}:cosine", at, pairs.made.layers) for at in layers]))
-    held = None if pairs.selection.kind == "tokens" else pool_selections(cache)
-    hit_rate = None
-    if held is not None and held >= POOLS[0]:
-        hit_rate = float(np.interp(held, POOLS, [mean(place, f":hit_{pool}") for pool in POOLS]))
-    return Foresight(mean(None), mean(place), cosine, hit_rate)
+    found = Foresight(mean(None), mean(place), cosine)
+    pools = [] if pairs.selection.kind == "tokens" else device_pools(cache)
+    stores = [cache.sparse_layers[at].store for at in layers]
+    chosen = sum(store.batch * store.heads for store in stores) * pairs.selection.chosen
+    held = sum(len(pool.pages) for pool in pools) / chosen
+    if held < POOLS[0] - SLACK:
+        return found
+    hit_rate = float(np.interp(held, POOLS, [mean(place, f":hit_{pool}") for pool in POOLS]))
+    missed = (1 - hit_rate) * chosen * pools[0].pages[0].nbytes
+    return replace(found, hit_rate=hit_rate, missed=missed)
 
 
-def pool_selections(cache: SparseCache) -> float | None:
-    """How many steps' selections of blocks the cache's device pools hold; None without."""
+def device_pools(cache: SparseCache) -> list[DevicePool]:
+    """Where the cache brings blocks; empty without."""
     pools = () if cache.device_pools is None else cache.device_pools.pools.values()
-    pages = sum(len(pool.pages) for pool in pools if pool is not None)
-    fetching = [layer for layer in cache.sparse_layers if layer.policy.fetches]
-    chosen = sum(layer.store.batch * layer.store.heads * cache.config.coarse_blocks for layer in fetching)
-    return pages / chosen if pages else None
+    return [pool for pool in pools if pool is not None]
 
 
 def add_to(report: Report, cache: SparseCache, replayed: ReplayedQueries, pairs: Pairs) -> None:
@@ -139,12 +145,14 @@ def add_to(report: Report, cache: SparseCache, replayed: ReplayedQueries, pairs:
         report.note("no layer chose by what was expected")
         return
     wanted = recorded(cache, pairs)
-    for metric, mine, theirs in (
-        ("foreseen_overlap", now.overlap, wanted.overlap),
-        ("foreseen_cosine", now.cosine, wanted.cosine),
-        ("overlap_1", now.step_overlap, wanted.step_overlap),
-        ("hit_rate", None, wanted.hit_rate),
+    missed = None if wanted.missed is None else wanted.missed / 1e6
+    for metric, mine, theirs, unit in (
+        ("foreseen_overlap", now.overlap, wanted.overlap, "share"),
+        ("foreseen_cosine", now.cosine, wanted.cosine, "share"),
+        ("overlap_1", now.step_overlap, wanted.step_overlap, "share"),
+        ("hit_rate", None, wanted.hit_rate, "share"),
+        ("missed_mb", None, missed, "MB"),
     ):
         for name, value in ((metric, mine), (f"{metric}:recorded", theirs)):
             if value is not None:
-                report.add(name, value, "share")
+                report.add(name, value, unit)

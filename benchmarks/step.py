@@ -18,7 +18,7 @@ over the tokens of tpot_ms, hit_rate (share of the chosen blocks that were on th
 were not) and host_mb (what crossed the link), 10^6 bytes a step. With --kv replayed, caches that choose or bring blocks
 for the query that the layer before expects: foreseen_overlap (share of what a step's own query chooses that is chosen
 for the expected one, too), foreseen_cosine (of both queries), overlap_1 (share that the step before chose); what brings
-blocks by labels without that: overlap_1. Beside each, and beside hit_rate, stands what was recorded on the real model:
+blocks by labels without that: overlap_1. Beside these, hit_rate and missed_mb stands what was recorded on a real model:
 foreseen_overlap:recorded. Selections are measured whether they pay or not; --crossover does as users' caches do, and
 its rows end in +dense where attention was dense.
 """

@@ -11,8 +11,10 @@ import torch
 from caches import FULL, TIGHT, predictive, two_level
 from captured import Imitation
 from models import build, prompt
+from read_rows import read_rows
 
-from benchmarks import filling, foresight
+from benchmarks import filling, foresight, shapes
+from benchmarks import step as bench_step
 from benchmarks.studies import foreseen_queries
 from benchmarks.synthetic import foreseen as fs
 from benchmarks.synthetic.foreseen import Foreseen, Pairs, Selection, StoredIndex
@@ -354,4 +356,24 @@ def test_rows_of_steps(stepped):
     assert found[offloaded, "hit_rate"] == pytest.approx(found[offloaded, "hit_rate:recorded"], abs=0.15)
     assert found[offloaded, "missed_mb"] > 0
     assert (tokens, "hit_rate:recorded") not in found
-    assert {row["unit"] for row in rows if row["metric"].endswith(":recorded")} == {"share"}
+    assert (tokens, "missed_mb:recorded") not in found and found[offloaded, "missed_mb:recorded"] > 0
+
+
+@pytest.mark.gpu
+def test_pairs_on_a_gpu(tmp_path, monkeypatch):
+    """Captured steps of caches that choose tokens, and that bring blocks by labels and by bounds."""
+    config = shapes.known_config("qwen3-0.6b")
+    config.num_hidden_layers, config.layer_types = 6, config.layer_types[:6]
+    monkeypatch.setitem(shapes.SHAPES, "toy", lambda: config)
+    path = tmp_path / "step.csv"
+    args = f"--model toy --shapes 2x16k --tokens 48 --kv replayed --csv {path} --variants".split()
+    assert bench_step.main([*args, "predictive:layer:in", "predictive:layer:mid"]) == 0
+    assert bench_step.main([*args, "two_level:labels", "two_level", "--offload"]) == 0
+    found = {(row["variant"], row["metric"]): float(row["value"]) for row in read_rows(path)}
+    measured = {variant for variant, metric in found if metric == "foreseen_overlap"}
+    assert len(measured) == 4
+    for variant in measured:
+        for metric in ("foreseen_overlap", "overlap_1"):
+            assert found[variant, metric] == pytest.approx(found[variant, f"{metric}:recorded"], abs=0.06), variant
+        if "offload" in variant:
+            assert found[variant, "hit_rate"] > 0.9
