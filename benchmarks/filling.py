@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from hf_sparsekv.config import SparseConfig
 from hf_sparsekv.layers.sparse_layer import SparseLayer
 
 from .shapes import cached_token, head_dim, latent_dims, query_dim, text_config, windows
+
+if TYPE_CHECKING:
+    from .synthetic.foreseen import Pairs
+    from .synthetic.replay import ReplayedQueries
 
 CALIBRATION = 512  # tokens that the label channels are made from
 LATEST = 33  # queries that a predictor may look at
@@ -62,7 +66,11 @@ class RandomSource:
 class ReplayedSource(RandomSource):
     """Full-attention layers of keys and queries that imitate recorded ones; sliding layers as above.
 
-    What they achieve in three layers is printed beside the recorded values, once for each shape.
+    What they achieve in three layers is printed beside the recorded values, once for each shape. Where a cache chooses
+    for the query that the layer before expects, that is as far from the true one as recorded.
+
+    Attributes:
+        replayed, pairs: of the cache that was started last; None if it needs none.
     """
 
     _shown: ClassVar[set[tuple]] = set()
@@ -71,6 +79,8 @@ class ReplayedSource(RandomSource):
         from .synthetic.keys import SyntheticKV
 
         super().__init__(model, batch, context, seed)
+        self.replayed: ReplayedQueries | None = None
+        self.pairs: Pairs | None = None
         self.show, config = show, self.config
         if latent_dims(config):
             raise ValueError("no keys and queries were recorded on a model that caches latents: use --kv random")
@@ -90,21 +100,34 @@ class ReplayedSource(RandomSource):
         return *self.made.keys_values(at), query.repeat(1, 1, -(-n // query.shape[2]), 1)[:, :, -n:]
 
     def start(self, cache) -> Callable[[], None]:
+        self.replayed = self.pairs = None
         if not getattr(cache, "sparse_layers", None):  # dense attention costs the same whatever is asked
             return lambda: None
-        queries = self.made.queries(STEPS)
-        if self.show:
+        pairs = self._pairs(cache)
+        queries = self.made.queries(STEPS) if pairs is None else pairs.queries(STEPS)
+        if self.show and pairs is None:
             self._show(queries, cache.config)
-        return self.replay(cache, queries)
+        return self.replay(cache, queries, pairs)
 
-    @staticmethod
-    def replay(cache, queries: Tensor) -> Callable[[], None]:
-        """Give a cache ``queries [steps, layers, batch, Hq, D]`` of its own; what to call after each step."""
+    def replay(self, cache, queries: Tensor, pairs: Pairs | None = None) -> Callable[[], None]:
+        """Give a cache ``queries [steps, layers, batch, Hq, D]`` of its own; what to call after each step.
+
+        And expected ones beside them, if the cache chooses for such.
+        """
         from .synthetic.replay import ReplayedQueries
 
-        replayed = ReplayedQueries(queries)
-        replayed.install(cache)
-        return replayed.next
+        self.pairs = self._pairs(cache) if pairs is None else pairs
+        self.replayed = ReplayedQueries(queries, None if self.pairs is None else self.pairs.expected(queries))
+        self.replayed.install(cache)
+        return self.replayed.next
+
+    def _pairs(self, cache) -> Pairs | None:
+        """Of true and expected queries, for a cache that chooses for expected ones."""
+        from .foresight import selection_of
+        from .synthetic.foreseen import Pairs
+
+        selection = selection_of(cache)
+        return None if selection is None else Pairs(self.made, selection)
 
     def _show(self, queries: Tensor, config: SparseConfig) -> None:
         from .synthetic.achieved import achieved

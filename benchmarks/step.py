@@ -15,8 +15,12 @@ cache on disk is empty); growth_s a step that makes the storage grow, recapture_
 allocations and host_syncs of one replayed step (:seal: the largest, of a step that seals a block);
 generate_host_syncs of one token. Offloaded caches also: fill_s to make and fill the cache, pinned memory included;
 over the tokens of tpot_ms, hit_rate (share of the chosen blocks that were on the device), missed_mb (chosen blocks that
-were not) and host_mb (what crossed the link), 10^6 bytes a step. Selections are measured whether they pay or not;
---crossover does as users' caches do, and its rows end in +dense where attention was dense.
+were not) and host_mb (what crossed the link), 10^6 bytes a step. With --kv replayed, caches that choose or bring blocks
+for the query that the layer before expects: foreseen_overlap (share of what a step's own query chooses that is chosen
+for the expected one, too), foreseen_cosine (of both queries), overlap_1 (share that the step before chose); what brings
+blocks by labels without that: overlap_1. Beside these, hit_rate and missed_mb stands what was recorded on a real model:
+foreseen_overlap:recorded. Selections are measured whether they pay or not; --crossover does as users' caches do, and
+its rows end in +dense where attention was dense.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from hf_sparsekv.fusion.fuse import why_not
 from hf_sparsekv.kv.pool import bucket
 from hf_sparsekv.results import device_name, versions
 
+from . import foresight
 from .arguments import host_bytes, new_parser, rows_file
 from .baselines import (
     VARIANTS,
@@ -59,7 +64,7 @@ from .decoding import (
     replay_ms,
     timed,
 )
-from .filling import SOURCES, fill_layers
+from .filling import SOURCES, Source, fill_layers
 from .predictive_parts import measure_parts
 from .report import Report
 from .shapes import (
@@ -102,6 +107,7 @@ class Bench:
         self.host_bytes = host_bytes(args)
         self.captured: set[str] = set()  # labels
         self.fill_s = 0.0  # of the cache that was filled last
+        self.source: Source | None = None  # of its keys and queries
 
     def label(self, variant: Variant, found: str = "") -> str:
         """Name of a variant's rows."""
@@ -114,7 +120,7 @@ class Bench:
         """A full cache, and what to call after each step."""
         model, args = self.model, self.args
         kv = kv_bytes(text_config(model), batch, context, model.dtype.itemsize)
-        source = SOURCES[args.kv](model, batch, context)
+        source = self.source = SOURCES[args.kv](model, batch, context)
         begin = time.perf_counter()
         cache = make_cache(model, variant, length, self.host_bytes, pool_size(args.device_pool, kv), args.budget)
         fill_layers(source, cache)
@@ -191,6 +197,8 @@ class Bench:
         if variant.offload:
             meter.read().add_to(report)
             report.add("fill_s", self.fill_s, "s")
+        if getattr(self.source, "pairs", None) is not None:
+            foresight.add_to(report, cache, self.source.replayed, self.source.pairs)
         self.peak(cache)
         if host := cache.memory_bytes()["host"]:
             report.add("host_gb", host / 1e9, "GB")

@@ -15,6 +15,7 @@ import argparse
 import datetime
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -89,10 +90,15 @@ class Recorder:
 
 
 @torch.no_grad()
-def record(model, ids: Tensor, steps: int, seed: int) -> dict[str, dict[str, np.ndarray]]:
-    """Statistics of ``steps`` decode steps after a prompt, by stream; ``ids [1, n + steps]``."""
+def record(
+    model, ids: Tensor, steps: int, seed: int, make: Callable[[int, int], Recorder] = Recorder
+) -> dict[str, dict[str, np.ndarray]]:
+    """Statistics of ``steps`` decode steps after a prompt, by stream; ``ids [1, n + steps]``.
+
+    ``make(length, steps)`` gives the attention function that takes notes: one for the prompt, one for each stream.
+    """
     length = ids.shape[1] - steps
-    cache, current = DynamicCache(), [Recorder(length, steps)]
+    cache, current = DynamicCache(), [make(length, steps)]
     AttentionInterface.register(NAME, lambda *args, **kwargs: current[0](*args, **kwargs))
     AttentionMaskInterface.register(NAME, sdpa_mask)
     generator = torch.Generator().manual_seed(seed)
@@ -101,7 +107,7 @@ def record(model, ids: Tensor, steps: int, seed: int) -> dict[str, dict[str, np.
         for part in ids[:, : length - 1].split(1024, dim=1):
             model(part, past_key_values=cache, logits_to_keep=1)
         for stream in STREAMS:
-            current[0] = recorder = Recorder(length - 1, steps)
+            current[0] = recorder = make(length - 1, steps)
             token = ids[:, length - 1 : length]  # the prompt's last
             for step in range(steps):
                 logits = model(token, past_key_values=cache).logits[0, -1]

@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -148,7 +150,8 @@ class SyntheticKV:
         self.profile = Profile(profile) if isinstance(profile, str) else profile
         self.seed, self.dtype, self.device = seed, dtype, torch.device(device)
 
-    def _generator(self, layer: int, what: int) -> torch.Generator:
+    def generator(self, layer: int, what: int) -> torch.Generator:
+        """Random numbers of a layer: 0 for its keys, 1 values, 2 queries; others for what is made beside them."""
         return torch.Generator(self.device).manual_seed((self.seed * 1_000_003 + layer) * 8 + what)
 
     def parameters(self, layer: int) -> LayerParameters:
@@ -162,8 +165,8 @@ class SyntheticKV:
         shape = (self.batch, self.heads, self.context, self.dim)
         k = torch.empty(shape, dtype=self.dtype, device=self.device)
         v = torch.empty_like(k)
-        make_keys(k, self.parameters(layer), self.config, self._generator(layer, 0))
-        generator = self._generator(layer, 1)
+        make_keys(k, self.parameters(layer), self.config, self.generator(layer, 0))
+        generator = self.generator(layer, 1)
         for part in v.split(self._tokens_at_once(), dim=2):
             part.normal_(generator=generator)
         return k, v
@@ -174,7 +177,12 @@ class SyntheticKV:
     # ------------------------------------------------------------------ queries
 
     def queries(
-        self, steps: int, *, overlap: float | None = None, fraction: Fraction | float = Fraction(1, 8)
+        self,
+        steps: int,
+        *,
+        overlap: float | None = None,
+        fraction: Fraction | float = Fraction(1, 8),
+        weights: list[tuple[float, ...]] | None = None,
     ) -> Tensor:
         """Queries ``[steps, layers, batch, Hq, D]`` of consecutive decode steps.
 
@@ -183,23 +191,36 @@ class SyntheticKV:
             overlap: wanted share of a selection that the step before selected as well, in all layers, when a step
                 selects ``fraction`` of the stored blocks. None: as recorded, different for each layer. The keys do not
                 depend on it: one filled cache serves a whole curve.
+            weights: variance of the queries' parts in each layer, instead.
         """
         shape = (steps, self.layers, self.batch, self.q_heads, self.dim)
         out = torch.empty(shape, dtype=self.dtype, device=self.device)
         for layer in range(self.layers):
             by = 0.0 if overlap is None else self.profile.blend_for(overlap, fraction, layer, self.layers)
-            weights = blend(self.parameters(layer).weights, by)
-            walk = Walk(self.batch, self.q_heads, self.heads, self.dim, weights, self._generator(layer, 2))
-            for step in range(-LEAD, steps):
-                q = walk.next()
-                if step >= 0:
-                    out[step, layer] = q
+            mine = blend(self.parameters(layer).weights, by) if weights is None else weights[layer]
+            for step, q in enumerate(islice(self.steps(layer, mine), steps)):
+                out[step, layer] = q
         return out
+
+    def walk(self, weights: tuple[float, ...], generator: torch.Generator) -> Walk:
+        """Vectors like queries ``[batch, Hq, D]``, step after step."""
+        return Walk(self.batch, self.q_heads, self.heads, self.dim, weights, generator)
+
+    def steps(self, layer: int, weights: tuple[float, ...] | None = None) -> Iterator[Tensor]:
+        """One layer's queries ``[batch, Hq, D]`` of consecutive decode steps, float32.
+
+        ``weights``: variance of the queries' parts; default: as recorded.
+        """
+        weights = self.parameters(layer).weights if weights is None else weights
+        walk = self.walk(weights, self.generator(layer, 2))
+        for _ in range(LEAD):
+            walk.next()
+        while True:
+            yield walk.next()
 
     def prompt_queries(self, layer: int) -> Tensor:
         """The last queries of the prompt, ``[batch, Hq, LEAD, D]``, as recorded: what channels are calibrated on."""
-        generator = self._generator(layer, 2)
-        walk = Walk(self.batch, self.q_heads, self.heads, self.dim, self.parameters(layer).weights, generator)
+        walk = self.walk(self.parameters(layer).weights, self.generator(layer, 2))
         return torch.stack([walk.next() for _ in range(LEAD)], dim=2).to(self.dtype)
 
 

@@ -12,26 +12,35 @@ if TYPE_CHECKING:
 
 
 class ReplayedQueries:
-    """Queries of consecutive steps, given to the layers of a cache through one buffer at a fixed address.
+    """Queries of consecutive steps, given to the layers of a cache through buffers at fixed addresses.
 
         replayed = ReplayedQueries(synthetic.queries(200))
         replayed.install(cache)
         model.generate(..., past_key_values=cache, stopping_criteria=[replayed])
         replayed.remove()
 
-    A captured step reads the buffer like any other, so the same graph serves all steps; install before the first step
+    A captured step reads the buffers like any other, so the same graph serves all steps; install before the first step
     is captured. As a stopping criterion it moves on after each token and never stops anything; in a loop of one's own
     call :meth:`next` between the steps.
 
+    Where a cache lets the layer before expect a query, what the residual stream of random weights gives is computed, as
+    ever, and replaced by the ``expected`` one.
+
     Args:
         sequence: ``[steps, layers, batch, Hq, D]``, the model's dtype, on its device; one entry for each sparse layer.
+        expected: what the layers before expect of them, the same shape; None: what the model's own stream gives.
     """
 
-    def __init__(self, sequence: Tensor) -> None:
+    def __init__(self, sequence: Tensor, expected: Tensor | None = None) -> None:
         if sequence.ndim != 5 or not len(sequence):
             raise ValueError(f"queries must be [steps, layers, batch, Hq, D], got {tuple(sequence.shape)}")
-        self.sequence = sequence
+        if expected is not None and expected.shape != sequence.shape:
+            raise ValueError(
+                f"expected queries must be as many as the queries, {tuple(sequence.shape)}, got {tuple(expected.shape)}"
+            )
+        self.sequence, self.expected = sequence, expected
         self.buffer = sequence[0].clone()
+        self.expected_buffer = None if expected is None else expected[0].clone()
         self.step = 0  # whose queries the buffer holds
         self._cache: SparseCache | None = None
 
@@ -43,7 +52,10 @@ class ReplayedQueries:
         self.step += 1
         turn = max(1, 2 * (len(self.sequence) - 1))
         at = self.step % turn
-        self.buffer.copy_(self.sequence[min(at, turn - at)] if len(self.sequence) > 1 else self.sequence[0])
+        at = min(at, turn - at) if len(self.sequence) > 1 else 0
+        self.buffer.copy_(self.sequence[at])
+        if self.expected is not None:
+            self.expected_buffer.copy_(self.expected[at])
 
     def __call__(self, input_ids: Tensor, scores, **kwargs) -> Tensor:
         """As one of ``generate()``'s stopping criteria."""
@@ -63,6 +75,9 @@ class ReplayedQueries:
             raise ValueError("this cache has replayed queries already: remove() them first")
         for layer, held in zip(layers, self.buffer):
             layer.attend = self._attend(layer, held[:, :, None])
+        if self.expected is not None:
+            for layer, held in zip(layers, self.expected_buffer):
+                layer.foresee = self._foresee(layer, held)
         self._cache = cache
 
     @staticmethod
@@ -71,19 +86,33 @@ class ReplayedQueries:
 
         def attend(step, query, mask, params, dropout=0.0):
             if query.shape[2] == 1 and step.past:
-                if query.shape != held.shape or query.dtype != held.dtype:
-                    raise ValueError(
-                        f"replayed queries are {tuple(held.shape)} {held.dtype}, "
-                        f"the model's {tuple(query.shape)} {query.dtype}"
-                    )
-                query = held
+                query = _instead(query, held)
             return own(layer, step, query, mask, params, dropout)
 
         return attend
 
+    @staticmethod
+    def _foresee(layer, held: Tensor):
+        own = type(layer).foresee
+
+        def foresee(query, stream):
+            own(layer, lambda: _instead(query(), held), stream)  # computed where and when it always is
+
+        return foresee
+
     def remove(self) -> None:
-        """Let the layers use the model's own queries again. Graphs captured meanwhile still read the buffer."""
+        """Let the layers use the model's own queries again. Graphs captured meanwhile still read the buffers."""
         if self._cache is not None:
             for layer in self._cache.sparse_layers:
                 vars(layer).pop("attend", None)
+                vars(layer).pop("foresee", None)
             self._cache = None
+
+
+def _instead(query: Tensor, held: Tensor) -> Tensor:
+    """``held`` in place of the model's own query."""
+    if query.shape != held.shape or query.dtype != held.dtype:
+        raise ValueError(
+            f"replayed queries are {tuple(held.shape)} {held.dtype}, the model's {tuple(query.shape)} {query.dtype}"
+        )
+    return held

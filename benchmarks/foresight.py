@@ -1,0 +1,158 @@
+"""What was chosen for the queries that the layers before expect, beside what the steps' own queries choose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_sparsekv.cache import SparseCache
+from hf_sparsekv.layers.sparse_layer import SparseLayer
+from hf_sparsekv.offload.device_pool import DevicePool
+from hf_sparsekv.ops.topk_select import block_select, token_select
+from hf_sparsekv.policies.layer_ahead import LayerAheadPolicy
+from hf_sparsekv.policies.two_level import TwoLevelPolicy
+
+from .report import Report
+from .synthetic.foreseen import POOLS, Pairs, Selection, place_of
+from .synthetic.replay import ReplayedQueries
+
+SAMPLED = 8  # steps
+SLACK = 0.25  # selections that a device pool may hold less than the smallest recorded one
+
+
+def selection_of(cache: SparseCache) -> Selection | None:
+    """What a cache chooses for queries that the layer before expects; offloaded, also what it brings by labels.
+
+    None if it does neither: its own query chooses, by bounds or from what is on the device.
+    """
+    config = cache.config
+    for policy in (layer.policy for layer in cache.sparse_layers):
+        place = None if policy.foresight is None else place_of(policy.foresight)
+        if isinstance(policy, LayerAheadPolicy) and place is not None:
+            return Selection("tokens", config.token_budget, place, config)
+        if isinstance(policy, TwoLevelPolicy):
+            kind = "bound" if policy.metadata is not None else "labels"
+            if place is not None or (policy.offloaded and kind == "labels"):
+                return Selection(kind, config.coarse_blocks, place, config)
+    return None
+
+
+def chosen_ids(layer: SparseLayer, q: Tensor) -> Tensor:
+    """The tokens or blocks that a layer chooses for ``q [batch, Hq, Dk]``, ``[batch, H, n]``: -1 for none."""
+    policy, store = layer.policy, layer.store
+    if not isinstance(policy, TwoLevelPolicy):
+        return token_select(policy.scores(q, store), None, policy.config.token_budget, store.block_size)
+    if policy.metadata is not None:
+        scores = policy.metadata.scores(q, store)
+    else:
+        scores = policy.labels.scores(q, store).unflatten(-1, (-1, store.block_size)).amax(-1)
+    return block_select(scores, policy.config.coarse_blocks)
+
+
+def shared(ids: Tensor, others: Tensor) -> float:
+    """The share of ``ids [..., n]`` that is among ``others``; -1 is none."""
+    size = max(int(ids.max()), int(others.max())) + 2
+    masks = [torch.zeros(*x.shape[:-1], size, dtype=torch.bool, device=x.device) for x in (ids, others)]
+    for mask, x in zip(masks, (ids, others)):
+        mask.scatter_(-1, x.long() + 1, True)  # none: the first
+        mask[..., 0] = False
+    return float((masks[0] & masks[1]).sum() / masks[0].sum().clamp_min(1))
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """Of replayed queries: achieved or recorded, averaged over layers, steps, rows and heads.
+
+    Args:
+        step_overlap: share of what the step's own query chooses that the step before chose.
+        overlap: share of it that is chosen for the expected query, too; None where nothing is expected.
+        cosine: of both queries.
+        hit_rate, missed: recorded only, of blocks: share of the chosen ones in a device pool of this size, and bytes a
+            step of those that are not.
+    """
+
+    step_overlap: float
+    overlap: float | None = None
+    cosine: float | None = None
+    hit_rate: float | None = None
+    missed: float | None = None
+
+
+def choosing(cache: SparseCache, selection: Selection) -> list[tuple[int, SparseLayer]]:
+    """Layers that choose so in their next step, with their place among the sparse layers."""
+    found = []
+    for at, layer in enumerate(cache.sparse_layers):
+        if layer.store is not None:
+            plan = layer.policy.plan(layer.store)
+            if plan.foresees or (selection.place is None and plan.attends in ("chosen", "every")):
+                found.append((at, layer))
+    return found
+
+
+@torch.no_grad()
+def achieved(cache: SparseCache, replayed: ReplayedQueries, selection: Selection) -> Foresight | None:
+    """Over the cache as it is, for some of the steps; None if no layer chooses. Changes nothing."""
+    found: list[list[float]] = []
+    last = len(replayed.sequence) - 1
+    for at, layer in choosing(cache, selection):
+        for step in {round(i * last / SAMPLED) for i in range(1, SAMPLED + 1)}:
+            own = replayed.sequence[step, at]
+            mine = chosen_ids(layer, own)
+            one = [shared(mine, chosen_ids(layer, replayed.sequence[max(0, step - 1), at]))]
+            if replayed.expected is not None:
+                expected = replayed.expected[step, at]
+                cosine = torch.nn.functional.cosine_similarity(own[..., 1:].float(), expected[..., 1:].float(), dim=-1)
+                one += [shared(mine, chosen_ids(layer, expected)), float(cosine.mean())]
+            found.append(one)
+    return Foresight(*np.mean(found, axis=0).tolist()) if found else None
+
+
+def recorded(cache: SparseCache, pairs: Pairs) -> Foresight:
+    """What was recorded for these layers, such a share of tokens or blocks, and such a device pool."""
+    place, layers = pairs.selection.place, [at for at, _ in choosing(cache, pairs.selection)]
+
+    def mean(of: str | None, what: str = "") -> float:
+        return float(np.mean([pairs.recorded(at, of, what) for at in layers]))
+
+    if place is None:
+        return Foresight(mean(None))
+    cosine = float(np.mean([pairs.recording.at(f"{place}:cosine", at, pairs.made.layers) for at in layers]))
+    found = Foresight(mean(None), mean(place), cosine)
+    pools = [] if pairs.selection.kind == "tokens" else device_pools(cache)
+    stores = [cache.sparse_layers[at].store for at in layers]
+    chosen = sum(store.batch * store.heads for store in stores) * pairs.selection.chosen
+    held = sum(len(pool.pages) for pool in pools) / chosen
+    if held < POOLS[0] - SLACK:
+        return found
+    hit_rate = float(np.interp(held, POOLS, [mean(place, f":hit_{pool}") for pool in POOLS]))
+    missed = (1 - hit_rate) * chosen * pools[0].pages[0].nbytes
+    return replace(found, hit_rate=hit_rate, missed=missed)
+
+
+def device_pools(cache: SparseCache) -> list[DevicePool]:
+    """Where the cache brings blocks; empty without."""
+    pools = () if cache.device_pools is None else cache.device_pools.pools.values()
+    return [pool for pool in pools if pool is not None]
+
+
+def add_to(report: Report, cache: SparseCache, replayed: ReplayedQueries, pairs: Pairs) -> None:
+    """Rows of what was achieved, and beside each what was recorded."""
+    now = achieved(cache, replayed, pairs.selection)
+    if now is None:
+        report.note("no layer chose by what was expected")
+        return
+    wanted = recorded(cache, pairs)
+    missed = None if wanted.missed is None else wanted.missed / 1e6
+    for metric, mine, theirs, unit in (
+        ("foreseen_overlap", now.overlap, wanted.overlap, "share"),
+        ("foreseen_cosine", now.cosine, wanted.cosine, "share"),
+        ("overlap_1", now.step_overlap, wanted.step_overlap, "share"),
+        ("hit_rate", None, wanted.hit_rate, "share"),
+        ("missed_mb", None, missed, "MB"),
+    ):
+        for name, value in ((metric, mine), (f"{metric}:recorded", theirs)):
+            if value is not None:
+                report.add(name, value, unit)

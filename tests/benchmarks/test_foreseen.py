@@ -1,0 +1,379 @@
+"""Pairs of true and expected queries: recorded, imitated, and given to caches that choose for what is expected."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from caches import FULL, TIGHT, predictive, two_level
+from captured import Imitation
+from models import build, prompt
+from read_rows import read_rows
+
+from benchmarks import filling, foresight, shapes
+from benchmarks import step as bench_step
+from benchmarks.studies import foreseen_queries
+from benchmarks.synthetic import foreseen as fs
+from benchmarks.synthetic.foreseen import Foreseen, Pairs, Selection, StoredIndex
+from benchmarks.synthetic.keys import SyntheticKV
+from benchmarks.synthetic.replay import ReplayedQueries
+from benchmarks.synthetic.statistics import stored_blocks
+from hf_sparsekv import PredictiveConfig, TwoLevelConfig, predict_ahead
+from hf_sparsekv.attention.tap import Point
+
+CONFIGS = {"tokens": PredictiveConfig, "labels": TwoLevelConfig, "bound": TwoLevelConfig}
+
+
+def filled(cache, net, context: int = 400) -> SyntheticKV:
+    """Synthetic tokens in a cache for a tiny model."""
+    made = SyntheticKV(3, 4, 2, 16, 1, context, config=cache.config, dtype=torch.float32)
+    for index, layer in enumerate(cache.sparse_layers):
+        layer.fill(made.prompt_queries(index), *made.keys_values(index))
+    return made
+
+
+# ---------------------------------------------------------------------- what is measured
+
+
+@pytest.mark.parametrize("kind", fs.KINDS)
+def test_scores_are_those_of_caches(kind):
+    net = build("qwen3", "sparsekv", num_hidden_layers=3)
+    cache = predictive(model_config=net.config, **TIGHT) if kind == "tokens" else None
+    cache = cache or two_level(True, net.config, **TIGHT, lag=False, metadata="labels" if kind == "labels" else None)
+    if kind == "bound":
+        cache = two_level(True, net.config, **TIGHT, lag=False)
+    made = filled(cache, net)
+    layer, queries = cache.sparse_layers[1], made.queries(3)[:, 1, 0]
+    keys = made.keys_values(1)[0][0]
+    index = StoredIndex(cache.config, fs.calibrate(cache.config, made.prompt_queries(1)[0], keys))
+    if kind != "bound":
+        assert torch.equal(index.channels, layer.policy.labels.channels[0].long())
+    n = stored_blocks(cache.config, 400)
+    assert n == layer.store.full_blocks
+    index.store(keys, n - 5)  # in two parts
+    index.store(keys, n)
+    found = index.scores(queries, [kind])[kind]
+    for step, q in enumerate(queries):
+        ids = foresight.chosen_ids(layer, q[None])[0]
+        for head, chosen in enumerate(ids):
+            chosen = chosen[chosen >= 0]
+            best = fs.best(found[step, head], len(chosen)).nonzero().flatten()
+            assert torch.equal(chosen.long().sort().values, best)
+
+
+def test_overlap_and_errors_literally():
+    scores, others = torch.tensor([5.0, 4, 1, 0]), torch.tensor([5.0, 1, 4, 0])
+    assert float(fs.overlap(scores, others, 2)) == 0.5
+    assert float(fs.overlap(scores, others, 3)) == 1.0
+    direction, size = fs.error_of(torch.tensor([3.0, 0, 4]), torch.tensor([2.0, 0, 0]))
+    torch.testing.assert_close(direction, torch.tensor([0.0, 0, 1], dtype=torch.float64))
+    assert float(size) == pytest.approx(4 / 3)
+    assert math.isinf(fs.error_of(torch.tensor([-1.0, 1]), torch.tensor([1.0, 0]))[1])
+    ids = torch.tensor([[[0, 3, 5, -1], [1, 2, 3, 4]]])
+    assert foresight.shared(ids, torch.tensor([[[3, 5, 6, -1], [9, -1, -1, -1]]])) == pytest.approx(2 / 7)
+
+
+def test_a_pool_of_expected_blocks():
+    """Against an ordered dictionary: what is found does not count as used."""
+    rng, held = np.random.default_rng(0), fs.ForeseenPool(1, 10, 4)
+    last: OrderedDict = OrderedDict()
+    for _ in range(40):
+        foreseen, chosen = (sorted(rng.permutation(10)[:2].tolist()) for _ in range(2))
+        masks = [torch.zeros(1, 10, dtype=torch.bool).index_fill_(1, torch.tensor(x), True) for x in (foreseen, chosen)]
+        for block in foreseen:
+            last[block] = True
+            last.move_to_end(block)
+        while len(last) > 4:
+            last.popitem(last=False)
+        if len(set(held.stamps.flatten().tolist())) > 1:  # of blocks brought in one step either may go first
+            assert int((held.stamps >= 0).sum()) <= 4
+        found = held.step(*masks)
+        newest = set(list(last)[-2:])
+        assert float(found) >= len(newest & set(chosen)) / 2
+    assert int((held.stamps >= 0).sum()) == 4
+
+
+def test_memory_of_errors():
+    assert fs.remembered((0.2, 0.2, 0.2)) == pytest.approx((0.2, 0, 0, 0.8))
+    assert fs.remembered((1.0, 1.0, 1.0)) == (1, 0, 0, 0)
+    assert fs.remembered((-0.4, 0.0, 0.0)) == (0, 0, 0, 1), "an error cannot turn round"
+    slow = fs.remembered((0.94 * 0.5, 0.94**4 * 0.5, 0.94**16 * 0.5))
+    assert slow == pytest.approx((0, 0.5, 0, 0.5))
+
+
+# ---------------------------------------------------------------------- the recording
+
+
+def test_recorded_profile():
+    found = Foreseen()
+    assert found.layers == 30 and found.source["model"] == "SmolLM2-135M-Instruct"
+    for layer in range(2, 30):
+        for kind in fs.KINDS:
+            for share in fs.SHARES[kind]:
+                step, *places = (found.overlap(kind, float(share), layer, 30, p) for p in (None, *fs.PLACES))
+                assert 0 < step < 1 and all(0 < p < 1 for p in places)
+    mean = {p: np.mean([found.at(f"{p}:cosine", layer, 30) for layer in range(2, 30)]) for p in fs.PLACES}
+    assert mean["mid"] > mean["in"] > 0.9
+    shares = [found.overlap("tokens", share, 10, 30, "in") for share in (1 / 128, 0.012, 1 / 32)]
+    assert min(shares[0], shares[2]) <= shares[1] <= max(shares[0], shares[2])
+    assert found.overlap("labels", 0.9, 10, 30, "mid") == found.overlap("labels", 0.25, 10, 30, "mid")
+    assert sum(found.memory("in", 5, 36)) == pytest.approx(1)
+
+
+def silent(net, *names: str) -> None:
+    """These projections of all layers add nothing to the residual stream."""
+    for name, parameter in net.named_parameters():
+        if any(name.endswith(f"{end}.weight") for end in names):
+            torch.nn.init.zeros_(parameter)
+
+
+@pytest.mark.parametrize(
+    ("zero", "right"),
+    [((), ()), (("o_proj", "down_proj"), fs.PLACES), (("down_proj",), ("mid",))],
+    ids=["random", "nothing-added", "no-mlp"],
+)
+def test_recording_of_a_tiny_model(zero, right):
+    """Where nothing is added behind the place that a query is expected from, it is the true one."""
+    ids, net = prompt(1, 640)["input_ids"], build("llama", "sdpa", num_hidden_layers=3)
+    silent(net, *zero)
+    values = foreseen_queries.record_pairs(net, ids, steps=20, seed=0)
+    assert net.config._attn_implementation == "sdpa"
+    assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in net.model.layers)
+    assert set(values) == {"text", "own"}
+    for by_name in values.values():
+        assert by_name["mid:cosine"].shape == by_name["in:error_16"].shape == (2, 4)
+        assert by_name["in:tokens:k=1/8"].shape == by_name["mid:labels:k=1/8:hit_2"].shape == (2, 2)
+        for place in fs.PLACES:
+            exact = place in right
+            assert np.allclose(by_name[f"{place}:cosine"], 1, atol=1e-5) == exact
+            for kind in fs.KINDS:
+                overlaps = by_name[f"{place}:{kind}:k=1/8"]
+                assert np.all((overlaps > 0) & (overlaps <= 1))
+                if exact:
+                    assert np.allclose(overlaps, 1, atol=0.02)
+                    assert kind == "tokens" or place != "mid" or np.all(by_name[f"mid:{kind}:k=1/8:hit_4"] > 0.98)
+    rows = foreseen_queries.rows(values, 620, [1, 2])
+    found = {(row.variant, row.metric): row for row in rows}
+    assert ("layer=all:k=1/8:tokens:in_delta:own", "foreseen_overlap") in found
+    assert ("layer=all:k=1/4:bound:text", "overlap_1") in found
+    assert ("layer=all:k=1/16:labels:mid:text", "hit_rate:pool=2") in found
+    assert ("layer=02:k=1/8:labels:mid:text", "foreseen_overlap") in found
+    row = found["layer=02:mid:text", "cosine"]
+    assert row.low <= row.value <= row.high
+    assert found["layer=all:mid:text", "cosine"].value == pytest.approx(row.value), "without the dense layers"
+
+
+def test_what_is_recorded_is_what_caches_get(monkeypatch):
+    """The recorder's expected queries against those that the hooks hand to a cache that attends to everything."""
+    ids, net = prompt(1, 200)["input_ids"], build("llama", "sparsekv")
+    expected: dict[str, list] = {}
+    original = foreseen_queries.Taps._half_way
+
+    def half_way(self, point, module, args):
+        original(self, point, module, args)
+        if args[0].shape[1] == 1:
+            for place, q in self.expected[point.index].items():
+                expected.setdefault(place, []).append(q)
+
+    monkeypatch.setattr(foreseen_queries.Taps, "_half_way", half_way)
+    foreseen_queries.record_pairs(build("llama", "sdpa"), ids, steps=4, seed=0)
+    for place in ("in", "mid"):
+        cache, got = predictive(model_config=net.config, **TIGHT, predictor=f"layer:{place}", dense_layers=1), []
+        with torch.no_grad(), predict_ahead(net):
+            net(ids[:, :195], past_key_values=cache)
+            layer = cache.sparse_layers[1]
+            layer.policy.foresee = lambda q, *rest, got=got: got.append(q[0])
+            monkeypatch.setattr(
+                layer.policy, "attend", lambda q, store, plan, params: store.attend(q, None, "all", params)
+            )
+            for token in ids[0, 195:199]:
+                net(token.view(1, 1), past_key_values=cache)
+        torch.testing.assert_close(torch.stack(got), torch.stack(expected[place][:4]), rtol=1e-3, atol=1e-4)
+
+
+# ---------------------------------------------------------------------- imitated
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "chosen"), [("tokens", "in", 496), ("labels", "mid", 8), ("bound", "mid", 16)]
+)
+def test_pairs_overlap_as_recorded(kind, place, chosen):
+    """Tuned on one seed, measured on another, in layers of which something else was recorded."""
+    made = SyntheticKV(4, 16, 8, 64, 1, 4096, dtype=torch.float32)
+    config = CONFIGS[kind]()
+    pairs = Pairs(made, Selection(kind, chosen, place, config))
+    queries = pairs.queries(40)
+    expected = pairs.expected(queries)
+    assert torch.equal(queries[..., 0], expected[..., 0]), "the bias of the sinks is known"
+    off = []
+    for layer in (1, 2, 3):
+        keys = made.keys_values(layer)[0][0]
+        index = StoredIndex(config, fs.calibrate(config, made.prompt_queries(layer)[0], keys[:, :512]))
+        index.store(keys, stored_blocks(config, 4096))
+        mine, other = (index.scores(q[::2, layer, 0], [kind])[kind] for q in (queries, expected))
+        after = index.scores(queries[1::2, layer, 0], [kind])[kind]
+        within = float(fs.overlap(mine, other, chosen).mean()) - pairs.recorded(layer, place)
+        steps = float(fs.overlap(after, mine, chosen).mean()) - pairs.recorded(layer, None)
+        assert abs(within) < 0.06 and abs(steps) < 0.09, (layer, within, steps)
+        off.append((within, steps))
+    assert np.abs(np.mean(off, axis=0)).max() < 0.04
+
+
+def test_pairs_repeat_and_errors_last():
+    made = SyntheticKV(2, 4, 2, 64, 2, 1500, dtype=torch.float32)
+    pairs, again = (Pairs(made, Selection("tokens", 128, "in", PredictiveConfig())) for _ in range(2))
+    queries = pairs.queries(30)
+    assert torch.equal(queries, again.queries(30)) and torch.equal(pairs.expected(queries), again.expected(queries))
+    assert torch.equal(pairs.queries(7), queries[:7])
+    errors = (pairs.expected(queries) - queries)[:, 1, ..., 1:]
+    direction = torch.nn.functional.normalize(errors, dim=-1)
+    kept = float((direction[16:] * direction[:-16]).sum(-1).mean())
+    assert kept == pytest.approx(pairs.recording.at("in:error_16", 1, 2), abs=0.1)
+    all_of_it = Pairs(made, Selection("tokens", 4096, "in", PredictiveConfig()))
+    assert torch.equal(all_of_it.expected(queries), queries), "nothing is left out, so nothing needs to be expected"
+
+
+# ---------------------------------------------------------------------- given to caches
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("kind", ["tokens", "labels"])
+def test_caches_choose_for_the_expected_queries(kind, captured, monkeypatch):
+    """The model's own expectation is computed and dropped; the layer gets the replayed one at its fixed address."""
+    net = build("qwen3", "sparsekv", num_hidden_layers=3)
+    if kind == "tokens":
+        cache = predictive(model_config=net.config, **TIGHT)
+    else:
+        cache = two_level(True, net.config, **TIGHT, lag=False, metadata="labels")
+    made = filled(cache, net)
+    selection = foresight.selection_of(cache)
+    assert (selection.kind, selection.place) == ((kind, "in") if kind == "tokens" else (kind, "mid"))
+    assert selection.chosen == (32 if kind == "tokens" else 4)
+    pairs = Pairs(made, selection)
+    queries = pairs.queries(6)
+    replayed = ReplayedQueries(queries, pairs.expected(queries))
+    replayed.install(cache)
+    asked, got = [], []
+    for at, layer in enumerate(cache.sparse_layers):
+        own = layer.policy.foresee
+        monkeypatch.setattr(
+            layer.policy, "foresee", lambda q, *rest, at=at, own=own: (got.append((at, q.clone())), own(q, *rest))[1]
+        )
+    query = Point.query
+    monkeypatch.setattr(
+        Point, "query", lambda self, *rest, **more: (asked.append(self.index), query(self, *rest, **more))[1]
+    )
+    runner = Imitation(net) if captured else None
+    tap = predict_ahead(net)
+    if captured:
+        runner.install()
+    ids = torch.full((1, 1), 5)
+    with torch.no_grad():
+        for step in range(4):
+            got.clear()
+            asked.clear()
+            net(ids, past_key_values=cache)
+            assert [at for at, _ in got[-2:]] == [1, 2]
+            assert asked[-2:] == [1, 2]
+            for at, q in got[-2:]:
+                assert torch.equal(q, replayed.expected[step, at])
+            replayed.next()
+    assert cache.stats().foreseen_calls >= 2 * 3
+    now = foresight.achieved(cache, replayed, selection)
+    assert 0 < now.overlap <= 1 and 0 < now.cosine < 1 and 0 < now.step_overlap <= 1
+    wanted = foresight.recorded(cache, pairs)
+    assert wanted.overlap == pytest.approx(np.mean([pairs.recorded(at, selection.place) for at in (1, 2)]))
+    assert (wanted.hit_rate is None) == (kind == "tokens")
+    replayed.remove()
+    assert not any({"attend", "foresee"} & set(vars(layer)) for layer in cache.sparse_layers)
+    tap.remove()
+
+
+def test_expected_queries_of_another_shape():
+    queries = torch.zeros(3, 2, 1, 4, 16)
+    with pytest.raises(ValueError, match="expected queries must be as many as the queries"):
+        ReplayedQueries(queries, queries[:2])
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [({"lag": True}, None), ({"lag": False, "offload": False}, None), ({"level": "token", "metadata": None}, "labels")],
+)
+def test_caches_that_expect_nothing(settings, kind):
+    """Where blocks go by labels, consecutive steps are to overlap as recorded for that."""
+    net = build("qwen3", "sparsekv", num_hidden_layers=3)
+    cache = two_level(model_config=net.config, **({"offload": True, **TIGHT, "lag": False} | settings))
+    selection = foresight.selection_of(cache)
+    assert (None if selection is None else selection.kind) == kind
+    if kind is None:
+        return
+    made = filled(cache, net)
+    pairs = Pairs(made, selection)
+    queries = pairs.queries(24)
+    assert pairs.expected(queries) is None and not torch.equal(queries, made.queries(24))
+    replayed = ReplayedQueries(queries)
+    replayed.install(cache)
+    with torch.no_grad():
+        net(torch.full((1, 1), 5), past_key_values=cache)
+    now, wanted = foresight.achieved(cache, replayed, selection), foresight.recorded(cache, pairs)
+    assert now.step_overlap == pytest.approx(wanted.step_overlap, abs=0.2)
+    assert now.overlap is now.cosine is wanted.overlap is wanted.hit_rate is None
+
+
+def test_a_cache_that_attends_to_everything(capsys):
+    """No pair is needed, and the report says so."""
+    net = build("llama", "sparsekv", max_position_embeddings=4096)
+    cache = predictive(model_config=net.config, **FULL)
+    source = filling.ReplayedSource(net, 1, 600)
+    filling.fill_layers(source, cache)
+    source.start(cache)
+    assert source.pairs is not None
+    with torch.no_grad(), predict_ahead(net):
+        net(torch.full((1, 1), 5), past_key_values=cache)
+    assert foresight.achieved(cache, source.replayed, source.pairs.selection) is None
+
+
+# ---------------------------------------------------------------------- rows
+
+
+def test_rows_of_steps(stepped):
+    """Hit rate, overlap and what was recorded, beside the times."""
+    settings = {"block_size": 16, "window": 16, "dense_layers": 0, "calibration_tokens": 64, "token_budget": 32}
+    net = build("llama", "sparsekv", num_hidden_layers=3, max_position_embeddings=4096)
+    command = "--shapes 2x600 --tokens 12 --kv replayed --variants"
+    rows = stepped(net, f"{command} predictive:layer:in", "predictive", **settings)
+    blocks = {**settings, "level": "two_level", "metadata": "labels", "lag": False, "num_blocks": 8}
+    rows = stepped(net, f"{command} two_level:labels --offload --device-pool 0.5kv", "two_level:labels", **blocks)
+    found = {(row["variant"], row["metric"]): float(row["value"]) for row in rows}
+    tokens, offloaded = "predictive:layer:in:kv=replayed", "two_level:labels+offload:pool=0.5kv:kv=replayed"
+    for variant in (tokens, offloaded):
+        for metric in ("foreseen_overlap", "foreseen_cosine", "overlap_1"):
+            mine, recorded = found[variant, metric], found[variant, f"{metric}:recorded"]
+            assert mine == pytest.approx(recorded, abs=0.2), (variant, metric)
+    assert found[offloaded, "hit_rate"] == pytest.approx(found[offloaded, "hit_rate:recorded"], abs=0.15)
+    assert found[offloaded, "missed_mb"] > 0
+    assert (tokens, "hit_rate:recorded") not in found
+    assert (tokens, "missed_mb:recorded") not in found and found[offloaded, "missed_mb:recorded"] > 0
+
+
+@pytest.mark.gpu
+def test_pairs_on_a_gpu(tmp_path, monkeypatch):
+    """Captured steps of caches that choose tokens, and that bring blocks by labels and by bounds."""
+    config = shapes.known_config("qwen3-0.6b")
+    config.num_hidden_layers, config.layer_types = 6, config.layer_types[:6]
+    monkeypatch.setitem(shapes.SHAPES, "toy", lambda: config)
+    path = tmp_path / "step.csv"
+    args = f"--model toy --shapes 2x16k --tokens 48 --kv replayed --csv {path} --variants".split()
+    assert bench_step.main([*args, "predictive:layer:in", "predictive:layer:mid"]) == 0
+    assert bench_step.main([*args, "two_level:labels", "two_level", "--offload"]) == 0
+    found = {(row["variant"], row["metric"]): float(row["value"]) for row in read_rows(path)}
+    measured = {variant for variant, metric in found if metric == "foreseen_overlap"}
+    assert len(measured) == 4
+    for variant in measured:
+        for metric in ("foreseen_overlap", "overlap_1"):
+            assert found[variant, metric] == pytest.approx(found[variant, f"{metric}:recorded"], abs=0.06), variant
+        if "offload" in variant:
+            assert found[variant, "hit_rate"] > 0.9
