@@ -204,19 +204,18 @@ class DevicePool:
         block_table: Tensor,
         out: Tensor | None = None,
         since: Tensor | None = None,
-        count: bool = False,
     ) -> Tensor:
-        """Places of blocks as they are now; nothing is fetched, nor kept from being evicted.
+        """Places of blocks as they are now; nothing is fetched or counted, nor kept from being evicted.
 
-        Args:
-            layer, block_table, out: as in :meth:`fetch`.
-            block_ids: None for all blocks of each row.
-            since: int32 ``[1]``: only pages chosen in that step, see ``ops.residency.lookup``.
-            count: count the blocks among those needed, and found or left in host memory.
+        ``block_ids``: None for all blocks of each row. ``since``: int32 ``[1]``, count only pages chosen in this step,
+        see ``ops.residency.lookup``.
         """
-        state = self.state
-        counted = {"counters": state.counters, "enabled": state.enabled} if count else {}
-        return lookup(block_ids, block_table, self.page_table(layer), state.stamp, since, out=out, **counted)
+        return lookup(block_ids, block_table, self.page_table(layer), self.state.stamp, since, out=out)
+
+    def count(self, page_ids: Tensor) -> None:
+        """Count blocks that were looked up with :meth:`find` among those needed, found or left in host memory."""
+        here, there = (page_ids >= 0).sum(), (page_ids < -1).sum()
+        self.state.counters += torch.stack((here + there, here, torch.zeros_like(here), there)) * self.state.enabled
 
     @no_inference_mode
     def _list(self, block_ids: Tensor) -> tuple[Tensor, Tensor]:

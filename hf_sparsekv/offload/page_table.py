@@ -211,15 +211,14 @@ class LayerPages:
         return self.pool.fetch(self._number, ids, block_table, self.blocks.kv, keep, out, ahead)
 
     def find(
-        self,
-        ids: Tensor | None,
-        block_table: Tensor,
-        since: Tensor | None = None,
-        out: Tensor | None = None,
-        count: bool = False,
+        self, ids: Tensor | None, block_table: Tensor, since: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         """Places of blocks as they are; see :meth:`DevicePool.find`."""
-        return self.pool.find(self._number, ids, block_table, out, since, count)
+        return self.pool.find(self._number, ids, block_table, out, since)
+
+    def count(self, page_ids: Tensor) -> None:
+        """Count blocks that were looked up with :meth:`find`; see :meth:`DevicePool.count`."""
+        self.pool.count(page_ids)
 
     def forget(self, physical_ids: Tensor) -> None:
         """Drop the pages of these blocks, which are about to be reused."""

@@ -157,8 +157,6 @@ def pages() -> None:
         for since in (None, state.now):
             lookup(ids, block_table, state.page_tables[0], state.stamp, since)
             lookup(None, block_table, state.page_tables[0], state.stamp, since)
-            counted = {"counters": state.counters, "enabled": state.enabled}
-            lookup(ids, block_table, state.page_tables[0], state.stamp, since, **counted)
     kv, ids = place().randn(10, 2, 16, 128), torch.arange(40, dtype=torch.int32).expand(2, 2, 40).contiguous()
     lists = [ids.clone(), ids.clone(), place().nan(2, 2, 40, 128), ids.clone()]
     pack(ids, kv, block_table, *lists)

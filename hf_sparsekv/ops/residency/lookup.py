@@ -20,8 +20,6 @@ def residency_lookup_kernel(
     p_table,
     p_stamp,
     p_since,
-    p_counters,
-    p_enabled,
     p_page_ids,
     n,
     k,
@@ -47,15 +45,9 @@ def residency_lookup_kernel(
         b_stamp = tl.load(p_stamp + b_page, mask=m_found, other=0)  # [BN]
         m_found = m_found & (b_stamp == tl.load(p_since))
     tl.store(p_page_ids + o_n, tl.where(m_found, b_page, tl.where(m_there, -b_physical_id - 2, -1)), mask=m_n)
-    if p_counters is not None:
-        counted = tl.load(p_enabled).to(tl.int64)
-        needed, here = tl.sum(m_there.to(tl.int32), 0) * counted, tl.sum(m_found.to(tl.int32), 0) * counted
-        tl.atomic_add(p_counters, needed, sem="relaxed")
-        tl.atomic_add(p_counters + 1, here, sem="relaxed")
-        tl.atomic_add(p_counters + 3, needed - here, sem="relaxed")
 
 
-def lookup(block_ids, block_table, table, stamp, since=None, *, counters=None, enabled=None, out=None, config=None):
+def lookup(block_ids, block_table, table, stamp, since=None, *, out=None, config=None):
     """As ``reference.lookup``, into contiguous ``out`` if given; ``config``: entries that a program looks up."""
     batch, heads = block_table.shape[0], table.shape[1]
     k = (block_table if block_ids is None else block_ids).shape[-1]
@@ -65,6 +57,6 @@ def lookup(block_ids, block_table, table, stamp, since=None, *, counters=None, e
     if not n:
         return out
     require_dense_rows(block_ids=block_ids, block_table=block_table, table=table, out=out)
-    args = operand(Rows, block_ids), operand(Table, block_table), table, stamp, since, counters, enabled, out, n, k
+    args = operand(Rows, block_ids), operand(Table, block_table), table, stamp, since, out, n, k
     launch(residency_lookup_kernel, (triton.cdiv(n, look),), block_table, *args, HEADS=heads, BN=look)
     return out

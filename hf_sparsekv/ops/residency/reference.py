@@ -98,8 +98,6 @@ def lookup(
     stamp: Tensor,
     since: Tensor | None = None,
     *,
-    counters: Tensor | None = None,
-    enabled: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Page ids of blocks as they are, without copying any to the device.
@@ -113,8 +111,6 @@ def lookup(
         block_table: ``[batch, cap]`` int32, physical id of each block of each row, -1 where there is none.
         table, stamp: of the layer and of the pages, see ``PageState``.
         since: int32 ``[1]``, or None.
-        counters, enabled: of ``PageState``. The blocks are counted as needed, and as found or left in host memory,
-            unless ``enabled`` is 0.
         out: receives the result.
 
     Returns:
@@ -131,9 +127,6 @@ def lookup(
     found = (physical_id >= 0) & (page >= 0)
     if since is not None:
         found = found & (stamp[page.clamp_min(0).long()] == since)
-    if counters is not None:
-        needed, here = (physical_id >= 0).sum(), found.sum()
-        counters += torch.stack((needed, here, torch.zeros_like(here), needed - here)) * enabled
     return give(torch.where(found, page, torch.where(physical_id >= 0, -(physical_id + 2), -1)), out)
 
 
