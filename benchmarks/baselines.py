@@ -93,11 +93,6 @@ VARIANTS = {
         ),
         Variant("two_level", "blocks, then tokens within them", settings={**_TWO_LEVEL, "lag": False}),
         Variant("two_level:lag", "tokens within the previous step's blocks", settings={**_TWO_LEVEL, "lag": True}),
-        Variant(
-            "two_level:labels",
-            "blocks by their best token's label, then tokens within them",
-            settings={**_TWO_LEVEL, "metadata": "labels", "lag": False},
-        ),
         Variant("block_only", "whole blocks", settings={"token_budget": 1024, "level": "block", "lag": False}),
         Variant("token_only", "labels of every token", settings={"token_budget": 1024, "level": "token"}),
         *(

@@ -24,7 +24,7 @@ SLACK = 0.25  # selections that a device pool may hold less than the smallest re
 
 
 def selection_of(cache: SparseCache) -> Selection | None:
-    """What a cache chooses for queries that the layer before expects; offloaded, also what it brings by labels.
+    """What a cache chooses for queries that the layer before expects, or the blocks that it brings behind a step.
 
     None if it does neither: its own query chooses, by bounds or from what is on the device.
     """
@@ -33,10 +33,8 @@ def selection_of(cache: SparseCache) -> Selection | None:
         place = None if policy.foresight is None else place_of(policy.foresight)
         if isinstance(policy, LayerAheadPolicy) and place is not None:
             return Selection("tokens", config.token_budget, place, config)
-        if isinstance(policy, TwoLevelPolicy):
-            kind = "bound" if policy.metadata is not None else "labels"
-            if place is not None or (policy.offloaded and kind == "labels"):
-                return Selection(kind, config.coarse_blocks, place, config)
+        if isinstance(policy, TwoLevelPolicy) and policy.behind is not None:
+            return Selection("labels", config.coarse_blocks, None, config)
     return None
 
 
@@ -45,11 +43,7 @@ def chosen_ids(layer: SparseLayer, q: Tensor) -> Tensor:
     policy, store = layer.policy, layer.store
     if not isinstance(policy, TwoLevelPolicy):
         return token_select(policy.scores(q, store), None, policy.config.token_budget, store.block_size)
-    if policy.metadata is not None:
-        scores = policy.metadata.scores(q, store)
-    else:
-        scores = policy.labels.scores(q, store).unflatten(-1, (-1, store.block_size)).amax(-1)
-    return block_select(scores, policy.config.coarse_blocks)
+    return block_select(policy.labels.scores(q, store, per_token=False), policy.config.coarse_blocks)
 
 
 def shared(ids: Tensor, others: Tensor) -> float:

@@ -191,32 +191,27 @@ def _check_labels(config: TwoLevelConfig | ProgressiveConfig | PredictiveConfig)
 
 @dataclass(frozen=True, kw_only=True)
 class TwoLevelConfig(SparseConfig):
-    """Tokens by quantised label channels; with offloaded blocks two-level: a bounded number of blocks, tokens in them.
+    """Tokens by quantised label channels, among all or in a bounded number of blocks.
 
     Source: AsyncTLS section 4.1; the block bound is Quest's, the label channels are Double Sparsity's.
 
-    With the blocks on the device every cached token can be chosen: that is as quick as choosing blocks before, and
-    finds what a bound on a block hides (docs/accuracy.md). Offloaded blocks are brought to the device whole, and the
-    chosen tokens lie in ``num_blocks`` of them. Blocks are brought while the layer before still computes, for the query
-    that it expects this layer to ask (:func:`hf_sparsekv.optimize`, or :func:`hf_sparsekv.predict_ahead` for eager
-    steps); the step chooses by its own query, and reads in host memory what was not brought. Without such hooks on the
-    model each layer brings what it chooses before it attends: the same tokens, more slowly.
+    By default every cached token can be chosen: on the device that is as quick as choosing blocks before, and it finds
+    what a bound on a block hides (docs/accuracy.md). Offloaded, each step brings the blocks with its best tokens to the
+    device behind its attention, and the next one, which wants nearly the same, reads there what is there, and the other
+    tokens that it chooses in host memory (docs/offloading.md).
 
     Args:
         token_budget: tokens attended per step, row and KV head, beside sinks and recent window.
-        num_blocks: blocks that the coarse level keeps. ``None`` means 128, or as many as ``token_budget``
-            needs if that is more. Must be able to hold the budget.
-        level: ``"two_level"`` chooses ``num_blocks`` blocks, then tokens in them. Its halves: ``"block"`` attends to
-            all tokens of the ``token_budget // block_size`` best blocks (as Quest does), ``"token"`` chooses among all
-            cached tokens (as Double Sparsity does), and reads those of offloaded blocks one by one over the link.
-            ``"auto"``: ``"token"`` with the blocks on the device, ``"two_level"`` if they are offloaded, or if
+        num_blocks: blocks that the coarse level keeps; with ``level="token"`` and offloaded blocks, those that a step
+            brings. ``None`` means 128, or as many as ``token_budget`` needs if that is more. The coarse level's must be
+            able to hold the budget.
+        level: ``"two_level"`` chooses ``num_blocks`` blocks, then tokens in them (AsyncTLS). Its halves: ``"block"``
+            attends to all tokens of the ``token_budget // block_size`` best blocks (as Quest does), ``"token"`` chooses
+            among all cached tokens (as Double Sparsity does). ``"auto"``: ``"token"``, or ``"two_level"`` if
             ``num_blocks``, ``metadata``, ``bound_tokens`` or ``lag=True`` asks for a choice of blocks.
-        metadata: what blocks are scored by. ``"labels"``: the labels of their tokens, of which the best counts, so a
-            block never hides a token that its label shows; nothing but the labels is kept. Or a summary of the block's
-            keys, which takes less reading: ``"min_max"`` (Quest's bound, as AsyncTLS has it), ``"cuboid_mean"``
-            (ArkVale's centre of the keys' box and mean deviation from it) or ``"mean"`` (of the keys; half the
-            memory). ``None`` means ``"labels"``, or ``"min_max"`` with ``bound_tokens`` and at level ``"block"``, which
-            keeps no labels.
+        metadata: what is kept of a block's keys to score it by: ``"min_max"`` (Quest's bound, as AsyncTLS has it),
+            ``"cuboid_mean"`` (ArkVale's centre of the keys' box and mean deviation from it) or ``"mean"`` (of the keys;
+            half the memory). ``None`` means ``"min_max"``.
         bound_tokens: tokens that share one pair of key bounds; divides ``block_size``. A block scores as its best part
             does: narrower bounds find more, and take ``block_size / bound_tokens`` times the memory and time.
             ``None`` means one pair a block (AsyncTLS).
@@ -229,11 +224,10 @@ class TwoLevelConfig(SparseConfig):
             magnitudes) or ``"mean"`` (Double Sparsity: mean magnitude of the product).
         calibration_tokens: online channels are fixed once this many tokens are cached; dense until then.
         block_reduce: how the query heads of a group share one block score: ``"max"`` or ``"mean"`` (their bounds
-            are averaged; AsyncTLS). ``"max"`` measured better on the small real model (docs/accuracy.md). Scores by
-            labels are shared as ``token_reduce`` says.
+            are averaged; AsyncTLS). ``"max"`` measured better on the small real model (docs/accuracy.md).
         token_reduce: the same for the token score.
         lag: choose tokens within the blocks that the previous step's query has chosen, so that fetching them can
-            overlap without hooks on the model (AsyncTLS section 4.2). Loses facts (docs/accuracy.md). ``None``, which
+            overlap (AsyncTLS section 4.2). Loses facts (docs/accuracy.md). ``None``, which
             files of earlier releases hold, means off.
     """
 
@@ -253,7 +247,7 @@ class TwoLevelConfig(SparseConfig):
     token_budget: int = 1024
     num_blocks: int | None = None
     level: Level = "auto"
-    metadata: Metadata | Literal["labels"] | None = None
+    metadata: Metadata | None = None
     bound_tokens: int | None = None
     label_channels: int | None = None
     label_bits: int = 4
@@ -281,15 +275,7 @@ class TwoLevelConfig(SparseConfig):
             f"level='block' attends to whole blocks: token_budget={self.token_budget} is less than one block of "
             f"{self.block_size} tokens",
         )
-        _one_of("metadata", self.metadata, (*METADATA, "labels", None))
-        _require(
-            self.metadata != "labels" or self.level != "block",
-            f"level='block' keeps no labels to score blocks by: take metadata={METADATA[0]!r}, or level='two_level'",
-        )
-        _require(
-            self.metadata != "labels" or self.bound_tokens is None,
-            f"bound_tokens={self.bound_tokens} narrows bounds, and metadata='labels' keeps none: leave one of them out",
-        )
+        _one_of("metadata", self.metadata, (*METADATA, None))
         _check_index(self)
         _check_labels(self)
         _flag_or_none("lag", self.lag)

@@ -115,8 +115,6 @@ CACHES: dict[str, Callable[..., SparseCache]] = {
     "device-default": _default(False),
     "host-default-nopool": _default(OffloadConfig(device_pool=0)),
     "host-default-smallpool": _default(OffloadConfig(device_pool=50_000)),
-    "host-labels": _two_level(True, metadata="labels", lag=False),
-    "host-labels-smallpool": _two_level(OffloadConfig(device_pool=50_000), metadata="labels", lag=False),
     "host-default-bounds": _default(True, metadata="min_max", bound_tokens=4),
     "host-nopool": _two_level(OffloadConfig(device_pool=0)),
     "host-smallpool": _two_level(OffloadConfig(device_pool=50_000)),  # less than what several rows choose in a step
@@ -126,7 +124,6 @@ CACHES: dict[str, Callable[..., SparseCache]] = {
     "host-block": _two_level(True, level="block"),
     "device-token": _two_level(False, level="token"),
     "host-token": _two_level(True, level="token"),
-    "host-labels16": _two_level(True, label_bits=16),
     "device-mean": _two_level(False, block_reduce="mean", token_reduce="mean", channel_importance="mean"),
     "host-blocks32": _two_level(True, block_size=32, sinks=0),
     "device-parts": _two_level(False, block_size=32, bound_tokens=8),

@@ -97,10 +97,6 @@ class Oracle:
                 for block in blocks:
                     part = config.bound_tokens or size
                     inside = [c for c in free if c // size == block]
-                    if config.metadata in (None, "labels") and config.bound_tokens is None and fine:
-                        asked = asking[row, mine]
-                        scores[block] = float(self.token_scores(asked, key[row, head], inside, state, row, head).max())
-                        continue
                     pieces = [[c for c in inside if c // part == p] for p in sorted({c // part for c in inside})]
                     scores[block] = max(self.block_bound(asking[row, mine], key[row, head, one]) for one in pieces)
                 blocks = sorted(blocks, key=lambda b: (-scores[b], b))[:keep]

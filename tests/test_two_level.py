@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from caches import TIGHT, two_level
 from models import build, model, prompt
 from oracle import TOLERANCE, Oracle, Race
 
-from hf_sparsekv import OffloadConfig, TwoLevelConfig, predict_ahead
+from hf_sparsekv import OffloadConfig, TwoLevelConfig
 from hf_sparsekv.policies.two_level import level
 
 STEPS = 24  # blocks of 16 become full at 132 and 148
@@ -35,18 +33,12 @@ def dense_logits(name: str, ids: torch.Tensor) -> torch.Tensor:
 
 
 DEFAULT = {"level": "auto", "metadata": None, "lag": False, "num_blocks": None}  # of two-level selection's choices
-LABELS = {"level": "two_level", "metadata": "labels", "lag": False}  # blocks by labels, then tokens in them
 CASES = {
     "two_level": (True, {}),
     "two_level-nolag": (True, {"lag": False}),
     "two_level-device-lag": (False, {"lag": True}),
     "default-host": (True, DEFAULT),
     "default-device": (False, DEFAULT),
-    "labels": (True, LABELS),
-    "labels-device": (False, LABELS),
-    "labels-lag": (True, {"metadata": "labels", "lag": True}),
-    "labels-mean": (True, {"metadata": "labels", "lag": False, "token_reduce": "mean", "label_bits": 16, "sinks": 0}),
-    "labels-wide": (True, {**LABELS, "block_size": 32, "num_blocks": 1, "window": 5, "max_draft": 0}),
     "two_level-mean": (False, {"block_reduce": "mean", "token_reduce": "mean"}),
     "two_level-parts": (True, {"bound_tokens": 4}),
     "two_level-parts-mean": (False, {"bound_tokens": 8, "block_reduce": "mean"}),
@@ -65,7 +57,7 @@ CASES = {
 ODD_BUDGET = {"token_budget": 24, "num_blocks": 3}
 
 
-UNPADDED = ("two_level", "default-host", "default-device", "labels", "block-lag", "token-mean")
+UNPADDED = ("two_level", "default-host", "default-device", "block-lag", "token-mean")
 ROWS = [*((case, (0, 61)) for case in CASES), *((case, None) for case in UNPADDED)]
 
 
@@ -90,59 +82,6 @@ def test_other_head_groups(name):
     assert race.run(24) < TOLERANCE
 
 
-@pytest.mark.parametrize("pads", [None, (5, 61)], ids=["unpadded", "padded"])
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
-@pytest.mark.parametrize(
-    "settings", [{}, {"metadata": "min_max"}, {"level": "block"}], ids=["labels", "bounds", "block"]
-)
-def test_what_is_brought_beforehand_changes_nothing(settings, captured, pads):
-    """Blocks come for the query that the layer before expects; the step attends to what its own query chooses."""
-    race = TwoLevelRace("llama", True, captured, **{**TIGHT, **LABELS, **settings})
-    start = prompt(2 if pads else 1, 130, pads)
-    race.feed(start["input_ids"], start["attention_mask"])
-    with nullcontext() if captured else predict_ahead(race.model):
-        assert race.run(36) < TOLERANCE
-    stats = race.ours.stats()
-    assert stats.attended_tokens == race.oracle.attended
-    first, second = race.ours.sparse_layers
-    assert first.store.counters.foreseen == 0, "there is no layer before it"
-    assert second.store.counters.foreseen >= 35
-    assert stats.needed == sum(int(layer.store.counters.blocks) for layer in (first, second)), "once each"
-    assert stats.hit_rate > 0.7
-    assert not captured or race.runner.replays == 36
-
-
-@pytest.mark.parametrize("pool", [None, 0], ids=["pages", "in place"])
-def test_a_captured_step_is_planned_once(pool, monkeypatch):
-    """Room for blocks changes the plan where it comes or goes, not in every step."""
-    race = TwoLevelRace("llama", OffloadConfig(device_pool=pool), True, **{**TIGHT, **DEFAULT})
-    start = prompt(1, 130)
-    race.feed(start["input_ids"], start["attention_mask"])
-    race.run(4)
-    policy, planned = race.ours.sparse_layers[1].policy, []
-    plan = policy.plan
-    monkeypatch.setattr(policy, "plan", lambda store: planned.append(plan(store)) or planned[-1])
-    assert race.run(5) < TOLERANCE
-    assert len(planned) == 5
-    assert {(one.attends, one.foresees) for one in planned} == {("chosen", pool is None)}
-
-
-def test_blocks_are_found_that_only_the_foreseen_query_has_brought():
-    """The same decoding with and without: what the layer before expects is nearly what the layer asks."""
-    rates = []
-    for tapped in (True, False):
-        net, cache = build("llama", "sparsekv"), two_level(OffloadConfig(device_pool=30_000), **TIGHT, **LABELS)
-        ids = prompt(1, 400)["input_ids"]
-        with predict_ahead(net) if tapped else nullcontext(), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("error")  # without hooks it is as right, and says nothing
-            net(ids[:, :360], past_key_values=cache)
-            for token in ids[:, 360:].split(1, dim=1):
-                net(token, past_key_values=cache)
-        places = cache.sparse_layers[1].policy.page_ids
-        rates.append((cache.stats().hit_rate, bool((places >= 0).any())))
-    assert rates[0][0] > rates[1][0] and rates[0][1] and not rates[1][1]
-
-
 @pytest.mark.parametrize("pool", [None, 30_000, 0])
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
 def test_tokens_are_chosen_among_all_wherever_they_are(captured, pool):
@@ -164,31 +103,26 @@ def test_tokens_are_chosen_among_all_wherever_they_are(captured, pool):
 
 def test_levels():
     """What the default comes to, and what asks for blocks."""
-    asks = ({"num_blocks": 64}, {"metadata": "labels"}, {"bound_tokens": 16}, {"lag": True}, {"metadata": "mean"})
+    asks = ({"num_blocks": 64}, {"metadata": "min_max"}, {"bound_tokens": 16}, {"lag": True}, {"metadata": "mean"})
     assert level(TwoLevelConfig()) == "token"
     assert {level(TwoLevelConfig(**one)) for one in asks} == {"two_level"}
     for of in ("two_level", "block", "token"):
         assert {level(TwoLevelConfig(level=of, **one)) for one in ({}, {"lag": True})} == {of}
     kept = {True: {"codes", "qparams"}, False: {"bounds"}}
-    for settings in ({}, {"level": "block"}, {"bound_tokens": 16}, {"metadata": "labels"}, {"level": "token"}):
+    for settings in ({}, {"level": "block"}, {"bound_tokens": 16}, {"metadata": "min_max"}, {"level": "token"}):
         cache = two_level(True, **{**DEFAULT, "token_budget": 32, **settings})
         with torch.no_grad():
             model("llama")(prompt(1, 130)["input_ids"], past_key_values=cache)
         fields = set(cache.sparse_layers[0].store.pool.fields)
         assert kept[True] <= fields or settings.get("level") == "block"
-        assert ("bounds" in fields) == (settings in ({"level": "block"}, {"bound_tokens": 16}))
+        assert ("bounds" in fields) == (settings in ({"level": "block"}, {"bound_tokens": 16}, {"metadata": "min_max"}))
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"level": "tokens"}, "level must be one of 'auto', 'two_level', 'block', 'token', got 'tokens'"),
-        ({"level": "block", "metadata": "labels"}, "level='block' keeps no labels to score blocks by"),
-        (
-            {"metadata": "labels", "bound_tokens": 16},
-            "bound_tokens=16 narrows bounds, and metadata='labels' keeps none",
-        ),
-        ({"metadata": "box"}, "metadata must be one of 'min_max', 'cuboid_mean', 'mean', 'labels', None, got 'box'"),
+        ({"metadata": "box"}, "metadata must be one of 'min_max', 'cuboid_mean', 'mean', None, got 'box'"),
         ({"num_blocks": 4}, "num_blocks=4 blocks of 64 tokens hold 256 tokens, fewer than token_budget=1024"),
     ],
 )

@@ -15,7 +15,6 @@ from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
 from hf_sparsekv.ops.token_score.config import config as label_config
 from hf_sparsekv.ops.token_score.triton import token_score
 from hf_sparsekv.ops.topk_select.config import Config as Select
-from hf_sparsekv.ops.topk_select.reference import in_blocks
 from hf_sparsekv.ops.topk_select.triton import block_select, token_select
 from hf_sparsekv.tuning.layer_step import Layer
 
@@ -111,15 +110,7 @@ def _selects(layers: list[Layer], every: bool) -> Iterator[Variant]:
     return _ways(grid, launch, lambda: layers[0].tokens)
 
 
-def _in_best_blocks(layers: list[Layer]) -> Iterator[Variant]:
-    """Ways to choose tokens in the blocks with the best labels, as offloaded two-level selection does.
-
-    What lies between scores and selections is in the kernels, or in torch.
-    """
-    config, scores = layers[0].shape.config, _all_scores(layers)
-    best = [one.new_empty(*one.shape[:2], t.block_table.shape[1]) for t, one in zip(layers, scores)]
-
-    def launch(i: int, between: str) -> None:
+def launch(i: int, between: str) -> None:
         t, each = layers[i], config.block_size
         labels = t.q, t.codes, t.qparams, t.channels, t.flags, t.block_table
         if between == "kernels":
@@ -157,7 +148,6 @@ WAYS: dict[str, Callable[[list[Layer]], Iterator[Variant]]] = {
     "token_select": lambda x: _selects(x, False),
     "block_select": lambda x: _block_selects(x),
     "token_score": lambda x: _scores(x, False),
-    "in_best_blocks": lambda x: _in_best_blocks(x),
     "long_select": lambda x: _selects(x, True),
     "long_score": lambda x: _scores(x, True),
     "sparse_decode": lambda x: _decodes(

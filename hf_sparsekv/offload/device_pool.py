@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import psutil
 import torch
@@ -59,8 +58,6 @@ class DevicePool:
         self._paused = False
         self._busy_until: torch.cuda.Event | None = None
         self.state = PageState.empty(pages, self.device)
-        # The same pages; blocks that are brought for an expected query are counted apart from those that steps need.
-        self._ahead = replace(self.state, counters=torch.zeros_like(self.state.counters))
         self._lists: dict[int, tuple[Tensor, Tensor]] = {}  # copies and their number, by the entries of a call
 
     @classmethod
@@ -152,8 +149,7 @@ class DevicePool:
         state.stamp.fill_(FREE)
         state.hand.zero_()
         state.now.fill_(1)
-        for counters in (state.counters, self._ahead.counters):
-            counters.zero_()
+        state.counters.zero_()
 
     # ------------------------------------------------------------------ a step
 
@@ -170,7 +166,6 @@ class DevicePool:
         kv: Tensor,
         keep: int,
         out: Tensor | None = None,
-        ahead: bool = False,
     ) -> Tensor:
         """Bring chosen blocks into pages, on the current stream.
 
@@ -179,8 +174,6 @@ class DevicePool:
             block_table: int32 ``[batch, cap]``, physical id of each block of each row.
             kv: ``[num_blocks, H, B, W]``, the layer's blocks.
             keep: steps before this one whose pages may still be in use: 1 if blocks are chosen a step ahead, or 0.
-            ahead: they are chosen for a query that is expected. They stay for this step, and only what is copied is
-                counted: what the step turns out to need is looked up with :meth:`find`.
 
         Returns:
             places int32 ``[batch, H, K]``, in ``out`` if given: page ``f``, ``-(physical_id + 2)`` for a block that is
@@ -190,9 +183,8 @@ class DevicePool:
             raise ValueError(f"kv has {kv.shape[1]} KV heads, the page table {self.page_table(layer).shape[1]}")
         self.wait_for_copies()
         copies, n_copies = self._list(block_ids)
-        state = self._ahead if ahead else self.state
         page_ids, _, _ = residency(
-            block_ids, block_table, state, layer, keep, self.window, page_ids=out, copies=copies, n_copies=n_copies
+            block_ids, block_table, self.state, layer, keep, self.window, page_ids=out, copies=copies, n_copies=n_copies
         )
         block_copy(kv, self.pages, copies, n_copies)
         return page_ids
@@ -211,11 +203,6 @@ class DevicePool:
         see ``ops.residency.lookup``.
         """
         return lookup(block_ids, block_table, self.page_table(layer), self.state.stamp, since, out=out)
-
-    def count(self, page_ids: Tensor) -> None:
-        """Count blocks that were looked up with :meth:`find` among those needed, found or left in host memory."""
-        here, there = (page_ids >= 0).sum(), (page_ids < -1).sum()
-        self.state.counters += torch.stack((here + there, here, torch.zeros_like(here), there)) * self.state.enabled
 
     @no_inference_mode
     def _list(self, block_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,9 +241,7 @@ class DevicePool:
         The rest of those needed were fetched for another row of the same call. Blocks that were brought for an expected
         query count as fetched then, and as needed and found only when a step needs them.
         """
-        found = dict(zip(COUNTERS, self.state.counters.tolist()))
-        found["fetched"] += self._ahead.counters.tolist()[COUNTERS.index("fetched")]
-        return found
+        return dict(zip(COUNTERS, self.state.counters.tolist()))
 
     @property
     def nbytes(self) -> int:

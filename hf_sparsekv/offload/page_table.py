@@ -200,7 +200,6 @@ class LayerPages:
         keep: int,
         begins: bool = True,
         out: Tensor | None = None,
-        ahead: bool = False,
     ) -> Tensor:
         """Bring the blocks of a selection to the device; see :meth:`DevicePool.fetch`.
 
@@ -208,17 +207,13 @@ class LayerPages:
         """
         if begins and self.pools.leads(self):
             self.pool.advance()
-        return self.pool.fetch(self._number, ids, block_table, self.blocks.kv, keep, out, ahead)
+        return self.pool.fetch(self._number, ids, block_table, self.blocks.kv, keep, out)
 
     def find(
         self, ids: Tensor | None, block_table: Tensor, since: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         """Places of blocks as they are; see :meth:`DevicePool.find`."""
         return self.pool.find(self._number, ids, block_table, out, since)
-
-    def count(self, page_ids: Tensor) -> None:
-        """Count blocks that were looked up with :meth:`find`; see :meth:`DevicePool.count`."""
-        self.pool.count(page_ids)
 
     def forget(self, physical_ids: Tensor) -> None:
         """Drop the pages of these blocks, which are about to be reused."""

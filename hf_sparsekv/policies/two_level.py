@@ -32,22 +32,17 @@ from .shared import Labelled
     variants={"block_only": {"level": "block"}, "token_only": {"level": "token"}},
 )
 class TwoLevelPolicy(Policy):
-    """State: the label channels; with ``lag`` the blocks chosen in the previous step; where chosen blocks are.
+    """State: the label channels; with ``lag`` the blocks chosen in the previous step, and where they are.
 
-    Without ``lag`` nothing that is chosen outlives its step. The query that the layer before expects only says which
-    blocks :meth:`foresee` brings to the device. Which blocks a step attends to is up to its own query: those that were
-    not brought are read in host memory, and what was brought in vain may be evicted in the next step.
+    Without ``lag`` nothing that is chosen outlives its step. Offloaded, tokens that are chosen among all are read where
+    they are, and blocks are brought for the next step behind the attention; chosen blocks are brought before it.
     """
 
     TENSORS: ClassVar = {
         "ids": Held(trial=True, dropped=True, file="previous", when="chosen"),  # BlockIds; only with lag
         "page_ids": Held(trial=True, dropped=True),
     }
-    HOST: ClassVar = {
-        "foreseen": None,  # columns that were cached when blocks were brought beforehand
-        "in_place": False,  # there is no device memory for chosen blocks: they are read where they live
-        "_best": None,  # score of each block's best token, from a step's attention to its end
-    }
+    HOST: ClassVar = {"_best": None}  # score of each block's best token, from a step's attention to its end
     PARTS: ClassVar = ("labels", "behind")
     OWN: ClassVar = ("_best",)
 
@@ -60,16 +55,13 @@ class TwoLevelPolicy(Policy):
         super().__init__(config, layer_idx, offloaded)
         of = level(config)
         self.lag, self.method = lags(config), method(config)
-        self.coarse, self.by_labels = of != "token", of != "token" and by_labels(config)
         self.metadata = None
-        if self.coarse and not self.by_labels:
+        if of != "token":
             self.metadata = BlockMetadata(kind_of(config), config.bounds_per_block, config.block_reduce)
         self.labels = self.label_index(config, layer_idx, channels) if of != "block" else None
         self.granularity = "token" if self.labels else "block"
-        self.behind = Behind() if offloaded and not self.coarse else None
+        self.behind = Behind() if offloaded and of == "token" else None
         self.fetches = offloaded
-        self.foresight = self.foresees_by(config, offloaded)
-        self.low_priority = self.foresight is None  # the next layer waits for it
 
     @classmethod
     def share(cls, config: TwoLevelConfig, offload: OffloadConfig | None) -> Labelled:
@@ -90,16 +82,10 @@ class TwoLevelPolicy(Policy):
         if of != "block":
             memory.labels = sum(request.block_capacity * label_bytes(request, layer) for layer in request.layers)
         if of != "token":
-            memory.bounds = 0 if by_labels(config) else bounds_bytes(request, kind_of(config), config.bounds_per_block)
+            memory.bounds = bounds_bytes(request, kind_of(config), config.bounds_per_block)
         if request.offload is not None and request.full_blocks > config.coarse_blocks:
             memory.fetch(request, config.coarse_blocks, config.coarse_blocks)
         return memory
-
-    @classmethod
-    def foresees_by(cls, config: TwoLevelConfig, offloaded: bool) -> str | None:
-        # Not from the layer's input: pages change hands in one order, so the layer before must have looked up its own.
-        brings = offloaded and level(config) != "token" and not lags(config)
-        return "layer:mid" if brings else None
 
     @no_inference_mode
     def start(self, store: LayerStore, q_heads: int) -> None:
@@ -110,7 +96,7 @@ class TwoLevelPolicy(Policy):
             self.ids = torch.full(shape, -1, dtype=torch.int32, device=store.device)
         if self.behind is not None:
             self.behind.start(store)
-        elif self.fetches:
+        elif self.fetches and self.lag:
             self.page_ids = torch.full(shape, -1, dtype=torch.int32, device=store.device)
         if self.metadata is not None:
             self.metadata.start(store)
@@ -144,7 +130,7 @@ class TwoLevelPolicy(Policy):
         config, labels = self.config, self.labels
         if labels is not None and labels.calibrating:
             return planned(learns=True, captured=labels.goes_on)
-        many = self.coarse and store.full_blocks > config.coarse_blocks
+        many = self.metadata is not None and store.full_blocks > config.coarse_blocks
         ahead = self.lag and many
         few = store.full_blocks * store.block_size <= config.token_budget or (labels is None and not many)
         if few and not ahead:
@@ -155,24 +141,19 @@ class TwoLevelPolicy(Policy):
             return planned("every", True, self.paged)
         chosen = not few and (self.chosen if self.lag else many)
         attends = "chosen" if chosen else "dense" if few or labels is None else "every"
-        foresees = chosen and self.source is not None and not self.in_place
-        return planned(attends, ahead, self.paged and self.lag and chosen, foresees)
-
-    def foresee(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
-        if self._enter(store):  # there may be more blocks than in the step before
-            store.pages.fetch(self._choose_blocks(q, store)[0], store.table, keep=0, ahead=True)
-            self.foreseen = store.length
+        return planned(attends, ahead, self.paged and self.lag and chosen)
 
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
         if plan.dense:
             return store.attend(q, None, "all", params)
-        self._best = blocks = page_ids = scores = None
+        self._best = blocks = page_ids = None
         if plan.attends == "chosen":
             if self.lag:
                 blocks, page_ids = self.ids, self.page_ids if plan.paged else None
             else:
-                blocks, scores = self._choose_blocks(q, store, per_token=True)
-                page_ids = self._bring(blocks, store)
+                blocks = self._choose_blocks(q, store)
+                if self._enter(store):
+                    page_ids = store.pages.fetch(blocks, store.table, keep=0)
             store.count_blocks(blocks)
             if self.watch is not None:
                 self.watch.mark(blocks)
@@ -181,48 +162,23 @@ class TwoLevelPolicy(Policy):
         paged = page_ids is not None
         if self.labels is None:
             return store.attend(q, blocks, "block", params, paged, page_ids)
-        among = None
-        if scores is None:
-            if self.behind is not None:
-                self._best = self._room_for_best(q, store)
-            scores = self.labels.scores(q, store, blocks, best=self._best)
-        else:  # of all tokens
-            among = blocks
-        ids = page_ids if paged else blocks
-        tokens = token_select(scores, ids, self.config.token_budget, store.block_size, among=among)
+        if self.behind is not None:
+            self._best = q.new_empty(store.batch, store.heads, store.table.shape[1], dtype=torch.float32)
+        scores = self.labels.scores(q, store, blocks, best=self._best)
+        tokens = token_select(scores, page_ids if paged else blocks, self.config.token_budget, store.block_size)
         if self.watch is not None and blocks is None:
             columns = token_select(scores, None, self.config.token_budget, store.block_size) if paged else tokens
             self.watch.mark_tokens(columns, store.block_size)
         return store.attend(q, tokens, "token", params, paged)
 
-    def _bring(self, blocks: Tensor, store: LayerStore) -> Tensor | None:
-        """Where the blocks that this step's query has chosen are; None if all are read where they live.
-
-        Brings them, unless blocks have been brought for the query that the layer before expected: what that has missed
-        is read in host memory, token by token, which takes less time than waiting for whole blocks.
-        """
-        foreseen, self.foreseen = self.foreseen == store.length - 1, None
-        if not self._enter(store):
-            return None
-        if not foreseen:
-            return store.pages.fetch(blocks, store.table, keep=0)
-        if not store.capturing:
-            store.counters.foreseen += 1
-        return store.pages.find(blocks, store.table, out=self.page_ids, count=True)
-
     def _enter(self, store: LayerStore) -> bool:
         """Whether chosen blocks are brought to the device; makes room for them."""
-        entered = self.fetches and store.pages.enter(store.batch * store.heads * self.config.coarse_blocks)
-        self.in_place = not entered
-        return entered
+        return self.fetches and store.pages.enter(store.batch * store.heads * self.config.coarse_blocks)
 
     def prepare(self, store: LayerStore) -> Plan:
         plan = self.plan(store)
         if plan.ahead or plan.attends == "chosen":
-            in_place = self.in_place
             self._enter(store)
-            if self.in_place != in_place:  # which decides whether blocks are brought for the expected query
-                plan = self.plan(store)
         return plan
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
@@ -231,8 +187,8 @@ class TwoLevelPolicy(Policy):
             return
         chosen = plan.attends == "chosen"
         if chosen and not self.lag:
-            store.count_index(self._coarse_bytes(store) * (1 + plan.foresees))
-        if self.labels is not None and not (chosen and self.by_labels and not self.lag):  # those are read already
+            store.count_index(self.metadata.nbytes(store))
+        if self.labels is not None:
             blocks = self.config.coarse_blocks if chosen else store.full_blocks
             store.count_index(self.labels.nbytes_read(store, blocks))
 
@@ -243,12 +199,12 @@ class TwoLevelPolicy(Policy):
         if self.behind is not None:
             self._bring_behind(q, store, again)
             return
-        self.ids.copy_(self._choose_blocks(q, store)[0])
+        self.ids.copy_(self._choose_blocks(q, store))
         self.paged = self._enter(store)
         if self.paged:
             store.pages.fetch(self.ids, store.table, 1, not again, self.page_ids)
         if not again:
-            store.count_index(self._coarse_bytes(store))
+            store.count_index(self.metadata.nbytes(store))
 
     def _bring_behind(self, q: Tensor, store: LayerStore, again: bool) -> None:
         """Bring the blocks with the best tokens for the step that has just ended, or for a prompt's last query."""
@@ -266,40 +222,17 @@ class TwoLevelPolicy(Policy):
         self._best = None
 
     def replayed(self, store: LayerStore, plan: Plan) -> None:
-        store.counters.foreseen += plan.foresees
         if plan.learns:
             self.labels.stats.tokens += 1
         elif plan.ahead and self.behind is not None:
             self.paged = store.pages.pool is not None
         elif plan.ahead:
             self.chosen, self.paged = True, self.page_ids is not None and store.pages.pool is not None
-            store.count_index(self._coarse_bytes(store))
+            store.count_index(self.metadata.nbytes(store))
 
-    def _choose_blocks(self, q: Tensor, store: LayerStore, per_token: bool = False) -> tuple[Tensor, Tensor | None]:
-        """``BlockIds [batch, H, coarse_blocks]`` for this query.
-
-        With ``per_token`` also the scores of all tokens, where blocks go by them.
-        """
-        scores = None
-        if not self.by_labels:
-            best = self.metadata.scores(q, store)
-        elif per_token:
-            best = self._room_for_best(q, store)
-            scores = self.labels.scores(q, store, best=best)
-        else:
-            best = self.labels.scores(q, store, per_token=False)
-        return block_select(best, self.config.coarse_blocks), scores
-
-    @staticmethod
-    def _room_for_best(q: Tensor, store: LayerStore) -> Tensor:
-        """Where to put the score of each block's best token, float32 ``[batch, H, blocks]``."""
-        return q.new_empty(store.batch, store.heads, store.table.shape[1], dtype=torch.float32)
-
-    def _coarse_bytes(self, store: LayerStore) -> int:
-        """Bytes that scoring all full blocks reads."""
-        if self.by_labels:
-            return self.labels.nbytes_read(store, store.full_blocks)
-        return self.metadata.nbytes(store)
+    def _choose_blocks(self, q: Tensor, store: LayerStore) -> Tensor:
+        """``BlockIds [batch, H, coarse_blocks]`` for this query."""
+        return block_select(self.metadata.scores(q, store), self.config.coarse_blocks)
 
 
 def level(config: TwoLevelConfig) -> str:
@@ -308,12 +241,6 @@ def level(config: TwoLevelConfig) -> str:
         return config.level
     asked = (config.num_blocks, config.metadata, config.bound_tokens) != (None, None, None)
     return "two_level" if asked or config.lag else "token"
-
-
-def by_labels(config: TwoLevelConfig) -> bool:
-    """Blocks are scored by their tokens' labels, so nothing else is kept to score them by."""
-    asked = config.metadata == "labels" or (config.metadata is None and config.bound_tokens is None)
-    return asked and config.level != "block"
 
 
 def kind_of(config: TwoLevelConfig) -> str:
@@ -327,10 +254,8 @@ def lags(config: TwoLevelConfig) -> bool:
 
 
 def method(config: TwoLevelConfig) -> str:
-    """What the table of crossovers calls the selection, or the one that takes about as long."""
+    """What the table of crossovers calls the selection."""
     of = level(config)
     if of != "two_level":
         return f"{of}_only"
-    if lags(config):
-        return "two_level:lag"
-    return "token_only" if by_labels(config) else "two_level"  # which reads the labels of all tokens
+    return "two_level:lag" if lags(config) else "two_level"

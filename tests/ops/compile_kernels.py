@@ -115,8 +115,6 @@ def choices() -> None:
     for n in (512, 1024):
         token_select(torch.randn(1, 8, n * 32), blocks[..., :n], 2048, 32)
     token_select(torch.randn(1, 1, 20_000), None, 10_000, 32)  # digit by digit
-    for n, k in ((128, 1024), (512, 2048), (512, 10_000)):  # of all tokens those in n blocks
-        token_select(torch.randn(1, 8, 65536), blocks[..., :n], k, 64, among=blocks[..., :n])
     for group, width, bits in ((4, 32, 4), (4, 32, 16), (20, 128, 4)):
         given = BY_NAME["token_score"].call(place(), 1, 1, group, 128, width, 64, 6, 4, "mean", bits)
         args = list(given.values())[:7]

@@ -17,16 +17,6 @@ def ordered(b_s):
 
 
 @triton.jit
-def load_keys(p_row, p_among, o_n, n, BLOCK_SIZE: tl.constexpr):
-    """Keys of the entries ``o_n`` of ``n``; with ``p_among`` those of the listed blocks, of a row of all tokens."""
-    m_n, o_at = o_n < n, o_n
-    if p_among is not None:
-        b_block = tl.load(p_among + o_n // BLOCK_SIZE, mask=m_n, other=-1)
-        m_n, o_at = b_block >= 0, b_block * BLOCK_SIZE + o_n % BLOCK_SIZE
-    return ordered(tl.load(p_row + o_at, mask=m_n, other=float("-inf")))
-
-
-@triton.jit
 def write(p_out, p_blocks, o_n, b_at, m_take, BLOCK_SIZE: tl.constexpr):
     """Store the ids of the taken entries ``o_n`` at ``b_at``; scores of given blocks become their columns."""
     b_id = o_n

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .._operands import batch_and_head, row_ptr
-from .keys import MINUS_INF, load_keys, pad, take, write
+from .keys import MINUS_INF, ordered, pad, take, write
 
 CHUNK, WARPS = 8192, 8  # entries and warps of a program. Not tuned yet.
 BINS = tl.constexpr(256)
@@ -53,7 +53,6 @@ def _refine(p_state, p_counts, chunks, k, DIGIT: tl.constexpr, BC: tl.constexpr)
 @triton.jit
 def topk_select_histogram_kernel(
     scores,
-    among,
     p_counts,
     p_above,
     p_state,
@@ -61,7 +60,6 @@ def topk_select_histogram_kernel(
     k,
     chunks,
     HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     DIGIT: tl.constexpr,
     N: tl.constexpr,
     BC: tl.constexpr,
@@ -75,10 +73,8 @@ def topk_select_histogram_kernel(
     p_mine = p_counts + (((DIGIT % 2) * rows + i_row).to(tl.int64) * chunks + i_chunk) * BINS
     p_state += i_row * 4 * STATE
     o_n = i_chunk * N + tl.arange(0, N)
-    p_among = None
-    if among is not None:
-        p_among = row_ptr(among, i_batch, i_head)
-    b_key = load_keys(row_ptr(scores, i_batch, i_head), p_among, o_n, n, BLOCK_SIZE)  # [N]
+    b_s = tl.load(row_ptr(scores, i_batch, i_head) + o_n, mask=o_n < n, other=float("-inf"))  # [N]
+    b_key = ordered(b_s)
     m_match = b_key > MINUS_INF
     if DIGIT > 0:
         p_last = p_counts + (((DIGIT + 1) % 2 * rows + i_row).to(tl.int64) * chunks) * BINS
@@ -106,7 +102,6 @@ def topk_select_histogram_kernel(
 @triton.jit
 def topk_select_compact_kernel(
     scores,
-    among,
     blocks,
     out,
     p_counts,
@@ -140,11 +135,8 @@ def topk_select_compact_kernel(
         b_ties += tl.sum(tl.where((o_bin == digit)[None, :], b_bins, 0), 1)
 
     o_n = i_chunk * N + tl.arange(0, N)
-    p_among = None
-    if among is not None:
-        p_among = row_ptr(among, i_batch, i_head)
-    b_key = load_keys(row_ptr(scores, i_batch, i_head), p_among, o_n, n, BLOCK_SIZE)  # [N]
-    m_take, b_at = take(b_key, threshold, tl.sum(b_above, 0), tl.sum(b_ties, 0), need)
+    b_s = tl.load(row_ptr(scores, i_batch, i_head) + o_n, mask=o_n < n, other=float("-inf"))  # [N]
+    m_take, b_at = take(ordered(b_s), threshold, tl.sum(b_above, 0), tl.sum(b_ties, 0), need)
     p_to = row_ptr(out, i_batch, i_head)
     p_blocks = None
     if BLOCK_SIZE > 0:
@@ -163,17 +155,16 @@ def _sizes(rows: int, chunks: int) -> tuple[int, int, int]:
     return 2 * rows * chunks * BINS.value, rows * chunks, rows * 4 * STATE.value
 
 
-def select_long(where, scores, among, blocks, out, n, k, scratch, fixed, config):
+def select_long(where, scores, blocks, out, k, scratch, fixed, config):
     """Launch the kernels. ``fixed`` are the constants that a selection from a short row has as well."""
-    batch, heads = where.shape[:2]
+    batch, heads, n = where.shape
     chunk = config.chunk or CHUNK
     rows, chunks = batch * heads, triton.cdiv(n, chunk)
     sizes = _sizes(rows, chunks)
     counts, above, state = scratch[: sum(sizes)].split(sizes)
     grid, args = (chunks, rows), (counts, above, state, n, k, chunks)
     shape = {"N": chunk, "BC": 8, "num_warps": config.warps or WARPS}
-    row = {"HEADS": fixed["HEADS"], "BLOCK_SIZE": fixed["BLOCK_SIZE"]}
     with torch.cuda.device_of(where):  # without dependent launches
         for digit in range(4):
-            topk_select_histogram_kernel[grid](scores, among, *args, DIGIT=digit, **row, **shape)
-        topk_select_compact_kernel[grid](scores, among, blocks, out, *args, **shape, **fixed)
+            topk_select_histogram_kernel[grid](scores, *args, HEADS=heads, DIGIT=digit, **shape)
+        topk_select_compact_kernel[grid](scores, blocks, out, *args, **shape, **fixed)

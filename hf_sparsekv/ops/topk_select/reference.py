@@ -42,7 +42,6 @@ def token_select(
     k: int,
     block_size: int,
     *,
-    among: Tensor | None = None,
     out: Tensor | None = None,
     scratch: Tensor | None = None,
 ) -> Tensor:
@@ -54,30 +53,14 @@ def token_select(
             ``None`` if they are blocks ``0 .. n - 1``.
         k: tokens to choose per row and KV head.
         block_size: tokens in a block.
-        among: int32 ``[batch, H, n]``, block ids (-1 for none): ``scores`` are those of all tokens, ``[batch, H,
-            tokens]``, and only tokens of these blocks can be chosen. ``block_ids`` then says what each of them is
-            called in the result; ``None`` if nothing else than in ``among``.
         out: receives the result.
         scratch: int32 of ``triton.scratch_size(scores, k)`` entries, for the kernels of long rows.
 
     Returns:
-        ``TokenIds`` int32 ``[batch, H, k]``: columns, padded at the end with -1; ascending if the blocks are.
+        ``TokenIds`` int32 ``[batch, H, k]``: columns, ascending, padded at the end with -1.
     """
-    if among is not None:
-        block_ids = among if block_ids is None else block_ids
-        scores = in_blocks(scores, among, block_size)
     at = topk_ids(scores, k)
     if block_ids is None:
         return give(at, out)
     block = block_ids.gather(-1, (at.clamp_min(0) // block_size).long())
     return give(torch.where(at < 0, at, block * block_size + at % block_size).int(), out)
-
-
-def in_blocks(scores: Tensor, blocks: Tensor, block_size: int) -> Tensor:
-    """Of the scores ``[batch, H, n]`` of all tokens those in ``blocks [batch, H, K]``: ``[batch, H, K * block_size]``.
-
-    ``-inf`` where there is no block.
-    """
-    each = scores.unflatten(-1, (-1, block_size))
-    at = blocks.clamp_min(0).long()[..., None].expand(-1, -1, -1, block_size)
-    return each.gather(2, at).masked_fill((blocks < 0)[..., None], float("-inf")).flatten(2)

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from .._operands import batch_and_head, log2, row_ptr
 from .._overlap import launch, release, wait
-from .keys import MINUS_INF, load_keys, pad, take, write
+from .keys import MINUS_INF, ordered, pad, take, write
 from .row import TOP, fifths, inside, narrow, select_keys, threshold
 
 # Measured on an H200, 64 rows of 32k and 8 of 128k.
@@ -28,14 +28,18 @@ SAMPLE_WARPS = 8
 
 
 @triton.jit
+def _load_keys(p_row, o_n, n):
+    """Keys of the entries ``o_n`` of a row of ``n``."""
+    return ordered(tl.load(p_row + o_n, mask=o_n < n, other=float("-inf")))
+
+
+@triton.jit
 def topk_select_sample_kernel(
     scores,
-    among,
     p_from,
     n,
     wanted,
     HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     SAMPLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -49,10 +53,7 @@ def topk_select_sample_kernel(
     o_s = tl.arange(0, SAMPLE).to(tl.int64)
     b_within = ((((o_s + 1) * 2654435761) & 0xFFFFFFFF) * n) >> 32  # 0 .. n - 1
     o_n = (o_s * n + b_within) // SAMPLE
-    p_among = None
-    if among is not None:
-        p_among = row_ptr(among, i_batch, i_head)
-    b_key = load_keys(row_ptr(scores, i_batch, i_head), p_among, o_n, n, BLOCK_SIZE)  # [SAMPLE]
+    b_key = _load_keys(row_ptr(scores, i_batch, i_head), o_n, n)  # [SAMPLE]
     lo, _, _, usable = threshold(b_key, wanted)
     tl.store(p_from + i_row, tl.where(usable < wanted, MINUS_INF + 1, lo))
 
@@ -60,7 +61,6 @@ def topk_select_sample_kernel(
 @triton.jit
 def topk_select_collect_kernel(
     scores,
-    among,
     blocks,
     p_from,
     p_counts,
@@ -78,11 +78,8 @@ def topk_select_collect_kernel(
     chunks = tl.num_programs(0)
     i_batch, i_head = batch_and_head(i_row, HEADS)
     o_n = i_chunk * N + tl.arange(0, N)
-    p_among = None
-    if among is not None:
-        p_among = row_ptr(among, i_batch, i_head)
     # Before the wait: the kernel before this one lets it come only once the scores are there, and writes none.
-    b_key = load_keys(row_ptr(scores, i_batch, i_head), p_among, o_n, n, BLOCK_SIZE)  # [N]
+    b_key = _load_keys(row_ptr(scores, i_batch, i_head), o_n, n)  # [N]
     wait(PDL)
     release(PDL)
     m_take = b_key >= tl.load(p_from + i_row)
@@ -99,11 +96,11 @@ def topk_select_collect_kernel(
 
 
 @triton.jit
-def _search_row(p_row, p_among, n, k, BLOCK_SIZE: tl.constexpr, N: tl.constexpr):
+def _search_row(p_row, n, k, N: tl.constexpr):
     """As ``row.threshold``, of a row that is read ``N`` entries at a time."""
     usable, lo, hi = n * 0, n * 0 + TOP, n * 0 + MINUS_INF
     for i in range(0, n, N):
-        b_key = load_keys(p_row, p_among, i + tl.arange(0, N), n, BLOCK_SIZE)
+        b_key = _load_keys(p_row, i + tl.arange(0, N), n)
         m_usable = b_key > MINUS_INF
         usable += tl.sum(m_usable.to(tl.int32), 0)
         lo = tl.minimum(lo, tl.min(tl.where(m_usable, b_key, TOP), 0))
@@ -115,7 +112,7 @@ def _search_row(p_row, p_among, n, k, BLOCK_SIZE: tl.constexpr, N: tl.constexpr)
         v_1, v_2, v_3, v_4 = inside(lo, hi, v_1, v_2, v_3, v_4)
         n_1, n_2, n_3, n_4 = usable * 0, usable * 0, usable * 0, usable * 0
         for i in range(0, n, N):
-            b_key = load_keys(p_row, p_among, i + tl.arange(0, N), n, BLOCK_SIZE)
+            b_key = _load_keys(p_row, i + tl.arange(0, N), n)
             n_1 += tl.sum((b_key >= v_1).to(tl.int32), 0)
             n_2 += tl.sum((b_key >= v_2).to(tl.int32), 0)
             n_3 += tl.sum((b_key >= v_3).to(tl.int32), 0)
@@ -125,14 +122,14 @@ def _search_row(p_row, p_among, n, k, BLOCK_SIZE: tl.constexpr, N: tl.constexpr)
 
 
 @triton.jit
-def _select_whole(p_row, p_among, p_blocks, p_out, n, k, BLOCK_SIZE: tl.constexpr, N: tl.constexpr, TAIL: tl.constexpr):
+def _select_whole(p_row, p_blocks, p_out, n, k, BLOCK_SIZE: tl.constexpr, N: tl.constexpr, TAIL: tl.constexpr):
     """Write the ids of the ``k`` best entries of a row, all of which is read again and again."""
-    lo, count, over, usable = _search_row(p_row, p_among, n, k, BLOCK_SIZE, N)
+    lo, count, over, usable = _search_row(p_row, n, k, N)
     need = tl.where(count > k, k - over, n)  # of those that equal lo
     above, ties = n * 0, n * 0
     for i in range(0, n, N):
         o_n = i + tl.arange(0, N)
-        b_key = load_keys(p_row, p_among, o_n, n, BLOCK_SIZE)
+        b_key = _load_keys(p_row, o_n, n)
         m_take, b_at = take(b_key, lo, above, ties, need)
         write(p_out, p_blocks, o_n, b_at, m_take, BLOCK_SIZE)
         above += tl.sum((b_key > lo).to(tl.int32), 0)
@@ -143,7 +140,6 @@ def _select_whole(p_row, p_among, p_blocks, p_out, n, k, BLOCK_SIZE: tl.constexp
 @triton.jit
 def topk_select_choose_kernel(
     scores,
-    among,
     blocks,
     out,
     p_from,
@@ -190,10 +186,7 @@ def topk_select_choose_kernel(
         p_blocks = None
         if BLOCK_SIZE > 0:
             p_blocks = row_ptr(blocks, i_batch, i_head)
-        p_among = None
-        if among is not None:
-            p_among = row_ptr(among, i_batch, i_head)
-        _select_whole(p_row, p_among, p_blocks, p_to, n, k, BLOCK_SIZE, HELD, TAIL)
+        _select_whole(p_row, p_blocks, p_to, n, k, BLOCK_SIZE, HELD, TAIL)
 
 
 def scratch_size(rows: int, n: int, room: int, chunk: int | None) -> int:
@@ -206,25 +199,24 @@ def _sizes(rows: int, chunks: int, room: int) -> tuple[int, int, int, int]:
     return rows, rows * chunks, rows * chunks * room, rows * chunks * room
 
 
-def select_sampled(where, scores, among, blocks, out, n, k, scratch, fixed, sample, room, config):
+def select_sampled(where, scores, blocks, out, k, scratch, fixed, sample, room, config):
     """Launch the kernels, with ``sample`` and ``room`` of :func:`.config.tiles`.
 
     ``fixed`` are the constants that a selection from a short row has as well.
     """
-    batch, heads = where.shape[:2]
+    batch, heads, n = where.shape
     chunk = config.chunk or CHUNK
     rows, chunks, part = batch * heads, triton.cdiv(n, chunk), min(chunk, room)
     sizes = _sizes(rows, chunks, part)
     least, counts, keys, ids = scratch[: sum(sizes)].split(sizes)
     # As many standard errors above what the k best have in the sample as below what fills the room.
     wanted = max(1, round((math.sqrt(k) + math.sqrt(room)) ** 2 / 4 * sample / n))
-    row = {"HEADS": heads, "BLOCK_SIZE": fixed["BLOCK_SIZE"]}
-    args = scores, among, least, n, wanted
-    launch(topk_select_sample_kernel, (rows,), where, *args, **row, SAMPLE=sample, num_warps=SAMPLE_WARPS)
-    args = scores, among, blocks, least, counts, keys, ids, n
-    named = {"N": chunk, "ROOM": part, "num_warps": config.warps or WARPS}
-    launch(topk_select_collect_kernel, (chunks, rows), where, *args, **row, **named)
-    args = scores, among, blocks, out, least, counts, keys, ids, n, k, chunks
+    named = {"HEADS": heads, "SAMPLE": sample, "num_warps": SAMPLE_WARPS}
+    launch(topk_select_sample_kernel, (rows,), where, scores, least, n, wanted, **named)
+    args = scores, blocks, least, counts, keys, ids, n
+    named = {"HEADS": heads, "BLOCK_SIZE": fixed["BLOCK_SIZE"], "N": chunk, "ROOM": part}
+    launch(topk_select_collect_kernel, (chunks, rows), where, *args, **named, num_warps=config.warps or WARPS)
+    args = scores, blocks, out, least, counts, keys, ids, n, k, chunks
     named = {"ROOM": part, "HELD": room, "BC": triton.next_power_of_2(chunks), **fixed}
     warps = config.last_warps or (8 if room <= 4096 else 16)
     launch(topk_select_choose_kernel, (rows,), where, *args, **named, num_warps=warps)

@@ -23,7 +23,6 @@ from .row import select_row
 @triton.jit
 def topk_select_row_kernel(
     scores,
-    among,
     blocks,
     out,
     n,
@@ -38,16 +37,9 @@ def topk_select_row_kernel(
     wait(PDL)
     i_row = tl.program_id(0)
     i_batch, i_head = batch_and_head(i_row, HEADS)
+    o_n = tl.arange(0, N)
     p_row = row_ptr(scores, i_batch, i_head)
-    if among is not None:
-        o_block = tl.arange(0, N // BLOCK_SIZE)
-        p_among = row_ptr(among, i_batch, i_head) + o_block
-        b_block = tl.load(p_among, mask=o_block * BLOCK_SIZE < n, other=-1)[:, None]  # [N / BLOCK_SIZE, 1]
-        p_row += b_block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
-        b_key = tl.reshape(ordered(tl.load(p_row, mask=b_block >= 0, other=float("-inf"))), [N])
-    else:
-        o_n = tl.arange(0, N)
-        b_key = ordered(tl.load(p_row + o_n, mask=o_n < n, other=float("-inf")))  # [N]
+    b_key = ordered(tl.load(p_row + o_n, mask=o_n < n, other=float("-inf")))  # [N]
 
     p_to = row_ptr(out, i_batch, i_head)
     p_blocks = None
@@ -61,13 +53,10 @@ def row_warps(width: int) -> int:
     return 4 if width <= 2048 else 8 if width <= 8192 else 16
 
 
-def scratch_size(scores, k, config=None, n=None):
-    """int32 entries that a selection of ``k`` from ``scores`` needs beside its result: none for short rows.
-
-    ``n``: entries of a row that there are to choose from, if not all.
-    """
-    batch, heads, every = scores.shape
-    config, n = config or Config(), every if n is None else n
+def scratch_size(scores, k, config=None):
+    """int32 entries that a selection of ``k`` from ``scores`` needs beside its result: none for short rows."""
+    batch, heads, n = scores.shape
+    config = config or Config()
     if n <= config.row:
         return 0
     if tiles := config.tiles(n, k):
@@ -80,30 +69,28 @@ def block_select(scores, k, *, out=None, scratch=None, config=None):
     return token_select(scores, None, k, 0, out=out, scratch=scratch, config=config)
 
 
-def token_select(scores, block_ids, k, block_size, *, among=None, out=None, scratch=None, config=None):
+def token_select(scores, block_ids, k, block_size, *, out=None, scratch=None, config=None):
     """As ``reference.token_select``; ``config`` replaces the usual one."""
     batch, heads, n = scores.shape
     config = config or Config()
-    if among is not None:
-        n, block_ids = among.shape[-1] * block_size, among if block_ids is None else block_ids
     if out is None:
         out = torch.empty(batch, heads, k, dtype=torch.int32, device=scores.device)
     if not k:
         return out
-    require_dense_rows(scores=scores, block_ids=block_ids, among=among, out=out)
+    require_dense_rows(scores=scores, block_ids=block_ids, out=out)
     fixed = {
         "HEADS": heads,
         "BLOCK_SIZE": 0 if block_ids is None else block_size,
         "TAIL": min(1024, triton.next_power_of_2(k)),
     }
-    operands = operand(Rows, scores), operand(Rows, among), operand(Rows, block_ids), operand(Rows, out)
+    operands = operand(Rows, scores), operand(Rows, block_ids), operand(Rows, out)
     if n > config.row:
         if scratch is None:
-            scratch = torch.empty(scratch_size(scores, k, config, n), dtype=torch.int32, device=scores.device)
+            scratch = torch.empty(scratch_size(scores, k, config), dtype=torch.int32, device=scores.device)
         if tiles := config.tiles(n, k):
-            sampled.select_sampled(scores, *operands, n, k, scratch, fixed, *tiles, config)
+            sampled.select_sampled(scores, *operands, k, scratch, fixed, *tiles, config)
         else:
-            long_rows.select_long(scores, *operands, n, k, scratch, fixed, config)
+            long_rows.select_long(scores, *operands, k, scratch, fixed, config)
         return out
     width = max(16, block_size, triton.next_power_of_2(n))
     warps = config.warps or row_warps(width)
