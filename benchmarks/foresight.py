@@ -43,7 +43,11 @@ def chosen_ids(layer: SparseLayer, q: Tensor) -> Tensor:
     policy, store = layer.policy, layer.store
     if not isinstance(policy, TwoLevelPolicy):
         return token_select(policy.scores(q, store), None, policy.config.token_budget, store.block_size)
-    return block_select(policy.labels.scores(q, store, per_token=False), policy.config.coarse_blocks)
+    if policy.metadata is not None:
+        scores = policy.metadata.scores(q, store)
+    else:
+        scores = policy.labels.scores(q, store, per_token=False)
+    return block_select(scores, policy.config.coarse_blocks)
 
 
 def shared(ids: Tensor, others: Tensor) -> float:

@@ -110,21 +110,6 @@ def _selects(layers: list[Layer], every: bool) -> Iterator[Variant]:
     return _ways(grid, launch, lambda: layers[0].tokens)
 
 
-def launch(i: int, between: str) -> None:
-        t, each = layers[i], config.block_size
-        labels = t.q, t.codes, t.qparams, t.channels, t.flags, t.block_table
-        if between == "kernels":
-            token_score(*labels, None, config.token_reduce, out=scores[i], best=best[i])
-            block_select(best[i], t.blocks.shape[-1], out=t.blocks)
-            token_select(scores[i], None, config.token_budget, each, among=t.blocks, out=t.tokens)
-            return
-        token_score(*labels, None, config.token_reduce, out=scores[i])
-        block_select(scores[i].unflatten(-1, (-1, each)).amax(-1), t.blocks.shape[-1], out=t.blocks)
-        token_select(in_blocks(scores[i], t.blocks, each), t.blocks, config.token_budget, each, out=t.tokens)
-
-    return _ways(_grid(between=("torch", "kernels")), launch, lambda: layers[0].tokens)
-
-
 def _block_selects(layers: list[Layer]) -> Iterator[Variant]:
     def launch(i: int, **options) -> None:
         block_select(layers[i].block_scores, layers[i].blocks.shape[-1], out=layers[i].blocks, config=Select(**options))
