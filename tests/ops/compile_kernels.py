@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -73,6 +74,8 @@ def sparse_decodes() -> None:
     usual = Decode(batch=1, group=4, dk=128, dv=128, block_size=64, cap=3, chosen=2)
     latents = Decode(batch=1, heads=1, group=20, dk=576, dv=512, block_size=64, cap=3, chosen=2, latents=True)
     for case in (usual, latents):
+        args, named = replace(case, span=4, cap=9).make(place(), "token")
+        sparse_decode(*args, **named)
         for granularity in ("token", "block", "all"):
             args, named = case.make(place(), granularity)
             sparse_decode(*args, **named)
