@@ -18,7 +18,7 @@ from ..types import AttentionParams
 from .base import Policy
 from .block_metadata import BlockMetadata, bounds_bytes
 from .label_index import LabelIndex, label_bytes
-from .memory import Memory, Request
+from .memory import Memory, Request, mean_bytes
 from .plan import CROSSOVER, DENSE, Plan, planned
 from .registry import register
 from .shared import Labelled
@@ -86,8 +86,11 @@ class TwoLevelPolicy(Policy):
         of = level(config, request.offload is not None)
         if of != "block":
             memory.labels = sum(request.block_capacity * label_bytes(request, layer) for layer in request.layers)
+        if has_tail(config):
+            memory.bounds = mean_bytes(request)
         if of != "token":
-            memory.bounds = 0 if by_labels(config) else bounds_bytes(request, kind_of(config), config.bounds_per_block)
+            if not by_labels(config):
+                memory.bounds += bounds_bytes(request, kind_of(config), config.bounds_per_block)
             if request.offload is not None and request.full_blocks > config.coarse_blocks:
                 memory.fetch(request, config.coarse_blocks, config.coarse_blocks)
         return memory
@@ -111,6 +114,8 @@ class TwoLevelPolicy(Policy):
             self.metadata.start(store)
         if self.labels is not None:
             self.labels.start(store)
+        if has_tail(self.config):
+            store.keep_means(self.config.tail_tokens)
 
     @property
     def observes(self) -> bool:
@@ -176,10 +181,15 @@ class TwoLevelPolicy(Policy):
             scores = self.labels.scores(q, store, blocks)
         else:  # of all tokens
             scores = in_blocks(scores, blocks, store.block_size)
-        tokens = token_select(scores, page_ids if paged else blocks, self.config.token_budget, store.block_size)
+        size, columns = store.block_size, None
+        if paged and store.mean_tokens:
+            columns = token_select(scores, blocks, self.config.token_budget, size)
+            tokens = in_pages(columns, blocks, page_ids, size)
+        else:
+            tokens = token_select(scores, page_ids if paged else blocks, self.config.token_budget, size)
         if self.watch is not None and blocks is None:
-            self.watch.mark_tokens(tokens, store.block_size)
-        return store.attend(q, tokens, "token", params, paged)
+            self.watch.mark_tokens(tokens, size)
+        return store.attend(q, tokens, "token", params, paged, columns=columns)
 
     def _bring(self, blocks: Tensor, store: LayerStore) -> Tensor | None:
         """Where the blocks that this step's query has chosen are; None if all are read where they live.
@@ -220,6 +230,7 @@ class TwoLevelPolicy(Policy):
         if self.labels is not None and not (chosen and self.by_labels and not self.lag):  # those are read already
             blocks = self.config.coarse_blocks if chosen else store.full_blocks
             store.count_index(self.labels.nbytes_read(store, blocks))
+        store.count_means()
 
     def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan, again: bool = False) -> None:
         self.chosen = plan.ahead
@@ -290,6 +301,22 @@ def method(config: TwoLevelConfig, offloaded: bool) -> str:
     if lags(config, offloaded):
         return "two_level:lag"
     return "token_only" if by_labels(config) else "two_level"  # which reads the labels of all tokens
+
+
+def has_tail(config: TwoLevelConfig) -> bool:
+    """Means stand for tokens that are not chosen."""
+    return config.tail is not None and config.level != "block"
+
+
+def in_pages(columns: Tensor, blocks: Tensor, page_ids: Tensor, block_size: int) -> Tensor:
+    """Where the tokens at ``columns [batch, H, k]`` are: ``page_id * block_size + position in the block``.
+
+    ``page_ids [batch, H, K]`` are those of ``blocks``, ascending with -1 at the end; -1 stays -1.
+    """
+    ascending = blocks.masked_fill(blocks < 0, torch.iinfo(torch.int32).max)
+    at = torch.searchsorted(ascending, columns.clamp_min(0) // block_size)
+    place = page_ids.gather(-1, at.clamp_max(blocks.shape[-1] - 1)) * block_size + columns % block_size
+    return torch.where(columns < 0, -1, place)
 
 
 def in_blocks(scores: Tensor, blocks: Tensor, block_size: int) -> Tensor:

@@ -90,9 +90,12 @@ def sparse_decodes() -> None:
 def recent_tokens() -> None:
     """A new token, a full block of the ring, a query."""
     latents = {"batch": 1, "heads": 1, "seen": (9,), "dk": 576, "dv": 0, "channels": 128, "block_size": 64}
-    seal(**BY_NAME["seal"].call(place(), Seal(batch=1, seen=(9,), dk=128, dv=128, channels=32, block_size=64)))
+    usual = Seal(batch=1, seen=(9,), dk=128, dv=128, channels=32, block_size=64)
+    for earlier in (None, 3):
+        seal(**BY_NAME["seal"].call(place(), replace(usual, earlier=earlier)))
     seal(**BY_NAME["seal"].call(place(), Seal(**latents, metadata="mean")))
     seal(**BY_NAME["seal"].call(place(), Seal(**latents, metadata="cuboid_mean", bits=16)))
+    seal(**BY_NAME["seal"].call(place(), Seal(**latents, earlier=1)))
     k, near, valid = place().randn(1, 8, 1, 128), place().nan(1, 8, 72, 256), torch.ones(1, 72, dtype=torch.bool)
     one = torch.ones(1, dtype=torch.int32)
     append(k, k, None, near, valid, one, 4)

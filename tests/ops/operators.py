@@ -253,11 +253,13 @@ class Seal:
     bounds: bool = True
     metadata: str = "min_max"
     keeps: bool = True
+    earlier: int | None = None  # blocks before this one in its span, whose mean goes on
 
 
 def seal(place, case: Seal) -> tuple:
     """A recent buffer with holes in the block, physical blocks full of what must not stay."""
-    ring, capacity = 3 * case.block_size, case.batch + 3
+    more = case.earlier or 0
+    ring, capacity = 3 * case.block_size, case.batch * (1 + more) + 3
     near = case.sinks + ring
     valid = torch.ones(case.batch, near, dtype=torch.bool, device=place.device)
     at = case.sinks + case.block_size
@@ -284,8 +286,15 @@ def seal(place, case: Seal) -> tuple:
             index["codes"] = place.nan(*kept, case.channels)
     recent_kv = place.randn(case.batch, case.heads, near, case.dk + case.dv)
     recent_kv[0, 0, at + 1, : case.dk] = 0.5  # a token whose labels are all the same: scale 0
-    block_table, kv = place.randperm(capacity)[: case.batch], place.nan(*kept, case.dk + case.dv if case.keeps else 0)
+    order, kv = place.randperm(capacity), place.nan(*kept, case.dk + case.dv if case.keeps else 0)
+    block_table, earlier = order[: case.batch], order[case.batch : case.batch * (1 + more)]
     flags, fill = place.nan(capacity, case.block_size, dtype=torch.uint8), place.nan(capacity, dtype=torch.int32)
+    if case.earlier is not None:
+        index["means"] = place.nan(capacity, case.heads, case.dk + case.dv)
+        index["earlier"] = earlier.view(case.batch, more)
+        if more:
+            index["means"][index["earlier"][:, -1].long()] = place.randn(case.batch, case.heads, case.dk + case.dv)
+        fill[earlier.long()] = place.randint(0, case.block_size + 1, len(earlier))
     return recent_kv, valid, at, case.sinks, seen, block_table, kv, flags, fill, Index(**index)
 
 
@@ -435,6 +444,11 @@ AVERAGES = {
     "latents, parts": Seal(heads=1, dk=576, dv=0, channels=0, block_size=32, parts=2, metadata="cuboid_mean"),
     "mean": Seal(metadata="mean", block_size=32, dk=128),
     "mean of parts": Seal(metadata="mean", block_size=32, parts=2, seen=(1, 9)),
+    "running mean, first of its span": Seal(channels=0, bounds=False, earlier=0),
+    "running mean": Seal(earlier=3, dk=80, dv=48, heads=3),
+    "running mean, first block": Seal(earlier=0, sinks=20, seen=(0, 0), padded=False, metadata="cuboid_mean"),
+    "running mean, latents": Seal(heads=1, dk=576, dv=0, channels=128, block_size=64, bounds=False, earlier=1),
+    "running mean, kept elsewhere": Seal(channels=0, keeps=False, bounds=False, earlier=2, seen=(0, 3)),
 }
 
 

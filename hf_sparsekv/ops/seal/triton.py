@@ -30,6 +30,14 @@ class Bounds(NamedTuple):
     side: Any
 
 
+class Means(NamedTuple):
+    """``[num_blocks, H, D]``."""
+
+    ptr: Any
+    block: Any
+    head: Any
+
+
 @triton.jit
 def _most(a, b):
     """The larger one, or NaN: a maximum would leave it out."""
@@ -66,8 +74,11 @@ def seal_block_kernel(
     channels,
     codes,
     qparams,
+    means,
+    earlier,
     at,
     sinks,
+    earlier_blocks,
     limit,
     METADATA: tl.constexpr,
     HEADS: tl.constexpr,
@@ -97,6 +108,7 @@ def seal_block_kernel(
         b_channel = tl.load(p_channel + o_r, mask=m_r, other=0)  # [BR]
         if qparams is not None:
             b_channel_2 = tl.load(p_channel + R + o_r, mask=m_r, other=0)  # [BR]
+    b_all_k, b_all_v = tl.zeros([BK], tl.float32), tl.zeros([BV], tl.float32)
     filled = 0
     for i_part in range(PARTS):
         b_max = tl.full([BK], -1.0, tl.float32) * limit
@@ -118,6 +130,9 @@ def seal_block_kernel(
             p_sink = p_row + b_nth[:, None].to(tl.int64) * recent.token
             tl.store(p_sink + o_k[None, :], b_k, mask=m_sink & m_k[None, :])
             tl.store(p_sink + DK + o_v[None, :], b_v, mask=m_sink & m_v[None, :])
+            if means is not None:
+                b_all_k += tl.sum(tl.where(b_usable[:, None], b_k.to(tl.float32), 0.0), 0)
+                b_all_v += tl.sum(tl.where(b_usable[:, None], b_v.to(tl.float32), 0.0), 0)
             if bounds is not None:
                 b_k = b_k.to(tl.float32)
                 b_sum += tl.sum(tl.where(b_usable[:, None], b_k, 0.0), 0)
@@ -173,6 +188,20 @@ def seal_block_kernel(
         if part_fill is not None:
             tl.store(part_fill.ptr + physical_id * part_fill.row + i_part, part_filled, mask=i_head == 0)
         filled += part_filled
+    if means is not None:
+        last, before = tl.full([], -1, tl.int32), 0
+        for j in range(earlier_blocks):
+            last = tl.load(earlier.ptr + i_batch * earlier.row + j)
+            before += tl.load(p_fill + last)
+        p_mean = means.ptr + i_head * means.head
+        p_last = p_mean + tl.maximum(last, 0).to(tl.int64) * means.block
+        count = tl.maximum(before + filled, 1).to(tl.float32)
+        b_k = tl.load(p_last + o_k, mask=m_k & (last >= 0), other=0.0).to(tl.float32)
+        b_v = tl.load(p_last + DK + o_v, mask=m_v & (last >= 0), other=0.0).to(tl.float32)
+        b_k, b_v = (b_k * before + b_all_k) / count, (b_v * before + b_all_v) / count
+        p_mean += physical_id * means.block
+        tl.store(p_mean + o_k, b_k.to(means.ptr.dtype.element_ty), mask=m_k)
+        tl.store(p_mean + DK + o_v, b_v.to(means.ptr.dtype.element_ty), mask=m_v)
     tl.store(p_fill + physical_id, filled, mask=i_head == 0)
 
 
@@ -204,6 +233,7 @@ def seal(recent_kv, recent_valid, at, sinks, seen, physical_ids, kv, flags, fill
     size, dk = kv.shape[2], index.key_dim
     require_dense_rows(recent_kv=recent_kv, recent_valid=recent_valid, kv=kv, flags=flags, bounds=index.bounds)
     require_dense_rows(part_fill=index.part_fill, channels=index.channels, codes=index.codes, qparams=index.qparams)
+    require_dense_rows(means=index.means, earlier=index.earlier)
     parts = 1 if index.bounds is None else index.bounds.shape[1]
     valid = operand(Table, recent_valid)
     launch(
@@ -222,8 +252,11 @@ def seal(recent_kv, recent_valid, at, sinks, seen, physical_ids, kv, flags, fill
         operand(Rows, index.channels),
         operand(PagedKV, index.codes),
         operand(PagedKV, index.qparams),
+        operand(Means, index.means),
+        operand(Table, index.earlier),
         at,
         sinks,
+        0 if index.earlier is None else index.earlier.shape[1],
         torch.finfo(recent_kv.dtype).max,
         METADATA=index.metadata,
         HEADS=heads,
