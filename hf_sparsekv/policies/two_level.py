@@ -10,6 +10,7 @@ from torch import Tensor
 from ..config import OffloadConfig, TwoLevelConfig
 from ..kv.state import Held
 from ..kv.store import LayerStore
+from ..ops.place_tokens import place_tokens
 from ..ops.seal import Index
 from ..ops.topk_select import block_select, token_select
 from ..predictor.channels import LabelChannels
@@ -183,8 +184,8 @@ class TwoLevelPolicy(Policy):
             scores = in_blocks(scores, blocks, store.block_size)
         size, columns = store.block_size, None
         if paged and store.mean_tokens:
-            columns = token_select(scores, blocks, self.config.token_budget, size)
-            tokens = in_pages(columns, blocks, page_ids, size)
+            at = token_select(scores, None, self.config.token_budget, size)
+            columns, tokens = place_tokens(at, blocks, page_ids, size)
         else:
             tokens = token_select(scores, page_ids if paged else blocks, self.config.token_budget, size)
         if self.watch is not None and blocks is None:
@@ -306,17 +307,6 @@ def method(config: TwoLevelConfig, offloaded: bool) -> str:
 def has_tail(config: TwoLevelConfig) -> bool:
     """Means stand for tokens that are not chosen."""
     return config.tail is not None and config.level != "block"
-
-
-def in_pages(columns: Tensor, blocks: Tensor, page_ids: Tensor, block_size: int) -> Tensor:
-    """Where the tokens at ``columns [batch, H, k]`` are: ``page_id * block_size + position in the block``.
-
-    ``page_ids [batch, H, K]`` are those of ``blocks``, ascending with -1 at the end; -1 stays -1.
-    """
-    ascending = blocks.masked_fill(blocks < 0, torch.iinfo(torch.int32).max)
-    at = torch.searchsorted(ascending, columns.clamp_min(0) // block_size)
-    place = page_ids.gather(-1, at.clamp_max(blocks.shape[-1] - 1)) * block_size + columns % block_size
-    return torch.where(columns < 0, -1, place)
 
 
 def in_blocks(scores: Tensor, blocks: Tensor, block_size: int) -> Tensor:

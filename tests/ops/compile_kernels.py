@@ -39,6 +39,7 @@ from hf_sparsekv.ops.latent_rope.triton import latent_rope
 from hf_sparsekv.ops.mass_select.reference import LENGTHS, TOTALS
 from hf_sparsekv.ops.mass_select.triton import mass_select
 from hf_sparsekv.ops.pack.triton import pack
+from hf_sparsekv.ops.place_tokens.triton import place_tokens
 from hf_sparsekv.ops.qk_rope.triton import qk_rope
 from hf_sparsekv.ops.query_predict.triton import query_predict
 from hf_sparsekv.ops.query_ring.triton import push
@@ -160,6 +161,7 @@ def pages() -> None:
     lists = [ids.clone(), ids.clone(), place().nan(2, 2, 40, 128), ids.clone()]
     pack(ids, kv, block_table, *lists)
     pack(ids, kv, block_table, *lists, enabled=state.enabled, counters=state.counters[:2])
+    place_tokens(ids, ids, ids, 64)
     pairs = torch.zeros(4, 2, dtype=torch.int32)
     block_copy(kv, place().nan(4, 16, 128), pairs, torch.ones(1, dtype=torch.int32))
     for window in (0, 16):

@@ -208,6 +208,14 @@ def append(place, batch, heads, new, dk, dv, sinks, ring, cached, padded):
     return k, v, place.rand(batch, new) > 0.4 if padded else None, recent_kv, recent_valid, column(place, cached), sinks
 
 
+def place_tokens(place, batch, heads, k, n, block_size):
+    """Some blocks are in host memory, which a negative page id says; half of the tokens are none."""
+    at = place.randint(0, n * block_size, batch, heads, k).masked_fill(place.rand(batch, heads, k) < 0.5, -1)
+    blocks = shuffled(place, batch * heads, n + 9, n).view(batch, heads, n)
+    pages = place.randint(0, 1000, batch, heads, n)
+    return at, blocks, torch.where(place.rand(batch, heads, n) < 0.4, -(pages + 2), pages), block_size
+
+
 def push(place, batch, heads, new, dim, ring, at, padded):
     q, valid = place.randn(batch, new, heads, dim).transpose(1, 2), place.rand(batch, new) > 0.4 if padded else None
     count, position = (place.nan(n, dtype=torch.int32) for n in (batch, 1))
@@ -538,6 +546,21 @@ OPERATORS = [
         },
         options=((True, False),),  # normalised
         ratio=lambda place, normalise: 2e-6,  # products of rounded inputs are the same, in float32
+    ),
+    Operator(
+        "place_tokens",
+        place_tokens,
+        # batch, heads, tokens, blocks, block_size
+        {
+            "usual": (2, 3, 70, 9, 16),
+            "several tiles": (1, 2, 700, 5, 128),
+            "one block": (3, 1, 5, 1, 64),
+            "no tokens": (2, 2, 0, 3, 16),
+        },
+        small=(2, 2, 40, 5, 16),
+        ratio=equal,
+        views={"at": "rows", "block_ids": "rows", "page_ids": "inside"},
+        far={"at": 0},
     ),
     Operator(
         "append",
