@@ -31,11 +31,14 @@ class Bounds(NamedTuple):
 
 
 class Means(NamedTuple):
-    """``[num_blocks, H, D]``."""
+    """``[num_blocks, H, D]``, and the physical blocks ``[batch, blocks]`` before this one in its span."""
 
     ptr: Any
     block: Any
     head: Any
+    earlier: Any
+    earlier_row: Any
+    blocks: Any
 
 
 @triton.jit
@@ -75,10 +78,8 @@ def seal_block_kernel(
     codes,
     qparams,
     means,
-    earlier,
     at,
     sinks,
-    earlier_blocks,
     limit,
     METADATA: tl.constexpr,
     HEADS: tl.constexpr,
@@ -190,8 +191,8 @@ def seal_block_kernel(
         filled += part_filled
     if means is not None:
         last, before = tl.full([], -1, tl.int32), 0
-        for j in range(earlier_blocks):
-            last = tl.load(earlier.ptr + i_batch * earlier.row + j)
+        for j in range(means.blocks):
+            last = tl.load(means.earlier + i_batch * means.earlier_row + j)
             before += tl.load(p_fill + last)
         p_mean = means.ptr + i_head * means.head
         p_last = p_mean + tl.maximum(last, 0).to(tl.int64) * means.block
@@ -235,7 +236,10 @@ def seal(recent_kv, recent_valid, at, sinks, seen, physical_ids, kv, flags, fill
     require_dense_rows(part_fill=index.part_fill, channels=index.channels, codes=index.codes, qparams=index.qparams)
     require_dense_rows(means=index.means, earlier=index.earlier)
     parts = 1 if index.bounds is None else index.bounds.shape[1]
-    valid = operand(Table, recent_valid)
+    valid, means = operand(Table, recent_valid), None
+    if index.means is not None:
+        earlier = index.earlier
+        means = Means(index.means, *index.means.stride()[:2], earlier, earlier.stride(0), earlier.shape[1])
     launch(
         seal_block_kernel,
         (batch * heads,),
@@ -252,11 +256,9 @@ def seal(recent_kv, recent_valid, at, sinks, seen, physical_ids, kv, flags, fill
         operand(Rows, index.channels),
         operand(PagedKV, index.codes),
         operand(PagedKV, index.qparams),
-        operand(Means, index.means),
-        operand(Table, index.earlier),
+        means,
         at,
         sinks,
-        0 if index.earlier is None else index.earlier.shape[1],
         torch.finfo(recent_kv.dtype).max,
         METADATA=index.metadata,
         HEADS=heads,

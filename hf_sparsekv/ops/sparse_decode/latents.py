@@ -86,7 +86,6 @@ def sparse_decode_latent_tokens_kernel(
     near_parts,
     scale,
     softcap,
-    SPAN: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -135,11 +134,11 @@ def sparse_decode_latent_tokens_kernel(
         b_c, b_r = load_rows(p_row, m_n, DK, DV, BC, BR)
         b_max, b_sum, b_acc = take_rows(b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_n, None, scale, softcap)
     if means is not None:
-        spans = tl.cdiv(means.cap, SPAN)
+        spans = tl.cdiv(means.cap, means.span)
         first = tl.where(i_part < near_parts, spans, (i_part - near_parts) * BN)
         step = tl.maximum(tl.num_programs(1) - near_parts, 1) * BN
         for i in tl.range(first, spans, step, num_stages=1):
-            p_row, b_unread = open_means(i, means, n, p_table, i_batch, i_head, SPAN, BLOCK_SIZE, BN)
+            p_row, b_unread = open_means(i, means, n, p_table, i_batch, i_head, BLOCK_SIZE, BN)
             m_n = b_unread > 0
             b_c, b_r = load_rows(p_row, m_n, DK, DV, BC, BR)
             b_max, b_sum, b_acc = take_rows(b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_n, b_unread, scale, softcap)

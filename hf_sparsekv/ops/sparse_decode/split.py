@@ -36,7 +36,8 @@ class Recent(NamedTuple):
 class Means(NamedTuple):
     """What stands for the tokens that are not attended.
 
-    ``means [num_blocks, H, D]``, ``fill [num_blocks]``, the chosen columns ``[batch, H, n]``, the block table's width.
+    ``means [num_blocks, H, D]``, ``fill [num_blocks]``, the chosen columns ``[batch, H, n]``, the block table's width,
+    and the blocks that share a mean.
     """
 
     ptr: Any
@@ -47,6 +48,14 @@ class Means(NamedTuple):
     columns_batch: Any
     columns_head: Any
     cap: Any
+    span: Any
+
+
+class Cut(NamedTuple):
+    """Stored tokens to share out, and tokens of a part."""
+
+    n: Any
+    per_split: Any
 
 
 class Parts(NamedTuple):
@@ -80,14 +89,14 @@ def weigh(b_s, b_max):
 
 
 @triton.jit
-def open_means(i, means, n, p_table, i_batch, i_head, SPAN: tl.constexpr, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr):
-    """Of the spans ``i .. i + BN - 1`` of ``SPAN`` blocks: where their means are ``[BN]``, and how many of their
+def open_means(i, means, n, p_table, i_batch, i_head, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr):
+    """Of the spans ``i .. i + BN - 1``: where their means are ``[BN]``, and how many of their
     tokens are not among the ``n`` chosen ones ``[BN]``.
     """
     LISTED: tl.constexpr = 256  # chosen tokens at once
     b_last, b_unread = tl.full([BN], -1, tl.int32), tl.zeros([BN], tl.int32)
-    for j in range(SPAN):
-        o_block = (i + tl.arange(0, BN)) * SPAN + j
+    for j in range(means.span):
+        o_block = (i + tl.arange(0, BN)) * means.span + j
         b_physical_id = tl.load(p_table + o_block, mask=o_block < means.cap, other=-1)
         m_there = b_physical_id >= 0
         b_unread += tl.load(means.fill + b_physical_id, mask=m_there, other=0)
@@ -96,7 +105,7 @@ def open_means(i, means, n, p_table, i_batch, i_head, SPAN: tl.constexpr, BLOCK_
     for j in range(0, n, LISTED):
         o_n = j + tl.arange(0, LISTED)
         b_column = tl.load(p_columns + o_n, mask=o_n < n, other=-1)
-        b_at = b_column // (SPAN * BLOCK_SIZE) - i
+        b_at = b_column // (means.span * BLOCK_SIZE) - i
         m_here = (b_column >= 0) & (b_at >= 0) & (b_at < BN)
         b_unread -= tl.histogram(tl.where(m_here, b_at, 0), BN, mask=m_here)
     p_mean = means.ptr + tl.maximum(b_last, 0).to(tl.int64) * means.block + i_head * means.head
@@ -182,11 +191,9 @@ def sparse_decode_split_kernel(
     means,
     parts,
     from_host,
-    n,
-    per_split,
+    cut,
     scale,
     softcap,
-    SPAN: tl.constexpr,
     GRANULARITY: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -198,7 +205,7 @@ def sparse_decode_split_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attend to one part of the ``n`` stored tokens, of the recent buffer or of the means, of one row and KV head."""
+    """Attend to one part of the stored tokens, of the recent buffer or of the means, of one row and KV head."""
     wait(PDL)
     BG: tl.constexpr = padded(GROUP)
     BK: tl.constexpr = padded(DK)
@@ -216,6 +223,7 @@ def sparse_decode_split_kernel(
     b_acc = tl.zeros([BG, BV], tl.float32)
     b_count, b_host = tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32)
 
+    n, per_split = cut.n, cut.per_split
     splits = tl.cdiv(n, per_split)
     recent_splits = splits + tl.cdiv(recent.end - recent.first, per_split)
     if i_part < splits:
@@ -265,8 +273,8 @@ def sparse_decode_split_kernel(
             n = tl.minimum(n, tl.load(row_ptr(used, i_batch, i_head)))
         p_table = table.ptr + i_batch * table.row
         first = (i_part - recent_splits) * per_split
-        for i in tl.range(first, tl.minimum(first + per_split, tl.cdiv(means.cap, SPAN)), BN, num_stages=1):
-            p_k, b_unread = open_means(i, means, n, p_table, i_batch, i_head, SPAN, BLOCK_SIZE, BN)
+        for i in tl.range(first, tl.minimum(first + per_split, tl.cdiv(means.cap, means.span)), BN, num_stages=1):
+            p_k, b_unread = open_means(i, means, n, p_table, i_batch, i_head, BLOCK_SIZE, BN)
             m_n = b_unread > 0
             b_max, b_sum, b_acc = take_tile(
                 b_q, b_max, b_sum, b_acc, p_k, m_n, b_unread, scale, softcap, DK, DV, BK, BV

@@ -17,7 +17,7 @@ from .config import is_native
 from .latents import sparse_decode_latent_blocks_kernel, sparse_decode_latent_tokens_kernel
 from .merge import merge
 from .reference import check_means, has_latents
-from .split import Means, Parts, Recent, sparse_decode_split_kernel
+from .split import Cut, Means, Parts, Recent, sparse_decode_split_kernel
 
 
 def sparse_decode(
@@ -93,7 +93,7 @@ def sparse_decode(
     stand = None
     if means is not None:
         listed_columns = operand(Rows, ids if columns is None else columns)
-        stand = Means(means, *means.stride()[:2], fill, *listed_columns, block_table.shape[1])
+        stand = Means(means, *means.stride()[:2], fill, *listed_columns, block_table.shape[1], span)
     scales = float(scale), None if softcap is None else float(softcap)
     fixed = {
         "NATIVE": is_native(q, kv, recent_kv),
@@ -111,7 +111,7 @@ def sparse_decode(
         fixed["BH"] = config.heads
         if granularity == "token":
             args = *tensors, table, listed, operand(Rows, used), stand, held, counted, n, near_parts, *scales
-            launch(sparse_decode_latent_tokens_kernel, grid, q, *args, SPAN=span, **fixed)
+            launch(sparse_decode_latent_tokens_kernel, grid, q, *args, **fixed)
         else:
             steps = {t.stride(-2) for t in (kv, recent_kv, pages) if t is not None}  # distance of two tokens' rows
             fixed["STEP"] = steps.pop() if len(steps) == 1 else 0
@@ -119,8 +119,8 @@ def sparse_decode(
             launch(sparse_decode_latent_blocks_kernel, grid, q, *args, **fixed)
     else:
         used = operand(Rows, used)
-        args = *tensors, marks, table, listed, page_ids, used, stand, held, counted, n, per_split, *scales
-        launch(sparse_decode_split_kernel, (rows, parts), q, *args, SPAN=span, GRANULARITY=granularity, **fixed)
+        args = *tensors, marks, table, listed, page_ids, used, stand, held, counted, Cut(n, per_split), *scales
+        launch(sparse_decode_split_kernel, (rows, parts), q, *args, GRANULARITY=granularity, **fixed)
     merge(held, parts, sink_logits, attended, lse, out, heads)
     return out
 
