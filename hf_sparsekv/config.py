@@ -233,8 +233,8 @@ class TwoLevelConfig(SparseConfig):
             files of earlier releases hold, means off.
         tail: ``"mean"``: tokens that are not chosen count, too, as the mean key and value of each ``tail_tokens``
             columns, times the tokens among them that are not chosen (RetroInfer's estimation zone). Nearer to full
-            attention for one more token's reading in ``tail_tokens`` (docs/accuracy.md). Lost facts stay lost. Not with
-            ``level="block"``. ``None``: they do not count.
+            attention for one more token's reading in ``tail_tokens`` (docs/accuracy.md). Lost facts stay lost. Without
+            effect with ``level="block"``. ``None``: they do not count.
         tail_tokens: columns that share one mean, a multiple of ``block_size``.
     """
 
@@ -255,7 +255,7 @@ class TwoLevelConfig(SparseConfig):
     block_reduce: Reduce = "max"
     token_reduce: Reduce = "max"
     lag: bool | None = False
-    tail: Literal["mean"] | None = None
+    tail: Literal["mean"] | None = "mean"
     tail_tokens: int = 256
 
     def __post_init__(self) -> None:
@@ -412,7 +412,7 @@ class PredictiveConfig(SparseConfig):
             exactly. Otherwise the one before is used again and counted (``stats().late``), if it knows all full blocks.
         layers_per_pack: layers that begin to choose together in a captured step, where earlier steps predict.
         token_reduce, label_channels, label_bits, channel_file, channel_importance, calibration_tokens, tail,
-            tail_tokens: as in :class:`TwoLevelConfig`. No ``tail`` with a second device.
+            tail_tokens: as in :class:`TwoLevelConfig`. With a second device ``tail`` has no effect.
     """
 
     FREE = (
@@ -436,7 +436,7 @@ class PredictiveConfig(SparseConfig):
     channel_file: str | PathLike[str] | None = None
     channel_importance: Literal["max", "mean"] = "max"
     calibration_tokens: int = 256
-    tail: Literal["mean"] | None = None
+    tail: Literal["mean"] | None = "mean"
     tail_tokens: int = 256
 
     def __post_init__(self) -> None:

@@ -34,7 +34,8 @@ TAIL = {"tail": "mean", "tail_tokens": 32}  # of two blocks
 def two_level(offload: bool | OffloadConfig = True, model_config=None, **changes) -> OffloadedSparseCache:
     """A two-level cache with test-sized settings; blocks by their bounds, and with ``lag`` if they are offloaded."""
     bounds = {"metadata": None if changes.get("level") == "auto" else "min_max"}
-    config = TwoLevelConfig(**{**SMALL, "level": "two_level", "lag": bool(offload), **bounds, **changes})
+    usual = {"level": "two_level", "lag": bool(offload), "tail": None, **bounds}
+    config = TwoLevelConfig(**{**SMALL, **usual, **changes})
     if isinstance(offload, bool):
         offload = OffloadConfig() if offload else None
     return OffloadedSparseCache(config, offload=offload, model_config=model_config)
@@ -84,7 +85,8 @@ def predictive(offload: bool | OffloadConfig = False, model_config=None, **chang
     changes.pop("num_blocks", None)
     if isinstance(offload, bool):
         offload = OffloadConfig() if offload else None
-    return AsyncPredictiveCache(PredictiveConfig(**{**SMALL, **changes}), offload=offload, model_config=model_config)
+    config = PredictiveConfig(**{**SMALL, "tail": None, **changes})
+    return AsyncPredictiveCache(config, offload=offload, model_config=model_config)
 
 
 def _predictive(offload: bool | OffloadConfig, **settings) -> Callable[..., SparseCache]:

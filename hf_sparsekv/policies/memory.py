@@ -110,7 +110,8 @@ class Memory:
 
     Args:
         blocks: keys and values of the physical blocks; in host memory if the cache is offloaded.
-        bounds, labels: what is kept of blocks (their means, too) and of tokens.
+        bounds, labels: what is kept of blocks and of tokens to select them by.
+        means: of the tokens of blocks, which stand for those that are not chosen.
         tables: smaller tensors on the device.
         device_pages: device copies of what is chosen.
         working_set: estimate of the blocks that steps choose within 12 steps.
@@ -120,6 +121,7 @@ class Memory:
     blocks: int
     bounds: int = 0
     labels: int = 0
+    means: int = 0
     tables: int = 0
     device_pages: int = 0
     working_set: int = 0

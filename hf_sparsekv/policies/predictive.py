@@ -102,7 +102,7 @@ class PredictivePolicy(Policy):
         memory, config, copies = Memory(blocks=request.blocks), request.config, copied_bytes(request)
         memory.tables = queries_bytes(request)
         memory.labels = sum(request.block_capacity * label_bytes(request, layer) for layer in request.layers)
-        memory.bounds = 0 if config.tail is None else mean_bytes(request)
+        memory.means = 0 if config.tail is None else mean_bytes(request)
         begun = request.full_blocks * config.block_size > config.token_budget and request.context >= config.start_length
         room = None if request.offload is None else request.offload.device_pool
         if request.offload is not None and begun and (room is None or copies <= room):

@@ -88,10 +88,9 @@ class TwoLevelPolicy(Policy):
         if of != "block":
             memory.labels = sum(request.block_capacity * label_bytes(request, layer) for layer in request.layers)
         if has_tail(config):
-            memory.bounds = mean_bytes(request)
+            memory.means = mean_bytes(request)
         if of != "token":
-            if not by_labels(config):
-                memory.bounds += bounds_bytes(request, kind_of(config), config.bounds_per_block)
+            memory.bounds = 0 if by_labels(config) else bounds_bytes(request, kind_of(config), config.bounds_per_block)
             if request.offload is not None and request.full_blocks > config.coarse_blocks:
                 memory.fetch(request, config.coarse_blocks, config.coarse_blocks)
         return memory
