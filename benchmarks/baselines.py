@@ -89,12 +89,17 @@ VARIANTS = {
         Variant(
             "captured_dense",
             "our captured step, dense attention",
-            settings={**_TWO_LEVEL, "token_budget": 1 << 22, "num_blocks": None},
+            settings={**_TWO_LEVEL, "token_budget": 1 << 22, "num_blocks": None, "tail": None},
         ),
         Variant("two_level", "blocks, then tokens within them", settings={**_TWO_LEVEL, "lag": False}),
         Variant("two_level:lag", "tokens within the previous step's blocks", settings={**_TWO_LEVEL, "lag": True}),
         Variant("block_only", "whole blocks", settings={"token_budget": 1024, "level": "block", "lag": False}),
         Variant("token_only", "labels of every token", settings={"token_budget": 1024, "level": "token"}),
+        Variant(
+            "token_only:no_tail",
+            "labels of every token, and nothing for what is not chosen",
+            settings={"token_budget": 1024, "level": "token", "tail": None},
+        ),
         *(
             Variant(
                 f"progressive:{threshold}{how}",
@@ -114,6 +119,12 @@ VARIANTS = {
                 config=PredictiveConfig,
             )
             for predictor in ("", "layer:mid", "layer:in", "own", "last", "ridge", "assembled", "assembled_ridge")
+        ),
+        Variant(
+            "predictive:no_tail",
+            "the default predictor, and nothing for what is not chosen",
+            settings={**_BUDGET, "tail": None},
+            config=PredictiveConfig,
         ),
         Variant("predictive:free", "the same selection given for free", settings=_BUDGET, config=FreeConfig),
         *(

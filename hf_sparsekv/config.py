@@ -29,6 +29,8 @@ PREDICTOR = "assembled_ridge"
 WINDOW = 16
 EPSILON = 0.1
 
+MAX_TAIL = 32  # blocks that share one mean: a program looks each of them up
+
 Config = TypeVar("Config", bound="SparseConfig")
 Predict = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A user's predictor: ``(ring, position, count) -> prediction``, see ``QueryPredictor.predict()``."""
@@ -173,6 +175,17 @@ def _check_index(config: TwoLevelConfig) -> None:
         )
 
 
+def _check_tail(config: TwoLevelConfig | PredictiveConfig) -> None:
+    """What stands for tokens that are not chosen."""
+    _one_of("tail", config.tail, ("mean", None))
+    _positive("tail_tokens", config.tail_tokens)
+    _require(
+        config.tail_tokens % config.block_size == 0 and config.tail_tokens <= MAX_TAIL * config.block_size,
+        f"tail_tokens={config.tail_tokens} must be a multiple of block_size={config.block_size}, and at most "
+        f"{MAX_TAIL} times as much",
+    )
+
+
 def _check_labels(config: TwoLevelConfig | ProgressiveConfig | PredictiveConfig) -> None:
     """What the token labels of these methods must obey."""
     if config.label_channels is not None:
@@ -229,6 +242,11 @@ class TwoLevelConfig(SparseConfig):
         lag: choose tokens within the blocks that the previous step's query has chosen, so that fetching them can
             overlap (AsyncTLS section 4.2). Loses facts (docs/accuracy.md). ``None``, which
             files of earlier releases hold, means off.
+        tail: ``"mean"``: tokens that are not chosen count, too, as the mean key and value of each ``tail_tokens``
+            columns, times the tokens among them that are not chosen (RetroInfer's estimation zone). Nearer to full
+            attention for one more token's reading in ``tail_tokens`` (docs/accuracy.md). Lost facts stay lost. Without
+            effect with ``level="block"``. ``None``: they do not count.
+        tail_tokens: columns that share one mean, a multiple of ``block_size``.
     """
 
     FREE = ("token_budget", "num_blocks", "lag", "block_reduce", "token_reduce")
@@ -257,6 +275,8 @@ class TwoLevelConfig(SparseConfig):
     block_reduce: Reduce = "max"
     token_reduce: Reduce = "max"
     lag: bool | None = False
+    tail: Literal["mean"] | None = "mean"
+    tail_tokens: int = 256
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -278,6 +298,7 @@ class TwoLevelConfig(SparseConfig):
         _one_of("metadata", self.metadata, (*METADATA, None))
         _check_index(self)
         _check_labels(self)
+        _check_tail(self)
         _flag_or_none("lag", self.lag)
 
     @property
@@ -408,8 +429,8 @@ class PredictiveConfig(SparseConfig):
         strict: of a second device, where steps are not captured: wait for a selection that is late, so that runs repeat
             exactly. Otherwise the one before is used again and counted (``stats().late``), if it knows all full blocks.
         layers_per_pack: layers that begin to choose together in a captured step, where earlier steps predict.
-        token_reduce, label_channels, label_bits, channel_file, channel_importance, calibration_tokens: as in
-            :class:`TwoLevelConfig`.
+        token_reduce, label_channels, label_bits, channel_file, channel_importance, calibration_tokens, tail,
+            tail_tokens: as in :class:`TwoLevelConfig`. With a second device ``tail`` has no effect.
     """
 
     FREE = (
@@ -439,6 +460,8 @@ class PredictiveConfig(SparseConfig):
     channel_file: str | PathLike[str] | None = None
     channel_importance: Literal["max", "mean"] = "max"
     calibration_tokens: int = 256
+    tail: Literal["mean"] | None = "mean"
+    tail_tokens: int = 256
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -465,6 +488,7 @@ class PredictiveConfig(SparseConfig):
         _flag("strict", self.strict)
         _positive("layers_per_pack", self.layers_per_pack)
         _check_labels(self)
+        _check_tail(self)
 
     @property
     def prediction(self) -> str | Predict:

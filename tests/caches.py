@@ -28,12 +28,14 @@ SMALL = {
 
 FULL = {"token_budget": 4096}  # more than any test caches: the output must be the dense output
 TIGHT = {"token_budget": 32, "num_blocks": 4}
+TAIL = {"tail": "mean", "tail_tokens": 32}  # of two blocks
 
 
 def two_level(offload: bool | OffloadConfig = True, model_config=None, **changes) -> OffloadedSparseCache:
     """A two-level cache with test-sized settings; blocks by their bounds, and with ``lag`` if they are offloaded."""
     bounds = {"metadata": None if changes.get("level") == "auto" else "min_max"}
-    config = TwoLevelConfig(**{**SMALL, "level": "two_level", "lag": bool(offload), **bounds, **changes})
+    usual = {"level": "two_level", "lag": bool(offload), "tail": None, **bounds}
+    config = TwoLevelConfig(**{**SMALL, **usual, **changes})
     if isinstance(offload, bool):
         offload = OffloadConfig() if offload else None
     return OffloadedSparseCache(config, offload=offload, model_config=model_config)
@@ -82,7 +84,8 @@ def predictive(offload: bool | OffloadConfig = False, model_config=None, **chang
     changes.pop("num_blocks", None)
     if isinstance(offload, bool):
         offload = OffloadConfig() if offload else None
-    return AsyncPredictiveCache(PredictiveConfig(**{**SMALL, **changes}), offload=offload, model_config=model_config)
+    config = PredictiveConfig(**{**SMALL, "tail": None, **changes})
+    return AsyncPredictiveCache(config, offload=offload, model_config=model_config)
 
 
 def _predictive(offload: bool | OffloadConfig, **settings) -> Callable[..., SparseCache]:
@@ -128,6 +131,9 @@ CACHES: dict[str, Callable[..., SparseCache]] = {
     "host-blocks32": _two_level(True, block_size=32, sinks=0),
     "device-parts": _two_level(False, block_size=32, bound_tokens=8),
     "device-dense1": _two_level(False, dense_layers=1),
+    "device-tail": _default(False, **TAIL),
+    "host-tail": _default(True, **TAIL),
+    "host-lag-tail": _two_level(True, tail="mean", tail_tokens=16),
     "progressive": _progressive(False),
     "progressive-host": _progressive(True),
     "progressive-host-nopool": _progressive(OffloadConfig(device_pool=0)),
@@ -139,6 +145,8 @@ CACHES: dict[str, Callable[..., SparseCache]] = {
     "predictive": _predictive(False),
     "predictive-host": _predictive(True),
     "predictive-host-nopool": _predictive(OffloadConfig(device_pool=0)),
+    "predictive-tail": _predictive(False, **TAIL),
+    "predictive-host-tail": _predictive(True, predictor="ridge", **TAIL),
     "predictive-mean": _predictive(False, token_reduce="mean", sinks=0),
     "predictive-late": _predictive(False, start_length=90, label_bits=16, layers_per_pack=2),
     "predictive-second": _predictive(False, cache_rank="cpu", layers_per_pack=2),

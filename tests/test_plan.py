@@ -190,7 +190,8 @@ def test_totals_add_up():
     on, off = (plan_memory(shape, TwoLevelConfig(), where, context=5000, batch=2) for where in (OffloadConfig(), None))
     assert on.device_total + on.blocks - on.kept == off.device_total
     assert (
-        on.device_total == on.weights + on.kept + on.bounds + on.labels + on.recent + on.tables + on.stock + on.prefill
+        on.device_total
+        == on.weights + on.kept + on.bounds + on.labels + on.means + on.recent + on.tables + on.stock + on.prefill
     )
     assert on.dense_total == on.weights + on.dense_kv + on.prefill == off.dense_total
 

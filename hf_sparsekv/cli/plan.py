@@ -83,6 +83,8 @@ def _show(p: MemoryPlan, gpu: int | None, host: int) -> None:
         row("device copies of what is chosen", p.device_pages, 0, 0)
     row("block bounds", p.bounds, 0, 0)
     row("token labels", p.labels, 0, 0)
+    if p.means:
+        row("means of blocks", p.means, 0, 0)
     row("sinks and recent tokens", p.recent, 0, 0)
     row("tables and flags", p.tables, 0, 0)
     row("sliding and other layers", p.stock, 0, p.stock)

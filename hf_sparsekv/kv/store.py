@@ -21,7 +21,7 @@ from ..config import SparseConfig
 from ..offload.copy_streams import CopyStream, CopyStreams, wait
 from ..offload.page_table import DevicePools, LayerPages
 from ..ops.append import append
-from ..ops.seal import Index, seal
+from ..ops.seal import Index, running_means, seal
 from ..ops.sparse_decode import sparse_decode
 from ..tensors import SeqLenTensor, no_inference_mode
 from ..types import AttentionParams
@@ -63,6 +63,7 @@ class LayerStore(State):
         recent_kv: ``[batch, H, sinks + ring, Dk + Dv]``.
         latent: a token is a latent with its rotary part (MLA): the whole row is the key, its first part the value.
         key_dim, value_dim: widths that attention sees.
+        mean_tokens: columns of which one mean is kept, see :meth:`keep_means`; 0: none are.
         split, width: of a token's row, whose part from ``split`` on is what ``update()`` calls its value.
         recent_valid: bool ``[batch, sinks + ring]``: entries to attend to. Sealing a block clears its entries.
         seen: int32 ``[batch]``, valid tokens in full blocks.
@@ -77,6 +78,7 @@ class LayerStore(State):
     HOST: ClassVar = {"length": 0, "full_blocks": 0, "padded": False}
     PARTS: ClassVar = ("counters",)
 
+    mean_tokens = 0
     keeps_blocks = True  # their keys and values; those of a PrimaryStore are on another device
 
     @no_inference_mode
@@ -124,6 +126,16 @@ class LayerStore(State):
     @no_inference_mode
     def _ints(self, shape: tuple[int, ...], value: int) -> Tensor:
         return torch.full(shape, value, dtype=torch.int32, device=self.device)
+
+    def keep_means(self, tokens: int) -> None:
+        """Keep the mean key and value of every ``tokens`` columns, a multiple of the block size, for sparse attention.
+
+        In the pool's field ``means``, of each block a running mean: :func:`..ops.seal.running_means`. To be called
+        before blocks are stored.
+        """
+        self.mean_tokens = tokens
+        if "means" not in self.pool.fields:
+            self.pool.add_field("means", (self.heads, self.width), self.dtype)
 
     # ------------------------------------------------------------------ writing
 
@@ -195,6 +207,8 @@ class LayerStore(State):
         with self.pool.lock:  # until the blocks are in the table, another copy of the cache could take them
             physical_ids = self.pool.allocate(self.batch)
             fields = self.pool.fields
+            if self.mean_tokens:
+                index = replace(index, means=fields["means"], earlier=self._earlier(self.full_blocks))
             index = replace(index, **{name: fields[name] for name in INDEX_FIELDS if getattr(index, name) is not None})
             seal(
                 self.recent_kv,
@@ -274,7 +288,7 @@ class LayerStore(State):
             self._keep_sinks(blocks, is_sink, nth)
         flags = valid.to(torch.uint8) * VALID + is_sink.to(torch.uint8) * SINK
         flags = flags.view(self.batch, n, size).transpose(0, 1)
-        fields = indexer.index(blocks, flags)
+        fields = {**indexer.index(blocks, flags), **self._means(blocks, flags, self.full_blocks)}
         self._reserve(n)
         if self.pool.host is not None:
             self.counters.to_host_bytes += blocks.numel() * blocks.itemsize
@@ -284,6 +298,21 @@ class LayerStore(State):
             )
         self.seen += count[:, -1]
         self.full_blocks += n
+
+    def _earlier(self, block: int) -> Tensor:
+        """Physical blocks of those before ``block`` in its span, int32 ``[batch, n]``."""
+        return self.block_table[:, block - block % (self.mean_tokens // self.block_size) : block]
+
+    def _means(self, blocks: Tensor, flags: Tensor, start: int) -> dict[str, Tensor]:
+        """The field ``means``, if it is kept, of blocks ``start ..``: see :meth:`_seal`."""
+        if not self.mean_tokens:
+            return {}
+        means, fill, earlier = self.pool.fields["means"], self.pool.fields["fill"], self._earlier(start).long()
+        first = earlier.shape[1]
+        before = means[earlier[:, -1]] if first else means.new_zeros(self.batch, *means.shape[1:])
+        span = self.mean_tokens // self.block_size
+        found = running_means(blocks, flags == VALID, before, fill[earlier].sum(-1), first=first, span=span)
+        return {"means": found}
 
     def _store_blocks(
         self, blocks: Tensor, flags: Tensor, fields: dict[str, Tensor], copy_stream: CopyStream | None = None
@@ -378,13 +407,21 @@ class LayerStore(State):
         page_ids: Tensor | None = None,
         pages: Tensor | None = None,
         used: Tensor | None = None,
+        columns: Tensor | None = None,
     ) -> Tensor:
         """Attention of one query per row over the recent tokens and ``ids`` (see :func:`..ops.sparse_decode`).
 
+        If means are kept and the ids are tokens, means stand for the tokens of full blocks that are not among them.
+
         ``paged``: the ids refer to device pages of :attr:`pages`, or ``page_ids`` are the page ids of the ids.
-        ``pages``: the ids refer to these pages instead. ``used``: how many of the ids there are.
+        ``pages``: the ids refer to these pages instead. ``used``: how many of the ids there are. ``columns``: of ids
+        that refer to pages, where means are kept.
         """
         self.count_padded(granularity)
+        means = {}
+        if self.mean_tokens and granularity == "token":
+            fields = self.pool.fields
+            means = {"means": fields["means"], "fill": fields["fill"], "mean_tokens": self.mean_tokens}
         return sparse_decode(
             q,
             *self.blocks,
@@ -402,6 +439,8 @@ class LayerStore(State):
             page_ids=page_ids,
             from_host=None if self.pool.host is None else self.counters.from_host,
             used=used,
+            columns=columns,
+            **means,
         )
 
     def count_padded(self, granularity: str) -> None:
@@ -431,6 +470,12 @@ class LayerStore(State):
     def count_index(self, size: int) -> None:
         """``size`` bytes of bounds or labels were read."""
         self.counters.index_bytes += size
+
+    def count_means(self) -> None:
+        """A step has read the means, if there are any."""
+        if self.mean_tokens:
+            spans = -(-self.full_blocks * self.block_size // self.mean_tokens)
+            self.count_index(self.batch * self.heads * spans * self.token_bytes)
 
     @property
     def token_bytes(self) -> int:
@@ -501,7 +546,8 @@ class LayerStore(State):
         """Index the full blocks again, in new blocks: blocks shared with other caches keep their index."""
         kv, flags = self.full_block_kv()
         with self.pool.lock:
-            self.block_table[:, : self.full_blocks] = self._store_blocks(kv, flags, indexer.index(kv, flags))
+            fields = {**indexer.index(kv, flags), **self._means(kv, flags, 0)}
+            self.block_table[:, : self.full_blocks] = self._store_blocks(kv, flags, fields)
 
     @no_inference_mode
     def crop(self, length: int) -> None:

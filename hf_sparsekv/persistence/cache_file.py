@@ -268,6 +268,8 @@ def _empty(
 ) -> FiledCache:
     """A cache without layers, of the saved configuration or of ``config`` if that agrees."""
     named = _without_removed(saved_as, file, config)
+    if "tail" in {field.name for field in fields(saved_as)}:
+        named.setdefault("tail", None)  # files of earlier releases keep no means
     try:
         if named.get("predictor", "") is None:
             if config is None:

@@ -127,7 +127,7 @@ class LayerAheadPolicy(PredictivePolicy):
         if self.packed is None:
             return store.attend(q, self.ids, "token", params)
         pages = self.packed.pages(store.block_size)
-        return store.attend(q, self.packed.page_ids, "token", params, pages=pages)
+        return store.attend(q, self.packed.page_ids, "token", params, pages=pages, columns=self.ids)
 
     def _choose_for(self, q: Tensor, store: LayerStore) -> None:
         """Write the tokens that this query wants to :attr:`ids`, and bring them to the device."""

@@ -111,6 +111,7 @@ class Memory:
     Args:
         blocks: keys and values of the physical blocks; in host memory if the cache is offloaded.
         bounds, labels: what is kept of blocks and of tokens to select them by.
+        means: of the tokens of blocks, which stand for those that are not chosen.
         tables: smaller tensors on the device.
         device_pages: device copies of what is chosen.
         working_set: estimate of the blocks that steps choose within 12 steps.
@@ -120,6 +121,7 @@ class Memory:
     blocks: int
     bounds: int = 0
     labels: int = 0
+    means: int = 0
     tables: int = 0
     device_pages: int = 0
     working_set: int = 0
@@ -138,3 +140,8 @@ class Memory:
         self.working_set = int(REUSED * batch * chosen * size * step * request.item)
         if self.device_pages:
             self.tables += sum(request.block_capacity * layer.heads * 4 for layer in layers)
+
+
+def mean_bytes(request: Request) -> int:
+    """Bytes of the running means of all physical blocks, all layers."""
+    return request.block_capacity * sum(map(request.token, request.layers))

@@ -22,7 +22,7 @@ from ..types import AttentionParams
 from .base import Policy
 from .label_index import LabelIndex, label_bytes
 from .measured import PackStats
-from .memory import Memory, Request
+from .memory import Memory, Request, mean_bytes
 from .packed import Packed
 from .plan import CROSSOVER, DENSE, Plan, planned
 from .query_ring import QueryRing
@@ -102,6 +102,7 @@ class PredictivePolicy(Policy):
         memory, config, copies = Memory(blocks=request.blocks), request.config, copied_bytes(request)
         memory.tables = queries_bytes(request)
         memory.labels = sum(request.block_capacity * label_bytes(request, layer) for layer in request.layers)
+        memory.means = 0 if config.tail is None else mean_bytes(request)
         begun = request.full_blocks * config.block_size > config.token_budget and request.context >= config.start_length
         room = None if request.offload is None else request.offload.device_pool
         if request.offload is not None and begun and (room is None or copies <= room):
@@ -112,6 +113,8 @@ class PredictivePolicy(Policy):
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
         self.labels.start(store)
+        if self.config.tail is not None and not on_second_device(self.config):
+            store.keep_means(self.config.tail_tokens)
         room, batch = room_for(self.config), store.batch
         if self.ids is None or self.ids.shape[0] != batch or self.ids.device != store.device:
             self.ids = torch.full((batch, store.heads, room), -1, dtype=torch.int32, device=store.device)
@@ -171,8 +174,13 @@ class PredictivePolicy(Policy):
             self.watch.mark_tokens(self.ids, store.block_size)
         if plan.paged:
             pages = self.packed.pages(store.block_size)
-            return store.attend(q, self.packed.page_ids, "token", params, pages=pages)
+            return store.attend(q, self.packed.page_ids, "token", params, pages=pages, columns=self.ids)
         return store.attend(q, self.ids, "token", params)
+
+    def account(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
+        super().account(q, store, plan)
+        if not plan.dense:
+            store.count_means()
 
     # ------------------------------------------------------------------ the next step
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..config import OffloadConfig, TwoLevelConfig
 from ..kv.state import Held
 from ..kv.store import LayerStore
+from ..ops.place_tokens import place_tokens
 from ..ops.seal import Index
 from ..ops.topk_select import block_select, token_select
 from ..predictor.channels import LabelChannels
@@ -19,7 +20,7 @@ from .base import Policy
 from .behind import Behind, reads_here
 from .block_metadata import BlockMetadata, bounds_bytes
 from .label_index import LabelIndex, label_bytes
-from .memory import Memory, Request
+from .memory import Memory, Request, mean_bytes
 from .plan import CROSSOVER, DENSE, Plan, planned
 from .registry import register
 from .shared import Labelled
@@ -81,6 +82,8 @@ class TwoLevelPolicy(Policy):
         of = level(config)
         if of != "block":
             memory.labels = sum(request.block_capacity * label_bytes(request, layer) for layer in request.layers)
+        if has_tail(config):
+            memory.means = mean_bytes(request)
         if of != "token":
             memory.bounds = bounds_bytes(request, kind_of(config), config.bounds_per_block)
         if request.offload is not None and request.full_blocks > config.coarse_blocks:
@@ -102,6 +105,8 @@ class TwoLevelPolicy(Policy):
             self.metadata.start(store)
         if self.labels is not None:
             self.labels.start(store)
+        if has_tail(self.config):
+            store.keep_means(self.config.tail_tokens)
 
     @property
     def observes(self) -> bool:
@@ -165,11 +170,15 @@ class TwoLevelPolicy(Policy):
         if self.behind is not None:
             self._best = q.new_empty(store.batch, store.heads, store.table.shape[1], dtype=torch.float32)
         scores = self.labels.scores(q, store, blocks, best=self._best)
-        tokens = token_select(scores, page_ids if paged else blocks, self.config.token_budget, store.block_size)
-        if self.watch is not None and blocks is None:
-            columns = token_select(scores, None, self.config.token_budget, store.block_size) if paged else tokens
-            self.watch.mark_tokens(columns, store.block_size)
-        return store.attend(q, tokens, "token", params, paged)
+        size, columns, watched = store.block_size, None, self.watch is not None and blocks is None
+        if paged and (watched or store.mean_tokens):
+            at = token_select(scores, None, self.config.token_budget, size)
+            columns, tokens = place_tokens(at, blocks, page_ids, size)
+        else:
+            tokens = token_select(scores, page_ids if paged else blocks, self.config.token_budget, size)
+        if watched:
+            self.watch.mark_tokens(tokens if columns is None else columns, size)
+        return store.attend(q, tokens, "token", params, paged, columns=columns if store.mean_tokens else None)
 
     def _enter(self, store: LayerStore) -> bool:
         """Whether chosen blocks are brought to the device; makes room for them."""
@@ -191,6 +200,7 @@ class TwoLevelPolicy(Policy):
         if self.labels is not None:
             blocks = self.config.coarse_blocks if chosen else store.full_blocks
             store.count_index(self.labels.nbytes_read(store, blocks))
+        store.count_means()
 
     def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan, again: bool = False) -> None:
         self.chosen = plan.ahead
@@ -259,3 +269,8 @@ def method(config: TwoLevelConfig) -> str:
     if of != "two_level":
         return f"{of}_only"
     return "two_level:lag" if lags(config) else "two_level"
+
+
+def has_tail(config: TwoLevelConfig) -> bool:
+    """Means stand for tokens that are not chosen."""
+    return config.tail is not None and config.level != "block"

@@ -31,7 +31,7 @@ class CacheStats:
         blocks_chosen: blocks that the coarse level kept for a step's attention.
         kv_bytes_read: bytes of keys and values of ``attended_tokens``.
         kv_bytes_dense: bytes of keys and values of ``context_tokens``.
-        index_bytes_read: bytes of block bounds and labels read to choose them.
+        index_bytes_read: bytes of block bounds and labels read to choose them, and of the means of what is not chosen.
         host_to_device_bytes, device_to_host_bytes: bytes of keys and values moved (or read in place) each way.
         needed, found: blocks (of a predictive cache: tokens) that were looked for on the device, and found there; 0
             where all are read from where they live.

@@ -48,6 +48,7 @@ class MemoryPlan:
             copies of the chosen tokens.
         bounds: least and largest key of each block, which blocks are chosen by.
         labels: quantised label channels, which tokens are chosen by.
+        means: of the keys and values of each block (``tail="mean"``).
         recent: sinks and recent tokens.
         tables: block tables, flags and counts.
         stock: sliding and other layers, which stay transformers' own.
@@ -80,12 +81,13 @@ class MemoryPlan:
     working_set: int = 0
     second: int = 0
     dense_tokens: int = 0
+    means: int = 0
 
     @property
     def cache_device(self) -> int:
         """Device bytes of the layers that the cache manages itself."""
         blocks = self.kept if self.offloaded else self.blocks
-        return self.bounds + self.labels + self.recent + self.tables + blocks + self.device_pages
+        return self.bounds + self.labels + self.means + self.recent + self.tables + blocks + self.device_pages
 
     @property
     def cache_host(self) -> int:
@@ -229,6 +231,7 @@ def plan_memory(
         blocks=kept + memory.blocks,
         bounds=memory.bounds,
         labels=memory.labels,
+        means=memory.means,
         recent=recent,
         tables=len(dense + sparse) * tables + memory.tables,
         stock=stock,

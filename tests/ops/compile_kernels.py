@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -38,6 +39,7 @@ from hf_sparsekv.ops.latent_rope.triton import latent_rope
 from hf_sparsekv.ops.mass_select.reference import LENGTHS, TOTALS
 from hf_sparsekv.ops.mass_select.triton import mass_select
 from hf_sparsekv.ops.pack.triton import pack
+from hf_sparsekv.ops.place_tokens.triton import place_tokens
 from hf_sparsekv.ops.qk_rope.triton import qk_rope
 from hf_sparsekv.ops.query_predict.triton import query_predict
 from hf_sparsekv.ops.query_ring.triton import push
@@ -73,6 +75,8 @@ def sparse_decodes() -> None:
     usual = Decode(batch=1, group=4, dk=128, dv=128, block_size=64, cap=3, chosen=2)
     latents = Decode(batch=1, heads=1, group=20, dk=576, dv=512, block_size=64, cap=3, chosen=2, latents=True)
     for case in (usual, latents):
+        args, named = replace(case, span=4, cap=9).make(place(), "token")
+        sparse_decode(*args, **named)
         for granularity in ("token", "block", "all"):
             args, named = case.make(place(), granularity)
             sparse_decode(*args, **named)
@@ -87,9 +91,12 @@ def sparse_decodes() -> None:
 def recent_tokens() -> None:
     """A new token, a full block of the ring, a query."""
     latents = {"batch": 1, "heads": 1, "seen": (9,), "dk": 576, "dv": 0, "channels": 128, "block_size": 64}
-    seal(**BY_NAME["seal"].call(place(), Seal(batch=1, seen=(9,), dk=128, dv=128, channels=32, block_size=64)))
+    usual = Seal(batch=1, seen=(9,), dk=128, dv=128, channels=32, block_size=64)
+    for earlier in (None, 3):
+        seal(**BY_NAME["seal"].call(place(), replace(usual, earlier=earlier)))
     seal(**BY_NAME["seal"].call(place(), Seal(**latents, metadata="mean")))
     seal(**BY_NAME["seal"].call(place(), Seal(**latents, metadata="cuboid_mean", bits=16)))
+    seal(**BY_NAME["seal"].call(place(), Seal(**latents, earlier=1)))
     k, near, valid = place().randn(1, 8, 1, 128), place().nan(1, 8, 72, 256), torch.ones(1, 72, dtype=torch.bool)
     one = torch.ones(1, dtype=torch.int32)
     append(k, k, None, near, valid, one, 4)
@@ -159,6 +166,8 @@ def pages() -> None:
     lists = [ids.clone(), ids.clone(), place().nan(2, 2, 40, 128), ids.clone()]
     pack(ids, kv, block_table, *lists)
     pack(ids, kv, block_table, *lists, enabled=state.enabled, counters=state.counters[:2])
+    place_tokens(ids, ids, ids, 64)
+    place_tokens(ids, None, ids, 64)
     pairs = torch.zeros(4, 2, dtype=torch.int32)
     block_copy(kv, place().nan(4, 16, 128), pairs, torch.ones(1, dtype=torch.int32))
     for window in (0, 16):

@@ -32,6 +32,7 @@ class Case:
     learned_sink: bool = False
     splits: int | None = None
     latents: bool = False  # values are the beginning of their keys
+    span: int | None = None  # blocks whose mean stands for their unselected tokens
 
     def make(self, place, granularity: str) -> tuple[list, dict]:
         """Arguments: shared blocks in any order with holes, and NaN in every token that may not be read."""
@@ -61,7 +62,20 @@ class Case:
             "softcap": self.softcap,
             "sink_logits": place.randn(self.heads * self.group) if self.learned_sink else None,
         }
+        if self.span is not None and granularity == "token":
+            named |= self._means(place, flags, block_table, width)
         return args, named
+
+    def _means(self, place, flags, block_table, width) -> dict:
+        """Means in the last block of each span; NaN in those before it."""
+        means = place.nan(self.cap + 2, self.heads, width)
+        for row in block_table.tolist():
+            for first in range(0, self.cap, self.span):
+                there = [block for block in row[first : first + self.span] if block >= 0]
+                if there:
+                    means[there[-1]] = place.randn(self.heads, width)
+        fill = (flags == 1).sum(-1, dtype=torch.int32)
+        return {"means": means, "fill": fill, "mean_tokens": self.span * self.block_size}
 
     def _ids(self, place, granularity, flags, block_table):
         """Ascending ids with -1 at the end, of another number in each row; tokens only where they are selectable."""
@@ -97,6 +111,8 @@ def in_pages(place, args, named):
     head = torch.arange(heads, device=kv.device)[None, :, None]
     page_ids = torch.where(ids < 0, -1, page_id_of[physical_id.long(), head])
     named = dict(named, pages=pages)
+    if "means" in named:
+        named["columns"] = ids
     if named["granularity"] == "block":
         named["page_ids"] = page_ids
     else:

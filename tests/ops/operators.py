@@ -208,6 +208,15 @@ def append(place, batch, heads, new, dk, dv, sinks, ring, cached, padded):
     return k, v, place.rand(batch, new) > 0.4 if padded else None, recent_kv, recent_valid, column(place, cached), sinks
 
 
+def place_tokens(place, batch, heads, k, n, block_size, listed=True):
+    """Some blocks are in host memory, which a negative page id says; half of the tokens are none."""
+    at = place.randint(0, n * block_size, batch, heads, k).masked_fill(place.rand(batch, heads, k) < 0.5, -1)
+    blocks = shuffled(place, batch * heads, n + 9, n).view(batch, heads, n)
+    pages = place.randint(0, 1000, batch, heads, n)
+    pages = torch.where(place.rand(batch, heads, n) < 0.4, -(pages + 2), pages)
+    return at, blocks if listed else None, pages, block_size
+
+
 def push(place, batch, heads, new, dim, ring, at, padded):
     q, valid = place.randn(batch, new, heads, dim).transpose(1, 2), place.rand(batch, new) > 0.4 if padded else None
     count, position = (place.nan(n, dtype=torch.int32) for n in (batch, 1))
@@ -253,11 +262,13 @@ class Seal:
     bounds: bool = True
     metadata: str = "min_max"
     keeps: bool = True
+    earlier: int | None = None  # blocks before this one in its span, whose mean goes on
 
 
 def seal(place, case: Seal) -> tuple:
     """A recent buffer with holes in the block, physical blocks full of what must not stay."""
-    ring, capacity = 3 * case.block_size, case.batch + 3
+    more = case.earlier or 0
+    ring, capacity = 3 * case.block_size, case.batch * (1 + more) + 3
     near = case.sinks + ring
     valid = torch.ones(case.batch, near, dtype=torch.bool, device=place.device)
     at = case.sinks + case.block_size
@@ -284,8 +295,15 @@ def seal(place, case: Seal) -> tuple:
             index["codes"] = place.nan(*kept, case.channels)
     recent_kv = place.randn(case.batch, case.heads, near, case.dk + case.dv)
     recent_kv[0, 0, at + 1, : case.dk] = 0.5  # a token whose labels are all the same: scale 0
-    block_table, kv = place.randperm(capacity)[: case.batch], place.nan(*kept, case.dk + case.dv if case.keeps else 0)
+    order, kv = place.randperm(capacity), place.nan(*kept, case.dk + case.dv if case.keeps else 0)
+    block_table, earlier = order[: case.batch], order[case.batch : case.batch * (1 + more)]
     flags, fill = place.nan(capacity, case.block_size, dtype=torch.uint8), place.nan(capacity, dtype=torch.int32)
+    if case.earlier is not None:
+        index["means"] = place.nan(capacity, case.heads, case.dk + case.dv)
+        index["earlier"] = earlier.view(case.batch, more)
+        if more:
+            index["means"][index["earlier"][:, -1].long()] = place.randn(case.batch, case.heads, case.dk + case.dv)
+        fill[earlier.long()] = place.randint(0, case.block_size + 1, len(earlier))
     return recent_kv, valid, at, case.sinks, seen, block_table, kv, flags, fill, Index(**index)
 
 
@@ -436,6 +454,11 @@ AVERAGES = {
     "latents, parts": Seal(heads=1, dk=576, dv=0, channels=0, block_size=32, parts=2, metadata="cuboid_mean"),
     "mean": Seal(metadata="mean", block_size=32, dk=128),
     "mean of parts": Seal(metadata="mean", block_size=32, parts=2, seen=(1, 9)),
+    "running mean, first of its span": Seal(channels=0, bounds=False, earlier=0),
+    "running mean": Seal(earlier=3, dk=80, dv=48, heads=3),
+    "running mean, first block": Seal(earlier=0, sinks=20, seen=(0, 0), padded=False, metadata="cuboid_mean"),
+    "running mean, latents": Seal(heads=1, dk=576, dv=0, channels=128, block_size=64, bounds=False, earlier=1),
+    "running mean, kept elsewhere": Seal(channels=0, keeps=False, bounds=False, earlier=2, seen=(0, 3)),
 }
 
 
@@ -525,6 +548,22 @@ OPERATORS = [
         },
         options=((True, False),),  # normalised
         ratio=lambda place, normalise: 2e-6,  # products of rounded inputs are the same, in float32
+    ),
+    Operator(
+        "place_tokens",
+        place_tokens,
+        # batch, heads, tokens, blocks, block_size
+        {
+            "usual": (2, 3, 70, 9, 16),
+            "several tiles": (1, 2, 700, 5, 128),
+            "one block": (3, 1, 5, 1, 64),
+            "all blocks": (2, 3, 70, 9, 16, False),
+            "no tokens": (2, 2, 0, 3, 16),
+        },
+        small=(2, 2, 40, 5, 16),
+        ratio=equal,
+        views={"at": "rows", "block_ids": "rows", "page_ids": "inside"},
+        far={"at": 0},
     ),
     Operator(
         "append",

@@ -53,12 +53,100 @@ SHAPES = {
     "latents, blocks of 128": replace(LATENTS, block_size=128, cap=3, chosen=2, splits=2, batch=1),
 }
 
+MEANS_ARGUMENTS = ("means", "fill", "mean_tokens")
+
+# Chosen tokens alone.
+MEANS = {
+    "a block": Case(span=1),
+    "two blocks, sinks": Case(span=2, learned_sink=True, group=3, dk=80, dv=64),
+    "four blocks, softcap": Case(span=4, softcap=2.0, cap=19, chosen=4, batch=3, heads=1),
+    "more than there are": Case(span=8, cap=5, dk=48, dv=96),
+    "many splits": Case(span=2, splits=50, cap=80, chosen=30, batch=1, heads=1, dk=256, dv=256),
+    "one split": Case(span=1, splits=1, cap=70, chosen=40, batch=1, heads=1),
+    "nothing chosen": Case(span=1, chosen=0),
+    "nothing cached": Case(span=2, chosen=0, cap=0),
+    "latents": replace(LATENTS, span=1),
+    "latents, 40 heads": replace(LATENTS, span=2, group=40, batch=1, block_size=64, cap=7, chosen=2),
+    "latents, many splits": replace(LATENTS, span=1, splits=50, batch=1, cap=75, chosen=11, ring=70),
+    "latents, softcap and sink logits": replace(LATENTS, span=4, softcap=2.0, learned_sink=True, cap=9),
+    "latents, nothing cached": replace(LATENTS, span=2, chosen=0, cap=0),
+}
+
 
 @pytest.mark.pairwise
 @ALL_WAYS
 @pytest.mark.parametrize("case", SHAPES.values(), ids=SHAPES.keys())
 def test_against_reference(place, case, granularity):
     check(place, case, granularity)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("case", MEANS.values(), ids=MEANS.keys())
+def test_means(place, case):
+    check(place, case, "token")
+
+
+@pytest.mark.parametrize("latents", [False, True])
+def test_means_of_unselected_tokens(place32, latents):
+    """A span stands in for its tokens that are not chosen, and for none if all are: then its mean is not read."""
+    case = replace(LATENTS, batch=1, span=2) if latents else Case(batch=1, heads=1, span=2)
+    args, named = case.make(place32, "token")
+    args[2].fill_(1)
+    args[3] = torch.arange(7, dtype=torch.int32, device=place32.device)[None]
+    args[1] = torch.randn_like(args[1])
+    named["fill"].fill_(16)
+    named["means"] = torch.randn_like(named["means"])
+    named["means"][3] = torch.nan  # of columns 32 to 63
+    ids = [*range(3, 32, 7), *range(32, 64), 111]
+    args[4] = torch.tensor([[[*ids, -1, -1]]], dtype=torch.int32, device=place32.device)
+    got = sparse_decode(*args, **named)
+    # The same attention to as many copies of each mean.
+    kv = args[1][:, 0].flatten(0, 1)[ids]
+    copies = [named["means"][last, 0].expand(n, -1) for last, n in ((1, 27), (5, 32), (6, 15))]
+    kv = torch.cat((kv, args[5][0, 0][args[6][0]], *copies))
+    logits = args[0][0] @ kv[:, : case.dk].T * named["scale"]
+    first = 0 if latents else case.dk
+    place32.close(got[0], (logits.softmax(-1) @ kv[:, first : first + case.dv]).cpu())
+
+
+def test_means_with_all_chosen_change_nothing(place32):
+    args, named = Case(batch=2, span=2, cap=5).make(place32, "token")
+    columns = torch.where((args[2] == 1)[args[3].clamp_min(0).long()] & (args[3] >= 0)[..., None], 0, -1).flatten(1)
+    each = torch.arange(80, dtype=torch.int32, device=place32.device)
+    args[4] = torch.where(columns < 0, 1000, each).sort(-1).values[:, None].repeat(1, 2, 1)
+    args[4] = torch.where(args[4] == 1000, -1, args[4]).int()
+    with_means = sparse_decode(*args, **{**named, "means": torch.full_like(named["means"], torch.nan)})
+    without = sparse_decode(*args, **{name: held for name, held in named.items() if name not in MEANS_ARGUMENTS})
+    place32.close(with_means, without.cpu())
+
+
+def test_lists_of_different_lengths_leave_the_rest_to_means(place):
+    args, named = Case(span=2, heads=2).make(place, "token")
+    named["used"] = torch.tensor([[3, 0], [5, 2]], dtype=torch.int32, device=place.device)
+    args[4] = args[4].abs()
+    place.close(sparse_decode(*args, **named), expect(args, named)[0], ratio=RATIO.get(place.dtype))
+
+
+def test_means_of_paged_tokens(place):
+    for case in (Case(span=2), replace(LATENTS, span=2)):
+        args, named = in_pages(place, *case.make(place, "token"))
+        expected = expect(args, named)[0]
+        place.close(sparse_decode(*args, **named), expected, ratio=RATIO.get(place.dtype))
+
+
+@ALL_WAYS
+def test_means_that_do_not_fit_are_refused(place32, granularity):
+    for function in (sparse_decode, reference):
+        args, named = Case(span=2).make(place32, "token")
+        for mean_tokens in (None, 8, 24):
+            with pytest.raises(ValueError, match="mean_tokens must be a multiple of block_size=16"):
+                function(*args, **{**named, "mean_tokens": mean_tokens})
+        if granularity != "token":
+            with pytest.raises(ValueError, match=f"means go with granularity='token', not '{granularity}'"):
+                function(*args, **{**named, "granularity": granularity})
+        args, named = in_pages(place32, args, named)
+        with pytest.raises(ValueError, match="means need their columns"):
+            function(*args, **{**named, "columns": None})
 
 
 @pytest.mark.gpu

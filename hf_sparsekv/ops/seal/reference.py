@@ -24,6 +24,8 @@ class Index:
         codes: uint8 ``[num_blocks, H, block_size, r / 2]``, or ``[..., r]`` in the keys' dtype.
         qparams: float16 ``[num_blocks, H, block_size, 2]``; None with unquantised codes.
         metadata: what ``bounds`` are.
+        means: ``[num_blocks, H, D]``, running means, see :func:`running_means`.
+        earlier: int32 ``[batch, n]``, physical blocks of those before this one in its span; with ``means``.
     """
 
     key_dim: int
@@ -33,6 +35,8 @@ class Index:
     codes: Tensor | None = None
     qparams: Tensor | None = None
     metadata: str = "min_max"
+    means: Tensor | None = None
+    earlier: Tensor | None = None
 
 
 def key_metadata(keys: Tensor, usable: Tensor, parts: int, metadata: str = "min_max") -> Tensor:
@@ -108,6 +112,37 @@ def quantise_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
     return digits[..., :half] | (digits[..., half:] << 4), torch.cat((scale, zero), dim=-1)
 
 
+def running_means(
+    blocks: Tensor, usable: Tensor, before: Tensor, count: Tensor, *, first: int = 0, span: int = 1
+) -> Tensor:
+    """The mean of the usable tokens of each block and of those before it in its span, keys beside values.
+
+    Spans are ``span`` blocks each, so that the last block of a span has the mean of all of it, and the last full block
+    that of a span that still grows: no block changes when one is added.
+
+    Args:
+        blocks: ``[n, batch, H, block_size, D]``, one after the other.
+        usable: bool ``[n, batch, block_size]``.
+        before: ``[batch, H, D]``, what the block before the first one has.
+        count: int ``[batch]``, usable tokens that ``before`` is the mean of.
+        first: place of the first block in its span; 0: ``before`` and ``count`` are not looked at.
+
+    Returns:
+        ``[n, batch, H, D]`` in the blocks' dtype; zeros where no token is usable.
+    """
+    n, batch, heads, _, dim = blocks.shape
+    held = blocks.masked_fill(~usable[:, :, None, :, None], 0.0).sum(3, dtype=torch.float32)
+    held = torch.cat((held.new_zeros(first, batch, heads, dim), held))
+    tokens = torch.cat((usable.new_zeros(first, batch, dtype=torch.int64), usable.sum(-1)))
+    if first:
+        tokens[first - 1] = count
+        held[first - 1] = before.float() * count[:, None, None]
+    more = -len(held) % span
+    held, tokens = (torch.cat((x, x.new_zeros(more, *x.shape[1:]))).unflatten(0, (-1, span)) for x in (held, tokens))
+    mean = held.cumsum(1) / tokens.cumsum(1).clamp_min(1)[..., None, None]
+    return mean.flatten(0, 1)[first : first + n].to(blocks.dtype)
+
+
 def seal(
     recent_kv: Tensor,
     recent_valid: Tensor,
@@ -124,7 +159,8 @@ def seal(
 
     The first ``sinks`` valid tokens of a row are its sinks: they are copied to the front of the recent buffer and
     cannot be selected. Keys and values go to the rows' physical blocks, as they are; what the selection reads is made
-    of the selectable tokens (bounds) or of all (labels). The block's entries of the recent buffer become invalid.
+    of the selectable tokens (bounds, means) or of all (labels). The block's entries of the recent buffer become
+    invalid.
 
     Args:
         recent_kv: ``[batch, H, sinks + R, Dk + Dv]``; its first ``sinks`` entries may be written.
@@ -163,5 +199,11 @@ def seal(
             index.codes[to] = labels
         else:
             index.codes[to], index.qparams[to] = quantise_labels(labels)
+    if index.means is not None:
+        earlier = index.earlier.long()
+        first, count = earlier.shape[1], fill[earlier].sum(-1)
+        before = index.means[earlier[:, -1]] if first else index.means[to]
+        found = running_means(block[None], usable[None], before, count, first=first, span=first + 1)
+        index.means[to] = found[0]
     seen += valid.sum(1, dtype=torch.int32)
     recent_valid[:, span] = False

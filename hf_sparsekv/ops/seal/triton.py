@@ -30,6 +30,17 @@ class Bounds(NamedTuple):
     side: Any
 
 
+class Means(NamedTuple):
+    """``[num_blocks, H, D]``, and the physical blocks ``[batch, blocks]`` before this one in its span."""
+
+    ptr: Any
+    block: Any
+    head: Any
+    earlier: Any
+    earlier_row: Any
+    blocks: Any
+
+
 @triton.jit
 def _most(a, b):
     """The larger one, or NaN: a maximum would leave it out."""
@@ -66,6 +77,7 @@ def seal_block_kernel(
     channels,
     codes,
     qparams,
+    means,
     at,
     sinks,
     limit,
@@ -97,6 +109,7 @@ def seal_block_kernel(
         b_channel = tl.load(p_channel + o_r, mask=m_r, other=0)  # [BR]
         if qparams is not None:
             b_channel_2 = tl.load(p_channel + R + o_r, mask=m_r, other=0)  # [BR]
+    b_all_k, b_all_v = tl.zeros([BK], tl.float32), tl.zeros([BV], tl.float32)
     filled = 0
     for i_part in range(PARTS):
         b_max = tl.full([BK], -1.0, tl.float32) * limit
@@ -118,6 +131,9 @@ def seal_block_kernel(
             p_sink = p_row + b_nth[:, None].to(tl.int64) * recent.token
             tl.store(p_sink + o_k[None, :], b_k, mask=m_sink & m_k[None, :])
             tl.store(p_sink + DK + o_v[None, :], b_v, mask=m_sink & m_v[None, :])
+            if means is not None:
+                b_all_k += tl.sum(tl.where(b_usable[:, None], b_k.to(tl.float32), 0.0), 0)
+                b_all_v += tl.sum(tl.where(b_usable[:, None], b_v.to(tl.float32), 0.0), 0)
             if bounds is not None:
                 b_k = b_k.to(tl.float32)
                 b_sum += tl.sum(tl.where(b_usable[:, None], b_k, 0.0), 0)
@@ -173,6 +189,20 @@ def seal_block_kernel(
         if part_fill is not None:
             tl.store(part_fill.ptr + physical_id * part_fill.row + i_part, part_filled, mask=i_head == 0)
         filled += part_filled
+    if means is not None:
+        last, before = tl.full([], -1, tl.int32), 0
+        for j in range(means.blocks):
+            last = tl.load(means.earlier + i_batch * means.earlier_row + j)
+            before += tl.load(p_fill + last)
+        p_mean = means.ptr + i_head * means.head
+        p_last = p_mean + tl.maximum(last, 0).to(tl.int64) * means.block
+        count = tl.maximum(before + filled, 1).to(tl.float32)
+        b_k = tl.load(p_last + o_k, mask=m_k & (last >= 0), other=0.0).to(tl.float32)
+        b_v = tl.load(p_last + DK + o_v, mask=m_v & (last >= 0), other=0.0).to(tl.float32)
+        b_k, b_v = (b_k * before + b_all_k) / count, (b_v * before + b_all_v) / count
+        p_mean += physical_id * means.block
+        tl.store(p_mean + o_k, b_k.to(means.ptr.dtype.element_ty), mask=m_k)
+        tl.store(p_mean + DK + o_v, b_v.to(means.ptr.dtype.element_ty), mask=m_v)
     tl.store(p_fill + physical_id, filled, mask=i_head == 0)
 
 
@@ -204,8 +234,12 @@ def seal(recent_kv, recent_valid, at, sinks, seen, physical_ids, kv, flags, fill
     size, dk = kv.shape[2], index.key_dim
     require_dense_rows(recent_kv=recent_kv, recent_valid=recent_valid, kv=kv, flags=flags, bounds=index.bounds)
     require_dense_rows(part_fill=index.part_fill, channels=index.channels, codes=index.codes, qparams=index.qparams)
+    require_dense_rows(means=index.means, earlier=index.earlier)
     parts = 1 if index.bounds is None else index.bounds.shape[1]
-    valid = operand(Table, recent_valid)
+    valid, means = operand(Table, recent_valid), None
+    if index.means is not None:
+        earlier = index.earlier
+        means = Means(index.means, *index.means.stride()[:2], earlier, earlier.stride(0), earlier.shape[1])
     launch(
         seal_block_kernel,
         (batch * heads,),
@@ -222,6 +256,7 @@ def seal(recent_kv, recent_valid, at, sinks, seen, physical_ids, kv, flags, fill
         operand(Rows, index.channels),
         operand(PagedKV, index.codes),
         operand(PagedKV, index.qparams),
+        means,
         at,
         sinks,
         torch.finfo(recent_kv.dtype).max,

@@ -17,7 +17,7 @@ import triton.language as tl
 from .._operands import batch_and_head, padded, row_ptr
 from .._overlap import release, wait
 from .._paged import SELECTABLE, VALID, find_blocks, find_tokens, locate
-from .split import base_2, count_from_host, store_part, weigh, whole
+from .split import base_2, count_from_host, open_means, store_part, times, weigh, whole
 
 
 @triton.jit
@@ -44,11 +44,16 @@ def load_rows(p_row, m_n, DK: tl.constexpr, DV: tl.constexpr, BC: tl.constexpr, 
 
 
 @triton.jit
-def take_rows(b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_n, scale, softcap):
-    """Take a tile of rows into the running softmax: those that ``m_n [BN]`` marks."""
+def take_rows(b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_n, b_unread, scale, softcap):
+    """Take a tile of rows into the running softmax: those that ``m_n [BN]`` marks.
+
+    ``b_unread [BN]``: of how many tokens each is the mean, or None.
+    """
     b_c, b_r = b_c.to(b_qc.dtype), b_r.to(b_qc.dtype)  # float32 where dtypes differ
     b_s = tl.dot(b_qc, tl.trans(b_c), input_precision="ieee")  # [BH, BN]
     b_s = base_2(tl.dot(b_qr, tl.trans(b_r), b_s, input_precision="ieee"), scale, softcap)
+    if b_unread is not None:
+        b_s = times(b_s, b_unread)
     b_p, b_max, b_keep = weigh(tl.where(m_n[None, :], b_s, float("-inf")), b_max)
     b_sum = b_sum * b_keep + tl.sum(b_p, 1)
     b_acc = tl.dot(b_p.to(b_c.dtype), b_c, b_acc * b_keep[:, None], input_precision="ieee")  # [BH, BC]
@@ -74,9 +79,11 @@ def sparse_decode_latent_tokens_kernel(
     table,
     ids,
     used,
+    means,
     parts,
     from_host,
     n,
+    near_parts,
     scale,
     softcap,
     NATIVE: tl.constexpr,
@@ -90,7 +97,10 @@ def sparse_decode_latent_tokens_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attend to one part of the ``n`` chosen tokens and the recent buffer: one row, one KV head, ``BH`` query heads."""
+    """Attend to one part of the ``n`` chosen tokens and the recent buffer: one row, one KV head, ``BH`` query heads.
+
+    The first ``near_parts`` parts; those behind them share the means.
+    """
     wait(PDL)
     BC: tl.constexpr = padded(DV)
     BR: tl.constexpr = padded(DK - DV)
@@ -107,7 +117,10 @@ def sparse_decode_latent_tokens_kernel(
     p_recent, p_valid = row_ptr(recent, i_batch, i_head), recent.valid + i_batch * recent.valid_batch
     if used is not None:
         n = tl.minimum(n, tl.load(row_ptr(used, i_batch, i_head)))
-    for i in tl.range(i_part * BN, n + recent.end, tl.num_programs(1) * BN, num_stages=STAGES):
+    end = n + recent.end
+    if means is not None:
+        end = tl.where(i_part < near_parts, end, 0)
+    for i in tl.range(i_part * BN, end, near_parts * BN, num_stages=STAGES):
         o_n = i + tl.arange(0, BN)
         m_recent = (o_n >= n) & (o_n < n + recent.end)
         b_valid = tl.load(p_valid + o_n - n, mask=m_recent, other=0)  # [BN]
@@ -119,7 +132,16 @@ def sparse_decode_latent_tokens_kernel(
         m_n = m_n | (b_valid != 0)
         b_count += m_n.to(tl.int32)
         b_c, b_r = load_rows(p_row, m_n, DK, DV, BC, BR)
-        b_max, b_sum, b_acc = take_rows(b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_n, scale, softcap)
+        b_max, b_sum, b_acc = take_rows(b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_n, None, scale, softcap)
+    if means is not None:
+        spans = tl.cdiv(means.cap, means.span)
+        first = tl.where(i_part < near_parts, spans, (i_part - near_parts) * BN)
+        step = tl.maximum(tl.num_programs(1) - near_parts, 1) * BN
+        for i in tl.range(first, spans, step, num_stages=1):
+            p_row, b_unread = open_means(i, means, n, p_table, i_batch, i_head, BLOCK_SIZE, BN)
+            m_n = b_unread > 0
+            b_c, b_r = load_rows(p_row, m_n, DK, DV, BC, BR)
+            b_max, b_sum, b_acc = take_rows(b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_n, b_unread, scale, softcap)
 
     release(PDL)
     if from_host is not None:
@@ -235,7 +257,7 @@ def sparse_decode_latent_blocks_kernel(
             i + step, n, physical_id, page, kv, pages, recent, flags, i_batch, i_head, CHOSEN, STEP, BLOCK_SIZE, BN
         )
         physical_id, page = find_blocks((i + 2 * step) // BLOCK_SIZE, i + 2 * step < n, p_table, p_ids, p_page_ids)
-        b_max, b_sum, b_acc = take_rows(b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_now, scale, softcap)
+        b_max, b_sum, b_acc = take_rows(b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_now, None, scale, softcap)
 
     release(PDL)
     if from_host is not None:

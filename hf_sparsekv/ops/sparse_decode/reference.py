@@ -30,9 +30,17 @@ def sparse_decode(
     from_host: Tensor | None = None,
     lse: Tensor | None = None,
     used: Tensor | None = None,
+    means: Tensor | None = None,
+    fill: Tensor | None = None,
+    mean_tokens: int | None = None,
+    columns: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention over the recent buffer and the chosen part of the stored blocks.
+
+    With ``means`` the selectable tokens that are not attended count, too: each span of ``mean_tokens`` columns stands
+    in as one token, of the mean key and the mean value of its selectable tokens, as many times as it has tokens that
+    are not attended (the estimation zone of RetroInfer, arXiv 2505.02922).
 
     Args:
         q: ``[batch, Hq, Dk]``.
@@ -63,6 +71,12 @@ def sparse_decode(
             where it is 0.
         used: ``[batch, H]`` int32; with ``granularity="token"`` only that many of the ``ids`` are attended, and what
             is behind them is not read: lists of different lengths.
+        means: ``[num_blocks, H, Dk + Dv]`` (or ``[..., Dk]``, as ``kv``), on q's device: the mean of the selectable
+            tokens of a block and of those before it in its span. So that of a span is its last block's. With
+            ``granularity="token"`` only. Neither ``attended`` nor ``from_host`` counts it.
+        fill: ``[num_blocks]`` int32, selectable tokens of each block; with ``means``.
+        mean_tokens: columns of a span, a multiple of ``block_size``; with ``means``. The first span begins at column 0.
+        columns: ``[batch, H, n]`` int32, the columns of the ``ids`` where these are places (``pages``); with ``means``.
 
     Returns:
         ``[batch, Hq, Dv]`` in q's dtype, ``out`` if given. A row with nothing to attend to gives zeros, one that
@@ -71,8 +85,11 @@ def sparse_decode(
     batch, q_heads, dk = q.shape
     heads, block_size = kv.shape[1:3]
     skip = sinks if granularity == "all" else 0
+    check_means(means, mean_tokens, granularity, block_size, pages is not None, columns)
+    listed = ids if columns is None else columns
     if used is not None:
-        ids = ids.masked_fill(torch.arange(ids.shape[-1], device=ids.device) >= used[..., None], -1)
+        behind = torch.arange(ids.shape[-1], device=ids.device) >= used[..., None]
+        ids, listed = ids.masked_fill(behind, -1), listed.masked_fill(behind, -1)
     if pages is None:
         stored, usable = gather(kv, flags, block_table, ids, granularity, heads, block_size)
         at_home = usable
@@ -89,17 +106,61 @@ def sparse_decode(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits.masked_fill(~usable[:, :, None], float("-inf"))
+    # What is not attended may hold anything, NaN included: 0 x NaN must not reach the sum.
+    values = values_of(chosen, dk, value_dim).masked_fill(~usable[..., None], 0.0)
+    if attended is not None:
+        attended += usable.sum(-1)
+    if means is not None:
+        mean, unread = gather_means(means, fill, block_table, listed, mean_tokens // block_size, mean_tokens)
+        stand = q.float().view(batch, heads, q_heads // heads, dk) @ mean[..., :dk].transpose(-1, -2) * scale
+        if softcap is not None:
+            stand = softcap * torch.tanh(stand / softcap)
+        stand = stand.masked_fill((unread <= 0)[:, :, None], float("-inf")) + unread.clamp_min(1).log()[:, :, None]
+        logits = torch.cat((logits, stand), dim=-1)
+        values = torch.cat((values, values_of(mean, dk, value_dim)), dim=2)
     if sink_logits is not None:
         extra = sink_logits.float().view(1, heads, -1, 1).expand(batch, -1, -1, -1)
         logits = torch.cat((logits, extra), dim=-1)
     if lse is not None:
         lse.copy_(logits.logsumexp(-1).flatten(1))
-    weights = softmax(logits)[..., : chosen.shape[2]]
-    # What is not attended may hold anything, NaN included: 0 x NaN must not reach the sum.
-    values = values_of(chosen, dk, value_dim).masked_fill(~usable[..., None], 0.0)
-    if attended is not None:
-        attended += usable.sum(-1)
+    weights = softmax(logits)[..., : values.shape[2]]
     return give((weights @ values).to(q.dtype).flatten(1, 2), out)
+
+
+def check_means(
+    means: Tensor | None, span: int | None, granularity: str, block_size: int, paged: bool, columns: Tensor | None
+) -> None:
+    """Raise ``ValueError`` for means that such a call cannot have."""
+    if means is None:
+        return
+    if granularity != "token":
+        raise ValueError(f"means go with granularity='token', not {granularity!r}: they stand for unselected tokens")
+    if span is None or span < block_size or span % block_size:
+        raise ValueError(f"mean_tokens must be a multiple of block_size={block_size}, got {span}")
+    if paged and columns is None:
+        raise ValueError("with pages the ids are places: means need their columns as well")
+
+
+def gather_means(
+    means: Tensor, fill: Tensor, block_table: Tensor, columns: Tensor, blocks: int, tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Means ``[batch, H, spans, D]`` of spans of ``blocks`` blocks, and how many tokens each stands for.
+
+    float32, zeros where it stands for none.
+    """
+    batch, heads = columns.shape[:2]
+    spans = -(-block_table.shape[1] // blocks)
+    table = torch.nn.functional.pad(block_table.long(), (0, spans * blocks - block_table.shape[1]), value=-1)
+    table = table.unflatten(1, (spans, blocks))
+    there = table >= 0
+    held = fill[table.clamp_min(0)].masked_fill(~there, 0).sum(-1)  # [batch, spans]
+    last = (there * torch.arange(1, blocks + 1, device=table.device)).amax(-1).clamp_min(1) - 1
+    at = table.gather(-1, last[..., None])[..., 0].clamp_min(0)  # [batch, spans]
+    taken = torch.zeros(batch, heads, spans + 1, dtype=torch.int64, device=columns.device)
+    span = torch.where(columns < 0, spans, columns // tokens).long()
+    taken.scatter_add_(-1, span, torch.ones_like(span))
+    unread = (held[:, None] - taken[..., :spans]).clamp_min(0)
+    return means[at].transpose(1, 2).float().masked_fill((unread == 0)[..., None], 0.0), unread.float()
 
 
 def softmax(logits: Tensor) -> Tensor:

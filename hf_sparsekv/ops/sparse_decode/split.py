@@ -33,6 +33,31 @@ class Recent(NamedTuple):
     end: Any
 
 
+class Means(NamedTuple):
+    """What stands for the tokens that are not attended.
+
+    ``means [num_blocks, H, D]``, ``fill [num_blocks]``, the chosen columns ``[batch, H, n]``, the block table's width,
+    and the blocks that share a mean.
+    """
+
+    ptr: Any
+    block: Any
+    head: Any
+    fill: Any
+    columns: Any
+    columns_batch: Any
+    columns_head: Any
+    cap: Any
+    span: Any
+
+
+class Cut(NamedTuple):
+    """Stored tokens to share out, and tokens of a part."""
+
+    n: Any
+    per_split: Any
+
+
 class Parts(NamedTuple):
     """float32 results of each part, contiguous: attention ``[rows, parts, G, Dv]``, logarithm to base 2 of the
     denominator ``[rows, parts, G]`` and number of tokens ``[rows, parts]``.
@@ -64,6 +89,36 @@ def weigh(b_s, b_max):
 
 
 @triton.jit
+def open_means(i, means, n, p_table, i_batch, i_head, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr):
+    """Of the spans ``i .. i + BN - 1``: where their means are ``[BN]``, and how many of their
+    tokens are not among the ``n`` chosen ones ``[BN]``.
+    """
+    LISTED: tl.constexpr = 256  # chosen tokens at once
+    b_last, b_unread = tl.full([BN], -1, tl.int32), tl.zeros([BN], tl.int32)
+    for j in range(means.span):
+        o_block = (i + tl.arange(0, BN)) * means.span + j
+        b_physical_id = tl.load(p_table + o_block, mask=o_block < means.cap, other=-1)
+        m_there = b_physical_id >= 0
+        b_unread += tl.load(means.fill + b_physical_id, mask=m_there, other=0)
+        b_last = tl.where(m_there, b_physical_id, b_last)
+    p_columns = means.columns + i_batch * means.columns_batch + i_head * means.columns_head
+    for j in range(0, n, LISTED):
+        o_n = j + tl.arange(0, LISTED)
+        b_column = tl.load(p_columns + o_n, mask=o_n < n, other=-1)
+        b_at = b_column // (means.span * BLOCK_SIZE) - i
+        m_here = (b_column >= 0) & (b_at >= 0) & (b_at < BN)
+        b_unread -= tl.histogram(tl.where(m_here, b_at, 0), BN, mask=m_here)
+    p_mean = means.ptr + tl.maximum(b_last, 0).to(tl.int64) * means.block + i_head * means.head
+    return p_mean, tl.maximum(b_unread, 0)
+
+
+@triton.jit
+def times(b_s, b_unread):
+    """Logits to base 2 ``b_s [heads, spans]`` of means that stand for ``b_unread [spans]`` tokens each."""
+    return b_s + tl.log2(tl.maximum(b_unread, 1).to(tl.float32))[None, :]
+
+
+@triton.jit
 def take_tile(
     b_q,
     b_max,
@@ -71,6 +126,7 @@ def take_tile(
     b_acc,
     p_k,
     m_n,
+    b_unread,
     scale,
     softcap,
     DK: tl.constexpr,
@@ -78,13 +134,18 @@ def take_tile(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Take a tile of tokens into the running softmax: those that ``m_n`` marks, keys at ``p_k [BN]``."""
+    """Take a tile of tokens into the running softmax: those that ``m_n`` marks, keys at ``p_k [BN]``.
+
+    ``b_unread [BN]``: of how many tokens each is the mean, or None.
+    """
     o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
     # What is not attended may hold anything, NaN included, and is not read.
     b_k = tl.load(p_k[:, None] + o_k[None, :], mask=m_n[:, None] & (o_k < DK)[None, :], other=0.0)  # [BN, BK]
     b_v = tl.load(p_k[:, None] + DK + o_v[None, :], mask=m_n[:, None] & (o_v < DV)[None, :], other=0.0)  # [BN, BV]
     b_k, b_v = b_k.to(b_q.dtype), b_v.to(b_q.dtype)  # float32 where dtypes differ
     b_s = base_2(tl.dot(b_q, tl.trans(b_k), input_precision="ieee"), scale, softcap)  # [BG, BN]
+    if b_unread is not None:
+        b_s = times(b_s, b_unread)
     b_p, b_max, b_keep = weigh(tl.where(m_n[None, :], b_s, float("-inf")), b_max)
     b_sum = b_sum * b_keep + tl.sum(b_p, 1)
     b_acc = b_acc * b_keep[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")  # [BG, BV]
@@ -127,10 +188,10 @@ def sparse_decode_split_kernel(
     ids,
     page_ids,
     used,
+    means,
     parts,
     from_host,
-    n,
-    per_split,
+    cut,
     scale,
     softcap,
     GRANULARITY: tl.constexpr,
@@ -144,7 +205,7 @@ def sparse_decode_split_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attend to one part of the ``n`` stored tokens or of the recent buffer, of one row and KV head."""
+    """Attend to one part of the stored tokens, of the recent buffer or of the means, of one row and KV head."""
     wait(PDL)
     BG: tl.constexpr = padded(GROUP)
     BK: tl.constexpr = padded(DK)
@@ -162,7 +223,9 @@ def sparse_decode_split_kernel(
     b_acc = tl.zeros([BG, BV], tl.float32)
     b_count, b_host = tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32)
 
+    n, per_split = cut.n, cut.per_split
     splits = tl.cdiv(n, per_split)
+    recent_splits = splits + tl.cdiv(recent.end - recent.first, per_split)
     if i_part < splits:
         p_table, p_ids, p_page_ids = table.ptr + i_batch * table.row, None, None
         if ids is not None:
@@ -194,8 +257,8 @@ def sparse_decode_split_kernel(
             b_count += m_n.to(tl.int32)
             if from_host is not None:
                 b_host += m_kv.to(tl.int32)
-            b_max, b_sum, b_acc = take_tile(b_q, b_max, b_sum, b_acc, p_k, m_n, scale, softcap, DK, DV, BK, BV)
-    else:
+            b_max, b_sum, b_acc = take_tile(b_q, b_max, b_sum, b_acc, p_k, m_n, None, scale, softcap, DK, DV, BK, BV)
+    elif i_part < recent_splits:
         first = recent.first + (i_part - splits) * per_split
         end = tl.minimum(first + per_split, recent.end)
         for i in tl.range(first, end, BN, num_stages=STAGES):
@@ -204,7 +267,18 @@ def sparse_decode_split_kernel(
             m_n = m_n & (tl.load(recent.valid + i_batch * recent.valid_batch + o_n, mask=m_n, other=0) != 0)  # [BN]
             p_k = row_ptr(recent, i_batch, i_head) + o_n.to(tl.int64) * recent.token  # [BN]
             b_count += m_n.to(tl.int32)
-            b_max, b_sum, b_acc = take_tile(b_q, b_max, b_sum, b_acc, p_k, m_n, scale, softcap, DK, DV, BK, BV)
+            b_max, b_sum, b_acc = take_tile(b_q, b_max, b_sum, b_acc, p_k, m_n, None, scale, softcap, DK, DV, BK, BV)
+    elif means is not None:
+        if used is not None:
+            n = tl.minimum(n, tl.load(row_ptr(used, i_batch, i_head)))
+        p_table = table.ptr + i_batch * table.row
+        first = (i_part - recent_splits) * per_split
+        for i in tl.range(first, tl.minimum(first + per_split, tl.cdiv(means.cap, means.span)), BN, num_stages=1):
+            p_k, b_unread = open_means(i, means, n, p_table, i_batch, i_head, BLOCK_SIZE, BN)
+            m_n = b_unread > 0
+            b_max, b_sum, b_acc = take_tile(
+                b_q, b_max, b_sum, b_acc, p_k, m_n, b_unread, scale, softcap, DK, DV, BK, BV
+            )
 
     release(PDL)
     if from_host is not None:

@@ -16,8 +16,8 @@ from .config import config as default
 from .config import is_native
 from .latents import sparse_decode_latent_blocks_kernel, sparse_decode_latent_tokens_kernel
 from .merge import merge
-from .reference import has_latents
-from .split import Parts, Recent, sparse_decode_split_kernel
+from .reference import check_means, has_latents
+from .split import Cut, Means, Parts, Recent, sparse_decode_split_kernel
 
 
 def sparse_decode(
@@ -41,6 +41,10 @@ def sparse_decode(
     from_host=None,
     lse=None,
     used=None,
+    means=None,
+    fill=None,
+    mean_tokens=None,
+    columns=None,
     out=None,
     config=None,
 ):
@@ -51,7 +55,8 @@ def sparse_decode(
     require_dense_rows(
         kv=kv, flags=flags, block_table=block_table, ids=ids, recent_kv=recent_kv, recent_valid=recent_valid
     )
-    require_dense_rows(sink_logits=sink_logits, pages=pages, page_ids=page_ids)
+    require_dense_rows(sink_logits=sink_logits, pages=pages, page_ids=page_ids, means=means, columns=columns, fill=fill)
+    check_means(means, mean_tokens, granularity, block_size, pages is not None, columns)
     latents = has_latents(kv, q)
     if pages is not None and granularity == "all":
         raise ValueError("page ids are for granularity 'token' or 'block', not for granularity='all'")
@@ -67,15 +72,16 @@ def sparse_decode(
         raise ValueError(f"granularity must be 'token', 'block' or 'all', got {granularity!r}")
     first, end = sinks if granularity == "all" else 0, recent_kv.shape[2]
     config = config or default(q, kv, recent_kv, value_dim, granularity)
-    tile = config.tile
+    tile, span = config.tile, 1 if means is None else mean_tokens // block_size
+    spans = 0 if means is None else triton.cdiv(block_table.shape[1], span)
     if latents:  # one list of tiles, each within a block
         tile = tile if granularity == "token" else min(tile, block_size)
         tiles = triton.cdiv(n + end - first, tile)
-        parts = triton.cdiv(tiles, max(1, triton.cdiv(tiles, config.parts)))
-    else:  # first those of the stored tokens, then those of the recent buffer
-        per_split = max(1, triton.cdiv(triton.cdiv(n + end - first, config.parts), tile)) * tile
-        stored = triton.cdiv(n, per_split)
-        parts = stored + triton.cdiv(end - first, per_split)
+        near_parts = triton.cdiv(tiles, max(1, triton.cdiv(tiles, config.parts)))
+        parts = near_parts + triton.cdiv(spans, per_part(spans, tile, config.parts))
+    else:  # first those of the stored tokens, then those of the recent buffer, then those of the means
+        per_split = per_part(n + end - first + spans, tile, config.parts)
+        parts = triton.cdiv(n, per_split) + triton.cdiv(end - first, per_split) + triton.cdiv(spans, per_split)
     sizes = rows * parts * group * value_dim, rows * parts * group, rows * parts
     held = Parts(*torch.empty(sum(sizes), dtype=torch.float32, device=q.device).split(sizes))
     if out is None:
@@ -84,6 +90,10 @@ def sparse_decode(
     tensors = operand(Query, q), operand(PagedKV, kv), operand(Pages, pages), recent
     marks, table, listed = operand(Table, flags), operand(Table, block_table), operand(Rows, ids)
     page_ids, counted = operand(Rows, page_ids), operand(Rows, from_host)
+    stand = None
+    if means is not None:
+        listed_columns = operand(Rows, ids if columns is None else columns)
+        stand = Means(means, *means.stride()[:2], fill, *listed_columns, block_table.shape[1], span)
     scales = float(scale), None if softcap is None else float(softcap)
     fixed = {
         "NATIVE": is_native(q, kv, recent_kv),
@@ -100,7 +110,7 @@ def sparse_decode(
         grid = rows * triton.cdiv(group, config.heads), parts
         fixed["BH"] = config.heads
         if granularity == "token":
-            args = *tensors, table, listed, operand(Rows, used), held, counted, n, *scales
+            args = *tensors, table, listed, operand(Rows, used), stand, held, counted, n, near_parts, *scales
             launch(sparse_decode_latent_tokens_kernel, grid, q, *args, **fixed)
         else:
             steps = {t.stride(-2) for t in (kv, recent_kv, pages) if t is not None}  # distance of two tokens' rows
@@ -108,7 +118,13 @@ def sparse_decode(
             args = *tensors, marks, table, listed, page_ids, held, counted, n, *scales
             launch(sparse_decode_latent_blocks_kernel, grid, q, *args, **fixed)
     else:
-        args = *tensors, marks, table, listed, page_ids, operand(Rows, used), held, counted, n, per_split, *scales
+        used = operand(Rows, used)
+        args = *tensors, marks, table, listed, page_ids, used, stand, held, counted, Cut(n, per_split), *scales
         launch(sparse_decode_split_kernel, (rows, parts), q, *args, GRANULARITY=granularity, **fixed)
     merge(held, parts, sink_logits, attended, lse, out, heads)
     return out
+
+
+def per_part(tokens: int, tile: int, parts: int) -> int:
+    """Tokens of a part, in whole tiles, if there may be so many parts."""
+    return max(1, triton.cdiv(triton.cdiv(tokens, parts), tile)) * tile

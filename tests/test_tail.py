@@ -1,0 +1,171 @@
+"""What stands for tokens that are not chosen: the mean key and value of each span of columns."""
+
+from __future__ import annotations
+
+import copy
+from functools import lru_cache
+
+import pytest
+import torch
+from caches import CACHES, FULL, TAIL, TIGHT, predictive, two_level
+from models import REFERENCE, build, model, prompt
+from transformers import DynamicCache
+
+from hf_sparsekv import SparseCache, TwoLevelConfig
+
+WAYS = ("device-tail", "host-tail", "host-lag-tail", "predictive-tail", "predictive-host-tail")
+
+
+def forced(net, cache, inputs, ids):
+    """Logits of decode steps that are given their tokens, ``[batch, steps, vocab]``."""
+    mask, found = inputs["attention_mask"], []
+    with torch.no_grad():
+        net(**inputs, past_key_values=cache)
+        for token in ids.split(1, dim=1):
+            mask = torch.cat((mask, torch.ones_like(token)), dim=1)
+            found.append(net(token, attention_mask=mask, past_key_values=cache).logits[:, -1])
+    return torch.stack(found, 1)
+
+
+@torch.no_grad()
+def go_on(cache, batch, length=1, seed=0):
+    """More tokens, none of them padding."""
+    ids = prompt(batch, length, seed=seed)["input_ids"]
+    mask = torch.cat((cache.sparse_layers[0].store.valid_columns().long(), torch.ones_like(ids)), dim=1)
+    model("llama")(ids, attention_mask=mask, past_key_values=cache)
+
+
+def check_means(cache) -> int:
+    """The last full block of each span has the mean of the span's selectable tokens. Returns the spans."""
+    spans = 0
+    for layer in cache.sparse_layers:
+        store = layer.store
+        kv, flags = store.full_block_kv()  # [blocks, batch, H, block_size, D], [blocks, batch, block_size]
+        size, dtype = store.mean_tokens // store.block_size, store.dtype
+        for first in range(0, store.full_blocks, size):
+            last = min(first + size, store.full_blocks) - 1
+            usable = (flags[first : last + 1] == 1)[:, :, None, :, None]
+            count = usable.sum((0, 3)).clamp_min(1)
+            want = kv[first : last + 1].float().masked_fill(~usable, 0).sum((0, 3)) / count
+            found = store.pool.fields["means"][store.block_table[:, last].long()]
+            torch.testing.assert_close(found, want.to(dtype), atol=1e-5, rtol=1e-5)
+            spans += 1
+    return spans
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("pads", [None, (0, 57, 20)])
+@pytest.mark.parametrize("name", WAYS)
+def test_means_follow_the_cache(name, pads):
+    """Prompts in chunks, steps, beams, copies, crops deep and shallow."""
+    cache = CACHES[name](**TIGHT)
+    with torch.no_grad():
+        model("llama")(**prompt(3, 75, pads), past_key_values=cache)
+    assert check_means(cache) == 2 * (2 if cache.config.tail_tokens == 32 else 3)
+    for seed, length in enumerate((41, *[1] * 40)):
+        go_on(cache, 3, length, seed)
+    check_means(cache)
+    cache.reorder_cache(torch.tensor([2, 2, 0]))
+    other = copy.deepcopy(cache)
+    for each, kept in ((cache, 100), (other, 62)):
+        each.crop(kept)
+        check_means(each)
+        for seed in range(40):
+            go_on(each, 3, seed=seed + kept)
+        check_means(each)
+    check_means(cache)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_saved(name, tmp_path):
+    cache, net = CACHES[name](**TIGHT), model("llama")
+    with torch.no_grad():
+        net(**prompt(2, 130, (0, 30)), past_key_values=cache)
+    cache.save(tmp_path / "cache")
+    loaded = type(cache).load(tmp_path / "cache", model_config=net.config)
+    check_means(loaded)
+    for seed in range(40):
+        go_on(loaded, 2, seed=seed)
+    assert check_means(loaded) == 2 * -(-loaded.sparse_layers[0].store.full_blocks * 16 // cache.config.tail_tokens)
+
+
+@lru_cache
+def mild(name, attn):
+    """Queries are short, so that attention is as broad as a trained model's."""
+    net = build(name, attn)
+    with torch.no_grad():
+        for key, weight in net.named_parameters():
+            if "q_proj.weight" in key or "q_b_proj.weight" in key:
+                weight *= 0.15
+            if key.endswith("sinks"):
+                weight -= 5.0
+    return net
+
+
+@pytest.mark.parametrize("text", ["llama", "gemma2", "gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize("name", WAYS)
+def test_nearer_to_full_attention(name, text):
+    """Softcaps, learned sinks and latents among them."""
+    inputs, ids = prompt(2, 200, (0, 30)), prompt(2, 20, seed=1)["input_ids"]
+    plain = mild(text, REFERENCE.get(text, "sdpa"))
+    full = forced(plain, DynamicCache(config=plain.config), inputs, ids).log_softmax(-1)
+    away = []
+    for tail in ("mean", None):
+        found = forced(mild(text, "sparsekv"), CACHES[name](**{**TIGHT, "tail": tail}), inputs, ids).log_softmax(-1)
+        away.append(float((full.exp() * (full - found)).sum(-1).mean()))
+    assert away[0] < 0.75 * away[1]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("pads", [None, (0, 30)])
+def test_the_same_wherever_tokens_are(pads):
+    """Ids of device pages, of blocks in host memory and of copies kept together leave the same tokens to the means."""
+    inputs, ids = prompt(2, 200, pads), prompt(2, 30, seed=1)["input_ids"]
+    settings = {**TIGHT, **TAIL}
+    pairs = (
+        [two_level(offload, lag=False, metadata="labels", **settings) for offload in (False, True)],
+        [two_level(offload, lag=True, **settings) for offload in (False, True)],
+        [predictive(offload, **settings) for offload in (False, True)],
+        [predictive(offload, predictor="last", **settings) for offload in (False, True)],
+    )
+    for device, host in pairs:
+        want, found = (forced(model("llama"), cache, inputs, ids) for cache in (device, host))
+        torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
+        assert host.stats().host_to_device_bytes > 0
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_counted_as_index(name):
+    """One mean for each span and step is read; nothing more is attended to."""
+    inputs, ids = prompt(2, 200), prompt(2, 6, seed=1)["input_ids"]
+    with_tail, without = CACHES[name](**TIGHT), CACHES[name](**TIGHT, tail=None)
+    for cache in (with_tail, without):
+        forced(model("llama"), cache, inputs, ids)
+    mine, theirs = with_tail.stats(), without.stats()
+    assert (mine.attended_tokens, mine.blocks_chosen) == (theirs.attended_tokens, theirs.blocks_chosen)
+    store = with_tail.sparse_layers[0].store
+    spans = -(-store.full_blocks * 16 // with_tail.config.tail_tokens)
+    calls = 2 * 6 * store.batch * store.heads  # layers, steps
+    assert mine.index_bytes_read - theirs.index_bytes_read == calls * spans * store.token_bytes
+
+
+def test_not_where_whole_blocks_are_attended_to():
+    cache = two_level(False, level="block", **{**TIGHT, **TAIL})
+    forced(model("llama"), cache, prompt(1, 150), prompt(1, 3, seed=1)["input_ids"])
+    assert all(layer.store.mean_tokens == 0 for layer in cache.sparse_layers)
+
+
+def test_files_without_a_tail_stay_without(tmp_path):
+    """A file of an earlier release does not name the option."""
+    cache = two_level(False, **FULL)
+    with torch.no_grad():
+        model("llama")(**prompt(1, 100), past_key_values=cache)
+    cache.save(tmp_path / "cache")
+    loaded = type(cache).load(tmp_path / "cache", model_config=model("llama").config)
+    assert loaded.config.tail is None
+
+
+@pytest.mark.parametrize("tokens", [0, 100, 64 * 33])
+def test_spans_are_whole_blocks(tokens):
+    with pytest.raises(ValueError, match="tail_tokens"):
+        SparseCache(TwoLevelConfig(tail="mean", tail_tokens=tokens))
