@@ -7,10 +7,11 @@ together (:meth:`SparseConfig.preset`); what each costs and finds is in docs/pre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, ClassVar, Literal, TypeVar
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -128,7 +129,7 @@ class SparseConfig(Options):
     """
 
     FREE = ("dense_below", "max_length")
-    PRESETS: ClassVar[Mapping[str, Mapping[str, object]]] = {}
+    PRESETS = MappingProxyType({})
 
     block_size: int = 64
     sinks: int = 4
@@ -250,15 +251,17 @@ class TwoLevelConfig(SparseConfig):
     """
 
     FREE = ("token_budget", "num_blocks", "lag", "block_reduce", "token_reduce")
-    PRESETS: ClassVar = {
-        "fast": {"token_budget": 512},
-        "accurate": {"token_budget": 2048},
-        "previous": {"level": "two_level", "metadata": "min_max", "lag": True},
-        "paper": {
-            **{"level": "two_level", "metadata": "min_max", "lag": True},
-            **{"block_reduce": "mean", "token_reduce": "mean"},
-        },
-    }
+    PRESETS = MappingProxyType(
+        {
+            "fast": {"token_budget": 512},
+            "accurate": {"token_budget": 2048},
+            "previous": {"level": "two_level", "metadata": "min_max", "lag": True},
+            "paper": {
+                **{"level": "two_level", "metadata": "min_max", "lag": True},
+                **{"block_reduce": "mean", "token_reduce": "mean"},
+            },
+        }
+    )
 
     label_share = 4  # of the channels are label channels by default: one in so many
 
@@ -352,12 +355,14 @@ class ProgressiveConfig(SparseConfig):
     """
 
     FREE = ("threshold", "min_tokens", "max_tokens", "group_reduce", "audit_every")
-    PRESETS: ClassVar = {
-        "fast": {"threshold": 0.9},
-        "accurate": {"threshold": 0.98},
-        "previous": {"estimate": "scores", "threshold": 0.98, "min_tokens": 512},
-        "paper": {"estimate": "as_min", "threshold": 0.98, "min_tokens": 0},
-    }
+    PRESETS = MappingProxyType(
+        {
+            "fast": {"threshold": 0.9},
+            "accurate": {"threshold": 0.98},
+            "previous": {"estimate": "scores", "threshold": 0.98, "min_tokens": 512},
+            "paper": {"estimate": "as_min", "threshold": 0.98, "min_tokens": 0},
+        }
+    )
 
     threshold: float = 0.95
     min_tokens: int = 256
@@ -437,12 +442,14 @@ class PredictiveConfig(SparseConfig):
         *("token_budget", "predictor", "predictor_window", "predictor_epsilon", "start_length", "cache_rank"),
         *("layers_per_pack", "token_reduce"),
     )
-    PRESETS: ClassVar = {
-        "fast": {"token_budget": 512},
-        "accurate": {"token_budget": 2048, "predictor": "layer:in_delta"},
-        "previous": {"predictor": "assembled_ridge"},
-        "paper": {"predictor": "assembled"},
-    }
+    PRESETS = MappingProxyType(
+        {
+            "fast": {"token_budget": 512},
+            "accurate": {"token_budget": 2048, "predictor": "layer:in_delta"},
+            "previous": {"predictor": "assembled_ridge"},
+            "paper": {"predictor": "assembled"},
+        }
+    )
 
     label_share = 4
 

@@ -96,13 +96,12 @@ def test_blocks_and_index(lag):
     run(cache, 130, 40)
     stats = cache.stats()
     bounds = blocks = labels = 0
-    read = LAYERS if lag else LAYERS + LAYERS - 1  # by the query that the layer before expects, too: not in the first
     label = 4 // 2 + 4  # four channels of four bits; scale and zero point in float16
     choices = [130, *range(131, 170 + 1)] if lag else range(131, 171)
     for columns in choices:
         full_blocks = sealed_at(columns) if lag else sealed_at(columns - 1)
         if full_blocks > KEEP:
-            bounds += full_blocks * HEADS * read * 2 * DIM * 4
+            bounds += full_blocks * HEADS * LAYERS * 2 * DIM * 4
     for columns in range(131, 171):
         blocks += KEEP * HEADS * LAYERS * (sealed_at(columns - 1) > KEEP)
         labels += min(KEEP, sealed_at(columns - 1)) * BLOCK * HEADS * LAYERS * label

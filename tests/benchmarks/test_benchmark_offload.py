@@ -31,7 +31,7 @@ def small(monkeypatch):
     changed = {
         name: dataclasses.replace(variant, settings={**SMALL, "calibration_tokens": 32, "lag": variant.settings["lag"]})
         for name, variant in baselines.VARIANTS.items()
-        if name.startswith("two_level")
+        if "lag" in (variant.settings or {}) and name.startswith("two_level")
     }
     monkeypatch.setattr(baselines, "VARIANTS", {**baselines.VARIANTS, **changed})
     monkeypatch.setattr(offload_curves, "WARM", 8)

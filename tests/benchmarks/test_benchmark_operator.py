@@ -121,7 +121,7 @@ def test_arguments():
 
 
 @INTERPRETED
-@pytest.mark.parametrize("operator", ["in_best_blocks", "long_select", "long_score"])
+@pytest.mark.parametrize("operator", ["long_select", "long_score"])
 def test_ways_to_run_an_operator_agree(layer, operator):
     layer.step()
     first = None
