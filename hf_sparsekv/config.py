@@ -255,10 +255,10 @@ class TwoLevelConfig(SparseConfig):
         {
             "fast": {"token_budget": 512},
             "accurate": {"token_budget": 2048},
-            "previous": {"level": "two_level", "metadata": "min_max", "lag": True},
+            "previous": {"level": "two_level", "metadata": "min_max", "lag": True, "tail": None},
             "paper": {
                 **{"level": "two_level", "metadata": "min_max", "lag": True},
-                **{"block_reduce": "mean", "token_reduce": "mean"},
+                **{"block_reduce": "mean", "token_reduce": "mean", "tail": None},
             },
         }
     )
@@ -446,8 +446,8 @@ class PredictiveConfig(SparseConfig):
         {
             "fast": {"token_budget": 512},
             "accurate": {"token_budget": 2048, "predictor": "layer:in_delta"},
-            "previous": {"predictor": "assembled_ridge"},
-            "paper": {"predictor": "assembled"},
+            "previous": {"predictor": "assembled_ridge", "tail": None},
+            "paper": {"predictor": "assembled", "tail": None},
         }
     )
 

@@ -178,7 +178,7 @@ def test_selection_is_that_of_the_expanded_keys(reduce):
     module = attention_modules(net)[0]
     width = module.kv_lora_rank + module.qk_rope_head_dim
     config = TwoLevelConfig(
-        **{**SMALL, "sinks": 0}, level="token", label_bits=16, label_channels=width, token_budget=budget,
+        **{**SMALL, "sinks": 0}, level="token", tail=None, label_bits=16, label_channels=width, token_budget=budget,
         token_reduce=reduce,
     )  # fmt: skip
     cache = OffloadedSparseCache(config, offload=None)

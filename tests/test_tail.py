@@ -123,7 +123,7 @@ def test_the_same_wherever_tokens_are(pads):
     inputs, ids = prompt(2, 200, pads), prompt(2, 30, seed=1)["input_ids"]
     settings = {**TIGHT, **TAIL}
     pairs = (
-        [two_level(offload, lag=False, metadata="labels", **settings) for offload in (False, True)],
+        [two_level(offload, level="token", **settings) for offload in (False, True)],
         [two_level(offload, lag=True, **settings) for offload in (False, True)],
         [predictive(offload, **settings) for offload in (False, True)],
         [predictive(offload, predictor="last", **settings) for offload in (False, True)],
