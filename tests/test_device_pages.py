@@ -172,7 +172,7 @@ def test_working_set(rows, lag):
     """The union of the last selections, block by block, against what each step's attention was given."""
     cache, chosen = two_level(lag=lag, **TIGHT), []
     policies = [layer.policy for layer in cache.sparse_layers]
-    net = build("llama", "sparsekv")  # without hooks: nothing is brought beforehand
+    net = model("llama")
     with torch.no_grad():
         net(**prompt(rows, 150), past_key_values=cache)
         assert (cache.stats().working_set_bytes is None) == (not lag)
@@ -180,7 +180,7 @@ def test_working_set(rows, lag):
         originals = [policy._choose_blocks for policy in policies]
         for policy, original in zip(policies, originals):
             policy._choose_blocks = lambda *given, policy=policy, original=original, **named: (
-                chosen.append((policy, (found := original(*given, **named))[0])) or found
+                chosen.append((policy, found := original(*given, **named))) or found
             )
         for token in prompt(rows, 30, seed=4)["input_ids"].split(1, dim=1):
             net(token, past_key_values=cache)

@@ -203,11 +203,12 @@ class TwoLevelPolicy(Policy):
         store.count_means()
 
     def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan, again: bool = False) -> None:
+        if self.behind is not None:
+            if plan.ahead and not again:  # nothing depends on a block that was sealed
+                self._bring_behind(q, store)
+            return
         self.chosen = plan.ahead
         if not plan.ahead:
-            return
-        if self.behind is not None:
-            self._bring_behind(q, store, again)
             return
         self.ids.copy_(self._choose_blocks(q, store))
         self.paged = self._enter(store)
@@ -216,10 +217,8 @@ class TwoLevelPolicy(Policy):
         if not again:
             store.count_index(self.metadata.nbytes(store))
 
-    def _bring_behind(self, q: Tensor, store: LayerStore, again: bool) -> None:
+    def _bring_behind(self, q: Tensor, store: LayerStore) -> None:
         """Bring the blocks with the best tokens for the step that has just ended, or for a prompt's last query."""
-        if again:
-            return  # nothing depends on the block that was sealed
         best, self._best = self._best, None
         self.paged = self._enter(store)
         if not self.paged:
