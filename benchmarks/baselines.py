@@ -71,7 +71,7 @@ class Variant:
 
 
 _BUDGET = {"token_budget": 1024}
-_TWO_LEVEL = {**_BUDGET, "num_blocks": 128, "level": "two_level", "metadata": "min_max"}
+_TWO_LEVEL = {**_BUDGET, "num_blocks": 128, "level": "two_level", "metadata": "min_max", "tail": None}
 _PREDICTED = {
     "": "tokens chosen for a query of the layer before: its input",
     "layer:mid": "tokens chosen for a query of the layer before: behind its attention",
