@@ -135,10 +135,12 @@ def plan_of(cache: SparseCache, offload: OffloadConfig | None, steps: int = 0) -
     return plan
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("blocks", [{"num_blocks": 4}, {}, {"level": "token", "num_blocks": 3}], ids=str)
 @pytest.mark.parametrize("options", [{}, {"device_pool": 0}, {"device_pool": 100_000}, {"keep_dense": False}], ids=str)
-def test_device_pool(options):
+def test_device_pool(options, blocks):
     """A cache long enough to choose among blocks: the plan is what is allocated, pages and page tables included."""
-    config = TwoLevelConfig(block_size=16, window=16, num_blocks=4, token_budget=32, dense_layers=1)
+    config = TwoLevelConfig(block_size=16, window=16, token_budget=32, dense_layers=1, **blocks)
     offload = OffloadConfig(**options)
     plan = plan_of(OffloadedSparseCache(config, offload), offload, steps=1)
     assert (plan.device_pages > 0) == (options.get("device_pool") != 0)

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..config import OffloadConfig, TwoLevelConfig
 from ..kv.state import Held
 from ..kv.store import LayerStore
+from ..offload.page_table import SELECTIONS
 from ..ops.place_tokens import place_tokens
 from ..ops.seal import Index
 from ..ops.topk_select import block_select, token_select
@@ -86,8 +87,10 @@ class TwoLevelPolicy(Policy):
             memory.means = mean_bytes(request)
         if of != "token":
             memory.bounds = bounds_bytes(request, kind_of(config), config.bounds_per_block)
-        if request.offload is not None and request.full_blocks > config.coarse_blocks:
-            memory.fetch(request, config.coarse_blocks, config.coarse_blocks)
+            if request.offload is not None and request.full_blocks > config.coarse_blocks:
+                memory.fetch(request, config.coarse_blocks, config.coarse_blocks)
+        elif request.offload is not None and request.full_blocks * config.block_size > config.token_budget:
+            memory.fetch(request, expected(config, request.table), min(config.coarse_blocks, request.table))
         return memory
 
     @no_inference_mode
@@ -182,7 +185,10 @@ class TwoLevelPolicy(Policy):
 
     def _enter(self, store: LayerStore) -> bool:
         """Whether chosen blocks are brought to the device; makes room for them."""
-        return self.fetches and store.pages.enter(store.batch * store.heads * self.config.coarse_blocks)
+        blocks = self.config.coarse_blocks
+        if self.behind is not None:
+            blocks = expected(self.config, store.block_table.shape[1])
+        return self.fetches and store.pages.enter(store.batch * store.heads * blocks)
 
     def prepare(self, store: LayerStore) -> Plan:
         plan = self.plan(store)
@@ -224,7 +230,7 @@ class TwoLevelPolicy(Policy):
         if not self.paged:
             return
         best = self.labels.scores(q, store, per_token=False) if best is None else reads_here(best)
-        self.behind.bring(block_select(best, self.config.coarse_blocks), store)
+        self.behind.bring(block_select(best, min(self.config.coarse_blocks, store.block_table.shape[1])), store)
 
     def reopened(self) -> None:
         super().reopened()
@@ -268,6 +274,13 @@ def method(config: TwoLevelConfig) -> str:
     if of != "two_level":
         return f"{of}_only"
     return "two_level:lag" if lags(config) else "two_level"
+
+
+def expected(config: TwoLevelConfig, table: int) -> int:
+    """Blocks of a row and KV head that steps bring, of ``table``, as far as the pool's size goes: it need not hold all
+    of them several times.
+    """
+    return min(config.coarse_blocks, -(-table // SELECTIONS))
 
 
 def has_tail(config: TwoLevelConfig) -> bool:
