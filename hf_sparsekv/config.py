@@ -209,7 +209,7 @@ class TwoLevelConfig(SparseConfig):
 
     Source: AsyncTLS section 4.1; the block bound is Quest's, the label channels are Double Sparsity's.
 
-    By default every cached token can be chosen: on the device that is as quick as choosing blocks before, and it finds
+    By default every cached token can be chosen: on the device that is as fast as choosing blocks before, and it finds
     what a bound on a block hides (docs/accuracy.md). Offloaded, each step brings the blocks with its best tokens to the
     device behind its attention, and the next one, which wants nearly the same, reads there what is there, and the other
     tokens that it chooses in host memory (docs/offloading.md).
