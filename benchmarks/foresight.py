@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_sparsekv.cache import SparseCache
 from hf_sparsekv.layers.sparse_layer import SparseLayer
 from hf_sparsekv.offload.device_pool import DevicePool
-from hf_sparsekv.ops.topk_select import block_select, token_select
+from hf_sparsekv.ops.topk_select import token_select
 from hf_sparsekv.policies.layer_ahead import LayerAheadPolicy
 from hf_sparsekv.policies.two_level import TwoLevelPolicy
 
@@ -24,7 +24,7 @@ SLACK = 0.25  # selections that a device pool may hold less than the smallest re
 
 
 def selection_of(cache: SparseCache) -> Selection | None:
-    """What a cache chooses for queries that the layer before expects, or the blocks that it brings behind a step.
+    """What a cache chooses for queries that the layer before expects, or the tokens that it copies behind a step.
 
     None if it does neither: its own query chooses, by bounds or from what is on the device.
     """
@@ -33,21 +33,15 @@ def selection_of(cache: SparseCache) -> Selection | None:
         place = None if policy.foresight is None else place_of(policy.foresight)
         if isinstance(policy, LayerAheadPolicy) and place is not None:
             return Selection("tokens", config.token_budget, place, config)
-        if isinstance(policy, TwoLevelPolicy) and policy.behind is not None:
-            return Selection("labels", config.coarse_blocks, None, config)
+        if isinstance(policy, TwoLevelPolicy) and policy.fetches_tokens:
+            return Selection("tokens", config.token_budget, None, config)
     return None
 
 
 def chosen_ids(layer: SparseLayer, q: Tensor) -> Tensor:
-    """The tokens or blocks that a layer chooses for ``q [batch, Hq, Dk]``, ``[batch, H, n]``: -1 for none."""
+    """The tokens that a layer chooses for ``q [batch, Hq, Dk]``, ``[batch, H, n]``: -1 for none."""
     policy, store = layer.policy, layer.store
-    if not isinstance(policy, TwoLevelPolicy):
-        return token_select(policy.scores(q, store), None, policy.config.token_budget, store.block_size)
-    if policy.metadata is not None:
-        scores = policy.metadata.scores(q, store)
-    else:
-        scores = policy.labels.scores(q, store, per_token=False)
-    return block_select(scores, policy.config.coarse_blocks)
+    return token_select(policy.labels.scores(q, store), None, policy.config.token_budget, store.block_size)
 
 
 def shared(ids: Tensor, others: Tensor) -> float:

@@ -1,7 +1,7 @@
 """What a predictive step does beside its attention, part by part: captured, one layer after the other.
 
 Metrics, microseconds a layer: push_us (the step's query into the ring), predict_us, score_us, select_us, pack_us
-(newly chosen tokens into the packed buffer, read where their blocks live; pack_copied is their share of the chosen),
+(newly chosen tokens copied to where steps read them, from where their blocks live; pack_copied is their share of the chosen),
 and attend_us, what a step's own attention takes. What runs beside the step is free as long as it is shorter.
 
 Where a second GPU chooses, all but the attention is measured there, with transfer_us (the step's query, key and value,
@@ -20,9 +20,10 @@ from hf_sparsekv.cache import SparseCache
 from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.layers.sparse_layer import SparseLayer
 from hf_sparsekv.ops.topk_select import token_select
+from hf_sparsekv.policies.device_tokens import DeviceTokens
 from hf_sparsekv.policies.layer_ahead import LayerAheadPolicy
-from hf_sparsekv.policies.packed import Packed
 from hf_sparsekv.policies.predictive import PredictivePolicy
+from hf_sparsekv.second_device.packed import Packed
 from hf_sparsekv.second_device.policy import SecondDevicePolicy
 from hf_sparsekv.types import AttentionParams
 
@@ -61,10 +62,10 @@ def seats(layers: list[SparseLayer]) -> tuple[list[LayerStore], list[PredictiveP
     return stores, policies
 
 
-def copies(layer: SparseLayer) -> Packed | None:
-    """Where a layer's chosen tokens are brought together, if they are."""
+def copies(layer: SparseLayer) -> DeviceTokens | Packed | None:
+    """Where a layer has copies of its chosen tokens, if it has."""
     policy = layer.policy
-    return policy.packs[policy.at] if isinstance(policy, SecondDevicePolicy) else policy.packed
+    return policy.packs[policy.at] if isinstance(policy, SecondDevicePolicy) else policy.tokens
 
 
 def parts(layers: list[SparseLayer], queries: list[Tensor], scale: float) -> dict[str, Callable[[int], None]]:
@@ -118,8 +119,11 @@ def parts(layers: list[SparseLayer], queries: list[Tensor], scale: float) -> dic
 
         def pack(i: int) -> None:
             turn[i] ^= 1
-            scratch = policies[i].memory(stores[i])[-1] if second else None
-            copies(layers[i]).update(choices[i][turn[i]], stores[i].pool.kv, stores[i].table, scratch)
+            if second:
+                scratch = policies[i].memory(stores[i])[-1]
+                copies(layers[i]).update(choices[i][turn[i]], stores[i].pool.kv, stores[i].table, scratch)
+            else:
+                copies(layers[i]).bring(choices[i][turn[i]], stores[i])
 
         found["pack"] = pack
     return found

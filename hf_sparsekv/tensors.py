@@ -48,3 +48,10 @@ class SeqLenTensor:
     def held(self, device: torch.device) -> Tensor:
         """The tensor as it is: what a captured step reads is set before each replay."""
         return self._held[device][0]
+
+
+def reads_here(made: Tensor) -> Tensor:
+    """``made`` on a step's own stream, for work on the current one, which may be a side stream and come later."""
+    if made.is_cuda:  # or its memory would be reused while it is read here
+        made.record_stream(torch.cuda.current_stream(made.device))
+    return made

@@ -15,7 +15,7 @@ from oracle import TOLERANCE, Oracle, Race
 from torch import Tensor
 
 from hf_sparsekv import OffloadConfig, PredictiveConfig
-from hf_sparsekv.policies.packed import Packed
+from hf_sparsekv.policies.device_tokens import DeviceTokens
 
 TIGHT = {"token_budget": 32, "predictor": "assembled_ridge"}
 
@@ -204,11 +204,11 @@ def test_a_step_reads_no_selection_that_is_being_made():
             seen: list[bool] = []
             for layer in cache.sparse_layers:
                 policy, attend = layer.policy, layer.policy.attend
-                before = (policy.ids.clone(), policy.packed.page_ids.clone(), policy.packed.kv.clone())
+                before = (policy.ids.clone(), policy.tokens.slots.clone(), policy.tokens.kv.clone())
 
                 def watch(*args, attend=attend, policy=policy, before=before, seen=seen):
                     out = attend(*args)
-                    after = (policy.ids, policy.packed.page_ids, policy.packed.kv)
+                    after = (policy.ids, policy.tokens.slots, policy.tokens.kv)
                     seen.append(all(torch.equal(a, b) for a, b in zip(before, after)))
                     return out
 
@@ -234,7 +234,7 @@ def test_only_newly_chosen_tokens_travel():
     stats = cache.stats()
     token = cache.sparse_layers[0].store.token_bytes
     chosen = 21 * 2 * 2 * 2 * 32  # of 20 steps and the prompt, in two layers, rows and heads
-    found = [layer.policy.measured() for layer in cache.sparse_layers]
+    found = [layer.policy.measured()[0] for layer in cache.sparse_layers]
     assert sum(p.needed for p in found) == chosen
     assert 0 < sum(p.copied for p in found) < 0.9 * chosen
     assert sum(p.bytes for p in found) == sum(p.copied for p in found) * token
@@ -257,29 +257,29 @@ def test_packs_of_layers_do_not_show(layers_per_launch, offload):
 def test_a_device_pool_too_small_for_the_copies_is_told():
     with pytest.warns(UserWarning, match="copies of the chosen tokens take .*, 9000 are allowed"):
         decode(cache := predictive(OffloadConfig(device_pool=9000), **TIGHT))
-    assert all(layer.policy.packed is None for layer in cache.sparse_layers)
+    assert all(layer.policy.tokens is None for layer in cache.sparse_layers)
     torch.testing.assert_close(decode(predictive(True, **TIGHT)), decode(predictive(False, **TIGHT)))
 
 
 def test_full_device_memory_is_told(monkeypatch):
     expected = decode(predictive(True, **TIGHT))
-    made = iter((Packed.__init__, None, None, None, None))
+    made = iter((DeviceTokens.__init__, None, None, None, None))
 
     def full(self, *args):
         if (make := next(made)) is None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         make(self, *args)
 
-    monkeypatch.setattr(Packed, "__init__", full)
+    monkeypatch.setattr(DeviceTokens, "__init__", full)
     cache = predictive(True, **TIGHT)
     with pytest.warns(UserWarning, match="no device memory for copies of chosen tokens .CUDA out of memory") as told:
         assert torch.equal(decode(cache), expected)
     assert len(told) == 1
-    assert [layer.policy.packed is None for layer in cache.sparse_layers] == [False, True]
+    assert [layer.policy.tokens is None for layer in cache.sparse_layers] == [False, True]
 
 
 def test_a_capture_copies_nothing():
-    """Its trial runs leave the packed tokens as they are."""
+    """Its trial runs leave the copied tokens as they are."""
     net = build("llama", "sparsekv")
     runner = Imitation(net)
     runner.install()
@@ -288,8 +288,8 @@ def test_a_capture_copies_nothing():
     record, kept = runner._record, []
 
     def state():
-        packs = [layer.policy.packed for layer in cache.sparse_layers]
-        return [t.clone() for p in packs for t in (p.kv, p.held, p.order, p.page_ids, p.counters)]
+        copies = [layer.policy.tokens for layer in cache.sparse_layers]
+        return [t.clone() for held in copies for t in (*held.of_rows(), held.counters)]
 
     def watch(*args):
         kept.append(state())

@@ -53,13 +53,11 @@ class WalkLayer:
             layer.channels,
             layer.recent_kv,
             layer.recent_valid,
-            None,
             sinks=layer.sinks,
             scale=layer.shape.dim**-0.5,
             threshold=0.95,
             min_tokens=self.tokens,
             max_tokens=self.tokens,
-            block_size=layer.shape.config.block_size,
             **options,
         )
 

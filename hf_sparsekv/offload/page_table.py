@@ -102,23 +102,31 @@ class DevicePools:
             self._enabled[device] = torch.ones(1, dtype=torch.int32, device=device)
         return self._enabled[device]
 
-    def grants(self, size: int, device: torch.device) -> bool:
-        """Whether a layer may have ``size`` bytes of the device for copies of single tokens: each has its share."""
+    def tokens(self, chosen: int, there: int, each: int, device: torch.device) -> int:
+        """Tokens of each row and KV head that a layer may have copies of: each layer has its share.
+
+        By default some selections, otherwise what the configured size allows, but no more than there are.
+
+        Args:
+            chosen: of a step's selection.
+            there: that there can be.
+            each: bytes of one, of all rows and KV heads.
+        """
         budget = self.config.device_pool
         if self._room is None:
             share = budget if isinstance(budget, float) else SHARE if budget is None else None
             self._room = int(budget if share is None else share * free_bytes(device))
-            if 0 < self._room < size * self.layers:
+            if 0 < self._room < chosen * each * self.layers:
                 warnings.warn(
-                    f"copies of the chosen tokens take {size * self.layers} bytes of device memory, {self._room} are "
-                    "allowed: steps read what they choose from host memory, which is slower; see "
+                    f"copies of the chosen tokens take {chosen * each * self.layers} bytes of device memory, "
+                    f"{self._room} are allowed: steps read the others in host memory, which is slower; see "
                     "OffloadConfig(device_pool=...)",
                     stacklevel=5,
                 )
-        return size * self.layers <= self._room
+        return min(there, self._room // (self.layers * each), there if budget is not None else SELECTIONS * chosen)
 
     def refuse(self, error: Exception) -> None:
-        """Grant nothing more: an allocation that :meth:`grants` allowed has failed."""
+        """Allow nothing more: an allocation that :meth:`tokens` allowed has failed."""
         self._room = 0
         _refuse("chosen tokens", error)
 

@@ -218,6 +218,6 @@ class Policy(State):
     def replayed(self, store: LayerStore, plan: Plan) -> None:
         """After a replay: update host state that the captured step does not."""
 
-    def measured(self) -> WalkStats | PackStats | None:
-        """What walks over ranked blocks have read, or what was copied to keep chosen tokens together. Synchronises."""
-        return None
+    def measured(self) -> tuple[WalkStats | PackStats, ...]:
+        """What progressive selections have read, and what was copied to keep chosen tokens at hand. Synchronises."""
+        return ()

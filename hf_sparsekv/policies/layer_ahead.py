@@ -12,7 +12,7 @@ from ..kv.state import Held
 from ..kv.store import LayerStore
 from ..ops.topk_select import token_select
 from ..predictor.channels import LabelChannels
-from ..tensors import no_inference_mode
+from ..tensors import no_inference_mode, reads_here
 from ..types import AttentionParams
 from .plan import CROSSOVER, DENSE, Plan, planned
 from .predictive import PredictivePolicy, selects
@@ -34,6 +34,7 @@ class LayerAheadPolicy(PredictivePolicy):
     HOST: ClassVar = {
         "foreseen": None,  # columns that were cached when tokens were chosen beforehand
         "added_at": None,  # columns cached with the token that `added` belongs to
+        "_places": None,  # where the chosen tokens are, from their choice to the attention to them
     }
     note = None
 
@@ -68,7 +69,7 @@ class LayerAheadPolicy(PredictivePolicy):
             return DENSE
         if self.below_crossover(store):
             return CROSSOVER
-        return planned("chosen", paged=self.packed is not None, foresees=self.source is not None)
+        return planned("chosen", paged=self.tokens is not None, foresees=self.source is not None)
 
     def prepare(self, store: LayerStore) -> Plan:
         plan = self.plan(store)
@@ -124,17 +125,18 @@ class LayerAheadPolicy(PredictivePolicy):
         self.foreseen = None  # layers that share these keys attend for queries of their own
         if self.watch is not None:
             self.watch.mark_tokens(self.ids, store.block_size)
-        if self.packed is None:
+        if self._places is None:
             return store.attend(q, self.ids, "token", params)
-        pages = self.packed.pages(store.block_size)
-        return store.attend(q, self.packed.page_ids, "token", params, pages=pages, columns=self.ids)
+        places, self._places = reads_here(self._places), None
+        return store.attend(q, places, "token", params, pages=self.tokens.pages, columns=self.ids)
 
     def _choose_for(self, q: Tensor, store: LayerStore) -> None:
         """Write the tokens that this query wants to :attr:`ids`, and bring them to the device."""
         budget = self.config.token_budget
         token_select(self.scores(q, store), None, budget, store.block_size, out=self.ids[..., :budget])
         if self._enter(store):
-            self.packed.update(self.ids, store.pool.kv, store.table)
+            self.tokens.bring(self.ids, store)
+            self._places = self.tokens.locate(self.ids, store)
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         super().account(q, store, plan)

@@ -1,4 +1,4 @@
-"""What policies count of their own: ``Policy.measured()`` gives one of these a layer."""
+"""What policies count of their own: ``Policy.measured()`` gives these of each layer."""
 
 from __future__ import annotations
 

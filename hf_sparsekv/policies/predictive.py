@@ -20,10 +20,10 @@ from ..predictor.query import CustomPredictor, QueryPredictor, make_predictor
 from ..tensors import no_inference_mode
 from ..types import AttentionParams
 from .base import Policy
+from .device_tokens import DeviceTokens, add_device_tokens
 from .label_index import LabelIndex, label_bytes
 from .measured import PackStats
 from .memory import Memory, Request, mean_bytes
-from .packed import Packed
 from .plan import CROSSOVER, DENSE, Plan, planned
 from .query_ring import QueryRing
 from .registry import register
@@ -46,8 +46,8 @@ class PredictivePolicy(Policy):
         "_valid": None,  # of the new columns of a step that is being captured
         "_predicted": None,  # in such a step, from its query to the end of its attention
     }
-    PARTS: ClassVar = ("labels", "queries", "packed")
-    OWN: ClassVar = ("packed",)  # a copy's first step reads its tokens where they live
+    PARTS: ClassVar = ("labels", "queries", "tokens")
+    OWN: ClassVar = ("tokens",)  # a copy's first step reads its tokens where they live
 
     config: PredictiveConfig
     method = "predictive"
@@ -99,14 +99,13 @@ class PredictivePolicy(Policy):
     def needs(cls, request: Request) -> Memory:
         if on_second_device(request.config):
             return cls.second_device.needs(request)
-        memory, config, copies = Memory(blocks=request.blocks), request.config, copied_bytes(request)
+        memory, config = Memory(blocks=request.blocks), request.config
         memory.tables = queries_bytes(request)
         memory.labels = sum(request.block_capacity * label_bytes(request, layer) for layer in request.layers)
         memory.means = 0 if config.tail is None else mean_bytes(request)
         begun = request.full_blocks * config.block_size > config.token_budget and request.context >= config.start_length
-        room = None if request.offload is None else request.offload.device_pool
-        if request.offload is not None and begun and (room is None or copies <= room):
-            memory.device_pages = copies
+        if request.offload is not None and begun:
+            add_device_tokens(memory, request, config.token_budget)
         return memory
 
     @no_inference_mode
@@ -118,12 +117,8 @@ class PredictivePolicy(Policy):
         room, batch = room_for(self.config), store.batch
         if self.ids is None or self.ids.shape[0] != batch or self.ids.device != store.device:
             self.ids = torch.full((batch, store.heads, room), -1, dtype=torch.int32, device=store.device)
-            self.packed = None
         self._start_queries(store, q_heads)
-        if self.packed is not None and any(len(t) != batch for t in (self.packed.kv, self.packed.held)):
-            self.packed = None  # a change of rows stopped half-way
-        if self.packed is not None:
-            self.packed.forget()
+        self.tokens = DeviceTokens.begin(self.tokens, store)
 
     def _start_queries(self, store: LayerStore, q_heads: int) -> None:
         batch, dim = store.batch, store.key_dim
@@ -172,10 +167,10 @@ class PredictivePolicy(Policy):
             return store.attend(q, None, "all", params)
         if self.watch is not None:
             self.watch.mark_tokens(self.ids, store.block_size)
-        if plan.paged:
-            pages = self.packed.pages(store.block_size)
-            return store.attend(q, self.packed.page_ids, "token", params, pages=pages, columns=self.ids)
-        return store.attend(q, self.ids, "token", params)
+        if not plan.paged:
+            return store.attend(q, self.ids, "token", params)
+        places = self.tokens.locate(self.ids, store)
+        return store.attend(q, places, "token", params, pages=self.tokens.pages, columns=self.ids)
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         super().account(q, store, plan)
@@ -193,16 +188,9 @@ class PredictivePolicy(Policy):
 
     def _enter(self, store: LayerStore) -> bool:
         """Whether chosen tokens are copied to the device; makes room for them."""
-        if not self.fetches:
-            return False
-        pools, room = store.pages.pools, self.ids.shape[-1]
-        if self.packed is None and pools.grants(packed_bytes(store, room), store.device):
-            enabled = pools.enabled(store.device)
-            try:
-                self.packed = Packed(store.batch, store.heads, room, store.width, store.dtype, store.device, enabled)
-            except torch.OutOfMemoryError as error:
-                pools.refuse(error)
-        return self.packed is not None
+        if self.fetches:
+            self.tokens = DeviceTokens.enter(self.tokens, store, self.config.token_budget)
+        return self.tokens is not None
 
     def note(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         # Scores then begin as soon as attention has ended, and meet linear layers of many programs rather than of few.
@@ -220,9 +208,9 @@ class PredictivePolicy(Policy):
         self.choose(store)
         self.paged = self._enter(store)
         if self.paged:
-            self.packed.update(self.ids, store.pool.kv, store.table)
+            self.tokens.bring(self.ids, store)
             if again:  # a step needs its tokens once, whatever was copied for it
-                self.packed.counters[:1] -= (self.ids >= 0).sum()
+                self.tokens.counters[:1] -= (self.ids >= 0).sum()
         if not again:
             store.count_index(self._index_bytes(store))
 
@@ -250,20 +238,16 @@ class PredictivePolicy(Policy):
         if plan.learns:
             self.labels.stats.tokens += 1
         elif plan.ahead:
-            self.chosen, self.paged = True, self.packed is not None
+            self.chosen, self.paged = True, self.tokens is not None
             store.count_index(self._index_bytes(store))
 
-    def measured(self) -> PackStats | None:
-        if self.packed is None:
-            return None
-        needed, copied = self.packed.counters.tolist()
-        token = self.packed.kv.shape[-1] * self.packed.kv.itemsize
-        return PackStats(needed=needed, copied=copied, bytes=copied * token)
+    def measured(self) -> tuple[PackStats, ...]:
+        return () if self.tokens is None else (self.tokens.measured(),)
 
     def reopened(self) -> None:
         super().reopened()  # one step attends to everything
-        if self.packed is not None:
-            self.packed.forget()  # these columns may get other tokens
+        if self.tokens is not None:
+            self.tokens.forget()  # these columns may get other tokens
 
 
 def selects(config: PredictiveConfig, store: LayerStore, all_of: int | None = None) -> bool:
@@ -300,14 +284,3 @@ def queries_bytes(request: Request) -> int:
     for each in () if slots is None else request.layers:
         rings += batch * (request.query_heads * slots * each.query_dim * request.item + 8) + 4
     return rings + sum(batch * each.heads * room_for(config) * 4 for each in request.layers)
-
-
-def copied_bytes(request: Request) -> int:
-    """Bytes of the copies of chosen tokens, all layers."""
-    tokens = request.batch * room_for(request.config)
-    return sum(tokens * each.heads * (each.width * request.item + 12) + 16 for each in request.layers)
-
-
-def packed_bytes(store: LayerStore, room: int) -> int:
-    """Bytes of the copies of one layer's chosen tokens."""
-    return store.batch * store.heads * room * (store.token_bytes + 12) + 16

@@ -15,21 +15,21 @@ from ..ops.mass_select import MASS_ONE, TOTALS, Selection, mass_select
 from ..ops.mass_select.reference import LENGTHS
 from ..ops.seal import Index
 from ..ops.sparse_decode.reference import gather
-from ..ops.topk_select import block_select
+from ..ops.topk_select import token_select
 from ..predictor.channels import LabelChannels
-from ..tensors import no_inference_mode
+from ..tensors import no_inference_mode, reads_here
 from ..types import AttentionParams
 from .base import Policy
-from .behind import Behind, reads_here
 from .block_walk import BlockWalkPolicy
+from .device_tokens import DeviceTokens, add_device_tokens
 from .label_index import LabelIndex, label_bytes
-from .measured import WalkStats
+from .measured import PackStats, WalkStats
 from .memory import Memory, Request
 from .plan import CROSSOVER, DENSE, Plan, planned
 from .registry import register
 from .shared import Labelled, Shared
 
-FIRST = 32  # blocks that are brought to the device before the first step
+FIRST = 1024  # tokens that are brought to the device before the first step
 NOTHING = (0, 0.0, 1.0, 0.0)  # audited: walks, their masses, the least, their estimates
 
 
@@ -42,9 +42,9 @@ NOTHING = (0, 0.0, 1.0, 0.0)  # audited: walks, their masses, the least, their e
 class ProgressivePolicy(Policy):
     """State: the label channels, and what walks have read.
 
-    Each step scores the labels of all tokens for its own query, so nothing is chosen ahead. With offload, blocks of the
-    tokens that a step has taken are brought to the device after it, those with the most important ones first; what
-    the next step wants beyond them is read in host memory.
+    Each step scores the labels of all tokens for its own query, so nothing is chosen ahead. With offload, the tokens
+    that a step has taken are copied to the device after it; what the next step wants beyond them is read in host
+    memory.
 
     With an estimate of the papers the layers have :class:`.block_walk.BlockWalkPolicy` instead.
     """
@@ -52,9 +52,9 @@ class ProgressivePolicy(Policy):
     TENSORS: ClassVar = {
         "totals": Held(rows=None, trial=True),
     }
-    HOST: ClassVar = {"_walked": None}  # blocks that a step wants next, from its attention to its end
-    PARTS: ClassVar = ("labels", "behind")
-    OWN: ClassVar = ("_walked",)
+    HOST: ClassVar = {"_taken": None}  # tokens and how many they are, from a step's attention to its end
+    PARTS: ClassVar = ("labels", "tokens")
+    OWN: ClassVar = ("_taken", "tokens")  # a copy's first step reads its tokens where they live
 
     config: ProgressiveConfig
     method = "progressive"
@@ -64,7 +64,6 @@ class ProgressivePolicy(Policy):
     ) -> None:
         super().__init__(config, layer_idx, offloaded)
         self.fetches = offloaded
-        self.behind = Behind() if offloaded else None
         self.labels = LabelIndex(config, layer_idx, channels)
         self._audited = NOTHING
         self._params: AttentionParams | None = None  # stays: replays of an earlier capture do not tell it anew
@@ -80,8 +79,7 @@ class ProgressivePolicy(Policy):
         memory = Memory(blocks=request.blocks)
         memory.labels = sum(request.block_capacity * label_bytes(request, layer) for layer in request.layers)
         if request.offload is not None and request.full_blocks > 0:
-            room = ahead(request.table)
-            memory.fetch(request, expected(room), room)
+            add_device_tokens(memory, request, expected(request.table * request.config.block_size))
         return memory
 
     def reset(self) -> None:
@@ -95,8 +93,7 @@ class ProgressivePolicy(Policy):
         super().start(store, q_heads)
         self.labels.start(store)
         self.totals = torch.zeros(len(TOTALS) + LENGTHS, dtype=torch.int64, device=store.device)
-        if self.behind is not None:
-            self.behind.start(store)
+        self.tokens = DeviceTokens.begin(self.tokens, store)
 
     @property
     def observes(self) -> bool:
@@ -127,27 +124,20 @@ class ProgressivePolicy(Policy):
         return planned("walk", self.fetches, self.paged)
 
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
-        self._walked = None
         if plan.dense:
             return store.attend(q, None, "all", params)
         self._params = params
-        page_ids = self.behind.places(store) if plan.paged else None
-        found = self._select(q, store, params, page_ids, self.totals, plan.ahead)
+        found = self._select(q, store, params, self.totals)
         if self.watch is not None:
-            self.watch.mark_tokens(found.ids if page_ids is None else self._columns(found), store.block_size)
+            self.watch.mark_tokens(found.ids, store.block_size)
         if plan.ahead:
-            self._walked = self._wanted(found, store)
-        return store.attend(q, found.ids, "token", params, plan.paged, used=found.count)
+            self._taken = found.ids, found.count
+        if not plan.paged:
+            return store.attend(q, found.ids, "token", params, used=found.count)
+        places = self.tokens.locate(found.ids, store, found.count)
+        return store.attend(q, places, "token", params, pages=self.tokens.pages, used=found.count)
 
-    def _select(
-        self,
-        q: Tensor,
-        store: LayerStore,
-        params: AttentionParams,
-        page_ids: Tensor | None = None,
-        totals: Tensor | None = None,
-        by_block: bool = False,
-    ) -> Selection:
+    def _select(self, q: Tensor, store: LayerStore, params: AttentionParams, totals: Tensor | None = None) -> Selection:
         config = self.config
         return mass_select(
             self.labels.scores(q, store, reduce="none"),
@@ -155,7 +145,6 @@ class ProgressivePolicy(Policy):
             self.labels.channels,
             store.recent_kv,
             store.recent_valid,
-            page_ids,
             sinks=store.sinks,
             scale=params.scale,
             softcap=params.softcap,
@@ -164,19 +153,8 @@ class ProgressivePolicy(Policy):
             min_tokens=config.min_tokens,
             max_tokens=config.max_tokens,
             group_reduce=config.group_reduce,
-            block_size=store.block_size,
             totals=totals,
-            by_block=by_block,
         )
-
-    def _columns(self, found: Selection) -> Tensor:
-        """The columns of tokens that may be given by place, in any order; -1 for no token."""
-        column = torch.arange(found.bins.shape[-1], device=found.bins.device)
-        return torch.where(found.bins <= found.cut[..., None], column, -1)
-
-    def _wanted(self, found: Selection, store: LayerStore) -> Tensor:
-        """The blocks with the most important of the tokens that were taken, int32 ``[batch, H, n]``."""
-        return block_select(found.blocks, ahead(store.block_table.shape[1]))
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         every = self.config.audit_every
@@ -189,9 +167,11 @@ class ProgressivePolicy(Policy):
     # ------------------------------------------------------------------ the next step
 
     def _enter(self, store: LayerStore) -> bool:
-        """Whether blocks are brought to the device; makes room for them."""
-        room = store.batch * store.heads * expected(ahead(store.block_table.shape[1]))
-        return self.fetches and store.pages.enter(room)
+        """Whether tokens are copied to the device; makes room for them."""
+        if self.fetches:
+            chosen = expected(store.block_table.shape[1] * store.block_size)
+            self.tokens = DeviceTokens.enter(self.tokens, store, chosen)
+        return self.tokens is not None
 
     def prepare(self, store: LayerStore) -> Plan:
         plan = self.plan(store)
@@ -202,24 +182,22 @@ class ProgressivePolicy(Policy):
     def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan, again: bool = False) -> None:
         if again:
             return  # nothing depends on the block that was sealed
-        wanted, self._walked = self._walked, None
+        taken, self._taken = self._taken, None
         self.paged = plan.ahead and self._enter(store)
         if not self.paged:
             return
-        if wanted is None:  # a prompt has been read, or the last dense step is over
-            scores = self.labels.scores(q, store, per_token=False)
-            room = ahead(store.block_table.shape[1])
-            first = block_select(scores, min(FIRST, room))
-            wanted = torch.nn.functional.pad(first, (0, room - first.shape[-1]), value=-1)
+        if taken is None:  # a prompt has been read, or the last dense step is over
+            scores = self.labels.scores(q, store)
+            taken = token_select(scores, None, min(FIRST, scores.shape[-1]), store.block_size), None
         else:
-            wanted = reads_here(wanted)
-        self.behind.bring(wanted, store)
+            taken = [reads_here(t) for t in taken]
+        self.tokens.bring(taken[0], store, taken[1])
 
     def replayed(self, store: LayerStore, plan: Plan) -> None:
         if plan.learns:
             self.labels.stats.tokens += 1
         elif plan.ahead:
-            self.paged = store.pages.pool is not None
+            self.paged = self.tokens is not None
 
     # ------------------------------------------------------------------ numbers
 
@@ -256,13 +234,14 @@ class ProgressivePolicy(Policy):
             estimate + float(found.mass.double().sum()),
         )
 
-    def measured(self) -> WalkStats | None:
+    def measured(self) -> tuple[WalkStats | PackStats, ...]:
+        found = () if self.tokens is None else (self.tokens.measured(),)
         if self.totals is None:
-            return None
+            return found
         counted = self.totals.tolist()
         found = dict(zip(TOTALS, counted))
         audits, mass, least, estimate = self._audited
-        return WalkStats(
+        walked = WalkStats(
             layer=self.layer_idx,
             walks=found["walks"],
             tokens_used=found["used"],
@@ -275,16 +254,17 @@ class ProgressivePolicy(Policy):
             least_audited_mass=least if audits else None,
             audited_estimate=estimate / audits if audits else None,
         )
+        return walked, *found
 
     def reopened(self) -> None:
-        self._walked = None
+        super().reopened()
+        self._taken = None
+        if self.tokens is not None:
+            self.tokens.forget()  # these columns may get other tokens
 
 
-def ahead(table: int) -> int:
-    """Blocks of one row and KV head that are brought to the device after a step, at most, of ``table`` blocks."""
-    return min(table, max(64, table // 4))
-
-
-def expected(room: int) -> int:
-    """Blocks of one row and KV head that a step is expected to choose; a pool holds several such selections."""
-    return max(1, room // 4)
+def expected(tokens: int) -> int:
+    """Tokens of one row and KV head that a step is expected to choose of so many: room is made for several such
+    selections, a quarter of them.
+    """
+    return max(1, tokens // 16)

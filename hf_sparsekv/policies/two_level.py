@@ -10,17 +10,17 @@ from torch import Tensor
 from ..config import OffloadConfig, TwoLevelConfig
 from ..kv.state import Held
 from ..kv.store import LayerStore
-from ..offload.page_table import SELECTIONS
 from ..ops.place_tokens import place_tokens
 from ..ops.seal import Index
 from ..ops.topk_select import block_select, token_select
 from ..predictor.channels import LabelChannels
-from ..tensors import no_inference_mode
+from ..tensors import no_inference_mode, reads_here
 from ..types import AttentionParams
 from .base import Policy
-from .behind import Behind, reads_here
 from .block_metadata import BlockMetadata, bounds_bytes
+from .device_tokens import DeviceTokens, add_device_tokens
 from .label_index import LabelIndex, label_bytes
+from .measured import PackStats
 from .memory import Memory, Request, mean_bytes
 from .plan import CROSSOVER, DENSE, Plan, planned
 from .registry import register
@@ -37,16 +37,17 @@ class TwoLevelPolicy(Policy):
     """State: the label channels; with ``lag`` the blocks chosen in the previous step, and where they are.
 
     Without ``lag`` nothing that is chosen outlives its step. Offloaded, tokens that are chosen among all are read where
-    they are, and blocks are brought for the next step behind the attention; chosen blocks are brought before it.
+    they are, and copied to the device behind the attention, for the steps that follow; chosen blocks are brought before
+    it.
     """
 
     TENSORS: ClassVar = {
         "ids": Held(trial=True, dropped=True, file="previous", when="chosen"),  # BlockIds; only with lag
         "page_ids": Held(trial=True, dropped=True),
     }
-    HOST: ClassVar = {"_best": None}  # score of each block's best token, from a step's attention to its end
-    PARTS: ClassVar = ("labels", "behind")
-    OWN: ClassVar = ("_best",)
+    HOST: ClassVar = {"_taken": None}  # the tokens chosen among all, from a step's attention to its end
+    PARTS: ClassVar = ("labels", "tokens")
+    OWN: ClassVar = ("_taken", "tokens")  # a copy's first step reads its tokens where they live
 
     config: TwoLevelConfig
     label_index = LabelIndex
@@ -62,8 +63,8 @@ class TwoLevelPolicy(Policy):
             self.metadata = BlockMetadata(kind_of(config), config.bounds_per_block, config.block_reduce)
         self.labels = self.label_index(config, layer_idx, channels) if of != "block" else None
         self.granularity = "token" if self.labels else "block"
-        self.behind = Behind() if offloaded and of == "token" else None
         self.fetches = offloaded
+        self.fetches_tokens = offloaded and of == "token"
 
     @classmethod
     def share(cls, config: TwoLevelConfig, offload: OffloadConfig | None) -> Labelled:
@@ -90,7 +91,7 @@ class TwoLevelPolicy(Policy):
             if request.offload is not None and request.full_blocks > config.coarse_blocks:
                 memory.fetch(request, config.coarse_blocks, config.coarse_blocks)
         elif request.offload is not None and request.full_blocks * config.block_size > config.token_budget:
-            memory.fetch(request, expected(config, request.table), min(config.coarse_blocks, request.table))
+            add_device_tokens(memory, request, config.token_budget)
         return memory
 
     @no_inference_mode
@@ -100,9 +101,7 @@ class TwoLevelPolicy(Policy):
         shape = (store.batch, store.heads, self.config.coarse_blocks)
         if self.lag:
             self.ids = torch.full(shape, -1, dtype=torch.int32, device=store.device)
-        if self.behind is not None:
-            self.behind.start(store)
-        elif self.fetches and self.lag:
+        if self.fetches and self.lag:
             self.page_ids = torch.full(shape, -1, dtype=torch.int32, device=store.device)
         if self.metadata is not None:
             self.metadata.start(store)
@@ -110,6 +109,7 @@ class TwoLevelPolicy(Policy):
             self.labels.start(store)
         if has_tail(self.config):
             store.keep_means(self.config.tail_tokens)
+        self.tokens = DeviceTokens.begin(self.tokens, store)
 
     @property
     def observes(self) -> bool:
@@ -145,7 +145,7 @@ class TwoLevelPolicy(Policy):
             return DENSE
         if self.below_crossover(store):  # nothing is chosen; sealing the block that ends it chooses anew
             return DENSE if few else CROSSOVER
-        if self.behind is not None:
+        if self.fetches_tokens:
             return planned("every", True, self.paged)
         chosen = not few and (self.chosen if self.lag else many)
         attends = "chosen" if chosen else "dense" if few or labels is None else "every"
@@ -154,7 +154,7 @@ class TwoLevelPolicy(Policy):
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
         if plan.dense:
             return store.attend(q, None, "all", params)
-        self._best = blocks = page_ids = None
+        blocks = page_ids = None
         if plan.attends == "chosen":
             if self.lag:
                 blocks, page_ids = self.ids, self.page_ids if plan.paged else None
@@ -165,30 +165,41 @@ class TwoLevelPolicy(Policy):
             store.count_blocks(blocks)
             if self.watch is not None:
                 self.watch.mark(blocks)
-        elif plan.paged:
-            page_ids = self.behind.places(store)
-        paged = page_ids is not None
+        paged, size, columns = page_ids is not None, store.block_size, None
         if self.labels is None:
             return store.attend(q, blocks, "block", params, paged, page_ids)
-        if self.behind is not None:
-            self._best = q.new_empty(store.batch, store.heads, store.table.shape[1], dtype=torch.float32)
-        scores = self.labels.scores(q, store, blocks, best=self._best)
-        size, columns, watched = store.block_size, None, self.watch is not None and blocks is None
-        if paged and (watched or store.mean_tokens):
-            at = token_select(scores, None, self.config.token_budget, size)
-            columns, tokens = place_tokens(at, blocks, page_ids, size)
+        if blocks is None:
+            return self._attend_among_all(q, store, plan, params)
+        scores = self.labels.scores(q, store, blocks)
+        if paged and store.mean_tokens:
+            columns, tokens = place_tokens(
+                token_select(scores, None, self.config.token_budget, size), blocks, page_ids, size
+            )
         else:
             tokens = token_select(scores, page_ids if paged else blocks, self.config.token_budget, size)
-        if watched:
-            self.watch.mark_tokens(tokens if columns is None else columns, size)
-        return store.attend(q, tokens, "token", params, paged, columns=columns if store.mean_tokens else None)
+        return store.attend(q, tokens, "token", params, paged, columns=columns)
+
+    def _attend_among_all(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
+        ids = self._choose_tokens(q, store)
+        if self.watch is not None:
+            self.watch.mark_tokens(ids, store.block_size)
+        if plan.ahead:
+            self._taken = ids
+        if not plan.paged:
+            return store.attend(q, ids, "token", params)
+        places = self.tokens.locate(ids, store)
+        return store.attend(q, places, "token", params, pages=self.tokens.pages, columns=ids)
+
+    def _choose_tokens(self, q: Tensor, store: LayerStore) -> Tensor:
+        """``TokenIds [batch, H, token_budget]`` among all for this query."""
+        return token_select(self.labels.scores(q, store), None, self.config.token_budget, store.block_size)
 
     def _enter(self, store: LayerStore) -> bool:
-        """Whether chosen blocks are brought to the device; makes room for them."""
-        blocks = self.config.coarse_blocks
-        if self.behind is not None:
-            blocks = expected(self.config, store.block_table.shape[1])
-        return self.fetches and store.pages.enter(store.batch * store.heads * blocks)
+        """Whether what is chosen is brought to the device; makes room for it."""
+        if self.fetches_tokens:
+            self.tokens = DeviceTokens.enter(self.tokens, store, self.config.token_budget)
+            return self.tokens is not None
+        return self.fetches and store.pages.enter(store.batch * store.heads * self.config.coarse_blocks)
 
     def prepare(self, store: LayerStore) -> Plan:
         plan = self.plan(store)
@@ -209,9 +220,9 @@ class TwoLevelPolicy(Policy):
         store.count_means()
 
     def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan, again: bool = False) -> None:
-        if self.behind is not None:
+        if self.fetches_tokens:
             if plan.ahead and not again:  # nothing depends on a block that was sealed
-                self._bring_behind(q, store)
+                self._bring_tokens(q, store)
             return
         self.chosen = plan.ahead
         if not plan.ahead:
@@ -223,24 +234,27 @@ class TwoLevelPolicy(Policy):
         if not again:
             store.count_index(self.metadata.nbytes(store))
 
-    def _bring_behind(self, q: Tensor, store: LayerStore) -> None:
-        """Bring the blocks with the best tokens for the step that has just ended, or for a prompt's last query."""
-        best, self._best = self._best, None
+    def _bring_tokens(self, q: Tensor, store: LayerStore) -> None:
+        """Bring the tokens of the step that has just ended, or those for a prompt's last query."""
+        ids, self._taken = self._taken, None
         self.paged = self._enter(store)
-        if not self.paged:
-            return
-        best = self.labels.scores(q, store, per_token=False) if best is None else reads_here(best)
-        self.behind.bring(block_select(best, min(self.config.coarse_blocks, store.block_table.shape[1])), store)
+        if self.paged:
+            self.tokens.bring(self._choose_tokens(q, store) if ids is None else reads_here(ids), store)
+
+    def measured(self) -> tuple[PackStats, ...]:
+        return () if self.tokens is None else (self.tokens.measured(),)
 
     def reopened(self) -> None:
         super().reopened()
-        self._best = None
+        self._taken = None
+        if self.tokens is not None:
+            self.tokens.forget()  # these columns may get other tokens
 
     def replayed(self, store: LayerStore, plan: Plan) -> None:
         if plan.learns:
             self.labels.stats.tokens += 1
-        elif plan.ahead and self.behind is not None:
-            self.paged = store.pages.pool is not None
+        elif plan.ahead and self.fetches_tokens:
+            self.paged = self.tokens is not None
         elif plan.ahead:
             self.chosen, self.paged = True, self.page_ids is not None and store.pages.pool is not None
             store.count_index(self.metadata.nbytes(store))
@@ -274,13 +288,6 @@ def method(config: TwoLevelConfig) -> str:
     if of != "two_level":
         return f"{of}_only"
     return "two_level:lag" if lags(config) else "two_level"
-
-
-def expected(config: TwoLevelConfig, table: int) -> int:
-    """Blocks of a row and KV head that steps bring, of ``table``, as far as the pool's size goes: it need not hold all
-    of them several times.
-    """
-    return min(config.coarse_blocks, -(-table // SELECTIONS))
 
 
 def has_tail(config: TwoLevelConfig) -> bool:

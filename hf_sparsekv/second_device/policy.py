@@ -20,14 +20,14 @@ from ..policies.base import Policy
 from ..policies.label_index import label_bytes
 from ..policies.measured import PackStats
 from ..policies.memory import Memory, Request
-from ..policies.packed import Packed
 from ..policies.plan import Plan, planned
-from ..policies.predictive import PredictivePolicy, copied_bytes, queries_bytes, room_for, selects
+from ..policies.predictive import PredictivePolicy, queries_bytes, room_for, selects
 from ..policies.shared import Labelled
 from ..predictor.channels import LabelChannels
 from ..predictor.query import QueryPredictor
 from ..tensors import no_inference_mode
 from ..types import AttentionParams
+from .packed import Packed
 from .replica import PeerDevice, PrimaryStore
 
 
@@ -258,13 +258,14 @@ class SecondDevicePolicy(Policy):
 
     # ------------------------------------------------------------------ numbers
 
-    def measured(self) -> PackStats | None:
+    def measured(self) -> tuple[PackStats, ...]:
         if not self.packs:
-            return None
+            return ()
         with self.peer.after_all_steps():
             needed, copied = sum(packed.counters for packed in self.packs).tolist()
         kv = self.packs[0].kv
-        return PackStats(needed=needed, copied=copied, bytes=copied * kv.shape[-1] * kv.itemsize, late=self.late)
+        size = copied * kv.shape[-1] * kv.itemsize
+        return (PackStats(needed=needed, copied=copied, bytes=size, late=self.late),)
 
     @property
     def nbytes(self) -> int:
@@ -356,6 +357,12 @@ class SecondDevice(Labelled):
             memory.second += batch * (request.table * 4 + recent + 4)
             memory.second += block_capacity * label_bytes(request, layer)
         return memory
+
+
+def copied_bytes(request: Request) -> int:
+    """Bytes of the copies of chosen tokens, all layers."""
+    tokens = request.batch * room_for(request.config)
+    return sum(tokens * each.heads * (each.width * request.item + 12) + 16 for each in request.layers)
 
 
 PredictivePolicy.second_device = SecondDevice

@@ -27,13 +27,11 @@ LARGEST = 1e30  # of logits: differences of infinities are NaN
 class Selection(NamedTuple):
     """
     Attributes:
-        ids: int32 ``[batch, H, n]``, ascending, padded with -1: columns, or places (see :func:`mass_select`).
+        ids: int32 ``[batch, H, n]``: columns, ascending, padded with -1.
         count: int32 ``[batch, H]``, how many there are.
         mass: float32 ``[batch, H]``, the share of the attention mass that they hold with the recent tokens, estimated.
         bins: uint8 ``[batch, H, n]``: ``STEPS * -log2(share)`` of each token, rounded down; ``NONE``.
         cut: int32 ``[batch, H]``: the last bin of which tokens were taken, -1 if none were.
-        blocks: float32 ``[batch, H, n / block_size]``: minus the smallest bin in each block, ``-inf`` where that is
-            beyond ``cut``; None without ``by_block``.
     """
 
     ids: Tensor
@@ -41,7 +39,6 @@ class Selection(NamedTuple):
     mass: Tensor
     bins: Tensor
     cut: Tensor
-    blocks: Tensor | None = None
 
 
 def logits(products: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -159,7 +156,6 @@ def mass_select(
     channels: Tensor,
     recent_kv: Tensor,
     recent_valid: Tensor,
-    page_ids: Tensor | None,
     *,
     sinks: int,
     scale: float,
@@ -169,9 +165,7 @@ def mass_select(
     min_tokens: int,
     max_tokens: int | None = None,
     group_reduce: str = "all",
-    block_size: int,
     totals: Tensor | None = None,
-    by_block: bool = False,
 ) -> Selection:
     """Tokens to attend to beside the near ones, so that ``threshold`` of the attention mass should be covered.
 
@@ -183,14 +177,11 @@ def mass_select(
         scores: float32 ``[batch, Hq, n]`` of :func:`..token_score.token_score` with ``reduce="none"``.
         q, recent_kv, recent_valid, sinks, scale, softcap, sink_logits: as in :func:`..sparse_decode.sparse_decode`.
         channels: int32 ``[batch, H, r]``, the label channels.
-        page_ids: int32 ``[batch, H, n / block_size]``: where blocks are (``pages`` of ``sparse_decode``), if ids are to
-            be ``place * block_size + position in the block``; None for columns.
         threshold, min_tokens, max_tokens: see :func:`take`.
         group_reduce: see :func:`share_bins`.
         totals: int64 ``[len(TOTALS) + LENGTHS]``, added to: selections (of one row and KV head), tokens, selections
             that ``max_tokens`` ended, sum of the estimated masses and the largest estimated gap (both times
             ``MASS_ONE``), and a histogram of the lengths.
-        by_block: give ``Selection.blocks``, too: which blocks hold the most important of the tokens that were taken.
     """
     found = {"scale": scale, "softcap": softcap}
     near, mean = near_masses(q, channels, recent_kv, recent_valid, sinks=sinks, sink_logits=sink_logits, **found)
@@ -200,9 +191,6 @@ def mass_select(
     column = torch.arange(n, dtype=torch.int32, device=bins.device).expand_as(bins)
     at = torch.where(taken, column, n).sort(dim=-1).values
     ids = torch.where(at == n, -1, at)
-    if page_ids is not None and n:
-        place = page_ids.gather(-1, (ids.clamp_min(0) // block_size).long())
-        ids = torch.where(ids < 0, ids, place * block_size + ids % block_size)
     if totals is not None:
         gap = ((1.0 - mass) * MASS_ONE).long()
         for i, value in enumerate((count.numel(), count.sum(), capped.sum(), (MASS_ONE - gap).sum())):
@@ -212,15 +200,7 @@ def mass_select(
         lengths = (count - 1).clamp_min(0)
         lengths = torch.where(lengths > 0, lengths.clamp_min(1).double().log2().floor().long() + 1, 0)
         totals[first:] += torch.bincount(lengths.flatten(), minlength=LENGTHS)
-    return Selection(ids.int(), count, mass, bins, cut, block_scores(bins, cut, block_size) if by_block else None)
-
-
-def block_scores(bins: Tensor, cut: Tensor, block_size: int) -> Tensor:
-    """See ``Selection.blocks``."""
-    blocks = -(-bins.shape[-1] // block_size)
-    whole = torch.nn.functional.pad(bins, (0, blocks * block_size - bins.shape[-1]), value=NONE)
-    best = whole.unflatten(-1, (blocks, block_size)).amin(-1).int()
-    return torch.where(best <= cut[..., None], -best.float(), -INF)
+    return Selection(ids.int(), count, mass, bins, cut)
 
 
 def _count(bins: Tensor) -> Tensor:

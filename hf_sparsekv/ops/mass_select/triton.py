@@ -264,12 +264,10 @@ def mass_select_bin_kernel(
 def mass_select_take_kernel(
     bins,
     p_counts,
-    page_ids,
     ids,
     count,
     mass,
     cut,
-    blocks,
     totals,
     n,
     chunks,
@@ -277,7 +275,6 @@ def mass_select_take_kernel(
     least,
     most,
     HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     BC: tl.constexpr,
     N: tl.constexpr,
     PDL: tl.constexpr,
@@ -312,19 +309,10 @@ def mass_select_take_kernel(
     b_above = above + tl.cumsum(m_above.to(tl.int32), 0)
     b_ties = ties + tl.cumsum(m_tie.to(tl.int32), 0)
     m_take = m_above | (m_tie & (b_ties <= need))
-    b_id = o_n
-    if page_ids is not None:
-        p_place = row_ptr(page_ids, i_batch, i_head) + o_n // BLOCK_SIZE
-        b_id = tl.load(p_place, mask=m_take, other=0) * BLOCK_SIZE + o_n % BLOCK_SIZE
     release(PDL)
     p_ids = row_ptr(ids, i_batch, i_head)
-    tl.store(p_ids + b_above + tl.minimum(b_ties, need) - 1, b_id, mask=m_take)
+    tl.store(p_ids + b_above + tl.minimum(b_ties, need) - 1, o_n, mask=m_take)
     tl.store(p_ids + o_n, tl.full([N], -1, tl.int32), mask=(o_n >= taken) & (o_n < n))
-    if blocks is not None:  # last is at most BINS - 1
-        b_best = tl.min(tl.reshape(b_bin, [N // BLOCK_SIZE, BLOCK_SIZE]), 1)  # [N / BLOCK_SIZE]
-        o_b = i_chunk * (N // BLOCK_SIZE) + tl.arange(0, N // BLOCK_SIZE)
-        b_best = tl.where(b_best <= last, -b_best.to(tl.float32), float("-inf"))
-        tl.store(row_ptr(blocks, i_batch, i_head) + o_b, b_best, mask=o_b * BLOCK_SIZE < n)
     if i_chunk == 0:
         over = tl.sum(tl.where(o_bin == last, b_all - need, 0) * b_each, 0)
         held = 1.0 - (tl.sum(tl.where(o_bin > last, b_all * b_each, 0.0), 0) + over)
@@ -349,7 +337,6 @@ def mass_select(
     channels,
     recent_kv,
     recent_valid,
-    page_ids,
     *,
     sinks,
     scale,
@@ -359,15 +346,11 @@ def mass_select(
     min_tokens,
     max_tokens=None,
     group_reduce="all",
-    block_size,
     totals=None,
-    by_block=False,
     config=None,
 ):
-    """As ``reference.mass_select``; ``config``: scores of a program, a power of two and at least a block."""
-    require_dense_rows(
-        scores=scores, channels=channels, recent_kv=recent_kv, recent_valid=recent_valid, page_ids=page_ids
-    )
+    """As ``reference.mass_select``; ``config``: scores of a program, a power of two."""
+    require_dense_rows(scores=scores, channels=channels, recent_kv=recent_kv, recent_valid=recent_valid)
     require_dense_rows(sink_logits=sink_logits)
     batch, heads = recent_kv.shape[:2]
     group, n, rows, device = q.shape[1] // heads, scores.shape[-1], batch * heads, scores.device
@@ -379,14 +362,13 @@ def mass_select(
         return torch.empty(*shape, *more, dtype=dtype, device=device)
 
     ids, bins, count = empty(torch.int32, n), empty(torch.uint8, n), empty(torch.int32)
-    blocks = empty(torch.float32, triton.cdiv(n, block_size)) if by_block else None
-    found = Selection(ids, count, empty(torch.float32), bins, empty(torch.int32), blocks)
+    found = Selection(ids, count, empty(torch.float32), bins, empty(torch.int32))
     if not chunks:  # nobody would write them
         return reference.mass_select(
-            *(scores, q, channels, recent_kv, recent_valid, page_ids),
+            *(scores, q, channels, recent_kv, recent_valid),
             **{"sinks": sinks, "scale": scale, "softcap": softcap, "sink_logits": sink_logits, "totals": totals},
             **{"threshold": threshold, "min_tokens": min_tokens, "max_tokens": max_tokens},
-            **{"group_reduce": group_reduce, "block_size": block_size, "by_block": by_block},
+            group_reduce=group_reduce,
         )
     each = rows * group
     sums = Sums(*torch.empty(each * (chunks + 2), device=device).split((each * chunks, each, each)))
@@ -425,15 +407,13 @@ def mass_select(
     args = (
         bytes_of,
         counts,
-        operand(Rows, page_ids),
         operand(Rows, ids),
         *found[1:3],
         found.cut,
-        operand(Rows, blocks),
         totals,
         n,
         chunks,
         *limits,
     )
-    launch(mass_select_take_kernel, (chunks, rows), scores, *args, BLOCK_SIZE=block_size, BC=16, **tile)
+    launch(mass_select_take_kernel, (chunks, rows), scores, *args, BC=16, **tile)
     return found

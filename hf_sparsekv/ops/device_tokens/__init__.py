@@ -1,0 +1,12 @@
+"""Copies of chosen tokens on the device: where they are, and which give way to newly chosen ones."""
+
+from __future__ import annotations
+
+from .._dispatch import operator
+from . import reference
+from .state import EMPTY, TokenSlots
+
+__all__ = ["EMPTY", "TokenSlots", "bring_tokens", "locate_tokens"]
+
+bring_tokens = operator(reference.bring_tokens, on="ids", in_place=("kv",))
+locate_tokens = operator(reference.locate_tokens, on="ids")

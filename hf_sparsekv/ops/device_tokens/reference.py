@@ -1,0 +1,109 @@
+"""Copies of chosen tokens on the device: the definition."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._dispatch import give
+from .state import TokenSlots
+
+CLASSES = 8  # of ages: 1, 2 to 3, 4 to 7, ..., 128 and more selections
+
+
+def age_class(age: Tensor) -> Tensor:
+    """0 for what was chosen just now, otherwise how many digits the age has to base 2, at most ``CLASSES``."""
+    return sum((age >= 1 << i).int() for i in range(CLASSES))
+
+
+def bring_tokens(
+    ids: Tensor,
+    kv: Tensor,
+    block_table: Tensor,
+    held: TokenSlots,
+    *,
+    used: Tensor | None = None,
+    enabled: Tensor | None = None,
+    counters: Tensor | None = None,
+) -> None:
+    """Note that tokens were chosen, and copy those that are not on the device yet.
+
+    1. A token with a slot: the slot is stamped with the number of this selection.
+    2. The others, in the order of ``ids``, get the slots that were chosen longest ago, those that hold nothing first:
+       by the age's :func:`age_class`, the lower slot among equals (approximately least recently used). The slots are
+       handed out in ascending order. Slots chosen in this selection stay; where there are no others left, the last
+       tokens get none.
+    3. They are copied there from their blocks.
+
+    Rows and KV heads have slots of their own.
+
+    Args:
+        ids: int32 ``[batch, H, K]``, columns in full blocks, all different, in any order; -1 for none.
+        kv: ``[num_blocks, H, block_size, Dk + Dv]`` stored blocks; may be pinned host memory.
+        block_table: int32 ``[batch, cap]``, physical id of each block of each row.
+        held: written in place.
+        used: int32 ``[batch, H]``: so many entries of ``ids`` count, what is behind them is not read. None: all.
+        enabled: int32 ``[1]``; 0: nothing is changed.
+        counters: int64 ``[2]``: tokens chosen, and of these copied, are added.
+    """
+    batch, heads, _ = ids.shape
+    size = kv.shape[2]
+    if enabled is not None and not bool(enabled):
+        return
+    held.now.add_(1)
+    for row in range(batch):
+        for head in range(heads):
+            mine = ids[row, head] if used is None else ids[row, head, : int(used[row, head])]
+            mine = mine[mine >= 0].long()
+            slots, columns, stamps = held.slots[row, head], held.columns[row, head], held.stamps[row, head]
+            at, now = slots[mine], held.now[row, head]
+            stamps[at[at >= 0].long()] = now
+            missing = mine[at < 0]
+            age = age_class(now - stamps)
+            oldest = torch.argsort(age, descending=True, stable=True)[: min(len(missing), int((age > 0).sum()))]
+            to, missing = oldest.sort().values, missing[: len(oldest)]
+            gone = columns[to]
+            slots[gone[gone >= 0].long()] = -1
+            columns[to], stamps[to] = missing.int(), now
+            slots[missing] = to.int()
+            physical_id = block_table[row, missing // size].to(kv.device).long()
+            source = kv[physical_id, head, (missing % size).to(kv.device)]
+            held.kv[row, head, to] = source.to(held.kv.device)
+            if counters is not None:
+                counters += torch.tensor([len(mine), len(missing)], device=counters.device)
+
+
+def locate_tokens(
+    ids: Tensor,
+    slots: Tensor,
+    block_table: Tensor,
+    room: int,
+    block_size: int,
+    *,
+    used: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Where tokens are, as ``ops.sparse_decode`` takes ids with ``pages``: the slots of a layer, cut into pages.
+
+    Args:
+        ids: int32 ``[batch, H, K]``, columns in full blocks; -1 for none.
+        slots, room: of :class:`TokenSlots`.
+        block_table: int32 ``[batch, cap]``, physical id of each block of each row.
+        block_size: tokens of a block and of a page; a power of two that divides ``room``.
+        used: int32 ``[batch, H]``: so many entries of ``ids`` count; what is behind them in the result means nothing.
+
+    Returns:
+        int32 ``[batch, H, K]``: ``(row * H + head) * room + slot``, or ``-(physical_id + 2) * block_size + position in
+        the block`` where a token has no slot; -1 for none.
+    """
+    batch, heads, k = ids.shape
+    if not slots.shape[-1]:
+        return give(torch.full_like(ids, -1), out)
+    if used is not None:
+        ids = ids.masked_fill(torch.arange(k, device=ids.device) >= used[..., None], -1)
+    column = ids.clamp_min(0).long()
+    slot = slots.gather(-1, column)
+    physical_id = block_table[:, None].expand(-1, heads, -1).gather(-1, column // block_size)
+    first = torch.arange(batch * heads, dtype=torch.int32, device=ids.device).view(batch, heads, 1) * room
+    place = torch.where(slot >= 0, first + slot, -(physical_id + 2) * block_size + ids % block_size)
+    return give(torch.where((ids < 0) | (physical_id < 0), -1, place).int(), out)

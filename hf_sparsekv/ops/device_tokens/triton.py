@@ -1,0 +1,243 @@
+"""Copies of chosen tokens on the device: the kernels.
+
+One program a row and KV head finds what is there and gives slots to what is not; then many programs copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .._dispatch import require_dense_rows
+from .._operands import PagedKV, Rows, Table, batch_and_head, operand, padded, row_ptr
+from .._overlap import begin, launch
+from .reference import CLASSES as _CLASSES
+
+CLASSES = tl.constexpr(_CLASSES)
+TILE = 256  # tokens that a program locates. Not tuned yet.
+WIDEST = 2048  # ids or slots that a program looks at at once
+COPYING = 128  # programs that copy, to aim for: reads over the link in flight, not processors, are what counts
+
+
+@dataclass(frozen=True)
+class Config:
+    """
+    Args:
+        widest: ids or slots that a program looks at at once.
+        tile: tokens that a program copies at once.
+        copying: programs that copy, to aim for.
+    """
+
+    widest: int = WIDEST
+    tile: int = 16
+    copying: int = COPYING
+
+
+@triton.jit
+def _class(b_age):
+    """As ``reference.age_class``."""
+    b_class = (b_age >= 1).to(tl.int32)
+    for i in tl.static_range(1, CLASSES):
+        b_class += (b_age >= (1 << i)).to(tl.int32)
+    return b_class
+
+
+@triton.jit
+def bring_tokens_assign_kernel(
+    ids,
+    used,
+    slots,
+    p_columns,
+    p_stamps,
+    p_now,
+    p_missing,
+    p_to,
+    p_count,
+    p_enabled,
+    p_counters,
+    k,
+    room,
+    HEADS: tl.constexpr,
+    BK: tl.constexpr,
+    BR: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """List the tokens of one row and KV head that are to be copied, and the slots that they get."""
+    begin(PDL)
+    i_row = tl.program_id(0).to(tl.int64)
+    i_batch, i_head = batch_and_head(i_row, HEADS)
+    p_ids, p_slots = row_ptr(ids, i_batch, i_head), row_ptr(slots, i_batch, i_head)
+    p_columns, p_stamps = p_columns + i_row * room, p_stamps + i_row * room
+    p_missing, p_to = p_missing + i_row * k, p_to + i_row * k
+    live = i_row >= 0
+    if p_enabled is not None:
+        live = tl.load(p_enabled) != 0
+    n = k
+    if used is not None:
+        n = tl.minimum(n, tl.load(used + i_row))
+    n = tl.where(live, n, 0)
+    now = tl.load(p_now + i_row) + 1
+
+    missing, chosen = n * 0, n * 0
+    for i in range(0, n, BK):
+        o_n = i + tl.arange(0, BK)
+        b_id = tl.load(p_ids + o_n, mask=o_n < n, other=-1)  # [BK]
+        m_id = b_id >= 0
+        b_slot = tl.load(p_slots + b_id, mask=m_id, other=-1)
+        tl.store(p_stamps + b_slot, tl.zeros([BK], tl.int32) + now, mask=b_slot >= 0)
+        m_missing = m_id & (b_slot < 0)
+        b_at = missing + tl.cumsum(m_missing.to(tl.int32), 0) - 1
+        tl.store(p_missing + b_at, b_id, mask=m_missing)
+        missing += tl.sum(m_missing.to(tl.int32), 0)
+        chosen += tl.sum(m_id.to(tl.int32), 0)
+    tl.debug_barrier()  # the stamps and the list are there for all threads
+
+    # How many slots there are of each class of age and above. Often nothing is missing.
+    looked = tl.where(missing > 0, room, 0)
+    o_class = tl.arange(0, 2 * CLASSES)
+    b_reach = tl.zeros([2 * CLASSES], tl.int32)
+    for i in range(0, looked, BR):
+        o_r = i + tl.arange(0, BR)
+        b_age = _class(now - tl.load(p_stamps + o_r, mask=o_r < room, other=now))  # [BR]
+        for c in tl.static_range(1, CLASSES + 1):
+            b_reach += tl.where(o_class == c, tl.sum((b_age >= c).to(tl.int32), 0), 0)
+    m_class = (o_class > 0) & (o_class <= CLASSES)
+    moved = tl.minimum(missing, tl.max(b_reach, 0))
+    # The youngest class that gives way, and how many of it: those above it all do.
+    last = tl.max(tl.where(m_class & (b_reach >= moved), o_class, 0), 0)
+    need = moved - tl.sum(tl.where(o_class == last + 1, b_reach, 0), 0)
+    above, ties = n * 0, n * 0
+    for i in range(0, tl.where(moved > 0, looked, 0), BR):
+        o_r = i + tl.arange(0, BR)
+        b_age = _class(now - tl.load(p_stamps + o_r, mask=o_r < room, other=now))
+        m_above, m_tie = b_age > last, b_age == last
+        b_ties = ties + tl.cumsum(m_tie.to(tl.int32), 0)
+        m_to = m_above | (m_tie & (b_ties <= need))
+        b_at = above + tl.cumsum(m_above.to(tl.int32), 0) + tl.minimum(b_ties, need) - 1
+        b_new = tl.load(p_missing + b_at, mask=m_to, other=0)
+        b_old = tl.load(p_columns + o_r, mask=m_to, other=-1)
+        tl.store(p_slots + b_old, tl.full([BR], -1, tl.int32), mask=b_old >= 0)
+        tl.store(p_slots + b_new, o_r, mask=m_to)
+        tl.store(p_columns + o_r, b_new, mask=m_to)
+        tl.store(p_stamps + o_r, tl.zeros([BR], tl.int32) + now, mask=m_to)
+        tl.store(p_to + b_at, o_r, mask=m_to)
+        above += tl.sum(m_above.to(tl.int32), 0)
+        ties += tl.sum(m_tie.to(tl.int32), 0)
+    tl.store(p_count + i_row, moved)
+    tl.store(p_now + i_row, now, mask=live)
+    if p_counters is not None:
+        tl.atomic_add(p_counters, chosen.to(tl.int64), sem="relaxed")
+        tl.atomic_add(p_counters + 1, moved.to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def bring_tokens_copy_kernel(
+    kv,
+    block_table,
+    p_held,
+    p_missing,
+    p_to,
+    p_count,
+    k,
+    room,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Copy a share of the listed tokens of one row and KV head."""
+    begin(PDL)
+    BW: tl.constexpr = padded(WIDTH)
+    i_row = tl.program_id(0).to(tl.int64)
+    i_batch, i_head = batch_and_head(i_row, HEADS)
+    n = tl.load(p_count + i_row)
+    o_w = tl.arange(0, BW)
+    for i in range(tl.program_id(1) * BN, n, tl.num_programs(1) * BN):
+        o_n = i + tl.arange(0, BN)
+        m_n = o_n < n
+        b_id = tl.load(p_missing + i_row * k + o_n, mask=m_n, other=0)  # [BN]
+        b_to = tl.load(p_to + i_row * k + o_n, mask=m_n, other=0)  # [BN]
+        p_table = block_table.ptr + i_batch * block_table.row + b_id // BLOCK_SIZE
+        b_physical_id = tl.load(p_table, mask=m_n, other=0).to(tl.int64)
+        p_from = kv.ptr + b_physical_id * kv.block + i_head * kv.head + (b_id % BLOCK_SIZE).to(tl.int64) * kv.token
+        m_w = m_n[:, None] & (o_w < WIDTH)[None, :]
+        b_kv = tl.load(p_from[:, None] + o_w[None, :], mask=m_w, other=0.0)  # [BN, BW]
+        p_slot = p_held + (i_row * room + b_to) * WIDTH
+        tl.store(p_slot[:, None] + o_w[None, :], b_kv, mask=m_w)
+
+
+@triton.jit
+def locate_tokens_kernel(
+    ids,
+    used,
+    slots,
+    block_table,
+    out,
+    k,
+    room,
+    HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Places of ``BN`` tokens of one row and KV head."""
+    begin(PDL)
+    i_row = tl.program_id(0)
+    i_batch, i_head = batch_and_head(i_row, HEADS)
+    n = k
+    if used is not None:
+        n = tl.minimum(n, tl.load(used + i_row))
+    o_n = tl.program_id(1) * BN + tl.arange(0, BN)
+    b_id = tl.load(row_ptr(ids, i_batch, i_head) + o_n, mask=o_n < n, other=-1)  # [BN]
+    m_id = b_id >= 0
+    b_slot = tl.load(row_ptr(slots, i_batch, i_head) + b_id, mask=m_id, other=-1)
+    p_table = block_table.ptr + i_batch * block_table.row + b_id // BLOCK_SIZE
+    b_physical_id = tl.load(p_table, mask=m_id, other=-1)
+    b_place = tl.where(b_slot >= 0, i_row * room + b_slot, -(b_physical_id + 2) * BLOCK_SIZE + b_id % BLOCK_SIZE)
+    b_place = tl.where(m_id & (b_physical_id >= 0), b_place, -1)
+    tl.store(row_ptr(out, i_batch, i_head) + o_n, b_place, mask=o_n < n)
+
+
+def bring_tokens(ids, kv, block_table, held, *, used=None, enabled=None, counters=None, config=None):
+    """As ``reference.bring_tokens``; ``config`` replaces the usual one."""
+    require_dense_rows(ids=ids, kv=kv, block_table=block_table, slots=held.slots, used=used)
+    for name, t in {"kv": held.kv, "columns": held.columns, "stamps": held.stamps, "now": held.now}.items():
+        if not t.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")
+    if not ids.numel():
+        if enabled is None:
+            held.now.add_(1)
+        else:
+            held.now.add_(enabled)
+        return
+    (batch, heads, k), room, config = ids.shape, held.kv.shape[2], config or Config()
+    rows, n = batch * heads, ids.numel()
+    missing, to, count = torch.empty(2 * n + rows, dtype=torch.int32, device=ids.device).split((n, n, rows))
+    lists = operand(Rows, held.slots), held.columns, held.stamps, held.now
+    wide = {"BK": k, "BR": room}
+    wide = {name: min(config.widest, max(32, triton.next_power_of_2(size))) for name, size in wide.items()}
+    args = operand(Rows, ids), used, *lists, missing, to, count, enabled, counters, k, room
+    launch(bring_tokens_assign_kernel, (rows,), ids, *args, HEADS=heads, **wide, num_warps=8)
+    args = operand(PagedKV, kv), operand(Table, block_table), held.kv, missing, to, count, k, room
+    each = max(1, min(config.copying // rows, triton.cdiv(k, config.tile)))
+    fixed = {"BLOCK_SIZE": kv.shape[2], "HEADS": heads, "WIDTH": kv.shape[3], "BN": config.tile}
+    launch(bring_tokens_copy_kernel, (rows, each), ids, *args, **fixed)
+
+
+def locate_tokens(ids, slots, block_table, room, block_size, *, used=None, out=None):
+    """As ``reference.locate_tokens``."""
+    require_dense_rows(ids=ids, slots=slots, block_table=block_table, used=used, out=out)
+    batch, heads, k = ids.shape
+    if out is None:
+        out = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
+    if not slots.shape[-1]:
+        return out.fill_(-1)
+    grid = batch * heads, triton.cdiv(k, TILE)
+    args = operand(Rows, ids), used, operand(Rows, slots), operand(Table, block_table), operand(Rows, out), k, room
+    if ids.numel():
+        launch(locate_tokens_kernel, grid, ids, *args, HEADS=heads, BLOCK_SIZE=block_size, BN=TILE, num_warps=2)
+    return out

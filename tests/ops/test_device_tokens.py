@@ -1,0 +1,218 @@
+"""Copies of chosen tokens: the kernels against their definition, and what the definition promises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_sparsekv.ops.device_tokens import EMPTY, TokenSlots
+from hf_sparsekv.ops.device_tokens import bring_tokens as public_bring_tokens
+from hf_sparsekv.ops.device_tokens.reference import age_class
+from hf_sparsekv.ops.device_tokens.reference import bring_tokens as reference
+from hf_sparsekv.ops.device_tokens.reference import locate_tokens as locate_reference
+from hf_sparsekv.ops.device_tokens.triton import Config, bring_tokens, locate_tokens
+
+POISON = 12345
+SMALL = Config(widest=32, tile=4, copying=6)  # so that small cases take several of each
+
+
+class Pair:
+    """The same slots twice: on the CPU for the reference, and where the kernel runs."""
+
+    def __init__(self, place, batch=2, heads=3, room=32, blocks=9, size=8, width=40) -> None:
+        self.place, self.size, self.room, self.columns = place, size, room, blocks * size
+        self.kv = place.randn(batch * blocks + 3, heads, size, width)
+        self.block_table = place.randperm(batch * blocks + 3)[: batch * blocks].view(batch, blocks)
+        self.counters = [torch.zeros(2, dtype=torch.int64, device=where) for where in ("cpu", place.device)]
+
+        def full(where, *shape, value):
+            return torch.full((batch, heads, *shape), value, dtype=torch.int32, device=where)
+
+        self.held = [
+            TokenSlots(
+                torch.zeros(batch, heads, room, width, dtype=place.dtype, device=where),
+                full(where, room, value=-1),
+                full(where, room, value=EMPTY),
+                full(where, blocks * size, value=-1),
+                full(where, value=0),
+            )
+            for where in ("cpu", place.device)
+        ]
+
+    def choose(self, k: int, ordered: bool = False) -> torch.Tensor:
+        """0 to ``k`` columns of each row and head, padded with -1."""
+        batch, heads = self.held[0].now.shape
+        ids = self.place.rand(batch, heads, self.columns).argsort(-1)[..., :k].int()
+        if ordered:
+            ids = ids.sort(-1).values
+        end = self.place.randint(0, k + 1, batch, heads, 1)
+        return ids.masked_fill(torch.arange(ids.shape[-1], device=ids.device) >= end, -1)
+
+    def bring(self, ids: torch.Tensor, used: torch.Tensor | None = None, enabled=None, config: Config | None = SMALL):
+        """Both; they agree, and slots and columns agree with each other."""
+        cpu, there = self.held
+        named = [{"used": used, "enabled": enabled, "counters": self.counters[i]} for i in (0, 1)]
+        named[0] |= {name: named[0][name].cpu() for name in ("used", "enabled") if named[0][name] is not None}
+        reference(ids.cpu(), self.kv.cpu(), self.block_table.cpu(), cpu, **named[0])
+        bring_tokens(ids, self.kv, self.block_table, there, **named[1], config=config)
+        for name, want, got in zip(TokenSlots._fields, cpu, there):
+            assert torch.equal(got.cpu(), want), name
+        assert torch.equal(self.counters[1].cpu(), self.counters[0])
+        self.consistent()
+
+    def consistent(self) -> None:
+        """Each slot that is taken holds its column's token, and the column knows its slot."""
+        held, size = self.held[0], self.size
+        kv, table = self.kv.cpu(), self.block_table.cpu()
+        for row, head in ((r, h) for r in range(held.now.shape[0]) for h in range(held.now.shape[1])):
+            taken = (held.columns[row, head] >= 0).nonzero().flatten()
+            column = held.columns[row, head, taken].long()
+            assert torch.equal(held.slots[row, head, column], taken.int())
+            assert int((held.slots[row, head] >= 0).sum()) == len(taken)
+            assert torch.equal(held.kv[row, head, taken], kv[table[row, column // size].long(), head, column % size])
+
+    def locate(self, ids: torch.Tensor, used: torch.Tensor | None = None) -> torch.Tensor:
+        """Places of both, which agree where they mean something, and lead to the tokens."""
+        cpu, there = self.held
+        counted = None if used is None else used.cpu()
+        want = locate_reference(ids.cpu(), cpu.slots, self.block_table.cpu(), self.room, self.size, used=counted)
+        out = torch.full(ids.shape, POISON, dtype=torch.int32, device=ids.device)
+        got = locate_tokens(ids, there.slots, self.block_table, self.room, self.size, used=used, out=out)
+        assert got is out
+        counts = torch.full(ids.shape[:2], ids.shape[-1]) if used is None else counted
+        means = torch.arange(ids.shape[-1]) < counts[..., None]
+        assert torch.equal(got.cpu()[means], want[means])
+        pages, kv = cpu.kv.view(-1, self.size, self.kv.shape[-1]), self.kv.cpu()
+        for row, head, i in means.nonzero().tolist():
+            column, place = int(ids[row, head, i]), int(want[row, head, i])
+            if column < 0:
+                assert place == -1
+                continue
+            page, at = place // self.size, place % self.size
+            token = pages[page, at] if page >= 0 else kv[-(page + 2), head, at]
+            block = int(self.block_table[row, column // self.size])
+            assert torch.equal(token, kv[block, head, column % self.size])
+        return want
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("room", [8, 32, 40, 96])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("k", [1, 7, 33])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_random_calls(place, room, batch, k, ragged):
+    """Fewer slots than a selection has tokens, and more than there are tokens."""
+    pair = Pair(place, batch, room=room)
+    for _ in range(5):
+        ids, used = pair.choose(k, ordered=not ragged), None
+        if ragged:
+            used = (ids >= 0).sum(-1).int()
+            ids = torch.where(ids < 0, POISON, ids)  # is not read
+        pair.bring(ids, used)
+        pair.locate(ids, used)
+
+
+def test_defaults(place16):
+    """As it is called in use: one look at everything."""
+    pair = Pair(place16, 1, 2, room=128, blocks=16, size=16, width=128)
+    for _ in range(3):
+        pair.bring(pair.choose(64, ordered=True), config=None)
+
+
+def test_the_oldest_give_way(place32):
+    """Four of eight slots a selection; what was chosen before comes back only where it has been given up."""
+    pair = Pair(place32, 1, 1, room=8, blocks=4, size=8)
+
+    def ids(*columns: int) -> torch.Tensor:
+        return torch.tensor(columns, dtype=torch.int32, device=place32.device).view(1, 1, -1)
+
+    for columns in ((0, 1, 2, 3), (4, 5, 6, 7), (0, 1, 2, 3)):
+        pair.bring(ids(*columns))
+    assert pair.counters[0].tolist() == [12, 8]
+    pair.bring(ids(8, 9))  # 4 and 5 have not been chosen for longest
+    assert pair.held[0].columns.flatten().tolist() == [0, 1, 2, 3, 8, 9, 6, 7]
+    assert (pair.locate(ids(0, 4, 9, -1)) >= 0).flatten().tolist() == [True, False, True, False]
+    assert pair.held[0].now.item() == 4
+
+
+def test_too_many_tokens(place32):
+    """What is chosen now never gives way to what is chosen now: the first ones get the slots."""
+    pair = Pair(place32, 1, 1, room=8, blocks=4, size=8)
+    many = torch.arange(31, -1, -1, dtype=torch.int32, device=place32.device).view(1, 1, -1)
+    for _ in range(2):
+        pair.bring(many)
+        assert pair.held[0].columns.flatten().tolist() == list(range(31, 23, -1))
+    assert pair.counters[0].tolist() == [64, 8]
+
+
+def test_nothing_is_changed_when_disabled(place32):
+    pair = Pair(place32)
+    pair.bring(pair.choose(9))
+    before = [t.clone() for t in pair.held[0]]
+    pair.bring(pair.choose(9), enabled=torch.zeros(1, dtype=torch.int32, device=place32.device))
+    assert all(torch.equal(t, was) for t, was in zip(pair.held[0], before))
+    pair.bring(pair.choose(9), enabled=torch.ones(1, dtype=torch.int32, device=place32.device))
+    assert (pair.held[0].now == 2).all()
+
+
+def test_nothing_chosen(place32):
+    pair = Pair(place32)
+    for k in (0, 3):
+        ids = torch.full((2, 3, k), -1, dtype=torch.int32, device=place32.device)
+        pair.bring(ids)
+        pair.locate(ids)
+    assert (pair.held[0].now == 2).all()
+
+
+def test_no_blocks_yet(place32):
+    """An empty table, as in a layer whose first block is not full."""
+    ids = torch.full((1, 2, 3), -1, dtype=torch.int32, device=place32.device)
+    slots, table = ids[..., :0], ids[0, :1, :0]
+    assert torch.equal(locate_tokens(ids, slots, table, 8, 8).cpu(), ids.cpu())
+    assert torch.equal(locate_reference(ids.cpu(), slots.cpu(), table.cpu(), 8, 8), ids.cpu())
+
+
+def test_views(place32):
+    """Ids and tables that are slices of larger buffers."""
+    pair = Pair(place32)
+    ids, table, kv = place32.nan(2, 5, 12, dtype=torch.int32), place32.nan(2, 20, dtype=torch.int32), pair.kv
+    ids[:, 1:4, 2:9], table[:, 5:14] = pair.choose(7), pair.block_table
+    pair.block_table, pair.kv = table[:, 5:14], torch.cat((kv, kv), dim=-1)[..., : kv.shape[-1]]
+    pair.bring(ids[:, 1:4, 2:9])
+    pair.locate(ids[:, 1:4, 2:9])
+
+
+def test_slots_that_are_no_view(place32):
+    pair = Pair(place32)
+    held = pair.held[1]
+    turned = held.columns.transpose(0, 1).contiguous().transpose(0, 1)
+    with pytest.raises(ValueError, match="columns must be contiguous"):
+        bring_tokens(pair.choose(3), pair.kv, pair.block_table, held._replace(columns=turned))
+
+
+def test_ages():
+    assert age_class(torch.tensor([0, 1, 2, 3, 4, 127, 128, 1 << 30])).tolist() == [0, 1, 2, 2, 3, 7, 8, 8]
+
+
+def test_a_step_chooses_much_of_what_others_chose(place32):
+    """Selections that change slowly are mostly there, whatever their order."""
+    pair = Pair(place32, 1, 1, room=64, blocks=32, size=8)
+    scores = place32.rand(1, 1, 256)
+    for _ in range(12):
+        scores = 0.9 * scores + 0.1 * place32.rand(1, 1, 256)
+        pair.bring(scores.topk(24, sorted=True).indices.int())
+    chosen, copied = pair.counters[0].tolist()
+    assert chosen == 12 * 24 and copied < chosen / 3
+
+
+@pytest.mark.gpu
+def test_blocks_in_host_memory(place):
+    """Read in place over the link; and what is not pinned takes the reference."""
+    pair = Pair(place)
+    kv, ids = pair.kv.cpu(), pair.choose(9)
+    for host in (kv.pin_memory(), kv):
+        held = TokenSlots(*(t.clone() for t in pair.held[1]))
+        public_bring_tokens(ids, host, pair.block_table, held)
+        want = TokenSlots(*(t.clone() for t in pair.held[0]))
+        reference(ids.cpu(), kv, pair.block_table.cpu(), want)
+        assert all(torch.equal(got.cpu(), t) for got, t in zip(held, want))
