@@ -1,8 +1,8 @@
 """What a predictive step does beside its attention, part by part: captured, one layer after the other.
 
 Metrics, microseconds a layer: push_us (the step's query into the ring), predict_us, score_us, select_us, pack_us
-(newly chosen tokens copied to where steps read them, from where their blocks live; pack_copied is their share of the chosen),
-and attend_us, what a step's own attention takes. What runs beside the step is free as long as it is shorter.
+(newly chosen tokens copied to where steps read them, from where their blocks live, with room for one selection;
+pack_copied is their share of the chosen), and attend_us, what a step's own attention takes. What runs beside the step is free as long as it is shorter.
 
 Where a second GPU chooses, all but the attention is measured there, with transfer_us (the step's query, key and value,
 read in the first GPU's memory and stored) in place of push_us. Packing writes that GPU's memory: pack_mb, 10^6 bytes.
@@ -116,6 +116,8 @@ def parts(layers: list[SparseLayer], queries: list[Tensor], scale: float) -> dic
         ids = [p.ids.clone() for p in policies]
         choices = [(a, partly_new(a, s.full_blocks, s.block_size, COPIED)) for a, s in zip(ids, stores)]
         turn = [0] * len(layers)
+        for policy, store in () if second else zip(policies, stores):
+            policy.tokens = DeviceTokens(store, policy.ids.shape[-1], policy.tokens.enabled)
 
         def pack(i: int) -> None:
             turn[i] ^= 1
