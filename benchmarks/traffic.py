@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_sparsekv.cache import SparseCache
+from hf_sparsekv.policies.measured import PackStats
 
 from .report import Report
 
@@ -15,8 +16,9 @@ class Traffic:
 
     Args:
         steps: how many.
-        hit_rate: share of the chosen blocks (of one KV head) that were on the device; None without a device pool.
-        missed: bytes a step of the chosen blocks that were not. Without a pool: the same as ``host``.
+        hit_rate: share of what was chosen, blocks or tokens (of one KV head), that was on the device; None where
+            nothing is kept there.
+        missed: bytes a step of what was not. Where nothing is kept: the same as ``host``.
         host: bytes a step that crossed the link: blocks fetched, and tokens read in place.
     """
 
@@ -45,15 +47,16 @@ class Meter:
         self._before = self._totals()
 
     def _totals(self) -> tuple[int, int, int, int, int]:
-        """Steps, host bytes, blocks needed and found, bytes of those not found."""
-        stats, needed, found, missed = self.cache.stats(), 0, 0, 0
+        """Steps, host bytes, blocks or tokens needed and found, bytes of those not found."""
+        stats, missed = self.cache.stats(), 0
         pools = () if self.cache.device_pools is None else self.cache.device_pools.pools.values()
         for pool in pools:
             if pool is not None:
                 counted = pool.counters()
-                needed, found = needed + counted["needed"], found + counted["found"]
                 missed += (counted["needed"] - counted["found"]) * pool.pages[0].nbytes
-        return stats.decode_steps, stats.host_to_device_bytes, needed, found, missed
+        for layer in self.cache.sparse_layers:
+            missed += sum(one.bytes for one in layer.policy.measured() if isinstance(one, PackStats))
+        return stats.decode_steps, stats.host_to_device_bytes, stats.needed, stats.found, missed
 
     def read(self) -> Traffic:
         """Since the restart.
