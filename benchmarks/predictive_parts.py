@@ -2,7 +2,8 @@
 
 Metrics, microseconds a layer: push_us (the step's query into the ring), predict_us, score_us, select_us, pack_us
 (newly chosen tokens copied to where steps read them, from where their blocks live, with room for one selection;
-pack_copied is their share of the chosen), and attend_us, what a step's own attention takes. What runs beside the step is free as long as it is shorter.
+pack_copied is their share of the chosen), and attend_us, what a step's own attention takes. What runs beside the step
+is free as long as it is shorter.
 
 Where a second GPU chooses, all but the attention is measured there, with transfer_us (the step's query, key and value,
 read in the first GPU's memory and stored) in place of push_us. Packing writes that GPU's memory: pack_mb, 10^6 bytes.

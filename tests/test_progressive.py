@@ -289,8 +289,8 @@ def test_pools_do_not_show(offload):
     torch.testing.assert_close(decode(progressive(offload)), decode(progressive(False)), rtol=1e-4, atol=1e-4)
 
 
-def test_blocks_are_found_on_the_device():
-    """What the last step has used is there, and less is read in host memory."""
+def test_tokens_are_found_on_the_device():
+    """What the last steps have used is there, and less is read in host memory."""
     cache = progressive(True)
     decode(cache, steps=60)
     few = progressive(OffloadConfig(device_pool=0))

@@ -79,12 +79,17 @@ def test_tokens_and_bytes(level, pads, offload):
     # Sinks and recent tokens stay on the device; every sealed column went to the host once.
     fetched = cache.device_pools.counters()
     in_place = sum(layer.store.counters.total_from_host for layer in cache.sparse_layers)
-    # There is room for all that is chosen a step ahead: what is read has been fetched, once, or is read in place.
-    assert fetched["unserved"] == 0
-    assert (0 < in_place < count["stored"]) if level == "token" else in_place == 0
-    assert stats.host_to_device_bytes == (in_place + fetched["fetched"] * BLOCK) * TOKEN
-    assert stats.hit_rate == fetched["found"] / fetched["needed"]
-    assert fetched["found"] + fetched["fetched"] == fetched["needed"]
+    if level == "token":  # chosen by the prompt's last query and in each step; what a step missed was read in place
+        copies = [layer.policy.measured()[0] for layer in cache.sparse_layers]
+        needed, copied = sum(c.needed for c in copies), sum(c.copied for c in copies)
+        assert count["stored"] < needed and 0 < in_place < copied < needed
+        assert stats.host_to_device_bytes == (in_place + copied) * TOKEN
+        assert stats.hit_rate == 1 - copied / needed
+    else:  # there is room for all that is chosen a step ahead: what is read has been fetched, once
+        assert fetched["unserved"] == in_place == 0
+        assert stats.host_to_device_bytes == fetched["fetched"] * BLOCK * TOKEN
+        assert stats.hit_rate == fetched["found"] / fetched["needed"]
+        assert fetched["found"] + fetched["fetched"] == fetched["needed"]
     assert stats.device_to_host_bytes == sealed_at(170) * BLOCK * mask.shape[0] * HEADS * LAYERS * TOKEN
     assert stats.host_bytes > 0
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..ops.block_copy import block_copy
-from ..ops.residency import COUNTERS, FREE, WINDOW, PageState, lookup, residency
+from ..ops.residency import COUNTERS, FREE, WINDOW, PageState, residency
 from ..tensors import no_inference_mode
 from .copy_streams import wait
 
@@ -188,21 +188,6 @@ class DevicePool:
         )
         block_copy(kv, self.pages, copies, n_copies)
         return page_ids
-
-    def find(
-        self,
-        layer: int,
-        block_ids: Tensor | None,
-        block_table: Tensor,
-        out: Tensor | None = None,
-        since: Tensor | None = None,
-    ) -> Tensor:
-        """Places of blocks as they are now; nothing is fetched or counted, nor kept from being evicted.
-
-        ``block_ids``: None for all blocks of each row. ``since``: int32 ``[1]``, count only pages chosen in this step,
-        see ``ops.residency.lookup``.
-        """
-        return lookup(block_ids, block_table, self.page_table(layer), self.state.stamp, since, out=out)
 
     @no_inference_mode
     def _list(self, block_ids: Tensor) -> tuple[Tensor, Tensor]:

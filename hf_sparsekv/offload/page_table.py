@@ -18,6 +18,9 @@ from .device_pool import DevicePool, free_bytes
 # Selections of one step that a pool holds by default. On the recorded real model, twice the blocks of a step hit 96 to
 # 98 %, four times 99 % (benchmarks/results/attention_statistics.csv).
 SELECTIONS = 4
+# Of tokens, which selections of steps that follow each other share less: of a step's tokens, 94 % are among as many as
+# four selections have, 97 % among eight and sixteen (the same model; benchmarks/NOTES.md).
+TOKEN_SELECTIONS = 8
 SHARE = 0.5  # of the free device memory, at most, by default
 
 
@@ -105,7 +108,7 @@ class DevicePools:
     def tokens(self, chosen: int, there: int, each: int, device: torch.device) -> int:
         """Tokens of each row and KV head that a layer may have copies of: each layer has its share.
 
-        By default some selections, otherwise what the configured size allows, but no more than there are.
+        By default ``TOKEN_SELECTIONS``, otherwise what the configured size allows, but no more than there are.
 
         Args:
             chosen: of a step's selection.
@@ -123,7 +126,8 @@ class DevicePools:
                     "OffloadConfig(device_pool=...)",
                     stacklevel=5,
                 )
-        return min(there, self._room // (self.layers * each), there if budget is not None else SELECTIONS * chosen)
+        wanted = there if budget is not None else min(there, TOKEN_SELECTIONS * chosen)
+        return min(wanted, self._room // (self.layers * each))
 
     def refuse(self, error: Exception) -> None:
         """Allow nothing more: an allocation that :meth:`tokens` allowed has failed."""
@@ -216,12 +220,6 @@ class LayerPages:
         if begins and self.pools.leads(self):
             self.pool.advance()
         return self.pool.fetch(self._number, ids, block_table, self.blocks.kv, keep, out)
-
-    def find(
-        self, ids: Tensor | None, block_table: Tensor, since: Tensor | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        """Places of blocks as they are; see :meth:`DevicePool.find`."""
-        return self.pool.find(self._number, ids, block_table, out, since)
 
     def forget(self, physical_ids: Tensor) -> None:
         """Drop the pages of these blocks, which are about to be reused."""

@@ -9,21 +9,22 @@ from torch import Tensor
 
 from ..kv.state import Held, State
 from ..kv.store import LayerStore
-from ..offload.page_table import SELECTIONS
+from ..offload.page_table import TOKEN_SELECTIONS
 from ..ops.device_tokens import EMPTY, TokenSlots, bring_tokens, locate_tokens
 from ..tensors import no_inference_mode
 from .measured import PackStats
 from .memory import Memory, Request
 
 SLOT_BYTES = 8  # of a slot beside its copy: column and stamp
+# Selections that the tokens chosen within 12 steps amount to: 2.7 with one token in 64 chosen, 2.3 with one in 16, on
+# the recorded real model (benchmarks/NOTES.md).
+REUSED = 2.7
 
 
 class DeviceTokens(State):
     """The tokens that latest selections have chosen, ``room`` of each row and KV head.
 
-    Steps that follow each other choose nearly the same tokens: on the recorded real model 94 % of a step's tokens are
-    among as many as four selections have, and 97 % among sixteen (benchmarks/NOTES.md). What is held decides where
-    tokens are read, never which.
+    Steps that follow each other choose nearly the same tokens. What is held decides where tokens are read, never which.
 
     Attributes:
         kv, columns, stamps, slots, now: see ``ops.device_tokens.TokenSlots``.
@@ -143,6 +144,8 @@ def add_device_tokens(memory: Memory, request: Request, chosen: int) -> None:
     each = [row * (layer.width * request.item + SLOT_BYTES) for row, layer in zip(rows, request.layers)]
     size = request.config.block_size
     for row, one in zip(rows, each):
-        room = min(there, SELECTIONS * chosen if pool is None else int(pool) // len(each) // one) // size * size
+        room = min(there, TOKEN_SELECTIONS * chosen if pool is None else int(pool) // len(each) // one) // size * size
         memory.device_pages += room * one
         memory.tables += row * (4 * there + 4) if room else 0
+    step = sum(row * layer.width for row, layer in zip(rows, request.layers))
+    memory.working_set = int(REUSED * chosen * step * request.item)

@@ -267,4 +267,4 @@ def expected(tokens: int) -> int:
     """Tokens of one row and KV head that a step is expected to choose of so many: room is made for several such
     selections, a quarter of them.
     """
-    return max(1, tokens // 16)
+    return max(1, tokens // 32)

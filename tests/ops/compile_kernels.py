@@ -33,6 +33,8 @@ from hf_sparsekv.ops.add_norm.triton import add_norm
 from hf_sparsekv.ops.append.triton import append
 from hf_sparsekv.ops.block_copy.triton import block_copy
 from hf_sparsekv.ops.block_score.triton import block_score
+from hf_sparsekv.ops.device_tokens import TokenSlots
+from hf_sparsekv.ops.device_tokens.triton import bring_tokens, locate_tokens
 from hf_sparsekv.ops.experts.triton import experts
 from hf_sparsekv.ops.gated.triton import gated
 from hf_sparsekv.ops.latent_rope.triton import latent_rope
@@ -44,7 +46,6 @@ from hf_sparsekv.ops.qk_rope.triton import qk_rope
 from hf_sparsekv.ops.query_predict.triton import query_predict
 from hf_sparsekv.ops.query_ring.triton import push
 from hf_sparsekv.ops.residency import PageState
-from hf_sparsekv.ops.residency.lookup import lookup
 from hf_sparsekv.ops.residency.triton import residency
 from hf_sparsekv.ops.route.triton import route
 from hf_sparsekv.ops.seal.triton import seal
@@ -137,13 +138,12 @@ def choices() -> None:
 def masses() -> None:
     """Tokens up to a share of the mass, for attention that takes as many as there are."""
     latents = {"heads": 1, "group": 20, "dk": 576, "channels": 128}
-    for shape in ({"group": 4, "dk": 128, "channels": 32}, latents, {"group_reduce": "sum", "paged": True}):
+    for shape in ({"group": 4, "dk": 128, "channels": 32}, latents, {"group_reduce": "sum"}):
         for more in ({}, {"softcap": 30.0, "learned_sink": True}):
             args, named = Mass(batch=1, n=9000, **shape, **more).make(place())
             totals = torch.zeros(len(TOTALS) + LENGTHS, dtype=torch.int64)
             mass_select(*args, **named, totals=totals)
             mass_select(*args, **named)
-            mass_select(*args, **named, by_block=True)
     usual = Decode(batch=1, group=4, dk=128, dv=128, block_size=64, cap=3, chosen=2)
     latent = Decode(batch=1, heads=1, group=20, dk=576, dv=512, block_size=64, cap=3, chosen=2, latents=True)
     for case in (usual, latent):
@@ -159,15 +159,16 @@ def pages() -> None:
         ids = torch.arange(3, dtype=torch.int32).expand(batch, 2, 3).contiguous()
         block_table = torch.arange(batch * 5, dtype=torch.int32).view(batch, 5)
         residency(ids, block_table, state, 0, 1)
-        for since in (None, state.now):
-            lookup(ids, block_table, state.page_tables[0], state.stamp, since)
-            lookup(None, block_table, state.page_tables[0], state.stamp, since)
     kv, ids = place().randn(10, 2, 16, 128), torch.arange(40, dtype=torch.int32).expand(2, 2, 40).contiguous()
     lists = [ids.clone(), ids.clone(), place().nan(2, 2, 40, 128), ids.clone()]
     pack(ids, kv, block_table, *lists)
     pack(ids, kv, block_table, *lists, enabled=state.enabled, counters=state.counters[:2])
+    slots = TokenSlots(place().nan(2, 2, 64, 128), ids.clone(), ids.clone(), ids.clone(), ids[..., 0].clone())
+    for used in (None, ids[..., 0].clone()):
+        bring_tokens(ids, kv, block_table, slots, used=used)
+        bring_tokens(ids, kv, block_table, slots, used=used, enabled=state.enabled, counters=state.counters[:2])
+        locate_tokens(ids, slots.slots, block_table, 64, 16, used=used)
     place_tokens(ids, ids, ids, 64)
-    place_tokens(ids, None, ids, 64)
     pairs = torch.zeros(4, 2, dtype=torch.int32)
     block_copy(kv, place().nan(4, 16, 128), pairs, torch.ones(1, dtype=torch.int32))
     for window in (0, 16):

@@ -208,13 +208,13 @@ def append(place, batch, heads, new, dk, dv, sinks, ring, cached, padded):
     return k, v, place.rand(batch, new) > 0.4 if padded else None, recent_kv, recent_valid, column(place, cached), sinks
 
 
-def place_tokens(place, batch, heads, k, n, block_size, listed=True):
+def place_tokens(place, batch, heads, k, n, block_size):
     """Some blocks are in host memory, which a negative page id says; half of the tokens are none."""
     at = place.randint(0, n * block_size, batch, heads, k).masked_fill(place.rand(batch, heads, k) < 0.5, -1)
     blocks = shuffled(place, batch * heads, n + 9, n).view(batch, heads, n)
     pages = place.randint(0, 1000, batch, heads, n)
     pages = torch.where(place.rand(batch, heads, n) < 0.4, -(pages + 2), pages)
-    return at, blocks if listed else None, pages, block_size
+    return at, blocks, pages, block_size
 
 
 def push(place, batch, heads, new, dim, ring, at, padded):
@@ -557,7 +557,6 @@ OPERATORS = [
             "usual": (2, 3, 70, 9, 16),
             "several tiles": (1, 2, 700, 5, 128),
             "one block": (3, 1, 5, 1, 64),
-            "all blocks": (2, 3, 70, 9, 16, False),
             "no tokens": (2, 2, 0, 3, 16),
         },
         small=(2, 2, 40, 5, 16),

@@ -33,7 +33,6 @@ class Case:
     threshold: float = 0.9
     min_tokens: int = 20
     max_tokens: int | None = None
-    paged: bool = False
     padding: bool = True
 
     def make(self, place) -> tuple[tuple, dict]:
@@ -51,14 +50,10 @@ class Case:
             near[-1, :, : self.sinks] = torch.nan
         q = place.randn(self.batch, self.heads * self.group, self.dk)
         channels = [place.randperm(self.dk)[: self.channels] for _ in range(self.batch * self.heads)]
-        page_ids = None
-        if self.paged:
-            page_ids = place.randint(-9, 90, *rows, -(-self.n // 16))
-            page_ids = torch.where(page_ids == -1, 5, page_ids)
-        args = scores, q, torch.stack(channels).view(*rows, -1), near, valid, page_ids
+        args = scores, q, torch.stack(channels).view(*rows, -1), near, valid
         named = {"sinks": self.sinks, "scale": self.dk**-0.5, "softcap": self.softcap}
         named |= {"threshold": self.threshold, "min_tokens": self.min_tokens, "max_tokens": self.max_tokens}
-        named |= {"group_reduce": self.group_reduce, "block_size": 16}
+        named["group_reduce"] = self.group_reduce
         named["sink_logits"] = place.randn(self.heads * self.group) if self.learned_sink else None
         return args, named
 
@@ -79,7 +74,6 @@ CASES = {
     "capped among equals": Case(max_tokens=33, spread=0.0),
     "softcap": Case(softcap=2.0),
     "learned sink": Case(learned_sink=True),
-    "by place": Case(paged=True),
     "one chunk": Case(n=200),
     "many chunks": Case(n=2600, size=128, batch=1),
     "nothing stored": Case(n=0),
@@ -102,7 +96,7 @@ def cpu(args: tuple, named: dict) -> tuple[tuple, dict]:
 def test_kernels_against_references(place, case):
     args, named = case.make(place)
     totals = torch.zeros(len(TOTALS) + LENGTHS, dtype=torch.int64, device=args[0].device)
-    got = kernels.mass_select(*args, **named, totals=totals, by_block=True, config=case.size)
+    got = kernels.mass_select(*args, **named, totals=totals, config=case.size)
     args, named = cpu(args, named)
     want = reference.mass_select(*args, **named)
     bins = got.bins.cpu()
@@ -115,13 +109,10 @@ def test_kernels_against_references(place, case):
     assert torch.equal(got.count.cpu(), count)
     assert torch.equal(got.cut.cpu(), cut)
     torch.testing.assert_close(got.mass.cpu(), mass, rtol=1e-5, atol=1e-5)
-    assert torch.equal(got.blocks.cpu(), reference.block_scores(bins, cut, 16))
     ids = got.ids.cpu()
     for row in range(case.batch):
         for head in range(case.heads):
             columns = taken[row, head].nonzero()[:, 0]
-            if args[5] is not None:
-                columns = args[5][row, head, columns // 16] * 16 + columns % 16
             assert torch.equal(ids[row, head, : len(columns)], columns.int())
             assert (ids[row, head, len(columns) :] == -1).all()
     totals = totals.cpu()
@@ -144,8 +135,8 @@ def test_the_definition_says_what_it_means(case):
     args, named = case.make(Place("cpu", torch.float32))
     if case.spread > 50:
         return  # whose exponentials no float holds
-    found = mass_select(*args, **named, by_block=True)
-    scores, q, channels, near, valid, _ = args
+    found = mass_select(*args, **named)
+    scores, q, channels, near, valid = args
     for row in range(case.batch):
         for head in range(case.heads):
             shares, near_shares = [], []
@@ -171,11 +162,6 @@ def test_the_definition_says_what_it_means(case):
                 share = share.amax(0)
             bins = found.bins[row, head].int()
             assert torch.equal(bins == NONE, share == 0)
-            blocks = found.blocks[row, head]
-            assert len(blocks) == -(-case.n // 16)
-            for i, each in enumerate(bins.split(16) if case.n else ()):
-                best = int(each.min())
-                assert blocks[i] == (-best if best <= found.cut[row, head] else -torch.inf)
             live = share > 0
             said = (-(bins[live].double() + 0.5) / 8).exp2()
             off = (said / share[live].clamp(max=1 - 1e-9)).log2().abs()
@@ -183,8 +169,6 @@ def test_the_definition_says_what_it_means(case):
             taken = torch.zeros(case.n, dtype=torch.bool)
             ids = found.ids[row, head, : found.count[row, head]].long()
             assert (found.ids[row, head, found.count[row, head] :] == -1).all()
-            if case.paged:
-                continue
             assert (ids.diff() > 0).all()
             taken[ids] = True
             best = share[~taken & live].max() if bool((~taken & live).any()) else 0.0
@@ -222,11 +206,11 @@ def test_what_is_no_number(place32, group_reduce):
 def test_strided_tensors(place32):
     """A query and scores of other strides than contiguous ones."""
     args, named = Case(padding=False).make(place32)
-    scores, q, channels, near, valid, _ = args
+    scores, q, channels, near, valid = args
     want = kernels.mass_select(*args, **named, config=256)
     q = torch.stack((q, q), -1)[..., 0]
     near = torch.cat((near, near), 1)[:, : near.shape[1]]
     scores = torch.cat((scores, scores), 2)[..., : scores.shape[2]]
-    got = kernels.mass_select(scores, q, channels, near, valid, None, **named, config=256)
+    got = kernels.mass_select(scores, q, channels, near, valid, **named, config=256)
     assert torch.equal(got.ids, want.ids)
     assert torch.equal(got.mass, want.mass)

@@ -6,9 +6,6 @@ import pytest
 import torch
 
 from hf_sparsekv.ops.residency import FREE, PageState
-from hf_sparsekv.ops.residency import lookup as public_lookup
-from hf_sparsekv.ops.residency.lookup import lookup
-from hf_sparsekv.ops.residency.reference import lookup as lookup_reference
 from hf_sparsekv.ops.residency.reference import residency as reference
 from hf_sparsekv.ops.residency.reference import windows
 from hf_sparsekv.ops.residency.triton import Config, residency
@@ -258,47 +255,3 @@ def test_captured():
         assert torch.equal(held[0].cpu(), expected[0])
         assert int(held[2]) == int(expected[2])
     assert torch.equal(state.counters.cpu(), other.counters)
-
-
-@pytest.mark.parametrize("since", [None, 1, 2, 9])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_lookup(place32, batch, since):
-    """In any order, among pages of several layers and steps; nothing changes."""
-    pair = Pair(place32, 50, [(40, 2), (25, 2)])
-    for _ in range(3):
-        block_table = torch.stack([place32.randperm(25)[:20] for _ in range(batch)])
-        block_table[-1, 13] = -1
-        for layer in range(2):
-            pair.call(choose(place32, batch, 2, 9, 20), block_table, layer, 1, **SMALL)
-        pair.advance()
-    ids = place32.rand(batch, 2, 20).argsort(-1).int()
-    ids[..., 17:] = -1
-    before = {name: getattr(pair.states[1], name).clone() for name in STATE}
-    stamps = None if since is None else torch.tensor([since], dtype=torch.int32)
-    for layer in range(2):
-        want = lookup_reference(
-            ids.cpu(), block_table.cpu(), pair.states[0].page_tables[layer], pair.states[0].stamp, stamps
-        )
-        state = pair.states[1]
-        where = None if since is None else stamps.to(place32.device)
-        out = torch.full_like(ids, POISON)
-        assert lookup(ids, block_table, state.page_tables[layer], state.stamp, where, out=out, config=32) is out
-        assert torch.equal(out.cpu(), want)
-        assert torch.equal(public_lookup(ids, block_table, state.page_tables[layer], state.stamp, where).cpu(), want)
-        assert (want >= 0).any() or since is not None
-        assert since != 9 or not (want >= 0).any()
-        every = torch.arange(20, dtype=torch.int32).repeat(batch, 2, 1)
-        want = lookup_reference(
-            every, block_table.cpu(), pair.states[0].page_tables[layer], pair.states[0].stamp, stamps
-        )
-        for function in (lookup, public_lookup, lookup_reference):
-            there = "cpu" if function is lookup_reference else place32.device
-            page_tables, stamp = state.page_tables[layer].to(there), state.stamp.to(there)
-            since_there = None if since is None else stamps.to(there)
-            got = function(None, block_table.to(there), page_tables, stamp, since_there)
-            assert torch.equal(got.cpu(), want), "of all blocks"
-    for name in STATE:
-        assert torch.equal(getattr(pair.states[1], name), before[name])
-    assert lookup(ids[..., :0], block_table, state.page_tables[0], state.stamp).shape == (batch, 2, 0)
-    for function in (lookup, lookup_reference):
-        assert function(None, block_table[:, :0], state.page_tables[0], state.stamp).shape == (batch, 2, 0)

@@ -6,21 +6,20 @@ import torch
 from torch import Tensor
 
 
-def place_tokens(at: Tensor, block_ids: Tensor | None, page_ids: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+def place_tokens(at: Tensor, block_ids: Tensor, page_ids: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """Columns and places of tokens that were chosen among those of some blocks.
 
     Args:
         at: int32 ``[batch, H, k]``, positions among the tokens of the blocks, one block after the other; -1 for none.
-        block_ids: int32 ``[batch, H, n]``, the blocks; None if they are blocks ``0 .. n - 1``.
+        block_ids: int32 ``[batch, H, n]``, the blocks.
         page_ids: int32 ``[batch, H, n]``, their page ids (``pages`` of ``sparse_decode``).
         block_size: tokens in a block.
 
     Returns:
         int32 ``[batch, H, k]`` each: ``block_id * block_size + position in the block``, and the same of the page id; -1
-        for none. Without ``block_ids`` the first is ``at``.
+        for none.
     """
     block = (at.clamp_min(0) // block_size).long()
-    lists = (page_ids,) if block_ids is None else (block_ids, page_ids)
-    found = (of.gather(-1, block) * block_size + at % block_size for of in lists)
-    found = [torch.where(at < 0, -1, each).int() for each in found]
-    return (at, *found) if block_ids is None else tuple(found)
+    found = (of.gather(-1, block) * block_size + at % block_size for of in (block_ids, page_ids))
+    columns, places = (torch.where(at < 0, -1, each).int() for each in found)
+    return columns, places

@@ -34,10 +34,9 @@ def place_tokens_kernel(
     b_at = tl.load(row_ptr(at, i_batch, i_head) + o_n, mask=m_n, other=-1)  # [BN]
     m_at = b_at >= 0
     b_in = b_at % BLOCK_SIZE
-    if blocks is not None:
-        b_block = tl.load(row_ptr(blocks, i_batch, i_head) + b_at // BLOCK_SIZE, mask=m_at, other=0)
-        b_column = b_block * BLOCK_SIZE + b_in
-        tl.store(row_ptr(columns, i_batch, i_head) + o_n, tl.where(m_at, b_column, -1), mask=m_n)
+    b_block = tl.load(row_ptr(blocks, i_batch, i_head) + b_at // BLOCK_SIZE, mask=m_at, other=0)
+    b_column = b_block * BLOCK_SIZE + b_in
+    tl.store(row_ptr(columns, i_batch, i_head) + o_n, tl.where(m_at, b_column, -1), mask=m_n)
     b_page = tl.load(row_ptr(pages, i_batch, i_head) + b_at // BLOCK_SIZE, mask=m_at, other=0)
     b_place = b_page * BLOCK_SIZE + b_in
     tl.store(row_ptr(places, i_batch, i_head) + o_n, tl.where(m_at, b_place, -1), mask=m_n)
@@ -47,8 +46,7 @@ def place_tokens(at, block_ids, page_ids, block_size):
     """As ``reference.place_tokens``."""
     require_dense_rows(at=at, block_ids=block_ids, page_ids=page_ids)
     batch, heads, k = at.shape
-    places = torch.empty(at.shape, dtype=torch.int32, device=at.device)
-    columns = at if block_ids is None else torch.empty_like(places)
+    columns, places = (torch.empty(at.shape, dtype=torch.int32, device=at.device) for _ in range(2))
     grid = batch * heads, triton.cdiv(k, TILE)
     args = *(operand(Rows, t) for t in (at, block_ids, page_ids, columns, places)), k
     if at.numel():

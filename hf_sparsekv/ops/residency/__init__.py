@@ -7,7 +7,6 @@ from . import reference
 from .reference import WINDOW
 from .state import COUNTERS, FREE, PageState
 
-__all__ = ["COUNTERS", "FREE", "WINDOW", "PageState", "lookup", "residency"]
+__all__ = ["COUNTERS", "FREE", "WINDOW", "PageState", "residency"]
 
 residency = operator(reference.residency, on="block_ids")
-lookup = operator(reference.lookup, on="block_table", module="lookup")

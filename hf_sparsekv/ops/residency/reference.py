@@ -91,45 +91,6 @@ def residency(
     return give(found, page_ids), give(listed, copies), give(number, n_copies)
 
 
-def lookup(
-    block_ids: Tensor | None,
-    block_table: Tensor,
-    table: Tensor,
-    stamp: Tensor,
-    since: Tensor | None = None,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Page ids of blocks as they are, without copying any to the device.
-
-    With ``since`` a page counts only if its stamp is just that. A stamp of the step before this one is safe while this
-    step's pages are given out on another stream: pages chosen then stay (``keep=1``), pages that change hands get
-    this step's number, and a block evicted in between has an older stamp.
-
-    Args:
-        block_ids: ``[batch, H, K]`` int32, -1 for no block; in any order. None for all ``cap`` blocks of each row.
-        block_table: ``[batch, cap]`` int32, physical id of each block of each row, -1 where there is none.
-        table, stamp: of the layer and of the pages, see ``PageState``.
-        since: int32 ``[1]``, or None.
-        out: receives the result.
-
-    Returns:
-        places int32 ``[batch, H, K]``, see :func:`residency`.
-    """
-    heads = table.shape[1]
-    physical_id = block_table[:, None].expand(-1, heads, -1)
-    if block_ids is not None:
-        if not block_table.shape[1]:
-            return give(torch.full_like(block_ids, -1), out)
-        physical_id = physical_id.gather(-1, block_ids.clamp_min(0).long()).masked_fill(block_ids < 0, -1)
-    head = torch.arange(heads, device=physical_id.device)[:, None]
-    page = table[physical_id.clamp_min(0).long(), head]
-    found = (physical_id >= 0) & (page >= 0)
-    if since is not None:
-        found = found & (stamp[page.clamp_min(0).long()] == since)
-    return give(torch.where(found, page, torch.where(physical_id >= 0, -(physical_id + 2), -1)), out)
-
-
 def first_of_each(values: Tensor) -> Tensor:
     """The distinct values, in the order in which they come first."""
     distinct, inverse = values.unique(return_inverse=True)
