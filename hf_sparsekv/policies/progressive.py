@@ -235,9 +235,9 @@ class ProgressivePolicy(Policy):
         )
 
     def measured(self) -> tuple[WalkStats | PackStats, ...]:
-        found = () if self.tokens is None else (self.tokens.measured(),)
+        copied = () if self.tokens is None else (self.tokens.measured(),)
         if self.totals is None:
-            return found
+            return copied
         counted = self.totals.tolist()
         found = dict(zip(TOTALS, counted))
         audits, mass, least, estimate = self._audited
@@ -254,7 +254,7 @@ class ProgressivePolicy(Policy):
             least_audited_mass=least if audits else None,
             audited_estimate=estimate / audits if audits else None,
         )
-        return walked, *found
+        return walked, *copied
 
     def reopened(self) -> None:
         super().reopened()
