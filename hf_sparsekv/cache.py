@@ -484,9 +484,8 @@ class SparseCache(Cache):
 class OffloadedSparseCache(SparseCache):
     """Sparse decoding over a KV cache whose full blocks live in host memory (AsyncTLS) or on the device.
 
-    Each decode step chooses tokens by quantised label channels, and attends exactly to those tokens, the sinks and the
-    recent window. Blocks in host memory are brought to the device, so the tokens lie in a bounded number of them, each
-    of which scores as its best token does; on the device, any token can be chosen. The same as
+    Each decode step chooses tokens by quantised label channels among all, wherever their blocks are, and attends exactly
+    to those tokens, the sinks and the recent window. What was chosen lately has a copy on the device. The same as
     ``SparseCache(TwoLevelConfig(...), OffloadConfig())``.
 
     Args:

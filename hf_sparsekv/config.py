@@ -210,15 +210,14 @@ class TwoLevelConfig(SparseConfig):
     Source: AsyncTLS section 4.1; the block bound is Quest's, the label channels are Double Sparsity's.
 
     By default every cached token can be chosen: on the device that is as fast as choosing blocks before, and it finds
-    what a bound on a block hides (docs/accuracy.md). Offloaded, each step brings the blocks with its best tokens to the
-    device behind its attention, and the next one, which wants nearly the same, reads there what is there, and the other
-    tokens that it chooses in host memory (docs/offloading.md).
+    what a bound on a block hides (docs/accuracy.md). Offloaded, what a step chooses is copied to the device behind its
+    attention; the next ones, which want nearly the same, read there what is there, and the other tokens that they
+    choose in host memory (docs/offloading.md).
 
     Args:
         token_budget: tokens attended per step, row and KV head, beside sinks and recent window.
-        num_blocks: blocks that the coarse level keeps; with ``level="token"`` and offloaded blocks, those that a step
-            brings. ``None`` means 128, or as many as ``token_budget`` needs if that is more. The coarse level's must be
-            able to hold the budget.
+        num_blocks: blocks that the coarse level keeps, which must be able to hold the budget. ``None`` means 128, or as
+            many as ``token_budget`` needs if that is more.
         level: ``"two_level"`` chooses ``num_blocks`` blocks, then tokens in them (AsyncTLS). Its halves: ``"block"``
             attends to all tokens of the ``token_budget // block_size`` best blocks (as Quest does), ``"token"`` chooses
             among all cached tokens (as Double Sparsity does). ``"auto"``: ``"token"``, or ``"two_level"`` if
@@ -520,9 +519,10 @@ class OffloadConfig:
             it every step copies the selected tokens through the CPU.
         max_host_bytes: refuse to grow beyond this many bytes of host memory over all layers. ``None`` means 80 %
             of the machine's (or container's) memory.
-        device_pool: device memory for copies of chosen blocks: bytes (int), or a share of what is free when decoding
-            begins (float, below 1). ``None`` means four times what one step chooses, at most half of what is free. 0
-            means none: each step reads what it chooses in host memory. Any size gives the same tokens.
+        device_pool: device memory for copies of chosen tokens or blocks: bytes (int), or a share of what is free when
+            decoding begins (float, below 1). ``None`` means eight times the tokens or four times the blocks that one
+            step chooses, at most half of what is free. 0 means none: each step reads what it chooses in host memory.
+            Any size gives the same tokens.
         keep_dense: blocks of the first, dense layers stay on the device: a step reads all of them, which takes long
             over the link. False: they go to host memory as well.
     """
