@@ -484,8 +484,8 @@ class SparseCache(Cache):
 class OffloadedSparseCache(SparseCache):
     """Sparse decoding over a KV cache whose full blocks live in host memory (AsyncTLS) or on the device.
 
-    Each decode step chooses tokens by quantised label channels among all, wherever their blocks are, and attends exactly
-    to those tokens, the sinks and the recent window. What was chosen lately has a copy on the device. The same as
+    Each decode step chooses tokens by quantised label channels among all, wherever their blocks are, and attends to
+    those tokens, the sinks and the recent window. What was chosen lately has a copy on the device. The same as
     ``SparseCache(TwoLevelConfig(...), OffloadConfig())``.
 
     Args:
