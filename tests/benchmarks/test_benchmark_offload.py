@@ -19,6 +19,7 @@ from benchmarks.offload import curves as offload_curves
 from benchmarks.offload import run as offload
 from benchmarks.report import Report
 from hf_sparsekv import unoptimize
+from hf_sparsekv.policies.measured import PackStats
 
 SMALL = {"token_budget": 32, "num_blocks": 4, "block_size": 16, "window": 16, "max_draft": 4, "dense_layers": 1}
 BATCH, CONTEXT = 2, 440
@@ -60,7 +61,7 @@ def bench(tmp_path):
 
 
 def test_traffic_by_hand(monkeypatch):
-    """Two pools, one pair of looks."""
+    """Two pools and a layer with copies of tokens, one pair of looks."""
 
     class Pool:
         def __init__(self, nbytes):
@@ -70,14 +71,20 @@ def test_traffic_by_hand(monkeypatch):
             return dict(self.counts)
 
     pools = {1: Pool(100), 2: Pool(1000), 3: None}
-    now = SimpleNamespace(decode_steps=3, host_to_device_bytes=50)
-    cache = SimpleNamespace(device_pools=SimpleNamespace(pools=pools), stats=lambda: SimpleNamespace(**vars(now)))
+    now = SimpleNamespace(decode_steps=3, host_to_device_bytes=50, needed=20, found=8)
+    copied = [PackStats(needed=0, copied=0, bytes=0)]
+    layers = [SimpleNamespace(policy=SimpleNamespace(measured=of)) for of in (tuple, lambda: tuple(copied))]
+    pools_of = SimpleNamespace(pools=pools)
+    cache = SimpleNamespace(device_pools=pools_of, sparse_layers=layers, stats=lambda: SimpleNamespace(**vars(now)))
     meter = traffic.Meter(cache)
     with pytest.raises(ValueError, match="no decode step"):
         meter.read()
     pools[1].counts, pools[2].counts = {"needed": 30, "found": 14}, {"needed": 20, "found": 14}
-    now.decode_steps, now.host_to_device_bytes = 7, 1050
-    assert meter.read() == traffic.Traffic(4, 20 / 30, 10 * 100 / 4, 1000 / 4)
+    now.decode_steps, now.host_to_device_bytes, now.needed, now.found = 7, 1050, 58, 36
+    copied[0] = PackStats(needed=8, copied=0, bytes=0)
+    assert meter.read() == traffic.Traffic(4, 28 / 38, 10 * 100 / 4, 1000 / 4)
+    copied[0] = PackStats(needed=8, copied=3, bytes=60)
+    assert meter.read().missed == (10 * 100 + 60) / 4
     meter.restart()
     now.decode_steps, now.host_to_device_bytes = 9, 1450
     assert meter.read() == traffic.Traffic(2, None, 200.0, 200.0), "nothing asked of the pools"

@@ -7,13 +7,13 @@ import torch
 
 from hf_sparsekv.ops.device_tokens import EMPTY, TokenSlots
 from hf_sparsekv.ops.device_tokens import bring_tokens as public_bring_tokens
-from hf_sparsekv.ops.device_tokens.reference import age_class
+from hf_sparsekv.ops.device_tokens.reference import age_class, looked_at
 from hf_sparsekv.ops.device_tokens.reference import bring_tokens as reference
 from hf_sparsekv.ops.device_tokens.reference import locate_tokens as locate_reference
 from hf_sparsekv.ops.device_tokens.triton import Config, bring_tokens, locate_tokens
 
 POISON = 12345
-SMALL = Config(widest=32, tile=4, copying=6)  # so that small cases take several of each
+WINDOW, SMALL = 32, Config(listed=32, tile=4, copying=6)  # so that small cases take several of each
 
 
 class Pair:
@@ -48,13 +48,15 @@ class Pair:
         end = self.place.randint(0, k + 1, batch, heads, 1)
         return ids.masked_fill(torch.arange(ids.shape[-1], device=ids.device) >= end, -1)
 
-    def bring(self, ids: torch.Tensor, used: torch.Tensor | None = None, enabled=None, config: Config | None = SMALL):
+    def bring(self, ids: torch.Tensor, used: torch.Tensor | None = None, enabled=None, how: dict | None = None):
         """Both; they agree, and slots and columns agree with each other."""
         cpu, there = self.held
         named = [{"used": used, "enabled": enabled, "counters": self.counters[i]} for i in (0, 1)]
         named[0] |= {name: named[0][name].cpu() for name in ("used", "enabled") if named[0][name] is not None}
-        reference(ids.cpu(), self.kv.cpu(), self.block_table.cpu(), cpu, **named[0])
-        bring_tokens(ids, self.kv, self.block_table, there, **named[1], config=config)
+        how = {"window": WINDOW, "config": SMALL} if how is None else how
+        windows = {name: value for name, value in how.items() if name == "window"}
+        reference(ids.cpu(), self.kv.cpu(), self.block_table.cpu(), cpu, **named[0], **windows)
+        bring_tokens(ids, self.kv, self.block_table, there, **named[1], **how)
         for name, want, got in zip(TokenSlots._fields, cpu, there):
             assert torch.equal(got.cpu(), want), name
         assert torch.equal(self.counters[1].cpu(), self.counters[0])
@@ -116,7 +118,7 @@ def test_defaults(place16):
     """As it is called in use: one look at everything."""
     pair = Pair(place16, 1, 2, room=128, blocks=16, size=16, width=128)
     for _ in range(3):
-        pair.bring(pair.choose(64, ordered=True), config=None)
+        pair.bring(pair.choose(64, ordered=True), how={})
 
 
 def test_the_oldest_give_way(place32):
@@ -188,6 +190,13 @@ def test_slots_that_are_no_view(place32):
     turned = held.columns.transpose(0, 1).contiguous().transpose(0, 1)
     with pytest.raises(ValueError, match="columns must be contiguous"):
         bring_tokens(pair.choose(3), pair.kv, pair.block_table, held._replace(columns=turned))
+
+
+def test_windows_take_turns():
+    assert [looked_at(3, now, 100, 32) for now in range(5)] == [(0, 32), (32, 64), (64, 96), (96, 100), (0, 32)]
+    assert [looked_at(12, now, 100, 32) for now in range(4)] == [(0, 64), (32, 96), (64, 100), (64, 100)]
+    assert looked_at(40, 2, 100, 32) == looked_at(26, 3, 100, 32) == (0, 100)
+    assert looked_at(0, 3, 100, 32) == (96, 96) and looked_at(9, 7, 20, 32) == (0, 20)
 
 
 def test_ages():

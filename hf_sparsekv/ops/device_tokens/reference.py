@@ -9,11 +9,24 @@ from .._dispatch import give
 from .state import TokenSlots
 
 CLASSES = 8  # of ages: 1, 2 to 3, 4 to 7, ..., 128 and more selections
+WINDOW = 2048  # slots that are compared with each other
+SLACK = 4  # slots to look at for each one that is needed
 
 
 def age_class(age: Tensor) -> Tensor:
     """0 for what was chosen just now, otherwise how many digits the age has to base 2, at most ``CLASSES``."""
     return sum((age >= 1 << i).int() for i in range(CLASSES))
+
+
+def looked_at(missing: int, now: int, room: int, window: int) -> tuple[int, int]:
+    """The slots among which ``missing`` ones are looked for in selection ``now``: first and end.
+
+    The windows take turns; of several, the last ones that are left before the end.
+    """
+    windows = -(-room // window)
+    wanted = min(windows, -(-SLACK * missing // window))
+    first = min(now % windows, windows - wanted)
+    return first * window, min(room, (first + wanted) * window)
 
 
 def bring_tokens(
@@ -25,6 +38,7 @@ def bring_tokens(
     used: Tensor | None = None,
     enabled: Tensor | None = None,
     counters: Tensor | None = None,
+    window: int = WINDOW,
 ) -> None:
     """Note that tokens were chosen, and copy those that are not on the device yet.
 
@@ -32,7 +46,8 @@ def bring_tokens(
     2. The others, in the order of ``ids``, get the slots that were chosen longest ago, those that hold nothing first:
        by the age's :func:`age_class`, the lower slot among equals (approximately least recently used). The slots are
        handed out in ascending order. Slots chosen in this selection stay; where there are no others left, the last
-       tokens get none.
+       tokens get none. Looked at are as many windows of slots as hold ``SLACK`` times those that are needed, from a
+       place on that moves with each selection (:func:`looked_at`).
     3. They are copied there from their blocks.
 
     Rows and KV heads have slots of their own.
@@ -45,6 +60,7 @@ def bring_tokens(
         used: int32 ``[batch, H]``: so many entries of ``ids`` count, what is behind them is not read. None: all.
         enabled: int32 ``[1]``; 0: nothing is changed.
         counters: int64 ``[2]``: tokens chosen, and of these copied, are added.
+        window: slots that are compared with each other.
     """
     batch, heads, _ = ids.shape
     size = kv.shape[2]
@@ -59,7 +75,9 @@ def bring_tokens(
             at, now = slots[mine], held.now[row, head]
             stamps[at[at >= 0].long()] = now
             missing = mine[at < 0]
+            first, end = looked_at(len(missing), int(now), len(stamps), window)
             age = age_class(now - stamps)
+            age[:first], age[end:] = 0, 0
             oldest = torch.argsort(age, descending=True, stable=True)[: min(len(missing), int((age > 0).sum()))]
             to, missing = oldest.sort().values, missing[: len(oldest)]
             gone = columns[to]

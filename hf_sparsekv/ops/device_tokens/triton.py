@@ -15,10 +15,11 @@ from .._dispatch import require_dense_rows
 from .._operands import PagedKV, Rows, Table, batch_and_head, operand, padded, row_ptr
 from .._overlap import begin, launch
 from .reference import CLASSES as _CLASSES
+from .reference import SLACK as _SLACK
+from .reference import WINDOW
 
-CLASSES = tl.constexpr(_CLASSES)
+CLASSES, SLACK = tl.constexpr(_CLASSES), tl.constexpr(_SLACK)
 TILE = 256  # tokens that a program locates. Not tuned yet.
-WIDEST = 2048  # ids or slots that a program looks at at once
 COPYING = 128  # programs that copy, to aim for: reads over the link in flight, not processors, are what counts
 
 
@@ -26,12 +27,12 @@ COPYING = 128  # programs that copy, to aim for: reads over the link in flight, 
 class Config:
     """
     Args:
-        widest: ids or slots that a program looks at at once.
+        listed: ids that a program looks at at once.
         tile: tokens that a program copies at once.
         copying: programs that copy, to aim for.
     """
 
-    widest: int = WIDEST
+    listed: int = 1024
     tile: int = 16
     copying: int = COPYING
 
@@ -95,11 +96,14 @@ def bring_tokens_assign_kernel(
         chosen += tl.sum(m_id.to(tl.int32), 0)
     tl.debug_barrier()  # the stamps and the list are there for all threads
 
-    # How many slots there are of each class of age and above. Often nothing is missing.
-    looked = tl.where(missing > 0, room, 0)
+    # Which slots are looked at, and how many there are of each class of age and above. Often nothing is missing.
+    windows = (room + BR - 1) // BR
+    wanted = tl.minimum(windows, (missing * SLACK + BR - 1) // BR)
+    first = tl.minimum(now % windows, windows - wanted)
+    looked, end = first * BR, tl.minimum(room, (first + wanted) * BR)
     o_class = tl.arange(0, 2 * CLASSES)
     b_reach = tl.zeros([2 * CLASSES], tl.int32)
-    for i in range(0, looked, BR):
+    for i in range(looked, end, BR):
         o_r = i + tl.arange(0, BR)
         b_age = _class(now - tl.load(p_stamps + o_r, mask=o_r < room, other=now))  # [BR]
         for c in tl.static_range(1, CLASSES + 1):
@@ -110,7 +114,7 @@ def bring_tokens_assign_kernel(
     last = tl.max(tl.where(m_class & (b_reach >= moved), o_class, 0), 0)
     need = moved - tl.sum(tl.where(o_class == last + 1, b_reach, 0), 0)
     above, ties = n * 0, n * 0
-    for i in range(0, tl.where(moved > 0, looked, 0), BR):
+    for i in range(looked, tl.where(moved > 0, end, looked), BR):
         o_r = i + tl.arange(0, BR)
         b_age = _class(now - tl.load(p_stamps + o_r, mask=o_r < room, other=now))
         m_above, m_tie = b_age > last, b_age == last
@@ -202,8 +206,8 @@ def locate_tokens_kernel(
     tl.store(row_ptr(out, i_batch, i_head) + o_n, b_place, mask=o_n < n)
 
 
-def bring_tokens(ids, kv, block_table, held, *, used=None, enabled=None, counters=None, config=None):
-    """As ``reference.bring_tokens``; ``config`` replaces the usual one."""
+def bring_tokens(ids, kv, block_table, held, *, used=None, enabled=None, counters=None, window=WINDOW, config=None):
+    """As ``reference.bring_tokens``; ``window`` is a power of two, ``config`` replaces the usual one."""
     require_dense_rows(ids=ids, kv=kv, block_table=block_table, slots=held.slots, used=used)
     for name, t in {"kv": held.kv, "columns": held.columns, "stamps": held.stamps, "now": held.now}.items():
         if not t.is_contiguous():
@@ -218,8 +222,7 @@ def bring_tokens(ids, kv, block_table, held, *, used=None, enabled=None, counter
     rows, n = batch * heads, ids.numel()
     missing, to, count = torch.empty(2 * n + rows, dtype=torch.int32, device=ids.device).split((n, n, rows))
     lists = operand(Rows, held.slots), held.columns, held.stamps, held.now
-    wide = {"BK": k, "BR": room}
-    wide = {name: min(config.widest, max(32, triton.next_power_of_2(size))) for name, size in wide.items()}
+    wide = {"BK": min(config.listed, max(32, triton.next_power_of_2(k))), "BR": window}
     args = operand(Rows, ids), used, *lists, missing, to, count, enabled, counters, k, room
     launch(bring_tokens_assign_kernel, (rows,), ids, *args, HEADS=heads, **wide, num_warps=8)
     args = operand(PagedKV, kv), operand(Table, block_table), held.kv, missing, to, count, k, room
