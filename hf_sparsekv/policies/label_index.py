@@ -129,18 +129,14 @@ class LabelIndex(State):
         blocks: Tensor | None = None,
         out: Tensor | None = None,
         reduce: str | None = None,
-        best: Tensor | None = None,
-        per_token: bool = True,
     ) -> Tensor:
         """Scores of all tokens in full blocks, or in ``blocks``, for ``q [batch, Hq, Dk]``: ``[batch, H, n]``.
 
-        ``reduce``: instead of the configuration's; ``"none"`` gives each query head's, ``[batch, Hq, n]``. ``best``
-        receives each block's best one; that alone is what there is without ``per_token``.
+        ``reduce``: instead of the configuration's; ``"none"`` gives each query head's, ``[batch, Hq, n]``.
         """
         fields, reduce = store.pool.fields, reduce or self.config.token_reduce
         labels = fields["codes"], fields.get("qparams"), self.channels
-        wanted = {"out": out, "best": best, "per_token": per_token}
-        return token_score(q, *labels, fields["flags"], store.table, blocks, reduce, **wanted)
+        return token_score(q, *labels, fields["flags"], store.table, blocks, reduce, out=out)
 
     def nbytes_read(self, store: LayerStore, blocks: int) -> int:
         """Bytes that scoring ``blocks`` blocks of each row and KV head reads."""

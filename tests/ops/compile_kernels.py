@@ -130,9 +130,6 @@ def choices() -> None:
             token_score(*args, reduce)
             token_score(*args[:6], None, reduce)
             token_score(args[0].float(), *args[1:], reduce)
-            best = torch.empty(1, group if reduce == "none" else 1, 6)
-            token_score(*args[:6], None, reduce, best=best)
-            token_score(args[0].float(), *args[1:6], None, reduce, best=best, per_token=False)
 
 
 def masses() -> None:

@@ -350,8 +350,7 @@ def token_score(place, batch, heads, group, dk, width, block_size, cap, chosen, 
     n = (cap if ids is None else chosen) * block_size
     rows = heads * group if reduce == "none" else heads
     q, out = place.randn(batch, heads * group, dk), place.nan(batch, rows, n, dtype=torch.float32)
-    best = place.nan(batch, rows, n // block_size, dtype=torch.float32)
-    return q, codes, qparams, channels, flags, block_table, ids, reduce, out, best
+    return q, codes, qparams, channels, flags, block_table, ids, reduce, out
 
 
 def label_hows(given, reduce, bits):
@@ -646,7 +645,6 @@ OPERATORS = [
         LABELS,
         options=(("mean", "max", "none"), ("tensor_cores", 4, 16)),
         small=(2, 1, 4, 64, 16, 16, 6, 4, "mean", 4),
-        writes=("best",),
         # Tensor cores take queries in fixed point: 1.06e-4 is the most seen, of a mean over 20 heads on a GPU.
         ratio=lambda place, reduce, bits: 2e-4 if bits == "tensor_cores" else 4e-6,
         hows=label_hows,

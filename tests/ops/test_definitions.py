@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers as tf
-from operators import BY_NAME, column, label_hows, queries
+from operators import BY_NAME, column, queries
 from transformers.integrations.moe import _default_apply_gate, batched_mm_experts_forward
 
 from hf_sparsekv.ops.experts import MAX_TOKENS
@@ -371,26 +371,6 @@ def test_what_tensor_cores_take():
         assert not can_use_tensor_cores(q.float(), codes, params, mean)
         assert not can_use_tensor_cores(q, torch.zeros(3, 2, 16, 20).byte()[..., :16], params, mean), "a gap"
         assert not can_use_tensor_cores(q, torch.zeros(3, 2, 16, 128).byte(), params, mean), "256 channels"
-
-
-@pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # numpy's, of the interpreter
-@pytest.mark.pairwise
-@pytest.mark.parametrize("bits", ["tensor_cores", 4, 16])
-@pytest.mark.parametrize("reduce", ["mean", "max", "none"])
-@pytest.mark.parametrize("block_size", [16, 128])
-def test_scores_of_tokens_or_of_blocks_alone(place, block_size, reduce, bits):
-    """The same to the last bit, whichever of the two is asked for."""
-    operator = BY_NAME["token_score"]
-    given = operator.call(place, 2, 2, 4, 64, 16, block_size, 11, None, reduce, bits)
-    config = label_hows(given, reduce, bits)[0]
-    kernel, _ = operator.functions
-    both = kernel(**given, config=config)
-    assert torch.equal(given["best"], both.unflatten(-1, (11, block_size)).amax(-1))
-    best, given = given["best"], {name: t for name, t in given.items() if name not in ("out", "best")}
-    assert torch.equal(kernel(**given, config=config), both)
-    assert torch.equal(kernel(**given, per_token=False, config=config), best)
-    out = torch.full_like(best, 7.0)
-    assert kernel(**given, best=out, per_token=False, config=config) is out and torch.equal(out, best)
 
 
 def test_nothing_selectable(place32):

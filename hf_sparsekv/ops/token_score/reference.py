@@ -38,8 +38,6 @@ def token_score(
     reduce: str,
     *,
     out: Tensor | None = None,
-    best: Tensor | None = None,
-    per_token: bool = True,
 ) -> Tensor:
     """``a(t) = mean_h q_h[C] . label_t`` (or the maximum over the group) for each token of the given blocks.
 
@@ -57,14 +55,11 @@ def token_score(
         block_table: ``[batch, cap]`` int32, physical id of each block of each row; -1 where there is none.
         block_ids: ``[batch, H, n]`` int32 (-1 for none), or ``None`` for all ``cap`` blocks.
         reduce: ``"mean"`` or ``"max"`` over the query heads of a group; ``"none"``: a score for each head.
-        out: receives the scores of tokens.
-        best: float32 ``[batch, H, n]`` (with ``"none"`` ``[batch, Hq, n]``), receives the largest score among each
-            block's tokens.
-        per_token: False gives ``best`` alone: the scores of tokens are not written.
+        out: receives the scores.
 
     Returns:
         ``[batch, H, n * block_size]`` float32 (with ``"none"`` ``[batch, Hq, n * block_size]``), ``-inf`` for tokens
-        that cannot be selected; never NaN. Without ``per_token`` as ``best``.
+        that cannot be selected; never NaN.
     """
     batch, q_heads, dk = q.shape
     heads = codes.shape[1]
@@ -88,7 +83,4 @@ def token_score(
     unknown = score.isnan() | ~q.isfinite().all(-1, keepdim=True)
     usable = (flags[safe] == SELECTABLE) & (at >= 0)[..., None]
     score = score.masked_fill(unknown, float("-inf")).masked_fill(~usable.flatten(2)[:, :, None], float("-inf"))
-    score = score.flatten(1, 2) if reduce == "none" else score.amax(2)
-    if best is not None or not per_token:
-        best = give(score.unflatten(-1, at.shape[-1:] + codes.shape[2:3]).amax(-1), best)
-    return give(score, out) if per_token else best
+    return give(score.flatten(1, 2) if reduce == "none" else score.amax(2), out)

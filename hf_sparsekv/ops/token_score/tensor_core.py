@@ -50,7 +50,6 @@ def token_score_tensor_core_kernel(
     table,
     ids,
     out,
-    best,
     blocks,
     MEAN: tl.constexpr,
     EACH: tl.constexpr,
@@ -62,7 +61,7 @@ def token_score_tensor_core_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Scores of ``BLOCKS`` blocks of one row and KV head, and the best of each block.
+    """Scores of ``BLOCKS`` blocks of one row and KV head.
 
     A token's codes are ``WIDTH`` bytes, one after the other.
     """
@@ -122,16 +121,10 @@ def token_score_tensor_core_kernel(
         if EACH:
             m_usable = (b_flag == SELECTABLE)[:, None] & (b_all == b_all)
             b_s = tl.where(m_usable, b_all, float("-inf"))  # [BLOCK_SIZE, BG]
-            if out is not None:
-                p_to = row_ptr(out, i_batch, i_head * GROUP + o_g)[None, :] + i * BLOCK_SIZE + o_t[:, None]
-                tl.store(p_to, b_s, mask=m_g)
-            if best is not None:
-                tl.store(row_ptr(best, i_batch, i_head * GROUP + o_g) + i, tl.max(b_s, 0), mask=o_g < GROUP)
+            p_to = row_ptr(out, i_batch, i_head * GROUP + o_g)[None, :] + i * BLOCK_SIZE + o_t[:, None]
+            tl.store(p_to, b_s, mask=m_g)
         else:
             b_s = tl.max(tl.where(m_g, b_all, float("-inf")), 1)  # [BLOCK_SIZE]; NaN only if all are
             b_s = tl.where((b_flag == SELECTABLE) & (b_s == b_s), b_s, float("-inf"))
-            if out is not None:
-                tl.store(row_ptr(out, i_batch, i_head) + i * BLOCK_SIZE + o_t, b_s)
-            if best is not None:
-                tl.store(row_ptr(best, i_batch, i_head) + i, tl.max(b_s, 0))
+            tl.store(row_ptr(out, i_batch, i_head) + i * BLOCK_SIZE + o_t, b_s)
     release(PDL)

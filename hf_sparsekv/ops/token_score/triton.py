@@ -25,7 +25,6 @@ def token_score_kernel(
     table,
     ids,
     out,
-    best,
     tokens,
     MEAN: tl.constexpr,
     EACH: tl.constexpr,
@@ -38,10 +37,7 @@ def token_score_kernel(
     BT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Scores of ``BT`` tokens of one row and KV head, and the best of each block.
-
-    A token's codes are ``WIDTH`` entries. With ``best`` the tokens are those of whole blocks.
-    """
+    """Scores of ``BT`` tokens of one row and KV head. A token's codes are ``WIDTH`` entries."""
     wait(PDL)
     BG: tl.constexpr = padded(GROUP)
     i_row = tl.program_id(1)
@@ -126,27 +122,15 @@ def token_score_kernel(
         else:
             b_all += (0.0 * known(b_sum))[None, :]
     release(PDL)
-    if best is not None:
-        o_b = tl.program_id(0) * (BT // BLOCK_SIZE) + tl.arange(0, BT // BLOCK_SIZE)
-        m_b = o_b * BLOCK_SIZE < tokens
     if EACH:
         b_all = tl.where(m_live[:, None] & (b_all == b_all), b_all, float("-inf"))  # [BT, BG]
-        if out is not None:
-            p_to = row_ptr(out, i_batch, i_head * GROUP + o_g)[None, :] + o_t[:, None]
-            tl.store(p_to, b_all, mask=m_t[:, None] & (o_g < GROUP)[None, :])
-        if best is not None:
-            b_best = tl.max(tl.reshape(b_all, [BT // BLOCK_SIZE, BLOCK_SIZE, BG]), 1)  # [BT / BLOCK_SIZE, BG]
-            p_to = row_ptr(best, i_batch, i_head * GROUP + o_g)[None, :] + o_b[:, None]
-            tl.store(p_to, b_best, mask=m_b[:, None] & (o_g < GROUP)[None, :])
+        p_to = row_ptr(out, i_batch, i_head * GROUP + o_g)[None, :] + o_t[:, None]
+        tl.store(p_to, b_all, mask=m_t[:, None] & (o_g < GROUP)[None, :])
     else:
         if not MEAN:  # of NaN and numbers the largest is a number
             b_s = tl.max(tl.where((o_g < GROUP)[None, :], b_all, float("-inf")), 1)  # [BT]
         b_s = tl.where(m_live & (b_s == b_s), b_s, float("-inf"))
-        if out is not None:
-            tl.store(row_ptr(out, i_batch, i_head) + o_t, b_s, mask=m_t)
-        if best is not None:
-            b_best = tl.max(tl.reshape(b_s, [BT // BLOCK_SIZE, BLOCK_SIZE]), 1)  # [BT / BLOCK_SIZE]
-            tl.store(row_ptr(best, i_batch, i_head) + o_b, b_best, mask=m_b)
+        tl.store(row_ptr(out, i_batch, i_head) + o_t, b_s, mask=m_t)
 
 
 def token_score(
@@ -160,8 +144,6 @@ def token_score(
     reduce,
     *,
     out=None,
-    best=None,
-    per_token=True,
     config=None,
 ):
     """As ``reference.token_score``; ``config`` replaces the one for these shapes."""
@@ -170,22 +152,19 @@ def token_score(
     blocks = (block_table if block_ids is None else block_ids).shape[-1]
     tokens = blocks * block_size
     rows = q_heads if reduce == "none" else heads
-    if not per_token:
-        out = None
-        best = torch.empty(batch, rows, blocks, dtype=torch.float32, device=q.device) if best is None else best
-    elif out is None:
+    if out is None:
         out = torch.empty(batch, rows, tokens, dtype=torch.float32, device=q.device)
     if not tokens:
-        return out if per_token else best
+        return out
     require_dense_rows(codes=codes, qparams=qparams, channels=channels, flags=flags)
-    require_dense_rows(block_table=block_table, block_ids=block_ids, out=out, best=best)
+    require_dense_rows(block_table=block_table, block_ids=block_ids, out=out)
     group, mean = q_heads // heads, reduce == "mean"
     config = config or default(q, codes, qparams, blocks, mean)
     if mean and group > MANY:
         q, group = mean_heads(q, heads), 1
     labels = codes, None if qparams is None else qparams.view(torch.int32) if config.tensor_cores else qparams
     args = operand(Query, q), *(operand(PagedKV, t) for t in labels), operand(Rows, channels), operand(Table, flags)
-    args = *args, operand(Table, block_table), operand(Rows, block_ids), operand(Rows, out), operand(Rows, best)
+    args = *args, operand(Table, block_table), operand(Rows, block_ids), operand(Rows, out)
     fixed = {"MEAN": mean, "EACH": reduce == "none", "HEADS": heads, "GROUP": group}
     fixed |= {"BLOCK_SIZE": block_size, "WIDTH": width}
     if config.tensor_cores:
@@ -193,9 +172,8 @@ def token_score(
         fixed |= {"BG": config.columns, "BLOCKS": config.blocks, "num_warps": config.warps}
         launch(token_score_tensor_core_kernel, grid, q, *args, blocks, **fixed)
     else:
-        size = config.tokens if best is None else max(config.tokens, block_size)
-        grid = triton.cdiv(tokens, size), batch * heads
+        grid = triton.cdiv(tokens, config.tokens), batch * heads
         native = q.dtype != torch.float32 and (qparams is not None or codes.dtype == q.dtype)
-        fixed |= {"NATIVE": native, "BW": config.columns, "BT": size, "num_warps": config.warps}
+        fixed |= {"NATIVE": native, "BW": config.columns, "BT": config.tokens, "num_warps": config.warps}
         launch(token_score_kernel, grid, q, *args, tokens, **fixed)
-    return out if per_token else best
+    return out
