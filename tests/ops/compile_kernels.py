@@ -127,11 +127,13 @@ def choices() -> None:
         args = list(given.values())[:7]
         for reduce in ("mean", "max", "none"):
             token_score(*args, reduce)
-            token_score(*args[:6], None, reduce)
-            token_score(args[0].float(), *args[1:], reduce)
             best = torch.empty(1, group if reduce == "none" else 1, 6)
-            token_score(*args[:6], None, reduce, best=best)
             token_score(args[0].float(), *args[1:6], None, reduce, best=best, per_token=False)
+            if reduce != "max":
+                token_score(*args[:6], None, reduce, best=best)
+            if reduce == "mean":
+                token_score(*args[:6], None, reduce)
+                token_score(args[0].float(), *args[1:], reduce)
 
 
 def masses() -> None:
