@@ -8,6 +8,9 @@ INSTALLED := $(VENV)/.installed
 NEWEST := $(VENV)/newest
 NEWEST_STAMP := $(NEWEST)/.installed
 
+# Compiled modules are kept, whatever the user's shell says: hundreds of imports in processes of their own need them.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Two processes with one torch thread each: the tiny test models gain nothing from more threads.
 PYTEST_WORKERS ?= 2
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS)
@@ -38,8 +41,11 @@ demo-text: small-model  ## generate from a long prompt with the sparse cache, th
 	@$(BIN)/python tools/needle_prompt.py --tokenizer small --tokens 6000 > $(DEMO_PROMPT)
 	$(BIN)/hf-sparsekv generate small --prompt-file $(DEMO_PROMPT) --chat $(DEMO_OPTIONS) --compare dense
 
-test: test-core test-demo test-small test-accuracy test-newest  ## the whole suite, then its quick part with the newest transformers
+test: small-model browser  ## the whole suite, then its quick part with the newest transformers
+	$(PARALLEL) -m "not gpu" --durations=15
+	@$(MAKE) --no-print-directory test-newest
 
+# Parts of it.
 test-core: $(INSTALLED)
 	$(PARALLEL) -m "not small_model and not gpu and not accuracy and not browser" --durations=15
 
@@ -50,7 +56,7 @@ browser: $(INSTALLED)  ## find a Chromium for test-demo, or install one
 	@tools/browser.sh $(BIN)/python
 
 test-accuracy: small-model  ## quality of every cache on the probe models and the small real one
-	$(PARALLEL) --dist loadgroup -m accuracy
+	$(PARALLEL) -m accuracy
 
 test-small: small-model
 	$(BIN)/python -m pytest -m "small_model and not gpu and not accuracy"
@@ -61,7 +67,7 @@ test-lm-eval: $(INSTALLED)  ## the adapter to lm-evaluation-harness, which this 
 
 test-newest: $(NEWEST_STAMP)
 	@PYTHONPATH=$(NEWEST) $(BIN)/python tools/check_versions.py constraints-newest.txt
-	PYTHONPATH=$(NEWEST) $(PARALLEL) -m "quick and not gpu"
+	PYTHONPATH=$(NEWEST) $(PARALLEL) -m "quick and not gpu" $$(grep -rl --include='test_*.py' 'mark\.quick' tests)
 
 # Laid over .venv by PYTHONPATH: everything but transformers is shared.
 $(NEWEST_STAMP): constraints-newest.txt $(INSTALLED)

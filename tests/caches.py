@@ -159,6 +159,7 @@ for _name, _method in methods().items():
         CACHES[_name] = generic(_method)
         CACHES[f"{_name}-host"] = generic(_method, OffloadConfig())
 
+LATE = ("predictive-late",)  # choose nothing before some ninety tokens
 EAGER = ("progressive-bound", "progressive-paper")  # plain torch looks for the end of a walk: never captured
 HOST_RANK = ("predictive-second",)  # chosen on the host for a model on a GPU: such steps are not captured
 UNSAVED = ("predictive-second",)  # cannot be saved yet

@@ -39,11 +39,32 @@ def pytest_report_header() -> str:
     return f"torch {torch.__version__}, transformers {transformers.__version__}, {device}"
 
 
-def _pairs(item: pytest.Item) -> set:
+def _pairs(item: pytest.Item, alone: tuple[str, ...]) -> set:
+    """Of a test's parameters with their values all pairs; those named ``alone`` are in none."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     if len(params) < 2:
         raise pytest.UsageError(f"{item.nodeid} is marked pairwise but has {len(params)} parameters: two are needed")
-    return set(itertools.combinations(sorted((name, repr(value)) for name, value in params.items()), 2))
+    values = sorted((name, repr(value)) for name, value in params.items())
+    paired = itertools.combinations([value for value in values if value[0] not in alone], 2)
+    return set(values) | set(paired)
+
+
+def _cover(group: list[pytest.Item], alone: tuple[str, ...]) -> list[pytest.Item]:
+    """Few tests that have every value and every pair of all of them."""
+    found = [_pairs(item, alone) for item in group]
+    missing, kept = set().union(*found), []
+    # Ties by a hash: in order, the first value of every parameter would meet the first of all others alone.
+    best = [(-len(found), -zlib.crc32(group[i].nodeid.encode()), i) for i, found in enumerate(found)]
+    heapq.heapify(best)
+    while missing:
+        gain, order, i = heapq.heappop(best)
+        left = len(found[i] & missing)
+        if left == -gain:
+            missing -= found[i]
+            kept.append(group[i])
+        else:
+            heapq.heappush(best, (-left, order, i))  # it once had more: the next may have the most now
+    return kept
 
 
 def _not_needed(items: list[pytest.Item]) -> set[pytest.Item]:
@@ -54,21 +75,32 @@ def _not_needed(items: list[pytest.Item]) -> set[pytest.Item]:
             marks = frozenset(mark.name for mark in item.iter_markers())  # which of them run on a machine
             groups.setdefault((item.parent, item.originalname, marks), []).append(item)
     dropped = set()
-    for group in groups.values():
-        pairs = [_pairs(item) for item in group]
-        missing = set().union(*pairs)
-        # Ties by a hash: in order, the first value of every parameter would meet the first of all others alone.
-        best = [(-len(found), -zlib.crc32(group[i].nodeid.encode()), i) for i, found in enumerate(pairs)]
-        heapq.heapify(best)
-        while missing:
-            gain, order, i = heapq.heappop(best)
-            left = len(pairs[i] & missing)
-            if left == -gain:
-                missing -= pairs[i]
-            else:
-                heapq.heappush(best, (-left, order, i))  # it once had more: the next may have the most now
-        dropped |= {group[i] for _, _, i in best}
+    for (_, _, marks), group in groups.items():
+        alone = () if "gpu" in marks else group[0].get_closest_marker("pairwise").kwargs.get("once", ())
+        dropped |= set(group) - set(_cover(group, alone))
     return dropped
+
+
+def _group(nodeid: str) -> str:
+    """Tests of a group share what is dear to make, so they run in one worker, and before all that are in none."""
+    file = nodeid.partition("::")[0].rpartition("/")[2]
+    if file == "test_accuracy.py":
+        return next((model for model in ("gqa", "mla") if f"[{model}" in nodeid), "real")
+    if file in ("test_demo_browser.py", "test_small_model.py"):
+        return file
+    return "demo" if file.startswith("test_demo") else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """By name, as the marker ``xdist_group`` of pytest-xdist 3.8 does nothing in pytest 9.2."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid)
+
+    return Groups(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,7 +1,7 @@
 """Quality of every cache, with thresholds that chance does not reach: ``make test-accuracy``.
 
 On the probe models RULER's families at 2k tokens (the models are in ``assets/``; tools/train_probe.py makes them), on
-the small real model agreement with full attention. Tests that share a model share a process (``xdist_group``).
+the small real model agreement with full attention.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TIGHT = "token_budget=128,num_blocks=16"  # of 2,048 tokens, 30 blocks
 BOUNDS = "two_level:level=two_level,metadata=min_max"  # AsyncTLS
 
 # name -> spec, and how many points of the mean score it may lose against full attention on either model. One prompt is
-# 8.3 points of the GQA model's twelve and 16.7 of the MLA model's six. Measured losses are beside each.
+# 16.7 points of six: most may lose none but a part of one. Measured losses are beside each.
 CACHES = {
     "two_level": (f"{BOUNDS},{TIGHT}", {"gqa": 9, "mla": 17}),  # 0, 0
     # With lag, blocks of the step before.
@@ -38,7 +38,7 @@ CACHES = {
     # Narrow blocks tell facts apart.
     "two_level, blocks of 16": (f"{BOUNDS},token_budget=128,num_blocks=64,block_size=16", {"gqa": 9, "mla": 17}),
     "token_only": ("token_only:token_budget=128", {"gqa": 9, "mla": 17}),  # 0, 0
-    "block_only": ("block_only:token_budget=512", {"gqa": 34}),  # 25: vt and one of multivalue
+    "block_only": ("block_only:token_budget=512", {"gqa": 34}),
     "progressive": ("progressive", {"gqa": 9, "mla": 17}),
     "predictive": ("predictive:token_budget=128", {"gqa": 9, "mla": 17}),
     # What earlier steps predict cannot look up what is asked next: far worse than the others, and still no chance.
@@ -51,14 +51,8 @@ CACHES = {
     "random": ("random:token_budget=512", {"gqa": 76, "mla": 51}),
 }
 
-PROMPTS = {"gqa": 2, "mla": 1}  # of each family
-KINDS = [pytest.param(kind, marks=pytest.mark.xdist_group(kind)) for kind in PROMPTS]
-EACH = [
-    pytest.param(kind, name, marks=pytest.mark.xdist_group(kind))
-    for kind in PROMPTS
-    for name, (_, limits) in CACHES.items()
-    if kind in limits
-]
+PROMPTS = {"gqa": 1, "mla": 1}  # of each family
+EACH = [(kind, name) for kind in PROMPTS for name, (_, limits) in CACHES.items() if kind in limits]
 
 
 def prompts(tokenizer, count: int) -> list[Sample]:
@@ -110,7 +104,7 @@ def test_cache_answers_from_little(kind: str, name: str) -> None:
     assert measured(kind)[name]["attended"] < 60  # two layers of six are dense
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PROMPTS)
 def test_chance_does_not_pass(kind: str) -> None:
     """These thresholds fail for a selector that picks at random, although it reads as much as any."""
     assert CACHES["random"][1][kind] == max(limits[kind] for _, limits in CACHES.values() if kind in limits)
@@ -118,8 +112,9 @@ def test_chance_does_not_pass(kind: str) -> None:
         check(kind, "random")
 
 
-# On a real model: name -> spec, and the largest KL divergence (nats a token). Measured over three passages: 0.057,
-# 0.048, 0.009, 0.10, 0.004, and 0.60 for chance; passages differ a lot, so two to four times that.
+# On a real model: name -> spec, and the largest KL divergence (nats a token), two to four times what was measured over
+# several passages: 0.057, 0.048, 0.009, 0.10, 0.004, and 0.60 for chance. Passages differ a lot; this is one
+# that chance gets wrong (1.4; of another 0.06, which tells nothing): here it is 0.046, 0.057, 0.008, 0.065, 0.001.
 REAL = {
     "two_level": (f"{BOUNDS},token_budget=128,num_blocks=12", 0.12),
     "two_level, lag": (f"{BOUNDS},token_budget=128,num_blocks=12,lag=true", 0.12),
@@ -140,19 +135,17 @@ def divergence(small_model_dir) -> dict[str, float]:
     tokenizer = AutoTokenizer.from_pretrained(small_model_dir)
     words = tokenizer(python_reference(), add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"][0]
     results, specs = Results(None, {}), [named(name, text) for name, (text, _) in REAL.items()]
-    forced.evaluate(model, words, forced.passages(words, 2048, 16, 2), 2048, 16, specs, results, "agreement", batch=2)
+    forced.evaluate(model, words, forced.passages(words, 2048, 16, 1), 2048, 16, specs, results, "agreement")
     print(results.write(forced.MEASURES["agreement"], small_model_dir.name))
     return {f.cache: f.value for f in results.figures(forced.MEASURES["agreement"]) if f.measure == "KL"}
 
 
 @pytest.mark.small_model
-@pytest.mark.xdist_group("real")
 @pytest.mark.parametrize("name", [name for name in REAL if name != "random"])
 def test_agrees_on_a_real_model(divergence, name: str) -> None:
     assert divergence[name] <= REAL[name][1]
 
 
 @pytest.mark.small_model
-@pytest.mark.xdist_group("real")
 def test_chance_does_not_agree_on_a_real_model(divergence) -> None:
     assert divergence["random"] > REAL["random"][1] == max(limit for _, limit in REAL.values())

@@ -19,8 +19,6 @@ from demo.caches import DENSE, METHODS
 from demo.race import Busy, Ended, Reading, Session, Started, Stepped, Task
 from demo.turns import Lane, Stopped, Turns
 
-pytestmark = pytest.mark.xdist_group("demo")
-
 
 @pytest.fixture(scope="module")
 def probe():

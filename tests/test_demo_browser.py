@@ -12,7 +12,7 @@ from pathlib import Path
 import browsers
 import pytest
 
-pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+pytestmark = pytest.mark.browser
 ROOT = Path(__file__).resolve().parent.parent
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 STARTED_WITHIN = 120  # seconds; it takes some eight, but a machine may be busy

@@ -13,8 +13,6 @@ from demo import documents
 from demo.language import Language
 from demo.models import PROBE, ModelError, Models, locate
 
-pytestmark = pytest.mark.xdist_group("demo")
-
 
 @pytest.fixture(scope="module")
 def probe():

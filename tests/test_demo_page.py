@@ -16,9 +16,6 @@ from demo.race import Session
 from demo.turns import Turns
 from demo.view import LaneView, RaceView
 
-pytestmark = pytest.mark.xdist_group("demo")
-
-
 # ---------------------------------------------------------------------- what it looks like
 
 

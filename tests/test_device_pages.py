@@ -64,15 +64,15 @@ def test_slots_that_are_used_again_are_forgotten():
     net = model("llama")
     with torch.no_grad():
         net(**inputs, past_key_values=cache)
-        for seed in range(3, 8):
+        for seed in range(3, 6):
             copied = copy.deepcopy(cache)
-            more = prompt(1, 60, seed=seed)["input_ids"]
+            more = prompt(1, 50, seed=seed)["input_ids"]
             expected = None
             for one in (copied, cache):
                 found = [net(token, past_key_values=one).logits for token in more.split(1, dim=1)]
                 expected = found if expected is None else expected
                 assert all(torch.equal(a, b) for a, b in zip(found, expected))
-            cache.crop(-60)
+            cache.crop(-50)
             del copied
     assert cache.sparse_layers[0].store.pool.capacity < 60
 

@@ -143,7 +143,7 @@ class World:
             self.replace(layer, row, range(self.random.randrange(BLOCKS), BLOCKS)[:2])
         elif event < 0.13:  # the rows share all blocks from now on
             self.block_tables[layer][1 - row] = list(self.block_tables[layer][row])
-        elif event < 0.131:
+        elif event < 0.133:
             self.pool.drop_all()
             self.model.reset()
 
@@ -212,7 +212,7 @@ class World:
 
     def run(self, steps: int) -> None:
         for step in range(steps):
-            keep = step // 500 % 2
+            keep = step // 280 % 2
             self.change()
             for layer in range(len(LAYERS)):
                 if self.random.random() < 0.5:
@@ -225,7 +225,7 @@ class World:
         assert self.pool.counters() == self.model.total
 
 
-@pytest.mark.parametrize("pages, window, steps", [(45, 16, 1600), (1, 16, 600), (20, 64, 600), (400, 64, 600)])
+@pytest.mark.parametrize("pages, window, steps", [(45, 16, 1000), (1, 16, 300), (20, 64, 300), (400, 64, 300)])
 def test_many_steps(pages, window, steps):
     World("cpu", pages, window, seed=pages).run(steps)
 
@@ -243,7 +243,7 @@ def test_kernels(monkeypatch, pages, window):
     residency = functools.partial(residing.residency, config=residing.Config(look=64, tile=32))
     monkeypatch.setattr("hf_sparsekv.offload.device_pool.residency", residency)
     monkeypatch.setattr("hf_sparsekv.offload.device_pool.block_copy", block_copy)
-    World("cpu", pages, window).run(70)
+    World("cpu", pages, window).run(40)
 
 
 @pytest.mark.gpu

@@ -18,8 +18,6 @@ from hf_sparsekv.evaluation.prefix import Prefix, greedy_rows, prefill
 from hf_sparsekv.evaluation.records import Figure, Measure, Record, Results
 from hf_sparsekv.evaluation.samples import Sample, found, found_share
 
-pytestmark = pytest.mark.quick
-
 TIGHT = "block_size=16,window=16,max_draft=4,dense_layers=0,token_budget=32"
 CACHES = ("full", f"two_level:{TIGHT},num_blocks=4,calibration_tokens=32")
 
@@ -110,6 +108,7 @@ ANSWERS = {
 }
 
 
+@pytest.mark.quick
 def test_dialogues_use_the_chat_template(letters) -> None:  # noqa: F811
     letters.chat_template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
@@ -168,6 +167,7 @@ def test_code_is_scored_up_to_the_end_of_the_call() -> None:
 # ---------------------------------------------------------------------- both ways, and against full attention
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["llama", "deepseek-v3", "gemma3"])
 def test_a_prefix_that_is_cut_answers_as_a_shorter_prefill(name: str) -> None:
     net, inputs = model(name), prompt(2, 100, (0, 11))
@@ -178,6 +178,7 @@ def test_a_prefix_that_is_cut_answers_as_a_shorter_prefill(name: str) -> None:
     assert got == expected
 
 
+@pytest.mark.quick
 def test_answers_are_compared_with_full_attentions(letters) -> None:  # noqa: F811
     """``kept`` counts parts that both find; agreement is that of teacher forcing."""
     net = model("llama")
@@ -226,6 +227,7 @@ def test_figures_need_something_that_full_attention_finds() -> None:
 # ---------------------------------------------------------------------- long own output
 
 
+@pytest.mark.quick
 def test_own_output_is_greedy_text_up_to_the_first_difference() -> None:
     net, ids = model("llama"), prompt(1, 100)["input_ids"]
     prefix = prefill(net, ids)

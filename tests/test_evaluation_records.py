@@ -7,8 +7,8 @@ import fcntl
 import json
 import os
 import re
-import subprocess
-import sys
+import signal
+import time
 import warnings
 
 import pytest
@@ -148,16 +148,24 @@ def test_a_run_without_results_leaves_no_directory(tmp_path) -> None:
 
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from hf_sparsekv.evaluation.records import Results\n"
-        "results = Results(Path(sys.argv[1]), {}); print('held', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"held\n"
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            held = Results(tmp_path, {})
+            os.write(write, b"held" if held else b"")
+            time.sleep(600)
+        finally:
+            os._exit(1)
+    os.close(write)
+    try:
+        assert os.read(read, 4) == b"held"
         with pytest.raises(ValueError, match="another run writes to"):
             Results(tmp_path, {})
-        process.kill()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(read)
     assert (tmp_path / ".lock").exists()
     Results(tmp_path, {}).close()
 

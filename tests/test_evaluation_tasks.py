@@ -73,7 +73,7 @@ def words_of(tokenizer, sample) -> str:
 
 @pytest.mark.parametrize("family", ruler.FAMILIES)
 def test_ruler_prompts_fit_and_hold_their_answers(family: str, letters) -> None:
-    length = 12_000
+    length = 7_000
     sample = ruler.make_sample(letters, family, length, 0)
     assert 0.9 * length - 600 < len(sample.ids) <= length - sample.max_new_tokens
     assert sample == ruler.make_sample(letters, family, length, 0) != ruler.make_sample(letters, family, length, 1)

@@ -166,7 +166,7 @@ def test_a_forward_that_cannot_be_captured_runs_eagerly():
     assert runner.replays == 0
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(once=("cache",))
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])

@@ -318,7 +318,7 @@ def test_projections_that_cannot_be_absorbed():
 # ---------------------------------------------------------------------- captured steps, models that are refused
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(once=("name",))
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("make", [two_level, progressive])
 @pytest.mark.parametrize("name", PLAIN)

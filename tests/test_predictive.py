@@ -116,6 +116,7 @@ CASES = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("pads", [None, (5, 61)], ids=["unpadded", "padded"])
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
 @pytest.mark.parametrize("case", CASES)
@@ -125,9 +126,10 @@ def test_logits_follow_the_oracle(case, captured, pads):
     race = PredictiveRace("llama", offload, captured, **config)
     start = prompt(2 if pads else 1, 130, pads)
     assert race.feed(start["input_ids"], start["attention_mask"]) < TOLERANCE
-    assert race.run(36) < TOLERANCE
+    steps = 36 if case == "wide" else 21
+    assert race.run(steps) < TOLERANCE
     race.agree()
-    assert not captured or race.runner.replays == 36
+    assert not captured or race.runner.replays == steps
 
 
 @pytest.mark.quick
@@ -147,8 +149,9 @@ def test_calibration_ends_in_the_middle_of_an_answer():
     race.agree()
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
-@pytest.mark.parametrize("place", ["host", "stream", "cpu"])
+@pytest.mark.parametrize(
+    ("place", "captured"), [("host", False), ("host", True), ("stream", True), ("cpu", False)], ids=str
+)
 def test_second_turn_crop_and_rows(place, captured):
     race = PredictiveRace("llama", place == "host", captured, predictor_window=8, cache_rank=place)
     first = prompt(3, 100, (0, 5, 35))
@@ -243,15 +246,14 @@ def test_only_newly_chosen_tokens_travel():
     assert bare.stats().hit_rate is None
 
 
-@pytest.mark.parametrize("layers_per_launch", [1, 2, 7])
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(("layers_per_launch", "offload"), [(1, True), (2, False), (2, True), (7, True)])
 def test_packs_of_layers_do_not_show(layers_per_launch, offload):
     nets = build("llama", "sparsekv", num_hidden_layers=5), build("llama", "sparsekv", num_hidden_layers=5)
     runner = Imitation(nets[1])
     runner.install()
-    found = [decode(predictive(offload, **TIGHT, layers_per_pack=layers_per_launch), steps=40, net=net) for net in nets]
+    found = [decode(predictive(offload, **TIGHT, layers_per_pack=layers_per_launch), steps=20, net=net) for net in nets]
     assert torch.equal(*found)
-    assert runner.replays == 40
+    assert runner.replays == 20
 
 
 def test_a_device_pool_too_small_for_the_copies_is_told():

@@ -148,18 +148,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("pads", [None, (5, 61)], ids=["unpadded", "padded"])
-@pytest.mark.parametrize("case", CASES)
+UNPADDED = ("usual", "capped", "paper", "bound", "scores")
+
+
+@pytest.mark.parametrize(("case", "pads"), [*((case, (5, 61)) for case in CASES), *((case, None) for case in UNPADDED)])
 def test_logits_follow_the_oracle(case, pads):
     offload, config = CASES[case]
     race = WalkRace("llama", offload, **config)
     start = prompt(2 if pads else 1, 130, pads)
     assert race.feed(start["input_ids"], start["attention_mask"]) < TOLERANCE
-    assert race.run(30) < TOLERANCE
+    assert race.run(36 if case == "wide" else 21) < TOLERANCE  # two blocks are sealed
     race.agree()
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", ["llama-mha", "llama-mqa", "qwen3"])
 def test_other_head_groups(name):
     race = WalkRace(name, True, threshold=0.5)

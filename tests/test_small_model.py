@@ -25,25 +25,25 @@ def everything(offload: bool = True) -> OffloadedSparseCache:
     return OffloadedSparseCache(config, offload=OffloadConfig() if offload else None)
 
 
-@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
-def test_greedy_text_equals_dense(small, offload):
+def test_greedy_text_equals_dense(small):
     model, tokenizer = small
-    inputs = tokenizer(python_reference()[40_000:43_500], return_tensors="pt")
-    go = {"do_sample": False, "max_new_tokens": 48, "pad_token_id": 0}
+    inputs = tokenizer(python_reference()[40_000:41_800], return_tensors="pt")
+    go = {"do_sample": False, "max_new_tokens": 28, "pad_token_id": 0}
     with attention(model, "sdpa"):
         expected = model.generate(**inputs, **go)
-    cache = everything(offload)
-    assert torch.equal(model.generate(**inputs, past_key_values=cache, **go), expected)
-    assert cache.stats().attended_share == 1
+    for offload in (True, False):
+        cache = everything(offload)
+        assert torch.equal(model.generate(**inputs, past_key_values=cache, **go), expected)
+        assert cache.stats().attended_share == 1
 
 
 def test_padded_batch_equals_dense(small):
     model, tokenizer = small
     text = python_reference()
-    parts = [text[100:2100], text[9000:9500], text[70_000:71_000]]
+    parts = [text[100:1500], text[9000:9400], text[70_000:70_800]]
     tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.pad_token or tokenizer.eos_token
     inputs = tokenizer(parts, return_tensors="pt", padding=True)
-    go = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
+    go = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
     with attention(model, "sdpa"):
         expected = model.generate(**inputs, **go)
     assert torch.equal(model.generate(**inputs, past_key_values=everything(), **go), expected)
@@ -52,8 +52,8 @@ def test_padded_batch_equals_dense(small):
 def test_bf16_is_as_close_to_float32_as_sdpa(small):
     """Teacher-forced: RMS error of the logits below 1.3 times sdpa's own in bf16; top-1 agreement with it >= 0.9."""
     model, tokenizer = small
-    ids = tokenizer(python_reference()[:4500], return_tensors="pt")["input_ids"][:, :650]
-    start, rest = ids[:, :600], ids[:, 600:]
+    ids = tokenizer(python_reference()[:4500], return_tensors="pt")["input_ids"][:, :440]
+    start, rest = ids[:, :400], ids[:, 400:]
     exact = forced_logits(model, prefill(model, start).full(), rest)
     try:
         model.bfloat16()
@@ -73,9 +73,9 @@ def test_bf16_is_as_close_to_float32_as_sdpa(small):
 def test_needle_is_found_without_reading_everything(small_model_dir, depth):
     model = AutoModelForCausalLM.from_pretrained(small_model_dir, attn_implementation="sparsekv").eval()
     tokenizer = AutoTokenizer.from_pretrained(small_model_dir)
-    prompt = needle_prompt(tokenizer, 2000, depth)
+    prompt = needle_prompt(tokenizer, 1400, depth)
     prefix = prefill(model, prompt.ids)
-    cache = OffloadedSparseCache(TwoLevelConfig(token_budget=256, num_blocks=16))
+    cache = OffloadedSparseCache(TwoLevelConfig(token_budget=160, num_blocks=12))
     text = tokenizer.decode(greedy(model, prefix, prefix.fill(cache, model), 12, {model.config.eos_token_id}))
     assert prompt.answer in text
     assert cache.stats().attended_share < 0.3

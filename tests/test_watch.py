@@ -34,10 +34,10 @@ def test_marks(name):
     """As many as the counters say, and captured steps make those of eager ones, also once the table has grown."""
     shares, (fast, runner) = [], imitated()
     for ours in (model("llama"), fast):
-        # A table for 16 blocks, because the first chunk is short; blocks become full at 292 and 308.
+        # A table for 16 blocks, because the first chunk is short; the 17th becomes full at 292.
         cache = filled(ours, CACHES[name](**TIGHT), 2, (0, 30), (40, 286))
         dense = cache.config.dense_layers
-        for i in range(24):
+        for i in range(12):
             if i == 2:
                 cache.watch_blocks()
             before = cache.stats()
@@ -51,8 +51,8 @@ def test_marks(name):
             if done.blocks_chosen:  # a walk may need none; token-level selection counts no blocks
                 assert seen.share[dense:].sum() * 2 * 2 == pytest.approx(done.blocks_chosen, abs=1e-3)  # rows x heads
             shares.append(seen.share)
-    assert (runner.replays > 15) == (name not in EAGER)
-    for one, other in zip(shares[:22], shares[22:], strict=True):
+    assert (runner.replays > 6) == (name not in EAGER)
+    for one, other in zip(shares[:10], shares[10:], strict=True):
         torch.testing.assert_close(one, other)
 
 

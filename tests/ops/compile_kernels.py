@@ -129,7 +129,8 @@ def choices() -> None:
         for reduce in ("mean", "max", "none"):
             token_score(*args, reduce)
             token_score(*args[:6], None, reduce)
-            token_score(args[0].float(), *args[1:], reduce)
+            if reduce == "mean":
+                token_score(args[0].float(), *args[1:], reduce)
 
 
 def masses() -> None:

@@ -143,7 +143,7 @@ HARD = {
 }
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(once=("case",))
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 @pytest.mark.parametrize("case", HARD.values(), ids=HARD.keys())
 def test_hard_queries(place, case, form):

@@ -92,6 +92,7 @@ def cpu(args: tuple, named: dict) -> tuple[tuple, dict]:
     return tuple(map(move, args)), {name: move(x) for name, x in named.items()}
 
 
+@pytest.mark.pairwise(once=("case",))
 @EVERY
 def test_kernels_against_references(place, case):
     args, named = case.make(place)
