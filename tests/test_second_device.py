@@ -18,8 +18,8 @@ from hf_sparsekv import PredictiveConfig, SparseCache, SparseConfig
 from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.layers.replay import Replay
 from hf_sparsekv.policies.base import Policy
-from hf_sparsekv.policies.packed import Packed
 from hf_sparsekv.policies.shared import Shared
+from hf_sparsekv.second_device.packed import Packed
 from hf_sparsekv.second_device.replica import PeerDevice, PrimaryStore
 
 
