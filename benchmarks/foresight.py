@@ -10,21 +10,20 @@ from torch import Tensor
 
 from hf_sparsekv.cache import SparseCache
 from hf_sparsekv.layers.sparse_layer import SparseLayer
-from hf_sparsekv.offload.device_pool import DevicePool
 from hf_sparsekv.ops.topk_select import token_select
 from hf_sparsekv.policies.layer_ahead import LayerAheadPolicy
 from hf_sparsekv.policies.two_level import TwoLevelPolicy
 
 from .report import Report
-from .synthetic.foreseen import POOLS, Pairs, Selection, place_of
+from .synthetic.foreseen import ROOMS, Pairs, Selection, place_of
 from .synthetic.replay import ReplayedQueries
 
 SAMPLED = 8  # steps
-SLACK = 0.25  # selections that a device pool may hold less than the smallest recorded one
+SLACK = 0.25  # selections that there may be room for less than the smallest recorded one
 
 
 def selection_of(cache: SparseCache) -> Selection | None:
-    """What a cache chooses for queries that the layer before expects, or the tokens that it copies behind a step.
+    """What a cache chooses for queries that the layer before expects, or copies to the device behind a step.
 
     None if it does neither: its own query chooses, by bounds or from what is on the device.
     """
@@ -32,9 +31,9 @@ def selection_of(cache: SparseCache) -> Selection | None:
     for policy in (layer.policy for layer in cache.sparse_layers):
         place = None if policy.foresight is None else place_of(policy.foresight)
         if isinstance(policy, LayerAheadPolicy) and place is not None:
-            return Selection("tokens", config.token_budget, place, config)
+            return Selection(config.token_budget, place, config)
         if isinstance(policy, TwoLevelPolicy) and policy.fetches_tokens:
-            return Selection("tokens", config.token_budget, None, config)
+            return Selection(config.token_budget, None, config)
     return None
 
 
@@ -62,8 +61,8 @@ class Foresight:
         step_overlap: share of what the step's own query chooses that the step before chose.
         overlap: share of it that is chosen for the expected query, too; None where nothing is expected.
         cosine: of both queries.
-        hit_rate, missed: recorded only, of blocks: share of the chosen ones in a device pool of this size, and bytes a
-            step of those that are not.
+        hit_rate, missed: recorded only, where the device holds copies of chosen tokens: share of those that a step's
+            own query chooses that are held, with so much room; and bytes a step of the others.
     """
 
     step_overlap: float
@@ -103,31 +102,26 @@ def achieved(cache: SparseCache, replayed: ReplayedQueries, selection: Selection
 
 
 def recorded(cache: SparseCache, pairs: Pairs) -> Foresight:
-    """What was recorded for these layers, such a share of tokens or blocks, and such a device pool."""
-    place, layers = pairs.selection.place, [at for at, _ in choosing(cache, pairs.selection)]
+    """What was recorded for these layers, such a share of tokens, and so much room for copies of them."""
+    place, layers = pairs.selection.place, choosing(cache, pairs.selection)
 
-    def mean(of: str | None, what: str = "") -> float:
-        return float(np.mean([pairs.recorded(at, of, what) for at in layers]))
+    def mean(of: str | None) -> float:
+        return float(np.mean([pairs.recorded(at, of) for at, _ in layers]))
 
-    if place is None:
-        return Foresight(mean(None))
-    cosine = float(np.mean([pairs.recording.at(f"{place}:cosine", at, pairs.made.layers) for at in layers]))
-    found = Foresight(mean(None), mean(place), cosine)
-    pools = [] if pairs.selection.kind == "tokens" else device_pools(cache)
-    stores = [cache.sparse_layers[at].store for at in layers]
-    chosen = sum(store.batch * store.heads for store in stores) * pairs.selection.chosen
-    held = sum(len(pool.pages) for pool in pools) / chosen
-    if held < POOLS[0] - SLACK:
+    found = Foresight(mean(None))
+    if place is not None:
+        cosine = float(np.mean([pairs.recording.at(f"{place}:cosine", at, pairs.made.layers) for at, _ in layers]))
+        found = replace(found, overlap=mean(place), cosine=cosine)
+    held = [(at, layer.policy.tokens) for at, layer in layers if layer.policy.tokens is not None]
+    rooms = [tokens.room / pairs.selection.chosen for _, tokens in held]
+    if len(held) < len(layers) or min(rooms) < ROOMS[0] - SLACK:
         return found
-    hit_rate = float(np.interp(held, POOLS, [mean(place, f":hit_{pool}") for pool in POOLS]))
-    missed = (1 - hit_rate) * chosen * pools[0].pages[0].nbytes
-    return replace(found, hit_rate=hit_rate, missed=missed)
-
-
-def device_pools(cache: SparseCache) -> list[DevicePool]:
-    """Where the cache brings blocks; empty without."""
-    pools = () if cache.device_pools is None else cache.device_pools.pools.values()
-    return [pool for pool in pools if pool is not None]
+    rates = [pairs.hit_rate(at, room) for (at, _), room in zip(held, rooms)]
+    missed = [
+        (1 - rate) * pairs.selection.chosen * tokens.columns[..., 0].numel() * tokens.kv[0, 0, 0].nbytes
+        for rate, (_, tokens) in zip(rates, held)
+    ]
+    return replace(found, hit_rate=float(np.mean(rates)), missed=sum(missed))
 
 
 def add_to(report: Report, cache: SparseCache, replayed: ReplayedQueries, pairs: Pairs) -> None:

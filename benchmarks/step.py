@@ -14,13 +14,13 @@ cache on disk is empty); growth_s a step that makes the storage grow, recapture_
 (peak_gb:second on a second GPU, if that chooses);
 allocations and host_syncs of one replayed step (:seal: the largest, of a step that seals a block);
 generate_host_syncs of one token. Offloaded caches also: fill_s to make and fill the cache, pinned memory included;
-over the tokens of tpot_ms, hit_rate (share of the chosen blocks that were on the device), missed_mb (chosen blocks that
-were not) and host_mb (what crossed the link), 10^6 bytes a step. With --kv replayed, caches that choose or bring blocks
-for the query that the layer before expects: foreseen_overlap (share of what a step's own query chooses that is chosen
-for the expected one, too), foreseen_cosine (of both queries), overlap_1 (share that the step before chose); what brings
-blocks by labels without that: overlap_1. Beside these, hit_rate and missed_mb stands what was recorded on a real model:
-foreseen_overlap:recorded. Selections are measured whether they pay or not; --crossover does as users' caches do, and
-its rows end in +dense where attention was dense.
+over the tokens of tpot_ms, hit_rate (share of the chosen tokens or blocks that were on the device), missed_mb (those
+that were not) and host_mb (what crossed the link), 10^6 bytes a step. With --kv replayed, caches that choose for the
+query that the layer before expects: foreseen_overlap (share of what a step's own query chooses that is chosen for the
+expected one, too), foreseen_cosine (of both queries), overlap_1 (share that the step before chose); caches that copy
+chosen tokens behind a step: overlap_1. Beside these, and hit_rate and missed_mb of tokens, stands what was recorded on
+a real model: foreseen_overlap:recorded. Selections are measured whether they pay or not; --crossover does as users'
+caches do, and its rows end in +dense where attention was dense.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ Prompts and streams are those of :mod:`.attention_statistics`, attention is dens
 query of a layer there are those that the layer before expects (``hf_sparsekv/attention/tap.py``): from its input
 (``in``), from that and what it added for the token before (``in_delta``), and from the stream between its attention and
 its MLP (``mid``). Noted, by layer: the cosine of both queries, the size of the error and how long it keeps its
-direction; the overlap of what both choose, with that of consecutive steps beside it: tokens by labels, blocks by their
-best label and by their bound; and how many of the blocks that a step chooses are on the device if those of the expected
-queries are brought to a pool of 2 or 4 selections. Prints a table and appends rows to
+direction; the overlap of the tokens that both choose by labels, with that of consecutive steps beside it; how many of
+the tokens that a step's own query chooses are on the device already if it has room for 1 to 16 selections, and how many
+selections the tokens of 12 steps amount to. Prints a table and appends rows to
 benchmarks/results/foreseen_queries.csv. With ``--profile`` it also writes what benchmarks/synthetic/foreseen.py
 imitates.
 """
@@ -19,6 +19,7 @@ import argparse
 import datetime
 import json
 import time
+from collections import deque
 from functools import partial
 from pathlib import Path
 
@@ -32,20 +33,24 @@ from hf_sparsekv.attention.handle import KVHandle
 from hf_sparsekv.attention.interface import sparsekv_attention
 from hf_sparsekv.attention.tap import Hooks, Point
 from hf_sparsekv.evaluation.small_model import SMALL_MODEL_NAME
+from hf_sparsekv.ops.device_tokens import EMPTY
+from hf_sparsekv.ops.device_tokens.reference import CLASSES
 from hf_sparsekv.results import Row, append_rows, commit
 
 from .. import RESULTS
 from ..synthetic import foreseen as fs
 from ..synthetic.keys import PROFILES
-from ..synthetic.statistics import chosen_blocks, stored_blocks
-from .attention_statistics import CONFIG, STREAMS, WARM_UP, record
+from ..synthetic.statistics import WORKING_SET, chosen_blocks, stored_blocks
+from .attention_statistics import CONFIG, STREAMS, record
 from .small_model import load, reference_ids
 
 CSV = RESULTS / "foreseen_queries.csv"
 PROFILE = PROFILES / "smollm2-135m-foreseen.json"
 PERCENTILES = (5, 95)
 BY_LAYER = (":k=1/4", ":k=1/8", ":cosine", ":cosine_5", ":cosine_95", ":error", ":error_spread", ":error_16")
-UNITS = {"error_spread": "nats"}
+BY_LAYER += (":k=1/64:hit_8", ":k=1/64:working_set")
+UNITS = {"error_spread": "nats", "working_set": "k"}
+WARM_UP = 32  # steps before what is held counts: at first it is nothing
 
 
 class Taps:
@@ -94,6 +99,64 @@ class Taps:
             handle.remove()
 
 
+class HeldTokens:
+    """Which tokens are on the device, of one KV head: without their copies, what ``ops.device_tokens`` defines.
+
+    Args:
+        tokens: that there can be.
+        room: slots.
+    """
+
+    _class = np.array([age.bit_length() for age in range(1 << (CLASSES - 1))] + [CLASSES], dtype=np.int8)
+
+    def __init__(self, tokens: int, room: int) -> None:
+        self.slots, self.columns = np.full(tokens, -1), np.full(room, -1)
+        self.stamps, self.now = np.full(room, EMPTY), 0
+
+    def choose(self, ids: np.ndarray) -> int:
+        """Hold the tokens ``ids`` (all different), in the place of the oldest; how many were there before."""
+        self.now += 1
+        at = self.slots[ids]
+        self.stamps[at[at >= 0]] = self.now
+        missing = ids[at < 0]
+        found = len(ids) - len(missing)
+        age = self._class[np.minimum(self.now - self.stamps, len(self._class) - 1)]
+        oldest = np.argsort(-age, kind="stable")[: min(len(missing), np.count_nonzero(age))]
+        to, missing = np.sort(oldest), missing[: len(oldest)]
+        gone = self.columns[to]
+        self.slots[gone[gone >= 0]] = -1
+        self.columns[to], self.stamps[to], self.slots[missing] = missing, self.now, to
+        return found
+
+
+class Reuse:
+    """How much of what one layer's steps choose was chosen shortly before, of each KV head.
+
+    Args:
+        k: tokens of a selection.
+        tokens: that there can be.
+        heads: KV heads; each holds tokens of its own.
+    """
+
+    def __init__(self, k: int, tokens: int, heads: int) -> None:
+        self.k, self.steps = k, 0
+        self.held = {r: [HeldTokens(tokens, min(tokens, r * k)) for _ in range(heads)] for r in fs.ROOMS}
+        self.past: deque[np.ndarray] = deque(maxlen=WORKING_SET)
+
+    def step(self, chosen: Tensor) -> dict[str, Tensor]:
+        """``chosen [H, tokens]`` (bool): ``hit_<room>`` and ``working_set``, each ``[H]``; none while it warms up."""
+        mask = np.zeros((len(chosen), len(self.held[1][0].slots)), dtype=bool)
+        mask[:, : chosen.shape[1]] = chosen.numpy()
+        ids = [head.nonzero()[0] for head in mask]
+        self.past.append(mask)
+        self.steps += 1
+        found = {f"hit_{room}": [one.choose(x) for one, x in zip(heads, ids)] for room, heads in self.held.items()}
+        if self.steps <= WARM_UP:
+            return {}
+        found["working_set"] = np.any(self.past, axis=0).sum(-1)
+        return {name: torch.as_tensor(values) / self.k for name, values in found.items()}
+
+
 class PairRecorder:
     """An attention function that attends densely and notes how expected queries compare with true ones.
 
@@ -106,15 +169,13 @@ class PairRecorder:
 
     def __init__(self, taps: Taps, channels: dict[int, Tensor], length: int, steps: int) -> None:
         self.taps, self.channels = taps, channels
-        first, self.most = stored_blocks(CONFIG, length), stored_blocks(CONFIG, length + steps - 1)
-        tokens = first * CONFIG.block_size
-        self.chosen = {kind: chosen_blocks(first, fs.SHARES[kind]) for kind in ("labels", "bound")}
-        self.chosen["tokens"] = chosen_blocks(tokens, fs.SHARES["tokens"])
+        first, last = (stored_blocks(CONFIG, n) * CONFIG.block_size for n in (length, length + steps - 1))
+        self.chosen, self.most = chosen_blocks(first, fs.SHARES), last
         self.indexes: dict[int, fs.StoredIndex] = {}
         self.noted: dict[int, dict[str, list[Tensor]]] = {}  # by layer and name, each step's [H] or [Hq]
         self.errors: dict[int, dict[str, list[Tensor]]] = {}  # by layer and place, each step's [Hq, D]
-        self.last: dict[int, dict[str, Tensor]] = {}  # scores of the step before
-        self.pools: dict[tuple, fs.ForeseenPool] = {}
+        self.last: dict[int, Tensor] = {}  # scores of the step before
+        self.reuse: dict[tuple, Reuse] = {}  # by layer and share
 
     def __call__(self, module, query: Tensor, key: Tensor, value: Tensor, attention_mask, scaling=None, **kwargs):
         if isinstance(key, KVHandle):  # a layer is asked what it expects
@@ -138,23 +199,19 @@ class PairRecorder:
         def note(name: str, value: Tensor) -> None:
             noted.setdefault(name, []).append(value)
 
-        for kind, chosen in self.chosen.items():
-            mine = scores[kind]
-            for share, k in chosen.items():
-                for at, place in enumerate(fs.PLACES, start=1):
-                    note(f"{place}:{kind}:k={share}", fs.overlap(mine[0], mine[at], k))
-                    if place == "mid" and kind != "tokens":  # where blocks are brought beforehand
-                        chosen, foreseen = fs.best(mine[0], k), fs.best(mine[at], k)
-                        for held in fs.POOLS:
-                            pool = self._pool(layer, kind, k, held, len(chosen))
-                            found = pool.step(foreseen, chosen)
-                            if pool.now > WARM_UP:
-                                note(f"{place}:{kind}:k={share}:hit_{held}", found)
-                if layer in self.last:
-                    last = self.last[layer][kind]
-                    last = torch.nn.functional.pad(last, (0, mine.shape[-1] - last.shape[-1]), value=-torch.inf)
-                    note(f"step:{kind}:k={share}", fs.overlap(mine[0], last, k))
-        self.last[layer] = {kind: mine[0] for kind, mine in scores.items()}
+        true_scores, last = scores[0], self.last.get(layer)
+        if last is not None:
+            last = torch.nn.functional.pad(last, (0, true_scores.shape[-1] - last.shape[-1]), value=-torch.inf)
+        for share, k in self.chosen.items():
+            for at, place in enumerate(fs.PLACES, start=1):
+                note(f"{place}:tokens:k={share}", fs.overlap(true_scores, scores[at], k))
+            if last is not None:
+                note(f"step:tokens:k={share}", fs.overlap(true_scores, last, k))
+            if (layer, share) not in self.reuse:
+                self.reuse[layer, share] = Reuse(k, self.most, len(true_scores))
+            for what, value in self.reuse[layer, share].step(fs.best(true_scores, k)).items():
+                note(f"step:tokens:k={share}:{what}", value)
+        self.last[layer] = true_scores
         for place in fs.PLACES:
             direction, size = fs.error_of(expected[place], true)
             note(f"{place}:cosine", torch.nn.functional.cosine_similarity(expected[place], true, dim=-1))
@@ -164,12 +221,6 @@ class PairRecorder:
                 if len(errors) >= lag:
                     note(f"{place}:error_{lag}", (direction * errors[-lag]).sum(-1).float())
             errors.append(direction)
-
-    def _pool(self, layer: int, kind: str, k: int, held: int, heads: int) -> fs.ForeseenPool:
-        key = layer, kind, k, held
-        if key not in self.pools:
-            self.pools[key] = fs.ForeseenPool(heads, self.most, held * k * heads)
-        return self.pools[key]
 
     def values(self) -> dict[str, np.ndarray]:
         """By name ``[layers, heads]``, averaged over steps; the layers are those whose query is expected."""
@@ -210,7 +261,8 @@ def rows(values: dict[str, dict[str, np.ndarray]], context: int, layers: list[in
         if ":k=" in name:
             place, kind, share, *more = name.split(":")
             variant = ":".join((share, kind, *([] if place == "step" else [place])))
-            metric = f"hit_rate:pool={more[0][4:]}" if more else "overlap_1" if place == "step" else "foreseen_overlap"
+            metric = more[0] if more else "overlap_1" if place == "step" else "foreseen_overlap"
+            metric = metric.replace("hit_", "hit_rate:room=")
         else:
             variant, _, metric = name.partition(":")
         variant = ":".join((f"layer={layer}", variant, stream))

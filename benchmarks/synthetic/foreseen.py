@@ -1,12 +1,13 @@
 """Pairs of true and expected queries, as far from each other as recorded on a real model.
 
-The residual stream of random weights foresees nothing, so what a cache chooses or brings for the query of the layer
+The residual stream of random weights foresees nothing, so what a cache chooses for the query of the layer
 before (``hf_sparsekv/attention/tap.py``) would always be wrong. Here each replayed query gets an expected one beside
 it: the query plus an error.
 
 * The recording (``profiles/*-foreseen.json``) is that of ``python -m benchmarks.studies.foreseen_queries``, by layer
   and place of the residual stream: the error's size, how it varies between steps and how long it lasts, and the overlap
-  of what both queries choose, tokens and blocks, for several shares of them.
+  of the tokens that both queries choose, for several shares of them; and how many of a step's tokens are still on the
+  device if those of the latest selections are kept there.
 * The error is a sum of processes as in :class:`.keys.Walk`, weighted so that it is remembered as recorded. It points
   anywhere. On the recorded model, errors and keys have directions in common, which are not known here: so its size is
   not the recorded one, but that with which selections overlap as recorded.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -35,17 +36,12 @@ from hf_sparsekv.policies.label_index import default_channels
 from hf_sparsekv.predictor.channels import ChannelStats
 
 from .keys import MEMORY, PROFILES, SyntheticKV, blend
-from .statistics import FRACTIONS, block_bounds, bound_scores, stored_blocks
+from .statistics import FRACTIONS, stored_blocks
 
 PLACES = ("in", "mid", "in_delta")  # where the residual stream of the layer before is taken
-KINDS = ("tokens", "labels", "bound")  # tokens by labels; blocks by their best token's label; blocks by their bound
-SHARES = {
-    "tokens": (Fraction(1, 128), Fraction(1, 32), *FRACTIONS),  # of the stored tokens
-    "labels": FRACTIONS,  # of the stored blocks
-    "bound": FRACTIONS,
-}
+SHARES = (Fraction(1, 128), Fraction(1, 64), Fraction(1, 32), *FRACTIONS)  # of the stored tokens, chosen in a step
 DENSE = TwoLevelConfig().dense_layers
-POOLS = (2, 4)  # selections that a device pool holds
+ROOMS = (1, 2, 4, 8, 16)  # selections that there is room for on the device
 ERROR_LAGS = (1, 4, 16)  # steps between two errors whose directions are compared
 # Tuning: another seed, heads and steps of it, steps between them, tokens that channels are calibrated on.
 TUNED_SEED, TUNED_HEADS, TUNED_STEPS, APART, CALIBRATED = 1000, 8, 16, 4, 512
@@ -65,7 +61,7 @@ def calibrate(config: TwoLevelConfig | PredictiveConfig, queries: Tensor, keys: 
 
 
 class StoredIndex:
-    """What the stored blocks of one layer are chosen by, as caches keep it: labels, bounds.
+    """What the stored tokens of one layer are chosen by, as caches keep it: their labels.
 
     Args:
         config: of two-level or predictive selection.
@@ -74,7 +70,7 @@ class StoredIndex:
 
     def __init__(self, config: TwoLevelConfig | PredictiveConfig, channels: Tensor) -> None:
         self.config, self.channels = config, channels
-        self.labels = self.bounds = torch.empty(0)
+        self.labels = torch.empty(0)
         self.blocks = 0
 
     def store(self, keys: Tensor, blocks: int) -> None:
@@ -86,26 +82,17 @@ class StoredIndex:
         new = new.gather(-1, self.channels[:, None].expand(-1, new.shape[1], -1))
         if self.config.label_bits == 4:
             new = unpack_labels(*quantise_labels(new))
-        bounds = block_bounds(keys.float(), self.config, self.blocks, blocks)
         self.labels = new if not self.blocks else torch.cat((self.labels, new), dim=1)
-        self.bounds = bounds if not self.blocks else torch.cat((self.bounds, bounds))
         self.blocks = blocks
 
-    def scores(self, q: Tensor, kinds: Iterable[str] = KINDS) -> dict[str, Tensor]:
-        """Scores for ``q [T, Hq, D]``: ``[T, H, tokens]`` or ``[T, H, blocks]`` of each kind."""
-        found, kinds, config = {}, set(kinds), self.config
-        if kinds & {"tokens", "labels"}:
-            heads = len(self.channels)
-            group = q.float().unflatten(1, (heads, -1))
-            at = self.channels[None, :, None].expand(*group.shape[:3], -1)
-            each = torch.einsum("thgr,hnr->thgn", group.gather(-1, at), self.labels)
-            tokens = each.mean(2) if config.token_reduce == "mean" else each.amax(2)
-            tokens[..., : config.sinks] = -torch.inf
-            found["tokens"] = tokens
-            found["labels"] = tokens.unflatten(-1, (-1, config.block_size)).amax(-1)
-        if "bound" in kinds:
-            found["bound"] = bound_scores(q.float(), self.bounds, getattr(config, "block_reduce", "max"))
-        return {kind: found[kind] for kind in KINDS if kind in kinds}
+    def scores(self, q: Tensor) -> Tensor:
+        """Scores of the tokens for ``q [T, Hq, D]``: ``[T, H, tokens]``, those of sinks -inf."""
+        group = q.float().unflatten(1, (len(self.channels), -1))
+        at = self.channels[None, :, None].expand(*group.shape[:3], -1)
+        each = torch.einsum("thgr,hnr->thgn", group.gather(-1, at), self.labels)
+        scores = each.mean(2) if self.config.token_reduce == "mean" else each.amax(2)
+        scores[..., : self.config.sinks] = -torch.inf
+        return scores
 
 
 def best(scores: Tensor, k: int) -> Tensor:
@@ -132,30 +119,6 @@ def error_of(expected: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
     return torch.nn.functional.normalize(error, dim=-1), torch.where(along > 0, size / along, torch.inf)
 
 
-class ForeseenPool:
-    """One layer's device pages, filled with blocks of expected queries only, as offloaded caches without lag do.
-
-    Args:
-        heads, blocks: the unit is a block of one KV head.
-        pages: of all heads together; the least recently brought blocks give way.
-    """
-
-    def __init__(self, heads: int, blocks: int, pages: int) -> None:
-        self.stamps, self.pages, self.now = torch.full((heads, blocks), -1), pages, 0
-
-    def step(self, foreseen: Tensor, chosen: Tensor) -> Tensor:
-        """Bring the blocks ``foreseen [H, blocks]`` (bool); the share of those ``chosen`` that is there: ``[H]``."""
-        foreseen, chosen = (
-            torch.nn.functional.pad(x, (0, self.stamps.shape[1] - x.shape[1])) for x in (foreseen, chosen)
-        )
-        self.now += 1
-        self.stamps[foreseen] = self.now
-        flat = self.stamps.flatten()
-        gone = flat.argsort(descending=True)[self.pages :]
-        flat[gone] = -1
-        return ((self.stamps >= 0) & chosen).sum(-1) / chosen.sum(-1)
-
-
 class Foreseen:
     """A recording of expected and true queries; see ``profiles/*-foreseen.json``."""
 
@@ -175,22 +138,29 @@ class Foreseen:
             where = DENSE + (layer - DENSE) * (self.layers - 1 - DENSE) / max(1, layers - 1 - DENSE)
         return float(np.interp(where, range(self.layers), self.recorded[name]))
 
-    def overlap(
-        self, kind: str, share: float, layer: int, layers: int, place: str | None = None, what: str = ""
-    ) -> float:
-        """Recorded overlap if ``share`` of the stored tokens or blocks is chosen, interpolated between shares.
+    def overlap(self, share: float, layer: int, layers: int, place: str | None = None, what: str = "") -> float:
+        """Recorded overlap if ``share`` of the stored tokens is chosen, interpolated between shares.
 
         Beyond the recorded shares it is that of the nearest.
 
         Args:
-            kind: one of :data:`KINDS`.
             place: of expected and true selection; None: of the true selections of consecutive steps.
-            what: another statistic of both, such as ``":hit_2"``.
+            what: another statistic of the same, such as ``":hit_8"``.
         """
-        known = [math.log(float(f)) for f in SHARES[kind]]
+        known = [math.log(float(f)) for f in SHARES]
         of = "step" if place is None else place
-        values = [self.at(f"{of}:{kind}:k={f}{what}", layer, layers) for f in SHARES[kind]]
+        values = [self.at(f"{of}:tokens:k={f}{what}", layer, layers) for f in SHARES]
         return float(np.interp(math.log(share), known, values))
+
+    def hit_rate(self, room: float, share: float, layer: int, layers: int) -> float:
+        """Recorded share of the tokens that a step's own query chooses that are held, interpolated as above.
+
+        Args:
+            room: for so many selections; beyond the recorded ones that of the nearest.
+            share: of the stored tokens, that a step chooses.
+        """
+        values = [self.overlap(share, layer, layers, None, f":hit_{known}") for known in ROOMS]
+        return float(np.interp(math.log(room), np.log(ROOMS), values))
 
     def memory(self, place: str, layer: int, layers: int) -> tuple[float, ...]:
         """Variance of the error's parts, which are remembered as :data:`.keys.MEMORY` says: adds up to 1."""
@@ -213,25 +183,22 @@ def remembered(wanted: tuple[float, ...]) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Selection:
-    """What a cache chooses for an expected query, and how much of what there is.
+    """How many tokens a cache chooses, and for which query.
 
     Args:
-        kind: one of :data:`KINDS`.
-        chosen: tokens or blocks, of a row and KV head.
+        chosen: tokens, of a row and KV head.
         place: where the residual stream of the layer before is taken, one of :data:`PLACES`; None: the step's own
             query chooses.
         config: the cache's.
     """
 
-    kind: str
     chosen: int
     place: str | None
     config: TwoLevelConfig | PredictiveConfig
 
     def stored(self, context: int) -> int:
-        """Tokens or blocks that are chosen from."""
-        blocks = stored_blocks(self.config, context)
-        return blocks * self.config.block_size if self.kind == "tokens" else blocks
+        """Tokens that are chosen from."""
+        return stored_blocks(self.config, context) * self.config.block_size
 
     def share(self, context: int) -> float:
         """Of what is stored; above 1 nothing needs to be chosen."""
@@ -267,10 +234,18 @@ class Pairs:
         self.made, self.selection = made, selection
         self.recording = Foreseen() if recording is None else recording
 
-    def recorded(self, layer: int, place: str | None, what: str = "") -> float:
+    @property
+    def share(self) -> float:
+        """Of what is stored, that is chosen."""
+        return min(1.0, self.selection.share(self.made.context))
+
+    def recorded(self, layer: int, place: str | None) -> float:
         """Of a layer, the recorded overlap for such a share of what is stored, see :meth:`Foreseen.overlap`."""
-        share = min(1.0, self.selection.share(self.made.context))
-        return self.recording.overlap(self.selection.kind, share, layer, self.made.layers, place, what)
+        return self.recording.overlap(self.share, layer, self.made.layers, place)
+
+    def hit_rate(self, layer: int, room: float) -> float:
+        """Of a layer, the recorded one with room for ``room`` selections, see :meth:`Foreseen.hit_rate`."""
+        return self.recording.hit_rate(room, self.share, layer, self.made.layers)
 
     @cached_property
     def tuned(self) -> list[Tuned]:
@@ -313,10 +288,10 @@ class Pairs:
             selection.config, calibrate(selection.config, made.prompt_queries(layer)[0], keys[:, :CALIBRATED])
         )
         index.store(keys, stored_blocks(selection.config, made.context))
-        kind, steps = selection.kind, TUNED_STEPS * APART
+        steps = TUNED_STEPS * APART
 
         def chosen(q: Tensor) -> Tensor:
-            return best(index.scores(q, [kind])[kind], k)
+            return best(index.scores(q), k)
 
         def shared(mine: Tensor, others: Tensor) -> float:
             return float((mine & others).sum(-1).div(k).mean())

@@ -18,8 +18,9 @@ from .device_pool import DevicePool, free_bytes
 # Selections of one step that a pool holds by default. On the recorded real model, twice the blocks of a step hit 96 to
 # 98 %, four times 99 % (benchmarks/results/attention_statistics.csv).
 SELECTIONS = 4
-# Of tokens, which selections of steps that follow each other share less: of a step's tokens, 94 % are among as many as
-# four selections have, 97 % among eight and sixteen (the same model; benchmarks/NOTES.md).
+# Of tokens, which selections of steps that follow each other share less: room for four, eight and sixteen selections
+# holds 89, 93 and 95 % of a step's with one in 64 chosen, 94, 97 and 98 % with one in 16 (the same model;
+# benchmarks/results/foreseen_queries.csv).
 TOKEN_SELECTIONS = 8
 SHARE = 0.5  # of the free device memory, at most, by default
 

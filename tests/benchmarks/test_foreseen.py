@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -20,11 +19,11 @@ from benchmarks.synthetic import foreseen as fs
 from benchmarks.synthetic.foreseen import Foreseen, Pairs, Selection, StoredIndex
 from benchmarks.synthetic.keys import SyntheticKV
 from benchmarks.synthetic.replay import ReplayedQueries
-from benchmarks.synthetic.statistics import stored_blocks
-from hf_sparsekv import PredictiveConfig, TwoLevelConfig, predict_ahead
+from benchmarks.synthetic.statistics import WORKING_SET, stored_blocks
+from hf_sparsekv import PredictiveConfig, predict_ahead
 from hf_sparsekv.attention.tap import Point
-
-CONFIGS = {"tokens": PredictiveConfig, "labels": TwoLevelConfig, "bound": TwoLevelConfig}
+from hf_sparsekv.ops.device_tokens import EMPTY, TokenSlots
+from hf_sparsekv.ops.device_tokens.reference import bring_tokens
 
 
 def filled(cache, net, context: int = 400) -> SyntheticKV:
@@ -38,22 +37,21 @@ def filled(cache, net, context: int = 400) -> SyntheticKV:
 # ---------------------------------------------------------------------- what is measured
 
 
-@pytest.mark.parametrize("kind", fs.KINDS)
-def test_scores_are_those_of_caches(kind):
+@pytest.mark.parametrize("method", ["predictive", "two_level"])
+def test_scores_are_those_of_caches(method):
     net = build("qwen3", "sparsekv", num_hidden_layers=3)
-    cache = predictive(model_config=net.config, **TIGHT) if kind == "tokens" else None
-    cache = cache or two_level(True, net.config, **TIGHT, level="token" if kind == "labels" else "two_level")
+    cache = predictive(model_config=net.config, **TIGHT) if method == "predictive" else None
+    cache = cache or two_level(True, net.config, **TIGHT, level="token")
     made = filled(cache, net)
     layer, queries = cache.sparse_layers[1], made.queries(3)[:, 1, 0]
     keys = made.keys_values(1)[0][0]
     index = StoredIndex(cache.config, fs.calibrate(cache.config, made.prompt_queries(1)[0], keys))
-    if kind != "bound":
-        assert torch.equal(index.channels, layer.policy.labels.channels[0].long())
+    assert torch.equal(index.channels, layer.policy.labels.channels[0].long())
     n = stored_blocks(cache.config, 400)
     assert n == layer.store.full_blocks
     index.store(keys, n - 5)  # in two parts
     index.store(keys, n)
-    found = index.scores(queries, [kind])[kind]
+    found = index.scores(queries)
     for step, q in enumerate(queries):
         ids = foresight.chosen_ids(layer, q[None])[0]
         for head, chosen in enumerate(ids):
@@ -74,24 +72,41 @@ def test_overlap_and_errors_literally():
     assert foresight.shared(ids, torch.tensor([[[3, 5, 6, -1], [9, -1, -1, -1]]])) == pytest.approx(2 / 7)
 
 
-def test_a_pool_of_expected_blocks():
-    """Against an ordered dictionary: what is found does not count as used."""
-    rng, held = np.random.default_rng(0), fs.ForeseenPool(1, 10, 4)
-    last: OrderedDict = OrderedDict()
-    for _ in range(40):
-        foreseen, chosen = (sorted(rng.permutation(10)[:2].tolist()) for _ in range(2))
-        masks = [torch.zeros(1, 10, dtype=torch.bool).index_fill_(1, torch.tensor(x), True) for x in (foreseen, chosen)]
-        for block in foreseen:
-            last[block] = True
-            last.move_to_end(block)
-        while len(last) > 4:
-            last.popitem(last=False)
-        if len(set(held.stamps.flatten().tolist())) > 1:  # of blocks brought in one step either may go first
-            assert int((held.stamps >= 0).sum()) <= 4
-        found = held.step(*masks)
-        newest = set(list(last)[-2:])
-        assert float(found) >= len(newest & set(chosen)) / 2
-    assert int((held.stamps >= 0).sum()) == 4
+@pytest.mark.parametrize("room", [7, 16, 30, 80])
+def test_held_tokens_are_those_of_the_operator(room):
+    """Slot by slot, for selections that come back more or less often."""
+    rng, tokens, size = np.random.default_rng(room), 96, 8
+
+    def full(*shape: int, value: int) -> torch.Tensor:
+        return torch.full((1, 1, *shape), value, dtype=torch.int32)
+
+    slots = TokenSlots(
+        torch.zeros(1, 1, room, 1), full(room, value=-1), full(room, value=EMPTY), full(tokens, value=-1), full(value=0)
+    )
+    stored, table = torch.zeros(tokens // size, 1, size, 1), torch.arange(tokens // size, dtype=torch.int32)[None]
+    held, likely = foreseen_queries.HeldTokens(tokens, room), np.arange(1, tokens + 1) ** 2.0
+    for _ in range(200):  # ages of all classes
+        ids = np.sort(rng.choice(tokens, 16, replace=False, p=likely / likely.sum()))
+        counters = torch.zeros(2, dtype=torch.int64)
+        there = int((slots.slots[0, 0, ids] >= 0).sum())
+        bring_tokens(torch.from_numpy(ids).int()[None, None], stored, table, slots, counters=counters)
+        assert held.choose(ids) == there
+        for mine, theirs in ((held.columns, slots.columns), (held.stamps, slots.stamps), (held.slots, slots.slots)):
+            assert np.array_equal(mine, theirs[0, 0].numpy())
+
+
+def test_reuse_literally():
+    """Two KV heads: one chooses the same tokens always, one those of two turns."""
+    reuse, turns = foreseen_queries.Reuse(2, 8, 2), ([0, 1], [2, 3])
+    for step in range(foreseen_queries.WARM_UP + 2):
+        chosen = torch.zeros(2, 6, dtype=torch.bool)  # more will be stored
+        chosen[0, :2] = chosen[1, turns[step % 2]] = True
+        found = reuse.step(chosen)
+        assert bool(found) == (step >= foreseen_queries.WARM_UP)
+    assert found.pop("working_set").tolist() == [1, 2]
+    assert {name: rate.tolist() for name, rate in found.items()} == {
+        f"hit_{room}": [1, float(room > 1)] for room in fs.ROOMS
+    }
 
 
 def test_memory_of_errors():
@@ -109,15 +124,20 @@ def test_recorded_profile():
     found = Foreseen()
     assert found.layers == 30 and found.source["model"] == "SmolLM2-135M-Instruct"
     for layer in range(2, 30):
-        for kind in fs.KINDS:
-            for share in fs.SHARES[kind]:
-                step, *places = (found.overlap(kind, float(share), layer, 30, p) for p in (None, *fs.PLACES))
-                assert 0 < step < 1 and all(0 < p < 1 for p in places)
+        for share in map(float, fs.SHARES):
+            step, *places = (found.overlap(share, layer, 30, p) for p in (None, *fs.PLACES))
+            assert 0 < step < 1 and all(0 < p < 1 for p in places)
+            rates = [found.hit_rate(room, share, layer, 30) for room in fs.ROOMS]
+            assert 0 < rates[0] < rates[-1] <= 1 and rates == sorted(rates)
+            assert rates[0] == pytest.approx(step, abs=0.05), "room for what the step before chose"
+            assert 1 < found.overlap(share, layer, 30, None, ":working_set") < WORKING_SET
     mean = {p: np.mean([found.at(f"{p}:cosine", layer, 30) for layer in range(2, 30)]) for p in fs.PLACES}
     assert mean["mid"] > mean["in"] > 0.9
-    shares = [found.overlap("tokens", share, 10, 30, "in") for share in (1 / 128, 0.012, 1 / 32)]
+    shares = [found.overlap(share, 10, 30, "in") for share in (1 / 128, 0.012, 1 / 64)]
     assert min(shares[0], shares[2]) <= shares[1] <= max(shares[0], shares[2])
-    assert found.overlap("labels", 0.9, 10, 30, "mid") == found.overlap("labels", 0.25, 10, 30, "mid")
+    assert found.overlap(0.9, 10, 30, "mid") == found.overlap(0.25, 10, 30, "mid")
+    rates = [found.hit_rate(room, 1 / 64, 10, 30) for room in (0.5, 1, 3, 4, 16, 100)]
+    assert rates[0] == rates[1] < rates[2] < rates[3] < rates[4] == rates[5]
     assert sum(found.memory("in", 5, 36)) == pytest.approx(1)
 
 
@@ -137,28 +157,27 @@ def test_recording_of_a_tiny_model(zero, right):
     """Where nothing is added behind the place that a query is expected from, it is the true one."""
     ids, net = prompt(1, 640)["input_ids"], build("llama", "sdpa", num_hidden_layers=3)
     silent(net, *zero)
-    values = foreseen_queries.record_pairs(net, ids, steps=20, seed=0)
+    values = foreseen_queries.record_pairs(net, ids, steps=40, seed=0)
     assert net.config._attn_implementation == "sdpa"
     assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in net.model.layers)
     assert set(values) == {"text", "own"}
     for by_name in values.values():
         assert by_name["mid:cosine"].shape == by_name["in:error_16"].shape == (2, 4)
-        assert by_name["in:tokens:k=1/8"].shape == by_name["mid:labels:k=1/8:hit_2"].shape == (2, 2)
+        assert by_name["in:tokens:k=1/8"].shape == by_name["step:tokens:k=1/64:hit_2"].shape == (2, 2)
         for place in fs.PLACES:
             exact = place in right
             assert np.allclose(by_name[f"{place}:cosine"], 1, atol=1e-5) == exact
-            for kind in fs.KINDS:
-                overlaps = by_name[f"{place}:{kind}:k=1/8"]
-                assert np.all((overlaps > 0) & (overlaps <= 1))
-                if exact:
-                    assert np.allclose(overlaps, 1, atol=0.02)
-                    assert kind == "tokens" or place != "mid" or np.all(by_name[f"mid:{kind}:k=1/8:hit_4"] > 0.98)
-    rows = foreseen_queries.rows(values, 620, [1, 2])
+            overlaps = by_name[f"{place}:tokens:k=1/8"]
+            assert np.all((overlaps > 0) & (overlaps <= 1))
+            assert not exact or np.allclose(overlaps, 1, atol=0.02)
+    rows = foreseen_queries.rows(values, 600, [1, 2])
     found = {(row.variant, row.metric): row for row in rows}
     assert ("layer=all:k=1/8:tokens:in_delta:own", "foreseen_overlap") in found
-    assert ("layer=all:k=1/4:bound:text", "overlap_1") in found
-    assert ("layer=all:k=1/16:labels:mid:text", "hit_rate:pool=2") in found
-    assert ("layer=02:k=1/8:labels:mid:text", "foreseen_overlap") in found
+    assert ("layer=all:k=1/4:tokens:text", "overlap_1") in found
+    assert ("layer=all:k=1/16:tokens:own", "hit_rate:room=2") in found
+    assert found["layer=all:k=1/64:tokens:text", "working_set"].unit == "k"
+    assert ("layer=02:k=1/64:tokens:text", "hit_rate:room=8") in found
+    assert ("layer=02:k=1/8:tokens:mid:text", "foreseen_overlap") in found
     row = found["layer=02:mid:text", "cosine"]
     assert row.low <= row.value <= row.high
     assert found["layer=all:mid:text", "cosine"].value == pytest.approx(row.value), "without the dense layers"
@@ -196,13 +215,12 @@ def test_what_is_recorded_is_what_caches_get(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "place", "chosen"), [("tokens", "in", 496), ("labels", "mid", 8), ("bound", "mid", 16)]
+    ("config", "place", "chosen"), [(PredictiveConfig(), "in", 496), (PredictiveConfig(), "mid", 64)]
 )
-def test_pairs_overlap_as_recorded(kind, place, chosen):
+def test_pairs_overlap_as_recorded(config, place, chosen):
     """Tuned on one seed, measured on another, in layers of which something else was recorded."""
     made = SyntheticKV(4, 16, 8, 64, 1, 4096, dtype=torch.float32)
-    config = CONFIGS[kind]()
-    pairs = Pairs(made, Selection(kind, chosen, place, config))
+    pairs = Pairs(made, Selection(chosen, place, config))
     queries = pairs.queries(40)
     expected = pairs.expected(queries)
     assert torch.equal(queries[..., 0], expected[..., 0]), "the bias of the sinks is known"
@@ -211,8 +229,8 @@ def test_pairs_overlap_as_recorded(kind, place, chosen):
         keys = made.keys_values(layer)[0][0]
         index = StoredIndex(config, fs.calibrate(config, made.prompt_queries(layer)[0], keys[:, :512]))
         index.store(keys, stored_blocks(config, 4096))
-        mine, other = (index.scores(q[::2, layer, 0], [kind])[kind] for q in (queries, expected))
-        after = index.scores(queries[1::2, layer, 0], [kind])[kind]
+        mine, other = (index.scores(q[::2, layer, 0]) for q in (queries, expected))
+        after = index.scores(queries[1::2, layer, 0])
         within = float(fs.overlap(mine, other, chosen).mean()) - pairs.recorded(layer, place)
         steps = float(fs.overlap(after, mine, chosen).mean()) - pairs.recorded(layer, None)
         assert abs(within) < 0.06 and abs(steps) < 0.09, (layer, within, steps)
@@ -222,7 +240,7 @@ def test_pairs_overlap_as_recorded(kind, place, chosen):
 
 def test_pairs_repeat_and_errors_last():
     made = SyntheticKV(2, 4, 2, 64, 2, 1500, dtype=torch.float32)
-    pairs, again = (Pairs(made, Selection("tokens", 128, "in", PredictiveConfig())) for _ in range(2))
+    pairs, again = (Pairs(made, Selection(128, "in", PredictiveConfig())) for _ in range(2))
     queries = pairs.queries(30)
     assert torch.equal(queries, again.queries(30)) and torch.equal(pairs.expected(queries), again.expected(queries))
     assert torch.equal(pairs.queries(7), queries[:7])
@@ -230,7 +248,7 @@ def test_pairs_repeat_and_errors_last():
     direction = torch.nn.functional.normalize(errors, dim=-1)
     kept = float((direction[16:] * direction[:-16]).sum(-1).mean())
     assert kept == pytest.approx(pairs.recording.at("in:error_16", 1, 2), abs=0.1)
-    all_of_it = Pairs(made, Selection("tokens", 4096, "in", PredictiveConfig()))
+    all_of_it = Pairs(made, Selection(4096, "in", PredictiveConfig()))
     assert torch.equal(all_of_it.expected(queries), queries), "nothing is left out, so nothing needs to be expected"
 
 
@@ -244,7 +262,7 @@ def test_caches_choose_for_the_expected_queries(captured, monkeypatch):
     cache = predictive(model_config=net.config, **TIGHT)
     made = filled(cache, net)
     selection = foresight.selection_of(cache)
-    assert (selection.kind, selection.place, selection.chosen) == ("tokens", "in", 32)
+    assert (selection.place, selection.chosen) == ("in", 32)
     pairs = Pairs(made, selection)
     queries = pairs.queries(6)
     replayed = ReplayedQueries(queries, pairs.expected(queries))
@@ -292,16 +310,17 @@ def test_expected_queries_of_another_shape():
 
 
 @pytest.mark.parametrize(
-    ("settings", "kind"),
-    [({"lag": True}, None), ({"lag": False, "offload": False}, None), ({"level": "token"}, "labels")],
+    ("settings", "copies"),
+    [({"level": "two_level", "lag": True}, False), ({"offload": False}, False), ({}, True)],
 )
-def test_caches_that_expect_nothing(settings, kind):
-    """Where blocks go by labels, consecutive steps are to overlap as recorded for that."""
+def test_caches_that_expect_nothing(settings, copies):
+    """Where tokens are copied behind the step, consecutive steps are to overlap as recorded."""
     net = build("qwen3", "sparsekv", num_hidden_layers=3)
-    cache = two_level(model_config=net.config, **({"offload": True, **TIGHT, "lag": False} | settings))
+    settings = {"offload": True, **TIGHT, "level": "token", "lag": False} | settings
+    cache = two_level(model_config=net.config, **settings)
     selection = foresight.selection_of(cache)
-    assert (None if selection is None else selection.kind) == kind
-    if kind is None:
+    assert (selection is not None) == copies
+    if not copies:
         return
     made = filled(cache, net)
     pairs = Pairs(made, selection)
@@ -313,7 +332,13 @@ def test_caches_that_expect_nothing(settings, kind):
         net(torch.full((1, 1), 5), past_key_values=cache)
     now, wanted = foresight.achieved(cache, replayed, selection), foresight.recorded(cache, pairs)
     assert now.step_overlap == pytest.approx(wanted.step_overlap, abs=0.2)
-    assert now.overlap is now.cosine is wanted.overlap is wanted.hit_rate is None
+    assert now.overlap is now.cosine is wanted.overlap is now.hit_rate is None
+    layers = cache.sparse_layers
+    rooms = [layer.policy.tokens.room / selection.chosen for layer in layers]
+    rates = [pairs.hit_rate(at, room) for at, room in enumerate(rooms)]
+    assert wanted.hit_rate == pytest.approx(np.mean(rates))
+    each = layers[0].store.heads * selection.chosen * layers[0].store.token_bytes
+    assert wanted.missed == pytest.approx(sum((1 - rate) * each for rate in rates))
 
 
 def test_a_cache_that_attends_to_everything(capsys):
@@ -338,22 +363,22 @@ def test_rows_of_steps(stepped):
     net = build("llama", "sparsekv", num_hidden_layers=3, max_position_embeddings=4096)
     command = "--shapes 2x600 --tokens 12 --kv replayed --variants"
     rows = stepped(net, f"{command} predictive:layer:in", "predictive", **settings)
-    blocks = {**settings, "level": "token", "num_blocks": 8}
-    rows = stepped(net, f"{command} token_only --offload --device-pool 0.5kv", "token_only", **blocks)
+    rows = stepped(net, f"{command} token_only --offload --device-pool 0.5kv", "token_only", **settings, level="token")
     found = {(row["variant"], row["metric"]): float(row["value"]) for row in rows}
     tokens, offloaded = "predictive:layer:in:kv=replayed", "token_only+offload:pool=0.5kv:kv=replayed"
-    printed = {tokens: ("foreseen_overlap", "foreseen_cosine", "overlap_1"), offloaded: ("overlap_1",)}
+    printed = {tokens: ("foreseen_overlap", "foreseen_cosine", "overlap_1"), offloaded: ("overlap_1", "hit_rate")}
     for variant, metrics in printed.items():
         for metric in metrics:
             mine, recorded = found[variant, metric], found[variant, f"{metric}:recorded"]
             assert mine == pytest.approx(recorded, abs=0.2), (variant, metric)
-    assert 0.5 < found[offloaded, "hit_rate"] < 1 and found[offloaded, "missed_mb"] > 0
-    assert (offloaded, "foreseen_overlap") not in found
+    assert found[offloaded, "hit_rate"] < 1 and found[offloaded, "missed_mb"] > 0
+    assert found[offloaded, "missed_mb:recorded"] > 0
+    assert (offloaded, "foreseen_overlap") not in found and (tokens, "hit_rate:recorded") not in found
 
 
 @pytest.mark.gpu
 def test_pairs_on_a_gpu(tmp_path, monkeypatch):
-    """Captured steps of caches that choose tokens, and of one that brings blocks."""
+    """Captured steps of caches that choose tokens, and of one that copies them to the device."""
     config = shapes.known_config("qwen3-0.6b")
     config.num_hidden_layers, config.layer_types = 6, config.layer_types[:6]
     monkeypatch.setitem(shapes.SHAPES, "toy", lambda: config)
