@@ -15,7 +15,7 @@ from models import build
 
 from hf_sparsekv import optimize, unoptimize
 from hf_sparsekv.cuda_graph.optimize import runner_of
-from hf_sparsekv.offload.device_pool import DevicePool
+from hf_sparsekv.policies.device_tokens import DeviceTokens
 from hf_sparsekv.policies.progressive import ProgressivePolicy
 
 pytestmark = pytest.mark.gpu
@@ -147,25 +147,25 @@ def test_half_precision():
     check("llama", "host", on_gpu(2, 150), dtype=torch.bfloat16, max_new_tokens=60)
 
 
-def test_wanted_blocks_outlive_a_slow_side_stream(monkeypatch):
+def test_chosen_tokens_outlive_a_slow_side_stream(monkeypatch):
     """What a captured step hands to its side stream is not overwritten by later layers, however late it is read."""
     made, read = [], []
-    find, fetch = ProgressivePolicy._wanted, DevicePool.fetch
+    select, bring = ProgressivePolicy._select, DeviceTokens.bring
 
-    def wanted(self, found, store):
-        ids = find(self, found, store)
+    def chosen(self, *args):
+        found = select(self, *args)
         if torch.cuda.is_current_stream_capturing():
-            made.append(ids.clone())
-        return ids
+            made.append(found.count.clone())
+        return found
 
-    def late(self, layer, block_ids, *args, **kwargs):
+    def late(self, ids, store, used=None):
         if torch.cuda.is_current_stream_capturing():
             torch.cuda._sleep(20_000_000)  # some 10 ms: the layers that follow have ended
-            read.append(block_ids.clone())
-        return fetch(self, layer, block_ids, *args, **kwargs)
+            read.append(used.clone())
+        return bring(self, ids, store, used)
 
-    monkeypatch.setattr(ProgressivePolicy, "_wanted", wanted)
-    monkeypatch.setattr(DevicePool, "fetch", late)
+    monkeypatch.setattr(ProgressivePolicy, "_select", chosen)
+    monkeypatch.setattr(DeviceTokens, "bring", late)
     fast = optimize(build("llama", "sparsekv", num_hidden_layers=4).cuda())
     cache = CACHES["progressive-host"](**TIGHT)
     fast.generate(**on_gpu(1, 180), do_sample=False, max_new_tokens=8, past_key_values=cache)

@@ -193,10 +193,11 @@ def test_slots_that_are_no_view(place32):
 
 
 def test_windows_take_turns():
-    assert [looked_at(3, now, 100, 32) for now in range(5)] == [(0, 32), (32, 64), (64, 96), (96, 100), (0, 32)]
-    assert [looked_at(12, now, 100, 32) for now in range(4)] == [(0, 64), (32, 96), (64, 100), (64, 100)]
-    assert looked_at(40, 2, 100, 32) == looked_at(26, 3, 100, 32) == (0, 100)
-    assert looked_at(0, 3, 100, 32) == (96, 96) and looked_at(9, 7, 20, 32) == (0, 20)
+    assert [looked_at(3, 0, now, 100, 32) for now in range(5)] == [(0, 32), (32, 64), (64, 96), (96, 100), (0, 32)]
+    assert [looked_at(12, 0, now, 100, 32) for now in range(4)] == [(0, 64), (32, 96), (64, 100), (64, 100)]
+    assert looked_at(3, 70, 0, 100, 32) == looked_at(12, 0, 0, 100, 32), "few that may give way"
+    assert looked_at(40, 0, 2, 100, 32) == looked_at(26, 0, 3, 100, 32) == looked_at(1, 100, 1, 100, 32) == (0, 100)
+    assert looked_at(0, 0, 3, 100, 32) == (96, 96) and looked_at(9, 0, 7, 20, 32) == (0, 20)
 
 
 def test_ages():

@@ -10,7 +10,7 @@ from .state import TokenSlots
 
 CLASSES = 8  # of ages: 1, 2 to 3, 4 to 7, ..., 128 and more selections
 WINDOW = 2048  # slots that are compared with each other
-SLACK = 4  # slots to look at for each one that is needed
+SLACK = 4  # slots that may give way, as an average, to look at for each one that is needed
 
 
 def age_class(age: Tensor) -> Tensor:
@@ -18,13 +18,14 @@ def age_class(age: Tensor) -> Tensor:
     return sum((age >= 1 << i).int() for i in range(CLASSES))
 
 
-def looked_at(missing: int, now: int, room: int, window: int) -> tuple[int, int]:
+def looked_at(missing: int, found: int, now: int, room: int, window: int) -> tuple[int, int]:
     """The slots among which ``missing`` ones are looked for in selection ``now``: first and end.
 
-    The windows take turns; of several, the last ones that are left before the end.
+    As many windows as should hold ``SLACK`` times those that are needed, of ``room - found`` that may give way; they
+    take turns, and of several the last ones end with the last slot.
     """
     windows = -(-room // window)
-    wanted = min(windows, -(-SLACK * missing // window))
+    wanted = min(windows, -(-SLACK * missing * room // (window * max(1, room - found))))
     first = min(now % windows, windows - wanted)
     return first * window, min(room, (first + wanted) * window)
 
@@ -46,8 +47,7 @@ def bring_tokens(
     2. The others, in the order of ``ids``, get the slots that were chosen longest ago, those that hold nothing first:
        by the age's :func:`age_class`, the lower slot among equals (approximately least recently used). The slots are
        handed out in ascending order. Slots chosen in this selection stay; where there are no others left, the last
-       tokens get none. Looked at are as many windows of slots as hold ``SLACK`` times those that are needed, from a
-       place on that moves with each selection (:func:`looked_at`).
+       tokens get none. Not all slots are looked at, but windows of them that take turns (:func:`looked_at`).
     3. They are copied there from their blocks.
 
     Rows and KV heads have slots of their own.
@@ -75,7 +75,7 @@ def bring_tokens(
             at, now = slots[mine], held.now[row, head]
             stamps[at[at >= 0].long()] = now
             missing = mine[at < 0]
-            first, end = looked_at(len(missing), int(now), len(stamps), window)
+            first, end = looked_at(len(missing), len(mine) - len(missing), int(now), len(stamps), window)
             age = age_class(now - stamps)
             age[:first], age[end:] = 0, 0
             oldest = torch.argsort(age, descending=True, stable=True)[: min(len(missing), int((age > 0).sum()))]

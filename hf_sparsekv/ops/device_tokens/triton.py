@@ -98,7 +98,8 @@ def bring_tokens_assign_kernel(
 
     # Which slots are looked at, and how many there are of each class of age and above. Often nothing is missing.
     windows = (room + BR - 1) // BR
-    wanted = tl.minimum(windows, (missing * SLACK + BR - 1) // BR)
+    free = BR * tl.maximum(1, room - (chosen - missing)).to(tl.int64)
+    wanted = tl.minimum(windows, ((missing.to(tl.int64) * SLACK * room + free - 1) // free)).to(tl.int32)
     first = tl.minimum(now % windows, windows - wanted)
     looked, end = first * BR, tl.minimum(room, (first + wanted) * BR)
     o_class = tl.arange(0, 2 * CLASSES)
