@@ -1,0 +1,84 @@
+"""Copies of chosen tokens in offloaded caches: they decide where tokens are read, never which, whatever happens."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from caches import predictive, progressive, two_level
+from models import model, prompt
+
+from hf_sparsekv import OffloadConfig
+from hf_sparsekv.policies.device_tokens import DeviceTokens
+
+BUDGET = {"token_budget": 32}
+METHODS = {
+    "two_level": lambda offload: two_level(offload, level="token", lag=False, metadata=None, **BUDGET),
+    "progressive": lambda offload: progressive(offload, threshold=0.5),
+    "predictive": lambda offload: predictive(offload, predictor="own", **BUDGET),
+    "ahead": lambda offload: predictive(offload, predictor="assembled_ridge", **BUDGET),
+}
+ROOM = 2 * 2 * 32 * (2 * 16 * 4 + 8)  # bytes of a layer for 32 tokens of each row and KV head
+
+
+def feed(cache, length: int, seed: int, rows: int = 2, together: bool = False) -> list[torch.Tensor]:
+    """Logits of tokens, one after the other or all at once."""
+    ids = prompt(rows, length, seed=seed)["input_ids"]
+    with torch.no_grad():
+        parts = [ids] if together else ids.split(1, dim=1)
+        return [model("llama")(part, past_key_values=cache).logits[:, -1] for part in parts]
+
+
+def life(cache) -> list[torch.Tensor]:
+    """A prompt, steps, a deep crop and other tokens in its place, rows that change places and numbers, a second one."""
+    found = feed(cache, 170, 0, together=True) + feed(cache, 12, 1)
+    cache.crop(-80)  # full blocks as well
+    found += feed(cache, 60, 2, together=True) + feed(cache, 12, 3)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    found += feed(cache, 6, 4)
+    cache.batch_repeat_interleave(2)
+    found += feed(cache, 6, 5, rows=4)
+    cache.batch_select_indices(torch.tensor([3, 0]))
+    found += feed(cache, 6, 6)
+    copied = copy.deepcopy(cache)
+    found += feed(copied, 6, 7) + feed(cache, 6, 8) + feed(copied, 6, 9)
+    cache.reset()
+    return found + feed(cache, 150, 10, together=True) + feed(cache, 8, 11)
+
+
+@pytest.mark.parametrize("pool", [None, 2 * ROOM], ids=["usual", "one selection"])
+@pytest.mark.parametrize("method", METHODS)
+def test_copies_never_show(method, pool):
+    """The same as without any."""
+    cache = METHODS[method](OffloadConfig(device_pool=pool))
+    for found, expected in zip(life(cache), life(METHODS[method](OffloadConfig(device_pool=0))), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    held = [layer.policy.tokens for layer in cache.sparse_layers]
+    assert all(isinstance(one, DeviceTokens) for one in held)
+    assert {one.room for one in held} == {32} if pool else min(one.room for one in held) > 32
+    assert cache.stats().hit_rate > 0
+
+
+def test_no_room_for_a_block():
+    """Too little memory for anything: told once, and everything is read where it is."""
+    with pytest.warns(UserWarning, match="copies of the chosen tokens take") as told:
+        cache = METHODS["two_level"](OffloadConfig(device_pool=100))
+        feed(cache, 170, 0, together=True)
+        feed(cache, 3, 1)
+    assert len(told) == 1
+    assert all(layer.policy.tokens is None for layer in cache.sparse_layers)
+    assert cache.stats().hit_rate is None
+
+
+def test_a_context_that_outgrows_its_copies():
+    """Progressive selections grow with the context, and the room with them."""
+    cache = METHODS["progressive"](OffloadConfig())
+    feed(cache, 170, 0, together=True)
+    feed(cache, 2, 1)
+    before = cache.sparse_layers[0].policy.tokens
+    feed(cache, 700, 2, together=True)
+    feed(cache, 4, 3)
+    after = cache.sparse_layers[0].policy.tokens
+    assert after.room >= 2 * before.room and after.slots.shape[-1] > before.slots.shape[-1]
+    assert int((after.columns >= 0).sum()) > 0
