@@ -61,7 +61,7 @@ class Policy(State):
 
     method: str | None = None  # its name in the table of crossovers
     granularity = "token"  # of what a sparse step attends to
-    fetches = False  # chosen blocks are brought to the device
+    fetches = False  # what is chosen is copied to the device
     store_type = LayerStore
     layers_per_launch = 1  # layers whose look-ahead is launched together in a captured step
     low_priority = True  # look-ahead runs on a low-priority stream, on SMs that the step leaves idle

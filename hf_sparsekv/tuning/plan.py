@@ -43,7 +43,7 @@ class MemoryPlan:
         dense_kv: keys and values as transformers' ``DynamicCache`` keeps them, all layers.
         blocks: keys and values of the physical blocks; in host memory if ``offloaded``, except those of ``kept``.
         kept: of these, in dense layers that stay on the device (``OffloadConfig.keep_dense``).
-        device_pages: device copies of chosen blocks (``OffloadConfig.device_pool``): the default size, or the bytes
+        device_pages: device copies of what is chosen (``OffloadConfig.device_pool``): the default size, or the bytes
             given. A share of free memory is not known beforehand and counts as 0. Where a second device chooses, both
             copies of the chosen tokens.
         bounds: least and largest key of each block, which blocks are chosen by.
