@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from caches import predictive, progressive, two_level
-from models import model, prompt
+from models import build, model, prompt
 
 from hf_sparsekv import OffloadConfig
 from hf_sparsekv.policies.device_tokens import DeviceTokens
@@ -22,12 +22,12 @@ METHODS = {
 ROOM = 2 * 2 * 32 * (2 * 16 * 4 + 8)  # bytes of a layer for 32 tokens of each row and KV head
 
 
-def feed(cache, length: int, seed: int, rows: int = 2, together: bool = False) -> list[torch.Tensor]:
+def feed(cache, length: int, seed: int, rows: int = 2, together: bool = False, net=None) -> list[torch.Tensor]:
     """Logits of tokens, one after the other or all at once."""
-    ids = prompt(rows, length, seed=seed)["input_ids"]
+    ids, net = prompt(rows, length, seed=seed)["input_ids"], net or model("llama")
     with torch.no_grad():
         parts = [ids] if together else ids.split(1, dim=1)
-        return [model("llama")(part, past_key_values=cache).logits[:, -1] for part in parts]
+        return [net(part, past_key_values=cache).logits[:, -1] for part in parts]
 
 
 def life(cache) -> list[torch.Tensor]:
@@ -58,6 +58,19 @@ def test_copies_never_show(method, pool):
     assert all(isinstance(one, DeviceTokens) for one in held)
     assert {one.room for one in held} == {32} if pool else min(one.room for one in held) > 32
     assert cache.stats().hit_rate > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_another_dtype_after_a_reset(method):
+    """Copies of the first model's tokens are no room for the second's."""
+    cache, wide = METHODS[method](OffloadConfig()), build("llama", "sparsekv").double()
+    feed(cache, 170, 0, together=True)
+    feed(cache, 3, 1)
+    cache.reset()
+    feed(cache, 170, 2, together=True, net=wide)
+    assert torch.cat(feed(cache, 3, 3, net=wide)).isfinite().all()
+    held = [layer.policy.tokens for layer in cache.sparse_layers]
+    assert {one.kv.dtype for one in held} == {torch.float64} and cache.stats().hit_rate > 0
 
 
 def test_no_room_for_a_block():

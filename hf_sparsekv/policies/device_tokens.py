@@ -87,6 +87,8 @@ class DeviceTokens(State):
         """What a layer holds when its first tokens come: nothing, in the memory that it had."""
         if held is None or any(t.shape[:2] != (store.batch, store.heads) for t in held.of_rows()):
             return None  # a change of rows may have stopped half-way
+        if (held.kv.shape[3], held.kv.dtype, held.kv.device) != (store.width, store.dtype, store.device):
+            return None
         held.forget()
         return held
 
