@@ -85,7 +85,7 @@ def test_other_head_groups(name):
 @pytest.mark.parametrize("pool", [None, 30_000, 0])
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
 def test_tokens_are_chosen_among_all_wherever_they_are(captured, pool):
-    """Blocks are brought behind a step; the next one reads in place what it chooses beyond them."""
+    """Tokens are copied behind a step; the next one reads in place what it chooses beyond them."""
     offload = OffloadConfig(device_pool=pool)
     race = TwoLevelRace("llama", offload, captured, **{**TIGHT, **DEFAULT, "level": "token", "num_blocks": 3})
     race.feed(prompt(2, 130, (0, 40))["input_ids"], prompt(2, 130, (0, 40))["attention_mask"])
