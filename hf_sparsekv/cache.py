@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from os import PathLike
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,19 +27,21 @@ from .attention.masks import check_not_empty, new_columns
 from .attention.mla import passes_on
 from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 from .kv.pool import HostBudget
+from .kv.rows import Rows, RowTable, Taken
+from .kv.store import Tally
 from .layers.sliding import SlidingRing
 from .layers.sparse_layer import SparseLayer
 from .offload.copy_streams import CopyStreams
 from .offload.page_table import DevicePools
 from .persistence.cache_file import load_cache, save_cache
 from .policies.base import Policy
+from .policies.plan import Plan
 from .policies.registry import method_of
 from .policies.shared import Shared
 from .policies.watch import BlockWatch
 from .predictor.channels import check_config, check_layers
 from .telemetry.stats import CacheStats, allocated, collect
 from .telemetry.watch import BlockMap, collect_blocks
-from .tensors import SeqLenTensor
 from .types import AttentionParams
 
 passes_on(__name__)
@@ -47,6 +50,14 @@ _HALF_WAY = (
     "this cache is incomplete: an earlier forward pass stopped between or inside linear-attention layers. Call reset() "
     "and prefill again"
 )
+
+
+class Replayed(NamedTuple):
+    """Replayed steps that were alike: what each layer did, its last query, and what they met."""
+
+    plans: Sequence[Plan]
+    queries: Sequence[Tensor]
+    tally: Tally
 
 
 class SparseCache(Cache):
@@ -90,7 +101,9 @@ class SparseCache(Cache):
         self.met = False  # hooks that give it have met this cache
         self.budget = None if offload is None else HostBudget(offload)
         self.device_pools = None if offload is None else DevicePools(offload)
-        self.seq_len, self.copy_streams = SeqLenTensor(), CopyStreams()
+        self.row_table, self.copy_streams = RowTable(config), CopyStreams()
+        self.changes = 0  # counts what may make the next captured step another one than the last
+        self._replayed: Replayed | None = None  # steps that layers have not accounted for
         self.model_config = None
         self._record_past = self._warned = self._watched = self._told = False
         self._columns: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -168,7 +181,53 @@ class SparseCache(Cache):
     @property
     def sparse_layers(self) -> list[SparseLayer]:
         """The layers that this cache manages itself."""
+        if self._replayed is not None:
+            self.settle()
         return [layer for layer in self.layers if isinstance(layer, SparseLayer)]
+
+    def __deepcopy__(self, memo: dict) -> SparseCache:
+        self.settle()
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        for name, value in self.__dict__.items():
+            setattr(new, name, copy.deepcopy(value, memo))
+        return new
+
+    # ------------------------------------------------------------------ captured steps
+
+    def settle(self) -> None:
+        """Let the layers account for the steps that were replayed since they last did."""
+        replayed, self._replayed = self._replayed, None
+        if replayed is not None:
+            layers = [layer for layer in self.layers if isinstance(layer, SparseLayer)]
+            for layer, plan, query in zip(layers, replayed.plans, replayed.queries):
+                layer.account(plan, query, replayed.tally)
+
+    def replayed(self, plans: Sequence[Plan], queries: Sequence[Tensor], taken: Taken) -> None:
+        """A captured step was replayed.
+
+        Layers that follow ``row_table`` hold what it leaves from here on; :meth:`settle` does the rest.
+        """
+        if self._replayed is None or self._replayed.plans is not plans:
+            self.settle()
+            self._replayed = Replayed(plans, queries, Tally())
+        self._replayed.tally.add(taken, self.config.sinks)
+        self.row_table.rows = taken.after
+
+    def joined_rows(self) -> Rows:
+        """What all layers hold. From here on they follow ``row_table``.
+
+        Raises:
+            RuntimeError: they hold different things, after an error.
+        """
+        layers = self.sparse_layers
+        rows = self.row_table.join([layer.store.held for layer in layers])
+        if rows is None:
+            self._check_complete()
+            raise RuntimeError("this cache is incomplete: its layers hold different tokens. Call reset() and prefill again")
+        for layer in layers:
+            layer.store.join()
+        return rows
 
     def first(self, layer: SparseLayer) -> bool:
         """``layer`` is the first one of ours."""
@@ -181,6 +240,9 @@ class SparseCache(Cache):
             ValueError: there are no tokens, or they are of another model than those before.
         """
         check_not_empty(key_states.shape[0], key_states.shape[-2])
+        self.changes += 1
+        if self._replayed is not None:
+            self.settle()
         if self.model_config is None:
             while len(self.layers) <= layer_idx:
                 self.layers.append(self._layer(len(self.layers)))
@@ -319,6 +381,7 @@ class SparseCache(Cache):
 
     def passed(self, layer_idx: int) -> None:
         """A forward pass has come to this layer: of ours, it has stored its tokens."""
+        self.changes += 1
         if self._linear:
             self._passes[layer_idx] += 1
 
@@ -341,6 +404,7 @@ class SparseCache(Cache):
     @contextmanager
     def _in_all(self, what: str) -> Iterator[None]:
         """What is inside changes all layers, and may stop half-way: they count as incomplete until it is done."""
+        self.changes += 1
         layers = self.sparse_layers
         before = [layer.broken for layer in layers]
         for layer in layers:
@@ -353,24 +417,45 @@ class SparseCache(Cache):
         """Remove the last ``-tokens_to_remove`` tokens, as ``Cache.crop``."""
         with self._in_all("crop()"):
             super().crop(tokens_to_remove)
+            self.row_table.trim(self._held())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``i`` becomes what row ``beam_idx[i]`` was, as ``Cache.reorder_cache``."""
         with self._in_all("reorder_cache()"):
-            super().reorder_cache(beam_idx)
+            self._map_rows(beam_idx, lambda layer: layer.reorder_cache(beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes ``repeats`` rows, as ``Cache.batch_repeat_interleave``."""
         with self._in_all("batch_repeat_interleave()"):
-            super().batch_repeat_interleave(repeats)
+            index = torch.arange(self.row_table.batch).repeat_interleave(repeats)
+            self._map_rows(index, lambda layer: layer.batch_repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices``, as ``Cache.batch_select_indices``."""
         with self._in_all("batch_select_indices()"):
-            super().batch_select_indices(indices)
+            index = torch.arange(self.row_table.batch)[indices.cpu()]
+            self._map_rows(index, lambda layer: layer.batch_select_indices(indices))
+
+    def _held(self) -> list[Rows]:
+        """What each layer holds."""
+        return [layer.store.held for layer in self.sparse_layers if layer.store is not None]
+
+    def _map_rows(self, index: Tensor, others: Callable[[CacheLayerMixin], None]) -> None:
+        """Row ``i`` becomes what row ``index[i]`` was; ``others`` does that in layers that are not ours."""
+        table, order, held = self.row_table, index.tolist(), self._held()
+        mapped = {id(rows): table.mapped(rows, order) for rows in held}
+        for layer in self.layers:
+            if not isinstance(layer, SparseLayer):
+                others(layer)
+            elif layer.store is not None:
+                layer.map_rows(index, mapped[id(layer.store.held)])
+        if held:
+            table.map_rows(order, max(mapped.values(), key=lambda rows: rows.columns))
 
     def reset(self) -> None:
         """Forget all tokens, keep the memory."""
+        self.changes += 1
+        self._replayed = None
         for layer in self.sparse_layers:
             layer.broken = "reset() stopped half-way"  # until all is done
         self._columns = (None, None)
@@ -383,6 +468,7 @@ class SparseCache(Cache):
                 super().activate_past_recording()
         for layer in self.sparse_layers:
             layer.empty()
+        self.row_table.clear()
         self.copy_streams.release()
         if self.device_pools is not None:
             self.device_pools.reset()
@@ -421,6 +507,7 @@ class SparseCache(Cache):
         if on == self._watched:
             return
         self._watched = on
+        self.changes += 1
         for layer in self.sparse_layers:
             layer.policy.watch = BlockWatch() if on else None
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..layers.sparse_layer import SparseLayer
+from ..policies.plan import Plan
 
 
 @contextmanager
@@ -46,6 +47,7 @@ class CapturedStep:
     valid: Tensor | None
     output: object
     queries: list[Tensor]
+    plans: tuple[Plan, ...]
 
 
 class Saved:

@@ -3,8 +3,8 @@
 Eager decode of an 8B model takes some 50 ms a token on an H200 up to 128k tokens (transformers' own, ``hf_dynamic`` in
 benchmarks/results/step.csv), because Python launches some thousand kernels; the same forward replayed takes as long as
 the GPU needs. What is captured is transformers' own forward with our attention: every buffer it touches has a fixed
-address, lengths and counts live on the device, and the host's share of a step (lengths, counters, sealing a full block
-every ``block_size`` steps) runs beside the replay.
+address, and the rows of the cache live on the device, where a step takes them further and seals what becomes old. What
+is left to the host is the next token, and a look whether the next step is like this one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from ..attention.mla import absorb, absorbs, is_mla, restore
 from ..attention.tap import QueryTap
 from ..cache import SparseCache
 from ..fusion.fuse import Fusion, fuse, tensor_parallel, why_not
+from ..kv.rows import Rows
 from ..layers.replay import Replay
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
@@ -35,6 +37,28 @@ _changing = threading.RLock()  # one thread at a time changes models
 _MAX_GRAPHS = 8  # per cache: plans x shapes that alternate; the oldest goes first
 
 Sides = tuple[torch.cuda.Stream, torch.cuda.Stream]  # for look-ahead: of the step's priority, of lower priority
+
+
+class Steady(NamedTuple):
+    """What a step was that is expected again.
+
+    Args:
+        step: the graph.
+        changes, moves: of the cache and its table, which say whether anybody has touched them.
+        room: blocks that all pools have room for.
+        layers, rings: of the cache.
+        rest: the call's further arguments.
+        sealed: full blocks of each row when the step was planned.
+    """
+
+    step: CapturedStep
+    changes: int
+    moves: int
+    room: int
+    layers: list[SparseLayer]
+    rings: list[SlidingRing]
+    rest: dict
+    sealed: tuple[int, ...]
 
 
 class StepRunner:
@@ -51,6 +75,9 @@ class StepRunner:
         self.signature = inspect.signature(self.original)
         self.graphs: weakref.WeakKeyDictionary[SparseCache, dict] = weakref.WeakKeyDictionary()
         self.watches: weakref.WeakKeyDictionary[SparseCache, MaskWatch] = weakref.WeakKeyDictionary()
+        # The last step of each cache, and how much had changed before it; what is known of it if the next is the same.
+        self.last: weakref.WeakKeyDictionary[SparseCache, tuple[CapturedStep, int]] = weakref.WeakKeyDictionary()
+        self.steady: weakref.WeakKeyDictionary[SparseCache, Steady] = weakref.WeakKeyDictionary()
         self.lock = threading.RLock()
         self.captures = self.replays = 0
         self.fusion: Fusion | None = None
@@ -79,7 +106,8 @@ class StepRunner:
         self.tap.install()
 
     def remove(self) -> None:
-        self.graphs.clear()
+        for held in (self.graphs, self.last, self.steady):
+            held.clear()
         for module in self.absorbed:
             restore(module)
         self.tap.remove()
@@ -95,6 +123,12 @@ class StepRunner:
     # ------------------------------------------------------------------ a call
 
     def __call__(self, *args, **kwargs):
+        cache = kwargs.get("past_key_values")
+        if not args and isinstance(cache, SparseCache) and cache in self.steady:
+            with self.lock:
+                out = self._again(kwargs, cache)
+            if out is not None:
+                return out
         given = self.signature.bind(*args, **kwargs).arguments
         given.update(given.pop("kwargs", {}))
         cache = given.get("past_key_values")
@@ -109,11 +143,14 @@ class StepRunner:
                 warnings.warn(f"decode steps run eagerly: {reason}", stacklevel=4)
             return self.original(*args, **kwargs)
         self.tap.hooks.meet(cache)
-        plans = tuple([layer.prepare() for layer in cache.sparse_layers])
+        layers = cache.sparse_layers
+        if any(layer.broken for layer in layers):
+            return self.original(*args, **kwargs)  # which says so
+        cache._check_complete()
+        cache.row_table.ready(cache.joined_rows())
+        plans = tuple([layer.prepare() for layer in layers])
         if not all(plan.captured for plan in plans):  # this step changes what the next ones are
             return self.original(*args, **kwargs)
-        if any(layer.broken for layer in cache.sparse_layers):
-            return self.original(*args, **kwargs)  # which says so
         with self.lock:
             return self._step(given, cache, plans)
 
@@ -175,39 +212,42 @@ class StepRunner:
         return self._devices
 
     def _step(self, given: dict, cache: SparseCache, plans: tuple[Plan, ...]):
-        layers = cache.sparse_layers
+        layers, table = cache.sparse_layers, cache.row_table
         ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
-        store = layers[0].store
-        cache._check_complete()
-        watch = None if mask is None or store.padded else self._watch(cache, mask)
+        rows = table.rows
+        valid = self._valid(rows, mask)
+        rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
+        if rings and (valid is not None or not table.padded_in_front(rows)):
+            return self.original(**given)  # a ring keeps columns, which are tokens from the first one on
+        watch = None if mask is None or rows.valid is not None else self._watch(cache, mask)
         if positions is None:
-            positions = torch.full((1, 1), store.length, device=ids.device)
+            positions = torch.full((1, 1), rows.columns, device=ids.device)
         rest = {name: value for name, value in given.items() if name not in _STATIC}
-        addresses: list[int] = []
+        for layer in layers:
+            layer.store.pool.fit()
+        steps = table.steps(ids.device)
+        for ring in rings:
+            steps.window(ring.sliding_window)
+        addresses: list[int] = [table.on(ids.device).data_ptr(), *steps.addresses]
         for layer in layers:
             layer.store.add_addresses(addresses)
             layer.policy.add_addresses(addresses)
         key = (
             ids.shape,
             positions.shape,
-            store.padded,
+            rows.valid is not None,
             plans,
             tuple(rest.items()),
             tuple(addresses),
-            tuple(layer.addresses for layer in cache.layers if isinstance(layer, SlidingRing)),
+            tuple(ring.addresses for ring in rings),
         )
-        rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
-        if any(ring.stale for ring in rings):
-            valid = store.valid_columns() if store.padded else None
-            for ring in rings:
-                ring.freshen(valid)
         graphs = self.graphs.setdefault(cache, {})
         step = graphs.get(key)
-        cache.seq_len.at(ids.device, store.length)
         if step is None:
             while len(graphs) >= _MAX_GRAPHS:
                 graphs.pop(next(iter(graphs)))
             self._devices = None
+            steps.load(rows)
             try:
                 step = graphs[key] = self._capture(ids, positions, cache, rest, plans, (*self._kind(cache), *key[:4]))
             except torch.OutOfMemoryError:  # may fit another time
@@ -216,29 +256,100 @@ class StepRunner:
                 self._cannot = f"the model's forward cannot be captured ({str(error).splitlines()[0]})"
                 warnings.warn(f"decode steps run eagerly: {self._cannot}", stacklevel=4)
                 return self.original(**given)
+            finally:
+                steps.held = None  # the trial steps moved it
             self.captures += 1
-            cache.seq_len.at(ids.device, store.length)  # the trial steps moved it
+        before = self.last.get(cache)
+        each = any(layer.policy.each_step for layer in layers) or any(plan.learns for plan in plans)
+        room = min(layer.store.pool.capacity for layer in layers)
+        now = Steady(step, cache.changes, table.moves, room, layers, rings, rest, rows.sealed)
+        if before is not None and before[0] is step and before[1] == cache.changes and not each:
+            self.steady[cache] = now  # planned twice alike
+        self.last[cache] = step, cache.changes
+        out = self._replay(step, cache, now, rows, valid, watch, ids, positions, mask)
+        if each:
+            cache.settle()
+        return out
+
+    def _again(self, given: dict, cache: SparseCache):
+        """The same step as the last one, if nothing has changed that decides what it is; else None.
+
+        A step of some 5 ms has no time for a host that looks at every layer.
+        """
+        steady, table = self.steady[cache], cache.row_table
+        ids, mask, positions = given.get("input_ids"), given.get("attention_mask"), given.get("position_ids")
+        step, rest = steady.step, {name: value for name, value in given.items() if name not in _STATIC}
+        if (
+            cache.changes != steady.changes
+            or table.moves != steady.moves
+            or positions is None
+            or not isinstance(ids, Tensor)
+            or (ids.shape, positions.shape) != (step.input_ids.shape, step.position_ids.shape)
+            or (mask is not None and mask.ndim != 2)
+            or any(isinstance(value, Tensor | list | dict) for value in rest.values())
+            or rest != steady.rest
+            or torch.is_grad_enabled()
+        ):
+            return self._unsteady(cache)
+        rows = table.rows
+        valid = self._valid(rows, mask)
+        if valid is not None:
+            return self._unsteady(cache)
+        table.ready(rows)
+        if table.ids.used > steady.room or table.moves != steady.moves:
+            return self._unsteady(cache)
+        if rows.sealed != steady.sealed:  # more to choose from: is it still the same step?
+            if any(layer.policy.plan(layer.store) != plan for layer, plan in zip(steady.layers, step.plans)):
+                return self._unsteady(cache)
+            self.steady[cache] = steady = steady._replace(sealed=rows.sealed)
+        watch = None if mask is None or rows.valid is not None else self._watch(cache, mask)
+        return self._replay(step, cache, steady, rows, None, watch, ids, positions, mask)
+
+    def _unsteady(self, cache: SparseCache) -> None:
+        del self.steady[cache]
+
+    @staticmethod
+    def _valid(rows: Rows, mask: Tensor | None) -> Tensor | None:
+        """Which rows of a padded batch get a token, bool ``[batch, 1]``; None: all."""
+        if rows.valid is None or mask is None:
+            return None
+        last = mask[:, -1:].bool()
+        return None if bool(last.all()) else last
+
+    def _replay(
+        self,
+        step: CapturedStep,
+        cache: SparseCache,
+        steady: Steady,
+        rows: Rows,
+        valid: Tensor | None,
+        watch: MaskWatch | None,
+        ids: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+    ):
+        table, layers = cache.row_table, steady.layers
+        taken = table.step(rows, valid)
+        steps = table.steps(ids.device)
+        steps.load(rows)
         step.input_ids.copy_(ids)
         step.position_ids.copy_(positions)
         if step.valid is not None:
-            if mask is None:
-                step.valid.fill_(True)
-            else:
-                step.valid.copy_(mask[:, -1:])
+            step.valid.fill_(True) if valid is None else step.valid.copy_(valid)
         try:
             # From the replay on the device is a step ahead of what the host keeps. Set beforehand: an interrupt that
             # comes during the replay is raised behind it, and a second one may come while the first is handled.
             for layer in layers:
                 layer.broken = "stopped after a captured step"
+            steps.held = None
             step.graph.replay()
             self.replays += 1
             if watch is not None:
                 watch.look(mask)
-            for layer, query, plan in zip(layers, step.queries, plans):
-                layer.query = query
-                layer.advance(plan)
-            for ring in rings:
+            cache.replayed(step.plans, step.queries, taken)
+            for ring in steady.rings:
                 ring.advance()
+            steps.held = taken.after
             for layer in layers:
                 layer.broken = None
         except BaseException as error:
@@ -276,11 +387,11 @@ class StepRunner:
     ) -> CapturedStep:
         """Run the step on state that is put back: once to compile, unless its kind has run, and to capture."""
         layers = cache.sparse_layers
-        valid = torch.ones_like(ids, dtype=torch.bool) if layers[0].store.padded else None
+        table = cache.row_table
+        valid = torch.ones_like(ids, dtype=torch.bool) if table.rows.valid is not None else None
         ids, positions = ids.clone(), positions.clone()
         rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
         saved = [Saved(layer) for layer in layers]
-        saved_rings = [ring.ring_valid.clone() for ring in rings]
         cache_ref = weakref.ref(cache)  # weak, or its graphs would keep the cache alive
 
         low_priority = all(layer.policy.low_priority for layer in layers)
@@ -293,6 +404,7 @@ class StepRunner:
             for ring in rings:
                 ring.replay = replay
             try:
+                table.steps(ids.device).begin(valid if valid is None else valid[:, 0], table.block_size, table.recent)
                 with gathered_experts(self.model):
                     out = self.original(input_ids=ids, position_ids=positions, past_key_values=cache, **rest)
                 replay.join()
@@ -331,12 +443,11 @@ class StepRunner:
             cache.resume()
             for state in saved:
                 state.put_back_device()
-            for ring, valid_before in zip(rings, saved_rings):
-                ring.ring_valid.copy_(valid_before)
+            for ring in rings:
                 ring.replay = None
             for layer in layers:
                 layer.broken = None
-        return CapturedStep(graph, ids, positions, valid, output, queries)
+        return CapturedStep(graph, ids, positions, valid, output, queries, plans)
 
     def _streams(self, device: torch.device) -> tuple[torch.cuda.Stream, Sides]:
         """What all steps are captured on: cuBLAS keeps a workspace of 32 MB for each stream that it has seen.

@@ -14,18 +14,18 @@ _HOST = (
     *("steps", "sparse", "dense", "exact", "materialised"),
     "crossover",  # of the dense ones: because that is as quick as selecting
     "foreseen",  # of the sparse ones: chosen for the query that the layer before expected
-    *("context_host", "recent_host"),
+    *("context", "recent"),
 )
-_DEVICE = ("from_host", "folded", "folded_from_host", "blocks", "context", "recent")
+_DEVICE = ("from_host", "folded", "folded_from_host", "blocks")
 
 
 class Counters(State):
-    """What decode steps read. Device counters are added to without synchronising; host ones cost nothing.
+    """What decode steps read. Device counters are added to without synchronising; the host's cost nothing.
 
     Attributes:
         attended: int64 ``[batch, H]``, tokens; ``from_host``: of these, read in host memory.
         folded, folded_from_host: the same of rows that were regrouped, int64 scalars.
-        context, recent: of rows with padding; of others ``context_host`` and ``recent_host``.
+        context: tokens that dense steps would have attended to; ``recent``: of these, recent ones and sinks.
         last_dense: the last step attended to everything.
     """
 
@@ -68,13 +68,3 @@ class Counters(State):
     def total_from_host(self) -> int:
         """Of these, read in host memory. Synchronises."""
         return int(self.from_host.sum() + self.folded_from_host)
-
-    @property
-    def total_context(self) -> int:
-        """Tokens that dense steps would have attended to. Synchronises."""
-        return int(self.context) + self.context_host
-
-    @property
-    def total_recent(self) -> int:
-        """Of these, recent ones and sinks. Synchronises."""
-        return int(self.recent) + self.recent_host

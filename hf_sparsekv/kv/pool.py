@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import Protocol
@@ -15,22 +14,9 @@ from ..offload.host_limit import HostBudget, host_memory_limit
 from ..offload.host_pages import PAGE
 from ..offload.host_pool import HostArena
 from ..ops.block_copy import block_copy
+from .rows import BlockIds, bucket
 
 __all__ = ["BlockPool", "HostBudget", "bucket", "host_memory_limit"]
-
-_MIN_BLOCKS = 16
-
-
-def bucket(n: int) -> int:
-    """Smallest capacity of the form {4, 5, 6, 7} x 2^k (at least 16) that holds ``n`` items.
-
-    Four sizes an octave: at most a quarter is unused, and growing item by item copies each item about four times
-    in all.
-    """
-    n = max(n, _MIN_BLOCKS)
-    step = 1 << max((n - 1).bit_length() - 3, 0)
-    return -(-n // step) * step
-
 
 def _pins(host: HostBudget, device: torch.device) -> bool:
     """Host blocks of this device are to be page-locked."""
@@ -38,16 +24,10 @@ def _pins(host: HostBudget, device: torch.device) -> bool:
 
 
 class User(Protocol):
-    """A user of a pool: a layer store, whose block table refers to the pool's blocks.
+    """A user of a pool: a layer store."""
 
-    Attributes:
-        block_table: int32, -1 for none.
-    """
-
-    block_table: Tensor
-
-    def forget(self, physical_ids: Tensor) -> None:
-        """Drop what is kept about these blocks: they are about to be reused."""
+    def forget(self, ids: Tensor) -> None:
+        """Drop what is kept about these blocks, int32 in the CPU's memory: they are about to be written anew."""
 
     def wait_for_copies(self) -> None:
         """Make the current stream wait for this user's work on other streams."""
@@ -57,16 +37,14 @@ class BlockPool:
     """Block pool of one layer. A block holds ``block_size`` tokens of one row, for all KV heads.
 
     A block is written once, when it is full, and never changed: rows, beams and copies of a cache share blocks by
-    holding the same ids in their block tables. Blocks in no table are reused before the pool grows.
+    holding the same ids in their block tables (:mod:`.rows`, which says which ids are free).
 
     Attributes:
         kv: ``[capacity, H, block_size, Dk + Dv]``: each token's key, then its value. Side by side because the
             token-level kernels read both: twice the in-place read rate from host memory. On the device, or in host
             memory (pinned where there is a GPU) when offloaded; host blocks stay where they are when the pool grows.
-        fields: what is kept per physical block beside it, always on the device: ``flags`` uint8
-            ``[capacity, block_size]`` (0 padding, 1 selectable, 3 sink), ``fill`` int32 ``[capacity]`` (number of
-            selectable tokens), and the index fields that the selection policy asks for with :meth:`add_field`.
-        loosened: a table may have dropped blocks since the last search for free ones. Set by the users.
+        fields: what is kept per physical block beside it, always on the device: what the selection policy asks for
+            with :meth:`add_field`.
     """
 
     def __init__(
@@ -79,22 +57,17 @@ class BlockPool:
         device: torch.device,
         host: HostBudget | None,
         capacity: int,
+        ids: BlockIds,
     ) -> None:
-        self.device, self.host = device, host
-        self.used = 0
+        self.device, self.host, self.ids = device, host, ids
         self.fields: dict[str, Tensor] = {}
         self._addresses: tuple[int, ...] | None = None
-        self._free: Tensor | None = None  # blocks below `used` that are in no table, int32 on the device
-        self._users: weakref.WeakSet = weakref.WeakSet()
-        self._registered = self._gone = 0  # users registered so far; those deleted by the last search
-        self.loosened = False
-        self.lock = threading.RLock()  # held from taking blocks until they are in a block table
+        self._users: weakref.WeakSet[User] = weakref.WeakSet()
         self._block_bytes = heads * block_size * token_dim * dtype.itemsize
         self._arena: HostArena | None = None
         self.capacity = self._whole_pages(capacity)
-        self.kv = self._new_kv(self.capacity, (heads, block_size, token_dim), dtype)
-        self.add_field("flags", (block_size,), torch.uint8)
-        self.add_field("fill", (), torch.int32)
+        self.kv = self._new_kv(self.capacity, (heads, block_size, token_dim), dtype, 0)
+        ids.register(self)
 
     def __deepcopy__(self, memo: dict) -> BlockPool:
         return self  # full blocks never change: copies of a cache share them
@@ -110,8 +83,8 @@ class BlockPool:
         return -(-capacity // step) * step
 
     @torch.inference_mode(False)  # state that is written in place must not be an inference tensor
-    def _new_kv(self, capacity: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Room for ``capacity`` physical blocks, the first ``used`` of which keep their contents."""
+    def _new_kv(self, capacity: int, shape: tuple[int, ...], dtype: torch.dtype, kept: int) -> Tensor:
+        """Room for ``capacity`` physical blocks, the first ``kept`` of which keep their contents."""
         arena, size = None, capacity * self._block_bytes
         if self.host is None:
             new = torch.empty(capacity, *shape, dtype=dtype, device=self.device)
@@ -123,10 +96,10 @@ class BlockPool:
                 return self._arena.tensor((capacity, *shape), dtype)
             arena = HostArena(size, self.host, self.device, _pins(self.host, self.device))
             new = arena.tensor((capacity, *shape), dtype)
-        if self.used:
+        if kept:
             if self.host is not None and self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # a kernel may still be writing a block in place
-            new[: self.used] = self.kv[: self.used]
+            new[:kept] = self.kv[:kept]
         self._arena = arena
         return new
 
@@ -137,60 +110,33 @@ class BlockPool:
         self._addresses = None
 
     def register(self, user: User) -> None:
-        """Register ``user``, whose block table refers to this pool until it is deleted."""
+        """Register ``user``, who reads this pool until it is deleted."""
         self._users.add(user)
-        self._registered += 1
 
-    @property
-    def shared(self) -> bool:
-        """Whether more than one block table refers to this pool."""
-        return len(self._users) > 1
+    def forget(self, ids: Tensor) -> None:
+        """These blocks are about to be written anew."""
+        for user in list(self._users):
+            user.forget(ids)
 
-    def release_all(self) -> None:
-        """Free all blocks; only for a pool that is not shared."""
-        self.used, self._free = 0, None
-
-    def allocate(self, n: int) -> Tensor:
-        """Take ``n`` physical blocks; grows the pool if it must. See :meth:`take`."""
-        return self.take(n)[0]
-
-    def take(self, n: int) -> tuple[Tensor, int | None]:
-        """Take ``n`` physical blocks; grows the pool if it must.
-
-        Returns:
-            int32 ``[n]`` on the device, and the first of them if they follow each other.
+    def fit(self) -> None:
+        """Make room for all ids that were given out.
 
         Raises:
             MemoryError: the pool is in host memory and would exceed its limit. The pool is unchanged.
         """
-        with self.lock:
-            if self.used + n > self.capacity:
-                if self._free is None or len(self._free) < n:
-                    self._find_free()
-                # A search is worth it only if it makes room for a while; else grow.
-                if len(self._free) >= max(n, self.capacity // 8):
-                    physical_ids, self._free = self._free[:n], self._free[n:]
-                    for user in list(self._users):
-                        user.forget(physical_ids)
-                    return physical_ids, None
-                self.loosened |= len(self._free) > 0  # these few are found again
-                self._free = None
-                self._grow(bucket(self.used + n))
-            start = self.used
-            self.used += n
-            return torch.arange(start, start + n, dtype=torch.int32, device=self.device), start
+        if self.ids.used > self.capacity:
+            self._grow(bucket(self.ids.used))
 
-    def _find_free(self) -> None:
-        """Synchronises, so it runs only when the pool is full and blocks may have become free."""
-        gone = self._registered - len(self._users)
-        if not self.loosened and gone == self._gone:
-            self._free = torch.empty(0, dtype=torch.int32, device=self.device)
-            return
-        self.loosened, self._gone = False, gone
-        named = torch.zeros(self.used, dtype=torch.bool, device=self.device)
+    def copy_blocks(self, old: Tensor, new: Tensor) -> None:
+        """Copy blocks ``old`` to ``new``, int64 ``[n]`` each, in the CPU's memory."""
+        self.fit()
         for user in list(self._users):
-            named[user.block_table[user.block_table >= 0].long()] = True
-        self._free = (~named).nonzero().flatten().int()
+            user.wait_for_copies()
+        if self.direct:
+            torch.cuda.synchronize(self.device)  # a kernel may still be writing a block in place
+        for held in (self.kv, *self.fields.values()):
+            at = old.to(held.device), new.to(held.device)
+            held[at[1]] = held[at[0]]
 
     @torch.inference_mode(False)  # state that is written in place must not be an inference tensor
     def _grow(self, capacity: int) -> None:
@@ -200,11 +146,12 @@ class BlockPool:
         fields = {}
         for name, field in self.fields.items():
             fields[name] = torch.empty(capacity, *field.shape[1:], dtype=field.dtype, device=self.device)
-            fields[name][: self.used] = field[: self.used]
+            fields[name][: self.capacity] = field
         # The last call that can fail; nothing has changed before it.
-        self.kv = self._new_kv(capacity, self.kv.shape[1:], self.kv.dtype)
+        self.kv = self._new_kv(capacity, self.kv.shape[1:], self.kv.dtype, self.capacity)
         self.fields, self.capacity = fields, capacity
         self._addresses = None
+        self.ids.moves += 1
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -261,7 +208,7 @@ class BlockPool:
         """Copy blocks to the device, in the order of the current stream.
 
         Args:
-            physical_ids: int32 ``[batch, n]`` on the device.
+            physical_ids: int32 ``[batch, n]`` on the device. What is read for -1 means nothing.
             out: ``[batch, H, m, block_size, Dk + Dv]``, m >= n, contiguous; its first ``n`` blocks are written.
         """
         batch, n = physical_ids.shape
@@ -269,7 +216,7 @@ class BlockPool:
         if not n:
             return
         each = torch.arange(heads, dtype=torch.int32, device=physical_ids.device)
-        source = physical_ids[:, None] * heads + each[:, None]  # [batch, H, n]
+        source = physical_ids[:, None].clamp_min(0) * heads + each[:, None]  # [batch, H, n]
         rows = torch.arange(batch * heads, dtype=torch.int32, device=physical_ids.device).view(batch, heads, 1)
         target = rows * room + torch.arange(n, dtype=torch.int32, device=physical_ids.device)
         copies = torch.stack((source.flatten(), target.flatten()), dim=1).int()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
@@ -200,8 +200,8 @@ class State:
         found = {held.file for held in self.TENSORS.values() if held.file}
         return found.union(*(part.file_names() for _, parts in self._parts() for part in parts))
 
-    def to_file(self, length: int) -> dict[str, Tensor]:
-        """What a file of the saved cache, of ``length`` columns, holds of this, by its name there."""
+    def to_file(self, lengths: Sequence[int]) -> dict[str, Tensor]:
+        """What a file of the saved cache, of rows of ``lengths`` tokens, holds of this, by its name there."""
         found = {
             held.file: tensor
             for _, tensor, held in self._tensors()
@@ -209,10 +209,10 @@ class State:
         }
         for _, parts in self._parts():
             for part in parts:
-                found |= part.to_file(length)
+                found |= part.to_file(lengths)
         return found
 
-    def from_file(self, found: dict[str, Tensor], device: torch.device, length: int) -> None:
+    def from_file(self, found: dict[str, Tensor], device: torch.device, lengths: Sequence[int]) -> None:
         """Take over what :meth:`to_file` gave. What no longer fits (another budget) is left out: nothing is chosen."""
         for name, held in self.TENSORS.items():
             if (value := found.get(held.file)) is None:
@@ -226,4 +226,4 @@ class State:
                     setattr(self, held.when, True)
         for _, parts in self._parts():
             for part in parts:
-                part.from_file(found, device, length)
+                part.from_file(found, device, lengths)

@@ -1,9 +1,8 @@
 """What one cache layer holds: full blocks in a block pool, the recent window in a ring, sinks before it.
 
-Columns are positions of the attention mask: all rows of a padded batch fill and seal a block at the same step, and
-padding is a validity flag and moves no token. Block ``b`` is columns ``b * block_size ..``; blocks
-``0 .. full_blocks - 1`` are in the block pool, younger columns in the ring, where column ``c`` is stored at
-``c % ring``.
+Tokens are counted in each row by itself (:mod:`.rows`). Token ``i`` of a row is in the block pool if its block is full
+and old, else in the ring, at ``i % ring``. Two numbers say so for every token of a row: how many there are, and how many
+of these are in full blocks. All layers of a cache share them, and the block table.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import torch
@@ -23,14 +22,14 @@ from ..offload.page_table import DevicePools, LayerPages
 from ..ops.append import append
 from ..ops.seal import Index, running_means, seal
 from ..ops.sparse_decode import sparse_decode
-from ..tensors import SeqLenTensor, no_inference_mode
+from ..tensors import no_inference_mode
 from ..types import AttentionParams
 from .counters import Counters
 from .pool import BlockPool, HostBudget, bucket
+from .rows import Rows, RowTable, StepRows, Taken
 from .state import Held, State
 
-VALID, SINK = 1, 2  # bits of a token's flag
-INDEX_FIELDS = ("bounds", "part_fill", "codes", "qparams")  # of the pool, in an Index
+INDEX_FIELDS = ("bounds", "codes", "qparams")  # of the pool, in an Index
 _SEAL_BYTES = 1 << 26  # blocks are sealed in pieces of about this size, which bounds the temporaries of a long prompt
 
 
@@ -40,11 +39,44 @@ def ring_tokens(config: SparseConfig) -> int:
     return (-(-recent // config.block_size) + 1) * config.block_size
 
 
+@dataclass
+class Tally:
+    """What decode steps have met, summed over steps and rows.
+
+    Args:
+        steps: how many there were.
+        context: tokens cached.
+        ring: of these, not in full blocks. ``sinks``: sinks in full blocks.
+        blocks: full blocks. ``sealed``: blocks that became full.
+    """
+
+    steps: int = 0
+    context: int = 0
+    ring: int = 0
+    sinks: int = 0
+    blocks: int = 0
+    sealed: int = 0
+
+    def add(self, taken: Taken, sinks: int) -> None:
+        """Count one step."""
+        now, size = taken.now, taken.now.block_size
+        blocks, context = sum(now.sealed), sum(now.lengths)
+        self.steps += 1
+        self.context += context
+        self.ring += context - blocks * size
+        self.sinks += sum(min(sinks, n * size) for n in now.sealed)
+        self.blocks += blocks
+        self.sealed += sum(taken.after.sealed) - blocks
+
+
 class Indexer(Protocol):
     """Computes what a selection policy stores per block (bounds, labels)."""
 
-    def index(self, kv: Tensor, flags: Tensor) -> dict[str, Tensor]:
-        """Fields of blocks ``kv [n, batch, H, block_size, Dk + Dv]``, ``flags [n, batch, block_size]``."""
+    def index(self, kv: Tensor, start: int, rows: slice) -> dict[str, Tensor]:
+        """Fields of blocks ``kv [n, rows, H, block_size, Dk + Dv]``, the first of which begins at token ``start``.
+
+        ``rows``: which ones of the batch. Tokens before ``config.sinks`` are not selected.
+        """
         ...
 
     def sealing(self, store: LayerStore) -> Index | None:
@@ -56,27 +88,22 @@ class LayerStore(State):
     """KV of one layer for ``batch`` rows.
 
     Attributes:
-        length: columns cached (host int).
-        full_blocks: blocks in the block pool (host int).
-        padded: some column may be padding.
-        block_table: int32 ``[batch, cap]``, physical block of each full block of each row; -1 elsewhere.
+        table: the rows of the cache.
         recent_kv: ``[batch, H, sinks + ring, Dk + Dv]``.
+        capturing: a step is being captured: shapes may not depend on what is cached, lengths are read on the device.
         latent: a token is a latent with its rotary part (MLA): the whole row is the key, its first part the value.
         key_dim, value_dim: widths that attention sees.
-        mean_tokens: columns of which one mean is kept, see :meth:`keep_means`; 0: none are.
+        mean_tokens: tokens of which one mean is kept, see :meth:`keep_means`; 0: none are.
         split, width: of a token's row, whose part from ``split`` on is what ``update()`` calls its value.
-        recent_valid: bool ``[batch, sinks + ring]``: entries to attend to. Sealing a block clears its entries.
-        seen: int32 ``[batch]``, valid tokens in full blocks.
     """
 
-    TENSORS: ClassVar = {
-        "block_table": Held(),
-        "recent_kv": Held(),  # not saved for trial runs: the replay overwrites what they write
-        "recent_valid": Held(captured=False, trial=True),
-        "seen": Held(captured=False),
+    TENSORS: ClassVar = {"recent_kv": Held()}  # not saved for trial runs: the replay overwrites what they write
+    HOST: ClassVar = {
+        "_rows": None,  # what this layer holds, where that is not what all do
+        "_taken": None,  # the decode step under way, from its token to its end
     }
-    HOST: ClassVar = {"length": 0, "full_blocks": 0, "padded": False}
     PARTS: ClassVar = ("counters",)
+    OWN: ClassVar = ("_taken",)
 
     mean_tokens = 0
     keeps_blocks = True  # their keys and values; those of a PrimaryStore are on another device
@@ -88,23 +115,23 @@ class LayerStore(State):
         v: Tensor,
         config: SparseConfig,
         host: HostBudget | None,
-        seq_len: SeqLenTensor,
+        table: RowTable,
         pools: DevicePools | None = None,
         copy_streams: CopyStreams | None = None,
         latent: bool = False,
     ) -> None:
-        self.config, self.seq_len, self.copy_streams = config, seq_len, copy_streams
+        self.config, self.table_of_rows, self.copy_streams = config, table, copy_streams
         self._saved: torch.cuda.Event | None = None  # blocks are on their way to the host until then
         self.batch, self.heads, _, self.split = k.shape
         self.width, self.latent = self.split + v.shape[3], latent
         self.key_dim, self.value_dim = (self.width, self.split) if latent else (self.split, v.shape[3])
         self.dtype, self.device = k.dtype, k.device
         self.block_size, self.sinks, self.ring = config.block_size, config.sinks, ring_tokens(config)
-        self.length = self.full_blocks = 0
-        self.padded = False
-        self.capturing = False  # a step is being captured: shapes may not depend on what is cached
+        self._rows = table.start(self.batch, k.shape[2])
+        self._taken: Taken | None = None
+        self.capturing = False
         exact = config.max_length is not None  # a known length needs no spare capacity
-        expected = -(-(config.max_length or k.shape[2]) // self.block_size)
+        expected = -(-(config.max_length or k.shape[2]) // self.block_size) * self.batch
         self.pool = BlockPool(
             heads=self.heads,
             block_size=self.block_size,
@@ -112,23 +139,16 @@ class LayerStore(State):
             dtype=self.dtype,
             device=self.device,
             host=host,
-            capacity=expected * self.batch if exact else bucket(expected * self.batch),
+            capacity=expected if exact else bucket(expected),
+            ids=table.ids,
         )
-        self.block_table = self._ints((self.batch, expected if exact else bucket(expected)), -1)
-        recent = self.sinks + self.ring
-        self.recent_kv = k.new_zeros(self.batch, self.heads, recent, self.width)
-        self.recent_valid = torch.zeros(self.batch, recent, dtype=torch.bool, device=self.device)
-        self.seen = self._ints((self.batch,), 0)
+        self.recent_kv = k.new_zeros(self.batch, self.heads, self.sinks + self.ring, self.width)
         self.pages = None if pools is None else LayerPages(pools, self.pool)
         self.pool.register(self)
         self.counters = Counters(self.batch, self.heads, self.device)
 
-    @no_inference_mode
-    def _ints(self, shape: tuple[int, ...], value: int) -> Tensor:
-        return torch.full(shape, value, dtype=torch.int32, device=self.device)
-
     def keep_means(self, tokens: int) -> None:
-        """Keep the mean key and value of every ``tokens`` columns, a multiple of the block size, for sparse attention.
+        """Keep the mean key and value of every ``tokens`` tokens, a multiple of the block size, for sparse attention.
 
         In the pool's field ``means``, of each block a running mean: :func:`..ops.seal.running_means`. To be called
         before blocks are stored.
@@ -137,228 +157,228 @@ class LayerStore(State):
         if "means" not in self.pool.fields:
             self.pool.add_field("means", (self.heads, self.width), self.dtype)
 
+    # ------------------------------------------------------------------ what the rows hold
+
+    @property
+    def held(self) -> Rows:
+        """What the rows hold in this layer: in the middle of a pass layers may differ."""
+        return self._rows or self.table_of_rows.rows
+
+    @held.setter
+    def held(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def join(self) -> None:
+        """All layers hold the same: their table says what."""
+        self._rows = self._taken = None
+
+    @property
+    def length(self) -> int:
+        """Columns of the attention mask that are cached, padding included."""
+        return self.held.columns
+
+    @property
+    def full_blocks(self) -> int:
+        """Full blocks of the row that has most."""
+        return max(self.held.sealed)
+
+    @property
+    def padded(self) -> bool:
+        """Some column is padding."""
+        return self.held.valid is not None
+
+    @property
+    def block_table(self) -> Tensor:
+        """int32 ``[batch, capacity]``, physical block of each full block of each row. Behind these it says nothing."""
+        return self.table_of_rows.on(self.device)
+
+    @property
+    def step_rows(self) -> StepRows:
+        """The rows of captured steps, on this device."""
+        return self.table_of_rows.steps(self.device)
+
+    @property
+    def rows(self) -> Tensor:
+        """int32 ``[batch, 2]``: each row's tokens, and those in full blocks. As a step attends, and as it leaves them."""
+        if not self.capturing:
+            return self.held.on(self.device)
+        over = self._taken is not None and self.held is self._taken.after and self._sealed
+        return self.step_rows.after if over else self.step_rows.now
+
     # ------------------------------------------------------------------ writing
 
-    def append(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
-        """Put a few new tokens into the ring: ``k, v [batch, H, q, D]``, ``valid [batch, q]`` bool or None."""
-        length = self.seq_len.held(self.device) if self.capturing else self.seq_len.at(self.device, self.length)
-        append(k, v, valid, self.recent_kv, self.recent_valid, length, self.sinks)
-        self.padded |= valid is not None
-        self.length += k.shape[2]
+    def append(self, k: Tensor, v: Tensor, valid: Tensor | None = None) -> None:
+        """A decode step: put one new token of each row into the ring, ``k, v [batch, H, 1, D]``.
 
-    def sealable(self, length: int) -> int:
-        """Blocks that are older than window and drafts once ``length`` columns are cached."""
-        recent = self.config.window + self.config.max_draft
-        return max(self.full_blocks, (length - recent) // self.block_size, 0)
+        ``valid``: bool ``[batch, 1]`` or None, rows that get one.
+        """
+        taken = self.table_of_rows.step(self.held, None if self.capturing else valid)
+        past = self.step_rows.past if self.capturing else self.held.on(self.device)[:, 0]
+        append(k, v, valid, self.recent_kv, past, self.sinks)
+        self._taken, self._sealed, self.held = taken, False, taken.now
 
     def extend(self, k: Tensor, v: Tensor, valid: Tensor | None, indexer: Indexer) -> None:
-        """Cache any number of new tokens, sealing what has become old on the way."""
-        end = self.length + k.shape[2]
-        target = self.sealable(end)
-        if valid is not None:
-            self.padded = True
+        """Cache any number of new columns ``k, v [batch, H, q, D]``, sealing what has become old on the way.
+
+        ``valid``: bool ``[batch, q]``; what is padding is left out. None: nothing is.
+        """
         self.wait_for_copies()
-        shape = (self.batch, self.heads, self.block_size, self.width)
+        before = self.held
+        after = self.table_of_rows.follow(before, k.shape[2], valid)
+        self.pool.fit()
+        if valid is None and before.uniform:
+            self._extend(slice(None), k, v, before, after, indexer)
+        else:
+            picks = [slice(None)] * self.batch if valid is None else self.table_of_rows.picks(valid)
+            for row, at in enumerate(picks):
+                mine = (x[row : row + 1, :, at] for x in (k, v))
+                self._extend(slice(row, row + 1), *mine, before, after, indexer)
+        self._taken, self.held = None, after
+
+    def _extend(self, rows: slice, k: Tensor, v: Tensor, before: Rows, after: Rows, indexer: Indexer) -> None:
+        """:meth:`extend` of rows that hold as much as each other."""
+        first = rows.start or 0
+        length, start, target = before.lengths[first], before.sealed[first], after.sealed[first]
+        recent_kv = self.recent_kv[rows]
+        shape = (len(recent_kv), self.heads, self.block_size, self.width)
         piece = max(1, _SEAL_BYTES // (math.prod(shape) * k.itemsize))
-        start = self.full_blocks
         for lo in range(start, target, piece):
             hi = min(lo + piece, target)
             copy_stream = self.copy_stream  # the first piece may have found out that memory cannot be pinned
-            make = torch.empty if copy_stream is None else copy_stream.take
-            blocks = make(
-                (hi - lo, *shape), dtype=self.dtype, **({"device": self.device} if copy_stream is None else {})
-            )
-            ok = self._blocks_of(lo, hi, self.length, k, v, valid, blocks)
-            self._seal(blocks, ok, indexer, copy_stream)
-        # What remains goes to the ring; older columns that stay unsealed are there already.
-        first = max(target * self.block_size, self.length)
-        skip = first - self.length
-        self._clear(start, target)
-        self.length = first
+            if copy_stream is None:
+                blocks = torch.empty(hi - lo, *shape, dtype=self.dtype, device=self.device)
+            else:
+                blocks = copy_stream.take((hi - lo, *shape), dtype=self.dtype)
+            self._blocks_of(lo, hi, length, k, v, recent_kv, blocks)
+            self._seal(blocks, rows, lo, indexer, copy_stream)
+        # What remains goes to the ring; older tokens that stay unsealed are there already.
+        skip = max(target * self.block_size - length, 0)
         if skip < k.shape[2]:
-            self.append(k[:, :, skip:], v[:, :, skip:], None if valid is None else valid[:, skip:])
+            past = torch.full((len(recent_kv),), length + skip, dtype=torch.int32, device=self.device)
+            append(k[:, :, skip:], v[:, :, skip:], None, recent_kv, past, self.sinks)
 
     def _ring_index(self, start: int, end: int) -> Tensor:
-        """Recent-buffer positions of columns ``start .. end - 1``."""
+        """Recent-buffer positions of tokens ``start .. end - 1``."""
         return self.sinks + torch.arange(start, end, device=self.device) % self.ring
 
     # ------------------------------------------------------------------ sealing
 
-    def seal_due(self, indexer: Indexer) -> bool:
-        """Seal the ring's blocks that have become old. True if there were any."""
-        target = self.sealable(self.length)
-        if target == self.full_blocks:
-            return False
+    def seal_due(self, indexer: Indexer) -> None:
+        """A decode step has attended: seal the blocks that it has made old. In a captured step the device knows which."""
+        taken = self._taken
+        if taken.after is taken.now and not self.capturing:
+            return
         index = indexer.sealing(self)
-        while self.full_blocks < target:
-            start = self.full_blocks * self.block_size
-            if index is None:
-                at = self._ring_index(start, start + self.block_size)
-                block = self.recent_kv[:, :, at].unsqueeze(0)  # [1, batch, H, block_size, Dk + Dv]
-                self._seal(block, self.recent_valid[:, at], indexer)
-                self._clear(self.full_blocks - 1, self.full_blocks)
-            else:
-                self._seal_one(self.sinks + start % self.ring, index)
-        return True
-
-    def _seal_one(self, at: int, index: Index) -> None:
-        """Seal the block at position ``at`` of the recent buffer, as :meth:`_seal` does, by few kernels."""
-        self._reserve(1)
-        with self.pool.lock:  # until the blocks are in the table, another copy of the cache could take them
-            physical_ids = self.pool.allocate(self.batch)
+        self.pool.fit()
+        if index is None:
+            for row, (block, then) in enumerate(zip(taken.now.sealed, taken.after.sealed)):
+                if then > block:
+                    start = block * self.block_size
+                    at = self._ring_index(start, start + self.block_size)
+                    # [1, 1, H, block_size, Dk + Dv]
+                    self._seal(self.recent_kv[None, row : row + 1, :, at], slice(row, row + 1), block, indexer)
+        else:
             fields = self.pool.fields
-            if self.mean_tokens:
-                index = replace(index, means=fields["means"], earlier=self._earlier(self.full_blocks))
             index = replace(index, **{name: fields[name] for name in INDEX_FIELDS if getattr(index, name) is not None})
-            seal(
-                self.recent_kv,
-                self.recent_valid,
-                at,
-                self.sinks,
-                self.seen,
-                physical_ids,
-                self.pool.kv,
-                fields["flags"],
-                fields["fill"],
-                index,
-            )
-            self.block_table[:, self.full_blocks] = physical_ids
+            if self.mean_tokens:
+                index = replace(index, means=fields["means"], span=self.mean_tokens // self.block_size)
+            now, after = self.rows, self.step_rows.after if self.capturing else taken.after.on(self.device)
+            seal(self.recent_kv, now, after, self.sinks, self.block_table, self.pool.kv, index)
+            if self.pool.host is not None and not self.capturing:
+                self.count_to_host(sum(taken.after.sealed) - sum(taken.now.sealed))
+        self._sealed, self.held = True, taken.after
+
+    def count_to_host(self, blocks: int) -> None:
+        """So many blocks have gone to host memory."""
         if self.pool.host is not None:
-            self.counters.to_host_bytes += self.batch * self.heads * self.block_size * self.token_bytes
-        self.full_blocks += 1
-
-    def _reserve(self, n: int) -> None:
-        """Room for ``n`` more blocks in the table."""
-        if self.full_blocks + n > self.block_table.shape[1]:
-            grown = self._ints((self.batch, bucket(self.full_blocks + n)), -1)
-            grown[:, : self.full_blocks] = self.block_table[:, : self.full_blocks]
-            self.block_table = grown
-
-    def _clear(self, start: int, end: int) -> None:
-        """Blocks ``start .. end - 1`` have left the ring."""
-        if end > start:
-            span = range(start * self.block_size, min(end * self.block_size, start * self.block_size + self.ring))
-            self.recent_valid.index_fill_(1, self._ring_index(span.start, span.stop), False)
+            self.counters.to_host_bytes += blocks * self.heads * self.block_size * self.token_bytes
 
     def _blocks_of(
-        self, lo: int, hi: int, new_from: int, k: Tensor, v: Tensor, valid: Tensor | None, out: Tensor
-    ) -> Tensor:
-        """Lay out blocks ``lo .. hi - 1``, of the ring's columns and of new ones (from column ``new_from`` on).
+        self, lo: int, hi: int, new_from: int, k: Tensor, v: Tensor, recent_kv: Tensor, out: Tensor
+    ) -> None:
+        """Lay out blocks ``lo .. hi - 1``, of the ring's tokens and of new ones (from token ``new_from`` on).
 
         Args:
-            out: ``[hi - lo, batch, H, block_size, Dk + Dv]``, written.
-
-        Returns:
-            Validity of the columns, bool ``[batch, (hi - lo) * block_size]``.
+            out: ``[hi - lo, rows, H, block_size, Dk + Dv]``, written.
         """
         size, start, end = self.block_size, lo * self.block_size, hi * self.block_size
-        first = min(max(lo, -(-new_from // size)), hi)  # the first block of new columns only
-        oks = []
+        first = min(max(lo, -(-new_from // size)), hi)  # the first block of new tokens only
         if first > lo:
             border = min(new_from, first * size)
             at = self._ring_index(start, border)
             head = torch.cat((k[:, :, : first * size - border], v[:, :, : first * size - border]), dim=-1)
-            mixed = torch.cat((self.recent_kv[:, :, at], head), dim=2)  # [batch, H, columns, Dk + Dv]
+            mixed = torch.cat((recent_kv[:, :, at], head), dim=2)  # [rows, H, tokens, Dk + Dv]
             out[: first - lo] = mixed.unflatten(2, (-1, size)).permute(2, 0, 1, 3, 4)
-            oks.append(self.recent_valid[:, at])
         if first < hi:
             span = slice(first * size - new_from, end - new_from)
             for x, to in ((k, out[first - lo :, ..., : self.split]), (v, out[first - lo :, ..., self.split :])):
                 to.copy_(x[:, :, span].unflatten(2, (-1, size)).permute(2, 0, 1, 3, 4))
-        if end > new_from:
-            span = slice(max(start, new_from) - new_from, end - new_from)
-            n = span.stop - span.start
-            ok = torch.ones(self.batch, n, dtype=torch.bool, device=self.device) if valid is None else valid[:, span]
-            oks.append(ok)
-        return oks[0] if len(oks) == 1 else torch.cat(oks, dim=1)
 
-    def _seal(self, blocks: Tensor, valid: Tensor, indexer: Indexer, copy_stream: CopyStream | None = None) -> None:
-        """Move the next blocks into physical blocks.
+    def _seal(
+        self, blocks: Tensor, rows: slice, start: int, indexer: Indexer, copy_stream: CopyStream | None = None
+    ) -> None:
+        """Move blocks ``start ..`` of some rows into their physical blocks.
 
         Args:
-            blocks: ``[n, batch, H, block_size, Dk + Dv]``.
-            valid: bool ``[batch, n * block_size]``.
+            blocks: ``[n, rows, H, block_size, Dk + Dv]``.
             copy_stream: the blocks are in a buffer of this copy stream, which copies them to the host.
         """
         n, size = blocks.shape[0], self.block_size
-        count = valid.int().cumsum(1, dtype=torch.int32)
-        nth = self.seen[:, None] + count - 1  # of a valid token among its row's valid tokens
-        is_sink = valid & (nth < self.sinks)
-        if self.sinks and (self.padded or self.full_blocks * size < self.sinks):
-            self._keep_sinks(blocks, is_sink, nth)
-        flags = valid.to(torch.uint8) * VALID + is_sink.to(torch.uint8) * SINK
-        flags = flags.view(self.batch, n, size).transpose(0, 1)
-        fields = {**indexer.index(blocks, flags), **self._means(blocks, flags, self.full_blocks)}
-        self._reserve(n)
+        if (missing := self.sinks - start * size) > 0:
+            first = blocks[: -(-missing // size)].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :missing]
+            self.recent_kv[rows, :, start * size : start * size + first.shape[2]] = first
+        fields = {**indexer.index(blocks, start * size, rows), **self._means(blocks, rows, start)}
         if self.pool.host is not None:
             self.counters.to_host_bytes += blocks.numel() * blocks.itemsize
-        with self.pool.lock:  # until the blocks are in the table, another copy of the cache could take them
-            self.block_table[:, self.full_blocks : self.full_blocks + n] = self._store_blocks(
-                blocks, flags, fields, copy_stream
-            )
-        self.seen += count[:, -1]
-        self.full_blocks += n
+        self._store_blocks(blocks, rows, start, fields, copy_stream)
 
-    def _earlier(self, block: int) -> Tensor:
-        """Physical blocks of those before ``block`` in its span, int32 ``[batch, n]``."""
-        return self.block_table[:, block - block % (self.mean_tokens // self.block_size) : block]
+    def _usable(self, n: int, start: int) -> Tensor:
+        """Tokens of ``n`` blocks, the first of which begins at ``start``, that are no sinks: bool ``[n, 1, block_size]``."""
+        token = torch.arange(start, start + n * self.block_size, device=self.device)
+        return (token >= self.sinks).view(n, 1, -1)
 
-    def _means(self, blocks: Tensor, flags: Tensor, start: int) -> dict[str, Tensor]:
+    def _means(self, blocks: Tensor, rows: slice, start: int) -> dict[str, Tensor]:
         """The field ``means``, if it is kept, of blocks ``start ..``: see :meth:`_seal`."""
         if not self.mean_tokens:
             return {}
-        means, fill, earlier = self.pool.fields["means"], self.pool.fields["fill"], self._earlier(start).long()
-        first = earlier.shape[1]
-        before = means[earlier[:, -1]] if first else means.new_zeros(self.batch, *means.shape[1:])
-        span = self.mean_tokens // self.block_size
-        found = running_means(blocks, flags == VALID, before, fill[earlier].sum(-1), first=first, span=span)
-        return {"means": found}
+        means, span = self.pool.fields["means"], self.mean_tokens // self.block_size
+        count, first = blocks.shape[1], start % span
+        usable = self._usable(len(blocks), start * self.block_size).expand(-1, count, -1)
+        before, earlier = means.new_zeros(count, *means.shape[1:]), 0
+        if first:
+            before = means[self.block_table[rows, start - 1].long()]
+            begun = max((start - first) * self.block_size, self.sinks)
+            earlier = max(start * self.block_size - begun, 0)
+        earlier = torch.full((count,), earlier, device=self.device)
+        return {"means": running_means(blocks, usable, before, earlier, first=first, span=span)}
 
     def _store_blocks(
-        self, blocks: Tensor, flags: Tensor, fields: dict[str, Tensor], copy_stream: CopyStream | None = None
-    ) -> Tensor:
-        """Write blocks ``[n, batch, ...]`` and their fields into new physical blocks, int32 ``[batch, n]``."""
-        physical_ids, first = self.pool.take(blocks.shape[0] * self.batch)
-        fields = {name: value.flatten(0, 1) for name, value in fields.items()}
-        self.pool.note(physical_ids, flags=flags.flatten(0, 1), fill=(flags == VALID).sum(-1).flatten(), **fields)
+        self, blocks: Tensor, rows: slice, start: int, fields: dict[str, Tensor], copy_stream: CopyStream | None
+    ) -> None:
+        """Write blocks ``start ..`` of some rows, ``[n, rows, ...]``, and their fields."""
+        end = start + len(blocks)
+        ids = self.table_of_rows.host[rows, start:end].T.flatten()
+        first = int(ids[0]) if (ids[1:] - ids[:-1] == 1).all() else None
+        physical_ids = self.block_table[rows, start:end].T.flatten()
+        self.pool.note(physical_ids, **{name: value.flatten(0, 1) for name, value in fields.items()})
         if copy_stream is None:
             self.pool.write(physical_ids, blocks.flatten(0, 1), first)
         else:
             if first is None and physical_ids.is_cuda:
                 physical_ids.record_stream(copy_stream.stream)  # read there
             self._saved = copy_stream.run(lambda: self.pool.write(physical_ids, blocks.flatten(0, 1), first))
-        return physical_ids.view(-1, self.batch).T
-
-    def _keep_sinks(self, blocks: Tensor, is_sink: Tensor, nth: Tensor) -> None:
-        """Copy the sinks among the tokens of ``blocks`` to the front of the recent buffer."""
-        where = nth.masked_fill(~is_sink, self.sinks).long()  # position `sinks` collects the rest
-        column = torch.arange(nth.shape[1], device=self.device).expand(self.batch, -1)
-        source = torch.full((self.batch, self.sinks + 1), -1, device=self.device).scatter(1, where, column)
-        source = source[:, : self.sinks]
-        found, at = source >= 0, source.clamp_min(0)
-        rows = torch.arange(self.batch, device=self.device)[:, None]
-        # [batch, sinks, H, Dk + Dv]: the index that is split by a slice comes first
-        kept = blocks[at // self.block_size, rows, :, at % self.block_size].transpose(1, 2)
-        front = self.recent_kv[:, :, : self.sinks]
-        self.recent_kv[:, :, : self.sinks] = torch.where(found[:, None, :, None], kept, front)
-        self.recent_valid[:, : self.sinks] |= found
 
     # ------------------------------------------------------------------ a step
 
     @property
     def table(self) -> Tensor:
-        """The block table's used part, ``[batch, full_blocks]``; while :attr:`capturing` all of it, -1 for none."""
+        """The block table's used part, ``[batch, full_blocks]``; while :attr:`capturing` all of it."""
         return self.block_table if self.capturing else self.block_table[:, : self.full_blocks]
 
     @property
     def blocks(self) -> tuple[Tensor, Tensor, Tensor]:
-        """KV and flags of all blocks, and the :attr:`table`: what a step may attend to beside the recent tokens."""
-        return self.pool.kv, self.pool.fields["flags"], self.table
-
-    @property
-    def recent_length(self) -> int:
-        """Columns in the ring."""
-        return self.length - self.full_blocks * self.block_size
+        """KV of all blocks, :attr:`rows` and :attr:`table`: what a step may attend to beside the recent tokens."""
+        return self.pool.kv, self.rows, self.table
 
     @property
     def copy_stream(self) -> CopyStream | None:
@@ -392,10 +412,10 @@ class LayerStore(State):
                 if self.pages is not None and self.pages.pool is not None:
                     self.pages.pool.busy_until(self._saved)  # other layers share it
 
-    def forget(self, physical_ids: Tensor) -> None:
-        """Drop device pages of these blocks, which the pool is about to reuse."""
+    def forget(self, ids: Tensor) -> None:
+        """Drop device pages of these blocks, which are about to be written anew."""
         if self.pages is not None:
-            self.pages.forget(physical_ids)
+            self.pages.forget(ids)
 
     def attend(
         self,
@@ -417,17 +437,15 @@ class LayerStore(State):
         ``pages``: the ids refer to these pages instead. ``used``: how many of the ids there are. ``columns``: of ids
         that refer to pages, where means are kept.
         """
-        self.count_padded(granularity)
         means = {}
         if self.mean_tokens and granularity == "token":
             fields = self.pool.fields
-            means = {"means": fields["means"], "fill": fields["fill"], "mean_tokens": self.mean_tokens}
+            means = {"means": fields["means"], "mean_tokens": self.mean_tokens}
         return sparse_decode(
             q,
             *self.blocks,
             ids,
             self.recent_kv,
-            self.recent_valid,
             granularity=granularity,
             value_dim=self.value_dim,
             sinks=self.sinks,
@@ -443,25 +461,21 @@ class LayerStore(State):
             **means,
         )
 
-    def count_padded(self, granularity: str) -> None:
-        """Count a step of padded rows on the device; rows without padding are counted by the host."""
-        if self.padded:
-            counters = self.counters
-            ring = self.recent_valid[:, self.sinks :].sum()
-            counters.context += self.heads * (self.seen.sum() + ring)
-            counters.recent += self.heads * (ring if granularity == "all" else self.recent_valid.sum())
+    def tally(self) -> Tally:
+        """Of the decode step that has just ended."""
+        tally = Tally()
+        tally.add(self._taken, self.sinks)
+        return tally
 
-    def count_step(self, granularity: str) -> None:
-        """The host's count of a step that attended with this granularity."""
+    def count_steps(self, granularity: str, tally: Tally) -> None:
+        """Count decode steps that attended with this granularity."""
         counters, dense = self.counters, granularity == "all"
-        counters.steps += 1
+        counters.steps += tally.steps
         counters.last_dense = dense
-        counters.dense += dense
-        counters.sparse += not dense
-        if not self.padded:
-            sinks = 0 if dense else min(self.sinks, self.full_blocks * self.block_size)
-            counters.context_host += self.batch * self.heads * self.length
-            counters.recent_host += self.batch * self.heads * (self.recent_length + sinks)
+        counters.dense += dense * tally.steps
+        counters.sparse += (not dense) * tally.steps
+        counters.context += self.heads * tally.context
+        counters.recent += self.heads * (tally.ring if dense else tally.ring + tally.sinks)
 
     def count_blocks(self, ids: Tensor) -> None:
         """The coarse level kept ``ids``."""
@@ -471,11 +485,11 @@ class LayerStore(State):
         """``size`` bytes of bounds or labels were read."""
         self.counters.index_bytes += size
 
-    def count_means(self) -> None:
-        """A step has read the means, if there are any."""
+    def count_means(self, tally: Tally) -> None:
+        """Steps have read the means, if there are any."""
         if self.mean_tokens:
-            spans = -(-self.full_blocks * self.block_size // self.mean_tokens)
-            self.count_index(self.batch * self.heads * spans * self.token_bytes)
+            spans = -(-tally.blocks * self.block_size // self.mean_tokens)
+            self.count_index(self.heads * spans * self.token_bytes)
 
     @property
     def token_bytes(self) -> int:
@@ -498,12 +512,14 @@ class LayerStore(State):
         """Copy the full blocks to the device, into the front of ``out`` (see :meth:`gathered_shape`)."""
         self._read(0, self.full_blocks, out)
         if self.pool.host is not None:
-            self.counters.to_device_bytes += (
-                self.batch * self.heads * self.full_blocks * self.block_size * self.token_bytes
-            )
+            blocks = self.batch * self.heads * self.full_blocks
+            self.counters.to_device_bytes += blocks * self.block_size * self.token_bytes
 
     def _read(self, first: int, end: int, out: Tensor) -> None:
-        """Copy full blocks ``first .. end - 1`` into the front of ``out`` (see :meth:`gathered_shape`)."""
+        """Copy blocks ``first .. end - 1`` into the front of ``out`` (see :meth:`gathered_shape`).
+
+        What is there of rows that have fewer means nothing.
+        """
         self.wait_for_copies()
         self.pool.read(self.block_table[:, first:end], out)
 
@@ -511,43 +527,55 @@ class LayerStore(State):
         """All cached keys and values on the device, followed by ``k, v [batch, H, q, D]``, which are not cached yet.
 
         Returns:
-            ``[batch, H, length + q, Dk]`` and ``[..., Dv]``: views of one tensor, which the next but one call of a
-            later chunk may overwrite.
+            ``[batch, H, length + q, Dk]`` and ``[..., Dv]`` by columns of the attention mask: views of one tensor, which
+            the next but one call of a later chunk may overwrite. Where a column is padding they hold something finite.
         """
-        size, columns = self.block_size, self.length + (0 if k is None else k.shape[2])
+        rows, new = self.held, 0 if k is None else k.shape[2]
         out = None if k is None or self.copy_streams is None else self.copy_streams.arrived(self)
         if out is None:
-            out = torch.empty(self.gathered_shape(columns), dtype=self.dtype, device=self.device)
+            out = torch.empty(self.gathered_shape(rows.columns + new), dtype=self.dtype, device=self.device)
             self.read_blocks(out)
         kv = out.flatten(2, 3)
-        recent = slice(self.full_blocks * size, self.length)
-        kv[:, :, recent] = self.recent_kv[:, :, self._ring_index(recent.start, recent.stop)]
+        groups = [slice(None)] if rows.uniform else [slice(row, row + 1) for row in range(self.batch)]
+        for some in groups:
+            first = some.start or 0
+            recent = slice(rows.sealed[first] * self.block_size, rows.lengths[first])
+            kv[some, :, recent] = self.recent_kv[some, :, self._ring_index(recent.start, recent.stop)]
+        if rows.valid is not None or not rows.uniform:
+            token = (rows.valid_columns(self.device).cumsum(1) - 1).clamp_min(0)  # of each column
+            for row, length in enumerate(rows.lengths):  # one by one: twice a row is less than twice all
+                kv[row, :, : rows.columns] = kv[row][:, token[row]] if length else 0
         if k is not None:
-            kv[:, :, self.length : columns, : self.split] = k
-            kv[:, :, self.length : columns, self.split :] = v
-        kv = kv[:, :, :columns]
+            kv[:, :, rows.columns : rows.columns + new, : self.split] = k
+            kv[:, :, rows.columns : rows.columns + new, self.split :] = v
+        kv = kv[:, :, : rows.columns + new]
         return kv[..., : self.split], kv[..., self.split :]
 
     def valid_columns(self) -> Tensor:
         """Validity of all cached columns, bool ``[batch, length]``."""
-        flags = self.pool.fields["flags"][self.table.long()].flatten(1, 2)
-        ring = self.recent_valid[:, self._ring_index(self.full_blocks * self.block_size, self.length)]
-        return torch.cat(((flags & VALID) > 0, ring), dim=1)
+        return self.held.valid_columns(self.device)
 
-    def full_block_kv(self) -> tuple[Tensor, Tensor]:
-        """Full blocks on the device, ``[full_blocks, batch, H, block_size, Dk + Dv]``, and their flags."""
+    def full_block_kv(self) -> Tensor:
+        """Full blocks on the device, ``[full_blocks, batch, H, block_size, Dk + Dv]``.
+
+        What is there of rows that have fewer means nothing.
+        """
         out = torch.empty(self.gathered_shape(self.full_blocks * self.block_size), dtype=self.dtype, device=self.device)
         self._read(0, self.full_blocks, out)
-        return out.permute(2, 0, 1, 3, 4), self.pool.fields["flags"][self.table.T.long()]
+        return out.permute(2, 0, 1, 3, 4)
 
     # ------------------------------------------------------------------ changing
 
     def reindex(self, indexer: Indexer) -> None:
-        """Index the full blocks again, in new blocks: blocks shared with other caches keep their index."""
-        kv, flags = self.full_block_kv()
-        with self.pool.lock:
-            fields = {**indexer.index(kv, flags), **self._means(kv, flags, 0)}
-            self.block_table[:, : self.full_blocks] = self._store_blocks(kv, flags, fields)
+        """Index the full blocks again. Rows that share blocks get blocks of their own: each row has its own index."""
+        self.table_of_rows.unshare()
+        kv, sealed = self.full_block_kv(), self.held.sealed
+        groups = [slice(None)] if self.held.uniform else [slice(row, row + 1) for row in range(self.batch)]
+        for rows in groups:
+            n = sealed[rows.start or 0]
+            fields = indexer.index(kv[:n, rows], 0, rows) if n else {}
+            physical_ids = self.block_table[rows, :n].T.flatten()
+            self.pool.note(physical_ids, **{name: value.flatten(0, 1) for name, value in fields.items()})
 
     @no_inference_mode
     def crop(self, length: int) -> None:
@@ -558,74 +586,58 @@ class LayerStore(State):
         if length >= self.length:
             return
         self.wait_for_copies()
-        size = self.block_size
-        full_blocks = min(self.full_blocks, max(0, (length - self.config.window) // size))
-        if full_blocks < self.full_blocks:
-            end = min(self.full_blocks * size, length)
-            if end > full_blocks * size:
-                at = self.block_table[:, full_blocks : -(-end // size)]
-                blocks = torch.empty(self.gathered_shape(at.shape[1] * size), dtype=self.dtype, device=self.device)
-                self._read(full_blocks, full_blocks + at.shape[1], blocks)
-                kv = blocks.flatten(2, 3)
-                ok = (self.pool.fields["flags"][at.long()].flatten(1, 2) & VALID) > 0
-                ring = self._ring_index(full_blocks * size, end)
-                self.recent_kv[:, :, ring] = kv[:, :, : end - full_blocks * size]
-                self.recent_valid[:, ring] = ok[:, : end - full_blocks * size]
-            kept = (self.pool.fields["flags"][self.block_table[:, :full_blocks].long()] & VALID) > 0
-            self.seen.copy_(kept.flatten(1).sum(1, dtype=torch.int32))  # in place: captured graphs hold the address
-            self.block_table[:, full_blocks:] = -1
-            place = torch.arange(self.sinks, device=self.device)
-            self.recent_valid[:, : self.sinks] = place < self.seen[:, None]
-            self.full_blocks = full_blocks
-            self.pool.loosened = True
-        self.recent_valid.index_fill_(1, self._ring_index(length, self.full_blocks * size + self.ring), False)
-        self.length = length
+        size, before = self.block_size, self.held
+        after = self.table_of_rows.cropped(before, length)
+        if after.sealed != before.sealed:
+            first = min(after.sealed)
+            blocks = torch.empty(
+                self.gathered_shape((max(before.sealed) - first) * size), dtype=self.dtype, device=self.device
+            )
+            self._read(first, max(before.sealed), blocks)
+            kv = blocks.flatten(2, 3)
+            for row, (sealed, then, tokens) in enumerate(zip(before.sealed, after.sealed, after.lengths)):
+                span = slice(then * size, min(sealed * size, tokens))
+                if span.start < span.stop:
+                    at = self._ring_index(span.start, span.stop)
+                    self.recent_kv[row, :, at] = kv[row, :, span.start - first * size : span.stop - first * size]
+        self._taken, self.held = None, after
 
     @no_inference_mode
-    def map_rows(self, index: Tensor) -> None:
-        """Row ``i`` becomes what row ``index[i]`` was. Full blocks are shared, not copied."""
+    def map_rows(self, index: Tensor, rows: Rows) -> None:
+        """Row ``i`` becomes what row ``index[i]`` was, which makes ``rows`` of them. Their table has its own turn."""
         self.wait_for_copies()
         super().map_rows(index)
         self.batch = index.shape[0]
-        self.pool.loosened = True
+        self._taken, self.held = None, rows
         self.counters.regroup(self.batch)
 
     def fits(self, k: Tensor, v: Tensor, latent: bool = False) -> bool:
         """This store could have been made for ``k, v [batch, H, q, D]``."""
-        held = (
-            self.block_table,
-            self.recent_kv,
-            self.recent_valid,
-            self.seen,
-            self.counters.attended,
-            self.counters.from_host,
-        )
-        if any(len(t) != self.batch for t in held):
+        if any(len(t) != self.batch for t in (self.recent_kv, self.counters.attended, self.counters.from_host)):
             return False  # a change of rows stopped half-way
         mine = (self.batch, self.heads, self.split, self.width - self.split, self.latent, self.dtype, self.device)
         return mine == (k.shape[0], k.shape[1], k.shape[3], v.shape[3], latent, k.dtype, k.device)
 
+    def begin(self, tokens: int) -> None:
+        """The first of about ``tokens`` columns are about to come."""
+        self._rows = self.table_of_rows.start(self.batch, tokens)
+
     def reset(self) -> None:
-        """Forget everything but keep the memory."""
+        """Forget everything but keep the memory. The table of the rows has its own turn."""
         self.wait_for_copies()
         super().reset()
-        self.block_table.fill_(-1)
-        self.recent_valid.fill_(False)
-        self.seen.zero_()
+        self.held = self.table_of_rows.empty
         if self.pages is not None:
             self.pages.clear()
-        self.pool.loosened = True
-        if not self.pool.shared:
-            self.pool.release_all()
 
     @no_inference_mode
     def copy(
-        self, seq_len: SeqLenTensor, pools: DevicePools | None = None, copy_streams: CopyStreams | None = None
+        self, table: RowTable, pools: DevicePools | None = None, copy_streams: CopyStreams | None = None
     ) -> LayerStore:
         """An independent store that shares the full blocks."""
         self.wait_for_copies()
         new = super().copy()
-        new.seq_len, new.copy_streams = seq_len, copy_streams
+        new.table_of_rows, new.copy_streams = table, copy_streams
         new.pages = None if pools is None else LayerPages(pools, new.pool)
         new.pool.register(new)
         return new
@@ -634,7 +646,6 @@ class LayerStore(State):
 
     def nbytes(self) -> tuple[int, int]:
         """Bytes allocated on the device and in host memory."""
-        own = sum(getattr(self, name).nbytes for name in self.TENSORS)
-        own += 0 if self.pages is None else self.pages.nbytes
+        own = self.recent_kv.nbytes + (0 if self.pages is None else self.pages.nbytes)
         device, host = self.pool.nbytes()
         return device + own, host

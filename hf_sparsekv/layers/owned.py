@@ -10,10 +10,10 @@ from torch import Tensor
 from ..attention.handle import Step
 from ..config import SparseConfig
 from ..kv.pool import HostBudget
+from ..kv.rows import RowTable
 from ..offload.copy_streams import CopyStreams
 from ..offload.page_table import DevicePools
 from ..policies.base import Policy
-from ..tensors import SeqLenTensor
 
 if TYPE_CHECKING:
     from .sparse_layer import SparseLayer
@@ -24,13 +24,13 @@ class Owner(Protocol):
 
     Attributes:
         config: of the cache.
-        seq_len: the length that all layers share, on the device.
+        row_table: what the rows hold, and the blocks that they are in.
         copy_streams: ways to and from the host.
         budget, pages: of an offloaded cache: the host memory it may take, its device pools. None without offload.
     """
 
     config: SparseConfig
-    seq_len: SeqLenTensor
+    row_table: RowTable
     copy_streams: CopyStreams
     budget: HostBudget | None
     frames: DevicePools | None

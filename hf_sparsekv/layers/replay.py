@@ -24,6 +24,7 @@ class Replay:
         self._forked = False
         self._waiting: list[Callable[[], None]] = []
         self._behind: list[Callable[[], None]] = []
+        self._late: list[Callable[[], None]] = []
         self._kept: list[Callable[[], None]] = []
 
     def fork(self, work: Callable[[], None], layers_per_launch: int = 1) -> None:
@@ -64,6 +65,17 @@ class Replay:
         It needs no fork of its own. Tensors that it holds live until the step ends.
         """
         self._behind.append(work)
+
+    def late(self, work: Callable[[], None]) -> None:
+        """Run ``work`` with :meth:`run_late`: nothing but the next step waits for it."""
+        self._late.append(work)
+
+    def run_late(self) -> None:
+        """The last layer has attended: what was left for later runs beside what follows, the model's head."""
+        works, self._late = self._late, []
+        self._waiting += works
+        if self._waiting:
+            self._run()
 
     def _run_behind(self) -> None:
         works, self._behind = self._behind, []

@@ -38,15 +38,12 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
         self.value_dim = values.shape[3]
         size = self.sliding_window
         self.ring = keys.new_zeros(batch, heads, size, self.key_dim + self.value_dim)
-        self.ring_valid = torch.zeros(batch, size, dtype=torch.bool, device=keys.device)
         self.attended = torch.zeros(batch, heads, dtype=torch.int64, device=keys.device)  # the kernel wants one
         self.no_block_table = torch.empty(batch, 0, dtype=torch.int32, device=keys.device)
-        self.no_flags = torch.empty(0, 1, dtype=torch.uint8, device=keys.device)
         self.no_blocks = keys.new_empty(0, heads, 1, self.key_dim + self.value_dim)
         self.cumulative_length = stock.cumulative_length
         self._write(keys, values, self.cumulative_length - keys.shape[2])
         self.replay = None
-        self.stale = True  # ring_valid does not know the padding of what was written eagerly
         del self.keys, self.values
 
     def __deepcopy__(self, memo: dict) -> DynamicSlidingWindowLayer:
@@ -97,7 +94,6 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
         skip = k.shape[2] - n
         at = torch.arange(start + skip, start + k.shape[2], device=self.device) % self.sliding_window
         self.ring[:, :, at] = torch.cat((k[:, :, skip:], v[:, :, skip:]), dim=-1).detach()
-        self.ring_valid.index_fill_(1, at, True)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if self.replay is not None:
@@ -106,7 +102,6 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
         keys, values = torch.cat((self.keys, key_states), 2), torch.cat((self.values, value_states), 2)
         self._write(key_states, value_states, self.cumulative_length)
         self.cumulative_length += key_states.shape[2]
-        self.stale = True
         return keys, values
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -121,10 +116,9 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
                 "the prompt"
             )
         self.cumulative_length = max(0, self.cumulative_length + remove)
-        self.stale = True
 
     def _map_rows(self, index: Tensor) -> None:
-        for name in ("ring", "ring_valid", "no_block_table", "attended"):
+        for name in ("ring", "no_block_table", "attended"):
             setattr(self, name, take_rows(getattr(self, name), index))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -138,33 +132,18 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
 
     # ------------------------------------------------------------------ in a captured step
 
-    @no_inference_mode
-    def freshen(self, valid: Tensor | None) -> None:
-        """Bring ``ring_valid`` up to date after eager steps: ``valid [batch, length]`` bool, None for no padding."""
-        if not self.stale:
-            return
-        n = min(self.cumulative_length, self.sliding_window)
-        at = torch.arange(self.cumulative_length - n, self.cumulative_length, device=self.device) % self.sliding_window
-        self.ring_valid.fill_(False)
-        if valid is None:
-            self.ring_valid.index_fill_(1, at, True)
-        else:
-            self.ring_valid[:, at] = valid[:, -n:]
-        self.stale = False
-
     def attend(self, step: Step, query: Tensor, mask, params: AttentionParams, dropout: float = 0.0) -> Tensor:
         """``query [batch, Hq, 1, Dk]`` over the ring and the new token."""
-        length = self.owner.seq_len.held(self.device)
-        append(step.k, step.v, self.replay.valid, self.ring, self.ring_valid, length, 0)
+        rows = self.owner.row_table.steps(self.device)
+        append(step.k, step.v, None, self.ring, rows.columns, 0)
         step.committed = True
         out = sparse_decode(
             query[:, :, 0],
             self.no_blocks,
-            self.no_flags,
+            rows.window(self.sliding_window),
             self.no_block_table,
             None,
             self.ring,
-            self.ring_valid,
             granularity="all",
             value_dim=self.value_dim,
             sinks=0,
@@ -182,4 +161,4 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
     @property
     def addresses(self) -> tuple[int, ...]:
         """Changes when a tensor that a captured step uses has moved."""
-        return self.ring.data_ptr(), self.ring_valid.data_ptr()
+        return (self.ring.data_ptr(),)

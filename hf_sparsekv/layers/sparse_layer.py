@@ -12,9 +12,9 @@ from transformers.cache_utils import CacheLayerMixin
 from ..attention.exact import exact_attention
 from ..attention.gradient import NoGradient
 from ..attention.handle import KVHandle, Step
-from ..attention.masks import new_columns
 from ..attention.mla import SAMPLE, Absorbed, absorb, calling_module, passes_on
-from ..kv.store import LayerStore
+from ..kv.rows import Rows
+from ..kv.store import LayerStore, Tally
 from ..policies.base import Policy
 from ..policies.plan import Plan
 from ..types import AttentionParams
@@ -52,9 +52,9 @@ class SparseLayer(Owned, CacheLayerMixin):
             self.store.wait_for_copies()  # a side stream may still be choosing blocks
         new.index, new.broken, new.policy, new.latent = self.index, self.broken, self.policy.copy(), self.latent
         new.pending = new.replay = new.plan = new.query = new.awaited = None
-        seq_len, copy_streams = (copy.deepcopy(held, memo) for held in (self.owner.seq_len, self.owner.copy_streams))
+        table, copy_streams = (copy.deepcopy(held, memo) for held in (self.owner.row_table, self.owner.copy_streams))
         pools = copy.deepcopy(self.owner.device_pools, memo) if self.policy.fetches else None
-        new.store = None if self.store is None else self.store.copy(seq_len, pools, copy_streams)
+        new.store = None if self.store is None else self.store.copy(table, pools, copy_streams)
         new.owner = copy.deepcopy(self.owner, memo)
         return new
 
@@ -142,8 +142,10 @@ class SparseLayer(Owned, CacheLayerMixin):
                 pools.layers = sum(layer.policy.fetches for layer in owner.sparse_layers)
             host = owner.budget if self.policy.offloaded else None
             copy_streams = None if host is None else owner.copy_streams
-            made = owner.config, host, owner.seq_len, pools, copy_streams, self.latent
+            made = owner.config, host, owner.row_table, pools, copy_streams, self.latent
             store = self.policy.store_type(step.k, step.v, *made)
+        else:
+            store.begin(step.k.shape[2])
         self.policy.start(store, q_heads)
         self.store = store
 
@@ -232,15 +234,15 @@ class SparseLayer(Owned, CacheLayerMixin):
     def _decode(self, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, own: bool) -> Tensor:
         """One decode step, ``query [batch, Hq, 1, Dk]`` to ``[batch, Hq, Dv]``.
 
-        Captured (``self.replay`` is set), it only launches what every replay must repeat: the host's share of the step
-        is :meth:`advance`. What it does was decided before it then: :attr:`plan`.
+        Captured (``self.replay`` is set), it only launches what every replay must repeat: what is left to the host is
+        :meth:`account`. What it does was decided before it then: :attr:`plan`.
         """
         store, policy, replay, q = self.store, self.policy, self.replay, query[:, :, 0]
         if own:
             step.touched = True
             if replay is None:
                 self._begin_step()
-            valid = new_columns(mask, step.past, step.length) if replay is None else replay.valid
+            valid = self.owner.new_columns(mask, step) if replay is None else replay.valid
             if policy.observes:
                 policy.observe(query, step.keys, valid, store)
             if replay is not None and policy.note is not None:
@@ -256,14 +258,23 @@ class SparseLayer(Owned, CacheLayerMixin):
         out = policy.attend(q, store, plan, params)
         if not own:
             return out
-        if replay is not None:
-            replay.fork(lambda: policy.look_ahead(q, store, plan), policy.layers_per_launch)
-            self.query = q
+        if replay is None:
+            store.seal_due(policy)
+            policy.look_ahead(q, store, plan)
+            policy.account(q, store, plan, store.tally())
             return out
-        policy.account(q, store, plan)
-        if store.seal_due(policy):
-            plan = policy.plan(store)
-        policy.look_ahead(q, store, plan)
+        self.query = q
+        if plan.ahead:
+
+            def ahead() -> None:
+                store.seal_due(policy)
+                policy.look_ahead(q, store, plan)
+
+            replay.fork(ahead, policy.layers_per_launch)
+        else:
+            replay.late(lambda: store.seal_due(policy))
+        if self is self.owner.sparse_layers[-1]:
+            replay.run_late()
         return out
 
     @torch.no_grad()
@@ -321,14 +332,12 @@ class SparseLayer(Owned, CacheLayerMixin):
         self._begin_step()
         return self.policy.prepare(self.store)
 
-    def advance(self, plan: Plan) -> None:
-        """The host's share of a replayed decode step."""
+    def account(self, plan: Plan, query: Tensor, tally: Tally) -> None:
+        """Steps were replayed, the last one for ``query``: what of them is left to the host."""
         store, policy = self.store, self.policy
-        store.length += 1
-        policy.account(self.query, store, plan)
-        if store.seal_due(policy):
-            policy.look_ahead(self.query, store, policy.plan(store), again=plan.ahead)
-        policy.replayed(store, plan)
+        store.count_to_host(tally.sealed)
+        policy.account(query, store, plan, tally)
+        policy.replayed(store, plan, tally)
 
     @torch.no_grad()
     def _commit(self, step: Step, query: Tensor, valid: Tensor | None) -> None:
@@ -445,26 +454,15 @@ class SparseLayer(Owned, CacheLayerMixin):
             return
         keep = tokens_to_remove if tokens_to_remove > 0 else max(0, self.store.length + tokens_to_remove)
         if keep:
-            full_blocks = self.store.full_blocks
+            sealed = self.store.held.sealed
             self.policy.cropped()
             self.store.crop(keep)
-            if self.store.full_blocks < full_blocks:
+            if self.store.held.sealed != sealed:
                 self.policy.reopened()
         else:
             self.reset()  # the next prompt calibrates anew
 
-    def _map_rows(self, index: Tensor) -> None:
-        if self.store is not None:
-            self.store.map_rows(index)
-            self.policy.map_rows(index.to(self.store.device))
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._map_rows(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.store is not None:
-            self._map_rows(torch.arange(self.store.batch).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if self.store is not None:
-            self._map_rows(torch.arange(self.store.batch)[indices.cpu()])
+    def map_rows(self, index: Tensor, rows: Rows) -> None:
+        """Row ``i`` becomes what row ``index[i]`` was, which makes ``rows`` of them."""
+        self.store.map_rows(index, rows)
+        self.policy.map_rows(index.to(self.store.device))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..config import OffloadConfig, SparseConfig
 from ..kv.state import State
-from ..kv.store import LayerStore
+from ..kv.store import LayerStore, Tally
 from ..ops.seal import Index
 from ..types import AttentionParams
 from .crossover import dense_tokens
@@ -35,17 +35,17 @@ class Policy(State):
 
     In a decode step:
 
-    1. :meth:`plan`: what the step will do; everything that follows gets it. Called once, and once more if a block was
-       sealed behind the attention. Before a step that is captured or replayed, :meth:`prepare` calls it; an eager step
-       calls it after :meth:`observe`, which may end calibration.
+    1. :meth:`plan`: what the step will do; everything that follows gets it. Before a step that is captured or replayed,
+       :meth:`prepare` calls it; an eager step calls it after :meth:`observe`, which may end calibration.
     2. :meth:`foresee`, if the plan says so: the layer before has begun the step. Where :attr:`source` is
        ``"in_delta"``, for a query of the stream that :meth:`expected` gives; :meth:`note_added` when that layer ends.
     3. :meth:`observe`, and while a step is being captured :attr:`note`.
     4. :meth:`attend`.
-    5. :meth:`account`: the host's share. Not in a capture, but after each replay.
-    6. Full blocks are sealed.
-    7. :meth:`look_ahead`: prepares the next step.
-    8. After a replay, :meth:`replayed`: what :meth:`observe` and :meth:`look_ahead` would have left on the host.
+    5. Blocks that have become old are sealed.
+    6. :meth:`look_ahead`: prepares the next step.
+    7. :meth:`account`: counters. Not in a capture; of replayed steps once for all that were alike (see
+       :attr:`each_step`), and then :meth:`replayed`: what :meth:`observe` and :meth:`look_ahead` would have left on
+       the host.
 
     For the cache as a whole, before there are layers: :meth:`place`, :meth:`share`, :meth:`needs`, :meth:`crossover`.
     For numbers of its own: :meth:`measured`. A policy that chooses tokens for the step's own query and keeps nothing is
@@ -63,6 +63,7 @@ class Policy(State):
     granularity = "token"  # of what a sparse step attends to
     fetches = False  # what is chosen is copied to the device
     store_type = LayerStore
+    each_step = False  # replayed steps are accounted for one by one, as they come
     layers_per_launch = 1  # layers whose look-ahead is launched together in a captured step
     low_priority = True  # look-ahead runs on a low-priority stream, on SMs that the step leaves idle
     second_bytes = 0  # allocated on a second device
@@ -139,8 +140,11 @@ class Policy(State):
         Of a long prompt over latents: some of the ``new`` tokens, the last 64 among them.
         """
 
-    def index(self, kv: Tensor, flags: Tensor) -> dict[str, Tensor]:
-        """Per-block fields of blocks being sealed: ``kv [n, batch, H, block_size, Dk + Dv]``."""
+    def index(self, kv: Tensor, start: int, rows: slice) -> dict[str, Tensor]:
+        """Per-block fields of blocks being sealed, ``kv [n, rows, H, block_size, Dk + Dv]``.
+
+        The first of them begins at token ``start`` of its row; ``rows``: which ones of the batch.
+        """
         return {}
 
     def sealing(self, store: LayerStore) -> Index | None:
@@ -159,7 +163,8 @@ class Policy(State):
     def below_crossover(self, store: LayerStore) -> bool:
         """Dense attention is as quick as selecting at this batch and length (``config.dense_below``).
 
-        Full blocks are what counts: they are what there is to select from, and they change between steps only.
+        Full blocks are what counts: they are what there is to select from. Of rows of different lengths their mean: one
+        decision for the whole batch.
         """
         batch, blocks = self._dense_blocks
         if batch != store.batch:
@@ -168,7 +173,7 @@ class Policy(State):
             tokens = dense_tokens(config.dense_below, method, store.device, self.offloaded, store.batch, width)
             blocks = tokens // store.block_size
             self._dense_blocks = (store.batch, blocks)
-        return store.full_blocks <= blocks
+        return sum(store.held.sealed) <= blocks * store.batch
 
     def plan(self, store: LayerStore) -> Plan:
         """What the next step does; also the key of its graph. Changes nothing."""
@@ -199,24 +204,23 @@ class Policy(State):
         ``length``, which is the host's (:meth:`replayed`). ``mask [batch, columns]``: 0 for padding.
         """
 
-    def account(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
-        """The host's share of a step: its attention is done, nothing is sealed yet. Counters.
+    def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
+        """The step's attention is done and its blocks are sealed: prepare the next step, if ``plan.ahead``.
 
-        A step that does not look ahead voids what was chosen before it.
+        ``q``: its query, or the last one of a prompt. A step that does not look ahead voids what was chosen before it.
         """
-        store.count_step("all" if plan.dense else self.granularity)
-        store.counters.crossover += plan.crossover
         if not plan.ahead:
             self.chosen = self.paged = False
 
-    def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan, again: bool = False) -> None:
-        """The step's attention is done and its blocks are sealed: prepare the next step, if ``plan.ahead``.
+    def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
+        """Decode steps are over: counters. ``q``: the query of the last one."""
+        store.count_steps("all" if plan.dense else self.granularity, tally)
+        store.counters.crossover += plan.crossover * tally.steps
 
-        ``q``: its query, or the last one of a prompt. ``again``: it was done before a block was sealed, and counted.
-        """
-
-    def replayed(self, store: LayerStore, plan: Plan) -> None:
-        """After a replay: update host state that the captured step does not."""
+    def replayed(self, store: LayerStore, plan: Plan, tally: Tally) -> None:
+        """After replays: update host state that captured steps do not."""
+        if not plan.ahead:
+            self.chosen = self.paged = False
 
     def measured(self) -> tuple[WalkStats | PackStats, ...]:
         """What progressive selections have read, and what was copied to keep chosen tokens at hand. Synchronises."""

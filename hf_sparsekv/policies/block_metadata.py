@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..kv.store import VALID, LayerStore
+from ..kv.store import LayerStore
 from ..ops.block_score import block_score
 from ..ops.seal import Index, key_metadata
 from .memory import Request
@@ -16,7 +16,7 @@ SIDES = {"min_max": 2, "cuboid_mean": 2, "mean": 1}  # vectors that each kind ke
 
 
 class BlockMetadata:
-    """Metadata of blocks, in the pool's fields ``bounds`` and, for several parts a block, ``part_fill``.
+    """Metadata of blocks, in the pool's field ``bounds``.
 
     Args:
         kind: ``"min_max"``, ``"cuboid_mean"`` or ``"mean"``.
@@ -32,21 +32,17 @@ class BlockMetadata:
         if "bounds" not in store.pool.fields:
             shape = (self.parts, store.heads, SIDES[self.kind], store.key_dim)
             store.pool.add_field("bounds", shape, store.dtype)
-            if self.parts > 1:
-                store.pool.add_field("part_fill", (self.parts,), torch.int32)
 
-    def index(self, keys: Tensor, flags: Tensor) -> dict[str, Tensor]:
-        """The fields of blocks ``keys [n, batch, H, block_size, Dk]``, ``flags [n, batch, block_size]``."""
-        usable = flags == VALID
-        fields = {"bounds": key_metadata(keys, usable, self.parts, self.kind)}
-        if self.parts > 1:
-            fields["part_fill"] = usable.unflatten(2, (self.parts, -1)).sum(-1)
-        return fields
+    def index(self, keys: Tensor, start: int, sinks: int) -> dict[str, Tensor]:
+        """The field of blocks ``keys [n, rows, H, block_size, Dk]``, the first of which begins at token ``start``."""
+        n, rows, _, size, _ = keys.shape
+        usable = torch.arange(start, start + n * size, device=keys.device) >= sinks
+        return {"bounds": key_metadata(keys, usable.view(n, 1, size).expand(-1, rows, -1), self.parts, self.kind)}
 
     def sealing(self, store: LayerStore, index: Index) -> Index:
         """``index`` with the place of these fields, for the kernel that seals one block."""
         fields = store.pool.fields
-        return replace(index, bounds=fields["bounds"], part_fill=fields.get("part_fill"), metadata=self.kind)
+        return replace(index, bounds=fields["bounds"], metadata=self.kind)
 
     def scores(self, q: Tensor, store: LayerStore) -> Tensor:
         """Scores of all full blocks for ``q [batch, Hq, Dk]``, reduced over the heads of a group: ``[batch, H, n]``.
@@ -65,23 +61,22 @@ class BlockMetadata:
         return scores.unflatten(-1, (-1, self.parts)).amax(-1) if self.parts > 1 else scores
 
     def _scores(self, q: Tensor, store: LayerStore, each: Tensor | None) -> Tensor:
-        fields, table = store.pool.fields, store.table
-        fill = fields["fill"]
+        bounds, table = store.pool.fields["bounds"], store.table
         if self.parts > 1:  # the parts of a block are physical blocks of their own to the operator
             part = torch.arange(self.parts, dtype=torch.int32, device=q.device)
             table = torch.where(table[..., None] < 0, -1, table[..., None] * self.parts + part).flatten(1)
-            fill = fields["part_fill"].flatten()
+        sizes = {"tokens": store.block_size // self.parts, "sinks": store.sinks}
         return self._best(
-            block_score(q, fields["bounds"].flatten(0, 1), fill, table, self.reduce, self.kind, each=each)
+            block_score(q, bounds.flatten(0, 1), store.rows, table, self.reduce, self.kind, **sizes, each=each)
         )
 
-    def nbytes(self, store: LayerStore) -> int:
-        """Bytes that scoring all full blocks reads."""
-        blocks = store.batch * store.heads * store.full_blocks * self.parts
+    def nbytes(self, store: LayerStore, blocks: int) -> int:
+        """Bytes that scoring ``blocks`` full blocks, of all rows together, reads."""
+        blocks *= store.heads * self.parts
         return blocks * SIDES[self.kind] * store.key_dim * store.dtype.itemsize
 
 
 def bounds_bytes(request: Request, kind: str, parts: int) -> int:
     """Bytes of the metadata of all physical blocks, all layers."""
     sides = sum(SIDES[kind] * layer.heads * layer.query_dim * request.item for layer in request.layers)
-    return request.block_capacity * parts * (sides + (4 * len(request.layers) if parts > 1 else 0))
+    return request.block_capacity * parts * sides

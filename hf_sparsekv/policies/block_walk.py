@@ -59,8 +59,8 @@ class BlockWalkPolicy(Selector):
         self._key_dim = store.key_dim
         self.metadata.start(store)
 
-    def index(self, kv: Tensor, flags: Tensor) -> dict[str, Tensor]:
-        return self.metadata.index(kv[..., : self._key_dim], flags)
+    def index(self, kv: Tensor, start: int, rows: slice) -> dict[str, Tensor]:
+        return self.metadata.index(kv[..., : self._key_dim], start, self.config.sinks)
 
     def sealing(self, store: LayerStore) -> Index:
         return self.metadata.sealing(store, Index(store.key_dim))

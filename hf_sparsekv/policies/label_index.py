@@ -6,6 +6,7 @@ Which channels is calibrated on a layer's first tokens, or read from a file.
 from __future__ import annotations
 
 from dataclasses import replace
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -103,12 +104,12 @@ class LabelIndex(State):
 
     # ------------------------------------------------------------------ labels
 
-    def index(self, kv: Tensor) -> dict[str, Tensor]:
-        """The fields of blocks ``kv [n, batch, H, block_size, Dk + Dv]``, none during calibration."""
+    def index(self, kv: Tensor, rows: slice) -> dict[str, Tensor]:
+        """The fields of blocks ``kv [n, rows, H, block_size, Dk + Dv]``, none during calibration."""
         if self.calibrating:
             return {}
         n, _, _, size, _ = kv.shape
-        at = self.channels.long()[None, :, :, None].expand(n, -1, -1, size, -1)
+        at = self.channels[rows].long()[None, :, :, None].expand(n, -1, -1, size, -1)
         labels = kv[..., : self._key_dim].gather(-1, at)
         if self.config.label_bits == 16:
             return {"codes": labels}
@@ -136,17 +137,17 @@ class LabelIndex(State):
         """
         fields, reduce = store.pool.fields, reduce or self.config.token_reduce
         labels = fields["codes"], fields.get("qparams"), self.channels
-        return token_score(q, *labels, fields["flags"], store.table, blocks, reduce, out=out)
+        return token_score(q, *labels, store.rows, store.table, blocks, reduce, sinks=store.sinks, out=out)
 
     def nbytes_read(self, store: LayerStore, blocks: int) -> int:
-        """Bytes that scoring ``blocks`` blocks of each row and KV head reads."""
+        """Bytes that scoring ``blocks`` blocks, of all rows together, of each KV head reads."""
         label = self.r // 2 + 4 if self.config.label_bits == 4 else self.r * store.dtype.itemsize
-        return store.batch * store.heads * blocks * store.block_size * label
+        return store.heads * blocks * store.block_size * label
 
     # ------------------------------------------------------------------ files
 
-    def from_file(self, found: dict[str, Tensor], device: torch.device, length: int) -> None:
-        super().from_file(found, device, length)
+    def from_file(self, found: dict[str, Tensor], device: torch.device, lengths: Sequence[int]) -> None:
+        super().from_file(found, device, lengths)
         if not self.calibrating:
             self.stats = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from ..config import PredictiveConfig
 from ..kv.state import Held
-from ..kv.store import LayerStore
+from ..kv.store import LayerStore, Tally
 from ..ops.topk_select import token_select
 from ..predictor.channels import LabelChannels
 from ..tensors import no_inference_mode, reads_here
@@ -138,25 +139,25 @@ class LayerAheadPolicy(PredictivePolicy):
             self.tokens.bring(self.ids, store)
             self._places = self.tokens.locate(self.ids, store)
 
-    def account(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
-        super().account(q, store, plan)
+    def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
+        super().account(q, store, plan, tally)
         if not plan.dense:
-            store.count_index(self._index_bytes(store))
+            store.count_index(self.labels.nbytes_read(store, tally.blocks))
 
-    def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan, again: bool = False) -> None:
+    def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         """Nothing: the next step chooses by itself."""
 
-    def replayed(self, store: LayerStore, plan: Plan) -> None:
+    def replayed(self, store: LayerStore, plan: Plan, tally: Tally) -> None:
         if plan.learns:
-            self.labels.stats.tokens += 1
-        store.counters.foreseen += plan.foresees
+            self.labels.stats.tokens += tally.steps
+        store.counters.foreseen += plan.foresees * tally.steps
         self.added_at = store.length if plan.foresees else None
 
     def file_names(self) -> set[str]:
         return super().file_names() | {"queries", "queries_from"}  # of a cache saved with another predictor
 
-    def from_file(self, found: dict[str, Tensor], device: torch.device, length: int) -> None:
-        super().from_file(found, device, length)
+    def from_file(self, found: dict[str, Tensor], device: torch.device, lengths: Sequence[int]) -> None:
+        super().from_file(found, device, lengths)
         self.chosen = False
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..config import OffloadConfig, PredictiveConfig
 from ..kv.state import Held
-from ..kv.store import LayerStore
+from ..kv.store import LayerStore, Tally
 from ..ops.seal import Index
 from ..ops.topk_select import token_select
 from ..predictor.channels import LabelChannels
@@ -126,8 +126,8 @@ class PredictivePolicy(Policy):
             self.queries = QueryRing(batch, q_heads, self.predictor.slots, dim, store.dtype, store.device)
         self.queries.clear()
 
-    def index(self, kv: Tensor, flags: Tensor) -> dict[str, Tensor]:
-        return self.labels.index(kv)
+    def index(self, kv: Tensor, start: int, rows: slice) -> dict[str, Tensor]:
+        return self.labels.index(kv, rows)
 
     def sealing(self, store: LayerStore) -> Index:
         return self.labels.sealing(store, Index(store.key_dim))
@@ -141,17 +141,18 @@ class PredictivePolicy(Policy):
         if store.capturing:
             self._valid = valid  # the query is stored beside the step
             return
-        end = store.length + (k.shape[2] if new is None else new)
+        columns, lengths = k.shape[2] if new is None else new, store.held.lengths
+        end = tuple(n + more for n, more in zip(lengths, store.table_of_rows.tokens_of(columns, valid)))
         if q is k:  # something else attends: there is no query
-            self.queries.end, self.chosen = end, False
+            self.chosen = False
             self.queries.forget(end)
             return
         if self.queries.held.shape[1] != q.shape[1]:  # the layer began without queries
             held = self.queries
             self.queries = QueryRing(store.batch, q.shape[1], held.size, q.shape[3], store.dtype, store.device)
-            self.queries.end = store.length
-            self.queries.forget(store.length)
-        self.queries.store(q, valid, store.length, end)
+            self.queries.forget(lengths)
+        picks = None if valid is None else store.table_of_rows.picks(valid)
+        self.queries.store(q, lengths, end, picks, columns)
 
     def plan(self, store: LayerStore) -> Plan:
         if self.labels.calibrating:
@@ -172,15 +173,17 @@ class PredictivePolicy(Policy):
         places = self.tokens.locate(self.ids, store)
         return store.attend(q, places, "token", params, pages=self.tokens.pages, columns=self.ids)
 
-    def account(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
-        super().account(q, store, plan)
+    def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
+        super().account(q, store, plan, tally)
+        if plan.ahead:
+            store.count_index(self.labels.nbytes_read(store, tally.blocks))
         if not plan.dense:
-            store.count_means()
+            store.count_means(tally)
 
     # ------------------------------------------------------------------ the next step
 
     def prepare(self, store: LayerStore) -> Plan:
-        self.queries.rewind(store.length)
+        self.queries.rewind(store.held.lengths)
         plan = self.plan(store)
         if plan.ahead:
             self._enter(store)
@@ -197,22 +200,19 @@ class PredictivePolicy(Policy):
         # Measured on an H200, 8 x 32k, 16 x 16k and 1 x 128k: 6.46, 6.55 and 4.81 ms, with the query alone stored here
         # 6.54, 6.90, 5.24, with all of it behind attention 6.85, 7.01, 4.75, with scores here as well 6.78, 6.92, 5.19.
         # Other orders: benchmarks/NOTES.md, "Choosing from all tokens".
-        self.queries.push(q[:, :, None], self._valid, store.seq_len.held(store.device))
+        self.queries.push(q[:, :, None], self._valid, store.step_rows.past)
         if plan.ahead:
             self._predicted = self._predict()
 
-    def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan, again: bool = False) -> None:
-        self.chosen = plan.ahead
-        if not self.chosen:
+    def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
+        super().look_ahead(q, store, plan)
+        if not plan.ahead:
             return
+        self.chosen = True
         self.choose(store)
         self.paged = self._enter(store)
         if self.paged:
             self.tokens.bring(self.ids, store)
-            if again:  # a step needs its tokens once, whatever was copied for it
-                self.tokens.counters[:1] -= (self.ids >= 0).sum()
-        if not again:
-            store.count_index(self._index_bytes(store))
 
     def _predict(self) -> Tensor:
         """The next query ``[batch, Hq, Dk]``."""
@@ -230,16 +230,13 @@ class PredictivePolicy(Policy):
         """Scores of all tokens in full blocks for ``q [batch, Hq, Dk]``: ``[batch, H, n]``."""
         return self.labels.scores(q, store, out=out)
 
-    def _index_bytes(self, store: LayerStore) -> int:
-        return self.labels.nbytes_read(store, store.full_blocks)
-
-    def replayed(self, store: LayerStore, plan: Plan) -> None:
-        self.queries.end = store.length
+    def replayed(self, store: LayerStore, plan: Plan, tally: Tally) -> None:
+        super().replayed(store, plan, tally)
+        self.queries.end = store.held.lengths
         if plan.learns:
-            self.labels.stats.tokens += 1
+            self.labels.stats.tokens += tally.steps
         elif plan.ahead:
             self.chosen, self.paged = True, self.tokens is not None
-            store.count_index(self._index_bytes(store))
 
     def measured(self) -> tuple[PackStats, ...]:
         return () if self.tokens is None else (self.tokens.measured(),)

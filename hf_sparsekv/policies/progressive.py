@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..config import OffloadConfig, ProgressiveConfig
 from ..kv.state import Held
-from ..kv.store import LayerStore
+from ..kv.store import LayerStore, Tally
 from ..ops.mass_select import MASS_ONE, TOTALS, Selection, mass_select
 from ..ops.mass_select.reference import LENGTHS
 from ..ops.seal import Index
@@ -106,8 +106,8 @@ class ProgressivePolicy(Policy):
 
     # ------------------------------------------------------------------ index
 
-    def index(self, kv: Tensor, flags: Tensor) -> dict[str, Tensor]:
-        return self.labels.index(kv)
+    def index(self, kv: Tensor, start: int, rows: slice) -> dict[str, Tensor]:
+        return self.labels.index(kv, rows)
 
     def sealing(self, store: LayerStore) -> Index:
         return self.labels.sealing(store, Index(store.key_dim))
@@ -144,7 +144,7 @@ class ProgressivePolicy(Policy):
             q,
             self.labels.channels,
             store.recent_kv,
-            store.recent_valid,
+            store.rows,
             sinks=store.sinks,
             scale=params.scale,
             softcap=params.softcap,
@@ -156,13 +156,16 @@ class ProgressivePolicy(Policy):
             totals=totals,
         )
 
-    def account(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
-        every = self.config.audit_every
-        if every is not None and not plan.dense and store.counters.steps % every == 0:
+    @property
+    def each_step(self) -> bool:
+        return self.config.audit_every is not None
+
+    def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
+        if self.each_step and not plan.dense and store.counters.steps % self.config.audit_every == 0:
             self._audit(q, store)
-        super().account(q, store, plan)
+        super().account(q, store, plan, tally)
         if not plan.dense:
-            store.count_index(self.labels.nbytes_read(store, store.full_blocks))
+            store.count_index(self.labels.nbytes_read(store, tally.blocks))
 
     # ------------------------------------------------------------------ the next step
 
@@ -179,9 +182,7 @@ class ProgressivePolicy(Policy):
             self._enter(store)
         return plan
 
-    def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan, again: bool = False) -> None:
-        if again:
-            return  # nothing depends on the block that was sealed
+    def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         taken, self._taken = self._taken, None
         self.paged = plan.ahead and self._enter(store)
         if not self.paged:
@@ -193,9 +194,10 @@ class ProgressivePolicy(Policy):
             taken = [reads_here(t) for t in taken]
         self.tokens.bring(taken[0], store, taken[1])
 
-    def replayed(self, store: LayerStore, plan: Plan) -> None:
+    def replayed(self, store: LayerStore, plan: Plan, tally: Tally) -> None:
+        super().replayed(store, plan, tally)
         if plan.learns:
-            self.labels.stats.tokens += 1
+            self.labels.stats.tokens += tally.steps
         elif plan.ahead:
             self.paged = self.tokens is not None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -13,37 +14,36 @@ from ..tensors import no_inference_mode
 
 
 class QueryRing(State):
-    """A ring of queries, addressed by column: the query of column ``c`` is stored at ``c % R``.
+    """A ring of queries of each row: the query of its token ``t`` is stored at ``t % R``.
 
     So a step needs no count of earlier queries, and repeating a step changes nothing.
 
     Attributes:
         held: ``[batch, Hq, R, D]``.
         count: int32 ``[batch]``, queries of each row that are known.
-        position: int32 ``[1]``, where the next one goes.
-        first: int32 ``[batch]``, the column from which on they are known.
-        end: columns whose queries were stored (host).
+        position: int32 ``[batch]``, where the next one goes.
+        first: int32 ``[batch]``, the token from which on they are known.
+        end: tokens of each row whose queries were stored (host).
     """
 
     TENSORS: ClassVar = {
         "held": Held(counted=True, file="queries"),
         "first": Held(counted=True, file="queries_from"),
         "count": Held(counted=True),
-        "position": Held(rows=None, counted=True),
+        "position": Held(counted=True),
     }
-    HOST: ClassVar = {"end": 0}
+    HOST: ClassVar = {"end": None}
 
     @no_inference_mode
     def __init__(self, batch: int, heads: int, size: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.held = torch.zeros(batch, heads, size, dim, dtype=dtype, device=device)
-        self.first = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.count = torch.zeros_like(self.first)
-        self.position = torch.zeros(1, dtype=torch.int32, device=device)
+        self.first, self.count, self.position = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(3))
+        self.end = (0,) * batch
 
     @property
     def size(self) -> int:
-        """Queries that it holds at most."""
+        """Queries of a row that it holds at most."""
         return self.held.shape[2]
 
     def fits(self, batch: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -51,53 +51,90 @@ class QueryRing(State):
         shape = (batch, heads, self.size, dim)
         return (tuple(self.held.shape), self.held.dtype, self.held.device) == (shape, dtype, device)
 
-    def push(self, q: Tensor, valid: Tensor | None, column: Tensor) -> None:
-        """Store ``q [batch, Hq, n, D]``, see :func:`..ops.query_ring.push`."""
-        push(q, valid, column, self.held, self.first, self.count, self.position)
+    def push(self, q: Tensor, valid: Tensor | None, past: Tensor) -> None:
+        """A step's queries ``q [batch, Hq, 1, D]``, see :func:`..ops.query_ring.push`."""
+        push(q, valid, past, self.held, self.first, self.count, self.position)
 
-    def store(self, q: Tensor, valid: Tensor | None, start: int, end: int) -> None:
-        """Store the queries of columns ``start .. end - 1``, of which ``q`` may be the last ones only."""
+    def store(
+        self,
+        q: Tensor,
+        start: Sequence[int],
+        end: Sequence[int],
+        picks: Sequence[slice | Tensor] | None = None,
+        columns: int | None = None,
+    ) -> None:
+        """Store the queries of tokens ``start .. end - 1`` of each row.
+
+        Args:
+            q: ``[batch, Hq, n, D]``, of all ``columns``, or of the last ones only.
+            picks: which of the columns are a row's tokens; None: all.
+        """
         self.rewind(start)
-        n = min(q.shape[2], end - start, self.size)
-        if q.shape[2] < end - start:
-            self.forget(end - q.shape[2])
-        column = torch.full((1,), end - n, dtype=torch.int32, device=self.held.device)
-        self.push(q[:, :, q.shape[2] - n :], None if valid is None else valid[:, valid.shape[1] - n :], column)
-        self.end = end
+        missing = 0 if columns is None else columns - q.shape[2]
+        rows = [slice(None)] if picks is None and len(set(zip(start, end))) == 1 else range(len(start))
+        for row in rows:
+            first = 0 if isinstance(row, slice) else row
+            one = row if isinstance(row, slice) else slice(row, row + 1)
+            mine, tokens = q[one], end[first] - start[first]
+            if picks is not None:
+                at = picks[first]
+                at = torch.arange(at.start, at.stop, device=q.device) if isinstance(at, slice) else at.to(q.device)
+                mine = mine[:, :, at[at >= missing] - missing]
+            n = min(mine.shape[2], tokens, self.size)
+            held = [x[one] for x in (self.held, self.first, self.count, self.position)]
+            if mine.shape[2] < tokens:
+                held[1].clamp_min_(end[first] - mine.shape[2])
+            past = torch.full_like(held[1], end[first] - n)
+            push(mine[:, :, mine.shape[2] - n :], None, past, *held)
+        self.end = tuple(end)
 
-    def rewind(self, length: int) -> None:
-        """Columns from ``length`` on were removed; older queries that theirs have overwritten are gone as well."""
-        if self.end > length:
-            self.first.clamp_min_(self.end - self.size).clamp_max_(length)  # those that follow are known
-            self.count.copy_((length - self.first).clamp(0, self.size))
-            self.position.fill_(length % self.size)
-            self.end = length
+    def _ints(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.held.device)
 
-    def forget(self, length: int) -> None:
-        """Queries of columns before ``length`` are not known."""
-        self.first.clamp_min_(length)
-        self.count.copy_((self.end - self.first).clamp(0, self.size))
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Tokens from ``lengths`` on were removed; older queries that theirs have overwritten are gone as well."""
+        if any(end > length for end, length in zip(self.end, lengths)):
+            end, length = self._ints(self.end), self._ints(lengths)
+            gone = end > length
+            known = torch.minimum(torch.maximum(self.first, end - self.size), length)  # those that follow are known
+            self.first.copy_(torch.where(gone, known, self.first))
+            self.end = tuple(min(both) for both in zip(self.end, lengths))
+            self._count()
 
-    def to_file(self, length: int) -> dict[str, Tensor]:
-        self.rewind(length)  # a crop() leaves that to the next step
-        return super().to_file(length)
+    def _count(self) -> None:
+        end = self._ints(self.end)
+        self.count.copy_((end - self.first).clamp(0, self.size))
+        self.position.copy_(end % self.size)
 
-    def from_file(self, found: dict[str, Tensor], device: torch.device, length: int) -> None:
-        """Take over what another ring, which may have held more or fewer, knew at ``length`` columns."""
+    def forget(self, lengths: Sequence[int]) -> None:
+        """The rows hold ``lengths`` tokens, and no query of these is known."""
+        self.end = tuple(lengths)
+        self.first.copy_(self._ints(lengths))
+        self._count()
+
+    @no_inference_mode
+    def map_rows(self, index: Tensor) -> None:
+        super().map_rows(index)
+        self.end = tuple(self.end[i] for i in index.tolist())
+
+    def to_file(self, lengths: Sequence[int]) -> dict[str, Tensor]:
+        self.rewind(lengths)  # a crop() leaves that to the next step
+        return super().to_file(lengths)
+
+    def from_file(self, found: dict[str, Tensor], device: torch.device, lengths: Sequence[int]) -> None:
+        """Take over what another ring, which may have held more or fewer, knew at these lengths."""
+        self.forget(lengths)
         if "queries" not in found:  # of a cache whose predictor needed none
-            self.end = length
-            self.forget(length)
             return
         held, first = (found[name].to(device) for name in ("queries", "queries_from"))
-        n = min(held.shape[2], length)
-        columns = torch.arange(length - n, length, device=device) % held.shape[2]
-        self.first.copy_(first.clamp_min(length - n))
-        self.end = length - n
-        self.store(held[:, :, columns], None, length - n, length)
+        for row, length in enumerate(lengths):
+            n = min(held.shape[2], length)
+            tokens = torch.arange(length - n, length, device=device) % held.shape[2]
+            mine = [x[row : row + 1] for x in (self.held, self.first, self.count, self.position)]
+            mine[1].copy_(first[row : row + 1].clamp_min(length - min(n, self.size)))
+            kept = tokens[n - min(n, self.size) :]
+            push(held[row : row + 1, :, kept], None, torch.full_like(mine[1], length - len(kept)), *mine)
 
     def clear(self) -> None:
         """Nothing is cached."""
-        self.first.zero_()
-        self.count.zero_()
-        self.position.zero_()
-        self.end = 0
+        self.forget((0,) * len(self.held))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..config import OffloadConfig, TwoLevelConfig
 from ..kv.state import Held
-from ..kv.store import LayerStore
+from ..kv.store import LayerStore, Tally
 from ..ops.place_tokens import place_tokens
 from ..ops.seal import Index
 from ..ops.topk_select import block_select, token_select
@@ -122,9 +122,11 @@ class TwoLevelPolicy(Policy):
 
     # ------------------------------------------------------------------ index
 
-    def index(self, kv: Tensor, flags: Tensor) -> dict[str, Tensor]:
-        fields = {} if self.metadata is None else self.metadata.index(kv[..., : self._key_dim], flags)
-        return fields if self.labels is None else {**fields, **self.labels.index(kv)}
+    def index(self, kv: Tensor, start: int, rows: slice) -> dict[str, Tensor]:
+        fields = {}
+        if self.metadata is not None:
+            fields = self.metadata.index(kv[..., : self._key_dim], start, self.config.sinks)
+        return fields if self.labels is None else {**fields, **self.labels.index(kv, rows)}
 
     def sealing(self, store: LayerStore) -> Index:
         index = Index(store.key_dim)
@@ -207,32 +209,30 @@ class TwoLevelPolicy(Policy):
             self._enter(store)
         return plan
 
-    def account(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
-        super().account(q, store, plan)
+    def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
+        super().account(q, store, plan, tally)
+        chosen = plan.attends == "chosen"
+        if (plan.ahead and self.lag) or (chosen and not self.lag):
+            store.count_index(self.metadata.nbytes(store, tally.blocks))
         if plan.dense:
             return
-        chosen = plan.attends == "chosen"
-        if chosen and not self.lag:
-            store.count_index(self.metadata.nbytes(store))
         if self.labels is not None:
-            blocks = self.config.coarse_blocks if chosen else store.full_blocks
-            store.count_index(self.labels.nbytes_read(store, blocks))
-        store.count_means()
+            few = self.config.coarse_blocks * store.batch * tally.steps
+            store.count_index(self.labels.nbytes_read(store, few if chosen else tally.blocks))
+        store.count_means(tally)
 
-    def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan, again: bool = False) -> None:
-        if self.fetches_tokens:
-            if plan.ahead and not again:  # nothing depends on a block that was sealed
-                self._bring_tokens(q, store)
-            return
-        self.chosen = plan.ahead
+    def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
+        super().look_ahead(q, store, plan)
         if not plan.ahead:
             return
+        if self.fetches_tokens:
+            self._bring_tokens(q, store)
+            return
+        self.chosen = True
         self.ids.copy_(self._choose_blocks(q, store))
         self.paged = self._enter(store)
         if self.paged:
-            store.pages.fetch(self.ids, store.table, 1, not again, self.page_ids)
-        if not again:
-            store.count_index(self.metadata.nbytes(store))
+            store.pages.fetch(self.ids, store.table, 1, True, self.page_ids)
 
     def _bring_tokens(self, q: Tensor, store: LayerStore) -> None:
         """Bring the tokens of the step that has just ended, or those for a prompt's last query."""
@@ -250,14 +250,14 @@ class TwoLevelPolicy(Policy):
         if self.tokens is not None:
             self.tokens.forget()  # these columns may get other tokens
 
-    def replayed(self, store: LayerStore, plan: Plan) -> None:
+    def replayed(self, store: LayerStore, plan: Plan, tally: Tally) -> None:
+        super().replayed(store, plan, tally)
         if plan.learns:
-            self.labels.stats.tokens += 1
+            self.labels.stats.tokens += tally.steps
         elif plan.ahead and self.fetches_tokens:
             self.paged = self.tokens is not None
         elif plan.ahead:
             self.chosen, self.paged = True, self.page_ids is not None and store.pages.pool is not None
-            store.count_index(self.metadata.nbytes(store))
 
     def _choose_blocks(self, q: Tensor, store: LayerStore) -> Tensor:
         """``BlockIds [batch, H, coarse_blocks]`` for this query."""

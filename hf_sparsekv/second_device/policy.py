@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..config import OffloadConfig, PredictiveConfig
-from ..kv.store import LayerStore
+from ..kv.store import LayerStore, Tally
 from ..ops._dispatch import use_triton
 from ..ops.topk_select import token_select
 from ..policies.base import Policy
@@ -97,6 +97,7 @@ class SecondDevicePolicy(Policy):
     config: PredictiveConfig
     method = "predictive"
     low_priority = False
+    each_step = True  # selections that have come are taken over between steps
     store_type = PrimaryStore
 
     def __init__(
@@ -139,7 +140,7 @@ class SecondDevicePolicy(Policy):
     def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: PrimaryStore, new: int | None = None) -> None:
         if store.capturing:
             return
-        store.replica.length = store.length  # whatever a capture that failed has left
+        store.replica.held = store.held  # whatever a capture that failed has left
         with self.peer.entered(store.device, q, k, valid):
             there = self.peer.device
             known = None if valid is None else valid.to(there)
@@ -171,9 +172,10 @@ class SecondDevicePolicy(Policy):
 
     def prepare(self, store: PrimaryStore) -> Plan:
         self._take(store, strict=True)
-        if self.replica.queries.end > store.length:
+        lengths = store.held.lengths
+        if any(end > length for end, length in zip(self.replica.queries.end, lengths)):
             with self.peer.entered(store.device):
-                self.replica.queries.rewind(store.length)
+                self.replica.queries.rewind(lengths)
         self.replica.memory(store.replica)  # not while a step is being captured
         self.peer.join(store.device)
         return self.plan(store)
@@ -198,36 +200,31 @@ class SecondDevicePolicy(Policy):
             event.wait(torch.cuda.current_stream(store.device))
         self.at, self.known, self.pending = 1 - self.at, known, None
 
-    def look_ahead(self, q: Tensor, store: PrimaryStore, plan: Plan, again: bool = False) -> None:
+    def look_ahead(self, q: Tensor, store: PrimaryStore, plan: Plan) -> None:
         replica, used = store.replica, () if store.new is None else (q, *store.new)
         forked, entered = self.peer.forked, self.peer.entered
         with forked(store.device, self.layer_idx) if store.capturing else entered(store.device, *used):
             replica.capturing = store.capturing
             try:
-                self._follow(q, store)
-                if not store.capturing:
+                if store.new is not None:
+                    self._follow(q, store)
                     replica.seal_due(self.replica)
-                self._choose(store, plan, again)
+                self._choose(store, plan)
             finally:
                 replica.capturing = False
-        if again:
-            self.peer.join(store.device)
 
     def _follow(self, q: Tensor, store: PrimaryStore) -> None:
-        """Hand over the step's query, key and value, unless they are there."""
+        """Hand over the step's query, key and value."""
         replica = store.replica
-        if store.new is None:
-            replica.length = store.length
-            return
         given, store.new = store.new, None
         k, v, valid = (self.peer.reach(name, tensor) for name, tensor in zip(("k", "v", "valid"), given))
         if store.capturing:
             store.kept = given
             q = self.peer.reach("q", q[:, :, None])
-            self.replica.queries.push(q, valid, replica.seq_len.held(replica.device))
+            self.replica.queries.push(q, valid, replica.step_rows.past)
         replica.append(k, v, valid)
 
-    def _choose(self, store: PrimaryStore, plan: Plan, again: bool) -> None:
+    def _choose(self, store: PrimaryStore, plan: Plan) -> None:
         replica = store.replica
         if not plan.ahead:
             self.chosen, self.pending, self.known = False, None, None
@@ -237,24 +234,24 @@ class SecondDevicePolicy(Policy):
             if event is not None and not event.query():
                 return  # it is late already; another one behind it would never be in time
         self.replica.choose(replica)
-        in_place = store.capturing or again  # a captured step: what it has attended to is over
-        at = self.at if in_place else 1 - self.at
+        at = self.at if store.capturing else 1 - self.at  # in a captured step what it has attended to is over
         self.packs[at].update(self.replica.ids, replica.pool.kv, replica.table, self.replica.memory(replica)[-1])
         self.chosen = True
-        if in_place:
+        if store.capturing:
             self.known = replica.full_blocks
         else:
             self.pending = self.peer.mark(), replica.full_blocks
-        if again:  # a step needs its tokens once, whatever was copied for it
-            self.packs[at].counters[:1] -= (self.replica.ids >= 0).sum()
-        else:
-            store.count_index(self.replica._index_bytes(replica))
 
-    def replayed(self, store: PrimaryStore, plan: Plan) -> None:
-        store.replica.length, self.replica.queries.end = store.length, store.length
+    def account(self, q: Tensor, store: PrimaryStore, plan: Plan, tally: Tally) -> None:
+        super().account(q, store, plan, tally)
+        if plan.ahead:
+            store.count_index(self.replica.labels.nbytes_read(store.replica, tally.blocks))
+
+    def replayed(self, store: PrimaryStore, plan: Plan, tally: Tally) -> None:
+        super().replayed(store, plan, tally)
+        self.replica.queries.end = store.held.lengths
         if plan.ahead:
             self.chosen, self.known = True, store.full_blocks
-            store.count_index(self.replica._index_bytes(store.replica))
 
     # ------------------------------------------------------------------ numbers
 
@@ -353,8 +350,7 @@ class SecondDevice(Labelled):
         memory = Memory(blocks=0, second=queries_bytes(request), device_pages=2 * copied_bytes(request))
         for layer in request.layers:
             token = request.token(layer)
-            memory.second += block_capacity * (size * token + size + 4) + batch * recent * token
-            memory.second += batch * (request.table * 4 + recent + 4)
+            memory.second += block_capacity * size * token + batch * recent * token
             memory.second += block_capacity * label_bytes(request, layer)
         return memory
 

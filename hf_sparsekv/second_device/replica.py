@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..kv.rows import Rows, RowTable
 from ..kv.store import LayerStore
 from ..ops._dispatch import use_triton
-from ..tensors import SeqLenTensor, no_inference_mode
+from ..tensors import no_inference_mode
 
 # Layers that a captured step chooses for at a time: selecting and packing leave room. Measured on two H200s, 8 x 32k,
 # 90 % new tokens a step: 11.9 ms a token, with one 12.9.
@@ -194,21 +196,30 @@ class PeerDevice:
                     now.wait_stream(stream)
 
 
-class PrimarySeqLen(SeqLenTensor):
-    """The length of a replica. In a captured step it is the leader's, which is set before each replay."""
+class ReplicaStore(LayerStore):
+    """The store of the device that chooses. In a captured step it reads the rows of the device that attends."""
 
-    def __init__(self, seq_len: SeqLenTensor, home: torch.device, peer: PeerDevice) -> None:
-        super().__init__()
-        self._primary, self._home, self._peer = seq_len, home, peer
+    peer: PeerDevice
+    home: torch.device
 
-    def held(self, device: torch.device) -> Tensor:
-        return self._peer.reach("length", self._primary.held(self._home))
+    @property
+    def step_rows(self) -> ReadRows:
+        step = self.table_of_rows.steps(self.home)
+        return ReadRows(*(self.peer.reach(name, getattr(step, name)) for name in ReadRows._fields))
+
+
+class ReadRows(NamedTuple):
+    """What of ``kv.rows.StepRows`` is read on the other device."""
+
+    past: Tensor
+    now: Tensor
+    after: Tensor
 
 
 class PrimaryStore(LayerStore):
     """The store of the device that attends, and its replica on the one that chooses, which keeps the blocks.
 
-    Here are the recent tokens, and of each block what tells its tokens apart. Attention beyond the selection, and
+    Here are the recent tokens. Attention beyond the selection, and
     reading blocks back, uses peer access to the other device's memory.
 
     Attributes:
@@ -220,12 +231,12 @@ class PrimaryStore(LayerStore):
     """
 
     keeps_blocks = False
-    replica: LayerStore | None = None
+    replica: ReplicaStore | None = None
     rank: PeerDevice | None = None
     new: tuple[Tensor, Tensor, Tensor | None] | None = None
     kept: tuple[Tensor, Tensor, Tensor | None] | None = None
 
-    def follow(self, peer: PeerDevice) -> LayerStore:
+    def follow(self, peer: PeerDevice) -> ReplicaStore:
         """Make the replica, unless it is there."""
         if self.replica is None:
             self.peer = peer
@@ -233,17 +244,15 @@ class PrimaryStore(LayerStore):
             nothing = torch.empty(1, dtype=self.dtype, device=peer.device)
             shape = (self.batch, self.heads, self.block_table.shape[1] * self.block_size)
             k, v = (nothing.expand(*shape, dim) for dim in (self.key_dim, self.value_dim))
-            self.replica = LayerStore(k, v, self.config, None, PrimarySeqLen(self.seq_len, self.device, peer))
+            self.replica = ReplicaStore(k, v, self.config, None, self.table_of_rows)
+            self.replica.peer, self.replica.home = peer, self.device
+            self.table_of_rows.order(peer.device, peer.on_stream)
+        self.replica.held = self.held
         return self.replica
 
     @property
     def blocks(self) -> tuple[Tensor, Tensor, Tensor]:
-        replica = self.replica
-        return (
-            replica.pool.kv,
-            replica.pool.fields["flags"],
-            replica.block_table if self.capturing else replica.block_table[:, : self.full_blocks],
-        )
+        return self.replica.pool.kv, self.rows, self.table
 
     def attend(self, q: Tensor, ids: Tensor | None, granularity: str, *rest, **named) -> Tensor:
         if granularity == "all" and not self.capturing:  # a captured step has been prepared
@@ -255,10 +264,15 @@ class PrimaryStore(LayerStore):
             self.replica._read(first, end, out)
         self.peer.join(self.device)
 
-    def _store_blocks(self, blocks: Tensor, *rest) -> Tensor:
-        return super()._store_blocks(blocks[..., :0], *rest)
+    def _store_blocks(self, blocks: Tensor, *rest) -> None:
+        super()._store_blocks(blocks[..., :0], *rest)
 
-    def append(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
+    def join(self) -> None:
+        super().join()
+        if self.replica is not None:
+            self.replica.join()
+
+    def append(self, k: Tensor, v: Tensor, valid: Tensor | None = None) -> None:
         super().append(k, v, valid)
         self.new = k, v, valid
 
@@ -276,10 +290,10 @@ class PrimaryStore(LayerStore):
             self.replica.crop(length)
 
     @no_inference_mode
-    def map_rows(self, index: Tensor) -> None:
-        super().map_rows(index)
+    def map_rows(self, index: Tensor, rows: Rows) -> None:
+        super().map_rows(index, rows)
         with self.peer.entered(self.device, index):
-            self.replica.map_rows(index.to(self.peer.device))
+            self.replica.map_rows(index.to(self.peer.device), rows)
 
     def reset(self) -> None:
         super().reset()
@@ -289,11 +303,11 @@ class PrimaryStore(LayerStore):
                 self.replica.reset()
 
     @no_inference_mode
-    def copy(self, seq_len: SeqLenTensor, pools=None, copy_streams=None) -> PrimaryStore:
-        new = super().copy(seq_len, pools, copy_streams)
+    def copy(self, table: RowTable, pools=None, copy_streams=None) -> PrimaryStore:
+        new = super().copy(table, pools, copy_streams)
         if self.replica is not None:
             with self.peer.entered(self.device):
-                new.replica = self.replica.copy(PrimarySeqLen(seq_len, self.device, self.peer))
+                new.replica = self.replica.copy(table)
         return new
 
     def add_addresses(self, found: list[int]) -> None:

@@ -209,7 +209,7 @@ def collect(layers: list[SparseLayer], pools: DevicePools | None = None) -> Cach
     attended = context = blocks = read = dense = index = down = up = 0
     for store in stores:
         counters = store.counters
-        mine, all_of_it = counters.total_attended, counters.total_context
+        mine, all_of_it = counters.total_attended, counters.context
         attended += mine
         context += all_of_it
         blocks += int(counters.blocks)

@@ -1,0 +1,524 @@
+"""The rows of a cache: how many tokens each holds, and which blocks they lie in. One table for all layers.
+
+A row is the sequence of its own valid tokens: token ``i`` is in block ``i // block_size``, at ``i % block_size``. Padding
+is not stored. Which columns of the attention mask a row's tokens were is a map that only prompts and ``crop()`` ask for.
+
+A block has the same id in every layer. Ids are counted: a block belongs to all rows whose table names it, those of
+copies of the cache among them, and is free when none does.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..config import SparseConfig
+from ..ops.begin_step import begin_step
+from ..tensors import no_inference_mode
+
+_MIN_BLOCKS = 16
+
+
+def bucket(n: int) -> int:
+    """Smallest capacity of the form {4, 5, 6, 7} x 2^k (at least 16) that holds ``n`` items.
+
+    Four sizes an octave: at most a quarter is unused, and growing item by item copies each item about four times
+    in all.
+    """
+    n = max(n, _MIN_BLOCKS)
+    step = 1 << max((n - 1).bit_length() - 3, 0)
+    return -(-n // step) * step
+
+
+class Pool(Protocol):
+    """What ids need of a layer's block pool."""
+
+    def forget(self, ids: Tensor) -> None:
+        """These blocks are about to be written anew: drop what is kept about them."""
+        ...
+
+    def copy_blocks(self, old: Tensor, new: Tensor) -> None:
+        """Copy blocks ``old`` to ``new``, int64 ``[n]`` each, in the CPU's memory."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """What the rows hold at one time. Never changed: a pass makes the next one.
+
+    Attributes:
+        block_size: tokens of a block.
+        columns: of the attention mask, padding included: the same for all rows.
+        lengths: tokens of each row.
+        sealed: full blocks of each row that are in the block pool.
+        valid: which columns are tokens, bool ``[batch, n]``, n <= columns: behind them all are. None: all are.
+    """
+
+    block_size: int
+    columns: int
+    lengths: tuple[int, ...]
+    sealed: tuple[int, ...]
+    valid: Tensor | None = None
+    _on: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return len(self.lengths)
+
+    @property
+    def uniform(self) -> bool:
+        """All rows hold the same number of tokens."""
+        return min(self.lengths) == max(self.lengths) and min(self.sealed) == max(self.sealed)
+
+    def same(self, other: Rows) -> bool:
+        """The rows hold as much as those of ``other``."""
+        return (self.columns, self.lengths, self.sealed) == (other.columns, other.lengths, other.sealed)
+
+    @no_inference_mode
+    def on(self, device: torch.device) -> Tensor:
+        """int32 ``[batch, 2]`` on a device: tokens, and tokens in full blocks."""
+        held = self._on.get(device)
+        if held is None:
+            both = [(length, sealed * self.block_size) for length, sealed in zip(self.lengths, self.sealed)]
+            held = self._on[device] = torch.tensor(both, dtype=torch.int32, device=device)
+        return held
+
+    def valid_columns(self, device: torch.device) -> Tensor:
+        """Which columns are tokens, bool ``[batch, columns]``."""
+        if self.valid is None:
+            return torch.ones(self.batch, self.columns, dtype=torch.bool, device=device)
+        return torch.nn.functional.pad(self.valid.to(device), (0, self.columns - self.valid.shape[1]), value=True)
+
+
+class BlockIds:
+    """Ids of blocks, counted. Copies of a cache share them, as they share the block pools.
+
+    Attributes:
+        used: ids below it have been given out.
+        lock: held from taking ids until they are in a table.
+        moves: counts pools that have grown.
+    """
+
+    def __init__(self) -> None:
+        self.used = self.moves = 0
+        self.lock = threading.RLock()
+        self._references = np.zeros(_MIN_BLOCKS, dtype=np.int32)
+        self._free: list[int] = []
+        self._dropped: deque[np.ndarray] = deque()  # of tables that were deleted, by whatever thread
+        self._pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+    def __deepcopy__(self, memo: dict) -> BlockIds:
+        return self
+
+    def register(self, pool: Pool) -> None:
+        """``pool`` is where a layer's blocks of these ids are."""
+        self._pools.add(pool)
+
+    @property
+    def pools(self) -> list[Pool]:
+        """The layers' pools."""
+        return list(self._pools)
+
+    def take(self, n: int) -> np.ndarray:
+        """``n`` ids, int32, each of which has one reference: such as were free, then new ones, one after the other."""
+        with self.lock:
+            self._drain()
+            again, self._free = self._free[:n], self._free[n:]
+            new = np.arange(self.used, self.used + n - len(again), dtype=np.int32)
+            self.used += len(new)
+            if self.used > len(self._references):
+                self._references = np.pad(self._references, (0, bucket(self.used) - len(self._references)))
+            ids = np.concatenate((np.array(again, dtype=np.int32), new))
+            self._references[ids] = 1
+            if again:
+                for pool in self.pools:
+                    pool.forget(torch.from_numpy(ids[: len(again)]))
+            return ids
+
+    def share(self, ids: np.ndarray) -> None:
+        """One more reference to each; -1 is none."""
+        with self.lock:
+            np.add.at(self._references, ids[ids >= 0], 1)
+
+    def drop(self, ids: np.ndarray) -> None:
+        """One reference less to each; -1 is none."""
+        with self.lock:
+            named = ids[ids >= 0]
+            np.subtract.at(self._references, named, 1)
+            self._free += [int(i) for i in np.unique(named) if self._references[i] == 0]
+            if len(self._free) == self.used:
+                self._free, self.used = [], 0
+
+    def drop_later(self, held: list[np.ndarray]) -> None:
+        """:meth:`drop` of a table that is being deleted, in the middle of anything."""
+        self._dropped.append(held[0])
+
+    def shared(self, ids: np.ndarray) -> np.ndarray:
+        """Which of them have more than one reference, bool."""
+        with self.lock:
+            self._drain()
+            return (ids >= 0) & (self._references[np.maximum(ids, 0)] > 1)
+
+    def _drain(self) -> None:
+        while self._dropped:
+            self.drop(self._dropped.popleft())
+
+
+class StepRows:
+    """The rows of captured steps, at fixed addresses; each step takes them further by itself (:mod:`..ops.begin_step`).
+
+    Attributes:
+        past: int32 ``[batch]``, tokens before the step.
+        now: int32 ``[batch, 2]``, tokens with the step's own, and tokens in full blocks.
+        after: int32 ``[batch, 2]``, the same when the block that became old is sealed: where the next step begins.
+        columns: int32 ``[batch]``, columns of sliding layers before the step, whose rings count padding at the front.
+        pads: int32 ``[batch]``, that padding.
+        windows: by size of a sliding window: int32 ``[batch, 2]``, columns with the step's own, and those before the
+            first one that is seen.
+        held: what ``after`` says; None: somebody has changed it.
+    """
+
+    @no_inference_mode
+    def __init__(self, batch: int, device: torch.device) -> None:
+        self.past, self.columns, self.pads = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(3))
+        self.now, self.after = (torch.zeros(batch, 2, dtype=torch.int32, device=device) for _ in range(2))
+        self.windows: dict[int, Tensor] = {}
+        self.held: Rows | None = None
+
+    def load(self, rows: Rows) -> None:
+        """The next step begins with these."""
+        if self.held is not rows:
+            self.held = None  # unknown, if an interrupt stops the copy
+            self.after.copy_(rows.on(self.after.device))
+            if self.windows:
+                self.pads.copy_(torch.tensor([rows.columns - length for length in rows.lengths], dtype=torch.int32))
+            self.held = rows
+
+    def begin(self, valid: Tensor | None, block_size: int, recent: int) -> None:
+        """A step begins. ``valid``: bool ``[batch]``, rows that get a token; None: all."""
+        begin_step(self.after, self.past, self.now, valid, block_size=block_size, recent=recent)
+        if self.windows:
+            torch.add(self.past, self.pads, out=self.columns)
+        for size, held in self.windows.items():
+            held[:, 0] = self.columns + 1
+            held[:, 1] = torch.maximum(self.columns + 1 - size, self.pads)
+
+    @no_inference_mode
+    def window(self, size: int) -> Tensor:
+        """The entry of :attr:`windows`, made if it is not there."""
+        if size not in self.windows:
+            self.windows[size], self.held = torch.zeros_like(self.now), None
+        return self.windows[size]
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Of all that a captured step reads and writes here."""
+        return self.past.data_ptr(), self.now.data_ptr(), *(held.data_ptr() for held in self.windows.values())
+
+
+_NOTHING = (None,) * 4  # asked for: rows, columns, their validity; given
+
+
+class Taken(NamedTuple):
+    """A decode step: its rows while it attends, and when what became old is sealed."""
+
+    now: Rows
+    after: Rows
+
+
+class RowTable:
+    """The rows of one cache.
+
+    Attributes:
+        rows: what all layers hold that say nothing else (:attr:`.store.LayerStore.held`).
+        ids: of blocks.
+        batch: rows.
+    """
+
+    def __init__(self, config: SparseConfig) -> None:
+        self.config, self.block_size = config, config.block_size
+        self.recent = config.window + config.max_draft
+        self.ids = BlockIds()
+        self.rows: Rows | None = None
+        self.batch = 0
+        self._held: list[np.ndarray] = [np.zeros((0, 0), dtype=np.int32)]
+        self._on: dict[torch.device, Tensor] = {}
+        self._steps: dict[torch.device, StepRows] = {}
+        self._memo: tuple = _NOTHING
+        self._picks: tuple[Tensor | None, list] = (None, [])
+        self._empty: Rows | None = None
+        self._moves = 0
+        self._orders: dict[torch.device, Callable[[], AbstractContextManager]] = {}
+        self._front: tuple[Tensor | None, bool] = (None, True)
+        weakref.finalize(self, self.ids.drop_later, self._held).atexit = False
+
+    def __deepcopy__(self, memo: dict) -> RowTable:
+        new = RowTable(self.config)
+        new.ids, new.rows, new.batch, new._empty = self.ids, self.rows, self.batch, self._empty
+        new._held[0], new._orders = self._held[0].copy(), self._orders
+        memo[id(self)] = new
+        weakref.finalize(new, new.ids.drop_later, new._held).atexit = False
+        self.ids.share(new._held[0])
+        return new
+
+    # ------------------------------------------------------------------ the table
+
+    @property
+    def host(self) -> np.ndarray:
+        """int32 ``[batch, capacity]``, id of each block of each row, -1 for none. Not every one is filled yet."""
+        return self._held[0]
+
+    @property
+    def capacity(self) -> int:
+        """Blocks of a row that there is room for."""
+        return self.host.shape[1]
+
+    @no_inference_mode
+    def on(self, device: torch.device) -> Tensor:
+        """:attr:`host` on a device."""
+        held = self._on.get(device)
+        if held is None:
+            held = self._on[device] = torch.from_numpy(self.host.copy()).to(device)
+        return held
+
+    def start(self, batch: int, tokens: int) -> Rows:
+        """Rows without tokens; about ``tokens`` are expected in each."""
+        expected = self.config.max_length or tokens
+        blocks = -(-expected // self.block_size)
+        blocks = blocks if self.config.max_length is not None else bucket(blocks)
+        if self.batch != batch or self._empty is None:
+            self.clear()
+            self.batch = batch
+            self._replace(np.full((batch, blocks), -1, dtype=np.int32))
+            self.rows = self._empty = Rows(self.block_size, 0, (0,) * batch, (0,) * batch)
+        elif self.capacity < blocks:
+            self._grow(blocks)
+        return self._empty
+
+    @property
+    def empty(self) -> Rows:
+        """Rows without tokens."""
+        return self._empty
+
+    def join(self, held: Sequence[Rows]) -> Rows | None:
+        """What all layers hold, from here on :attr:`rows`; None if they hold different things."""
+        first = held[0]
+        if any(rows is not first and not rows.same(first) for rows in held):
+            return None
+        self.rows = first
+        return first
+
+    def clear(self) -> None:
+        """No row holds anything. What memory there is is kept."""
+        self.ids.drop(self.host)
+        self.host.fill(-1)
+        for device, held in self._on.items():
+            with self._orders.get(device, nullcontext)():
+                held.fill_(-1)
+        self.rows, self._memo = self._empty, _NOTHING
+
+    @property
+    def moves(self) -> int:
+        """Grows whenever memory that captured steps use has moved, of this table or of a block pool."""
+        return self._moves + self.ids.moves
+
+    def _replace(self, host: np.ndarray) -> None:
+        self._moves += 1
+        self._held[0] = host
+        self._on.clear()
+        self._steps = {device: step for device, step in self._steps.items() if len(step.past) == len(host)}
+
+    def _grow(self, capacity: int) -> None:
+        self._replace(np.pad(self.host, ((0, 0), (0, capacity - self.capacity)), constant_values=-1))
+
+    def reserve(self, rows: Sequence[int], first: Sequence[int], end: Sequence[int]) -> None:
+        """Have ids ready for blocks ``first .. end - 1`` of these rows: their own, which nobody shares."""
+        if max(end, default=0) > self.capacity:
+            self._grow(bucket(max(end)))
+        with self.ids.lock:
+            wanted = [(row, block) for row, lo, hi in zip(rows, first, end) for block in range(lo, hi)]
+            wanted = np.array(wanted, dtype=np.int64).reshape(-1, 2)
+            held = self.host[wanted[:, 0], wanted[:, 1]]
+            shared = self.ids.shared(held)
+            missing = wanted[(held < 0) | shared]
+            if not len(missing):
+                return
+            self.ids.drop(held[shared])
+            # Blocks of all rows beside each other: those of a piece of a prompt are then one range.
+            missing = missing[np.lexsort((missing[:, 0], missing[:, 1]))]
+            self._write(missing, self.ids.take(len(missing)))
+
+    def _write(self, at: np.ndarray, ids: np.ndarray) -> None:
+        self.host[at[:, 0], at[:, 1]] = ids
+        for device, held in self._on.items():
+            with self._orders.get(device, nullcontext)():
+                if len(at) <= 2:
+                    for (row, block), one in zip(at.tolist(), ids.tolist()):
+                        held[row, block] = one
+                else:
+                    row, block = torch.from_numpy(at.T.copy()).to(held.device)
+                    held[row, block] = torch.from_numpy(ids).to(held.device)
+
+    def order(self, device: torch.device, within: Callable[[], AbstractContextManager]) -> None:
+        """On this device the table is written in the context ``within()``, in the order of who reads it there."""
+        self._orders[device] = within
+
+    # ------------------------------------------------------------------ passes
+
+    def follow(self, rows: Rows, columns: int, valid: Tensor | None) -> Rows:
+        """The rows behind ``columns`` more columns, ``valid [batch, columns]`` bool or None, with ids for their blocks.
+
+        The layers of a pass ask one after the other and get the same answer.
+        """
+        before, asked, given, made = self._memo
+        if made is not None and isinstance(made, Rows) and given is valid and asked == columns and before is rows:
+            return made
+        more = self.tokens_of(columns, valid)
+        lengths = tuple(length + n for length, n in zip(rows.lengths, more))
+        sealed = tuple(self._sealable(length, blocks) for length, blocks in zip(lengths, rows.sealed))
+        self.reserve(range(rows.batch), rows.sealed, sealed)
+        known = rows.valid
+        if valid is not None and min(more) < columns:
+            known = torch.cat((rows.valid_columns(valid.device), valid), dim=1)
+        made = Rows(self.block_size, rows.columns + columns, lengths, sealed, known)
+        self._memo = rows, columns, valid, made
+        return made
+
+    def tokens_of(self, columns: int, valid: Tensor | None) -> list[int]:
+        """How many of ``columns`` new columns are tokens, in each row."""
+        if valid is None:
+            return [columns] * self.batch
+        return [at.stop - at.start if isinstance(at, slice) else len(at) for at in self.picks(valid)]
+
+    def picks(self, valid: Tensor) -> list[slice | Tensor]:
+        """Where the tokens of each row are among columns ``valid [batch, n]``: a slice, if nothing is between them."""
+        if self._picks[0] is not valid:
+            found: list[slice | Tensor] = []
+            for row in valid.cpu():
+                at = row.nonzero().flatten()
+                first, end = (int(at[0]), int(at[-1]) + 1) if len(at) else (0, 0)
+                found.append(slice(first, end) if end - first == len(at) else at.to(valid.device))
+            self._picks = valid, found
+        return self._picks[1]
+
+    def step(self, rows: Rows, valid: Tensor | None) -> Taken:
+        """A decode step of these rows: one column more, a token for those that are ``valid [batch]`` bool or None."""
+        before, asked, given, made = self._memo
+        if isinstance(made, Taken) and given is valid and before is rows:
+            return made
+        more = self.tokens_of(1, valid)
+        lengths = tuple(length + n for length, n in zip(rows.lengths, more))
+        known = rows.valid
+        if min(more) < 1:
+            known = torch.cat((rows.valid_columns(valid.device), valid.view(-1, 1)), dim=1)
+        now = after = Rows(self.block_size, rows.columns + 1, lengths, rows.sealed, known)
+        sealed = tuple(self._sealable(length, blocks) for length, blocks in zip(lengths, rows.sealed))
+        if sealed != rows.sealed:
+            self.ready(rows)
+            after = Rows(self.block_size, now.columns, lengths, sealed, known)
+        made = Taken(now, after)
+        self._memo = rows, None, valid, made
+        return made
+
+    def ready(self, rows: Rows) -> None:
+        """Have an id ready for each block that a decode step of these rows may seal."""
+        due = [r for r, (n, b) in enumerate(zip(rows.lengths, rows.sealed)) if self._sealable(n + 1, b) > b]
+        if due:
+            self.reserve(due, [rows.sealed[row] for row in due], [rows.sealed[row] + 1 for row in due])
+
+    def _sealable(self, length: int, sealed: int) -> int:
+        """Blocks that are older than window and drafts once a row holds ``length`` tokens."""
+        return max(sealed, (length - self.recent) // self.block_size, 0)
+
+    @no_inference_mode
+    def steps(self, device: torch.device) -> StepRows:
+        """The rows of captured steps on a device."""
+        held = self._steps.get(device)
+        if held is None:
+            held = self._steps[device] = StepRows(self.batch, device)
+        return held
+
+    # ------------------------------------------------------------------ changes
+
+    def cropped(self, rows: Rows, columns: int) -> Rows:
+        """The rows of the first ``columns`` columns. Blocks that would leave the window short are taken back."""
+        size, window = self.block_size, self.config.window
+        known = rows.valid
+        lengths = [length - (rows.columns - columns) for length in rows.lengths]
+        if known is not None and columns < known.shape[1]:
+            known = known[:, :columns]
+            lengths = known.sum(1).tolist()
+        sealed = [min(b, max(0, (length - window) // size)) for length, b in zip(lengths, rows.sealed)]
+        return Rows(size, columns, tuple(lengths), tuple(sealed), known)
+
+    def trim(self, held: Iterable[Rows]) -> None:
+        """Let go the blocks that no layer needs; ``held``: what each layer holds."""
+        keep = np.zeros(self.batch, dtype=np.int64)
+        for rows in {id(one): one for one in held}.values():
+            keep = np.maximum(keep, rows.sealed)
+        behind = (np.arange(self.capacity) >= keep[:, None]) & (self.host >= 0)
+        at = np.argwhere(behind)
+        if len(at):
+            self.ids.drop(self.host[behind])
+            self._write(at, np.full(len(at), -1, dtype=np.int32))
+        self._memo = _NOTHING
+
+    def mapped(self, rows: Rows, index: Sequence[int]) -> Rows:
+        """The rows if row ``i`` becomes what row ``index[i]`` was."""
+        valid = None if rows.valid is None else rows.valid[torch.tensor(index, device=rows.valid.device)]
+        lengths, sealed = (tuple(of[i] for i in index) for of in (rows.lengths, rows.sealed))
+        return Rows(rows.block_size, rows.columns, lengths, sealed, valid)
+
+    def map_rows(self, index: Sequence[int], rows: Rows) -> None:
+        """Row ``i`` becomes what row ``index[i]`` was; all hold ``rows``, as :meth:`mapped` gave them.
+
+        Full blocks are shared, not copied.
+        """
+        with self.ids.lock:
+            before = self.host
+            host = before[np.asarray(index, dtype=np.int64)].copy()
+            host[np.arange(self.capacity) >= np.array(rows.sealed)[:, None]] = -1
+            self.ids.share(host)
+            self.ids.drop(before)
+            self.batch = len(index)
+            if host.shape == before.shape:
+                self.host[:] = host
+                for device, held in self._on.items():  # in place: captured graphs hold the address
+                    with self._orders.get(device, nullcontext)():
+                        held.copy_(torch.from_numpy(host))
+            else:
+                self._replace(host)
+                self._empty = Rows(self.block_size, 0, (0,) * self.batch, (0,) * self.batch)
+        self._memo = _NOTHING
+
+    def padded_in_front(self, rows: Rows) -> bool:
+        """No row has padding behind a token."""
+        if rows.valid is None:
+            return True
+        if self._front[0] is not rows.valid:
+            valid = rows.valid.int()
+            self._front = rows.valid, bool((valid[:, 1:] >= valid[:, :-1]).all()) and bool(valid[:, -1:].all())
+        return self._front[1]
+
+    def unshare(self) -> None:
+        """Give every row blocks of its own, with the same contents in all layers."""
+        with self.ids.lock:
+            at = np.argwhere(self.ids.shared(self.host))
+            if not len(at):
+                return
+            old = self.host[at[:, 0], at[:, 1]].copy()
+            new = self.ids.take(len(old))
+            for pool in self.ids.pools:
+                pool.copy_blocks(torch.from_numpy(old).long(), torch.from_numpy(new).long())
+            self.ids.drop(old)
+            self._write(at, new)

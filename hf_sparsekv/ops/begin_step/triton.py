@@ -1,0 +1,54 @@
+"""Take the rows of a captured step further: the kernel."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._operands import operand
+from .._operands import Table
+from .._overlap import begin, launch
+
+ROWS = 32  # of a program
+
+
+@triton.jit
+def begin_step_kernel(after, p_past, now, p_valid, batch, block_size, recent, BR: tl.constexpr, PDL: tl.constexpr):
+    """``BR`` rows."""
+    begin(PDL)
+    o_r = tl.program_id(0) * BR + tl.arange(0, BR)
+    m_r = o_r < batch
+    b_length = tl.load(after.ptr + o_r * after.row, mask=m_r, other=0)
+    b_sealed = tl.load(after.ptr + o_r * after.row + 1, mask=m_r, other=0)
+    tl.store(p_past + o_r, b_length, mask=m_r)
+    if p_valid is None:
+        b_length += 1
+    else:
+        b_length += tl.load(p_valid + o_r, mask=m_r, other=0).to(tl.int32)
+    tl.store(now.ptr + o_r * now.row, b_length, mask=m_r)
+    tl.store(now.ptr + o_r * now.row + 1, b_sealed, mask=m_r)
+    b_sealed += tl.where(b_length - recent >= b_sealed + block_size, block_size, 0)
+    tl.store(after.ptr + o_r * after.row, b_length, mask=m_r)
+    tl.store(after.ptr + o_r * after.row + 1, b_sealed, mask=m_r)
+
+
+def begin_step(after, past, now, valid, *, block_size, recent):
+    """As ``reference.begin_step``."""
+    import torch
+
+    batch = len(past)
+    if valid is not None:
+        valid = valid.view(torch.uint8)
+    launch(
+        begin_step_kernel,
+        (triton.cdiv(batch, ROWS),),
+        now,
+        operand(Table, after),
+        past,
+        operand(Table, now),
+        valid,
+        batch,
+        block_size,
+        recent,
+        BR=ROWS,
+    )
