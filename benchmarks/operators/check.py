@@ -56,16 +56,15 @@ def attention(layer: Layer, ids: Tensor | None, granularity: str, rows: int) -> 
 
 
 def _check_appended(layer: Layer) -> None:
-    at = layer.sinks + (layer.shape.length - 1) % (layer.recent_kv.shape[2] - layer.sinks)
     expected = torch.cat((layer.k, layer.v), dim=-1)[:, :, 0]
-    if not (torch.equal(layer.recent_kv[:, :, at], expected) and layer.recent_valid[:, at].all()):
+    if not torch.equal(layer.recent_kv[:, :, layer.newest], expected):
         raise AssertionError("append: the new token is not in the near buffer")
 
 
 def _check_fine(layer: Layer, blocks: Tensor) -> None:
     config = layer.shape.config
-    labels = (layer.codes, layer.qparams, layer.channels, layer.flags)
-    expected = token_score(layer.q, *labels, layer.block_table, blocks, config.token_reduce)
+    labels = (layer.codes, layer.qparams, layer.channels, layer.rows)
+    expected = token_score(layer.q, *labels, layer.block_table, blocks, config.token_reduce, sinks=layer.sinks)
     near_enough(layer, "token_score", layer.token_scores, expected)
     expected = token_select(layer.token_scores, blocks, config.token_budget, config.block_size)
     same("token_select", layer.tokens, expected)
@@ -73,7 +72,9 @@ def _check_fine(layer: Layer, blocks: Tensor) -> None:
 
 
 def _check_coarse(layer: Layer) -> None:
-    expected = block_score(layer.q, layer.bounds, layer.fill, layer.block_table, layer.shape.config.block_reduce)
+    config = layer.shape.config
+    live = {"tokens": config.block_size, "sinks": layer.sinks}
+    expected = block_score(layer.q, layer.bounds, layer.rows, layer.block_table, config.block_reduce, **live)
     near_enough(layer, "block_score", layer.block_scores, expected)
     same("block_select", layer.blocks, block_select(layer.block_scores, layer.blocks.shape[-1]))
 
@@ -87,7 +88,6 @@ def check(layer: Layer, side: torch.cuda.Stream | None = None) -> None:
     _check_fine(layer, layer.blocks)
 
     layer.poison()
-    layer.recent_valid[:, layer.sinks + (layer.shape.length - 1) % (layer.recent_kv.shape[2] - layer.sinks)] = False
     layer.lagged_step(side)
     _check_appended(layer)
     _check_fine(layer, layer.previous)

@@ -75,7 +75,8 @@ def _scores(layers: list[Layer], every: bool) -> Iterator[Variant]:
         ids, reduce = None if every else t.blocks, t.shape.config.token_reduce
         n = (t.block_table if ids is None else ids).shape[-1]
         config = replace(label_config(t.q, t.codes, t.qparams, n, reduce == "mean", matrix), **options)
-        token_score(t.q, t.codes, t.qparams, t.channels, t.flags, t.block_table, ids, reduce, out=out[i], config=config)
+        about = {"sinks": t.sinks, "out": out[i], "config": config}
+        token_score(t.q, t.codes, t.qparams, t.channels, t.rows, t.block_table, ids, reduce, **about)
 
     each = (2, 4, 8, 16, 32, 64) if every else (1, 2, 4, 8, 16)
     return _ways([*_grid(matrix=(True,), blocks=each), *_grid(matrix=(False,))], launch, lambda: out[0])

@@ -39,8 +39,8 @@ class WalkLayer:
 
     def _score(self, operator, **given) -> torch.Tensor:
         layer = self.layer
-        labels = layer.codes, layer.qparams, layer.channels, layer.flags, layer.block_table
-        return operator(layer.q, *labels, None, "none", **given)
+        labels = layer.codes, layer.qparams, layer.channels, layer.rows, layer.block_table
+        return operator(layer.q, *labels, None, "none", sinks=layer.sinks, **given)
 
     def score(self) -> None:
         self._score(token_score, out=self.scores)

@@ -23,7 +23,7 @@ def main() -> None:
     for batch, heads, dim in ((1, 32, 128), (8, 32, 128), (16, 32, 128), (8, 20, 576)):
         rings = torch.randn(LAYERS, batch, heads, SLOTS, dim, device="cuda", dtype=torch.bfloat16)
         out = torch.empty(LAYERS, batch, heads, dim, device="cuda", dtype=torch.bfloat16)
-        position = torch.tensor(7, dtype=torch.int32, device="cuda")
+        position = torch.full((batch,), 7, dtype=torch.int32, device="cuda")
         count = torch.full((batch,), SLOTS, dtype=torch.int32, device="cuda")
         for name in PREDICTORS:
             for window in (8, 16, 32) if name != "last" else (16,):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cache, wraps
 from importlib import import_module
 
+import torch
 from torch import Tensor
 
 
@@ -77,3 +78,12 @@ def require_dense_rows(**tensors: Tensor | None) -> None:
     for name, t in tensors.items():
         if t is not None and t.numel() and t.shape[-1] > 1 and t.stride(-1) != 1:
             raise ValueError(f"the last dimension of {name} must be contiguous, got strides {t.stride()}")
+
+
+def require_each_row(batch: int, valid: Tensor | None, **numbers: Tensor) -> None:
+    """Raise unless there is one number for each of ``batch`` rows, and ``valid`` is one flag for each."""
+    if valid is not None and (valid.dtype != torch.bool or valid.shape not in ((batch,), (batch, 1))):
+        raise ValueError(f"valid must be bool, one of each of {batch} rows, got {valid.dtype} {tuple(valid.shape)}")
+    for name, t in numbers.items():
+        if t.shape != (batch,):
+            raise ValueError(f"{name} must have one entry for each of {batch} rows, got shape {tuple(t.shape)}")

@@ -133,7 +133,6 @@ class Layer:
         self.kv = empty(count, s.heads, size, s.width, dtype=s.dtype)
         self.flags = torch.full((count, size), VALID, dtype=torch.uint8, device=device)
         self.flags[: s.batch, : config.sinks] |= 2
-        self.fill = (self.flags == VALID).sum(-1, dtype=torch.int32)
         every = torch.rand(s.batch, s.heads, s.dim, device=device, generator=generator)
         self.channels = every.argsort(-1)[..., : s.channels].int().contiguous()
         self.bounds = empty(count, s.heads, 2, s.dim, dtype=s.dtype)
@@ -147,9 +146,12 @@ class Layer:
         self.recent_kv = randn(s.batch, s.heads, self.sinks + ring, s.width)
         self.recent_valid = torch.zeros(s.batch, self.sinks + ring, dtype=torch.bool, device=device)
         self.recent_valid[:, : self.sinks] = True
-        old = torch.arange(s.full_blocks * size, s.length - 1, device=device)
-        self.recent_valid[:, self.sinks + old % ring] = True
-        self.cached = torch.full((1,), s.length - 1, dtype=torch.int32, device=device)
+        held = torch.arange(s.full_blocks * size, s.length, device=device)
+        self.recent_valid[:, self.sinks + held % ring] = True
+        self.newest = self.sinks + (s.length - 1) % ring  # where the step puts its token
+        counts = torch.tensor([s.length, s.full_blocks * size], dtype=torch.int32, device=device)
+        self.rows = counts.repeat(s.batch, 1)
+        self.past = self.rows[:, 0] - 1
 
         kept, cap = config.coarse_blocks, self.block_table.shape[1]
         self.block_scores = empty(s.batch, s.heads, cap, dtype=torch.float32)
@@ -175,7 +177,7 @@ class Layer:
 
     def poison(self) -> None:
         """Fill every output with what no operator writes."""
-        for t in (self.block_scores, self.token_scores, self.out):
+        for t in (self.block_scores, self.token_scores, self.out, self.recent_kv[:, :, self.newest]):
             t.fill_(float("nan"))
         for t in (self.blocks, self.tokens, self.few_blocks):
             t.fill_(-7)
@@ -183,19 +185,22 @@ class Layer:
     # ------------------------------------------------------------------ operators
 
     def append(self) -> None:
-        append(self.k, self.v, None, self.recent_kv, self.recent_valid, self.cached, self.sinks)
+        append(self.k, self.v, None, self.recent_kv, self.past, self.sinks)
 
     def block_score(self) -> None:
-        reduce = self.shape.config.block_reduce
-        block_score(self.q, self.bounds, self.fill, self.block_table, reduce, out=self.block_scores)
+        config = self.shape.config
+        live = {"tokens": config.block_size, "sinks": self.sinks}
+        block_score(
+            self.q, self.bounds, self.rows, self.block_table, config.block_reduce, **live, out=self.block_scores
+        )
 
     def block_select(self) -> None:
         block_select(self.block_scores, self.blocks.shape[-1], out=self.blocks)
 
     def token_score(self, blocks: Tensor | None, out: Tensor) -> None:
         reduce = self.shape.config.token_reduce
-        labels = (self.codes, self.qparams, self.channels, self.flags)
-        token_score(self.q, *labels, self.block_table, blocks, reduce, out=out)
+        labels = (self.codes, self.qparams, self.channels, self.rows)
+        token_score(self.q, *labels, self.block_table, blocks, reduce, sinks=self.sinks, out=out)
 
     def token_select(self, blocks: Tensor | None, scores: Tensor) -> None:
         token_select(scores, blocks, self.tokens.shape[-1], self.shape.config.block_size, out=self.tokens)

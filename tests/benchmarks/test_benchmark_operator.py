@@ -74,9 +74,9 @@ def test_inputs_are_what_a_store_would_hold(layer):
     assert (layer.block_table >= 0).sum() == 2 * SHAPE.full_blocks
     assert layer.flags[:2, :2].unique().tolist() == [3]
     assert int((layer.flags == 3).sum()) == 2 * CONFIG.sinks
-    assert layer.recent_valid.sum(1).tolist() == [CONFIG.sinks + SHAPE.recent - 1] * 2
+    assert layer.rows.tolist() == [[SHAPE.length, 256]] * 2
+    assert layer.past.tolist() == [256 + SHAPE.recent - 1] * 2
     layer.step()
-    assert layer.recent_valid.sum(1).tolist() == [CONFIG.sinks + SHAPE.recent] * 2
     assert (layer.attended == CONFIG.sinks + SHAPE.recent + CONFIG.token_budget).all()
 
 

@@ -91,32 +91,34 @@ def sparse_decodes() -> None:
 
 def recent_tokens() -> None:
     """A new token, a full block of the ring, a query."""
-    latents = {"batch": 1, "heads": 1, "seen": (9,), "dk": 576, "dv": 0, "channels": 128, "block_size": 64}
-    usual = Seal(batch=1, seen=(9,), dk=128, dv=128, channels=32, block_size=64)
-    for earlier in (None, 3):
-        seal(**BY_NAME["seal"].call(place(), replace(usual, earlier=earlier)))
+    latents = {"batch": 1, "heads": 1, "sealed": (1,), "dk": 576, "dv": 0, "channels": 128, "block_size": 64}
+    usual = Seal(batch=1, sealed=(3,), dk=128, dv=128, channels=32, block_size=64)
+    for span in (None, 4):
+        seal(**BY_NAME["seal"].call(place(), replace(usual, span=span)))
     seal(**BY_NAME["seal"].call(place(), Seal(**latents, metadata="mean")))
     seal(**BY_NAME["seal"].call(place(), Seal(**latents, metadata="cuboid_mean", bits=16)))
-    seal(**BY_NAME["seal"].call(place(), Seal(**latents, earlier=1)))
-    k, near, valid = place().randn(1, 8, 1, 128), place().nan(1, 8, 72, 256), torch.ones(1, 72, dtype=torch.bool)
+    seal(**BY_NAME["seal"].call(place(), Seal(**latents, span=2)))
+    k, near, valid = place().randn(1, 8, 1, 128), place().nan(1, 8, 72, 256), torch.ones(1, 1, dtype=torch.bool)
     one = torch.ones(1, dtype=torch.int32)
-    append(k, k, None, near, valid, one, 4)
-    append(k, k, valid[:, :1], near, valid, one, 4)
+    past = torch.ones(1, 2, dtype=torch.int32)[:, 0]
+    append(k, k, None, near, past, 4)
+    append(k, k, valid, near, past, 4)
     q, ring = place().randn(1, 32, 1, 128), place().randn(1, 32, 17, 128)
-    push(q, None, one, ring, one, one.clone(), one.clone())
-    push(q, valid[:, :1], one, ring, one, one.clone(), one.clone())
+    push(q, None, past, ring, one, one.clone(), one.clone())
+    push(q, valid, past, ring, one, one.clone(), one.clone())
 
 
 def choices() -> None:
     """Scores of blocks and tokens, and the best of them."""
     for heads, group, dk in ((8, 4, 128), (1, 128, 576)):
-        q, bounds, fill, block_table = list(BY_NAME["block_score"].call(place(), 1, heads, group, dk, 64).values())[:4]
+        q, bounds, rows, block_table = list(BY_NAME["block_score"].call(place(), 1, heads, group, dk, 64).values())[:4]
+        live = {"tokens": 64, "sinks": 4}
         each = torch.empty(1, heads * group, 64)
         for reduce in ("mean", "max", "none"):
             for metadata in ("min_max", "cuboid_mean"):
-                block_score(q, bounds, fill, block_table, reduce, metadata)
-        block_score(q, bounds, fill, block_table, "max", each=each)
-        block_score(q, bounds[:, :, :1], fill, block_table, "mean", "mean")
+                block_score(q, bounds, rows, block_table, reduce, metadata, **live)
+        block_score(q, bounds, rows, block_table, "max", **live, each=each)
+        block_score(q, bounds[:, :, :1], rows, block_table, "mean", "mean", **live)
     for n in (512, 20_000):
         block_select(torch.randn(1, 8, n), 64)
     blocks = torch.arange(1024, dtype=torch.int32).expand(1, 8, 1024)
@@ -127,10 +129,10 @@ def choices() -> None:
         given = BY_NAME["token_score"].call(place(), 1, 1, group, 128, width, 64, 6, 4, "mean", bits)
         args = list(given.values())[:7]
         for reduce in ("mean", "max", "none"):
-            token_score(*args, reduce)
-            token_score(*args[:6], None, reduce)
+            token_score(*args, reduce, sinks=4)
+            token_score(*args[:6], None, reduce, sinks=4)
             if reduce == "mean":
-                token_score(args[0].float(), *args[1:], reduce)
+                token_score(args[0].float(), *args[1:], reduce, sinks=4)
 
 
 def masses() -> None:

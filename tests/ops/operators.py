@@ -201,11 +201,23 @@ def route(place, tokens, d, count, k, groups, top_groups, normalise):
 # ---------------------------------------------------------------------- recent tokens and queries
 
 
-def append(place, batch, heads, new, dk, dv, sinks, ring, cached, padded):
+def lengths(place, batch: int, most: int) -> torch.Tensor:
+    """Tokens that each row has, int32 ``[batch]``: the first one's are ``most``; a column of a table."""
+    table = torch.stack((place.randint(0, most + 1, batch), place.nan(batch, dtype=torch.int32)), 1)
+    table[0, 0] = most
+    return table[:, 0]
+
+
+def some(place, batch: int, asked: bool) -> torch.Tensor | None:
+    """Which rows count: neither the second nor the fifth; None for all."""
+    return (torch.arange(batch, device=place.device) % 3 != 1)[:, None] if asked else None
+
+
+def append(place, batch, heads, new, dk, dv, sinks, ring, past, masked):
     """Keys and values as transformers hands them over: ``[batch, q, H, D]`` transposed."""
     k, v = (place.randn(batch, new, heads, dim).transpose(1, 2) for dim in (dk, dv))
-    recent_kv, recent_valid = place.nan(batch, heads, sinks + ring, dk + dv), place.rand(batch, sinks + ring) > 0.5
-    return k, v, place.rand(batch, new) > 0.4 if padded else None, recent_kv, recent_valid, column(place, cached), sinks
+    recent_kv = place.nan(batch, heads, sinks + ring, dk + dv)
+    return k, v, some(place, batch, masked), recent_kv, lengths(place, batch, past), sinks
 
 
 def place_tokens(place, batch, heads, k, n, block_size):
@@ -217,10 +229,11 @@ def place_tokens(place, batch, heads, k, n, block_size):
     return at, blocks, pages, block_size
 
 
-def push(place, batch, heads, new, dim, ring, at, padded):
-    q, valid = place.randn(batch, new, heads, dim).transpose(1, 2), place.rand(batch, new) > 0.4 if padded else None
-    count, position = (place.nan(n, dtype=torch.int32) for n in (batch, 1))
-    return q, valid, column(place, at), place.nan(batch, heads, ring, dim), place.randint(0, 4, batch), count, position
+def push(place, batch, heads, new, dim, ring, past, masked):
+    q, valid = place.randn(batch, new, heads, dim).transpose(1, 2), some(place, batch, masked)
+    past, first = lengths(place, batch, past), place.randint(0, 4, batch)
+    count, position = (place.nan(batch, dtype=torch.int32) for _ in range(2))
+    return q, valid, past, place.nan(batch, heads, ring, dim), first, count, position
 
 
 def queries(*shape: int) -> torch.Tensor:
@@ -231,14 +244,16 @@ def queries(*shape: int) -> torch.Tensor:
     return x
 
 
-def query_predict(place, batch, heads, block_table, dim, window, position, pool=True, softmax=True):
-    """Rows have all, none, two or all of the ring's queries; the rest is NaN."""
-    ring = queries(batch, heads, block_table, dim).to(place.dtype).to(place.device).roll(position, dims=2)
-    counts = [block_table, 0, min(2, block_table), block_table][:batch]
-    for row, count in enumerate(counts):
-        for age in range(count, block_table):
-            ring[row, :, (position - 1 - age) % block_table] = math.nan
-    return ring, column(place, position), column(place, *counts), window, 1e-2, pool, softmax
+def query_predict(place, batch, heads, slots, dim, window, position, pool=True, softmax=True):
+    """Rows have all, none, two or all of the ring's queries, the last in slots of its own; the rest is NaN."""
+    ring = queries(batch, heads, slots, dim).to(place.dtype).to(place.device)
+    counts = [slots, 0, min(2, slots), slots][:batch]
+    positions = [(position + 3 * row) % slots for row in range(batch)]
+    for row, (count, at) in enumerate(zip(counts, positions)):
+        ring[row] = ring[row].roll(at, dims=1)
+        for age in range(count, slots):
+            ring[row, :, (at - 1 - age) % slots] = math.nan
+    return ring, column(place, *positions), column(place, *counts), window, 1e-2, pool, softmax
 
 
 # ---------------------------------------------------------------------- sealing
@@ -246,7 +261,7 @@ def query_predict(place, batch, heads, block_table, dim, window, position, pool=
 
 @dataclass
 class Seal:
-    """Shapes of one call. ``seen``: valid tokens that each row has sealed before."""
+    """Shapes of one call. ``sealed``: blocks that each row has sealed before."""
 
     batch: int = 2
     heads: int = 2
@@ -257,34 +272,32 @@ class Seal:
     parts: int = 1
     channels: int = 16
     bits: int = 4
-    seen: tuple[int, ...] = (100, 3)
-    padded: bool = True
+    sealed: tuple[int, ...] = (6, 0)
+    due: tuple[bool, ...] | None = None  # rows whose next block is sealed; None: all
+    there: bool = True  # the last row has a physical block for it
     bounds: bool = True
     metadata: str = "min_max"
     keeps: bool = True
-    earlier: int | None = None  # blocks before this one in its span, whose mean goes on
+    span: int | None = None  # blocks of a mean's span
 
 
 def seal(place, case: Seal) -> tuple:
-    """A recent buffer with holes in the block, physical blocks full of what must not stay."""
-    more = case.earlier or 0
-    ring, capacity = 3 * case.block_size, case.batch * (1 + more) + 3
-    near = case.sinks + ring
-    valid = torch.ones(case.batch, near, dtype=torch.bool, device=place.device)
-    at = case.sinks + case.block_size
-    span = slice(at, at + case.block_size)
-    if case.padded:
-        valid[:, span] = place.rand(case.batch, case.block_size) > 0.4
-        valid[-1, span] = False
-    seen = column(place, *case.seen)
-    valid[:, : case.sinks] = torch.arange(case.sinks, device=place.device) < seen[:, None]
-    kept = (capacity, case.heads, case.block_size)
+    """Rings of which some are full, physical blocks full of what must not stay, NaN where nobody may read."""
+    size, capacity = case.block_size, case.batch * (max(case.sealed) + 2) + 3
+    ring, due = 3 * size, column(place, *(case.due or (True,) * case.batch))
+    sealed = column(place, *case.sealed) * size
+    held = place.randint(0, size, case.batch) + size * due  # tokens in the ring
+    held[0] = ring
+    rows = torch.stack((sealed + held, sealed), 1)
+    after = torch.stack((sealed + held, sealed + size * due), 1)
+    block_table = place.randperm(capacity)[: capacity - 3].view(case.batch, -1)
+    if not case.there:
+        block_table[-1, case.sealed[-1] :] = -1
+    kept = (capacity, case.heads, size)
     index = {"key_dim": case.dk}
     if case.bounds:
         sides = 1 if case.metadata == "mean" else 2
         index |= {"bounds": place.nan(capacity, case.parts, case.heads, sides, case.dk), "metadata": case.metadata}
-        if case.parts > 1:
-            index["part_fill"] = place.nan(capacity, case.parts, dtype=torch.int32)
     if case.channels:
         channels = shuffled(place, case.batch * case.heads, case.dk, case.channels)
         index["channels"] = channels.view(case.batch, case.heads, -1)
@@ -293,48 +306,80 @@ def seal(place, case: Seal) -> tuple:
             index["qparams"] = place.nan(*kept, 2, dtype=torch.float16)
         else:
             index["codes"] = place.nan(*kept, case.channels)
-    recent_kv = place.randn(case.batch, case.heads, near, case.dk + case.dv)
-    recent_kv[0, 0, at + 1, : case.dk] = 0.5  # a token whose labels are all the same: scale 0
-    order, kv = place.randperm(capacity), place.nan(*kept, case.dk + case.dv if case.keeps else 0)
-    block_table, earlier = order[: case.batch], order[case.batch : case.batch * (1 + more)]
-    flags, fill = place.nan(capacity, case.block_size, dtype=torch.uint8), place.nan(capacity, dtype=torch.int32)
-    if case.earlier is not None:
-        index["means"] = place.nan(capacity, case.heads, case.dk + case.dv)
-        index["earlier"] = earlier.view(case.batch, more)
-        if more:
-            index["means"][index["earlier"][:, -1].long()] = place.randn(case.batch, case.heads, case.dk + case.dv)
-        fill[earlier.long()] = place.randint(0, case.block_size + 1, len(earlier))
-    return recent_kv, valid, at, case.sinks, seen, block_table, kv, flags, fill, Index(**index)
+    width = case.dk + case.dv
+    if case.span is not None:
+        index |= {"means": place.nan(capacity, case.heads, width), "span": case.span}
+        for row, n in enumerate(case.sealed):
+            if n % case.span and n * size > case.sinks:  # another block's mean is not looked at
+                index["means"][int(block_table[row, n - 1])] = place.randn(case.heads, width)
+    entry = torch.arange(ring, device=place.device)
+    filled = (entry - sealed[:, None]) % ring < held[:, None]
+    recent_kv = place.nan(case.batch, case.heads, case.sinks + ring, width)
+    recent_kv[:, :, case.sinks :] = torch.where(
+        filled[:, None, :, None], place.randn(case.batch, case.heads, ring, width), math.nan
+    )
+    recent_kv[0, 0, case.sinks + int(sealed[0] + 1) % ring, : case.dk] = 0.5  # labels that are all the same: scale 0
+    kv = place.nan(*kept, width if case.keeps else 0)
+    return recent_kv, rows, after, case.sinks, block_table, kv, Index(**index)
 
 
 # ---------------------------------------------------------------------- scores and choices
 
 
-def block_score(place, batch, heads, group, dk, n, reduce="mean", metadata="min_max"):
-    """Rows that share blocks, in any order; some physical blocks missing, some blocks empty; NaN where nobody looks."""
-    num_blocks, rows = n + 3, heads * group
-    bounds = place.nan(num_blocks, heads, 2, dk)
-    fill = place.randint(0, 3, num_blocks) * 7
-    used = fill > 0
+def ragged(place, batch: int, cap: int, size: int) -> tuple:
+    """Rows that share blocks, in any order, and have more or fewer of them, or none.
+
+    Returns:
+        rows int32 ``[batch, 2]``, the block table ``[batch, cap]`` with some holes, the number of sinks, and bool
+        ``[cap + 4, size]``: tokens of physical blocks that nobody may look at. Entries of the table for blocks that
+        are not sealed, or all sinks, name such blocks.
+    """
+    sinks = size + 3 if cap > 4 else min(3, size - 1)
+    sealed = [max(0, cap - 1), cap, int(place.randint(cap // 2, cap + 1, 1)), 0, 0, min(1, cap)]
+    sealed = size * column(place, *(sealed[row % 6] for row in range(batch)))
+    length = sealed + place.randint(0, 3 * size + 1, batch)
+    length[3:4] = 0
+    length[4:5] = 3 * size  # the ring is full
+    order = place.randperm(cap + 4)
+    good, edge, spoilt = order[:cap], order[cap], order[cap + 1 :]
+    hidden = torch.zeros(cap + 4, size, dtype=torch.bool, device=place.device)
+    hidden[spoilt.long()], hidden[edge, : sinks % size] = True, True
+    first = torch.arange(cap, device=place.device) * size
+    table = good[shuffled(place, batch, cap, cap).long()]
+    table = torch.where(first == sinks - sinks % size, edge, table)  # whose first tokens are sinks
+    unread = (first >= sealed[:, None]) | (first + size <= sinks)
+    table = torch.where(unread, spoilt[place.randint(0, 3, batch, cap).long()], table)
+    table = table.masked_fill(place.rand(batch, cap) < 0.2, -1)
+    return torch.stack((length, sealed), 1), table, sinks, hidden
+
+
+def holes(place, num_blocks: int) -> torch.Tensor:
+    """What is in entries that nobody may look at: a kernel that took NaN for ``-inf`` alone would pass."""
+    hole = torch.full((num_blocks, 1, 1, 1), math.nan, device=place.device)
+    hole[::2] = 50.0
+    return hole
+
+
+def block_score(place, batch, heads, group, dk, n, reduce="mean", metadata="min_max", tokens=16):
+    """Of ragged rows; NaN or garbage where nobody looks."""
+    rows, block_table, sinks, hidden = ragged(place, batch, n, tokens)
+    num_blocks = len(hidden)
     ends = torch.stack((place.randn(num_blocks, heads, dk), place.randn(num_blocks, heads, dk)), 2)
     ends = torch.cat((ends.amax(2, keepdim=True), ends.amin(2, keepdim=True)), 2)
-    bounds[used] = ends[used]
-    bounds[::2][~used[::2]] = 50.0  # an empty block's may be anything
-    block_table = shuffled(place, batch, num_blocks, n).masked_fill(place.rand(batch, n) < 0.2, -1)
+    bounds = torch.where(hidden.all(1)[:, None, None, None], holes(place, num_blocks).to(place.dtype), ends)
     bounds = bounds[:, :, :1].contiguous() if metadata == "mean" else bounds
-    out = place.nan(batch, rows if reduce == "none" else heads, n, dtype=torch.float32)
-    each = place.nan(batch, rows, n, dtype=torch.float32)
-    return place.randn(batch, rows, dk), bounds, fill, block_table, reduce, metadata, out, each
+    out = place.nan(batch, heads * group if reduce == "none" else heads, n, dtype=torch.float32)
+    each = place.nan(batch, heads * group, n, dtype=torch.float32)
+    q = place.randn(batch, heads * group, dk)
+    return q, bounds, rows, block_table, reduce, metadata, tokens, sinks, out, each
 
 
 def token_score(place, batch, heads, group, dk, width, block_size, cap, chosen, reduce="mean", bits=4):
-    """Shared blocks in any order with holes; NaN or garbage in the labels of tokens that cannot be selected."""
-    num_blocks, bits = cap + 2, 4 if bits == "tensor_cores" else bits
-    flags = place.randint(0, 4, num_blocks, block_size, dtype=torch.uint8)
-    flags[flags == 2] = 1
-    hidden = (flags != 1)[:, None, :, None]
-    hole = torch.full((num_blocks, 1, 1, 1), math.nan, device=place.device)
-    hole[::2] = 50.0  # a kernel that took NaN for -inf alone would pass
+    """Blocks of ragged rows; NaN or garbage in the labels of tokens that cannot be selected."""
+    bits = 4 if bits == "tensor_cores" else bits
+    rows, block_table, sinks, hidden = ragged(place, batch, cap, block_size)
+    num_blocks, hidden = len(hidden), hidden[:, None, :, None]
+    hole = holes(place, num_blocks)
     if bits == 4:
         codes = place.randint(0, 256, num_blocks, heads, block_size, width // 2, dtype=torch.uint8)
         qparams = torch.where(hidden, hole.half(), place.randn(num_blocks, heads, block_size, 2).half())
@@ -343,14 +388,13 @@ def token_score(place, batch, heads, group, dk, width, block_size, cap, chosen, 
         qparams = None
     ids = None
     channels = shuffled(place, batch * heads, dk, width).view(batch, heads, -1)
-    block_table = shuffled(place, batch, num_blocks, cap).masked_fill(place.rand(batch, cap) < 0.2, -1)
     if chosen is not None:
         ids = shuffled(place, batch * heads, cap, chosen).sort().values.view(batch, heads, chosen)
         ids[0, 0, chosen // 2 + 1 :] = -1
     n = (cap if ids is None else chosen) * block_size
-    rows = heads * group if reduce == "none" else heads
-    q, out = place.randn(batch, heads * group, dk), place.nan(batch, rows, n, dtype=torch.float32)
-    return q, codes, qparams, channels, flags, block_table, ids, reduce, out
+    q = place.randn(batch, heads * group, dk)
+    out = place.nan(batch, heads * group if reduce == "none" else heads, n, dtype=torch.float32)
+    return q, codes, qparams, channels, rows, block_table, ids, reduce, sinks, out
 
 
 def label_hows(given, reduce, bits):
@@ -395,6 +439,7 @@ BOUNDS = {
     "40 heads": (1, 2, 40, 64, 40),
     "one block": (3, 1, 4, 128, 1),
     "no blocks": (2, 2, 4, 64, 0),
+    "six rows": (6, 2, 4, 64, 40),
 }
 # batch, KV heads, group, Dk, label channels, block size, blocks a row, chosen blocks (None: all)
 LABELS = {
@@ -413,6 +458,8 @@ LABELS = {
     "40 heads": (1, 2, 40, 80, 24, 32, 6, None),
     "small blocks, all": (2, 1, 3, 64, 2, 16, 13, None),
     "nothing chosen": (2, 1, 4, 64, 16, 16, 5, 0),
+    "six rows": (6, 2, 4, 64, 16, 16, 9, 6),
+    "six rows, all blocks": (6, 1, 4, 64, 16, 32, 6, None),
 }
 # batch, heads, physical blocks of the ring, head dim, window, position
 RINGS = {
@@ -423,41 +470,47 @@ RINGS = {
     "window of 32": (1, 2, 33, 64, 32, 20),
     "wide heads": (1, 1, 5, 192, 4, 3),
     "latents": (2, 3, 17, 576, 16, 9),
+    "four rows": (4, 2, 9, 64, 8, 4),
     "the last query": (3, 2, 1, 96, 0, 0),
-    "the last query of a longer ring": (2, 2, 4, 64, 0, 0),
+    "the last query of a longer ring": (4, 2, 4, 64, 0, 0),
     "no rows": (0, 2, 9, 64, 8, 0),
 }
 
 
 SEALS = {
     "usual": Seal(),
-    "no padding": Seal(padded=False, seen=(7, 7)),
-    "no power of two": Seal(batch=3, heads=3, dk=80, dv=48, channels=20, seen=(0, 2, 50)),
-    "first block": Seal(seen=(0, 0), padded=False),
+    "further blocks": Seal(sealed=(1, 7)),
+    "no power of two": Seal(batch=3, heads=3, dk=80, dv=48, channels=20, sealed=(0, 2, 5)),
+    "first block": Seal(sealed=(0, 0)),
+    "some rows": Seal(batch=4, sealed=(2, 0, 0, 5), due=(True, False, True, False)),
+    "some rows, the first not": Seal(batch=3, heads=3, sealed=(1, 0, 4), due=(False, False, True), span=2),
+    "no row": Seal(due=(False, False), span=4),
+    "no room": Seal(sealed=(2, 3), there=False),
     "parts": Seal(block_size=64, parts=4, dk=128, dv=128, channels=32),
-    "many parts": Seal(block_size=32, parts=8, seen=(1, 9)),
+    "many parts": Seal(block_size=32, parts=8, sealed=(0, 2)),
     "unquantised labels": Seal(bits=16, block_size=32),
     "no labels": Seal(channels=0),
     "no bounds": Seal(bounds=False, block_size=32),
     "nothing kept": Seal(channels=0, bounds=False, sinks=0),
-    "wide heads": Seal(batch=1, heads=1, dk=256, dv=256, channels=64, block_size=128, seen=(2,)),
+    "wide heads": Seal(batch=1, heads=1, dk=256, dv=256, channels=64, block_size=128, sealed=(0,)),
     "latents": Seal(heads=1, dk=576, dv=0, channels=128, block_size=64),
     "rows of no power of two": Seal(heads=1, dk=72, dv=0, channels=18),
-    "all sinks": Seal(sinks=20, seen=(0, 0), padded=False),
-    "kept elsewhere": Seal(channels=0, bounds=False, keeps=False, seen=(0, 3)),
+    "all sinks": Seal(sinks=20, sealed=(0, 1)),
+    "kept elsewhere": Seal(channels=0, bounds=False, keeps=False, sealed=(0, 3)),
 }
 AVERAGES = {
     "cuboid": Seal(channels=0, metadata="cuboid_mean"),
-    "cuboid of parts": Seal(batch=3, heads=3, dk=80, block_size=64, parts=4, seen=(0, 2, 50), metadata="cuboid_mean"),
-    "cuboid of sinks": Seal(sinks=20, seen=(0, 0), padded=False, metadata="cuboid_mean"),
+    "cuboid of parts": Seal(batch=3, heads=3, dk=80, block_size=64, parts=4, sealed=(0, 2, 5), metadata="cuboid_mean"),
+    "cuboid of sinks": Seal(sinks=20, parts=2, sealed=(0, 1), metadata="cuboid_mean"),
     "latents, parts": Seal(heads=1, dk=576, dv=0, channels=0, block_size=32, parts=2, metadata="cuboid_mean"),
     "mean": Seal(metadata="mean", block_size=32, dk=128),
-    "mean of parts": Seal(metadata="mean", block_size=32, parts=2, seen=(1, 9)),
-    "running mean, first of its span": Seal(channels=0, bounds=False, earlier=0),
-    "running mean": Seal(earlier=3, dk=80, dv=48, heads=3),
-    "running mean, first block": Seal(earlier=0, sinks=20, seen=(0, 0), padded=False, metadata="cuboid_mean"),
-    "running mean, latents": Seal(heads=1, dk=576, dv=0, channels=128, block_size=64, bounds=False, earlier=1),
-    "running mean, kept elsewhere": Seal(channels=0, keeps=False, bounds=False, earlier=2, seen=(0, 3)),
+    "mean of parts": Seal(metadata="mean", block_size=32, parts=2, sealed=(0, 9)),
+    "running mean, first of its span": Seal(channels=0, bounds=False, span=1),
+    "running mean": Seal(batch=4, span=4, dk=80, dv=48, heads=3, sealed=(7, 4, 1, 2), due=(True, True, True, False)),
+    "running mean behind sinks": Seal(batch=3, span=4, sinks=20, sealed=(0, 1, 2), metadata="cuboid_mean"),
+    "running mean behind a span of sinks": Seal(span=2, sinks=40, sealed=(2, 3)),
+    "running mean, latents": Seal(heads=1, dk=576, dv=0, channels=128, block_size=64, bounds=False, span=2),
+    "running mean, kept elsewhere": Seal(channels=0, keeps=False, bounds=False, span=3, sealed=(0, 5)),
 }
 
 
@@ -566,7 +619,7 @@ OPERATORS = [
     Operator(
         "append",
         append,
-        # batch, heads, new tokens, Dk, Dv, sinks, ring, cached columns, padding
+        # batch, heads, new tokens, Dk, Dv, sinks, ring, most tokens before, rows that get none
         {
             "one token": (2, 2, 1, 64, 64, 4, 24, 7, False),
             "one token, last place": (1, 3, 1, 80, 80, 4, 24, 23, False),
@@ -581,22 +634,22 @@ OPERATORS = [
             "nothing new": (1, 1, 0, 64, 64, 4, 24, 3, True),
         },
         small=(2, 2, 3, 64, 64, 1, 9, 7, True),
-        writes=("recent_kv", "recent_valid", "length"),
+        writes=("recent_kv", "past"),
         ratio=equal,
-        views={"recent_kv": "inside", "recent_valid": "inside", "valid": "inside", "k": "inside"},
+        views={"recent_kv": "inside", "valid": "inside", "k": "inside"},
         far={"k": 1, "recent_kv": 2},
     ),
     Operator(
         "query_ring.push",
         push,
-        # batch, query heads, new queries, D, ring, first column, padding
+        # batch, query heads, new queries, D, ring, most tokens before, rows that get none
         {
             "one query": (2, 4, 1, 64, 17, 5, False),
             "a ring of one": (1, 9, 1, 80, 1, 12, False),
             "wraps": (3, 8, 5, 128, 9, 16, False),
-            "padding": (4, 3, 6, 40, 9, 20, True),
+            "some rows": (4, 3, 6, 40, 9, 20, True),
             "fills the ring": (2, 32, 17, 96, 17, 1_000_003, True),
-            "the first columns": (3, 2, 4, 16, 17, 0, True),
+            "the first tokens": (3, 2, 4, 16, 17, 0, True),
             "latents of 20 heads": (2, 20, 1, 576, 17, 33, True),
         },
         small=(2, 4, 2, 32, 5, 9, False),
@@ -620,14 +673,14 @@ OPERATORS = [
         {name: (case,) for name, case in SEALS.items()},
         small=(Seal(),),
         far={"recent_kv": 2, "kv": 0},
-        writes=("recent_kv", "recent_valid", "seen", "kv", "flags", "fill", "index"),
+        writes=("recent_kv", "kv", "index"),
         ratio=equal,
     ),
     Operator(
         "seal.seal",
         seal,
         {name: (case,) for name, case in AVERAGES.items()},
-        writes=("recent_kv", "recent_valid", "seen", "kv", "flags", "fill", "index"),
+        writes=("recent_kv", "kv", "index"),
     ),
     Operator(
         "block_score",

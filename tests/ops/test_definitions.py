@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers as tf
-from operators import BY_NAME, column, queries
+from operators import BY_NAME, Seal, column, queries
 from transformers.integrations.moe import _default_apply_gate, batched_mm_experts_forward
 
 from hf_sparsekv.ops.experts import MAX_TOKENS
@@ -19,11 +19,21 @@ from hf_sparsekv.ops.experts import experts as public_experts
 from hf_sparsekv.ops.latent_rope.reference import turn
 from hf_sparsekv.ops.query_predict import query_predict as public_predict
 from hf_sparsekv.ops.route import MAX_TOKENS as MAX_ROUTED
-from hf_sparsekv.ops.seal import Index, key_metadata
+from hf_sparsekv.ops.seal import Index, key_metadata, running_means
 from hf_sparsekv.ops.token_score.config import can_use_tensor_cores
 
-KERNELS = ["add_norm", "append", "block_score", "gated", "latent_rope", "qk_rope", "query_ring.push", "token_score"]
-add_norm, append, block_score, gated, latent_rope, qk_rope, push, token_score = (
+KERNELS = [
+    "add_norm",
+    "append",
+    "block_score",
+    "gated",
+    "latent_rope",
+    "qk_rope",
+    "query_ring.push",
+    "seal",
+    "token_score",
+]
+add_norm, append, block_score, gated, latent_rope, qk_rope, push, seal, token_score = (
     BY_NAME[of].functions[0] for of in KERNELS
 )
 experts, reference_experts = BY_NAME["experts"].functions
@@ -36,37 +46,44 @@ reference_gated, reference_seal = (BY_NAME[of].functions[1] for of in ("gated", 
 
 
 def test_append_step_by_step_is_as_at_once(place32):
-    """Columns appended one by one, through three turns of the ring, leave the last ``R`` of them."""
+    """Tokens appended one by one, through turns of the ring, leave the last ``R`` of each row, which has its own."""
     sinks, ring, total = 2, 5, 17
-    k, v = place32.randn(1, 2, total, 64), place32.randn(1, 2, total, 64)
-    recent_kv = place32.nan(1, 2, sinks + ring, 128)
-    recent_valid = torch.zeros(1, sinks + ring, dtype=torch.bool, device=place32.device)
-    length = torch.zeros(1, dtype=torch.int32, device=place32.device)
+    k, v = place32.randn(2, 2, total, 64), place32.randn(2, 2, total, 64)
+    recent_kv = place32.nan(2, 2, sinks + ring, 128)
+    rows = column(place32, 0, -1, 3, -1).view(2, 2)
     for i in range(total):
-        append(k[:, :, i : i + 1], v[:, :, i : i + 1], None, recent_kv, recent_valid, length, sinks)
-        length += 1
-    for i in range(total - ring, total):
-        assert torch.equal(recent_kv[0, :, sinks + i % ring], torch.cat((k[0, :, i], v[0, :, i]), -1))
-    assert recent_valid.tolist() == [[False] * sinks + [True] * ring]
+        valid = torch.tensor([True, i % 3 != 1], device=place32.device)
+        append(k[:, :, i : i + 1], v[:, :, i : i + 1], valid, recent_kv, rows[:, 0], sinks)
+        rows[:, 0] += valid
+    for row, tokens in enumerate((list(range(total)), [i for i in range(total) if i % 3 != 1])):
+        first = 3 * row
+        assert int(rows[row, 0]) == first + len(tokens)
+        for nth, i in list(enumerate(tokens))[-ring:]:
+            expected = torch.cat((k[row, :, i], v[row, :, i]), -1)
+            assert torch.equal(recent_kv[row, :, sinks + (first + nth) % ring], expected)
     assert recent_kv[:, :, :sinks].isnan().all()
 
 
 def test_push_step_by_step_is_as_at_once(place32):
-    """Through three turns of the ring, with padding in the first columns and a hole."""
+    """Through three turns of the ring; a row whose first queries are not known, and one that misses one."""
     total, ring = 23, 7
     q = place32.randn(3, 2, total, 16)
     valid = torch.ones(3, total, dtype=torch.bool)
-    valid[1, :9], valid[2, 18] = False, False
-    valid = valid.to(place32.device)
-    held = [place32.nan(3, 2, ring, 16), *(torch.zeros(n, dtype=torch.int32, device=q.device) for n in (3, 3, 1))]
+    valid[2, 18] = False
+    valid, past = valid.to(place32.device), column(place32, 0, 0, 0)
+    first = column(place32, 0, 9, 0)
+    held = [place32.nan(3, 2, ring, 16), first, *(torch.zeros_like(past) for _ in range(2))]
     for i in range(total):
-        column = torch.tensor([i], dtype=torch.int32, device=place32.device)
-        push(q[:, :, i : i + 1], valid[:, i : i + 1], column, *held)
-        known = [min(ring, n) for n in (i + 1, max(0, i - 8), i - 18 if i >= 18 else i + 1)]
+        push(q[:, :, i : i + 1], valid[:, i], past, *held)
+        past += valid[:, i]
+        known = [min(ring, n) for n in (i + 1, max(0, i - 8), i + (i < 18))]
         assert held[2].tolist() == known
-    assert int(held[3]) == total % ring
+    assert held[3].tolist() == [total % ring, total % ring, (total - 1) % ring]
+    assert first.tolist() == [0, 9, 0]
     for i in range(total - ring, total):
-        assert torch.equal(held[0][:, :, i % ring], q[:, :, i])
+        assert torch.equal(held[0][:2, :, i % ring], q[:2, :, i])
+        if i != 18:
+            assert torch.equal(held[0][2, :, (i - (i > 18)) % ring], q[2, :, i])
 
 
 # ---------------------------------------------------------------------- predicted queries
@@ -105,7 +122,7 @@ def test_prediction_is_the_papers(form, count, window):
     ring[:, :, order] = history
     got = reference_predict(
         ring,
-        torch.tensor((11 + count) % 17, dtype=torch.int32),
+        torch.full((2,), (11 + count) % 17, dtype=torch.int32),
         torch.full((2,), count, dtype=torch.int32),
         window,
         EPSILON,
@@ -118,7 +135,7 @@ def test_prediction_is_the_papers(form, count, window):
 def test_few_queries(place32):
     """One: that query. None: zeros. Two: the last one times its weight, which the softmax makes 1."""
     ring = queries(3, 2, 17, 64).to(place32.device)
-    position = torch.tensor(4, dtype=torch.int32, device=place32.device)
+    position = torch.full((3,), 4, dtype=torch.int32, device=place32.device)
     count = torch.tensor([1, 0, 2], dtype=torch.int32, device=place32.device)
     for run in (query_predict, reference_predict):
         got, weighted = (run(ring, position, count, 16, EPSILON, pool, pool) for pool in (True, False))
@@ -149,7 +166,7 @@ HARD = {
 def test_hard_queries(place, case, form):
     """Collinear, zero, large: finite, and what the definition says."""
     ring = case(queries(2, 2, 17, 64)).to(place.dtype).to(place.device)
-    position = torch.zeros(1, dtype=torch.int32, device=place.device)
+    position = torch.zeros(2, dtype=torch.int32, device=place.device)
     count = torch.tensor([17, 12], dtype=torch.int32, device=place.device)
     want = reference_predict(ring.cpu(), position.cpu(), count.cpu(), 16, 1e-3, *form)
     assert want.isfinite().all()
@@ -165,7 +182,7 @@ def test_overflow_predicts_the_last(place32):
     ring = queries(2, 1, 17, 64).to(place32.device)
     ring[0, :, 3] = 1e30
     ring[1, :, 3] = math.inf
-    position = torch.zeros((), dtype=torch.int32, device=place32.device)
+    position = torch.zeros(2, dtype=torch.int32, device=place32.device)
     count = torch.full((2,), 17, dtype=torch.int32, device=place32.device)
     for run in (query_predict, reference_predict):
         assert torch.equal(run(ring, position, count, 16, EPSILON), ring[:, :, -1])
@@ -175,7 +192,7 @@ def test_overflow_predicts_the_last(place32):
 def test_captured_prediction():
     """A CUDA graph holds one kernel that follows ring, position and counts at their addresses."""
     ring = queries(3, 8, 17, 128).bfloat16().cuda()
-    position = torch.tensor(5, dtype=torch.int32, device="cuda")
+    position = torch.tensor([5, 5, 2], dtype=torch.int32, device="cuda")
     count = torch.tensor([17, 0, 2], dtype=torch.int32, device="cuda")
     query_predict(ring, position, count, 16, EPSILON)
     graph = torch.cuda.CUDAGraph()
@@ -183,7 +200,7 @@ def test_captured_prediction():
     with torch.cuda.graph(graph):
         out = query_predict(ring, position, count, 16, EPSILON)
     ring.copy_(ring.flip(1))
-    position.fill_(9)
+    position.copy_(torch.tensor([9, 0, 16]))
     count.copy_(torch.tensor([3, 17, 8]))
     graph.replay()
     want = reference_predict(ring.cpu(), position.cpu(), count.cpu(), 16, EPSILON)
@@ -266,25 +283,42 @@ def test_route_is_transformers_own(groups, top_groups):
 
 
 def test_seal_by_hand():
-    """A block of 16 whose first, second and last tokens are padding, after one valid token; two sinks."""
-    recent_kv = torch.arange(1.0, 19.0).view(1, 1, 18, 1).repeat(1, 1, 1, 4)
-    valid = torch.ones(1, 18, dtype=torch.bool)
-    valid[0, [1, 2, 3, 17]] = False
-    kv = torch.zeros(1, 1, 16, 4)
-    flags, fill = torch.zeros(1, 16, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
-    seen, block_table = torch.tensor([1], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    bounds = torch.zeros(1, 2, 1, 2, 2)
+    """A row's first block of 16, whose first two tokens are sinks; the block of the other row is not due."""
+    recent_kv = torch.arange(1.0, 69.0).view(2, 1, 34, 1).repeat(1, 1, 1, 4)
     recent_kv[..., 1] *= -1
+    kv, bounds = torch.zeros(3, 1, 16, 4), torch.zeros(3, 2, 1, 2, 2)
+    block_table = torch.tensor([[2, 0], [1, -1]], dtype=torch.int32)
+    rows = torch.tensor([[20, 0], [20, 0]], dtype=torch.int32)
+    after = torch.tensor([[20, 16], [20, 0]], dtype=torch.int32)
     before = recent_kv.clone()
-    reference_seal(recent_kv, valid, 2, 2, seen, block_table, kv, flags, fill, Index(2, bounds))
-    assert torch.equal(kv[0], before[0, :, 2:])
-    assert flags.tolist() == [[0, 0, 3, *[1] * 12, 0]]
-    assert fill.tolist() == [12]
-    assert bounds[0, 0, 0].tolist() == [[10.0, -6.0], [6.0, -10.0]]
-    assert bounds[0, 1, 0].tolist() == [[17.0, -11.0], [11.0, -17.0]]
-    assert recent_kv[0, 0, 1].tolist() == [5.0, -5.0, 5.0, 5.0]
-    assert valid.tolist() == [[True, True, *[False] * 16]]
-    assert seen.tolist() == [14]
+    reference_seal(recent_kv, rows, after, 2, block_table, kv, Index(2, bounds))
+    assert torch.equal(kv[2], before[0, :, 2:18])
+    assert bounds[2, 0, 0].tolist() == [[10.0, -5.0], [5.0, -10.0]]
+    assert bounds[2, 1, 0].tolist() == [[18.0, -11.0], [11.0, -18.0]]
+    assert not kv[:2].any() and not bounds[:2].any()
+    assert torch.equal(recent_kv[0, 0, :2], before[0, 0, 2:4])
+    assert torch.equal(recent_kv[1], before[1]) and torch.equal(recent_kv[:, :, 2:], before[:, :, 2:])
+
+
+@pytest.mark.parametrize("sinks", [0, 3, 20])
+def test_means_step_by_step_are_as_at_once(place32, sinks):
+    """Blocks sealed one after the other have the running means of all of them together."""
+    size, blocks, span, width = 16, 7, 3, 24
+    kv = place32.randn(1, 2, blocks * size, width)
+    token = torch.arange(blocks * size, device=place32.device).view(blocks, 1, size)
+    stored = kv.unflatten(2, (blocks, size)).movedim(2, 0)  # [blocks, 1, H, size, D]
+    expected = running_means(stored, token >= sinks, stored[0, :, :, 0], token.new_zeros(1), span=span)
+    recent_kv, means = place32.nan(1, 2, sinks + 2 * size, width), place32.nan(blocks, 2, width)
+    block_table = torch.arange(blocks, dtype=torch.int32, device=place32.device)[None]
+    for i in range(blocks):
+        at = sinks + i % 2 * size
+        recent_kv[:, :, at : at + size] = kv[:, :, i * size : (i + 1) * size]
+        rows = column(place32, (i + 1) * size, i * size, (i + 1) * size, (i + 1) * size).view(2, 1, 2)
+        seal(
+            recent_kv, *rows, sinks, block_table, place32.nan(blocks, 2, size, 0), Index(width, means=means, span=span)
+        )
+    place32.close(means, expected[:, 0].cpu())
+    assert torch.equal(recent_kv[:, :, :sinks], kv[:, :, :sinks])
 
 
 def test_metadata_by_hand():
@@ -345,7 +379,7 @@ def test_bound_holds(place32):
     keys, q = place32.randn(6, 2, 16, 64), place32.randn(1, 6, 64)
     bounds = torch.stack((keys.amax(2), keys.amin(2)), 2)
     block_table = torch.arange(6, dtype=torch.int32, device=place32.device)[None]
-    score = block_score(q, bounds, torch.full_like(block_table[0], 16), block_table, "mean")
+    score = block_score(q, bounds, column(place32, 99, 96)[None], block_table, "mean", tokens=16, sinks=0)
     exact = torch.einsum("hgd,nhtd->hgnt", q.view(2, 3, 64), keys).mean(1).amax(-1)
     assert (score[0] >= exact - 1e-4).all()
 
@@ -374,12 +408,26 @@ def test_what_tensor_cores_take():
 
 
 def test_nothing_selectable(place32):
-    """Rows of missing blocks, sinks and padding alone."""
-    given = BY_NAME["token_score"].call(place32, 3, 1, 2, 64, 16, 16, 4, 3)
+    """Rows that are empty, have nothing but sinks, or only blocks that are missing."""
+    given = BY_NAME["token_score"].call(place32, 4, 1, 2, 64, 16, 16, 4, 3)
     given["qparams"].fill_(torch.nan)
-    given["flags"][given["flags"] == 1] = 3
-    given["block_table"][1] = given["block_ids"][2] = -1
+    given |= {"sinks": 32, "rows": column(place32, 0, 0, 40, 32, 70, 64, 70, 64).view(4, 2)}
+    given["block_table"][2] = given["block_ids"][3] = -1
     assert (token_score(**given) == float("-inf")).all()
+
+
+def test_what_is_sealed_scores(place32):
+    """Of tokens and blocks whose table has an entry for all of them; two sinks more than a block."""
+    given = BY_NAME["token_score"].call(place32, 2, 1, 2, 64, 16, 16, 5, None)
+    given["qparams"].fill_(1.0)
+    rows, table = column(place32, 70, 48, 9, 0).view(2, 2), given["block_table"].clamp_min(0)
+    given |= {"sinks": 18, "rows": rows, "block_table": table}
+    live = token_score(**given).isfinite()[:, 0]
+    assert live.nonzero().tolist() == [[0, i] for i in range(18, 48)]
+    for tokens, found in ((16, [1, 2]), (8, [2, 3, 4])):
+        bounds, q = place32.randn(9, 1, 2, 64), place32.randn(2, 2, 64)
+        score = block_score(q, bounds, rows, table, "max", tokens=tokens, sinks=18)
+        assert score.isfinite()[:, 0].nonzero().tolist() == [[0, i] for i in found]
 
 
 # ---------------------------------------------------------------------- refused
@@ -411,6 +459,12 @@ REFUSED = {
     "epsilon must be": (public_predict, changed(*RING, epsilon=lambda p: 0.0)),
     "position must be int32": (public_predict, changed(*RING, position=lambda p: p.rand(1))),
     "count must be int32 with 2": (public_predict, changed(*RING, count=lambda p: column(p, 0, 0, 0))),
+    "position must be int32 with 2": (public_predict, changed(*RING, position=lambda p: column(p, 0))),
+    "valid must be bool": (append, changed("append", 2, 1, 3, 8, 8, 0, 9, 4, False, valid=lambda p: p.rand(2, 3) > 1)),
+    "past must have": (append, changed("append", 2, 1, 3, 8, 8, 0, 9, 4, False, past=lambda p: column(p, 1))),
+    "count must have": (push, changed("query_ring.push", 2, 1, 3, 8, 9, 4, False, count=lambda p: column(p, 1))),
+    "whole blocks of 16": (seal, changed("seal", Seal(), sinks=lambda p: 3)),
+    "after must be": (seal, changed("seal", Seal(), after=lambda p: column(p, 1, 2))),
     "out must be": (public_predict, changed(*RING, out=lambda p: p.randn(2, 3, 9))),
 }
 

@@ -65,12 +65,13 @@ def test_block_scores(place, heads, group, dk, reduce, metadata):
     given = operator.call(place, 4, heads, group, dk, n, reduce, metadata) | {
         "q": wild_queries(place, heads, group, dk)
     }
-    bounds, block_table = place.randn(n + 3, heads, 1 if metadata == "mean" else 2, dk), given["block_table"]
+    bounds, block_table = place.randn(n + 4, heads, 1 if metadata == "mean" else 2, dk), given["block_table"]
     for physical_id, value in enumerate(WILD):
         bounds[physical_id, :, 0, 7] = bounds[physical_id + 3, -1, -1, dk - 1] = value
     bounds[6:9] = torch.tensor(WILD)[:, None, None, None]
     block_table[:, 30:] = -1
-    given |= {"bounds": bounds, "fill": given["fill"].clamp_min(1)}
+    sealed = torch.full((4,), 16 * n, dtype=torch.int32, device=place.device)
+    given |= {"bounds": bounds, "rows": torch.stack((sealed + 3, sealed), 1)}
     operator.check(place, given, operator.expected(given), reduce, metadata)
     assert (given["out"][3] == -inf).all()
     assert given["out"][0].isfinite().any()
@@ -79,10 +80,11 @@ def test_block_scores(place, heads, group, dk, reduce, metadata):
 def test_block_score_by_hand():
     """One head of two is NaN: it is left out of a maximum, and spoils a mean."""
     q = torch.tensor([[[1.0, 0.0], [nan, 0.0]]])
-    args = torch.tensor([[[[3.0, 1.0], [2.0, 1.0]]]]), torch.ones(1).int(), torch.zeros(1, 1).int()
-    assert reference_blocks(q, *args, "max").tolist() == [[[3.0]]]
-    assert reference_blocks(q, *args, "mean").tolist() == [[[-inf]]]
-    assert reference_blocks(q, *args, "none").tolist() == [[[3.0], [-inf]]]
+    args = torch.tensor([[[[3.0, 1.0], [2.0, 1.0]]]]), torch.tensor([[17, 16]]).int(), torch.zeros(1, 1).int()
+    named = {"tokens": 16, "sinks": 4}
+    assert reference_blocks(q, *args, "max", **named).tolist() == [[[3.0]]]
+    assert reference_blocks(q, *args, "mean", **named).tolist() == [[[-inf]]]
+    assert reference_blocks(q, *args, "none", **named).tolist() == [[[3.0], [-inf]]]
 
 
 @pytest.mark.pairwise
@@ -93,6 +95,7 @@ def test_token_scores(place, group, dk, width, reduce, bits):
     operator = BY_NAME["token_score"]
     given = operator.call(place, 4, 2, group, dk, width, 16, 6, 4, reduce, bits)
     given["q"] = wild_queries(place, 2, group, dk)
+    given["rows"][2:] = given["rows"][1]
     given["channels"][:, :, 0], given["channels"][:, :, 1] = 5, dk - 2  # (twice, perhaps)
     for i, value in enumerate(WILD):
         if bits == 16:
@@ -109,10 +112,11 @@ def test_token_scores(place, group, dk, width, reduce, bits):
 def test_token_score_by_hand():
     """A group's head that is infinite in a label channel scores nothing; in another channel it does not matter."""
     q = torch.tensor([[[1.0, 2.0, inf], [inf, 0.0, 0.0]]])
-    codes, flags = torch.tensor([[[[3.0, 1.0], [-1.0, nan]]]]), torch.ones(1, 2, dtype=torch.uint8)
-    args = codes, None, torch.tensor([[[0, 1]]]).int(), flags, torch.zeros(1, 1).int(), None
-    assert reference_tokens(q, *args, "max").tolist() == [[[5.0, -inf]]]
-    assert reference_tokens(q, *args, "mean").tolist() == [[[-inf, -inf]]]
+    codes, rows = torch.tensor([[[[3.0, 1.0], [-1.0, nan]]]]), torch.tensor([[3, 2]]).int()
+    args = codes, None, torch.tensor([[[0, 1]]]).int(), rows, torch.zeros(1, 1).int(), None
+    assert reference_tokens(q, *args, "max", sinks=0).tolist() == [[[5.0, -inf]]]
+    assert reference_tokens(q, *args, "max", sinks=1).tolist() == [[[-inf, -inf]]]
+    assert reference_tokens(q, *args, "mean", sinks=0).tolist() == [[[-inf, -inf]]]
 
 
 @pytest.mark.pairwise
@@ -129,7 +133,7 @@ def test_ends_of_half_precision(place, reduce, bits):
     assert not (given["out"] == inf).any() and given["out"].isfinite().any()
     for metadata in ("min_max", "cuboid_mean"):
         other = blocks.call(place, 2, 2, 4, 64, 7, reduce, metadata) | {"q": given["q"]}
-        other["bounds"].copy_((torch.sign(place.randn(10, 2, 2, 64).float()) * top).to(place.dtype))
+        other["bounds"].copy_((torch.sign(place.randn(11, 2, 2, 64).float()) * top).to(place.dtype))
         blocks.check(place, other, blocks.expected(other), reduce, metadata)
         assert not other["out"].isnan().any() and not (other["out"] == inf).any()
 
@@ -142,10 +146,10 @@ def test_ends_of_half_precision(place, reduce, bits):
 @pytest.mark.parametrize("metadata", ["min_max", "cuboid_mean", "mean"])
 def test_seal(place, metadata, bits):
     """Bounds of a part with NaN are NaN in its channel; labels that float16 does not hold are held to its ends."""
-    case = Seal(block_size=32, parts=2, metadata=metadata, bits=bits, padded=False, seen=(100, 100))
+    case = Seal(block_size=32, parts=2, metadata=metadata, bits=bits, sealed=(3, 3))
     operator = BY_NAME["seal.seal"]
     given = operator.call(place, case)
-    keys, index = given["recent_kv"][:, :, given["at"] :, : case.dk], given["index"]
+    keys, index = given["recent_kv"][:, :, case.sinks :, : case.dk], given["index"]
     for i, value in enumerate(WILD):
         keys[0, :, 2 + 20 * (i % 2), 5 + i] = value
     keys[1, 0, 3], keys[1, 0, 6] = inf, -inf
@@ -159,7 +163,7 @@ def test_seal(place, metadata, bits):
         same(got, want)
     assert index.bounds.isnan().any()
     if bits == 4:
-        physical_id = int(given["physical_ids"][1])
+        physical_id = int(given["block_table"][1, 3])
         assert index.qparams[physical_id, 0].isfinite().all()
         assert index.qparams[physical_id, 1, 20].isnan().all() and index.qparams[physical_id, 1, 21].isfinite().all()
 
@@ -185,7 +189,7 @@ def test_predicted_queries(place, softmax):
     """NaN and infinities before the last query are left out, in it they are the prediction's."""
     ring, position, count = list(BY_NAME["query_predict"].call(place, 1, 2, 17, 64, 16, 5).values())[:3]
     ring = ring[:1].repeat(4, 1, 1, 1)
-    count = count[:1].repeat(4)
+    count, position = count[:1].repeat(4), position[:1].repeat(4)
     ring[0, 0, 1, 3], ring[1, 0, 4, 3], ring[2, 1, 2] = nan, nan, inf
     ring[3] = nan
     expected = reference_predict(ring.cpu(), position.cpu(), count.cpu(), 16, 1e-2, True, softmax)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+from .._dispatch import require_each_row
 
 
 def append(
@@ -10,31 +13,27 @@ def append(
     v: Tensor,
     valid: Tensor | None,
     recent_kv: Tensor,
-    recent_valid: Tensor,
-    length: Tensor,
+    past: Tensor,
     sinks: int,
 ) -> None:
-    """Store ``q`` new tokens at columns ``length .. length + q - 1`` of every row.
+    """Store ``q`` new tokens of every row, behind those that it has: as its tokens ``past .. past + q - 1``.
 
-    Column ``c`` lives at position ``sinks + c % R`` of the recent buffer, ``R`` being the size of its ring.
+    Token ``i`` of a row lives at position ``sinks + i % R`` of the recent buffer, ``R`` being the size of its ring.
 
     Args:
         k: ``[batch, H, q, Dk]`` keys. ``q <= R``.
         v: ``[batch, H, q, Dv]`` values. Of latents (MLA) ``k`` may be the latent and ``v`` the rotary part; or ``k``
             the whole row and ``Dv`` 0.
-        valid: ``[batch, q]`` bool, False for padding; ``None`` if no new token is padding.
+        valid: bool ``[batch]`` or ``[batch, 1]``: rows where it is False get nothing. ``None``: all rows get theirs.
         recent_kv: ``[batch, H, sinks + R, Dk + Dv]``, written in place.
-        recent_valid: ``[batch, sinks + R]`` bool, written in place.
-        length: int32 ``[1]``, columns cached before this call. Read on the device, not changed.
+        past: int32 ``[batch]``, tokens of each row before this call; may be a column of a table. Read on the device,
+            not changed.
         sinks: positions of the recent buffer that come before the ring.
     """
-    q, dk = k.shape[2], k.shape[3]
+    batch, _, q, _ = k.shape
+    require_each_row(batch, valid, past=past)
     ring = recent_kv.shape[2] - sinks
-    at = int(length) % ring
-    first = min(q, ring - at)  # tokens before the ring wraps
-    for lo, hi, to in ((0, first, at), (first, q, 0)):
-        if hi > lo:
-            span = slice(sinks + to, sinks + to + hi - lo)
-            recent_kv[:, :, span, :dk] = k[:, :, lo:hi]
-            recent_kv[:, :, span, dk:] = v[:, :, lo:hi]
-            recent_valid[:, span] = True if valid is None else valid[:, lo:hi]
+    row = torch.arange(batch, device=k.device) if valid is None else valid.flatten().nonzero()[:, 0]
+    # Taken apart so that the sum cannot overflow.
+    at = sinks + (past[row, None] % ring + torch.arange(q, device=k.device)) % ring  # [rows, q]
+    recent_kv[row[:, None], :, at] = torch.cat((k, v), -1)[row].transpose(1, 2).to(recent_kv.dtype)

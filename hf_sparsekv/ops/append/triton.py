@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._dispatch import require_dense_rows
+from .._dispatch import require_dense_rows, require_each_row
 from .._operands import AnyTokens, Table, Tokens, batch_and_head, operand, padded, row_ptr
 from .._overlap import begin, launch
 
@@ -18,8 +18,7 @@ def append_kernel(
     v,
     valid,
     recent,
-    recent_valid,
-    p_length,
+    past,
     q,
     ring,
     sinks,
@@ -37,9 +36,10 @@ def append_kernel(
     i_batch, i_head = batch_and_head(i_row, HEADS)
     o_q = tl.program_id(1) * BQ + tl.arange(0, BQ)
     m_q = o_q < q
-    length = tl.load(p_length)
+    if valid is not None:
+        m_q = m_q & (tl.load(valid.ptr + i_batch * valid.row) != 0)
     # Taken apart so that the sum cannot overflow, and wrapped once because q <= ring.
-    o_ring = length % ring + o_q
+    o_ring = tl.load(past.ptr + i_batch * past.row) % ring + o_q
     o_recent = sinks + tl.where(o_ring >= ring, o_ring - ring, o_ring)
 
     o_q = o_q.to(tl.int64)
@@ -56,20 +56,14 @@ def append_kernel(
     b_v = tl.load(p_from + o_q[:, None] * v.token + o_v[None, :] * v.dim, mask=m_v, other=0.0)  # [BQ, BV]
     tl.store(p_to + DK + o_v[None, :], b_v.to(recent.ptr.dtype.element_ty), mask=m_v)
 
-    # Validity belongs to the row: its first head's programs write it.
-    m_valid = m_q & (i_head == 0)
-    b_valid = tl.full([BQ], 1, tl.uint8)
-    if valid is not None:
-        b_valid = tl.load(valid.ptr + i_batch * valid.row + o_q, mask=m_valid, other=0)  # [BQ]
-    tl.store(recent_valid.ptr + i_batch * recent_valid.row + o_recent, b_valid, mask=m_valid)
 
-
-def append(k, v, valid, recent_kv, recent_valid, length, sinks):
+def append(k, v, valid, recent_kv, past, sinks):
     """As ``reference.append``. ``k`` and ``v`` may be strided in any way."""
     batch, heads, q, dk = k.shape
+    require_each_row(batch, valid, past=past)
     if not q:
         return
-    require_dense_rows(valid=valid, recent_kv=recent_kv, recent_valid=recent_valid)
+    require_dense_rows(recent_kv=recent_kv)
     tile = min(TILE, triton.next_power_of_2(q))
     launch(
         append_kernel,
@@ -79,8 +73,7 @@ def append(k, v, valid, recent_kv, recent_valid, length, sinks):
         operand(AnyTokens, v),
         operand(Table, valid),
         operand(Tokens, recent_kv),
-        operand(Table, recent_valid),
-        length,
+        operand(Table, past),
         q,
         recent_kv.shape[2] - sinks,
         sinks,

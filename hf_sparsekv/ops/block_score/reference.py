@@ -18,11 +18,13 @@ def query_parts(q: Tensor, metadata: str) -> Tensor:
 def block_score(
     q: Tensor,
     bounds: Tensor,
-    fill: Tensor,
+    rows: Tensor,
     block_table: Tensor,
     reduce: str,
     metadata: str = "min_max",
     *,
+    tokens: int,
+    sinks: int,
     out: Tensor | None = None,
     each: Tensor | None = None,
 ) -> Tensor:
@@ -39,10 +41,13 @@ def block_score(
     Args:
         q: ``[batch, Hq, Dk]`` queries of this step, rotary embedding applied.
         bounds: ``[num_blocks, H, sides, Dk]``, see :func:`...seal.reference.key_metadata`.
-        fill: ``[num_blocks]`` int32, tokens of the block that can be selected.
-        block_table: ``[batch, n]`` int32, physical id of each block of each row; -1 where there is none.
+        rows: int32 ``[batch, 2]``, length and sealed tokens of each row.
+        block_table: ``[batch, n]`` int32, physical id of each block of each row; -1 where there is none. What it has
+            for blocks that are not sealed is not looked at. Parts of blocks are scored as blocks of their own.
         reduce: ``"mean"``, ``"max"`` or ``"none"``.
         metadata: what the ``bounds`` are.
+        tokens: of a block, or of a part.
+        sinks: first tokens of a row, which cannot be selected; those from there to the last sealed one can.
         out: receives the result.
         each: float32 ``[batch, Hq, n]``, receives what ``reduce="none"`` gives.
 
@@ -56,11 +61,12 @@ def block_score(
     parts = query_parts(q.float().view(batch, heads, q_heads // heads, dk), metadata)  # [batch, H, G, sides * Dk]
     if reduce == "mean":  # linear, so the group collapses to one vector first
         parts = parts.mean(2, keepdim=True)
-    at = block_table.clamp_min(0).long()
+    first = torch.arange(n, device=q.device) * tokens
+    live = (first + tokens > sinks) & (first < rows[:, 1:]) & (block_table >= 0)
+    at = block_table.masked_fill(~live, 0).long()
     box = bounds[at].float().permute(0, 2, 3, 4, 1).reshape(batch, heads, sides * dk, n)
     score = parts @ box  # [batch, H, G or 1, n]
-    missing = (block_table < 0) | (fill[at] == 0)
-    score = score.masked_fill(missing[:, None, None] | score.isnan(), float("-inf"))
+    score = score.masked_fill(~live[:, None, None] | score.isnan(), float("-inf"))
     if each is not None:
-        block_score(q, bounds, fill, block_table, "none", metadata, out=each)
+        block_score(q, bounds, rows, block_table, "none", metadata, tokens=tokens, sinks=sinks, out=each)
     return give(score.flatten(1, 2) if reduce == "none" else score.amax(2), out)

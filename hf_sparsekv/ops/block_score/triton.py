@@ -17,11 +17,13 @@ from .config import config as default
 def block_score_kernel(
     q,
     bounds,
-    p_fill,
+    rows,
     table,
     out,
     each,
     n,
+    tokens,
+    sinks,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     COUNT: tl.constexpr,
@@ -41,9 +43,10 @@ def block_score_kernel(
     i_batch, i_head = batch_and_head(i_row, HEADS)
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
     m_n = o_n < n
-    b_physical_id = tl.load(table.ptr + i_batch * table.row + o_n, mask=m_n, other=-1).to(tl.int64)  # [BN]
-    m_live = m_n & (b_physical_id >= 0)
-    m_live = m_live & (tl.load(p_fill + b_physical_id, mask=m_live, other=0) != 0)  # [BN]
+    sealed = tl.load(rows.ptr + i_batch * rows.row + 1)
+    m_live = m_n & (o_n * tokens < sealed) & (o_n * tokens + tokens > sinks)
+    b_physical_id = tl.load(table.ptr + i_batch * table.row + o_n, mask=m_live, other=-1).to(tl.int64)  # [BN]
+    m_live = b_physical_id >= 0
 
     o_g = tl.arange(0, BG)
     o_far = o_g.to(tl.int64)[:, None]  # heads of a prompt's last query lie as far apart as the prompt is long
@@ -100,21 +103,33 @@ def block_score_kernel(
         tl.store(p_to, tl.where(m_live, b_s, float("-inf")), mask=m_n)
 
 
-def block_score(q, bounds, fill, block_table, reduce, metadata="min_max", *, out=None, each=None, config=None):
+def block_score(
+    q,
+    bounds,
+    rows,
+    block_table,
+    reduce,
+    metadata="min_max",
+    *,
+    tokens,
+    sinks,
+    out=None,
+    each=None,
+    config=None,
+):
     """As ``reference.block_score``; ``config`` replaces the one for these shapes."""
     batch, q_heads, dk = q.shape
     heads, n = bounds.shape[1], block_table.shape[1]
     if out is None:
-        rows = q_heads if reduce == "none" else heads
-        out = torch.empty(batch, rows, n, dtype=torch.float32, device=q.device)
+        out = torch.empty(batch, q_heads if reduce == "none" else heads, n, dtype=torch.float32, device=q.device)
     if not n:
         return out
-    require_dense_rows(bounds=bounds, fill=fill, block_table=block_table, out=out, each=each)
+    require_dense_rows(bounds=bounds, rows=rows, block_table=block_table, out=out, each=each)
     group = count = q_heads // heads
     config = config or default(batch * heads, n, group, dk)
     if group > MANY and reduce == "mean":
         if each is not None:
-            block_score(q, bounds, fill, block_table, "none", metadata, out=each)
+            block_score(q, bounds, rows, block_table, "none", metadata, tokens=tokens, sinks=sinks, out=each)
             each = None
         # positive and negative part are heads that are added up
         q, group, count = mean_heads(q, heads, split=True), 2, 1
@@ -124,11 +139,13 @@ def block_score(q, bounds, fill, block_table, reduce, metadata="min_max", *, out
         q,
         operand(Query, q),
         operand(PagedKV, bounds),
-        fill,
+        operand(Table, rows),
         operand(Table, block_table),
         operand(Rows, out),
         operand(Rows, each),
         n,
+        tokens,
+        sinks,
         HEADS=heads,
         GROUP=group,
         COUNT=count,

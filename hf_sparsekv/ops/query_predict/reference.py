@@ -22,9 +22,9 @@ def check(ring: Tensor, position: Tensor, count: Tensor, window: int, epsilon: f
         raise ValueError(f"a window of {window} needs a ring of {window + 1} slots or more, got {slots}")
     if not MIN_EPSILON <= epsilon < float("inf"):
         raise ValueError(f"epsilon must be at least {MIN_EPSILON} (float32 solves no worse systems), got {epsilon}")
-    for name, t, shape in (("position", position, (1,)), ("count", count, (batch,))):
-        if t.dtype != torch.int32 or t.numel() != shape[0] or t.ndim > 1:
-            raise ValueError(f"{name} must be int32 with {shape[0]} elements, got {t.dtype} {tuple(t.shape)}")
+    for name, t in (("position", position), ("count", count)):
+        if t.dtype != torch.int32 or t.shape != (batch,):
+            raise ValueError(f"{name} must be int32 with {batch} elements, got {t.dtype} {tuple(t.shape)}")
         if t.device != ring.device:
             raise ValueError(f"{name} lies on {t.device}, the ring on {ring.device}")
     if out is not None and (out.shape, out.dtype, out.device) != ((batch, heads, dim), ring.dtype, ring.device):
@@ -58,7 +58,7 @@ def query_predict(
     Args:
         ring: ``[batch, Hq, slots, D]``, queries after the rotary embedding; ``slots > window``. What ``count`` leaves
             out may hold anything. Layers may be stacked along the batch.
-        position: int32, one element: the slot that the next query will take; the newest lies before it.
+        position: int32 ``[batch]``, the slot that a row's next query will take; the newest lies before it.
         count: int32 ``[batch]``, queries that a row has in the ring.
         window: longest window, 0 for the last query as it is.
         epsilon: strength of the ridge, relative to the mean squared norm of the predecessors; at least ``MIN_EPSILON``.
@@ -71,7 +71,8 @@ def query_predict(
     check(ring, position, count, window, epsilon, out)
     device = ring.device
     age = torch.arange(window + 1, device=device)
-    q = ring.index_select(2, (position.long() - 1 - age) % ring.shape[2]).float()  # newest first
+    slot = (position[:, None].long() - 1 - age) % ring.shape[2]  # [batch, window + 1], newest first
+    q = ring.gather(2, slot[:, None, :, None].expand(-1, ring.shape[1], -1, ring.shape[3])).float()
     q = q.masked_fill((age >= count[:, None])[:, None, :, None], 0.0)
     if window == 0:
         return give(q[:, :, 0].to(ring.dtype), out)

@@ -60,7 +60,7 @@ def query_predict_kernel(
     i_row = tl.program_id(0)
     i_batch, i_head = batch_and_head(i_row, HEADS)
     p_ring, p_out = row_ptr(ring, i_batch, i_head), row_ptr(out, i_batch, i_head)
-    position, count = tl.load(p_position), tl.load(p_count + i_batch)
+    position, count = tl.load(p_position + i_batch), tl.load(p_count + i_batch)
     n = tl.minimum(count - 1, W)
     newest = (position + (SLOTS - 1)) % SLOTS
     o_d = tl.arange(0, BD)
@@ -114,7 +114,7 @@ def query_predict(ring, position, count, window, epsilon, pool=True, softmax=Tru
     """As ``reference.query_predict``, in one launch. The ring may be strided, a query's dimensions are contiguous."""
     check(ring, position, count, window, epsilon, out)
     batch, heads, slots, dim = ring.shape
-    require_dense_rows(ring=ring, out=out)
+    require_dense_rows(ring=ring, position=position, count=count, out=out)
     if out is None:
         out = ring.new_empty(batch, heads, dim)
     if out.numel():

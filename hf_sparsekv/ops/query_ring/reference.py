@@ -5,29 +5,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._dispatch import require_each_row
+
 
 def push(
-    q: Tensor, valid: Tensor | None, column: Tensor, ring: Tensor, first: Tensor, count: Tensor, position: Tensor
+    q: Tensor, valid: Tensor | None, past: Tensor, ring: Tensor, first: Tensor, count: Tensor, position: Tensor
 ) -> None:
-    """Store the queries of columns ``column .. column + n - 1``; the query of column ``c`` lives at ``c % R``.
+    """Store the queries of each row's tokens ``past .. past + n - 1``; the query of token ``t`` lives at ``t % R``.
 
-    What is written depends on the columns alone, so pushing the same queries twice is pushing them once.
+    What is written depends on the tokens alone, so pushing the same queries twice is pushing them once.
 
     Args:
         q: ``[batch, Hq, n, D]``, ``n <= R``.
-        valid: ``[batch, n]`` bool, False for padding; ``None`` if no column is padding.
-        column: int32 ``[1]``, read on the device.
+        valid: bool ``[batch]`` or ``[batch, 1]``: of rows where it is False no query is stored, and ``count`` and
+            ``position`` are those at ``past`` tokens. ``None``: all rows' are.
+        past: int32 ``[batch]``, tokens of each row before these; may be a column of a table. Read on the device.
         ring: ``[batch, Hq, R, D]``, written in place.
-        first: int32 ``[batch]``, written in place: the first column whose query, and all after it, are known. A column
-            of padding moves it on.
+        first: int32 ``[batch]``, the first token of each row whose query, and all after it, are known.
         count: int32 ``[batch]``, written: queries of each row that the ring holds, from ``first`` on.
-        position: int32 ``[1]``, written: where the next query goes.
+        position: int32 ``[batch]``, written: where each row's next query goes.
     """
-    n, size = q.shape[2], ring.shape[2]
-    columns = column + torch.arange(n, dtype=torch.int32, device=ring.device)
-    ring.index_copy_(2, (columns % size).long(), q.to(ring.dtype))
-    if valid is not None and n:
-        after = torch.where(valid, 0, columns + 1).amax(1)
-        first.copy_(torch.maximum(first, after.int()))
-    count.copy_((column + n - first).clamp(0, size))
-    position.copy_((column + n) % size)
+    batch, n, size = len(q), q.shape[2], ring.shape[2]
+    require_each_row(batch, valid, past=past, first=first, count=count, position=position)
+    row = torch.arange(batch, device=q.device) if valid is None else valid.flatten().nonzero()[:, 0]
+    at = (past[row, None] % size + torch.arange(n, device=q.device)) % size  # [rows, n]
+    ring[row[:, None], :, at] = q[row].transpose(1, 2).to(ring.dtype)
+    end = past + (n if valid is None else n * valid.flatten())
+    count.copy_((end - first).clamp(0, size))
+    position.copy_(end % size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._dispatch import require_dense_rows
+from .._dispatch import require_dense_rows, require_each_row
 from .._operands import AnyTokens, Table, Tokens, operand, padded
 from .._overlap import begin, launch
 
@@ -16,7 +16,7 @@ HEADS = 8  # query heads a program. Not tuned yet.
 def query_ring_push_kernel(
     q,
     valid,
-    p_column,
+    past,
     ring,
     p_first,
     p_count,
@@ -26,46 +26,42 @@ def query_ring_push_kernel(
     Q_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BH: tl.constexpr,
-    BN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Copy the queries of ``BH`` heads of one row, one column after the other."""
+    """Copy the queries of ``BH`` heads of one row, one token after the other."""
     begin(PDL)
     BD: tl.constexpr = padded(DIM)
     i_batch = tl.program_id(0).to(tl.int64)
     o_h, o_d = tl.program_id(1) * BH + tl.arange(0, BH), tl.arange(0, BD)
     o_far = o_h.to(tl.int64)  # heads of a prompt's queries lie far apart: 16 of a million tokens exceed 32 bits
     m_hd = (o_h < Q_HEADS)[:, None] & (o_d < DIM)[None, :]
-    column = tl.load(p_column)
+    end = tl.load(past.ptr + i_batch * past.row)
+    at = end % size
+    if valid is not None:
+        n = tl.where(tl.load(valid.ptr + i_batch * valid.row) != 0, n, 0)
     for i in range(0, n):
         p_from = q.ptr + i_batch * q.batch + o_far[:, None] * q.head + i * q.token + o_d[None, :] * q.dim
         b_q = tl.load(p_from, mask=m_hd, other=0.0)  # [BH, BD]
-        p_to = ring.ptr + i_batch * ring.batch + o_far[:, None] * ring.head + (column + i) % size * ring.token
+        p_to = ring.ptr + i_batch * ring.batch + o_far[:, None] * ring.head + (at + i) % size * ring.token
         tl.store(p_to + o_d[None, :], b_q.to(ring.ptr.dtype.element_ty), mask=m_hd)
     if tl.program_id(1) == 0:  # counts belong to the row
         first = tl.load(p_first + i_batch)
-        if valid is not None:
-            o_n = tl.arange(0, BN)
-            b_valid = tl.load(valid.ptr + i_batch * valid.row + o_n, mask=o_n < n, other=1)  # [BN]
-            after = tl.max(tl.where(b_valid != 0, 0, column + o_n + 1), 0)
-            first = tl.maximum(first, after)
-            tl.store(p_first + i_batch, first)
-        tl.store(p_count + i_batch, tl.minimum(tl.maximum(column + n - first, 0), size))
-        if i_batch == 0:
-            tl.store(p_position, (column + n) % size)
+        tl.store(p_count + i_batch, tl.minimum(tl.maximum(end + n - first, 0), size))
+        tl.store(p_position + i_batch, (at + n) % size)
 
 
-def push(q, valid, column, ring, first, count, position):
+def push(q, valid, past, ring, first, count, position):
     """As ``reference.push``. ``q`` may be strided in any way."""
     batch, heads, n, dim = q.shape
-    require_dense_rows(valid=valid, ring=ring)
+    require_each_row(batch, valid, past=past, first=first, count=count, position=position)
+    require_dense_rows(ring=ring, first=first, count=count, position=position)
     launch(
         query_ring_push_kernel,
         (batch, triton.cdiv(heads, HEADS)),
         ring,
         operand(AnyTokens, q),
         operand(Table, valid),
-        column,
+        operand(Table, past),
         operand(Tokens, ring),
         first,
         count,
@@ -75,5 +71,4 @@ def push(q, valid, column, ring, first, count, position):
         Q_HEADS=heads,
         DIM=dim,
         BH=HEADS,
-        BN=max(16, triton.next_power_of_2(n)),
     )

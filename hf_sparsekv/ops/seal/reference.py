@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._flags import SELECTABLE, SINK, VALID
-
 MOST_HALF = torch.finfo(torch.float16).max
 
 
@@ -19,24 +17,22 @@ class Index:
     Args:
         key_dim: ``Dk``; of latents (MLA) the whole row.
         bounds: ``[num_blocks, parts, H, sides, Dk]``, metadata of each part of a block, see :func:`key_metadata`.
-        part_fill: int32 ``[num_blocks, parts]``, selectable tokens of each part.
         channels: int32 ``[batch, H, r]``, label channels of each row and KV head.
         codes: uint8 ``[num_blocks, H, block_size, r / 2]``, or ``[..., r]`` in the keys' dtype.
         qparams: float16 ``[num_blocks, H, block_size, 2]``; None with unquantised codes.
         metadata: what ``bounds`` are.
         means: ``[num_blocks, H, D]``, running means, see :func:`running_means`.
-        earlier: int32 ``[batch, n]``, physical blocks of those before this one in its span; with ``means``.
+        span: blocks of a span of ``means``.
     """
 
     key_dim: int
     bounds: Tensor | None = None
-    part_fill: Tensor | None = None
     channels: Tensor | None = None
     codes: Tensor | None = None
     qparams: Tensor | None = None
     metadata: str = "min_max"
     means: Tensor | None = None
-    earlier: Tensor | None = None
+    span: int = 1
 
 
 def key_metadata(keys: Tensor, usable: Tensor, parts: int, metadata: str = "min_max") -> Tensor:
@@ -72,7 +68,7 @@ def key_metadata(keys: Tensor, usable: Tensor, parts: int, metadata: str = "min_
 def key_bounds(keys: Tensor, usable: Tensor, parts: int) -> Tensor:
     """Largest and smallest usable key per channel of each part of a block.
 
-    A part without any gets bounds that score lower than every real one; it is skipped by its fill anyway.
+    A part without any gets bounds that score lower than every real one; it is skipped anyway.
 
     Args:
         keys: ``[..., H, block_size, Dk]``.
@@ -143,67 +139,73 @@ def running_means(
     return mean.flatten(0, 1)[first : first + n].to(blocks.dtype)
 
 
+def check(recent_kv: Tensor, rows: Tensor, after: Tensor, sinks: int, kv: Tensor) -> None:
+    """Raise ``ValueError`` for arguments that no implementation takes; reads shapes only."""
+    batch, ring, size = len(recent_kv), recent_kv.shape[2] - sinks, kv.shape[2]
+    if ring % size:
+        raise ValueError(f"the ring must hold whole blocks of {size} tokens, got {ring} beside {sinks} sinks")
+    for name, t in (("rows", rows), ("after", after)):
+        if t.shape != (batch, 2):
+            raise ValueError(f"{name} must be [{batch}, 2], length and sealed tokens of each row, got {tuple(t.shape)}")
+
+
 def seal(
     recent_kv: Tensor,
-    recent_valid: Tensor,
-    at: int,
+    rows: Tensor,
+    after: Tensor,
     sinks: int,
-    seen: Tensor,
-    physical_ids: Tensor,
+    block_table: Tensor,
     kv: Tensor,
-    flags: Tensor,
-    fill: Tensor,
     index: Index,
 ) -> None:
-    """Seal the block at position ``at`` of every row's recent buffer.
+    """Seal the oldest block in the ring of each row in which ``after`` has more sealed tokens than ``rows``.
 
-    The first ``sinks`` valid tokens of a row are its sinks: they are copied to the front of the recent buffer and
-    cannot be selected. Keys and values go to the rows' physical blocks, as they are; what the selection reads is made
-    of the selectable tokens (bounds, means) or of all (labels). The block's entries of the recent buffer become
-    invalid.
+    Of the others nothing is read or written, nor of a row whose block table has no block (-1) for it. So a call is
+    right in every step, whichever rows have a block due.
+
+    Keys and values go to the row's physical block, as they are; what the selection reads is made of the selectable
+    tokens (bounds, means) or of all (labels). A row's first ``sinks`` tokens are its sinks: they are copied to the
+    front of the recent buffer as well, and cannot be selected.
 
     Args:
-        recent_kv: ``[batch, H, sinks + R, Dk + Dv]``; its first ``sinks`` entries may be written.
-        recent_valid: bool ``[batch, sinks + R]``, written.
-        at: first of the ``block_size`` positions, one after the other.
-        seen: int32 ``[batch]``, valid tokens sealed before; their number grows.
-        physical_ids: int32 ``[batch]``, one physical block for each row.
+        recent_kv: ``[batch, H, sinks + R, Dk + Dv]``, ``R`` a multiple of ``block_size``: token ``i`` is at
+            ``sinks + i % R``. The first ``sinks`` entries may be written.
+        rows: int32 ``[batch, 2]``, length and sealed tokens of each row before.
+        after: int32 ``[batch, 2]``, behind: as many sealed, or a block more.
+        block_table: int32 ``[batch, cap]``, physical id of each block of each row; block ``rows[r, 1] // block_size``
+            is filled. With means those before it in its span are read.
         kv: ``[num_blocks, H, block_size, Dk + Dv]``; may lie in host memory while everything else is on the device.
             Or of width 0: keys and values are kept somewhere else.
-        flags: uint8 ``[num_blocks, block_size]``: 0 padding, 1 selectable, 3 sink.
-        fill: int32 ``[num_blocks]``, selectable tokens.
-        index: further fields to fill.
+        index: further fields to fill. A mean counts the tokens from its span's start on that are no sinks.
     """
-    size = kv.shape[2]
-    span = slice(at, at + size)
-    block, valid = recent_kv[:, :, span], recent_valid[:, span]
-    nth = seen[:, None] + valid.int().cumsum(1) - 1
-    is_sink = valid & (nth < sinks)
-    for row, token in is_sink.nonzero().tolist():
-        recent_kv[row, :, nth[row, token]] = block[row, :, token]
-        recent_valid[row, nth[row, token]] = True
-    to, home = physical_ids.long(), physical_ids.to(kv.device).long()
-    kv[home] = block[..., : kv.shape[3]].to(kv.device)
-    mark = valid.to(torch.uint8) * VALID + is_sink.to(torch.uint8) * SINK
-    usable = mark == SELECTABLE
-    flags[to] = mark
-    fill[to] = usable.sum(-1, dtype=torch.int32)
+    check(recent_kv, rows, after, sinks, kv)
+    size, ring = kv.shape[2], recent_kv.shape[2] - sinks
+    sealed, nth = rows[:, 1].long(), rows[:, 1].long() // size
+    to = block_table.gather(1, nth.clamp_max(block_table.shape[1] - 1)[:, None])[:, 0].long()
+    row = ((after[:, 1] > rows[:, 1]) & (to >= 0)).nonzero()[:, 0]
+    if not len(row):
+        return
+    sealed, nth, to = sealed[row], nth[row], to[row]
+    token = sealed[:, None] + torch.arange(size, device=row.device)  # [rows, block_size]
+    block = recent_kv[row[:, None], :, sinks + token % ring].transpose(1, 2)  # [rows, H, block_size, D]
+    usable = token >= sinks
+    for i, j in (~usable).nonzero().tolist():
+        recent_kv[row[i], :, token[i, j]] = block[i, :, j]
+    kv[to.to(kv.device)] = block[..., : kv.shape[3]].to(kv.device)
     keys = block[..., : index.key_dim]
     if index.bounds is not None:
         index.bounds[to] = key_metadata(keys, usable, index.bounds.shape[1], index.metadata)
-    if index.part_fill is not None:
-        index.part_fill[to] = usable.unflatten(-1, (index.part_fill.shape[1], -1)).sum(-1, dtype=torch.int32)
     if index.codes is not None:
-        labels = keys.gather(-1, index.channels.long()[:, :, None].expand(-1, -1, size, -1))
+        labels = keys.gather(-1, index.channels[row].long()[:, :, None].expand(-1, -1, size, -1))
         if index.qparams is None:
             index.codes[to] = labels
         else:
             index.codes[to], index.qparams[to] = quantise_labels(labels)
     if index.means is not None:
-        earlier = index.earlier.long()
-        first, count = earlier.shape[1], fill[earlier].sum(-1)
-        before = index.means[earlier[:, -1]] if first else index.means[to]
-        found = running_means(block[None], usable[None], before, count, first=first, span=first + 1)
-        index.means[to] = found[0]
-    seen += valid.sum(1, dtype=torch.int32)
-    recent_valid[:, span] = False
+        start = (nth - nth % index.span) * size
+        count = (sealed - start.clamp_min(sinks)).clamp_min(0)  # tokens that the mean before is of
+        last = block_table[row, (nth - 1).clamp_min(0)].long().clamp_min(0)
+        before = index.means[last].float().masked_fill((count == 0)[:, None, None], 0.0)
+        held = block.masked_fill(~usable[:, None, :, None], 0.0).sum(2, dtype=torch.float32)
+        total = (count + usable.sum(1)).clamp_min(1)
+        index.means[to] = ((before * count[:, None, None] + held) / total[:, None, None]).to(index.means.dtype)

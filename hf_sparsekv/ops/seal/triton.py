@@ -11,8 +11,8 @@ import triton.language as tl
 from .._dispatch import require_dense_rows
 from .._operands import PagedKV, Rows, Table, Tokens, batch_and_head, operand, padded, row_ptr
 from .._overlap import begin, launch
-from .._paged import SELECTABLE
 from .reference import MOST_HALF as _MOST_HALF
+from .reference import check
 
 TILE = 16  # tokens at once
 WIDE = 256  # channels of a key above which a program takes half as many tokens, with twice the warps
@@ -31,14 +31,12 @@ class Bounds(NamedTuple):
 
 
 class Means(NamedTuple):
-    """``[num_blocks, H, D]``, and the physical blocks ``[batch, blocks]`` before this one in its span."""
+    """``[num_blocks, H, D]``, and the blocks of a span."""
 
     ptr: Any
     block: Any
     head: Any
-    earlier: Any
-    earlier_row: Any
-    blocks: Any
+    span: Any
 
 
 @triton.jit
@@ -53,32 +51,18 @@ def _least(a, b):
 
 
 @triton.jit
-def _marks(p_valid, o_t, size, seen, sinks, B: tl.constexpr):
-    """Rank among the row's valid tokens, and flag, of the tokens ``o_t`` of a block, its validity at ``p_valid``."""
-    o_all = tl.arange(0, B)
-    b_all = tl.load(p_valid + o_all, mask=o_all < size, other=0) != 0  # [B]
-    before = tl.sum((b_all[None, :] & (o_all[None, :] < o_t[:, None])).to(tl.int32), 1)
-    b_valid = tl.load(p_valid + o_t) != 0
-    b_nth = seen + before
-    return b_nth, tl.where(b_valid, tl.where(b_nth < sinks, 3, 1), 0)
-
-
-@triton.jit
-def seal_block_kernel(
+def seal_kernel(
     recent,
-    recent_valid,
-    p_seen,
-    p_physical_ids,
+    rows,
+    after,
+    table,
     kv,
-    flags,
-    p_fill,
     bounds,
-    part_fill,
     channels,
     codes,
     qparams,
     means,
-    at,
+    ring,
     sinks,
     limit,
     METADATA: tl.constexpr,
@@ -91,35 +75,39 @@ def seal_block_kernel(
     BT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row and KV head."""
+    """One row and KV head; most steps seal nothing in most rows."""
     begin(PDL)
+    i_row = tl.program_id(0)
+    i_batch, i_head = batch_and_head(i_row, HEADS)
+    sealed = tl.load(rows.ptr + i_batch * rows.row + 1)
+    if tl.load(after.ptr + i_batch * after.row + 1) <= sealed:
+        return
+    nth = sealed // BLOCK_SIZE
+    p_table = table.ptr + i_batch * table.row + nth
+    physical_id = tl.load(p_table).to(tl.int64)
+    if physical_id < 0:
+        return
     BK: tl.constexpr = padded(DK, 1)
     BV: tl.constexpr = padded(DV, 1)
     BR: tl.constexpr = padded(R, 1)
-    i_row = tl.program_id(0)
-    i_batch, i_head = batch_and_head(i_row, HEADS)
-    physical_id = tl.load(p_physical_ids + i_batch).to(tl.int64)
-    seen = tl.load(p_seen + i_batch)
+    at = sinks + sealed % ring  # the ring holds whole blocks: none wraps
     o_k, o_v, o_r = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BR)
     m_k, m_v, m_r = o_k < DK, o_v < DV, o_r < R
     p_row = row_ptr(recent, i_batch, i_head)
-    p_valid = recent_valid.ptr + i_batch * recent_valid.row + at
     if codes is not None:
         p_channel = row_ptr(channels, i_batch, i_head)
         b_channel = tl.load(p_channel + o_r, mask=m_r, other=0)  # [BR]
         if qparams is not None:
             b_channel_2 = tl.load(p_channel + R + o_r, mask=m_r, other=0)  # [BR]
     b_all_k, b_all_v = tl.zeros([BK], tl.float32), tl.zeros([BV], tl.float32)
-    filled = 0
     for i_part in range(PARTS):
         b_max = tl.full([BK], -1.0, tl.float32) * limit
         b_min = tl.full([BK], 1.0, tl.float32) * limit
         b_sum = tl.zeros([BK], tl.float32)
-        part_filled = 0
         for i in range(BLOCK_SIZE // PARTS // BT):
             o_t = i_part * (BLOCK_SIZE // PARTS) + i * BT + tl.arange(0, BT)
-            b_nth, b_flag = _marks(p_valid, o_t, BLOCK_SIZE, seen, sinks, BLOCK_SIZE)
-            b_usable = b_flag == SELECTABLE
+            b_token = sealed + o_t
+            b_usable = b_token >= sinks
             p_from = p_row + (at + o_t)[:, None].to(tl.int64) * recent.token
             b_k = tl.load(p_from + o_k[None, :], mask=m_k[None, :], other=0.0)  # [BT, BK]
             b_v = tl.load(p_from + DK + o_v[None, :], mask=m_v[None, :], other=0.0)  # [BT, BV]
@@ -127,8 +115,8 @@ def seal_block_kernel(
                 p_to = kv.ptr + physical_id * kv.block + i_head * kv.head + o_t[:, None] * kv.token
                 tl.store(p_to + o_k[None, :], b_k, mask=m_k[None, :])
                 tl.store(p_to + DK + o_v[None, :], b_v, mask=m_v[None, :])
-            m_sink = (b_flag == 3)[:, None]
-            p_sink = p_row + b_nth[:, None].to(tl.int64) * recent.token
+            m_sink = (b_token < sinks)[:, None]
+            p_sink = p_row + b_token[:, None].to(tl.int64) * recent.token
             tl.store(p_sink + o_k[None, :], b_k, mask=m_sink & m_k[None, :])
             tl.store(p_sink + DK + o_v[None, :], b_v, mask=m_sink & m_v[None, :])
             if means is not None:
@@ -163,12 +151,10 @@ def seal_block_kernel(
                     tl.store(p_param + 1, b_zero)
                 else:
                     tl.store(p_code + o_r[None, :], b_x, mask=m_r[None, :])
-            # What belongs to the row is written by its first head's program.
-            tl.store(flags.ptr + physical_id * flags.row + o_t, b_flag.to(tl.uint8), mask=i_head == 0)
-            part_filled += tl.sum(b_usable.to(tl.int32), 0)
         if bounds is not None:
             p_bound = bounds.ptr + physical_id * bounds.block + i_part * bounds.part + i_head * bounds.head + o_k
-            count = tl.maximum(part_filled, 1).to(tl.float32)
+            end = sealed + (i_part + 1) * (BLOCK_SIZE // PARTS)
+            count = tl.minimum(tl.maximum(end - sinks, 1), BLOCK_SIZE // PARTS).to(tl.float32)
             b_first, b_second = b_max, b_min
             if METADATA == "mean":
                 b_first = b_sum / count
@@ -177,87 +163,53 @@ def seal_block_kernel(
                 b_second = tl.zeros([BK], tl.float32)
                 for i in range(BLOCK_SIZE // PARTS // BT):  # the keys again, from the cache
                     o_t = i_part * (BLOCK_SIZE // PARTS) + i * BT + tl.arange(0, BT)
-                    b_nth, b_flag = _marks(p_valid, o_t, BLOCK_SIZE, seen, sinks, BLOCK_SIZE)
                     p_from = p_row + (at + o_t)[:, None].to(tl.int64) * recent.token
                     b_k = tl.load(p_from + o_k[None, :], mask=m_k[None, :], other=0.0).to(tl.float32)  # [BT, BK]
-                    b_off = tl.where((b_flag == SELECTABLE)[:, None], tl.abs(b_k - b_first[None, :]), 0.0)
+                    b_off = tl.where((sealed + o_t >= sinks)[:, None], tl.abs(b_k - b_first[None, :]), 0.0)
                     b_second += tl.sum(b_off, 0)
                 b_second = b_second / count
             tl.store(p_bound, b_first.to(bounds.ptr.dtype.element_ty), mask=m_k)
             if METADATA != "mean":
                 tl.store(p_bound + bounds.side, b_second.to(bounds.ptr.dtype.element_ty), mask=m_k)
-        if part_fill is not None:
-            tl.store(part_fill.ptr + physical_id * part_fill.row + i_part, part_filled, mask=i_head == 0)
-        filled += part_filled
     if means is not None:
-        last, before = tl.full([], -1, tl.int32), 0
-        for j in range(means.blocks):
-            last = tl.load(means.earlier + i_batch * means.earlier_row + j)
-            before += tl.load(p_fill + last)
+        start = tl.maximum((nth - nth % means.span) * BLOCK_SIZE, sinks)
+        before = tl.maximum(sealed - start, 0)  # tokens that the mean before is of
+        last = tl.load(p_table - 1, mask=before > 0, other=0)
         p_mean = means.ptr + i_head * means.head
-        p_last = p_mean + tl.maximum(last, 0).to(tl.int64) * means.block
-        count = tl.maximum(before + filled, 1).to(tl.float32)
-        b_k = tl.load(p_last + o_k, mask=m_k & (last >= 0), other=0.0).to(tl.float32)
-        b_v = tl.load(p_last + DK + o_v, mask=m_v & (last >= 0), other=0.0).to(tl.float32)
+        p_last = p_mean + last.to(tl.int64) * means.block
+        count = tl.maximum(sealed + BLOCK_SIZE - start, 1).to(tl.float32)
+        b_k = tl.load(p_last + o_k, mask=m_k & (before > 0), other=0.0).to(tl.float32)
+        b_v = tl.load(p_last + DK + o_v, mask=m_v & (before > 0), other=0.0).to(tl.float32)
         b_k, b_v = (b_k * before + b_all_k) / count, (b_v * before + b_all_v) / count
         p_mean += physical_id * means.block
         tl.store(p_mean + o_k, b_k.to(means.ptr.dtype.element_ty), mask=m_k)
         tl.store(p_mean + DK + o_v, b_v.to(means.ptr.dtype.element_ty), mask=m_v)
-    tl.store(p_fill + physical_id, filled, mask=i_head == 0)
 
 
-@triton.jit
-def seal_finish_kernel(
-    recent_valid,
-    p_seen,
-    at,
-    sinks,
-    BLOCK_SIZE: tl.constexpr,
-    BS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """What all heads' programs have read changes after them: validity and the number of tokens seen, of one row."""
-    begin(PDL)
-    i_batch = tl.program_id(0).to(tl.int64)
-    p_row = recent_valid.ptr + i_batch * recent_valid.row
-    o_t, o_s = tl.arange(0, BLOCK_SIZE), tl.arange(0, BS)
-    count = tl.sum((tl.load(p_row + at + o_t) != 0).to(tl.int32), 0)
-    seen = tl.load(p_seen + i_batch)
-    tl.store(p_row + o_s, tl.full([BS], 1, tl.uint8), mask=(o_s < sinks) & (o_s >= seen) & (o_s < seen + count))
-    tl.store(p_row + at + o_t, tl.zeros([BLOCK_SIZE], tl.uint8))
-    tl.store(p_seen + i_batch, seen + count)
-
-
-def seal(recent_kv, recent_valid, at, sinks, seen, physical_ids, kv, flags, fill, index):
+def seal(recent_kv, rows, after, sinks, block_table, kv, index):
     """As ``reference.seal``."""
+    check(recent_kv, rows, after, sinks, kv)
     batch, heads = recent_kv.shape[:2]
     size, dk = kv.shape[2], index.key_dim
-    require_dense_rows(recent_kv=recent_kv, recent_valid=recent_valid, kv=kv, flags=flags, bounds=index.bounds)
-    require_dense_rows(part_fill=index.part_fill, channels=index.channels, codes=index.codes, qparams=index.qparams)
-    require_dense_rows(means=index.means, earlier=index.earlier)
+    require_dense_rows(recent_kv=recent_kv, rows=rows, after=after, block_table=block_table, kv=kv)
+    require_dense_rows(bounds=index.bounds, channels=index.channels, codes=index.codes, qparams=index.qparams)
+    require_dense_rows(means=index.means)
     parts = 1 if index.bounds is None else index.bounds.shape[1]
-    valid, means = operand(Table, recent_valid), None
-    if index.means is not None:
-        earlier = index.earlier
-        means = Means(index.means, *index.means.stride()[:2], earlier, earlier.stride(0), earlier.shape[1])
     launch(
-        seal_block_kernel,
+        seal_kernel,
         (batch * heads,),
         recent_kv,
         operand(Tokens, recent_kv),
-        valid,
-        seen,
-        physical_ids,
+        operand(Table, rows),
+        operand(Table, after),
+        operand(Table, block_table),
         operand(PagedKV, kv) if kv.shape[3] else None,
-        operand(Table, flags),
-        fill,
         operand(Bounds, index.bounds),
-        operand(Table, index.part_fill),
         operand(Rows, index.channels),
         operand(PagedKV, index.codes),
         operand(PagedKV, index.qparams),
-        means,
-        at,
+        None if index.means is None else Means(index.means, *index.means.stride()[:2], index.span),
+        recent_kv.shape[2] - sinks,
         sinks,
         torch.finfo(recent_kv.dtype).max,
         METADATA=index.metadata,
@@ -270,5 +222,3 @@ def seal(recent_kv, recent_valid, at, sinks, seen, physical_ids, kv, flags, fill
         BT=min(TILE // 2 if dk > WIDE else TILE, size // parts),
         num_warps=8 if dk > WIDE else 4,
     )
-    side = triton.next_power_of_2(max(1, sinks))
-    launch(seal_finish_kernel, (batch,), recent_kv, valid, seen, at, sinks, BLOCK_SIZE=size, BS=side)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .._dispatch import give
-from .._flags import SELECTABLE
 
 
 def unpack_labels(codes: Tensor, qparams: Tensor | None) -> Tensor:
@@ -32,11 +31,12 @@ def token_score(
     codes: Tensor,
     qparams: Tensor | None,
     channels: Tensor,
-    flags: Tensor,
+    rows: Tensor,
     block_table: Tensor,
     block_ids: Tensor | None,
     reduce: str,
     *,
+    sinks: int,
     out: Tensor | None = None,
 ) -> Tensor:
     """``a(t) = mean_h q_h[C] . label_t`` (or the maximum over the group) for each token of the given blocks.
@@ -51,10 +51,12 @@ def token_score(
         codes: ``[num_blocks, H, block_size, r / 2]`` uint8, or ``[..., r]`` floating point.
         qparams: ``[num_blocks, H, block_size, 2]`` float16, or ``None`` with floating point ``codes``.
         channels: ``[batch, H, r]`` int32, the label channels of each row and KV head.
-        flags: ``[num_blocks, block_size]`` uint8; a token can be selected where it equals ``SELECTABLE``.
-        block_table: ``[batch, cap]`` int32, physical id of each block of each row; -1 where there is none.
+        rows: int32 ``[batch, 2]``, length and sealed tokens (a multiple of ``block_size``) of each row.
+        block_table: ``[batch, cap]`` int32, physical id of each block of each row; -1 where there is none. What it has
+            for blocks that are not sealed is not looked at.
         block_ids: ``[batch, H, n]`` int32 (-1 for none), or ``None`` for all ``cap`` blocks.
         reduce: ``"mean"`` or ``"max"`` over the query heads of a group; ``"none"``: a score for each head.
+        sinks: first tokens of a row, which cannot be selected; those from there to the last sealed one can.
         out: receives the scores.
 
     Returns:
@@ -69,18 +71,18 @@ def token_score(
     if reduce == "mean":
         q = q.mean(2, keepdim=True)
     head = torch.arange(heads, device=q.device)[None, :, None]
+    size = codes.shape[2]
     if block_ids is None:
-        at = block_table[:, None].expand(-1, heads, -1).long()
-    else:
-        at = block_table[:, None].expand(-1, heads, -1).gather(-1, block_ids.clamp_min(0).long()).long()
-        at = at.masked_fill(block_ids < 0, -1)
-    safe = at.clamp_min(0)
-    held = unpack_digits(codes[safe, head]) if qparams is not None else codes[safe, head].float()
+        block_ids = torch.arange(block_table.shape[1], device=q.device).expand(batch, heads, -1)
+    at = block_table[:, None].expand(-1, heads, -1).gather(-1, block_ids.clamp_min(0).long()).long()
+    token = block_ids[..., None] * size + torch.arange(size, device=q.device)  # [batch, H, n, block_size]
+    usable = (token >= sinks) & (token < rows[:, 1, None, None, None]) & (at >= 0)[..., None]
+    at = at.masked_fill(~usable.any(-1), 0)  # what an entry is that nobody may look at
+    held = unpack_digits(codes[at, head]) if qparams is not None else codes[at, head].float()
     score = q @ held.flatten(2, 3).transpose(-1, -2)  # [batch, H, G or 1, n * block_size]
     if qparams is not None:
-        scale, zero = qparams[safe, head].float().flatten(2, 3)[:, :, None].unbind(-1)
+        scale, zero = qparams[at, head].float().flatten(2, 3)[:, :, None].unbind(-1)
         score = scale * score + zero * q.sum(-1, keepdim=True)
     unknown = score.isnan() | ~q.isfinite().all(-1, keepdim=True)
-    usable = (flags[safe] == SELECTABLE) & (at >= 0)[..., None]
     score = score.masked_fill(unknown, float("-inf")).masked_fill(~usable.flatten(2)[:, :, None], float("-inf"))
     return give(score.flatten(1, 2) if reduce == "none" else score.amax(2), out)

@@ -12,7 +12,6 @@ import triton.language as tl
 
 from .._operands import batch_and_head, padded, row_ptr
 from .._overlap import release, wait
-from .._paged import SELECTABLE, find_blocks
 
 STAGES = tl.constexpr(3)
 LARGEST = tl.constexpr(127 * 128.0)  # of the numbers that stand for queries
@@ -23,6 +22,19 @@ COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # Triton's interpre
 def known(b_total):
     """Sums of queries, NaN where they are infinite: then all their scores are NaN, which counts as ``-inf``."""
     return tl.where(tl.abs(b_total) < float("inf"), b_total, float("nan"))
+
+
+@triton.jit
+def find_sealed(i, m, p_table, p_ids, blocks):
+    """The ``i``-th block where ``m``, of the row or of a list, and its physical block.
+
+    That is -1 where there is none among the row's ``blocks`` sealed ones.
+    """
+    block = i
+    if p_ids is not None:
+        block = tl.load(p_ids + i, mask=m, other=-1)
+        m = block >= 0
+    return block, tl.load(p_table + block, mask=m & (block < blocks), other=-1)
 
 
 @triton.jit
@@ -46,11 +58,12 @@ def token_score_tensor_core_kernel(
     codes,
     pairs,
     channels,
-    flags,
+    rows,
     table,
     ids,
     out,
     blocks,
+    sinks,
     MEAN: tl.constexpr,
     EACH: tl.constexpr,
     HEADS: tl.constexpr,
@@ -99,18 +112,18 @@ def token_score_tensor_core_kernel(
     p_ids = None
     if ids is not None:
         p_ids = row_ptr(ids, i_batch, i_head)
+    sealed = tl.load(rows.ptr + i_batch * rows.row + 1) // BLOCK_SIZE
     first = tl.program_id(0) * BLOCKS
     end = tl.minimum(first + BLOCKS, blocks)
     # The compiler keeps the next blocks' physical blocks and codes on their way, in shared memory: in registers,
     # carried over to the next turn of the loop, bytes would be taken apart.
     for i in tl.range(first, end, num_stages=STAGES):
-        physical_id, _ = find_blocks(i, i < end, p_table, p_ids, None)
+        block, physical_id = find_sealed(i, i < end, p_table, p_ids, sealed)
         physical_id = physical_id.to(tl.int64)
-        # Codes are read without waiting for the flags: the scores of tokens that cannot be selected, which may be
-        # anything, are replaced.
+        # Sinks are read with the others: their scores, which may be anything, are replaced.
         b_code = tl.load(p_code + physical_id * codes.block, mask=(physical_id >= 0) & m_w, other=0)
         b_pair = tl.load(p_pair + physical_id * pairs.block, mask=physical_id >= 0, other=0)
-        b_flag = tl.load(flags.ptr + o_t + physical_id * flags.row, mask=physical_id >= 0, other=0)
+        m_usable = (physical_id >= 0) & (o_t >= sinks - block * BLOCK_SIZE)  # [BLOCK_SIZE]
         b_scale = (b_pair & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)  # [BLOCK_SIZE]
         b_zero = (b_pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)  # [BLOCK_SIZE]
         b_both = tl.dot(_digits(b_code, BLOCK_SIZE, BW), b_parts)  # [BLOCK_SIZE, 2 BG]
@@ -119,12 +132,11 @@ def token_score_tensor_core_kernel(
         # label = digit * scale + zero, so q . label = scale * (q . digits) + zero * sum(q)
         b_all = b_scale[:, None] * (b_all * b_unit[None, :]) + b_zero[:, None] * b_total[None, :]
         if EACH:
-            m_usable = (b_flag == SELECTABLE)[:, None] & (b_all == b_all)
-            b_s = tl.where(m_usable, b_all, float("-inf"))  # [BLOCK_SIZE, BG]
+            b_s = tl.where(m_usable[:, None] & (b_all == b_all), b_all, float("-inf"))  # [BLOCK_SIZE, BG]
             p_to = row_ptr(out, i_batch, i_head * GROUP + o_g)[None, :] + i * BLOCK_SIZE + o_t[:, None]
             tl.store(p_to, b_s, mask=m_g)
         else:
             b_s = tl.max(tl.where(m_g, b_all, float("-inf")), 1)  # [BLOCK_SIZE]; NaN only if all are
-            b_s = tl.where((b_flag == SELECTABLE) & (b_s == b_s), b_s, float("-inf"))
+            b_s = tl.where(m_usable & (b_s == b_s), b_s, float("-inf"))
             tl.store(row_ptr(out, i_batch, i_head) + i * BLOCK_SIZE + o_t, b_s)
     release(PDL)

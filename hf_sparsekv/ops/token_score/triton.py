@@ -10,9 +10,8 @@ from .._dispatch import require_dense_rows
 from .._group import MANY, mean_heads
 from .._operands import PagedKV, Query, Rows, Table, batch_and_head, operand, padded, row_ptr
 from .._overlap import launch, release, wait
-from .._paged import SELECTABLE, find_blocks
 from .config import config as default
-from .tensor_core import known, token_score_tensor_core_kernel
+from .tensor_core import find_sealed, known, token_score_tensor_core_kernel
 
 
 @triton.jit
@@ -21,11 +20,12 @@ def token_score_kernel(
     codes,
     qparams,
     channels,
-    flags,
+    rows,
     table,
     ids,
     out,
     tokens,
+    sinks,
     MEAN: tl.constexpr,
     EACH: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -48,10 +48,10 @@ def token_score_kernel(
     p_ids = None
     if ids is not None:
         p_ids = row_ptr(ids, i_batch, i_head)
-    b_physical_id, _ = find_blocks(o_t // BLOCK_SIZE, m_t, table.ptr + i_batch * table.row, p_ids, None)
+    sealed = tl.load(rows.ptr + i_batch * rows.row + 1) // BLOCK_SIZE
+    b_block, b_physical_id = find_sealed(o_t // BLOCK_SIZE, m_t, table.ptr + i_batch * table.row, p_ids, sealed)
     b_physical_id, o_in = b_physical_id.to(tl.int64), o_t % BLOCK_SIZE  # [BT]
-    m_live = m_t & (b_physical_id >= 0)
-    m_live = m_live & (tl.load(flags.ptr + b_physical_id * flags.row + o_in, mask=m_live, other=0) == SELECTABLE)
+    m_live = (b_physical_id >= 0) & (b_block * BLOCK_SIZE + o_in >= sinks)
 
     o_g = tl.arange(0, BG)
     p_channels = row_ptr(channels, i_batch, i_head)
@@ -138,11 +138,12 @@ def token_score(
     codes,
     qparams,
     channels,
-    flags,
+    rows,
     block_table,
     block_ids,
     reduce,
     *,
+    sinks,
     out=None,
     config=None,
 ):
@@ -151,29 +152,28 @@ def token_score(
     heads, block_size, width = codes.shape[1:]
     blocks = (block_table if block_ids is None else block_ids).shape[-1]
     tokens = blocks * block_size
-    rows = q_heads if reduce == "none" else heads
     if out is None:
-        out = torch.empty(batch, rows, tokens, dtype=torch.float32, device=q.device)
+        out = torch.empty(batch, q_heads if reduce == "none" else heads, tokens, dtype=torch.float32, device=q.device)
     if not tokens:
         return out
-    require_dense_rows(codes=codes, qparams=qparams, channels=channels, flags=flags)
+    require_dense_rows(codes=codes, qparams=qparams, channels=channels, rows=rows)
     require_dense_rows(block_table=block_table, block_ids=block_ids, out=out)
     group, mean = q_heads // heads, reduce == "mean"
     config = config or default(q, codes, qparams, blocks, mean)
     if mean and group > MANY:
         q, group = mean_heads(q, heads), 1
     labels = codes, None if qparams is None else qparams.view(torch.int32) if config.tensor_cores else qparams
-    args = operand(Query, q), *(operand(PagedKV, t) for t in labels), operand(Rows, channels), operand(Table, flags)
+    args = operand(Query, q), *(operand(PagedKV, t) for t in labels), operand(Rows, channels), operand(Table, rows)
     args = *args, operand(Table, block_table), operand(Rows, block_ids), operand(Rows, out)
     fixed = {"MEAN": mean, "EACH": reduce == "none", "HEADS": heads, "GROUP": group}
     fixed |= {"BLOCK_SIZE": block_size, "WIDTH": width}
     if config.tensor_cores:
         grid = triton.cdiv(blocks, config.blocks), batch * heads
         fixed |= {"BG": config.columns, "BLOCKS": config.blocks, "num_warps": config.warps}
-        launch(token_score_tensor_core_kernel, grid, q, *args, blocks, **fixed)
+        launch(token_score_tensor_core_kernel, grid, q, *args, blocks, sinks, **fixed)
     else:
         grid = triton.cdiv(tokens, config.tokens), batch * heads
         native = q.dtype != torch.float32 and (qparams is not None or codes.dtype == q.dtype)
         fixed |= {"NATIVE": native, "BW": config.columns, "BT": config.tokens, "num_warps": config.warps}
-        launch(token_score_kernel, grid, q, *args, tokens, **fixed)
+        launch(token_score_kernel, grid, q, *args, tokens, sinks, **fixed)
     return out
