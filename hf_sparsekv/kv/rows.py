@@ -479,6 +479,25 @@ class RowTable:
         lengths, sealed = (tuple(of[i] for i in index) for of in (rows.lengths, rows.sealed))
         return Rows(rows.block_size, rows.columns, lengths, sealed, valid)
 
+    def load(self, rows: Rows, table: np.ndarray) -> np.ndarray:
+        """Take over rows from a file; ``table [batch, blocks]`` counts their blocks from 0, -1 for none.
+
+        Returns:
+            The ids that these have here, int32.
+        """
+        if table.shape[1] > self.capacity:
+            self._grow(bucket(table.shape[1]))
+        with self.ids.lock:
+            ids = self.ids.take(int(table.max(initial=-1)) + 1)
+            at = np.argwhere(table >= 0)
+            named = ids[table[table >= 0]]
+            self.ids.share(named)
+            self.ids.drop(ids)
+            if len(at):
+                self._write(at, named)
+        self.rows = rows
+        return ids
+
     def map_rows(self, index: Sequence[int], rows: Rows) -> None:
         """Row ``i`` becomes what row ``index[i]`` was; all hold ``rows``, as :meth:`mapped` gave them.
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -21,7 +22,9 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from ..attention.handle import Step
 from ..config import BY_LAYER, OffloadConfig, SparseConfig
-from ..kv.store import SINK, VALID, LayerStore, ring_tokens
+from ..kv.pool import BlockPool
+from ..kv.rows import Rows, RowTable
+from ..kv.store import ring_tokens
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..offload.host_limit import readable
@@ -32,8 +35,8 @@ from ..removed import removed
 from ..tensors import no_inference_mode
 from .container import PIECE, Layer, Pieces, Reader, all_tensors, damaged, dtype_name, write
 
-_BY_BLOCK, _LABELS = {"blocks", "flags"}, {"codes", "qparams"}
-_STORED = {"near_kv", "near_valid", "seen", "table"}  # what a store has beside them; the rest is the policy's
+_LABELS = {"codes", "qparams"}
+_STORED = {"near_kv"}  # what a store has beside its blocks; the rest is the policy's
 # Memory that the configuration in a file may reserve beyond what the file holds: so many bytes, or so many times its
 # size. Enough for a prompt of 2k tokens with max_length=32k.
 _DEFAULT = "default"  # a predictor that nobody named
@@ -48,6 +51,7 @@ class FiledCache(Protocol):
         layers: ours, and transformers' own sliding ones.
         model_config: None as long as nobody told.
         _record_past: sliding layers keep what leaves their window, for ``crop()``.
+        row_table: what the rows hold.
     """
 
     config_type: ClassVar[type[SparseConfig] | None]
@@ -57,6 +61,7 @@ class FiledCache(Protocol):
     layers: list[CacheLayerMixin]
     model_config: PreTrainedConfig | None
     _record_past: bool
+    row_table: RowTable
 
     def __init__(self, config: SparseConfig, offload: OffloadConfig | None) -> None: ...
 
@@ -67,6 +72,10 @@ class FiledCache(Protocol):
 
     def get_seq_length(self) -> int:
         """Columns cached."""
+        ...
+
+    def joined_rows(self) -> Rows:
+        """What all layers hold."""
         ...
 
     def bind(self, model_config: PreTrainedConfig) -> None:
@@ -86,8 +95,8 @@ Kinds = Sequence[type[FiledCache]]
 
 
 def _index(layer: SparseLayer, calibrates: bool) -> dict[str, Tensor]:
-    """What a selection keeps of the blocks. (``fill`` follows from the flags, labels are made when channels are.)"""
-    left = {"flags", "fill", *(_LABELS if calibrates else ())}
+    """What a selection keeps of the blocks. (Labels are made when channels are.)"""
+    left = _LABELS if calibrates else ()
     return {name: held for name, held in layer.store.pool.fields.items() if name not in left}
 
 
@@ -107,12 +116,22 @@ def save_cache(cache: FiledCache, kinds: Kinds, path: str | os.PathLike[str]) ->
     if method.reference or type(cache.config) is not method.config:
         raise ValueError(f"caches of {type(cache.config).__name__} cannot be saved yet")
     cache.shared.check_file(loading=False)
+    rows = cache.joined_rows()
+    table = _table(cache.row_table, rows)
+    named = np.unique(table[table >= 0])
     layers, pieces = [], {}
     for index, layer in enumerate(cache.layers):
-        record, held = _sparse(layer) if isinstance(layer, SparseLayer) else _sliding(layer, index)
+        record, held = _sparse(layer, torch.from_numpy(named).long()) if isinstance(layer, SparseLayer) else _sliding(layer, index)
         layers.append(record)
         pieces |= {f"layers.{index}.{name}": piece for name, piece in held.items()}
-    shapes = all_tensors(layers, cache.config.block_size)
+    padding = None if rows.valid is None else rows.valid.shape[1]
+    held = {"lengths": rows.lengths, "sealed": rows.sealed, "padding": padding}
+    shapes = all_tensors(layers, cache.config.block_size, held)
+    if len(named):
+        local = np.where(table >= 0, np.searchsorted(named, table), -1).astype(np.int32)
+        pieces["table"] = _whole(torch.from_numpy(local))
+    if rows.valid is not None:
+        pieces["valid"] = _whole(rows.valid)
     state = {
         "cache": type(cache).__name__,
         "method": method.name,
@@ -120,6 +139,7 @@ def save_cache(cache: FiledCache, kinds: Kinds, path: str | os.PathLike[str]) ->
         "model": None if cache.model_config is None else describe(cache.model_config),
         "channel_file": None,
         "record_past": cache._record_past,
+        "rows": held,
         "layers": [asdict(layer) for layer in layers],
     }
     channels = cache.shared.channels
@@ -145,10 +165,16 @@ def _whole(tensor: Tensor) -> Pieces:
     return lambda: iter((tensor,))
 
 
-def _sparse(layer: SparseLayer) -> tuple[Layer, dict[str, Pieces]]:
+def _table(table: RowTable, rows: Rows) -> np.ndarray:
+    """Ids of the full blocks of each row, int32 ``[batch, blocks]``, -1 behind them."""
+    blocks = max(rows.sealed)
+    return np.where(np.arange(blocks) < np.array(rows.sealed)[:, None], table.host[:, :blocks], -1)
+
+
+def _sparse(layer: SparseLayer, named: Tensor) -> tuple[Layer, dict[str, Pieces]]:
+    """``named``: ids of the blocks that there are, int64."""
     store, labels = layer.store, layer.policy.labels
     store.wait_for_copies()
-    named = store.table.unique().long()
     calibrates = labels is not None and labels.calibrating
     index = _index(layer, calibrates)
     record = Layer(
@@ -160,8 +186,6 @@ def _sparse(layer: SparseLayer) -> tuple[Layer, dict[str, Pieces]]:
         value_dim=store.width - store.split,
         latent=store.latent,
         length=store.length,
-        sealed=store.full_blocks,
-        padded=store.padded,
         near=store.recent_kv.shape[2],
         blocks=len(named),
         policy=layer.policy.saved_as,
@@ -172,16 +196,15 @@ def _sparse(layer: SparseLayer) -> tuple[Layer, dict[str, Pieces]]:
             f"caches of {type(layer.policy).__name__} cannot be saved: it keeps {', '.join(undeclared)}, which its "
             "TENSORS do not declare (docs/extending.md)"
         )
-    kept = layer.policy.to_file(store.length)
+    kept = layer.policy.to_file(store.held.lengths)
     record.measure(kept)
     known = record.tensors(store.block_size)
     record.state = {name: [dtype_name(t.dtype), list(t.shape)] for name, t in kept.items() if name not in known}
-    tensors = {"near_kv": store.recent_kv, "near_valid": store.recent_valid, "seen": store.seen, **kept}
+    tensors = {"near_kv": store.recent_kv, **kept}
     found = {name: _whole(tensor) for name, tensor in tensors.items()}
     if len(named):
         record.index = {name: [dtype_name(held.dtype), list(held.shape[1:])] for name, held in index.items()}
-        found["table"] = _whole(torch.searchsorted(named, store.table.long()).int())
-        for name, held in {"blocks": store.pool.kv, "flags": store.pool.fields["flags"], **index}.items():
+        for name, held in {"blocks": store.pool.kv, **index}.items():
             found[name] = lambda held=held: _rows_of(held, named)
     return record, found
 
@@ -248,15 +271,45 @@ def load_cache(
         _check_header(cache, file)
         if config is None:
             _check_reserved(cache, file)
+        rows = _rows(cache, file)
         for index, (layer, record) in enumerate(zip(cache.layers, file.layers)):
             where = _device(file, record, device)
             if isinstance(layer, SparseLayer):
-                _fill(layer, record, file, f"layers.{index}.", where)
+                _fill(layer, record, rows, file, f"layers.{index}.", where)
             else:
                 keys, values = (file.tensor(f"layers.{index}.{name}").to(where) for name in ("keys", "values"))
                 layer.lazy_initialization(keys, values)
                 layer.keys, layer.values, layer.cumulative_length = keys, values, record.length
+        cache.joined_rows()
     return cache
+
+
+def _rows(cache: FiledCache, file: Reader) -> tuple[Rows, np.ndarray]:
+    """The rows, and the ids of the saved blocks here."""
+    about, size, columns = file.state["rows"], cache.config.block_size, file.layers[0].length
+    lengths, sealed = tuple(about["lengths"]), tuple(about["sealed"])
+    valid = None if about["padding"] is None else file.tensor("valid")
+    table = file.tensor("table").numpy() if max(sealed) else np.zeros((len(sealed), 0), dtype=np.int32)
+    blocks = next((record.blocks for record in file.layers if record.window is None), 0)
+    # A step seals what is older than window and drafts; crop() takes back what would leave the window short.
+    old = [length - cache.config.window for length in lengths]
+    least, most = ([max(0, n // size) for n in (x - more for x in old)] for more in (cache.config.max_draft, 0))
+    there = np.arange(table.shape[1]) < np.array(sealed)[:, None]
+    fits = {
+        "lengths": len(lengths) == file.layers[0].batch and len(sealed) == len(lengths),
+        "sealed": all(low <= n <= high for low, n, high in zip(least, sealed, most, strict=False)),
+    }
+    if all(fits.values()):
+        seen = [columns] * len(lengths) if valid is None else (valid.sum(1) + columns - valid.shape[1]).tolist()
+        fits["padding"] = (valid is None or valid.shape[1] <= columns) and list(lengths) == seen
+        fits["table"] = bool(((table >= 0) == there).all()) and bool((table < blocks).all())
+        fits["table"] = fits["table"] and _names_each_block(table, blocks)
+    for name, fit in fits.items():
+        if not fit:
+            raise damaged(file.path, f"{name} of the rows does not fit the rest")
+    rows = Rows(size, columns, lengths, sealed, valid)
+    cache.row_table.start(len(lengths), max(1, table.shape[1]) * size)
+    return rows, cache.row_table.load(rows, table)
 
 
 def _empty(
@@ -372,8 +425,15 @@ def _device(file: Reader, record: Layer, device: torch.device | str | None) -> t
         ) from None
 
 
-def _fill(layer: SparseLayer, record: Layer, file: Reader, prefix: str, device: torch.device) -> None:
-    """Make the layer's store and policy as they were."""
+def _fill(
+    layer: SparseLayer,
+    record: Layer,
+    loaded: tuple[Rows, np.ndarray],
+    file: Reader,
+    prefix: str,
+    device: torch.device,
+) -> None:
+    """Make the layer's store and policy as they were. ``loaded``: see :func:`_rows`."""
     size, rows = layer.owner.config.block_size, (record.batch, record.heads)
     # As many tokens as the blocks hold: rows may share theirs.
     tokens = max(1, -(-record.blocks // record.batch)) * size
@@ -387,33 +447,28 @@ def _fill(layer: SparseLayer, record: Layer, file: Reader, prefix: str, device: 
         raise damaged(file.path, f"layer {layer.index}: {error}") from None
     store, policy = layer.store, layer.policy
     held = {
-        name: file.tensor(prefix + name) for name in record.tensors(size) if name not in _BY_BLOCK | {*record.index}
+        name: file.tensor(prefix + name) for name in record.tensors(size) if name not in {"blocks", *record.index}
     }
-    _check_tensors(layer, record, held, file, prefix)
+    rows, ids = loaded
+    _check_tensors(layer, record, rows, held, file)
     store.recent_kv.copy_(held["near_kv"])
-    store.recent_valid.copy_(held["near_valid"])
-    store.seen.copy_(held["seen"])
     if record.blocks:
-        physical_ids = _blocks(store.pool, record, file, prefix)
-        store._reserve(record.sealed)
-        store.block_table[:, : record.sealed] = physical_ids[held["table"].long().to(device)]
-    store.length, store.full_blocks, store.padded = record.length, record.sealed, record.padded
-    policy.from_file(held, device, store.length)
+        _read_blocks(store.pool, torch.from_numpy(ids).long(), record, file, prefix)
+    store.held = rows
+    policy.from_file(held, device, rows.lengths)
     if record.stats_tokens is not None:
         policy.labels.stats.tokens = record.stats_tokens
 
 
-def _blocks(pool, record: Layer, file: Reader, prefix: str) -> Tensor:
-    """Read the blocks into new physical blocks, int32 ``[blocks]`` on the device."""
-    physical_ids = pool.allocate(record.blocks)
+def _read_blocks(pool: BlockPool, ids: Tensor, record: Layer, file: Reader, prefix: str) -> None:
+    """Read the saved blocks into those with ``ids``, int64 ``[blocks]``."""
+    pool.fit()
     for lo in range(0, record.blocks, step := max(1, PIECE // pool.kv[0].nbytes)):
         hi = min(lo + step, record.blocks)
-        at, rows = physical_ids[lo:hi].long(), {n: file.rows(prefix + n, lo, hi) for n in (*_BY_BLOCK, *record.index)}
+        at, rows = ids[lo:hi], {name: file.rows(prefix + name, lo, hi) for name in ("blocks", *record.index)}
         pool.kv[at.to(pool.kv.device)] = rows.pop("blocks").to(pool.kv.device)
-        rows["fill"] = (rows["flags"] == VALID).sum(-1, dtype=torch.int32)
         for name, value in rows.items():
-            pool.fields[name][at] = value.to(pool.device)
-    return physical_ids
+            pool.fields[name][at.to(pool.device)] = value.to(pool.device)
 
 
 # ---------------------------------------------------------------------- checks
@@ -423,11 +478,14 @@ def _check_header(cache: FiledCache, file: Reader) -> None:
     """What the header says of the layers agrees with itself and the configuration, before memory is taken for it."""
     latent = {record.latent for record in file.layers if record.window is None}
     first = file.layers[0]
+    blocks = next((record.blocks for record in file.layers if record.window is None), 0)
     for index, (layer, record) in enumerate(zip(cache.layers, file.layers)):
         fits = {"length": record.length == first.length, "batch": record.batch == first.batch}
         if isinstance(layer, SparseLayer):
             fits |= {"latent": len(latent) == 1 and (not record.latent or record.heads == 1)}
-            fits |= _sparse_fits(layer, record, fits["length"], _keeps_queries(file))
+            fits["blocks"] = record.blocks == blocks
+            _refuse(file, index, fits)
+            fits |= _sparse_fits(layer, record, file.state["rows"]["sealed"], fits["length"], _keeps_queries(file))
         else:
             fits |= _sliding_fits(record, cache._record_past)
         _refuse(file, index, fits)
@@ -444,16 +502,15 @@ def _keeps_queries(file: Reader) -> bool:
     return file.state["config"].get("predictor") not in (_DEFAULT, *BY_LAYER)
 
 
-def _sparse_fits(layer: SparseLayer, record: Layer, length: bool, queries: bool) -> dict[str, bool]:
+def _sparse_fits(
+    layer: SparseLayer, record: Layer, sealed: list[int], length: bool, queries: bool
+) -> dict[str, bool]:
     config, policy = layer.owner.config, layer.policy
     labels, tokens, heads = policy.labels, record.stats_tokens, record.query_heads
-    # A step seals what is older than window and drafts; crop() takes back what would leave the window short.
-    old = record.length - config.window
-    least, most = (max(0, n // config.block_size) for n in (old - config.max_draft, old))
     return {
-        "length": length and least <= record.sealed <= most,
+        "length": length,
         "near buffer": record.near == config.sinks + ring_tokens(config),
-        "blocks": (record.blocks > 0) == (record.sealed > 0) and record.blocks <= record.batch * record.sealed,
+        "blocks": (record.blocks > 0) == (sum(sealed) > 0) and record.blocks <= sum(sealed),
         "index": record.blocks > 0 or not record.index,
         "policy": record.policy == policy.saved_as,
         "channels": (record.channels is not None) == (labels is not None and tokens is None),
@@ -491,14 +548,14 @@ def _check_reserved(cache: FiledCache, file: Reader) -> None:
         )
 
 
-def _check_tensors(layer: SparseLayer, record: Layer, held: dict[str, Tensor], file: Reader, prefix: str) -> None:
+def _check_tensors(layer: SparseLayer, record: Layer, rows: Rows, held: dict[str, Tensor], file: Reader) -> None:
     """Nothing may point at what is not there: kernels would follow."""
     store, policy = layer.store, layer.policy
     labels = policy.labels
     calibrates = labels is not None and record.channels is None
     index = {k: [dtype_name(v.dtype), list(v.shape[1:])] for k, v in _index(layer, calibrates).items()}
     # What a cache that has just begun would write is always there; beside it what this policy knows.
-    kept, always = held.keys() - _STORED, policy.to_file(0).keys()
+    kept, always = held.keys() - _STORED, policy.to_file((0,) * rows.batch).keys()
     if not _keeps_queries(file):  # and this one's predictor begins without any
         always = always - {"queries", "queries_from"}
     fits = {
@@ -508,28 +565,20 @@ def _check_tensors(layer: SparseLayer, record: Layer, held: dict[str, Tensor], f
         **{name: name in policy.file_names() for name in kept - always},
     }
     _refuse(file, layer.index, fits)
+    sealed, lengths = (torch.tensor(of, dtype=torch.int64).view(-1, 1, 1) for of in (rows.sealed, rows.lengths))
     limits = {
-        "table": (0, record.blocks),
-        "previous": (-1, record.sealed),
+        "previous": (-1, sealed),
         "channels": (0, record.query_dim),
-        "chosen": (-1, record.sealed * store.block_size),
-        "queries_from": (0, record.length + 1),
+        "chosen": (-1, sealed * store.block_size),
+        "queries_from": (0, lengths[:, 0, 0] + 1),
     }
     for name, (low, high) in limits.items():
-        if name in held and held[name].numel() and not (low <= held[name].min() and held[name].max() < high):
+        if name in held and not ((low <= held[name]) & (held[name] < high)).all():
             raise damaged(file.path, f"{name} in layer {layer.index} is out of range")
-    flags = file.tensor(prefix + "flags") if record.blocks else None
     fits = {name: _distinct(held[name]) for name in ("channels", "previous", "chosen") if name in held}
     if "channels" in held and labels is not None and labels.channels is not None:  # of a channel file
         fits["channels"] &= torch.equal(held["channels"], labels.channels.cpu())
-    if flags is not None:
-        fits["table"] = _names_each_block(held["table"], record.blocks)
-        if "part_fill" in record.index:
-            parts = record.index["part_fill"][1][0]
-            fill = (flags == VALID).unflatten(1, (parts, -1)).sum(-1)
-            fits["part_fill"] = torch.equal(file.tensor(prefix + "part_fill").long(), fill)
     _refuse(file, layer.index, fits)
-    _refuse(file, layer.index, _validity_fits(store, record, held, flags))
 
 
 def _distinct(ids: Tensor) -> bool:
@@ -538,29 +587,9 @@ def _distinct(ids: Tensor) -> bool:
     return not bool(((ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] >= 0)).any())
 
 
-def _names_each_block(table: Tensor, blocks: int) -> bool:
+def _names_each_block(table: np.ndarray, blocks: int) -> bool:
     """Each block has a row that names it, and rows that share it have it at the same place."""
-    table = table.long()
-    place = torch.full((blocks,), -1)
-    columns = torch.arange(table.shape[1]).expand_as(table)
-    place[table] = columns
-    return bool((place >= 0).all() and (place[table] == columns).all())
-
-
-def _validity_fits(store: LayerStore, record: Layer, held: dict[str, Tensor], flags: Tensor | None) -> dict[str, bool]:
-    """What is known of tokens follows from which of them are padding. (``seen`` is where a kernel writes sinks.)"""
-    size, sinks = store.block_size, store.sinks
-    valid = torch.zeros(record.batch, 0, dtype=torch.bool)
-    fits = {}
-    if flags is not None:
-        flags = flags[held["table"].long()].flatten(1)  # [batch, sealed tokens]
-        valid = (flags & VALID) > 0
-        is_sink = valid & (valid.cumsum(1, dtype=torch.int32) <= sinks)
-        fits["flags"] = torch.equal(flags, valid.to(torch.uint8) * VALID + is_sink.to(torch.uint8) * SINK)
-    fits["seen"] = torch.equal(held["seen"], valid.sum(1, dtype=torch.int32))
-    front, ring = held["near_valid"][:, :sinks], held["near_valid"][:, sinks:]
-    recent = torch.zeros(store.ring, dtype=torch.bool)
-    recent[torch.arange(record.sealed * size, record.length) % store.ring] = True
-    fits["near_valid"] = torch.equal(front, torch.arange(sinks) < held["seen"][:, None]) and not ring[:, ~recent].any()
-    fits["padded"] = record.padded or bool(valid.all() and ring[:, recent].all())
-    return fits
+    place = np.full(blocks, -1)
+    row, column = (table >= 0).nonzero()
+    place[table[row, column]] = column
+    return bool((place >= 0).all() and (place[table[row, column]] == column).all())

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..version import __version__
 from ..whole_file import replacing
 
-FORMAT, VERSION = "hf-sparsekv-cache", "1"
+FORMAT, VERSION = "hf-sparsekv-cache", "2"
 PIECE = 1 << 26  # bytes that are read or written at once
 
 _DTYPES = {
@@ -60,8 +60,6 @@ class Layer:
     window: int | None = None
     kept: int = 0  # columns of a sliding layer
     record_past: bool = False
-    sealed: int = 0
-    padded: bool = False
     near: int = 0
     blocks: int = 0
     index: dict[str, list] = field(default_factory=dict)  # name: [dtype, shape of a block's]
@@ -94,13 +92,9 @@ class Layer:
             return {"keys": (dtype, (*shape, self.key_dim)), "values": (dtype, (*shape, self.value_dim))}
         found = {
             "near_kv": (dtype, (*rows, self.near, width)),
-            "near_valid": (torch.bool, (self.batch, self.near)),
-            "seen": (torch.int32, (self.batch,)),
         }
         if self.blocks:
             found["blocks"] = (dtype, (self.blocks, self.heads, block_size, width))
-            found["flags"] = (torch.uint8, (self.blocks, block_size))
-            found["table"] = (torch.int32, (self.batch, self.sealed))
             found |= {name: (_NAMES[kind], (self.blocks, *shape)) for name, (kind, shape) in self.index.items()}
         if self.channels is not None:
             found["channels"] = (torch.int32, (*rows, self.channels))
@@ -176,7 +170,13 @@ STATE = {
     "model": _or_null(_object(FACT)),
     "channel_file": ANYTHING,  # null, or as below
     "record_past": FLAG,
+    "rows": ANYTHING,  # as below
     "layers": Kind("a list that is not empty", lambda x: type(x) is list and len(x) > 0),  # as below
+}
+ROWS = {
+    "lengths": _list(COUNT),  # tokens of each row
+    "sealed": _list(COUNT),  # its full blocks
+    "padding": _or_null(SIZE),  # columns of the map of valid ones; behind them all are. null: none is padding
 }
 CHANNEL_FILE = {
     "shape": _list(SIZE, 3),
@@ -189,8 +189,8 @@ LAYER = {
     "device": DEVICE,
     "dtype": FLOAT,
     **dict.fromkeys(("batch", "heads", "key_dim", "value_dim", "length"), SIZE),
-    **dict.fromkeys(("latent", "record_past", "padded"), FLAG),
-    **dict.fromkeys(("kept", "sealed", "near", "blocks"), COUNT),
+    **dict.fromkeys(("latent", "record_past"), FLAG),
+    **dict.fromkeys(("kept", "near", "blocks"), COUNT),
     **dict.fromkeys(("window", "channels", "previous", "query_heads", "chosen"), _or_null(SIZE)),
     "stats_tokens": _or_null(COUNT),
     "index": _object(FIELD),
@@ -223,13 +223,14 @@ def _read_header(text: str) -> tuple[dict, list[Layer], Shapes]:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     _check_fields(state, STATE, "the state", {"method"})
+    _check_fields(state["rows"], ROWS, "rows")
     for index, layer in enumerate(state["layers"]):
         _check_fields(layer, LAYER, f"layer {index}", _LAYER_DEFAULTS)
     layers = [Layer(**layer) for layer in state["layers"]]
     block_size = state["config"].get("block_size")
     if not SIZE.holds(block_size):
         raise ValueError(f"block_size in the configuration is {reprlib.repr(block_size)}, not {SIZE.what}")
-    shapes = all_tensors(layers, block_size)
+    shapes = all_tensors(layers, block_size, state["rows"])
     if state["channel_file"] is not None:
         _check_fields(state["channel_file"], CHANNEL_FILE, "channel_file")
         shapes["channel_file"] = (torch.int32, tuple(state["channel_file"]["shape"]))
@@ -250,13 +251,19 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def all_tensors(layers: list[Layer], block_size: int) -> Shapes:
-    """Tensors of all layers, ``layers.<index>.<name>``."""
-    return {
+def all_tensors(layers: list[Layer], block_size: int, rows: dict) -> Shapes:
+    """Tensors of all layers, ``layers.<index>.<name>``, and of the rows (:data:`ROWS`)."""
+    found = {
         f"layers.{index}.{name}": about
         for index, layer in enumerate(layers)
         for name, about in layer.tensors(block_size).items()
     }
+    batch = len(rows["lengths"])
+    if blocks := max(rows["sealed"], default=0):
+        found["table"] = (torch.int32, (batch, blocks))
+    if rows["padding"] is not None:
+        found["valid"] = (torch.bool, (batch, rows["padding"]))
+    return found
 
 
 def write(path: Path, state: dict, shapes: Shapes, pieces: Mapping[str, Pieces]) -> None:

@@ -213,8 +213,7 @@ def plan_memory(
     block_capacity, recent_tokens = request.block_capacity, request.recent_tokens
     kept = block_capacity * size * sum(map(request.token, dense))
     recent = batch * recent_tokens * sum(map(request.token, dense + sparse))
-    # Per physical block: flags and fill; per row: its block table, the validity of recent tokens, a count.
-    tables = block_capacity * (size + 4) + batch * (request.table * 4 + recent_tokens + 4)
+    tables = batch * (request.table * 4 + 28)  # one for all layers: block table; lengths, before and behind a step
     others = [layer for layer in model.layers if layer.kind != "full"]
     stock = batch * sum(layer.state + min(layer.window, context) * request.token(layer) for layer in others)
     dense_kv = stock + batch * context * sum(map(request.token, dense + sparse))
@@ -233,7 +232,7 @@ def plan_memory(
         labels=memory.labels,
         means=memory.means,
         recent=recent,
-        tables=len(dense + sparse) * tables + memory.tables,
+        tables=tables + memory.tables,
         stock=stock,
         prefill=prefill,
         kept=kept if offload is not None and offload.keep_dense else 0,
