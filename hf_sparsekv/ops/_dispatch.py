@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cache, wraps
 from importlib import import_module
 
+import torch
 from torch import Tensor
 
 
@@ -77,3 +78,12 @@ def require_dense_rows(**tensors: Tensor | None) -> None:
     for name, t in tensors.items():
         if t is not None and t.numel() and t.shape[-1] > 1 and t.stride(-1) != 1:
             raise ValueError(f"the last dimension of {name} must be contiguous, got strides {t.stride()}")
+
+
+def require_rows(rows: Tensor, batch: int) -> None:
+    """Raise for what is no ``[batch, 2]`` of int32 in one piece: the length of each row, and its sealed tokens."""
+    if rows.shape != (batch, 2) or rows.dtype != torch.int32 or not rows.is_contiguous():
+        raise ValueError(
+            f"rows must be contiguous int32 [{batch}, 2] (length, sealed), got {rows.dtype} {list(rows.shape)} with "
+            f"strides {rows.stride()}"
+        )
