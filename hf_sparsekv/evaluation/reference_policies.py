@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..config import SparseConfig, _not_negative, _positive
 from ..kv.store import LayerStore
-from ..ops.sparse_decode.reference import SELECTABLE
 from ..ops.topk_select.reference import topk_ids
 from ..policies.registry import register
 from ..policies.selector import Selector
@@ -56,8 +55,8 @@ class ReferencePolicy(Selector):
     captured = False
 
     def select(self, q: Tensor, store: LayerStore, params: AttentionParams) -> Tensor:
-        _, flags = store.full_block_kv()  # [sealed, batch, block_size]
-        usable = (flags == SELECTABLE).transpose(0, 1).flatten(1)[:, None]
+        token = torch.arange(store.full_blocks * store.block_size, device=q.device)
+        usable = ((token >= store.sinks) & (token < store.rows[:, 1:]))[:, None]
         scores = self.rank(q, store, params).masked_fill(~usable, float("-inf"))
         return topk_ids(scores, self.config.token_budget)
 
@@ -71,13 +70,13 @@ class OraclePolicy(ReferencePolicy):
     """The truly best tokens: by the largest share of attention that a query head of the group gives a token."""
 
     def rank(self, q: Tensor, store: LayerStore, params: AttentionParams) -> Tensor:
-        keys, _ = store.materialise()
+        keys = store.tokens()[..., : store.key_dim]
         batch, heads, _, dim = keys.shape
         logits = q.float().view(batch, heads, -1, dim) @ keys.float().mT * params.scale
         if params.softcap is not None:
             logits = params.softcap * torch.tanh(logits / params.softcap)
-        if store.padded:
-            logits = logits.masked_fill(~store.valid_columns()[:, None, None], float("-inf"))
+        token = torch.arange(keys.shape[2], device=q.device)
+        logits = logits.masked_fill((token >= store.rows[:, :1])[:, None, None], float("-inf"))
         if params.sink_logits is not None:
             extra = params.sink_logits.float().view(1, heads, -1, 1).expand(batch, -1, -1, -1)
             logits = torch.cat((logits, extra), -1)

@@ -532,15 +532,7 @@ class LayerStore(State):
         """
         rows, new = self.held, 0 if k is None else k.shape[2]
         out = None if k is None or self.copy_streams is None else self.copy_streams.arrived(self)
-        if out is None:
-            out = torch.empty(self.gathered_shape(rows.columns + new), dtype=self.dtype, device=self.device)
-            self.read_blocks(out)
-        kv = out.flatten(2, 3)
-        groups = [slice(None)] if rows.uniform else [slice(row, row + 1) for row in range(self.batch)]
-        for some in groups:
-            first = some.start or 0
-            recent = slice(rows.sealed[first] * self.block_size, rows.lengths[first])
-            kv[some, :, recent] = self.recent_kv[some, :, self._ring_index(recent.start, recent.stop)]
+        kv = self.tokens(out, rows.columns + new)
         if rows.valid is not None or not rows.uniform:
             token = (rows.valid_columns(self.device).cumsum(1) - 1).clamp_min(0)  # of each column
             for row, length in enumerate(rows.lengths):  # one by one: twice a row is less than twice all
@@ -550,6 +542,23 @@ class LayerStore(State):
             kv[:, :, rows.columns : rows.columns + new, self.split :] = v
         kv = kv[:, :, : rows.columns + new]
         return kv[..., : self.split], kv[..., self.split :]
+
+    def tokens(self, out: Tensor | None = None, room: int = 0) -> Tensor:
+        """All cached tokens on the device, ``[batch, H, n, Dk + Dv]``, n no less than ``room``.
+
+        What is there behind a row's last token means nothing. ``out``: of :meth:`gathered_shape`, holds the full blocks.
+        """
+        rows = self.held
+        if out is None:
+            out = torch.empty(self.gathered_shape(max(room, *rows.lengths, 1)), dtype=self.dtype, device=self.device)
+            self.read_blocks(out)
+        kv = out.flatten(2, 3)
+        groups = [slice(None)] if rows.uniform else [slice(row, row + 1) for row in range(self.batch)]
+        for some in groups:
+            first = some.start or 0
+            recent = slice(rows.sealed[first] * self.block_size, rows.lengths[first])
+            kv[some, :, recent] = self.recent_kv[some, :, self._ring_index(recent.start, recent.stop)]
+        return kv
 
     def valid_columns(self) -> Tensor:
         """Validity of all cached columns, bool ``[batch, length]``."""

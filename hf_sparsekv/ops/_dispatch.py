@@ -87,3 +87,12 @@ def require_each_row(batch: int, valid: Tensor | None, **numbers: Tensor) -> Non
     for name, t in numbers.items():
         if t.shape != (batch,):
             raise ValueError(f"{name} must have one entry for each of {batch} rows, got shape {tuple(t.shape)}")
+
+
+def require_rows(rows: Tensor, batch: int) -> None:
+    """Raise for what is no ``[batch, 2]`` of int32 in one piece: the length of each row, and its sealed tokens."""
+    if rows.shape != (batch, 2) or rows.dtype != torch.int32 or not rows.is_contiguous():
+        raise ValueError(
+            f"rows must be contiguous int32 [{batch}, 2] (length, sealed), got {rows.dtype} {list(rows.shape)} with "
+            f"strides {rows.stride()}"
+        )

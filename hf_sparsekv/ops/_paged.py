@@ -13,7 +13,14 @@ VALID, SELECTABLE = tl.constexpr(_flags.VALID), tl.constexpr(_flags.SELECTABLE)
 
 @triton.jit
 def find_blocks(i, m, p_table, p_ids, p_page_ids):
-    """Physical block and page of the ``i``-th block where ``m``; -1 where there is none.
+    """Physical block and page of the ``i``-th block where ``m``: see :func:`open_blocks`."""
+    _, physical_id, page = open_blocks(i, m, p_table, p_ids, p_page_ids)
+    return physical_id, page
+
+
+@triton.jit
+def open_blocks(i, m, p_table, p_ids, p_page_ids):
+    """Number in its row, physical block and page of the ``i``-th block where ``m``; -1 where there is none.
 
     ``i`` counts the row's blocks, or with ``p_ids`` those of a list. Without ``p_page_ids`` the page is the physical
     block.
@@ -27,7 +34,32 @@ def find_blocks(i, m, p_table, p_ids, p_page_ids):
     physical_id = tl.load(p_table + block, mask=m, other=-1)
     if p_page_ids is None:
         page = physical_id
-    return physical_id, page
+    return block, physical_id, page
+
+
+@triton.jit
+def load_row(rows, i_batch):
+    """Length and sealed tokens of row ``i_batch``; ``rows`` is int32 ``[batch, 2]``, contiguous."""
+    return tl.load(rows + 2 * i_batch), tl.load(rows + 2 * i_batch + 1)
+
+
+@triton.jit
+def is_held(o_n, sinks, ring, length, sealed):
+    """Which entries ``o_n`` of a recent buffer hold a token of a row: see :func:`._recent.recent_valid`."""
+    b_ahead = o_n - sinks - sealed % tl.maximum(ring, 1)
+    b_ahead = tl.where(b_ahead < 0, b_ahead + ring, b_ahead)
+    return tl.where(o_n < sinks, o_n < sealed, b_ahead < length - sealed)
+
+
+@triton.jit
+def find_recent(o_n, sinks, ring, length, sealed):
+    """Entries of the recent buffer with the ``o_n``-th sinks, or behind them the tokens from ``sealed`` on; and which
+    of them hold one. So that these come first, and a loop may end with them.
+    """
+    b_entry = o_n + sealed % tl.maximum(ring, 1)
+    b_entry = tl.where(b_entry >= sinks + ring, b_entry - ring, b_entry)
+    m_n = (o_n < sinks + length - sealed) & ((o_n >= sinks) | (o_n < sealed))
+    return tl.where(o_n < sinks, o_n, b_entry), m_n
 
 
 @triton.jit
@@ -47,13 +79,14 @@ def locate(page, o_in, kv, pages, i_head):
 
 
 @triton.jit
-def find_tokens(b_id, m, p_table, kv, pages, i_head, BLOCK_SIZE: tl.constexpr):
+def find_tokens(b_id, m, sealed, p_table, kv, pages, i_head, BLOCK_SIZE: tl.constexpr):
     """Where the tokens ``b_id`` are, which of those that ``m`` marks there are, and which of them ``kv`` holds.
 
-    Ids are columns; with ``pages`` they are ``page * BLOCK_SIZE + position in the block``.
+    Ids are tokens of the row, of which ``sealed`` are there; with ``pages`` they are ``page * BLOCK_SIZE + position in
+    the block``.
     """
     if pages is None:
-        m = m & (b_id >= 0)
+        m = m & (b_id >= 0) & (b_id < sealed)
         o_in = b_id % BLOCK_SIZE
         page = tl.load(p_table + b_id // BLOCK_SIZE, mask=m, other=-1)
         m = m & (page >= 0)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..config import ProgressiveConfig
 from ..kv.store import LayerStore
+from ..ops._recent import recent_valid
 from ..ops.seal import Index
 from ..ops.sparse_decode.reference import gather
 from ..tensors import no_inference_mode
@@ -66,9 +67,11 @@ class BlockWalkPolicy(Selector):
         return self.metadata.sealing(store, Index(store.key_dim))
 
     def select(self, q: Tensor, store: LayerStore, params: AttentionParams) -> Tensor:
-        config, size, fields = self.config, store.block_size, store.pool.fields
+        config, size = self.config, store.block_size
         scores, each = self.metadata.head_scores(q, store)
-        tokens = fields["fill"][store.table.clamp_min(0).long()].masked_fill(store.table < 0, 0)[:, None]
+        first = torch.arange(store.table.shape[1], device=q.device) * size
+        end = torch.minimum(first + size, store.rows[:, 1:].long())
+        tokens = (end - first.clamp_min(store.sinks)).clamp_min(0)[:, None]  # that can be selected
         scores = scores.masked_fill(scores.isnan(), -math.inf)
         ranked = scores.sort(dim=-1, descending=True, stable=True)
         order, live = ranked.indices, ranked.values > -math.inf
@@ -83,10 +86,11 @@ class BlockWalkPolicy(Selector):
             found = found.masked_fill(~usable[:, :, :, None], -math.inf).double().logsumexp(-1)
             return found.masked_fill(~found.isfinite(), -math.inf)
 
-        stored, usable = gather(store.pool.kv, fields["flags"], store.table, ids, "block", store.heads, size)
+        stored, usable = gather(store.pool.kv, store.rows, store.table, ids, "block", store.sinks)
         stored, usable = stored[..., : store.key_dim].to(q.device), usable.to(q.device)
         held = masses(stored.unflatten(2, (-1, size)), usable.unflatten(2, (-1, size)))
-        near = store.recent_valid[:, None, None].expand(-1, store.heads, -1, -1)
+        near = recent_valid(store.rows, store.sinks, store.recent_kv.shape[2])[:, None, None]
+        near = near.expand(-1, store.heads, -1, -1)
         near = masses(store.recent_kv[:, :, None, :, : store.key_dim], near)
         if params.sink_logits is not None:
             near = torch.logaddexp(near, params.sink_logits.double().view(1, store.heads, 1, -1).expand_as(near))

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..config import OffloadConfig, ProgressiveConfig
 from ..kv.state import Held
 from ..kv.store import LayerStore, Tally
+from ..ops._recent import recent_valid
 from ..ops.mass_select import MASS_ONE, TOTALS, Selection, mass_select
 from ..ops.mass_select.reference import LENGTHS
 from ..ops.seal import Index
@@ -205,15 +206,15 @@ class ProgressivePolicy(Policy):
 
     def _audit(self, q: Tensor, store: LayerStore) -> None:
         """Compute what share of the attention mass the step's tokens really hold. Waits for the GPU."""
-        params, heads, size = self._params, store.heads, store.block_size
+        params, heads = self._params, store.heads
         found = self._select(q, store, params)
         taken = torch.zeros(*found.bins.shape[:2], found.bins.shape[-1] + 1, dtype=torch.bool, device=q.device)
         taken.scatter_(-1, torch.where(found.ids < 0, taken.shape[-1] - 1, found.ids).long(), True)
         blocks = torch.arange(store.table.shape[1], dtype=torch.int32, device=q.device)
         blocks = blocks.repeat(store.batch, heads, 1)
-        stored, usable = gather(store.pool.kv, store.pool.fields["flags"], store.table, blocks, "block", heads, size)
+        stored, usable = gather(store.pool.kv, store.rows, store.table, blocks, "block", store.sinks)
         keys = torch.cat((stored.to(q.device), store.recent_kv), dim=2)[..., : store.key_dim].float()
-        near = store.recent_valid[:, None].expand(-1, heads, -1)
+        near = recent_valid(store.rows, store.sinks, store.recent_kv.shape[2])[:, None].expand(-1, heads, -1)
         usable = torch.cat((usable.to(q.device), near), dim=2)[:, :, None]
         taken = torch.cat((taken[..., :-1], near), dim=2)[:, :, None]
         logits = q.float().view(store.batch, heads, -1, store.key_dim) @ keys.transpose(-1, -2) * params.scale

@@ -24,11 +24,11 @@ class Selector(Policy):
     captured = True
 
     def select(self, q: Tensor, store: LayerStore, params: AttentionParams) -> Tensor:
-        """What to attend to for ``q [batch, Hq, Dk]``: int32 ``[batch, H, n]``, columns (or blocks), -1 for none.
+        """What to attend to for ``q [batch, Hq, Dk]``: int32 ``[batch, H, n]``, tokens (or blocks), -1 for none.
 
-        Only tokens of full blocks that are neither padding nor sinks may be chosen, each once: those whose flag is
-        1; of a block those are attended to. In a captured step shapes must not depend on ``store.full_blocks``: go by
-        ``store.table``.
+        Only tokens of full blocks that are no sinks may be chosen, each once: of a row those from ``store.sinks`` on,
+        before ``store.rows[row, 1]``; of a block those are attended to. In a captured step shapes must not depend on
+        ``store.full_blocks``: go by ``store.table``.
         """
         raise NotImplementedError
 

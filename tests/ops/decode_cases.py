@@ -34,26 +34,48 @@ class Case:
     latents: bool = False  # values are the beginning of their keys
     span: int | None = None  # blocks whose mean stands for their unselected tokens
 
-    def make(self, place, granularity: str) -> tuple[list, dict]:
-        """Arguments: shared blocks in any order with holes, and NaN in every token that may not be read."""
-        num_blocks = self.cap + 2
-        width = self.dk if self.latents else self.dk + self.dv
-        flags = place.randint(0, 4, num_blocks, self.block_size, dtype=torch.uint8)
-        flags[flags == 2] = 1  # 0 padding, 1 selectable, 3 sink
-        readable = (flags & 1 > 0) if granularity == "all" else flags == 1
-        kv = place.randn(num_blocks, self.heads, self.block_size, width)
-        kv = torch.where(readable[:, None, :, None], kv, torch.nan)
-        block_table = torch.stack([place.randperm(num_blocks)[: self.cap] for _ in range(self.batch)])
-        block_table = block_table.masked_fill(place.rand(self.batch, self.cap) < 0.2, -1)
+    rows: tuple[tuple[int, int], ...] | None = None  # length and sealed tokens of each, instead of random ones
 
-        recent_valid = place.rand(self.batch, self.sinks + self.ring) > 0.3
+    def make(self, place, granularity: str) -> tuple[list, dict]:
+        """Arguments: rows of random lengths, the first with a full table; NaN in every token that may not be read.
+
+        Rows may share a block at the same place. Entries behind the sealed blocks are none, or blocks full of NaN.
+        """
+        width = self.dk if self.latents else self.dk + self.dv
+        rows = self._rows(place)
+        sealed = rows[:, 1:]
+        num_blocks = 2 * self.cap + 2
+        order = place.randperm(num_blocks)
+        if self.cap:  # the last block is read
+            order[(order == num_blocks - 1).nonzero()[0, 0]] = order[self.cap - 1].clone()
+            order[self.cap - 1] = num_blocks - 1
+        shared, garbage = order[: 2 * self.cap].view(2, self.cap), order[2 * self.cap :]
+        first = torch.arange(self.cap, device=place.device)
+        which = place.randint(0, 2, self.batch, self.cap).long()
+        if self.cap:
+            which[0, -1] = 0
+        block_table = shared[which, first]
+        holes = place.rand(self.batch, self.cap) < 0.2
+        if self.cap:
+            holes[0, -1] = False
+        behind = first * self.block_size >= sealed
+        block_table = torch.where(behind, garbage[place.randint(0, 2, self.batch, self.cap).long()], block_table)
+        block_table = block_table.masked_fill(holes, -1)
+
+        kv = place.randn(num_blocks, self.heads, self.block_size, width)
+        kv[garbage.long()] = torch.nan
+        if granularity != "all":
+            token = first[:, None] * self.block_size + torch.arange(self.block_size, device=place.device)
+            hidden = (token < self.sinks)[:, None, :, None]
+            for some in shared.long():
+                kv[some] = torch.where(hidden, torch.nan, kv[some])
         recent_kv = place.randn(self.batch, self.heads, self.sinks + self.ring, width)
-        recent_kv = torch.where(recent_valid[:, None, :, None], recent_kv, torch.nan)
+        recent_kv = torch.where(held(rows, self.sinks, self.ring)[:, None, :, None], recent_kv, torch.nan)
         if granularity == "all":
             recent_kv[:, :, : self.sinks] = torch.nan
 
-        args = [place.randn(self.batch, self.heads * self.group, self.dk), kv, flags, block_table]
-        args += [self._ids(place, granularity, flags, block_table), recent_kv, recent_valid]
+        args = [place.randn(self.batch, self.heads * self.group, self.dk), kv, rows, block_table]
+        args += [self._ids(place, granularity, rows, block_table), recent_kv]
         named = {
             "granularity": granularity,
             "value_dim": self.dv,
@@ -63,40 +85,70 @@ class Case:
             "sink_logits": place.randn(self.heads * self.group) if self.learned_sink else None,
         }
         if self.span is not None and granularity == "token":
-            named |= self._means(place, flags, block_table, width)
+            named |= self._means(place, rows, block_table, width)
         return args, named
 
-    def _means(self, place, flags, block_table, width) -> dict:
-        """Means in the last block of each span; NaN in those before it."""
-        means = place.nan(self.cap + 2, self.heads, width)
-        for row in block_table.tolist():
-            for first in range(0, self.cap, self.span):
-                there = [block for block in row[first : first + self.span] if block >= 0]
-                if there:
-                    means[there[-1]] = place.randn(self.heads, width)
-        fill = (flags == 1).sum(-1, dtype=torch.int32)
-        return {"means": means, "fill": fill, "mean_tokens": self.span * self.block_size}
+    def _rows(self, place):
+        if self.rows is not None:
+            return torch.tensor(self.rows, dtype=torch.int32, device=place.device)
+        blocks = place.randint(0, self.cap + 1, self.batch)
+        blocks[0] = self.cap
+        recent = place.randint(0, self.ring + 1, self.batch)
+        recent[0] = recent[0].clamp_min(1)
+        sealed = blocks * self.block_size
+        return torch.stack((sealed + recent, sealed), dim=-1)
 
-    def _ids(self, place, granularity, flags, block_table):
+    def _means(self, place, rows, block_table, width) -> dict:
+        """Means in the last sealed block of each span; NaN in all others."""
+        means = place.nan(2 * self.cap + 2, self.heads, width)
+        for row, (_, sealed) in zip(block_table.tolist(), rows.tolist()):
+            blocks = sealed // self.block_size
+            for first in range(0, blocks, self.span):
+                last = row[min(first + self.span, blocks) - 1]
+                if last >= 0:
+                    means[last] = place.randn(self.heads, width)
+        return {"means": means, "mean_tokens": self.span * self.block_size}
+
+    def _ids(self, place, granularity, rows, block_table):
         """Ascending ids with -1 at the end, of another number in each row; tokens only where they are selectable."""
-        rows = []
+        lists = []
         for i in range(self.batch * self.heads):
+            row = i // self.heads
             if granularity == "block":
                 found, n = place.randperm(self.cap)[: self.chosen], self.chosen
             else:
-                physical_id = block_table[i // self.heads]
-                usable = (flags[physical_id.clamp_min(0).long()] == 1) & (physical_id >= 0)[:, None]
-                found = usable.flatten().nonzero().flatten()
+                token = torch.arange(self.cap * self.block_size, device=place.device)
+                usable = (token >= self.sinks) & (token < rows[row, 1])
+                usable &= (block_table[row] >= 0).repeat_interleave(self.block_size)
+                found = usable.nonzero().flatten()
                 n = self.chosen * self.block_size // 3
                 found = found[place.randperm(len(found)).long()][:n]
             found = found[: max(0, len(found) - i)].sort().values.int()
-            rows.append(torch.nn.functional.pad(found, (0, n - len(found)), value=-1))
-        return None if granularity == "all" else torch.stack(rows).view(self.batch, self.heads, n)
+            lists.append(torch.nn.functional.pad(found, (0, n - len(found)), value=-1))
+        return None if granularity == "all" else torch.stack(lists).view(self.batch, self.heads, n)
+
+
+def held(rows, sinks: int, ring: int):
+    """Entries of a recent buffer that hold a token, bool ``[batch, sinks + ring]``: token by token."""
+    valid = torch.zeros(len(rows), sinks + ring, dtype=torch.bool)
+    for row, (length, sealed) in zip(valid, rows.tolist()):
+        assert 0 <= sealed <= length <= sealed + ring
+        row[: min(sinks, sealed)] = True
+        for token in range(sealed, length):
+            row[sinks + token % ring] = True
+    return valid.to(rows.device)
+
+
+def near_tokens(args, named):
+    """Tokens of the recent buffer that each row attends to, ``[batch, 1]``."""
+    rows, sinks = args[2], named["sinks"]
+    skip = sinks if named["granularity"] == "all" else 0
+    return held(rows, sinks, args[5].shape[2] - sinks)[:, skip:].sum(-1, keepdim=True)
 
 
 def in_pages(place, args, named):
     """The same attention with some blocks in device pages, in any order, and the others read from ``kv``."""
-    q, kv, flags, block_table, ids, recent_kv, recent_valid = args
+    q, kv, rows, block_table, ids, recent_kv = args
     num_blocks, heads, size, width = kv.shape
     page_of = place.randperm(num_blocks * heads).view(num_blocks, heads) * 2  # every other page holds nothing
     pages = place.nan(2 * num_blocks * heads, size, width)
@@ -117,7 +169,7 @@ def in_pages(place, args, named):
         named["page_ids"] = page_ids
     else:
         ids = torch.where(ids < 0, -1, page_ids * size + ids % size)
-    return [q, kv, flags, block_table, ids, recent_kv, recent_valid], named
+    return [q, kv, rows, block_table, ids, recent_kv], named
 
 
 def on_cpu(given):
@@ -163,8 +215,7 @@ def check(place, case: Case, granularity: str, **changes) -> None:
     with poisoned():
         used = config_of(args, named, parts=case.splits, **changes)
         assert sparse_decode(*args, **named, **given, config=used) is out
-    skip = case.sinks if granularity == "all" else 0
-    assert torch.equal(from_host.cpu(), want_attended - 1000 - args[6][:, None, skip:].cpu().sum(-1))
+    assert torch.equal(from_host.cpu(), want_attended - 1000 - near_tokens(args, named).cpu())
     place.close(out, expected, ratio=RATIO.get(place.dtype))
     place.close(lse, want_lse)
     assert torch.equal(attended.cpu(), want_attended)

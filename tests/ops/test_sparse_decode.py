@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_cases import RATIO, Case, check, config_of, expect, in_pages, on_cpu
+from decode_cases import RATIO, Case, check, config_of, expect, held, in_pages, on_cpu
 from operators import view
 
+from hf_sparsekv.ops._recent import recent_valid
 from hf_sparsekv.ops.sparse_decode import sparse_decode as public
 from hf_sparsekv.ops.sparse_decode.reference import sparse_decode as reference
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
@@ -53,7 +54,7 @@ SHAPES = {
     "latents, blocks of 128": replace(LATENTS, block_size=128, cap=3, chosen=2, splits=2, batch=1),
 }
 
-MEANS_ARGUMENTS = ("means", "fill", "mean_tokens")
+MEANS_ARGUMENTS = ("means", "mean_tokens")
 
 # Chosen tokens alone.
 MEANS = {
@@ -91,19 +92,17 @@ def test_means_of_unselected_tokens(place32, latents):
     """A span stands in for its tokens that are not chosen, and for none if all are: then its mean is not read."""
     case = replace(LATENTS, batch=1, span=2) if latents else Case(batch=1, heads=1, span=2)
     args, named = case.make(place32, "token")
-    args[2].fill_(1)
     args[3] = torch.arange(7, dtype=torch.int32, device=place32.device)[None]
     args[1] = torch.randn_like(args[1])
-    named["fill"].fill_(16)
     named["means"] = torch.randn_like(named["means"])
-    named["means"][3] = torch.nan  # of columns 32 to 63
-    ids = [*range(3, 32, 7), *range(32, 64), 111]
+    named["means"][3] = torch.nan  # of tokens 32 to 63
+    ids = [*range(4, 32, 7), *range(32, 64), 111]
     args[4] = torch.tensor([[[*ids, -1, -1]]], dtype=torch.int32, device=place32.device)
     got = sparse_decode(*args, **named)
     # The same attention to as many copies of each mean.
     kv = args[1][:, 0].flatten(0, 1)[ids]
-    copies = [named["means"][last, 0].expand(n, -1) for last, n in ((1, 27), (5, 32), (6, 15))]
-    kv = torch.cat((kv, args[5][0, 0][args[6][0]], *copies))
+    copies = [named["means"][last, 0].expand(n, -1) for last, n in ((1, 24), (5, 32), (6, 15))]
+    kv = torch.cat((kv, args[5][0, 0][held(args[2], 4, 13)[0]], *copies))
     logits = args[0][0] @ kv[:, : case.dk].T * named["scale"]
     first = 0 if latents else case.dk
     place32.close(got[0], (logits.softmax(-1) @ kv[:, first : first + case.dv]).cpu())
@@ -111,9 +110,9 @@ def test_means_of_unselected_tokens(place32, latents):
 
 def test_means_with_all_chosen_change_nothing(place32):
     args, named = Case(batch=2, span=2, cap=5).make(place32, "token")
-    columns = torch.where((args[2] == 1)[args[3].clamp_min(0).long()] & (args[3] >= 0)[..., None], 0, -1).flatten(1)
     each = torch.arange(80, dtype=torch.int32, device=place32.device)
-    args[4] = torch.where(columns < 0, 1000, each).sort(-1).values[:, None].repeat(1, 2, 1)
+    selectable = (each >= 4) & (each < args[2][:, 1:])
+    args[4] = torch.where(selectable, each, 1000).sort(-1).values[:, None].repeat(1, 2, 1)
     args[4] = torch.where(args[4] == 1000, -1, args[4]).int()
     with_means = sparse_decode(*args, **{**named, "means": torch.full_like(named["means"], torch.nan)})
     without = sparse_decode(*args, **{name: held for name, held in named.items() if name not in MEANS_ARGUMENTS})
@@ -121,7 +120,7 @@ def test_means_with_all_chosen_change_nothing(place32):
 
 
 def test_lists_of_different_lengths_leave_the_rest_to_means(place):
-    args, named = Case(span=2, heads=2).make(place, "token")
+    args, named = Case(span=2, heads=2, rows=((120, 112), (70, 64))).make(place, "token")
     named["used"] = torch.tensor([[3, 0], [5, 2]], dtype=torch.int32, device=place.device)
     args[4] = args[4].abs()
     place.close(sparse_decode(*args, **named), expect(args, named)[0], ratio=RATIO.get(place.dtype))
@@ -187,6 +186,46 @@ def test_reference_is_that_of_keys_and_values(place32, granularity):
     assert torch.equal(*counts)
 
 
+ROWS = {
+    "nothing, and no block": ((0, 0), (9, 0), (13, 0)),
+    "a ring of each fill": ((16, 16), (49, 48), (61, 48), (125, 112)),
+    "one long among short ones": ((300, 288), (3, 0), (20, 16), (0, 0), (1, 0)),
+}
+
+
+@pytest.mark.pairwise(once=("rows", "granularity"))
+@ALL_WAYS
+@pytest.mark.parametrize("shape", [Case(), LATENTS, replace(LATENTS, group=20, splits=3)], ids=range(3))
+@pytest.mark.parametrize(("sinks", "span"), [(4, 2), (20, 4), (40, None)])
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
+def test_rows_of_any_length(place, rows, sinks, span, shape, granularity):
+    """Empty rows, all of whose tokens are sinks or in the ring, and full rings, among tables with room for the longest;
+    blocks that are ready but not sealed hold NaN."""
+    case = replace(shape, batch=len(rows), rows=rows, sinks=sinks, span=span, cap=18, chosen=9)
+    check(place, case, granularity)
+
+
+@pytest.mark.parametrize("latents", [False, True])
+def test_tokens_that_are_not_sealed_are_not_attended(place32, latents):
+    """Nor do they count as chosen ones of the last span; ids behind the table are not looked up there."""
+    args, named = replace(LATENTS if latents else Case(heads=1), span=4, rows=((120, 112), (43, 32))).make(
+        place32, "token"
+    )
+    want = sparse_decode(*args, **named)
+    more = torch.tensor([[[112, 1 << 20]], [[32, 42]]], dtype=torch.int32, device=place32.device)
+    args[4] = torch.cat((args[4], more), -1)
+    place32.close(sparse_decode(*args, **named), want.cpu())
+    place32.close(reference(*on_cpu(args), **on_cpu(named)), want.cpu())
+
+
+def test_recent_entries_by_row():
+    """What the kernels compute from two numbers of a row is what its tokens say one by one."""
+    for sinks, ring in ((0, 1), (4, 13), (20, 16), (3, 32)):
+        rows = [(sealed + n, sealed) for sealed in range(0, 97, 16) for n in range(ring + 1)]
+        rows = torch.tensor(rows, dtype=torch.int32)
+        assert torch.equal(recent_valid(rows, sinks, sinks + ring), held(rows, sinks, ring))
+
+
 @pytest.mark.pairwise
 @ALL_WAYS
 @pytest.mark.parametrize(
@@ -195,7 +234,7 @@ def test_reference_is_that_of_keys_and_values(place32, granularity):
 def test_nothing_to_attend_to(place, case, granularity):
     """Zeros and no mass, with and without a learned sink; the other row is not touched by it."""
     args, named = case.make(place, granularity)
-    args[3][0], args[6][0] = -1, False
+    args[2][0] = 0
     args[5][0] = torch.nan
     expected, want_attended = expect(args, named)
     lse, attended = place.nan(2, 4, dtype=torch.float32), torch.full_like(want_attended, 1000, device=place.device)
@@ -221,9 +260,8 @@ def test_one_slot_holds_all_weight(place32):
     case = Case(batch=2, heads=2, group=2, cap=6, block_size=16)
     block_table = torch.stack([place32.randperm(8)[:6] for _ in range(2)])
     kv = place32.randn(8, 2, 16, 128)
-    flags = torch.ones(8, 16, dtype=torch.uint8, device=place32.device)
     recent_kv = place32.nan(2, 2, 17, 128)
-    recent_valid = torch.zeros(2, 17, dtype=torch.bool, device=place32.device)
+    rows = torch.full((2, 2), 96, dtype=torch.int32, device=place32.device)
     column = torch.tensor([[5, 37], [64, 95]])
     q, value = torch.empty(2, 4, 64), torch.empty(2, 4, 64)
     for i in range(2):
@@ -233,8 +271,8 @@ def test_one_slot_holds_all_weight(place32):
     ids = torch.arange(96, dtype=torch.int32, device=place32.device).expand(2, 2, 96)
     blocks = torch.arange(6, dtype=torch.int32, device=place32.device).expand(2, 2, 6)
     for granularity, chosen in (("token", ids), ("block", blocks), ("all", None)):
-        about = {"granularity": granularity, "value_dim": case.dv, "sinks": case.sinks, "scale": 1.0}
-        got = sparse_decode(q.to(place32.device), kv, flags, block_table, chosen, recent_kv, recent_valid, **about)
+        about = {"granularity": granularity, "value_dim": case.dv, "sinks": 0, "scale": 1.0}
+        got = sparse_decode(q.to(place32.device), kv, rows, block_table, chosen, recent_kv, **about)
         torch.testing.assert_close(got.cpu(), value, rtol=1e-5, atol=1e-5)
 
 
@@ -248,7 +286,8 @@ def test_views_and_mixed_dtypes(place32, case, granularity):
     expected, want_attended = expect(args, named)
     attended = view(torch.full_like(want_attended, 1000, device=place32.device), "inside")
     out = view(place32.nan(2, case.heads * case.group, case.dv), "inside")
-    views = [view(args[0], "turned")] + [None if t is None else view(t, "inside") for t in args[1:]]
+    views = [view(args[0], "turned"), view(args[1], "inside"), args[2]]
+    views += [None if t is None else view(t, "inside") for t in args[3:]]
     assert sparse_decode(*views, **named, attended=attended, out=out) is out
     place32.close(out, expected)
     assert torch.equal(attended.cpu(), want_attended)
@@ -271,7 +310,7 @@ def test_lists_of_different_lengths(place, latents, splits, paged):
     if paged:
         args, named = in_pages(place, args, named)
     lists = args[4].view(4, n)
-    lists[0, 11:], lists[1] = 1 << 29, 1 << 29  # what is behind them is not read
+    lists[0, 11:], lists[1] = (1 << 29, 1 << 29) if paged else (lists[0, 0].clone(), lists[0, 0].clone())  # not read
     attended = torch.full_like(want_attended, 1000, device=place.device)
     got = sparse_decode(*args, **named, attended=attended, config=config_of(args, named, parts=splits))
     place.close(got, expected, ratio=RATIO.get(place.dtype) if latents else None)
@@ -286,6 +325,9 @@ def test_refuses(place32):
     with pytest.raises(ValueError, match="kv must be contiguous"):
         sparse_decode(*args, **named)
     args, named = Case().make(place32, "block")
+    for wrong in (args[2].long(), args[2][:1], view(args[2], "inside")):
+        with pytest.raises(ValueError, match="rows must be contiguous int32"):
+            sparse_decode(args[0], args[1], wrong, *args[3:], **named)
     with pytest.raises(ValueError, match="granularity='token', not 'block'"):
         sparse_decode(*args, **named, used=torch.ones(2, 2, dtype=torch.int32, device=place32.device))
     args, named = in_pages(place32, *Case().make(place32, "token"))
@@ -353,11 +395,12 @@ def test_frames(place, case, granularity):
     if granularity == "token":
         want_host += (page_id_of < -1).sum(-1)
     else:  # the tokens of a block that can be selected
-        at_home = torch.where(page_id_of < -1, -page_id_of - 2, 0).long()
-        want_host += ((args[2].cpu()[at_home] == 1) & (page_id_of < -1)[..., None]).sum((-1, -2))
+        token = args[4].cpu()[..., None] * size + torch.arange(size)
+        readable = (token >= case.sinks) & (token < args[2].cpu()[:, 1, None, None, None])
+        want_host += (readable & (page_id_of < -1)[..., None]).sum((-1, -2))
         physical_id = args[3].cpu()[:, None].expand(-1, case.heads, -1).gather(-1, args[4].cpu().clamp_min(0).long())
         hidden = (page_id_of < -1) & (physical_id < 0)  # a block of no physical block is none, whatever its place says
-        want_host -= ((args[2].cpu()[at_home] == 1) & hidden[..., None]).sum((-1, -2))
+        want_host -= (readable & hidden[..., None]).sum((-1, -2))
     counted = torch.full_like(want_attended, 50)
     reference(*on_cpu(args), **on_cpu(named), from_host=counted)
     assert torch.equal(counted, want_host)

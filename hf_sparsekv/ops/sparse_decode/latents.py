@@ -5,8 +5,8 @@ section 2.1, with the up-projections absorbed). It is read once, for the scores 
 
 The sum of a head is 512 wide. With 20 heads in a tile of 32 it takes 64 KB of float32, with 64 heads 128 KB, half of a
 processor's registers; so one program runs on each processor, and its reads must hide behind its own products. The
-stored columns and the recent buffer are one list, of which a part is every ``parts``-th tile, so that parts stay equal
-where only the first tokens of a list are used.
+stored tokens and the recent buffer are one list, of which a part is every ``parts``-th tile, so that parts stay equal
+where only the first tokens of a list or a block table are there.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import triton.language as tl
 
 from .._operands import batch_and_head, padded, row_ptr
 from .._overlap import release, wait
-from .._paged import SELECTABLE, VALID, find_blocks, find_tokens, locate
-from .split import base_2, count_from_host, open_means, store_part, times, weigh, whole
+from .._paged import find_recent, find_tokens, is_held, load_row, locate, open_blocks
+from .split import base_2, count_from_host, count_means, open_means, store_part, times, weigh, whole
 
 
 @triton.jit
@@ -76,6 +76,7 @@ def sparse_decode_latent_tokens_kernel(
     kv,
     pages,
     recent,
+    rows,
     table,
     ids,
     used,
@@ -106,6 +107,7 @@ def sparse_decode_latent_tokens_kernel(
     BR: tl.constexpr = padded(DK - DV)
     i_row, i_part, i_first = my_heads(GROUP, BH)
     i_batch, i_head = batch_and_head(i_row, HEADS)
+    length, sealed = load_row(rows, i_batch)
     o_h, o_c, o_r = i_first + tl.arange(0, BH), tl.arange(0, BC), tl.arange(0, BR)
     p_q = row_ptr(q, i_batch, i_head * GROUP)
     b_qc, b_qr = load_queries(p_q, q.head, q.dim, o_h[:, None], o_c[None, :], o_r[None, :], NATIVE, GROUP, DK, DV)
@@ -114,31 +116,33 @@ def sparse_decode_latent_tokens_kernel(
     b_count, b_host = tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32)
 
     p_table, p_ids = table.ptr + i_batch * table.row, row_ptr(ids, i_batch, i_head)
-    p_recent, p_valid = row_ptr(recent, i_batch, i_head), recent.valid + i_batch * recent.valid_batch
+    p_recent, ring = row_ptr(recent, i_batch, i_head), recent.end - recent.sinks
     if used is not None:
         n = tl.minimum(n, tl.load(row_ptr(used, i_batch, i_head)))
-    end = n + recent.end
+    end = n + recent.sinks + length - sealed
     if means is not None:
         end = tl.where(i_part < near_parts, end, 0)
     for i in tl.range(i_part * BN, end, near_parts * BN, num_stages=STAGES):
         o_n = i + tl.arange(0, BN)
-        m_recent = (o_n >= n) & (o_n < n + recent.end)
-        b_valid = tl.load(p_valid + o_n - n, mask=m_recent, other=0)  # [BN]
+        b_entry, m_recent = find_recent(o_n - n, recent.sinks, ring, length, sealed)
+        m_recent = m_recent & (o_n >= n)
         b_id = tl.load(p_ids + o_n, mask=o_n < n, other=-1)  # [BN]
-        p_row, m_n, m_kv = find_tokens(b_id, o_n < n, p_table, kv, pages, i_head, BLOCK_SIZE)
+        p_row, m_n, m_kv = find_tokens(b_id, o_n < n, sealed, p_table, kv, pages, i_head, BLOCK_SIZE)
         if from_host is not None:
             b_host += m_kv.to(tl.int32)
-        p_row = tl.where(m_recent, p_recent + (o_n - n).to(tl.int64) * recent.token, p_row)
-        m_n = m_n | (b_valid != 0)
+        p_row = tl.where(m_recent, p_recent + b_entry.to(tl.int64) * recent.token, p_row)
+        m_n = m_n | m_recent
         b_count += m_n.to(tl.int32)
         b_c, b_r = load_rows(p_row, m_n, DK, DV, BC, BR)
         b_max, b_sum, b_acc = take_rows(b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_n, None, scale, softcap)
     if means is not None:
-        spans = tl.cdiv(means.cap, means.span)
+        spans = count_means(means, sealed, BLOCK_SIZE)
         first = tl.where(i_part < near_parts, spans, (i_part - near_parts) * BN)
         step = tl.maximum(tl.num_programs(1) - near_parts, 1) * BN
         for i in tl.range(first, spans, step, num_stages=1):
-            p_row, b_unread = open_means(i, means, n, p_table, i_batch, i_head, BLOCK_SIZE, BN)
+            p_row, b_unread = open_means(
+                i, means, n, p_table, sealed, recent.sinks, spans, i_batch, i_head, BLOCK_SIZE, BN
+            )
             m_n = b_unread > 0
             b_c, b_r = load_rows(p_row, m_n, DK, DV, BC, BR)
             b_max, b_sum, b_acc = take_rows(b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_n, b_unread, scale, softcap)
@@ -154,12 +158,14 @@ def sparse_decode_latent_tokens_kernel(
 def open_tile(
     i,
     n,
+    block,
     physical_id,
     page,
+    length,
+    sealed,
     kv,
     pages,
     recent,
-    flags,
     i_batch,
     i_head,
     CHOSEN: tl.constexpr,
@@ -167,7 +173,7 @@ def open_tile(
     BLOCK_SIZE: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Where the rows of the tile at column ``i`` begin, what is between them, which to attend, which are in ``kv``."""
+    """Where the rows of the tile at ``i`` begin, what is between them, which to attend, which are in ``kv``."""
     o_n = tl.arange(0, BN)
     is_recent, i_recent = i >= n, i - n + recent.first
     o_in = i % BLOCK_SIZE  # of the tile in its block
@@ -182,11 +188,13 @@ def open_tile(
         if pages is not None:
             step = tl.where(page < 0, kv.token, pages.token)
         step = tl.where(is_recent, recent.token, step)
-    p_valid = recent.valid + i_batch * recent.valid_batch + i_recent
-    p_mark = tl.where(is_recent, p_valid, flags.ptr + physical_id.to(tl.int64) * flags.row + o_in)
-    b_mark = tl.load(p_mark + o_n, mask=there | (is_recent & (i_recent + o_n < recent.end)), other=0)  # [BN]
-    m_n = b_mark == SELECTABLE if CHOSEN else (b_mark & VALID) > 0  # valid entries of the recent buffer are 1
-    return p_rows, step, m_n, in_kv
+    b_token = block * BLOCK_SIZE + o_in + o_n
+    m_n = there & (b_token < sealed)
+    if CHOSEN:
+        m_n = m_n & (b_token >= recent.sinks)
+    o_n = i_recent + o_n
+    m_recent = (o_n < recent.end) & is_held(o_n, recent.sinks, recent.end - recent.sinks, length, sealed)
+    return p_rows, step, tl.where(is_recent, m_recent, m_n), in_kv
 
 
 @triton.jit
@@ -195,7 +203,7 @@ def sparse_decode_latent_blocks_kernel(
     kv,
     pages,
     recent,
-    flags,
+    rows,
     table,
     ids,
     page_ids,
@@ -219,8 +227,9 @@ def sparse_decode_latent_blocks_kernel(
     """Attend to one part of the ``n`` stored tokens and the recent buffer of one row and KV head, ``BH`` query heads.
 
     A tile is within a block. Where it begins is found while those before it are computed: the physical block two tiles
-    ahead, flags one; with three ``STAGES`` Triton's pipeline also loads it to shared memory two tiles ahead. ``STEP``
-    is the distance of two rows where it is the same everywhere, or 0: what is known here takes no registers.
+    ahead, which tokens to attend one; with three ``STAGES`` Triton's pipeline also loads it to shared memory two tiles
+    ahead. ``STEP`` is the distance of two rows where it is the same everywhere, or 0: what is known here takes no
+    registers.
     """
     wait(PDL)
     BC: tl.constexpr = padded(DV)
@@ -228,6 +237,7 @@ def sparse_decode_latent_blocks_kernel(
     CHOSEN: tl.constexpr = ids is not None
     i_row, i_part, i_first = my_heads(GROUP, BH)
     i_batch, i_head = batch_and_head(i_row, HEADS)
+    length, sealed = load_row(rows, i_batch)
     o_h, o_c, o_r = i_first + tl.arange(0, BH), tl.arange(0, BC), tl.arange(0, BR)
     p_q = row_ptr(q, i_batch, i_head * GROUP)
     b_qc, b_qr = load_queries(p_q, q.head, q.dim, o_h[:, None], o_c[None, :], o_r[None, :], NATIVE, GROUP, DK, DV)
@@ -241,12 +251,14 @@ def sparse_decode_latent_blocks_kernel(
         p_ids = row_ptr(ids, i_batch, i_head)
     if page_ids is not None:
         p_page_ids = row_ptr(page_ids, i_batch, i_head)
+    if not CHOSEN:
+        n = tl.minimum(n, tl.cdiv(sealed, BN) * BN)
     i, step = i_part * BN, tl.num_programs(1) * BN
-    physical_id, page = find_blocks(i // BLOCK_SIZE, i < n, p_table, p_ids, p_page_ids)
+    block, physical_id, page = open_blocks(i // BLOCK_SIZE, i < n, p_table, p_ids, p_page_ids)
     p_rows, row, m_n, in_kv = open_tile(
-        i, n, physical_id, page, kv, pages, recent, flags, i_batch, i_head, CHOSEN, STEP, BLOCK_SIZE, BN
+        i, n, block, physical_id, page, length, sealed, kv, pages, recent, i_batch, i_head, CHOSEN, STEP, BLOCK_SIZE, BN
     )
-    physical_id, page = find_blocks((i + step) // BLOCK_SIZE, i + step < n, p_table, p_ids, p_page_ids)
+    block, physical_id, page = open_blocks((i + step) // BLOCK_SIZE, i + step < n, p_table, p_ids, p_page_ids)
     for i in tl.range(i_part * BN, n + recent.end - recent.first, step, num_stages=STAGES):
         b_count += m_n.to(tl.int32)
         if from_host is not None:
@@ -254,9 +266,25 @@ def sparse_decode_latent_blocks_kernel(
         m_now = m_n
         b_c, b_r = load_rows(p_rows + o_n * (STEP if STEP else row), m_now, DK, DV, BC, BR)
         p_rows, row, m_n, in_kv = open_tile(
-            i + step, n, physical_id, page, kv, pages, recent, flags, i_batch, i_head, CHOSEN, STEP, BLOCK_SIZE, BN
+            i + step,
+            n,
+            block,
+            physical_id,
+            page,
+            length,
+            sealed,
+            kv,
+            pages,
+            recent,
+            i_batch,
+            i_head,
+            CHOSEN,
+            STEP,
+            BLOCK_SIZE,
+            BN,
         )
-        physical_id, page = find_blocks((i + 2 * step) // BLOCK_SIZE, i + 2 * step < n, p_table, p_ids, p_page_ids)
+        ahead = i + 2 * step
+        block, physical_id, page = open_blocks(ahead // BLOCK_SIZE, ahead < n, p_table, p_ids, p_page_ids)
         b_max, b_sum, b_acc = take_rows(b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_now, None, scale, softcap)
 
     release(PDL)

@@ -6,17 +6,16 @@ import torch
 from torch import Tensor
 
 from .._dispatch import give
-from .._flags import SELECTABLE, VALID
+from .._recent import recent_valid
 
 
 def sparse_decode(
     q: Tensor,
     kv: Tensor,
-    flags: Tensor,
+    rows: Tensor,
     block_table: Tensor,
     ids: Tensor | None,
     recent_kv: Tensor,
-    recent_valid: Tensor,
     *,
     granularity: str,
     value_dim: int,
@@ -31,14 +30,16 @@ def sparse_decode(
     lse: Tensor | None = None,
     used: Tensor | None = None,
     means: Tensor | None = None,
-    fill: Tensor | None = None,
     mean_tokens: int | None = None,
     columns: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention over the recent buffer and the chosen part of the stored blocks.
 
-    With ``means`` the selectable tokens that are not attended count, too: each span of ``mean_tokens`` columns stands
+    Token ``i`` of a row is in its block ``i // block_size``. The first ``sealed`` ones are stored in blocks, the others
+    in the ring of the recent buffer. Selectable are ``sinks <= i < sealed``.
+
+    With ``means`` the selectable tokens that are not attended count, too: each span of ``mean_tokens`` tokens stands
     in as one token, of the mean key and the mean value of its selectable tokens, as many times as it has tokens that
     are not attended (the estimation zone of RetroInfer, arXiv 2505.02922).
 
@@ -47,14 +48,15 @@ def sparse_decode(
         kv: ``[num_blocks, H, block_size, Dk + Dv]`` stored blocks: each token's key, then its value; or
             ``[..., Dk]`` where a value is the first ``Dv`` entries of its key (MLA: latent, then rotary part). So are
             ``recent_kv`` and ``pages``. May be pinned host memory while everything else is on the device.
-        flags: ``[num_blocks, block_size]`` uint8 token flags: 0 padding, 1 selectable, 3 sink.
-        block_table: ``[batch, cap]`` int32, physical id of each block of each row; -1 where there is none.
-        ids: what is attended beside the recent buffer, int32, -1 for none. ``granularity="token"``: columns
-            ``[batch, H, n]``, each of a selectable token. ``"block"``: block ids ``[batch, H, n]``, whose
-            selectable tokens are attended. ``"all"``: ``None``; every valid token of every block, sinks
+        rows: ``[batch, 2]`` int32, contiguous, on q's device: tokens of each row, and how many of them are sealed.
+        block_table: ``[batch, cap]`` int32, physical id of each block of each row; -1 where there is none. What it has
+            behind the sealed tokens is not read.
+        ids: what is attended beside the recent buffer, int32, -1 for none. ``granularity="token"``: tokens of the row
+            ``[batch, H, n]``, each selectable; what is not sealed is not attended. ``"block"``: block ids
+            ``[batch, H, n]``, whose selectable tokens are attended. ``"all"``: ``None``; every sealed token, sinks
             included, and of the recent buffer only the ring.
-        recent_kv: ``[batch, H, sinks + R, Dk + Dv]`` sinks and ring of recent tokens.
-        recent_valid: ``[batch, sinks + R]`` bool, entries that hold a token.
+        recent_kv: ``[batch, H, sinks + R, Dk + Dv]``: copies of the sealed tokens ``i < sinks``, and the ring, where
+            token ``i`` is at ``sinks + i % R``.
         value_dim: ``Dv``.
         sinks: positions of the recent buffer that come before the ring.
         scale: softmax scaling.
@@ -63,8 +65,8 @@ def sparse_decode(
         attended: ``[batch, H]`` int64; the number of attended tokens is added to it.
         pages: ``[F, block_size, Dk + Dv]`` copies of some blocks, one KV head each, where reading is quick. With them a
             block is addressed by its page id: page ``f``, or ``-(physical_id + 2)`` if it has no page and is read from
-            ``kv``; -1 is no block. ``granularity="token"``: ``ids`` are ``place * block_size + position in the block``.
-            ``"block"``: ``page_ids`` are those of ``ids``.
+            ``kv``; -1 is no block. ``granularity="token"``: ``ids`` are ``place * block_size + position in the block``,
+            all of sealed tokens. ``"block"``: ``page_ids`` are those of ``ids``.
         page_ids: ``[batch, H, n]`` int32, see ``pages``.
         from_host: ``[batch, H]`` int64; the number of attended tokens that were read from ``kv`` is added to it.
         lse: ``[batch, Hq]`` float32, receives the natural logarithm of the denominator (learned sinks included); -inf
@@ -72,11 +74,12 @@ def sparse_decode(
         used: ``[batch, H]`` int32; with ``granularity="token"`` only that many of the ``ids`` are attended, and what
             is behind them is not read: lists of different lengths.
         means: ``[num_blocks, H, Dk + Dv]`` (or ``[..., Dk]``, as ``kv``), on q's device: the mean of the selectable
-            tokens of a block and of those before it in its span. So that of a span is its last block's. With
-            ``granularity="token"`` only. Neither ``attended`` nor ``from_host`` counts it.
-        fill: ``[num_blocks]`` int32, selectable tokens of each block; with ``means``.
-        mean_tokens: columns of a span, a multiple of ``block_size``; with ``means``. The first span begins at column 0.
-        columns: ``[batch, H, n]`` int32, the columns of the ``ids`` where these are places (``pages``); with ``means``.
+            tokens of a block and of those before it in its span. So that of a span is its last sealed block's; a span
+            whose last one is -1 has none. With ``granularity="token"`` only. Neither ``attended`` nor ``from_host``
+            counts it.
+        mean_tokens: tokens of a span, a multiple of ``block_size``; with ``means``. The first span begins at token 0.
+        columns: ``[batch, H, n]`` int32, the tokens that ``ids`` are where these are places (``pages``); with
+            ``means``.
 
     Returns:
         ``[batch, Hq, Dv]`` in q's dtype, ``out`` if given. A row with nothing to attend to gives zeros, one that
@@ -91,15 +94,15 @@ def sparse_decode(
         behind = torch.arange(ids.shape[-1], device=ids.device) >= used[..., None]
         ids, listed = ids.masked_fill(behind, -1), listed.masked_fill(behind, -1)
     if pages is None:
-        stored, usable = gather(kv, flags, block_table, ids, granularity, heads, block_size)
+        stored, usable = gather(kv, rows, block_table, ids, granularity, sinks)
         at_home = usable
     else:
-        stored, usable, at_home = gather_paged(kv, flags, block_table, ids, granularity, pages, page_ids)
+        stored, usable, at_home = gather_paged(kv, rows, block_table, ids, granularity, sinks, pages, page_ids)
     if from_host is not None:
         from_host += at_home.sum(-1).to(from_host.device)
     stored = stored.to(q.device)
     chosen = torch.cat((stored, recent_kv[:, :, skip:]), dim=2).float()  # [batch, H, n, Dk + Dv]
-    recent = recent_valid[:, None, skip:].expand(-1, heads, -1)
+    recent = recent_valid(rows, sinks, recent_kv.shape[2])[:, None, skip:].expand(-1, heads, -1)
     usable = torch.cat((usable.to(q.device), recent), dim=2)
 
     logits = q.float().view(batch, heads, q_heads // heads, dk) @ chosen[..., :dk].transpose(-1, -2) * scale
@@ -111,7 +114,7 @@ def sparse_decode(
     if attended is not None:
         attended += usable.sum(-1)
     if means is not None:
-        mean, unread = gather_means(means, fill, block_table, listed, mean_tokens // block_size, mean_tokens)
+        mean, unread = gather_means(means, rows, block_table, listed, block_size, mean_tokens, sinks)
         stand = q.float().view(batch, heads, q_heads // heads, dk) @ mean[..., :dk].transpose(-1, -2) * scale
         if softcap is not None:
             stand = softcap * torch.tanh(stand / softcap)
@@ -142,25 +145,25 @@ def check_means(
 
 
 def gather_means(
-    means: Tensor, fill: Tensor, block_table: Tensor, columns: Tensor, blocks: int, tokens: int
+    means: Tensor, rows: Tensor, block_table: Tensor, columns: Tensor, block_size: int, tokens: int, sinks: int
 ) -> tuple[Tensor, Tensor]:
-    """Means ``[batch, H, spans, D]`` of spans of ``blocks`` blocks, and how many tokens each stands for.
+    """Means ``[batch, H, spans, D]`` of spans of ``tokens`` tokens, and how many tokens each stands for.
 
     float32, zeros where it stands for none.
     """
     batch, heads = columns.shape[:2]
-    spans = -(-block_table.shape[1] // blocks)
-    table = torch.nn.functional.pad(block_table.long(), (0, spans * blocks - block_table.shape[1]), value=-1)
-    table = table.unflatten(1, (spans, blocks))
-    there = table >= 0
-    held = fill[table.clamp_min(0)].masked_fill(~there, 0).sum(-1)  # [batch, spans]
-    last = (there * torch.arange(1, blocks + 1, device=table.device)).amax(-1).clamp_min(1) - 1
-    at = table.gather(-1, last[..., None])[..., 0].clamp_min(0)  # [batch, spans]
+    spans = -(-block_table.shape[1] * block_size // tokens)
+    sealed = rows[:, 1:].long()
+    first = torch.arange(spans, device=columns.device) * tokens
+    end = torch.minimum(first + tokens, sealed)  # [batch, spans]
+    last = block_table.long().gather(-1, (-(-end // block_size) - 1).clamp_min(0)) if spans else first.expand(batch, 0)
+    held = (end - first.clamp_min(sinks)).clamp_min(0).masked_fill(last < 0, 0)
     taken = torch.zeros(batch, heads, spans + 1, dtype=torch.int64, device=columns.device)
-    span = torch.where(columns < 0, spans, columns // tokens).long()
+    span = torch.where((columns < 0) | (columns >= sealed[:, None]), spans, columns // tokens).long()
     taken.scatter_add_(-1, span, torch.ones_like(span))
     unread = (held[:, None] - taken[..., :spans]).clamp_min(0)
-    return means[at].transpose(1, 2).float().masked_fill((unread == 0)[..., None], 0.0), unread.float()
+    mean = means[last.clamp_min(0)].transpose(1, 2).float()
+    return mean.masked_fill((unread == 0)[..., None], 0.0), unread.float()
 
 
 def softmax(logits: Tensor) -> Tensor:
@@ -180,44 +183,44 @@ def values_of(rows: Tensor, dk: int, value_dim: int) -> Tensor:
 
 
 def gather(
-    kv: Tensor,
-    flags: Tensor,
-    block_table: Tensor,
-    ids: Tensor | None,
-    granularity: str,
-    heads: int,
-    block_size: int,
+    kv: Tensor, rows: Tensor, block_table: Tensor, ids: Tensor | None, granularity: str, sinks: int
 ) -> tuple[Tensor, Tensor]:
     """Entries ``[batch, H, n, Dk + Dv]`` on ``kv``'s device, and which to use ``[batch, H, n]``."""
-    home = kv.device
-    flags, block_table = flags.to(home), block_table.to(home).long()
+    home, (heads, block_size) = kv.device, kv.shape[1:3]
+    block_table, sealed = block_table.to(home).long(), rows[:, 1].to(home).long()[:, None, None]
     head = torch.arange(heads, device=home)[None, :, None]
+    physical_id = block_table[:, None].expand(-1, heads, -1)
     if granularity == "token":
         ids = ids.to(home).long()
-        block = (ids // block_size).clamp_min(0)
-        physical_id = block_table[:, None].expand(-1, heads, -1).gather(-1, block)
-        usable = (ids >= 0) & (physical_id >= 0)
+        usable = (ids >= 0) & (ids < sealed)
+        physical_id = physical_id.gather(-1, ids.masked_fill(~usable, 0) // block_size)
+        usable = usable & (physical_id >= 0)
         return kv[physical_id.clamp_min(0), head, ids.clamp_min(0) % block_size], usable
     if granularity == "block":
         ids = ids.to(home).long()
-        physical_id = block_table[:, None].expand(-1, heads, -1).gather(-1, ids.clamp_min(0))
-        physical_id = physical_id.masked_fill(ids < 0, -1)
-        usable = flags[physical_id.clamp_min(0)] == SELECTABLE
+        physical_id = physical_id.gather(-1, ids.clamp_min(0)).masked_fill(ids < 0, -1)
+        usable = selectable(ids, block_size, sinks, sealed)
     elif granularity == "all":
-        physical_id = block_table[:, None].expand(-1, heads, -1)
-        usable = (flags[physical_id.clamp_min(0)] & VALID) > 0
+        usable = torch.arange(block_table.shape[1] * block_size, device=home).expand(1, heads, -1) < sealed
     else:
         raise ValueError(f"granularity must be 'token', 'block' or 'all', got {granularity!r}")
-    usable = usable & (physical_id >= 0)[..., None]
-    return kv[physical_id.clamp_min(0), head].flatten(2, 3), usable.flatten(2)
+    usable = usable & (physical_id >= 0).repeat_interleave(block_size, -1)
+    return kv[physical_id.clamp_min(0), head].flatten(2, 3), usable
+
+
+def selectable(ids: Tensor, block_size: int, sinks: int, sealed: Tensor) -> Tensor:
+    """Which tokens of the blocks ``ids [batch, H, n]`` can be selected, ``[batch, H, n * block_size]``."""
+    token = (ids[..., None] * block_size + torch.arange(block_size, device=ids.device)).flatten(2)
+    return (token >= sinks) & (token < sealed)
 
 
 def gather_paged(
     kv: Tensor,
-    flags: Tensor,
+    rows: Tensor,
     block_table: Tensor,
     ids: Tensor,
     granularity: str,
+    sinks: int,
     pages: Tensor,
     page_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -229,12 +232,11 @@ def gather_paged(
         usable = at != -1
     elif granularity == "block":
         physical_id = block_table.long()[:, None].expand(-1, heads, -1).gather(-1, ids.clamp_min(0).long())
-        usable = (flags[physical_id.clamp_min(0)] == SELECTABLE) & ((ids >= 0) & (physical_id >= 0) & (page_ids != -1))[
-            ..., None
-        ]
-        at = page_ids.long()[..., None].expand(-1, -1, -1, size).flatten(2)
+        there = (ids >= 0) & (physical_id >= 0) & (page_ids != -1)
+        usable = selectable(ids.long(), size, sinks, rows[:, 1].long()[:, None, None])
+        usable = usable & there.repeat_interleave(size, -1)
+        at = page_ids.long().repeat_interleave(size, -1)
         token = torch.arange(size, device=at.device).repeat(ids.shape[-1]).expand_as(at)
-        usable = usable.flatten(2)
     else:
         raise ValueError(f"page ids are for granularity 'token' or 'block', not for granularity={granularity!r}")
     from_host = kv[(-at - 2).clamp_min(0).to(kv.device), head, token.to(kv.device)].to(pages.device)

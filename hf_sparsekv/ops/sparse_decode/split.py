@@ -1,7 +1,8 @@
 """Exact attention of one query per row over chosen cached tokens: the kernel over the parts.
 
 The tokens of a row and KV head are split over several programs (first the chosen part of the stored blocks,
-then the recent buffer), each of which keeps a running softmax for the whole group of query heads.
+then the recent buffer), each of which keeps a running softmax for the whole group of query heads. Where a row has fewer
+tokens than there is room for, they are shared out over all of its programs, too.
 """
 
 from __future__ import annotations
@@ -13,22 +14,18 @@ import triton.language as tl
 
 from .._operands import batch_and_head, padded, row_ptr
 from .._overlap import release, wait
-from .._paged import SELECTABLE, VALID, find_blocks, find_tokens, locate
+from .._paged import find_tokens, find_recent, load_row, locate, open_blocks
 from .merge import LOG2E
 
 
 class Recent(NamedTuple):
-    """Sinks and recent window ``[batch, H, sinks + R, D]`` with validity; entries ``first .. end - 1`` are attended.
-
-    A byte of ``valid`` is 1, or 0.
-    """
+    """Sinks and recent window ``[batch, H, end, D]``; entries ``first .. end - 1`` that hold a token are attended."""
 
     ptr: Any
     batch: Any
     head: Any
     token: Any
-    valid: Any
-    valid_batch: Any
+    sinks: Any
     first: Any
     end: Any
 
@@ -36,14 +33,13 @@ class Recent(NamedTuple):
 class Means(NamedTuple):
     """What stands for the tokens that are not attended.
 
-    ``means [num_blocks, H, D]``, ``fill [num_blocks]``, the chosen columns ``[batch, H, n]``, the block table's width,
-    and the blocks that share a mean.
+    ``means [num_blocks, H, D]``, the chosen tokens ``[batch, H, n]``, the block table's width, and the blocks that
+    share a mean.
     """
 
     ptr: Any
     block: Any
     head: Any
-    fill: Any
     columns: Any
     columns_batch: Any
     columns_head: Any
@@ -89,24 +85,29 @@ def weigh(b_s, b_max):
 
 
 @triton.jit
-def open_means(i, means, n, p_table, i_batch, i_head, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr):
-    """Of the spans ``i .. i + BN - 1``: where their means are ``[BN]``, and how many of their
-    tokens are not among the ``n`` chosen ones ``[BN]``.
+def count_means(means, sealed, BLOCK_SIZE: tl.constexpr):
+    """Spans of a row of which something is sealed."""
+    return tl.cdiv(tl.minimum(sealed, means.cap * BLOCK_SIZE), means.span * BLOCK_SIZE)
+
+
+@triton.jit
+def open_means(i, means, n, p_table, sealed, sinks, spans, i_batch, i_head, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr):
+    """Of the spans ``i .. i + BN - 1`` of ``spans``: where their means are ``[BN]``, and how many of their
+    selectable tokens are not among the ``n`` chosen ones ``[BN]``.
     """
     LISTED: tl.constexpr = 256  # chosen tokens at once
-    b_last, b_unread = tl.full([BN], -1, tl.int32), tl.zeros([BN], tl.int32)
-    for j in range(means.span):
-        o_block = (i + tl.arange(0, BN)) * means.span + j
-        b_physical_id = tl.load(p_table + o_block, mask=o_block < means.cap, other=-1)
-        m_there = b_physical_id >= 0
-        b_unread += tl.load(means.fill + b_physical_id, mask=m_there, other=0)
-        b_last = tl.where(m_there, b_physical_id, b_last)
+    tokens = means.span * BLOCK_SIZE
+    o_s = i + tl.arange(0, BN)
+    b_end = tl.minimum((o_s + 1) * tokens, sealed)
+    m_s = o_s < spans
+    b_last = tl.load(p_table + tl.cdiv(b_end, BLOCK_SIZE) - 1, mask=m_s, other=-1)  # [BN], the last sealed block
+    b_unread = tl.where(b_last >= 0, b_end - tl.maximum(o_s * tokens, sinks), 0)
     p_columns = means.columns + i_batch * means.columns_batch + i_head * means.columns_head
     for j in range(0, n, LISTED):
         o_n = j + tl.arange(0, LISTED)
         b_column = tl.load(p_columns + o_n, mask=o_n < n, other=-1)
-        b_at = b_column // (means.span * BLOCK_SIZE) - i
-        m_here = (b_column >= 0) & (b_at >= 0) & (b_at < BN)
+        b_at = b_column // tokens - i
+        m_here = (b_column >= 0) & (b_column < sealed) & (b_at >= 0) & (b_at < BN)
         b_unread -= tl.histogram(tl.where(m_here, b_at, 0), BN, mask=m_here)
     p_mean = means.ptr + tl.maximum(b_last, 0).to(tl.int64) * means.block + i_head * means.head
     return p_mean, tl.maximum(b_unread, 0)
@@ -183,7 +184,7 @@ def sparse_decode_split_kernel(
     kv,
     pages,
     recent,
-    flags,
+    rows,
     table,
     ids,
     page_ids,
@@ -212,6 +213,7 @@ def sparse_decode_split_kernel(
     BV: tl.constexpr = padded(DV)
     i_row, i_part = tl.program_id(0), tl.program_id(1)
     i_batch, i_head = batch_and_head(i_row, HEADS)
+    length, sealed = load_row(rows, i_batch)
     o_g, o_k = tl.arange(0, BG), tl.arange(0, BK)
     m_q = (o_g < GROUP)[:, None] & (o_k < DK)[None, :]
     p_q = q.ptr + i_batch * q.batch + (i_head * GROUP + o_g[:, None]) * q.head
@@ -232,7 +234,11 @@ def sparse_decode_split_kernel(
             p_ids = row_ptr(ids, i_batch, i_head)
         if page_ids is not None:
             p_page_ids = row_ptr(page_ids, i_batch, i_head)
-        if used is not None:  # so many tokens are shared out, whatever the list has room for
+        # So many tokens are shared out, whatever the list or the table has room for.
+        if GRANULARITY == "all":
+            n = tl.minimum(n, sealed)
+            per_split = tl.cdiv(tl.cdiv(n, splits), BN) * BN
+        elif used is not None:
             n = tl.minimum(n, tl.load(row_ptr(used, i_batch, i_head)))
             per_split = tl.cdiv(tl.cdiv(n, splits), BN) * BN
         first = i_part * per_split
@@ -242,13 +248,14 @@ def sparse_decode_split_kernel(
             m_n = o_n < end
             if GRANULARITY == "token":
                 b_id = tl.load(p_ids + o_n, mask=m_n, other=-1)  # [BN]
-                p_k, m_n, m_kv = find_tokens(b_id, m_n, p_table, kv, pages, i_head, BLOCK_SIZE)
+                p_k, m_n, m_kv = find_tokens(b_id, m_n, sealed, p_table, kv, pages, i_head, BLOCK_SIZE)
             else:
-                b_physical_id, b_page = find_blocks(o_n // BLOCK_SIZE, m_n, p_table, p_ids, p_page_ids)  # [BN]
+                b_block, b_physical_id, b_page = open_blocks(o_n // BLOCK_SIZE, m_n, p_table, p_ids, p_page_ids)  # [BN]
                 o_in = o_n % BLOCK_SIZE
                 m_n = m_n & (b_physical_id >= 0)
-                b_flag = tl.load(flags.ptr + b_physical_id.to(tl.int64) * flags.row + o_in, mask=m_n, other=0)  # [BN]
-                m_n = m_n & (b_flag == SELECTABLE if GRANULARITY == "block" else (b_flag & VALID) > 0)
+                if GRANULARITY == "block":
+                    b_token = b_block * BLOCK_SIZE + o_in  # [BN]
+                    m_n = m_n & (b_token >= recent.sinks) & (b_token < sealed)
                 m_kv = m_n
                 if pages is not None:
                     m_n = m_n & (b_page != -1)
@@ -259,22 +266,26 @@ def sparse_decode_split_kernel(
                 b_host += m_kv.to(tl.int32)
             b_max, b_sum, b_acc = take_tile(b_q, b_max, b_sum, b_acc, p_k, m_n, None, scale, softcap, DK, DV, BK, BV)
     elif i_part < recent_splits:
+        ring = recent.end - recent.sinks
         first = recent.first + (i_part - splits) * per_split
-        end = tl.minimum(first + per_split, recent.end)
-        for i in tl.range(first, end, BN, num_stages=STAGES):
+        length = tl.minimum(length, first + per_split - recent.sinks + sealed)  # of this part
+        for i in tl.range(first, recent.sinks + length - sealed, BN, num_stages=STAGES):
             o_n = i + tl.arange(0, BN)
-            m_n = o_n < end
-            m_n = m_n & (tl.load(recent.valid + i_batch * recent.valid_batch + o_n, mask=m_n, other=0) != 0)  # [BN]
-            p_k = row_ptr(recent, i_batch, i_head) + o_n.to(tl.int64) * recent.token  # [BN]
+            b_entry, m_n = find_recent(o_n, recent.sinks, ring, length, sealed)
+            p_k = row_ptr(recent, i_batch, i_head) + b_entry.to(tl.int64) * recent.token  # [BN]
             b_count += m_n.to(tl.int32)
             b_max, b_sum, b_acc = take_tile(b_q, b_max, b_sum, b_acc, p_k, m_n, None, scale, softcap, DK, DV, BK, BV)
     elif means is not None:
         if used is not None:
             n = tl.minimum(n, tl.load(row_ptr(used, i_batch, i_head)))
         p_table = table.ptr + i_batch * table.row
+        spans = count_means(means, sealed, BLOCK_SIZE)
+        per_split = tl.cdiv(tl.cdiv(spans, tl.num_programs(1) - recent_splits), BN) * BN
         first = (i_part - recent_splits) * per_split
-        for i in tl.range(first, tl.minimum(first + per_split, tl.cdiv(means.cap, means.span)), BN, num_stages=1):
-            p_k, b_unread = open_means(i, means, n, p_table, i_batch, i_head, BLOCK_SIZE, BN)
+        for i in tl.range(first, tl.minimum(first + per_split, spans), BN, num_stages=1):
+            p_k, b_unread = open_means(
+                i, means, n, p_table, sealed, recent.sinks, spans, i_batch, i_head, BLOCK_SIZE, BN
+            )
             m_n = b_unread > 0
             b_max, b_sum, b_acc = take_tile(
                 b_q, b_max, b_sum, b_acc, p_k, m_n, b_unread, scale, softcap, DK, DV, BK, BV

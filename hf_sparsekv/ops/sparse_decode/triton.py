@@ -1,7 +1,7 @@
 """Exact attention of one query per row over chosen cached tokens: the launches.
 
 The tokens of a row and KV head are split over several programs, and a second kernel merges the parts. How many there
-are depends on shapes alone.
+are depends on shapes alone; each row shares out what it has itself.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from .._dispatch import require_dense_rows
+from .._dispatch import require_dense_rows, require_rows
 from .._operands import PagedKV, Pages, Query, Rows, Table, Tokens, operand
 from .._overlap import launch
 from .config import config as default
@@ -23,11 +23,10 @@ from .split import Cut, Means, Parts, Recent, sparse_decode_split_kernel
 def sparse_decode(
     q,
     kv,
-    flags,
+    rows,
     block_table,
     ids,
     recent_kv,
-    recent_valid,
     *,
     granularity,
     value_dim,
@@ -42,7 +41,6 @@ def sparse_decode(
     lse=None,
     used=None,
     means=None,
-    fill=None,
     mean_tokens=None,
     columns=None,
     out=None,
@@ -51,11 +49,10 @@ def sparse_decode(
     """As ``reference.sparse_decode``; ``config`` (:class:`.config.Config`) replaces the one for these shapes."""
     batch, q_heads, dk = q.shape
     heads, block_size = kv.shape[1:3]
-    rows, group = batch * heads, q_heads // heads
-    require_dense_rows(
-        kv=kv, flags=flags, block_table=block_table, ids=ids, recent_kv=recent_kv, recent_valid=recent_valid
-    )
-    require_dense_rows(sink_logits=sink_logits, pages=pages, page_ids=page_ids, means=means, columns=columns, fill=fill)
+    lists, group = batch * heads, q_heads // heads
+    require_rows(rows, batch)
+    require_dense_rows(kv=kv, block_table=block_table, ids=ids, recent_kv=recent_kv, sink_logits=sink_logits)
+    require_dense_rows(pages=pages, page_ids=page_ids, means=means, columns=columns)
     check_means(means, mean_tokens, granularity, block_size, pages is not None, columns)
     latents = has_latents(kv, q)
     if pages is not None and granularity == "all":
@@ -82,18 +79,18 @@ def sparse_decode(
     else:  # first those of the stored tokens, then those of the recent buffer, then those of the means
         per_split = per_part(n + end - first + spans, tile, config.parts)
         parts = triton.cdiv(n, per_split) + triton.cdiv(end - first, per_split) + triton.cdiv(spans, per_split)
-    sizes = rows * parts * group * value_dim, rows * parts * group, rows * parts
+    sizes = lists * parts * group * value_dim, lists * parts * group, lists * parts
     held = Parts(*torch.empty(sum(sizes), dtype=torch.float32, device=q.device).split(sizes))
     if out is None:
         out = torch.empty(batch, q_heads, value_dim, dtype=q.dtype, device=q.device)
-    recent = Recent(*operand(Tokens, recent_kv), *operand(Table, recent_valid), first, end)
+    recent = Recent(*operand(Tokens, recent_kv), sinks, first, end)
     tensors = operand(Query, q), operand(PagedKV, kv), operand(Pages, pages), recent
-    marks, table, listed = operand(Table, flags), operand(Table, block_table), operand(Rows, ids)
+    table, listed = operand(Table, block_table), operand(Rows, ids)
     page_ids, counted = operand(Rows, page_ids), operand(Rows, from_host)
     stand = None
     if means is not None:
         listed_columns = operand(Rows, ids if columns is None else columns)
-        stand = Means(means, *means.stride()[:2], fill, *listed_columns, block_table.shape[1], span)
+        stand = Means(means, *means.stride()[:2], *listed_columns, block_table.shape[1], span)
     scales = float(scale), None if softcap is None else float(softcap)
     fixed = {
         "NATIVE": is_native(q, kv, recent_kv),
@@ -107,20 +104,20 @@ def sparse_decode(
         "num_warps": config.warps,
     }
     if latents:
-        grid = rows * triton.cdiv(group, config.heads), parts
+        grid = lists * triton.cdiv(group, config.heads), parts
         fixed["BH"] = config.heads
         if granularity == "token":
-            args = *tensors, table, listed, operand(Rows, used), stand, held, counted, n, near_parts, *scales
+            args = *tensors, rows, table, listed, operand(Rows, used), stand, held, counted, n, near_parts, *scales
             launch(sparse_decode_latent_tokens_kernel, grid, q, *args, **fixed)
         else:
             steps = {t.stride(-2) for t in (kv, recent_kv, pages) if t is not None}  # distance of two tokens' rows
             fixed["STEP"] = steps.pop() if len(steps) == 1 else 0
-            args = *tensors, marks, table, listed, page_ids, held, counted, n, *scales
+            args = *tensors, rows, table, listed, page_ids, held, counted, n, *scales
             launch(sparse_decode_latent_blocks_kernel, grid, q, *args, **fixed)
     else:
         used = operand(Rows, used)
-        args = *tensors, marks, table, listed, page_ids, used, stand, held, counted, Cut(n, per_split), *scales
-        launch(sparse_decode_split_kernel, (rows, parts), q, *args, GRANULARITY=granularity, **fixed)
+        args = *tensors, rows, table, listed, page_ids, used, stand, held, counted, Cut(n, per_split), *scales
+        launch(sparse_decode_split_kernel, (lists, parts), q, *args, GRANULARITY=granularity, **fixed)
     merge(held, parts, sink_logits, attended, lse, out, heads)
     return out
 
