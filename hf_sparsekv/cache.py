@@ -224,7 +224,9 @@ class SparseCache(Cache):
         rows = self.row_table.join([layer.store.held for layer in layers])
         if rows is None:
             self._check_complete()
-            raise RuntimeError("this cache is incomplete: its layers hold different tokens. Call reset() and prefill again")
+            raise RuntimeError(
+                "this cache is incomplete: its layers hold different tokens. Call reset() and prefill again"
+            )
         for layer in layers:
             layer.store.join()
         return rows

@@ -18,6 +18,7 @@ from .rows import BlockIds, bucket
 
 __all__ = ["BlockPool", "HostBudget", "bucket", "host_memory_limit"]
 
+
 def _pins(host: HostBudget, device: torch.device) -> bool:
     """Host blocks of this device are to be page-locked."""
     return device.type == "cuda" and host.config.pin_memory is not False

@@ -1,7 +1,8 @@
 """The rows of a cache: how many tokens each holds, and which blocks they lie in. One table for all layers.
 
-A row is the sequence of its own valid tokens: token ``i`` is in block ``i // block_size``, at ``i % block_size``. Padding
-is not stored. Which columns of the attention mask a row's tokens were is a map that only prompts and ``crop()`` ask for.
+A row is the sequence of its own valid tokens: token ``i`` is in block ``i // block_size``, at ``i % block_size``.
+Padding is not stored. Which columns of the attention mask a row's tokens were is a map that only prompts and ``crop()``
+ask for.
 
 A block has the same id in every layer. Ids are counted: a block belongs to all rows whose table names it, those of
 copies of the cache among them, and is free when none does.
@@ -413,7 +414,7 @@ class RowTable:
 
     def step(self, rows: Rows, valid: Tensor | None) -> Taken:
         """A decode step of these rows: one column more, a token for those that are ``valid [batch]`` bool or None."""
-        before, asked, given, made = self._memo
+        before, _, given, made = self._memo
         if isinstance(made, Taken) and given is valid and before is rows:
             return made
         more = self.tokens_of(1, valid)

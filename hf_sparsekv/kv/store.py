@@ -1,8 +1,8 @@
 """What one cache layer holds: full blocks in a block pool, the recent window in a ring, sinks before it.
 
 Tokens are counted in each row by itself (:mod:`.rows`). Token ``i`` of a row is in the block pool if its block is full
-and old, else in the ring, at ``i % ring``. Two numbers say so for every token of a row: how many there are, and how many
-of these are in full blocks. All layers of a cache share them, and the block table.
+and old, else in the ring, at ``i % ring``. Two numbers say so for every token of a row: how many there are, and how
+many of these are in full blocks. All layers of a cache share them, and the block table.
 """
 
 from __future__ import annotations
@@ -199,7 +199,10 @@ class LayerStore(State):
 
     @property
     def rows(self) -> Tensor:
-        """int32 ``[batch, 2]``: each row's tokens, and those in full blocks. As a step attends, and as it leaves them."""
+        """int32 ``[batch, 2]``: each row's tokens, and those in full blocks.
+
+        Of a decode step: while it attends; and once it has sealed, as it leaves them.
+        """
         if not self.capturing:
             return self.held.on(self.device)
         over = self._taken is not None and self.held is self._taken.after and self._sealed
@@ -264,7 +267,7 @@ class LayerStore(State):
     # ------------------------------------------------------------------ sealing
 
     def seal_due(self, indexer: Indexer) -> None:
-        """A decode step has attended: seal the blocks that it has made old. In a captured step the device knows which."""
+        """A decode step has attended: seal what it has made old. In a captured step the device knows which rows."""
         taken = self._taken
         if taken.after is taken.now and not self.capturing:
             return
@@ -293,9 +296,7 @@ class LayerStore(State):
         if self.pool.host is not None:
             self.counters.to_host_bytes += blocks * self.heads * self.block_size * self.token_bytes
 
-    def _blocks_of(
-        self, lo: int, hi: int, new_from: int, k: Tensor, v: Tensor, recent_kv: Tensor, out: Tensor
-    ) -> None:
+    def _blocks_of(self, lo: int, hi: int, new_from: int, k: Tensor, v: Tensor, recent_kv: Tensor, out: Tensor) -> None:
         """Lay out blocks ``lo .. hi - 1``, of the ring's tokens and of new ones (from token ``new_from`` on).
 
         Args:
@@ -323,7 +324,7 @@ class LayerStore(State):
             blocks: ``[n, rows, H, block_size, Dk + Dv]``.
             copy_stream: the blocks are in a buffer of this copy stream, which copies them to the host.
         """
-        n, size = blocks.shape[0], self.block_size
+        size = self.block_size
         if (missing := self.sinks - start * size) > 0:
             first = blocks[: -(-missing // size)].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :missing]
             self.recent_kv[rows, :, start * size : start * size + first.shape[2]] = first
@@ -333,7 +334,7 @@ class LayerStore(State):
         self._store_blocks(blocks, rows, start, fields, copy_stream)
 
     def _usable(self, n: int, start: int) -> Tensor:
-        """Tokens of ``n`` blocks, the first of which begins at ``start``, that are no sinks: bool ``[n, 1, block_size]``."""
+        """Tokens of ``n`` blocks from token ``start`` on that are no sinks: bool ``[n, 1, block_size]``."""
         token = torch.arange(start, start + n * self.block_size, device=self.device)
         return (token >= self.sinks).view(n, 1, -1)
 
@@ -527,8 +528,8 @@ class LayerStore(State):
         """All cached keys and values on the device, followed by ``k, v [batch, H, q, D]``, which are not cached yet.
 
         Returns:
-            ``[batch, H, length + q, Dk]`` and ``[..., Dv]`` by columns of the attention mask: views of one tensor, which
-            the next but one call of a later chunk may overwrite. Where a column is padding they hold something finite.
+            ``[batch, H, length + q, Dk]`` and ``[..., Dv]`` by columns of the attention mask: views of one tensor,
+            which the next but one call of a later chunk may overwrite. What padding has is finite.
         """
         rows, new = self.held, 0 if k is None else k.shape[2]
         out = None if k is None or self.copy_streams is None else self.copy_streams.arrived(self)
@@ -546,7 +547,8 @@ class LayerStore(State):
     def tokens(self, out: Tensor | None = None, room: int = 0) -> Tensor:
         """All cached tokens on the device, ``[batch, H, n, Dk + Dv]``, n no less than ``room``.
 
-        What is there behind a row's last token means nothing. ``out``: of :meth:`gathered_shape`, holds the full blocks.
+        What is there behind a row's last token means nothing. ``out``: of :meth:`gathered_shape`, with the full blocks
+        in it.
         """
         rows = self.held
         if out is None:

@@ -121,7 +121,9 @@ def save_cache(cache: FiledCache, kinds: Kinds, path: str | os.PathLike[str]) ->
     named = np.unique(table[table >= 0])
     layers, pieces = [], {}
     for index, layer in enumerate(cache.layers):
-        record, held = _sparse(layer, torch.from_numpy(named).long()) if isinstance(layer, SparseLayer) else _sliding(layer, index)
+        record, held = (
+            _sparse(layer, torch.from_numpy(named).long()) if isinstance(layer, SparseLayer) else _sliding(layer, index)
+        )
         layers.append(record)
         pieces |= {f"layers.{index}.{name}": piece for name, piece in held.items()}
     padding = None if rows.valid is None else rows.valid.shape[1]
@@ -446,9 +448,7 @@ def _fill(
     except ValueError as error:  # label channels that the model cannot have
         raise damaged(file.path, f"layer {layer.index}: {error}") from None
     store, policy = layer.store, layer.policy
-    held = {
-        name: file.tensor(prefix + name) for name in record.tensors(size) if name not in {"blocks", *record.index}
-    }
+    held = {name: file.tensor(prefix + name) for name in record.tensors(size) if name not in {"blocks", *record.index}}
     rows, ids = loaded
     _check_tensors(layer, record, rows, held, file)
     store.recent_kv.copy_(held["near_kv"])
@@ -502,9 +502,7 @@ def _keeps_queries(file: Reader) -> bool:
     return file.state["config"].get("predictor") not in (_DEFAULT, *BY_LAYER)
 
 
-def _sparse_fits(
-    layer: SparseLayer, record: Layer, sealed: list[int], length: bool, queries: bool
-) -> dict[str, bool]:
+def _sparse_fits(layer: SparseLayer, record: Layer, sealed: list[int], length: bool, queries: bool) -> dict[str, bool]:
     config, policy = layer.owner.config, layer.policy
     labels, tokens, heads = policy.labels, record.stats_tokens, record.query_heads
     return {

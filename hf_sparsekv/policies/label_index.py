@@ -5,8 +5,8 @@ Which channels is calibrated on a layer's first tokens, or read from a file.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 
-def begin_step(
-    after: Tensor, past: Tensor, now: Tensor, valid: Tensor | None, *, block_size: int, recent: int
-) -> None:
+def begin_step(after: Tensor, past: Tensor, now: Tensor, valid: Tensor | None, *, block_size: int, recent: int) -> None:
     """A decode step begins: each row gets a token, and the block that has become old by that is to be sealed.
 
     Args:

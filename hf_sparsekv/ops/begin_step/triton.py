@@ -5,8 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._operands import operand
-from .._operands import Table
+from .._operands import Table, operand
 from .._overlap import begin, launch
 
 ROWS = 32  # of a program

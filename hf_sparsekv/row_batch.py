@@ -1,0 +1,238 @@
+"""Rows that come and go: one batch that decodes, prompts beside it that join when they are read.
+
+    rows = cache.rows(max_rows=8, max_length=131072)
+    first = rows.prefill(model, ids)  # [1, n]; other rows may decode meanwhile
+    row = rows.join(first)
+    logits = rows.step(model, tokens)  # [max_rows]: of each row its next token
+    rows.leave(row)
+
+A row has its own length, position and blocks; rows that are held or empty get no token. All share the block pools, and a
+step of all rows is one captured graph, whatever they hold (:func:`..optimize`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
+
+from .kv.rows import RowTable
+from .layers.sparse_layer import SparseLayer
+from .tensors import no_inference_mode
+
+
+class Batch(Protocol):
+    """What rows need of the cache that decodes them, and of caches that are prefilled for it."""
+
+    layers: list[CacheLayerMixin]
+    row_table: RowTable
+    changes: int
+
+    @property
+    def sparse_layers(self) -> list[SparseLayer]:
+        """The layers that are ours."""
+        ...
+
+    def get_seq_length(self) -> int:
+        """Columns cached."""
+        ...
+
+    def beside(self) -> Batch:
+        """An empty cache over the same block pools."""
+        ...
+
+    def settle(self) -> None:
+        """Account for replayed steps."""
+        ...
+
+
+class Prefilled(NamedTuple):
+    """A prompt that has been read.
+
+    Args:
+        cache: one row, over the pools of the batch that it was made for.
+        logits: ``[1, vocabulary]`` of its last token.
+    """
+
+    cache: Batch
+    logits: Tensor
+
+
+class RowBatch:
+    """The rows of a cache, made by :meth:`..SparseCache.rows`.
+
+    Attributes:
+        cache: what decodes them. Give it to the model as ``past_key_values`` only through :meth:`step`.
+        max_rows: rows that there is room for.
+        max_length: tokens of a row that there is room for.
+    """
+
+    def __init__(self, cache: Batch, max_rows: int, max_length: int) -> None:
+        for name, value in (("max_rows", max_rows), ("max_length", max_length)):
+            if value < 1:
+                raise ValueError(f"{name} must be positive, got {value}")
+        if cache.get_seq_length():
+            raise ValueError(f"rows() needs an empty cache, this one holds {cache.get_seq_length()} tokens: reset() it")
+        self.cache, self.max_rows, self.max_length = cache, max_rows, max_length
+        self._active: list[bool] = [False] * max_rows
+        self._there: list[bool] = [False] * max_rows
+        self._made: list[Batch] = []  # prefilled, and not joined yet
+        cache.row_table.open(max_rows, max_length)
+        cache.row_batch = self
+
+    # ------------------------------------------------------------------ who is there
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows that have joined and not left."""
+        return tuple(row for row, there in enumerate(self._there) if there)
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        """Of these, rows that are not held: those that a step decodes."""
+        return tuple(row for row, active in enumerate(self._active) if active)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each of the ``max_rows`` rows."""
+        return self.cache.row_table.rows.lengths
+
+    def _row(self, row: int) -> int:
+        if not (0 <= row < self.max_rows and self._there[row]):
+            raise ValueError(f"there is no row {row}: rows that are there: {list(self.rows)}")
+        return row
+
+    # ------------------------------------------------------------------ coming and going
+
+    @torch.no_grad()
+    def prefill(self, model: nn.Module, input_ids: Tensor, chunk: int | None = None) -> Prefilled:
+        """Read a prompt, ``input_ids [1, n]``, into a cache of its own over the same pools.
+
+        Rows that are there may decode between two prefills, and between a prefill and its :meth:`join`.
+
+        Args:
+            chunk: read so many tokens a forward pass; None: all at once.
+
+        Raises:
+            ValueError: it is no single row, or longer than :attr:`max_length`.
+            MemoryError: host memory does not hold it.
+        """
+        if input_ids.ndim != 2 or len(input_ids) != 1:
+            raise ValueError(f"input_ids must be one row [1, n], got {list(input_ids.shape)}: prefill row by row")
+        n = input_ids.shape[1]
+        if not 0 < n <= self.max_length:
+            raise ValueError(f"a prompt of {n} tokens does not fit rows of 1 to {self.max_length}")
+        cache = self.cache.beside()
+        for part in input_ids.split(chunk or n, dim=1):
+            logits = model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        for layer in cache.sparse_layers:
+            layer.end_calibration()
+        self._made.append(cache)
+        return Prefilled(cache, logits[:, -1])
+
+    @no_inference_mode
+    @torch.no_grad()
+    def join(self, prefilled: Prefilled | Batch) -> int:
+        """A prompt that has been read takes a row, which decodes from the next step on; its cache is empty behind it.
+
+        Returns:
+            The row.
+
+        Raises:
+            ValueError: all rows are taken, or it was not prefilled for this batch, or has joined already. Nothing has
+                changed.
+        """
+        cache = prefilled.cache if isinstance(prefilled, Prefilled) else prefilled
+        if not any(cache is made for made in self._made):
+            raise ValueError("join() takes what prefill() of these rows gave, once: other caches have other pools")
+        free = [row for row, there in enumerate(self._there) if not there]
+        if not free:
+            raise ValueError(f"all {self.max_rows} rows are taken: leave() one first, or make more of them")
+        row = free[0]
+        self._open(cache)
+        mine, theirs = self.cache.sparse_layers, cache.sparse_layers
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for layer, other in zip(mine, theirs):
+            other.store.wait_for_copies()
+            layer.store.put_row(row, other.store, pairs)
+            layer.policy.put_row(row, other.policy, pairs)
+        torch._foreach_copy_([to for to, _ in pairs], [found for _, found in pairs])
+        self.cache.row_table.take(row, cache.row_table)
+        self._made = [made for made in self._made if made is not cache]
+        cache.reset()
+        self._there[row] = self._active[row] = True
+        self._changed()
+        return row
+
+    def leave(self, row: int) -> None:
+        """A row is over: its blocks are free.
+
+        Raises:
+            ValueError: it is not there.
+        """
+        self._row(row)
+        self.cache.row_table.leave(row)
+        self._there[row] = self._active[row] = False
+        self._changed()
+
+    def hold(self, row: int) -> None:
+        """A row waits: it keeps its blocks and is not decoded. Raises ValueError if it is not there, or held."""
+        if not self._active[self._row(row)]:
+            raise ValueError(f"row {row} is held already")
+        self._active[row] = False
+        self._changed()
+
+    def resume(self, row: int) -> None:
+        """A held row goes on. Raises ValueError if it is not there, or not held."""
+        if self._active[self._row(row)]:
+            raise ValueError(f"row {row} is not held")
+        self._active[row] = True
+        self._changed()
+
+    def _changed(self) -> None:
+        self.cache.changes += 1
+
+    def _open(self, like: Batch) -> None:
+        """Make the layers' stores for all rows, unless they are there."""
+        if not self.cache.layers:
+            self.cache.bind(like.model_config)
+        for layer, other in zip(self.cache.sparse_layers, like.sparse_layers):
+            if layer.store is None:
+                layer.open(self.max_rows, other)
+
+    # ------------------------------------------------------------------ steps
+
+    def valid(self) -> list[bool] | None:
+        """Which rows get a token in the next step; None: all."""
+        return None if all(self._active) else list(self._active)
+
+    @torch.no_grad()
+    def step(self, model: nn.Module, tokens: Sequence[int] | Tensor) -> Tensor:
+        """Decode one token of each active row.
+
+        Args:
+            model: what the prompts were read with.
+            tokens: ``[max_rows]``, each row's token; what stands for rows that are not active does not matter.
+
+        Returns:
+            Logits ``[max_rows, vocabulary]``, valid until the next step; those of rows that are not active mean nothing.
+
+        Raises:
+            ValueError: no row is active, one has reached :attr:`max_length`, or there are not as many tokens as rows.
+        """
+        if not self.active:
+            raise ValueError("no row is active: join() or resume() one first")
+        lengths = self.lengths
+        full = [row for row in self.active if lengths[row] >= self.max_length]
+        if full:
+            raise ValueError(f"rows {full} hold max_length={self.max_length} tokens: leave() or hold() them first")
+        device = self.cache.sparse_layers[0].store.device
+        ids = torch.as_tensor(tokens, device=device).view(-1, 1)
+        if len(ids) != self.max_rows:
+            raise ValueError(f"{len(ids)} tokens were given for {self.max_rows} rows: give one for each, active or not")
+        positions = torch.tensor(lengths, device=device)[:, None]
+        out = model(input_ids=ids, position_ids=positions, past_key_values=self.cache, use_cache=True)
+        return out.logits[:, -1]
