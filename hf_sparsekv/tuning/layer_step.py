@@ -149,6 +149,8 @@ class Layer:
         self.recent_valid[:, : self.sinks] = True
         old = torch.arange(s.full_blocks * size, s.length - 1, device=device)
         self.recent_valid[:, self.sinks + old % ring] = True
+        rows = [[s.length, s.full_blocks * size]] * s.batch  # as they are when the step attends
+        self.rows = torch.tensor(rows, dtype=torch.int32, device=device)
         self.cached = torch.full((1,), s.length - 1, dtype=torch.int32, device=device)
 
         kept, cap = config.coarse_blocks, self.block_table.shape[1]
@@ -204,11 +206,10 @@ class Layer:
         sparse_decode(
             self.q,
             self.kv,
-            self.flags,
+            self.rows,
             self.block_table,
             ids,
             self.recent_kv,
-            self.recent_valid,
             granularity=granularity,
             value_dim=self.shape.values,
             sinks=self.sinks,

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .._operands import batch_and_head, padded, row_ptr
 from .._overlap import release, wait
-from .._paged import find_tokens, find_recent, load_row, locate, open_blocks
+from .._paged import find_recent, find_tokens, load_row, locate, open_blocks
 from .merge import LOG2E
 
 
