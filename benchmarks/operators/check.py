@@ -43,11 +43,10 @@ def attention(layer: Layer, ids: Tensor | None, granularity: str, rows: int) -> 
     return sparse_decode(
         layer.q[:rows],
         layer.kv,
-        layer.flags,
+        layer.rows[:rows],
         layer.block_table[:rows],
         None if ids is None else ids[:rows],
         layer.recent_kv[:rows],
-        layer.recent_valid[:rows],
         granularity=granularity,
         value_dim=layer.shape.values,
         sinks=layer.sinks,

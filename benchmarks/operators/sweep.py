@@ -51,7 +51,7 @@ def _decodes(layers: list[Layer], granularity: str, grid: Grid) -> Iterator[Vari
         config = decode_config(t.q, t.kv, t.recent_kv, shape.values, granularity)
         options = {"config": replace(config, parts=max(1, programs // rows), **options)}
         ids = t.tokens if granularity == "token" else None
-        stored = (t.q, t.kv, t.flags, t.block_table, ids, t.recent_kv, t.recent_valid)
+        stored = (t.q, t.kv, t.rows, t.block_table, ids, t.recent_kv)
         about = {"value_dim": shape.values, "sinks": t.sinks, "scale": shape.dim**-0.5, "out": t.out}
         sparse_decode(*stored, granularity=granularity, **about, **options)
 

@@ -52,7 +52,7 @@ class WalkLayer:
             layer.q,
             layer.channels,
             layer.recent_kv,
-            layer.recent_valid,
+            layer.rows,
             sinks=layer.sinks,
             scale=layer.shape.dim**-0.5,
             threshold=0.95,

@@ -86,12 +86,12 @@ class Walks:
     # ------------------------------------------------------------------ ways: which tokens are taken
 
     def labels(self, threshold: float, corrected: bool = True) -> Tensor:
-        valid = torch.ones(1, self.near_keys.shape[1], dtype=torch.bool)
+        rows = torch.tensor([[self.keys.shape[1], self.end]], dtype=torch.int32)  # a ring with room for these alone
         near, mean = near_masses(
             self.q.flatten(0, 1)[None],
             self.channels[None],
             self.near_keys[None],
-            valid,
+            rows,
             sinks=CONFIG.sinks,
             scale=self.scale,
         )

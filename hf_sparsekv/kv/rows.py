@@ -231,8 +231,9 @@ _NOTHING = (None,) * 4  # asked for: rows, columns, their validity; given
 
 
 class Taken(NamedTuple):
-    """A decode step: its rows while it attends, and when what became old is sealed."""
+    """A decode step: its rows before it, while it attends, and when what became old is sealed."""
 
+    before: Rows
     now: Rows
     after: Rows
 
@@ -427,7 +428,7 @@ class RowTable:
         if sealed != rows.sealed:
             self.ready(rows)
             after = Rows(self.block_size, now.columns, lengths, sealed, known)
-        made = Taken(now, after)
+        made = Taken(rows, now, after)
         self._memo = rows, None, valid, made
         return made
 

@@ -210,13 +210,13 @@ class LayerStore(State):
 
     # ------------------------------------------------------------------ writing
 
-    def append(self, k: Tensor, v: Tensor, valid: Tensor | None = None) -> None:
+    def append(self, k: Tensor, v: Tensor, valid: Tensor | None = None, taken: Taken | None = None) -> None:
         """A decode step: put one new token of each row into the ring, ``k, v [batch, H, 1, D]``.
 
-        ``valid``: bool ``[batch, 1]`` or None, rows that get one.
+        ``valid``: bool ``[batch, 1]`` or None, rows that get one. ``taken``: the step as another store has it.
         """
-        taken = self.table_of_rows.step(self.held, None if self.capturing else valid)
-        past = self.step_rows.past if self.capturing else self.held.on(self.device)[:, 0]
+        taken = taken or self.table_of_rows.step(self.held, None if self.capturing else valid)
+        past = self.step_rows.past if self.capturing else taken.before.on(self.device)[:, 0]
         append(k, v, valid, self.recent_kv, past, self.sinks)
         self._taken, self._sealed, self.held = taken, False, taken.now
 

@@ -264,7 +264,7 @@ class SparseLayer(Owned, CacheLayerMixin):
             policy.account(q, store, plan, store.tally())
             return out
         self.query = q
-        if plan.ahead:
+        if plan.ahead or policy.follows:
 
             def ahead() -> None:
                 store.seal_due(policy)

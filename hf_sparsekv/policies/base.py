@@ -63,6 +63,7 @@ class Policy(State):
     granularity = "token"  # of what a sparse step attends to
     fetches = False  # what is chosen is copied to the device
     store_type = LayerStore
+    follows = False  # :meth:`look_ahead` has something to do in steps that do not look ahead, too
     each_step = False  # replayed steps are accounted for one by one, as they come
     layers_per_launch = 1  # layers whose look-ahead is launched together in a captured step
     low_priority = True  # look-ahead runs on a low-priority stream, on SMs that the step leaves idle

@@ -97,6 +97,7 @@ class SecondDevicePolicy(Policy):
     config: PredictiveConfig
     method = "predictive"
     low_priority = False
+    follows = True  # the other device gets each token
     each_step = True  # selections that have come are taken over between steps
     store_type = PrimaryStore
 
@@ -222,7 +223,7 @@ class SecondDevicePolicy(Policy):
             store.kept = given
             q = self.peer.reach("q", q[:, :, None])
             self.replica.queries.push(q, valid, replica.step_rows.past)
-        replica.append(k, v, valid)
+        replica.append(k, v, valid, store._taken)
 
     def _choose(self, store: PrimaryStore, plan: Plan) -> None:
         replica = store.replica

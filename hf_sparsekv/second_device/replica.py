@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kv.rows import Rows, RowTable
+from ..kv.rows import Rows, RowTable, Taken
 from ..kv.store import LayerStore
 from ..ops._dispatch import use_triton
 from ..tensors import no_inference_mode
@@ -272,8 +272,8 @@ class PrimaryStore(LayerStore):
         if self.replica is not None:
             self.replica.join()
 
-    def append(self, k: Tensor, v: Tensor, valid: Tensor | None = None) -> None:
-        super().append(k, v, valid)
+    def append(self, k: Tensor, v: Tensor, valid: Tensor | None = None, taken: Taken | None = None) -> None:
+        super().append(k, v, valid, taken)
         self.new = k, v, valid
 
     def extend(self, k: Tensor, v: Tensor, valid: Tensor | None, indexer) -> None:

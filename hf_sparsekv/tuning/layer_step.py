@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..config import TwoLevelConfig
 from ..kv.pool import bucket
-from ..kv.store import VALID, ring_tokens
+from ..kv.store import ring_tokens
 from ..ops.append import append
 from ..ops.block_score import block_score
 from ..ops.seal import quantise_labels
@@ -131,8 +131,6 @@ class Layer:
         order = torch.arange(count, dtype=torch.int32, device=device)
         self.block_table[:, : s.full_blocks] = order.view(s.full_blocks, s.batch).T
         self.kv = empty(count, s.heads, size, s.width, dtype=s.dtype)
-        self.flags = torch.full((count, size), VALID, dtype=torch.uint8, device=device)
-        self.flags[: s.batch, : config.sinks] |= 2
         every = torch.rand(s.batch, s.heads, s.dim, device=device, generator=generator)
         self.channels = every.argsort(-1)[..., : s.channels].int().contiguous()
         self.bounds = empty(count, s.heads, 2, s.dim, dtype=s.dtype)
@@ -144,10 +142,6 @@ class Layer:
 
         self.sinks, ring = config.sinks, ring_tokens(config)
         self.recent_kv = randn(s.batch, s.heads, self.sinks + ring, s.width)
-        self.recent_valid = torch.zeros(s.batch, self.sinks + ring, dtype=torch.bool, device=device)
-        self.recent_valid[:, : self.sinks] = True
-        held = torch.arange(s.full_blocks * size, s.length, device=device)
-        self.recent_valid[:, self.sinks + held % ring] = True
         self.newest = self.sinks + (s.length - 1) % ring  # where the step puts its token
         counts = torch.tensor([s.length, s.full_blocks * size], dtype=torch.int32, device=device)
         self.rows = counts.repeat(s.batch, 1)
@@ -209,11 +203,10 @@ class Layer:
         sparse_decode(
             self.q,
             self.kv,
-            self.flags,
+            self.rows,
             self.block_table,
             ids,
             self.recent_kv,
-            self.recent_valid,
             granularity=granularity,
             value_dim=self.shape.values,
             sinks=self.sinks,

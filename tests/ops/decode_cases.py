@@ -70,7 +70,7 @@ class Case:
             for some in shared.long():
                 kv[some] = torch.where(hidden, torch.nan, kv[some])
         recent_kv = place.randn(self.batch, self.heads, self.sinks + self.ring, width)
-        recent_kv = torch.where(held(rows, self.sinks, self.ring)[:, None, :, None], recent_kv, torch.nan)
+        recent_kv = torch.where(valid_entries(rows, self.sinks, self.ring)[:, None, :, None], recent_kv, torch.nan)
         if granularity == "all":
             recent_kv[:, :, : self.sinks] = torch.nan
 
@@ -128,7 +128,7 @@ class Case:
         return None if granularity == "all" else torch.stack(lists).view(self.batch, self.heads, n)
 
 
-def held(rows, sinks: int, ring: int):
+def valid_entries(rows, sinks: int, ring: int):
     """Entries of a recent buffer that hold a token, bool ``[batch, sinks + ring]``: token by token."""
     valid = torch.zeros(len(rows), sinks + ring, dtype=torch.bool)
     for row, (length, sealed) in zip(valid, rows.tolist()):
@@ -143,7 +143,7 @@ def near_tokens(args, named):
     """Tokens of the recent buffer that each row attends to, ``[batch, 1]``."""
     rows, sinks = args[2], named["sinks"]
     skip = sinks if named["granularity"] == "all" else 0
-    return held(rows, sinks, args[5].shape[2] - sinks)[:, skip:].sum(-1, keepdim=True)
+    return valid_entries(rows, sinks, args[5].shape[2] - sinks)[:, skip:].sum(-1, keepdim=True)
 
 
 def in_pages(place, args, named):

@@ -41,7 +41,7 @@ def test_select(place32, how):
 
 @pytest.mark.parametrize("what", [0, 1, 3], ids=["scores", "queries", "recent"])
 def test_mass_select(place16, what):
-    args, named = MassCase(n=300, padding=False).make(place16)
+    args, named = MassCase(n=300).make(place16)
     want = mass_select(*args, **named)
     args = list(args)
     args[what] = far(args[what], 0 if what == 3 else 1)

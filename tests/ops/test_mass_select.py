@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from decode_cases import valid_entries
 from torch import Tensor
 
 from hf_sparsekv.ops.mass_select import BINS, MASS_ONE, NONE, TOTALS, mass_select, reference
@@ -33,24 +34,24 @@ class Case:
     threshold: float = 0.9
     min_tokens: int = 20
     max_tokens: int | None = None
-    padding: bool = True
+    rows: tuple[tuple[int, int], ...] | None = None  # length and sealed tokens of each
 
     def make(self, place) -> tuple[tuple, dict]:
-        """Scores with holes; NaN in near entries that hold nothing."""
-        rows = (self.batch, self.heads)
+        """Scores with holes; NaN in near entries that hold nothing, and in scores behind the sealed tokens."""
+        lists = (self.batch, self.heads)
         scores = place.randn(self.batch, self.heads * self.group, self.n).float() * self.spread
-        hidden = place.rand(*rows, self.n) < 0.1
+        hidden = place.rand(*lists, self.n) < 0.1
         scores[hidden.repeat_interleave(self.group, 1)] = -torch.inf
-        valid = torch.ones(self.batch, self.sinks + self.ring, dtype=torch.bool, device=scores.device)
-        near = place.randn(*rows, self.sinks + self.ring, 2 * self.dk)
-        if self.padding:
-            valid[0, self.sinks + 5 : self.sinks + 17] = False
-            valid[-1, : self.sinks] = False
-            near[0, :, self.sinks + 5 : self.sinks + 17] = torch.nan
-            near[-1, :, : self.sinks] = torch.nan
+        rows = self.rows
+        if rows is None:  # a ring with some room; fewer tokens, the ring full
+            rows = ((self.n + self.ring - 12, self.n), *((self.n * 2 // 3 + self.ring, self.n * 2 // 3),) * 9)
+        rows = torch.tensor(rows[: self.batch], dtype=torch.int32, device=scores.device)
+        scores[(torch.arange(self.n, device=scores.device) >= rows[:, 1:])[:, None].expand_as(scores)] = torch.nan
+        near = place.randn(*lists, self.sinks + self.ring, 2 * self.dk)
+        near = torch.where(valid_entries(rows, self.sinks, self.ring)[:, None, :, None], near, torch.nan)
         q = place.randn(self.batch, self.heads * self.group, self.dk)
         channels = [place.randperm(self.dk)[: self.channels] for _ in range(self.batch * self.heads)]
-        args = scores, q, torch.stack(channels).view(*rows, -1), near, valid
+        args = scores, q, torch.stack(channels).view(*lists, -1), near, rows
         named = {"sinks": self.sinks, "scale": self.dk**-0.5, "softcap": self.softcap}
         named |= {"threshold": self.threshold, "min_tokens": self.min_tokens, "max_tokens": self.max_tokens}
         named["group_reduce"] = self.group_reduce
@@ -81,6 +82,9 @@ CASES = {
     "latents": Case(heads=1, group=20, dk=72, channels=20),
     "wide latents": Case(heads=1, group=17, dk=576, channels=128, batch=1, n=300),
     "huge logits": Case(spread=400.0),
+    "empty rows": Case(batch=3, rows=((0, 0), (2, 0), (700, 672)), min_tokens=0),
+    "short rows": Case(batch=4, rows=((45, 0), (20, 16), (64, 64), (17, 16)), sinks=20, n=2600, learned_sink=True),
+    "an empty row, sum": Case(rows=((0, 0), (729, 700)), group_reduce="sum"),
 }
 EVERY = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
@@ -137,7 +141,9 @@ def test_the_definition_says_what_it_means(case):
     if case.spread > 50:
         return  # whose exponentials no float holds
     found = mass_select(*args, **named)
-    scores, q, channels, near, valid = args
+    scores, q, channels, near, rows = args
+    valid = valid_entries(rows, case.sinks, case.ring)
+    scores[scores.isnan()] = -torch.inf
     for row in range(case.batch):
         for head in range(case.heads):
             shares, near_shares = [], []
@@ -152,6 +158,7 @@ def test_the_definition_says_what_it_means(case):
                 own = channels[row, head].long()
                 recent = keys[valid[row, : case.sinks].sum() :]
                 over = (mass(recent @ q[row, g]) / mass(recent[:, own] @ q[row, g, own])).mean()
+                over = over if len(recent) else 1.0
                 held = mass(scores[row, g]).masked_fill(scores[row, g] == -torch.inf, 0.0) * over
                 first = true.sum() + (named["sink_logits"][g].double().exp() if case.learned_sink else 0)
                 shares.append(held if case.group_reduce == "sum" else held / (first + held.sum()))
@@ -161,6 +168,7 @@ def test_the_definition_says_what_it_means(case):
                 share = share.sum(0) / (sum(near_shares) + share.sum())
             else:
                 share = share.amax(0)
+            share = share.nan_to_num(0.0)  # where there is nothing at all
             bins = found.bins[row, head].int()
             assert torch.equal(bins == NONE, share == 0)
             live = share > 0
@@ -206,12 +214,12 @@ def test_what_is_no_number(place32, group_reduce):
 
 def test_strided_tensors(place32):
     """A query and scores of other strides than contiguous ones."""
-    args, named = Case(padding=False).make(place32)
-    scores, q, channels, near, valid = args
+    args, named = Case().make(place32)
+    scores, q, channels, near, rows = args
     want = kernels.mass_select(*args, **named, config=256)
     q = torch.stack((q, q), -1)[..., 0]
     near = torch.cat((near, near), 1)[:, : near.shape[1]]
     scores = torch.cat((scores, scores), 2)[..., : scores.shape[2]]
-    got = kernels.mass_select(scores, q, channels, near, valid, **named, config=256)
+    got = kernels.mass_select(scores, q, channels, near, rows, **named, config=256)
     assert torch.equal(got.ids, want.ids)
     assert torch.equal(got.mass, want.mass)

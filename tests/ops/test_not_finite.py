@@ -209,15 +209,21 @@ def test_predicted_queries(place, softmax):
 def test_attention_shows_nan(place, granularity, latents):
     """What is attended and NaN gives NaN for the rows and heads that attend to it, and for no others."""
     shape = {"latents": True, "heads": 1, "group": 5, "dk": 48, "dv": 32} if latents else {}
-    args, named = Decode(batch=3, cap=9, chosen=9, **shape).make(place, granularity)
+    rows = ((150, 144), (100, 96), (43, 32))
+    args, named = Decode(batch=3, cap=9, chosen=9, rows=rows, **shape).make(place, granularity)
     args[0][1, 0, 3] = nan
-    readable = args[2][4].eq(1).nonzero()[0]
-    args[1][4, -1, readable, 4] = nan
+    if granularity == "token":
+        token = int(args[4][0, -1, 2])
+    else:
+        token = 8 * 16 + 5  # of the last block, which the first row alone reads
+        args[4] = None if granularity == "all" else torch.arange(9).int().expand_as(args[4]).to(args[4])
+    args[1][args[3][0, token // 16], -1, token % 16, 4] = nan
     expected = reference_decode(*(None if t is None else t.cpu() for t in args), **named)
     got = sparse_decode(*args, **named)
     assert torch.equal(got.isnan().cpu(), expected.isnan())
     place.close(got.nan_to_num(0.0), expected.nan_to_num(0.0))
-    assert got[1, 0].isnan().all()
+    assert got[1, 0].isnan().all() and got[0, -1].isnan().all()
+    assert got[2].isfinite().all() or granularity == "token"  # a row may share the block
 
 
 @pytest.mark.parametrize("normalise", [True, False])

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_cases import RATIO, Case, check, config_of, expect, held, in_pages, on_cpu
+from decode_cases import RATIO, Case, check, config_of, expect, in_pages, on_cpu, valid_entries
 from operators import view
 
 from hf_sparsekv.ops._recent import recent_valid
@@ -102,7 +102,7 @@ def test_means_of_unselected_tokens(place32, latents):
     # The same attention to as many copies of each mean.
     kv = args[1][:, 0].flatten(0, 1)[ids]
     copies = [named["means"][last, 0].expand(n, -1) for last, n in ((1, 24), (5, 32), (6, 15))]
-    kv = torch.cat((kv, args[5][0, 0][held(args[2], 4, 13)[0]], *copies))
+    kv = torch.cat((kv, args[5][0, 0][valid_entries(args[2], 4, 13)[0]], *copies))
     logits = args[0][0] @ kv[:, : case.dk].T * named["scale"]
     first = 0 if latents else case.dk
     place32.close(got[0], (logits.softmax(-1) @ kv[:, first : first + case.dv]).cpu())
@@ -223,7 +223,7 @@ def test_recent_entries_by_row():
     for sinks, ring in ((0, 1), (4, 13), (20, 16), (3, 32)):
         rows = [(sealed + n, sealed) for sealed in range(0, 97, 16) for n in range(ring + 1)]
         rows = torch.tensor(rows, dtype=torch.int32)
-        assert torch.equal(recent_valid(rows, sinks, sinks + ring), held(rows, sinks, ring))
+        assert torch.equal(recent_valid(rows, sinks, sinks + ring), valid_entries(rows, sinks, ring))
 
 
 @pytest.mark.pairwise

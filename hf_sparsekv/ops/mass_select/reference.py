@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._recent import recent_valid
+
 LOG2E = math.log2(math.e)
 INF = float("inf")
 STEPS = 8  # bins an octave: a token's share is known to 4 %
@@ -27,7 +29,7 @@ LARGEST = 1e30  # of logits: differences of infinities are NaN
 class Selection(NamedTuple):
     """
     Attributes:
-        ids: int32 ``[batch, H, n]``: columns, ascending, padded with -1.
+        ids: int32 ``[batch, H, n]``: tokens, ascending, padded with -1.
         count: int32 ``[batch, H]``, how many there are.
         mass: float32 ``[batch, H]``, the share of the attention mass that they hold with the recent tokens, estimated.
         bins: uint8 ``[batch, H, n]``: ``STEPS * -log2(share)`` of each token, rounded down; ``NONE``.
@@ -53,7 +55,7 @@ def near_masses(
     q: Tensor,
     channels: Tensor,
     recent_kv: Tensor,
-    recent_valid: Tensor,
+    rows: Tensor,
     *,
     sinks: int,
     scale: float,
@@ -76,8 +78,8 @@ def near_masses(
     labels = keys.gather(-1, at[:, :, None].expand(-1, -1, keys.shape[2], -1))
     true = logits(q @ keys.transpose(-1, -2), scale, softcap)
     over = true - logits(own @ labels.transpose(-1, -2), scale, softcap)
-    usable = recent_valid[:, None, None]
-    recent = recent_valid.clone()
+    valid = recent_valid(rows, sinks, recent_kv.shape[2])
+    usable, recent = valid[:, None, None], valid.clone()
     recent[:, :sinks] = False
     held = _sum(true.masked_fill(~usable, -INF))
     if sink_logits is not None:
@@ -155,7 +157,7 @@ def mass_select(
     q: Tensor,
     channels: Tensor,
     recent_kv: Tensor,
-    recent_valid: Tensor,
+    rows: Tensor,
     *,
     sinks: int,
     scale: float,
@@ -174,8 +176,9 @@ def mass_select(
     out is then no more than ``1 - threshold`` for each of them, since it adds up to no less than any head's own.
 
     Args:
-        scores: float32 ``[batch, Hq, n]`` of :func:`..token_score.token_score` with ``reduce="none"``.
-        q, recent_kv, recent_valid, sinks, scale, softcap, sink_logits: as in :func:`..sparse_decode.sparse_decode`.
+        scores: float32 ``[batch, Hq, n]`` of :func:`..token_score.token_score` of all blocks with ``reduce="none"``.
+            What is behind a row's sealed tokens is not read.
+        q, recent_kv, rows, sinks, scale, softcap, sink_logits: as in :func:`..sparse_decode.sparse_decode`.
         channels: int32 ``[batch, H, r]``, the label channels.
         threshold, min_tokens, max_tokens: see :func:`take`.
         group_reduce: see :func:`share_bins`.
@@ -184,7 +187,9 @@ def mass_select(
             ``MASS_ONE``), and a histogram of the lengths.
     """
     found = {"scale": scale, "softcap": softcap}
-    near, mean = near_masses(q, channels, recent_kv, recent_valid, sinks=sinks, sink_logits=sink_logits, **found)
+    behind = torch.arange(scores.shape[-1], device=scores.device) >= rows[:, 1:, None]
+    scores = scores.masked_fill(behind, -INF)
+    near, mean = near_masses(q, channels, recent_kv, rows, sinks=sinks, sink_logits=sink_logits, **found)
     bins = share_bins(scores, near, mean, group_reduce=group_reduce, **found)
     taken, count, mass, cut, capped = take(bins, threshold=threshold, min_tokens=min_tokens, max_tokens=max_tokens)
     n = bins.shape[-1]

@@ -13,9 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .._dispatch import require_dense_rows
-from .._operands import Query, Rows, Table, Tokens, batch_and_head, operand, padded, row_ptr
+from .._dispatch import require_dense_rows, require_rows
+from .._operands import Query, Rows, Tokens, batch_and_head, operand, padded, row_ptr
 from .._overlap import launch, release, wait
+from .._paged import find_recent, load_row
 from ..sparse_decode.split import base_2
 from . import reference
 from .reference import LENGTHS, TOTALS, Selection
@@ -64,7 +65,8 @@ def _near(
     q,
     channels,
     recent_kv,
-    recent_valid,
+    length,
+    sealed,
     sink,
     sums,
     near,
@@ -91,11 +93,9 @@ def _near(
     b_most, b_sum = tl.full([BH], float("-inf"), tl.float32), tl.zeros([BH], tl.float32)
     b_over_most, b_over = b_most, b_sum
     recent = 0.0
-    for i in range(0, near, BN):
-        m_n = i + o_n < near
-        b_valid = tl.load(recent_valid.ptr + i_batch * recent_valid.row + i + o_n, mask=m_n, other=0)  # [BN]
-        m_n = m_n & (b_valid != 0)
-        p_k = row_ptr(recent_kv, i_batch, i_head) + (i + o_n)[:, None].to(tl.int64) * recent_kv.token
+    for i in range(0, sinks + length - sealed, BN):
+        b_entry, m_n = find_recent(i + o_n, sinks, near - sinks, length, sealed)
+        p_k = row_ptr(recent_kv, i_batch, i_head) + b_entry[:, None].to(tl.int64) * recent_kv.token
         b_s = tl.zeros([BH, BN], tl.float32)
         for d in range(0, DK, BD):
             o_d = d + tl.arange(0, BD)
@@ -136,7 +136,7 @@ def mass_select_sum_kernel(
     q,
     channels,
     recent_kv,
-    recent_valid,
+    rows,
     sink,
     sums,
     n,
@@ -158,8 +158,10 @@ def mass_select_sum_kernel(
     """Masses by labels of one chunk, for each query head; or, behind the chunks, what is known of the recent tokens."""
     wait(PDL)
     i_chunk, i_row = tl.program_id(0), tl.program_id(1)
+    i_batch, i_head = batch_and_head(i_row, HEADS)
+    length, sealed = load_row(rows, i_batch)
     if i_chunk < chunks:
-        i_batch, i_head = batch_and_head(i_row, HEADS)
+        n = tl.minimum(n, sealed)
         o_n = i_chunk * N + tl.arange(0, N)
         for i_g in range(0, GROUP):
             p_scores = row_ptr(scores, i_batch, i_head * GROUP + i_g) + o_n
@@ -171,7 +173,8 @@ def mass_select_sum_kernel(
             q,
             channels,
             recent_kv,
-            recent_valid,
+            length,
+            sealed,
             sink,
             sums,
             near,
@@ -212,6 +215,7 @@ def _whole(sums, i_head, chunks, BC: tl.constexpr):
 @triton.jit
 def mass_select_bin_kernel(
     scores,
+    rows,
     sums,
     bins,
     p_counts,
@@ -230,7 +234,9 @@ def mass_select_bin_kernel(
     wait(PDL)
     i_chunk, i_row = tl.program_id(0), tl.program_id(1)
     i_batch, i_head = batch_and_head(i_row, HEADS)
+    length, sealed = load_row(rows, i_batch)
     o_n = i_chunk * N + tl.arange(0, N)
+    m_n = o_n < tl.minimum(n, sealed)
     all_heads = tl.full([], float("-inf"), tl.float32)
     if SUM:
         for i_g in range(0, GROUP):
@@ -241,7 +247,7 @@ def mass_select_bin_kernel(
     b_share = tl.full([N], float("-inf"), tl.float32)
     for i_g in range(0, GROUP):
         mean, whole = _whole(sums, i_row * GROUP + i_g, chunks, BC)
-        b_l = _logits(row_ptr(scores, i_batch, i_head * GROUP + i_g) + o_n, o_n < n, scale, softcap) + mean
+        b_l = _logits(row_ptr(scores, i_batch, i_head * GROUP + i_g) + o_n, m_n, scale, softcap) + mean
         if SUM:
             b_l = b_l - all_heads
             b_base = tl.maximum(b_share, b_l)
@@ -336,7 +342,7 @@ def mass_select(
     q,
     channels,
     recent_kv,
-    recent_valid,
+    rows,
     *,
     sinks,
     scale,
@@ -350,11 +356,11 @@ def mass_select(
     config=None,
 ):
     """As ``reference.mass_select``; ``config``: scores of a program, a power of two."""
-    require_dense_rows(scores=scores, channels=channels, recent_kv=recent_kv, recent_valid=recent_valid)
-    require_dense_rows(sink_logits=sink_logits)
+    require_dense_rows(scores=scores, channels=channels, recent_kv=recent_kv, sink_logits=sink_logits)
     batch, heads = recent_kv.shape[:2]
-    group, n, rows, device = q.shape[1] // heads, scores.shape[-1], batch * heads, scores.device
-    size = config or min(max(triton.next_power_of_2(triton.cdiv(n * rows, PROGRAMS)), CHUNKS[0]), CHUNKS[1])
+    require_rows(rows, batch)
+    group, n, lists, device = q.shape[1] // heads, scores.shape[-1], batch * heads, scores.device
+    size = config or min(max(triton.next_power_of_2(triton.cdiv(n * lists, PROGRAMS)), CHUNKS[0]), CHUNKS[1])
     chunks = triton.cdiv(n, size)
     shape = (batch, heads)
 
@@ -365,25 +371,25 @@ def mass_select(
     found = Selection(ids, count, empty(torch.float32), bins, empty(torch.int32))
     if not chunks:  # nobody would write them
         return reference.mass_select(
-            *(scores, q, channels, recent_kv, recent_valid),
+            *(scores, q, channels, recent_kv, rows),
             **{"sinks": sinks, "scale": scale, "softcap": softcap, "sink_logits": sink_logits, "totals": totals},
             **{"threshold": threshold, "min_tokens": min_tokens, "max_tokens": max_tokens},
             group_reduce=group_reduce,
         )
-    each = rows * group
+    each = lists * group
     sums = Sums(*torch.empty(each * (chunks + 2), device=device).split((each * chunks, each, each)))
-    counts = torch.empty(rows * chunks * ALL.value, dtype=torch.int32, device=device)
+    counts = torch.empty(lists * chunks * ALL.value, dtype=torch.int32, device=device)
     listed, scales = operand(Rows, scores), (float(scale), None if softcap is None else float(softcap))
     tile = {"HEADS": heads, "N": size, "num_warps": WARPS}
     launch(
         mass_select_sum_kernel,
-        (chunks + triton.cdiv(group, HEADS_AT_ONCE), rows),
+        (chunks + triton.cdiv(group, HEADS_AT_ONCE), lists),
         scores,
         listed,
         operand(Query, q),
         operand(Rows, channels),
         operand(Tokens, recent_kv),
-        operand(Table, recent_valid),
+        rows,
         sink_logits,
         sums,
         n,
@@ -400,9 +406,9 @@ def mass_select(
         **tile,
     )
     bytes_of = operand(Rows, bins)
-    args = listed, sums, bytes_of, counts, n, chunks, *scales
+    args = listed, rows, sums, bytes_of, counts, n, chunks, *scales
     fixed = {"SUM": group_reduce == "sum", "GROUP": group, "BC": min(triton.next_power_of_2(chunks), 256)}
-    launch(mass_select_bin_kernel, (chunks, rows), scores, *args, **fixed, **tile)
+    launch(mass_select_bin_kernel, (chunks, lists), scores, *args, **fixed, **tile)
     limits = 1 - threshold, min_tokens, (1 << 31) - 1 if max_tokens is None else max_tokens
     args = (
         bytes_of,
@@ -415,5 +421,5 @@ def mass_select(
         chunks,
         *limits,
     )
-    launch(mass_select_take_kernel, (chunks, rows), scores, *args, BC=16, **tile)
+    launch(mass_select_take_kernel, (chunks, lists), scores, *args, BC=16, **tile)
     return found
