@@ -29,11 +29,14 @@ class Imitation(StepRunner):
         queries = [state.layer.query for state in saved]
         rings = [ring for ring in saved[0].layer.owner.layers if isinstance(ring, SlidingRing)]
         frozen = [ring.cumulative_length for ring in rings]
+        table = saved[0].layer.owner.row_table
+        held = table.rows
 
         class Graph:
             def replay(self):
                 now = [type(state)(state.layer) for state in saved]
                 lengths = [ring.cumulative_length for ring in rings]
+                rows, table.rows = table.rows, held
                 for state in saved:
                     state.put_back_host()
                 for ring, length in zip(rings, frozen):
@@ -43,6 +46,7 @@ class Imitation(StepRunner):
                     for state, query in zip(saved, queries):
                         query.copy_(state.layer.query)
                 finally:
+                    table.rows = rows
                     for state in now:
                         state.put_back_host()
                     for ring, length in zip(rings, lengths):
@@ -52,8 +56,7 @@ class Imitation(StepRunner):
 
 
 def same_counts(*caches) -> None:
-    """The same was done. A captured step that is followed by a sealing looks ahead twice, which shows in the share of
-    blocks that were there already, and may fetch blocks (and note them as chosen) that the second look does without."""
+    """The same was done, but for what a second device copies."""
     stats = [cache.stats() for cache in caches]
     if stats[0].hit_rate is not None and stats[1].hit_rate is not None:
         # A second device writes two buffers in turn, but only one in captured steps.

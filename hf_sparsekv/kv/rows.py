@@ -413,8 +413,11 @@ class RowTable:
             self._picks = valid, found
         return self._picks[1]
 
-    def step(self, rows: Rows, valid: Tensor | None) -> Taken:
-        """A decode step of these rows: one column more, a token for those that are ``valid [batch]`` bool or None."""
+    def step(self, rows: Rows, valid: Tensor | None, captured: bool = False) -> Taken:
+        """A decode step of these rows: one column more, a token for those that are ``valid [batch]`` bool or None.
+
+        ``captured``: nothing is prepared for it, because that was done before.
+        """
         before, _, given, made = self._memo
         if isinstance(made, Taken) and given is valid and before is rows:
             return made
@@ -426,7 +429,8 @@ class RowTable:
         now = after = Rows(self.block_size, rows.columns + 1, lengths, rows.sealed, known)
         sealed = tuple(self._sealable(length, blocks) for length, blocks in zip(lengths, rows.sealed))
         if sealed != rows.sealed:
-            self.ready(rows)
+            if not captured:
+                self.ready(rows)
             after = Rows(self.block_size, now.columns, lengths, sealed, known)
         made = Taken(rows, now, after)
         self._memo = rows, None, valid, made

@@ -215,7 +215,8 @@ class LayerStore(State):
 
         ``valid``: bool ``[batch, 1]`` or None, rows that get one. ``taken``: the step as another store has it.
         """
-        taken = taken or self.table_of_rows.step(self.held, None if self.capturing else valid)
+        if taken is None:
+            taken = self.table_of_rows.step(self.held, None if self.capturing else valid, self.capturing)
         past = self.step_rows.past if self.capturing else taken.before.on(self.device)[:, 0]
         append(k, v, valid, self.recent_kv, past, self.sinks)
         self._taken, self._sealed, self.held = taken, False, taken.now
