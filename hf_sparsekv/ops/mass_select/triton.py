@@ -234,9 +234,8 @@ def mass_select_bin_kernel(
     wait(PDL)
     i_chunk, i_row = tl.program_id(0), tl.program_id(1)
     i_batch, i_head = batch_and_head(i_row, HEADS)
-    length, sealed = load_row(rows, i_batch)
     o_n = i_chunk * N + tl.arange(0, N)
-    m_n = o_n < tl.minimum(n, sealed)
+    m_n = o_n < tl.minimum(n, load_row(rows, i_batch)[1])
     all_heads = tl.full([], float("-inf"), tl.float32)
     if SUM:
         for i_g in range(0, GROUP):
