@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -12,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hf_sparsekv import OffloadConfig, SparseConfig
 from hf_sparsekv.kv.pool import BlockPool, HostBudget, bucket
-from hf_sparsekv.kv.store import VALID, LayerStore, ring_tokens
+from hf_sparsekv.kv.rows import BlockIds, RowTable
+from hf_sparsekv.kv.store import LayerStore, ring_tokens
 from hf_sparsekv.ops.seal import Index, key_bounds
-from hf_sparsekv.tensors import SeqLenTensor
 from hf_sparsekv.types import AttentionParams
 
 HEADS, KEY, VALUE, SIZE = 2, 4, 6, 16
@@ -23,11 +25,12 @@ HEADS, KEY, VALUE, SIZE = 2, 4, 6, 16
 class Probe:
     """An indexer whose field says which block it was made of. ``fused``: blocks are sealed by the operator."""
 
-    def __init__(self, fused: bool = False) -> None:
-        self.fused = fused
+    def __init__(self, sinks: int, fused: bool = False) -> None:
+        self.sinks, self.fused = sinks, fused
 
-    def index(self, kv, flags):
-        return {"bounds": key_bounds(kv[..., :KEY], flags == VALID, 1)}
+    def index(self, kv, start, rows):
+        token = torch.arange(start, start + kv.shape[0] * SIZE).view(-1, 1, SIZE)
+        return {"bounds": key_bounds(kv[..., :KEY], (token >= self.sinks).expand(-1, kv.shape[1], -1), 1)}
 
     def sealing(self, store):
         return Index(KEY, store.pool.fields["bounds"]) if self.fused else None
@@ -59,44 +62,47 @@ class Plain:
 
 def make_store(config, budget, batch, expected=1) -> LayerStore:
     like = torch.zeros(batch, HEADS, expected, KEY), torch.zeros(batch, HEADS, expected, VALUE)
-    store = LayerStore(*like, config, budget, SeqLenTensor())
+    store = LayerStore(*like, config, budget, RowTable(config))
     store.pool.add_field("bounds", (1, HEADS, 2, KEY), store.dtype)
     return store
 
 
 def check(store: LayerStore, plain: Plain, config: SparseConfig) -> None:
-    length = plain.k.shape[2]
-    assert store.length == length
-    assert 0 <= store.recent_length <= store.ring
-    # Nothing is sealed too early; a crop leaves a full window outside the blocks, or everything.
-    assert store.full_blocks == 0 or store.recent_length >= config.window
-    if length:
+    rows = store.held
+    assert store.length == plain.k.shape[2]
+    assert rows.lengths == tuple(plain.valid.sum(1).tolist()), "padding is no token"
+    if store.length:
         key, value = store.materialise()
-        assert torch.equal(key, plain.k) and torch.equal(value, plain.v)
+        seen = plain.valid[:, None, :, None]
+        assert torch.equal(key.where(seen, 0), plain.k.where(seen, 0))
+        assert torch.equal(value.where(seen, 0), plain.v.where(seen, 0))
+        assert key.isfinite().all() and value.isfinite().all()
         assert torch.equal(store.valid_columns(), plain.valid)
-    stored = store.full_blocks * SIZE
-    assert store.seen.tolist() == plain.valid[:, :stored].sum(1).tolist()
-    assert (store.block_table[:, : store.full_blocks] >= 0).all() and (
-        store.block_table[:, store.full_blocks :] == -1
-    ).all()
+    kv = store.full_block_kv()
+    for row, (length, sealed) in enumerate(zip(rows.lengths, rows.sealed)):
+        # Nothing is sealed too early; a crop leaves a full window outside the blocks, or everything.
+        assert 0 <= length - sealed * SIZE <= store.ring
+        assert sealed == 0 or length - sealed * SIZE >= config.window
+        ids = store.table_of_rows.host[row]
+        assert (ids[:sealed] >= 0).all()
+        tokens = plain.valid[row].nonzero().flatten()[: min(config.sinks, sealed * SIZE)]
+        front = store.recent_kv[row, :, : len(tokens)]
+        assert torch.equal(front, torch.cat((plain.k[row, :, tokens], plain.v[row, :, tokens]), -1))
+        if sealed:
+            bounds = store.pool.fields["bounds"][torch.from_numpy(ids[:sealed]).long()]
+            expected = Probe(config.sinks).index(kv[:sealed, row : row + 1], 0, slice(row, row + 1))["bounds"]
+            torch.testing.assert_close(bounds, expected[:, 0])
+    assert torch.equal(store.block_table, torch.from_numpy(store.table_of_rows.host))
 
-    ring = store.recent_valid[:, config.sinks :]
-    assert ring.sum(1).tolist() == plain.valid[:, stored:].sum(1).tolist(), "the ring holds what is not sealed, only"
-    flags = store.pool.fields["flags"][store.table.long()].flatten(1, 2)
-    for row in range(store.batch):
-        real = plain.valid[row, :stored].nonzero().flatten()
-        sinks = real[: config.sinks]
-        assert store.recent_valid[row, : config.sinks].tolist() == [i < len(sinks) for i in range(config.sinks)]
-        front = store.recent_kv[row, :, : len(sinks)]
-        assert torch.equal(front, torch.cat((plain.k[row, :, sinks], plain.v[row, :, sinks]), -1))
-        assert (flags[row] == 3).nonzero().flatten().tolist() == sinks.tolist()
-        assert (flags[row] == 1).nonzero().flatten().tolist() == real[config.sinks :].tolist()
-    fill = store.pool.fields["fill"][store.table.long()]
-    assert torch.equal(fill, (flags == 1).view(store.batch, -1, SIZE).sum(-1).int())
-    kv, own = store.full_block_kv()
-    if store.full_blocks:
-        bounds = store.pool.fields["bounds"][store.table.T.long()]
-        torch.testing.assert_close(bounds, Probe().index(kv, own)["bounds"])
+
+def check_ids(stores: list[LayerStore]) -> None:
+    """Every id that a table names is counted, and no other."""
+    ids = stores[0].table_of_rows.ids
+    ids.share(ids.take(0))  # tables that are gone give theirs back
+    named = np.concatenate([store.table_of_rows.host.flatten() for store in stores])
+    counts = np.bincount(named[named >= 0], minlength=len(ids._references))
+    assert (ids._references == counts).all()
+    assert sorted(ids._free) == [i for i in range(ids.used) if counts[i] == 0]
 
 
 def check_attention(store: LayerStore, plain: Plain) -> None:
@@ -145,9 +151,13 @@ class Stores(RuleBasedStateMachine):
     def extend(self, data, n):
         store, plain = self.pick(data)
         new = self.tokens(data, store, n)
-        store.extend(*new, Probe())
+        store.extend(*new, Probe(self.config.sinks))
         plain.add(*new)
-        assert store.recent_length < self.config.window + self.config.max_draft + SIZE
+        self.sealed_in_time(store)
+
+    def sealed_in_time(self, store):
+        most = self.config.window + self.config.max_draft + SIZE
+        assert all(length - sealed * SIZE < most for length, sealed in zip(store.held.lengths, store.held.sealed))
 
     @rule(data=st.data(), n=st.integers(1, 40), fused=st.booleans())
     def steps(self, data, n, fused):
@@ -158,8 +168,8 @@ class Stores(RuleBasedStateMachine):
             new = k[:, :, at], v[:, :, at], None if valid is None else valid[:, at]
             store.append(*new)
             plain.add(*new)
-            store.seal_due(Probe(fused))
-        assert store.recent_length < self.config.window + self.config.max_draft + SIZE
+            store.seal_due(Probe(self.config.sinks, fused))
+        self.sealed_in_time(store)
 
     @rule(data=st.data(), share=st.floats(0, 1))
     def crop(self, data, share):
@@ -167,6 +177,7 @@ class Stores(RuleBasedStateMachine):
         length = int(share * store.length)
         if length:
             store.crop(length)
+            store.table_of_rows.trim([store.held])
             plain.keep(length)
 
     @rule(data=st.data())
@@ -174,14 +185,14 @@ class Stores(RuleBasedStateMachine):
         store, plain = self.pick(data)
         rows = st.lists(st.integers(0, store.batch - 1), min_size=1, max_size=4)
         index = torch.tensor(data.draw(rows, label="rows"))
-        store.map_rows(index)
+        map_rows(store, index)
         plain.rows(index)
 
     @precondition(lambda self: len(self.pairs) < 4)
     @rule(data=st.data())
     def copy(self, data):
         store, plain = self.pick(data)
-        self.pairs.append((store.copy(SeqLenTensor()), plain.copy()))
+        self.pairs.append((store.copy(copy.deepcopy(store.table_of_rows)), plain.copy()))
 
     @precondition(lambda self: len(self.pairs) > 1)
     @rule(data=st.data())
@@ -195,18 +206,20 @@ class Stores(RuleBasedStateMachine):
     def reset(self, data):
         store, plain = self.pick(data)
         store.reset()
+        store.table_of_rows.clear()
         plain.keep(0)
 
     @rule(data=st.data())
     def reindex(self, data):
         store, _ = self.pick(data)
         if store.full_blocks:
-            store.reindex(Probe())
+            store.reindex(Probe(self.config.sinks))
 
     @invariant()
     def all_is_well(self):
         for store, plain in self.pairs:
             check(store, plain, self.config)
+        check_ids([store for store, _ in self.pairs])
         check_attention(*self.pairs[self.touched])
 
 
@@ -224,7 +237,15 @@ TestStores = Stores.TestCase
 
 
 def fill(store: LayerStore, n: int) -> None:
-    store.extend(torch.randn(store.batch, HEADS, n, KEY), torch.randn(store.batch, HEADS, n, VALUE), None, Probe())
+    new = torch.randn(store.batch, HEADS, n, KEY), torch.randn(store.batch, HEADS, n, VALUE)
+    store.extend(*new, None, Probe(store.sinks))
+
+
+def map_rows(store: LayerStore, index: torch.Tensor) -> None:
+    table, order = store.table_of_rows, index.tolist()
+    rows = table.mapped(store.held, order)
+    store.map_rows(index, rows)
+    table.map_rows(order, rows)
 
 
 CONFIG = SparseConfig(block_size=SIZE, sinks=4, window=16, max_draft=4)
@@ -253,9 +274,10 @@ def test_churn_does_not_grow_the_pool():
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
         fill(store, 4)
-        store.map_rows(torch.randint(0, 4, (4,), generator=generator))
+        map_rows(store, torch.randint(0, 4, (4,), generator=generator))
         if store.length > 160:
             store.crop(40)
+            store.table_of_rows.trim([store.held])
     named = store.batch * store.block_table.shape[1]
     assert store.pool.capacity <= 2 * bucket(named)
 
@@ -263,6 +285,7 @@ def test_churn_does_not_grow_the_pool():
 def test_a_pool_that_may_not_grow_is_unchanged():
     token = HEADS * SIZE * (KEY + VALUE) * 4
     budget = HostBudget(OffloadConfig(max_host_bytes=40 * token))
+    ids = BlockIds()
     pool = BlockPool(
         heads=HEADS,
         block_size=SIZE,
@@ -271,18 +294,19 @@ def test_a_pool_that_may_not_grow_is_unchanged():
         device=torch.device("cpu"),
         host=budget,
         capacity=16,
+        ids=ids,
     )
-    pool.allocate(16)
-    before = (pool.used, pool.capacity, budget.used, pool.kv.data_ptr())
+    ids.take(16)
+    pool.fit()
+    before = (pool.capacity, budget.used, pool.kv.data_ptr())
 
     class User:
-        block_table = torch.arange(16, dtype=torch.int32)
-
         def wait_for_copies(self):
             """Nothing is on its way."""
 
     user = User()
     pool.register(user)
+    ids.take(20)
     with pytest.raises(MemoryError, match="max_host_bytes"):
-        pool.allocate(20)
-    assert (pool.used, pool.capacity, budget.used, pool.kv.data_ptr()) == before
+        pool.fit()
+    assert (pool.capacity, budget.used, pool.kv.data_ptr()) == before

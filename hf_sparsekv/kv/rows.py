@@ -157,8 +157,10 @@ class BlockIds:
             named = ids[ids >= 0]
             np.subtract.at(self._references, named, 1)
             self._free += [int(i) for i in np.unique(named) if self._references[i] == 0]
-            if len(self._free) == self.used:
-                self._free, self.used = [], 0
+            live = self._references[: self.used].nonzero()[0]
+            used = int(live[-1]) + 1 if len(live) else 0
+            if used < self.used:  # pools need no room for what nobody has
+                self.used, self._free = used, [i for i in self._free if i < used]
 
     def drop_later(self, held: list[np.ndarray]) -> None:
         """:meth:`drop` of a table that is being deleted, in the middle of anything."""

@@ -229,7 +229,11 @@ class LayerStore(State):
         self.wait_for_copies()
         before = self.held
         after = self.table_of_rows.follow(before, k.shape[2], valid)
-        self.pool.fit()
+        try:
+            self.pool.fit()
+        except MemoryError:
+            self.table_of_rows.trim([before])  # or copies of the cache would have to make room for it
+            raise
         if valid is None and before.uniform:
             self._extend(slice(None), k, v, before, after, indexer)
         else:

@@ -52,7 +52,7 @@ class AnyTokens(NamedTuple):
 
 
 class Table(NamedTuple):
-    """``[rows, n]``: the block table by row of the batch, or token flags by physical block."""
+    """``[rows, n]``: the block table, or numbers of each row of the batch."""
 
     ptr: Any
     row: Any

@@ -5,10 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import _flags
 from ._operands import log2
-
-VALID, SELECTABLE = tl.constexpr(_flags.VALID), tl.constexpr(_flags.SELECTABLE)
 
 
 @triton.jit
