@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from os import PathLike
 from typing import ClassVar, Literal, NamedTuple
 
@@ -26,7 +27,7 @@ from .attention.handle import Step
 from .attention.masks import check_not_empty, new_columns
 from .attention.mla import passes_on
 from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
-from .kv.pool import HostBudget
+from .kv.pool import BlockPool, HostBudget
 from .kv.rows import Rows, RowTable, Taken
 from .kv.store import Tally
 from .layers.sliding import SlidingRing
@@ -40,6 +41,7 @@ from .policies.registry import method_of
 from .policies.shared import Shared
 from .policies.watch import BlockWatch
 from .predictor.channels import check_config, check_layers
+from .row_batch import RowBatch
 from .telemetry.stats import CacheStats, allocated, collect
 from .telemetry.watch import BlockMap, collect_blocks
 from .types import AttentionParams
@@ -102,6 +104,8 @@ class SparseCache(Cache):
         self.budget = None if offload is None else HostBudget(offload)
         self.device_pools = None if offload is None else DevicePools(offload)
         self.row_table, self.copy_streams = RowTable(config), CopyStreams()
+        self.block_pools: dict[int, BlockPool] | None = None  # of the layers, where several caches share them
+        self.row_batch: RowBatch | None = None
         self.changes = 0  # counts what may make the next captured step another one than the last
         self._replayed: Replayed | None = None  # steps that layers have not accounted for
         self.model_config = None
@@ -186,11 +190,44 @@ class SparseCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, SparseLayer)]
 
     def __deepcopy__(self, memo: dict) -> SparseCache:
+        if self.row_batch is not None:
+            raise TypeError("a cache of rows that come and go cannot be copied: copy what rows.prefill() gives")
         self.settle()
         new = object.__new__(type(self))
         memo[id(self)] = new
         for name, value in self.__dict__.items():
             setattr(new, name, copy.deepcopy(value, memo))
+        return new
+
+    # ------------------------------------------------------------------ rows that come and go
+
+    def rows(self, max_rows: int, max_length: int) -> RowBatch:
+        """Make this empty cache a batch of rows that come and go (:mod:`.row_batch`), until :meth:`reset`.
+
+        Args:
+            max_rows: rows that there is room for.
+            max_length: tokens that each may hold.
+
+        Raises:
+            ValueError: the cache is not empty, or its method chooses a step's tokens in the step before.
+        """
+        if not self.make_policy(self.config.dense_layers).rows_join:
+            raise ValueError(
+                f"rows() serves methods that choose for each step by itself; {self.config} chooses ahead: leave lag, "
+                "the predictor of earlier queries, or the second device out"
+            )
+        batch = RowBatch(self, max_rows, max_length)
+        self.block_pools, self.row_batch = {}, batch
+        self.changes += 1
+        return batch
+
+    def beside(self) -> SparseCache:
+        """An empty cache over the same block pools, for one row that is to join. Nothing is copied to the device."""
+        new = type(self)(self.config, self.offload_config)
+        new.shared, new.budget, new.block_pools = self.shared, self.budget, self.block_pools
+        new.row_table = RowTable(self.config, self.row_table.ids)
+        if self.offload_config is not None:
+            new.device_pools = DevicePools(replace(self.offload_config, device_pool=0))
         return new
 
     # ------------------------------------------------------------------ captured steps
@@ -245,6 +282,8 @@ class SparseCache(Cache):
         self.changes += 1
         if self._replayed is not None:
             self.settle()
+        if self.row_batch is not None and key_states.shape[-2] != 1:
+            raise ValueError("prompts of rows that come and go are read by rows.prefill(), and join() them then")
         if self.model_config is None:
             while len(self.layers) <= layer_idx:
                 self.layers.append(self._layer(len(self.layers)))
@@ -315,6 +354,8 @@ class SparseCache(Cache):
 
     def new_columns(self, mask: Tensor | None, step: Step) -> Tensor | None:
         """Validity of the step's columns, None if none is padding; worked out once a forward, not once a layer."""
+        if self.row_batch is not None:
+            return self.row_batch.valid(step.k.device)
         if mask is None:
             return None
         if self._columns[0] is not mask:
@@ -406,6 +447,8 @@ class SparseCache(Cache):
     @contextmanager
     def _in_all(self, what: str) -> Iterator[None]:
         """What is inside changes all layers, and may stop half-way: they count as incomplete until it is done."""
+        if self.row_batch is not None:
+            raise ValueError(f"{what} is not for rows that come and go: join(), leave() and hold() change them")
         self.changes += 1
         layers = self.sparse_layers
         before = [layer.broken for layer in layers]
@@ -457,7 +500,7 @@ class SparseCache(Cache):
     def reset(self) -> None:
         """Forget all tokens, keep the memory."""
         self.changes += 1
-        self._replayed = None
+        self._replayed = self.row_batch = None
         for layer in self.sparse_layers:
             layer.broken = "reset() stopped half-way"  # until all is done
         self._columns = (None, None)

@@ -24,6 +24,7 @@ LAST = 64  # queries kept for the first selection
 class _Recording(Policy):
     """Dense attention that keeps the queries which other policies begin with, ``[batch, Hq, n, Dk]``."""
 
+    rows_join = False
     TENSORS: ClassVar = {name: Held(captured=False, shared=True, dropped=True) for name in ("first", "last")}
 
     def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore, new: int | None = None) -> None:

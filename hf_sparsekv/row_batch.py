@@ -6,8 +6,8 @@
     logits = rows.step(model, tokens)  # [max_rows]: of each row its next token
     rows.leave(row)
 
-A row has its own length, position and blocks; rows that are held or empty get no token. All share the block pools, and a
-step of all rows is one captured graph, whatever they hold (:func:`..optimize`).
+A row has its own length, position and blocks; rows that are held or empty get no token. All share the block pools, and
+a step of all rows is one captured graph, whatever they hold (:func:`..optimize`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from .kv.rows import RowTable
+from .kv.rows import Rows, RowTable
 from .layers.sparse_layer import SparseLayer
 from .tensors import no_inference_mode
 
@@ -30,6 +31,8 @@ class Batch(Protocol):
     layers: list[CacheLayerMixin]
     row_table: RowTable
     changes: int
+    model_config: PreTrainedConfig | None
+    row_batch: RowBatch | None
 
     @property
     def sparse_layers(self) -> list[SparseLayer]:
@@ -44,8 +47,16 @@ class Batch(Protocol):
         """An empty cache over the same block pools."""
         ...
 
-    def settle(self) -> None:
-        """Account for replayed steps."""
+    def joined_rows(self) -> Rows:
+        """What all layers hold; from here on they follow the table."""
+        ...
+
+    def bind(self, model_config) -> None:
+        """Make the layers that the model's configuration asks for."""
+        ...
+
+    def reset(self) -> None:
+        """Forget everything."""
         ...
 
 
@@ -81,7 +92,7 @@ class RowBatch:
         self._there: list[bool] = [False] * max_rows
         self._made: list[Batch] = []  # prefilled, and not joined yet
         cache.row_table.open(max_rows, max_length)
-        cache.row_batch = self
+        self._valid: tuple[Tensor | None, torch.device] | None = None
 
     # ------------------------------------------------------------------ who is there
 
@@ -101,9 +112,14 @@ class RowBatch:
         return self.cache.row_table.rows.lengths
 
     def _row(self, row: int) -> int:
+        self._check()
         if not (0 <= row < self.max_rows and self._there[row]):
             raise ValueError(f"there is no row {row}: rows that are there: {list(self.rows)}")
         return row
+
+    def _check(self) -> None:
+        if self.cache.row_batch is not self:
+            raise RuntimeError("the cache of these rows was reset: make new ones with cache.rows()")
 
     # ------------------------------------------------------------------ coming and going
 
@@ -120,6 +136,7 @@ class RowBatch:
             ValueError: it is no single row, or longer than :attr:`max_length`.
             MemoryError: host memory does not hold it.
         """
+        self._check()
         if input_ids.ndim != 2 or len(input_ids) != 1:
             raise ValueError(f"input_ids must be one row [1, n], got {list(input_ids.shape)}: prefill row by row")
         n = input_ids.shape[1]
@@ -128,6 +145,11 @@ class RowBatch:
         cache = self.cache.beside()
         for part in input_ids.split(chunk or n, dim=1):
             logits = model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        if len(cache.sparse_layers) < len(cache.layers):
+            raise ValueError(
+                "rows that come and go need a model whose layers all attend to their whole past: sliding windows and "
+                "linear attention keep no rows of their own"
+            )
         for layer in cache.sparse_layers:
             layer.end_calibration()
         self._made.append(cache)
@@ -145,6 +167,7 @@ class RowBatch:
             ValueError: all rows are taken, or it was not prefilled for this batch, or has joined already. Nothing has
                 changed.
         """
+        self._check()
         cache = prefilled.cache if isinstance(prefilled, Prefilled) else prefilled
         if not any(cache is made for made in self._made):
             raise ValueError("join() takes what prefill() of these rows gave, once: other caches have other pools")
@@ -155,10 +178,10 @@ class RowBatch:
         self._open(cache)
         mine, theirs = self.cache.sparse_layers, cache.sparse_layers
         pairs: list[tuple[Tensor, Tensor]] = []
+        self.cache.joined_rows()
+        cache.joined_rows()
         for layer, other in zip(mine, theirs):
-            other.store.wait_for_copies()
-            layer.store.put_row(row, other.store, pairs)
-            layer.policy.put_row(row, other.policy, pairs)
+            layer.join_row(row, other, pairs)
         torch._foreach_copy_([to for to, _ in pairs], [found for _, found in pairs])
         self.cache.row_table.take(row, cache.row_table)
         self._made = [made for made in self._made if made is not cache]
@@ -174,6 +197,7 @@ class RowBatch:
             ValueError: it is not there.
         """
         self._row(row)
+        self.cache.joined_rows()
         self.cache.row_table.leave(row)
         self._there[row] = self._active[row] = False
         self._changed()
@@ -194,6 +218,7 @@ class RowBatch:
 
     def _changed(self) -> None:
         self.cache.changes += 1
+        self._valid = None
 
     def _open(self, like: Batch) -> None:
         """Make the layers' stores for all rows, unless they are there."""
@@ -205,9 +230,13 @@ class RowBatch:
 
     # ------------------------------------------------------------------ steps
 
-    def valid(self) -> list[bool] | None:
-        """Which rows get a token in the next step; None: all."""
-        return None if all(self._active) else list(self._active)
+    @no_inference_mode
+    def valid(self, device: torch.device) -> Tensor | None:
+        """Which rows get a token, bool ``[max_rows, 1]``; None: all. The same tensor until that changes."""
+        if self._valid is None or self._valid[1] != device:
+            made = None if all(self._active) else torch.tensor(self._active, device=device)[:, None]
+            self._valid = made, device
+        return self._valid[0]
 
     @torch.no_grad()
     def step(self, model: nn.Module, tokens: Sequence[int] | Tensor) -> Tensor:
@@ -218,11 +247,12 @@ class RowBatch:
             tokens: ``[max_rows]``, each row's token; what stands for rows that are not active does not matter.
 
         Returns:
-            Logits ``[max_rows, vocabulary]``, valid until the next step; those of rows that are not active mean nothing.
+            Logits ``[max_rows, vocabulary]``, valid until the next step; what rows that are not active get means nothing.
 
         Raises:
             ValueError: no row is active, one has reached :attr:`max_length`, or there are not as many tokens as rows.
         """
+        self._check()
         if not self.active:
             raise ValueError("no row is active: join() or resume() one first")
         lengths = self.lengths

@@ -215,7 +215,8 @@ class StepRunner:
         layers, table = cache.sparse_layers, cache.row_table
         ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
         rows = table.rows
-        valid = self._valid(rows, mask)
+        valid = self._valid(cache, rows, mask, ids.device)
+        masked = rows.valid is not None or table.managed
         rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
         if rings and (valid is not None or not table.padded_in_front(rows)):
             return self.original(**given)  # a ring keeps columns, which are tokens from the first one on
@@ -235,7 +236,7 @@ class StepRunner:
         key = (
             ids.shape,
             positions.shape,
-            rows.valid is not None,
+            masked,
             plans,
             tuple(rest.items()),
             tuple(addresses),
@@ -292,8 +293,8 @@ class StepRunner:
         ):
             return self._unsteady(cache)
         rows = table.rows
-        valid = self._valid(rows, mask)
-        if valid is not None:
+        valid = self._valid(cache, rows, mask, ids.device)
+        if valid is not None and not table.managed:
             return self._unsteady(cache)
         table.ready(rows)
         if table.ids.used > steady.room or table.moves != steady.moves:
@@ -303,14 +304,16 @@ class StepRunner:
                 return self._unsteady(cache)
             self.steady[cache] = steady = steady._replace(sealed=rows.sealed)
         watch = None if mask is None or rows.valid is not None else self._watch(cache, mask)
-        return self._replay(step, cache, steady, rows, None, watch, ids, positions, mask)
+        return self._replay(step, cache, steady, rows, valid, watch, ids, positions, mask)
 
     def _unsteady(self, cache: SparseCache) -> None:
         del self.steady[cache]
 
     @staticmethod
-    def _valid(rows: Rows, mask: Tensor | None) -> Tensor | None:
-        """Which rows of a padded batch get a token, bool ``[batch, 1]``; None: all."""
+    def _valid(cache: SparseCache, rows: Rows, mask: Tensor | None, device: torch.device) -> Tensor | None:
+        """Which rows get a token, bool ``[batch, 1]``; None: all."""
+        if cache.row_batch is not None:
+            return cache.row_batch.valid(device)
         if rows.valid is None or mask is None:
             return None
         last = mask[:, -1:].bool()
@@ -388,7 +391,8 @@ class StepRunner:
         """Run the step on state that is put back: once to compile, unless its kind has run, and to capture."""
         layers = cache.sparse_layers
         table = cache.row_table
-        valid = torch.ones_like(ids, dtype=torch.bool) if table.rows.valid is not None else None
+        masked = table.rows.valid is not None or table.managed
+        valid = torch.ones_like(ids, dtype=torch.bool) if masked else None
         ids, positions = ids.clone(), positions.clone()
         rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
         saved = [Saved(layer) for layer in layers]

@@ -247,12 +247,14 @@ class RowTable:
         rows: what all layers hold that say nothing else (:attr:`.store.LayerStore.held`).
         ids: of blocks.
         batch: rows.
+        managed: rows come and go (:class:`..RowBatch`): columns mean nothing, and rows without a token are no padding.
     """
 
-    def __init__(self, config: SparseConfig) -> None:
+    def __init__(self, config: SparseConfig, ids: BlockIds | None = None) -> None:
         self.config, self.block_size = config, config.block_size
         self.recent = config.window + config.max_draft
-        self.ids = BlockIds()
+        self.ids = BlockIds() if ids is None else ids
+        self.managed = False
         self.rows: Rows | None = None
         self.batch = 0
         self._held: list[np.ndarray] = [np.zeros((0, 0), dtype=np.int32)]
@@ -267,7 +269,7 @@ class RowTable:
         weakref.finalize(self, self.ids.drop_later, self._held).atexit = False
 
     def __deepcopy__(self, memo: dict) -> RowTable:
-        new = RowTable(self.config)
+        new = RowTable(self.config, self.ids)
         new.ids, new.rows, new.batch, new._empty = self.ids, self.rows, self.batch, self._empty
         new._held[0], new._orders = self._held[0].copy(), self._orders
         memo[id(self)] = new
@@ -329,7 +331,7 @@ class RowTable:
         for device, held in self._on.items():
             with self._orders.get(device, nullcontext)():
                 held.fill_(-1)
-        self.rows, self._memo = self._empty, _NOTHING
+        self.rows, self._memo, self.managed = self._empty, _NOTHING, False
 
     @property
     def moves(self) -> int:
@@ -426,7 +428,7 @@ class RowTable:
         more = self.tokens_of(1, valid)
         lengths = tuple(length + n for length, n in zip(rows.lengths, more))
         known = rows.valid
-        if min(more) < 1:
+        if min(more) < 1 and not self.managed:
             known = torch.cat((rows.valid_columns(valid.device), valid.view(-1, 1)), dim=1)
         now = after = Rows(self.block_size, rows.columns + 1, lengths, rows.sealed, known)
         sealed = tuple(self._sealable(length, blocks) for length, blocks in zip(lengths, rows.sealed))
@@ -455,6 +457,38 @@ class RowTable:
         if held is None:
             held = self._steps[device] = StepRows(self.batch, device)
         return held
+
+    # ------------------------------------------------------------------ rows that come and go
+
+    def open(self, batch: int, tokens: int) -> None:
+        """Room for ``batch`` rows of ``tokens`` tokens, none of which is there."""
+        self.start(batch, tokens)
+        self.managed = True
+
+    def take(self, row: int, other: RowTable) -> None:
+        """Row ``row`` becomes the only one of ``other``, a table of the same ids, which keeps it as well."""
+        rows, theirs = self.rows, other.rows
+        n = theirs.sealed[0]
+        ids = other.host[0, :n].copy()
+        self.ids.share(ids)
+        if n:
+            self._write(np.stack((np.full(n, row), np.arange(n)), axis=1), ids)
+        self._set(row, theirs.lengths[0], n, rows.columns or theirs.columns)
+
+    def leave(self, row: int) -> None:
+        """Row ``row`` holds nothing from here on."""
+        held = self.host[row] >= 0
+        if held.any():
+            self.ids.drop(self.host[row])
+            at = held.nonzero()[0]
+            self._write(np.stack((np.full(len(at), row), at), axis=1), np.full(len(at), -1, dtype=np.int32))
+        self._set(row, 0, 0, self.rows.columns)
+
+    def _set(self, row: int, length: int, sealed: int, columns: int) -> None:
+        lengths, blocks = list(self.rows.lengths), list(self.rows.sealed)
+        lengths[row], blocks[row] = length, sealed
+        self.rows = Rows(self.block_size, columns, tuple(lengths), tuple(blocks))
+        self._memo = _NOTHING
 
     # ------------------------------------------------------------------ changes
 

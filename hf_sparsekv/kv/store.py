@@ -119,6 +119,7 @@ class LayerStore(State):
         pools: DevicePools | None = None,
         copy_streams: CopyStreams | None = None,
         latent: bool = False,
+        pool: BlockPool | None = None,
     ) -> None:
         self.config, self.table_of_rows, self.copy_streams = config, table, copy_streams
         self._saved: torch.cuda.Event | None = None  # blocks are on their way to the host until then
@@ -132,7 +133,7 @@ class LayerStore(State):
         self.capturing = False
         exact = config.max_length is not None  # a known length needs no spare capacity
         expected = -(-(config.max_length or k.shape[2]) // self.block_size) * self.batch
-        self.pool = BlockPool(
+        self.pool = pool or BlockPool(
             heads=self.heads,
             block_size=self.block_size,
             token_dim=self.width if self.keeps_blocks else 0,

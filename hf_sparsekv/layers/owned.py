@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..attention.handle import Step
 from ..config import SparseConfig
-from ..kv.pool import HostBudget
+from ..kv.pool import BlockPool, HostBudget
 from ..kv.rows import RowTable
 from ..offload.copy_streams import CopyStreams
 from ..offload.page_table import DevicePools
@@ -25,12 +25,14 @@ class Owner(Protocol):
     Attributes:
         config: of the cache.
         row_table: what the rows hold, and the blocks that they are in.
+        block_pools: of each layer, where several caches share them.
         copy_streams: ways to and from the host.
         budget, pages: of an offloaded cache: the host memory it may take, its device pools. None without offload.
     """
 
     config: SparseConfig
     row_table: RowTable
+    block_pools: dict[int, BlockPool] | None
     copy_streams: CopyStreams
     budget: HostBudget | None
     frames: DevicePools | None

@@ -44,6 +44,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         # In a captured step: waits for what is being chosen beside the layer before; and what that reads.
         self.awaited: tuple[Callable[[], None], Tensor] | None = None
         self.broken: str | None = None
+        self.q_heads = 0  # of the model
 
     def __deepcopy__(self, memo: dict) -> SparseLayer:
         new = object.__new__(SparseLayer)
@@ -51,6 +52,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         if self.store is not None:
             self.store.wait_for_copies()  # a side stream may still be choosing blocks
         new.index, new.broken, new.policy, new.latent = self.index, self.broken, self.policy.copy(), self.latent
+        new.q_heads = self.q_heads
         new.pending = new.replay = new.plan = new.query = new.awaited = None
         table, copy_streams = (copy.deepcopy(held, memo) for held in (self.owner.row_table, self.owner.copy_streams))
         pools = copy.deepcopy(self.owner.device_pools, memo) if self.policy.fetches else None
@@ -143,11 +145,15 @@ class SparseLayer(Owned, CacheLayerMixin):
             host = owner.budget if self.policy.offloaded else None
             copy_streams = None if host is None else owner.copy_streams
             made = owner.config, host, owner.row_table, pools, copy_streams, self.latent
-            store = self.policy.store_type(step.k, step.v, *made)
+            block_pools = owner.block_pools
+            pool = None if block_pools is None else block_pools.get(self.index)
+            store = self.policy.store_type(step.k, step.v, *made, pool)
+            if block_pools is not None:
+                block_pools[self.index] = store.pool
         else:
             store.begin(step.k.shape[2])
         self.policy.start(store, q_heads)
-        self.store = store
+        self.store, self.q_heads = store, q_heads
 
     def attend(
         self, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, dropout: float = 0.0
@@ -400,6 +406,28 @@ class SparseLayer(Owned, CacheLayerMixin):
             self.store.counters.materialised += 1
         key, value = (step.k, step.v) if step.past == 0 else self.store.materialise()
         return (key if which == "k" else value).contiguous()  # as concatenation would give: some models view it
+
+    # ------------------------------------------------------------------ rows that come and go
+
+    def open(self, batch: int, other: SparseLayer) -> None:
+        """Make a store for ``batch`` rows, over the block pool of ``other``, which holds the first that is to join."""
+        like, self.latent = other.store, other.latent
+        nothing = torch.empty(1, dtype=like.dtype, device=like.device)
+        k, v = (nothing.expand(batch, like.heads, 1, dim) for dim in (like.split, like.width - like.split))
+        self._begin(Step(self, k, v, 0), other.q_heads)
+        self.policy.open_rows(other.policy)
+
+    def join_row(self, row: int, other: SparseLayer, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Row ``row`` becomes the one that ``other`` holds; ``pairs``: see :meth:`..kv.state.State.put_row`."""
+        other.store.wait_for_copies()
+        self.store.put_row(row, other.store, pairs)
+        self.policy.join_row(row, other.policy, self.store, pairs)
+
+    def end_calibration(self) -> None:
+        """Have label channels, whatever has been seen so far."""
+        labels = self.policy.labels
+        if labels is not None and labels.finish() and self.store.full_blocks:
+            self.store.reindex(self.policy)
 
     # ------------------------------------------------------------------ what generate() asks
 

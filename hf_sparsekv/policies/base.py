@@ -63,6 +63,7 @@ class Policy(State):
     granularity = "token"  # of what a sparse step attends to
     fetches = False  # what is chosen is copied to the device
     store_type = LayerStore
+    rows_join = True  # rows may come and go: what is chosen does not outlive its step (RowBatch)
     follows = False  # :meth:`look_ahead` has something to do in steps that do not look ahead, too
     each_step = False  # replayed steps are accounted for one by one, as they come
     layers_per_launch = 1  # layers whose look-ahead is launched together in a captured step
@@ -158,6 +159,15 @@ class Policy(State):
     def reopened(self) -> None:
         """A deep crop has removed full blocks: drop selections that refer to them."""
         self.chosen = False
+
+    def open_rows(self, other: Policy) -> None:
+        """Make ready for rows that join, none of which is there; ``other`` has read the first one's prompt."""
+        if self.labels is not None:
+            self.labels.open_rows(other.labels)
+
+    def join_row(self, row: int, other: Policy, store: LayerStore, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """A row joins, whose prompt ``other`` has read; ``pairs``: see :meth:`..kv.state.State.put_row`."""
+        self.put_row(row, other, pairs)
 
     # ------------------------------------------------------------------ a step
 

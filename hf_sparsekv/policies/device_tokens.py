@@ -130,6 +130,12 @@ class DeviceTokens(State):
         self.stamps.fill_(EMPTY)
         self.slots.fill_(-1)
 
+    def forget_row(self, row: int) -> None:
+        """Nothing of this row is held."""
+        self.columns[row].fill_(-1)
+        self.stamps[row].fill_(EMPTY)
+        self.slots[row].fill_(-1)
+
     def reset(self) -> None:
         """Forget everything, and count anew."""
         self.forget()

@@ -53,7 +53,7 @@ class LabelIndex(State):
     def start(self, store: LayerStore) -> None:
         """Claim the fields; take the channels of a file."""
         pool, heads, dim = store.pool, store.heads, store.key_dim
-        self._key_dim = dim
+        self._key_dim, self._batch = dim, store.batch
         r = self.r = self.config.label_channels or default_channels(dim, self.config.label_share)
         if r > dim:
             raise ValueError(f"label_channels={r} exceeds the model's head dimension {dim}")
@@ -97,10 +97,20 @@ class LabelIndex(State):
         if not self.calibrating:
             return False
         self.stats.update(q, k, valid)
-        if self.stats.tokens < self.config.calibration_tokens:
+        return self.stats.tokens >= self.config.calibration_tokens and self.finish()
+
+    def finish(self) -> bool:
+        """End calibration with what has been seen so far. True if that has given the channels."""
+        if not self.calibrating:
             return False
         self.channels, self.stats = self.stats.ranking()[..., : self.r].contiguous(), None
         return True
+
+    def open_rows(self, other: LabelIndex) -> None:
+        """Rows that join bring their channels."""
+        if self.channels is None:
+            shape = (self._batch, *other.channels.shape[1:])
+            self.channels, self.stats = other.channels.new_zeros(shape), None
 
     # ------------------------------------------------------------------ labels
 

@@ -31,6 +31,7 @@ class LayerAheadPolicy(PredictivePolicy):
     """
 
     warns_unforeseen = True
+    rows_join = True
     TENSORS: ClassVar = {"added": Held(trial=True)}  # [batch, 1, hidden], of the stream's dtype
     HOST: ClassVar = {
         "foreseen": None,  # columns that were cached when tokens were chosen beforehand
@@ -107,6 +108,15 @@ class LayerAheadPolicy(PredictivePolicy):
         self.added.copy_(added)
         if length is not None:
             self.added_at = length
+
+    def join_row(
+        self, row: int, other: LayerAheadPolicy, store: LayerStore, pairs: list[tuple[Tensor, Tensor]]
+    ) -> None:
+        if other.added is not None:
+            self._fit_added((store.batch, *other.added.shape[1:]), other.added.dtype, store)
+            if other.added_at is None:
+                other.added.zero_()
+        super().join_row(row, other, store, pairs)
 
     def cropped(self) -> None:
         super().cropped()

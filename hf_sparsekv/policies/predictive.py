@@ -51,6 +51,7 @@ class PredictivePolicy(Policy):
 
     config: PredictiveConfig
     method = "predictive"
+    rows_join = False
     second_device: ClassVar[type[Labelled]]  # who shares and plans where another device chooses: it says so itself
     layer_ahead: ClassVar[type[PredictivePolicy]]  # who chooses where the layer before predicts: it says so itself
 
@@ -240,6 +241,11 @@ class PredictivePolicy(Policy):
 
     def measured(self) -> tuple[PackStats, ...]:
         return () if self.tokens is None else (self.tokens.measured(),)
+
+    def join_row(self, row: int, other: Policy, store: LayerStore, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        super().join_row(row, other, store, pairs)
+        if self.tokens is not None:
+            self.tokens.forget_row(row)
 
     def reopened(self) -> None:
         super().reopened()  # one step attends to everything

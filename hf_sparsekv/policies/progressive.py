@@ -259,6 +259,11 @@ class ProgressivePolicy(Policy):
         )
         return walked, *copied
 
+    def join_row(self, row: int, other: Policy, store: LayerStore, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        super().join_row(row, other, store, pairs)
+        if self.tokens is not None:
+            self.tokens.forget_row(row)
+
     def reopened(self) -> None:
         super().reopened()
         self._taken = None

@@ -58,6 +58,7 @@ class TwoLevelPolicy(Policy):
         super().__init__(config, layer_idx, offloaded)
         of = level(config)
         self.lag, self.method = lags(config), method(config)
+        self.rows_join = not self.lag
         self.metadata = None
         if of != "token":
             self.metadata = BlockMetadata(kind_of(config), config.bounds_per_block, config.block_reduce)
@@ -243,6 +244,11 @@ class TwoLevelPolicy(Policy):
 
     def measured(self) -> tuple[PackStats, ...]:
         return () if self.tokens is None else (self.tokens.measured(),)
+
+    def join_row(self, row: int, other: Policy, store: LayerStore, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        super().join_row(row, other, store, pairs)
+        if self.tokens is not None:
+            self.tokens.forget_row(row)
 
     def reopened(self) -> None:
         super().reopened()

@@ -97,6 +97,7 @@ class SecondDevicePolicy(Policy):
     config: PredictiveConfig
     method = "predictive"
     low_priority = False
+    rows_join = False
     follows = True  # the other device gets each token
     each_step = True  # selections that have come are taken over between steps
     store_type = PrimaryStore
