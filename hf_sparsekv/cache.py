@@ -363,7 +363,7 @@ class SparseCache(Cache):
         if mask is None:
             return None
         if self._columns[0] is not mask:
-            valid = new_columns(mask, step.past, step.length)
+            valid = new_columns(mask, step.past, step.length).expand(len(step.k), -1)  # one mask may serve all rows
             self._columns = (mask, None if bool(valid.all()) else valid)
         return self._columns[1]
 
