@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from os import PathLike
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +24,14 @@ from transformers.cache_utils import (
 from .attention.handle import Step
 from .attention.masks import check_not_empty, new_columns
 from .attention.mla import passes_on
-from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
+from .config import (
+    OffloadConfig,
+    PredictiveConfig,
+    ProgressiveConfig,
+    SparseConfig,
+    TwoLevelConfig,
+    with_changes,
+)
 from .kv.pool import HostBudget
 from .layers.sliding import SlidingRing
 from .layers.sparse_layer import SparseLayer
@@ -65,16 +72,20 @@ class SparseCache(Cache):
         offload: how to keep full blocks in host memory; ``None`` keeps all KV on the device, unless ``config`` says
             otherwise.
         model_config: the model's configuration. Needed for models with linear-attention layers only.
+        changes: options of the configuration, in place of those in ``config``: ``token_budget=512``.
 
     Raises:
-        TypeError: ``config`` is no method's configuration, or ``offload`` no :class:`OffloadConfig`.
+        TypeError: ``config`` is no method's configuration or has no such option, or ``offload`` is no
+            :class:`OffloadConfig`.
         ValueError: ``config`` and ``offload`` want different places, or a file or a device named in ``config`` is
             missing or of another model.
     """
 
     config_type: ClassVar[type[SparseConfig] | None] = None  # the only one that the class takes, and its default
 
-    def __init__(self, config: SparseConfig, offload: OffloadConfig | None = None, model_config=None) -> None:
+    def __init__(
+        self, config: SparseConfig, offload: OffloadConfig | None = None, model_config=None, **changes: Any
+    ) -> None:
         super().__init__(layers=[])
         if self.config_type is not None:
             config = self.config_type() if config is None else config
@@ -83,6 +94,7 @@ class SparseCache(Cache):
         if offload is not None and not isinstance(offload, OffloadConfig):
             raise TypeError(f"offload must be an OffloadConfig or None, got {type(offload).__name__}")
         policy = self._policy_type(config)
+        config = with_changes(config, changes)
         offload = policy.place(config, offload)
         self.config, self.offload_config = config, offload
         self.shared: Shared = policy.share(config, offload)
@@ -114,7 +126,11 @@ class SparseCache(Cache):
 
     def __repr__(self) -> str:
         where = "device" if self.offload_config is None else "host"
-        return f"{type(self).__name__}({self.get_seq_length()} tokens on {where}, {self.config})"
+        where = "second device" if "second" in self.shared.places else where
+        rows = next((layer.store.batch for layer in self.sparse_layers if layer.store is not None), 1)
+        tokens = f"{self.get_seq_length()} tokens" if rows == 1 else f"{rows} x {self.get_seq_length()} tokens"
+        about = self.config.brief() if self.config_type is None else self.config.changes()
+        return f"{type(self).__name__}({tokens} on {where}{', ' * bool(about)}{about})"
 
     # ------------------------------------------------------------------ layers
 
@@ -492,6 +508,7 @@ class OffloadedSparseCache(SparseCache):
         config: what to select.
         offload: how to offload; ``None`` keeps all KV on the device.
         model_config: the model's configuration. Needed for models with linear-attention layers only.
+        changes: options of the configuration: ``OffloadedSparseCache(token_budget=512)``.
 
     Raises:
         ValueError: the channel file named in ``config`` is missing or of another model.
@@ -504,8 +521,9 @@ class OffloadedSparseCache(SparseCache):
         config: TwoLevelConfig | None = None,
         offload: OffloadConfig | None = OffloadConfig(),  # noqa: B008 (frozen)
         model_config=None,
+        **changes: Any,
     ) -> None:
-        super().__init__(config, offload, model_config)
+        super().__init__(config, offload, model_config, **changes)
 
 
 class ProgressiveCache(SparseCache):
@@ -519,14 +537,19 @@ class ProgressiveCache(SparseCache):
         config: how much to cover.
         offload: how to offload; ``None`` keeps all KV on the device.
         model_config: the model's configuration. Needed for models with linear-attention layers only.
+        changes: options of the configuration: ``ProgressiveCache(threshold=0.98)``.
     """
 
     config_type = ProgressiveConfig
 
     def __init__(
-        self, config: ProgressiveConfig | None = None, offload: OffloadConfig | None = None, model_config=None
+        self,
+        config: ProgressiveConfig | None = None,
+        offload: OffloadConfig | None = None,
+        model_config=None,
+        **changes: Any,
     ) -> None:
-        super().__init__(config, offload, model_config)
+        super().__init__(config, offload, model_config, **changes)
 
 
 class AsyncPredictiveCache(SparseCache):
@@ -540,6 +563,7 @@ class AsyncPredictiveCache(SparseCache):
         config: what to predict and to select, and where.
         offload: how to offload; ``None`` keeps all KV on the device, unless ``config.cache_rank`` is ``"host"``.
         model_config: the model's configuration. Needed for models with linear-attention layers only.
+        changes: options of the configuration: ``AsyncPredictiveCache(token_budget=512)``.
 
     Raises:
         ValueError: ``config`` and ``offload`` want different places, or the channel file named in ``config`` is missing
@@ -549,9 +573,13 @@ class AsyncPredictiveCache(SparseCache):
     config_type = PredictiveConfig
 
     def __init__(
-        self, config: PredictiveConfig | None = None, offload: OffloadConfig | None = None, model_config=None
+        self,
+        config: PredictiveConfig | None = None,
+        offload: OffloadConfig | None = None,
+        model_config=None,
+        **changes: Any,
     ) -> None:
-        super().__init__(config, offload, model_config)
+        super().__init__(config, offload, model_config, **changes)
 
 
 CACHES = (SparseCache, OffloadedSparseCache, ProgressiveCache, AsyncPredictiveCache)  # files name one of them
