@@ -239,14 +239,21 @@ def test_a_wrapped_model_with_low_rank_additions(net, made):
 # ---------------------------------------------------------------------- the context
 
 
+def fail(ids: torch.Tensor, scores) -> torch.Tensor:
+    """A stopping criterion that has a fault."""
+    if ids.shape[1] > 45:
+        raise IndexError("in mid-text")
+    return torch.zeros(ids.shape[0], dtype=torch.bool)
+
+
 def test_the_model_is_as_it_was(net):
     with as_it_was(net):
         with sparse(net):
             assert net.config._attn_implementation == "sparsekv"
         with pytest.raises(KeyError), sparse(net, "fast"):
             raise KeyError
-        with pytest.raises(ValueError, match="attention_mask has 7 columns"), sparse(net, FEW):
-            net.generate(prompt(1, 40)["input_ids"], attention_mask=torch.ones(2, 7), **GO)
+        with pytest.raises(IndexError, match="in mid-text"), sparse(net, FEW):
+            net.generate(prompt(1, 40)["input_ids"], stopping_criteria=[fail], **GO)
     assert torch.equal(net.generate(**prompt(2, 90, (0, 30)), **GO), expected())
 
 
@@ -492,9 +499,9 @@ def test_on_a_gpu_steps_are_captured(offload):
     text = net.generate(**inputs, **GO)
     before = {name: value.clone() for name, value in net.state_dict().items()}
     with as_it_was(net):
-        for config, same in ((EVERYTHING, True), (FEW, False), (EVERYTHING, True)):
+        for config in (EVERYTHING, FEW, EVERYTHING):
             with sparse(net, config, offload=offload):
-                assert torch.equal(net.generate(**inputs, **GO), text) == same
+                assert torch.equal(net.generate(**inputs, **GO), text) or config is FEW
                 assert runner_of(net).replays > 10
                 streamer = TextIteratorStreamer(Tokens(), skip_prompt=True, timeout=60)
                 go = {**GO, "streamer": streamer, "input_ids": inputs["input_ids"][:1]}
