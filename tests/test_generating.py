@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 import shutil
 import sys
 import threading
@@ -636,6 +637,18 @@ def test_pipelines(pipe, made):
     assert len(made) == 5
     with pytest.raises(TypeError, match=r"sparse\(pipe.model\)"), sparse(pipe):
         pass
+
+
+def test_the_examples_of_the_docs(pipe, made, modules_in):
+    text = (ROOT / "docs/generating.md").read_text().replace("you/sparse-generate", str(ROOT))
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(blocks) == 3
+    there = {"hf_sparsekv": hf_sparsekv, "pipe": pipe, "model": pipe.model, "inputs": prompt(1, 40)}
+    with as_it_was(pipe.model):
+        for block in blocks:
+            exec(block, there)
+    presets = [TwoLevelConfig.preset(name) for name in ("accurate", "fast")]
+    assert [cache.config for cache in made] == [TwoLevelConfig(), *[presets[0]] * 3, presets[1]]
 
 
 # ---------------------------------------------------------------------- caches: options, and one line
