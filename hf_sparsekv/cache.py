@@ -197,7 +197,8 @@ class SparseCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """As ``Cache.get_mask_sizes``; a forward pass begins with it, so an empty input is refused here."""
-        check_not_empty(1, int(query_length))
+        if not query_length:
+            check_not_empty(1, 0, int(self.get_seq_length()))
         return super().get_mask_sizes(query_length, layer_idx)
 
     def _check_complete(self) -> None:
