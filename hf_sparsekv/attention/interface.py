@@ -54,6 +54,10 @@ def sparsekv_attention(
     if isinstance(key, KVHandle):
         if position_bias is not None:
             raise ValueError("sparse caches do not support attention with a position bias: use a DynamicCache")
+        if attention_mask is None and query.shape[2] > 1:
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            if not causal:  # BERT's, without is_decoder=True: no mask means that all see all, as in sdpa
+                attention_mask = query.new_ones((), dtype=torch.bool).expand(1, 1, query.shape[2], key.shape[2])
         out, key, value = key.step.layer.owner.attend(module, key.step, query, attention_mask, params, dropout)
         if out is not None:
             return out.transpose(1, 2).contiguous(), None
