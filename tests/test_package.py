@@ -35,7 +35,9 @@ def functions():
 before = functions()
 import hf_sparsekv
 assert hf_sparsekv.__file__.startswith(sys.path[0]), hf_sparsekv.__file__
-for old, new in zip(before, functions()):
+after = functions()
+assert after[0].pop("paged|sparsekv") is not None
+for old, new in zip(before, after):
     assert new.pop("sparsekv") is not None and "sparsekv" not in old
     assert old == new, "more than the new name was touched"
 from hf_sparsekv.cli.app import app

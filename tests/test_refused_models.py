@@ -189,3 +189,29 @@ def test_the_length_of_an_empty_cache():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert two_level().get_max_length() == two_level().get_max_length(0) == -1
+
+
+# ---------------------------------------------------------------------- continuous batching
+
+
+@pytest.mark.quick
+def test_generate_batch():
+    """Every request fails with our message, or the call with transformers' own; the model is as it was."""
+    net = build("llama", "sparsekv")
+    how = tf.GenerationConfig(max_new_tokens=3, eos_token_id=2, pad_token_id=0, do_sample=False)
+    try:
+        failed = net.generate_batch([[3, 4, 5], [6, 7]], generation_config=how, progress_bar=False)
+    except ValueError as error:
+        assert "sparsekv is not supported for continuous batching" in str(error)  # not in transformers 5.17
+    else:
+        assert len(failed) == 2
+        for request in failed.values():
+            assert "in whose place no sparse cache can be: call model.set_attn_implementation('sdpa')" in request.error
+    assert net.config._attn_implementation == "sparsekv"
+    assert net.generate(IDS, past_key_values=two_level(), **ANSWER).shape == (1, 98)
+
+
+def test_paged_attention_by_name():
+    net = build("llama", "paged|sparsekv")
+    with pytest.raises(ValueError, match="continuous batching"):
+        net.generate(IDS, past_key_values=two_level(), **ANSWER)

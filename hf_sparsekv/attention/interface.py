@@ -96,7 +96,22 @@ def _stock(module, query, key, value, mask, dropout, params, position_bias, is_c
     return out.transpose(1, 2).contiguous(), None
 
 
+def refuse_paged(*args, **kwargs) -> None:
+    """Raise in the place of attention over transformers' paged cache, which ``generate_batch()`` asks for.
+
+    There it becomes the ``error`` of each request, and a line in the log. (Later releases than transformers 5.17, 5.23
+    for one, refuse by themselves what they do not know.)
+    """
+    raise ValueError(
+        "generate_batch() (continuous batching) keeps all keys and values in a paged cache of transformers' own, in "
+        "whose place no sparse cache can be: call model.set_attn_implementation('sdpa') before it, or generate() with "
+        "a sparse cache, which takes batches, too"
+    )
+
+
 def register() -> None:
-    """Make ``attn_implementation="sparsekv"`` known to transformers. Changes nothing else."""
+    """Make ``attn_implementation="sparsekv"`` known to transformers, and why it has no paged form. Changes nothing
+    else."""
     AttentionInterface.register(NAME, sparsekv_attention)
+    AttentionInterface.register(f"paged|{NAME}", refuse_paged)
     AttentionMaskInterface.register(NAME, sparsekv_mask)
