@@ -348,6 +348,6 @@ def test_configuration_of_another_number_of_layers(layers):
 def test_models_without_attention_interface(tmp_path, monkeypatch):
     config = AutoConfig.for_model("falcon", hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path: None)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path, **kwargs: None)
     with pytest.raises(CommandError, match="transformers runs falcon models with attention of their own only"):
         loading.load(str(tmp_path), None, torch.device("cpu"))
