@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -121,3 +122,11 @@ def test_the_wheel_works_without_optional_packages(wheel, tmp_path):
     done = python(code + f"blocked = {OPTIONAL!r}\n" + WITHOUT, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("fine")
+
+
+def test_nobody_is_sent_to_an_index():
+    """The package is on none: extras are those of a checkout."""
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    files += [path for folder in ("hf_sparsekv", "demo", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    wrong = [path for path in files if re.search(r"pip install [^\n`]*hf-sparsekv(\[|\b)", path.read_text())]
+    assert len(files) > 200 and not wrong, wrong
