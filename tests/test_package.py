@@ -89,7 +89,8 @@ def _copy(out: Path) -> Path:
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "hf_sparsekv", source / "hf_sparsekv", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("hf_sparsekv", "hf_sparsekv_cli"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     return source
 
 
@@ -101,9 +102,9 @@ def test_wheel_contents(wheel):
     sources = {str(p.relative_to(ROOT)) for p in (ROOT / "hf_sparsekv").rglob("*.py")}
     assert sources <= names
     assert {"hf_sparsekv/py.typed", "hf_sparsekv/evaluation/data/longbench.json"} <= names
-    assert {n.partition("/")[0] for n in names} == {"hf_sparsekv", names_info(names)}
+    assert {n.partition("/")[0] for n in names} == {"hf_sparsekv", "hf_sparsekv_cli", names_info(names)}
     assert any(n.endswith("/LICENSE") for n in names)
-    assert "hf-sparsekv = hf_sparsekv.cli.app:main" in scripts
+    assert "hf-sparsekv = hf_sparsekv_cli:main" in scripts
     assert "License-Expression: Apache-2.0" in metadata
     required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]
     assert not any(name in line for line in required for name in OPTIONAL), required
