@@ -18,12 +18,13 @@ from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
 )
 
 from .attention.handle import Step
 from .attention.masks import check_not_empty, new_columns
-from .attention.mla import passes_on
+from .attention.mla import caller, passes_on
 from .config import (
     OffloadConfig,
     PredictiveConfig,
@@ -54,6 +55,15 @@ _HALF_WAY = (
     "this cache is incomplete: an earlier forward pass stopped between or inside linear-attention layers. Call reset() "
     "and prefill again"
 )
+
+
+def _check_decoder_only(config) -> None:
+    """Raise for the configuration of an encoder-decoder, a whole model's or that of one of its attention modules."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            "sparse caches serve decoder-only models; for an encoder-decoder leave past_key_values out (its "
+            "cross-attention cache is not supported)"
+        )
 
 
 class SparseCache(Cache):
@@ -142,11 +152,7 @@ class SparseCache(Cache):
             ValueError: the model is of a kind that a sparse cache cannot serve.
         """
         check_config(model_config)
-        if getattr(model_config, "is_encoder_decoder", False):
-            raise ValueError(
-                "sparse caches serve decoder-only models; for an encoder-decoder leave past_key_values out (its "
-                "cross-attention cache is not supported)"
-            )
+        _check_decoder_only(model_config)
         self.shared.check_model(model_config.get_text_config(decoder=True))
         stock = DynamicCache(config=model_config).layers
         if any(isinstance(layer, DynamicIndexedLayer) for layer in stock):
@@ -157,11 +163,17 @@ class SparseCache(Cache):
             elif self._record_past and hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
         if not any(isinstance(layer, SparseLayer) for layer in stock):
-            warnings.warn(
-                f"no layer of this {model_config.model_type} model attends to its whole past (sliding windows or "
-                f"linear attention only): {type(self).__name__} has nothing to make sparse",
-                stacklevel=3,
-            )
+            if any(isinstance(layer, LinearAttentionAndFullAttentionLayer) for layer in stock):
+                why = (
+                    f"the layers of this {model_config.model_type} model that attend to their whole past hold a state "
+                    "of linear attention (Mamba) as well, and such layers stay transformers' own: right, but dense"
+                )
+            else:
+                why = (
+                    f"no layer of this {model_config.model_type} model attends to its whole past (sliding windows or "
+                    "linear attention only)"
+                )
+            warnings.warn(f"{why}: {type(self).__name__} has nothing to make sparse", stacklevel=3)
         # Both at the end: after an interrupt in between the next call binds anew.
         self.layers = stock
         self._linear = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in stock)
@@ -194,10 +206,12 @@ class SparseCache(Cache):
         """Keys and values of a layer's next tokens, as ``Cache.update``; what attention gets back knows the cache.
 
         Raises:
-            ValueError: there are no tokens, or they are of another model than those before.
+            ValueError: there are no tokens, they are of another model than those before, or of an encoder-decoder.
         """
         check_not_empty(key_states.shape[0], key_states.shape[-2])
         if self.model_config is None:
+            if layer_idx >= len(self.layers):  # before anything is stored, whatever attention function there is
+                _check_decoder_only(getattr(caller(), "config", None))
             while len(self.layers) <= layer_idx:
                 self.layers.append(self._layer(len(self.layers)))
         elif layer_idx >= len(self.layers):
@@ -208,12 +222,14 @@ class SparseCache(Cache):
         layer = self.layers[layer_idx]
         if layer is next((other for other in self.layers if isinstance(other, CacheLayerMixin)), None):
             self._check_complete()
-        self._check_passes(layer_idx)
+        if not isinstance(layer, LinearAttentionCacheLayerMixin):  # else its other half was asked before, and counted
+            self._check_passes(layer_idx)
         return layer.update(key_states, value_states, *args, **kwargs)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """As ``Cache.get_mask_sizes``; a forward pass begins with it, so an empty input is refused here."""
-        check_not_empty(1, int(query_length))
+        if not query_length:
+            check_not_empty(1, 0, int(self.get_seq_length()))
         return super().get_mask_sizes(query_length, layer_idx)
 
     def _check_complete(self) -> None:
@@ -309,6 +325,16 @@ class SparseCache(Cache):
         self._states[layer_idx] += 1
         return state
 
+    def get_conv_state(self, layer_idx: int, *args, **kwargs) -> Tensor | None:
+        """As ``Cache.get_conv_state`` of later releases than transformers 5.17, for layers of other kinds."""
+        self._need_config()
+        return super().get_conv_state(layer_idx, *args, **kwargs)
+
+    def get_recurrent_state(self, layer_idx: int, *args, **kwargs) -> Tensor | None:
+        """As ``Cache.get_recurrent_state`` of later releases than transformers 5.17, for layers of other kinds."""
+        self._need_config()
+        return super().get_recurrent_state(layer_idx, *args, **kwargs)
+
     def update_indexer(self, *args, **kwargs) -> Tensor:
         raise ValueError(
             "this model selects tokens by itself (DeepSeek Sparse Attention: a trained indexer, whose keys the cache "
@@ -348,6 +374,33 @@ class SparseCache(Cache):
                 f"this model has linear-attention layers: make the cache with {type(self).__name__}(..., "
                 "model_config=model.config)"
             )
+
+    @property
+    def first_attention_layer(self) -> int:
+        """RecurrentGemma's own: written when a forward pass begins, which then looks into the layer of this index."""
+        return self._first_attention
+
+    @first_attention_layer.setter
+    def first_attention_layer(self, index: int) -> None:
+        self._need_config()
+        self._first_attention = index
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """As ``Cache.get_max_length``, for a cache without layers, too: -1, no limit."""
+        return super().get_max_length(layer_idx) if self.layers else -1
+
+    @property
+    def max_cache_len(self) -> int:
+        """Deprecated in transformers. PEFT's prefix tuning asks for it before it puts another cache in its place.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "PEFT's prefix tuning keeps its prefix in a DynamicCache of its own, which would take the place of "
+            f"{type(self).__name__}, so that nothing were sparse: leave past_key_values out, or use LoRA or prompt "
+            "tuning, which work with sparse caches. (For the length of a cache: get_max_length())"
+        )
 
     def activate_past_recording(self) -> None:
         """As ``Cache.activate_past_recording``, for layers that are made later, too."""
