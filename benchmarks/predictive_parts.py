@@ -148,13 +148,13 @@ def measure_parts(cache: SparseCache, report) -> None:
     if not layers:
         return
     home, (stores, policies) = layers[0].store, seats(layers)
+    begin_step(home)
     for device in {home.device, stores[0].device}:
         torch.cuda.synchronize(device)
     with ExitStack() as stack:
         for store in (*(layer.store for layer in layers), *stores):  # the shapes of a captured step
             store.capturing = True
             stack.callback(setattr, store, "capturing", False)
-        begin_step(home)
         queries = [
             layer.query if policy.queries is None else policy.queries.held[:, :, 0].clone().to(home.device)
             for layer, policy in zip(layers, policies)
