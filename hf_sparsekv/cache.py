@@ -107,6 +107,7 @@ class SparseCache(Cache):
         self.block_pools: dict[int, BlockPool] | None = None  # of the layers, where several caches share them
         self.row_batch: RowBatch | None = None
         self.changes = 0  # counts what may make the next captured step another one than the last
+        self._joined = -1  # the number of changes when all layers were found to hold the same
         self._replayed: Replayed | None = None  # steps that layers have not accounted for
         self.model_config = None
         self._record_past = self._warned = self._watched = self._told = False
@@ -257,6 +258,8 @@ class SparseCache(Cache):
         Raises:
             RuntimeError: they hold different things, after an error.
         """
+        if self._joined == self.changes:
+            return self.row_table.rows
         layers = self.sparse_layers
         rows = self.row_table.join([layer.store.held for layer in layers])
         if rows is None:
@@ -266,6 +269,7 @@ class SparseCache(Cache):
             )
         for layer in layers:
             layer.store.join()
+        self._joined = self.changes
         return rows
 
     def first(self, layer: SparseLayer) -> bool:
@@ -359,7 +363,7 @@ class SparseCache(Cache):
         if mask is None:
             return None
         if self._columns[0] is not mask:
-            valid = new_columns(mask, step.past, step.length)
+            valid = new_columns(mask, step.past, step.length).expand(len(step.k), -1)  # one mask may serve all rows
             self._columns = (mask, None if bool(valid.all()) else valid)
         return self._columns[1]
 

@@ -109,7 +109,8 @@ class RowBatch:
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each of the ``max_rows`` rows."""
-        return self.cache.row_table.rows.lengths
+        begun = self.cache.layers and self.cache.sparse_layers[0].store is not None
+        return (self.cache.joined_rows() if begun else self.cache.row_table.rows).lengths
 
     def _row(self, row: int) -> int:
         self._check()
@@ -227,6 +228,7 @@ class RowBatch:
         for layer, other in zip(self.cache.sparse_layers, like.sparse_layers):
             if layer.store is None:
                 layer.open(self.max_rows, other)
+        self._device = self.cache.sparse_layers[0].store.device
 
     # ------------------------------------------------------------------ steps
 
@@ -255,11 +257,11 @@ class RowBatch:
         self._check()
         if not self.active:
             raise ValueError("no row is active: join() or resume() one first")
-        lengths = self.lengths
+        lengths = self.cache.joined_rows().lengths
         full = [row for row in self.active if lengths[row] >= self.max_length]
         if full:
             raise ValueError(f"rows {full} hold max_length={self.max_length} tokens: leave() or hold() them first")
-        device = self.cache.sparse_layers[0].store.device
+        device = self._device
         ids = torch.as_tensor(tokens, device=device).view(-1, 1)
         if len(ids) != self.max_rows:
             raise ValueError(f"{len(ids)} tokens were given for {self.max_rows} rows: give one for each, active or not")

@@ -23,7 +23,7 @@ NAME = "two_level_oracle"
 class LayerState:
     def __init__(self) -> None:
         self.queries: Tensor | None = None  # [batch, Hq, columns, D]
-        self.full_blocks = 0  # blocks that had become old when the last forward ended
+        self.full_blocks: list[int] = []  # of each row, blocks that had become old when the last forward ended
         self.channels: list[list[list[int]]] | None = None  # [row][head] -> channels
         self.last_query: Tensor | None = None  # [batch, Hq, D]: what the lagging block choice goes by
 
@@ -68,11 +68,26 @@ class Oracle:
         self.decode_calls += q == 1
         if layer < self.config.dense_layers:
             return dense_attention(query, key, value, allowed, group, scale)
-        recent = self.config.window + self.config.max_draft
-        state.full_blocks = max(state.full_blocks, (length - recent) // self.config.block_size)
+        recent, before = self.config.window + self.config.max_draft, state.full_blocks
+        old = [(len(self.real(row, length)) - recent) // self.config.block_size for row in range(batch)]
+        state.full_blocks = [max(both) for both in zip(state.full_blocks or [0] * batch, old)]
         if not fine or state.channels is not None:
-            state.last_query = query[:, :, -1]
+            # A step looks ahead if there is something to choose from before it seals a block, a prompt behind it.
+            looks = self.looks_ahead(before if q == 1 else state.full_blocks)
+            state.last_query = query[:, :, -1] if looks else None
         return dense_attention(query, key, value, allowed, group, scale)
+
+    @property
+    def kept_blocks(self) -> int:
+        """Blocks that the coarse level keeps."""
+        config, size = self.config, self.config.block_size
+        if self.level == "block":
+            return config.token_budget // size
+        return config.num_blocks or max(128, -(-config.token_budget // size))
+
+    def looks_ahead(self, full_blocks: list[int]) -> bool:
+        """Rows of so many full blocks have more than is kept anyway."""
+        return max(full_blocks) > self.kept_blocks
 
     def decode_columns(self, state, layer, row, head, group, query, key) -> list[int]:
         config, size = self.config, self.config.block_size
@@ -82,25 +97,26 @@ class Oracle:
         if layer < config.dense_layers or (fine and state.channels is None):
             return real
         sinks = real[: config.sinks]
-        near = [c for c in real if c >= state.full_blocks * size]
-        free = [c for c in real if c < state.full_blocks * size and c not in sinks]
+        stored = (state.full_blocks[row] if state.full_blocks else 0) * size  # tokens of the row, padding not counted
+        near, free = real[stored:], real[len(sinks) : stored]
+        block_of = {c: i // size for i, c in enumerate(real)}
+        place = {c: i % size for i, c in enumerate(real)}
         mine = slice(head * group, (head + 1) * group)
 
-        blocks = sorted({c // size for c in free})
+        blocks = sorted({block_of[c] for c in free})
         if self.level != "token":
-            keep = config.num_blocks or max(128, -(-config.token_budget // size))
-            if self.level == "block":
-                keep = config.token_budget // size
+            keep = self.kept_blocks
             asking = state.last_query if self.lag else query[:, :, 0]
             if asking is not None:
                 scores = {}
                 for block in blocks:
                     part = config.bound_tokens or size
-                    inside = [c for c in free if c // size == block]
-                    pieces = [[c for c in inside if c // part == p] for p in sorted({c // part for c in inside})]
+                    inside = [c for c in free if block_of[c] == block]
+                    parts = sorted({place[c] // part for c in inside})
+                    pieces = [[c for c in inside if place[c] // part == p] for p in parts]
                     scores[block] = max(self.block_bound(asking[row, mine], key[row, head, one]) for one in pieces)
                 blocks = sorted(blocks, key=lambda b: (-scores[b], b))[:keep]
-        candidates = [c for c in free if c // size in blocks]
+        candidates = [c for c in free if block_of[c] in blocks]
         if self.level == "block":
             return sorted({*sinks, *near, *candidates})
         score = self.token_scores(query[row, mine, 0], key[row, head], candidates, state, row, head)
@@ -171,9 +187,11 @@ class Oracle:
         """Blocks that would leave the window short are open again, and then there is no choice to lag behind."""
         for state in self.layers.values():
             state.queries = state.queries[:, :, :length]
-            open_from = max(0, length - self.config.window) // self.config.block_size
-            if open_from < state.full_blocks:
-                state.full_blocks, state.last_query = open_from, None
+            tokens = [len(self.real(row, length)) for row in range(len(state.full_blocks))]
+            most = [max(0, n - self.config.window) // self.config.block_size for n in tokens]
+            kept = [min(both) for both in zip(state.full_blocks, most)]
+            if kept != state.full_blocks:
+                state.full_blocks, state.last_query = kept, None
 
     def map_rows(self, index: Tensor) -> None:
         self.valid = self.valid[index]
@@ -181,6 +199,7 @@ class Oracle:
             state.queries = state.queries[index]
             state.channels = None if state.channels is None else [state.channels[i] for i in index.tolist()]
             state.last_query = None if state.last_query is None else state.last_query[index]
+            state.full_blocks = [state.full_blocks[i] for i in index.tolist()]
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, group: int, scale: float) -> Tensor:
@@ -258,6 +277,7 @@ class Race:
         self.mask = self.mask[:, :-remove]
         self.ours.crop(-remove)
         self.stock.crop(-remove)
+        self.oracle.valid = self.mask.bool()
         self.oracle.crop(self.mask.shape[1])
 
     def map_rows(self, index: Tensor) -> None:

@@ -181,7 +181,7 @@ class LayerOracle(Oracle):
 
     def selects(self, layer: int) -> bool:
         """As far as the budget and the length have a say; channels aside."""
-        config, held = self.config, self.layers[layer].full_blocks * self.config.block_size
+        config, held = self.config, max(self.layers[layer].full_blocks, default=0) * self.config.block_size
         late = held + config.window + config.max_draft < config.start_length
         return not (layer < config.dense_layers or held <= config.token_budget or late)
 

@@ -28,7 +28,7 @@ class User(Protocol):
     """A user of a pool: a layer store."""
 
     def forget(self, ids: Tensor) -> None:
-        """Drop what is kept about these blocks, int32 in the CPU's memory: they are about to be written anew."""
+        """Drop what is kept about these blocks, int32 in the CPU's memory: they mean nothing any more."""
 
     def wait_for_copies(self) -> None:
         """Make the current stream wait for this user's work on other streams."""
@@ -115,7 +115,7 @@ class BlockPool:
         self._users.add(user)
 
     def forget(self, ids: Tensor) -> None:
-        """These blocks are about to be written anew."""
+        """These blocks mean nothing any more."""
         for user in list(self._users):
             user.forget(ids)
 
@@ -209,7 +209,8 @@ class BlockPool:
         """Copy blocks to the device, in the order of the current stream.
 
         Args:
-            physical_ids: int32 ``[batch, n]`` on the device. What is read for -1 means nothing.
+            physical_ids: int32 ``[batch, n]`` on the device. What is read for -1, or for a block that is not here yet,
+                means nothing.
             out: ``[batch, H, m, block_size, Dk + Dv]``, m >= n, contiguous; its first ``n`` blocks are written.
         """
         batch, n = physical_ids.shape
@@ -217,7 +218,7 @@ class BlockPool:
         if not n:
             return
         each = torch.arange(heads, dtype=torch.int32, device=physical_ids.device)
-        source = physical_ids[:, None].clamp_min(0) * heads + each[:, None]  # [batch, H, n]
+        source = physical_ids[:, None].clamp(0, self.capacity - 1) * heads + each[:, None]  # [batch, H, n]
         rows = torch.arange(batch * heads, dtype=torch.int32, device=physical_ids.device).view(batch, heads, 1)
         target = rows * room + torch.arange(n, dtype=torch.int32, device=physical_ids.device)
         copies = torch.stack((source.flatten(), target.flatten()), dim=1).int()

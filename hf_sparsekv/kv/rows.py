@@ -44,7 +44,7 @@ class Pool(Protocol):
     """What ids need of a layer's block pool."""
 
     def forget(self, ids: Tensor) -> None:
-        """These blocks are about to be written anew: drop what is kept about them."""
+        """These blocks mean nothing any more: drop what is kept about them."""
         ...
 
     def copy_blocks(self, old: Tensor, new: Tensor) -> None:
@@ -141,9 +141,6 @@ class BlockIds:
                 self._references = np.pad(self._references, (0, bucket(self.used) - len(self._references)))
             ids = np.concatenate((np.array(again, dtype=np.int32), new))
             self._references[ids] = 1
-            if again:
-                for pool in self.pools:
-                    pool.forget(torch.from_numpy(ids[: len(again)]))
             return ids
 
     def share(self, ids: np.ndarray) -> None:
@@ -156,7 +153,12 @@ class BlockIds:
         with self.lock:
             named = ids[ids >= 0]
             np.subtract.at(self._references, named, 1)
-            self._free += [int(i) for i in np.unique(named) if self._references[i] == 0]
+            gone = np.unique(named)
+            gone = gone[self._references[gone] == 0]
+            if len(gone):
+                for pool in self.pools:
+                    pool.forget(torch.from_numpy(gone))
+            self._free += gone.tolist()
             live = self._references[: self.used].nonzero()[0]
             used = int(live[-1]) + 1 if len(live) else 0
             if used < self.used:  # pools need no room for what nobody has
@@ -270,10 +272,9 @@ class RowTable:
 
     def __deepcopy__(self, memo: dict) -> RowTable:
         new = RowTable(self.config, self.ids)
-        new.ids, new.rows, new.batch, new._empty = self.ids, self.rows, self.batch, self._empty
+        new.rows, new.batch, new._empty = self.rows, self.batch, self._empty
         new._held[0], new._orders = self._held[0].copy(), self._orders
         memo[id(self)] = new
-        weakref.finalize(new, new.ids.drop_later, new._held).atexit = False
         self.ids.share(new._held[0])
         return new
 

@@ -218,6 +218,8 @@ class LayerStore(State):
         """
         if taken is None:
             taken = self.table_of_rows.step(self.held, None if self.capturing else valid, self.capturing)
+        if not self.capturing:
+            self.pool.fit()  # for all that the table names, sealed or not
         past = self.step_rows.past if self.capturing else taken.before.on(self.device)[:, 0]
         append(k, v, valid, self.recent_kv, past, self.sinks)
         self._taken, self._sealed, self.held = taken, False, taken.now
@@ -420,7 +422,7 @@ class LayerStore(State):
                     self.pages.pool.busy_until(self._saved)  # other layers share it
 
     def forget(self, ids: Tensor) -> None:
-        """Drop device pages of these blocks, which are about to be written anew."""
+        """Drop device pages of these blocks, which mean nothing any more."""
         if self.pages is not None:
             self.pages.forget(ids)
 

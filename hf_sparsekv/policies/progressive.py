@@ -122,7 +122,7 @@ class ProgressivePolicy(Policy):
             return DENSE
         if self.below_crossover(store):
             return CROSSOVER
-        return planned("walk", self.fetches, self.paged)
+        return planned("walk", self.fetches, self.tokens is not None)
 
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
         if plan.dense:
@@ -181,12 +181,11 @@ class ProgressivePolicy(Policy):
         plan = self.plan(store)
         if not plan.dense:
             self._enter(store)
-        return plan
+        return self.plan(store)
 
     def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         taken, self._taken = self._taken, None
-        self.paged = plan.ahead and self._enter(store)
-        if not self.paged:
+        if not (plan.ahead and self._enter(store)):
             return
         if taken is None:  # a prompt has been read, or the last dense step is over
             scores = self.labels.scores(q, store)
@@ -199,8 +198,6 @@ class ProgressivePolicy(Policy):
         super().replayed(store, plan, tally)
         if plan.learns:
             self.labels.stats.tokens += tally.steps
-        elif plan.ahead:
-            self.paged = self.tokens is not None
 
     # ------------------------------------------------------------------ numbers
 

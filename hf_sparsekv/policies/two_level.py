@@ -148,8 +148,8 @@ class TwoLevelPolicy(Policy):
             return DENSE
         if self.below_crossover(store):  # nothing is chosen; sealing the block that ends it chooses anew
             return DENSE if few else CROSSOVER
-        if self.fetches_tokens:
-            return planned("every", True, self.paged)
+        if self.fetches_tokens:  # what is not on the device yet is read where it is
+            return planned("every", True, self.tokens is not None)
         chosen = not few and (self.chosen if self.lag else many)
         attends = "chosen" if chosen else "dense" if few or labels is None else "every"
         return planned(attends, ahead, self.paged and self.lag and chosen)
@@ -208,7 +208,7 @@ class TwoLevelPolicy(Policy):
         plan = self.plan(store)
         if plan.ahead or plan.attends == "chosen":
             self._enter(store)
-        return plan
+        return self.plan(store)
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
         super().account(q, store, plan, tally)
@@ -238,8 +238,7 @@ class TwoLevelPolicy(Policy):
     def _bring_tokens(self, q: Tensor, store: LayerStore) -> None:
         """Bring the tokens of the step that has just ended, or those for a prompt's last query."""
         ids, self._taken = self._taken, None
-        self.paged = self._enter(store)
-        if self.paged:
+        if self._enter(store):
             self.tokens.bring(self._choose_tokens(q, store) if ids is None else reads_here(ids), store)
 
     def measured(self) -> tuple[PackStats, ...]:
@@ -260,9 +259,7 @@ class TwoLevelPolicy(Policy):
         super().replayed(store, plan, tally)
         if plan.learns:
             self.labels.stats.tokens += tally.steps
-        elif plan.ahead and self.fetches_tokens:
-            self.paged = self.tokens is not None
-        elif plan.ahead:
+        elif plan.ahead and self.lag:
             self.chosen, self.paged = True, self.page_ids is not None and store.pages.pool is not None
 
     def _choose_blocks(self, q: Tensor, store: LayerStore) -> Tensor:
