@@ -144,6 +144,21 @@ def test_after_rows_were_dropped_and_cropped(tmp_path):
     assert torch.equal(steps(cache, 30), steps(copied, 30))
 
 
+def test_a_prompt_that_is_to_join_rows(tmp_path):
+    """Its blocks lie between others: the file holds its own."""
+    net, batch = model("llama"), two_level(lag=False, **TIGHT)
+    rows = batch.rows(max_rows=2, max_length=200)
+    prompts = [prompt(1, n, seed=n)["input_ids"] for n in (130, 77)]
+    first, second = (rows.prefill(net, ids).cache for ids in prompts)
+    rows.join(first)
+    copied = saved(second, tmp_path)
+    same(state(second), state(copied))
+    alone = two_level(lag=False, **TIGHT)
+    feed(alone, prompts[1])
+    assert copied.row_table.ids.used == 3
+    assert torch.equal(*(steps(each, 20) for each in (copied, alone)))
+
+
 @pytest.mark.filterwarnings("ignore:no layer of this mistral model")
 def test_sliding_layers_alone(tmp_path):
     """There is no row of ours; beams and files do without."""

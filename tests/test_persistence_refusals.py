@@ -334,6 +334,11 @@ def test_what_cannot_be_saved(tmp_path):
     cache.sparse_layers[1].broken = "an error"
     with pytest.raises(RuntimeError, match="incomplete after an error"):
         cache.save(tmp_path / "x")
+    cache = two_level(lag=False, **TIGHT)
+    rows = cache.rows(max_rows=2, max_length=200)
+    rows.join(rows.prefill(model("llama"), IDS))
+    with pytest.raises(ValueError, match="rows that come and go cannot be saved yet: save the cache of a prompt"):
+        cache.save(tmp_path / "x")
     assert not os.listdir(tmp_path)
 
 
