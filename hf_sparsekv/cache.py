@@ -540,27 +540,32 @@ class SparseCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``i`` becomes what row ``beam_idx[i]`` was, as ``Cache.reorder_cache``."""
         with self._in_all("reorder_cache()"):
-            self._map_rows(beam_idx, lambda layer: layer.reorder_cache(beam_idx))
+            self._map_rows(lambda rows: beam_idx, lambda layer: layer.reorder_cache(beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes ``repeats`` rows, as ``Cache.batch_repeat_interleave``."""
         with self._in_all("batch_repeat_interleave()"):
-            index = torch.arange(self.row_table.batch).repeat_interleave(repeats)
-            self._map_rows(index, lambda layer: layer.batch_repeat_interleave(repeats))
+            self._map_rows(
+                lambda rows: rows.repeat_interleave(repeats), lambda layer: layer.batch_repeat_interleave(repeats)
+            )
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices``, as ``Cache.batch_select_indices``."""
         with self._in_all("batch_select_indices()"):
-            index = torch.arange(self.row_table.batch)[indices.cpu()]
-            self._map_rows(index, lambda layer: layer.batch_select_indices(indices))
+            self._map_rows(lambda rows: rows[indices.cpu()], lambda layer: layer.batch_select_indices(indices))
 
     def _held(self) -> list[Rows]:
         """What each layer holds."""
         return [layer.store.held for layer in self.sparse_layers if layer.store is not None]
 
-    def _map_rows(self, index: Tensor, others: Callable[[CacheLayerMixin], None]) -> None:
-        """Row ``i`` becomes what row ``index[i]`` was; ``others`` does that in layers that are not ours."""
-        table, order, held = self.row_table, index.tolist(), self._held()
+    def _map_rows(self, select: Callable[[Tensor], Tensor], others: Callable[[CacheLayerMixin], None]) -> None:
+        """Row ``i`` becomes what row ``index[i]`` was; ``others`` does that in layers that are not ours.
+
+        ``select`` makes the index, int64 ``[rows]``, of the numbers of all rows. Without layers of ours none is made.
+        """
+        table, held = self.row_table, self._held()
+        index = select(torch.arange(table.batch)) if held else torch.arange(0)
+        order = index.tolist()
         mapped = {id(rows): table.mapped(rows, order) for rows in held}
         for layer in self.layers:
             if not isinstance(layer, SparseLayer):

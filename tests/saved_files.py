@@ -43,9 +43,11 @@ def state(cache):
             found.append((layer.keys, layer.values, layer.cumulative_length, layer.record_past))
             continue
         store, policy, fields = layer.store, layer.policy, layer.store.pool.fields
-        at = store.table.long()
-        host = (store.length, store.full_blocks, store.padded, store.batch, store.heads, store.dtype, store.device)
-        tensors = [store.recent_kv, store.recent_valid, store.seen, store.pool.kv[at]]
+        rows, table = store.held, store.table
+        # Behind a row's full blocks the table says nothing.
+        at = torch.cat([table[row, :n] for row, n in enumerate(rows.sealed)]).long()
+        host = (rows.columns, rows.lengths, rows.sealed, store.padded, store.heads, store.dtype, store.device)
+        tensors = [store.recent_kv, store.rows, store.valid_columns(), store.pool.kv[at]]
         labels = policy.labels
         calibrating = labels is not None and labels.calibrating
         tensors += [fields[name][at] for name in sorted(fields) if not (calibrating and name in ("codes", "qparams"))]

@@ -40,6 +40,24 @@ def test_everything_comes_back_and_goes_on(name, tmp_path):
     same(state(cache), state(copied))
 
 
+@pytest.mark.parametrize("name", ["host", "device-token", "device-tail", "progressive", "predictive-host", "streaming"])
+def test_rows_of_their_own_lengths(name, tmp_path):
+    """Padding in front, between two turns and behind all tokens; a row that has no full block."""
+    parts = prompt(3, 130, (0, 30, 120)), prompt(3, 40, (6, 0, 38), seed=1), prompt(3, 5, seed=2)
+    parts[1]["attention_mask"][0, -7:] = 0
+    cache, ids, mask = CACHES[name](**TIGHT), *(torch.cat([part[key] for part in parts], 1) for key in parts[0])
+    feed(cache, ids[:, :130], mask[:, :130])
+    feed(cache, ids[:, 130:170], mask[:, :170])
+    rows = cache.joined_rows()
+    assert (rows.lengths, rows.sealed) == ((157, 140, 12), (8, 7, 0))
+    copied = saved(cache, tmp_path, offload=cache.offload_config)
+    same(state(cache), state(copied))
+    go = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 40}
+    assert torch.equal(*(model("llama").generate(ids, past_key_values=each, **go) for each in (cache, copied)))
+    same(state(cache), state(copied))
+    assert min(cache.joined_rows().sealed) > 0
+
+
 @pytest.mark.parametrize("name", ["gemma3", "glm4-moe-lite"])
 def test_an_answer_goes_on_elsewhere(name, tmp_path):
     """Off the device with the blocks chosen for the next step; sliding layers that had become rings."""
@@ -122,8 +140,37 @@ def test_after_rows_were_dropped_and_cropped(tmp_path):
     cache.crop(-77)
     copied = saved(cache, tmp_path)
     same(state(cache), state(copied))
-    assert copied.sparse_layers[0].store.pool.used < cache.sparse_layers[0].store.pool.used
+    assert copied.row_table.ids.used == sum(copied.joined_rows().sealed) < cache.row_table.ids.used
     assert torch.equal(steps(cache, 30), steps(copied, 30))
+
+
+def test_a_prompt_that_is_to_join_rows(tmp_path):
+    """Its blocks lie between others: the file holds its own."""
+    net, batch = model("llama"), two_level(lag=False, **TIGHT)
+    rows = batch.rows(max_rows=2, max_length=200)
+    prompts = [prompt(1, n, seed=n)["input_ids"] for n in (130, 77)]
+    first, second = (rows.prefill(net, ids).cache for ids in prompts)
+    rows.join(first)
+    copied = saved(second, tmp_path)
+    same(state(second), state(copied))
+    alone = two_level(lag=False, **TIGHT)
+    feed(alone, prompts[1])
+    assert copied.row_table.ids.used == 3
+    assert torch.equal(*(steps(each, 20) for each in (copied, alone)))
+
+
+@pytest.mark.filterwarnings("ignore:no layer of this mistral model")
+def test_sliding_layers_alone(tmp_path):
+    """There is no row of ours; beams and files do without."""
+    config = model("mistral-window").config
+    cache = two_level(model_config=config, **TIGHT)
+    feed(cache, *prompt(2, 90, (0, 30)).values(), "mistral-window")
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([3, 0, 1]))
+    cache.reorder_cache(torch.tensor([1, 0, 2]))
+    copied = saved(cache, tmp_path, model_config=config)
+    same(state(cache), state(copied))
+    assert torch.equal(*(steps(each, 12, "mistral-window") for each in (cache, copied)))
 
 
 def test_channel_file(tmp_path):

@@ -29,7 +29,7 @@ VALUES += [[], [1], [[]], [0, 0], {}, {"a": 1}, {"a": [{}]}, DEEP]
 
 # Fields that say what the user chose, or what no other field or tensor repeats: another valid value is another valid
 # file. It has to load and to go on without an error; what comes out may differ.
-OPEN = {"config", "stats_tokens", "padded", "record_past"}
+OPEN = {"config", "stats_tokens", "record_past"}
 
 
 def _two_level(tmp_path):
@@ -142,7 +142,7 @@ def change_header(file: File, rng: random.Random) -> tuple[bytes, bool]:
 
 
 # Tensors any change of which something else contradicts; and those whose values must lie in a range and be distinct.
-DETERMINED = ("table", "seen", "flags", "part_fill", "near_valid", "channel_file")
+DETERMINED = ("table", "valid", "channel_file")
 RANGED = ("channels", "previous", "chosen", "queries_from")
 
 
@@ -163,8 +163,7 @@ def change_tensor(file: File, rng: random.Random) -> tuple[bytes, bool]:
     if kind in DETERMINED and tensor.dtype != torch.uint8:
         choices += [-1, 0, before - 1, before + 1]
     tensor.view(-1)[at] = rng.choice(choices)
-    free = kind == "near_valid" and file.state["layers"][0]["padded"]  # padding is in no other place
-    return save(held, file.header["__metadata__"]), free
+    return save(held, file.header["__metadata__"]), False
 
 
 def change_bytes(file: File, rng: random.Random) -> tuple[bytes, bool]:

@@ -66,11 +66,12 @@ def test_rewritten_file_is_still_good(path, tmp_path):
     same(state(SparseCache.load(rewrite(path, tmp_path / "x"))), state(SparseCache.load(path)))
 
 
-def _put(name, *value):
-    """Overwrite the first entries of a tensor of the first layer."""
+def _put(name, *value, at=0):
+    """Overwrite entries of a tensor of the first layer, or of the rows."""
 
     def put(held):
-        held[f"layers.0.{name}"].view(-1)[: len(value)] = torch.tensor(value, dtype=held[f"layers.0.{name}"].dtype)
+        tensor = held[f"layers.0.{name}" if f"layers.0.{name}" in held else name]
+        tensor.view(-1)[at : at + len(value)] = torch.tensor(value, dtype=tensor.dtype)
 
     return put
 
@@ -80,27 +81,100 @@ def _put(name, *value):
     [
         (lambda t: t.pop("layers.1.blocks"), "tensor layers.1.blocks is missing"),
         (lambda t: t.update(more=torch.zeros(1)), "tensor more is not expected"),
-        (lambda t: t.update({"layers.0.seen": torch.zeros(2).int()}), r"layers.0.seen is I32 \[2\]"),
-        (lambda t: t.update({"layers.0.seen": torch.zeros(1)}), "layers.0.seen is F32"),
-        (_put("table", 999), "table in layer 0 is out of range"),
-        (_put("table", 0, 0), "table in layer 0 does not fit"),
+        (lambda t: t.update(table=torch.zeros(6).int()), r"tensor table is I32 \[6\]"),
+        (lambda t: t.update(table=torch.zeros(1, 6)), "tensor table is F32"),
+        (lambda t: t.pop("table"), "tensor table is missing"),
+        (lambda t: t.update(valid=torch.ones(1, 130, dtype=torch.bool)), "tensor valid is not expected"),
+        # More blocks than there are, one twice, none, and what stands for none.
+        *((_put("table", *ids), "table of the rows does not fit") for ids in ((999,), (0, 0), (-1,), (-2,), (6,))),
         (_put("channels", 16), "channels in layer 0 is out of range"),
         (_put("channels", 3, 3), "channels in layer 0 does not fit"),
         (_put("previous", -2), "previous in layer 0 is out of range"),
         (_put("previous", 1, 1), "previous in layer 0 does not fit"),
-        (_put("near_valid", False), "near_valid in layer 0 does not fit"),
-        # The flags say which tokens are sinks: 1 is a sink that is none.
-        *((_put("flags", value), "flags in layer 0 does not fit") for value in (1, 0, 255)),
-        # What the flags add up to: sealing uses it as the place of a sink.
-        *((_put("seen", n), "seen in layer 0 does not fit") for n in (-1, 0, 95, 97, -(1 << 31), (1 << 31) - 1)),
     ],
-    ids=range(20),
+    ids=range(15),
 )
 def test_damaged_tensors(path, tmp_path, change, message):
-    with safe_open(path, "pt") as file:
-        assert file.get_tensor("layers.0.seen").tolist() == [96]
     with pytest.raises(ValueError, match=rf"is damaged \(.*{message}"):
         SparseCache.load(rewrite(path, tmp_path / "x", tensors=change))
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory):
+    """A saved cache of rows of 130 and 100 tokens, 6 and 5 blocks."""
+    cache = two_level(**TIGHT)
+    feed(cache, *prompt(2, 130, (0, 30)).values())
+    path = tmp_path_factory.mktemp("saved") / "padded.safetensors"
+    cache.save(path)
+    return path
+
+
+ROWS = {"lengths": [130, 100], "sealed": [6, 5], "padding": 130}
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"lengths": 130}, "lengths in rows is 130, not a list of an integer from 0"),
+        ({"lengths": [130, 1 << 31]}, "lengths in rows is .*, not a list of an integer from 0"),
+        ({"lengths": [130, -1]}, "lengths in rows is .*, not"),
+        ({"lengths": [130, 100.0]}, "lengths in rows is .*, not"),
+        ({"lengths": [130, True]}, "lengths in rows is .*, not"),
+        ({"lengths": []}, "tensor table is"),
+        ({"lengths": [130]}, "tensor table is"),
+        ({"lengths": [130, 100, 100]}, "tensor table is"),
+        ({"lengths": [130, 101]}, "padding of the rows does not fit"),
+        ({"lengths": [100, 130]}, "sealed of the rows does not fit"),
+        ({"sealed": [6]}, "blocks in layer 0 does not fit"),  # there are more
+        ({"sealed": [6, 5, 5]}, "sealed of the rows does not fit"),
+        ({"sealed": [6, 4]}, "blocks in layer 0 does not fit"),
+        ({"sealed": [6, 6]}, "sealed of the rows does not fit"),
+        ({"sealed": [7, 5]}, "tensor table is"),
+        ({"sealed": []}, "tensor table is not expected"),
+        ({"sealed": [0, 0]}, "tensor table is not expected"),
+        ({"sealed": [6, None]}, "sealed in rows is .*, not"),
+        ({"padding": None}, "tensor valid is not expected"),
+        ({"padding": 0}, "padding in rows is 0, not an integer from 1"),
+        ({"padding": 131}, "tensor valid is"),
+        ({"more": 1}, "'more' in rows is not known"),
+    ],
+)
+def test_damaged_rows(padded, tmp_path, entry, message):
+    with pytest.raises(ValueError, match=rf"is damaged \(.*{message}"):
+        SparseCache.load(rewrite(padded, tmp_path / "x", state=lambda held: held["rows"].update(entry)))
+
+
+@pytest.mark.parametrize(
+    ("entry", "change", "message"),
+    [
+        ({}, _put("valid", True, at=130), "padding of the rows does not fit"),
+        ({}, _put("valid", False), "padding of the rows does not fit"),
+        # The map says of more columns than there are, but counts right.
+        (
+            {"padding": 131},
+            lambda t: t.update(valid=torch.cat((t["valid"], torch.zeros(2, 1, dtype=torch.bool)), 1)),
+            "padding of the rows does not fit",
+        ),
+        ({}, _put("table", 0, at=11), "table of the rows does not fit"),  # behind the second row's blocks
+        ({}, _put("table", 0, at=6), "table of the rows does not fit"),  # shared: the other one is nobody's
+        ({}, _put("table", 1, 0), "table of the rows does not fit"),  # its second row shares them at other places
+        # Nothing to look at, of as many blocks as there could be.
+        (
+            {"lengths": [], "sealed": [(1 << 31) - 1]},
+            lambda t: t.update(table=torch.zeros(0, (1 << 31) - 1).int(), valid=t["valid"][:0]),
+            "lengths of the rows does not fit",
+        ),
+        ({"lengths": [130]}, lambda t: t.update({n: t[n][:1] for n in ("table", "valid")}), "lengths of the rows does"),
+    ],
+    ids=range(8),
+)
+def test_rows_that_do_not_fit_together(padded, tmp_path, entry, change, message):
+    with safe_open(padded, "pt") as file:
+        assert file.get_tensor("table").tolist()[1][-1] == -1
+        assert json.loads(file.metadata()["state"])["rows"] == ROWS
+    file = rewrite(padded, tmp_path / "x", tensors=change, state=lambda held: held["rows"].update(entry))
+    with pytest.raises(ValueError, match=rf"is damaged \(.*{message}"):
+        SparseCache.load(file)
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -109,8 +183,8 @@ DEEP = "[" * 100_000 + "]" * 100_000
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"length": 140}, "length in layer 0 does not fit"),
-        ({"length": 13}, "length in layer 0 does not fit"),
+        ({"length": 140}, "length in layer 1 does not fit"),  # that of the first one
+        ({"length": 13}, "length in layer 1 does not fit"),
         ({"length": "130"}, "length in layer 0 is '130', not"),
         ({"length": -1}, "length in layer 0 is -1, not"),
         ({"length": 1 << 31}, "length in layer 0 is 2147483648, not"),
@@ -120,8 +194,8 @@ DEEP = "[" * 100_000 + "]" * 100_000
         ({"batch": True}, "batch in layer 0 is True, not an integer from 1"),
         ({"batch": 0}, "batch in layer 0 is 0, not"),
         ({"surprise": 1}, "its header: 'surprise' in layer 0 is not known"),
-        ({"padded": "no"}, "padded in layer 0 is 'no', not true or false"),
-        ({"padded": 0}, "padded in layer 0 is 0, not true or false"),
+        ({"record_past": "no"}, "record_past in layer 0 is 'no', not true or false"),
+        ({"record_past": 0}, "record_past in layer 0 is 0, not true or false"),
         ({"latent": 0}, "latent in layer 0 is 0, not"),
         ({"latent": True}, "latent in layer 0 does not fit"),
         ({"device": "meta"}, "device in layer 0 is 'meta', not"),
@@ -157,6 +231,8 @@ def test_damaged_layers(path, tmp_path, entry, message):
         (DEEP, "its header: it is nested too deeply"),
         ("{", "its header"),
         ("{}", "its header: cache in the state is missing"),
+        ({"rows": None}, "rows is None, not an object"),
+        ({"rows": {}}, "lengths in rows is missing"),
         ("3", "the state is 3, not an object"),
         ("NaN", "the state is nan, not an object"),
     ],
@@ -178,7 +254,7 @@ def _configured(path, to, **changes):
     ("config", "message"),
     [
         ({"sinks": 1 << 40}, "near buffer in layer 0 does not fit"),
-        ({"window": 1 << 40}, "length in layer 0 does not fit"),
+        ({"window": 1 << 40}, "near buffer in layer 0 does not fit"),
         ({"window": 10**30}, "config in the state is"),
         ({"max_draft": 1 << 40}, "near buffer in layer 0 does not fit"),
         ({"block_size": 1 << 40}, "block_size in the configuration is"),
@@ -235,8 +311,8 @@ def test_other_files(path, tmp_path):
         other.write_bytes(whole[:keep])
         with pytest.raises(ValueError, match="is not a saved cache, or it is truncated"):
             SparseCache.load(other)
-    with pytest.raises(ValueError, match=r"format version 2, of hf-sparsekv .* reads version 1: load it"):
-        SparseCache.load(rewrite(path, other, metadata=lambda meta: meta.update(version="2")))
+    with pytest.raises(ValueError, match=r"format version 1, of hf-sparsekv .* reads version 2: load it"):
+        SparseCache.load(rewrite(path, other, metadata=lambda meta: meta.update(version="1")))
     with pytest.raises(ValueError, match="is not a saved cache"):
         SparseCache.load(rewrite(path, other, metadata=lambda meta: meta.update(format="x")))
     save_file({"x": torch.zeros(3)}, other)
@@ -257,6 +333,11 @@ def test_what_cannot_be_saved(tmp_path):
     feed(cache, IDS)
     cache.sparse_layers[1].broken = "an error"
     with pytest.raises(RuntimeError, match="incomplete after an error"):
+        cache.save(tmp_path / "x")
+    cache = two_level(lag=False, **TIGHT)
+    rows = cache.rows(max_rows=2, max_length=200)
+    rows.join(rows.prefill(model("llama"), IDS))
+    with pytest.raises(ValueError, match="rows that come and go cannot be saved yet: save the cache of a prompt"):
         cache.save(tmp_path / "x")
     assert not os.listdir(tmp_path)
 

@@ -18,8 +18,14 @@ FORMS = {  # windows averaged, softmax
 
 
 def ring(batch=2, heads=3, slots=9, dim=16):
+    """Of two rows whose newest queries lie at different places, in slots 3 and 6."""
     torch.manual_seed(0)
-    return torch.randn(batch, heads, slots, dim), torch.tensor(4, dtype=torch.int32), torch.tensor([9, 3]).int()
+    return torch.randn(batch, heads, slots, dim), torch.tensor([4, 7]).int(), torch.tensor([9, 3]).int()
+
+
+def newest(queries: torch.Tensor, back: int = 1) -> torch.Tensor:
+    """The last query of each row of ``ring()``, or that of ``back`` - 1 steps earlier."""
+    return torch.stack((queries[0, :, 4 - back], queries[1, :, 7 - back]))
 
 
 def test_default():
@@ -33,7 +39,7 @@ def test_by_name(name):
     assert isinstance(predictor, QueryPredictor)
     assert predictor.slots == (1 if name == "last" else 9)
     queries, position, count = ring()
-    want = queries[:, :, 3]
+    want = newest(queries)
     if name != "last":
         want = query_predict(queries, position, count, 8, 0.05, *FORMS[name])
     assert torch.equal(predictor.predict(queries, position, count), want)
@@ -46,24 +52,25 @@ def test_by_name(name):
 def test_shorter_window_than_the_ring():
     """A ring may hold more than the predictor looks at."""
     queries, position, count = ring(slots=9)
-    short = queries[:, :, [0, 1, 2, 3]]  # the newest four
+    short = torch.stack([newest(queries, back) for back in (4, 3, 2, 1)], dim=2)
     got = make_predictor("ridge", window=3).predict(queries, position, count)
-    want = make_predictor("ridge", window=3).predict(short, torch.tensor(0).int(), count.clamp(max=4))
+    want = make_predictor("ridge", window=3).predict(short, torch.zeros(2).int(), count.clamp(max=4))
     assert torch.allclose(got, want, atol=1e-6)
 
 
 def test_users_function():
     def before_last(queries, position, count):
-        return queries.index_select(2, (position.long().view(1) - 2) % queries.shape[2])[:, :, 0]
+        slot = ((position.long() - 2) % queries.shape[2]).view(-1, 1, 1, 1)
+        return queries.take_along_dim(slot, dim=2)[:, :, 0]
 
     predictor = make_predictor(before_last, window=8)
     assert isinstance(predictor, CustomPredictor)
     assert (predictor.name, predictor.slots) == ("before_last", 9)
     queries, position, count = ring()
-    assert torch.equal(predictor.predict(queries, position, count), queries[:, :, 2])
+    assert torch.equal(predictor.predict(queries, position, count), newest(queries, 2))
     out = torch.empty(2, 3, 16)
     assert predictor.predict(queries, position, count, out) is out
-    assert torch.equal(out, queries[:, :, 2])
+    assert torch.equal(out, newest(queries, 2))
 
 
 WRONG = {

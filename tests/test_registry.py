@@ -68,12 +68,9 @@ def every_nth(empty_after):
             self.state = torch.full((store.batch, 3), float(self.config.kept))
 
         def select(self, q, store, spec):
-            columns = torch.arange(store.table.shape[1] * store.block_size, dtype=torch.int32)
-            flags = store.pool.fields["flags"][store.table.clamp_min(0).long()].flatten(1)
-            wanted = (
-                (columns % self.config.stride == 0) & (flags == 1) & (columns < store.full_blocks * store.block_size)
-            )
-            return torch.where(wanted, columns, -1)[:, None].expand(-1, store.heads, -1)
+            tokens = torch.arange(store.table.shape[1] * store.block_size, dtype=torch.int32)
+            wanted = (tokens % self.config.stride == 0) & (tokens >= store.sinks) & (tokens < store.rows[:, 1:])
+            return torch.where(wanted, tokens, -1)[:, None].expand(-1, store.heads, -1)
 
     return EveryNthPolicy
 
@@ -242,27 +239,6 @@ def test_everything_offers_streaming(tiny):
         "generate", tiny, "--prompt", "a", "--cache", "streaming", "--token-budget", 1024, status=2
     )
     assert "64; streaming: 1024" in " ".join(run("plan", "--help", env={"COLUMNS": "300"}).stdout.split())
-
-
-# ---------------------------------------------------------------------- files of earlier releases
-
-
-def test_files_that_name_no_method_load(tmp_path):
-    """Earlier releases wrote the class alone, and layers without the entry for further state; of other methods there
-    are such files in tests/data."""
-    cache = CACHES["progressive"](**TIGHT)
-    feed(cache, *prompt(2, 130, (0, 30)).values())
-    cache.save(tmp_path / "new")
-
-    def older(held) -> None:
-        assert held.pop("method") in methods()
-        for layer in held["layers"]:
-            del layer["state"]
-
-    copied = SparseCache.load(rewrite(tmp_path / "new", tmp_path / "old", state=older), offload=cache.offload_config)
-    assert type(copied) is type(cache) and copied.config == cache.config
-    same(state(cache), state(copied))
-    assert torch.equal(steps(cache, 5), steps(copied, 5))
 
 
 def test_files_whose_class_and_method_disagree(tmp_path):

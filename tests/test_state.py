@@ -156,11 +156,12 @@ class First(Selector):
 
 
 class FirstCache(SparseCache):
-    def __init__(self) -> None:
+    def __init__(self, policy: type[Policy] = First) -> None:
+        self.policy = policy
         super().__init__(SparseConfig(block_size=16, window=16, max_draft=4, dense_layers=1))
 
     def _policy_type(self, config: SparseConfig) -> type[Policy]:
-        return First
+        return self.policy
 
 
 def test_a_policy_of_one_method():
@@ -177,3 +178,30 @@ def test_a_policy_of_one_method():
         found.append((out, stats.attended_tokens))
     assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
     assert (runner.captures, runner.replays) == (1, 29)
+
+
+class Largest(First):
+    """Keeps the largest key component of each full block, which the sealing kernel knows nothing of."""
+
+    def start(self, store, q_heads):
+        super().start(store, q_heads)
+        store.pool.add_field("largest", (store.heads,), torch.float32)
+
+    def index(self, kv, start, rows):
+        return {"largest": kv[..., : kv.shape[-1] // 2].amax((-2, -1))}
+
+
+def test_a_policy_that_cannot_say_where_it_keeps_what_it_knows_of_blocks():
+    """Its steps run eagerly, and the reason is said: rows of several lengths, whose blocks are full at other steps."""
+    net, runner = imitated()
+    inputs, go = prompt(2, 90, (0, 5)), {"do_sample": False, "max_new_tokens": 40}
+    cache = FirstCache(Largest)
+    with pytest.warns(UserWarning, match=r"decode steps run eagerly: Largest keeps something .* no sealing\(\)"):
+        found = net.generate(**inputs, past_key_values=cache, **go)
+    assert runner.captures == 0
+    assert torch.equal(found, net.generate(**inputs, past_key_values=FirstCache(), **go)) and runner.replays == 39
+    assert cache.joined_rows().sealed == (6, 6)
+    store = cache.sparse_layers[-1].store
+    blocks = store.table.long()
+    keys = store.pool.kv[blocks][..., : store.split]
+    assert torch.equal(store.pool.fields["largest"][blocks], keys.amax((-2, -1)))

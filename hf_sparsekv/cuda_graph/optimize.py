@@ -187,6 +187,12 @@ class StepRunner:
             return "the cache lies on several devices, or has another batch size"
         if any(not self._on_gpu(layer.store.pool.kv) for layer in cache.sparse_layers):
             return "offloaded blocks lie in memory that is not pinned, which a captured step cannot read"
+        for layer in cache.sparse_layers:
+            if layer.policy.sealing(layer.store) is None:  # which rows have a full block, the device knows
+                return (
+                    f"{type(layer.policy).__name__} keeps something of full blocks, index(), and has no sealing() that "
+                    "says where"
+                )
         if getattr(cache.model_config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
             return "layers of the model share their keys and values"
         if mask is not None and mask.ndim != 2:

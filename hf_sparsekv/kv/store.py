@@ -22,7 +22,7 @@ from ..offload.page_table import DevicePools, LayerPages
 from ..ops.append import append
 from ..ops.seal import Index, running_means, seal
 from ..ops.sparse_decode import sparse_decode
-from ..tensors import no_inference_mode
+from ..tensors import no_inference_mode, reads_here
 from ..types import AttentionParams
 from .counters import Counters
 from .pool import BlockPool, HostBudget, bucket
@@ -133,7 +133,9 @@ class LayerStore(State):
         self.block_size, self.sinks, self.ring = config.block_size, config.sinks, ring_tokens(config)
         self._rows = table.start(self.batch, k.shape[2])
         self._taken: Taken | None = None
+        self._sealed = False  # it has sealed
         self.capturing = False
+        table.on(self.device)
         exact = config.max_length is not None  # a known length needs no spare capacity
         expected = -(-(config.max_length or k.shape[2]) // self.block_size) * self.batch
         self.pool = pool or BlockPool(
@@ -171,6 +173,8 @@ class LayerStore(State):
     @held.setter
     def held(self, rows: Rows) -> None:
         self._rows = rows
+        if not self.capturing:
+            rows.on(self.device)  # in the order of this stream, before a copy stream needs it
 
     @contextmanager
     def at(self, rows: Rows) -> Iterator[None]:
@@ -217,7 +221,7 @@ class LayerStore(State):
         Of a decode step: while it attends; and once it has sealed, as it leaves them.
         """
         if not self.capturing:
-            return self.held.on(self.device)
+            return reads_here(self.held.on(self.device))
         over = self._taken is not None and self.held is self._taken.after and self._sealed
         return self.step_rows.after if over else self.step_rows.now
 

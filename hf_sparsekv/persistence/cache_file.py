@@ -52,6 +52,7 @@ class FiledCache(Protocol):
         model_config: None as long as nobody told.
         _record_past: sliding layers keep what leaves their window, for ``crop()``.
         row_table: what the rows hold.
+        row_batch: rows that come and go; None: they do not.
     """
 
     config_type: ClassVar[type[SparseConfig] | None]
@@ -62,6 +63,7 @@ class FiledCache(Protocol):
     model_config: PreTrainedConfig | None
     _record_past: bool
     row_table: RowTable
+    row_batch: object | None
 
     def __init__(self, config: SparseConfig, offload: OffloadConfig | None) -> None: ...
 
@@ -112,11 +114,14 @@ def save_cache(cache: FiledCache, kinds: Kinds, path: str | os.PathLike[str]) ->
         raise ValueError("nothing is cached yet: prefill before you save")
     if type(cache) not in kinds:
         raise ValueError(f"{type(cache).__name__} cannot be saved yet")
+    if cache.row_batch is not None:
+        raise ValueError("rows that come and go cannot be saved yet: save the cache of a prompt, prefilled by itself")
     method = method_of(cache.config)
     if method.reference or type(cache.config) is not method.config:
         raise ValueError(f"caches of {type(cache.config).__name__} cannot be saved yet")
     cache.shared.check_file(loading=False)
-    rows = cache.joined_rows()
+    # Rows without any, if all layers are sliding.
+    rows = cache.joined_rows() if cache.sparse_layers else Rows(cache.config.block_size, 0, (), ())
     table = _table(cache.row_table, rows)
     named = np.unique(table[table >= 0])
     layers, pieces = [], {}
@@ -169,7 +174,7 @@ def _whole(tensor: Tensor) -> Pieces:
 
 def _table(table: RowTable, rows: Rows) -> np.ndarray:
     """Ids of the full blocks of each row, int32 ``[batch, blocks]``, -1 behind them."""
-    blocks = max(rows.sealed)
+    blocks = max(rows.sealed, default=0)
     return np.where(np.arange(blocks) < np.array(rows.sealed)[:, None], table.host[:, :blocks], -1)
 
 
@@ -260,7 +265,7 @@ def load_cache(
         if made is None or not issubclass(made, kind):
             raise ValueError(f"{path} holds a {state['cache']}, which {kind.__name__}.load() cannot make")
         named = None if made.config_type is None else method_of(made.config_type()).name
-        name = state.get("method", named)  # files of earlier releases name the class alone
+        name = state["method"]
         if named not in (None, name):
             raise damaged(path, f"method {name!r} is not that of a {made.__name__}")
         if name not in methods():
@@ -282,36 +287,52 @@ def load_cache(
                 keys, values = (file.tensor(f"layers.{index}.{name}").to(where) for name in ("keys", "values"))
                 layer.lazy_initialization(keys, values)
                 layer.keys, layer.values, layer.cumulative_length = keys, values, record.length
-        cache.joined_rows()
+        if cache.sparse_layers:
+            cache.joined_rows()
     return cache
 
 
 def _rows(cache: FiledCache, file: Reader) -> tuple[Rows, np.ndarray]:
-    """The rows, and the ids of the saved blocks here."""
+    """The rows, and the ids that the saved blocks have here."""
     about, size, columns = file.state["rows"], cache.config.block_size, file.layers[0].length
     lengths, sealed = tuple(about["lengths"]), tuple(about["sealed"])
-    valid = None if about["padding"] is None else file.tensor("valid")
-    table = file.tensor("table").numpy() if max(sealed) else np.zeros((len(sealed), 0), dtype=np.int32)
-    blocks = next((record.blocks for record in file.layers if record.window is None), 0)
+    batch, blocks = next(((r.batch, r.blocks) for r in file.layers if r.window is None), (0, 0))
     # A step seals what is older than window and drafts; crop() takes back what would leave the window short.
     old = [length - cache.config.window for length in lengths]
     least, most = ([max(0, n // size) for n in (x - more for x in old)] for more in (cache.config.max_draft, 0))
+    _refuse_rows(
+        file,
+        {
+            "lengths": len(lengths) == batch,
+            "sealed": len(sealed) == len(lengths)
+            and all(low <= n <= high for low, n, high in zip(least, sealed, most)),
+        },
+    )
+    valid, seen = None, [columns] * batch
+    if about["padding"] is not None:
+        valid = file.tensor("valid")
+        seen = (valid.sum(1) + columns - valid.shape[1]).tolist()
+    table = np.zeros((batch, 0), dtype=np.int32)
+    if max(sealed, default=0):
+        table = file.tensor("table").numpy()
     there = np.arange(table.shape[1]) < np.array(sealed)[:, None]
-    fits = {
-        "lengths": len(lengths) == file.layers[0].batch and len(sealed) == len(lengths),
-        "sealed": all(low <= n <= high for low, n, high in zip(least, sealed, most, strict=False)),
-    }
-    if all(fits.values()):
-        seen = [columns] * len(lengths) if valid is None else (valid.sum(1) + columns - valid.shape[1]).tolist()
-        fits["padding"] = (valid is None or valid.shape[1] <= columns) and list(lengths) == seen
-        fits["table"] = bool(((table >= 0) == there).all()) and bool((table < blocks).all())
-        fits["table"] = fits["table"] and _names_each_block(table, blocks)
+    _refuse_rows(
+        file,
+        {
+            "padding": (valid is None or valid.shape[1] <= columns) and list(lengths) == seen,
+            "table": bool(((table >= 0) == there).all() and (table < blocks).all() and (table >= -1).all())
+            and _names_each_block(table, blocks),
+        },
+    )
+    rows = Rows(size, columns, lengths, sealed, valid)
+    cache.row_table.start(batch, max(1, table.shape[1]) * size)
+    return rows, cache.row_table.load(rows, table)
+
+
+def _refuse_rows(file: Reader, fits: dict[str, bool]) -> None:
     for name, fit in fits.items():
         if not fit:
             raise damaged(file.path, f"{name} of the rows does not fit the rest")
-    rows = Rows(size, columns, lengths, sealed, valid)
-    cache.row_table.start(len(lengths), max(1, table.shape[1]) * size)
-    return rows, cache.row_table.load(rows, table)
 
 
 def _empty(
@@ -323,8 +344,6 @@ def _empty(
 ) -> FiledCache:
     """A cache without layers, of the saved configuration or of ``config`` if that agrees."""
     named = _without_removed(saved_as, file, config)
-    if "tail" in {field.name for field in fields(saved_as)}:
-        named.setdefault("tail", None)  # files of earlier releases keep no means
     try:
         if named.get("predictor", "") is None:
             if config is None:

@@ -165,7 +165,7 @@ ANYTHING = Kind("anything", lambda x: True)
 
 STATE = {
     "cache": TEXT,
-    "method": TEXT,  # files of earlier releases name the class alone
+    "method": TEXT,
     "config": _object(PLAIN),  # which its own class checks
     "model": _or_null(_object(FACT)),
     "channel_file": ANYTHING,  # null, or as below
@@ -222,7 +222,7 @@ def _read_header(text: str) -> tuple[dict, list[Layer], Shapes]:
         state = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    _check_fields(state, STATE, "the state", {"method"})
+    _check_fields(state, STATE, "the state")
     _check_fields(state["rows"], ROWS, "rows")
     for index, layer in enumerate(state["layers"]):
         _check_fields(layer, LAYER, f"layer {index}", _LAYER_DEFAULTS)

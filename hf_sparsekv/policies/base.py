@@ -150,7 +150,10 @@ class Policy(State):
         return {}
 
     def sealing(self, store: LayerStore) -> Index | None:
-        """Where the fields of :meth:`index` are kept, for the kernel that seals one block; None if it cannot."""
+        """Where the fields of :meth:`index` are kept, for the kernel that seals one block of each row that has one due.
+
+        None if that kernel cannot make them: steps are not captured then, because only the host could.
+        """
         return Index(store.key_dim) if type(self).index is Policy.index else None
 
     def cropped(self) -> None:

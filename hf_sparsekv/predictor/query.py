@@ -50,7 +50,8 @@ class QueryPredictor:
 
         Args:
             ring: ``[batch, Hq, slots, D]``, queries after the rotary embedding. Layers may be stacked along the batch.
-            position: int32, one element: the slot that the next query will take; the newest lies before it.
+            position: int32 ``[batch]``: the slot that a row's next query will take; its newest lies before it. Rows of
+                different lengths differ.
             count: int32 ``[batch]``, queries that a row has in the ring.
             out: where to put the result.
 
