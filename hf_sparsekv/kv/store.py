@@ -129,6 +129,7 @@ class LayerStore(State):
         self.dtype, self.device = k.dtype, k.device
         self.block_size, self.sinks, self.ring = config.block_size, config.sinks, ring_tokens(config)
         self._rows = table.start(self.batch, k.shape[2])
+        table.on(self.device)  # now, so that what a cache takes is known before the first block is full
         self._taken: Taken | None = None
         self.capturing = False
         exact = config.max_length is not None  # a known length needs no spare capacity

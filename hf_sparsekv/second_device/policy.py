@@ -354,6 +354,8 @@ class SecondDevice(Labelled):
             token = request.token(layer)
             memory.second += block_capacity * size * token + batch * recent * token
             memory.second += block_capacity * label_bytes(request, layer)
+        if torch.device(config.cache_rank).type != "cpu":  # which is this device, and has one table
+            memory.second += request.table_bytes
         return memory
 
 
