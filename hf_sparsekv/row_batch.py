@@ -249,7 +249,7 @@ class RowBatch:
             tokens: ``[max_rows]``, each row's token; what stands for rows that are not active does not matter.
 
         Returns:
-            Logits ``[max_rows, vocabulary]``, valid until the next step; what rows that are not active get means nothing.
+            Logits ``[max_rows, vocabulary]``, valid until the next step. Rows that are not active have none.
 
         Raises:
             ValueError: no row is active, one has reached :attr:`max_length`, or there are not as many tokens as rows.

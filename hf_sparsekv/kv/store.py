@@ -48,6 +48,7 @@ class Tally:
         context: tokens cached.
         ring: of these, not in full blocks. ``sinks``: sinks in full blocks.
         blocks: full blocks. ``sealed``: blocks that became full.
+        last: the rows as the last step attended to them.
     """
 
     steps: int = 0
@@ -56,6 +57,7 @@ class Tally:
     sinks: int = 0
     blocks: int = 0
     sealed: int = 0
+    last: Rows | None = None
 
     def add(self, taken: Taken, sinks: int) -> None:
         """Count one step."""
@@ -67,6 +69,7 @@ class Tally:
         self.sinks += sum(min(sinks, n * size) for n in now.sealed)
         self.blocks += blocks
         self.sealed += sum(taken.after.sealed) - blocks
+        self.last = now
 
 
 class Indexer(Protocol):
@@ -169,6 +172,15 @@ class LayerStore(State):
     @held.setter
     def held(self, rows: Rows) -> None:
         self._rows = rows
+
+    @contextmanager
+    def at(self, rows: Rows) -> Iterator[None]:
+        """Inside, the layer holds ``rows`` as it did in the step that has just ended."""
+        mine, self._rows = self._rows, rows
+        try:
+            yield
+        finally:
+            self._rows = mine
 
     def join(self) -> None:
         """All layers hold the same: their table says what."""
