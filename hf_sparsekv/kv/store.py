@@ -8,9 +8,10 @@ many of these are in full blocks. All layers of a cache share them, and the bloc
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
 import torch
@@ -48,6 +49,7 @@ class Tally:
         context: tokens cached.
         ring: of these, not in full blocks. ``sinks``: sinks in full blocks.
         blocks: full blocks. ``sealed``: blocks that became full.
+        full: how often a row had so many full blocks.
         last: the rows as the last step attended to them.
     """
 
@@ -57,6 +59,7 @@ class Tally:
     sinks: int = 0
     blocks: int = 0
     sealed: int = 0
+    full: Counter[int] = field(default_factory=Counter)
     last: Rows | None = None
 
     def add(self, taken: Taken, sinks: int) -> None:
@@ -69,6 +72,7 @@ class Tally:
         self.sinks += sum(min(sinks, n * size) for n in now.sealed)
         self.blocks += blocks
         self.sealed += sum(taken.after.sealed) - blocks
+        self.full.update(now.sealed)
         self.last = now
 
 
@@ -510,7 +514,8 @@ class LayerStore(State):
     def count_means(self, tally: Tally) -> None:
         """Steps have read the means, if there are any."""
         if self.mean_tokens:
-            spans = -(-tally.blocks * self.block_size // self.mean_tokens)
+            blocks = self.mean_tokens // self.block_size
+            spans = sum(times * -(-n // blocks) for n, times in tally.full.items())
             self.count_index(self.heads * spans * self.token_bytes)
 
     @property

@@ -176,8 +176,8 @@ class PredictivePolicy(Policy):
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
         super().account(q, store, plan, tally)
-        if plan.ahead:
-            store.count_index(self.labels.nbytes_read(store, tally.blocks))
+        if plan.ahead:  # behind what the step has sealed
+            store.count_index(self.labels.nbytes_read(store, tally.blocks + tally.sealed))
         if not plan.dense:
             store.count_means(tally)
 
