@@ -228,6 +228,19 @@ class LayerStore(State):
 
     # ------------------------------------------------------------------ writing
 
+    def fit(self, before: Rows) -> None:
+        """Make room in the pool for all that the table names, sealed or not.
+
+        Raises:
+            MemoryError: there is none; so does torch on a GPU. The table names what ``before`` needs: or copies of the
+                cache, which share the pools, would have to make room for the rest.
+        """
+        try:
+            self.pool.fit()
+        except BaseException:
+            self.table_of_rows.trim([before])
+            raise
+
     def append(self, k: Tensor, v: Tensor, valid: Tensor | None = None, taken: Taken | None = None) -> None:
         """A decode step: put one new token of each row into the ring, ``k, v [batch, H, 1, D]``.
 
@@ -236,7 +249,7 @@ class LayerStore(State):
         if taken is None:
             taken = self.table_of_rows.step(self.held, None if self.capturing else valid, self.capturing)
         if not self.capturing:
-            self.pool.fit()  # for all that the table names, sealed or not
+            self.fit(taken.before)
         past = self.step_rows.past if self.capturing else taken.before.on(self.device)[:, 0]
         append(k, v, valid, self.recent_kv, past, self.sinks)
         self._taken, self._sealed, self.held = taken, False, taken.now
@@ -249,11 +262,7 @@ class LayerStore(State):
         self.wait_for_copies()
         before = self.held
         after = self.table_of_rows.follow(before, k.shape[2], valid)
-        try:
-            self.pool.fit()
-        except MemoryError:
-            self.table_of_rows.trim([before])  # or copies of the cache would have to make room for it
-            raise
+        self.fit(before)
         if valid is None and before.uniform:
             self._extend(slice(None), k, v, before, after, indexer)
         else:
