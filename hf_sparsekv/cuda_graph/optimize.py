@@ -281,7 +281,8 @@ class StepRunner:
         ids, mask, positions = given.get("input_ids"), given.get("attention_mask"), given.get("position_ids")
         step, rest = steady.step, {name: value for name, value in given.items() if name not in _STATIC}
         if (
-            cache.changes != steady.changes
+            cache not in self.graphs
+            or cache.changes != steady.changes
             or table.moves != steady.moves
             or positions is None
             or not isinstance(ids, Tensor)
