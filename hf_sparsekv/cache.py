@@ -619,7 +619,7 @@ class SparseCache(Cache):
 
     def stats(self) -> CacheStats:
         """Counters since the cache was made or reset. Synchronises with the device."""
-        return collect(self.sparse_layers, self.device_pools)
+        return collect(self.sparse_layers, self.device_pools, self.row_table)
 
     def watch_blocks(self, on: bool = True) -> None:
         """Have each decode step mark which blocks it attends to, for :meth:`chosen_blocks`; or stop that.
@@ -646,7 +646,7 @@ class SparseCache(Cache):
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes allocated by its own layers, shared blocks included: ``device``, ``host``; ``second`` if it has one."""
-        held = allocated(self.sparse_layers, self.device_pools)
+        held = allocated(self.sparse_layers, self.device_pools, self.row_table)
         return {place: held[place] for place in self.shared.places}
 
     # ------------------------------------------------------------------ files

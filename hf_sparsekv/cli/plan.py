@@ -103,7 +103,7 @@ def _show(p: MemoryPlan, gpu: int | None, host: int) -> None:
     if p.means:
         row("means of blocks", p.means, 0, 0)
     row("sinks and recent tokens", p.recent, 0, 0)
-    row("tables and flags", p.tables, 0, 0)
+    row("tables", p.tables, 0, 0)
     row("sliding and other layers", p.stock, 0, p.stock)
     row("prefill (estimate)", p.prefill, 0, p.prefill)
     row("total", p.device_total, p.cache_host, p.dense_total, style="bold")

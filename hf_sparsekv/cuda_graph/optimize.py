@@ -231,7 +231,7 @@ class StepRunner:
             positions = torch.full((1, 1), rows.columns, device=ids.device)
         rest = {name: value for name, value in given.items() if name not in _STATIC}
         for layer in layers:
-            layer.store.pool.fit()
+            layer.store.fit(rows)
         steps = table.steps(ids.device)
         for ring in rings:
             steps.window(ring.sliding_window)

@@ -304,6 +304,11 @@ class RowTable:
         with self._orders.get(device, nullcontext)():
             return torch.from_numpy(self.host.copy()).to(device)
 
+    @property
+    def nbytes(self) -> dict[torch.device, int]:
+        """Bytes of :attr:`host` on each device that has it. The lengths, a few bytes a row, are not counted."""
+        return {device: held.nbytes for device, held in self._on.items()}
+
     def start(self, batch: int, tokens: int) -> Rows:
         """Rows without tokens; about ``tokens`` are expected in each."""
         expected = self.config.max_length or tokens

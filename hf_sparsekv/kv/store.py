@@ -8,9 +8,10 @@ many of these are in full blocks. All layers of a cache share them, and the bloc
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
 import torch
@@ -48,6 +49,7 @@ class Tally:
         context: tokens cached.
         ring: of these, not in full blocks. ``sinks``: sinks in full blocks.
         blocks: full blocks. ``sealed``: blocks that became full.
+        full: how often a row had so many full blocks.
         last: the rows as the last step attended to them.
     """
 
@@ -57,6 +59,7 @@ class Tally:
     sinks: int = 0
     blocks: int = 0
     sealed: int = 0
+    full: Counter[int] = field(default_factory=Counter)
     last: Rows | None = None
 
     def add(self, taken: Taken, sinks: int) -> None:
@@ -69,6 +72,7 @@ class Tally:
         self.sinks += sum(min(sinks, n * size) for n in now.sealed)
         self.blocks += blocks
         self.sealed += sum(taken.after.sealed) - blocks
+        self.full.update(now.sealed)
         self.last = now
 
 
@@ -132,6 +136,7 @@ class LayerStore(State):
         self.dtype, self.device = k.dtype, k.device
         self.block_size, self.sinks, self.ring = config.block_size, config.sinks, ring_tokens(config)
         self._rows = table.start(self.batch, k.shape[2])
+        table.on(self.device)  # now, so that what a cache takes is known before the first block is full
         self._taken: Taken | None = None
         self._sealed = False  # it has sealed
         self.capturing = False
@@ -227,6 +232,19 @@ class LayerStore(State):
 
     # ------------------------------------------------------------------ writing
 
+    def fit(self, before: Rows) -> None:
+        """Make room in the pool for all that the table names, sealed or not.
+
+        Raises:
+            MemoryError: there is none; so does torch on a GPU. The table names what ``before`` needs: or copies of the
+                cache, which share the pools, would have to make room for the rest.
+        """
+        try:
+            self.pool.fit()
+        except BaseException:
+            self.table_of_rows.trim([before])
+            raise
+
     def append(self, k: Tensor, v: Tensor, valid: Tensor | None = None, taken: Taken | None = None) -> None:
         """A decode step: put one new token of each row into the ring, ``k, v [batch, H, 1, D]``.
 
@@ -235,7 +253,7 @@ class LayerStore(State):
         if taken is None:
             taken = self.table_of_rows.step(self.held, None if self.capturing else valid, self.capturing)
         if not self.capturing:
-            self.pool.fit()  # for all that the table names, sealed or not
+            self.fit(taken.before)
         past = self.step_rows.past if self.capturing else taken.before.on(self.device)[:, 0]
         append(k, v, valid, self.recent_kv, past, self.sinks)
         self._taken, self._sealed, self.held = taken, False, taken.now
@@ -248,11 +266,7 @@ class LayerStore(State):
         self.wait_for_copies()
         before = self.held
         after = self.table_of_rows.follow(before, k.shape[2], valid)
-        try:
-            self.pool.fit()
-        except MemoryError:
-            self.table_of_rows.trim([before])  # or copies of the cache would have to make room for it
-            raise
+        self.fit(before)
         if valid is None and before.uniform:
             self._extend(slice(None), k, v, before, after, indexer)
         else:
@@ -513,7 +527,8 @@ class LayerStore(State):
     def count_means(self, tally: Tally) -> None:
         """Steps have read the means, if there are any."""
         if self.mean_tokens:
-            spans = -(-tally.blocks * self.block_size // self.mean_tokens)
+            blocks = self.mean_tokens // self.block_size
+            spans = sum(times * -(-n // blocks) for n, times in tally.full.items())
             self.count_index(self.heads * spans * self.token_bytes)
 
     @property
