@@ -193,6 +193,11 @@ class StepRunner:
                     f"{type(layer.policy).__name__} keeps something of full blocks, index(), and has no sealing() that "
                     "says where"
                 )
+        rings = any(isinstance(layer, SlidingRing) for layer in cache.layers)
+        if rings and not cache.row_table.padded_in_front(cache.sparse_layers[0].store.held):
+            return (
+                "rows have padding between their tokens, which sliding layers would take for tokens in a captured step"
+            )
         if getattr(cache.model_config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
             return "layers of the model share their keys and values"
         if mask is not None and mask.ndim != 2:
@@ -224,7 +229,7 @@ class StepRunner:
         valid = self._valid(cache, rows, mask, ids.device)
         masked = rows.valid is not None or table.managed
         rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
-        if rings and (valid is not None or not table.padded_in_front(rows)):
+        if rings and valid is not None:
             return self.original(**given)  # a ring keeps columns, which are tokens from the first one on
         watch = None if mask is None or rows.valid is not None else self._watch(cache, mask)
         if positions is None:
