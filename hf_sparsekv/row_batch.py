@@ -172,10 +172,7 @@ class RowBatch:
         cache = prefilled.cache if isinstance(prefilled, Prefilled) else prefilled
         if not any(cache is made for made in self._made):
             raise ValueError("join() takes what prefill() of these rows gave, once: other caches have other pools")
-        free = [row for row, there in enumerate(self._there) if not there]
-        if not free:
-            raise ValueError(f"all {self.max_rows} rows are taken: leave() one first, or make more of them")
-        row = free[0]
+        row = self._free()
         self._open(cache)
         mine, theirs = self.cache.sparse_layers, cache.sparse_layers
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -202,6 +199,52 @@ class RowBatch:
         self.cache.row_table.leave(row)
         self._there[row] = self._active[row] = False
         self._changed()
+
+    @no_inference_mode
+    @torch.no_grad()
+    def fork(self, row: int) -> int:
+        """Another row begins as a copy of this one, for a second answer or a beam: full blocks are shared.
+
+        Returns:
+            The new row, active.
+
+        Raises:
+            ValueError: the row is not there, or all are taken.
+        """
+        self._row(row)
+        new = self._free()
+        self.cache.joined_rows()
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for layer in self.cache.sparse_layers:
+            layer.join_row(new, layer, pairs, row)
+        torch._foreach_copy_([to for to, _ in pairs], [found for _, found in pairs])
+        self.cache.row_table.copy_row(new, row)
+        self._there[new] = self._active[new] = True
+        self._changed()
+        return new
+
+    @torch.no_grad()
+    def crop(self, row: int, length: int) -> None:
+        """Keep the first ``length`` tokens of a row.
+
+        Raises:
+            ValueError: the row is not there, or holds fewer tokens, or would hold none: :meth:`leave` then.
+        """
+        held = self.lengths[self._row(row)]
+        if not 0 < length <= held:
+            raise ValueError(f"row {row} holds {held} tokens, of which {length} cannot be kept: keep 1 to {held}")
+        self.cache.joined_rows()
+        rows = self.cache.row_table.cropped_row(row, length)
+        for layer in self.cache.sparse_layers:
+            layer.crop_row(row, rows)
+        self.cache.row_table.trim([rows])
+        self._changed()
+
+    def _free(self) -> int:
+        free = [row for row, there in enumerate(self._there) if not there]
+        if not free:
+            raise ValueError(f"all {self.max_rows} rows are taken: leave() one first, or make more of them")
+        return free[0]
 
     def hold(self, row: int) -> None:
         """A row waits: it keeps its blocks and is not decoded. Raises ValueError if it is not there, or held."""

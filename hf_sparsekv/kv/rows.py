@@ -318,10 +318,13 @@ class RowTable:
             self.clear()
             self.batch = batch
             self._replace(np.full((batch, blocks), -1, dtype=np.int32))
-            self.rows = self._empty = Rows(self.block_size, 0, (0,) * batch, (0,) * batch)
+            self.rows = self._empty = self._without_tokens()
         elif self.capacity < blocks:
             self._grow(blocks)
         return self._empty
+
+    def _without_tokens(self, columns: int = 0) -> Rows:
+        return Rows(self.block_size, columns, (0,) * self.batch, (0,) * self.batch)
 
     @property
     def empty(self) -> Rows:
@@ -343,7 +346,9 @@ class RowTable:
         for device, held in self._on.items():
             with self._orders.get(device, nullcontext)():
                 held.fill_(-1)
-        self.rows, self._memo, self.managed = self._empty, _NOTHING, False
+        if self.managed:
+            self._empty, self.managed = self._without_tokens(), False
+        self.rows, self._memo = self._empty, _NOTHING
         self._old.clear()
 
     @property
@@ -479,17 +484,18 @@ class RowTable:
     def open(self, batch: int, tokens: int) -> None:
         """Room for ``batch`` rows of ``tokens`` tokens, none of which is there."""
         self.start(batch, tokens)
+        self.rows = self._empty = self._without_tokens(1)  # not 0, for what comes are steps
         self.managed = True
 
     def take(self, row: int, other: RowTable) -> None:
         """Row ``row`` becomes the only one of ``other``, a table of the same ids, which keeps it as well."""
-        rows, theirs = self.rows, other.rows
+        theirs = other.rows
         n = theirs.sealed[0]
         ids = other.host[0, :n].copy()
         self.ids.share(ids)
         if n:
             self._write(np.stack((np.full(n, row), np.arange(n)), axis=1), ids)
-        self._set(row, theirs.lengths[0], n, rows.columns or theirs.columns)
+        self._set(row, theirs.lengths[0], n)
 
     def leave(self, row: int) -> None:
         """Row ``row`` holds nothing from here on."""
@@ -498,12 +504,28 @@ class RowTable:
             self.ids.drop(self.host[row])
             at = held.nonzero()[0]
             self._write(np.stack((np.full(len(at), row), at), axis=1), np.full(len(at), -1, dtype=np.int32))
-        self._set(row, 0, 0, self.rows.columns)
+        self._set(row, 0, 0)
 
-    def _set(self, row: int, length: int, sealed: int, columns: int) -> None:
+    def copy_row(self, row: int, source: int) -> None:
+        """Row ``row``, which holds nothing, becomes what row ``source`` is: full blocks are shared."""
+        n = self.rows.sealed[source]
+        ids = self.host[source, :n].copy()
+        self.ids.share(ids)
+        if n:
+            self._write(np.stack((np.full(n, row), np.arange(n)), axis=1), ids)
+        self._set(row, self.rows.lengths[source], n)
+
+    def cropped_row(self, row: int, length: int) -> Rows:
+        """The rows if row ``row`` keeps its first ``length`` tokens."""
+        rows, most = self.rows, max(0, (length - self.config.window) // self.block_size)
+        lengths, sealed = list(rows.lengths), list(rows.sealed)
+        lengths[row], sealed[row] = length, min(sealed[row], most)
+        return Rows(self.block_size, rows.columns, tuple(lengths), tuple(sealed))
+
+    def _set(self, row: int, length: int, sealed: int) -> None:
         lengths, blocks = list(self.rows.lengths), list(self.rows.sealed)
         lengths[row], blocks[row] = length, sealed
-        self.rows = Rows(self.block_size, columns, tuple(lengths), tuple(blocks))
+        self.rows = Rows(self.block_size, self.rows.columns, tuple(lengths), tuple(blocks))
         self._memo = _NOTHING
 
     # ------------------------------------------------------------------ changes
@@ -575,7 +597,7 @@ class RowTable:
                         held.copy_(torch.from_numpy(host))
             else:
                 self._replace(host)
-                self._empty = Rows(self.block_size, 0, (0,) * self.batch, (0,) * self.batch)
+                self._empty = self._without_tokens()
         self._memo = _NOTHING
 
     def padded_in_front(self, rows: Rows) -> bool:

@@ -165,8 +165,8 @@ class State:
             for part in parts:
                 part.map_rows(index)
 
-    def put_row(self, row: int, other: State, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Row ``row`` becomes what the only row of ``other``, of the same kind, is.
+    def put_row(self, row: int, other: State, pairs: list[tuple[Tensor, Tensor]], source: int = 0) -> None:
+        """Row ``row`` becomes what row ``source`` of ``other``, of the same kind, is.
 
         Args:
             pairs: gets what is to be copied, target and source, for one copy of all.
@@ -174,12 +174,12 @@ class State:
         for name, tensor, held in self._tensors():
             theirs = getattr(other, name)
             if held.rows is not None and theirs is not None:
-                pairs.append((tensor.select(held.rows, row), theirs.select(held.rows, 0)))
+                pairs.append((tensor.select(held.rows, row), theirs.select(held.rows, source)))
         for name, parts in self._parts():
             theirs = getattr(other, name)
             if name not in self.OWN and theirs is not None:
                 for part, like in zip(parts, theirs if isinstance(theirs, list) else [theirs]):
-                    part.put_row(row, like, pairs)
+                    part.put_row(row, like, pairs, source)
 
     @no_inference_mode
     def copy(self):

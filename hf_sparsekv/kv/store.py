@@ -633,11 +633,14 @@ class LayerStore(State):
 
         Copies blocks back into the ring if the window would be too short; rows that share them keep them.
         """
-        if length >= self.length:
-            return
+        if length < self.length:
+            self.crop_to(self.table_of_rows.cropped(self.held, length))
+
+    @no_inference_mode
+    def crop_to(self, after: Rows) -> None:
+        """Hold ``after``, which is what is held without the last tokens of some rows."""
         self.wait_for_copies()
         size, before = self.block_size, self.held
-        after = self.table_of_rows.cropped(before, length)
         if after.sealed != before.sealed:
             first = min(after.sealed)
             blocks = torch.empty(

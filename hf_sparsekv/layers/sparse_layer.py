@@ -417,11 +417,18 @@ class SparseLayer(Owned, CacheLayerMixin):
         self._begin(Step(self, k, v, 0), other.q_heads)
         self.policy.open_rows(other.policy)
 
-    def join_row(self, row: int, other: SparseLayer, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Row ``row`` becomes the one that ``other`` holds; ``pairs``: see :meth:`..kv.state.State.put_row`."""
+    def join_row(self, row: int, other: SparseLayer, pairs: list[tuple[Tensor, Tensor]], source: int = 0) -> None:
+        """Row ``row`` becomes row ``source`` of ``other``; ``pairs``: see :meth:`..kv.state.State.put_row`."""
         other.store.wait_for_copies()
-        self.store.put_row(row, other.store, pairs)
-        self.policy.join_row(row, other.policy, self.store, pairs)
+        self.store.put_row(row, other.store, pairs, source)
+        self.policy.join_row(row, other.policy, self.store, pairs, source)
+
+    def crop_row(self, row: int, rows: Rows) -> None:
+        """The last tokens of a row are removed, which leaves ``rows``."""
+        reopened = rows.sealed != self.store.held.sealed
+        self.store.crop_to(rows)
+        if reopened:
+            self.policy.crop_row(row)
 
     def end_calibration(self) -> None:
         """Have label channels, whatever has been seen so far."""

@@ -168,9 +168,14 @@ class Policy(State):
         if self.labels is not None:
             self.labels.open_rows(other.labels)
 
-    def join_row(self, row: int, other: Policy, store: LayerStore, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """A row joins, whose prompt ``other`` has read; ``pairs``: see :meth:`..kv.state.State.put_row`."""
-        self.put_row(row, other, pairs)
+    def join_row(
+        self, row: int, other: Policy, store: LayerStore, pairs: list[tuple[Tensor, Tensor]], source: int = 0
+    ) -> None:
+        """Row ``row`` becomes row ``source`` of ``other``; ``pairs``: see :meth:`..kv.state.State.put_row`."""
+        self.put_row(row, other, pairs, source)
+
+    def crop_row(self, row: int) -> None:
+        """The last tokens of a row of a batch of which rows come and go were removed, full blocks among them."""
 
     # ------------------------------------------------------------------ a step
 

@@ -110,13 +110,23 @@ class LayerAheadPolicy(PredictivePolicy):
             self.added_at = length
 
     def join_row(
-        self, row: int, other: LayerAheadPolicy, store: LayerStore, pairs: list[tuple[Tensor, Tensor]]
+        self,
+        row: int,
+        other: LayerAheadPolicy,
+        store: LayerStore,
+        pairs: list[tuple[Tensor, Tensor]],
+        source: int = 0,
     ) -> None:
-        if other.added is not None:
+        if other is not self and other.added is not None:
             self._fit_added((store.batch, *other.added.shape[1:]), other.added.dtype, store)
             if other.added_at is None:
                 other.added.zero_()
-        super().join_row(row, other, store, pairs)
+        super().join_row(row, other, store, pairs, source)
+
+    def crop_row(self, row: int) -> None:
+        super().crop_row(row)
+        if self.added is not None:
+            self.added[row].zero_()
 
     def cropped(self) -> None:
         super().cropped()

@@ -1,0 +1,282 @@
+"""Rows that come and go: each answers as a cache of its own would."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+
+import pytest
+import torch
+from caches import FULL, SMALL
+from captured import imitated
+from models import model, prompt, reference
+
+from hf_sparsekv import (
+    AsyncPredictiveCache,
+    OffloadConfig,
+    OffloadedSparseCache,
+    PredictiveConfig,
+    ProgressiveCache,
+    ProgressiveConfig,
+    QueryTap,
+    SparseCache,
+    StreamingConfig,
+    TwoLevelConfig,
+)
+
+ROWS, LENGTH = 4, 400
+STEPS = int(os.environ.get("HF_SPARSEKV_RANDOM_STEPS", "700"))
+NEAR = 2e-3  # of logits whose spread is about 10: sums over other shapes
+CHOOSE = {**SMALL, "dense_below": 0}
+BUDGET = {**CHOOSE, "token_budget": 32}
+BLOCKS = {"level": "two_level", "num_blocks": 3, "metadata": "min_max", "tail": None}
+
+MADE = {
+    "tokens": lambda: OffloadedSparseCache(TwoLevelConfig(**BUDGET), None),
+    "tokens-host": lambda: OffloadedSparseCache(TwoLevelConfig(**BUDGET)),
+    "tokens-host-smallpool": lambda: OffloadedSparseCache(TwoLevelConfig(**BUDGET), OffloadConfig(device_pool=30_000)),
+    "blocks-host": lambda: OffloadedSparseCache(TwoLevelConfig(**BUDGET, **BLOCKS)),
+    "progressive-host": lambda: ProgressiveCache(
+        ProgressiveConfig(**CHOOSE, threshold=0.7, min_tokens=16), OffloadConfig()
+    ),
+    "ahead": lambda: AsyncPredictiveCache(PredictiveConfig(**BUDGET, predictor="layer:in_delta")),
+    "streaming": lambda: SparseCache(StreamingConfig(block_size=16, sinks=4, window=32, dense_layers=0)),
+}
+
+
+class Rows:
+    """Rows of a cache, and for each a cache of its own that gets the same tokens."""
+
+    def __init__(self, cache, net, alone) -> None:
+        self.net, self.alone = net, alone
+        self.rows = cache.rows(ROWS, LENGTH)
+        self.own, self.next = {}, {}
+
+    def prefill(self, n: int, seed: int):
+        return self.rows.prefill(self.alone, prompt(1, n, seed=seed)["input_ids"], chunk=40)
+
+    def join(self, first) -> int:
+        own, token = copy.deepcopy(first.cache), int(first.logits.argmax())
+        row = self.rows.join(first)
+        self.own[row], self.next[row] = own, token
+        return row
+
+    def step(self) -> float:
+        """The largest difference of any row's logits from those of its own cache."""
+        tokens = torch.tensor([self.next.get(row, 0) for row in range(ROWS)])
+        found = self.rows.step(self.net, tokens).clone()
+        worst = 0.0
+        for row in self.rows.active:
+            own = self.own[row]
+            with torch.no_grad():
+                expected = self.alone(tokens[row].view(1, 1), past_key_values=own).logits[0, -1]
+            worst = max(worst, float((found[row] - expected).abs().max()))
+            self.next[row] = int(expected.argmax())
+        return worst
+
+
+def made(name: str, captured: bool) -> Rows:
+    alone = model("llama")
+    net = alone
+    if captured:
+        net, _ = imitated()
+    if name == "ahead":
+        QueryTap(alone).install()
+    return Rows(MADE[name](), net, alone)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
+@pytest.mark.parametrize("name", MADE)
+def test_rows_answer_as_caches_of_their_own(name, captured):
+    it = made(name, captured)
+    try:
+        it.join(it.prefill(150, 1))
+        assert max(it.step() for _ in range(4)) < NEAR
+        second, third = it.prefill(90, 2), it.prefill(30, 3)  # two prompts between two steps
+        assert it.step() < NEAR
+        it.join(third)
+        it.join(second)
+        assert max(it.step() for _ in range(22)) < NEAR  # over a block that becomes full
+        it.rows.hold(0)
+        assert max(it.step() for _ in range(5)) < NEAR
+        it.rows.leave(1)
+        it.rows.resume(0)
+        fourth = it.join(it.prefill(201, 4))
+        assert fourth == 1
+        assert max(it.step() for _ in range(20)) < NEAR
+        stats = it.rows.cache.stats()
+        assert stats.decode_steps == 52 and stats.sparse_calls > 0
+    finally:
+        if name == "ahead":
+            QueryTap(it.alone).remove()
+
+
+def test_prompts_between_two_steps_change_nothing():
+    """What prompts bring and choose is theirs: the rows that decode find all that they had."""
+    feeds, found = prompt(1, 60, seed=9)["input_ids"][0].tolist(), []
+    for between in (0, 2):
+        rows = MADE["tokens-host-smallpool"]().rows(ROWS, LENGTH)
+        rows.join(rows.prefill(model("llama"), prompt(1, 200, seed=1)["input_ids"]))
+        logits = []
+        for i, token in enumerate(feeds):
+            for seed in range(between if i == 30 else 0):
+                rows.join(rows.prefill(model("llama"), prompt(1, 220, seed=20 + seed)["input_ids"]))
+            logits.append(rows.step(model("llama"), [token] * ROWS)[0].clone())
+        found.append(torch.stack(logits))
+    torch.testing.assert_close(*found, atol=NEAR, rtol=0)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
+def test_anything_in_any_order(captured):
+    """Joins, leaves, holds, forks and crops, with room for everything: the tokens are full attention's."""
+    chance, plain = random.Random(5), reference("llama")
+    net = imitated()[0] if captured else model("llama")
+    cache = OffloadedSparseCache(TwoLevelConfig(**{**SMALL, **FULL}))
+    rows = cache.rows(ROWS, 160)
+    texts: dict[int, list[int]] = {}  # of each row, the token to come included
+    waiting = []
+    done = steps = 0
+
+    def check(row: int) -> None:
+        """What a row has said since its prompt is what full attention says."""
+        text, begun = texts[row], starts[row]
+        with torch.no_grad():
+            logits = plain(torch.tensor([text[:-1]])).logits[0, begun - 1 :]
+        for expected, token in zip(logits, text[begun:], strict=True):
+            assert expected[token] >= expected.max() - NEAR
+
+    starts: dict[int, int] = {}
+    while steps < STEPS:
+        free = ROWS - len(rows.rows)
+        kind = chance.choices(
+            ("step", "prefill", "join", "leave", "hold", "resume", "fork", "crop"), (40, 3, 6, 2, 2, 4, 1, 2)
+        )[0]
+        row = chance.choice(rows.rows) if rows.rows else None
+        if kind == "step" and rows.active:
+            if full := [r for r in rows.active if rows.lengths[r] >= 150]:
+                check(full[0])
+                rows.leave(full[0])
+                continue
+            tokens = [texts[r][-1] if r in rows.active else 0 for r in range(ROWS)]
+            logits = rows.step(net, tokens)
+            for r in rows.active:
+                texts[r] = [*texts[r], int(logits[r].argmax())]
+            steps += 1
+        elif kind == "prefill" and len(waiting) < 3:
+            ids = prompt(1, chance.randint(1, 90), seed=chance.randint(0, 999))["input_ids"]
+            waiting.append((rows.prefill(model("llama"), ids, chunk=chance.choice((None, 33))), ids[0].tolist()))
+        elif kind == "join" and waiting and free:
+            first, text = waiting.pop(chance.randrange(len(waiting)))
+            new = rows.join(first)
+            texts[new], starts[new] = [*text, int(first.logits.argmax())], len(text)
+        elif kind == "leave" and row is not None:
+            check(row)
+            rows.leave(row)
+            done += 1
+        elif kind == "hold" and row in rows.active:
+            rows.hold(row)
+        elif kind == "resume" and row is not None and row not in rows.active:
+            rows.resume(row)
+        elif kind == "fork" and row is not None and free:
+            new = rows.fork(row)
+            texts[new], starts[new] = list(texts[row]), starts[row]
+        elif kind == "crop" and row is not None and rows.lengths[row] > starts[row] + 1:
+            keep = chance.randint(max(starts[row], rows.lengths[row] - 45), rows.lengths[row] - 1)
+            rows.crop(row, keep)
+            texts[row] = texts[row][: keep + 1]  # the token behind it is fed next
+    for row in rows.rows:
+        check(row)
+        rows.leave(row)
+    assert done > STEPS // 60
+    while waiting:
+        rows.leave(rows.join(waiting.pop()[0]))
+    assert cache.row_table.ids.used == 0, "blocks of nobody are left"
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def rows_of_two():
+    rows = MADE["tokens"]().rows(2, 60)
+    rows.join(rows.prefill(model("llama"), prompt(1, 50)["input_ids"]))
+    return rows
+
+
+def test_what_is_refused_changes_nothing():
+    rows, net = rows_of_two(), model("llama")
+    more = rows.prefill(net, prompt(1, 20)["input_ids"])
+    rows.join(more)
+    with pytest.raises(ValueError, match="once"):
+        rows.join(more)
+    with pytest.raises(ValueError, match="all 2 rows are taken"):
+        rows.join(rows.prefill(net, prompt(1, 20)["input_ids"]))
+    with pytest.raises(ValueError, match="all 2 rows are taken"):
+        rows.fork(0)
+    other = MADE["tokens"]().rows(2, 60)
+    with pytest.raises(ValueError, match="other pools"):
+        other.join(rows.prefill(net, prompt(1, 20)["input_ids"]))
+    with pytest.raises(ValueError, match="does not fit rows of 1 to 60"):
+        rows.prefill(net, prompt(1, 61)["input_ids"])
+    with pytest.raises(ValueError, match="row by row"):
+        rows.prefill(net, prompt(2, 20)["input_ids"])
+    with pytest.raises(ValueError, match="there is no row 2"):
+        rows.leave(2)
+    rows.hold(1)
+    with pytest.raises(ValueError, match="held already"):
+        rows.hold(1)
+    with pytest.raises(ValueError, match="is not held"):
+        rows.resume(0)
+    with pytest.raises(ValueError, match="3 tokens were given for 2 rows"):
+        rows.step(net, [1, 2, 3])
+    with pytest.raises(ValueError, match="cannot be kept"):
+        rows.crop(0, 51)
+    assert (rows.rows, rows.active, rows.lengths) == ((0, 1), (0,), (50, 20))
+    for _ in range(10):
+        rows.step(net, [1, 2])
+    with pytest.raises(ValueError, match=r"rows \[0\] hold max_length=60 tokens"):
+        rows.step(net, [1, 2])
+    rows.leave(0)
+    with pytest.raises(ValueError, match="no row is active"):
+        rows.step(net, [1, 2])
+    with pytest.raises(ValueError, match="there is no row 0"):
+        rows.hold(0)
+
+
+def test_the_cache_of_rows_takes_nothing_else():
+    rows = rows_of_two()
+    cache = rows.cache
+    with pytest.raises(ValueError, match=r"read by rows\.prefill\(\)"):
+        model("llama")(prompt(2, 5)["input_ids"], past_key_values=cache)
+    for change in (lambda: cache.crop(-1), lambda: cache.reorder_cache(torch.tensor([1, 0]))):
+        with pytest.raises(ValueError, match="rows that come and go"):
+            change()
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.deepcopy(cache)
+    with pytest.raises(ValueError, match="needs an empty cache"):
+        cache.rows(2, 60)
+    cache.reset()
+    with pytest.raises(RuntimeError, match="was reset"):
+        rows.hold(0)
+    again = cache.rows(2, 60)
+    again.join(again.prefill(model("llama"), prompt(1, 30)["input_ids"]))
+    assert again.step(model("llama"), [1, 0]).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        lambda: OffloadedSparseCache(TwoLevelConfig(**BUDGET, **BLOCKS, lag=True)),
+        lambda: AsyncPredictiveCache(PredictiveConfig(predictor="ridge")),
+    ],
+    ids=["lag", "ridge"],
+)
+def test_methods_that_choose_ahead_are_refused(cache):
+    with pytest.raises(ValueError, match="chooses ahead"):
+        cache().rows(2, 60)
+
+
+def test_models_with_sliding_layers_are_refused():
+    rows = MADE["tokens"]().rows(2, 60)
+    with pytest.raises(ValueError, match="whole past"):
+        rows.prefill(model("gemma3"), prompt(1, 20)["input_ids"])
