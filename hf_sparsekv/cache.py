@@ -391,13 +391,17 @@ class SparseCache(Cache):
     def new_columns(self, mask: Tensor | None, step: Step) -> Tensor | None:
         """Validity of the step's columns, None if none is padding; worked out once a forward, not once a layer."""
         if self.row_batch is not None:
-            return self.row_batch.valid(step.k.device)
+            return self.new_rows(step.k.device)
         if mask is None:
             return None
         if self._columns[0] is not mask:
             valid = new_columns(mask, step.past, step.length).expand(len(step.k), -1)  # one mask may serve all rows
             self._columns = (mask, None if bool(valid.all()) else valid)
         return self._columns[1]
+
+    def new_rows(self, device: torch.device) -> Tensor | None:
+        """Which rows of a batch of which rows come and go get a token, bool ``[batch, 1]``; None: all."""
+        return None if self.row_batch is None else self.row_batch.valid(device)
 
     def warn_bypass(self) -> None:
         """Warn once that a model reads all keys and values instead of attending sparsely."""
@@ -589,9 +593,9 @@ class SparseCache(Cache):
             self.layers = [mine if isinstance(mine, SparseLayer) else new for mine, new in zip(self.layers, fresh)]
             if self._record_past:
                 super().activate_past_recording()
+        self.row_table.clear()
         for layer in self.sparse_layers:
             layer.empty()
-        self.row_table.clear()
         self.copy_streams.release()
         if self.device_pools is not None:
             self.device_pools.reset()

@@ -85,6 +85,8 @@ class RowBatch:
         for name, value in (("max_rows", max_rows), ("max_length", max_length)):
             if value < 1:
                 raise ValueError(f"{name} must be positive, got {value}")
+        if cache.row_batch is not None:
+            raise ValueError("this cache has rows already: use them, or reset() it")
         if cache.get_seq_length():
             raise ValueError(f"rows() needs an empty cache, this one holds {cache.get_seq_length()} tokens: reset() it")
         self.cache, self.max_rows, self.max_length = cache, max_rows, max_length

@@ -253,7 +253,7 @@ def test_the_cache_of_rows_takes_nothing_else():
             change()
     with pytest.raises(TypeError, match="cannot be copied"):
         copy.deepcopy(cache)
-    with pytest.raises(ValueError, match="needs an empty cache"):
+    with pytest.raises(ValueError, match="rows already"):
         cache.rows(2, 60)
     cache.reset()
     with pytest.raises(RuntimeError, match="was reset"):

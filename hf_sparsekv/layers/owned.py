@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 from ..attention.handle import Step
@@ -52,6 +53,10 @@ class Owner(Protocol):
 
     def new_columns(self, mask: Tensor | None, step: Step) -> Tensor | None:
         """Validity of the step's columns, bool ``[batch, q]``; None if none is padding."""
+        ...
+
+    def new_rows(self, device: torch.device) -> Tensor | None:
+        """Which rows of a batch of which rows come and go get a token, bool ``[batch, 1]``; None: all."""
         ...
 
     def passed(self, layer_idx: int) -> None:

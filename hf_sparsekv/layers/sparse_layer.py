@@ -318,14 +318,16 @@ class SparseLayer(Owned, CacheLayerMixin):
         before, after = before.detach(), after.detach()
         if replay is not None:
             if self.plan.foresees:
-                replay.behind(lambda: policy.note_added(before, after))
+                waits = replay.valid if self.owner.row_table.managed else None
+                replay.behind(lambda: policy.note_added(before, after, valid=waits))
             return
         past, new = 0 if store is None else store.length, after.shape[1]
         if self.broken or (past and after.shape[0] != store.batch):
             return  # update() refuses it
         if new == 1 and not (past and policy.plan(store).foresees):
             return
-        policy.note_added(before[:, -1:], after[:, -1:], past + new, None if new == 1 else mask)
+        waits = self.owner.new_rows(after.device)
+        policy.note_added(before[:, -1:], after[:, -1:], past + new, None if new == 1 else mask, waits)
 
     def _begin_step(self) -> None:
         """A decode step begins: blocks are in place, and there is room for marks of those that it attends to."""

@@ -216,11 +216,19 @@ class Policy(State):
         """What the layer before is expected to give, ``[batch, 1, hidden]``, if its input is ``stream``."""
         return stream
 
-    def note_added(self, before: Tensor, after: Tensor, length: int | None = None, mask: Tensor | None = None) -> None:
+    def note_added(
+        self,
+        before: Tensor,
+        after: Tensor,
+        length: int | None = None,
+        mask: Tensor | None = None,
+        valid: Tensor | None = None,
+    ) -> None:
         """The layer before has ended, for the last of ``length`` tokens: its input and output ``[batch, 1, hidden]``.
 
         After steps that were foreseen, and after several tokens. A captured step runs it beside the rest, without
-        ``length``, which is the host's (:meth:`replayed`). ``mask [batch, columns]``: 0 for padding.
+        ``length``, which is the host's (:meth:`replayed`). ``mask [batch, columns]``: 0 for padding. ``valid``: bool
+        ``[batch, 1]``, rows that have a token; nothing is noted of the others.
         """
 
     def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan) -> None:

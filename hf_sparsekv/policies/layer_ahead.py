@@ -99,13 +99,20 @@ class LayerAheadPolicy(PredictivePolicy):
         return stream + self.added.to(stream.dtype)
 
     @no_inference_mode
-    def note_added(self, before: Tensor, after: Tensor, length: int | None = None, mask: Tensor | None = None) -> None:
+    def note_added(
+        self,
+        before: Tensor,
+        after: Tensor,
+        length: int | None = None,
+        mask: Tensor | None = None,
+        valid: Tensor | None = None,
+    ) -> None:
         added = after - before
         if mask is not None:
             added = added * (mask[:, -1, None, None] != 0)  # nothing is known of a row that ends with padding
         if self.added is None or self.added.shape != added.shape or self.added.device != added.device:
             self.added = torch.empty_like(added)
-        self.added.copy_(added)
+        self.added.copy_(added if valid is None else torch.where(valid[..., None], added, self.added))
         if length is not None:
             self.added_at = length
 
