@@ -11,10 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from hf_sparsekv.cache import SparseCache
 from hf_sparsekv.cuda_graph.optimize import runner_of
 
 from .shapes import text_config
@@ -179,20 +181,26 @@ def capture_seconds(model, step: Steps) -> float:
     raise RuntimeError(f"no decode step was captured: {reasons or 'no reason was given'}")
 
 
+def make_room(cache: SparseCache) -> None:
+    """Make the storage grow if the next step needs that, as the step would do before anything else."""
+    cache.row_table.ready(cache.joined_rows())
+    for layer in cache.sparse_layers:
+        layer.store.pool.fit()
+
+
 def growth_seconds(model, step: Steps, tries: int) -> tuple[float, float]:
-    """Seconds of the step that makes the storage grow, and of the next one, which has to be captured anew.
+    """Seconds in which the storage grows, and of the step behind that, which has to be captured anew.
 
     Raises:
         RuntimeError: the storage did not grow.
     """
     runner = runner_of(model)
     capture_seconds(model, step)
-    captures, last = runner.captures, seconds(step)
+    captures = runner.captures
     for _ in range(tries):
-        now = seconds(step)
+        growth, now = seconds(partial(make_room, step.cache)), seconds(step)
         if runner.captures > captures:
-            return last, now
-        last = now
+            return growth, now
     raise RuntimeError(f"the storage did not grow within {tries} steps")
 
 
@@ -242,10 +250,14 @@ def generate_syncs(model, cache, batch: int, tokens: int, after: Callable[[], No
     return _each(totals)
 
 
-def timed(run: Callable[[], object], repeat: int = 30) -> list[float]:
-    """Milliseconds of each of ``repeat`` runs, the first five left out."""
-    clock = Clock(torch.device("cuda"))
+def timed(
+    run: Callable[[], object], repeat: int = 30, before: Callable[[], object] | None = None, device: str = "cuda"
+) -> list[float]:
+    """Milliseconds of each of ``repeat`` runs, the first five left out. ``before`` each of them, untimed."""
+    clock = Clock(torch.device(device))
     for _ in range(repeat):
+        if before is not None:
+            before()
         clock.mark()
         run()
         clock.mark()
@@ -262,9 +274,13 @@ def in_a_row_ms(step: Steps, steps: int) -> list[float]:
 
 
 def replay_ms(model, cache) -> list[float]:
-    """Milliseconds of the captured forward alone. What the cache holds is void afterwards."""
+    """Milliseconds of the captured forward alone, the same step each time. What the cache holds is void afterwards."""
     step = list(runner_of(model).graphs[cache].values())[-1]
-    return timed(step.graph.replay)
+    rows, device = cache.joined_rows(), model.device
+    steps = cache.row_table.steps(device)
+    steps.load(rows)
+    steps.held = None  # a replay takes them further
+    return timed(step.graph.replay, before=lambda: steps.after.copy_(rows.on(device)), device=device.type)
 
 
 def free() -> None:

@@ -28,7 +28,7 @@ class FreePolicy(PredictivePolicy):
     HOST: ClassVar = {"given": False}
     note = None
 
-    def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan, again: bool = False) -> None:
+    def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         if not self.given and not store.capturing:
-            super().look_ahead(q, store, plan, again)
+            super().look_ahead(q, store, plan)
             self.given = self.chosen

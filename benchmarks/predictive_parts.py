@@ -73,7 +73,7 @@ def parts(layers: list[SparseLayer], queries: list[Tensor], scale: float) -> dic
     """Each part alone, of layer ``i``; ``queries``: ``[batch, Hq, Dk]`` of each layer."""
     stores, policies = seats(layers)
     second = isinstance(layers[0].policy, SecondDevicePolicy)
-    column = [store.seq_len.at(store.device, store.length) for store in stores]
+    past = [store.held.on(store.device)[:, 0] for store in stores]
     params = AttentionParams(scale=scale)
     by_layer = isinstance(policies[0], LayerAheadPolicy)  # predicting is the layer's own projection: no part of it here
     predicted = (
@@ -93,12 +93,12 @@ def parts(layers: list[SparseLayer], queries: list[Tensor], scale: float) -> dic
         token_select(scores[i], None, budget, stores[i].block_size, out=policies[i].ids[..., :budget])
 
     def push(i: int) -> None:
-        policies[i].queries.push(queries[i][:, :, None], None, column[i])
+        policies[i].queries.push(queries[i][:, :, None], None, past[i])
 
     def transfer(i: int) -> None:
         peer, store = layers[i].policy.peer, layers[i].store
         recent = store.recent_kv[:, :, :1]
-        policies[i].queries.push(peer.reach("q", queries[i][:, :, None]), None, column[i])
+        policies[i].queries.push(peer.reach("q", queries[i][:, :, None]), None, past[i])
         stores[i].append(*(peer.reach(*t) for t in zip("kv", recent.split((store.key_dim, store.value_dim), -1))), None)
 
     def attend(i: int) -> None:
@@ -132,6 +132,14 @@ def parts(layers: list[SparseLayer], queries: list[Tensor], scale: float) -> dic
     return found
 
 
+def begin_step(store: LayerStore) -> None:
+    """Begin a captured step of the rows of ``store``: what follows reads them on the device."""
+    steps, table = store.step_rows, store.table_of_rows
+    steps.load(store.held)
+    steps.begin(None, store.block_size, table.recent)
+    steps.held = None  # its token is never cached
+
+
 def measure_parts(cache: SparseCache, report) -> None:
     """Add the parts' figures to a report. What the cache holds is void afterwards."""
     from hf_sparsekv.tuning.timing import captured  # needs Triton
@@ -140,6 +148,7 @@ def measure_parts(cache: SparseCache, report) -> None:
     if not layers:
         return
     home, (stores, policies) = layers[0].store, seats(layers)
+    begin_step(home)
     for device in {home.device, stores[0].device}:
         torch.cuda.synchronize(device)
     with ExitStack() as stack:

@@ -2,78 +2,43 @@
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentTypeError
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    DeepseekV3Config,
-    Gemma3TextConfig,
     GenerationConfig,
-    Glm4MoeLiteConfig,
-    LlamaConfig,
     PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
 )
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from hf_sparsekv.evaluation.small_model import small_model_path
-
-LONGEST = 262144  # positions: more than most of these models were trained for, the time of a step does not mind
-
-
-def _like(kind, hidden: int, layers: int, heads: tuple[int, int, int], inner: int, vocab: int, tied=False, **others):
-    """A configuration; ``heads``: query heads, KV heads, channels."""
-    return kind(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        **dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"), heads)),
-        intermediate_size=inner,
-        vocab_size=vocab,
-        max_position_embeddings=LONGEST,
-        tie_word_embeddings=tied,
-        **others,
-    )
-
-
-_ROPE = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-}
-# Five layers of six slide: layer_types follows from sliding_window.
-_GEMMA3 = {"vocab": 262208, "tied": True, "sliding_window": 1024, "rope_parameters": _ROPE}
-_QWEN2 = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
-SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "qwen3-8b": lambda: _like(Qwen3Config, 4096, 36, (32, 8, 128), 12288, 151936),
-    "qwen3-0.6b": lambda: _like(Qwen3Config, 1024, 28, (16, 8, 128), 3072, 151936, tied=True),
-    # Seven query heads a KV head, biases in q, k and v.
-    "qwen2.5-7b": lambda: _like(Qwen2Config, 3584, 28, (28, 4, 128), 18944, 152064, **_QWEN2),
-    "llama-3.1-8b": lambda: _like(LlamaConfig, 4096, 32, (32, 8, 128), 14336, 128256),
-    "llama-3.2-1b": lambda: _like(LlamaConfig, 2048, 16, (32, 8, 64), 8192, 128256, tied=True),
-    # Llama-2-7B: as many KV heads as query heads.
-    "mha-7b": lambda: _like(LlamaConfig, 4096, 32, (32, 32, 128), 11008, 32000),
-    # Latents (MLA) and mixtures of experts; both are the sizes that transformers gives these classes by itself.
-    "glm-4.7-flash": lambda: Glm4MoeLiteConfig(max_position_embeddings=LONGEST),
-    "deepseek-v3": lambda: DeepseekV3Config(max_position_embeddings=LONGEST),  # on one GPU with --layers 5 at most
-    "gemma3-12b": lambda: _like(Gemma3TextConfig, 3840, 48, (16, 8, 256), 15360, query_pre_attn_scalar=256, **_GEMMA3),
-    "gemma3-27b": lambda: _like(Gemma3TextConfig, 5376, 62, (32, 16, 128), 21504, query_pre_attn_scalar=168, **_GEMMA3),
-}
+from hf_sparsekv.tuning.shapes import SHAPES
 
 
 def parse_shape(text: str) -> tuple[int, int]:
-    """``8x32k`` -> ``(8, 32768)``: rows and tokens."""
-    batch, context = text.lower().split("x")
-    return int(batch), parse_tokens(context)
+    """``8x32k`` -> ``(8, 32768)``: rows and tokens.
+
+    Raises:
+        ArgumentTypeError: it is no shape.
+    """
+    if not (match := re.fullmatch(r"(\d+)x(\d+k?)", text.lower())):
+        raise ArgumentTypeError(f"{text!r} is no shape; write BATCHxLENGTH, for example 8x32k")
+    return int(match[1]), parse_tokens(match[2])
 
 
 def parse_tokens(text: str) -> int:
-    """``32k`` -> 32768."""
-    text = text.lower()
-    return int(text[:-1]) * 1024 if text.endswith("k") else int(text)
+    """``32k`` -> 32768.
+
+    Raises:
+        ArgumentTypeError: it is no number of tokens.
+    """
+    if not (match := re.fullmatch(r"(\d+)(k?)", text.lower())):
+        raise ArgumentTypeError(f"{text!r} is no length; write for example 512 or 32k")
+    return int(match[1]) * (1024 if match[2] else 1)
 
 
 def text_config(model) -> PreTrainedConfig:

@@ -8,10 +8,10 @@ dense attention; block-only and token-only selection; and the limit, the bytes t
 read-only bandwidth. A failure in one variant does not lose the others, and rows are written after each variant.
 
 Metrics: tpot_ms through generate(); steps_ms steps in a row without its loop, each with its own query; step_ms the
-captured forward alone, the same step again and again; capture_s from the first decode step to the
-end of its capture (capture_s:cold: the variant's first in this process, compilation of Triton kernels included if its
-cache on disk is empty); growth_s a step that makes the storage grow, recapture_s the next one; peak_gb while decoding
-(peak_gb:second on a second GPU, if that chooses);
+captured forward alone, the same step again and again; capture_s from the first decode step to the end of its capture
+(capture_s:cold: the variant's first in this process, compilation of Triton kernels included if its cache on disk is
+empty); growth_s while the storage grows, recapture_s the step behind that; peak_gb while decoding (peak_gb:second on a
+second GPU, if that chooses);
 allocations and host_syncs of one replayed step (:seal: the largest, of a step that seals a block);
 generate_host_syncs of one token. Offloaded caches also: fill_s to make and fill the cache, pinned memory included;
 over the tokens of tpot_ms, hit_rate (share of the chosen tokens or blocks that were on the device), missed_mb (those
@@ -235,7 +235,7 @@ class Bench:
         report.add("generate_host_syncs", generate_syncs(self.model, cache, batch, 16, after), "count")
 
     def growth(self, variant: Variant, batch: int, context: int) -> tuple[float, float]:
-        """Seconds of two steps: one that makes a cache without ``max_length`` grow, and one that is captured anew."""
+        """Seconds in which a cache without ``max_length`` grows, and of the step behind that, captured anew."""
         config = variant.config(**variant.settings)
         cache, after = self.filled(variant, batch, before_growth(config, context), None)
         tries = 2 * config.block_size  # three, if all is as planned

@@ -65,7 +65,7 @@ def serve(options: Options) -> int:
     try:
         from . import app
     except ImportError as error:
-        print(f"the demo needs gradio and pypdf ({error}): pip install 'hf-sparsekv[demo]'", file=sys.stderr)
+        print(f"the demo needs gradio and pypdf ({error}): pip install '.[demo]'", file=sys.stderr)
         return 1
     import torch
 

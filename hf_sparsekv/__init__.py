@@ -3,8 +3,13 @@
 Importing the package registers the attention implementation ``"sparsekv"`` with transformers and changes nothing
 else::
 
+    with hf_sparsekv.sparse(model):
+        model.generate(**inputs)
+
+or, with a cache of one's own::
+
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sparsekv")
-    model.generate(**inputs, past_key_values=OffloadedSparseCache(TwoLevelConfig(token_budget=1024)))
+    model.generate(**inputs, past_key_values=OffloadedSparseCache(token_budget=1024))
 """
 
 from . import policies as _policies  # noqa: F401 (registers the methods)
@@ -15,6 +20,7 @@ from .attention.tap import QueryTap, predict_ahead
 from .cache import AsyncPredictiveCache, OffloadedSparseCache, ProgressiveCache, SparseCache
 from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
 from .cuda_graph.optimize import optimize, unoptimize
+from .generating import generate, sparse
 from .policies.measured import WalkStats
 from .policies.streaming import StreamingConfig
 from .prefix import PrefixCache
@@ -45,8 +51,10 @@ __all__ = [
     "WalkStats",
     "__version__",
     "absorb_mla",
+    "generate",
     "optimize",
     "predict_ahead",
     "restore_mla",
+    "sparse",
     "unoptimize",
 ]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from os import PathLike
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,13 +20,21 @@ from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
 )
 
 from .attention.handle import Step
 from .attention.masks import check_not_empty, new_columns
-from .attention.mla import passes_on
-from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
+from .attention.mla import caller, passes_on
+from .config import (
+    OffloadConfig,
+    PredictiveConfig,
+    ProgressiveConfig,
+    SparseConfig,
+    TwoLevelConfig,
+    with_changes,
+)
 from .kv.pool import BlockPool, HostBudget
 from .kv.rows import Rows, RowTable, Taken
 from .kv.store import Tally
@@ -62,6 +70,15 @@ class Replayed(NamedTuple):
     tally: Tally
 
 
+def _check_decoder_only(config) -> None:
+    """Raise for the configuration of an encoder-decoder, a whole model's or that of one of its attention modules."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            "sparse caches serve decoder-only models; for an encoder-decoder leave past_key_values out (its "
+            "cross-attention cache is not supported)"
+        )
+
+
 class SparseCache(Cache):
     """A KV cache whose full-attention layers decode sparsely; every other layer is transformers' own.
 
@@ -78,16 +95,20 @@ class SparseCache(Cache):
         offload: how to keep full blocks in host memory; ``None`` keeps all KV on the device, unless ``config`` says
             otherwise.
         model_config: the model's configuration. Needed for models with linear-attention layers only.
+        changes: options of the configuration, in place of those in ``config``: ``token_budget=512``.
 
     Raises:
-        TypeError: ``config`` is no method's configuration, or ``offload`` no :class:`OffloadConfig`.
+        TypeError: ``config`` is no method's configuration or has no such option, or ``offload`` is no
+            :class:`OffloadConfig`.
         ValueError: ``config`` and ``offload`` want different places, or a file or a device named in ``config`` is
             missing or of another model.
     """
 
     config_type: ClassVar[type[SparseConfig] | None] = None  # the only one that the class takes, and its default
 
-    def __init__(self, config: SparseConfig, offload: OffloadConfig | None = None, model_config=None) -> None:
+    def __init__(
+        self, config: SparseConfig, offload: OffloadConfig | None = None, model_config=None, **changes: Any
+    ) -> None:
         super().__init__(layers=[])
         if self.config_type is not None:
             config = self.config_type() if config is None else config
@@ -96,6 +117,7 @@ class SparseCache(Cache):
         if offload is not None and not isinstance(offload, OffloadConfig):
             raise TypeError(f"offload must be an OffloadConfig or None, got {type(offload).__name__}")
         policy = self._policy_type(config)
+        config = with_changes(config, changes)
         offload = policy.place(config, offload)
         self.config, self.offload_config = config, offload
         self.shared: Shared = policy.share(config, offload)
@@ -132,7 +154,11 @@ class SparseCache(Cache):
 
     def __repr__(self) -> str:
         where = "device" if self.offload_config is None else "host"
-        return f"{type(self).__name__}({self.get_seq_length()} tokens on {where}, {self.config})"
+        where = "second device" if "second" in self.shared.places else where
+        rows = next((layer.store.batch for layer in self.sparse_layers if layer.store is not None), 1)
+        tokens = f"{self.get_seq_length()} tokens" if rows == 1 else f"{rows} x {self.get_seq_length()} tokens"
+        about = self.config.brief() if self.config_type is None else self.config.changes()
+        return f"{type(self).__name__}({tokens} on {where}{', ' * bool(about)}{about})"
 
     # ------------------------------------------------------------------ layers
 
@@ -144,11 +170,7 @@ class SparseCache(Cache):
             ValueError: the model is of a kind that a sparse cache cannot serve.
         """
         check_config(model_config)
-        if getattr(model_config, "is_encoder_decoder", False):
-            raise ValueError(
-                "sparse caches serve decoder-only models; for an encoder-decoder leave past_key_values out (its "
-                "cross-attention cache is not supported)"
-            )
+        _check_decoder_only(model_config)
         self.shared.check_model(model_config.get_text_config(decoder=True))
         stock = DynamicCache(config=model_config).layers
         if any(isinstance(layer, DynamicIndexedLayer) for layer in stock):
@@ -159,11 +181,17 @@ class SparseCache(Cache):
             elif self._record_past and hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
         if not any(isinstance(layer, SparseLayer) for layer in stock):
-            warnings.warn(
-                f"no layer of this {model_config.model_type} model attends to its whole past (sliding windows or "
-                f"linear attention only): {type(self).__name__} has nothing to make sparse",
-                stacklevel=3,
-            )
+            if any(isinstance(layer, LinearAttentionAndFullAttentionLayer) for layer in stock):
+                why = (
+                    f"the layers of this {model_config.model_type} model that attend to their whole past hold a state "
+                    "of linear attention (Mamba) as well, and such layers stay transformers' own: right, but dense"
+                )
+            else:
+                why = (
+                    f"no layer of this {model_config.model_type} model attends to its whole past (sliding windows or "
+                    "linear attention only)"
+                )
+            warnings.warn(f"{why}: {type(self).__name__} has nothing to make sparse", stacklevel=3)
         # Both at the end: after an interrupt in between the next call binds anew.
         self.layers = stock
         self._linear = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in stock)
@@ -280,7 +308,7 @@ class SparseCache(Cache):
         """Keys and values of a layer's next tokens, as ``Cache.update``; what attention gets back knows the cache.
 
         Raises:
-            ValueError: there are no tokens, or they are of another model than those before.
+            ValueError: there are no tokens, they are of another model than those before, or of an encoder-decoder.
         """
         check_not_empty(key_states.shape[0], key_states.shape[-2])
         self.changes += 1
@@ -289,6 +317,8 @@ class SparseCache(Cache):
         if self.row_batch is not None and key_states.shape[-2] != 1:
             raise ValueError("prompts of rows that come and go are read by rows.prefill(), and join() them then")
         if self.model_config is None:
+            if layer_idx >= len(self.layers):  # before anything is stored, whatever attention function there is
+                _check_decoder_only(getattr(caller(), "config", None))
             while len(self.layers) <= layer_idx:
                 self.layers.append(self._layer(len(self.layers)))
         elif layer_idx >= len(self.layers):
@@ -299,12 +329,14 @@ class SparseCache(Cache):
         layer = self.layers[layer_idx]
         if layer is next((other for other in self.layers if isinstance(other, CacheLayerMixin)), None):
             self._check_complete()
-        self._check_passes(layer_idx)
+        if not isinstance(layer, LinearAttentionCacheLayerMixin):  # else its other half was asked before, and counted
+            self._check_passes(layer_idx)
         return layer.update(key_states, value_states, *args, **kwargs)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """As ``Cache.get_mask_sizes``; a forward pass begins with it, so an empty input is refused here."""
-        check_not_empty(1, int(query_length))
+        if not query_length:
+            check_not_empty(1, 0, int(self.get_seq_length()))
         return super().get_mask_sizes(query_length, layer_idx)
 
     def _check_complete(self) -> None:
@@ -402,6 +434,16 @@ class SparseCache(Cache):
         self._states[layer_idx] += 1
         return state
 
+    def get_conv_state(self, layer_idx: int, *args, **kwargs) -> Tensor | None:
+        """As ``Cache.get_conv_state`` of later releases than transformers 5.17, for layers of other kinds."""
+        self._need_config()
+        return super().get_conv_state(layer_idx, *args, **kwargs)
+
+    def get_recurrent_state(self, layer_idx: int, *args, **kwargs) -> Tensor | None:
+        """As ``Cache.get_recurrent_state`` of later releases than transformers 5.17, for layers of other kinds."""
+        self._need_config()
+        return super().get_recurrent_state(layer_idx, *args, **kwargs)
+
     def update_indexer(self, *args, **kwargs) -> Tensor:
         raise ValueError(
             "this model selects tokens by itself (DeepSeek Sparse Attention: a trained indexer, whose keys the cache "
@@ -442,6 +484,33 @@ class SparseCache(Cache):
                 f"this model has linear-attention layers: make the cache with {type(self).__name__}(..., "
                 "model_config=model.config)"
             )
+
+    @property
+    def first_attention_layer(self) -> int:
+        """RecurrentGemma's own: written when a forward pass begins, which then looks into the layer of this index."""
+        return self._first_attention
+
+    @first_attention_layer.setter
+    def first_attention_layer(self, index: int) -> None:
+        self._need_config()
+        self._first_attention = index
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """As ``Cache.get_max_length``, for a cache without layers, too: -1, no limit."""
+        return super().get_max_length(layer_idx) if self.layers else -1
+
+    @property
+    def max_cache_len(self) -> int:
+        """Deprecated in transformers. PEFT's prefix tuning asks for it before it puts another cache in its place.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "PEFT's prefix tuning keeps its prefix in a DynamicCache of its own, which would take the place of "
+            f"{type(self).__name__}, so that nothing were sparse: leave past_key_values out, or use LoRA or prompt "
+            "tuning, which work with sparse caches. (For the length of a cache: get_max_length())"
+        )
 
     def activate_past_recording(self) -> None:
         """As ``Cache.activate_past_recording``, for layers that are made later, too."""
@@ -550,7 +619,7 @@ class SparseCache(Cache):
 
     def stats(self) -> CacheStats:
         """Counters since the cache was made or reset. Synchronises with the device."""
-        return collect(self.sparse_layers, self.device_pools)
+        return collect(self.sparse_layers, self.device_pools, self.row_table)
 
     def watch_blocks(self, on: bool = True) -> None:
         """Have each decode step mark which blocks it attends to, for :meth:`chosen_blocks`; or stop that.
@@ -577,7 +646,7 @@ class SparseCache(Cache):
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes allocated by its own layers, shared blocks included: ``device``, ``host``; ``second`` if it has one."""
-        held = allocated(self.sparse_layers, self.device_pools)
+        held = allocated(self.sparse_layers, self.device_pools, self.row_table)
         return {place: held[place] for place in self.shared.places}
 
     # ------------------------------------------------------------------ files
@@ -633,6 +702,7 @@ class OffloadedSparseCache(SparseCache):
         config: what to select.
         offload: how to offload; ``None`` keeps all KV on the device.
         model_config: the model's configuration. Needed for models with linear-attention layers only.
+        changes: options of the configuration: ``OffloadedSparseCache(token_budget=512)``.
 
     Raises:
         ValueError: the channel file named in ``config`` is missing or of another model.
@@ -645,8 +715,9 @@ class OffloadedSparseCache(SparseCache):
         config: TwoLevelConfig | None = None,
         offload: OffloadConfig | None = OffloadConfig(),  # noqa: B008 (frozen)
         model_config=None,
+        **changes: Any,
     ) -> None:
-        super().__init__(config, offload, model_config)
+        super().__init__(config, offload, model_config, **changes)
 
 
 class ProgressiveCache(SparseCache):
@@ -660,14 +731,19 @@ class ProgressiveCache(SparseCache):
         config: how much to cover.
         offload: how to offload; ``None`` keeps all KV on the device.
         model_config: the model's configuration. Needed for models with linear-attention layers only.
+        changes: options of the configuration: ``ProgressiveCache(threshold=0.98)``.
     """
 
     config_type = ProgressiveConfig
 
     def __init__(
-        self, config: ProgressiveConfig | None = None, offload: OffloadConfig | None = None, model_config=None
+        self,
+        config: ProgressiveConfig | None = None,
+        offload: OffloadConfig | None = None,
+        model_config=None,
+        **changes: Any,
     ) -> None:
-        super().__init__(config, offload, model_config)
+        super().__init__(config, offload, model_config, **changes)
 
 
 class AsyncPredictiveCache(SparseCache):
@@ -681,6 +757,7 @@ class AsyncPredictiveCache(SparseCache):
         config: what to predict and to select, and where.
         offload: how to offload; ``None`` keeps all KV on the device, unless ``config.cache_rank`` is ``"host"``.
         model_config: the model's configuration. Needed for models with linear-attention layers only.
+        changes: options of the configuration: ``AsyncPredictiveCache(token_budget=512)``.
 
     Raises:
         ValueError: ``config`` and ``offload`` want different places, or the channel file named in ``config`` is missing
@@ -690,9 +767,13 @@ class AsyncPredictiveCache(SparseCache):
     config_type = PredictiveConfig
 
     def __init__(
-        self, config: PredictiveConfig | None = None, offload: OffloadConfig | None = None, model_config=None
+        self,
+        config: PredictiveConfig | None = None,
+        offload: OffloadConfig | None = None,
+        model_config=None,
+        **changes: Any,
     ) -> None:
-        super().__init__(config, offload, model_config)
+        super().__init__(config, offload, model_config, **changes)
 
 
 CACHES = (SparseCache, OffloadedSparseCache, ProgressiveCache, AsyncPredictiveCache)  # files name one of them

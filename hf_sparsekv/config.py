@@ -7,8 +7,8 @@ together (:meth:`SparseConfig.preset`); what each costs and finds is in docs/pre
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from os import PathLike
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
@@ -163,6 +163,15 @@ class SparseConfig(Options):
         offered = ", ".join(map(repr, cls.PRESETS)) or "none"
         _require(name in cls.PRESETS, f"{cls.__name__} has no preset {name!r}; it has {offered}")
         return cls(**{**cls.PRESETS[name], **changes})
+
+    def brief(self) -> str:
+        """Class and options that differ from the defaults, on one line: ``"TwoLevelConfig(token_budget=512)"``."""
+        return f"{type(self).__name__}({self.changes()})"
+
+    def changes(self) -> str:
+        """Options that differ from the defaults: ``"token_budget=512, sinks=8"``."""
+        held = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        return ", ".join(f"{name}={value!r}" for name, value, default in held if value != default)
 
 
 def _check_index(config: TwoLevelConfig) -> None:
@@ -542,3 +551,18 @@ class OffloadConfig:
             pool is None or (_is_int(pool) and pool >= 0) or (isinstance(pool, float) and 0 < pool < 1),
             f"device_pool must be bytes (an integer), a share of free memory (between 0 and 1) or None, got {pool!r}",
         )
+
+
+def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
+    """``config`` with other values of some options.
+
+    Raises:
+        TypeError: it has no such option.
+        ValueError: the values do not fit it.
+    """
+    for name in changes:
+        if name in OffloadConfig.__dataclass_fields__:
+            raise TypeError(
+                f"{name} is an option of OffloadConfig: give offload=OffloadConfig({name}={changes[name]!r})"
+            )
+    return replace(config, **changes) if changes else config

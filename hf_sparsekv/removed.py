@@ -6,8 +6,9 @@ the option had a value that stands for what happens now.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,23 @@ def refuse(config: type, names: Iterable[str]) -> None:
             raise ValueError(f"{config.__name__} no longer has {name}: {gone[name].instead}")
 
 
+def check_names(config: type, names: Iterable[str]) -> None:
+    """Raise TypeError for the first name that is no field of a dataclass, with the one that it resembles."""
+    known = [field.name for field in fields(config)]
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"its options are {', '.join(known)}"
+            raise TypeError(f"{config.__name__} got an unexpected keyword argument {name!r}: {hint}")
+
+
 class Options:
-    """Base of the configurations: an option that is gone raises ValueError, which says what to do instead."""
+    """Base of the configurations: an option that is gone raises ValueError, which says what to do instead.
+
+    One that never was raises TypeError, which names the nearest that there is.
+    """
 
     def __new__(cls, *args: object, **given: object) -> Options:
         refuse(cls, given)
+        check_names(cls, given)
         return super().__new__(cls)

@@ -16,6 +16,7 @@ import torch
 from hf_sparsekv import OffloadConfig
 from hf_sparsekv.kv import pool
 from hf_sparsekv.kv.pool import BlockPool
+from hf_sparsekv.kv.rows import BlockIds
 from hf_sparsekv.offload import host_pages, host_pool
 from hf_sparsekv.offload.host_limit import HostBudget
 from hf_sparsekv.offload.host_pages import PAGE
@@ -90,38 +91,41 @@ def budget_of(size=64 * MB, **kwargs):
 
 def make_pool(budget, capacity=16, device=CPU, block_shape=BLOCK_SHAPE, dtype=torch.float32):
     heads, block, dim = block_shape
-    blocks = BlockPool(
-        heads=heads, block_size=block, token_dim=dim, dtype=dtype, device=device, host=budget, capacity=capacity
+    return BlockPool(
+        heads=heads,
+        block_size=block,
+        token_dim=dim,
+        dtype=dtype,
+        device=device,
+        host=budget,
+        capacity=capacity,
+        ids=BlockIds(),
     )
-    blocks.table = Table(device)
-    blocks.register(blocks.table)
-    return blocks
 
 
-class Table:
-    """Names all physical blocks that were filled."""
-
-    def __init__(self, device):
-        self.block_table = torch.zeros(0, dtype=torch.int32, device=device)
-
-    def wait_for_copies(self):
-        """Nothing is on its way."""
+def grow(blocks, n):
+    """Make room for ``n`` more physical blocks: their ids, which are given back if there is none."""
+    ids = blocks.ids.take(n)
+    try:
+        blocks.fit()
+    except BaseException:
+        blocks.ids.drop(ids)
+        raise
+    return ids
 
 
 def fill(blocks, n):
-    """Allocate and write ``n`` physical blocks, each with its number."""
-    physical_ids = blocks.allocate(n)
-    blocks.table.block_table = torch.cat((blocks.table.block_table, physical_ids))
+    """Take and write ``n`` physical blocks, each with its number."""
+    physical_ids = torch.from_numpy(grow(blocks, n)).to(blocks.device)
     values = physical_ids.float()[:, None, None, None].expand(n, *blocks.kv.shape[1:]).to(blocks.kv.dtype)
     blocks.write(physical_ids, values)
     return physical_ids
 
 
 def intact(blocks):
-    want = torch.arange(blocks.used, dtype=torch.float32)
-    return torch.equal(blocks.kv[: blocks.used].float().amax((1, 2, 3)), want) and torch.equal(
-        blocks.kv[: blocks.used].float().amin((1, 2, 3)), want
-    )
+    used = blocks.ids.used
+    want, held = torch.arange(used, dtype=torch.float32), blocks.kv[:used].float()
+    return torch.equal(held.amax((1, 2, 3)), want) and torch.equal(held.amin((1, 2, 3)), want)
 
 
 def run_alone(code):

@@ -71,7 +71,7 @@ class Oracle:
         recent, before = self.config.window + self.config.max_draft, state.full_blocks
         old = [(len(self.real(row, length)) - recent) // self.config.block_size for row in range(batch)]
         state.full_blocks = [max(both) for both in zip(state.full_blocks or [0] * batch, old)]
-        if not fine or state.channels is not None:
+        if self.lag and (not fine or state.channels is not None):
             # A step looks ahead if there is something to choose from before it seals a block, a prompt behind it.
             looks = self.looks_ahead(before if q == 1 else state.full_blocks)
             state.last_query = query[:, :, -1] if looks else None
@@ -96,9 +96,7 @@ class Oracle:
         fine = self.level != "block"
         if layer < config.dense_layers or (fine and state.channels is None):
             return real
-        sinks = real[: config.sinks]
-        stored = (state.full_blocks[row] if state.full_blocks else 0) * size  # tokens of the row, padding not counted
-        near, free = real[stored:], real[len(sinks) : stored]
+        sinks, near, free = self.parts(state, row, real)
         block_of = {c: i // size for i, c in enumerate(real)}
         place = {c: i % size for i, c in enumerate(real)}
         mine = slice(head * group, (head + 1) * group)
@@ -132,6 +130,12 @@ class Oracle:
         labels = self.labels(keys[columns][:, channels])
         each = queries[:, channels].float() @ labels.T  # [query heads, columns]
         return each.amax(0) if self.config.token_reduce == "max" else each.mean(0)
+
+    def parts(self, state, row: int, real: list[int]) -> tuple[list[int], list[int], list[int]]:
+        """Of the columns of a row's tokens: sinks, those that are not in full blocks, and what can be chosen."""
+        stored = (state.full_blocks[row] if state.full_blocks else 0) * self.config.block_size
+        sinks = real[: self.config.sinks]
+        return sinks, real[stored:], real[len(sinks) : stored]
 
     def real(self, row: int, length: int) -> list[int]:
         """The columns of a row that are no padding."""
@@ -277,8 +281,8 @@ class Race:
         self.mask = self.mask[:, :-remove]
         self.ours.crop(-remove)
         self.stock.crop(-remove)
-        self.oracle.valid = self.mask.bool()
         self.oracle.crop(self.mask.shape[1])
+        self.oracle.valid = self.mask.bool()
 
     def map_rows(self, index: Tensor) -> None:
         self.mask = self.mask[index]

@@ -131,17 +131,17 @@ def test_an_error_on_the_way(lazy, monkeypatch):
     ids = prompt(2, 150)["input_ids"]
     cache = two_level(**FULL)
     logits(model("llama"), cache, (ids[:, :60],))
-    original = pool.BlockPool.take
+    original = pool.BlockPool.fit
 
-    def full(self, n):
+    def full(self):
         if self is cache.sparse_layers[1].store.pool:
             raise MemoryError("host memory is full")
-        return original(self, n)
+        original(self)
 
-    monkeypatch.setattr(pool.BlockPool, "take", full)
+    monkeypatch.setattr(pool.BlockPool, "fit", full)
     with pytest.raises(MemoryError, match="host memory is full"):
         logits(model("llama"), cache, (ids[:, 60:],))
-    monkeypatch.setattr(pool.BlockPool, "take", original)
+    monkeypatch.setattr(pool.BlockPool, "fit", original)
     with pytest.raises(RuntimeError, match="incomplete"):
         logits(model("llama"), cache, (ids[:, :1],))
     cache.reset()
@@ -196,8 +196,7 @@ def test_a_page_table_grows_after_what_others_change_in_it(lazy):
     lazy[0].given += 1
     late.at = lazy[0].given
     pages.pool.busy_until(late)
-    with store.pool.lock:
-        store.pool._grow(store.pool.capacity + 40)
+    store.pool._grow(store.pool.capacity + 40)
     pages.enter(1)
     assert len(pages.table) == store.pool.capacity
     assert bool((pages.table == -1).all())

@@ -64,7 +64,7 @@ def test_dense_up_to_the_number_then_as_the_oracle(case, pads):
     assert stats.attended_share == 1.0
     assert race.run(1, seed=1) < TOLERANCE
     # Without tokens' labels a step that no blocks were chosen for attends to everything once more.
-    no_choice = config.get("level") == "block" and config.get("lag")
+    no_choice = race.ours.config.level == "block" and race.ours.config.lag
     assert race.ours.stats().sparse_calls == (0 if no_choice else sparse_layers)
     assert race.run(5, seed=2) < TOLERANCE
     stats = race.ours.stats()

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, SparseCache, SparseConfig, TwoLevelConfig
+from hf_sparsekv.attention.interface import sparsekv_attention
 from hf_sparsekv.cli import loading
 from hf_sparsekv.cli.output import CommandError
 from hf_sparsekv.predictor.channels import LabelChannels
@@ -66,7 +67,7 @@ def test_an_empty_prompt(name, make):
 
 def test_no_new_tokens(filled):
     """In mid-cache, by a model and by a caller's own loop; rows as well."""
-    with pytest.raises(ValueError, match=EMPTY):
+    with pytest.raises(ValueError, match=r"no new tokens: this cache holds 90 tokens, .* call cache\.reset\(\)"):
         feed("llama", filled, IDS[:, :0])
     k = torch.zeros(1, 2, 0, 16)
     with pytest.raises(ValueError, match=EMPTY):
@@ -79,6 +80,60 @@ def test_no_new_tokens(filled):
     assert filled.get_seq_length() == 90
     whole = model("llama")(torch.cat((IDS, IDS[:, :3]), 1)).logits[:, -3:]
     torch.testing.assert_close(feed("llama", filled, IDS[:, :3]), whole, rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------------- a second prompt
+
+
+def generate(name, cache, inputs, **kwargs):
+    return model(name).generate(**inputs, past_key_values=cache, do_sample=False, max_new_tokens=4, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-next"])
+@pytest.mark.parametrize("length", [50, 93])
+def test_a_second_prompt_over_a_used_cache(name, length):
+    """No longer than what is cached: told how much that is and what to do, with a mask and without; nothing changes."""
+    cache = two_level(model_config=model(name).config)
+    generate(name, cache, prompt(1, 90))  # leaves 93 tokens: the last one was never fed
+    second = prompt(1, length, seed=3)
+    message = r"this cache holds 93 tokens.* For another prompt.* call cache\.reset\(\) or make a new cache; to go on"
+    for inputs in (second, {"input_ids": second["input_ids"]}):
+        with pytest.raises(ValueError, match=message) as error:
+            generate(name, cache, inputs)
+        assert "begin-of-sequence" not in str(error.value) and "make" not in str(error.value).split("For another")[0]
+    assert cache.get_seq_length() == 93
+    cache.reset()
+    found = generate(name, cache, second)
+    assert torch.equal(found, reference(name).generate(**second, do_sample=False, max_new_tokens=4))
+
+
+def test_a_prompt_again_after_an_error():
+    """Interrupted in the answer, the same prompt again: the cache holds all of it and more."""
+
+    class Stop(tf.StoppingCriteria):
+        def __call__(self, ids, scores, **kwargs):
+            if ids.shape[1] == 95:
+                raise KeyboardInterrupt
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+    cache, inputs = two_level(), prompt(2, 90, (0, 9))
+    with pytest.raises(KeyboardInterrupt):
+        model("llama").generate(**inputs, past_key_values=cache, max_new_tokens=20, stopping_criteria=[Stop()])
+    message = r"attention_mask has 90 columns.* holds 94 tokens.*or the same one after an error, call cache\.reset\(\)"
+    with pytest.raises(ValueError, match=message):
+        generate("llama", cache, inputs)
+    cache.reset()
+    expected = reference("llama").generate(**inputs, do_sample=False, max_new_tokens=4)
+    assert torch.equal(generate("llama", cache, inputs), expected)
+
+
+def test_a_longer_prompt_continues_the_old_text():
+    """As docs/reuse.md says, and as with transformers' own caches: it looks like a conversation's next turn."""
+    cache, first, other = two_level(**FULL), prompt(1, 90), prompt(1, 120, seed=3)
+    text = generate("llama", cache, first)[:, :93]
+    continued = torch.cat((text, other["input_ids"][:, 93:]), dim=1)
+    expected = reference("llama").generate(continued, do_sample=False, max_new_tokens=4)[:, 120:]
+    assert torch.equal(generate("llama", cache, other)[:, 120:], expected)
 
 
 # ---------------------------------------------------------------------- configuration
@@ -198,29 +253,11 @@ def test_channel_files_that_do_not_fit(tmp_path):
 # ---------------------------------------------------------------------- models
 
 
-def tiny_bart(attn):
-    torch.manual_seed(0)
-    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    config = tf.BartConfig(vocab_size=VOCAB, **sizes, **heads, attn_implementation=attn)
-    return tf.BartForConditionalGeneration(config).eval()
-
-
-def test_encoder_decoder():
-    with pytest.raises(ValueError, match="sparse caches serve decoder-only models"):
-        tiny_bart("sparsekv").generate(IDS[:, :10], past_key_values=two_level(), max_new_tokens=3)
-    with pytest.raises(ValueError, match="sparse caches serve decoder-only models"):
-        two_level(model_config=tf.BartConfig())
-    inputs = prompt(2, 12, (0, 5))  # without a cache of ours it runs
-    texts = [tiny_bart(attn).generate(**inputs, max_new_tokens=8, do_sample=False) for attn in ("sparsekv", "sdpa")]
-    assert torch.equal(*texts)
-
-
 def test_position_bias():
-    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
-    t5 = tf.T5ForConditionalGeneration(tf.T5Config(vocab_size=VOCAB, **sizes, attn_implementation="sparsekv")).eval()
+    cache, query = two_level(), torch.zeros(1, 4, 3, 16)
+    keys = cache.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 0)
     with pytest.raises(ValueError, match="do not support attention with a position bias: use a DynamicCache"):
-        t5.generate(IDS[:, :10], past_key_values=two_level(), max_new_tokens=3)
+        sparsekv_attention(model("llama"), query, *keys, None, position_bias=torch.zeros(1, 4, 3, 3))
 
 
 def test_linear_attention_needs_the_config():
@@ -311,6 +348,6 @@ def test_configuration_of_another_number_of_layers(layers):
 def test_models_without_attention_interface(tmp_path, monkeypatch):
     config = AutoConfig.for_model("falcon", hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path: None)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path, **kwargs: None)
     with pytest.raises(CommandError, match="transformers runs falcon models with attention of their own only"):
         loading.load(str(tmp_path), None, torch.device("cpu"))

@@ -368,7 +368,7 @@ def test_eval_all_says_what_is_wrong(tiny, text, tmp_path) -> None:  # noqa: F81
     assert "no family 'cwes'" in error(*args, "--families", "cwes", status=2)
     assert "no chat template" in error(*args, "--chat")
     assert "chain_2 does not fit into 300 tokens" in error(*args, "--lengths", "300", "--only", "tasks")
-    assert "longer text" in error(*args, "--lengths", "9000k", "--only", "text")
+    assert "longer text" in error(*args, "--lengths", "2000", "--tokens", "2000", "--only", "text")
     assert not (tmp_path / "out").exists()
 
 

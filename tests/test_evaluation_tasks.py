@@ -297,12 +297,14 @@ def test_eval_says_what_is_wrong(probe, tiny, tmp_path) -> None:  # noqa: F811
     assert "unknown method" in error("eval", "ruler", probe, "--cache", "nothing", *out, status=2)
     assert "no family 'cwe'" in error("eval", "ruler", probe, "--families", "cwe", *out, status=2)
     assert "is no length" in error("eval", "ruler", probe, "--lengths", "long", *out, status=2)
-    assert "no chat template" in error("eval", "ruler", tiny, "--chat", *out)
+    assert "no chat template" in error("eval", "ruler", tiny, "--chat", "--lengths", "1k", *out)
     assert "no task" in error("eval", "longbench", probe, "--tasks", "x", *out, status=2)
     assert "needs a GPU" in error("eval", "agreement", probe, "--capture", "--device", "cpu", *out)
     data = ("--data", tmp_path, "--max-length", "4k,8k", "--out", tmp_path / "o4")
     assert "'4k,8k' is no length" in error("eval", "longbench", tiny, *data, status=2)
     short = tmp_path / "short.txt"
     short.write_text("few words")
-    assert "longer text" in error("eval", "agreement", tiny, "--text-file", short, "--out", tmp_path / "o2")
+    assert "longer text" in error(
+        "eval", "agreement", tiny, "--lengths", "1k", "--text-file", short, "--out", tmp_path / "o2"
+    )
     assert "cannot read" in error("eval", "agreement", tiny, "--text-file", tmp_path / "no", "--out", tmp_path / "o3")

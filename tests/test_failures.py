@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from caches import FULL, SMALL, TIGHT, two_level
+from captured import Imitation
 from models import build, model, prompt
 from test_errors import IDS, feed, works
 
@@ -30,7 +33,7 @@ def test_mask_of_other_columns():
     more, changed = IDS[:, :3].repeat(2, 1), right.clone()
     changed[0, 4] = 0
     for n in (1, 3):
-        with pytest.raises(ValueError, match=f"mask has {n} columns, but 90 cached and {n} new tokens make {90 + n}"):
+        with pytest.raises(ValueError, match=rf"mask has {n} columns, .* this cache holds 90 tokens.*reset\(\)"):
             feed("llama", cache, more[:, :n], attention_mask=torch.ones(2, n))
         with pytest.raises(ValueError, match="attention_mask differs from the one these tokens were cached with"):
             feed("llama", cache, more[:, :n], attention_mask=changed[:, : 90 + n])
@@ -191,3 +194,30 @@ def test_reset_with_another_batch_size_needs_no_memory_twice():
     cache.reset()
     feed("llama", cache, IDS.repeat(2, 1))
     assert cache.memory_bytes()["host"] == 2 * POOL == cache.budget.used
+
+
+@pytest.mark.parametrize("how", ["step", "captured", "chunk", "second layer"])
+def test_memory_that_one_cache_lacks_is_not_missed_by_its_copy(how):
+    """Both share the pools. What the one has no room for is none that the other has to make."""
+    full = 16 * 16 + 20  # the row's 16 blocks, which fill the smallest pool; window and drafts
+    ids = prompt(1, full + 120)["input_ids"]
+    cache = limited(2 * POOL + (4 * BLOCK if how == "second layer" else 0))
+    net = build("llama", "sparsekv")
+    if how == "captured":
+        Imitation(net).install()
+    with torch.no_grad():
+        for part in ids[:, :full].split(256, dim=1):
+            net(part, past_key_values=cache)
+        copied = copy.deepcopy(cache)
+        with pytest.raises(MemoryError, match=MESSAGE):
+            for part in ids[:, full:].split(1 if how in ("step", "captured") else 60, dim=1):
+                net(part, past_key_values=cache)
+        assert cache.sparse_layers[0].store.pool.capacity == (20 if how == "second layer" else 16)
+        steps = ids[:, full : full + 10].split(1, dim=1)
+        found = torch.cat([net(step, past_key_values=copied).logits.clone() for step in steps], 1)
+        want = model("llama")(ids[:, : full + 10]).logits[:, full:]
+    torch.testing.assert_close(found, want, atol=2e-4, rtol=1e-4)
+    # A captured step had not begun.
+    refused = (MemoryError, MESSAGE) if how == "captured" else (RuntimeError, "this cache is incomplete")
+    with torch.no_grad(), pytest.raises(refused[0], match=refused[1]):
+        net(ids[:, :1], past_key_values=cache)

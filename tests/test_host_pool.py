@@ -10,14 +10,14 @@ import warnings
 import psutil
 import pytest
 import torch
-from host_memory import BLOCK_SHAPE, CPU, GPU, MB, budget_of, faked, fill, in_child, intact, make_pool
+from host_memory import BLOCK_SHAPE, CPU, GPU, MB, budget_of, faked, fill, grow, in_child, intact, make_pool
 
 from hf_sparsekv import SparseConfig
+from hf_sparsekv.kv.rows import RowTable
 from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.offload import host_pages, host_pool
 from hf_sparsekv.offload.host_pages import PAGE
 from hf_sparsekv.offload.host_pool import HostArena
-from hf_sparsekv.tensors import SeqLenTensor
 
 
 @pytest.fixture
@@ -95,15 +95,18 @@ def test_addresses_tell_that_the_fields_have_moved():
 def test_a_captured_step_learns_that_the_fields_have_moved():
     like = torch.zeros(3, 2, 1, 16), torch.zeros(3, 2, 1, 16)
     config = SparseConfig(block_size=16, window=16, max_length=4096)
-    store = LayerStore(*like, config, budget_of(), SeqLenTensor())
-    before, capacity = store.addresses, store.pool.capacity
-    taken = store.pool.allocate(capacity)
-    store.block_table = taken.view(3, -1)  # named, so that they are not found free
-    table = store.block_table
-    store.pool.allocate(1)
-    assert store.pool.capacity > capacity
-    assert store.block_table is table
-    assert store.addresses[1:3] != before[1:3]
+    table = RowTable(config)
+    store = LayerStore(*like, config, budget_of(), table)
+    store.pool.add_field("labels", (4,), torch.uint8)
+    before, moves, capacity = store.addresses, table.moves, store.pool.capacity
+    grow(store.pool, capacity)
+    assert (store.addresses, table.moves) == (before, moves)
+    block_table = store.block_table
+    grow(store.pool, 1)
+    assert store.pool.capacity > capacity and table.moves > moves
+    assert store.block_table is block_table
+    assert store.addresses[0] == before[0], "host blocks stay"
+    assert store.addresses[1] != before[1]
 
 
 # ---------------------------------------------------------------------- what fails
@@ -113,7 +116,7 @@ def test_a_touch_that_fails_changes_nothing(fake, monkeypatch):
     budget = budget_of()
     blocks = make_pool(budget)
     fill(blocks, 16)
-    before = budget.used, blocks.capacity, blocks.used, blocks.addresses
+    before = budget.used, blocks.capacity, blocks.ids.used, blocks.addresses
     with monkeypatch.context() as patch:
 
         def fail(address, size):
@@ -121,8 +124,8 @@ def test_a_touch_that_fails_changes_nothing(fake, monkeypatch):
 
         patch.setattr(host_pages, "populate", fail)
         with pytest.raises(MemoryError, match="no memory left"):
-            blocks.allocate(100)
-    assert before == (budget.used, blocks.capacity, blocks.used, blocks.addresses)
+            grow(blocks, 100)
+    assert before == (budget.used, blocks.capacity, blocks.ids.used, blocks.addresses)
     assert intact(blocks) and len(fake.live) == 1
     fill(blocks, 100)
     assert intact(blocks)
@@ -191,8 +194,8 @@ def test_the_warning_as_an_error(fake):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="could not be pinned"):
-            blocks.allocate(16)
-        assert budget.used == blocks.kv.nbytes and blocks.used == 16
+            grow(blocks, 16)
+        assert budget.used == blocks.kv.nbytes and blocks.ids.used == 16
         fill(blocks, 16)
     assert intact(blocks)
 
@@ -202,10 +205,10 @@ def test_pinning_that_was_asked_for_must_work(fake):
     budget = budget_of(pin_memory=True)
     blocks = make_pool(budget)
     fill(blocks, 16)
-    before = budget.used, blocks.capacity, blocks.used, blocks.addresses
+    before = budget.used, blocks.capacity, blocks.ids.used, blocks.addresses
     with pytest.raises(RuntimeError, match=r"could not be pinned.*OffloadConfig\(pin_memory=None\) to go on"):
-        blocks.allocate(16)
-    assert before == (budget.used, blocks.capacity, blocks.used, blocks.addresses)
+        grow(blocks, 16)
+    assert before == (budget.used, blocks.capacity, blocks.ids.used, blocks.addresses)
     assert blocks._arena.pinned and len(fake.live) == 1
     fill(blocks, 16)
     assert intact(blocks) and len(fake.live) == 2
@@ -217,7 +220,7 @@ def test_interrupted_right_after_registering(fake):
     blocks = make_pool(budget)
     fill(blocks, 16)
     with pytest.raises(KeyboardInterrupt):
-        blocks.allocate(16)
+        grow(blocks, 16)
     assert len(fake.live) == 1 and budget.used == blocks.kv.nbytes
     fill(blocks, 16)
     assert intact(blocks)

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 from caches import FULL, two_level
-from host_memory import budget_of, fill, intact, make_pool
+from host_memory import budget_of, fill, grow, intact, make_pool
 from models import build, prompt
 
 from hf_sparsekv.offload import host_pool
@@ -86,7 +86,7 @@ def test_pageable_on_request():
 def test_a_kernel_reads_across_borders_and_copies_keep_between_them():
     """Parts that ``runs`` yields may be copied asynchronously, both ways."""
     blocks = grown(budget_of(GB))
-    flat = blocks.kv[: blocks.used].flatten()
+    flat = blocks.kv[: blocks.ids.used].flatten()
     got = torch.zeros_like(flat, device=GPU)
     # One program reads 8192 values beginning 4096 before each border, others all of it.
     read[(triton.cdiv(flat.numel(), 8192),)](flat, got, flat.numel(), BLOCK=8192)
@@ -96,7 +96,7 @@ def test_a_kernel_reads_across_borders_and_copies_keep_between_them():
         piece = torch.zeros(8192, dtype=torch.bfloat16, device=GPU)
         read[(1,)](flat[start:], piece, 8192, BLOCK=8192)
         assert torch.equal(piece.cpu(), flat[start : start + 8192])
-    n = blocks.used
+    n = blocks.ids.used
     got = torch.zeros(n, *BLOCK_SHAPE, dtype=torch.bfloat16, device=GPU)
     parts = list(blocks.runs(3, n))
     assert len(parts) > 2
@@ -116,7 +116,7 @@ def test_a_kernel_reads_across_borders_and_copies_keep_between_them():
 def test_deleted_while_the_device_reads(kind):
     budget = budget_of(GB)
     blocks = grown(budget)
-    n = blocks.used
+    n = blocks.ids.used
     want = blocks.kv[:n].clone()
     got = torch.zeros(n, *BLOCK_SHAPE, dtype=torch.bfloat16, device=GPU)
     grid = (triton.cdiv(got.numel(), 8192),)
@@ -181,14 +181,13 @@ def test_a_gigabyte_in_steps():
     blocks = make_pool(budget, device=GPU, block_shape=BLOCK_SHAPE, dtype=torch.bfloat16)
     place = blocks.kv.data_ptr()
     while blocks.kv.nbytes < GB:
-        physical_ids = blocks.allocate(256)
-        blocks.table.block_table = torch.cat((blocks.table.block_table, physical_ids))
+        physical_ids = torch.from_numpy(grow(blocks, 256)).to(GPU)
         last = (physical_ids[-1] // 256).bfloat16()
         blocks.write(physical_ids[-1:], last.expand(1, *BLOCK_SHAPE))
     assert blocks.kv.data_ptr() == place and blocks.kv.is_pinned()
     used = process.memory_info().rss - before
     assert abs(used - budget.used) < 200 * MB, "exactly what was asked for"
-    ends = range(255, blocks.used, 256)
+    ends = range(255, blocks.ids.used, 256)
     assert all((blocks.kv[end] == end // 256).all() for end in ends)
     del blocks
     gc.collect()

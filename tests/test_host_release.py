@@ -124,6 +124,7 @@ def test_exit_of_the_interpreter():
         import torch
         from hf_sparsekv import OffloadConfig
         from hf_sparsekv.kv import pool
+        from hf_sparsekv.kv.rows import BlockIds
         from hf_sparsekv.offload import host_pool
         from hf_sparsekv.offload.host_limit import HostBudget
 
@@ -138,7 +139,7 @@ def test_exit_of_the_interpreter():
 
         def make():
             return pool.BlockPool(heads=2, block_size=16, token_dim=32, dtype=torch.float32, device=torch.device("cpu"),
-                                  host=HostBudget(OffloadConfig(max_host_bytes=1 << 24)), capacity=64)
+                                  host=HostBudget(OffloadConfig(max_host_bytes=1 << 24)), capacity=64, ids=BlockIds())
 
         alive, cycle = make(), [make()]
         cycle.append(cycle)

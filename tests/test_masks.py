@@ -59,7 +59,9 @@ def test_idempotence():
 
 
 def test_too_short():
-    with pytest.raises(ValueError, match="attention_mask has 4 columns, but 8 cached and 1 new tokens make 9"):
+    with pytest.raises(ValueError, match="attention_mask has 8 columns, but 6 cached and 3 new tokens make 9"):
+        call(3, 9, torch.ones(2, 8))
+    with pytest.raises(ValueError, match="has 4 columns, as for a text of 4 tokens, but this cache holds 8 tokens"):
         call(1, 9, torch.ones(2, 4))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -35,7 +36,9 @@ def functions():
 before = functions()
 import hf_sparsekv
 assert hf_sparsekv.__file__.startswith(sys.path[0]), hf_sparsekv.__file__
-for old, new in zip(before, functions()):
+after = functions()
+assert after[0].pop("paged|sparsekv") is not None
+for old, new in zip(before, after):
     assert new.pop("sparsekv") is not None and "sparsekv" not in old
     assert old == new, "more than the new name was touched"
 from hf_sparsekv.cli.app import app
@@ -86,7 +89,8 @@ def _copy(out: Path) -> Path:
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "hf_sparsekv", source / "hf_sparsekv", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("hf_sparsekv", "hf_sparsekv_cli"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     return source
 
 
@@ -98,9 +102,9 @@ def test_wheel_contents(wheel):
     sources = {str(p.relative_to(ROOT)) for p in (ROOT / "hf_sparsekv").rglob("*.py")}
     assert sources <= names
     assert {"hf_sparsekv/py.typed", "hf_sparsekv/evaluation/data/longbench.json"} <= names
-    assert {n.partition("/")[0] for n in names} == {"hf_sparsekv", names_info(names)}
+    assert {n.partition("/")[0] for n in names} == {"hf_sparsekv", "hf_sparsekv_cli", names_info(names)}
     assert any(n.endswith("/LICENSE") for n in names)
-    assert "hf-sparsekv = hf_sparsekv.cli.app:main" in scripts
+    assert "hf-sparsekv = hf_sparsekv_cli:main" in scripts
     assert "License-Expression: Apache-2.0" in metadata
     required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]
     assert not any(name in line for line in required for name in OPTIONAL), required
@@ -119,3 +123,11 @@ def test_the_wheel_works_without_optional_packages(wheel, tmp_path):
     done = python(code + f"blocked = {OPTIONAL!r}\n" + WITHOUT, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("fine")
+
+
+def test_nobody_is_sent_to_an_index():
+    """The package is on none: extras are those of a checkout."""
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    files += [path for folder in ("hf_sparsekv", "demo", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    wrong = [path for path in files if re.search(r"pip install [^\n`]*hf-sparsekv(\[|\b)", path.read_text())]
+    assert len(files) > 200 and not wrong, wrong

@@ -36,12 +36,12 @@ class WalkOracle(Oracle):
     def decode_columns(self, state, layer, row, head, group, query, key) -> list[int]:
         config, size = self.config, self.config.block_size
         real = self.real(row, key.shape[2])
-        few = state.full_blocks * size <= config.min_tokens if config.level == "token" else not state.full_blocks
+        blocks = max(state.full_blocks, default=0)
+        few = blocks * size <= config.min_tokens if config.level == "token" else not blocks
         if layer < config.dense_layers or few or (config.level == "token" and state.channels is None):
             return real
-        sinks = real[: config.sinks]
-        recent = [c for c in real if c >= state.full_blocks * size]
-        free = [c for c in real if c < state.full_blocks * size and c not in sinks]
+        sinks, recent, free = self.parts(state, row, real)
+        block_of = {c: i // size for i, c in enumerate(real)}
         mine = query[row, head * group : (head + 1) * group, 0].double()
         keys = key[row, head].double()
         mass = (mine @ keys.T * self.scale).exp()  # [group, length]
@@ -50,7 +50,7 @@ class WalkOracle(Oracle):
             channels = state.channels[row][head]
             taken = self.by_labels(mine[:, channels], key[row, head][:, channels], mass, first, recent, free)
         else:
-            taken = self.by_blocks(mine.float(), key[row, head], mass, first, free)
+            taken = self.by_blocks(mine.float(), key[row, head], mass, first, free, block_of)
         self.used.append(len(taken))
         columns = sorted({*first, *taken})
         self.shares.append(float((mass[:, columns].sum(1) / mass[:, real].sum(1)).min()))
@@ -76,13 +76,13 @@ class WalkOracle(Oracle):
         count = count if config.max_tokens is None else min(count, config.max_tokens)
         return [free[i] for i in order[:count]]
 
-    def by_blocks(self, mine, keys, mass, first, free) -> list[int]:
+    def by_blocks(self, mine, keys, mass, first, free, block_of) -> list[int]:
         """PSA's Algorithm 1, a block at a time."""
         config, size = self.config, self.config.block_size
         group = mass.shape[0]
         inside: dict[int, list[int]] = {}
         for c in free:
-            inside.setdefault(c // size, []).append(c)
+            inside.setdefault(block_of[c], []).append(c)
         bounds = {b: self.block_bound(mine, keys[columns]) for b, columns in inside.items()}
         slope = SLOPE if config.estimate == "scores" else 1.0
         each = {b: (self.block_bounds(mine, keys[c]).double() * self.scale * slope).exp() for b, c in inside.items()}

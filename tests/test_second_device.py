@@ -130,6 +130,19 @@ def test_a_predictor_of_ones_own_is_not_captured_there():
     assert race.runner.replays == 0
 
 
+def test_a_crop_behind_captured_steps():
+    """A trial step is taken back on the other device as well, which has to reopen the same blocks."""
+    race = PredictiveRace(captured=True, cache_rank="cpu", strict=True)
+    race.feed(prompt(1, 150)["input_ids"])
+    race.run(25)
+    stores = [layer.store for layer in race.ours.sparse_layers]
+    assert race.runner.replays == 25
+    assert all((store.replica.length, store.replica.full_blocks) == (175, 9) for store in stores)
+    race.crop(20)
+    assert all((store.replica.length, store.replica.full_blocks) == (155, 8) for store in stores)
+    assert race.run(40) < TOLERANCE
+
+
 # ---------------------------------------------------------------------- copies, files, numbers
 
 
@@ -287,7 +300,7 @@ def test_memory_of_a_captured_step_is_there_before():
     race.runner._record, race.runner._warm_up = watch, lambda run, device: None
     race.run(2)
     assert race.runner.captures == len(made) == 1
-    handed_over = {"q", "k", "v", "length"}  # which kernels read in place
+    handed_over = {"q", "k", "v", "past", "now", "after"}  # which kernels read in place
     assert {name for name, *_ in peer._buffers} - handed_over == {name for name, *_ in made[0]} - handed_over
     assert all(peer._buffers[key] is held for key, held in made[0].items())
 

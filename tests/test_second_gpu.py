@@ -217,7 +217,7 @@ def test_after_an_error_there_a_reset_helps(there, captured, monkeypatch):
     choose = ReplicaPolicy.choose
 
     def fail(self, store):
-        if failing and not store.capturing:  # of captured steps: where a block is sealed
+        if failing and not store.capturing:
             raise OSError("the other device is gone")
         choose(self, store)
 
@@ -229,6 +229,7 @@ def test_after_an_error_there_a_reset_helps(there, captured, monkeypatch):
     failing.append(True)
     with pytest.raises(OSError, match="the other device is gone"):
         talk.answer(20)
+        talk.feed(prompt(2, 40, seed=1)["input_ids"])  # replays launch nothing anew, a second turn does
     failing.clear()
     with pytest.raises(RuntimeError, match=r"reset\(\)"):
         talk.answer(1)

@@ -32,23 +32,21 @@ def run(cache, length, steps, pads=None, batch=1):
     return mask.bool()
 
 
-def sealed_at(columns):
-    """Blocks in physical blocks once ``columns`` columns are cached; a step attends before it seals."""
-    return max(0, (columns - WINDOW - DRAFT) // BLOCK)
+def sealed_at(tokens):
+    """Full blocks of a row once it holds so many tokens; a step attends before it seals."""
+    return max(0, (tokens - WINDOW - DRAFT) // BLOCK)
 
 
 def expected(mask, prompt_length):
     """What the decode steps after a prompt of ``prompt_length`` columns must have counted, from the mask alone."""
     count = {"context": 0, "attended": 0, "stored": 0}  # stored: attended to in blocks
     for columns in range(prompt_length + 1, mask.shape[1] + 1):
-        edge = sealed_at(columns - 1) * BLOCK
-        for row in mask[:, :columns].tolist():
-            real = [c for c, ok in enumerate(row) if ok]
-            near = sum(c >= edge for c in real)
-            sinks = sum(c < edge for c in real[:SINKS])
-            taken = min(BUDGET, sum(c < edge for c in real[SINKS:]))
-            count["context"] += len(real) * HEADS * LAYERS
-            count["attended"] += (near + sinks + taken) * HEADS * LAYERS
+        for tokens in mask[:, :columns].sum(1).tolist():
+            edge = sealed_at(tokens - 1) * BLOCK
+            sinks = min(SINKS, edge)
+            taken = min(BUDGET, edge - sinks)
+            count["context"] += tokens * HEADS * LAYERS
+            count["attended"] += (tokens - edge + sinks + taken) * HEADS * LAYERS
             count["stored"] += taken * HEADS * LAYERS
     return count
 
@@ -76,7 +74,7 @@ def test_tokens_and_bytes(level, pads, offload):
     if not offload:
         assert stats.host_to_device_bytes == stats.device_to_host_bytes == stats.host_bytes == 0
         return
-    # Sinks and recent tokens stay on the device; every sealed column went to the host once.
+    # Sinks and recent tokens stay on the device; every token of a full block went to the host once.
     fetched = cache.device_pools.counters()
     in_place = sum(layer.store.counters.total_from_host for layer in cache.sparse_layers)
     if level == "token":  # chosen by the prompt's last query and in each step; what a step missed was read in place
@@ -90,7 +88,8 @@ def test_tokens_and_bytes(level, pads, offload):
         assert stats.host_to_device_bytes == fetched["fetched"] * BLOCK * TOKEN
         assert stats.hit_rate == fetched["found"] / fetched["needed"]
         assert fetched["found"] + fetched["fetched"] == fetched["needed"]
-    assert stats.device_to_host_bytes == sealed_at(170) * BLOCK * mask.shape[0] * HEADS * LAYERS * TOKEN
+    sealed = sum(sealed_at(tokens) for tokens in mask.sum(1).tolist())
+    assert stats.device_to_host_bytes == sealed * BLOCK * HEADS * LAYERS * TOKEN
     assert stats.host_bytes > 0
 
 
@@ -102,9 +101,8 @@ def test_blocks_and_index(lag):
     stats = cache.stats()
     bounds = blocks = labels = 0
     label = 4 // 2 + 4  # four channels of four bits; scale and zero point in float16
-    choices = [130, *range(131, 170 + 1)] if lag else range(131, 171)
-    for columns in choices:
-        full_blocks = sealed_at(columns) if lag else sealed_at(columns - 1)
+    for columns in range(131, 171):
+        full_blocks = sealed_at(columns if lag else columns - 1)  # with lag they are chosen when a step has sealed
         if full_blocks > KEEP:
             bounds += full_blocks * HEADS * LAYERS * 2 * DIM * 4
     for columns in range(131, 171):
@@ -133,8 +131,8 @@ def test_dense_steps():
     real = HEADS * LAYERS * sum(int(mask[:, :c].sum()) for c in range(131, 171))
     assert stats.dense_calls == 40 * LAYERS and stats.sparse_calls == 0
     assert stats.attended_tokens == stats.context_tokens == real
-    stored = HEADS * LAYERS * sum(int(mask[:, : sealed_at(c - 1) * BLOCK].sum()) for c in range(131, 171))
-    assert stats.host_to_device_bytes == stored * TOKEN
+    sealed = sum(sealed_at(tokens - 1) for c in range(131, 171) for tokens in mask[:, :c].sum(1).tolist())
+    assert stats.host_to_device_bytes == sealed * BLOCK * HEADS * LAYERS * TOKEN
     assert stats.attended_share == 1.0
 
 
@@ -181,7 +179,7 @@ def test_rows_that_are_regrouped_stay_counted():
 def test_memory_is_the_sum_over_tensors(offload):
     cache = two_level(offload, **TIGHT)
     run(cache, 300, 5, (0, 37), batch=2)
-    held = {"device": 0, "host": 0}
+    held = {"device": cache.row_table.on(torch.device("cpu")).untyped_storage().nbytes(), "host": 0}  # for all layers
     for layer in cache.sparse_layers:
         store, pool = layer.store, layer.store.pool
         if offload:

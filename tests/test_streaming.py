@@ -25,8 +25,8 @@ class StreamingOracle(Oracle):
         real = self.real(row, key.shape[2])
         if layer < self.config.dense_layers:
             return real
-        near = [column for column in real if column >= state.full_blocks * self.config.block_size]
-        return sorted({*real[: self.config.sinks], *near})
+        sinks, near, _ = self.parts(state, row, real)
+        return sorted({*sinks, *near})
 
 
 def race(offload: bool = False, captured: bool = False, **changes) -> Race:

@@ -34,12 +34,12 @@ class OverlapWatch:
     """Called after each step: the share of the blocks chosen by it that the step before chose as well."""
 
     def __init__(self, cache, after: Callable[[], None]) -> None:
-        self.layers, self.after = cache.sparse_layers, after
-        self.last: list[Tensor | None] = [None] * len(self.layers)
+        self.cache, self.after = cache, after
+        self.last: list[Tensor | None] = [None] * len(cache.sparse_layers)
         self.shares: list[Tensor] = []
 
     def __call__(self) -> None:
-        for at, layer in enumerate(self.layers):
+        for at, layer in enumerate(self.cache.sparse_layers):  # asked anew: they account for replayed steps then
             if not isinstance(layer.policy, TwoLevelPolicy) or not layer.policy.chosen:
                 continue
             now = layer.policy.ids

@@ -45,9 +45,10 @@ def read(cache) -> list[float]:
     found = []
     for store in stores:
         counters = store.counters
-        near = store.heads * (store.recent_length + store.sinks) * counters.sparse  # of the last step: about the mean
-        chosen = counters.total_attended - near
-        found.append(chosen / (store.heads * counters.sparse * (store.full_blocks * store.block_size - store.sinks)))
+        stored = store.full_blocks * store.block_size
+        near = store.length - stored + store.sinks  # after the last step: about the mean
+        chosen = counters.total_attended - store.heads * counters.sparse * near
+        found.append(chosen / (store.heads * counters.sparse * (stored - store.sinks)))
     return found
 
 

@@ -44,12 +44,10 @@ def block_bounds(k: Tensor, config: SparseConfig, first: int, last: int) -> Tens
 def bound_scores(q: Tensor, bounds: Tensor, reduce: str = "max") -> Tensor:
     """The score that our selection goes by: ``q [T, Hq, D]``, ``bounds [n, H, 2, D]`` to ``[T, H, n]``."""
     n = bounds.shape[0]
-    fill = torch.ones(n, dtype=torch.int32, device=q.device)
+    counts = torch.tensor([[n, n]], dtype=torch.int32, device=q.device)  # each block counts as one token
     block_table = torch.arange(n, dtype=torch.int32, device=q.device)[None]
-    rows = [
-        block_score(one[None], bounds, fill, block_table, reduce) for one in q
-    ]  # the reference copies bounds per row
-    return torch.cat(rows)
+    # One query at a time: the reference copies bounds per row.
+    return torch.cat([block_score(one[None], bounds, counts, block_table, reduce, tokens=1, sinks=0) for one in q])
 
 
 def block_mass(q: Tensor, k: Tensor, n: int, config: SparseConfig, scale: float) -> tuple[Tensor, Tensor]:

@@ -54,6 +54,10 @@ def sparsekv_attention(
     if isinstance(key, KVHandle):
         if position_bias is not None:
             raise ValueError("sparse caches do not support attention with a position bias: use a DynamicCache")
+        if attention_mask is None and query.shape[2] > 1:
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            if not causal:  # BERT's, without is_decoder=True: no mask means that all see all, as in sdpa
+                attention_mask = query.new_ones((), dtype=torch.bool).expand(1, 1, query.shape[2], key.shape[2])
         out, key, value = key.step.layer.owner.attend(module, key.step, query, attention_mask, params, dropout)
         if out is not None:
             return out.transpose(1, 2).contiguous(), None
@@ -92,7 +96,22 @@ def _stock(module, query, key, value, mask, dropout, params, position_bias, is_c
     return out.transpose(1, 2).contiguous(), None
 
 
+def refuse_paged(*args, **kwargs) -> None:
+    """Raise in the place of attention over transformers' paged cache, which ``generate_batch()`` asks for.
+
+    There it becomes the ``error`` of each request, and a line in the log. (Later releases than transformers 5.17, 5.23
+    for one, refuse by themselves what they do not know.)
+    """
+    raise ValueError(
+        "generate_batch() (continuous batching) keeps all keys and values in a paged cache of transformers' own, in "
+        "whose place no sparse cache can be: call model.set_attn_implementation('sdpa') before it, or generate() with "
+        "a sparse cache, which takes batches, too"
+    )
+
+
 def register() -> None:
-    """Make ``attn_implementation="sparsekv"`` known to transformers. Changes nothing else."""
+    """Make ``attn_implementation="sparsekv"`` known to transformers, and why it has no paged form. Changes nothing
+    else."""
     AttentionInterface.register(NAME, sparsekv_attention)
+    AttentionInterface.register(f"paged|{NAME}", refuse_paged)
     AttentionMaskInterface.register(NAME, sparsekv_mask)

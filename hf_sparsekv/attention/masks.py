@@ -13,6 +13,12 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+# What to do about a cache that holds more than the caller thinks.
+_SECOND_PROMPT = (
+    ". For another prompt, or the same one after an error, call cache.reset() or make a new cache; to go on with a "
+    "conversation, pass the whole of it and its mask, what is cached included"
+)
+
 
 def sparsekv_mask(
     batch_size: int,
@@ -34,15 +40,15 @@ def sparsekv_mask(
         (sliding layers, overlays, static caches) the 4-D mask that sdpa gets.
 
     Raises:
-        ValueError: the input is empty, ``attention_mask`` covers fewer columns than there are, or the model computes
-            its attention itself.
+        ValueError: the input is empty, ``attention_mask`` covers fewer columns than there are (often a second prompt
+            over a cache that holds the first), or the model computes its attention itself.
     """
     if not _calls_interface(type(kwargs.get("config"))):
         raise ValueError(
             f"models of type {kwargs['config'].model_type!r} compute their attention themselves, without transformers' "
             "AttentionInterface: load them with attn_implementation='eager'. (A sparse cache works there, but dense)"
         )
-    check_not_empty(batch_size, q_length)
+    check_not_empty(batch_size, q_length, q_offset if isinstance(q_offset, int) else 0)
     plain = (
         mask_function is causal_mask_function
         and local_size is None
@@ -65,10 +71,15 @@ def sparsekv_mask(
             **kwargs,
         )
     if attention_mask is not None:
-        if attention_mask.shape[-1] < kv_length:
+        if (columns := attention_mask.shape[-1]) < kv_length:
+            if 0 < columns <= q_offset:  # how many tokens are new says nothing then: generate() got it wrong
+                raise ValueError(
+                    f"attention_mask has {columns} columns, as for a text of {columns} tokens, but this cache holds "
+                    f"{q_offset} tokens already" + _SECOND_PROMPT
+                )
             raise ValueError(
-                f"attention_mask has {attention_mask.shape[-1]} columns, but {q_offset} cached and {q_length} new "
-                f"tokens make {kv_length}: pass the mask of all of them"
+                f"attention_mask has {columns} columns, but {q_offset} cached and {q_length} new tokens make "
+                f"{kv_length}: pass the mask of all of them"
             )
         attention_mask = attention_mask[:, :kv_length].bool()
         # One synchronisation a forward, as sdpa's own mask has; it spares every layer the masked path.
@@ -81,9 +92,18 @@ def sparsekv_mask(
     return None
 
 
-def check_not_empty(batch: int, tokens: int) -> None:
-    """Raise for an input without rows or columns, which models meet with an error about shapes."""
+def check_not_empty(batch: int, tokens: int, cached: int = 0) -> None:
+    """Raise for an input without rows or columns, which models meet with an error about shapes.
+
+    ``generate()`` leaves out as many first tokens as the cache holds (``cached``), whatever they are: of a second
+    prompt that is no longer than that, nothing may be left.
+    """
     if not batch or not tokens:
+        if batch and cached:
+            raise ValueError(
+                f"the input has no new tokens: this cache holds {cached} tokens, and generate() takes that many first "
+                "tokens of its input for those" + _SECOND_PROMPT
+            )
         what = "tokens (zero columns)" if batch else "rows"
         raise ValueError(
             f"the input has no {what}: give the model at least one token a forward pass, for an empty prompt its "

@@ -26,7 +26,8 @@ from .handle import KVHandle
 
 _NEEDED = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _OWN, _HELD = "_sparsekv_own_expand_kv", "_sparsekv_kv_b"
-_BETWEEN = {"transformers.cache_utils"}  # modules whose functions lie between an MLA module's forward and this one
+# Modules whose functions lie between an attention module's forward and `caller`.
+_BETWEEN = {"transformers.cache_utils", __name__}
 _PIECE = 1 << 29  # bytes of keys and values that are expanded at once
 _PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SAMPLE = (
@@ -46,17 +47,22 @@ def passes_on(name: str) -> None:
     _BETWEEN.add(name)
 
 
-def calling_module() -> nn.Module | None:
-    """The MLA module whose ``forward()`` is calling ``update()``, or None.
+def caller() -> nn.Module | None:
+    """The attention module whose ``forward()`` is calling ``update()``, or None if something else does.
 
-    ``Cache.update()`` does not get the module, and ``expand_kv`` runs before the attention function does. So the module
-    is looked up in the call stack.
+    ``Cache.update()`` does not get the module, so it is looked up in the call stack.
     """
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
         frame = frame.f_back
     module = None if frame is None else frame.f_locals.get("self")
-    return module if isinstance(module, nn.Module) and is_mla(module) else None
+    return module if isinstance(module, nn.Module) else None
+
+
+def calling_module() -> nn.Module | None:
+    """The :func:`caller`, if it is an MLA module: its ``expand_kv`` runs before the attention function does."""
+    module = caller()
+    return module if module is not None and is_mla(module) else None
 
 
 # ---------------------------------------------------------------------- the method that is replaced

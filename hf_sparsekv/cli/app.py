@@ -23,7 +23,6 @@ app = typer.Typer(
     name="hf-sparsekv",
     help="Sparse, offloadable KV caches for Hugging Face Transformers.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 

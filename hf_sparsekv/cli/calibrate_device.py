@@ -78,7 +78,7 @@ def calibrate_device(
     if where.type != "cuda":
         raise CommandError("calibrate-device measures a GPU; `hf-sparsekv doctor` shows what there is")
     if not has_triton():
-        raise CommandError("the kernels need Triton: pip install 'hf-sparsekv[gpu]'")
+        raise CommandError("the kernels need Triton: pip install triton")
     with torch.cuda.device(where):
         here = torch.device("cuda", torch.cuda.current_device())
         _crossover(here, q_heads, kv_heads, dim, getattr(torch, dtype.value), dry_run)

@@ -140,6 +140,6 @@ def _operators() -> list[tuple[str, str]]:
         elif not torch.cuda.is_available():
             why = "no GPU"
         else:
-            why = "Triton is not installed: pip install 'hf-sparsekv[gpu]'"
+            why = "Triton is not installed: pip install triton"
         rows.append((operator, f"torch reference ({why})"))
     return rows

@@ -159,7 +159,7 @@ def _forced(task: str, stride, run: Run, text_file, sizes, tokens, samples, batc
     from ..evaluation import forced
 
     words = text_ids(run.tokenizer, text_file)
-    run.check([n + tokens for n in sizes])
+    run.check(sizes, tokens)
     with run.progress(len(sizes) * samples) as advance:
         for n in sizes:
             starts = forced.passages(words, n, tokens, samples, stride)
@@ -243,7 +243,7 @@ def output(
     }
     with Run("output", model, options, **settings) as run:
         words, chat = text_ids(run.tokenizer, text_file), run.chat(chat)
-        run.check([n + room for n in sizes])
+        run.check(sizes, room)
         prompts = {n: drift.prompts(run.tokenizer, words, n, samples, chat) for n in sizes}
         stop = generation.stop_ids(run.model, run.tokenizer)
         with run.progress(len(sizes) * samples) as advance:

@@ -21,6 +21,7 @@ from .evaluate_run import (
     caches_of,
     lengths_of,
     names_of,
+    say_vacuous,
     text_ids,
 )
 from .options import Model, parse_tokens, takes
@@ -150,7 +151,7 @@ def everything(
         if only is not None and not set(wanted) - {"tasks", "longbench"}:
             raise CommandError("a probe model knows no words: it has no part but ruler, needle, text and output")
         note("a probe model knows no words: tasks and LongBench are left out")
-    loaded.check(sorted({*sizes, *(n + answer for n in sizes if "output" in wanted)}))
+    loaded.check(sizes, answer if "output" in wanted else 0)
     words = text_ids(loaded.tokenizer, text_file)
     text = text_file and str(text_file)
     made = whole_table.parts(loaded.model, loaded.tokenizer, words, text, plan, caches, wanted)
@@ -180,6 +181,7 @@ def everything(
     _, markdown = _write(out, short, about, sections)
     # A terminal has room for the summary; the first section follows it.
     results.print(markdown.split(f"\n## {sections[0].title}\n", 1)[0].rstrip(), markup=False)
+    say_vacuous(caches, (figure for section in sections for figure in section.figures))
     note(f"written to {out}: report.html, report.md; a directory a part with results.md, results.csv, samples.jsonl")
 
 

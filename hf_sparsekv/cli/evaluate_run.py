@@ -17,6 +17,8 @@ from . import loading
 from .options import Device, DType, DTypeOption, parse_tokens, torch_dtype
 from .output import CommandError, messages, note, results
 
+ALL = 0.9995  # of the context, which is shown as 100.0 %
+
 
 def _from_file(context: typer.Context, path: Path | None) -> Path | None:
     """Take defaults of the other options from a YAML file."""
@@ -180,12 +182,38 @@ class Loaded:
         """How many tokens of a question are fed as decode steps."""
         return wanted or (3 if self.probe else 32)
 
-    def check(self, lengths: list[int]) -> None:
-        """Say so if the model was not made for such lengths."""
+    def check(self, lengths: list[int], room: int = 0) -> None:
+        """Refuse prompts that the model was not made for; say so if they are only so with ``room`` tokens more.
+
+        Raises:
+            CommandError: a length is more than ``max_position_embeddings``.
+        """
         most = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         for length in lengths:
             if most and length > most:
-                note(f"{length:,} tokens are more than the {most:,} that the model was made for")
+                raise CommandError(
+                    f"--lengths: {length:,} tokens are more than the {most:,} that the model was made for: its answers "
+                    "would be noise with any cache. Give shorter ones; if the model can be extended, write that into a "
+                    "copy of its config.json (max_position_embeddings, rope_parameters)"
+                )
+            if most and length + room > most:
+                note(f"{length + room:,} tokens are more than the {most:,} that the model was made for")
+
+
+def say_vacuous(caches, figures) -> None:
+    """Say which sparse caches attended to everything: what a task found with them says nothing about the method."""
+    sparse = {spec.name for spec in caches if not spec.full}
+    lengths: dict[str, set[int]] = {}
+    for figure in figures:
+        if figure.measure == "attended" and figure.cache in sparse and figure.value >= ALL:
+            lengths.setdefault(figure.cache, set()).add(figure.length)
+    for cache, found in lengths.items():
+        where = " and ".join(f"{length:,}" for length in sorted(found) if length)
+        note(
+            f"{cache} attended to everything{f' at {where} tokens' if where else ''}: there it is full attention, and "
+            "these figures say nothing about what it would lose. Give longer prompts (--lengths) or a smaller budget "
+            "(as --cache two_level:token_budget=64)"
+        )
 
 
 class Run(Loaded):
@@ -226,6 +254,7 @@ class Run(Loaded):
 
     def report(self, measures) -> None:
         results.print(self.results.write(measures, self.title), markup=False)
+        say_vacuous(self.caches, self.results.figures(measures))
         note(f"written to {self.out}: results.md, results.csv, results.json, samples.jsonl")
         if self.rows is not None:
             append_rows(self.rows, self.results.rows(measures, self.short))

@@ -13,7 +13,7 @@ from .output import CommandError
 def lm_eval(context: typer.Context) -> None:
     """Run lm-evaluation-harness with `--model sparsekv`; the arguments are its own (`lm-eval --help`)."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise CommandError("this needs lm-evaluation-harness: pip install 'hf-sparsekv[lm-eval]'")
+        raise CommandError("this needs lm-evaluation-harness: pip install '.[lm-eval]' in a checkout of the project")
     import lm_eval.models  # noqa: F401 (its own types register first)
     from lm_eval.__main__ import cli_evaluate
 

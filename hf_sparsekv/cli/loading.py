@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -12,12 +14,18 @@ from ..attention.interface import NAME
 from ..evaluation.small_model import is_fetched, small_model_path
 from .output import CommandError
 
+HUB_SECONDS = 5  # that the hub may take to answer at all
 
-def resolve_model(name: str) -> str:
+
+def resolve_model(name: str, known: Iterable[str] = ()) -> str:
     """A name that ``from_pretrained`` takes: ``small`` becomes a path, a path must exist.
 
+    Args:
+        name: as given by the user.
+        known: further names that the command knows, for the error.
+
     Raises:
-        CommandError: nothing is there.
+        CommandError: nothing is there, or it is nearly ``small`` or a known name: that was meant.
     """
     if name == "small":
         path = small_model_path()
@@ -33,7 +41,41 @@ def resolve_model(name: str) -> str:
         raise CommandError(f"{path} is a file: give the directory of the model")
     if name.startswith(("/", ".", "~")) or name.count("/") > 1 or not name.strip():
         raise CommandError(f"there is no directory {name!r}")
+    if "/" not in name and (near := difflib.get_close_matches(name.lower(), ["small", *known], n=1, cutoff=0.85)):
+        raise CommandError(
+            f"there is no model {name!r}: did you mean {near[0]!r}? (A directory of that name: ./{name})"
+        )
     return name
+
+
+def hub_answers() -> bool:
+    """Whether the hub can be reached, by one request: its client repeats each for half a minute.
+
+    False with ``HF_HUB_OFFLINE=1``.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
+    except Exception:  # of whatever client there is
+        return False
+    return True
+
+
+def _pretrained(kind, name: str, path: str, here: bool, **kwargs):
+    """``kind.from_pretrained``; ``here``: of what is in a directory or in the hub's cache."""
+    try:
+        return kind.from_pretrained(path, local_files_only=here, **kwargs)
+    except OSError as error:
+        if here and not Path(path).is_dir():
+            raise CommandError(
+                f"cannot load {name}: it is not in the hub's cache on this machine, and the hub is out of reach. Give "
+                "a directory with the model, or go online (and unset HF_HUB_OFFLINE)"
+            ) from error
+        raise CommandError(f"cannot load {name}: {' '.join(str(error).split())}") from error
 
 
 def pick_device(name: str) -> torch.device:
@@ -51,19 +93,16 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def load_config(name: str):
-    """The configuration of a model, without its weights.
+def load_config(name: str, known: Iterable[str] = ()):
+    """The configuration of a model, without its weights; ``known`` as for :func:`resolve_model`.
 
     Raises:
         CommandError: there is no such model, or the hub does not answer.
     """
     from transformers import AutoConfig
 
-    path = resolve_model(name)
-    try:
-        return AutoConfig.from_pretrained(path)
-    except OSError as error:
-        raise CommandError(f"cannot load {name}: {' '.join(str(error).split())}") from error
+    path = resolve_model(name, known)
+    return _pretrained(AutoConfig, name, path, Path(path).is_dir() or not hub_answers())
 
 
 def load(name: str, dtype: torch.dtype | None, device: torch.device):
@@ -75,12 +114,13 @@ def load(name: str, dtype: torch.dtype | None, device: torch.device):
     Raises:
         CommandError: there is no such model, or transformers has no attention interface for it (Falcon, GPT-J).
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    config = load_config(name)  # first: it is small, and says best what is wrong
     path = resolve_model(name)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    kwargs = {"dtype": dtype or "auto", "attn_implementation": NAME}
+    here = Path(path).is_dir() or not hub_answers()
+    config = _pretrained(AutoConfig, name, path, here)  # first: it is small, and says best what is wrong
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=here)
+    kwargs = {"dtype": dtype or "auto", "attn_implementation": NAME, "local_files_only": here}
     try:
         if device.type == "cuda" and importlib.util.find_spec("accelerate"):
             # Straight to the GPU; without accelerate by way of host memory.

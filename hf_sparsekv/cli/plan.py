@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -17,7 +18,14 @@ from .output import note, results, size
 
 @opt.takes(opt.CacheOptions)
 def plan(
-    model: opt.Model,
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Hub id, local directory, `small`, or without any file the shape of a known model, as qwen3-8b, "
+            "qwen2.5-7b, llama-3.1-8b, gemma3-12b, glm-4.7-flash, deepseek-v3.",
+            show_default=False,
+        ),
+    ],
     context: Annotated[
         int,
         typer.Option(
@@ -46,13 +54,22 @@ def plan(
     config = options.config(cache)
     gpu = opt.parse_bytes(gpu_memory) if gpu_memory else _detected_gpu()
     host = opt.parse_bytes(host_memory) if host_memory else int(0.8 * host_memory_limit())
-    shape = model_shape(load_config(model), opt.torch_dtype(dtype))
+    shape = model_shape(_config(model), opt.torch_dtype(dtype))
     device = torch.device("cuda", 0) if torch.cuda.is_available() else None
     opt.check_place(cache, config, options.offload)
     planned = plan_memory(
         shape, config, opt.offload_config(options.offload), context=context, batch=batch, device=device
     )
     _show(planned, gpu, host)
+
+
+def _config(model: str):
+    """Of a known shape by its name, without any file; of everything else as :func:`load_config`."""
+    from ..tuning.shapes import SHAPES
+
+    if model in SHAPES and not Path(model).exists():
+        return SHAPES[model]()
+    return load_config(model, SHAPES)
 
 
 def _detected_gpu() -> int | None:
@@ -86,7 +103,7 @@ def _show(p: MemoryPlan, gpu: int | None, host: int) -> None:
     if p.means:
         row("means of blocks", p.means, 0, 0)
     row("sinks and recent tokens", p.recent, 0, 0)
-    row("tables and flags", p.tables, 0, 0)
+    row("tables", p.tables, 0, 0)
     row("sliding and other layers", p.stock, 0, p.stock)
     row("prefill (estimate)", p.prefill, 0, p.prefill)
     row("total", p.device_total, p.cache_host, p.dense_total, style="bold")

@@ -193,6 +193,11 @@ class StepRunner:
                     f"{type(layer.policy).__name__} keeps something of full blocks, index(), and has no sealing() that "
                     "says where"
                 )
+        rings = any(isinstance(layer, SlidingRing) for layer in cache.layers)
+        if rings and not cache.row_table.padded_in_front(cache.sparse_layers[0].store.held):
+            return (
+                "rows have padding between their tokens, which sliding layers would take for tokens in a captured step"
+            )
         if getattr(cache.model_config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
             return "layers of the model share their keys and values"
         if mask is not None and mask.ndim != 2:
@@ -224,14 +229,14 @@ class StepRunner:
         valid = self._valid(cache, rows, mask, ids.device)
         masked = rows.valid is not None or table.managed
         rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
-        if rings and (valid is not None or not table.padded_in_front(rows)):
+        if rings and valid is not None:
             return self.original(**given)  # a ring keeps columns, which are tokens from the first one on
         watch = None if mask is None or rows.valid is not None else self._watch(cache, mask)
         if positions is None:
             positions = torch.full((1, 1), rows.columns, device=ids.device)
         rest = {name: value for name, value in given.items() if name not in _STATIC}
         for layer in layers:
-            layer.store.pool.fit()
+            layer.store.fit(rows)
         steps = table.steps(ids.device)
         for ring in rings:
             steps.window(ring.sliding_window)
@@ -287,7 +292,8 @@ class StepRunner:
         ids, mask, positions = given.get("input_ids"), given.get("attention_mask"), given.get("position_ids")
         step, rest = steady.step, {name: value for name, value in given.items() if name not in _STATIC}
         if (
-            cache.changes != steady.changes
+            cache not in self.graphs
+            or cache.changes != steady.changes
             or table.moves != steady.moves
             or positions is None
             or not isinstance(ids, Tensor)

@@ -266,6 +266,7 @@ class RowTable:
         self._picks: tuple[Tensor | None, list] = (None, [])
         self._empty: Rows | None = None
         self._moves = 0
+        self._old: list[Tensor] = []
         self._orders: dict[torch.device, Callable[[], AbstractContextManager]] = {}
         self._front: tuple[Tensor | None, bool] = (None, True)
         weakref.finalize(self, self.ids.drop_later, self._held).atexit = False
@@ -295,8 +296,18 @@ class RowTable:
         """:attr:`host` on a device."""
         held = self._on.get(device)
         if held is None:
-            held = self._on[device] = torch.from_numpy(self.host.copy()).to(device)
+            held = self._on[device] = self._upload(device)
         return held
+
+    @no_inference_mode
+    def _upload(self, device: torch.device) -> Tensor:
+        with self._orders.get(device, nullcontext)():
+            return torch.from_numpy(self.host.copy()).to(device)
+
+    @property
+    def nbytes(self) -> dict[torch.device, int]:
+        """Bytes of :attr:`host` on each device that has it. The lengths, a few bytes a row, are not counted."""
+        return {device: held.nbytes for device, held in self._on.items()}
 
     def start(self, batch: int, tokens: int) -> Rows:
         """Rows without tokens; about ``tokens`` are expected in each."""
@@ -333,6 +344,7 @@ class RowTable:
             with self._orders.get(device, nullcontext)():
                 held.fill_(-1)
         self.rows, self._memo, self.managed = self._empty, _NOTHING, False
+        self._old.clear()
 
     @property
     def moves(self) -> int:
@@ -342,7 +354,10 @@ class RowTable:
     def _replace(self, host: np.ndarray) -> None:
         self._moves += 1
         self._held[0] = host
-        self._on.clear()
+        # Copy streams may still read the old ones; the new ones come in the order of this stream, before others need
+        # them.
+        self._old += self._on.values()
+        self._on = {device: self._upload(device) for device in self._on}
         self._steps = {device: step for device, step in self._steps.items() if len(step.past) == len(host)}
 
     def _grow(self, capacity: int) -> None:

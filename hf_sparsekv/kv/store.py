@@ -8,9 +8,10 @@ many of these are in full blocks. All layers of a cache share them, and the bloc
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
 import torch
@@ -22,7 +23,7 @@ from ..offload.page_table import DevicePools, LayerPages
 from ..ops.append import append
 from ..ops.seal import Index, running_means, seal
 from ..ops.sparse_decode import sparse_decode
-from ..tensors import no_inference_mode
+from ..tensors import no_inference_mode, reads_here
 from ..types import AttentionParams
 from .counters import Counters
 from .pool import BlockPool, HostBudget, bucket
@@ -48,6 +49,8 @@ class Tally:
         context: tokens cached.
         ring: of these, not in full blocks. ``sinks``: sinks in full blocks.
         blocks: full blocks. ``sealed``: blocks that became full.
+        full: how often a row had so many full blocks.
+        last: the rows as the last step attended to them.
     """
 
     steps: int = 0
@@ -56,6 +59,8 @@ class Tally:
     sinks: int = 0
     blocks: int = 0
     sealed: int = 0
+    full: Counter[int] = field(default_factory=Counter)
+    last: Rows | None = None
 
     def add(self, taken: Taken, sinks: int) -> None:
         """Count one step."""
@@ -67,6 +72,8 @@ class Tally:
         self.sinks += sum(min(sinks, n * size) for n in now.sealed)
         self.blocks += blocks
         self.sealed += sum(taken.after.sealed) - blocks
+        self.full.update(now.sealed)
+        self.last = now
 
 
 class Indexer(Protocol):
@@ -129,8 +136,11 @@ class LayerStore(State):
         self.dtype, self.device = k.dtype, k.device
         self.block_size, self.sinks, self.ring = config.block_size, config.sinks, ring_tokens(config)
         self._rows = table.start(self.batch, k.shape[2])
+        table.on(self.device)  # now, so that what a cache takes is known before the first block is full
         self._taken: Taken | None = None
+        self._sealed = False  # it has sealed
         self.capturing = False
+        table.on(self.device)
         exact = config.max_length is not None  # a known length needs no spare capacity
         expected = -(-(config.max_length or k.shape[2]) // self.block_size) * self.batch
         self.pool = pool or BlockPool(
@@ -168,6 +178,17 @@ class LayerStore(State):
     @held.setter
     def held(self, rows: Rows) -> None:
         self._rows = rows
+        if not self.capturing:
+            rows.on(self.device)  # in the order of this stream, before a copy stream needs it
+
+    @contextmanager
+    def at(self, rows: Rows) -> Iterator[None]:
+        """Inside, the layer holds ``rows`` as it did in the step that has just ended."""
+        mine, self._rows = self._rows, rows
+        try:
+            yield
+        finally:
+            self._rows = mine
 
     def join(self) -> None:
         """All layers hold the same: their table says what."""
@@ -205,11 +226,24 @@ class LayerStore(State):
         Of a decode step: while it attends; and once it has sealed, as it leaves them.
         """
         if not self.capturing:
-            return self.held.on(self.device)
+            return reads_here(self.held.on(self.device))
         over = self._taken is not None and self.held is self._taken.after and self._sealed
         return self.step_rows.after if over else self.step_rows.now
 
     # ------------------------------------------------------------------ writing
+
+    def fit(self, before: Rows) -> None:
+        """Make room in the pool for all that the table names, sealed or not.
+
+        Raises:
+            MemoryError: there is none; so does torch on a GPU. The table names what ``before`` needs: or copies of the
+                cache, which share the pools, would have to make room for the rest.
+        """
+        try:
+            self.pool.fit()
+        except BaseException:
+            self.table_of_rows.trim([before])
+            raise
 
     def append(self, k: Tensor, v: Tensor, valid: Tensor | None = None, taken: Taken | None = None) -> None:
         """A decode step: put one new token of each row into the ring, ``k, v [batch, H, 1, D]``.
@@ -219,7 +253,7 @@ class LayerStore(State):
         if taken is None:
             taken = self.table_of_rows.step(self.held, None if self.capturing else valid, self.capturing)
         if not self.capturing:
-            self.pool.fit()  # for all that the table names, sealed or not
+            self.fit(taken.before)
         past = self.step_rows.past if self.capturing else taken.before.on(self.device)[:, 0]
         append(k, v, valid, self.recent_kv, past, self.sinks)
         self._taken, self._sealed, self.held = taken, False, taken.now
@@ -232,11 +266,7 @@ class LayerStore(State):
         self.wait_for_copies()
         before = self.held
         after = self.table_of_rows.follow(before, k.shape[2], valid)
-        try:
-            self.pool.fit()
-        except MemoryError:
-            self.table_of_rows.trim([before])  # or copies of the cache would have to make room for it
-            raise
+        self.fit(before)
         if valid is None and before.uniform:
             self._extend(slice(None), k, v, before, after, indexer)
         else:
@@ -497,7 +527,8 @@ class LayerStore(State):
     def count_means(self, tally: Tally) -> None:
         """Steps have read the means, if there are any."""
         if self.mean_tokens:
-            spans = -(-tally.blocks * self.block_size // self.mean_tokens)
+            blocks = self.mean_tokens // self.block_size
+            spans = sum(times * -(-n // blocks) for n, times in tally.full.items())
             self.count_index(self.heads * spans * self.token_bytes)
 
     @property

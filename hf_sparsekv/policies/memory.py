@@ -85,6 +85,11 @@ class Request:
         return self.room(self._blocks_a_row)
 
     @property
+    def table_bytes(self) -> int:
+        """Bytes of the block table, which all layers share."""
+        return self.batch * self.table * 4
+
+    @property
     def recent_tokens(self) -> int:
         """Sinks and recent tokens of a row."""
         return self.config.sinks + ring_tokens(self.config)
@@ -106,7 +111,7 @@ class Request:
 
 @dataclass
 class Memory:
-    """Bytes that the sparse layers of a cache take, beside recent tokens, tables and flags, which all methods have.
+    """Bytes that the sparse layers of a cache take, beside recent tokens and the block table, which all methods have.
 
     Args:
         blocks: keys and values of the physical blocks; in host memory if the cache is offloaded.

@@ -176,8 +176,8 @@ class PredictivePolicy(Policy):
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
         super().account(q, store, plan, tally)
-        if plan.ahead:
-            store.count_index(self.labels.nbytes_read(store, tally.blocks))
+        if plan.ahead:  # behind what the step has sealed
+            store.count_index(self.labels.nbytes_read(store, tally.blocks + tally.sealed))
         if not plan.dense:
             store.count_means(tally)
 
@@ -285,5 +285,5 @@ def queries_bytes(request: Request) -> int:
     slots = None if config.by_layer else predictor_of(config).slots
     rings = 0
     for each in () if slots is None else request.layers:
-        rings += batch * (request.query_heads * slots * each.query_dim * request.item + 8) + 4
+        rings += batch * (request.query_heads * slots * each.query_dim * request.item + 12)
     return rings + sum(batch * each.heads * room_for(config) * 4 for each in request.layers)

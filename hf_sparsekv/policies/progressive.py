@@ -163,7 +163,8 @@ class ProgressivePolicy(Policy):
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
         if self.each_step and not plan.dense and store.counters.steps % self.config.audit_every == 0:
-            self._audit(q, store)
+            with store.at(tally.last):
+                self._audit(q, store)
         super().account(q, store, plan, tally)
         if not plan.dense:
             store.count_index(self.labels.nbytes_read(store, tally.blocks))

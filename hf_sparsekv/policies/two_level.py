@@ -213,7 +213,9 @@ class TwoLevelPolicy(Policy):
     def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
         super().account(q, store, plan, tally)
         chosen = plan.attends == "chosen"
-        if (plan.ahead and self.lag) or (chosen and not self.lag):
+        if plan.ahead and self.lag:  # behind what the step has sealed
+            store.count_index(self.metadata.nbytes(store, tally.blocks + tally.sealed))
+        elif chosen and not self.lag:
             store.count_index(self.metadata.nbytes(store, tally.blocks))
         if plan.dense:
             return

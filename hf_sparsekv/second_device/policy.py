@@ -246,8 +246,8 @@ class SecondDevicePolicy(Policy):
 
     def account(self, q: Tensor, store: PrimaryStore, plan: Plan, tally: Tally) -> None:
         super().account(q, store, plan, tally)
-        if plan.ahead:
-            store.count_index(self.replica.labels.nbytes_read(store.replica, tally.blocks))
+        if plan.ahead:  # behind what the step has sealed
+            store.count_index(self.replica.labels.nbytes_read(store.replica, tally.blocks + tally.sealed))
 
     def replayed(self, store: PrimaryStore, plan: Plan, tally: Tally) -> None:
         super().replayed(store, plan, tally)
@@ -354,6 +354,8 @@ class SecondDevice(Labelled):
             token = request.token(layer)
             memory.second += block_capacity * size * token + batch * recent * token
             memory.second += block_capacity * label_bytes(request, layer)
+        if torch.device(config.cache_rank).type != "cpu":  # which is this device, and has one table
+            memory.second += request.table_bytes
         return memory
 
 

@@ -283,6 +283,11 @@ class PrimaryStore(LayerStore):
             there = [None if t is None else t.to(self.peer.device) for t in (k, v, valid)]
             self.replica.extend(*there, indexer.replica)
 
+    def restore_host(self, saved: dict) -> None:
+        super().restore_host(saved)
+        if self.replica is not None:
+            self.replica._rows = self._rows
+
     @no_inference_mode
     def crop(self, length: int) -> None:
         super().crop(length)

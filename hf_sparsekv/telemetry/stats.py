@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from ..kv.rows import RowTable
 from ..layers.sparse_layer import SparseLayer
 from ..offload.host_limit import readable
 from ..offload.page_table import DevicePools
@@ -182,15 +183,24 @@ _COUNTS = frozenset(
 )
 
 
-def allocated(layers, pools) -> dict[str, int]:
-    """Bytes that these sparse layers and their ``pools`` take: on the ``device``, ``host``, on a ``second`` device."""
+def allocated(layers: list[SparseLayer], pools: DevicePools | None, table: RowTable) -> dict[str, int]:
+    """Bytes that a cache takes: on the ``device``, ``host``, on a ``second`` device.
+
+    Of its sparse layers, of their ``pools``, and of the block table, of which each device has one.
+    """
     begun = [layer for layer in layers if layer.store is not None]
     sizes = [layer.store.nbytes() for layer in begun]
-    shared = 0 if pools is None else pools.nbytes
+    home = {layer.store.device for layer in begun}
+    tables = sum(size for device, size in table.nbytes.items() if device in home)
     return {
-        "device": sum(s[0] for s in sizes) + shared + sum(layer.policy.nbytes for layer in layers),
+        "device": sum(s[0] for s in sizes)
+        + sum(layer.policy.nbytes for layer in layers)
+        + (0 if pools is None else pools.nbytes)
+        + tables,
         "host": sum(s[1] for s in sizes),
-        "second": sum(layer.store.second_bytes + layer.policy.second_bytes for layer in begun),
+        "second": sum(layer.store.second_bytes + layer.policy.second_bytes for layer in begun)
+        + sum(table.nbytes.values())
+        - tables,
     }
 
 
@@ -199,7 +209,7 @@ def _covered(walks: tuple[WalkStats, ...]) -> float | None:
     return sum(w.audited_mass * w.audits for w in walks if w.audits) / audits if audits else None
 
 
-def collect(layers: list[SparseLayer], pools: DevicePools | None = None) -> CacheStats:
+def collect(layers: list[SparseLayer], pools: DevicePools | None, table: RowTable) -> CacheStats:
     """Sum the counters of a cache's layers and of its device pools. Waits for their devices, on all streams."""
     fetched = {"needed": 0, "found": 0, "bytes": 0} if pools is None else pools.counters()
     stores = [layer.store for layer in layers if layer.store is not None]
@@ -219,7 +229,7 @@ def collect(layers: list[SparseLayer], pools: DevicePools | None = None) -> Cach
         up += counters.to_host_bytes
         down += counters.to_device_bytes
         down += counters.total_from_host * store.token_bytes
-    held = allocated(layers, pools)
+    held = allocated(layers, pools, table)
     total = [store.counters for store in stores]
     measured = [one for layer in layers for one in layer.policy.measured()]
     walks = tuple(m for m in measured if isinstance(m, WalkStats))

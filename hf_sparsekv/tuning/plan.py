@@ -50,7 +50,7 @@ class MemoryPlan:
         labels: quantised label channels, which tokens are chosen by.
         means: of the keys and values of each block (``tail="mean"``).
         recent: sinks and recent tokens.
-        tables: block tables, flags and counts.
+        tables: the block table, which all layers share, and page tables.
         stock: sliding and other layers, which stay transformers' own.
         prefill: estimate of the activations of a prompt of ``context`` tokens read in one piece.
         working_set: estimate of the blocks that decode steps choose within 12 steps (``telemetry/working_set.py``), all
@@ -213,7 +213,6 @@ def plan_memory(
     block_capacity, recent_tokens = request.block_capacity, request.recent_tokens
     kept = block_capacity * size * sum(map(request.token, dense))
     recent = batch * recent_tokens * sum(map(request.token, dense + sparse))
-    tables = batch * (request.table * 4 + 28)  # one for all layers: block table; lengths, before and behind a step
     others = [layer for layer in model.layers if layer.kind != "full"]
     stock = batch * sum(layer.state + min(layer.window, context) * request.token(layer) for layer in others)
     dense_kv = stock + batch * context * sum(map(request.token, dense + sparse))
@@ -232,7 +231,7 @@ def plan_memory(
         labels=memory.labels,
         means=memory.means,
         recent=recent,
-        tables=tables + memory.tables,
+        tables=request.table_bytes + memory.tables,
         stock=stock,
         prefill=prefill,
         kept=kept if offload is not None and offload.keep_dense else 0,

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from caches import predictive
+from captured import imitated
 from models import build
 from read_rows import read_rows as rows
 
@@ -196,6 +197,25 @@ def test_a_step_that_is_not_captured_is_an_error():
         patch.setattr(torch.cuda, "synchronize", lambda: None)
         with pytest.raises(RuntimeError, match="no decode step was captured: decode steps run eagerly: the model is"):
             decoding.capture_seconds(model, step)
+
+
+@torch.no_grad()
+def test_the_step_that_is_repeated_is_the_same():
+    """Each replay begins with the rows that the cache holds, and the next step of the cache as well."""
+    model, runner = imitated(max_position_embeddings=2048)
+    cache = make_cache(model, VARIANTS["two_level"], CONTEXT + 90)
+    filling.fill_cache(model, cache, BATCH, CONTEXT)
+    step = decoding.Steps(model, cache, BATCH, 8)
+    for _ in range(2):
+        step()
+    steps, began = cache.row_table.steps(model.device), []
+    (graph,) = (held.graph for held in runner.graphs[cache].values())
+    replay = graph.replay
+    graph.replay = lambda: (replay(), began.append(steps.past.tolist()))
+    assert len(decoding.replay_ms(model, cache)) == 25
+    step()
+    assert began == [[CONTEXT + 2] * BATCH] * 31
+    assert cache.row_table.rows.lengths == (CONTEXT + 3,) * BATCH
 
 
 def test_synchronisations_are_found_by_place(monkeypatch):

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from benchmarks import generate
 from benchmarks.__main__ import BENCHMARKS, main
+from benchmarks.arguments import new_parser, rows_file
 from hf_sparsekv.cli.app import app
 from hf_sparsekv.evaluation.cache_specs import parse_cache
 
@@ -84,3 +85,28 @@ def test_lists_of_caches_are_valid(path):
     """Every setting is known, and none is there twice."""
     specs = [parse_cache(text) for text in yaml.safe_load(path.read_text())["caches"]]
     assert len({f"{spec.method} {spec.make()!r}" for spec in specs}) == len(specs) > 20
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("generate", "--context", "100M"), "'100M' is no length; write for example 512 or 32k"),
+        (("step", "--shapes", "1x32k", "8by32k"), "'8by32k' is no shape; write BATCHxLENGTH, for example 8x32k"),
+        (("offload", "prefill", "--lengths", "k"), "'k' is no length"),
+    ],
+)
+def test_wrong_sizes_are_named(args, says, monkeypatch, capsys):
+    """By what is wrong about them, not by the function that found out."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)  # before anything asks for more than that
+    with pytest.raises(SystemExit, match="2"):
+        main(list(args))
+    told = " ".join(capsys.readouterr().err.split())
+    assert says in told and "parse_" not in told
+
+
+def test_rows_go_to_the_checkout_wherever_one_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in BENCHMARKS:
+        file = rows_file(new_parser(name, "").parse_args([]))
+        assert file == ROOT / "benchmarks" / "results" / f"{name}.csv"
+    assert not list(tmp_path.iterdir())

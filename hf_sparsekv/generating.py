@@ -1,0 +1,331 @@
+"""One line around ``generate()``: ``with sparse(model, "accurate"): model.generate(...)``.
+
+``generate()`` asks the model that it belongs to for a cache (``_prepare_cache_for_generation``). Inside ``sparse()``
+one model's instance has a stand-in for that method, which answers with a new sparse cache. So every way to
+``generate()`` passes it: pipelines, chat, beams, drafts, wrappers such as PEFT's. No class or function of transformers
+is touched.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.generation.utils import GENERATION_MODES_MAPPING
+
+from .attention.interface import NAME
+from .attention.mla import absorbs, is_mla, restore
+from .attention.tap import QueryTap
+from .cache import SparseCache
+from .config import OffloadConfig, SparseConfig, TwoLevelConfig, with_changes
+from .cuda_graph.optimize import optimize as capture
+from .cuda_graph.optimize import runner_of, unoptimize
+from .fusion.fuse import tensor_parallel
+from .policies.registry import method_of
+
+_METHOD = "_prepare_cache_for_generation"
+_changing = threading.RLock()  # one thread at a time enters or leaves
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the caches are to be; two that are equal may be in use at the same time."""
+
+    config: SparseConfig
+    offload: OffloadConfig | None = None
+    optimize: bool | None = None
+
+    def cache(self, model: PreTrainedModel) -> SparseCache:
+        """A new one for ``model``."""
+        return SparseCache(self.config, self.offload, model.config.get_text_config(decoder=True))
+
+    def __str__(self) -> str:
+        offload = "" if self.offload is None else ", offloaded"
+        return f"{self.config.brief()}{offload}, optimize={self.optimize}"
+
+
+def _settings(
+    config: str | SparseConfig | None,
+    offload: bool | OffloadConfig | None,
+    optimize: bool | None,
+    changes: Mapping[str, Any],
+) -> Settings:
+    """What the arguments of :func:`sparse` stand for."""
+    if isinstance(config, SparseCache):
+        raise TypeError(
+            f"sparse() makes a new cache for each generate(), and takes its settings: give {type(config).__name__}'s "
+            "configuration; or leave sparse() out and give that cache to generate(past_key_values=...)"
+        )
+    if isinstance(config, str):
+        config = TwoLevelConfig.preset(config)
+    elif config is None:
+        config = TwoLevelConfig()
+    elif not isinstance(config, SparseConfig):
+        raise TypeError(f"config must be a configuration, a preset's name or None, got {type(config).__name__}")
+    method_of(config)
+    if isinstance(offload, bool):
+        offload = OffloadConfig() if offload else None
+    elif not isinstance(offload, OffloadConfig | None):
+        raise TypeError(f"offload must be an OffloadConfig, True, False or None, got {type(offload).__name__}")
+    if not isinstance(optimize, bool | None):
+        raise TypeError(f"optimize must be True, False or None, got {optimize!r}")
+    return Settings(with_changes(config, changes), offload, optimize)
+
+
+def _generating(model: torch.nn.Module) -> PreTrainedModel:
+    """The model of transformers that generates: ``model``, or the one that it wraps (PEFT, ``torch.compile``)."""
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    found = next((module for module in modules if isinstance(module, GenerationMixin)), None)
+    if found is None:
+        inner = getattr(model, "model", None)
+        hint = ": give its model, sparse(pipe.model)" if isinstance(inner, GenerationMixin) else ""
+        raise TypeError(f"sparse() needs a model of transformers that can generate(), got {type(model).__name__}{hint}")
+    if found.config.is_encoder_decoder:
+        raise ValueError(
+            "sparse caches serve decoder-only models; call generate() of an encoder-decoder without sparse()"
+        )
+    if not found._supports_default_dynamic_cache() or "mamba" in type(found).__name__.lower():
+        raise ValueError(f"{type(found).__name__} has a cache of its own kind, without keys and values to select from")
+    method = getattr(type(found), _METHOD, None)
+    given = inspect.signature(method).parameters if method else {}
+    if not {"generation_config", "model_kwargs"} <= set(given):
+        raise RuntimeError(
+            "this version of transformers asks for a cache in another way than sparse() knows: give each generate() a "
+            "cache, past_key_values=OffloadedSparseCache(...)"
+        )
+    return found
+
+
+def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configurations that say which attention a model's parts use, each once."""
+    found: dict[int, PreTrainedConfig] = {}
+    todo = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    while todo:
+        config = todo.pop()
+        if isinstance(config, PreTrainedConfig) and id(config) not in found:
+            found[id(config)] = config
+            todo += [getattr(config, name, None) for name in config.sub_configs]
+    return list(found.values())
+
+
+@dataclass(eq=False)
+class Use:
+    """One ``with sparse(...)`` that is open."""
+
+    settings: Settings
+    thread: int = field(default_factory=threading.get_ident)
+    name: str = field(default_factory=lambda: threading.current_thread().name)
+
+
+class CacheSource:
+    """Stands in for one model's ``_prepare_cache_for_generation``, and knows how the model was before.
+
+    Whoever is inside last decides. Several threads may be inside only while all of them want the same, so it does not
+    matter which of them calls ``generate()``, nor whether a thread does that is not inside (as with a streamer).
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.original = getattr(model, _METHOD)
+        self.had_own = _METHOD in model.__dict__
+        self.signature = inspect.signature(self.original)
+        self.uses: list[Use] = []
+        self.attention = [(config, config._attn_implementation_internal) for config in _configs(model)]
+        self.latent = [module for module in model.modules() if is_mla(module) and not absorbs(module)]
+        self.optimized = False  # by us
+        self.tap = QueryTap(model)  # for eager steps of predictive caches; optimize() has its own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Put a new cache where ``generate()`` looks for it, unless its caller has given one."""
+        given = self.signature.bind(*args, **kwargs).arguments
+        inputs: dict = given["model_kwargs"]
+        uses = self.uses[-1:]  # none: another thread has left in this moment
+        if inputs.get("past_key_values") is not None or not uses:
+            return self.original(*args, **kwargs)
+        inputs["past_key_values"] = new_cache(self.model, uses[0].settings, given["generation_config"])
+        return None
+
+    def enter(self, use: Use) -> None:
+        """Settle the model as ``use`` wants it.
+
+        Raises:
+            RuntimeError: another thread is inside, and not everybody wants the same.
+        """
+        for other in self.uses:
+            if other.thread != use.thread and any(one.settings != use.settings for one in self.uses):
+                raise RuntimeError(
+                    f"another thread ({other.name}) uses this model inside sparse() with {other.settings}; this "
+                    f"one asks for {use.settings}. Use the same settings, or wait for its end; or give each generate() "
+                    "a cache of its own, past_key_values=..., which may differ"
+                )
+        self.uses.append(use)
+        self._settle()
+
+    def leave(self, use: Use) -> None:
+        """Settle the model as those inside want it, or as it was before."""
+        if use in self.uses:
+            self.uses.remove(use)
+        self._settle()
+
+    def _settle(self) -> None:
+        model, wanted = self.model, self.uses[-1].settings.optimize if self.uses else False
+        if self.optimized and wanted is False:
+            unoptimize(model)
+            self.optimized = False
+        ahead = bool(self.uses) and getattr(self.uses[-1].settings.config, "by_layer", False)
+        if not ahead:
+            self.tap.remove()
+        if self.uses:
+            self._use_attention()
+            setattr(model, _METHOD, self)
+            if ahead:
+                self.tap.install()
+            if (wanted or (wanted is None and _captures(model))) and runner_of(model) is None:
+                self.optimized = True  # beforehand: an interrupt may come as soon as it is
+                capture(model)
+            return
+        for module in self.latent:  # the caches have made them pass latents on
+            restore(module)
+        for config, name in self.attention:
+            config._attn_implementation_internal = name
+        if self.had_own:
+            setattr(model, _METHOD, self.original)
+        else:
+            model.__dict__.pop(_METHOD, None)
+
+    def _use_attention(self) -> None:
+        text = self.model.config.get_text_config(decoder=True)
+        if text._attn_implementation != NAME or self.model.config._attn_implementation != NAME:
+            self.model.set_attn_implementation(NAME)
+        if text._attn_implementation != NAME:
+            raise ValueError(
+                f"{type(self.model).__name__} computes its attention itself, not by transformers' AttentionInterface: "
+                "sparse decoding cannot take its place"
+            )
+
+
+def _captures(model: PreTrainedModel) -> bool:
+    """Decode steps of this model can be captured: all of it lies on one GPU."""
+    devices = {parameter.device for parameter in model.parameters()}
+    return len(devices) == 1 and devices.pop().type == "cuda" and not tensor_parallel(model)
+
+
+def new_cache(model: PreTrainedModel, settings: Settings, asked: GenerationConfig) -> SparseCache:
+    """A cache for one ``generate()`` that was asked for with these options.
+
+    Raises:
+        ValueError: they ask for another cache, or for none.
+    """
+    if asked.use_cache is False:
+        raise ValueError(
+            "use_cache=False, in the call or in model.generation_config, and sparse decoding do not go together: give "
+            "use_cache=True, or call generate() outside of sparse()"
+        )
+    kind = asked.cache_implementation
+    if kind not in (None, "dynamic", model.generation_config.cache_implementation):
+        raise ValueError(
+            f"cache_implementation={kind!r} asks for another cache than sparse() gives: leave it out "
+            "(sparse(model, offload=True) keeps keys and values in host memory), or call generate() outside of sparse()"
+        )
+    cache = settings.cache(model)
+    if asked.is_assistant:  # drafts are taken back
+        cache.activate_past_recording()
+    return cache
+
+
+@contextmanager
+def sparse(
+    model: torch.nn.Module,
+    config: str | SparseConfig | None = None,
+    *,
+    offload: bool | OffloadConfig | None = None,
+    optimize: bool | None = None,
+    **changes: Any,
+) -> Iterator[torch.nn.Module]:
+    """Inside, each ``model.generate()`` decodes sparsely over a new cache; afterwards the model is as it was.
+
+        with sparse(model, "accurate"):
+            out = model.generate(**inputs, max_new_tokens=200)
+
+    This holds for everything that calls ``generate()`` of this model: pipelines, other threads (a streamer's), wrappers
+    such as PEFT's. A cache that is passed as ``past_key_values`` is used as it is. ``return_dict_in_generate=True``
+    gives the new one back, for its ``stats()`` or for the conversation's next turn. Contexts may be nested: the inner
+    settings hold until it ends.
+
+    Args:
+        model: of transformers, or what wraps one. Its attention implementation is set to ``"sparsekv"`` and put back.
+        config: a preset's name (:meth:`TwoLevelConfig.preset`), or a method's configuration. ``None``: the defaults.
+        offload: keep full blocks in host memory, ``True`` or how; otherwise everything is on the model's device.
+        optimize: call :func:`optimize` and undo it afterwards. ``None``: if the whole model is on one GPU. A model that
+            was optimised before is left so, which saves a moment (docs/generating.md) at each beginning and end.
+        changes: options of the configuration: ``sparse(model, token_budget=512)``.
+
+    Raises:
+        TypeError: the model cannot generate, or there is no such option.
+        ValueError: the model is of a kind that cannot decode sparsely, or a value is wrong.
+        RuntimeError: another thread uses the model inside ``sparse()`` with other settings.
+    """
+    use = Use(_settings(config, offload, optimize, changes))
+    target = _generating(model)
+    source = None
+    try:
+        with _changing:
+            source = target.__dict__.get(_METHOD)
+            if not isinstance(source, CacheSource):
+                source = CacheSource(target)
+            source.enter(use)
+        yield model
+    finally:
+        with _changing:
+            if source is not None and use in source.uses:
+                source.leave(use)
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    *,
+    generation_config: GenerationConfig,
+    inputs_tensor: torch.Tensor | None = None,
+    sparse_config: str | SparseConfig | None = None,
+    offload: bool | OffloadConfig | None = None,
+    optimize: bool | None = None,
+    **given: Any,
+) -> Any:
+    """For ``model.generate(..., custom_generate=hf_sparsekv.generate)``: transformers' own loop over a sparse cache.
+
+        model.generate(**inputs, custom_generate=hf_sparsekv.generate, sparse_config="accurate", offload=True)
+
+    transformers hands neither ``streamer`` nor ``assistant_model`` to a function given as ``custom_generate``: use
+    :func:`sparse` with these.
+
+    Args:
+        model, input_ids, generation_config, inputs_tensor: as ``generate()`` passes them on.
+        sparse_config: ``config`` of :func:`sparse`.
+        offload, optimize: as in :func:`sparse`.
+
+    Returns:
+        What ``generate()`` returns.
+
+    Raises:
+        ValueError: the way to generate is one that transformers no longer has itself.
+    """
+    mode = generation_config.get_generation_mode()
+    name = GENERATION_MODES_MAPPING[mode]
+    if "/" in name:
+        raise ValueError(f"{mode.value} is no longer part of transformers (see {name}): use another way to generate")
+    settings = _settings(sparse_config, offload, optimize, {})
+    with sparse(model, settings.config, offload=settings.offload, optimize=optimize):
+        past = given.get("past_key_values")
+        if not getattr(past, "_is_user_defined", False):
+            given["past_key_values"] = new_cache(model, settings, generation_config)
+        loop = getattr(type(model), name)
+        if "inputs_tensor" in inspect.signature(loop).parameters:
+            given["inputs_tensor"] = inputs_tensor
+        return loop(model, input_ids, generation_config=generation_config, **given)

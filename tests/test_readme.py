@@ -1,0 +1,78 @@
+"""README.md says what is so: its tables are those of the newest rows, its snippet runs, its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import readme
+from hf_sparsekv import SparseCache, TwoLevelConfig, __version__, generating
+from hf_sparsekv.evaluation.text import python_reference
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text()
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{name}.md" for name in ("generating", "speed", "presets"))]
+
+
+@pytest.mark.parametrize("name", readme.TABLES)
+def test_tables_are_those_of_the_newest_rows(name):
+    start, stop = readme.between(TEXT, name)
+    assert TEXT[start:stop] == readme.TABLES[name](), "run: python -m benchmarks.readme --write"
+    assert TEXT[start:stop].count("\n") > 5
+
+
+def test_newest_rows_and_marks():
+    row = {"case": "m", "variant": "v", "metric": "tpot_ms", "batch": "1", "context": "8"}
+    rows = [{**row, "value": "3"}, {**row, "value": "2"}, {**row, "batch": "2", "value": "1"}]
+    assert readme.newest(rows, "v", "tpot_ms", 1, 8, "m") == 2
+    assert readme.newest(rows, "v", "tpot_ms", 1, 16, "m") is None
+    with pytest.raises(ValueError, match="lacks the marks <!-- speed -->"):
+        readme.between("no marks", "speed")
+
+
+def test_the_accuracy_beside_the_speed_is_of_the_same_settings():
+    """The sentence below the first table, in the words of the second."""
+    lines = {line.split(" | ")[0][2:]: re.findall(r"[\d.]+ / [\d.]+", line) for line in readme.presets().splitlines()}
+    found = [pair.split(" / ")[0] for pair in lines["the default: 1,024 tokens"]]
+    full = [pair.split(" / ")[0] for pair in lines["full attention"]]
+    assert f"{found[0]} and {found[1]} %, full attention {full[0]} and {full[1]} %" in TEXT
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+        if not target.startswith("http"):
+            assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}, which is not there"
+    for anchor in re.findall(r"\]\(#([^)]+)\)", text):
+        assert re.search(rf"^#+ {anchor.replace('-', ' ')}$", text, re.M | re.I), f"{page} has no heading #{anchor}"
+
+
+def test_the_citation_is_of_this_version():
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+@pytest.mark.small_model
+def test_the_snippet_runs_as_it_stands(small_model_dir, tmp_path, monkeypatch, capsys):
+    """On another model and file; nothing else is changed."""
+    code = re.search(r"```python\n(.*?)```", TEXT, re.S).group(1)
+    assert code.count('"Qwen/Qwen3-8B"') == code.count('"long.txt"') == 1
+    text = python_reference()
+    told = "It was decided that the harvest festival moves to the town of Brindlewick.\n\n"
+    (tmp_path / "long.txt").write_text(text[5000:8000] + "\n\n" + told + text[9000:12_000])
+    code = code.replace('"Qwen/Qwen3-8B"', repr(str(small_model_dir)))
+    made: list[SparseCache] = []
+    new_cache = generating.new_cache
+    monkeypatch.setattr(generating, "new_cache", lambda *given: made.append(new_cache(*given)) or made[-1])
+    monkeypatch.chdir(tmp_path)
+    there: dict = {}
+    exec(compile(code, "README.md", "exec"), there)
+    out, (cache,) = capsys.readouterr().out, made
+    with capsys.disabled():
+        print(f"\n  {out.strip()!r}, {cache.stats().attended_share:.0%} attended, {cache}")
+    assert len(out.split()) > 3
+    assert cache.config == TwoLevelConfig()
+    assert cache.stats().sparse_calls > 0
+    assert there["model"].config._attn_implementation == "sdpa"
