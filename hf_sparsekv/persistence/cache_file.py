@@ -278,7 +278,7 @@ def load_cache(
         _check_header(cache, file)
         if config is None:
             _check_reserved(cache, file)
-        rows = _rows(cache, file)
+        rows = _rows(cache, file, device)
         for index, (layer, record) in enumerate(zip(cache.layers, file.layers)):
             where = _device(file, record, device)
             if isinstance(layer, SparseLayer):
@@ -292,11 +292,12 @@ def load_cache(
     return cache
 
 
-def _rows(cache: FiledCache, file: Reader) -> tuple[Rows, np.ndarray]:
-    """The rows, and the ids that the saved blocks have here."""
+def _rows(cache: FiledCache, file: Reader, device: torch.device | str | None) -> tuple[Rows, np.ndarray]:
+    """The rows, and the ids that the saved blocks have here. Without layers of ours there are none."""
     about, size, columns = file.state["rows"], cache.config.block_size, file.layers[0].length
     lengths, sealed = tuple(about["lengths"]), tuple(about["sealed"])
-    batch, blocks = next(((r.batch, r.blocks) for r in file.layers if r.window is None), (0, 0))
+    ours = next((record for record in file.layers if record.window is None), None)
+    batch, blocks = (0, 0) if ours is None else (ours.batch, ours.blocks)
     # A step seals what is older than window and drafts; crop() takes back what would leave the window short.
     old = [length - cache.config.window for length in lengths]
     least, most = ([max(0, n // size) for n in (x - more for x in old)] for more in (cache.config.max_draft, 0))
@@ -308,10 +309,11 @@ def _rows(cache: FiledCache, file: Reader) -> tuple[Rows, np.ndarray]:
             and all(low <= n <= high for low, n, high in zip(least, sealed, most)),
         },
     )
-    valid, seen = None, [columns] * batch
+    valid, seen, fits = None, [columns] * batch, True
     if about["padding"] is not None:
         valid = file.tensor("valid")
         seen = (valid.sum(1) + columns - valid.shape[1]).tolist()
+        fits = batch > 0 and valid.shape[1] <= columns
     table = np.zeros((batch, 0), dtype=np.int32)
     if max(sealed, default=0):
         table = file.tensor("table").numpy()
@@ -319,11 +321,13 @@ def _rows(cache: FiledCache, file: Reader) -> tuple[Rows, np.ndarray]:
     _refuse_rows(
         file,
         {
-            "padding": (valid is None or valid.shape[1] <= columns) and list(lengths) == seen,
+            "padding": fits and list(lengths) == seen,
             "table": bool(((table >= 0) == there).all() and (table < blocks).all() and (table >= -1).all())
             and _names_each_block(table, blocks),
         },
     )
+    if valid is not None:
+        valid = valid.to(_device(file, ours, device))
     rows = Rows(size, columns, lengths, sealed, valid)
     cache.row_table.start(batch, max(1, table.shape[1]) * size)
     return rows, cache.row_table.load(rows, table)
