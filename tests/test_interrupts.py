@@ -7,6 +7,7 @@ in a few steps. A replay counts as one instruction, as on a GPU.
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import sys
 
@@ -17,10 +18,11 @@ from captured import Imitation
 from interrupts import HOME, MODELING, TRANSFORMERS, Points, count
 from models import NEEDS_CONFIG, build, prompt
 
-from hf_sparsekv import optimize, unoptimize
+from hf_sparsekv import SparseConfig, optimize, unoptimize
 from hf_sparsekv.cuda_graph.captured_step import gathered_experts
 from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.fusion import layers as fused_layers
+from hf_sparsekv.kv.rows import RowTable
 
 IDS = prompt(2, 160)["input_ids"]
 START = 90  # where steps begin: channels are known soon, and a block is sealed within a few steps
@@ -284,3 +286,42 @@ def test_optimize_and_its_end(name, monkeypatch):
             raise KeyboardInterrupt
         unoptimize(net)
         assert state_of(net) == before and storages() == memory, reached.where
+
+
+ROWS = {
+    "clear": lambda table: table.clear(),
+    "leave": lambda table: table.leave(1),
+    "trim": lambda table: table.trim([table.empty]),
+    "map_rows": lambda table: table.map_rows([1, 1], table.mapped(table.rows, [1, 1])),
+    "more rows": lambda table: table.map_rows([1, 1, 0], table.mapped(table.rows, [1, 1, 0])),
+    "reserve": lambda table: table.reserve([0, 1], [2, 3], [6, 14]),
+    "unshare": lambda table: table.unshare(),
+    "copy": copy.deepcopy,
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised in a finaliser
+@pytest.mark.parametrize("what", ROWS)
+def test_a_copy_keeps_its_blocks(what):
+    """Ids that were given back once too often would be those of a copy's blocks; and a device has the host's table."""
+    device = torch.device("cpu")
+
+    def begun():
+        table = RowTable(SparseConfig(block_size=16, window=16))
+        table.rows = table.follow(table.start(2, 200), 200, None)
+        table.on(device)
+        return table, copy.deepcopy(table)
+
+    table, other = begun()
+    total = count(lambda: ROWS[what](table))
+    assert total > 3
+    for at in range(1, total + 1):
+        table, other = begun()
+        with pytest.raises(KeyboardInterrupt), Points(at) as reached:
+            ROWS[what](table)
+            raise KeyboardInterrupt
+        assert (table.on(device).numpy() == table.host).all(), reached.where
+        table.clear()
+        gc.collect()  # a copy that was broken off
+        taken = set(other.ids.take(60).tolist())
+        assert not taken & set(other.host[other.host >= 0].tolist()), reached.where

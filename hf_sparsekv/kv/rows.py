@@ -274,9 +274,10 @@ class RowTable:
     def __deepcopy__(self, memo: dict) -> RowTable:
         new = RowTable(self.config, self.ids)
         new.rows, new.batch, new._empty = self.rows, self.batch, self._empty
-        new._held[0], new._orders = self._held[0].copy(), self._orders
         memo[id(self)] = new
-        self.ids.share(new._held[0])
+        host = self.host.copy()
+        self.ids.share(host)
+        new._held[0], new._orders = host, self._orders
         return new
 
     # ------------------------------------------------------------------ the table
@@ -341,6 +342,7 @@ class RowTable:
 
     def clear(self) -> None:
         """No row holds anything. What memory there is is kept."""
+<<<<<<< HEAD
         self.ids.drop(self.host)
         self.host.fill(-1)
         for device, held in self._on.items():
@@ -350,6 +352,12 @@ class RowTable:
             self._empty, self.managed = self._without_tokens(), False
         self.rows, self._memo = self._empty, _NOTHING
         self._old.clear()
+=======
+        held = self.host.copy()
+        self._change(lambda: self.host.fill(-1), lambda on: on.fill_(-1))
+        self.ids.drop(held)
+        self.rows, self._memo, self.managed = self._empty, _NOTHING, False
+>>>>>>> t3
 
     @property
     def moves(self) -> int:
@@ -380,21 +388,39 @@ class RowTable:
             missing = wanted[(held < 0) | shared]
             if not len(missing):
                 return
-            self.ids.drop(held[shared])
             # Blocks of all rows beside each other: those of a piece of a prompt are then one range.
             missing = missing[np.lexsort((missing[:, 0], missing[:, 1]))]
             self._write(missing, self.ids.take(len(missing)))
+            self.ids.drop(held[shared])
 
     def _write(self, at: np.ndarray, ids: np.ndarray) -> None:
-        self.host[at[:, 0], at[:, 1]] = ids
-        for device, held in self._on.items():
-            with self._orders.get(device, nullcontext)():
-                if len(at) <= 2:
-                    for (row, block), one in zip(at.tolist(), ids.tolist()):
-                        held[row, block] = one
-                else:
-                    row, block = torch.from_numpy(at.T.copy()).to(held.device)
-                    held[row, block] = torch.from_numpy(ids).to(held.device)
+        def here() -> None:
+            self.host[at[:, 0], at[:, 1]] = ids
+
+        def there(held: Tensor) -> None:
+            if len(at) <= 2:
+                for (row, block), one in zip(at.tolist(), ids.tolist()):
+                    held[row, block] = one
+            else:
+                row, block = torch.from_numpy(at.T.copy()).to(held.device)
+                held[row, block] = torch.from_numpy(ids).to(held.device)
+
+        self._change(here, there)
+
+    def _change(self, here: Callable[[], object], there: Callable[[Tensor], object]) -> None:
+        """Change the table on the host and, in place, where it has copies: captured graphs hold their addresses.
+
+        References are counted around it so that an interrupt in between leaves some too many: what is named has one.
+        """
+        try:
+            here()
+            for device, held in self._on.items():
+                with self._orders.get(device, nullcontext)():
+                    there(held)
+        except BaseException:  # copies are made anew
+            self._moves += 1
+            self._on.clear()
+            raise
 
     def order(self, device: torch.device, within: Callable[[], AbstractContextManager]) -> None:
         """On this device the table is written in the context ``within()``, in the order of who reads it there."""
@@ -501,10 +527,14 @@ class RowTable:
         """Row ``row`` holds nothing from here on."""
         held = self.host[row] >= 0
         if held.any():
-            self.ids.drop(self.host[row])
-            at = held.nonzero()[0]
+            at, named = held.nonzero()[0], self.host[row].copy()
             self._write(np.stack((np.full(len(at), row), at), axis=1), np.full(len(at), -1, dtype=np.int32))
+<<<<<<< HEAD
         self._set(row, 0, 0)
+=======
+            self.ids.drop(named)
+        self._set(row, 0, 0, self.rows.columns)
+>>>>>>> t3
 
     def copy_row(self, row: int, source: int) -> None:
         """Row ``row``, which holds nothing, becomes what row ``source`` is: full blocks are shared."""
@@ -549,8 +579,9 @@ class RowTable:
         behind = (np.arange(self.capacity) >= keep[:, None]) & (self.host >= 0)
         at = np.argwhere(behind)
         if len(at):
-            self.ids.drop(self.host[behind])
+            named = self.host[behind]
             self._write(at, np.full(len(at), -1, dtype=np.int32))
+            self.ids.drop(named)
         self._memo = _NOTHING
 
     def mapped(self, rows: Rows, index: Sequence[int]) -> Rows:
@@ -584,20 +615,21 @@ class RowTable:
         Full blocks are shared, not copied.
         """
         with self.ids.lock:
-            before = self.host
+            before = self.host.copy()
             host = before[np.asarray(index, dtype=np.int64)].copy()
             host[np.arange(self.capacity) >= np.array(rows.sealed)[:, None]] = -1
             self.ids.share(host)
-            self.ids.drop(before)
             self.batch = len(index)
             if host.shape == before.shape:
-                self.host[:] = host
-                for device, held in self._on.items():  # in place: captured graphs hold the address
-                    with self._orders.get(device, nullcontext)():
-                        held.copy_(torch.from_numpy(host))
+                self._change(lambda: np.copyto(self.host, host), lambda held: held.copy_(torch.from_numpy(host)))
             else:
                 self._replace(host)
+<<<<<<< HEAD
                 self._empty = self._without_tokens()
+=======
+                self._empty = Rows(self.block_size, 0, (0,) * self.batch, (0,) * self.batch)
+            self.ids.drop(before)
+>>>>>>> t3
         self._memo = _NOTHING
 
     def padded_in_front(self, rows: Rows) -> bool:
@@ -617,7 +649,11 @@ class RowTable:
                 return
             old = self.host[at[:, 0], at[:, 1]].copy()
             new = self.ids.take(len(old))
-            for pool in self.ids.pools:
-                pool.copy_blocks(torch.from_numpy(old).long(), torch.from_numpy(new).long())
-            self.ids.drop(old)
+            try:
+                for pool in self.ids.pools:
+                    pool.copy_blocks(torch.from_numpy(old).long(), torch.from_numpy(new).long())
+            except BaseException:
+                self.ids.drop(new)
+                raise
             self._write(at, new)
+            self.ids.drop(old)
