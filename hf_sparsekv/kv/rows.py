@@ -342,22 +342,13 @@ class RowTable:
 
     def clear(self) -> None:
         """No row holds anything. What memory there is is kept."""
-<<<<<<< HEAD
-        self.ids.drop(self.host)
-        self.host.fill(-1)
-        for device, held in self._on.items():
-            with self._orders.get(device, nullcontext)():
-                held.fill_(-1)
+        held = self.host.copy()
+        self._change(lambda: self.host.fill(-1), lambda on: on.fill_(-1))
+        self.ids.drop(held)
         if self.managed:
             self._empty, self.managed = self._without_tokens(), False
         self.rows, self._memo = self._empty, _NOTHING
         self._old.clear()
-=======
-        held = self.host.copy()
-        self._change(lambda: self.host.fill(-1), lambda on: on.fill_(-1))
-        self.ids.drop(held)
-        self.rows, self._memo, self.managed = self._empty, _NOTHING, False
->>>>>>> t3
 
     @property
     def moves(self) -> int:
@@ -419,6 +410,7 @@ class RowTable:
                     there(held)
         except BaseException:  # copies are made anew
             self._moves += 1
+            self._old += self._on.values()
             self._on.clear()
             raise
 
@@ -529,12 +521,8 @@ class RowTable:
         if held.any():
             at, named = held.nonzero()[0], self.host[row].copy()
             self._write(np.stack((np.full(len(at), row), at), axis=1), np.full(len(at), -1, dtype=np.int32))
-<<<<<<< HEAD
-        self._set(row, 0, 0)
-=======
             self.ids.drop(named)
-        self._set(row, 0, 0, self.rows.columns)
->>>>>>> t3
+        self._set(row, 0, 0)
 
     def copy_row(self, row: int, source: int) -> None:
         """Row ``row``, which holds nothing, becomes what row ``source`` is: full blocks are shared."""
@@ -624,12 +612,8 @@ class RowTable:
                 self._change(lambda: np.copyto(self.host, host), lambda held: held.copy_(torch.from_numpy(host)))
             else:
                 self._replace(host)
-<<<<<<< HEAD
                 self._empty = self._without_tokens()
-=======
-                self._empty = Rows(self.block_size, 0, (0,) * self.batch, (0,) * self.batch)
             self.ids.drop(before)
->>>>>>> t3
         self._memo = _NOTHING
 
     def padded_in_front(self, rows: Rows) -> bool:
