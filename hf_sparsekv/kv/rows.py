@@ -357,11 +357,12 @@ class RowTable:
 
     def _replace(self, host: np.ndarray) -> None:
         self._moves += 1
+        devices = list(self._on)
+        self._old += self._on.values()  # copy streams may still read them
+        self._on.clear()
         self._held[0] = host
-        # Copy streams may still read the old ones; the new ones come in the order of this stream, before others need
-        # them.
-        self._old += self._on.values()
-        self._on = {device: self._upload(device) for device in self._on}
+        for device in devices:
+            self.on(device)  # in the order of this stream, before others need it
         self._steps = {device: step for device, step in self._steps.items() if len(step.past) == len(host)}
 
     def _grow(self, capacity: int) -> None:
