@@ -153,10 +153,15 @@ class RowBatch:
                 "rows that come and go need a model whose layers all attend to their whole past: sliding windows and "
                 "linear attention keep no rows of their own"
             )
+        self.adopt(cache)
+        return Prefilled(cache, logits[:, -1])
+
+    @torch.no_grad()
+    def adopt(self, cache: Batch) -> None:
+        """A cache that :meth:`..SparseCache.beside` gave was filled with one row, by whatever means: it may join."""
         for layer in cache.sparse_layers:
             layer.end_calibration()
         self._made.append(cache)
-        return Prefilled(cache, logits[:, -1])
 
     @no_inference_mode
     @torch.no_grad()
