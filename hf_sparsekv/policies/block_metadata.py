@@ -47,28 +47,26 @@ class BlockMetadata:
     def scores(self, q: Tensor, store: LayerStore) -> Tensor:
         """Scores of all full blocks for ``q [batch, Hq, Dk]``, reduced over the heads of a group: ``[batch, H, n]``.
 
-        The best part counts for a block of several parts.
+        The best part counts for a block of several parts. What is behind a row's sealed blocks may be anything.
         """
-        return self._scores(q, store, None)
+        return self._scores(q, store, None, fill=False)
 
     def head_scores(self, q: Tensor, store: LayerStore) -> tuple[Tensor, Tensor]:
-        """The same, and those of each query head, ``[batch, Hq, n]``."""
+        """The same, and those of each query head, ``[batch, Hq, n]``; ``-inf`` behind a row's sealed blocks."""
         each = torch.empty(*q.shape[:2], store.table.shape[1] * self.parts, dtype=torch.float32, device=q.device)
-        scores = self._scores(q, store, each)
+        scores = self._scores(q, store, each, fill=True)
         return scores, self._best(each)
 
     def _best(self, scores: Tensor) -> Tensor:
         return scores.unflatten(-1, (-1, self.parts)).amax(-1) if self.parts > 1 else scores
 
-    def _scores(self, q: Tensor, store: LayerStore, each: Tensor | None) -> Tensor:
+    def _scores(self, q: Tensor, store: LayerStore, each: Tensor | None, fill: bool) -> Tensor:
         bounds, table = store.pool.fields["bounds"], store.table
         if self.parts > 1:  # the parts of a block are physical blocks of their own to the operator
             part = torch.arange(self.parts, dtype=torch.int32, device=q.device)
             table = torch.where(table[..., None] < 0, -1, table[..., None] * self.parts + part).flatten(1)
-        sizes = {"tokens": store.block_size // self.parts, "sinks": store.sinks}
-        return self._best(
-            block_score(q, bounds.flatten(0, 1), store.rows, table, self.reduce, self.kind, **sizes, each=each)
-        )
+        how = {"tokens": store.block_size // self.parts, "sinks": store.sinks, "each": each, "fill": fill}
+        return self._best(block_score(q, bounds.flatten(0, 1), store.rows, table, self.reduce, self.kind, **how))
 
     def nbytes(self, store: LayerStore, blocks: int) -> int:
         """Bytes that scoring ``blocks`` full blocks, of all rows together, reads."""

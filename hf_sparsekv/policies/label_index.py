@@ -140,14 +140,17 @@ class LabelIndex(State):
         blocks: Tensor | None = None,
         out: Tensor | None = None,
         reduce: str | None = None,
+        fill: bool = True,
     ) -> Tensor:
         """Scores of all tokens in full blocks, or in ``blocks``, for ``q [batch, Hq, Dk]``: ``[batch, H, n]``.
 
-        ``reduce``: instead of the configuration's; ``"none"`` gives each query head's, ``[batch, Hq, n]``.
+        ``reduce``: instead of the configuration's; ``"none"`` gives each query head's, ``[batch, Hq, n]``. ``fill``:
+        False for who reads no scores behind a row's sealed tokens, which are then anything.
         """
         fields, reduce = store.pool.fields, reduce or self.config.token_reduce
         labels = fields["codes"], fields.get("qparams"), self.channels
-        return token_score(q, *labels, store.rows, store.table, blocks, reduce, sinks=store.sinks, out=out)
+        how = {"sinks": store.sinks, "out": out, "fill": fill}
+        return token_score(q, *labels, store.rows, store.table, blocks, reduce, **how)
 
     def nbytes_read(self, store: LayerStore, blocks: int) -> int:
         """Bytes that scoring ``blocks`` blocks, of all rows together, of each KV head reads."""

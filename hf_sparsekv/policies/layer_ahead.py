@@ -161,7 +161,8 @@ class LayerAheadPolicy(PredictivePolicy):
     def _choose_for(self, q: Tensor, store: LayerStore) -> None:
         """Write the tokens that this query wants to :attr:`ids`, and bring them to the device."""
         budget = self.config.token_budget
-        token_select(self.scores(q, store), None, budget, store.block_size, out=self.ids[..., :budget])
+        scores, ids = self.scores(q, store), self.ids[..., :budget]
+        token_select(scores, None, budget, store.block_size, rows=store.rows, out=ids)
         if self._enter(store):
             self.tokens.bring(self.ids, store)
             self._places = self.tokens.locate(self.ids, store)

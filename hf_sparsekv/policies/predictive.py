@@ -225,11 +225,15 @@ class PredictivePolicy(Policy):
         config, predicted = self.config, self._predicted
         self._predicted = None
         scores = self.scores(self._predict() if predicted is None else predicted, store)
-        token_select(scores, None, config.token_budget, store.block_size, out=self.ids[..., : config.token_budget])
+        ids = self.ids[..., : config.token_budget]
+        token_select(scores, None, config.token_budget, store.block_size, rows=store.rows, out=ids)
 
     def scores(self, q: Tensor, store: LayerStore, out: Tensor | None = None) -> Tensor:
-        """Scores of all tokens in full blocks for ``q [batch, Hq, Dk]``: ``[batch, H, n]``."""
-        return self.labels.scores(q, store, out=out)
+        """Scores of all tokens in full blocks for ``q [batch, Hq, Dk]``: ``[batch, H, n]``.
+
+        What is behind a row's sealed tokens may be anything.
+        """
+        return self.labels.scores(q, store, out=out, fill=False)
 
     def replayed(self, store: LayerStore, plan: Plan, tally: Tally) -> None:
         super().replayed(store, plan, tally)

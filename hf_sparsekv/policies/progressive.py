@@ -141,7 +141,7 @@ class ProgressivePolicy(Policy):
     def _select(self, q: Tensor, store: LayerStore, params: AttentionParams, totals: Tensor | None = None) -> Selection:
         config = self.config
         return mass_select(
-            self.labels.scores(q, store, reduce="none"),
+            self.labels.scores(q, store, reduce="none", fill=False),
             q,
             self.labels.channels,
             store.recent_kv,
@@ -189,8 +189,9 @@ class ProgressivePolicy(Policy):
         if not (plan.ahead and self._enter(store)):
             return
         if taken is None:  # a prompt has been read, or the last dense step is over
-            scores = self.labels.scores(q, store)
-            taken = token_select(scores, None, min(FIRST, scores.shape[-1]), store.block_size), None
+            scores = self.labels.scores(q, store, fill=False)
+            first = min(FIRST, scores.shape[-1])
+            taken = token_select(scores, None, first, store.block_size, rows=store.rows), None
         else:
             taken = [reads_here(t) for t in taken]
         self.tokens.bring(taken[0], store, taken[1])

@@ -195,7 +195,8 @@ class TwoLevelPolicy(Policy):
 
     def _choose_tokens(self, q: Tensor, store: LayerStore) -> Tensor:
         """``TokenIds [batch, H, token_budget]`` among all for this query."""
-        return token_select(self.labels.scores(q, store), None, self.config.token_budget, store.block_size)
+        scores = self.labels.scores(q, store, fill=False)
+        return token_select(scores, None, self.config.token_budget, store.block_size, rows=store.rows)
 
     def _enter(self, store: LayerStore) -> bool:
         """Whether what is chosen is brought to the device; makes room for it."""
@@ -272,7 +273,8 @@ class TwoLevelPolicy(Policy):
 
     def _choose_blocks(self, q: Tensor, store: LayerStore) -> Tensor:
         """``BlockIds [batch, H, coarse_blocks]`` for this query."""
-        return block_select(self.metadata.scores(q, store), self.config.coarse_blocks)
+        scores = self.metadata.scores(q, store)
+        return block_select(scores, self.config.coarse_blocks, rows=store.rows, block_size=store.block_size)
 
 
 def level(config: TwoLevelConfig) -> str:

@@ -73,7 +73,8 @@ class ReplicaPolicy(PredictivePolicy):
         scores = scores[..., : store.table.shape[1] * store.block_size]
         self.scores(predicted, store, scores)
         scratch = scratch if store.capturing else None  # it is for all that there is room for
-        token_select(scores, None, budget, store.block_size, out=self.ids[..., :budget], scratch=scratch)
+        how = {"rows": store.rows, "out": self.ids[..., :budget], "scratch": scratch}
+        token_select(scores, None, budget, store.block_size, **how)
 
 
 class SecondDevicePolicy(Policy):

@@ -189,7 +189,11 @@ class Layer:
         )
 
     def block_select(self) -> None:
-        block_select(self.block_scores, self.blocks.shape[-1], out=self.blocks)
+        self._best_blocks(self.blocks)
+
+    def _best_blocks(self, out: Tensor) -> None:
+        size = self.shape.config.block_size
+        block_select(self.block_scores, out.shape[-1], rows=self.rows, block_size=size, out=out)
 
     def token_score(self, blocks: Tensor | None, out: Tensor) -> None:
         reduce = self.shape.config.token_reduce
@@ -197,7 +201,8 @@ class Layer:
         token_score(self.q, *labels, self.block_table, blocks, reduce, sinks=self.sinks, out=out)
 
     def token_select(self, blocks: Tensor | None, scores: Tensor) -> None:
-        token_select(scores, blocks, self.tokens.shape[-1], self.shape.config.block_size, out=self.tokens)
+        config, rows = self.shape.config, self.rows if blocks is None else None
+        token_select(scores, blocks, self.tokens.shape[-1], config.block_size, rows=rows, out=self.tokens)
 
     def decode(self, ids: Tensor | None, granularity: str, used: Tensor | None = None) -> None:
         sparse_decode(
@@ -255,7 +260,7 @@ class Layer:
         """All tokens of the best blocks (Quest)."""
         self.append()
         self.block_score()
-        block_select(self.block_scores, self.few_blocks.shape[-1], out=self.few_blocks)
+        self._best_blocks(self.few_blocks)
         self.decode(self.few_blocks, "block")
 
     def token_step(self, scores: Tensor) -> None:

@@ -119,18 +119,24 @@ def choices() -> None:
                 block_score(q, bounds, rows, block_table, reduce, metadata, **live)
         block_score(q, bounds, rows, block_table, "max", **live, each=each)
         block_score(q, bounds[:, :, :1], rows, block_table, "mean", "mean", **live)
+        block_score(q, bounds, rows, block_table, "mean", **live, fill=False)
     for n in (512, 20_000):
         block_select(torch.randn(1, 8, n), 64)
     blocks = torch.arange(1024, dtype=torch.int32).expand(1, 8, 1024)
     for n in (512, 1024):
         token_select(torch.randn(1, 8, n * 32), blocks[..., :n], 2048, 32)
     token_select(torch.randn(1, 1, 20_000), None, 10_000, 32)  # digit by digit
+    rows = torch.zeros(1, 2, dtype=torch.int32)
+    block_select(torch.randn(1, 8, 512), 64, rows=rows, block_size=64)
+    for n, k in ((512 * 32, 2048), (1024 * 32, 2048), (20_032, 10_000)):
+        token_select(torch.randn(1, 8, n), None, k, 32, rows=rows)
     for group, width, bits in ((4, 32, 4), (4, 32, 16), (20, 128, 4)):
         given = BY_NAME["token_score"].call(place(), 1, 1, group, 128, width, 64, 6, 4, "mean", bits)
         args = list(given.values())[:7]
         for reduce in ("mean", "max", "none"):
             token_score(*args, reduce, sinks=4)
             token_score(*args[:6], None, reduce, sinks=4)
+            token_score(*args[:6], None, reduce, sinks=4, fill=False)
             if reduce == "mean":
                 token_score(args[0].float(), *args[1:], reduce, sinks=4)
 

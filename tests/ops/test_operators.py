@@ -49,6 +49,42 @@ def test_views(place32, of):
     operator.check(place32, given, operator.expected(given), *options)
 
 
+@pytest.mark.pairwise(once=("case",))
+@pytest.mark.parametrize(
+    ("case", "first", "second"),
+    [
+        pytest.param((of, case), (of, first), (of, second), id=f"{of}-{case}-{first}-{second}")
+        for of, case in (
+            ("block_score", "six rows"),
+            ("block_score", "no power of two"),
+            ("block_score", "latents of 20 heads"),
+            ("token_score", "six rows, all blocks"),
+            ("token_score", "40 heads"),
+            ("token_score", "small blocks, all"),
+        )
+        for first, second in product(*BY_NAME[of].options)
+    ],
+)
+def test_scores_that_are_not_filled(place, case, first, second):
+    """What is behind a row's sealed tokens stays as it is; all else is written."""
+    operator, options = BY_NAME[case[0]], (first[1], second[1])
+    given = operator.call(place, *operator.cases[case[1]], *options) | {"fill": False}
+    expected = operator.expected(given)
+    operator.check(place, given, expected, *options)
+    blocks, sealed = given["block_table"].shape[1], given["rows"][:, 1].cpu()
+    ends = sealed * expected[0].shape[-1] // (blocks * (given.get("tokens") or given["codes"].shape[2]))
+    for score, end in zip(expected[0], ends.tolist()):
+        assert score[:, end:].isnan().all() and not score[:, :end].isnan().any()
+
+
+def test_scores_of_chosen_blocks_are_filled(place32):
+    operator = BY_NAME["token_score"]
+    given = operator.call(place32, *operator.small) | {"fill": False}
+    for function in operator.functions:
+        with pytest.raises(ValueError, match="fill=False is for scores of all blocks"):
+            function(**given)
+
+
 @pytest.mark.usefixtures("released")
 @pytest.mark.parametrize(("of", "what"), [(name, what) for name, operator in BY_NAME.items() for what in operator.far])
 def test_far_apart(place16, of, what):

@@ -114,6 +114,85 @@ def test_tokens(place32, wild, block_size, config):
         assert torch.equal(got.cpu(), expected)
 
 
+def row_lengths(n, block_size):
+    """Rows of a batch: one as long as the scores, none, few, all but a block, and one whose ring alone has tokens."""
+    sealed = [n, 0, block_size, max(0, n - block_size) // block_size * block_size, n // 2 // block_size * block_size, 0]
+    return torch.tensor([(at + 5 * i, at) for i, at in enumerate(sealed)], dtype=torch.int32)
+
+
+@pytest.mark.pairwise
+@split
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("blocks", [1, 9, 41])
+@pytest.mark.parametrize("k", COUNTS)
+@pytest.mark.parametrize("hole", [math.nan, math.inf, 1e30])
+def test_rows_of_their_own_length(place32, k, blocks, block_size, hole, config):
+    """What is behind a row's sealed tokens is not looked at, whatever it holds."""
+    n, k = blocks * block_size, COUNTS[k](blocks * block_size)
+    rows = row_lengths(n, block_size).to(place32.device)
+    for tokens, width in ((1, n), (block_size, blocks)):
+        clean = place32.randn(len(rows), 2, width)
+        clean[2:4, 1] = clean[2:4, 1].round()
+        behind = (torch.arange(width, device=clean.device) * tokens >= rows[:, 1:])[:, None].expand_as(clean)
+        scores = clean.masked_fill(behind, hole)
+        expected = reference_block(clean.masked_fill(behind, -math.inf).cpu(), k)
+        out = torch.full((*scores.shape[:2], k), 12345, dtype=torch.int32, device=scores.device)
+        scratch = torch.full((scratch_size(scores, k, config),), -99, dtype=torch.int32, device=scores.device)
+        how = {"rows": rows, "out": out, "scratch": scratch, "config": config}
+        if tokens == 1:
+            token_select(scores, None, k, block_size, **how)
+            defined = reference_token(scores.cpu(), None, k, block_size, rows=rows.cpu())
+        else:
+            block_select(scores, k, block_size=block_size, **how)
+            defined = reference_block(scores.cpu(), k, rows=rows.cpu(), block_size=block_size)
+        assert torch.equal(defined, expected)
+        assert torch.equal(out.cpu(), expected)
+
+
+@pytest.mark.parametrize("misled", [False, True])
+def test_a_long_row_among_short_ones(place32, misled):
+    """Each by a sample of its own, which may mislead; rows that the last step holds take none."""
+    n, k, sample, room = 1280, 20, *((32, 128) if misled else (256, 256))
+    config = Config(row=16, chunk=64, sample=sample, fewest=room)
+    rows = torch.tensor([(1290, 1280), (640, 640), (64, 64), (400, 384), (9, 0)], dtype=torch.int32)
+    scores = place32.randn(5, 2, n)
+    for row in (0, 1, 3) if misled else ():
+        at = sampled_at(int(rows[row, 1]), sample).to(scores.device)
+        scores[row, 0, at] += 100.0
+        scores[row, 1, at] -= 100.0
+    scores = torch.where((torch.arange(n) >= rows[:, 1:])[:, None].to(scores.device), math.nan, scores)
+    scratch = place32.nan(scratch_size(scores, k, config), dtype=torch.int32)
+    how = {"rows": rows.to(scores.device), "scratch": scratch, "config": config}
+    got = token_select(scores, None, k, 16, **how)
+    assert torch.equal(got.cpu(), reference_token(scores.cpu(), None, k, 16, rows=rows))
+    reached = scratch[10:210].view(5, 2, 20).cpu()
+    least = torch.full((2,), torch.tensor(-torch.finfo(torch.float32).max).view(torch.int32) ^ 0x7FFFFFFF)
+    assert torch.equal(scratch[4:6].cpu(), least), "a row that is held whole has no threshold"
+    counts = [reached[row, :, : -(-int(sealed) // 64)].sum(1).tolist() for row, (_, sealed) in enumerate(rows)]
+    for row in (0, 1, 3):
+        assert counts[row][0] < k and counts[row][1] > room if misled else all(k <= n <= room for n in counts[row])
+    assert counts[2] == [64, 64] and (reached[4] == place32.nan(1, dtype=torch.int32).cpu()).all()
+
+
+@pytest.mark.parametrize("select", [reference_token, token_select])
+def test_rows_that_are_refused(place32, select):
+    scores, rows = place32.randn(2, 1, 32), torch.zeros(2, 2, dtype=torch.int32, device=place32.device)
+    blocks = torch.zeros(2, 1, 2, dtype=torch.int32, device=place32.device)
+    with pytest.raises(ValueError, match="leave them out where block_ids are given"):
+        select(scores, blocks, 3, 16, rows=rows)
+    with pytest.raises(ValueError, match=r"rows must be contiguous int32 \[2, 2\]"):
+        select(scores, None, 3, 16, rows=rows[:1])
+
+
+@pytest.mark.parametrize("select", [reference_block, block_select])
+def test_rows_of_blocks_without_their_size(place32, select):
+    scores, rows = place32.randn(2, 1, 32), torch.zeros(2, 2, dtype=torch.int32, device=place32.device)
+    with pytest.raises(ValueError, match="give block_size"):
+        select(scores, 3, rows=rows)
+    with pytest.raises(ValueError, match=r"rows must be contiguous int32 \[2, 2\]"):
+        select(scores, 3, rows=rows.long(), block_size=16)
+
+
 @split
 def test_views(place32, config):
     """Scores, block ids and result that are slices of larger buffers."""

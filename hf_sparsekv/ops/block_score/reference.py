@@ -27,6 +27,7 @@ def block_score(
     sinks: int,
     out: Tensor | None = None,
     each: Tensor | None = None,
+    fill: bool = True,
 ) -> Tensor:
     """Estimate of the largest ``q . k`` over the keys of each block, reduced over the query heads of a group.
 
@@ -50,6 +51,7 @@ def block_score(
         sinks: first tokens of a row, which cannot be selected; those from there to the last sealed one can.
         out: receives the result.
         each: float32 ``[batch, Hq, n]``, receives what ``reduce="none"`` gives.
+        fill: False: what is behind a row's sealed blocks is left as it is, for who does not read it.
 
     Returns:
         ``[batch, H, n]`` float32, ``[batch, Hq, n]`` without reduction; ``-inf`` where there is no block or nothing to
@@ -68,5 +70,10 @@ def block_score(
     score = parts @ box  # [batch, H, G or 1, n]
     score = score.masked_fill(~live[:, None, None] | score.isnan(), float("-inf"))
     if each is not None:
-        block_score(q, bounds, rows, block_table, "none", metadata, tokens=tokens, sinks=sinks, out=each)
-    return give(score.flatten(1, 2) if reduce == "none" else score.amax(2), out)
+        sizes = {"tokens": tokens, "sinks": sinks}
+        block_score(q, bounds, rows, block_table, "none", metadata, **sizes, out=each, fill=fill)
+    score = score.flatten(1, 2) if reduce == "none" else score.amax(2)
+    if not fill:  # without `out` it is memory that nobody has written: NaN shows who reads it
+        held = torch.full_like(score, float("nan")) if out is None else out
+        score = torch.where((first < rows[:, 1:])[:, None], score, held)
+    return give(score, out)

@@ -32,6 +32,7 @@ def block_score_kernel(
     BN: tl.constexpr,
     REDUCE: tl.constexpr,
     METADATA: tl.constexpr,
+    FILL: tl.constexpr,
     NATIVE: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -41,9 +42,13 @@ def block_score_kernel(
     BG: tl.constexpr = padded(GROUP, 2 if COUNT < GROUP else 16)
     i_row = tl.program_id(1)
     i_batch, i_head = batch_and_head(i_row, HEADS)
+    sealed = tl.load(rows.ptr + i_batch * rows.row + 1)
+    if not FILL:
+        n = tl.minimum(n, tl.cdiv(sealed, tokens))
+        if tl.program_id(0) * BN >= n:
+            return
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
     m_n = o_n < n
-    sealed = tl.load(rows.ptr + i_batch * rows.row + 1)
     m_live = m_n & (o_n * tokens < sealed) & (o_n * tokens + tokens > sinks)
     b_physical_id = tl.load(table.ptr + i_batch * table.row + o_n, mask=m_live, other=-1).to(tl.int64)  # [BN]
     m_live = b_physical_id >= 0
@@ -115,6 +120,7 @@ def block_score(
     sinks,
     out=None,
     each=None,
+    fill=True,
     config=None,
 ):
     """As ``reference.block_score``; ``config`` replaces the one for these shapes."""
@@ -129,7 +135,8 @@ def block_score(
     config = config or default(batch * heads, n, group, dk)
     if group > MANY and reduce == "mean":
         if each is not None:
-            block_score(q, bounds, rows, block_table, "none", metadata, tokens=tokens, sinks=sinks, out=each)
+            sizes = {"tokens": tokens, "sinks": sinks}
+            block_score(q, bounds, rows, block_table, "none", metadata, **sizes, out=each, fill=fill)
             each = None
         # positive and negative part are heads that are added up
         q, group, count = mean_heads(q, heads, split=True), 2, 1
@@ -154,6 +161,7 @@ def block_score(
         BN=config.tile,
         REDUCE=reduce,
         METADATA=metadata,
+        FILL=fill,
         NATIVE=q.dtype == bounds.dtype and q.dtype != torch.float32,
         STAGES=config.stages,
     )

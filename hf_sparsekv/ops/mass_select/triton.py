@@ -163,10 +163,11 @@ def mass_select_sum_kernel(
     if i_chunk < chunks:
         n = tl.minimum(n, sealed)
         o_n = i_chunk * N + tl.arange(0, N)
-        for i_g in range(0, GROUP):
-            p_scores = row_ptr(scores, i_batch, i_head * GROUP + i_g) + o_n
-            b_l = _logits(p_scores, o_n < n, scale, softcap)
-            tl.store(sums.chunk + (i_row * GROUP + i_g) * chunks + i_chunk, _log_sum(b_l))
+        if i_chunk * N < n:
+            for i_g in range(0, GROUP):
+                p_scores = row_ptr(scores, i_batch, i_head * GROUP + i_g) + o_n
+                b_l = _logits(p_scores, o_n < n, scale, softcap)
+                tl.store(sums.chunk + (i_row * GROUP + i_g) * chunks + i_chunk, _log_sum(b_l))
     else:
         i_first = (i_chunk - chunks) * BH
         _near(
@@ -195,12 +196,12 @@ def mass_select_sum_kernel(
 
 
 @triton.jit
-def _whole(sums, i_head, chunks, BC: tl.constexpr):
-    """Mean of what keys hold over what labels say, and mass of all tokens, of one query head."""
+def _whole(sums, i_head, mine, chunks, BC: tl.constexpr):
+    """Mean of what keys hold over what labels say, and mass of all tokens, of one query head of ``mine`` chunks."""
     most, total = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
-    for i in range(0, chunks, BC):
+    for i in range(0, mine, BC):
         o_c = i + tl.arange(0, BC)
-        b_sum = tl.load(sums.chunk + i_head * chunks + o_c, mask=o_c < chunks, other=float("-inf"))  # [BC]
+        b_sum = tl.load(sums.chunk + i_head * chunks + o_c, mask=o_c < mine, other=float("-inf"))  # [BC]
         new = tl.maximum(most, tl.max(b_sum, 0))
         base = tl.where(new == float("-inf"), 0.0, new)
         total = total * tl.exp2(most - base) + tl.sum(tl.exp2(b_sum - base), 0)
@@ -235,17 +236,22 @@ def mass_select_bin_kernel(
     i_chunk, i_row = tl.program_id(0), tl.program_id(1)
     i_batch, i_head = batch_and_head(i_row, HEADS)
     o_n = i_chunk * N + tl.arange(0, N)
-    m_n = o_n < tl.minimum(n, load_row(rows, i_batch)[1])
+    live = tl.minimum(n, load_row(rows, i_batch)[1])
+    mine = tl.cdiv(live, N)  # chunks of this row
+    if i_chunk >= mine:
+        tl.store(row_ptr(bins, i_batch, i_head) + o_n, tl.full([N], NONE, tl.uint8), mask=o_n < n)
+        return
+    m_n = o_n < live
     all_heads = tl.full([], float("-inf"), tl.float32)
     if SUM:
         for i_g in range(0, GROUP):
-            _, whole = _whole(sums, i_row * GROUP + i_g, chunks, BC)
+            _, whole = _whole(sums, i_row * GROUP + i_g, mine, chunks, BC)
             base = tl.maximum(all_heads, whole)
             base = tl.where(base == float("-inf"), 0.0, base)
             all_heads = base + tl.log2(tl.exp2(all_heads - base) + tl.exp2(whole - base))
     b_share = tl.full([N], float("-inf"), tl.float32)
     for i_g in range(0, GROUP):
-        mean, whole = _whole(sums, i_row * GROUP + i_g, chunks, BC)
+        mean, whole = _whole(sums, i_row * GROUP + i_g, mine, chunks, BC)
         b_l = _logits(row_ptr(scores, i_batch, i_head * GROUP + i_g) + o_n, m_n, scale, softcap) + mean
         if SUM:
             b_l = b_l - all_heads
@@ -268,6 +274,7 @@ def mass_select_bin_kernel(
 @triton.jit
 def mass_select_take_kernel(
     bins,
+    rows,
     p_counts,
     ids,
     count,
@@ -288,12 +295,18 @@ def mass_select_take_kernel(
     wait(PDL)
     i_chunk, i_row = tl.program_id(0), tl.program_id(1)
     i_batch, i_head = batch_and_head(i_row, HEADS)
+    o_n = i_chunk * N + tl.arange(0, N)
+    p_ids = row_ptr(ids, i_batch, i_head)
+    mine = tl.cdiv(tl.minimum(n, load_row(rows, i_batch)[1]), N)
+    if i_chunk >= tl.maximum(mine, 1):  # the first chunk tells how the row stands
+        tl.store(p_ids + o_n, tl.full([N], -1, tl.int32), mask=o_n < n)
+        return
     o_bin = tl.arange(0, ALL)
     p_row = p_counts + i_row.to(tl.int64) * chunks * ALL
     b_all, b_earlier = tl.zeros([ALL], tl.int32), tl.zeros([ALL], tl.int32)
-    for i in range(0, chunks, BC):
+    for i in range(0, mine, BC):
         o_c = i + tl.arange(0, BC)
-        b_some = tl.load(p_row + o_c[:, None] * ALL + o_bin[None, :], mask=(o_c < chunks)[:, None], other=0)
+        b_some = tl.load(p_row + o_c[:, None] * ALL + o_bin[None, :], mask=(o_c < mine)[:, None], other=0)
         b_all += tl.sum(b_some, 0)  # [ALL]
         b_earlier += tl.sum(tl.where((o_c < i_chunk)[:, None], b_some, 0), 0)
     b_all = tl.where(o_bin < BINS, b_all, 0)
@@ -308,14 +321,12 @@ def mass_select_take_kernel(
 
     above = tl.sum(tl.where(o_bin < last, b_earlier, 0), 0)
     ties = tl.sum(tl.where(o_bin == last, b_earlier, 0), 0)
-    o_n = i_chunk * N + tl.arange(0, N)
     b_bin = tl.load(row_ptr(bins, i_batch, i_head) + o_n, mask=o_n < n, other=NONE).to(tl.int32)  # [N]
     m_above, m_tie = b_bin < last, b_bin == last
     b_above = above + tl.cumsum(m_above.to(tl.int32), 0)
     b_ties = ties + tl.cumsum(m_tie.to(tl.int32), 0)
     m_take = m_above | (m_tie & (b_ties <= need))
     release(PDL)
-    p_ids = row_ptr(ids, i_batch, i_head)
     tl.store(p_ids + b_above + tl.minimum(b_ties, need) - 1, o_n, mask=m_take)
     tl.store(p_ids + o_n, tl.full([N], -1, tl.int32), mask=(o_n >= taken) & (o_n < n))
     if i_chunk == 0:
@@ -411,6 +422,7 @@ def mass_select(
     limits = 1 - threshold, min_tokens, (1 << 31) - 1 if max_tokens is None else max_tokens
     args = (
         bytes_of,
+        rows,
         counts,
         operand(Rows, ids),
         *found[1:3],

@@ -38,6 +38,7 @@ def token_score(
     *,
     sinks: int,
     out: Tensor | None = None,
+    fill: bool = True,
 ) -> Tensor:
     """``a(t) = mean_h q_h[C] . label_t`` (or the maximum over the group) for each token of the given blocks.
 
@@ -58,11 +59,17 @@ def token_score(
         reduce: ``"mean"`` or ``"max"`` over the query heads of a group; ``"none"``: a score for each head.
         sinks: first tokens of a row, which cannot be selected; those from there to the last sealed one can.
         out: receives the scores.
+        fill: False: what is behind a row's sealed tokens is left as it is, for who does not read it. Scores of all
+            blocks only.
 
     Returns:
         ``[batch, H, n * block_size]`` float32 (with ``"none"`` ``[batch, Hq, n * block_size]``), ``-inf`` for tokens
         that cannot be selected; never NaN.
+
+    Raises:
+        ValueError: ``fill=False`` with ``block_ids``.
     """
+    require_filled(fill, block_ids)
     batch, q_heads, dk = q.shape
     heads = codes.shape[1]
     group = q_heads // heads
@@ -85,4 +92,14 @@ def token_score(
         score = scale * score + zero * q.sum(-1, keepdim=True)
     unknown = score.isnan() | ~q.isfinite().all(-1, keepdim=True)
     score = score.masked_fill(unknown, float("-inf")).masked_fill(~usable.flatten(2)[:, :, None], float("-inf"))
-    return give(score.flatten(1, 2) if reduce == "none" else score.amax(2), out)
+    score = score.flatten(1, 2) if reduce == "none" else score.amax(2)
+    if not fill:  # without `out` it is memory that nobody has written: NaN shows who reads it
+        held = torch.full_like(score, float("nan")) if out is None else out
+        score = torch.where((token < rows[:, 1, None, None, None]).flatten(2)[:, :1], score, held)
+    return give(score, out)
+
+
+def require_filled(fill: bool, block_ids: Tensor | None) -> None:
+    """Raise for scores of chosen blocks of which some would stay as they are."""
+    if not fill and block_ids is not None:
+        raise ValueError("fill=False is for scores of all blocks: those of chosen ones (block_ids) are all read")

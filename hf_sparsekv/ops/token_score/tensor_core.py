@@ -66,6 +66,7 @@ def token_score_tensor_core_kernel(
     sinks,
     MEAN: tl.constexpr,
     EACH: tl.constexpr,
+    FILL: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -82,6 +83,13 @@ def token_score_tensor_core_kernel(
     BW: tl.constexpr = padded(WIDTH)
     i_row = tl.program_id(1)
     i_batch, i_head = batch_and_head(i_row, HEADS)
+    sealed = tl.load(rows.ptr + i_batch * rows.row + 1) // BLOCK_SIZE
+    first = tl.program_id(0) * BLOCKS
+    end = tl.minimum(first + BLOCKS, blocks)
+    if not FILL:
+        end = tl.minimum(end, sealed)
+        if first >= end:
+            return
 
     # The queries in the order of _digits: a byte's low digit, then the high one, a channel of the second half.
     o_c, o_g = tl.arange(0, 2 * BW), tl.arange(0, BG)
@@ -112,9 +120,6 @@ def token_score_tensor_core_kernel(
     p_ids = None
     if ids is not None:
         p_ids = row_ptr(ids, i_batch, i_head)
-    sealed = tl.load(rows.ptr + i_batch * rows.row + 1) // BLOCK_SIZE
-    first = tl.program_id(0) * BLOCKS
-    end = tl.minimum(first + BLOCKS, blocks)
     # The compiler keeps the next blocks' physical blocks and codes on their way, in shared memory: in registers,
     # carried over to the next turn of the loop, bytes would be taken apart.
     for i in tl.range(first, end, num_stages=STAGES):

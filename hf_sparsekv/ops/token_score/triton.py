@@ -11,6 +11,7 @@ from .._group import MANY, mean_heads
 from .._operands import PagedKV, Query, Rows, Table, batch_and_head, operand, padded, row_ptr
 from .._overlap import launch, release, wait
 from .config import config as default
+from .reference import require_filled
 from .tensor_core import find_sealed, known, token_score_tensor_core_kernel
 
 
@@ -28,6 +29,7 @@ def token_score_kernel(
     sinks,
     MEAN: tl.constexpr,
     EACH: tl.constexpr,
+    FILL: tl.constexpr,
     NATIVE: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -42,13 +44,17 @@ def token_score_kernel(
     BG: tl.constexpr = padded(GROUP)
     i_row = tl.program_id(1)
     i_batch, i_head = batch_and_head(i_row, HEADS)
+    sealed = tl.load(rows.ptr + i_batch * rows.row + 1) // BLOCK_SIZE
+    if not FILL:
+        tokens = tl.minimum(tokens, sealed * BLOCK_SIZE)
+        if tl.program_id(0) * BT >= tokens:
+            return
 
     o_t = tl.program_id(0) * BT + tl.arange(0, BT)
     m_t = o_t < tokens
     p_ids = None
     if ids is not None:
         p_ids = row_ptr(ids, i_batch, i_head)
-    sealed = tl.load(rows.ptr + i_batch * rows.row + 1) // BLOCK_SIZE
     b_block, b_physical_id = find_sealed(o_t // BLOCK_SIZE, m_t, table.ptr + i_batch * table.row, p_ids, sealed)
     b_physical_id, o_in = b_physical_id.to(tl.int64), o_t % BLOCK_SIZE  # [BT]
     m_live = (b_physical_id >= 0) & (b_block * BLOCK_SIZE + o_in >= sinks)
@@ -145,9 +151,11 @@ def token_score(
     *,
     sinks,
     out=None,
+    fill=True,
     config=None,
 ):
     """As ``reference.token_score``; ``config`` replaces the one for these shapes."""
+    require_filled(fill, block_ids)
     batch, q_heads, _ = q.shape
     heads, block_size, width = codes.shape[1:]
     blocks = (block_table if block_ids is None else block_ids).shape[-1]
@@ -165,7 +173,7 @@ def token_score(
     labels = codes, None if qparams is None else qparams.view(torch.int32) if config.tensor_cores else qparams
     args = operand(Query, q), *(operand(PagedKV, t) for t in labels), operand(Rows, channels), operand(Table, rows)
     args = *args, operand(Table, block_table), operand(Rows, block_ids), operand(Rows, out)
-    fixed = {"MEAN": mean, "EACH": reduce == "none", "HEADS": heads, "GROUP": group}
+    fixed = {"MEAN": mean, "EACH": reduce == "none", "FILL": fill, "HEADS": heads, "GROUP": group}
     fixed |= {"BLOCK_SIZE": block_size, "WIDTH": width}
     if config.tensor_cores:
         grid = triton.cdiv(blocks, config.blocks), batch * heads

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._paged import load_row
+
 MINUS_INF = tl.constexpr(-2139095041)  # the ordered integer of -inf
 
 
@@ -14,6 +16,27 @@ def ordered(b_s):
     b_bits = tl.where(b_s == b_s, b_s, float("-inf")).to(tl.int32, bitcast=True)
     b_bits = tl.where((b_bits & 0x7FFFFFFF) == 0, 0, b_bits)  # -0.0 ties with 0.0
     return tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits)
+
+
+@triton.jit
+def entries(rows, i_batch, n, TOKENS: tl.constexpr):
+    """How many of a row's ``n`` entries, of ``TOKENS`` tokens each, can be chosen: with ``rows``, the sealed ones."""
+    if rows is not None:
+        n = tl.minimum(n, tl.cdiv(load_row(rows, i_batch)[1], TOKENS))
+    return n
+
+
+@triton.jit
+def load_keys(p_row, o_n, n, wide, rows):
+    """Keys of the entries ``o_n`` of a row of ``n`` that lies in ``wide``; ``-inf`` for those behind."""
+    if rows is None:
+        b_key = ordered(tl.load(p_row + o_n, mask=o_n < n, other=float("-inf")))
+    else:
+        # Up to the next multiple of 16: of a row that may end anywhere the compiler would read entries one by one.
+        m_read = (o_n < wide) & (o_n < tl.cdiv(n, 16) * 16)
+        b_key = ordered(tl.load(p_row + o_n, mask=m_read, other=float("-inf")))
+        b_key = tl.where(o_n < n, b_key, MINUS_INF)  # which may be anything
+    return b_key
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .._operands import batch_and_head, row_ptr
-from .keys import MINUS_INF, ordered, pad, take, write
+from .keys import MINUS_INF, entries, load_keys, pad, take, write
 
 CHUNK, WARPS = 8192, 8  # entries and warps of a program. Not tuned yet.
 BINS = tl.constexpr(256)
@@ -53,6 +53,7 @@ def _refine(p_state, p_counts, chunks, k, DIGIT: tl.constexpr, BC: tl.constexpr)
 @triton.jit
 def topk_select_histogram_kernel(
     scores,
+    rows,
     p_counts,
     p_above,
     p_state,
@@ -60,25 +61,29 @@ def topk_select_histogram_kernel(
     k,
     chunks,
     HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
     DIGIT: tl.constexpr,
     N: tl.constexpr,
     BC: tl.constexpr,
 ):
     """Count digit ``DIGIT`` over the entries of one chunk that share the threshold's digits before it."""
     i_chunk, i_row = tl.program_id(0), tl.program_id(1)
-    rows = tl.num_programs(1)
+    lists = tl.num_programs(1)
     i_batch, i_head = batch_and_head(i_row, HEADS)
+    live = entries(rows, i_batch, n, TOKENS)
+    mine = tl.maximum(tl.cdiv(live, N), 1)  # chunks of this row; the first tells how it stands
+    if rows is not None and i_chunk >= mine:
+        return
     o_bin = tl.arange(0, BINS)
     # Other programs still read the last digit's histograms: two sets take turns.
-    p_mine = p_counts + (((DIGIT % 2) * rows + i_row).to(tl.int64) * chunks + i_chunk) * BINS
+    p_mine = p_counts + (((DIGIT % 2) * lists + i_row).to(tl.int64) * chunks + i_chunk) * BINS
     p_state += i_row * 4 * STATE
     o_n = i_chunk * N + tl.arange(0, N)
-    b_s = tl.load(row_ptr(scores, i_batch, i_head) + o_n, mask=o_n < n, other=float("-inf"))  # [N]
-    b_key = ordered(b_s)
+    b_key = load_keys(row_ptr(scores, i_batch, i_head), o_n, live, n, rows)  # [N]
     m_match = b_key > MINUS_INF
     if DIGIT > 0:
-        p_last = p_counts + (((DIGIT + 1) % 2 * rows + i_row).to(tl.int64) * chunks) * BINS
-        digit, prefix, need, total = _refine(p_state, p_last, chunks, k, DIGIT, BC)
+        p_last = p_counts + (((DIGIT + 1) % 2 * lists + i_row).to(tl.int64) * chunks) * BINS
+        digit, prefix, need, total = _refine(p_state, p_last, mine, k, DIGIT, BC)
         b_own = tl.load(p_last + i_chunk * BINS + o_bin)  # [BINS]
         above = tl.sum(tl.where(o_bin > digit, b_own, 0), 0)
         if DIGIT > 1:
@@ -104,6 +109,7 @@ def topk_select_compact_kernel(
     scores,
     blocks,
     out,
+    rows,
     p_counts,
     p_above,
     p_state,
@@ -112,16 +118,21 @@ def topk_select_compact_kernel(
     chunks,
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
     N: tl.constexpr,
     BC: tl.constexpr,
     TAIL: tl.constexpr,
 ):
     """Write the ids that one chunk contributes."""
     i_chunk, i_row = tl.program_id(0), tl.program_id(1)
-    rows = tl.num_programs(1)
+    lists = tl.num_programs(1)
     i_batch, i_head = batch_and_head(i_row, HEADS)
-    p_last = p_counts + ((rows + i_row).to(tl.int64) * chunks) * BINS
-    digit, threshold, need, total = _refine(p_state + i_row * 4 * STATE, p_last, chunks, k, 4, BC)
+    live = entries(rows, i_batch, n, TOKENS)
+    mine = tl.maximum(tl.cdiv(live, N), 1)
+    if rows is not None and i_chunk >= mine:
+        return
+    p_last = p_counts + ((lists + i_row).to(tl.int64) * chunks) * BINS
+    digit, threshold, need, total = _refine(p_state + i_row * 4 * STATE, p_last, mine, k, 4, BC)
 
     # What the chunks before this one contribute.
     o_bin = tl.arange(0, BINS)
@@ -135,8 +146,8 @@ def topk_select_compact_kernel(
         b_ties += tl.sum(tl.where((o_bin == digit)[None, :], b_bins, 0), 1)
 
     o_n = i_chunk * N + tl.arange(0, N)
-    b_s = tl.load(row_ptr(scores, i_batch, i_head) + o_n, mask=o_n < n, other=float("-inf"))  # [N]
-    m_take, b_at = take(ordered(b_s), threshold, tl.sum(b_above, 0), tl.sum(b_ties, 0), need)
+    b_key = load_keys(row_ptr(scores, i_batch, i_head), o_n, live, n, rows)  # [N]
+    m_take, b_at = take(b_key, threshold, tl.sum(b_above, 0), tl.sum(b_ties, 0), need)
     p_to = row_ptr(out, i_batch, i_head)
     p_blocks = None
     if BLOCK_SIZE > 0:
@@ -155,16 +166,16 @@ def _sizes(rows: int, chunks: int) -> tuple[int, int, int]:
     return 2 * rows * chunks * BINS.value, rows * chunks, rows * 4 * STATE.value
 
 
-def select_long(where, scores, blocks, out, k, scratch, fixed, config):
+def select_long(where, scores, blocks, out, rows, k, scratch, fixed, config):
     """Launch the kernels. ``fixed`` are the constants that a selection from a short row has as well."""
     batch, heads, n = where.shape
     chunk = config.chunk or CHUNK
-    rows, chunks = batch * heads, triton.cdiv(n, chunk)
-    sizes = _sizes(rows, chunks)
+    lists, chunks = batch * heads, triton.cdiv(n, chunk)
+    sizes = _sizes(lists, chunks)
     counts, above, state = scratch[: sum(sizes)].split(sizes)
-    grid, args = (chunks, rows), (counts, above, state, n, k, chunks)
+    grid, args = (chunks, lists), (rows, counts, above, state, n, k, chunks)
     shape = {"N": chunk, "BC": 8, "num_warps": config.warps or WARPS}
     with torch.cuda.device_of(where):  # without dependent launches
         for digit in range(4):
-            topk_select_histogram_kernel[grid](scores, *args, HEADS=heads, DIGIT=digit, **shape)
+            topk_select_histogram_kernel[grid](scores, *args, HEADS=heads, TOKENS=fixed["TOKENS"], DIGIT=digit, **shape)
         topk_select_compact_kernel[grid](scores, blocks, out, *args, **shape, **fixed)

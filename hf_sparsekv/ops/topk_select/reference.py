@@ -5,22 +5,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._dispatch import give
+from .._dispatch import give, require_rows
 
 
-def topk_ids(scores: Tensor, k: int) -> Tensor:
+def topk_ids(scores: Tensor, k: int, rows: Tensor | None = None, tokens: int = 1) -> Tensor:
     """Positions of the ``k`` largest scores of each row, ascending.
 
     Entries of ``-inf`` and NaN are never chosen. Among equal scores the lower position wins, so the result is unique.
 
     Args:
-        scores: ``[..., n]`` float32.
+        scores: ``[batch, H, n]`` float32.
         k: entries to choose.
+        rows: int32 ``[batch, 2]``, length and sealed tokens of each row: entries from the first on that begins behind
+            the sealed ones are not looked at. ``None``: all are.
+        tokens: of an entry.
 
     Returns:
         ``[..., k]`` int32, ascending, padded at the end with -1 where fewer than ``k`` entries can be chosen.
     """
     n = scores.shape[-1]
+    if rows is not None:
+        behind = torch.arange(n, device=scores.device) * tokens >= rows[:, 1:]
+        scores = scores.masked_fill(behind[:, None], float("-inf"))
     order = scores.masked_fill(scores.isnan(), float("-inf")).sort(dim=-1, descending=True, stable=True)
     best, at = order.values[..., :k], order.indices[..., :k]
     at = at.masked_fill(best == float("-inf"), n).sort(dim=-1).values
@@ -28,12 +34,33 @@ def topk_ids(scores: Tensor, k: int) -> Tensor:
     return torch.nn.functional.pad(at, (0, k - at.shape[-1]), value=-1)
 
 
-def block_select(scores: Tensor, k: int, *, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+def block_select(
+    scores: Tensor,
+    k: int,
+    *,
+    rows: Tensor | None = None,
+    block_size: int | None = None,
+    out: Tensor | None = None,
+    scratch: Tensor | None = None,
+) -> Tensor:
     """Blocks to keep: ``BlockIds`` int32 ``[batch, H, k]`` of the ``k`` best of ``scores [batch, H, n]``.
 
-    ``out`` and ``scratch``: see :func:`token_select`.
+    ``rows``, ``out`` and ``scratch``: see :func:`token_select`; with ``rows``, blocks from the row's sealed ones on
+    cannot be chosen, and their scores are not looked at. ``block_size``: tokens in a block, which ``rows`` count.
+
+    Raises:
+        ValueError: ``rows`` without ``block_size``, or something else than ``[batch, 2]`` int32.
     """
-    return give(topk_ids(scores, k), out)
+    if rows is not None:
+        require_rows(rows, scores.shape[0])
+    return give(topk_ids(scores, k, rows, tokens_of(rows, block_size)), out)
+
+
+def tokens_of(rows: Tensor | None, block_size: int | None) -> int:
+    """Tokens of a block, which nobody asks for without ``rows``."""
+    if rows is not None and not block_size:
+        raise ValueError("rows count tokens: give block_size, the tokens in a block, with them")
+    return block_size or 1
 
 
 def token_select(
@@ -42,6 +69,7 @@ def token_select(
     k: int,
     block_size: int,
     *,
+    rows: Tensor | None = None,
     out: Tensor | None = None,
     scratch: Tensor | None = None,
 ) -> Tensor:
@@ -53,14 +81,31 @@ def token_select(
             ``None`` if they are blocks ``0 .. n - 1``.
         k: tokens to choose per row and KV head.
         block_size: tokens in a block.
+        rows: int32 ``[batch, 2]``, length and sealed tokens of each row, for scores of all blocks: tokens behind the
+            sealed ones cannot be chosen. Their scores are not looked at and may be anything, and a row takes as long
+            as it is. ``None``: all ``n`` blocks count.
         out: receives the result.
         scratch: int32 of ``triton.scratch_size(scores, k)`` entries, for the kernels of long rows.
 
     Returns:
         ``TokenIds`` int32 ``[batch, H, k]``: columns, ascending, padded at the end with -1.
+
+    Raises:
+        ValueError: ``rows`` with ``block_ids``, whose scores do not lie at the row's tokens; or something else than
+            ``[batch, 2]`` int32.
     """
-    at = topk_ids(scores, k)
+    require_all_blocks(rows, block_ids, scores.shape[0])
+    at = topk_ids(scores, k, rows)
     if block_ids is None:
         return give(at, out)
     block = block_ids.gather(-1, (at.clamp_min(0) // block_size).long())
     return give(torch.where(at < 0, at, block * block_size + at % block_size).int(), out)
+
+
+def require_all_blocks(rows: Tensor | None, block_ids: Tensor | None, batch: int) -> None:
+    """Raise unless ``rows`` are those of scores of all blocks."""
+    if rows is None:
+        return
+    if block_ids is not None:
+        raise ValueError("rows bound scores of all blocks: leave them out where block_ids are given")
+    require_rows(rows, batch)

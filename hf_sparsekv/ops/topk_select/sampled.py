@@ -19,7 +19,7 @@ import triton.language as tl
 
 from .._operands import batch_and_head, log2, row_ptr
 from .._overlap import launch, release, wait
-from .keys import MINUS_INF, ordered, pad, take, write
+from .keys import MINUS_INF, entries, load_keys, ordered, pad, take, write
 from .row import TOP, fifths, inside, narrow, select_keys, threshold
 
 # Measured on an H200, 64 rows of 32k and 8 of 128k.
@@ -28,40 +28,46 @@ SAMPLE_WARPS = 8
 
 
 @triton.jit
-def _load_keys(p_row, o_n, n):
-    """Keys of the entries ``o_n`` of a row of ``n``."""
-    return ordered(tl.load(p_row + o_n, mask=o_n < n, other=float("-inf")))
-
-
-@triton.jit
 def topk_select_sample_kernel(
     scores,
+    rows,
     p_from,
     n,
     wanted,
     HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
     SAMPLE: tl.constexpr,
+    HELD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The score of rank ``wanted`` in a sample of each row, as a key; the least of all where there are fewer."""
+    """The score of rank ``wanted / n`` in a sample of each row of ``n``, as a key.
+
+    The least of all where there are fewer, or where the last step holds all of the row.
+    """
     wait(PDL)
     # After the wait, not before: the next kernel reads scores at once, which are there as soon as it is.
     release(PDL)
     i_row = tl.program_id(0)
     i_batch, i_head = batch_and_head(i_row, HEADS)
-    # One entry of each of SAMPLE equal stretches, at no constant distance: text may repeat itself.
-    o_s = tl.arange(0, SAMPLE).to(tl.int64)
-    b_within = ((((o_s + 1) * 2654435761) & 0xFFFFFFFF) * n) >> 32  # 0 .. n - 1
-    o_n = (o_s * n + b_within) // SAMPLE
-    b_key = _load_keys(row_ptr(scores, i_batch, i_head), o_n, n)  # [SAMPLE]
-    lo, _, _, usable = threshold(b_key, wanted)
-    tl.store(p_from + i_row, tl.where(usable < wanted, MINUS_INF + 1, lo))
+    n = entries(rows, i_batch, n, TOKENS)
+    if n <= HELD:
+        tl.store(p_from + i_row, MINUS_INF + 1)
+    else:
+        # One entry of each of SAMPLE equal stretches, at no constant distance: text may repeat itself.
+        o_s = tl.arange(0, SAMPLE).to(tl.int64)
+        b_within = ((((o_s + 1) * 2654435761) & 0xFFFFFFFF) * n) >> 32  # 0 .. n - 1
+        o_n = (o_s * n + b_within) // SAMPLE
+        b_key = ordered(tl.load(row_ptr(scores, i_batch, i_head) + o_n))  # [SAMPLE]
+        rank = tl.maximum((wanted / n + 0.5).to(tl.int32), 1)
+        lo, _, _, usable = threshold(b_key, rank)
+        tl.store(p_from + i_row, tl.where(usable < rank, MINUS_INF + 1, lo))
 
 
 @triton.jit
 def topk_select_collect_kernel(
     scores,
     blocks,
+    rows,
     p_from,
     p_counts,
     p_keys,
@@ -69,6 +75,7 @@ def topk_select_collect_kernel(
     n,
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
     N: tl.constexpr,
     ROOM: tl.constexpr,
     PDL: tl.constexpr,
@@ -79,7 +86,11 @@ def topk_select_collect_kernel(
     i_batch, i_head = batch_and_head(i_row, HEADS)
     o_n = i_chunk * N + tl.arange(0, N)
     # Before the wait: the kernel before this one lets it come only once the scores are there, and writes none.
-    b_key = _load_keys(row_ptr(scores, i_batch, i_head), o_n, n)  # [N]
+    live = entries(rows, i_batch, n, TOKENS)
+    if rows is not None and i_chunk * N >= live:  # the next step does not look there
+        wait(PDL)
+        return
+    b_key = load_keys(row_ptr(scores, i_batch, i_head), o_n, live, n, rows)  # [N]
     wait(PDL)
     release(PDL)
     m_take = b_key >= tl.load(p_from + i_row)
@@ -96,11 +107,11 @@ def topk_select_collect_kernel(
 
 
 @triton.jit
-def _search_row(p_row, n, k, N: tl.constexpr):
+def _search_row(p_row, n, wide, rows, k, N: tl.constexpr):
     """As ``row.threshold``, of a row that is read ``N`` entries at a time."""
     usable, lo, hi = n * 0, n * 0 + TOP, n * 0 + MINUS_INF
     for i in range(0, n, N):
-        b_key = _load_keys(p_row, i + tl.arange(0, N), n)
+        b_key = load_keys(p_row, i + tl.arange(0, N), n, wide, rows)
         m_usable = b_key > MINUS_INF
         usable += tl.sum(m_usable.to(tl.int32), 0)
         lo = tl.minimum(lo, tl.min(tl.where(m_usable, b_key, TOP), 0))
@@ -112,7 +123,7 @@ def _search_row(p_row, n, k, N: tl.constexpr):
         v_1, v_2, v_3, v_4 = inside(lo, hi, v_1, v_2, v_3, v_4)
         n_1, n_2, n_3, n_4 = usable * 0, usable * 0, usable * 0, usable * 0
         for i in range(0, n, N):
-            b_key = _load_keys(p_row, i + tl.arange(0, N), n)
+            b_key = load_keys(p_row, i + tl.arange(0, N), n, wide, rows)
             n_1 += tl.sum((b_key >= v_1).to(tl.int32), 0)
             n_2 += tl.sum((b_key >= v_2).to(tl.int32), 0)
             n_3 += tl.sum((b_key >= v_3).to(tl.int32), 0)
@@ -122,14 +133,16 @@ def _search_row(p_row, n, k, N: tl.constexpr):
 
 
 @triton.jit
-def _select_whole(p_row, p_blocks, p_out, n, k, BLOCK_SIZE: tl.constexpr, N: tl.constexpr, TAIL: tl.constexpr):
+def _select_whole(
+    p_row, p_blocks, p_out, n, wide, rows, k, BLOCK_SIZE: tl.constexpr, N: tl.constexpr, TAIL: tl.constexpr
+):
     """Write the ids of the ``k`` best entries of a row, all of which is read again and again."""
-    lo, count, over, usable = _search_row(p_row, n, k, N)
+    lo, count, over, usable = _search_row(p_row, n, wide, rows, k, N)
     need = tl.where(count > k, k - over, n)  # of those that equal lo
     above, ties = n * 0, n * 0
     for i in range(0, n, N):
         o_n = i + tl.arange(0, N)
-        b_key = _load_keys(p_row, o_n, n)
+        b_key = load_keys(p_row, o_n, n, wide, rows)
         m_take, b_at = take(b_key, lo, above, ties, need)
         write(p_out, p_blocks, o_n, b_at, m_take, BLOCK_SIZE)
         above += tl.sum((b_key > lo).to(tl.int32), 0)
@@ -142,6 +155,7 @@ def topk_select_choose_kernel(
     scores,
     blocks,
     out,
+    rows,
     p_from,
     p_counts,
     p_keys,
@@ -151,6 +165,8 @@ def topk_select_choose_kernel(
     chunks,
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    N: tl.constexpr,
     ROOM: tl.constexpr,
     HELD: tl.constexpr,
     BC: tl.constexpr,
@@ -164,7 +180,8 @@ def topk_select_choose_kernel(
     p_to = row_ptr(out, i_batch, i_head)
     i_part = i_row.to(tl.int64) * chunks
     o_c = tl.arange(0, BC)
-    b_count = tl.load(p_counts + i_part + o_c, mask=o_c < chunks, other=0)  # [BC]
+    live = entries(rows, i_batch, n, TOKENS)
+    b_count = tl.load(p_counts + i_part + o_c, mask=o_c * N < live, other=0)  # [BC]
     least = tl.load(p_from + i_row)
     total = tl.sum(b_count, 0)
     if (total <= HELD) & ((total >= k) | (least == MINUS_INF + 1)):
@@ -186,7 +203,7 @@ def topk_select_choose_kernel(
         p_blocks = None
         if BLOCK_SIZE > 0:
             p_blocks = row_ptr(blocks, i_batch, i_head)
-        _select_whole(p_row, p_blocks, p_to, n, k, BLOCK_SIZE, HELD, TAIL)
+        _select_whole(p_row, p_blocks, p_to, live, n, rows, k, BLOCK_SIZE, HELD, TAIL)
 
 
 def scratch_size(rows: int, n: int, room: int, chunk: int | None) -> int:
@@ -199,24 +216,25 @@ def _sizes(rows: int, chunks: int, room: int) -> tuple[int, int, int, int]:
     return rows, rows * chunks, rows * chunks * room, rows * chunks * room
 
 
-def select_sampled(where, scores, blocks, out, k, scratch, fixed, sample, room, config):
+def select_sampled(where, scores, blocks, out, rows, k, scratch, fixed, sample, room, config):
     """Launch the kernels, with ``sample`` and ``room`` of :func:`.config.tiles`.
 
     ``fixed`` are the constants that a selection from a short row has as well.
     """
     batch, heads, n = where.shape
     chunk = config.chunk or CHUNK
-    rows, chunks, part = batch * heads, triton.cdiv(n, chunk), min(chunk, room)
-    sizes = _sizes(rows, chunks, part)
+    lists, chunks, part = batch * heads, triton.cdiv(n, chunk), min(chunk, room)
+    sizes = _sizes(lists, chunks, part)
     least, counts, keys, ids = scratch[: sum(sizes)].split(sizes)
     # As many standard errors above what the k best have in the sample as below what fills the room.
-    wanted = max(1, round((math.sqrt(k) + math.sqrt(room)) ** 2 / 4 * sample / n))
-    named = {"HEADS": heads, "SAMPLE": sample, "num_warps": SAMPLE_WARPS}
-    launch(topk_select_sample_kernel, (rows,), where, scores, least, n, wanted, **named)
-    args = scores, blocks, least, counts, keys, ids, n
-    named = {"HEADS": heads, "BLOCK_SIZE": fixed["BLOCK_SIZE"], "N": chunk, "ROOM": part}
-    launch(topk_select_collect_kernel, (chunks, rows), where, *args, **named, num_warps=config.warps or WARPS)
-    args = scores, blocks, out, least, counts, keys, ids, n, k, chunks
-    named = {"ROOM": part, "HELD": room, "BC": triton.next_power_of_2(chunks), **fixed}
+    wanted = (math.sqrt(k) + math.sqrt(room)) ** 2 / 4 * sample
+    tile = {"HEADS": heads, "TOKENS": fixed["TOKENS"]}
+    named = {**tile, "SAMPLE": sample, "HELD": room, "num_warps": SAMPLE_WARPS}
+    launch(topk_select_sample_kernel, (lists,), where, scores, rows, least, n, wanted, **named)
+    args = scores, blocks, rows, least, counts, keys, ids, n
+    named = {**tile, "BLOCK_SIZE": fixed["BLOCK_SIZE"], "N": chunk, "ROOM": part}
+    launch(topk_select_collect_kernel, (chunks, lists), where, *args, **named, num_warps=config.warps or WARPS)
+    args = scores, blocks, out, rows, least, counts, keys, ids, n, k, chunks
+    named = {"N": chunk, "ROOM": part, "HELD": room, "BC": triton.next_power_of_2(chunks), **fixed}
     warps = config.last_warps or (8 if room <= 4096 else 16)
-    launch(topk_select_choose_kernel, (rows,), where, *args, **named, num_warps=warps)
+    launch(topk_select_choose_kernel, (lists,), where, *args, **named, num_warps=warps)

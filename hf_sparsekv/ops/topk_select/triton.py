@@ -16,7 +16,8 @@ from .._operands import Rows, batch_and_head, operand, row_ptr
 from .._overlap import launch, wait
 from . import long_rows, sampled
 from .config import Config
-from .keys import ordered
+from .keys import entries, load_keys
+from .reference import require_all_blocks, tokens_of
 from .row import select_row
 
 
@@ -25,10 +26,12 @@ def topk_select_row_kernel(
     scores,
     blocks,
     out,
+    rows,
     n,
     k,
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
     N: tl.constexpr,
     TAIL: tl.constexpr,
     PDL: tl.constexpr,
@@ -39,7 +42,7 @@ def topk_select_row_kernel(
     i_batch, i_head = batch_and_head(i_row, HEADS)
     o_n = tl.arange(0, N)
     p_row = row_ptr(scores, i_batch, i_head)
-    b_key = ordered(tl.load(p_row + o_n, mask=o_n < n, other=float("-inf")))  # [N]
+    b_key = load_keys(p_row, o_n, entries(rows, i_batch, n, TOKENS), n, rows)  # [N]
 
     p_to = row_ptr(out, i_batch, i_head)
     p_blocks = None
@@ -64,14 +67,20 @@ def scratch_size(scores, k, config=None):
     return long_rows.scratch_size(batch * heads, n, config.chunk)
 
 
-def block_select(scores, k, *, out=None, scratch=None, config=None):
+def block_select(scores, k, *, rows=None, block_size=None, out=None, scratch=None, config=None):
     """As ``reference.block_select``; ``config`` replaces the usual one."""
-    return token_select(scores, None, k, 0, out=out, scratch=scratch, config=config)
+    return _select(scores, None, k, 0, rows, tokens_of(rows, block_size), out, scratch, config)
 
 
-def token_select(scores, block_ids, k, block_size, *, out=None, scratch=None, config=None):
+def token_select(scores, block_ids, k, block_size, *, rows=None, out=None, scratch=None, config=None):
     """As ``reference.token_select``; ``config`` replaces the usual one."""
+    return _select(scores, block_ids, k, block_size, rows, 1, out, scratch, config)
+
+
+def _select(scores, block_ids, k, block_size, rows, tokens, out, scratch, config):
+    """``tokens``: of an entry of the scores, where ``rows`` bound them."""
     batch, heads, n = scores.shape
+    require_all_blocks(rows, block_ids, batch)
     config = config or Config()
     if out is None:
         out = torch.empty(batch, heads, k, dtype=torch.int32, device=scores.device)
@@ -81,9 +90,10 @@ def token_select(scores, block_ids, k, block_size, *, out=None, scratch=None, co
     fixed = {
         "HEADS": heads,
         "BLOCK_SIZE": 0 if block_ids is None else block_size,
+        "TOKENS": tokens,
         "TAIL": min(1024, triton.next_power_of_2(k)),
     }
-    operands = operand(Rows, scores), operand(Rows, block_ids), operand(Rows, out)
+    operands = operand(Rows, scores), operand(Rows, block_ids), operand(Rows, out), rows
     if n > config.row:
         if scratch is None:
             scratch = torch.empty(scratch_size(scores, k, config), dtype=torch.int32, device=scores.device)
