@@ -220,3 +220,14 @@ def test_summary_line():
     assert "of it from host memory" in line and "\n" not in line
     cache.reset()
     assert cache.stats().decode_steps == cache.stats().index_bytes_read == 0
+
+
+def test_padding_takes_no_blocks():
+    """Of rows that are padded on the left the pools hold what they have, not what the longest has."""
+    held = []
+    for pads in (None, (0, 1500, 1900, 1900)):
+        cache = two_level(True, **TIGHT)
+        with torch.no_grad():
+            model("llama")(**prompt(4, 2000, pads), past_key_values=cache)
+        held.append(cache.memory_bytes()["host"])
+    assert held[1] < 0.45 * held[0]

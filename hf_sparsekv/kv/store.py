@@ -129,6 +129,7 @@ class LayerStore(State):
         copy_streams: CopyStreams | None = None,
         latent: bool = False,
         pool: BlockPool | None = None,
+        blocks: int | None = None,
     ) -> None:
         self.config, self.table_of_rows, self.copy_streams = config, table, copy_streams
         self._saved: torch.cuda.Event | None = None  # blocks are on their way to the host until then
@@ -145,6 +146,8 @@ class LayerStore(State):
         table.on(self.device)
         exact = config.max_length is not None  # a known length needs no spare capacity
         expected = -(-(config.max_length or k.shape[2]) // self.block_size) * self.batch
+        if blocks is not None and not exact:
+            expected = blocks  # of all rows: padding takes none
         self.pool = pool or BlockPool(
             heads=self.heads,
             block_size=self.block_size,

@@ -125,7 +125,7 @@ class SparseLayer(Owned, CacheLayerMixin):
                 f"this cache is incomplete after an error ({self.broken}): call reset() and prefill again"
             )
 
-    def _begin(self, step: Step, q_heads: int) -> None:
+    def _begin(self, step: Step, q_heads: int, valid: Tensor | None = None) -> None:
         if self.store is not None and self.store.length:
             return
         if self.store is not None and not self.store.fits(step.k, step.v, self.latent):
@@ -145,9 +145,11 @@ class SparseLayer(Owned, CacheLayerMixin):
             host = owner.budget if self.policy.offloaded else None
             copy_streams = None if host is None else owner.copy_streams
             made = owner.config, host, owner.row_table, pools, copy_streams, self.latent
+            tokens = () if valid is None else owner.row_table.tokens_of(step.k.shape[2], valid)
+            blocks = None if valid is None else sum(-(-n // owner.config.block_size) for n in tokens)
             block_pools = owner.block_pools
             pool = None if block_pools is None else block_pools.get(self.index)
-            store = self.policy.store_type(step.k, step.v, *made, pool)
+            store = self.policy.store_type(step.k, step.v, *made, pool, blocks)
             if block_pools is not None:
                 block_pools[self.index] = store.pool
         else:
@@ -351,7 +353,7 @@ class SparseLayer(Owned, CacheLayerMixin):
     @torch.no_grad()
     def _commit(self, step: Step, query: Tensor, valid: Tensor | None) -> None:
         step.touched = True
-        self._begin(step, query.shape[1])
+        self._begin(step, query.shape[1], valid)
         if self.policy.observes:
             self.store.announce(step.k.shape[2], valid)
             seen = query, step.keys, valid
