@@ -2,12 +2,12 @@
 
     python -m benchmarks rows
 
-Random weights of a known shape and random keys, as in ``step``. Each batch of rows of different lengths stands beside one
-of as many rows of their mean length, which chooses as many tokens.
+Random weights of a known shape and random keys, as in ``step``. Each batch of rows of different lengths stands beside
+one of as many rows of their mean length, which chooses as many tokens.
 
-Metrics: step_ms the captured step alone, steps_ms steps in a row as ``RowBatch.step`` makes them, host_ms of such a call
-until it returns, beside an idle GPU, without the launch of the graph; join_ms of a prompt that has been read, leave_ms, both
-until the GPU has done them; captures of all steps.
+Metrics: step_ms the captured step alone, steps_ms steps in a row as ``RowBatch.step`` makes them, host_ms of such a
+call until it returns, beside an idle GPU, without the launch of the graph; join_ms of a prompt that has been read and
+leave_ms, both until the GPU has done them; captures of all steps.
 """
 
 from __future__ import annotations

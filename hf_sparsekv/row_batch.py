@@ -166,7 +166,7 @@ class RowBatch:
     @no_inference_mode
     @torch.no_grad()
     def join(self, prefilled: Prefilled | Batch) -> int:
-        """A prompt that has been read takes a row, which decodes from the next step on; its cache is empty behind it.
+        """A prompt that has been read takes a row, which decodes from the next step on; its own cache is over.
 
         Returns:
             The row.
@@ -190,7 +190,9 @@ class RowBatch:
         torch._foreach_copy_([to for to, _ in pairs], [found for _, found in pairs])
         self.cache.row_table.take(row, cache.row_table)
         self._made = [made for made in self._made if made is not cache]
-        cache.reset()
+        cache.row_table.clear()
+        for layer in theirs:
+            layer.broken = "its row has joined a batch"
         self._there[row] = self._active[row] = True
         self._changed()
         return row

@@ -267,7 +267,7 @@ CASES = {
     "offloaded": ("llama", True, {}),
     "offloaded, not copied": ("llama", OffloadConfig(device_pool=0), {}),
     "labels of 16 bits": ("llama", True, {"label_bits": 16, "token_reduce": "mean"}),
-    "late": ("llama", True, {"start_length": 145}),
+    "late": ("llama", True, {"start_length": 130}),
     "odd budget": ("llama-mha", True, {"token_budget": 37}),
     "wide": ("llama-mqa", True, {"block_size": 32, "window": 5, "max_draft": 0, "sinks": 9}),
     "dense first": ("llama", False, {"dense_layers": 1, "sinks": 0}),
@@ -590,7 +590,7 @@ def test_a_captured_step_chooses_while_the_layer_before_computes(place, monkeypa
     for name in ("foresee", "attend", "note_added"):
         does = getattr(LayerAheadPolicy, name)
         monkeypatch.setattr(
-            LayerAheadPolicy, name, lambda self, *a, does=does, n=name: (order.append(n), does(self, *a))[1]
+            LayerAheadPolicy, name, lambda self, *a, does=does, n=name, **k: (order.append(n), does(self, *a, **k))[1]
         )
     for at, layer in enumerate(net.model.layers):
         layer.mlp.register_forward_pre_hook(lambda *_, at=at: order.append(f"mlp {at}"))

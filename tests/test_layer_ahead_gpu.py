@@ -71,10 +71,10 @@ def test_what_the_layer_before_has_added_is_there_for_the_next_step(monkeypatch)
     """Noted late, beside the step's end: the step still ends behind it, and reads nothing that was reused."""
     note = LayerAheadPolicy.note_added
 
-    def late(self, *args):
+    def late(self, *args, **named):
         if len(args) == 2:  # in a captured step
             torch.cuda._sleep(CYCLES)
-        note(self, *args)
+        note(self, *args, **named)
 
     eager, fast = pair("llama")
     monkeypatch.setattr(LayerAheadPolicy, "note_added", late)

@@ -147,7 +147,10 @@ class StepRunner:
         if any(layer.broken for layer in layers):
             return self.original(*args, **kwargs)  # which says so
         cache._check_complete()
-        cache.row_table.ready(cache.joined_rows())
+        rows = cache.joined_rows()
+        cache.row_table.ready(rows)
+        for layer in layers:  # before page tables are made that name what pools have room for
+            layer.store.fit(rows)
         plans = tuple([layer.prepare() for layer in layers])
         if not all(plan.captured for plan in plans):  # this step changes what the next ones are
             return self.original(*args, **kwargs)
@@ -235,8 +238,6 @@ class StepRunner:
         if positions is None:
             positions = torch.full((1, 1), rows.columns, device=ids.device)
         rest = {name: value for name, value in given.items() if name not in _STATIC}
-        for layer in layers:
-            layer.store.fit(rows)
         steps = table.steps(ids.device)
         for ring in rings:
             steps.window(ring.sliding_window)

@@ -101,6 +101,7 @@ class LayerStore(State):
         latent: a token is a latent with its rotary part (MLA): the whole row is the key, its first part the value.
         key_dim, value_dim: widths that attention sees.
         mean_tokens: tokens of which one mean is kept, see :meth:`keep_means`; 0: none are.
+        coming: tokens of each row with those that a policy observes before they are stored.
         split, width: of a token's row, whose part from ``split`` on is what ``update()`` calls its value.
     """
 
@@ -112,6 +113,7 @@ class LayerStore(State):
     PARTS: ClassVar = ("counters",)
     OWN: ClassVar = ("_taken",)
 
+    coming: tuple[int, ...] = ()
     mean_tokens = 0
     keeps_blocks = True  # their keys and values; those of a PrimaryStore are on another device
 
@@ -231,6 +233,12 @@ class LayerStore(State):
         return self.step_rows.after if over else self.step_rows.now
 
     # ------------------------------------------------------------------ writing
+
+    def announce(self, columns: int, valid: Tensor | None) -> None:
+        """``columns`` new columns are about to come, of which ``valid [batch, columns]`` are tokens: :attr:`coming`."""
+        if not self.capturing:
+            more = self.table_of_rows.tokens_of(columns, valid)
+            self.coming = tuple(length + n for length, n in zip(self.held.lengths, more))
 
     def fit(self, before: Rows) -> None:
         """Make room in the pool for all that the table names, sealed or not.

@@ -250,6 +250,7 @@ class SparseLayer(Owned, CacheLayerMixin):
                 self._begin_step()
             valid = self.owner.new_columns(mask, step) if replay is None else replay.valid
             if policy.observes:
+                store.announce(1, valid)
                 policy.observe(query, step.keys, valid, store)
             if replay is not None and policy.note is not None:
                 replay.on_side_stream(lambda: policy.note(q, store, self.plan))
@@ -352,6 +353,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         step.touched = True
         self._begin(step, query.shape[1])
         if self.policy.observes:
+            self.store.announce(step.k.shape[2], valid)
             seen = query, step.keys, valid
             if step.absorbed is not None:
                 most = max(SAMPLE, getattr(self.owner.config, "calibration_tokens", 0))
@@ -400,6 +402,7 @@ class SparseLayer(Owned, CacheLayerMixin):
                 self._begin(step, step.k.shape[1])  # no query yet: calibrate on the keys alone until one comes
             with torch.no_grad():
                 if self.policy.observes:
+                    self.store.announce(step.k.shape[2], None)
                     keys = step.keys  # the very same tensor twice: there is no query
                     self.policy.observe(keys, keys, None, self.store)
                 self.store.extend(step.k.detach(), step.v.detach(), None, self.policy)

@@ -142,8 +142,7 @@ class PredictivePolicy(Policy):
         if store.capturing:
             self._valid = valid  # the query is stored beside the step
             return
-        columns, lengths = k.shape[2] if new is None else new, store.held.lengths
-        end = tuple(n + more for n, more in zip(lengths, store.table_of_rows.tokens_of(columns, valid)))
+        lengths, end = store.held.lengths, store.coming
         if q is k:  # something else attends: there is no query
             self.chosen = False
             self.queries.forget(end)
@@ -153,7 +152,8 @@ class PredictivePolicy(Policy):
             self.queries = QueryRing(store.batch, q.shape[1], held.size, q.shape[3], store.dtype, store.device)
             self.queries.forget(lengths)
         picks = None if valid is None else store.table_of_rows.picks(valid)
-        self.queries.store(q, lengths, end, picks, columns)
+        # Of some of a prompt's tokens the queries are there as they are the keys; of others the last ones only.
+        self.queries.store(q, lengths, end, picks, k.shape[2])
 
     def plan(self, store: LayerStore) -> Plan:
         if self.labels.calibrating:

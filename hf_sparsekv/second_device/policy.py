@@ -144,6 +144,7 @@ class SecondDevicePolicy(Policy):
         if store.capturing:
             return
         store.replica.held = store.held  # whatever a capture that failed has left
+        store.replica.coming = store.coming
         with self.peer.entered(store.device, q, k, valid):
             there = self.peer.device
             known = None if valid is None else valid.to(there)

@@ -267,6 +267,12 @@ class PrimaryStore(LayerStore):
     def _store_blocks(self, blocks: Tensor, *rest) -> None:
         super()._store_blocks(blocks[..., :0], *rest)
 
+    def fit(self, before: Rows) -> None:
+        super().fit(before)
+        if self.replica is not None:
+            with self.peer.entered(self.device):
+                self.replica.fit(before)
+
     def join(self) -> None:
         super().join()
         if self.replica is not None:

@@ -483,7 +483,7 @@ SEALS = {
     "no power of two": Seal(batch=3, heads=3, dk=80, dv=48, channels=20, sealed=(0, 2, 5)),
     "first block": Seal(sealed=(0, 0)),
     "some rows": Seal(batch=4, sealed=(2, 0, 0, 5), due=(True, False, True, False)),
-    "some rows, the first not": Seal(batch=3, heads=3, sealed=(1, 0, 4), due=(False, False, True), span=2),
+    "some rows, the first not": Seal(batch=3, heads=3, sealed=(1, 0, 4), due=(False, False, True)),
     "no row": Seal(due=(False, False), span=4),
     "no room": Seal(sealed=(2, 3), there=False),
     "parts": Seal(block_size=64, parts=4, dk=128, dv=128, channels=32),
@@ -511,6 +511,7 @@ AVERAGES = {
     "running mean behind a span of sinks": Seal(span=2, sinks=40, sealed=(2, 3)),
     "running mean, latents": Seal(heads=1, dk=576, dv=0, channels=128, block_size=64, bounds=False, span=2),
     "running mean, kept elsewhere": Seal(channels=0, keeps=False, bounds=False, span=3, sealed=(0, 5)),
+    "means, some rows": Seal(batch=3, heads=3, sealed=(1, 0, 4), due=(False, False, True), span=2),
 }
 
 
