@@ -90,7 +90,8 @@ def parts(layers: list[SparseLayer], queries: list[Tensor], scale: float) -> dic
         policies[i].predictor.predict(held.held, held.position, held.count)
 
     def select(i: int) -> None:
-        token_select(scores[i], None, budget, stores[i].block_size, out=policies[i].ids[..., :budget])
+        how = {"rows": stores[i].rows, "out": policies[i].ids[..., :budget]}
+        token_select(scores[i], None, budget, stores[i].block_size, **how)
 
     def push(i: int) -> None:
         policies[i].queries.push(queries[i][:, :, None], None, past[i])

@@ -105,15 +105,18 @@ def _selects(layers: list[Layer], every: bool) -> Iterator[Variant]:
 
     def launch(i: int, **options) -> None:
         t = layers[i]
-        blocks = None if every else t.blocks
-        token_select(scores[i], blocks, config.token_budget, config.block_size, out=t.tokens, config=Select(**options))
+        blocks, rows = (None, t.rows) if every else (t.blocks, None)
+        how = {"rows": rows, "out": t.tokens, "config": Select(**options)}
+        token_select(scores[i], blocks, config.token_budget, config.block_size, **how)
 
     return _ways(grid, launch, lambda: layers[0].tokens)
 
 
 def _block_selects(layers: list[Layer]) -> Iterator[Variant]:
     def launch(i: int, **options) -> None:
-        block_select(layers[i].block_scores, layers[i].blocks.shape[-1], out=layers[i].blocks, config=Select(**options))
+        t = layers[i]
+        how = {"rows": t.rows, "block_size": t.shape.config.block_size, "out": t.blocks}
+        block_select(t.block_scores, t.blocks.shape[-1], **how, config=Select(**options))
 
     return _ways(_grid(warps=(2, 4, 8)), launch, lambda: layers[0].blocks)
 

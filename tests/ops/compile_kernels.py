@@ -31,6 +31,7 @@ from triton.runtime.jit import JITFunction
 from hf_sparsekv.ops import _overlap
 from hf_sparsekv.ops.add_norm.triton import add_norm
 from hf_sparsekv.ops.append.triton import append
+from hf_sparsekv.ops.begin_step.triton import begin_step
 from hf_sparsekv.ops.block_copy.triton import block_copy
 from hf_sparsekv.ops.block_score.triton import block_score
 from hf_sparsekv.ops.device_tokens import TokenSlots
@@ -106,6 +107,9 @@ def recent_tokens() -> None:
     q, ring = place().randn(1, 32, 1, 128), place().randn(1, 32, 17, 128)
     push(q, None, past, ring, one, one.clone(), one.clone())
     push(q, valid, past, ring, one, one.clone(), one.clone())
+    rows = torch.zeros(2, 1, 2, dtype=torch.int32)
+    for some in (None, valid):
+        begin_step(rows[0], one, rows[1], some, block_size=64, recent=72)
 
 
 def choices() -> None:

@@ -84,6 +84,7 @@ CASES = {
     "huge logits": Case(spread=400.0),
     "empty rows": Case(batch=3, rows=((0, 0), (2, 0), (700, 672)), min_tokens=0),
     "short rows": Case(batch=4, rows=((45, 0), (20, 16), (64, 64), (17, 16)), sinks=20, n=2600, learned_sink=True),
+    "a long row among short ones": Case(batch=4, rows=((2640, 2600), (70, 64), (1000, 976), (9, 0)), n=2600, size=128),
     "an empty row, sum": Case(rows=((0, 0), (729, 700)), group_reduce="sum"),
 }
 EVERY = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

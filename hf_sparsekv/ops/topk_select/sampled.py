@@ -180,8 +180,9 @@ def topk_select_choose_kernel(
     p_to = row_ptr(out, i_batch, i_head)
     i_part = i_row.to(tl.int64) * chunks
     o_c = tl.arange(0, BC)
+    b_count = tl.load(p_counts + i_part + o_c, mask=o_c < chunks, other=0)  # [BC]
     live = entries(rows, i_batch, n, TOKENS)
-    b_count = tl.load(p_counts + i_part + o_c, mask=o_c * N < live, other=0)  # [BC]
+    b_count = tl.where(o_c * N < live, b_count, 0)  # the chunks behind have written none
     least = tl.load(p_from + i_row)
     total = tl.sum(b_count, 0)
     if (total <= HELD) & ((total >= k) | (least == MINUS_INF + 1)):

@@ -16,7 +16,7 @@ from .._operands import Rows, batch_and_head, operand, row_ptr
 from .._overlap import launch, wait
 from . import long_rows, sampled
 from .config import Config
-from .keys import entries, load_keys
+from .keys import MINUS_INF, entries, ordered
 from .reference import require_all_blocks, tokens_of
 from .row import select_row
 
@@ -42,7 +42,9 @@ def topk_select_row_kernel(
     i_batch, i_head = batch_and_head(i_row, HEADS)
     o_n = tl.arange(0, N)
     p_row = row_ptr(scores, i_batch, i_head)
-    b_key = load_keys(p_row, o_n, entries(rows, i_batch, n, TOKENS), n, rows)  # [N]
+    b_key = ordered(tl.load(p_row + o_n, mask=o_n < n, other=float("-inf")))  # [N]
+    if rows is not None:  # read as well: nothing is won if a program first asks for how much
+        b_key = tl.where(o_n < entries(rows, i_batch, n, TOKENS), b_key, MINUS_INF)
 
     p_to = row_ptr(out, i_batch, i_head)
     p_blocks = None
