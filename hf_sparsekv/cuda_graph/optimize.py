@@ -294,6 +294,7 @@ class StepRunner:
         step, rest = steady.step, {name: value for name, value in given.items() if name not in _STATIC}
         if (
             cache not in self.graphs
+            or any(layer.broken for layer in steady.layers)  # after an error: the long way says so
             or cache.changes != steady.changes
             or table.moves != steady.moves
             or positions is None
