@@ -1,0 +1,309 @@
+"""Tokens from logits, each row by settings of its own; everything stays on the device.
+
+    sampler = Sampler(max_rows=32, vocabulary=151936, device=model.device)
+    sampler.set(row, sampling, prompt_ids)
+    tokens = sampler(logits, rows)  # [n, vocabulary] of these rows; goes straight into the next step
+    sampler.last  # [2, n]: the tokens, and 1 where they could not be drawn; for one copy to the host
+    sampler.clear(row)
+
+The order is that of transformers: repetition penalty, temperature, top-k, top-p, min-p. Each of the last three gives a
+lowest logit that stays, so that equal logits stay or go together, whatever order a sort leaves them in. One of what is
+left is drawn by exponential noise: the largest ``p / e`` is token ``i`` with probability ``p_i``.
+
+**Seeds.** A row with a seed draws its noise from a generator of its own, one vector a token: the noise of its token
+``t`` depends on the seed and on ``t`` alone, not on other rows, its place, or when it runs. Its tokens are the same
+wherever its logits are the same, on one kind of device with one version of torch. Logits may differ in their last bits
+between batches of different sizes, as products of different shapes round differently; a token changes by that only
+where the two best ``p / e`` are as close as that. Rows without a seed draw from the device's generator.
+
+**Logits that are no distribution.** A row whose largest logit is NaN, infinite, or -inf (all are masked) gets some
+valid token and a 1 in ``last[1]``. No other row is affected: its request fails when the host reads the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..tensors import no_inference_mode
+
+GREEDY = 1e-5  # temperatures below it count as 0, as in vLLM
+
+
+class Settings(Protocol):
+    """What a request asks for; names and meaning as vLLM's ``SamplingParams``."""
+
+    temperature: float  # 0: the likeliest token
+    top_p: float  # 1: all
+    top_k: int  # 0: all
+    min_p: float  # 0: all
+    repetition_penalty: float  # 1: none
+    seed: int | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a batch of rows needs, as index tensors on the device; None: no row needs it, or all do (``drawn``).
+
+    Args:
+        rows: ``[n]`` rows of the table.
+        penalised: ``[p]`` places in the batch with a repetition penalty.
+        drawn: ``[d]`` places that are not greedy; None if all are drawn, or none is.
+        any_drawn: whether there are such.
+        settings: ``[d, 4]`` temperature, top-p, top-k, min-p of the drawn ones.
+        few: ``[k]`` places among the drawn ones with a top-k.
+        most: the largest top-k of these.
+        few_mass: one of these has a top-p, too.
+        mass: ``[m]`` places among the drawn ones with a top-p and no top-k.
+        any_min: one of the drawn rows has a min-p.
+        seeded: (place among the drawn ones, row) of rows with a seed.
+        unseeded: there are drawn rows without one.
+    """
+
+    rows: Tensor
+    penalised: Tensor | None
+    drawn: Tensor | None
+    any_drawn: bool
+    settings: Tensor
+    few: Tensor | None
+    most: int
+    few_mass: bool
+    mass: Tensor | None
+    any_min: bool
+    seeded: tuple[tuple[int, int], ...]
+    unseeded: bool
+
+
+class Sampler:
+    """Settings of ``max_rows`` rows, and tokens drawn by them.
+
+    Settings are kept on the device and beside it: the host knows what a batch needs, the device the numbers. Nothing
+    here waits for the device.
+
+    Args:
+        max_rows: rows of the table.
+        vocabulary: logits of a row.
+        device: where logits are.
+
+    Attributes:
+        last: int64 ``[2, n]``, what the last call gave: tokens, and 1 where a row's logits were no distribution. A
+            new tensor every call.
+    """
+
+    @no_inference_mode
+    def __init__(self, max_rows: int, vocabulary: int, device: torch.device | str) -> None:
+        for name, value in (("max_rows", max_rows), ("vocabulary", vocabulary)):
+            if value < 1:
+                raise ValueError(f"{name} must be positive, got {value}")
+        self.max_rows, self.vocabulary, self.device = max_rows, vocabulary, torch.device(device)
+        self._asked: list[Settings | None] = [None] * max_rows
+        self._generators: list[torch.Generator | None] = [None] * max_rows
+        # Temperature, top-p, top-k, min-p, penalty. The row behind the last one is for logits that mean nothing.
+        self._settings = torch.ones(max_rows + 1, 5, device=self.device)
+        self._seen: Tensor | None = None  # bool [max_rows + 1, vocabulary], once a row has a penalty
+        self._plan: tuple[tuple[int, ...], Plan] | None = None
+        self.last = torch.zeros(2, 0, dtype=torch.long, device=self.device)
+
+    # ------------------------------------------------------------------ rows
+
+    @no_inference_mode
+    @torch.no_grad()
+    def set(self, row: int, sampling: Settings, prompt_ids: Sequence[int] | Tensor = ()) -> None:
+        """A request begins, or begins again, in a row.
+
+        Args:
+            sampling: what it asks for.
+            prompt_ids: ``[n]`` what it has read, and generated if it begins again. Looked at only if it has a
+                repetition penalty.
+
+        Raises:
+            ValueError: there is no such row, or an id is outside the vocabulary. Nothing has changed.
+        """
+        self._check(row)
+        ids = self._ids(prompt_ids) if _penalised(sampling) else None
+        top_k = sampling.top_k if 0 < sampling.top_k < self.vocabulary else self.vocabulary
+        top_p = sampling.top_p if sampling.top_p < 1 else torch.inf  # sums of all probabilities round to 1 too early
+        temperature = 1.0 if _greedy(sampling) else sampling.temperature
+        numbers = [temperature, top_p, top_k, sampling.min_p, sampling.repetition_penalty]
+        self._settings[row].copy_(self._there(torch.tensor(numbers, dtype=torch.float32)))
+        if ids is not None:
+            if self._seen is None:
+                shape = (self.max_rows + 1, self.vocabulary)
+                self._seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
+            self._seen[row].zero_().index_fill_(0, ids, True)
+        self._generators[row] = None
+        if sampling.seed is not None and not _greedy(sampling):
+            self._generators[row] = torch.Generator(self.device).manual_seed(sampling.seed)
+        self._asked[row] = sampling
+        self._plan = None
+
+    @torch.no_grad()
+    def move(self, row: int, to: int) -> None:
+        """A row's request goes on in row ``to``, which is free. Raises ValueError if it is not, or there is none."""
+        self._check(row)
+        self._check(to)
+        if self._asked[row] is None:
+            raise ValueError(f"row {row} has no settings to move: set() it first")
+        if self._asked[to] is not None:
+            raise ValueError(f"row {to} is taken: clear() it first")
+        self._settings[to].copy_(self._settings[row])
+        if self._seen is not None:
+            self._seen[to].copy_(self._seen[row])
+        self._generators[to] = self._generators[row]
+        self._asked[to] = self._asked[row]
+        self.clear(row)
+
+    def clear(self, row: int) -> None:
+        """A row's request is over. Raises ValueError if there is no such row."""
+        self._check(row)
+        self._asked[row] = self._generators[row] = None
+        self._plan = None
+
+    def _check(self, row: int) -> None:
+        if not 0 <= row < self.max_rows:
+            raise ValueError(f"there is no row {row}: rows are 0 to {self.max_rows - 1}")
+
+    def _ids(self, ids: Sequence[int] | Tensor) -> Tensor:
+        """Ids ``[n]`` on the device; checked unless they are there already, where that would wait."""
+        found = torch.as_tensor(ids, dtype=torch.long).view(-1)
+        if found.device.type == "cpu" and len(found):
+            low, high = found.aminmax()
+            if low < 0 or high >= self.vocabulary:
+                raise ValueError(f"token ids must be 0 to {self.vocabulary - 1}, got {int(low)} to {int(high)}")
+        return self._there(found)
+
+    def _there(self, made: Tensor) -> Tensor:
+        """A small tensor on the device, behind what was launched: from memory that the host does not use again."""
+        if self.device.type == "cuda" and made.device.type == "cpu":
+            return made.pin_memory().to(self.device, non_blocking=True)
+        return made.to(self.device)
+
+    # ------------------------------------------------------------------ tokens
+
+    @torch.no_grad()
+    def __call__(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        """One token of each row.
+
+        Args:
+            logits: ``[n, vocabulary]``, of any dtype; not changed.
+            rows: whose they are; -1 for logits that mean nothing, whose token means nothing either.
+
+        Returns:
+            int64 ``[n]``: row 0 of :attr:`last`.
+
+        Raises:
+            ValueError: these are no such logits, or a row has no settings.
+        """
+        key = tuple(rows)
+        if logits.shape != (len(key), self.vocabulary):
+            raise ValueError(f"logits of {len(key)} rows are [{len(key)}, {self.vocabulary}], got {list(logits.shape)}")
+        if self._plan is None or self._plan[0] != key:
+            self._plan = key, self._planned(key)
+        plan = self._plan[1]
+        if plan.penalised is not None:
+            logits = self._penalise(logits.float(), plan)
+        most, tokens = logits.max(-1)
+        self.last = torch.stack([tokens, (~most.isfinite()).long()])
+        tokens = self.last[0]
+        if plan.any_drawn:
+            picked = logits if plan.drawn is None else logits[plan.drawn]
+            best = most if plan.drawn is None else most[plan.drawn]
+            drawn = self._draw(picked.float(), best.float(), plan)
+            tokens.copy_(drawn) if plan.drawn is None else tokens.index_copy_(0, plan.drawn, drawn)
+        if plan.penalised is not None:
+            self._seen[plan.rows, tokens] = True
+        return tokens
+
+    def _planned(self, rows: tuple[int, ...]) -> Plan:
+        """What these rows need: made anew when they, or their settings, change."""
+        missing = [row for row in rows if row != -1 and (not 0 <= row < self.max_rows or self._asked[row] is None)]
+        if missing:
+            raise ValueError(f"rows {missing} have no settings: set() them first")
+        asked = [None if row == -1 else self._asked[row] for row in rows]
+        index = self._index([self.max_rows if row == -1 else row for row in rows])
+        places = [i for i, sampling in enumerate(asked) if sampling is not None and not _greedy(sampling)]
+        drawn = [asked[i] for i in places]
+        few = [i for i, sampling in enumerate(drawn) if 0 < sampling.top_k < self.vocabulary]
+        mass = [i for i, sampling in enumerate(drawn) if sampling.top_p < 1 and i not in few]
+        penalised = [i for i, sampling in enumerate(asked) if sampling is not None and _penalised(sampling)]
+        seeded = tuple((i, rows[place]) for i, place in enumerate(places) if drawn[i].seed is not None)
+        return Plan(
+            rows=index,
+            penalised=self._index(penalised) if penalised else None,
+            drawn=self._index(places) if 0 < len(places) < len(rows) else None,
+            any_drawn=bool(places),
+            settings=self._settings[self._index([rows[i] for i in places]), :4],
+            few=self._index(few) if few else None,
+            most=max((drawn[i].top_k for i in few), default=0),
+            few_mass=any(drawn[i].top_p < 1 for i in few),
+            mass=self._index(mass) if mass else None,
+            any_min=any(sampling.min_p > 0 for sampling in drawn),
+            seeded=seeded,
+            unseeded=len(seeded) < len(drawn),
+        )
+
+    def _index(self, numbers: list[int]) -> Tensor:
+        return self._there(torch.tensor(numbers, dtype=torch.long))
+
+    def _penalise(self, logits: Tensor, plan: Plan) -> Tensor:
+        """Logits of tokens that a row has read or generated, divided by its penalty if positive, times it if not."""
+        rows = plan.rows[plan.penalised]
+        found, penalty = logits[plan.penalised], self._settings[rows, 4:]
+        lowered = torch.where(found < 0, found * penalty, found / penalty)
+        return logits.index_copy(0, plan.penalised, torch.where(self._seen[rows], lowered, found))
+
+    def _draw(self, logits: Tensor, best: Tensor, plan: Plan) -> Tensor:
+        """Tokens ``[d]`` of ``logits [d, vocabulary]``, float32, whose largest are ``best [d]``."""
+        temperature, _, _, min_p = plan.settings.unbind(1)
+        # From the largest one: no temperature makes it overflow.
+        scores = (logits - best[:, None]).div_(temperature[:, None])
+        lowest = min_p.log() if plan.any_min else torch.full_like(best, -torch.inf)
+        for places, most, mass in ((plan.few, plan.most, plan.few_mass), (plan.mass, self.vocabulary, True)):
+            if places is not None:
+                found = _lowest(scores[places], plan.settings[places], most, mass)
+                lowest = lowest.index_copy(0, places, torch.maximum(found, lowest[places]))
+        if plan.any_min or plan.few is not None or plan.mass is not None:
+            scores.masked_fill_(scores < lowest[:, None], -torch.inf)
+        noise = torch.empty_like(scores)
+        if plan.unseeded:
+            noise.exponential_()
+        for place, row in plan.seeded:
+            noise[place].exponential_(generator=self._generators[row])
+        # The largest p / e, as its logarithm: exponential_() never gives 0.
+        return scores.sub_(noise.log_()).argmax(-1)
+
+
+def _greedy(sampling: Settings) -> bool:
+    return sampling.temperature < GREEDY
+
+
+def _penalised(sampling: Settings) -> bool:
+    return sampling.repetition_penalty != 1
+
+
+def _lowest(scores: Tensor, settings: Tensor, most: int, mass: bool) -> Tensor:
+    """The lowest score that top-k, and then top-p, leave: ``[n]``.
+
+    A token stays if fewer than k are better, and if those that are, of what top-k leaves, hold less than p.
+
+    Args:
+        scores: ``[n, vocabulary]``, the largest of each row 0.
+        settings: ``[n, 4]``.
+        most: the largest k of these rows.
+        mass: whether one of them has a top-p.
+    """
+    _, top_p, top_k, _ = settings.unbind(1)
+    ordered = scores.topk(most).values if most < scores.shape[1] else scores.sort(descending=True).values
+    lowest = ordered.gather(1, top_k.long()[:, None] - 1)
+    if not mass:
+        return lowest[:, 0]
+    # Scores equal to the lowest stay with it, so they count, also where `ordered` ends before them.
+    total = scores.exp().mul_(scores >= lowest).sum(-1, keepdim=True)
+    share = ordered.exp().mul_(ordered >= lowest).div_(total)
+    better = share.cumsum(-1).sub_(share)
+    kept = (better < top_p[:, None]).sum(-1, keepdim=True).clamp_(min=1)
+    return torch.maximum(lowest, ordered.gather(1, kept - 1))[:, 0]
