@@ -6,8 +6,8 @@
             print(piece.text, end="")
         answers = [handle.result().text for handle in handles]
 
-One thread owns the model and the GPU (:mod:`.loop`); any thread may submit, read and cancel. While an engine is open the
-model is its own: nobody else may call it.
+One thread owns the model and the GPU (:mod:`.loop`); any thread may submit, read and cancel. While an engine is open
+the model is its own: nobody else may call it.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Engine:
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) > 1:
             raise ValueError(
-                f"the model's parameters are on {', '.join(sorted(map(str, devices)))}: an engine serves a model that is "
-                "on one device; run one engine a GPU for more requests"
+                f"the model's parameters are on {', '.join(sorted(map(str, devices)))}: an engine serves a model that "
+                "is on one device; run one engine a GPU for more requests"
             )
         settings = settings_of(config, offload)
         self.model, self.tokenizer, self.serving = model, tokenizer, serving
@@ -142,8 +142,8 @@ class Engine:
             asked = -(-self.serving.max_tokens // size) + self.serving.max_rows
             if asked > min(fits):
                 raise ValueError(
-                    f"max_tokens={self.serving.max_tokens} asks for {asked} blocks of {size} tokens, {min(fits)} fit the "
-                    "memory that is free: ask for fewer, offload, or free some"
+                    f"max_tokens={self.serving.max_tokens} asks for {asked} blocks of {size} tokens, {min(fits)} fit "
+                    "the memory that is free: ask for fewer, offload, or free some"
                 )
             blocks = min(most, asked)
         if blocks < 2:
@@ -193,8 +193,8 @@ class Engine:
         blocks = -(-total // size) + 1
         if blocks > self._blocks:
             raise ValueError(
-                f"{total} tokens need {blocks} blocks of {size} tokens, all requests together have {self._blocks}: this "
-                "one would never fit"
+                f"{total} tokens need {blocks} blocks of {size} tokens, all requests together have {self._blocks}: "
+                "this one would never fit"
             )
         waiting = self._loop.queued
         if waiting >= self.serving.max_waiting + (self._loop.idle and self.serving.max_waiting == 0):
@@ -343,9 +343,9 @@ class Engine:
         runner = runner_of(self.model)
         used, limit = (0, None) if self._cache.budget is None else (self._cache.budget.used, self._cache.budget.limit)
         return EngineStats(
-            running=sum(request.candidate.runs for request in list(loop.running)),
+            running=len(loop.running),
             waiting=loop.queued,
-            held=sum(not request.candidate.runs for request in list(loop.running)),
+            held=0,
             prefilling=int(loop.reading is not None),
             requests=counts.requests,
             finished=counts.finished,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..row_batch import RowBatch
-from .admission import Candidate, admit
+from .admission import Candidate
 from .config import ServingConfig
 from .prefill import Clock, Pace, Reading, Segments
 from .request import Closed, Handle, Output, Piece, SampleCounter, Sampling
@@ -214,7 +214,6 @@ class Loop:
         if dirty:
             self._drop_cancelled()
         self._begin_reading()
-        self._choose()
         stepped = self._step()
         self._read(beside=stepped)
         self._collect(keep=1 if stepped else 0)
@@ -343,14 +342,9 @@ class Loop:
 
     # ------------------------------------------------------------------ steps
 
-    def _choose(self) -> None:
-        """Hold rows back, or let them go on."""
-        if not self._dirty:
-            return
-
     def _step(self) -> bool:
         """Launch a step of all active rows; False: there is none."""
-        active = {request.row: request for request in self.running if request.candidate.runs or True}
+        active = {request.row: request for request in self.running}
         if not active:
             return False
         began = self.clock.mark()
@@ -403,7 +397,7 @@ class Loop:
             return
         if bad:
             self._drop(request)
-            self._end(request, RuntimeError("the model's logits are no distribution (NaN or infinite): no token can be drawn"))
+            self._end(request, RuntimeError("the model's logits are NaN or infinite: no token can be drawn from them"))
             return
         if request.times:
             self.between_s.add(now - request.times[-1])
