@@ -25,6 +25,8 @@ class ServingConfig:
         chunk: tokens of a prompt that a forward pass reads at most.
         layer_segments: a chunk's forward pass is cut between layers, so that chunks may be long (SparseServe, section
             3.4). False: chunks are as short as ``prefill_ms`` asks, which reads an offloaded past more often.
+        prefix_cache: full blocks of prompts and answers stay, as long as there is room for them, for prompts that begin
+            alike.
         working_set: requests are held back while what they select does not fit the GPU beside the others'
             (SparseServe, section 3.3). Offloaded caches only.
 
@@ -40,6 +42,7 @@ class ServingConfig:
     prefill_ms: float = 20.0
     chunk: int = 16384
     layer_segments: bool = True
+    prefix_cache: bool = True
     working_set: bool = True
 
     def __post_init__(self) -> None:
@@ -66,6 +69,6 @@ class ServingConfig:
             and not math.isnan(self.prefill_ms),
             f"prefill_ms must be a number > 0, got {self.prefill_ms!r}",
         )
-        for name in ("layer_segments", "working_set"):
+        for name in ("layer_segments", "prefix_cache", "working_set"):
             value = getattr(self, name)
             _require(isinstance(value, bool), f"{name} must be True or False, got {value!r}")

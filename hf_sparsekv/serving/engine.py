@@ -30,6 +30,7 @@ from ..generating import settings_of, sparse
 from ..row_batch import RowBatch
 from .config import ServingConfig
 from .loop import Loop, Request
+from .prefix import block_keys
 from .request import Busy, Closed, EngineStats, Handle, Output, Piece, Sampling
 from .text import Detokenizer
 
@@ -213,7 +214,11 @@ class Engine:
             text = self._loop.detokenizer.stream(ids, sampling.stop)
         elif sampling.stop:
             raise ValueError("stop strings need a tokenizer: give the engine one")
-        self._loop.submit(Request(handle, ids, sampling, time.perf_counter(), blocks, text))
+        keys: list[bytes] = []
+        if self.serving.prefix_cache:  # blocks that are full before the last tokens, which are read anew
+            config = self._cache.config
+            keys = block_keys(ids, size, max(0, (len(ids) - config.window - config.max_draft) // size))
+        self._loop.submit(Request(handle, ids, sampling, time.perf_counter(), blocks, keys, text=text))
         return handle
 
     def submit_chat(

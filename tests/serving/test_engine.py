@@ -97,7 +97,9 @@ def quiet(engine) -> None:
         time.sleep(0.01)
     loop = engine._loop
     assert (loop.idle, loop.used, loop.rows.rows, loop.reading, loop._open) == (True, 0, (), None, {})
-    assert (loop.rows.cache.row_table.host == -1).all()
+    table = loop.rows.cache.row_table
+    assert (table.host == -1).all() and loop.index.pinned == 0
+    assert table.ids._references.sum() == len(loop.index)  # blocks that somebody has
 
 
 def test_anything_in_any_order(engine, expected):
@@ -130,6 +132,34 @@ def test_anything_in_any_order(engine, expected):
     assert not wrong and len(left) == 30
     assert "cancelled" in left and "length" in left
     quiet(engine)
+
+
+def test_prompts_that_begin_alike_are_read_once(engine, expected):
+    document = ids_of(250, 77)
+    first = engine.submit([*document, 5, 6, 7], greedy(4)).result(20)
+    assert first.cached_tokens == 0
+    asked = [[*document, k, k + 1, k + 2] for k in (5, 9, 30)]
+    found = [handle.result(20) for handle in [engine.submit(ids, greedy(12)) for ids in asked]]
+    assert [output.cached_tokens for output in found] == [14 * 16] * 3
+    other = build("llama", "sdpa")
+    for ids, output in zip(asked, found):
+        like = other.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :].tolist()
+        assert list(output.token_ids) == like
+    turn = engine.submit([*asked[0], *found[0].token_ids, 8, 8, 8], greedy(3)).result(20)  # the answer, too
+    assert turn.cached_tokens == (253 + 12 + 3 - 20) // 16 * 16
+    quiet(engine)
+
+
+def test_what_is_kept_gives_way(expected):
+    serving = replace(SERVING, max_tokens=300, max_rows=2)
+    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, serving) as engine:
+        for seed in range(6):
+            output = engine.submit(ids_of(150, seed), greedy(20)).result(20)
+            assert list(output.token_ids) == expected(150, seed, 20)
+            quiet(engine)
+            assert len(engine._loop.index) <= engine._blocks
+        assert engine.submit(ids_of(150, 5), greedy(20)).result(20).cached_tokens > 0
+        assert engine.submit(ids_of(150, 0), greedy(20)).result(20).cached_tokens == 0
 
 
 def test_an_answer_ends_with_its_end_of_sequence(engine, expected):
