@@ -49,7 +49,15 @@ class FakeEngine:
     """
 
     def __init__(
-        self, tokenizer, step_s=0.001, max_length=1000, max_rows=256, max_waiting=256, burst=1, fail_at=None, answer=None
+        self,
+        tokenizer,
+        step_s=0.001,
+        max_length=1000,
+        max_rows=256,
+        max_waiting=256,
+        burst=1,
+        fail_at=None,
+        answer=None,
     ) -> None:
         self.tokenizer, self.max_length = tokenizer, max_length
         self.step_s, self.max_rows, self.max_waiting = step_s, max_rows, max_waiting
