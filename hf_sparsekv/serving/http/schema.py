@@ -165,9 +165,10 @@ def _common(body: Mapping[str, Any], limit: str) -> Asked:
     given = {name: body[name] for name in SAMPLING if name in body}
     if given.get("top_k") == -1:
         given["top_k"] = 0  # as vLLM: all
-    for stop in [given["stop"]] if isinstance(given.get("stop"), str) else given.get("stop", ()):
-        if isinstance(stop, str):
-            _whole(stop, "stop")
+    stop = given.get("stop", ())
+    if not isinstance(stop, str | list | tuple):
+        raise ApiError(400, f"stop must be strings, got {_kind(stop)}", "stop")
+    _all_whole(stop, "stop")
     if limit in body:
         given["max_tokens"] = body[limit]
     try:
@@ -310,8 +311,9 @@ def _template(body: Mapping[str, Any]) -> dict[str, Any]:
     tools = body.get("tools")
     if not tools or choice == "none":
         return given
-    functions = [one.get("function") if isinstance(one, dict) else None for one in tools if isinstance(tools, list)]
-    if not functions or not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in functions):
+    tools = tools if isinstance(tools, list) else [None]
+    functions = [one.get("function") if isinstance(one, dict) else None for one in tools]
+    if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in functions):
         raise ApiError(400, "tools must be a list of {type: function, function: {name, ...}}", "tools")
     _all_whole(tools, "tools")
     return {**given, "tools": tools}

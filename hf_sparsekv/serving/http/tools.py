@@ -14,9 +14,10 @@ from ..request import Output
 from .errors import ApiError
 
 # For tokenizers without a response_template of their own, whose chat templates show calls in this way: Hermes, Qwen 2.5
-# and 3. The name of the field is transformers'.
+# and 3. The names of the fields are transformers'.
 IN_TAGS = {
     "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
     "fields": {
         "thinking": {"open": "<think>", "close": "</think>", "content": "text"},
         "tool_calls": {
@@ -26,10 +27,10 @@ IN_TAGS = {
             "content": "json",
             "transform": {"type": "function", "function": "{content}"},
         },
-        "content": {"close_pattern": r"\s*(?:<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>)", "content": "text"},
+        "content": {"close_pattern": r"\s*<\|im_end\|>", "content": "text"},
     },
 }
-SHOWS_TAGS = ("<tool_call>", "</tool_call>", '"arguments"')
+SHOWS_TAGS = ("<|im_start|>", "<tool_call>", "</tool_call>", '"arguments"')
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,8 @@ class ToolReader:
             cut: stop strings were asked for: the text is read, without special tokens, not the tokens.
         """
         try:
-            text = output.text if cut else self._tokenizer.decode(list(output.token_ids), skip_special_tokens=False)
+            plain = cut or self._form is IN_TAGS  # whose tags are no special tokens
+            text = output.text if plain else self._tokenizer.decode(list(output.token_ids), skip_special_tokens=False)
             read = self._tokenizer.parse_response(text, self._form, prefix=self._prompt, tools=self._tools)
             calls = [_call(call["function"]) for call in read.get("tool_calls") or []]
         except Exception as error:  # of a model that has written something else
