@@ -29,14 +29,16 @@ class Imitation(StepRunner):
         queries = [state.layer.query for state in saved]
         rings = [ring for ring in saved[0].layer.owner.layers if isinstance(ring, SlidingRing)]
         frozen = [ring.cumulative_length for ring in rings]
-        table = saved[0].layer.owner.row_table
-        held = table.rows
+        cache = saved[0].layer.owner
+        table, held = cache.row_table, cache.row_table.rows
 
         class Graph:
             def replay(self):
                 now = [type(state)(state.layer) for state in saved]
                 lengths = [ring.cumulative_length for ring in rings]
                 rows, table.rows = table.rows, held
+                host = cache.changes, cache._joined, cache._replayed  # no replay on a GPU changes these
+                cache._replayed = None
                 for state in saved:
                     state.put_back_host()
                 for ring, length in zip(rings, frozen):
@@ -47,6 +49,7 @@ class Imitation(StepRunner):
                         query.copy_(state.layer.query)
                 finally:
                     table.rows = rows
+                    cache.changes, cache._joined, cache._replayed = host
                     for state in now:
                         state.put_back_host()
                     for ring, length in zip(rings, lengths):

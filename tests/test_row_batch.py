@@ -112,6 +112,18 @@ def test_rows_answer_as_caches_of_their_own(name, captured):
             QueryTap(it.alone).remove()
 
 
+def test_a_step_planned_twice_alike_asks_no_layer_again_unless_one_is_incomplete():
+    net, runner = imitated()
+    it = Rows(MADE["tokens"](), net, model("llama"))
+    it.join(it.prefill(150, 1))
+    assert max(it.step() for _ in range(5)) < NEAR
+    assert it.rows.cache in runner.steady
+    for layer in it.rows.cache.sparse_layers:
+        layer.broken = "KeyboardInterrupt after a captured step"
+    with pytest.raises(RuntimeError, match="call reset"):
+        it.step()
+
+
 def test_prompts_between_two_steps_change_nothing():
     """What prompts bring and choose is theirs: the rows that decode find all that they had."""
     feeds, found = prompt(1, 60, seed=9)["input_ids"][0].tolist(), []

@@ -1,0 +1,235 @@
+"""Sampling's checks, and a handle between threads: order, one reader, cancelling, failing."""
+
+from __future__ import annotations
+
+import gc
+import math
+import threading
+import time
+import weakref
+
+import pytest
+
+from hf_sparsekv.serving.request import (
+    Busy,
+    Closed,
+    Handle,
+    Output,
+    Piece,
+    SampleCounter,
+    Samples,
+    Sampling,
+    merged,
+)
+
+pytestmark = pytest.mark.quick
+
+
+def output(text: str = "ab", reason: str = "stop") -> Output:
+    return Output(text, tuple(range(len(text))), reason, 3)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("max_tokens", 0, ">= 1"),
+        ("max_tokens", 1.5, ">= 1"),
+        ("max_tokens", True, ">= 1"),
+        ("max_tokens", None, ">= 1"),
+        ("temperature", -0.1, ">= 0"),
+        ("temperature", math.nan, "finite"),
+        ("temperature", math.inf, "finite"),
+        ("temperature", "1", "finite"),
+        ("temperature", True, "finite"),
+        ("top_p", 0, r"\(0, 1\]"),
+        ("top_p", 1.01, r"\(0, 1\]"),
+        ("top_p", math.nan, r"\(0, 1\]"),
+        ("top_k", -1, ">= 0"),
+        ("top_k", 2.0, ">= 0"),
+        ("min_p", -0.1, r"\[0, 1\]"),
+        ("min_p", 2, r"\[0, 1\]"),
+        ("repetition_penalty", 0, "> 0"),
+        ("repetition_penalty", math.nan, "> 0"),
+        ("seed", 2**63, "64-bit"),
+        ("seed", 1.0, "64-bit"),
+        ("stop", 3, "strings"),
+        ("stop", ("a", 3), "strings"),
+        ("stop", b"ab", "strings"),
+        ("stop", ("a", ""), "empty"),
+        ("stop", "", "empty"),
+        ("stop", tuple("abcde"), "4 strings at most, got 5"),
+        ("ignore_eos", 1, "True or False"),
+    ],
+)
+def test_sampling_refuses(field, value, allowed):
+    with pytest.raises(ValueError, match=f"^{field} .*{allowed}"):
+        Sampling(**{field: value})
+
+
+def test_sampling_takes_limits_and_makes_stops_a_tuple():
+    Sampling(max_tokens=1, temperature=0, top_p=1, min_p=1, seed=-(2**63))
+    assert Sampling(stop="ab").stop == ("ab",)
+    assert Sampling(stop=["a", "b", "c", "d"]).stop == ("a", "b", "c", "d")
+    assert Sampling(stop=None).stop == ()
+    assert hash(Sampling(stop=["a"])) == hash(Sampling(stop="a"))
+
+
+def test_pieces_add_up():
+    assert Piece("a", (1,)) + Piece("b", (2, 3)) == Piece("ab", (1, 2, 3))
+    assert merged([Piece("a", (1,)), Piece("", (2,)), Piece("c", ())]) == Piece("ac", (1, 2))
+
+
+def test_iteration_gives_all_pieces_in_order_and_ends():
+    handle, read = Handle("r", 3), []
+
+    def engine() -> None:
+        for i in range(200):
+            handle.push(Piece(chr(97 + i % 26), (i,)))
+            if i % 50 == 0:
+                time.sleep(0.005)
+        assert handle.finish(output())
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    read = list(handle)
+    thread.join()
+    assert merged(read).token_ids == tuple(range(200))
+    assert handle.done and handle.result() == output()
+
+
+def test_iteration_of_a_finished_request_and_one_reader_only():
+    handle = Handle("r7", 3)
+    handle.push(Piece("a", (1,)))
+    handle.push(Piece("b", (2,)))
+    handle.finish(output())
+    assert list(handle) == [Piece("ab", (1, 2))]
+    with pytest.raises(RuntimeError, match="r7 has an iteration already"):
+        iter(handle)
+    with pytest.raises(RuntimeError, match="iteration"):
+        handle.listen(print)
+
+
+def test_a_failure_is_raised_behind_the_last_piece():
+    handle = Handle("r", 3)
+    handle.push(Piece("a", (1,)))
+    handle.fail(MemoryError("no room"))
+    pieces = iter(handle)
+    assert next(pieces).text == "a"
+    with pytest.raises(MemoryError, match="no room"):
+        next(pieces)
+    with pytest.raises(MemoryError, match="no room"):
+        handle.result()
+
+
+def test_result_times_out_and_comes():
+    handle = Handle("r9", 3)
+    with pytest.raises(TimeoutError, match=r"r9 is not finished after 0\.01 s"):
+        handle.result(0.01)
+    threading.Timer(0.02, handle.finish, [output()]).start()
+    assert handle.result(5).text == "ab"
+
+
+def test_the_first_end_counts_and_later_pieces_do_not():
+    handle, heard = Handle("r", 3), []
+    handle.listen(heard.append)
+    assert handle.finish(output())
+    assert not handle.finish(output("x")) and not handle.fail(RuntimeError())
+    handle.push(Piece("late", (1,)))
+    assert heard == [output()]
+
+
+def test_cancelling_wakes_the_engine_once():
+    calls = []
+    handle = Handle("r", 3, calls.append)
+    handle.cancel()
+    handle.cancel()
+    assert calls == [handle] and handle.cancelled.is_set() and not handle.done
+    handle.finish(output(reason="cancelled"))
+    done = Handle("r", 3, calls.append)
+    done.finish(output())
+    done.cancel()
+    assert len(calls) == 1 and not done.cancelled.is_set()
+
+
+def test_a_done_handle_keeps_no_engine_alive():
+    class Engine:
+        def wake(self, handle) -> None:
+            pass
+
+    engine = Engine()
+    handle, gone = Handle("r", 3, engine.wake), weakref.ref(engine)
+    handle.finish(output())
+    del engine
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_listener_hears_what_was_there_first_and_everything_once():
+    """However the threads meet: those that push while it is being told leave it to the one that tells."""
+    for wait in (0, 0.0005, 0.002):
+        handle, heard, inside = Handle("r", 3), [], threading.Lock()
+
+        def listener(news, heard=heard, inside=inside) -> None:
+            assert inside.acquire(blocking=False), "two calls at a time"
+            heard.append(news)
+            time.sleep(0)
+            inside.release()
+
+        def engine(handle=handle) -> None:
+            for i in range(500):
+                handle.push(Piece("", (i,)))
+            handle.finish(output())
+
+        thread = threading.Thread(target=engine)
+        thread.start()
+        time.sleep(wait)
+        handle.listen(listener)
+        thread.join()
+        assert handle.result(5)
+        deadline = time.monotonic() + 5
+        while len(heard) < 501 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert [one.token_ids[0] for one in heard[:-1]] == list(range(500)) and heard[-1] == output()
+
+
+def test_a_listener_may_call_the_handle_and_may_fail(caplog):
+    handle, heard = Handle("r4", 3), []
+
+    def listener(news) -> None:
+        heard.append(news)
+        handle.cancel()
+        raise RuntimeError("loop is closed")
+
+    handle.listen(listener)
+    handle.push(Piece("a", (1,)))
+    handle.push(Piece("b", (2,)))
+    handle.finish(output(reason="cancelled"))
+    assert heard == [Piece("a", (1,))] and handle.cancelled.is_set() and handle.done
+    assert "listener of request r4" in caplog.text
+
+
+def test_errors_of_submitting():
+    assert Busy("full", 2.5).retry_after == 2.5 and str(Busy("full")) == "full"
+    assert isinstance(Closed("over"), RuntimeError)
+
+
+def test_samples_are_counted_as_prometheus_counts():
+    counter = SampleCounter([0.1, 1])
+    for value in (0.05, 0.1, 0.5, 1.0, 7):
+        counter.add(value)
+    samples = counter.samples()
+    assert samples == Samples((0.1, 1.0), (2, 2, 1), pytest.approx(8.65)) and samples.count == 5
+    with pytest.raises(ValueError, match="ascending"):
+        SampleCounter([1, 0.1])
+    with pytest.raises(ValueError, match="one more than the 1 bounds"):
+        Samples((1.0,), (1,))
+
+
+def test_samples_from_many_threads():
+    counter = SampleCounter([0.5])
+    threads = [threading.Thread(target=lambda: [counter.add(1.0) for _ in range(2000)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counter.samples() == Samples((0.5,), (0, 8000), 8000.0)
