@@ -1,0 +1,333 @@
+"""The serving benchmark: traces, what is made of times, and systems."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from models import build
+from read_rows import read_rows
+
+from benchmarks.baselines import NotRun
+from benchmarks.serving import client, ours, run, trace
+from benchmarks.serving.client import Figures, NotTogether, Played, closed_loop, figures, goodput, play, together
+from benchmarks.serving.replayed import RowQueries
+from benchmarks.serving.settings import Settings
+from benchmarks.serving.trace import Request, TraceConfig, make_trace, read_trace, write_trace
+from hf_sparsekv.serving.request import Busy, Output
+
+ENGINE = importlib.util.find_spec("hf_sparsekv.serving.engine") is not None
+needs_engine = pytest.mark.skipif(not ENGINE, reason="hf_sparsekv.serving.engine is not there yet")
+VOCABULARY = 97
+
+
+# ---------------------------------------------------------------------- traces
+
+
+def test_a_trace_has_the_lengths_and_gaps_that_it_says():
+    config = TraceConfig(rate=2.0, seconds=20000, clip=32768, seed=3)
+    made = make_trace(config)
+    gaps = np.diff([0.0] + [r.arrival for r in made])
+    assert len(made) == pytest.approx(40000, rel=0.02)
+    assert gaps.mean() == pytest.approx(0.5, rel=0.02)
+    assert gaps.std() == pytest.approx(0.5, rel=0.03)  # exponential
+    prompts = np.array([r.prompt_tokens for r in made])
+    outputs = np.log([r.output_tokens for r in made])
+    assert np.median(prompts) == pytest.approx(8192, rel=0.03)
+    assert (prompts == 32768).mean() == pytest.approx(0.083, abs=0.005)  # beyond two octaves: 1.386 deviations
+    assert prompts.max() == 32768 and prompts.min() >= 64
+    assert math.exp(np.median(outputs)) == pytest.approx(256, rel=0.03)
+    assert outputs.std() == pytest.approx(0.7, rel=0.03)
+    assert len({r.seed for r in made}) == len(made)
+
+
+def test_another_rate_gives_the_same_requests_sooner():
+    slow, fast = (make_trace(TraceConfig(rate=rate, seconds=100, seed=5)) for rate in (1.0, 4.0))
+    assert len(fast) > len(slow) > 50
+    for a, b in zip(slow, fast):
+        assert (a.prompt_tokens, a.output_tokens, a.seed) == (b.prompt_tokens, b.output_tokens, b.seed)
+        assert a.arrival == pytest.approx(4 * b.arrival)
+    assert make_trace(TraceConfig(rate=1.0, seconds=100, seed=6))[0] != slow[0]
+    longer = make_trace(TraceConfig(rate=1.0, seconds=100, seed=5, clip=131072))
+    assert all(a.prompt_tokens == min(b.prompt_tokens, 32768) for a, b in zip(slow, longer))
+
+
+def test_prompts_are_the_same_again_and_share_no_beginning():
+    first, other = Request(0.0, 50, 4, seed=1), Request(0.0, 50, 4, seed=2)
+    ids = first.ids(1000)
+    assert len(ids) == 50 and ids == first.ids(1000)
+    assert ids[:4] != other.ids(1000)[:4]
+    assert all(isinstance(one, int) and 8 <= one < 1000 for one in ids)
+
+
+def test_files_of_traces(tmp_path):
+    path, config = tmp_path / "made" / "trace.jsonl", TraceConfig(rate=1.0, seconds=30, seed=1)
+    made = make_trace(config)
+    write_trace(path, config, made)
+    assert read_trace(path) == (config, made)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:3], "{}"]))
+    with pytest.raises(ValueError, match="line 4: no trace's line"):
+        read_trace(path)
+    path.write_text("")
+    with pytest.raises(ValueError, match="is empty"):
+        read_trace(path)
+    with pytest.raises(ValueError, match="rate must be positive, got 0"):
+        TraceConfig(rate=0, seconds=1)
+
+
+# ---------------------------------------------------------------------- a system of known times
+
+
+class Time:
+    """A clock that only waiting moves."""
+
+    def __init__(self) -> None:
+        self.at = 1000.0
+
+    def now(self) -> float:
+        return self.at
+
+    def sleep(self, seconds: float) -> None:
+        self.at += seconds
+
+
+class Known:
+    """One request after the other: ``first`` seconds to a first token, ``step`` to each other."""
+
+    def __init__(self, clock: Time, first: float, step: float, refuses: tuple[int, ...] = ()) -> None:
+        self.clock, self.first, self.step, self.refuses = clock, first, step, refuses
+        self.free, self.seen = clock.now(), []
+
+    def submit(self, ids, sampling):
+        assert sampling.temperature == 0 and sampling.ignore_eos
+        self.seen.append(ids)
+        if len(self.seen) in self.refuses:
+            raise Busy("too many wait")
+        now = self.clock.now()
+        begin = max(now, self.free)
+        times = tuple(begin + self.first + self.step * i for i in range(sampling.max_tokens))
+        self.free = times[-1]
+        output = Output("", tuple(range(len(times))), "length", len(ids), queued_s=begin - now, token_times=times)
+        return Done(output)
+
+
+class Done:
+    def __init__(self, output: Output) -> None:
+        self.output = output
+
+    def result(self, timeout=None) -> Output:
+        return self.output
+
+
+def test_times_count_from_the_arrival_in_the_trace():
+    clock = Time()
+    system = Known(clock, first=1.0, step=0.5)
+    # The second arrives while the first is served, the third when all is over.
+    requests = [Request(0.0, 5, 3, 1), Request(1.0, 6, 2, 2), Request(10.0, 7, 1, 3)]
+    played = play(system, requests, VOCABULARY, clock=clock)
+    assert [one.token_times for one in played] == [(1.0, 1.5, 2.0), (3.0, 3.5), (11.0,)]
+    assert [one.queued_s for one in played] == [0.0, 1.0, 0.0]
+    assert [one.ttft_s for one in played] == [1.0, 2.0, 1.0]
+    assert [one.total_s for one in played] == [2.0, 2.5, 1.0]
+    assert system.seen == [r.ids(VOCABULARY) for r in requests]
+    found = figures(played)
+    assert (found.requests, found.failed) == (3, 0)
+    assert found.tokens_per_s == pytest.approx(6 / 11)
+    assert found.requests_per_s == pytest.approx(3 / 11)
+    # 1, 1, 2: the 99th percentile is 98 % of the way from the second to the third.
+    assert found.ttft == pytest.approx((4 / 3, 1.0, 1.98))
+    assert found.between == pytest.approx((0.5, 0.5, 0.5))
+    assert found.queued == pytest.approx((1 / 3, 0.0, 0.98))
+
+
+def test_a_late_submission_is_the_systems_delay():
+    clock = Time()
+
+    class Slow(Known):
+        def submit(self, ids, sampling):
+            done = super().submit(ids, sampling)
+            clock.sleep(3.0)
+            return done
+
+    played = play(Slow(clock, 1.0, 0.5), [Request(0.0, 5, 1, 1), Request(1.0, 5, 1, 2)], VOCABULARY, clock=clock)
+    assert played[1].queued_s == pytest.approx(2.0)
+    assert played[1].ttft_s == pytest.approx(3.0)
+
+
+def test_what_fails_is_counted_and_told():
+    clock = Time()
+    requests = [Request(float(i), 5, 2, i) for i in range(4)]
+
+    class Short(Known):
+        def submit(self, ids, sampling):
+            done = super().submit(ids, sampling)
+            if len(self.seen) == 3:
+                done.output = Output("", (1,), "stop", 5, token_times=(self.clock.now(),))
+            return done
+
+    played = play(Short(clock, 0.1, 0.1, refuses=(2,)), requests, VOCABULARY, clock=clock)
+    assert [one.error for one in played] == [None, "Busy: too many wait", "1 tokens instead of 2", None]
+    found = figures(played)
+    assert (found.requests, found.failed) == (4, 2)
+    assert not found.meets(10.0)
+    none = figures([Played(requests[0], error="x")])
+    assert none.tokens_per_s == 0 and not none.meets(10.0)
+
+
+def served(tbt: float, delay: float, failed: int = 0) -> Figures:
+    return Figures(10, failed, 1.0, 1.0, (1.0, 1.0, 1.0), (0.1, 0.1, tbt), (delay, 0.0, 9.0))
+
+
+def test_goodput_is_the_highest_rate_that_keeps_both_limits():
+    iteration = 0.02
+    assert served(0.5, 2.0).meets(iteration)
+    assert not served(0.501, 2.0).meets(iteration)
+    assert not served(0.5, 2.01).meets(iteration)
+    assert not served(0.1, 0.1, failed=1).meets(iteration)
+    swept = {0.1: served(0.1, 0.1), 0.4: served(0.6, 0.1), 0.2: served(0.4, 1.9), 0.8: served(0.1, 0.1)}
+    assert goodput(swept, iteration) == 0.2  # what is better behind a failure does not count
+    assert goodput({0.1: served(9.0, 0.0)}, iteration) == 0.0
+
+
+def test_rows_count_while_all_of_them_decode():
+    rows = [[0.0, 1.0, 2.0, 3.0, 4.0], [1.5, 2.5, 3.5, 4.5], [2.0, 2.5, 3.5]]
+    found = together(rows, 1)
+    assert found.seconds == 1.5  # from 2.0, the latest first token, to 3.5
+    assert found.tokens == 1 + 2 + 2
+    assert sorted(found.between_s) == [0.5, 1.0, 1.0, 1.0]
+    with pytest.raises(NotTogether, match="all 3 rows decoded together for 1 tokens only, 2 are needed"):
+        together(rows, 2)
+    clock = Time()
+    with pytest.raises(NotTogether):  # one after the other
+        closed_loop(Known(clock, 1.0, 0.1), client.fixed_rows(2, 5, 20, 0), VOCABULARY, 4)
+    assert [r.output_tokens for r in client.fixed_rows(3, 5, 20, 7)] == [34, 27, 20]
+
+
+# ---------------------------------------------------------------------- systems
+
+
+def settings(**others) -> Settings:
+    config = build("llama", "sdpa").config
+    kind = {"kv_gpu": 1 << 22, "kv_host": 1 << 24, "max_rows": 3, "max_length": 256, "chunk": 64, **others}
+    return Settings("tiny", config, "float32", **kind)
+
+
+def test_all_systems_get_the_same_bytes():
+    made = settings()
+    assert made.token_bytes == 2 * 2 * 2 * 16 * 4  # keys and values, layers, heads, channels, float32
+    assert made.gpu_tokens == (1 << 22) // 512
+    with pytest.raises(ValueError, match="hold 200 tokens of keys and values, a request may have 256"):
+        _ = settings(kv_gpu=200 * 512).gpu_tokens
+    config = ours.TwoLevelConfig(dense_layers=1, window=16, max_draft=4, sinks=4)
+    assert ours.memory(made, ours.RUNGS["sparse"], config) == (made.gpu_tokens, None)
+    tokens, offload = ours.memory(made, ours.RUNGS["offload"], config)
+    stays = 512 * (1 / 2 + ours.INDEX_SHARE)
+    assert tokens == int((1 << 22) / 2 / stays)
+    assert offload.device_pool == int((1 << 22) - 3 * 24 * 512 - tokens * stays)
+    assert offload.max_host_bytes == 1 << 24
+    with pytest.raises(ValueError, match="do not hold 3 rows"):
+        ours.memory(settings(kv_host=100 * 512), ours.RUNGS["offload"], config)
+
+
+def test_settings_that_are_not_built_say_what_is_missing(monkeypatch):
+    if not ENGINE:
+        with pytest.raises(NotRun, match="the engine is not there"):
+            ours.check_built(ours.RUNGS["dense"])
+        return
+    from hf_sparsekv.serving.loop import Loop
+
+    monkeypatch.setattr(Loop, "_choose", lambda self: None)
+    with pytest.raises(NotRun, match="does not ask admit"):
+        ours.check_built(ours.RUNGS["working-set"])
+
+
+def test_vllm_that_is_not_there_is_not_run():
+    if importlib.util.find_spec("vllm"):
+        pytest.skip("vLLM is installed")
+    from benchmarks.serving.vllm_engine import VllmSystem
+
+    with pytest.raises(NotRun, match="vLLM cannot be imported"):
+        VllmSystem(settings())
+
+
+def test_rows_ask_at_places_of_their_own():
+    sequence = torch.arange(5.0).view(5, 1, 1, 1, 1) + torch.arange(2.0).view(1, 1, 2, 1, 1) * 100
+    queries = RowQueries(sequence.expand(5, 3, 2, 4, 8).contiguous(), 4)
+    found = []
+    for _ in range(20):
+        assert queries.buffer.shape == (3, 4, 4, 8)
+        found.append(queries.buffer[0, :, 0, 0].tolist())
+        queries.next()
+    for row, walk in enumerate(zip(*found)):
+        steps = [value % 100 for value in walk]
+        assert {value // 100 for value in walk} == {row % 2}  # its lane
+        assert set(steps) == {0, 1, 2, 3, 4}
+        assert all(abs(a - b) == 1 for a, b in itertools.pairwise(steps))  # and back again
+    assert len({walk[:5] for walk in zip(*found)}) == 4
+
+
+def run_serving(command: str, tiny, tmp_path) -> list[dict]:
+    path = tmp_path / "serving.csv"
+    shared = f"--model {tiny} --device cpu --kv-gb 0.05 --host-gb 0.05 --max-rows 2 --chunk 32 --csv {path}"
+    assert run.main(f"{command} {shared}".split()) == 0
+    return read_rows(path)
+
+
+@pytest.fixture
+def short(tmp_path, monkeypatch):
+    """A file with a short trace, and short lengths for others."""
+    for name, value in {"PROMPT_SIGMA": 0.2, "OUTPUT_SIGMA": 0.2}.items():
+        monkeypatch.setattr(trace, name, value)
+    monkeypatch.setattr(run, "LEAST", 2)
+    path, config = tmp_path / "trace.jsonl", TraceConfig(5.0, 1.0, 128, 1, 64, 0.3, 6, 0.3)
+    write_trace(path, config, make_trace(config))
+    return path
+
+
+SYSTEMS = [
+    "transformers",
+    pytest.param("dense", marks=needs_engine),
+    pytest.param("sparse --budget 16", marks=needs_engine),
+    pytest.param("sparse --budget 16 --kv replayed", marks=needs_engine),
+    pytest.param("offload --budget 16 --kv replayed", marks=needs_engine),
+]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_trace_against_a_system(system, tiny, tmp_path, short):
+    found = {row["metric"]: row for row in run_serving(f"open {system} --trace {short}", tiny, tmp_path)}
+    _, requests = read_trace(short)
+    assert float(found["requests"]["value"]) == len(requests)
+    assert float(found["failed"]["value"]) == 0
+    assert float(found["ttft_s:p99"]["value"]) >= float(found["ttft_s:p50"]["value"]) > 0
+    assert float(found["queued_s:mean"]["value"]) >= 0
+    assert float(found["tokens_per_s"]["value"]) > 0
+    name, *options = system.split()
+    assert found["requests"]["variant"].startswith(f"{name}:gpu=0.05gb")
+    assert ("kv=replayed" in found["requests"]["variant"]) == ("replayed" in options)
+    if name == "offload":
+        assert "hit_rate" in found and "host_mb" in found
+
+
+@needs_engine
+def test_a_sweep_ends_where_the_limits_are_broken(tiny, tmp_path, short):
+    command = "goodput dense --rates 0.01 4 8 --seconds 1 --clip 100 --prompt 40 --output 6 --iteration-ms 1e5"
+    with pytest.raises(SystemExit, match=r"no request arrives at rate 0.01 within 1 s"):
+        run_serving(command, tiny, tmp_path)
+    rows = run_serving(command.replace("0.01 4 8", "4 8"), tiny, tmp_path)
+    assert [float(row["value"]) for row in rows if row["metric"] == "goodput_rps"] == [8.0]
+    strict = run_serving(command.replace("0.01 4 8", "4 8").replace("1e5", "1e-6"), tiny, tmp_path)[len(rows) :]
+    assert [float(row["value"]) for row in strict if row["metric"] == "goodput_rps"] == [0.0]
+    assert not any("rate=8" in row["variant"] for row in strict)
+
+
+@pytest.mark.parametrize("system", ["transformers", pytest.param("sparse --budget 16", marks=needs_engine)])
+def test_a_fixed_number_of_rows(system, tiny, tmp_path, short):
+    rows = run_serving(f"closed {system} --rows 1 2 --context 40 --tokens 24 --lead 8", tiny, tmp_path)
+    speeds = {row["batch"]: float(row["value"]) for row in rows if row["metric"] == "tokens_per_s"}
+    assert set(speeds) == {"1", "2"} and min(speeds.values()) > 0
