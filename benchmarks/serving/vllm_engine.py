@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -24,6 +25,24 @@ from .settings import Settings
 
 CAPTURED = (1, 2, 4, 8, 16, 32, 64)  # rows
 DRAINED = 3  # steps behind the last request, whose results are still on their way
+
+
+@dataclass
+class Open:
+    """A request that has not ended.
+
+    Args:
+        handle: whose.
+        submitted: when.
+        inner: vLLM's name for it.
+        tokens, times: so far.
+    """
+
+    handle: Handle
+    submitted: float
+    inner: str = ""
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
 
 
 class VllmSystem:
@@ -39,13 +58,12 @@ class VllmSystem:
 
     def __init__(self, settings: Settings, site: Path | None = None) -> None:
         self.settings = settings
-        self._new: queue.SimpleQueue[tuple[Handle, list[int], Sampling] | None] = queue.SimpleQueue()
+        self._new: queue.SimpleQueue[tuple[Open, list[int], Sampling] | None] = queue.SimpleQueue()
+        self._folder = tempfile.TemporaryDirectory()
         self._ready = threading.Event()
         self._failed: BaseException | None = None
-        self._handles: dict[str, tuple[Handle, float]] = {}  # by id: and when it was submitted
-        self._times: dict[str, list[float]] = {}
-        self._tokens: dict[str, list[int]] = {}
-        self._scheduled: dict[str, float] = {}
+        self._open: dict[str, Open] = {}  # by our id
+        self._scheduled: dict[str, float] = {}  # by vLLM's id
         _environment(site)
         self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
         self._thread.start()
@@ -62,14 +80,15 @@ class VllmSystem:
         if self._failed is not None:
             raise RuntimeError(f"vLLM has failed: {self._failed}")
         handle = Handle(f"r{time.perf_counter_ns()}", len(ids))
-        self._handles[handle.id] = handle, time.perf_counter()
-        self._new.put((handle, list(ids), sampling))
+        opened = self._open[handle.id] = Open(handle, time.perf_counter())
+        self._new.put((opened, list(ids), sampling))
         return handle
 
     def close(self) -> None:
         """End the thread."""
         self._new.put(None)
         self._thread.join()
+        self._folder.cleanup()
 
     # ------------------------------------------------------------------ the engine's thread
 
@@ -85,8 +104,8 @@ class VllmSystem:
             self._serve()
         except BaseException as error:
             self._failed = error
-            for handle, _ in self._handles.values():
-                handle.fail(error)
+            for opened in list(self._open.values()):
+                opened.handle.fail(error)
 
     def _make(self):
         try:
@@ -94,29 +113,25 @@ class VllmSystem:
             from vllm import LLM
         except ImportError as error:
             raise NotRun(f"vLLM cannot be imported ({error}): install it, or give its folder with --vllm") from error
-        settings = self.settings
-        with tempfile.TemporaryDirectory() as folder:
-            config = settings.config
-            config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
-            config.save_pretrained(folder)
-            return LLM(
-                model=folder,
-                load_format="dummy",
-                skip_tokenizer_init=True,
-                dtype=settings.dtype,
-                max_model_len=settings.max_length,
-                max_num_seqs=settings.max_rows,
-                max_num_batched_tokens=max(settings.chunk, settings.max_rows),
-                kv_cache_memory_bytes=settings.gpu_tokens * settings.token_bytes,
-                enable_prefix_caching=False,
-                compilation_config={
-                    "cudagraph_capture_sizes": sorted(
-                        {*(n for n in CAPTURED if n < settings.max_rows), settings.max_rows}
-                    )
-                },
-                attention_config={"backend": "FLASH_ATTN"},
-                seed=0,
-            ).llm_engine
+        settings, folder = self.settings, self._folder.name
+        config = settings.config
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+        config.save_pretrained(folder)
+        rows = settings.max_rows
+        return LLM(
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype=settings.dtype,
+            max_model_len=settings.max_length,
+            max_num_seqs=rows,
+            max_num_batched_tokens=max(settings.chunk, rows),
+            kv_cache_memory_bytes=settings.gpu_tokens * settings.token_bytes,
+            enable_prefix_caching=False,
+            compilation_config={"cudagraph_capture_sizes": [*(n for n in CAPTURED if n < rows), rows]},
+            attention_config={"backend": "FLASH_ATTN"},
+            seed=0,
+        ).llm_engine
 
     def _serve(self) -> None:
         engine, left = self._engine, 0
@@ -150,7 +165,7 @@ class VllmSystem:
             wait = False
             if item is None:
                 return False
-            handle, ids, sampling = item
+            opened, ids, sampling = item
             params = SamplingParams(
                 temperature=sampling.temperature,
                 max_tokens=sampling.max_tokens,
@@ -159,32 +174,32 @@ class VllmSystem:
                 output_kind=RequestOutputKind.DELTA,
             )
             try:
-                inner = self._engine.add_request(handle.id, {"prompt_token_ids": ids}, params)
+                prompt = {"prompt_token_ids": ids}
+                opened.inner = self._engine.add_request(opened.handle.id, prompt, params)
             except ValueError as error:  # too long
-                handle.fail(error)
-                continue
-            self._times[handle.id], self._tokens[handle.id] = [], []
-            self._handles[handle.id] += (inner,)
+                del self._open[opened.handle.id]
+                opened.handle.fail(error)
 
     def _told(self, output, now: float) -> None:
+        opened = self._open[output.request_id]
         tokens = [token for one in output.outputs for token in one.token_ids]
-        self._times[output.request_id] += [now] * len(tokens)
-        self._tokens[output.request_id] += tokens
+        opened.tokens += tokens
+        opened.times += [now] * len(tokens)
         if not output.finished:
             return
-        handle, submitted, inner = self._handles.pop(output.request_id)
-        times = tuple(self._times.pop(output.request_id))
-        handle.finish(
+        del self._open[output.request_id]
+        first, last = opened.times[0], opened.times[-1]
+        opened.handle.finish(
             Output(
                 text="",
-                token_ids=tuple(self._tokens.pop(output.request_id)),
+                token_ids=tuple(opened.tokens),
                 finish_reason=output.outputs[0].finish_reason or "length",
-                prompt_tokens=handle.prompt_tokens,
-                # A short request may begin and end within one step, which is when it was scheduled.
-                queued_s=self._scheduled.pop(inner, times[0]) - submitted,
-                ttft_s=times[0] - submitted,
-                total_s=times[-1] - submitted,
-                token_times=times,
+                prompt_tokens=opened.handle.prompt_tokens,
+                # One that began and ended within a step is not seen running.
+                queued_s=self._scheduled.pop(opened.inner, first) - opened.submitted,
+                ttft_s=first - opened.submitted,
+                total_s=last - opened.submitted,
+                token_times=tuple(opened.times),
             )
         )
 

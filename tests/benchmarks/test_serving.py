@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import math
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,9 +20,11 @@ from read_rows import read_rows
 from benchmarks.baselines import NotRun
 from benchmarks.serving import client, ours, run, trace
 from benchmarks.serving.client import Figures, NotTogether, Played, closed_loop, figures, goodput, play, together
-from benchmarks.serving.replayed import RowQueries
+from benchmarks.serving.replayed import ReplayedKeys, RowQueries, replaying
 from benchmarks.serving.settings import Settings
 from benchmarks.serving.trace import Request, TraceConfig, make_trace, read_trace, write_trace
+from benchmarks.serving.vllm_engine import VllmSystem
+from hf_sparsekv import SparseCache
 from hf_sparsekv.serving.request import Busy, Output
 
 ENGINE = importlib.util.find_spec("hf_sparsekv.serving.engine") is not None
@@ -246,13 +253,84 @@ def test_settings_that_are_not_built_say_what_is_missing(monkeypatch):
         ours.check_built(ours.RUNGS["working-set"])
 
 
-def test_vllm_that_is_not_there_is_not_run():
-    if importlib.util.find_spec("vllm"):
-        pytest.skip("vLLM is installed")
-    from benchmarks.serving.vllm_engine import VllmSystem
-
+def test_vllm_that_is_not_there_is_not_run(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(NotRun, match="vLLM cannot be imported"):
         VllmSystem(settings())
+
+
+class FakeVllm:
+    """As much of vLLM's engine as is used: one request runs at a time, its tokens come a step late."""
+
+    def __init__(self, **given) -> None:
+        self.given, self.llm_engine = given, self
+        self.config = json.loads((Path(given["model"]) / "config.json").read_text())
+        self.scheduler = SimpleNamespace(running=[])
+        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=self.scheduler))
+        self.waiting, self.late, self.idle_steps = [], [], 0
+
+    def add_request(self, name, prompt, params):
+        if len(prompt["prompt_token_ids"]) + params.max_tokens > self.given["max_model_len"]:
+            raise ValueError("too long")
+        assert params.ignore_eos and params.temperature == 0 and params.output_kind == "delta"
+        self.waiting.append(SimpleNamespace(request_id=f"{name}-inner", name=name, left=params.max_tokens))
+        return f"{name}-inner"
+
+    def has_unfinished_requests(self):
+        return bool(self.waiting or self.scheduler.running)
+
+    def step(self):
+        found, self.late = self.late, []
+        self.idle_steps += not self.has_unfinished_requests()
+        if not self.scheduler.running and self.waiting:
+            self.scheduler.running.append(self.waiting.pop(0))
+        for one in self.scheduler.running[:1]:
+            one.left -= 1
+            outputs = [SimpleNamespace(token_ids=[one.left], finish_reason="length" if one.left == 0 else None)]
+            self.late.append(SimpleNamespace(request_id=one.name, outputs=outputs, finished=one.left == 0))
+            if one.left == 0:
+                self.scheduler.running.clear()
+        time.sleep(0.001)
+        return found
+
+
+def test_vllms_steps_are_told_to_requests(monkeypatch):
+    fake = SimpleNamespace(LLM=FakeVllm, SamplingParams=lambda **given: SimpleNamespace(**given))
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA="delta"))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
+    system = VllmSystem(settings(max_rows=5))
+    requests = [Request(0.0, 10, 4, 1), Request(0.0, 10, 3, 2), Request(0.0, 300, 3, 2), Request(0.05, 10, 1, 3)]
+    played = play(system, requests, VOCABULARY, timeout=30)
+    assert [one.error for one in played] == [None, None, "ValueError: too long", None]
+    assert [len(one.token_times) for one in played] == [4, 3, 0, 1]
+    assert played[1].queued_s >= played[0].queued_s + 0.004  # it waits for four steps of the first
+    assert all(one.queued_s <= one.ttft_s for one in played if one.error is None)
+    engine = system._engine
+    system.close()
+    assert 0 < engine.idle_steps <= 10  # its loop does not spin when there is nothing to do
+    assert engine.config["architectures"] == ["LlamaForCausalLM"]
+    assert engine.given["kv_cache_memory_bytes"] == 1 << 22
+    assert engine.given["compilation_config"] == {"cudagraph_capture_sizes": [1, 2, 4, 5]}
+    assert not Path(engine.given["model"]).exists()
+
+
+def test_a_step_of_vllm_that_fails_fails_its_requests(monkeypatch):
+    class Broken(FakeVllm):
+        def step(self):
+            raise RuntimeError("out of order")
+
+    fake = SimpleNamespace(LLM=Broken, SamplingParams=lambda **given: SimpleNamespace(**given))
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA="delta"))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
+    system = VllmSystem(settings())
+    played = play(system, [Request(0.0, 10, 4, 1), Request(0.2, 10, 4, 2)], VOCABULARY, timeout=30)
+    assert [one.error for one in played] == [
+        "RuntimeError: out of order",
+        "RuntimeError: vLLM has failed: out of order",
+    ]
+    system.close()
 
 
 def test_rows_ask_at_places_of_their_own():
@@ -271,6 +349,42 @@ def test_rows_ask_at_places_of_their_own():
     assert len({walk[:5] for walk in zip(*found)}) == 4
 
 
+def test_what_is_cached_of_a_prompt_is_replayed_and_its_attention_is_not():
+    net = build("llama", "sparsekv")
+    config = ours.TwoLevelConfig(block_size=16, window=16, dense_layers=0, dense_below=0, token_budget=16)
+    keys = ReplayedKeys(net, 300, 120)
+    ids = torch.tensor([Request(0.0, 200, 1, 1).ids(VOCABULARY)])
+    plain = SparseCache(config).rows(3, 300)
+    with replaying(keys, net):
+        rows = SparseCache(config).rows(3, 300)
+    assert SparseCache(config).rows(3, 300).cache.beside().bind.__name__ == "bind"  # others are left alone
+    first, other = rows.prefill(net, ids), rows.prefill(net, ids)
+    torch.testing.assert_close(first.logits, plain.prefill(net, ids).logits)
+    for layer in range(keys.layers):
+        held, next_held = (made.cache.sparse_layers[layer].store.materialise()[0] for made in (first, other))
+        at = 37 * config.block_size
+        assert torch.equal(held[:, :, 4:], keys.keys[layer][:, :, at + 4 : at + 200])
+        assert torch.equal(next_held[:, :, 4:], keys.keys[layer][:, :, 2 * at + 4 : 2 * at + 200])
+        assert held[:, :, :4, 0].abs().min() > 0 and held[:, :, :4, 1:].abs().max() == 0  # sinks
+    # In two pieces: the same keys.
+    pieces = rows.prefill(net, ids, chunk=128)
+    held = pieces.cache.sparse_layers[0].store.materialise()[0]
+    at = 3 * 37 * config.block_size
+    assert torch.equal(held[:, :, 4:], keys.keys[0][:, :, at + 4 : at + 200])
+    # Steps ask with the walk's queries: the second row with the second lane's, and others than in the step before.
+    asked = []
+    layer = rows.cache.sparse_layers[1]
+    own = layer.policy.attend
+    rows.join(first), rows.join(other)
+    layer.policy.attend = lambda q, *others: asked.append(q.clone()) or own(q, *others)
+    for _ in range(2):
+        rows.step(net, torch.zeros(3, dtype=torch.long))
+    for row in range(3):
+        walk = keys.queries[:, 1, row]
+        places = [(walk == q[row]).flatten(1).all(1).nonzero().flatten().tolist() for q in asked]
+        assert places == [[29 * row + 1], [29 * row + 2]]
+
+
 def run_serving(command: str, tiny, tmp_path) -> list[dict]:
     path = tmp_path / "serving.csv"
     shared = f"--model {tiny} --device cpu --kv-gb 0.05 --host-gb 0.05 --max-rows 2 --chunk 32 --csv {path}"
@@ -284,7 +398,7 @@ def short(tmp_path, monkeypatch):
     for name, value in {"PROMPT_SIGMA": 0.2, "OUTPUT_SIGMA": 0.2}.items():
         monkeypatch.setattr(trace, name, value)
     monkeypatch.setattr(run, "LEAST", 2)
-    path, config = tmp_path / "trace.jsonl", TraceConfig(5.0, 1.0, 128, 1, 64, 0.3, 6, 0.3)
+    path, config = tmp_path / "trace.jsonl", TraceConfig(5.0, 1.0, 300, 1, 250, 0.2, 6, 0.3)
     write_trace(path, config, make_trace(config))
     return path
 
