@@ -24,6 +24,8 @@ from .generating import generate, sparse
 from .policies.measured import WalkStats
 from .policies.streaming import StreamingConfig
 from .prefix import PrefixCache
+from .serving import Sampling, ServingConfig
+from .serving.engine import Engine
 from .telemetry.monitor import StepMonitor, StepReport
 from .telemetry.stats import CacheStats
 from .telemetry.watch import BlockMap
@@ -35,6 +37,7 @@ __all__ = [
     "AsyncPredictiveCache",
     "BlockMap",
     "CacheStats",
+    "Engine",
     "OffloadConfig",
     "OffloadedSparseCache",
     "PredictiveConfig",
@@ -42,6 +45,8 @@ __all__ = [
     "ProgressiveCache",
     "ProgressiveConfig",
     "QueryTap",
+    "Sampling",
+    "ServingConfig",
     "SparseCache",
     "SparseConfig",
     "StepMonitor",

@@ -78,6 +78,11 @@ def _settings(
     return Settings(with_changes(config, changes), offload, optimize)
 
 
+def settings_of(config: str | SparseConfig | None, offload: bool | OffloadConfig | None) -> Settings:
+    """What ``config`` and ``offload`` of :func:`sparse` stand for. Raises as it does."""
+    return _settings(config, offload, None, {})
+
+
 def _generating(model: torch.nn.Module) -> PreTrainedModel:
     """The model of transformers that generates: ``model``, or the one that it wraps (PEFT, ``torch.compile``)."""
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()

@@ -163,6 +163,14 @@ class RowBatch:
             layer.end_calibration()
         self._made.append(cache)
 
+    def drop(self, prefilled: Prefilled | Batch) -> None:
+        """A prompt, read or half read, is not wanted: its blocks are free, its cache is over."""
+        cache = prefilled.cache if isinstance(prefilled, Prefilled) else prefilled
+        self._made = [made for made in self._made if made is not cache]
+        cache.row_table.clear()
+        for layer in cache.sparse_layers:
+            layer.broken = "its prompt was dropped"
+
     @no_inference_mode
     @torch.no_grad()
     def join(self, prefilled: Prefilled | Batch) -> int:

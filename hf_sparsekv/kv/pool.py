@@ -128,6 +128,11 @@ class BlockPool:
         if self.ids.used > self.capacity:
             self._grow(bucket(self.ids.used))
 
+    def reserve(self, blocks: int) -> None:
+        """Make room for so many blocks at once. Raises as :meth:`fit` does."""
+        if blocks > self.capacity:
+            self._grow(blocks)
+
     def copy_blocks(self, old: Tensor, new: Tensor) -> None:
         """Copy blocks ``old`` to ``new``, int64 ``[n]`` each, in the CPU's memory."""
         self.fit()

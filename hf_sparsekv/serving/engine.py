@@ -1,0 +1,401 @@
+"""Many requests over one sparse cache.
+
+    with Engine(model, tokenizer, "accurate", offload=OffloadConfig()) as engine:
+        handles = [engine.submit(prompt, Sampling(max_tokens=200)) for prompt in prompts]
+        for piece in engine.stream("Once upon a time"):
+            print(piece.text, end="")
+        answers = [handle.result().text for handle in handles]
+
+One thread owns the model and the GPU (:mod:`.loop`); any thread may submit, read and cancel. While an engine is open
+the model is its own: nobody else may call it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..cache import SparseCache
+from ..config import OffloadConfig, SparseConfig
+from ..cuda_graph.optimize import runner_of
+from ..generating import settings_of, sparse
+from ..row_batch import RowBatch
+from .config import ServingConfig
+from .loop import Loop, Request
+from .request import Busy, Closed, EngineStats, Handle, Output, Piece, Sampling
+from .text import Detokenizer
+
+SHARE = 0.9  # of the memory that is free when the engine starts, for keys and values; the rest is for prompts
+CPU_SHARE = 0.5
+
+
+class Engine:
+    """Serves requests with one model, until it is closed.
+
+    Args:
+        model: a causal language model of transformers, on one device, whose layers all attend to their whole past.
+        tokenizer: None: prompts are token ids, and answers have no text.
+        config: how a step chooses: a preset's name, or a configuration of a method that chooses for each step by
+            itself (two-level without ``lag``, progressive). None: the defaults.
+        offload: keep full blocks in host memory, ``True`` or how; otherwise everything is on the model's device.
+        serving: how requests share it.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: the model, the method or a value cannot be served; says why.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        config: SparseConfig | str | None = None,
+        offload: OffloadConfig | bool | None = None,
+        serving: ServingConfig | None = None,
+    ) -> None:
+        serving = ServingConfig() if serving is None else serving
+        if not isinstance(serving, ServingConfig):
+            raise TypeError(f"serving must be a ServingConfig or None, got {type(serving).__name__}")
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(f"an engine serves models of transformers, got {type(model).__name__}")
+        devices = {parameter.device for parameter in model.parameters()}
+        if len(devices) > 1:
+            raise ValueError(
+                f"the model's parameters are on {', '.join(sorted(map(str, devices)))}: an engine serves a model that "
+                "is on one device; run one engine a GPU for more requests"
+            )
+        settings = settings_of(config, offload)
+        self.model, self.tokenizer, self.serving = model, tokenizer, serving
+        text = model.config.get_text_config(decoder=True)
+        context = getattr(text, "max_position_embeddings", None)
+        self.max_length = serving.max_length or context
+        if self.max_length is None:
+            raise ValueError("the model's configuration names no context: give ServingConfig(max_length=...)")
+        if context is not None and self.max_length > context:
+            raise ValueError(f"max_length={self.max_length} is over the model's context of {context} tokens")
+        self._refused: Counter[str] = Counter()
+        self._draining = False
+        self._closed = False
+        self._ids = 0
+        self._was_training = model.training
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(sparse(model, settings.config, offload=settings.offload))
+            model.eval()
+            stack.callback(model.train, self._was_training)
+            cache = settings.cache(model)
+            rows = cache.rows(serving.max_rows, self.max_length)
+            stack.callback(cache.reset)
+            self.vocabulary = warm_up(model, rows, self.max_length)
+            self._blocks = self._reserve(cache, settings.offload)
+            detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+            self._loop = Loop(model, rows, serving, self._blocks, self._eos(), detokenizer, self.vocabulary)
+            self._stack = stack.pop_all()
+        self._cache, self._rows = cache, rows
+        self._loop.start()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "failed" if self.failed else "ready" if self.ready else "draining"
+        return (
+            f"Engine({type(self.model).__name__}, {self._cache.config.brief()}, max_rows={self.serving.max_rows}, "
+            f"max_length={self.max_length}, {state})"
+        )
+
+    # ------------------------------------------------------------------ at the start
+
+    def _eos(self) -> frozenset[int]:
+        found: set[int] = set()
+        config = getattr(self.model, "generation_config", None)
+        for ids in (getattr(config, "eos_token_id", None), getattr(self.tokenizer, "eos_token_id", None)):
+            found |= set(ids if isinstance(ids, list | tuple) else () if ids is None else (ids,))
+        return frozenset(found)
+
+    def _reserve(self, cache: SparseCache, offload: OffloadConfig | None) -> int:
+        """Make room for all requests in the batch, once: pools that grow would move. Gives the blocks."""
+        pools, size = list(cache.block_pools.values()), cache.config.block_size
+        most = self.serving.max_rows * (-(-self.max_length // size) + 1)
+        device = sum(pool.nbytes()[0] / pool.capacity for pool in pools)
+        host = sum(pool.nbytes()[1] / pool.capacity for pool in pools)
+        if self.model.device.type == "cuda":
+            free = SHARE * torch.cuda.mem_get_info(self.model.device)[0]
+        else:
+            free = CPU_SHARE * psutil.virtual_memory().available
+            device, host = device + host, 0.0
+        fits = [int(free / device)]
+        if offload is not None:
+            fits.append(int(0.98 * (cache.budget.limit - cache.budget.used) / max(host, 1.0)) if host else most)
+        blocks = min(most, *fits)
+        if self.serving.max_tokens is not None:
+            asked = -(-self.serving.max_tokens // size) + self.serving.max_rows
+            if asked > min(fits):
+                raise ValueError(
+                    f"max_tokens={self.serving.max_tokens} asks for {asked} blocks of {size} tokens, {min(fits)} fit "
+                    "the memory that is free: ask for fewer, offload, or free some"
+                )
+            blocks = min(most, asked)
+        if blocks < 2:
+            raise ValueError("no memory is free for keys and values: use a smaller model, or offload")
+        for pool in pools:
+            pool.reserve(blocks)
+        return blocks
+
+    # ------------------------------------------------------------------ requests
+
+    @property
+    def ready(self) -> bool:
+        """It takes requests."""
+        return not (self._closed or self._draining or self.failed)
+
+    @property
+    def failed(self) -> BaseException | None:
+        """What a decode step has failed with: no request is served any more."""
+        return self._loop.failed
+
+    def submit(self, prompt: str | Sequence[int] | Tensor, sampling: Sampling | None = None) -> Handle:
+        """Take a request.
+
+        Args:
+            prompt: text, or token ids ``[n]``.
+            sampling: None: :class:`.Sampling` as it is.
+
+        Raises:
+            ValueError: the prompt cannot be served; says why.
+            Busy: too many requests wait.
+            Closed: no requests are taken any more.
+        """
+        sampling = Sampling() if sampling is None else sampling
+        if not isinstance(sampling, Sampling):
+            raise TypeError(f"sampling must be a Sampling or None, got {type(sampling).__name__}")
+        if not self.ready:
+            self._refused["closed"] += 1
+            raise Closed(f"the engine takes no requests: it {self._why_closed()}")
+        ids = self._encode(prompt)
+        total = len(ids) + sampling.max_tokens
+        if total > self.max_length:
+            raise ValueError(
+                f"a prompt of {len(ids)} tokens and an answer of up to {sampling.max_tokens} are {total}, more than "
+                f"max_length={self.max_length}: shorten the prompt, or ask for fewer tokens"
+            )
+        size = self._cache.config.block_size
+        blocks = -(-total // size) + 1
+        if blocks > self._blocks:
+            raise ValueError(
+                f"{total} tokens need {blocks} blocks of {size} tokens, all requests together have {self._blocks}: "
+                "this one would never fit"
+            )
+        waiting = self._loop.queued
+        if waiting >= self.serving.max_waiting + (self._loop.idle and self.serving.max_waiting == 0):
+            self._refused["waiting"] += 1
+            raise Busy(f"{waiting} requests wait already, which is as many as may", self._loop.wait_s())
+        if self.serving.max_wait_s is not None and (wait := self._loop.wait_s()) > self.serving.max_wait_s:
+            self._refused["wait_s"] += 1
+            raise Busy(
+                f"it would wait some {wait:.1f} s, more than max_wait_s={self.serving.max_wait_s:g}",
+                wait - self.serving.max_wait_s,
+            )
+        self._ids += 1
+        handle = Handle(f"request-{self._ids}", len(ids), self._loop.look)
+        text = None
+        if self._loop.detokenizer is not None:
+            text = self._loop.detokenizer.stream(ids, sampling.stop)
+        elif sampling.stop:
+            raise ValueError("stop strings need a tokenizer: give the engine one")
+        self._loop.submit(Request(handle, ids, sampling, time.perf_counter(), blocks, text))
+        return handle
+
+    def submit_chat(
+        self, messages: Sequence[Mapping[str, Any]], sampling: Sampling | None = None, **template: Any
+    ) -> Handle:
+        """Take a conversation, through the tokenizer's chat template.
+
+        Args:
+            messages: ``{"role": ..., "content": ...}`` each.
+            template: for ``tokenizer.apply_chat_template``.
+
+        Raises:
+            ValueError: there is no template, or it refuses the messages; and as :meth:`submit`.
+        """
+        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError("the tokenizer has no chat template: submit() a prompt instead")
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                list(messages), **{"add_generation_prompt": True, **template, "tokenize": True, "return_dict": False}
+            )
+        except Exception as error:  # templates raise whatever they like
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
+        return self.submit(ids, sampling)
+
+    def stream(self, prompt: str | Sequence[int] | Tensor, sampling: Sampling | None = None) -> Iterator[Piece]:
+        """The pieces of an answer as they come. It is cancelled if the iterator is closed before its end."""
+        handle = self.submit(prompt, sampling)
+
+        def pieces() -> Iterator[Piece]:
+            try:
+                yield from handle
+            finally:
+                handle.cancel()
+
+        return pieces()
+
+    def generate_batch(
+        self, prompts: Sequence[str | Sequence[int] | Tensor], sampling: Sampling | Sequence[Sampling] | None = None
+    ) -> list[Output]:
+        """Answers to all prompts, in their order; as many wait as may.
+
+        Args:
+            sampling: for all, or one for each.
+
+        Raises:
+            Exception: what the first request failed with; the others are cancelled.
+        """
+        each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(each)} samplings were given for {len(prompts)} prompts: give one, or one for each")
+        handles: list[Handle] = []
+        try:
+            for prompt, one in zip(prompts, each):
+                while True:
+                    try:
+                        handles.append(self.submit(prompt, one))
+                        break
+                    except Busy:
+                        if all(handle.done for handle in handles):  # others' requests wait
+                            time.sleep(0.01)
+                        else:
+                            next(handle for handle in handles if not handle.done).result()
+            return [handle.result() for handle in handles]
+        except BaseException:
+            for handle in handles:
+                handle.cancel()
+            raise
+
+    def _encode(self, prompt: str | Sequence[int] | Tensor) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("a prompt of text needs a tokenizer: give the engine one, or token ids")
+            ids = self.tokenizer(prompt).input_ids
+        elif isinstance(prompt, Tensor):
+            if prompt.ndim != 1 or prompt.is_floating_point() or prompt.dtype == torch.bool:
+                raise ValueError(f"token ids must be integers [n], got {prompt.dtype} {list(prompt.shape)}")
+            ids = prompt.tolist()
+        else:
+            ids = list(prompt)
+            if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+                raise ValueError("a prompt must be text or token ids, which are integers")
+        if not ids:
+            raise ValueError("the prompt is empty: give it at least one token")
+        known = self.model.get_input_embeddings().num_embeddings
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= known:
+            raise ValueError(f"token id {low if low < 0 else high} is outside the vocabulary of {known}")
+        return ids
+
+    def _why_closed(self) -> str:
+        if self._closed:
+            return "is closed"
+        if self.failed is not None:
+            return f"has failed ({type(self.failed).__name__}: {self.failed})"
+        return "drains"
+
+    # ------------------------------------------------------------------ the end
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take no more requests, and wait until those there are have ended.
+
+        Args:
+            timeout: seconds; None: for ever.
+
+        Returns:
+            Whether they have.
+        """
+        self._draining = True
+        until = None if timeout is None else time.monotonic() + timeout
+        while not (self._loop.idle or self.failed or self._closed):
+            if until is not None and time.monotonic() >= until:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def close(self) -> None:
+        """Cancel what runs, end the threads, and leave the model as it was. Again: nothing happens."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.stop()
+        self._stack.close()
+
+    def stats(self) -> EngineStats:
+        """What it does and has done; cheap, from any thread."""
+        loop, counts = self._loop, self._loop.counts
+        runner = runner_of(self.model)
+        used, limit = (0, None) if self._cache.budget is None else (self._cache.budget.used, self._cache.budget.limit)
+        return EngineStats(
+            running=len(loop.running),
+            waiting=loop.queued,
+            held=0,
+            prefilling=int(loop.reading is not None),
+            requests=counts.requests,
+            finished=counts.finished,
+            cancelled=counts.cancelled,
+            failed=counts.failed,
+            refused=dict(self._refused),
+            prompt_tokens=counts.prompt_tokens,
+            generated_tokens=counts.generated_tokens,
+            cached_tokens=counts.cached_tokens,
+            steps=counts.steps,
+            step_s=counts.step_s,
+            prefill_s=1e-3 * loop.pace.spent_ms,
+            captures=0 if runner is None else runner.captures,
+            device_tokens=0,
+            device_tokens_used=0,
+            host_bytes=used,
+            host_limit=limit,
+            link_bytes=0,
+            queue_s=loop.queue_s.samples(),
+            ttft_s=loop.ttft_s.samples(),
+            between_s=loop.between_s.samples(),
+            total_s=loop.total_s.samples(),
+        )
+
+
+def warm_up(model: PreTrainedModel, rows: RowBatch, max_length: int) -> int:
+    """Make the layers' memory, compile, and capture; gives the number of logits.
+
+    Raises:
+        ValueError: rows of this model cannot come and go.
+    """
+    cuda = model.device.type == "cuda"
+    recent = rows.cache.config.window + rows.cache.config.max_draft
+    lengths = [min(8, max_length - 2)]
+    if cuda:  # steps that choose, as well
+        budget = getattr(rows.cache.config, "token_budget", None) or 1024
+        lengths.insert(0, min(2 * (recent + budget) + rows.cache.config.block_size, max_length - 2))
+    width = 0
+    for length in lengths:
+        ids = torch.arange(max(length, 1), device=model.device)[None] % model.get_input_embeddings().num_embeddings
+        first = rows.prefill(model, ids)
+        width = first.logits.shape[-1]
+        row = rows.join(first)
+        if cuda:
+            tokens = torch.zeros(rows.max_rows, dtype=torch.long, device=model.device)
+            while len(rows.rows) < rows.max_rows:
+                rows.fork(row)
+            for last in reversed(range(rows.max_rows)):
+                rows.step(model, tokens)
+                rows.leave(last)
+        else:
+            rows.leave(row)
+    return width

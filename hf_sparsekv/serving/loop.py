@@ -1,0 +1,486 @@
+"""The loop that owns the GPU: joins and leaves, a decode step of all rows, a piece of a prompt, again.
+
+The host is one step behind. A step's tokens go into the next one on the device; what they were, whether one was the
+last, is read while the next step runs. So a row may have run one step too many when it ends: that token is dropped.
+How many tokens a request may have is known beforehand, and its row leaves with its last step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..row_batch import RowBatch
+from .admission import Candidate
+from .config import ServingConfig
+from .prefill import Clock, Pace, Reading, Segments
+from .request import Closed, Handle, Output, Piece, SampleCounter, Sampling
+from .sampler import Sampler
+from .text import Detokenizer, TextStream
+
+IDLE_S = 0.5  # looked around at least so often, for what nobody tells
+
+
+@dataclass(eq=False)
+class Request:
+    """One request on its way through the engine."""
+
+    handle: Handle
+    ids: list[int]
+    sampling: Sampling
+    arrived: float
+    blocks: int  # that prompt and longest answer take
+    text: TextStream | None = None
+    order: int = 0
+    row: int | None = None
+    reading: Reading | None = None
+    launched: int = 0  # tokens of the answer that steps were launched for
+    over: bool = False  # the loop gives it no more steps
+    ended: bool = False  # its end is on its way to who asked
+    begun: float = 0.0
+    cached: int = 0
+    tokens: list[int] = field(default_factory=list)  # of the answer, with when the host learned of each
+    times: list[float] = field(default_factory=list)
+    told: int = 0  # of these, by the output thread, with this text
+    shown: list[str] = field(default_factory=list)
+    candidate: Candidate = field(default_factory=Candidate)
+
+
+@dataclass
+class Record:
+    """Tokens that the device writes, and whose they are: read when it has."""
+
+    requests: list[tuple[int, Request]]  # place among the tokens
+    host: Tensor  # [2, n]
+    event: torch.cuda.Event | None
+    marks: tuple | None = None  # of the clock: the step's beginning and end
+
+
+@dataclass
+class Counts:
+    """What :class:`.request.EngineStats` counts."""
+
+    requests: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    steps: int = 0
+    step_s: float = 0.0
+    prefill_s: float = 0.0
+
+
+TIMES = tuple(2.0**k for k in range(-10, 11))  # a millisecond to 17 minutes
+
+
+class Loop:
+    """Decodes what is submitted, until it is told to stop.
+
+    Args:
+        model: in ``eval()`` mode, prepared for sparse decoding.
+        rows: of a cache for it.
+        serving: how to share.
+        blocks: that all requests in the batch may take together.
+        eos: tokens that end an answer.
+        detokenizer: None: answers have no text.
+        vocabulary: logits of a row.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        rows: RowBatch,
+        serving: ServingConfig,
+        blocks: int,
+        eos: frozenset[int],
+        detokenizer: Detokenizer | None,
+        vocabulary: int,
+    ) -> None:
+        self.model, self.rows, self.serving, self.blocks, self.eos = model, rows, serving, blocks, eos
+        self.detokenizer = detokenizer
+        self.device = model.device
+        self.sampler = Sampler(rows.max_rows, vocabulary, self.device)
+        self.tokens = torch.zeros(rows.max_rows, dtype=torch.long, device=self.device)
+        self.clock = Clock(self.device)
+        text = model.config.get_text_config(decoder=True)
+        self.pace = Pace(text)
+        self.segments = Segments(decoder_layers(model, text.num_hidden_layers))
+        self.counts = Counts()
+        self.queue_s, self.ttft_s, self.between_s, self.total_s = (SampleCounter(TIMES) for _ in range(4))
+        self.failed: BaseException | None = None
+        self._order = itertools.count()
+        self._open: dict[int, Request] = {}  # whose end has not been told
+        self._wake = threading.Condition()
+        self._inbox: deque[Request] = deque()  # guarded by _wake, like what follows
+        self._called: deque[Callable[[], object]] = deque()
+        self._stopping = False
+        self.waiting: deque[Request] = deque()
+        self.reading: Request | None = None
+        self.running: list[Request] = []  # rows of the batch, in the order of their arrival
+        self._interval, self._last = 0.0, 0.0  # seconds from one prompt's beginning to the next one's, while some wait
+        self.used = 0  # blocks that are spoken for
+        self._dirty = False  # somebody has come, gone, or is to be looked at anew
+        self._records: deque[Record] = deque()
+        self._news: queue.SimpleQueue = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name="hf-sparsekv-engine", daemon=True),
+            threading.Thread(target=self._tell, name="hf-sparsekv-output", daemon=True),
+        ]
+
+    # ------------------------------------------------------------------ from other threads
+
+    def start(self) -> None:
+        """Begin."""
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def queued(self) -> int:
+        """Requests that have not begun."""
+        return len(self._inbox) + len(self.waiting)
+
+    def wait_s(self) -> float:
+        """Seconds that a request which comes now may wait: those before it, as quickly as the last ones began."""
+        return self.queued * self._interval
+
+    def submit(self, request: Request) -> None:
+        """Take a request. Raises :class:`Closed` if no more are taken."""
+        with self._wake:
+            if self._stopping or self.failed is not None:
+                raise Closed("the engine has failed" if self.failed is not None else "the engine is closed")
+            request.order = next(self._order)
+            self._open[request.order] = request
+            self._inbox.append(request)
+            self.counts.requests += 1
+            self._wake.notify()
+
+    def look(self, *_: object) -> None:
+        """Something has been cancelled: look at it."""
+        with self._wake:
+            self._dirty = True
+            self._wake.notify()
+
+    def stop(self) -> None:
+        """End the threads; what runs is cancelled."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        for thread in self._threads:
+            thread.join()
+        self.segments.close()
+
+    @property
+    def idle(self) -> bool:
+        """There is nothing to do."""
+        with self._wake:
+            return not (self._inbox or self.waiting or self.reading or self.running or self._records)
+
+    # ------------------------------------------------------------------ the loop
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        try:
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+                while self._once():
+                    pass
+        except BaseException as error:  # nothing that is cached can be relied on
+            self._fail_all(error)
+        finally:
+            self._news.put(None)
+
+    def _once(self) -> bool:
+        """One turn; False: it is over."""
+        with self._wake:
+            if not (self._inbox or self._dirty or self._busy or self._stopping):
+                self._wake.wait(IDLE_S)
+            arrived, self._inbox = self._inbox, deque()
+            dirty, self._dirty = self._dirty, False
+            if self._stopping:
+                self.waiting.extend(arrived)
+                self._cancel_all()
+                return False
+            self.waiting.extend(arrived)
+        if dirty:
+            self._drop_cancelled()
+        self._begin_reading()
+        stepped = self._step()
+        self._read(beside=stepped)
+        self._collect(keep=1 if stepped else 0)
+        return True
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self.running or self.reading or self._records or (self.waiting and self._can_begin))
+
+    # ------------------------------------------------------------------ coming
+
+    @property
+    def _can_begin(self) -> bool:
+        taken = len(self.rows.rows) + (self.reading is not None)
+        return taken < self.rows.max_rows and self.used + self.waiting[0].blocks <= self.blocks
+
+    def _begin_reading(self) -> None:
+        if self.reading is not None or not self.waiting or not self._can_begin:
+            return
+        request = self.waiting.popleft()
+        self.used += request.blocks
+        request.begun = now = time.perf_counter()
+        since = now - max(self._last, request.arrived)
+        self._interval, self._last = since if not self._interval else 0.7 * self._interval + 0.3 * since, now
+        self.queue_s.add(request.begun - request.arrived)
+        ids = torch.tensor([request.ids], device=self.device)
+        cache = self.rows.cache.beside()
+        serving = self.serving
+        request.reading = Reading(
+            self.model, cache, ids, self.segments, self.pace, self.clock, serving.chunk, serving.layer_segments
+        )
+        self.reading = request
+
+    def _read(self, beside: bool) -> None:
+        """Read on; without rows that wait for it there is no need to stop soon."""
+        request = self.reading
+        if request is None:
+            return
+        try:
+            done = request.reading.grant(self.serving.prefill_ms if beside else 20 * self.serving.prefill_ms)
+            if done:
+                self._join(request)
+        except Exception as error:  # this one is lost, the others know nothing of it
+            self._give_up_reading()
+            self._end(request, error)
+
+    def _join(self, request: Request) -> None:
+        reading = request.reading
+        self.rows.adopt(reading.cache)
+        row = self.rows.join(reading.cache)
+        request.row, request.reading, self.reading = row, None, None
+        self.running.append(request)  # read in the order of arrival
+        self._dirty = True
+        self.counts.prompt_tokens += len(request.ids)
+        self.counts.cached_tokens += request.cached
+        self.sampler.set(row, request.sampling, request.ids)
+        self.sampler(reading.logits, [row])
+        self.tokens[row : row + 1].copy_(self.sampler.last[0])
+        self._record(self.sampler.last, [(0, request)])
+        self._launched(request)
+
+    def _launched(self, request: Request) -> None:
+        """One more token of it is on its way."""
+        request.launched += 1
+        if request.launched == request.sampling.max_tokens:
+            self._drop(request)
+
+    # ------------------------------------------------------------------ going
+
+    def _drop(self, request: Request) -> None:
+        """It needs no more steps: what it holds is free."""
+        if request.over:
+            return
+        request.over = True
+        if request.row is not None:
+            self.rows.leave(request.row)
+            self.sampler.clear(request.row)
+            self.running.remove(request)
+            request.row = None
+        self.used -= request.blocks
+        self._dirty = True
+
+    def _drop_cancelled(self) -> None:
+        for request in [one for one in self.waiting if one.handle.cancelled.is_set()]:
+            self.waiting.remove(request)
+            self._end(request, "cancelled")
+        if (request := self.reading) is not None and request.handle.cancelled.is_set():
+            self._give_up_reading()
+            self._end(request, "cancelled")
+        for request in [one for one in self.running if one.handle.cancelled.is_set() or one.ended]:
+            self._drop(request)
+            self._end(request, "cancelled")
+
+    def _end(self, request: Request, how: str | BaseException) -> None:
+        """Its end is told behind what was told before. Again: nothing happens."""
+        if not request.ended:
+            request.ended = True
+            self._news.put((request, [], how))
+
+    def _give_up_reading(self) -> None:
+        """The prompt that is being read is not wanted any more."""
+        request, self.reading = self.reading, None
+        if request is not None:
+            reading, request.reading = request.reading, None
+            reading.cancel()
+            self.rows.drop(reading.cache)
+            self._drop(request)
+
+    def _cancel_all(self) -> None:
+        self._give_up_reading()
+        for request in list(self._open.values()):
+            self._end(request, "cancelled")
+
+    def _fail_all(self, error: BaseException) -> None:
+        with self._wake:
+            self.failed = error
+            self._inbox.clear()
+        self.segments.cancel()
+        self.waiting.clear()
+        self._records.clear()
+        self.reading, self.running = None, []
+        for request in list(self._open.values()):
+            told = RuntimeError(f"a decode step has failed, and with it all requests: {type(error).__name__}: {error}")
+            told.__cause__ = error
+            self._end(request, told)
+
+    # ------------------------------------------------------------------ steps
+
+    def _step(self) -> bool:
+        """Launch a step of all active rows; False: there is none."""
+        active = {request.row: request for request in self.running}
+        if not active:
+            return False
+        began = self.clock.mark()
+        logits = self.rows.step(self.model, self.tokens)
+        n = len(logits)
+        drawn = self.sampler(logits, [row if row in active else -1 for row in range(n)])
+        valid = self.rows.valid(self.device)
+        if valid is None:
+            self.tokens[:n].copy_(drawn)
+        else:
+            torch.where(valid[:n, 0], drawn, self.tokens[:n], out=self.tokens[:n])
+        self._record(self.sampler.last, list(active.items()), (began, self.clock.mark()))
+        for request in active.values():
+            self._launched(request)
+        self.counts.steps += 1
+        return True
+
+    def _record(self, last: Tensor, requests: list[tuple[int, Request]], marks: tuple | None = None) -> None:
+        """Read ``last [2, n]`` once the device has written it."""
+        event = None
+        if last.is_cuda:
+            host = torch.empty(last.shape, dtype=last.dtype, pin_memory=True)
+            host.copy_(last, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        else:
+            host = last.clone()
+        self._records.append(Record(requests, host, event, marks))
+
+    def _collect(self, keep: int) -> None:
+        """Look at what the device has written, up to the last ``keep`` records; at these too, if they are there."""
+        while self._records:
+            record = self._records[0]
+            if record.event is not None and not record.event.query():
+                if len(self._records) <= keep:
+                    return
+                record.event.synchronize()
+            elif record.event is None and len(self._records) <= keep:
+                return
+            self._records.popleft()
+            now = time.perf_counter()
+            if record.marks is not None:
+                self.counts.step_s += 1e-3 * (self.clock.between(*record.marks) or 0.0)
+            tokens, bad = record.host.tolist()
+            for place, request in record.requests:
+                self._heard(request, tokens[place], bad[place], now)
+
+    def _heard(self, request: Request, token: int, bad: int, now: float) -> None:
+        if request.ended:  # a step too many
+            return
+        if bad:
+            self._drop(request)
+            self._end(request, RuntimeError("the model's logits are NaN or infinite: no token can be drawn from them"))
+            return
+        if request.times:
+            self.between_s.add(now - request.times[-1])
+        else:
+            self.ttft_s.add(now - request.arrived)
+        request.tokens.append(token)
+        request.times.append(now)
+        self.counts.generated_tokens += 1
+        how = None
+        if token in self.eos and not request.sampling.ignore_eos:
+            how = "stop"
+        elif len(request.tokens) == request.sampling.max_tokens:
+            how = "length"
+        if how is not None:
+            self._drop(request)
+            request.ended = True
+        self._news.put((request, [token], how))
+
+    # ------------------------------------------------------------------ telling
+
+    def _tell(self) -> None:
+        """What the output thread does: text, pieces, ends."""
+        while (news := self._news.get()) is not None:
+            request, tokens, how = news
+            try:
+                self._tell_one(request, tokens, how)
+            except Exception as error:
+                self._finish(request, error)
+
+    def _tell_one(self, request: Request, tokens: list[int], how: str | BaseException | None) -> None:
+        if request.handle.done:
+            return
+        shown = ""
+        if request.text is not None and not isinstance(how, BaseException):
+            for token in tokens:
+                shown += request.text.push(token)
+            if request.text.stopped:
+                how = "stop"
+                if not request.ended:
+                    request.ended = True
+                    self.look()
+            elif how is not None:
+                shown += request.text.end()
+            request.shown.append(shown)
+        request.told += len(tokens)
+        if shown or tokens:
+            request.handle.push(Piece(shown, tuple(tokens)))
+        if how is not None:
+            self._finish(request, how)
+
+    def _finish(self, request: Request, how: str | BaseException) -> None:
+        now = time.perf_counter()
+        self.total_s.add(now - request.arrived)
+        self._open.pop(request.order, None)
+        if isinstance(how, BaseException):
+            self.counts.failed += request.handle.fail(how)
+            return
+        n = request.told
+        output = Output(
+            text="".join(request.shown),
+            token_ids=tuple(request.tokens[:n]),
+            finish_reason=how,
+            prompt_tokens=len(request.ids),
+            cached_tokens=request.cached,
+            queued_s=max(request.begun - request.arrived, 0.0),
+            ttft_s=request.times[0] - request.arrived if request.times else 0.0,
+            total_s=now - request.arrived,
+            token_times=tuple(request.times[:n]),
+        )
+        if request.handle.finish(output):
+            if how == "cancelled":
+                self.counts.cancelled += 1
+            else:
+                self.counts.finished += 1
+
+
+def decoder_layers(model: torch.nn.Module, count: int) -> list[torch.nn.Module]:
+    """The model's decoder layers, in order.
+
+    Raises:
+        ValueError: they cannot be told.
+    """
+    for module in model.get_decoder().modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return list(module)
+    raise ValueError(f"{type(model).__name__} has no list of {count} decoder layers")
