@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Protocol
 
@@ -28,6 +28,10 @@ class Handle(Protocol):
 
     def result(self, timeout: float | None = None) -> Output:
         """Wait for it; raises what it failed with, or TimeoutError."""
+        ...
+
+    def cancel(self) -> None:
+        """It is not wanted any more, if the system can do that."""
         ...
 
 
@@ -77,6 +81,14 @@ class Played:
         """From each token to the next."""
         return [b - a for a, b in pairwise(self.token_times)]
 
+    def record(self) -> dict:
+        """All of it, for a line of JSON."""
+        found = {**asdict(self.request), "error": self.error}
+        if self.error is None:
+            found |= {"queued_s": self.queued_s, "ttft_s": self.ttft_s, "total_s": self.total_s}
+            found["token_times"] = [round(time, 6) for time in self.token_times]
+        return found
+
 
 def greedy(tokens: int) -> Sampling:
     """So many tokens, the likeliest each."""
@@ -119,6 +131,8 @@ def _outcome(
     try:
         output = handle.result(None if end is None else max(0.0, end - clock.now()))
     except Exception as error:
+        if isinstance(error, TimeoutError):
+            handle.cancel()
         return Played(request, error=f"{type(error).__name__}: {error}")
     times = tuple(time - begin for time in output.token_times)
     if len(times) != request.output_tokens:

@@ -5,7 +5,6 @@ What a setting needs and the engine does not have makes it fail: none is silentl
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,9 @@ from typing import Any
 import torch
 
 from hf_sparsekv.config import OffloadConfig, TwoLevelConfig
+from hf_sparsekv.serving import admission, engine, loop
+from hf_sparsekv.serving.config import ServingConfig
+from hf_sparsekv.serving.engine import Engine
 from hf_sparsekv.serving.request import Handle, Sampling
 
 from ..baselines import NotRun
@@ -53,31 +55,13 @@ RUNGS = {
 }
 
 
-def engine_parts() -> tuple[type, type]:
-    """``Engine`` and ``ServingConfig``.
-
-    Raises:
-        NotRun: this checkout has none.
-    """
-    try:
-        from hf_sparsekv.serving.config import ServingConfig
-        from hf_sparsekv.serving.engine import Engine
-    except ImportError as error:
-        raise NotRun(f"the engine is not there ({error})") from error
-    return Engine, ServingConfig
-
-
 def check_built(rung: Rung) -> None:
     """Raises NotRun if the engine lacks what a setting adds."""
-    _, serving = engine_parts()
-    from hf_sparsekv.serving.loop import Loop
-
-    known = {field.name for field in dataclasses.fields(serving)}
-    missing = {"max_rows", "max_length", "max_tokens", "chunk", "working_set", "layer_segments"} - known
-    if missing:
-        raise NotRun(f"ServingConfig has no {', '.join(sorted(missing))}: settings would not differ")
-    if rung.working_set and "admit" not in Loop._choose.__code__.co_names:
-        raise NotRun("the engine's loop does not ask admit() which rows fit: working_set=True would change nothing")
+    if not rung.working_set:
+        return
+    asks = {name for name, held in vars(admission).items() if getattr(held, "__module__", None) == admission.__name__}
+    if not any(name in vars(module) for module in (engine, loop) for name in asks - {"Candidate"}):
+        raise NotRun("the engine asks serving.admission for nothing: working_set=True would change nothing yet")
 
 
 def memory(settings: Settings, rung: Rung, config: TwoLevelConfig) -> tuple[int, OffloadConfig | None]:
@@ -129,7 +113,6 @@ class OurSystem:
     ) -> None:
         rung = RUNGS[name]
         check_built(rung)
-        engine, serving = engine_parts()
         if not rung.sparse:
             options = {**options, "dense_below": settings.max_length}
         config = TwoLevelConfig(token_budget=budget, **options)
@@ -138,17 +121,17 @@ class OurSystem:
         if settings.kv == "replayed" and rung.sparse:
             keys = ReplayedKeys(model, settings.max_length, typical)
         with replaying(keys, model):
-            self.engine = engine(
+            self.engine = Engine(
                 model,
                 None,
                 config,
                 offload,
-                serving(
+                ServingConfig(
                     max_rows=settings.max_rows,
                     max_length=settings.max_length,
                     max_tokens=min(tokens, settings.max_rows * settings.max_length),
                     max_waiting=1 << 20,  # a trace's delays are measured, not cut
-                    chunk=serving().chunk if rung.segments else settings.chunk,
+                    chunk=ServingConfig().chunk if rung.segments else settings.chunk,
                     working_set=rung.working_set,
                     layer_segments=rung.segments,
                 ),

@@ -25,6 +25,7 @@ the engine, hit_rate, missed_mb and host_mb a step of offloaded settings (as in 
 
 from __future__ import annotations
 
+import json
 import sys
 from argparse import ArgumentParser, Namespace
 from contextlib import contextmanager
@@ -33,10 +34,14 @@ from pathlib import Path
 import psutil
 import torch
 
+from hf_sparsekv import OffloadConfig, OffloadedSparseCache, SparseConfig, optimize, unoptimize
 from hf_sparsekv.results import device_name, versions
 
 from ..arguments import new_parser, rows_file
+from ..baselines import NotRun
+from ..decoding import free, replay_ms
 from ..report import Report
+from ..rows import RowSteps, prefilled
 from ..shapes import case_name, known_config, parse_tokens, random_model
 from . import trace
 from .client import Figures, NotTogether, closed_loop, figures, fixed_rows, goodput, play, quantile
@@ -46,6 +51,7 @@ from .trace import Request
 
 SYSTEMS = (*RUNGS, "vllm", "transformers")
 ITERATION_ROWS, ITERATION_CONTEXT = 32, 4096
+WARM_UP_STEPS = 8
 LEAST = 16  # tokens that all rows make together
 WARM_UP = 600, 8  # tokens of a prompt and its answer before what counts
 
@@ -131,11 +137,14 @@ class Bench:
         if torch.cuda.is_available():
             self.report.add("peak_gb", torch.cuda.max_memory_allocated() / 1e9, "GB")
 
-    def play(self, system, requests: list[Request]) -> Figures:
-        """One trace; all its figures as rows."""
+    def play(self, system, requests: list[Request], label: str) -> Figures:
+        """One trace; all its figures as rows, and each request's times as lines of ``--requests``."""
         if isinstance(system, OurSystem):
             system.restart()
         played = play(system, requests, self.vocabulary, self.args.timeout)
+        if self.args.requests is not None:
+            with self.args.requests.open("a") as file:
+                file.writelines(json.dumps({"variant": label, **one.record()}) + "\n" for one in played)
         errors = {one.error for one in played if one.error is not None}
         for error in sorted(errors)[:3]:
             self.report.note(f"failed: {error}")
@@ -178,7 +187,7 @@ def run_open(args: Namespace, report: Report) -> None:
             label = bench.label(f"rate={config.rate:g}", f"out={config.output_median}", f"seed={config.seed}")
             with report.measuring(args.max_rows, config.clip, label):
                 report.note(trace.describe(requests))
-                bench.play(system, requests)
+                bench.play(system, requests, label)
 
 
 def run_goodput(args: Namespace, report: Report) -> None:
@@ -201,9 +210,10 @@ def run_goodput(args: Namespace, report: Report) -> None:
             iteration = bench.iteration_s(system)
             report.add("iteration_ms", 1e3 * iteration)
         for rate, requests in traces.items():
-            with report.measuring(args.max_rows, args.clip, bench.label(f"rate={rate:g}", *rest)):
+            label = bench.label(f"rate={rate:g}", *rest)
+            with report.measuring(args.max_rows, args.clip, label):
                 report.note(trace.describe(requests))
-                swept[rate] = bench.play(system, requests)
+                swept[rate] = bench.play(system, requests, label)
             if rate not in swept or not (swept[rate].meets(iteration) or args.all_rates):
                 break
         with report.measuring(args.max_rows, args.clip, bench.label(*rest)):
@@ -220,8 +230,6 @@ def run_closed(args: Namespace, report: Report) -> None:
 
 def closed(bench: Bench, system, rows: int) -> float:
     """Figures while all rows decode; the median time between tokens, in milliseconds."""
-    from ..baselines import NotRun
-
     args, report = bench.args, bench.report
     if isinstance(system, OurSystem):
         system.restart()
@@ -238,34 +246,38 @@ def closed(bench: Bench, system, rows: int) -> float:
 
 def run_overhead(args: Namespace, report: Report) -> None:
     """Steps in the engine beside the captured step alone."""
-    from ..decoding import free, replay_ms
-    from ..rows import RowSteps, prefilled
-
     if args.system not in RUNGS:
         raise SystemExit(f"overhead is of our engine ({', '.join(RUNGS)}), not of {args.system}")
-    if not torch.cuda.is_available():
+    if not args.device.startswith("cuda"):
         raise SystemExit("overhead needs a CUDA device: it compares with a captured step")
     bench = Bench(args, report, closed_length(args))
     for rows in args.rows:
         with report.measuring(rows, args.context, bench.label(), bench.model):
             with bench.running(rows) as system:
                 inside = closed(bench, system, rows)
-                cache = type(system.engine._cache)(system.config, system.engine._cache.offload_config)
-            from hf_sparsekv import optimize
-
-            bench.model.set_attn_implementation("sparsekv")
-            optimize(bench.model)
-            batch = cache.rows(rows, bench.settings.max_length)
-            for seed in range(rows):
-                batch.join(prefilled(bench.model, batch, args.context + args.tokens // 2, seed))
-            step = RowSteps(bench.model, batch)
-            for _ in range(8):
-                step()
-            alone = replay_ms(bench.model, cache)
+                made = system.config, system.engine._cache.offload_config
+            alone = step_alone_ms(bench, rows, *made)
             report.add("step_ms:alone", alone)
             report.add("overhead_ms", inside - quantile(alone, 0.5))
-            del step, batch, cache
         free()
+
+
+def step_alone_ms(bench: Bench, rows: int, config: SparseConfig, offload: OffloadConfig | None) -> list[float]:
+    """The captured step of as many rows, which hold what they do halfway through; keys and values are random."""
+    model, args = bench.model, bench.args
+    model.set_attn_implementation("sparsekv")
+    optimize(model)
+    try:
+        cache = OffloadedSparseCache(config, offload)
+        batch = cache.rows(rows, bench.settings.max_length)
+        for seed in range(rows):
+            batch.join(prefilled(model, batch, args.context + args.tokens // 2, seed))
+        step = RowSteps(model, batch)
+        for _ in range(WARM_UP_STEPS):
+            step()
+        return replay_ms(model, cache)
+    finally:
+        unoptimize(model)
 
 
 def longest(traces) -> int:
@@ -304,6 +316,8 @@ def arguments(command: str) -> ArgumentParser:
     add("--vllm", type=Path, metavar="DIR", help="a folder that holds vLLM")
     add("--timeout", type=float, default=1800.0, help="seconds behind the last arrival (default: 1800)")
     add("--lead", type=int, default=128, help="tokens that a row decodes while the next one's prompt is read")
+    if command in ("open", "goodput"):
+        add("--requests", type=Path, metavar="FILE", help="each request's times are appended to it, as lines of JSON")
     parser.set_defaults(options={}, prompt=trace.PROMPT_MEDIAN)
     if command == "open":
         add("--trace", type=Path, nargs="+", required=True)

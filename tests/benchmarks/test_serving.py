@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import math
@@ -18,17 +17,16 @@ from models import build
 from read_rows import read_rows
 
 from benchmarks.baselines import NotRun
+from benchmarks.report import Report
 from benchmarks.serving import client, ours, run, trace
 from benchmarks.serving.client import Figures, NotTogether, Played, closed_loop, figures, goodput, play, together
 from benchmarks.serving.replayed import ReplayedKeys, RowQueries, replaying
 from benchmarks.serving.settings import Settings
 from benchmarks.serving.trace import Request, TraceConfig, make_trace, read_trace, write_trace
 from benchmarks.serving.vllm_engine import VllmSystem
-from hf_sparsekv import SparseCache
+from hf_sparsekv import OffloadConfig, SparseCache
 from hf_sparsekv.serving.request import Busy, Output
 
-ENGINE = importlib.util.find_spec("hf_sparsekv.serving.engine") is not None
-needs_engine = pytest.mark.skipif(not ENGINE, reason="hf_sparsekv.serving.engine is not there yet")
 VOCABULARY = 97
 
 
@@ -186,6 +184,30 @@ def test_what_fails_is_counted_and_told():
     assert none.tokens_per_s == 0 and not none.meets(10.0)
 
 
+def test_what_does_not_come_in_time_is_cancelled():
+    clock, cancelled = Time(), []
+
+    class Late:
+        def __init__(self, at: float) -> None:
+            self.at = at
+
+        def result(self, timeout):
+            raise TimeoutError(f"after {timeout:g} s")
+
+        def cancel(self):
+            cancelled.append(self.at)
+
+    class Never:
+        def submit(self, ids, sampling):
+            return Late(clock.now() - 1000)
+
+    requests = [Request(float(i), 5, 2, i) for i in range(2)]
+    played = play(Never(), requests, VOCABULARY, timeout=7.0, clock=clock)
+    assert [one.error for one in played] == ["TimeoutError: after 7 s"] * 2
+    assert cancelled == [0.0, 1.0]
+    assert "ttft_s" not in played[0].record() and played[0].record()["error"] == played[0].error
+
+
 def served(tbt: float, delay: float, failed: int = 0) -> Figures:
     return Figures(10, failed, 1.0, 1.0, (1.0, 1.0, 1.0), (0.1, 0.1, tbt), (delay, 0.0, 9.0))
 
@@ -242,15 +264,15 @@ def test_all_systems_get_the_same_bytes():
 
 
 def test_settings_that_are_not_built_say_what_is_missing(monkeypatch):
-    if not ENGINE:
-        with pytest.raises(NotRun, match="the engine is not there"):
-            ours.check_built(ours.RUNGS["dense"])
-        return
-    from hf_sparsekv.serving.loop import Loop
-
-    monkeypatch.setattr(Loop, "_choose", lambda self: None)
-    with pytest.raises(NotRun, match="does not ask admit"):
-        ours.check_built(ours.RUNGS["working-set"])
+    for module in (ours.engine, ours.loop):
+        for name in ("admit", "Admission"):
+            monkeypatch.delattr(module, name, raising=False)
+    ours.check_built(ours.RUNGS["offload"])
+    for name in ("working-set", "segments"):
+        with pytest.raises(NotRun, match="working_set=True would change nothing"):
+            ours.check_built(ours.RUNGS[name])
+    monkeypatch.setattr(ours.loop, "admit", ours.admission.admit, raising=False)
+    ours.check_built(ours.RUNGS["segments"])
 
 
 def test_vllm_that_is_not_there_is_not_run(monkeypatch):
@@ -392,6 +414,14 @@ def run_serving(command: str, tiny, tmp_path) -> list[dict]:
     return read_rows(path)
 
 
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    """A saved model; two of its layers choose."""
+    path = tmp_path_factory.mktemp("model") / "Tiny"
+    build("llama", "sdpa", num_hidden_layers=4).save_pretrained(path)
+    return path
+
+
 @pytest.fixture
 def short(tmp_path, monkeypatch):
     """A file with a short trace, and short lengths for others."""
@@ -405,17 +435,25 @@ def short(tmp_path, monkeypatch):
 
 SYSTEMS = [
     "transformers",
-    pytest.param("dense", marks=needs_engine),
-    pytest.param("sparse --budget 16", marks=needs_engine),
-    pytest.param("sparse --budget 16 --kv replayed", marks=needs_engine),
-    pytest.param("offload --budget 16 --kv replayed", marks=needs_engine),
+    "dense",
+    "sparse --budget 16",
+    "sparse --budget 16 --kv replayed",
+    "offload --budget 16 --kv replayed",
 ]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_trace_against_a_system(system, tiny, tmp_path, short):
-    found = {row["metric"]: row for row in run_serving(f"open {system} --trace {short}", tiny, tmp_path)}
+    file = tmp_path / "requests.jsonl"
+    rows = run_serving(f"open {system} --trace {short} --requests {file}", tiny, tmp_path)
+    found = {row["metric"]: row for row in rows}
     _, requests = read_trace(short)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(one["arrival"], len(one["token_times"])) for one in lines] == [
+        (r.arrival, r.output_tokens) for r in requests
+    ]
+    assert all(0 <= one["queued_s"] <= one["ttft_s"] <= one["total_s"] for one in lines)
+    assert {one["variant"] for one in lines} == {rows[0]["variant"]}
     assert float(found["requests"]["value"]) == len(requests)
     assert float(found["failed"]["value"]) == 0
     assert float(found["ttft_s:p99"]["value"]) >= float(found["ttft_s:p50"]["value"]) > 0
@@ -425,10 +463,9 @@ def test_a_trace_against_a_system(system, tiny, tmp_path, short):
     assert found["requests"]["variant"].startswith(f"{name}:gpu=0.05gb")
     assert ("kv=replayed" in found["requests"]["variant"]) == ("replayed" in options)
     if name == "offload":
-        assert "hit_rate" in found and "host_mb" in found
+        assert 0 < float(found["hit_rate"]["value"]) < 1 and float(found["host_mb"]["value"]) > 0
 
 
-@needs_engine
 def test_a_sweep_ends_where_the_limits_are_broken(tiny, tmp_path, short):
     command = "goodput dense --rates 0.01 4 8 --seconds 1 --clip 100 --prompt 40 --output 6 --iteration-ms 1e5"
     with pytest.raises(SystemExit, match=r"no request arrives at rate 0.01 within 1 s"):
@@ -440,8 +477,38 @@ def test_a_sweep_ends_where_the_limits_are_broken(tiny, tmp_path, short):
     assert not any("rate=8" in row["variant"] for row in strict)
 
 
-@pytest.mark.parametrize("system", ["transformers", pytest.param("sparse --budget 16", marks=needs_engine)])
+@pytest.mark.parametrize("system", ["transformers", "sparse --budget 16"])
 def test_a_fixed_number_of_rows(system, tiny, tmp_path, short):
     rows = run_serving(f"closed {system} --rows 1 2 --context 40 --tokens 24 --lead 8", tiny, tmp_path)
     speeds = {row["batch"]: float(row["value"]) for row in rows if row["metric"] == "tokens_per_s"}
     assert set(speeds) == {"1", "2"} and min(speeds.values()) > 0
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_step_alone_is_of_rows_as_long_as_in_the_engine(offload, tiny, tmp_path, monkeypatch):
+    """Without a GPU: what would be replayed."""
+    seen = []
+
+    def replay(model, cache):
+        assert cache.row_batch.active == (0, 1, 2) and cache.config.token_budget == 16
+        assert (cache.offload_config is not None) == offload
+        seen.append(cache.row_batch.lengths)
+        return [1.0, 2.0, 3.0]
+
+    monkeypatch.setattr(run, "replay_ms", replay)
+    monkeypatch.setattr(run, "optimize", lambda model: None)
+    monkeypatch.setattr(run, "unoptimize", lambda model: None)
+    args = run.arguments("overhead").parse_args(
+        f"sparse --rows 3 --context 200 --tokens 40 --lead 8 --model {tiny} --device cpu --kv-gb 0.05".split()
+    )
+    bench = run.Bench(args, Report("serving", "tiny", None, None), run.closed_length(args))
+    assert bench.settings.max_length == 512  # 200 + 40 + 2 * 8, in whole 256, and 256 more
+    made = OffloadConfig(device_pool=100_000) if offload else None
+    assert run.step_alone_ms(bench, 3, ours.TwoLevelConfig(token_budget=16), made) == [1.0, 2.0, 3.0]
+    assert seen == [(200 + 20 + run.WARM_UP_STEPS,) * 3]
+
+
+def test_overhead_says_what_it_needs(tiny):
+    for system, why in (("vllm", "overhead is of our engine"), ("sparse", "overhead needs a CUDA device")):
+        with pytest.raises(SystemExit, match=why):
+            run.main(f"overhead {system} --model {tiny} --device cpu --no-csv".split())
