@@ -18,6 +18,7 @@ from .fetch import fetch
 from .generate import generate
 from .lm_eval import lm_eval
 from .plan import plan
+from .serve import serve
 
 app = typer.Typer(
     name="hf-sparsekv",
@@ -43,7 +44,7 @@ def _common(
     output.state.debug = debug
 
 
-for command in (generate, plan, calibrate, calibrate_device, doctor, fetch, demo):
+for command in (generate, serve, plan, calibrate, calibrate_device, doctor, fetch, demo):
     app.command()(output.one_line_errors(command))
 app.add_typer(evaluate)
 # What follows these names is the benchmark's or lm-eval's own.

@@ -1,0 +1,243 @@
+"""``hf-sparsekv serve``."""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import socket
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..config import OffloadConfig
+from . import loading
+from . import options as opt
+from .output import CommandError, note
+
+NEEDED = {"fastapi": "fastapi", "uvicorn": "uvicorn", "prometheus_client": "prometheus-client"}
+WARM_UP = 64  # tokens
+GRACE_S = 10  # that clients have to take the ends of their answers
+
+_REQUESTS = "Requests"
+_SERVER = "Server"
+
+
+@opt.takes(opt.DecodingOptions)
+def serve(
+    model: opt.Model,
+    host: Annotated[
+        str, typer.Option(help="0.0.0.0 lets other machines in: give an API key then.", rich_help_panel=_SERVER)
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.", rich_help_panel=_SERVER)] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="HF_SPARSEKV_API_KEY",
+            show_envvar=False,
+            help="That clients must send; better in HF_SPARSEKV_API_KEY, where other users do not see it.",
+            show_default=False,
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    model_id: Annotated[
+        str | None,
+        typer.Option(
+            help="The name that clients ask for; default: MODEL, of a directory its name.",
+            show_default=False,
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    max_body: Annotated[
+        str, typer.Option(metavar="SIZE", help="Of a request's body.", rich_help_panel=_SERVER)
+    ] = "16MiB",
+    max_rows: Annotated[int, typer.Option(min=1, help="That decode together.", rich_help_panel=_REQUESTS)] = 32,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            parser=opt.parse_tokens,
+            metavar="TOKENS",
+            help="Of a prompt and its answer together: 4096, 32k; default: the model's.",
+            show_default=False,
+            rich_help_panel=_REQUESTS,
+        ),
+    ] = None,
+    batch_tokens: Annotated[
+        int | None,
+        typer.Option(
+            parser=opt.parse_tokens,
+            metavar="TOKENS",
+            help="Of all running requests together, with the longest answers they asked for; default: what fits.",
+            show_default=False,
+            rich_help_panel=_REQUESTS,
+        ),
+    ] = None,
+    max_answer: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Tokens of a chat's answer if the client does not say: memory is reserved for them.",
+            rich_help_panel=_REQUESTS,
+        ),
+    ] = 4096,
+    max_waiting: Annotated[
+        int, typer.Option(min=0, help="Requests that may wait; more are refused (429).", rich_help_panel=_REQUESTS)
+    ] = 256,
+    max_wait_s: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Seconds that a request may be expected to wait (429); default: any.",
+            show_default=False,
+            rich_help_panel=_REQUESTS,
+        ),
+    ] = None,
+    prefill_ms: Annotated[
+        float,
+        typer.Option(min=0.1, help="Of the GPU's time for prompts between two steps.", rich_help_panel=_REQUESTS),
+    ] = 20.0,
+    device_kv: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="GPU memory for copies of chosen tokens; default: what the cache takes by itself.",
+            show_default=False,
+            rich_help_panel=_REQUESTS,
+        ),
+    ] = None,
+    host_kv: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Host memory for keys and values; default: 80 % of the machine's or container's.",
+            show_default=False,
+            rich_help_panel=_REQUESTS,
+        ),
+    ] = None,
+    cache: Annotated[opt.CacheKind, typer.Option("--cache", help="How steps choose.")] = opt.CacheKind.two_level,
+    dtype: opt.DTypeOption = opt.DType.auto,
+    device: opt.Device = "auto",
+    *,
+    options: opt.DecodingOptions,
+) -> None:
+    """Serve a model over HTTP as OpenAI's API does, many requests over one sparse cache."""
+    _check_installed()
+    if cache is opt.CacheKind.dense:
+        raise typer.BadParameter("serve has sparse caches only: leave --cache dense out")
+    if options.max_length is not None:
+        raise typer.BadParameter("--max-length has no meaning here: --context says how long requests may be")
+    if api_key is not None and not api_key.strip():
+        raise typer.BadParameter("--api-key (or HF_SPARSEKV_API_KEY) is empty: give a key, or leave it out")
+    config = options.config(cache)
+    opt.check_place(cache, config, options.offload)
+    from ..serving.config import ServingConfig
+
+    serving = ServingConfig(
+        max_rows=max_rows,
+        max_length=context,
+        max_tokens=batch_tokens,
+        max_waiting=max_waiting,
+        max_wait_s=max_wait_s,
+        prefill_ms=prefill_ms,
+    )
+    offload = _offload(options.offload, device_kv, host_kv)
+    body = opt.parse_bytes(max_body)
+    listener = _listen(host, port)  # first: that a port is taken is told before a model is loaded
+    try:
+        _serve(
+            model,
+            model_id or _name(model),
+            listener,
+            api_key,
+            body,
+            max_answer,
+            (config, offload, serving, dtype, device),
+        )
+    finally:
+        listener.close()
+
+
+def _serve(model, model_id, listener, api_key, max_body, max_answer, settings) -> None:
+    from ..serving.engine import Engine
+    from ..serving.http import create_app
+    from ..serving.request import Sampling
+
+    config, offload, serving, dtype, device = settings
+    tokenizer, loaded = loading.load(model, opt.torch_dtype(dtype), loading.pick_device(device))
+    with Engine(loaded, tokenizer, config, offload, serving) as engine:
+        length = max(1, min(WARM_UP, engine.max_length - 2))
+        engine.submit([0] * length, Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)).result()
+        app = create_app(engine, model_id, api_key, max_body, max_answer)
+        server = _server(app, engine)
+        listener.listen(2048)
+        address, port = listener.getsockname()[:2]
+        shown = f"[{address}]" if ":" in address else address
+        note(f"{model_id}: up to {engine.max_length:,} tokens a request, {serving.max_rows} rows, {config.brief()}")
+        note(f"listening on http://{shown}:{port}/v1{'' if api_key is None else ' (with an API key)'}; Ctrl-C ends it")
+        if api_key is None and not ipaddress.ip_address(address).is_loopback:
+            note("anybody who reaches this machine may ask: no API key is set")
+        server.run(sockets=[listener])
+
+
+def _server(app, engine):
+    """uvicorn's, which on the first signal lets those who wait have their answers, and stops on the second."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        draining = False
+
+        def handle_exit(self, sig, frame) -> None:
+            if self.draining:
+                self.force_exit = self.should_exit = True
+            else:
+                self.draining = True
+                threading.Thread(target=self.drain, name="drain", daemon=True).start()
+
+        def drain(self) -> None:
+            stats = engine.stats()
+            left = stats.running + stats.waiting + stats.held + stats.prefilling
+            note(f"draining: {left} requests are left, no more are taken; once more to stop at once")
+            engine.drain()
+            self.should_exit = True
+
+    options = {"log_level": "warning", "access_log": False, "ws": "none", "server_header": False}
+    return Server(uvicorn.Config(app, **options, proxy_headers=False, timeout_graceful_shutdown=GRACE_S))
+
+
+def _check_installed() -> None:
+    missing = [name for module, name in NEEDED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise CommandError(
+            f"serve needs {', '.join(missing)}: install the extra, `pip install '.[serve]'` in a checkout, or "
+            f"`pip install {' '.join(missing)}`"
+        )
+
+
+def _offload(offload: bool, device_kv: str | None, host_kv: str | None) -> OffloadConfig | None:
+    if not offload and (device_kv is not None or host_kv is not None):
+        name = "--device-kv" if device_kv is not None else "--host-kv"
+        raise typer.BadParameter(f"{name} is for keys and values in host memory: leave --no-offload out")
+    if not offload:
+        return None
+    device, host = (None if given is None else opt.parse_bytes(given) for given in (device_kv, host_kv))
+    return OffloadConfig(device_pool=device, max_host_bytes=host)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Bound, and not yet listening: clients are refused while the model is loaded."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, proto)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        raise CommandError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return bound
+
+
+def _name(model: str) -> str:
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_dir() else model

@@ -1,0 +1,234 @@
+"""From handles, which the engine's threads write to, to responses, which a client reads at its own pace."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ..request import Handle, Output, Piece
+from .errors import ApiError, dumped, told
+
+JOIN = 256  # texts that wait for a reader before they become one
+TICK_S = 1.0
+KEEP_ALIVE_S = 15.0  # without anything to tell: proxies and clients give up on silent connections
+STALL_S = 60.0  # that a client may take nothing for
+
+log = logging.getLogger(__name__)
+
+
+class News(NamedTuple):
+    """What has come of one request: text, and its end if it has ended."""
+
+    which: int
+    text: str
+    end: Output | BaseException | None
+
+
+class Answers:
+    """What comes of several handles, for one coroutine; whatever the reader does not take is joined.
+
+    Args:
+        handles: of the requests; each is listened to.
+        text: False if only their ends are of interest.
+    """
+
+    def __init__(self, handles: Sequence[Handle], text: bool = True) -> None:
+        self.handles = list(handles)
+        self._text = text
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()  # of what follows; the event belongs to the loop
+        self._texts: list[list[str]] = [[] for _ in handles]
+        self._ends: list[Output | BaseException | None] = [None] * len(self.handles)
+        self._woken = False
+        self._event = asyncio.Event()
+        for which, handle in enumerate(self.handles):
+            handle.listen(partial(self._hear, which))
+
+    def _hear(self, which: int, news: Piece | Output | BaseException) -> None:
+        """On the engine's thread: wakes the loop once until it has looked."""
+        with self._lock:
+            if not isinstance(news, Piece):
+                self._ends[which] = news
+            elif self._text and news.text:
+                texts = self._texts[which]
+                texts.append(news.text)
+                if len(texts) >= JOIN:
+                    texts[:] = ["".join(texts)]
+            else:
+                return
+            if self._woken:
+                return
+            self._woken = True
+        self._loop.call_soon_threadsafe(self._event.set)
+
+    def wake(self) -> None:
+        """Let :meth:`news` come back with what there is, nothing perhaps."""
+        self._event.set()
+
+    async def news(self) -> list[News]:
+        """Wait for what has come since the last call."""
+        await self._event.wait()
+        self._event.clear()
+        with self._lock:
+            self._woken = False
+            found = [
+                News(which, "".join(texts), end)
+                for which, (texts, end) in enumerate(zip(self._texts, self._ends))
+                if texts or end is not None
+            ]
+            self._texts = [[] for _ in self.handles]
+            self._ends = [None] * len(self.handles)
+        return found
+
+    async def outputs(self) -> list[Output]:
+        """Wait for all ends.
+
+        Raises:
+            BaseException: what the first one failed with.
+        """
+        outputs: dict[int, Output] = {}
+        while len(outputs) < len(self.handles):
+            for one in await self.news():
+                if one.end is not None:
+                    outputs[one.which] = finished(one.end)
+        return [outputs[which] for which in range(len(self.handles))]
+
+    def cancel(self) -> None:
+        """All of them; those that have ended do not mind."""
+        for handle in self.handles:
+            handle.cancel()
+
+
+def finished(end: Output | BaseException) -> Output:
+    """The output, or what a client is told instead, raised."""
+    if isinstance(end, BaseException):
+        log.error("a request has failed", exc_info=end)
+        raise told(end)
+    if end.finish_reason == "cancelled":  # not by the client, who is listening
+        raise ApiError(503, "the server has ended this request: it is stopping", code="closed")
+    return end
+
+
+async def gone(receive: Receive) -> None:
+    """Wait until the client is gone; to be called when its body has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_there(receive: Receive, answers: Answers) -> list[Output] | None:
+    """All outputs, or None if the client has gone before; then the requests are cancelled, as after an error."""
+    tasks = [asyncio.ensure_future(answers.outputs()), asyncio.ensure_future(gone(receive))]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return await tasks[0] if tasks[0].done() else None
+    finally:
+        answers.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Format:
+    """How the pieces of answers look; one object for each stream."""
+
+    def first(self, which: int) -> list[object]:
+        """Told before the first text."""
+        return []
+
+    def text(self, which: int, text: str) -> list[object]:
+        """Text has come."""
+        raise NotImplementedError
+
+    def last(self, which: int, output: Output) -> list[object]:
+        """One answer is complete."""
+        raise NotImplementedError
+
+    def usage(self, outputs: Sequence[Output]) -> list[object]:
+        """All are."""
+        return []
+
+
+class EventStream(Response):
+    """Pieces of answers as server-sent events.
+
+    A client that goes away, or takes nothing for a minute, cancels its requests. A slow one gets several pieces as one;
+    what waits for it is no more than its answers.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answers: Answers, form: Format) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._answers = answers
+        self._form = form
+        self._sending: float | None = None  # since when
+        self._sent = time.monotonic()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all, while somebody takes it."""
+        tasks = [asyncio.ensure_future(self._stream(send)), asyncio.ensure_future(gone(receive))]
+        ticking = asyncio.ensure_future(self._tick(tasks[0]))
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._answers.cancel()
+            for task in (*tasks, ticking):
+                task.cancel()
+            results = await asyncio.gather(*tasks, ticking, return_exceptions=True)
+        if isinstance(results[0], Exception) and not isinstance(results[0], OSError):
+            raise results[0]
+
+    async def _tick(self, streaming: asyncio.Task) -> None:
+        """Looks after a stream: one timer for it, not one for each piece."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = time.monotonic()
+            if self._sending is not None and now - self._sending > STALL_S:
+                log.warning("a client has taken nothing for %g s: its requests are cancelled", STALL_S)
+                streaming.cancel()
+                return
+            if self._sending is None and now - self._sent > KEEP_ALIVE_S:
+                self._answers.wake()
+
+    async def _stream(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with contextlib.aclosing(self._events()) as events:
+            async for body in events:
+                self._sending = time.monotonic()
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                self._sending, self._sent = None, time.monotonic()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        form, outputs = self._form, {}
+        count = len(self._answers.handles)
+        yield b"".join(event(one) for which in range(count) for one in form.first(which)) or b": begun\n\n"
+        try:
+            while len(outputs) < count:
+                events = []
+                for which, text, end in await self._answers.news():
+                    if text:
+                        events += [event(one) for one in form.text(which, text)]
+                    if end is not None:
+                        outputs[which] = finished(end)
+                        events += [event(one) for one in form.last(which, outputs[which])]
+                yield b"".join(events) or b": waiting\n\n"
+        except ApiError as error:
+            yield event(error.body())
+            return
+        yield b"".join(event(one) for one in form.usage([outputs[which] for which in range(count)])) + event("[DONE]")
+
+
+def event(data: object) -> bytes:
+    """One server-sent event; JSON has no line ends of its own."""
+    return b"data: " + (data.encode() if isinstance(data, str) else dumped(data)) + b"\n\n"

@@ -1,0 +1,95 @@
+"""An engine's counts as Prometheus reads them: made when they are asked for, nothing global."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ..request import EngineStats, Samples
+
+PREFIX = "hf_sparsekv_"
+
+# name -> (field of EngineStats, what it is)
+NOW = {
+    "requests_running": ("running", "Requests that decode."),
+    "requests_waiting": ("waiting", "Requests that have not begun."),
+    "requests_held": ("held", "Requests held back: their working set does not fit beside the others'."),
+    "requests_prefilling": ("prefilling", "Requests whose prompts are being read."),
+    "device_slots": ("device_tokens", "Slots for copies of tokens on the device."),
+    "device_slots_used": ("device_tokens_used", "Slots for copies of tokens on the device that are in use."),
+    "host_bytes": ("host_bytes", "Keys and values in host memory, bytes."),
+}
+COUNTS = {
+    "requests": ("requests", "Requests accepted."),
+    "requests_finished": ("finished", "Requests that came to their end."),
+    "requests_cancelled": ("cancelled", "Requests cancelled."),
+    "requests_failed": ("failed", "Requests that ended with an error."),
+    "prompt_tokens": ("prompt_tokens", "Tokens of prompts that were read."),
+    "cached_prompt_tokens": ("cached_tokens", "Tokens of prompts that were in the prefix cache."),
+    "generated_tokens": ("generated_tokens", "Tokens generated."),
+    "decode_steps": ("steps", "Decode steps."),
+    "decode_seconds": ("step_s", "Seconds in decode steps."),
+    "prefill_seconds": ("prefill_s", "Seconds in prompts."),
+    "graph_captures": ("captures", "CUDA graphs captured."),
+    "link_bytes": ("link_bytes", "Bytes copied between host and device."),
+}
+TIMES = {
+    "queue_seconds": ("queue_s", "Seconds from a request's arrival to the beginning of its prompt."),
+    "time_to_first_token_seconds": ("ttft_s", "Seconds from a request's arrival to its first token."),
+    "time_between_tokens_seconds": ("between_s", "Seconds between two tokens of a request."),
+    "request_seconds": ("total_s", "Seconds from a request's arrival to its end."),
+}
+
+
+class EngineCollector(Collector):
+    """Makes metrics of a snapshot each time Prometheus asks.
+
+    Args:
+        stats: gives the snapshot.
+        ready: the engine takes requests.
+    """
+
+    def __init__(self, stats: Callable[[], EngineStats], ready: Callable[[], bool]) -> None:
+        self._stats = stats
+        self._ready = ready
+
+    def describe(self) -> list[Metric]:
+        """Nothing: a registry need not ask the engine when this is added."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All of them."""
+        stats = self._stats()
+        yield GaugeMetricFamily(PREFIX + "ready", "1 if the engine takes requests.", value=float(self._ready()))
+        for name, (field, about) in NOW.items():
+            yield GaugeMetricFamily(PREFIX + name, about, value=getattr(stats, field))
+        if stats.host_limit is not None:
+            about = "Keys and values that host memory may hold, bytes."
+            yield GaugeMetricFamily(PREFIX + "host_limit_bytes", about, value=stats.host_limit)
+        for name, (field, about) in COUNTS.items():
+            yield CounterMetricFamily(PREFIX + name, about, value=getattr(stats, field))
+        refused = CounterMetricFamily(PREFIX + "requests_refused", "Requests not accepted.", labels=["reason"])
+        for reason, count in sorted(stats.refused.items()):
+            refused.add_metric([reason], count)
+        yield refused
+        for name, (field, about) in TIMES.items():
+            yield histogram(PREFIX + name, about, getattr(stats, field))
+
+
+def histogram(name: str, about: str, samples: Samples) -> HistogramMetricFamily:
+    """Counts of buckets alone as Prometheus has them: each with those below it."""
+    buckets, total = [], 0
+    for bound, count in zip((*map(str, samples.bounds), "+Inf"), samples.counts):
+        total += count
+        buckets.append((bound, total))
+    return HistogramMetricFamily(name, about, buckets=buckets, sum_value=samples.sum)
+
+
+def registry(stats: Callable[[], EngineStats], ready: Callable[[], bool]) -> CollectorRegistry:
+    """A registry of its own for one engine."""
+    made = CollectorRegistry(auto_describe=False)
+    made.register(EngineCollector(stats, ready))
+    return made

@@ -1,0 +1,345 @@
+"""What the endpoints take: bodies as Python has them from JSON, checked and made into settings.
+
+Every field is known, refused with a reason, or an error: a client that asks for something must not get an answer as if
+it had not. ``null`` is the same as a field that is not there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from ..request import Sampling
+from .errors import ApiError
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
+BOTH = {"model", "max_tokens", "stream", "stream_options", "user", *SAMPLING}
+COMPLETION = BOTH | {"prompt"}
+CHAT = BOTH | {"messages", "max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs"}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+COMPLETION_TOKENS = 16  # of /v1/completions if none are asked for, as OpenAI's
+
+
+class Refused(NamedTuple):
+    """A field of OpenAI's that changes nothing with some values, and is refused with others."""
+
+    neutral: Callable[[Any], bool]
+    why: str
+
+
+def _zero(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == 0
+
+
+def _one(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value == 1
+
+
+def _false(value: object) -> bool:
+    return value is False
+
+
+def _empty(value: object) -> bool:
+    return value in ("", [], {})
+
+
+_PENALTY = Refused(_zero, "is not there: repetition_penalty makes tokens that were used less likely")
+REFUSED = {
+    "n": Refused(_one, "must be 1: a request gives one answer; send it several times for more"),
+    "best_of": Refused(_one, "is not there: log probabilities, which it would compare, are not kept"),
+    "echo": Refused(_false, "is not there: the answer is what follows the prompt"),
+    "suffix": Refused(_empty, "is not there: text is continued, not filled in"),
+    "logprobs": Refused(_false, "are not there: tokens are drawn on the device, and only they leave it"),
+    "top_logprobs": Refused(_zero, "are not there: tokens are drawn on the device, and only they leave it"),
+    "logit_bias": Refused(_empty, "is not there: temperature, top_p, top_k, min_p and repetition_penalty are"),
+    "response_format": Refused(
+        lambda value: value == {"type": "text"}, "is not there: answers are not held to a grammar or a schema"
+    ),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "parallel_tool_calls": Refused(lambda value: value is True, "cannot be turned off: the model decides"),
+    "functions": Refused(_empty, "are not there: give tools"),
+    "function_call": Refused(lambda value: value == "none", "is not there: give tools"),
+    "modalities": Refused(lambda value: value == ["text"], "other than text are not there"),
+    "store": Refused(_false, "is not there: nothing is kept"),
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request of a client.
+
+    Attributes:
+        prompts: texts or token ids, one answer each; of a conversation None.
+        messages: of a conversation, as chat templates take them.
+        template: further arguments of the chat template.
+        sampling: its settings; ``max_tokens`` only if ``limited``.
+        limited: the client has said how long the answer may be.
+        stream: pieces as they come.
+        include_usage: a last piece with the counts of tokens.
+    """
+
+    prompts: tuple[str | list[int], ...] | None
+    messages: list[dict[str, Any]] | None
+    template: dict[str, Any] = field(default_factory=dict)
+    sampling: Sampling = field(default_factory=Sampling)
+    limited: bool = False
+    stream: bool = False
+    include_usage: bool = False
+
+    def sampled(self, prompt_tokens: int, most: int, default: int | None) -> Sampling:
+        """Its settings for a prompt of so many tokens.
+
+        Args:
+            most: tokens that prompt and answer may have together.
+            default: of the answer if the client has not said; None: what is left.
+        """
+        if self.limited:
+            return self.sampling
+        left = max(1, most - prompt_tokens)
+        return replace(self.sampling, max_tokens=left if default is None else min(left, default))
+
+
+def loads(body: bytes) -> dict[str, Any]:
+    """A body's JSON object, without fields that are null.
+
+    Raises:
+        ApiError: it is none.
+    """
+    try:
+        value = json.loads(body)
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+    except ValueError as error:  # no JSON, no UTF-8, an integer of thousands of digits
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body must be a JSON object, got {_kind(value)}")
+    return {name: one for name, one in value.items() if one is not None}
+
+
+def check_model(body: Mapping[str, Any], served: str) -> None:
+    """404 unless it asks for the model that is served, or for none."""
+    asked = body.get("model", served)
+    if not isinstance(asked, str):
+        raise ApiError(400, f"model must be a string, got {_kind(asked)}", "model")
+    if asked != served:
+        raise ApiError(404, f"there is no model {asked!r} here: this server has {served!r}", "model", "model_not_found")
+
+
+def completion(body: Mapping[str, Any]) -> Asked:
+    """The body of ``/v1/completions``.
+
+    Raises:
+        ApiError: a field is wrong, unknown or refused.
+    """
+    _check_fields(body, COMPLETION)
+    if "prompt" not in body:
+        raise ApiError(400, "prompt is missing: give text, token ids, or a list of either", "prompt")
+    prompts = _prompts(body["prompt"])
+    return replace(_common(body, "max_tokens"), prompts=prompts)
+
+
+def chat(body: Mapping[str, Any]) -> Asked:
+    """The body of ``/v1/chat/completions``.
+
+    Raises:
+        ApiError: a field is wrong, unknown or refused.
+    """
+    _check_fields(body, CHAT)
+    if "messages" not in body:
+        raise ApiError(400, "messages is missing: give a list of {role, content}", "messages")
+    if "max_tokens" in body and body.get("max_completion_tokens", body["max_tokens"]) != body["max_tokens"]:
+        raise ApiError(400, "max_tokens and max_completion_tokens say different things: give one", "max_tokens")
+    limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+    messages, template = _messages(body["messages"]), _template(body)
+    return replace(_common(body, limit), messages=messages, template=template)
+
+
+def _common(body: Mapping[str, Any], limit: str) -> Asked:
+    given = {name: body[name] for name in SAMPLING if name in body}
+    if given.get("top_k") == -1:
+        given["top_k"] = 0  # as vLLM: all
+    stop = given.get("stop", ())
+    if not isinstance(stop, str | list | tuple):
+        raise ApiError(400, f"stop must be strings, got {_kind(stop)}", "stop")
+    _all_whole(stop, "stop")
+    if limit in body:
+        given["max_tokens"] = body[limit]
+    try:
+        sampling = Sampling(**given)
+    except (ValueError, TypeError) as error:
+        name = str(error).split(maxsplit=1)[0]
+        shown = limit if name == "max_tokens" else name
+        raise ApiError(400, str(error).replace(name, shown, 1), shown) from None
+    options = body.get("stream_options", {})
+    stream = _flag(body, "stream")
+    if not isinstance(options, dict) or options.keys() - {"include_usage"}:
+        raise ApiError(400, f"stream_options must be an object with include_usage, got {options!r}", "stream_options")
+    if options and not stream:
+        raise ApiError(400, "stream_options goes with stream: true only", "stream_options")
+    return Asked(None, None, {}, sampling, limit in body, stream, _flag(options, "include_usage"))
+
+
+def _check_fields(body: Mapping[str, Any], known: set[str]) -> None:
+    for name, value in body.items():
+        if name in REFUSED:
+            if not REFUSED[name].neutral(value):
+                raise ApiError(400, f"{name} {REFUSED[name].why}", name, "unsupported_parameter")
+        elif name not in known:
+            near = difflib.get_close_matches(name, known | REFUSED.keys(), n=1)
+            hint = f": did you mean {near[0]}?" if near else f": it has {', '.join(sorted(known))}"
+            raise ApiError(400, f"{name[:80]!r} is no field of this endpoint{hint}", name[:80], "unknown_parameter")
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if not isinstance(value, bool | None):
+        raise ApiError(400, f"{name} must be true or false, got {_kind(value)}", name)
+    return bool(value)
+
+
+def _prompts(prompt: object) -> tuple[str | list[int], ...]:
+    wrong = ApiError(400, "prompt must be text, a list of token ids, or a list of texts or of such lists", "prompt")
+    if isinstance(prompt, str):
+        prompts = [prompt]
+    elif not isinstance(prompt, list):
+        raise wrong
+    elif prompt and all(type(one) is int for one in prompt):
+        prompts = [prompt]
+    else:
+        prompts = prompt
+    if not prompts or not all(one or not isinstance(one, str | list) for one in prompts):
+        raise ApiError(400, "prompt is empty: an answer needs something to follow", "prompt")
+    for one in prompts:
+        if isinstance(one, str):
+            _whole(one, "prompt")
+        elif not isinstance(one, list) or not all(type(token) is int for token in one):
+            raise wrong
+    if len({type(one) for one in prompts}) > 1:
+        raise wrong
+    return tuple(prompts)
+
+
+def _messages(messages: object) -> list[dict[str, Any]]:
+    if not isinstance(messages, list):
+        raise ApiError(400, f"messages must be a list of {{role, content}}, got {_kind(messages)}", "messages")
+    if not messages:
+        raise ApiError(400, "messages is empty: an answer needs something to follow", "messages")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _message(message: object, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise ApiError(400, f"{where} must be an object with role and content, got {_kind(message)}", "messages")
+    message = {name: value for name, value in message.items() if value is not None}
+    _all_whole(message, "messages")
+    role = message.get("role")
+    if role not in ROLES:
+        raise ApiError(400, f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}", "messages")
+    if role == "developer":
+        message["role"] = "system"  # the name that templates know
+    if "content" in message:
+        message["content"] = _content(message["content"], f"{where}.content")
+    elif role == "assistant" and message.get("tool_calls"):
+        message["content"] = ""
+    else:
+        raise ApiError(400, f"{where}.content is missing", "messages")
+    if "tool_calls" in message:
+        message["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
+    return message
+
+
+def _content(content: object, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ApiError(400, f"{where} must be text or a list of parts, got {_kind(content)}", "messages")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            what = f"a part of type {kind!r}" if isinstance(kind, str) else "a part without a type"
+            raise ApiError(400, f"{where} has {what}: this server reads text only", "messages")
+        if not isinstance(part.get("text"), str):
+            raise ApiError(400, f"{where}: text must be a string, got {_kind(part.get('text'))}", "messages")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
+    """As templates take them: with arguments as an object, where OpenAI's API has JSON in a string."""
+    made = []
+    for call in calls if isinstance(calls, list) else [None]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ApiError(400, f"{where} must be a list of {{id, type, function: {{name, arguments}}}}", "messages")
+        arguments = function.get("arguments", {})
+        try:
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            raise ApiError(400, f"{where}: arguments of {function['name']!r} are not JSON", "messages") from None
+        made.append({**call, "function": {**function, "arguments": arguments}})
+    return made
+
+
+def _template(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments for the chat template: tools, and what the template itself knows."""
+    given = body.get("chat_template_kwargs", {})
+    if not isinstance(given, dict):
+        raise ApiError(400, f"chat_template_kwargs must be an object, got {_kind(given)}", "chat_template_kwargs")
+    own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    for name, value in given.items():
+        # Not another template, which would be a program, nor other ways to tokenise.
+        if name in own or name == "messages" or not isinstance(value, str | int | float | bool | None):
+            raise ApiError(
+                400,
+                f"chat_template_kwargs: {name!r} is no variable of a template with a plain value",
+                "chat_template_kwargs",
+            )
+    _all_whole(given, "chat_template_kwargs")
+    choice = body.get("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        raise ApiError(
+            400, "tool_choice must be auto or none: the model decides, it is not held to a tool", "tool_choice"
+        )
+    tools = body.get("tools")
+    if not tools or choice == "none":
+        return given
+    tools = tools if isinstance(tools, list) else [None]
+    functions = [one.get("function") if isinstance(one, dict) else None for one in tools]
+    if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in functions):
+        raise ApiError(400, "tools must be a list of {type: function, function: {name, ...}}", "tools")
+    _all_whole(tools, "tools")
+    return {**given, "tools": tools}
+
+
+def _all_whole(value: object, name: str) -> None:
+    """Every text in there can be written as UTF-8."""
+    todo = [value]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, str):
+            _whole(one, name)
+        elif isinstance(one, dict):
+            todo += [*one.keys(), *one.values()]
+        elif isinstance(one, list):
+            todo += one
+
+
+def _whole(text: str, name: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ApiError(400, f"{name} has half a surrogate pair (\\ud800 to \\udfff): that is no text", name) from None
+
+
+def _kind(value: object) -> str:
+    """What JSON calls it."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
+    return names.get(type(value), f"{value!r:.80}")

@@ -1,0 +1,87 @@
+"""Tool calls in an answer, read by transformers' ``parse_response`` as the model's template writes them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ..request import Output
+from .errors import ApiError
+
+# For tokenizers without a response_template of their own, whose chat templates show calls in this way: Hermes, Qwen 2.5
+# and 3. The names of the fields are transformers'.
+IN_TAGS = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "thinking": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"\s*<\|im_end\|>", "content": "text"},
+    },
+}
+SHOWS_TAGS = ("<|im_start|>", "<tool_call>", "</tool_call>", '"arguments"')
+
+log = logging.getLogger(__name__)
+
+
+class ToolReader:
+    """Makes messages of answers to one conversation with tools.
+
+    Args:
+        tokenizer: with the chat template that the tools are given to.
+        tools: as clients give them.
+        prompt: ids, in which the template may have begun the message.
+
+    Raises:
+        ApiError: the template knows no tools, or how its model writes calls is not known.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]], prompt: Sequence[int]) -> None:
+        template = tokenizer.get_chat_template(tools=tools)
+        if "tools" not in template:
+            raise ApiError(400, "this model's chat template knows no tools", "tools", "unsupported_parameter")
+        self._form = getattr(tokenizer, "response_template", None)
+        if self._form is None and all(tag in template for tag in SHOWS_TAGS):
+            self._form = IN_TAGS
+        if self._form is None:
+            message = "this model's tokenizer does not say how calls of tools are written (response_template)"
+            raise ApiError(400, message, "tools", "unsupported_parameter")
+        self._tokenizer, self._tools = tokenizer, tools
+        self._prompt = tokenizer.decode(list(prompt))
+
+    def message(self, output: Output, cut: bool) -> dict[str, Any]:
+        """``content``, and ``tool_calls`` or ``reasoning_content`` if there are any; the text if it cannot be read.
+
+        Args:
+            cut: stop strings were asked for: the text is read, without special tokens, not the tokens.
+        """
+        try:
+            plain = cut or self._form is IN_TAGS  # whose tags are no special tokens
+            text = output.text if plain else self._tokenizer.decode(list(output.token_ids), skip_special_tokens=False)
+            read = self._tokenizer.parse_response(text, self._form, prefix=self._prompt, tools=self._tools)
+            calls = [_call(call["function"]) for call in read.get("tool_calls") or []]
+        except Exception as error:  # of a model that has written something else
+            log.warning("an answer's tool calls cannot be read (%s): it is given as text", error)
+            return {"content": output.text}
+        message = {"content": read.get("content") or (None if calls else "")}
+        if thinking := read.get("thinking"):
+            message["reasoning_content"] = thinking
+        return {**message, "tool_calls": calls} if calls else message
+
+
+def _call(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments", {})
+    arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    about = {"name": str(function["name"]), "arguments": arguments}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": about}

@@ -1,0 +1,39 @@
+"""A server on a free port, in a thread of the tests' process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+
+@contextmanager
+def serving(app) -> Iterator[str]:
+    """Its address; ended afterwards, whatever is open."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+    config = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listener],), name="server", daemon=True)
+    thread.start()
+    until = time.monotonic() + 30
+    while not server.started:
+        assert thread.is_alive() and time.monotonic() < until, "the server has not started"
+        time.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def wait_until(true, seconds: float = 10.0) -> None:
+    """Wait for a condition, or fail."""
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "it has not come true"
+        time.sleep(0.005)
