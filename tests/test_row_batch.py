@@ -41,8 +41,15 @@ MADE = {
         ProgressiveConfig(**CHOOSE, threshold=0.7, min_tokens=16), OffloadConfig()
     ),
     "ahead": lambda: AsyncPredictiveCache(PredictiveConfig(**BUDGET, predictor="layer:in_delta")),
+    "ahead-host": lambda: AsyncPredictiveCache(PredictiveConfig(**BUDGET, predictor="layer:in_delta"), OffloadConfig()),
     "streaming": lambda: SparseCache(StreamingConfig(block_size=16, sinks=4, window=32, dense_layers=0)),
 }
+
+
+COUNTS = (
+    *("decode_steps", "sparse_calls", "dense_calls", "attended_tokens", "context_tokens", "blocks_chosen"),
+    *("index_bytes_read", "host_to_device_bytes", "device_to_host_bytes", "needed", "found", "foreseen_calls"),
+)
 
 
 class Rows:
@@ -81,7 +88,7 @@ def made(name: str, captured: bool) -> Rows:
     net = alone
     if captured:
         net, _ = imitated()
-    if name == "ahead":
+    if name.startswith("ahead"):
         QueryTap(alone).install()
     return Rows(MADE[name](), net, alone)
 
@@ -110,6 +117,45 @@ def test_rows_answer_as_caches_of_their_own(name, captured):
     finally:
         if name == "ahead":
             QueryTap(it.alone).remove()
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
+@pytest.mark.parametrize("name", ["tokens-host", "blocks-host", "progressive-host", "ahead-host", "streaming"])
+def test_a_held_row_costs_nothing(name, captured):
+    """Steps of others leave it alone, and read, bring and count as much as if it were not there."""
+    one, two = made(name, captured), made(name, captured)
+    try:
+        for it in (one, two):
+            it.join(it.prefill(180, 1))
+        two.join(two.prefill(230, 2))
+        assert max(two.step() for _ in range(6)) < NEAR
+        two.rows.hold(1)
+        assert max(one.step() for _ in range(8)) < NEAR and max(two.step() for _ in range(2)) < NEAR
+        mine, before = row_state(two.rows.cache, 1), [it.rows.cache.stats() for it in (one, two)]
+        for it in (one, two):
+            assert max(it.step() for _ in range(30)) < NEAR  # over blocks that become full
+        assert all(torch.equal(t, was) for t, was in zip(row_state(two.rows.cache, 1), mine, strict=True))
+        alone, both = (it.rows.cache.stats().since(was) for it, was in zip((one, two), before))
+        for count in COUNTS:
+            assert getattr(both, count) == getattr(alone, count), count
+        assert [w.walks for w in both.walks] == [w.walks for w in alone.walks]
+        assert [w.tokens_used for w in both.walks] == [w.tokens_used for w in alone.walks]
+        two.rows.resume(1)
+        assert max(two.step() for _ in range(20)) < NEAR
+    finally:
+        if name == "ahead-host":
+            for it in (one, two):
+                QueryTap(it.alone).remove()
+
+
+def row_state(cache, row: int) -> list[torch.Tensor]:
+    """What the layers keep of one row, copied."""
+    held = []
+    for layer in cache.sparse_layers:
+        store, tokens = layer.store, getattr(layer.policy, "tokens", None)
+        counters = store.counters
+        held += [store.recent_kv, counters.attended, counters.from_host, *(() if tokens is None else tokens.of_rows())]
+    return [t[row].clone() for t in held]
 
 
 def test_prompts_between_two_steps_change_nothing():

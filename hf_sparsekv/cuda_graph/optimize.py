@@ -151,7 +151,8 @@ class StepRunner:
         cache.row_table.ready(rows)
         for layer in layers:  # before page tables are made that name what pools have room for
             layer.store.fit(rows)
-        plans = tuple([layer.prepare() for layer in layers])
+        asked = cache.row_table.asked(rows, cache.new_rows(given["input_ids"].device))
+        plans = tuple([layer.prepare(asked) for layer in layers])
         if not all(plan.captured for plan in plans):  # this step changes what the next ones are
             return self.original(*args, **kwargs)
         with self.lock:
@@ -262,7 +263,8 @@ class StepRunner:
             self._devices = None
             steps.load(rows)
             try:
-                step = graphs[key] = self._capture(ids, positions, cache, rest, plans, (*self._kind(cache), *key[:4]))
+                kind = (*self._kind(cache), *key[:4])
+                step = graphs[key] = self._capture(ids, positions, valid, cache, rest, plans, kind)
             except torch.OutOfMemoryError:  # may fit another time
                 raise
             except RuntimeError as error:  # the model's own code does what no graph can hold
@@ -314,7 +316,8 @@ class StepRunner:
         if table.ids.used > steady.room or table.moves != steady.moves:
             return self._unsteady(cache)
         if rows.sealed != steady.sealed:  # more to choose from: is it still the same step?
-            if any(layer.policy.plan(layer.store) != plan for layer, plan in zip(steady.layers, step.plans)):
+            asked = table.asked(rows, cache.new_rows(ids.device))
+            if any(layer.planned(asked) != plan for layer, plan in zip(steady.layers, step.plans)):
                 return self._unsteady(cache)
             self.steady[cache] = steady = steady._replace(sealed=rows.sealed)
         watch = None if mask is None or rows.valid is not None else self._watch(cache, mask)
@@ -397,6 +400,7 @@ class StepRunner:
         self,
         ids: Tensor,
         positions: Tensor,
+        valid: Tensor | None,
         cache: SparseCache,
         rest: dict,
         plans: tuple[Plan, ...],
@@ -406,7 +410,8 @@ class StepRunner:
         layers = cache.sparse_layers
         table = cache.row_table
         masked = table.rows.valid is not None or table.managed
-        valid = torch.ones_like(ids, dtype=torch.bool) if masked else None
+        if masked:  # of rows that get no token trial steps change nothing
+            valid = torch.ones_like(ids, dtype=torch.bool) if valid is None else valid.clone()
         ids, positions = ids.clone(), positions.clone()
         rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
         saved = [Saved(layer) for layer in layers]
@@ -422,7 +427,8 @@ class StepRunner:
             for ring in rings:
                 ring.replay = replay
             try:
-                table.steps(ids.device).begin(valid if valid is None else valid[:, 0], table.block_size, table.recent)
+                steps = table.steps(ids.device)
+                steps.begin(valid if valid is None else valid[:, 0], table.block_size, table.recent, table.managed)
                 with gathered_experts(self.model):
                     out = self.original(input_ids=ids, position_ids=positions, past_key_values=cache, **rest)
                 replay.join()

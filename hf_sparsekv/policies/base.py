@@ -183,16 +183,17 @@ class Policy(State):
         """Dense attention is as quick as selecting at this batch and length (``config.dense_below``).
 
         Full blocks are what counts: they are what there is to select from. Of rows of different lengths their mean: one
-        decision for the whole batch.
+        decision for the whole batch. Rows that hold nothing do not count.
         """
-        batch, blocks = self._dense_blocks
-        if batch != store.batch:
+        held, (batch, blocks) = store.held, self._dense_blocks
+        rows = max(1, sum(n > 0 for n in held.lengths))
+        if batch != rows:
             config, width = self.config, store.heads * store.token_bytes
             method = self.method if not store.latent else f"{self.method}:mla"  # other kernels, other numbers
-            tokens = dense_tokens(config.dense_below, method, store.device, self.offloaded, store.batch, width)
+            tokens = dense_tokens(config.dense_below, method, store.device, self.offloaded, rows, width)
             blocks = tokens // store.block_size
-            self._dense_blocks = (store.batch, blocks)
-        return sum(store.held.sealed) <= blocks * store.batch
+            self._dense_blocks = (rows, blocks)
+        return sum(held.sealed) <= blocks * rows
 
     def plan(self, store: LayerStore) -> Plan:
         """What the next step does; also the key of its graph. Changes nothing."""

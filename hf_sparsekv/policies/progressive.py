@@ -227,13 +227,14 @@ class ProgressivePolicy(Policy):
         )
         if self.config.group_reduce == "sum":  # as the estimate: over all heads, on one scale
             held, whole = held.logsumexp(-1, keepdim=True), whole.logsumexp(-1, keepdim=True)
-        true = (held - whole).exp().amin(-1)  # [batch, H]
-        walks, mass, least, estimate = self._audited
+        there = store.rows[:, 0] > 0
+        true, mass = (held - whole).exp().amin(-1)[there], found.mass[there]  # [rows, H]
+        walks, sum_of, least, estimate = self._audited
         self._audited = (
             walks + true.numel(),
-            mass + float(true.double().sum()),
+            sum_of + float(true.double().sum()),
             min(least, float(true.min())),
-            estimate + float(found.mass.double().sum()),
+            estimate + float(mass.double().sum()),
         )
 
     def measured(self) -> tuple[WalkStats | PackStats, ...]:
