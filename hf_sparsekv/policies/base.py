@@ -14,6 +14,7 @@ from ..kv.store import LayerStore, Tally
 from ..ops.seal import Index
 from ..types import AttentionParams
 from .crossover import dense_tokens
+from .device_tokens import DeviceTokens
 from .label_index import LabelIndex
 from .measured import PackStats, WalkStats
 from .memory import Memory, Request
@@ -70,6 +71,7 @@ class Policy(State):
     low_priority = True  # look-ahead runs on a low-priority stream, on SMs that the step leaves idle
     second_bytes = 0  # allocated on a second device
     labels: LabelIndex | None = None
+    tokens: DeviceTokens | None = None  # copies of chosen tokens
     foresight: str | None = None  # what of the layer before is asked for, see `foresees_by`
     warns_unforeseen = False  # without hooks on the model a step does not do what was asked for: worth a warning
     source: str | None = None  # where that comes from: who has put hooks on the model says so
@@ -173,9 +175,13 @@ class Policy(State):
     ) -> None:
         """Row ``row`` becomes row ``source`` of ``other``; ``pairs``: see :meth:`..kv.state.State.put_row`."""
         self.put_row(row, other, pairs, source)
+        if self.tokens is not None:
+            self.tokens.forget_row(row)
 
     def crop_row(self, row: int) -> None:
         """The last tokens of a row of a batch of which rows come and go were removed, full blocks among them."""
+        if self.tokens is not None:
+            self.tokens.forget_row(row)  # these may become other tokens
 
     # ------------------------------------------------------------------ a step
 
