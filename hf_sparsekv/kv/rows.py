@@ -202,6 +202,14 @@ class StepRows:
         self.windows: dict[int, Tensor] = {}
         self.held: Rows | None = None
 
+    def first(self, n: int) -> StepRows:
+        """The first ``n`` rows, in the same memory: a step of these leaves the others as they are."""
+        new = object.__new__(StepRows)
+        for name in ("past", "columns", "pads", "now", "after"):
+            setattr(new, name, getattr(self, name)[:n])
+        new.windows, new.held = {size: held[:n] for size, held in self.windows.items()}, None
+        return new
+
     def load(self, rows: Rows) -> None:
         """The next step begins with these."""
         if self.held is not rows:
@@ -556,6 +564,16 @@ class RowTable:
         if n:
             self._write(np.stack((np.full(n, row), np.arange(n)), axis=1), ids)
         self._set(row, self.rows.lengths[source], n)
+
+    def move_row(self, row: int, source: int) -> None:
+        """Row ``row``, which holds nothing, becomes what row ``source`` is, which holds nothing from here on."""
+        at = (self.host[source] >= 0).nonzero()[0]
+        ids, length, sealed = self.host[source, at].copy(), self.rows.lengths[source], self.rows.sealed[source]
+        self.ids.share(ids)
+        if len(at):
+            self._write(np.stack((np.full(len(at), row), at), axis=1), ids)
+        self._set(row, length, sealed)
+        self.leave(source)
 
     def cropped_row(self, row: int, length: int) -> Rows:
         """The rows if row ``row`` keeps its first ``length`` tokens."""

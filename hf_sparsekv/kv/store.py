@@ -219,12 +219,14 @@ class LayerStore(State):
     @property
     def block_table(self) -> Tensor:
         """int32 ``[batch, capacity]``, physical block of each full block of each row. Behind these it says nothing."""
-        return self.table_of_rows.on(self.device)
+        held = self.table_of_rows.on(self.device)
+        return held if len(held) == self.batch else held[: self.batch]
 
     @property
     def step_rows(self) -> StepRows:
         """The rows of captured steps, on this device."""
-        return self.table_of_rows.steps(self.device)
+        steps = self.table_of_rows.steps(self.device)
+        return steps if len(steps.past) == self.batch else steps.first(self.batch)
 
     @property
     def rows(self) -> Tensor:
@@ -629,6 +631,12 @@ class LayerStore(State):
         return out.permute(2, 0, 1, 3, 4)
 
     # ------------------------------------------------------------------ changing
+
+    def first_rows(self, n: int) -> LayerStore:
+        """The first ``n`` rows, of which a captured step is to be made."""
+        new = super().first_rows(n)
+        new.batch = n
+        return new
 
     def reindex(self, indexer: Indexer) -> None:
         """Index the full blocks again. Rows that share blocks get blocks of their own: each row has its own index."""

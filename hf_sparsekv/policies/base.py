@@ -175,7 +175,9 @@ class Policy(State):
     ) -> None:
         """Row ``row`` becomes row ``source`` of ``other``; ``pairs``: see :meth:`..kv.state.State.put_row`."""
         self.put_row(row, other, pairs, source)
-        if self.tokens is not None:
+        if self.tokens is not None and other is self:
+            self.tokens.put_row(row, self.tokens, pairs, source)
+        elif self.tokens is not None:  # a prompt has brought nothing
             self.tokens.forget_row(row)
 
     def crop_row(self, row: int) -> None:
