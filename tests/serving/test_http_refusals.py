@@ -270,7 +270,9 @@ def test_a_body_that_does_not_come(url, monkeypatch):
     monkeypatch.setattr(app_module, "BODY_S", 0.2)
     where = urlsplit(url)
     with socket.create_connection((where.hostname, where.port), timeout=5) as connection:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+        )
         connection.sendall(head.encode())
         assert b"408" in connection.recv(1000)
 
@@ -298,9 +300,10 @@ def test_the_key(engine):
 
 def test_too_many_requests_are_told_when_to_come_again():
     with FakeEngine(byte_level(), step_s=0.02, max_rows=1, max_waiting=1) as engine:
-        with serving(create_app(engine, "fake")) as url, openai.OpenAI(
-            base_url=f"{url}/v1", api_key="x", max_retries=0
-        ) as client:
+        with (
+            serving(create_app(engine, "fake")) as url,
+            openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
+        ):
             running = client.completions.create(model="fake", prompt="a", max_tokens=900, stream=True)
             next(iter(running))
             waits = client.completions.create(model="fake", prompt="b", max_tokens=900, stream=True)
