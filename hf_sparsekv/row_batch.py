@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -162,6 +163,41 @@ class RowBatch:
         for layer in cache.sparse_layers:
             layer.end_calibration()
         self._made.append(cache)
+
+    @no_inference_mode
+    @torch.no_grad()
+    def begin(self, ids: np.ndarray, channels: Sequence[Tensor | None]) -> Batch:
+        """A cache of one row beside this batch that begins with full blocks of other rows, which it shares.
+
+        Fill it with what follows, :meth:`adopt` and :meth:`join` it. Some row must have joined before.
+
+        Args:
+            ids: int32 ``[n]``, of blocks 0 .. n - 1. They must have a reference: of the table of a row that is there,
+                or one that was taken.
+            channels: what :meth:`channels` gave for the row that they were made with.
+        """
+        self._check()
+        cache = self.cache.beside()
+        cache.bind(self.cache.model_config)
+        for layer, mine, one in zip(cache.sparse_layers, self.cache.sparse_layers, channels):
+            layer.open(1, mine)
+            if one is not None:
+                layer.policy.labels.channels[0].copy_(one)
+        cache.row_table.begin(ids)
+        for layer in cache.sparse_layers:
+            layer.store.read_sinks()
+        return cache
+
+    def channels(self, row: int) -> tuple[Tensor | None, ...]:
+        """Label channels of a row in each layer, int32 ``[H, r]``; None where there are no labels. Copies."""
+        self._row(row)
+        labels = [layer.policy.labels for layer in self.cache.sparse_layers]
+        return tuple(None if one is None else one.channels[row].clone() for one in labels)
+
+    def blocks(self, row: int) -> np.ndarray:
+        """Ids of a row's full blocks, int32 ``[n]``."""
+        table = self.cache.row_table
+        return table.host[self._row(row), : self.cache.joined_rows().sealed[row]].copy()
 
     def drop(self, prefilled: Prefilled | Batch) -> None:
         """A prompt, read or half read, is not wanted: its blocks are free, its cache is over."""

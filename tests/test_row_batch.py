@@ -124,6 +124,29 @@ def test_a_step_planned_twice_alike_asks_no_layer_again_unless_one_is_incomplete
         it.step()
 
 
+@pytest.mark.parametrize("name", ["tokens", "tokens-host", "blocks-host", "progressive-host", "streaming"])
+def test_a_prompt_that_begins_with_blocks_of_another_row(name):
+    net = model("llama")
+    it = Rows(MADE[name](), net, net)
+    ids = prompt(1, 250, seed=1)["input_ids"]
+    donor = it.join(it.rows.prefill(net, ids[:, :200], chunk=40))
+    n = 9  # blocks of 16
+    cache = it.rows.begin(it.rows.blocks(donor)[:n], it.rows.channels(donor))
+    assert cache.get_seq_length() == n * 16
+    own = MADE[name]()
+    with torch.no_grad():
+        for part in ids[:, : n * 16].split(40, dim=1):
+            net(part, past_key_values=own)
+        expected = net(ids[:, n * 16 :], past_key_values=own).logits[0, -1]
+        found = net(ids[:, n * 16 :], past_key_values=cache).logits[0, -1]
+    assert (found - expected).abs().max() < NEAR
+    it.rows.leave(donor)
+    it.rows.adopt(cache)
+    row = it.rows.join(cache)
+    it.own[row], it.next[row] = own, int(expected.argmax())
+    assert max(it.step() for _ in range(30)) < NEAR
+
+
 def test_prompts_between_two_steps_change_nothing():
     """What prompts bring and choose is theirs: the rows that decode find all that they had."""
     feeds, found = prompt(1, 60, seed=9)["input_ids"][0].tolist(), []

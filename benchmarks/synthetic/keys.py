@@ -245,9 +245,9 @@ def make_keys(k: Tensor, p: LayerParameters, config: SparseConfig, generator: to
     set_sinks(k, p, config)
 
 
-def set_sinks(k: Tensor, p: LayerParameters, config: SparseConfig) -> None:
-    """Give the sinks of ``k [..., context, D]`` keys that take ``p.rest`` of the attention."""
-    context = k.shape[-2]
+def set_sinks(k: Tensor, p: LayerParameters, config: SparseConfig, context: int | None = None) -> None:
+    """Give the sinks of ``k [..., n, D]`` keys that take ``p.rest`` of the attention to ``context`` tokens (n)."""
+    context = k.shape[-2] if context is None else context
     if not (config.sinks and context):
         return
     stored = stored_blocks(config, context) * config.block_size

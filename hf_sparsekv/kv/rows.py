@@ -516,6 +516,16 @@ class RowTable:
             self._write(np.stack((np.full(n, row), np.arange(n)), axis=1), ids)
         self._set(row, theirs.lengths[0], n)
 
+    def begin(self, ids: np.ndarray) -> None:
+        """The only row, which holds nothing, begins with full blocks ``ids``, which it shares."""
+        n = len(ids)
+        if n > self.capacity:
+            self._grow(bucket(n))
+        self.ids.share(ids)
+        self._write(np.stack((np.zeros(n, dtype=np.int64), np.arange(n)), axis=1), ids)
+        self.rows = Rows(self.block_size, n * self.block_size, (n * self.block_size,), (n,))
+        self._memo = _NOTHING
+
     def leave(self, row: int) -> None:
         """Row ``row`` holds nothing from here on."""
         held = self.host[row] >= 0

@@ -313,6 +313,17 @@ class LayerStore(State):
         """Recent-buffer positions of tokens ``start .. end - 1``."""
         return self.sinks + torch.arange(start, end, device=self.device) % self.ring
 
+    @no_inference_mode
+    def read_sinks(self) -> None:
+        """The first row has begun with full blocks that were there: put its sinks where decode steps look for them."""
+        self.join()
+        blocks = min(-(-self.sinks // self.block_size), self.full_blocks)
+        if blocks:
+            out = torch.empty(self.gathered_shape(blocks * self.block_size), dtype=self.dtype, device=self.device)
+            self._read(0, blocks, out)
+            n = min(self.sinks, blocks * self.block_size)
+            self.recent_kv[:, :, :n] = out.flatten(2, 3)[:, :, :n]
+
     # ------------------------------------------------------------------ sealing
 
     def seal_due(self, indexer: Indexer) -> None:

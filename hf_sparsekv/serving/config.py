@@ -15,16 +15,18 @@ class ServingConfig:
     Attributes:
         max_rows: requests that are in the batch at a time, those that are held back included.
         max_length: tokens that a prompt and its answer may have together; None: the model's context.
-        max_tokens: tokens that all requests in the batch may have together, each counted with the longest answer that it
-            asked for. It is what memory is reserved for: on the GPU, or in host memory if the cache is offloaded. None:
-            as many as fit.
+        max_tokens: tokens that all requests in the batch may have together, each counted with the longest answer that
+            it asked for. It is what memory is reserved for: on the GPU, or in host memory if the cache is offloaded.
+            None: as many as fit.
         max_waiting: requests that may wait; more are refused.
         max_wait_s: seconds that a request may be expected to wait; None: any.
-        prefill_ms: milliseconds of the GPU's time for a prompt between two decode steps (an aim: no less than a layer of
-            a chunk is run).
+        prefill_ms: milliseconds of the GPU's time for a prompt between two decode steps (an aim: no less than a layer
+            of a chunk is run).
         chunk: tokens of a prompt that a forward pass reads at most.
         layer_segments: a chunk's forward pass is cut between layers, so that chunks may be long (SparseServe, section
             3.4). False: chunks are as short as ``prefill_ms`` asks, which reads an offloaded past more often.
+        prefix_cache: full blocks of prompts and answers stay, as long as there is room for them, for prompts that begin
+            alike.
         working_set: requests are held back while what they select does not fit the GPU beside the others'
             (SparseServe, section 3.3). Offloaded caches only.
 
@@ -40,6 +42,7 @@ class ServingConfig:
     prefill_ms: float = 20.0
     chunk: int = 16384
     layer_segments: bool = True
+    prefix_cache: bool = True
     working_set: bool = True
 
     def __post_init__(self) -> None:
@@ -66,6 +69,6 @@ class ServingConfig:
             and not math.isnan(self.prefill_ms),
             f"prefill_ms must be a number > 0, got {self.prefill_ms!r}",
         )
-        for name in ("layer_segments", "working_set"):
+        for name in ("layer_segments", "prefix_cache", "working_set"):
             value = getattr(self, name)
             _require(isinstance(value, bool), f"{name} must be True or False, got {value!r}")

@@ -6,8 +6,8 @@
             print(piece.text, end="")
         answers = [handle.result().text for handle in handles]
 
-One thread owns the model and the GPU (:mod:`.loop`); any thread may submit, read and cancel. While an engine is open the
-model is its own: nobody else may call it.
+One thread owns the model and the GPU (:mod:`.loop`); any thread may submit, read and cancel. While an engine is open
+the model is its own: nobody else may call it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ..generating import settings_of, sparse
 from ..row_batch import RowBatch
 from .config import ServingConfig
 from .loop import Loop, Request
+from .prefix import block_keys
 from .request import Busy, Closed, EngineStats, Handle, Output, Piece, Sampling
 from .text import Detokenizer
 
@@ -69,8 +70,8 @@ class Engine:
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) > 1:
             raise ValueError(
-                f"the model's parameters are on {', '.join(sorted(map(str, devices)))}: an engine serves a model that is "
-                "on one device; run one engine a GPU for more requests"
+                f"the model's parameters are on {', '.join(sorted(map(str, devices)))}: an engine serves a model that "
+                "is on one device; run one engine a GPU for more requests"
             )
         settings = settings_of(config, offload)
         self.model, self.tokenizer, self.serving = model, tokenizer, serving
@@ -142,8 +143,8 @@ class Engine:
             asked = -(-self.serving.max_tokens // size) + self.serving.max_rows
             if asked > min(fits):
                 raise ValueError(
-                    f"max_tokens={self.serving.max_tokens} asks for {asked} blocks of {size} tokens, {min(fits)} fit the "
-                    "memory that is free: ask for fewer, offload, or free some"
+                    f"max_tokens={self.serving.max_tokens} asks for {asked} blocks of {size} tokens, {min(fits)} fit "
+                    "the memory that is free: ask for fewer, offload, or free some"
                 )
             blocks = min(most, asked)
         if blocks < 2:
@@ -193,8 +194,8 @@ class Engine:
         blocks = -(-total // size) + 1
         if blocks > self._blocks:
             raise ValueError(
-                f"{total} tokens need {blocks} blocks of {size} tokens, all requests together have {self._blocks}: this "
-                "one would never fit"
+                f"{total} tokens need {blocks} blocks of {size} tokens, all requests together have {self._blocks}: "
+                "this one would never fit"
             )
         waiting = self._loop.queued
         if waiting >= self.serving.max_waiting + (self._loop.idle and self.serving.max_waiting == 0):
@@ -213,7 +214,11 @@ class Engine:
             text = self._loop.detokenizer.stream(ids, sampling.stop)
         elif sampling.stop:
             raise ValueError("stop strings need a tokenizer: give the engine one")
-        self._loop.submit(Request(handle, ids, sampling, time.perf_counter(), blocks, text))
+        keys: list[bytes] = []
+        if self.serving.prefix_cache:  # blocks that are full before the last tokens, which are read anew
+            config = self._cache.config
+            keys = block_keys(ids, size, max(0, (len(ids) - config.window - config.max_draft) // size))
+        self._loop.submit(Request(handle, ids, sampling, time.perf_counter(), blocks, keys, text=text))
         return handle
 
     def submit_chat(
@@ -343,9 +348,9 @@ class Engine:
         runner = runner_of(self.model)
         used, limit = (0, None) if self._cache.budget is None else (self._cache.budget.used, self._cache.budget.limit)
         return EngineStats(
-            running=sum(request.candidate.runs for request in list(loop.running)),
+            running=len(loop.running),
             waiting=loop.queued,
-            held=sum(not request.candidate.runs for request in list(loop.running)),
+            held=0,
             prefilling=int(loop.reading is not None),
             requests=counts.requests,
             finished=counts.finished,

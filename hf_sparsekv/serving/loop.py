@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from ..row_batch import RowBatch
-from .admission import Candidate, admit
+from .admission import Candidate
 from .config import ServingConfig
 from .prefill import Clock, Pace, Reading, Segments
+from .prefix import Channels, Match, PrefixIndex
 from .request import Closed, Handle, Output, Piece, SampleCounter, Sampling
 from .sampler import Sampler
 from .text import Detokenizer, TextStream
@@ -38,7 +39,10 @@ class Request:
     ids: list[int]
     sampling: Sampling
     arrived: float
-    blocks: int  # that prompt and longest answer take
+    blocks: int  # that prompt and longest answer take, without those of `match` and those that the index keeps
+    keys: list[bytes] = field(default_factory=list)  # of the prompt's blocks, as the index knows them
+    match: Match = field(default_factory=Match)
+    channels: Channels | None = None
     text: TextStream | None = None
     order: int = 0
     row: int | None = None
@@ -91,7 +95,7 @@ class Loop:
         model: in ``eval()`` mode, prepared for sparse decoding.
         rows: of a cache for it.
         serving: how to share.
-        blocks: that all requests in the batch may take together.
+        blocks: that all requests in the batch may take together, and what is kept of those that have ended.
         eos: tokens that end an answer.
         detokenizer: None: answers have no text.
         vocabulary: logits of a row.
@@ -116,6 +120,8 @@ class Loop:
         text = model.config.get_text_config(decoder=True)
         self.pace = Pace(text)
         self.segments = Segments(decoder_layers(model, text.num_hidden_layers))
+        table = rows.cache.row_table
+        self.index = PrefixIndex(table.ids, table.block_size) if serving.prefix_cache else None
         self.counts = Counts()
         self.queue_s, self.ttft_s, self.between_s, self.total_s = (SampleCounter(TIMES) for _ in range(4))
         self.failed: BaseException | None = None
@@ -129,7 +135,7 @@ class Loop:
         self.reading: Request | None = None
         self.running: list[Request] = []  # rows of the batch, in the order of their arrival
         self._interval, self._last = 0.0, 0.0  # seconds from one prompt's beginning to the next one's, while some wait
-        self.used = 0  # blocks that are spoken for
+        self.used = 0  # blocks that are spoken for, beside those of the index
         self._dirty = False  # somebody has come, gone, or is to be looked at anew
         self._records: deque[Record] = deque()
         self._news: queue.SimpleQueue = queue.SimpleQueue()
@@ -214,7 +220,6 @@ class Loop:
         if dirty:
             self._drop_cancelled()
         self._begin_reading()
-        self._choose()
         stepped = self._step()
         self._read(beside=stepped)
         self._collect(keep=1 if stepped else 0)
@@ -228,25 +233,57 @@ class Loop:
 
     @property
     def _can_begin(self) -> bool:
-        taken = len(self.rows.rows) + (self.reading is not None)
-        return taken < self.rows.max_rows and self.used + self.waiting[0].blocks <= self.blocks
+        return self.reading is None and len(self.rows.rows) < self.rows.max_rows and self._fits(self.waiting[0])
+
+    def _fits(self, request: Request) -> bool:
+        """There is memory for it, if the index lets go what nobody uses."""
+        kept = 0 if self.index is None else self.index.pinned
+        return self.used + request.blocks + kept <= self.blocks
 
     def _begin_reading(self) -> None:
-        if self.reading is not None or not self.waiting or not self._can_begin:
+        if not self.waiting or not self._can_begin:
             return
         request = self.waiting.popleft()
+        if self.index is not None:
+            request.match = self.index.match(request.keys)
+            request.blocks -= len(request.match.blocks)
+            over = self.used + request.blocks + len(self.index) - self.blocks
+            if over > 0:
+                self.index.evict(over)
         self.used += request.blocks
         request.begun = now = time.perf_counter()
         since = now - max(self._last, request.arrived)
         self._interval, self._last = since if not self._interval else 0.7 * self._interval + 0.3 * since, now
         self.queue_s.add(request.begun - request.arrived)
         ids = torch.tensor([request.ids], device=self.device)
-        cache = self.rows.cache.beside()
+        cache = self._beginning(request)
         serving = self.serving
         request.reading = Reading(
             self.model, cache, ids, self.segments, self.pace, self.clock, serving.chunk, serving.layer_segments
         )
         self.reading = request
+
+    def _beginning(self, request: Request):
+        """The cache that a prompt is read into, with what is kept of it."""
+        if not request.match.blocks:
+            return self.rows.cache.beside()
+        request.channels = request.match.blocks[0].channels
+        request.cached = len(request.match.blocks) * self.rows.cache.config.block_size
+        return self.rows.begin(request.match.ids, request.channels)
+
+    def _keep(self, request: Request) -> None:
+        """The index keeps a row's full blocks."""
+        if self.index is None:
+            return
+        if request.channels is None:
+            request.channels = self.rows.channels(request.row)
+        ids, known = self.rows.blocks(request.row), request.ids + request.tokens
+        n = min(len(ids), len(known) // self.rows.cache.config.block_size)
+        if n > len(request.keys):
+            request.keys += self.index.keys(known, n, request.keys)
+        new = self.index.keep(request.keys[:n], ids[:n], request.channels)
+        request.blocks -= new  # which the index has from here on
+        self.used -= new
 
     def _read(self, beside: bool) -> None:
         """Read on; without rows that wait for it there is no need to stop soon."""
@@ -270,6 +307,7 @@ class Loop:
         self._dirty = True
         self.counts.prompt_tokens += len(request.ids)
         self.counts.cached_tokens += request.cached
+        self._keep(request)
         self.sampler.set(row, request.sampling, request.ids)
         self.sampler(reading.logits, [row])
         self.tokens[row : row + 1].copy_(self.sampler.last[0])
@@ -290,11 +328,14 @@ class Loop:
             return
         request.over = True
         if request.row is not None:
+            self._keep(request)
             self.rows.leave(request.row)
             self.sampler.clear(request.row)
             self.running.remove(request)
             request.row = None
         self.used -= request.blocks
+        if self.index is not None:
+            self.index.release(request.match)
         self._dirty = True
 
     def _drop_cancelled(self) -> None:
@@ -343,14 +384,9 @@ class Loop:
 
     # ------------------------------------------------------------------ steps
 
-    def _choose(self) -> None:
-        """Hold rows back, or let them go on."""
-        if not self._dirty:
-            return
-
     def _step(self) -> bool:
         """Launch a step of all active rows; False: there is none."""
-        active = {request.row: request for request in self.running if request.candidate.runs or True}
+        active = {request.row: request for request in self.running}
         if not active:
             return False
         began = self.clock.mark()
@@ -403,7 +439,7 @@ class Loop:
             return
         if bad:
             self._drop(request)
-            self._end(request, RuntimeError("the model's logits are no distribution (NaN or infinite): no token can be drawn"))
+            self._end(request, RuntimeError("the model's logits are NaN or infinite: no token can be drawn from them"))
             return
         if request.times:
             self.between_s.add(now - request.times[-1])

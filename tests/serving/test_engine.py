@@ -12,9 +12,8 @@ import torch
 from caches import FULL, SMALL
 from models import VOCAB, build, prompt
 
-from hf_sparsekv import OffloadConfig, SparseCache, TwoLevelConfig, sparse
-from hf_sparsekv.serving import Busy, Closed, Sampling, ServingConfig
-from hf_sparsekv.serving.engine import Engine
+from hf_sparsekv import Engine, OffloadConfig, Sampling, ServingConfig, SparseCache, TwoLevelConfig
+from hf_sparsekv.serving import Busy, Closed
 from hf_sparsekv.serving.prefill import chunks
 
 LENGTH = 400
@@ -43,7 +42,9 @@ def alone(net, config, ids: list[int], tokens: int) -> list[int]:
 
 @pytest.mark.parametrize("offload", [None, OffloadConfig()], ids=["resident", "offloaded"])
 @pytest.mark.parametrize(
-    ("settings", "layers"), [(WHOLE, True), (WHOLE, False), (BUDGET, True)], ids=["full-layers", "full-chunks", "budget"]
+    ("settings", "layers"),
+    [(WHOLE, True), (WHOLE, False), (BUDGET, True)],
+    ids=["full-layers", "full-chunks", "budget"],
 )
 def test_requests_answer_as_alone(settings, layers, offload):
     net, config = build("llama", "sparsekv"), TwoLevelConfig(**settings)
@@ -56,3 +57,304 @@ def test_requests_answer_as_alone(settings, layers, offload):
         outputs = [handle.result(60) for handle in handles]
     assert [list(output.token_ids) for output in outputs] == expected
     assert {output.finish_reason for output in outputs} == {"length"}
+
+
+# ---------------------------------------------------------------------- one engine for what follows
+
+
+@pytest.fixture(scope="module")
+def net():
+    return build("llama", "sdpa")
+
+
+@pytest.fixture(scope="module")
+def engine(net):
+    with Engine(net, None, TwoLevelConfig(**WHOLE), None, SERVING) as engine:
+        yield engine
+    assert net.config._attn_implementation == "sdpa"  # as it was
+
+
+def greedy(tokens: int, **settings) -> Sampling:
+    return Sampling(max_tokens=tokens, temperature=0, **settings)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Greedy tokens by full attention, of ``(n, seed, tokens)``."""
+    other = build("llama", "sdpa")
+
+    def tokens_of(n: int, seed: int, tokens: int) -> list[int]:
+        ids = torch.tensor([ids_of(n, seed)])
+        return other.generate(ids, max_new_tokens=tokens, do_sample=False)[0, n:].tolist()
+
+    return tokens_of
+
+
+def quiet(engine) -> None:
+    """Nothing is left of any request."""
+    until = time.monotonic() + 10
+    while not engine._loop.idle and time.monotonic() < until:
+        time.sleep(0.01)
+    loop = engine._loop
+    assert (loop.idle, loop.used, loop.rows.rows, loop.reading, loop._open) == (True, 0, (), None, {})
+    table = loop.rows.cache.row_table
+    assert (table.host == -1).all() and loop.index.pinned == 0
+    assert table.ids._references.sum() == len(loop.index)  # blocks that somebody has
+
+
+def test_anything_in_any_order(engine, expected):
+    """Random arrivals, lengths and cancellations by several threads."""
+    wrong, left = [], []
+
+    def client(seed: int) -> None:
+        draw = random.Random(seed)
+        for k in range(6):
+            n, tokens = draw.choice([1, 2, 17, 63, 130, 299]), draw.choice([1, 2, 8, 30])
+            until = draw.choice([None, None, 1, 4])
+            time.sleep(draw.random() * 0.05)
+            handle, found = engine.submit(ids_of(n, 7 * seed + k), greedy(tokens)), []
+            for piece in handle:
+                found += piece.token_ids
+                if until is not None and len(found) >= until:
+                    handle.cancel()
+            output = handle.result(30)
+            like = expected(n, 7 * seed + k, tokens)
+            whole = output.finish_reason == "length"
+            if list(output.token_ids) != found or found != like[: len(found)] or (whole and len(found) < tokens):
+                wrong.append((seed, k, n, tokens, until, output, like))
+            left.append(output.finish_reason)
+
+    threads = [threading.Thread(target=client, args=(seed,)) for seed in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not wrong and len(left) == 30
+    assert "cancelled" in left and "length" in left
+    quiet(engine)
+
+
+def test_prompts_that_begin_alike_are_read_once(engine, expected):
+    document = ids_of(250, 77)
+    first = engine.submit([*document, 5, 6, 7], greedy(4)).result(20)
+    assert first.cached_tokens == 0
+    asked = [[*document, k, k + 1, k + 2] for k in (5, 9, 30)]
+    found = [handle.result(20) for handle in [engine.submit(ids, greedy(12)) for ids in asked]]
+    assert [output.cached_tokens for output in found] == [14 * 16] * 3
+    other = build("llama", "sdpa")
+    for ids, output in zip(asked, found):
+        like = other.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :].tolist()
+        assert list(output.token_ids) == like
+    turn = engine.submit([*asked[0], *found[0].token_ids, 8, 8, 8], greedy(3)).result(20)  # the answer, too
+    assert turn.cached_tokens == (253 + 12 + 3 - 20) // 16 * 16
+    quiet(engine)
+
+
+def test_what_is_kept_gives_way(expected):
+    serving = replace(SERVING, max_tokens=300, max_rows=2)
+    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, serving) as engine:
+        for seed in range(6):
+            output = engine.submit(ids_of(150, seed), greedy(20)).result(20)
+            assert list(output.token_ids) == expected(150, seed, 20)
+            quiet(engine)
+            assert len(engine._loop.index) <= engine._blocks
+        assert engine.submit(ids_of(150, 5), greedy(20)).result(20).cached_tokens > 0
+        assert engine.submit(ids_of(150, 0), greedy(20)).result(20).cached_tokens == 0
+
+
+def test_an_answer_ends_with_its_end_of_sequence(engine, expected):
+    like = expected(40, 3, 20)
+    engine._loop.eos, eos = frozenset({like[5]}), engine._loop.eos
+    try:
+        output = engine.submit(ids_of(40, 3), greedy(20)).result(20)
+        assert (list(output.token_ids), output.finish_reason) == (like[: like.index(like[5]) + 1], "stop")
+        assert list(engine.submit(ids_of(40, 3), greedy(20, ignore_eos=True)).result(20).token_ids) == like
+    finally:
+        engine._loop.eos = eos
+    quiet(engine)
+
+
+def test_seeded_draws_do_not_depend_on_the_batch(engine):
+    drawn = Sampling(max_tokens=12, temperature=1.5, top_k=40, seed=5)
+    first = engine.submit(ids_of(30, 1), drawn).result(20)
+    busy = [engine.submit(ids_of(n, n), Sampling(max_tokens=40)) for n in (50, 9)]
+    assert engine.submit(ids_of(30, 1), drawn).result(20).token_ids == first.token_ids
+    for handle in busy:
+        handle.result(20)
+    quiet(engine)
+
+
+def test_a_batch_of_more_prompts_than_may_wait(expected):
+    serving = replace(SERVING, max_waiting=1, max_rows=2)
+    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, serving) as engine:
+        found = engine.generate_batch([ids_of(20, seed) for seed in range(6)], greedy(5))
+        assert [list(output.token_ids) for output in found] == [expected(20, seed, 5) for seed in range(6)]
+        quiet(engine)
+
+
+def test_who_closes_a_stream_cancels_it(engine):
+    stream = engine.stream(ids_of(10, 1), greedy(380))
+    next(stream)
+    stream.close()
+    quiet(engine)
+
+
+def test_a_prompt_is_cancelled_in_the_middle(engine):
+    before = engine.stats().cancelled
+    busy = engine.submit(ids_of(10, 2), greedy(60))
+    handle = engine.submit(ids_of(390, 1), greedy(2))
+    until = time.monotonic() + 10
+    while engine._loop.reading is None and time.monotonic() < until:
+        time.sleep(0.001)
+    handle.cancel()
+    assert handle.result(10).finish_reason in ("cancelled", "length")  # it may have been quick
+    assert busy.result(20).finish_reason == "length"
+    assert engine.stats().cancelled - before <= 1
+    quiet(engine)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ([], "empty"),
+        ([3, VOCAB], f"token id {VOCAB} is outside the vocabulary of {VOCAB}"),
+        ([-1], "token id -1"),
+        ([1.5], "integers"),
+        ("text", "tokenizer"),
+        (torch.ones(2, 3, dtype=torch.long), "integers"),
+        ([1] * 399, "more than max_length=400"),
+    ],
+)
+def test_bad_prompts_are_refused(engine, given, says):
+    with pytest.raises(ValueError, match=says):
+        engine.submit(given, greedy(2))
+
+
+def test_what_would_never_fit_is_refused():
+    serving = replace(SERVING, max_tokens=64)
+    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, serving) as engine:
+        with pytest.raises(ValueError, match="this one would never fit"):
+            engine.submit([1] * 200, greedy(2))
+        assert len(engine.submit([1] * 30, greedy(2)).result(10).token_ids) == 2
+    with pytest.raises(ValueError, match="fit the memory that is free"):
+        Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, replace(SERVING, max_tokens=1 << 50))
+
+
+def test_requests_wait_for_memory(expected):
+    serving = replace(SERVING, max_tokens=200)
+    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, serving) as engine:
+        handles = [engine.submit(ids_of(100, seed), greedy(30)) for seed in range(4)]
+        assert [list(one.result(30).token_ids) for one in handles] == [expected(100, seed, 30) for seed in range(4)]
+        quiet(engine)
+
+
+def test_too_many_waiting_are_refused():
+    serving = replace(SERVING, max_waiting=2, max_rows=1)
+    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, serving) as engine:
+        handles = []
+        with pytest.raises(Busy, match="wait already") as refused:
+            for _ in range(8):
+                handles.append(engine.submit(ids_of(200, 1), greedy(100)))
+        assert refused.value.retry_after >= 0 and len(handles) >= 2
+        assert engine.stats().refused == {"waiting": 1}
+    assert {handle.result(5).finish_reason for handle in handles} <= {"cancelled"}
+
+
+def test_a_failing_prompt_takes_nobody_with_it(engine, expected, monkeypatch):
+    net, plain = engine.model, engine.model.forward
+    busy = engine.submit(ids_of(40, 4), greedy(40))
+
+    def forward(*args, **kwargs):
+        ids = kwargs["input_ids"]
+        if ids.shape[1] > 1 and int(ids[0, -1]) == 13:
+            raise RuntimeError("unlucky")
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(net, "forward", forward)
+    with pytest.raises(RuntimeError, match="unlucky"):
+        engine.submit([5] * 30 + [13], greedy(2)).result(10)
+    assert list(busy.result(20).token_ids) == expected(40, 4, 40)
+    assert engine.ready
+    quiet(engine)
+
+
+def test_logits_that_are_no_distribution_fail_one_request(engine, expected, monkeypatch):
+    plain = engine.model.forward
+    busy = engine.submit(ids_of(40, 5), greedy(30))
+
+    def forward(*args, **kwargs):
+        out = plain(*args, **kwargs)
+        if kwargs["input_ids"].shape[1] == 31:
+            out.logits[:] = float("nan")
+        return out
+
+    monkeypatch.setattr(engine.model, "forward", forward)
+    with pytest.raises(RuntimeError, match="NaN or infinite"):
+        engine.submit([5] * 31, greedy(2)).result(10)
+    assert list(busy.result(20).token_ids) == expected(40, 5, 30)
+    quiet(engine)
+
+
+def test_a_failing_step_fails_all_and_says_so():
+    net = build("llama", "sdpa")
+    with Engine(net, None, TwoLevelConfig(**WHOLE), None, SERVING) as engine:
+        handles = [engine.submit(ids_of(30, seed), greedy(100)) for seed in range(6)]
+        next(iter(handles[0]))
+
+        def forward(*args, **kwargs):
+            raise RuntimeError("the device is gone")
+
+        net.forward = forward
+        for handle in handles:
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                handle.result(10)
+        del net.forward
+        assert not engine.ready and "the device is gone" in str(engine.failed)
+        with pytest.raises(Closed, match="has failed"):
+            engine.submit([1], greedy(1))
+
+
+def test_draining_and_closing():
+    net = build("llama", "sdpa")
+    engine = Engine(net, None, TwoLevelConfig(**WHOLE), None, SERVING)
+    handle = engine.submit(ids_of(20, 1), greedy(30))
+    assert engine.drain(20) and handle.result(0).finish_reason == "length"
+    with pytest.raises(Closed, match="drains"):
+        engine.submit([1], greedy(1))
+    engine.close()
+    engine.close()
+    assert "closed" in repr(engine) and net.config._attn_implementation == "sdpa"
+    assert not any(thread in threading.enumerate() for thread in engine._loop._threads)
+    assert not net.model.layers[0]._forward_pre_hooks
+    out = net.generate(torch.tensor([ids_of(20, 1)]), max_new_tokens=3, do_sample=False)
+    assert out[0, 20:].tolist() == list(handle.result().token_ids[:3])
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "says"),
+    [
+        ("gemma3", {}, "whose layers all attend"),
+        ("llama", {"config": TwoLevelConfig(level="two_level", num_blocks=16, lag=True)}, "chooses ahead"),
+        ("llama", {"serving": ServingConfig(max_length=5000)}, "over the model's context"),
+        ("linear", {}, "models of transformers"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_the_start(name, given, says):
+    net = torch.nn.Linear(2, 2) if name == "linear" else build(name, "sdpa")
+    with pytest.raises((ValueError, TypeError), match=says):
+        Engine(net, None, **{"serving": SERVING, **given})
+    if name != "linear":
+        assert net.config._attn_implementation == "sdpa"
+
+
+def test_counts(engine):
+    before = engine.stats()
+    engine.submit(ids_of(20, 1), greedy(7)).result(10)
+    quiet(engine)
+    after = engine.stats()
+    assert (after.requests - before.requests, after.finished - before.finished) == (1, 1)
+    assert after.generated_tokens - before.generated_tokens == 7
+    assert after.prompt_tokens - before.prompt_tokens == 20
+    assert after.ttft_s.count - before.ttft_s.count == after.total_s.count - before.total_s.count == 1
+    assert after.between_s.count - before.between_s.count == 6
+    assert after.steps - before.steps == 6

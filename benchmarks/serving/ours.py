@@ -1,0 +1,165 @@
+"""Our engine, with as much of SparseServe's design as a setting names (its figure 13): each adds one thing.
+
+What a setting needs and the engine does not have makes it fail: none is silently the same as another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_sparsekv.config import OffloadConfig, TwoLevelConfig
+from hf_sparsekv.serving import admission, engine, loop
+from hf_sparsekv.serving.config import ServingConfig
+from hf_sparsekv.serving.engine import Engine
+from hf_sparsekv.serving.request import Handle, Sampling
+
+from ..baselines import NotRun
+from ..report import Report
+from ..traffic import Meter
+from .replayed import ReplayedKeys, replaying
+from .settings import Settings
+
+BUDGET = 2048  # tokens: SparseServe, section 4.2
+INDEX_SHARE = 0.052  # of a token's keys and values: labels and bounds, which stay on the GPU
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A named setting.
+
+    Args:
+        about: what it adds to the one before.
+        sparse: attention chooses; otherwise it reads everything.
+        offload: full blocks are in host memory.
+        working_set: rows are held back whose working sets do not fit beside the others'.
+        segments: prompts are read layer by layer between steps.
+    """
+
+    about: str
+    sparse: bool = True
+    offload: bool = False
+    working_set: bool = False
+    segments: bool = False
+
+
+RUNGS = {
+    "dense": Rung("all keys and values on the GPU, dense attention", sparse=False),
+    "sparse": Rung("+ sparse attention (SA)"),
+    "offload": Rung("+ full blocks in host memory, copied as they are chosen (Offload, FT)", offload=True),
+    "working-set": Rung("+ rows are held back whose working sets do not fit (WC)", offload=True, working_set=True),
+    "segments": Rung("+ prompts in layer segments (LP)", offload=True, working_set=True, segments=True),
+}
+
+
+def check_built(rung: Rung) -> None:
+    """Raises NotRun if the engine lacks what a setting adds."""
+    if not rung.working_set:
+        return
+    asks = {name for name, held in vars(admission).items() if getattr(held, "__module__", None) == admission.__name__}
+    if not any(name in vars(module) for module in (engine, loop) for name in asks - {"Candidate"}):
+        raise NotRun("the engine asks serving.admission for nothing: working_set=True would change nothing yet")
+
+
+def memory(settings: Settings, rung: Rung, config: TwoLevelConfig) -> tuple[int, OffloadConfig | None]:
+    """Tokens that all requests may have together, and how they are offloaded, within the same bytes for all.
+
+    Offloaded, of ``kv_gpu`` bytes the index takes its part, and dense layers, and rows' recent windows; what is left is
+    for copies of chosen tokens. Tokens are as many as host memory holds, or half of the GPU's bytes have an index for.
+
+    Raises:
+        ValueError: nothing is left.
+    """
+    if not rung.offload:
+        return settings.gpu_tokens, None
+    layers, token = settings.config.num_hidden_layers, settings.token_bytes
+    stays = token * (config.dense_layers / layers + INDEX_SHARE)
+    recent = settings.max_rows * (config.sinks + config.window + config.max_draft) * token
+    tokens = int(min(settings.kv_host / token, settings.kv_gpu / 2 / stays))
+    pool = int(settings.kv_gpu - recent - tokens * stays)
+    if pool <= 0 or tokens < settings.max_length:
+        raise ValueError(
+            f"{settings.kv_gpu / 1e9:.1f} GB of GPU memory and {settings.kv_host / 1e9:.1f} GB of host memory do not "
+            f"hold {settings.max_rows} rows: give more with --kv-gb and --host-gb, or have fewer rows"
+        )
+    return tokens, OffloadConfig(device_pool=pool, max_host_bytes=settings.kv_host)
+
+
+class OurSystem:
+    """A :class:`.client.System`.
+
+    Args:
+        model: of our shapes; the engine prepares it.
+        name: in ``RUNGS``.
+        budget: tokens that a step chooses.
+        typical: tokens of a prompt, for ``settings.kv == "replayed"``.
+        options: of the configuration, instead of what the setting says.
+
+    Raises:
+        NotRun: the engine lacks what the setting names.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        settings: Settings,
+        name: str,
+        budget: int = BUDGET,
+        typical: int = 8192,
+        **options: Any,
+    ) -> None:
+        rung = RUNGS[name]
+        check_built(rung)
+        if not rung.sparse:
+            options = {**options, "dense_below": settings.max_length}
+        config = TwoLevelConfig(token_budget=budget, **options)
+        tokens, offload = memory(settings, rung, config)
+        keys = None
+        if settings.kv == "replayed" and rung.sparse:
+            keys = ReplayedKeys(model, settings.max_length, typical)
+        with replaying(keys, model):
+            self.engine = Engine(
+                model,
+                None,
+                config,
+                offload,
+                ServingConfig(
+                    max_rows=settings.max_rows,
+                    max_length=settings.max_length,
+                    max_tokens=min(tokens, settings.max_rows * settings.max_length),
+                    max_waiting=1 << 20,  # a trace's delays are measured, not cut
+                    chunk=ServingConfig().chunk if rung.segments else settings.chunk,
+                    working_set=rung.working_set,
+                    layer_segments=rung.segments,
+                ),
+            )
+        self.rung, self.config = rung, config
+        self._meter: Meter | None = None
+        self._before = None
+
+    def submit(self, ids: Sequence[int], sampling: Sampling) -> Handle:
+        """Take a request; raises as the engine does."""
+        return self.engine.submit(ids, sampling)
+
+    def restart(self) -> None:
+        """Count from here; nothing may run."""
+        self._before = self.engine.stats()
+        if self.rung.offload:
+            self._meter = Meter(self.engine._cache)
+
+    def add_to(self, report: Report) -> None:
+        """Rows of what was counted since; nothing may run."""
+        now, before = self.engine.stats(), self._before
+        steps = now.steps - before.steps
+        report.add("captures", now.captures - before.captures, "count")
+        if steps:
+            report.add("step_ms", 1e3 * (now.step_s - before.step_s) / steps)
+        if self._meter is not None and steps:
+            self._meter.read().add_to(report)
+
+    def close(self) -> None:
+        """End the engine."""
+        self.engine.close()

@@ -1,0 +1,161 @@
+"""Keys and queries that imitate recorded ones, in an engine that runs: random weights alone thrash every pool.
+
+A random model's queries choose other tokens in each step, so that nothing which a pool holds is found. Here prompts are
+computed as ever, but what is cached of them are keys of :class:`..synthetic.keys.SyntheticKV`; decode steps ask with
+its queries. Each row walks through them with a phase of its own, and each prompt takes another stretch of the keys.
+
+This asks two things of an engine: that it makes its batch by ``cache.rows()``, before it captures a step, and that its
+steps are ``rows.step()``. Nothing of it has to know::
+
+    with replaying(source):
+        engine = Engine(...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from hf_sparsekv.cache import SparseCache
+from hf_sparsekv.config import SparseConfig
+from hf_sparsekv.row_batch import RowBatch
+
+from ..filling import CALIBRATION, STEPS
+from ..shapes import head_dim, latent_dims, text_config, windows
+from ..synthetic.keys import SyntheticKV, set_sinks
+from ..synthetic.replay import ReplayedQueries, _instead
+
+LANES = 4  # different walks; rows of the same walk are apart by their phases
+STRETCHES = 128  # blocks from which on a prompt may take its keys
+
+
+class ReplayedKeys:
+    """What prompts and steps get in place of a random model's keys and queries.
+
+    Args:
+        model: gives shapes, dtype and device.
+        length: tokens of a prompt at most. The keys take ``layers * heads * dim`` numbers for each.
+        typical: tokens of a prompt whose first piece does not say how long it is: of it the share depends that its
+            sinks take.
+    """
+
+    def __init__(self, model: torch.nn.Module, length: int, typical: int, seed: int = 0) -> None:
+        config = text_config(model)
+        if latent_dims(config) or None not in windows(config):
+            raise ValueError(
+                "replayed keys need layers that cache keys and values of their whole past: use --kv random"
+            )
+        self.layers = sum(window is None for window in windows(config))
+        shape = (self.layers, config.num_attention_heads, config.num_key_value_heads, head_dim(config))
+        self.typical, kind = typical, {"seed": seed, "dtype": model.dtype, "device": model.device}
+        made = self.made = SyntheticKV(*shape, 1, length + STRETCHES * SparseConfig().block_size, **kind)
+        self.keys = [made.keys_values(layer)[0] for layer in range(self.layers)]
+        self.asked = []  # the last queries of a prompt, of each layer
+        for layer in range(self.layers):
+            query = made.prompt_queries(layer)
+            self.asked.append(query.repeat(1, 1, -(-CALIBRATION // query.shape[2]), 1)[:, :, -CALIBRATION:])
+        self.queries = SyntheticKV(*shape, LANES, 0, **kind).queries(STEPS)
+        self._prompts = 0
+
+    def install(self, rows: RowBatch, model: torch.nn.Module) -> None:
+        """All prompts and steps of an empty batch."""
+        cache = rows.cache
+        if not cache.layers:
+            cache.bind(model.config)
+        if any(layer.policy.foresight is not None for layer in cache.sparse_layers):
+            raise ValueError("replayed keys of an engine are for methods that choose by a step's own query")
+        queries = RowQueries(self.queries, rows.max_rows)
+        queries.install(cache)
+        beside, step = cache.beside, rows.step
+
+        def prompt() -> SparseCache:
+            made = beside()
+            self._prompts += 1
+            at = (self._prompts * 37) % STRETCHES * cache.config.block_size
+            bind = made.bind
+
+            def bound(config) -> None:
+                bind(config)
+                for index, layer in enumerate(made.sparse_layers):
+                    self._replace(index, layer, at)
+
+            made.bind = bound
+            return made
+
+        def stepped(*args, **kwargs) -> Tensor:
+            queries.next()
+            return step(*args, **kwargs)
+
+        cache.beside, rows.step = prompt, stepped
+
+    def _replace(self, index: int, layer, at: int) -> None:
+        """What a prompt's layer caches: keys from ``at`` on. Its attention has been computed with the model's own."""
+        own, parameters, config = layer._commit, self.made.parameters(index), layer.owner.config
+
+        def commit(step, query: Tensor, valid: Tensor | None) -> None:
+            n, begin = step.k.shape[2], at + step.past
+            key = self.keys[index][:, :, begin : begin + n]
+            if step.past < config.sinks:
+                key = key.clone()
+                set_sinks(key, parameters, config, max(n, self.typical))
+            step.k = key
+            own(step, self.asked[index][:, :, -min(n, CALIBRATION) :], valid)
+
+        layer._commit = commit
+
+
+class RowQueries(ReplayedQueries):
+    """Queries for rows that come and go: each row is at a place of its own in them.
+
+    Args:
+        sequence: ``[steps, layers, lanes, Hq, D]``.
+        rows: row ``r`` takes lane ``r % lanes``.
+    """
+
+    def __init__(self, sequence: Tensor, rows: int) -> None:
+        super().__init__(sequence)
+        steps, layers, lanes, *rest = sequence.shape
+        device = sequence.device
+        self.buffer = torch.empty(layers, rows, *rest, dtype=sequence.dtype, device=device)
+        self._lane = torch.arange(rows, device=device) % lanes
+        self._turn = max(1, 2 * (steps - 1))
+        self._at = torch.arange(rows, device=device) * 29 % self._turn - 1
+        self.next()
+
+    def next(self) -> None:
+        """The next step's queries of all rows; behind the last one they run backwards. Nothing waits for the device."""
+        self._at = (self._at + 1) % self._turn
+        at = torch.minimum(self._at, self._turn - self._at)
+        self.buffer.copy_(self.sequence[at, :, self._lane].transpose(0, 1))
+
+    @staticmethod
+    def _attend(layer, held: Tensor):
+        own = type(layer).attend
+
+        def attend(step, query, mask, params, dropout=0.0):
+            if query.shape[2] == 1 and step.past:
+                query = _instead(query, held[: query.shape[0]])  # a step may be of the first rows only
+            return own(layer, step, query, mask, params, dropout)
+
+        return attend
+
+
+@contextmanager
+def replaying(keys: ReplayedKeys | None, model: torch.nn.Module) -> Iterator[None]:
+    """Batches that are made meanwhile replay ``keys``; None: they do not."""
+    plain = SparseCache.rows
+
+    def rows(cache: SparseCache, max_rows: int, max_length: int) -> RowBatch:
+        batch = plain(cache, max_rows, max_length)
+        if keys is not None:
+            keys.install(batch, model)
+        return batch
+
+    SparseCache.rows = rows
+    try:
+        yield
+    finally:
+        SparseCache.rows = plain

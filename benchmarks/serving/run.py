@@ -1,0 +1,357 @@
+"""Serving: traces of requests against whole systems, and a fixed number of rows.
+
+    python -m benchmarks serving trace --rate 0.5 --seconds 120 --clip 32k --seed 1 --out FILE
+    python -m benchmarks serving open SYSTEM --trace FILE [FILE ...]
+    python -m benchmarks serving goodput SYSTEM --rates 0.1 0.2 0.4 --clip 32k --seed 1
+    python -m benchmarks serving closed SYSTEM --rows 1 2 4 8 --context 32k
+    python -m benchmarks serving overhead SYSTEM --rows 1 8 32 --context 8k
+
+SYSTEM: dense, sparse, offload, working-set, segments (our engine, each with one thing more than the one before: see
+ours.py); vllm; transformers. One system a process, so that none finds another one's memory. Random weights of a known
+shape, greedy, no end of an answer before its length; all have the same bytes of GPU memory for keys and values
+(--kv-gb), rows at a time (--max-rows) and, but for the last rung, tokens of prompts in a step (--chunk).
+
+Metrics of open and goodput, of each trace (mean, p50, p99): ttft_s from a request's arrival in the trace to its first
+token; between_ms of all times between two tokens of a request; queued_s until work on it began; tokens_per_s and
+requests_per_s from the first arrival to the last token; requests, failed. goodput_rps: the highest rate at which, and
+at all lower ones, the 99th percentile of times between tokens is at most 25 decode iterations, the mean delay before
+work on a request begins at most 2 s, and no request fails (SparseServe, section 4.2). The iteration is --iteration-ms;
+not given, it is measured on the system itself: 32 rows of 4k (as Sarathi-Serve, section 5.1, from which the limit is).
+
+closed: tokens_per_s and between_ms while all rows decode, and none reads a prompt. overhead: step_ms of the captured
+step alone, over as many rows; between_ms in the engine; overhead_ms, their difference. Ours also: captures, step_ms of
+the engine, hit_rate, missed_mb and host_mb a step of offloaded settings (as in ``step``); peak_gb.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import torch
+
+from hf_sparsekv import OffloadConfig, OffloadedSparseCache, SparseConfig, optimize, unoptimize
+from hf_sparsekv.results import device_name, versions
+
+from ..arguments import new_parser, rows_file
+from ..baselines import NotRun
+from ..decoding import free, replay_ms
+from ..report import Report
+from ..rows import RowSteps, prefilled
+from ..shapes import case_name, known_config, parse_tokens, random_model
+from . import trace
+from .client import Figures, NotTogether, closed_loop, figures, fixed_rows, goodput, play, quantile
+from .ours import BUDGET, RUNGS, OurSystem
+from .settings import Settings
+from .trace import Request
+
+SYSTEMS = (*RUNGS, "vllm", "transformers")
+ITERATION_ROWS, ITERATION_CONTEXT = 32, 4096
+WARM_UP_STEPS = 8
+LEAST = 16  # tokens that all rows make together
+WARM_UP = 600, 8  # tokens of a prompt and its answer before what counts
+
+
+class Bench:
+    """One system, and what it is measured with."""
+
+    def __init__(self, args: Namespace, report: Report, max_length: int) -> None:
+        self.args, self.report = args, report
+        config = known_config(args.model)
+        config.max_position_embeddings = max(config.max_position_embeddings or 0, max_length)
+        dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
+        self.settings = Settings(
+            model=args.model,
+            config=config,
+            dtype=dtype,
+            kv_gpu=int(1e9 * args.kv_gb),
+            kv_host=int(0.8 * psutil.virtual_memory().total if args.host_gb is None else 1e9 * args.host_gb),
+            max_rows=args.max_rows,
+            max_length=max_length,
+            chunk=args.chunk,
+            kv=args.kv,
+        )
+        self._model: torch.nn.Module | None = None
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """Made when it is asked for: vLLM makes its own."""
+        if self._model is None:
+            settings = self.settings
+            self._model = random_model(settings.config, getattr(torch, settings.dtype), torch.device(self.args.device))
+        return self._model
+
+    @property
+    def vocabulary(self) -> int:
+        """Of the model."""
+        return self.settings.config.vocab_size
+
+    def label(self, *parts: str) -> str:
+        """A variant's name."""
+        name = self.args.system
+        if name in RUNGS and name != "dense":
+            parts = (f"budget={self.args.budget}", *parts)
+            if self.args.kv != "random":
+                parts = (*parts, f"kv={self.args.kv}")
+        return ":".join((name, f"gpu={self.args.kv_gb:g}gb", *parts))
+
+    def make(self, rows: int | None = None):
+        """The system; raises NotRun if it cannot be had."""
+        settings, name = self.settings, self.args.system
+        if rows is not None:
+            settings = Settings(**{**vars(settings), "max_rows": rows})
+        if name == "vllm":
+            from .vllm_engine import VllmSystem
+
+            return VllmSystem(settings, self.args.vllm)
+        if name == "transformers":
+            from .transformers_engine import TransformersSystem
+
+            return TransformersSystem(self.model, settings)
+        return OurSystem(self.model, settings, name, self.args.budget, self.args.prompt, **self.args.options)
+
+    @contextmanager
+    def running(self, rows: int | None = None):
+        """The system, which has answered something and is closed at the end."""
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        system = self.make(rows)
+        try:
+            prompt, answer = WARM_UP
+            first = Request(0.0, min(prompt, self.settings.max_length // 2), answer, 1)
+            for one in play(system, [first], self.vocabulary):
+                if one.error is not None:
+                    raise RuntimeError(f"the first request failed: {one.error}")
+            yield system
+        finally:
+            system.close()
+
+    def count(self, system) -> None:
+        """Rows of what a system counts itself."""
+        if isinstance(system, OurSystem):
+            system.add_to(self.report)
+        if torch.cuda.is_available():
+            self.report.add("peak_gb", torch.cuda.max_memory_allocated() / 1e9, "GB")
+
+    def play(self, system, requests: list[Request], label: str) -> Figures:
+        """One trace; all its figures as rows, and each request's times as lines of ``--requests``."""
+        if isinstance(system, OurSystem):
+            system.restart()
+        played = play(system, requests, self.vocabulary, self.args.timeout)
+        if self.args.requests is not None:
+            with self.args.requests.open("a") as file:
+                file.writelines(json.dumps({"variant": label, **one.record()}) + "\n" for one in played)
+        errors = {one.error for one in played if one.error is not None}
+        for error in sorted(errors)[:3]:
+            self.report.note(f"failed: {error}")
+        found, add = figures(played), self.report.add
+        add("requests", found.requests, "count")
+        add("failed", found.failed, "count")
+        if found.failed < found.requests:
+            add("tokens_per_s", found.tokens_per_s, "1/s")
+            add("requests_per_s", found.requests_per_s, "1/s")
+            for name, values, scale, unit in (
+                ("ttft_s", found.ttft, 1, "s"),
+                ("between_ms", found.between, 1e3, "ms"),
+                ("queued_s", found.queued, 1, "s"),
+            ):
+                for kind, value in zip(("mean", "p50", "p99"), values):
+                    add(f"{name}:{kind}", scale * value, unit)
+        self.count(system)
+        return found
+
+    def iteration_s(self, system) -> float:
+        """Seconds of a decode iteration: as given, or measured."""
+        if self.args.iteration_ms is not None:
+            return 1e-3 * self.args.iteration_ms
+        rows = min(ITERATION_ROWS, self.settings.max_rows)
+        requests = fixed_rows(rows, ITERATION_CONTEXT, 4 * LEAST, self.args.lead)
+        found = closed_loop(system, requests, self.vocabulary, LEAST, self.args.timeout)
+        return quantile(found.between_s, 0.5)
+
+
+# ---------------------------------------------------------------------- commands
+
+
+def run_open(args: Namespace, report: Report) -> None:
+    """Traces, one after the other."""
+    made = [trace.read_trace(path) for path in args.trace]
+    bench = Bench(args, report, longest([requests for _, requests in made]))
+    args.prompt = made[0][0].prompt_median
+    with bench.running() as system:
+        for config, requests in made:
+            label = bench.label(f"rate={config.rate:g}", f"out={config.output_median}", f"seed={config.seed}")
+            with report.measuring(args.max_rows, config.clip, label):
+                report.note(trace.describe(requests))
+                bench.play(system, requests, label)
+
+
+def run_goodput(args: Namespace, report: Report) -> None:
+    """A sweep of rates, lowest first; ends where the service fails its limits."""
+    configs = {rate: trace.config_of(args, rate) for rate in sorted(args.rates)}
+    traces = {rate: trace.make_trace(config) for rate, config in configs.items()}
+    empty = [f"{rate:g}" for rate, requests in traces.items() if not requests]
+    if empty:
+        raise SystemExit(
+            f"no request arrives at rate {', '.join(empty)} within {args.seconds:g} s: give more --seconds"
+        )
+    most = longest(traces.values())
+    if args.iteration_ms is None:
+        most = max(most, ITERATION_CONTEXT + 4 * LEAST + ITERATION_ROWS * args.lead)
+    bench = Bench(args, report, most)
+    swept: dict[float, Figures] = {}
+    rest = (f"out={args.output}", f"seed={args.seed}")
+    with bench.running() as system:
+        with report.measuring(args.max_rows, args.clip, bench.label(*rest)):
+            iteration = bench.iteration_s(system)
+            report.add("iteration_ms", 1e3 * iteration)
+        for rate, requests in traces.items():
+            label = bench.label(f"rate={rate:g}", *rest)
+            with report.measuring(args.max_rows, args.clip, label):
+                report.note(trace.describe(requests))
+                swept[rate] = bench.play(system, requests, label)
+            if rate not in swept or not (swept[rate].meets(iteration) or args.all_rates):
+                break
+        with report.measuring(args.max_rows, args.clip, bench.label(*rest)):
+            report.add("goodput_rps", goodput(swept, iteration), "1/s")
+
+
+def run_closed(args: Namespace, report: Report) -> None:
+    """A fixed number of rows, each time in a system of its own."""
+    bench = Bench(args, report, closed_length(args))
+    for rows in args.rows:
+        with report.measuring(rows, args.context, bench.label()), bench.running(rows) as system:
+            closed(bench, system, rows)
+
+
+def closed(bench: Bench, system, rows: int) -> float:
+    """Figures while all rows decode; the median time between tokens, in milliseconds."""
+    args, report = bench.args, bench.report
+    if isinstance(system, OurSystem):
+        system.restart()
+    requests = fixed_rows(rows, args.context, args.tokens, args.lead)
+    try:
+        found = closed_loop(system, requests, bench.vocabulary, LEAST, args.timeout)
+    except NotTogether as error:
+        raise NotRun(str(error)) from error
+    report.add("tokens_per_s", found.tokens / found.seconds, "1/s")
+    report.add("between_ms", [1e3 * gap for gap in found.between_s])
+    bench.count(system)
+    return 1e3 * quantile(found.between_s, 0.5)
+
+
+def run_overhead(args: Namespace, report: Report) -> None:
+    """Steps in the engine beside the captured step alone."""
+    if args.system not in RUNGS:
+        raise SystemExit(f"overhead is of our engine ({', '.join(RUNGS)}), not of {args.system}")
+    if not args.device.startswith("cuda"):
+        raise SystemExit("overhead needs a CUDA device: it compares with a captured step")
+    bench = Bench(args, report, closed_length(args))
+    for rows in args.rows:
+        with report.measuring(rows, args.context, bench.label(), bench.model):
+            with bench.running(rows) as system:
+                inside = closed(bench, system, rows)
+                made = system.config, system.engine._cache.offload_config
+            alone = step_alone_ms(bench, rows, *made)
+            report.add("step_ms:alone", alone)
+            report.add("overhead_ms", inside - quantile(alone, 0.5))
+        free()
+
+
+def step_alone_ms(bench: Bench, rows: int, config: SparseConfig, offload: OffloadConfig | None) -> list[float]:
+    """The captured step of as many rows, which hold what they do halfway through; keys and values are random."""
+    model, args = bench.model, bench.args
+    model.set_attn_implementation("sparsekv")
+    optimize(model)
+    try:
+        cache = OffloadedSparseCache(config, offload)
+        batch = cache.rows(rows, bench.settings.max_length)
+        for seed in range(rows):
+            batch.join(prefilled(model, batch, args.context + args.tokens // 2, seed))
+        step = RowSteps(model, batch)
+        for _ in range(WARM_UP_STEPS):
+            step()
+        return replay_ms(model, cache)
+    finally:
+        unoptimize(model)
+
+
+def longest(traces) -> int:
+    """Tokens of the longest request, in whole blocks, and one block more."""
+    most = max((r.prompt_tokens + r.output_tokens for requests in traces for r in requests), default=0)
+    return -(-most // 256) * 256 + 256
+
+
+def closed_length(args: Namespace) -> int:
+    """Tokens of the longest row of a closed loop, likewise."""
+    return longest([fixed_rows(rows, args.context, args.tokens, args.lead) for rows in args.rows])
+
+
+# ---------------------------------------------------------------------- command line
+
+RUNS = {
+    "open": (run_open, "traces from files"),
+    "goodput": (run_goodput, "a sweep of rates"),
+    "closed": (run_closed, "a fixed number of rows"),
+    "overhead": (run_overhead, "steps in the engine beside the captured step"),
+}
+
+
+def arguments(command: str) -> ArgumentParser:
+    """The command line of one command."""
+    parser = new_parser("serving", __doc__, "model", "dtype", "device", "kv", "host-gb")
+    parser.prog = f"python -m benchmarks serving {command}"
+    add = parser.add_argument
+    add("system", choices=SYSTEMS)
+    add("--kv-gb", type=float, default=24.0, help="GPU memory for keys and values, 10^9 bytes (default: 24)")
+    add("--max-rows", type=int, default=32, help="requests that decode together at most (default: 32)")
+    add("--chunk", type=parse_tokens, default=2048, metavar="TOKENS", help="of prompts in a step (default: 2k)")
+    add(
+        "--budget", type=parse_tokens, default=BUDGET, metavar="TOKENS", help="that a sparse step chooses (default: 2k)"
+    )
+    add("--vllm", type=Path, metavar="DIR", help="a folder that holds vLLM")
+    add("--timeout", type=float, default=1800.0, help="seconds behind the last arrival (default: 1800)")
+    add("--lead", type=int, default=128, help="tokens that a row decodes while the next one's prompt is read")
+    if command in ("open", "goodput"):
+        add("--requests", type=Path, metavar="FILE", help="each request's times are appended to it, as lines of JSON")
+    parser.set_defaults(options={}, prompt=trace.PROMPT_MEDIAN)
+    if command == "open":
+        add("--trace", type=Path, nargs="+", required=True)
+    elif command == "goodput":
+        trace.add_options(parser)
+        add("--rates", type=float, nargs="+", required=True, help="requests a second")
+        add("--iteration-ms", type=float, help="a decode iteration; default: measured, 32 rows of 4k")
+        add("--all-rates", action="store_true", help="also those behind the first that fails its limits")
+    else:
+        add("--rows", type=int, nargs="+", default=[1, 8, 32] if command == "overhead" else [1, 2, 4, 8, 16, 32])
+        add("--context", type=parse_tokens, default=8192 if command == "overhead" else 32768, metavar="TOKENS")
+        add("--tokens", type=int, default=256, help="of the shortest answer")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; 1 if anything failed."""
+    command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if command == "trace":
+        return trace.main(rest)
+    if command not in RUNS:
+        print(__doc__)
+        return 0 if command in ("--help", "-h") else 2
+    args = arguments(command).parse_args(rest)
+    print(device_name(), versions())
+    case = case_name(args.model)
+    with Report("serving", case, rows_file(args), None) as report:
+        try:
+            RUNS[command][0](args, report)
+        except Exception as error:  # of the system as a whole: it could not be made
+            with report.measuring(args.max_rows, 0, args.system):
+                raise error
+    return report.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,173 @@
+"""What a client asks for, and when: one file for all systems.
+
+    python -m benchmarks serving trace --rate 0.5 --seconds 120 --clip 32k --seed 1 --out FILE
+
+Requests arrive as a Poisson process. Prompt lengths are lognormal and clipped, as SparseServe (section 4.1) limits them
+to 32k and 128k. Median and spread are near its workload, ten sets of LongBench in one trace: the average lengths that
+LongBench's Table 1 gives for them (words, or characters of Chinese; NarrativeQA 18,409, Qasper 3,619, MultiFieldQA
+4,559, DuReader 15,768, GovReport 8,734, QMSum 10,614, MultiNews 2,113, VCSUM 15,380, LCC 1,235, RepoBench-P 4,206) have
+a geometric mean of 6,130, at some 1.35 tokens each 8k, and their logarithms a deviation of 0.9; within a set lengths
+differ, too, so 1.0 here. 8 % of such prompts are longer than 32k, 0.3 % than 128k.
+
+The paper does not say how long its answers are. LongBench's limits for these sets are 64 to 512 tokens. Here they are
+drawn, lognormal around 256; long answers are another workload (``--output``).
+
+A file is JSON lines: what the trace was made with, then one request a line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import ArgumentParser, Namespace
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..shapes import parse_tokens
+
+PROMPT_MEDIAN, PROMPT_SIGMA = 8192, 1.0
+OUTPUT_MEDIAN, OUTPUT_SIGMA, OUTPUT_MOST = 256, 0.7, 8192
+SHORTEST_PROMPT, SHORTEST_OUTPUT = 64, 4
+FIRST_ID = 8  # ids below are mostly special tokens
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of a trace.
+
+    Args:
+        arrival: seconds from the trace's beginning.
+        prompt_tokens, output_tokens: of its prompt and its answer, which ends there and not before.
+        seed: of its prompt's tokens.
+    """
+
+    arrival: float
+    prompt_tokens: int
+    output_tokens: int
+    seed: int
+
+    def ids(self, vocabulary: int) -> list[int]:
+        """Its prompt: the same tokens in every system, and no beginning in common with others."""
+        low = min(FIRST_ID, vocabulary - 1)
+        return np.random.default_rng(self.seed).integers(low, vocabulary, self.prompt_tokens).tolist()
+
+
+@dataclass(frozen=True)
+class TraceConfig:
+    """How a trace is made.
+
+    Args:
+        rate: requests a second.
+        seconds: within which they arrive.
+        clip: tokens that a prompt has at most.
+        seed: another one, another trace; the same with another rate: the same requests, sooner or later.
+        prompt_median, prompt_sigma, output_median, output_sigma, output_most: of the lognormal lengths; sigma is the
+            deviation of their logarithms.
+    """
+
+    rate: float
+    seconds: float
+    clip: int = 32768
+    seed: int = 0
+    prompt_median: int = PROMPT_MEDIAN
+    prompt_sigma: float = PROMPT_SIGMA
+    output_median: int = OUTPUT_MEDIAN
+    output_sigma: float = OUTPUT_SIGMA
+    output_most: int = OUTPUT_MOST
+
+    def __post_init__(self) -> None:
+        for name in ("rate", "seconds", "clip", "prompt_median", "output_median", "output_most"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("prompt_sigma", "output_sigma"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+
+
+def make_trace(config: TraceConfig) -> list[Request]:
+    """The requests, in the order of their arrival."""
+    gaps, prompts, outputs = (np.random.default_rng([config.seed, what]) for what in range(3))
+
+    def length(random: np.random.Generator, median: int, sigma: float, least: int, most: int) -> int:
+        drawn = median * math.exp(sigma * random.standard_normal())
+        return round(min(max(drawn, min(least, most)), most))
+
+    found, at = [], 0.0
+    while True:
+        at += gaps.exponential() / config.rate
+        if at >= config.seconds:
+            return found
+        prompt = length(prompts, config.prompt_median, config.prompt_sigma, SHORTEST_PROMPT, config.clip)
+        output = length(outputs, config.output_median, config.output_sigma, SHORTEST_OUTPUT, config.output_most)
+        found.append(Request(at, prompt, output, config.seed * 1_000_003 + len(found)))
+
+
+def write_trace(path: Path, config: TraceConfig, requests: list[Request]) -> None:
+    """Write a trace's file."""
+    lines = [{"trace": asdict(config)}, *map(asdict, requests)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def read_trace(path: Path) -> tuple[TraceConfig, list[Request]]:
+    """A trace's file.
+
+    Raises:
+        ValueError: it is none; says which line.
+    """
+    made, requests = None, []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            found = json.loads(line)
+            if number == 1:
+                made = TraceConfig(**found["trace"])
+            else:
+                requests.append(Request(**found))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}, line {number}: no trace's line ({error}): make it with `trace`") from None
+    if made is None:
+        raise ValueError(f"{path} is empty: make a trace with `trace`")
+    return made, requests
+
+
+def describe(requests: list[Request]) -> str:
+    """One line about a trace."""
+    if not requests:
+        return "no requests"
+    prompts, outputs = (np.array([getattr(r, name) for r in requests]) for name in ("prompt_tokens", "output_tokens"))
+    return (
+        f"{len(requests)} requests; prompts median {np.median(prompts):.0f}, mean {prompts.mean():.0f}, longest "
+        f"{prompts.max()} tokens; answers median {np.median(outputs):.0f}, mean {outputs.mean():.0f}, longest "
+        f"{outputs.max()}"
+    )
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """The options of a trace, but its rate."""
+    add = parser.add_argument
+    add("--seconds", type=float, default=120.0, help="within which requests arrive (default: 120)")
+    add("--clip", type=parse_tokens, default=32768, metavar="TOKENS", help="of a prompt at most: 32k (default), 128k")
+    add("--seed", type=int, default=0)
+    add("--prompt", type=parse_tokens, default=PROMPT_MEDIAN, metavar="TOKENS", help="median (default: 8k)")
+    add("--output", type=parse_tokens, default=OUTPUT_MEDIAN, metavar="TOKENS", help="median (default: 256)")
+
+
+def config_of(args: Namespace, rate: float) -> TraceConfig:
+    """What these options ask for."""
+    return TraceConfig(rate, args.seconds, args.clip, args.seed, prompt_median=args.prompt, output_median=args.output)
+
+
+def main(argv: list[str]) -> int:
+    """Make a trace's file."""
+    parser = ArgumentParser(prog="python -m benchmarks serving trace", description=__doc__.splitlines()[0])
+    parser.add_argument("--rate", type=float, required=True, help="requests a second")
+    parser.add_argument("--out", type=Path, required=True)
+    add_options(parser)
+    args = parser.parse_args(argv)
+    config = config_of(args, args.rate)
+    requests = make_trace(config)
+    write_trace(args.out, config, requests)
+    print(f"{args.out}: {describe(requests)}")
+    return 0

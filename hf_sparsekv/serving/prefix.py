@@ -1,0 +1,153 @@
+"""Full blocks of prompts and answers that have ended, for prompts that begin alike.
+
+A block is known by its tokens and all before it: its key is the hash of its parent's key and its own tokens, so a chain
+of keys says how far two prompts agree (vLLM's automatic prefix caching, SGLang's tree). Blocks are never copied: the
+index holds a reference to each (:class:`..kv.rows.BlockIds`), and so does every row that has it in its table.
+
+What one engine keeps is of one model and one configuration. Labels are read by channels that were calibrated on a
+prompt's first tokens: all blocks of a chain have those of its first one, and a prompt that goes on from them, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from ..kv.rows import BlockIds
+
+Channels = tuple[Tensor | None, ...]  # of each layer: of one row; see RowBatch.begin
+
+
+def block_keys(tokens: Sequence[int], size: int, blocks: int, known: Sequence[bytes] = ()) -> list[bytes]:
+    """Keys of blocks of ``size`` tokens, the first ``blocks`` without those that are ``known``."""
+    flat, key, found = np.asarray(tokens, dtype=np.int64), known[-1] if known else b"", []
+    for i in range(len(known), blocks):
+        key = hashlib.blake2b(key + flat[i * size : (i + 1) * size].tobytes(), digest_size=16).digest()
+        found.append(key)
+    return found
+
+
+@dataclass(eq=False)
+class Block:
+    """One full block."""
+
+    key: bytes
+    id: int
+    parent: Block | None
+    channels: Channels
+    children: int = 0
+    users: int = 0  # requests that go on from it: it stays
+    used: int = 0  # when it was last asked for
+
+
+@dataclass
+class Match:
+    """The beginning of a prompt, as it is kept."""
+
+    blocks: list[Block] = field(default_factory=list)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """int32 ``[n]``, ids of the blocks."""
+        return np.array([block.id for block in self.blocks], dtype=np.int32)
+
+
+class PrefixIndex:
+    """Blocks by their keys; those that nobody has asked for for longest go first.
+
+    Args:
+        ids: of the engine's blocks.
+        block_size: tokens of a block.
+    """
+
+    def __init__(self, ids: BlockIds, block_size: int) -> None:
+        self._ids, self._size = ids, block_size
+        self._blocks: dict[bytes, Block] = {}
+        self._clock = self._pinned = 0
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def pinned(self) -> int:
+        """Blocks that requests go on from, which stay."""
+        return self._pinned
+
+    def keys(self, tokens: Sequence[int], blocks: int, known: Sequence[bytes] = ()) -> list[bytes]:
+        """Keys of the first ``blocks`` blocks, behind those that are ``known``."""
+        return block_keys(tokens, self._size, blocks, known)
+
+    def match(self, keys: Sequence[bytes]) -> Match:
+        """The longest beginning that is kept. It stays until :meth:`release`."""
+        self._clock += 1
+        found = Match()
+        for key in keys:
+            block = self._blocks.get(key)
+            if block is None:
+                break
+            self._pinned += not block.users
+            block.users += 1
+            block.used = self._clock
+            found.blocks.append(block)
+        return found
+
+    def release(self, match: Match) -> None:
+        """Who asked needs it no more."""
+        for block in match.blocks:
+            block.users -= 1
+            self._pinned -= not block.users
+        match.blocks = []
+
+    def keep(self, keys: Sequence[bytes], ids: np.ndarray, channels: Channels) -> int:
+        """Keep blocks ``ids [n]`` of a row that ends, whose keys these are; gives how many are new.
+
+        Those that are kept already stay as they are; behind one that has other channels nothing is kept.
+        """
+        self._clock += 1
+        parent, new = None, []
+        for key, id in zip(keys, ids.tolist()):
+            block = self._blocks.get(key)
+            if block is None:
+                block = self._blocks[key] = Block(key, id, parent, channels)
+                if parent is not None:
+                    parent.children += 1
+                new.append(id)
+            elif block.channels is not channels:
+                break
+            block.used = self._clock
+            parent = block
+        self._ids.share(np.array(new, dtype=np.int32))
+        return len(new)
+
+    def evict(self, blocks: int) -> int:
+        """Let go at least so many blocks, if nobody needs them; gives how many."""
+        gone: list[int] = []
+        while len(gone) < blocks:
+            leaves = [block for block in self._blocks.values() if not (block.children or block.users)]
+            if not leaves:
+                break
+            leaves.sort(key=lambda block: block.used)
+            for leaf in leaves[: blocks - len(gone)]:
+                self._forget(leaf, gone)
+                while (parent := leaf.parent) is not None and len(gone) < blocks:
+                    if parent.children or parent.users or parent.used > leaf.used:
+                        break
+                    self._forget(parent, gone)
+                    leaf = parent
+        self._ids.drop(np.array(gone, dtype=np.int32))
+        return len(gone)
+
+    def _forget(self, block: Block, gone: list[int]) -> None:
+        del self._blocks[block.key]
+        if block.parent is not None:
+            block.parent.children -= 1
+        gone.append(block.id)
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        self._ids.drop(np.array([block.id for block in self._blocks.values()], dtype=np.int32))
+        self._blocks.clear()

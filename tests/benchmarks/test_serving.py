@@ -1,0 +1,514 @@
+"""The serving benchmark: traces, what is made of times, and systems."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from models import build
+from read_rows import read_rows
+
+from benchmarks.baselines import NotRun
+from benchmarks.report import Report
+from benchmarks.serving import client, ours, run, trace
+from benchmarks.serving.client import Figures, NotTogether, Played, closed_loop, figures, goodput, play, together
+from benchmarks.serving.replayed import ReplayedKeys, RowQueries, replaying
+from benchmarks.serving.settings import Settings
+from benchmarks.serving.trace import Request, TraceConfig, make_trace, read_trace, write_trace
+from benchmarks.serving.vllm_engine import VllmSystem
+from hf_sparsekv import OffloadConfig, SparseCache
+from hf_sparsekv.serving.request import Busy, Output
+
+VOCABULARY = 97
+
+
+# ---------------------------------------------------------------------- traces
+
+
+def test_a_trace_has_the_lengths_and_gaps_that_it_says():
+    config = TraceConfig(rate=2.0, seconds=20000, clip=32768, seed=3)
+    made = make_trace(config)
+    gaps = np.diff([0.0] + [r.arrival for r in made])
+    assert len(made) == pytest.approx(40000, rel=0.02)
+    assert gaps.mean() == pytest.approx(0.5, rel=0.02)
+    assert gaps.std() == pytest.approx(0.5, rel=0.03)  # exponential
+    prompts = np.array([r.prompt_tokens for r in made])
+    outputs = np.log([r.output_tokens for r in made])
+    assert np.median(prompts) == pytest.approx(8192, rel=0.03)
+    assert (prompts == 32768).mean() == pytest.approx(0.083, abs=0.005)  # beyond two octaves: 1.386 deviations
+    assert prompts.max() == 32768 and prompts.min() >= 64
+    assert math.exp(np.median(outputs)) == pytest.approx(256, rel=0.03)
+    assert outputs.std() == pytest.approx(0.7, rel=0.03)
+    assert len({r.seed for r in made}) == len(made)
+
+
+def test_another_rate_gives_the_same_requests_sooner():
+    slow, fast = (make_trace(TraceConfig(rate=rate, seconds=100, seed=5)) for rate in (1.0, 4.0))
+    assert len(fast) > len(slow) > 50
+    for a, b in zip(slow, fast):
+        assert (a.prompt_tokens, a.output_tokens, a.seed) == (b.prompt_tokens, b.output_tokens, b.seed)
+        assert a.arrival == pytest.approx(4 * b.arrival)
+    assert make_trace(TraceConfig(rate=1.0, seconds=100, seed=6))[0] != slow[0]
+    longer = make_trace(TraceConfig(rate=1.0, seconds=100, seed=5, clip=131072))
+    assert all(a.prompt_tokens == min(b.prompt_tokens, 32768) for a, b in zip(slow, longer))
+
+
+def test_prompts_are_the_same_again_and_share_no_beginning():
+    first, other = Request(0.0, 50, 4, seed=1), Request(0.0, 50, 4, seed=2)
+    ids = first.ids(1000)
+    assert len(ids) == 50 and ids == first.ids(1000)
+    assert ids[:4] != other.ids(1000)[:4]
+    assert all(isinstance(one, int) and 8 <= one < 1000 for one in ids)
+
+
+def test_files_of_traces(tmp_path):
+    path, config = tmp_path / "made" / "trace.jsonl", TraceConfig(rate=1.0, seconds=30, seed=1)
+    made = make_trace(config)
+    write_trace(path, config, made)
+    assert read_trace(path) == (config, made)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:3], "{}"]))
+    with pytest.raises(ValueError, match="line 4: no trace's line"):
+        read_trace(path)
+    path.write_text("")
+    with pytest.raises(ValueError, match="is empty"):
+        read_trace(path)
+    with pytest.raises(ValueError, match="rate must be positive, got 0"):
+        TraceConfig(rate=0, seconds=1)
+
+
+# ---------------------------------------------------------------------- a system of known times
+
+
+class Time:
+    """A clock that only waiting moves."""
+
+    def __init__(self) -> None:
+        self.at = 1000.0
+
+    def now(self) -> float:
+        return self.at
+
+    def sleep(self, seconds: float) -> None:
+        self.at += seconds
+
+
+class Known:
+    """One request after the other: ``first`` seconds to a first token, ``step`` to each other."""
+
+    def __init__(self, clock: Time, first: float, step: float, refuses: tuple[int, ...] = ()) -> None:
+        self.clock, self.first, self.step, self.refuses = clock, first, step, refuses
+        self.free, self.seen = clock.now(), []
+
+    def submit(self, ids, sampling):
+        assert sampling.temperature == 0 and sampling.ignore_eos
+        self.seen.append(ids)
+        if len(self.seen) in self.refuses:
+            raise Busy("too many wait")
+        now = self.clock.now()
+        begin = max(now, self.free)
+        times = tuple(begin + self.first + self.step * i for i in range(sampling.max_tokens))
+        self.free = times[-1]
+        output = Output("", tuple(range(len(times))), "length", len(ids), queued_s=begin - now, token_times=times)
+        return Done(output)
+
+
+class Done:
+    def __init__(self, output: Output) -> None:
+        self.output = output
+
+    def result(self, timeout=None) -> Output:
+        return self.output
+
+
+def test_times_count_from_the_arrival_in_the_trace():
+    clock = Time()
+    system = Known(clock, first=1.0, step=0.5)
+    # The second arrives while the first is served, the third when all is over.
+    requests = [Request(0.0, 5, 3, 1), Request(1.0, 6, 2, 2), Request(10.0, 7, 1, 3)]
+    played = play(system, requests, VOCABULARY, clock=clock)
+    assert [one.token_times for one in played] == [(1.0, 1.5, 2.0), (3.0, 3.5), (11.0,)]
+    assert [one.queued_s for one in played] == [0.0, 1.0, 0.0]
+    assert [one.ttft_s for one in played] == [1.0, 2.0, 1.0]
+    assert [one.total_s for one in played] == [2.0, 2.5, 1.0]
+    assert system.seen == [r.ids(VOCABULARY) for r in requests]
+    found = figures(played)
+    assert (found.requests, found.failed) == (3, 0)
+    assert found.tokens_per_s == pytest.approx(6 / 11)
+    assert found.requests_per_s == pytest.approx(3 / 11)
+    # 1, 1, 2: the 99th percentile is 98 % of the way from the second to the third.
+    assert found.ttft == pytest.approx((4 / 3, 1.0, 1.98))
+    assert found.between == pytest.approx((0.5, 0.5, 0.5))
+    assert found.queued == pytest.approx((1 / 3, 0.0, 0.98))
+
+
+def test_a_late_submission_is_the_systems_delay():
+    clock = Time()
+
+    class Slow(Known):
+        def submit(self, ids, sampling):
+            done = super().submit(ids, sampling)
+            clock.sleep(3.0)
+            return done
+
+    played = play(Slow(clock, 1.0, 0.5), [Request(0.0, 5, 1, 1), Request(1.0, 5, 1, 2)], VOCABULARY, clock=clock)
+    assert played[1].queued_s == pytest.approx(2.0)
+    assert played[1].ttft_s == pytest.approx(3.0)
+
+
+def test_what_fails_is_counted_and_told():
+    clock = Time()
+    requests = [Request(float(i), 5, 2, i) for i in range(4)]
+
+    class Short(Known):
+        def submit(self, ids, sampling):
+            done = super().submit(ids, sampling)
+            if len(self.seen) == 3:
+                done.output = Output("", (1,), "stop", 5, token_times=(self.clock.now(),))
+            return done
+
+    played = play(Short(clock, 0.1, 0.1, refuses=(2,)), requests, VOCABULARY, clock=clock)
+    assert [one.error for one in played] == [None, "Busy: too many wait", "1 tokens instead of 2", None]
+    found = figures(played)
+    assert (found.requests, found.failed) == (4, 2)
+    assert not found.meets(10.0)
+    none = figures([Played(requests[0], error="x")])
+    assert none.tokens_per_s == 0 and not none.meets(10.0)
+
+
+def test_what_does_not_come_in_time_is_cancelled():
+    clock, cancelled = Time(), []
+
+    class Late:
+        def __init__(self, at: float) -> None:
+            self.at = at
+
+        def result(self, timeout):
+            raise TimeoutError(f"after {timeout:g} s")
+
+        def cancel(self):
+            cancelled.append(self.at)
+
+    class Never:
+        def submit(self, ids, sampling):
+            return Late(clock.now() - 1000)
+
+    requests = [Request(float(i), 5, 2, i) for i in range(2)]
+    played = play(Never(), requests, VOCABULARY, timeout=7.0, clock=clock)
+    assert [one.error for one in played] == ["TimeoutError: after 7 s"] * 2
+    assert cancelled == [0.0, 1.0]
+    assert "ttft_s" not in played[0].record() and played[0].record()["error"] == played[0].error
+
+
+def served(tbt: float, delay: float, failed: int = 0) -> Figures:
+    return Figures(10, failed, 1.0, 1.0, (1.0, 1.0, 1.0), (0.1, 0.1, tbt), (delay, 0.0, 9.0))
+
+
+def test_goodput_is_the_highest_rate_that_keeps_both_limits():
+    iteration = 0.02
+    assert served(0.5, 2.0).meets(iteration)
+    assert not served(0.501, 2.0).meets(iteration)
+    assert not served(0.5, 2.01).meets(iteration)
+    assert not served(0.1, 0.1, failed=1).meets(iteration)
+    swept = {0.1: served(0.1, 0.1), 0.4: served(0.6, 0.1), 0.2: served(0.4, 1.9), 0.8: served(0.1, 0.1)}
+    assert goodput(swept, iteration) == 0.2  # what is better behind a failure does not count
+    assert goodput({0.1: served(9.0, 0.0)}, iteration) == 0.0
+
+
+def test_rows_count_while_all_of_them_decode():
+    rows = [[0.0, 1.0, 2.0, 3.0, 4.0], [1.5, 2.5, 3.5, 4.5], [2.0, 2.5, 3.5]]
+    found = together(rows, 1)
+    assert found.seconds == 1.5  # from 2.0, the latest first token, to 3.5
+    assert found.tokens == 1 + 2 + 2
+    assert sorted(found.between_s) == [0.5, 1.0, 1.0, 1.0]
+    with pytest.raises(NotTogether, match="all 3 rows decoded together for 1 tokens only, 2 are needed"):
+        together(rows, 2)
+    clock = Time()
+    with pytest.raises(NotTogether):  # one after the other
+        closed_loop(Known(clock, 1.0, 0.1), client.fixed_rows(2, 5, 20, 0), VOCABULARY, 4)
+    assert [r.output_tokens for r in client.fixed_rows(3, 5, 20, 7)] == [34, 27, 20]
+
+
+# ---------------------------------------------------------------------- systems
+
+
+def settings(**others) -> Settings:
+    config = build("llama", "sdpa").config
+    kind = {"kv_gpu": 1 << 22, "kv_host": 1 << 24, "max_rows": 3, "max_length": 256, "chunk": 64, **others}
+    return Settings("tiny", config, "float32", **kind)
+
+
+def test_all_systems_get_the_same_bytes():
+    made = settings()
+    assert made.token_bytes == 2 * 2 * 2 * 16 * 4  # keys and values, layers, heads, channels, float32
+    assert made.gpu_tokens == (1 << 22) // 512
+    with pytest.raises(ValueError, match="hold 200 tokens of keys and values, a request may have 256"):
+        _ = settings(kv_gpu=200 * 512).gpu_tokens
+    config = ours.TwoLevelConfig(dense_layers=1, window=16, max_draft=4, sinks=4)
+    assert ours.memory(made, ours.RUNGS["sparse"], config) == (made.gpu_tokens, None)
+    tokens, offload = ours.memory(made, ours.RUNGS["offload"], config)
+    stays = 512 * (1 / 2 + ours.INDEX_SHARE)
+    assert tokens == int((1 << 22) / 2 / stays)
+    assert offload.device_pool == int((1 << 22) - 3 * 24 * 512 - tokens * stays)
+    assert offload.max_host_bytes == 1 << 24
+    with pytest.raises(ValueError, match="do not hold 3 rows"):
+        ours.memory(settings(kv_host=100 * 512), ours.RUNGS["offload"], config)
+
+
+def test_settings_that_are_not_built_say_what_is_missing(monkeypatch):
+    for module in (ours.engine, ours.loop):
+        for name in ("admit", "Admission"):
+            monkeypatch.delattr(module, name, raising=False)
+    ours.check_built(ours.RUNGS["offload"])
+    for name in ("working-set", "segments"):
+        with pytest.raises(NotRun, match="working_set=True would change nothing"):
+            ours.check_built(ours.RUNGS[name])
+    monkeypatch.setattr(ours.loop, "admit", ours.admission.admit, raising=False)
+    ours.check_built(ours.RUNGS["segments"])
+
+
+def test_vllm_that_is_not_there_is_not_run(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(NotRun, match="vLLM cannot be imported"):
+        VllmSystem(settings())
+
+
+class FakeVllm:
+    """As much of vLLM's engine as is used: one request runs at a time, its tokens come a step late."""
+
+    def __init__(self, **given) -> None:
+        self.given, self.llm_engine = given, self
+        self.config = json.loads((Path(given["model"]) / "config.json").read_text())
+        self.scheduler = SimpleNamespace(running=[])
+        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=self.scheduler))
+        self.waiting, self.late, self.idle_steps = [], [], 0
+
+    def add_request(self, name, prompt, params):
+        if len(prompt["prompt_token_ids"]) + params.max_tokens > self.given["max_model_len"]:
+            raise ValueError("too long")
+        assert params.ignore_eos and params.temperature == 0 and params.output_kind == "delta"
+        self.waiting.append(SimpleNamespace(request_id=f"{name}-inner", name=name, left=params.max_tokens))
+        return f"{name}-inner"
+
+    def has_unfinished_requests(self):
+        return bool(self.waiting or self.scheduler.running)
+
+    def step(self):
+        found, self.late = self.late, []
+        self.idle_steps += not self.has_unfinished_requests()
+        if not self.scheduler.running and self.waiting:
+            self.scheduler.running.append(self.waiting.pop(0))
+        for one in self.scheduler.running[:1]:
+            one.left -= 1
+            outputs = [SimpleNamespace(token_ids=[one.left], finish_reason="length" if one.left == 0 else None)]
+            self.late.append(SimpleNamespace(request_id=one.name, outputs=outputs, finished=one.left == 0))
+            if one.left == 0:
+                self.scheduler.running.clear()
+        time.sleep(0.001)
+        return found
+
+
+def test_vllms_steps_are_told_to_requests(monkeypatch):
+    fake = SimpleNamespace(LLM=FakeVllm, SamplingParams=lambda **given: SimpleNamespace(**given))
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA="delta"))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
+    system = VllmSystem(settings(max_rows=5))
+    requests = [Request(0.0, 10, 4, 1), Request(0.0, 10, 3, 2), Request(0.0, 300, 3, 2), Request(0.05, 10, 1, 3)]
+    played = play(system, requests, VOCABULARY, timeout=30)
+    assert [one.error for one in played] == [None, None, "ValueError: too long", None]
+    assert [len(one.token_times) for one in played] == [4, 3, 0, 1]
+    assert played[1].queued_s >= played[0].queued_s + 0.004  # it waits for four steps of the first
+    assert all(one.queued_s <= one.ttft_s for one in played if one.error is None)
+    engine = system._engine
+    system.close()
+    assert 0 < engine.idle_steps <= 10  # its loop does not spin when there is nothing to do
+    assert engine.config["architectures"] == ["LlamaForCausalLM"]
+    assert engine.given["kv_cache_memory_bytes"] == 1 << 22
+    assert engine.given["compilation_config"] == {"cudagraph_capture_sizes": [1, 2, 4, 5]}
+    assert not Path(engine.given["model"]).exists()
+
+
+def test_a_step_of_vllm_that_fails_fails_its_requests(monkeypatch):
+    class Broken(FakeVllm):
+        def step(self):
+            raise RuntimeError("out of order")
+
+    fake = SimpleNamespace(LLM=Broken, SamplingParams=lambda **given: SimpleNamespace(**given))
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA="delta"))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
+    system = VllmSystem(settings())
+    played = play(system, [Request(0.0, 10, 4, 1), Request(0.2, 10, 4, 2)], VOCABULARY, timeout=30)
+    assert [one.error for one in played] == [
+        "RuntimeError: out of order",
+        "RuntimeError: vLLM has failed: out of order",
+    ]
+    system.close()
+
+
+def test_rows_ask_at_places_of_their_own():
+    sequence = torch.arange(5.0).view(5, 1, 1, 1, 1) + torch.arange(2.0).view(1, 1, 2, 1, 1) * 100
+    queries = RowQueries(sequence.expand(5, 3, 2, 4, 8).contiguous(), 4)
+    found = []
+    for _ in range(20):
+        assert queries.buffer.shape == (3, 4, 4, 8)
+        found.append(queries.buffer[0, :, 0, 0].tolist())
+        queries.next()
+    for row, walk in enumerate(zip(*found)):
+        steps = [value % 100 for value in walk]
+        assert {value // 100 for value in walk} == {row % 2}  # its lane
+        assert set(steps) == {0, 1, 2, 3, 4}
+        assert all(abs(a - b) == 1 for a, b in itertools.pairwise(steps))  # and back again
+    assert len({walk[:5] for walk in zip(*found)}) == 4
+
+
+def test_what_is_cached_of_a_prompt_is_replayed_and_its_attention_is_not():
+    net = build("llama", "sparsekv")
+    config = ours.TwoLevelConfig(block_size=16, window=16, dense_layers=0, dense_below=0, token_budget=16)
+    keys = ReplayedKeys(net, 300, 120)
+    ids = torch.tensor([Request(0.0, 200, 1, 1).ids(VOCABULARY)])
+    plain = SparseCache(config).rows(3, 300)
+    with replaying(keys, net):
+        rows = SparseCache(config).rows(3, 300)
+    assert SparseCache(config).rows(3, 300).cache.beside().bind.__name__ == "bind"  # others are left alone
+    first, other = rows.prefill(net, ids), rows.prefill(net, ids)
+    torch.testing.assert_close(first.logits, plain.prefill(net, ids).logits)
+    for layer in range(keys.layers):
+        held, next_held = (made.cache.sparse_layers[layer].store.materialise()[0] for made in (first, other))
+        at = 37 * config.block_size
+        assert torch.equal(held[:, :, 4:], keys.keys[layer][:, :, at + 4 : at + 200])
+        assert torch.equal(next_held[:, :, 4:], keys.keys[layer][:, :, 2 * at + 4 : 2 * at + 200])
+        assert held[:, :, :4, 0].abs().min() > 0 and held[:, :, :4, 1:].abs().max() == 0  # sinks
+    # In two pieces: the same keys.
+    pieces = rows.prefill(net, ids, chunk=128)
+    held = pieces.cache.sparse_layers[0].store.materialise()[0]
+    at = 3 * 37 * config.block_size
+    assert torch.equal(held[:, :, 4:], keys.keys[0][:, :, at + 4 : at + 200])
+    # Steps ask with the walk's queries: the second row with the second lane's, and others than in the step before.
+    asked = []
+    layer = rows.cache.sparse_layers[1]
+    own = layer.policy.attend
+    rows.join(first), rows.join(other)
+    layer.policy.attend = lambda q, *others: asked.append(q.clone()) or own(q, *others)
+    for _ in range(2):
+        rows.step(net, torch.zeros(3, dtype=torch.long))
+    for row in range(3):
+        walk = keys.queries[:, 1, row]
+        places = [(walk == q[row]).flatten(1).all(1).nonzero().flatten().tolist() for q in asked]
+        assert places == [[29 * row + 1], [29 * row + 2]]
+
+
+def run_serving(command: str, tiny, tmp_path) -> list[dict]:
+    path = tmp_path / "serving.csv"
+    shared = f"--model {tiny} --device cpu --kv-gb 0.05 --host-gb 0.05 --max-rows 2 --chunk 32 --csv {path}"
+    assert run.main(f"{command} {shared}".split()) == 0
+    return read_rows(path)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    """A saved model; two of its layers choose."""
+    path = tmp_path_factory.mktemp("model") / "Tiny"
+    build("llama", "sdpa", num_hidden_layers=4).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def short(tmp_path, monkeypatch):
+    """A file with a short trace, and short lengths for others."""
+    for name, value in {"PROMPT_SIGMA": 0.2, "OUTPUT_SIGMA": 0.2}.items():
+        monkeypatch.setattr(trace, name, value)
+    monkeypatch.setattr(run, "LEAST", 2)
+    path, config = tmp_path / "trace.jsonl", TraceConfig(5.0, 1.0, 300, 1, 250, 0.2, 6, 0.3)
+    write_trace(path, config, make_trace(config))
+    return path
+
+
+SYSTEMS = [
+    "transformers",
+    "dense",
+    "sparse --budget 16",
+    "sparse --budget 16 --kv replayed",
+    "offload --budget 16 --kv replayed",
+]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_trace_against_a_system(system, tiny, tmp_path, short):
+    file = tmp_path / "requests.jsonl"
+    rows = run_serving(f"open {system} --trace {short} --requests {file}", tiny, tmp_path)
+    found = {row["metric"]: row for row in rows}
+    _, requests = read_trace(short)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(one["arrival"], len(one["token_times"])) for one in lines] == [
+        (r.arrival, r.output_tokens) for r in requests
+    ]
+    assert all(0 <= one["queued_s"] <= one["ttft_s"] <= one["total_s"] for one in lines)
+    assert {one["variant"] for one in lines} == {rows[0]["variant"]}
+    assert float(found["requests"]["value"]) == len(requests)
+    assert float(found["failed"]["value"]) == 0
+    assert float(found["ttft_s:p99"]["value"]) >= float(found["ttft_s:p50"]["value"]) > 0
+    assert float(found["queued_s:mean"]["value"]) >= 0
+    assert float(found["tokens_per_s"]["value"]) > 0
+    name, *options = system.split()
+    assert found["requests"]["variant"].startswith(f"{name}:gpu=0.05gb")
+    assert ("kv=replayed" in found["requests"]["variant"]) == ("replayed" in options)
+    if name == "offload":
+        assert 0 < float(found["hit_rate"]["value"]) < 1 and float(found["host_mb"]["value"]) > 0
+
+
+def test_a_sweep_ends_where_the_limits_are_broken(tiny, tmp_path, short):
+    command = "goodput dense --rates 0.01 4 8 --seconds 1 --clip 100 --prompt 40 --output 6 --iteration-ms 1e5"
+    with pytest.raises(SystemExit, match=r"no request arrives at rate 0.01 within 1 s"):
+        run_serving(command, tiny, tmp_path)
+    rows = run_serving(command.replace("0.01 4 8", "4 8"), tiny, tmp_path)
+    assert [float(row["value"]) for row in rows if row["metric"] == "goodput_rps"] == [8.0]
+    strict = run_serving(command.replace("0.01 4 8", "4 8").replace("1e5", "1e-6"), tiny, tmp_path)[len(rows) :]
+    assert [float(row["value"]) for row in strict if row["metric"] == "goodput_rps"] == [0.0]
+    assert not any("rate=8" in row["variant"] for row in strict)
+
+
+@pytest.mark.parametrize("system", ["transformers", "sparse --budget 16"])
+def test_a_fixed_number_of_rows(system, tiny, tmp_path, short):
+    rows = run_serving(f"closed {system} --rows 1 2 --context 40 --tokens 24 --lead 8", tiny, tmp_path)
+    speeds = {row["batch"]: float(row["value"]) for row in rows if row["metric"] == "tokens_per_s"}
+    assert set(speeds) == {"1", "2"} and min(speeds.values()) > 0
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_step_alone_is_of_rows_as_long_as_in_the_engine(offload, tiny, tmp_path, monkeypatch):
+    """Without a GPU: what would be replayed."""
+    seen = []
+
+    def replay(model, cache):
+        assert cache.row_batch.active == (0, 1, 2) and cache.config.token_budget == 16
+        assert (cache.offload_config is not None) == offload
+        seen.append(cache.row_batch.lengths)
+        return [1.0, 2.0, 3.0]
+
+    monkeypatch.setattr(run, "replay_ms", replay)
+    monkeypatch.setattr(run, "optimize", lambda model: None)
+    monkeypatch.setattr(run, "unoptimize", lambda model: None)
+    args = run.arguments("overhead").parse_args(
+        f"sparse --rows 3 --context 200 --tokens 40 --lead 8 --model {tiny} --device cpu --kv-gb 0.05".split()
+    )
+    bench = run.Bench(args, Report("serving", "tiny", None, None), run.closed_length(args))
+    assert bench.settings.max_length == 512  # 200 + 40 + 2 * 8, in whole 256, and 256 more
+    made = OffloadConfig(device_pool=100_000) if offload else None
+    assert run.step_alone_ms(bench, 3, ours.TwoLevelConfig(token_budget=16), made) == [1.0, 2.0, 3.0]
+    assert seen == [(200 + 20 + run.WARM_UP_STEPS,) * 3]
+
+
+def test_overhead_says_what_it_needs(tiny):
+    for system, why in (("vllm", "overhead is of our engine"), ("sparse", "overhead needs a CUDA device")):
+        with pytest.raises(SystemExit, match=why):
+            run.main(f"overhead {system} --model {tiny} --device cpu --no-csv".split())
