@@ -158,7 +158,7 @@ def test_two_hundred_connections_each_with_its_own_answer():
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_engine_that_is_closed_tells_those_who_wait(stream):
     with FakeEngine(byte_level(), max_rows=0) as engine, serving(create_app(engine, "m")) as url:
-        threading.Timer(0.2, engine.close).start()
+        threading.Thread(target=lambda: (wait_until(lambda: engine.busy), engine.close())).start()
         response = httpx.post(f"{url}/v1/completions", json={"prompt": "ab", "stream": stream})
         assert "the server has ended this request: it is stopping" in response.text
         assert response.status_code == (200 if stream else 503)
