@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 from fake_engine import FakeEngine
-from http_server import serving
+from http_server import openai_client, serving
 from tokenizers_made import byte_level
 
 from hf_sparsekv.serving.http import create_app
@@ -33,7 +33,7 @@ def url(engine):
 
 @pytest.fixture(scope="module")
 def client(url):
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    with openai_client(url) as client:
         yield client
 
 
@@ -181,10 +181,13 @@ CALLS = 'See.<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</too
 def tool_client():
     tokenizer = byte_level()
     tokenizer.chat_template = TOOL_CHAT
-    with FakeEngine(tokenizer, answer=CALLS) as engine, serving(create_app(engine, "m")) as url:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            client.engine = engine
-            yield client
+    with (
+        FakeEngine(tokenizer, answer=CALLS) as engine,
+        serving(create_app(engine, "m")) as url,
+        openai_client(url) as client,
+    ):
+        client.engine = engine
+        yield client
 
 
 @pytest.mark.parametrize("stop", [None, ["zz"]])

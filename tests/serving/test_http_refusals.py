@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from fake_engine import FakeEngine
-from http_server import serving
+from http_server import openai_client, serving
 from tokenizers_made import byte_level, word_pieces
 
 from hf_sparsekv.serving.http import app as app_module
@@ -299,24 +299,22 @@ def test_the_key(engine):
 
 
 def test_too_many_requests_are_told_when_to_come_again():
-    with FakeEngine(byte_level(), step_s=0.02, max_rows=1, max_waiting=1) as engine:
-        with (
-            serving(create_app(engine, "fake")) as url,
-            openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
-        ):
-            running = client.completions.create(model="fake", prompt="a", max_tokens=900, stream=True)
-            next(iter(running))
-            waits = client.completions.create(model="fake", prompt="b", max_tokens=900, stream=True)
-            with pytest.raises(openai.RateLimitError, match="1 requests wait already") as error:
-                client.completions.create(model="fake", prompt="c")
-            assert error.value.response.headers["retry-after"] == "3"
-            # Of a list none is left behind.
-            with pytest.raises(openai.RateLimitError):
-                client.completions.create(model="fake", prompt=["d", "e", "f"])
-            assert engine.busy == 2
-            running.close()
-            waits.close()
-        assert engine.refused["waiting"] == 2
+    with (
+        FakeEngine(byte_level(), step_s=0.02, max_rows=1, max_waiting=1) as engine,
+        serving(create_app(engine, "fake")) as url,
+        openai_client(url) as client,
+    ):
+        running = client.completions.create(model="fake", prompt="a", max_tokens=900, stream=True)
+        next(iter(running))
+        waits = client.completions.create(model="fake", prompt="b", max_tokens=900, stream=True)
+        with pytest.raises(openai.RateLimitError, match="1 requests wait already") as error:
+            client.completions.create(model="fake", prompt="c")
+        assert error.value.response.headers["retry-after"] == "3"
+        with pytest.raises(openai.RateLimitError):
+            client.completions.create(model="fake", prompt=["d", "e", "f"])
+        assert engine.busy == 2 and engine.refused["waiting"] == 2
+        running.close()
+        waits.close()
 
 
 def test_of_a_list_that_is_refused_none_is_left_behind():
@@ -330,16 +328,19 @@ def test_of_a_list_that_is_refused_none_is_left_behind():
 
 
 def test_an_engine_that_drains_or_has_failed():
-    with FakeEngine(byte_level()) as engine, serving(create_app(engine, "fake")) as url:
-        with httpx.Client(base_url=url) as client:
-            assert client.get("/ready").json() == {"status": "ready"}
-            engine.drain()
-            assert "drains" in refused(client.get("/ready"), 503)
-            assert client.get("/health").json() == {"status": "ok"}
-            assert "drains" in refused(client.post("/v1/completions", json={"prompt": "a"}), 503)
-            engine.failed = MemoryError("no room")
-            for path in ("/ready", "/health"):
-                assert "MemoryError: no room" in refused(client.get(path), 503)
+    with (
+        FakeEngine(byte_level()) as engine,
+        serving(create_app(engine, "fake")) as url,
+        httpx.Client(base_url=url) as client,
+    ):
+        assert client.get("/ready").json() == {"status": "ready"}
+        engine.drain()
+        assert "drains" in refused(client.get("/ready"), 503)
+        assert client.get("/health").json() == {"status": "ok"}
+        assert "drains" in refused(client.post("/v1/completions", json={"prompt": "a"}), 503)
+        engine.failed = MemoryError("no room")
+        for path in ("/ready", "/health"):
+            assert "MemoryError: no room" in refused(client.get(path), 503)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -352,9 +353,8 @@ def test_a_request_that_fails(stream):
             return
         events = [json.loads(part[6:]) for part in response.text.split("\n\n") if part]
         assert response.status_code == 200 and "told to fail" in events[-1]["error"]["message"]
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
-            with pytest.raises(openai.APIError, match="told to fail"):
-                list(client.chat.completions.create(model="fake", messages=HI, stream=True))
+        with openai_client(url) as client, pytest.raises(openai.APIError, match="told to fail"):
+            list(client.chat.completions.create(model="fake", messages=HI, stream=True))
 
 
 def test_a_template_that_is_missing_or_refuses():

@@ -1,0 +1,86 @@
+"""What Prometheus reads of the server, by its own parser."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import httpx
+import prometheus_client
+import pytest
+from fake_engine import BOUNDS, FakeEngine
+from http_server import serving
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse
+from tokenizers_made import byte_level
+
+from hf_sparsekv.serving.http import create_app, metrics
+from hf_sparsekv.serving.request import EngineStats, Samples
+
+P = metrics.PREFIX
+
+
+@pytest.fixture
+def engine():
+    with FakeEngine(byte_level()) as engine:
+        yield engine
+
+
+def samples(url: str) -> dict[tuple, float]:
+    """``(name, *label values) -> value``."""
+    families = parse(httpx.get(f"{url}/metrics").text)
+    return {(one.name, *one.labels.values()): one.value for family in families for one in family.samples}
+
+
+def test_counts_are_the_engines(engine):
+    with serving(create_app(engine, "m")) as url:
+        for _ in range(3):
+            httpx.post(f"{url}/v1/completions", json={"prompt": "abc", "max_tokens": 5})
+        httpx.post(f"{url}/v1/completions", json={"prompt": "abc", "n": 2})
+        httpx.get(f"{url}/v1/models/m")
+        engine.refused["waiting"] += 2
+        found, stats = samples(url), engine.stats()
+        assert found[P + "requests_total",] == 3 == stats.requests
+        assert found[P + "requests_finished_total",] == 3
+        assert found[P + "prompt_tokens_total",] == 9 and found[P + "generated_tokens_total",] == 15
+        assert found[P + "decode_steps_total",] == stats.steps
+        assert found[P + "requests_refused_total", "waiting"] == 2
+        assert found[P + "requests_running",] == 0 and found[P + "ready",] == 1
+        assert found[P + "host_limit_bytes",] == 1 << 30
+        assert found[P + "time_to_first_token_seconds_count",] == 3
+        assert found[P + "time_between_tokens_seconds_count",] == 12
+        assert found[P + "request_seconds_sum",] == pytest.approx(stats.total_s.sum)
+        buckets = [found[P + "request_seconds_bucket", bound] for bound in (*map(str, BOUNDS), "+Inf")]
+        assert buckets == sorted(buckets) and buckets[-1] == 3
+        assert found[P + "http_requests_total", "/v1/completions", "200"] == 3
+        assert found[P + "http_requests_total", "/v1/completions", "400"] == 1
+        assert found[P + "http_requests_total", "other", "200"] == 1
+        engine.drain()
+        assert samples(url)[P + "ready",] == 0
+
+
+def test_openmetrics_if_it_is_asked_for(engine):
+    with serving(create_app(engine, "m")) as url:
+        response = httpx.get(f"{url}/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
+        assert response.headers["content-type"].startswith("application/openmetrics-text")
+        assert P + "requests" in {family.name for family in parse_openmetrics(response.text)}
+        assert httpx.get(f"{url}/metrics").headers["content-type"].startswith("text/plain")
+
+
+def test_two_servers_in_a_process_share_nothing(engine):
+    before = list(prometheus_client.REGISTRY.collect())
+    create_app(engine, "one")
+    create_app(engine, "two")
+    assert {one.name for one in prometheus_client.REGISTRY.collect()} == {one.name for one in before}
+
+
+def test_every_field_of_the_stats_is_told(engine):
+    told = {field for field, _ in (*metrics.NOW.values(), *metrics.COUNTS.values(), *metrics.TIMES.values())}
+    assert told | {"refused", "host_limit"} == {field.name for field in fields(EngineStats)}
+
+
+def test_a_histogram_counts_what_is_below_each_bound():
+    made = metrics.histogram("t", "t", Samples((0.5, 2.0), (3, 0, 4), 9.5))
+    assert [(one.labels.get("le"), one.value) for one in made.samples if one.name == "t_bucket"] == [
+        ("0.5", 3), ("2.0", 3), ("+Inf", 7),
+    ]  # fmt: skip
+    assert {one.name: one.value for one in made.samples if not one.labels} == {"t_count": 7, "t_sum": 9.5}

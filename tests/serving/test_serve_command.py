@@ -1,0 +1,192 @@
+"""``hf-sparsekv serve``: a whole one in a process of its own, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from fake_engine import FakeEngine
+from http_server import wait_until
+from models import build
+from tokenizers_made import byte_level
+from typer.testing import CliRunner
+
+from hf_sparsekv import OffloadConfig
+from hf_sparsekv.cli import loading
+from hf_sparsekv.cli import serve as module
+from hf_sparsekv.cli.app import app
+from hf_sparsekv.serving.http import create_app
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    """A tiny random Llama with a tokenizer of bytes."""
+    path, tokenizer = tmp_path_factory.mktemp("models") / "tiny-llama", byte_level()
+    build("llama", "sdpa", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_a_server_from_its_first_line_to_its_last(tiny):
+    """Greedy answers are generate()'s; SIGTERM lets a stream have its end, and takes no more requests."""
+    command = [sys.executable, "-m", "hf_sparsekv_cli", "serve", str(tiny), "--port", "0", "--device", "cpu"]
+    command += ["--max-rows", "4", "--context", "1k", "--no-offload", "--max-answer", "12"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_SPARSEKV_API_KEY": "sesame", "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    lines = []
+    try:
+        while not lines or not lines[-1].startswith("listening on "):
+            lines.append(server.stderr.readline())
+            assert lines[-1], "".join(lines)
+        url = re.search(r"http://127\.0\.0\.1:\d+", lines[-1])[0]
+        assert "tiny-llama: up to 1,024 tokens a request, 4 rows" in lines[-2] and "sesame" not in "".join(lines)
+        with httpx.Client(base_url=url, headers={"authorization": "Bearer sesame"}, timeout=60) as client:
+            assert httpx.get(f"{url}/v1/models").status_code == 401
+            assert client.get("/v1/models").json()["data"][0]["id"] == "tiny-llama"
+            body = {"prompt": "the cat of the cat", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+            answer = client.post("/v1/completions", json=body).json()
+            assert answer["usage"]["completion_tokens"] == 20
+            assert answer["choices"][0]["text"] == generated(tiny, body["prompt"], 20)
+            chat = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "the"}]})
+            assert 1 <= chat.json()["usage"]["completion_tokens"] <= 12
+            body |= {"max_tokens": 100, "stream": True}
+            with client.stream("POST", "/v1/completions", json=body) as stream:
+                events = stream.iter_lines()
+                next(events)
+                server.send_signal(signal.SIGTERM)
+                wait_until(lambda: httpx.get(f"{url}/ready").status_code == 503)
+                refused = httpx.post(f"{url}/v1/completions", json=body, headers=client.headers)
+                assert refused.status_code == 503 and refused.json()["error"]["code"] == "closed"
+                told = [line for line in events if line.startswith("data: ")]
+            assert told[-1] == "data: [DONE]" and json.loads(told[-2][6:])["choices"][0]["finish_reason"] == "length"
+        out, rest = server.communicate(timeout=60)
+        assert server.returncode == 0 and "draining: 1 requests are left" in rest and "Traceback" not in rest, rest
+        assert out == ""
+    finally:
+        server.kill()
+        server.communicate()
+
+
+@torch.no_grad()
+def generated(path: Path, prompt: str, tokens: int) -> str:
+    """By transformers alone."""
+    tokenizer, model = loading.load(str(path), None, torch.device("cpu"))
+    model.set_attn_implementation("sdpa")
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    out = model.generate(ids, attention_mask=ids * 0 + 1, do_sample=False, max_new_tokens=tokens, eos_token_id=None)
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_the_first_signal_drains_and_the_second_stops(signals):
+    with FakeEngine(byte_level(), step_s=0.005) as engine, socket.create_server(("127.0.0.1", 0)) as listener:
+        server = module._server(create_app(engine, "m"), engine)
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        wait_until(lambda: server.started)
+        url, texts = f"http://127.0.0.1:{listener.getsockname()[1]}", []
+        body = {"prompt": "ab", "max_tokens": 100 if signals == 1 else 900}
+
+        def ask() -> None:
+            try:
+                texts.append(httpx.post(f"{url}/v1/completions", json=body, timeout=30).json())
+            except (httpx.HTTPError, ValueError):  # cut short
+                texts.append(None)
+
+        client = threading.Thread(target=ask)
+        client.start()
+        wait_until(lambda: engine.busy == 1)
+        server.handle_exit(signal.SIGINT, None)
+        wait_until(lambda: engine.draining)
+        if signals == 2:
+            server.handle_exit(signal.SIGINT, None)
+        client.join(20)
+        thread.join(20)
+        assert not client.is_alive() and not thread.is_alive()
+        if signals == 1:
+            assert texts[0]["usage"]["completion_tokens"] == 100
+        else:
+            wait_until(lambda: engine.counts["cancelled"] == 1)
+
+
+def run(*args: str, **env: str):
+    return CliRunner().invoke(app, ["serve", *args], env=env)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--cache", "dense"], "sparse caches only"),
+        (["--max-length", "100"], "--context says"),
+        (["--no-offload", "--device-kv", "1GiB"], "--device-kv is for keys and values in host memory"),
+        (["--no-offload", "--host-kv", "1GiB"], "--host-kv is for keys and values in host memory"),
+        (["--host-kv", "many"], "is not a size"),
+        (["--max-body", "x"], "is not a size"),
+        (["--context", "x"], "is no length"),
+        (["--api-key", " "], "is empty"),
+        (["--token-budget", "0"], "--token-budget"),
+        (["--max-rows", "0"], "greater than or equal to 1"),
+        (["--port", "70000"], "65535"),
+    ],
+)
+def test_wrong_usage(args, says, tiny):
+    done = run(str(tiny), *args)
+    assert done.exit_code == 2 and says in " ".join(re.sub(r"[│\n]", " ", done.output).split()), done.output
+
+
+def test_a_port_that_is_taken_or_a_host_that_is_not_here(tiny, monkeypatch):
+    monkeypatch.setattr(loading, "load", lambda *args: pytest.fail("the model was loaded first"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = run(str(tiny), "--port", port)
+        assert done.exit_code == 1 and f"cannot listen on 127.0.0.1:{port}: Address already in use" in done.output
+    done = run(str(tiny), "--host", "203.0.113.7")
+    assert done.exit_code == 1 and "cannot listen on 203.0.113.7:8000" in done.output
+
+
+def test_without_the_extra(tiny, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "uvicorn" else find(name, *a))
+    done = run(str(tiny))
+    assert done.exit_code == 1 and "serve needs uvicorn: install the extra" in " ".join(done.output.split())
+
+
+def test_an_unknown_model_is_told():
+    done = run("./nothing", "--port", "0")
+    assert done.exit_code == 1 and "there is no directory './nothing'" in done.output
+
+
+def test_what_the_engine_is_given(tiny, monkeypatch):
+    """Options by their names; the key from the environment."""
+    given = {}
+
+    def serve(*args) -> None:
+        given.update(zip(("model", "id", "listener", "key", "body", "answer", "settings"), args))
+
+    monkeypatch.setattr(module, "_serve", serve)
+    args = ["--port", "0", "--max-rows", "3", "--context", "2k", "--batch-tokens", "8k", "--max-waiting", "5"]
+    args += ["--max-wait-s", "1.5", "--prefill-ms", "7", "--device-kv", "1GiB", "--host-kv", "2GB", "--max-body", "1kB"]
+    done = run(str(tiny), *args, "--token-budget", "64", "--num-blocks", "4", HF_SPARSEKV_API_KEY="k")
+    assert done.exit_code == 0, done.output
+    assert (given["id"], given["key"], given["body"], given["answer"]) == ("tiny-llama", "k", 1000, 4096)
+    config, offload, serving, _, _ = given["settings"]
+    assert (config.token_budget, config.num_blocks) == (64, 4)
+    assert offload == OffloadConfig(device_pool=1 << 30, max_host_bytes=2_000_000_000)
+    assert (serving.max_rows, serving.max_length, serving.max_tokens) == (3, 2048, 8192)
+    assert (serving.max_waiting, serving.max_wait_s, serving.prefill_ms) == (5, 1.5, 7.0)
+    run("small", "--port", "0", "--no-offload", "--model-id", "mine")
+    assert (given["id"], given["key"], given["settings"][1]) == ("mine", None, None)
+    assert module._name("small") == "small" and module._name("org/model") == "org/model"
