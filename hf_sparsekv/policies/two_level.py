@@ -247,16 +247,8 @@ class TwoLevelPolicy(Policy):
     def measured(self) -> tuple[PackStats, ...]:
         return () if self.tokens is None else (self.tokens.measured(),)
 
-    def join_row(
-        self, row: int, other: Policy, store: LayerStore, pairs: list[tuple[Tensor, Tensor]], source: int = 0
-    ) -> None:
-        super().join_row(row, other, store, pairs, source)
-        if self.tokens is not None:
-            self.tokens.forget_row(row)
-
-    def crop_row(self, row: int) -> None:
-        if self.tokens is not None:
-            self.tokens.forget_row(row)  # these may become other tokens
+    def wanted_copies(self, tokens: int) -> int:
+        return self.config.token_budget if self.fetches_tokens and tokens > self.config.token_budget else 0
 
     def reopened(self) -> None:
         super().reopened()
