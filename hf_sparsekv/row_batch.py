@@ -256,7 +256,7 @@ class RowBatch:
     def fork(self, row: int) -> int:
         """Another row begins as a copy of this one, for a second answer or a beam: full blocks are shared.
 
-        What it chooses is copied to slots of its own: as many as :meth:`join` gives.
+        It has as many slots of its own as :meth:`join` gives, and holds what this row does, as far as that fits.
 
         Returns:
             The new row, active.
@@ -272,7 +272,7 @@ class RowBatch:
             layer.join_row(new, layer, pairs, row)
         torch._foreach_copy_([to for to, _ in pairs], [found for _, found in pairs])
         if self._tokens is not None:
-            self._tokens.begin(new, self._share(None))
+            self._tokens.begin(new, self._share(None), row)
         self.cache.row_table.copy_row(new, row)
         self._there[new] = self._active[new] = True
         self._changed()

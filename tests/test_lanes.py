@@ -96,7 +96,7 @@ def test_an_interrupt_leaves_the_device_as_the_host_says():
     lanes = Lanes(2, 64, SIZE)
 
     class Stopped(torch.Tensor):
-        def __setitem__(self, *args):
+        def fill_(self, *args):
             raise KeyboardInterrupt
 
     lanes._on[CPU] = torch.zeros(2, 2, dtype=torch.int32).as_subclass(Stopped)

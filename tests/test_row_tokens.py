@@ -137,6 +137,27 @@ def test_what_a_row_holds_stays_where_its_room_changes():
         assert max(it.step() for _ in range(3)) < NEAR
 
 
+def test_a_fork_holds_what_it_forks():
+    """As far as it has room: its own slots, its own ages."""
+    with made("two_level", 256) as it:
+        rows = it.rows
+        it.join(it.prefill(150, 1), room=80)
+        for _ in range(6):
+            it.step()
+        new = rows.fork(0)
+        assert rows.room(new) == 64 and 0 < held_by(rows, new) <= held_by(rows, 0)
+        it.own[new], it.next[new] = copy.deepcopy(it.own[0]), it.next[0]
+        consistent(rows)
+        assert max(it.step() for _ in range(3)) < NEAR
+        consistent(rows)
+        before = held_by(rows, new)
+        rows.leave(0)
+        it.join(it.prefill(90, 2), room=192)
+        assert held_by(rows, new) == before and held_by(rows, 0) == 0
+        assert max(it.step() for _ in range(3)) < NEAR
+        consistent(rows)
+
+
 @contextmanager
 def recorded(monkeypatch) -> Iterator[list]:
     """What each layer was told to bring: the :class:`DeviceTokens`, ids, and a view of the layer's store."""

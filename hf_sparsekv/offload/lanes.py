@@ -107,7 +107,8 @@ class Lanes:
         try:
             for held in self._on.values():
                 for row, (first, room) in changed.items():
-                    held[row, 0], held[row, 1] = first, room  # two fills: nothing waits for the device
+                    held[row, 0].fill_(first)  # fills: nothing waits for the device
+                    held[row, 1].fill_(room)
         except BaseException:
             for held in self._on.values():
                 held.copy_(torch.tensor(self.held, dtype=torch.int32))

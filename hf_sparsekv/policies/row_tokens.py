@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kv.store import LayerStore
-from ..offload.lanes import Lanes, moved
+from ..offload.lanes import Lanes, Move, moved
 from ..ops.device_tokens import EMPTY, TokenSlots, young_tokens
 from ..tensors import no_inference_mode
 from .base import Policy
@@ -103,17 +103,16 @@ class RowTokens:
         return max(size, self.lanes.slots // len(self.lanes.held) // size * size)
 
     @torch.no_grad()
-    def give(self, row: int, tokens: int) -> None:
-        """Row ``row`` has room for ``tokens`` of each layer and KV head from here on, rounded up to whole blocks.
+    def give(self, row: int, room: int) -> None:
+        """Row ``row`` has ``room`` slots of each layer and KV head from here on, a multiple of the block size.
 
         Raises:
-            ValueError: there is not so much free. Nothing has changed.
+            ValueError: there are not so many free. Nothing has changed.
         """
-        had, size = self.lanes.held[row][1], self.lanes.block_size
+        had = self.lanes.held[row][1]
         try:
-            moves = self.lanes.give(row, -(-tokens // size) * size)
-            first, room = self.lanes.held[row]
-            kept = min(room, had)
+            moves = self.lanes.give(row, room)
+            first, kept = self.lanes.held[row][0], min(room, had)
             moved([held.kv for held in self.layers], moves, 1)
             for part in self._parts:
                 moved((part.columns, part.stamps), moves, 2)
@@ -142,10 +141,20 @@ class RowTokens:
             self._clear(part, first, first + room)
             part.slots[:, row] = -1
 
-    def begin(self, row: int, tokens: int) -> None:
-        """A row has come: it has :meth:`give` room, and holds nothing."""
+    def begin(self, row: int, room: int, source: int | None = None) -> None:
+        """A row has come, which has no slots yet: it gets ``room``, and holds what row ``source`` does, or nothing."""
         self.forget(row)
-        self.give(row, tokens)
+        self.give(row, room)
+        if source is None:
+            return
+        (at, had), (to, room) = self.lanes.held[source], self.lanes.held[row]
+        copied = Move(at, to, min(had, room))
+        moved([held.kv for held in self.layers], [copied], 1)
+        for part in self._parts:
+            moved((part.columns, part.stamps), [copied], 2)
+            slots = part.slots[:, source]
+            part.slots[:, row] = slots.masked_fill(slots >= copied.kept, -1)
+            part.now[:, row] = part.now[:, source]
 
     def end(self, row: int) -> None:
         """A row has left: its slots are free. What it held is forgotten where somebody else gets them."""
