@@ -35,7 +35,7 @@ from hf_sparsekv.ops.begin_step.triton import begin_step
 from hf_sparsekv.ops.block_copy.triton import block_copy
 from hf_sparsekv.ops.block_score.triton import block_score
 from hf_sparsekv.ops.device_tokens import TokenSlots
-from hf_sparsekv.ops.device_tokens.triton import bring_tokens, locate_tokens
+from hf_sparsekv.ops.device_tokens.triton import bring_tokens, locate_tokens, young_tokens
 from hf_sparsekv.ops.experts.triton import experts
 from hf_sparsekv.ops.gated.triton import gated
 from hf_sparsekv.ops.latent_rope.triton import latent_rope
@@ -174,11 +174,14 @@ def pages() -> None:
     lists = [ids.clone(), ids.clone(), place().nan(2, 2, 40, 128), ids.clone()]
     pack(ids, kv, block_table, *lists)
     pack(ids, kv, block_table, *lists, enabled=state.enabled, counters=state.counters[:2])
-    slots = TokenSlots(place().nan(2, 2, 64, 128), ids.clone(), ids.clone(), ids.clone(), ids[..., 0].clone())
+    lanes = torch.tensor([[0, 16], [16, 64]], dtype=torch.int32)
+    held = ids[0].clone(), ids[0].clone(), ids.clone(), ids[..., 0].clone(), lanes
+    slots = TokenSlots(place().nan(2, 40, 128), *held)
     for used in (None, ids[..., 0].clone()):
         bring_tokens(ids, kv, block_table, slots, used=used)
         bring_tokens(ids, kv, block_table, slots, used=used, enabled=state.enabled, counters=state.counters[:2])
-        locate_tokens(ids, slots.slots, block_table, 64, 16, used=used)
+        locate_tokens(ids, slots.slots, lanes, block_table, 40, 16, used=used)
+    young_tokens(slots.stamps[None], slots.now[None], lanes, 12)
     place_tokens(ids, ids, ids, 64)
     pairs = torch.zeros(4, 2, dtype=torch.int32)
     block_copy(kv, place().nan(4, 16, 128), pairs, torch.ones(1, dtype=torch.int32))
