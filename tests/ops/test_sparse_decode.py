@@ -167,9 +167,9 @@ def test_tiles_do_not_matter(place, granularity, tile, heads):
 def test_splits_do_not_matter(place32, granularity):
     case = Case(batch=1, heads=2, dk=256, dv=64, cap=23, chosen=19, ring=90, softcap=3.0, learned_sink=True)
     args, named = case.make(place32, granularity)
-    first = sparse_decode(*args, **named, config=config_of(args, named, parts=1))
+    first = sparse_decode(*args, **named, config=config_of(args, named, splits=1))
     for splits in (3, 40):
-        config = config_of(args, named, parts=splits)
+        config = config_of(args, named, splits=splits)
         place32.close(sparse_decode(*args, **named, config=config), first.cpu(), ratio=5e-7)
 
 
@@ -251,7 +251,7 @@ def test_large_logits(place32):
     """Logits of some thousands, far apart between the parts, neither overflow nor vanish."""
     args, named = Case(batch=1, cap=9, splits=4, dk=256, dv=64).make(place32, "all")
     named["scale"] = 100.0
-    config = config_of(args, named, parts=4)
+    config = config_of(args, named, splits=4)
     place32.close(sparse_decode(*args, **named, config=config), expect(args, named)[0], ratio=1e-4)
 
 
@@ -312,7 +312,7 @@ def test_lists_of_different_lengths(place, latents, splits, paged):
     lists = args[4].view(4, n)
     lists[0, 11:], lists[1] = (1 << 29, 1 << 29) if paged else (lists[0, 0].clone(), lists[0, 0].clone())  # not read
     attended = torch.full_like(want_attended, 1000, device=place.device)
-    got = sparse_decode(*args, **named, attended=attended, config=config_of(args, named, parts=splits))
+    got = sparse_decode(*args, **named, attended=attended, config=config_of(args, named, splits=splits))
     place.close(got, expected, ratio=RATIO.get(place.dtype) if latents else None)
     assert torch.equal(attended.cpu(), want_attended)
 
@@ -404,7 +404,7 @@ def test_frames(place, case, granularity):
     counted = torch.full_like(want_attended, 50)
     reference(*on_cpu(args), **on_cpu(named), from_host=counted)
     assert torch.equal(counted, want_host)
-    config = config_of(args, named, parts=case.splits)
+    config = config_of(args, named, splits=case.splits)
     got = sparse_decode(*args, **named, attended=attended, from_host=from_host, config=config)
     assert torch.equal(from_host.cpu(), want_host)
     place.close(got, expected, ratio=RATIO.get(place.dtype))

@@ -1,7 +1,7 @@
 """Exact attention of one query per row over chosen cached tokens: the launches.
 
-The tokens of a row and KV head are split over several programs, and a second kernel merges the parts. How many there
-are depends on shapes alone; each row shares out what it has itself.
+The tokens of a row and KV head are split over several programs, and a second kernel merges the parts. How many programs
+there are depends on shapes alone; which row's tokens they take depends on the lengths of all rows (:mod:`.share`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from .config import is_native
 from .latents import sparse_decode_latent_blocks_kernel, sparse_decode_latent_tokens_kernel
 from .merge import merge
 from .reference import check_means, has_latents
-from .split import Cut, Means, Parts, Recent, sparse_decode_split_kernel
+from .share import Kinds, Share, batch_constant, programs
+from .split import Means, Parts, Recent, sparse_decode_split_kernel
 
 
 def sparse_decode(
@@ -70,17 +71,16 @@ def sparse_decode(
     first, end = sinks if granularity == "all" else 0, recent_kv.shape[2]
     config = config or default(q, kv, recent_kv, value_dim, granularity)
     tile, span = config.tile, 1 if means is None else mean_tokens // block_size
+    if latents and granularity != "token":  # a tile is within a block
+        tile = min(tile, block_size)
     spans = 0 if means is None else triton.cdiv(block_table.shape[1], span)
-    if latents:  # one list of tiles, each within a block
-        tile = tile if granularity == "token" else min(tile, block_size)
-        tiles = triton.cdiv(n + end - first, tile)
-        near_parts = triton.cdiv(tiles, max(1, triton.cdiv(tiles, config.parts)))
-        parts = near_parts + triton.cdiv(spans, per_part(spans, tile, config.parts))
-    else:  # first those of the stored tokens, then those of the recent buffer, then those of the means
-        per_split = per_part(n + end - first + spans, tile, config.parts)
-        parts = triton.cdiv(n, per_split) + triton.cdiv(end - first, per_split) + triton.cdiv(spans, per_split)
-    sizes = lists * parts * group * value_dim, lists * parts * group, lists * parts
-    held = Parts(*torch.empty(sum(sizes), dtype=torch.float32, device=q.device).split(sizes))
+    most = Kinds(*(triton.cdiv(tokens, tile) for tokens in (n, end - first, spans)))
+    head_tiles = triton.cdiv(group, config.heads)
+    aim, parts = programs(config.programs // head_tiles, lists, most, latents)
+    share = Share(batch, aim, parts, n)
+    sizes = parts * group * value_dim, parts * group, parts, 2 * lists
+    held = torch.empty(sum(sizes), dtype=torch.float32, device=q.device).split(sizes)
+    held = Parts(*held[:3], held[3].view(torch.int32))
     if out is None:
         out = torch.empty(batch, q_heads, value_dim, dtype=q.dtype, device=q.device)
     recent = Recent(*operand(Tokens, recent_kv), sinks, first, end)
@@ -100,28 +100,25 @@ def sparse_decode(
         "DK": dk,
         "DV": value_dim,
         "BN": tile,
+        "BATCH": batch_constant(batch),
         "STAGES": config.stages,
         "num_warps": config.warps,
     }
+    steps = 0 if means is None else n.bit_length()
     if latents:
-        grid = lists * triton.cdiv(group, config.heads), parts
         fixed["BH"] = config.heads
+        grid = (parts * head_tiles,)
         if granularity == "token":
-            args = *tensors, rows, table, listed, operand(Rows, used), stand, held, counted, n, near_parts, *scales
-            launch(sparse_decode_latent_tokens_kernel, grid, q, *args, **fixed)
+            args = *tensors, rows, table, listed, operand(Rows, used), stand, held, counted, share, *scales
+            launch(sparse_decode_latent_tokens_kernel, grid, q, *args, STEPS=steps, **fixed)
         else:
-            steps = {t.stride(-2) for t in (kv, recent_kv, pages) if t is not None}  # distance of two tokens' rows
-            fixed["STEP"] = steps.pop() if len(steps) == 1 else 0
-            args = *tensors, rows, table, listed, page_ids, held, counted, n, *scales
+            strides = {t.stride(-2) for t in (kv, recent_kv, pages) if t is not None}  # distance of two tokens' rows
+            fixed["STEP"] = strides.pop() if len(strides) == 1 else 0
+            args = *tensors, rows, table, listed, page_ids, held, counted, share, *scales
             launch(sparse_decode_latent_blocks_kernel, grid, q, *args, **fixed)
     else:
         used = operand(Rows, used)
-        args = *tensors, rows, table, listed, page_ids, used, stand, held, counted, Cut(n, per_split), *scales
-        launch(sparse_decode_split_kernel, (lists, parts), q, *args, GRANULARITY=granularity, **fixed)
-    merge(held, parts, sink_logits, attended, lse, out, heads)
+        args = *tensors, rows, table, listed, page_ids, used, stand, held, counted, share, *scales
+        launch(sparse_decode_split_kernel, (parts,), q, *args, GRANULARITY=granularity, STEPS=steps, **fixed)
+    merge(held, sink_logits, attended, lse, out, heads)
     return out
-
-
-def per_part(tokens: int, tile: int, parts: int) -> int:
-    """Tokens of a part, in whole tiles, if there may be so many parts."""
-    return max(1, triton.cdiv(triton.cdiv(tokens, parts), tile)) * tile
