@@ -7,14 +7,14 @@ import triton.language as tl
 
 
 @triton.jit
-def find(p_list, b_id, n, STEPS: tl.constexpr):
+def find(p_list, b_id, n, steps):
     """Position of the first of ``n`` entries that is not below ``b_id`` in an ascending list, -1 at the end.
 
-    ``STEPS``: the binary digits of ``n``, or more.
+    ``steps``: the binary digits of ``n``, or more.
     """
     b_low = tl.zeros_like(b_id)
     b_high = b_low + n
-    for _ in tl.static_range(STEPS):
+    for _ in range(steps):
         b_middle = (b_low + b_high) // 2
         m_open = b_low < b_high
         b_entry = tl.load(p_list + b_middle, mask=m_open, other=0)

@@ -17,7 +17,7 @@ import triton.language as tl
 from .._operands import padded, row_ptr
 from .._overlap import release, wait
 from .._paged import find_recent, find_tokens, is_held, load_row, locate, open_blocks
-from .share import count_means, find_part
+from .share import count_means
 from .split import base_2, count_from_host, open_means, store_part, store_range, times, weigh, whole
 
 
@@ -63,12 +63,12 @@ def take_rows(b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_n, b_unread, scale, s
 
 @triton.jit
 def my_heads(GROUP: tl.constexpr, BH: tl.constexpr):
-    """Part and first query head of this program.
+    """Part, KV head and first query head of this program.
 
     Programs that read the same rows are neighbours: the second one finds them in the L2 cache.
     """
     TILES: tl.constexpr = (GROUP + BH - 1) // BH
-    return tl.program_id(0) // TILES, tl.program_id(0) % TILES * BH
+    return tl.program_id(0) // TILES, tl.program_id(1).to(tl.int64), tl.program_id(0) % TILES * BH
 
 
 @triton.jit
@@ -89,14 +89,11 @@ def sparse_decode_latent_tokens_kernel(
     softcap,
     NATIVE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     BH: tl.constexpr,
     BN: tl.constexpr,
-    BATCH: tl.constexpr,
-    STEPS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -106,12 +103,9 @@ def sparse_decode_latent_tokens_kernel(
     wait(PDL)
     BC: tl.constexpr = padded(DV)
     BR: tl.constexpr = padded(DK - DV)
-    i, i_first = my_heads(GROUP, BH)
-    there, i_batch, i_head, i_part, kinds, n_parts = find_part(
-        i, rows, share, recent, means, used is not None, True, HEADS, BLOCK_SIZE, BN, BATCH
-    )
-    if not there:
-        return
+    i, i_head, i_first = my_heads(GROUP, BH)
+    n_parts, near_parts = share.most, share.aim
+    i_batch, i_part = (i // n_parts).to(tl.int64), i % n_parts
     length, sealed = load_row(rows, i_batch)
     o_h, o_c, o_r = i_first + tl.arange(0, BH), tl.arange(0, BC), tl.arange(0, BR)
     p_q = row_ptr(q, i_batch, i_head * GROUP)
@@ -126,8 +120,8 @@ def sparse_decode_latent_tokens_kernel(
     if used is not None:
         n = tl.minimum(n, tl.load(row_ptr(used, i_batch, i_head)))
     n = tl.where(sealed > 0, n, 0)
-    end = tl.where((length > 0) & (i_part < kinds.stored), n + recent.sinks + length - sealed, 0)
-    for j in tl.range(i_part * BN, end, tl.maximum(kinds.stored, 1) * BN, num_stages=STAGES):
+    end = tl.where((length > 0) & (i_part < near_parts), n + recent.sinks + length - sealed, 0)
+    for j in tl.range(i_part * BN, end, near_parts * BN, num_stages=STAGES):
         o_n = j + tl.arange(0, BN)
         b_entry, m_recent = find_recent(o_n - n, recent.sinks, ring, length, sealed)
         m_recent = m_recent & (o_n >= n)
@@ -142,10 +136,10 @@ def sparse_decode_latent_tokens_kernel(
         b_max, b_sum, b_acc = take_rows(b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_n, None, scale, softcap)
     if means is not None:
         spans = count_means(means, sealed, BLOCK_SIZE)
-        first = tl.where(i_part < kinds.stored, spans, (i_part - kinds.stored) * BN)
-        for j in tl.range(first, spans, tl.maximum(kinds.means, 1) * BN, num_stages=1):
+        first = tl.where(i_part < near_parts, spans, (i_part - near_parts) * BN)
+        for j in tl.range(first, spans, tl.maximum(n_parts - near_parts, 1) * BN, num_stages=1):
             p_row, b_unread = open_means(
-                j, means, n, p_table, sealed, recent.sinks, spans, i_batch, i_head, BLOCK_SIZE, BN, STEPS
+                j, means, n, p_table, sealed, recent.sinks, spans, i_batch, i_head, BLOCK_SIZE, BN
             )
             m_n = b_unread > 0
             b_c, b_r = load_rows(p_row, m_n, DK, DV, BC, BR)
@@ -155,8 +149,8 @@ def sparse_decode_latent_tokens_kernel(
     if from_host is not None:
         count_from_host(from_host, b_host, i_batch, i_head, i_first == 0)
     b_out = b_acc * (1.0 / whole(b_sum))[:, None]
-    store_part(parts, i, b_max, b_sum, b_out, b_count, o_h, i_first == 0, GROUP, DV)
-    store_range(parts, i_batch * HEADS + i_head, i, n_parts, (i_part == 0) & (i_first == 0))
+    store_part(parts, i, i_head, b_max, b_sum, b_out, b_count, o_h, i_first == 0, GROUP, DV)
+    store_range(parts, i_batch, i, n_parts, (i_part == 0) & (i_head == 0) & (i_first == 0))
 
 
 @triton.jit
@@ -220,13 +214,11 @@ def sparse_decode_latent_blocks_kernel(
     NATIVE: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     BH: tl.constexpr,
     BN: tl.constexpr,
-    BATCH: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -241,12 +233,9 @@ def sparse_decode_latent_blocks_kernel(
     BC: tl.constexpr = padded(DV)
     BR: tl.constexpr = padded(DK - DV)
     CHOSEN: tl.constexpr = ids is not None
-    i, i_first = my_heads(GROUP, BH)
-    there, i_batch, i_head, i_part, _, n_parts = find_part(
-        i, rows, share, recent, None, not CHOSEN, True, HEADS, BLOCK_SIZE, BN, BATCH
-    )
-    if not there:
-        return
+    i, i_head, i_first = my_heads(GROUP, BH)
+    n_parts = share.most
+    i_batch, i_part = (i // n_parts).to(tl.int64), i % n_parts
     length, sealed = load_row(rows, i_batch)
     o_h, o_c, o_r = i_first + tl.arange(0, BH), tl.arange(0, BC), tl.arange(0, BR)
     p_q = row_ptr(q, i_batch, i_head * GROUP)
@@ -303,5 +292,5 @@ def sparse_decode_latent_blocks_kernel(
     if from_host is not None:
         count_from_host(from_host, b_host, i_batch, i_head, i_first == 0)
     b_out = b_acc * (1.0 / whole(b_sum))[:, None]
-    store_part(parts, i, b_max, b_sum, b_out, b_count, o_h, i_first == 0, GROUP, DV)
-    store_range(parts, i_batch * HEADS + i_head, i, n_parts, (i_part == 0) & (i_first == 0))
+    store_part(parts, i, i_head, b_max, b_sum, b_out, b_count, o_h, i_first == 0, GROUP, DV)
+    store_range(parts, i_batch, i, n_parts, (i_part == 0) & (i_head == 0) & (i_first == 0))

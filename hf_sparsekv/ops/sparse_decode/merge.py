@@ -46,11 +46,12 @@ def sparse_decode_merge_kernel(
         total = tl.where(best == float("-inf"), 0.0, 1.0)
     b_acc = tl.zeros([BV], tl.float32)
     b_count = tl.zeros([BS], tl.int32)
-    first, n_parts = tl.load(parts.ranges + 2 * i_row), tl.load(parts.ranges + 2 * i_row + 1)
+    p_range = parts.ranges + 2 * i_batch
+    first, n_parts = tl.load(p_range), tl.load(p_range + 1)
     for i in range(0, n_parts, BS):
         o_s = i + tl.arange(0, BS)
         m_s = o_s < n_parts
-        i_in = first.to(tl.int64) + o_s
+        i_in = (first + o_s) * HEADS + i_head
         o_in = i_in * GROUP + i_g
         b_lse = tl.load(parts.lse + o_in, mask=m_s, other=float("-inf"))  # [BS]
         p_part = parts.acc + o_in[:, None] * DV + o_v[None, :]

@@ -1,10 +1,10 @@
 """How the work of a batch is shared out over the programs of one launch, whatever the lengths of its rows are.
 
 How many programs a launch has depends on shapes alone: a captured step stays as it is. What each of them does it finds
-out itself, from the lengths of all rows. A part has as many tiles as leave about ``aim`` parts of the whole batch, and
-the parts of all rows and KV heads stand one after the other. So a long row among short ones has many parts, an empty
-row has one, and no part has more tiles than an equal share. (FlashInfer plans work by the lengths of a batch, too,
-arXiv 2501.01005, section 3.3; there the host does it.)
+out itself, from the lengths of all rows: a part has as many tiles as leave about ``aim`` parts of the whole batch, and
+the parts of all rows stand one after the other, the same for each KV head. So a long row among short ones has many
+parts, an empty row has one, and no part has more tiles than an equal share. (FlashInfer plans work by the lengths of a
+batch, too, arXiv 2501.01005, section 3.3; there the host does it.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from .._paged import load_row
 
 
 class Share(NamedTuple):
-    """Rows of the batch, parts to aim at, most parts that there are programs for, and stored tokens of a list."""
+    """Rows of the batch; parts to aim at, and most that there are programs for; stored tokens of a list.
+
+    Over latents ``most`` are the parts of each row, of which the first ``aim`` are not those of means.
+    """
 
     batch: Any
     aim: Any
@@ -35,20 +38,14 @@ class Kinds(NamedTuple):
     means: Any
 
 
-def programs(aim: int, lists: int, tiles: Kinds, joined: bool) -> tuple[int, int]:
-    """Parts to aim at, and how many there may be: of ``lists`` rows and KV heads with at most ``tiles`` each.
+def programs(aim: int, batch: int, tiles: Kinds) -> tuple[int, int]:
+    """Parts to aim at, and how many there may be: of ``batch`` rows with at most ``tiles`` each.
 
-    A part is of one kind. Where each kind of a list may end with a smaller part, these come on top of the ``aim``;
-    ``joined``, stored and recent tokens are one kind, and there are no more programs than the ``aim``, if that gives
-    each list one of each kind: one that fills a processor should not wait for another.
+    A part is of one kind. Beside the ``aim`` each row may have one more of each further kind, but no more than that:
+    equal parts of which the last ones wait for a processor take twice as long.
     """
-    kinds = bool(tiles.stored + tiles.recent) + bool(tiles.means) if joined else sum(map(bool, tiles))
-    every = lists * max(1, sum(tiles))
-    aim = max(1, aim)
-    if joined:
-        aim = max(aim, lists * max(1, kinds))
-        return aim, min(aim, every)
-    return aim, min(aim + lists * kinds, every)
+    aim, kinds = max(1, aim), max(1, sum(map(bool, tiles)))
+    return aim, min(max(aim, batch) + batch * (kinds - 1), batch * max(1, sum(tiles)))
 
 
 @triton.jit
@@ -82,17 +79,14 @@ def count_tiles(length, sealed, n, recent, means, BOUNDED: tl.constexpr, BLOCK_S
 
 
 @triton.jit
-def count_parts(tiles, each, JOINED: tl.constexpr):
+def count_parts(tiles, each):
     """:class:`Kinds` of parts with ``each`` tiles at most."""
-    stored, recent = tiles.stored, tiles.recent
-    if JOINED:
-        stored, recent = stored + recent, tl.zeros_like(recent)
-    return Kinds(tl.cdiv(stored, each), tl.cdiv(recent, each), tl.cdiv(tiles.means, each))
+    return Kinds(tl.cdiv(tiles.stored, each), tl.cdiv(tiles.recent, each), tl.cdiv(tiles.means, each))
 
 
 @triton.jit
 def add_up(parts):
-    """Parts of a row and KV head: at least one, which may be empty."""
+    """Parts of a row: at least one, which may be empty."""
     return tl.maximum(parts.stored + parts.recent + parts.means, 1)
 
 
@@ -104,13 +98,11 @@ def find_part(
     recent,
     means,
     BOUNDED: tl.constexpr,
-    JOINED: tl.constexpr,
-    HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BN: tl.constexpr,
     BATCH: tl.constexpr,
 ):
-    """Whether there is a part ``i``; its row, KV head and number among their parts; :class:`Kinds` of these, and how
+    """Whether there is a part ``i``; its row and number among the row's parts; :class:`Kinds` of these, and how
     many they are.
 
     ``BATCH``: a power of two, at least the number of rows.
@@ -120,22 +112,21 @@ def find_part(
     b_length = tl.load(rows + 2 * o_b, mask=m_b, other=0)
     b_sealed = tl.load(rows + 2 * o_b + 1, mask=m_b, other=0)
     b_tiles = count_tiles(b_length, b_sealed, share.n, recent, means, BOUNDED, BLOCK_SIZE, BN)
-    total = tl.sum(b_tiles.stored + b_tiles.recent + b_tiles.means, 0) * HEADS
+    total = tl.sum(b_tiles.stored + b_tiles.recent + b_tiles.means, 0)
     each = tl.maximum(tl.cdiv(total, share.aim), 1)
-    b_parts = tl.where(m_b, add_up(count_parts(b_tiles, each, JOINED)), 0)
-    parts = tl.sum(b_parts, 0) * HEADS
+    b_parts = tl.where(m_b, add_up(count_parts(b_tiles, each)), 0)
+    parts = tl.sum(b_parts, 0)
     while parts > share.most:  # the last part of a row may be smaller, so there are more of them
         each = tl.maximum(each + 1 + each // 64, each * parts // share.most)
-        b_parts = tl.where(m_b, add_up(count_parts(b_tiles, each, JOINED)), 0)
-        parts = tl.sum(b_parts, 0) * HEADS
-    b_end = tl.cumsum(b_parts, 0) * HEADS
+        b_parts = tl.where(m_b, add_up(count_parts(b_tiles, each)), 0)
+        parts = tl.sum(b_parts, 0)
+    b_end = tl.cumsum(b_parts, 0)
     there = i < parts
     i_batch = tl.where(there, tl.sum((b_end <= i).to(tl.int32), 0), 0)
-    i -= tl.max(tl.where(b_end <= i, b_end, 0), 0)
+    i = i - tl.max(tl.where(b_end <= i, b_end, 0), 0)
     length, sealed = load_row(rows, i_batch)
-    kinds = count_parts(count_tiles(length, sealed, share.n, recent, means, BOUNDED, BLOCK_SIZE, BN), each, JOINED)
-    n_parts = add_up(kinds)
-    return there, i_batch.to(tl.int64), (i // n_parts).to(tl.int64), i % n_parts, kinds, n_parts
+    kinds = count_parts(count_tiles(length, sealed, share.n, recent, means, BOUNDED, BLOCK_SIZE, BN), each)
+    return there, i_batch.to(tl.int64), i, kinds, add_up(kinds)
 
 
 def batch_constant(batch: int) -> int:

@@ -35,8 +35,8 @@ class Recent(NamedTuple):
 class Means(NamedTuple):
     """What stands for the tokens that are not attended.
 
-    ``means [num_blocks, H, D]``, the chosen tokens ``[batch, H, n]``, the block table's width, and the blocks that
-    share a mean.
+    ``means [num_blocks, H, D]``, the chosen tokens ``[batch, H, n]``, the block table's width, the blocks that share a
+    mean, and the binary digits of ``n``.
     """
 
     ptr: Any
@@ -47,12 +47,13 @@ class Means(NamedTuple):
     columns_head: Any
     cap: Any
     span: Any
+    steps: Any
 
 
 class Parts(NamedTuple):
-    """float32 results of each part, contiguous: attention ``[parts, G, Dv]``, logarithm to base 2 of the denominator
-    ``[parts, G]`` and number of tokens ``[parts]``; and int32 ``[rows, 2]``: the first part of each row and KV head,
-    and how many it has.
+    """float32 results of each part and KV head, contiguous: attention ``[parts, H, G, Dv]``, logarithm to base 2 of the
+    denominator ``[parts, H, G]`` and number of tokens ``[parts, H]``; and int32 ``[batch, 2]``: the first part of each
+    row, and how many it has.
     """
 
     acc: Any
@@ -94,10 +95,9 @@ def open_means(
     i_head,
     BLOCK_SIZE: tl.constexpr,
     BN: tl.constexpr,
-    STEPS: tl.constexpr,
 ):
     """Of the spans ``i .. i + BN - 1`` of ``spans``: where their means are ``[BN]``, and how many of their
-    selectable tokens are not among the ``n`` chosen ones ``[BN]``. ``STEPS``: see :func:`.._ascending.find`.
+    selectable tokens are not among the ``n`` chosen ones ``[BN]``.
     """
     tokens = means.span * BLOCK_SIZE
     o_s = i + tl.arange(0, BN)
@@ -109,7 +109,7 @@ def open_means(
     # Chosen tokens ascend: those of a span are the ones below its end less the ones below its beginning.
     is_end = (tl.arange(0, 2) == 1)[None, :]
     b_bound = tl.where(is_end, b_end[:, None], tl.minimum(o_s * tokens, sealed)[:, None])  # [BN, 2]
-    b_below = find(p_columns, b_bound, n, STEPS)
+    b_below = find(p_columns, b_bound, n, means.steps)
     b_unread -= tl.sum(tl.where(is_end, b_below, -b_below), 1)
     p_mean = means.ptr + tl.maximum(b_last, 0).to(tl.int64) * means.block + i_head * means.head
     return p_mean, tl.maximum(b_unread, 0)
@@ -162,9 +162,21 @@ def whole(b_sum):
 
 
 @triton.jit
-def store_part(parts, i, b_max, b_sum, b_out, b_count, o_g, m_first, GROUP: tl.constexpr, DV: tl.constexpr):
+def store_part(
+    parts,
+    i,
+    i_head,
+    b_max,
+    b_sum,
+    b_out,
+    b_count,
+    o_g,
+    m_first,
+    GROUP: tl.constexpr,
+    DV: tl.constexpr,
+):
     """Attention ``b_out`` and denominator of heads ``o_g`` in part ``i``; where ``m_first``, its number of tokens."""
-    i_out = i.to(tl.int64)
+    i_out = i * tl.num_programs(1) + i_head  # in 64 bits, as i_head is
     o_out, o_v = i_out * GROUP + o_g, tl.arange(0, b_out.shape[1])
     b_lse = tl.where(b_sum > 0, b_max + tl.log2(whole(b_sum)), float("-inf"))
     tl.store(parts.lse + o_out, b_lse, mask=o_g < GROUP)
@@ -174,10 +186,10 @@ def store_part(parts, i, b_max, b_sum, b_out, b_count, o_g, m_first, GROUP: tl.c
 
 
 @triton.jit
-def store_range(parts, i_row, i, n_parts, m_first):
-    """Part ``i`` is the first of ``n_parts`` of row and KV head ``i_row``, if ``m_first``."""
-    tl.store(parts.ranges + 2 * i_row, i, mask=m_first)
-    tl.store(parts.ranges + 2 * i_row + 1, n_parts, mask=m_first)
+def store_range(parts, i_batch, i, n_parts, m_first):
+    """Part ``i`` is the first of ``n_parts`` of row ``i_batch``, if ``m_first``."""
+    tl.store(parts.ranges + 2 * i_batch, i, mask=m_first)
+    tl.store(parts.ranges + 2 * i_batch + 1, n_parts, mask=m_first)
 
 
 @triton.jit
@@ -207,13 +219,11 @@ def sparse_decode_split_kernel(
     GRANULARITY: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     BN: tl.constexpr,
     BATCH: tl.constexpr,
-    STEPS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -223,10 +233,8 @@ def sparse_decode_split_kernel(
     BK: tl.constexpr = padded(DK)
     BV: tl.constexpr = padded(DV)
     BOUNDED: tl.constexpr = (GRANULARITY == "all") or (used is not None)
-    i = tl.program_id(0)
-    there, i_batch, i_head, i_part, kinds, n_parts = find_part(
-        i, rows, share, recent, means, BOUNDED, False, HEADS, BLOCK_SIZE, BN, BATCH
-    )
+    i, i_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    there, i_batch, i_part, kinds, n_parts = find_part(i, rows, share, recent, means, BOUNDED, BLOCK_SIZE, BN, BATCH)
     if not there:
         return
     length, sealed = load_row(rows, i_batch)
@@ -295,7 +303,7 @@ def sparse_decode_split_kernel(
         first = (i_part - kinds.stored - kinds.recent) * per_part
         for j in tl.range(first, tl.minimum(first + per_part, spans), BN, num_stages=1):
             p_k, b_unread = open_means(
-                j, means, n, p_table, sealed, recent.sinks, spans, i_batch, i_head, BLOCK_SIZE, BN, STEPS
+                j, means, n, p_table, sealed, recent.sinks, spans, i_batch, i_head, BLOCK_SIZE, BN
             )
             m_n = b_unread > 0
             b_max, b_sum, b_acc = take_tile(
@@ -306,5 +314,5 @@ def sparse_decode_split_kernel(
     if from_host is not None:
         count_from_host(from_host, b_host, i_batch, i_head, True)
     b_out = b_acc / whole(b_sum)[:, None]
-    store_part(parts, i, b_max, b_sum, b_out, b_count, o_g, True, GROUP, DV)
-    store_range(parts, i_batch * HEADS + i_head, i, n_parts, i_part == 0)
+    store_part(parts, i, i_head, b_max, b_sum, b_out, b_count, o_g, True, GROUP, DV)
+    store_range(parts, i_batch, i, n_parts, (i_part == 0) & (i_head == 0))
