@@ -77,8 +77,12 @@ def sparse_decodes() -> None:
     usual = Decode(batch=1, group=4, dk=128, dv=128, block_size=64, cap=3, chosen=2)
     latents = Decode(batch=1, heads=1, group=20, dk=576, dv=512, block_size=64, cap=3, chosen=2, latents=True)
     for case in (usual, latents):
-        args, named = replace(case, span=4, cap=9).make(place(), "token")
-        sparse_decode(*args, **named)
+        for batch in (1, 3):
+            args, named = replace(case, batch=batch, span=4, cap=9).make(place(), "token")
+            sparse_decode(*args, **named)
+        for granularity in ("token", "all"):
+            args, named = replace(case, batch=3).make(place(), granularity)
+            sparse_decode(*args, **named)
         for granularity in ("token", "block", "all"):
             args, named = case.make(place(), granularity)
             sparse_decode(*args, **named)
