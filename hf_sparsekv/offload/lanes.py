@@ -70,6 +70,10 @@ class Lanes:
         kept = min(room, had)
         return [Move(first, at, kept)] if kept and at != first else []
 
+    def move(self, row: int, source: int) -> None:
+        """Row ``row``, which has no slots, gets those of row ``source``."""
+        self._set({row: self.held[source], source: (0, 0)})
+
     def _place(self, row: int, room: int) -> int | None:
         """Where ``room`` slots of this row can begin: where its lane is, or in the first gap; None: nowhere."""
         if not room:

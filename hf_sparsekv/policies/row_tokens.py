@@ -141,6 +141,7 @@ class RowTokens:
             self._clear(part, first, first + room)
             part.slots[:, row] = -1
 
+    @torch.no_grad()
     def begin(self, row: int, room: int, source: int | None = None) -> None:
         """A row has come, which has no slots yet: it gets ``room``, and holds what row ``source`` does, or nothing."""
         self.forget(row)
@@ -154,6 +155,14 @@ class RowTokens:
             moved((part.columns, part.stamps), [copied], 2)
             slots = part.slots[:, source]
             part.slots[:, row] = slots.masked_fill(slots >= copied.kept, -1)
+            part.now[:, row] = part.now[:, source]
+
+    @torch.no_grad()
+    def move(self, row: int, source: int) -> None:
+        """Row ``row``, which has no slots, becomes what row ``source`` is, which has none from here on."""
+        self.lanes.move(row, source)
+        for part in self._parts:
+            part.slots[:, row] = part.slots[:, source]
             part.now[:, row] = part.now[:, source]
 
     def end(self, row: int) -> None:

@@ -221,7 +221,7 @@ class TwoLevelPolicy(Policy):
         if plan.dense:
             return
         if self.labels is not None:
-            few = self.config.coarse_blocks * store.batch * tally.steps
+            few = self.config.coarse_blocks * tally.rows
             store.count_index(self.labels.nbytes_read(store, few if chosen else tally.blocks))
         store.count_means(tally)
 

@@ -244,7 +244,7 @@ def test_nothing_chosen(place32):
         ids = torch.full((2, 3, k), -1, dtype=torch.int32, device=place32.device)
         pair.bring(ids)
         pair.locate(ids)
-    assert not pair.held[0].now.any()
+    assert not pair.held[0].now.any(), "a selection of nothing is none: what is held gets no older"
 
 
 def test_no_blocks_yet(place32):
