@@ -140,9 +140,9 @@ class DeviceTokens(State):
 
     def forget(self) -> None:
         """Nothing is held."""
+        self.slots.fill_(-1)
         self.columns.fill_(-1)
         self.stamps.fill_(EMPTY)
-        self.slots.fill_(-1)
 
     def reset(self) -> None:
         """Forget everything, and count anew."""

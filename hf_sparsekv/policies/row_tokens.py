@@ -138,8 +138,8 @@ class RowTokens:
         """Nothing of this row is held."""
         first, room = self.lanes.held[row]
         for part in self._parts:
+            part.slots[:, row] = -1  # first: if an interrupt comes behind it, nothing is found in slots of others
             self._clear(part, first, first + room)
-            part.slots[:, row] = -1
 
     @torch.no_grad()
     def begin(self, row: int, room: int, source: int | None = None) -> None:
@@ -160,10 +160,11 @@ class RowTokens:
     @torch.no_grad()
     def move(self, row: int, source: int) -> None:
         """Row ``row``, which has no slots, becomes what row ``source`` is, which has none from here on."""
-        self.lanes.move(row, source)
         for part in self._parts:
             part.slots[:, row] = part.slots[:, source]
             part.now[:, row] = part.now[:, source]
+            part.slots[:, source] = -1
+        self.lanes.move(row, source)
 
     def end(self, row: int) -> None:
         """A row has left: its slots are free. What it held is forgotten where somebody else gets them."""
