@@ -124,8 +124,11 @@ def test_rows_answer_as_caches_of_their_own(name, captured):
         assert it.move(2) == 0
         assert it.rows.rows == it.rows.active == (0, 1)
         assert max(it.step() for _ in range(6)) < NEAR
+        new = it.rows.fork(0)
+        it.own[new], it.next[new] = copy.deepcopy(it.own[0]), it.next[1]
+        assert max(it.step() for _ in range(4)) < NEAR
         stats = it.rows.cache.stats()
-        assert stats.decode_steps == 58 and stats.sparse_calls > 0
+        assert stats.decode_steps == 62 and stats.sparse_calls > 0
     finally:
         if name == "ahead":
             QueryTap(it.alone).remove()
