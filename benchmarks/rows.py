@@ -7,7 +7,8 @@ one of as many rows of their mean length, which chooses as many tokens.
 
 Metrics: step_ms the captured step alone, steps_ms steps in a row as ``RowBatch.step`` makes them, host_ms of such a
 call until it returns, beside an idle GPU, without the launch of the graph; join_ms of a prompt that has been read and
-leave_ms, both until the GPU has done them; captures of all steps.
+leave_ms, both until the GPU has done them; one_active_ms steps in a row while all rows but the first are held; captures
+of all steps.
 """
 
 from __future__ import annotations
@@ -121,6 +122,12 @@ def measure(model, report: Report, lengths: list[int], offload: bool) -> None:
     report.add("host_ms", host)
     report.add("join_ms", joins)
     report.add("leave_ms", leaves)
+    for row in rows.rows[1:]:
+        rows.hold(row)
+    report.add("one_active_ms", in_a_row_ms(step, STEPS))
+    for row in rows.rows[1:]:
+        rows.resume(row)
+    in_a_row_ms(step, 4)
     report.add("step_ms", replay_ms(model, cache))
 
 

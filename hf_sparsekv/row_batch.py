@@ -3,11 +3,11 @@
     rows = cache.rows(max_rows=8, max_length=131072)
     first = rows.prefill(model, ids)  # [1, n]; other rows may decode meanwhile
     row = rows.join(first)
-    logits = rows.step(model, tokens)  # [max_rows]: of each row its next token
+    logits = rows.step(model, tokens)  # tokens [max_rows]: of each row its next one
     rows.leave(row)
 
 A row has its own length, position and blocks; rows that are held or empty get no token. All share the block pools, and
-a step of all rows is one captured graph, whatever they hold (:func:`..optimize`).
+a step is one captured graph, whatever the rows hold (:func:`..optimize`): of the first rows, as many as it takes.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class RowBatch:
         cache: what decodes them. Give it to the model as ``past_key_values`` only through :meth:`step`.
         max_rows: rows that there is room for.
         max_length: tokens of a row that there is room for.
+        width: rows that a step runs: the first ones, enough for the last active one (:func:`width`).
     """
 
     def __init__(self, cache: Batch, max_rows: int, max_length: int) -> None:
@@ -96,6 +97,7 @@ class RowBatch:
         self._made: list[Batch] = []  # prefilled, and not joined yet
         cache.row_table.open(max_rows, max_length)
         self._valid: tuple[Tensor | None, torch.device] | None = None
+        self.width = 1
 
     # ------------------------------------------------------------------ who is there
 
@@ -108,6 +110,11 @@ class RowBatch:
     def active(self) -> tuple[int, ...]:
         """Of these, rows that are not held: those that a step decodes."""
         return tuple(row for row, active in enumerate(self._active) if active)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """All that :attr:`width` can be."""
+        return tuple(sorted({width(rows, self.max_rows) for rows in range(1, self.max_rows + 1)}))
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -267,14 +274,42 @@ class RowBatch:
         self._row(row)
         new = self._free()
         self.cache.joined_rows()
-        pairs: list[tuple[Tensor, Tensor]] = []
-        for layer in self.cache.sparse_layers:
-            layer.join_row(new, layer, pairs, row)
-        torch._foreach_copy_([to for to, _ in pairs], [found for _, found in pairs])
+        self._copy_row(new, row)
         self.cache.row_table.copy_row(new, row)
         self._there[new] = self._active[new] = True
         self._changed()
         return new
+
+    @no_inference_mode
+    @torch.no_grad()
+    def move(self, row: int) -> int:
+        """A row takes the first place that is free before it, blocks, held or not and all.
+
+        Rows that have left leave holes, and a step runs all rows up to the last active one: see :attr:`width`.
+
+        Returns:
+            Its number from here on.
+
+        Raises:
+            ValueError: the row is not there, or none before it is free.
+        """
+        new = self._there.index(False) if False in self._there[: self._row(row)] else None
+        if new is None:
+            raise ValueError(f"no row before row {row} is free")
+        self.cache.joined_rows()
+        self._copy_row(new, row)
+        self.cache.row_table.move_row(new, row)
+        for which in (self._there, self._active):
+            which[new], which[row] = which[row], False
+        self._changed()
+        return new
+
+    def _copy_row(self, row: int, source: int) -> None:
+        """What layers keep of row ``source`` beside its blocks, row ``row`` has, too."""
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for layer in self.cache.sparse_layers:
+            layer.join_row(row, layer, pairs, source)
+        torch._foreach_copy_([to for to, _ in pairs], [found for _, found in pairs])
 
     @torch.no_grad()
     def crop(self, row: int, length: int) -> None:
@@ -316,6 +351,7 @@ class RowBatch:
     def _changed(self) -> None:
         self.cache.changes += 1
         self._valid = None
+        self.width = width(max(self.active, default=0) + 1, self.max_rows)
 
     def _open(self, like: Batch) -> None:
         """Make the layers' stores for all rows, unless they are there."""
@@ -345,7 +381,8 @@ class RowBatch:
             tokens: ``[max_rows]``, each row's token; what stands for rows that are not active does not matter.
 
         Returns:
-            Logits ``[max_rows, vocabulary]``, valid until the next step. Those of rows not active mean nothing.
+            Logits ``[width, vocabulary]`` of the first rows (:attr:`width`), valid until the next step. Those of rows
+            not active mean nothing.
 
         Raises:
             ValueError: no row is active, one has reached :attr:`max_length`, or there are not as many tokens as rows.
@@ -363,4 +400,13 @@ class RowBatch:
             raise ValueError(f"{len(ids)} tokens were given for {self.max_rows} rows: give one for each, active or not")
         positions = torch.tensor(lengths, device=device)[:, None]
         out = model(input_ids=ids, position_ids=positions, past_key_values=self.cache, use_cache=True)
-        return out.logits[:, -1]
+        return out.logits[: self.width, -1]
+
+
+def width(rows: int, most: int) -> int:
+    """How many rows a step runs that is to serve the first ``rows`` of ``most``: 1, 2, 4, 8, 16, 24, 32, ...
+
+    Each is a captured graph of its own, over the same memory.
+    """
+    few = next((n for n in (1, 2, 4) if n >= rows), -(-rows // 8) * 8)
+    return min(few, most)

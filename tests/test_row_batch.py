@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,8 +42,15 @@ MADE = {
         ProgressiveConfig(**CHOOSE, threshold=0.7, min_tokens=16), OffloadConfig()
     ),
     "ahead": lambda: AsyncPredictiveCache(PredictiveConfig(**BUDGET, predictor="layer:in_delta")),
+    "ahead-host": lambda: AsyncPredictiveCache(PredictiveConfig(**BUDGET, predictor="layer:in_delta"), OffloadConfig()),
     "streaming": lambda: SparseCache(StreamingConfig(block_size=16, sinks=4, window=32, dense_layers=0)),
 }
+
+
+COUNTS = (
+    *("decode_steps", "sparse_calls", "dense_calls", "attended_tokens", "context_tokens", "blocks_chosen"),
+    *("index_bytes_read", "host_to_device_bytes", "device_to_host_bytes", "needed", "found", "foreseen_calls"),
+)
 
 
 class Rows:
@@ -62,10 +70,16 @@ class Rows:
         self.own[row], self.next[row] = own, token
         return row
 
+    def move(self, row: int) -> int:
+        new = self.rows.move(row)
+        self.own[new], self.next[new] = self.own.pop(row), self.next.pop(row)
+        return new
+
     def step(self) -> float:
         """The largest difference of any row's logits from those of its own cache."""
         tokens = torch.tensor([self.next.get(row, 0) for row in range(ROWS)])
         found = self.rows.step(self.net, tokens).clone()
+        assert len(found) == self.rows.width
         worst = 0.0
         for row in self.rows.active:
             own = self.own[row]
@@ -76,14 +90,15 @@ class Rows:
         return worst
 
 
-def made(name: str, captured: bool) -> Rows:
+def made(name: str, captured: bool, **changes) -> Rows:
     alone = model("llama")
     net = alone
     if captured:
         net, _ = imitated()
-    if name == "ahead":
+    if name.startswith("ahead"):
         QueryTap(alone).install()
-    return Rows(MADE[name](), net, alone)
+    cache = MADE[name]()
+    return Rows(type(cache)(replace(cache.config, **changes), cache.offload_config), net, alone)
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
@@ -105,8 +120,12 @@ def test_rows_answer_as_caches_of_their_own(name, captured):
         fourth = it.join(it.prefill(201, 4))
         assert fourth == 1
         assert max(it.step() for _ in range(20)) < NEAR
+        it.rows.leave(0)
+        assert it.move(2) == 0
+        assert it.rows.rows == it.rows.active == (0, 1)
+        assert max(it.step() for _ in range(6)) < NEAR
         stats = it.rows.cache.stats()
-        assert stats.decode_steps == 52 and stats.sparse_calls > 0
+        assert stats.decode_steps == 58 and stats.sparse_calls > 0
     finally:
         if name == "ahead":
             QueryTap(it.alone).remove()
@@ -147,6 +166,72 @@ def test_a_prompt_that_begins_with_blocks_of_another_row(name):
     assert max(it.step() for _ in range(30)) < NEAR
 
 
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
+@pytest.mark.parametrize("name", ["tokens-host", "blocks-host", "progressive-host", "ahead-host", "streaming"])
+def test_a_held_row_costs_nothing(name, captured):
+    """Steps of others leave it alone, and read, bring and count as much as if it were not there."""
+    one, two = made(name, captured), made(name, captured)
+    try:
+        for it in (one, two):
+            it.join(it.prefill(180, 1))
+        two.join(two.prefill(230, 2))
+        assert max(two.step() for _ in range(6)) < NEAR
+        two.rows.hold(1)
+        assert max(one.step() for _ in range(8)) < NEAR and max(two.step() for _ in range(2)) < NEAR
+        mine, before = row_state(two.rows.cache, 1), [it.rows.cache.stats() for it in (one, two)]
+        for it in (one, two):
+            assert max(it.step() for _ in range(30)) < NEAR  # over blocks that become full
+        assert all(torch.equal(t, was) for t, was in zip(row_state(two.rows.cache, 1), mine, strict=True))
+        alone, both = (it.rows.cache.stats().since(was) for it, was in zip((one, two), before))
+        for count in COUNTS:
+            assert getattr(both, count) == getattr(alone, count), count
+        assert [w.walks for w in both.walks] == [w.walks for w in alone.walks]
+        assert [w.tokens_used for w in both.walks] == [w.tokens_used for w in alone.walks]
+        two.rows.resume(1)
+        assert max(two.step() for _ in range(20)) < NEAR
+    finally:
+        if name == "ahead-host":
+            for it in (one, two):
+                QueryTap(it.alone).remove()
+
+
+@pytest.mark.parametrize("name", ["progressive-host", "tokens-host"])
+def test_steps_of_some_rows_tell_as_much(name):
+    """Audits and marks of blocks come from captured steps of the first rows as from eager ones of all."""
+    found = []
+    for captured in (False, True):
+        it = made(name, captured, **({"audit_every": 2} if name == "progressive-host" else {}))
+        it.rows.cache.watch_blocks()
+        for n in (180, 90):
+            it.join(it.prefill(n, n))
+        assert max(it.step() for _ in range(3)) < NEAR
+        it.rows.hold(1)
+        assert max(it.step() for _ in range(8)) < NEAR
+        assert it.rows.width == 1 < ROWS
+        found.append((it.rows.cache.stats(), it.rows.cache.chosen_blocks().share))
+    (eager, marks), (replayed, again) = found
+    same_walks(eager, replayed)
+    torch.testing.assert_close(again, marks, equal_nan=True)
+    if name == "progressive-host":
+        assert eager.covered_mass == pytest.approx(replayed.covered_mass, rel=1e-4)
+        assert 0.5 < replayed.covered_mass <= 1
+
+
+def same_walks(*stats) -> None:
+    one, other = ([(w.walks, w.tokens_used, w.audits) for w in each.walks] for each in stats)
+    assert one == other
+
+
+def row_state(cache, row: int) -> list[torch.Tensor]:
+    """What the layers keep of one row, copied."""
+    held = []
+    for layer in cache.sparse_layers:
+        store, tokens = layer.store, getattr(layer.policy, "tokens", None)
+        counters = store.counters
+        held += [store.recent_kv, counters.attended, counters.from_host, *(() if tokens is None else tokens.of_rows())]
+    return [t[row].clone() for t in held]
+
+
 def test_prompts_between_two_steps_change_nothing():
     """What prompts bring and choose is theirs: the rows that decode find all that they had."""
     feeds, found = prompt(1, 60, seed=9)["input_ids"][0].tolist(), []
@@ -185,7 +270,7 @@ def test_anything_in_any_order(captured):
     while steps < STEPS:
         free = ROWS - len(rows.rows)
         kind = chance.choices(
-            ("step", "prefill", "join", "leave", "hold", "resume", "fork", "crop"), (40, 3, 6, 2, 2, 4, 1, 2)
+            ("step", "prefill", "join", "leave", "hold", "resume", "fork", "crop", "move"), (40, 3, 6, 2, 2, 4, 1, 2, 3)
         )[0]
         row = chance.choice(rows.rows) if rows.rows else None
         if kind == "step" and rows.active:
@@ -216,6 +301,11 @@ def test_anything_in_any_order(captured):
         elif kind == "fork" and row is not None and free:
             new = rows.fork(row)
             texts[new], starts[new] = list(texts[row]), starts[row]
+        elif kind == "move" and row is not None and (before := set(range(row)) - set(rows.rows)):
+            active = row in rows.active
+            new = rows.move(row)
+            assert new == min(before) and (new in rows.active) == active and row not in rows.rows
+            texts[new], starts[new] = texts.pop(row), starts.pop(row)
         elif kind == "crop" and row is not None and rows.lengths[row] > starts[row] + 1:
             keep = chance.randint(max(starts[row], rows.lengths[row] - 45), rows.lengths[row] - 1)
             rows.crop(row, keep)
@@ -227,6 +317,48 @@ def test_anything_in_any_order(captured):
     while waiting:
         rows.leave(rows.join(waiting.pop()[0]))
     assert cache.row_table.ids.used == 0, "blocks of nobody are left"
+
+
+def test_each_width_is_captured_once():
+    """Joins, leaves, holds and moves change how many rows a step runs; what was captured for as many serves again."""
+    net, runner = imitated()
+    rows = MADE["tokens-host"]().rows(20, LENGTH)
+    assert rows.widths == (1, 2, 4, 8, 16, 20)
+    first = {n: rows.prefill(model("llama"), prompt(1, 100 + n, seed=n)["input_ids"]) for n in range(11)}
+    seen = []
+
+    def steps(width: int) -> None:
+        for _ in range(3):
+            assert rows.step(net, [1] * 20).shape[0] == rows.width == width
+        seen.append(width)
+        assert runner.captures == len(set(seen))
+
+    rows.join(first[0])
+    steps(1)
+    for n in range(1, 6):
+        rows.join(first[n])
+    steps(8)
+    rows.hold(5)
+    rows.hold(4)
+    steps(4)
+    rows.leave(3)
+    rows.leave(0)
+    steps(4)
+    rows.resume(5)
+    steps(8)
+    assert rows.move(5) == 0
+    steps(4)
+    rows.leave(2)
+    steps(2)
+    assert rows.move(4) == 2
+    rows.resume(2)
+    steps(4)
+    rows.leave(1)
+    rows.leave(2)
+    steps(1)
+    for n in range(6, 11):
+        rows.join(first[n])
+    steps(8)
 
 
 # ---------------------------------------------------------------------- refusals
@@ -264,6 +396,10 @@ def test_what_is_refused_changes_nothing():
         rows.resume(0)
     with pytest.raises(ValueError, match="3 tokens were given for 2 rows"):
         rows.step(net, [1, 2, 3])
+    with pytest.raises(ValueError, match="no row before row 1 is free"):
+        rows.move(1)
+    with pytest.raises(ValueError, match="there is no row 2"):
+        rows.move(2)
     with pytest.raises(ValueError, match="cannot be kept"):
         rows.crop(0, 51)
     assert (rows.rows, rows.active, rows.lengths) == ((0, 1), (0,), (50, 20))

@@ -70,6 +70,19 @@ def test_a_trial_is_undone():
     assert state.addresses == where
 
 
+def test_the_first_rows_are_the_same_memory():
+    state = outer()
+    some = state.first_rows(2)
+    assert (some.ids.shape, some.inner.limits.shape, some.packs[1].limits.shape) == ((2, 2), (2, 2), (2, 2))
+    assert some.inner.constant is state.inner.constant
+    some.ids += 10
+    some.packs[1].limits.zero_()
+    some.chosen = True
+    assert state.ids.tolist() == [[10, 11], [12, 13], [4, 5]]
+    assert state.packs[1].limits.tolist() == [[0, 0, 2], [0, 0, 5]]
+    assert not state.chosen and state.ids.shape == (3, 2)
+
+
 def test_addresses_are_those_that_graphs_know():
     state = outer()
     before = state.addresses

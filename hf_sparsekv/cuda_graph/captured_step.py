@@ -53,6 +53,10 @@ class CapturedStep:
 class Saved:
     """State of a layer that a trial step changes for good."""
 
+    def first_rows(self, n: int) -> None:
+        """The layer has only these, until :meth:`put_back_rows`."""
+        self.layer.store, self.layer.policy = (state.first_rows(n) for state, _ in self.states)
+
     def __init__(self, layer: SparseLayer) -> None:
         self.layer = layer
         self.states = [(state, state.snapshot()) for state in (layer.store, layer.policy)]
@@ -63,10 +67,15 @@ class Saved:
         ``broken``: what the layer is to say until all the rest is put back, too.
         """
         self.layer.broken = broken
+        self.put_back_rows()
         for state, saved in self.states:
             state.restore_host(saved)
         self.layer.pending = self.layer.replay = self.layer.awaited = None
         self.layer.store.capturing = False
+
+    def put_back_rows(self) -> None:
+        """The layer has all rows again."""
+        self.layer.store, self.layer.policy = (state for state, _ in self.states)
 
     def put_back_device(self) -> None:
         """Restore device state."""

@@ -34,7 +34,8 @@ from .mask_watch import MaskWatch
 
 _STATIC = ("input_ids", "position_ids", "attention_mask", "past_key_values")
 _changing = threading.RLock()  # one thread at a time changes models
-_MAX_GRAPHS = 8  # per cache: plans x shapes that alternate; the oldest goes first
+_MAX_GRAPHS = 8  # per cache: plans x shapes that alternate; what was not needed for longest goes first
+_KINDS = 2  # plans that alternate in each width of rows that come and go
 
 Sides = tuple[torch.cuda.Stream, torch.cuda.Stream]  # for look-ahead: of the step's priority, of lower priority
 
@@ -151,7 +152,8 @@ class StepRunner:
         cache.row_table.ready(rows)
         for layer in layers:  # before page tables are made that name what pools have room for
             layer.store.fit(rows)
-        plans = tuple([layer.prepare() for layer in layers])
+        asked = cache.row_table.asked(rows, cache.new_rows(given["input_ids"].device))
+        plans = tuple([layer.prepare(asked) for layer in layers])
         if not all(plan.captured for plan in plans):  # this step changes what the next ones are
             return self.original(*args, **kwargs)
         with self.lock:
@@ -237,6 +239,7 @@ class StepRunner:
         watch = None if mask is None or rows.valid is not None else self._watch(cache, mask)
         if positions is None:
             positions = torch.full((1, 1), rows.columns, device=ids.device)
+        ids, positions = self._first_rows(cache, ids, positions)
         rest = {name: value for name, value in given.items() if name not in _STATIC}
         steps = table.steps(ids.device)
         for ring in rings:
@@ -255,14 +258,19 @@ class StepRunner:
             tuple(ring.addresses for ring in rings),
         )
         graphs = self.graphs.setdefault(cache, {})
-        step = graphs.get(key)
-        if step is None:
-            while len(graphs) >= _MAX_GRAPHS:
+        step = graphs.pop(key, None)
+        if step is not None:
+            graphs[key] = step
+        else:
+            most = _MAX_GRAPHS if cache.row_batch is None else max(_MAX_GRAPHS, _KINDS * len(cache.row_batch.widths))
+            while len(graphs) >= most:
                 graphs.pop(next(iter(graphs)))
             self._devices = None
             steps.load(rows)
             try:
-                step = graphs[key] = self._capture(ids, positions, cache, rest, plans, (*self._kind(cache), *key[:4]))
+                kind = (*self._kind(cache), *key[:4])
+                mine = valid if valid is None else valid[: len(ids)]
+                step = graphs[key] = self._capture(ids, positions, cache, rest, plans, kind, mine)
             except torch.OutOfMemoryError:  # may fit another time
                 raise
             except RuntimeError as error:  # the model's own code does what no graph can hold
@@ -299,22 +307,25 @@ class StepRunner:
             or table.moves != steady.moves
             or positions is None
             or not isinstance(ids, Tensor)
-            or (ids.shape, positions.shape) != (step.input_ids.shape, step.position_ids.shape)
             or (mask is not None and mask.ndim != 2)
             or any(isinstance(value, Tensor | list | dict) for value in rest.values())
             or rest != steady.rest
             or torch.is_grad_enabled()
         ):
             return self._unsteady(cache)
+        ids, positions = self._first_rows(cache, ids, positions)
         rows = table.rows
         valid = self._valid(cache, rows, mask, ids.device)
-        if valid is not None and not table.managed:
+        if (valid is not None and not table.managed) or (
+            (ids.shape, positions.shape) != (step.input_ids.shape, step.position_ids.shape)
+        ):
             return self._unsteady(cache)
         table.ready(rows)
         if table.ids.used > steady.room or table.moves != steady.moves:
             return self._unsteady(cache)
         if rows.sealed != steady.sealed:  # more to choose from: is it still the same step?
-            if any(layer.policy.plan(layer.store) != plan for layer, plan in zip(steady.layers, step.plans)):
+            asked = table.asked(rows, cache.new_rows(ids.device))
+            if any(layer.planned(asked) != plan for layer, plan in zip(steady.layers, step.plans)):
                 return self._unsteady(cache)
             self.steady[cache] = steady = steady._replace(sealed=rows.sealed)
         watch = None if mask is None or rows.valid is not None else self._watch(cache, mask)
@@ -322,6 +333,14 @@ class StepRunner:
 
     def _unsteady(self, cache: SparseCache) -> None:
         del self.steady[cache]
+
+    @staticmethod
+    def _first_rows(cache: SparseCache, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Of a step of rows that come and go what the rows get that it runs."""
+        if cache.row_batch is None:
+            return ids, positions
+        n = cache.row_batch.width
+        return ids[:n], positions[:n]
 
     @staticmethod
     def _valid(cache: SparseCache, rows: Rows, mask: Tensor | None, device: torch.device) -> Tensor | None:
@@ -352,7 +371,7 @@ class StepRunner:
         step.input_ids.copy_(ids)
         step.position_ids.copy_(positions)
         if step.valid is not None:
-            step.valid.fill_(True) if valid is None else step.valid.copy_(valid)
+            step.valid.fill_(True) if valid is None else step.valid.copy_(valid[: len(step.valid)])
         try:
             # From the replay on the device is a step ahead of what the host keeps. Set beforehand: an interrupt that
             # comes during the replay is raised behind it, and a second one may come while the first is handled.
@@ -401,12 +420,14 @@ class StepRunner:
         rest: dict,
         plans: tuple[Plan, ...],
         kind: Hashable,
+        valid: Tensor | None,
     ) -> CapturedStep:
         """Run the step on state that is put back: once to compile, unless its kind has run, and to capture."""
         layers = cache.sparse_layers
         table = cache.row_table
         masked = table.rows.valid is not None or table.managed
-        valid = torch.ones_like(ids, dtype=torch.bool) if masked else None
+        if masked:  # of rows that get no token trial steps change nothing
+            valid = torch.ones_like(ids, dtype=torch.bool) if valid is None else valid.clone()
         ids, positions = ids.clone(), positions.clone()
         rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
         saved = [Saved(layer) for layer in layers]
@@ -417,12 +438,17 @@ class StepRunner:
         def run(sides: Sides | None):
             cache = cache_ref()
             replay = Replay(valid, sides and sides[low_priority], cache.shared)
+            steps = table.steps(ids.device)
+            if len(ids) < table.batch:
+                steps = steps.first(len(ids))
+                for state in saved:
+                    state.first_rows(len(ids))
             for layer, plan in zip(layers, plans):
                 layer.replay, layer.plan, layer.store.capturing = replay, plan, True
             for ring in rings:
                 ring.replay = replay
             try:
-                table.steps(ids.device).begin(valid if valid is None else valid[:, 0], table.block_size, table.recent)
+                steps.begin(valid if valid is None else valid[:, 0], table.block_size, table.recent, table.managed)
                 with gathered_experts(self.model):
                     out = self.original(input_ids=ids, position_ids=positions, past_key_values=cache, **rest)
                 replay.join()
@@ -431,6 +457,8 @@ class StepRunner:
                 replay.come_back()
                 raise
             finally:
+                for state in saved:
+                    state.put_back_rows()
                 for layer in layers:
                     layer.replay, layer.plan, layer.store.capturing = None, None, False
                 for ring in rings:

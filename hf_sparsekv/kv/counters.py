@@ -59,6 +59,11 @@ class Counters(State):
             else:
                 setattr(self, name, held.new_zeros(batch, held.shape[1]))
 
+    def first_rows(self, n: int) -> Counters:
+        new = super().first_rows(n)
+        new.attended, new.from_host = self.attended[:n], self.from_host[:n]
+        return new
+
     @property
     def total_attended(self) -> int:
         """Tokens attended so far, over rows and KV heads. Synchronises."""

@@ -15,7 +15,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import mul
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -184,7 +185,8 @@ class StepRows:
 
     Attributes:
         past: int32 ``[batch]``, tokens before the step.
-        now: int32 ``[batch, 2]``, tokens with the step's own, and tokens in full blocks.
+        now: int32 ``[batch, 2]``, tokens with the step's own, and tokens in full blocks. Of rows that come and go those
+            that get no token have none here: they attend to nothing.
         after: int32 ``[batch, 2]``, the same when the block that became old is sealed: where the next step begins.
         columns: int32 ``[batch]``, columns of sliding layers before the step, whose rings count padding at the front.
         pads: int32 ``[batch]``, that padding.
@@ -200,6 +202,14 @@ class StepRows:
         self.windows: dict[int, Tensor] = {}
         self.held: Rows | None = None
 
+    def first(self, n: int) -> StepRows:
+        """The first ``n`` rows, in the same memory: a step of these leaves the others as they are."""
+        new = object.__new__(StepRows)
+        for name in ("past", "columns", "pads", "now", "after"):
+            setattr(new, name, getattr(self, name)[:n])
+        new.windows, new.held = {size: held[:n] for size, held in self.windows.items()}, None
+        return new
+
     def load(self, rows: Rows) -> None:
         """The next step begins with these."""
         if self.held is not rows:
@@ -209,9 +219,9 @@ class StepRows:
                 self.pads.copy_(torch.tensor([rows.columns - length for length in rows.lengths], dtype=torch.int32))
             self.held = rows
 
-    def begin(self, valid: Tensor | None, block_size: int, recent: int) -> None:
-        """A step begins. ``valid``: bool ``[batch]``, rows that get a token; None: all."""
-        begin_step(self.after, self.past, self.now, valid, block_size=block_size, recent=recent)
+    def begin(self, valid: Tensor | None, block_size: int, recent: int, skip: bool = False) -> None:
+        """A step begins. ``valid``: bool ``[batch]``, rows that get a token; None: all. ``skip``: the others rest."""
+        begin_step(self.after, self.past, self.now, valid, block_size=block_size, recent=recent, skip=skip)
         if self.windows:
             torch.add(self.past, self.pads, out=self.columns)
         for size, held in self.windows.items():
@@ -235,7 +245,10 @@ _NOTHING = (None,) * 4  # asked for: rows, columns, their validity; given
 
 
 class Taken(NamedTuple):
-    """A decode step: its rows before it, while it attends, and when what became old is sealed."""
+    """A decode step: its rows before it, while it attends, and when what became old is sealed.
+
+    Of rows that come and go those that get no token hold nothing in ``now``: see :meth:`RowTable.asked`.
+    """
 
     before: Rows
     now: Rows
@@ -264,6 +277,7 @@ class RowTable:
         self._steps: dict[torch.device, StepRows] = {}
         self._memo: tuple = _NOTHING
         self._picks: tuple[Tensor | None, list] = (None, [])
+        self._asked: tuple[Rows | None, Tensor | None, Rows | None] = (None, None, None)
         self._empty: Rows | None = None
         self._moves = 0
         self._old: list[Tensor] = []
@@ -476,9 +490,26 @@ class RowTable:
             if not captured:
                 self.ready(rows)
             after = Rows(self.block_size, now.columns, lengths, sealed, known)
+        if min(more) < 1 and self.managed:
+            asked = self.asked(rows, valid)
+            now = replace(now, lengths=tuple(map(mul, lengths, more)), sealed=asked.sealed, _on={})
         made = Taken(rows, now, after)
         self._memo = rows, None, valid, made
         return made
+
+    def asked(self, rows: Rows, valid: Tensor | None) -> Rows:
+        """Rows as a step finds them that gives a token to those that are ``valid [batch]``, bool or None.
+
+        Of rows that come and go the others hold nothing in it: nothing is chosen, read or brought for them. (A row of
+        another batch without a token attends like the rest: what the step is must not depend on it.)
+        """
+        if valid is None or not self.managed:
+            return rows
+        if self._asked[0] is not rows or self._asked[1] is not valid:
+            given = self.tokens_of(1, valid)
+            lengths, sealed = (tuple(map(mul, of, given)) for of in (rows.lengths, rows.sealed))
+            self._asked = rows, valid, Rows(self.block_size, rows.columns, lengths, sealed)
+        return self._asked[2]
 
     def ready(self, rows: Rows) -> None:
         """Have an id ready for each block that a decode step of these rows may seal."""
@@ -543,6 +574,16 @@ class RowTable:
         if n:
             self._write(np.stack((np.full(n, row), np.arange(n)), axis=1), ids)
         self._set(row, self.rows.lengths[source], n)
+
+    def move_row(self, row: int, source: int) -> None:
+        """Row ``row``, which holds nothing, becomes what row ``source`` is, which holds nothing from here on."""
+        at = (self.host[source] >= 0).nonzero()[0]
+        ids, length, sealed = self.host[source, at].copy(), self.rows.lengths[source], self.rows.sealed[source]
+        self.ids.share(ids)
+        if len(at):
+            self._write(np.stack((np.full(len(at), row), at), axis=1), ids)
+        self._set(row, length, sealed)
+        self.leave(source)
 
     def cropped_row(self, row: int, length: int) -> Rows:
         """The rows if row ``row`` keeps its first ``length`` tokens."""

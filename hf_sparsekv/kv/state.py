@@ -165,6 +165,21 @@ class State:
             for part in parts:
                 part.map_rows(index)
 
+    def first_rows(self, n: int):
+        """The first ``n`` rows, for a step of these alone: another object over the same memory.
+
+        Its tensors are views, so what is written in place is written here. What else it is given is its own.
+        """
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        for name, tensor, held in self._tensors():
+            if held.rows is not None:
+                setattr(new, name, tensor.narrow(held.rows, 0, n))
+        for name, parts in self._parts():
+            views = [part.first_rows(n) for part in parts]
+            setattr(new, name, views if isinstance(getattr(self, name), list) else views[0])
+        return new
+
     def put_row(self, row: int, other: State, pairs: list[tuple[Tensor, Tensor]], source: int = 0) -> None:
         """Row ``row`` becomes what row ``source`` of ``other``, of the same kind, is.
 

@@ -45,7 +45,7 @@ class Tally:
     """What decode steps have met, summed over steps and rows.
 
     Args:
-        steps: how many there were.
+        steps: how many there were. ``rows``: their rows, without those that attended to nothing.
         context: tokens cached.
         ring: of these, not in full blocks. ``sinks``: sinks in full blocks.
         blocks: full blocks. ``sealed``: blocks that became full.
@@ -54,6 +54,7 @@ class Tally:
     """
 
     steps: int = 0
+    rows: int = 0
     context: int = 0
     ring: int = 0
     sinks: int = 0
@@ -67,11 +68,12 @@ class Tally:
         now, size = taken.now, taken.now.block_size
         blocks, context = sum(now.sealed), sum(now.lengths)
         self.steps += 1
+        self.rows += sum(n > 0 for n in now.lengths)
         self.context += context
         self.ring += context - blocks * size
         self.sinks += sum(min(sinks, n * size) for n in now.sealed)
         self.blocks += blocks
-        self.sealed += sum(taken.after.sealed) - blocks
+        self.sealed += sum(taken.after.sealed) - sum(taken.before.sealed)
         self.full.update(now.sealed)
         self.last = now
 
@@ -217,12 +219,14 @@ class LayerStore(State):
     @property
     def block_table(self) -> Tensor:
         """int32 ``[batch, capacity]``, physical block of each full block of each row. Behind these it says nothing."""
-        return self.table_of_rows.on(self.device)
+        held = self.table_of_rows.on(self.device)
+        return held if len(held) == self.batch else held[: self.batch]
 
     @property
     def step_rows(self) -> StepRows:
         """The rows of captured steps, on this device."""
-        return self.table_of_rows.steps(self.device)
+        steps = self.table_of_rows.steps(self.device)
+        return steps if len(steps.past) == self.batch else steps.first(self.batch)
 
     @property
     def rows(self) -> Tensor:
@@ -329,12 +333,13 @@ class LayerStore(State):
     def seal_due(self, indexer: Indexer) -> None:
         """A decode step has attended: seal what it has made old. In a captured step the device knows which rows."""
         taken = self._taken
-        if taken.after is taken.now and not self.capturing:
+        if taken.after.sealed == taken.before.sealed and not self.capturing:
+            self.held = taken.after
             return
         index = indexer.sealing(self)
         self.pool.fit()
         if index is None:
-            for row, (block, then) in enumerate(zip(taken.now.sealed, taken.after.sealed)):
+            for row, (block, then) in enumerate(zip(taken.before.sealed, taken.after.sealed)):
                 if then > block:
                     start = block * self.block_size
                     at = self._ring_index(start, start + self.block_size)
@@ -348,7 +353,7 @@ class LayerStore(State):
             now, after = self.rows, self.step_rows.after if self.capturing else taken.after.on(self.device)
             seal(self.recent_kv, now, after, self.sinks, self.block_table, self.pool.kv, index)
             if self.pool.host is not None and not self.capturing:
-                self.count_to_host(sum(taken.after.sealed) - sum(taken.now.sealed))
+                self.count_to_host(sum(taken.after.sealed) - sum(taken.before.sealed))
         self._sealed, self.held = True, taken.after
 
     def count_to_host(self, blocks: int) -> None:
@@ -637,6 +642,12 @@ class LayerStore(State):
         return out.permute(2, 0, 1, 3, 4)
 
     # ------------------------------------------------------------------ changing
+
+    def first_rows(self, n: int) -> LayerStore:
+        """The first ``n`` rows, of which a captured step is to be made."""
+        new = super().first_rows(n)
+        new.batch = n
+        return new
 
     def reindex(self, indexer: Indexer) -> None:
         """Index the full blocks again. Rows that share blocks get blocks of their own: each row has its own index."""

@@ -302,9 +302,10 @@ class SparseLayer(Owned, CacheLayerMixin):
         if store is None or not store.length or self.broken or stream.shape[0] != store.batch:
             return  # no step, or one that update() refuses
         self._begin_step()
-        plan = policy.plan(store)
-        if plan.foresees:
-            policy.foresee(query(), store, plan)
+        with store.at(self._asked()):
+            plan = policy.plan(store)
+            if plan.foresees:
+                policy.foresee(query(), store, plan)
 
     @torch.no_grad()
     def note_added(self, before: Tensor, after: Tensor, mask: Tensor | None = None) -> None:
@@ -327,7 +328,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         past, new = 0 if store is None else store.length, after.shape[1]
         if self.broken or (past and after.shape[0] != store.batch):
             return  # update() refuses it
-        if new == 1 and not (past and policy.plan(store).foresees):
+        if new == 1 and not (past and self.planned(self._asked()).foresees):
             return
         waits = self.owner.new_rows(after.device)
         policy.note_added(before[:, -1:], after[:, -1:], past + new, None if new == 1 else mask, waits)
@@ -338,14 +339,26 @@ class SparseLayer(Owned, CacheLayerMixin):
         if self.policy.watch is not None:
             self.policy.watch.fit(self.store)
 
-    def prepare(self) -> Plan:
-        """A decode step is about to be captured or replayed: what it does."""
+    def _asked(self) -> Rows:
+        """The rows as the step that begins finds them; of a batch of which rows come and go, which get a token."""
+        return self.owner.row_table.asked(self.store.held, self.owner.new_rows(self.store.device))
+
+    def prepare(self, rows: Rows) -> Plan:
+        """A decode step is about to be captured or replayed, which finds ``rows``: what it does."""
         self._begin_step()
-        return self.policy.prepare(self.store)
+        with self.store.at(rows):
+            return self.policy.prepare(self.store)
+
+    def planned(self, rows: Rows) -> Plan:
+        """What a decode step does that finds ``rows``. Changes nothing."""
+        with self.store.at(rows):
+            return self.policy.plan(self.store)
 
     def account(self, plan: Plan, query: Tensor, tally: Tally) -> None:
         """Steps were replayed, the last one for ``query``: what of them is left to the host."""
         store, policy = self.store, self.policy
+        if len(query) < store.batch:  # steps of the first rows: the others have asked for nothing
+            query = torch.cat((query, query.new_zeros(store.batch - len(query), *query.shape[1:])))
         store.count_to_host(tally.sealed)
         policy.account(query, store, plan, tally)
         policy.replayed(store, plan, tally)

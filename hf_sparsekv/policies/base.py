@@ -14,6 +14,7 @@ from ..kv.store import LayerStore, Tally
 from ..ops.seal import Index
 from ..types import AttentionParams
 from .crossover import dense_tokens
+from .device_tokens import DeviceTokens
 from .label_index import LabelIndex
 from .measured import PackStats, WalkStats
 from .memory import Memory, Request
@@ -70,6 +71,7 @@ class Policy(State):
     low_priority = True  # look-ahead runs on a low-priority stream, on SMs that the step leaves idle
     second_bytes = 0  # allocated on a second device
     labels: LabelIndex | None = None
+    tokens: DeviceTokens | None = None  # copies of chosen tokens
     foresight: str | None = None  # what of the layer before is asked for, see `foresees_by`
     warns_unforeseen = False  # without hooks on the model a step does not do what was asked for: worth a warning
     source: str | None = None  # where that comes from: who has put hooks on the model says so
@@ -173,9 +175,15 @@ class Policy(State):
     ) -> None:
         """Row ``row`` becomes row ``source`` of ``other``; ``pairs``: see :meth:`..kv.state.State.put_row`."""
         self.put_row(row, other, pairs, source)
+        if self.tokens is not None and other is self:
+            self.tokens.put_row(row, self.tokens, pairs, source)
+        elif self.tokens is not None:  # a prompt has brought nothing
+            self.tokens.forget_row(row)
 
     def crop_row(self, row: int) -> None:
         """The last tokens of a row of a batch of which rows come and go were removed, full blocks among them."""
+        if self.tokens is not None:
+            self.tokens.forget_row(row)  # these may become other tokens
 
     # ------------------------------------------------------------------ a step
 
@@ -183,16 +191,17 @@ class Policy(State):
         """Dense attention is as quick as selecting at this batch and length (``config.dense_below``).
 
         Full blocks are what counts: they are what there is to select from. Of rows of different lengths their mean: one
-        decision for the whole batch.
+        decision for the whole batch. Rows that hold nothing do not count.
         """
-        batch, blocks = self._dense_blocks
-        if batch != store.batch:
+        held, (batch, blocks) = store.held, self._dense_blocks
+        rows = max(1, sum(n > 0 for n in held.lengths))
+        if batch != rows:
             config, width = self.config, store.heads * store.token_bytes
             method = self.method if not store.latent else f"{self.method}:mla"  # other kernels, other numbers
-            tokens = dense_tokens(config.dense_below, method, store.device, self.offloaded, store.batch, width)
+            tokens = dense_tokens(config.dense_below, method, store.device, self.offloaded, rows, width)
             blocks = tokens // store.block_size
-            self._dense_blocks = (store.batch, blocks)
-        return sum(store.held.sealed) <= blocks * store.batch
+            self._dense_blocks = (rows, blocks)
+        return sum(held.sealed) <= blocks * rows
 
     def plan(self, store: LayerStore) -> Plan:
         """What the next step does; also the key of its graph. Changes nothing."""

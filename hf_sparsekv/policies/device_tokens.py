@@ -71,7 +71,7 @@ class DeviceTokens(State):
         there = store.block_table.shape[1] * size
         if held is not None and held.slots.shape[-1] >= there:  # at once: the host asks in every step and layer
             return held
-        each = store.batch * store.heads * (store.token_bytes + SLOT_BYTES)
+        each = store.table_of_rows.batch * store.heads * (store.token_bytes + SLOT_BYTES)
         room = pools.tokens(chosen, there, each, store.device) // size * size
         if room and (held is None or room >= 2 * held.room):
             try:

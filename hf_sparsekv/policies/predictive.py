@@ -246,17 +246,6 @@ class PredictivePolicy(Policy):
     def measured(self) -> tuple[PackStats, ...]:
         return () if self.tokens is None else (self.tokens.measured(),)
 
-    def join_row(
-        self, row: int, other: Policy, store: LayerStore, pairs: list[tuple[Tensor, Tensor]], source: int = 0
-    ) -> None:
-        super().join_row(row, other, store, pairs, source)
-        if self.tokens is not None:
-            self.tokens.forget_row(row)
-
-    def crop_row(self, row: int) -> None:
-        if self.tokens is not None:
-            self.tokens.forget_row(row)  # these may become other tokens
-
     def reopened(self) -> None:
         super().reopened()  # one step attends to everything
         if self.tokens is not None:

@@ -67,7 +67,8 @@ class ProgressivePolicy(Policy):
         self.fetches = offloaded
         self.labels = LabelIndex(config, layer_idx, channels)
         self._audited = NOTHING
-        self._params: AttentionParams | None = None  # stays: replays of an earlier capture do not tell it anew
+        # The latest. It stays: replays of an earlier capture do not tell it anew. A list, which views of rows share.
+        self._params: list[AttentionParams] = []
 
     @classmethod
     def share(cls, config: ProgressiveConfig, offload: OffloadConfig | None) -> Shared:
@@ -127,7 +128,7 @@ class ProgressivePolicy(Policy):
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
         if plan.dense:
             return store.attend(q, None, "all", params)
-        self._params = params
+        self._params[:] = [params]
         found = self._select(q, store, params, self.totals)
         if self.watch is not None:
             self.watch.mark_tokens(found.ids, store.block_size)
@@ -205,7 +206,7 @@ class ProgressivePolicy(Policy):
 
     def _audit(self, q: Tensor, store: LayerStore) -> None:
         """Compute what share of the attention mass the step's tokens really hold. Waits for the GPU."""
-        params, heads = self._params, store.heads
+        (params,), heads = self._params, store.heads
         found = self._select(q, store, params)
         taken = torch.zeros(*found.bins.shape[:2], found.bins.shape[-1] + 1, dtype=torch.bool, device=q.device)
         taken.scatter_(-1, torch.where(found.ids < 0, taken.shape[-1] - 1, found.ids).long(), True)
@@ -227,13 +228,14 @@ class ProgressivePolicy(Policy):
         )
         if self.config.group_reduce == "sum":  # as the estimate: over all heads, on one scale
             held, whole = held.logsumexp(-1, keepdim=True), whole.logsumexp(-1, keepdim=True)
-        true = (held - whole).exp().amin(-1)  # [batch, H]
-        walks, mass, least, estimate = self._audited
+        there = store.rows[:, 0] > 0
+        true, mass = (held - whole).exp().amin(-1)[there], found.mass[there]  # [rows, H]
+        walks, sum_of, least, estimate = self._audited
         self._audited = (
             walks + true.numel(),
-            mass + float(true.double().sum()),
+            sum_of + float(true.double().sum()),
             min(least, float(true.min())),
-            estimate + float(found.mass.double().sum()),
+            estimate + float(mass.double().sum()),
         )
 
     def measured(self) -> tuple[WalkStats | PackStats, ...]:
@@ -257,17 +259,6 @@ class ProgressivePolicy(Policy):
             audited_estimate=estimate / audits if audits else None,
         )
         return walked, *copied
-
-    def join_row(
-        self, row: int, other: Policy, store: LayerStore, pairs: list[tuple[Tensor, Tensor]], source: int = 0
-    ) -> None:
-        super().join_row(row, other, store, pairs, source)
-        if self.tokens is not None:
-            self.tokens.forget_row(row)
-
-    def crop_row(self, row: int) -> None:
-        if self.tokens is not None:
-            self.tokens.forget_row(row)  # these may become other tokens
 
     def reopened(self) -> None:
         super().reopened()

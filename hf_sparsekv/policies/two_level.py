@@ -221,7 +221,7 @@ class TwoLevelPolicy(Policy):
         if plan.dense:
             return
         if self.labels is not None:
-            few = self.config.coarse_blocks * store.batch * tally.steps
+            few = self.config.coarse_blocks * tally.rows
             store.count_index(self.labels.nbytes_read(store, few if chosen else tally.blocks))
         store.count_means(tally)
 
@@ -246,17 +246,6 @@ class TwoLevelPolicy(Policy):
 
     def measured(self) -> tuple[PackStats, ...]:
         return () if self.tokens is None else (self.tokens.measured(),)
-
-    def join_row(
-        self, row: int, other: Policy, store: LayerStore, pairs: list[tuple[Tensor, Tensor]], source: int = 0
-    ) -> None:
-        super().join_row(row, other, store, pairs, source)
-        if self.tokens is not None:
-            self.tokens.forget_row(row)
-
-    def crop_row(self, row: int) -> None:
-        if self.tokens is not None:
-            self.tokens.forget_row(row)  # these may become other tokens
 
     def reopened(self) -> None:
         super().reopened()

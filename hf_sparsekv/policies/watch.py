@@ -56,6 +56,9 @@ class BlockWatch(State):
         if self.marks is not None:
             self.marks.zero_()  # in place, and `told` stays: a captured step marks without being asked again
 
+    def first_rows(self, n: int) -> BlockWatch:
+        return self  # a step of some rows marks nothing of the others
+
     def share(self, store: LayerStore) -> Tensor:
         """The share of rows and KV heads that attended to tokens of each block, float32 ``[full_blocks]`` on the CPU.
 

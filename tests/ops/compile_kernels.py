@@ -109,7 +109,8 @@ def recent_tokens() -> None:
     push(q, valid, past, ring, one, one.clone(), one.clone())
     rows = torch.zeros(2, 1, 2, dtype=torch.int32)
     for some in (None, valid):
-        begin_step(rows[0], one, rows[1], some, block_size=64, recent=72)
+        for skip in (False, True):
+            begin_step(rows[0], one, rows[1], some, block_size=64, recent=72, skip=skip)
 
 
 def choices() -> None:

@@ -220,6 +220,18 @@ def append(place, batch, heads, new, dk, dv, sinks, ring, past, masked):
     return k, v, some(place, batch, masked), recent_kv, lengths(place, batch, past), sinks
 
 
+def begin_step(place, batch, masked, skip):
+    """Rows of which some have a block due; those that get no token have, too, where they are not to rest."""
+    size, recent = 16, 40
+    sealed = size * place.randint(0, 5, batch)
+    length = sealed + recent + size - 1 - place.randint(0, 2, batch) * place.randint(0, 50, batch)
+    after = torch.stack((length, sealed), 1)
+    after[-1:] = 0
+    past, now = place.nan(batch, dtype=torch.int32), place.nan(batch, 2, dtype=torch.int32)
+    valid = some(place, batch, masked)
+    return after.int(), past, now, valid if valid is None else valid[:, 0], size, recent, skip
+
+
 def place_tokens(place, batch, heads, k, n, block_size):
     """Some blocks are in host memory, which a negative page id says; half of the tokens are none."""
     at = place.randint(0, n * block_size, batch, heads, k).masked_fill(place.rand(batch, heads, k) < 0.5, -1)
@@ -274,6 +286,7 @@ class Seal:
     bits: int = 4
     sealed: tuple[int, ...] = (6, 0)
     due: tuple[bool, ...] | None = None  # rows whose next block is sealed; None: all
+    rests: tuple[int, ...] = ()  # rows that attend to nothing
     there: bool = True  # the last row has a physical block for it
     bounds: bool = True
     metadata: str = "min_max"
@@ -290,6 +303,7 @@ def seal(place, case: Seal) -> tuple:
     held[0] = ring
     rows = torch.stack((sealed + held, sealed), 1)
     after = torch.stack((sealed + held, sealed + size * due), 1)
+    rows[list(case.rests)] = 0
     block_table = place.randperm(capacity)[: capacity - 3].view(case.batch, -1)
     if not case.there:
         block_table[-1, case.sealed[-1] :] = -1
@@ -483,6 +497,7 @@ SEALS = {
     "no power of two": Seal(batch=3, heads=3, dk=80, dv=48, channels=20, sealed=(0, 2, 5)),
     "first block": Seal(sealed=(0, 0)),
     "some rows": Seal(batch=4, sealed=(2, 0, 0, 5), due=(True, False, True, False)),
+    "some rows rest": Seal(batch=4, sealed=(2, 3, 0, 5), rests=(0, 2)),
     "some rows, the first not": Seal(batch=3, heads=3, sealed=(1, 0, 4), due=(False, False, True)),
     "no row": Seal(due=(False, False), span=4),
     "no room": Seal(sealed=(2, 3), there=False),
@@ -601,6 +616,20 @@ OPERATORS = [
         },
         options=((True, False),),  # normalised
         ratio=lambda place, normalise: 2e-6,  # products of rounded inputs are the same, in float32
+    ),
+    Operator(
+        "begin_step",
+        begin_step,
+        # batch, rows that get no token, which rest
+        {
+            "all rows": (5, False, False),
+            "some rows": (7, True, False),
+            "the others rest": (7, True, True),
+            "all rows, none rests": (1, False, True),
+            "several programs": (70, True, True),
+        },
+        writes=("after", "past", "now"),
+        ratio=equal,
     ),
     Operator(
         "place_tokens",

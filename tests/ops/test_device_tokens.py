@@ -153,8 +153,9 @@ def test_nothing_is_changed_when_disabled(place32):
     before = [t.clone() for t in pair.held[0]]
     pair.bring(pair.choose(9), enabled=torch.zeros(1, dtype=torch.int32, device=place32.device))
     assert all(torch.equal(t, was) for t, was in zip(pair.held[0], before))
-    pair.bring(pair.choose(9), enabled=torch.ones(1, dtype=torch.int32, device=place32.device))
-    assert (pair.held[0].now == 2).all()
+    ids = pair.choose(9)
+    pair.bring(ids, enabled=torch.ones(1, dtype=torch.int32, device=place32.device))
+    assert torch.equal(pair.held[0].now, before[4] + (ids.cpu() >= 0).any(-1))
 
 
 def test_nothing_chosen(place32):
@@ -163,7 +164,7 @@ def test_nothing_chosen(place32):
         ids = torch.full((2, 3, k), -1, dtype=torch.int32, device=place32.device)
         pair.bring(ids)
         pair.locate(ids)
-    assert (pair.held[0].now == 2).all()
+    assert not pair.held[0].now.any(), "a selection of nothing is none: what is held gets no older"
 
 
 def test_no_blocks_yet(place32):

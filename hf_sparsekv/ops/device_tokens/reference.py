@@ -43,6 +43,8 @@ def bring_tokens(
 ) -> None:
     """Note that tokens were chosen, and copy those that are not on the device yet.
 
+    Where a row and KV head have chosen none, nothing changes: that is no selection, and what is held gets no older.
+
     1. A token with a slot: the slot is stamped with the number of this selection.
     2. The others, in the order of ``ids``, get the slots that were chosen longest ago, those that hold nothing first:
        by the age's :func:`age_class`, the lower slot among equals (approximately least recently used). The slots are
@@ -66,11 +68,13 @@ def bring_tokens(
     size = kv.shape[2]
     if enabled is not None and not bool(enabled):
         return
-    held.now.add_(1)
     for row in range(batch):
         for head in range(heads):
             mine = ids[row, head] if used is None else ids[row, head, : int(used[row, head])]
             mine = mine[mine >= 0].long()
+            if not len(mine):
+                continue
+            held.now[row, head] += 1
             slots, columns, stamps = held.slots[row, head], held.columns[row, head], held.stamps[row, head]
             at, now = slots[mine], held.now[row, head]
             stamps[at[at >= 0].long()] = now

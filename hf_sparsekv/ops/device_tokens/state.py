@@ -19,7 +19,7 @@ class TokenSlots(NamedTuple):
         columns: int32 ``[batch, H, room]``: which token a slot holds, -1 for none.
         stamps: int32 ``[batch, H, room]``: when it was chosen last; ``EMPTY`` if it holds none.
         slots: int32 ``[batch, H, n]``: the slot of each column, -1 for none.
-        now: int32 ``[batch, H]``: selections so far.
+        now: int32 ``[batch, H]``: selections so far that chose any.
     """
 
     kv: Tensor

@@ -132,7 +132,7 @@ def bring_tokens_assign_kernel(
         above += tl.sum(m_above.to(tl.int32), 0)
         ties += tl.sum(m_tie.to(tl.int32), 0)
     tl.store(p_count + i_row, moved)
-    tl.store(p_now + i_row, now, mask=live)
+    tl.store(p_now + i_row, now, mask=chosen > 0)
     if p_counters is not None:
         tl.atomic_add(p_counters, chosen.to(tl.int64), sem="relaxed")
         tl.atomic_add(p_counters + 1, moved.to(tl.int64), sem="relaxed")
@@ -214,10 +214,6 @@ def bring_tokens(ids, kv, block_table, held, *, used=None, enabled=None, counter
         if not t.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")
     if not ids.numel():
-        if enabled is None:
-            held.now.add_(1)
-        else:
-            held.now.add_(enabled)
         return
     (batch, heads, k), room, config = ids.shape, held.kv.shape[2], config or Config()
     rows, n = batch * heads, ids.numel()

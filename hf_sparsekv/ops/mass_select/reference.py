@@ -184,7 +184,7 @@ def mass_select(
         group_reduce: see :func:`share_bins`.
         totals: int64 ``[len(TOTALS) + LENGTHS]``, added to: selections (of one row and KV head), tokens, selections
             that ``max_tokens`` ended, sum of the estimated masses and the largest estimated gap (both times
-            ``MASS_ONE``), and a histogram of the lengths.
+            ``MASS_ONE``), and a histogram of the lengths. Rows without tokens are not counted.
     """
     found = {"scale": scale, "softcap": softcap}
     behind = torch.arange(scores.shape[-1], device=scores.device) >= rows[:, 1:, None]
@@ -197,12 +197,13 @@ def mass_select(
     at = torch.where(taken, column, n).sort(dim=-1).values
     ids = torch.where(at == n, -1, at)
     if totals is not None:
-        gap = ((1.0 - mass) * MASS_ONE).long()
-        for i, value in enumerate((count.numel(), count.sum(), capped.sum(), (MASS_ONE - gap).sum())):
+        there = rows[:, 0] > 0
+        gap, lengths = ((1.0 - mass[there]) * MASS_ONE).long(), (count[there] - 1).clamp_min(0)
+        for i, value in enumerate((gap.numel(), count.sum(), capped.sum(), (MASS_ONE - gap).sum())):
             totals[i] += value
         first = len(TOTALS)
-        totals[first - 1] = torch.maximum(totals[first - 1], gap.max())
-        lengths = (count - 1).clamp_min(0)
+        if gap.numel():
+            totals[first - 1] = torch.maximum(totals[first - 1], gap.max())
         lengths = torch.where(lengths > 0, lengths.clamp_min(1).double().log2().floor().long() + 1, 0)
         totals[first:] += torch.bincount(lengths.flatten(), minlength=LENGTHS)
     return Selection(ids.int(), count, mass, bins, cut)

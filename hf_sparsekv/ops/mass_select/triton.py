@@ -297,7 +297,8 @@ def mass_select_take_kernel(
     i_batch, i_head = batch_and_head(i_row, HEADS)
     o_n = i_chunk * N + tl.arange(0, N)
     p_ids = row_ptr(ids, i_batch, i_head)
-    mine = tl.cdiv(tl.minimum(n, load_row(rows, i_batch)[1]), N)
+    tokens, sealed = load_row(rows, i_batch)
+    mine = tl.cdiv(tl.minimum(n, sealed), N)
     if i_chunk >= tl.maximum(mine, 1):  # the first chunk tells how the row stands
         tl.store(p_ids + o_n, tl.full([N], -1, tl.int32), mask=o_n < n)
         return
@@ -336,15 +337,16 @@ def mass_select_take_kernel(
         tl.store(count + i_row, taken)
         tl.store(mass + i_row, held)
         tl.store(cut + i_row, last)
-        if totals is not None:
-            gap = ((1.0 - held) * MASS_ONE).to(tl.int64)
-            length = tl.sum((taken > (1 << tl.arange(0, 32).to(tl.int64))).to(tl.int32), 0)  # up to 2 ** length
-            tl.atomic_add(totals, 1, sem="relaxed")
-            tl.atomic_add(totals + 1, taken.to(tl.int64), sem="relaxed")
-            tl.atomic_add(totals + 2, (taken < tl.minimum(enough, live)).to(tl.int64), sem="relaxed")
-            tl.atomic_add(totals + 3, -gap + MASS_ONE, sem="relaxed")
-            tl.atomic_max(totals + 4, gap, sem="relaxed")
-            tl.atomic_add(totals + FIRST + tl.minimum(length, LONGEST), 1, sem="relaxed")
+        if totals is not None:  # noqa: SIM102 (decided when the kernel is compiled)
+            if tokens > 0:
+                gap = ((1.0 - held) * MASS_ONE).to(tl.int64)
+                length = tl.sum((taken > (1 << tl.arange(0, 32).to(tl.int64))).to(tl.int32), 0)  # up to 2 ** length
+                tl.atomic_add(totals, 1, sem="relaxed")
+                tl.atomic_add(totals + 1, taken.to(tl.int64), sem="relaxed")
+                tl.atomic_add(totals + 2, (taken < tl.minimum(enough, live)).to(tl.int64), sem="relaxed")
+                tl.atomic_add(totals + 3, -gap + MASS_ONE, sem="relaxed")
+                tl.atomic_max(totals + 4, gap, sem="relaxed")
+                tl.atomic_add(totals + FIRST + tl.minimum(length, LONGEST), 1, sem="relaxed")
 
 
 def mass_select(

@@ -160,8 +160,8 @@ def seal(
 ) -> None:
     """Seal the oldest block in the ring of each row in which ``after`` has more sealed tokens than ``rows``.
 
-    Of the others nothing is read or written, nor of a row whose block table has no block (-1) for it. So a call is
-    right in every step, whichever rows have a block due.
+    Of the others nothing is read or written, nor of a row that has no tokens in ``rows``, or whose block table has no
+    block (-1) for it. So a call is right in every step, whichever rows have a block due.
 
     Keys and values go to the row's physical block, as they are; what the selection reads is made of the selectable
     tokens (bounds, means) or of all (labels). A row's first ``sinks`` tokens are its sinks: they are copied to the
@@ -182,7 +182,7 @@ def seal(
     size, ring = kv.shape[2], recent_kv.shape[2] - sinks
     sealed, nth = rows[:, 1].long(), rows[:, 1].long() // size
     to = block_table.gather(1, nth.clamp_max(block_table.shape[1] - 1)[:, None])[:, 0].long()
-    row = ((after[:, 1] > rows[:, 1]) & (to >= 0)).nonzero()[:, 0]
+    row = ((after[:, 1] > rows[:, 1]) & (rows[:, 0] > 0) & (to >= 0)).nonzero()[:, 0]
     if not len(row):
         return
     sealed, nth, to = sealed[row], nth[row], to[row]

@@ -79,8 +79,8 @@ def seal_kernel(
     begin(PDL)
     i_row = tl.program_id(0)
     i_batch, i_head = batch_and_head(i_row, HEADS)
-    sealed = tl.load(rows.ptr + i_batch * rows.row + 1)
-    if tl.load(after.ptr + i_batch * after.row + 1) <= sealed:
+    length, sealed = tl.load(rows.ptr + i_batch * rows.row), tl.load(rows.ptr + i_batch * rows.row + 1)
+    if (tl.load(after.ptr + i_batch * after.row + 1) <= sealed) | (length == 0):
         return
     nth = sealed // BLOCK_SIZE
     p_table = table.ptr + i_batch * table.row + nth
