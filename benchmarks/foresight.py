@@ -118,7 +118,7 @@ def recorded(cache: SparseCache, pairs: Pairs) -> Foresight:
         return found
     rates = [pairs.hit_rate(at, room) for (at, _), room in zip(held, rooms)]
     missed = [
-        (1 - rate) * pairs.selection.chosen * tokens.columns[..., 0].numel() * tokens.kv[0, 0, 0].nbytes
+        (1 - rate) * pairs.selection.chosen * tokens.now.numel() * tokens.kv[0, 0].nbytes
         for rate, (_, tokens) in zip(rates, held)
     ]
     return replace(found, hit_rate=float(np.mean(rates)), missed=sum(missed))

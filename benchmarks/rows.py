@@ -8,7 +8,8 @@ one of as many rows of their mean length, which chooses as many tokens.
 Metrics: step_ms the captured step alone, steps_ms steps in a row as ``RowBatch.step`` makes them, host_ms of such a
 call until it returns, beside an idle GPU, without the launch of the graph; join_ms of a prompt that has been read and
 leave_ms, both until the GPU has done them; one_active_ms steps in a row while all rows but the first are held; captures
-of all steps.
+of all steps. With --offload give_ms of a row that gets more room, or less, and working_sets_ms, likewise;
+working_sets_host_ms of the latter until the call returns.
 """
 
 from __future__ import annotations
@@ -97,6 +98,27 @@ def host_ms(model, step) -> float:
     return 1e3 * (statistics.median(took[False][5:]) - statistics.median(took[True][5:]))
 
 
+def measure_room(report: Report, rows, row: int) -> None:
+    """Half the room, and all of it again; and how much the rows need."""
+    room, given, launched = rows.room(row), [], []
+    for _ in range(TRIES):
+        given += [1e3 * seconds(lambda tokens=tokens: rows.give(row, tokens)) for tokens in (room // 2, room)]
+    counted = [1e3 * seconds(lambda: rows.working_sets().read()) for _ in range(TRIES)]
+    for _ in range(TRIES):
+        launched.append(1e3 * timed(rows.working_sets))
+        torch.cuda.synchronize()
+    report.add("give_ms", given)
+    report.add("working_sets_ms", counted)
+    report.add("working_sets_host_ms", launched)
+
+
+def timed(run) -> float:
+    """Seconds until it returns."""
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
 def measure(model, report: Report, lengths: list[int], offload: bool) -> None:
     """All figures of one batch."""
     config = TwoLevelConfig(dense_below=0)
@@ -117,6 +139,8 @@ def measure(model, report: Report, lengths: list[int], offload: bool) -> None:
         one = prefilled(model, rows, lengths[short], seed)
         joins.append(1e3 * seconds(lambda one=one: rows.join(one)))
     in_a_row_ms(step, 4)
+    if rows.slots:
+        measure_room(report, rows, short)
     report.add("captures", runner_of(model).captures - before, "count")
     report.add("steps_ms", steps)
     report.add("host_ms", host)

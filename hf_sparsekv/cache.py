@@ -246,6 +246,10 @@ class SparseCache(Cache):
                 "the predictor of earlier queries, or the second device out"
             )
         batch = RowBatch(self, max_rows, max_length)
+        for layer in self.sparse_layers:
+            layer.drop()  # prompts of these rows are read into other pools
+        if self.device_pools is not None:
+            self.device_pools.clear()
         self.block_pools, self.row_batch = {}, batch
         self.changes += 1
         return batch

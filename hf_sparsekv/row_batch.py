@@ -21,14 +21,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
+from .config import SparseConfig
 from .kv.rows import Rows, RowTable
 from .layers.sparse_layer import SparseLayer
+from .policies.base import Policy
+from .policies.row_tokens import RowTokens, expected_working_set
+from .telemetry.working_set import STEPS
 from .tensors import no_inference_mode
 
 
 class Batch(Protocol):
     """What rows need of the cache that decodes them, and of caches that are prefilled for it."""
 
+    config: SparseConfig
     layers: list[CacheLayerMixin]
     row_table: RowTable
     changes: int
@@ -56,6 +61,10 @@ class Batch(Protocol):
         """Make the layers that the model's configuration asks for."""
         ...
 
+    def make_policy(self, layer_idx: int) -> Policy:
+        """The selection policy of one layer."""
+        ...
+
     def reset(self) -> None:
         """Forget everything."""
         ...
@@ -71,6 +80,29 @@ class Prefilled(NamedTuple):
 
     cache: Batch
     logits: Tensor
+
+
+class WorkingSets:
+    """What :meth:`RowBatch.working_sets` finds: the device is still counting, perhaps."""
+
+    def __init__(self, sizes: Tensor) -> None:
+        self._sizes, self._counted = sizes, None
+        if sizes.is_cuda:
+            self._sizes = torch.empty(sizes.shape, dtype=sizes.dtype, pin_memory=True)
+            self._sizes.copy_(sizes, non_blocking=True)
+            self._counted = torch.cuda.Event()
+            self._counted.record(torch.cuda.current_stream(sizes.device))
+
+    @property
+    def ready(self) -> bool:
+        """:meth:`read` does not wait."""
+        return self._counted is None or self._counted.query()
+
+    def read(self) -> list[int]:
+        """Tokens of each of the ``max_rows`` rows; waits until they are counted."""
+        if self._counted is not None:
+            self._counted.synchronize()
+        return self._sizes.tolist()
 
 
 class RowBatch:
@@ -95,6 +127,8 @@ class RowBatch:
         self._active: list[bool] = [False] * max_rows
         self._there: list[bool] = [False] * max_rows
         self._made: list[Batch] = []  # prefilled, and not joined yet
+        self._policy = cache.make_policy(cache.config.dense_layers)
+        self._tokens: RowTokens | None = None  # copies of chosen tokens on the device, if any are kept
         cache.row_table.open(max_rows, max_length)
         self._valid: tuple[Tensor | None, torch.device] | None = None
         self.width = 1
@@ -169,6 +203,7 @@ class RowBatch:
         """A cache that :meth:`..SparseCache.beside` gave was filled with one row, by whatever means: it may join."""
         for layer in cache.sparse_layers:
             layer.end_calibration()
+        self._open(cache)
         self._made.append(cache)
 
     @no_inference_mode
@@ -216,22 +251,25 @@ class RowBatch:
 
     @no_inference_mode
     @torch.no_grad()
-    def join(self, prefilled: Prefilled | Batch) -> int:
+    def join(self, prefilled: Prefilled | Batch, room: int | None = None) -> int:
         """A prompt that has been read takes a row, which decodes from the next step on; its own cache is over.
+
+        Args:
+            room: as :meth:`give`; None: an even share of the slots, or what is left of them.
 
         Returns:
             The row.
 
         Raises:
-            ValueError: all rows are taken, or it was not prefilled for this batch, or has joined already. Nothing has
-                changed.
+            ValueError: all rows are taken, or it was not prefilled for this batch, or has joined already, or there is
+                not so much room. Nothing has changed.
         """
         self._check()
         cache = prefilled.cache if isinstance(prefilled, Prefilled) else prefilled
         if not any(cache is made for made in self._made):
             raise ValueError("join() takes what prefill() of these rows gave, once: other caches have other pools")
         row = self._free()
-        self._open(cache)
+        room = self._share(room)
         mine, theirs = self.cache.sparse_layers, cache.sparse_layers
         pairs: list[tuple[Tensor, Tensor]] = []
         self.cache.joined_rows()
@@ -239,6 +277,8 @@ class RowBatch:
         for layer, other in zip(mine, theirs):
             layer.join_row(row, other, pairs)
         torch._foreach_copy_([to for to, _ in pairs], [found for _, found in pairs])
+        if self._tokens is not None:
+            self._tokens.begin(row, room)
         self.cache.row_table.take(row, cache.row_table)
         self._made = [made for made in self._made if made is not cache]
         cache.row_table.clear()
@@ -249,13 +289,15 @@ class RowBatch:
         return row
 
     def leave(self, row: int) -> None:
-        """A row is over: its blocks are free.
+        """A row is over: its blocks are free, and its slots.
 
         Raises:
             ValueError: it is not there.
         """
         self._row(row)
         self.cache.joined_rows()
+        if self._tokens is not None:
+            self._tokens.end(row)
         self.cache.row_table.leave(row)
         self._there[row] = self._active[row] = False
         self._changed()
@@ -264,6 +306,8 @@ class RowBatch:
     @torch.no_grad()
     def fork(self, row: int) -> int:
         """Another row begins as a copy of this one, for a second answer or a beam: full blocks are shared.
+
+        It has as many slots of its own as :meth:`join` gives, and holds what this row does, as far as that fits.
 
         Returns:
             The new row, active.
@@ -275,6 +319,8 @@ class RowBatch:
         new = self._free()
         self.cache.joined_rows()
         self._copy_row(new, row)
+        if self._tokens is not None:
+            self._tokens.begin(new, self._share(None), row)
         self.cache.row_table.copy_row(new, row)
         self._there[new] = self._active[new] = True
         self._changed()
@@ -298,6 +344,8 @@ class RowBatch:
             raise ValueError(f"no row before row {row} is free")
         self.cache.joined_rows()
         self._copy_row(new, row)
+        if self._tokens is not None:
+            self._tokens.move(new, row)
         self.cache.row_table.move_row(new, row)
         for which in (self._there, self._active):
             which[new], which[row] = which[row], False
@@ -321,8 +369,10 @@ class RowBatch:
         held = self.lengths[self._row(row)]
         if not 0 < length <= held:
             raise ValueError(f"row {row} holds {held} tokens, of which {length} cannot be kept: keep 1 to {held}")
-        self.cache.joined_rows()
+        before = self.cache.joined_rows()
         rows = self.cache.row_table.cropped_row(row, length)
+        if self._tokens is not None and rows.sealed != before.sealed:
+            self._tokens.forget(row)  # these may become other tokens
         for layer in self.cache.sparse_layers:
             layer.crop_row(row, rows)
         self.cache.row_table.trim([rows])
@@ -357,10 +407,100 @@ class RowBatch:
         """Make the layers' stores for all rows, unless they are there."""
         if not self.cache.layers:
             self.cache.bind(like.model_config)
-        for layer, other in zip(self.cache.sparse_layers, like.sparse_layers):
-            if layer.store is None:
-                layer.open(self.max_rows, other)
-        self._device = self.cache.sparse_layers[0].store.device
+        layers = self.cache.sparse_layers
+        new = [(layer, other) for layer, other in zip(layers, like.sparse_layers) if layer.store is None]
+        for layer, other in new:
+            layer.open(self.max_rows, other)
+        self._device = layers[0].store.device
+        copying = [layer for layer in layers if layer.policy.wanted_copies(self.max_length)]
+        if new and copying:
+            self._tokens = RowTokens.open([layer.policy for layer in copying], [layer.store for layer in copying])
+
+    # ------------------------------------------------------------------ room for copies of chosen tokens
+
+    @property
+    def slots(self) -> int:
+        """Slots for copies of chosen tokens, of each layer and KV head, all rows together.
+
+        Known when the first prompt has been read. 0 where nothing is offloaded, or blocks are chosen, not tokens.
+        """
+        return 0 if self._tokens is None else self._tokens.lanes.slots
+
+    @property
+    def free_slots(self) -> int:
+        """Of :attr:`slots`, those that no row has."""
+        return 0 if self._tokens is None else self._tokens.lanes.free
+
+    def room(self, row: int) -> int:
+        """Slots that a row has. Raises ValueError if it is not there."""
+        self._row(row)
+        return 0 if self._tokens is None else self._tokens.lanes.held[row][1]
+
+    @no_inference_mode
+    def give(self, row: int, tokens: int) -> None:
+        """A row has room for copies of ``tokens`` tokens from the next step on, in each layer and KV head.
+
+        In whole blocks, so it may be up to ``block_size - 1`` more. Room decides how much of what a row chooses is read
+        over the link, never what it chooses. What the row holds stays, as far as it fits. Nothing is captured anew and
+        nothing waits for the device.
+
+        Args:
+            tokens: 0: the row has none, and reads what it chooses in host memory.
+
+        Raises:
+            ValueError: the row is not there, ``tokens`` is negative, or not so many slots are free. Nothing has
+                changed.
+        """
+        room = self._whole(tokens)
+        if room != self.room(row):
+            if self._tokens is None:
+                raise ValueError(
+                    f"row {row} was to get room for {tokens} tokens: these rows keep no copies (slots is 0)"
+                )
+            self._tokens.give(row, room)
+
+    def _whole(self, tokens: int) -> int:
+        """``tokens`` rounded up to whole blocks."""
+        if tokens < 0:
+            raise ValueError(f"room for {tokens} tokens was asked for: give 0 or more")
+        size = self.cache.config.block_size
+        return -(-tokens // size) * size
+
+    def _share(self, wanted: int | None) -> int:
+        """The room of a new row. Raises ValueError if there is not so much."""
+        if wanted is None:
+            return 0 if self._tokens is None else min(self._tokens.even, self.free_slots)
+        room = self._whole(wanted)
+        if room > self.free_slots:
+            raise ValueError(f"{room} slots were asked for, {self.free_slots} of {self.slots} are free")
+        return room
+
+    @no_inference_mode
+    @torch.no_grad()
+    def working_sets(self, steps: int = STEPS) -> WorkingSets:
+        """Begin to count what each row needs room for; launches a few kernels, and waits for nothing.
+
+        Of the tokens that a row's last ``steps`` steps have chosen, and that it still holds, nearly all (31 of 32) fit
+        so much room, the same in every layer and KV head. A row holds no more than it has room for: where the result is
+        near :meth:`room`, it needs that much *or more*. It says 0 of a row without room, and in a row's first steps it
+        still grows: see :meth:`expected_working_set`.
+
+        Raises:
+            ValueError: ``steps`` is not positive.
+        """
+        self._check()
+        if steps < 1:
+            raise ValueError(f"steps must be positive, got {steps}")
+        if self._tokens is None:
+            return WorkingSets(torch.zeros(self.max_rows, dtype=torch.int32))
+        return WorkingSets(self._tokens.working_sets(steps))
+
+    def expected_working_set(self, length: int) -> int:
+        """What a row of ``length`` tokens is likely to need room for, before a step of it is known.
+
+        As many selections as 12 steps were measured to amount to (3.2), and no more than the row has tokens.
+        """
+        return expected_working_set(self._policy, length)
 
     # ------------------------------------------------------------------ steps
 

@@ -56,17 +56,17 @@ COUNTS = (
 class Rows:
     """Rows of a cache, and for each a cache of its own that gets the same tokens."""
 
-    def __init__(self, cache, net, alone) -> None:
+    def __init__(self, cache, net, alone, max_rows: int = ROWS) -> None:
         self.net, self.alone = net, alone
-        self.rows = cache.rows(ROWS, LENGTH)
+        self.rows = cache.rows(max_rows, LENGTH)
         self.own, self.next = {}, {}
 
     def prefill(self, n: int, seed: int):
         return self.rows.prefill(self.alone, prompt(1, n, seed=seed)["input_ids"], chunk=40)
 
-    def join(self, first) -> int:
+    def join(self, first, room: int | None = None) -> int:
         own, token = copy.deepcopy(first.cache), int(first.logits.argmax())
-        row = self.rows.join(first)
+        row = self.rows.join(first, room)
         self.own[row], self.next[row] = own, token
         return row
 
@@ -77,7 +77,7 @@ class Rows:
 
     def step(self) -> float:
         """The largest difference of any row's logits from those of its own cache."""
-        tokens = torch.tensor([self.next.get(row, 0) for row in range(ROWS)])
+        tokens = torch.tensor([self.next.get(row, 0) for row in range(self.rows.max_rows)])
         found = self.rows.step(self.net, tokens).clone()
         assert len(found) == self.rows.width
         worst = 0.0
@@ -124,8 +124,11 @@ def test_rows_answer_as_caches_of_their_own(name, captured):
         assert it.move(2) == 0
         assert it.rows.rows == it.rows.active == (0, 1)
         assert max(it.step() for _ in range(6)) < NEAR
+        new = it.rows.fork(0)
+        it.own[new], it.next[new] = copy.deepcopy(it.own[0]), it.next[1]
+        assert max(it.step() for _ in range(4)) < NEAR
         stats = it.rows.cache.stats()
-        assert stats.decode_steps == 58 and stats.sparse_calls > 0
+        assert stats.decode_steps == 62 and stats.sparse_calls > 0
     finally:
         if name == "ahead":
             QueryTap(it.alone).remove()
@@ -228,8 +231,12 @@ def row_state(cache, row: int) -> list[torch.Tensor]:
     for layer in cache.sparse_layers:
         store, tokens = layer.store, getattr(layer.policy, "tokens", None)
         counters = store.counters
-        held += [store.recent_kv, counters.attended, counters.from_host, *(() if tokens is None else tokens.of_rows())]
-    return [t[row].clone() for t in held]
+        held += [t[row] for t in (store.recent_kv, counters.attended, counters.from_host)]
+        if tokens is not None:
+            first, room = tokens.lanes[row].tolist()
+            lane = (t[:, first : first + room] for t in (tokens.kv, tokens.columns, tokens.stamps))
+            held += [tokens.slots[row], tokens.now[row], *lane]
+    return [t.clone() for t in held]
 
 
 def test_prompts_between_two_steps_change_nothing():
@@ -412,6 +419,24 @@ def test_what_is_refused_changes_nothing():
         rows.step(net, [1, 2])
     with pytest.raises(ValueError, match="there is no row 0"):
         rows.hold(0)
+
+
+@pytest.mark.parametrize("name", ["tokens", "tokens-host", "blocks-host"])
+def test_rows_anew_after_a_reset(name):
+    """Other rows than before, of other lengths: what the first ones left is of pools that are gone."""
+    cache, net = MADE[name](), model("llama")
+    for lengths in ((150, 60), (90, 201, 30, 170), (120,)):
+        again = Rows(cache, net, net, max_rows=len(lengths))
+        for seed, n in enumerate(lengths):
+            again.join(again.prefill(n, seed))
+        assert max(again.step() for _ in range(5)) < NEAR
+        cache.reset()
+    with torch.no_grad():
+        ids = prompt(2, 130)["input_ids"]
+        alone = MADE[name]()
+        for part in (ids[:, :120], *ids[:, 120:].split(1, dim=1)):
+            found, expected = (net(part, past_key_values=held).logits[:, -1] for held in (cache, alone))
+    torch.testing.assert_close(found, expected, atol=NEAR, rtol=0)
 
 
 def test_the_cache_of_rows_takes_nothing_else():

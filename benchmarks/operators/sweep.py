@@ -44,12 +44,10 @@ def _decodes(layers: list[Layer], granularity: str, grid: Grid) -> Iterator[Vari
     """Ways to attend. ``programs`` is what they aim for."""
     shape = layers[0].shape
 
-    def launch(i: int, programs: int, **options) -> None:
-        t, rows = layers[i], shape.batch * shape.heads
-        if shape.value_dim:
-            rows *= -(-shape.q_heads // options["heads"])
+    def launch(i: int, **options) -> None:
+        t = layers[i]
         config = decode_config(t.q, t.kv, t.recent_kv, shape.values, granularity)
-        options = {"config": replace(config, parts=max(1, programs // rows), **options)}
+        options = {"config": replace(config, **options)}
         ids = t.tokens if granularity == "token" else None
         stored = (t.q, t.kv, t.rows, t.block_table, ids, t.recent_kv)
         about = {"value_dim": shape.values, "sinks": t.sinks, "scale": shape.dim**-0.5, "out": t.out}

@@ -490,6 +490,12 @@ class SparseLayer(Owned, CacheLayerMixin):
     def prefetch(self) -> None:
         """Nothing to do, see :meth:`offload`."""
 
+    def drop(self) -> None:
+        """Have no store, and no memory of one; nothing is cached."""
+        if self.store is not None:
+            self.store.wait_for_copies()  # memory in use by copy streams must not be reused before they end
+            self.store = None
+
     def reset(self) -> None:
         self.empty()
         self.broken = None

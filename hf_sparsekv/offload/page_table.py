@@ -106,29 +106,31 @@ class DevicePools:
             self._enabled[device] = torch.ones(1, dtype=torch.int32, device=device)
         return self._enabled[device]
 
-    def tokens(self, chosen: int, there: int, each: int, device: torch.device) -> int:
-        """Tokens of each row and KV head that a layer may have copies of: each layer has its share.
+    def tokens(self, chosen: int, there: int, each: int, device: torch.device, rows: int, least: int = 0) -> int:
+        """Tokens of each KV head that a layer may have copies of, all rows together: each layer has its share.
 
         By default ``TOKEN_SELECTIONS``, otherwise what the configured size allows, but no more than there are.
 
         Args:
-            chosen: of a step's selection.
-            there: that there can be.
-            each: bytes of one, of all rows and KV heads.
+            chosen: of a step's selection, of one row.
+            there: that there can be in a row.
+            each: bytes of one, of all KV heads.
+            least: rows whose selections there should be room for; 0: all.
         """
         budget = self.config.device_pool
         if self._room is None:
             share = budget if isinstance(budget, float) else SHARE if budget is None else None
             self._room = int(budget if share is None else share * free_bytes(device))
-            if 0 < self._room < chosen * each * self.layers:
+            wanted = (least or rows) * chosen * each * self.layers
+            if 0 < self._room < wanted:
                 warnings.warn(
-                    f"copies of the chosen tokens take {chosen * each * self.layers} bytes of device memory, "
+                    f"copies of the chosen tokens take {wanted} bytes of device memory, "
                     f"{self._room} are allowed: steps read the others in host memory, which is slower; see "
                     "OffloadConfig(device_pool=...)",
                     stacklevel=5,
                 )
         wanted = there if budget is not None else min(there, TOKEN_SELECTIONS * chosen)
-        return min(wanted, self._room // (self.layers * each))
+        return min(rows * wanted, self._room // (self.layers * each))
 
     def refuse(self, error: Exception) -> None:
         """Allow nothing more: an allocation that :meth:`tokens` allowed has failed."""

@@ -175,15 +175,16 @@ class Policy(State):
     ) -> None:
         """Row ``row`` becomes row ``source`` of ``other``; ``pairs``: see :meth:`..kv.state.State.put_row`."""
         self.put_row(row, other, pairs, source)
-        if self.tokens is not None and other is self:
-            self.tokens.put_row(row, self.tokens, pairs, source)
-        elif self.tokens is not None:  # a prompt has brought nothing
-            self.tokens.forget_row(row)
+
+    def wanted_copies(self, tokens: int) -> int:
+        """Tokens of one row and KV head that a step is expected to choose of ``tokens``, if it keeps copies of them.
+
+        0: no copies of tokens are kept on the device (:mod:`.device_tokens`), or nothing is chosen of so few.
+        """
+        return 0
 
     def crop_row(self, row: int) -> None:
         """The last tokens of a row of a batch of which rows come and go were removed, full blocks among them."""
-        if self.tokens is not None:
-            self.tokens.forget_row(row)  # these may become other tokens
 
     # ------------------------------------------------------------------ a step
 

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ..kv.state import Held, State
 from ..kv.store import LayerStore
+from ..offload.lanes import even_lanes
 from ..offload.page_table import TOKEN_SELECTIONS
 from ..ops.device_tokens import EMPTY, TokenSlots, bring_tokens, locate_tokens
-from ..tensors import no_inference_mode
+from ..tensors import no_inference_mode, take_rows
 from .measured import PackStats
 from .memory import Memory, Request
 
@@ -27,34 +28,32 @@ class DeviceTokens(State):
     Steps that follow each other choose nearly the same tokens. What is held decides where tokens are read, never which.
 
     Attributes:
-        kv, columns, stamps, slots, now: see ``ops.device_tokens.TokenSlots``.
+        kv, columns, stamps, slots, now, lanes: see ``ops.device_tokens.TokenSlots``.
         enabled: int32 ``[1]``; 0: nothing is copied.
         counters: int64 ``[2]``: tokens chosen, and of these copied.
+        room: tokens of each row and KV head that there is room for; 0: rows come and go, and each has room of its own
+            (:class:`.row_tokens.RowTokens`).
     """
 
     TENSORS: ClassVar = {
-        "kv": Held(counted=True),
-        "columns": Held(counted=True),
-        "stamps": Held(counted=True),
+        "kv": Held(rows=None, counted=True),  # by rows, too: map_rows()
+        "columns": Held(rows=None, counted=True),
+        "stamps": Held(rows=None, counted=True),
         "slots": Held(counted=True),
         "now": Held(),
+        "lanes": Held(rows=None),
         "enabled": Held(rows=None, shared=True),
         "counters": Held(rows=None, captured=False, counted=True),
     }
 
     @no_inference_mode
-    def __init__(self, store: LayerStore, room: int, enabled: Tensor) -> None:
-        def full(*shape: int, value: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.full(shape, value, dtype=dtype, device=store.device)
-
-        rows = store.batch, store.heads
-        self.block_size, self.enabled = store.block_size, enabled
-        self.kv = torch.empty(*rows, room, store.width, dtype=store.dtype, device=store.device)
-        self.columns = full(*rows, room, value=-1)
-        self.stamps = full(*rows, room, value=EMPTY)
-        self.now = full(*rows, value=0)
-        self.slots = full(*rows, 0, value=-1)
-        self.counters = full(2, value=0, dtype=torch.int64)
+    def __init__(self, store: LayerStore, room: int, enabled: Tensor, slots: TokenSlots | None = None) -> None:
+        """Of ``room`` tokens of each row and KV head, or in the memory ``slots``."""
+        self.block_size, self.enabled, self.room = store.block_size, enabled, room
+        self.counters = torch.zeros(2, dtype=torch.int64, device=store.device)
+        if slots is None:
+            slots = empty_slots(store, store.batch * room, even_lanes(store.batch, room, store.device))
+        self.kv, self.columns, self.stamps, self.slots, self.now, self.lanes = slots
         self.fit(store)
 
     @classmethod
@@ -71,8 +70,10 @@ class DeviceTokens(State):
         there = store.block_table.shape[1] * size
         if held is not None and held.slots.shape[-1] >= there:  # at once: the host asks in every step and layer
             return held
-        each = store.table_of_rows.batch * store.heads * (store.token_bytes + SLOT_BYTES)
-        room = pools.tokens(chosen, there, each, store.device) // size * size
+        if store.table_of_rows.managed:
+            return held  # RowTokens made it, or nothing, when the first row came
+        each = slot_bytes(store)
+        room = pools.tokens(chosen, there, each, store.device, store.batch) // store.batch // size * size
         if room and (held is None or room >= 2 * held.room):
             try:
                 held = cls(store, room, pools.enabled(store.device))
@@ -85,21 +86,36 @@ class DeviceTokens(State):
     @staticmethod
     def begin(held: DeviceTokens | None, store: LayerStore) -> DeviceTokens | None:
         """What a layer holds when its first tokens come: nothing, in the memory that it had."""
-        if held is None or any(t.shape[:2] != (store.batch, store.heads) for t in held.of_rows()):
+        if held is None or not held.room or store.table_of_rows.managed:
+            return None  # of rows that come and go, or did
+        each, total = (store.batch, store.heads), (store.heads, store.batch * held.room)
+        if any(t.shape[:2] != total for t in (held.kv, held.columns, held.stamps)):
             return None  # a change of rows may have stopped half-way
-        if (held.kv.shape[3], held.kv.dtype, held.kv.device) != (store.width, store.dtype, store.device):
+        if any(t.shape[:2] != each for t in (held.slots, held.now)) or len(held.lanes) != store.batch:
+            return None
+        if (held.kv.shape[2], held.kv.dtype, held.kv.device) != (store.width, store.dtype, store.device):
             return None
         held.forget()
         return held
 
-    def of_rows(self) -> tuple[Tensor, ...]:
-        """The fields of ``TokenSlots``."""
-        return self.kv, self.columns, self.stamps, self.slots, self.now
+    def of_rows(self) -> TokenSlots:
+        """What kernels take."""
+        return TokenSlots(self.kv, self.columns, self.stamps, self.slots, self.now, self.lanes)
 
-    @property
-    def room(self) -> int:
-        """Tokens of each row and KV head that there is room for."""
-        return self.kv.shape[2]
+    @no_inference_mode
+    def map_rows(self, index: Tensor) -> None:
+        super().map_rows(index)
+        for name in ("kv", "columns", "stamps"):
+            held = getattr(self, name)
+            by_row = held.view(len(held), -1, self.room, *held.shape[2:])
+            setattr(self, name, take_rows(by_row, index, 1).flatten(1, 2))
+        if len(index) != len(self.lanes):
+            self.lanes = even_lanes(len(index), self.room, self.lanes.device)
+
+    def first_rows(self, n: int) -> DeviceTokens:
+        new = super().first_rows(n)
+        new.lanes = self.lanes[:n]
+        return new
 
     @no_inference_mode
     def fit(self, store: LayerStore) -> None:
@@ -117,24 +133,19 @@ class DeviceTokens(State):
 
     def locate(self, ids: Tensor, store: LayerStore, used: Tensor | None = None) -> Tensor:
         """Where the tokens ``ids`` are: among :attr:`pages`, or in host memory. See ``ops.device_tokens``."""
-        return locate_tokens(ids, self.slots, store.table, self.room, self.block_size, used=used)
+        total = self.columns.shape[1]
+        return locate_tokens(ids, self.slots, self.lanes, store.table, total, self.block_size, used=used)
 
     def bring(self, ids: Tensor, store: LayerStore, used: Tensor | None = None) -> None:
         """The tokens ``ids`` were chosen: copy those that are missing, in the place of the oldest others."""
         named = {"used": used, "enabled": self.enabled, "counters": self.counters}
-        bring_tokens(ids, store.pool.kv, store.table, TokenSlots(*self.of_rows()), **named)
+        bring_tokens(ids, store.pool.kv, store.table, self.of_rows(), **named)
 
     def forget(self) -> None:
         """Nothing is held."""
         self.columns.fill_(-1)
         self.stamps.fill_(EMPTY)
         self.slots.fill_(-1)
-
-    def forget_row(self, row: int) -> None:
-        """Nothing of this row is held."""
-        self.columns[row].fill_(-1)
-        self.stamps[row].fill_(EMPTY)
-        self.slots[row].fill_(-1)
 
     def reset(self) -> None:
         """Forget everything, and count anew."""
@@ -145,6 +156,28 @@ class DeviceTokens(State):
         """What was copied so far."""
         needed, copied = self.counters.tolist()
         return PackStats(needed=needed, copied=copied, bytes=copied * self.kv.shape[-1] * self.kv.itemsize)
+
+
+def slot_bytes(store: LayerStore) -> int:
+    """Bytes of one slot of a layer, all KV heads."""
+    return store.heads * (store.token_bytes + SLOT_BYTES)
+
+
+def empty_slots(store: LayerStore, total: int, lanes: Tensor) -> TokenSlots:
+    """Slots of one layer, ``total`` of each KV head, that hold nothing and know no columns yet."""
+
+    def full(*shape: int, value: int) -> Tensor:
+        return torch.full(shape, value, dtype=torch.int32, device=store.device)
+
+    batch, heads = store.batch, store.heads
+    return TokenSlots(
+        kv=torch.empty(heads, total, store.width, dtype=store.dtype, device=store.device),
+        columns=full(heads, total, value=-1),
+        stamps=full(heads, total, value=EMPTY),
+        slots=full(batch, heads, 0, value=-1),
+        now=full(batch, heads, value=0),
+        lanes=lanes,
+    )
 
 
 def add_device_tokens(memory: Memory, request: Request, chosen: int) -> None:

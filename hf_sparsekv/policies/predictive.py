@@ -246,6 +246,9 @@ class PredictivePolicy(Policy):
     def measured(self) -> tuple[PackStats, ...]:
         return () if self.tokens is None else (self.tokens.measured(),)
 
+    def wanted_copies(self, tokens: int) -> int:
+        return self.config.token_budget if self.fetches and tokens > self.config.token_budget else 0
+
     def reopened(self) -> None:
         super().reopened()  # one step attends to everything
         if self.tokens is not None:

@@ -260,6 +260,9 @@ class ProgressivePolicy(Policy):
         )
         return walked, *copied
 
+    def wanted_copies(self, tokens: int) -> int:
+        return expected(tokens) if self.fetches else 0
+
     def reopened(self) -> None:
         super().reopened()
         self._taken = None

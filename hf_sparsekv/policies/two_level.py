@@ -247,6 +247,9 @@ class TwoLevelPolicy(Policy):
     def measured(self) -> tuple[PackStats, ...]:
         return () if self.tokens is None else (self.tokens.measured(),)
 
+    def wanted_copies(self, tokens: int) -> int:
+        return self.config.token_budget if self.fetches_tokens and tokens > self.config.token_budget else 0
+
     def reopened(self) -> None:
         super().reopened()
         self._taken = None

@@ -78,10 +78,15 @@ def test_held_tokens_are_those_of_the_operator(room):
     rng, tokens, size = np.random.default_rng(room), 96, 8
 
     def full(*shape: int, value: int) -> torch.Tensor:
-        return torch.full((1, 1, *shape), value, dtype=torch.int32)
+        return torch.full((1, *shape), value, dtype=torch.int32)
 
     slots = TokenSlots(
-        torch.zeros(1, 1, room, 1), full(room, value=-1), full(room, value=EMPTY), full(tokens, value=-1), full(value=0)
+        torch.zeros(1, room, 1),
+        full(room, value=-1),
+        full(room, value=EMPTY),
+        full(1, tokens, value=-1),
+        full(1, value=0),
+        torch.tensor([[0, room]], dtype=torch.int32),
     )
     stored, table = torch.zeros(tokens // size, 1, size, 1), torch.arange(tokens // size, dtype=torch.int32)[None]
     held, likely = foreseen_queries.HeldTokens(tokens, room), np.arange(1, tokens + 1) ** 2.0
@@ -91,8 +96,9 @@ def test_held_tokens_are_those_of_the_operator(room):
         there = int((slots.slots[0, 0, ids] >= 0).sum())
         bring_tokens(torch.from_numpy(ids).int()[None, None], stored, table, slots, counters=counters)
         assert held.choose(ids) == there
-        for mine, theirs in ((held.columns, slots.columns), (held.stamps, slots.stamps), (held.slots, slots.slots)):
-            assert np.array_equal(mine, theirs[0, 0].numpy())
+        pairs = ((held.columns, slots.columns), (held.stamps, slots.stamps), (held.slots, slots.slots[0]))
+        for mine, theirs in pairs:
+            assert np.array_equal(mine, theirs[0].numpy())
 
 
 def test_reuse_literally():

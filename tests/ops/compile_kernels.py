@@ -35,7 +35,7 @@ from hf_sparsekv.ops.begin_step.triton import begin_step
 from hf_sparsekv.ops.block_copy.triton import block_copy
 from hf_sparsekv.ops.block_score.triton import block_score
 from hf_sparsekv.ops.device_tokens import TokenSlots
-from hf_sparsekv.ops.device_tokens.triton import bring_tokens, locate_tokens
+from hf_sparsekv.ops.device_tokens.triton import bring_tokens, locate_tokens, young_tokens
 from hf_sparsekv.ops.experts.triton import experts
 from hf_sparsekv.ops.gated.triton import gated
 from hf_sparsekv.ops.latent_rope.triton import latent_rope
@@ -77,8 +77,12 @@ def sparse_decodes() -> None:
     usual = Decode(batch=1, group=4, dk=128, dv=128, block_size=64, cap=3, chosen=2)
     latents = Decode(batch=1, heads=1, group=20, dk=576, dv=512, block_size=64, cap=3, chosen=2, latents=True)
     for case in (usual, latents):
-        args, named = replace(case, span=4, cap=9).make(place(), "token")
-        sparse_decode(*args, **named)
+        for batch in (1, 3):
+            args, named = replace(case, batch=batch, span=4, cap=9).make(place(), "token")
+            sparse_decode(*args, **named)
+        for granularity in ("token", "all"):
+            args, named = replace(case, batch=3).make(place(), granularity)
+            sparse_decode(*args, **named)
         for granularity in ("token", "block", "all"):
             args, named = case.make(place(), granularity)
             sparse_decode(*args, **named)
@@ -174,11 +178,14 @@ def pages() -> None:
     lists = [ids.clone(), ids.clone(), place().nan(2, 2, 40, 128), ids.clone()]
     pack(ids, kv, block_table, *lists)
     pack(ids, kv, block_table, *lists, enabled=state.enabled, counters=state.counters[:2])
-    slots = TokenSlots(place().nan(2, 2, 64, 128), ids.clone(), ids.clone(), ids.clone(), ids[..., 0].clone())
+    lanes = torch.tensor([[0, 16], [16, 64]], dtype=torch.int32)
+    held = ids[0].clone(), ids[0].clone(), ids.clone(), ids[..., 0].clone(), lanes
+    slots = TokenSlots(place().nan(2, 40, 128), *held)
     for used in (None, ids[..., 0].clone()):
         bring_tokens(ids, kv, block_table, slots, used=used)
         bring_tokens(ids, kv, block_table, slots, used=used, enabled=state.enabled, counters=state.counters[:2])
-        locate_tokens(ids, slots.slots, block_table, 64, 16, used=used)
+        locate_tokens(ids, slots.slots, lanes, block_table, 40, 16, used=used)
+    young_tokens(slots.stamps[None], slots.now[None], lanes, 12)
     place_tokens(ids, ids, ids, 64)
     pairs = torch.zeros(4, 2, dtype=torch.int32)
     block_copy(kv, place().nan(4, 16, 128), pairs, torch.ones(1, dtype=torch.int32))

@@ -196,9 +196,15 @@ def poisoned():
         torch.empty = empty
 
 
-def config_of(args, named, **changes) -> Config:
-    """The kernel's configuration for this call, with ``changes``; those that are None are none."""
+def config_of(args, named, splits: int | None = None, **changes) -> Config:
+    """The kernel's configuration for this call, with ``changes``; those that are None are none.
+
+    ``splits``: programs to aim at for each row and KV head, if all have equally much.
+    """
     usual = config(args[0], args[1], args[5], named["value_dim"], named["granularity"])
+    if splits is not None:
+        head_tiles = -(-args[0].shape[1] // args[1].shape[1] // usual.heads)
+        changes["programs"] = splits * args[0].shape[0] * args[1].shape[1] * head_tiles
     return replace(usual, **{name: value for name, value in changes.items() if value is not None})
 
 
@@ -213,7 +219,7 @@ def check(place, case: Case, granularity: str, **changes) -> None:
     from_host = torch.zeros_like(attended)
     given = {"attended": attended, "from_host": from_host, "lse": lse, "out": out}
     with poisoned():
-        used = config_of(args, named, parts=case.splits, **changes)
+        used = config_of(args, named, splits=case.splits, **changes)
         assert sparse_decode(*args, **named, **given, config=used) is out
     assert torch.equal(from_host.cpu(), want_attended - 1000 - near_tokens(args, named).cpu())
     place.close(out, expected, ratio=RATIO.get(place.dtype))

@@ -10,7 +10,8 @@ from hf_sparsekv.ops.device_tokens import bring_tokens as public_bring_tokens
 from hf_sparsekv.ops.device_tokens.reference import age_class, looked_at
 from hf_sparsekv.ops.device_tokens.reference import bring_tokens as reference
 from hf_sparsekv.ops.device_tokens.reference import locate_tokens as locate_reference
-from hf_sparsekv.ops.device_tokens.triton import Config, bring_tokens, locate_tokens
+from hf_sparsekv.ops.device_tokens.reference import young_tokens as young_reference
+from hf_sparsekv.ops.device_tokens.triton import Config, bring_tokens, locate_tokens, young_tokens
 
 POISON = 12345
 WINDOW, SMALL = 32, Config(listed=32, tile=4, copying=6)  # so that small cases take several of each
@@ -19,33 +20,36 @@ WINDOW, SMALL = 32, Config(listed=32, tile=4, copying=6)  # so that small cases 
 class Pair:
     """The same slots twice: on the CPU for the reference, and where the kernel runs."""
 
-    def __init__(self, place, batch=2, heads=3, room=32, blocks=9, size=8, width=40) -> None:
-        self.place, self.size, self.room, self.columns = place, size, room, blocks * size
+    def __init__(self, place, batch=2, heads=3, room=32, blocks=9, size=8, width=40, lanes=None, total=None) -> None:
+        lanes = [(row * room, room) for row in range(batch)] if lanes is None else lanes
+        batch, total = len(lanes), total or batch * room
+        self.place, self.size, self.total, self.columns = place, size, total, blocks * size
         self.kv = place.randn(batch * blocks + 3, heads, size, width)
         self.block_table = place.randperm(batch * blocks + 3)[: batch * blocks].view(batch, blocks)
         self.counters = [torch.zeros(2, dtype=torch.int64, device=where) for where in ("cpu", place.device)]
 
         def full(where, *shape, value):
-            return torch.full((batch, heads, *shape), value, dtype=torch.int32, device=where)
+            return torch.full(shape, value, dtype=torch.int32, device=where)
 
         self.held = [
             TokenSlots(
-                torch.zeros(batch, heads, room, width, dtype=place.dtype, device=where),
-                full(where, room, value=-1),
-                full(where, room, value=EMPTY),
-                full(where, blocks * size, value=-1),
-                full(where, value=0),
+                torch.zeros(heads, total, width, dtype=place.dtype, device=where),
+                full(where, heads, total, value=-1),
+                full(where, heads, total, value=EMPTY),
+                full(where, batch, heads, blocks * size, value=-1),
+                full(where, batch, heads, value=0),
+                torch.tensor(lanes, dtype=torch.int32, device=where),
             )
             for where in ("cpu", place.device)
         ]
 
-    def choose(self, k: int, ordered: bool = False) -> torch.Tensor:
-        """0 to ``k`` columns of each row and head, padded with -1."""
+    def choose(self, k: int, ordered: bool = False, least: int = 0) -> torch.Tensor:
+        """``least`` to ``k`` columns of each row and head, padded with -1."""
         batch, heads = self.held[0].now.shape
         ids = self.place.rand(batch, heads, self.columns).argsort(-1)[..., :k].int()
         if ordered:
             ids = ids.sort(-1).values
-        end = self.place.randint(0, k + 1, batch, heads, 1)
+        end = self.place.randint(least, k + 1, batch, heads, 1)
         return ids.masked_fill(torch.arange(ids.shape[-1], device=ids.device) >= end, -1)
 
     def bring(self, ids: torch.Tensor, used: torch.Tensor | None = None, enabled=None, how: dict | None = None):
@@ -66,20 +70,28 @@ class Pair:
         """Each slot that is taken holds its column's token, and the column knows its slot."""
         held, size = self.held[0], self.size
         kv, table = self.kv.cpu(), self.block_table.cpu()
-        for row, head in ((r, h) for r in range(held.now.shape[0]) for h in range(held.now.shape[1])):
-            taken = (held.columns[row, head] >= 0).nonzero().flatten()
-            column = held.columns[row, head, taken].long()
-            assert torch.equal(held.slots[row, head, column], taken.int())
-            assert int((held.slots[row, head] >= 0).sum()) == len(taken)
-            assert torch.equal(held.kv[row, head, taken], kv[table[row, column // size].long(), head, column % size])
+        owned = torch.zeros(self.total, dtype=torch.bool)
+        for row, (first, room) in enumerate(held.lanes.tolist()):
+            lane = slice(first, first + room)
+            owned[lane] = True
+            for head in range(held.now.shape[1]):
+                taken = (held.columns[head, lane] >= 0).nonzero().flatten()
+                column = held.columns[head, lane][taken].long()
+                assert torch.equal(held.slots[row, head, column], taken.int())
+                assert int((held.slots[row, head] >= 0).sum()) == len(taken)
+                stored = kv[table[row, column // size].long(), head, column % size]
+                assert torch.equal(held.kv[head, lane][taken], stored)
+        assert bool((held.columns[:, ~owned] == -1).all() and (held.stamps[:, ~owned] == EMPTY).all())
 
     def locate(self, ids: torch.Tensor, used: torch.Tensor | None = None) -> torch.Tensor:
         """Places of both, which agree where they mean something, and lead to the tokens."""
         cpu, there = self.held
         counted = None if used is None else used.cpu()
-        want = locate_reference(ids.cpu(), cpu.slots, self.block_table.cpu(), self.room, self.size, used=counted)
+        table = self.block_table.cpu()
+        want = locate_reference(ids.cpu(), cpu.slots, cpu.lanes, table, self.total, self.size, used=counted)
         out = torch.full(ids.shape, POISON, dtype=torch.int32, device=ids.device)
-        got = locate_tokens(ids, there.slots, self.block_table, self.room, self.size, used=used, out=out)
+        named = {"used": used, "out": out}
+        got = locate_tokens(ids, there.slots, there.lanes, self.block_table, self.total, self.size, **named)
         assert got is out
         counts = torch.full(ids.shape[:2], ids.shape[-1]) if used is None else counted
         means = torch.arange(ids.shape[-1]) < counts[..., None]
@@ -112,6 +124,75 @@ def test_random_calls(place, room, batch, k, ragged):
             ids = torch.where(ids < 0, POISON, ids)  # is not read
         pair.bring(ids, used)
         pair.locate(ids, used)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_rooms_of_rows_differ(place, ragged):
+    """Rows with more room than others, with none, in any order, and slots of nobody between them."""
+    pair = Pair(place, lanes=[(48, 8), (0, 0), (0, 40), (64, 96)], total=176)
+    for _ in range(5):
+        ids, used = pair.choose(33, ordered=not ragged), None
+        if ragged:
+            used = (ids >= 0).sum(-1).int()
+            ids = torch.where(ids < 0, POISON, ids)
+        pair.bring(ids, used)
+        assert bool((pair.locate(ids, used)[1] < 0).all()), "what has no room is read where it lives"
+
+
+def test_lanes_change_between_calls(place32):
+    """They are read on the device: a row that grows at its end keeps what it holds."""
+    pair = Pair(place32, lanes=[(0, 16), (40, 8)], total=64)
+    ids = pair.choose(16)
+    pair.bring(ids)
+    before = [int((held >= 0).sum()) for held in pair.held[0].slots]
+    for held in pair.held:
+        held.lanes[0, 1] = 40
+    assert [int((held >= 0).sum()) for held in pair.held[0].slots] == before
+    for _ in range(3):
+        pair.bring(ids)
+        pair.locate(ids)
+    assert pair.counters[0][0] > 2 * pair.counters[0][1], "with room for all they are copied once"
+
+
+def test_who_chooses_nothing_does_not_grow_older(place32):
+    """A row without a token in a step: what it chose last is as young as before."""
+    pair = Pair(place32)
+    pair.bring(pair.choose(9, least=1))
+    before = pair.held[0].now[1].clone()
+    for _ in range(3):
+        ids = pair.choose(9, least=1)
+        ids[1] = -1
+        pair.bring(ids)
+    now = pair.held[0].now
+    assert torch.equal(now[1], before) and bool((now[0] == 4).all())
+
+
+@pytest.mark.parametrize("steps", [1, 2, 12])
+def test_young_tokens(place32, steps):
+    """Of several layers at once, literally."""
+    layers, heads, lanes, total = 3, 2, [(1024, 2048), (0, 0), (16, 1000)], 3100
+    now = place32.randint(0, 40, layers, len(lanes), heads)
+    stamps = place32.randint(0, 40, layers, heads, total)
+    stamps[stamps % 5 == 0] = EMPTY
+    lane = torch.tensor(lanes, dtype=torch.int32, device=place32.device)
+    got = young_tokens(stamps, now, lane, steps)
+    want = young_reference(stamps.cpu(), now.cpu(), lane.cpu(), steps)
+    assert torch.equal(got.cpu(), want)
+    for i, row, head in ((0, 0, 1), (2, 1, 0), (1, 2, 1)):
+        held = stamps[i, head, lanes[row][0] : sum(lanes[row])].tolist()
+        assert want[i, row, head] == sum(int(now[i, row, head]) - stamp < steps for stamp in held)
+    assert young_tokens(stamps[:0], now[:0], lane, steps).shape == (0, 3, 2)
+
+
+def test_young_tokens_of_calls(place32):
+    """What the last two of three selections have chosen."""
+    pair, chosen = Pair(place32, 1, 1), ([0, 1, 2], [2, 3], [3, 9, 11])
+    for ids in chosen:
+        pair.bring(torch.tensor(ids, dtype=torch.int32, device=place32.device).view(1, 1, -1))
+    held = pair.held[1]
+    for steps in (1, 2, 3):
+        got = young_tokens(held.stamps[None], held.now[None], held.lanes, steps)
+        assert int(got) == len(set().union(*chosen[-steps:]))
 
 
 def test_defaults(place16):
@@ -153,9 +234,8 @@ def test_nothing_is_changed_when_disabled(place32):
     before = [t.clone() for t in pair.held[0]]
     pair.bring(pair.choose(9), enabled=torch.zeros(1, dtype=torch.int32, device=place32.device))
     assert all(torch.equal(t, was) for t, was in zip(pair.held[0], before))
-    ids = pair.choose(9)
-    pair.bring(ids, enabled=torch.ones(1, dtype=torch.int32, device=place32.device))
-    assert torch.equal(pair.held[0].now, before[4] + (ids.cpu() >= 0).any(-1))
+    pair.bring(pair.choose(9, least=1), enabled=torch.ones(1, dtype=torch.int32, device=place32.device))
+    assert torch.equal(pair.held[0].now, before[4].cpu() + 1)
 
 
 def test_nothing_chosen(place32):
@@ -170,9 +250,9 @@ def test_nothing_chosen(place32):
 def test_no_blocks_yet(place32):
     """An empty table, as in a layer whose first block is not full."""
     ids = torch.full((1, 2, 3), -1, dtype=torch.int32, device=place32.device)
-    slots, table = ids[..., :0], ids[0, :1, :0]
-    assert torch.equal(locate_tokens(ids, slots, table, 8, 8).cpu(), ids.cpu())
-    assert torch.equal(locate_reference(ids.cpu(), slots.cpu(), table.cpu(), 8, 8), ids.cpu())
+    slots, table, lanes = ids[..., :0], ids[0, :1, :0], torch.zeros(1, 2, dtype=torch.int32, device=place32.device)
+    assert torch.equal(locate_tokens(ids, slots, lanes, table, 8, 8).cpu(), ids.cpu())
+    assert torch.equal(locate_reference(ids.cpu(), slots.cpu(), lanes.cpu(), table.cpu(), 8, 8), ids.cpu())
 
 
 def test_views(place32):
@@ -191,6 +271,9 @@ def test_slots_that_are_no_view(place32):
     turned = held.columns.transpose(0, 1).contiguous().transpose(0, 1)
     with pytest.raises(ValueError, match="columns must be contiguous"):
         bring_tokens(pair.choose(3), pair.kv, pair.block_table, held._replace(columns=turned))
+    lanes = held.lanes.T.contiguous().T
+    with pytest.raises(ValueError, match="lanes must be contiguous"):
+        locate_tokens(pair.choose(3), held.slots, lanes, pair.block_table, pair.total, pair.size)
 
 
 def test_windows_take_turns():

@@ -7,12 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from decode_cases import RATIO, Case, check, config_of, expect, in_pages, on_cpu, valid_entries
 from operators import view
 
 from hf_sparsekv.ops._recent import recent_valid
 from hf_sparsekv.ops.sparse_decode import sparse_decode as public
 from hf_sparsekv.ops.sparse_decode.reference import sparse_decode as reference
+from hf_sparsekv.ops.sparse_decode.share import Kinds, Share, batch_constant, find_part, programs
+from hf_sparsekv.ops.sparse_decode.split import Means, Recent
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
 
 ALL_WAYS = pytest.mark.parametrize("granularity", ["token", "block", "all"])
@@ -167,9 +171,9 @@ def test_tiles_do_not_matter(place, granularity, tile, heads):
 def test_splits_do_not_matter(place32, granularity):
     case = Case(batch=1, heads=2, dk=256, dv=64, cap=23, chosen=19, ring=90, softcap=3.0, learned_sink=True)
     args, named = case.make(place32, granularity)
-    first = sparse_decode(*args, **named, config=config_of(args, named, parts=1))
+    first = sparse_decode(*args, **named, config=config_of(args, named, splits=1))
     for splits in (3, 40):
-        config = config_of(args, named, parts=splits)
+        config = config_of(args, named, splits=splits)
         place32.close(sparse_decode(*args, **named, config=config), first.cpu(), ratio=5e-7)
 
 
@@ -187,6 +191,7 @@ def test_reference_is_that_of_keys_and_values(place32, granularity):
 
 
 ROWS = {
+    "all empty": ((0, 0), (0, 0)),
     "nothing, and no block": ((0, 0), (9, 0), (13, 0)),
     "a ring of each fill": ((16, 16), (49, 48), (61, 48), (125, 112)),
     "one long among short ones": ((300, 288), (3, 0), (20, 16), (0, 0), (1, 0)),
@@ -203,6 +208,92 @@ def test_rows_of_any_length(place, rows, sinks, span, shape, granularity):
     blocks that are ready but not sealed hold NaN."""
     case = replace(shape, batch=len(rows), rows=rows, sinks=sinks, span=span, cap=18, chosen=9)
     check(place, case, granularity)
+
+
+RAGGED = {
+    "one long among short ones": ((300, 288), (20, 16), (37, 32), (52, 48), (19, 16), (33, 32)),
+    "one among empty ones": ((0, 0), (0, 0), (0, 0), (299, 288), (0, 0), (0, 0)),
+    "a table far wider than all": ((29, 16), (21, 16), (3, 0)),
+}
+
+
+@pytest.mark.pairwise(once=("rows", "granularity", "splits"))
+@ALL_WAYS
+@pytest.mark.parametrize("shape", [Case(heads=1), replace(LATENTS, group=20)], ids=["keys and values", "latents"])
+@pytest.mark.parametrize("splits", [1, 2, 40])
+@pytest.mark.parametrize("rows", RAGGED.values(), ids=RAGGED.keys())
+def test_parts_of_rows_of_different_lengths(place, rows, splits, shape, granularity):
+    """Few programs for all rows and more than there are tiles, whoever has the tokens."""
+    case = replace(shape, batch=len(rows), rows=rows, span=1, cap=18, chosen=9, splits=splits)
+    check(place, case, granularity, tile=16)
+
+
+def test_lists_and_rows_of_different_lengths(place32):
+    """Counts of chosen tokens say nothing of a row's share of the programs, but all of how much its parts have."""
+    rows = RAGGED["one long among short ones"]
+    for shape in (Case(heads=1), LATENTS):
+        args, named = replace(shape, batch=len(rows), rows=rows, span=1, cap=18, chosen=9).make(place32, "token")
+        named["used"] = torch.tensor([[1], [0], [9], [2], [9999], [3]], dtype=torch.int32, device=place32.device)
+        expected = expect(args, named)[0]
+        for splits in (1, 5):
+            config = config_of(args, named, splits=splits, tile=16)
+            place32.close(sparse_decode(*args, **named, config=config), expected)
+
+
+@triton.jit
+def _parts_kernel(rows, share, recent, means, out, BATCH: tl.constexpr):
+    i = tl.program_id(0)
+    there, i_batch, i_part, kinds, n_parts = find_part(i, rows, share, recent, means, True, 16, 16, BATCH)
+    if not there:
+        return
+    o_n = tl.arange(0, 8)
+    b_out = tl.where(o_n == 0, i_batch, tl.where(o_n == 1, i_part, tl.where(o_n == 2, n_parts, kinds.stored)))
+    b_out = tl.where(o_n == 4, kinds.recent, tl.where(o_n == 5, kinds.means, b_out))
+    tl.store(out + 8 * i + o_n, b_out)
+
+
+BATCHES = {
+    "alone": [130_000],
+    "uniform": [38_000] * 8,
+    "from short to long": [4_000 << i for i in range(6)],
+    "one long": [130_000, *[4_000] * 31],
+    "the last is long": [*[100] * 36, 130_000],
+    "one among empty ones": [*[0] * 9, 32_000, *[0] * 22],
+    "all empty": [0] * 5,
+    "no full block": [9] * 3,
+}
+
+
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES.keys())
+@pytest.mark.parametrize("aim", [1, 132])
+def test_no_part_is_longer_than_an_equal_share(place32, lengths, aim):
+    """Each row's parts follow each other, have all of its tiles, and stay within an equal share and the launch."""
+    tile, block_size, sinks, ring, cap = 16, 16, 4, 40, 8_320
+    rows = torch.tensor([(n, max(0, n - 20) // block_size * block_size) for n in lengths], dtype=torch.int32)
+    recent, means = Recent(None, 0, 0, 0, sinks, 0, sinks + ring), Means(None, 0, 0, None, 0, 0, cap, 4, 0)
+    most = Kinds(cap, -(-(sinks + ring) // tile), -(-cap // 4 // tile))
+    aim, n_most = programs(aim, len(lengths), most)
+    out = torch.full((n_most, 8), -1, dtype=torch.int32, device=place32.device)
+    share = Share(len(lengths), aim, n_most, cap * block_size)
+    _parts_kernel[(n_most,)](rows.to(place32.device), share, recent, means, out, BATCH=batch_constant(len(lengths)))
+    out = out[out[:, 0] >= 0].tolist()
+
+    tiles = []
+    for length, sealed in rows.tolist():
+        near = sinks + length - sealed if length else 0
+        tiles.append([-(-n // tile) for n in (sealed, near, -(-sealed // (4 * block_size)))])
+    expected, longest = [], 0
+    for row, (i, have) in enumerate(zip([row for row, part, *_ in out if part == 0], tiles)):
+        assert i == row
+        n_parts, *kinds = next(entry[2:6] for entry in out if entry[0] == row)
+        assert n_parts == max(1, sum(kinds))
+        assert [bool(n) for n in kinds] == [bool(n) for n in have]
+        expected += [[row, part, n_parts, *kinds] for part in range(n_parts)]
+        longest = max(longest, *(-(-n // parts) for n, parts in zip(have, kinds) if parts), 0)
+    assert [entry[:6] for entry in out] == expected
+    assert len(tiles) == len({row for row, *_ in out})
+    total, kinds = sum(map(sum, tiles)), 3
+    assert longest <= 1.02 * total / max(1, min(aim, n_most - kinds * len(lengths))) + 2  # each row may round up
 
 
 @pytest.mark.parametrize("latents", [False, True])
@@ -251,7 +342,7 @@ def test_large_logits(place32):
     """Logits of some thousands, far apart between the parts, neither overflow nor vanish."""
     args, named = Case(batch=1, cap=9, splits=4, dk=256, dv=64).make(place32, "all")
     named["scale"] = 100.0
-    config = config_of(args, named, parts=4)
+    config = config_of(args, named, splits=4)
     place32.close(sparse_decode(*args, **named, config=config), expect(args, named)[0], ratio=1e-4)
 
 
@@ -312,7 +403,7 @@ def test_lists_of_different_lengths(place, latents, splits, paged):
     lists = args[4].view(4, n)
     lists[0, 11:], lists[1] = (1 << 29, 1 << 29) if paged else (lists[0, 0].clone(), lists[0, 0].clone())  # not read
     attended = torch.full_like(want_attended, 1000, device=place.device)
-    got = sparse_decode(*args, **named, attended=attended, config=config_of(args, named, parts=splits))
+    got = sparse_decode(*args, **named, attended=attended, config=config_of(args, named, splits=splits))
     place.close(got, expected, ratio=RATIO.get(place.dtype) if latents else None)
     assert torch.equal(attended.cpu(), want_attended)
 
@@ -404,7 +495,7 @@ def test_frames(place, case, granularity):
     counted = torch.full_like(want_attended, 50)
     reference(*on_cpu(args), **on_cpu(named), from_host=counted)
     assert torch.equal(counted, want_host)
-    config = config_of(args, named, parts=case.splits)
+    config = config_of(args, named, splits=case.splits)
     got = sparse_decode(*args, **named, attended=attended, from_host=from_host, config=config)
     assert torch.equal(from_host.cpu(), want_host)
     place.close(got, expected, ratio=RATIO.get(place.dtype))

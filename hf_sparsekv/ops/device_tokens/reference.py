@@ -24,7 +24,7 @@ def looked_at(missing: int, found: int, now: int, room: int, window: int) -> tup
     As many windows as should hold ``SLACK`` times those that are needed, of ``room - found`` that may give way; they
     take turns, and of several the last ones end with the last slot.
     """
-    windows = -(-room // window)
+    windows = max(1, -(-room // window))
     wanted = min(windows, -(-SLACK * missing * room // (window * max(1, room - found))))
     first = min(now % windows, windows - wanted)
     return first * window, min(room, (first + wanted) * window)
@@ -52,7 +52,8 @@ def bring_tokens(
        tokens get none. Not all slots are looked at, but windows of them that take turns (:func:`looked_at`).
     3. They are copied there from their blocks.
 
-    Rows and KV heads have slots of their own.
+    Rows and KV heads have slots of their own, and selections of their own: where nothing is chosen (a row without a
+    token in this step) nothing grows older.
 
     Args:
         ids: int32 ``[batch, H, K]``, columns in full blocks, all different, in any order; -1 for none.
@@ -68,14 +69,16 @@ def bring_tokens(
     size = kv.shape[2]
     if enabled is not None and not bool(enabled):
         return
+    lanes = held.lanes.tolist()
     for row in range(batch):
         for head in range(heads):
             mine = ids[row, head] if used is None else ids[row, head, : int(used[row, head])]
             mine = mine[mine >= 0].long()
             if not len(mine):
                 continue
+            lane = slice(lanes[row][0], sum(lanes[row]))
+            slots, columns, stamps = held.slots[row, head], held.columns[head, lane], held.stamps[head, lane]
             held.now[row, head] += 1
-            slots, columns, stamps = held.slots[row, head], held.columns[row, head], held.stamps[row, head]
             at, now = slots[mine], held.now[row, head]
             stamps[at[at >= 0].long()] = now
             missing = mine[at < 0]
@@ -90,7 +93,7 @@ def bring_tokens(
             slots[missing] = to.int()
             physical_id = block_table[row, missing // size].to(kv.device).long()
             source = kv[physical_id, head, (missing % size).to(kv.device)]
-            held.kv[row, head, to] = source.to(held.kv.device)
+            held.kv[head, lane.start + to] = source.to(held.kv.device)
             if counters is not None:
                 counters += torch.tensor([len(mine), len(missing)], device=counters.device)
 
@@ -98,8 +101,9 @@ def bring_tokens(
 def locate_tokens(
     ids: Tensor,
     slots: Tensor,
+    lanes: Tensor,
     block_table: Tensor,
-    room: int,
+    total: int,
     block_size: int,
     *,
     used: Tensor | None = None,
@@ -109,16 +113,16 @@ def locate_tokens(
 
     Args:
         ids: int32 ``[batch, H, K]``, columns in full blocks; -1 for none.
-        slots, room: of :class:`TokenSlots`.
+        slots, lanes, total: of :class:`TokenSlots`.
         block_table: int32 ``[batch, cap]``, physical id of each block of each row.
-        block_size: tokens of a block and of a page; a power of two that divides ``room``.
+        block_size: tokens of a block and of a page; a power of two that divides ``total``, and where lanes begin.
         used: int32 ``[batch, H]``: so many entries of ``ids`` count; what is behind them in the result means nothing.
 
     Returns:
-        int32 ``[batch, H, K]``: ``(row * H + head) * room + slot``, or ``-(physical_id + 2) * block_size + position in
-        the block`` where a token has no slot; -1 for none.
+        int32 ``[batch, H, K]``: ``head * total + lanes[row, 0] + slot``, or ``-(physical_id + 2) * block_size +
+        position in the block`` where a token has no slot; -1 for none.
     """
-    batch, heads, k = ids.shape
+    _, heads, k = ids.shape
     if not slots.shape[-1]:
         return give(torch.full_like(ids, -1), out)
     if used is not None:
@@ -126,6 +130,25 @@ def locate_tokens(
     column = ids.clamp_min(0).long()
     slot = slots.gather(-1, column)
     physical_id = block_table[:, None].expand(-1, heads, -1).gather(-1, column // block_size)
-    first = torch.arange(batch * heads, dtype=torch.int32, device=ids.device).view(batch, heads, 1) * room
+    first = torch.arange(heads, dtype=torch.int32, device=ids.device)[:, None] * total + lanes[:, :1, None]
     place = torch.where(slot >= 0, first + slot, -(physical_id + 2) * block_size + ids % block_size)
     return give(torch.where((ids < 0) | (physical_id < 0), -1, place).int(), out)
+
+
+def young_tokens(stamps: Tensor, now: Tensor, lanes: Tensor, steps: int, *, out: Tensor | None = None) -> Tensor:
+    """Of each layer, row and KV head: how many of the tokens that it holds its last ``steps`` selections have chosen.
+
+    Args:
+        stamps: int32 ``[layers, H, total]``, contiguous: of all layers' :class:`TokenSlots`.
+        now: int32 ``[layers, batch, H]``, contiguous.
+        lanes: int32 ``[batch, 2]``, contiguous.
+        steps: at least 1.
+
+    Returns:
+        int32 ``[layers, batch, H]``.
+    """
+    young = torch.zeros_like(now)
+    for row, (first, room) in enumerate(lanes.tolist()):
+        mine = stamps[:, :, first : first + room] > now[:, row, :, None] - steps
+        young[:, row] = mine.sum(-1)
+    return give(young, out)

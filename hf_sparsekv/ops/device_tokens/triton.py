@@ -20,6 +20,7 @@ from .reference import WINDOW
 
 CLASSES, SLACK = tl.constexpr(_CLASSES), tl.constexpr(_SLACK)
 TILE = 256  # tokens that a program locates. Not tuned yet.
+COUNTED = 1024  # stamps that a program of a count reads at once. Not tuned yet.
 COPYING = 128  # programs that copy, to aim for: reads over the link in flight, not processors, are what counts
 
 
@@ -47,6 +48,13 @@ def _class(b_age):
 
 
 @triton.jit
+def _lane(p_lanes, i_batch, BLOCK_SIZE: tl.constexpr):
+    """Where a row's slots begin, in 64 bits, and how many there are."""
+    first = tl.multiple_of(tl.load(p_lanes + 2 * i_batch), BLOCK_SIZE)
+    return first.to(tl.int64), tl.multiple_of(tl.load(p_lanes + 2 * i_batch + 1), BLOCK_SIZE)
+
+
+@triton.jit
 def bring_tokens_assign_kernel(
     ids,
     used,
@@ -54,14 +62,16 @@ def bring_tokens_assign_kernel(
     p_columns,
     p_stamps,
     p_now,
+    p_lanes,
     p_missing,
     p_to,
     p_count,
     p_enabled,
     p_counters,
     k,
-    room,
+    total,
     HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     BK: tl.constexpr,
     BR: tl.constexpr,
     PDL: tl.constexpr,
@@ -71,7 +81,9 @@ def bring_tokens_assign_kernel(
     i_row = tl.program_id(0).to(tl.int64)
     i_batch, i_head = batch_and_head(i_row, HEADS)
     p_ids, p_slots = row_ptr(ids, i_batch, i_head), row_ptr(slots, i_batch, i_head)
-    p_columns, p_stamps = p_columns + i_row * room, p_stamps + i_row * room
+    first_slot, room = _lane(p_lanes, i_batch, BLOCK_SIZE)
+    first_slot += i_head * total
+    p_columns, p_stamps = p_columns + first_slot, p_stamps + first_slot
     p_missing, p_to = p_missing + i_row * k, p_to + i_row * k
     live = i_row >= 0
     if p_enabled is not None:
@@ -97,7 +109,7 @@ def bring_tokens_assign_kernel(
     tl.debug_barrier()  # the stamps and the list are there for all threads
 
     # Which slots are looked at, and how many there are of each class of age and above. Often nothing is missing.
-    windows = (room + BR - 1) // BR
+    windows = tl.maximum(1, (room + BR - 1) // BR)
     free = BR * tl.maximum(1, room - (chosen - missing)).to(tl.int64)
     wanted = tl.minimum(windows, ((missing.to(tl.int64) * SLACK * room + free - 1) // free)).to(tl.int32)
     first = tl.minimum(now % windows, windows - wanted)
@@ -143,11 +155,12 @@ def bring_tokens_copy_kernel(
     kv,
     block_table,
     p_held,
+    p_lanes,
     p_missing,
     p_to,
     p_count,
     k,
-    room,
+    total,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -160,6 +173,8 @@ def bring_tokens_copy_kernel(
     i_row = tl.program_id(0).to(tl.int64)
     i_batch, i_head = batch_and_head(i_row, HEADS)
     n = tl.load(p_count + i_row)
+    first_slot, _ = _lane(p_lanes, i_batch, BLOCK_SIZE)
+    p_held += (i_head * total + first_slot) * WIDTH
     o_w = tl.arange(0, BW)
     for i in range(tl.program_id(1) * BN, n, tl.num_programs(1) * BN):
         o_n = i + tl.arange(0, BN)
@@ -171,7 +186,7 @@ def bring_tokens_copy_kernel(
         p_from = kv.ptr + b_physical_id * kv.block + i_head * kv.head + (b_id % BLOCK_SIZE).to(tl.int64) * kv.token
         m_w = m_n[:, None] & (o_w < WIDTH)[None, :]
         b_kv = tl.load(p_from[:, None] + o_w[None, :], mask=m_w, other=0.0)  # [BN, BW]
-        p_slot = p_held + (i_row * room + b_to) * WIDTH
+        p_slot = p_held + b_to.to(tl.int64) * WIDTH
         tl.store(p_slot[:, None] + o_w[None, :], b_kv, mask=m_w)
 
 
@@ -180,10 +195,11 @@ def locate_tokens_kernel(
     ids,
     used,
     slots,
+    p_lanes,
     block_table,
     out,
     k,
-    room,
+    total,
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BN: tl.constexpr,
@@ -200,36 +216,54 @@ def locate_tokens_kernel(
     b_id = tl.load(row_ptr(ids, i_batch, i_head) + o_n, mask=o_n < n, other=-1)  # [BN]
     m_id = b_id >= 0
     b_slot = tl.load(row_ptr(slots, i_batch, i_head) + b_id, mask=m_id, other=-1)
+    first_slot = (i_head * total).to(tl.int32) + tl.load(p_lanes + 2 * i_batch)
     p_table = block_table.ptr + i_batch * block_table.row + b_id // BLOCK_SIZE
     b_physical_id = tl.load(p_table, mask=m_id, other=-1)
-    b_place = tl.where(b_slot >= 0, i_row * room + b_slot, -(b_physical_id + 2) * BLOCK_SIZE + b_id % BLOCK_SIZE)
+    b_place = tl.where(b_slot >= 0, first_slot + b_slot, -(b_physical_id + 2) * BLOCK_SIZE + b_id % BLOCK_SIZE)
     b_place = tl.where(m_id & (b_physical_id >= 0), b_place, -1)
     tl.store(row_ptr(out, i_batch, i_head) + o_n, b_place, mask=o_n < n)
+
+
+@triton.jit
+def young_tokens_kernel(
+    p_stamps, p_now, p_lanes, p_out, total, batch, steps, HEADS: tl.constexpr, BR: tl.constexpr, PDL: tl.constexpr
+):
+    """Count the young tokens of one layer, row and KV head."""
+    begin(PDL)
+    i = tl.program_id(0).to(tl.int64)
+    i_layer, i_head, i_batch = i // HEADS // batch, i % HEADS, (i // HEADS) % batch
+    first, room = tl.load(p_lanes + 2 * i_batch), tl.load(p_lanes + 2 * i_batch + 1)
+    p_stamps += (i_layer * HEADS + i_head) * total + first
+    old = tl.load(p_now + i) - steps
+    b_young = tl.zeros([BR], tl.int32)
+    for lo in range(0, room, BR):
+        o_r = lo + tl.arange(0, BR)
+        b_young += (tl.load(p_stamps + o_r, mask=o_r < room, other=old) > old).to(tl.int32)
+    tl.store(p_out + i, tl.sum(b_young, 0))
 
 
 def bring_tokens(ids, kv, block_table, held, *, used=None, enabled=None, counters=None, window=WINDOW, config=None):
     """As ``reference.bring_tokens``; ``window`` is a power of two, ``config`` replaces the usual one."""
     require_dense_rows(ids=ids, kv=kv, block_table=block_table, slots=held.slots, used=used)
-    for name, t in {"kv": held.kv, "columns": held.columns, "stamps": held.stamps, "now": held.now}.items():
-        if not t.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")
+    _require_whole(kv=held.kv, columns=held.columns, stamps=held.stamps, now=held.now, lanes=held.lanes)
     if not ids.numel():
         return
-    (batch, heads, k), room, config = ids.shape, held.kv.shape[2], config or Config()
+    (batch, heads, k), total, config = ids.shape, held.kv.shape[1], config or Config()
     rows, n = batch * heads, ids.numel()
     missing, to, count = torch.empty(2 * n + rows, dtype=torch.int32, device=ids.device).split((n, n, rows))
-    lists = operand(Rows, held.slots), held.columns, held.stamps, held.now
+    lists = operand(Rows, held.slots), held.columns, held.stamps, held.now, held.lanes
+    shape = {"HEADS": heads, "BLOCK_SIZE": kv.shape[2]}
     wide = {"BK": min(config.listed, max(32, triton.next_power_of_2(k))), "BR": window}
-    args = operand(Rows, ids), used, *lists, missing, to, count, enabled, counters, k, room
-    launch(bring_tokens_assign_kernel, (rows,), ids, *args, HEADS=heads, **wide, num_warps=8)
-    args = operand(PagedKV, kv), operand(Table, block_table), held.kv, missing, to, count, k, room
+    args = operand(Rows, ids), used, *lists, missing, to, count, enabled, counters, k, total
+    launch(bring_tokens_assign_kernel, (rows,), ids, *args, **shape, **wide, num_warps=8)
+    args = operand(PagedKV, kv), operand(Table, block_table), held.kv, held.lanes, missing, to, count, k, total
     each = max(1, min(config.copying // rows, triton.cdiv(k, config.tile)))
-    fixed = {"BLOCK_SIZE": kv.shape[2], "HEADS": heads, "WIDTH": kv.shape[3], "BN": config.tile}
-    launch(bring_tokens_copy_kernel, (rows, each), ids, *args, **fixed)
+    launch(bring_tokens_copy_kernel, (rows, each), ids, *args, **shape, WIDTH=kv.shape[3], BN=config.tile)
 
 
-def locate_tokens(ids, slots, block_table, room, block_size, *, used=None, out=None):
+def locate_tokens(ids, slots, lanes, block_table, total, block_size, *, used=None, out=None):
     """As ``reference.locate_tokens``."""
+    _require_whole(lanes=lanes)
     require_dense_rows(ids=ids, slots=slots, block_table=block_table, used=used, out=out)
     batch, heads, k = ids.shape
     if out is None:
@@ -237,7 +271,26 @@ def locate_tokens(ids, slots, block_table, room, block_size, *, used=None, out=N
     if not slots.shape[-1]:
         return out.fill_(-1)
     grid = batch * heads, triton.cdiv(k, TILE)
-    args = operand(Rows, ids), used, operand(Rows, slots), operand(Table, block_table), operand(Rows, out), k, room
+    args = operand(Rows, ids), used, operand(Rows, slots), lanes, operand(Table, block_table), operand(Rows, out)
     if ids.numel():
-        launch(locate_tokens_kernel, grid, ids, *args, HEADS=heads, BLOCK_SIZE=block_size, BN=TILE, num_warps=2)
+        fixed = {"HEADS": heads, "BLOCK_SIZE": block_size, "BN": TILE, "num_warps": 2}
+        launch(locate_tokens_kernel, grid, ids, *args, k, total, **fixed)
     return out
+
+
+def young_tokens(stamps, now, lanes, steps, *, out=None):
+    """As ``reference.young_tokens``."""
+    _require_whole(stamps=stamps, now=now, lanes=lanes)
+    batch, heads = now.shape[1:]
+    if out is None:
+        out = torch.empty_like(now)
+    args = stamps, now, lanes, out, stamps.shape[2], batch, steps
+    if now.numel():
+        launch(young_tokens_kernel, (now.numel(),), stamps, *args, HEADS=heads, BR=COUNTED)
+    return out
+
+
+def _require_whole(**tensors) -> None:
+    for name, t in tensors.items():
+        if not t.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")

@@ -10,27 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
+from .._ascending import find
 from .._dispatch import require_dense_rows
 from .._operands import PagedKV, Rows, Table, operand, padded, row_ptr
 from .._overlap import begin, launch
 
 TILE = 32  # tokens that a program copies at once. Not tuned yet.
 END = tl.constexpr(0x7FFFFFFF)  # what -1 at the end of an ascending list is taken for
-
-
-@triton.jit
-def _find(p_list, b_id, room, STEPS: tl.constexpr):
-    """Position of the first entry that is not below ``b_id`` in an ascending list, -1 at the end."""
-    b_low = tl.zeros_like(b_id)
-    b_high = b_low + room
-    for _ in tl.static_range(STEPS):
-        b_middle = (b_low + b_high) // 2
-        m_open = b_low < b_high
-        b_entry = tl.load(p_list + b_middle, mask=m_open, other=0)
-        b_below = m_open & (b_entry >= 0) & (b_entry < b_id)
-        b_high = tl.where(m_open & (b_below == 0), b_middle, b_high)
-        b_low = tl.where(b_below, b_middle + 1, b_low)
-    return b_low
 
 
 @triton.jit
@@ -58,7 +44,7 @@ def pack_match_kernel(
     m_n = o_n < room
 
     b_new = tl.load(p_new + o_n, mask=m_n, other=-1)  # [N]
-    b_where = _find(p_old, tl.where(b_new < 0, END, b_new), room, STEPS)
+    b_where = find(p_old, tl.where(b_new < 0, END, b_new), room, STEPS)
     m_new = m_n & (b_new >= 0)
     m_known = m_new & (tl.load(p_old + b_where, mask=m_new & (b_where < room), other=-1) == b_new)
     b_nth = tl.cumsum((m_n & (m_known == 0)).to(tl.int32), 0)  # of those that are not there; from 1
@@ -66,7 +52,7 @@ def pack_match_kernel(
     tl.store(p_position + i_row * room + o_n, tl.where(m_known, b_there, -b_nth), mask=m_n)
 
     b_old = tl.load(p_old + o_n, mask=m_n, other=-1)  # [N]
-    b_where = _find(p_new, tl.where(b_old < 0, END, b_old), room, STEPS)
+    b_where = find(p_new, tl.where(b_old < 0, END, b_old), room, STEPS)
     m_old = m_n & (b_old >= 0)
     m_stays = m_old & (tl.load(p_new + b_where, mask=m_old & (b_where < room), other=-1) == b_old)
     m_free = m_n & (m_stays == 0)

@@ -5,8 +5,8 @@ section 2.1, with the up-projections absorbed). It is read once, for the scores 
 
 The sum of a head is 512 wide. With 20 heads in a tile of 32 it takes 64 KB of float32, with 64 heads 128 KB, half of a
 processor's registers; so one program runs on each processor, and its reads must hide behind its own products. The
-stored tokens and the recent buffer are one list, of which a part is every ``parts``-th tile, so that parts stay equal
-where only the first tokens of a list or a block table are there.
+stored tokens and the recent buffer are one list, of which a part is every ``n_parts``-th tile, so that parts stay equal
+where only the first tokens of a list are there.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._operands import batch_and_head, padded, row_ptr
+from .._operands import padded, row_ptr
 from .._overlap import release, wait
 from .._paged import find_recent, find_tokens, is_held, load_row, locate, open_blocks
-from .split import base_2, count_from_host, count_means, open_means, store_part, times, weigh, whole
+from .share import count_means
+from .split import base_2, count_from_host, open_means, store_part, store_range, times, weigh, whole
 
 
 @triton.jit
@@ -62,12 +63,12 @@ def take_rows(b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_n, b_unread, scale, s
 
 @triton.jit
 def my_heads(GROUP: tl.constexpr, BH: tl.constexpr):
-    """Row, part and first query head of this program.
+    """Part, KV head and first query head of this program.
 
     Programs that read the same rows are neighbours: the second one finds them in the L2 cache.
     """
     TILES: tl.constexpr = (GROUP + BH - 1) // BH
-    return tl.program_id(0) // TILES, tl.program_id(1), tl.program_id(0) % TILES * BH
+    return tl.program_id(0) // TILES, tl.program_id(1).to(tl.int64), tl.program_id(0) % TILES * BH
 
 
 @triton.jit
@@ -83,13 +84,11 @@ def sparse_decode_latent_tokens_kernel(
     means,
     parts,
     from_host,
-    n,
-    near_parts,
+    share,
     scale,
     softcap,
     NATIVE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
@@ -98,15 +97,15 @@ def sparse_decode_latent_tokens_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attend to one part of the ``n`` chosen tokens and the recent buffer: one row, one KV head, ``BH`` query heads.
-
-    The first ``near_parts`` parts; those behind them share the means.
+    """Attend to one part of the chosen tokens and the recent buffer, or of the means, of one row and KV head, ``BH``
+    query heads.
     """
     wait(PDL)
     BC: tl.constexpr = padded(DV)
     BR: tl.constexpr = padded(DK - DV)
-    i_row, i_part, i_first = my_heads(GROUP, BH)
-    i_batch, i_head = batch_and_head(i_row, HEADS)
+    i, i_head, i_first = my_heads(GROUP, BH)
+    n_parts, near_parts = share.most, share.aim
+    i_batch, i_part = (i // n_parts).to(tl.int64), i % n_parts
     length, sealed = load_row(rows, i_batch)
     o_h, o_c, o_r = i_first + tl.arange(0, BH), tl.arange(0, BC), tl.arange(0, BR)
     p_q = row_ptr(q, i_batch, i_head * GROUP)
@@ -117,13 +116,13 @@ def sparse_decode_latent_tokens_kernel(
 
     p_table, p_ids = table.ptr + i_batch * table.row, row_ptr(ids, i_batch, i_head)
     p_recent, ring = row_ptr(recent, i_batch, i_head), recent.end - recent.sinks
+    n = share.n
     if used is not None:
         n = tl.minimum(n, tl.load(row_ptr(used, i_batch, i_head)))
-    end = n + recent.sinks + length - sealed
-    if means is not None:
-        end = tl.where(i_part < near_parts, end, 0)
-    for i in tl.range(i_part * BN, end, near_parts * BN, num_stages=STAGES):
-        o_n = i + tl.arange(0, BN)
+    n = tl.where(sealed > 0, n, 0)
+    end = tl.where((length > 0) & (i_part < near_parts), n + recent.sinks + length - sealed, 0)
+    for j in tl.range(i_part * BN, end, near_parts * BN, num_stages=STAGES):
+        o_n = j + tl.arange(0, BN)
         b_entry, m_recent = find_recent(o_n - n, recent.sinks, ring, length, sealed)
         m_recent = m_recent & (o_n >= n)
         b_id = tl.load(p_ids + o_n, mask=o_n < n, other=-1)  # [BN]
@@ -138,10 +137,9 @@ def sparse_decode_latent_tokens_kernel(
     if means is not None:
         spans = count_means(means, sealed, BLOCK_SIZE)
         first = tl.where(i_part < near_parts, spans, (i_part - near_parts) * BN)
-        step = tl.maximum(tl.num_programs(1) - near_parts, 1) * BN
-        for i in tl.range(first, spans, step, num_stages=1):
+        for j in tl.range(first, spans, tl.maximum(n_parts - near_parts, 1) * BN, num_stages=1):
             p_row, b_unread = open_means(
-                i, means, n, p_table, sealed, recent.sinks, spans, i_batch, i_head, BLOCK_SIZE, BN
+                j, means, n, p_table, sealed, recent.sinks, spans, i_batch, i_head, BLOCK_SIZE, BN
             )
             m_n = b_unread > 0
             b_c, b_r = load_rows(p_row, m_n, DK, DV, BC, BR)
@@ -151,7 +149,8 @@ def sparse_decode_latent_tokens_kernel(
     if from_host is not None:
         count_from_host(from_host, b_host, i_batch, i_head, i_first == 0)
     b_out = b_acc * (1.0 / whole(b_sum))[:, None]
-    store_part(parts, i_row, i_part, b_max, b_sum, b_out, b_count, o_h, i_first == 0, GROUP, DV)
+    store_part(parts, i, i_head, b_max, b_sum, b_out, b_count, o_h, i_first == 0, GROUP, DV)
+    store_range(parts, i_batch, i, n_parts, (i_part == 0) & (i_head == 0) & (i_first == 0))
 
 
 @triton.jit
@@ -209,13 +208,12 @@ def sparse_decode_latent_blocks_kernel(
     page_ids,
     parts,
     from_host,
-    n,
+    share,
     scale,
     softcap,
     NATIVE: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
@@ -224,7 +222,7 @@ def sparse_decode_latent_blocks_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attend to one part of the ``n`` stored tokens and the recent buffer of one row and KV head, ``BH`` query heads.
+    """Attend to one part of the stored tokens and the recent buffer of one row and KV head, ``BH`` query heads.
 
     A tile is within a block. Where it begins is found while those before it are computed: the physical block two tiles
     ahead, which tokens to attend one; with three ``STAGES`` Triton's pipeline also loads it to shared memory two tiles
@@ -235,8 +233,9 @@ def sparse_decode_latent_blocks_kernel(
     BC: tl.constexpr = padded(DV)
     BR: tl.constexpr = padded(DK - DV)
     CHOSEN: tl.constexpr = ids is not None
-    i_row, i_part, i_first = my_heads(GROUP, BH)
-    i_batch, i_head = batch_and_head(i_row, HEADS)
+    i, i_head, i_first = my_heads(GROUP, BH)
+    n_parts = share.most
+    i_batch, i_part = (i // n_parts).to(tl.int64), i % n_parts
     length, sealed = load_row(rows, i_batch)
     o_h, o_c, o_r = i_first + tl.arange(0, BH), tl.arange(0, BC), tl.arange(0, BR)
     p_q = row_ptr(q, i_batch, i_head * GROUP)
@@ -251,22 +250,24 @@ def sparse_decode_latent_blocks_kernel(
         p_ids = row_ptr(ids, i_batch, i_head)
     if page_ids is not None:
         p_page_ids = row_ptr(page_ids, i_batch, i_head)
+    n = tl.where(sealed > 0, share.n, 0)
     if not CHOSEN:
         n = tl.minimum(n, tl.cdiv(sealed, BN) * BN)
-    i, step = i_part * BN, tl.num_programs(1) * BN
-    block, physical_id, page = open_blocks(i // BLOCK_SIZE, i < n, p_table, p_ids, p_page_ids)
+    end = tl.where(length > 0, n + recent.end - recent.first, 0)
+    j, step = i_part * BN, n_parts * BN
+    block, physical_id, page = open_blocks(j // BLOCK_SIZE, j < n, p_table, p_ids, p_page_ids)
     p_rows, row, m_n, in_kv = open_tile(
-        i, n, block, physical_id, page, length, sealed, kv, pages, recent, i_batch, i_head, CHOSEN, STEP, BLOCK_SIZE, BN
+        j, n, block, physical_id, page, length, sealed, kv, pages, recent, i_batch, i_head, CHOSEN, STEP, BLOCK_SIZE, BN
     )
-    block, physical_id, page = open_blocks((i + step) // BLOCK_SIZE, i + step < n, p_table, p_ids, p_page_ids)
-    for i in tl.range(i_part * BN, n + recent.end - recent.first, step, num_stages=STAGES):
+    block, physical_id, page = open_blocks((j + step) // BLOCK_SIZE, j + step < n, p_table, p_ids, p_page_ids)
+    for j in tl.range(i_part * BN, end, step, num_stages=STAGES):
         b_count += m_n.to(tl.int32)
         if from_host is not None:
             b_host += (m_n & in_kv).to(tl.int32)
         m_now = m_n
         b_c, b_r = load_rows(p_rows + o_n * (STEP if STEP else row), m_now, DK, DV, BC, BR)
         p_rows, row, m_n, in_kv = open_tile(
-            i + step,
+            j + step,
             n,
             block,
             physical_id,
@@ -283,7 +284,7 @@ def sparse_decode_latent_blocks_kernel(
             BLOCK_SIZE,
             BN,
         )
-        ahead = i + 2 * step
+        ahead = j + 2 * step
         block, physical_id, page = open_blocks(ahead // BLOCK_SIZE, ahead < n, p_table, p_ids, p_page_ids)
         b_max, b_sum, b_acc = take_rows(b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_now, None, scale, softcap)
 
@@ -291,4 +292,5 @@ def sparse_decode_latent_blocks_kernel(
     if from_host is not None:
         count_from_host(from_host, b_host, i_batch, i_head, i_first == 0)
     b_out = b_acc * (1.0 / whole(b_sum))[:, None]
-    store_part(parts, i_row, i_part, b_max, b_sum, b_out, b_count, o_h, i_first == 0, GROUP, DV)
+    store_part(parts, i, i_head, b_max, b_sum, b_out, b_count, o_h, i_first == 0, GROUP, DV)
+    store_range(parts, i_batch, i, n_parts, (i_part == 0) & (i_head == 0) & (i_first == 0))

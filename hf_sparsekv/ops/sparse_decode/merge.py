@@ -25,7 +25,6 @@ def sparse_decode_merge_kernel(
     attended,
     total_lse,
     out,
-    n_parts,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DV: tl.constexpr,
@@ -47,10 +46,12 @@ def sparse_decode_merge_kernel(
         total = tl.where(best == float("-inf"), 0.0, 1.0)
     b_acc = tl.zeros([BV], tl.float32)
     b_count = tl.zeros([BS], tl.int32)
+    p_range = parts.ranges + 2 * i_batch
+    first, n_parts = tl.load(p_range), tl.load(p_range + 1)
     for i in range(0, n_parts, BS):
         o_s = i + tl.arange(0, BS)
         m_s = o_s < n_parts
-        i_in = i_row.to(tl.int64) * n_parts + o_s
+        i_in = (first + o_s) * HEADS + i_head
         o_in = i_in * GROUP + i_g
         b_lse = tl.load(parts.lse + o_in, mask=m_s, other=float("-inf"))  # [BS]
         p_part = parts.acc + o_in[:, None] * DV + o_v[None, :]
@@ -75,10 +76,8 @@ def sparse_decode_merge_kernel(
         tl.store(p_total, tl.load(p_total, mask=m_first, other=0) + tl.sum(b_count, 0), mask=m_first)
 
 
-def merge(
-    parts, n_parts: int, sink: Tensor | None, attended: Tensor | None, lse: Tensor | None, out: Tensor, heads: int
-) -> None:
-    """Write the attention of all ``n_parts`` :class:`.split.Parts` of a row and KV head to ``out [batch, Hq, Dv]``.
+def merge(parts, sink: Tensor | None, attended: Tensor | None, lse: Tensor | None, out: Tensor, heads: int) -> None:
+    """Write the attention of all :class:`.split.Parts` of a row and KV head to ``out [batch, Hq, Dv]``.
 
     ``sink``, ``attended`` and ``lse``: as ``sparse_decode``'s, or None. ``heads``: KV heads.
     """
@@ -94,7 +93,6 @@ def merge(
         operand(Rows, attended),
         operand(Rows, lse),
         operand(Rows, out),
-        n_parts,
         HEADS=heads,
         GROUP=group,
         DV=value_dim,

@@ -75,8 +75,8 @@ def sparse_decode(
             is behind them is not read: lists of different lengths.
         means: ``[num_blocks, H, Dk + Dv]`` (or ``[..., Dk]``, as ``kv``), on q's device: the mean of the selectable
             tokens of a block and of those before it in its span. So that of a span is its last sealed block's; a span
-            whose last one is -1 has none. With ``granularity="token"`` only. Neither ``attended`` nor ``from_host``
-            counts it.
+            whose last one is -1 has none. With ``granularity="token"`` only, and the chosen tokens ascend, -1 behind
+            them: they are searched, not counted one by one. Neither ``attended`` nor ``from_host`` counts a mean.
         mean_tokens: tokens of a span, a multiple of ``block_size``; with ``means``. The first span begins at token 0.
         columns: ``[batch, H, n]`` int32, the tokens that ``ids`` are where these are places (``pages``); with
             ``means``.

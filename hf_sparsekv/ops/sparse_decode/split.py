@@ -1,8 +1,8 @@
 """Exact attention of one query per row over chosen cached tokens: the kernel over the parts.
 
-The tokens of a row and KV head are split over several programs (first the chosen part of the stored blocks,
-then the recent buffer), each of which keeps a running softmax for the whole group of query heads. Where a row has fewer
-tokens than there is room for, they are shared out over all of its programs, too.
+The tokens of a row and KV head are split over several programs (the chosen part of the stored blocks, the recent
+buffer, the means), each of which keeps a running softmax for the whole group of query heads. How many a row has follows
+from the lengths of all rows: see :mod:`.share`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .._operands import batch_and_head, padded, row_ptr
+from .._ascending import find
+from .._operands import padded, row_ptr
 from .._overlap import release, wait
 from .._paged import find_recent, find_tokens, load_row, locate, open_blocks
 from .merge import LOG2E
+from .share import count_means, count_recent, find_part
 
 
 class Recent(NamedTuple):
@@ -33,8 +35,8 @@ class Recent(NamedTuple):
 class Means(NamedTuple):
     """What stands for the tokens that are not attended.
 
-    ``means [num_blocks, H, D]``, the chosen tokens ``[batch, H, n]``, the block table's width, and the blocks that
-    share a mean.
+    ``means [num_blocks, H, D]``, the chosen tokens ``[batch, H, n]``, the block table's width, the blocks that share a
+    mean, and the binary digits of ``n``.
     """
 
     ptr: Any
@@ -45,23 +47,19 @@ class Means(NamedTuple):
     columns_head: Any
     cap: Any
     span: Any
-
-
-class Cut(NamedTuple):
-    """Stored tokens to share out, and tokens of a part."""
-
-    n: Any
-    per_split: Any
+    steps: Any
 
 
 class Parts(NamedTuple):
-    """float32 results of each part, contiguous: attention ``[rows, parts, G, Dv]``, logarithm to base 2 of the
-    denominator ``[rows, parts, G]`` and number of tokens ``[rows, parts]``.
+    """float32 results of each part and KV head, contiguous: attention ``[parts, H, G, Dv]``, logarithm to base 2 of the
+    denominator ``[parts, H, G]`` and number of tokens ``[parts, H]``; and int32 ``[batch, 2]``: the first part of each
+    row, and how many it has.
     """
 
     acc: Any
     lse: Any
     count: Any
+    ranges: Any
 
 
 @triton.jit
@@ -85,17 +83,22 @@ def weigh(b_s, b_max):
 
 
 @triton.jit
-def count_means(means, sealed, BLOCK_SIZE: tl.constexpr):
-    """Spans of a row of which something is sealed."""
-    return tl.cdiv(tl.minimum(sealed, means.cap * BLOCK_SIZE), means.span * BLOCK_SIZE)
-
-
-@triton.jit
-def open_means(i, means, n, p_table, sealed, sinks, spans, i_batch, i_head, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr):
+def open_means(
+    i,
+    means,
+    n,
+    p_table,
+    sealed,
+    sinks,
+    spans,
+    i_batch,
+    i_head,
+    BLOCK_SIZE: tl.constexpr,
+    BN: tl.constexpr,
+):
     """Of the spans ``i .. i + BN - 1`` of ``spans``: where their means are ``[BN]``, and how many of their
     selectable tokens are not among the ``n`` chosen ones ``[BN]``.
     """
-    LISTED: tl.constexpr = 256  # chosen tokens at once
     tokens = means.span * BLOCK_SIZE
     o_s = i + tl.arange(0, BN)
     b_end = tl.minimum((o_s + 1) * tokens, sealed)
@@ -103,12 +106,11 @@ def open_means(i, means, n, p_table, sealed, sinks, spans, i_batch, i_head, BLOC
     b_last = tl.load(p_table + tl.cdiv(b_end, BLOCK_SIZE) - 1, mask=m_s, other=-1)  # [BN], the last sealed block
     b_unread = tl.where(b_last >= 0, b_end - tl.maximum(o_s * tokens, sinks), 0)
     p_columns = means.columns + i_batch * means.columns_batch + i_head * means.columns_head
-    for j in range(0, n, LISTED):
-        o_n = j + tl.arange(0, LISTED)
-        b_column = tl.load(p_columns + o_n, mask=o_n < n, other=-1)
-        b_at = b_column // tokens - i
-        m_here = (b_column >= 0) & (b_column < sealed) & (b_at >= 0) & (b_at < BN)
-        b_unread -= tl.histogram(tl.where(m_here, b_at, 0), BN, mask=m_here)
+    # Chosen tokens ascend: those of a span are the ones below its end less the ones below its beginning.
+    is_end = (tl.arange(0, 2) == 1)[None, :]
+    b_bound = tl.where(is_end, b_end[:, None], tl.minimum(o_s * tokens, sealed)[:, None])  # [BN, 2]
+    b_below = find(p_columns, b_bound, n, means.steps)
+    b_unread -= tl.sum(tl.where(is_end, b_below, -b_below), 1)
     p_mean = means.ptr + tl.maximum(b_last, 0).to(tl.int64) * means.block + i_head * means.head
     return p_mean, tl.maximum(b_unread, 0)
 
@@ -160,15 +162,34 @@ def whole(b_sum):
 
 
 @triton.jit
-def store_part(parts, i_row, i_part, b_max, b_sum, b_out, b_count, o_g, m_first, GROUP: tl.constexpr, DV: tl.constexpr):
-    """Attention ``b_out`` and denominator of heads ``o_g`` in one part; where ``m_first``, its number of tokens too."""
-    i_out = i_row.to(tl.int64) * tl.num_programs(1) + i_part
+def store_part(
+    parts,
+    i,
+    i_head,
+    b_max,
+    b_sum,
+    b_out,
+    b_count,
+    o_g,
+    m_first,
+    GROUP: tl.constexpr,
+    DV: tl.constexpr,
+):
+    """Attention ``b_out`` and denominator of heads ``o_g`` in part ``i``; where ``m_first``, its number of tokens."""
+    i_out = i * tl.num_programs(1) + i_head  # in 64 bits, as i_head is
     o_out, o_v = i_out * GROUP + o_g, tl.arange(0, b_out.shape[1])
     b_lse = tl.where(b_sum > 0, b_max + tl.log2(whole(b_sum)), float("-inf"))
     tl.store(parts.lse + o_out, b_lse, mask=o_g < GROUP)
     m_out = (o_g < GROUP)[:, None] & (o_v < DV)[None, :]
     tl.store(parts.acc + o_out[:, None] * DV + o_v[None, :], b_out, mask=m_out)
     tl.store(parts.count + i_out, tl.sum(b_count, 0).to(tl.float32), mask=m_first)
+
+
+@triton.jit
+def store_range(parts, i_batch, i, n_parts, m_first):
+    """Part ``i`` is the first of ``n_parts`` of row ``i_batch``, if ``m_first``."""
+    tl.store(parts.ranges + 2 * i_batch, i, mask=m_first)
+    tl.store(parts.ranges + 2 * i_batch + 1, n_parts, mask=m_first)
 
 
 @triton.jit
@@ -192,17 +213,17 @@ def sparse_decode_split_kernel(
     means,
     parts,
     from_host,
-    cut,
+    share,
     scale,
     softcap,
     GRANULARITY: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     BN: tl.constexpr,
+    BATCH: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -211,8 +232,11 @@ def sparse_decode_split_kernel(
     BG: tl.constexpr = padded(GROUP)
     BK: tl.constexpr = padded(DK)
     BV: tl.constexpr = padded(DV)
-    i_row, i_part = tl.program_id(0), tl.program_id(1)
-    i_batch, i_head = batch_and_head(i_row, HEADS)
+    BOUNDED: tl.constexpr = (GRANULARITY == "all") or (used is not None)
+    i, i_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    there, i_batch, i_part, kinds, n_parts = find_part(i, rows, share, recent, means, BOUNDED, BLOCK_SIZE, BN, BATCH)
+    if not there:
+        return
     length, sealed = load_row(rows, i_batch)
     o_g, o_k = tl.arange(0, BG), tl.arange(0, BK)
     m_q = (o_g < GROUP)[:, None] & (o_k < DK)[None, :]
@@ -225,26 +249,22 @@ def sparse_decode_split_kernel(
     b_acc = tl.zeros([BG, BV], tl.float32)
     b_count, b_host = tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32)
 
-    n, per_split = cut.n, cut.per_split
-    splits = tl.cdiv(n, per_split)
-    recent_splits = splits + tl.cdiv(recent.end - recent.first, per_split)
-    if i_part < splits:
+    n = share.n
+    if used is not None:
+        n = tl.minimum(n, tl.load(row_ptr(used, i_batch, i_head)))
+    if i_part < kinds.stored:
         p_table, p_ids, p_page_ids = table.ptr + i_batch * table.row, None, None
         if ids is not None:
             p_ids = row_ptr(ids, i_batch, i_head)
         if page_ids is not None:
             p_page_ids = row_ptr(page_ids, i_batch, i_head)
-        # So many tokens are shared out, whatever the list or the table has room for.
         if GRANULARITY == "all":
             n = tl.minimum(n, sealed)
-            per_split = tl.cdiv(tl.cdiv(n, splits), BN) * BN
-        elif used is not None:
-            n = tl.minimum(n, tl.load(row_ptr(used, i_batch, i_head)))
-            per_split = tl.cdiv(tl.cdiv(n, splits), BN) * BN
-        first = i_part * per_split
-        end = tl.minimum(first + per_split, n)
-        for i in tl.range(first, end, BN, num_stages=STAGES):
-            o_n = i + tl.arange(0, BN)
+        per_part = tl.cdiv(tl.cdiv(n, kinds.stored), BN) * BN
+        first = i_part * per_part
+        end = tl.minimum(first + per_part, n)
+        for j in tl.range(first, end, BN, num_stages=STAGES):
+            o_n = j + tl.arange(0, BN)
             m_n = o_n < end
             if GRANULARITY == "token":
                 b_id = tl.load(p_ids + o_n, mask=m_n, other=-1)  # [BN]
@@ -265,26 +285,25 @@ def sparse_decode_split_kernel(
             if from_host is not None:
                 b_host += m_kv.to(tl.int32)
             b_max, b_sum, b_acc = take_tile(b_q, b_max, b_sum, b_acc, p_k, m_n, None, scale, softcap, DK, DV, BK, BV)
-    elif i_part < recent_splits:
+    elif i_part < kinds.stored + kinds.recent:
         ring = recent.end - recent.sinks
-        first = recent.first + (i_part - splits) * per_split
-        length = tl.minimum(length, first + per_split - recent.sinks + sealed)  # of this part
-        for i in tl.range(first, recent.sinks + length - sealed, BN, num_stages=STAGES):
-            o_n = i + tl.arange(0, BN)
+        per_part = tl.cdiv(tl.cdiv(count_recent(length, sealed, recent), kinds.recent), BN) * BN
+        first = recent.first + (i_part - kinds.stored) * per_part
+        length = tl.minimum(length, first + per_part - recent.sinks + sealed)  # of this part
+        for j in tl.range(first, recent.sinks + length - sealed, BN, num_stages=STAGES):
+            o_n = j + tl.arange(0, BN)
             b_entry, m_n = find_recent(o_n, recent.sinks, ring, length, sealed)
             p_k = row_ptr(recent, i_batch, i_head) + b_entry.to(tl.int64) * recent.token  # [BN]
             b_count += m_n.to(tl.int32)
             b_max, b_sum, b_acc = take_tile(b_q, b_max, b_sum, b_acc, p_k, m_n, None, scale, softcap, DK, DV, BK, BV)
     elif means is not None:
-        if used is not None:
-            n = tl.minimum(n, tl.load(row_ptr(used, i_batch, i_head)))
         p_table = table.ptr + i_batch * table.row
         spans = count_means(means, sealed, BLOCK_SIZE)
-        per_split = tl.cdiv(tl.cdiv(spans, tl.num_programs(1) - recent_splits), BN) * BN
-        first = (i_part - recent_splits) * per_split
-        for i in tl.range(first, tl.minimum(first + per_split, spans), BN, num_stages=1):
+        per_part = tl.cdiv(tl.cdiv(spans, tl.maximum(kinds.means, 1)), BN) * BN
+        first = (i_part - kinds.stored - kinds.recent) * per_part
+        for j in tl.range(first, tl.minimum(first + per_part, spans), BN, num_stages=1):
             p_k, b_unread = open_means(
-                i, means, n, p_table, sealed, recent.sinks, spans, i_batch, i_head, BLOCK_SIZE, BN
+                j, means, n, p_table, sealed, recent.sinks, spans, i_batch, i_head, BLOCK_SIZE, BN
             )
             m_n = b_unread > 0
             b_max, b_sum, b_acc = take_tile(
@@ -295,4 +314,5 @@ def sparse_decode_split_kernel(
     if from_host is not None:
         count_from_host(from_host, b_host, i_batch, i_head, True)
     b_out = b_acc / whole(b_sum)[:, None]
-    store_part(parts, i_row, i_part, b_max, b_sum, b_out, b_count, o_g, True, GROUP, DV)
+    store_part(parts, i, i_head, b_max, b_sum, b_out, b_count, o_g, True, GROUP, DV)
+    store_range(parts, i_batch, i, n_parts, (i_part == 0) & (i_head == 0))

@@ -1,7 +1,8 @@
 """Exact attention of one query per row over chosen cached tokens: the launches.
 
-The tokens of a row and KV head are split over several programs, and a second kernel merges the parts. How many there
-are depends on shapes alone; each row shares out what it has itself.
+The tokens of a row and KV head are split over several programs, and a second kernel merges the parts. How many programs
+there are depends on shapes alone; over keys and values, which row's tokens they take depends on the lengths of all rows
+(:mod:`.share`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from .config import is_native
 from .latents import sparse_decode_latent_blocks_kernel, sparse_decode_latent_tokens_kernel
 from .merge import merge
 from .reference import check_means, has_latents
-from .split import Cut, Means, Parts, Recent, sparse_decode_split_kernel
+from .share import Kinds, Share, batch_constant, programs
+from .split import Means, Parts, Recent, sparse_decode_split_kernel
 
 
 def sparse_decode(
@@ -49,7 +51,7 @@ def sparse_decode(
     """As ``reference.sparse_decode``; ``config`` (:class:`.config.Config`) replaces the one for these shapes."""
     batch, q_heads, dk = q.shape
     heads, block_size = kv.shape[1:3]
-    lists, group = batch * heads, q_heads // heads
+    group = q_heads // heads
     require_rows(rows, batch)
     require_dense_rows(kv=kv, block_table=block_table, ids=ids, recent_kv=recent_kv, sink_logits=sink_logits)
     require_dense_rows(pages=pages, page_ids=page_ids, means=means, columns=columns)
@@ -70,17 +72,24 @@ def sparse_decode(
     first, end = sinks if granularity == "all" else 0, recent_kv.shape[2]
     config = config or default(q, kv, recent_kv, value_dim, granularity)
     tile, span = config.tile, 1 if means is None else mean_tokens // block_size
+    if latents and granularity != "token":  # a tile is within a block
+        tile = min(tile, block_size)
     spans = 0 if means is None else triton.cdiv(block_table.shape[1], span)
-    if latents:  # one list of tiles, each within a block
-        tile = tile if granularity == "token" else min(tile, block_size)
-        tiles = triton.cdiv(n + end - first, tile)
-        near_parts = triton.cdiv(tiles, max(1, triton.cdiv(tiles, config.parts)))
-        parts = near_parts + triton.cdiv(spans, per_part(spans, tile, config.parts))
-    else:  # first those of the stored tokens, then those of the recent buffer, then those of the means
-        per_split = per_part(n + end - first + spans, tile, config.parts)
-        parts = triton.cdiv(n, per_split) + triton.cdiv(end - first, per_split) + triton.cdiv(spans, per_split)
-    sizes = lists * parts * group * value_dim, lists * parts * group, lists * parts
-    held = Parts(*torch.empty(sum(sizes), dtype=torch.float32, device=q.device).split(sizes))
+    head_tiles = triton.cdiv(group, config.heads)
+    if latents:  # each row has equally many, first those of one list of tiles, then those of the means
+        each = max(1, config.programs // (batch * heads * head_tiles))
+        near = triton.cdiv(n + end - first, tile)
+        near = max(1, triton.cdiv(near, max(1, triton.cdiv(near, each))))
+        by_means = triton.cdiv(spans, tile)
+        by_row = near + triton.cdiv(by_means, max(1, triton.cdiv(by_means, each)))
+        share, parts = Share(batch, near, by_row, n), batch * by_row
+    else:
+        most = Kinds(*(triton.cdiv(tokens, tile) for tokens in (n, end - first, spans)))
+        aim, parts = programs(config.programs // heads, batch, most)
+        share = Share(batch, aim, parts, n)
+    sizes = parts * q_heads * value_dim, parts * q_heads, parts * heads, 2 * batch
+    held = torch.empty(sum(sizes), dtype=torch.float32, device=q.device).split(sizes)
+    held = Parts(*held[:3], held[3].view(torch.int32))
     if out is None:
         out = torch.empty(batch, q_heads, value_dim, dtype=q.dtype, device=q.device)
     recent = Recent(*operand(Tokens, recent_kv), sinks, first, end)
@@ -90,12 +99,11 @@ def sparse_decode(
     stand = None
     if means is not None:
         listed_columns = operand(Rows, ids if columns is None else columns)
-        stand = Means(means, *means.stride()[:2], *listed_columns, block_table.shape[1], span)
+        stand = Means(means, *means.stride()[:2], *listed_columns, block_table.shape[1], span, n.bit_length())
     scales = float(scale), None if softcap is None else float(softcap)
     fixed = {
         "NATIVE": is_native(q, kv, recent_kv),
         "BLOCK_SIZE": block_size,
-        "HEADS": heads,
         "GROUP": group,
         "DK": dk,
         "DV": value_dim,
@@ -104,24 +112,22 @@ def sparse_decode(
         "num_warps": config.warps,
     }
     if latents:
-        grid = lists * triton.cdiv(group, config.heads), parts
         fixed["BH"] = config.heads
+        grid = parts * head_tiles, heads
         if granularity == "token":
-            args = *tensors, rows, table, listed, operand(Rows, used), stand, held, counted, n, near_parts, *scales
+            args = *tensors, rows, table, listed, operand(Rows, used), stand, held, counted, share, *scales
             launch(sparse_decode_latent_tokens_kernel, grid, q, *args, **fixed)
         else:
-            steps = {t.stride(-2) for t in (kv, recent_kv, pages) if t is not None}  # distance of two tokens' rows
-            fixed["STEP"] = steps.pop() if len(steps) == 1 else 0
-            args = *tensors, rows, table, listed, page_ids, held, counted, n, *scales
+            strides = {t.stride(-2) for t in (kv, recent_kv, pages) if t is not None}  # distance of two tokens' rows
+            fixed["STEP"] = strides.pop() if len(strides) == 1 else 0
+            args = *tensors, rows, table, listed, page_ids, held, counted, share, *scales
             launch(sparse_decode_latent_blocks_kernel, grid, q, *args, **fixed)
     else:
         used = operand(Rows, used)
-        args = *tensors, rows, table, listed, page_ids, used, stand, held, counted, Cut(n, per_split), *scales
-        launch(sparse_decode_split_kernel, (lists, parts), q, *args, GRANULARITY=granularity, **fixed)
-    merge(held, parts, sink_logits, attended, lse, out, heads)
+        args = *tensors, rows, table, listed, page_ids, used, stand, held, counted, share, *scales
+        fixed["BATCH"] = batch_constant(batch)
+        if granularity == "all" and config.warps == 4 and max(dk, value_dim) <= 128:
+            fixed["maxnreg"] = 128  # or Triton takes 152, and a processor holds three programs instead of four
+        launch(sparse_decode_split_kernel, (parts, heads), q, *args, GRANULARITY=granularity, **fixed)
+    merge(held, sink_logits, attended, lse, out, heads)
     return out
-
-
-def per_part(tokens: int, tile: int, parts: int) -> int:
-    """Tokens of a part, in whole tiles, if there may be so many parts."""
-    return max(1, triton.cdiv(triton.cdiv(tokens, parts), tile)) * tile

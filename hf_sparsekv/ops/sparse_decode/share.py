@@ -1,0 +1,134 @@
+"""How the work of a batch is shared out over the programs of one launch, whatever the lengths of its rows are.
+
+How many programs a launch has depends on shapes alone: a captured step stays as it is. What each of them does it finds
+out itself, from the lengths of all rows: a part has as many tiles as leave about ``aim`` parts of the whole batch, and
+the parts of all rows stand one after the other, the same for each KV head. So a long row among short ones has many
+parts, an empty row has one, and no part has more tiles than an equal share. (FlashInfer plans work by the lengths of a
+batch, too, arXiv 2501.01005, section 3.3; there the host does it.)
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .._operands import padded
+from .._paged import load_row
+
+
+class Share(NamedTuple):
+    """Rows of the batch; parts to aim at, and most that there are programs for; stored tokens of a list.
+
+    Over latents ``most`` are the parts of each row, of which the first ``aim`` are not those of means.
+    """
+
+    batch: Any
+    aim: Any
+    most: Any
+    n: Any
+
+
+class Kinds(NamedTuple):
+    """Tiles of stored tokens, of the recent buffer and of means; or parts."""
+
+    stored: Any
+    recent: Any
+    means: Any
+
+
+def programs(aim: int, batch: int, tiles: Kinds) -> tuple[int, int]:
+    """Parts to aim at, and how many there may be: of ``batch`` rows with at most ``tiles`` each.
+
+    A part is of one kind. Beside the ``aim`` each row may have one more of each further kind, but no more than that:
+    equal parts of which the last ones wait for a processor take twice as long.
+    """
+    aim, kinds = max(1, aim), max(1, sum(map(bool, tiles)))
+    return aim, min(max(aim, batch) + batch * (kinds - 1), batch * max(1, sum(tiles)))
+
+
+@triton.jit
+def count_means(means, sealed, BLOCK_SIZE: tl.constexpr):
+    """Spans of a row of which something is sealed."""
+    return tl.cdiv(tl.minimum(sealed, means.cap * BLOCK_SIZE), means.span * BLOCK_SIZE)
+
+
+@triton.jit
+def count_recent(length, sealed, recent):
+    """Entries of the recent buffer that a row walks over: none if it is empty."""
+    n = tl.minimum(recent.sinks + length - sealed, recent.end) - recent.first
+    return tl.where(length > 0, tl.maximum(n, 0), 0)
+
+
+@triton.jit
+def count_tiles(length, sealed, n, recent, means, BOUNDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr):
+    """:class:`Kinds` of a row, or of several.
+
+    ``BOUNDED``: of the ``n`` stored tokens of a list no more are there than the row has; otherwise the list is walked
+    over to its end.
+    """
+    if BOUNDED:
+        stored = tl.minimum(n, sealed)
+    else:
+        stored = tl.where(sealed > 0, n, 0)
+    spans = tl.zeros_like(sealed)
+    if means is not None:
+        spans = count_means(means, sealed, BLOCK_SIZE)
+    return Kinds(tl.cdiv(stored, BN), tl.cdiv(count_recent(length, sealed, recent), BN), tl.cdiv(spans, BN))
+
+
+@triton.jit
+def count_parts(tiles, each):
+    """:class:`Kinds` of parts with ``each`` tiles at most."""
+    return Kinds(tl.cdiv(tiles.stored, each), tl.cdiv(tiles.recent, each), tl.cdiv(tiles.means, each))
+
+
+@triton.jit
+def add_up(parts):
+    """Parts of a row: at least one, which may be empty."""
+    return tl.maximum(parts.stored + parts.recent + parts.means, 1)
+
+
+@triton.jit
+def find_part(
+    i,
+    rows,
+    share,
+    recent,
+    means,
+    BOUNDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BN: tl.constexpr,
+    BATCH: tl.constexpr,
+):
+    """Whether there is a part ``i``; its row and number among the row's parts; :class:`Kinds` of these, and how
+    many they are.
+
+    ``BATCH``: a power of two, at least the number of rows.
+    """
+    o_b = tl.arange(0, BATCH)
+    m_b = o_b < share.batch
+    b_length = tl.load(rows + 2 * o_b, mask=m_b, other=0)
+    b_sealed = tl.load(rows + 2 * o_b + 1, mask=m_b, other=0)
+    b_tiles = count_tiles(b_length, b_sealed, share.n, recent, means, BOUNDED, BLOCK_SIZE, BN)
+    total = tl.sum(b_tiles.stored + b_tiles.recent + b_tiles.means, 0)
+    each = tl.maximum(tl.cdiv(total, share.aim), 1)
+    b_parts = tl.where(m_b, add_up(count_parts(b_tiles, each)), 0)
+    parts = tl.sum(b_parts, 0)
+    while parts > share.most:  # the last part of a row may be smaller, so there are more of them
+        each = tl.maximum(each + 1 + each // 64, each * parts // share.most)
+        b_parts = tl.where(m_b, add_up(count_parts(b_tiles, each)), 0)
+        parts = tl.sum(b_parts, 0)
+    b_end = tl.cumsum(b_parts, 0)
+    there = i < parts
+    i_batch = tl.where(there, tl.sum((b_end <= i).to(tl.int32), 0), 0)
+    i = i - tl.max(tl.where(b_end <= i, b_end, 0), 0)
+    length, sealed = load_row(rows, i_batch)
+    kinds = count_parts(count_tiles(length, sealed, share.n, recent, means, BOUNDED, BLOCK_SIZE, BN), each)
+    return there, i_batch.to(tl.int64), i, kinds, add_up(kinds)
+
+
+def batch_constant(batch: int) -> int:
+    """``BATCH`` of :func:`find_part`: few different ones, as each is a kernel of its own."""
+    return 1 if batch == 1 else padded(batch, 32)

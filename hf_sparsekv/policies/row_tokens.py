@@ -1,0 +1,210 @@
+"""Copies of chosen tokens for a batch whose rows come and go: one memory, shared out to the rows as they need it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kv.store import LayerStore
+from ..offload.lanes import Lanes, Move, moved
+from ..ops.device_tokens import EMPTY, TokenSlots, young_tokens
+from ..tensors import no_inference_mode
+from .base import Policy
+from .device_tokens import REUSED, DeviceTokens, slot_bytes
+
+SPILL = 32  # of so many tokens that were chosen a working set leaves one out
+
+
+class _Part(NamedTuple):
+    """What is known of the slots of all layers with so many KV heads on one device, in one piece.
+
+    Args:
+        columns, stamps: int32 ``[layers, H, total]``.
+        slots: int32 ``[layers, batch, H, n]``.
+        now: int32 ``[layers, batch, H]``.
+    """
+
+    columns: Tensor
+    stamps: Tensor
+    slots: Tensor
+    now: Tensor
+
+
+class RowTokens:
+    """The :class:`DeviceTokens` of all layers, and how many slots each row has of them.
+
+    A row's room is the same for every layer and KV head. What a row holds stays where its room changes, and moves with
+    its lane, as far as it fits.
+
+    Attributes:
+        lanes: where each row's slots are.
+        layers: what each layer holds.
+    """
+
+    @no_inference_mode
+    def __init__(self, stores: Sequence[LayerStore], slots: int) -> None:
+        """``slots`` of each KV head, all rows together; no row has any yet."""
+        batch, size = stores[0].batch, stores[0].block_size
+        columns = stores[0].block_table.shape[1] * size
+        self.lanes, self.layers = Lanes(batch, slots, size), []
+        total, self._parts = self.lanes.slots, []
+        made: dict[LayerStore, TokenSlots] = {}
+        for device, heads in dict.fromkeys((store.device, store.heads) for store in stores):
+            mine = [store for store in stores if (store.device, store.heads) == (device, heads)]
+
+            def full(*shape: int, value: int, device: torch.device = device, layers: int = len(mine)) -> Tensor:
+                return torch.full((layers, *shape), value, dtype=torch.int32, device=device)
+
+            part = _Part(
+                columns=full(heads, total, value=-1),
+                stamps=full(heads, total, value=EMPTY),
+                slots=full(batch, heads, columns, value=-1),
+                now=full(batch, heads, value=0),
+            )
+            self._parts.append(part)
+            for store, *held in zip(mine, *part):
+                kv = torch.empty(heads, total, store.width, dtype=store.dtype, device=device)
+                made[store] = TokenSlots(kv, *held, self.lanes.on(device))
+        for store in stores:
+            self.layers.append(DeviceTokens(store, 0, store.pages.pools.enabled(store.device), made[store]))
+
+    @classmethod
+    def open(cls, policies: Sequence[Policy], stores: Sequence[LayerStore]) -> RowTokens | None:
+        """Room for the copies of these layers, as much as their cache allows; each policy gets its layer's.
+
+        None, and the policies none, where no device memory is to be had: steps read what they choose in host memory.
+        """
+        for policy in policies:
+            policy.tokens = None  # before new memory is asked for
+        pools, first = stores[0].pages.pools, stores[0]
+        there = first.block_table.shape[1] * first.block_size
+        chosen = max(policy.wanted_copies(there) for policy in policies)
+        slots = pools.tokens(chosen, there, max(map(slot_bytes, stores)), first.device, first.batch, least=1)
+        if slots < first.block_size:
+            return None
+        try:
+            made = cls(stores, slots)
+        except torch.OutOfMemoryError as error:
+            pools.refuse(error)
+            return None
+        for policy, held in zip(policies, made.layers):
+            policy.tokens = held
+        return made
+
+    # ------------------------------------------------------------------ the room of rows
+
+    @property
+    def even(self) -> int:
+        """The slots of a row if all have as many."""
+        size = self.lanes.block_size
+        return max(size, self.lanes.slots // len(self.lanes.held) // size * size)
+
+    @torch.no_grad()
+    def give(self, row: int, room: int) -> None:
+        """Row ``row`` has ``room`` slots of each layer and KV head from here on, a multiple of the block size.
+
+        Raises:
+            ValueError: there are not so many free. Nothing has changed.
+        """
+        had = self.lanes.held[row][1]
+        try:
+            moves = self.lanes.give(row, room)
+            first, kept = self.lanes.held[row][0], min(room, had)
+            moved([held.kv for held in self.layers], moves, 1)
+            for part in self._parts:
+                moved((part.columns, part.stamps), moves, 2)
+                self._clear(part, first + kept, first + room)
+                if room < had:
+                    part.slots[:, row].masked_fill_(part.slots[:, row] >= room, -1)
+        except ValueError:
+            raise
+        except BaseException:  # an interrupt, no memory to move with: who holds what is unknown
+            for held in self.layers:
+                held.forget()
+            raise
+
+    @staticmethod
+    def _clear(part: _Part, first: int, end: int) -> None:
+        """These slots hold nothing."""
+        if first < end:
+            part.columns[:, :, first:end] = -1
+            part.stamps[:, :, first:end] = EMPTY
+
+    @torch.no_grad()
+    def forget(self, row: int) -> None:
+        """Nothing of this row is held."""
+        first, room = self.lanes.held[row]
+        for part in self._parts:
+            self._clear(part, first, first + room)
+            part.slots[:, row] = -1
+
+    def begin(self, row: int, room: int, source: int | None = None) -> None:
+        """A row has come, which has no slots yet: it gets ``room``, and holds what row ``source`` does, or nothing."""
+        self.forget(row)
+        self.give(row, room)
+        if source is None:
+            return
+        (at, had), (to, room) = self.lanes.held[source], self.lanes.held[row]
+        copied = Move(at, to, min(had, room))
+        moved([held.kv for held in self.layers], [copied], 1)
+        for part in self._parts:
+            moved((part.columns, part.stamps), [copied], 2)
+            slots = part.slots[:, source]
+            part.slots[:, row] = slots.masked_fill(slots >= copied.kept, -1)
+            part.now[:, row] = part.now[:, source]
+
+    def move(self, row: int, source: int) -> None:
+        """Row ``row``, which has no slots, goes on as what row ``source`` was, where that was."""
+        self.lanes.move(row, source)
+        for part in self._parts:
+            part.slots[:, row] = part.slots[:, source]
+            part.now[:, row] = part.now[:, source]
+
+    def end(self, row: int) -> None:
+        """A row has left: its slots are free. What it held is forgotten where somebody else gets them."""
+        self.lanes.give(row, 0)
+
+    # ------------------------------------------------------------------ working sets
+
+    @torch.no_grad()
+    def working_sets(self, steps: int) -> Tensor:
+        """int32 ``[batch]``: of each row, the room that the tokens need which its last ``steps`` steps have chosen.
+
+        Launches a few kernels and waits for nothing.
+        """
+        young = [young_tokens(part.stamps, part.now, self.lanes.on(part.now.device), steps) for part in self._parts]
+        of_rows = [found.transpose(0, 1).flatten(1).to(young[0].device) for found in young]
+        return needed_room(torch.cat(of_rows, dim=1))
+
+
+def needed_room(held: Tensor) -> Tensor:
+    """The least room that is the same for all layers and KV heads and holds nearly all of what they want to hold.
+
+    A row has as many slots in every layer and head, but not all choose from as many tokens. The mean would leave those
+    that do from many too little, just where steps read over the link; the most would be one head's. So: all but one in
+    ``SPILL`` tokens, summed over layers and heads, have a slot.
+
+    Args:
+        held: int ``[rows, n]``: tokens that each layer and head wants to hold.
+
+    Returns:
+        int32 ``[rows]``.
+    """
+    most = held.long().sort(dim=-1, descending=True).values
+    sums, count = most.cumsum(-1), torch.arange(1, held.shape[1] + 1, device=held.device)
+    spill = sums[:, -1:] // SPILL
+    # With room r the first i spill sums[i] - i * r. At r = most[i - 1] none behind them spills.
+    last = (sums - count * most <= spill).sum(-1, keepdim=True) - 1
+    over = sums.gather(-1, last) - spill
+    return -((-over) // (last + 1)).squeeze(-1).int()
+
+
+def expected_working_set(policy: Policy, tokens: int) -> int:
+    """Slots that a row of ``tokens`` tokens is likely to need, of which no step is known. No more than it has tokens.
+
+    ``REUSED`` selections; 0 where nothing is chosen of so few tokens, or no copies are kept.
+    """
+    return min(tokens, round(REUSED * policy.wanted_copies(tokens)))
