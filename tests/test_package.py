@@ -13,7 +13,19 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Everything that pyproject.toml does not name under `dependencies`.
-OPTIONAL = ("triton", "gguf", "pandas", "matplotlib", "accelerate", "datasets", "gradio", "liger_kernel")
+OPTIONAL = (
+    "triton",
+    "gguf",
+    "pandas",
+    "matplotlib",
+    "accelerate",
+    "datasets",
+    "gradio",
+    "liger_kernel",
+    "fastapi",
+    "uvicorn",
+    "prometheus_client",
+)
 
 # As if they were not installed: packages that only ask whether something is there find nothing, too.
 BLOCK = """
