@@ -20,7 +20,7 @@ DEMO_FLAGS ?= --browser
 DEMO_OPTIONS ?= --token-budget 256 --max-new-tokens 32
 
 .DEFAULT_GOAL := help
-.PHONY: help venv small-model demo-text test test-core test-demo browser test-small test-accuracy test-lm-eval test-newest lint format bench demo check-wheel clean
+.PHONY: help venv docs small-model demo-text test test-core test-demo browser test-small test-accuracy test-lm-eval test-newest lint format bench demo check-wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1\t/' | expand -t 14
@@ -83,6 +83,9 @@ lint: $(INSTALLED)  ## ruff check, ruff format --check, and that imports go one 
 format: $(INSTALLED)  ## let ruff fix and format the files
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(INSTALLED)  ## build the documentation into build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 bench: small-model  ## needles and perplexity on the small real model (appends to benchmarks/results)
 	$(BIN)/python -m benchmarks.studies.small_model needle
