@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from os import PathLike
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ def _require(ok: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -67,7 +67,7 @@ def _not_negative(name: str, value: object) -> None:
     _require(_is_int(value) and value >= 0, f"{name} must be an integer >= 0, got {value!r}")
 
 
-def _power_of_two(name: str, value: object) -> None:
+def _power_of_two(name: str, value: Any) -> None:
     _positive(name, value)
     _require(value & (value - 1) == 0, f"{name} must be a power of two, got {value}")
 
@@ -100,7 +100,7 @@ def _flag_or_none(name: str, value: object) -> None:
     _require(value is None or isinstance(value, bool), f"{name} must be True, False or None, got {value!r}")
 
 
-def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+def _one_of(name: str, value: object, choices: tuple[str | None, ...]) -> None:
     _require(value in choices, f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
@@ -128,8 +128,8 @@ class SparseConfig(Options):
             never. A number holds for offloaded blocks, too; with blocks on a second device it is an error.
     """
 
-    FREE = ("dense_below", "max_length")
-    PRESETS = MappingProxyType({})
+    FREE: ClassVar[tuple[str, ...]] = ("dense_below", "max_length")
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
 
     block_size: int = 64
     sinks: int = 4
