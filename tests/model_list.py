@@ -154,7 +154,7 @@ OWN: dict[str, dict] = {
 DEPTH = {"gemma3": 6}  # layers, where the first one that attends to its whole past comes later
 
 
-# Why replayed steps give other tokens, where that is known.
+# Why tokens are others, where that is known.
 _POSITIONS = ": the decoder counts positions on the host, and a captured step keeps those that it was captured with"
 _CHUNKS = (
     ": the chunks of its attention become sliding windows (contexts of up to one `attention_chunk_size` are right)"
@@ -162,6 +162,7 @@ _CHUNKS = (
 KNOWN = {
     **dict.fromkeys(("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"), _POSITIONS),
     **dict.fromkeys(("llama4", "llama4_text"), _CHUNKS),
+    "bigbird_pegasus": ": its attention modules say that they are not causal, and leave that to the mask",
 }
 
 
@@ -282,7 +283,8 @@ def _survey(kind: str, said: list, show: bool) -> Line:
             note = f"as with eager attention; {original} gives other tokens"
             model.set_attn_implementation(original)
         if not any(torch.equal(found, text) for text in expected.values()):
-            return Line(kind, name, FAILS, "other tokens than with transformers' own cache")
+            why = f"other tokens than with transformers' own cache{KNOWN.get(kind, '')}"
+            return Line(kind, name, FAILS, why)
         if not caches[0].sparse_layers:
             why = next((str(w.message) for w in said if "nothing to make sparse" in str(w.message)), "")
             return Line(kind, name, DENSE, _first(why.rpartition(": ")[0]))
