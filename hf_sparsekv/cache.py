@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -107,7 +108,11 @@ class SparseCache(Cache):
     config_type: ClassVar[type[SparseConfig] | None] = None  # the only one that the class takes, and its default
 
     def __init__(
-        self, config: SparseConfig, offload: OffloadConfig | None = None, model_config=None, **changes: Any
+        self,
+        config: SparseConfig,
+        offload: OffloadConfig | None = None,
+        model_config: PreTrainedConfig | None = None,
+        **changes: Any,
     ) -> None:
         super().__init__(layers=[])
         if self.config_type is not None:
@@ -162,7 +167,7 @@ class SparseCache(Cache):
 
     # ------------------------------------------------------------------ layers
 
-    def bind(self, model_config) -> None:
+    def bind(self, model_config: PreTrainedConfig) -> None:
         """Learn the model's layers from its configuration; otherwise the first attention call does.
 
         Raises:
@@ -675,7 +680,7 @@ class SparseCache(Cache):
         path: str | PathLike[str],
         config: SparseConfig | None = None,
         offload: OffloadConfig | Literal["default"] | None = "default",
-        model_config=None,
+        model_config: PreTrainedConfig | None = None,
         device: torch.device | str | None = None,
     ) -> SparseCache:
         """Read a cache that :meth:`save` wrote. Counters begin anew.
@@ -722,7 +727,7 @@ class OffloadedSparseCache(SparseCache):
         self,
         config: TwoLevelConfig | None = None,
         offload: OffloadConfig | None = OffloadConfig(),  # noqa: B008 (frozen)
-        model_config=None,
+        model_config: PreTrainedConfig | None = None,
         **changes: Any,
     ) -> None:
         super().__init__(config, offload, model_config, **changes)
@@ -748,7 +753,7 @@ class ProgressiveCache(SparseCache):
         self,
         config: ProgressiveConfig | None = None,
         offload: OffloadConfig | None = None,
-        model_config=None,
+        model_config: PreTrainedConfig | None = None,
         **changes: Any,
     ) -> None:
         super().__init__(config, offload, model_config, **changes)
@@ -778,7 +783,7 @@ class AsyncPredictiveCache(SparseCache):
         self,
         config: PredictiveConfig | None = None,
         offload: OffloadConfig | None = None,
-        model_config=None,
+        model_config: PreTrainedConfig | None = None,
         **changes: Any,
     ) -> None:
         super().__init__(config, offload, model_config, **changes)
