@@ -204,7 +204,10 @@ class SparseCache(Cache):
 
     def use_rings(self) -> None:
         """Replace filled sliding layers of transformers' own by ones that a captured step can use."""
+        kinds = getattr(self.model_config.get_text_config(decoder=True), "layer_types", None) or ()
         for index, layer in enumerate(self.layers):
+            if index < len(kinds) and kinds[index] == "chunked_attention":
+                continue  # transformers keeps chunks in the same class: each begins anew, and is no window
             if type(layer) is DynamicSlidingWindowLayer and layer.is_initialized and not layer.record_past:
                 self.layers[index] = SlidingRing(layer, self, index)
 

@@ -16,8 +16,10 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -91,7 +93,7 @@ class Engine:
             stack.enter_context(sparse(model, settings.config, offload=settings.offload))
             model.eval()
             stack.callback(model.train, self._was_training)
-            cache = settings.cache(model)
+            cache = replace(settings, config=one_kind(settings.config)).cache(model)
             rows = cache.rows(serving.max_rows, self.max_length)
             stack.callback(cache.reset)
             self.vocabulary = warm_up(model, rows, self.max_length)
@@ -348,9 +350,9 @@ class Engine:
         runner = runner_of(self.model)
         used, limit = (0, None) if self._cache.budget is None else (self._cache.budget.used, self._cache.budget.limit)
         return EngineStats(
-            running=len(loop.running),
+            running=sum(request.candidate.runs for request in list(loop.running)),
             waiting=loop.queued,
-            held=0,
+            held=sum(not request.candidate.runs for request in list(loop.running)),
             prefilling=int(loop.reading is not None),
             requests=counts.requests,
             finished=counts.finished,
@@ -364,8 +366,8 @@ class Engine:
             step_s=counts.step_s,
             prefill_s=1e-3 * loop.pace.spent_ms,
             captures=0 if runner is None else runner.captures,
-            device_tokens=0,
-            device_tokens_used=0,
+            device_tokens=loop.rows.slots,
+            device_tokens_used=loop.rows.slots - loop.rows.free_slots,
             host_bytes=used,
             host_limit=limit,
             link_bytes=0,
@@ -376,31 +378,46 @@ class Engine:
         )
 
 
+def one_kind(config: SparseConfig) -> SparseConfig:
+    """The configuration for a batch whose rows come and go.
+
+    By default steps below some length attend to everything, where that is as quick. Here the mean of the rows would
+    pass that length again and again, and each kind of step needs its graphs: they choose from the first token on.
+    """
+    return replace(config, dense_below=0) if config.dense_below == "auto" else config
+
+
 def warm_up(model: PreTrainedModel, rows: RowBatch, max_length: int) -> int:
     """Make the layers' memory, compile, and capture; gives the number of logits.
 
     Raises:
         ValueError: rows of this model cannot come and go.
     """
-    cuda = model.device.type == "cuda"
-    recent = rows.cache.config.window + rows.cache.config.max_draft
-    lengths = [min(8, max_length - 2)]
-    if cuda:  # steps that choose, as well
-        budget = getattr(rows.cache.config, "token_budget", None) or 1024
-        lengths.insert(0, min(2 * (recent + budget) + rows.cache.config.block_size, max_length - 2))
-    width = 0
-    for length in lengths:
-        ids = torch.arange(max(length, 1), device=model.device)[None] % model.get_input_embeddings().num_embeddings
-        first = rows.prefill(model, ids)
-        width = first.logits.shape[-1]
-        row = rows.join(first)
-        if cuda:
-            tokens = torch.zeros(rows.max_rows, dtype=torch.long, device=model.device)
-            while len(rows.rows) < rows.max_rows:
-                rows.fork(row)
-            for last in reversed(range(rows.max_rows)):
-                rows.step(model, tokens)
-                rows.leave(last)
-        else:
-            rows.leave(row)
-    return width
+    config = rows.cache.config
+    length = min(config.window + config.max_draft + 2 * config.block_size, max_length - 2)
+    ids = torch.arange(max(length, 1), device=model.device)[None] % model.get_input_embeddings().num_embeddings
+    first = rows.prefill(model, ids)
+    row = rows.join(first)
+    if model.device.type == "cuda":
+        blocks, channels = rows.blocks(row), rows.channels(row)
+        # Steps that choose: of a context that is the same block again and again.
+        budget = getattr(config, "token_budget", None) or max_length
+        most = (max_length - 2) // config.block_size
+        long = rows.begin(np.repeat(blocks[:1], min(most, 2 * budget // config.block_size + 8)), channels)
+        rows.adopt(long)
+        _all_widths(model, rows, row)
+        _all_widths(model, rows, rows.join(long))
+    else:
+        rows.leave(row)
+    return first.logits.shape[-1]
+
+
+def _all_widths(model: PreTrainedModel, rows: RowBatch, row: int) -> None:
+    """Capture steps of each width, of rows like ``row``, which leave."""
+    tokens = torch.zeros(rows.max_rows, dtype=torch.long, device=model.device)
+    while len(rows.rows) < rows.max_rows:
+        rows.fork(row)
+    for last in reversed(range(rows.max_rows)):
+        if last + 1 == rows.width:
+            rows.step(model, tokens)
+        rows.leave(last)
