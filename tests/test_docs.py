@@ -119,6 +119,19 @@ def rows() -> dict:
     return {**names, "model": build("llama", "sparsekv"), "ids": prompt(1, 120)["input_ids"]}
 
 
+def serving() -> dict:
+    model, plain = build("llama", "sdpa"), tokenizer_of(VOCAB)
+
+    class Tokenizer(type(plain)):
+        """Takes any words."""
+
+        def __call__(self, text, **given):
+            return super().__call__(words(len(text.split())), **given)
+
+    plain.__class__ = Tokenizer
+    return {"model": model, "tokenizer": plain}
+
+
 def evaluation() -> dict:
     ids = tuple(prompt(1, 90)["input_ids"][0].tolist())
     samples = [Sample("mine", 90, i, ids, ("w2",), 4, found_share) for i in range(2)]
@@ -146,7 +159,8 @@ def extending() -> dict:
 
 # What a page's blocks may use, and what in them is replaced to run here: lengths that a tiny model has, no hub.
 NAMES: dict[str, Callable[[], dict]] = {
-    f"docs/{made.__name__}.md": made for made in (generating, saving, reuse, monitoring, rows, evaluation, extending)
+    f"docs/{made.__name__}.md": made
+    for made in (generating, saving, reuse, monitoring, rows, serving, evaluation, extending)
 }
 REPLACED = {
     "docs/generating.md": (("you/sparse-generate", str(ROOT)),),
@@ -164,7 +178,9 @@ def test_every_block_compiles(block):
 def test_every_block_runs_or_says_why_not():
     assert set(RUN) == {*NAMES, *BY_ANOTHER_TEST}
     assert [(block.page, block.why) for block in BLOCKS if block.why] == [
-        ("docs/mla.md", "a model of 30B parameters from the hub")
+        ("docs/mla.md", "a model of 30B parameters from the hub"),
+        ("docs/serving-http.md", "asks a server"),
+        ("docs/serving-http.md", "makes an engine that nobody closes"),
     ]
 
 
@@ -189,7 +205,9 @@ def test_the_blocks_run_in_their_order(page, tmp_path, monkeypatch, capsys):
     if page == "docs/saving.md":
         assert (tmp_path / "document.safetensors").exists() and printed.count("w") > 20
     if page == "docs/rows.md":
-        assert there["logits"].shape == (8, VOCAB) and not there["rows"].rows
+        assert there["logits"].shape == (1, VOCAB) and len(there["rows"].rows) == 1
+    if page == "docs/serving.md":
+        assert len(there["answers"]) == 2 and all(there["answers"]) and printed
 
 
 def test_the_method_in_the_docs_is_the_one_in_the_package():
