@@ -36,7 +36,7 @@ from .mask_watch import MaskWatch
 _STATIC = ("input_ids", "position_ids", "attention_mask", "past_key_values")
 _changing = threading.RLock()  # one thread at a time changes models
 _MAX_GRAPHS = 8  # per cache: plans x shapes that alternate; what was not needed for longest goes first
-_KINDS = 2  # plans that alternate in each width of rows that come and go
+_KINDS = 3  # of steps that one width of rows alternates between: all there is, as quick as choosing, chosen
 
 Sides = tuple[torch.cuda.Stream, torch.cuda.Stream]  # for look-ahead: of the step's priority, of lower priority
 

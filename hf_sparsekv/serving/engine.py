@@ -16,7 +16,6 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -93,11 +92,15 @@ class Engine:
             stack.enter_context(sparse(model, settings.config, offload=settings.offload))
             model.eval()
             stack.callback(model.train, self._was_training)
-            cache = replace(settings, config=one_kind(settings.config)).cache(model)
+            cache = settings.cache(model)
             rows = cache.rows(serving.max_rows, self.max_length)
             stack.callback(cache.reset)
-            self.vocabulary = warm_up(model, rows, self.max_length)
+            row, self.vocabulary = first_row(model, rows, self.max_length)
             self._blocks = self._reserve(cache, settings.offload)
+            if runner_of(model) is None:
+                rows.leave(row)
+            else:
+                capture_all(model, rows, row)
             detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
             self._loop = Loop(model, rows, serving, self._blocks, self._eos(), detokenizer, self.vocabulary)
             self._stack = stack.pop_all()
@@ -378,38 +381,35 @@ class Engine:
         )
 
 
-def one_kind(config: SparseConfig) -> SparseConfig:
-    """The configuration for a batch whose rows come and go.
-
-    By default steps below some length attend to everything, where that is as quick. Here the mean of the rows would
-    pass that length again and again, and each kind of step needs its graphs: they choose from the first token on.
-    """
-    return replace(config, dense_below=0) if config.dense_below == "auto" else config
-
-
-def warm_up(model: PreTrainedModel, rows: RowBatch, max_length: int) -> int:
-    """Make the layers' memory, compile, and capture; gives the number of logits.
+def first_row(model: PreTrainedModel, rows: RowBatch, max_length: int) -> tuple[int, int]:
+    """Make the layers' memory by a row that has a few full blocks; gives the row and the number of logits.
 
     Raises:
         ValueError: rows of this model cannot come and go.
     """
     config = rows.cache.config
-    length = min(config.window + config.max_draft + 2 * config.block_size, max_length - 2)
-    ids = torch.arange(max(length, 1), device=model.device)[None] % model.get_input_embeddings().num_embeddings
+    length = max(1, min(config.window + config.max_draft + 2 * config.block_size, max_length - 2))
+    ids = torch.arange(length, device=model.device)[None] % model.get_input_embeddings().num_embeddings
     first = rows.prefill(model, ids)
-    row = rows.join(first)
-    if model.device.type == "cuda":
-        blocks, channels = rows.blocks(row), rows.channels(row)
-        # Steps that choose: of a context that is the same block again and again.
-        budget = getattr(config, "token_budget", None) or max_length
-        most = (max_length - 2) // config.block_size
-        long = rows.begin(np.repeat(blocks[:1], min(most, 2 * budget // config.block_size + 8)), channels)
-        rows.adopt(long)
-        _all_widths(model, rows, row)
-        _all_widths(model, rows, rows.join(long))
-    else:
-        rows.leave(row)
-    return first.logits.shape[-1]
+    return rows.join(first), first.logits.shape[-1]
+
+
+def capture_all(model: PreTrainedModel, rows: RowBatch, row: int) -> None:
+    """Capture every kind of step in every width, so that none is captured while somebody waits; ``row`` leaves.
+
+    Steps attend to everything because that is all there is, or because that is as quick, or they choose: of contexts
+    that are the same block again and again.
+    """
+    config, blocks, channels = rows.cache.config, rows.blocks(row), rows.channels(row)
+    budget = (getattr(config, "token_budget", None) or 0) // config.block_size
+    most = (rows.max_length - 2) // config.block_size
+    lengths = sorted({min(budget + 2, most), most}) if len(blocks) else ()
+    longer = [rows.begin(np.repeat(blocks[:1], n), channels) for n in lengths]
+    for cache in longer:
+        rows.adopt(cache)
+    _all_widths(model, rows, row)
+    for cache in longer:
+        _all_widths(model, rows, rows.join(cache))
 
 
 def _all_widths(model: PreTrainedModel, rows: RowBatch, row: int) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from caches import FULL, SMALL
+from captured import imitated
 from models import VOCAB, build, prompt
 
 from hf_sparsekv import Engine, OffloadConfig, Sampling, ServingConfig, SparseCache, TwoLevelConfig
@@ -358,6 +359,25 @@ def test_counts(engine):
     assert after.ttft_s.count - before.ttft_s.count == after.total_s.count - before.total_s.count == 1
     assert after.between_s.count - before.between_s.count == 6
     assert after.steps - before.steps == 6
+
+
+@pytest.mark.parametrize("offload", [None, OffloadConfig()], ids=["resident", "offloaded"])
+@pytest.mark.parametrize("dense_below", [0, 600], ids=["chosen", "crossover"])
+def test_all_steps_are_captured_at_the_start(offload, dense_below):
+    net, runner = imitated()
+    config = TwoLevelConfig(**{**BUDGET, "dense_below": dense_below})
+    asked = [(150, 40), (20, 9), (301, 30), (65, 1), (90, 30), (7, 50)]
+    asked = [(ids_of(n, seed), tokens) for seed, (n, tokens) in enumerate(asked)]
+    with Engine(net, None, config, offload, replace(SERVING, prefix_cache=False)) as engine:
+        captures, replays = runner.captures, runner.replays
+        assert captures > len(engine._rows.widths)
+        handles = [engine.submit(ids, greedy(tokens)) for ids, tokens in asked]
+        outputs = [handle.result(100) for handle in handles]
+        assert runner.captures == captures == engine.stats().captures
+        assert runner.replays - replays == engine.stats().steps
+    if not dense_below:  # which goes by the mean of a batch
+        other = build("llama", "sparsekv")
+        assert [list(output.token_ids) for output in outputs] == [alone(other, config, *one) for one in asked]
 
 
 @pytest.fixture
