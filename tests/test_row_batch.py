@@ -11,7 +11,7 @@ import pytest
 import torch
 from caches import FULL, SMALL
 from captured import imitated
-from models import model, prompt, reference
+from models import build, model, prompt, reference
 
 from hf_sparsekv import (
     AsyncPredictiveCache,
@@ -132,6 +132,19 @@ def test_rows_answer_as_caches_of_their_own(name, captured):
     finally:
         if name == "ahead":
             QueryTap(it.alone).remove()
+
+
+def test_of_a_prompt_that_was_not_watched_nothing_is_added():
+    """What the row before it has left is not its own."""
+    net = build("llama", "sparsekv")
+    it = Rows(MADE["ahead"](), net, net)
+    with QueryTap(net):
+        row = it.join(it.prefill(150, 1))
+    added = [layer.policy.added for layer in it.rows.cache.sparse_layers[1:]]
+    assert all(held[row].any() for held in added)
+    it.rows.leave(row)
+    assert it.join(it.prefill(90, 2)) == row
+    assert not any(held[row].any() for held in added)
 
 
 def test_a_step_planned_twice_alike_asks_no_layer_again_unless_one_is_incomplete():
