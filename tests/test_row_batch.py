@@ -26,6 +26,8 @@ from hf_sparsekv import (
     TwoLevelConfig,
 )
 
+pytestmark = pytest.mark.filterwarnings("error:decode steps run eagerly: the model's forward")
+
 ROWS, LENGTH = 4, 400
 STEPS = int(os.environ.get("HF_SPARSEKV_RANDOM_STEPS", "700"))
 NEAR = 2e-3  # of logits whose spread is about 10: sums over other shapes

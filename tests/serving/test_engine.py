@@ -17,6 +17,8 @@ from hf_sparsekv import Engine, OffloadConfig, Sampling, ServingConfig, SparseCa
 from hf_sparsekv.serving import Busy, Closed
 from hf_sparsekv.serving.prefill import chunks
 
+pytestmark = pytest.mark.filterwarnings("error:decode steps run eagerly: the model's forward")
+
 LENGTH = 400
 WHOLE = {**SMALL, **FULL}
 BUDGET = {**SMALL, "dense_below": 0, "token_budget": 32}
