@@ -26,7 +26,7 @@ from hf_sparsekv import (
     TwoLevelConfig,
 )
 
-pytestmark = pytest.mark.filterwarnings("error:decode steps run eagerly: the model's forward")
+pytestmark = pytest.mark.filterwarnings("error:decode steps run eagerly")
 
 ROWS, LENGTH = 4, 400
 STEPS = int(os.environ.get("HF_SPARSEKV_RANDOM_STEPS", "700"))

@@ -17,7 +17,7 @@ from hf_sparsekv import Engine, OffloadConfig, Sampling, ServingConfig, SparseCa
 from hf_sparsekv.serving import Busy, Closed
 from hf_sparsekv.serving.prefill import chunks
 
-pytestmark = pytest.mark.filterwarnings("error:decode steps run eagerly: the model's forward")
+pytestmark = pytest.mark.filterwarnings("error:decode steps run eagerly")
 
 LENGTH = 400
 WHOLE = {**SMALL, **FULL}
