@@ -241,7 +241,7 @@ def same_walks(*stats) -> None:
 
 
 def row_state(cache, row: int) -> list[torch.Tensor]:
-    """What the layers keep of one row, copied."""
+    """The bytes that the layers keep of one row, copied: places not written yet may hold NaN, which equals nothing."""
     held = []
     for layer in cache.sparse_layers:
         store, tokens = layer.store, getattr(layer.policy, "tokens", None)
@@ -252,7 +252,7 @@ def row_state(cache, row: int) -> list[torch.Tensor]:
             lane = slice(first, first + room)
             held += [t[:, lane] for t in (tokens.kv, tokens.columns, tokens.stamps)]
             held += [t[row] for t in (tokens.slots, tokens.now, tokens.lanes)]
-    return [t.clone() for t in held]
+    return [t.clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in held]
 
 
 def test_prompts_between_two_steps_change_nothing():
