@@ -28,7 +28,7 @@ from .layers.sparse_layer import SparseLayer
 from .policies.base import Policy
 from .policies.row_tokens import RowTokens, expected_working_set
 from .telemetry.working_set import STEPS
-from .tensors import no_inference_mode
+from .tensors import no_inference_mode, sent
 
 
 class Batch(Protocol):
@@ -512,7 +512,10 @@ class RowBatch:
     def valid(self, device: torch.device) -> Tensor | None:
         """Which rows get a token, bool ``[max_rows, 1]``; None: all. The same tensor until that changes."""
         if self._valid is None or self._valid[1] != device:
-            made = None if all(self._active) else torch.tensor(self._active, device=device)[:, None]
+            made = None
+            if not all(self._active):
+                made = sent(self._active, torch.bool, device)[:, None]
+                self.cache.row_table.tokens_are(made, self._active)
             self._valid = made, device
         return self._valid[0]
 
@@ -539,10 +542,11 @@ class RowBatch:
         if full:
             raise ValueError(f"rows {full} hold max_length={self.max_length} tokens: leave() or hold() them first")
         device = self._device
-        ids = torch.as_tensor(tokens, device=device).view(-1, 1)
+        ids = tokens if isinstance(tokens, Tensor) else sent(tokens, torch.long, device)
+        ids = ids.to(device).view(-1, 1)
         if len(ids) != self.max_rows:
             raise ValueError(f"{len(ids)} tokens were given for {self.max_rows} rows: give one for each, active or not")
-        positions = torch.tensor(lengths, device=device)[:, None]
+        positions = sent(lengths, torch.long, device)[:, None]
         out = model(input_ids=ids, position_ids=positions, past_key_values=self.cache, use_cache=True)
         return out.logits[: self.width, -1]
 

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 # Decorates whatever creates state that is written in place. Such state must not be an inference tensor: a cache may be
 # filled inside torch.inference_mode() and used outside of it.
 no_inference_mode = torch.inference_mode(False)
+
+
+def sent(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A small tensor of ``values`` (numbers, an array, a tensor) on a device, behind what was launched there.
+
+    From memory that the host does not use again, so it does not wait. A copy from ordinary memory, such as
+    ``torch.tensor(values, device=device)`` makes, waits until the GPU has done all that it was given before.
+    """
+    made = torch.as_tensor(values, dtype=dtype)
+    if torch.device(device).type == "cuda" and made.device.type == "cpu":
+        return made.pin_memory().to(device, non_blocking=True)
+    return made.to(device)
 
 
 def take_rows(held: Tensor, index: Tensor, dim: int = 0) -> Tensor:

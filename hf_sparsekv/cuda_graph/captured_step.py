@@ -48,6 +48,14 @@ class CapturedStep:
     output: object
     queries: list[Tensor]
     plans: tuple[Plan, ...]
+    _given: Tensor | bool | None = False  # what `valid` was written from
+
+    def give(self, valid: Tensor | None) -> None:
+        """Write :attr:`valid`: of the first rows of ``valid`` bool ``[batch, 1]``, or all. The same again: it stays."""
+        if valid is not self._given:
+            self._given = False
+            self.valid.fill_(True) if valid is None else self.valid.copy_(valid[: len(self.valid)])
+            self._given = valid
 
 
 class Saved:

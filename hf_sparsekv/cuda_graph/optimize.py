@@ -50,7 +50,7 @@ class Steady(NamedTuple):
         room: blocks that all pools have room for.
         layers, rings: of the cache.
         rest: the call's further arguments.
-        sealed: full blocks of each row when the step was planned.
+        sealed: full blocks of each row when the step was planned; None: however many they have, it stays as it is.
     """
 
     step: CapturedStep
@@ -60,7 +60,7 @@ class Steady(NamedTuple):
     layers: list[SparseLayer]
     rings: list[SlidingRing]
     rest: dict
-    sealed: tuple[int, ...]
+    sealed: tuple[int, ...] | None
 
 
 class StepRunner:
@@ -293,7 +293,9 @@ class StepRunner:
         room = min(layer.store.pool.capacity for layer in layers)
         now = Steady(step, cache.changes, table.moves, room, layers, rings, rest, rows.sealed)
         if before is not None and before[0] is step and before[1] == cache.changes and not each:
-            self.steady[cache] = now  # planned twice alike
+            # Planned twice alike. More blocks change a plan at some number of them, and not back behind it.
+            stays = self._planned(cache, rows.filled(table.capacity), now)
+            self.steady[cache] = now._replace(sealed=None) if stays else now
         self.last[cache] = step, cache.changes
         out = self._replay(step, cache, now, rows, valid, watch, ids, positions, mask)
         if each:
@@ -331,13 +333,18 @@ class StepRunner:
         table.ready(rows)
         if table.ids.used > steady.room or table.moves != steady.moves:
             return self._unsteady(cache)
-        if rows.sealed != steady.sealed:  # more to choose from: is it still the same step?
-            asked = table.asked(rows, cache.new_rows(ids.device))
-            if any(layer.planned(asked) != plan for layer, plan in zip(steady.layers, step.plans)):
+        if steady.sealed not in (None, rows.sealed):  # more to choose from: is it still the same step?
+            if not self._planned(cache, rows, steady):
                 return self._unsteady(cache)
             self.steady[cache] = steady = steady._replace(sealed=rows.sealed)
         watch = None if mask is None or rows.valid is not None else self._watch(cache, mask)
         return self._replay(step, cache, steady, rows, valid, watch, ids, positions, mask)
+
+    @staticmethod
+    def _planned(cache: SparseCache, rows: Rows, steady: Steady) -> bool:
+        """Of these rows it is the same step."""
+        asked = cache.row_table.asked(rows, cache.new_rows(steady.step.input_ids.device))
+        return all(layer.planned(asked) == plan for layer, plan in zip(steady.layers, steady.step.plans))
 
     def _unsteady(self, cache: SparseCache) -> None:
         del self.steady[cache]
@@ -379,7 +386,7 @@ class StepRunner:
         step.input_ids.copy_(ids)
         step.position_ids.copy_(positions)
         if step.valid is not None:
-            step.valid.fill_(True) if valid is None else step.valid.copy_(valid[: len(step.valid)])
+            step.give(valid)
         try:
             # From the replay on the device is a step ahead of what the host keeps. Set beforehand: an interrupt that
             # comes during the replay is raised behind it, and a second one may come while the first is handled.

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..config import SparseConfig
 from ..ops.begin_step import begin_step
-from ..tensors import no_inference_mode
+from ..tensors import no_inference_mode, sent
 
 _MIN_BLOCKS = 16
 
@@ -82,6 +82,11 @@ class Rows:
         """All rows hold the same number of tokens."""
         return min(self.lengths) == max(self.lengths) and min(self.sealed) == max(self.sealed)
 
+    def filled(self, blocks: int) -> Rows:
+        """Each row that is there with ``blocks`` full blocks."""
+        full = tuple(blocks * (n > 0) for n in self.lengths)
+        return Rows(self.block_size, self.columns, self.lengths, full, self.valid)
+
     def same(self, other: Rows) -> bool:
         """The rows hold as much as those of ``other``."""
         return (self.columns, self.lengths, self.sealed) == (other.columns, other.lengths, other.sealed)
@@ -92,7 +97,7 @@ class Rows:
         held = self._on.get(device)
         if held is None:
             both = [(length, sealed * self.block_size) for length, sealed in zip(self.lengths, self.sealed)]
-            held = self._on[device] = torch.tensor(both, dtype=torch.int32, device=device)
+            held = self._on[device] = sent(both, torch.int32, device)
         return held
 
     def valid_columns(self, device: torch.device) -> Tensor:
@@ -216,7 +221,8 @@ class StepRows:
             self.held = None  # unknown, if an interrupt stops the copy
             self.after.copy_(rows.on(self.after.device))
             if self.windows:
-                self.pads.copy_(torch.tensor([rows.columns - length for length in rows.lengths], dtype=torch.int32))
+                pads = [rows.columns - length for length in rows.lengths]
+                self.pads.copy_(sent(pads, torch.int32, self.pads.device))
             self.held = rows
 
     def begin(self, valid: Tensor | None, block_size: int, recent: int, skip: bool = False) -> None:
@@ -317,7 +323,7 @@ class RowTable:
     @no_inference_mode
     def _upload(self, device: torch.device) -> Tensor:
         with self._orders.get(device, nullcontext)():
-            return torch.from_numpy(self.host.copy()).to(device)
+            return sent(self.host.copy(), torch.int32, device)
 
     @property
     def nbytes(self) -> dict[torch.device, int]:
@@ -408,8 +414,8 @@ class RowTable:
                 for (row, block), one in zip(at.tolist(), ids.tolist()):
                     held[row, block] = one
             else:
-                row, block = torch.from_numpy(at.T.copy()).to(held.device)
-                held[row, block] = torch.from_numpy(ids).to(held.device)
+                row, block = sent(at.T.copy(), torch.long, held.device)
+                held[row, block] = sent(ids, torch.int32, held.device)
 
         self._change(here, there)
 
@@ -459,6 +465,10 @@ class RowTable:
         if valid is None:
             return [columns] * self.batch
         return [at.stop - at.start if isinstance(at, slice) else len(at) for at in self.picks(valid)]
+
+    def tokens_are(self, valid: Tensor, given: Sequence[bool]) -> None:
+        """``valid [batch, 1]`` says of one column what the host knows as ``given``, so nobody has to wait for it."""
+        self._picks = valid, [slice(0, int(one)) for one in given]
 
     def picks(self, valid: Tensor) -> list[slice | Tensor]:
         """Where the tokens of each row are among columns ``valid [batch, n]``: a slice, if nothing is between them."""
@@ -552,7 +562,7 @@ class RowTable:
         if n > self.capacity:
             self._grow(bucket(n))
         self.ids.share(ids)
-        self._write_row(0, ids, lambda held: torch.from_numpy(ids))
+        self._write_row(0, ids, lambda held: sent(ids, torch.int32, held.device))
         self.rows = Rows(self.block_size, n * self.block_size, (n * self.block_size,), (n,))
         self._memo = _NOTHING
 
@@ -668,7 +678,9 @@ class RowTable:
             self.ids.share(host)
             self.batch = len(index)
             if host.shape == before.shape:
-                self._change(lambda: np.copyto(self.host, host), lambda held: held.copy_(torch.from_numpy(host)))
+                self._change(
+                    lambda: np.copyto(self.host, host), lambda held: held.copy_(sent(host, torch.int32, held.device))
+                )
             else:
                 self._replace(host)
                 self._empty = self._without_tokens()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..tensors import no_inference_mode
+from ..tensors import no_inference_mode, sent
 
 _PIECE = 1 << 26  # bytes, of what is kept beside while a lane moves into a part of itself
 
@@ -40,7 +40,7 @@ class Lanes:
     def on(self, device: torch.device) -> Tensor:
         """int32 ``[rows, 2]``, :attr:`held` on a device; written in place."""
         if device not in self._on:
-            self._on[device] = torch.tensor(self.held, dtype=torch.int32, device=device)
+            self._on[device] = sent(self.held, torch.int32, device)
         return self._on[device]
 
     @property
@@ -117,7 +117,7 @@ class Lanes:
                     held[row, 1].fill_(room)
         except BaseException:
             for held in self._on.values():
-                held.copy_(torch.tensor(self.held, dtype=torch.int32))
+                held.copy_(sent(self.held, torch.int32, held.device))
             raise
 
 

@@ -29,7 +29,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..tensors import no_inference_mode
+from ..tensors import no_inference_mode, sent
 
 GREEDY = 1e-5  # temperatures below it count as 0, as in vLLM
 
@@ -130,7 +130,7 @@ class Sampler:
         top_p = sampling.top_p if sampling.top_p < 1 else torch.inf  # sums of all probabilities round to 1 too early
         temperature = 1.0 if _greedy(sampling) else sampling.temperature
         numbers = [temperature, top_p, top_k, sampling.min_p, sampling.repetition_penalty]
-        self._settings[row].copy_(self._there(torch.tensor(numbers, dtype=torch.float32)))
+        self._settings[row].copy_(sent(numbers, torch.float32, self.device))
         if ids is not None:
             if self._seen is None:
                 shape = (self.max_rows + 1, self.vocabulary)
@@ -175,13 +175,7 @@ class Sampler:
             low, high = found.aminmax()
             if low < 0 or high >= self.vocabulary:
                 raise ValueError(f"token ids must be 0 to {self.vocabulary - 1}, got {int(low)} to {int(high)}")
-        return self._there(found)
-
-    def _there(self, made: Tensor) -> Tensor:
-        """A small tensor on the device, behind what was launched: from memory that the host does not use again."""
-        if self.device.type == "cuda" and made.device.type == "cpu":
-            return made.pin_memory().to(self.device, non_blocking=True)
-        return made.to(self.device)
+        return sent(found, torch.long, self.device)
 
     # ------------------------------------------------------------------ tokens
 
@@ -248,7 +242,7 @@ class Sampler:
         )
 
     def _index(self, numbers: list[int]) -> Tensor:
-        return self._there(torch.tensor(numbers, dtype=torch.long))
+        return sent(numbers, torch.long, self.device)
 
     def _penalise(self, logits: Tensor, plan: Plan) -> Tensor:
         """Logits of tokens that a row has read or generated, divided by its penalty if positive, times it if not."""
