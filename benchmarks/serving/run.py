@@ -5,6 +5,7 @@
     python -m benchmarks serving goodput SYSTEM --rates 0.1 0.2 0.4 --clip 32k --seed 1
     python -m benchmarks serving closed SYSTEM --rows 1 2 4 8 --context 32k
     python -m benchmarks serving overhead SYSTEM --rows 1 8 32 --context 8k
+    python -m benchmarks serving soak --minutes 60 -- small        # a real server under clients of every kind
 
 SYSTEM: dense, sparse, offload, working-set, segments (our engine, each with one thing more than the one before: see
 ours.py); vllm; transformers. One system a process, so that none finds another one's memory. Random weights of a known
@@ -338,6 +339,10 @@ def main(argv: list[str] | None = None) -> int:
     command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if command == "trace":
         return trace.main(rest)
+    if command == "soak":
+        from . import soak
+
+        return soak.main(rest)
     if command not in RUNS:
         print(__doc__)
         return 0 if command in ("--help", "-h") else 2

@@ -1,0 +1,59 @@
+"""The soak of a server: it runs, and it says what is wrong."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from models import build
+from tokenizers_made import byte_level
+
+from benchmarks.report import Report
+from benchmarks.serving.soak import Seen, Soak, arguments, main
+
+STATES = ("running", "waiting", "held", "prefilling")
+COUNTS = ("requests", "requests_finished", "requests_cancelled", "requests_failed", "generated_tokens")
+IDLE = {**{f"requests_{state}": 0.0 for state in STATES}, **{f"{name}_total": 0.0 for name in COUNTS}}
+
+
+def test_a_few_seconds_of_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    tokenizer = byte_level()
+    build(
+        "llama", "sdpa", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, max_position_embeddings=3072
+    ).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    options = ["--device", "cpu", "--context", "3k", "--max-rows", "4", "--batch-tokens", "12k"]
+    mine = ["--minutes", "0.05", "--clients", "3", "--growth", "1", "--slow", "1", "--no-csv"]
+    assert main([*mine, "--", str(tmp_path), *options]) == 0
+    said = capsys.readouterr().out
+    assert "nothing was wrong" in said and "'answered'" in said
+
+
+def judged(seen: list[Seen]) -> list[str]:
+    soak = Soak("http://127.0.0.1:1", arguments().parse_args([]), random.Random(0))
+    soak.seen = seen
+    with Report("serving", "tiny", None, None) as report, report.measuring(1, 0, "soak"):
+        soak.judge(report)
+    return soak.wrong
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ({}, None),
+        ({"resident": 10}, "memory grows"),
+        ({"threads": 1}, "threads: "),
+        ({"files": 1}, "files: "),
+        ({"failed": 1}, "requests failed"),
+    ],
+)
+def test_what_grows_is_wrong(more, said):
+    seen = []
+    for i in range(40):
+        metrics = {**IDLE, "requests_failed_total": float(i * more.get("failed", 0))}
+        sizes = [start + i * more.get(name, 0) for name, start in (("resident", 1000), ("threads", 8), ("files", 13))]
+        seen.append(Seen(float(i), *sizes, metrics))
+    wrong = judged(seen)
+    assert (wrong == []) if said is None else (len(wrong) == 1 and said in wrong[0])
