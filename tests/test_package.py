@@ -26,6 +26,7 @@ OPTIONAL = (
     "fastapi",
     "uvicorn",
     "prometheus_client",
+    "ray",
 )
 
 # As if they were not installed: packages that only ask whether something is there find nothing, too.
