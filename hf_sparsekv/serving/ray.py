@@ -138,7 +138,7 @@ class Replica:
     """One engine and its application, in a process of Ray's.
 
     Ray Serve calls the methods: it takes a replica whose health check fails for lost, and starts another. When one is
-    to go, no requests are sent to it any more, those there are come to their ends (``drain_s``), and then it is deleted.
+    to go, no requests are sent to it any more, those there are come to their ends (``drain_s``), and it is deleted.
 
     Args:
         args: of :class:`Deployed`.
