@@ -1,7 +1,7 @@
 """How many GPUs a number of users with long documents needs: the model of docs/serving-scale.md, as a table.
 
-    python tools/gpus_for_users.py qwen3-8b --context 128k --gpu-memory 140GiB --host-memory 200GiB --tokens-per-s 400 \\
-        --prompt-tokens-per-s 10600 --users 10 1000 100000
+    python tools/gpus_for_users.py qwen3-8b --context 128k --gpu-memory 140GiB --host-memory 200GiB \\
+        --tokens-per-s 400 --prompt-tokens-per-s 10600 --users 10 1000 100000
 
 Rows of a GPU are those of `hf-sparsekv plan --serve`, offloaded. --tokens-per-s (all rows of a replica together) and
 --prompt-tokens-per-s are to be measured; nothing is assumed for them.
