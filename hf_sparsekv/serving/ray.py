@@ -11,7 +11,6 @@ Needs the extras ``ray`` and ``serve``.
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 from typing import Any
@@ -173,9 +172,10 @@ class Replica:
         fits = self._fitting.seen(stats.running, stats.waiting, stats.held, stats.prefilling)
         return {"asked": stats.running + stats.waiting + stats.held + stats.prefilling, "fits": fits}
 
-    async def __del__(self) -> None:
+    def __del__(self) -> None:
+        """Ray Serve calls it when the last request has ended."""
         if engine := getattr(self, "_engine", None):
-            await asyncio.to_thread(engine.close)
+            engine.close()
 
 
 class Exported:

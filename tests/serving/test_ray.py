@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import re
@@ -21,6 +22,7 @@ import psutil
 import pytest
 from http_server import wait_until
 from models import build
+from starlette.testclient import TestClient
 from tokenizers_made import byte_level
 
 pytest.importorskip("ray.serve", reason="Ray is not installed: `make test-ray` installs it")
@@ -30,7 +32,7 @@ from ray import serve
 
 from hf_sparsekv.serving import ray as module
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {
@@ -132,6 +134,48 @@ def running() -> int:
 def metric(url: str, name: str) -> float:
     """Of one of the replicas."""
     return float(re.search(rf"^hf_sparsekv_{name} (\S+)$", httpx.get(f"{url}/metrics").text, re.M)[1])
+
+
+# ---------------------------------------------------------------------- without a cluster
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({}, "model"),
+        ({"model": ""}, "at least 1 character"),
+        ({"model": "m", "modle_id": "x"}, "modle_id"),
+        ({"model": "m", "replicas": 0}, "replicas"),
+        ({"model": "m", "num_gpus": 2}, "num_gpus"),
+        ({"model": "m", "num_gpus": 0.5}, "num_gpus"),
+        ({"model": "m", "dtype": "float17"}, "torch has no 'float17'"),
+        ({"model": "m", "config": "accurat"}, "accurat"),
+        ({"model": "m", "config": {"token_budge": 3}}, "token_budge"),
+        ({"model": "m", "offload": {"max_host_bytes": -1}}, "max_host_bytes"),
+        ({"model": "m", "serving": {"max_rows": 0}}, "max_rows must be an integer >= 1"),
+        ({"model": "m", "autoscaling": {"max_replica": 2}}, "AutoscalingConfig has no max_replica"),
+        ({"model": "m", "autoscaling": {"min_replicas": 3, "max_replicas": 2}}, "replicas"),
+    ],
+)
+def test_wrong_arguments_are_told_before_anything_starts(args, says):
+    with pytest.raises(ValueError, match=says):
+        module.build(args)
+    assert not ray.is_initialized()
+
+
+def test_an_engine_that_takes_nothing_is_unhealthy(tiny, monkeypatch):
+    monkeypatch.setenv(module.KEY, "sesame")
+    args = {"model": str(tiny), "num_gpus": 0, "offload": False, "config": CONFIG, "serving": {"max_rows": 2}}
+    replica = module.Replica(module.Deployed(**args).model_dump())
+    asyncio.run(replica.check_health())
+    assert asyncio.run(replica.record_autoscaling_stats()) == {"asked": 0, "fits": 2}
+    with TestClient(replica.__serve_build_asgi_app__()) as http:
+        assert http.get("/v1/models").status_code == 401
+        named = http.get("/v1/models", headers={"authorization": "Bearer sesame"}).json()["data"][0]["id"]
+        assert named == "tiny"
+    replica.__del__()
+    with pytest.raises(RuntimeError, match="takes no requests any more"):
+        asyncio.run(replica.check_health())
 
 
 # ---------------------------------------------------------------------- two replicas
