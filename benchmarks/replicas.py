@@ -45,6 +45,7 @@ from .shapes import parse_tokens
 HINTS = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
 WAIT_S = 120.0
+WAYS = ("direct", "ray", "ray+hints")
 HEAD = 4096  # bytes that make a hint
 
 
@@ -227,8 +228,8 @@ def run_overhead(args: Namespace, report: Report) -> None:
         "ray": lambda: ray_serve(lambda: clock_deployment(step_s, most), 1, False),
         "ray+hints": lambda: ray_serve(lambda: clock_deployment(step_s, most), 1, True),
     }
-    for name, way in ways.items():
-        with way() as url:
+    for name in args.ways:
+        with ways[name]() as url:
             for streams in args.streams:
                 with report.measuring(streams, args.tokens, f"{name}:step={args.step_ms:g}ms"):
                     before, began = cpu_s(), time.monotonic()
@@ -278,6 +279,14 @@ def ask_documents(url: str, args: Namespace) -> tuple[int, int, list[float]]:
     return cached, total, times
 
 
+def ray_version() -> str:
+    """For the first line."""
+    try:
+        return f"ray={metadata.version('ray')}"
+    except metadata.PackageNotFoundError:
+        return "without Ray"
+
+
 RUNS = {"overhead": run_overhead, "prefix": run_prefix}
 
 
@@ -290,6 +299,7 @@ def arguments(command: str) -> ArgumentParser:
         add("--streams", type=int, nargs="+", default=[1, 8, 32])
         add("--tokens", type=int, default=200, help="of a stream (default: 200)")
         add("--step-ms", type=float, default=20.0, help="between two tokens (default: 20)")
+        add("--ways", nargs="+", choices=WAYS, default=WAYS, help="default: all")
     else:
         add("--model", default="small")
         add("--documents", type=int, default=4)
@@ -307,9 +317,9 @@ def main(argv: list[str] | None = None) -> int:
         print(__doc__)
         return 0 if command in ("--help", "-h") else 2
     args = arguments(command).parse_args(rest)
-    print(device_name(), versions(), f"ray={metadata.version('ray')}")
+    print(device_name(), versions(), ray_version())
     case = "clock" if command == "overhead" else args.model
-    total = 3 * len(args.streams) if command == "overhead" else 2
+    total = len(args.ways) * len(args.streams) if command == "overhead" else 2
     with Report("replicas", case, rows_file(args), total) as report:
         RUNS[command](args, report)
     return report.close()
