@@ -7,6 +7,7 @@ Ray Serve calls :func:`middlewares` when a proxy starts, if its environment says
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 ROUTE_BYTES = 4096  # of a prompt, which is what the hint is made of: some 1,000 tokens of English
+HEAD_S = 10.0  # that a client may take to send them
 FIELDS = (b'"messages"', b'"prompt"')
 PATHS = ("/v1/chat/completions", "/v1/completions")
 LOST = "the replica that worked on this request has ended: send the request again"
@@ -68,7 +70,10 @@ class PromptGate:
             return await self._app(scope, receive, send)
         if all(name.replace(b"_", b"-") != self._header.replace(b"_", b"-") for name, _ in scope["headers"]):
             head: list[Message] = []
-            key = await self._read(receive, head)
+            try:
+                key = await asyncio.wait_for(self._read(receive, head), HEAD_S)
+            except asyncio.TimeoutError:
+                key = None  # the application has a limit of its own, and says so
             if key is not None:
                 scope = {**scope, "headers": [*scope["headers"], (self._header, key.encode())]}
             receive = _behind(head, receive)

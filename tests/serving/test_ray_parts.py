@@ -115,6 +115,29 @@ def test_a_client_that_leaves_within_its_body_is_passed_on():
     assert proxied.body == b"{"
 
 
+def test_a_client_that_sends_slowly_is_passed_on(monkeypatch):
+    monkeypatch.setattr(proxy, "HEAD_S", 0.02)
+    parts = iter([(0, b"{", True), (0.2, body(DOCUMENT)[1:], False)])
+
+    async def receive():
+        seconds, part, more = next(parts)
+        await asyncio.sleep(seconds)
+        return {"type": "http.request", "body": part, "more_body": more}
+
+    taken = []
+
+    async def app(scope, receive, send):
+        assert scope["headers"] == []
+        taken.append(await receive())
+
+    async def send(message):
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    asyncio.run(PromptGate(app, 300, "x-session-id")(scope, receive, send))
+    assert taken == [{"type": "http.request", "body": b"{", "more_body": True}]
+
+
 def test_a_replica_lost_before_its_answer_is_a_503():
     _, (start, content) = ask(messages=[])
     assert start["status"] == 503
