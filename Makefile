@@ -23,7 +23,7 @@ DEMO_OPTIONS ?= --token-budget 256 --max-new-tokens 32
 SERVE_OPTIONS ?= --max-rows 4 --no-offload
 
 .DEFAULT_GOAL := help
-.PHONY: help venv docs small-model demo-text demo-serve test test-core test-demo browser test-small test-accuracy test-lm-eval test-newest test-lowest types lint format bench demo check-wheel clean
+.PHONY: help venv docs small-model demo-text demo-serve test test-core test-demo browser test-small test-accuracy test-lm-eval test-ray test-newest test-lowest types lint format bench demo check-wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1\t/' | expand -t 14
@@ -48,12 +48,12 @@ demo-serve: small-model  ## serve the small model, ask it three things at once w
 	@tools/demo_serve.sh $(BIN) $(SERVE_OPTIONS)
 
 test: small-model browser  ## the whole suite, then its quick part with the newest transformers
-	$(PARALLEL) -m "not gpu" --durations=15
+	$(PARALLEL) -m "not gpu and not ray" --durations=15
 	@$(MAKE) --no-print-directory test-newest
 
 # Parts of it.
 test-core: $(INSTALLED)
-	$(PARALLEL) -m "not small_model and not gpu and not accuracy and not browser" --durations=15
+	$(PARALLEL) -m "not small_model and not gpu and not accuracy and not browser and not ray" --durations=15
 
 test-demo: browser  ## the demo in a headless Chromium
 	$(BIN)/python -m pytest -m browser
@@ -70,6 +70,10 @@ test-small: small-model
 test-lm-eval: $(INSTALLED)  ## the adapter to lm-evaluation-harness, which this installs
 	@$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[dev,lm-eval]'
 	$(BIN)/python -m pytest tests/test_lm_eval.py
+
+test-ray: $(INSTALLED)  ## replicas under a local Ray, one of which is killed; Ray is installed by this
+	@$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[dev,ray]'
+	$(BIN)/python -m pytest tests/serving/test_ray.py tests/test_deploy.py
 
 test-newest: $(NEWEST_STAMP)
 	@PYTHONPATH=$(NEWEST) $(BIN)/python tools/check_versions.py constraints-newest.txt

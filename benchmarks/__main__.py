@@ -13,6 +13,11 @@ BENCHMARKS = {
     "step": ("step", True, "whole decode steps, alone and through generate(), beside their baselines"),
     "rows": ("rows", True, "rows of any lengths in one batch: steps, joins, leaves"),
     "serving": ("serving.run", False, "requests that come and go: whole systems, goodput, a fixed number of rows"),
+    "replicas": (
+        "replicas",
+        False,
+        "replicas under Ray Serve: its proxy's cost a token, what prefix routing finds",
+    ),
     "generate": ("generate", False, "a model and a cache as people use them, also on a CPU"),
     "offload": ("offload.run", False, "what it costs to keep blocks in host memory, in parts"),
 }

@@ -181,6 +181,7 @@ def test_every_block_runs_or_says_why_not():
         ("docs/mla.md", "a model of 30B parameters from the hub"),
         ("docs/serving-http.md", "asks a server"),
         ("docs/serving-http.md", "makes an engine that nobody closes"),
+        ("docs/serving-scale.md", "starts a cluster and a large model"),
     ]
 
 

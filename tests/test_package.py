@@ -26,7 +26,10 @@ OPTIONAL = (
     "fastapi",
     "uvicorn",
     "prometheus_client",
+    "ray",
 )
+
+PACKAGES = ("hf_sparsekv", "hf_sparsekv_cli", "hf_sparsekv_ray")
 
 # As if they were not installed: packages that only ask whether something is there find nothing, too.
 BLOCK = """
@@ -102,7 +105,7 @@ def _copy(out: Path) -> Path:
     source.mkdir()
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("hf_sparsekv", "hf_sparsekv_cli"):
+    for name in PACKAGES:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     return source
 
@@ -112,10 +115,10 @@ def test_wheel_contents(wheel):
         names = set(archive.namelist())
         metadata = archive.read(next(n for n in names if n.endswith("/METADATA"))).decode()
         scripts = archive.read(next(n for n in names if n.endswith("/entry_points.txt"))).decode()
-    sources = {str(p.relative_to(ROOT)) for p in (ROOT / "hf_sparsekv").rglob("*.py")}
+    sources = {str(p.relative_to(ROOT)) for name in PACKAGES for p in (ROOT / name).rglob("*.py")}
     assert sources <= names
     assert {"hf_sparsekv/py.typed", "hf_sparsekv/evaluation/data/longbench.json"} <= names
-    assert {n.partition("/")[0] for n in names} == {"hf_sparsekv", "hf_sparsekv_cli", names_info(names)}
+    assert {n.partition("/")[0] for n in names} == {*PACKAGES, names_info(names)}
     assert any(n.endswith("/LICENSE") for n in names)
     assert "hf-sparsekv = hf_sparsekv_cli:main" in scripts
     assert "License-Expression: Apache-2.0" in metadata

@@ -1,0 +1,214 @@
+"""Replicas of the server under Ray Serve: one engine, and one GPU, each.
+
+    from ray import serve
+    from hf_sparsekv.serving.ray import build
+    serve.run(build({"model": "Qwen/Qwen3-8B", "replicas": 2}), blocking=True)
+
+or ``serve run config.yaml`` with ``import_path: hf_sparsekv.serving.ray:build`` (docs/serving-scale.md). Ray starts,
+watches and replaces replicas, and its proxies send requests to them; which one is said by :mod:`hf_sparsekv_ray`.
+Needs the extras ``ray`` and ``serve``.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, Field, model_validator
+from ray import serve
+from ray.serve import Application, metrics
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig, RequestRouterConfig
+
+from hf_sparsekv_ray.router import PrefixRouter
+from hf_sparsekv_ray.scaling import ByRows, Fitting
+
+from ..config import OffloadConfig, TwoLevelConfig
+from ..evaluation.small_model import is_fetched, small_model_path
+from .config import ServingConfig
+from .engine import Engine
+from .http import create_app
+from .http.app import MAX_ANSWER, MAX_BODY
+from .http.metrics import COUNTS, NOW, PREFIX
+from .request import EngineStats, Sampling
+
+KEY = "HF_SPARSEKV_API_KEY"  # in the replicas' environment: arguments can be read in Ray's state
+WARM_UP = 64  # tokens
+RETRY_AFTER_S = 5.0
+
+
+class Deployed(BaseModel, extra="forbid"):
+    """What :func:`build` takes: ``args`` of an application in Serve's YAML.
+
+    Attributes:
+        model: a directory, a name on the hub, or ``small``.
+        model_id: the name that clients ask for; None: ``model``, of a directory its last part.
+        dtype: of the weights, as torch names it (``bfloat16``); ``auto``: as they are stored.
+        config: how steps choose: a preset's name, or fields of :class:`.TwoLevelConfig`; None: its defaults.
+        offload: keep full blocks in host memory: True, False, or fields of :class:`.OffloadConfig`.
+        serving: fields of :class:`.ServingConfig`.
+        max_answer: tokens of a chat's answer if the client does not say; None: what is left of the context.
+        max_body: bytes of a request's body.
+        num_gpus: of a replica, 1, or 0 for the CPU.
+        num_cpus: that Ray reserves for a replica.
+        replicas: how many, without autoscaling.
+        autoscaling: as many replicas as are needed (:class:`.ByRows`): fields of Ray's ``AutoscalingConfig``, as
+            ``{"min_replicas": 1, "max_replicas": 8}``; None: always ``replicas``.
+        target: share of a replica's rows that autoscaling aims at.
+        prefix_routing: requests whose prompts begin alike go to the same replica while it has room.
+        drain_s: seconds that answers may take when their replica is to go.
+        health_s: seconds between two looks at a replica's health.
+    """
+
+    model: str = Field(min_length=1)
+    model_id: str | None = None
+    dtype: str = "auto"
+    config: str | dict[str, Any] | None = None
+    offload: bool | dict[str, Any] = True
+    serving: dict[str, Any] = {}
+    max_answer: int | None = Field(MAX_ANSWER, ge=1)
+    max_body: int = Field(MAX_BODY, ge=1)
+    num_gpus: int = Field(1, ge=0, le=1)
+    num_cpus: float = Field(1, ge=0)
+    replicas: int = Field(1, ge=1)
+    autoscaling: dict[str, Any] | None = None
+    target: float = Field(0.8, gt=0, le=1)
+    prefix_routing: bool = True
+    drain_s: float = Field(600.0, ge=0)
+    health_s: float = Field(10.0, gt=0)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Deployed:
+        """Refuse here what would otherwise fail in a replica, minutes later."""
+        if unknown := sorted(set(self.autoscaling or ()) - set(AutoscalingConfig.model_fields)):
+            raise ValueError(f"autoscaling: Ray's AutoscalingConfig has no {', '.join(unknown)}")
+        if self.dtype != "auto" and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(f"dtype: torch has no {self.dtype!r}; give bfloat16, float16, float32 or auto")
+        try:
+            self.engine_arguments()
+        except TypeError as error:  # an unknown field; a wrong value is a ValueError already
+            raise ValueError(str(error)) from error
+        return self
+
+    def engine_arguments(self) -> tuple[TwoLevelConfig | None, OffloadConfig | bool, ServingConfig]:
+        """``config``, ``offload`` and ``serving`` of an engine."""
+        if isinstance(self.config, str):
+            config = TwoLevelConfig.preset(self.config)
+        else:
+            config = None if self.config is None else TwoLevelConfig(**self.config)
+        offload = OffloadConfig(**self.offload) if isinstance(self.offload, dict) else self.offload
+        return config, offload, ServingConfig(**self.serving)
+
+
+def build(args: Deployed | dict[str, Any]) -> Application:
+    """An application for ``serve.run`` and ``serve run``.
+
+    Raises:
+        ValueError: an argument is wrong or not known.
+    """
+    args = args if isinstance(args, Deployed) else Deployed(**args)
+    _, _, serving = args.engine_arguments()
+    options: dict[str, Any] = {"num_replicas": args.replicas}
+    if args.autoscaling is not None:
+        policy = AutoscalingPolicy(policy_function=ByRows, policy_kwargs={"target": args.target})
+        options = {"autoscaling_config": AutoscalingConfig(**{"policy": policy, **args.autoscaling})}
+    if args.prefix_routing:
+        options["request_router_config"] = RequestRouterConfig(request_router_class=PrefixRouter)
+    deployment = serve.deployment(
+        serve.ingress()(Replica),
+        name="Replica",
+        ray_actor_options={"num_gpus": args.num_gpus, "num_cpus": args.num_cpus},
+        # Some requests wait in the engine: it has the next one at hand, and autoscaling sees that they wait. With more
+        # of them a document's replica would be asked while others have nothing to do.
+        max_ongoing_requests=serving.max_rows + max(1, serving.max_rows // 4),
+        max_queued_requests=max(1, serving.max_waiting),
+        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=RETRY_AFTER_S),
+        health_check_period_s=args.health_s,
+        health_check_timeout_s=3 * args.health_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=args.drain_s,
+        **options,
+    )
+    return deployment.bind(args.model_dump())
+
+
+class Replica:
+    """One engine and its application, in a process of Ray's.
+
+    Ray Serve calls the methods: it takes a replica whose health check fails for lost, and starts another. When one is
+    to go, no requests are sent to it any more, those there are come to their ends (``drain_s``), and it is deleted.
+
+    Args:
+        args: of :class:`Deployed`.
+    """
+
+    def __init__(self, args: dict[str, Any]) -> None:
+        self._args = Deployed(**args)
+        config, offload, serving = self._args.engine_arguments()
+        tokenizer, model = load(self._args.model, self._args.dtype, "cuda" if self._args.num_gpus else "cpu")
+        self._engine = Engine(model, tokenizer, config, offload, serving)
+        self._fitting = Fitting(serving.max_rows)
+        self._exported = Exported()
+        length = max(1, min(WARM_UP, self._engine.max_length - 2))
+        self._engine.submit([0] * length, Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)).result()
+
+    def __serve_build_asgi_app__(self):
+        """Ray Serve asks for it behind the constructor."""
+        args = self._args
+        path = Path(args.model).expanduser()
+        name = args.model_id or (path.resolve().name if path.is_dir() else args.model)
+        return create_app(self._engine, name, os.environ.get(KEY), args.max_body, args.max_answer)
+
+    async def check_health(self) -> None:
+        """Raises if the engine takes no requests any more. Asked regularly, so metrics are told here."""
+        self._exported.tell(self._engine.stats())
+        if not self._engine.ready:
+            raise RuntimeError("the engine takes no requests any more") from self._engine.failed
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What :class:`.ByRows` goes by."""
+        stats = self._engine.stats()
+        fits = self._fitting.seen(stats.running, stats.waiting, stats.held, stats.prefilling)
+        return {"asked": stats.running + stats.waiting + stats.held + stats.prefilling, "fits": fits}
+
+    def __del__(self) -> None:
+        """Ray Serve calls it when the last request has ended."""
+        if engine := getattr(self, "_engine", None):
+            engine.close()
+
+
+class Exported:
+    """An engine's counts as metrics of Ray, which tell replicas apart; ``/metrics`` is any one replica's."""
+
+    def __init__(self) -> None:
+        self._gauges = {field: metrics.Gauge(PREFIX + name, about) for name, (field, about) in NOW.items()}
+        self._counters = {field: metrics.Counter(PREFIX + name, about) for name, (field, about) in COUNTS.items()}
+        self._told = dict.fromkeys(self._counters, 0.0)
+
+    def tell(self, stats: EngineStats) -> None:
+        """What it does now, and what it has done since the last time."""
+        for field, gauge in self._gauges.items():
+            gauge.set(getattr(stats, field))
+        for field, counter in self._counters.items():
+            new = getattr(stats, field) - self._told[field]
+            if new > 0:
+                counter.inc(new)
+                self._told[field] += new
+
+
+def load(name: str, dtype: str, device: str):
+    """Tokenizer and model, on ``device``.
+
+    Raises:
+        OSError: there is no such model; says where it was looked for.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = small_model_path() if name == "small" else Path(name).expanduser()
+    if name == "small" and not is_fetched(path):
+        raise OSError("the small model is not here yet: run `hf-sparsekv fetch` on every machine of the cluster")
+    source = str(path) if path.is_dir() else name
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto" if dtype == "auto" else getattr(torch, dtype))
+    return tokenizer, model.to(device).eval()
