@@ -251,7 +251,7 @@ class SparseCache(Cache):
 
         For loops of one's own. ``generate()`` with prompt lookup or an assistant needs it not: its passes are known.
         Without an announcement any pass of several tokens is a prompt's, and exact. So are, inside, passes of more than
-        ``max_draft + 1`` tokens, or with padding among them; and methods that choose a step ahead (docs/rows.md).
+        ``max_draft + 1`` tokens, or with padding among them; and methods that choose a step ahead (docs/drafts.md).
 
         Args:
             sparse: False: inside, drafts attend to everything, those of ``generate()`` too.
