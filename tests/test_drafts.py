@@ -8,7 +8,8 @@ from functools import cache
 
 import pytest
 import torch
-from caches import CACHES, FULL, SMALL, TIGHT, predictive, two_level
+from caches import CACHES, FULL, SMALL, predictive, two_level
+from caches import TIGHT as USUAL
 from captured import Imitation
 from models import build, model, plain_text, prompt, reference
 from torch import Tensor
@@ -21,6 +22,7 @@ from hf_sparsekv.ops.sparse_decode import sparse_decode
 from hf_sparsekv.ops.token_score import token_score
 
 MOST = SMALL["max_draft"] + 1
+TIGHT = {**USUAL, "token_budget": 16}  # of 144 and more tokens: less than all even for MOST queries
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*by that layer's own query")
 
@@ -238,16 +240,22 @@ def test_prompt_lookup_with_everything_chosen_is_plain_text(name, net):
         assert stats.draft_queries > 0 and stats.exact_calls == stats.dense_calls == 0
 
 
-def test_logits_with_everything_chosen_are_plain():
-    """Of a budget that holds everything only just."""
-    kv, stock = two_level(False, level="token", token_budget=9 * 16 - 4), DynamicCache()
+@pytest.mark.parametrize("name", ["device-default", "host-default", "host-default-nopool", "host-nolag"])
+def test_queries_that_would_read_more_than_all_are_exact(name):
+    """Each with a budget of a third of what is in full blocks. Copies on the device may be read as often as wanted."""
+    net, kv, stock = bare("llama"), filled(bare("llama"), CACHES[name], token_budget=48), DynamicCache()
+    copies = name == "host-default"
     unannounced(reference("llama"), prompt(1, 165)["input_ids"], stock)
-    unannounced(model("llama"), prompt(1, 165)["input_ids"], kv)
-    for seed in (1, 2, 3):
-        ids = prompt(1, MOST, seed=seed)["input_ids"]
-        found, expected = together(model("llama"), ids, kv), unannounced(reference("llama"), ids, stock)
-        torch.testing.assert_close(found, expected, atol=5e-4, rtol=1e-4)
-    assert kv.stats().sparse_calls == 3 * 2
+    for new, selects in ((2, True), (3, copies)):
+        before, ids = kv.stats(), prompt(1, new, seed=new)["input_ids"]
+        found, expected = together(net, ids, kv), unannounced(reference("llama"), ids, stock)
+        now = kv.stats().since(before)
+        assert (now.draft_queries, now.exact_calls) == ((new - 1, 0) if selects else (0, 2))
+        if new == 2:  # the same past for the next
+            kv.crop(-2)
+            stock.crop(-2)
+        elif not selects:
+            torch.testing.assert_close(found, expected, atol=5e-4, rtol=1e-4)
 
 
 @pytest.mark.quick

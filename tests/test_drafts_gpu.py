@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from caches import CACHES, TIGHT
+from caches import CACHES
 from models import build
-from test_drafts import MOST, SPARSE, filled, repetitive, rounds
+from test_drafts import MOST, SPARSE, TIGHT, filled, repetitive, rounds
 
 from hf_sparsekv import optimize
 

@@ -250,14 +250,17 @@ class SparseLayer(Owned, CacheLayerMixin):
     def _is_drafts(self, step: Step, mask: Tensor | None) -> bool:
         """The step's tokens are drafts, said to be so, and few enough to attend to a selection as decode steps do.
 
-        Without padding among them, and by a policy that says how, where a decode step does not attend to everything.
+        Without padding among them, and by a policy that says how, where a decode step does not attend to everything and
+        so many of them do not read more than that.
         """
         new, policy, owner = step.k.shape[2], self.policy, self.owner
         if not 1 < new <= owner.config.max_draft + 1 or policy.drafts == "exact":
             return False
         if self.replay is not None or (mask is not None and mask.ndim != 2) or not owner.drafted(new):
             return False
-        return owner.new_columns(mask, step) is None and not policy.plan(self.store).dense
+        if owner.new_columns(mask, step) is not None or policy.plan(self.store).dense:
+            return False
+        return policy.drafts_read_less(new, self.store)
 
     def _verify(self, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
         """Drafts as decode steps, ``query [batch, Hq, q, Dk]`` to ``[batch, Hq, q, Dv]``.
