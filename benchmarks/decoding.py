@@ -22,6 +22,7 @@ from hf_sparsekv.cuda_graph.optimize import runner_of
 from .shapes import text_config
 
 WARM_UP = 8  # tokens: captures, compilation, clocks of the device
+PERIOD = 64  # tokens of a text that repeats itself
 _SYNC = "called a synchronizing CUDA operation"  # what torch's sync debug mode says
 _CAPTURE_TRIES = 4
 
@@ -56,15 +57,17 @@ class Generated:
 
     Args:
         first_ms: to the first token, with the prefill if there was one.
-        tpot_ms: of each later token, warm-up left out.
+        tpot_ms: of each later token (with drafts: of each later pass, whatever it gave), warm-up left out.
         set_up_ms: what the tokens of the warm-up took beyond the usual: captures, compilation.
         tokens: the new ones, ``[batch, n]``.
+        passes: forward passes behind the first one.
     """
 
     first_ms: float
     tpot_ms: list[float]
     set_up_ms: float
     tokens: torch.Tensor
+    passes: int
 
 
 def generate(
@@ -78,6 +81,7 @@ def generate(
     eos: bool = False,
     compiled: bool = False,
     each: Callable[[], None] | None = None,
+    lookup: int | None = None,
 ) -> Generated:
     """Generate over a filled cache, or read a prompt first.
 
@@ -89,36 +93,46 @@ def generate(
         eos: look for an end of the answer after each token, as real models do; it never comes.
         compiled: let generate() compile the model if the cache allows it.
         each: called after each token.
+        lookup: draft so many tokens by looking for the last ones in the text, which then repeats itself.
     """
     length = prompt or int(cache.get_seq_length()) + 1
     vocabulary = text_config(model).vocab_size
     generator = torch.Generator(model.device).manual_seed(0)
     ids = torch.randint(0, min(1000, vocabulary), (batch, length), device=model.device, generator=generator)
+    if lookup:
+        ids = ids[:, :PERIOD].repeat(1, -(-length // PERIOD))[:, :length]
     clock = Clock(model.device)
 
     def note(input_ids, scores, **kwargs):
-        clock.mark()
+        if not lookup:  # drafting asks as well
+            clock.mark()
         if each is not None:
             each()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     torch.manual_seed(0)
+    passed = model.register_forward_hook(lambda *args: clock.mark()) if lookup else None
     clock.mark()
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
-        max_new_tokens=tokens,
-        do_sample=sample,
-        stopping_criteria=[note],
-        pad_token_id=0,
-        eos_token_id=vocabulary if eos else None,
-        disable_compile=not compiled,
-    )
+    try:
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=tokens,
+            do_sample=sample,
+            stopping_criteria=[note],
+            pad_token_id=0,
+            eos_token_id=vocabulary if eos else None,
+            disable_compile=not compiled,
+            **({"prompt_lookup_num_tokens": lookup} if lookup else {}),
+        )
+    finally:
+        if passed is not None:
+            passed.remove()
     first, *rest = clock.between()
     skip = min(WARM_UP, len(rest) // 2)
     usual = statistics.median(rest[skip:]) if rest else 0.0
-    return Generated(first, rest[skip:], sum(rest[:skip]) - skip * usual, out[:, length:])
+    return Generated(first, rest[skip:], sum(rest[:skip]) - skip * usual, out[:, length:], len(rest))
 
 
 class Steps:

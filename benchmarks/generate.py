@@ -2,15 +2,21 @@
 
     python -m benchmarks generate --model qwen3-8b --context 32k --caches hf_dynamic two_level:lag
     python -m benchmarks generate --model small --device cpu --context 512 --new-tokens 8
+    python -m benchmarks generate --model qwen3-8b --context 32k --caches two_level two_level+offload --lookup 10
 
 Known shapes get random weights; models by name or path their own. The cache is filled directly unless --prefill has
 generate() read the context. On a GPU our caches decode by captured steps, on a CPU eagerly; where dense attention is
 known to be as quick as selecting they attend densely, as everybody's do (rows end in +dense).
+
+With --lookup the text repeats itself; generate() reads it (--prefill) and drafts from it. How many drafts a model with
+random weights accepts says nothing, so what a pass takes is reported beside tokens a second. Ours are measured twice:
+passes decoded as steps are, and by exact attention to everything (:exact).
 """
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
+from contextlib import nullcontext
 
 import torch
 
@@ -29,8 +35,8 @@ DEFAULT = ("hf_dynamic", "two_level", "two_level:lag")
 CHOICES = [name for name, variant in VARIANTS.items() if variant.kind != "sdpa"]
 
 
-def measure(model, variant: Variant, report: Report, args: Namespace) -> None:
-    """All figures of one cache."""
+def measure(model, variant: Variant, report: Report, args: Namespace, exact: bool = False) -> None:
+    """All figures of one cache. ``exact``: its drafts are verified by exact attention."""
     limit = host_bytes(args)
     check(variant, model, args.batch, args.context, limit)
     prepare(model, variant, args.fused, capture=args.capture)
@@ -40,23 +46,31 @@ def measure(model, variant: Variant, report: Report, args: Namespace) -> None:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     try:
-        found = generate(
-            model,
-            cache,
-            args.batch,
-            args.new_tokens,
-            prompt=args.context if args.prefill else None,
-            sample=args.sample,
-            eos=True,
-            compiled=compiled,
-            each=after,
-        )
+        with cache.drafts(sparse=False) if exact else nullcontext():
+            found = generate(
+                model,
+                cache,
+                args.batch,
+                args.new_tokens,
+                prompt=args.context if args.prefill else None,
+                sample=args.sample,
+                eos=True,
+                compiled=compiled,
+                each=after,
+                lookup=args.lookup,
+            )
     finally:
         if compiled:
             forget_compiled(model)
     if variant.ours and chose_dense(cache):
-        report.rename(variant.label(args.fused) + "+dense" + suffix(variant, args))
-    report.add("tpot_ms", found.tpot_ms)
+        report.rename(variant.label(args.fused) + "+dense" + suffix(variant, args, exact))
+    if args.lookup:
+        per_pass = (found.tokens.shape[1] - 1) / found.passes
+        report.add("pass_ms", found.tpot_ms)
+        report.add("tokens_per_pass", per_pass, "tokens")
+        report.add("tokens_per_s", 1e3 * per_pass * len(found.tpot_ms) / sum(found.tpot_ms), "1/s")
+    else:
+        report.add("tpot_ms", found.tpot_ms)
     if args.prefill:
         report.add("ttft_s", found.first_ms / 1e3, "s")
     if compiled:
@@ -79,16 +93,18 @@ def arguments() -> ArgumentParser:
     caches = {"nargs": "+", "type": cache_name, "default": [cache_name(name) for name in DEFAULT], "metavar": "CACHE"}
     add("--caches", **caches, help=f"{', '.join(CHOICES)}; ours also with +offload")
     add("--sample", action="store_true", help="draw tokens instead of taking the likeliest")
+    add("--lookup", type=int, metavar="TOKENS", help="draft so many by prompt lookup; at most max_draft, 16")
     add("--prefill", action="store_true", help="read the context, and measure ttft_s, too")
     add("--capture", action=flag, default=True, help="captured decode steps")
     return parser
 
 
-def suffix(variant: Variant, args: Namespace) -> str:
+def suffix(variant: Variant, args: Namespace, exact: bool = False) -> str:
     """What else the rows' names say."""
     eager = variant.ours and args.device.startswith("cuda") and not args.capture
     replayed = variant.ours and args.kv != "random" and not args.prefill
-    return "+eager" * eager + ":sample" * args.sample + f":kv={args.kv}" * replayed
+    drafts = f":lookup={args.lookup}" * bool(args.lookup) + ":exact" * exact
+    return "+eager" * eager + ":sample" * args.sample + f":kv={args.kv}" * replayed + drafts
 
 
 def cache_name(text: str) -> Variant:
@@ -122,15 +138,19 @@ def main(argv: list[str] | None = None) -> int:
     model = load(args)
     on_gpu = model.device.type == "cuda"
     args.capture &= on_gpu
+    args.prefill |= bool(args.lookup)  # its first pass is given the whole text
     args.fused &= args.capture and why_not(model) is None
     case = case_name(args.model)
     if model.dtype != torch.bfloat16:
         case += f":{str(model.dtype).removeprefix('torch.')}"
-    with Report("generate", case, rows_file(args), len(args.caches)) as report:
-        for variant in args.caches:
-            label = variant.label(args.fused) + suffix(variant, args)
+    runs = [(variant, False) for variant in args.caches]
+    if args.lookup:
+        runs += [(variant, True) for variant in args.caches if variant.ours]
+    with Report("generate", case, rows_file(args), len(runs)) as report:
+        for variant, exact in runs:
+            label = variant.label(args.fused) + suffix(variant, args, exact)
             with report.measuring(args.batch, args.context, label):
-                measure(model, variant, report, args)
+                measure(model, variant, report, args, exact)
             unoptimize(model)  # a runner that has met an error does not capture again
             free()
     return report.close()

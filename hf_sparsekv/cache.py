@@ -25,6 +25,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from .attention.drafts import verified_tokens
 from .attention.handle import Step
 from .attention.masks import check_not_empty, new_columns
 from .attention.mla import caller, passes_on
@@ -138,6 +139,7 @@ class SparseCache(Cache):
         self._replayed: Replayed | None = None  # steps that layers have not accounted for
         self.model_config = None
         self._record_past = self._warned = self._watched = self._told = False
+        self._drafts: bool | None = None  # what drafts() says of passes; None: nothing
         self._columns: tuple[Tensor | None, Tensor | None] = (None, None)
         self._linear = False  # the model has linear-attention layers, whose states do not tell how many tokens they saw
         # Of such a model, by layer: forward passes that have come to it, and those that have stored a recurrent state.
@@ -234,7 +236,35 @@ class SparseCache(Cache):
         memo[id(self)] = new
         for name, value in self.__dict__.items():
             setattr(new, name, copy.deepcopy(value, memo))
+        new._drafts = None
         return new
+
+    # ------------------------------------------------------------------ drafts
+
+    @contextmanager
+    def drafts(self, sparse: bool = True) -> Iterator[None]:
+        """Inside, forward passes of several tokens over cached ones verify drafts, which attend as decode steps do.
+
+            with cache.drafts():
+                logits = model(drafts, past_key_values=cache).logits  # [rows, n, vocabulary]
+            cache.crop(-rejected)
+
+        For loops of one's own. ``generate()`` with prompt lookup or an assistant needs it not: its passes are known.
+        Without an announcement any pass of several tokens is a prompt's, and exact. So are, inside, passes of more than
+        ``max_draft + 1`` tokens, or with padding among them; and methods that choose a step ahead (docs/drafts.md).
+
+        Args:
+            sparse: False: inside, drafts attend to everything, those of ``generate()`` too.
+        """
+        before, self._drafts = self._drafts, sparse
+        try:
+            yield
+        finally:
+            self._drafts = before
+
+    def drafted(self, tokens: int) -> bool:
+        """The forward pass under way, of so many tokens over cached ones, is known to verify drafts."""
+        return verified_tokens(self) == tokens if self._drafts is None else self._drafts
 
     # ------------------------------------------------------------------ rows that come and go
 

@@ -116,7 +116,8 @@ class SparseConfig(Options):
             not been sealed into a block yet (at most ``max_draft + block_size`` more) are attended too.
         dense_layers: layers ``0 .. dense_layers - 1`` attend densely: their attention is too flat to select.
         max_draft: draft tokens that a ``crop()`` can take back without reopening a stored block (assisted and
-            prompt-lookup decoding take back at most their draft length). A deeper crop is correct but slower.
+            prompt-lookup decoding take back at most their draft length). A deeper crop is correct but slower. Passes
+            of at most one token more, if they verify drafts, attend as decode steps do; longer ones to everything.
         max_length: longest sequence (prompt and answer, in tokens) to reserve storage for. ``None`` lets the
             storage grow in steps.
         dense_below: a decode step attends to everything, as dense attention does, while the full blocks of the layer

@@ -119,6 +119,11 @@ def rows() -> dict:
     return {**names, "model": build("llama", "sparsekv"), "ids": prompt(1, 120)["input_ids"]}
 
 
+def drafts() -> dict:
+    names = {"OffloadedSparseCache": OffloadedSparseCache, "torch": torch}
+    return {**names, "model": build("llama", "sparsekv"), "ids": prompt(1, 120)["input_ids"]}
+
+
 def serving() -> dict:
     model, plain = build("llama", "sdpa"), tokenizer_of(VOCAB)
 
@@ -160,7 +165,7 @@ def extending() -> dict:
 # What a page's blocks may use, and what in them is replaced to run here: lengths that a tiny model has, no hub.
 NAMES: dict[str, Callable[[], dict]] = {
     f"docs/{made.__name__}.md": made
-    for made in (generating, saving, reuse, monitoring, rows, serving, evaluation, extending)
+    for made in (generating, saving, reuse, monitoring, rows, drafts, serving, evaluation, extending)
 }
 REPLACED = {
     "docs/generating.md": (("you/sparse-generate", str(ROOT)),),
@@ -205,6 +210,8 @@ def test_the_blocks_run_in_their_order(page, tmp_path, monkeypatch, capsys):
         assert "two_level:token_budget=512" in printed
     if page == "docs/saving.md":
         assert (tmp_path / "document.safetensors").exists() and printed.count("w") > 20
+    if page == "docs/drafts.md":
+        assert there["logits"].shape == (1, 6, VOCAB) and there["cache"].get_seq_length() == 122
     if page == "docs/rows.md":
         assert there["logits"].shape == (1, VOCAB) and len(there["rows"].rows) == 1
     if page == "docs/serving.md":

@@ -261,6 +261,20 @@ class Taken(NamedTuple):
     after: Rows
 
 
+class Drafts(NamedTuple):
+    """New tokens of each row that are decoded in one go, no block being sealed before the last of them.
+
+    Attributes:
+        tokens: how many.
+        taken: the rows before, with all of them, and when what became old is sealed.
+        queries: of a table of one row: each of the tokens as a row that ends with it.
+    """
+
+    tokens: int
+    taken: Taken
+    queries: Rows
+
+
 class RowTable:
     """The rows of one cache.
 
@@ -506,6 +520,37 @@ class RowTable:
         made = Taken(rows, now, after)
         self._memo = rows, None, valid, made
         return made
+
+    def drafts(self, rows: Rows, columns: int, together: bool) -> tuple[Drafts, ...]:
+        """``columns`` more tokens of each row, which attend as decode steps: in one go up to where a block is sealed.
+
+        ``together``: of a table of one row; else one after the other. The layers of a pass get the same answer.
+        """
+        before, asked, given, made = self._memo
+        if given is together and asked == columns and before is rows:
+            return made
+        parts, held, left = [], rows, columns
+        while left:
+            n = min(left, self._until_sealing(held)) if together else 1
+            lengths = tuple(length + n for length in held.lengths)
+            now = after = Rows(self.block_size, held.columns + n, lengths, held.sealed, rows.valid)
+            sealed = tuple(self._sealable(length, blocks) for length, blocks in zip(lengths, held.sealed))
+            if sealed != held.sealed:
+                self.reserve(range(rows.batch), held.sealed, sealed)
+                after = Rows(self.block_size, now.columns, lengths, sealed, rows.valid)
+            queries = now
+            if together and n > 1:
+                each = tuple(range(lengths[0] - n + 1, lengths[0] + 1))
+                queries = Rows(self.block_size, now.columns, each, held.sealed * n)
+            parts.append(Drafts(n, Taken(held, now, after), queries))
+            held, left = after, left - n
+        made = tuple(parts)
+        self._memo = rows, columns, together, made
+        return made
+
+    def _until_sealing(self, rows: Rows) -> int:
+        """Tokens of the only row up to the one behind which a block is sealed: the ring has room for them."""
+        return max(1, (rows.sealed[0] + 1) * self.block_size + self.recent - rows.lengths[0])
 
     def asked(self, rows: Rows, valid: Tensor | None) -> Rows:
         """Rows as a step finds them that gives a token to those that are ``valid [batch]``, bool or None.

@@ -528,10 +528,11 @@ class LayerStore(State):
             **means,
         )
 
-    def tally(self) -> Tally:
-        """Of the decode step that has just ended."""
-        tally = Tally()
-        tally.add(self._taken, self.sinks)
+    def tally(self, queries: Rows | None = None) -> Tally:
+        """Of the decode step that has just ended. ``queries``: those of the only row, each as a row that attended."""
+        tally, taken = Tally(), self._taken
+        tally.add(taken if queries is None else taken._replace(now=queries), self.sinks)
+        tally.last = taken.now
         return tally
 
     def count_steps(self, granularity: str, tally: Tally) -> None:

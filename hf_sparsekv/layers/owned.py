@@ -59,6 +59,10 @@ class Owner(Protocol):
         """Which rows of a batch of which rows come and go get a token, bool ``[batch, 1]``; None: all."""
         ...
 
+    def drafted(self, tokens: int) -> bool:
+        """The forward pass under way, of so many tokens over cached ones, is known to verify drafts."""
+        ...
+
     def passed(self, layer_idx: int) -> None:
         """A layer has stored a forward pass's tokens."""
         ...

@@ -13,6 +13,7 @@ from ..attention.exact import exact_attention
 from ..attention.gradient import NoGradient
 from ..attention.handle import KVHandle, Step
 from ..attention.mla import SAMPLE, Absorbed, absorb, calling_module, passes_on
+from ..kv.query_rows import QueryRows
 from ..kv.rows import Rows
 from ..kv.store import LayerStore, Tally
 from ..policies.base import Policy
@@ -197,10 +198,15 @@ class SparseLayer(Owned, CacheLayerMixin):
                 out = self._decode(step, q, mask, params, own)[:, :, None]
                 out = out if absorbed is None else absorbed.outputs(out)
             return NoGradient.apply(out, query)
+        if own and not dropout and params.sliding_window is None and self._is_drafts(step, mask):
+            with torch.no_grad():
+                out = self._verify(step, query if absorbed is None else absorbed.queries(query), params)
+                out = out if absorbed is None else absorbed.outputs(out)
+            return NoGradient.apply(out, query)
         store = self.store
         if own:
             key, value = store.materialise(step.k.detach(), step.v.detach())
-            self._read_ahead(step)
+            self._read_ahead(step, mask)
             self._commit(step, query, self.owner.new_columns(mask, step))
         else:
             key, value = store.materialise()
@@ -231,13 +237,80 @@ class SparseLayer(Owned, CacheLayerMixin):
         if self is self.owner.sparse_layers[-1]:
             self.owner.copy_streams.release()
 
-    def _read_ahead(self, step: Step) -> None:
+    def _read_ahead(self, step: Step, mask: Tensor | None) -> None:
         """Begin to read back what the next layer needs for this chunk of a prompt."""
         layers = self.owner.sparse_layers
         for layer in layers[layers.index(self) + 1 :][:1]:
             store = layer.store
-            if store is not None and store.copy_stream is not None and store.full_blocks and store.length == step.past:
+            if store is None or store.copy_stream is None or not store.full_blocks or store.length != step.past:
+                continue
+            if not layer._is_drafts(step, mask):
                 self.owner.copy_streams.read_ahead(store, step.length)
+
+    def _is_drafts(self, step: Step, mask: Tensor | None) -> bool:
+        """The step's tokens are drafts, said to be so, and few enough to attend to a selection as decode steps do.
+
+        Without padding among them, and by a policy that says how, where a decode step does not attend to everything and
+        so many of them do not read more than that.
+        """
+        new, policy, owner = step.k.shape[2], self.policy, self.owner
+        if not 1 < new <= owner.config.max_draft + 1 or policy.drafts == "exact":
+            return False
+        if self.replay is not None or (mask is not None and mask.ndim != 2) or not owner.drafted(new):
+            return False
+        if owner.new_columns(mask, step) is not None or policy.plan(self.store).dense:
+            return False
+        return policy.drafts_read_less(new, self.store)
+
+    def _verify(self, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
+        """Drafts as decode steps, ``query [batch, Hq, q, Dk]`` to ``[batch, Hq, q, Dv]``.
+
+        Each query gets what a step of its own would attend to: blocks are sealed between the same tokens. Up to there
+        the queries of one row are decoded together, as rows of a batch, if the policy can.
+        """
+        store, policy, watch = self.store, self.policy, self.policy.watch
+        k, v, new, done, outs = step.k.detach(), step.v.detach(), step.k.shape[2], 0, []
+        together = policy.drafts == "together" and store.batch == 1
+        parts = self.owner.row_table.drafts(store.held, new, together)
+        step.touched = True
+        self._begin_step()
+        policy.begin_drafts()
+        try:
+            for n, taken, queries in parts:
+                at = slice(done, done + n)
+                if policy.observes:
+                    store.announce(n, None)
+                    policy.observe(query[:, :, at], step.keys[:, :, at], None, store)
+                store.append(k[:, :, at], v[:, :, at], None, taken)
+                if done + n == new:
+                    self._committed(step)
+                plan = policy.plan(store)
+                if together:
+                    q = query[0, :, at].transpose(0, 1)  # [n, Hq, Dk]
+                    with QueryRows.of(store, queries) as rows:
+                        if plan.dense:
+                            out = rows.attend(q, None, "all", params)
+                        else:
+                            out = policy.attend_drafts(q, store, rows, plan, params)
+                    outs.append(out.transpose(0, 1)[None])
+                else:
+                    q = query[:, :, done]
+                    outs.append(policy.attend(q, store, plan, params)[:, :, None])
+                store.seal_due(policy)
+                if not together:
+                    policy.look_ahead(q, store, plan)
+                tally = store.tally(queries if together else None)
+                tally.steps = int(not done)  # of the pass
+                store.counters.drafts += n - tally.steps
+                policy.account(q[-1:] if together else q, store, plan, tally)
+                done += n
+                if watch is not None:
+                    watch.adds = True
+        finally:
+            if watch is not None:
+                watch.adds = False
+        self._end()
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
     def _decode(self, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, own: bool) -> Tensor:
         """One decode step, ``query [batch, Hq, 1, Dk]`` to ``[batch, Hq, Dv]``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -48,6 +48,14 @@ class Policy(State):
        :attr:`each_step`), and then :meth:`replayed`: what :meth:`observe` and :meth:`look_ahead` would have left on
        the host.
 
+    Drafts, several new tokens behind a cached past that are to be verified, go by :attr:`drafts`, and begin with
+    :meth:`begin_drafts`:
+
+    * ``"exact"``: exact attention to everything, as for prompts.
+    * ``"each"``: as decode steps, one token after the other.
+    * ``"together"``: tokens up to the next one that seals a block take steps 1, 3, 5 and 7 together, and
+      :meth:`attend_drafts` stands for :meth:`attend` and :meth:`look_ahead`. Only of one row; those of several: each.
+
     For the cache as a whole, before there are layers: :meth:`place`, :meth:`share`, :meth:`needs`, :meth:`crossover`.
     For numbers of its own: :meth:`measured`. A policy that chooses tokens for the step's own query and keeps nothing is
     a :class:`.selector.Selector`, and overrides one method.
@@ -70,6 +78,7 @@ class Policy(State):
     layers_per_launch = 1  # layers whose look-ahead is launched together in a captured step
     low_priority = True  # look-ahead runs on a low-priority stream, on SMs that the step leaves idle
     second_bytes = 0  # allocated on a second device
+    drafts: Literal["exact", "each", "together"] = "exact"
     labels: LabelIndex | None = None
     tokens: DeviceTokens | None = None  # copies of chosen tokens
     foresight: str | None = None  # what of the layer before is asked for, see `foresees_by`
@@ -212,6 +221,31 @@ class Policy(State):
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
         """Attention of one query per row, ``q [batch, Hq, Dk]`` to ``[batch, Hq, Dv]``."""
         return store.attend(q, None, "all", params)
+
+    def drafts_read_less(self, new: int, store: LayerStore) -> bool:
+        """So many queries of a row, each with its own selection, read less than exact attention, which reads all once.
+
+        Where chosen tokens have copies on the device, what is read in host memory is what any of them chooses: always
+        less.
+        """
+        budget = getattr(self.config, "token_budget", 0)
+        return self.tokens is not None or new * budget < store.full_blocks * store.block_size
+
+    def begin_drafts(self) -> None:
+        """Several drafts come: what was chosen for a step that never came is not for them."""
+
+    def attend_drafts(
+        self, q: Tensor, store: LayerStore, rows: LayerStore, plan: Plan, params: AttentionParams
+    ) -> Tensor:
+        """Attention of the last ``n`` tokens of the only row, ``q [n, Hq, Dk]`` to ``[n, Hq, Dv]``, if not dense.
+
+        What the next step finds chosen or brought beforehand is left here as well.
+
+        Args:
+            rows: the store as a batch of ``n`` rows, each of which ends with one of these tokens
+                (:class:`..kv.query_rows.QueryRows`): for scores, selection and attention.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.drafts is 'together': write attend_drafts()")
 
     def foresee(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         """The layer before has begun this step, and expects ``q [batch, Hq, Dk]`` of this layer.

@@ -143,6 +143,18 @@ class DeviceTokens(State):
         named = {"used": used, "enabled": self.enabled, "counters": self.counters}
         bring_tokens(ids, store.pool.kv, store.table, self.of_rows(), **named)
 
+    def bring_rows(self, ids: Tensor, store: LayerStore, used: Tensor | None = None) -> Tensor:
+        """``n`` queries of the only row have chosen ``ids [n, H, K]``: :meth:`bring` each, then :meth:`locate` all.
+
+        Before they attend, because they choose nearly the same: each token crosses the link once. Behind ``used`` the
+        ids are -1. ``store``: of the one row.
+        """
+        n, heads, k = ids.shape
+        for i in range(n):
+            self.bring(ids[i : i + 1], store, None if used is None else used[i : i + 1])
+        places = self.locate(ids.transpose(0, 1).reshape(1, heads, n * k), store)
+        return places.view(heads, n, k).transpose(0, 1).contiguous()
+
     def forget(self) -> None:
         """Nothing is held."""
         self.slots.fill_(-1)

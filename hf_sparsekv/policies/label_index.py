@@ -144,13 +144,19 @@ class LabelIndex(State):
     ) -> Tensor:
         """Scores of all tokens in full blocks, or in ``blocks``, for ``q [batch, Hq, Dk]``: ``[batch, H, n]``.
 
+        ``store`` may be the only row several times (:class:`..kv.query_rows.QueryRows`).
+
         ``reduce``: instead of the configuration's; ``"none"`` gives each query head's, ``[batch, Hq, n]``. ``fill``:
         False for who reads no scores behind a row's sealed tokens, which are then anything.
         """
         fields, reduce = store.pool.fields, reduce or self.config.token_reduce
-        labels = fields["codes"], fields.get("qparams"), self.channels
+        labels = fields["codes"], fields.get("qparams"), self.channels_of(store)
         how = {"sinks": store.sinks, "out": out, "fill": fill}
         return token_score(q, *labels, store.rows, store.table, blocks, reduce, **how)
+
+    def channels_of(self, store: LayerStore) -> Tensor:
+        """The channels of its rows: of one row, if it is that several times."""
+        return self.channels if len(self.channels) == store.batch else self.channels.expand(store.batch, -1, -1)
 
     def nbytes_read(self, store: LayerStore, blocks: int) -> int:
         """Bytes that scoring ``blocks`` blocks, of all rows together, of each KV head reads."""

@@ -24,7 +24,7 @@ class LayerAheadPolicy(PredictivePolicy):
 
     Nothing that is chosen outlives its step: what the step before has sealed can be chosen, and crops, beams and copies
     of the cache have no choice to follow. Where nobody foresees a layer's query (the first layer; no hooks on the
-    model), :meth:`attend` chooses by the query that it gets, before it attends.
+    model), :meth:`attend` chooses by the query that it gets, before it attends. So do drafts: nobody foresees theirs.
 
     State, with :attr:`source` ``"in_delta"``: what the layer before added to the residual stream for each row's last
     token. Zero where that is not known: in a new or loaded cache, after a crop, and after steps that were not foreseen.
@@ -32,6 +32,7 @@ class LayerAheadPolicy(PredictivePolicy):
 
     warns_unforeseen = True
     rows_join = True
+    drafts = "together"
     TENSORS: ClassVar = {"added": Held(trial=True)}  # [batch, 1, hidden], of the stream's dtype
     HOST: ClassVar = {
         "foreseen": None,  # columns that were cached when tokens were chosen beforehand
@@ -153,6 +154,21 @@ class LayerAheadPolicy(PredictivePolicy):
             return store.attend(q, self.ids, "token", params)
         places, self._places = reads_here(self._places), None
         return store.attend(q, places, "token", params, pages=self.tokens.pages, columns=self.ids)
+
+    def begin_drafts(self) -> None:
+        self.foreseen = self._places = None
+
+    def attend_drafts(
+        self, q: Tensor, store: LayerStore, rows: LayerStore, plan: Plan, params: AttentionParams
+    ) -> Tensor:
+        budget = self.config.token_budget
+        ids = token_select(self.scores(q, rows), None, budget, store.block_size, rows=rows.rows)
+        if self.watch is not None:
+            self.watch.mark_tokens(ids, store.block_size)
+        if not self._enter(store):
+            return rows.attend(q, ids, "token", params)
+        places = self.tokens.bring_rows(ids, store)
+        return rows.attend(q, places, "token", params, pages=self.tokens.pages, columns=ids)
 
     def _choose_for(self, q: Tensor, store: LayerStore) -> None:
         """Write the tokens that this query wants to :attr:`ids`, and bring them to the device."""

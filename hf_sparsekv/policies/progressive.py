@@ -59,6 +59,7 @@ class ProgressivePolicy(Policy):
 
     config: ProgressiveConfig
     method = "progressive"
+    drafts = "together"
 
     def __init__(
         self, config: ProgressiveConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
@@ -139,12 +140,24 @@ class ProgressivePolicy(Policy):
         places = self.tokens.locate(found.ids, store, found.count)
         return store.attend(q, places, "token", params, pages=self.tokens.pages, used=found.count)
 
+    def attend_drafts(
+        self, q: Tensor, store: LayerStore, rows: LayerStore, plan: Plan, params: AttentionParams
+    ) -> Tensor:
+        self._params[:] = [params]
+        found = self._select(q, rows, params, self.totals)
+        if self.watch is not None:
+            self.watch.mark_tokens(found.ids, store.block_size)
+        if not (plan.ahead and self._enter(store)):
+            return rows.attend(q, found.ids, "token", params, used=found.count)
+        places = self.tokens.bring_rows(found.ids, store, found.count)
+        return rows.attend(q, places, "token", params, pages=self.tokens.pages, used=found.count)
+
     def _select(self, q: Tensor, store: LayerStore, params: AttentionParams, totals: Tensor | None = None) -> Selection:
         config = self.config
         return mass_select(
             self.labels.scores(q, store, reduce="none", fill=False),
             q,
-            self.labels.channels,
+            self.labels.channels_of(store),
             store.recent_kv,
             store.rows,
             sinks=store.sinks,

@@ -19,9 +19,12 @@ class Selector(Policy):
     Attributes:
         granularity: ``"token"`` or ``"block"``, what :meth:`select` gives.
         captured: False if :meth:`select` waits for the device, or does not launch the same kernels each time.
+        drafts: ``"together"`` if :meth:`select` asks nothing of the store but what is there of a row several times
+            (:class:`..kv.query_rows.QueryRows`).
     """
 
     captured = True
+    drafts = "each"
 
     def select(self, q: Tensor, store: LayerStore, params: AttentionParams) -> Tensor:
         """What to attend to for ``q [batch, Hq, Dk]``: int32 ``[batch, H, n]``, tokens (or blocks), -1 for none.
@@ -40,10 +43,15 @@ class Selector(Policy):
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
         if plan.dense:
             return store.attend(q, None, "all", params)
-        ids = self.select(q, store, params)
+        return self.attend_drafts(q, store, store, plan, params)
+
+    def attend_drafts(
+        self, q: Tensor, store: LayerStore, rows: LayerStore, plan: Plan, params: AttentionParams
+    ) -> Tensor:
+        ids = self.select(q, rows, params)
         if self.watch is not None:
             if self.granularity == "token":
                 self.watch.mark_tokens(ids, store.block_size)
             else:
                 self.watch.mark(ids)
-        return store.attend(q, ids, self.granularity, params)
+        return rows.attend(q, ids, self.granularity, params)

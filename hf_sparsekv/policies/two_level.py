@@ -66,6 +66,10 @@ class TwoLevelPolicy(Policy):
         self.granularity = "token" if self.labels else "block"
         self.fetches = offloaded
         self.fetches_tokens = offloaded and of == "token"
+        # With lag, blocks are chosen by the query before, and each choice takes pages of those before. Without, blocks
+        # are brought to pages that the next choice may take.
+        one_by_one = offloaded and of != "token"
+        self.drafts = "exact" if self.lag else "each" if one_by_one else "together"
 
     @classmethod
     def share(cls, config: TwoLevelConfig, offload: OffloadConfig | None) -> Labelled:
@@ -157,6 +161,22 @@ class TwoLevelPolicy(Policy):
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
         if plan.dense:
             return store.attend(q, None, "all", params)
+        return self._attend(q, store, plan, params)
+
+    def attend_drafts(
+        self, q: Tensor, store: LayerStore, rows: LayerStore, plan: Plan, params: AttentionParams
+    ) -> Tensor:
+        if not self.fetches_tokens:
+            return self._attend(q, rows, plan, params)
+        ids = self._choose_tokens(q, rows)
+        if self.watch is not None:
+            self.watch.mark_tokens(ids, store.block_size)
+        if not self._enter(store):
+            return rows.attend(q, ids, "token", params)
+        places = self.tokens.bring_rows(ids, store)
+        return rows.attend(q, places, "token", params, pages=self.tokens.pages, columns=ids)
+
+    def _attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
         blocks = page_ids = None
         if plan.attends == "chosen":
             if self.lag:

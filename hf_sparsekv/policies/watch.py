@@ -18,13 +18,14 @@ class BlockWatch(State):
     Attributes:
         marks: bool ``[batch, H, blocks + 1]``, the last one for ids that name no block.
         told: the policy marks blocks at all.
+        adds: marks of earlier queries of the same pass stay.
     """
 
     TENSORS: ClassVar = {"marks": Held(rows=None)}
 
     def __init__(self) -> None:
         super().__init__()
-        self.told = False
+        self.told = self.adds = False
 
     @no_inference_mode
     def fit(self, store: LayerStore) -> None:
@@ -36,6 +37,8 @@ class BlockWatch(State):
     def mark(self, ids: Tensor, used: Tensor | None = None) -> None:
         """The step attends to these blocks, ``ids [batch, H, n]``, -1 for none.
 
+        Several queries of the only row may come in place of a batch: marked is what any of them attends to.
+
         Args:
             used: int ``[batch, H]``: only the first so many of each row and KV head.
         """
@@ -44,8 +47,12 @@ class BlockWatch(State):
         named = ids >= 0
         if used is not None:
             named &= torch.arange(ids.shape[-1], device=ids.device) < used[..., None]
-        self.marks.zero_()
-        self.marks.scatter_(2, torch.where(named, ids, spare).long(), True)
+        if not self.adds:
+            self.marks.zero_()
+        ids = torch.where(named, ids, spare).long()
+        if len(ids) != len(self.marks):
+            ids = ids.transpose(0, 1).flatten(1)[None]
+        self.marks.scatter_(2, ids, True)
 
     def mark_tokens(self, ids: Tensor, block_size: int) -> None:
         """The same for tokens, ``ids [batch, H, n]``: the blocks that hold them."""

@@ -23,10 +23,12 @@ class CacheStats:
     Args:
         layers: full-attention layers that the cache manages.
         cached_tokens: columns cached per row (padding included).
-        decode_steps: decode steps (one query a row).
+        decode_steps: decode steps: forward passes of one query a row, or of several drafts that were decoded likewise
+            (``draft_queries``).
         sparse_calls, dense_calls: layer calls of decode steps that attended to a selection / to everything.
         crossover_calls: of ``dense_calls``: because dense attention is as quick there (``dense_below``).
-        exact_calls: layer calls with several queries over cached tokens (later chunks, second turns, drafts).
+        exact_calls: layer calls with several queries over cached tokens that attended to everything (later chunks,
+            second turns, drafts that are not decoded like steps).
         attended_tokens: cached tokens attended to in decode steps.
         context_tokens: cached tokens that full attention would have attended to in them.
         blocks_chosen: blocks that the coarse level kept for a step's attention.
@@ -48,6 +50,8 @@ class CacheStats:
         late: layer calls that attended to an older selection, because a second device had not chosen in time.
         foreseen_calls: of ``sparse_calls``: whose tokens were chosen beforehand, for the query that the layer before
             expected (``PredictiveConfig.predictor``).
+        draft_queries: queries of a row that decode steps brought beyond the first one: drafts. Tokens and bytes count
+            for each query.
     """
 
     layers: int
@@ -77,6 +81,7 @@ class CacheStats:
     late: int = 0
     second_bytes: int = 0
     foreseen_calls: int = 0
+    draft_queries: int = 0
 
     @property
     def tokens_per_walk(self) -> float | None:
@@ -131,11 +136,14 @@ class CacheStats:
             if self.materialised:
                 what = f"no sparse decode step: {self.materialised} layer calls bypassed sparse attention"
             return f"{self.cached_tokens} tokens cached, {what}; {where}"
-        steps = self.decode_steps
+        steps, what = self.decode_steps, "steps"
+        if self.draft_queries:
+            what = f"passes of {steps + self.draft_queries} queries"
+        each = "a pass" if self.draft_queries else "a step"
         read = readable((self.kv_bytes_read + self.index_bytes_read) / steps)
         line = (
-            f"{steps} steps over {self.cached_tokens} cached tokens: attended to {self.attended_share:.1%}, read "
-            f"{read} a step instead of {readable(self.kv_bytes_dense / steps)}"
+            f"{steps} {what} over {self.cached_tokens} cached tokens: attended to {self.attended_share:.1%}, read "
+            f"{read} {each} instead of {readable(self.kv_bytes_dense / steps)}"
         )
         if self.host_bytes:
             line += f", {readable(self.host_to_device_bytes / steps)} of it from host memory"
@@ -179,6 +187,7 @@ _COUNTS = frozenset(
         "materialised",
         "late",
         "foreseen_calls",
+        "draft_queries",
     }
 )
 
@@ -264,4 +273,5 @@ def collect(layers: list[SparseLayer], pools: DevicePools | None, table: RowTabl
         late=sum(p.late for p in packs),
         second_bytes=held["second"],
         foreseen_calls=sum(c.foreseen for c in total),
+        draft_queries=max((c.drafts for c in total), default=0),
     )
