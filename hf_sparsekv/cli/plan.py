@@ -112,6 +112,8 @@ def _show(p: MemoryPlan, gpu: int | None, host: int) -> None:
     row("token labels", p.labels, 0, 0)
     if p.means:
         row("means of blocks", p.means, 0, 0)
+    if p.scales:
+        row("scales of 8-bit KV", p.scales, 0, 0)
     row("sinks and recent tokens", p.recent, 0, 0)
     row("tables", p.tables, 0, 0)
     row("sliding and other layers", p.stock, 0, p.stock)
