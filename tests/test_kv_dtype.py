@@ -81,6 +81,47 @@ def test_padding(name):
     assert torch.equal(model("llama").generate(**inputs, past_key_values=cache, **go), expected)
 
 
+def come_and_go(cache) -> list[torch.Tensor]:
+    """Logits of rows that join, wait, fork, move and leave."""
+    rows, net, found = cache.rows(4, 400), model("llama"), []
+
+    def join(n: int, seed: int) -> int:
+        first = rows.prefill(net, prompt(1, n, seed=seed)["input_ids"], chunk=40)
+        found.append(first.logits)
+        return rows.join(first)
+
+    def step(n: int) -> None:
+        for seed in range(n):
+            found.append(rows.step(net, prompt(1, rows.max_rows, seed=seed)["input_ids"][0])[list(rows.active)].clone())
+
+    join(150, 1)
+    step(4)
+    join(90, 2)
+    join(30, 3)
+    step(22)  # over blocks that become full
+    rows.hold(0)
+    step(5)
+    rows.leave(1)
+    rows.resume(0)
+    assert join(201, 4) == 1
+    step(20)
+    rows.leave(0)
+    rows.move(2)
+    step(5)
+    rows.fork(0)
+    step(5)
+    return found
+
+
+@pytest.mark.parametrize("name", ["host-default-int8-smallpool", "host-int8", "progressive-host-int8"])
+def test_rows_that_come_and_go(name):
+    cache = CODED[name](lag=False, **TIGHT) if name == "host-int8" else CODED[name](**TIGHT)
+    with rounded():
+        expected = come_and_go(plain(cache))
+    for one, other in zip(come_and_go(cache), expected, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_the_usual_dtype_is_as_it_was():
     """Without ``kv_dtype`` there are no scales, and nothing is rounded."""
     cache = two_level(WITHOUT, **TIGHT)

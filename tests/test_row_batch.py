@@ -39,7 +39,6 @@ MADE = {
     "tokens": lambda: OffloadedSparseCache(TwoLevelConfig(**BUDGET), None),
     "tokens-host": lambda: OffloadedSparseCache(TwoLevelConfig(**BUDGET)),
     "tokens-host-smallpool": lambda: OffloadedSparseCache(TwoLevelConfig(**BUDGET), OffloadConfig(device_pool=30_000)),
-    "tokens-host-int8": lambda: OffloadedSparseCache(TwoLevelConfig(**BUDGET), OffloadConfig(kv_dtype="int8")),
     "blocks-host": lambda: OffloadedSparseCache(TwoLevelConfig(**BUDGET, **BLOCKS)),
     "progressive-host": lambda: ProgressiveCache(
         ProgressiveConfig(**CHOOSE, threshold=0.7, min_tokens=16), OffloadConfig()
