@@ -287,7 +287,9 @@ def run(bench: Bench, args: Namespace, rate: float) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 1 if anything failed for other reasons than memory."""
-    args = arguments().parse_args(argv)
+    args = (parser := arguments()).parse_args(argv)
+    if args.kv_dtype and not args.offload:
+        parser.error("--kv-dtype is of keys and values in host memory: add --offload")
     if not torch.cuda.is_available():
         print("the step benchmark needs a CUDA device")
         return 1

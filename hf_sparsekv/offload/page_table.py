@@ -149,9 +149,12 @@ class DevicePools:
                 found = pool.counters()
                 for name, value in found.items():
                     total[name] += value
-                page, coded = pool.pages[0], self.config.kv_dtype is not None
-                total["bytes"] += found["fetched"] * (page.numel() if coded else page.nbytes)
+                total["bytes"] += found["fetched"] * self.link_bytes(pool)
         return total
+
+    def link_bytes(self, pool: DevicePool) -> int:
+        """What a block of one KV head takes over the link: of codes a byte a number."""
+        return pool.pages[0].nbytes if self.config.kv_dtype is None else pool.pages[0].numel()
 
     @property
     def nbytes(self) -> int:
