@@ -214,18 +214,21 @@ def make_cache(
     host_bytes: int | None = None,
     device_pool: int | float | None = None,
     budget: int | None = None,
+    kv_dtype: str | None = None,
 ):
     """An empty cache for ``length`` tokens per row; None: one that grows.
 
     Args:
-        host_bytes, device_pool: of ours, offloaded: see ``OffloadConfig``.
+        host_bytes, device_pool, kv_dtype: of ours, offloaded: see ``OffloadConfig``.
         budget: of ours, tokens that a step selects; None: what the variant says.
     """
     if variant.kind == "static":
         return StaticCache(config=model.config, max_cache_len=length)
     if not variant.ours:
         return DynamicCache(config=model.config, offloading=variant.kind == "offloaded")
-    offload = OffloadConfig(max_host_bytes=host_bytes, device_pool=device_pool) if variant.offload else None
+    offload = None
+    if variant.offload:
+        offload = OffloadConfig(max_host_bytes=host_bytes, device_pool=device_pool, kv_dtype=kv_dtype)
     dense_below = "auto" if variant.crossover else None
     settings = {"max_length": length, "dense_below": dense_below, **variant.settings}
     if budget is not None and "token_budget" in settings and variant.name != "captured_dense":

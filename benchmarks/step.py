@@ -113,6 +113,7 @@ class Bench:
         """Name of a variant's rows."""
         replayed = variant.ours and self.args.kv != "random"
         pool = f":pool={self.args.device_pool}" if variant.offload and self.args.device_pool else ""
+        pool += f":kv_dtype={self.args.kv_dtype}" if variant.offload and self.args.kv_dtype else ""
         budget = f":budget={self.args.budget}" if self.args.budget and variant.ours else ""
         return variant.label(self.fused) + found + budget + pool + f":kv={self.args.kv}" * replayed
 
@@ -122,7 +123,8 @@ class Bench:
         kv = kv_bytes(text_config(model), batch, context, model.dtype.itemsize)
         source = self.source = SOURCES[args.kv](model, batch, context)
         begin = time.perf_counter()
-        cache = make_cache(model, variant, length, self.host_bytes, pool_size(args.device_pool, kv), args.budget)
+        pool = pool_size(args.device_pool, kv)
+        cache = make_cache(model, variant, length, self.host_bytes, pool, args.budget, args.kv_dtype)
         fill_layers(source, cache)
         torch.cuda.synchronize()
         if (second := second_gpu(cache)) is not None:
@@ -256,6 +258,7 @@ def arguments() -> ArgumentParser:
     add("--tokens", type=int, default=160, help="tokens to generate")
     add("--parts", action="store_true", help="of predictive caches: what choosing takes, part by part")
     add("--budget", type=int, help="tokens that our caches select; default 1024")
+    add("--kv-dtype", choices=("int8",), help="of keys and values in host memory: with --offload")
     add("--device-pool", type=parse_pool, metavar="SIZE", help=f"of offloaded caches: {POOL_SIZES}")
     return parser
 
@@ -284,7 +287,9 @@ def run(bench: Bench, args: Namespace, rate: float) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 1 if anything failed for other reasons than memory."""
-    args = arguments().parse_args(argv)
+    args = (parser := arguments()).parse_args(argv)
+    if args.kv_dtype and not args.offload:
+        parser.error("--kv-dtype is of keys and values in host memory: add --offload")
     if not torch.cuda.is_available():
         print("the step benchmark needs a CUDA device")
         return 1

@@ -49,11 +49,11 @@ class Meter:
     def _totals(self) -> tuple[int, int, int, int, int]:
         """Steps, host bytes, blocks or tokens needed and found, bytes of those not found."""
         stats, missed = self.cache.stats(), 0
-        pools = () if self.cache.device_pools is None else self.cache.device_pools.pools.values()
-        for pool in pools:
+        pools = self.cache.device_pools
+        for pool in () if pools is None else pools.pools.values():
             if pool is not None:
                 counted = pool.counters()
-                missed += (counted["needed"] - counted["found"]) * pool.pages[0].nbytes
+                missed += (counted["needed"] - counted["found"]) * pools.link_bytes(pool)
         for layer in self.cache.sparse_layers:
             missed += sum(one.bytes for one in layer.policy.measured() if isinstance(one, PackStats))
         return stats.decode_steps, stats.host_to_device_bytes, stats.needed, stats.found, missed

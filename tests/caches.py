@@ -159,7 +159,29 @@ for _name, _method in methods().items():
         CACHES[_name] = generic(_method)
         CACHES[f"{_name}-host"] = generic(_method, OffloadConfig())
 
+# Host memory holds codes: not the tokens of full attention, but all else that caches do.
+INT8 = OffloadConfig(kv_dtype="int8")
+CODED: dict[str, Callable[..., SparseCache]] = {
+    "host-int8": _two_level(INT8),
+    "host-int8-nopool": _two_level(OffloadConfig(kv_dtype="int8", device_pool=0)),
+    "host-default-int8": _default(INT8),
+    "host-default-int8-nopool": _default(OffloadConfig(kv_dtype="int8", device_pool=0)),
+    "host-default-int8-smallpool": _default(OffloadConfig(kv_dtype="int8", device_pool=50_000)),
+    "host-tail-int8": _default(INT8, **TAIL),
+    "host-dense1-int8": _default(OffloadConfig(kv_dtype="int8", keep_dense=False), dense_layers=1),
+    "host-kept1-int8": _default(INT8, dense_layers=1),
+    "progressive-host-int8": _progressive(INT8),
+    "progressive-bound-int8": _progressive(INT8, estimate="bound"),
+    "predictive-host-int8": _predictive(INT8),
+    "streaming-host-int8": generic(methods()["streaming"], INT8),
+}
+ALL = CACHES | CODED
+
 LATE = ("predictive-late",)  # choose nothing before some ninety tokens
-EAGER = ("progressive-bound", "progressive-paper")  # plain torch looks for the end of a walk: never captured
+EAGER = (
+    "progressive-bound",
+    "progressive-bound-int8",
+    "progressive-paper",
+)  # plain torch looks for the end of a walk: never captured
 HOST_RANK = ("predictive-second",)  # chosen on the host for a model on a GPU: such steps are not captured
 UNSAVED = ("predictive-second",)  # cannot be saved yet

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from caches import CACHES, EAGER, HOST_RANK, LATE, TIGHT
+from caches import ALL, EAGER, HOST_RANK, LATE, TIGHT
 from models import build, model, prompt
 
 from hf_sparsekv import QueryTap, optimize
@@ -98,7 +98,7 @@ def check_imitated(caches, inputs: dict, tokens: int, name: str = "llama", **cha
 def through_modes(cache: str, name: str, padded: bool) -> None:
     """Through calibration, sealing, growth and changes of mode."""
     inputs = prompt(2, 90, (0, 70)) if padded else {"input_ids": prompt(2, 90)["input_ids"][:, :20]}
-    caches = CACHES[cache](**TIGHT), CACHES[cache](**TIGHT)
+    caches = ALL[cache](**TIGHT), ALL[cache](**TIGHT)
     tokens = 90 if cache in LATE and not padded else 60
     _, runner = check_imitated(caches, inputs, tokens, name)
     least = tokens - (20 if cache in HOST_RANK else 10)  # a second device calibrates eagerly
@@ -124,7 +124,7 @@ def check(
     """Same text and counters, and the steps were really replayed."""
     eager, fast = pair(name, dtype)
     generate = {"do_sample": False, "max_new_tokens": 100, **generate}
-    caches = CACHES[cache](**settings), CACHES[cache](**settings)
+    caches = ALL[cache](**settings), ALL[cache](**settings)
     torch.manual_seed(3)
     expected = eager.generate(**inputs, past_key_values=caches[0], **generate)
     torch.manual_seed(3)

@@ -95,6 +95,7 @@ def make_pool(budget, capacity=16, device=CPU, block_shape=BLOCK_SHAPE, dtype=to
         heads=heads,
         block_size=block,
         token_dim=dim,
+        split=dim // 2,
         dtype=dtype,
         device=device,
         host=budget,

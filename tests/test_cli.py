@@ -109,6 +109,16 @@ def test_generate(tiny, offload):
     assert ("in host memory" in result.stderr) == (offload == "--offload")
 
 
+def test_generate_from_codes(tiny):
+    kept = []
+    for more in ((), ("--kv-dtype", "int8")):
+        result = run("generate", tiny, "--prompt", TEXT, "--max-new-tokens", 8, *more, *SPARSE)
+        kept.append(
+            re.search(r"on the device, ([\d.]+) (\w+) in host memory", " ".join(result.stderr.split())).groups()
+        )
+    assert kept[0] != kept[1]
+
+
 def test_budget_covers_all_so_both_agree(tiny):
     result = run(
         "generate", tiny, "--prompt", TEXT, "--max-new-tokens", 8, "--compare", "dense", "--token-budget", 4096

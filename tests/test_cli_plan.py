@@ -42,6 +42,17 @@ def test_plan_without_offload_names_no_host(tiny):
     assert "host " not in out.replace("sparse: host", "")
 
 
+def test_plan_with_codes_in_host_memory(tiny):
+    options = ("--context", "32k", "--gpu-memory", "1GiB")
+    plain, coded = (run("plan", "qwen3-8b", *options, *more).stdout for more in ((), ("--kv-dtype", "int8")))
+    kv = [next(line for line in out.splitlines() if line.startswith("KV blocks")).split() for out in (plain, coded)]
+    assert float(kv[0][4]) == pytest.approx(2 * float(kv[1][4]), rel=0.01) and kv[0][5] == kv[1][5]
+    assert "scales of 8-bit KV" in coded and "scales" not in plain
+    line = error("plan", tiny, "--context", 1000, "--kv-dtype", "int8", "--no-offload", status=2)
+    assert "leave --no-offload out" in line
+    assert "'fp8' is not" in error("plan", tiny, "--context", 1000, "--kv-dtype", "fp8", status=2)
+
+
 def test_plan_with_a_second_gpu(tiny):
     rank = ("--cache", "predictive", "--cache-rank", "cuda:1", "--dense-layers", 0)
     out = run("plan", tiny, "--context", 1000, *rank, "--no-offload", "--gpu-memory", "1MiB").stdout

@@ -36,6 +36,7 @@ def test_specs_make_what_they_say() -> None:
     assert config.dense_below is None  # at any length: quality is asked for
     assert parse_cache("two_level:dense_below=auto").make().config.dense_below == "auto"
     assert parse_cache("two_level:offload=true").make().offload_config is not None
+    assert parse_cache("two_level:offload=true,kv_dtype=int8").make().offload_config.kv_dtype == "int8"
     assert parse_cache("block_only:token_budget=256").make().config.level == "block"
     oracle = parse_cache("oracle:token_budget=512,dense_layers=2").make()
     assert [type(oracle.make_policy(i)) for i in (1, 2)] == [Policy, OraclePolicy]
@@ -59,6 +60,8 @@ def test_specs_make_what_they_say() -> None:
         ("two_level:token_budget=many", "positive integer"),
         ("two_level:token_budget=512,num_blocks=2", "raise num_blocks"),
         ("two_level:offload=3", "offload must be true or false"),
+        ("two_level:kv_dtype=int8", "kv_dtype is of keys and values in host memory: add offload=true"),
+        ("two_level:offload=true,kv_dtype=fp8", "kv_dtype must be 'int8', or None"),
         ("full:token_budget=3", "takes no options"),
         ("oracle:seed=3", "oracle has no option 'seed'"),
         ({"token_budget": 3}, "needs the key 'cache'"),

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from caches import CACHES, FULL, TIGHT
+from caches import ALL, CACHES, FULL, TIGHT
 from models import MODELS, NEEDS_CONFIG, NOTHING_SPARSE, REFERENCE, build, prompt
 from transformers import DynamicCache
 
@@ -55,7 +55,7 @@ USUAL = ("host", "device", "progressive", "progressive-host", "predictive", "pre
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [*(("llama", name) for name in CACHES), *((kind, name) for kind in ("gemma2", "gpt-oss") for name in USUAL)],
+    [*(("llama", name) for name in ALL), *((kind, name) for kind in ("gemma2", "gpt-oss") for name in USUAL)],
 )
 def test_sparse_logits_equal_the_references(kind, name):
     """The CPU runs the operators' references; a kernel that selects or gathers otherwise moves the logits."""
@@ -63,7 +63,7 @@ def test_sparse_logits_equal_the_references(kind, name):
     on_gpu = build(kind, "sparsekv").cuda()
     given = prompt(2, 220, (0, 37), seed=3)
     ids, mask = given["input_ids"], given["attention_mask"]
-    want_cache, got_cache = CACHES[name](**TIGHT), CACHES[name](**TIGHT)
+    want_cache, got_cache = ALL[name](**TIGHT), ALL[name](**TIGHT)
     want = forced(on_cpu, want_cache, ids, mask, 40)
     got = forced(on_gpu, got_cache, ids.cuda(), mask.cuda(), 40)
     # Rounding may swap two tokens of almost equal score now and then; everything else must agree.

@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 import torch
-from caches import CACHES, FULL, TIGHT, two_level
+from caches import ALL, FULL, TIGHT, two_level
 from captured import Imitation, imitated, same_counts, through_modes
 from models import build, model, prompt, reference
 
@@ -167,7 +167,7 @@ def test_a_forward_that_cannot_be_captured_runs_eagerly():
 
 
 @pytest.mark.pairwise(once=("cache",))
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("cache", ALL)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
 def test_replays_imitated(name, cache, padded):

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from caches import CACHES, EAGER, FULL, HOST_RANK, TIGHT, two_level
+from caches import ALL, CACHES, EAGER, FULL, HOST_RANK, TIGHT, two_level
 from captured import check, on_gpu, pair
 from models import build
 
@@ -21,7 +21,7 @@ from hf_sparsekv.policies.progressive import ProgressivePolicy
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize(("cache", "padded"), [(cache, i % 2 == 1) for i, cache in enumerate(CACHES)])
+@pytest.mark.parametrize(("cache", "padded"), [(cache, i % 2 == 1) for i, cache in enumerate(ALL)])
 def test_caches(cache, padded):
     inputs = on_gpu(3, 180, (0, 5, 100)) if padded else on_gpu(1, 180)
     check("llama", cache, inputs, captured=cache not in HOST_RANK + EAGER)

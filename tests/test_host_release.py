@@ -138,8 +138,10 @@ def test_exit_of_the_interpreter():
         pool._pins = lambda host, device: True
 
         def make():
-            return pool.BlockPool(heads=2, block_size=16, token_dim=32, dtype=torch.float32, device=torch.device("cpu"),
-                                  host=HostBudget(OffloadConfig(max_host_bytes=1 << 24)), capacity=64, ids=BlockIds())
+            shape = {"heads": 2, "block_size": 16, "token_dim": 32, "split": 16}
+            budget = HostBudget(OffloadConfig(max_host_bytes=1 << 24))
+            return pool.BlockPool(**shape, dtype=torch.float32, device=torch.device("cpu"), host=budget, capacity=64,
+                                  ids=BlockIds())
 
         alive, cycle = make(), [make()]
         cycle.append(cycle)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from caches import CACHES, FULL, TIGHT, UNSAVED, two_level
+from caches import ALL, CACHES, FULL, TIGHT, UNSAVED, two_level
 from models import build, model, prompt, reference
 from saved_files import IDS, feed, same, saved, state, steps
 
@@ -21,10 +21,10 @@ OFFLOAD = {True: OffloadConfig(), False: None}
 # ---------------------------------------------------------------------- what is saved comes back
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", ALL)
 def test_everything_comes_back_and_goes_on(name, tmp_path):
     """Saved in the middle of an answer; padding, and rows that share no blocks."""
-    cache = CACHES[name](**TIGHT)
+    cache = ALL[name](**TIGHT)
     inputs = prompt(2, 130, (0, 30))
     feed(cache, *inputs.values())
     steps(cache, 9)

@@ -147,6 +147,29 @@ def test_device_pool(options, blocks):
     assert (plan.kept > 0) == options.get("keep_dense", True)
 
 
+@pytest.mark.parametrize("keep_dense", [True, False])
+@pytest.mark.parametrize("chosen", [{}, {"level": "two_level", "num_blocks": 2}], ids=str)
+def test_codes_in_host_memory(chosen, keep_dense):
+    """A quarter of float32 in host memory, and the scales on the device."""
+    # Blocks of 64 are whole pages of host memory here, as those of usual models are.
+    config = TwoLevelConfig(block_size=64, window=16, token_budget=32, dense_layers=1, **chosen)
+    plans = []
+    for kv_dtype in ("int8", None):
+        offload = OffloadConfig(kv_dtype=kv_dtype, keep_dense=keep_dense)
+        plans.append(plan_of(OffloadedSparseCache(config, offload), offload, steps=1))
+    mine, theirs = plans
+    assert 4 * mine.cache_host == theirs.cache_host > 0
+    assert (mine.scales > 0, theirs.scales) == (True, 0)
+    assert mine.cache_device == theirs.cache_device + mine.scales
+    assert mine.device_pages == theirs.device_pages
+
+
+def test_codes_of_latents_are_refused():
+    shape = model_shape(model("glm4-moe-lite").config)
+    with pytest.raises(ValueError, match="kv_dtype='int8' is not for latents"):
+        plan_memory(shape, TwoLevelConfig(), OffloadConfig(kv_dtype="int8"), context=300)
+
+
 @pytest.mark.parametrize("offload", [None, OffloadConfig(), OffloadConfig(device_pool=0)])
 @pytest.mark.parametrize(
     "kept",

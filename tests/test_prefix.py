@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from caches import CACHES, FULL, TIGHT, two_level
+from caches import ALL, FULL, TIGHT, two_level
 from captured import imitated
 from models import NEEDS_CONFIG, build, model, prompt, reference
 
@@ -39,13 +39,13 @@ def answer(ours, cache, inputs: dict) -> torch.Tensor:
 LONG = [(name, 600) for name in ("host-block", "progressive-host")]  # more than a prefix keeps first queries of
 
 
-@pytest.mark.parametrize(("name", "length"), [*((name, 200) for name in CACHES), *LONG])
+@pytest.mark.parametrize(("name", "length"), [*((name, 200) for name in ALL), *LONG])
 def test_a_cache_goes_on_as_after_its_own_prefill(name, length):
     ours, inputs = model("llama"), prompt(1, length)
-    direct = CACHES[name](**TIGHT)
+    direct = ALL[name](**TIGHT)
     with torch.no_grad():
         ours(**inputs, past_key_values=direct)
-    started = prefixed("llama", inputs).start(CACHES[name](**TIGHT))
+    started = prefixed("llama", inputs).start(ALL[name](**TIGHT))
     with torch.no_grad():  # a step at once: what it attends to goes by the context's last query where choices lag
         steps = [ours(torch.tensor([[5]]), past_key_values=copy.deepcopy(cache)).logits for cache in (started, direct)]
     torch.testing.assert_close(*steps)

@@ -290,6 +290,7 @@ def test_a_pool_that_may_not_grow_is_unchanged():
         heads=HEADS,
         block_size=SIZE,
         token_dim=KEY + VALUE,
+        split=KEY,
         dtype=torch.float32,
         device=torch.device("cpu"),
         host=budget,

@@ -64,8 +64,8 @@ def generate(
     # Made before the model is loaded: a bad channel file is told at once.
     sparse = None
     if sparse_kinds:
-        opt.check_place(sparse_kinds[0], config, options.offload)
-        sparse = SparseCache(config, opt.offload_config(options.offload))
+        opt.check_place(sparse_kinds[0], config, options)
+        sparse = SparseCache(config, opt.offload_config(options))
     tokenizer, loaded = loading.load(model, opt.torch_dtype(dtype), loading.pick_device(device))
     inputs = encode(tokenizer, text, chat, loaded.device)
     _check_length(loaded, inputs["input_ids"].shape[1], max_new_tokens)

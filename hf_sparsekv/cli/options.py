@@ -31,6 +31,12 @@ class Level(str, Enum):
     token = "token"
 
 
+class KVDType(str, Enum):
+    """What ``--kv-dtype`` takes."""
+
+    int8 = "int8"
+
+
 class DType(str, Enum):
     """What ``--dtype`` takes."""
 
@@ -80,6 +86,9 @@ class CacheOptions:
     """What describes a sparse cache; a field is an option, None where it is not given."""
 
     offload: Annotated[bool, _of_cache("--offload/--no-offload", help="Keep full blocks in host memory.")] = True
+    kv_dtype: Annotated[KVDType | None, _of_cache(help="Of keys and values in host memory; default: the model's.")] = (
+        None
+    )
     preset: Annotated[
         str | None,
         _of_cache(help="Settings by name: fast, accurate, previous (an earlier release's) or paper."),
@@ -129,7 +138,7 @@ class CacheOptions:
         made = methods()[kind.value].config
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         preset = given.pop("preset")
-        del given["offload"]
+        del given["offload"], given["kv_dtype"]
         given = {name: value for name, value in given.items() if value is not None}
         given |= {name: value.value for name, value in given.items() if isinstance(value, Enum)}
         for name in given:
@@ -215,10 +224,13 @@ def takes(group: type) -> Callable[[Callable], Callable]:
     return decorate
 
 
-def check_place(kind: CacheKind, config: SparseConfig, offload: bool) -> None:
+def check_place(kind: CacheKind, config: SparseConfig, options: CacheOptions) -> None:
     """Refuse what cannot be done where the blocks are to live."""
+    offload = options.offload
+    if options.kv_dtype is not None and not offload:
+        raise typer.BadParameter("--kv-dtype is of keys and values in host memory: leave --no-offload out")
     try:
-        place = methods()[kind.value].policy.place(config, offload_config(offload))
+        place = methods()[kind.value].policy.place(config, offload_config(options))
     except ValueError as error:
         message = f"{_option_names(str(error))} (without --no-offload they go to host memory: add --no-offload)"
         raise typer.BadParameter(message) from error
@@ -226,9 +238,10 @@ def check_place(kind: CacheKind, config: SparseConfig, offload: bool) -> None:
         raise typer.BadParameter("this cache keeps its blocks in host memory: leave --no-offload out")
 
 
-def offload_config(offload: bool) -> OffloadConfig | None:
-    """``--offload`` as the cache takes it."""
-    return OffloadConfig() if offload else None
+def offload_config(options: CacheOptions, **more: int | None) -> OffloadConfig | None:
+    """``--offload`` and ``--kv-dtype`` as the cache takes them, with ``more`` fields."""
+    kv_dtype = None if options.kv_dtype is None else options.kv_dtype.value
+    return OffloadConfig(kv_dtype=kv_dtype, **more) if options.offload else None
 
 
 def torch_dtype(dtype: DType) -> torch.dtype | None:

@@ -61,15 +61,13 @@ def plan(
     host = opt.parse_bytes(host_memory) if host_memory else int(0.8 * host_memory_limit())
     shape = model_shape(_config(model), opt.torch_dtype(dtype))
     device = torch.device("cuda", 0) if torch.cuda.is_available() else None
-    opt.check_place(cache, config, options.offload)
+    opt.check_place(cache, config, options)
     if serve:
         if gpu is None:
             raise typer.BadParameter("there is no GPU here: give --gpu-memory, as 24GiB", param_hint="--serve")
-        _show_rows(shape, config, opt.offload_config(options.offload), context, gpu, host)
+        _show_rows(shape, config, opt.offload_config(options), context, gpu, host)
         return
-    planned = plan_memory(
-        shape, config, opt.offload_config(options.offload), context=context, batch=batch, device=device
-    )
+    planned = plan_memory(shape, config, opt.offload_config(options), context=context, batch=batch, device=device)
     _show(planned, gpu, host)
 
 
@@ -112,6 +110,8 @@ def _show(p: MemoryPlan, gpu: int | None, host: int) -> None:
     row("token labels", p.labels, 0, 0)
     if p.means:
         row("means of blocks", p.means, 0, 0)
+    if p.scales:
+        row("scales of 8-bit KV", p.scales, 0, 0)
     row("sinks and recent tokens", p.recent, 0, 0)
     row("tables", p.tables, 0, 0)
     row("sliding and other layers", p.stock, 0, p.stock)

@@ -138,7 +138,7 @@ def serve(
     if api_key is not None and not api_key.strip():
         raise typer.BadParameter("--api-key (or HF_SPARSEKV_API_KEY) is empty: give a key, or leave it out")
     config = options.config(cache)
-    opt.check_place(cache, config, options.offload)
+    opt.check_place(cache, config, options)
     from ..serving.config import ServingConfig
 
     serving = ServingConfig(
@@ -150,7 +150,7 @@ def serve(
         prefill_ms=prefill_ms,
         prefix_cache=prefix_cache,
     )
-    offload = _offload(options.offload, device_kv, host_kv)
+    offload = _offload(options, device_kv, host_kv)
     body = opt.parse_bytes(max_body)
     listener = _listen(host, port)  # first: that a port is taken is told before a model is loaded
     try:
@@ -223,14 +223,12 @@ def _check_installed() -> None:
         )
 
 
-def _offload(offload: bool, device_kv: str | None, host_kv: str | None) -> OffloadConfig | None:
-    if not offload and (device_kv is not None or host_kv is not None):
+def _offload(options: opt.CacheOptions, device_kv: str | None, host_kv: str | None) -> OffloadConfig | None:
+    if not options.offload and (device_kv is not None or host_kv is not None):
         name = "--device-kv" if device_kv is not None else "--host-kv"
         raise typer.BadParameter(f"{name} is for keys and values in host memory: leave --no-offload out")
-    if not offload:
-        return None
     device, host = (None if given is None else opt.parse_bytes(given) for given in (device_kv, host_kv))
-    return OffloadConfig(device_pool=device, max_host_bytes=host)
+    return opt.offload_config(options, device_pool=device, max_host_bytes=host)
 
 
 def _listen(host: str, port: int) -> socket.socket:

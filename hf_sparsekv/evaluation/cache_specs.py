@@ -28,8 +28,9 @@ class CacheSpec:
     Args:
         name: what tables call it: the text that it was given as.
         method: a registered method or variant (:func:`known`), or ``full`` for transformers' own cache and attention.
-        options: fields of the method's configuration, ``offload`` (bool; default: KV on the device), and ``preset`` (a
-            name, :meth:`..config.SparseConfig.preset`).
+        options: fields of the method's configuration, ``offload`` (bool; default: KV on the device), with it
+            ``kv_dtype`` (:class:`..config.OffloadConfig`), and ``preset`` (a name,
+            :meth:`..config.SparseConfig.preset`).
     """
 
     name: str
@@ -46,7 +47,10 @@ class CacheSpec:
         if self.full:
             return None
         options = dict(self.options)
-        offload = OffloadConfig() if options.pop("offload", False) else None
+        offload, kv_dtype = options.pop("offload", False), options.pop("kv_dtype", None)
+        if kv_dtype is not None and not offload:
+            raise ValueError("kv_dtype is of keys and values in host memory: add offload=true")
+        offload = OffloadConfig(kv_dtype=kv_dtype) if offload else None
         method, variant = known()[self.method]
         preset, settings = options.pop("preset", None), {**_ALWAYS, **variant, **options}
         config = method.config(**settings) if preset is None else method.config.preset(preset, **settings)
@@ -95,7 +99,7 @@ def parse_cache(spec: str | dict) -> CacheSpec:
         if options:
             raise ValueError(f"cache {text!r}: full attention takes no options")
         return parsed
-    fields = {field.name for field in dataclasses.fields(known()[method][0].config)} | {"offload", "preset"}
+    fields = {field.name for field in dataclasses.fields(known()[method][0].config)} | {"offload", "kv_dtype", "preset"}
     for option in options:
         if option not in fields and option not in removed(known()[method][0].config):  # making it refuses those
             near = difflib.get_close_matches(option, fields, 1)

@@ -14,6 +14,7 @@ from ..offload.host_limit import HostBudget, host_memory_limit
 from ..offload.host_pages import PAGE
 from ..offload.host_pool import HostArena
 from ..ops.block_copy import block_copy
+from ..ops.quantise import quantise
 from .rows import BlockIds, bucket
 
 __all__ = ["BlockPool", "HostBudget", "bucket", "host_memory_limit"]
@@ -44,6 +45,11 @@ class BlockPool:
         kv: ``[capacity, H, block_size, Dk + Dv]``: each token's key, then its value. Side by side because the
             token-level kernels read both: twice the in-place read rate from host memory. On the device, or in host
             memory (pinned where there is a GPU) when offloaded; host blocks stay where they are when the pool grows.
+            With ``OffloadConfig(kv_dtype="int8")`` codes, whose scales are the field ``"scales"``
+            (``[H, block_size, 2]`` float16 a block): on the device, so that rows in host memory stay aligned and are
+            read with as few requests as can be.
+        dtype: of keys and values, which codes become again.
+        split: entries of a key.
         fields: what is kept per physical block beside it, always on the device: what the selection policy asks for
             with :meth:`add_field`.
     """
@@ -54,20 +60,25 @@ class BlockPool:
         heads: int,
         block_size: int,
         token_dim: int,
+        split: int,
         dtype: torch.dtype,
         device: torch.device,
         host: HostBudget | None,
         capacity: int,
         ids: BlockIds,
     ) -> None:
-        self.device, self.host, self.ids = device, host, ids
+        self.device, self.host, self.ids, self.dtype, self.split = device, host, ids, dtype, split
+        coded = host is not None and host.config.kv_dtype is not None
+        kept = torch.int8 if coded else dtype
         self.fields: dict[str, Tensor] = {}
         self._addresses: tuple[int, ...] | None = None
         self._users: weakref.WeakSet[User] = weakref.WeakSet()
-        self._block_bytes = heads * block_size * token_dim * dtype.itemsize
+        self._block_bytes = heads * block_size * token_dim * kept.itemsize
         self._arena: HostArena | None = None
         self.capacity = self._whole_pages(capacity)
-        self.kv = self._new_kv(self.capacity, (heads, block_size, token_dim), dtype, 0)
+        self.kv = self._new_kv(self.capacity, (heads, block_size, token_dim), kept, 0)
+        if coded:
+            self.add_field("scales", (heads, block_size, 2), torch.float16)
         ids.register(self)
 
     def __deepcopy__(self, memo: dict) -> BlockPool:
@@ -160,6 +171,11 @@ class BlockPool:
         self.ids.moves += 1
 
     @property
+    def coded(self) -> dict:
+        """What operators that read :attr:`kv` take beside it: scales, and how many entries of a row the first is of."""
+        return {"scales": self.fields.get("scales"), "split": self.split}
+
+    @property
     def addresses(self) -> tuple[int, ...]:
         """Addresses of the pool's tensors. The fields move when the pool grows, host blocks do not."""
         if self._addresses is None:  # cached, because every step reads it
@@ -183,11 +199,16 @@ class BlockPool:
     def write(self, physical_ids: Tensor, kv: Tensor, first: int | None = None) -> None:
         """Fill blocks with ``kv [n, H, block_size, Dk + Dv]`` from the device, in the order of the current stream.
 
+        Codes are made of it on the device, before it goes over the link.
+
         The host waits only if memory is not pinned.
 
         Args:
             first: the first physical block, if they follow each other: then one large copy does it.
         """
+        if "scales" in self.fields:
+            kv, scales = quantise(kv, self.split)
+            self.note(physical_ids, scales=scales)
         n = len(physical_ids)
         if not self.direct:
             home = self.kv.device
@@ -227,7 +248,8 @@ class BlockPool:
         rows = torch.arange(batch * heads, dtype=torch.int32, device=physical_ids.device).view(batch, heads, 1)
         target = rows * room + torch.arange(n, dtype=torch.int32, device=physical_ids.device)
         copies = torch.stack((source.flatten(), target.flatten()), dim=1).int()
-        block_copy(self.kv, out.view(-1, *out.shape[3:]), copies, copies.new_full((1,), len(copies)))
+        number = copies.new_full((1,), len(copies))
+        block_copy(self.kv, out.view(-1, *out.shape[3:]), copies, number, **self.coded)
 
     def nbytes(self) -> tuple[int, int]:
         """Bytes allocated on the device and in host memory."""

@@ -21,6 +21,7 @@ from ..config import SparseConfig
 from ..offload.copy_streams import CopyStream, CopyStreams, wait
 from ..offload.page_table import DevicePools, LayerPages
 from ..ops.append import append
+from ..ops.quantise import dequantise
 from ..ops.seal import Index, running_means, seal
 from ..ops.sparse_decode import sparse_decode
 from ..tensors import no_inference_mode, reads_here
@@ -139,6 +140,11 @@ class LayerStore(State):
         self.width, self.latent = self.split + v.shape[3], latent
         self.key_dim, self.value_dim = (self.width, self.split) if latent else (self.split, v.shape[3])
         self.dtype, self.device = k.dtype, k.device
+        if latent and host is not None and host.config.kv_dtype is not None:
+            raise ValueError(
+                f"kv_dtype={host.config.kv_dtype!r} is for keys and values: this model caches latents (MLA), which are "
+                "narrow already; leave kv_dtype out"
+            )
         self.block_size, self.sinks, self.ring = config.block_size, config.sinks, ring_tokens(config)
         self._rows = table.start(self.batch, k.shape[2])
         table.on(self.device)  # now, so that what a cache takes is known before the first block is full
@@ -154,6 +160,7 @@ class LayerStore(State):
             heads=self.heads,
             block_size=self.block_size,
             token_dim=self.width if self.keeps_blocks else 0,
+            split=self.split,
             dtype=self.dtype,
             device=self.device,
             host=host,
@@ -325,6 +332,8 @@ class LayerStore(State):
         for block in range(min(-(-self.sinks // size), self.full_blocks)):
             # All of it: what is whole is copied from pinned memory in the order of the stream.
             kv = self.pool.kv[int(ids[block])].to(self.device, non_blocking=True)  # [H, block_size, Dk + Dv]
+            if (scales := self.pool.fields.get("scales")) is not None:
+                kv = dequantise(kv, scales[int(ids[block])], self.split, self.dtype)
             first = block * size
             n = min(size, self.sinks - first)
             self.recent_kv[0, :, first : first + n] = kv[:, :n]
@@ -349,6 +358,7 @@ class LayerStore(State):
         else:
             fields = self.pool.fields
             index = replace(index, **{name: fields[name] for name in INDEX_FIELDS if getattr(index, name) is not None})
+            index = replace(index, scales=fields.get("scales"))
             if self.mean_tokens:
                 index = replace(index, means=fields["means"], span=self.mean_tokens // self.block_size)
             now, after = self.rows, self.step_rows.after if self.capturing else taken.after.on(self.device)
@@ -360,7 +370,7 @@ class LayerStore(State):
     def count_to_host(self, blocks: int) -> None:
         """So many blocks have gone to host memory."""
         if self.pool.host is not None:
-            self.counters.to_host_bytes += blocks * self.heads * self.block_size * self.token_bytes
+            self.counters.to_host_bytes += blocks * self.heads * self.block_size * self.stored_bytes
 
     def _blocks_of(self, lo: int, hi: int, new_from: int, k: Tensor, v: Tensor, recent_kv: Tensor, out: Tensor) -> None:
         """Lay out blocks ``lo .. hi - 1``, of the ring's tokens and of new ones (from token ``new_from`` on).
@@ -396,7 +406,7 @@ class LayerStore(State):
             self.recent_kv[rows, :, start * size : start * size + first.shape[2]] = first
         fields = {**indexer.index(blocks, start * size, rows), **self._means(blocks, rows, start)}
         if self.pool.host is not None:
-            self.counters.to_host_bytes += blocks.numel() * blocks.itemsize
+            self.counters.to_host_bytes += blocks.numel() * self.pool.kv.itemsize
         self._store_blocks(blocks, rows, start, fields, copy_stream)
 
     def _usable(self, n: int, start: int) -> Tensor:
@@ -431,8 +441,11 @@ class LayerStore(State):
         if copy_stream is None:
             self.pool.write(physical_ids, blocks.flatten(0, 1), first)
         else:
-            if first is None and physical_ids.is_cuda:
+            scales = self.pool.fields.get("scales")
+            if (first is None or scales is not None) and physical_ids.is_cuda:
                 physical_ids.record_stream(copy_stream.stream)  # read there
+            if scales is not None:
+                scales.record_stream(copy_stream.stream)  # and written: not freed before that
             self._saved = copy_stream.run(lambda: self.pool.write(physical_ids, blocks.flatten(0, 1), first))
 
     # ------------------------------------------------------------------ a step
@@ -525,6 +538,7 @@ class LayerStore(State):
             from_host=None if self.pool.host is None else self.counters.from_host,
             used=used,
             columns=columns,
+            scales=self.pool.fields.get("scales"),
             **means,
         )
 
@@ -565,6 +579,11 @@ class LayerStore(State):
         """Bytes of one token's key and value, one KV head."""
         return self.width * self.dtype.itemsize
 
+    @property
+    def stored_bytes(self) -> int:
+        """As :attr:`token_bytes`, as the block pool has them: of codes fewer go over the link."""
+        return self.width * self.pool.kv.itemsize
+
     def add_addresses(self, found: list[int]) -> None:
         found.extend(self.pool.addresses)
         super().add_addresses(found)
@@ -582,7 +601,7 @@ class LayerStore(State):
         self._read(0, self.full_blocks, out)
         if self.pool.host is not None:
             blocks = self.batch * self.heads * self.full_blocks
-            self.counters.to_device_bytes += blocks * self.block_size * self.token_bytes
+            self.counters.to_device_bytes += blocks * self.block_size * self.stored_bytes
 
     def _read(self, first: int, end: int, out: Tensor) -> None:
         """Copy blocks ``first .. end - 1`` into the front of ``out`` (see :meth:`gathered_shape`).

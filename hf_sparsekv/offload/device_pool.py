@@ -6,8 +6,9 @@ brings the blocks. Sinks and the recent window are never in the pool.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import psutil
 import torch
@@ -166,6 +167,7 @@ class DevicePool:
         kv: Tensor,
         keep: int,
         out: Tensor | None = None,
+        coded: Mapping[str, Any] | None = None,
     ) -> Tensor:
         """Bring chosen blocks into pages, on the current stream.
 
@@ -174,6 +176,7 @@ class DevicePool:
             block_table: int32 ``[batch, cap]``, physical id of each block of each row.
             kv: ``[num_blocks, H, B, W]``, the layer's blocks.
             keep: steps before this one whose pages may still be in use: 1 if blocks are chosen a step ahead, or 0.
+            coded: of what codes ``kv`` is, as ``ops.block_copy`` takes it; None: of none.
 
         Returns:
             places int32 ``[batch, H, K]``, in ``out`` if given: page ``f``, ``-(physical_id + 2)`` for a block that is
@@ -186,7 +189,7 @@ class DevicePool:
         page_ids, _, _ = residency(
             block_ids, block_table, self.state, layer, keep, self.window, page_ids=out, copies=copies, n_copies=n_copies
         )
-        block_copy(kv, self.pages, copies, n_copies)
+        block_copy(kv, self.pages, copies, n_copies, **(coded or {}))
         return page_ids
 
     @no_inference_mode

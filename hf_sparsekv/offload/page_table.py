@@ -30,11 +30,15 @@ class Blocks(Protocol):
 
     Attributes:
         kv: ``[capacity, H, block_size, Dk + Dv]``, in host memory.
+        coded: of what codes ``kv`` is, as ``ops.block_copy`` takes it.
+        dtype: of the pages.
         device: where the layer computes.
         capacity: physical blocks that there are now.
     """
 
     kv: Tensor
+    coded: dict
+    dtype: torch.dtype
     device: torch.device
     capacity: int
 
@@ -62,7 +66,7 @@ class DevicePools:
     def pool(self, blocks: Blocks, entries: int) -> DevicePool | None:
         """The pool for a layer of which a step chooses ``entries`` blocks (of one KV head); None without one."""
         size, width = blocks.kv.shape[2:]
-        key = (size, width, blocks.kv.dtype, blocks.device)
+        key = (size, width, blocks.dtype, blocks.device)
         if key not in self.pools:
             budget = self.config.device_pool
             most = None if budget is not None else SELECTIONS * self.layers * entries
@@ -145,8 +149,12 @@ class DevicePools:
                 found = pool.counters()
                 for name, value in found.items():
                     total[name] += value
-                total["bytes"] += found["fetched"] * pool.pages[0].nbytes
+                total["bytes"] += found["fetched"] * self.link_bytes(pool)
         return total
+
+    def link_bytes(self, pool: DevicePool) -> int:
+        """What a block of one KV head takes over the link: of codes a byte a number."""
+        return pool.pages[0].nbytes if self.config.kv_dtype is None else pool.pages[0].numel()
 
     @property
     def nbytes(self) -> int:
@@ -222,7 +230,7 @@ class LayerPages:
         """
         if begins and self.pools.leads(self):
             self.pool.advance()
-        return self.pool.fetch(self._number, ids, block_table, self.blocks.kv, keep, out)
+        return self.pool.fetch(self._number, ids, block_table, self.blocks.kv, keep, out, self.blocks.coded)
 
     def forget(self, physical_ids: Tensor) -> None:
         """Drop the pages of these blocks, which are about to be reused."""

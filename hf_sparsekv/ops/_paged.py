@@ -76,8 +76,45 @@ def locate(page, o_in, kv, pages, i_head):
 
 
 @triton.jit
-def find_tokens(b_id, m, sealed, p_table, kv, pages, i_head, BLOCK_SIZE: tl.constexpr):
-    """Where the tokens ``b_id`` are, which of those that ``m`` marks there are, and which of them ``kv`` holds.
+def load_codes(
+    page,
+    o_in,
+    m,
+    m_kv,
+    kv,
+    pages,
+    i_head,
+    o_w,
+    end,
+    part,
+    dtype: tl.constexpr,
+):
+    """Entries ``o_w [D]``, below ``end``, of the tokens ``m``, in ``dtype``; zeros of others. Places as for
+    :func:`locate`.
+
+    What ``kv`` holds (``m_kv``) are codes; ``part`` says by which of a token's two scales they are multiplied.
+    """
+    o_in, physical_id = o_in.to(tl.int64), page.to(tl.int64)
+    if pages is not None:
+        physical_id = -(physical_id + 2)
+    p_code = kv.ptr + physical_id * kv.block + i_head * kv.head + o_in * kv.token
+    p_scale = kv.scales + physical_id * kv.scales_block + i_head * kv.scales_head + o_in * kv.scales_token
+    b_code = tl.load(p_code[:, None] + o_w[None, :], mask=m_kv[:, None] & (o_w < end)[None, :], other=0)
+    b_scale = tl.load(p_scale + part, mask=m_kv, other=0.0).to(tl.float32)
+    b_x = (b_code.to(tl.float32) * b_scale[:, None]).to(dtype)
+    if pages is not None:
+        m_page = m & (page >= 0)
+        p_page = pages.ptr + page.to(tl.int64) * pages.page + o_in * pages.token
+        m_entry = m_page[:, None] & (o_w < end)[None, :]
+        b_page = tl.load(p_page[:, None] + o_w[None, :], mask=m_entry, other=0.0)
+        b_x = tl.where(m_page[:, None], b_page.to(dtype), b_x)
+    return b_x
+
+
+@triton.jit
+def find_tokens(b_id, m, sealed, p_table, pages, BLOCK_SIZE: tl.constexpr):
+    """Pages of the tokens ``b_id`` and their places in them (see :func:`locate`), which of those that ``m`` marks there
+    are, and which of them ``kv`` holds.
 
     Ids are tokens of the row, of which ``sealed`` are there; with ``pages`` they are ``page * BLOCK_SIZE + position in
     the block``.
@@ -92,4 +129,4 @@ def find_tokens(b_id, m, sealed, p_table, kv, pages, i_head, BLOCK_SIZE: tl.cons
         page, o_in = b_id >> log2(BLOCK_SIZE), b_id & (BLOCK_SIZE - 1)  # both towards minus infinity
         m = m & (page != -1)
         m_kv = m & (page < 0)
-    return locate(page, o_in, kv, pages, i_head), m, m_kv
+    return page, o_in, m, m_kv

@@ -197,6 +197,7 @@ def _sparse(layer: SparseLayer, named: Tensor) -> tuple[Layer, dict[str, Pieces]
         blocks=len(named),
         policy=layer.policy.saved_as,
         stats_tokens=labels.stats.tokens if calibrates else None,
+        kv_dtype=_kv_dtype(store.pool),
     )
     if undeclared := layer.policy.undeclared():
         raise ValueError(
@@ -214,6 +215,11 @@ def _sparse(layer: SparseLayer, named: Tensor) -> tuple[Layer, dict[str, Pieces]
         for name, held in {"blocks": store.pool.kv, **index}.items():
             found[name] = lambda held=held: _rows_of(held, named)
     return record, found
+
+
+def _kv_dtype(pool: BlockPool) -> str | None:
+    """Of codes in the pool's blocks; None: keys and values are there as they are."""
+    return dtype_name(pool.kv.dtype) if "scales" in pool.fields else None
 
 
 def _rows_of(held: Tensor, named: Tensor) -> Iterator[Tensor]:
@@ -471,6 +477,12 @@ def _fill(
     except ValueError as error:  # label channels that the model cannot have
         raise damaged(file.path, f"layer {layer.index}: {error}") from None
     store, policy = layer.store, layer.policy
+    if record.kv_dtype != (kv_dtype := _kv_dtype(store.pool)):
+        raise ValueError(
+            f"{file.path} has layer {layer.index} with kv_dtype={record.kv_dtype!r} in its blocks, this cache with "
+            f"{kv_dtype!r}: load it with the OffloadConfig(kv_dtype=..., keep_dense=...) that it was saved with, or "
+            "prefill again"
+        )
     held = {name: file.tensor(prefix + name) for name in record.tensors(size) if name not in {"blocks", *record.index}}
     rows, ids = loaded
     _check_tensors(layer, record, rows, held, file)

@@ -34,6 +34,7 @@ _DTYPES = {
     torch.bfloat16: "BF16",
     torch.int32: "I32",
     torch.uint8: "U8",
+    torch.int8: "I8",
     torch.bool: "BOOL",
 }
 _NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES}
@@ -71,6 +72,7 @@ class Layer:
     chosen: int | None = None  # tokens of the next step's selection
     ring: list[int] | None = None  # query heads, and the queries that are kept of each
     state: dict[str, list] = field(default_factory=dict)  # name: [dtype, shape] of what else the policy keeps
+    kv_dtype: str | None = None  # of codes in the blocks, whose scales are part of the index
 
     def measure(self, found: dict[str, Tensor]) -> None:
         """Enter the sizes of what a selection keeps."""
@@ -94,7 +96,8 @@ class Layer:
             "near_kv": (dtype, (*rows, self.near, width)),
         }
         if self.blocks:
-            found["blocks"] = (dtype, (self.blocks, self.heads, block_size, width))
+            stored = dtype if self.kv_dtype is None else _NAMES[self.kv_dtype]
+            found["blocks"] = (stored, (self.blocks, self.heads, block_size, width))
             found |= {name: (_NAMES[kind], (self.blocks, *shape)) for name, (kind, shape) in self.index.items()}
         if self.channels is not None:
             found["channels"] = (torch.int32, (*rows, self.channels))
@@ -197,6 +200,7 @@ LAYER = {
     "policy": TEXT,
     "ring": _or_null(_list(SIZE, 2)),
     "state": _object(FIELD),
+    "kv_dtype": Kind("'int8' or null", lambda x: x in (None, "int8")),
 }
 _LAYER_DEFAULTS = {x.name for x in fields(Layer) if x.default is not MISSING or x.default_factory is not MISSING}
 

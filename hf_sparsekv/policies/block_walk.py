@@ -86,7 +86,9 @@ class BlockWalkPolicy(Selector):
             found = found.masked_fill(~usable[:, :, :, None], -math.inf).double().logsumexp(-1)
             return found.masked_fill(~found.isfinite(), -math.inf)
 
-        stored, usable = gather(store.pool.kv, store.rows, store.table, ids, "block", store.sinks)
+        stored, usable = gather(
+            store.pool.kv, store.rows, store.table, ids, "block", store.sinks, **store.pool.coded, dtype=store.dtype
+        )
         stored, usable = stored[..., : store.key_dim].to(q.device), usable.to(q.device)
         held = masses(stored.unflatten(2, (-1, size)), usable.unflatten(2, (-1, size)))
         near = recent_valid(store.rows, store.sinks, store.recent_kv.shape[2])[:, None, None]

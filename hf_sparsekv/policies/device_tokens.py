@@ -50,6 +50,7 @@ class DeviceTokens(State):
     def __init__(self, store: LayerStore, room: int, enabled: Tensor, slots: TokenSlots | None = None) -> None:
         """Of ``room`` tokens of each row and KV head, or in the memory ``slots``."""
         self.block_size, self.enabled, self.room = store.block_size, enabled, room
+        self.stored_bytes = store.stored_bytes
         self.counters = torch.zeros(2, dtype=torch.int64, device=store.device)
         if slots is None:
             slots = empty_slots(store, store.batch * room, even_lanes(store.batch, room, store.device))
@@ -140,7 +141,7 @@ class DeviceTokens(State):
 
     def bring(self, ids: Tensor, store: LayerStore, used: Tensor | None = None) -> None:
         """The tokens ``ids`` were chosen: copy those that are missing, in the place of the oldest others."""
-        named = {"used": used, "enabled": self.enabled, "counters": self.counters}
+        named = {"used": used, "enabled": self.enabled, "counters": self.counters, **store.pool.coded}
         bring_tokens(ids, store.pool.kv, store.table, self.of_rows(), **named)
 
     def bring_rows(self, ids: Tensor, store: LayerStore, used: Tensor | None = None) -> Tensor:
@@ -169,7 +170,7 @@ class DeviceTokens(State):
     def measured(self) -> PackStats:
         """What was copied so far."""
         needed, copied = self.counters.tolist()
-        return PackStats(needed=needed, copied=copied, bytes=copied * self.kv.shape[-1] * self.kv.itemsize)
+        return PackStats(needed=needed, copied=copied, bytes=copied * self.stored_bytes)
 
 
 def slot_bytes(store: LayerStore) -> int:

@@ -103,10 +103,15 @@ class Request:
         """Bytes of a token's keys and values, all KV heads."""
         return layer.heads * layer.width * self.item
 
+    def stored(self, layer: LayerShape) -> int:
+        """As :meth:`token`, as host memory has them if the cache is offloaded (``OffloadConfig.kv_dtype``)."""
+        coded = self.offload is not None and self.offload.kv_dtype is not None
+        return layer.heads * layer.width if coded else self.token(layer)
+
     @property
     def blocks(self) -> int:
         """Bytes of the keys and values of all physical blocks, all layers."""
-        return self.block_capacity * self.config.block_size * sum(map(self.token, self.layers))
+        return self.block_capacity * self.config.block_size * sum(map(self.stored, self.layers))
 
 
 @dataclass

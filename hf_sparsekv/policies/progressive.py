@@ -225,7 +225,9 @@ class ProgressivePolicy(Policy):
         taken.scatter_(-1, torch.where(found.ids < 0, taken.shape[-1] - 1, found.ids).long(), True)
         blocks = torch.arange(store.table.shape[1], dtype=torch.int32, device=q.device)
         blocks = blocks.repeat(store.batch, heads, 1)
-        stored, usable = gather(store.pool.kv, store.rows, store.table, blocks, "block", store.sinks)
+        stored, usable = gather(
+            store.pool.kv, store.rows, store.table, blocks, "block", store.sinks, **store.pool.coded, dtype=store.dtype
+        )
         keys = torch.cat((stored.to(q.device), store.recent_kv), dim=2)[..., : store.key_dim].float()
         near = recent_valid(store.rows, store.sinks, store.recent_kv.shape[2])[:, None].expand(-1, heads, -1)
         usable = torch.cat((usable.to(q.device), near), dim=2)[:, :, None]

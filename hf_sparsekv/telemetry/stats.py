@@ -237,7 +237,7 @@ def collect(layers: list[SparseLayer], pools: DevicePools | None, table: RowTabl
         index += counters.index_bytes
         up += counters.to_host_bytes
         down += counters.to_device_bytes
-        down += counters.total_from_host * store.token_bytes
+        down += counters.total_from_host * store.stored_bytes
     held = allocated(layers, pools, table)
     total = [store.counters for store in stores]
     measured = [one for layer in layers for one in layer.policy.measured()]

@@ -17,6 +17,9 @@ from ..policies.registry import method_of
 _META_SAFE = {"experts_implementation": "batched_mm"}
 
 
+SCALE_BYTES = 4  # of a token and KV head: float16, of its key and of its value
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of a model: bytes of weights, what each layer caches, widths for the prefill estimate, query heads."""
@@ -49,6 +52,7 @@ class MemoryPlan:
         bounds: least and largest key of each block, which blocks are chosen by.
         labels: quantised label channels, which tokens are chosen by.
         means: of the keys and values of each block (``tail="mean"``).
+        scales: of codes in host memory (``OffloadConfig.kv_dtype``), on the device.
         recent: sinks and recent tokens.
         tables: the block table, which all layers share, and page tables.
         stock: sliding and other layers, which stay transformers' own.
@@ -82,12 +86,22 @@ class MemoryPlan:
     second: int = 0
     dense_tokens: int = 0
     means: int = 0
+    scales: int = 0
 
     @property
     def cache_device(self) -> int:
         """Device bytes of the layers that the cache manages itself."""
         blocks = self.kept if self.offloaded else self.blocks
-        return self.bounds + self.labels + self.means + self.recent + self.tables + blocks + self.device_pages
+        return (
+            self.bounds
+            + self.labels
+            + self.means
+            + self.scales
+            + self.recent
+            + self.tables
+            + blocks
+            + self.device_pages
+        )
 
     @property
     def cache_host(self) -> int:
@@ -211,7 +225,14 @@ def plan_memory(
     request = Request(config, offload, tuple(sparse), context, batch, item, model.query_heads)
     memory = policy.needs(request)
     block_capacity, recent_tokens = request.block_capacity, request.recent_tokens
-    kept = block_capacity * size * sum(map(request.token, dense))
+    at_home = offload is not None and offload.keep_dense
+    kept = block_capacity * size * sum(map(request.token if at_home else request.stored, dense))
+    scales = 0
+    if offload is not None and offload.kv_dtype is not None:
+        if any(layer.latent for layer in model.layers):
+            raise ValueError(f"kv_dtype={offload.kv_dtype!r} is not for latents (MLA), which this model caches")
+        coded = sparse if at_home else dense + sparse
+        scales = SCALE_BYTES * block_capacity * size * sum(layer.heads for layer in coded)
     recent = batch * recent_tokens * sum(map(request.token, dense + sparse))
     others = [layer for layer in model.layers if layer.kind != "full"]
     stock = batch * sum(layer.state + min(layer.window, context) * request.token(layer) for layer in others)
@@ -234,7 +255,8 @@ def plan_memory(
         tables=request.table_bytes + memory.tables,
         stock=stock,
         prefill=prefill,
-        kept=kept if offload is not None and offload.keep_dense else 0,
+        kept=kept if at_home else 0,
+        scales=scales,
         device_pages=memory.device_pages,
         working_set=memory.working_set,
         second=memory.second,

@@ -242,6 +242,21 @@ def test_arguments_of_step():
     assert bench_step.variants(bench_step.arguments().parse_args([]))[0].name == "hf_dynamic"
 
 
+def test_codes_in_host_memory_have_rows_of_their_own(tmp_path):
+    args = bench_step.arguments().parse_args(
+        ["--variants", "two_level", "hf_dynamic", "--offload", "--kv-dtype", "int8", "--device-pool", "0.25kv"]
+    )
+    model = build("llama", "sparsekv")
+    with Report("step", "tiny", tmp_path / "rows.csv", 1) as report:
+        bench = bench_step.Bench(model, report, args)
+        ours, stock = (bench.label(variant) for variant in bench_step.variants(args))
+    assert ours.endswith("+offload:pool=0.25kv:kv_dtype=int8") and "int8" not in stock
+    cache = bench_step.make_cache(model, bench_step.variants(args)[0], 600, kv_dtype=args.kv_dtype)
+    assert cache.offload_config.kv_dtype == "int8"
+    with pytest.raises(SystemExit):
+        bench_step.main(["--variants", "two_level", "--kv-dtype", "int8"])
+
+
 # ---------------------------------------------------------------------- the figure
 
 

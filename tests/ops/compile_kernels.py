@@ -20,7 +20,7 @@ import torch
 import triton
 from conftest import Place
 from decode_cases import Case as Decode
-from decode_cases import in_pages
+from decode_cases import in_codes, in_pages
 from operators import BY_NAME, Seal
 from test_mass_select import Case as Mass
 from triton._C.libtriton import ir
@@ -44,6 +44,8 @@ from hf_sparsekv.ops.mass_select.triton import mass_select
 from hf_sparsekv.ops.pack.triton import pack
 from hf_sparsekv.ops.place_tokens.triton import place_tokens
 from hf_sparsekv.ops.qk_rope.triton import qk_rope
+from hf_sparsekv.ops.quantise.reference import quantise as quantised
+from hf_sparsekv.ops.quantise.triton import quantise
 from hf_sparsekv.ops.query_predict.triton import query_predict
 from hf_sparsekv.ops.query_ring.triton import push
 from hf_sparsekv.ops.residency import PageState
@@ -76,6 +78,11 @@ def place() -> Place:
 def sparse_decodes() -> None:
     usual = Decode(batch=1, group=4, dk=128, dv=128, block_size=64, cap=3, chosen=2)
     latents = Decode(batch=1, heads=1, group=20, dk=576, dv=512, block_size=64, cap=3, chosen=2, latents=True)
+    for granularity in ("token", "block", "all"):
+        made = usual.make(place(), granularity)
+        for args, named in (made,) if granularity == "all" else (made, in_pages(place(), *made)):
+            args, named = in_codes(args, named)
+            sparse_decode(*args, **named, from_host=torch.zeros(1, usual.heads, dtype=torch.int64))
     for case in (usual, latents):
         for batch in (1, 3):
             args, named = replace(case, batch=batch, span=4, cap=9).make(place(), "token")
@@ -100,6 +107,8 @@ def recent_tokens() -> None:
     usual = Seal(batch=1, sealed=(3,), dk=128, dv=128, channels=32, block_size=64)
     for span in (None, 4):
         seal(**BY_NAME["seal"].call(place(), replace(usual, span=span)))
+    seal(**BY_NAME["seal"].call(place(), replace(usual, coded=True)))
+    quantise(place().randn(3, 8, 64, 256), 128)
     seal(**BY_NAME["seal"].call(place(), Seal(**latents, metadata="mean")))
     seal(**BY_NAME["seal"].call(place(), Seal(**latents, metadata="cuboid_mean", bits=16)))
     seal(**BY_NAME["seal"].call(place(), Seal(**latents, span=2)))
@@ -189,6 +198,9 @@ def pages() -> None:
     place_tokens(ids, ids, ids, 64)
     pairs = torch.zeros(4, 2, dtype=torch.int32)
     block_copy(kv, place().nan(4, 16, 128), pairs, torch.ones(1, dtype=torch.int32))
+    codes, scales = quantised(kv, 64)
+    block_copy(codes, place().nan(4, 16, 128), pairs, torch.ones(1, dtype=torch.int32), scales=scales, split=64)
+    bring_tokens(ids, codes, block_table, slots, scales=scales, split=64)
     for window in (0, 16):
         query_predict(**BY_NAME["query_predict"].call(place(), 1, 8, 17, 128, window, 5))
 

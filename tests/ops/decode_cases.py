@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from hf_sparsekv.ops.quantise.reference import quantise
 from hf_sparsekv.ops.sparse_decode.config import Config, config
 from hf_sparsekv.ops.sparse_decode.reference import sparse_decode as reference
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
@@ -172,6 +173,12 @@ def in_pages(place, args, named):
     return [q, kv, rows, block_table, ids, recent_kv], named
 
 
+def in_codes(args, named):
+    """The same attention with codes of the stored blocks; NaN among them stays NaN."""
+    codes, scales = quantise(args[1], args[0].shape[-1])
+    return [args[0], codes, *args[2:]], dict(named, scales=scales)
+
+
 def on_cpu(given):
     """The tensors of a list or by name on the CPU, all else as it is."""
     if isinstance(given, dict):
@@ -208,9 +215,11 @@ def config_of(args, named, splits: int | None = None, **changes) -> Config:
     return replace(usual, **{name: value for name, value in changes.items() if value is not None})
 
 
-def check(place, case: Case, granularity: str, **changes) -> None:
+def check(place, case: Case, granularity: str, coded: bool = False, **changes) -> None:
     """The kernel, its configuration with ``changes``, against the reference: result, denominators and counts."""
     args, named = case.make(place, granularity)
+    if coded:
+        args, named = in_codes(args, named)
     want_lse, want_attended = torch.full(args[0].shape[:2], torch.nan), torch.full(args[5].shape[:2], 1000)
     expected = reference(*on_cpu(args), **on_cpu(named), lse=want_lse, attended=want_attended)
     attended = torch.full_like(want_attended, 1000, device=place.device)

@@ -271,6 +271,18 @@ def query_predict(place, batch, heads, slots, dim, window, position, pool=True, 
 # ---------------------------------------------------------------------- sealing
 
 
+def quantise(place, shape, split, wild=False):
+    """Rows of very different sizes, among them zeros; or what has no good scale."""
+    size = 10.0 ** (6 * place.rand(*shape[:-1], 2) - 4)
+    size = size.repeat_interleave(torch.tensor((split, shape[-1] - split), device=place.device), -1)
+    kv = (place.randn(*shape) * size).to(place.dtype)
+    if wild:
+        for row, one in enumerate((0.0, math.nan, math.inf, -math.inf, 6e4, 1e-7)):
+            kv.view(-1, shape[-1])[row, row % shape[-1]] = one
+            kv.view(-1, shape[-1])[-1 - row] = one
+    return kv, split
+
+
 @dataclass
 class Seal:
     """Shapes of one call. ``sealed``: blocks that each row has sealed before."""
@@ -292,6 +304,7 @@ class Seal:
     metadata: str = "min_max"
     keeps: bool = True
     span: int | None = None  # blocks of a mean's span
+    coded: bool = False  # keys and values become codes
 
 
 def seal(place, case: Seal) -> tuple:
@@ -334,6 +347,12 @@ def seal(place, case: Seal) -> tuple:
     )
     recent_kv[0, 0, case.sinks + int(sealed[0] + 1) % ring, : case.dk] = 0.5  # labels that are all the same: scale 0
     kv = place.nan(*kept, width if case.keeps else 0)
+    if case.coded:
+        kv = place.nan(*kv.shape, dtype=torch.int8)
+        index["scales"] = place.nan(*kept, 2, dtype=torch.float16)
+        first = case.sinks + int(sealed[0]) % ring
+        recent_kv[0, 0, first] = 0.0
+        recent_kv[0, 0, first + 1, case.dk :] *= 1e-7
     return recent_kv, rows, after, case.sinks, block_table, kv, Index(**index)
 
 
@@ -512,6 +531,9 @@ SEALS = {
     "rows of no power of two": Seal(heads=1, dk=72, dv=0, channels=18),
     "all sinks": Seal(sinks=20, sealed=(0, 1)),
     "kept elsewhere": Seal(channels=0, bounds=False, keeps=False, sealed=(0, 3)),
+    "codes": Seal(coded=True),
+    "codes, some rows": Seal(coded=True, batch=3, heads=3, dk=80, dv=48, channels=20, sealed=(1, 0, 4), due=(0, 0, 1)),
+    "codes alone": Seal(coded=True, channels=0, bounds=False, sinks=0, dk=33, dv=7, block_size=32),
 }
 AVERAGES = {
     "cuboid": Seal(channels=0, metadata="cuboid_mean"),
@@ -696,6 +718,23 @@ OPERATORS = [
         ratio=lambda place, *_: 2e-5 if place.dtype == torch.float32 else None,  # two ways of solving, in float32
         views={"ring": "inside"},
         far={"ring": 0},
+    ),
+    Operator(
+        "quantise",
+        quantise,
+        {
+            "blocks": ((3, 2, 16, 128), 64),
+            "keys and values of other widths": ((5, 3, 8, 100), 72),
+            "more rows than a tile": ((70, 20), 11),
+            "wide": ((9, 576), 512),
+            "one part": ((9, 48), 48),
+            "no good scales": ((7, 3, 40), 24, True),
+            "none": ((0, 2, 16, 64), 32),
+        },
+        small=((5, 3, 33), 17),
+        views={"kv": "inside"},
+        far={"kv": 0},
+        ratio=equal,
     ),
     Operator(
         "seal",

@@ -14,6 +14,7 @@ from hf_sparsekv.ops.block_copy import triton as copying
 from hf_sparsekv.ops.block_copy.config import Config
 from hf_sparsekv.ops.block_copy.reference import block_copy as reference
 from hf_sparsekv.ops.block_copy.triton import block_copy
+from hf_sparsekv.ops.quantise.reference import dequantise, quantise
 
 SMALL = Config(programs=3, warps=1, tile=256)  # so that a small case takes several blocks and tiles a program
 
@@ -55,6 +56,30 @@ def test_blocks(place, copy, size, width, n):
     expected = expect(kv, pages, copies, number)
     copy(kv, pages, copies, number)
     assert same(pages, expected)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize(
+    "copy", [reference, block_copy, partial(block_copy, config=SMALL)], ids=["reference", "kernel", "small"]
+)
+@pytest.mark.parametrize(
+    "size, width, split, n", [(4, 8, 4, 7), (16, 64, 40, 5), (5, 7, 3, 4), (64, 96, 96, 5), (4, 8, 4, 0)]
+)
+def test_codes(place, copy, size, width, split, n):
+    """Pages get what codes stand for, in their own dtype."""
+    kv, pages, copies, number = make(place, 6, 2, size, width, 11, n)
+    codes, scales = quantise(kv, split)
+    expected = expect(dequantise(codes, scales, split, place.dtype), pages, copies, number)
+    copy(codes, pages, copies, number, scales=scales, split=split)
+    assert same(pages, expected)
+
+
+def test_codes_and_scales_must_fit(place32):
+    kv, pages, *listed = make(place32, 5, 2, 4, 8, 12, 9)
+    codes, scales = quantise(kv, 4)
+    for given in ((kv, scales), (codes, scales[:4]), (codes, scales.transpose(0, 1).contiguous().transpose(0, 1))):
+        with pytest.raises(ValueError, match="int8 codes"):
+            block_copy(given[0], pages, *listed, scales=given[1], split=4)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float64])

@@ -12,6 +12,7 @@ from hf_sparsekv.ops.device_tokens.reference import bring_tokens as reference
 from hf_sparsekv.ops.device_tokens.reference import locate_tokens as locate_reference
 from hf_sparsekv.ops.device_tokens.reference import young_tokens as young_reference
 from hf_sparsekv.ops.device_tokens.triton import Config, bring_tokens, locate_tokens, young_tokens
+from hf_sparsekv.ops.quantise.reference import dequantise, quantise
 
 POISON = 12345
 WINDOW, SMALL = 32, Config(listed=32, tile=4, copying=6)  # so that small cases take several of each
@@ -20,11 +21,20 @@ WINDOW, SMALL = 32, Config(listed=32, tile=4, copying=6)  # so that small cases 
 class Pair:
     """The same slots twice: on the CPU for the reference, and where the kernel runs."""
 
-    def __init__(self, place, batch=2, heads=3, room=32, blocks=9, size=8, width=40, lanes=None, total=None) -> None:
+    def __init__(
+        self, place, batch=2, heads=3, room=32, blocks=9, size=8, width=40, lanes=None, total=None, split=None
+    ) -> None:
         lanes = [(row * room, room) for row in range(batch)] if lanes is None else lanes
         batch, total = len(lanes), total or batch * room
         self.place, self.size, self.total, self.columns = place, size, total, blocks * size
-        self.kv = place.randn(batch * blocks + 3, heads, size, width)
+        self.kv, self.coded = place.randn(batch * blocks + 3, heads, size, width), {}
+        self.stored = self.kv
+        if split is not None:  # of codes
+            self.stored, scales = quantise(self.kv, split)
+            self.kv, self.coded = (
+                dequantise(self.stored, scales, split, place.dtype),
+                {"scales": scales, "split": split},
+            )
         self.block_table = place.randperm(batch * blocks + 3)[: batch * blocks].view(batch, blocks)
         self.counters = [torch.zeros(2, dtype=torch.int64, device=where) for where in ("cpu", place.device)]
 
@@ -59,8 +69,9 @@ class Pair:
         named[0] |= {name: named[0][name].cpu() for name in ("used", "enabled") if named[0][name] is not None}
         how = {"window": WINDOW, "config": SMALL} if how is None else how
         windows = {name: value for name, value in how.items() if name == "window"}
-        reference(ids.cpu(), self.kv.cpu(), self.block_table.cpu(), cpu, **named[0], **windows)
-        bring_tokens(ids, self.kv, self.block_table, there, **named[1], **how)
+        named[0] |= {name: t.cpu() if name == "scales" else t for name, t in self.coded.items()}
+        reference(ids.cpu(), self.stored.cpu(), self.block_table.cpu(), cpu, **named[0], **windows)
+        bring_tokens(ids, self.stored, self.block_table, there, **named[1], **self.coded, **how)
         for name, want, got in zip(TokenSlots._fields, cpu, there):
             assert torch.equal(got.cpu(), want), name
         assert torch.equal(self.counters[1].cpu(), self.counters[0])
@@ -124,6 +135,18 @@ def test_random_calls(place, room, batch, k, ragged):
             ids = torch.where(ids < 0, POISON, ids)  # is not read
         pair.bring(ids, used)
         pair.locate(ids, used)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("width, split", [(40, 24), (64, 32), (33, 16)])
+@pytest.mark.parametrize("config", [SMALL, Config()])
+def test_codes(place, width, split, config):
+    """Slots get what codes stand for."""
+    pair = Pair(place, width=width, split=split)
+    for _ in range(3):
+        ids = pair.choose(20)
+        pair.bring(ids, how={"window": WINDOW, "config": config})
+        pair.locate(ids)
 
 
 @pytest.mark.parametrize("ragged", [False, True])

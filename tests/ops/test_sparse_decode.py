@@ -9,10 +9,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from decode_cases import RATIO, Case, check, config_of, expect, in_pages, on_cpu, valid_entries
+from decode_cases import RATIO, Case, check, config_of, expect, in_codes, in_pages, on_cpu, valid_entries
 from operators import view
 
 from hf_sparsekv.ops._recent import recent_valid
+from hf_sparsekv.ops.quantise.reference import dequantise
 from hf_sparsekv.ops.sparse_decode import sparse_decode as public
 from hf_sparsekv.ops.sparse_decode.reference import sparse_decode as reference
 from hf_sparsekv.ops.sparse_decode.share import Kinds, Share, batch_constant, find_part, programs
@@ -60,6 +61,17 @@ SHAPES = {
 
 MEANS_ARGUMENTS = ("means", "mean_tokens")
 
+CODED = {
+    "usual": Case(),
+    "group 3, blocks of 64": SHAPES["group 3, blocks of 64"],
+    "one head, wide": SHAPES["wide heads"],
+    "no powers of two": Case(dk=56, dv=40, group=5, block_size=32, cap=5),
+    "softcap and sink logits": SHAPES["softcap and sink logits"],
+    "many splits": SHAPES["many splits"],
+    "means": Case(span=2),
+    "nothing chosen": SHAPES["nothing chosen"],
+}
+
 # Chosen tokens alone.
 MEANS = {
     "a block": Case(span=1),
@@ -89,6 +101,47 @@ def test_against_reference(place, case, granularity):
 @pytest.mark.parametrize("case", MEANS.values(), ids=MEANS.keys())
 def test_means(place, case):
     check(place, case, "token")
+
+
+@pytest.mark.pairwise(once=("case",))
+@ALL_WAYS
+@pytest.mark.parametrize("case", CODED.values(), ids=CODED.keys())
+def test_codes(place, case, granularity):
+    """Of what host memory holds; and the definition is that of the numbers that the codes stand for."""
+    check(place, case, granularity, coded=True)
+    args, named = in_codes(*case.make(place, granularity))
+    plain = dequantise(args[1], named["scales"], case.dk, place.dtype)
+    want = reference(*on_cpu([args[0], plain, *args[2:]]), **on_cpu({**named, "scales": None}))
+    assert torch.equal(reference(*on_cpu(args), **on_cpu(named)), want)
+
+
+@pytest.mark.parametrize("granularity", ["token", "block"])
+def test_codes_beside_pages(place, granularity):
+    """Pages hold what codes became; both kinds in one tile."""
+    for case in (Case(span=2), Case(group=3, dk=80, dv=48, block_size=32, cap=5)):
+        args, named = in_codes(*in_pages(place, *case.make(place, granularity)))
+        want_host, from_host = (
+            torch.zeros(args[5].shape[:2], dtype=torch.int64, device=at) for at in ("cpu", place.device)
+        )
+        want = reference(*on_cpu(args), **on_cpu(named), from_host=want_host)
+        place.close(sparse_decode(*args, **named, from_host=from_host), want, ratio=RATIO.get(place.dtype))
+        assert torch.equal(from_host.cpu(), want_host) and want_host.sum() > 0
+
+
+def test_codes_that_cannot_be(place32):
+    args, named = in_codes(*Case().make(place32, "all"))
+    latents, of_latents = LATENTS.make(place32, "all")
+    wrong = named["scales"][..., :1]
+    calls = (
+        ([args[0], args[1].float(), *args[2:]], named, "int8 has scales, and nothing else"),
+        (args, {**named, "scales": None}, "int8 has scales, and nothing else"),
+        (args, {**named, "scales": wrong}, "scales must be float16"),
+        (*in_codes(latents, of_latents), "no latents"),
+    )
+    for given, options, message in calls:
+        for function in (reference, sparse_decode):
+            with pytest.raises(ValueError, match=message):
+                function(*given, **options)
 
 
 @pytest.mark.parametrize("latents", [False, True])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._dispatch import give
+from ..quantise.reference import entries
 from .state import TokenSlots
 
 CLASSES = 8  # of ages: 1, 2 to 3, 4 to 7, ..., 128 and more selections
@@ -40,6 +41,8 @@ def bring_tokens(
     enabled: Tensor | None = None,
     counters: Tensor | None = None,
     window: int = WINDOW,
+    scales: Tensor | None = None,
+    split: int = 0,
 ) -> None:
     """Note that tokens were chosen, and copy those that are not on the device yet.
 
@@ -62,6 +65,9 @@ def bring_tokens(
         enabled: int32 ``[1]``; 0: nothing is changed.
         counters: int64 ``[2]``: tokens chosen, and of these copied, are added.
         window: slots that are compared with each other.
+        scales: float16 ``[num_blocks, H, block_size, 2]``: ``kv`` are int8 codes, and slots get what these stand for
+            (``ops.quantise``).
+        split: entries of a row that the first scale is of.
     """
     batch, heads, _ = ids.shape
     size = kv.shape[2]
@@ -90,7 +96,8 @@ def bring_tokens(
             columns[to], stamps[to] = missing.int(), now
             slots[missing] = to.int()
             physical_id = block_table[row, missing // size].to(kv.device).long()
-            source = kv[physical_id, head, (missing % size).to(kv.device)]
+            at = physical_id, torch.full_like(physical_id, head), (missing % size).to(kv.device)
+            source = entries(kv, scales, split, held.kv.dtype, *at)
             held.kv[head, lane.start + to] = source.to(held.kv.device)
             if counters is not None:
                 counters += torch.tensor([len(mine), len(missing)], device=counters.device)

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .._codes import load_decoded
 from .._dispatch import require_dense_rows
 from .._operands import PagedKV, Rows, Table, batch_and_head, operand, padded, row_ptr
 from .._overlap import begin, launch
@@ -153,6 +154,7 @@ def bring_tokens_assign_kernel(
 @triton.jit
 def bring_tokens_copy_kernel(
     kv,
+    scales,
     block_table,
     p_held,
     p_lanes,
@@ -164,6 +166,7 @@ def bring_tokens_copy_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
+    SPLIT: tl.constexpr,
     BN: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -183,9 +186,14 @@ def bring_tokens_copy_kernel(
         b_to = tl.load(p_to + i_row * k + o_n, mask=m_n, other=0)  # [BN]
         p_table = block_table.ptr + i_batch * block_table.row + b_id // BLOCK_SIZE
         b_physical_id = tl.load(p_table, mask=m_n, other=0).to(tl.int64)
-        p_from = kv.ptr + b_physical_id * kv.block + i_head * kv.head + (b_id % BLOCK_SIZE).to(tl.int64) * kv.token
+        b_in = (b_id % BLOCK_SIZE).to(tl.int64)
+        p_from = kv.ptr + b_physical_id * kv.block + i_head * kv.head + b_in * kv.token
         m_w = m_n[:, None] & (o_w < WIDTH)[None, :]
-        b_kv = tl.load(p_from[:, None] + o_w[None, :], mask=m_w, other=0.0)  # [BN, BW]
+        if scales is None:
+            b_kv = tl.load(p_from[:, None] + o_w[None, :], mask=m_w, other=0.0)  # [BN, BW]
+        else:
+            p_scale = scales.ptr + b_physical_id * scales.block + i_head * scales.head + b_in * scales.token
+            b_kv = load_decoded(p_from, p_scale, m_n, o_w, WIDTH, SPLIT, p_held.dtype.element_ty)
         p_slot = p_held + b_to.to(tl.int64) * WIDTH
         tl.store(p_slot[:, None] + o_w[None, :], b_kv, mask=m_w)
 
@@ -242,9 +250,22 @@ def young_tokens_kernel(
     tl.store(p_out + i, tl.sum(b_young, 0))
 
 
-def bring_tokens(ids, kv, block_table, held, *, used=None, enabled=None, counters=None, window=WINDOW, config=None):
+def bring_tokens(
+    ids,
+    kv,
+    block_table,
+    held,
+    *,
+    used=None,
+    enabled=None,
+    counters=None,
+    window=WINDOW,
+    scales=None,
+    split=0,
+    config=None,
+):
     """As ``reference.bring_tokens``; ``window`` is a power of two, ``config`` replaces the usual one."""
-    require_dense_rows(ids=ids, kv=kv, block_table=block_table, slots=held.slots, used=used)
+    require_dense_rows(ids=ids, kv=kv, block_table=block_table, slots=held.slots, used=used, scales=scales)
     _require_whole(kv=held.kv, columns=held.columns, stamps=held.stamps, now=held.now, lanes=held.lanes)
     if not ids.numel():
         return
@@ -256,9 +277,12 @@ def bring_tokens(ids, kv, block_table, held, *, used=None, enabled=None, counter
     wide = {"BK": min(config.listed, max(32, triton.next_power_of_2(k))), "BR": window}
     args = operand(Rows, ids), used, *lists, missing, to, count, enabled, counters, k, total
     launch(bring_tokens_assign_kernel, (rows,), ids, *args, **shape, **wide, num_warps=8)
-    args = operand(PagedKV, kv), operand(Table, block_table), held.kv, held.lanes, missing, to, count, k, total
-    each = max(1, min(config.copying // rows, triton.cdiv(k, config.tile)))
-    launch(bring_tokens_copy_kernel, (rows, each), ids, *args, **shape, WIDTH=kv.shape[3], BN=config.tile)
+    stored = operand(PagedKV, kv), operand(PagedKV, scales), operand(Table, block_table)
+    args = *stored, held.kv, held.lanes, missing, to, count, k, total
+    tile = config.tile * (held.kv.itemsize // kv.itemsize)  # of codes more, so that as many bytes are on their way
+    each = max(1, min(config.copying // rows, triton.cdiv(k, tile)))
+    shape |= {"WIDTH": kv.shape[3], "SPLIT": split, "BN": tile}
+    launch(bring_tokens_copy_kernel, (rows, each), ids, *args, **shape)
 
 
 def locate_tokens(ids, slots, lanes, block_table, total, block_size, *, used=None, out=None):

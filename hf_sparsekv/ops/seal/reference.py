@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..quantise.reference import quantise
+
 MOST_HALF = torch.finfo(torch.float16).max
 
 
@@ -23,6 +25,7 @@ class Index:
         metadata: what ``bounds`` are.
         means: ``[num_blocks, H, D]``, running means, see :func:`running_means`.
         span: blocks of a span of ``means``.
+        scales: float16 ``[num_blocks, H, block_size, 2]``, of a ``kv`` of int8 codes (``ops.quantise``).
     """
 
     key_dim: int
@@ -33,6 +36,7 @@ class Index:
     metadata: str = "min_max"
     means: Tensor | None = None
     span: int = 1
+    scales: Tensor | None = None
 
 
 def key_metadata(keys: Tensor, usable: Tensor, parts: int, metadata: str = "min_max") -> Tensor:
@@ -139,7 +143,7 @@ def running_means(
     return mean.flatten(0, 1)[first : first + n].to(blocks.dtype)
 
 
-def check(recent_kv: Tensor, rows: Tensor, after: Tensor, sinks: int, kv: Tensor) -> None:
+def check(recent_kv: Tensor, rows: Tensor, after: Tensor, sinks: int, kv: Tensor, index: Index) -> None:
     """Raise ``ValueError`` for arguments that no implementation takes; reads shapes only."""
     batch, ring, size = len(recent_kv), recent_kv.shape[2] - sinks, kv.shape[2]
     if ring % size:
@@ -147,6 +151,8 @@ def check(recent_kv: Tensor, rows: Tensor, after: Tensor, sinks: int, kv: Tensor
     for name, t in (("rows", rows), ("after", after)):
         if t.shape != (batch, 2):
             raise ValueError(f"{name} must be [{batch}, 2], length and sealed tokens of each row, got {tuple(t.shape)}")
+    if (kv.dtype == torch.int8) != (index.scales is not None):
+        raise ValueError(f"kv of int8 has scales, and nothing else: got {kv.dtype}")
 
 
 def seal(
@@ -163,9 +169,9 @@ def seal(
     Of the others nothing is read or written, nor of a row that has no tokens in ``rows``, or whose block table has no
     block (-1) for it. So a call is right in every step, whichever rows have a block due.
 
-    Keys and values go to the row's physical block, as they are; what the selection reads is made of the selectable
-    tokens (bounds, means) or of all (labels). A row's first ``sinks`` tokens are its sinks: they are copied to the
-    front of the recent buffer as well, and cannot be selected.
+    Keys and values go to the row's physical block, as they are or as codes. What the selection reads is made of the
+    selectable tokens (bounds, means) or of all (labels), never of codes. A row's first ``sinks`` tokens are its sinks:
+    they are copied to the front of the recent buffer as well, and cannot be selected.
 
     Args:
         recent_kv: ``[batch, H, sinks + R, Dk + Dv]``, ``R`` a multiple of ``block_size``: token ``i`` is at
@@ -175,10 +181,10 @@ def seal(
         block_table: int32 ``[batch, cap]``, physical id of each block of each row; block ``rows[r, 1] // block_size``
             is filled. With means those before it in its span are read.
         kv: ``[num_blocks, H, block_size, Dk + Dv]``; may lie in host memory while everything else is on the device.
-            Or of width 0: keys and values are kept somewhere else.
+            Or of width 0: keys and values are kept somewhere else. Or int8, with ``index.scales``.
         index: further fields to fill. A mean counts the tokens from its span's start on that are no sinks.
     """
-    check(recent_kv, rows, after, sinks, kv)
+    check(recent_kv, rows, after, sinks, kv, index)
     size, ring = kv.shape[2], recent_kv.shape[2] - sinks
     sealed, nth = rows[:, 1].long(), rows[:, 1].long() // size
     to = block_table.gather(1, nth.clamp_max(block_table.shape[1] - 1)[:, None])[:, 0].long()
@@ -191,7 +197,11 @@ def seal(
     usable = token >= sinks
     for i, j in (~usable).nonzero().tolist():
         recent_kv[row[i], :, token[i, j]] = block[i, :, j]
-    kv[to.to(kv.device)] = block[..., : kv.shape[3]].to(kv.device)
+    if index.scales is None:
+        kv[to.to(kv.device)] = block[..., : kv.shape[3]].to(kv.device)
+    else:
+        coded, index.scales[to] = quantise(block, index.key_dim)
+        kv[to.to(kv.device)] = coded.to(kv.device)
     keys = block[..., : index.key_dim]
     if index.bounds is not None:
         index.bounds[to] = key_metadata(keys, usable, index.bounds.shape[1], index.metadata)

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .._codes import encode, scale_of
 from .._dispatch import require_dense_rows
 from .._operands import PagedKV, Rows, Table, Tokens, batch_and_head, operand, padded, row_ptr
 from .._overlap import begin, launch
@@ -62,6 +63,7 @@ def seal_kernel(
     codes,
     qparams,
     means,
+    scales,
     ring,
     sinks,
     limit,
@@ -113,8 +115,15 @@ def seal_kernel(
             b_v = tl.load(p_from + DK + o_v[None, :], mask=m_v[None, :], other=0.0)  # [BT, BV]
             if kv is not None:
                 p_to = kv.ptr + physical_id * kv.block + i_head * kv.head + o_t[:, None] * kv.token
-                tl.store(p_to + o_k[None, :], b_k, mask=m_k[None, :])
-                tl.store(p_to + DK + o_v[None, :], b_v, mask=m_v[None, :])
+                b_kept_k, b_kept_v = b_k, b_v
+                if scales is not None:
+                    b_scale_k, b_scale_v = scale_of(b_k, m_k[None, :]), scale_of(b_v, m_v[None, :])
+                    b_kept_k, b_kept_v = encode(b_k, b_scale_k[:, None]), encode(b_v, b_scale_v[:, None])
+                    p_scale = scales.ptr + physical_id * scales.block + i_head * scales.head + o_t * scales.token
+                    tl.store(p_scale, b_scale_k)
+                    tl.store(p_scale + 1, b_scale_v)
+                tl.store(p_to + o_k[None, :], b_kept_k, mask=m_k[None, :])
+                tl.store(p_to + DK + o_v[None, :], b_kept_v, mask=m_v[None, :])
             m_sink = (b_token < sinks)[:, None]
             p_sink = p_row + b_token[:, None].to(tl.int64) * recent.token
             tl.store(p_sink + o_k[None, :], b_k, mask=m_sink & m_k[None, :])
@@ -188,12 +197,12 @@ def seal_kernel(
 
 def seal(recent_kv, rows, after, sinks, block_table, kv, index):
     """As ``reference.seal``."""
-    check(recent_kv, rows, after, sinks, kv)
+    check(recent_kv, rows, after, sinks, kv, index)
     batch, heads = recent_kv.shape[:2]
     size, dk = kv.shape[2], index.key_dim
     require_dense_rows(recent_kv=recent_kv, rows=rows, after=after, block_table=block_table, kv=kv)
     require_dense_rows(bounds=index.bounds, channels=index.channels, codes=index.codes, qparams=index.qparams)
-    require_dense_rows(means=index.means)
+    require_dense_rows(means=index.means, scales=index.scales)
     parts = 1 if index.bounds is None else index.bounds.shape[1]
     launch(
         seal_kernel,
@@ -209,6 +218,7 @@ def seal(recent_kv, rows, after, sinks, block_table, kv, index):
         operand(PagedKV, index.codes),
         operand(PagedKV, index.qparams),
         None if index.means is None else Means(index.means, *index.means.stride()[:2], index.span),
+        operand(PagedKV, index.scales),
         recent_kv.shape[2] - sinks,
         sinks,
         torch.finfo(recent_kv.dtype).max,

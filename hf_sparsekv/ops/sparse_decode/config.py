@@ -55,7 +55,8 @@ def config(q: Tensor, kv: Tensor, recent_kv: Tensor, value_dim: int, granularity
         # dense_decode`. 16 KB of K at once; twice that spills registers in float32.
         dense = granularity == "all"
         wide = triton.next_power_of_2(max(width, value_dim, 16))
-        item = q.element_size() if q.dtype == kv.dtype else 4  # mixed: float32 inside
+        kind = recent_kv.dtype if kv.dtype == torch.int8 else kv.dtype  # what codes are made of
+        item = q.element_size() if q.dtype == kind else 4  # mixed: float32 inside
         tile = max(16, min(128, 16384 // (wide * item)))
         return Config(tile, group, programs=528 if dense else 1056, warps=4 if dense else 2, stages=2)
     if not is_native(q, kv, recent_kv):

@@ -126,9 +126,10 @@ def sparse_decode_latent_tokens_kernel(
         b_entry, m_recent = find_recent(o_n - n, recent.sinks, ring, length, sealed)
         m_recent = m_recent & (o_n >= n)
         b_id = tl.load(p_ids + o_n, mask=o_n < n, other=-1)  # [BN]
-        p_row, m_n, m_kv = find_tokens(b_id, o_n < n, sealed, p_table, kv, pages, i_head, BLOCK_SIZE)
+        page, o_in, m_n, m_kv = find_tokens(b_id, o_n < n, sealed, p_table, pages, BLOCK_SIZE)
         if from_host is not None:
             b_host += m_kv.to(tl.int32)
+        p_row = locate(page, o_in, kv, pages, i_head)
         p_row = tl.where(m_recent, p_recent + b_entry.to(tl.int64) * recent.token, p_row)
         m_n = m_n | m_recent
         b_count += m_n.to(tl.int32)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .._dispatch import give
 from .._recent import recent_valid
+from ..quantise.reference import entries
 
 
 def sparse_decode(
@@ -32,6 +33,7 @@ def sparse_decode(
     means: Tensor | None = None,
     mean_tokens: int | None = None,
     columns: Tensor | None = None,
+    scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention over the recent buffer and the chosen part of the stored blocks.
@@ -80,6 +82,8 @@ def sparse_decode(
         mean_tokens: tokens of a span, a multiple of ``block_size``; with ``means``. The first span begins at token 0.
         columns: ``[batch, H, n]`` int32, the tokens that ``ids`` are where these are places (``pages``); with
             ``means``.
+        scales: float16 ``[num_blocks, H, block_size, 2]`` on q's device, of a ``kv`` of int8 codes (``ops.quantise``):
+            what they stand for is attended, in ``recent_kv``'s dtype. Not of latents.
 
     Returns:
         ``[batch, Hq, Dv]`` in q's dtype, ``out`` if given. A row with nothing to attend to gives zeros, one that
@@ -89,15 +93,18 @@ def sparse_decode(
     heads, block_size = kv.shape[1:3]
     skip = sinks if granularity == "all" else 0
     check_means(means, mean_tokens, granularity, block_size, pages is not None, columns)
+    check_scales(kv, scales, has_latents(kv, q))
     listed = ids if columns is None else columns
+    coded = {"scales": scales, "split": dk, "dtype": recent_kv.dtype}
     if used is not None:
         behind = torch.arange(ids.shape[-1], device=ids.device) >= used[..., None]
         ids, listed = ids.masked_fill(behind, -1), listed.masked_fill(behind, -1)
     if pages is None:
-        stored, usable = gather(kv, rows, block_table, ids, granularity, sinks)
+        stored, usable = gather(kv, rows, block_table, ids, granularity, sinks, **coded)
         at_home = usable
     else:
-        stored, usable, at_home = gather_paged(kv, rows, block_table, ids, granularity, sinks, pages, page_ids)
+        where = kv, rows, block_table, ids, granularity, sinks, pages, page_ids
+        stored, usable, at_home = gather_paged(*where, **coded)
     if from_host is not None:
         from_host += at_home.sum(-1).to(from_host.device)
     stored = stored.to(q.device)
@@ -144,6 +151,18 @@ def check_means(
         raise ValueError("with pages the ids are places: means need their columns as well")
 
 
+def check_scales(kv: Tensor, scales: Tensor | None, latents: bool) -> None:
+    """Raise ``ValueError`` for stored blocks that such a call cannot have."""
+    if (kv.dtype == torch.int8) != (scales is not None):
+        raise ValueError(f"kv of int8 has scales, and nothing else: got {kv.dtype}, scales {scales is not None}")
+    if scales is None:
+        return
+    if latents:
+        raise ValueError("kv of int8 holds keys and values, no latents (MLA)")
+    if scales.shape != (*kv.shape[:3], 2) or scales.dtype != torch.float16:
+        raise ValueError(f"scales must be float16 {[*kv.shape[:3], 2]}, got {scales.dtype} {list(scales.shape)}")
+
+
 def gather_means(
     means: Tensor, rows: Tensor, block_table: Tensor, columns: Tensor, block_size: int, tokens: int, sinks: int
 ) -> tuple[Tensor, Tensor]:
@@ -183,9 +202,21 @@ def values_of(rows: Tensor, dk: int, value_dim: int) -> Tensor:
 
 
 def gather(
-    kv: Tensor, rows: Tensor, block_table: Tensor, ids: Tensor | None, granularity: str, sinks: int
+    kv: Tensor,
+    rows: Tensor,
+    block_table: Tensor,
+    ids: Tensor | None,
+    granularity: str,
+    sinks: int,
+    *,
+    scales: Tensor | None = None,
+    split: int = 0,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Entries ``[batch, H, n, Dk + Dv]`` on ``kv``'s device, and which to use ``[batch, H, n]``."""
+    """Entries ``[batch, H, n, Dk + Dv]`` on ``kv``'s device, and which to use ``[batch, H, n]``.
+
+    ``scales``, ``split``, ``dtype``: of a ``kv`` of codes, see ``ops.quantise``.
+    """
     home, (heads, block_size) = kv.device, kv.shape[1:3]
     block_table, sealed = block_table.to(home).long(), rows[:, 1].to(home).long()[:, None, None]
     head = torch.arange(heads, device=home)[None, :, None]
@@ -195,7 +226,8 @@ def gather(
         usable = (ids >= 0) & (ids < sealed)
         physical_id = physical_id.gather(-1, ids.masked_fill(~usable, 0) // block_size)
         usable = usable & (physical_id >= 0)
-        return kv[physical_id.clamp_min(0), head, ids.clamp_min(0) % block_size], usable
+        where = physical_id.clamp_min(0), head, ids.clamp_min(0) % block_size
+        return entries(kv, scales, split, dtype, *where), usable
     if granularity == "block":
         ids = ids.to(home).long()
         physical_id = physical_id.gather(-1, ids.clamp_min(0)).masked_fill(ids < 0, -1)
@@ -205,7 +237,7 @@ def gather(
     else:
         raise ValueError(f"granularity must be 'token', 'block' or 'all', got {granularity!r}")
     usable = usable & (physical_id >= 0).repeat_interleave(block_size, -1)
-    return kv[physical_id.clamp_min(0), head].flatten(2, 3), usable
+    return entries(kv, scales, split, dtype, physical_id.clamp_min(0), head).flatten(2, 3), usable
 
 
 def selectable(ids: Tensor, block_size: int, sinks: int, sealed: Tensor) -> Tensor:
@@ -223,6 +255,10 @@ def gather_paged(
     sinks: int,
     pages: Tensor,
     page_ids: Tensor | None,
+    *,
+    scales: Tensor | None = None,
+    split: int = 0,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`gather`, from pages and ``kv`` by place, on the pages' device; and which come from ``kv``."""
     heads, size = kv.shape[1:3]
@@ -239,7 +275,8 @@ def gather_paged(
         token = torch.arange(size, device=at.device).repeat(ids.shape[-1]).expand_as(at)
     else:
         raise ValueError(f"page ids are for granularity 'token' or 'block', not for granularity={granularity!r}")
-    from_host = kv[(-at - 2).clamp_min(0).to(kv.device), head, token.to(kv.device)].to(pages.device)
+    where = (-at - 2).clamp_min(0).to(kv.device), head, token.to(kv.device)
+    from_host = entries(kv, scales, split, dtype, *where).to(pages.device)
     if not len(pages):
         return from_host, usable, usable
     found = torch.where((at >= 0)[..., None], pages[at.clamp_min(0), token], from_host)

@@ -15,9 +15,22 @@ import triton.language as tl
 from .._ascending import find
 from .._operands import padded, row_ptr
 from .._overlap import release, wait
-from .._paged import find_recent, find_tokens, load_row, locate, open_blocks
+from .._paged import find_recent, find_tokens, load_codes, load_row, locate, open_blocks
 from .merge import LOG2E
 from .share import count_means, count_recent, find_part
+
+
+class Stored(NamedTuple):
+    """Stored blocks ``[num_blocks, H, block_size, D]``, and the scales of codes ``[num_blocks, H, block_size, 2]``."""
+
+    ptr: Any
+    block: Any
+    head: Any
+    token: Any
+    scales: Any = None
+    scales_block: Any = None
+    scales_head: Any = None
+    scales_token: Any = None
 
 
 class Recent(NamedTuple):
@@ -145,6 +158,12 @@ def take_tile(
     # What is not attended may hold anything, NaN included, and is not read.
     b_k = tl.load(p_k[:, None] + o_k[None, :], mask=m_n[:, None] & (o_k < DK)[None, :], other=0.0)  # [BN, BK]
     b_v = tl.load(p_k[:, None] + DK + o_v[None, :], mask=m_n[:, None] & (o_v < DV)[None, :], other=0.0)  # [BN, BV]
+    return take_loaded(b_q, b_max, b_sum, b_acc, b_k, b_v, m_n, b_unread, scale, softcap)
+
+
+@triton.jit
+def take_loaded(b_q, b_max, b_sum, b_acc, b_k, b_v, m_n, b_unread, scale, softcap):
+    """As :func:`take_tile`, of keys ``b_k [BN, BK]`` and values ``b_v [BN, BV]``: zeros where ``m_n`` marks none."""
     b_k, b_v = b_k.to(b_q.dtype), b_v.to(b_q.dtype)  # float32 where dtypes differ
     b_s = base_2(tl.dot(b_q, tl.trans(b_k), input_precision="ieee"), scale, softcap)  # [BG, BN]
     if b_unread is not None:
@@ -268,7 +287,7 @@ def sparse_decode_split_kernel(
             m_n = o_n < end
             if GRANULARITY == "token":
                 b_id = tl.load(p_ids + o_n, mask=m_n, other=-1)  # [BN]
-                p_k, m_n, m_kv = find_tokens(b_id, m_n, sealed, p_table, kv, pages, i_head, BLOCK_SIZE)
+                b_page, o_in, m_n, m_kv = find_tokens(b_id, m_n, sealed, p_table, pages, BLOCK_SIZE)
             else:
                 b_block, b_physical_id, b_page = open_blocks(o_n // BLOCK_SIZE, m_n, p_table, p_ids, p_page_ids)  # [BN]
                 o_in = o_n % BLOCK_SIZE
@@ -280,11 +299,20 @@ def sparse_decode_split_kernel(
                 if pages is not None:
                     m_n = m_n & (b_page != -1)
                     m_kv = m_n & (b_page < 0)
-                p_k = locate(b_page, o_in, kv, pages, i_head)  # [BN]
             b_count += m_n.to(tl.int32)
             if from_host is not None:
                 b_host += m_kv.to(tl.int32)
-            b_max, b_sum, b_acc = take_tile(b_q, b_max, b_sum, b_acc, p_k, m_n, None, scale, softcap, DK, DV, BK, BV)
+            if kv.scales is None:
+                p_k = locate(b_page, o_in, kv, pages, i_head)  # [BN]
+                b_max, b_sum, b_acc = take_tile(
+                    b_q, b_max, b_sum, b_acc, p_k, m_n, None, scale, softcap, DK, DV, BK, BV
+                )
+            else:
+                KIND: tl.constexpr = recent.ptr.dtype.element_ty
+                o_v = DK + tl.arange(0, BV)
+                b_k = load_codes(b_page, o_in, m_n, m_kv, kv, pages, i_head, o_k, DK, 0, KIND)  # [BN, BK]
+                b_v = load_codes(b_page, o_in, m_n, m_kv, kv, pages, i_head, o_v, DK + DV, 1, KIND)  # [BN, BV]
+                b_max, b_sum, b_acc = take_loaded(b_q, b_max, b_sum, b_acc, b_k, b_v, m_n, None, scale, softcap)
     elif i_part < kinds.stored + kinds.recent:
         ring = recent.end - recent.sinks
         per_part = tl.cdiv(tl.cdiv(count_recent(length, sealed, recent), kinds.recent), BN) * BN

@@ -17,9 +17,9 @@ from .config import config as default
 from .config import is_native
 from .latents import sparse_decode_latent_blocks_kernel, sparse_decode_latent_tokens_kernel
 from .merge import merge
-from .reference import check_means, has_latents
+from .reference import check_means, check_scales, has_latents
 from .share import Kinds, Share, batch_constant, programs
-from .split import Means, Parts, Recent, sparse_decode_split_kernel
+from .split import Means, Parts, Recent, Stored, sparse_decode_split_kernel
 
 
 def sparse_decode(
@@ -45,6 +45,7 @@ def sparse_decode(
     means=None,
     mean_tokens=None,
     columns=None,
+    scales=None,
     out=None,
     config=None,
 ):
@@ -54,9 +55,10 @@ def sparse_decode(
     group = q_heads // heads
     require_rows(rows, batch)
     require_dense_rows(kv=kv, block_table=block_table, ids=ids, recent_kv=recent_kv, sink_logits=sink_logits)
-    require_dense_rows(pages=pages, page_ids=page_ids, means=means, columns=columns)
+    require_dense_rows(pages=pages, page_ids=page_ids, means=means, columns=columns, scales=scales)
     check_means(means, mean_tokens, granularity, block_size, pages is not None, columns)
     latents = has_latents(kv, q)
+    check_scales(kv, scales, latents)
     if pages is not None and granularity == "all":
         raise ValueError("page ids are for granularity 'token' or 'block', not for granularity='all'")
     if used is not None and granularity != "token":
@@ -100,9 +102,9 @@ def sparse_decode(
     if means is not None:
         listed_columns = operand(Rows, ids if columns is None else columns)
         stand = Means(means, *means.stride()[:2], *listed_columns, block_table.shape[1], span, n.bit_length())
-    scales = float(scale), None if softcap is None else float(softcap)
+    logits = float(scale), None if softcap is None else float(softcap)
     fixed = {
-        "NATIVE": is_native(q, kv, recent_kv),
+        "NATIVE": is_native(q, kv if scales is None else recent_kv, recent_kv),
         "BLOCK_SIZE": block_size,
         "GROUP": group,
         "DK": dk,
@@ -115,16 +117,17 @@ def sparse_decode(
         fixed["BH"] = config.heads
         grid = parts * head_tiles, heads
         if granularity == "token":
-            args = *tensors, rows, table, listed, operand(Rows, used), stand, held, counted, share, *scales
+            args = *tensors, rows, table, listed, operand(Rows, used), stand, held, counted, share, *logits
             launch(sparse_decode_latent_tokens_kernel, grid, q, *args, **fixed)
         else:
             strides = {t.stride(-2) for t in (kv, recent_kv, pages) if t is not None}  # distance of two tokens' rows
             fixed["STEP"] = strides.pop() if len(strides) == 1 else 0
-            args = *tensors, rows, table, listed, page_ids, held, counted, share, *scales
+            args = *tensors, rows, table, listed, page_ids, held, counted, share, *logits
             launch(sparse_decode_latent_blocks_kernel, grid, q, *args, **fixed)
     else:
         used = operand(Rows, used)
-        args = *tensors, rows, table, listed, page_ids, used, stand, held, counted, share, *scales
+        tensors = tensors[0], Stored(*tensors[1], *(operand(PagedKV, scales) or ())), *tensors[2:]
+        args = *tensors, rows, table, listed, page_ids, used, stand, held, counted, share, *logits
         fixed["BATCH"] = batch_constant(batch)
         if granularity == "all" and config.warps == 4 and max(dk, value_dim) <= 128:
             fixed["maxnreg"] = 128  # or Triton takes 152, and a processor holds three programs instead of four
