@@ -79,7 +79,10 @@ def _field(name: str, help: str) -> typer.models.OptionInfo:
 class CacheOptions:
     """What describes a sparse cache; a field is an option, None where it is not given."""
 
-    offload: Annotated[bool, _of_cache("--offload/--no-offload", help="Keep full blocks in host memory.")] = True
+    offload: Annotated[
+        bool | None,
+        _of_cache("--offload/--no-offload", help="Keep full blocks in host memory; default: where there is a GPU."),
+    ] = None
     preset: Annotated[
         str | None,
         _of_cache(help="Settings by name: fast, accurate, previous (an earlier release's) or paper."),
@@ -213,6 +216,11 @@ def takes(group: type) -> Callable[[Callable], Callable]:
         return run
 
     return decorate
+
+
+def on_gpu(offload: bool | None, device: torch.device) -> bool:
+    """``--offload`` of a cache on ``device``: by default where there is a device to offload from."""
+    return device.type != "cpu" if offload is None else offload
 
 
 def check_place(kind: CacheKind, config: SparseConfig, offload: bool) -> None:

@@ -56,10 +56,9 @@ def plan(
     host = opt.parse_bytes(host_memory) if host_memory else int(0.8 * host_memory_limit())
     shape = model_shape(_config(model), opt.torch_dtype(dtype))
     device = torch.device("cuda", 0) if torch.cuda.is_available() else None
-    opt.check_place(cache, config, options.offload)
-    planned = plan_memory(
-        shape, config, opt.offload_config(options.offload), context=context, batch=batch, device=device
-    )
+    offload = options.offload is not False  # it is a GPU's memory that is planned
+    opt.check_place(cache, config, offload)
+    planned = plan_memory(shape, config, opt.offload_config(offload), context=context, batch=batch, device=device)
     _show(planned, gpu, host)
 
 

@@ -130,7 +130,11 @@ def serve(
     if api_key is not None and not api_key.strip():
         raise typer.BadParameter("--api-key (or HF_SPARSEKV_API_KEY) is empty: give a key, or leave it out")
     config = options.config(cache)
-    opt.check_place(cache, config, options.offload)
+    given = options.offload
+    if given is None and (device_kv is not None or host_kv is not None):
+        given = True  # which they are for
+    offloaded = opt.on_gpu(given, loading.pick_device(device))
+    opt.check_place(cache, config, offloaded)
     from ..serving.config import ServingConfig
 
     serving = ServingConfig(
@@ -141,7 +145,7 @@ def serve(
         max_wait_s=max_wait_s,
         prefill_ms=prefill_ms,
     )
-    offload = _offload(options.offload, device_kv, host_kv)
+    offload = _offload(offloaded, device_kv, host_kv)
     body = opt.parse_bytes(max_body)
     listener = _listen(host, port)  # first: that a port is taken is told before a model is loaded
     try:

@@ -30,13 +30,13 @@ from ..tensors import no_inference_mode
 _MIN_BLOCKS = 16
 
 
-def bucket(n: int) -> int:
-    """Smallest capacity of the form {4, 5, 6, 7} x 2^k (at least 16) that holds ``n`` items.
+def bucket(n: int, least: int = _MIN_BLOCKS) -> int:
+    """Smallest capacity of the form {4, 5, 6, 7} x 2^k (at least ``least``) that holds ``n`` items.
 
     Four sizes an octave: at most a quarter is unused, and growing item by item copies each item about four times
     in all.
     """
-    n = max(n, _MIN_BLOCKS)
+    n = max(n, least)
     step = 1 << max((n - 1).bit_length() - 3, 0)
     return -(-n // step) * step
 

@@ -26,7 +26,7 @@ from ..ops.sparse_decode import sparse_decode
 from ..tensors import no_inference_mode, reads_here
 from ..types import AttentionParams
 from .counters import Counters
-from .pool import BlockPool, HostBudget, bucket
+from .pool import BlockPool, HostBudget, room
 from .rows import Rows, RowTable, StepRows, Taken
 from .state import Held, State
 
@@ -157,7 +157,7 @@ class LayerStore(State):
             dtype=self.dtype,
             device=self.device,
             host=host,
-            capacity=expected if exact else bucket(expected),
+            capacity=expected if exact else room(expected, self.device),
             ids=table.ids,
         )
         self.recent_kv = k.new_zeros(self.batch, self.heads, self.sinks + self.ring, self.width)

@@ -33,8 +33,11 @@ def operator(
     in_place: tuple[str, ...] = (),
     when: Callable[..., bool] | None = None,
     module: str = "triton",
+    on_cpu: Callable | None = None,
 ) -> Callable:
     """The operator that ``reference`` defines: the kernel of the same name where it can run, otherwise ``reference``.
+
+    Or, on a CPU, ``on_cpu`` where there is one.
 
     Signature and docstring are the reference's. Kernels take the same arguments, and ``config`` in addition.
 
@@ -43,6 +46,8 @@ def operator(
         in_place: arguments that a kernel reads or writes in place, which host memory allows only where it is pinned.
         when: what else a kernel needs, of the same arguments.
         module: beside the reference's module, where the kernel is.
+        on_cpu: gives the same in fewer torch operations (up to rounding), for calls of which decode steps on a CPU
+            are full; others it hands to ``reference``.
     """
     names = list(inspect.signature(reference).parameters)
     tensors = [(name, names.index(name)) for name in (on, *in_place)]
@@ -62,6 +67,8 @@ def operator(
             and (when is None or when(*args, **named))
         ):
             return kernel()(*args, **named)
+        if on_cpu is not None and where is not None and where.device.type == "cpu":
+            return on_cpu(*args, **named)
         return reference(*args, **named)
 
     call.kernel = kernel
