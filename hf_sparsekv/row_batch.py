@@ -296,11 +296,11 @@ class RowBatch:
         """
         self._row(row)
         self.cache.joined_rows()
-        if self._tokens is not None:
-            self._tokens.end(row)
         self.cache.row_table.leave(row)
         self._there[row] = self._active[row] = False
         self._changed()
+        if self._tokens is not None:
+            self._tokens.end(row)
 
     @no_inference_mode
     @torch.no_grad()

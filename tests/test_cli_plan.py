@@ -81,3 +81,21 @@ def test_plan_takes_a_context_as_eval_does(tiny):
 )
 def test_sizes(text, value):
     assert opt.parse_bytes(text) == value
+
+
+def test_plan_of_a_server(tiny):
+    size = ("--gpu-memory", "1GiB", "--host-memory", "330MiB", "--dense-layers", 0)
+    out = run("plan", tiny, "--context", "32k", "--serve", *size).stdout
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line[:1].isdigit()}
+    assert list(rows) == ["4,096", "16,384", "32,768"]
+    dense, sparse, offloaded = ([int(of[i].replace(",", "")) for of in rows.values()] for i in range(3))
+    for of in (dense, sparse, offloaded):
+        assert of[0] > of[1] > of[2] > 0
+    assert all(a <= b for a, b in zip(sparse, dense))  # labels and means come on top
+    # Keys and values are 512 bytes a token, 16 MiB a row: 20 rows in 330 MiB, and no more than 64 in 1 GiB.
+    assert rows["32,768"][2:] == ["20", "(by", "the", "host)"] and dense[2] < 64
+
+
+def test_plan_of_a_server_needs_a_gpu_s_size(tiny, monkeypatch):
+    monkeypatch.setattr("hf_sparsekv.cli.plan._detected_gpu", lambda: None)
+    assert "give --gpu-memory" in error("plan", tiny, "--context", 1000, "--serve", status=2)

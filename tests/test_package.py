@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -13,7 +14,19 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Everything that pyproject.toml does not name under `dependencies`.
-OPTIONAL = ("triton", "gguf", "pandas", "matplotlib", "accelerate", "datasets", "gradio", "liger_kernel")
+OPTIONAL = (
+    "triton",
+    "gguf",
+    "pandas",
+    "matplotlib",
+    "accelerate",
+    "datasets",
+    "gradio",
+    "liger_kernel",
+    "fastapi",
+    "uvicorn",
+    "prometheus_client",
+)
 
 # As if they were not installed: packages that only ask whether something is there find nothing, too.
 BLOCK = """
@@ -87,7 +100,7 @@ def _copy(out: Path) -> Path:
 
     source = out / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("hf_sparsekv", "hf_sparsekv_cli"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -108,6 +121,26 @@ def test_wheel_contents(wheel):
     assert "License-Expression: Apache-2.0" in metadata
     required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]
     assert not any(name in line for line in required for name in OPTIONAL), required
+
+
+def long_description(repository: str) -> str:
+    spec = importlib.util.spec_from_file_location("setup_of_the_package", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.long_description((ROOT / "README.md").read_text(), repository, "v1.2")
+
+
+def test_the_long_description_leads_somewhere(wheel):
+    """On an index relative links lead nowhere: a release makes them absolute. One made here has them as they are."""
+    text = long_description("https://example.org/project/")
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert all(target.startswith(("https://", "#")) for target in targets)
+    assert "(https://example.org/project/blob/v1.2/docs/speed.md)" in text and "(#install)" in text
+    assert long_description("") == (ROOT / "README.md").read_text()
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(next(n for n in archive.namelist() if n.endswith("/METADATA"))).decode()
+    assert "Description-Content-Type: text/markdown" in metadata
+    assert "## Does it help me?" in metadata
 
 
 def names_info(names: set[str]) -> str:

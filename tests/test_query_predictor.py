@@ -29,7 +29,7 @@ def newest(queries: torch.Tensor, back: int = 1) -> torch.Tensor:
 
 
 def test_default():
-    """What docs/accuracy.md says."""
+    """What docs/studies/predicted-queries.md says."""
     assert make_predictor() == QueryPredictor("assembled_ridge", 16, 0.1)
 
 

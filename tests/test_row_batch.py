@@ -234,8 +234,9 @@ def row_state(cache, row: int) -> list[torch.Tensor]:
         held += [t[row] for t in (store.recent_kv, counters.attended, counters.from_host)]
         if tokens is not None:
             first, room = tokens.lanes[row].tolist()
-            lane = (t[:, first : first + room] for t in (tokens.kv, tokens.columns, tokens.stamps))
-            held += [tokens.slots[row], tokens.now[row], *lane]
+            lane = slice(first, first + room)
+            held += [t[:, lane] for t in (tokens.kv, tokens.columns, tokens.stamps)]
+            held += [t[row] for t in (tokens.slots, tokens.now, tokens.lanes)]
     return [t.clone() for t in held]
 
 

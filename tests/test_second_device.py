@@ -119,7 +119,8 @@ def test_what_a_step_attends_to_is_not_being_written():
 
 def test_a_predictor_of_ones_own_is_not_captured_there():
     def newest(ring, position, count):
-        return ring.index_select(2, ((position + ring.shape[2] - 1) % ring.shape[2]).long())[:, :, 0]
+        slot = ((position.long() - 1) % ring.shape[2]).view(-1, 1, 1, 1)
+        return ring.take_along_dim(slot, dim=2)[:, :, 0]
 
     race = PredictiveRace(captured=True, cache_rank="cpu", predictor=newest)
     race.feed(prompt(1, 130)["input_ids"])

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 
 from hf_sparsekv.config import OffloadConfig, TwoLevelConfig
-from hf_sparsekv.serving import admission, engine, loop
 from hf_sparsekv.serving.config import ServingConfig
 from hf_sparsekv.serving.engine import Engine
 from hf_sparsekv.serving.request import Handle, Sampling
 
-from ..baselines import NotRun
 from ..report import Report
 from ..traffic import Meter
 from .replayed import ReplayedKeys, replaying
@@ -55,15 +53,6 @@ RUNGS = {
 }
 
 
-def check_built(rung: Rung) -> None:
-    """Raises NotRun if the engine lacks what a setting adds."""
-    if not rung.working_set:
-        return
-    asks = {name for name, held in vars(admission).items() if getattr(held, "__module__", None) == admission.__name__}
-    if not any(name in vars(module) for module in (engine, loop) for name in asks - {"Candidate"}):
-        raise NotRun("the engine asks serving.admission for nothing: working_set=True would change nothing yet")
-
-
 def memory(settings: Settings, rung: Rung, config: TwoLevelConfig) -> tuple[int, OffloadConfig | None]:
     """Tokens that all requests may have together, and how they are offloaded, within the same bytes for all.
 
@@ -97,9 +86,6 @@ class OurSystem:
         budget: tokens that a step chooses.
         typical: tokens of a prompt, for ``settings.kv == "replayed"``.
         options: of the configuration, instead of what the setting says.
-
-    Raises:
-        NotRun: the engine lacks what the setting names.
     """
 
     def __init__(
@@ -112,7 +98,6 @@ class OurSystem:
         **options: Any,
     ) -> None:
         rung = RUNGS[name]
-        check_built(rung)
         if not rung.sparse:
             options = {**options, "dense_below": settings.max_length}
         config = TwoLevelConfig(token_budget=budget, **options)

@@ -9,8 +9,10 @@ import torch
 import typer
 from rich.table import Table
 
+from ..config import OffloadConfig, SparseConfig
 from ..kv.pool import host_memory_limit
-from ..tuning.plan import MemoryPlan, model_shape, plan_memory
+from ..tuning.plan import MemoryPlan, ModelShape, model_shape, plan_memory
+from ..tuning.serving_plan import rows_that_fit
 from . import options as opt
 from .loading import load_config
 from .output import note, results, size
@@ -44,6 +46,9 @@ def plan(
         str | None, typer.Option(help="For example 128GiB; default: 80 % of this machine's or container's.")
     ] = None,
     cache: Annotated[opt.CacheKind, typer.Option("--cache", help="Whose memory.")] = (opt.CacheKind.two_level),
+    serve: Annotated[
+        bool, typer.Option("--serve", help="How many rows of which length `serve` can decode at a time.")
+    ] = False,
     *,
     options: opt.CacheOptions,
 ) -> None:
@@ -58,6 +63,11 @@ def plan(
     device = torch.device("cuda", 0) if torch.cuda.is_available() else None
     offload = options.offload is not False  # it is a GPU's memory that is planned
     opt.check_place(cache, config, offload)
+    if serve:
+        if gpu is None:
+            raise typer.BadParameter("there is no GPU here: give --gpu-memory, as 24GiB", param_hint="--serve")
+        _show_rows(shape, config, opt.offload_config(offload), context, gpu, host)
+        return
     planned = plan_memory(shape, config, opt.offload_config(offload), context=context, batch=batch, device=device)
     _show(planned, gpu, host)
 
@@ -131,6 +141,24 @@ def _show(p: MemoryPlan, gpu: int | None, host: int) -> None:
         )
     for line in p.model.notes:
         note(line)
+
+
+def _show_rows(
+    shape: ModelShape, config: SparseConfig, offload: OffloadConfig | None, context: int, gpu: int, host: int
+) -> None:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("tokens a row")
+    for title in ("dense", "sparse", "sparse, offloaded"):
+        table.add_column(title, justify="right")
+    lengths = [n for n in (4096, 16_384, 32_768, 65_536, 131_072) if n < context]
+    for length in [*lengths, context]:
+        found = rows_that_fit(shape, config, offload, context=length, gpu=gpu, host=host)
+        by = f" (by the {found.bound_by})" if found.offloaded else ""
+        table.add_row(f"{length:,}", f"{found.dense:,}", f"{found.sparse:,}", f"{found.offloaded:,}{by}")
+    results.print(f"rows at a time: GPU {size(gpu)}, host {size(host)}, weights {size(shape.weights)}")
+    results.print(table)
+    note("an estimate: keys and values, what selection needs, one prompt that is read; not what else is on the GPU")
+    note("offloaded: with the tokens that 12 steps choose on the GPU; more rows read over the link in every step")
 
 
 def _fits(need: int, have: int) -> str:

@@ -97,6 +97,14 @@ def serve(
         float,
         typer.Option(min=0.1, help="Of the GPU's time for prompts between two steps.", rich_help_panel=_REQUESTS),
     ] = 20.0,
+    prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache",
+            help="Keep blocks for prompts that begin alike, while there is room.",
+            rich_help_panel=_REQUESTS,
+        ),
+    ] = True,
     device_kv: Annotated[
         str | None,
         typer.Option(
@@ -144,6 +152,7 @@ def serve(
         max_waiting=max_waiting,
         max_wait_s=max_wait_s,
         prefill_ms=prefill_ms,
+        prefix_cache=prefix_cache,
     )
     offload = _offload(offloaded, device_kv, host_kv)
     body = opt.parse_bytes(max_body)

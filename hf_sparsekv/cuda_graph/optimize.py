@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 
 from ..attention.mla import absorb, absorbs, is_mla, restore
 from ..attention.tap import QueryTap
@@ -35,7 +36,7 @@ from .mask_watch import MaskWatch
 _STATIC = ("input_ids", "position_ids", "attention_mask", "past_key_values")
 _changing = threading.RLock()  # one thread at a time changes models
 _MAX_GRAPHS = 8  # per cache: plans x shapes that alternate; what was not needed for longest goes first
-_KINDS = 2  # plans that alternate in each width of rows that come and go
+_KINDS = 3  # of steps that one width of rows alternates between: all there is, as quick as choosing, chosen
 
 Sides = tuple[torch.cuda.Stream, torch.cuda.Stream]  # for look-ahead: of the step's priority, of lower priority
 
@@ -84,7 +85,11 @@ class StepRunner:
         self.fusion: Fusion | None = None
         self.absorbed: list[torch.nn.Module] = []  # MLA modules that were changed
         self.tap = QueryTap(model)
+        of_any_name = (name for name, one in self.signature.parameters.items() if one.kind is one.VAR_KEYWORD)
+        self._rest = next(of_any_name, "kwargs")  # Gemma 3's are lm_kwargs
         self._cannot: str | None = None
+        generating = next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
+        self._counts_positions = "position_ids" not in inspect.signature(type(generating).forward).parameters
         self._said: set[str] = set()
         self._warm: set[Hashable] = set()  # kinds of steps whose kernels are compiled
         self._devices: set[torch.device] | None = None
@@ -131,7 +136,7 @@ class StepRunner:
             if out is not None:
                 return out
         given = self.signature.bind(*args, **kwargs).arguments
-        given.update(given.pop("kwargs", {}))
+        given.update(given.pop(self._rest, {}))
         cache = given.get("past_key_values")
         if not isinstance(cache, SparseCache) or not self._is_step(given, cache):
             if isinstance(cache, SparseCache):
@@ -175,6 +180,8 @@ class StepRunner:
         ids, mask = given["input_ids"], given.get("attention_mask")
         if self._cannot:
             return self._cannot
+        if self._counts_positions:
+            return "the model's forward takes no position_ids: it counts positions on the host, which a replay cannot"
         if tensor_parallel(self.model):
             return "the model is tensor parallel"
         if not self._on_gpu(ids):
@@ -186,7 +193,8 @@ class StepRunner:
         cache.use_rings()
         if any(not isinstance(layer, SparseLayer | SlidingRing) for layer in cache.layers) or not cache.sparse_layers:
             return (
-                "the model has layers that cannot be captured (linear attention, or sliding ones that keep their past)"
+                "the model has layers that cannot be captured (linear attention, chunks of attention, or sliding ones "
+                "that keep their past)"
             )
         if any(layer.store.device != ids.device or layer.store.batch != ids.shape[0] for layer in cache.sparse_layers):
             return "the cache lies on several devices, or has another batch size"

@@ -71,7 +71,7 @@ class Lanes:
         return [Move(first, at, kept)] if kept and at != first else []
 
     def move(self, row: int, source: int) -> None:
-        """Row ``row``, which has none, takes the lane of row ``source``."""
+        """Row ``row``, which has no slots, gets those of row ``source``."""
         self._set({row: self.held[source], source: (0, 0)})
 
     def _place(self, row: int, room: int) -> int | None:

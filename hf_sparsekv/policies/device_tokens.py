@@ -100,7 +100,8 @@ class DeviceTokens(State):
 
     def of_rows(self) -> TokenSlots:
         """What kernels take."""
-        return TokenSlots(self.kv, self.columns, self.stamps, self.slots, self.now, self.lanes)
+        lanes = self.lanes[: len(self.now)]  # of the first rows alone, perhaps
+        return TokenSlots(self.kv, self.columns, self.stamps, self.slots, self.now, lanes)
 
     @no_inference_mode
     def map_rows(self, index: Tensor) -> None:
@@ -134,7 +135,8 @@ class DeviceTokens(State):
     def locate(self, ids: Tensor, store: LayerStore, used: Tensor | None = None) -> Tensor:
         """Where the tokens ``ids`` are: among :attr:`pages`, or in host memory. See ``ops.device_tokens``."""
         total = self.columns.shape[1]
-        return locate_tokens(ids, self.slots, self.lanes, store.table, total, self.block_size, used=used)
+        lanes = self.lanes[: len(ids)]
+        return locate_tokens(ids, self.slots, lanes, store.table, total, self.block_size, used=used)
 
     def bring(self, ids: Tensor, store: LayerStore, used: Tensor | None = None) -> None:
         """The tokens ``ids`` were chosen: copy those that are missing, in the place of the oldest others."""
@@ -143,9 +145,9 @@ class DeviceTokens(State):
 
     def forget(self) -> None:
         """Nothing is held."""
+        self.slots.fill_(-1)
         self.columns.fill_(-1)
         self.stamps.fill_(EMPTY)
-        self.slots.fill_(-1)
 
     def reset(self) -> None:
         """Forget everything, and count anew."""

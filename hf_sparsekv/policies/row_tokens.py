@@ -138,9 +138,10 @@ class RowTokens:
         """Nothing of this row is held."""
         first, room = self.lanes.held[row]
         for part in self._parts:
+            part.slots[:, row] = -1  # first: if an interrupt comes behind it, nothing is found in slots of others
             self._clear(part, first, first + room)
-            part.slots[:, row] = -1
 
+    @torch.no_grad()
     def begin(self, row: int, room: int, source: int | None = None) -> None:
         """A row has come, which has no slots yet: it gets ``room``, and holds what row ``source`` does, or nothing."""
         self.forget(row)
@@ -156,12 +157,14 @@ class RowTokens:
             part.slots[:, row] = slots.masked_fill(slots >= copied.kept, -1)
             part.now[:, row] = part.now[:, source]
 
+    @torch.no_grad()
     def move(self, row: int, source: int) -> None:
-        """Row ``row``, which has no slots, goes on as what row ``source`` was, where that was."""
-        self.lanes.move(row, source)
+        """Row ``row``, which has no slots, becomes what row ``source`` is, which has none from here on."""
         for part in self._parts:
             part.slots[:, row] = part.slots[:, source]
             part.now[:, row] = part.now[:, source]
+            part.slots[:, source] = -1
+        self.lanes.move(row, source)
 
     def end(self, row: int) -> None:
         """A row has left: its slots are free. What it held is forgotten where somebody else gets them."""

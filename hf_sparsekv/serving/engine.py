@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -94,8 +95,12 @@ class Engine:
             cache = settings.cache(model)
             rows = cache.rows(serving.max_rows, self.max_length)
             stack.callback(cache.reset)
-            self.vocabulary = warm_up(model, rows, self.max_length)
+            row, self.vocabulary = first_row(model, rows, self.max_length)
             self._blocks = self._reserve(cache, settings.offload)
+            if runner_of(model) is None:
+                rows.leave(row)
+            else:
+                capture_all(model, rows, row)
             detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
             self._loop = Loop(model, rows, serving, self._blocks, self._eos(), detokenizer, self.vocabulary)
             self._stack = stack.pop_all()
@@ -348,9 +353,9 @@ class Engine:
         runner = runner_of(self.model)
         used, limit = (0, None) if self._cache.budget is None else (self._cache.budget.used, self._cache.budget.limit)
         return EngineStats(
-            running=len(loop.running),
+            running=sum(request.candidate.runs for request in list(loop.running)),
             waiting=loop.queued,
-            held=0,
+            held=sum(not request.candidate.runs for request in list(loop.running)),
             prefilling=int(loop.reading is not None),
             requests=counts.requests,
             finished=counts.finished,
@@ -364,8 +369,8 @@ class Engine:
             step_s=counts.step_s,
             prefill_s=1e-3 * loop.pace.spent_ms,
             captures=0 if runner is None else runner.captures,
-            device_tokens=0,
-            device_tokens_used=0,
+            device_tokens=loop.rows.slots,
+            device_tokens_used=loop.rows.slots - loop.rows.free_slots,
             host_bytes=used,
             host_limit=limit,
             link_bytes=0,
@@ -376,31 +381,43 @@ class Engine:
         )
 
 
-def warm_up(model: PreTrainedModel, rows: RowBatch, max_length: int) -> int:
-    """Make the layers' memory, compile, and capture; gives the number of logits.
+def first_row(model: PreTrainedModel, rows: RowBatch, max_length: int) -> tuple[int, int]:
+    """Make the layers' memory by a row that has a few full blocks; gives the row and the number of logits.
 
     Raises:
         ValueError: rows of this model cannot come and go.
     """
-    cuda = model.device.type == "cuda"
-    recent = rows.cache.config.window + rows.cache.config.max_draft
-    lengths = [min(8, max_length - 2)]
-    if cuda:  # steps that choose, as well
-        budget = getattr(rows.cache.config, "token_budget", None) or 1024
-        lengths.insert(0, min(2 * (recent + budget) + rows.cache.config.block_size, max_length - 2))
-    width = 0
-    for length in lengths:
-        ids = torch.arange(max(length, 1), device=model.device)[None] % model.get_input_embeddings().num_embeddings
-        first = rows.prefill(model, ids)
-        width = first.logits.shape[-1]
-        row = rows.join(first)
-        if cuda:
-            tokens = torch.zeros(rows.max_rows, dtype=torch.long, device=model.device)
-            while len(rows.rows) < rows.max_rows:
-                rows.fork(row)
-            for last in reversed(range(rows.max_rows)):
-                rows.step(model, tokens)
-                rows.leave(last)
-        else:
-            rows.leave(row)
-    return width
+    config = rows.cache.config
+    length = max(1, min(config.window + config.max_draft + 2 * config.block_size, max_length - 2))
+    ids = torch.arange(length, device=model.device)[None] % model.get_input_embeddings().num_embeddings
+    first = rows.prefill(model, ids)
+    return rows.join(first), first.logits.shape[-1]
+
+
+def capture_all(model: PreTrainedModel, rows: RowBatch, row: int) -> None:
+    """Capture every kind of step in every width, so that none is captured while somebody waits; ``row`` leaves.
+
+    Steps attend to everything because that is all there is, or because that is as quick, or they choose: of contexts
+    that are the same block again and again.
+    """
+    config, blocks, channels = rows.cache.config, rows.blocks(row), rows.channels(row)
+    budget = (getattr(config, "token_budget", None) or 0) // config.block_size
+    most = (rows.max_length - 2) // config.block_size
+    lengths = sorted({min(budget + 2, most), most}) if len(blocks) else ()
+    longer = [rows.begin(np.repeat(blocks[:1], n), channels) for n in lengths]
+    for cache in longer:
+        rows.adopt(cache)
+    _all_widths(model, rows, row)
+    for cache in longer:
+        _all_widths(model, rows, rows.join(cache))
+
+
+def _all_widths(model: PreTrainedModel, rows: RowBatch, row: int) -> None:
+    """Capture steps of each width, of rows like ``row``, which leave."""
+    tokens = torch.zeros(rows.max_rows, dtype=torch.long, device=model.device)
+    while len(rows.rows) < rows.max_rows:
+        rows.fork(row)
+    for last in reversed(range(rows.max_rows)):
+        if last + 1 == rows.width:
+            rows.step(model, tokens)
+        rows.leave(last)

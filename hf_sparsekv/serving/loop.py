@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..row_batch import RowBatch
-from .admission import Candidate
+from ..row_batch import RowBatch, WorkingSets, width
+from .admission import Candidate, admit
 from .config import ServingConfig
 from .prefill import Clock, Pace, Reading, Segments
 from .prefix import Channels, Match, PrefixIndex
@@ -28,6 +28,8 @@ from .request import Closed, Handle, Output, Piece, SampleCounter, Sampling
 from .sampler import Sampler
 from .text import Detokenizer, TextStream
 
+WINDOW = 12  # steps that a working set is counted over (SparseServe, section 3.3)
+SETS_EVERY = 4  # steps from one count to the next
 IDLE_S = 0.5  # looked around at least so often, for what nobody tells
 
 
@@ -57,6 +59,7 @@ class Request:
     told: int = 0  # of these, by the output thread, with this text
     shown: list[str] = field(default_factory=list)
     candidate: Candidate = field(default_factory=Candidate)
+    need: int = 0  # its working set, as counted; 0: not known yet
 
 
 @dataclass
@@ -138,6 +141,8 @@ class Loop:
         self.used = 0  # blocks that are spoken for, beside those of the index
         self._dirty = False  # somebody has come, gone, or is to be looked at anew
         self._records: deque[Record] = deque()
+        self._sets: tuple[WorkingSets, list[tuple[int, Request]]] | None = None  # being counted
+        self._next_sets = 0
         self._news: queue.SimpleQueue = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name="hf-sparsekv-engine", daemon=True),
@@ -220,6 +225,8 @@ class Loop:
         if dirty:
             self._drop_cancelled()
         self._begin_reading()
+        if dirty or self._measured():
+            self._choose()
         stepped = self._step()
         self._read(beside=stepped)
         self._collect(keep=1 if stepped else 0)
@@ -301,7 +308,9 @@ class Loop:
     def _join(self, request: Request) -> None:
         reading = request.reading
         self.rows.adopt(reading.cache)
-        row = self.rows.join(reading.cache)
+        row = self.rows.join(reading.cache, room=0)  # it gets room as soon as it is to decode
+        if not self.serving.working_set:
+            self._even_room(row)
         request.row, request.reading, self.reading = row, None, None
         self.running.append(request)  # read in the order of arrival
         self._dirty = True
@@ -384,9 +393,87 @@ class Loop:
 
     # ------------------------------------------------------------------ steps
 
+    def _choose(self) -> None:
+        """Who decodes from here on, with how much room for copies, and in which rows."""
+        rows, room = self.rows, self.rows.slots
+        if room and self.serving.working_set:
+            for request in self.running:
+                request.candidate.need = request.need or self._expected(request)
+            runs = admit([request.candidate for request in self.running], room)
+        else:
+            runs = [True] * len(self.running)
+        for request, goes in zip(self.running, runs):
+            request.candidate.runs = goes
+            if goes != (request.row in rows.active):
+                rows.resume(request.row) if goes else rows.hold(request.row)
+        if room and self.serving.working_set:
+            self._share_room(room)
+        self._close_up()
+
+    def _expected(self, request: Request) -> int:
+        return self.rows.expected_working_set(len(request.ids) + len(request.tokens))
+
+    def _even_room(self, row: int) -> None:
+        """As much for each row as for any other, whatever it needs."""
+        if self.rows.slots:
+            self.rows.give(row, min(self.rows.slots // self.rows.max_rows, self.rows.free_slots))
+
+    def _share_room(self, room: int) -> None:
+        """Rows that decode have what they need, and an equal share of what is left."""
+        size = self.rows.cache.config.block_size
+        goes = [request for request in self.running if request.candidate.runs]
+        spare = max(0, room - sum(request.candidate.need for request in goes)) // max(1, len(goes))
+        wanted = {request.row: 0 for request in self.running}
+        for request in goes:
+            most = len(request.ids) + request.sampling.max_tokens
+            wanted[request.row] = max(min(request.candidate.need + spare, most) // size * size, 0)
+        had = {row: self.rows.room(row) for row in wanted}
+        # A little more or less is not worth the copies; who has less than needed gets it.
+        changed = [row for row in wanted if abs(wanted[row] - had[row]) > had[row] // 4]
+        for row in sorted(changed, key=lambda row: wanted[row] - had[row]):  # first those that give
+            self.rows.give(row, min(wanted[row], had[row] + self.rows.free_slots))
+
+    def _measured(self) -> bool:
+        """Every few steps the rows' working sets are counted; True: what they need has changed."""
+        if not (self.rows.slots and self.serving.working_set):
+            return False
+        if self._sets is None:
+            if self.running and self.counts.steps >= self._next_sets:
+                self._next_sets = self.counts.steps + SETS_EVERY
+                self._sets = self.rows.working_sets(), [(request.row, request) for request in self.running]
+            return False
+        sets, asked = self._sets
+        if not sets.ready:
+            return False
+        self._sets, found, changed = None, sets.read(), False
+        for row, request in asked:
+            if request.row != row or not request.candidate.runs or request.launched < WINDOW:
+                continue
+            need, had = found[row], self.rows.room(row)
+            if need >= had * 31 // 32:  # as much or more: it holds no more than it has room for
+                need = max(need, self._expected(request))
+            changed |= abs(need - request.candidate.need) > request.candidate.need // 8
+            request.need = max(need, 1)
+        return changed
+
+    def _close_up(self) -> None:
+        """Rows that decode move to the front, if a step of fewer rows then serves them."""
+        rows, active = self.rows, self.rows.active
+        if not active or (fewer := width(len(active), rows.max_rows)) >= rows.width:
+            return
+        behind = [row for row in active if row >= fewer]
+        if len(behind) > sum(row not in rows.rows for row in range(fewer)):
+            return  # rows that are held back are in the way
+        mine = {request.row: request for request in self.running}
+        for row in behind:
+            new = rows.move(row)
+            self.sampler.move(row, new)
+            self.tokens[new : new + 1].copy_(self.tokens[row : row + 1])
+            mine[row].row = new
+
     def _step(self) -> bool:
         """Launch a step of all active rows; False: there is none."""
-        active = {request.row: request for request in self.running}
+        active = {request.row: request for request in self.running if request.candidate.runs}
         if not active:
             return False
         began = self.clock.mark()

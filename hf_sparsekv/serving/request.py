@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MAX_STOPS = 4  # as OpenAI's API
+MAX_STOP = 1024  # characters of one: each character of an answer is compared, and tables are kept
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,8 @@ class Sampling:
         min_p: leave out tokens less likely than this share of the likeliest's probability, in [0, 1].
         repetition_penalty: above 1 makes tokens of the prompt and the answer so far less likely (CTRL's).
         seed: of this request's draws, a signed 64-bit integer; ``None``: another one each time.
-        stop: up to four strings (one may be given as it is); the text is cut before the first that appears.
+        stop: up to four strings of up to 1,024 characters (one may be given as it is); the text is cut before the first
+            that appears.
         ignore_eos: go on behind the end-of-sequence token, up to ``max_tokens``.
 
     Raises:
@@ -97,6 +99,8 @@ def _stops(stop: object) -> tuple[str, ...]:
     _require(stops is not None and all(isinstance(one, str) for one in stops), f"stop must be strings, got {stop!r}")
     _require(all(stops), "stop must not have an empty string: it would end the answer at once")
     _require(len(stops) <= MAX_STOPS, f"stop may have {MAX_STOPS} strings at most, got {len(stops)}")
+    longest = max(map(len, stops), default=0)
+    _require(longest <= MAX_STOP, f"stop may have strings of {MAX_STOP} characters at most, got {longest}")
     return stops
 
 

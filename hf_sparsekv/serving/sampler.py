@@ -104,6 +104,7 @@ class Sampler:
         self._generators: list[torch.Generator | None] = [None] * max_rows
         # Temperature, top-p, top-k, min-p, penalty. The row behind the last one is for logits that mean nothing.
         self._settings = torch.ones(max_rows + 1, 5, device=self.device)
+        self._true = torch.ones((), dtype=torch.bool, device=self.device)  # a Python bool would wait for the device
         self._seen: Tensor | None = None  # bool [max_rows + 1, vocabulary], once a row has a penalty
         self._plan: tuple[tuple[int, ...], Plan] | None = None
         self.last = torch.zeros(2, 0, dtype=torch.long, device=self.device)
@@ -215,7 +216,7 @@ class Sampler:
             drawn = self._draw(picked.float(), best.float(), plan)
             tokens.copy_(drawn) if plan.drawn is None else tokens.index_copy_(0, plan.drawn, drawn)
         if plan.penalised is not None:
-            self._seen[plan.rows, tokens] = True
+            self._seen.index_put_((plan.rows, tokens), self._true)
         return tokens
 
     def _planned(self, rows: tuple[int, ...]) -> Plan:

@@ -101,9 +101,9 @@ class StepMonitor(TokenTimer):
                 self._before = self.cache.stats()
             return
         index, self._index = self._index, self.tokens
-        seconds = self.steps_s[-1] if self.steps_s else self.first_s
+        seconds = self.steps_s[-1] if self.steps_s else self.first_s or 0.0
         stats = blocks = None
-        if index and self._before is not None and self._due(index):
+        if index and self.cache is not None and self._before is not None and self._due(index):
             now = self.cache.stats()
             stats, self._before = now.since(self._before), now
             blocks = self.cache.chosen_blocks() if self.blocks else None

@@ -34,7 +34,7 @@ class Timing:
         if self.ttft_s is None:
             return "no token"
         line = f"{self.tokens} tokens, first after {self.ttft_s:.2f} s"
-        if self.tpot_s is not None:
+        if self.tpot_s is not None and self.low_s is not None and self.high_s is not None:
             line += f", then {1e3 * self.tpot_s:.1f} ms each ({1e3 * self.low_s:.1f} - {1e3 * self.high_s:.1f})"
         return line
 

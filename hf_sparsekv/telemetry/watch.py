@@ -30,12 +30,14 @@ class BlockMap:
 
 def collect_blocks(layers: list[SparseLayer]) -> BlockMap | None:
     """What the watches of a cache's layers have seen; None before the first token."""
-    stores = [layer.store for layer in layers]
-    if not stores or any(store is None or store.length == 0 for store in stores):
+    stores = [layer.store for layer in layers if layer.store is not None]
+    if not stores or len(stores) < len(layers) or any(store.length == 0 for store in stores):
         return None
     blocks = max(store.full_blocks for store in stores)
     share = torch.full((len(layers), blocks), float("nan"))
     for row, layer, store in zip(share, layers, stores):
-        seen = layer.policy.watch.share(store)
-        row[: len(seen)] = seen
+        watch = layer.policy.watch
+        if watch is not None:
+            seen = watch.share(store)
+            row[: len(seen)] = seen
     return BlockMap(tuple(layer.index for layer in layers), share, stores[0].block_size, stores[0].length)

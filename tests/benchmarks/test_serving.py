@@ -263,18 +263,6 @@ def test_all_systems_get_the_same_bytes():
         ours.memory(settings(kv_host=100 * 512), ours.RUNGS["offload"], config)
 
 
-def test_settings_that_are_not_built_say_what_is_missing(monkeypatch):
-    for module in (ours.engine, ours.loop):
-        for name in ("admit", "Admission"):
-            monkeypatch.delattr(module, name, raising=False)
-    ours.check_built(ours.RUNGS["offload"])
-    for name in ("working-set", "segments"):
-        with pytest.raises(NotRun, match="working_set=True would change nothing"):
-            ours.check_built(ours.RUNGS[name])
-    monkeypatch.setattr(ours.loop, "admit", ours.admission.admit, raising=False)
-    ours.check_built(ours.RUNGS["segments"])
-
-
 def test_vllm_that_is_not_there_is_not_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(NotRun, match="vLLM cannot be imported"):

@@ -270,12 +270,14 @@ def test_no_part_is_longer_than_an_equal_share(place32, lengths, aim):
     """Each row's parts follow each other, have all of its tiles, and stay within an equal share and the launch."""
     tile, block_size, sinks, ring, cap = 16, 16, 4, 40, 8_320
     rows = torch.tensor([(n, max(0, n - 20) // block_size * block_size) for n in lengths], dtype=torch.int32)
-    recent, means = Recent(None, 0, 0, 0, sinks, 0, sinks + ring), Means(None, 0, 0, None, 0, 0, cap, 4, 0)
+    rows = rows.to(place32.device)
+    # What these point to is not read; Triton 3.6 takes no None in a tuple.
+    recent, means = Recent(rows, 0, 0, 0, sinks, 0, sinks + ring), Means(rows, 0, 0, rows, 0, 0, cap, 4, 0)
     most = Kinds(cap, -(-(sinks + ring) // tile), -(-cap // 4 // tile))
     aim, n_most = programs(aim, len(lengths), most)
     out = torch.full((n_most, 8), -1, dtype=torch.int32, device=place32.device)
     share = Share(len(lengths), aim, n_most, cap * block_size)
-    _parts_kernel[(n_most,)](rows.to(place32.device), share, recent, means, out, BATCH=batch_constant(len(lengths)))
+    _parts_kernel[(n_most,)](rows, share, recent, means, out, BATCH=batch_constant(len(lengths)))
     out = out[out[:, 0] >= 0].tolist()
 
     tiles = []

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from caches import FULL, SMALL
+from captured import imitated
 from models import VOCAB, build, prompt
 
 from hf_sparsekv import Engine, OffloadConfig, Sampling, ServingConfig, SparseCache, TwoLevelConfig
@@ -358,3 +359,69 @@ def test_counts(engine):
     assert after.ttft_s.count - before.ttft_s.count == after.total_s.count - before.total_s.count == 1
     assert after.between_s.count - before.between_s.count == 6
     assert after.steps - before.steps == 6
+
+
+@pytest.mark.parametrize("offload", [None, OffloadConfig()], ids=["resident", "offloaded"])
+@pytest.mark.parametrize("dense_below", [0, 600], ids=["chosen", "crossover"])
+def test_all_steps_are_captured_at_the_start(offload, dense_below):
+    net, runner = imitated()
+    config = TwoLevelConfig(**{**BUDGET, "dense_below": dense_below})
+    asked = [(150, 40), (20, 9), (301, 30), (65, 1), (90, 30), (7, 50)]
+    asked = [(ids_of(n, seed), tokens) for seed, (n, tokens) in enumerate(asked)]
+    with Engine(net, None, config, offload, replace(SERVING, prefix_cache=False)) as engine:
+        captures, replays = runner.captures, runner.replays
+        assert captures > len(engine._rows.widths)
+        handles = [engine.submit(ids, greedy(tokens)) for ids, tokens in asked]
+        outputs = [handle.result(100) for handle in handles]
+        assert runner.captures == captures == engine.stats().captures
+        assert runner.replays - replays == engine.stats().steps
+    if not dense_below:  # which goes by the mean of a batch
+        other = build("llama", "sparsekv")
+        assert [list(output.token_ids) for output in outputs] == [alone(other, config, *one) for one in asked]
+
+
+@pytest.fixture
+def crowded():
+    """Room for copies of the tokens that some of the rows choose."""
+    config = TwoLevelConfig(**BUDGET)
+    serving = replace(SERVING, max_rows=6, prefix_cache=False)
+    with Engine(build("llama", "sdpa"), None, config, OffloadConfig(device_pool=120_000), serving) as engine:
+        yield engine
+
+
+def test_rows_are_held_back_until_their_working_sets_fit(crowded):
+    held, rooms, loop = [], [], crowded._loop
+    plain = loop._step
+
+    def step() -> bool:
+        held.append(sum(not request.candidate.runs for request in loop.running))
+        rooms.append(sum(loop.rows.room(row) for row in loop.rows.rows))
+        assert all(loop.rows.room(r.row) == 0 for r in loop.running if not r.candidate.runs)
+        return plain()
+
+    loop._step = step
+    asked = [(ids_of(n, seed), tokens) for seed, (n, tokens) in enumerate(6 * [(150, 40)] + [(40, 70), (301, 25)])]
+    handles = [crowded.submit(ids, greedy(tokens)) for ids, tokens in asked]
+    outputs = [handle.result(100) for handle in handles]
+    net = build("llama", "sparsekv")
+    expected = [alone(net, TwoLevelConfig(**BUDGET), ids, tokens) for ids, tokens in asked]
+    assert [list(output.token_ids) for output in outputs] == expected
+    assert max(held) > 0 and max(rooms) <= loop.rows.slots
+    assert crowded.stats().held == 0
+
+
+def test_rows_close_up(crowded):
+    """Rows that decode move to the front, so that a step is no wider than needed."""
+    loop, widths = crowded._loop, []
+    plain = loop._step
+
+    def step() -> bool:
+        widths.append((len(loop.rows.active), loop.rows.width))
+        return plain()
+
+    loop._step = step
+    tokens = [60, 5, 5, 5, 5, 40]
+    handles = [crowded.submit(ids_of(20, seed), greedy(n)) for seed, n in enumerate(tokens)]
+    outputs = [handle.result(60) for handle in handles]
+    assert {len(output.token_ids) for output in outputs} == {5, 40, 60}
+    assert all(width <= max(2 * active, 1) for active, width in widths)

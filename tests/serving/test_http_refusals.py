@@ -107,6 +107,7 @@ def test_fields_of_both(client, what, fields, param, says):
         ({"prompt": ["a", ""]}, "prompt", "empty"),
         ({"prompt": 3}, "prompt", "must be text"),
         ({"prompt": {"a": 1}}, "prompt", "must be text"),
+        ({"prompt": ["a"] * 1025}, "prompt", "1,025 prompts: one request may have 1,024"),
         ({"prompt": [1, "a"]}, "prompt", "must be text"),
         ({"prompt": [[1], "a"]}, "prompt", "must be text"),
         ({"prompt": [1, True]}, "prompt", "must be text"),

@@ -58,6 +58,7 @@ def output(text: str = "ab", reason: str = "stop") -> Output:
         ("stop", ("a", ""), "empty"),
         ("stop", "", "empty"),
         ("stop", tuple("abcde"), "4 strings at most, got 5"),
+        ("stop", ("a", "b" * 1025), "1024 characters at most, got 1025"),
         ("ignore_eos", 1, "True or False"),
     ],
 )

@@ -179,7 +179,9 @@ def test_what_the_engine_is_given(tiny, monkeypatch):
     monkeypatch.setattr(module, "_serve", serve)
     args = ["--port", "0", "--max-rows", "3", "--context", "2k", "--batch-tokens", "8k", "--max-waiting", "5"]
     args += ["--max-wait-s", "1.5", "--prefill-ms", "7", "--device-kv", "1GiB", "--host-kv", "2GB", "--max-body", "1kB"]
-    done = run(str(tiny), *args, "--token-budget", "64", "--num-blocks", "4", HF_SPARSEKV_API_KEY="k")
+    done = run(
+        str(tiny), *args, "--no-prefix-cache", "--token-budget", "64", "--num-blocks", "4", HF_SPARSEKV_API_KEY="k"
+    )
     assert done.exit_code == 0, done.output
     assert (given["id"], given["key"], given["body"], given["answer"]) == ("tiny-llama", "k", 1000, 4096)
     config, offload, serving, _, _ = given["settings"]
@@ -187,6 +189,7 @@ def test_what_the_engine_is_given(tiny, monkeypatch):
     assert offload == OffloadConfig(device_pool=1 << 30, max_host_bytes=2_000_000_000)
     assert (serving.max_rows, serving.max_length, serving.max_tokens) == (3, 2048, 8192)
     assert (serving.max_waiting, serving.max_wait_s, serving.prefill_ms) == (5, 1.5, 7.0)
+    assert not serving.prefix_cache
     run("small", "--port", "0", "--no-offload", "--model-id", "mine")
     assert (given["id"], given["key"], given["settings"][1]) == ("mine", None, None)
     assert module._name("small") == "small" and module._name("org/model") == "org/model"

@@ -43,8 +43,6 @@ def bring_tokens(
 ) -> None:
     """Note that tokens were chosen, and copy those that are not on the device yet.
 
-    Where a row and KV head have chosen none, nothing changes: that is no selection, and what is held gets no older.
-
     1. A token with a slot: the slot is stamped with the number of this selection.
     2. The others, in the order of ``ids``, get the slots that were chosen longest ago, those that hold nothing first:
        by the age's :func:`age_class`, the lower slot among equals (approximately least recently used). The slots are

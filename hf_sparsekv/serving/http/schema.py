@@ -23,6 +23,7 @@ BOTH = {"model", "max_tokens", "stream", "stream_options", "user", *SAMPLING}
 COMPLETION = BOTH | {"prompt"}
 CHAT = BOTH | {"messages", "max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_PROMPTS = 1024  # of one request
 COMPLETION_TOKENS = 16  # of /v1/completions if none are asked for, as OpenAI's
 
 
@@ -216,6 +217,8 @@ def _prompts(prompt: object) -> tuple[str | list[int], ...]:
         prompts = prompt
     if not prompts or not all(one or not isinstance(one, str | list) for one in prompts):
         raise ApiError(400, "prompt is empty: an answer needs something to follow", "prompt")
+    if len(prompts) > MAX_PROMPTS:
+        raise ApiError(400, f"prompt has {len(prompts):,} prompts: one request may have {MAX_PROMPTS:,}", "prompt")
     for one in prompts:
         if isinstance(one, str):
             _whole(one, "prompt")

@@ -1,0 +1,59 @@
+"""Which rows decode: Algorithm 1 of SparseServe, and what it leaves open."""
+
+from __future__ import annotations
+
+import random
+
+from hf_sparsekv.serving.admission import OVERTAKEN, READMIT, Candidate, admit
+
+
+def test_first_come_first_served_while_they_fit():
+    rows = [Candidate(40), Candidate(30), Candidate(30), Candidate(10)]
+    assert admit(rows, 100) == [True, True, False, True]  # the third waits, the last one passes it
+    assert [row.overtaken for row in rows] == [0, 0, 1, 0]
+    assert admit(rows, 100) == [True, True, False, True]
+    assert rows[2].overtaken == 1  # who runs already passes nobody
+
+
+def test_the_oldest_row_runs_whatever_it_needs():
+    rows = [Candidate(500), Candidate(1)]
+    assert admit(rows, 100) == [True, False]
+    assert admit(rows[1:], 0) == [True]
+
+
+def test_what_was_held_back_comes_back_when_there_is_room_beside_it():
+    old, late = Candidate(50), Candidate(48)
+    assert admit([old, late], 100) == [True, False]  # 98 of 100: it would go again soon
+    old.need = 100 * READMIT - 48
+    assert admit([old, late], 100) == [True, True]
+    old.need = 52
+    assert admit([old, late], 100) == [True, True]  # it stays as long as it fits
+    old.need = 53
+    assert admit([old, late], 100) == [True, False]
+
+
+def test_a_request_is_overtaken_a_few_times_only():
+    old, large = Candidate(50), Candidate(60)
+    small = []
+    for _ in range(OVERTAKEN + 5):
+        small.append(Candidate(1))
+        admit([old, large, *small], 100)
+    assert large.overtaken == OVERTAKEN
+    assert [row.runs for row in small] == [True] * OVERTAKEN + [False] * 5
+    assert admit([large, *small], 100)[0] and large.overtaken == 0
+
+
+def test_never_more_than_fits_beside_the_oldest():
+    draw = random.Random(3)
+    rows: list[Candidate] = []
+    for _ in range(500):
+        if draw.random() < 0.3 and len(rows) < 20:
+            rows.append(Candidate(draw.randint(0, 60)))
+        elif rows and draw.random() < 0.3:
+            del rows[draw.randrange(len(rows))]
+        for row in rows:
+            row.need = max(0, row.need + draw.randint(-2, 2))
+        found = admit(rows, 100)
+        assert [row.runs for row in rows] == found and (not rows or found[0])
+        used = sum(row.need for row in rows if row.runs)
+        assert used <= max(100, rows[0].need if rows else 0)

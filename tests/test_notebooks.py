@@ -1,0 +1,40 @@
+"""The notebooks of docs/notebooks run from top to bottom on the small model, and are kept without outputs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_they_are_kept_small_and_without_outputs(path):
+    text = path.read_text()
+    cells = json.loads(text)["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert len(NOTEBOOKS) == 2 and len(text) < 20_000 and len(code) > 3
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in code)
+    assert "find_spec" in "".join(code[0]["source"]), "the first cell installs the package where it is not"
+
+
+@pytest.mark.small_model
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_they_run(path, small_model_dir, monkeypatch, tmp_path, capsys):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    notebook = nbformat.read(path, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [out for cell in notebook.cells for out in cell.get("outputs", ())]
+    printed = "".join(out["text"] for out in outputs if out["output_type"] == "stream" and out["name"] == "stdout")
+    with capsys.disabled():
+        print(f"\n{printed}")
+    if path.stem == "first_steps":
+        assert "sparse:" in printed and "attended" in printed
+    else:
+        assert sum("image/png" in out.get("data", {}) for out in outputs) == 2
+        assert "two_level:token_budget=64 " in printed and "'full': " in printed
