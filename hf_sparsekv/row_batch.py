@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from .config import SparseConfig
+from .kv.row_views import RowViews
 from .kv.rows import Rows, RowTable
 from .layers.sparse_layer import SparseLayer
 from .policies.base import Policy
@@ -128,6 +129,7 @@ class RowBatch:
         self._there: list[bool] = [False] * max_rows
         self._made: list[Batch] = []  # prefilled, and not joined yet
         self._policy = cache.make_policy(cache.config.dense_layers)
+        self._views = RowViews()
         self._tokens: RowTokens | None = None  # copies of chosen tokens on the device, if any are kept
         cache.row_table.open(max_rows, max_length)
         self._valid: tuple[Tensor | None, torch.device] | None = None
@@ -271,12 +273,13 @@ class RowBatch:
         row = self._free()
         room = self._share(room)
         mine, theirs = self.cache.sparse_layers, cache.sparse_layers
-        pairs: list[tuple[Tensor, Tensor]] = []
         self.cache.joined_rows()
         cache.joined_rows()
+        found: list[tuple[Tensor, Tensor, int]] = []
         for layer, other in zip(mine, theirs):
-            layer.join_row(row, other, pairs)
-        torch._foreach_copy_([to for to, _ in pairs], [found for _, found in pairs])
+            layer.join_row(row, other)
+            layer.add_rows(other, found)
+        self._views.copy(found, row)
         if self._tokens is not None:
             self._tokens.begin(row, room)
         self.cache.row_table.take(row, cache.row_table)
@@ -354,10 +357,11 @@ class RowBatch:
 
     def _copy_row(self, row: int, source: int) -> None:
         """What layers keep of row ``source`` beside its blocks, row ``row`` has, too."""
-        pairs: list[tuple[Tensor, Tensor]] = []
+        found: list[tuple[Tensor, Tensor, int]] = []
         for layer in self.cache.sparse_layers:
-            layer.join_row(row, layer, pairs, source)
-        torch._foreach_copy_([to for to, _ in pairs], [found for _, found in pairs])
+            layer.store.wait_for_copies()
+            layer.add_rows(layer, found)
+        self._views.copy(found, row, source)
 
     @torch.no_grad()
     def crop(self, row: int, length: int) -> None:

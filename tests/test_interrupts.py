@@ -291,6 +291,8 @@ def test_optimize_and_its_end(name, monkeypatch):
 ROWS = {
     "clear": lambda table: table.clear(),
     "leave": lambda table: table.leave(1),
+    "copy_row": lambda table: (table.leave(1), table.copy_row(1, 0)),
+    "move_row": lambda table: (table.leave(1), table.move_row(1, 0)),
     "trim": lambda table: table.trim([table.empty]),
     "map_rows": lambda table: table.map_rows([1, 1], table.mapped(table.rows, [1, 1])),
     "more rows": lambda table: table.map_rows([1, 1, 0], table.mapped(table.rows, [1, 1, 0])),

@@ -64,12 +64,14 @@ def test_more_than_there_is():
     assert lanes.held == [(0, 40), (0, 0)]
 
 
-def test_anything_in_any_order_keeps_what_rows_hold():
+@pytest.mark.parametrize("at_once", [1, 1 << 20], ids=["layer by layer", "all at once"])
+def test_anything_in_any_order_keeps_what_rows_hold(at_once, monkeypatch):
     """A memory of one number a slot: that of the row and of the slot in it."""
+    monkeypatch.setattr("hf_sparsekv.offload.lanes._PIECE", at_once)
     chance, rows = random.Random(3), 5
     lanes = Lanes(rows, 160, SIZE)
     lanes.on(CPU)
-    memory = torch.full((2, lanes.slots), -1)
+    memory = torch.full((3, lanes.slots), -1)
     together = refused = 0
     for _ in range(3000):
         row, room = chance.randrange(rows), SIZE * chance.choice((0, 0, 1, 2, 3, 5, 8, 11))
@@ -88,7 +90,7 @@ def test_anything_in_any_order_keeps_what_rows_hold():
         check(lanes)
         for one, (first, room) in enumerate(lanes.held):
             assert memory[0, first : first + room].tolist() == [1000 * one + i for i in range(room)]
-            assert torch.equal(memory[0], memory[1])
+            assert torch.equal(memory[0], memory[1]) and torch.equal(memory[0], memory[2])
     assert together > 20 and refused > 100
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from caches import FULL, SMALL
 from captured import imitated
-from models import model, prompt, reference
+from models import build, model, prompt, reference
 
 from hf_sparsekv import (
     AsyncPredictiveCache,
@@ -25,6 +25,8 @@ from hf_sparsekv import (
     StreamingConfig,
     TwoLevelConfig,
 )
+
+pytestmark = pytest.mark.filterwarnings("error:decode steps run eagerly")
 
 ROWS, LENGTH = 4, 400
 STEPS = int(os.environ.get("HF_SPARSEKV_RANDOM_STEPS", "700"))
@@ -134,6 +136,19 @@ def test_rows_answer_as_caches_of_their_own(name, captured):
             QueryTap(it.alone).remove()
 
 
+def test_of_a_prompt_that_was_not_watched_nothing_is_added():
+    """What the row before it has left is not its own."""
+    net = build("llama", "sparsekv")
+    it = Rows(MADE["ahead"](), net, net)
+    with QueryTap(net):
+        row = it.join(it.prefill(150, 1))
+    added = [layer.policy.added for layer in it.rows.cache.sparse_layers[1:]]
+    assert all(held[row].any() for held in added)
+    it.rows.leave(row)
+    assert it.join(it.prefill(90, 2)) == row
+    assert not any(held[row].any() for held in added)
+
+
 def test_a_step_planned_twice_alike_asks_no_layer_again_unless_one_is_incomplete():
     net, runner = imitated()
     it = Rows(MADE["tokens"](), net, model("llama"))
@@ -226,7 +241,7 @@ def same_walks(*stats) -> None:
 
 
 def row_state(cache, row: int) -> list[torch.Tensor]:
-    """What the layers keep of one row, copied."""
+    """The bytes that the layers keep of one row, copied: places not written yet may hold NaN, which equals nothing."""
     held = []
     for layer in cache.sparse_layers:
         store, tokens = layer.store, getattr(layer.policy, "tokens", None)
@@ -237,7 +252,7 @@ def row_state(cache, row: int) -> list[torch.Tensor]:
             lane = slice(first, first + room)
             held += [t[:, lane] for t in (tokens.kv, tokens.columns, tokens.stamps)]
             held += [t[row] for t in (tokens.slots, tokens.now, tokens.lanes)]
-    return [t.clone() for t in held]
+    return [t.clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in held]
 
 
 def test_prompts_between_two_steps_change_nothing():

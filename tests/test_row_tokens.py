@@ -28,6 +28,8 @@ from hf_sparsekv.ops.device_tokens.reference import bring_tokens
 from hf_sparsekv.policies.device_tokens import DeviceTokens
 from hf_sparsekv.policies.row_tokens import needed_room
 
+pytestmark = pytest.mark.filterwarnings("error:decode steps run eagerly")
+
 SIZE, SLOT = 16, 2 * 2 * (2 * 16 * 4 + 8)  # of a block; bytes of a slot, in two layers of two KV heads
 METHODS = {
     "two_level": (OffloadedSparseCache, TwoLevelConfig(**BUDGET)),

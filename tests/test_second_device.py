@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -165,7 +166,7 @@ def test_files_are_not_for_a_second_device(tmp_path):
     cache = predictive(False, **TIGHT)
     decode(cache, steps=5)
     cache.save(tmp_path / "cache")
-    settings = {name: getattr(cache.config, name) for name in cache.config.__dataclass_fields__}
+    settings = {field.name: getattr(cache.config, field.name) for field in dataclasses.fields(cache.config)}
     config = PredictiveConfig(**{**settings, "cache_rank": "cpu"})
     with pytest.raises(ValueError, match="cannot be loaded for a second device yet"):
         SparseCache.load(tmp_path / "cache", config)

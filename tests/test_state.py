@@ -11,6 +11,7 @@ from models import model, prompt
 
 from hf_sparsekv import SparseCache
 from hf_sparsekv.config import SparseConfig
+from hf_sparsekv.kv.row_views import RowViews
 from hf_sparsekv.kv.state import Held, State
 from hf_sparsekv.policies.base import Policy
 from hf_sparsekv.policies.selector import Selector
@@ -109,6 +110,42 @@ def test_rows(index):
     assert state.replaced.tolist() == index.tolist() and shared.tolist() == [0, 1, 2]
     assert state.inner.constant is constant
     assert (state.addresses == where) == (len(index) == 3)
+
+
+def one_row(first: int) -> Outer:
+    state = outer()
+    state.map_rows(torch.tensor([0]))
+    for tensor in (state.ids, state.scratch, state.replaced, state.inner.limits, state.packs[0].limits):
+        tensor.copy_(torch.arange(first, first + tensor.numel()).view(tensor.shape))
+    return state
+
+
+def test_a_row_that_comes_is_copied_from_all_that_is_declared():
+    """But not from what is a cache's own, or what one of the two has not; rows of several dtypes and dimensions."""
+    state, views = outer(), RowViews()
+    packs = [part.limits.clone() for part in state.packs]
+
+    def come(row: int, other: State, source: int | None = None) -> None:
+        found = []
+        state.add_rows(other, found)
+        views.copy(found, row, source)
+
+    come(1, one_row(70))
+    assert state.ids.tolist() == [[0, 1], [70, 71], [4, 5]]
+    assert state.inner.limits.tolist() == [[0, 70, 2], [3, 71, 5]]
+    assert state.scratch.tolist() == [1, 70, 1] and state.replaced.tolist() == [0, 70, 2]
+    assert all(torch.equal(part.limits, was) for part, was in zip(state.packs, packs))
+    come(0, state, 1)
+    assert state.ids.tolist() == [[70, 71], [70, 71], [4, 5]] and state.inner.limits[:, 0].tolist() == [70, 71]
+    old = state.ids
+    state.ids, state.scratch = torch.zeros(3, 2, dtype=torch.int64), None  # other memory, and less
+    come(1, one_row(90))
+    assert state.ids.tolist() == [[0, 0], [90, 91], [0, 0]] and old.tolist() == [[70, 71], [70, 71], [4, 5]]
+    assert state.inner.limits[:, 1].tolist() == [90, 91] and state.replaced.tolist() == [70, 90, 2]
+    state.inner = None
+    come(2, one_row(50))
+    assert state.ids[2].tolist() == [50, 51]
+    views.copy([], 0)
 
 
 def test_a_copy_shares_what_is_never_written():

@@ -154,11 +154,11 @@ class BlockIds:
         with self.lock:
             named = ids[ids >= 0]
             np.subtract.at(self._references, named, 1)
-            gone = np.unique(named)
-            gone = gone[self._references[gone] == 0]
-            if len(gone):
-                for pool in self.pools:
-                    pool.forget(torch.from_numpy(gone))
+            gone = np.unique(named[self._references[named] == 0])
+            if not len(gone):
+                return
+            for pool in self.pools:
+                pool.forget(torch.from_numpy(gone))
             self._free += gone.tolist()
             live = self._references[: self.used].nonzero()[0]
             used = int(live[-1]) + 1 if len(live) else 0
@@ -543,8 +543,7 @@ class RowTable:
         n = theirs.sealed[0]
         ids = other.host[0, :n].copy()
         self.ids.share(ids)
-        if n:
-            self._write(np.stack((np.full(n, row), np.arange(n)), axis=1), ids)
+        self._write_row(row, ids, lambda held: other.on(held.device)[0])
         self._set(row, theirs.lengths[0], n)
 
     def begin(self, ids: np.ndarray) -> None:
@@ -553,16 +552,27 @@ class RowTable:
         if n > self.capacity:
             self._grow(bucket(n))
         self.ids.share(ids)
-        self._write(np.stack((np.zeros(n, dtype=np.int64), np.arange(n)), axis=1), ids)
+        self._write_row(0, ids, lambda held: torch.from_numpy(ids))
         self.rows = Rows(self.block_size, n * self.block_size, (n * self.block_size,), (n,))
         self._memo = _NOTHING
 
+    def _write_row(self, row: int, ids: np.ndarray, on: Callable[[Tensor], Tensor]) -> None:
+        """The first blocks of row ``row`` are these; ``on(held)``: the same ids, for a copy of the table.
+
+        What comes from the copy's own device does not make the host wait for it.
+        """
+        n = len(ids)
+
+        def here() -> None:
+            self.host[row, :n] = ids
+
+        self._change(here, lambda held: held[row, :n].copy_(on(held)[:n]))
+
     def leave(self, row: int) -> None:
         """Row ``row`` holds nothing from here on."""
-        held = self.host[row] >= 0
-        if held.any():
-            at, named = held.nonzero()[0], self.host[row].copy()
-            self._write(np.stack((np.full(len(at), row), at), axis=1), np.full(len(at), -1, dtype=np.int32))
+        if (self.host[row] >= 0).any():
+            named = self.host[row].copy()
+            self._change(lambda: self.host[row].fill(-1), lambda held: held[row].fill_(-1))
             self.ids.drop(named)
         self._set(row, 0, 0)
 
@@ -571,17 +581,14 @@ class RowTable:
         n = self.rows.sealed[source]
         ids = self.host[source, :n].copy()
         self.ids.share(ids)
-        if n:
-            self._write(np.stack((np.full(n, row), np.arange(n)), axis=1), ids)
+        self._write_row(row, ids, lambda held: held[source])
         self._set(row, self.rows.lengths[source], n)
 
     def move_row(self, row: int, source: int) -> None:
         """Row ``row``, which holds nothing, becomes what row ``source`` is, which holds nothing from here on."""
-        at = (self.host[source] >= 0).nonzero()[0]
-        ids, length, sealed = self.host[source, at].copy(), self.rows.lengths[source], self.rows.sealed[source]
+        ids, length, sealed = self.host[source].copy(), self.rows.lengths[source], self.rows.sealed[source]
         self.ids.share(ids)
-        if len(at):
-            self._write(np.stack((np.full(len(at), row), at), axis=1), ids)
+        self._write_row(row, ids, lambda held: held[source])
         self._set(row, length, sealed)
         self.leave(source)
 

@@ -38,6 +38,8 @@ class Held(NamedTuple):
 
 def _getter(names: tuple[str, ...]) -> Callable[[object], tuple]:
     """A fast getter of these attributes."""
+    if not names:
+        return lambda state: ()
     get = attrgetter(*names)
     return get if len(names) > 1 else lambda state: (get(state),)
 
@@ -58,6 +60,8 @@ class State:
     OWN: ClassVar[tuple[str, ...]] = ()
     _captured: ClassVar = staticmethod(lambda state: ())  # the tensors whose addresses graphs know
     _held: ClassVar = staticmethod(lambda state: ())  # the parts
+    _of_rows: ClassVar = staticmethod(lambda state: ())  # the tensors that have rows, and the parts that a copy has
+    _row_dims: ClassVar[tuple[int | None, ...]] = ()  # of these, the dimension of the rows; None: a part
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -67,10 +71,16 @@ class State:
             setattr(cls, name, merged)
         for name in ("PARTS", "OWN"):
             setattr(cls, name, tuple(dict.fromkeys(key for base in (*bases, cls) for key in getattr(base, name))))
-        captured = tuple(name for name, held in cls.TENSORS.items() if held.captured)
-        for name, of in (("_captured", captured), ("_held", cls.PARTS)):
-            if of:
-                setattr(cls, name, staticmethod(_getter(of)))
+        of_rows = {name: held.rows for name, held in cls.TENSORS.items() if held.rows is not None}
+        of_rows |= {name: None for name in cls.PARTS if name not in cls.OWN}
+        getters = {
+            "_captured": tuple(name for name, held in cls.TENSORS.items() if held.captured),
+            "_held": cls.PARTS,
+            "_of_rows": tuple(of_rows),
+        }
+        for name, of in getters.items():
+            setattr(cls, name, staticmethod(_getter(of)))
+        cls._row_dims = tuple(of_rows.values())
 
     def __init__(self) -> None:
         for name in (*self.TENSORS, *self.PARTS):
@@ -180,21 +190,21 @@ class State:
             setattr(new, name, views if isinstance(getattr(self, name), list) else views[0])
         return new
 
-    def put_row(self, row: int, other: State, pairs: list[tuple[Tensor, Tensor]], source: int = 0) -> None:
-        """Row ``row`` becomes what row ``source`` of ``other``, of the same kind, is.
+    def add_rows(self, other: State, found: list[tuple[Tensor, Tensor, int]]) -> None:
+        """Append what a row of this and one of ``other``, of the same kind, are kept in, where both have it.
 
-        Args:
-            pairs: gets what is to be copied, target and source, for one copy of all.
+        Each with the dimension of its rows. Runs for every layer whenever a row comes, hence no generators.
         """
-        for name, tensor, held in self._tensors():
-            theirs = getattr(other, name)
-            if held.rows is not None and theirs is not None:
-                pairs.append((tensor.select(held.rows, row), theirs.select(held.rows, source)))
-        for name, parts in self._parts():
-            theirs = getattr(other, name)
-            if name not in self.OWN and theirs is not None:
-                for part, like in zip(parts, theirs if isinstance(theirs, list) else [theirs]):
-                    part.put_row(row, like, pairs, source)
+        for mine, theirs, dim in zip(self._of_rows(self), self._of_rows(other), self._row_dims):
+            if mine is None or theirs is None:
+                continue
+            if dim is not None:
+                found.append((mine, theirs, dim))
+            elif type(mine) is list:
+                for part, like in zip(mine, theirs):
+                    part.add_rows(like, found)
+            elif mine._row_dims:
+                mine.add_rows(theirs, found)
 
     @no_inference_mode
     def copy(self):

@@ -321,12 +321,13 @@ class LayerStore(State):
     def read_sinks(self) -> None:
         """The first row has begun with full blocks that were there: put its sinks where decode steps look for them."""
         self.join()
-        blocks = min(-(-self.sinks // self.block_size), self.full_blocks)
-        if blocks:
-            out = torch.empty(self.gathered_shape(blocks * self.block_size), dtype=self.dtype, device=self.device)
-            self._read(0, blocks, out)
-            n = min(self.sinks, blocks * self.block_size)
-            self.recent_kv[:, :, :n] = out.flatten(2, 3)[:, :, :n]
+        size, ids = self.block_size, self.table_of_rows.host[0]
+        for block in range(min(-(-self.sinks // size), self.full_blocks)):
+            # All of it: what is whole is copied from pinned memory in the order of the stream.
+            kv = self.pool.kv[int(ids[block])].to(self.device, non_blocking=True)  # [H, block_size, Dk + Dv]
+            first = block * size
+            n = min(size, self.sinks - first)
+            self.recent_kv[0, :, first : first + n] = kv[:, :n]
 
     # ------------------------------------------------------------------ sealing
 

@@ -437,11 +437,15 @@ class SparseLayer(Owned, CacheLayerMixin):
         self._begin(Step(self, k, v, 0), other.q_heads)
         self.policy.open_rows(other.policy)
 
-    def join_row(self, row: int, other: SparseLayer, pairs: list[tuple[Tensor, Tensor]], source: int = 0) -> None:
-        """Row ``row`` becomes row ``source`` of ``other``; ``pairs``: see :meth:`..kv.state.State.put_row`."""
+    def join_row(self, row: int, other: SparseLayer) -> None:
+        """Row ``row`` is about to become the only one of ``other``: :meth:`add_rows` says what is to be copied."""
         other.store.wait_for_copies()
-        self.store.put_row(row, other.store, pairs, source)
-        self.policy.join_row(row, other.policy, self.store, pairs, source)
+        self.policy.join_row(row, other.policy, self.store)
+
+    def add_rows(self, other: SparseLayer, found: list[tuple[Tensor, Tensor, int]]) -> None:
+        """What rows of this and ``other`` are kept in beside the blocks, see :meth:`..kv.state.State.add_rows`."""
+        self.store.add_rows(other.store, found)
+        self.policy.add_rows(other.policy, found)
 
     def crop_row(self, row: int, rows: Rows) -> None:
         """The last tokens of a row are removed, which leaves ``rows``."""

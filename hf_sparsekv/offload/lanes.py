@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ..tensors import no_inference_mode
 
+_PIECE = 1 << 26  # bytes, of what is kept beside while a lane moves into a part of itself
+
 
 class Move(NamedTuple):
     """What ``kept`` slots from ``begin`` on hold is to lie at ``to``. The two may overlap."""
@@ -127,8 +129,16 @@ def even_lanes(rows: int, room: int, device: torch.device) -> Tensor:
 
 
 def moved(tensors: Sequence[Tensor], moves: Sequence[Move], dim: int) -> None:
-    """Move slots along dimension ``dim`` of each of the tensors."""
+    """Move slots along dimension ``dim`` of each of the tensors ``[layers, ...]``, of all their layers at once.
+
+    Where a lane moves into a part of itself only of some layers at once: these are copied twice.
+    """
     for begin, to, kept in moves:
         for t in tensors:
             target, source = t.narrow(dim, to, kept), t.narrow(dim, begin, kept)
-            target.copy_(source.clone() if abs(to - begin) < kept else source)
+            if abs(to - begin) >= kept:
+                target.copy_(source)
+                continue
+            layers = max(1, _PIECE * len(source) // max(1, source.nbytes))
+            for one, two in zip(target.split(layers), source.split(layers)):
+                one.copy_(two.clone())

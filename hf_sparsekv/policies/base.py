@@ -170,11 +170,8 @@ class Policy(State):
         if self.labels is not None:
             self.labels.open_rows(other.labels)
 
-    def join_row(
-        self, row: int, other: Policy, store: LayerStore, pairs: list[tuple[Tensor, Tensor]], source: int = 0
-    ) -> None:
-        """Row ``row`` becomes row ``source`` of ``other``; ``pairs``: see :meth:`..kv.state.State.put_row`."""
-        self.put_row(row, other, pairs, source)
+    def join_row(self, row: int, other: Policy, store: LayerStore) -> None:
+        """Row ``row`` is about to become the only one of ``other``: what is declared of it is copied behind this."""
 
     def wanted_copies(self, tokens: int) -> int:
         """Tokens of one row and KV head that a step is expected to choose of ``tokens``, if it keeps copies of them.

@@ -116,19 +116,15 @@ class LayerAheadPolicy(PredictivePolicy):
         if length is not None:
             self.added_at = length
 
-    def join_row(
-        self,
-        row: int,
-        other: LayerAheadPolicy,
-        store: LayerStore,
-        pairs: list[tuple[Tensor, Tensor]],
-        source: int = 0,
-    ) -> None:
-        if other is not self and other.added is not None:
-            self._fit_added((store.batch, *other.added.shape[1:]), other.added.dtype, store)
+    def join_row(self, row: int, other: LayerAheadPolicy, store: LayerStore) -> None:
+        if other.added is not None:
+            shape = (store.batch, *other.added.shape[1:])
+            if self.added is None or self.added.shape != shape or self.added_at != store.length:
+                self._fit_added(shape, other.added.dtype, store)
             if other.added_at is None:
                 other.added.zero_()
-        super().join_row(row, other, store, pairs, source)
+        elif self.added is not None:
+            self.added[row].zero_()  # of the row that was there before
 
     def crop_row(self, row: int) -> None:
         super().crop_row(row)

@@ -19,18 +19,24 @@ SPILL = 32  # of so many tokens that were chosen a working set leaves one out
 
 
 class _Part(NamedTuple):
-    """What is known of the slots of all layers with so many KV heads on one device, in one piece.
+    """The slots of all layers with so many KV heads, of one width and dtype, on one device, in one piece.
 
     Args:
+        kv: ``[layers, H, total, Dk + Dv]``.
         columns, stamps: int32 ``[layers, H, total]``.
         slots: int32 ``[layers, batch, H, n]``.
         now: int32 ``[layers, batch, H]``.
     """
 
+    kv: Tensor
     columns: Tensor
     stamps: Tensor
     slots: Tensor
     now: Tensor
+
+
+def _kind(store: LayerStore) -> tuple[torch.device, int, int, torch.dtype]:
+    return store.device, store.heads, store.width, store.dtype
 
 
 class RowTokens:
@@ -52,13 +58,15 @@ class RowTokens:
         self.lanes, self.layers = Lanes(batch, slots, size), []
         total, self._parts = self.lanes.slots, []
         made: dict[LayerStore, TokenSlots] = {}
-        for device, heads in dict.fromkeys((store.device, store.heads) for store in stores):
-            mine = [store for store in stores if (store.device, store.heads) == (device, heads)]
+        for kind in dict.fromkeys(map(_kind, stores)):
+            device, heads, width, dtype = kind
+            mine = [store for store in stores if _kind(store) == kind]
 
             def full(*shape: int, value: int, device: torch.device = device, layers: int = len(mine)) -> Tensor:
                 return torch.full((layers, *shape), value, dtype=torch.int32, device=device)
 
             part = _Part(
+                kv=torch.empty(len(mine), heads, total, width, dtype=dtype, device=device),
                 columns=full(heads, total, value=-1),
                 stamps=full(heads, total, value=EMPTY),
                 slots=full(batch, heads, columns, value=-1),
@@ -66,8 +74,7 @@ class RowTokens:
             )
             self._parts.append(part)
             for store, *held in zip(mine, *part):
-                kv = torch.empty(heads, total, store.width, dtype=store.dtype, device=device)
-                made[store] = TokenSlots(kv, *held, self.lanes.on(device))
+                made[store] = TokenSlots(*held, self.lanes.on(device))
         for store in stores:
             self.layers.append(DeviceTokens(store, 0, store.pages.pools.enabled(store.device), made[store]))
 
@@ -113,9 +120,8 @@ class RowTokens:
         try:
             moves = self.lanes.give(row, room)
             first, kept = self.lanes.held[row][0], min(room, had)
-            moved([held.kv for held in self.layers], moves, 1)
             for part in self._parts:
-                moved((part.columns, part.stamps), moves, 2)
+                moved((part.kv, part.columns, part.stamps), moves, 2)
                 self._clear(part, first + kept, first + room)
                 if room < had:
                     part.slots[:, row].masked_fill_(part.slots[:, row] >= room, -1)
@@ -150,9 +156,8 @@ class RowTokens:
             return
         (at, had), (to, room) = self.lanes.held[source], self.lanes.held[row]
         copied = Move(at, to, min(had, room))
-        moved([held.kv for held in self.layers], [copied], 1)
         for part in self._parts:
-            moved((part.columns, part.stamps), [copied], 2)
+            moved((part.kv, part.columns, part.stamps), [copied], 2)
             slots = part.slots[:, source]
             part.slots[:, row] = slots.masked_fill(slots >= copied.kept, -1)
             part.now[:, row] = part.now[:, source]

@@ -68,6 +68,7 @@ class PrefixIndex:
         self._ids, self._size = ids, block_size
         self._blocks: dict[bytes, Block] = {}
         self._clock = self._pinned = 0
+        self.changes = 0  # counts what may make another answer of `known`
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -81,9 +82,20 @@ class PrefixIndex:
         """Keys of the first ``blocks`` blocks, behind those that are ``known``."""
         return block_keys(tokens, self._size, blocks, known)
 
+    def known(self, keys: Sequence[bytes]) -> tuple[int, int]:
+        """How long a beginning is kept, in blocks, and how many of these nobody uses yet."""
+        found = unused = 0
+        for key in keys:
+            block = self._blocks.get(key)
+            if block is None:
+                break
+            found, unused = found + 1, unused + (not block.users)
+        return found, unused
+
     def match(self, keys: Sequence[bytes]) -> Match:
         """The longest beginning that is kept. It stays until :meth:`release`."""
         self._clock += 1
+        self.changes += 1
         found = Match()
         for key in keys:
             block = self._blocks.get(key)
@@ -97,6 +109,7 @@ class PrefixIndex:
 
     def release(self, match: Match) -> None:
         """Who asked needs it no more."""
+        self.changes += bool(match.blocks)
         for block in match.blocks:
             block.users -= 1
             self._pinned -= not block.users
@@ -108,6 +121,7 @@ class PrefixIndex:
         Those that are kept already stay as they are; behind one that has other channels nothing is kept.
         """
         self._clock += 1
+        self.changes += 1
         parent, new = None, []
         for key, id in zip(keys, ids.tolist()):
             block = self._blocks.get(key)
@@ -126,6 +140,7 @@ class PrefixIndex:
     def evict(self, blocks: int) -> int:
         """Let go at least so many blocks, if nobody needs them; gives how many."""
         gone: list[int] = []
+        self.changes += 1
         while len(gone) < blocks:
             leaves = [block for block in self._blocks.values() if not (block.children or block.users)]
             if not leaves:

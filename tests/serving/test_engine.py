@@ -17,6 +17,8 @@ from hf_sparsekv import Engine, OffloadConfig, Sampling, ServingConfig, SparseCa
 from hf_sparsekv.serving import Busy, Closed
 from hf_sparsekv.serving.prefill import chunks
 
+pytestmark = pytest.mark.filterwarnings("error:decode steps run eagerly")
+
 LENGTH = 400
 WHOLE = {**SMALL, **FULL}
 BUDGET = {**SMALL, "dense_below": 0, "token_budget": 32}
@@ -148,6 +150,41 @@ def test_prompts_that_begin_alike_are_read_once(engine, expected):
         assert list(output.token_ids) == like
     turn = engine.submit([*asked[0], *found[0].token_ids, 8, 8, 8], greedy(3)).result(20)  # the answer, too
     assert turn.cached_tokens == (253 + 12 + 3 - 20) // 16 * 16
+    quiet(engine)
+
+
+def test_blocks_that_are_shared_are_counted_once():
+    """Rows that go on from one document fit together where copies of it would not."""
+    config = TwoLevelConfig(**WHOLE)
+    serving = replace(SERVING, max_tokens=440)
+    document = ids_of(300, 5)
+    with Engine(build("llama", "sdpa"), None, config, None, serving) as engine:
+        engine.submit([*document, 7, 7], greedy(1)).result(20)
+        together, loop = [], engine._loop
+        plain = loop._step
+        loop._step = lambda: together.append(len(loop.running)) or plain()
+        handles = [engine.submit([*document, k, k], greedy(30)) for k in range(4)]
+        assert all(handle.result(30).cached_tokens > 200 for handle in handles)
+        assert max(together) >= 3
+        quiet(engine)
+
+
+def test_a_prompt_that_cannot_begin_fails_alone(engine, expected, monkeypatch):
+    busy = engine.submit(ids_of(40, 6), greedy(30))
+    next(iter(busy))
+    plain, failures = engine._cache.beside, []
+
+    def beside():
+        if not failures:
+            failures.append(1)
+            raise torch.OutOfMemoryError("no memory")
+        return plain()
+
+    monkeypatch.setattr(engine._cache, "beside", beside)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        engine.submit(ids_of(50, 7), greedy(2)).result(10)
+    assert list(engine.submit(ids_of(50, 8), greedy(4)).result(10).token_ids) == expected(50, 8, 4)
+    assert list(busy.result(20).token_ids) == expected(40, 6, 30)
     quiet(engine)
 
 
