@@ -86,14 +86,17 @@ class Rows:
         """The rows hold as much as those of ``other``."""
         return (self.columns, self.lengths, self.sealed) == (other.columns, other.lengths, other.sealed)
 
-    @no_inference_mode
     def on(self, device: torch.device) -> Tensor:
         """int32 ``[batch, 2]`` on a device: tokens, and tokens in full blocks."""
         held = self._on.get(device)
         if held is None:
-            both = [(length, sealed * self.block_size) for length, sealed in zip(self.lengths, self.sealed)]
-            held = self._on[device] = torch.tensor(both, dtype=torch.int32, device=device)
+            held = self._on[device] = self._upload(device)
         return held
+
+    @no_inference_mode
+    def _upload(self, device: torch.device) -> Tensor:
+        both = [(length, sealed * self.block_size) for length, sealed in zip(self.lengths, self.sealed)]
+        return torch.tensor(both, dtype=torch.int32, device=device)
 
     def valid_columns(self, device: torch.device) -> Tensor:
         """Which columns are tokens, bool ``[batch, columns]``."""
@@ -306,7 +309,6 @@ class RowTable:
         """Blocks of a row that there is room for."""
         return self.host.shape[1]
 
-    @no_inference_mode
     def on(self, device: torch.device) -> Tensor:
         """:attr:`host` on a device."""
         held = self._on.get(device)

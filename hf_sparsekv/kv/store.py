@@ -220,7 +220,7 @@ class LayerStore(State):
     def block_table(self) -> Tensor:
         """int32 ``[batch, capacity]``, physical block of each full block of each row. Behind these it says nothing."""
         held = self.table_of_rows.on(self.device)
-        return held if len(held) == self.batch else held[: self.batch]
+        return held if held.shape[0] == self.batch else held[: self.batch]
 
     @property
     def step_rows(self) -> StepRows:

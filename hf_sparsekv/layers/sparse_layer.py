@@ -196,7 +196,7 @@ class SparseLayer(Owned, CacheLayerMixin):
                 q = query if absorbed is None else absorbed.queries(query)
                 out = self._decode(step, q, mask, params, own)[:, :, None]
                 out = out if absorbed is None else absorbed.outputs(out)
-            return NoGradient.apply(out, query)
+            return NoGradient.apply(out, query) if torch.is_grad_enabled() else out
         store = self.store
         if own:
             key, value = store.materialise(step.k.detach(), step.v.detach())

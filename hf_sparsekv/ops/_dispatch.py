@@ -50,7 +50,7 @@ def operator(
             are full; others it hands to ``reference``.
     """
     names = list(inspect.signature(reference).parameters)
-    tensors = [(name, names.index(name)) for name in (on, *in_place)]
+    first, others = names.index(on), [(name, names.index(name)) for name in in_place]
     package, name = reference.__module__.rpartition(".")[0], reference.__name__
 
     @cache
@@ -59,15 +59,16 @@ def operator(
 
     @wraps(reference)
     def call(*args, **named):
-        where, *others = (args[i] if i < len(args) else named.get(name) for name, i in tensors)
-        if (
-            where is not None  # a call without it is refused by the reference
-            and use_triton(where)
-            and all(t.is_cuda or t.is_pinned() for t in others if t is not None)
-            and (when is None or when(*args, **named))
-        ):
-            return kernel()(*args, **named)
-        if on_cpu is not None and where is not None and where.device.type == "cpu":
+        where = args[first] if first < len(args) else named.get(on)
+        if where is None:  # which the reference refuses
+            return reference(*args, **named)
+        if use_triton(where):
+            written = (args[i] if i < len(args) else named.get(name) for name, i in others)
+            if all(t.is_cuda or t.is_pinned() for t in written if t is not None) and (
+                when is None or when(*args, **named)
+            ):
+                return kernel()(*args, **named)
+        if on_cpu is not None and where.is_cpu:
             return on_cpu(*args, **named)
         return reference(*args, **named)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .reference import append as by_definition
@@ -16,9 +17,8 @@ def append(
     sinks: int,
 ) -> None:
     """See :func:`.reference.append`; for one token of one row. What else is asked, the reference answers."""
-    if valid is not None or len(k) != 1 or k.shape[2] != 1 or past.shape != (1,):
+    if valid is not None or k.shape[0] != 1 or k.shape[2] != 1 or past.shape != (1,):
         return by_definition(k, v, valid, recent_kv, past, sinks)
-    to = recent_kv[0, :, sinks + int(past) % (recent_kv.shape[2] - sinks)]
-    to[:, : k.shape[3]] = k[0, :, 0]
-    to[:, k.shape[3] :] = v[0, :, 0]
+    at = sinks + int(past) % (recent_kv.shape[2] - sinks)
+    recent_kv.narrow(2, at, 1).copy_(torch.cat((k, v), -1))
     return None

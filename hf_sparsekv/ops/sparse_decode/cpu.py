@@ -1,14 +1,16 @@
-"""Attention of one query per row over chosen cached tokens on a CPU: parts where they lie, one softmax over all.
+"""Attention of one query per row over cached tokens on a CPU: few torch operations, each over all heads at once.
 
-Blocks, the recent buffer and the means are multiplied one after the other, and only their logits are put together: no
-copy holds them all. Whole blocks are not copied at all.
+Chosen tokens, the recent ones and the means are gathered into one buffer, which one fused attention reads. Whole blocks
+are not copied: each is attended where it lies, and the parts are merged by their denominators.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...tensors import no_inference_mode
@@ -45,11 +47,14 @@ def sparse_decode(
 
     What else is asked, the reference answers.
     """
-    length, sealed = rows[0].tolist() if len(rows) == 1 else (0, 0)
-    (heads, size), n = kv.shape[1:3], sealed // kv.shape[2]
-    blocks = tuple(block_table[0, :n].tolist())
-    plain = pages is None and used is None and from_host is None and lse is None and kv.is_contiguous()
-    if not (plain and 0 < n == len(blocks) and min(blocks) >= 0 and all_given(ids, granularity, sealed)):
+    length, sealed = rows.tolist()[0] if rows.shape[0] == 1 else (0, 0)
+    (_, heads, size, width), dk = kv.shape, q.shape[2]
+    n = sealed // size
+    blocks = tuple(block_table.tolist()[0][:n]) if n else ()
+    plain = pages is None and used is None and from_host is None and lse is None
+    plain = plain and all(t is None or (t.is_contiguous() and t.dtype == kv.dtype) for t in (kv, recent_kv, means))
+    listed = ids[0].numpy() if plain and granularity == "token" else None  # [H, n]
+    if not (plain and 0 < n == len(blocks) and min(blocks) >= 0 and all_given(listed, granularity, sealed)):
         return reference.sparse_decode(
             *(q, kv, rows, block_table, ids, recent_kv),
             **{"granularity": granularity, "value_dim": value_dim, "sinks": sinks, "scale": scale, "softcap": softcap},
@@ -58,104 +63,157 @@ def sparse_decode(
             **{"columns": columns, "out": out},
         )
     reference.check_means(means, mean_tokens, granularity, size, False, columns)
-    dk, group = q.shape[2], q.shape[1] // heads
-    asked = q.float().view(heads, group, dk) * scale
-
-    def capped(logits: Tensor) -> Tensor:
-        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-    at = recent_tokens(length, sealed, sinks if granularity == "token" else 0, sinks, recent_kv.shape[2] - sinks)
-    if granularity == "token":
-        stored = chosen(kv, blocks, ids[0]).float()  # [H, n, D]
-        logits = asked @ stored[..., :dk].transpose(1, 2)
+    group = q.shape[1] // heads
+    asked = q.float().view(heads, group, dk)
+    fused = softcap is None and sink_logits is None and dk == value_dim
+    at = recent_tokens(length, sealed, 0 if listed is None else sinks, sinks, recent_kv.shape[2] - sinks, heads)
+    if attended is not None:
+        attended += at.shape[0] // heads + (sealed if listed is None else listed.shape[1])
+    if listed is not None:
+        taken, bias = gather(kv, blocks, listed, recent_kv, at, means, mean_tokens, sealed, sinks)
+        keys, values = taken[..., :dk], reference.values_of(taken, dk, value_dim)  # [H, tokens, D]
+        if fused:
+            query, mask = asked[:, None], None if bias is None else bias.expand(-1, -1, group, -1)
+            result = F.scaled_dot_product_attention(query, keys[:, None], values[:, None], mask, scale=scale)
+        else:
+            logits = cap(asked @ keys.transpose(1, 2) * scale, softcap)
+            logits = logits if bias is None else logits + bias[:, 0]
+            result = weigh(logits, sink_logits) @ values
     else:
         stored = in_a_row(kv, blocks).float()  # [blocks, H, block_size, D]
-        logits = (stored[..., :dk] @ asked.transpose(1, 2)).permute(1, 3, 0, 2).flatten(2)
-    recent = recent_kv[0].index_select(1, at).float()
-    if attended is not None:
-        attended += logits.shape[-1] + len(at)
-    logits = [capped(logits), capped(asked @ recent[..., :dk].transpose(1, 2))]
-    if means is not None:
-        mean, unread = unchosen(means, blocks, ids[0], sealed, size, mean_tokens, sinks)
-        logits.append(capped(asked @ mean[..., :dk].transpose(1, 2)) + unread.log()[:, None])
-    if sink_logits is not None:
-        logits.append(sink_logits.float().view(heads, group, 1))
-    weights = reference.softmax(torch.cat(logits, -1)).split([part.shape[-1] for part in logits], -1)
-    values = reference.values_of(stored, dk, value_dim)
-    if granularity == "token":
-        result = weights[0] @ values
-    else:
-        result = (weights[0].unflatten(2, (n, size)).permute(2, 0, 1, 3) @ values).sum(0)
-    result.baddbmm_(weights[1], reference.values_of(recent, dk, value_dim))
-    if means is not None:
-        result.baddbmm_(weights[2], reference.values_of(mean, dk, value_dim))
+        recent = recent_kv.view(-1, width).index_select(0, at).view(1, -1, heads, width).float()
+        parts = stored, recent.transpose(1, 2)
+        if fused:
+            result = merged([attend(asked, part, scale) for part in parts])
+        else:
+            logits = [(part[..., :dk] @ asked.transpose(1, 2)).permute(1, 3, 0, 2).flatten(2) for part in parts]
+            weights = weigh(cap(torch.cat(logits, -1) * scale, softcap), sink_logits).split(
+                [sealed, at.shape[0] // heads], -1
+            )
+            parts = [reference.values_of(part, dk, value_dim) for part in parts]
+            result = (weights[0].unflatten(2, (n, size)).permute(2, 0, 1, 3) @ parts[0]).sum(0)
+            result.baddbmm_(weights[1], parts[1][0])
     return give(result.to(q.dtype).view(1, heads * group, value_dim), out)
 
 
-def all_given(ids: Tensor | None, granularity: str, sealed: int) -> bool:
-    """Whether everything is attended, or each of the tokens ``ids [1, H, n]`` is one that is sealed."""
-    if granularity != "token":
+def all_given(listed: np.ndarray | None, granularity: str, sealed: int) -> bool:
+    """Whether everything is attended, or each of the tokens ``listed [H, n]`` is one that is sealed."""
+    if listed is None:
         return granularity == "all"
-    if not ids.shape[-1]:
-        return False
-    least, most = torch.aminmax(ids)
-    return int(least) >= 0 and int(most) < sealed
+    return listed.size > 0 and int(listed.min()) >= 0 and int(listed.max()) < sealed
+
+
+def cap(logits: Tensor, softcap: float | None) -> Tensor:
+    """``softcap * tanh(logits / softcap)``."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def weigh(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
+    """Softmax of ``logits [H, G, n]``, with learned sinks ``[Hq]`` in the denominator."""
+    if sink_logits is None:
+        return reference.softmax(logits)
+    sinks = sink_logits.float().view(*logits.shape[:2], 1)
+    return reference.softmax(torch.cat((logits, sinks), -1))[..., :-1]
+
+
+def attend(asked: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Fused attention of ``asked [H, G, D]`` over each of ``kv [n, H, tokens, 2 D]`` by itself.
+
+    Returns:
+        ``[n, H, G, D]``, and the logarithm of the denominators ``[n, H, G]``.
+    """
+    query = asked.expand(len(kv), -1, -1, -1)
+    keys, values = kv.chunk(2, -1)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, scale=scale)
+
+
+def merged(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """One result ``[H, G, D]`` of parts as :func:`attend` gives them."""
+    results, denominators = (torch.cat(of) for of in zip(*parts))
+    return (results * denominators.softmax(0)[..., None]).sum(0)
 
 
 @lru_cache(maxsize=8)
 @no_inference_mode
-def recent_tokens(length: int, sealed: int, first: int, sinks: int, ring: int) -> Tensor:
-    """Where in the recent buffer the tokens of a row are: the ``first`` ones that are sealed, and those that are not.
+def recent_tokens(length: int, sealed: int, first: int, sinks: int, ring: int, heads: int) -> Tensor:
+    """Where the tokens of a row are in the recent buffer ``[H, sinks + ring]``: for each token all heads, ``[n * H]``.
 
-    Layers of a step ask for the same.
+    The ``first`` ones that are sealed, and those that are not. Layers of a step ask for the same.
     """
     at = sinks + torch.arange(sealed, min(length, sealed + ring)) % ring
-    return torch.cat((torch.arange(min(first, sealed)), at))
+    at = torch.cat((torch.arange(min(first, sealed)), at))
+    return (at[:, None] + torch.arange(heads) * (sinks + ring)).flatten()
 
 
 @lru_cache(maxsize=8)
-@no_inference_mode
-def places(blocks: tuple[int, ...], heads: int, size: int) -> tuple[Tensor, Tensor]:
+def places(blocks: tuple[int, ...], heads: int, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Of what is stored as ``[blocks, H, block_size]``: what a token's number becomes an index by, adding it.
 
-    ``[sealed]`` of each token, and ``[H, 1]`` of each head.
+    int64, ``[sealed]`` of each token, and ``[H]`` of each head.
     """
-    at = torch.tensor(blocks)[:, None] * (heads * size) + torch.arange(size)
-    return at.flatten(), torch.arange(heads)[:, None] * size
+    at = np.array(blocks)[:, None] * (heads * size) + np.arange(size)
+    return at.ravel(), np.arange(heads) * size
 
 
 @lru_cache(maxsize=8)
 @no_inference_mode
-def spans(sealed: int, block_size: int, tokens: int, sinks: int, blocks: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """The last block of each span of ``tokens`` tokens, and how many tokens of it can be selected, float32."""
-    first = torch.arange(0, sealed, tokens)
-    end = (first + tokens).clamp_max(sealed)
-    return torch.tensor(blocks)[(end - 1) // block_size], (end - first.clamp_min(sinks)).clamp_min(0).float()
+def spans(
+    sealed: int, block_size: int, tokens: int, sinks: int, blocks: tuple[int, ...], heads: int
+) -> tuple[Tensor, np.ndarray]:
+    """Where the mean of each span of ``tokens`` tokens is in ``[blocks, H]``: for each span all heads, ``[spans * H]``.
+
+    And how many tokens of each can be selected, ``[spans]``.
+    """
+    first = np.arange(0, sealed, tokens)
+    end = np.minimum(first + tokens, sealed)
+    last = torch.tensor(blocks)[torch.from_numpy((end - 1) // block_size)]
+    held = np.maximum(end - np.maximum(first, sinks), 0)
+    return (last[:, None] * heads + torch.arange(heads)).flatten(), held
 
 
-def chosen(kv: Tensor, blocks: tuple[int, ...], ids: Tensor) -> Tensor:
-    """Tokens ``ids [H, n]`` of a row whose blocks are ``blocks``: ``[H, n, D]``."""
-    heads, size = kv.shape[1:3]
+def gather(
+    kv: Tensor,
+    blocks: tuple[int, ...],
+    listed: np.ndarray,
+    recent_kv: Tensor,
+    recent: Tensor,
+    means: Tensor | None,
+    mean_tokens: int | None,
+    sealed: int,
+    sinks: int,
+) -> tuple[Tensor, Tensor | None]:
+    """The chosen tokens ``listed [H, n]``, the recent ones and the means behind each other, float32 ``[H, tokens, D]``.
+
+    Args:
+        recent: as :func:`recent_tokens` gives it.
+
+    Returns:
+        Them, and what is added to their logits for as many tokens as a mean stands for, ``[H, 1, 1, tokens]``; None
+        without means.
+    """
+    (heads, size, width), n = kv.shape[1:], listed.shape[1]
     token, head = places(blocks, heads, size)
-    at = token.index_select(0, ids.flatten()).view_as(ids) + head
-    return kv.view(-1, kv.shape[-1]).index_select(0, at.flatten()).view(heads, -1, kv.shape[-1])
+    parts = [(kv, torch.from_numpy((token.take(listed.T) + head).ravel())), (recent_kv, recent)]
+    if means is not None:
+        last, held = spans(sealed, size, mean_tokens, sinks, blocks, heads)
+        parts.append((means, last))
+    counts = [at.shape[0] for _, at in parts]
+    taken = torch.empty(sum(counts), width, dtype=kv.dtype)
+    for (of, at), out in zip(parts, taken.split(counts)):
+        torch.index_select(of.view(-1, width), 0, at, out=out)
+    taken = taken.view(-1, heads, width).float().transpose(0, 1)
+    if means is None:
+        return taken, None
+    of = listed // mean_tokens + np.arange(heads)[:, None] * len(held)
+    unread = np.maximum(held - np.bincount(of.ravel(), minlength=heads * len(held)).reshape(heads, -1), 0)
+    bias = torch.zeros(heads, 1, 1, taken.shape[1])
+    bias[:, 0, 0, -len(held) :] = torch.from_numpy(unread).float().log_()  # -inf: it stands for none
+    if not unread.all():
+        taken[:, -len(held) :].masked_fill_(torch.from_numpy(unread == 0)[..., None], 0.0)
+    return taken, bias
 
 
 def in_a_row(kv: Tensor, blocks: tuple[int, ...]) -> Tensor:
     """``kv[blocks]``: without a copy where they lie one after the other, as those of a prompt do."""
     first, n = blocks[0], len(blocks)
     return kv[first : first + n] if blocks == tuple(range(first, first + n)) else kv[list(blocks)]
-
-
-def unchosen(
-    means: Tensor, blocks: tuple[int, ...], ids: Tensor, sealed: int, block_size: int, tokens: int, sinks: int
-) -> tuple[Tensor, Tensor]:
-    """Means ``[H, spans, D]`` of spans of ``tokens`` tokens, and how many tokens that are not ``ids`` each stands for.
-
-    As :func:`.reference.gather_means` for one row.
-    """
-    last, held = spans(sealed, block_size, tokens, sinks, blocks)
-    mean = means.index_select(0, last).transpose(0, 1).float()
-    taken = torch.div(ids, tokens, rounding_mode="floor").long()
-    unread = held.expand(len(ids), -1).scatter_add(1, taken, torch.full(ids.shape, -1.0)).clamp_min_(0)
-    return mean.masked_fill((unread == 0)[..., None], 0.0), unread

@@ -1,11 +1,13 @@
-"""Approximate score of tokens from the label cache on a CPU: few torch operations, each over all heads at once."""
+"""Approximate score of tokens from the label cache on a CPU: one product of all heads with labels as numbers."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...tensors import no_inference_mode
 from . import reference
@@ -27,8 +29,7 @@ def token_score(
 ) -> Tensor:
     """See :func:`.reference.token_score`; for one row, whose sealed blocks all have an id, and all of them.
 
-    Then what can be selected is one slice, and its labels are read by one ``index_select``. What else is asked, the
-    reference answers.
+    What else is asked, the reference answers.
     """
 
     def by_definition() -> Tensor:
@@ -36,36 +37,61 @@ def token_score(
         return reference.token_score(*given, sinks=sinks, out=out, fill=fill)
 
     heads, size = codes.shape[1:3]
-    n = int(rows[0, 1]) // size if len(rows) == 1 else 0
-    usual = block_ids is None and out is None and 0 < n == block_table.shape[1] and codes.is_contiguous()
-    if not usual or (qparams is not None and not qparams.is_contiguous()):
+    n = rows.tolist()[0][1] // size if rows.shape[0] == 1 else 0
+    if block_ids is not None or out is not None or not 0 < n == block_table.shape[1]:
         return by_definition()
-    blocks, sealed = tuple(block_table[0].tolist()), n * size
+    blocks = tuple(block_table.tolist()[0])
     if min(blocks) < 0:
         return by_definition()
-    group, r = q.shape[1] // heads, channels.shape[-1]
-    asked = q.float().view(heads, group, -1).gather(-1, channels[0].long()[:, None].expand(-1, group, -1))
+    asked = q.float().view(heads, q.shape[1] // heads, -1)
+    asked = asked.gather(-1, channels.long().view(heads, 1, -1).expand(-1, asked.shape[1], -1))
     if reduce == "mean":
         asked = asked.mean(1, keepdim=True)
-    each = by_head(blocks, heads)
-    held = codes.flatten(0, 1).index_select(0, each).view(heads, sealed, -1)
-    if qparams is None:
-        score = asked @ held.float().transpose(1, 2)  # [H, G or 1, sealed]
-    else:
-        half = r // 2
-        score = asked[..., :half] @ (held & 15).float().transpose(1, 2)
-        score.baddbmm_(asked[..., half:], (held >> 4).float().transpose(1, 2))
-        pairs = qparams.flatten(0, 1).index_select(0, each).view(heads, 1, sealed, 2).float()
-        score = torch.addcmul(pairs[..., 1] * asked.sum(-1, keepdim=True), score, pairs[..., 0])
-    if not bool(score.sum().isfinite()):  # which of them count as -inf is the definition's business
-        return by_definition()
+    score = asked @ numbers(codes, qparams, blocks)  # [H, G or 1, sealed]
     score = score.flatten(0, 1) if reduce == "none" else score.amax(1)
-    score[:, :sinks] = float("-inf")
+    if not math.isfinite(score.sum().item()):  # which of them count as -inf is the definition's business
+        return by_definition()
+    score.narrow(1, 0, min(sinks, n * size)).fill_(float("-inf"))
     return score[None]
 
 
-@lru_cache(maxsize=8)
+class Numbers(NamedTuple):
+    """Labels of a row's tokens, and what they were made from.
+
+    Args:
+        of: the blocks, and the versions of the tensors at that time.
+        labels: float32 ``[H, r, sealed]``.
+    """
+
+    of: tuple[tuple[int, ...], int, int]
+    labels: Tensor
+
+
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # Numbers of the last call, by the tensor of the codes
+
+
+def numbers(codes: Tensor, qparams: Tensor | None, blocks: tuple[int, ...]) -> Tensor:
+    """:attr:`Numbers.labels` of these blocks.
+
+    Kept until codes are written: torch counts that. (Not of inference tensors.)
+    """
+    if codes.is_inference() or (qparams is not None and qparams.is_inference()):
+        return unpacked(codes, qparams, blocks)
+    of = blocks, codes._version, 0 if qparams is None else qparams._version
+    known = _known.get(codes)
+    if known is None or known.of != of:
+        known = _known[codes] = Numbers(of, unpacked(codes, qparams, blocks))
+    return known.labels
+
+
 @no_inference_mode
-def by_head(blocks: tuple[int, ...], heads: int) -> Tensor:
-    """Of what is stored as ``[blocks, H]``: the entries of each head, block after block. Layers of a step ask alike."""
-    return (torch.arange(heads)[:, None] + torch.tensor(blocks) * heads).flatten()
+def unpacked(codes: Tensor, qparams: Tensor | None, blocks: tuple[int, ...]) -> Tensor:
+    """:attr:`Numbers.labels` from the codes."""
+    at = list(blocks)
+    held = codes[at]  # [n, H, block_size, r / 2]
+    if qparams is None:
+        labels = held.float()
+    else:
+        scale, zero = qparams[at].float().split(1, -1)
+        labels = torch.cat((held & 15, held >> 4), -1).float() * scale + zero
+    return labels.permute(1, 3, 0, 2).flatten(2).contiguous()
