@@ -164,3 +164,28 @@ def test_append_one_token(past):
     append(k, v, None, rings[0], table[:, 0], 4)
     append_reference.append(k, v, None, rings[1], table[:, 0], 4)
     assert torch.equal(*rings)
+
+
+@pytest.mark.parametrize("length", [1, 21, 60])
+def test_attention_of_a_row_without_blocks(definitions, length):
+    """A short prompt: everything is in the ring."""
+    rows, table = row([], length, 16)
+    recent = torch.full((1, 2, 4 + 64, 16), math.nan)
+    recent[:, :, 4 : 4 + length] = torch.randn(1, 2, length, 16)
+    given = torch.randn(1, 6, 8), torch.randn(3, 2, 16, 16), rows, table, None, recent
+    named = {"granularity": "all", "value_dim": 8, "sinks": 4, "scale": 0.3}
+    got = decode_cpu.sparse_decode(*given, **named)
+    assert not definitions
+    torch.testing.assert_close(got, decode_reference.sparse_decode(*given, **named), **close)
+
+
+def test_labels_are_made_anew_once_codes_were_written():
+    rows, table = row([1, 0, 2], 60, 16)
+    q, codes = torch.randn(1, 4, 8), torch.randint(0, 256, (4, 2, 16, 2), dtype=torch.uint8)
+    qparams, channels = torch.randn(4, 2, 16, 2).half(), torch.arange(4).int().expand(1, 2, -1)
+    given = q, codes, qparams, channels, rows, table, None, "max"
+    for change in (lambda: None, lambda: codes[2].fill_(7), lambda: qparams[:1].zero_()):
+        change()
+        for _ in range(2):
+            got = score_cpu.token_score(*given, sinks=2)
+            torch.testing.assert_close(got, score_reference.token_score(*given, sinks=2), **close)

@@ -53,8 +53,11 @@ def sparse_decode(
     blocks = tuple(block_table.tolist()[0][:n]) if n else ()
     plain = pages is None and used is None and from_host is None and lse is None
     plain = plain and all(t is None or (t.is_contiguous() and t.dtype == kv.dtype) for t in (kv, recent_kv, means))
-    listed = ids[0].numpy() if plain and granularity == "token" else None  # [H, n]
-    if not (plain and 0 < n == len(blocks) and min(blocks) >= 0 and all_given(listed, granularity, sealed)):
+    listed = ids[0].numpy() if plain and granularity == "token" and ids.dtype == torch.int32 else None  # [H, n]
+    fused = softcap is None and sink_logits is None and dk == value_dim
+    there = n == len(blocks) and min(blocks, default=0) >= 0
+    there = there and (n > 0 or (length > 0 and fused and granularity == "all"))  # a short row has recent tokens only
+    if not (plain and there and all_given(listed, granularity, sealed)):
         return reference.sparse_decode(
             *(q, kv, rows, block_table, ids, recent_kv),
             **{"granularity": granularity, "value_dim": value_dim, "sinks": sinks, "scale": scale, "softcap": softcap},
@@ -65,7 +68,6 @@ def sparse_decode(
     reference.check_means(means, mean_tokens, granularity, size, False, columns)
     group = q.shape[1] // heads
     asked = q.float().view(heads, group, dk)
-    fused = softcap is None and sink_logits is None and dk == value_dim
     at = recent_tokens(length, sealed, 0 if listed is None else sinks, sinks, recent_kv.shape[2] - sinks, heads)
     if attended is not None:
         attended += at.shape[0] // heads + (sealed if listed is None else listed.shape[1])
@@ -80,16 +82,15 @@ def sparse_decode(
             logits = logits if bias is None else logits + bias[:, 0]
             result = weigh(logits, sink_logits) @ values
     else:
-        stored = in_a_row(kv, blocks).float()  # [blocks, H, block_size, D]
         recent = recent_kv.view(-1, width).index_select(0, at).view(1, -1, heads, width).float()
-        parts = stored, recent.transpose(1, 2)
+        parts = [in_a_row(kv, blocks).float()] if n else []  # [blocks, H, block_size, D]
+        parts.append(recent.transpose(1, 2))
         if fused:
             result = merged([attend(asked, part, scale) for part in parts])
         else:
             logits = [(part[..., :dk] @ asked.transpose(1, 2)).permute(1, 3, 0, 2).flatten(2) for part in parts]
-            weights = weigh(cap(torch.cat(logits, -1) * scale, softcap), sink_logits).split(
-                [sealed, at.shape[0] // heads], -1
-            )
+            weights = weigh(cap(torch.cat(logits, -1) * scale, softcap), sink_logits)
+            weights = weights.split([sealed, at.shape[0] // heads], -1)
             parts = [reference.values_of(part, dk, value_dim) for part in parts]
             result = (weights[0].unflatten(2, (n, size)).permute(2, 0, 1, 3) @ parts[0]).sum(0)
             result.baddbmm_(weights[1], parts[1][0])
@@ -100,7 +101,7 @@ def all_given(listed: np.ndarray | None, granularity: str, sealed: int) -> bool:
     """Whether everything is attended, or each of the tokens ``listed [H, n]`` is one that is sealed."""
     if listed is None:
         return granularity == "all"
-    return listed.size > 0 and int(listed.min()) >= 0 and int(listed.max()) < sealed
+    return listed.size > 0 and listed.view(np.uint32).max() < sealed  # what is negative is large there
 
 
 def cap(logits: Tensor, softcap: float | None) -> Tensor:
@@ -191,7 +192,7 @@ def gather(
         Them, and what is added to their logits for as many tokens as a mean stands for, ``[H, 1, 1, tokens]``; None
         without means.
     """
-    (heads, size, width), n = kv.shape[1:], listed.shape[1]
+    heads, size, width = kv.shape[1:]
     token, head = places(blocks, heads, size)
     parts = [(kv, torch.from_numpy((token.take(listed.T) + head).ravel())), (recent_kv, recent)]
     if means is not None:
