@@ -20,6 +20,8 @@ from hf_sparsekv import (
     SparseCache,
     TwoLevelConfig,
 )
+from hf_sparsekv.kv import pool, store
+from hf_sparsekv.kv.rows import bucket
 from hf_sparsekv.tuning.plan import MemoryPlan, ModelShape, plan_memory
 from hf_sparsekv.tuning.plan import model_shape as shape_of
 
@@ -34,6 +36,13 @@ CONFIGS = {
     "no dense layer": {"dense_layers": 0},
     "reserved": {"max_length": 3000},
 }
+
+
+@pytest.fixture(autouse=True)
+def rooms_of_a_gpu(monkeypatch):
+    """What is planned is a GPU's memory, whose pools begin with 16 blocks. A CPU's begin smaller."""
+    for module in (pool, store):
+        monkeypatch.setattr(module, "room", lambda blocks, device: bucket(blocks))
 
 
 def model_shape(config, dtype: torch.dtype = torch.float32) -> ModelShape:

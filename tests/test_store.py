@@ -311,3 +311,12 @@ def test_a_pool_that_may_not_grow_is_unchanged():
     with pytest.raises(MemoryError, match="max_host_bytes"):
         pool.fit()
     assert (pool.capacity, budget.used, pool.kv.data_ptr()) == before
+
+
+def test_a_short_prompt_on_a_cpu_takes_little():
+    """A pool has one block for a prompt that fills none, and grows with what comes."""
+    store = make_store(SparseConfig(block_size=SIZE), None, 1)
+    fill(store, 5)
+    assert store.pool.capacity == 1
+    fill(store, 20 * SIZE)
+    assert store.full_blocks <= store.pool.capacity < 1.25 * store.full_blocks + 1

@@ -60,13 +60,14 @@ def generate(
     if seed is not None and temperature == 0:
         raise typer.BadParameter("--seed has no meaning without a --temperature above 0")
     config = options.config(sparse_kinds[0]) if sparse_kinds else None
-    text = _prompt_text(prompt, prompt_file)
+    text, on = _prompt_text(prompt, prompt_file), loading.pick_device(device)
     # Made before the model is loaded: a bad channel file is told at once.
     sparse = None
     if sparse_kinds:
+        options = opt.placed(options, on)
         opt.check_place(sparse_kinds[0], config, options)
         sparse = SparseCache(config, opt.offload_config(options))
-    tokenizer, loaded = loading.load(model, opt.torch_dtype(dtype), loading.pick_device(device))
+    tokenizer, loaded = loading.load(model, opt.torch_dtype(dtype), on)
     inputs = encode(tokenizer, text, chat, loaded.device)
     _check_length(loaded, inputs["input_ids"].shape[1], max_new_tokens)
 
@@ -130,7 +131,7 @@ def _report(runs: list[Run], sparse, *, on_gpu: bool, same_tokens_expected: bool
             "at this length the dense cache is read quickly; sparse reading pays with longer contexts, larger batches, "
             "or KV that does not fit the GPU"
             if on_gpu
-            else "without a GPU the operators run as plain torch references, made to be right and not fast"
+            else "without a GPU operators are made of plain torch operations; sparse reading pays with longer contexts"
         )
         note(f"sparse was slower here ({1e3 * mine:.1f} against {1e3 * dense:.1f} ms a token): {why}")
 

@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import dataclass, fields, make_dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, get_type_hints
@@ -85,7 +85,10 @@ def _field(name: str, help: str) -> typer.models.OptionInfo:
 class CacheOptions:
     """What describes a sparse cache; a field is an option, None where it is not given."""
 
-    offload: Annotated[bool, _of_cache("--offload/--no-offload", help="Keep full blocks in host memory.")] = True
+    offload: Annotated[
+        bool | None,
+        _of_cache("--offload/--no-offload", help="Keep full blocks in host memory; default: where there is a GPU."),
+    ] = None
     kv_dtype: Annotated[KVDType | None, _of_cache(help="Of keys and values in host memory; default: the model's.")] = (
         None
     )
@@ -222,6 +225,13 @@ def takes(group: type) -> Callable[[Callable], Callable]:
         return run
 
     return decorate
+
+
+def placed(options: CacheOptions, device: torch.device) -> CacheOptions:
+    """``--offload`` said: if it was not, where there is a device to offload from, or something is asked of it."""
+    if options.offload is not None:
+        return options
+    return replace(options, offload=device.type != "cpu" or options.kv_dtype is not None)
 
 
 def check_place(kind: CacheKind, config: SparseConfig, options: CacheOptions) -> None:

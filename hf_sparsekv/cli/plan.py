@@ -61,6 +61,7 @@ def plan(
     host = opt.parse_bytes(host_memory) if host_memory else int(0.8 * host_memory_limit())
     shape = model_shape(_config(model), opt.torch_dtype(dtype))
     device = torch.device("cuda", 0) if torch.cuda.is_available() else None
+    options = opt.placed(options, torch.device("cuda"))  # it is a GPU's memory that is planned
     opt.check_place(cache, config, options)
     if serve:
         if gpu is None:

@@ -6,6 +6,7 @@ import importlib.util
 import ipaddress
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -138,6 +139,9 @@ def serve(
     if api_key is not None and not api_key.strip():
         raise typer.BadParameter("--api-key (or HF_SPARSEKV_API_KEY) is empty: give a key, or leave it out")
     config = options.config(cache)
+    if options.offload is None and (device_kv is not None or host_kv is not None):
+        options = replace(options, offload=True)  # which they are for
+    options = opt.placed(options, loading.pick_device(device))
     opt.check_place(cache, config, options)
     from ..serving.config import ServingConfig
 

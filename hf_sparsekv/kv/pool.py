@@ -17,12 +17,20 @@ from ..ops.block_copy import block_copy
 from ..ops.quantise import quantise
 from .rows import BlockIds, bucket
 
-__all__ = ["BlockPool", "HostBudget", "bucket", "host_memory_limit"]
+__all__ = ["BlockPool", "HostBudget", "bucket", "host_memory_limit", "room"]
 
 
 def _pins(host: HostBudget, device: torch.device) -> bool:
     """Host blocks of this device are to be page-locked."""
     return device.type == "cuda" and host.config.pin_memory is not False
+
+
+def room(blocks: int, device: torch.device) -> int:
+    """Capacity of a pool that is to hold so many blocks.
+
+    On a GPU 16 at least: captured steps are captured anew when a pool has grown. On a CPU a short prompt takes little.
+    """
+    return bucket(blocks, least=1) if device.type == "cpu" else bucket(blocks)
 
 
 class User(Protocol):
@@ -137,7 +145,7 @@ class BlockPool:
             MemoryError: the pool is in host memory and would exceed its limit. The pool is unchanged.
         """
         if self.ids.used > self.capacity:
-            self._grow(bucket(self.ids.used))
+            self._grow(room(self.ids.used, self.device))
 
     def reserve(self, blocks: int) -> None:
         """Make room for so many blocks at once. Raises as :meth:`fit` does."""

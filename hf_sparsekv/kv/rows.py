@@ -30,13 +30,13 @@ from ..tensors import no_inference_mode, sent
 _MIN_BLOCKS = 16
 
 
-def bucket(n: int) -> int:
-    """Smallest capacity of the form {4, 5, 6, 7} x 2^k (at least 16) that holds ``n`` items.
+def bucket(n: int, least: int = _MIN_BLOCKS) -> int:
+    """Smallest capacity of the form {4, 5, 6, 7} x 2^k (at least ``least``) that holds ``n`` items.
 
     Four sizes an octave: at most a quarter is unused, and growing item by item copies each item about four times
     in all.
     """
-    n = max(n, _MIN_BLOCKS)
+    n = max(n, least)
     step = 1 << max((n - 1).bit_length() - 3, 0)
     return -(-n // step) * step
 
@@ -91,14 +91,17 @@ class Rows:
         """The rows hold as much as those of ``other``."""
         return (self.columns, self.lengths, self.sealed) == (other.columns, other.lengths, other.sealed)
 
-    @no_inference_mode
     def on(self, device: torch.device) -> Tensor:
         """int32 ``[batch, 2]`` on a device: tokens, and tokens in full blocks."""
         held = self._on.get(device)
         if held is None:
-            both = [(length, sealed * self.block_size) for length, sealed in zip(self.lengths, self.sealed)]
-            held = self._on[device] = sent(both, torch.int32, device)
+            held = self._on[device] = self._upload(device)
         return held
+
+    @no_inference_mode
+    def _upload(self, device: torch.device) -> Tensor:
+        both = [(length, sealed * self.block_size) for length, sealed in zip(self.lengths, self.sealed)]
+        return sent(both, torch.int32, device)
 
     def valid_columns(self, device: torch.device) -> Tensor:
         """Which columns are tokens, bool ``[batch, columns]``."""
@@ -326,7 +329,6 @@ class RowTable:
         """Blocks of a row that there is room for."""
         return self.host.shape[1]
 
-    @no_inference_mode
     def on(self, device: torch.device) -> Tensor:
         """:attr:`host` on a device."""
         held = self._on.get(device)

@@ -27,7 +27,7 @@ from ..ops.sparse_decode import sparse_decode
 from ..tensors import no_inference_mode, reads_here
 from ..types import AttentionParams
 from .counters import Counters
-from .pool import BlockPool, HostBudget, bucket
+from .pool import BlockPool, HostBudget, room
 from .rows import Rows, RowTable, StepRows, Taken
 from .state import Held, State
 
@@ -164,7 +164,7 @@ class LayerStore(State):
             dtype=self.dtype,
             device=self.device,
             host=host,
-            capacity=expected if exact else bucket(expected),
+            capacity=expected if exact else room(expected, self.device),
             ids=table.ids,
         )
         self.recent_kv = k.new_zeros(self.batch, self.heads, self.sinks + self.ring, self.width)
@@ -227,7 +227,7 @@ class LayerStore(State):
     def block_table(self) -> Tensor:
         """int32 ``[batch, capacity]``, physical block of each full block of each row. Behind these it says nothing."""
         held = self.table_of_rows.on(self.device)
-        return held if len(held) == self.batch else held[: self.batch]
+        return held if held.shape[0] == self.batch else held[: self.batch]
 
     @property
     def step_rows(self) -> StepRows:

@@ -197,12 +197,12 @@ class SparseLayer(Owned, CacheLayerMixin):
                 q = query if absorbed is None else absorbed.queries(query)
                 out = self._decode(step, q, mask, params, own)[:, :, None]
                 out = out if absorbed is None else absorbed.outputs(out)
-            return NoGradient.apply(out, query)
+            return NoGradient.apply(out, query) if torch.is_grad_enabled() else out
         if own and not dropout and params.sliding_window is None and self._is_drafts(step, mask):
             with torch.no_grad():
                 out = self._verify(step, query if absorbed is None else absorbed.queries(query), params)
                 out = out if absorbed is None else absorbed.outputs(out)
-            return NoGradient.apply(out, query)
+            return NoGradient.apply(out, query) if torch.is_grad_enabled() else out
         store = self.store
         if own:
             key, value = store.materialise(step.k.detach(), step.v.detach())

@@ -33,8 +33,11 @@ def operator(
     in_place: tuple[str, ...] = (),
     when: Callable[..., bool] | None = None,
     module: str = "triton",
+    on_cpu: Callable | None = None,
 ) -> Callable:
     """The operator that ``reference`` defines: the kernel of the same name where it can run, otherwise ``reference``.
+
+    Or, on a CPU, ``on_cpu`` where there is one.
 
     Signature and docstring are the reference's. Kernels take the same arguments, and ``config`` in addition.
 
@@ -43,9 +46,11 @@ def operator(
         in_place: arguments that a kernel reads or writes in place, which host memory allows only where it is pinned.
         when: what else a kernel needs, of the same arguments.
         module: beside the reference's module, where the kernel is.
+        on_cpu: gives the same in fewer torch operations (up to rounding), for calls of which decode steps on a CPU
+            are full; others it hands to ``reference``.
     """
     names = list(inspect.signature(reference).parameters)
-    tensors = [(name, names.index(name)) for name in (on, *in_place)]
+    first, others = names.index(on), [(name, names.index(name)) for name in in_place]
     package, name = reference.__module__.rpartition(".")[0], reference.__name__
 
     @cache
@@ -54,14 +59,17 @@ def operator(
 
     @wraps(reference)
     def call(*args, **named):
-        where, *others = (args[i] if i < len(args) else named.get(name) for name, i in tensors)
-        if (
-            where is not None  # a call without it is refused by the reference
-            and use_triton(where)
-            and all(t.is_cuda or t.is_pinned() for t in others if t is not None)
-            and (when is None or when(*args, **named))
-        ):
-            return kernel()(*args, **named)
+        where = args[first] if first < len(args) else named.get(on)
+        if where is None:  # which the reference refuses
+            return reference(*args, **named)
+        if use_triton(where):
+            written = (args[i] if i < len(args) else named.get(name) for name, i in others)
+            if all(t.is_cuda or t.is_pinned() for t in written if t is not None) and (
+                when is None or when(*args, **named)
+            ):
+                return kernel()(*args, **named)
+        if on_cpu is not None and where.is_cpu:
+            return on_cpu(*args, **named)
         return reference(*args, **named)
 
     call.kernel = kernel

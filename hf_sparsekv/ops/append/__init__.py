@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .._dispatch import operator
-from . import reference
+from . import cpu, reference
 
 __all__ = ["append"]
 
-append = operator(reference.append, on="recent_kv")
+append = operator(reference.append, on="recent_kv", on_cpu=cpu.append)

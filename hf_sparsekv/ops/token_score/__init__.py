@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .._dispatch import operator
-from . import reference
+from . import cpu, reference
 
 __all__ = ["token_score"]
 
-token_score = operator(reference.token_score, on="q")
+token_score = operator(reference.token_score, on="q", on_cpu=cpu.token_score)

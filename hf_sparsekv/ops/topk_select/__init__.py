@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .._dispatch import operator
-from . import reference
+from . import cpu, reference
 
 __all__ = ["block_select", "token_select"]
 
 block_select = operator(reference.block_select, on="scores")
-token_select = operator(reference.token_select, on="scores")
+token_select = operator(reference.token_select, on="scores", on_cpu=cpu.token_select)
