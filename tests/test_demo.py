@@ -113,14 +113,14 @@ def test_offload(probe):
 def test_a_follow_up_reads_neither_the_document_nor_the_talk_again(probe):
     session, task = Session(Turns()), a_task(probe)
     run(session, probe, task)
-    lengths = [len(session._talks[i].ids) for i in range(2)]
+    lengths = [len(session._talks["race", i].ids) for i in range(2)]
     view, events = run(session, probe, task)
     assert view.reused
     assert [event.follows for event in events if isinstance(event, Started)] == [True, True]
     needle = probe.language.needle(5)
     for number, lane in enumerate(view.lanes):
         assert needle.answer in probe.language.tokenizer.decode(lane.ids[:2])
-        talk = session._talks[number]
+        talk = session._talks["race", number]
         assert len(talk.ids) == lengths[number] + len(task.follow_up) + 2, "cut where the answer ended"
         assert talk.cache.get_seq_length() <= len(talk.ids)
     with session.running():
