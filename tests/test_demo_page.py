@@ -130,6 +130,29 @@ def test_serving_an_unknown_model(capsys):
     assert "there is no model" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("fetched", [True, False])
+def test_the_small_model_comes_first_if_it_is_here(fetched, monkeypatch, capsys, tmp_path):
+    from demo import app, models
+    from demo.__main__ import Options, serve
+
+    launched = []
+
+    def launch(models, model, *args, **kwargs):
+        launched.append(model)
+        raise OSError("no port is free")
+
+    monkeypatch.setattr(app, "launch", launch)
+    if fetched:
+        monkeypatch.setattr(models, "locate", lambda name: str(models.PROBE_PATH))
+    else:
+        monkeypatch.setattr(models, "small_model_path", lambda: tmp_path)
+    assert serve(Options()) == 1
+    told = capsys.readouterr()
+    assert "no port is free" in told.err
+    assert launched == ["small" if fetched else "probe"]
+    assert ("hf-sparsekv fetch" in told.out) is not fetched
+
+
 def test_the_command_away_from_a_checkout(monkeypatch, tmp_path):
     from typer.testing import CliRunner
 
