@@ -65,6 +65,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--plot", type=Path, help="a picture of them, svg or png")
     parser.add_argument("--save", type=Path, metavar="JSON", help="where a recording for the page goes")
     parser.add_argument("--title", help="of the recording's button; default: model, context and device")
+    parser.add_argument("--note", default="", help="what else a reader of the recording must know")
     parser.add_argument("--only-plot", action="store_true", help="draw the points of --csv")
     return parser
 
@@ -208,6 +209,7 @@ def recorded(
         commit=common["commit"],
         date=common["date"],
         command=command,
+        note=args.note,
         read_s=float(view.read_s),
         question=view.question,
         wanted=view.wanted,

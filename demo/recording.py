@@ -66,7 +66,7 @@ class Recording:
         title: of its button.
         model, context, rows: name, tokens of context, sequences that decoded together.
         device, versions, commit, date: where, with what and when it was recorded.
-        command: that records it again.
+        command: that records it again; ``note``: what else a reader must know of it.
         read_s: seconds that reading the document took, once.
         question, wanted: as :class:`demo.view.RaceView`.
         lanes: full attention, then the sparse cache.
@@ -86,6 +86,7 @@ class Recording:
     question: str
     wanted: str | None
     lanes: tuple[RecordedLane, RecordedLane]
+    note: str = ""
 
     @property
     def mark(self) -> str:
@@ -93,7 +94,7 @@ class Recording:
         many = f" x {self.rows} sequences" if self.rows > 1 else ""
         return (
             f"{self.model}, {self.context:,} tokens{many}, on {self.device}, {self.date}, commit {self.commit}, "
-            f"{self.versions.replace(';', ', ').replace('=', ' ')}"
+            f"{self.versions.replace(';', ', ').replace('=', ' ')}{self.note and '; ' + self.note}"
         )
 
     @property

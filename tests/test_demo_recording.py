@@ -21,6 +21,7 @@ from demo.recording import RecordedLane, Recording, RecordingError
 
 CPU = torch.device("cpu")
 COMMAND = ["--model", "probe", "--length", "1k", "--new-tokens", "20", "--set", "token_budget=128", "num_blocks=4"]
+COMMAND += ["--note", "a busy machine"]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def test_a_file_holds_what_the_race_showed(path):
     read = recording.read(path)
     assert read.rows == 1 and read.context == 1024 and not read.on_gpu
     assert "--new-tokens 20" in read.command
-    for part in (read.date, read.commit, "torch", "CPU", "1,024 tokens"):
+    for part in (read.date, read.commit, "torch", "CPU", "1,024 tokens", "a busy machine"):
         assert part in read.mark
     answer, question = read.wanted, read.question
     needle = probe_model().language.needle(1024)
