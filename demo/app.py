@@ -22,7 +22,7 @@ from .recording import Recording
 NO_FONTS = ["ui-sans-serif", "system-ui", "sans-serif"]  # of the system: others would be fetched
 MONO = ["ui-monospace", "monospace"]
 LABELS = {SMALL: "small (SmolLM2-135M)", PROBE: "probe (6M, own language)"}  # of the models that are always offered
-PRESS = "Press Race: both caches answer the question on the left about the same document."
+PRESS = "Press Race: both caches answer the same question about the same document."
 SOURCES = ["Bundled", "Paste", "Upload"]
 INTRO = "One long document, the same question: full attention, and a cache that reads only what it chooses."
 CHAT = "The document is read once, with the first question; later questions start from what was read."

@@ -203,8 +203,8 @@ class RaceView:
                 "contexts, larger batches, or keys and values that do not fit the GPU."
             )
         return (
-            "On a CPU a small model gains no time over so short a context: choosing what to read costs as much as it "
-            "saves."
+            "On a CPU, choosing what to read from so short a context can take longer than reading all of it: less is "
+            "read, and no time is gained."
         )
 
 
