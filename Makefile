@@ -117,7 +117,7 @@ bench: small-model  ## needles and perplexity on the small real model (appends t
 	$(BIN)/python -m benchmarks.studies.small_model needle
 	$(BIN)/python -m benchmarks.studies.small_model perplexity
 
-demo: $(INSTALLED)  ## two caches race over a document, in your browser (DEMO_FLAGS: see python -m demo --help)
+demo: small-model  ## two caches race over a document, in your browser (DEMO_FLAGS: see python -m demo --help)
 	@$(BIN)/python -m demo $(DEMO_FLAGS)
 
 check-wheel: $(INSTALLED)  ## build the wheel, check its description, install it into a clean environment and import it there

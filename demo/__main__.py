@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line gives; see :func:`arguments`. The first of ``models`` (probe) is chosen at first."""
+    """What the command line gives; see :func:`arguments`. The first of ``models`` is chosen at first; without any
+    it is ``small``, or ``probe`` while that is not here."""
 
     models: Sequence[str] | None = None
     device: str = "auto"
@@ -41,7 +42,7 @@ def arguments() -> argparse.ArgumentParser:
         action="append",
         metavar="MODEL",
         help="offered beside probe and small: a hub id or a path; may be repeated. The first is chosen at first; "
-        "default probe",
+        "default small, or probe while that is not here (`hf-sparsekv fetch` brings it)",
     )
     parser.add_argument("--device", default=Options.device, help="auto, cpu, cuda, cuda:1")
     parser.add_argument("--threads", type=int, help="of torch on a CPU; default: all but one, which serves the page")
@@ -69,12 +70,18 @@ def serve(options: Options) -> int:
         return 1
     import torch
 
-    from .models import PROBE, SMALL, ModelError, Models, pick_device
+    from .models import PROBE, SMALL, ModelError, Models, locate, pick_device
 
     torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 2) - 1))
     warnings.filterwarnings("ignore", message="decode steps run eagerly")
-    first, *more = options.models or (PROBE,)
+    first, *more = options.models or (SMALL,)
     try:
+        if not options.models:
+            try:
+                locate(SMALL)
+            except ModelError as error:
+                print(f"{error}; until then the page begins with probe")
+                first = PROBE
         models = Models(pick_device(options.device), listed=(PROBE, SMALL, first, *more) if options.is_open else None)
         for name in (first, *more):
             models.look(name)

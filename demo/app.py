@@ -1,4 +1,4 @@
-"""The page: controls on the left, the race on the right."""
+"""The page: controls on the left, race and chat on the right; on a phone the controls come last."""
 
 from __future__ import annotations
 
@@ -13,49 +13,56 @@ from importlib import resources
 
 import gradio as gr
 
-from . import documents
+from . import documents, recording
 from .caches import DENSE, METHODS
 from .desk import Desk
 from .models import PROBE, SMALL, Models
+from .recording import Recording
 
 NO_FONTS = ["ui-sans-serif", "system-ui", "sans-serif"]  # of the system: others would be fetched
 MONO = ["ui-monospace", "monospace"]
-LABELS = {PROBE: "probe (6M, own language)", SMALL: "small (SmolLM2-135M)"}  # of the models that are always offered
+LABELS = {SMALL: "small (SmolLM2-135M)", PROBE: "probe (6M, own language)"}  # of the models that are always offered
+PRESS = "Press Race: both caches answer the same question about the same document."
 SOURCES = ["Bundled", "Paste", "Upload"]
-# On a phone the results lie far below the button.
-_SHOW = "() => { document.getElementById('status').scrollIntoView({ block: 'nearest', behavior: 'smooth' }); }"
-INTRO = (
-    "One document, read once. Two caches answer the same question about it: full attention, and one that reads only "
-    "what it chooses. They take turns, so each clock counts its own steps and nothing else."
-)
+INTRO = "One long document, the same question: full attention, and a cache that reads only what it chooses."
+CHAT = "The document is read once, with the first question; later questions start from what was read."
 
 
 def theme() -> gr.themes.Base:
     """Quiet, and without fonts from elsewhere."""
     return gr.themes.Base(
         primary_hue="teal", neutral_hue="gray", text_size="sm", radius_size="sm", font=NO_FONTS, font_mono=MONO
-    ).set(body_background_fill="#f8f9fa", block_border_width="1px", block_shadow="none")
+    ).set(
+        body_background_fill="#f8f9fa",
+        block_border_width="1px",
+        block_shadow="none",
+        button_primary_background_fill="*primary_700",
+        button_primary_background_fill_hover="*primary_800",
+    )
 
 
 def css() -> str:
     return resources.files("demo").joinpath("page.css").read_text(encoding="utf-8")
 
 
-def build(models: Models, model: str = PROBE, more: Sequence[str] = ()) -> gr.Blocks:
+def build(
+    models: Models, model: str = SMALL, more: Sequence[str] = (), recordings: Sequence[Recording] | None = None
+) -> gr.Blocks:
     """The page.
 
     Args:
         model: chosen at first.
         more: names of models that are offered beside it and those of ``LABELS``.
+        recordings: races to play; ``None``: those of ``demo/recorded``.
     """
-    desk = Desk(models)
+    desk = Desk(models, recording.found() if recordings is None else recordings)
     listed = models.listed is not None
     offered = [(LABELS.get(name, name), name) for name in dict.fromkeys([*LABELS, model, *more])]
     on_gpu = models.device.type == "cuda"
     with gr.Blocks(title="hf-sparsekv: time per token", analytics_enabled=False, delete_cache=(3600, 3600)) as page:
-        gr.HTML(f"<h1>Sparse KV caches: watch the time per token</h1><p class='intro'>{INTRO}</p>")
-        with gr.Row(equal_height=False):
-            with gr.Column(scale=2, min_width=300):
+        gr.HTML(f"<h1>Sparse KV cache against full attention</h1><p class='intro'>{INTRO}</p>")
+        with gr.Row(equal_height=False, elem_id="columns"):
+            with gr.Column(scale=2, min_width=300, elem_id="settings"):
                 chosen = gr.Dropdown(
                     offered,
                     value=model,
@@ -114,27 +121,53 @@ def build(models: Models, model: str = PROBE, more: Sequence[str] = ()) -> gr.Bl
                     go_on = gr.Checkbox(
                         True, label="Decode on after the end of the answer, for the clocks", elem_id="go-on"
                     )
-                with gr.Row():
-                    start = gr.Button("Race", variant="primary", elem_id="race", min_width=90)
-                    stop = gr.Button("Stop", interactive=False, elem_id="stop", min_width=90)
-                    clear = gr.Button("Clear", elem_id="clear", min_width=90)
-            with gr.Column(scale=5, min_width=320):
-                status = gr.HTML(desk.status("Press Race."), elem_id="status")
-                with gr.Row():
-                    panes = [
-                        gr.HTML(desk.empty_pane(i), elem_id=f"pane-{name}", min_width=280)
-                        for i, name in enumerate(("dense", "sparse"))
-                    ]
-                pictures = [gr.HTML(first, elem_id=name) for name, first in desk.empty_pictures().items()]
+            with gr.Column(scale=5, min_width=320, elem_id="results"), gr.Tabs():
+                with gr.Tab("Race", elem_id="race-tab"):
+                    with gr.Row(elem_id="buttons"):
+                        start = gr.Button("Race", variant="primary", elem_id="race", min_width=120, scale=2)
+                        stop = gr.Button("Stop", interactive=False, elem_id="stop", min_width=80)
+                        clear = gr.Button("Clear", elem_id="clear", min_width=80)
+                    plays = _recorded(desk.recordings)
+                    status = gr.HTML(desk.status(PRESS), elem_id="status")
+                    verdict = gr.HTML("", elem_id="verdict")
+                    with gr.Row():
+                        panes = [
+                            gr.HTML(desk.empty_pane(i), elem_id=f"pane-{name}", min_width=280)
+                            for i, name in enumerate(("dense", "sparse"))
+                        ]
+                    pictures = [gr.HTML(first, elem_id=name) for name, first in desk.empty_pictures().items()]
+                with gr.Tab("Chat", elem_id="chat-tab"):
+                    heard = gr.HTML(desk.status(CHAT), elem_id="heard")
+                    talk = gr.Chatbot(
+                        show_label=False, height=240, elem_id="talk", render_markdown=False, buttons=[],
+                        placeholder="Ask something about the document.", feedback_options=None,
+                    )  # fmt: skip
+                    with gr.Row():
+                        words = gr.Textbox(
+                            desk.question(model, True, 40, desk.length(model)), show_label=False, lines=1, max_lines=3,
+                            max_length=4000, elem_id="words", scale=5, min_width=200, placeholder="A question",
+                        )  # fmt: skip
+                        ask = gr.Button("Ask", variant="primary", elem_id="ask", min_width=80)
+                        hush = gr.Button("Stop", interactive=False, elem_id="hush", min_width=80)
+                        anew = gr.Button("Clear", elem_id="anew", min_width=80)
+                    asked = gr.HTML("", elem_id="asked")
 
-        inputs = [chosen, source, pasted, upload, length, hide, depth, question, method, offload, new_tokens, go_on]
-        outputs = [status, *panes, *pictures, start, stop]
+        document = [chosen, source, pasted, upload, length, hide, depth]
+        inputs = [*document, question, method, offload, new_tokens, go_on]
+        outputs = [status, verdict, *panes, *pictures, start, stop, *plays]
+        said = [heard, talk, asked, ask, hush]
         quietly = {"show_progress": "hidden", "api_visibility": "private"}
-        start.click(desk.race, [*inputs, *sliders], outputs, concurrency_limit=8, concurrency_id="race", **quietly)
-        start.click(None, js=_SHOW)
-        question.submit(desk.race, [*inputs, *sliders], outputs, concurrency_limit=8, concurrency_id="race", **quietly)
-        stop.click(desk.stop, None, stop, queue=False, **quietly)
-        clear.click(desk.clear, None, [status, *panes], queue=False, **quietly)
+        races = {"concurrency_limit": 8, "concurrency_id": "race", **quietly}
+        for event in (start.click, question.submit):
+            event(desk.race, [*inputs, *sliders], outputs, **races)
+        for play, each in zip(plays, desk.recordings):
+            play.click(desk.player(each), None, outputs, **races)
+        for event in (ask.click, words.submit):
+            event(desk.ask, [*document, words, method, offload, new_tokens, *sliders], said, **races)
+        for button in (stop, hush):
+            button.click(desk.stop, None, button, queue=False, **quietly)
+        clear.click(desk.clear, None, [status, verdict, *panes], queue=False, **quietly)
+        anew.click(desk.new_chat, None, said, queue=False, **quietly)
         page.unload(desk.leave)
 
         source.change(
@@ -146,10 +179,23 @@ def build(models: Models, model: str = PROBE, more: Sequence[str] = ()) -> gr.Bl
         for control in (hide, depth, length):
             event = control.release if isinstance(control, gr.Slider) else control.change
             event(desk.question, [chosen, hide, depth, length, question], question, **quietly)
+        question.change(lambda text: text, question, words, **quietly)
         for event in (chosen.change, source.change, pasted.blur, upload.change, length.release):
             event(desk.about, [chosen, source, pasted, upload, length], facts, **quietly)
     page.queue(default_concurrency_limit=8, max_size=64)
     return page
+
+
+def _recorded(recordings: Sequence[Recording]) -> list[gr.Button]:
+    """A button for each recording; nothing at all where there are none."""
+    if not recordings:
+        return []
+    with gr.Row(elem_id="recorded"):
+        gr.HTML("<span class='small'>Recorded races:</span>", min_width=100)
+        return [
+            gr.Button(f"\u25b6 {each.title}", size="sm", elem_id=f"play-{number}", min_width=120)
+            for number, each in enumerate(recordings)
+        ]
 
 
 def _sliders(on_gpu: bool) -> tuple[list[gr.Slider], list[gr.Group]]:
@@ -177,7 +223,7 @@ def _sliders(on_gpu: bool) -> tuple[list[gr.Slider], list[gr.Group]]:
 
 def launch(
     models: Models,
-    model: str = PROBE,
+    model: str = SMALL,
     host: str = "127.0.0.1",
     port: int | None = None,
     browser: bool = False,

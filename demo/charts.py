@@ -6,13 +6,14 @@ import base64
 import html
 import io
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image
 
 from hf_sparsekv import BlockMap
 
-from .view import LaneView, RaceView
+from .view import Asked, LaneView, RaceView, size
 
 NAMES = ("dense", "sparse")  # CSS classes of the two lanes
 _POINTS = 400  # of a line at most
@@ -28,11 +29,11 @@ def esc(text: str) -> str:
 
 
 def line_plot(race: RaceView) -> str:
-    """Milliseconds per token of both lanes; the running median as a thin line."""
+    """Milliseconds per token of both lanes; the running median as a thick line."""
     lanes = [lane.step_ms for lane in race.lanes]
     longest = max(map(len, lanes))
     if not longest:
-        return '<div class="plot empty">Milliseconds per token will be drawn here, a point for every token.</div>'
+        return '<div class="plot empty">Time per token, what was read and which blocks: drawn here while it runs.</div>'
     top, clipped = _top(lanes)
     width = max(16, longest)
     parts = []
@@ -102,7 +103,7 @@ def _ticks(top: float, whole: bool = False) -> list[float]:
 def heat_map(blocks: BlockMap | None) -> str:
     """Which blocks the last step attended to: layers from top to bottom, the context from left to right."""
     if blocks is None or not blocks.share.numel():
-        return '<div class="heat empty">The blocks that a step attends to will be drawn here: layers x position.</div>'
+        return ""
     if blocks.share.isnan().all():
         return '<div class="heat empty">This cache does not say which blocks it attends to.</div>'
     share = blocks.share.nan_to_num(0.0).numpy()
@@ -129,11 +130,13 @@ def heat_map(blocks: BlockMap | None) -> str:
 
 
 def numbers(race: RaceView, machine: dict[str, str]) -> str:
-    """The table below the plot."""
+    """The table below the plot; nothing before the first token."""
     dense, sparse = race.lanes
+    if not dense.seconds and not sparse.seconds:
+        return ""
     rows = [
         ("time per token, median", _ms(dense.median_ms), _ms(sparse.median_ms)),
-        ("tokens per second", _per_second(dense), _per_second(sparse)),
+        ("tokens per second", _per_second(dense, race.rows), _per_second(sparse, race.rows)),
         ("time to first token", _seconds(race.ttft_s(dense)), _seconds(race.ttft_s(sparse))),
         ("KV read per token", *_reads(dense, sparse)),
         ("share of the context attended to", "100 %", _percent(sparse.stats, "attended_share")),
@@ -152,6 +155,29 @@ def numbers(race: RaceView, machine: dict[str, str]) -> str:
     )
 
 
+def questions(asked: Sequence[Asked]) -> str:
+    """The table below the chat: what each question took; nothing before the first."""
+    if not asked:
+        return ""
+    rows = "".join(
+        f"<tr><th>{number}. {esc(each.question)}</th><td>{_seconds(each.first_s)}</td><td>{_read(each)}</td>"
+        f"<td>{_ms(each.median_ms)}</td>"
+        f"<td>{'&ndash;' if each.share is None else f'{100 * each.share:.0f} %'}</td></tr>"
+        for number, each in enumerate(asked, 1)
+    )
+    return (
+        '<div class="numbers"><table><thead><tr><td class="left">question</td><td>first token after</td>'
+        "<td>the document</td><td>then a token takes</td><td>context read</td></tr></thead>"
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _read(asked: Asked) -> str:
+    if asked.first_s is None:
+        return "&ndash;"
+    return "not read again" if asked.read_s is None else f"read in {asked.read_s:.1f} s"
+
+
 def _ms(value: float | None) -> str:
     return "&ndash;" if value is None else f"{value:.1f} ms"
 
@@ -160,9 +186,9 @@ def _seconds(value: float | None) -> str:
     return "&ndash;" if value is None else f"{value:.2f} s"
 
 
-def _per_second(lane: LaneView) -> str:
+def _per_second(lane: LaneView, rows: int) -> str:
     total = sum(lane.seconds[1:])
-    return "&ndash;" if not total else f"{len(lane.seconds[1:]) / total:.1f}"
+    return "&ndash;" if not total else f"{rows * len(lane.seconds[1:]) / total:.1f}"
 
 
 def _reads(dense: LaneView, sparse: LaneView) -> tuple[str, str]:
@@ -190,12 +216,3 @@ def _mass(lane: LaneView) -> str:
 
 def _cache(lane: LaneView, where: str) -> str:
     return "&ndash;" if lane.memory is None else size(lane.memory[where])
-
-
-def size(n: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "kB", "MB"):
-        if abs(n) < 1000:
-            return f"{n:.0f} {unit}" if unit != "MB" else f"{n:.1f} {unit}"
-        n /= 1000
-    return f"{n:.2f} GB"

@@ -7,8 +7,8 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import gradio as gr
 import psutil
@@ -18,9 +18,10 @@ from . import charts, documents
 from .caches import METHODS
 from .language import Language, Needle
 from .models import Loaded, ModelError, Models
-from .race import Busy, Session, Started, Task
+from .race import Busy, Session, Started, Stepped, Task
+from .recording import Recording
 from .turns import Turns
-from .view import RaceView
+from .view import Asked, RaceView
 
 REFRESH = 0.2  # seconds between pictures
 SILENT = 600  # seconds until the document and the conversation of a tab that nobody uses are forgotten
@@ -29,18 +30,19 @@ _SWEEP = 15  # seconds between looks for such tabs
 
 @dataclass
 class Tab:
-    """One browser tab: its session, and the earlier questions with both answers."""
+    """One browser tab: its session, the race's earlier questions with both answers, and the chat."""
 
     session: Session
     history: list[tuple[str, list[str]]] = field(default_factory=list)
+    chat: list[Asked] = field(default_factory=list)
     seen: float = field(default_factory=time.monotonic)
 
 
 class Desk:
     """Serves all tabs; a model, and the machine, are shared by them."""
 
-    def __init__(self, models: Models) -> None:
-        self.models, self.turns = models, Turns()
+    def __init__(self, models: Models, recordings: Sequence[Recording] = ()) -> None:
+        self.models, self.turns, self.recordings = models, Turns(), list(recordings)
         models.gone = self._forget_lost
         self._tabs: dict[str, Tab] = {}
         self._lock = threading.Lock()
@@ -104,8 +106,9 @@ class Desk:
                 tab.session.new_talk()
                 tab.history.clear()
         except Busy as busy:
-            return [self.status(str(busy), error=True), gr.update(), gr.update()]
-        return [self.status("A new conversation; the document is not read again."), *map(self.empty_pane, range(2))]
+            return [self.status(str(busy), error=True), gr.update(), gr.update(), gr.update()]
+        said = self.status("A new conversation; the document is not read again.")
+        return [said, "", *map(self.empty_pane, range(2))]
 
     # ------------------------------------------------------------------ the document
 
@@ -113,7 +116,7 @@ class Desk:
         """Tokens of context at first."""
         if self.models.device.type == "cuda":
             return 32768
-        return 4096 if model == "probe" else 2048
+        return 4096
 
     def longest(self, model: str) -> int:
         """Tokens of context at most: what the model was made for, within reason."""
@@ -184,16 +187,17 @@ class Desk:
         *values,
     ) -> Iterator[list]:
         """The button Race."""
-        tab, view = self.tab(request), RaceView()
+        tab, view = self.tab(request), RaceView(question=question, on_gpu=self._on_gpu)
         try:
             with contextlib.ExitStack() as until_done:
                 until_done.enter_context(tab.session.running())
-                yield self._page(tab, view, None, question, None, "Loading the model", running=True)
+                yield self._page(tab, view, "Loading the model", running=True)
                 loaded = until_done.enter_context(self.models.use(model))
                 task, needle = self._task(
                     loaded, source, pasted, upload, int(length), hide, depth, question, method, offload,
                     int(new_tokens), go_on, values,
                 )  # fmt: skip
+                view.wanted = needle.answer if needle else None
                 drawn = 0.0
                 for event in tab.session.race(loaded, task):
                     if isinstance(event, Started) and not event.follows:
@@ -201,28 +205,132 @@ class Desk:
                     view.add(event)
                     if time.monotonic() - drawn >= REFRESH:
                         drawn = time.monotonic()
-                        yield self._page(tab, view, loaded, question, needle, running=True)
+                        self._say(view, loaded)
+                        yield self._page(tab, view, running=True)
                 stopped = tab.session.stop.is_set()
-                last = self._page(tab, view, loaded, question, needle, running=False)
+                self._say(view, loaded)
+                last = self._page(tab, view)
                 if stopped:
                     tab.history.clear()
                 else:
-                    tab.history.append((question, [_answer(loaded, lane)[0] for lane in view.lanes]))
+                    tab.history.append((question, [lane.answer for lane in view.lanes]))
             yield last  # the memory is free by now, and another race may begin
+        except Exception as error:
+            yield from _told(error, lambda message: self._page(tab, view, message, error=True))
+
+    @staticmethod
+    def _say(view: RaceView, loaded: Loaded) -> None:
+        for lane in view.lanes:
+            lane.answer, lane.after = loaded.say(lane.ids)
+
+    def player(self, recording: Recording) -> Callable[[gr.Request], Iterator[list]]:
+        """What the button of a recording does."""
+
+        def play(request: gr.Request) -> Iterator[list]:
+            yield from self.play(request, recording)
+
+        return play
+
+    def play(self, request: gr.Request, recording: Recording) -> Iterator[list]:
+        """Show a recording at the speed at which it ran. Nothing is computed."""
+        tab = self.tab(request)
+        try:
+            with tab.session.running():
+                began, view = time.monotonic(), recording.view(0.0)
+                while not view.ended and not tab.session.stop.is_set():
+                    yield self._page(tab, view, self._played(recording, view), running=True)
+                    time.sleep(REFRESH)
+                    view = recording.view((time.monotonic() - began) * recording.speed)
+                message = self._played(recording, view)
+                if tab.session.stop.is_set():
+                    tab.session.stop.clear()  # what the tab has read is not what was stopped
+                    message = "The recording was stopped."
+            yield self._page(tab, view, message)
         except Busy as busy:
             gr.Info(str(busy))
             yield gr.skip()
-        except (ModelError, documents.DocumentError, ValueError, MemoryError) as error:
-            yield self._page(tab, view, None, question, None, str(error), error=True)
-        except torch.OutOfMemoryError:
-            message = "The memory of the GPU is full: take a shorter context, or offload."
-            yield self._page(tab, view, None, question, None, message, error=True)
-        except (
-            Exception
-        ) as error:  # a model whose files are damaged fails anywhere; the page must not stay at "Loading"
-            traceback.print_exc()
-            message = f"{type(error).__name__}: {error} (its traceback is where the server was started)"
-            yield self._page(tab, view, None, question, None, message, error=True)
+
+    @staticmethod
+    def _played(recording: Recording, view: RaceView) -> str:
+        speed = f" {recording.speed:.1f} times as fast as it ran" if recording.speed > 1 else ""
+        if view.ended:
+            return f"The recording{speed and ', played' + speed + ','} has ended; nothing ran on this machine."
+        return f"Playing a recording{speed}; nothing runs on this machine. Reading took {recording.read_s:.1f} s."
+
+    # ------------------------------------------------------------------ the chat
+
+    def ask(
+        self, request: gr.Request, model, source, pasted, upload, length, hide, depth, question, method, offload,
+        new_tokens, *values,
+    ) -> Iterator[list]:  # fmt: skip
+        """The button Ask: one more question about the same document, answered by the cache that is chosen."""
+        tab, asked, view = self.tab(request), Asked(question), RaceView(on_gpu=self._on_gpu)
+        try:
+            with contextlib.ExitStack() as until_done:
+                until_done.enter_context(tab.session.running())
+                yield self._chat(tab, asked, "Loading the model", running=True)
+                loaded = until_done.enter_context(self.models.use(model))
+                task, _ = self._task(
+                    loaded, source, pasted, upload, int(length), hide, depth, question, method, offload,
+                    int(new_tokens), False, values,
+                )  # fmt: skip
+                task = replace(task, talk="chat", lanes=(1,))
+                began, drawn, lane = time.monotonic(), 0.0, view.lanes[1]
+                for event in tab.session.race(loaded, task):
+                    if isinstance(event, Started) and not event.follows:
+                        tab.chat.clear()
+                    view.add(event)
+                    if isinstance(event, Stepped) and asked.first_s is None:
+                        asked.first_s, asked.read_s = time.monotonic() - began, view.read_s
+                    if time.monotonic() - drawn >= REFRESH:
+                        drawn = time.monotonic()
+                        asked.answer = loaded.say(lane.ids)[0]
+                        yield self._chat(tab, asked, self._asking(view), running=True)
+                asked.answer, asked.median_ms = loaded.say(lane.ids)[0], lane.median_ms
+                asked.share = None if lane.stats is None else lane.stats.attended_share
+                failed = lane.ended.error if lane.ended else None
+                if tab.session.stop.is_set():
+                    tab.chat.clear()
+                    last = self._chat(tab, None, "Stopped. The next question reads the document again.")
+                elif failed:
+                    last = self._chat(tab, None, failed, error=True)
+                else:
+                    tab.chat.append(asked)
+                    last = self._chat(tab, None, "Ask again: the document is not read again.")
+            yield last
+        except Exception as error:
+            yield from _told(error, lambda message: self._chat(tab, None, message, error=True))
+
+    @staticmethod
+    def _asking(view: RaceView) -> str:
+        if view.lanes[1].ids:
+            return "Answering."
+        if view.reading and view.reading[0] < view.reading[1]:
+            return f"Reading the document: {view.reading[0]:,} of {view.reading[1]:,} tokens."
+        return "Reading the question."
+
+    def _chat(self, tab: Tab, asked: Asked | None, message: str, running: bool = False, error: bool = False) -> list:
+        """All outputs of the chat; ``asked``: the question that is being answered."""
+        talk = [*tab.chat, *([asked] if asked else [])]
+        said = []
+        for each in talk:
+            said.append({"role": "user", "content": each.question})
+            said.append({"role": "assistant", "content": each.answer or "\u2026"})
+        buttons = [gr.update(interactive=not running), gr.update(interactive=running)]
+        return [self.status(message, error=error), said, charts.questions(talk), *buttons]
+
+    def new_chat(self, request: gr.Request) -> list:
+        """The button Clear of the chat: forget its conversation, keep the document."""
+        tab = self.tab(request)
+        try:
+            with tab.session.running():
+                tab.session.new_talk("chat")
+                tab.chat.clear()
+        except Busy as busy:
+            return [self.status(str(busy), error=True), gr.update(), gr.update(), gr.update(), gr.update()]
+        return self._chat(tab, None, "A new conversation; the document is not read again.")
+
+    # ------------------------------------------------------------------ what both ask
 
     def _task(
         self, loaded, source, pasted, upload, length, hide, depth, question, method, offload, new_tokens, go_on, values
@@ -256,33 +364,29 @@ class Desk:
 
     # ------------------------------------------------------------------ what it looks like
 
+    @property
+    def _on_gpu(self) -> bool:
+        return self.models.device.type == "cuda"
+
     def _page(
-        self,
-        tab: Tab,
-        view: RaceView,
-        loaded: Loaded | None,
-        question: str,
-        needle: Needle | None,
-        message: str | None = None,
-        running: bool = False,
-        error: bool = False,
+        self, tab: Tab, view: RaceView, message: str | None = None, running: bool = False, error: bool = False
     ) -> list:
-        """All outputs."""
-        message = message or self._message(tab, view, loaded)
+        """All outputs of the race."""
+        message = message or self._message(tab, view)
         fraction = None
         if view.reading and not view.decoding and not view.ended:
             fraction = view.reading[0] / view.reading[1]
-        panes = [self._pane(tab, i, view, loaded, question, needle) for i in range(2)]
-        pictures = [
-            charts.line_plot(view),
-            self._verdict(view, loaded),
-            charts.numbers(view, self.machine()),
-            charts.heat_map(view.lanes[1].blocks),
-        ]
+        history = [] if view.recorded else tab.history
+        where = {"recorded:": view.recorded} if view.recorded else self.machine()
         buttons = [gr.update(interactive=not running), gr.update(interactive=running)]
-        return [self.status(message, fraction, error), *panes, *pictures, *buttons]
+        return [
+            self.status(message, fraction, error), self._verdict(view),
+            *(self._pane(view, i, history) for i in range(2)),
+            charts.line_plot(view), charts.numbers(view, where), charts.heat_map(view.lanes[1].blocks), *buttons,
+            *(gr.update(interactive=not running) for _ in self.recordings),
+        ]  # fmt: skip
 
-    def _message(self, tab: Tab, view: RaceView, loaded: Loaded | None) -> str:
+    def _message(self, tab: Tab, view: RaceView) -> str:
         errors = [
             f"{lane.name or 'a pane'}: {lane.ended.error}" for lane in view.lanes if lane.ended and lane.ended.error
         ]
@@ -313,40 +417,47 @@ class Desk:
     def empty_pane(number: int) -> str:
         """A pane before anything was asked."""
         name = ("full attention", "sparse")[number]
-        return f"<div class='pane'><div class='name {charts.NAMES[number]}'>{name}</div></div>"
-
-    def empty_pictures(self) -> dict[str, str]:
-        """Element ids of what lies below the panes, and what they hold at first."""
-        view = RaceView()
-        return {
-            "plot": charts.line_plot(view), "verdict": self._verdict(view, None),
-            "numbers": charts.numbers(view, self.machine()), "heat": charts.heat_map(None),
-        }  # fmt: skip
+        about = ("reads every token of the context at every step", "reads what it chooses at every step")[number]
+        return (
+            f"<div class='pane'><div class='name {charts.NAMES[number]}'>{name}</div>"
+            f"<div class='about'>{about}</div></div>"
+        )
 
     @staticmethod
-    def _verdict(view: RaceView, loaded: Loaded | None) -> str:
-        text = None if loaded is None else view.verdict(loaded.on_gpu)
-        return f"<div class='verdict'>{charts.esc(text)}</div>" if text else ""
+    def empty_pictures() -> dict[str, str]:
+        """Element ids of what lies below the panes, and what they hold at first."""
+        return {"plot": charts.line_plot(RaceView()), "numbers": "", "heat": ""}
 
-    def _pane(self, tab: Tab, number: int, view: RaceView, loaded, question: str, needle: Needle | None) -> str:
+    @staticmethod
+    def _verdict(view: RaceView) -> str:
+        """The headline, above everything else; of a recording with its mark."""
+        mark = ""
+        if view.recorded:
+            mark = f"<div class='mark'><b>Recorded</b> {charts.esc(view.recorded)}</div>"
+        if (verdict := view.verdict()) is None:
+            return mark
+        headline, below = map(charts.esc, verdict)
+        return f"{mark}<div class='verdict'><strong>{headline}</strong><span>{below}</span></div>"
+
+    @staticmethod
+    def _pane(view: RaceView, number: int, history: list[tuple[str, list[str]]]) -> str:
         lane = view.lanes[number]
         name, _, about = (lane.name or ("full attention", "sparse")[number]).partition(", ")
-        said = [f"<p class='q'>{charts.esc(q)}</p><p class='a'>{charts.esc(a[number])}</p>" for q, a in tab.history]
-        answer = after = foot = ""
-        if loaded is not None:
-            answer, after = _answer(loaded, lane)
-            foot = f"<span>{len(lane.ids)} tokens</span>"
-            if needle is not None and lane.ids:
-                found = needle.answer in answer
-                over = found or bool(after) or lane.ended is not None
-                mark = ("right", "the hidden fact: found") if found else ("wrong", "the hidden fact: not found")
-                foot += f"<span class='{mark[0]}'>{mark[1]}</span>" if over else ""
+        said = [f"<p class='q'>{charts.esc(q)}</p><p class='a'>{charts.esc(a[number])}</p>" for q, a in history]
+        foot = ""
+        if lane.ids:
+            foot = f"<span>{len(lane.ids)} tokens{f' x {view.rows} sequences' if view.rows > 1 else ''}</span>"
+            found = view.found(lane)
+            mark = ("right", "the hidden fact: found") if found else ("wrong", "the hidden fact: not found")
+            foot += f"<span class='{mark[0]}'>{mark[1]}</span>" if found is not None else ""
+        question = view.question or ("Random weights say nothing: this race is of times." if view.recorded else "")
         said.append(
-            f"<p class='q'>{charts.esc(question)}</p><p class='a'>{charts.esc(answer)}</p>"
-            + (f"<p class='after'>decoding on: &hellip;{charts.esc(after[-60:])}</p>" if after else "")
+            f"<p class='q'>{charts.esc(question)}</p><p class='a'>{charts.esc(lane.answer)}</p>"
+            + (f"<p class='after'>decoding on: &hellip;{charts.esc(lane.after[-60:])}</p>" if lane.after else "")
         )
+        badge = "<span class='badge'>recorded</span>" if view.recorded else ""
         return (
-            f"<div class='pane'><div class='name {charts.NAMES[number]}'>{charts.esc(name)}</div>"
+            f"<div class='pane'><div class='name {charts.NAMES[number]}'>{charts.esc(name)}{badge}</div>"
             f"<div class='about'>{charts.esc(about)}</div><div class='talk'><div>{''.join(said)}</div></div>"
             f"<div class='foot'>{foot}</div></div>"
         )
@@ -369,11 +480,18 @@ def _needle(language: Language, depth: float, length: int) -> Needle:
     return language.needle(zlib.crc32(f"{depth:g}-{int(length)}".encode()))
 
 
-def _answer(loaded: Loaded, lane) -> tuple[str, str]:
-    """An answer, and what was decoded after its end."""
-    end = next((i for i, token in enumerate(lane.ids) if token in loaded.ends), len(lane.ids))
-    decode = loaded.language.tokenizer.decode
-    return decode(lane.ids[:end]).strip(), decode(lane.ids[end:])
+def _told(error: Exception, page: Callable[[str], list]) -> Iterator[list]:
+    """What the page shows of an error; ``page`` makes its outputs of a message."""
+    if isinstance(error, Busy):
+        gr.Info(str(error))
+        yield gr.skip()
+    elif isinstance(error, torch.OutOfMemoryError):
+        yield page("The memory of the GPU is full: take a shorter context, or offload.")
+    elif isinstance(error, ModelError | documents.DocumentError | ValueError | MemoryError):
+        yield page(str(error))
+    else:  # a model whose files are damaged fails anywhere; the page must not stay at "Loading"
+        traceback.print_exception(error)
+        yield page(f"{type(error).__name__}: {error} (its traceback is where the server was started)")
 
 
 _UPLOADS: dict[str, str] = {}

@@ -64,6 +64,15 @@ class Loaded:
         own = self.language.tokenizer.eos_token_id
         return frozenset(given if own is None else [*given, own])
 
+    def answer_tokens(self, ids: list[int]) -> int:
+        """How many new tokens come before the one that ends the answer."""
+        return next((i for i, token in enumerate(ids) if token in self.ends), len(ids))
+
+    def say(self, ids: list[int]) -> tuple[str, str]:
+        """The text of an answer, and of what was decoded behind its end."""
+        end, decode = self.answer_tokens(ids), self.language.tokenizer.decode
+        return decode(ids[:end]).strip(), decode(ids[end:])
+
 
 def locate(name: str) -> str:
     """What ``from_pretrained`` takes for a name of the list, a hub id or a path; one for all spellings of a path.

@@ -36,6 +36,10 @@ class Task:
         method: a key of ``METHODS``; ``values``, ``offload``: its controls.
         new_tokens: tokens to decode.
         go_on: do not stop where the answer ends: clocks need something to measure.
+        talk: whose conversations the lanes go on with; each name has its own.
+        lanes: which of the two answer: 0 full attention, 1 ``method``.
+        rows: sequences that decode together, all over the same document, which is read once and copied. With several
+            the lanes run one after the other, for two such caches may not fit the device.
     """
 
     context: tuple[int, ...]
@@ -46,6 +50,9 @@ class Task:
     offload: bool = False
     new_tokens: int = 128
     go_on: bool = False
+    talk: str = "race"
+    lanes: tuple[int, ...] = (0, 1)
+    rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,7 @@ class Busy(RuntimeError):
 
 
 class Session:
-    """What one tab keeps: the document that it has read, and a conversation in each pane."""
+    """What one tab keeps: the document that it has read, and a conversation for each pane and for the chat."""
 
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
@@ -117,7 +124,7 @@ class Session:
         self._prefix: PrefixCache | None = None
         # Models weakly: a tab that does not run keeps none in memory.
         self._read: tuple | None = None  # whose the prefix is
-        self._talks: dict[int, _Talk] = {}
+        self._talks: dict[tuple[str, int], _Talk] = {}
         self._of: tuple | None = None  # what the conversations depend on
 
     # ------------------------------------------------------------------ running
@@ -150,7 +157,7 @@ class Session:
         try:
             yield from self._race(loaded, task)
         except Stopped:
-            yield from (Ended(lane, stopped=True) for lane in range(2))
+            yield from (Ended(lane, stopped=True) for lane in task.lanes)
 
     def _race(self, loaded: Loaded, task: Task) -> Iterator[Event]:
         makers = self._makers(loaded, task)
@@ -160,15 +167,18 @@ class Session:
             self._talks.clear()
             self._of = of
         events: queue.Queue[Event] = queue.Queue(_QUEUED)
+        groups = [task.lanes] if task.rows > 1 else [(i,) for i in task.lanes]
         threads = [
-            threading.Thread(target=self._answer, args=(i, loaded, task, make, events), name=f"race-{i}", daemon=True)
-            for i, make in enumerate(makers)
+            threading.Thread(
+                target=self._answers, args=(group, loaded, task, makers, events), name=f"race-{group[0]}", daemon=True
+            )
+            for group in groups
         ]
         for thread in threads:
             thread.start()
         others, ended = -1, 0
         try:
-            while ended < len(threads):
+            while ended < len(task.lanes):
                 if others != (others := self.turns.runs - 1):
                     yield Waiting(others)
                 try:
@@ -238,8 +248,16 @@ class Session:
         self._prefix, self._read = prefix, whose
         yield Reading(total, total, spent)
 
+    def _answers(self, numbers: tuple[int, ...], loaded: Loaded, task: Task, makers: list, events: queue.Queue) -> None:
+        """A thread's work: one lane after the other."""
+        for number in numbers:
+            self._answer(number, loaded, task, makers[number], events)
+            if task.rows > 1:
+                self._talks.pop((task.talk, number), None)  # its memory is for the next one
+                gc.collect()
+
     def _answer(self, number: int, loaded: Loaded, task: Task, maker: tuple, events: queue.Queue) -> None:
-        """A thread's work: one pane's answer."""
+        """One lane's answer."""
         lane = Lane(self, self.stop)
         self.turns.join(lane)
         ended = Ended(number)
@@ -256,25 +274,27 @@ class Session:
             ended = Ended(number, error=f"{type(error).__name__}: {error}")
         finally:
             if ended.error or ended.stopped:
-                self._talks.pop(number, None)  # may hold half an answer
+                self._talks.pop((task.talk, number), None)  # may hold half an answer
             self.turns.leave(lane)
             events.put(ended)
 
     def _generate(self, number, loaded: Loaded, task: Task, maker, events: queue.Queue, lane: Lane) -> Ended:
         name, make = maker
         self.turns.take(lane)
-        talk = self._talks.get(number)
+        talk = self._talks.get((task.talk, number))
         follows = talk is not None
         if follows:
             talk.ids += task.follow_up
         else:
-            talk = self._talks[number] = _Talk(make(), [*task.context, *task.question])
+            talk = self._talks[task.talk, number] = _Talk(make(), [*task.context, *task.question])
+            if task.rows > 1:
+                talk.cache.batch_repeat_interleave(task.rows)
         before = talk.cache.stats() if isinstance(talk.cache, SparseCache) else None
-        given = torch.tensor([talk.ids], device=loaded.device)
+        given = torch.tensor([talk.ids] * task.rows, device=loaded.device)
         events.put(Started(number, name, follows))
 
         def step(report: StepReport) -> None:
-            talk.ids.extend(report.tokens)
+            talk.ids.append(report.tokens[0])  # every row says the same
             looked = report.index == 0 or report.stats is not None
             memory = _memory(talk.cache) if looked else None
             self.turns.give(lane, report.seconds)
@@ -306,8 +326,7 @@ class Session:
     def _settle(talk: _Talk, given: int, loaded: Loaded) -> None:
         """Leave the conversation where its answer ended, before the token that says so: what came after it was for
         the clocks."""
-        answer = talk.ids[given:]
-        kept = next((i for i, token in enumerate(answer) if token in loaded.ends), len(answer))
+        kept = loaded.answer_tokens(talk.ids[given:])
         talk.ids = talk.ids[: given + kept]
         surplus = talk.cache.get_seq_length() - len(talk.ids)
         if surplus > 0:
@@ -315,9 +334,9 @@ class Session:
 
     # ------------------------------------------------------------------ memory
 
-    def new_talk(self) -> None:
-        """Forget the conversations, keep the document. Inside :meth:`running`."""
-        self._talks.clear()
+    def new_talk(self, name: str = "race") -> None:
+        """Forget the conversations of that name, keep the document. Inside :meth:`running`."""
+        self._talks = {key: talk for key, talk in self._talks.items() if key[0] != name}
 
     @property
     def busy(self) -> bool:

@@ -3,8 +3,10 @@
     python -m demo.race --model small --length 2k --csv race.csv --plot race.svg
     python -m demo.race --model random:qwen3-8b --length 32k --method two_level --set token_budget=1024
     python -m demo.race --csv race.csv --plot race.svg --only-plot
+    python -m demo.record --model small --length 4k --save demo/recorded/small-4k.json
 
-A model is what the page takes, or ``random:SHAPE``: random weights of a known shape, over random tokens, for times.
+``--save`` writes a recording, which the page plays (``demo/recording.py``). A model is what the page takes, or
+``random:SHAPE``: random weights of a known shape, over random tokens, for times.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import argparse
 import csv
 import datetime
 import os
+import platform
+import shlex
 import sys
 import time
 import warnings
@@ -25,7 +29,7 @@ from benchmarks.shapes import SHAPES, known_config, parse_tokens, random_model
 from hf_sparsekv import optimize
 from hf_sparsekv.results import commit, device_name, versions
 
-from . import documents
+from . import documents, recording
 from .caches import METHODS
 from .models import Loaded, ModelError, Models, pick_device
 from .race import Reading, Session, Stepped, Task
@@ -50,18 +54,25 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--method", choices=list(METHODS), default=next(iter(METHODS)))
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="controls of the cache")
     parser.add_argument("--offload", action="store_true", help="full blocks in host memory")
+    parser.add_argument(
+        "--rows", type=int, default=1, help="sequences over one document, read once and copied; lanes run one by one"
+    )
     parser.add_argument("--depth", type=float, default=0.4, help="of the hidden fact, 0 to 1")
     parser.add_argument(
         "--warm-up", type=int, help="tokens of a race before, which is not recorded; default 16 on a GPU, else 0"
     )
     parser.add_argument("--csv", type=Path, help="where the points go")
     parser.add_argument("--plot", type=Path, help="a picture of them, svg or png")
+    parser.add_argument("--save", type=Path, metavar="JSON", help="where a recording for the page goes")
+    parser.add_argument("--title", help="of the recording's button; default: model, context and device")
+    parser.add_argument("--note", default="", help="what else a reader of the recording must know")
     parser.add_argument("--only-plot", action="store_true", help="draw the points of --csv")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Race, or draw; 1 if a lane has failed."""
+    argv = sys.argv[1:] if argv is None else argv
     args = arguments().parse_args(argv)
     if args.only_plot:
         if not (args.csv and args.plot):
@@ -74,7 +85,13 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 2) - 1))
     try:
         loaded, task, needle = prepare(args, device)
-        view, points = record(loaded, task, args)
+        if args.rows < 1:
+            raise ValueError("--rows: at least one sequence has to decode")
+        view, points, events = record(loaded, task, args)
+        if needle:
+            view.question, view.wanted = needle.question, needle.answer
+            for lane in view.lanes:
+                lane.answer, lane.after = loaded.say(lane.ids)
     except (ModelError, documents.DocumentError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -82,6 +99,9 @@ def main(argv: list[str] | None = None) -> int:
         write(args.csv, points)
         if args.plot:
             draw(args.csv, args.plot)
+    if args.save and not any(lane.ended is None or lane.ended.error for lane in view.lanes):
+        command = shlex.join(["python", "-m", "demo.record", *argv])
+        recording.write(args.save, recorded(view, events, loaded, args, points[0], command))
     return report(view, loaded, needle)
 
 
@@ -99,7 +119,9 @@ def prepare(args: argparse.Namespace, device: torch.device):
         ids = documents.fit(text, args.length - len(head) - len(fact))
         ids = documents.hide(ids, fact, args.depth, language.breaks)
         asked = tuple(language.question(needle.question, True))
-        task = Task((*head, *ids), asked, (), args.method, values, args.offload, args.new_tokens, True)
+        task = Task(
+            (*head, *ids), asked, (), args.method, values, args.offload, args.new_tokens, go_on=True, rows=args.rows
+        )
         return loaded, task, needle
     if shape not in SHAPES:
         raise ValueError(f"there is no shape {shape!r}; known: {', '.join(SHAPES)}")
@@ -111,7 +133,10 @@ def prepare(args: argparse.Namespace, device: torch.device):
     nothing = SimpleNamespace(tokenizer=SimpleNamespace(eos_token_id=None))
     ids = torch.randint(0, known_config(shape).vocab_size, (args.length + 16,)).tolist()
     asked = tuple(ids[args.length :])
-    task = Task(tuple(ids[: args.length]), asked, (), args.method, values, args.offload, args.new_tokens, True)
+    task = Task(
+        tuple(ids[: args.length]), asked, (), args.method, values, args.offload, args.new_tokens, go_on=True,
+        rows=args.rows,
+    )  # fmt: skip
     return Loaded(args.model, model, nothing), task, None
 
 
@@ -130,15 +155,16 @@ def _values(args: argparse.Namespace) -> dict[str, float]:
     return values
 
 
-def record(loaded: Loaded, task: Task, args: argparse.Namespace) -> tuple[RaceView, list[dict]]:
+def record(loaded: Loaded, task: Task, args: argparse.Namespace) -> tuple[RaceView, list[dict], list[Stepped]]:
     """Run the race.
 
     Returns:
-        What the page would show at the end, and a row for each point of its plot.
+        What the page would show at the end, a row for each point of its plot, and the steps.
     """
     session = Session(Turns())
     warm = args.warm_up if args.warm_up is not None else 16 * loaded.on_gpu
-    view, points, began = RaceView(), [], 0.0
+    view, points, began = RaceView(rows=task.rows, on_gpu=loaded.on_gpu), [], 0.0
+    steps: list[Stepped] = []
     with session.running():
         if warm:
             few = Task(**{**task.__dict__, "new_tokens": warm})
@@ -149,6 +175,7 @@ def record(loaded: Loaded, task: Task, args: argparse.Namespace) -> tuple[RaceVi
                 began = time.perf_counter()
             view.add(event)
             if isinstance(event, Stepped):
+                steps.append(event)
                 points.append(_point(view, event, time.perf_counter() - began))
         session.forget()
     if warm:
@@ -157,7 +184,64 @@ def record(loaded: Loaded, task: Task, args: argparse.Namespace) -> tuple[RaceVi
         "model": args.model, "context": len(task.context), "read_s": f"{view.read_s:.4g}", "device": device_name(),
         "versions": versions(), "commit": commit(), "date": datetime.date.today().isoformat(),
     }  # fmt: skip
-    return view, [{**point, **common} for point in points]
+    return view, [{**point, **common} for point in points], steps
+
+
+def recorded(
+    view: RaceView, steps: list[Stepped], loaded: Loaded, args: argparse.Namespace, common: dict, command: str
+) -> recording.Recording:
+    """The race as a recording; ``common``: a row of its points, which says where and when."""
+    random = args.model.startswith("random:")
+    name = "SmolLM2-135M" if args.model == "small" else args.model.replace("random:", "")
+    long = f"{args.length >> 10}k" if args.length % 1024 == 0 else f"{args.length:,}"
+    many = f"{args.rows} x " if args.rows > 1 else ""
+    device = (
+        common["device"] if loaded.on_gpu else f"{platform.machine()} CPU, torch threads: {torch.get_num_threads()}"
+    )
+    return recording.Recording(
+        title=args.title or f"{name}, {many}{long}, {device.partition(',')[0]}",
+        model=f"{name}'s shape, random weights" if random else name,
+        context=int(common["context"]),
+        rows=args.rows,
+        on_gpu=loaded.on_gpu,
+        device=device,
+        versions=common["versions"],
+        commit=common["commit"],
+        date=common["date"],
+        command=command,
+        note=args.note,
+        read_s=float(view.read_s),
+        question=view.question,
+        wanted=view.wanted,
+        lanes=tuple(_lane(number, view, steps, loaded, random) for number in range(2)),
+    )
+
+
+def _lane(number: int, view: RaceView, steps: list[Stepped], loaded: Loaded, random: bool) -> recording.RecordedLane:
+    lane, mine = view.lanes[number], [step for step in steps if step.lane == number]
+    looked = [(i, step.report.stats, step.memory) for i, step in enumerate(mine) if step.memory or step.report.stats]
+    maps = [(i, step.report.blocks) for i, step in enumerate(mine) if step.report.blocks is not None]
+    return recording.RecordedLane(
+        name=lane.name,
+        ms=tuple(1e3 * seconds for seconds in lane.seconds),
+        pieces=() if random else _pieces(loaded.language.tokenizer, lane.ids),
+        answer_tokens=0 if random else loaded.answer_tokens(lane.ids),
+        looks=tuple(looked),
+        maps=tuple(maps),
+        totals=lane.totals,
+    )
+
+
+def _pieces(tokenizer, ids: list[int]) -> tuple[str, ...]:
+    """The text that each token adds; of letters that several tokens make, the last one has all."""
+    pieces, said = [], ""
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:end])
+        whole = text.rstrip("\ufffd") if end < len(ids) else text
+        new = whole[len(said) :] if whole.startswith(said) else ""
+        pieces.append(new)
+        said += new
+    return tuple(pieces)
 
 
 def _point(view: RaceView, event: Stepped, elapsed: float) -> dict:
@@ -238,6 +322,10 @@ def report(view: RaceView, loaded: Loaded, needle) -> int:
         print(line)
         if lane.stats is not None:
             print(f"  {lane.stats}")
-    if not failed:
-        print(view.verdict(loaded.on_gpu))
+    if not failed and (verdict := view.verdict()):
+        print(". ".join(verdict))
     return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

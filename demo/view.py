@@ -17,6 +17,7 @@ class LaneView:
     Args:
         ids: new tokens; ``seconds``: that each took, the first one included.
         latest: statistics of the last steps that were looked at; ``totals``: of the whole answer.
+        answer: its text so far; ``after``: what was decoded behind its end, for the clocks.
     """
 
     name: str = ""
@@ -27,6 +28,8 @@ class LaneView:
     blocks: BlockMap | None = None
     memory: dict[str, int] | None = None
     ended: Ended | None = None
+    answer: str = ""
+    after: str = ""
 
     @property
     def step_ms(self) -> list[float]:
@@ -45,6 +48,23 @@ class LaneView:
 
 
 @dataclass
+class Asked:
+    """A question of the chat, and what its answer took.
+
+    Args:
+        first_s: seconds from the question to the first token of its answer, reading the document included.
+        read_s: of them, seconds of reading the document; None if it was not read for this question.
+    """
+
+    question: str
+    answer: str = ""
+    first_s: float | None = None
+    read_s: float | None = None
+    median_ms: float | None = None
+    share: float | None = None
+
+
+@dataclass
 class RaceView:
     """Both panes and what is common to them; :meth:`add` every event.
 
@@ -52,6 +72,10 @@ class RaceView:
         read_s: seconds that reading the document took; None while it lasts, or if it was read before.
         reading: ``(done, total)`` tokens of the document.
         others: other tabs that run.
+        question: what is asked; ``wanted``: what the answer must contain, if a fact is hidden.
+        rows: sequences that decode together.
+        on_gpu: where it runs, or ran.
+        recorded: in words what was recorded where and when; None of a race that runs here.
     """
 
     lanes: tuple[LaneView, LaneView] = field(default_factory=lambda: (LaneView(), LaneView()))
@@ -59,6 +83,11 @@ class RaceView:
     reading: tuple[int, int] | None = None
     reused: bool = False
     others: int = 0
+    question: str = ""
+    wanted: str | None = None
+    rows: int = 1
+    on_gpu: bool = False
+    recorded: str | None = None
 
     def add(self, event: Event) -> None:
         """Take note of an event."""
@@ -78,7 +107,7 @@ class RaceView:
             lane.ended, lane.totals = event, event.totals
         else:
             report = event.report
-            lane.ids += report.tokens
+            lane.ids.append(report.tokens[0])
             lane.seconds.append(report.seconds)
             lane.latest = report.stats or lane.latest
             lane.blocks = report.blocks or lane.blocks
@@ -97,23 +126,67 @@ class RaceView:
         """Seconds to the first token: reading the document (unless it was read before) and the question."""
         return None if not lane.seconds else lane.seconds[0] + (self.read_s or 0.0)
 
-    def verdict(self, on_gpu: bool) -> str | None:
-        """One sentence: which was quicker, and why, if it was not the sparse one."""
+    def found(self, lane: LaneView) -> bool | None:
+        """The answer holds the hidden fact. None: nothing is hidden, or the answer may still come to it."""
+        if self.wanted is None or not lane.ids:
+            return None
+        if self.wanted in lane.answer:
+            return True
+        return False if lane.after or lane.ended is not None else None
+
+    @property
+    def same_answer(self) -> bool | None:
+        """Both say the same, as far as both have come. None: they say nothing, as models of random weights do."""
+        texts = [lane.answer for lane in self.lanes]
+        if not all(texts):
+            return None
+        whole = [bool(lane.after) or lane.ended is not None for lane in self.lanes]
+        if all(whole):
+            return texts[0] == texts[1]
+        short, long = sorted(texts, key=len)
+        return long.startswith(short)
+
+    def verdict(self) -> tuple[str, str] | None:
+        """A headline, and the sentence below it: on a GPU the time per token, on a CPU what was read.
+
+        Returns:
+            None while either lane has fewer than 8 tokens.
+        """
         dense, sparse = self.lanes
         if not dense.median_ms or not sparse.median_ms or min(len(dense.ids), len(sparse.ids)) < 8:
             return None
         ratio = dense.median_ms / sparse.median_ms
         if sparse.stats is None:
-            return f"Both panes are full attention; their medians are {abs(1 - ratio):.0%} apart. So much is noise."
+            apart = f"Their medians are {abs(1 - ratio):.0%} apart. So much is noise."
+            return "Both panes are full attention", apart
+        stats, steps = sparse.stats, max(1, sparse.stats.decode_steps)
+        reads = f"Reads {_percent(stats.attended_share)} of the context{self._answers()}"
+        taken = (stats.kv_bytes_read + stats.index_bytes_read) / steps
+        amount = f"{size(taken)} of KV cache a token instead of {size(stats.kv_bytes_dense / steps)}"
         if ratio >= 1.02:
-            return (
-                f"The sparse cache takes {sparse.median_ms:.1f} ms a token, full attention {ratio:.2f} times as long."
-            )
-        slower = f"{1 / ratio:.2f} times as long as full attention" if ratio <= 0.98 else "as long as full attention"
-        return f"Here the sparse cache takes {slower}. {self._why(sparse.stats, on_gpu)}"
+            factor = f"{ratio:.2f} times as long"
+        else:
+            factor = "as long" if ratio > 0.98 else f"sparse takes {1 / ratio:.2f} times as long here"
+        why = "" if ratio >= 1.02 else " " + self._why(stats)
+        if self.on_gpu:
+            times = f"{sparse.median_ms:.1f} ms a token, full attention {dense.median_ms:.1f} ms"
+            return f"{times} ({factor})", f"{reads}: {amount}.{why}"
+        times = f"Time: {sparse.median_ms:.0f} ms a token, full attention {dense.median_ms:.0f} ms ({factor})."
+        return reads, f"{amount[0].upper()}{amount[1:]}, index included. {times}{why}"
 
-    @staticmethod
-    def _why(stats: CacheStats, on_gpu: bool) -> str:
+    def _answers(self) -> str:
+        same = self.same_answer
+        if same is None:
+            return ""
+        ended = all(bool(lane.after) or lane.ended is not None for lane in self.lanes)
+        if same:
+            return ", same answer" if ended else ", same answer so far"
+        if all(self.found(lane) for lane in self.lanes):
+            return ", both find the hidden fact"
+        return ", another answer"
+
+    def _why(self, stats: CacheStats) -> str:
+        """Why the sparse lane was not quicker."""
         if stats.crossover_calls:
             return (
                 "At this length reading everything is as quick as choosing, so most of its steps read everything "
@@ -124,12 +197,26 @@ class RaceView:
                 f"It attends to {stats.attended_share:.0%} of the context, so there is little to save: lower the "
                 "budget, or take a longer context."
             )
-        if on_gpu:
+        if self.on_gpu:
             return (
                 "Choosing what to read takes a fixed time; so short a context is read in less. It pays with longer "
                 "contexts, larger batches, or keys and values that do not fit the GPU."
             )
         return (
-            f"It reads {stats.attended_share:.0%} of the context, but without a GPU its operators run as plain torch, "
-            "made to be right and not fast, and a context of this length is read quickly. On a GPU: see the README."
+            "On a CPU, choosing what to read from so short a context can take longer than reading all of it: less is "
+            "read, and no time is gained."
         )
+
+
+def _percent(share: float) -> str:
+    """A share for a headline: no decimals unless they are all there is."""
+    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.1f} %"
+
+
+def size(n: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "kB", "MB"):
+        if abs(n) < 1000:
+            return f"{n:.0f} {unit}" if unit != "MB" else f"{n:.1f} {unit}"
+        n /= 1000
+    return f"{n:.2f} GB"

@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -113,20 +114,52 @@ def test_offload(probe):
 def test_a_follow_up_reads_neither_the_document_nor_the_talk_again(probe):
     session, task = Session(Turns()), a_task(probe)
     run(session, probe, task)
-    lengths = [len(session._talks[i].ids) for i in range(2)]
+    lengths = [len(session._talks["race", i].ids) for i in range(2)]
     view, events = run(session, probe, task)
     assert view.reused
     assert [event.follows for event in events if isinstance(event, Started)] == [True, True]
     needle = probe.language.needle(5)
     for number, lane in enumerate(view.lanes):
         assert needle.answer in probe.language.tokenizer.decode(lane.ids[:2])
-        talk = session._talks[number]
+        talk = session._talks["race", number]
         assert len(talk.ids) == lengths[number] + len(task.follow_up) + 2, "cut where the answer ended"
         assert talk.cache.get_seq_length() <= len(talk.ids)
     with session.running():
         session.new_talk()
     _, events = run(session, probe, task)
     assert [event.follows for event in events if isinstance(event, Started)] == [False, False]
+
+
+def test_the_chat_answers_alone_from_what_the_race_has_read(probe):
+    session, task = Session(Turns()), a_task(probe)
+    run(session, probe, task)
+    chat = replace(task, talk="chat", lanes=(1,), go_on=False)
+    for follows in (False, True):
+        view, events = run(session, probe, chat)
+        assert view.reused
+        assert [(e.lane, e.follows) for e in events if isinstance(e, Started)] == [(1, follows)]
+        assert probe.language.needle(5).answer in probe.language.tokenizer.decode(view.lanes[1].ids)
+        assert not view.lanes[0].ids
+    with session.running():
+        session.new_talk("chat")
+    _, events = run(session, probe, chat)
+    assert [e.follows for e in events if isinstance(e, Started)] == [False]
+    _, events = run(session, probe, task)
+    assert [e.follows for e in events if isinstance(e, Started)] == [True, True], "the race's own conversation is there"
+
+
+def test_several_rows_decode_one_lane_after_the_other(probe):
+    task = a_task(probe, new_tokens=6)
+    alone, _ = run(Session(Turns()), probe, task)
+    session = Session(Turns())
+    view, events = run(session, probe, replace(task, rows=3))
+    assert [lane.ids for lane in view.lanes] == [lane.ids for lane in alone.lanes], "every row says the same"
+    steps = [event for event in events if isinstance(event, Stepped)]
+    assert [event.lane for event in steps] == [0] * 6 + [1] * 6
+    assert {len(event.report.tokens) for event in steps} == {3}
+    stats, one = view.lanes[1].stats, alone.lanes[1].stats
+    assert stats.kv_bytes_read == 3 * one.kv_bytes_read
+    assert not session._talks, "their memory is given back"
 
 
 def test_another_cache_uses_the_same_reading(probe):

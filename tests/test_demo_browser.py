@@ -23,7 +23,7 @@ def server(tmp_path_factory):
     """``(url, log of what went elsewhere)``."""
     log = tmp_path_factory.mktemp("demo") / "elsewhere.log"
     log.touch()
-    command = [sys.executable, str(ROOT / "tests" / "demo_server.py"), str(log)]
+    command = [sys.executable, str(ROOT / "tests" / "demo_server.py"), str(log), "--model", "probe"]
     with (log.parent / "server.log").open("w+") as out:
         process = subprocess.Popen(command, cwd=ROOT, env=_environment(), stdout=out, stderr=subprocess.STDOUT)
         try:
@@ -161,7 +161,34 @@ def test_race_streams_draws_and_finds_the_needle(tab):
     assert re.search(r"time per token, median\s+[\d.]+ ms\s+[\d.]+ ms", table)
     read = [float(x) for x in re.search(r"KV read per token\s+([\d.]+) MB\s+([\d.]+) MB", table).groups()]
     assert read[1] < read[0], "the sparse cache reads less"
-    assert "full attention" in tab.text("verdict") or "sparse cache takes" in tab.text("verdict")
+    assert re.match(r"Reads \d+ % of the context, same answer\n", tab.text("verdict"))
+    assert re.search(r"Time: \d+ ms a token, full attention \d+ ms", tab.text("verdict"))
+
+
+SIZES = [(1280, 800), (1440, 900), (1920, 1080), (390, 844)]
+
+
+def bottoms(tab, size: tuple[int, int], *names: str) -> list[float]:
+    """Where elements end below the window's top, at that size."""
+    tab.page.set_viewport_size({"width": size[0], "height": size[1]})
+    tab.page.wait_for_function(f"innerWidth == {size[0]}")
+    tab.page.evaluate("scrollTo(0, 0)")
+    time.sleep(0.3)  # the page is laid out anew
+    found = [tab.page.locator(f"#{name}").bounding_box() for name in names]
+    assert all(box and box["height"] > 10 for box in found), names
+    return [box["y"] + box["height"] for box in found]
+
+
+def test_button_and_verdict_are_seen_without_scrolling(tab):
+    """Of this race, which is the test's before this one."""
+    if not tab.status().startswith("Done"):
+        tab.number("new-tokens", 16)
+        tab.race()
+        tab.wait_status("Done")
+    for size in SIZES:
+        race, status, verdict = bottoms(tab, size, "race", "status", "verdict")
+        assert race < status < verdict <= size[1], size
+    tab.page.set_viewport_size(DESKTOP)
 
 
 @pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
@@ -260,3 +287,36 @@ def test_models_and_uploads_that_cannot_be_used_say_why(tabs, tmp_path):
         tab.page.wait_for_selector(f"text={message}")
         tab.race()
         tab.page.wait_for_function("m => document.querySelector('#status .error')?.innerText.includes(m)", arg=message)
+
+
+def test_a_recording_plays_at_once_and_says_that_it_is_one(tabs):
+    tab = tabs()
+    began = time.monotonic()
+    tab.page.click("#play-0")
+    tab.page.wait_for_selector("#verdict .mark")
+    assert time.monotonic() - began < 10
+    tab.page.wait_for_selector("#verdict .verdict")
+    for word in ("Recorded", "commit", "torch"):
+        assert word in tab.text("verdict")
+    assert tab.text("pane-dense").count("recorded") == 1
+    for size in SIZES:
+        assert max(bottoms(tab, size, "race", "verdict")) <= size[1], size
+    tab.page.set_viewport_size(DESKTOP)
+    tab.page.click("#stop")
+    tab.wait_status("The recording was stopped")
+
+
+def test_the_chat_reads_the_document_once(tabs):
+    tab = tabs()
+    tab.number("length", 1024)
+    time.sleep(1)  # the question follows the length
+    tab.page.locator("button[role=tab]", has_text="Chat").click()
+    for count in (1, 2):
+        tab.page.click("#ask")
+        tab.page.wait_for_selector(f"#asked tbody tr:nth-child({count}) td:nth-child(4):has-text('ms')")
+        tab.page.wait_for_selector("#heard:has-text('Ask again')")
+    rows = [tab.page.locator("#asked tbody tr").nth(i).locator("td").all_inner_texts() for i in range(2)]
+    assert re.fullmatch(r"read in [\d.]+ s", rows[0][1]) and rows[1][1] == "not read again"
+    first, second = (float(row[0].split()[0]) for row in rows)
+    assert second < first, "time to the first token of both questions"
+    assert len(tab.page.locator("#talk .bot").all_inner_texts()) >= 2

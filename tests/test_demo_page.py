@@ -29,14 +29,31 @@ def a_view(dense: float, sparse: float, stats=None, count: int = 20) -> RaceView
 
 def test_verdicts():
     probe = probe_model()
-    view, _ = run(Session(Turns()), probe, a_task(probe))
-    stats = view.lanes[1].stats
-    assert "full attention 2.00 times as long" in a_view(20, 10, stats).verdict(on_gpu=False)
-    slower = a_view(10, 20, stats)
-    assert "2.00 times as long as full attention" in slower.verdict(on_gpu=False)
-    assert "plain torch" in slower.verdict(on_gpu=False) or "little to save" in slower.verdict(on_gpu=False)
-    assert a_view(10, 20, stats, count=4).verdict(on_gpu=False) is None, "too few to say"
-    assert "noise" in a_view(10, 10.1).verdict(on_gpu=False)
+    ran, _ = run(Session(Turns()), probe, a_task(probe))
+    stats = ran.lanes[1].stats
+    share = f"{100 * stats.attended_share:.0f} %"
+
+    def said(dense: float, sparse: float, stats=stats, on_gpu=False, answers=("", ""), wanted=None, count=20):
+        view = a_view(dense, sparse, stats, count)
+        view.on_gpu, view.wanted = on_gpu, wanted
+        for lane, answer in zip(view.lanes, answers):
+            lane.answer, lane.after = answer, "x"
+        return view.verdict()
+
+    headline, below = said(20, 10, answers=("7", "7"))
+    assert headline == f"Reads {share} of the context, same answer"
+    assert "10 ms a token, full attention 20 ms (2.00 times as long)" in below
+    headline, below = said(10, 20, answers=("7", "8"))
+    assert headline.endswith("another answer"), "what is not so is not said"
+    assert "sparse takes 2.00 times as long here" in below, "a slower one is told, too"
+    assert said(10, 20, answers=("7, a", "7, b"), wanted="7")[0].endswith("both find the hidden fact")
+    assert said(10, 20)[0] == f"Reads {share} of the context", "of answers that are not there, nothing"
+    headline, below = said(20, 10, on_gpu=True, answers=("7", "7"))
+    assert headline == "10.0 ms a token, full attention 20.0 ms (2.00 times as long)"
+    assert f"Reads {share} of the context, same answer" in below
+    assert "fixed time" in said(10, 20, on_gpu=True)[1] or "little to save" in said(10, 20, on_gpu=True)[1]
+    assert said(10, 20, count=4) is None, "too few to say"
+    assert "noise" in said(10, 10.1, stats=None)[1]
 
 
 def test_model_output_is_text_and_not_html():
@@ -111,6 +128,29 @@ def test_serving_an_unknown_model(capsys):
 
     assert serve(Options(models=["probe", "/no/such/place"])) == 1
     assert "there is no model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fetched", [True, False])
+def test_the_small_model_comes_first_if_it_is_here(fetched, monkeypatch, capsys, tmp_path):
+    from demo import app, models
+    from demo.__main__ import Options, serve
+
+    launched = []
+
+    def launch(models, model, *args, **kwargs):
+        launched.append(model)
+        raise OSError("no port is free")
+
+    monkeypatch.setattr(app, "launch", launch)
+    if fetched:
+        monkeypatch.setattr(models, "locate", lambda name: str(models.PROBE_PATH))
+    else:
+        monkeypatch.setattr(models, "small_model_path", lambda: tmp_path)
+    assert serve(Options()) == 1
+    told = capsys.readouterr()
+    assert "no port is free" in told.err
+    assert launched == ["small" if fetched else "probe"]
+    assert ("hf-sparsekv fetch" in told.out) is not fetched
 
 
 def test_the_command_away_from_a_checkout(monkeypatch, tmp_path):

@@ -28,7 +28,7 @@ DESKTOP, PHONE = 1280, 390
 
 
 def shots(url: str, args: argparse.Namespace) -> list[Image.Image]:
-    """Desktop, then phone: the controls and what lies below them, side by side."""
+    """Desktop, then phone: the results and the controls below them, side by side."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -48,8 +48,8 @@ def shots(url: str, args: argparse.Namespace) -> list[Image.Image]:
             page.mouse.move(0, 0)
             page.wait_for_timeout(500)
             found.append(Image.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB"))
-            if width == PHONE:
-                at = int(page.evaluate("document.getElementById('status').getBoundingClientRect().top + scrollY")) - 8
+            if width == PHONE:  # the results, then the controls
+                at = int(page.evaluate("document.getElementById('settings').getBoundingClientRect().top + scrollY")) - 8
                 phone = found.pop()
                 found += [phone.crop((0, 0, width, at)), phone.crop((0, at, width, phone.height))]
             page.close()

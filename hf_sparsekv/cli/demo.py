@@ -21,7 +21,7 @@ def demo(
         typer.Argument(
             metavar="MODEL",
             help="Hub ids or directories, offered beside `probe` and `small`; the first is chosen at first.",
-            show_default="probe",
+            show_default="small",
         ),
     ] = None,
     device: opt.Device = "auto",

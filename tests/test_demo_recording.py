@@ -1,0 +1,145 @@
+"""Recorded races: files, what is played, and the page with and without them."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("gradio", reason="the demo needs gradio: pip install -e '.[demo]'")
+
+from demos import probe_model
+
+from demo import app, record, recording
+from demo.desk import Desk
+from demo.models import Models
+from demo.recording import RecordedLane, Recording, RecordingError
+
+CPU = torch.device("cpu")
+COMMAND = ["--model", "probe", "--length", "1k", "--new-tokens", "20", "--set", "token_budget=128", "num_blocks=4"]
+COMMAND += ["--note", "a busy machine"]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("recorded") / "probe.json"
+    assert record.main([*COMMAND, "--save", str(path), "--csv", str(path.with_suffix(".csv"))]) == 0
+    return path
+
+
+def bare(ms: tuple[float, ...] = (5.0, 10.0, 10.0), **changes) -> Recording:
+    """A recording of random weights, which say nothing."""
+    lanes = (RecordedLane("full attention, somewhere", ms), RecordedLane("two-level, somewhere", ms))
+    told = {"device": "a GPU", "versions": "torch=1;triton=2", "commit": "abc", "date": "2026-01-01", "command": "run"}
+    fields = {"title": "bare", "model": "shape", "context": 1024, "rows": 1, "on_gpu": True, "read_s": 2.0}
+    return Recording(**{**fields, **told, "question": "", "wanted": None, "lanes": lanes, **changes})
+
+
+def test_a_file_holds_what_the_race_showed(path):
+    read = recording.read(path)
+    assert read.rows == 1 and read.context == 1024 and not read.on_gpu
+    assert "--new-tokens 20" in read.command
+    for part in (read.date, read.commit, "torch", "CPU", "1,024 tokens", "a busy machine"):
+        assert part in read.mark
+    answer, question = read.wanted, read.question
+    needle = probe_model().language.needle(1024)
+    assert (answer, question) == (needle.answer, needle.question)
+    end = read.view(read.seconds + 1)
+    assert end.ended and end.recorded == read.mark
+    for lane in end.lanes:
+        assert len(lane.ids) == 20 and end.found(lane) and lane.memory["device"] > 0
+    sparse = end.lanes[1]
+    assert sparse.stats.decode_steps == 19 and 0 < sparse.stats.attended_share < 1
+    assert sparse.blocks is not None and sparse.blocks.share.max() <= 1
+    assert "same answer" in end.verdict()[0]
+    again = path.with_name("again.json")
+    recording.write(again, read)
+    assert again.read_bytes() == path.read_bytes()
+    assert path.stat().st_size < 50_000
+
+
+def test_it_plays_by_each_lanes_own_clock():
+    slow, quick = RecordedLane("full attention", (5.0, *[20.0] * 9)), RecordedLane("sparse", (5.0, *[10.0] * 9))
+    played = bare(lanes=(slow, quick))
+    counts = [tuple(len(lane.ids) for lane in played.view(at).lanes) for at in (0.0, 0.055, 0.105, 1.0)]
+    assert counts == [(1, 1), (3, 6), (6, 10), (10, 10)]
+    assert not played.view(0.105).ended and played.view(1.0).ended
+    assert played.speed == 1.0
+    assert bare((5.0, *[1e3] * 90)).speed == pytest.approx(3.0)
+
+
+def test_random_weights_are_said_to_say_nothing():
+    shown = bare((5.0, *[10.0] * 20)).view(9.0)
+    assert shown.same_answer is None
+    assert "Random weights say nothing" in Desk._pane(shown, 0, [])
+    assert "recorded" in Desk._pane(shown, 0, [])
+    assert "a GPU" in Desk._verdict(shown)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda fields: "", "cannot be played"),
+        (lambda fields: "[1, 2]", "cannot be played"),
+        (lambda fields: json.dumps({**fields, "format": 99}), "format 99"),
+        (lambda fields: json.dumps({**fields, "lanes": fields["lanes"][:1]}), "two lanes"),
+        (lambda fields: json.dumps({name: v for name, v in fields.items() if name != "device"}), "cannot be played"),
+        (lambda fields: json.dumps({**fields, "surplus": 1}), "cannot be played"),
+    ],
+)
+def test_damaged_files_are_told_and_get_no_button(path, tmp_path, capsys, damage, message):
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text(damage(json.loads(path.read_text())))
+    with pytest.raises(RecordingError, match=message):
+        recording.read(damaged)
+    assert recording.found(tmp_path) == []
+    assert "damaged.json" in capsys.readouterr().err
+
+
+def test_a_large_picture_keeps_its_darkest_blocks():
+    share = torch.zeros(3, 1100)
+    share[1, 1099] = 1.0
+    blocks = recording.BlockMap((0, 1, 2), share, 64, 1100 * 64)
+    back = recording._map_in(recording._map_out(blocks))
+    assert back.share.shape == (3, 367) and back.block_size == 192
+    assert back.share.nonzero().tolist() == [[1, 366]]
+
+
+def buttons(page) -> list[str]:
+    return [block.elem_id for block in page.blocks.values() if (block.elem_id or "").startswith("play-")]
+
+
+def test_a_button_for_each_recording_and_none_without(path):
+    assert buttons(app.build(Models(CPU), "probe", recordings=[])) == []
+    assert buttons(app.build(Models(CPU), "probe", recordings=[recording.read(path), bare()])) == ["play-0", "play-1"]
+
+
+def test_what_the_project_ships_can_be_played():
+    files = sorted(recording.FOLDER.glob("*.json"))
+    assert len(recording.found()) == len(files) >= 1
+    for file in files:
+        assert file.stat().st_size < 200_000
+        assert not recording.read(file).commit.endswith("+"), "of a commit, without changes on top"
+
+
+def test_playing_computes_nothing_and_stops(path, monkeypatch):
+    desk, request = (
+        Desk(Models(CPU), [bare((5.0, *[2.0] * 400)), bare((5.0, *[100.0] * 400))]),
+        SimpleNamespace(session_hash="tab"),
+    )
+    monkeypatch.setattr(Models, "use", lambda *args: pytest.fail("a recording needs no model"))
+    pages = list(desk.play(request, desk.recordings[0]))
+    assert len(pages) >= 3, "it grows"
+    assert "Playing a recording" in pages[0][0] and "has ended" in pages[-1][0]
+    assert all("Recorded" in page[1] for page in pages)
+    assert all(len(page) == 9 + len(desk.recordings) for page in pages)
+    stopped, began = desk.play(request, desk.recordings[1]), time.monotonic()
+    next(stopped)
+    desk.stop(request)
+    assert "stopped" in list(stopped)[-1][0]
+    assert time.monotonic() - began < 10
+    assert not desk.tab(request).session.busy
