@@ -41,6 +41,7 @@ def sparse_decode(
     means: Tensor | None = None,
     mean_tokens: int | None = None,
     columns: Tensor | None = None,
+    scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """See :func:`.reference.sparse_decode`; for one row, chosen tokens (as many as the ids) or all, without pages.
@@ -51,7 +52,7 @@ def sparse_decode(
     (_, heads, size, width), dk = kv.shape, q.shape[2]
     n = sealed // size
     blocks = tuple(block_table.tolist()[0][:n]) if n else ()
-    plain = pages is None and used is None and from_host is None and lse is None
+    plain = pages is None and used is None and from_host is None and lse is None and scales is None
     plain = plain and all(t is None or (t.is_contiguous() and t.dtype == kv.dtype) for t in (kv, recent_kv, means))
     listed = ids[0].numpy() if plain and granularity == "token" and ids.dtype == torch.int32 else None  # [H, n]
     fused = softcap is None and sink_logits is None and dk == value_dim
@@ -63,7 +64,7 @@ def sparse_decode(
             **{"granularity": granularity, "value_dim": value_dim, "sinks": sinks, "scale": scale, "softcap": softcap},
             **{"sink_logits": sink_logits, "attended": attended, "pages": pages, "page_ids": page_ids},
             **{"from_host": from_host, "lse": lse, "used": used, "means": means, "mean_tokens": mean_tokens},
-            **{"columns": columns, "out": out},
+            **{"columns": columns, "scales": scales, "out": out},
         )
     reference.check_means(means, mean_tokens, granularity, size, False, columns)
     group = q.shape[1] // heads
