@@ -111,7 +111,7 @@ def test_generate(tiny, offload):
 
 def test_generate_from_codes(tiny):
     kept = []
-    for more in ((), ("--kv-dtype", "int8")):
+    for more in (("--offload",), ("--kv-dtype", "int8")):
         result = run("generate", tiny, "--prompt", TEXT, "--max-new-tokens", 8, *more, *SPARSE)
         kept.append(
             re.search(r"on the device, ([\d.]+) (\w+) in host memory", " ".join(result.stderr.split())).groups()

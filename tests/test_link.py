@@ -63,7 +63,8 @@ def test_link_that_nobody_tells(sysfs, monkeypatch, tmp_path):
 
 
 def test_doctor_shows_the_link(monkeypatch):
-    gpu = type("Properties", (), {"name": "Made-up GPU", "total_memory": 1 << 34, "major": 9, "minor": 0})
+    gpu = type("Properties", (), {"name": "Made-up GPU", "total_memory": 1 << 34, "major": 8, "minor": 9})
+    gpu.shared_memory_per_block_optin = 99 << 10
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
@@ -71,5 +72,7 @@ def test_doctor_shows_the_link(monkeypatch):
     monkeypatch.setattr(doctor, "_bandwidth", lambda index: 48e9)
     monkeypatch.setattr(doctor, "link_name", lambda index: ("PCIe 5.0 x16", UNKNOWN)[index])
     rows = [value for _, value in doctor._gpus()]
-    assert rows[1::3] == ["link PCIe 5.0 x16", "link unknown"]
-    assert rows[2] == "pinned host to device: 48.0 GB/s"
+    assert rows[1] == "crossover not measured: all steps select"
+    assert rows[2] == "99 KB of shared memory a program"
+    assert rows[3::5] == ["link PCIe 5.0 x16", "link unknown"]
+    assert rows[4] == "pinned host to device: 48.0 GB/s"

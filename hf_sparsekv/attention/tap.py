@@ -76,6 +76,9 @@ class _Probe:
         return step.k if which == "k" else step.v
 
 
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # rows of such weights are multiplied by as is
+
+
 class _Skipped:
     """In place of a projection whose result nobody looks at: the right shape, from memory that is there."""
 
@@ -134,7 +137,7 @@ def _query_only(attention: nn.Module) -> nn.Module:
         if _plain(layer := attention._modules.get(name)):
             children[name] = _Skipped(layer.out_features)
     joined, config = attention._modules.get("qkv_proj"), getattr(attention, "config", None)
-    if _plain(joined) and hasattr(attention, "head_dim"):
+    if _plain(joined) and joined.weight.dtype in _FLOATS and hasattr(attention, "head_dim"):  # else with scales
         rows = getattr(config, "num_attention_heads", 0) * attention.head_dim
         if joined.out_features == rows + 2 * getattr(config, "num_key_value_heads", 0) * attention.head_dim:
             children["qkv_proj"] = _QueryRows(joined, rows)

@@ -16,9 +16,11 @@ from ..attention.interface import NAME
 from ..kv.pool import host_memory_limit
 from ..offload.link import link_name
 from ..ops._dispatch import has_triton
+from ..policies.crossover import lookup
 from .output import messages, results, size
 
 _PACKAGES = ("hf-sparsekv", "torch", "transformers", "triton", "accelerate", "liger-kernel")
+_FORMATS = ("bitsandbytes", "torchao", "compressed-tensors", "gptqmodel")  # libraries of quantised weights
 # operator -> its folder in hf_sparsekv.ops
 _OPERATORS = {
     "append": "append",
@@ -35,7 +37,8 @@ def doctor() -> None:
     """Show versions, GPU, link, memory, and what will run where."""
     with messages.status("looking around"):
         sections = {
-            "versions": _versions(),
+            "versions": _versions(_PACKAGES),
+            "quantised weights": _versions(_FORMATS),
             "GPU": _gpus(),
             "host memory": _host(),
             "transformers": _registered(),
@@ -47,9 +50,9 @@ def doctor() -> None:
             results.print(f"  {name:<20} {value}", markup=False)
 
 
-def _versions() -> list[tuple[str, str]]:
-    rows = [("python", platform.python_version())]
-    for name in _PACKAGES:
+def _versions(packages: tuple[str, ...]) -> list[tuple[str, str]]:
+    rows = [("python", platform.python_version())] if packages is _PACKAGES else []
+    for name in packages:
         try:
             rows.append((name, version(name)))
         except PackageNotFoundError:
@@ -66,6 +69,9 @@ def _gpus() -> list[tuple[str, str]]:
     for index in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(index)
         rows.append((f"cuda:{index}", f"{p.name}, {size(p.total_memory)}, compute {p.major}.{p.minor}"))
+        rows.append(("", "crossover " + ("known" if lookup(p.name, "two_level") else "not measured: all steps select")))
+        if shared := getattr(p, "shared_memory_per_block_optin", 0):
+            rows.append(("", f"{shared >> 10} KB of shared memory a program"))
         if index < len(details):
             driver, now, most, width = details[index]
             rows.append(("", f"driver {driver}, PCIe {now} of {most}, width {width}"))

@@ -93,6 +93,7 @@ class StepRunner:
         self._said: set[str] = set()
         self._warm: set[Hashable] = set()  # kinds of steps whose kernels are compiled
         self._devices: set[torch.device] | None = None
+        self._offloaded: bool | None = None
         self._captures_on: tuple[torch.cuda.Stream, Sides] | None = None
 
     # ------------------------------------------------------------------ installing
@@ -180,6 +181,11 @@ class StepRunner:
         ids, mask = given["input_ids"], given.get("attention_mask")
         if self._cannot:
             return self._cannot
+        if self.offloaded():
+            return (
+                "some of the model's weights are offloaded, to host memory or to disk (device_map): their layers bring "
+                "them anew in every step, which a replay cannot"
+            )
         if self._counts_positions:
             return "the model's forward takes no position_ids: it counts positions on the host, which a replay cannot"
         if tensor_parallel(self.model):
@@ -229,6 +235,12 @@ class StepRunner:
         """A kernel can read ``t`` where it is."""
         return t.is_cuda or t.is_pinned()
 
+    def offloaded(self) -> bool:
+        """Some weights are brought for each call, by accelerate's hooks; looked up once, and again for each capture."""
+        if self._offloaded is None:
+            self._offloaded = any(map(_brings_weights, self.model.modules()))
+        return self._offloaded
+
     def devices(self) -> set[torch.device]:
         """Where the weights lie; looked up once, and again for each capture."""
         if self._devices is None:
@@ -273,7 +285,7 @@ class StepRunner:
             most = _MAX_GRAPHS if cache.row_batch is None else max(_MAX_GRAPHS, _KINDS * len(cache.row_batch.widths))
             while len(graphs) >= most:
                 graphs.pop(next(iter(graphs)))
-            self._devices = None
+            self._devices = self._offloaded = None
             steps.load(rows)
             try:
                 kind = (*self._kind(cache), *key[:4])
@@ -539,6 +551,26 @@ class StepRunner:
         return graph, output
 
 
+def _brings_weights(module: torch.nn.Module) -> bool:
+    """Whether the module's weights lie elsewhere between its calls."""
+    hook = getattr(module, "_hf_hook", None)
+    hooks = getattr(hook, "hooks", (hook,))  # several, one after another
+    return any(getattr(one, "offload", False) for one in hooks) or any(
+        p.is_meta for p in module.parameters(recurse=False)
+    )
+
+
+def _say_what_stays(fusion: Fusion | None) -> None:
+    """Warn about linear layers whose weights ``fuse`` has left as they are."""
+    if fusion is not None and fusion.quantised:
+        kinds = ", ".join(f"{n} {name}" for name, n in fusion.quantised.items())
+        warnings.warn(
+            f"quantised linear layers stay as they are ({kinds}): their projections are not joined, and their own "
+            "library multiplies; norms, rotary embedding and activations are fused",
+            stacklevel=3,
+        )
+
+
 def optimize(model: torch.nn.Module, fused: bool | None = None) -> torch.nn.Module:
     """Make ``model`` decode by replaying captured steps whenever it runs over one of our caches.
 
@@ -577,6 +609,7 @@ def optimize(model: torch.nn.Module, fused: bool | None = None) -> torch.nn.Modu
         except BaseException:
             runner.remove()
             raise
+        _say_what_stays(runner.fusion)
         return model
 
 

@@ -29,7 +29,7 @@ from torch import nn
 from ..ops.add_norm import MAX_WIDTH
 from ..ops.small_linear import small_linear
 from . import layers as fused_layers
-from .joined_linear import JoinedLinear, is_plain
+from .joined_linear import JoinedLinear, has_plain_weights, is_plain, quantised
 from .layers import (
     Arch,
     FusedAttention,
@@ -197,10 +197,12 @@ class Fusion:
         counts: fused modules of each kind; ``qkv`` and ``gate_up`` count joined projections, ``linear`` the layers
             that ``small_batch`` has changed.
         skipped: what was left as it was, and why.
+        quantised: linear layers whose weights are in a form of their own, which are left alone, by its name.
     """
 
     counts: dict[str, int]
     skipped: list[str]
+    quantised: dict[str, int] = field(default_factory=dict)
     _modules: list[nn.Module] = field(repr=False, default_factory=list)
 
     def undo(self) -> None:
@@ -277,6 +279,9 @@ def _fuse(model: nn.Module, linears: bool, small_batch: bool, fusion: Fusion) ->
             if not state.activation:
                 skipped[f"{kind}: unknown activation"] += 1
                 continue
+        if kind in ("Experts", "TopkRouter") and not has_plain_weights(module):
+            skipped[f"{kind}: its weights are quantised"] += 1
+            continue
         latent, names = kind == "Attention" and arch.latent, _PARALLEL.get(kind)
         if latent == "fused":
             names = ("q_proj" if module.q_lora_rank is None else "q_a_proj", "kv_a_proj_with_mqa")
@@ -306,7 +311,7 @@ def _fuse(model: nn.Module, linears: bool, small_batch: bool, fusion: Fusion) ->
     _chain(model)
     if (counts["qkv"] or counts["gate_up"]) and torch.cuda.is_available():
         torch.cuda.empty_cache()  # the old weights' memory; the next large tensor may not fit into its pieces
-    fusion.counts = dict(counts)
+    fusion.counts, fusion.quantised = dict(counts), quantised(model)
     fusion.skipped = [f"{why} ({n} modules)" for why, n in skipped.items()]
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DOUBLE = torch.float64
 
 
 def is_observed(module: nn.Module) -> bool:
@@ -26,6 +27,32 @@ def is_plain(layer: nn.Module) -> bool:
         and "forward" not in layer.__dict__
         and not hasattr(layer, "parametrizations")
     )
+
+
+def has_plain_weights(module: nn.Module) -> bool:
+    """Whether the module's own parameters are tensors of floats that a kernel reads where they lie."""
+    own = module.parameters(recurse=False)
+    return all(type(p) is nn.Parameter and type(p.data) is Tensor and p.dtype in _DTYPES for p in own)
+
+
+def quantised(model: nn.Module) -> dict[str, int]:
+    """How many linear layers of ``model`` keep their weights in another form than 16 or 32 bit floats, by its name.
+
+    The name is that of the layer's class (bitsandbytes' ``Linear4bit``, transformers' ``FP8Linear``, those of GPTQ and
+    AWQ), or of the weight's where the layer is torch's own (torchao's ``Int8Tensor``).
+    """
+    counts: dict[str, int] = {}
+    for module in model.modules():
+        kept = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        if not hasattr(module, "in_features") or not hasattr(module, "out_features") or not kept:
+            continue
+        held = [(type(t), t) for name, t in kept if name.startswith(("weight", "qweight")) and t is not None]
+        other = [kind for kind, t in held if kind not in (nn.Parameter, Tensor) or t.dtype not in (*_DTYPES, _DOUBLE)]
+        if other:
+            of_torch = type(module) is nn.Linear and other[0] not in (nn.Parameter, Tensor)
+            name = (other[0] if of_torch else type(module)).__name__
+            counts[name] = counts.get(name, 0) + 1
+    return counts
 
 
 class JoinedLinear:

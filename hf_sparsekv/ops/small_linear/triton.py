@@ -5,13 +5,12 @@ Tiles measured on an H200, bf16, projections of an 8B model (benchmarks/NOTES.md
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import _device
 from .._dispatch import require_dense_rows
 from .._operands import Table, operand
 from .._overlap import begin, launch
@@ -109,19 +108,12 @@ def small_linear_rows_kernel(
     tl.store(p_out + o_m[None, :] * n + o_n[:, None], b_sum.to(p_out.dtype.element_ty), mask=m_out)
 
 
-@cache
-def _shared_memory(device: int) -> int:
-    """Bytes of shared memory that one program may use."""
-    return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
-
-
 def _tile(x: Tensor, rows: int, n: int, k: int) -> tuple[int, int, int, int]:
     if rows == 1:
         return ONE_ROW if k >= SHORT else ONE_ROW_SHORT
     bn, bk, stages, warps = ROWS_WIDE if n >= WIDE else ROWS
-    if x.is_cuda:  # fewer steps in flight where they would not fit
-        held = (bn + MAX_ROWS) * bk * x.element_size()
-        stages = max(1, min(stages, _shared_memory(x.get_device()) // held))
+    held = (bn + MAX_ROWS) * bk * x.element_size()  # fewer steps in flight where they would not fit
+    stages = max(1, min(stages, _device.shared_memory(x) // held))
     return bn, bk, stages, warps
 
 

@@ -1,4 +1,4 @@
-"""How a call's work is cut: by shapes and dtypes alone, so that a captured step stays as it is."""
+"""How a call's work is cut: by shapes, dtypes and the device alone, so that a captured step stays as it is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from .._device import SHARED, shared_memory
 from .reference import has_latents
 
 
@@ -47,7 +48,35 @@ def is_native(*tensors: Tensor) -> bool:
     return len({t.dtype for t in tensors}) == 1 and tensors[0].dtype != torch.float32
 
 
-def config(q: Tensor, kv: Tensor, recent_kv: Tensor, value_dim: int, granularity: str) -> Config:
+def shared_bytes(c: Config, width: int, value_dim: int, item: int, means: bool = False) -> int:
+    """Shared memory of a program over latents of ``width`` entries of ``item`` bytes, the first ``value_dim`` values.
+
+    Found by compiling for sm_89, exact there: beside the queries either the tiles on their way and the products, or, of
+    tiles that are loaded to registers, their values twice, to change their layout. ``means``, which stand for what is
+    not chosen, are loaded so in any case.
+    """
+    loaded = 2 * c.tile * triton.next_power_of_2(value_dim) * item if c.stages == 1 or means else 0
+    on_their_way = (c.stages - 1) * c.tile * width * item + c.heads * c.tile * item if c.stages > 1 else 0
+    return c.heads * width * item + max(loaded, on_their_way)
+
+
+def fitting(c: Config, width: int, value_dim: int, item: int, limit: int, means: bool = False) -> Config:
+    """``c``, cut down until a program fits ``limit`` bytes: tiles on their way first, then their size, then heads."""
+    while shared_bytes(c, width, value_dim, item, means) > limit:
+        if c.stages != 2:  # one needs more than two, see above
+            c = replace(c, stages=2 if c.stages == 1 else c.stages - 1)
+        elif c.tile > 32:
+            c = replace(c, tile=c.tile // 2)
+        elif c.heads > 16:
+            c = replace(c, heads=c.heads // 2)
+        elif c.tile > 16:
+            c = replace(c, tile=c.tile // 2)
+        else:
+            break  # tensor cores take no less
+    return c
+
+
+def config(q: Tensor, kv: Tensor, recent_kv: Tensor, value_dim: int, granularity: str, means: bool = False) -> Config:
     """Of :func:`.sparse_decode` of these tensors."""
     lists, group, width = q.shape[0] * kv.shape[1], q.shape[1] // kv.shape[1], q.shape[2]
     if not has_latents(kv, q):
@@ -65,8 +94,12 @@ def config(q: Tensor, kv: Tensor, recent_kv: Tensor, value_dim: int, granularity
         chosen = FEW_ALONE if lists == 1 and group <= FEW_ALONE.heads else FEW
     else:
         chosen = ALL if group <= ALL.heads else MANY_HEADS
-    tile = chosen.tile
-    while width > WIDEST and tile > 16:
-        tile, width = tile // 2, width // 2
+    tile, wide = chosen.tile, width
+    while wide > WIDEST and tile > 16:
+        tile, wide = tile // 2, wide // 2
     at_once = max(16, min(chosen.heads, triton.next_power_of_2(group)))
-    return replace(chosen, tile=tile, heads=at_once)
+    item = q.element_size() if is_native(q, kv, recent_kv) else 4
+    limit = shared_memory(q)
+    if limit >= SHARED[90]:  # what is measured there fits
+        return replace(chosen, tile=tile, heads=at_once)
+    return fitting(replace(chosen, tile=tile, heads=at_once), width, value_dim, item, limit, means)

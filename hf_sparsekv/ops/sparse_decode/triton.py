@@ -72,7 +72,7 @@ def sparse_decode(
     else:
         raise ValueError(f"granularity must be 'token', 'block' or 'all', got {granularity!r}")
     first, end = sinks if granularity == "all" else 0, recent_kv.shape[2]
-    config = config or default(q, kv, recent_kv, value_dim, granularity)
+    config = config or default(q, kv, recent_kv, value_dim, granularity, means is not None)
     tile, span = config.tile, 1 if means is None else mean_tokens // block_size
     if latents and granularity != "token":  # a tile is within a block
         tile = min(tile, block_size)
