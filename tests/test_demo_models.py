@@ -313,7 +313,7 @@ def test_a_page_that_others_reach_offers_listed_models_only(given, is_open, tmp_
     assert shared.listed == ((PROBE, SMALL, own) if is_open else None)
     assert ("others can reach the page and choose probe, small, " in capsys.readouterr().out) == is_open
     chosen = next(block for block in served["page"].blocks.values() if getattr(block, "elem_id", None) == "model")
-    assert [value for _, value in chosen.choices] == [PROBE, SMALL, own]
+    assert [value for _, value in chosen.choices] == [SMALL, PROBE, own]
     assert chosen.value == own
     assert chosen.allow_custom_value != is_open
     assert ("only these" in chosen.info) == is_open

@@ -142,7 +142,11 @@ class Absorbed:
         linear = self.module.kv_b_proj
         weight = getattr(linear, "weight", None)
         return (
-            type(linear) is nn.Linear and type(weight) is nn.Parameter and weight.dtype in _PLAIN and not weight.is_meta
+            type(linear) is nn.Linear
+            and type(weight) is nn.Parameter
+            and weight.dtype in _PLAIN
+            and not weight.is_meta
+            and "forward" not in linear.__dict__  # which may multiply by something else
         )
 
     def matrix(self, like: Tensor) -> Tensor:

@@ -295,6 +295,7 @@ class StepRunner:
                 raise
             except RuntimeError as error:  # the model's own code does what no graph can hold
                 self._cannot = f"the model's forward cannot be captured ({str(error).splitlines()[0]})"
+                self._said.add(self._cannot)
                 warnings.warn(f"decode steps run eagerly: {self._cannot}", stacklevel=4)
                 return self.original(**given)
             finally:
