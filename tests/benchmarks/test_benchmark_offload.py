@@ -74,7 +74,7 @@ def test_traffic_by_hand(monkeypatch):
     now = SimpleNamespace(decode_steps=3, host_to_device_bytes=50, needed=20, found=8)
     copied = [PackStats(needed=0, copied=0, bytes=0)]
     layers = [SimpleNamespace(policy=SimpleNamespace(measured=of)) for of in (tuple, lambda: tuple(copied))]
-    pools_of = SimpleNamespace(pools=pools)
+    pools_of = SimpleNamespace(pools=pools, link_bytes=lambda pool: pool.pages[0].nbytes)
     cache = SimpleNamespace(device_pools=pools_of, sparse_layers=layers, stats=lambda: SimpleNamespace(**vars(now)))
     meter = traffic.Meter(cache)
     with pytest.raises(ValueError, match="no decode step"):
