@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from argparse import ArgumentParser, Namespace
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,7 +121,9 @@ class Bench:
         """The system, which has answered something and is closed at the end."""
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
         system = self.make(rows)
+        self.report.note(f"started in {time.perf_counter() - began:.1f} s")
         try:
             prompt, answer = WARM_UP
             first = Request(0.0, min(prompt, self.settings.max_length // 2), answer, 1)
