@@ -160,10 +160,11 @@ def limited(size):
 
 MESSAGE = r"of host memory, the limit is .*raise OffloadConfig\(max_host_bytes=\.\.\.\)"
 BLOCK = 16 * 2 * 32 * 4  # bytes: 16 tokens, two KV heads, key and value of 16 numbers each
-POOL = 16 * BLOCK  # the smallest
+POOL = 16 * BLOCK
+SMALLEST = 6 * BLOCK  # of a layer, one row of 90 tokens
 
 
-PREFILLS = [(3 * POOL, 900, r"after an error \(MemoryError in layer 0\)"), (POOL * 3 // 2, 90, r"hold \[0, 90\] tok")]
+PREFILLS = [(3 * POOL, 900, r"after an error \(MemoryError in layer 0\)"), (SMALLEST * 3 // 2, 90, r"hold \[0, 90\] tok")]
 
 
 @pytest.mark.parametrize(("size", "length", "message"), PREFILLS, ids=["first layer", "second layer"])
@@ -189,11 +190,11 @@ def test_decode_beyond_the_limit():
 
 
 def test_reset_with_another_batch_size_needs_no_memory_twice():
-    cache = limited(2 * POOL + POOL // 2)
+    cache = limited(5 * SMALLEST)
     feed("llama", cache, IDS)
     cache.reset()
     feed("llama", cache, IDS.repeat(2, 1))
-    assert cache.memory_bytes()["host"] == 2 * POOL == cache.budget.used
+    assert cache.memory_bytes()["host"] == 4 * SMALLEST == cache.budget.used
 
 
 @pytest.mark.parametrize("how", ["step", "captured", "chunk", "second layer"])

@@ -142,7 +142,7 @@ def test_anywhere(name, kind, captured):
     total = count(lambda: runs.prefill(runs.make()), code)
     runs.interrupt(runs.make, runs.prefill, some(total, 5), code)
     total = count(lambda: runs.steps(copy.deepcopy(runs.start), 3), code)
-    runs.interrupt(lambda: copy.deepcopy(runs.start), lambda cache: runs.steps(cache, 3), some(total, 8), code)
+    runs.interrupt(lambda: copy.deepcopy(runs.start), lambda cache: runs.steps(cache, 3), some(total, 13), code)
     assert runs.went_on == {True, False}, "some points lie between forward passes, some inside"
 
 
