@@ -30,7 +30,7 @@ def token_select(
     n = scores.shape[-1]
     whole = rows is None or min(sealed for _, sealed in rows.tolist()) >= n
     if block_ids is None and out is None and whole and 0 < k <= n:
-        of = scores.numpy()
+        of = scores.detach().numpy()
         border = np.partition(of, n - k, axis=-1)[..., n - k, None]
         at, lists = np.flatnonzero(of >= border), scores.shape[:-1].numel()
         # In the order of the lists: each has k if its first and its last entry are where they then are.
