@@ -164,7 +164,10 @@ POOL = 16 * BLOCK
 SMALLEST = 6 * BLOCK  # of a layer, one row of 90 tokens
 
 
-PREFILLS = [(3 * POOL, 900, r"after an error \(MemoryError in layer 0\)"), (SMALLEST * 3 // 2, 90, r"hold \[0, 90\] tok")]
+PREFILLS = [
+    (3 * POOL, 900, r"after an error \(MemoryError in layer 0\)"),
+    (SMALLEST * 3 // 2, 90, r"hold \[0, 90\] tok"),
+]
 
 
 @pytest.mark.parametrize(("size", "length", "message"), PREFILLS, ids=["first layer", "second layer"])
