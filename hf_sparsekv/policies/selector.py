@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor
 
 from ..kv.store import LayerStore
@@ -24,7 +26,7 @@ class Selector(Policy):
     """
 
     captured = True
-    drafts = "each"
+    drafts: Literal["exact", "each", "together"] = "each"
 
     def select(self, q: Tensor, store: LayerStore, params: AttentionParams) -> Tensor:
         """What to attend to for ``q [batch, Hq, Dk]``: int32 ``[batch, H, n]``, tokens (or blocks), -1 for none.
