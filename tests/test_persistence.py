@@ -127,7 +127,8 @@ def test_shared_blocks_are_stored_once(tmp_path):
     one, eight = ((tmp_path / name).stat().st_size for name in ("one", "eight"))
     near = sum(layer.store.recent_kv[1:].nbytes for layer in cache.sparse_layers)
     assert eight - one < near + 20_000
-    assert copied.memory_bytes()["host"] == cache.memory_bytes()["host"]
+    # The one that grew may have room for more; blocks stored once for each row would take more than either.
+    assert 0 < copied.memory_bytes()["host"] <= cache.memory_bytes()["host"]
     same(state(cache), state(copied))
     assert torch.equal(steps(cache, 30), steps(copied, 30))
 

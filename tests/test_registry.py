@@ -28,6 +28,8 @@ from hf_sparsekv import (
 )
 from hf_sparsekv.cli import options
 from hf_sparsekv.evaluation.cache_specs import known, parse_cache
+from hf_sparsekv.kv import pool, store
+from hf_sparsekv.kv.rows import bucket
 from hf_sparsekv.kv.state import Held
 from hf_sparsekv.persistence.cache_file import free_fields
 from hf_sparsekv.policies import registry
@@ -160,7 +162,9 @@ def test_specs_and_variants(every_nth):
         parse_cache("every_nht")
 
 
-def test_plan_of_a_new_method(every_nth):
+def test_plan_of_a_new_method(every_nth, monkeypatch):
+    for module in (pool, store):  # what is planned is a GPU's memory, whose pools begin with 16 blocks
+        monkeypatch.setattr(module, "room", lambda blocks, device: bucket(blocks))
     grown = build("llama", "sparsekv", num_hidden_layers=3)
     for offload in (None, OffloadConfig()):
         for config in (EveryNthConfig(dense_layers=1), StreamingConfig(dense_layers=1, window=64)):
