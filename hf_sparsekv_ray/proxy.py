@@ -49,7 +49,7 @@ def hint(head: bytes, route_bytes: int) -> str | None:
 
 
 class PromptGate:
-    """Adds the hint as the header that Ray's consistent hashing goes by, unless the client sends one of its own.
+    """Adds the hint as the header that Ray's consistent hashing reads, unless the client sends one of its own.
 
     When a replica is lost, Ray ends a response that has not begun with a bare 500 and breaks off one that has. Clients
     get OpenAI's form of an error instead: 503, or a stream's last event.

@@ -167,7 +167,7 @@ class Replica:
             raise RuntimeError("the engine takes no requests any more") from self._engine.failed
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What :class:`.ByRows` goes by."""
+        """The numbers that :class:`.ByRows` scales with."""
         stats = self._engine.stats()
         fits = self._fitting.seen(stats.running, stats.waiting, stats.held, stats.prefilling)
         return {"asked": stats.running + stats.waiting + stats.held + stats.prefilling, "fits": fits}
