@@ -8,7 +8,7 @@ from caches import CACHES
 from models import build
 from test_drafts import MOST, SPARSE, TIGHT, filled, repetitive, rounds
 
-from hf_sparsekv import optimize
+from hf_sparsekv import optimize, predict_ahead
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*by that layer's own query")]
 
@@ -32,8 +32,12 @@ def test_optimized_models_verify_drafts_eagerly(name):
     given = {key: value.cuda() for key, value in repetitive().items()}
     go = {"do_sample": False, "max_new_tokens": 40, "prompt_lookup_num_tokens": MOST - 1}
     found = []
-    for change in (lambda net: net, lambda net: optimize(net, fused=False)):
-        net, cache = change(build("llama", "sparsekv").cuda()), CACHES[name](**TIGHT)
+    for optimized in (False, True):
+        net, cache = build("llama", "sparsekv").cuda(), CACHES[name](**TIGHT)
+        if optimized:
+            optimize(net, fused=False)
+        elif name == "predictive-host":  # which otherwise chooses by each layer's own query
+            predict_ahead(net)
         found.append(net.generate(**given, past_key_values=cache, **go))
         assert cache.stats().draft_queries > 0
     assert torch.equal(*found)
