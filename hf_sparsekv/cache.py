@@ -140,6 +140,7 @@ class SparseCache(Cache):
         self.model_config = None
         self._record_past = self._warned = self._watched = self._told = False
         self._drafts: bool | None = None  # what drafts() says of passes; None: nothing
+        self.going_on = False  # see all_go_on()
         self._columns: tuple[Tensor | None, Tensor | None] = (None, None)
         self._linear = False  # the model has linear-attention layers, whose states do not tell how many tokens they saw
         # Of such a model, by layer: forward passes that have come to it, and those that have stored a recurrent state.
@@ -236,7 +237,7 @@ class SparseCache(Cache):
         memo[id(self)] = new
         for name, value in self.__dict__.items():
             setattr(new, name, copy.deepcopy(value, memo))
-        new._drafts = None
+        new._drafts, new.going_on = None, False
         return new
 
     # ------------------------------------------------------------------ drafts
@@ -265,6 +266,15 @@ class SparseCache(Cache):
     def drafted(self, tokens: int) -> bool:
         """The forward pass under way, of so many tokens over cached ones, is known to verify drafts."""
         return verified_tokens(self) == tokens if self._drafts is None else self._drafts
+
+    @contextmanager
+    def all_go_on(self) -> Iterator[None]:
+        """Inside, every row gets a token in each decode step: nobody has to read that off a mask on the device."""
+        before, self.going_on = self.going_on, True
+        try:
+            yield
+        finally:
+            self.going_on = before
 
     # ------------------------------------------------------------------ rows that come and go
 
