@@ -36,10 +36,13 @@ def on_cpu(query, key, value, causal, scale):
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("long", [1 << 28, 1000], ids=["on the grid", "long"])
 @pytest.mark.parametrize(
-    ("q", "n"), [(1, 2), (7, 8), (33, 33), (33, 100), (64, 65), (50, 1000), (128, 256), (130, 520), (700, 700)]
+    ("q", "n"),
+    [(1, 2), (7, 8), (33, 33), (33, 100), (64, 65), (50, 1000), (128, 256), (130, 520), (700, 700), (1100, 1100)],
 )
-def test_parts_are_one(q, n):
+def test_parts_are_one(q, n, long, monkeypatch):
+    monkeypatch.setattr(parts, "LONG", long)
     query, key, value = tensors(q, n)
     found = chunk_attention(query, key, value, 0.3, on_cpu, on_cpu)
     torch.testing.assert_close(found, definition(query, key, value, 0.3), atol=1e-5, rtol=1e-5)

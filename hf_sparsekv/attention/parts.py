@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
-LEAST = 512  # queries; below, several launches and a merge cost more than they save
+LEAST = 512  # queries over a past; below, several launches and a merge cost more than they save
+SHORT = 1024  # tokens of a prompt that the flash kernels take: .05 ms of 500, padded .22
+LONG = 1 << 28  # pairs with the past; beyond, what is left of it costs all layers more than a plan
 GRID = 1024  # tokens: lengths are rounded to this, shorter ones to an eighth of the power of two that they reach
 _FINEST = 128
 
@@ -108,7 +110,9 @@ def chunk_attention(
     """
     q, n = query.shape[2], key.shape[2]
     past, size = n - q, -(-q // grid(q)) * grid(q)
-    before = past // grid(past) * grid(past) if past else 0
+    if not past and q <= SHORT:
+        return rest(query, key, value, True, scale)[0]
+    before = past if not past or q * past > LONG else past // grid(past) * grid(past)
     padded = _padded(query, size)
     # Keys behind the last one are hidden from all queries that count, as later ones are.
     out, lse = attend(padded, *(_padded(t[:, :, past:], size) for t in (key, value)), True, scale)
