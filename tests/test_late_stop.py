@@ -13,10 +13,11 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_sparsekv import optimize, unoptimize
+from hf_sparsekv import StepMonitor, optimize, unoptimize
 from hf_sparsekv.cuda_graph import late_stop
 from hf_sparsekv.cuda_graph.late_stop import LateStop, LateStopping, defer, wait
 from hf_sparsekv.cuda_graph.optimize import runner_of
+from hf_sparsekv.telemetry.timing import TokenTimer
 
 
 class Event:
@@ -137,6 +138,39 @@ def test_one_step_more_where_a_text_ends_by_itself(late):
         text = net.generate(**inputs, past_key_values=cache, do_sample=False, max_new_tokens=40, eos_token_id=eos)
         assert cache.stats().decode_steps == text.shape[1] - 91 + more
         assert cache.get_seq_length() == text.shape[1] - 1
+
+
+def test_when_a_streamer_hears(late):
+    """Of the first token at once, of each other one while the next is made."""
+    net, runner = imitated("llama")
+    heard: list[int] = []
+
+    class Counts(Told):
+        def put(self, value) -> None:
+            super().put(value)
+            heard.append(runner.replays)
+
+    net.generate(
+        **prompt(1, 90), past_key_values=two_level(**TIGHT, dense_below=0), max_new_tokens=12, streamer=Counts()
+    )
+    prompt_seen, first, *rest, last = heard
+    assert prompt_seen == first == 0
+    assert rest == list(range(rest[0], rest[0] + len(rest))) and rest[0] > 0
+    assert last == rest[-1], "nothing is made beside the last"
+
+
+def test_a_monitor_waits(late):
+    net, _ = imitated("llama")
+    seen, cache = [], two_level(**TIGHT)
+    monitor = StepMonitor(cache, seen.append)
+    for streamer in (monitor, TokenTimer(monitor)):
+        net.generate(**prompt(1, 90), past_key_values=cache, max_new_tokens=6, streamer=streamer)
+        assert not late
+        cache.reset()
+    assert [report.stats.decode_steps for report in seen if report.stats is not None] == [1] * 10
+    timer = TokenTimer(Told())
+    net.generate(**prompt(1, 90), past_key_values=cache, max_new_tokens=6, streamer=timer)
+    assert late and timer.summary().tokens == 6
 
 
 class Own(StoppingCriteria):

@@ -8,7 +8,7 @@ caches: that model's class becomes a subclass of its own, as ``torch.nn.utils.pa
 
 When a text ends by a token, or by what it says, one step has run that nobody asked for. Its token is dropped, and taken
 back from a cache that the caller keeps. So the loop is as it was where that step could be noticed otherwise: criteria,
-processors and functions of the caller's own would see its token.
+processors and functions of the caller's own would see its token, and a monitor (``streamer.waits``) its counters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.generation import utils
 
@@ -29,8 +29,10 @@ _REPLACED = "DeferredStopCheck"
 _OWN = "PrefixConstrainedLogitsProcessor"  # calls a function of the caller's
 
 
-class LateStop(getattr(utils, _REPLACED, object)):  # type: ignore[misc]
-    """As transformers' class, for our caches.
+class LateStop:
+    """Takes the place of ``DeferredStopCheck``: asked behind each token whether it was the last, it tells of the last.
+
+    The first token is waited for: there is nothing to be prepared beside a prompt, and who reads wants to see it.
 
     Args:
         input_ids: ``[batch, n]`` on the device.
@@ -41,8 +43,21 @@ class LateStop(getattr(utils, _REPLACED, object)):  # type: ignore[misc]
     """
 
     def __init__(self, input_ids, max_length, cache, cache_is_returned, streamer=None) -> None:
-        super().__init__(input_ids, max_length, None, False, streamer)  # our caches take back without recording
+        self.max_length, self.streamer = max_length, streamer
         self.kept = cache if cache_is_returned else None
+        pinned = input_ids.is_cuda
+        self.slots = [
+            (
+                torch.zeros((), dtype=torch.bool, pin_memory=pinned),
+                torch.zeros(input_ids.shape[0], dtype=torch.long, pin_memory=pinned),
+                torch.Event(device=input_ids.device, blocking=True),
+            )
+            for _ in range(2)
+        ]
+        self.made = self.heard = 0  # tokens
+        self.ended = False
+        if hasattr(streamer, "runs_ahead"):
+            streamer.runs_ahead()
 
     @staticmethod
     def is_supported(device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool) -> bool:
@@ -52,9 +67,31 @@ class LateStop(getattr(utils, _REPLACED, object)):  # type: ignore[misc]
         cache.use_rings()
         return not cache_is_returned or all(isinstance(layer, SparseLayer | SlidingRing) for layer in cache.layers)
 
+    def __call__(self, unfinished_sequences: Tensor, tokens: Tensor, length: int) -> bool:
+        """``tokens [batch]`` have been made, of rows that go on if ``unfinished_sequences [batch]`` says so."""
+        ended, copied, event = self.slots[self.made % 2]
+        ended.copy_(unfinished_sequences.max() == 0, non_blocking=True)
+        if self.streamer is not None:
+            copied.copy_(tokens, non_blocking=True)
+        event.record()
+        self.made += 1
+        self._hear(max(1, self.made - 1))
+        return self.ended or (self.max_length is not None and length >= self.max_length)
+
+    def _hear(self, tokens: int) -> None:
+        """Of so many tokens, up to the last one."""
+        while self.heard < tokens and not self.ended:
+            ended, copied, event = self.slots[self.heard % 2]
+            event.synchronize()
+            self.heard += 1
+            self.ended = bool(ended)
+            if self.streamer is not None:
+                self.streamer.put(copied.clone())
+
     def finish(self) -> int:
         """Steps that are to be dropped; the cache is without them."""
-        undone = super().finish()
+        self._hear(self.made)
+        undone = self.made - self.heard
         if undone and self.kept is not None:
             self.kept.crop(-undone)
         return undone
@@ -78,6 +115,7 @@ class LateStopping:
     ):
         cache = kwargs.get("past_key_values")
         noticed = not all(map(_of_transformers, (*logits_processor, *stopping_criteria)))
+        noticed |= getattr(kwargs.get("streamer"), "waits", False)
         loop: Any = GenerationMixin._sample
         if noticed or synced_gpus or not isinstance(cache, SparseCache):
             return loop(self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, **kwargs)
