@@ -68,6 +68,16 @@ def test_few_lengths_have_plans():
     assert len(plans) <= 16 + 16 * 12
 
 
+def test_plans_of_all_prompts_up_to_a_length(monkeypatch):
+    made = []
+    monkeypatch.setattr(parts, "serves", lambda *given: True)
+    monkeypatch.setattr(parts, "_cudnn", lambda query, key, value, causal, scale: made.append((query.shape, causal)))
+    assert parts.make_plans(*tensors(1, 1, dim=8, batch=1), 16384) == len(made) == 20
+    padded = {-(-n // parts.grid(n)) * parts.grid(n) for n in range(parts.SHORT + 1, 16385)}
+    assert {shape[2] for shape, causal in made if causal} == padded
+    assert parts.lengths(1024) == [] and parts.lengths(1025) == [1280]
+
+
 def test_lengths_on_the_grid_are_not_copied():
     t = torch.zeros(1, 4, 1024, 8).transpose(1, 2).contiguous().transpose(1, 2)
     assert parts._padded(t, 1024) is t

@@ -61,6 +61,35 @@ def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
+def lengths(longest: int) -> list[int]:
+    """The lengths of prompts that have plans, up to the one that takes ``longest`` tokens."""
+    found, n = [], SHORT
+    while n < longest:
+        step = grid(n + 1)
+        n = -(-(n + 1) // step) * step
+        found.append(n)
+    return found
+
+
+def make_plans(query: Tensor, key: Tensor, value: Tensor, longest: int) -> int:
+    """Have this thread make the plans of prompts of up to ``longest`` tokens: some 60 ms each on the host.
+
+    Args:
+        query, key, value: ``[1, heads, 1, D]`` of the heads, dtype and device of a layer.
+
+    Returns:
+        How many were made: none where :func:`chunk_attention` does not serve.
+    """
+    made = 0
+    for n in lengths(longest):
+        parts = [t.new_empty(1, n, t.shape[1], t.shape[3]).transpose(1, 2) for t in (query, key, value)]
+        if not serves(*parts):
+            break
+        _cudnn(*parts, True, 1.0)
+        made += 1
+    return made
+
+
 def _cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
