@@ -124,7 +124,7 @@ class SparseConfig(Options):
             hold at most this many tokens, counted over all rows (batch x tokens a row, padding included; recent
             tokens come on top). ``"auto"``: while that is measured to be as quick as selecting on this GPU, or guessed
             (:mod:`hf_sparsekv.policies.crossover`; ``hf-sparsekv calibrate-device`` measures), so never with blocks in
-            host memory, without a GPU, for predicted queries over keys and values (over latents it is measured), or
+            host memory that a GPU reads, for predicted queries over keys and values (over latents it is measured), or
             with progressive selection, which takes as long as the data want. ``None``: never. A number
             holds for offloaded blocks, too; with blocks on a second device it is an error.
     """

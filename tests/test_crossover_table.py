@@ -10,10 +10,10 @@ import warnings
 import pytest
 import torch
 from caches import SMALL, TIGHT, two_level
-from models import model
+from models import model, prompt
 from test_cli import error, run
 
-from hf_sparsekv import OffloadConfig, TwoLevelConfig, user_file
+from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TwoLevelConfig, user_file
 from hf_sparsekv.cli import calibrate_device as command
 from hf_sparsekv.cli import plan as plan_command
 from hf_sparsekv.ops._device import H200 as H200_FACTS
@@ -343,3 +343,26 @@ def test_what_is_measured(monkeypatch):
 def test_calibrate_device_on_a_gpu(empty_table, monkeypatch):
     monkeypatch.setattr(command, "GRID", (*command.GRID[:3], (1, 65536)))
     assert "two_level:lag: dense up to" in run("calibrate-device", "--dry-run").stdout
+
+
+# ---------------------------------------------------------------------- CPUs
+
+
+def on_cpu(method, chosen, batch=1, width=1536, offloaded=False):
+    return crossover.dense_tokens("auto", method, torch.device("cpu"), offloaded, batch, width, chosen)
+
+
+def test_on_a_cpu_the_budget_counts():
+    """The small model's lengths that the constants come from; what was not measured always selects."""
+    assert on_cpu("token_only", 256) == pytest.approx(3370, rel=0.01)
+    assert on_cpu("token_only", 1024) == pytest.approx(4640, rel=0.01)
+    assert on_cpu("token_only", 1024, batch=8) < on_cpu("token_only", 1024)
+    assert on_cpu("two_level", 1024) == on_cpu(None, 1024) == on_cpu("token_only", 1024, offloaded=True) == 0
+
+
+def test_a_default_cache_on_a_cpu_reads_everything_of_short_prompts():
+    for below, dense in (("auto", True), (None, False)):
+        cache = OffloadedSparseCache(offload=None, token_budget=32, dense_below=below, window=16, dense_layers=0)
+        model("llama").generate(**prompt(1, 300), past_key_values=cache, max_new_tokens=8)
+        assert (cache.stats().crossover_calls > 0) == dense
+        assert (cache.stats().attended_share > 0.99) == dense

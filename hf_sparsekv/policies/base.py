@@ -205,7 +205,8 @@ class Policy(State):
         if batch != rows:
             config, width = self.config, store.heads * store.token_bytes
             method = self.method if not store.latent else f"{self.method}:mla"  # other kernels, other numbers
-            tokens = dense_tokens(config.dense_below, method, store.device, self.offloaded, rows, width)
+            chosen = getattr(config, "token_budget", 0)
+            tokens = dense_tokens(config.dense_below, method, store.device, self.offloaded, rows, width, chosen)
             blocks = tokens // store.block_size
             self._dense_blocks = (rows, blocks)
         return sum(held.sealed) <= blocks * rows

@@ -8,7 +8,8 @@ with the length. Both take equal time where
 
 so a GPU is described by two numbers a method. They are measured by ``hf-sparsekv calibrate-device``, whose file goes
 before the built-in values. For a GPU that was not measured they are guessed from its memory and processors
-(:func:`guess`); one that says nothing of its memory has no crossover: its steps select.
+(:func:`guess`); one that says nothing of its memory has no crossover: its steps select. A CPU copies what it chooses,
+so there the time grows with the budget (:class:`CpuRule`).
 """
 
 from __future__ import annotations
@@ -65,6 +66,28 @@ BUILT_IN: dict[str, dict[str, Rule]] = {
 }
 
 
+@dataclass(frozen=True)
+class CpuRule:
+    """Two numbers of one method on CPUs, where chosen tokens are copied before they are attended to.
+
+    Args:
+        fixed_bytes: as in :class:`Rule`.
+        chosen_tokens: tokens that a dense step reads in the time that choosing one more takes.
+    """
+
+    fixed_bytes: float
+    chosen_tokens: float
+
+    def tokens(self, batch: int, width: int, chosen: int) -> int:
+        """As :meth:`Rule.tokens`, for steps that choose ``chosen`` tokens a row and KV head."""
+        return int(self.chosen_tokens * chosen + self.fixed_bytes / (batch * width))
+
+
+# Decode steps of the small model (3 KV heads of 64 channels, float32), one row, one thread of an EPYC: budgets of 256
+# and 1,024 tokens are as quick as transformers' cache at 3.4k and 4.6k (benchmarks.studies.cpu_steps).
+ON_CPU: dict[str, CpuRule] = {"token_only": CpuRule(4.5e6, 1.65)}
+
+
 def dense_tokens(
     dense_below: int | Literal["auto"] | None,
     method: str | None,
@@ -72,6 +95,7 @@ def dense_tokens(
     offloaded: bool,
     batch: int,
     width: int,
+    chosen: int = 0,
 ) -> int:
     """Tokens in full blocks, a row, up to which a decode step attends densely for speed; 0 for never.
 
@@ -82,11 +106,15 @@ def dense_tokens(
         offloaded: its blocks lie in host memory.
         batch: rows.
         width: bytes of a token's keys and values, all KV heads.
+        chosen: tokens that a step chooses otherwise, a row and KV head.
     """
     if dense_below != "auto":
         return (dense_below or 0) // batch
-    if offloaded or device.type != "cuda":  # over the link everything takes long; without a GPU nothing is measured
+    if offloaded:  # over the link everything takes long
         return 0
+    if device.type != "cuda":
+        on_cpu = ON_CPU.get(method or "") if device.type == "cpu" else None
+        return 0 if on_cpu is None else on_cpu.tokens(batch, width, chosen)
     rule = lookup(torch.cuda.get_device_name(device), method)
     if rule is None and has_triton():  # without its kernels nothing that is known holds
         rule = guess(gpu(device), method)
