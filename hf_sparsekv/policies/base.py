@@ -170,6 +170,14 @@ class Policy(State):
     def cropped(self) -> None:
         """The last tokens are about to be removed."""
 
+    @property
+    def follows_crops(self) -> bool:
+        """A crop that takes back no block has to call :meth:`cropped`, too, behind the account of the steps before it.
+
+        False: nothing that the policy keeps says how many tokens there were.
+        """
+        return type(self) is not Policy
+
     def reopened(self) -> None:
         """A deep crop has removed full blocks: drop selections that refer to them."""
         self.chosen = False

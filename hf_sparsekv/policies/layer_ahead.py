@@ -54,6 +54,10 @@ class LayerAheadPolicy(PredictivePolicy):
         return PredictivePolicy.__name__  # files know which predictor it was from the configuration
 
     @property
+    def follows_crops(self) -> bool:
+        return self.source == "in_delta"
+
+    @property
     def observes(self) -> bool:
         return self.labels.calibrating
 

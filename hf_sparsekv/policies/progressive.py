@@ -59,6 +59,7 @@ class ProgressivePolicy(Policy):
 
     config: ProgressiveConfig
     method = "progressive"
+    follows_crops = False
     drafts = "together"
 
     def __init__(

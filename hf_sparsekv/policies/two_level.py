@@ -50,6 +50,7 @@ class TwoLevelPolicy(Policy):
     OWN: ClassVar = ("_taken", "tokens")  # a copy's first step reads its tokens where they live
 
     config: TwoLevelConfig
+    follows_crops = False
     label_index = LabelIndex
 
     def __init__(
