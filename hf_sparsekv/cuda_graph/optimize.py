@@ -67,8 +67,12 @@ class Steady(NamedTuple):
 
 
 def draft_width(tokens: int, most: int) -> int:
-    """Tokens that a captured pass over drafts has room for: 3, 5, 9, 17, 33 and so on, at most ``most``."""
-    return min(most, (1 << (tokens - 2 | 1).bit_length()) + 1)
+    """Tokens that a captured pass over drafts has room for: 4, 8, 16, 32 and so on, at most ``most``.
+
+    Not always ``most``: up to 16 rows the fused layers have kernels of their own, and mixtures of experts read weights
+    for each token.
+    """
+    return min(most, max(4, 1 << (tokens - 1).bit_length()))
 
 
 class StepRunner:
@@ -556,6 +560,7 @@ class StepRunner:
         rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
         saved = [Saved(layer) for layer in layers]
         cache_ref = weakref.ref(cache)  # weak, or its graphs would keep the cache alive
+        changes = cache.changes
 
         low_priority = all(layer.policy.low_priority for layer in layers)
 
@@ -621,6 +626,7 @@ class StepRunner:
                 ring.replay = None
             for layer in layers:
                 layer.broken = None
+        cache.changes = changes  # trial steps are none: all is as it was
         return CapturedStep(graph, ids, positions, valid, output, queries, plans, count)
 
     def _streams(self, device: torch.device) -> tuple[torch.cuda.Stream, Sides]:

@@ -204,6 +204,8 @@ class SparseLayer(Owned, CacheLayerMixin):
                 out = self._verify(step, query if absorbed is None else absorbed.queries(query), params)
                 out = out if absorbed is None else absorbed.outputs(out)
             return NoGradient.apply(out, query) if torch.is_grad_enabled() else out
+        if self.replay is not None:
+            raise RuntimeError("exact attention over a cached past, which waits for the host")
         store = self.store
         if own:
             key, value = store.materialise(step.k.detach(), step.v.detach())
