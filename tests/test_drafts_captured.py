@@ -16,7 +16,10 @@ from hf_sparsekv.cuda_graph.optimize import StepRunner, draft_width
 from hf_sparsekv.kv.rows import StepRows
 from hf_sparsekv.kv.store import ring_tokens
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*by that layer's own query")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*by that layer's own query"),
+    pytest.mark.filterwarnings("ignore:decode steps run eagerly. hidden states"),
+]
 
 TOGETHER = ways("together")
 
@@ -223,7 +226,7 @@ def test_padding_before_the_past():
     assert runner.replays == 4
 
 
-@pytest.mark.parametrize("keep", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize("keep", [None, 0, 1, 3, 7])
 def test_logits_that_are_asked_for(keep):
     """The last ones of the tokens that there are."""
     (net, runner), plain = imitated(), bare("llama")

@@ -172,7 +172,11 @@ class StepRunner:
         rows = cache.joined_rows()
         if new > 1:
             with self.lock:
-                return self._verify(given, cache, rows)
+                out = self._verify(given, cache, rows)
+            if out is None:
+                self.watches.pop(cache, None)
+                out = self.original(*args, **kwargs)
+            return out
         cache.row_table.ready(rows)
         for layer in layers:  # before page tables are made that name what pools have room for
             layer.store.fit(rows)
@@ -266,7 +270,7 @@ class StepRunner:
         return self._devices
 
     def _verify(self, given: dict, cache: SparseCache, rows: Rows):
-        """A pass over drafts of one row; captured if all of its layers can."""
+        """A pass over drafts of one row, if it can be captured; else None."""
         layers, table, new = cache.sparse_layers, cache.row_table, given["input_ids"].shape[1]
         more = (value for name, value in given.items() if name not in _STATIC and name not in _OF_DRAFTS)
         if (
@@ -277,15 +281,12 @@ class StepRunner:
             or not any(layer.policy.drafts != "exact" for layer in layers)
             or not all(layer.captures_drafts(new) for layer in layers)
         ):
-            self.watches.pop(cache, None)
-            return self.original(**given)
+            return None
         (drafts,) = table.drafts(rows, new, True)
         for layer in layers:
             layer.store.fit(rows)
         plans = tuple([layer.prepare_drafts(drafts.taken.after) for layer in layers])
-        if not all(plan.captured for plan in plans):
-            return self.original(**given)
-        return self._step(given, cache, plans, drafts)
+        return self._step(given, cache, plans, drafts) if all(plan.captured for plan in plans) else None
 
     @staticmethod
     def _all_tokens(mask: Tensor | None, new: int) -> bool:
@@ -348,7 +349,7 @@ class StepRunner:
                 if drafts is not None:  # of several tokens, at least
                     self._drafts_cannot = True
                     warnings.warn(f"drafts are verified eagerly ({str(error).splitlines()[0]})", stacklevel=4)
-                    return self.original(**given)
+                    return None
                 self._cannot = f"the model's forward cannot be captured ({str(error).splitlines()[0]})"
                 self._said.add(self._cannot)
                 warnings.warn(f"decode steps run eagerly: {self._cannot}", stacklevel=4)
@@ -403,6 +404,7 @@ class StepRunner:
             or table.moves != steady.moves
             or positions is None
             or (mask is not None and mask.ndim != 2)
+            or not isinstance(keep, int)
             or any(isinstance(value, Tensor | list | dict) for value in rest.values())
             or rest != steady.rest
             or torch.is_grad_enabled()
@@ -517,7 +519,7 @@ class StepRunner:
             raise
         out = {**step.output, "past_key_values": cache}
         if drafts is not None:
-            out["logits"] = out["logits"][:, drafts.tokens - keep if keep else 0 : drafts.tokens]
+            out["logits"] = out["logits"][:, max(0, drafts.tokens - keep) if keep else 0 : drafts.tokens]
         return type(step.output)(**out)
 
     @staticmethod
