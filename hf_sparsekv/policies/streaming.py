@@ -34,7 +34,6 @@ class StreamingPolicy(Selector):
     """Sinks and recent tokens are always attended to: there is nothing to choose."""
 
     drafts = "together"
-    follows_crops = False
 
     def select(self, q: Tensor, store: LayerStore, params: AttentionParams) -> Tensor:
         return store.table.new_full((store.batch, store.heads, 1), -1)
