@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from caches import CACHES, predictive, two_level
+from caches import CACHES, CODED, predictive, two_level
 from captured import Imitation, imitated, same_counts
 from models import build, prompt
 from test_drafts import MOST, TIGHT, bare, filled, repetitive, together, unannounced, ways
@@ -81,6 +81,17 @@ def test_captured_passes_are_eager_ones(name, net):
         same_counts(ours, theirs)
 
 
+@pytest.mark.parametrize(
+    "name", ["host-default-int8", "host-tail-int8", "progressive-host-int8", "streaming-host-int8"]
+)
+def test_codes_in_host_memory(name):
+    (fast, runner), plain = imitated(), bare("llama")
+    ours, theirs = filled(fast, CODED[name]), filled(plain, CODED[name])
+    assert alternate(fast, plain, ours, theirs, 12, [1, 3, MOST, MOST]) < 1e-3
+    assert runner.replays == 12
+    same_tokens(ours, theirs)
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["device-default", "host-default", "device-dense1", "progressive-host", "streaming"])
 def test_prompt_lookup(name):
@@ -129,10 +140,10 @@ def test_a_short_crop_is_a_change_of_the_table_alone(monkeypatch):
     assert cache.get_seq_length() == 167
 
 
-@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
+@pytest.mark.parametrize("name", ["host-default", "device-default"])
 @pytest.mark.parametrize("window", [1, 12, 32])
 @pytest.mark.parametrize("max_draft", [1, 20, 40])
-def test_several_blocks_are_sealed_in_a_pass(offload, window, max_draft):
+def test_several_blocks_are_sealed_in_a_pass(name, window, max_draft):
     """And windows and drafts of which the ring has no more room than they need. Each query finds what a step would."""
     (fast, runner), plain = imitated(), bare("llama")
     changes = {
@@ -140,19 +151,18 @@ def test_several_blocks_are_sealed_in_a_pass(offload, window, max_draft):
         "max_draft": max_draft,
         "token_budget": 2,
     }  # of all tokens, which more would read twice
-    ours, theirs = (
-        filled(net, CACHES["host-default" if offload else "device-default"], **changes) for net in (fast, plain)
-    )
-    most = max_draft + 1
-    worst = 0.0
+    captured, eager, single = (filled(net, CACHES[name], **changes) for net in (fast, plain, plain))
+    most, worst = max_draft + 1, 0.0
     for i in range(6):
         ids = prompt(1, most if i % 2 else max(2, most - 3), seed=i)["input_ids"]
-        found = together(fast, ids, ours)
-        expected = torch.cat([unannounced(plain, token, theirs) for token in ids.split(1, dim=1)], dim=1)
-        worst = max(worst, float((found - expected).abs().max()))
+        expected = torch.cat([unannounced(plain, token, single) for token in ids.split(1, dim=1)], dim=1)
+        for net, cache in ((fast, captured), (plain, eager)):
+            worst = max(worst, float((together(net, ids, cache) - expected).abs().max()))
     assert worst < 1e-3
     assert runner.replays == 6
-    same_tokens(ours, theirs)
+    assert eager.stats().exact_calls == 0
+    same_tokens(captured, single)
+    same_tokens(eager, single)
 
 
 @pytest.mark.quick
