@@ -285,10 +285,11 @@ class SparseLayer(Owned, CacheLayerMixin):
         batch, if the policy can.
         """
         step.touched = True
-        if self.replay is None:
-            self._begin_step()
-            self.policy.begin_drafts()
-        if self.replay is not None or (self.policy.drafts == "together" and self.store.batch == 1):
+        if self.replay is not None:
+            return self._verify_together(step, query, params)
+        self._begin_step()
+        self.policy.begin_drafts()
+        if self.policy.drafts == "together" and self.store.batch == 1:
             out = self._verify_together(step, query, params)
         else:
             out = self._verify_each(step, query, params)
