@@ -92,7 +92,7 @@ def generate(
         sample: draw from the 50 likeliest instead of taking the likeliest.
         eos: look for an end of the answer after each token, as real models do; it never comes.
         compiled: let generate() compile the model if the cache allows it.
-        each: called after each token.
+        each: called after each forward pass, the prompt's too.
         lookup: draft so many tokens by looking for the last ones in the text, which then repeats itself.
     """
     length = prompt or int(cache.get_seq_length()) + 1
@@ -103,15 +103,18 @@ def generate(
         ids = ids[:, :PERIOD].repeat(1, -(-length // PERIOD))[:, :length]
     clock = Clock(model.device)
 
-    def note(input_ids, scores, **kwargs):
-        if not lookup:  # drafting asks as well
-            clock.mark()
+    def passed(*_: object) -> None:
+        clock.mark()
         if each is not None:
             each()
+
+    def asked(input_ids, *_: object, **__: object):
+        passed()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     torch.manual_seed(0)
-    passed = model.register_forward_hook(lambda *args: clock.mark()) if lookup else None
+    # A criterion of our own would make the loop wait for each token; what is compiled would have to contain the hook.
+    hook = None if compiled else model.register_forward_hook(passed)
     clock.mark()
     try:
         out = model.generate(
@@ -120,15 +123,15 @@ def generate(
             past_key_values=cache,
             max_new_tokens=tokens,
             do_sample=sample,
-            stopping_criteria=[note],
+            stopping_criteria=[asked] if compiled else None,
             pad_token_id=0,
             eos_token_id=vocabulary if eos else None,
             disable_compile=not compiled,
             **({"prompt_lookup_num_tokens": lookup} if lookup else {}),
         )
     finally:
-        if passed is not None:
-            passed.remove()
+        if hook is not None:
+            hook.remove()
     first, *rest = clock.between()
     skip = min(WARM_UP, len(rest) // 2)
     usual = statistics.median(rest[skip:]) if rest else 0.0

@@ -3,8 +3,8 @@
     python -m benchmarks.readme            # print them
     python -m benchmarks.readme --write    # put them between their marks in these pages
 
-A line without a row of ours is left out; a cell of others that has none says so. The commands that measure are beside
-the tables.
+A line of the first one without a row of ours is left out; elsewhere a cell that has none says so. Times are an H200's.
+The commands that measure are beside the tables.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 from .arguments import RESULTS
 
 ROOT = Path(__file__).parents[1]
-CASE = "qwen3-8b"
+CASE, GPU = "qwen3-8b", "NVIDIA H200"  # of times
 K = 1024
 NONE = "not run"
 
-# The first rows of today's defaults (tokens among all, means for what is not chosen). Rows are appended, so every one
-# behind it is newer.
-DEFAULTS = "f4e5ad0"
+# The first rows of today's defaults (tokens among all, means for what is not chosen), in step.csv and in accuracy.csv.
+# Rows are appended, so every one behind it is newer.
+DEFAULTS = ("f4e5ad0", "f15868d")
 
 # (KV cache in, transformers' variant, our variant with its defaults, shapes)
 SPEED = (
@@ -50,17 +50,37 @@ PRESETS = (
     ("`PredictiveConfig()`: chosen by the layer before", "predictive"),
 )
 
-# All presets of all methods, for docs/presets.md: (its name there, variant).
+# All presets of all methods, for docs/presets.md: (its name there, variant in accuracy.csv, variants of the same
+# settings in step.csv). How much progressive selection reads is up to keys and queries: its steps replay recorded ones.
 ALL_PRESETS = (
-    ("full attention", "full"),
-    ("`OffloadedSparseCache`, on the device", "two_level"),
-    ("the same, offloaded", "two_level:offload=true"),
-    *((f"`{name}`", f"two_level:preset={name}") for name in ("fast", "accurate", "previous", "paper")),
-    ("`ProgressiveCache`", "progressive"),
-    *((f"`{name}`", f"progressive:preset={name}") for name in ("fast", "accurate")),
-    ("`AsyncPredictiveCache`", "predictive"),
-    *((f"`{name}`", f"predictive:preset={name}") for name in ("fast", "accurate", "previous", "paper")),
+    ("full attention, captured", "full", ("captured_dense+fused",)),
+    ("`OffloadedSparseCache`, on the device", "two_level", ("token_only+fused",)),
+    ("the same, offloaded", "two_level:offload=true", ("token_only+fused+offload:kv=replayed",)),
+    ("`fast`", "two_level:preset=fast", ("two_level:fast+fused",)),
+    ("`accurate`", "two_level:preset=accurate", ("two_level:accurate+fused",)),
+    ("`previous`", "two_level:preset=previous", ("two_level:previous+fused", "two_level:lag+fused")),
+    ("`paper`", "two_level:preset=paper", ("two_level:paper+fused",)),
+    ("`ProgressiveCache`", "progressive", ("progressive:0.95+fused:kv=replayed",)),
+    (
+        "`fast`",
+        "progressive:preset=fast",
+        ("progressive:fast+fused:kv=replayed", "progressive:0.9+fused:kv=replayed"),
+    ),
+    (
+        "`accurate`",
+        "progressive:preset=accurate",
+        ("progressive:accurate+fused:kv=replayed", "progressive:0.98+fused:kv=replayed"),
+    ),
+    ("`AsyncPredictiveCache`", "predictive", ("predictive+fused", "predictive:layer:in+fused")),
+    *(
+        (f"`{name}`", f"predictive:preset={name}", (f"predictive:{name}+fused",))
+        for name in ("fast", "accurate", "previous", "paper")
+    ),
 )
+PRESET_SHAPES = ((1, 32 * K), (1, 128 * K), (8, 32 * K), (8, 64 * K))
+# Names whose settings were others before DEFAULTS; every other one says what it is.
+NAMES_OF_DEFAULTS = ("token_only", "predictive")
+UNKNOWN = "not measured"
 
 # RULER's six families, 64 prompts each, measured in one run for each family (docs/studies/ruler.md).
 METHODS_COMMIT = "1ab6208"
@@ -96,6 +116,7 @@ TEXT = (
 
 # Facts in the small model's context: five depths at each of four lengths.
 NEEDLES_COMMIT = "68b1676"
+NEEDLE_LENGTHS = tuple(n * K for n in (1, 3, 5, 7))
 NEEDLES = (
     ("full attention", "full"),
     ("tokens by labels, among all", "token_only:token_budget=512"),
@@ -106,17 +127,23 @@ NEEDLES = (
 )
 
 
-def read(name: str) -> list[dict]:
-    """Rows of a table in benchmarks/results, oldest first."""
+def read(name: str, device: str | None = None) -> list[dict]:
+    """Rows of a table in benchmarks/results, oldest first; of all machines, or of one ``device``."""
     with (RESULTS / name).open(newline="") as file:
-        return list(csv.DictReader(file))
+        return [row for row in csv.DictReader(file) if device in (None, row["device"])]
 
 
-def newest(rows: list[dict], variant: str, metric: str, batch: int, context: int, case: str) -> float | None:
-    """The newest figure of one cell."""
-    wanted = (case, variant, metric, str(batch), str(context))
+def since_defaults(rows: list[dict]) -> list[dict]:
+    """From the first row of today's defaults on."""
+    return rows[next(i for i, row in enumerate(rows) if row["commit"] in DEFAULTS) :]
+
+
+def newest(rows: list[dict], variants: str | tuple, metric: str, batch: int, context: int, case: str) -> float | None:
+    """The newest figure of one cell, of any of the ``variants``."""
+    variants = (variants,) if isinstance(variants, str) else variants
+    wanted = (case, metric, str(batch), str(context))
     for row in reversed(rows):
-        if (row["case"], row["variant"], row["metric"], row["batch"], row["context"]) == wanted:
+        if (row["case"], row["metric"], row["batch"], row["context"]) == wanted and row["variant"] in variants:
             return float(row["value"])
     return None
 
@@ -130,8 +157,7 @@ def _cell(value: float | None, bold: bool = False) -> str:
 
 def speed() -> str:
     """Milliseconds a token, transformers and ours; vLLM's beside."""
-    rows = read("step.csv")
-    first = next(i for i, row in enumerate(rows) if row["commit"] == DEFAULTS)
+    rows = read("step.csv", GPU)
     lines = [
         "| KV cache in | batch x context | transformers | vLLM 0.26.0 (full attention) | hf-sparsekv |",
         "|---|---|---|---|---|",
@@ -139,7 +165,7 @@ def speed() -> str:
     for place, theirs, ours, shapes in SPEED:
         for batch, context in shapes:
             stock = newest(rows, theirs, "tpot_ms", batch, context, CASE)
-            mine = newest(rows[first:], ours, "tpot_ms", batch, context, CASE)
+            mine = newest(since_defaults(rows), ours, "tpot_ms", batch, context, CASE)
             vllm = _cell(VLLM[batch, context]) if place == "GPU" else "-"
             if mine is not None:
                 shape = f"{batch} x {context // K}k"
@@ -147,27 +173,47 @@ def speed() -> str:
     return "\n".join(lines)
 
 
-def _presets(which: tuple[tuple[str, str], ...], heads: str) -> str:
-    rows = read("accuracy.csv")
-    lines = [heads, "|---|---|---|"]
-    for about, variant in which:
-        cells = []
-        for case in ("probe-gqa", "probe-mla"):
-            name = f"ruler:average:{variant}"
-            both = [newest(rows, name, metric, 1, 32 * K, case) for metric in ("score", "score_in_steps")]
-            cells.append(NONE if None in both else " / ".join(f"{100 * value:.1f}" for value in both))
-        lines.append(f"| {about} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def _ruler(rows: list[dict], case: str, variant: str, none: str = NONE) -> str:
+    """Question prefilled / its last tokens as decode steps, in %, at 32k tokens."""
+    name = f"ruler:average:{variant}"
+    both = [newest(rows, name, metric, 1, 32 * K, case) for metric in ("score", "score_in_steps")]
+    return none if None in both else " / ".join(f"{100 * value:.1f}" for value in both)
 
 
 def presets() -> str:
     """RULER at 32k tokens on both probe models."""
-    return _presets(PRESETS, "| | grouped queries | latents (MLA) |")
+    rows = read("accuracy.csv")
+    lines = ["| | grouped queries | latents (MLA) |", "|---|---|---|"]
+    for about, variant in PRESETS:
+        lines.append(f"| {about} | {' | '.join(_ruler(rows, case, variant) for case in ('probe-gqa', 'probe-mla'))} |")
+    return "\n".join(lines)
+
+
+def _needles_found(rows: list[dict], variant: str) -> float | None:
+    """Facts found in the small model's context, of five at each of :data:`NEEDLE_LENGTHS`."""
+    found = [newest(rows, f"needle:average:{variant}", "score", 1, length, "small") for length in NEEDLE_LENGTHS]
+    return None if None in found else 5 * sum(found)
 
 
 def all_presets() -> str:
-    """The same of every method's presets."""
-    return _presets(ALL_PRESETS, "| | GQA probe | MLA probe |")
+    """What every method's presets cost and find: a token's time, RULER, needles, divergence on running text."""
+    steps, accuracy = read("step.csv", GPU), read("accuracy.csv")
+    todays = since_defaults(steps), since_defaults(accuracy)
+    shapes = [f"{batch} x {context // K}k" for batch, context in PRESET_SHAPES]
+    heads = ("", *(f"{shape}, ms" for shape in shapes), "RULER, GQA", "RULER, MLA", "needles of 20", "KL")
+    lines = [f"| {' | '.join(heads)} |".replace("|  |", "| |"), "|---" * len(heads) + "|"]
+    for about, variant, timed in ALL_PRESETS:
+        rows = todays[0] if timed[0].split("+")[0] in NAMES_OF_DEFAULTS else steps
+        times = [newest(rows, timed, "tpot_ms", *shape, CASE) for shape in PRESET_SHAPES]
+        cells = [UNKNOWN if value is None else _cell(value) for value in times]
+        cells += [_ruler(accuracy, case, variant, UNKNOWN) for case in ("probe-gqa", "probe-mla")]
+        # Full attention is what it always was; caches by name are today's since then.
+        found = _needles_found(accuracy if variant == "full" else todays[1], variant)
+        cells.append(UNKNOWN if found is None else f"{found:.0f}")
+        kl = newest(todays[1], f"agreement:{variant}", "kl", 1, TEXT_CONTEXT, "small")
+        cells.append(UNKNOWN if kl is None else f"{kl:.5f}")
+        lines.append(f"| {about} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def methods() -> str:
@@ -201,10 +247,11 @@ def text() -> str:
 def needles() -> str:
     """Facts found on the small model, of five at each length."""
     rows = [row for row in read("accuracy.csv") if row["commit"] == NEEDLES_COMMIT]
-    lengths = [n * K for n in (1, 3, 5, 7)]
     lines = ["| 512 tokens | 1k | 3k | 5k | 7k | of 20 |", "|---|---|---|---|---|---|"]
     for about, variant in NEEDLES:
-        found = [5 * newest(rows, f"needle:average:{variant}", "score", 1, length, "small") for length in lengths]
+        found = [
+            5 * newest(rows, f"needle:average:{variant}", "score", 1, length, "small") for length in NEEDLE_LENGTHS
+        ]
         lines.append(f"| {about} | {' | '.join(f'{n:.0f}' for n in [*found, sum(found)])} |")
     return "\n".join(lines)
 

@@ -72,12 +72,18 @@ class Replayed(NamedTuple):
     tally: Tally
 
 
-def _check_decoder_only(config) -> None:
+def _check_kind(config) -> None:
     """Raise for the configuration of an encoder-decoder, a whole model's or that of one of its attention modules."""
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             "sparse caches serve decoder-only models; for an encoder-decoder leave past_key_values out (its "
             "cross-attention cache is not supported)"
+        )
+    text = config.get_text_config(decoder=True) if isinstance(config, PreTrainedConfig) else config
+    if getattr(text, "cross_attention_layers", None):
+        raise ValueError(
+            f"some layers of this {text.model_type} model attend to an image, whose keys lie in the same cache, and "
+            "are passed over without one: sparse caches do not serve that; leave past_key_values out"
         )
 
 
@@ -138,8 +144,9 @@ class SparseCache(Cache):
         self._joined = -1  # the number of changes when all layers were found to hold the same
         self._replayed: Replayed | None = None  # steps that layers have not accounted for
         self.model_config = None
-        self._record_past = self._warned = self._watched = self._told = False
+        self._record_past = self._warned = self._watched = self._told = self._checked = False
         self._drafts: bool | None = None  # what drafts() says of passes; None: nothing
+        self.going_on = False  # see all_go_on()
         self._columns: tuple[Tensor | None, Tensor | None] = (None, None)
         self._linear = False  # the model has linear-attention layers, whose states do not tell how many tokens they saw
         # Of such a model, by layer: forward passes that have come to it, and those that have stored a recurrent state.
@@ -177,7 +184,7 @@ class SparseCache(Cache):
             ValueError: the model is of a kind that a sparse cache cannot serve.
         """
         check_config(model_config)
-        _check_decoder_only(model_config)
+        _check_kind(model_config)
         self.shared.check_model(model_config.get_text_config(decoder=True))
         stock = DynamicCache(config=model_config).layers
         if any(isinstance(layer, DynamicIndexedLayer) for layer in stock):
@@ -236,7 +243,7 @@ class SparseCache(Cache):
         memo[id(self)] = new
         for name, value in self.__dict__.items():
             setattr(new, name, copy.deepcopy(value, memo))
-        new._drafts = None
+        new._drafts, new.going_on = None, False
         return new
 
     # ------------------------------------------------------------------ drafts
@@ -265,6 +272,15 @@ class SparseCache(Cache):
     def drafted(self, tokens: int) -> bool:
         """The forward pass under way, of so many tokens over cached ones, is known to verify drafts."""
         return verified_tokens(self) == tokens if self._drafts is None else self._drafts
+
+    @contextmanager
+    def all_go_on(self) -> Iterator[None]:
+        """Inside, every row gets a token in each decode step: nobody has to read that off a mask on the device."""
+        before, self.going_on = self.going_on, True
+        try:
+            yield
+        finally:
+            self.going_on = before
 
     # ------------------------------------------------------------------ rows that come and go
 
@@ -360,9 +376,10 @@ class SparseCache(Cache):
             self.settle()
         if self.row_batch is not None and key_states.shape[-2] != 1:
             raise ValueError("prompts of rows that come and go are read by rows.prefill(), and join() them then")
+        if not self._checked:  # before anything is stored, whatever attention function there is
+            _check_kind(getattr(caller(), "config", None))
+            self._checked = True
         if self.model_config is None:
-            if layer_idx >= len(self.layers):  # before anything is stored, whatever attention function there is
-                _check_decoder_only(getattr(caller(), "config", None))
             while len(self.layers) <= layer_idx:
                 self.layers.append(self._layer(len(self.layers)))
         elif layer_idx >= len(self.layers):

@@ -122,11 +122,11 @@ class SparseConfig(Options):
             storage grow in steps.
         dense_below: a decode step attends to everything, as dense attention does, while the full blocks of the layer
             hold at most this many tokens, counted over all rows (batch x tokens a row, padding included; recent
-            tokens come on top). ``"auto"``: while that is measured to be as quick as selecting on this GPU
-            (:mod:`hf_sparsekv.policies.crossover`), so never with blocks in host memory, without a GPU, on a GPU that
-            was not measured (``hf-sparsekv calibrate-device``), for predicted queries over keys and values (over
-            latents it is measured), or with progressive selection, which takes as long as the data want. ``None``:
-            never. A number holds for offloaded blocks, too; with blocks on a second device it is an error.
+            tokens come on top). ``"auto"``: while that is measured to be as quick as selecting on this GPU, or guessed
+            (:mod:`hf_sparsekv.policies.crossover`; ``hf-sparsekv calibrate-device`` measures), so never with blocks in
+            host memory, without a GPU, for predicted queries over keys and values (over latents it is measured), or
+            with progressive selection, which takes as long as the data want. ``None``: never. A number
+            holds for offloaded blocks, too; with blocks on a second device it is an error.
     """
 
     FREE: ClassVar[tuple[str, ...]] = ("dense_below", "max_length")

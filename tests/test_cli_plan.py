@@ -94,6 +94,33 @@ def test_sizes(text, value):
     assert opt.parse_bytes(text) == value
 
 
+def test_plan_proposes_a_preset():
+    """More rows, fewer tokens; what does not fit the GPU goes to host memory, and long prompts are read in pieces."""
+
+    def proposed(context: str, batch: int, gpu: str = "80GiB", host: str = "512GiB") -> str:
+        size = ("--context", context, "--batch", batch, "--gpu-memory", gpu, "--host-memory", host)
+        done = run("plan", "qwen3-8b", *size)
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith("proposed: "))
+        assert ("prefill_chunk_size=4096" in done.stderr) == (context == "64k")
+        assert ('more than those of "fast"' in done.stderr) == (" tokens a step" in line)
+        return line.removeprefix("proposed: ")
+
+    assert proposed("32k", 1).startswith(
+        'sparse(model, "accurate"): 2,048 of 32,768 tokens a step; keys and values on the'
+    )
+    assert proposed("32k", 8).startswith("sparse(model): 1,024 of 32,768 tokens a step; keys and values on the GPU, ")
+    assert proposed("64k", 32).startswith('sparse(model, "fast", offload=True): 512 of 65,536 tokens a step; keys and ')
+    assert proposed("1k", 1).startswith(
+        'full attention, which sparse(model, "accurate") does by itself at this length; '
+    )
+    assert proposed("32k", 8, host="1GiB", gpu="24GiB").startswith("none fits; fewer rows or tokens")
+
+
+def test_plan_proposes_nothing_without_a_size(tiny, monkeypatch):
+    monkeypatch.setattr("hf_sparsekv.cli.plan._detected_gpu", lambda: None)
+    assert "proposed" not in run("plan", tiny, "--context", 1000).stdout
+
+
 def test_plan_of_a_server(tiny):
     size = ("--gpu-memory", "1GiB", "--host-memory", "330MiB", "--dense-layers", 0)
     out = run("plan", tiny, "--context", "32k", "--serve", *size).stdout

@@ -16,6 +16,8 @@ from test_cli import error, run
 from hf_sparsekv import OffloadConfig, TwoLevelConfig, user_file
 from hf_sparsekv.cli import calibrate_device as command
 from hf_sparsekv.cli import plan as plan_command
+from hf_sparsekv.ops._device import H200 as H200_FACTS
+from hf_sparsekv.ops._device import Gpu
 from hf_sparsekv.policies import crossover
 from hf_sparsekv.policies.crossover import BUILT_IN, Rule
 from hf_sparsekv.tuning.fitting import METHODS, Timing, fit, wrong_by
@@ -23,6 +25,10 @@ from hf_sparsekv.tuning.plan import model_shape, plan_memory
 
 H200 = "NVIDIA H200"
 WIDTH = 4096  # bytes of a token: 8 KV heads of 128 + 128 channels, bf16
+GPU = torch.device("cuda", 0)
+SILENT = Gpu(132, 50 << 20, 227 << 10, None)  # says nothing of its memory
+H100 = Gpu(132, 50 << 20, 227 << 10, 3.35e12)
+L40S = Gpu(142, 96 << 20, 99 << 10, 0.864e12)
 
 
 @pytest.fixture
@@ -32,8 +38,19 @@ def empty_table(monkeypatch, tmp_path):
     return crossover.table_path()
 
 
-def limit(name: str, monkeypatch, method="two_level:lag", batch=1, width=WIDTH, offloaded=False, device="cuda") -> int:
+def limit(
+    name: str,
+    monkeypatch,
+    method="two_level:lag",
+    batch=1,
+    width=WIDTH,
+    offloaded=False,
+    device="cuda",
+    facts=SILENT,
+) -> int:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+    monkeypatch.setattr(crossover, "gpu", lambda device: facts)
+    monkeypatch.setattr(crossover, "has_triton", lambda: True)
     return crossover.dense_tokens("auto", method, torch.device(device), offloaded, batch, width)
 
 
@@ -82,11 +99,55 @@ def test_built_in(monkeypatch, empty_table):
     assert limit(H200, monkeypatch, method="two_level") > one, "without lag a step takes longer"
     assert limit(H200, monkeypatch, offloaded=True) == limit(H200, monkeypatch, device="cpu") == 0
     for unknown in ("NVIDIA H200 MIG 1g.18gb", "NVIDIA GeForce RTX 5090"):
-        assert limit(unknown, monkeypatch) == 0
+        assert limit(unknown, monkeypatch) == 0, "nothing is known of its memory"
     assert limit(H200, monkeypatch, method=None) == limit(H200, monkeypatch, method="new") == 0
     assert set(BUILT_IN[H200]) > set(METHODS)
     # 1,152 bytes a token; dense attention to 32k of them is as quick, to 128k it is not.
     assert all(24_000 < limit(H200, monkeypatch, method=f"{m}:mla", width=1152) < 96_000 for m in METHODS[:2])
+
+
+def test_guessed(monkeypatch, empty_table):
+    """Of a GPU without figures: what an H200 takes the same time for moves with bandwidth and processors."""
+    name, methods = "NVIDIA L40S", BUILT_IN[H200]
+    for method, rule in methods.items():
+        assert crossover.guess(H200_FACTS, method) == rule
+        slow = crossover.guess(L40S, method)
+        assert slow.fixed_bytes == pytest.approx(0.18 * rule.fixed_bytes)
+        assert slow.row_tokens == pytest.approx(0.18 * 132 / 142 * rule.row_tokens)
+    assert 0 < limit(name, monkeypatch, facts=L40S) < limit(H200, monkeypatch) / 4
+    for nothing in ({"offloaded": True}, {"device": "cpu"}, {"method": None}, {"method": "new"}):
+        assert limit(name, monkeypatch, facts=L40S, **nothing) == 0
+    assert limit(H200, monkeypatch, facts=L40S) == limit(H200, monkeypatch), "what is measured goes first"
+    monkeypatch.setattr(crossover, "has_triton", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+    assert crossover.dense_tokens("auto", "two_level", GPU, False, 1, WIDTH) == 0, "plain torch takes other times"
+    crossover.save(name, {"two_level:lag": Rule(0.0, 5000.0)}, {})
+    assert limit(name, monkeypatch, facts=L40S) == 5000
+
+
+def steps_rule(dense: tuple[float, ...], sparse: tuple[float, ...]) -> Rule:
+    """Exact for whole steps of 34 sparse layers at 1 x 32k, 1 x 128k and 8 x 32k, in ms."""
+    shapes = ((1, 32 << 10), (1, 128 << 10), (8, 32 << 10))
+    lines = torch.tensor([[1.0, batch, -batch * tokens] for batch, tokens in shapes], dtype=torch.float64)
+    gains = torch.tensor([s - d for d, s in zip(dense, sparse)], dtype=torch.float64)
+    fixed, row, token = torch.linalg.solve(lines, gains).tolist()
+    return Rule(fixed / token * WIDTH, row / token)
+
+
+def test_the_guess_for_an_h100_is_what_was_measured_there(monkeypatch):
+    """Whole steps of an 8B model, commit 4ecdddd (dense ones of the H200: 351f7b9), two-level without and with lag.
+
+    The H200's are in benchmarks/results/step.csv, the H100's in docs/hardware.md.
+    """
+    here, there = (5.41968, 8.90227, 13.7483), (7.23, 11.9, 18.5)
+    ours = {"two_level": (5.2016, 5.57706, 6.92781), "two_level:lag": (4.97664, 5.21389, 6.68109)}
+    theirs = {"two_level": (6.61, 7.09, 8.69), "two_level:lag": (6.39, 6.71, 8.46)}
+    monkeypatch.setitem(BUILT_IN, H200, {method: steps_rule(here, times) for method, times in ours.items()})
+    for method, times in theirs.items():
+        found, measured = crossover.guess(H100, method), steps_rule(there, times)
+        assert found.fixed_bytes == pytest.approx(measured.fixed_bytes, rel=0.03)
+        assert found.row_tokens == pytest.approx(measured.row_tokens, rel=0.08)
+        assert found.tokens(1, WIDTH) == pytest.approx(measured.tokens(1, WIDTH), rel=0.03)
 
 
 def test_an_entry_too_deep_to_write_again_goes(monkeypatch, empty_table):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -34,11 +36,62 @@ def on_cpu(query, key, value, causal, scale):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("q", "n"), [(1, 2), (7, 8), (33, 100), (64, 65), (50, 1000)])
-def test_two_parts_are_one(q, n):
+@pytest.mark.parametrize("long", [1 << 28, 1000], ids=["on the grid", "long"])
+@pytest.mark.parametrize(
+    ("q", "n"),
+    [(1, 2), (7, 8), (33, 33), (33, 100), (64, 65), (50, 1000), (128, 256), (130, 520), (700, 700), (1100, 1100)],
+)
+def test_parts_are_one(q, n, long, monkeypatch):
+    monkeypatch.setattr(parts, "LONG", long)
     query, key, value = tensors(q, n)
-    found = chunk_attention(query, key, value, 0.3, on_cpu)
+    found = chunk_attention(query, key, value, 0.3, on_cpu, on_cpu)
     torch.testing.assert_close(found, definition(query, key, value, 0.3), atol=1e-5, rtol=1e-5)
+
+
+def test_few_lengths_have_plans():
+    """Of prompts, and later pieces of them, of any length, however they lie in memory."""
+    plans, dice = set(), random.Random(0)
+
+    def attend(query, key, value, causal, scale):
+        plans.add((causal, *((*t.shape, *t.stride()) for t in (query, key, value))))
+        return query, torch.zeros(query.shape[:3])
+
+    for _ in range(400):
+        q = dice.randrange(2, 3000)
+        past = dice.choice((0, dice.randrange(512, 9000)))
+        query, key, value = tensors(q, q + past + dice.randrange(3), dim=1, batch=1)
+        if dice.random() < 0.5:
+            query = query.transpose(1, 2).contiguous().transpose(1, 2)
+        key, value = (t[:, :, : q + past] for t in (key, value))
+        chunk_attention(query, key, value, 1.0, attend, lambda query, *_: (query, torch.zeros(query.shape[:3])))
+    assert sum(plan[0] for plan in plans) <= 16, "squares"
+    assert len(plans) <= 16 + 16 * 12
+
+
+def test_plans_of_all_prompts_up_to_a_length(monkeypatch):
+    made = []
+    monkeypatch.setattr(parts, "serves", lambda *given: True)
+    monkeypatch.setattr(parts, "_cudnn", lambda query, key, value, causal, scale: made.append((query.shape, causal)))
+    assert parts.make_plans(*tensors(1, 1, dim=8, batch=1), 16384) == len(made) == 20
+    padded = {-(-n // parts.grid(n)) * parts.grid(n) for n in range(parts.SHORT + 1, 16385)}
+    assert {shape[2] for shape, causal in made if causal} == padded
+    assert parts.lengths(1024) == [] and parts.lengths(1025) == [1280]
+
+
+def test_lengths_on_the_grid_are_not_copied():
+    t = torch.zeros(1, 4, 1024, 8).transpose(1, 2).contiguous().transpose(1, 2)
+    assert parts._padded(t, 1024) is t
+    assert [parts.grid(n) for n in (1, 500, 1024, 1025, 2049, 5000, 8192, 8193, 100_000)] == [
+        128,
+        128,
+        128,
+        256,
+        512,
+        1024,
+        1024,
+        1024,
+        1024,
+    ]
 
 
 def test_parts_of_very_different_weight():
@@ -61,7 +114,7 @@ def test_causal(q, n, heads):
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "dim"), [((32, 8), 128), ((8, 8), 64), ((7, 1), 128)])
-@pytest.mark.parametrize(("q", "n"), [(512, 1024), (700, 3001), (2048, 10000)])
+@pytest.mark.parametrize(("q", "n"), [(512, 1024), (700, 3001), (2048, 10000), (2, 2), (333, 333), (4500, 4500)])
 def test_chunks_on_a_gpu(q, n, heads, dim, dtype):
     """By cuDNN where that serves; keys and values as they lie in a cache, side by side."""
     query, key, value = tensors(q, n, heads, dim, dtype=dtype, device="cuda")

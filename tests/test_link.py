@@ -7,6 +7,7 @@ import torch
 
 from hf_sparsekv.cli import doctor
 from hf_sparsekv.offload.link import UNKNOWN, link_name
+from hf_sparsekv.ops import _device
 
 GPU = torch.device("cuda", 0)
 
@@ -71,8 +72,12 @@ def test_doctor_shows_the_link(monkeypatch):
     monkeypatch.setattr(doctor, "_nvidia_smi", lambda: [])
     monkeypatch.setattr(doctor, "_bandwidth", lambda index: 48e9)
     monkeypatch.setattr(doctor, "link_name", lambda index: ("PCIe 5.0 x16", UNKNOWN)[index])
+    facts = [_device.Gpu(142, 96 << 20, 99 << 10, rate) for rate in (864e9, None)]
+    monkeypatch.setattr(doctor, "gpu", lambda device: facts[device.index])
+    monkeypatch.setattr(doctor, "has_triton", lambda: True)
     rows = [value for _, value in doctor._gpus()]
-    assert rows[1] == "crossover not measured: all steps select"
+    guessed = "crossover guessed from 864 GB/s and 142 processors: `hf-sparsekv calibrate-device` measures it"
+    assert rows[1::5] == [guessed, "crossover not known: all steps select"]
     assert rows[2] == "99 KB of shared memory a program"
     assert rows[3::5] == ["link PCIe 5.0 x16", "link unknown"]
     assert rows[4] == "pinned host to device: 48.0 GB/s"

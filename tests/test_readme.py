@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from models import build
 
 from benchmarks import readme
+from benchmarks.baselines import VARIANTS, make_cache
 from hf_sparsekv import SparseCache, TwoLevelConfig, __version__, generating
 from hf_sparsekv.evaluation.text import python_reference
+from hf_sparsekv.policies.registry import methods
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
@@ -21,8 +25,62 @@ def test_newest_rows_and_marks():
     rows = [{**row, "value": "3"}, {**row, "value": "2"}, {**row, "batch": "2", "value": "1"}]
     assert readme.newest(rows, "v", "tpot_ms", 1, 8, "m") == 2
     assert readme.newest(rows, "v", "tpot_ms", 1, 16, "m") is None
+    rows.append({**row, "variant": "w", "value": "7"})
+    assert readme.newest(rows, ("v", "w"), "tpot_ms", 1, 8, "m") == 7, "of any of the names"
     with pytest.raises(ValueError, match="lacks the marks <!-- speed -->"):
         readme.between("no marks", "speed")
+
+
+def test_the_table_of_presets(monkeypatch):
+    """A line for each; a cell without a row says so, and rows of earlier defaults and of other GPUs do not count."""
+    row = {"case": "qwen3-8b", "batch": "1", "context": str(32 << 10), "metric": "tpot_ms", "device": readme.GPU}
+    row |= {"variant": "token_only+fused", "commit": "old", "value": "9"}
+    now = {**row, "commit": readme.DEFAULTS[0]}
+    small = {
+        **now,
+        "case": "small",
+        "context": "4096",
+        "variant": "agreement:two_level",
+        "metric": "kl",
+        "value": ".25",
+    }
+    facts = [
+        {**small, "variant": f"needle:average:{name}", "context": str(n << 10), "metric": "score", "value": value}
+        for name, lengths in (("two_level", (1, 3, 5, 7)), ("two_level:preset=fast", (1, 3)))
+        for n, value in zip(lengths, ("1", "1", "0.8", "0.6"))
+    ]
+    tables = {
+        "step.csv": [row, now | {"variant": "two_level:lag+fused", "value": "8"}, {**now, "device": "x", "value": "7"}],
+        "accuracy.csv": [small, *facts],
+    }
+    monkeypatch.setattr(
+        readme, "read", lambda name, device=None: [r for r in tables[name] if device in (None, r["device"])]
+    )
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in readme.all_presets().splitlines()]
+    assert {len(line) for line in lines} == {9} and len(lines) == 2 + len(readme.ALL_PRESETS)
+    found, nothing = dict(enumerate(lines[2:])), [readme.UNKNOWN]
+    assert found[1][1:] == nothing * 6 + ["17", "0.25000"], "times of earlier defaults are not today's"
+    assert found[3][1:] == nothing * 8, "no length may be missing"
+    assert found[5][1:] == ["8.0", *nothing * 7]
+    tables["step.csv"].append(now | {"value": "6"})
+    assert "| 6.0 | not measured |" in readme.all_presets()
+
+
+def test_every_preset_is_in_the_table():
+    """With the name under which `benchmarks step` measures it."""
+    of = {"two_level": "token_only", "progressive": "progressive:0.95", "predictive": "predictive"}
+    lines = {variant: timed for _, variant, timed in readme.ALL_PRESETS}
+    for name, method in methods().items():
+        for preset in method.config.PRESETS:
+            if name == "progressive" and "estimate" in method.config.PRESETS[preset]:
+                continue  # plain torch
+            timed = lines[f"{name}:preset={preset}"][0]
+            assert timed.split("+")[0] == f"{name}:{preset}" and timed.split("+")[0] in VARIANTS
+        if name in of:
+            assert lines[name][0].split("+")[0] == of[name]
+    assert {timed.split("+")[0] for names in lines.values() for timed in names} <= set(VARIANTS)
+    default = make_cache(build("llama", "sparsekv"), VARIANTS["token_only"], None).config
+    assert replace(default, level="auto") == TwoLevelConfig(dense_below=None)
 
 
 def test_the_accuracy_beside_the_speed_is_of_the_same_settings():

@@ -11,6 +11,8 @@ from caches import FULL, TIGHT, progressive, two_level
 from models import VOCAB, build, model, prompt, reference
 from transformers import DynamicCache
 
+from hf_sparsekv import sparse
+
 IDS = prompt(1, 90)["input_ids"]
 ANSWER = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
 SIZES = {"vocab_size": VOCAB, "hidden_size": 64, "num_attention_heads": 4, "bos_token_id": 1, "eos_token_id": None}
@@ -215,3 +217,52 @@ def test_paged_attention_by_name():
     net = build("llama", "paged|sparsekv")
     with pytest.raises(ValueError, match="continuous batching"):
         net.generate(IDS, past_key_values=two_level(), **ANSWER)
+
+
+# ---------------------------------------------------------------------- attention of their own kind
+
+
+def tiny(config_class, **sizes):
+    return config_class(**{**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2, "intermediate_size": 64, **sizes})
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (
+            lambda attn: tf.DiffLlamaForCausalLM(tiny(tf.DiffLlamaConfig, attn_implementation=attn)),
+            "attends to other values than those that it has cached",
+        ),
+        (
+            lambda attn: tf.BigBirdPegasusForCausalLM(
+                tf.BigBirdPegasusConfig(
+                    vocab_size=VOCAB,
+                    d_model=32,
+                    decoder_layers=2,
+                    decoder_ffn_dim=32,
+                    decoder_attention_heads=2,
+                    is_decoder=True,
+                    is_encoder_decoder=False,
+                    attn_implementation=attn,
+                )
+            ),
+            "compute their attention themselves",
+        ),
+        (
+            lambda attn: tf.MllamaForCausalLM(
+                tiny(tf.MllamaTextConfig, cross_attention_layers=[1], pad_token_id=0, attn_implementation=attn)
+            ),
+            "attend to an image",
+        ),
+    ],
+    ids=["diffllama", "bigbird-pegasus", "mllama"],
+)
+def test_attention_of_another_kind(make, says):
+    """With and without the model's configuration: refused before anything wrong comes out."""
+    net = wide(make("sparsekv"))
+    for config in (None, net.config):
+        with pytest.raises(ValueError, match=says):
+            net.generate(IDS, past_key_values=two_level(model_config=config), **ANSWER)
+    with pytest.raises(ValueError, match=says), sparse(net):
+        net.generate(IDS, **ANSWER)
+    assert wide(make("eager")).generate(IDS, **ANSWER).shape[1] == 98

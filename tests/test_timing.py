@@ -77,6 +77,20 @@ def test_passes_on_and_leaves_its_time_out():
     assert slow.ended
 
 
+def test_leaves_no_time_out_beside_which_the_next_token_is_made():
+    clock = Clock()
+    slow = Slow(clock)
+    timer = TokenTimer(slow, clock=clock)
+    feed(timer, clock, (0.0, [[1, 2]]))
+    timer.runs_ahead()
+    assert not timer.waits
+    feed(timer, clock, (1.0, [5]), (0.1, [6]), (0.1, [7]))
+    timer.end()
+    assert timer.summary().tpot_s == pytest.approx(0.6)
+    feed(timer, clock, (0.0, [[1]]), (1.0, [2]), (1.0, [3]))
+    assert timer.summary().tpot_s == pytest.approx(1.0), "another call, which waits"
+
+
 def test_start_forgets():
     clock = Clock()
     timer = TokenTimer(clock=clock)

@@ -5,6 +5,7 @@ What a setting needs and the engine does not have makes it fail: none is silentl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -116,6 +117,8 @@ class OurSystem:
                     max_length=settings.max_length,
                     max_tokens=min(tokens, settings.max_rows * settings.max_length),
                     max_waiting=1 << 20,  # a trace's delays are measured, not cut
+                    # Baselines: the paper's chunks, one beside each step, however long that takes.
+                    prefill_ms=ServingConfig().prefill_ms if rung.segments else math.inf,
                     chunk=ServingConfig().chunk if rung.segments else settings.chunk,
                     working_set=rung.working_set,
                     layer_segments=rung.segments,

@@ -39,10 +39,10 @@ def exact_attention(
     plain = params.softcap is None and params.sink_logits is None
     window = params.sliding_window if params.sliding_window is not None and params.sliding_window < n else None
     if plain and mask is None and columns is None and window is None:
-        if q == 1 or q == n:
-            return _sdpa(query, key, value, None, params.scale, q > 1, dropout, group)
         if not dropout and serves(query, key, value):
             return chunk_attention(query, key, value, params.scale)
+        if q == 1 or q == n:
+            return _sdpa(query, key, value, None, params.scale, q > 1, dropout, group)
         if query.is_cuda:  # reaches the flash kernels without a mask tensor
             from torch.nn.attention.bias import causal_lower_right
 

@@ -52,6 +52,12 @@ def sparsekv_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     params = AttentionParams(scale, softcap, s_aux, sliding_window)
     if isinstance(key, KVHandle):
+        if not isinstance(value, KVHandle) or value.step is not key.step:
+            raise ValueError(
+                f"{type(module).__name__} attends to other values than those that it has cached with these keys "
+                "(differential attention, for one), which sparse caches cannot serve: leave past_key_values out, or "
+                "use a DynamicCache"
+            )
         if position_bias is not None:
             raise ValueError("sparse caches do not support attention with a position bias: use a DynamicCache")
         if attention_mask is None and query.shape[2] > 1:

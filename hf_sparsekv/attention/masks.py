@@ -11,6 +11,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 # What to do about a cache that holds more than the caller thinks.
@@ -113,11 +114,18 @@ def check_not_empty(batch: int, tokens: int, cached: int = 0) -> None:
 
 @cache
 def _calls_interface(config_class: type) -> bool:
-    """False if the modeling code beside this configuration class is known to ignore registered attention functions."""
+    """False if the modeling code beside this configuration class is known to ignore registered attention functions.
+
+    Or those of its models that attend to a past, which then support eager attention alone.
+    """
     name = config_class.__module__.replace(".configuration_", ".modeling_")
     module = sys.modules.get(name)
     if name == config_class.__module__ or module is None:
         return True
+    models = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, PreTrainedModel)]
+    models = [one for one in models if one.__module__ == name]
+    if models and not any(one._supports_sdpa or one._supports_flash_attn for one in models):
+        return False
     try:
         return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(module)
     except OSError:  # no source at hand

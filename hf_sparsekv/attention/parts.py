@@ -1,17 +1,35 @@
-"""A later chunk of a prompt: attention over its past and over itself, merged exactly.
+"""A prompt, or a later piece of one, by cuDNN's kernels: attention over its past and over itself, merged exactly.
 
 torch reaches cuDNN's kernels for whole prompts only: a chunk that sees all of its past takes the flash kernels, which
-do 60 % as much on a Hopper GPU. Without the causal corner both halves are shapes that cuDNN knows, and their
+do 60 % as much on a Hopper GPU. Without the causal corner both parts are shapes that cuDNN knows, and their
 log-sum-exps tell how to weigh them.
+
+cuDNN makes a plan for each new shape, strides included: 55 to 75 ms of the host on an H200, as long as 8k tokens take
+in all layers of an 8B model; and every thread makes its own (``python -m benchmarks.probes.prompt_shapes``). So parts
+are padded to a few lengths. What is left of a past that ends between two of them takes the flash kernels, which need no
+plan.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
-LEAST = 512  # queries; below, two launches and a merge cost more than they save
+LEAST = 512  # queries over a past; below, several launches and a merge cost more than they save
+SHORT = 1024  # tokens of a prompt that the flash kernels take: .05 ms of 500, padded .22
+LONG = 1 << 28  # pairs with the past; beyond, what is left of it costs all layers more than a plan
+GRID = 1024  # tokens: lengths are rounded to this, shorter ones to an eighth of the power of two that they reach
+_FINEST = 128
+
+Attend = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
+
+
+def grid(tokens: int) -> int:
+    """What a length of so many tokens is rounded to."""
+    return min(GRID, max(_FINEST, (1 << (tokens - 1).bit_length()) // 8))
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
@@ -31,16 +49,45 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
 def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether :func:`chunk_attention` is the quicker way for the last ``q`` of ``n`` columns, and possible."""
     past = key.shape[2] - query.shape[2]
-    if not query.is_cuda or query.shape[2] < LEAST or past < LEAST:
+    if not query.is_cuda or query.shape[2] < 2 or (past and min(past, query.shape[2]) < LEAST):
         return False
-    if torch.cuda.get_device_capability(query.device)[0] < 9:
+    if torch.cuda.get_device_capability(query.device)[0] < 9 or (torch.is_grad_enabled() and query.requires_grad):
         return False
     grouped = query.shape[1] != key.shape[1]
-    halves = ((slice(None, past), False), (slice(past, None), True))
+    parts = [(slice(past, None), True), *([(slice(None, past), False)] if past else [])]
     return all(
         can_use_cudnn_attention(SDPAParams(query, key[:, :, at], value[:, :, at], None, 0.0, causal, grouped))
-        for at, causal in halves
+        for at, causal in parts
     )
+
+
+def lengths(longest: int) -> list[int]:
+    """The lengths of prompts that have plans, up to the one that takes ``longest`` tokens."""
+    found, n = [], SHORT
+    while n < longest:
+        step = grid(n + 1)
+        n = -(-(n + 1) // step) * step
+        found.append(n)
+    return found
+
+
+def make_plans(query: Tensor, key: Tensor, value: Tensor, longest: int) -> int:
+    """Have this thread make the plans of prompts of up to ``longest`` tokens: some 60 ms each on the host.
+
+    Args:
+        query, key, value: ``[1, heads, 1, D]`` of the heads, dtype and device of a layer.
+
+    Returns:
+        How many were made: none where :func:`chunk_attention` does not serve.
+    """
+    made = 0
+    for n in lengths(longest):
+        parts = [t.new_empty(1, n, t.shape[1], t.shape[3]).transpose(1, 2) for t in (query, key, value)]
+        if not serves(*parts):
+            break
+        _cudnn(*parts, True, 1.0)
+        made += 1
+    return made
 
 
 def _cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -51,17 +98,60 @@ def _cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
     return out, lse.view(query.shape[:3])
 
 
-def chunk_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, attend=_cudnn) -> Tensor:
+def _flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Likewise, without a plan."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, 0.0, causal, False, scale=scale
+    )
+    return out, lse
+
+
+def _padded(t: Tensor, tokens: int) -> Tensor:
+    """``t [batch, heads, n, D]`` and zeros up to ``tokens``; its strides tell of ``tokens`` alone."""
+    batch, heads, n, dim = t.shape
+    strides = (
+        tokens * heads * dim,
+        dim,
+        heads * dim,
+        1,
+    )  # as projections give it: no copy where nothing is to be added
+    if n == tokens and t.stride() == strides:
+        return t
+    out = t.new_empty(batch, tokens, heads, dim).transpose(1, 2)
+    out[:, :, :n], out[:, :, n:] = t, 0
+    return out
+
+
+def chunk_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, attend: Attend = _cudnn, rest: Attend = _flash
+) -> Tensor:
     """Causal attention of the last ``q`` columns over all ``n``.
 
     Args:
         query: ``[batch, Hq, q, D]``, of columns ``n - q .. n - 1``.
-        key, value: ``[batch, H, n, D]``.
-        attend: ``(query, key, value, causal, scale)`` to output and log-sum-exp.
+        key: ``[batch, H, n, D]``.
+        value: ``[batch, H, n, Dv]``.
+        attend: ``(query, key, value, causal, scale)`` to output and log-sum-exp, of lengths on the grid.
+        rest: likewise, of any lengths.
 
     Returns:
-        ``[batch, Hq, q, D]``.
+        ``[batch, Hq, q, Dv]``.
     """
-    past = key.shape[2] - query.shape[2]
-    before = attend(query, key[:, :, :past], value[:, :, :past], False, scale)
-    return merge(*before, *attend(query, key[:, :, past:], value[:, :, past:], True, scale))
+    q, n = query.shape[2], key.shape[2]
+    past, size = n - q, -(-q // grid(q)) * grid(q)
+    if not past and q <= SHORT:
+        return rest(query, key, value, True, scale)[0]
+    before = past if not past or q * past > LONG else past // grid(past) * grid(past)
+    padded = _padded(query, size)
+    # Keys behind the last one are hidden from all queries that count, as later ones are.
+    out, lse = attend(padded, *(_padded(t[:, :, past:], size) for t in (key, value)), True, scale)
+    if before:
+        other, other_lse = attend(padded, *(_padded(t[:, :, :before], before) for t in (key, value)), False, scale)
+        if before == past:
+            return merge(other, other_lse, out, lse)[:, :, :q]
+        out, lse = merge(other, other_lse, out, lse), torch.logaddexp(lse, other_lse)
+    out = out[:, :, :q]
+    if before < past:
+        between = slice(before, past)
+        out = merge(out, lse[:, :, :q], *rest(query, key[:, :, between], value[:, :, between], False, scale))
+    return out

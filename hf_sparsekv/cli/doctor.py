@@ -15,8 +15,9 @@ import torch
 from ..attention.interface import NAME
 from ..kv.pool import host_memory_limit
 from ..offload.link import link_name
+from ..ops._device import gpu
 from ..ops._dispatch import has_triton
-from ..policies.crossover import lookup
+from ..policies.crossover import guess, lookup
 from .output import messages, results, size
 
 _PACKAGES = ("hf-sparsekv", "torch", "transformers", "triton", "accelerate", "liger-kernel")
@@ -30,6 +31,7 @@ _OPERATORS = {
     "token_select": "topk_select",
     "sparse_decode": "sparse_decode",
 }
+METHOD = "token_only"  # what a cache does by default, in the table of crossovers
 _QUERY = "driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current"
 
 
@@ -69,7 +71,7 @@ def _gpus() -> list[tuple[str, str]]:
     for index in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(index)
         rows.append((f"cuda:{index}", f"{p.name}, {size(p.total_memory)}, compute {p.major}.{p.minor}"))
-        rows.append(("", "crossover " + ("known" if lookup(p.name, "two_level") else "not measured: all steps select")))
+        rows.append(("", f"crossover {_crossover(p.name, index)}"))
         if shared := getattr(p, "shared_memory_per_block_optin", 0):
             rows.append(("", f"{shared >> 10} KB of shared memory a program"))
         if index < len(details):
@@ -81,6 +83,17 @@ def _gpus() -> list[tuple[str, str]]:
         except RuntimeError as error:  # out of memory, or pinning is not allowed here
             rows.append(("", f"pinned host to device: not measured ({str(error).splitlines()[0]})"))
     return rows
+
+
+def _crossover(name: str, index: int) -> str:
+    """Whether it was measured up to which length dense attention is as quick, by the default's method."""
+    if lookup(name, METHOD):
+        return "measured"
+    there = gpu(torch.device("cuda", index)) if has_triton() else None
+    if there is None or guess(there, METHOD) is None:
+        return "not known: all steps select"
+    from_what = f"{there.bandwidth / 1e9:,.0f} GB/s and {there.processors} processors"
+    return f"guessed from {from_what}: `hf-sparsekv calibrate-device` measures it"
 
 
 def _nvidia_smi() -> list[list[str]]:

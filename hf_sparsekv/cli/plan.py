@@ -12,6 +12,7 @@ from rich.table import Table
 from ..config import OffloadConfig, SparseConfig
 from ..kv.pool import host_memory_limit
 from ..tuning.plan import MemoryPlan, ModelShape, model_shape, plan_memory
+from ..tuning.proposal import Proposal, propose
 from ..tuning.serving_plan import rows_that_fit
 from . import options as opt
 from .loading import load_config
@@ -52,7 +53,7 @@ def plan(
     *,
     options: opt.CacheOptions,
 ) -> None:
-    """Will it fit? GPU and host memory, from the model's configuration alone."""
+    """Will it fit, and with which preset? GPU and host memory, from the model's configuration alone."""
     if cache is opt.CacheKind.dense:
         sparse = ", ".join(kind.value for kind in opt.CacheKind if kind is not opt.CacheKind.dense)
         raise typer.BadParameter(f"plan compares a sparse cache with the dense one: --cache takes {sparse} here")
@@ -70,6 +71,8 @@ def plan(
         return
     planned = plan_memory(shape, config, opt.offload_config(options), context=context, batch=batch, device=device)
     _show(planned, gpu, host)
+    if gpu is not None and any(layer.kind == "full" for layer in shape.layers):
+        _show_proposal(propose(shape, context=context, batch=batch, gpu=gpu, host=host, device=device), context)
 
 
 def _config(model: str):
@@ -143,6 +146,25 @@ def _show(p: MemoryPlan, gpu: int | None, host: int) -> None:
         )
     for line in p.model.notes:
         note(line)
+
+
+def _show_proposal(found: Proposal | None, context: int) -> None:
+    """The preset that is proposed, whatever cache the command line names."""
+    if found is None:
+        results.print("proposed: none fits; fewer rows or tokens (--serve shows how many), or quantised weights")
+        return
+    place = "in host memory" if found.offloaded else "on the GPU"
+    need = f"keys and values {place}, {size(found.plan.device_total)} of GPU memory"
+    if found.every:
+        results.print(
+            f"proposed: full attention, which {found.call} does by itself at this length; {need}", markup=False
+        )
+    else:
+        budget = f"{found.config.token_budget:,} of {context:,} tokens a step"
+        results.print(f"proposed: {found.call}: {budget}; {need}", markup=False)
+        note(f'its steps read some {found.more:.0%} more than those of "fast"; what each finds: docs/presets.md')
+    if found.pieces < context:
+        note(f"proposed with generate(..., prefill_chunk_size={found.pieces}): the prompt in one piece does not fit")
 
 
 def _show_rows(

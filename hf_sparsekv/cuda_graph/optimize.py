@@ -31,6 +31,7 @@ from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..policies.plan import Plan
 from .captured_step import CapturedStep, Saved, gathered_experts
+from .late_stop import defer, wait
 from .mask_watch import MaskWatch
 
 _STATIC = ("input_ids", "position_ids", "attention_mask", "past_key_values")
@@ -125,12 +126,14 @@ class StepRunner:
         for module in self.absorbed:
             absorb(module)
         self.tap.install()
+        defer(self.model)
 
     def remove(self) -> None:
         for held in (self.graphs, self.last, self.steady):
             held.clear()
         for module in self.absorbed:
             restore(module)
+        wait(self.model)
         self.tap.remove()
         if self.fusion is not None:
             self.fusion.undo()
@@ -466,7 +469,7 @@ class StepRunner:
         """Which rows get a token, bool ``[batch, 1]``; None: all."""
         if cache.row_batch is not None:
             return cache.row_batch.valid(device)
-        if rows.valid is None or mask is None:
+        if rows.valid is None or mask is None or cache.going_on:
             return None
         last = mask[:, -1:].bool()
         return None if bool(last.all()) else last

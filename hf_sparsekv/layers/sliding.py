@@ -21,6 +21,8 @@ from .owned import Owned, Owner
 class SlidingRing(Owned, DynamicSlidingWindowLayer):
     """The last ``sliding_window`` tokens of a layer; column ``c`` at ``c % sliding_window``.
 
+    The next token sees one of them less, so one token can be taken back.
+
     Args:
         stock: the filled layer to take over.
         owner: the cache.
@@ -41,7 +43,7 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
         self.attended = torch.zeros(batch, heads, dtype=torch.int64, device=keys.device)  # the kernel wants one
         self.no_block_table = torch.empty(batch, 0, dtype=torch.int32, device=keys.device)
         self.no_blocks = keys.new_empty(0, heads, 1, self.key_dim + self.value_dim)
-        self.cumulative_length = stock.cumulative_length
+        self.cumulative_length = self.written = stock.cumulative_length
         self._write(keys, values, self.cumulative_length - keys.shape[2])
         self.replay = None
         del self.keys, self.values
@@ -92,6 +94,7 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
     def _write(self, k: Tensor, v: Tensor, start: int) -> None:
         n = min(k.shape[2], self.sliding_window)
         skip = k.shape[2] - n
+        self.written = start + k.shape[2]
         at = torch.arange(start + skip, start + k.shape[2], device=self.device) % self.sliding_window
         self.ring[:, :, at] = torch.cat((k[:, :, skip:], v[:, :, skip:]), dim=-1).detach()
 
@@ -110,12 +113,13 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
             remove = min(0, remove - self.cumulative_length)
         if remove == 0:
             return
-        if self.cumulative_length >= self.sliding_window:
+        keep = max(0, self.cumulative_length + remove)
+        if self.written > self.sliding_window and keep < self.written - 1:  # the ring has one column more than is asked
             raise RuntimeError(
-                "a sliding-window layer past its window cannot be cropped: call cache.activate_past_recording() before "
-                "the prompt"
+                "a sliding-window layer past its window can be cropped by one token only: call "
+                "cache.activate_past_recording() before the prompt"
             )
-        self.cumulative_length = max(0, self.cumulative_length + remove)
+        self.cumulative_length = keep
 
     def _map_rows(self, index: Tensor) -> None:
         for name in ("ring", "no_block_table", "attended"):
@@ -157,6 +161,7 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
     def advance(self) -> None:
         """The host's share of a replayed step."""
         self.cumulative_length += 1
+        self.written = self.cumulative_length
 
     @property
     def addresses(self) -> tuple[int, ...]:

@@ -1,9 +1,15 @@
-"""What a kernel's tiles depend on beside shapes and dtypes: the shared memory that one program may use."""
+"""What launches and first guesses depend on beside shapes and dtypes: processors, caches and memory of a GPU.
+
+Kernels were tuned on an H200. On another GPU a launch aims for as many programs for each processor as there
+(:func:`programs`), and tiles are cut down to the shared memory that there is (:func:`shared_memory`).
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
+import torch
 from torch import Tensor
 
 # Bytes of shared memory that one program may use, by compute capability ("CUDA C++ Programming Guide", table of
@@ -11,13 +17,59 @@ from torch import Tensor
 SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """What a GPU, or a part of one (MIG), says of itself.
+
+    Args:
+        processors: that kernels run on (SMs).
+        l2_bytes: of the cache that they share.
+        shared_bytes: of shared memory that one program may use.
+        bandwidth: bytes a second that its memory moves at most; None if it does not say.
+    """
+
+    processors: int
+    l2_bytes: int
+    shared_bytes: int
+    bandwidth: float | None
+
+
+H200 = Gpu(processors=132, l2_bytes=50 << 20, shared_bytes=SHARED[90], bandwidth=4.8e12)  # by its data sheet
+
+
+def gpu(device: torch.device) -> Gpu:
+    """What the driver says of a CUDA device.
+
+    Raises:
+        ImportError: Triton, which asks the driver, is not installed.
+    """
+    return _told(torch.cuda.current_device() if device.index is None else device.index)
+
+
 @cache
-def _of_device(device: int) -> int:
+def _told(device: int) -> Gpu:
     import triton
 
-    return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
+    told = triton.runtime.driver.active.utils.get_device_properties(device)
+    clock, width = told.get("mem_clock_rate", 0), told.get("mem_bus_width", 0)  # kHz, bits
+    return Gpu(
+        processors=told["multiprocessor_count"],
+        l2_bytes=torch.cuda.get_device_properties(device).L2_cache_size,
+        shared_bytes=told["max_shared_mem"],
+        bandwidth=2 * 1000 * clock * width / 8 or None,  # both edges of the clock
+    )
+
+
+def gpu_of(t: Tensor) -> Gpu:
+    """The GPU where ``t`` is; without one an H200."""
+    return _told(t.get_device()) if t.is_cuda else H200
 
 
 def shared_memory(t: Tensor) -> int:
     """Bytes of shared memory that one program may use where ``t`` is; without a GPU as many as on an H200."""
-    return _of_device(t.get_device()) if t.is_cuda else SHARED[90]
+    return gpu_of(t).shared_bytes
+
+
+def programs(on_h200: int, t: Tensor) -> int:
+    """Programs to aim for where ``t`` is, if ``on_h200`` measured best on an H200: as many for each processor."""
+    return max(1, on_h200 * gpu_of(t).processors // H200.processors)

@@ -1,4 +1,4 @@
-"""Where dense attention is as quick as selecting: a small table of measured GPUs.
+"""Where dense attention is as quick as selecting: a small table of measured GPUs, and a guess for the others.
 
 Below some length everything can be read in the time that choosing takes, and dense attention is exact. The time of a
 dense step grows with the bytes it reads; that of a selecting step has a fixed part, a part per row, and grows little
@@ -7,7 +7,8 @@ with the length. Both take equal time where
     batch * tokens * width = fixed_bytes + batch * width * row_tokens        (width: bytes of a token, all KV heads)
 
 so a GPU is described by two numbers a method. They are measured by ``hf-sparsekv calibrate-device``, whose file goes
-before the built-in values. A GPU that was not measured has no crossover: its steps select.
+before the built-in values. For a GPU that was not measured they are guessed from its memory and processors
+(:func:`guess`); one that says nothing of its memory has no crossover: its steps select.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Literal
 import torch
 
 from .. import user_file
+from ..ops._device import H200, Gpu, gpu
+from ..ops._dispatch import has_triton
 
 FORMAT = 1  # of the file; another one is not read
 
@@ -44,8 +47,9 @@ class Rule:
 
 # One layer of 32 query and 8 KV heads of 128 channels, bf16, in captured steps, 1 and 8 rows of 32k and 128k tokens
 # (benchmarks/results/operator.csv). Exact names: parts of a GPU (MIG) have names of their own, and other rates.
+MEASURED = "NVIDIA H200"
 BUILT_IN: dict[str, dict[str, Rule]] = {
-    "NVIDIA H200": {
+    MEASURED: {
         "two_level": Rule(57.5e6, 1189),
         "two_level:lag": Rule(42.9e6, 1632),
         "block_only": Rule(11.9e6, 1806),
@@ -84,6 +88,8 @@ def dense_tokens(
     if offloaded or device.type != "cuda":  # over the link everything takes long; without a GPU nothing is measured
         return 0
     rule = lookup(torch.cuda.get_device_name(device), method)
+    if rule is None and has_triton():  # without its kernels nothing that is known holds
+        rule = guess(gpu(device), method)
     return 0 if rule is None else rule.tokens(batch, width)
 
 
@@ -98,6 +104,20 @@ def lookup(device_name: str, method: str | None) -> Rule | None:
         if rule is not None:
             return rule
     return None
+
+
+def guess(there: Gpu, method: str | None) -> Rule | None:
+    """What is expected of a method on a GPU that was not measured; None if its bandwidth is not known.
+
+    Both numbers are times, told in bytes that a dense step reads meanwhile, so both grow with the bandwidth. The fixed
+    time is that of launches, the same on every GPU. The time for each row goes down with the processors. (An H100,
+    which has as many of them as an H200 and 0.70 of its bandwidth: docs/hardware.md.)
+    """
+    rule = BUILT_IN[MEASURED].get(method)
+    if rule is None or there.bandwidth is None:
+        return None
+    bandwidth, processors = there.bandwidth / H200.bandwidth, there.processors / H200.processors
+    return Rule(rule.fixed_bytes * bandwidth, rule.row_tokens * bandwidth / processors)
 
 
 # ---------------------------------------------------------------------- the user's file

@@ -50,6 +50,10 @@ class Engine:
         offload: keep full blocks in host memory, ``True`` or how; otherwise everything is on the model's device.
         serving: how requests share it.
 
+    Attributes:
+        max_length: tokens that a prompt and its answer may have together: as asked for, or what the memory holds if
+            that is less.
+
     Raises:
         TypeError: an argument is of another type.
         ValueError: the model, the method or a value cannot be served; says why.
@@ -97,6 +101,9 @@ class Engine:
             stack.callback(cache.reset)
             row, self.vocabulary = first_row(model, rows, self.max_length)
             self._blocks = self._reserve(cache, settings.offload)
+            held = (self._blocks - 1) * cache.config.block_size
+            self._limit = "the memory holds" if held < self.max_length else "max_length allows"
+            self.max_length = min(self.max_length, held)
             if runner_of(model) is None:
                 rows.leave(row)
             else:
@@ -193,15 +200,10 @@ class Engine:
         if total > self.max_length:
             raise ValueError(
                 f"a prompt of {len(ids)} tokens and an answer of up to {sampling.max_tokens} are {total}, more than "
-                f"max_length={self.max_length}: shorten the prompt, or ask for fewer tokens"
+                f"the {self.max_length} that {self._limit}: shorten the prompt, or ask for fewer tokens"
             )
         size = self._cache.config.block_size
         blocks = -(-total // size) + 1
-        if blocks > self._blocks:
-            raise ValueError(
-                f"{total} tokens need {blocks} blocks of {size} tokens, all requests together have {self._blocks}: "
-                "this one would never fit"
-            )
         waiting = self._loop.queued
         if waiting >= self.serving.max_waiting + (self._loop.idle and self.serving.max_waiting == 0):
             self._refused["waiting"] += 1

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..attention.parts import make_plans
 from ..row_batch import RowBatch, WorkingSets, width
 from .admission import Candidate, admit
 from .config import ServingConfig
@@ -156,8 +157,26 @@ class Loop:
 
     def start(self) -> None:
         """Begin."""
+        self._make_plans()
         for thread in self._threads:
             thread.start()
+
+    def _make_plans(self) -> None:
+        """In the thread that reads prompts, what the first ones would otherwise wait for: cuDNN's start, and plans."""
+        layer = self.rows.cache.sparse_layers[0]
+        store = layer.store
+        if store is None or store.latent or not self.serving.layer_segments:
+            return
+        shapes = (layer.q_heads, store.split), (store.heads, store.split), (store.heads, store.width - store.split)
+        like = [torch.empty(1, n, 1, dim, dtype=store.dtype, device=self.device) for n, dim in shapes]
+        longest = min(self.serving.chunk, self.rows.max_length)
+
+        @torch.no_grad()
+        def make() -> None:
+            make_plans(like[0], like[1], like[2], longest)
+
+        self.segments.open(make, self.device)
+        self.segments.run(1 << 30)
 
     @property
     def queued(self) -> int:

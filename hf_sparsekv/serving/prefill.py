@@ -7,6 +7,7 @@ not touched, and a long chunk costs decoding rows no more than a short one. Only
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-FIRST = 64  # tokens of the first chunk whose speed is not known yet, if only its length bounds its time
+from ..attention.parts import GRID
+
+# Tokens of a chunk at least, if only its length bounds its time: of fewer the weights are read and the kernels launched
+# all the same, which would teach that tokens are slow, and so make the next chunk no longer.
+LEAST = 512
 
 
 class Cancelled(Exception):
@@ -97,7 +102,7 @@ class Pace:
     def tokens_in(self, ms: float, past: int) -> int:
         """How many tokens through all layers fit."""
         if self.per_ms is None:
-            return FIRST
+            return LEAST if math.isfinite(ms) else 1 << 30
         of_layer = min(ms, 1e9) * self.per_ms / self.layers
         linear = self.token + self.pair * past
         half = self.pair / 2  # half t^2 + linear t = of_layer
@@ -107,7 +112,8 @@ class Pace:
 class Segments:
     """Forward passes of one model that stop between its layers.
 
-    One at a time: :meth:`open` it, :meth:`run` so many layers until it says that it is over.
+    One at a time: :meth:`open` it, :meth:`run` so many layers until it says that it is over. All run in one thread:
+    each new one would make cuDNN's plans anew (:mod:`hf_sparsekv.attention.parts`).
 
     Args:
         layers: the model's decoder layers, in order.
@@ -117,6 +123,7 @@ class Segments:
         self._thread: threading.Thread | None = None
         self._ident: int | None = None
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._pass: Callable[[], None] | None = None
         self._left = 0
         self._over = self._cancelled = False
         self._error: BaseException | None = None
@@ -127,23 +134,31 @@ class Segments:
         self._over = self._cancelled = False
         self._error = None
 
-        def body() -> None:
-            self._ident = threading.get_ident()
+        def on_device() -> None:
+            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                run()
+
+        self._pass = on_device
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="hf-sparsekv-prefill", daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        self._ident = threading.get_ident()
+        while True:
             self._go.acquire()
+            if self._pass is None:
+                return
             try:
                 if not self._cancelled:
-                    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-                        run()
+                    self._pass()
             except Cancelled:
                 pass
             except BaseException as error:
                 self._error = error
             finally:
-                self._over, self._ident = True, None
+                self._over, self._pass = True, None
                 self._stopped.release()
-
-        self._thread = threading.Thread(target=body, name="hf-sparsekv-prefill", daemon=True)
-        self._thread.start()
 
     def run(self, layers: int) -> bool:
         """Let it run so many layers; True: the pass is over.
@@ -160,7 +175,7 @@ class Segments:
 
     def cancel(self) -> None:
         """End the pass where it is, if there is one."""
-        if self._thread is None:
+        if self._pass is None:
             return
         self._cancelled = True
         self._go.release()
@@ -169,9 +184,7 @@ class Segments:
             self._end()
 
     def _end(self) -> None:
-        self._thread.join()
-        self._thread, error = None, self._error
-        self._error = None
+        error, self._error = self._error, None
         if error is not None:
             raise error
 
@@ -188,15 +201,30 @@ class Segments:
     def close(self) -> None:
         """Leave the model as it was."""
         self.cancel()
+        if self._thread is not None:
+            self._go.release()
+            self._thread.join()
+            self._thread = None
         for hook in self._hooks:
             hook.remove()
 
 
-def chunks(tokens: int, longest: int) -> Iterator[int]:
-    """Lengths of the chunks of a prompt, nearly equal; none is a single token, which would be a decode step."""
-    n = -(-tokens // longest)
-    for i in range(n):
-        yield tokens * (i + 1) // n - tokens * i // n
+def chunks(tokens: int, longest: int, past: int = 0) -> Iterator[int]:
+    """Lengths of the chunks of a prompt behind ``past`` tokens, nearly equal; none is a single token, a decode step.
+
+    Those that can end on the grid of lengths that attention has plans for (:mod:`hf_sparsekv.attention.parts`).
+    """
+    at, end = past, past + tokens
+    while at < end:
+        left = end - at
+        length = -(-left // -(-left // longest))
+        on_grid = -(-(at + length) // GRID) * GRID - at
+        if on_grid <= min(longest, left):
+            length = on_grid
+        if left - length == 1:
+            length -= 1
+        yield length
+        at += length
 
 
 class Reading:
@@ -246,7 +274,7 @@ class Reading:
         if self.by_layers:
             if self._now is None:
                 if self._lengths is None:
-                    self._lengths = chunks(self.left, self.chunk)
+                    self._lengths = chunks(self.left, self.chunk, self.past)
                 self._now = next(self._lengths), self.pace.layers
                 self.segments.open(lambda n=self._now[0]: self._forward(n), self.ids.device)
             tokens, layers = self._now
@@ -257,7 +285,8 @@ class Reading:
             self._now = None if over else (tokens, layers - asked)
             self.pace.note(self.clock, tokens, past, asked, began, self.clock.mark())
         else:
-            tokens = min(self.pace.tokens_in(ms, self.past) // 64 * 64 or FIRST, self.chunk, self.left)
+            tokens = max(self.pace.tokens_in(ms, self.past) // 64 * 64, LEAST)
+            tokens = min(tokens, self.chunk, self.left)
             tokens += self.left - tokens == 1  # none is a single token
             past = self.past
             self._forward(tokens)

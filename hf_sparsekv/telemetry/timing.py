@@ -52,7 +52,7 @@ class TokenTimer(BaseStreamer):
 
     Args:
         streamer: receives what this one receives, for example a ``TextStreamer``. The time it takes per token
-            is left out of the next token's.
+            is left out of the next token's, unless the next one is made meanwhile (:func:`hf_sparsekv.optimize`).
         clock: for tests.
     """
 
@@ -64,7 +64,7 @@ class TokenTimer(BaseStreamer):
     def start(self) -> None:
         """Forget all times and start the clock."""
         self._last = self._clock()
-        self._prompt_seen = self._ended = False
+        self._prompt_seen = self._ended = self._ahead = False
         self.tokens = 0
         self.first_s: float | None = None
         self.steps_s: list[float] = []
@@ -85,8 +85,19 @@ class TokenTimer(BaseStreamer):
         self._pass_on(value)
         # The first token is counted from the start, the prompt's arrival is no step.
         if self._prompt_seen:
-            self._last = self._clock()
+            self._last = now if self._ahead else self._clock()
         self._prompt_seen = True
+
+    @property
+    def waits(self) -> bool:
+        """The loop is to wait for each token, because of what is looked at behind it."""
+        return getattr(self.streamer, "waits", False)
+
+    def runs_ahead(self) -> None:
+        """From here on a token arrives while the next one is made, so no time can be left out."""
+        self._ahead = True
+        if isinstance(self.streamer, TokenTimer):
+            self.streamer.runs_ahead()
 
     def _pass_on(self, value: Tensor) -> None:
         """Pause the clock. For subclasses."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..config import TwoLevelConfig
 from ..kv.pool import bucket
 from ..kv.store import ring_tokens
+from ..ops._device import gpu
 from ..ops.append import append
 from ..ops.block_score import block_score
 from ..ops.seal import quantise_labels
@@ -29,7 +30,7 @@ MODELS = {
     "glm-4.7-flash": {"q_heads": 20, "heads": 1, "dim": 576, "value_dim": 512},
     "deepseek-v3": {"q_heads": 128, "heads": 1, "dim": 576, "value_dim": 512},
 }
-L2_BYTES = 1 << 27  # a round of inputs reads at least this much if it can; the L2 cache of an H200 has 50 MB
+ROUND_BYTES = 1 << 27  # a round of inputs reads at least this much if it can, and twice the L2 cache
 MEMORY = 0.45  # of the device, for the sets of inputs
 PIECE = 1 << 28  # entries of the stored keys that are indexed at once, which bounds the temporaries
 
@@ -278,7 +279,7 @@ def set_count(shape: Shape, device: torch.device) -> int:
     """
     stored = shape.batch * shape.heads * shape.length * (shape.width * shape.dtype.itemsize + shape.channels)
     fits = int(MEMORY * torch.cuda.mem_get_info(device)[0]) // stored
-    wanted = -(-L2_BYTES // shape.bytes_read("two_level"))
+    wanted = -(-max(ROUND_BYTES, 2 * gpu(device).l2_bytes) // shape.bytes_read("two_level"))
     return max((n for n in (4, 5, 10, 20) if n <= fits and n // 2 < wanted), default=3)
 
 

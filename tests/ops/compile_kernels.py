@@ -271,7 +271,7 @@ def main() -> None:
     given = parser.parse_args()
     stats = given.stats
     triton.runtime.driver.set_active(Chip(given.arch))
-    _device.shared_memory = lambda t: _device.SHARED[given.arch]
+    _device.gpu_of = lambda t: replace(_device.H200, shared_bytes=_device.SHARED[given.arch])
     if given.arch >= 90:  # as there
         _overlap.overlap = lambda t: {"PDL": True, "launch_pdl": True}
     run, names = JITFunction.run, set()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hf_sparsekv.ops import _device
 from hf_sparsekv.ops.block_copy import block_copy as public
 from hf_sparsekv.ops.block_copy import config as defaults
 from hf_sparsekv.ops.block_copy import triton as copying
@@ -134,8 +135,9 @@ def test_captured():
         assert torch.equal(pages.cpu(), expected)
 
 
-def test_programs_and_warps():
-    """More programs for small blocks, and many where both sides are on the device."""
+def test_programs_and_warps(monkeypatch):
+    """More programs for small blocks, and many where both sides are on the device: an H200, as without any."""
+    monkeypatch.setattr(_device, "gpu_of", lambda t: _device.H200)
     with FakeTensorMode():  # no GPU is needed to have such tensors
         for nbytes, here, there, programs in (
             (16384, "cpu", "cuda", 16),

@@ -260,7 +260,7 @@ def test_a_prompt_is_cancelled_in_the_middle(engine):
         ([1.5], "integers"),
         ("text", "tokenizer"),
         (torch.ones(2, 3, dtype=torch.long), "integers"),
-        ([1] * 399, "more than max_length=400"),
+        ([1] * 399, "more than the 400 that max_length allows"),
     ],
 )
 def test_bad_prompts_are_refused(engine, given, says):
@@ -271,7 +271,7 @@ def test_bad_prompts_are_refused(engine, given, says):
 def test_what_would_never_fit_is_refused():
     serving = replace(SERVING, max_tokens=64)
     with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, serving) as engine:
-        with pytest.raises(ValueError, match="this one would never fit"):
+        with pytest.raises(ValueError, match="that the memory holds"):
             engine.submit([1] * 200, greedy(2))
         assert len(engine.submit([1] * 30, greedy(2)).result(10).token_ids) == 2
     with pytest.raises(ValueError, match="fit the memory that is free"):

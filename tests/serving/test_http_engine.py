@@ -53,6 +53,6 @@ def test_a_client_that_leaves_frees_its_row(engine, client):
 
 
 def test_what_the_engine_refuses_is_told(client):
-    with pytest.raises(Exception, match="more than max_length=500: shorten the prompt") as error:
+    with pytest.raises(Exception, match="more than the 500 that max_length allows: shorten the prompt") as error:
         client.completions.create(model="m", prompt="a" * 490, max_tokens=20)
     assert error.value.status_code == 400

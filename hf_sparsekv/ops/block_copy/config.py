@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .._device import programs as device_programs
+
 # A kernel reads pinned memory in place. Few programs fill the link, and each program more takes processors from the
 # decode step that runs beside it. The same numbers serve both GPUs that were measured, each on PCIe 5.0:
 # - H200: 16 programs bring 256 MiB within a captured step for 6 to 10 % of its time, 64 for 20 to 31 %, at the same 51
@@ -18,7 +20,7 @@ PROGRAMS = 16
 PROGRAMS_SMALL = 32  # for blocks below SMALL
 SMALL = 16384  # bytes
 WARPS = 4
-PROGRAMS_ON_DEVICE = 1056  # the link is no limit
+PROGRAMS_ON_DEVICE = 1056  # of an H200, eight for each processor: the link is no limit
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,6 @@ class Config:
 def config(kv: Tensor, pages: Tensor) -> Config:
     """For copies of these blocks."""
     if kv.is_cuda and pages.is_cuda:
-        return Config(PROGRAMS_ON_DEVICE, WARPS)
+        return Config(device_programs(PROGRAMS_ON_DEVICE, pages), WARPS)
     small = pages.shape[1] * pages.shape[2] * pages.itemsize < SMALL
     return Config(PROGRAMS_SMALL if small else PROGRAMS, WARPS)

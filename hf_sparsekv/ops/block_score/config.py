@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import triton
+from torch import Tensor
+
+from .._device import programs
 
 
 @dataclass(frozen=True)
@@ -21,11 +24,11 @@ class Config:
     stages: int
 
 
-def config(rows: int, n: int, group: int, dk: int) -> Config:
+def config(q: Tensor, rows: int, n: int, group: int, dk: int) -> Config:
     """For ``n`` blocks of each of ``rows`` rows and KV heads. Not tuned yet."""
     most = 8192  # entries of metadata, or of the queries, in registers at once
     wide, tall = (max(16, triton.next_power_of_2(side)) for side in (dk, group))
     if max(16, tall) * wide <= most:
         return Config(max(16, most // wide), wide, 1)
-    # In pieces; 132 programs to aim for.
-    return Config(max(16, min(64, triton.next_power_of_2(rows * n // 132))), 64, 3)
+    # In pieces; a program for each processor to aim for, 132 on an H200.
+    return Config(max(16, min(64, triton.next_power_of_2(rows * n // programs(132, q)))), 64, 3)

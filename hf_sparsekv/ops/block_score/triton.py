@@ -132,7 +132,7 @@ def block_score(
         return out
     require_dense_rows(bounds=bounds, rows=rows, block_table=block_table, out=out, each=each)
     group = count = q_heads // heads
-    config = config or default(batch * heads, n, group, dk)
+    config = config or default(q, batch * heads, n, group, dk)
     if group > MANY and reduce == "mean":
         if each is not None:
             sizes = {"tokens": tokens, "sinks": sinks}

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .._device import programs
 from .._dispatch import require_dense_rows, require_rows
 from .._operands import Query, Rows, Tokens, batch_and_head, operand, padded, row_ptr
 from .._overlap import launch, release, wait
@@ -22,7 +23,7 @@ from . import reference
 from .reference import LENGTHS, TOTALS, Selection
 
 CHUNKS, WARPS = (512, 4096), 8  # scores of a program, least and most; its warps
-PROGRAMS = 512  # of a launch, while chunks of CHUNKS allow it: some four for each processor of an H200
+PROGRAMS = 512  # of a launch on an H200, while chunks of CHUNKS allow it: some four for each processor
 NEAR = 64  # recent tokens at once
 HEADS_AT_ONCE = 16  # query heads of a program over the recent tokens
 SLAB = 64  # channels at once there
@@ -349,6 +350,11 @@ def mass_select_take_kernel(
                 tl.atomic_add(totals + FIRST + tl.minimum(length, LONGEST), 1, sem="relaxed")
 
 
+def _chunk(n: int, scores: torch.Tensor) -> int:
+    """Scores of a program, of ``n`` in all."""
+    return min(max(triton.next_power_of_2(triton.cdiv(n, programs(PROGRAMS, scores))), CHUNKS[0]), CHUNKS[1])
+
+
 def mass_select(
     scores,
     q,
@@ -372,7 +378,7 @@ def mass_select(
     batch, heads = recent_kv.shape[:2]
     require_rows(rows, batch)
     group, n, lists, device = q.shape[1] // heads, scores.shape[-1], batch * heads, scores.device
-    size = config or min(max(triton.next_power_of_2(triton.cdiv(n * lists, PROGRAMS)), CHUNKS[0]), CHUNKS[1])
+    size = config or _chunk(n * lists, scores)
     chunks = triton.cdiv(n, size)
     shape = (batch, heads)
 

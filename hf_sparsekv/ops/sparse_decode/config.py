@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .._device import SHARED, shared_memory
+from .._device import SHARED, programs, shared_memory
 from .reference import has_latents
 
 
@@ -18,7 +18,8 @@ class Config:
     Args:
         tile: tokens at once.
         heads: query heads at once.
-        programs: that share the tokens of all rows and KV heads; about as many (see :mod:`.share`).
+        programs: that share the tokens of all rows and KV heads; about as many (see :mod:`.share`). The constants
+            below have an H200's.
         warps, stages: of a program.
     """
 
@@ -87,7 +88,7 @@ def config(q: Tensor, kv: Tensor, recent_kv: Tensor, value_dim: int, granularity
         kind = recent_kv.dtype if kv.dtype == torch.int8 else kv.dtype  # what codes are made of
         item = q.element_size() if q.dtype == kind else 4  # mixed: float32 inside
         tile = max(16, min(128, 16384 // (wide * item)))
-        return Config(tile, group, programs=528 if dense else 1056, warps=4 if dense else 2, stages=2)
+        return Config(tile, group, programs(528 if dense else 1056, q), warps=4 if dense else 2, stages=2)
     if not is_native(q, kv, recent_kv):
         chosen = EXACT
     elif granularity == "token":
@@ -99,7 +100,8 @@ def config(q: Tensor, kv: Tensor, recent_kv: Tensor, value_dim: int, granularity
         tile, wide = tile // 2, wide // 2
     at_once = max(16, min(chosen.heads, triton.next_power_of_2(group)))
     item = q.element_size() if is_native(q, kv, recent_kv) else 4
+    chosen = replace(chosen, tile=tile, heads=at_once, programs=programs(chosen.programs, q))
     limit = shared_memory(q)
     if limit >= SHARED[90]:  # what is measured there fits
-        return replace(chosen, tile=tile, heads=at_once)
-    return fitting(replace(chosen, tile=tile, heads=at_once), width, value_dim, item, limit, means)
+        return chosen
+    return fitting(chosen, width, value_dim, item, limit, means)

@@ -8,10 +8,12 @@ import torch
 import triton
 from torch import Tensor
 
+from .._device import programs
 from .._group import MANY
 
 # Of the queries that a program of the matrix kernel holds; or few heads with twice the channels.
 MOST_HEADS, MOST_CHANNELS, FEW = 16, 64, 4
+PROGRAMS = 4096  # of the matrix kernel to aim for on an H200, measured with 64 rows of 512 blocks
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,7 @@ def config(
     heads, block_size, width = codes.shape[1:]
     group, rows = q.shape[1] // heads, q.shape[0] * heads
     if qparams is not None and tensor_cores is not False and can_use_tensor_cores(q, codes, qparams, mean):
-        # 4,096 programs to aim for, measured on an H200, 64 rows of 512 blocks.
-        each = min(16, triton.next_power_of_2(max(1, rows * blocks // 4096)))
+        each = min(16, triton.next_power_of_2(max(1, rows * blocks // programs(PROGRAMS, q))))
         columns = FEW if mean else max(FEW, triton.next_power_of_2(group))
         return Config(True, columns, 1 if block_size <= 64 else 2, blocks=each)
     # Whole keys of latents (576 wide) as labels are taken in pieces: at once they exceed an H200's shared memory. Not

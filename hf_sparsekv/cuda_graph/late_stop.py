@@ -1,0 +1,142 @@
+"""``generate()``'s loop without its wait for the GPU: whether all rows have ended is known one step later.
+
+After each token transformers' loop asks the GPU whether it was the last, so the GPU rests while Python prepares the
+next step: a third of a millisecond and more of each token. transformers has a form of the loop that asks about the step
+before, ``DeferredStopCheck``, and uses it on Apple's GPUs (5.17 to 5.23). :func:`defer` has one model use it over our
+caches: that model's class becomes a subclass of its own, as ``torch.nn.utils.parametrize`` makes one, whose
+``_sample()`` runs transformers' code with :class:`LateStop` in place of ``DeferredStopCheck``.
+
+When a text ends by a token, or by what it says, one step has run that nobody asked for. Its token is dropped, and taken
+back from a cache that the caller keeps. So the loop is as it was where that step could be noticed otherwise: criteria,
+processors and functions of the caller's own would see its token, and a monitor (``streamer.waits``) its counters.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers.generation import utils
+
+from ..cache import SparseCache
+from ..layers.sliding import SlidingRing
+from ..layers.sparse_layer import SparseLayer
+
+_REPLACED = "DeferredStopCheck"
+_OWN = "PrefixConstrainedLogitsProcessor"  # calls a function of the caller's
+
+
+class LateStop:
+    """Takes the place of ``DeferredStopCheck``: asked behind each token whether it was the last, it tells of the last.
+
+    The first token is waited for: there is nothing to be prepared beside a prompt, and who reads wants to see it.
+
+    Args:
+        input_ids: ``[batch, n]`` on the device.
+        max_length: tokens at which the loop ends, known without asking; None: none.
+        cache: what the loop decodes over.
+        cache_is_returned: the caller keeps it.
+        streamer: gets tokens one step later; None: there is none.
+    """
+
+    def __init__(self, input_ids, max_length, cache, cache_is_returned, streamer=None) -> None:
+        self.max_length, self.streamer = max_length, streamer
+        self.kept = cache if cache_is_returned else None
+        pinned = input_ids.is_cuda
+        self.slots = [
+            (
+                torch.zeros((), dtype=torch.bool, pin_memory=pinned),
+                torch.zeros(input_ids.shape[0], dtype=torch.long, pin_memory=pinned),
+                torch.Event(device=input_ids.device, blocking=True),
+            )
+            for _ in range(2)
+        ]
+        self.made = self.heard = 0  # tokens
+        self.ended = False
+        if hasattr(streamer, "runs_ahead"):
+            streamer.runs_ahead()
+
+    @staticmethod
+    def is_supported(device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool) -> bool:
+        """Whether a step more can be run, and be taken back."""
+        if is_assistant or not _runs_ahead(device) or not isinstance(cache, SparseCache):
+            return False
+        cache.use_rings()
+        return not cache_is_returned or all(isinstance(layer, SparseLayer | SlidingRing) for layer in cache.layers)
+
+    def __call__(self, unfinished_sequences: Tensor, tokens: Tensor, length: int) -> bool:
+        """``tokens [batch]`` have been made, of rows that go on if ``unfinished_sequences [batch]`` says so."""
+        ended, copied, event = self.slots[self.made % 2]
+        ended.copy_(unfinished_sequences.max() == 0, non_blocking=True)
+        if self.streamer is not None:
+            copied.copy_(tokens, non_blocking=True)
+        event.record()
+        self.made += 1
+        self._hear(max(1, self.made - 1))
+        return self.ended or (self.max_length is not None and length >= self.max_length)
+
+    def _hear(self, tokens: int) -> None:
+        """Of so many tokens, up to the last one."""
+        while self.heard < tokens and not self.ended:
+            ended, copied, event = self.slots[self.heard % 2]
+            event.synchronize()
+            self.heard += 1
+            self.ended = bool(ended)
+            if self.streamer is not None:
+                self.streamer.put(copied.clone())
+
+    def finish(self) -> int:
+        """Steps that are to be dropped; the cache is without them."""
+        self._hear(self.made)
+        undone = self.made - self.heard
+        if undone and self.kept is not None:
+            self.kept.crop(-undone)
+        return undone
+
+
+def _runs_ahead(device: torch.device) -> bool:
+    """The host may go on while ``device`` works. (Tests without a GPU say so of others.)"""
+    return device.type == "cuda"
+
+
+def _of_transformers(one: object) -> bool:
+    """``one`` is a criterion or processor of transformers, which sees nothing but tokens and logits."""
+    return type(one).__module__.startswith("transformers.") and type(one).__name__ != _OWN
+
+
+class LateStopping:
+    """What a model's class is put before."""
+
+    def _sample(
+        self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, **kwargs: Any
+    ):
+        cache = kwargs.get("past_key_values")
+        noticed = not all(map(_of_transformers, (*logits_processor, *stopping_criteria)))
+        noticed |= getattr(kwargs.get("streamer"), "waits", False)
+        loop: Any = GenerationMixin._sample
+        if noticed or synced_gpus or not isinstance(cache, SparseCache):
+            return loop(self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, **kwargs)
+        late = FunctionType(loop.__code__, {**loop.__globals__, _REPLACED: LateStop}, loop.__name__, loop.__defaults__)
+        with cache.all_go_on():
+            return late(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+
+
+def defer(model: nn.Module) -> None:
+    """Have ``model.generate()`` not wait after each token, if its loop is transformers' own."""
+    kind = type(model)
+    known = hasattr(utils, _REPLACED) and _REPLACED in GenerationMixin._sample.__code__.co_names
+    if known and getattr(kind, "_sample", None) is GenerationMixin._sample:
+        named = {
+            name: kind.__dict__[name] for name in ("__module__", "__qualname__", "__doc__") if name in kind.__dict__
+        }
+        model.__class__ = type(kind.__name__, (LateStopping, kind), named)
+
+
+def wait(model: nn.Module) -> None:
+    """Undo :func:`defer`."""
+    kind = type(model)
+    if kind.__bases__[:1] == (LateStopping,):
+        model.__class__ = kind.__bases__[1]
