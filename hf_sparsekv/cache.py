@@ -327,15 +327,17 @@ class SparseCache(Cache):
             for layer, plan, query in zip(layers, replayed.plans, replayed.queries):
                 layer.account(plan, query, replayed.tally)
 
-    def replayed(self, plans: Sequence[Plan], queries: Sequence[Tensor], taken: Taken) -> None:
-        """A captured step was replayed.
+    def replayed(
+        self, plans: Sequence[Plan], queries: Sequence[Tensor], taken: Taken, drafts: Rows | None = None
+    ) -> None:
+        """A captured step was replayed; or a pass over drafts, which as rows are ``drafts``.
 
         Layers that follow ``row_table`` hold what it leaves from here on; :meth:`settle` does the rest.
         """
         if self._replayed is None or self._replayed.plans is not plans:
             self.settle()
             self._replayed = Replayed(plans, queries, Tally())
-        self._replayed.tally.add(taken, self.config.sinks)
+        self._replayed.tally.add(taken, self.config.sinks, drafts)
         self.row_table.rows = taken.after
 
     def joined_rows(self) -> Rows:
@@ -596,9 +598,33 @@ class SparseCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens, as ``Cache.crop``."""
-        with self._in_all("crop()"):
-            super().crop(tokens_to_remove)
-            self.row_table.trim(self._held())
+        tokens = int(tokens_to_remove)  # once: generate() passes a tensor on the device
+        if not self._crop_recent(tokens):
+            with self._in_all("crop()"):
+                super().crop(tokens)
+                self.row_table.trim(self._held())
+
+    def _crop_recent(self, tokens_to_remove: int) -> bool:
+        """:meth:`crop` where it takes drafts back behind captured steps: a change of the table, and no other.
+
+        False, and nothing has changed, if layers have to be told. What captured steps are stays known.
+        """
+        table = self.row_table
+        if self._joined != self.changes or self.row_batch is not None:
+            return False
+        if any(
+            not isinstance(layer, SparseLayer) or layer.broken or layer.policy.follows_crops for layer in self.layers
+        ):
+            return False
+        rows = table.rows
+        keep = tokens_to_remove if tokens_to_remove > 0 else rows.columns + tokens_to_remove
+        if not 0 < keep <= rows.columns:
+            return False
+        after = rows if keep == rows.columns else table.cropped(rows, keep)
+        if after.sealed != rows.sealed:
+            return False
+        table.rows = after
+        return True
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``i`` becomes what row ``beam_idx[i]`` was, as ``Cache.reorder_cache``."""

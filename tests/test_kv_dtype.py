@@ -37,8 +37,8 @@ def rounded():
             kv = through_codes(kv, self.split)
         write(self, physical_ids, kv, first)
 
-    def seal_due_rounded(self, indexer):
-        seal_due(self, indexer)
+    def seal_due_rounded(self, indexer, due=None):
+        seal_due(self, indexer, due)
         if self.pool.host is not None:  # all of it: in float32 what codes stand for has the same codes
             self.pool.kv.copy_(through_codes(self.pool.kv, self.split))
 

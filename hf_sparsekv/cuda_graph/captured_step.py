@@ -39,7 +39,11 @@ def gathered_experts(model: torch.nn.Module) -> Iterator[None]:
 
 @dataclass
 class CapturedStep:
-    """A graph and the buffers that it reads and writes."""
+    """A graph and the buffers that it reads and writes.
+
+    Of a pass over drafts ``input_ids`` and ``position_ids`` have room for some more tokens than there are, and
+    ``count``, int32 ``[1]``, says how many there are.
+    """
 
     graph: torch.cuda.CUDAGraph
     input_ids: Tensor
@@ -48,6 +52,7 @@ class CapturedStep:
     output: object
     queries: list[Tensor]
     plans: tuple[Plan, ...]
+    count: Tensor | None = None
     _given: Tensor | bool | None = False  # what `valid` was written from
 
     def give(self, valid: Tensor | None) -> None:

@@ -25,8 +25,8 @@ from ..attention.mla import absorb, absorbs, is_mla, restore
 from ..attention.tap import QueryTap
 from ..cache import SparseCache
 from ..fusion.fuse import Fusion, fuse, tensor_parallel, why_not
-from ..kv.rows import Rows
-from ..layers.replay import Replay
+from ..kv.rows import Drafts, Rows
+from ..layers.replay import DraftRows, Replay
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..policies.plan import Plan
@@ -35,6 +35,7 @@ from .late_stop import defer, wait
 from .mask_watch import MaskWatch
 
 _STATIC = ("input_ids", "position_ids", "attention_mask", "past_key_values")
+_OF_DRAFTS = ("logits_to_keep", "use_cache", "return_dict")  # what else a pass that is captured may be told
 _changing = threading.RLock()  # one thread at a time changes models
 _MAX_GRAPHS = 8  # per cache: plans x shapes that alternate; what was not needed for longest goes first
 _KINDS = 3  # of steps that one width of rows alternates between: all there is, as quick as choosing, chosen
@@ -52,6 +53,7 @@ class Steady(NamedTuple):
         layers, rings: of the cache.
         rest: the call's further arguments.
         sealed: full blocks of each row when the step was planned; None: however many they have, it stays as it is.
+        tokens: of a pass over drafts, how many were looked at; with fewer it is the same.
     """
 
     step: CapturedStep
@@ -62,6 +64,16 @@ class Steady(NamedTuple):
     rings: list[SlidingRing]
     rest: dict
     sealed: tuple[int, ...] | None
+    tokens: int = 1
+
+
+def draft_width(tokens: int, most: int) -> int:
+    """Tokens that a captured pass over drafts has room for: 4, 8, 16, 32 and so on, at most ``most``.
+
+    Not always ``most``: up to 16 rows the fused layers have kernels of their own, and mixtures of experts read weights
+    for each token.
+    """
+    return min(most, max(4, 1 << (tokens - 1).bit_length()))
 
 
 class StepRunner:
@@ -80,7 +92,8 @@ class StepRunner:
         self.watches: weakref.WeakKeyDictionary[SparseCache, MaskWatch] = weakref.WeakKeyDictionary()
         # The last step of each cache, and how much had changed before it; what is known of it if the next is the same.
         self.last: weakref.WeakKeyDictionary[SparseCache, tuple[CapturedStep, int]] = weakref.WeakKeyDictionary()
-        self.steady: weakref.WeakKeyDictionary[SparseCache, Steady] = weakref.WeakKeyDictionary()
+        # By how many tokens it has room for: 1, or those of a pass over drafts.
+        self.steady: weakref.WeakKeyDictionary[SparseCache, dict[int, Steady]] = weakref.WeakKeyDictionary()
         self.lock = threading.RLock()
         self.captures = self.replays = 0
         self.fusion: Fusion | None = None
@@ -89,6 +102,7 @@ class StepRunner:
         of_any_name = (name for name, one in self.signature.parameters.items() if one.kind is one.VAR_KEYWORD)
         self._rest = next(of_any_name, "kwargs")  # Gemma 3's are lm_kwargs
         self._cannot: str | None = None
+        self._drafts_cannot = False
         generating = next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
         self._counts_positions = "position_ids" not in inspect.signature(type(generating).forward).parameters
         self._said: set[str] = set()
@@ -134,15 +148,16 @@ class StepRunner:
 
     def __call__(self, *args, **kwargs):
         cache = kwargs.get("past_key_values")
-        if not args and isinstance(cache, SparseCache) and cache in self.steady:
+        if not args and isinstance(cache, SparseCache) and (known := self.steady.get(cache)):
             with self.lock:
-                out = self._again(kwargs, cache)
+                out = self._again(kwargs, cache, known)
             if out is not None:
                 return out
         given = self.signature.bind(*args, **kwargs).arguments
         given.update(given.pop(self._rest, {}))
         cache = given.get("past_key_values")
-        if not isinstance(cache, SparseCache) or not self._is_step(given, cache):
+        new = self._new_tokens(given, cache) if isinstance(cache, SparseCache) else 0
+        if not new:
             if isinstance(cache, SparseCache):
                 self.watches.pop(cache, None)  # what it saw belongs to the tokens before
             return self.original(*args, **kwargs)
@@ -158,6 +173,13 @@ class StepRunner:
             return self.original(*args, **kwargs)  # which says so
         cache._check_complete()
         rows = cache.joined_rows()
+        if new > 1:
+            with self.lock:
+                out = self._verify(given, cache, rows)
+            if out is None:
+                self.watches.pop(cache, None)
+                out = self.original(*args, **kwargs)
+            return out
         cache.row_table.ready(rows)
         for layer in layers:  # before page tables are made that name what pools have room for
             layer.store.fit(rows)
@@ -168,16 +190,16 @@ class StepRunner:
         with self.lock:
             return self._step(given, cache, plans)
 
-    def _is_step(self, given: dict, cache: SparseCache) -> bool:
-        """One new token per row of a filled cache."""
+    def _new_tokens(self, given: dict, cache: SparseCache) -> int:
+        """How many tokens of each row of a filled cache are to be decoded: 1, or of one row several drafts; else 0."""
         ids = given.get("input_ids")
-        return (
-            isinstance(ids, Tensor)
-            and ids.ndim == 2
-            and ids.shape[1] == 1
-            and cache.model_config is not None
-            and cache.get_seq_length() > 0
-        )
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or cache.model_config is None or not cache.get_seq_length():
+            return 0
+        new = ids.shape[1]
+        if new == 1:
+            return 1
+        few = len(ids) == 1 and 1 < new <= cache.config.max_draft + 1 and cache.row_batch is None
+        return new if few and cache.drafted(new) else 0
 
     def _why_not(self, given: dict, cache: SparseCache) -> str | None:
         """Why this step cannot be captured, in words."""
@@ -250,10 +272,36 @@ class StepRunner:
             self._devices = {p.device for p in self.model.parameters()}
         return self._devices
 
-    def _step(self, given: dict, cache: SparseCache, plans: tuple[Plan, ...]):
+    def _verify(self, given: dict, cache: SparseCache, rows: Rows):
+        """A pass over drafts of one row, if it can be captured; else None."""
+        layers, table, new = cache.sparse_layers, cache.row_table, given["input_ids"].shape[1]
+        more = (value for name, value in given.items() if name not in _STATIC and name not in _OF_DRAFTS)
+        if (
+            self._drafts_cannot
+            or len(layers) < len(cache.layers)  # sliding layers go back to earlier tokens as transformers' own
+            or any(value not in (None, False) for value in more)  # which may not fit tokens that are not there
+            or not self._all_tokens(given.get("attention_mask"), new)
+            or not any(layer.policy.drafts != "exact" for layer in layers)
+            or not all(layer.captures_drafts(new) for layer in layers)
+        ):
+            return None
+        (drafts,) = table.drafts(rows, new, True)
+        for layer in layers:
+            layer.store.fit(rows)
+        plans = tuple([layer.prepare_drafts(drafts.taken.after) for layer in layers])
+        return self._step(given, cache, plans, drafts) if all(plan.captured for plan in plans) else None
+
+    @staticmethod
+    def _all_tokens(mask: Tensor | None, new: int) -> bool:
+        """No padding among the last ``new`` columns."""
+        return mask is None or bool(mask[:, -new:].all())
+
+    def _step(self, given: dict, cache: SparseCache, plans: tuple[Plan, ...], drafts: Drafts | None = None):
         layers, table = cache.sparse_layers, cache.row_table
         ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
-        rows = table.rows
+        rows, new = table.rows, ids.shape[1]
+        if drafts is not None:
+            mask = None  # it has been looked at
         valid = self._valid(cache, rows, mask, ids.device)
         masked = rows.valid is not None or table.managed
         rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
@@ -261,9 +309,13 @@ class StepRunner:
             return self.original(**given)  # a ring keeps columns, which are tokens from the first one on
         watch = None if mask is None or rows.valid is not None else self._watch(cache, mask)
         if positions is None:
-            positions = torch.full((1, 1), rows.columns, device=ids.device)
+            positions = torch.arange(rows.columns, rows.columns + new, device=ids.device)[None]
         ids, positions = self._first_rows(cache, ids, positions)
         rest = {name: value for name, value in given.items() if name not in _STATIC}
+        width, keep = 1, 0
+        if drafts is not None:
+            width, keep = draft_width(new, cache.config.max_draft + 1), rest.pop("logits_to_keep", 0)
+            ids, positions = self._widened(ids, width), self._widened(positions, width)
         steps = table.steps(ids.device)
         for ring in rings:
             steps.window(ring.sliding_window)
@@ -293,10 +345,14 @@ class StepRunner:
             try:
                 kind = (*self._kind(cache), *key[:4])
                 mine = valid if valid is None else valid[: len(ids)]
-                step = graphs[key] = self._capture(ids, positions, cache, rest, plans, kind, mine)
+                step = graphs[key] = self._capture(ids, positions, cache, rest, plans, kind, mine, drafts)
             except torch.OutOfMemoryError:  # may fit another time
                 raise
             except RuntimeError as error:  # the model's own code does what no graph can hold
+                if drafts is not None:  # of several tokens, at least
+                    self._drafts_cannot = True
+                    warnings.warn(f"drafts are verified eagerly ({str(error).splitlines()[0]})", stacklevel=4)
+                    return None
                 self._cannot = f"the model's forward cannot be captured ({str(error).splitlines()[0]})"
                 self._said.add(self._cannot)
                 warnings.warn(f"decode steps run eagerly: {self._cannot}", stacklevel=4)
@@ -307,63 +363,98 @@ class StepRunner:
         before = self.last.get(cache)
         each = any(layer.policy.each_step for layer in layers) or any(plan.learns for plan in plans)
         room = min(layer.store.pool.capacity for layer in layers)
-        now = Steady(step, cache.changes, table.moves, room, layers, rings, rest, rows.sealed)
+        held = rows if drafts is None else drafts.taken.after
+        now = Steady(step, cache.changes, table.moves, room, layers, rings, rest, held.sealed, new)
+        if drafts is not None:  # what a pass does follows from the rows alone
+            self._keep(cache, width, now)
+            return self._replay(step, cache, now, rows, None, None, ids, positions, None, drafts, keep)
         if before is not None and before[0] is step and before[1] == cache.changes and not each:
             # Planned twice alike. More blocks change a plan at some number of them, and not back behind it.
-            stays = self._planned(cache, rows.filled(table.capacity), now)
-            self.steady[cache] = now._replace(sealed=None) if stays else now
+            self._keep(cache, width, now)
         self.last[cache] = step, cache.changes
         out = self._replay(step, cache, now, rows, valid, watch, ids, positions, mask)
         if each:
             cache.settle()
         return out
 
-    def _again(self, given: dict, cache: SparseCache):
-        """The same step as the last one, if nothing has changed that decides what it is; else None.
+    def _keep(self, cache: SparseCache, width: int, now: Steady) -> None:
+        """Expect the step again. More blocks change a plan at some number of them, and not back behind it."""
+        stays = self._planned(cache, cache.row_table.rows.filled(cache.row_table.capacity), now)
+        self.steady.setdefault(cache, {})[width] = now._replace(sealed=None) if stays else now
+
+    def _again(self, given: dict, cache: SparseCache, known: dict[int, Steady]):
+        """The same step as an earlier one, if nothing has changed that decides what it is; else None.
 
         A step of some 5 ms has no time for a host that looks at every layer.
         """
-        steady, table = self.steady[cache], cache.row_table
+        table = cache.row_table
         ids, mask, positions = given.get("input_ids"), given.get("attention_mask"), given.get("position_ids")
+        if not isinstance(ids, Tensor) or ids.ndim != 2:
+            return None
+        new, width, keep = ids.shape[1], 1, 0
+        if new != 1:
+            width = draft_width(max(new, 2), cache.config.max_draft + 1)
+        steady = known.get(width)
+        if steady is None or new > steady.tokens:
+            return None
         step, rest = steady.step, {name: value for name, value in given.items() if name not in _STATIC}
+        if new > 1:
+            keep = rest.pop("logits_to_keep", 0)
         if (
             cache not in self.graphs
             or any(layer.broken for layer in steady.layers)  # after an error: the long way says so
             or cache.changes != steady.changes
             or table.moves != steady.moves
             or positions is None
-            or not isinstance(ids, Tensor)
             or (mask is not None and mask.ndim != 2)
+            or not isinstance(keep, int)
             or any(isinstance(value, Tensor | list | dict) for value in rest.values())
             or rest != steady.rest
             or torch.is_grad_enabled()
         ):
             return self._unsteady(cache)
         ids, positions = self._first_rows(cache, ids, positions)
-        rows = table.rows
+        rows, drafts = table.rows, None
+        if new > 1:
+            if len(ids) > 1 or not cache.drafted(new) or not self._all_tokens(mask, new):
+                return None
+            mask = None
+            ids, positions = self._widened(ids, width), self._widened(positions, width)
         valid = self._valid(cache, rows, mask, ids.device)
         if (valid is not None and not table.managed) or (
             (ids.shape, positions.shape) != (step.input_ids.shape, step.position_ids.shape)
         ):
             return self._unsteady(cache)
-        table.ready(rows)
+        held = rows
+        if new > 1:
+            (drafts,) = table.drafts(rows, new, True)
+            held = drafts.taken.after
+        else:
+            table.ready(rows)
         if table.ids.used > steady.room or table.moves != steady.moves:
             return self._unsteady(cache)
-        if steady.sealed not in (None, rows.sealed):  # more to choose from: is it still the same step?
-            if not self._planned(cache, rows, steady):
+        if steady.sealed not in (None, held.sealed):  # more to choose from: is it still the same step?
+            if not self._planned(cache, held, steady):
                 return self._unsteady(cache)
-            self.steady[cache] = steady = steady._replace(sealed=rows.sealed)
+            known[width] = steady = steady._replace(sealed=held.sealed)
         watch = None if mask is None or rows.valid is not None else self._watch(cache, mask)
-        return self._replay(step, cache, steady, rows, valid, watch, ids, positions, mask)
+        return self._replay(step, cache, steady, rows, valid, watch, ids, positions, mask, drafts, keep)
 
     @staticmethod
     def _planned(cache: SparseCache, rows: Rows, steady: Steady) -> bool:
         """Of these rows it is the same step."""
         asked = cache.row_table.asked(rows, cache.new_rows(steady.step.input_ids.device))
-        return all(layer.planned(asked) == plan for layer, plan in zip(steady.layers, steady.step.plans))
+        planned = SparseLayer.planned if steady.step.count is None else SparseLayer.planned_drafts
+        return all(planned(layer, asked) == plan for layer, plan in zip(steady.layers, steady.step.plans))
 
     def _unsteady(self, cache: SparseCache) -> None:
         del self.steady[cache]
+
+    def _widened(self, t: Tensor, width: int) -> Tensor:
+        """``t [..., n]`` with its last entry as often as it takes to be ``width`` wide."""
+        if t.shape[-1] == width:
+            return t
+        return torch.cat((t, t[..., -1:].expand(*t.shape[:-1], width - t.shape[-1])), dim=-1)
 
     @staticmethod
     def _first_rows(cache: SparseCache, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -394,15 +485,21 @@ class StepRunner:
         ids: Tensor,
         positions: Tensor,
         mask: Tensor | None,
+        drafts: Drafts | None = None,
+        keep: int = 0,
     ):
+        """Replay the step, or the pass over ``drafts``, of whose logits the last ``keep`` are asked for (0: all)."""
         table, layers = cache.row_table, steady.layers
-        taken = table.step(rows, valid)
+        taken, queries = table.step(rows, valid) if drafts is None else drafts.taken, None
         steps = table.steps(ids.device)
         steps.load(rows)
         step.input_ids.copy_(ids)
         step.position_ids.copy_(positions)
         if step.valid is not None:
             step.give(valid)
+        if drafts is not None:
+            queries = drafts.queries
+            step.count.fill_(drafts.tokens)
         try:
             # From the replay on the device is a step ahead of what the host keeps. Set beforehand: an interrupt that
             # comes during the replay is raised behind it, and a second one may come while the first is handled.
@@ -413,7 +510,7 @@ class StepRunner:
             self.replays += 1
             if watch is not None:
                 watch.look(mask)
-            cache.replayed(step.plans, step.queries, taken)
+            cache.replayed(step.plans, step.queries, taken, queries)
             for ring in steady.rings:
                 ring.advance()
             steps.held = taken.after
@@ -423,7 +520,10 @@ class StepRunner:
             for layer in layers:
                 layer.broken = f"{type(error).__name__} after a captured step"
             raise
-        return type(step.output)(**{**step.output, "past_key_values": cache})
+        out = {**step.output, "past_key_values": cache}
+        if drafts is not None:
+            out["logits"] = out["logits"][:, max(0, drafts.tokens - keep) if keep else 0 : drafts.tokens]
+        return type(step.output)(**out)
 
     @staticmethod
     def _kind(cache: SparseCache) -> tuple:
@@ -452,17 +552,20 @@ class StepRunner:
         plans: tuple[Plan, ...],
         kind: Hashable,
         valid: Tensor | None,
+        drafts: Drafts | None = None,
     ) -> CapturedStep:
         """Run the step on state that is put back: once to compile, unless its kind has run, and to capture."""
         layers = cache.sparse_layers
         table = cache.row_table
-        masked = table.rows.valid is not None or table.managed
+        masked = (table.rows.valid is not None or table.managed) and drafts is None
+        count = None if drafts is None else torch.full((1,), drafts.tokens, dtype=torch.int32, device=ids.device)
         if masked:  # of rows that get no token trial steps change nothing
             valid = torch.ones_like(ids, dtype=torch.bool) if valid is None else valid.clone()
         ids, positions = ids.clone(), positions.clone()
         rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
         saved = [Saved(layer) for layer in layers]
         cache_ref = weakref.ref(cache)  # weak, or its graphs would keep the cache alive
+        changes = cache.changes
 
         low_priority = all(layer.policy.low_priority for layer in layers)
 
@@ -479,7 +582,11 @@ class StepRunner:
             for ring in rings:
                 ring.replay = replay
             try:
-                steps.begin(valid if valid is None else valid[:, 0], table.block_size, table.recent, table.managed)
+                if drafts is None:
+                    steps.begin(valid if valid is None else valid[:, 0], table.block_size, table.recent, table.managed)
+                else:
+                    begun = steps.begin_drafts(count, ids.shape[1], table.block_size, table.recent)
+                    replay.drafts = DraftRows(drafts.taken, drafts.queries.padded(ids.shape[1]), *begun)
                 with gathered_experts(self.model):
                     out = self.original(input_ids=ids, position_ids=positions, past_key_values=cache, **rest)
                 replay.join()
@@ -524,7 +631,8 @@ class StepRunner:
                 ring.replay = None
             for layer in layers:
                 layer.broken = None
-        return CapturedStep(graph, ids, positions, valid, output, queries, plans)
+        cache.changes = changes  # trial steps are none: all is as it was
+        return CapturedStep(graph, ids, positions, valid, output, queries, plans, count)
 
     def _streams(self, device: torch.device) -> tuple[torch.cuda.Stream, Sides]:
         """What all steps are captured on: cuBLAS keeps a workspace of 32 MB for each stream that it has seen.

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from ..tensors import reads_here
 from .rows import Rows
 from .store import LayerStore
 
@@ -20,21 +21,25 @@ class QueryRows(LayerStore):
 
     @classmethod
     @contextmanager
-    def of(cls, store: LayerStore, queries: Rows) -> Iterator[LayerStore]:
-        """``store`` for ``queries`` (:attr:`.rows.Drafts.queries`). What they attend to is counted as the one row's."""
+    def of(cls, store: LayerStore, queries: Rows, there: Tensor | None = None) -> Iterator[LayerStore]:
+        """``store`` for ``queries`` (:attr:`.rows.Drafts.queries`). What they attend to is counted as the one row's.
+
+        ``there``: int32 ``[n, 2]``, the queries of a captured pass. One that holds no tokens attends to nothing.
+        """
         n = queries.batch
-        if n == store.batch:
-            yield store
-            return
         new = object.__new__(cls)
         new.__dict__.update(store.__dict__)
-        new.batch, new._rows = n, queries
+        new.batch, new._rows, new._there = n, queries, there
         new.recent_kv = store.recent_kv.expand(n, -1, -1, -1)
         counters = new.counters = copy.copy(store.counters)
         counters.attended, counters.from_host = counted = store.counters.attended.new_zeros(2, n, store.heads)
         yield new
         for held, more in zip((store.counters.attended, store.counters.from_host), counted.sum(1, keepdim=True)):
             held += more
+
+    @property
+    def rows(self) -> Tensor:
+        return reads_here(self.held.on(self.device)) if self._there is None else self._there
 
     @property
     def block_table(self) -> Tensor:

@@ -87,6 +87,11 @@ class Rows:
         full = tuple(blocks * (n > 0) for n in self.lengths)
         return Rows(self.block_size, self.columns, self.lengths, full, self.valid)
 
+    def padded(self, rows: int) -> Rows:
+        """So many rows, of which the last ones hold nothing."""
+        more = (0,) * (rows - self.batch)
+        return Rows(self.block_size, self.columns, self.lengths + more, self.sealed + more)
+
     def same(self, other: Rows) -> bool:
         """The rows hold as much as those of ``other``."""
         return (self.columns, self.lengths, self.sealed) == (other.columns, other.lengths, other.sealed)
@@ -237,6 +242,27 @@ class StepRows:
             held[:, 0] = self.columns + 1
             held[:, 1] = torch.maximum(self.columns + 1 - size, self.pads)
 
+    def begin_drafts(self, count: Tensor, width: int, block_size: int, recent: int) -> tuple[Tensor, list[Tensor]]:
+        """A pass over ``count`` of at most ``width`` drafts of the only row begins; ``count``: int32 ``[1]``.
+
+        Returns:
+            Each of the tokens as a row, int32 ``[width, 2]``: what a step of it would find; those behind the last one
+            hold nothing. And the row before each block that may have to be sealed, and behind the last, int32
+            ``[1, 2]`` each.
+        """
+        at = torch.arange(width + 1, dtype=torch.int32, device=count.device)
+        length, sealed = self.after.unbind(1)  # [1] each
+        self.past.copy_(length)
+        before = length + at  # tokens before each of the new ones, and behind them
+        old = torch.div(before - recent, block_size, rounding_mode="floor") * block_size
+        full = torch.maximum(old, sealed)
+        queries = torch.stack((before[1:], full[:-1]), dim=1) * (at[:width, None] < count)
+        most = -(-width // block_size)
+        ends = torch.minimum(sealed + block_size * at[: most + 1], full.gather(0, count.long()))
+        due = torch.stack(((length + count).expand(most + 1), ends), dim=1)
+        self.after.copy_(due[-1:])
+        return queries, list(due.split(1))
+
     @no_inference_mode
     def window(self, size: int) -> Tensor:
         """The entry of :attr:`windows`, made if it is not there."""
@@ -265,12 +291,13 @@ class Taken(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """New tokens of each row that are decoded in one go, no block being sealed before the last of them.
+    """New tokens of each row that are decoded in one go.
 
     Attributes:
         tokens: how many.
-        taken: the rows before, with all of them, and when what became old is sealed.
-        queries: of a table of one row: each of the tokens as a row that ends with it.
+        taken: the rows before, as the last of them attends, and when what became old is sealed.
+        queries: of a table of one row: each of the tokens as a row that ends with it, with the full blocks that a step
+            of that token would find.
     """
 
     tokens: int
@@ -301,6 +328,7 @@ class RowTable:
         self._memo: tuple = _NOTHING
         self._picks: tuple[Tensor | None, list] = (None, [])
         self._asked: tuple[Rows | None, Tensor | None, Rows | None] = (None, None, None)
+        self._cropped: tuple[Rows | None, int, Rows | None] = (None, 0, None)
         self._empty: Rows | None = None
         self._moves = 0
         self._old: list[Tensor] = []
@@ -524,16 +552,17 @@ class RowTable:
         return made
 
     def drafts(self, rows: Rows, columns: int, together: bool) -> tuple[Drafts, ...]:
-        """``columns`` more tokens of each row, which attend as decode steps: in one go up to where a block is sealed.
+        """``columns`` more tokens of each row, which attend as decode steps, with ids for the blocks that become full.
 
-        ``together``: of a table of one row; else one after the other. The layers of a pass get the same answer.
+        ``together``: in one go, of a table of one row; else one after the other. The layers of a pass get the same
+        answer.
         """
         before, asked, given, made = self._memo
         if given is together and asked == columns and before is rows:
             return made
         parts, held, left = [], rows, columns
         while left:
-            n = min(left, self._until_sealing(held)) if together else 1
+            n = left if together else 1
             lengths = tuple(length + n for length in held.lengths)
             now = after = Rows(self.block_size, held.columns + n, lengths, held.sealed, rows.valid)
             sealed = tuple(self._sealable(length, blocks) for length, blocks in zip(lengths, held.sealed))
@@ -541,18 +570,16 @@ class RowTable:
                 self.reserve(range(rows.batch), held.sealed, sealed)
                 after = Rows(self.block_size, now.columns, lengths, sealed, rows.valid)
             queries = now
-            if together and n > 1:
-                each = tuple(range(lengths[0] - n + 1, lengths[0] + 1))
-                queries = Rows(self.block_size, now.columns, each, held.sealed * n)
+            if together:
+                first = held.lengths[0]
+                blocks = tuple(self._sealable(first + i, held.sealed[0]) for i in range(n))
+                queries = Rows(self.block_size, now.columns, tuple(range(first + 1, first + n + 1)), blocks)
+                now = after if blocks[-1:] == sealed else replace(now, sealed=blocks[-1:], _on={})
             parts.append(Drafts(n, Taken(held, now, after), queries))
             held, left = after, left - n
         made = tuple(parts)
         self._memo = rows, columns, together, made
         return made
-
-    def _until_sealing(self, rows: Rows) -> int:
-        """Tokens of the only row up to the one behind which a block is sealed: the ring has room for them."""
-        return max(1, (rows.sealed[0] + 1) * self.block_size + self.recent - rows.lengths[0])
 
     def asked(self, rows: Rows, valid: Tensor | None) -> Rows:
         """Rows as a step finds them that gives a token to those that are ``valid [batch]``, bool or None.
@@ -665,7 +692,15 @@ class RowTable:
     # ------------------------------------------------------------------ changes
 
     def cropped(self, rows: Rows, columns: int) -> Rows:
-        """The rows of the first ``columns`` columns. Blocks that would leave the window short are taken back."""
+        """The rows of the first ``columns`` columns. Blocks that would leave the window short are taken back.
+
+        The layers of a cache ask one after the other and get the same answer.
+        """
+        if self._cropped[:2] != (rows, columns):  # rows are equal if they are the same
+            self._cropped = rows, columns, self._crop(rows, columns)
+        return self._cropped[2]
+
+    def _crop(self, rows: Rows, columns: int) -> Rows:
         size, window = self.block_size, self.config.window
         known = rows.valid
         lengths = [length - (rows.columns - columns) for length in rows.lengths]

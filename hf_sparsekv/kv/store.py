@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import ClassVar, Protocol
 
 import torch
@@ -36,9 +37,12 @@ _SEAL_BYTES = 1 << 26  # blocks are sealed in pieces of about this size, which b
 
 
 def ring_tokens(config: SparseConfig) -> int:
-    """Tokens that the ring of recent tokens holds: window and drafts, and a block that fills up behind them."""
+    """Tokens that the ring of recent tokens holds: window and drafts, and a block that fills up behind them.
+
+    And once more drafts: those of a pass are all written before the first of them attends.
+    """
     recent = config.window + config.max_draft
-    return (-(-recent // config.block_size) + 1) * config.block_size
+    return (-(-(recent + config.max_draft) // config.block_size) + 1) * config.block_size
 
 
 @dataclass
@@ -46,7 +50,9 @@ class Tally:
     """What decode steps have met, summed over steps and rows.
 
     Args:
-        steps: how many there were. ``rows``: their rows, without those that attended to nothing.
+        steps: how many there were, and passes over drafts. ``rows``: their rows, without those that attended to
+            nothing; of a pass its queries.
+        drafts: queries of passes beyond the first of each.
         context: tokens cached.
         ring: of these, not in full blocks. ``sinks``: sinks in full blocks.
         blocks: full blocks. ``sealed``: blocks that became full.
@@ -55,6 +61,7 @@ class Tally:
     """
 
     steps: int = 0
+    drafts: int = 0
     rows: int = 0
     context: int = 0
     ring: int = 0
@@ -64,9 +71,12 @@ class Tally:
     full: Counter[int] = field(default_factory=Counter)
     last: Rows | None = None
 
-    def add(self, taken: Taken, sinks: int) -> None:
-        """Count one step."""
+    def add(self, taken: Taken, sinks: int, queries: Rows | None = None) -> None:
+        """Count one step; or one pass over drafts, whose ``queries`` are those of the only row."""
         now, size = taken.now, taken.now.block_size
+        if queries is not None:
+            now = queries
+            self.drafts += queries.batch - 1
         blocks, context = sum(now.sealed), sum(now.lengths)
         self.steps += 1
         self.rows += sum(n > 0 for n in now.lengths)
@@ -76,7 +86,7 @@ class Tally:
         self.blocks += blocks
         self.sealed += sum(taken.after.sealed) - sum(taken.before.sealed)
         self.full.update(now.sealed)
-        self.last = now
+        self.last = taken.now
 
 
 class Indexer(Protocol):
@@ -268,9 +278,11 @@ class LayerStore(State):
             raise
 
     def append(self, k: Tensor, v: Tensor, valid: Tensor | None = None, taken: Taken | None = None) -> None:
-        """A decode step: put one new token of each row into the ring, ``k, v [batch, H, 1, D]``.
+        """A decode step: put one new token of each row into the ring, ``k, v [batch, H, 1, D]``; of drafts several.
 
-        ``valid``: bool ``[batch, 1]`` or None, rows that get one. ``taken``: the step as another store has it.
+        ``valid``: bool ``[batch, 1]`` or None, rows that get one. ``taken``: the step as another store has it, or the
+        pass over drafts. What a captured pass writes behind its last draft lands where no row holds a token, for the
+        ring has room for all (:func:`ring_tokens`), and is written over by the next tokens.
         """
         if taken is None:
             taken = self.table_of_rows.step(self.held, None if self.capturing else valid, self.capturing)
@@ -340,8 +352,12 @@ class LayerStore(State):
 
     # ------------------------------------------------------------------ sealing
 
-    def seal_due(self, indexer: Indexer) -> None:
-        """A decode step has attended: seal what it has made old. In a captured step the device knows which rows."""
+    def seal_due(self, indexer: Indexer, due: Sequence[Tensor] | None = None) -> None:
+        """Seal what a decode step has made old, once it has attended; or what drafts will have, before they attend.
+
+        In a captured step the device knows which rows. ``due``: in a captured pass over drafts, the row as
+        :meth:`_sealing` has it.
+        """
         taken = self._taken
         if taken.after.sealed == taken.before.sealed and not self.capturing:
             self.held = taken.after
@@ -350,22 +366,32 @@ class LayerStore(State):
         self.pool.fit()
         if index is None:
             for row, (block, then) in enumerate(zip(taken.before.sealed, taken.after.sealed)):
-                if then > block:
-                    start = block * self.block_size
+                for nth in range(block, then):
+                    start = nth * self.block_size
                     at = self._ring_index(start, start + self.block_size)
                     # [1, 1, H, block_size, Dk + Dv]
-                    self._seal(self.recent_kv[None, row : row + 1, :, at], slice(row, row + 1), block, indexer)
+                    self._seal(self.recent_kv[None, row : row + 1, :, at], slice(row, row + 1), nth, indexer)
         else:
             fields = self.pool.fields
             index = replace(index, **{name: fields[name] for name in INDEX_FIELDS if getattr(index, name) is not None})
             index = replace(index, scales=fields.get("scales"))
             if self.mean_tokens:
                 index = replace(index, means=fields["means"], span=self.mean_tokens // self.block_size)
-            now, after = self.rows, self.step_rows.after if self.capturing else taken.after.on(self.device)
-            seal(self.recent_kv, now, after, self.sinks, self.block_table, self.pool.kv, index)
+            for now, after in pairwise(self._sealing(taken) if due is None else due):
+                seal(self.recent_kv, now, after, self.sinks, self.block_table, self.pool.kv, index)
             if self.pool.host is not None and not self.capturing:
                 self.count_to_host(sum(taken.after.sealed) - sum(taken.before.sealed))
         self._sealed, self.held = True, taken.after
+
+    def _sealing(self, taken: Taken) -> list[Tensor]:
+        """The rows, int32 ``[batch, 2]``, before each of the blocks that are due is sealed, and behind the last one."""
+        if self.capturing:
+            return [self.rows, self.step_rows.after]
+        first, last = taken.before.sealed, taken.after.sealed
+        more = range(max(then - block for block, then in zip(first, last)))
+        between = [tuple(min(block + i, then) for block, then in zip(first, last)) for i in more]
+        held = [taken.now if taken.now.sealed == one else replace(taken.now, sealed=one, _on={}) for one in between]
+        return [rows.on(self.device) for rows in (*held, taken.after)]
 
     def count_to_host(self, blocks: int) -> None:
         """So many blocks have gone to host memory."""
@@ -543,16 +569,16 @@ class LayerStore(State):
         )
 
     def tally(self, queries: Rows | None = None) -> Tally:
-        """Of the decode step that has just ended. ``queries``: those of the only row, each as a row that attended."""
-        tally, taken = Tally(), self._taken
-        tally.add(taken if queries is None else taken._replace(now=queries), self.sinks)
-        tally.last = taken.now
+        """Of the decode step that has just ended, or the pass over drafts, whose ``queries`` are those of the row."""
+        tally = Tally()
+        tally.add(self._taken, self.sinks, queries)
         return tally
 
     def count_steps(self, granularity: str, tally: Tally) -> None:
         """Count decode steps that attended with this granularity."""
         counters, dense = self.counters, granularity == "all"
         counters.steps += tally.steps
+        counters.drafts += tally.drafts
         counters.last_dense = dense
         counters.dense += dense * tally.steps
         counters.sparse += (not dense) * tally.steps

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..kv.rows import Rows, Taken
 from ..policies.shared import Shared
+
+
+class DraftRows(NamedTuple):
+    """What layers need to know of a captured pass over drafts of the only row.
+
+    Attributes:
+        taken: its rows.
+        queries: each of its tokens as a row, on the host; those behind the last draft hold nothing.
+        there: the same on the device, int32 ``[n, 2]``: another number of drafts in each replay.
+        due: the row before and behind each block that may have to be sealed, int32 ``[1, 2]`` each.
+    """
+
+    taken: Taken
+    queries: Rows
+    there: Tensor
+    due: Sequence[Tensor]
 
 
 class Replay:
@@ -17,10 +35,13 @@ class Replay:
         valid: bool ``[batch, 1]`` at a fixed address, validity of the new column; None if no row is padded.
         side: the stream for work that the step's own attention does not wait for; None where there are no streams.
         shared: of the cache: what it has begun elsewhere from ``side`` comes back with :meth:`join`.
+        drafts: of a pass over drafts; None: it is a step.
     """
 
-    def __init__(self, valid: Tensor | None, side: torch.cuda.Stream | None, shared: Shared) -> None:
-        self.valid, self.side, self.shared = valid, side, shared
+    def __init__(
+        self, valid: Tensor | None, side: torch.cuda.Stream | None, shared: Shared, drafts: DraftRows | None = None
+    ) -> None:
+        self.valid, self.side, self.shared, self.drafts = valid, side, shared, drafts
         self._forked = False
         self._waiting: list[Callable[[], None]] = []
         self._behind: list[Callable[[], None]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -93,7 +94,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         if self.latent and module is not None:
             absorb(module)
             step.absorbed = Absorbed(module)
-            if key_states.shape[2] > 1:
+            if key_states.shape[2] > 1 and self.replay is None:
                 step.absorbed.refresh(key_states)
         return KVHandle(step, "k"), KVHandle(step, "v")
 
@@ -203,6 +204,8 @@ class SparseLayer(Owned, CacheLayerMixin):
                 out = self._verify(step, query if absorbed is None else absorbed.queries(query), params)
                 out = out if absorbed is None else absorbed.outputs(out)
             return NoGradient.apply(out, query) if torch.is_grad_enabled() else out
+        if self.replay is not None:
+            raise RuntimeError("exact attention over a cached past, which waits for the host")
         store = self.store
         if own:
             key, value = store.materialise(step.k.detach(), step.v.detach())
@@ -253,64 +256,103 @@ class SparseLayer(Owned, CacheLayerMixin):
         Without padding among them, and by a policy that says how, where a decode step does not attend to everything and
         so many of them do not read more than that.
         """
-        new, policy, owner = step.k.shape[2], self.policy, self.owner
-        if not 1 < new <= owner.config.max_draft + 1 or policy.drafts == "exact":
+        new, owner = step.k.shape[2], self.owner
+        if self.replay is not None:
+            return self.replay.drafts is not None
+        if not 1 < new <= owner.config.max_draft + 1 or self.policy.drafts == "exact":
             return False
-        if self.replay is not None or (mask is not None and mask.ndim != 2) or not owner.drafted(new):
+        if (mask is not None and mask.ndim != 2) or not owner.drafted(new) or owner.new_columns(mask, step) is not None:
             return False
-        if owner.new_columns(mask, step) is not None or policy.plan(self.store).dense:
-            return False
-        return policy.drafts_read_less(new, self.store)
+        return self._selects_drafts(new)
+
+    def _selects_drafts(self, new: int) -> bool:
+        """Each of ``new`` drafts has a selection of its own, and they do not read more than everything."""
+        policy, store = self.policy, self.store
+        return policy.drafts != "exact" and not policy.plan(store).dense and policy.drafts_read_less(new, store)
+
+    def captures_drafts(self, new: int) -> bool:
+        """A pass over so many drafts of the only row may be captured, as far as this layer is concerned."""
+        policy = self.policy
+        if type(policy) is Policy:  # each query attends to everything, which exact attention reads once
+            return not policy.offloaded
+        changes = policy.each_step or policy.observes or policy.source == "in_delta"  # the host's work, or of a token
+        return policy.drafts == "together" and not changes and self._selects_drafts(new)
 
     def _verify(self, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
         """Drafts as decode steps, ``query [batch, Hq, q, Dk]`` to ``[batch, Hq, q, Dv]``.
 
-        Each query gets what a step of its own would attend to: blocks are sealed between the same tokens. Up to there
-        the queries of one row are decoded together, as rows of a batch, if the policy can.
+        Each query gets what a step of its own would attend to. Those of one row are decoded together, as rows of a
+        batch, if the policy can.
         """
-        store, policy, watch = self.store, self.policy, self.policy.watch
-        k, v, new, done, outs = step.k.detach(), step.v.detach(), step.k.shape[2], 0, []
-        together = policy.drafts == "together" and store.batch == 1
-        parts = self.owner.row_table.drafts(store.held, new, together)
         step.touched = True
+        if self.replay is not None:
+            return self._verify_together(step, query, params)
         self._begin_step()
-        policy.begin_drafts()
+        self.policy.begin_drafts()
+        if self.policy.drafts == "together" and self.store.batch == 1:
+            out = self._verify_together(step, query, params)
+        else:
+            out = self._verify_each(step, query, params)
+        self._end()
+        return out
+
+    def _verify_together(self, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
+        """:meth:`_verify` of one row, at once; captured (``self.replay`` is set), only what replays must repeat.
+
+        First all tokens are stored, and blocks sealed that the last ones make old: the ring has room for what the first
+        ones still find there. What of it a query attends to its own two numbers say.
+        """
+        store, policy, replay = self.store, self.policy, self.replay
+        if replay is None:
+            ((_, taken, queries),) = self.owner.row_table.drafts(store.held, step.k.shape[2], True)
+            there = due = None
+        else:
+            taken, queries, there, due = replay.drafts
+        if policy.observes:
+            store.announce(step.k.shape[2], None)
+            policy.observe(query, step.keys, None, store)
+        store.append(step.k.detach(), step.v.detach(), None, taken)
+        self._committed(step)
+        store.seal_due(policy, due)
+        plan = policy.plan(store) if replay is None else self.plan
+        q = query[0].transpose(0, 1)  # [n, Hq, Dk]
+        with QueryRows.of(store, queries, there) as rows:
+            if plan.dense:
+                out = rows.attend(q, None, "all", params)
+            else:
+                out = policy.attend_drafts(q, store, rows, plan, params)
+        if replay is None:
+            policy.account(q[-1:], store, plan, store.tally(queries))
+        else:
+            self.query = q[-1:]
+        return out.transpose(0, 1)[None]
+
+    def _verify_each(self, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
+        """:meth:`_verify` one token after the other."""
+        store, policy, watch, outs = self.store, self.policy, self.policy.watch, []
+        k, v, new = step.k.detach(), step.v.detach(), step.k.shape[2]
         try:
-            for n, taken, queries in parts:
-                at = slice(done, done + n)
+            for i, (_, taken, _) in enumerate(self.owner.row_table.drafts(store.held, new, False)):
+                at = slice(i, i + 1)
                 if policy.observes:
-                    store.announce(n, None)
+                    store.announce(1, None)
                     policy.observe(query[:, :, at], step.keys[:, :, at], None, store)
                 store.append(k[:, :, at], v[:, :, at], None, taken)
-                if done + n == new:
+                if i + 1 == new:
                     self._committed(step)
-                plan = policy.plan(store)
-                if together:
-                    q = query[0, :, at].transpose(0, 1)  # [n, Hq, Dk]
-                    with QueryRows.of(store, queries) as rows:
-                        if plan.dense:
-                            out = rows.attend(q, None, "all", params)
-                        else:
-                            out = policy.attend_drafts(q, store, rows, plan, params)
-                    outs.append(out.transpose(0, 1)[None])
-                else:
-                    q = query[:, :, done]
-                    outs.append(policy.attend(q, store, plan, params)[:, :, None])
+                plan, q = policy.plan(store), query[:, :, i]
+                outs.append(policy.attend(q, store, plan, params)[:, :, None])
                 store.seal_due(policy)
-                if not together:
-                    policy.look_ahead(q, store, plan)
-                tally = store.tally(queries if together else None)
-                tally.steps = int(not done)  # of the pass
-                store.counters.drafts += n - tally.steps
-                policy.account(q[-1:] if together else q, store, plan, tally)
-                done += n
+                policy.look_ahead(q, store, plan)
+                tally = store.tally()
+                tally.steps, tally.drafts = int(not i), int(i > 0)  # of the pass
+                policy.account(q, store, plan, tally)
                 if watch is not None:
                     watch.adds = True
         finally:
             if watch is not None:
                 watch.adds = False
-        self._end()
-        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+        return torch.cat(outs, dim=2)
 
     def _decode(self, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, own: bool) -> Tensor:
         """One decode step, ``query [batch, Hq, 1, Dk]`` to ``[batch, Hq, Dv]``.
@@ -426,6 +468,15 @@ class SparseLayer(Owned, CacheLayerMixin):
         """What a decode step does that finds ``rows``. Changes nothing."""
         with self.store.at(rows):
             return self.policy.plan(self.store)
+
+    def prepare_drafts(self, rows: Rows) -> Plan:
+        """A pass over drafts is about to be captured or replayed, which leaves ``rows``: what it does."""
+        self.policy.begin_drafts()
+        return _unforeseen(self.prepare(rows))
+
+    def planned_drafts(self, rows: Rows) -> Plan:
+        """What a pass over drafts does that leaves ``rows``. Changes nothing."""
+        return _unforeseen(self.planned(rows))
 
     def account(self, plan: Plan, query: Tensor, tally: Tally) -> None:
         """Steps were replayed, the last one for ``query``: what of them is left to the host."""
@@ -604,3 +655,8 @@ class SparseLayer(Owned, CacheLayerMixin):
         """Row ``i`` becomes what row ``index[i]`` was, which makes ``rows`` of them."""
         self.store.map_rows(index, rows)
         self.policy.map_rows(index.to(self.store.device))
+
+
+def _unforeseen(plan: Plan) -> Plan:
+    """``plan`` without foresight: nobody expects the queries of drafts."""
+    return replace(plan, foresees=False) if plan.foresees else plan

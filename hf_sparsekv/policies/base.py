@@ -170,6 +170,15 @@ class Policy(State):
     def cropped(self) -> None:
         """The last tokens are about to be removed."""
 
+    @property
+    def follows_crops(self) -> bool:
+        """A crop that takes back no block has to call :meth:`cropped`, too, behind the account of the steps before it.
+
+        False: nothing that the policy keeps says how many tokens there were. So it is of one that overrides neither
+        :meth:`cropped` nor :meth:`replayed`; others say so.
+        """
+        return (type(self).cropped, type(self).replayed) != (Policy.cropped, Policy.replayed)
+
     def reopened(self) -> None:
         """A deep crop has removed full blocks: drop selections that refer to them."""
         self.chosen = False
@@ -247,6 +256,26 @@ class Policy(State):
                 (:class:`..kv.query_rows.QueryRows`): for scores, selection and attention.
         """
         raise NotImplementedError(f"{type(self).__name__}.drafts is 'together': write attend_drafts()")
+
+    def attend_to_tokens(
+        self,
+        q: Tensor,
+        ids: Tensor,
+        store: LayerStore,
+        rows: LayerStore,
+        params: AttentionParams,
+        used: Tensor | None = None,
+        brings: bool = False,
+    ) -> Tensor:
+        """The end of :meth:`attend_drafts`, for tokens ``ids [n, H, K]``, of which ``used [n, H]`` count (None: all).
+
+        ``brings``: copies of them are kept on the device, in :attr:`tokens`, which has room.
+        """
+        if self.watch is not None:
+            self.watch.mark_tokens(ids, store.block_size)
+        if brings:
+            return self.tokens.attend_drafts(q, ids, store, rows, params, used)
+        return rows.attend(q, ids, "token", params, used=used)
 
     def foresee(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         """The layer before has begun this step, and expects ``q [batch, Hq, Dk]`` of this layer.

@@ -13,6 +13,7 @@ from ..offload.lanes import even_lanes
 from ..offload.page_table import TOKEN_SELECTIONS
 from ..ops.device_tokens import EMPTY, TokenSlots, bring_tokens, locate_tokens
 from ..tensors import no_inference_mode, take_rows
+from ..types import AttentionParams
 from .measured import PackStats
 from .memory import Memory, Request
 
@@ -140,21 +141,32 @@ class DeviceTokens(State):
         return locate_tokens(ids, self.slots, lanes, store.table, total, self.block_size, used=used)
 
     def bring(self, ids: Tensor, store: LayerStore, used: Tensor | None = None) -> None:
-        """The tokens ``ids`` were chosen: copy those that are missing, in the place of the oldest others."""
+        """The tokens ``ids`` were chosen: copy those that are missing, in the place of the oldest others.
+
+        Of the only row ``ids`` may be those of several queries, ``[n, H, K]``.
+        """
         named = {"used": used, "enabled": self.enabled, "counters": self.counters, **store.pool.coded}
         bring_tokens(ids, store.pool.kv, store.table, self.of_rows(), **named)
 
-    def bring_rows(self, ids: Tensor, store: LayerStore, used: Tensor | None = None) -> Tensor:
-        """``n`` queries of the only row have chosen ``ids [n, H, K]``: :meth:`bring` each, then :meth:`locate` all.
+    def attend_drafts(
+        self,
+        q: Tensor,
+        ids: Tensor,
+        store: LayerStore,
+        rows: LayerStore,
+        params: AttentionParams,
+        used: Tensor | None = None,
+    ) -> Tensor:
+        """Several queries of the only row, ``q [n, Hq, Dk]``, attend to the tokens ``ids [n, H, K]``, each to its own.
 
-        Before they attend, because they choose nearly the same: each token crosses the link once. Behind ``used`` the
-        ids are -1. ``store``: of the one row.
+        Those are brought before, as one selection: they are nearly the same, and each crosses the link once. ``rows``:
+        ``store`` as a batch of the queries.
         """
-        n, heads, k = ids.shape
-        for i in range(n):
-            self.bring(ids[i : i + 1], store, None if used is None else used[i : i + 1])
-        places = self.locate(ids.transpose(0, 1).reshape(1, heads, n * k), store)
-        return places.view(heads, n, k).transpose(0, 1).contiguous()
+        self.bring(ids, store, used)
+        n = len(ids)
+        slots, lanes = self.slots.expand(n, -1, -1), self.lanes.expand(n, -1).contiguous()
+        places = locate_tokens(ids, slots, lanes, rows.table, self.columns.shape[1], self.block_size, used=used)
+        return rows.attend(q, places, "token", params, pages=self.pages, used=used, columns=ids)
 
     def forget(self) -> None:
         """Nothing is held."""

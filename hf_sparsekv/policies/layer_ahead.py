@@ -54,6 +54,10 @@ class LayerAheadPolicy(PredictivePolicy):
         return PredictivePolicy.__name__  # files know which predictor it was from the configuration
 
     @property
+    def follows_crops(self) -> bool:
+        return self.source == "in_delta"
+
+    @property
     def observes(self) -> bool:
         return self.labels.calibrating
 
@@ -163,12 +167,7 @@ class LayerAheadPolicy(PredictivePolicy):
     ) -> Tensor:
         budget = self.config.token_budget
         ids = token_select(self.scores(q, rows), None, budget, store.block_size, rows=rows.rows)
-        if self.watch is not None:
-            self.watch.mark_tokens(ids, store.block_size)
-        if not self._enter(store):
-            return rows.attend(q, ids, "token", params)
-        places = self.tokens.bring_rows(ids, store)
-        return rows.attend(q, places, "token", params, pages=self.tokens.pages, columns=ids)
+        return self.attend_to_tokens(q, ids, store, rows, params, brings=self._enter(store))
 
     def _choose_for(self, q: Tensor, store: LayerStore) -> None:
         """Write the tokens that this query wants to :attr:`ids`, and bring them to the device."""

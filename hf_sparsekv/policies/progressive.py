@@ -59,6 +59,7 @@ class ProgressivePolicy(Policy):
 
     config: ProgressiveConfig
     method = "progressive"
+    follows_crops = False
     drafts = "together"
 
     def __init__(
@@ -145,12 +146,8 @@ class ProgressivePolicy(Policy):
     ) -> Tensor:
         self._params[:] = [params]
         found = self._select(q, rows, params, self.totals)
-        if self.watch is not None:
-            self.watch.mark_tokens(found.ids, store.block_size)
-        if not (plan.ahead and self._enter(store)):
-            return rows.attend(q, found.ids, "token", params, used=found.count)
-        places = self.tokens.bring_rows(found.ids, store, found.count)
-        return rows.attend(q, places, "token", params, pages=self.tokens.pages, used=found.count)
+        brings = plan.ahead and self._enter(store)
+        return self.attend_to_tokens(q, found.ids, store, rows, params, found.count, brings)
 
     def _select(self, q: Tensor, store: LayerStore, params: AttentionParams, totals: Tensor | None = None) -> Selection:
         config = self.config

@@ -50,6 +50,7 @@ class TwoLevelPolicy(Policy):
     OWN: ClassVar = ("_taken", "tokens")  # a copy's first step reads its tokens where they live
 
     config: TwoLevelConfig
+    follows_crops = False
     label_index = LabelIndex
 
     def __init__(
@@ -168,13 +169,7 @@ class TwoLevelPolicy(Policy):
     ) -> Tensor:
         if not self.fetches_tokens:
             return self._attend(q, rows, plan, params)
-        ids = self._choose_tokens(q, rows)
-        if self.watch is not None:
-            self.watch.mark_tokens(ids, store.block_size)
-        if not self._enter(store):
-            return rows.attend(q, ids, "token", params)
-        places = self.tokens.bring_rows(ids, store)
-        return rows.attend(q, places, "token", params, pages=self.tokens.pages, columns=ids)
+        return self.attend_to_tokens(q, self._choose_tokens(q, rows), store, rows, params, brings=self._enter(store))
 
     def _attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
         blocks = page_ids = None

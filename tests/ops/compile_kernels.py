@@ -198,6 +198,9 @@ def pages() -> None:
         bring_tokens(ids, kv, block_table, slots, used=used)
         bring_tokens(ids, kv, block_table, slots, used=used, enabled=state.enabled, counters=state.counters[:2])
         locate_tokens(ids, slots.slots, lanes, block_table, 40, 16, used=used)
+    one = slots._replace(slots=slots.slots[:1], now=slots.now[:1].contiguous(), lanes=lanes[:1].contiguous())
+    for used in (None, ids[..., 0].clone()):
+        bring_tokens(ids, kv, block_table[:1], one, used=used)
     young_tokens(slots.stamps[None], slots.now[None], lanes, 12)
     place_tokens(ids, ids, ids, 64)
     pairs = torch.zeros(4, 2, dtype=torch.int32)

@@ -138,6 +138,43 @@ def test_random_calls(place, room, batch, k, ragged):
 
 
 @pytest.mark.pairwise
+@pytest.mark.parametrize("room", [8, 40, 96])
+@pytest.mark.parametrize("queries", [2, 3, 17])
+@pytest.mark.parametrize("k", [1, 7, 33])
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("split", [None, 24])
+def test_several_queries_of_one_row(place, room, queries, k, ragged, split):
+    """One selection: each token counts once, for the first query that has it. Some queries choose nothing."""
+    pair = Pair(place, 1, room=room, split=split)
+    heads = pair.held[0].now.shape[1]
+    for turn in range(4):
+        ids = place.rand(queries, heads, pair.columns).argsort(-1)[..., :k].int().sort(-1).values
+        ids[1:, :, ::2] = ids[:1, :, ::2]  # much is chosen by several
+        ids = ids.sort(-1).values
+        ids[..., 1:] = ids[..., 1:].masked_fill(ids[..., 1:] == ids[..., :-1], pair.columns)
+        used = place.randint(0, k + 1, queries, heads).int()
+        used[queries // 2] = 0
+        ids = ids.sort(-1).values
+        used = torch.minimum(used, (ids < pair.columns).sum(-1).int())
+        behind = torch.arange(k, device=ids.device) >= used[..., None]
+        ids = ids.masked_fill(behind, pair.columns if ragged else -1)  # not read, or none
+        pair.bring(ids, used if ragged else None)
+        assert int(pair.held[0].now.max()) <= turn + 1
+        whole = ids.masked_fill(behind, -1).transpose(0, 1).reshape(1, heads, -1)
+        chosen = sum(len(mine[mine >= 0].unique()) for mine in whole[0])
+        counted = int(pair.counters[0][0])
+        assert counted == chosen if not turn else counted >= chosen
+
+
+def test_queries_need_one_row_or_as_many(place):
+    pair = Pair(place, 2)
+    ids = pair.choose(4)[[0, 0, 1]]
+    for bring in (reference, bring_tokens):
+        with pytest.raises(ValueError, match="ids of 3 queries need the slots of one row or of as many, got 2"):
+            bring(ids, pair.stored, pair.block_table, pair.held[1])
+
+
+@pytest.mark.pairwise
 @pytest.mark.parametrize("width, split", [(40, 24), (64, 32), (33, 16)])
 @pytest.mark.parametrize("config", [SMALL, Config()])
 def test_codes(place, width, split, config):

@@ -56,28 +56,38 @@ def bring_tokens(
     Rows and KV heads have slots of their own, and selections of their own: where nothing is chosen (a row without a
     token in this step) nothing grows older.
 
+    Several queries of the only row are one selection: of a token that several have chosen the first one counts.
+
     Args:
-        ids: int32 ``[batch, H, K]``, columns in full blocks, all different, in any order; -1 for none.
+        ids: int32 ``[batch, H, K]``, columns in full blocks, all different, in any order; -1 for none. Or several
+            queries' of the only row, ``[n, H, K]``, each ascending, with -1 at the end.
         kv: ``[num_blocks, H, block_size, Dk + Dv]`` stored blocks; may be pinned host memory.
         block_table: int32 ``[batch, cap]``, physical id of each block of each row.
         held: written in place.
-        used: int32 ``[batch, H]``: so many entries of ``ids`` count, what is behind them is not read. None: all.
+        used: int32 ``[batch, H]`` (or ``[n, H]``): so many entries of ``ids`` count, what is behind them is not read.
+            None: all.
         enabled: int32 ``[1]``; 0: nothing is changed.
         counters: int64 ``[2]``: tokens chosen, and of these copied, are added.
         window: slots that are compared with each other.
         scales: float16 ``[num_blocks, H, block_size, 2]``: ``kv`` are int8 codes, and slots get what these stand for
             (``ops.quantise``).
         split: entries of a row that the first scale is of.
+
+    Raises:
+        ValueError: several queries of several rows.
     """
-    batch, heads, _ = ids.shape
+    batch, heads = held.now.shape
+    require_one_row(len(ids), batch)
     size = kv.shape[2]
     if enabled is not None and not bool(enabled):
         return
     lanes = held.lanes.tolist()
     for row in range(batch):
         for head in range(heads):
-            mine = ids[row, head] if used is None else ids[row, head, : int(used[row, head])]
-            mine = mine[mine >= 0].long()
+            queries = [row] if len(ids) == batch else range(len(ids))
+            counted = [ids.shape[2] if used is None else int(used[i, head]) for i in queries]
+            listed = [one for i, n in zip(queries, counted) for one in ids[i, head, :n].tolist() if one >= 0]
+            mine = torch.tensor(list(dict.fromkeys(listed)), dtype=torch.long, device=ids.device)
             if not len(mine):
                 continue
             lane = slice(lanes[row][0], sum(lanes[row]))
@@ -101,6 +111,12 @@ def bring_tokens(
             held.kv[head, lane.start + to] = source.to(held.kv.device)
             if counters is not None:
                 counters += torch.tensor([len(mine), len(missing)], device=counters.device)
+
+
+def require_one_row(queries: int, batch: int) -> None:
+    """Raise for several queries of several rows."""
+    if batch not in (1, queries):
+        raise ValueError(f"ids of {queries} queries need the slots of one row or of as many, got {batch}")
 
 
 def locate_tokens(

@@ -1,6 +1,7 @@
 """Copies of chosen tokens on the device: the kernels.
 
-One program a row and KV head finds what is there and gives slots to what is not; then many programs copy.
+One program a row and KV head finds what is there and gives slots to what is not; then many programs copy. Before both,
+of several queries of one row, many programs leave out what an earlier one has chosen as well.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
+from .._ascending import find
 from .._codes import load_decoded
 from .._dispatch import require_dense_rows
 from .._operands import PagedKV, Rows, Table, batch_and_head, operand, padded, row_ptr
 from .._overlap import begin, launch
 from .reference import CLASSES as _CLASSES
 from .reference import SLACK as _SLACK
-from .reference import WINDOW
+from .reference import WINDOW, require_one_row
 
 CLASSES, SLACK = tl.constexpr(_CLASSES), tl.constexpr(_SLACK)
 TILE = 256  # tokens that a program locates. Not tuned yet.
@@ -56,6 +58,40 @@ def _lane(p_lanes, i_batch, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
+def bring_tokens_once_kernel(
+    ids,
+    used,
+    out,
+    k,
+    steps,
+    HEADS: tl.constexpr,
+    BN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Copy ``BN`` ids of one query and KV head, those that an earlier query has as -1."""
+    begin(PDL)
+    i_query, i_head = batch_and_head(tl.program_id(0), HEADS)
+    n = k
+    if used is not None:
+        n = tl.minimum(n, tl.load(used + tl.program_id(0)))
+    first = tl.program_id(1) * BN
+    if first >= n:
+        return
+    o_n = first + tl.arange(0, BN)
+    b_id = tl.load(row_ptr(ids, i_query, i_head) + o_n, mask=o_n < n, other=-1)  # [BN]
+    for i in range(0, i_query):
+        n_other = k
+        if used is not None:
+            n_other = tl.minimum(n_other, tl.load(used + i * HEADS + i_head))
+        p_other = row_ptr(ids, i, i_head)
+        b_length = tl.where(b_id >= 0, n_other, 0)
+        b_at = find(p_other, b_id, b_length, steps)
+        b_found = tl.load(p_other + b_at, mask=b_at < b_length, other=-1)
+        b_id = tl.where(b_found == b_id, -1, b_id)
+    tl.store(row_ptr(out, i_query, i_head) + o_n, b_id, mask=o_n < n)
+
+
+@triton.jit
 def bring_tokens_assign_kernel(
     ids,
     used,
@@ -70,43 +106,47 @@ def bring_tokens_assign_kernel(
     p_enabled,
     p_counters,
     k,
+    listed,
     total,
+    QUERIES: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BK: tl.constexpr,
     BR: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """List the tokens of one row and KV head that are to be copied, and the slots that they get."""
+    """List the tokens of one row and KV head that are to be copied, at most ``listed``, and the slots that they get."""
     begin(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     i_batch, i_head = batch_and_head(i_row, HEADS)
-    p_ids, p_slots = row_ptr(ids, i_batch, i_head), row_ptr(slots, i_batch, i_head)
+    p_slots = row_ptr(slots, i_batch, i_head)
     first_slot, room = _lane(p_lanes, i_batch, BLOCK_SIZE)
     first_slot += i_head * total
     p_columns, p_stamps = p_columns + first_slot, p_stamps + first_slot
-    p_missing, p_to = p_missing + i_row * k, p_to + i_row * k
+    p_missing, p_to = p_missing + i_row * listed, p_to + i_row * listed
     live = i_row >= 0
     if p_enabled is not None:
         live = tl.load(p_enabled) != 0
-    n = k
-    if used is not None:
-        n = tl.minimum(n, tl.load(used + i_row))
-    n = tl.where(live, n, 0)
     now = tl.load(p_now + i_row) + 1
 
-    missing, chosen = n * 0, n * 0
-    for i in range(0, n, BK):
-        o_n = i + tl.arange(0, BK)
-        b_id = tl.load(p_ids + o_n, mask=o_n < n, other=-1)  # [BK]
-        m_id = b_id >= 0
-        b_slot = tl.load(p_slots + b_id, mask=m_id, other=-1)
-        tl.store(p_stamps + b_slot, tl.zeros([BK], tl.int32) + now, mask=b_slot >= 0)
-        m_missing = m_id & (b_slot < 0)
-        b_at = missing + tl.cumsum(m_missing.to(tl.int32), 0) - 1
-        tl.store(p_missing + b_at, b_id, mask=m_missing)
-        missing += tl.sum(m_missing.to(tl.int32), 0)
-        chosen += tl.sum(m_id.to(tl.int32), 0)
+    missing, chosen = now * 0, now * 0
+    for i_query in range(QUERIES):
+        i_ids = i_batch + i_query
+        p_ids, n = row_ptr(ids, i_ids, i_head), k
+        if used is not None:
+            n = tl.minimum(n, tl.load(used + i_ids * HEADS + i_head))
+        n = tl.where(live, n, 0)
+        for i in range(0, n, BK):
+            o_n = i + tl.arange(0, BK)
+            b_id = tl.load(p_ids + o_n, mask=o_n < n, other=-1)  # [BK]
+            m_id = b_id >= 0
+            b_slot = tl.load(p_slots + b_id, mask=m_id, other=-1)
+            tl.store(p_stamps + b_slot, tl.zeros([BK], tl.int32) + now, mask=b_slot >= 0)
+            m_missing = m_id & (b_slot < 0)
+            b_at = missing + tl.cumsum(m_missing.to(tl.int32), 0) - 1
+            tl.store(p_missing + b_at, b_id, mask=m_missing)
+            missing += tl.sum(m_missing.to(tl.int32), 0)
+            chosen += tl.sum(m_id.to(tl.int32), 0)
     tl.debug_barrier()  # the stamps and the list are there for all threads
 
     # Which slots are looked at, and how many there are of each class of age and above. Often nothing is missing.
@@ -127,7 +167,7 @@ def bring_tokens_assign_kernel(
     # The youngest class that gives way, and how many of it: those above it all do.
     last = tl.max(tl.where(m_class & (b_reach >= moved), o_class, 0), 0)
     need = moved - tl.sum(tl.where(o_class == last + 1, b_reach, 0), 0)
-    above, ties = n * 0, n * 0
+    above, ties = now * 0, now * 0
     for i in range(looked, tl.where(moved > 0, end, looked), BR):
         o_r = i + tl.arange(0, BR)
         b_age = _class(now - tl.load(p_stamps + o_r, mask=o_r < room, other=now))
@@ -161,7 +201,7 @@ def bring_tokens_copy_kernel(
     p_missing,
     p_to,
     p_count,
-    k,
+    listed,
     total,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -182,8 +222,8 @@ def bring_tokens_copy_kernel(
     for i in range(tl.program_id(1) * BN, n, tl.num_programs(1) * BN):
         o_n = i + tl.arange(0, BN)
         m_n = o_n < n
-        b_id = tl.load(p_missing + i_row * k + o_n, mask=m_n, other=0)  # [BN]
-        b_to = tl.load(p_to + i_row * k + o_n, mask=m_n, other=0)  # [BN]
+        b_id = tl.load(p_missing + i_row * listed + o_n, mask=m_n, other=0)  # [BN]
+        b_to = tl.load(p_to + i_row * listed + o_n, mask=m_n, other=0)  # [BN]
         p_table = block_table.ptr + i_batch * block_table.row + b_id // BLOCK_SIZE
         b_physical_id = tl.load(p_table, mask=m_n, other=0).to(tl.int64)
         b_in = (b_id % BLOCK_SIZE).to(tl.int64)
@@ -269,20 +309,35 @@ def bring_tokens(
     _require_whole(kv=held.kv, columns=held.columns, stamps=held.stamps, now=held.now, lanes=held.lanes)
     if not ids.numel():
         return
-    (batch, heads, k), total, config = ids.shape, held.kv.shape[1], config or Config()
-    rows, n = batch * heads, ids.numel()
+    (queries, heads, k), total, config = ids.shape, held.kv.shape[1], config or Config()
+    batch, listed = len(held.now), k
+    require_one_row(queries, batch)
+    if queries != batch:
+        ids, listed = _once(ids, used), min(queries * k, held.slots.shape[-1])
+    rows = batch * heads
+    n = rows * listed
     missing, to, count = torch.empty(2 * n + rows, dtype=torch.int32, device=ids.device).split((n, n, rows))
     lists = operand(Rows, held.slots), held.columns, held.stamps, held.now, held.lanes
     shape = {"HEADS": heads, "BLOCK_SIZE": kv.shape[2]}
-    wide = {"BK": min(config.listed, max(32, triton.next_power_of_2(k))), "BR": window}
-    args = operand(Rows, ids), used, *lists, missing, to, count, enabled, counters, k, total
+    wide = {"QUERIES": queries // batch, "BK": min(config.listed, max(32, triton.next_power_of_2(k))), "BR": window}
+    args = operand(Rows, ids), used, *lists, missing, to, count, enabled, counters, k, listed, total
     launch(bring_tokens_assign_kernel, (rows,), ids, *args, **shape, **wide, num_warps=8)
     stored = operand(PagedKV, kv), operand(PagedKV, scales), operand(Table, block_table)
-    args = *stored, held.kv, held.lanes, missing, to, count, k, total
+    args = *stored, held.kv, held.lanes, missing, to, count, listed, total
     tile = config.tile * (held.kv.itemsize // kv.itemsize)  # of codes more, so that as many bytes are on their way
-    each = max(1, min(config.copying // rows, triton.cdiv(k, tile)))
+    each = max(1, min(config.copying // rows, triton.cdiv(listed, tile)))
     shape |= {"WIDTH": kv.shape[3], "SPLIT": split, "BN": tile}
     launch(bring_tokens_copy_kernel, (rows, each), ids, *args, **shape)
+
+
+def _once(ids, used):
+    """``ids [n, H, K]`` of several queries, with -1 in the place of those that an earlier one has; see ``used``."""
+    queries, heads, k = ids.shape
+    out = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
+    grid = queries * heads, triton.cdiv(k, TILE)
+    args = operand(Rows, ids), used, operand(Rows, out), k, k.bit_length()
+    launch(bring_tokens_once_kernel, grid, ids, *args, HEADS=heads, BN=TILE, num_warps=2)
+    return out
 
 
 def locate_tokens(ids, slots, lanes, block_table, total, block_size, *, used=None, out=None):
