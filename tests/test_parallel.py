@@ -22,6 +22,7 @@ import os, sys, warnings
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 from caches import FULL, TIGHT, two_level
 from models import build, prompt
 from captured import Imitation
@@ -29,8 +30,8 @@ from hf_sparsekv import optimize, unoptimize
 
 warnings.simplefilter("ignore", FutureWarning)
 dist.init_process_group("gloo")
-path, inputs = sys.argv[1], prompt(2, 150, (0, 20))
-shard = AutoModelForCausalLM.from_pretrained(path, tp_plan="auto", attn_implementation="sparsekv")
+path, inputs, spread = sys.argv[1], prompt(2, 150, (0, 20)), DistributedConfig(tp_plan="auto")
+shard = AutoModelForCausalLM.from_pretrained(path, distributed_config=spread, attn_implementation="sparsekv")
 whole = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sparsekv")
 for settings, offload in ((FULL, True), (TIGHT, True), (TIGHT, False)):
     caches = two_level(offload, **settings), two_level(offload, **settings)
@@ -116,6 +117,7 @@ import os, sys, warnings
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 from caches import FULL, TIGHT, two_level
 from models import prompt
 from hf_sparsekv import optimize
@@ -125,9 +127,9 @@ warnings.simplefilter("ignore", FutureWarning)
 here = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 torch.cuda.set_device(here)
 dist.init_process_group("nccl", device_id=here)
-path = sys.argv[1]
+path, spread = sys.argv[1], DistributedConfig(tp_plan="auto")
 inputs = {name: value.to(here) for name, value in prompt(2, 150, (0, 20)).items()}
-shard = optimize(AutoModelForCausalLM.from_pretrained(path, tp_plan="auto", attn_implementation="sparsekv"))
+shard = optimize(AutoModelForCausalLM.from_pretrained(path, distributed_config=spread, attn_implementation="sparsekv"))
 whole = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sparsekv").to(here)
 warnings.filterwarnings("error", message="decode steps run eagerly")
 for settings, offload in ((FULL, True), (TIGHT, True), (TIGHT, False)):

@@ -126,7 +126,10 @@ def load(name: str, dtype: torch.dtype | None, device: torch.device, tensor_para
     kwargs = {"dtype": dtype or "auto", "attn_implementation": NAME, "local_files_only": here}
     try:
         if tensor_parallel:
-            model = AutoModelForCausalLM.from_pretrained(path, tp_plan="auto", **kwargs)
+            from transformers.distributed import DistributedConfig
+
+            spread = DistributedConfig(tp_plan="auto")
+            model = AutoModelForCausalLM.from_pretrained(path, distributed_config=spread, **kwargs)
         elif device.type == "cuda" and importlib.util.find_spec("accelerate"):
             # Straight to the GPU; without accelerate by way of host memory.
             model = AutoModelForCausalLM.from_pretrained(path, device_map={"": device}, **kwargs)

@@ -29,20 +29,34 @@ import os, sys, warnings
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 from caches import FULL, SMALL
+from captured import Imitation
 from models import prompt
 from hf_sparsekv import Engine, OffloadConfig, Sampling, ServingConfig, TwoLevelConfig
+from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.serving.ranks import follow
 
 dist.init_process_group("gloo")
-path = sys.argv[1]
-shard = AutoModelForCausalLM.from_pretrained(path, tp_plan="auto", attn_implementation="sparsekv")
+path, spread = sys.argv[1], DistributedConfig(tp_plan="auto")
+shard = AutoModelForCausalLM.from_pretrained(path, distributed_config=spread, attn_implementation="sparsekv")
 serving = ServingConfig(max_rows=3, max_length=300, chunk=64, prefill_ms=0.5)
 budget = TwoLevelConfig(**{**SMALL, "dense_below": 0, "token_budget": 32})
-kinds = ((TwoLevelConfig(**SMALL, **FULL), None), (budget, OffloadConfig()))
+kinds = ((TwoLevelConfig(**SMALL, **FULL), None, False), (budget, OffloadConfig(), True))
+
+# As if a graph could hold the ranks' sums.
+class Alike(Imitation):
+    _talks = True
+
+def begin(captured):
+    if captured:
+        Alike(shard).install()
+
 if dist.get_rank():
-    for config, offload in kinds:
+    for config, offload, captured in kinds:
+        begin(captured)
         follow(shard, config, offload, serving)
+    assert runner_of(shard).captures > 3 and runner_of(shard).replays > 20
     print("rank 1 is done", flush=True)
     os._exit(0)
 
@@ -74,8 +88,10 @@ def answers(net, config, offload):
         heads = engine._cache.sparse_layers[0].store.heads
     return found, list(again.token_ids), heads
 
-for config, offload in kinds:
-    (one, again, heads), (both, both_again, fewer) = answers(whole, config, offload), answers(shard, config, offload)
+for config, offload, captured in kinds:
+    one, again, heads = answers(whole, config, offload)
+    begin(captured)
+    both, both_again, fewer = answers(shard, config, offload)
     assert both == one and both_again == again, (one, both, again, both_again)
     assert (heads, fewer) == (2, 1)
     if config is kinds[0][0]:
@@ -154,7 +170,7 @@ def port() -> int:
 
 
 def test_two_ranks_answer_as_one_process(model, tmp_path, port):
-    """Greedy and seeded, joins and leaves, prefixes that are kept, cancelled in the middle, refused; two engines."""
+    """Greedy and seeded, joins and leaves, prefixes that are kept, cancelled in the middle, refused; replayed."""
     (tmp_path / "answers.py").write_text(ANSWERS)
     with Ranks([sys.executable, str(tmp_path / "answers.py"), str(model)], port) as ranks:
         codes = ranks.ends(0, 120), ranks.ends(1, 20)
