@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from http_server import wait_until
 from models import build
 from tokenizers_made import byte_level
@@ -33,12 +34,17 @@ from transformers.distributed import DistributedConfig
 from caches import FULL, SMALL
 from captured import Imitation
 from models import prompt
-from hf_sparsekv import Engine, OffloadConfig, Sampling, ServingConfig, TwoLevelConfig
+from hf_sparsekv import Engine, OffloadConfig, Sampling, ServingConfig, TwoLevelConfig, optimize
 from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.serving.ranks import follow
 
-dist.init_process_group("gloo")
-path, spread = sys.argv[1], DistributedConfig(tp_plan="auto")
+path, gpus, spread = sys.argv[1], sys.argv[2:] == ["gpus"], DistributedConfig(tp_plan="auto")
+here = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpus else torch.device("cpu")
+if gpus:
+    torch.cuda.set_device(here)
+    dist.init_process_group("nccl", device_id=here)
+else:
+    dist.init_process_group("gloo")
 shard = AutoModelForCausalLM.from_pretrained(path, distributed_config=spread, attn_implementation="sparsekv")
 serving = ServingConfig(max_rows=3, max_length=300, chunk=64, prefill_ms=0.5)
 budget = TwoLevelConfig(**{**SMALL, "dense_below": 0, "token_budget": 32})
@@ -49,7 +55,9 @@ class Alike(Imitation):
     _talks = True
 
 def begin(captured):
-    if captured:
+    if gpus:
+        optimize(shard)
+    elif captured:
         Alike(shard).install()
 
 if dist.get_rank():
@@ -60,7 +68,9 @@ if dist.get_rank():
     print("rank 1 is done", flush=True)
     os._exit(0)
 
-whole = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sparsekv")
+whole = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sparsekv").to(here)
+if gpus:
+    optimize(whole, fused=False)  # no share of a model is fused, which rounds otherwise
 ids = lambda n, seed: prompt(1, n, seed=seed)["input_ids"][0].tolist()
 sizes = ((150, 12), (20, 9), (201, 20), (65, 1), (150, 8), (7, 25))
 asked = [(ids(n, n), Sampling(max_tokens=new, temperature=0)) for n, new in sizes]
@@ -96,8 +106,9 @@ for config, offload, captured in kinds:
     assert (heads, fewer) == (2, 1)
     if config is kinds[0][0]:
         for (given, sampling), tokens in list(zip(asked, one))[:6]:
-            row = whole.generate(torch.tensor([given]), max_new_tokens=sampling.max_tokens, do_sample=False)
-            assert row[0, len(given) :].tolist() == tokens
+            given, new = torch.tensor([given], device=here), sampling.max_tokens
+            row = whole.generate(given, max_new_tokens=new, do_sample=False)
+            assert row[0, given.shape[1] :].tolist() == tokens
 try:
     follow(shard)
     raise AssertionError("rank 0 has the engine")
@@ -121,11 +132,12 @@ def model(tmp_path_factory) -> Path:
 class Ranks:
     """Two processes as torchrun starts them, without its looking after them; what they say."""
 
-    def __init__(self, command: list[str], port: int) -> None:
+    def __init__(self, command: list[str], port: int, gpus: bool = False) -> None:
         paths = (str(ROOT), str(ROOT / "tests"))
         world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         base = {**os.environ, **world, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-        base["CUDA_VISIBLE_DEVICES"] = ""
+        if not gpus:
+            base["CUDA_VISIBLE_DEVICES"] = ""
         self.said = ["", ""]
         self.processes = [
             subprocess.Popen(
@@ -174,6 +186,17 @@ def test_two_ranks_answer_as_one_process(model, tmp_path, port):
     (tmp_path / "answers.py").write_text(ANSWERS)
     with Ranks([sys.executable, str(tmp_path / "answers.py"), str(model)], port) as ranks:
         codes = ranks.ends(0, 120), ranks.ends(1, 20)
+        assert codes == (0, 0), ranks.said
+
+
+@pytest.mark.gpu
+def test_two_gpus_answer_as_one(model, tmp_path, port):
+    """The same over NCCL: steps of all kinds are captured, with its sums in them."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    (tmp_path / "answers.py").write_text(ANSWERS)
+    with Ranks([sys.executable, str(tmp_path / "answers.py"), str(model), "gpus"], port, gpus=True) as ranks:
+        codes = ranks.ends(0, 300), ranks.ends(1, 20)
         assert codes == (0, 0), ranks.said
 
 
