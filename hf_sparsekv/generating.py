@@ -26,8 +26,8 @@ from .cache import SparseCache
 from .config import OffloadConfig, SparseConfig, TwoLevelConfig, with_changes
 from .cuda_graph.optimize import optimize as capture
 from .cuda_graph.optimize import runner_of, unoptimize
-from .fusion.fuse import tensor_parallel
 from .policies.registry import method_of
+from .ranks import ranks_of
 
 _METHOD = "_prepare_cache_for_generation"
 _changing = threading.RLock()  # one thread at a time enters or leaves
@@ -216,9 +216,10 @@ class CacheSource:
 
 
 def _captures(model: PreTrainedModel) -> bool:
-    """Decode steps of this model can be captured: all of it lies on one GPU."""
+    """Decode steps of this model can be captured: all of it, or of this rank's share, lies on one GPU."""
     devices = {parameter.device for parameter in model.parameters()}
-    return len(devices) == 1 and devices.pop().type == "cuda" and not tensor_parallel(model)
+    ranks = ranks_of(model)
+    return len(devices) == 1 and devices.pop().type == "cuda" and (ranks is None or ranks.captures)
 
 
 def new_cache(model: PreTrainedModel, settings: Settings, asked: GenerationConfig) -> SparseCache:

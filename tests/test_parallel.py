@@ -22,14 +22,16 @@ import os, sys, warnings
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 from caches import FULL, TIGHT, two_level
 from models import build, prompt
-from hf_sparsekv import optimize
+from captured import Imitation
+from hf_sparsekv import optimize, unoptimize
 
 warnings.simplefilter("ignore", FutureWarning)
 dist.init_process_group("gloo")
-path, inputs = sys.argv[1], prompt(2, 150, (0, 20))
-shard = AutoModelForCausalLM.from_pretrained(path, tp_plan="auto", attn_implementation="sparsekv")
+path, inputs, spread = sys.argv[1], prompt(2, 150, (0, 20)), DistributedConfig(tp_plan="auto")
+shard = AutoModelForCausalLM.from_pretrained(path, distributed_config=spread, attn_implementation="sparsekv")
 whole = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sparsekv")
 for settings, offload in ((FULL, True), (TIGHT, True), (TIGHT, False)):
     caches = two_level(offload, **settings), two_level(offload, **settings)
@@ -46,6 +48,35 @@ with warnings.catch_warnings(record=True) as caught:
     text = shard.generate(**inputs, past_key_values=two_level(False, **TIGHT), max_new_tokens=20, do_sample=False)
 assert torch.equal(text, texts[0])
 assert any("tensor parallel" in str(w.message) for w in caught), [str(w.message) for w in caught]
+unoptimize(shard)
+
+# As if a graph could hold the ranks' sums. What they decide by themselves differs a few times.
+class Alike(Imitation):
+    _talks, calls = True, 0
+
+    def _why_not(self, given, cache):
+        self.calls += 1
+        return "not here" if self.calls == 4 and dist.get_rank() == 1 else super()._why_not(given, cache)
+
+    def _step(self, given, cache, plans):
+        if self.calls in (3, 6) and dist.get_rank() == 1:
+            self.graphs.pop(cache, None)  # so this rank has to capture what the other one has
+        out = super()._step(given, cache, plans)
+        if self.calls < 8:
+            self.steady.pop(cache, None)  # the next one is agreed on
+        return out
+
+runner = Alike(shard)
+runner.install()
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    text = shard.generate(**inputs, past_key_values=two_level(False, **TIGHT), max_new_tokens=20, do_sample=False)
+assert torch.equal(text, texts[0])
+assert any(("not here", "another rank")[dist.get_rank() == 0] in str(w.message) for w in caught)
+counts = [None, None]
+dist.all_gather_object(counts, (runner.captures, runner.replays))
+assert counts[0] == counts[1] and runner.captures >= 3 and runner.replays == 18, counts
+runner.remove()
 dist.barrier()
 print("rank", dist.get_rank(), "is done", flush=True)
 # The model's mesh keeps the group, so Gloo's threads outlive destroy_process_group(). One that lets go of a tensor
@@ -56,8 +87,14 @@ os._exit(0)
 
 def test_tensor_parallel(tmp_path):
     """Every rank caches and selects for its own KV heads: the same text as in one process."""
+    run_ranks(tmp_path, RANKS, "")
+
+
+def run_ranks(tmp_path: Path, code: str, devices: str | None) -> None:
+    """Two processes run ``code``, started by torchrun; ``devices``: the GPUs that they see, None: all."""
     build("llama", "sparsekv", vocab_size=98).save_pretrained(tmp_path / "model")
-    (tmp_path / "ranks.py").write_text(RANKS)
+    (tmp_path / "ranks.py").write_text(code)
+    seen = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
     here = Path(__file__).parent
     paths = [str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
@@ -65,13 +102,61 @@ def test_tensor_parallel(tmp_path):
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
             *(str(tmp_path / "ranks.py"), str(tmp_path / "model")),
         ],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **seen},
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert done.stdout.count("is done") == 2
+
+
+# Each rank decodes by captured steps, NCCL's sums in them, what one GPU decodes eagerly.
+CAPTURED_RANKS = """
+import os, sys, warnings
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from caches import FULL, TIGHT, two_level
+from models import prompt
+from hf_sparsekv import optimize
+from hf_sparsekv.cuda_graph.optimize import runner_of
+
+warnings.simplefilter("ignore", FutureWarning)
+here = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+torch.cuda.set_device(here)
+dist.init_process_group("nccl", device_id=here)
+path, spread = sys.argv[1], DistributedConfig(tp_plan="auto")
+inputs = {name: value.to(here) for name, value in prompt(2, 150, (0, 20)).items()}
+shard = optimize(AutoModelForCausalLM.from_pretrained(path, distributed_config=spread, attn_implementation="sparsekv"))
+whole = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sparsekv").to(here)
+warnings.filterwarnings("error", message="decode steps run eagerly")
+for settings, offload in ((FULL, True), (TIGHT, True), (TIGHT, False)):
+    before = runner_of(shard).replays
+    caches = two_level(offload, **settings), two_level(offload, **settings)
+    texts = [
+        net.generate(**inputs, past_key_values=cache, max_new_tokens=60, do_sample=False)
+        for net, cache in zip((shard, whole), caches)
+    ]
+    assert torch.equal(*texts)
+    assert [cache.layers[0].store.heads for cache in caches] == [1, 2]
+    assert runner_of(shard).replays - before > 50
+counts = [None, None]
+dist.all_gather_object(counts, (runner_of(shard).captures, runner_of(shard).replays))
+assert counts[0] == counts[1], counts
+dist.barrier()
+print("rank", dist.get_rank(), "is done", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.gpu
+def test_tensor_parallel_captured(tmp_path):
+    """Two GPUs: steps with NCCL's sums are replayed, and give the text of one GPU."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    run_ranks(tmp_path, CAPTURED_RANKS, None)
 
 
 # ---------------------------------------------------------------------- several GPUs

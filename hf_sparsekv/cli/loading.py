@@ -105,8 +105,11 @@ def load_config(name: str, known: Iterable[str] = ()):
     return _pretrained(AutoConfig, name, path, Path(path).is_dir() or not hub_answers())
 
 
-def load(name: str, dtype: torch.dtype | None, device: torch.device):
+def load(name: str, dtype: torch.dtype | None, device: torch.device, tensor_parallel: bool = False):
     """Tokenizer and model, with sparse attention.
+
+    Args:
+        tensor_parallel: of the model only this rank's share, of those that torch.distributed was begun with.
 
     Returns:
         ``(tokenizer, model)``, the model in eval mode on ``device``.
@@ -122,7 +125,12 @@ def load(name: str, dtype: torch.dtype | None, device: torch.device):
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=here)
     kwargs = {"dtype": dtype or "auto", "attn_implementation": NAME, "local_files_only": here}
     try:
-        if device.type == "cuda" and importlib.util.find_spec("accelerate"):
+        if tensor_parallel:
+            from transformers.distributed import DistributedConfig
+
+            spread = DistributedConfig(tp_plan="auto")
+            model = AutoModelForCausalLM.from_pretrained(path, distributed_config=spread, **kwargs)
+        elif device.type == "cuda" and importlib.util.find_spec("accelerate"):
             # Straight to the GPU; without accelerate by way of host memory.
             model = AutoModelForCausalLM.from_pretrained(path, device_map={"": device}, **kwargs)
         else:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import ipaddress
+import os
+import signal
 import socket
+import sys
 import threading
+import time
+import traceback
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
+import torch
 import typer
 
 from ..config import OffloadConfig
@@ -19,6 +25,7 @@ from .output import CommandError, note
 
 NEEDED = {"fastapi": "fastapi", "uvicorn": "uvicorn", "prometheus_client": "prometheus-client"}
 WARM_UP = 64  # tokens
+FAILED_S = 2  # that /ready says so before a replica that has lost a rank ends
 GRACE_S = 10  # that clients have to take the ends of their answers
 
 _REQUESTS = "Requests"
@@ -127,11 +134,20 @@ def serve(
     cache: Annotated[opt.CacheKind, typer.Option("--cache", help="How steps choose.")] = opt.CacheKind.two_level,
     dtype: opt.DTypeOption = opt.DType.auto,
     device: opt.Device = "auto",
+    tensor_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--tensor-parallel",
+            help="Spread the model over the GPUs that torchrun has started processes for.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = False,
     *,
     options: opt.DecodingOptions,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does, many requests over one sparse cache."""
     _check_installed()
+    rank = _rank() if tensor_parallel else 0
     if cache is opt.CacheKind.dense:
         raise typer.BadParameter("serve has sparse caches only: leave --cache dense out")
     if options.max_length is not None:
@@ -141,7 +157,8 @@ def serve(
     config = options.config(cache)
     if options.offload is None and (device_kv is not None or host_kv is not None):
         options = replace(options, offload=True)  # which they are for
-    options = opt.placed(options, loading.pick_device(device))
+    place = loading.pick_device(device)
+    options = opt.placed(options, place)
     opt.check_place(cache, config, options)
     from ..serving.config import ServingConfig
 
@@ -156,6 +173,10 @@ def serve(
     )
     offload = _offload(options, device_kv, host_kv)
     body = opt.parse_bytes(max_body)
+    if tensor_parallel:
+        _begin_ranks(place)
+        if rank:
+            _follow(model, (config, offload, serving, dtype, device))
     listener = _listen(host, port)  # first: that a port is taken is told before a model is loaded
     try:
         _serve(
@@ -166,23 +187,27 @@ def serve(
             body,
             max_answer,
             (config, offload, serving, dtype, device),
+            tensor_parallel,
         )
     finally:
         listener.close()
 
 
-def _serve(model, model_id, listener, api_key, max_body, max_answer, settings) -> None:
+def _serve(model, model_id, listener, api_key, max_body, max_answer, settings, tensor_parallel) -> None:
     from ..serving.engine import Engine
     from ..serving.http import create_app
     from ..serving.request import Sampling
 
     config, offload, serving, dtype, device = settings
-    tokenizer, loaded = loading.load(model, opt.torch_dtype(dtype), loading.pick_device(device))
+    place = loading.pick_device(device)
+    tokenizer, loaded = loading.load(model, opt.torch_dtype(dtype), place, tensor_parallel)
     with Engine(loaded, tokenizer, config, offload, serving) as engine:
         length = max(1, min(WARM_UP, engine.max_length - 2))
         engine.submit([0] * length, Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)).result()
         app = create_app(engine, model_id, api_key, max_body, max_answer)
         server = _server(app, engine)
+        if tensor_parallel:
+            threading.Thread(target=_end_with_ranks, args=(engine, server), name="ranks", daemon=True).start()
         listener.listen(2048)
         address, port = listener.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
@@ -191,6 +216,76 @@ def _serve(model, model_id, listener, api_key, max_body, max_answer, settings) -
         if api_key is None and not ipaddress.ip_address(address).is_loopback:
             note("anybody who reaches this machine may ask: no API key is set")
         server.run(sockets=[listener])
+    if tensor_parallel:
+        _leave(0 if engine.failed is None else 1)
+
+
+def _rank() -> int:
+    """This process's number among those that torchrun has started."""
+    try:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        os.environ["LOCAL_RANK"], os.environ["MASTER_ADDR"]
+    except (KeyError, ValueError):
+        rank, size = 0, 1
+    if size < 2:
+        raise CommandError(
+            "--tensor-parallel needs a process for each GPU: torchrun --nproc-per-node 2 -m hf_sparsekv serve MODEL "
+            "--tensor-parallel"
+        )
+    return rank
+
+
+def _begin_ranks(place: torch.device) -> None:
+    """Let the processes find each other."""
+    import torch.distributed as dist
+
+    if place.type == "cpu":
+        if torch.cuda.is_available():  # where transformers would put its shares of the model
+            raise CommandError("--tensor-parallel takes the GPUs that are there: leave --device out")
+        dist.init_process_group("gloo")
+        return
+    here = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if place.index is not None or here.index >= torch.cuda.device_count():
+        raise CommandError(
+            "--tensor-parallel takes a GPU for each process of a machine: leave --device out, and start as many "
+            f"processes as GPUs (torch sees {torch.cuda.device_count()})"
+        )
+    torch.cuda.set_device(here)
+    dist.init_process_group("nccl", device_id=here)
+
+
+def _follow(model, settings) -> NoReturn:
+    """All ranks but 0: do as rank 0 says, which alone is told to end."""
+    from ..serving.ranks import follow
+
+    config, offload, serving, dtype, device = settings
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.SIG_IGN)
+    loaded = loading.load(model, opt.torch_dtype(dtype), loading.pick_device(device), tensor_parallel=True)[1]
+    try:
+        follow(loaded, config, offload, serving)
+    except BaseException:
+        traceback.print_exc()
+        _leave(1)
+    _leave(0)
+
+
+def _end_with_ranks(engine, server) -> None:
+    """A replica that has lost a rank ends, so that another one can be started."""
+    while engine.failed is None:
+        time.sleep(0.2)
+    note(f"the engine has failed, and this process ends: {engine.failed}")
+    time.sleep(FAILED_S)
+    server.should_exit = True
+    time.sleep(GRACE_S)
+    _leave(1)  # the engine may wait for a rank that is gone, for ever
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process at once: groups of torch.distributed have threads that may outlive the interpreter, and abort."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _server(app, engine):

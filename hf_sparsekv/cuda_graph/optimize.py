@@ -24,12 +24,13 @@ from transformers import GenerationMixin
 from ..attention.mla import absorb, absorbs, is_mla, restore
 from ..attention.tap import QueryTap
 from ..cache import SparseCache
-from ..fusion.fuse import Fusion, fuse, tensor_parallel, why_not
+from ..fusion.fuse import Fusion, fuse, why_not
 from ..kv.rows import Drafts, Rows
 from ..layers.replay import DraftRows, Replay
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..policies.plan import Plan
+from ..ranks import ranks_of
 from .captured_step import CapturedStep, Saved, gathered_experts
 from .late_stop import defer, wait
 from .mask_watch import MaskWatch
@@ -96,6 +97,7 @@ class StepRunner:
         self.steady: weakref.WeakKeyDictionary[SparseCache, dict[int, Steady]] = weakref.WeakKeyDictionary()
         self.lock = threading.RLock()
         self.captures = self.replays = 0
+        self.ranks = ranks_of(model)
         self.fusion: Fusion | None = None
         self.absorbed: list[torch.nn.Module] = []  # MLA modules that were changed
         self.tap = QueryTap(model)
@@ -162,6 +164,8 @@ class StepRunner:
                 self.watches.pop(cache, None)  # what it saw belongs to the tokens before
             return self.original(*args, **kwargs)
         reason = self._why_not(given, cache)
+        if self._talks and self.ranks.any(reason is not None):  # they sum in each layer: all or none
+            reason = reason or "another rank of the model runs them eagerly"
         if reason:
             if reason not in self._said:
                 self._said.add(reason)
@@ -190,6 +194,11 @@ class StepRunner:
         with self.lock:
             return self._step(given, cache, plans)
 
+    @property
+    def _talks(self) -> bool:
+        """The model is tensor parallel, and its steps can be captured if all ranks capture them."""
+        return self.ranks is not None and self.ranks.captures
+
     def _new_tokens(self, given: dict, cache: SparseCache) -> int:
         """How many tokens of each row of a filled cache are to be decoded: 1, or of one row several drafts; else 0."""
         ids = given.get("input_ids")
@@ -198,7 +207,7 @@ class StepRunner:
         new = ids.shape[1]
         if new == 1:
             return 1
-        few = len(ids) == 1 and 1 < new <= cache.config.max_draft + 1 and cache.row_batch is None
+        few = len(ids) == 1 and 1 < new <= cache.config.max_draft + 1 and cache.row_batch is None and not self._talks
         return new if few and cache.drafted(new) else 0
 
     def _why_not(self, given: dict, cache: SparseCache) -> str | None:
@@ -213,8 +222,8 @@ class StepRunner:
             )
         if self._counts_positions:
             return "the model's forward takes no position_ids: it counts positions on the host, which a replay cannot"
-        if tensor_parallel(self.model):
-            return "the model is tensor parallel"
+        if self.ranks is not None and not self._talks:
+            return "the model is tensor parallel by other means than NCCL, whose sums no graph can hold"
         if not self._on_gpu(ids):
             return "the model is not on a CUDA device"
         if torch.is_grad_enabled():
@@ -334,6 +343,10 @@ class StepRunner:
         )
         graphs = self.graphs.setdefault(cache, {})
         step = graphs.pop(key, None)
+        if self._talks and self.ranks.any(step is None):
+            # Addresses are each rank's own: one may have what another one has not. A capture runs the step once, and
+            # registers buffers with NCCL, which the others wait for: all or none.
+            step = None
         if step is not None:
             graphs[key] = step
         else:
@@ -345,7 +358,7 @@ class StepRunner:
             try:
                 kind = (*self._kind(cache), *key[:4])
                 mine = valid if valid is None else valid[: len(ids)]
-                step = graphs[key] = self._capture(ids, positions, cache, rest, plans, kind, mine, drafts)
+                step = graphs[key] = self._capture_alike(ids, positions, cache, rest, plans, kind, mine, drafts)
             except torch.OutOfMemoryError:  # may fit another time
                 raise
             except RuntimeError as error:  # the model's own code does what no graph can hold
@@ -543,6 +556,23 @@ class StepRunner:
 
     # ------------------------------------------------------------------ capture
 
+    def _capture_alike(self, *args) -> CapturedStep:
+        """:meth:`_capture`; of a tensor parallel model on all ranks, or on none.
+
+        Raises:
+            RuntimeError: the model's forward cannot be captured, here or on another rank.
+        """
+        if not self._talks:
+            return self._capture(*args)
+        try:
+            step = self._capture(*args)
+        except Exception:
+            self.ranks.any(True)
+            raise
+        if self.ranks.any(False):
+            raise RuntimeError("on another rank")
+        return step
+
     def _capture(
         self,
         ids: Tensor,
@@ -604,7 +634,8 @@ class StepRunner:
 
         try:
             with cache.trial():
-                warm = kind in self._warm
+                # What fails for want of a compiled kernel is run and tried again. Ranks would do that each for itself.
+                warm = kind in self._warm and not self._talks
                 while True:
                     if not warm:
                         self._warm_up(run, ids.device)

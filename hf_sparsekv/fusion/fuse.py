@@ -28,6 +28,7 @@ from torch import nn
 
 from ..ops.add_norm import MAX_WIDTH
 from ..ops.small_linear import small_linear
+from ..ranks import tensor_parallel
 from . import layers as fused_layers
 from .joined_linear import JoinedLinear, has_plain_weights, is_plain, quantised
 from .layers import (
@@ -148,11 +149,6 @@ def _found(model: nn.Module) -> Iterator[tuple[nn.Module, str, Arch]]:
             name = kind.__name__.removeprefix(arch.prefix)
             if name in _KINDS and (name != "TopkRouter" or arch.router == "sigmoid"):
                 yield module, name, arch
-
-
-def tensor_parallel(model: nn.Module) -> bool:
-    """Whether the model's layers are spread over several processes."""
-    return (getattr(model, "_tp_size", None) or 1) > 1
 
 
 def why_not(model: nn.Module) -> str | None:

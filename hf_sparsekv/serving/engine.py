@@ -7,7 +7,8 @@
         answers = [handle.result().text for handle in handles]
 
 One thread owns the model and the GPU (:mod:`.loop`); any thread may submit, read and cancel. While an engine is open
-the model is its own: nobody else may call it.
+the model is its own: nobody else may call it. Of a tensor parallel model the engine is on rank 0, and the other ranks
+follow (:mod:`.ranks`).
 """
 
 from __future__ import annotations
@@ -18,25 +19,21 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import psutil
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..cache import SparseCache
 from ..config import OffloadConfig, SparseConfig
 from ..cuda_graph.optimize import runner_of
-from ..generating import settings_of, sparse
-from ..row_batch import RowBatch
+from ..ranks import ranks_of
 from .config import ServingConfig
 from .loop import Loop, Request
+from .opening import opened
 from .prefix import block_keys
+from .ranks import SharedWork, Wire
 from .request import Busy, Closed, EngineStats, Handle, Output, Piece, Sampling
 from .text import Detokenizer
-
-SHARE = 0.9  # of the memory that is free when the engine starts, for keys and values; the rest is for prompts
-CPU_SHARE = 0.5
+from .work import Work
 
 
 class Engine:
@@ -67,52 +64,33 @@ class Engine:
         offload: OffloadConfig | bool | None = None,
         serving: ServingConfig | None = None,
     ) -> None:
-        serving = ServingConfig() if serving is None else serving
-        if not isinstance(serving, ServingConfig):
-            raise TypeError(f"serving must be a ServingConfig or None, got {type(serving).__name__}")
-        if not isinstance(model, PreTrainedModel):
-            raise TypeError(f"an engine serves models of transformers, got {type(model).__name__}")
-        devices = {parameter.device for parameter in model.parameters()}
-        if len(devices) > 1:
+        ranks = ranks_of(model)
+        if ranks is not None and ranks.rank != 0:
             raise ValueError(
-                f"the model's parameters are on {', '.join(sorted(map(str, devices)))}: an engine serves a model that "
-                "is on one device; run one engine a GPU for more requests"
+                f"this is rank {ranks.rank} of a tensor parallel model, whose engine is on rank 0: call "
+                "hf_sparsekv.serving.ranks.follow() here, with the same arguments"
             )
-        settings = settings_of(config, offload)
-        self.model, self.tokenizer, self.serving = model, tokenizer, serving
-        text = model.config.get_text_config(decoder=True)
-        context = getattr(text, "max_position_embeddings", None)
-        self.max_length = serving.max_length or context
-        if self.max_length is None:
-            raise ValueError("the model's configuration names no context: give ServingConfig(max_length=...)")
-        if context is not None and self.max_length > context:
-            raise ValueError(f"max_length={self.max_length} is over the model's context of {context} tokens")
         self._refused: Counter[str] = Counter()
         self._draining = False
         self._closed = False
         self._ids = 0
-        self._was_training = model.training
         with contextlib.ExitStack() as stack:
-            stack.enter_context(sparse(model, settings.config, offload=settings.offload))
-            model.eval()
-            stack.callback(model.train, self._was_training)
-            cache = settings.cache(model)
-            rows = cache.rows(serving.max_rows, self.max_length)
-            stack.callback(cache.reset)
-            row, self.vocabulary = first_row(model, rows, self.max_length)
-            self._blocks = self._reserve(cache, settings.offload)
-            held = (self._blocks - 1) * cache.config.block_size
-            self._limit = "the memory holds" if held < self.max_length else "max_length allows"
-            self.max_length = min(self.max_length, held)
-            if runner_of(model) is None:
-                rows.leave(row)
-            else:
-                capture_all(model, rows, row)
+            made = opened(model, config, offload, serving, stack)
+            self.model, self.tokenizer, self.serving = model, tokenizer, made.serving
+            self.max_length, self.vocabulary, self._blocks = made.max_length, made.vocabulary, made.blocks
+            self._limit = made.limit
             detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
-            self._loop = Loop(model, rows, serving, self._blocks, self._eos(), detokenizer, self.vocabulary)
+            wire = None if ranks is None else Wire(ranks)
+            if wire is None:
+                work = Work(model, made.rows, made.serving)
+            else:
+                work = SharedWork(model, made.rows, made.serving, wire)
+            self._loop = Loop(work, self._blocks, self._eos(), detokenizer, self.vocabulary)
             self._stack = stack.pop_all()
-        self._cache, self._rows = cache, rows
+        self._cache, self._rows = made.cache, made.rows
         self._loop.start()
+        if wire is not None:
+            wire.watch(self._loop.lost)
 
     def __enter__(self) -> Engine:
         return self
@@ -135,35 +113,6 @@ class Engine:
         for ids in (getattr(config, "eos_token_id", None), getattr(self.tokenizer, "eos_token_id", None)):
             found |= set(ids if isinstance(ids, list | tuple) else () if ids is None else (ids,))
         return frozenset(found)
-
-    def _reserve(self, cache: SparseCache, offload: OffloadConfig | None) -> int:
-        """Make room for all requests in the batch, once: pools that grow would move. Gives the blocks."""
-        pools, size = list(cache.block_pools.values()), cache.config.block_size
-        most = self.serving.max_rows * (-(-self.max_length // size) + 1)
-        device = sum(pool.nbytes()[0] / pool.capacity for pool in pools)
-        host = sum(pool.nbytes()[1] / pool.capacity for pool in pools)
-        if self.model.device.type == "cuda":
-            free = SHARE * torch.cuda.mem_get_info(self.model.device)[0]
-        else:
-            free = CPU_SHARE * psutil.virtual_memory().available
-            device, host = device + host, 0.0
-        fits = [int(free / device)]
-        if offload is not None:
-            fits.append(int(0.98 * (cache.budget.limit - cache.budget.used) / max(host, 1.0)) if host else most)
-        blocks = min(most, *fits)
-        if self.serving.max_tokens is not None:
-            asked = -(-self.serving.max_tokens // size) + self.serving.max_rows
-            if asked > min(fits):
-                raise ValueError(
-                    f"max_tokens={self.serving.max_tokens} asks for {asked} blocks of {size} tokens, {min(fits)} fit "
-                    "the memory that is free: ask for fewer, offload, or free some"
-                )
-            blocks = min(most, asked)
-        if blocks < 2:
-            raise ValueError("no memory is free for keys and values: use a smaller model, or offload")
-        for pool in pools:
-            pool.reserve(blocks)
-        return blocks
 
     # ------------------------------------------------------------------ requests
 
@@ -369,7 +318,7 @@ class Engine:
             cached_tokens=counts.cached_tokens,
             steps=counts.steps,
             step_s=counts.step_s,
-            prefill_s=1e-3 * loop.pace.spent_ms,
+            prefill_s=1e-3 * loop.work.pace.spent_ms,
             captures=0 if runner is None else runner.captures,
             device_tokens=loop.rows.slots,
             device_tokens_used=loop.rows.slots - loop.rows.free_slots,
@@ -381,45 +330,3 @@ class Engine:
             between_s=loop.between_s.samples(),
             total_s=loop.total_s.samples(),
         )
-
-
-def first_row(model: PreTrainedModel, rows: RowBatch, max_length: int) -> tuple[int, int]:
-    """Make the layers' memory by a row that has a few full blocks; gives the row and the number of logits.
-
-    Raises:
-        ValueError: rows of this model cannot come and go.
-    """
-    config = rows.cache.config
-    length = max(1, min(config.window + config.max_draft + 2 * config.block_size, max_length - 2))
-    ids = torch.arange(length, device=model.device)[None] % model.get_input_embeddings().num_embeddings
-    first = rows.prefill(model, ids)
-    return rows.join(first), first.logits.shape[-1]
-
-
-def capture_all(model: PreTrainedModel, rows: RowBatch, row: int) -> None:
-    """Capture every kind of step in every width, so that none is captured while somebody waits; ``row`` leaves.
-
-    Steps attend to everything because that is all there is, or because that is as quick, or they choose: of contexts
-    that are the same block again and again.
-    """
-    config, blocks, channels = rows.cache.config, rows.blocks(row), rows.channels(row)
-    budget = (getattr(config, "token_budget", None) or 0) // config.block_size
-    most = (rows.max_length - 2) // config.block_size
-    lengths = sorted({min(budget + 2, most), most}) if len(blocks) else ()
-    longer = [rows.begin(np.repeat(blocks[:1], n), channels) for n in lengths]
-    for cache in longer:
-        rows.adopt(cache)
-    _all_widths(model, rows, row)
-    for cache in longer:
-        _all_widths(model, rows, rows.join(cache))
-
-
-def _all_widths(model: PreTrainedModel, rows: RowBatch, row: int) -> None:
-    """Capture steps of each width, of rows like ``row``, which leave."""
-    tokens = torch.zeros(rows.max_rows, dtype=torch.long, device=model.device)
-    while len(rows.rows) < rows.max_rows:
-        rows.fork(row)
-    for last in reversed(range(rows.max_rows)):
-        if last + 1 == rows.width:
-            rows.step(model, tokens)
-        rows.leave(last)

@@ -19,15 +19,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..attention.parts import make_plans
-from ..row_batch import RowBatch, WorkingSets, width
+from ..row_batch import WorkingSets, width
 from .admission import Candidate, admit
-from .config import ServingConfig
-from .prefill import Clock, Pace, Reading, Segments
+from .prefill import Reading
 from .prefix import Channels, Match, PrefixIndex
 from .request import Closed, Handle, Output, Piece, SampleCounter, Sampling
 from .sampler import Sampler
 from .text import Detokenizer, TextStream
+from .work import Work
 
 WINDOW = 12  # steps that a working set is counted over (SparseServe, section 3.3)
 SETS_EVERY = (
@@ -99,9 +98,7 @@ class Loop:
     """Decodes what is submitted, until it is told to stop.
 
     Args:
-        model: in ``eval()`` mode, prepared for sparse decoding.
-        rows: of a cache for it.
-        serving: how to share.
+        work: on the model and its rows.
         blocks: that all requests in the batch may take together, and what is kept of those that have ended.
         eos: tokens that end an answer.
         detokenizer: None: answers have no text.
@@ -110,25 +107,18 @@ class Loop:
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        rows: RowBatch,
-        serving: ServingConfig,
+        work: Work,
         blocks: int,
         eos: frozenset[int],
         detokenizer: Detokenizer | None,
         vocabulary: int,
     ) -> None:
-        self.model, self.rows, self.serving, self.blocks, self.eos = model, rows, serving, blocks, eos
+        self.work, self.rows, self.serving, self.blocks, self.eos = work, work.rows, work.serving, blocks, eos
         self.detokenizer = detokenizer
-        self.device = model.device
-        self.sampler = Sampler(rows.max_rows, vocabulary, self.device)
-        self.tokens = torch.zeros(rows.max_rows, dtype=torch.long, device=self.device)
-        self.clock = Clock(self.device)
-        text = model.config.get_text_config(decoder=True)
-        self.pace = Pace(text)
-        self.segments = Segments(decoder_layers(model, text.num_hidden_layers))
-        table = rows.cache.row_table
-        self.index = PrefixIndex(table.ids, table.block_size) if serving.prefix_cache else None
+        self.device, self.tokens = work.device, work.tokens
+        self.sampler = Sampler(self.rows.max_rows, vocabulary, self.device)
+        serving, size = self.serving, self.rows.cache.row_table.block_size
+        self.index = PrefixIndex(work, size) if serving.prefix_cache else None
         self.counts = Counts()
         self.queue_s, self.ttft_s, self.between_s, self.total_s = (SampleCounter(TIMES) for _ in range(4))
         self.failed: BaseException | None = None
@@ -157,26 +147,8 @@ class Loop:
 
     def start(self) -> None:
         """Begin."""
-        self._make_plans()
         for thread in self._threads:
             thread.start()
-
-    def _make_plans(self) -> None:
-        """In the thread that reads prompts, what the first ones would otherwise wait for: cuDNN's start, and plans."""
-        layer = self.rows.cache.sparse_layers[0]
-        store = layer.store
-        if store is None or store.latent or not self.serving.layer_segments:
-            return
-        shapes = (layer.q_heads, store.split), (store.heads, store.split), (store.heads, store.width - store.split)
-        like = [torch.empty(1, n, 1, dim, dtype=store.dtype, device=self.device) for n, dim in shapes]
-        longest = min(self.serving.chunk, self.rows.max_length)
-
-        @torch.no_grad()
-        def make() -> None:
-            make_plans(like[0], like[1], like[2], longest)
-
-        self.segments.open(make, self.device)
-        self.segments.run(1 << 30)
 
     @property
     def queued(self) -> int:
@@ -211,7 +183,16 @@ class Loop:
             self._wake.notify()
         for thread in self._threads:
             thread.join()
-        self.segments.close()
+        self.work.close()
+
+    def lost(self, error: BaseException) -> None:
+        """The model can run no more, whatever the loop's thread is waiting for: no request is served from here on."""
+        with self._wake:
+            if self.failed is None:
+                self.failed = error
+            self._inbox.clear()
+            self._wake.notify()
+        self._fail_open(error)
 
     @property
     def idle(self) -> bool:
@@ -239,6 +220,8 @@ class Loop:
                 self._wake.wait(IDLE_S)
             arrived, self._inbox = self._inbox, deque()
             dirty, self._dirty = self._dirty, False
+            if self.failed is not None:
+                raise self.failed
             if self._stopping:
                 self.waiting.extend(arrived)
                 self._cancel_all()
@@ -288,33 +271,26 @@ class Loop:
         since = now - max(self._last, request.arrived)
         self._interval, self._last = since if not self._interval else 0.7 * self._interval + 0.3 * since, now
         self.queue_s.add(request.begun - request.arrived)
-        serving = self.serving
         try:
-            ids = torch.tensor([request.ids], device=self.device)
-            cache = self._beginning(request)
-            request.reading = Reading(
-                self.model, cache, ids, self.segments, self.pace, self.clock, serving.chunk, serving.layer_segments
-            )
+            if request.match.blocks:
+                request.channels = request.match.blocks[0].channels
+                request.cached = len(request.match.blocks) * self.rows.cache.config.block_size
+            self.work.begin(request.ids, request.match.ids, request.channels)
+            request.reading = self.work.reading
         except Exception as error:  # no memory for it: this one is lost
+            if not self.work.alone:
+                raise
             self._drop(request)
             self._end(request, error)
             return
         self.reading = request
-
-    def _beginning(self, request: Request):
-        """The cache that a prompt is read into, with what is kept of it."""
-        if not request.match.blocks:
-            return self.rows.cache.beside()
-        request.channels = request.match.blocks[0].channels
-        request.cached = len(request.match.blocks) * self.rows.cache.config.block_size
-        return self.rows.begin(request.match.ids, request.channels)
 
     def _keep(self, request: Request) -> None:
         """The index keeps a row's full blocks."""
         if self.index is None:
             return
         if request.channels is None:
-            request.channels = self.rows.channels(request.row)
+            request.channels = self.work.channels(request.row)
         ids, known = self.rows.blocks(request.row), request.ids + request.tokens
         n = min(len(ids), len(known) // self.rows.cache.config.block_size)
         if n > len(request.keys):
@@ -329,17 +305,18 @@ class Loop:
         if request is None:
             return
         try:
-            done = request.reading.grant(self.serving.prefill_ms if beside else 20 * self.serving.prefill_ms)
-            if done:
+            ms = self.serving.prefill_ms if beside else 20 * self.serving.prefill_ms
+            if self.work.read(request.reading.share(ms)):
                 self._join(request)
         except Exception as error:  # this one is lost, the others know nothing of it
+            if not self.work.alone:
+                raise
             self._give_up_reading()
             self._end(request, error)
 
     def _join(self, request: Request) -> None:
         reading = request.reading
-        self.rows.adopt(reading.cache)
-        row = self.rows.join(reading.cache, room=0)  # it gets room as soon as it is to decode
+        row = self.work.join()  # it gets room as soon as it is to decode
         if not self.serving.working_set:
             self._even_room(row)
         request.row, request.reading, self.reading = row, None, None
@@ -351,6 +328,7 @@ class Loop:
         self.sampler.set(row, request.sampling, request.ids)
         self.sampler(reading.logits, [row])
         self.tokens[row : row + 1].copy_(self.sampler.last[0])
+        self.work.tokens_are_there()
         self._record(self.sampler.last, [(0, request)])
         self._launched(request)
 
@@ -369,7 +347,7 @@ class Loop:
         request.over = True
         if request.row is not None:
             self._keep(request)
-            self.rows.leave(request.row)
+            self.work.leave(request.row)
             self.sampler.clear(request.row)
             self.running.remove(request)
             request.row = None
@@ -399,9 +377,8 @@ class Loop:
         """The prompt that is being read is not wanted any more."""
         request, self.reading = self.reading, None
         if request is not None:
-            reading, request.reading = request.reading, None
-            reading.cancel()
-            self.rows.drop(reading.cache)
+            request.reading = None
+            self.work.give_up()
             self._drop(request)
 
     def _cancel_all(self) -> None:
@@ -411,12 +388,16 @@ class Loop:
 
     def _fail_all(self, error: BaseException) -> None:
         with self._wake:
-            self.failed = error
+            self.failed = error = self.failed or error
             self._inbox.clear()
-        self.segments.cancel()
+        self.work.failed()
+        self.work.segments.cancel()
         self.waiting.clear()
         self._records.clear()
         self.reading, self.running = None, []
+        self._fail_open(error)
+
+    def _fail_open(self, error: BaseException) -> None:
         for request in list(self._open.values()):
             told = RuntimeError(f"a decode step has failed, and with it all requests: {type(error).__name__}: {error}")
             told.__cause__ = error
@@ -436,7 +417,7 @@ class Loop:
         for request, goes in zip(self.running, runs):
             request.candidate.runs = goes
             if goes != (request.row in rows.active):
-                rows.resume(request.row) if goes else rows.hold(request.row)
+                self.work.resume(request.row) if goes else self.work.hold(request.row)
         if room and self.serving.working_set:
             self._share_room(room)
         self._close_up()
@@ -447,7 +428,7 @@ class Loop:
     def _even_room(self, row: int) -> None:
         """As much for each row as for any other, whatever it needs."""
         if self.rows.slots:
-            self.rows.give(row, min(self.rows.slots // self.rows.max_rows, self.rows.free_slots))
+            self.work.give(row, min(self.rows.slots // self.rows.max_rows, self.rows.free_slots))
 
     def _share_room(self, room: int) -> None:
         """Rows that decode have what they need, and an equal share of what is left."""
@@ -462,7 +443,7 @@ class Loop:
         # A little more or less is not worth the copies; who has less than needed gets it.
         changed = [row for row in wanted if abs(wanted[row] - had[row]) > had[row] // 4]
         for row in sorted(changed, key=lambda row: wanted[row] - had[row]):  # first those that give
-            self.rows.give(row, min(wanted[row], had[row] + self.rows.free_slots))
+            self.work.give(row, min(wanted[row], had[row] + self.rows.free_slots))
 
     def _measured(self) -> bool:
         """Every few steps the rows' working sets are counted; True: what they need has changed."""
@@ -497,9 +478,8 @@ class Loop:
             return  # rows that are held back are in the way
         mine = {request.row: request for request in self.running}
         for row in behind:
-            new = rows.move(row)
+            new = self.work.move(row)
             self.sampler.move(row, new)
-            self.tokens[new : new + 1].copy_(self.tokens[row : row + 1])
             mine[row].row = new
 
     def _step(self) -> bool:
@@ -507,8 +487,8 @@ class Loop:
         active = {request.row: request for request in self.running if request.candidate.runs}
         if not active:
             return False
-        began = self.clock.mark()
-        logits = self.rows.step(self.model, self.tokens)
+        began = self.work.clock.mark()
+        logits = self.work.step()
         n = len(logits)
         drawn = self.sampler(logits, [row if row in active else -1 for row in range(n)])
         valid = self.rows.valid(self.device)
@@ -516,7 +496,8 @@ class Loop:
             self.tokens[:n].copy_(drawn)
         else:
             torch.where(valid[:n, 0], drawn, self.tokens[:n], out=self.tokens[:n])
-        self._record(self.sampler.last, list(active.items()), (began, self.clock.mark()))
+        self.work.tokens_are_there()
+        self._record(self.sampler.last, list(active.items()), (began, self.work.clock.mark()))
         for request in active.values():
             self._launched(request)
         self.counts.steps += 1
@@ -547,7 +528,7 @@ class Loop:
             self._records.popleft()
             now = time.perf_counter()
             if record.marks is not None:
-                self.counts.step_s += 1e-3 * (self.clock.between(*record.marks) or 0.0)
+                self.counts.step_s += 1e-3 * (self.work.clock.between(*record.marks) or 0.0)
             tokens, bad = record.host.tolist()
             for place, request in record.requests:
                 self._heard(request, tokens[place], bad[place], now)
@@ -632,15 +613,3 @@ class Loop:
                 self.counts.cancelled += 1
             else:
                 self.counts.finished += 1
-
-
-def decoder_layers(model: torch.nn.Module, count: int) -> list[torch.nn.Module]:
-    """The model's decoder layers, in order.
-
-    Raises:
-        ValueError: they cannot be told.
-    """
-    for module in model.get_decoder().modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
-            return list(module)
-    raise ValueError(f"{type(model).__name__} has no list of {count} decoder layers")

@@ -263,34 +263,41 @@ class Reading:
         """Tokens that are not read yet."""
         return self.ids.shape[1] - self.past
 
-    def grant(self, ms: float) -> bool:
-        """Read on for about ``ms`` of the device's time; True: the prompt is read, :attr:`logits` are of its end.
+    def share(self, ms: float) -> int:
+        """How much :meth:`read` may read in about ``ms`` of the device's time: layers, or tokens."""
+        self.pace.settle()
+        if self.by_layers:
+            tokens, layers = self._pass()
+            return min(self.pace.layers_in(ms, tokens, self.past), layers)
+        tokens = max(self.pace.tokens_in(ms, self.past) // 64 * 64, LEAST)
+        tokens = min(tokens, self.chunk, self.left)
+        return tokens + (self.left - tokens == 1)  # none is a single token
+
+    def _pass(self) -> tuple[int, int]:
+        """Tokens of the pass that is under way, or begins, and how many layers of it are left."""
+        if self._now is None:
+            if self._lengths is None:
+                self._lengths = chunks(self.left, self.chunk, self.past)
+            self._now = next(self._lengths), self.pace.layers
+            self.segments.open(lambda n=self._now[0]: self._forward(n), self.ids.device)
+        return self._now
+
+    def read(self, n: int) -> bool:
+        """Read on: ``n`` layers or tokens; True: the prompt is read, :attr:`logits` are of its end.
 
         Raises:
             BaseException: what the forward pass failed with. The cache is lost.
         """
-        self.pace.settle()
-        began = self.clock.mark()
+        began, past = self.clock.mark(), self.past
         if self.by_layers:
-            if self._now is None:
-                if self._lengths is None:
-                    self._lengths = chunks(self.left, self.chunk, self.past)
-                self._now = next(self._lengths), self.pace.layers
-                self.segments.open(lambda n=self._now[0]: self._forward(n), self.ids.device)
-            tokens, layers = self._now
-            asked = min(self.pace.layers_in(ms, tokens, self.past), layers)
-            past = self.past
+            tokens, layers = self._pass()
             # A pass that has all its layers runs to its end: the head is behind the last one.
-            over = self.segments.run(asked if asked < layers else 1 << 30)
-            self._now = None if over else (tokens, layers - asked)
-            self.pace.note(self.clock, tokens, past, asked, began, self.clock.mark())
+            over = self.segments.run(n if n < layers else 1 << 30)
+            self._now = None if over else (tokens, layers - n)
+            self.pace.note(self.clock, tokens, past, n, began, self.clock.mark())
         else:
-            tokens = max(self.pace.tokens_in(ms, self.past) // 64 * 64, LEAST)
-            tokens = min(tokens, self.chunk, self.left)
-            tokens += self.left - tokens == 1  # none is a single token
-            past = self.past
-            self._forward(tokens)
-            self.pace.note(self.clock, tokens, past, self.pace.layers, began, self.clock.mark())
+            self._forward(n)
+            self.pace.note(self.clock, n, past, self.pace.layers, began, self.clock.mark())
         return not self.left
 
     @torch.no_grad()

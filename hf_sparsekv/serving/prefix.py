@@ -2,7 +2,7 @@
 
 A block is known by its tokens and all before it: its key is the hash of its parent's key and its own tokens, so a chain
 of keys says how far two prompts agree (vLLM's automatic prefix caching, SGLang's tree). Blocks are never copied: the
-index holds a reference to each (:class:`..kv.rows.BlockIds`), and so does every row that has it in its table.
+index holds a reference to each (:class:`.Counted`), and so does every row that has it in its table.
 
 What one engine keeps is of one model and one configuration. Labels are read by channels that were calibrated on a
 prompt's first tokens: all blocks of a chain have those of its first one, and a prompt that goes on from them, too.
@@ -13,11 +13,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
-
-from ..kv.rows import BlockIds
 
 Channels = tuple[Tensor | None, ...]  # of each layer: of one row; see RowBatch.begin
 
@@ -56,6 +55,18 @@ class Match:
         return np.array([block.id for block in self.blocks], dtype=np.int32)
 
 
+class Counted(Protocol):
+    """What counts blocks by who needs them."""
+
+    def share(self, ids: np.ndarray) -> None:
+        """One more reference to each, int32 ``[n]``."""
+        ...
+
+    def drop(self, ids: np.ndarray) -> None:
+        """One reference less to each, int32 ``[n]``."""
+        ...
+
+
 class PrefixIndex:
     """Blocks by their keys; those that nobody has asked for for longest go first.
 
@@ -64,7 +75,7 @@ class PrefixIndex:
         block_size: tokens of a block.
     """
 
-    def __init__(self, ids: BlockIds, block_size: int) -> None:
+    def __init__(self, ids: Counted, block_size: int) -> None:
         self._ids, self._size = ids, block_size
         self._blocks: dict[bytes, Block] = {}
         self._clock = self._pinned = 0

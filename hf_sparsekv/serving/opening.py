@@ -1,0 +1,185 @@
+"""What an engine begins with: the model made sparse, rows, memory for all requests, captured steps.
+
+Every rank of a tensor parallel model begins alike, with as many blocks as the rank that has least memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass, replace
+
+import numpy as np
+import psutil
+import torch
+from transformers import PreTrainedModel
+
+from ..cache import SparseCache
+from ..config import OffloadConfig, SparseConfig
+from ..cuda_graph.optimize import runner_of
+from ..generating import settings_of, sparse
+from ..offload.host_limit import DEFAULT_SHARE, host_memory_limit
+from ..ranks import Ranks, ranks_of
+from ..row_batch import RowBatch
+from .config import ServingConfig
+
+SHARE = 0.9  # of the memory that is free when the engine starts, for keys and values; the rest is for prompts
+CPU_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What requests are served with.
+
+    Args:
+        serving: how they share it.
+        cache: of all of them.
+        rows: of the cache; none is taken.
+        blocks: that all requests may take together.
+        max_length: tokens of a prompt and its answer: as asked for, or what the memory holds if that is less.
+        limit: which of these, in words.
+        vocabulary: logits of a row.
+    """
+
+    serving: ServingConfig
+    cache: SparseCache
+    rows: RowBatch
+    blocks: int
+    max_length: int
+    limit: str
+    vocabulary: int
+
+
+def opened(
+    model: PreTrainedModel,
+    config: SparseConfig | str | None,
+    offload: OffloadConfig | bool | None,
+    serving: ServingConfig | None,
+    stack: contextlib.ExitStack,
+) -> Opened:
+    """Prepare ``model`` until ``stack`` is closed; arguments and errors are those of :class:`.Engine`."""
+    serving = ServingConfig() if serving is None else serving
+    if not isinstance(serving, ServingConfig):
+        raise TypeError(f"serving must be a ServingConfig or None, got {type(serving).__name__}")
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"an engine serves models of transformers, got {type(model).__name__}")
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise ValueError(
+            f"the model's parameters are on {', '.join(sorted(map(str, devices)))}: an engine serves a model that "
+            "is on one device; run one engine a GPU for more requests"
+        )
+    settings = settings_of(config, offload)
+    ranks = ranks_of(model)
+    if ranks is not None and settings.offload is not None and settings.offload.max_host_bytes is None:
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))  # ranks that share this machine's memory
+        limit = int(DEFAULT_SHARE * host_memory_limit() / here)
+        settings = replace(settings, offload=replace(settings.offload, max_host_bytes=limit))
+    text = model.config.get_text_config(decoder=True)
+    context = getattr(text, "max_position_embeddings", None)
+    max_length = serving.max_length or context
+    if max_length is None:
+        raise ValueError("the model's configuration names no context: give ServingConfig(max_length=...)")
+    if context is not None and max_length > context:
+        raise ValueError(f"max_length={max_length} is over the model's context of {context} tokens")
+    was_training = model.training
+    stack.enter_context(sparse(model, settings.config, offload=settings.offload))
+    model.eval()
+    stack.callback(model.train, was_training)
+    cache = settings.cache(model)
+    rows = cache.rows(serving.max_rows, max_length)
+    stack.callback(cache.reset)
+    row, vocabulary = first_row(model, rows, max_length)
+    blocks = reserve(model, cache, settings.offload, serving, max_length, ranks)
+    if runner_of(model) is None:
+        rows.leave(row)
+    else:
+        capture_all(model, rows, row)
+    held = (blocks - 1) * cache.config.block_size
+    limit = "the memory holds" if held < max_length else "max_length allows"
+    return Opened(serving, cache, rows, blocks, min(max_length, held), limit, vocabulary)
+
+
+def reserve(
+    model: PreTrainedModel,
+    cache: SparseCache,
+    offload: OffloadConfig | None,
+    serving: ServingConfig,
+    max_length: int,
+    ranks: Ranks | None,
+) -> int:
+    """Make room for all requests in the batch, once: pools that grow would move. Gives the blocks.
+
+    Raises:
+        ValueError: there is not so much memory, on some rank.
+    """
+    pools, size = list(cache.block_pools.values()), cache.config.block_size
+    most = serving.max_rows * (-(-max_length // size) + 1)
+    device = sum(pool.nbytes()[0] / pool.capacity for pool in pools)
+    host = sum(pool.nbytes()[1] / pool.capacity for pool in pools)
+    if model.device.type == "cuda":
+        free = SHARE * torch.cuda.mem_get_info(model.device)[0]
+    else:
+        free = CPU_SHARE * psutil.virtual_memory().available / (1 if ranks is None else ranks.size)
+        device, host = device + host, 0.0
+    fits = [int(free / device)]
+    if offload is not None:
+        fits.append(int(0.98 * (cache.budget.limit - cache.budget.used) / max(host, 1.0)) if host else most)
+    if ranks is not None:
+        fits = ranks.least(fits)
+    blocks = min(most, *fits)
+    if serving.max_tokens is not None:
+        asked = -(-serving.max_tokens // size) + serving.max_rows
+        if asked > min(fits):
+            raise ValueError(
+                f"max_tokens={serving.max_tokens} asks for {asked} blocks of {size} tokens, {min(fits)} fit "
+                "the memory that is free: ask for fewer, offload, or free some"
+            )
+        blocks = min(most, asked)
+    if blocks < 2:
+        raise ValueError("no memory is free for keys and values: use a smaller model, or offload")
+    for pool in pools:
+        pool.reserve(blocks)
+    return blocks
+
+
+def first_row(model: PreTrainedModel, rows: RowBatch, max_length: int) -> tuple[int, int]:
+    """Make the layers' memory by a row that has a few full blocks; gives the row and the number of logits.
+
+    Raises:
+        ValueError: rows of this model cannot come and go.
+    """
+    config = rows.cache.config
+    length = max(1, min(config.window + config.max_draft + 2 * config.block_size, max_length - 2))
+    ids = torch.arange(length, device=model.device)[None] % model.get_input_embeddings().num_embeddings
+    first = rows.prefill(model, ids)
+    return rows.join(first), first.logits.shape[-1]
+
+
+def capture_all(model: PreTrainedModel, rows: RowBatch, row: int) -> None:
+    """Capture every kind of step in every width, so that none is captured while somebody waits; ``row`` leaves.
+
+    Steps attend to everything because that is all there is, or because that is as quick, or they choose: of contexts
+    that are the same block again and again.
+    """
+    config, blocks, channels = rows.cache.config, rows.blocks(row), rows.channels(row)
+    budget = (getattr(config, "token_budget", None) or 0) // config.block_size
+    most = (rows.max_length - 2) // config.block_size
+    lengths = sorted({min(budget + 2, most), most}) if len(blocks) else ()
+    longer = [rows.begin(np.repeat(blocks[:1], n), channels) for n in lengths]
+    for cache in longer:
+        rows.adopt(cache)
+    _all_widths(model, rows, row)
+    for cache in longer:
+        _all_widths(model, rows, rows.join(cache))
+
+
+def _all_widths(model: PreTrainedModel, rows: RowBatch, row: int) -> None:
+    """Capture steps of each width, of rows like ``row``, which leave."""
+    tokens = torch.zeros(rows.max_rows, dtype=torch.long, device=model.device)
+    while len(rows.rows) < rows.max_rows:
+        rows.fork(row)
+    for last in reversed(range(rows.max_rows)):
+        if last + 1 == rows.width:
+            rows.step(model, tokens)
+        rows.leave(last)

@@ -1,0 +1,172 @@
+"""What the loop does to the model, its rows and the tokens of the next step: everything that costs the GPU time.
+
+The loop decides, this does. So a loop may serve a model that is spread over several processes, whose other ranks do the
+same at the same time (:mod:`.ranks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..attention.parts import make_plans
+from ..row_batch import RowBatch
+from .config import ServingConfig
+from .prefill import Clock, Pace, Reading, Segments
+from .prefix import Channels
+
+
+class Work:
+    """Operations on one model and its rows.
+
+    Args:
+        model: in ``eval()`` mode, prepared for sparse decoding.
+        rows: of a cache for it.
+        serving: how prompts are read.
+
+    Attributes:
+        tokens: int64 ``[max_rows]``, of each row its next one.
+        reading: the prompt that is being read, if there is one.
+        alone: what fails while a prompt is read is of that prompt only.
+    """
+
+    alone = True
+
+    def __init__(self, model: torch.nn.Module, rows: RowBatch, serving: ServingConfig) -> None:
+        self.model, self.rows, self.serving = model, rows, serving
+        self.device = model.device
+        self.tokens = torch.zeros(rows.max_rows, dtype=torch.long, device=self.device)
+        self.clock = Clock(self.device)
+        text = model.config.get_text_config(decoder=True)
+        self.pace = Pace(text)
+        self.segments = Segments(decoder_layers(model, text.num_hidden_layers))
+        self.reading: Reading | None = None
+        self._make_plans()
+
+    def _make_plans(self) -> None:
+        """In the thread that reads prompts, what the first ones would otherwise wait for: cuDNN's start, and plans."""
+        layer = self.rows.cache.sparse_layers[0]
+        store = layer.store
+        if store is None or store.latent or not self.serving.layer_segments:
+            return
+        shapes = (layer.q_heads, store.split), (store.heads, store.split), (store.heads, store.width - store.split)
+        like = [torch.empty(1, n, 1, dim, dtype=store.dtype, device=self.device) for n, dim in shapes]
+        longest = min(self.serving.chunk, self.rows.max_length)
+
+        @torch.no_grad()
+        def make() -> None:
+            make_plans(like[0], like[1], like[2], longest)
+
+        self.segments.open(make, self.device)
+        self.segments.run(1 << 30)
+
+    # ------------------------------------------------------------------ a prompt
+
+    def begin(self, ids: Sequence[int], blocks: np.ndarray, channels: Channels | None) -> None:
+        """Begin to read a prompt of tokens ``ids``.
+
+        Args:
+            blocks: int32 ``[n]``, ids of full blocks that it begins with, which are not read.
+            channels: of these blocks, as :meth:`channels` gave them; None if there are none.
+        """
+        cache = self.rows.begin(blocks, channels) if len(blocks) else self.rows.cache.beside()
+        self.reading = Reading(
+            self.model,
+            cache,
+            torch.tensor([ids], device=self.device),
+            self.segments,
+            self.pace,
+            self.clock,
+            self.serving.chunk,
+            self.serving.layer_segments,
+        )
+
+    def read(self, n: int) -> bool:
+        """Read on by ``n`` layers, or tokens (:meth:`.Reading.share`); True: the prompt is read."""
+        return self.reading.read(n)
+
+    def give_up(self) -> None:
+        """The prompt that is being read is not wanted any more."""
+        reading, self.reading = self.reading, None
+        if reading is not None:
+            reading.cancel()
+            self.rows.drop(reading.cache)
+
+    def join(self) -> int:
+        """The prompt that has been read takes a row, without room for copies; gives the row."""
+        cache = self.reading.cache
+        self.rows.adopt(cache)
+        row = self.rows.join(cache, room=0)
+        self.reading = None
+        return row
+
+    # ------------------------------------------------------------------ rows
+
+    def leave(self, row: int) -> None:
+        """A row is over."""
+        self.rows.leave(row)
+
+    def hold(self, row: int) -> None:
+        """A row waits."""
+        self.rows.hold(row)
+
+    def resume(self, row: int) -> None:
+        """A row that was held goes on."""
+        self.rows.resume(row)
+
+    def give(self, row: int, tokens: int) -> None:
+        """A row has room for copies of so many tokens."""
+        self.rows.give(row, tokens)
+
+    def move(self, row: int) -> int:
+        """A row and its next token take the first free place before it, which is returned."""
+        new = self.rows.move(row)
+        self.tokens[new : new + 1].copy_(self.tokens[row : row + 1])
+        return new
+
+    # ------------------------------------------------------------------ blocks that are kept
+
+    def channels(self, row: int) -> Channels:
+        """Label channels of a row, to begin other prompts with."""
+        return self.rows.channels(row)
+
+    def share(self, ids: np.ndarray) -> None:
+        """One more reference to each of these blocks, int32 ``[n]``."""
+        self.rows.cache.row_table.ids.share(ids)
+
+    def drop(self, ids: np.ndarray) -> None:
+        """One reference less to each of these blocks, int32 ``[n]``."""
+        self.rows.cache.row_table.ids.drop(ids)
+
+    # ------------------------------------------------------------------ steps
+
+    def step(self) -> Tensor:
+        """A step of all active rows; gives logits ``[n, vocabulary]`` of the first rows."""
+        return self.rows.step(self.model, self.tokens)
+
+    def tokens_are_there(self) -> None:
+        """:attr:`tokens` has been written, behind a step or a join."""
+
+    # ------------------------------------------------------------------ the end
+
+    def failed(self) -> None:
+        """Nothing that is cached can be relied on any more."""
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        self.segments.close()
+
+
+def decoder_layers(model: torch.nn.Module, count: int) -> list[torch.nn.Module]:
+    """The model's decoder layers, in order.
+
+    Raises:
+        ValueError: they cannot be told.
+    """
+    for module in model.get_decoder().modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return list(module)
+    raise ValueError(f"{type(model).__name__} has no list of {count} decoder layers")

@@ -1,0 +1,255 @@
+"""The engine over two ranks of one model: the tokens of one process, and an end if a rank ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from http_server import wait_until
+from models import build
+from tokenizers_made import byte_level
+
+from hf_sparsekv import Engine
+from hf_sparsekv.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+
+# Rank 0 asks the same of an engine over both ranks and of one in its own process.
+ANSWERS = """
+import os, sys, warnings
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from caches import FULL, SMALL
+from captured import Imitation
+from models import prompt
+from hf_sparsekv import Engine, OffloadConfig, Sampling, ServingConfig, TwoLevelConfig, optimize
+from hf_sparsekv.cuda_graph.optimize import runner_of
+from hf_sparsekv.serving.ranks import follow
+
+path, gpus, spread = sys.argv[1], sys.argv[2:] == ["gpus"], DistributedConfig(tp_plan="auto")
+here = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpus else torch.device("cpu")
+if gpus:
+    torch.cuda.set_device(here)
+    dist.init_process_group("nccl", device_id=here)
+else:
+    dist.init_process_group("gloo")
+shard = AutoModelForCausalLM.from_pretrained(path, distributed_config=spread, attn_implementation="sparsekv")
+serving = ServingConfig(max_rows=3, max_length=300, chunk=64, prefill_ms=0.5)
+budget = TwoLevelConfig(**{**SMALL, "dense_below": 0, "token_budget": 32})
+kinds = ((TwoLevelConfig(**SMALL, **FULL), None, False), (budget, OffloadConfig(), True))
+
+# As if a graph could hold the ranks' sums.
+class Alike(Imitation):
+    _talks = True
+
+def begin(captured):
+    if gpus:
+        optimize(shard)
+    elif captured:
+        Alike(shard).install()
+
+if dist.get_rank():
+    for config, offload, captured in kinds:
+        begin(captured)
+        follow(shard, config, offload, serving)
+    assert runner_of(shard).captures > 3 and runner_of(shard).replays > 20
+    print("rank 1 is done", flush=True)
+    os._exit(0)
+
+whole = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sparsekv").to(here)
+if gpus:
+    optimize(whole, fused=False)  # no share of a model is fused, which rounds otherwise
+ids = lambda n, seed: prompt(1, n, seed=seed)["input_ids"][0].tolist()
+sizes = ((150, 12), (20, 9), (201, 20), (65, 1), (150, 8), (7, 25))
+asked = [(ids(n, n), Sampling(max_tokens=new, temperature=0)) for n, new in sizes]
+asked += [(ids(40, 3), Sampling(max_tokens=15, seed=seed)) for seed in (5, 6)]
+asked += [(ids(90, 4), Sampling(max_tokens=10, temperature=0.7, top_p=0.9, repetition_penalty=1.2, seed=7))]
+
+def answers(net, config, offload):
+    with Engine(net, None, config, offload, serving) as engine:
+        left = engine.submit(ids(30, 1), Sampling(max_tokens=200, temperature=0))
+        handles = [engine.submit(*one) for one in asked]
+        for piece, _ in zip(left, range(3)):
+            pass
+        left.cancel()
+        unread = engine.submit(ids(250, 2), Sampling(max_tokens=5))
+        unread.cancel()
+        try:
+            engine.submit(ids(290, 1), Sampling(max_tokens=200))
+            raise AssertionError("it would not fit")
+        except ValueError as error:
+            assert "the 300 that max_length allows" in str(error)
+        found = [list(handle.result(60).token_ids) for handle in handles]
+        assert {left.result(60).finish_reason, unread.result(60).finish_reason} == {"cancelled"}
+        again = engine.submit(*asked[2]).result(60)
+        assert again.cached_tokens > 0
+        heads = engine._cache.sparse_layers[0].store.heads
+    return found, list(again.token_ids), heads
+
+for config, offload, captured in kinds:
+    one, again, heads = answers(whole, config, offload)
+    begin(captured)
+    both, both_again, fewer = answers(shard, config, offload)
+    assert both == one and both_again == again, (one, both, again, both_again)
+    assert (heads, fewer) == (2, 1)
+    if config is kinds[0][0]:
+        for (given, sampling), tokens in list(zip(asked, one))[:6]:
+            given, new = torch.tensor([given], device=here), sampling.max_tokens
+            row = whole.generate(given, max_new_tokens=new, do_sample=False)
+            assert row[0, given.shape[1] :].tolist() == tokens
+try:
+    follow(shard)
+    raise AssertionError("rank 0 has the engine")
+except ValueError as error:
+    assert "make an Engine" in str(error)
+print("rank 0 is done", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A tiny Llama with a tokenizer of bytes, whose words two ranks can share."""
+    path, tokenizer = tmp_path_factory.mktemp("models") / "tiny-llama", byte_level()
+    words = len(tokenizer) + len(tokenizer) % 2
+    build("llama", "sdpa", vocab_size=words).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+class Ranks:
+    """Two processes as torchrun starts them, without its looking after them; what they say."""
+
+    def __init__(self, command: list[str], port: int, gpus: bool = False) -> None:
+        paths = (str(ROOT), str(ROOT / "tests"))
+        world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        base = {**os.environ, **world, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+        if not gpus:
+            base["CUDA_VISIBLE_DEVICES"] = ""
+        self.said = ["", ""]
+        self.processes = [
+            subprocess.Popen(
+                command,
+                env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        for rank in range(2):
+            threading.Thread(target=self._listen, args=(rank,), daemon=True).start()
+
+    def _listen(self, rank: int) -> None:
+        for line in self.processes[rank].stdout:
+            self.said[rank] += line
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def ends(self, rank: int, seconds: float) -> int:
+        """Its exit code."""
+        try:
+            return self.processes[rank].wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"rank {rank} has not ended: {self.said}")
+
+
+@pytest.fixture
+def port() -> int:
+    import socket
+
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def test_two_ranks_answer_as_one_process(model, tmp_path, port):
+    """Greedy and seeded, joins and leaves, prefixes that are kept, cancelled in the middle, refused; replayed."""
+    (tmp_path / "answers.py").write_text(ANSWERS)
+    with Ranks([sys.executable, str(tmp_path / "answers.py"), str(model)], port) as ranks:
+        codes = ranks.ends(0, 120), ranks.ends(1, 20)
+        assert codes == (0, 0), ranks.said
+
+
+@pytest.mark.gpu
+def test_two_gpus_answer_as_one(model, tmp_path, port):
+    """The same over NCCL: steps of all kinds are captured, with its sums in them."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    (tmp_path / "answers.py").write_text(ANSWERS)
+    with Ranks([sys.executable, str(tmp_path / "answers.py"), str(model), "gpus"], port, gpus=True) as ranks:
+        codes = ranks.ends(0, 300), ranks.ends(1, 20)
+        assert codes == (0, 0), ranks.said
+
+
+@pytest.mark.parametrize("lost", [1, 0])
+def test_a_rank_that_ends_ends_the_replica(model, port, lost):
+    """The other one says why, and ends within seconds; clients are told."""
+    command = [sys.executable, "-m", "hf_sparsekv", "serve", str(model), "--tensor-parallel", "--port", "0"]
+    command += ["--device", "cpu", "--max-rows", "2", "--context", "1k", "--no-offload"]
+    with Ranks(command, port) as ranks:
+        wait_until(lambda: "listening on" in ranks.said[0] or ranks.processes[0].poll() is not None, 60)
+        found = re.search(r"http://127\.0\.0\.1:\d+", ranks.said[0])
+        assert found, ranks.said
+        body = {"prompt": "the cat", "max_tokens": 900, "temperature": 0, "ignore_eos": True, "stream": True}
+        pieces: list[str] = []
+
+        def ask() -> None:
+            with (
+                contextlib.suppress(httpx.HTTPError),
+                httpx.stream("POST", f"{found[0]}/v1/completions", json=body, timeout=60) as answer,
+            ):
+                pieces.extend(answer.iter_lines())
+
+        client = threading.Thread(target=ask, daemon=True)
+        client.start()
+        wait_until(lambda: len(pieces) > 3)
+        begun = time.monotonic()
+        ranks.processes[lost].send_signal(signal.SIGKILL)
+        if lost == 1:
+            wait_until(lambda: "the engine has failed" in ranks.said[0], 10)
+            assert httpx.get(f"{found[0]}/ready").status_code == 503
+            client.join(10)
+            assert any("error" in piece for piece in pieces) and "data: [DONE]" not in pieces
+        assert ranks.ends(1 - lost, 20) == 1
+        assert time.monotonic() - begun < 15
+        # Whichever is first: a sum that fails, or the connection to the rank.
+        assert re.search(f"all ranks of the model|rank {lost} of the model has ended", ranks.said[1 - lost]), ranks.said
+
+
+def test_the_command_needs_torchrun(model, monkeypatch):
+    from typer.testing import CliRunner
+
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    done = CliRunner().invoke(app, ["serve", str(model), "--tensor-parallel"])
+    assert done.exit_code == 1 and "torchrun --nproc-per-node 2" in done.output
+
+
+def test_an_engine_is_on_rank_0(monkeypatch):
+    import hf_sparsekv.serving.engine as module
+
+    class Second:
+        rank, size = 1, 2
+
+    monkeypatch.setattr(module, "ranks_of", lambda model: Second())
+    with pytest.raises(ValueError, match="this is rank 1"):
+        Engine(build("llama", "sparsekv"))
