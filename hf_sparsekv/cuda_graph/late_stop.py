@@ -129,9 +129,7 @@ def defer(model: nn.Module) -> None:
     kind = type(model)
     known = hasattr(utils, _REPLACED) and _REPLACED in GenerationMixin._sample.__code__.co_names
     if known and getattr(kind, "_sample", None) is GenerationMixin._sample:
-        named = {
-            name: kind.__dict__[name] for name in ("__module__", "__qualname__", "__doc__") if name in kind.__dict__
-        }
+        named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
         model.__class__ = type(kind.__name__, (LateStopping, kind), named)
 
 
