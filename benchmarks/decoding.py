@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import LogitsProcessor
 
 from hf_sparsekv.cache import SparseCache
 from hf_sparsekv.cuda_graph.optimize import runner_of
@@ -23,6 +24,7 @@ from .shapes import text_config
 
 WARM_UP = 8  # tokens: captures, compilation, clocks of the device
 PERIOD = 64  # tokens of a text that repeats itself
+REJECTED = 8  # one of so many tokens of such an answer is none of the text's
 _SYNC = "called a synchronizing CUDA operation"  # what torch's sync debug mode says
 _CAPTURE_TRIES = 4
 
@@ -70,6 +72,20 @@ class Generated:
     passes: int
 
 
+class Repeats(LogitsProcessor):
+    """The answer to a text of :data:`PERIOD` is that text again, but for the last of each :data:`REJECTED` tokens."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores of which one is finite."""
+        at = input_ids.shape[1] - self.length
+        other = at % REJECTED == REJECTED - 1
+        wanted = input_ids[:, (self.length + at) % PERIOD] + int(other)
+        return torch.full_like(scores, -torch.inf).scatter(1, wanted[:, None], 0.0)
+
+
 def generate(
     model,
     cache,
@@ -93,7 +109,8 @@ def generate(
         eos: look for an end of the answer after each token, as real models do; it never comes.
         compiled: let generate() compile the model if the cache allows it.
         each: called after each forward pass, the prompt's too.
-        lookup: draft so many tokens by looking for the last ones in the text, which then repeats itself.
+        lookup: draft so many tokens by looking for the last ones in the text, which then repeats itself. So does the
+            answer, whatever the model says, but for one token of :data:`REJECTED`.
     """
     length = prompt or int(cache.get_seq_length()) + 1
     vocabulary = text_config(model).vocab_size
@@ -127,7 +144,7 @@ def generate(
             pad_token_id=0,
             eos_token_id=vocabulary if eos else None,
             disable_compile=not compiled,
-            **({"prompt_lookup_num_tokens": lookup} if lookup else {}),
+            **({"prompt_lookup_num_tokens": lookup, "logits_processor": [Repeats(length)]} if lookup else {}),
         )
     finally:
         if hook is not None:

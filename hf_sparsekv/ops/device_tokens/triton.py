@@ -108,7 +108,7 @@ def bring_tokens_assign_kernel(
     k,
     listed,
     total,
-    QUERIES: tl.constexpr,
+    queries,
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BK: tl.constexpr,
@@ -130,7 +130,7 @@ def bring_tokens_assign_kernel(
     now = tl.load(p_now + i_row) + 1
 
     missing, chosen = now * 0, now * 0
-    for i_query in range(QUERIES):
+    for i_query in range(queries):  # of one query the compiler makes no loop, of others one kernel
         i_ids = i_batch + i_query
         p_ids, n = row_ptr(ids, i_ids, i_head), k
         if used is not None:
@@ -319,8 +319,9 @@ def bring_tokens(
     missing, to, count = torch.empty(2 * n + rows, dtype=torch.int32, device=ids.device).split((n, n, rows))
     lists = operand(Rows, held.slots), held.columns, held.stamps, held.now, held.lanes
     shape = {"HEADS": heads, "BLOCK_SIZE": kv.shape[2]}
-    wide = {"QUERIES": queries // batch, "BK": min(config.listed, max(32, triton.next_power_of_2(k))), "BR": window}
-    args = operand(Rows, ids), used, *lists, missing, to, count, enabled, counters, k, listed, total
+    wide = {"BK": min(config.listed, max(32, triton.next_power_of_2(k))), "BR": window}
+    args = operand(Rows, ids), used, *lists, missing, to, count, enabled, counters
+    args = *args, k, listed, total, queries // batch
     launch(bring_tokens_assign_kernel, (rows,), ids, *args, **shape, **wide, num_warps=8)
     stored = operand(PagedKV, kv), operand(PagedKV, scales), operand(Table, block_table)
     args = *stored, held.kv, held.lanes, missing, to, count, listed, total
