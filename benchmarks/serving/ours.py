@@ -143,7 +143,9 @@ class OurSystem:
         now, before = self.engine.stats(), self._before
         steps = now.steps - before.steps
         report.add("captures", now.captures - before.captures, "count")
+        report.add("prefill_s", now.prefill_s - before.prefill_s, "s")
         if steps:
+            report.add("steps", steps, "count")
             report.add("step_ms", 1e3 * (now.step_s - before.step_s) / steps)
         if self._meter is not None and steps:
             self._meter.read().add_to(report)

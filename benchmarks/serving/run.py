@@ -20,8 +20,9 @@ work on a request begins at most 2 s, and no request fails (SparseServe, section
 not given, it is measured on the system itself: 32 rows of 4k (as Sarathi-Serve, section 5.1, from which the limit is).
 
 closed: tokens_per_s and between_ms while all rows decode, and none reads a prompt. overhead: step_ms of the captured
-step alone, over as many rows; between_ms in the engine; overhead_ms, their difference. Ours also: captures, step_ms of
-the engine, hit_rate, missed_mb and host_mb a step of offloaded settings (as in ``step``); peak_gb.
+step alone, over as many rows; between_ms in the engine; overhead_ms, their difference. Ours also: captures, steps,
+step_ms and prefill_s (all prompts) of the engine, hit_rate, missed_mb and host_mb a step of offloaded settings (as in
+``step``); peak_gb.
 """
 
 from __future__ import annotations

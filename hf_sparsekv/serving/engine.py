@@ -284,7 +284,8 @@ class Engine:
         """
         self._draining = True
         until = None if timeout is None else time.monotonic() + timeout
-        while not (self._loop.idle or self.failed or self._closed):
+        loop = self._loop
+        while not ((loop.idle and loop.all_told) or self.failed or self._closed):
             if until is not None and time.monotonic() >= until:
                 return False
             time.sleep(0.01)

@@ -39,13 +39,13 @@ class Block:
     parent: Block | None
     channels: Channels
     children: int = 0
-    users: int = 0  # requests that go on from it: it stays
+    users: int = 0  # requests that have it: it stays
     used: int = 0  # when it was last asked for
 
 
 @dataclass
 class Match:
-    """The beginning of a prompt, as it is kept."""
+    """Kept blocks that a request has: the beginning of its prompt, then those of its own that are kept."""
 
     blocks: list[Block] = field(default_factory=list)
 
@@ -86,7 +86,7 @@ class PrefixIndex:
 
     @property
     def pinned(self) -> int:
-        """Blocks that requests go on from, which stay."""
+        """Blocks that requests have, which stay."""
         return self._pinned
 
     def keys(self, tokens: Sequence[int], blocks: int, known: Sequence[bytes] = ()) -> list[bytes]:
@@ -126,10 +126,11 @@ class PrefixIndex:
             self._pinned -= not block.users
         match.blocks = []
 
-    def keep(self, keys: Sequence[bytes], ids: np.ndarray, channels: Channels) -> int:
-        """Keep blocks ``ids [n]`` of a row that ends, whose keys these are; gives how many are new.
+    def keep(self, keys: Sequence[bytes], ids: np.ndarray, channels: Channels, match: Match) -> int:
+        """Keep blocks ``ids [n]`` of a row, whose keys these are; gives how many are new.
 
-        Those that are kept already stay as they are; behind one that has other channels nothing is kept.
+        These join ``match``, the row's own: as long as it has them, to let go of them would free nothing. Those that
+        are kept already stay as they are; behind one that has other channels nothing is kept.
         """
         self._clock += 1
         self.changes += 1
@@ -137,7 +138,8 @@ class PrefixIndex:
         for key, id in zip(keys, ids.tolist()):
             block = self._blocks.get(key)
             if block is None:
-                block = self._blocks[key] = Block(key, id, parent, channels)
+                block = self._blocks[key] = Block(key, id, parent, channels, users=1)
+                match.blocks.append(block)
                 if parent is not None:
                     parent.children += 1
                 new.append(id)
@@ -145,6 +147,7 @@ class PrefixIndex:
                 break
             block.used = self._clock
             parent = block
+        self._pinned += len(new)
         self._ids.share(np.array(new, dtype=np.int32))
         return len(new)
 

@@ -96,7 +96,7 @@ def expected():
 def quiet(engine) -> None:
     """Nothing is left of any request."""
     until = time.monotonic() + 10
-    while not engine._loop.idle and time.monotonic() < until:
+    while not (engine._loop.idle and engine._loop.all_told) and time.monotonic() < until:
         time.sleep(0.01)
     loop = engine._loop
     assert (loop.idle, loop.used, loop.rows.rows, loop.reading, loop._open) == (True, 0, (), None, {})
@@ -284,6 +284,23 @@ def test_requests_wait_for_memory(expected):
         handles = [engine.submit(ids_of(100, seed), greedy(30)) for seed in range(4)]
         assert [list(one.result(30).token_ids) for one in handles] == [expected(100, seed, 30) for seed in range(4)]
         quiet(engine)
+
+
+@pytest.mark.parametrize("layers", [True, False])
+def test_no_more_memory_is_taken_than_was_reserved(layers):
+    """Blocks that are kept of rows that run are not let go for others: that would free nothing."""
+    serving, draw = replace(SERVING, max_tokens=800, layer_segments=layers), random.Random(3)
+    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, serving) as engine:
+        loop, ids = engine._loop, engine._cache.row_table.ids
+        most, plain = [], loop._step
+        loop._step = lambda: most.append((ids.used, loop.used + len(loop.index))) or plain()
+        asked = [(draw.randint(5, 350), draw.randint(1, 40)) for _ in range(30)]
+        for handle in [engine.submit(ids_of(n, seed), greedy(tokens)) for seed, (n, tokens) in enumerate(asked)]:
+            handle.result(60)
+        quiet(engine)
+        assert max(used for used, _ in most) <= engine._blocks
+        assert max(spoken for _, spoken in most) <= engine._blocks
+        assert {pool.capacity for pool in engine._cache.block_pools.values()} == {engine._blocks}
 
 
 def test_too_many_waiting_are_refused():
