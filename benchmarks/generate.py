@@ -2,7 +2,7 @@
 
     python -m benchmarks generate --model qwen3-8b --context 32k --caches hf_dynamic two_level:lag
     python -m benchmarks generate --model small --device cpu --context 512 --new-tokens 8
-    python -m benchmarks generate --model qwen3-8b --context 32k --caches two_level two_level+offload --lookup 10
+    python -m benchmarks generate --model qwen3-8b --context 32k --caches token_only token_only+offload --lookup 10
 
 Known shapes get random weights; models by name or path their own. The cache is filled directly unless --prefill has
 generate() read the context. On a GPU our caches decode by captured steps, on a CPU eagerly; where dense attention is
