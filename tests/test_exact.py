@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 import torch
@@ -41,15 +42,19 @@ def on_cpu(query, key, value, causal, scale):
     ("q", "n"),
     [(1, 2), (7, 8), (33, 33), (33, 100), (64, 65), (50, 1000), (128, 256), (130, 520), (700, 700), (1100, 1100)],
 )
-def test_parts_are_one(q, n, long, monkeypatch):
+@pytest.mark.parametrize("plan", [0, 3e5, 1e9], ids=["plans", "some plans", "no plans"])
+def test_parts_are_one(q, n, long, plan, monkeypatch):
     monkeypatch.setattr(parts, "LONG", long)
+    monkeypatch.setattr(parts, "PLAN", plan)
+    monkeypatch.setattr(parts, "_work", parts._Work())
     query, key, value = tensors(q, n)
     found = chunk_attention(query, key, value, 0.3, on_cpu, on_cpu)
     torch.testing.assert_close(found, definition(query, key, value, 0.3), atol=1e-5, rtol=1e-5)
 
 
-def test_few_lengths_have_plans():
+def test_few_lengths_have_plans(monkeypatch):
     """Of prompts, and later pieces of them, of any length, however they lie in memory."""
+    monkeypatch.setattr(parts, "PLAN", 0)
     plans, dice = set(), random.Random(0)
 
     def attend(query, key, value, causal, scale):
@@ -68,13 +73,45 @@ def test_few_lengths_have_plans():
     assert len(plans) <= 16 + 16 * 12
 
 
+def test_a_plan_is_made_when_it_would_have_paid(monkeypatch):
+    """The 4th time of four equal ones; at once where one pass has as much; in each thread anew."""
+    monkeypatch.setattr(parts, "_work", parts._Work())
+    query, key, value = tensors(1024, 3072, dim=8)
+    monkeypatch.setattr(parts, "PLAN", 4 * query.shape[0] * query.shape[1] * 8 * 1024 * 2048)
+    monkeypatch.setattr(parts, "LAYERS", 1)
+    seen = []
+
+    def attend(query, key, value, causal, scale):
+        seen.append(causal)
+        return on_cpu(query, key, value, causal, scale)
+
+    expected = definition(query, key, value, 0.3)
+    for _ in range(5):
+        seen.append("pass")
+        torch.testing.assert_close(
+            chunk_attention(query, key, value, 0.3, attend, on_cpu), expected, atol=1e-5, rtol=1e-5
+        )
+    assert seen == ["pass"] * 4 + [False, "pass", False]  # the square has a quarter of the products
+    thread = threading.Thread(target=lambda: seen.append(parts.planned(query, key, 1024, 2048, False)))
+    thread.start()
+    thread.join()
+    assert seen[-1] is False
+    monkeypatch.setattr(parts, "LAYERS", 32)
+    monkeypatch.setattr(parts, "_work", parts._Work())
+    seen.clear()
+    chunk_attention(query, key, value, 0.3, attend, on_cpu)
+    assert seen == [True, False]
+
+
 def test_plans_of_all_prompts_up_to_a_length(monkeypatch):
     made = []
+    monkeypatch.setattr(parts, "_work", parts._Work())
     monkeypatch.setattr(parts, "serves", lambda *given: True)
     monkeypatch.setattr(parts, "_cudnn", lambda query, key, value, causal, scale: made.append((query.shape, causal)))
     assert parts.make_plans(*tensors(1, 1, dim=8, batch=1), 16384) == len(made) == 20
     padded = {-(-n // parts.grid(n)) * parts.grid(n) for n in range(parts.SHORT + 1, 16385)}
     assert {shape[2] for shape, causal in made if causal} == padded
+    assert all(parts.planned(*tensors(1, 1, dim=8, batch=1)[:2], n, n, True) for n in padded)
     assert parts.lengths(1024) == [] and parts.lengths(1025) == [1280]
 
 

@@ -6,12 +6,14 @@ log-sum-exps tell how to weigh them.
 
 cuDNN makes a plan for each new shape, strides included: 55 to 75 ms of the host on an H200, as long as 8k tokens take
 in all layers of an 8B model; and every thread makes its own (``python -m benchmarks.probes.prompt_shapes``). So parts
-are padded to a few lengths. What is left of a past that ends between two of them takes the flash kernels, which need no
-plan.
+are padded to a few lengths, and a length gets its plan when the flash kernels, which need none, have lost as much time
+on it as the plan takes. What is left of a past that ends between two lengths takes them, too.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from collections.abc import Callable
 
 import torch
@@ -21,10 +23,36 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 LEAST = 512  # queries over a past; below, several launches and a merge cost more than they save
 SHORT = 1024  # tokens of a prompt that the flash kernels take: .05 ms of 500, padded .22
 LONG = 1 << 28  # pairs with the past; beyond, what is left of it costs all layers more than a plan
+# Products of queries and keys, of all heads and channels, on which the flash kernels, at 370 instead of 590 TFLOP/s, lose
+# the 60 ms of a plan. One layer that has a 32nd of them is of a forward pass that has nearly all.
+PLAN = 1.3e13
+LAYERS = 32
 GRID = 1024  # tokens: lengths are rounded to this, shorter ones to an eighth of the power of two that they reach
 _FINEST = 128
 
 Attend = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
+
+
+class _Work(threading.local):
+    """Products of each shape that this thread has computed without a plan for it."""
+
+    def __init__(self) -> None:
+        self.of: defaultdict[tuple, float] = defaultdict(float)
+
+
+_work = _Work()
+
+
+def planned(query: Tensor, key: Tensor, q: int, n: int, causal: bool) -> bool:
+    """Whether ``q`` queries over ``n`` keys, lengths on the grid, go by a plan in this thread from here on.
+
+    Args:
+        query, key: ``[batch, heads, ..., D]``, of the layer.
+    """
+    work = query.shape[0] * query.shape[1] * query.shape[3] * q * n / (2 if causal else 1)
+    kind = query.device, query.dtype, query.shape[:2], key.shape[1], query.shape[3], q, n, causal
+    _work.of[kind] += PLAN if work >= PLAN / LAYERS else work
+    return _work.of[kind] >= PLAN
 
 
 def grid(tokens: int) -> int:
@@ -86,6 +114,8 @@ def make_plans(query: Tensor, key: Tensor, value: Tensor, longest: int) -> int:
         if not serves(*parts):
             break
         _cudnn(*parts, True, 1.0)
+        kind = query.device, query.dtype, query.shape[:2], key.shape[1], query.shape[3], n, n, True
+        _work.of[kind] += PLAN
         made += 1
     return made
 
@@ -142,16 +172,20 @@ def chunk_attention(
     if not past and q <= SHORT:
         return rest(query, key, value, True, scale)[0]
     before = past if not past or q * past > LONG else past // grid(past) * grid(past)
-    padded = _padded(query, size)
-    # Keys behind the last one are hidden from all queries that count, as later ones are.
-    out, lse = attend(padded, *(_padded(t[:, :, past:], size) for t in (key, value)), True, scale)
-    if before:
-        other, other_lse = attend(padded, *(_padded(t[:, :, :before], before) for t in (key, value)), False, scale)
-        if before == past:
-            return merge(other, other_lse, out, lse)[:, :, :q]
-        out, lse = merge(other, other_lse, out, lse), torch.logaddexp(lse, other_lse)
-    out = out[:, :, :q]
-    if before < past:
-        between = slice(before, past)
-        out = merge(out, lse[:, :, :q], *rest(query, key[:, :, between], value[:, :, between], False, scale))
-    return out
+    if before and not planned(query, key, size, before, False):
+        before = 0
+    own = planned(query, key, size, size, True)
+    padded = _padded(query, size) if own or before else query
+    found = None
+    for first, last, by_plan in ((past, n, own), (0, before, True), (before, past, False)):
+        if first == last:
+            continue
+        part, causal = (key[:, :, first:last], value[:, :, first:last]), first == past
+        if by_plan:
+            # Keys behind the last one are hidden from all queries that count, as later ones are.
+            out, lse = attend(padded, *(_padded(t, size if causal else before) for t in part), causal, scale)
+            out, lse = out[:, :, :q], lse[:, :, :q]
+        else:
+            out, lse = rest(query, *part, causal, scale)
+        found = (out, lse) if found is None else (merge(out, lse, *found), torch.logaddexp(lse, found[1]))
+    return found[0]

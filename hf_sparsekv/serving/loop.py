@@ -33,8 +33,8 @@ SETS_EVERY = (
     WINDOW  # steps from one count to the next: it takes the host 0.4 to 0.6 ms (rows.csv, working_sets_host_ms)
 )
 # Prompts that wait have the one before them read by so many times prefill_ms at most. Each turn costs a step, for which
-# the weights are read anew: with 20 ms of a prompt beside 8 of a step prompts take 1.4 times as long as alone, with 80 ms
-# 1.1 times. vLLM has 2,048 tokens of prompts in each of its steps, some 80 ms.
+# the weights are read anew: with 20 ms of a prompt beside 8 of a step prompts take 1.4 times as long as alone, with 80
+# ms 1.1 times. vLLM has 2,048 tokens of prompts in each of its steps, some 80 ms.
 CROWD = 4
 IDLE_S = 0.5  # looked around at least so often, for what nobody tells
 
