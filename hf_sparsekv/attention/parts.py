@@ -23,8 +23,8 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 LEAST = 512  # queries over a past; below, several launches and a merge cost more than they save
 SHORT = 1024  # tokens of a prompt that the flash kernels take: .05 ms of 500, padded .22
 LONG = 1 << 28  # pairs with the past; beyond, what is left of it costs all layers more than a plan
-# Products of queries and keys, of all heads and channels, on which the flash kernels, at 370 instead of 590 TFLOP/s, lose
-# the 60 ms of a plan. One layer that has a 32nd of them is of a forward pass that has nearly all.
+# Products of queries and keys, of all heads and channels, on which the flash kernels, at 370 instead of 590 TFLOP/s,
+# lose the 60 ms of a plan. One layer that has a 32nd of them is of a forward pass that has nearly all.
 PLAN = 1.3e13
 LAYERS = 32
 GRID = 1024  # tokens: lengths are rounded to this, shorter ones to an eighth of the power of two that they reach
