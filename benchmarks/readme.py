@@ -127,6 +127,18 @@ NEEDLES = (
 )
 
 
+# Of traces, in the order of docs/benchmarks-serving.md: (name in rows, what it is called).
+SYSTEMS = (
+    ("transformers", "transformers, continuous batching"),
+    ("vllm", "vLLM 0.26.0"),
+    ("dense", "our engine, dense"),
+    ("sparse", "+ sparse attention"),
+    ("offload", "+ full blocks in host memory"),
+    ("working-set", "+ working sets"),
+    ("segments", "+ layer segments (offloaded, as it comes)"),
+)
+
+
 def read(name: str, device: str | None = None) -> list[dict]:
     """Rows of a table in benchmarks/results, oldest first; of all machines, or of one ``device``."""
     with (RESULTS / name).open(newline="") as file:
@@ -256,9 +268,38 @@ def needles() -> str:
     return "\n".join(lines)
 
 
+def traces() -> str:
+    """Requests of traces: every system's newest row of each trace that it has been given."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in read("serving.csv", GPU):
+        system, *parts = row["variant"].split(":")
+        trace = ":".join(part for part in parts if part.split("=")[0] in ("rate", "out", "seed"))
+        if row["case"] == CASE and "rate=" in trace:
+            found.setdefault((trace, system), {})[row["metric"]] = float(row["value"])
+    lines = [
+        "| trace | system | tokens/s | first token, s: mean, p50, p99 | between tokens, ms: p50, p99 | waited, s |",
+        "|---|---|---|---|---|---|",
+    ]
+    order = {name: i for i, (name, _) in enumerate(SYSTEMS)}
+    for trace, system in sorted(found, key=lambda key: (key[0], order[key[1]])):
+        cells = found[trace, system]
+        if cells["failed"]:
+            left = f"{cells['failed']:.0f} of {cells['requests']:.0f} not finished"
+            lines.append(f"| {trace} | {dict(SYSTEMS)[system]} | {left} | | | |")
+            continue
+        first = ", ".join(f"{cells[f'ttft_s:{kind}']:.1f}" for kind in ("mean", "p50", "p99"))
+        between_ms = ", ".join(f"{cells[f'between_ms:{kind}']:.1f}" for kind in ("p50", "p99"))
+        lines.append(
+            f"| {trace} | {dict(SYSTEMS)[system]} | {cells['tokens_per_s']:.0f} | {first} | {between_ms} | "
+            f"{cells['queued_s:mean']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
 PAGES = {
     "README.md": {"speed": speed, "presets": presets},
     "docs/presets.md": {"all-presets": all_presets},
+    "docs/serving.md": {"traces": traces},
     "docs/accuracy.md": {"presets": presets, "methods": methods, "text": text, "needles": needles},
 }
 
