@@ -12,6 +12,9 @@ its arrival a request was sent (median and quartiles; :p99). closed: tokens_per_
 and ttft_s of all, which came at once. client_cpu: what this process computed, of one core; near 1 the client does not
 keep up, and times are its own.
 
+A server keeps what it has read: play a trace against it again with another --salt, the same lengths and arrivals with
+other tokens, or its prompts are found in its prefix cache.
+
 An event of a stream may hold several tokens. Where the text has a word for each token (`hf-sparsekv serve
 random:SHAPE`) they are counted; else the answer's tokens are spread evenly over its events.
 """
@@ -24,6 +27,7 @@ import time
 import zlib
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -68,6 +72,12 @@ def spread_tokens(events: Sequence[tuple[float, str]], tokens: int) -> tuple[flo
         return tuple(at for (at, _), count in zip(events, words) for _ in range(count))
     until = [round(tokens * (which + 1) / len(events)) for which in range(len(events))]
     return tuple(at for (at, _), end, begin in zip(events, until, [0, *until]) for _ in range(end - begin))
+
+
+def salted(requests: Sequence[Request], salt: int) -> list[Request]:
+    """The same requests with other tokens; those that share a document still do. 0: unchanged."""
+    by = salt * 1_000_000_007
+    return [replace(one, seed=one.seed + by, document=one.document + by) for one in requests]
 
 
 class UrlSystem:
@@ -188,6 +198,7 @@ def run_open(args: Namespace, report: Report) -> None:
     made = [trace.read_trace(path) for path in args.trace]
     bench = UrlBench(args, report)
     for config, requests in made:
+        requests = salted(requests, args.salt)
         shared = (f"documents={config.documents}", f"shared={config.shared:g}") if config.documents else ()
         label = bench.label(f"rate={config.rate:g}", f"out={config.output_median}", f"seed={config.seed}", *shared)
         with report.measuring(0, config.clip, label):
@@ -204,8 +215,8 @@ def run_closed(args: Namespace, report: Report) -> None:
         label = bench.label()
         with report.measuring(rows, args.context, label):
             requests = [
-                Request(0.0, one.prompt_tokens, one.output_tokens, one.seed + 1000 * (number + 1))  # none is cached
-                for one in fixed_rows(rows, args.context, args.tokens, args.lead)
+                replace(one, seed=one.seed + 1000 * number)  # none is cached
+                for one in salted(fixed_rows(rows, args.context, args.tokens, args.lead), args.salt)
             ]
             played = bench.played(requests, label)
             if failed := [one for one in played if one.error is not None]:
@@ -232,6 +243,7 @@ def arguments(command: str) -> ArgumentParser:
     add("--route", choices=("round", "prefix"), default="round", help="which of several servers (default: round robin)")
     add("--timeout", type=float, default=1800.0, help="seconds that a request may take (default: 1800)")
     add("--requests", type=Path, metavar="FILE", help="each request's times are appended to it, as lines of JSON")
+    add("--salt", type=int, default=0, help="other tokens in prompts of the same lengths (default: 0)")
     if command == "open":
         add("--trace", type=Path, nargs="+", required=True)
     else:

@@ -109,6 +109,17 @@ def test_prompts_with_the_same_beginning_go_to_the_same_server():
     assert min(Counter(routed).values()) > 0.2 * len(requests)
 
 
+def test_salt_changes_tokens_and_nothing_else():
+    requests = make_trace(TraceConfig(rate=2.0, seconds=60, seed=1, prompt_median=300, documents=2, shared=0.9))
+    other = urls.salted(requests, 3)
+    assert urls.salted(requests, 0) == requests
+    shape = [(one.arrival, one.prompt_tokens, one.output_tokens, one.shared_tokens) for one in requests]
+    assert shape == [(one.arrival, one.prompt_tokens, one.output_tokens, one.shared_tokens) for one in other]
+    assert all(a.ids(50000)[:8] != b.ids(50000)[:8] for a, b in zip(requests, other))
+    a, b = [one for one in other if one.document == max(r.document for r in other)][:2]
+    assert a.shared_tokens and a.ids(50000)[: a.shared_tokens] == b.ids(50000)[: b.shared_tokens]
+
+
 def test_tokens_of_events():
     words = [(1.0, " 5 6"), (2.0, " 7")]
     assert urls.spread_tokens(words, 3) == (1.0, 1.0, 2.0)
