@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
@@ -17,7 +17,8 @@ import numpy as np
 
 from hf_sparsekv.serving.request import Output, Sampling
 
-from .trace import Request
+from ..report import Report
+from .trace import Request, request_record
 
 TBT_ITERATIONS = 25  # of a decode iteration: what the 99th percentile of times between tokens may be
 MEAN_DELAY = 2.0  # seconds that requests may wait for their first work, on average
@@ -83,7 +84,7 @@ class Played:
 
     def record(self) -> dict:
         """All of it, for a line of JSON."""
-        found = {**asdict(self.request), "error": self.error}
+        found = {**request_record(self.request), "error": self.error}
         if self.error is None:
             found |= {"queued_s": self.queued_s, "ttft_s": self.ttft_s, "total_s": self.total_s}
             found["token_times"] = [round(time, 6) for time in self.token_times]
@@ -202,6 +203,21 @@ def figures(played: Sequence[Played]) -> Figures:
         between=spread(between),
         queued=spread([one.queued_s for one in done]),
     )
+
+
+def add_figures(report: Report, found: Figures, queued: bool = True) -> None:
+    """As rows; ``queued``: whether the system says when work on a request began."""
+    add = report.add
+    add("requests", found.requests, "count")
+    add("failed", found.failed, "count")
+    if found.failed == found.requests:
+        return
+    add("tokens_per_s", found.tokens_per_s, "1/s")
+    add("requests_per_s", found.requests_per_s, "1/s")
+    spreads = [("ttft_s", found.ttft, 1, "s"), ("between_ms", found.between, 1e3, "ms")]
+    for name, values, scale, unit in spreads + [("queued_s", found.queued, 1, "s")] * queued:
+        for kind, value in zip(("mean", "p50", "p99"), values):
+            add(f"{name}:{kind}", scale * value, unit)
 
 
 def goodput(swept: dict[float, Figures], iteration_s: float) -> float:

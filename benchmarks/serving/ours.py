@@ -78,6 +78,33 @@ def memory(settings: Settings, rung: Rung, config: TwoLevelConfig) -> tuple[int,
     return tokens, OffloadConfig(device_pool=pool, max_host_bytes=settings.kv_host)
 
 
+SERVED = ("sparse", "segments")
+
+
+def serve_flags(settings: Settings, name: str, budget: int = BUDGET) -> list[str]:
+    """Options of ``hf-sparsekv serve`` with the rows, lengths and memory of a setting.
+
+    Prompts are read as ``segments`` reads them: the command has no options for the baselines' chunks, so a server like
+    ``sparse`` is that setting with quicker prompts.
+
+    Args:
+        name: in ``SERVED``.
+    """
+    tokens, offload = memory(settings, RUNGS[name], TwoLevelConfig(token_budget=budget))
+    flags = {
+        "--max-rows": settings.max_rows,
+        "--context": settings.max_length,
+        "--batch-tokens": min(tokens, settings.max_rows * settings.max_length),
+        "--max-waiting": 1 << 20,
+        "--token-budget": budget,
+        "--dtype": settings.dtype,
+    }
+    if offload is not None:
+        flags |= {"--device-kv": offload.device_pool, "--host-kv": offload.max_host_bytes}
+    text = [str(part) for flag in flags.items() for part in flag]
+    return [*text, "--no-offload" if offload is None else "--offload"]
+
+
 class OurSystem:
     """A :class:`.client.System`.
 

@@ -5,6 +5,9 @@
     python -m benchmarks serving goodput SYSTEM --rates 0.1 0.2 0.4 --clip 32k --seed 1
     python -m benchmarks serving closed SYSTEM --rows 1 2 4 8 --context 32k
     python -m benchmarks serving overhead SYSTEM --rows 1 8 32 --context 8k
+    python -m benchmarks serving open http://127.0.0.1:8000 [URL ...] --trace FILE     # any server: urls.py
+    python -m benchmarks serving closed http://127.0.0.1:8000 [URL ...] --rows 1 8 32 --context 8k
+    python -m benchmarks serving flags segments --model qwen3-8b --context 34k     # its setting as options of `serve`
     python -m benchmarks serving soak --minutes 60 -- small        # a real server under clients of every kind
 
 SYSTEM: dense, sparse, offload, working-set, segments (our engine, each with one thing more than the one before: see
@@ -47,8 +50,8 @@ from ..report import Report
 from ..rows import RowSteps, prefilled
 from ..shapes import case_name, known_config, parse_tokens, random_model
 from . import trace
-from .client import Figures, NotTogether, closed_loop, figures, fixed_rows, goodput, play, quantile
-from .ours import BUDGET, RUNGS, OurSystem
+from .client import Figures, NotTogether, add_figures, closed_loop, figures, fixed_rows, goodput, play, quantile
+from .ours import BUDGET, RUNGS, SERVED, OurSystem, serve_flags
 from .settings import Settings
 from .trace import Request
 
@@ -153,19 +156,8 @@ class Bench:
         errors = {one.error for one in played if one.error is not None}
         for error in sorted(errors)[:3]:
             self.report.note(f"failed: {error}")
-        found, add = figures(played), self.report.add
-        add("requests", found.requests, "count")
-        add("failed", found.failed, "count")
-        if found.failed < found.requests:
-            add("tokens_per_s", found.tokens_per_s, "1/s")
-            add("requests_per_s", found.requests_per_s, "1/s")
-            for name, values, scale, unit in (
-                ("ttft_s", found.ttft, 1, "s"),
-                ("between_ms", found.between, 1e3, "ms"),
-                ("queued_s", found.queued, 1, "s"),
-            ):
-                for kind, value in zip(("mean", "p50", "p99"), values):
-                    add(f"{name}:{kind}", scale * value, unit)
+        found = figures(played)
+        add_figures(self.report, found)
         self.count(system)
         return found
 
@@ -298,6 +290,27 @@ def closed_length(args: Namespace) -> int:
 
 # ---------------------------------------------------------------------- command line
 
+
+def print_flags(argv: list[str]) -> int:
+    """What ``hf-sparsekv serve`` is to be given for the memory of a setting."""
+    parser = ArgumentParser(prog="python -m benchmarks serving flags", description=print_flags.__doc__)
+    add = parser.add_argument
+    add("system", choices=SERVED)
+    add("--model", default="qwen3-8b")
+    add("--context", type=parse_tokens, required=True, metavar="TOKENS", help="of a prompt and its answer at most")
+    add("--kv-gb", type=float, default=24.0)
+    add("--host-gb", type=float, help="10^9 bytes; default: 80 % of the machine's")
+    add("--max-rows", type=int, default=32)
+    add("--budget", type=parse_tokens, default=BUDGET, metavar="TOKENS")
+    args = parser.parse_args(argv)
+    host = 0.8 * psutil.virtual_memory().total if args.host_gb is None else 1e9 * args.host_gb
+    gpu = int(1e9 * args.kv_gb)
+    shape = known_config(args.model)
+    settings = Settings(args.model, shape, "bfloat16", gpu, int(host), args.max_rows, args.context)
+    print(" ".join(serve_flags(settings, args.system, args.budget)))
+    return 0
+
+
 RUNS = {
     "open": (run_open, "traces from files"),
     "goodput": (run_goodput, "a sweep of rates"),
@@ -347,6 +360,12 @@ def main(argv: list[str] | None = None) -> int:
         from . import soak
 
         return soak.main(rest)
+    if command in ("open", "closed") and rest and rest[0].startswith(("http://", "https://")):
+        from . import urls
+
+        return urls.main(command, rest)
+    if command == "flags":
+        return print_flags(rest)
     if command not in RUNS:
         print(__doc__)
         return 0 if command in ("--help", "-h") else 2

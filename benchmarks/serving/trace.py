@@ -12,6 +12,10 @@ differ, too, so 1.0 here. 8 % of such prompts are longer than 32k, 0.3 % than 12
 The paper does not say how long its answers are. LongBench's limits for these sets are 64 to 512 tokens. Here they are
 drawn, lognormal around 256; long answers are another workload (``--output``).
 
+Shared documents (``--documents 8 --shared 0.8``, for routing): that share of the requests asks about one of so many
+documents. A document's length is drawn as a prompt's; its requests share all of its tokens and have 64 of their own
+behind them.
+
 A file is JSON lines: what the trace was made with, then one request a line.
 """
 
@@ -30,6 +34,7 @@ from ..shapes import parse_tokens
 PROMPT_MEDIAN, PROMPT_SIGMA = 8192, 1.0
 OUTPUT_MEDIAN, OUTPUT_SIGMA, OUTPUT_MOST = 256, 0.7, 8192
 SHORTEST_PROMPT, SHORTEST_OUTPUT = 64, 4
+QUESTION = 64  # tokens of a prompt behind the document that it shares with others
 FIRST_ID = 8  # ids below are mostly special tokens
 
 
@@ -41,17 +46,25 @@ class Request:
         arrival: seconds from the trace's beginning.
         prompt_tokens, output_tokens: of its prompt and its answer, which ends there and not before.
         seed: of its prompt's tokens.
+        shared_tokens: how many of these, at the beginning, are a document's that others ask about, too.
+        document: the seed of that document's tokens.
     """
 
     arrival: float
     prompt_tokens: int
     output_tokens: int
     seed: int
+    shared_tokens: int = 0
+    document: int = 0
 
     def ids(self, vocabulary: int) -> list[int]:
-        """Its prompt: the same tokens in every system, and no beginning in common with others."""
+        """Its prompt: the same tokens in every system; no beginning in common with others but a shared document."""
         low = min(FIRST_ID, vocabulary - 1)
-        return np.random.default_rng(self.seed).integers(low, vocabulary, self.prompt_tokens).tolist()
+
+        def drawn(seed: int, tokens: int) -> list[int]:
+            return np.random.default_rng(seed).integers(low, vocabulary, tokens).tolist() if tokens else []
+
+        return drawn(self.document, self.shared_tokens) + drawn(self.seed, self.prompt_tokens - self.shared_tokens)
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,7 @@ class TraceConfig:
         seed: another one, another trace; the same with another rate: the same requests, sooner or later.
         prompt_median, prompt_sigma, output_median, output_sigma, output_most: of the lognormal lengths; sigma is the
             deviation of their logarithms.
+        documents, shared: that share of the requests asks about one of so many documents.
     """
 
     rate: float
@@ -76,6 +90,8 @@ class TraceConfig:
     output_median: int = OUTPUT_MEDIAN
     output_sigma: float = OUTPUT_SIGMA
     output_most: int = OUTPUT_MOST
+    documents: int = 0
+    shared: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("rate", "seconds", "clip", "prompt_median", "output_median", "output_most"):
@@ -84,16 +100,27 @@ class TraceConfig:
         for name in ("prompt_sigma", "output_sigma"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if not 0 <= self.shared <= 1 or self.documents < 0 or (self.shared > 0) != (self.documents > 0):
+            raise ValueError(
+                f"documents and shared go together, as 8 and 0.8; got {self.documents} and {self.shared}: give both"
+            )
+        if self.documents and self.clip < SHORTEST_PROMPT + QUESTION:
+            raise ValueError(f"shared documents need a clip of {SHORTEST_PROMPT + QUESTION} tokens, got {self.clip}")
 
 
 def make_trace(config: TraceConfig) -> list[Request]:
     """The requests, in the order of their arrival."""
-    gaps, prompts, outputs = (np.random.default_rng([config.seed, what]) for what in range(3))
+    gaps, prompts, outputs, choices, lengths = (np.random.default_rng([config.seed, what]) for what in range(5))
 
     def length(random: np.random.Generator, median: int, sigma: float, least: int, most: int) -> int:
         drawn = median * math.exp(sigma * random.standard_normal())
         return round(min(max(drawn, min(least, most)), most))
 
+    most = config.clip - QUESTION
+    documents = [
+        length(lengths, config.prompt_median, config.prompt_sigma, SHORTEST_PROMPT, most)
+        for _ in range(config.documents)
+    ]
     found, at = [], 0.0
     while True:
         at += gaps.exponential() / config.rate
@@ -101,12 +128,28 @@ def make_trace(config: TraceConfig) -> list[Request]:
             return found
         prompt = length(prompts, config.prompt_median, config.prompt_sigma, SHORTEST_PROMPT, config.clip)
         output = length(outputs, config.output_median, config.output_sigma, SHORTEST_OUTPUT, config.output_most)
-        found.append(Request(at, prompt, output, config.seed * 1_000_003 + len(found)))
+        seed, about = config.seed * 1_000_003 + len(found), {}
+        if documents and choices.random() < config.shared:
+            which = int(choices.integers(len(documents)))
+            prompt = documents[which] + QUESTION
+            about = {"shared_tokens": documents[which], "document": config.seed * 1_000_003 + 500_000 + which}
+        found.append(Request(at, prompt, output, seed, **about))
+
+
+def request_record(request: Request) -> dict:
+    """A request as a file has it: without a document if there is none."""
+    found = asdict(request)
+    if not request.shared_tokens:
+        del found["shared_tokens"], found["document"]
+    return found
 
 
 def write_trace(path: Path, config: TraceConfig, requests: list[Request]) -> None:
     """Write a trace's file."""
-    lines = [{"trace": asdict(config)}, *map(asdict, requests)]
+    made = asdict(config)
+    if not config.documents:  # as files were before there were any
+        del made["documents"], made["shared"]
+    lines = [{"trace": made}, *map(request_record, requests)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -156,7 +199,9 @@ def add_options(parser: ArgumentParser) -> None:
 
 def config_of(args: Namespace, rate: float) -> TraceConfig:
     """What these options ask for."""
-    return TraceConfig(rate, args.seconds, args.clip, args.seed, prompt_median=args.prompt, output_median=args.output)
+    more = {"documents": getattr(args, "documents", 0), "shared": getattr(args, "shared", 0.0)}
+    lengths = {"prompt_median": args.prompt, "output_median": args.output}
+    return TraceConfig(rate, args.seconds, args.clip, args.seed, **lengths, **more)
 
 
 def main(argv: list[str]) -> int:
@@ -165,6 +210,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rate", type=float, required=True, help="requests a second")
     parser.add_argument("--out", type=Path, required=True)
     add_options(parser)
+    parser.add_argument("--documents", type=int, default=0, help="that requests share (default: none)")
+    parser.add_argument("--shared", type=float, default=0.0, help="of the requests that ask about one: 0.8")
     args = parser.parse_args(argv)
     config = config_of(args, args.rate)
     requests = make_trace(config)

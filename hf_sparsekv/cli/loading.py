@@ -12,6 +12,7 @@ import typer
 
 from ..attention.interface import NAME
 from ..evaluation.small_model import is_fetched, small_model_path
+from ..tuning.shapes import SHAPES
 from .output import CommandError
 
 HUB_SECONDS = 5  # that the hub may take to answer at all
@@ -105,10 +106,63 @@ def load_config(name: str, known: Iterable[str] = ()):
     return _pretrained(AutoConfig, name, path, Path(path).is_dir() or not hub_answers())
 
 
+RANDOM = "random:"  # before a known shape's name
+
+
+def random_shape(name: str):
+    """Configuration of ``random:SHAPE``; None if ``name`` is not of that kind.
+
+    Raises:
+        CommandError: no shape of that name is known.
+    """
+    if not name.startswith(RANDOM):
+        return None
+    shape = name.removeprefix(RANDOM)
+    if shape not in SHAPES:
+        raise CommandError(f"there is no shape {shape!r}: known ones are {', '.join(SHAPES)}")
+    return SHAPES[shape]()
+
+
+def _numbers(vocabulary: int):
+    """A tokenizer whose tokens are their own numbers: text of a random model tells its ids, a word each."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({str(token): token for token in range(vocabulary)}, unk_token="0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def _load_random(config, dtype: torch.dtype | None, device: torch.device, tensor_parallel: bool):
+    """Random weights of a shape, made where they will be, the same in every process; and a tokenizer of numbers."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    if tensor_parallel and device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)
+    dtype = dtype or torch.bfloat16
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+    if tensor_parallel:
+        from transformers.distributed import DistributedConfig
+
+        spread = DistributedConfig(tp_plan="auto")
+        whole = model.state_dict()
+        model = type(model).from_pretrained(
+            None, config=config, state_dict=whole, distributed_config=spread, dtype=dtype, attn_implementation=NAME
+        )
+        del whole
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # of the whole model: the engine asks the device how much is free
+    model.generation_config = GenerationConfig(pad_token_id=0)  # no token ends an answer
+    return _numbers(config.get_text_config(decoder=True).vocab_size), model.eval()
+
+
 def load(name: str, dtype: torch.dtype | None, device: torch.device, tensor_parallel: bool = False):
     """Tokenizer and model, with sparse attention.
 
     Args:
+        name: as for :func:`resolve_model`; or ``random:SHAPE``, random weights of a known shape, for measurements.
         tensor_parallel: of the model only this rank's share, of those that torch.distributed was begun with.
 
     Returns:
@@ -119,6 +173,8 @@ def load(name: str, dtype: torch.dtype | None, device: torch.device, tensor_para
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    if (shape := random_shape(name)) is not None:
+        return _load_random(shape, dtype, device, tensor_parallel)
     path = resolve_model(name)
     here = Path(path).is_dir() or not hub_answers()
     config = _pretrained(AutoConfig, name, path, here)  # first: it is small, and says best what is wrong

@@ -119,6 +119,27 @@ os._exit(0)
 """
 
 
+RANDOM = """
+import os
+import torch
+import torch.distributed as dist
+from models import build
+from hf_sparsekv.cli import loading
+
+dist.init_process_group("gloo")
+shape = build("llama", "sdpa", vocab_size=96).config
+loading.SHAPES["tiny"] = lambda: shape
+shard, whole = (loading.load("random:tiny", torch.float32, torch.device("cpu"), both)[1] for both in (True, False))
+share = shard.model.layers[0].self_attn.q_proj.weight.to_local()
+assert 2 * share.numel() == whole.model.layers[0].self_attn.q_proj.weight.numel()
+ids = torch.arange(20)[None]
+with torch.no_grad():
+    torch.testing.assert_close(shard(ids).logits, whole(ids).logits)
+print(f"rank {dist.get_rank()} is done", flush=True)
+os._exit(0)
+"""
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     """A tiny Llama with a tokenizer of bytes, whose words two ranks can share."""
@@ -253,3 +274,11 @@ def test_an_engine_is_on_rank_0(monkeypatch):
     monkeypatch.setattr(module, "ranks_of", lambda model: Second())
     with pytest.raises(ValueError, match="this is rank 1"):
         Engine(build("llama", "sparsekv"))
+
+
+def test_random_weights_of_a_shape_are_shared_by_the_ranks(port):
+    """Every rank has its share of the same weights, and both together compute what one process does."""
+    with Ranks([sys.executable, "-c", RANDOM], port) as ranks:
+        for rank in range(2):
+            assert ranks.ends(rank, 120) == 0, ranks.said
+            assert f"rank {rank} is done" in ranks.said[rank]

@@ -1,0 +1,189 @@
+"""The serving benchmark against servers: traces with shared documents, routing, and streams over HTTP."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+import uvicorn
+from models import build
+from read_rows import read_rows
+
+from benchmarks.serving import ours, run, urls
+from benchmarks.serving.settings import Settings
+from benchmarks.serving.trace import QUESTION, Request, TraceConfig, make_trace, read_trace, write_trace
+from hf_sparsekv import Engine, ServingConfig
+from hf_sparsekv.cli import loading
+from hf_sparsekv.cli.output import CommandError
+from hf_sparsekv.serving.http import create_app
+
+VOCABULARY = 97
+
+
+@pytest.fixture
+def tiny_shape(monkeypatch):
+    """``tiny`` as a known shape; its configuration."""
+    config = build("llama", "sdpa", vocab_size=VOCABULARY).config
+    config.attn_implementation = None
+    monkeypatch.setitem(loading.SHAPES, "tiny", lambda: config)
+    return config
+
+
+@contextmanager
+def serving(model_id: str = "tiny"):
+    """A server of random weights, in a thread; its address and its engine."""
+    tokenizer, model = loading.load("random:tiny", torch.float32, torch.device("cpu"))
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(64)
+    with Engine(model, tokenizer, serving=ServingConfig(max_rows=4, max_length=512)) as engine:
+        config = uvicorn.Config(create_app(engine, model_id), log_level="error", timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        until = time.monotonic() + 30
+        while not server.started:
+            assert thread.is_alive() and time.monotonic() < until, "the server has not started"
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", engine
+        finally:
+            server.should_exit = True
+            thread.join(20)
+
+
+# ---------------------------------------------------------------------- traces with documents
+
+
+def test_requests_share_documents_and_the_others_are_unchanged(tmp_path):
+    plain = TraceConfig(rate=2.0, seconds=500, seed=4, prompt_median=300, clip=2048)
+    shared = TraceConfig(rate=2.0, seconds=500, seed=4, prompt_median=300, clip=2048, documents=8, shared=0.8)
+    before, after = make_trace(plain), make_trace(shared)
+    assert [one.arrival for one in before] == [one.arrival for one in after]
+    about = [one for one in after if one.shared_tokens]
+    assert len(about) / len(after) == pytest.approx(0.8, abs=0.05)
+    assert [a for a in after if not a.shared_tokens] == [b for a, b in zip(after, before) if not a.shared_tokens]
+    by_document = {}
+    for one in about:
+        by_document.setdefault(one.document, []).append(one)
+    assert len(by_document) == 8
+    for requests in by_document.values():
+        first, second = (one.ids(50000) for one in requests[:2])
+        tokens = requests[0].shared_tokens
+        assert first[:tokens] == second[:tokens] and first[tokens:] != second[tokens:]
+        assert len(first) == requests[0].prompt_tokens == tokens + QUESTION <= 2048
+    write_trace(tmp_path / "shared.jsonl", shared, after)
+    assert read_trace(tmp_path / "shared.jsonl") == (shared, after)
+    write_trace(tmp_path / "plain.jsonl", plain, before)
+    assert "document" not in (tmp_path / "plain.jsonl").read_text()
+
+
+@pytest.mark.parametrize("wrong", [{"documents": 8}, {"shared": 0.5}, {"documents": 8, "shared": 1.5}])
+def test_documents_and_their_share_go_together(wrong):
+    with pytest.raises(ValueError, match="documents and shared go together"):
+        TraceConfig(rate=1.0, seconds=1, **wrong)
+
+
+# ---------------------------------------------------------------------- without a server
+
+
+def test_prompts_with_the_same_beginning_go_to_the_same_server():
+    config = TraceConfig(rate=2.0, seconds=200, seed=1, prompt_median=3000, documents=6, shared=0.7)
+    requests = make_trace(config)
+    prompts = [one.ids(1000) for one in requests]
+    turns = urls.route(requests, prompts, 2, "round")
+    assert turns == [which % 2 for which in range(len(requests))]
+    routed = urls.route(requests, prompts, 2, "prefix")
+    places = {}
+    for one, server in zip(requests, routed):
+        if one.shared_tokens >= urls.ROUTE_TOKENS:
+            places.setdefault(one.document, set()).add(server)
+    assert len(places) >= 4 and all(len(found) == 1 for found in places.values())
+    assert min(Counter(routed).values()) > 0.2 * len(requests)
+
+
+def test_salt_changes_tokens_and_nothing_else():
+    requests = make_trace(TraceConfig(rate=2.0, seconds=60, seed=1, prompt_median=300, documents=2, shared=0.9))
+    other = urls.salted(requests, 3)
+    assert urls.salted(requests, 0) == requests
+    shape = [(one.arrival, one.prompt_tokens, one.output_tokens, one.shared_tokens) for one in requests]
+    assert shape == [(one.arrival, one.prompt_tokens, one.output_tokens, one.shared_tokens) for one in other]
+    assert all(a.ids(50000)[:8] != b.ids(50000)[:8] for a, b in zip(requests, other))
+    a, b = [one for one in other if one.document == max(r.document for r in other)][:2]
+    assert a.shared_tokens and a.ids(50000)[: a.shared_tokens] == b.ids(50000)[: b.shared_tokens]
+
+
+def test_tokens_of_events():
+    words = [(1.0, " 5 6"), (2.0, " 7")]
+    assert urls.spread_tokens(words, 3) == (1.0, 1.0, 2.0)
+    other = [(1.0, "a b c"), (2.0, "d"), (3.0, "e")]
+    assert urls.spread_tokens(other, 3) == (1.0, 2.0, 3.0)
+    assert urls.spread_tokens(other[:2], 6) == (1.0, 1.0, 1.0, 2.0, 2.0, 2.0)
+
+
+def test_flags_have_the_memory_of_the_settings(tiny_shape, capsys):
+    settings = Settings("tiny", tiny_shape, "bfloat16", 10**9, 2 * 10**9, 8, 4096)
+    flags = ours.serve_flags(settings, "segments", 512)
+    given = dict(zip(flags[:-1:2], flags[1::2]))
+    tokens, offload = ours.memory(settings, ours.RUNGS["segments"], ours.TwoLevelConfig(token_budget=512))
+    assert flags[-1] == "--offload" and given["--device-kv"] == str(offload.device_pool)
+    assert given["--host-kv"] == str(2 * 10**9) and given["--batch-tokens"] == str(min(tokens, 8 * 4096))
+    assert ours.serve_flags(settings, "sparse")[-1] == "--no-offload"
+    assert run.main(["flags", "segments", "--context", "32k", "--host-gb", "100"]) == 0
+    assert "--context 32768 " in capsys.readouterr().out
+
+
+def test_an_unknown_shape_is_told():
+    with pytest.raises(CommandError, match="there is no shape 'qwen9'"):
+        loading.load("random:qwen9", None, torch.device("cpu"))
+
+
+# ---------------------------------------------------------------------- with servers
+
+
+def test_a_trace_over_two_servers(tiny_shape, tmp_path, monkeypatch):
+    """Every request is answered by one of them, with as many tokens as the trace says and a time for each."""
+    monkeypatch.setattr(urls, "known_config", lambda name: tiny_shape)
+    config = TraceConfig(rate=20.0, seconds=0.5, seed=2, prompt_median=80, clip=128, output_median=8, output_most=12)
+    requests = make_trace(config)
+    trace, rows, lines = tmp_path / "trace.jsonl", tmp_path / "rows.csv", tmp_path / "lines.jsonl"
+    write_trace(trace, config, requests)
+    with serving() as (first, one), serving() as (second, other):
+        command = ["open", first, f"{second}/v1", "--trace", str(trace), "--name", "pair", "--csv", str(rows)]
+        assert run.main([*command, "--requests", str(lines), "--timeout", "120"]) == 0
+        counts = [engine.stats().requests for engine in (one, other)]
+    assert abs(counts[0] - counts[1]) <= 1 and sum(counts) >= len(requests)
+    found = {row["metric"]: row for row in read_rows(rows)}
+    assert float(found["requests"]["value"]) == len(requests) > 4 and float(found["failed"]["value"]) == 0
+    assert (
+        float(found["ttft_s:p50"]["value"]) > 0
+        and float(found["client_cpu"]["value"]) > 0
+        and "queued_s:mean" not in found
+    )
+    assert found["requests"]["variant"] == "pair:urls=2:route=round:rate=20:out=8:seed=2"
+    played = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [len(line["token_times"]) for line in played] == [one.output_tokens for one in requests]
+    assert all(np.diff(line["token_times"]).min() >= 0 for line in played)
+
+
+def test_streams_at_a_time_and_what_a_server_refuses(tiny_shape, tmp_path, monkeypatch):
+    monkeypatch.setattr(urls, "known_config", lambda name: tiny_shape)
+    rows = tmp_path / "rows.csv"
+    with serving() as (url, _):
+        command = ["closed", url, "--rows", "2", "--context", "64", "--tokens", "40", "--lead", "8"]
+        assert run.main([*command, "--csv", str(rows)]) == 0
+        system = urls.UrlSystem([url], timeout=60)
+        fits, long = system.play([Request(0.0, 20, 4, 1), Request(0.0, 600, 4, 2)], VOCABULARY)
+    found = {row["metric"]: float(row["value"]) for row in read_rows(rows)}
+    assert found["tokens_per_s"] > 0 and found["ttft_s"] > 0 and "between_ms" in found
+    assert fits.error is None and len(fits.token_times) == 4
+    assert "400" in long.error
+    with pytest.raises(SystemExit, match="no server with OpenAI's API answers"):
+        urls.UrlSystem([url])
