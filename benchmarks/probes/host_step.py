@@ -1,0 +1,74 @@
+"""What the host does for a captured step, before and behind the launch of its graph.
+
+    python -m benchmarks.probes.host_step
+
+A model of 36 small layers and 8 rows, any machine: replays do nothing here, so what is left is Python. Prints medians
+and the 95th percentile in milliseconds, of steps over blocks on the device and in host memory.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TwoLevelConfig
+from hf_sparsekv.cuda_graph.optimize import StepRunner
+
+LAYERS, ROWS, CONTEXT, STEPS = 36, 8, 700, 400
+WARM_UP = 50
+
+
+class Timed(StepRunner):
+    """Steps are run once, and from then on said to have been replayed."""
+
+    launched = 0.0
+
+    @staticmethod
+    def _on_gpu(t: torch.Tensor) -> bool:
+        return True
+
+    def _record(self, run, device, saved):
+        return self, run(None)
+
+    def replay(self) -> None:
+        """As of a graph."""
+        self.launched = time.perf_counter()
+
+
+def middle(values: list[float]) -> str:
+    return f"{statistics.median(values):.3f} ({statistics.quantiles(values, n=20)[-1]:.3f})"
+
+
+@torch.no_grad()
+def main() -> None:
+    size = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=LAYERS, vocab_size=50, **size)).eval()
+    model.set_attn_implementation("sparsekv")
+    runner = Timed(model)
+    runner.install()
+    print(f"{'blocks':12} {'before, ms (95 %)':>20} {'behind, ms (95 %)':>20}")
+    for name, offload in (("device", None), ("host memory", OffloadConfig())):
+        cache = OffloadedSparseCache(TwoLevelConfig(dense_below=0, token_budget=64), offload)
+        ids = torch.randint(0, 50, (ROWS, CONTEXT))
+        model(ids, past_key_values=cache, logits_to_keep=1)
+        before, behind = [], []
+        for _ in range(STEPS):
+            past = cache.get_seq_length()
+            given = {
+                "input_ids": ids[:, :1],
+                "attention_mask": torch.ones(ROWS, past + 1, dtype=torch.long),
+                "position_ids": torch.full((ROWS, 1), past),
+            }
+            start = time.perf_counter()
+            model(**given, past_key_values=cache, use_cache=True, logits_to_keep=1, return_dict=True)
+            end = time.perf_counter()
+            before.append(1e3 * (runner.launched - start))
+            behind.append(1e3 * (end - runner.launched))
+        print(f"{name:12} {middle(before[WARM_UP:]):>20} {middle(behind[WARM_UP:]):>20}")
+
+
+if __name__ == "__main__":
+    main()
