@@ -85,6 +85,13 @@ def _plain(method: Registered) -> Method:
 
 METHODS: dict[str, Method] = {
     "two_level": Method(
+        "Tokens among all",
+        "the best tokens, by labels of 4 bits a channel: what OffloadedSparseCache does by default",
+        TwoLevelConfig,
+        (_BUDGET,),
+        {"dense_below": 0},  # short contexts, too, show what is read
+    ),
+    "blocks": Method(
         "Two-level",
         "blocks by a bound on their scores, then the best tokens in them (AsyncTLS)",
         TwoLevelConfig,

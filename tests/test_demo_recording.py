@@ -20,7 +20,7 @@ from demo.models import Models
 from demo.recording import RecordedLane, Recording, RecordingError
 
 CPU = torch.device("cpu")
-COMMAND = ["--model", "probe", "--length", "1k", "--new-tokens", "20", "--set", "token_budget=128", "num_blocks=4"]
+COMMAND = ["--model", "probe", "--length", "1k", "--new-tokens", "20", "--set", "token_budget=128"]
 COMMAND += ["--note", "a busy machine"]
 
 
