@@ -76,23 +76,17 @@ def locate(page, o_in, kv, pages, i_head):
 
 
 @triton.jit
-def load_codes(
-    page,
-    o_in,
-    m,
-    m_kv,
-    kv,
-    pages,
-    i_head,
-    o_w,
-    end,
-    part,
-    dtype: tl.constexpr,
-):
-    """Entries ``o_w [D]``, below ``end``, of the tokens ``m``, in ``dtype``; zeros of others. Places as for
-    :func:`locate`.
+def locate_page(page, o_in, pages):
+    """Where token ``o_in`` of the device page ``page`` is; the first page for what is not on one."""
+    return pages.ptr + tl.maximum(page, 0).to(tl.int64) * pages.page + o_in.to(tl.int64) * pages.token
 
-    What ``kv`` holds (``m_kv``) are codes; ``part`` says by which of a token's two scales they are multiplied.
+
+@triton.jit
+def load_codes(page, o_in, m_kv, kv, pages, i_head, o_w, end, part, dtype: tl.constexpr):
+    """Entries ``o_w [D]``, below ``end``, of the tokens ``m_kv``, which ``kv`` holds as codes, in ``dtype``; zeros of
+    others. Places as for :func:`locate`.
+
+    ``part`` says by which of a token's two scales they are multiplied.
     """
     o_in, physical_id = o_in.to(tl.int64), page.to(tl.int64)
     if pages is not None:
@@ -101,14 +95,7 @@ def load_codes(
     p_scale = kv.scales + physical_id * kv.scales_block + i_head * kv.scales_head + o_in * kv.scales_token
     b_code = tl.load(p_code[:, None] + o_w[None, :], mask=m_kv[:, None] & (o_w < end)[None, :], other=0)
     b_scale = tl.load(p_scale + part, mask=m_kv, other=0.0).to(tl.float32)
-    b_x = (b_code.to(tl.float32) * b_scale[:, None]).to(dtype)
-    if pages is not None:
-        m_page = m & (page >= 0)
-        p_page = pages.ptr + page.to(tl.int64) * pages.page + o_in * pages.token
-        m_entry = m_page[:, None] & (o_w < end)[None, :]
-        b_page = tl.load(p_page[:, None] + o_w[None, :], mask=m_entry, other=0.0)
-        b_x = tl.where(m_page[:, None], b_page.to(dtype), b_x)
-    return b_x
+    return (b_code.to(tl.float32) * b_scale[:, None]).to(dtype)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton.language as tl
 from .._ascending import find
 from .._operands import padded, row_ptr
 from .._overlap import release, wait
-from .._paged import find_recent, find_tokens, load_codes, load_row, locate, open_blocks
+from .._paged import find_recent, find_tokens, load_codes, load_row, locate, locate_page, open_blocks
 from .merge import LOG2E
 from .share import count_means, count_recent, find_part
 
@@ -219,6 +219,39 @@ def count_from_host(from_host, b_host, i_batch, i_head, m_first):
 
 
 @triton.jit
+def find_stored(
+    o_n,
+    m_n,
+    p_table,
+    p_ids,
+    p_page_ids,
+    pages,
+    recent,
+    sealed,
+    GRANULARITY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Of the chosen tokens ``o_n [BN]`` that ``m_n`` marks: pages and places in them (:func:`.._paged.locate`), which
+    are attended, and which of these ``kv`` holds.
+    """
+    if GRANULARITY == "token":
+        b_id = tl.load(p_ids + o_n, mask=m_n, other=-1)  # [BN]
+        b_page, o_in, m_n, m_kv = find_tokens(b_id, m_n, sealed, p_table, pages, BLOCK_SIZE)
+    else:
+        b_block, b_physical_id, b_page = open_blocks(o_n // BLOCK_SIZE, m_n, p_table, p_ids, p_page_ids)  # [BN]
+        o_in = o_n % BLOCK_SIZE
+        m_n = m_n & (b_physical_id >= 0)
+        if GRANULARITY == "block":
+            b_token = b_block * BLOCK_SIZE + o_in  # [BN]
+            m_n = m_n & (b_token >= recent.sinks) & (b_token < sealed)
+        m_kv = m_n
+        if pages is not None:
+            m_n = m_n & (b_page != -1)
+            m_kv = m_n & (b_page < 0)
+    return b_page, o_in, m_n, m_kv
+
+
+@triton.jit
 def sparse_decode_split_kernel(
     q,
     kv,
@@ -284,21 +317,9 @@ def sparse_decode_split_kernel(
         end = tl.minimum(first + per_part, n)
         for j in tl.range(first, end, BN, num_stages=STAGES):
             o_n = j + tl.arange(0, BN)
-            m_n = o_n < end
-            if GRANULARITY == "token":
-                b_id = tl.load(p_ids + o_n, mask=m_n, other=-1)  # [BN]
-                b_page, o_in, m_n, m_kv = find_tokens(b_id, m_n, sealed, p_table, pages, BLOCK_SIZE)
-            else:
-                b_block, b_physical_id, b_page = open_blocks(o_n // BLOCK_SIZE, m_n, p_table, p_ids, p_page_ids)  # [BN]
-                o_in = o_n % BLOCK_SIZE
-                m_n = m_n & (b_physical_id >= 0)
-                if GRANULARITY == "block":
-                    b_token = b_block * BLOCK_SIZE + o_in  # [BN]
-                    m_n = m_n & (b_token >= recent.sinks) & (b_token < sealed)
-                m_kv = m_n
-                if pages is not None:
-                    m_n = m_n & (b_page != -1)
-                    m_kv = m_n & (b_page < 0)
+            b_page, o_in, m_n, m_kv = find_stored(
+                o_n, o_n < end, p_table, p_ids, p_page_ids, pages, recent, sealed, GRANULARITY, BLOCK_SIZE
+            )
             b_count += m_n.to(tl.int32)
             if from_host is not None:
                 b_host += m_kv.to(tl.int32)
@@ -307,12 +328,26 @@ def sparse_decode_split_kernel(
                 b_max, b_sum, b_acc = take_tile(
                     b_q, b_max, b_sum, b_acc, p_k, m_n, None, scale, softcap, DK, DV, BK, BV
                 )
-            else:
-                KIND: tl.constexpr = recent.ptr.dtype.element_ty
-                o_v = DK + tl.arange(0, BV)
-                b_k = load_codes(b_page, o_in, m_n, m_kv, kv, pages, i_head, o_k, DK, 0, KIND)  # [BN, BK]
-                b_v = load_codes(b_page, o_in, m_n, m_kv, kv, pages, i_head, o_v, DK + DV, 1, KIND)  # [BN, BV]
-                b_max, b_sum, b_acc = take_loaded(b_q, b_max, b_sum, b_acc, b_k, b_v, m_n, None, scale, softcap)
+            elif pages is not None:
+                p_k, m_page = locate_page(b_page, o_in, pages), m_n & (b_page >= 0)
+                b_max, b_sum, b_acc = take_tile(
+                    b_q, b_max, b_sum, b_acc, p_k, m_page, None, scale, softcap, DK, DV, BK, BV
+                )
+        if kv.scales is not None:
+            # Codes go through registers: tiles of 16 tokens take 209 to 242, as without codes, of 32 all, of 64 they spill.
+            # In a loop of their own they do not keep the rest from being loaded ahead, and often a tile has none.
+            KIND: tl.constexpr = recent.ptr.dtype.element_ty
+            CN: tl.constexpr = min(BN, 16)
+            o_v = DK + tl.arange(0, BV)
+            for j in range(first, end, CN):
+                o_n = j + tl.arange(0, CN)
+                b_page, o_in, m_n, m_kv = find_stored(
+                    o_n, o_n < end, p_table, p_ids, p_page_ids, pages, recent, sealed, GRANULARITY, BLOCK_SIZE
+                )
+                if tl.max(m_kv.to(tl.int32), 0) > 0:
+                    b_k = load_codes(b_page, o_in, m_kv, kv, pages, i_head, o_k, DK, 0, KIND)  # [BN, BK]
+                    b_v = load_codes(b_page, o_in, m_kv, kv, pages, i_head, o_v, DK + DV, 1, KIND)  # [BN, BV]
+                    b_max, b_sum, b_acc = take_loaded(b_q, b_max, b_sum, b_acc, b_k, b_v, m_kv, None, scale, softcap)
     elif i_part < kinds.stored + kinds.recent:
         ring = recent.end - recent.sinks
         per_part = tl.cdiv(tl.cdiv(count_recent(length, sealed, recent), kinds.recent), BN) * BN
