@@ -334,7 +334,7 @@ def sparse_decode_split_kernel(
                     b_q, b_max, b_sum, b_acc, p_k, m_page, None, scale, softcap, DK, DV, BK, BV
                 )
         if kv.scales is not None:
-            # Codes go through registers: tiles of 16 tokens take 209 to 242, as without codes, of 32 all, of 64 they spill.
+            # Codes go through registers: tiles of 16 tokens take 209 to 242, as without codes, of 32 all, of 64 more.
             # In a loop of their own they do not keep the rest from being loaded ahead, and often a tile has none.
             KIND: tl.constexpr = recent.ptr.dtype.element_ty
             CN: tl.constexpr = min(BN, 16)
