@@ -3,13 +3,15 @@
     python -m benchmarks.probes.host_step
 
 A model of 36 small layers and 8 rows, any machine: replays do nothing here, so what is left is Python. Prints medians
-and the 95th percentile in milliseconds, of steps over blocks on the device and in host memory.
+and the 95th percentile in milliseconds, of steps over blocks on the device and in host memory, as ``generate()`` makes
+them and of rows that come and go (6 of 8 get a token).
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -49,25 +51,47 @@ def main() -> None:
     model.set_attn_implementation("sparsekv")
     runner = Timed(model)
     runner.install()
-    print(f"{'blocks':12} {'before, ms (95 %)':>20} {'behind, ms (95 %)':>20}")
+    print(f"{'blocks':12} {'steps of':12} {'before, ms (95 %)':>20} {'behind, ms (95 %)':>20}")
     for name, offload in (("device", None), ("host memory", OffloadConfig())):
-        cache = OffloadedSparseCache(TwoLevelConfig(dense_below=0, token_budget=64), offload)
-        ids = torch.randint(0, 50, (ROWS, CONTEXT))
-        model(ids, past_key_values=cache, logits_to_keep=1)
-        before, behind = [], []
-        for _ in range(STEPS):
-            past = cache.get_seq_length()
-            given = {
-                "input_ids": ids[:, :1],
-                "attention_mask": torch.ones(ROWS, past + 1, dtype=torch.long),
-                "position_ids": torch.full((ROWS, 1), past),
-            }
-            start = time.perf_counter()
-            model(**given, past_key_values=cache, use_cache=True, logits_to_keep=1, return_dict=True)
-            end = time.perf_counter()
-            before.append(1e3 * (runner.launched - start))
-            behind.append(1e3 * (end - runner.launched))
-        print(f"{name:12} {middle(before[WARM_UP:]):>20} {middle(behind[WARM_UP:]):>20}")
+        for who, steps in (("generate()", of_generate), ("rows", of_rows)):
+            cache = OffloadedSparseCache(TwoLevelConfig(dense_below=0, token_budget=64), offload)
+            ids = torch.randint(0, 50, (ROWS, CONTEXT))
+            before, behind = [], []
+            step = steps(model, cache, ids)
+            for _ in range(STEPS):
+                start = time.perf_counter()
+                step()
+                end = time.perf_counter()
+                before.append(1e3 * (runner.launched - start))
+                behind.append(1e3 * (end - runner.launched))
+            print(f"{name:12} {who:12} {middle(before[WARM_UP:]):>20} {middle(behind[WARM_UP:]):>20}")
+
+
+def of_generate(model, cache: OffloadedSparseCache, ids: torch.Tensor) -> Callable[[], None]:
+    """One step, called as transformers' loop does."""
+    model(ids, past_key_values=cache, logits_to_keep=1)
+
+    def step() -> None:
+        past = cache.get_seq_length()
+        given = {
+            "input_ids": ids[:, :1],
+            "attention_mask": torch.ones(ROWS, past + 1, dtype=torch.long),
+            "position_ids": torch.full((ROWS, 1), past),
+        }
+        model(**given, past_key_values=cache, use_cache=True, logits_to_keep=1, return_dict=True)
+
+    return step
+
+
+def of_rows(model, cache: OffloadedSparseCache, ids: torch.Tensor) -> Callable[[], None]:
+    """One step of rows that come and go, two of them held."""
+    rows = cache.rows(ROWS, CONTEXT + STEPS)
+    for i, one in enumerate(ids):
+        rows.join(rows.prefill(model, one[None, : CONTEXT - 50 * i]))
+    rows.hold(1)
+    rows.hold(4)
+    tokens = ids[:, 0].clone()
+    return lambda: rows.step(model, tokens)
 
 
 if __name__ == "__main__":
