@@ -4,16 +4,20 @@
 model's step has, and lets Triton translate what they launch instead of launching it: to its GPU dialect, where types,
 tuples and pipelines have been checked. With ``--stats`` it compiles them to the end (a minute) and prints each one's
 registers, spilled bytes and shared memory: what a change of a kernel may not make worse. ``--arch 89`` does so for
-another architecture, with the tiles that it gets there (80, 89, 90, 100, 120).
+another architecture, with the tiles that it gets there (80, 89, 90, 100, 120). ``--table docs/kernels.csv`` writes these
+figures for all of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import re
 import subprocess
+import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,6 +61,8 @@ from hf_sparsekv.ops.small_linear.triton import small_linear
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
 from hf_sparsekv.ops.token_score.triton import token_score
 from hf_sparsekv.ops.topk_select.triton import block_select, token_select
+
+ARCHITECTURES = (80, 89, 90, 100, 120)
 
 
 class Chip:
@@ -264,11 +270,31 @@ def translate(src, target, options, **_) -> object:
     return module
 
 
+def write_table(path: Path) -> None:
+    """One line a launch and architecture: its kernel and which of that kernel's launches it is, from 0."""
+    columns = {"registers": "REG", "stack_bytes": "STACK", "local_bytes": "LOCAL", "shared_bytes": "shared"}
+    with path.open("w", newline="") as file:
+        out = csv.writer(file, lineterminator="\n")
+        out.writerow(["sm", "kernel", "launch", *columns])
+        for arch in sorted(ARCHITECTURES):
+            command = [sys.executable, __file__, "--stats", "--arch", str(arch)]
+            told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+            launches: Counter[str] = Counter()
+            for line in map(json.loads, told.splitlines()):
+                name = line["kernel"]
+                out.writerow([arch, name, launches[name], *(line[key] for key in columns.values())])
+                launches[name] += 1
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--stats", action="store_true")
-    parser.add_argument("--arch", type=int, default=90)
+    parser.add_argument("--arch", type=int, default=90, choices=ARCHITECTURES)
+    parser.add_argument("--table", type=Path)
     given = parser.parse_args()
+    if given.table is not None:
+        write_table(given.table)
+        return
     stats = given.stats
     triton.runtime.driver.set_active(Chip(given.arch))
     _device.gpu_of = lambda t: replace(_device.H200, shared_bytes=_device.SHARED[given.arch])
