@@ -309,7 +309,7 @@ def _server(app, engine):
             engine.drain()
             self.should_exit = True
 
-    options = {"log_level": "warning", "access_log": False, "ws": "none", "server_header": False}
+    options = {"log_level": "warning", "access_log": False, "ws": "none", "lifespan": "off", "server_header": False}
     return Server(uvicorn.Config(app, **options, proxy_headers=False, timeout_graceful_shutdown=GRACE_S))
 
 

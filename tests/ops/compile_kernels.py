@@ -4,8 +4,8 @@
 model's step has, and lets Triton translate what they launch instead of launching it: to its GPU dialect, where types,
 tuples and pipelines have been checked. With ``--stats`` it compiles them to the end (a minute) and prints each one's
 registers, spilled bytes and shared memory: what a change of a kernel may not make worse. ``--arch 89`` does so for
-another architecture, with the tiles that it gets there (80, 89, 90, 100, 120). ``--table docs/kernels.csv`` writes these
-figures for all of them.
+another architecture, with the tiles that it gets there (80, 89, 90, 100, 120). ``--table docs/kernels.csv`` writes
+these figures for all of them.
 """
 
 from __future__ import annotations

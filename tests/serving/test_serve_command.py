@@ -91,7 +91,7 @@ def generated(path: Path, prompt: str, tokens: int) -> str:
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_the_first_signal_drains_and_the_second_stops(signals):
+def test_the_first_signal_drains_and_the_second_stops(signals, capfd):
     with FakeEngine(byte_level(), step_s=0.005) as engine, socket.create_server(("127.0.0.1", 0)) as listener:
         server = module._server(create_app(engine, "m"), engine)
         thread = threading.Thread(target=server.run, args=([listener],))
@@ -120,6 +120,7 @@ def test_the_first_signal_drains_and_the_second_stops(signals):
             assert texts[0]["usage"]["completion_tokens"] == 100
         else:
             wait_until(lambda: engine.counts["cancelled"] == 1)
+    assert "in lifespan" not in capfd.readouterr().err  # nobody has asked for it
 
 
 def run(*args: str, **env: str):
