@@ -278,6 +278,9 @@ class Session:
             self.turns.leave(lane)
             events.put(ended)
 
+    def stepped(self, number: int) -> None:
+        """A lane has made a step, and its time has been taken. A session of another kind may do something then."""
+
     def _generate(self, number, loaded: Loaded, task: Task, maker, events: queue.Queue, lane: Lane) -> Ended:
         name, make = maker
         self.turns.take(lane)
@@ -298,6 +301,7 @@ class Session:
             looked = report.index == 0 or report.stats is not None
             memory = _memory(talk.cache) if looked else None
             self.turns.give(lane, report.seconds)
+            self.stepped(number)
             _put(events, Stepped(number, report, memory), self.stop)
             self.turns.take(lane)
 

@@ -4,9 +4,12 @@
     python -m demo.race --model random:qwen3-8b --length 32k --method two_level --set token_budget=1024
     python -m demo.race --csv race.csv --plot race.svg --only-plot
     python -m demo.record --model small --length 4k --save demo/recorded/small-4k.json
+    python -m demo.record --model random:qwen3-8b --length 128k --offload --kv replayed --save recorded.json
 
 ``--save`` writes a recording, which the page plays (``demo/recording.py``). A model is what the page takes, or
-``random:SHAPE``: random weights of a known shape, over random tokens, for times.
+``random:SHAPE``: random weights of a known shape, over random tokens, for times. Random weights choose other tokens in
+each step, which a cache in host memory has to fetch; with ``--kv replayed`` keys and queries of the sparse lane imitate
+recorded ones instead (``benchmarks/filling.py``).
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from types import SimpleNamespace
 
 import torch
 
+from benchmarks.filling import ReplayedSource, fill_layers
 from benchmarks.shapes import SHAPES, known_config, parse_tokens, random_model
 from hf_sparsekv import optimize
 from hf_sparsekv.results import commit, device_name, versions
@@ -40,6 +44,9 @@ COLUMNS = (
     "lane", "name", "token", "ms", "own_s", "elapsed_s", "kv_bytes_read", "attended_share", "hit_rate", "covered_mass",
     "device_bytes", "host_bytes", "model", "context", "read_s", "device", "versions", "commit", "date",
 )  # fmt: skip
+REPLAYED = (
+    "sparse lane: keys and queries imitate recorded ones, for random weights would choose other tokens in each step"
+)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -56,6 +63,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--offload", action="store_true", help="full blocks in host memory")
     parser.add_argument(
         "--rows", type=int, default=1, help="sequences over one document, read once and copied; lanes run one by one"
+    )
+    parser.add_argument(
+        "--kv", choices=("own", "replayed"), default="own", help="keys and queries of random weights: see above"
     )
     parser.add_argument("--depth", type=float, default=0.4, help="of the hidden fact, 0 to 1")
     parser.add_argument(
@@ -87,6 +97,8 @@ def main(argv: list[str] | None = None) -> int:
         loaded, task, needle = prepare(args, device)
         if args.rows < 1:
             raise ValueError("--rows: at least one sequence has to decode")
+        if args.kv == "replayed" and (args.rows > 1 or not args.model.startswith("random:")):
+            raise ValueError("--kv replayed is for one sequence of a model of random weights: --model random:SHAPE")
         view, points, events = record(loaded, task, args)
         if needle:
             view.question, view.wanted = needle.question, needle.answer
@@ -155,13 +167,40 @@ def _values(args: argparse.Namespace) -> dict[str, float]:
     return values
 
 
+class ReplayedSession(Session):
+    """A race in which the sparse lane's keys, and its steps' queries, imitate recorded ones.
+
+    The document is read by the model, as ever; what the sparse lane's cache holds of it is replaced. Times of full
+    attention do not depend on keys.
+    """
+
+    def _makers(self, loaded: Loaded, task: Task) -> list:
+        full, (name, _) = super()._makers(loaded, task)
+        length = len(task.context)
+        self._next = lambda: None
+
+        def replayed():
+            room = length + len(task.question) + task.new_tokens + 1024
+            cache = METHODS[task.method].make(task.values, task.offload, loaded.model.config, room)
+            source = ReplayedSource(loaded.model, 1, length, show=False)
+            fill_layers(source, cache)
+            self._next = source.start(cache)
+            return cache
+
+        return [full, (name, replayed)]
+
+    def stepped(self, number: int) -> None:
+        if number:
+            self._next()
+
+
 def record(loaded: Loaded, task: Task, args: argparse.Namespace) -> tuple[RaceView, list[dict], list[Stepped]]:
     """Run the race.
 
     Returns:
         What the page would show at the end, a row for each point of its plot, and the steps.
     """
-    session = Session(Turns())
+    session = (ReplayedSession if args.kv == "replayed" else Session)(Turns())
     warm = args.warm_up if args.warm_up is not None else 16 * loaded.on_gpu
     view, points, began = RaceView(rows=task.rows, on_gpu=loaded.on_gpu), [], 0.0
     steps: list[Stepped] = []
@@ -209,7 +248,7 @@ def recorded(
         commit=common["commit"],
         date=common["date"],
         command=command,
-        note=args.note,
+        note=args.note or REPLAYED * (args.kv == "replayed"),
         read_s=float(view.read_s),
         question=view.question,
         wanted=view.wanted,

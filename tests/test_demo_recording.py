@@ -9,15 +9,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import Qwen3Config
 
 pytest.importorskip("gradio", reason="the demo needs gradio: pip install -e '.[demo]'")
 
 from demos import probe_model
 
+from benchmarks.synthetic.replay import ReplayedQueries
 from demo import app, record, recording
 from demo.desk import Desk
 from demo.models import Models
 from demo.recording import RecordedLane, Recording, RecordingError
+from hf_sparsekv.policies import crossover
 
 CPU = torch.device("cpu")
 COMMAND = ["--model", "probe", "--length", "1k", "--new-tokens", "20", "--set", "token_budget=128"]
@@ -143,3 +146,34 @@ def test_playing_computes_nothing_and_stops(path, monkeypatch):
     assert "stopped" in list(stopped)[-1][0]
     assert time.monotonic() - began < 10
     assert not desk.tab(request).session.busy
+
+
+def test_a_race_of_random_weights_with_keys_that_imitate_recorded_ones(tmp_path, monkeypatch, capsys):
+    """The document is read by the model; what the sparse lane holds of it, and asks, is a replay's."""
+    shape = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape |= {"head_dim": 64, "intermediate_size": 96, "vocab_size": 97, "max_position_embeddings": 4096}
+    monkeypatch.setattr(crossover, "ON_CPU", {})  # so short a context is read whole otherwise
+    monkeypatch.setitem(record.SHAPES, "tiny", lambda: Qwen3Config(**shape))
+    path, moved = tmp_path / "tiny.json", []
+    following = ReplayedQueries.next
+    monkeypatch.setattr(ReplayedQueries, "next", lambda self: moved.append(self.step) or following(self))
+    command = [
+        "--model",
+        "random:tiny",
+        "--length",
+        "1k",
+        "--new-tokens",
+        "12",
+        "--set",
+        "token_budget=64",
+        "--offload",
+    ]
+    assert record.main([*command, "--kv", "replayed", "--device", "cpu", "--save", str(path)]) == 0
+    read = recording.read(path)
+    assert moved == list(range(12))  # of the sparse lane's steps alone
+    assert "imitate recorded ones" in read.mark and "--kv replayed" in read.command
+    sparse = read.view(read.seconds + 1).lanes[1]
+    assert sparse.stats.decode_steps == 11 and 0 < sparse.stats.sparse_calls
+    capsys.readouterr()
+    assert record.main([*command, "--kv", "replayed", "--rows", "2"]) == 1
+    assert "one sequence" in capsys.readouterr().err

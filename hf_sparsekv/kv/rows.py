@@ -160,23 +160,28 @@ class BlockIds:
     def share(self, ids: np.ndarray) -> None:
         """One more reference to each; -1 is none."""
         with self.lock:
-            np.add.at(self._references, ids[ids >= 0], 1)
+            self._references += self._counted(ids)
 
     def drop(self, ids: np.ndarray) -> None:
         """One reference less to each; -1 is none."""
         with self.lock:
-            named = ids[ids >= 0]
-            np.subtract.at(self._references, named, 1)
-            gone = np.unique(named[self._references[named] == 0])
+            counted = self._counted(ids)
+            self._references -= counted
+            gone = np.flatnonzero((counted > 0) & (self._references == 0))
             if not len(gone):
                 return
+            these = torch.from_numpy(gone)
             for pool in self.pools:
-                pool.forget(torch.from_numpy(gone))
+                pool.forget(these)
             self._free += gone.tolist()
             live = self._references[: self.used].nonzero()[0]
             used = int(live[-1]) + 1 if len(live) else 0
             if used < self.used:  # pools need no room for what nobody has
                 self.used, self._free = used, [i for i in self._free if i < used]
+
+    def _counted(self, ids: np.ndarray) -> np.ndarray:
+        """How often each id is named; ``ufunc.at`` takes three times as long for a row of 600 blocks."""
+        return np.bincount(ids[ids >= 0], minlength=len(self._references)).astype(np.int32)
 
     def drop_later(self, held: list[np.ndarray]) -> None:
         """:meth:`drop` of a table that is being deleted, in the middle of anything."""
