@@ -200,7 +200,7 @@ class RankProcesses:
         return made.result()
 
     def _look_after(self, rank: int, place: dict[str, str], started: Future) -> None:
-        """Start a child, and wait for its end: it is killed when this thread ends, so this is as long as the process."""
+        """Start a child, and wait for its end: if this thread ended before, the kernel would kill it."""
         try:
             process = subprocess.Popen(
                 [sys.executable, "-c", CHILD, str(os.getpid()), f"rank={rank}"],
@@ -220,7 +220,7 @@ class RankProcesses:
             process.stdin.write(pickle.dumps(self.served))
             process.stdin.close()
         code = process.wait()
-        if self._closing:
+        if self._closing or code == 0:  # rank 0 has told it to end
             return
         listener.join(WORDS_S)  # what it has started may still hold its output
         how = f"been killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

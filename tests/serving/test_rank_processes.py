@@ -52,6 +52,10 @@ def answers(engine):
 ranks = RankProcesses(2, served, gpus)
 print("child", ranks._children[0].pid, flush=True)
 both, share = answers(ranks.engine())
+while ranks._children[0].poll() is None:
+    time.sleep(0.01)
+time.sleep(0.2)  # the engine is closed: nobody misses the child
+assert ranks.lost is None
 ranks.close()
 assert [process.returncode for process in ranks._children] == [0] and ranks.lost is None
 tokenizer, whole = load(path, "float32", "cuda" if gpus else "cpu")
@@ -235,7 +239,9 @@ def test_what_fails_on_all_ranks_is_told_as_on_one(model):
         assert gone(rank0.child)
 
 
-@pytest.mark.parametrize(("given", "size", "found"), [("3, 5,7", 2, ["3", "5"]), ("GPU-a,GPU-b", 2, ["GPU-a", "GPU-b"])])
+@pytest.mark.parametrize(
+    ("given", "size", "found"), [("3, 5,7", 2, ["3", "5"]), ("GPU-a,GPU-b", 2, ["GPU-a", "GPU-b"])]
+)
 def test_each_rank_has_a_gpu_of_those_that_rank_0_sees(monkeypatch, given, size, found):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     assert module.gpus_of_ranks(size) == found
