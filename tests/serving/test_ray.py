@@ -15,7 +15,7 @@ import string
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -190,6 +190,36 @@ def test_an_engine_that_takes_nothing_is_unhealthy(tiny, monkeypatch):
     replica.__del__()
     with pytest.raises(RuntimeError, match="takes no requests any more"):
         asyncio.run(replica.check_health())
+
+
+def test_a_lost_rank_is_why_a_replica_is_unhealthy(tiny, monkeypatch):
+    """In the words of who has seen it, at the next look; and the replica ends."""
+    ended = []
+
+    class OneRank(module.RankProcesses):
+        def __init__(self, size, served, gpus) -> None:
+            assert (size, served.config.token_budget, served.offload, gpus) == (2, 32, False, False)
+            self._served, self._children, self._lost = served, [], Future()
+
+        def engine(self):
+            one = self._served
+            return module.Engine(module.load(one.model, one.dtype, "cpu")[1], None, one.config, False, one.serving)
+
+        def lose(self, rank: int) -> None:
+            self._lost.set_result(module.RanksApart(f"rank {rank} has ended"))
+
+    monkeypatch.setattr(module, "RankProcesses", OneRank)
+    monkeypatch.setattr(module, "LOST_S", 0)
+    monkeypatch.setattr(module.os, "_exit", ended.append)
+    args = {"model": str(tiny), "num_gpus": 0, "offload": False, "config": CONFIG, "tensor_parallel": 2}
+    replica = module.Replica(module.Deployed(**args).model_dump())
+    asyncio.run(replica.check_health())
+    assert not ended
+    replica._ranks.lose(1)
+    assert ended == [1]
+    with pytest.raises(RuntimeError, match="rank 1 has ended"):
+        asyncio.run(replica.check_health())
+    replica.__del__()
 
 
 # ---------------------------------------------------------------------- two replicas
