@@ -174,7 +174,7 @@ class Replica:
         length = max(1, min(WARM_UP, self._engine.max_length - 2))
         self._engine.submit([0] * length, Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)).result()
         if self._ranks is not None:
-            self._ranks.when_lost(_end)
+            self._ranks.when_lost(self._end)
 
     def __serve_build_asgi_app__(self):
         """Ray Serve asks for it behind the constructor."""
@@ -187,9 +187,15 @@ class Replica:
         """Raises if a rank is lost, or the engine takes no requests. Asked regularly, so metrics are told here."""
         self._exported.tell(self._engine.stats())
         if self._ranks is not None and (lost := self._ranks.lost) is not None:
-            raise lost
+            raise lost from self._engine.failed
         if not self._engine.ready:
             raise RuntimeError("the engine takes no requests any more") from self._engine.failed
+
+    def _end(self, lost: RanksApart) -> None:
+        """End this process, and with it the other ranks: the engine may wait for the lost one for ever."""
+        logger.error("%s", lost, exc_info=self._engine.failed)
+        time.sleep(LOST_S)
+        os._exit(1)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The numbers that :class:`.ByRows` scales with."""
@@ -203,13 +209,6 @@ class Replica:
             engine.close()
         if ranks := getattr(self, "_ranks", None):
             ranks.close()
-
-
-def _end(lost: RanksApart) -> None:
-    """End a replica that has lost a rank, and its other ranks with it: its engine may wait for that one for ever."""
-    logger.error("%s", lost)
-    time.sleep(LOST_S)
-    os._exit(1)
 
 
 class Exported:
