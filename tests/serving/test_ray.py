@@ -405,6 +405,7 @@ def logged(words: str) -> bool:
     return any(words in log.read_text() for log in logs.glob("replica_*.log"))
 
 
+@pytest.mark.timeout(600)
 def test_a_replica_of_two_ranks_goes_and_comes_as_one(url, tiny):
     """Killed is rank 1, or rank 0: the other one ends too, and a new replica gives the same answer."""
     serve.delete("llm")
