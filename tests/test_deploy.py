@@ -63,6 +63,17 @@ def test_ray_takes_its_file():
 
 
 @RAY
+def test_ray_takes_its_file_of_replicas_with_two_gpus():
+    from ray.serve.schema import ServeDeploySchema
+
+    from hf_sparsekv.serving.ray import build
+
+    (config,) = documents("serve-tensor-parallel.yaml")
+    (application,) = ServeDeploySchema(**config).applications
+    assert build(application.args)._bound_deployment.ray_actor_options == {"num_gpus": 2, "num_cpus": 8}
+
+
+@RAY
 def test_ray_has_the_version_that_is_pinned():
     import ray
 

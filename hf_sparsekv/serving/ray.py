@@ -1,4 +1,4 @@
-"""Replicas of the server under Ray Serve: one engine, and one GPU, each.
+"""Replicas of the server under Ray Serve: one engine each, on one GPU, or tensor parallel on several of a machine.
 
     from ray import serve
     from hf_sparsekv.serving.ray import build
@@ -7,11 +7,16 @@
 or ``serve run config.yaml`` with ``import_path: hf_sparsekv.serving.ray:build`` (docs/serving-scale.md). Ray starts,
 watches and replaces replicas, and its proxies send requests to them; which one is said by :mod:`hf_sparsekv_ray`.
 Needs the extras ``ray`` and ``serve``.
+
+With ``tensor_parallel`` Ray gives a replica's actor all its GPUs. The actor is rank 0, with engine and application, and
+starts the other ranks as its child processes (:mod:`.rank_processes`), which nobody else knows of.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +30,22 @@ from hf_sparsekv_ray.router import PrefixRouter
 from hf_sparsekv_ray.scaling import ByRows, Fitting
 
 from ..config import OffloadConfig, TwoLevelConfig
-from ..evaluation.small_model import is_fetched, small_model_path
 from .config import ServingConfig
 from .engine import Engine
 from .http import create_app
 from .http.app import MAX_ANSWER, MAX_BODY
 from .http.metrics import COUNTS, NOW, PREFIX
+from .loading import load
+from .rank_processes import RankProcesses, Served
+from .ranks import RanksApart
 from .request import EngineStats, Sampling
 
 KEY = "HF_SPARSEKV_API_KEY"  # in the replicas' environment: arguments can be read in Ray's state
 WARM_UP = 64  # tokens
 RETRY_AFTER_S = 5.0
+LOST_S = 2.0  # from the loss of a rank to the replica's end: answers end with an error, health checks tell why
+
+logger = logging.getLogger("ray.serve")
 
 
 class Deployed(BaseModel, extra="forbid"):
@@ -50,8 +60,9 @@ class Deployed(BaseModel, extra="forbid"):
         serving: fields of :class:`.ServingConfig`.
         max_answer: tokens of a chat's answer if the client does not say; None: what is left of the context.
         max_body: bytes of a request's body.
-        num_gpus: of a replica, 1, or 0 for the CPU.
-        num_cpus: that Ray reserves for a replica.
+        tensor_parallel: GPUs of a machine that the model is spread over: ranks of a replica; 1: a GPU has all of it.
+        num_gpus: of a rank, 1, or 0 for the CPU.
+        num_cpus: that Ray reserves for a replica, all ranks together.
         replicas: how many, without autoscaling.
         autoscaling: as many replicas as are needed (:class:`.ByRows`): fields of Ray's ``AutoscalingConfig``, as
             ``{"min_replicas": 1, "max_replicas": 8}``; None: always ``replicas``.
@@ -69,6 +80,7 @@ class Deployed(BaseModel, extra="forbid"):
     serving: dict[str, Any] = {}
     max_answer: int | None = Field(MAX_ANSWER, ge=1)
     max_body: int = Field(MAX_BODY, ge=1)
+    tensor_parallel: int = Field(1, ge=1)
     num_gpus: int = Field(1, ge=0, le=1)
     num_cpus: float = Field(1, ge=0)
     replicas: int = Field(1, ge=1)
@@ -118,7 +130,7 @@ def build(args: Deployed | dict[str, Any]) -> Application:
     deployment = serve.deployment(
         serve.ingress()(Replica),
         name="Replica",
-        ray_actor_options={"num_gpus": args.num_gpus, "num_cpus": args.num_cpus},
+        ray_actor_options={"num_gpus": args.num_gpus * args.tensor_parallel, "num_cpus": args.num_cpus},
         # Some requests wait in the engine: it has the next one at hand, and autoscaling sees that they wait. With more
         # of them a document's replica would be asked while others have nothing to do.
         max_ongoing_requests=serving.max_rows + max(1, serving.max_rows // 4),
@@ -134,10 +146,13 @@ def build(args: Deployed | dict[str, Any]) -> Application:
 
 
 class Replica:
-    """One engine and its application, in a process of Ray's.
+    """One engine and its application, in a process of Ray's, and its ranks.
 
     Ray Serve calls the methods: it takes a replica whose health check fails for lost, and starts another. When one is
     to go, no requests are sent to it any more, those there are come to their ends (``drain_s``), and it is deleted.
+
+    One that has lost a rank ends by itself, too: Ray takes a process that has ended for lost at once, one that is
+    unhealthy after three looks, and sends it requests until then.
 
     Args:
         args: of :class:`Deployed`.
@@ -146,12 +161,20 @@ class Replica:
     def __init__(self, args: dict[str, Any]) -> None:
         self._args = Deployed(**args)
         config, offload, serving = self._args.engine_arguments()
-        tokenizer, model = load(self._args.model, self._args.dtype, "cuda" if self._args.num_gpus else "cpu")
-        self._engine = Engine(model, tokenizer, config, offload, serving)
+        self._ranks: RankProcesses | None = None
+        if self._args.tensor_parallel > 1:
+            served = Served(self._args.model, self._args.dtype, config, offload, serving)
+            self._ranks = RankProcesses(self._args.tensor_parallel, served, bool(self._args.num_gpus))
+            self._engine = self._ranks.engine()
+        else:
+            tokenizer, model = load(self._args.model, self._args.dtype, "cuda" if self._args.num_gpus else "cpu")
+            self._engine = Engine(model, tokenizer, config, offload, serving)
         self._fitting = Fitting(serving.max_rows)
         self._exported = Exported()
         length = max(1, min(WARM_UP, self._engine.max_length - 2))
         self._engine.submit([0] * length, Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)).result()
+        if self._ranks is not None:
+            self._ranks.when_lost(self._end)
 
     def __serve_build_asgi_app__(self):
         """Ray Serve asks for it behind the constructor."""
@@ -161,10 +184,18 @@ class Replica:
         return create_app(self._engine, name, os.environ.get(KEY), args.max_body, args.max_answer)
 
     async def check_health(self) -> None:
-        """Raises if the engine takes no requests any more. Asked regularly, so metrics are told here."""
+        """Raises if a rank is lost, or the engine takes no requests. Asked regularly, so metrics are told here."""
         self._exported.tell(self._engine.stats())
+        if self._ranks is not None and (lost := self._ranks.lost) is not None:
+            raise lost from self._engine.failed
         if not self._engine.ready:
             raise RuntimeError("the engine takes no requests any more") from self._engine.failed
+
+    def _end(self, lost: RanksApart) -> None:
+        """End this process, and with it the other ranks: the engine may wait for the lost one for ever."""
+        logger.error("%s", lost, exc_info=self._engine.failed)
+        time.sleep(LOST_S)
+        os._exit(1)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The numbers that :class:`.ByRows` scales with."""
@@ -176,6 +207,8 @@ class Replica:
         """Ray Serve calls it when the last request has ended."""
         if engine := getattr(self, "_engine", None):
             engine.close()
+        if ranks := getattr(self, "_ranks", None):
+            ranks.close()
 
 
 class Exported:
@@ -195,20 +228,3 @@ class Exported:
             if new > 0:
                 counter.inc(new)
                 self._told[field] += new
-
-
-def load(name: str, dtype: str, device: str):
-    """Tokenizer and model, on ``device``.
-
-    Raises:
-        OSError: there is no such model; says where it was looked for.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    path = small_model_path() if name == "small" else Path(name).expanduser()
-    if name == "small" and not is_fetched(path):
-        raise OSError("the small model is not here yet: run `hf-sparsekv fetch` on every machine of the cluster")
-    source = str(path) if path.is_dir() else name
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto" if dtype == "auto" else getattr(torch, dtype))
-    return tokenizer, model.to(device).eval()

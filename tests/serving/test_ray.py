@@ -1,4 +1,7 @@
-"""Replicas under a local Ray, on the CPU, asked by OpenAI's client: where requests go, what is lost with a replica."""
+"""Replicas under a local Ray, on the CPU, asked by OpenAI's client: where requests go, what is lost with a replica.
+
+The last test has a replica of two ranks, each of which is killed once.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import string
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -89,7 +92,8 @@ def url():
 def tiny(tmp_path_factory) -> Path:
     """A tiny random Llama with a tokenizer of bytes."""
     path, tokenizer = tmp_path_factory.mktemp("models") / "tiny", byte_level()
-    build("llama", "sdpa", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id).save_pretrained(path)
+    words = len(tokenizer) + len(tokenizer) % 2  # two ranks can share them
+    build("llama", "sdpa", vocab_size=words, eos_token_id=tokenizer.eos_token_id).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 
@@ -147,6 +151,8 @@ def metric(url: str, name: str) -> float:
         ({"model": "m", "modle_id": "x"}, "modle_id"),
         ({"model": "m", "replicas": 0}, "replicas"),
         ({"model": "m", "num_gpus": 2}, "num_gpus"),
+        ({"model": "m", "tensor_parallel": 0}, "tensor_parallel"),
+        ({"model": "m", "tensor_parallel": 1.5}, "tensor_parallel"),
         ({"model": "m", "num_gpus": 0.5}, "num_gpus"),
         ({"model": "m", "dtype": "float17"}, "torch has no 'float17'"),
         ({"model": "m", "config": "accurat"}, "accurat"),
@@ -161,6 +167,14 @@ def test_wrong_arguments_are_told_before_anything_starts(args, says):
     with pytest.raises(ValueError, match=says):
         module.build(args)
     assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("args", "gpus"), [({}, 1), ({"tensor_parallel": 4}, 4), ({"tensor_parallel": 4, "num_gpus": 0}, 0)]
+)
+def test_a_replica_asks_for_the_gpus_of_all_its_ranks(args, gpus):
+    deployment = module.build({"model": "m", "num_cpus": 3, **args})._bound_deployment
+    assert deployment.ray_actor_options == {"num_gpus": gpus, "num_cpus": 3}
 
 
 def test_an_engine_that_takes_nothing_is_unhealthy(tiny, monkeypatch):
@@ -178,6 +192,36 @@ def test_an_engine_that_takes_nothing_is_unhealthy(tiny, monkeypatch):
         asyncio.run(replica.check_health())
 
 
+def test_a_lost_rank_is_why_a_replica_is_unhealthy(tiny, monkeypatch):
+    """In the words of who has seen it, at the next look; and the replica ends."""
+    ended = []
+
+    class OneRank(module.RankProcesses):
+        def __init__(self, size, served, gpus) -> None:
+            assert (size, served.config.token_budget, served.offload, gpus) == (2, 32, False, False)
+            self._served, self._children, self._lost = served, [], Future()
+
+        def engine(self):
+            one = self._served
+            return module.Engine(module.load(one.model, one.dtype, "cpu")[1], None, one.config, False, one.serving)
+
+        def lose(self, rank: int) -> None:
+            self._lost.set_result(module.RanksApart(f"rank {rank} has ended"))
+
+    monkeypatch.setattr(module, "RankProcesses", OneRank)
+    monkeypatch.setattr(module, "LOST_S", 0)
+    monkeypatch.setattr(module.os, "_exit", ended.append)
+    args = {"model": str(tiny), "num_gpus": 0, "offload": False, "config": CONFIG, "tensor_parallel": 2}
+    replica = module.Replica(module.Deployed(**args).model_dump())
+    asyncio.run(replica.check_health())
+    assert not ended
+    replica._ranks.lose(1)
+    assert ended == [1]
+    with pytest.raises(RuntimeError, match="rank 1 has ended"):
+        asyncio.run(replica.check_health())
+    replica.__del__()
+
+
 # ---------------------------------------------------------------------- two replicas
 
 
@@ -193,7 +237,7 @@ def test_streams_come_piece_by_piece(client):
 
 
 def test_what_the_server_refuses_is_told_through_the_proxy(client):
-    with pytest.raises(openai.BadRequestError, match="more than max_length=1000"):
+    with pytest.raises(openai.BadRequestError, match="more than the 1000 that max_length allows"):
         client.completions.create(model="tiny", prompt="a", max_tokens=2000)
     with pytest.raises(openai.NotFoundError, match="another"):
         client.completions.create(model="another", prompt="a")
@@ -332,3 +376,63 @@ def test_replicas_come_as_requests_wait_and_finish_before_they_go(client, url, t
         left[0].join(60)
         assert ends[0][0] == "length" and ends[0][1] > refused > deleted
         wait_until(lambda: not replicas(), 60)
+
+
+# ---------------------------------------------------------------------- a replica of two ranks
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that compute still."""
+    found = []
+    for process in processes:
+        with suppress(psutil.Error):
+            found += [process] if process.status() != psutil.STATUS_ZOMBIE else []
+    return found
+
+
+def both_ranks() -> list[psutil.Process]:
+    """Processes of the only replica, rank 0 first; none, or one, before it has begun."""
+    found = replicas()
+    for process in list(found):
+        with suppress(psutil.Error):
+            found += [child for child in process.children() if "rank_processes" in " ".join(child.cmdline())]
+    return found
+
+
+def logged(words: str) -> bool:
+    """A replica's log has them."""
+    logs = Path(ray._private.worker.global_worker.node.get_logs_dir_path()) / "serve"
+    return any(words in log.read_text() for log in logs.glob("replica_*.log"))
+
+
+@pytest.mark.timeout(600)
+def test_a_replica_of_two_ranks_goes_and_comes_as_one(url, tiny):
+    """Killed is rank 1, or rank 0: the other one ends too, and a new replica gives the same answer."""
+    serve.delete("llm")
+    options = {"model": "tiny", "prompt": "the cat", "max_tokens": 40, "temperature": 0}
+
+    def answer(client) -> str | None:
+        """None: there is no replica."""
+        with suppress(openai.APIError):
+            return client.completions.create(**options, extra_body={"ignore_eos": True}).choices[0].text
+
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=10) as client:
+        with deployed(tiny):
+            expected = answer(client)
+            assert len(both_ranks()) == 1
+        wait_until(lambda: not replicas(), 60)
+        with deployed(tiny, tensor_parallel=2):
+            assert answer(client) == expected
+            for killed in (1, 0):
+                before = both_ranks()
+                assert len(before) == 2
+                begun = time.monotonic()
+                os.kill(before[killed].pid, signal.SIGKILL)
+                wait_until(lambda before=before: not alive(before), 60)
+                gone = time.monotonic() - begun
+                wait_until(lambda: answer(client) == expected, 120)
+                print(f"\nrank {killed} killed: gone {gone:.1f} s, answered {time.monotonic() - begun:.1f} s later")
+                assert not {process.pid for process in both_ranks()} & {process.pid for process in before}
+            assert logged("rank 1 of the model has been killed by SIGKILL")
+            last = both_ranks()
+        wait_until(lambda: not alive(last), 60)

@@ -1,0 +1,40 @@
+"""Models as replicas load them (:mod:`.ray`, :mod:`.rank_processes`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ..evaluation.small_model import is_fetched, small_model_path
+
+
+def load(name: str, dtype: str, device: str, tensor_parallel: bool = False):
+    """Tokenizer and model in eval mode.
+
+    Args:
+        name: a directory, a name on the hub, or ``small``.
+        dtype: of the weights, as torch names it; ``auto``: as they are stored.
+        device: ``cpu`` or ``cuda``.
+        tensor_parallel: of the model only this rank's share, of those that torch.distributed was begun with, on the
+            device that transformers takes for it.
+
+    Raises:
+        OSError: there is no such model; says where it was looked for.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = small_model_path() if name == "small" else Path(name).expanduser()
+    if name == "small" and not is_fetched(path):
+        raise OSError("the small model is not here yet: run `hf-sparsekv fetch` on every machine of the cluster")
+    source = str(path) if path.is_dir() else name
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    kwargs = {"dtype": "auto" if dtype == "auto" else getattr(torch, dtype)}
+    if tensor_parallel:
+        from transformers.distributed import DistributedConfig
+
+        spread = DistributedConfig(tp_plan="auto")
+        model = AutoModelForCausalLM.from_pretrained(source, distributed_config=spread, **kwargs)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(source, **kwargs).to(device)
+    return tokenizer, model.eval()
