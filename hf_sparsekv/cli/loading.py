@@ -122,8 +122,13 @@ def load_config(name: str, known: Iterable[str] = ()):
     """
     from transformers import AutoConfig
 
+    return pretrained(AutoConfig, name, known)
+
+
+def pretrained(kind, name: str, known: Iterable[str] = (), **kwargs):
+    """``kind.from_pretrained`` of a model by the name that a user gives, as :func:`load_config`."""
     path = resolve_model(name, known)
-    return _pretrained(AutoConfig, name, path, Path(path).is_dir() or not hub_answers(), known)
+    return _pretrained(kind, name, path, Path(path).is_dir() or not hub_answers(), known, **kwargs)
 
 
 RANDOM = "random:"  # before a known shape's name
