@@ -32,7 +32,7 @@ from .baselines import VARIANTS, Variant, check, chose_dense, find, forget_compi
 from .decoding import Generated, free, generate
 from .filling import fill_cache
 from .report import Report
-from .shapes import SHAPES, case_name, known_config, parse_model, parse_tokens, random_model, real_model
+from .shapes import SHAPES, case_name, known_config, parse_context, parse_model, random_model, real_model
 
 DEFAULT = ("hf_dynamic", "two_level", "two_level:lag")
 CHOICES = [name for name, variant in VARIANTS.items() if variant.kind != "sdpa"]
@@ -102,7 +102,7 @@ def arguments() -> ArgumentParser:
     add("--model", default="qwen3-8b", type=parse_model, help=f"{KNOWN}; `small`")
     add("--random-weights", action="store_true", help="of a name or path read the configuration only")
     add("--batch", type=parse_count, default=1)
-    add("--context", type=parse_tokens, default=32768, metavar="TOKENS", help="512, 32k")
+    add("--context", type=parse_context, default=32768, metavar="TOKENS", help="512, 32k")
     add("--new-tokens", type=parse_count, default=64)
     caches = {"nargs": "+", "type": cache_name, "default": [cache_name(name) for name in DEFAULT], "metavar": "CACHE"}
     add("--caches", **caches, help=f"{', '.join(CHOICES)}; ours also with +offload")

@@ -33,11 +33,22 @@ def parse_tokens(text: str) -> int:
     """``32k`` -> 32768.
 
     Raises:
-        ArgumentTypeError: it is no number of tokens, or none at all.
+        ArgumentTypeError: it is no number of tokens.
     """
-    if not (match := re.fullmatch(r"(\d+)(k?)", text.lower())) or not int(match[1]):
+    if not (match := re.fullmatch(r"(\d+)(k?)", text.lower())):
         raise ArgumentTypeError(f"{text!r} is no length; write for example 512 or 32k")
     return int(match[1]) * (1024 if match[2] else 1)
+
+
+def parse_context(text: str) -> int:
+    """As :func:`parse_tokens`, at least one.
+
+    Raises:
+        ArgumentTypeError: it is no number of tokens, or 0.
+    """
+    if not (tokens := parse_tokens(text)):
+        raise ArgumentTypeError(f"{text!r} is no length; write for example 512 or 32k")
+    return tokens
 
 
 def text_config(model) -> PreTrainedConfig:

@@ -199,7 +199,7 @@ def test_busy_processors_are_said(tiny, monkeypatch):
 
 
 def test_other_work_is_that_of_other_processes():
-    """A child takes a processor, or a part of one if the tests' machine is full; what this process takes is not counted."""
+    """A child takes a processor, or a part of one if the machine is full; what this process takes is not counted."""
     child = subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE)
     try:
         child.stdout.read(1)
