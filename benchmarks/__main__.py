@@ -7,6 +7,9 @@ import sys
 
 import torch
 
+from hf_sparsekv.cli.output import CommandError
+from hf_sparsekv.removed import guess
+
 # name -> module, whether it needs a GPU, what it measures
 BENCHMARKS = {
     "operator": ("operators.run", True, "the attention of one layer"),
@@ -63,14 +66,19 @@ def main(argv: list[str] | None = None) -> int:
         show_list()
         return 0
     if name not in BENCHMARKS:
-        print(f"error: there is no benchmark {name!r}\n\n{HELP}" if name else HELP, file=sys.stderr)
+        hint = guess(name, BENCHMARKS)
+        print(f"error: there is no benchmark {name!r}{hint}\n\n{HELP}" if name else HELP, file=sys.stderr)
         return 2
     module, needs_gpu, _ = BENCHMARKS[name]
     asks_help = not {"--help", "-h"}.isdisjoint(rest)
     if needs_gpu and not (torch.cuda.is_available() or asks_help):
         print(f"error: {name} needs a CUDA device; `hf-sparsekv doctor` shows what there is", file=sys.stderr)
         return 1
-    return importlib.import_module(f".{module}", __package__).main(rest)
+    try:
+        return importlib.import_module(f".{module}", __package__).main(rest)
+    except CommandError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

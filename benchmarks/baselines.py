@@ -24,6 +24,7 @@ from hf_sparsekv.attention.mla import is_mla
 from hf_sparsekv.fusion.fuse import fuse
 from hf_sparsekv.kv.pool import host_memory_limit
 from hf_sparsekv.policies.registry import methods
+from hf_sparsekv.removed import guess
 
 from .free_selection import FreeConfig
 from .shapes import cached_token, kv_bytes, text_config, windows
@@ -163,7 +164,10 @@ def find(text: str, offload: bool = False, crossover: bool = False) -> Variant:
     """
     name, plus, where = text.partition("+")
     if name not in VARIANTS or (plus and where != "offload"):
-        raise ValueError(f"there is no variant {text!r}; known: {', '.join(VARIANTS)}, ours also with +offload")
+        raise ValueError(
+            f"there is no variant {text!r}{guess(name, VARIANTS)}; known: {', '.join(VARIANTS)}, ours also with "
+            "+offload"
+        )
     variant = VARIANTS[name]
     if plus and not variant.ours:
         raise ValueError(f"{name} cannot be offloaded")

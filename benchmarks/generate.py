@@ -22,16 +22,17 @@ from contextlib import nullcontext
 import torch
 
 from hf_sparsekv import unoptimize
+from hf_sparsekv.cli.output import CommandError
 from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.fusion.fuse import why_not
 from hf_sparsekv.results import device_name, versions
 
-from .arguments import KNOWN, host_bytes, new_parser, rows_file
+from .arguments import KNOWN, host_bytes, new_parser, parse_count, rows_file
 from .baselines import VARIANTS, Variant, check, chose_dense, find, forget_compiled, make_cache, prepare
 from .decoding import Generated, free, generate
 from .filling import fill_cache
 from .report import Report
-from .shapes import SHAPES, case_name, known_config, parse_tokens, random_model, real_model
+from .shapes import SHAPES, case_name, known_config, parse_context, parse_model, random_model, real_model
 
 DEFAULT = ("hf_dynamic", "two_level", "two_level:lag")
 CHOICES = [name for name, variant in VARIANTS.items() if variant.kind != "sdpa"]
@@ -98,15 +99,15 @@ def arguments() -> ArgumentParser:
     """The command line."""
     parser = new_parser("generate", __doc__, "dtype", "device", "fused", "kv", "host-gb")
     add, flag = parser.add_argument, BooleanOptionalAction
-    add("--model", default="qwen3-8b", help=f"{KNOWN}; `small`")
+    add("--model", default="qwen3-8b", type=parse_model, help=f"{KNOWN}; `small`")
     add("--random-weights", action="store_true", help="of a name or path read the configuration only")
-    add("--batch", type=int, default=1)
-    add("--context", type=parse_tokens, default=32768, metavar="TOKENS", help="512, 32k")
-    add("--new-tokens", type=int, default=64)
+    add("--batch", type=parse_count, default=1)
+    add("--context", type=parse_context, default=32768, metavar="TOKENS", help="512, 32k")
+    add("--new-tokens", type=parse_count, default=64)
     caches = {"nargs": "+", "type": cache_name, "default": [cache_name(name) for name in DEFAULT], "metavar": "CACHE"}
     add("--caches", **caches, help=f"{', '.join(CHOICES)}; ours also with +offload")
     add("--sample", action="store_true", help="draw tokens instead of taking the likeliest")
-    add("--lookup", type=int, metavar="TOKENS", help="draft so many by prompt lookup; at most max_draft, 16")
+    add("--lookup", type=parse_count, metavar="TOKENS", help="draft so many by prompt lookup; at most max_draft, 16")
     add("--prefill", action="store_true", help="read the context, and measure ttft_s, too")
     add("--capture", action=flag, default=True, help="captured decode steps")
     return parser
@@ -132,21 +133,28 @@ def cache_name(text: str) -> Variant:
 
 
 def load(args: Namespace) -> torch.nn.Module:
-    """The model that the arguments ask for."""
+    """The model that the arguments ask for.
+
+    Raises:
+        CommandError: there is no such model, or it was not made for so many tokens.
+    """
     device = torch.device(args.device)
     dtype = getattr(torch, args.dtype) if args.dtype else None
     if args.model in SHAPES or args.random_weights:
         usual = torch.bfloat16 if device.type == "cuda" else torch.float32
         return random_model(known_config(args.model), dtype or usual, device)
+    most = known_config(args.model).max_position_embeddings
+    if args.context + args.new_tokens > most:
+        raise CommandError(
+            f"--context {args.context:,} and --new-tokens {args.new_tokens:,} are more than the {most:,} tokens that "
+            f"{args.model} was made for: give fewer, or --random-weights"
+        )
     return real_model(args.model, dtype, device)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 1 if anything failed for other reasons than memory."""
     args = arguments().parse_args(argv)
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        print("there is no CUDA device: --device cpu")
-        return 1
     print(device_name(), versions())
     model = load(args)
     on_gpu = model.device.type == "cuda"

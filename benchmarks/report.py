@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hf_sparsekv import unoptimize
+from hf_sparsekv.cli.output import CommandError
 from hf_sparsekv.results import Row, append_rows
 
 from .baselines import NotRun
@@ -77,6 +78,8 @@ class Report:
         except NotRun as reason:
             self.left_out.append(f"{place}: {reason}")
             print(f"{place}: not run: {reason}", flush=True)
+        except CommandError:  # there is no such model: nothing else can be measured either
+            raise
         except Exception as error:
             text = (str(error).splitlines() or [type(error).__name__])[0][:300]
             if is_memory(error):

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedConfig,
 )
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from hf_sparsekv.evaluation.small_model import small_model_path
-from hf_sparsekv.tuning.shapes import SHAPES
+from hf_sparsekv.cli.loading import load_config, pretrained
+from hf_sparsekv.tuning.shapes import SHAPES, known_shape
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -25,7 +24,7 @@ def parse_shape(text: str) -> tuple[int, int]:
     Raises:
         ArgumentTypeError: it is no shape.
     """
-    if not (match := re.fullmatch(r"(\d+)x(\d+k?)", text.lower())):
+    if not (match := re.fullmatch(r"(\d+)x(\d+k?)", text.lower())) or not int(match[1]):
         raise ArgumentTypeError(f"{text!r} is no shape; write BATCHxLENGTH, for example 8x32k")
     return int(match[1]), parse_tokens(match[2])
 
@@ -39,6 +38,17 @@ def parse_tokens(text: str) -> int:
     if not (match := re.fullmatch(r"(\d+)(k?)", text.lower())):
         raise ArgumentTypeError(f"{text!r} is no length; write for example 512 or 32k")
     return int(match[1]) * (1024 if match[2] else 1)
+
+
+def parse_context(text: str) -> int:
+    """As :func:`parse_tokens`, at least one.
+
+    Raises:
+        ArgumentTypeError: it is no number of tokens, or 0.
+    """
+    if not (tokens := parse_tokens(text)):
+        raise ArgumentTypeError(f"{text!r} is no length; write for example 512 or 32k")
+    return tokens
 
 
 def text_config(model) -> PreTrainedConfig:
@@ -80,20 +90,25 @@ def windows(config: PreTrainedConfig) -> list[int | None]:
     return [options["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
 
 
+def parse_model(text: str) -> str:
+    """A known shape's name however it is spelled (``Qwen3_8B``), any other name as it is."""
+    shape = None if "/" in text or Path(text).exists() else known_shape(text)
+    return shape or text
+
+
 def known_config(name: str, layers: int | None = None) -> PreTrainedConfig:
-    """Configuration of the decoder of a known shape, or of a model by name or path; of its first ``layers`` only."""
-    config = text_config(SHAPES[name]() if name in SHAPES else AutoConfig.from_pretrained(locate(name)))
+    """Configuration of the decoder of a known shape, or of a model by name or path; of its first ``layers`` only.
+
+    Raises:
+        CommandError: there is no such model, or the hub does not answer.
+    """
+    config = text_config(SHAPES[name]() if name in SHAPES else load_config(name, SHAPES))
     if layers is not None:
         config.num_hidden_layers = layers
         for kinds in ("layer_types", "mlp_layer_types"):
             if getattr(config, kinds, None):
                 setattr(config, kinds, getattr(config, kinds)[:layers])
     return config
-
-
-def locate(name: str) -> str:
-    """What ``from_pretrained`` takes: ``small`` is the small model that ``hf-sparsekv fetch`` fetches."""
-    return str(small_model_path()) if name == "small" else name
 
 
 def case_name(name: str) -> str:
@@ -109,8 +124,12 @@ def random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.dev
 
 
 def real_model(name: str, dtype: torch.dtype | None, device: torch.device) -> torch.nn.Module:
-    """A model by name or path, with its weights; ``dtype=None`` is the checkpoint's."""
-    model = AutoModelForCausalLM.from_pretrained(locate(name), dtype=dtype or "auto", attn_implementation="sparsekv")
+    """A model by name or path, with its weights; ``dtype=None`` is the checkpoint's.
+
+    Raises:
+        CommandError: there is no such model, or the hub does not answer.
+    """
+    model = pretrained(AutoModelForCausalLM, name, SHAPES, dtype=dtype or "auto", attn_implementation="sparsekv")
     return _plain(model.to(device))
 
 

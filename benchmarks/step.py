@@ -38,7 +38,7 @@ from hf_sparsekv.kv.pool import bucket
 from hf_sparsekv.results import device_name, versions
 
 from . import foresight
-from .arguments import host_bytes, new_parser, rows_file
+from .arguments import host_bytes, new_parser, parse_count, rows_file
 from .baselines import (
     VARIANTS,
     Variant,
@@ -249,15 +249,15 @@ def arguments() -> ArgumentParser:
     parser = new_parser("step", __doc__, "shapes", "model", "dtype", "fused", "kv", "host-gb")
     parser.set_defaults(shapes=[(1, 32768), (1, 131072), (8, 32768)], dtype="bfloat16")
     add = parser.add_argument
-    add("--layers", type=int, help="the model's first layers only; its rows say so")
+    add("--layers", type=parse_count, help="the model's first layers only; its rows say so")
     add("--variants", nargs="+", default=list(DEFAULT), choices=list(VARIANTS), metavar="VARIANT")
     add("--compile", action="store_true", help="also StaticCache compiled by generate(): about a minute")
     add("--offload", action="store_true", help="our caches keep full blocks in host memory")
     add("--crossover", action="store_true", help="attend densely where known to be as quick: +dense")
     add("--recapture", action="store_true", help="also growth_s and recapture_s, over a second, growing cache")
-    add("--tokens", type=int, default=160, help="tokens to generate")
+    add("--tokens", type=parse_count, default=160, help="tokens to generate")
     add("--parts", action="store_true", help="of predictive caches: what choosing takes, part by part")
-    add("--budget", type=int, help="tokens that our caches select; default 1024")
+    add("--budget", type=parse_count, help="tokens that our caches select; default 1024")
     add("--kv-dtype", choices=("int8",), help="of keys and values in host memory: with --offload")
     add("--device-pool", type=parse_pool, metavar="SIZE", help=f"of offloaded caches: {POOL_SIZES}")
     return parser

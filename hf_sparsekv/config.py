@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, TypeGuard, TypeVar
 import torch
 from torch import Tensor
 
-from .removed import Options
+from .removed import Options, guess
 
 # Names of query predictors (predictor/query.py) and what their settings may be.
 PREDICTORS = ("last", "ridge", "ridge_softmax", "assembled", "assembled_ridge")
@@ -162,7 +162,8 @@ class SparseConfig(Options):
             ValueError: this class has no preset ``name``, or the changes do not fit it.
         """
         offered = ", ".join(map(repr, cls.PRESETS)) or "none"
-        _require(name in cls.PRESETS, f"{cls.__name__} has no preset {name!r}; it has {offered}")
+        hint = guess(str(name), cls.PRESETS)
+        _require(name in cls.PRESETS, f"{cls.__name__} has no preset {name!r}{hint}; it has {offered}")
         return cls(**{**cls.PRESETS[name], **changes})
 
     def brief(self) -> str:

@@ -75,6 +75,12 @@ def refuse(config: type, names: Iterable[str]) -> None:
             raise ValueError(f"{config.__name__} no longer has {name}: {gone[name].instead}")
 
 
+def guess(name: str, known: Iterable[str]) -> str:
+    """`` (did you mean 'x'?)`` for the one of ``known`` that a wrong name resembles; empty if none does."""
+    near = difflib.get_close_matches(name.lower(), list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
 def check_names(config: type, names: Iterable[str]) -> None:
     """Raise TypeError for the first name that is no field of a dataclass, with the one that it resembles."""
     known = [field.name for field in fields(config)]

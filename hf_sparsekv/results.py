@@ -59,7 +59,8 @@ def versions() -> str:
 def commit() -> str:
     """Short hash of the source tree's commit, with ``+`` if there are changes on top; ``unknown`` elsewhere.
 
-    An archive made by ``git archive`` has its hash in ``commit.txt``.
+    An archive made by ``git archive`` has its hash in ``commit.txt``. A package that is installed somewhere below
+    another project's repository has not that project's hash.
     """
     here = Path(__file__).parent
 
@@ -67,6 +68,8 @@ def commit() -> str:
         return subprocess.run(["git", *args], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != here.resolve().parent:
+            raise FileNotFoundError
         return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
         archived = here / "commit.txt"

@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,9 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from hf_sparsekv import __version__
-from hf_sparsekv.cli import doctor, loading
+from hf_sparsekv.cli import doctor, loading, running
 from hf_sparsekv.cli.app import app
-from hf_sparsekv.cli.running import encode
+from hf_sparsekv.cli.running import OtherWork, encode
 from hf_sparsekv.evaluation.small_model import ModelFetchError
 from hf_sparsekv.predictor.channels import LabelChannels
 
@@ -182,6 +183,34 @@ def test_slower_is_said(tiny, monkeypatch):
     assert "sparse was slower here (200.0 against 100.0 ms a token)" in run(*command).stderr
     times["two_level"] = 0.05
     assert "slower" not in run(*command).stderr
+
+
+def test_busy_processors_are_said(tiny, monkeypatch):
+    """On a CPU, only if others took what the run could have used."""
+    taken = {}
+    monkeypatch.setattr(running.psutil, "cpu_count", lambda: 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(OtherWork, "__exit__", lambda self, *error: setattr(self, "processors", taken["now"]))
+    for processors, said in ((0.0, False), (2.4, False), (2.6, True), (9.5, True)):
+        taken["now"] = processors
+        lines = run("generate", tiny, "--prompt", "abc", "--max-new-tokens", 2).stderr.splitlines()
+        (busy,) = [line for line in lines if "processors" in line] or [""]
+        assert busy.startswith(f"the processors were busy: others took {processors} of 4 meanwhile") == said
+
+
+def test_other_work_is_that_of_other_processes():
+    """A child takes a processor, or a part of one if the machine is full; what this process takes is not counted."""
+    child = subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE)
+    try:
+        child.stdout.read(1)
+        with OtherWork() as others:
+            until = time.monotonic() + 1.5
+            while time.monotonic() < until:
+                pass
+    finally:
+        child.kill()
+        child.wait()
+    assert 0 < others.processors <= running.psutil.cpu_count() + 0.1
 
 
 def test_chat_template_is_applied(tiny):

@@ -10,7 +10,7 @@ import pytest
 from test_cli import error, run, tiny
 
 from hf_sparsekv.cli import loading
-from hf_sparsekv.tuning.shapes import SHAPES
+from hf_sparsekv.tuning.shapes import HUB, SHAPES, known_shape
 
 __all__ = ["tiny"]  # a fixture
 
@@ -37,13 +37,56 @@ def test_known_shapes_can_be_planned(name):
         (("generate", "--prompt", "a"), "Small", "small"),
         (("plan", "--context", "4k"), "smalll", "small"),
         (("plan", "--context", "4k"), "qwen3-8", "qwen3-8b"),
-        (("plan", "--context", "4k"), "Qwen3-8B", "qwen3-8b"),
+        (("generate", "--prompt", "a"), "Qwen3-8B", "Qwen/Qwen3-8B"),
+        (("generate", "--prompt", "a"), "gemma3-12b", "google/gemma-3-12b-it"),
+        (("serve",), "smal", "small"),
+        (("calibrate", "--text-file", __file__, "--output", "x"), "smal", "small"),
     ],
 )
 def test_names_that_are_nearly_right(command, name, meant, monkeypatch):
     """Told before anybody asks the hub."""
     monkeypatch.setattr(loading, "hub_answers", lambda: pytest.fail("the hub was asked"))
     assert f"there is no model {name!r}: did you mean {meant!r}?" in error(command[0], name, *command[1:])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["Qwen3-8B", "qwen3_8b", "Qwen/Qwen3-8B", "qwen/qwen3-8b-base"])
+def test_plan_knows_spellings(name, monkeypatch):
+    monkeypatch.setattr(loading, "hub_answers", lambda: pytest.fail("the hub was asked"))
+    size = ("--context", "32k", "--gpu-memory", "80GiB", "--host-memory", "128GiB")
+    found = run("plan", name, *size)
+    assert found.stdout == run("plan", "qwen3-8b", *size).stdout
+    assert f"{name}: the shape of qwen3-8b that this package knows" in found.stderr
+
+
+def test_a_directory_goes_before_a_shape(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen3-8b").symlink_to(tiny)
+    assert "llama, float32, layers: 2 full" in run("plan", "qwen3-8b", "--context", 1000).stdout
+
+
+def test_shapes_and_where_their_weights_are():
+    """Every shape is known by its own name and by its model's, in any spelling, and nobody's copy is."""
+    assert HUB.keys() == SHAPES.keys()
+    for shape, hub in HUB.items():
+        for name in (shape, shape.upper(), shape.replace("-", "_"), hub, hub.lower(), hub.partition("/")[2]):
+            assert known_shape(name) == shape, name
+        assert known_shape(f"someone/{shape}") is None
+    for name in ("qwen3-8", "small", "", "/", "qwen3-8b-fp8", "./qwen3-8b", "Qwen/Qwen3-8B-AWQ", "gpt2"):
+        assert known_shape(name) is None, name
+
+
+def test_random_shapes_take_spellings():
+    assert loading.random_shape("random:Qwen3_8B").num_hidden_layers == 36
+    with pytest.raises(loading.CommandError, match=r"no shape 'qwen3-8' \(did you mean 'qwen3-8b'\?\): known ones"):
+        loading.random_shape("random:qwen3-8")
+
+
+def test_an_evaluation_of_a_wrong_name_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for part in ("needle", "ruler", "all"):
+        assert "did you mean 'small'?" in error("eval", part, "smal")
+    assert not list(tmp_path.iterdir())
 
 
 def test_short_names_of_the_hub_are_no_mistakes():
@@ -57,14 +100,15 @@ def test_a_hub_out_of_reach_is_asked_once(command, tmp_path):
     kept = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     env = {**kept, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
     done = subprocess.run(
-        [sys.executable, "-m", "hf_sparsekv", command[0], "Qwen/Qwen3-8B", *command[1:]],
+        [sys.executable, "-m", "hf_sparsekv", command[0], "Qwen/Qwen3-32B", *command[1:]],
         env=env, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 1 and "Retry" not in done.stderr, done.stderr
     message = (
-        "error: cannot load Qwen/Qwen3-8B: it is not in the hub's cache on this machine, and the hub is out of reach"
+        "error: cannot load Qwen/Qwen3-32B: it is not in the hub's cache on this machine, and the hub is out of reach"
     )
     assert message in done.stderr
+    assert ("Known without the hub: qwen3-8b, " in done.stderr) == (command[0] == "plan")
 
 
 def test_a_directory_asks_no_hub(tiny, monkeypatch):

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from hf_sparsekv import __version__
+from hf_sparsekv.cli import loading
 from hf_sparsekv.cli.app import app
-from hf_sparsekv_cli import COMMANDS, asks_for_names, names_only
+from hf_sparsekv_cli import version
+from hf_sparsekv_cli.names import COMMANDS, asks_for_names, names_only
 
 ROOT = Path(__file__).parents[1]
 IMPORTS = """
@@ -44,7 +47,68 @@ def test_help_imports_neither_torch_nor_transformers(args):
 
 
 def test_everything_else_is_the_command_itself():
-    assert "loaded ['hf_sparsekv', 'numpy', 'torch', 'transformers']" in python(IMPORTS.format(args=["--version"]))
+    told = python(IMPORTS.format(args=["doctor", "--help"]))
+    assert "loaded ['hf_sparsekv', 'numpy', 'torch', 'transformers']" in told
+
+
+@pytest.mark.quick
+def test_the_version_imports_nothing():
+    """Not typer either, whose import takes longer than all the rest."""
+    assert version() == __version__
+    code = IMPORTS.format(args=["--version"]) + "print(sorted({'typer', 'rich'} & set(sys.modules)))"
+    told = python(code, PYTHONSAFEPATH="1")
+    assert f"hf-sparsekv {__version__}\nloaded []\n[]" in told
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (["generat", "small"], "error: No such command 'generat': did you mean generate? (hf-sparsekv --help)"),
+        (["xyz"], "error: No such command 'xyz'. (hf-sparsekv --help)"),
+    ],
+)
+def test_an_unknown_command_is_told_at_once(args, line):
+    told = python(IMPORTS.format(args=args)).splitlines()
+    assert sorted(told) == sorted(["status 2", "loaded []", line])
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (
+            ["plan", "x", "--contxt", "3k"],
+            "No such option: --contxt: did you mean --context? (hf-sparsekv plan --help)",
+        ),
+        (["plan", "x", "--token_budget", "3"], "did you mean --token-budget? (hf-sparsekv plan --help)"),
+        (["plan", "x", "--qqq"], "No such option: --qqq (hf-sparsekv plan --help)"),
+        (
+            ["plan", "x", "--context", "3k", "--cache", "Two-Levl"],
+            ": did you mean two_level? (hf-sparsekv plan --help)",
+        ),
+        (["plan", "x", "--context", "3k", "--preset", "acurate"], "has no preset 'acurate' (did you mean 'accurate'?)"),
+        (["plan"], "Missing argument"),
+        (["eval", "needl", "small"], "No such command 'needl': did you mean needle? (hf-sparsekv eval --help)"),
+        (["eval", "ruler", "x", "--families", "vtt"], "no family 'vtt' (did you mean 'vt'?)"),
+        (["eval", "needle", "x", "--cache", "two_levl"], "unknown method 'two_levl' (did you mean 'two_level'?)"),
+        (["generate", "small", "hello", "you"], "(hello you): the prompt is given by --prompt, in quotes"),
+        (["doctor", "x"], "(x) (hf-sparsekv doctor --help)"),
+        (["generate", "x", "--prompt"], "--prompt' requires an argument."),
+    ],
+)
+def test_wrong_usage_is_one_line(args, line, tmp_path, monkeypatch):
+    """With what was probably meant; nothing is loaded or written before."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loading, "load", lambda *args: pytest.fail("a model was loaded"))
+    done = CliRunner().invoke(app, args)
+    assert (done.exit_code, done.stdout) == (2, ""), done.stderr
+    (told,) = done.stderr.splitlines()
+    assert told.startswith("error: ") and line in told, told
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_group_without_a_command_is_help():
+    done = CliRunner().invoke(app, ["eval"])
+    assert done.exit_code == 2 and "needle" in done.output and "error" not in done.output
 
 
 def test_both_say_the_same():

@@ -6,6 +6,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -103,9 +104,9 @@ def _copy(out: Path) -> Path:
 
     source = out / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in PACKAGES:
+    for name in (*PACKAGES, "tests", "benchmarks", "tools"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     return source
 
@@ -124,6 +125,21 @@ def test_wheel_contents(wheel):
     assert "License-Expression: Apache-2.0" in metadata
     required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]
     assert not any(name in line for line in required for name in OPTIONAL), required
+
+
+def test_sdist_contents(tmp_path):
+    """What builds the wheel, and no tests: those need the checkout's models and recordings."""
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, _copy(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        sizes = {member.name.partition("/")[2]: member.size for member in archive if member.isfile()}
+    sources = {str(p.relative_to(ROOT)) for name in PACKAGES for p in (ROOT / name).rglob("*.py")}
+    given = {"pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"}
+    assert sources | given <= sizes.keys()
+    others = {name.partition("/")[0] for name in sizes} - given
+    assert others == {*PACKAGES, "hf_sparsekv.egg-info", "PKG-INFO", "setup.cfg"}
+    assert max(sizes.values()) < 100_000
 
 
 def long_description(repository: str) -> str:
@@ -167,3 +183,19 @@ def test_nobody_is_sent_to_an_index():
     files += [path for folder in ("hf_sparsekv", "demo", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
     wrong = [path for path in files if re.search(r"pip install [^\n`]*hf-sparsekv(\[|\b)", path.read_text())]
     assert len(files) > 200 and not wrong, wrong
+
+
+def test_the_commit_is_the_package_s_own(tmp_path, monkeypatch):
+    """Not that of a repository in whose virtual environment it happens to be installed."""
+    from hf_sparsekv import results
+
+    there = tmp_path / "site-packages" / "hf_sparsekv"
+    there.mkdir(parents=True)
+    (there / "file").write_text("")
+    git = ("git", "-c", "user.name=a", "-c", "user.email=a@b")
+    for command in (("init", "-q"), ("add", "."), ("commit", "-qm", "theirs")):
+        subprocess.run([*git, *command], cwd=tmp_path, check=True)
+    monkeypatch.setattr(results, "__file__", str(there / "results.py"))
+    assert results.commit() == "unknown"
+    (there / "commit.txt").write_text("abc1234\n")
+    assert results.commit() == "abc1234"

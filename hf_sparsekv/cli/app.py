@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from hf_sparsekv_cli.names import Group
+
 from ..version import __version__
 from . import output
 from .bench import bench
@@ -22,6 +24,7 @@ from .serve import serve
 
 app = typer.Typer(
     name="hf-sparsekv",
+    cls=Group,
     help="Sparse, offloadable KV caches for Hugging Face Transformers.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

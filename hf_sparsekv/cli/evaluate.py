@@ -52,6 +52,7 @@ def ruler(
     from ..evaluation import ruler as text
 
     sizes = lengths_of(lengths)
+    names_of(families, (*text.FAMILIES, *ruler_probe.FAMILIES), "family")  # which of both is known with the model
     with Run("ruler", model, options, seed=seed, question_steps=question_steps, chat=chat) as run:
         probe = ruler_probe.speaks_probe(run.tokenizer)
         names = names_of(families, ruler_probe.FAMILIES if probe else text.FAMILIES, "family")

@@ -12,6 +12,7 @@ import typer
 import yaml
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ..removed import guess
 from ..results import append_rows
 from . import loading
 from .options import Device, DType, DTypeOption, parse_tokens, torch_dtype
@@ -46,7 +47,8 @@ def _from_file(context: typer.Context, path: Path | None) -> Path | None:
         ]
     for key, value in values.items():
         if key not in known:
-            raise typer.BadParameter(f"{path}: no option {key!r}; there are {', '.join(sorted(known - {'config'}))}")
+            there = sorted(known - {"config"})
+            raise typer.BadParameter(f"{path}: no option {key!r}{guess(key, there)}; there are {', '.join(there)}")
         if key != "cache" and isinstance(value, list):
             values[key] = ",".join(map(str, value))
     context.default_map = {**(context.default_map or {}), **values}
@@ -123,7 +125,7 @@ def names_of(text: str | None, known: tuple[str, ...], what: str) -> list[str]:
     names = [part.strip() for part in text.split(",") if part.strip()]
     for name in names:
         if name not in known:
-            raise typer.BadParameter(f"no {what} {name!r}; there are {', '.join(known)}")
+            raise typer.BadParameter(f"no {what} {name!r}{guess(name, known)}; there are {', '.join(known)}")
     return names
 
 
@@ -224,6 +226,7 @@ class Run(Loaded):
 
         self.caches = caches_of(options.cache)  # before the model is loaded
         loading.pick_device(options.device)
+        loading.check_name(model)
         short = Path(model.rstrip("/")).name
         self.out = options.out or Path("eval-results") / f"{task}-{short}"
         self.title, self.short, self.rows = f"{task}, {short}", short, options.rows

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import psutil
 import torch
 import typer
 from rich.table import Table
@@ -15,7 +16,7 @@ from ..telemetry.timing import Timing
 from . import loading
 from . import options as opt
 from .output import CommandError, messages, note
-from .running import Run, encode, run_dense, run_sparse
+from .running import OtherWork, Run, encode, run_dense, run_sparse
 
 
 @opt.takes(opt.DecodingOptions)
@@ -73,18 +74,25 @@ def generate(
 
     sampling = {"do_sample": temperature > 0, "max_new_tokens": max_new_tokens}
     sampling |= {"temperature": temperature} if temperature > 0 else {"temperature": None, "top_p": None, "top_k": None}
-    runs = []
-    for kind in kinds:
-        if len(kinds) > 1:
-            note(f"--- {kind.value}")
-        if temperature > 0 and seed is not None:
-            torch.manual_seed(seed)
-        if kind is not opt.CacheKind.dense:
-            captured = capture and loaded.device.type == "cuda"
-            runs.append(run_sparse(tokenizer, loaded, inputs, sparse, captured, kind.value, **sampling))
-        else:
-            runs.append(run_dense(tokenizer, loaded, inputs, **sampling))
-    _report(runs, sparse, on_gpu=loaded.device.type == "cuda", same_tokens_expected=temperature == 0)
+    runs, on_gpu = [], loaded.device.type == "cuda"
+    with OtherWork() as others:
+        for kind in kinds:
+            if len(kinds) > 1:
+                note(f"--- {kind.value}")
+            if temperature > 0 and seed is not None:
+                torch.manual_seed(seed)
+            if kind is not opt.CacheKind.dense:
+                captured = capture and on_gpu
+                runs.append(run_sparse(tokenizer, loaded, inputs, sparse, captured, kind.value, **sampling))
+            else:
+                runs.append(run_dense(tokenizer, loaded, inputs, **sampling))
+    _report(runs, sparse, on_gpu=on_gpu, same_tokens_expected=temperature == 0)
+    processors = psutil.cpu_count() or 1
+    if not on_gpu and others.disturbs(torch.get_num_threads(), processors):
+        note(
+            f"the processors were busy: others took {others.processors:.1f} of {processors} meanwhile, so these times "
+            "say little. Try again on an idle machine"
+        )
 
 
 def _prompt_text(prompt: str | None, path: Path | None) -> str:

@@ -12,7 +12,8 @@ import typer
 
 from ..attention.interface import NAME
 from ..evaluation.small_model import is_fetched, small_model_path
-from ..tuning.shapes import SHAPES
+from ..removed import guess
+from ..tuning.shapes import HUB, SHAPES, known_shape
 from .output import CommandError
 
 HUB_SECONDS = 5  # that the hub may take to answer at all
@@ -42,11 +43,21 @@ def resolve_model(name: str, known: Iterable[str] = ()) -> str:
         raise CommandError(f"{path} is a file: give the directory of the model")
     if name.startswith(("/", ".", "~")) or name.count("/") > 1 or not name.strip():
         raise CommandError(f"there is no directory {name!r}")
-    if "/" not in name and (near := difflib.get_close_matches(name.lower(), ["small", *known], n=1, cutoff=0.85)):
-        raise CommandError(
-            f"there is no model {name!r}: did you mean {near[0]!r}? (A directory of that name: ./{name})"
-        )
+    if "/" not in name:
+        near = difflib.get_close_matches(name.lower(), ["small", *known], n=1, cutoff=0.85)
+        if not near and (shape := known_shape(name)):
+            near = [HUB[shape]]
+        if near:
+            raise CommandError(
+                f"there is no model {name!r}: did you mean {near[0]!r}? (A directory of that name: ./{name})"
+            )
     return name
+
+
+def check_name(name: str) -> None:
+    """Raise CommandError for what :func:`load` will not find for its name alone: before anything else is begun."""
+    if random_shape(name) is None:
+        resolve_model(name)
 
 
 def hub_answers() -> bool:
@@ -66,7 +77,13 @@ def hub_answers() -> bool:
     return True
 
 
-def _pretrained(kind, name: str, path: str, here: bool, **kwargs):
+def _without(known: Iterable[str]) -> str:
+    """What a command knows without the hub."""
+    names = ", ".join(known)
+    return f". Known without the hub: {names}" if names else ""
+
+
+def _pretrained(kind, name: str, path: str, here: bool, known: Iterable[str] = (), **kwargs):
     """``kind.from_pretrained``; ``here``: of what is in a directory or in the hub's cache."""
     try:
         return kind.from_pretrained(path, local_files_only=here, **kwargs)
@@ -74,7 +91,7 @@ def _pretrained(kind, name: str, path: str, here: bool, **kwargs):
         if here and not Path(path).is_dir():
             raise CommandError(
                 f"cannot load {name}: it is not in the hub's cache on this machine, and the hub is out of reach. Give "
-                "a directory with the model, or go online (and unset HF_HUB_OFFLINE)"
+                f"a directory with the model, or go online (and unset HF_HUB_OFFLINE){_without(known)}"
             ) from error
         raise CommandError(f"cannot load {name}: {' '.join(str(error).split())}") from error
 
@@ -95,15 +112,23 @@ def pick_device(name: str) -> torch.device:
 
 
 def load_config(name: str, known: Iterable[str] = ()):
-    """The configuration of a model, without its weights; ``known`` as for :func:`resolve_model`.
+    """The configuration of a model, without its weights.
+
+    Args:
+        name, known: as for :func:`resolve_model`; an error that the hub does not answer names ``known``, too.
 
     Raises:
         CommandError: there is no such model, or the hub does not answer.
     """
     from transformers import AutoConfig
 
+    return pretrained(AutoConfig, name, known)
+
+
+def pretrained(kind, name: str, known: Iterable[str] = (), **kwargs):
+    """``kind.from_pretrained`` of a model by the name that a user gives, as :func:`load_config`."""
     path = resolve_model(name, known)
-    return _pretrained(AutoConfig, name, path, Path(path).is_dir() or not hub_answers())
+    return _pretrained(kind, name, path, Path(path).is_dir() or not hub_answers(), known, **kwargs)
 
 
 RANDOM = "random:"  # before a known shape's name
@@ -117,9 +142,9 @@ def random_shape(name: str):
     """
     if not name.startswith(RANDOM):
         return None
-    shape = name.removeprefix(RANDOM)
-    if shape not in SHAPES:
-        raise CommandError(f"there is no shape {shape!r}: known ones are {', '.join(SHAPES)}")
+    given = name.removeprefix(RANDOM)
+    if (shape := known_shape(given)) is None:
+        raise CommandError(f"there is no shape {given!r}{guess(given, SHAPES)}: known ones are {', '.join(SHAPES)}")
     return SHAPES[shape]()
 
 

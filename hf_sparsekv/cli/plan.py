@@ -76,12 +76,15 @@ def plan(
 
 
 def _config(model: str):
-    """Of a known shape by its name, without any file; of everything else as :func:`load_config`."""
-    from ..tuning.shapes import SHAPES
+    """Of a known shape by its name, however spelled, without any file; of everything else as :func:`load_config`."""
+    from ..tuning.shapes import SHAPES, known_shape
 
-    if model in SHAPES and not Path(model).exists():
-        return SHAPES[model]()
-    return load_config(model, SHAPES)
+    shape = None if Path(model).expanduser().exists() else known_shape(model)
+    if shape is None:
+        return load_config(model, SHAPES)
+    if shape != model:
+        note(f"{model}: the shape of {shape} that this package knows; the hub is not asked")
+    return SHAPES[shape]()
 
 
 def _detected_gpu() -> int | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
+import psutil
 import torch
 from rich.status import Status
 from transformers import DynamicCache, TextStreamer
@@ -22,6 +24,42 @@ class Run:
     prompt_tokens: int
     tokens: list[int]
     timing: Timing
+
+
+class OtherWork:
+    """What this machine's processors do for others, virtual machines beside this one included, while a run is timed.
+
+    In a ``with`` statement around the run. The load average would tell less: it is of the last minute, and counts the
+    command's own start and a run just before.
+    """
+
+    processors = 0.0  # taken by others, on average
+
+    def __enter__(self) -> OtherWork:
+        self._began, self._all, self._own = time.perf_counter(), _busy(), _own()
+        return self
+
+    def __exit__(self, *error) -> None:
+        seconds = max(time.perf_counter() - self._began, 1e-3)
+        self.processors = max(0.0, (_busy() - self._all) - (_own() - self._own)) / seconds
+
+    def disturbs(self, threads: int, processors: int) -> bool:
+        """Whether a run of so many threads lacked more than a quarter of the processors that it could have used."""
+        return self.processors + threads - processors > 0.25 * threads
+
+
+def _busy() -> float:
+    """Seconds that all processors have worked, of all processes; ``user`` holds what guests took."""
+    try:
+        times = psutil.cpu_times()
+    except OSError:  # a sandbox does not tell
+        return 0.0
+    return sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
+
+
+def _own() -> float:
+    times = psutil.Process().cpu_times()
+    return times.user + times.system
 
 
 class _Printer(TextStreamer):

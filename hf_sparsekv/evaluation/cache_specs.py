@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import yaml
 from ..cache import SparseCache
 from ..config import OffloadConfig
 from ..policies.registry import Method, names
-from ..removed import removed
+from ..removed import guess, removed
 from . import reference_policies as _references  # noqa: F401 (registers them)
 
 FULL = "full"
@@ -92,8 +91,8 @@ def parse_cache(spec: str | dict) -> CacheSpec:
     else:
         raise ValueError(f"a cache is given as a text or a mapping, got {spec!r}")
     if method not in known() and method != FULL:
-        near = difflib.get_close_matches(method, [FULL, *known()], 1)
-        raise ValueError(f"cache {text!r}: unknown method {method!r}{_guess(near)}; known: {_known()}")
+        hint = guess(method, (FULL, *known()))
+        raise ValueError(f"cache {text!r}: unknown method {method!r}{hint}; known: {_known()}")
     parsed = CacheSpec(name, method, options)
     if parsed.full:
         if options:
@@ -102,9 +101,9 @@ def parse_cache(spec: str | dict) -> CacheSpec:
     fields = {field.name for field in dataclasses.fields(known()[method][0].config)} | {"offload", "kv_dtype", "preset"}
     for option in options:
         if option not in fields and option not in removed(known()[method][0].config):  # making it refuses those
-            near = difflib.get_close_matches(option, fields, 1)
             raise ValueError(
-                f"cache {text!r}: {method} has no option {option!r}{_guess(near)}; it has {', '.join(sorted(fields))}"
+                f"cache {text!r}: {method} has no option {option!r}{guess(option, fields)}; "
+                f"it has {', '.join(sorted(fields))}"
             )
     if not isinstance(options.get("offload", False), bool):
         raise ValueError(f"cache {text!r}: offload must be true or false, got {options['offload']!r}")
@@ -168,10 +167,6 @@ def _value(text: str) -> object:
 
 def _text(value: object) -> str:
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _guess(near: list[str]) -> str:
-    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def _known() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from transformers import (
@@ -53,3 +54,35 @@ SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma3-12b": lambda: _like(Gemma3TextConfig, 3840, 48, (16, 8, 256), 15360, query_pre_attn_scalar=256, **_GEMMA3),
     "gemma3-27b": lambda: _like(Gemma3TextConfig, 5376, 62, (32, 16, 128), 21504, query_pre_attn_scalar=168, **_GEMMA3),
 }
+
+# Where the weights of a shape are, on the Hugging Face hub.
+HUB = {
+    "qwen3-8b": "Qwen/Qwen3-8B",
+    "qwen3-0.6b": "Qwen/Qwen3-0.6B",
+    "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
+    "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
+    "llama-3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
+    "mha-7b": "meta-llama/Llama-2-7b-hf",
+    "glm-4.7-flash": "zai-org/GLM-4.7-Flash",
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+    "gemma3-12b": "google/gemma-3-12b-it",
+    "gemma3-27b": "google/gemma-3-27b-it",
+}
+
+
+def _letters(name: str) -> str:
+    """A model's name without case, dividers, and what says how it was trained."""
+    return re.sub(r"[-_ ]", "", re.sub(r"[-_](instruct|it|base|hf)$", "", name.lower()))
+
+
+def known_shape(name: str) -> str | None:
+    """The name in :data:`SHAPES` of a shape, however it is spelled: ``Qwen3-8B``, ``qwen3_8b``, ``Qwen/Qwen3-8B``.
+
+    None if it is another model's name, or that of somebody else's copy, which may be something else.
+    """
+    publisher, _, model = name.rpartition("/")
+    for shape, hub in HUB.items():
+        owner, _, there = hub.partition("/")
+        if publisher.lower() in ("", owner.lower()) and _letters(model) in (_letters(shape), _letters(there)):
+            return shape
+    return None

@@ -104,6 +104,54 @@ def test_wrong_sizes_are_named(args, says, monkeypatch, capsys):
     assert says in told and "parse_" not in told
 
 
+@pytest.mark.parametrize(
+    ("args", "status", "says"),
+    [
+        ("generate --model qwen3-9b", 1, "there is no model 'qwen3-9b': did you mean 'qwen3-8b'?"),
+        ("generate --model smal", 1, "there is no model 'smal': did you mean 'small'?"),
+        ("generate --model nosuch/model", 1, "the hub is out of reach"),
+        ("offload prefill --lengths 1k --model nosuch/model", 1, "the hub is out of reach"),
+        ("generate --model TINY --context 4k", 1, "more than the 4,096 tokens that TINY was made for: give fewer"),
+        ("generate --device cuda:77", 2, "argument --device: there is no device cuda:77"),
+        ("generate --device tpu0", 2, "'tpu0' is no device; write for example cpu"),
+        ("generate --batch 0", 2, "argument --batch: '0' is no number from 1 on"),
+        ("generate --new-tokens -3", 2, "--new-tokens"),
+        ("generate --context 0", 2, "'0' is no length"),
+        ("generate --caches two_levl", 2, "there is no variant 'two_levl' (did you mean 'two_level'?)"),
+        ("generate --contxt 3k", 2, "unrecognized arguments: --contxt 3k (did you mean '--context'?)"),
+        ("generate --dtype bfloat", 2, "(did you mean 'bfloat16'?) (python -m benchmarks generate --help)"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(args, status, says, tiny, tmp_path, capsys):
+    """No traceback, no half minute of waiting for a hub, and no rows."""
+    command = [word.replace("TINY", str(tiny)) for word in args.split()]
+    if "--device" not in command:
+        command += ["--device", "cpu"]
+    try:
+        found = main([*command, "--csv", str(tmp_path / "rows.csv")])
+    except SystemExit as end:
+        found = end.code
+    told = [line for line in capsys.readouterr().err.splitlines() if line]  # a progress bar leaves an empty one
+    assert found == status, told
+    assert len(told) == 1 and told[0].startswith("error: ") and says.replace("TINY", str(tiny)) in told[0], told
+    assert not list(tmp_path.glob("rows.csv"))
+
+
+def test_a_benchmark_that_was_nearly_named(capsys):
+    assert main(["generat"]) == 2
+    assert "error: there is no benchmark 'generat' (did you mean 'generate'?)" in capsys.readouterr().err
+
+
+def test_models_take_spellings(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    parser = new_parser("step", "", "model")
+    assert parser.parse_args(["--model", "Qwen3_8B"]).model == "qwen3-8b"
+    for name in ("Qwen/Qwen3-8B", "someone/other", "./qwen3-8b"):  # with weights of their own
+        assert parser.parse_args(["--model", name]).model == name
+    (tmp_path / "Qwen3-8B").mkdir()
+    assert parser.parse_args(["--model", "Qwen3-8B"]).model == "Qwen3-8B"
+
+
 def test_rows_go_to_the_checkout_wherever_one_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in BENCHMARKS:
