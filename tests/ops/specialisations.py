@@ -83,7 +83,7 @@ class Model:
         return torch.empty(64, self.heads, *shape, dtype=dtype)
 
 
-MODELS = (Model(8, 4, 128, 128), Model(1, 20, 576, 512, latents=True), Model(2, 3, 80, 80))
+MODELS = (Model(8, 4, 128, 128), Model(1, 40, 576, 512, latents=True), Model(2, 3, 80, 80))
 
 
 def rows_of(rows: int, at: int) -> torch.Tensor:
@@ -99,6 +99,7 @@ def scores(model: Model) -> None:
         q, table, lengths = model.q(rows, drafts), model.table(rows, blocks, drafts), rows_of(rows, at)
         for fill in (True, False):
             found = block_score(q, bounds, lengths, table, "max", tokens=16, sinks=SINKS, fill=fill)
+        block_score(q, bounds, lengths, table, "mean", tokens=16, sinks=SINKS)
         chosen = block_select(found, 8, rows=lengths, block_size=16)
         channels = torch.empty(rows, model.heads, r, dtype=INT)
         for bits, width in ((4, r // 2), (16, r)):
@@ -114,11 +115,10 @@ def scores(model: Model) -> None:
         attend(model, rows, blocks, drafts, selected.ids, selected.count)
 
 
-def long_rows() -> None:
+def long_rows(model: Model) -> None:
     """Selections from rows that no program holds: by a sample, and digit by digit."""
     for rows, n, k in product(ROWS, (1040, 1100, 1601, 2047), (100, 600)):
         table, lengths = torch.empty(rows, table_width(n), dtype=INT)[:, :n], rows_of(rows, 1)
-        model = MODELS[0]
         labels = model.stored(16, 16, dtype=torch.uint8), model.stored(16, 2, dtype=torch.float16)
         channels = torch.empty(rows, model.heads, 32, dtype=INT)
         found = token_score(model.q(rows, False), *labels, channels, lengths, table, None, "mean", sinks=4, fill=False)
@@ -203,6 +203,9 @@ def pages(model: Model) -> None:
         state.set_table(0, torch.empty(64, model.heads, dtype=INT))
         _, copies, count = residency(ids, table, state, 0, 1)
         block_copy(kv, torch.empty(300, 16, width, dtype=KIND), copies, count)
+        codes, scales = model.stored(16, width, dtype=torch.int8), model.stored(16, 2, dtype=torch.float16)
+        named = {"scales": scales, "split": model.dk}
+        block_copy(codes, torch.empty(300, 16, width, dtype=KIND), copies, count, **named)
         at = torch.empty(rows, model.heads, 100, dtype=INT)
         lists = [torch.empty_like(at) for _ in range(3)]
         pack(at, kv, table, *lists[:2], torch.empty(rows, model.heads, 100, width, dtype=KIND), lists[2])
@@ -241,35 +244,28 @@ def main() -> None:
     def note(self, *args, grid, warmup, **named):
         *_, binder = self.device_caches[0]
         _, kinds, options = binder(*args, **named, debug=False)
-        names = [p.name for p in self.params]
-        fixed = {name: str(kind) for name, kind, p in zip(names, kinds, self.params) if p.is_constexpr}
-        # Whether there is a tensor at all is decided when a kernel is compiled: by what is asked, not by how much.
-        fixed |= {name: "None" for name, kind in zip(names, kinds) if kind == ("constexpr", None)}
-        other = {name: str(kind) for name, kind, p in zip(names, kinds, self.params) if not p.is_constexpr}
-        made[self.fn.__name__][str((fixed, options))][str(other)] = other
+        fixed, other = {"options": options}, {}
+        for parameter, kind in zip(self.params, kinds):
+            # Whether there is a tensor at all is decided when a kernel is compiled: by what is asked, not by how much.
+            decided = parameter.is_constexpr or kind == ("constexpr", None)
+            (fixed if decided else other)[parameter.name] = str(kind)
+        made[self.fn.__name__][str(fixed)][str(other)] = other
 
     JITFunction.run = note
-    for story in (scores, attention, recent_tokens, pages, small_layers):
-        for model in MODELS:
+    for story in (scores, attention, recent_tokens, pages, small_layers, long_rows):
+        for model in MODELS[: 1 if story is long_rows else None]:
             made.clear()
             story(model)
             for name, kinds in made.items():
-                report(name, kinds)
-    made.clear()
-    long_rows()
-    for name, kinds in made.items():
-        report(name, kinds)
+                report(f"{story.__name__} {model.heads} x {model.dk}", name, kinds)
 
 
-def report(name: str, kinds: dict[str, dict]) -> None:
-    """One line a kernel: its kinds by constants, the most of any; and which arguments differ there."""
-    worst = max(kinds.values(), key=len)
-    differ = {}
-    for key in next(iter(worst.values())):
-        found = sorted({one[key] for one in worst.values()})
-        if len(found) > 1:
-            differ[key] = found
-    print(json.dumps({"kernel": name, "constants": len(kinds), "kinds": len(worst), "differ": differ}))
+def report(story: str, name: str, kinds: dict[str, dict]) -> None:
+    """One line a kernel: how many there would be of the same constants, at most, and which arguments differ there."""
+    worst = list(max(kinds.values(), key=len).values())
+    differ = {key: sorted({one[key] for one in worst}) for key in worst[0]}
+    differ = {key: found for key, found in differ.items() if len(found) > 1}
+    print(json.dumps({"story": story, "kernel": name, "kinds": len(worst), "differ": differ}))
 
 
 if __name__ == "__main__":
