@@ -105,7 +105,7 @@ def block_score_kernel(
         tl.store(p_heads + o_n[None, :], b_all, mask=m_all)
     if REDUCE == "none":  # heads of a group lie one after the other
         p_to += i_head * (GROUP - 1) * out.head
-        tl.store(p_to[None, :] + o_g[:, None] * out.head, b_all, mask=m_all)
+        tl.store(p_to[None, :] + o_far * out.head, b_all, mask=m_all)
     else:
         tl.store(p_to, tl.where(m_live, b_s, float("-inf")), mask=m_n)
 
