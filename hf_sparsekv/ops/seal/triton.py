@@ -162,7 +162,7 @@ def seal_kernel(
                 else:
                     tl.store(p_code + o_r[None, :], b_x, mask=m_r[None, :])
         if bounds is not None:
-            p_bound = bounds.ptr + physical_id * bounds.block + i_part.to(tl.int64) * bounds.part
+            p_bound = bounds.ptr + physical_id * bounds.block + tl.full([], i_part, tl.int64) * bounds.part
             p_bound += i_head * bounds.head + o_k
             end = sealed + (i_part + 1) * (BLOCK_SIZE // PARTS)
             count = tl.minimum(tl.maximum(end - sinks, 1), BLOCK_SIZE // PARTS).to(tl.float32)
