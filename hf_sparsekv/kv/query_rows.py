@@ -32,7 +32,8 @@ class QueryRows(LayerStore):
         new.batch, new._rows, new._there = n, queries, there
         new.recent_kv = store.recent_kv.expand(n, -1, -1, -1)
         counters = new.counters = copy.copy(store.counters)
-        counters.attended, counters.from_host = counted = store.counters.attended.new_zeros(2, n, store.heads)
+        counted = store.counters.attended.new_zeros(2, n + n % 2, store.heads)[:, :n]  # both begin at 16 bytes
+        counters.attended, counters.from_host = counted
         yield new
         for held, more in zip((store.counters.attended, store.counters.from_host), counted.sum(1, keepdim=True)):
             held += more

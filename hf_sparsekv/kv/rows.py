@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..config import SparseConfig
+from ..ops._layout import whole
 from ..ops.begin_step import begin_step
 from ..tensors import no_inference_mode, sent
 
@@ -39,6 +40,11 @@ def bucket(n: int, least: int = _MIN_BLOCKS) -> int:
     n = max(n, least)
     step = 1 << max((n - 1).bit_length() - 3, 0)
     return -(-n // step) * step
+
+
+def table_width(blocks: int) -> int:
+    """Entries of each row of a table that has room for ``blocks`` blocks: kernels want rows :func:`whole`."""
+    return whole(blocks)
 
 
 class Pool(Protocol):
@@ -383,7 +389,7 @@ class RowTable:
         """Rows without tokens; about ``tokens`` are expected in each."""
         expected = self.config.max_length or tokens
         blocks = -(-expected // self.block_size)
-        blocks = blocks if self.config.max_length is not None else bucket(blocks)
+        blocks = table_width(blocks if self.config.max_length is not None else bucket(blocks))
         if self.batch != batch or self._empty is None:
             self.clear()
             self.batch = batch
@@ -435,6 +441,7 @@ class RowTable:
         self._steps = {device: step for device, step in self._steps.items() if len(step.past) == len(host)}
 
     def _grow(self, capacity: int) -> None:
+        capacity = table_width(capacity)
         self._replace(np.pad(self.host, ((0, 0), (0, capacity - self.capacity)), constant_values=-1))
 
     def reserve(self, rows: Sequence[int], first: Sequence[int], end: Sequence[int]) -> None:

@@ -2,7 +2,8 @@
 
 A stride is named after the dimension that it steps over; the last dimension is contiguous, unless it has a stride too.
 ``None`` in the place of a tensor gives ``None`` in the kernel, where ``if x is not None`` is decided at compile time.
-Triton specialises the members (divisible by 16, equal to 1) as it does plain arguments.
+Triton specialises the members (divisible by 16, equal to 1) as it does plain arguments, and cannot be told not to. So
+strides of one kind only go here: of what changes during an answer see :mod:`._layout`.
 """
 
 from __future__ import annotations
@@ -84,6 +85,16 @@ def operand(kind: type[Operand], t: Tensor | None) -> Operand | None:
         return None
     strides = t.stride()[: len(kind._fields) - 1]
     return kind(t.view(torch.uint8) if t.dtype == torch.bool else t, *strides)
+
+
+def in_each_row(t: Tensor | None) -> tuple[Tensor | None, int]:
+    """Numbers of each row, ``t [rows, ...]``, and the entries between two rows': plain arguments, not an operand.
+
+    For ``do_not_specialize``, which knows no members: a column of a mask lies anywhere and is as wide as the mask.
+    """
+    if t is None:
+        return None, 0
+    return t.view(torch.uint8) if t.dtype == torch.bool else t, t.stride(0)
 
 
 @triton.constexpr_function

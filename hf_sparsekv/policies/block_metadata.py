@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kv.store import LayerStore
+from ..ops._layout import empty_rows
 from ..ops.block_score import block_score
 from ..ops.seal import Index, key_metadata
 from .memory import Request
@@ -53,18 +54,24 @@ class BlockMetadata:
 
     def head_scores(self, q: Tensor, store: LayerStore) -> tuple[Tensor, Tensor]:
         """The same, and those of each query head, ``[batch, Hq, n]``; ``-inf`` behind a row's sealed blocks."""
-        each = torch.empty(*q.shape[:2], store.table.shape[1] * self.parts, dtype=torch.float32, device=q.device)
+        each = empty_rows((*q.shape[:2], store.table.shape[1] * self.parts), torch.float32, q.device)
         scores = self._scores(q, store, each, fill=True)
         return scores, self._best(each)
 
     def _best(self, scores: Tensor) -> Tensor:
-        return scores.unflatten(-1, (-1, self.parts)).amax(-1) if self.parts > 1 else scores
+        if self.parts == 1:
+            return scores
+        parts = scores.unflatten(-1, (-1, self.parts))
+        best = empty_rows(parts.shape[:-1], scores.dtype, scores.device)
+        return torch.amax(parts, -1, out=best)
 
     def _scores(self, q: Tensor, store: LayerStore, each: Tensor | None, fill: bool) -> Tensor:
         bounds, table = store.pool.fields["bounds"], store.table
         if self.parts > 1:  # the parts of a block are physical blocks of their own to the operator
             part = torch.arange(self.parts, dtype=torch.int32, device=q.device)
-            table = torch.where(table[..., None] < 0, -1, table[..., None] * self.parts + part).flatten(1)
+            ids = store.block_table[..., None]  # all of it: rows of a width that changes would be of two kinds
+            ids = torch.where(ids < 0, -1, ids * self.parts + part).flatten(1)
+            table = ids[:, : table.shape[1] * self.parts]
         how = {"tokens": store.block_size // self.parts, "sinks": store.sinks, "each": each, "fill": fill}
         return self._best(block_score(q, bounds.flatten(0, 1), store.rows, table, self.reduce, self.kind, **how))
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..config import OffloadConfig, SparseConfig
 from ..kv.pool import bucket
+from ..kv.rows import table_width
 from ..kv.store import ring_tokens
 from ..offload.device_pool import BOOKKEEPING
 from ..offload.page_table import SELECTIONS
@@ -82,7 +83,7 @@ class Request:
     @property
     def table(self) -> int:
         """Entries of a row's block table."""
-        return self.room(self._blocks_a_row)
+        return table_width(self.room(self._blocks_a_row))
 
     @property
     def table_bytes(self) -> int:

@@ -350,7 +350,9 @@ class SecondDevice(Labelled):
     def needs(request: Request) -> Memory:
         """The keys and values of sparse layers are there alone; here are the copies of what is chosen, twice."""
         config, batch, recent = request.config, request.batch, request.recent_tokens
-        size, block_capacity = config.block_size, request.room(request.table * batch)
+        size, block_capacity = config.block_size, request.block_capacity
+        if config.max_length is None:  # the replica is made when its table is there
+            block_capacity = request.room(request.table * batch)
         memory = Memory(blocks=0, second=queries_bytes(request), device_pages=2 * copied_bytes(request))
         for layer in request.layers:
             token = request.token(layer)

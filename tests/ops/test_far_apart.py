@@ -5,11 +5,14 @@ The other operators' are in ``test_operators.py``.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from decode_cases import Case as Decode
-from decode_cases import in_pages
-from operators import far, room_for
+from decode_cases import in_codes, in_pages
+from operators import BY_NAME, Seal, far, room_for
+from test_device_tokens import Pair
 from test_mass_select import Case as MassCase
 
 from hf_sparsekv.ops.block_copy.triton import block_copy
@@ -93,3 +96,61 @@ def test_block_copy(place16, to_pages):
         block_copy(large[:, None], small, copies.flip(1).contiguous(), n)
     assert torch.equal(large[at].cpu(), small[1:].cpu())
     assert small[1:].any()
+
+
+# Operator, its case, what lies far apart and along which dimension, where `test_operators.py` has another one.
+FURTHER = [
+    ("seal", (Seal(),), "bounds", 0),
+    ("seal", (Seal(parts=4, block_size=32),), "bounds", 1),
+    ("seal", (Seal(),), "codes", 0),
+    ("seal", (Seal(),), "qparams", 0),
+    ("seal", (Seal(bits=16, block_size=32),), "codes", 0),
+    ("seal", (Seal(coded=True),), "scales", 0),
+    ("seal.seal", (Seal(span=4),), "means", 0),
+    ("append", (2, 2, 3, 64, 64, 1, 9, 7, True), "v", 2),
+    ("latent_rope", (2, 2, 6, 32, 16, 64, False), "compressed", 0),
+    ("experts", (2, 4, 3, 32, 24, "silu"), "gate_up", 1),
+    ("experts", (2, 4, 3, 32, 24, "silu"), "down", 1),
+    ("block_score", (2, 1, 6, 64, 20, "max", "min_max"), "out", 0),
+    ("block_score", (2, 1, 6, 64, 20, "none", "min_max"), "out", 1),
+    ("token_score", (2, 1, 4, 64, 16, 16, 6, 4, "none", 4), "out", 1),
+    ("token_score", (2, 1, 4, 64, 16, 16, 6, 4, "mean", 16), "codes", 0),
+    ("token_score", (2, 1, 4, 64, 16, 16, 6, 4, "max", "tensor_cores"), "codes", 0),
+    ("pack", (2, 2, 24, 16, 3, 32), "ids", 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("of", "case", "what", "dim"), FURTHER, ids=[f"{one[0]}-{one[2]}-{i}" for i, one in enumerate(FURTHER)]
+)
+def test_offsets_that_may_be_large_have_64_bits(place16, of, case, what, dim):
+    """Blocks of a large pool, heads of many scores, rows of wide weights."""
+    operator = BY_NAME[of]
+    given = operator.call(place16, *case)
+    expected = operator.expected(given)
+    if what in given:
+        given[what] = far(given[what], dim)
+    else:
+        given["index"] = replace(given["index"], **{what: far(getattr(given["index"], what), dim)})
+    operator.check(place16, given, expected, *case[len(case) - len(operator.options) :])
+
+
+@pytest.mark.parametrize("split", [None, 24], ids=["numbers", "codes"])
+def test_bring_tokens(place16, split):
+    pair = Pair(place16, split=split)
+    pair.stored = far(pair.stored, 0)
+    if split is not None:
+        pair.coded["scales"] = far(pair.coded["scales"], 0)
+    pair.bring(pair.choose(9, ordered=True))
+
+
+@pytest.mark.parametrize("what", ["means", "scales"])
+def test_sparse_decode_of_means_and_codes(place16, what):
+    args, named = Decode(batch=2, heads=2, cap=6, chosen=2, span=2).make(place16, "token")
+    if what == "scales":
+        args, named = in_codes(args, named)
+    expected = reference_decode(
+        *cpu(args), **{name: t.cpu() if isinstance(t, torch.Tensor) else t for name, t in named.items()}
+    )
+    named[what] = far(named[what], 0)
+    place16.close(sparse_decode(*args, **named), expected)

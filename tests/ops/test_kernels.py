@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import os
 import pkgutil
 import subprocess
@@ -45,17 +46,27 @@ def operators() -> list:
     return found
 
 
+def compiled(script: str) -> subprocess.CompletedProcess:
+    """What a script beside this file says where Triton compiles instead of interpreting."""
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    here = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path}
+    return subprocess.run([sys.executable, Path(__file__).with_name(script)], capture_output=True, text=True, env=here)
+
+
 def test_all_compile():
     """For sm_90, up to the GPU dialect; the interpreter takes a branch that gives a name another type, for instance."""
-    here = {
-        **os.environ,
-        "TRITON_INTERPRET": "0",
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-    }
-    script = Path(__file__).with_name("compile_kernels.py")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=here)
+    done = compiled("compile_kernels.py")
     assert done.returncode == 0, done.stderr[-3000:]
     assert set(done.stdout.split()) == set(kernels())
+
+
+def test_lengths_and_drafts_compile_nothing_anew():
+    """One kernel for each set of constants, whatever the rows, lengths, drafts and offsets of an answer are."""
+    done = compiled("specialisations.py")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {one["kernel"] for one in found} == set(kernels())
+    assert [one for one in found if one["kinds"] != 1] == []
 
 
 @pytest.mark.parametrize("group", [20, 128])

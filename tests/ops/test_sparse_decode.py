@@ -325,7 +325,7 @@ def test_no_part_is_longer_than_an_equal_share(place32, lengths, aim):
     rows = torch.tensor([(n, max(0, n - 20) // block_size * block_size) for n in lengths], dtype=torch.int32)
     rows = rows.to(place32.device)
     # What these point to is not read; Triton 3.6 takes no None in a tuple.
-    recent, means = Recent(rows, 0, 0, 0, sinks, 0, sinks + ring), Means(rows, 0, 0, rows, 0, 0, cap, 4, 0)
+    recent, means = Recent(rows, 0, 0, 0, sinks, 0, sinks + ring), Means(rows, 0, 0, rows, 0, 0, 4)
     most = Kinds(cap, -(-(sinks + ring) // tile), -(-cap // 4 // tile))
     aim, n_most = programs(aim, len(lengths), most)
     out = torch.full((n_most, 8), -1, dtype=torch.int32, device=place32.device)

@@ -6,19 +6,21 @@ import triton
 import triton.language as tl
 
 from .._dispatch import require_dense_rows, require_each_row
-from .._operands import AnyTokens, Table, Tokens, batch_and_head, operand, padded, row_ptr
+from .._operands import AnyTokens, Tokens, batch_and_head, in_each_row, operand, padded, row_ptr
 from .._overlap import begin, launch
 
 TILE = 16  # new tokens a program; a decode step has one. Not tuned yet.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["p_valid", "valid_row", "p_past", "past_row", "q"])
 def append_kernel(
     k,
     v,
-    valid,
+    p_valid,
+    valid_row,
     recent,
-    past,
+    p_past,
+    past_row,
     q,
     ring,
     sinks,
@@ -36,10 +38,10 @@ def append_kernel(
     i_batch, i_head = batch_and_head(i_row, HEADS)
     o_q = tl.program_id(1) * BQ + tl.arange(0, BQ)
     m_q = o_q < q
-    if valid is not None:
-        m_q = m_q & (tl.load(valid.ptr + i_batch * valid.row) != 0)
+    if p_valid is not None:
+        m_q = m_q & (tl.load(p_valid + i_batch * valid_row) != 0)
     # Taken apart so that the sum cannot overflow, and wrapped once because q <= ring.
-    o_ring = tl.load(past.ptr + i_batch * past.row) % ring + o_q
+    o_ring = tl.load(p_past + i_batch * past_row) % ring + o_q
     o_recent = sinks + tl.where(o_ring >= ring, o_ring - ring, o_ring)
 
     o_q = o_q.to(tl.int64)
@@ -64,16 +66,16 @@ def append(k, v, valid, recent_kv, past, sinks):
     if not q:
         return
     require_dense_rows(recent_kv=recent_kv)
-    tile = min(TILE, triton.next_power_of_2(q))
+    tile = 1 if q == 1 else TILE  # no more kinds: how many drafts there are changes
     launch(
         append_kernel,
         (batch * heads, triton.cdiv(q, tile)),
         recent_kv,
         operand(AnyTokens, k),
         operand(AnyTokens, v),
-        operand(Table, valid),
+        *in_each_row(valid),
         operand(Tokens, recent_kv),
-        operand(Table, past),
+        *in_each_row(past),
         q,
         recent_kv.shape[2] - sinks,
         sinks,

@@ -11,7 +11,7 @@ from .._overlap import begin, launch
 ROWS = 32  # of a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def begin_step_kernel(
     after, p_past, now, p_valid, batch, block_size, recent, SKIP: tl.constexpr, BR: tl.constexpr, PDL: tl.constexpr
 ):

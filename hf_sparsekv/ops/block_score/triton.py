@@ -6,14 +6,16 @@ import torch
 import triton
 import triton.language as tl
 
-from .._dispatch import require_dense_rows
+from .._dispatch import require_dense_rows, require_rows
 from .._group import MANY, mean_heads
+from .._layout import empty_rows
 from .._operands import PagedKV, Query, Rows, Table, batch_and_head, operand, padded, row_ptr
 from .._overlap import begin, launch
+from .._paged import load_row
 from .config import config as default
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "n"])
 def block_score_kernel(
     q,
     bounds,
@@ -42,7 +44,7 @@ def block_score_kernel(
     BG: tl.constexpr = padded(GROUP, 2 if COUNT < GROUP else 16)
     i_row = tl.program_id(1)
     i_batch, i_head = batch_and_head(i_row, HEADS)
-    sealed = tl.load(rows.ptr + i_batch * rows.row + 1)
+    sealed = load_row(rows, i_batch)[1]
     if not FILL:
         n = tl.minimum(n, tl.cdiv(sealed, tokens))
         if tl.program_id(0) * BN >= n:
@@ -103,7 +105,7 @@ def block_score_kernel(
         tl.store(p_heads + o_n[None, :], b_all, mask=m_all)
     if REDUCE == "none":  # heads of a group lie one after the other
         p_to += i_head * (GROUP - 1) * out.head
-        tl.store(p_to[None, :] + o_g[:, None] * out.head, b_all, mask=m_all)
+        tl.store(p_to[None, :] + o_far * out.head, b_all, mask=m_all)
     else:
         tl.store(p_to, tl.where(m_live, b_s, float("-inf")), mask=m_n)
 
@@ -127,10 +129,11 @@ def block_score(
     batch, q_heads, dk = q.shape
     heads, n = bounds.shape[1], block_table.shape[1]
     if out is None:
-        out = torch.empty(batch, q_heads if reduce == "none" else heads, n, dtype=torch.float32, device=q.device)
+        out = empty_rows((batch, q_heads if reduce == "none" else heads, n), torch.float32, q.device)
     if not n:
         return out
-    require_dense_rows(bounds=bounds, rows=rows, block_table=block_table, out=out, each=each)
+    require_rows(rows, batch)
+    require_dense_rows(bounds=bounds, block_table=block_table, out=out, each=each)
     group = count = q_heads // heads
     config = config or default(q, batch * heads, n, group, dk)
     if group > MANY and reduce == "mean":
@@ -146,7 +149,7 @@ def block_score(
         q,
         operand(Query, q),
         operand(PagedKV, bounds),
-        operand(Table, rows),
+        rows,
         operand(Table, block_table),
         operand(Rows, out),
         operand(Rows, each),

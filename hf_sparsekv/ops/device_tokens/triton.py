@@ -15,6 +15,7 @@ import triton.language as tl
 from .._ascending import find
 from .._codes import load_decoded
 from .._dispatch import require_dense_rows
+from .._layout import empty_parts, empty_rows, whole
 from .._operands import PagedKV, Rows, Table, batch_and_head, operand, padded, row_ptr
 from .._overlap import begin, launch
 from .reference import CLASSES as _CLASSES
@@ -57,7 +58,7 @@ def _lane(p_lanes, i_batch, BLOCK_SIZE: tl.constexpr):
     return first.to(tl.int64), tl.multiple_of(tl.load(p_lanes + 2 * i_batch + 1), BLOCK_SIZE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["used", "k", "steps"])
 def bring_tokens_once_kernel(
     ids,
     used,
@@ -91,7 +92,7 @@ def bring_tokens_once_kernel(
     tl.store(row_ptr(out, i_query, i_head) + o_n, b_id, mask=o_n < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["used", "p_now", "k", "queries"])
 def bring_tokens_assign_kernel(
     ids,
     used,
@@ -238,7 +239,7 @@ def bring_tokens_copy_kernel(
         tl.store(p_slot[:, None] + o_w[None, :], b_kv, mask=m_w)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["used", "k"])
 def locate_tokens_kernel(
     ids,
     used,
@@ -272,7 +273,7 @@ def locate_tokens_kernel(
     tl.store(row_ptr(out, i_batch, i_head) + o_n, b_place, mask=o_n < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "steps"])
 def young_tokens_kernel(
     p_stamps, p_now, p_lanes, p_out, total, batch, steps, HEADS: tl.constexpr, BR: tl.constexpr, PDL: tl.constexpr
 ):
@@ -315,8 +316,8 @@ def bring_tokens(
     if queries != batch:
         ids, listed = _once(ids, used), min(queries * k, held.slots.shape[-1])
     rows = batch * heads
-    n = rows * listed
-    missing, to, count = torch.empty(2 * n + rows, dtype=torch.int32, device=ids.device).split((n, n, rows))
+    listed = whole(listed)  # apart, in the lists of two rows
+    missing, to, count = empty_parts((rows * listed, rows * listed, rows), torch.int32, ids.device)
     lists = operand(Rows, held.slots), held.columns, held.stamps, held.now, held.lanes
     shape = {"HEADS": heads, "BLOCK_SIZE": kv.shape[2]}
     wide = {"BK": min(config.listed, max(32, triton.next_power_of_2(k))), "BR": window}
@@ -334,7 +335,7 @@ def bring_tokens(
 def _once(ids, used):
     """``ids [n, H, K]`` of several queries, with -1 in the place of those that an earlier one has; see ``used``."""
     queries, heads, k = ids.shape
-    out = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
+    out = empty_rows(ids.shape, torch.int32, ids.device)
     grid = queries * heads, triton.cdiv(k, TILE)
     args = operand(Rows, ids), used, operand(Rows, out), k, k.bit_length()
     launch(bring_tokens_once_kernel, grid, ids, *args, HEADS=heads, BN=TILE, num_warps=2)
@@ -347,7 +348,7 @@ def locate_tokens(ids, slots, lanes, block_table, total, block_size, *, used=Non
     require_dense_rows(ids=ids, slots=slots, block_table=block_table, used=used, out=out)
     batch, heads, k = ids.shape
     if out is None:
-        out = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
+        out = empty_rows(ids.shape, torch.int32, ids.device)
     if not slots.shape[-1]:
         return out.fill_(-1)
     grid = batch * heads, triton.cdiv(k, TILE)

@@ -49,7 +49,7 @@ def experts_up_kernel(
     expert = tl.load(row_ptr(index, token.to(tl.int64), at)).to(tl.int64)
     o_n, o_d = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BD)
     p_gate = weight.ptr + expert * weight.expert + o_n.to(tl.int64)[:, None] * weight.row
-    p_up = p_gate + n * weight.row
+    p_up = weight.ptr + expert * weight.expert + (o_n + n).to(tl.int64)[:, None] * weight.row
     b_gate = tl.zeros([BN, BD], tl.float32)
     b_up = tl.zeros([BN, BD], tl.float32)
     for d_0 in range(0, d, BD):

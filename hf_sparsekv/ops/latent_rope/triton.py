@@ -29,7 +29,7 @@ def _turned(p_x, o_r, m_x, b_cos, b_sin, R: tl.constexpr, INTERLEAVED: tl.conste
     return (b_a + tl.where(second == 1, b_b, -b_b)).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def latent_rope_kernel(
     q,
     compressed,

@@ -15,10 +15,12 @@ import triton.language as tl
 
 from .._device import programs
 from .._dispatch import require_dense_rows, require_rows
+from .._layout import empty_parts, empty_rows
 from .._operands import Query, Rows, Tokens, batch_and_head, operand, padded, row_ptr
 from .._overlap import launch, release, wait
 from .._paged import find_recent, load_row
 from ..sparse_decode.split import base_2
+from ..topk_select.keys import readable
 from . import reference
 from .reference import LENGTHS, TOTALS, Selection
 
@@ -27,6 +29,7 @@ PROGRAMS = 512  # of a launch on an H200, while chunks of CHUNKS allow it: some 
 NEAR = 64  # recent tokens at once
 HEADS_AT_ONCE = 16  # query heads of a program over the recent tokens
 SLAB = 64  # channels at once there
+FEW, MOST = 32, 256  # chunks of a row whose sums are read at once: two kinds alone, as each is a kernel of its own
 
 STEPS, NONE, BINS = tl.constexpr(reference.STEPS), tl.constexpr(reference.NONE), tl.constexpr(reference.BINS)
 MASS_ONE, FIRST, LONGEST = tl.constexpr(reference.MASS_ONE), tl.constexpr(len(TOTALS)), tl.constexpr(LENGTHS - 1)
@@ -131,7 +134,7 @@ def _logits(p_scores, m_n, scale, softcap):
     return tl.where(b_s == float("-inf"), float("-inf"), b_l)  # of which tanh would make a number
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "n", "chunks"])
 def mass_select_sum_kernel(
     scores,
     q,
@@ -214,7 +217,7 @@ def _whole(sums, i_head, mine, chunks, BC: tl.constexpr):
     return mean, base + tl.log2(tl.exp2(near - base) + tl.exp2(stored - base))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "n", "chunks"])
 def mass_select_bin_kernel(
     scores,
     rows,
@@ -240,7 +243,7 @@ def mass_select_bin_kernel(
     live = tl.minimum(n, load_row(rows, i_batch)[1])
     mine = tl.cdiv(live, N)  # chunks of this row
     if i_chunk >= mine:
-        tl.store(row_ptr(bins, i_batch, i_head) + o_n, tl.full([N], NONE, tl.uint8), mask=o_n < n)
+        tl.store(row_ptr(bins, i_batch, i_head) + o_n, tl.full([N], NONE, tl.uint8), mask=o_n < readable(n, True))
         return
     m_n = o_n < live
     all_heads = tl.full([], float("-inf"), tl.float32)
@@ -266,13 +269,13 @@ def mass_select_bin_kernel(
     b_bin = tl.floor(tl.where(m_live, b_share, 0.0) * -STEPS)
     b_bin = tl.minimum(tl.maximum(b_bin, 0.0), BINS - 1.0).to(tl.int32)
     b_bin = tl.where(m_live, b_bin, NONE)  # [N]
-    tl.store(row_ptr(bins, i_batch, i_head) + o_n, b_bin.to(tl.uint8), mask=o_n < n)
+    tl.store(row_ptr(bins, i_batch, i_head) + o_n, b_bin.to(tl.uint8), mask=o_n < readable(n, True))
     release(PDL)
     p_to = p_counts + (i_row.to(tl.int64) * chunks + i_chunk) * ALL
     tl.store(p_to + tl.arange(0, ALL), tl.histogram(b_bin, ALL))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "n", "chunks"])
 def mass_select_take_kernel(
     bins,
     rows,
@@ -301,7 +304,7 @@ def mass_select_take_kernel(
     tokens, sealed = load_row(rows, i_batch)
     mine = tl.cdiv(tl.minimum(n, sealed), N)
     if i_chunk >= tl.maximum(mine, 1):  # the first chunk tells how the row stands
-        tl.store(p_ids + o_n, tl.full([N], -1, tl.int32), mask=o_n < n)
+        tl.store(p_ids + o_n, tl.full([N], -1, tl.int32), mask=o_n < readable(n, True))
         return
     o_bin = tl.arange(0, ALL)
     p_row = p_counts + i_row.to(tl.int64) * chunks * ALL
@@ -323,14 +326,14 @@ def mass_select_take_kernel(
 
     above = tl.sum(tl.where(o_bin < last, b_earlier, 0), 0)
     ties = tl.sum(tl.where(o_bin == last, b_earlier, 0), 0)
-    b_bin = tl.load(row_ptr(bins, i_batch, i_head) + o_n, mask=o_n < n, other=NONE).to(tl.int32)  # [N]
+    b_bin = tl.load(row_ptr(bins, i_batch, i_head) + o_n, mask=o_n < readable(n, True), other=NONE).to(tl.int32)  # [N]
     m_above, m_tie = b_bin < last, b_bin == last
     b_above = above + tl.cumsum(m_above.to(tl.int32), 0)
     b_ties = ties + tl.cumsum(m_tie.to(tl.int32), 0)
     m_take = m_above | (m_tie & (b_ties <= need))
     release(PDL)
     tl.store(p_ids + b_above + tl.minimum(b_ties, need) - 1, o_n, mask=m_take)
-    tl.store(p_ids + o_n, tl.full([N], -1, tl.int32), mask=(o_n >= taken) & (o_n < n))
+    tl.store(p_ids + o_n, tl.full([N], -1, tl.int32), mask=(o_n >= taken) & (o_n < readable(n, True)))
     if i_chunk == 0:
         over = tl.sum(tl.where(o_bin == last, b_all - need, 0) * b_each, 0)
         held = 1.0 - (tl.sum(tl.where(o_bin > last, b_all * b_each, 0.0), 0) + over)
@@ -382,10 +385,11 @@ def mass_select(
     chunks = triton.cdiv(n, size)
     shape = (batch, heads)
 
-    def empty(dtype: torch.dtype, *more: int) -> torch.Tensor:
-        return torch.empty(*shape, *more, dtype=dtype, device=device)
+    def empty(dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
 
-    ids, bins, count = empty(torch.int32, n), empty(torch.uint8, n), empty(torch.int32)
+    ids, bins = (empty_rows((*shape, n), dtype, device) for dtype in (torch.int32, torch.uint8))
+    count = empty(torch.int32)
     found = Selection(ids, count, empty(torch.float32), bins, empty(torch.int32))
     if not chunks:  # nobody would write them
         return reference.mass_select(
@@ -395,7 +399,7 @@ def mass_select(
             group_reduce=group_reduce,
         )
     each = lists * group
-    sums = Sums(*torch.empty(each * (chunks + 2), device=device).split((each * chunks, each, each)))
+    sums = Sums(*empty_parts((each * chunks, each, each), torch.float32, device))
     counts = torch.empty(lists * chunks * ALL.value, dtype=torch.int32, device=device)
     listed, scales = operand(Rows, scores), (float(scale), None if softcap is None else float(softcap))
     tile = {"HEADS": heads, "N": size, "num_warps": WARPS}
@@ -425,7 +429,7 @@ def mass_select(
     )
     bytes_of = operand(Rows, bins)
     args = listed, rows, sums, bytes_of, counts, n, chunks, *scales
-    fixed = {"SUM": group_reduce == "sum", "GROUP": group, "BC": min(triton.next_power_of_2(chunks), 256)}
+    fixed = {"SUM": group_reduce == "sum", "GROUP": group, "BC": FEW if chunks <= FEW else MOST}
     launch(mass_select_bin_kernel, (chunks, lists), scores, *args, **fixed, **tile)
     limits = 1 - threshold, min_tokens, (1 << 31) - 1 if max_tokens is None else max_tokens
     args = (

@@ -19,7 +19,7 @@ TILE = 32  # tokens that a program copies at once. Not tuned yet.
 END = tl.constexpr(0x7FFFFFFF)  # what -1 at the end of an ascending list is taken for
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["p_free"])
 def pack_match_kernel(
     ids,
     p_held,
@@ -68,7 +68,7 @@ def pack_match_kernel(
         tl.atomic_add(p_counters + 1, (n_new - n_known).to(tl.int64), mask=live, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["p_free"])
 def pack_copy_kernel(
     ids,
     kv,

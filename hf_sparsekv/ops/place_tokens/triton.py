@@ -13,7 +13,7 @@ from .._overlap import begin, launch
 TILE = 256  # tokens of a program. Not tuned yet.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def place_tokens_kernel(
     at,
     blocks,

@@ -12,7 +12,7 @@ from .._overlap import begin, launch
 HEADS = 4  # heads a program, one warp each. Not measured yet.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def qk_rope_kernel(
     q,
     k,

@@ -13,7 +13,7 @@ from .._overlap import begin, launch
 ENTRIES = 4096  # of a tile. Not tuned yet.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def quantise_kernel(
     p_kv, p_codes, p_scales, n, WIDTH: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr
 ):

@@ -6,17 +6,19 @@ import triton
 import triton.language as tl
 
 from .._dispatch import require_dense_rows, require_each_row
-from .._operands import AnyTokens, Table, Tokens, operand, padded
+from .._operands import AnyTokens, Tokens, in_each_row, operand, padded
 from .._overlap import begin, launch
 
 HEADS = 8  # query heads a program. Not tuned yet.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["p_valid", "valid_row", "p_past", "past_row", "n"])
 def query_ring_push_kernel(
     q,
-    valid,
-    past,
+    p_valid,
+    valid_row,
+    p_past,
+    past_row,
     ring,
     p_first,
     p_count,
@@ -35,10 +37,10 @@ def query_ring_push_kernel(
     o_h, o_d = tl.program_id(1) * BH + tl.arange(0, BH), tl.arange(0, BD)
     o_far = o_h.to(tl.int64)  # heads of a prompt's queries lie far apart: 16 of a million tokens exceed 32 bits
     m_hd = (o_h < Q_HEADS)[:, None] & (o_d < DIM)[None, :]
-    end = tl.load(past.ptr + i_batch * past.row)
+    end = tl.load(p_past + i_batch * past_row)
     at = end % size
-    if valid is not None:
-        n = tl.where(tl.load(valid.ptr + i_batch * valid.row) != 0, n, 0)
+    if p_valid is not None:
+        n = tl.where(tl.load(p_valid + i_batch * valid_row) != 0, n, 0)
     for i in range(0, n):
         p_from = q.ptr + i_batch * q.batch + o_far[:, None] * q.head + i * q.token + o_d[None, :] * q.dim
         b_q = tl.load(p_from, mask=m_hd, other=0.0)  # [BH, BD]
@@ -60,8 +62,8 @@ def push(q, valid, past, ring, first, count, position):
         (batch, triton.cdiv(heads, HEADS)),
         ring,
         operand(AnyTokens, q),
-        operand(Table, valid),
-        operand(Table, past),
+        *in_each_row(valid),
+        *in_each_row(past),
         operand(Tokens, ring),
         first,
         count,

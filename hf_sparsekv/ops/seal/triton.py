@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 
 from .._codes import encode, scale_of
-from .._dispatch import require_dense_rows
+from .._dispatch import require_dense_rows, require_rows
 from .._operands import PagedKV, Rows, Table, Tokens, batch_and_head, operand, padded, row_ptr
 from .._overlap import begin, launch
+from .._paged import load_row
 from .reference import MOST_HALF as _MOST_HALF
 from .reference import check
 
@@ -51,7 +52,7 @@ def _least(a, b):
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "after"])
 def seal_kernel(
     recent,
     rows,
@@ -81,8 +82,8 @@ def seal_kernel(
     begin(PDL)
     i_row = tl.program_id(0)
     i_batch, i_head = batch_and_head(i_row, HEADS)
-    length, sealed = tl.load(rows.ptr + i_batch * rows.row), tl.load(rows.ptr + i_batch * rows.row + 1)
-    if (tl.load(after.ptr + i_batch * after.row + 1) <= sealed) | (length == 0):
+    length, sealed = load_row(rows, i_batch)
+    if (load_row(after, i_batch)[1] <= sealed) | (length == 0):
         return
     nth = sealed // BLOCK_SIZE
     p_table = table.ptr + i_batch * table.row + nth
@@ -161,7 +162,8 @@ def seal_kernel(
                 else:
                     tl.store(p_code + o_r[None, :], b_x, mask=m_r[None, :])
         if bounds is not None:
-            p_bound = bounds.ptr + physical_id * bounds.block + i_part * bounds.part + i_head * bounds.head + o_k
+            p_bound = bounds.ptr + physical_id * bounds.block + tl.full([], i_part, tl.int64) * bounds.part
+            p_bound += i_head * bounds.head + o_k
             end = sealed + (i_part + 1) * (BLOCK_SIZE // PARTS)
             count = tl.minimum(tl.maximum(end - sinks, 1), BLOCK_SIZE // PARTS).to(tl.float32)
             b_first, b_second = b_max, b_min
@@ -200,7 +202,9 @@ def seal(recent_kv, rows, after, sinks, block_table, kv, index):
     check(recent_kv, rows, after, sinks, kv, index)
     batch, heads = recent_kv.shape[:2]
     size, dk = kv.shape[2], index.key_dim
-    require_dense_rows(recent_kv=recent_kv, rows=rows, after=after, block_table=block_table, kv=kv)
+    require_rows(rows, batch)
+    require_rows(after, batch)
+    require_dense_rows(recent_kv=recent_kv, block_table=block_table, kv=kv)
     require_dense_rows(bounds=index.bounds, channels=index.channels, codes=index.codes, qparams=index.qparams)
     require_dense_rows(means=index.means, scales=index.scales)
     parts = 1 if index.bounds is None else index.bounds.shape[1]
@@ -209,8 +213,8 @@ def seal(recent_kv, rows, after, sinks, block_table, kv, index):
         (batch * heads,),
         recent_kv,
         operand(Tokens, recent_kv),
-        operand(Table, rows),
-        operand(Table, after),
+        rows,
+        after,
         operand(Table, block_table),
         operand(PagedKV, kv) if kv.shape[3] else None,
         operand(Bounds, index.bounds),

@@ -71,7 +71,7 @@ def my_heads(GROUP: tl.constexpr, BH: tl.constexpr):
     return tl.program_id(0) // TILES, tl.program_id(1).to(tl.int64), tl.program_id(0) % TILES * BH
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "n_parts", "near_parts", "n"])
 def sparse_decode_latent_tokens_kernel(
     q,
     kv,
@@ -84,9 +84,10 @@ def sparse_decode_latent_tokens_kernel(
     means,
     parts,
     from_host,
-    share,
-    scale,
-    softcap,
+    n_parts,
+    near_parts,
+    n,
+    logits,
     NATIVE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -99,12 +100,14 @@ def sparse_decode_latent_tokens_kernel(
 ):
     """Attend to one part of the chosen tokens and the recent buffer, or of the means, of one row and KV head, ``BH``
     query heads.
+
+    Each row has ``n_parts`` parts, of which the first ``near_parts`` are not those of means; ``n`` tokens of a list.
     """
     wait(PDL)
     BC: tl.constexpr = padded(DV)
     BR: tl.constexpr = padded(DK - DV)
     i, i_head, i_first = my_heads(GROUP, BH)
-    n_parts, near_parts = share.most, share.aim
+    scale, softcap = logits.scale, logits.softcap
     i_batch, i_part = (i // n_parts).to(tl.int64), i % n_parts
     length, sealed = load_row(rows, i_batch)
     o_h, o_c, o_r = i_first + tl.arange(0, BH), tl.arange(0, BC), tl.arange(0, BR)
@@ -116,7 +119,6 @@ def sparse_decode_latent_tokens_kernel(
 
     p_table, p_ids = table.ptr + i_batch * table.row, row_ptr(ids, i_batch, i_head)
     p_recent, ring = row_ptr(recent, i_batch, i_head), recent.end - recent.sinks
-    n = share.n
     if used is not None:
         n = tl.minimum(n, tl.load(row_ptr(used, i_batch, i_head)))
     n = tl.where(sealed > 0, n, 0)
@@ -197,7 +199,7 @@ def open_tile(
     return p_rows, step, tl.where(is_recent, m_recent, m_n), in_kv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "n_parts", "n"])
 def sparse_decode_latent_blocks_kernel(
     q,
     kv,
@@ -209,9 +211,9 @@ def sparse_decode_latent_blocks_kernel(
     page_ids,
     parts,
     from_host,
-    share,
-    scale,
-    softcap,
+    n_parts,
+    n,
+    logits,
     NATIVE: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -223,19 +225,19 @@ def sparse_decode_latent_blocks_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attend to one part of the stored tokens and the recent buffer of one row and KV head, ``BH`` query heads.
+    """Attend to one of ``n_parts`` parts of the ``n`` stored tokens and the recent buffer of one row and KV head.
 
-    A tile is within a block. Where it begins is found while those before it are computed: the physical block two tiles
-    ahead, which tokens to attend one; with three ``STAGES`` Triton's pipeline also loads it to shared memory two tiles
-    ahead. ``STEP`` is the distance of two rows where it is the same everywhere, or 0: what is known here takes no
-    registers.
+    Of ``BH`` query heads. A tile is within a block. Where it begins is found while those before it are computed: the
+    physical block two tiles ahead, which tokens to attend one; with three ``STAGES`` Triton's pipeline also loads it to
+    shared memory two tiles ahead. ``STEP`` is the distance of two rows where it is the same everywhere, or 0: what is
+    known here takes no registers.
     """
     wait(PDL)
     BC: tl.constexpr = padded(DV)
     BR: tl.constexpr = padded(DK - DV)
     CHOSEN: tl.constexpr = ids is not None
     i, i_head, i_first = my_heads(GROUP, BH)
-    n_parts = share.most
+    scale, softcap = logits.scale, logits.softcap
     i_batch, i_part = (i // n_parts).to(tl.int64), i % n_parts
     length, sealed = load_row(rows, i_batch)
     o_h, o_c, o_r = i_first + tl.arange(0, BH), tl.arange(0, BC), tl.arange(0, BR)
@@ -251,7 +253,7 @@ def sparse_decode_latent_blocks_kernel(
         p_ids = row_ptr(ids, i_batch, i_head)
     if page_ids is not None:
         p_page_ids = row_ptr(page_ids, i_batch, i_head)
-    n = tl.where(sealed > 0, share.n, 0)
+    n = tl.where(sealed > 0, n, 0)
     if not CHOSEN:
         n = tl.minimum(n, tl.cdiv(sealed, BN) * BN)
     end = tl.where(length > 0, n + recent.end - recent.first, 0)

@@ -19,10 +19,7 @@ from .._paged import load_row
 
 
 class Share(NamedTuple):
-    """Rows of the batch; parts to aim at, and most that there are programs for; stored tokens of a list.
-
-    Over latents ``most`` are the parts of each row, of which the first ``aim`` are not those of means.
-    """
+    """Rows of the batch; parts to aim at, and most that there are programs for; stored tokens of a list."""
 
     batch: Any
     aim: Any
@@ -51,7 +48,7 @@ def programs(aim: int, batch: int, tiles: Kinds) -> tuple[int, int]:
 @triton.jit
 def count_means(means, sealed, BLOCK_SIZE: tl.constexpr):
     """Spans of a row of which something is sealed."""
-    return tl.cdiv(tl.minimum(sealed, means.cap * BLOCK_SIZE), means.span * BLOCK_SIZE)
+    return tl.cdiv(sealed, means.span * BLOCK_SIZE)
 
 
 @triton.jit

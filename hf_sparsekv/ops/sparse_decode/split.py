@@ -17,7 +17,7 @@ from .._operands import padded, row_ptr
 from .._overlap import release, wait
 from .._paged import find_recent, find_tokens, load_codes, load_row, locate, locate_page, open_blocks
 from .merge import LOG2E
-from .share import count_means, count_recent, find_part
+from .share import Share, count_means, count_recent, find_part
 
 
 class Stored(NamedTuple):
@@ -48,8 +48,7 @@ class Recent(NamedTuple):
 class Means(NamedTuple):
     """What stands for the tokens that are not attended.
 
-    ``means [num_blocks, H, D]``, the chosen tokens ``[batch, H, n]``, the block table's width, the blocks that share a
-    mean, and the binary digits of ``n``.
+    ``means [num_blocks, H, D]``, the chosen tokens ``[batch, H, n]``, and the blocks that share a mean.
     """
 
     ptr: Any
@@ -58,21 +57,27 @@ class Means(NamedTuple):
     columns: Any
     columns_batch: Any
     columns_head: Any
-    cap: Any
     span: Any
-    steps: Any
 
 
 class Parts(NamedTuple):
     """float32 results of each part and KV head, contiguous: attention ``[parts, H, G, Dv]``, logarithm to base 2 of the
     denominator ``[parts, H, G]`` and number of tokens ``[parts, H]``; and int32 ``[batch, 2]``: the first part of each
-    row, and how many it has.
+    row, and how many it has. ``aim``: parts to aim at, see :class:`.share.Share`; 0 for who does not ask.
     """
 
     acc: Any
     lse: Any
     count: Any
     ranges: Any
+    aim: Any = 0
+
+
+class Logits(NamedTuple):
+    """How products become logits: two floats, or one and None."""
+
+    scale: Any
+    softcap: Any
 
 
 @triton.jit
@@ -122,7 +127,9 @@ def open_means(
     # Chosen tokens ascend: those of a span are the ones below its end less the ones below its beginning.
     is_end = (tl.arange(0, 2) == 1)[None, :]
     b_bound = tl.where(is_end, b_end[:, None], tl.minimum(o_s * tokens, sealed)[:, None])  # [BN, 2]
-    b_below = find(p_columns, b_bound, n, means.steps)
+    # Half a digit more than there are: a logarithm is rounded.
+    digits = (tl.log2(tl.maximum(n, 1).to(tl.float32)) + 1.5).to(tl.int32)
+    b_below = find(p_columns, b_bound, n, digits)
     b_unread -= tl.sum(tl.where(is_end, b_below, -b_below), 1)
     p_mean = means.ptr + tl.maximum(b_last, 0).to(tl.int64) * means.block + i_head * means.head
     return p_mean, tl.maximum(b_unread, 0)
@@ -251,7 +258,7 @@ def find_stored(
     return b_page, o_in, m_n, m_kv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "batch", "n"])
 def sparse_decode_split_kernel(
     q,
     kv,
@@ -265,9 +272,9 @@ def sparse_decode_split_kernel(
     means,
     parts,
     from_host,
-    share,
-    scale,
-    softcap,
+    batch,
+    n,
+    logits,
     GRANULARITY: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -279,13 +286,18 @@ def sparse_decode_split_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attend to one part of the stored tokens, of the recent buffer or of the means, of one row and KV head."""
+    """Attend to one part of the stored tokens, of the recent buffer or of the means, of one row and KV head.
+
+    ``batch`` and ``n``: see :class:`.share.Share`.
+    """
     wait(PDL)
     BG: tl.constexpr = padded(GROUP)
     BK: tl.constexpr = padded(DK)
     BV: tl.constexpr = padded(DV)
     BOUNDED: tl.constexpr = (GRANULARITY == "all") or (used is not None)
     i, i_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    share = Share(batch, parts.aim, tl.num_programs(0), n)
+    scale, softcap = logits.scale, logits.softcap
     there, i_batch, i_part, kinds, n_parts = find_part(i, rows, share, recent, means, BOUNDED, BLOCK_SIZE, BN, BATCH)
     if not there:
         return
@@ -301,7 +313,6 @@ def sparse_decode_split_kernel(
     b_acc = tl.zeros([BG, BV], tl.float32)
     b_count, b_host = tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32)
 
-    n = share.n
     if used is not None:
         n = tl.minimum(n, tl.load(row_ptr(used, i_batch, i_head)))
     if i_part < kinds.stored:

@@ -11,6 +11,7 @@ import torch
 import triton
 
 from .._dispatch import require_dense_rows, require_rows
+from .._layout import empty_parts
 from .._operands import PagedKV, Pages, Query, Rows, Table, Tokens, operand
 from .._overlap import launch
 from .config import config as default
@@ -18,8 +19,8 @@ from .config import is_native
 from .latents import sparse_decode_latent_blocks_kernel, sparse_decode_latent_tokens_kernel
 from .merge import merge
 from .reference import check_means, check_scales, has_latents
-from .share import Kinds, Share, batch_constant, programs
-from .split import Means, Parts, Recent, Stored, sparse_decode_split_kernel
+from .share import Kinds, batch_constant, programs
+from .split import Logits, Means, Parts, Recent, Stored, sparse_decode_split_kernel
 
 
 def sparse_decode(
@@ -84,13 +85,12 @@ def sparse_decode(
         near = max(1, triton.cdiv(near, max(1, triton.cdiv(near, each))))
         by_means = triton.cdiv(spans, tile)
         by_row = near + triton.cdiv(by_means, max(1, triton.cdiv(by_means, each)))
-        share, parts = Share(batch, near, by_row, n), batch * by_row
+        parts = batch * by_row
     else:
         most = Kinds(*(triton.cdiv(tokens, tile) for tokens in (n, end - first, spans)))
         aim, parts = programs(config.programs // heads, batch, most)
-        share = Share(batch, aim, parts, n)
     sizes = parts * q_heads * value_dim, parts * q_heads, parts * heads, 2 * batch
-    held = torch.empty(sum(sizes), dtype=torch.float32, device=q.device).split(sizes)
+    held = empty_parts(sizes, torch.float32, q.device)
     held = Parts(*held[:3], held[3].view(torch.int32))
     if out is None:
         out = torch.empty(batch, q_heads, value_dim, dtype=q.dtype, device=q.device)
@@ -101,8 +101,8 @@ def sparse_decode(
     stand = None
     if means is not None:
         listed_columns = operand(Rows, ids if columns is None else columns)
-        stand = Means(means, *means.stride()[:2], *listed_columns, block_table.shape[1], span, n.bit_length())
-    logits = float(scale), None if softcap is None else float(softcap)
+        stand = Means(means, *means.stride()[:2], *listed_columns, span)
+    logits = Logits(float(scale), None if softcap is None else float(softcap))
     fixed = {
         "NATIVE": is_native(q, kv if scales is None else recent_kv, recent_kv),
         "BLOCK_SIZE": block_size,
@@ -117,17 +117,18 @@ def sparse_decode(
         fixed["BH"] = config.heads
         grid = parts * head_tiles, heads
         if granularity == "token":
-            args = *tensors, rows, table, listed, operand(Rows, used), stand, held, counted, share, *logits
+            args = *tensors, rows, table, listed, operand(Rows, used), stand, held, counted, by_row, near, n, logits
             launch(sparse_decode_latent_tokens_kernel, grid, q, *args, **fixed)
         else:
             strides = {t.stride(-2) for t in (kv, recent_kv, pages) if t is not None}  # distance of two tokens' rows
             fixed["STEP"] = strides.pop() if len(strides) == 1 else 0
-            args = *tensors, rows, table, listed, page_ids, held, counted, share, *logits
+            args = *tensors, rows, table, listed, page_ids, held, counted, by_row, n, logits
             launch(sparse_decode_latent_blocks_kernel, grid, q, *args, **fixed)
     else:
         used = operand(Rows, used)
         tensors = tensors[0], Stored(*tensors[1], *(operand(PagedKV, scales) or ())), *tensors[2:]
-        args = *tensors, rows, table, listed, page_ids, used, stand, held, counted, share, *logits
+        shared = held._replace(aim=aim), counted, batch, n
+        args = *tensors, rows, table, listed, page_ids, used, stand, *shared, logits
         fixed["BATCH"] = batch_constant(batch)
         if granularity == "all" and config.warps == 4 and max(dk, value_dim) <= 128:
             fixed["maxnreg"] = 128  # or Triton takes 152, and a processor holds three programs instead of four

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from .._operands import batch_and_head, padded, row_ptr
 from .._overlap import release, wait
+from .._paged import load_row
 
 STAGES = tl.constexpr(3)
 LARGEST = tl.constexpr(127 * 128.0)  # of the numbers that stand for queries
@@ -52,7 +53,7 @@ def _digits(b_code, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.reshape(tl.join(b_low, b_high), [ROWS, 2 * COLUMNS])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "blocks"])
 def token_score_tensor_core_kernel(
     q,
     codes,
@@ -83,7 +84,7 @@ def token_score_tensor_core_kernel(
     BW: tl.constexpr = padded(WIDTH)
     i_row = tl.program_id(1)
     i_batch, i_head = batch_and_head(i_row, HEADS)
-    sealed = tl.load(rows.ptr + i_batch * rows.row + 1) // BLOCK_SIZE
+    sealed = load_row(rows, i_batch)[1] // BLOCK_SIZE
     first = tl.program_id(0) * BLOCKS
     end = tl.minimum(first + BLOCKS, blocks)
     if not FILL:

@@ -6,16 +6,18 @@ import torch
 import triton
 import triton.language as tl
 
-from .._dispatch import require_dense_rows
+from .._dispatch import require_dense_rows, require_rows
 from .._group import MANY, mean_heads
+from .._layout import empty_rows
 from .._operands import PagedKV, Query, Rows, Table, batch_and_head, operand, padded, row_ptr
 from .._overlap import launch, release, wait
+from .._paged import load_row
 from .config import config as default
 from .reference import require_filled
 from .tensor_core import find_sealed, known, token_score_tensor_core_kernel
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "blocks"])
 def token_score_kernel(
     q,
     codes,
@@ -25,7 +27,7 @@ def token_score_kernel(
     table,
     ids,
     out,
-    tokens,
+    blocks,
     sinks,
     MEAN: tl.constexpr,
     EACH: tl.constexpr,
@@ -44,9 +46,11 @@ def token_score_kernel(
     BG: tl.constexpr = padded(GROUP)
     i_row = tl.program_id(1)
     i_batch, i_head = batch_and_head(i_row, HEADS)
-    sealed = tl.load(rows.ptr + i_batch * rows.row + 1) // BLOCK_SIZE
+    sealed = load_row(rows, i_batch)[1] // BLOCK_SIZE
     if not FILL:
-        tokens = tl.minimum(tokens, sealed * BLOCK_SIZE)
+        blocks = tl.minimum(blocks, sealed)
+    tokens = blocks * BLOCK_SIZE  # of which the compiler knows a divisor
+    if not FILL:  # noqa: SIM102 (decided when the kernel is compiled)
         if tl.program_id(0) * BT >= tokens:
             return
 
@@ -161,17 +165,18 @@ def token_score(
     blocks = (block_table if block_ids is None else block_ids).shape[-1]
     tokens = blocks * block_size
     if out is None:
-        out = torch.empty(batch, q_heads if reduce == "none" else heads, tokens, dtype=torch.float32, device=q.device)
+        out = empty_rows((batch, q_heads if reduce == "none" else heads, tokens), torch.float32, q.device)
     if not tokens:
         return out
-    require_dense_rows(codes=codes, qparams=qparams, channels=channels, rows=rows)
+    require_rows(rows, batch)
+    require_dense_rows(codes=codes, qparams=qparams, channels=channels)
     require_dense_rows(block_table=block_table, block_ids=block_ids, out=out)
     group, mean = q_heads // heads, reduce == "mean"
     config = config or default(q, codes, qparams, blocks, mean)
     if mean and group > MANY:
         q, group = mean_heads(q, heads), 1
     labels = codes, None if qparams is None else qparams.view(torch.int32) if config.tensor_cores else qparams
-    args = operand(Query, q), *(operand(PagedKV, t) for t in labels), operand(Rows, channels), operand(Table, rows)
+    args = operand(Query, q), *(operand(PagedKV, t) for t in labels), operand(Rows, channels), rows
     args = *args, operand(Table, block_table), operand(Rows, block_ids), operand(Rows, out)
     fixed = {"MEAN": mean, "EACH": reduce == "none", "FILL": fill, "HEADS": heads, "GROUP": group}
     fixed |= {"BLOCK_SIZE": block_size, "WIDTH": width}
@@ -183,5 +188,5 @@ def token_score(
         grid = triton.cdiv(tokens, config.tokens), batch * heads
         native = q.dtype != torch.float32 and (qparams is not None or codes.dtype == q.dtype)
         fixed |= {"NATIVE": native, "BW": config.columns, "BT": config.tokens, "num_warps": config.warps}
-        launch(token_score_kernel, grid, q, *args, tokens, sinks, **fixed)
+        launch(token_score_kernel, grid, q, *args, blocks, sinks, **fixed)
     return out

@@ -19,6 +19,17 @@ def ordered(b_s):
 
 
 @triton.jit
+def readable(n, WHOLE: tl.constexpr):
+    """Entries of a row of ``n`` that can be read: with ``WHOLE`` up to the next multiple of 16.
+
+    Of a row that may end anywhere the compiler would read entries one by one.
+    """
+    if WHOLE:
+        n = tl.cdiv(n, 16) * 16
+    return n
+
+
+@triton.jit
 def entries(rows, i_batch, n, TOKENS: tl.constexpr):
     """How many of a row's ``n`` entries, of ``TOKENS`` tokens each, can be chosen: with ``rows``, the sealed ones."""
     if rows is not None:
@@ -27,13 +38,12 @@ def entries(rows, i_batch, n, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def load_keys(p_row, o_n, n, wide, rows):
-    """Keys of the entries ``o_n`` of a row of ``n`` that lies in ``wide``; ``-inf`` for those behind."""
-    if rows is None:
+def load_keys(p_row, o_n, n, wide, rows, WHOLE: tl.constexpr):
+    """Keys of the entries ``o_n`` of a row of ``n`` that lies in ``wide``, see :func:`readable`; ``-inf`` behind."""
+    if rows is None and not WHOLE:
         b_key = ordered(tl.load(p_row + o_n, mask=o_n < n, other=float("-inf")))
     else:
-        # Up to the next multiple of 16: of a row that may end anywhere the compiler would read entries one by one.
-        m_read = (o_n < wide) & (o_n < tl.cdiv(n, 16) * 16)
+        m_read = (o_n < readable(wide, WHOLE)) & (o_n < tl.cdiv(n, 16) * 16)
         b_key = ordered(tl.load(p_row + o_n, mask=m_read, other=float("-inf")))
         b_key = tl.where(o_n < n, b_key, MINUS_INF)  # which may be anything
     return b_key

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .._layout import whole
 from .._operands import batch_and_head, row_ptr
 from .keys import MINUS_INF, entries, load_keys, pad, take, write
 
@@ -50,7 +51,7 @@ def _refine(p_state, p_counts, chunks, k, DIGIT: tl.constexpr, BC: tl.constexpr)
     return digit, prefix, need, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "n", "k", "chunks"])
 def topk_select_histogram_kernel(
     scores,
     rows,
@@ -62,6 +63,7 @@ def topk_select_histogram_kernel(
     chunks,
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
+    WHOLE: tl.constexpr,
     DIGIT: tl.constexpr,
     N: tl.constexpr,
     BC: tl.constexpr,
@@ -79,7 +81,7 @@ def topk_select_histogram_kernel(
     p_mine = p_counts + (((DIGIT % 2) * lists + i_row).to(tl.int64) * chunks + i_chunk) * BINS
     p_state += i_row * 4 * STATE
     o_n = i_chunk * N + tl.arange(0, N)
-    b_key = load_keys(row_ptr(scores, i_batch, i_head), o_n, live, n, rows)  # [N]
+    b_key = load_keys(row_ptr(scores, i_batch, i_head), o_n, live, n, rows, WHOLE)  # [N]
     m_match = b_key > MINUS_INF
     if DIGIT > 0:
         p_last = p_counts + (((DIGIT + 1) % 2 * lists + i_row).to(tl.int64) * chunks) * BINS
@@ -104,7 +106,7 @@ def topk_select_histogram_kernel(
     tl.store(p_mine + o_bin, b_count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "n", "k", "chunks"])
 def topk_select_compact_kernel(
     scores,
     blocks,
@@ -119,6 +121,7 @@ def topk_select_compact_kernel(
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
+    WHOLE: tl.constexpr,
     N: tl.constexpr,
     BC: tl.constexpr,
     TAIL: tl.constexpr,
@@ -146,7 +149,7 @@ def topk_select_compact_kernel(
         b_ties += tl.sum(tl.where((o_bin == digit)[None, :], b_bins, 0), 1)
 
     o_n = i_chunk * N + tl.arange(0, N)
-    b_key = load_keys(row_ptr(scores, i_batch, i_head), o_n, live, n, rows)  # [N]
+    b_key = load_keys(row_ptr(scores, i_batch, i_head), o_n, live, n, rows, WHOLE)  # [N]
     m_take, b_at = take(b_key, threshold, tl.sum(b_above, 0), tl.sum(b_ties, 0), need)
     p_to = row_ptr(out, i_batch, i_head)
     p_blocks = None
@@ -163,7 +166,7 @@ def scratch_size(rows: int, n: int, chunk: int | None) -> int:
 
 
 def _sizes(rows: int, chunks: int) -> tuple[int, int, int]:
-    return 2 * rows * chunks * BINS.value, rows * chunks, rows * 4 * STATE.value
+    return 2 * rows * chunks * BINS.value, whole(rows * chunks), rows * 4 * STATE.value
 
 
 def select_long(where, scores, blocks, out, rows, k, scratch, fixed, config):
@@ -175,7 +178,8 @@ def select_long(where, scores, blocks, out, rows, k, scratch, fixed, config):
     counts, above, state = scratch[: sum(sizes)].split(sizes)
     grid, args = (chunks, lists), (rows, counts, above, state, n, k, chunks)
     shape = {"N": chunk, "BC": 8, "num_warps": config.warps or WARPS}
+    counted = {name: fixed[name] for name in ("HEADS", "TOKENS", "WHOLE")}
     with torch.cuda.device_of(where):  # without dependent launches
         for digit in range(4):
-            topk_select_histogram_kernel[grid](scores, *args, HEADS=heads, TOKENS=fixed["TOKENS"], DIGIT=digit, **shape)
+            topk_select_histogram_kernel[grid](scores, *args, **counted, DIGIT=digit, **shape)
         topk_select_compact_kernel[grid](scores, blocks, out, *args, **shape, **fixed)

@@ -17,6 +17,7 @@ import math
 import triton
 import triton.language as tl
 
+from .._layout import whole
 from .._operands import batch_and_head, log2, row_ptr
 from .._overlap import launch, release, wait
 from .keys import MINUS_INF, entries, load_keys, ordered, pad, take, write
@@ -27,7 +28,7 @@ CHUNK, WARPS = 1024, 4  # entries and warps of a program of the second step
 SAMPLE_WARPS = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "n"])
 def topk_select_sample_kernel(
     scores,
     rows,
@@ -63,7 +64,7 @@ def topk_select_sample_kernel(
         tl.store(p_from + i_row, tl.where(usable < rank, MINUS_INF + 1, lo))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "n"])
 def topk_select_collect_kernel(
     scores,
     blocks,
@@ -76,6 +77,7 @@ def topk_select_collect_kernel(
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
+    WHOLE: tl.constexpr,
     N: tl.constexpr,
     ROOM: tl.constexpr,
     PDL: tl.constexpr,
@@ -90,7 +92,7 @@ def topk_select_collect_kernel(
     if rows is not None and i_chunk * N >= live:  # the next step does not look there
         wait(PDL)
         return
-    b_key = load_keys(row_ptr(scores, i_batch, i_head), o_n, live, n, rows)  # [N]
+    b_key = load_keys(row_ptr(scores, i_batch, i_head), o_n, live, n, rows, WHOLE)  # [N]
     wait(PDL)
     release(PDL)
     m_take = b_key >= tl.load(p_from + i_row)
@@ -107,11 +109,11 @@ def topk_select_collect_kernel(
 
 
 @triton.jit
-def _search_row(p_row, n, wide, rows, k, N: tl.constexpr):
+def _search_row(p_row, n, wide, rows, k, N: tl.constexpr, WHOLE: tl.constexpr):
     """As ``row.threshold``, of a row that is read ``N`` entries at a time."""
     usable, lo, hi = n * 0, n * 0 + TOP, n * 0 + MINUS_INF
     for i in range(0, n, N):
-        b_key = load_keys(p_row, i + tl.arange(0, N), n, wide, rows)
+        b_key = load_keys(p_row, i + tl.arange(0, N), n, wide, rows, WHOLE)
         m_usable = b_key > MINUS_INF
         usable += tl.sum(m_usable.to(tl.int32), 0)
         lo = tl.minimum(lo, tl.min(tl.where(m_usable, b_key, TOP), 0))
@@ -123,7 +125,7 @@ def _search_row(p_row, n, wide, rows, k, N: tl.constexpr):
         v_1, v_2, v_3, v_4 = inside(lo, hi, v_1, v_2, v_3, v_4)
         n_1, n_2, n_3, n_4 = usable * 0, usable * 0, usable * 0, usable * 0
         for i in range(0, n, N):
-            b_key = load_keys(p_row, i + tl.arange(0, N), n, wide, rows)
+            b_key = load_keys(p_row, i + tl.arange(0, N), n, wide, rows, WHOLE)
             n_1 += tl.sum((b_key >= v_1).to(tl.int32), 0)
             n_2 += tl.sum((b_key >= v_2).to(tl.int32), 0)
             n_3 += tl.sum((b_key >= v_3).to(tl.int32), 0)
@@ -134,15 +136,25 @@ def _search_row(p_row, n, wide, rows, k, N: tl.constexpr):
 
 @triton.jit
 def _select_whole(
-    p_row, p_blocks, p_out, n, wide, rows, k, BLOCK_SIZE: tl.constexpr, N: tl.constexpr, TAIL: tl.constexpr
+    p_row,
+    p_blocks,
+    p_out,
+    n,
+    wide,
+    rows,
+    k,
+    BLOCK_SIZE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    N: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
     """Write the ids of the ``k`` best entries of a row, all of which is read again and again."""
-    lo, count, over, usable = _search_row(p_row, n, wide, rows, k, N)
+    lo, count, over, usable = _search_row(p_row, n, wide, rows, k, N, WHOLE)
     need = tl.where(count > k, k - over, n)  # of those that equal lo
     above, ties = n * 0, n * 0
     for i in range(0, n, N):
         o_n = i + tl.arange(0, N)
-        b_key = load_keys(p_row, o_n, n, wide, rows)
+        b_key = load_keys(p_row, o_n, n, wide, rows, WHOLE)
         m_take, b_at = take(b_key, lo, above, ties, need)
         write(p_out, p_blocks, o_n, b_at, m_take, BLOCK_SIZE)
         above += tl.sum((b_key > lo).to(tl.int32), 0)
@@ -150,7 +162,7 @@ def _select_whole(
     pad(p_out, tl.minimum(usable, k), k, TAIL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "n", "k", "chunks"])
 def topk_select_choose_kernel(
     scores,
     blocks,
@@ -166,6 +178,7 @@ def topk_select_choose_kernel(
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
+    WHOLE: tl.constexpr,
     N: tl.constexpr,
     ROOM: tl.constexpr,
     HELD: tl.constexpr,
@@ -204,7 +217,7 @@ def topk_select_choose_kernel(
         p_blocks = None
         if BLOCK_SIZE > 0:
             p_blocks = row_ptr(blocks, i_batch, i_head)
-        _select_whole(p_row, p_blocks, p_to, live, n, rows, k, BLOCK_SIZE, HELD, TAIL)
+        _select_whole(p_row, p_blocks, p_to, live, n, rows, k, BLOCK_SIZE, WHOLE, HELD, TAIL)
 
 
 def scratch_size(rows: int, n: int, room: int, chunk: int | None) -> int:
@@ -214,7 +227,7 @@ def scratch_size(rows: int, n: int, room: int, chunk: int | None) -> int:
 
 
 def _sizes(rows: int, chunks: int, room: int) -> tuple[int, int, int, int]:
-    return rows, rows * chunks, rows * chunks * room, rows * chunks * room
+    return whole(rows), whole(rows * chunks), whole(rows * chunks * room), rows * chunks * room
 
 
 def select_sampled(where, scores, blocks, out, rows, k, scratch, fixed, sample, room, config):
@@ -233,7 +246,7 @@ def select_sampled(where, scores, blocks, out, rows, k, scratch, fixed, sample, 
     named = {**tile, "SAMPLE": sample, "HELD": room, "num_warps": SAMPLE_WARPS}
     launch(topk_select_sample_kernel, (lists,), where, scores, rows, least, n, wanted, **named)
     args = scores, blocks, rows, least, counts, keys, ids, n
-    named = {**tile, "BLOCK_SIZE": fixed["BLOCK_SIZE"], "N": chunk, "ROOM": part}
+    named = {**tile, "BLOCK_SIZE": fixed["BLOCK_SIZE"], "WHOLE": fixed["WHOLE"], "N": chunk, "ROOM": part}
     launch(topk_select_collect_kernel, (chunks, lists), where, *args, **named, num_warps=config.warps or WARPS)
     args = scores, blocks, out, rows, least, counts, keys, ids, n, k, chunks
     named = {"N": chunk, "ROOM": part, "HELD": room, "BC": triton.next_power_of_2(chunks), **fixed}

@@ -12,16 +12,17 @@ import triton
 import triton.language as tl
 
 from .._dispatch import require_dense_rows
+from .._layout import is_whole
 from .._operands import Rows, batch_and_head, operand, row_ptr
 from .._overlap import launch, wait
 from . import long_rows, sampled
 from .config import Config
-from .keys import MINUS_INF, entries, ordered
+from .keys import MINUS_INF, entries, ordered, readable
 from .reference import require_all_blocks, tokens_of
 from .row import select_row
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "n", "k"])
 def topk_select_row_kernel(
     scores,
     blocks,
@@ -32,18 +33,20 @@ def topk_select_row_kernel(
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
+    WHOLE: tl.constexpr,
     N: tl.constexpr,
     TAIL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Select from one whole row."""
+    """Select from one whole row. ``WHOLE``: rows can be read up to the next multiple of 16 entries."""
     wait(PDL)
     i_row = tl.program_id(0)
     i_batch, i_head = batch_and_head(i_row, HEADS)
     o_n = tl.arange(0, N)
     p_row = row_ptr(scores, i_batch, i_head)
-    b_key = ordered(tl.load(p_row + o_n, mask=o_n < n, other=float("-inf")))  # [N]
-    if rows is not None:  # read as well: nothing is won if a program first asks for how much
+    b_key = ordered(tl.load(p_row + o_n, mask=o_n < readable(n, WHOLE), other=float("-inf")))  # [N]
+    # All of it is read: nothing is won if a program first asks for how much.
+    if rows is not None or WHOLE:
         b_key = tl.where(o_n < entries(rows, i_batch, n, TOKENS), b_key, MINUS_INF)
 
     p_to = row_ptr(out, i_batch, i_head)
@@ -93,6 +96,7 @@ def _select(scores, block_ids, k, block_size, rows, tokens, out, scratch, config
         "HEADS": heads,
         "BLOCK_SIZE": 0 if block_ids is None else block_size,
         "TOKENS": tokens,
+        "WHOLE": is_whole(scores),
         "TAIL": min(1024, triton.next_power_of_2(k)),
     }
     operands = operand(Rows, scores), operand(Rows, block_ids), operand(Rows, out), rows
