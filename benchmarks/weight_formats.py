@@ -1,7 +1,7 @@
 """Forms in which weights are kept: a model's linear layers turned into what transformers makes of them on loading.
 
-The output embedding and the embedding table stay as they are, as libraries leave them. Weights are those of the model that
-is given, quantised without calibration: what a step costs does not depend on their values.
+The output embedding and the embedding table stay as they are, as libraries leave them. Weights are those of the model
+that is given, quantised without calibration: what a step costs does not depend on their values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ class Format:
 
 
 def bnb_4bit(layer: nn.Linear) -> nn.Module:
-    """4 bits each, ``nf4``, a scale for 64 numbers: as ``BitsAndBytesConfig(load_in_4bit=True)`` and bf16 to compute."""
+    """4 bits each, a scale for 64: ``BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")``.
+
+    Computes in the dtype that the weights had.
+    """
     import bitsandbytes as bnb
 
     with torch.device("meta"):
@@ -112,7 +115,7 @@ def compressed_fp8(layer: nn.Linear) -> nn.Module:
 
 
 def finegrained_fp8(layer: nn.Linear) -> nn.Module:
-    """8 bit floats, a scale for 128 x 128 numbers: transformers' ``FineGrainedFP8Config``, DeepSeek-V3's checkpoints."""
+    """8 bit floats, a scale for 128 x 128: transformers' ``FineGrainedFP8Config``, DeepSeek-V3's checkpoints."""
     from transformers.integrations.finegrained_fp8 import FP8Linear
 
     with torch.device("meta"):
@@ -138,7 +141,7 @@ def _tiles(library: Any) -> Any:
 FORMATS = {
     one.name: one
     for one in (
-        Format("bf16", "as loaded", None),
+        Format("bf16", "bfloat16", None),
         Format("bnb-nf4", "bitsandbytes, 4 bits (nf4)", bnb_4bit),
         Format("bnb-int8", "bitsandbytes, 8 bits, `llm_int8_threshold=0`", bnb_8bit(0.0)),
         Format("bnb-int8-outliers", "bitsandbytes, 8 bits, `llm_int8_threshold=6` (its default)", bnb_8bit(6.0)),
@@ -190,7 +193,7 @@ def kept_bytes(model: nn.Module) -> int:
     ``quant_state``) or in its layer (``state``): these are looked for, and memory that several share counts once.
     """
     seen: dict[int, int] = {}
-    for name, module in model.named_modules():
+    for module in model.modules():
         for t in _tensors([*module._parameters.values(), *module._buffers.values(), module.__dict__.get("state")]):
             seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
     table = model.get_input_embeddings().weight

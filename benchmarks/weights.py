@@ -6,15 +6,15 @@
 For each format a model of a known shape with random weights is made and its linear layers are quantised, one format
 after another in one process. What cannot run (no library, no kernel for this GPU) says why in one line.
 
-Rows of a format: works (0 or 1), weights_gb (what a step reads, scales included); of 16 greedy tokens behind a prompt of
-600, each asked for behind those that the same quantised model says under transformers' sdpa: equal_tokens, equal_share,
-and logits_diff (the largest difference of logits over the standard deviation of these), of the optimised model over a
-cache whose budget covers all, and :eager of the model as it is. Weights are random, so likely tokens are close to each
-other: the rows of bf16 say how many turn by rounding alone.
+Rows of a format: works (0 or 1), weights_gb (what a step reads, scales included); of 16 greedy tokens behind a prompt
+of 600, each asked for behind those that the same quantised model says under transformers' sdpa: equal_tokens,
+equal_share, and logits_diff (the largest difference of logits over the standard deviation of these), of the optimised
+model over a cache whose budget covers all, and :eager of the model as it is. Weights are random, so likely tokens are
+close to each other: the rows of bf16 say how many turn by rounding alone.
 
-Rows of a format and a shape, over a cache filled with random keys and values: tpot_ms through generate() of the eager model
-(+eager) and of the optimised one over the default cache, and captured dense attention; captured: whether steps were
-replayed (the reason is printed if not); peak_gb while decoding.
+Rows of a format and a shape, over a cache filled with random keys and values: tpot_ms through generate() of the eager
+model (+eager) and of the optimised one over the default cache, and captured dense attention; captured: whether steps
+were replayed (the reason is printed if not); peak_gb while decoding.
 """
 
 from __future__ import annotations
