@@ -22,6 +22,7 @@ BENCHMARKS = {
         "replicas under Ray Serve: its proxy's cost a token, what prefix routing finds",
     ),
     "generate": ("generate", False, "a model and a cache as people use them, also on a CPU"),
+    "weights": ("weights", False, "quantised weights: what runs, what is captured, and how fast"),
     "offload": ("offload.run", False, "what it costs to keep blocks in host memory, in parts"),
 }
 HELP = f"""usage: python -m benchmarks {{{",".join(BENCHMARKS)}}} [options]

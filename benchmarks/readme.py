@@ -1,4 +1,4 @@
-"""Tables of README.md, docs/accuracy.md and docs/presets.md, from the newest rows in benchmarks/results.
+"""Tables of README.md and of pages of docs, from the newest rows in benchmarks/results.
 
     python -m benchmarks.readme            # print them
     python -m benchmarks.readme --write    # put them between their marks in these pages
@@ -138,9 +138,15 @@ SYSTEMS = (
     ("segments", "+ layer segments (offloaded, as it comes)"),
 )
 
+# Of quantised weights (benchmarks/weights.py): tokens of the prompt, shapes of the columns.
+WEIGHTS_PROMPT = 600
+WEIGHTS_SHAPES = ((1, 32 * K), (8, 32 * K))
+
 
 def read(name: str, device: str | None = None) -> list[dict]:
     """Rows of a table in benchmarks/results, oldest first; of all machines, or of one ``device``."""
+    if not (RESULTS / name).exists():
+        return []  # nothing has been measured yet
     with (RESULTS / name).open(newline="") as file:
         return [row for row in csv.DictReader(file) if device in (None, row["device"])]
 
@@ -296,10 +302,43 @@ def traces() -> str:
     return "\n".join(lines)
 
 
+def weights() -> str:
+    """Formats of the weights: bytes, equal tokens, and milliseconds a token, eager and captured."""
+    from .weight_formats import FORMATS  # needs torch and transformers
+
+    rows = read("weights.csv", GPU)
+    heads = [f"{batch} x {context // K}k, {how}" for batch, context in WEIGHTS_SHAPES for how in ("eager", "captured")]
+    heads.append(f"the same, dense ({WEIGHTS_SHAPES[0][0]} x {WEIGHTS_SHAPES[0][1] // K}k)")
+    lines = [f"| weights | GB | equal tokens of 16 | {' | '.join(heads)} |", "|---" * (3 + len(heads)) + "|"]
+
+    def shown(value: float | None, digits: int) -> str:
+        return UNKNOWN if value is None else f"{value:.{digits}f}"
+
+    def times(name: str, variant: str, shape: tuple[int, int]) -> str:
+        if newest(rows, f"{name}:{variant}", "captured", *shape, CASE) == 0:
+            return "not captured"
+        return shown(newest(rows, f"{name}:{variant}", "tpot_ms", *shape, CASE), 1)
+
+    for form in FORMATS.values():
+        if newest(rows, form.name, "works", 1, WEIGHTS_PROMPT, CASE) == 0:
+            cells = ["does not run", *[""] * (1 + len(heads))]
+        else:
+            gigabytes, equal = (
+                newest(rows, form.name, metric, 1, WEIGHTS_PROMPT, CASE) for metric in ("weights_gb", "equal_tokens")
+            )
+            ways = ("token_only+eager", "token_only+fused")
+            cells = [shown(gigabytes, 1), shown(equal, 0)]
+            cells += [times(form.name, way, shape) for shape in WEIGHTS_SHAPES for way in ways]
+            cells.append(times(form.name, "captured_dense+fused", WEIGHTS_SHAPES[0]))
+        lines.append(f"| {form.about} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 PAGES = {
     "README.md": {"speed": speed, "presets": presets},
     "docs/presets.md": {"all-presets": all_presets},
     "docs/serving.md": {"traces": traces},
+    "docs/hardware.md": {"weights": weights},
     "docs/accuracy.md": {"presets": presets, "methods": methods, "text": text, "needles": needles},
 }
 
