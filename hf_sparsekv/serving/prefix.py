@@ -46,7 +46,7 @@ class Block:
 
 @dataclass
 class Match:
-    """Kept blocks that a request has, a chain from the first one on: of its prompt's beginning, then of what it read."""
+    """Kept blocks that a request has, a chain from the first one on: of its prompt's beginning, then its own."""
 
     blocks: list[Block] = field(default_factory=list)
 
