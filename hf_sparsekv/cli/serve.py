@@ -219,9 +219,8 @@ def _serve(model, model_id, listener, api_key, max_body, max_answer, settings, t
             address, port = listener.getsockname()[:2]
             shown = f"[{address}]" if ":" in address else address
             note(f"{model_id}: up to {engine.max_length:,} tokens a request, {serving.max_rows} rows, {config.brief()}")
-            note(
-                f"listening on http://{shown}:{port}/v1{'' if api_key is None else ' (with an API key)'}; Ctrl-C ends it"
-            )
+            keyed = "" if api_key is None else " (with an API key)"
+            note(f"listening on http://{shown}:{port}/v1{keyed}; Ctrl-C ends it")
             if api_key is None and not ipaddress.ip_address(address).is_loopback:
                 note("anybody who reaches this machine may ask: no API key is set")
             server.run(sockets=[listener])
