@@ -33,5 +33,6 @@ def quiet(engine: Engine) -> None:
     loop = engine._loop
     assert (loop.idle, loop.used, loop.rows.rows, loop.reading, loop._open) == (True, 0, (), None, {})
     table = loop.rows.cache.row_table
-    assert (table.host == -1).all() and loop.index.pinned == 0
-    assert table.ids._references.sum() == len(loop.index)  # blocks that somebody has
+    pinned, kept = (0, 0) if loop.index is None else (loop.index.pinned, len(loop.index))
+    assert (table.host == -1).all() and pinned == 0
+    assert table.ids._references.sum() == kept  # blocks that somebody has
