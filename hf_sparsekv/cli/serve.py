@@ -96,7 +96,12 @@ def serve(
         ),
     ] = 4096,
     max_waiting: Annotated[
-        int, typer.Option(min=0, help="Requests that may wait; more are refused (429).", rich_help_panel=_REQUESTS)
+        int,
+        typer.Option(
+            min=0,
+            help="Requests that may wait; more are refused (429). 0: whatever cannot start at once.",
+            rich_help_panel=_REQUESTS,
+        ),
     ] = 256,
     max_wait_s: Annotated[
         float | None,
