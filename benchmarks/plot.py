@@ -2,18 +2,21 @@
 
     python -m benchmarks.plot --csv benchmarks/results/step.csv --out docs/tpot.svg
     python -m benchmarks.plot --what overlap     # or pool: rows of `benchmarks offload`
+    python -m benchmarks.plot --what ladder      # whole systems over rates: `benchmarks serving open`, `goodput`
 
 Time per output token against context, or of an offloaded cache against the overlap of consecutive selections or the
-size of its device pool; one model and batch, from the newest rows of the file. The ending of --out says what kind of
-picture it is: svg, png.
+size of its device pool; one model and batch, from the newest rows of the file. Or what whole systems serve, each a rung
+above the one before it, against the rate of arrivals. The ending of --out says what kind of picture it is: svg, png.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from . import RESULTS, ROOT
+from .readme import SYSTEMS
 
 # variant, metric -> label; the loop of generate() is part of tpot_ms and not of step_ms
 LINES = {
@@ -127,6 +130,97 @@ def draw_curve(rows, what: str, out: Path) -> None:
     save(figure, out)
 
 
+# The ladder's panels: metric of rows, its name.
+PANELS = (
+    ("tokens_per_s", "tokens a second"),
+    ("ttft_s:mean", "seconds to the first token, mean"),
+    ("between_ms:p99", "ms between tokens, 99th percentile"),
+)
+
+
+def ladder_rows(paths: Sequence[Path], case: str):
+    """Rows of traces, of one kind: that of the last one, which are as long, answered as long and on the same device.
+
+    Returns:
+        The newest of each system, rate, seed and metric, with columns ``system``, ``rate``, ``out`` and ``seed``; and
+        the newest goodput of each system and seed, likewise.
+
+    Raises:
+        ValueError: there is none.
+    """
+    import pandas as pd
+
+    rows = pd.concat([pd.read_csv(path) for path in paths], ignore_index=True)
+    there = ", ".join(sorted(set(rows.case))) or "none"
+    rows = rows[(rows.benchmark == "serving") & (rows.case == case)].copy()
+    rows["system"] = rows.variant.str.partition(":")[0]
+    for name in ("rate", "out", "seed"):
+        found = rows.variant.str.extract(rf":{name}=([0-9.]+)(?::|$)", expand=False)
+        rows[name] = pd.to_numeric(found)
+    rows = rows[rows.out.notna() & rows.system.isin(dict(SYSTEMS))]
+    if not rows.rate.notna().any():
+        names = ", ".join(path.name for path in paths)
+        raise ValueError(f"{names} have no rows of traces of {case}; there are {there}")
+    last = rows[rows.rate.notna()].iloc[-1]
+    kind = ["out", "context", "batch", "device"]
+    rows = rows[(rows[kind] == last[kind]).all(axis=1)]
+    rows = rows.drop_duplicates(["system", "rate", "seed", "metric"], keep="last")
+    return rows[rows.rate.notna()], rows[rows.rate.isna() & (rows.metric == "goodput_rps")]
+
+
+def draw_ladder(rows, goodput, out: Path) -> None:
+    """One figure of :func:`ladder_rows`, means over seeds: lines over rates, or bars if there is one rate only.
+
+    Where a system has not finished all it is a cross, without times: those are of the requests that it has finished.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rates = sorted(rows.rate.unique())
+    one = len(rates) == 1  # bars
+    figure, panels = plt.subplots(1, len(PANELS), figsize=(11, 3.2 if one else 4.2), sharey=one)
+    bars = []
+    for place, (system, label) in enumerate(SYSTEMS):
+        mine = rows[rows.system == system]
+        if mine.empty:
+            continue
+        table = mine.pivot_table(index="rate", columns="metric", values="value", aggfunc="mean").sort_index()
+        best = goodput[goodput.system == system].value
+        label += f": goodput {best.mean():g}/s" if len(best) else ""
+        bars.append(label)
+        whole, left = table[table.failed == 0], table[table.failed > 0]
+        for axes, (metric, _) in zip(panels, PANELS):
+            points = whole[metric].dropna() if metric in whole else table.failed[:0]
+            if one:
+                found = axes.barh([len(bars) - 1] * len(points), points, color=f"C{place}")
+                axes.bar_label(found, fmt="%.3g", padding=3, fontsize=8)
+            else:
+                axes.plot(points.index, points, marker="o", markersize=5, color=f"C{place}", label=label)
+        if len(left) and "tokens_per_s" in left:
+            at = [len(bars) - 1] * len(left)
+            panels[0].plot(*((left.tokens_per_s, at) if one else (left.index, left.tokens_per_s)), f"xC{place}")
+    for axes, (_, name) in zip(panels, PANELS):
+        axes.set_title(name, fontsize=10)
+        if one:
+            axes.margins(x=0.18)
+            axes.set_yticks(range(len(bars)), labels=bars, fontsize=8)
+        else:
+            axes.set(xlabel="requests a second", ylim=(0, None), xticks=rates)
+        axes.grid(alpha=0.3, axis="x" if one else "both")
+    last = rows.iloc[-1]
+    about = f"{last.case}, prompts up to {int(last.context) // 1024}k, answers of {last.out:g} tokens in the median"
+    about += f", {rates[0]:g} requests a second" if one else ""
+    figure.suptitle(f"{about}, {last.device} (x: not all were finished)", fontsize=10)
+    if one:
+        panels[0].invert_yaxis()
+    else:
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncols=2, frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0 if one else 0.16, 1, 1))
+    save(figure, out)
+
+
 def save(figure, out: Path, dpi: int = 150) -> None:
     """Write a picture and close it."""
     import matplotlib.pyplot as plt
@@ -140,12 +234,21 @@ def save(figure, out: Path, dpi: int = 150) -> None:
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", default="tpot", choices=("tpot", *CURVES))
-    parser.add_argument("--csv", type=Path, help="default: step.csv or offload.csv in benchmarks/results")
-    parser.add_argument("--out", type=Path, help="default: docs/tpot.svg, or docs/offload-WHAT.svg")
+    parser.add_argument("--what", default="tpot", choices=("tpot", *CURVES, "ladder"))
+    about = "default: step.csv, offload.csv or all serving*.csv in benchmarks/results"
+    parser.add_argument("--csv", type=Path, help=about)
+    about = "default: docs/tpot.svg, docs/offload-WHAT.svg or docs/serving-ladder.svg"
+    parser.add_argument("--out", type=Path, help=about)
     parser.add_argument("--case", default="qwen3-8b", help="the model shape")
     parser.add_argument("--batch", type=int, default=1)
     args = parser.parse_args(argv)
+    if args.what == "ladder":
+        files = [args.csv] if args.csv else sorted(RESULTS.glob("serving*.csv"))
+        try:
+            draw_ladder(*ladder_rows(files, args.case), args.out or ROOT / "docs" / "serving-ladder.svg")
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"error: {error}") from None
+        return
     curve = args.what in CURVES
     file = args.csv or RESULTS / ("offload.csv" if curve else "step.csv")
     out = args.out or ROOT / "docs" / (f"offload-{args.what}.svg" if curve else "tpot.svg")

@@ -228,8 +228,12 @@ class RowBatch:
             if one is not None:
                 layer.policy.labels.channels[0].copy_(one)
         cache.row_table.begin(ids)
-        for layer in cache.sparse_layers:
-            layer.store.read_sinks()
+        try:
+            for layer in cache.sparse_layers:
+                layer.store.read_sinks()
+        except BaseException:
+            self.drop(cache)
+            raise
         return cache
 
     def channels(self, row: int) -> tuple[Tensor | None, ...]:

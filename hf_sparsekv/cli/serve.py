@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib.util
 import ipaddress
+import logging
 import os
 import signal
 import socket
@@ -11,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -27,6 +31,8 @@ NEEDED = {"fastapi": "fastapi", "uvicorn": "uvicorn", "prometheus_client": "prom
 WARM_UP = 64  # tokens
 FAILED_S = 2  # that /ready says so before a replica that has lost a rank ends
 GRACE_S = 10  # that clients have to take the ends of their answers
+HURRY_S = 2  # the same, at the second signal
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _REQUESTS = "Requests"
 _SERVER = "Server"
@@ -90,7 +96,12 @@ def serve(
         ),
     ] = 4096,
     max_waiting: Annotated[
-        int, typer.Option(min=0, help="Requests that may wait; more are refused (429).", rich_help_panel=_REQUESTS)
+        int,
+        typer.Option(
+            min=0,
+            help="Requests that may wait; more are refused (429). 0: whatever cannot start at once.",
+            rich_help_panel=_REQUESTS,
+        ),
     ] = 256,
     max_wait_s: Annotated[
         float | None,
@@ -206,16 +217,19 @@ def _serve(model, model_id, listener, api_key, max_body, max_answer, settings, t
         engine.submit([0] * length, Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)).result()
         app = create_app(engine, model_id, api_key, max_body, max_answer)
         server = _server(app, engine)
-        if tensor_parallel:
-            threading.Thread(target=_end_with_ranks, args=(engine, server), name="ranks", daemon=True).start()
-        listener.listen(2048)
-        address, port = listener.getsockname()[:2]
-        shown = f"[{address}]" if ":" in address else address
-        note(f"{model_id}: up to {engine.max_length:,} tokens a request, {serving.max_rows} rows, {config.brief()}")
-        note(f"listening on http://{shown}:{port}/v1{'' if api_key is None else ' (with an API key)'}; Ctrl-C ends it")
-        if api_key is None and not ipaddress.ip_address(address).is_loopback:
-            note("anybody who reaches this machine may ask: no API key is set")
-        server.run(sockets=[listener])
+        with _heard(server):  # before anybody is told that it listens
+            if tensor_parallel:
+                threading.Thread(target=_end_with_ranks, args=(engine, server), name="ranks", daemon=True).start()
+            listener.listen(2048)
+            address, port = listener.getsockname()[:2]
+            shown = f"[{address}]" if ":" in address else address
+            note(f"{model_id}: up to {engine.max_length:,} tokens a request, {serving.max_rows} rows, {config.brief()}")
+            keyed = "" if api_key is None else " (with an API key)"
+            note(f"listening on http://{shown}:{port}/v1{keyed}; Ctrl-C ends it")
+            if api_key is None and not ipaddress.ip_address(address).is_loopback:
+                note("anybody who reaches this machine may ask: no API key is set")
+            server.run(sockets=[listener])
+            engine.close()  # a signal may still come
     if tensor_parallel:
         _leave(0 if engine.failed is None else 1)
 
@@ -259,7 +273,7 @@ def _follow(model, settings) -> NoReturn:
     from ..serving.ranks import follow
 
     config, offload, serving, dtype, device = settings
-    for one in (signal.SIGINT, signal.SIGTERM):
+    for one in SIGNALS:
         signal.signal(one, signal.SIG_IGN)
     loaded = loading.load(model, opt.torch_dtype(dtype), loading.pick_device(device), tensor_parallel=True)[1]
     try:
@@ -289,18 +303,25 @@ def _leave(code: int) -> NoReturn:
 
 
 def _server(app, engine):
-    """uvicorn's, which on the first signal lets those who wait have their answers, and stops on the second."""
+    """uvicorn's, which on the first signal lets those who wait have their answers, and cancels them on the second.
+
+    Its own handlers of signals are left out: they are set when it runs, and a signal may come before or behind that.
+    """
     import uvicorn
 
     class Server(uvicorn.Server):
-        draining = False
+        signals = 0  # that have come
 
         def handle_exit(self, sig, frame) -> None:
-            if self.draining:
-                self.force_exit = self.should_exit = True
-            else:
-                self.draining = True
-                threading.Thread(target=self.drain, name="drain", daemon=True).start()
+            self.signals += 1
+            if self.signals > 2:  # what the second one has asked for does not come to its end
+                _leave(128 + sig)
+            what = self.drain if self.signals == 1 else self.stop
+            threading.Thread(target=what, name=what.__name__, daemon=True).start()
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
 
         def drain(self) -> None:
             stats = engine.stats()
@@ -309,8 +330,34 @@ def _server(app, engine):
             engine.drain()
             self.should_exit = True
 
+        def stop(self) -> None:
+            """Whoever waits is told that it ends; who does not take that in time is left."""
+            self.config.timeout_graceful_shutdown = HURRY_S
+            engine.close()
+            self.should_exit = True
+            time.sleep(HURRY_S)
+            self.force_exit = True  # it may have begun to wait before
+
+    # Of clients that were left: their tasks are cancelled, and uvicorn shows where.
+    logging.getLogger("uvicorn.error").addFilter(_no_cancellation)
     options = {"log_level": "warning", "access_log": False, "ws": "none", "lifespan": "off", "server_header": False}
     return Server(uvicorn.Config(app, **options, proxy_headers=False, timeout_graceful_shutdown=GRACE_S))
+
+
+def _no_cancellation(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+    return not isinstance(error, asyncio.CancelledError)
+
+
+@contextlib.contextmanager
+def _heard(server) -> Iterator[None]:
+    """Signals go to the server. If one has come, no more are heard afterwards: the process is about to end."""
+    before = {one: signal.signal(one, server.handle_exit) for one in SIGNALS}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, signal.SIG_IGN if server.signals else handler)
 
 
 def _check_installed() -> None:

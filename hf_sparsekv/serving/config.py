@@ -18,7 +18,8 @@ class ServingConfig:
         max_tokens: tokens that all requests in the batch may have together, each counted with the longest answer that
             it asked for. It is what memory is reserved for: on the GPU, or in host memory if the cache is offloaded.
             None: as many as fit.
-        max_waiting: requests that may wait; more are refused.
+        max_waiting: requests that may wait; more are refused. 0: whatever cannot start at once (a row and memory are
+            free, and no other prompt is being read).
         max_wait_s: seconds that a request may be expected to wait; None: any.
         prefill_ms: milliseconds of the GPU's time for a prompt between two decode steps (an aim: no less than a layer
             of a chunk is run; without ``layer_segments`` no less than 512 tokens). While others wait behind it, up to

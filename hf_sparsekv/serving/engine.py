@@ -14,6 +14,8 @@ follow (:mod:`.ranks`).
 from __future__ import annotations
 
 import contextlib
+import itertools
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,7 +75,8 @@ class Engine:
         self._refused: Counter[str] = Counter()
         self._draining = False
         self._closed = False
-        self._ids = 0
+        self._closing = threading.Lock()
+        self._ids = itertools.count(1)
         with contextlib.ExitStack() as stack:
             made = opened(model, config, offload, serving, stack)
             self.model, self.tokenizer, self.serving = model, tokenizer, made.serving
@@ -143,7 +146,7 @@ class Engine:
             raise TypeError(f"sampling must be a Sampling or None, got {type(sampling).__name__}")
         if not self.ready:
             self._refused["closed"] += 1
-            raise Closed(f"the engine takes no requests: it {self._why_closed()}")
+            raise Closed(f"the engine takes no requests: it {self._why_closed()}")  # before a long prompt is looked at
         ids = self._encode(prompt)
         total = len(ids) + sampling.max_tokens
         if total > self.max_length:
@@ -153,18 +156,13 @@ class Engine:
             )
         size = self._cache.config.block_size
         blocks = -(-total // size) + 1
-        waiting = self._loop.queued
-        if waiting >= self.serving.max_waiting + (self._loop.idle and self.serving.max_waiting == 0):
-            self._refused["waiting"] += 1
-            raise Busy(f"{waiting} requests wait already, which is as many as may", self._loop.wait_s())
         if self.serving.max_wait_s is not None and (wait := self._loop.wait_s()) > self.serving.max_wait_s:
             self._refused["wait_s"] += 1
             raise Busy(
                 f"it would wait some {wait:.1f} s, more than max_wait_s={self.serving.max_wait_s:g}",
                 wait - self.serving.max_wait_s,
             )
-        self._ids += 1
-        handle = Handle(f"request-{self._ids}", len(ids), self._loop.look)
+        handle = Handle(f"request-{next(self._ids)}", len(ids), self._loop.look)
         text = None
         if self._loop.detokenizer is not None:
             text = self._loop.detokenizer.stream(ids, sampling.stop)
@@ -174,7 +172,11 @@ class Engine:
         if self.serving.prefix_cache:  # blocks that are full before the last tokens, which are read anew
             config = self._cache.config
             keys = block_keys(ids, size, max(0, (len(ids) - config.window - config.max_draft) // size))
-        self._loop.submit(Request(handle, ids, sampling, time.perf_counter(), blocks, keys, text=text))
+        try:
+            self._loop.submit(Request(handle, ids, sampling, time.perf_counter(), blocks, keys, text=text))
+        except (Busy, Closed) as error:
+            self._refused["waiting" if isinstance(error, Busy) else "closed"] += 1
+            raise
         return handle
 
     def submit_chat(
@@ -283,6 +285,7 @@ class Engine:
             Whether they have.
         """
         self._draining = True
+        self._loop.drain()  # who has found it ready before is refused from here on
         until = None if timeout is None else time.monotonic() + timeout
         loop = self._loop
         while not ((loop.idle and loop.all_told) or self.failed or self._closed):
@@ -292,12 +295,13 @@ class Engine:
         return True
 
     def close(self) -> None:
-        """Cancel what runs, end the threads, and leave the model as it was. Again: nothing happens."""
-        if self._closed:
-            return
+        """Cancel what runs, end the threads, and leave the model as it was. Again: nothing happens.
+
+        From several threads: the first one does it, and the others wait for that.
+        """
         self._closed = True
-        self._loop.stop()
-        self._stack.close()
+        with self._closing, self._stack:  # which is empty the second time
+            self._loop.stop()
 
     def stats(self) -> EngineStats:
         """What it does and has done; cheap, from any thread."""

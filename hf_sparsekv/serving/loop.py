@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import queue
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,7 +25,7 @@ from ..row_batch import WorkingSets, width
 from .admission import Candidate, admit
 from .prefill import Reading
 from .prefix import Channels, Match, PrefixIndex
-from .request import Closed, Handle, Output, Piece, SampleCounter, Sampling
+from .request import Busy, Closed, Handle, Output, Piece, SampleCounter, Sampling
 from .sampler import Sampler
 from .text import Detokenizer, TextStream
 from .work import Work
@@ -95,6 +97,8 @@ class Counts:
     prefill_s: float = 0.0
 
 
+log = logging.getLogger(__name__)
+
 TIMES = tuple(2.0**k for k in range(-10, 11))  # a millisecond to 17 minutes
 
 
@@ -131,7 +135,7 @@ class Loop:
         self._wake = threading.Condition()
         self._inbox: deque[Request] = deque()  # guarded by _wake, like what follows
         self._called: deque[Callable[[], object]] = deque()
-        self._stopping = False
+        self._draining = self._stopping = False
         self.waiting: deque[Request] = deque()
         self.reading: Request | None = None
         self.running: list[Request] = []  # rows of the batch, in the order of their arrival
@@ -164,15 +168,37 @@ class Loop:
         return self.queued * self._interval
 
     def submit(self, request: Request) -> None:
-        """Take a request. Raises :class:`Closed` if no more are taken."""
+        """Take a request.
+
+        Raises:
+            Closed: no more are taken.
+            Busy: as many wait as may.
+        """
         with self._wake:
-            if self._stopping or self.failed is not None:
-                raise Closed("the engine has failed" if self.failed is not None else "the engine is closed")
+            if self.failed is not None:
+                raise Closed(f"the engine takes no requests: it has failed ({_named(self.failed)})")
+            if self._stopping or self._draining:
+                raise Closed(f"the engine takes no requests: it {'is closed' if self._stopping else 'drains'}")
+            waiting, most = self.queued, self.serving.max_waiting
+            if waiting >= most and not (most == 0 and self._begins_at_once(request)):
+                told = "no request may wait, and this one cannot start at once"
+                if most:
+                    told = f"{waiting} requests wait already, which is as many as may"
+                raise Busy(told, self.wait_s())
             request.order = next(self._order)
             self._open[request.order] = request
             self._inbox.append(request)
             self.counts.requests += 1
             self._wake.notify()
+
+    def _begins_at_once(self, request: Request) -> bool:
+        """Nothing is before it, and a row and memory are free: nothing but a prompt's beginning takes these."""
+        return not self.queued and self.reading is None and self._has_room(request)
+
+    def drain(self) -> None:
+        """Take no more requests."""
+        with self._wake:
+            self._draining = True
 
     def look(self, *_: object) -> None:
         """Something has been cancelled: look at it."""
@@ -254,7 +280,10 @@ class Loop:
 
     @property
     def _can_begin(self) -> bool:
-        return self.reading is None and len(self.rows.rows) < self.rows.max_rows and self._fits(self.waiting[0])
+        return self.reading is None and self._has_room(self.waiting[0])
+
+    def _has_room(self, request: Request) -> bool:
+        return len(self.rows.rows) < self.rows.max_rows and self._fits(request)
 
     def _fits(self, request: Request) -> bool:
         """There is memory for it, if the index lets go what nobody uses."""
@@ -268,7 +297,8 @@ class Loop:
     def _begin_reading(self) -> None:
         if not self.waiting or not self._can_begin:
             return
-        request = self.waiting.popleft()
+        self.reading = request = self.waiting[0]  # before it leaves the queue: other threads find it here or there
+        self.waiting.popleft()
         if self.index is not None:
             request.match = self.index.match(request.keys)
             request.blocks -= len(request.match.blocks)
@@ -289,10 +319,9 @@ class Loop:
         except Exception as error:  # no memory for it: this one is lost
             if not self.work.alone:
                 raise
+            self.reading = None
             self._drop(request)
             self._end(request, error)
-            return
-        self.reading = request
 
     def _keep(self, request: Request) -> None:
         """The index keeps a row's full blocks, which stay at least as long as the row."""
@@ -320,16 +349,19 @@ class Loop:
         except Exception as error:  # this one is lost, the others know nothing of it
             if not self.work.alone:
                 raise
-            self._give_up_reading()
+            if self.reading is request:
+                self._give_up_reading()
+            else:  # it has a row already
+                self._drop(request, keep=False)
             self._end(request, error)
 
     def _join(self, request: Request) -> None:
         reading = request.reading
-        row = self.work.join()  # it gets room as soon as it is to decode
+        request.row = row = self.work.join()  # it gets room as soon as it is to decode
+        request.reading = self.reading = None
+        self.running.append(request)  # read in the order of arrival
         if not self.serving.working_set:
             self._even_room(row)
-        request.row, request.reading, self.reading = row, None, None
-        self.running.append(request)  # read in the order of arrival
         self._dirty = True
         self.counts.prompt_tokens += len(request.ids)
         self.counts.cached_tokens += request.cached
@@ -349,13 +381,14 @@ class Loop:
 
     # ------------------------------------------------------------------ going
 
-    def _drop(self, request: Request) -> None:
-        """It needs no more steps: what it holds is free."""
+    def _drop(self, request: Request, keep: bool = True) -> None:
+        """It needs no more steps: what it holds is free. ``keep``: its full blocks are good for others."""
         if request.over:
             return
         request.over = True
         if request.row is not None:
-            self._keep(request)
+            if keep:
+                self._keep(request)
             self.work.leave(request.row)
             self.sampler.clear(request.row)
             self.running.remove(request)
@@ -380,6 +413,8 @@ class Loop:
         """Its end is told behind what was told before. Again: nothing happens."""
         if not request.ended:
             request.ended = True
+            if isinstance(how, BaseException):
+                _clear_frames(how)
             self._news.put((request, [], how))
 
     def _give_up_reading(self) -> None:
@@ -399,16 +434,21 @@ class Loop:
         with self._wake:
             self.failed = error = self.failed or error
             self._inbox.clear()
-        self.work.failed()
-        self.work.segments.cancel()
+        _clear_frames(error)
         self.waiting.clear()
         self._records.clear()
         self.reading, self.running = None, []
+        # Before what follows, which may fail as well, or wait for a prompt that does not come back.
         self._fail_open(error)
+        try:
+            self.work.failed()
+        except Exception:
+            log.exception("the engine has failed, and cannot tell the other ranks")
+        self.work.segments.cancel()
 
     def _fail_open(self, error: BaseException) -> None:
         for request in list(self._open.values()):
-            told = RuntimeError(f"a decode step has failed, and with it all requests: {type(error).__name__}: {error}")
+            told = RuntimeError(f"a decode step has failed, and with it all requests: {_named(error)}")
             told.__cause__ = error
             self._end(request, told)
 
@@ -546,7 +586,9 @@ class Loop:
         if request.ended:  # a step too many
             return
         if bad:
-            self._drop(request)
+            self._drop(request, keep=False)
+            if self.index is not None:  # who begins with these blocks would perhaps fail alike
+                self.index.withdraw(request.keys)
             self._end(request, RuntimeError("the model's logits are NaN or infinite: no token can be drawn from them"))
             return
         if request.times:
@@ -574,7 +616,10 @@ class Loop:
             request, tokens, how = news
             try:
                 self._tell_one(request, tokens, how)
-            except Exception as error:
+            except BaseException as error:  # tokenizers panics with what is no Exception
+                _clear_frames(error)
+                request.ended = True
+                self.look()  # it needs no more steps
                 self._finish(request, error)
 
     def _tell_one(self, request: Request, tokens: list[int], how: str | BaseException | None) -> None:
@@ -607,8 +652,12 @@ class Loop:
             self._open.pop(request.order, None)
 
     def _answer(self, request: Request, how: str | BaseException, now: float) -> None:
+        """Counted first: whoever hears the end finds it counted."""
+        if request.handle.done:
+            return
         if isinstance(how, BaseException):
-            self.counts.failed += request.handle.fail(how)
+            self.counts.failed += 1
+            request.handle.fail(how)
             return
         n = request.told
         output = Output(
@@ -622,8 +671,26 @@ class Loop:
             total_s=now - request.arrived,
             token_times=tuple(request.times[:n]),
         )
-        if request.handle.finish(output):
-            if how == "cancelled":
-                self.counts.cancelled += 1
-            else:
-                self.counts.finished += 1
+        if how == "cancelled":
+            self.counts.cancelled += 1
+        else:
+            self.counts.finished += 1
+        request.handle.finish(output)
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Nothing is kept of the variables where it came from: they hold activations of a chunk, caches and their blocks.
+
+    The traceback itself stays, lines and all. Frames that still run keep theirs.
+    """
+    todo, seen = [error], set()
+    while todo:
+        one = todo.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            todo += [one.__cause__, one.__context__]

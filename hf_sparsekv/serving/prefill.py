@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -123,7 +124,7 @@ class Segments:
         self._thread: threading.Thread | None = None
         self._ident: int | None = None
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
-        self._pass: Callable[[], None] | None = None
+        self._pass: tuple[Callable[[], None], torch.device] | None = None
         self._left = 0
         self._over = self._cancelled = False
         self._error: BaseException | None = None
@@ -133,12 +134,7 @@ class Segments:
         """Begin ``run``, which waits for the first grant."""
         self._over = self._cancelled = False
         self._error = None
-
-        def on_device() -> None:
-            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-                run()
-
-        self._pass = on_device
+        self._pass = run, device
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="hf-sparsekv-prefill", daemon=True)
             self._thread.start()
@@ -151,13 +147,15 @@ class Segments:
                 return
             try:
                 if not self._cancelled:
-                    self._pass()
+                    run, device = self._pass
+                    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                        run()
             except Cancelled:
                 pass
             except BaseException as error:
                 self._error = error
             finally:
-                self._over, self._pass = True, None
+                run, self._over, self._pass = None, True, None  # which hold the prompt's cache
                 self._stopped.release()
 
     def run(self, layers: int) -> bool:
@@ -279,7 +277,8 @@ class Reading:
             if self._lengths is None:
                 self._lengths = chunks(self.left, self.chunk, self.past)
             self._now = next(self._lengths), self.pace.layers
-            self.segments.open(lambda n=self._now[0]: self._forward(n), self.ids.device)
+            # No function of its own, whose frame in an error's traceback would keep this and its cache.
+            self.segments.open(partial(self._forward, self._now[0]), self.ids.device)
         return self._now
 
     def read(self, n: int) -> bool:

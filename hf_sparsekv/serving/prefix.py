@@ -39,13 +39,14 @@ class Block:
     parent: Block | None
     channels: Channels
     children: int = 0
-    users: int = 0  # requests that have it: it stays
+    users: int = 0  # requests that have it, or one behind it: it stays
+    withdrawn: bool = False  # no prompt finds it any more: it goes with its last user
     used: int = 0  # when it was last asked for
 
 
 @dataclass
 class Match:
-    """Kept blocks that a request has: the beginning of its prompt, then those of its own that are kept."""
+    """Kept blocks that a request has, a chain from the first one on: of its prompt's beginning, then its own."""
 
     blocks: list[Block] = field(default_factory=list)
 
@@ -78,15 +79,15 @@ class PrefixIndex:
     def __init__(self, ids: Counted, block_size: int) -> None:
         self._ids, self._size = ids, block_size
         self._blocks: dict[bytes, Block] = {}
-        self._clock = self._pinned = 0
+        self._clock = self._pinned = self._withdrawn = 0
         self.changes = 0  # counts what may make another answer of `known`
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._blocks) + self._withdrawn
 
     @property
     def pinned(self) -> int:
-        """Blocks that requests have, which stay."""
+        """Blocks that requests have, which stay. All others can be let go of: behind these there is none of them."""
         return self._pinned
 
     def keys(self, tokens: Sequence[int], blocks: int, known: Sequence[bytes] = ()) -> list[bytes]:
@@ -112,42 +113,56 @@ class PrefixIndex:
             block = self._blocks.get(key)
             if block is None:
                 break
-            self._pinned += not block.users
-            block.users += 1
+            self._pin(block, found)
             block.used = self._clock
-            found.blocks.append(block)
         return found
+
+    def _pin(self, block: Block, match: Match) -> None:
+        self._pinned += not block.users
+        block.users += 1
+        match.blocks.append(block)
 
     def release(self, match: Match) -> None:
         """Who asked needs it no more."""
         self.changes += bool(match.blocks)
+        gone = []
         for block in match.blocks:
             block.users -= 1
             self._pinned -= not block.users
+            if block.withdrawn and not block.users:
+                gone.append(block.id)
         match.blocks = []
+        self._withdrawn -= len(gone)
+        self._ids.drop(np.array(gone, dtype=np.int32))
 
     def keep(self, keys: Sequence[bytes], ids: np.ndarray, channels: Channels, match: Match) -> int:
         """Keep blocks ``ids [n]`` of a row, whose keys these are; gives how many are new.
 
         These join ``match``, the row's own: as long as it has them, to let go of them would free nothing. Those that
-        are kept already stay as they are; behind one that has other channels nothing is kept.
+        are kept already stay as they are, and are pinned, too, as long as this row has others behind them. Behind one
+        that has other channels nothing is kept, nor behind one that was withdrawn.
         """
+        if match.blocks and match.blocks[-1].withdrawn:
+            return 0
         self._clock += 1
         self.changes += 1
-        parent, new = None, []
-        for key, id in zip(keys, ids.tolist()):
+        parent, new, others = None, [], []
+        for place, (key, id) in enumerate(zip(keys, ids.tolist())):
             block = self._blocks.get(key)
             if block is None:
-                block = self._blocks[key] = Block(key, id, parent, channels, users=1)
-                match.blocks.append(block)
+                block = self._blocks[key] = Block(key, id, parent, channels)
                 if parent is not None:
                     parent.children += 1
                 new.append(id)
+                for one in (*others, block):
+                    self._pin(one, match)
+                others = []
             elif block.channels is not channels:
                 break
+            elif place >= len(match.blocks):
+                others.append(block)
             block.used = self._clock
             parent = block
-        self._pinned += len(new)
         self._ids.share(np.array(new, dtype=np.int32))
         return len(new)
 
@@ -176,7 +191,23 @@ class PrefixIndex:
             block.parent.children -= 1
         gone.append(block.id)
 
-    def clear(self) -> None:
-        """Keep nothing."""
-        self._ids.drop(np.array([block.id for block in self._blocks.values()], dtype=np.int32))
-        self._blocks.clear()
+    def withdraw(self, keys: Sequence[bytes]) -> None:
+        """Offer these blocks no more, nor any behind them: what they hold may be wrong.
+
+        Those that requests have stay until these let go of them.
+        """
+        self.changes += 1
+        for key in keys:
+            block = self._blocks.get(key)
+            if block is None:
+                break
+            block.withdrawn = True
+        gone = []
+        for block in list(self._blocks.values()):  # a parent is there before its children
+            block.withdrawn |= block.parent is not None and block.parent.withdrawn
+            if block.withdrawn:
+                del self._blocks[block.key]
+                self._withdrawn += bool(block.users)
+                if not block.users:
+                    gone.append(block.id)
+        self._ids.drop(np.array(gone, dtype=np.int32))

@@ -73,16 +73,20 @@ class Work:
             channels: of these blocks, as :meth:`channels` gave them; None if there are none.
         """
         cache = self.rows.begin(blocks, channels) if len(blocks) else self.rows.cache.beside()
-        self.reading = Reading(
-            self.model,
-            cache,
-            torch.tensor([ids], device=self.device),
-            self.segments,
-            self.pace,
-            self.clock,
-            self.serving.chunk,
-            self.serving.layer_segments,
-        )
+        try:
+            self.reading = Reading(
+                self.model,
+                cache,
+                torch.tensor([ids], device=self.device),
+                self.segments,
+                self.pace,
+                self.clock,
+                self.serving.chunk,
+                self.serving.layer_segments,
+            )
+        except BaseException:
+            self.rows.drop(cache)
+            raise
 
     def read(self, n: int) -> bool:
         """Read on by ``n`` layers, or tokens (:meth:`.Reading.share`); True: the prompt is read."""

@@ -278,6 +278,45 @@ def test_plots(tmp_path):
         plot.main(["--csv", str(path), "--case", "none-such"])
 
 
+def test_the_ladder(tmp_path):
+    """Whatever rows there are: some systems, one rate or several, seeds, and what was not finished."""
+    pytest.importorskip("matplotlib")
+    pd = pytest.importorskip("pandas")
+    path = tmp_path / "serving.csv"
+
+    def add(system: str, rate: float | None, seed: int, out: int = 256, **metrics: float) -> None:
+        parts = [f"rate={rate:g}"] if rate is not None else []
+        label = ":".join([system, "gpu=24gb", *parts, f"out={out}", f"seed={seed}", "kv=replayed"])
+        with Report("serving", "qwen3-8b", path, 32) as report, report.measuring(32, 32768, label):
+            for name, value in metrics.items():
+                report.add(name.replace("__", ":"), value)
+
+    times = {"ttft_s__mean": 1.0, "between_ms__p99": 50.0, "failed": 0}
+    add("sparse", 0.8, 1, out=64, tokens_per_s=1.0, **times)  # another kind of trace
+    for seed in (1, 2):
+        for rate in (0.8, 0.4):
+            add("segments", rate, seed, tokens_per_s=100 * rate * seed, **times)
+    add("segments", 0.8, 2, tokens_per_s=200.0, **times)  # measured again
+    add("segments", None, 1, goodput_rps=0.4, iteration_ms=7.0)
+    add("transformers", 0.4, 1, tokens_per_s=8.0, failed=3, requests=9)
+    add("vllm", 0.4, 1, failed=9, requests=9)  # no figures at all
+    with Report("serving", "tiny", path, 1) as report, report.measuring(1, 8192, "soak:minutes=60"):
+        report.add("requests", 1.0)
+    rows, goodput = plot.ladder_rows([path], "qwen3-8b")
+    assert set(rows.system) == {"segments", "transformers", "vllm"} and list(goodput.value) == [0.4]
+    table = rows[(rows.system == "segments") & (rows.metric == "tokens_per_s")].set_index(["rate", "seed"]).value
+    assert table.to_dict() == {(0.8, 1): 80.0, (0.4, 1): 40.0, (0.4, 2): 80.0, (0.8, 2): 200.0}
+    for name in ("a.svg", "b.png"):
+        plot.main(["--what", "ladder", "--csv", str(path), "--out", str(tmp_path / name)])
+    text = (tmp_path / "a.svg").read_text()
+    assert text.startswith("<?xml") and (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+    add("segments", 0.8, 1, out=64, tokens_per_s=1.0, **times)  # the newest kind: of one rate
+    plot.main(["--what", "ladder", "--csv", str(path), "--out", str(tmp_path / "bars.svg")])
+    with pytest.raises(SystemExit, match="no rows of traces of tiny; there are qwen3-8b, tiny"):
+        plot.main(["--what", "ladder", "--csv", str(path), "--case", "tiny"])
+    assert len(pd.read_csv(path)) > 20
+
+
 def test_newest_rows_win(tmp_path):
     pytest.importorskip("pandas")
     path = tmp_path / "step.csv"

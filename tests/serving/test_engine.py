@@ -9,24 +9,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from caches import FULL, SMALL
 from captured import imitated
-from models import VOCAB, build, prompt
+from engines import BUDGET, SERVING, WHOLE, greedy, ids_of, quiet
+from models import VOCAB, build
 
 from hf_sparsekv import Engine, OffloadConfig, Sampling, ServingConfig, SparseCache, TwoLevelConfig
 from hf_sparsekv.serving import Busy, Closed
 from hf_sparsekv.serving.prefill import chunks
 
 pytestmark = pytest.mark.filterwarnings("error:decode steps run eagerly")
-
-LENGTH = 400
-WHOLE = {**SMALL, **FULL}
-BUDGET = {**SMALL, "dense_below": 0, "token_budget": 32}
-SERVING = ServingConfig(max_rows=4, max_length=LENGTH, chunk=64, prefill_ms=0.5)
-
-
-def ids_of(n: int, seed: int) -> list[int]:
-    return prompt(1, n, seed=seed)["input_ids"][0].tolist()
 
 
 @torch.no_grad()
@@ -77,10 +68,6 @@ def engine(net):
     assert net.config._attn_implementation == "sdpa"  # as it was
 
 
-def greedy(tokens: int, **settings) -> Sampling:
-    return Sampling(max_tokens=tokens, temperature=0, **settings)
-
-
 @pytest.fixture(scope="module")
 def expected():
     """Greedy tokens by full attention, of ``(n, seed, tokens)``."""
@@ -91,18 +78,6 @@ def expected():
         return other.generate(ids, max_new_tokens=tokens, do_sample=False)[0, n:].tolist()
 
     return tokens_of
-
-
-def quiet(engine) -> None:
-    """Nothing is left of any request."""
-    until = time.monotonic() + 10
-    while not (engine._loop.idle and engine._loop.all_told) and time.monotonic() < until:
-        time.sleep(0.01)
-    loop = engine._loop
-    assert (loop.idle, loop.used, loop.rows.rows, loop.reading, loop._open) == (True, 0, (), None, {})
-    table = loop.rows.cache.row_table
-    assert (table.host == -1).all() and loop.index.pinned == 0
-    assert table.ids._references.sum() == len(loop.index)  # blocks that somebody has
 
 
 def test_anything_in_any_order(engine, expected):

@@ -10,6 +10,8 @@ import openai
 import pytest
 from fake_engine import FakeEngine
 from http_server import openai_client, serving
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers_made import byte_level
 
 from hf_sparsekv.serving.http import create_app
@@ -131,13 +133,71 @@ def test_fields_that_change_nothing_are_taken(url):
     neutral = {
         "n": 1, "best_of": 1, "echo": False, "suffix": "", "logprobs": None, "logit_bias": {}, "presence_penalty": 0.0,
         "frequency_penalty": 0, "stop": None, "seed": None, "stream": False, "stream_options": None, "nothing": None,
-        "store": False,
+        "store": False, "service_tier": "auto", "metadata": {"run": "7"}, "safety_identifier": "me", "user": "me",
+        "prompt_cache_key": "mine", "min_tokens": 0, "stop_token_ids": [], "skip_special_tokens": True,
+        "include_stop_str_in_output": False, "use_beam_search": False,
     }  # fmt: skip
     response = httpx.post(f"{url}/v1/completions", json={"prompt": "ab", **neutral})
     assert response.status_code == 200, response.text
     neutral = {"logprobs": False, "response_format": {"type": "text"}, "tools": [], "tool_choice": "none"}
     response = httpx.post(f"{url}/v1/chat/completions", json={"messages": HI, "max_tokens": 2, **neutral})
     assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logprobs", 0),  # of completions: the drawn token's
+        ("logprobs", 5),
+        ("service_tier", "flex"),
+        ("min_tokens", 3),
+        ("stop_token_ids", [5]),
+        ("skip_special_tokens", False),
+        ("include_stop_str_in_output", True),
+        ("use_beam_search", True),
+    ],
+)
+def test_fields_of_openais_and_vllms_that_would_change_something_are_refused(client, field, value):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="fake/model", prompt="ab", extra_body={field: value})
+    assert refused.value.param == field and refused.value.code == "unsupported_parameter"
+
+
+def test_options_of_a_stream(client):
+    options = {"model": "fake/model", "messages": HI, "max_tokens": 3, "stream": True}
+    for neutral in ({"include_obfuscation": False}, {"continuous_usage_stats": False}, {"include_usage": None}):
+        chunks = list(client.chat.completions.create(**options, stream_options=neutral))
+        assert chunks[-1].choices and all(chunk.usage is None for chunk in chunks)
+    for name in ("include_obfuscation", "continuous_usage_stats"):
+        with pytest.raises(openai.BadRequestError, match=f"stream_options.{name} is not there"):
+            client.chat.completions.create(**options, stream_options={name: True})
+    chunks = list(
+        client.completions.create(
+            model="fake/model", prompt=["ab", "c"], max_tokens=3, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert chunks[-1].choices == [] and all(chunk.usage is None for chunk in chunks[:-1])
+    usage = chunks[-1].usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (3, 6, 9)
+
+
+def test_answers_have_the_fields_that_openai_documents(client, url):
+    """OpenAI's client takes whatever comes; its types, which are the documentation, are checked here."""
+    body = {"messages": HI, "max_tokens": 3}
+    ChatCompletion.model_validate(httpx.post(f"{url}/v1/chat/completions", json=body).json(), strict=True)
+    Completion.model_validate(httpx.post(f"{url}/v1/completions", json={"prompt": "ab"}).json(), strict=True)
+    Model.model_validate(httpx.get(f"{url}/v1/models/fake/model").json(), strict=True)
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    lines = httpx.post(f"{url}/v1/chat/completions", json=body).text.split("\n\n")
+    data = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    chunks = [ChatCompletionChunk.model_validate(one, strict=True) for one in data]
+    assert len(chunks) >= 4 and all("usage" in one for one in data)  # null in all but the last
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-2:] == [None, "length"]
+    with client.chat.completions.stream(model="fake/model", messages=HI, max_tokens=50, stop="cat") as stream:
+        final = stream.get_final_completion()
+    whole = client.chat.completions.create(model="fake/model", messages=HI, max_tokens=50, stop="cat")
+    assert final.choices[0].message.content == whole.choices[0].message.content
+    assert (final.choices[0].message.content, final.choices[0].finish_reason) == ("hi the ", "stop")
 
 
 def test_a_stop_string_ends_an_answer_and_is_not_shown(client):
@@ -205,6 +265,8 @@ def test_tool_calls_are_read(tool_client, stop):
 
 def test_tool_calls_of_a_stream_come_whole(tool_client):
     chunks = list(tool_client.chat.completions.create(model="m", messages=HI, tools=TOOLS, stream=True))
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk.model_dump(exclude_unset=True), strict=True)
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert "".join(delta.content or "" for delta in deltas) == "See."
     calls = [call for delta in deltas for call in delta.tool_calls or []]

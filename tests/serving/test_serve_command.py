@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -22,7 +23,7 @@ from models import build
 from tokenizers_made import byte_level
 from typer.testing import CliRunner
 
-from hf_sparsekv import OffloadConfig
+from hf_sparsekv import OffloadConfig, Sampling
 from hf_sparsekv.cli import loading
 from hf_sparsekv.cli import serve as module
 from hf_sparsekv.cli.app import app
@@ -194,3 +195,90 @@ def test_what_the_engine_is_given(tiny, monkeypatch):
     run("small", "--port", "0", "--no-offload", "--model-id", "mine")
     assert (given["id"], given["key"], given["settings"][1]) == ("mine", None, None)
     assert module._name("small") == "small" and module._name("org/model") == "org/model"
+
+
+# ---------------------------------------------------------------------- signals
+
+
+@contextmanager
+def served(tiny: Path, *args: str):
+    """A server in a process of its own and the lines that it has written until it listens."""
+    command = [sys.executable, "-m", "hf_sparsekv_cli", "serve", str(tiny), "--port", "0", "--device", "cpu"]
+    command += ["--max-rows", "4", "--context", "1k", "--no-offload", *args]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    server = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    lines: list[str] = []
+    try:
+        while not lines or not lines[-1].startswith("listening on "):
+            lines.append(server.stderr.readline())
+            assert lines[-1], "".join(lines)
+        yield server, re.search(r"http://127\.0\.0\.1:\d+", lines[-1])[0]
+    finally:
+        server.kill()
+        server.communicate()
+
+
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_right_behind_the_line_that_says_it_listens(which, tiny):
+    """Before the web server has begun: it drains all the same."""
+    with served(tiny) as (server, _):
+        server.send_signal(which)
+        out, rest = server.communicate(timeout=60)
+        assert (server.returncode, out) == (0, "") and "draining: 0 requests" in rest and "Traceback" not in rest, rest
+
+
+def test_a_second_signal_tells_those_who_wait_and_ends_soon(tiny):
+    """One reads a stream, one waits for its answer, one takes nothing: the first two hear why, nobody is waited for."""
+    body = {"prompt": "the cat", "max_tokens": 900, "temperature": 0, "ignore_eos": True}
+    with served(tiny) as (server, url), httpx.Client(base_url=url, timeout=60) as client:
+        answers, port = [], int(url.rpartition(":")[2])
+        whole = threading.Thread(target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=body)))
+        whole.start()
+        asked = json.dumps({**body, "stream": True}).encode()
+        deaf = socket.create_connection(("127.0.0.1", port))
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        head = ("POST /v1/completions HTTP/1.1", "host: x", "content-type: application/json")
+        deaf.sendall("\r\n".join((*head, f"content-length: {len(asked)}", "", "")).encode() + asked)
+        with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+            events = stream.iter_lines()
+            while not next(events).startswith("data: "):
+                pass
+            wait_until(lambda: "requests_running 3.0" in httpx.get(f"{url}/metrics").text)
+            server.send_signal(signal.SIGINT)
+            wait_until(lambda: httpx.get(f"{url}/ready").status_code == 503)
+            server.send_signal(signal.SIGINT)
+            told = [line for line in events if line.startswith("data: ")]
+        assert json.loads(told[-1][6:])["error"]["code"] == "closed"
+        whole.join(20)
+        assert answers[0].status_code == 503 and "it is stopping" in answers[0].json()["error"]["message"]
+        out, rest = server.communicate(timeout=20)
+        deaf.close()
+        assert (server.returncode, out) == (0, "") and "Traceback" not in rest, rest
+
+
+def test_a_third_signal_ends_what_hangs(monkeypatch):
+    """What the second one has asked for does not come to its end: the process ends at once."""
+    left, closing, go = [], threading.Event(), threading.Event()
+    monkeypatch.setattr(module, "_leave", left.append)
+    with FakeEngine(byte_level(), step_s=0.005) as engine:
+        monkeypatch.setattr(engine, "close", lambda: closing.set() or go.wait(10))
+        server = module._server(create_app(engine, "m"), engine)
+        engine.submit([1, 2, 3], Sampling(max_tokens=900, ignore_eos=True))
+        for _ in range(2):
+            server.handle_exit(signal.SIGTERM, None)
+        assert closing.wait(10) and left == []
+        server.handle_exit(signal.SIGTERM, None)
+        assert left == [128 + signal.SIGTERM]
+        go.set()
+        monkeypatch.undo()
+
+
+def test_handlers_are_as_before_when_no_signal_has_come():
+    with FakeEngine(byte_level()) as engine:
+        server, before = (
+            module._server(create_app(engine, "m"), engine),
+            [signal.getsignal(one) for one in module.SIGNALS],
+        )
+        with module._heard(server):
+            assert [signal.getsignal(one) for one in module.SIGNALS] == [server.handle_exit] * 2
+        assert [signal.getsignal(one) for one in module.SIGNALS] == before

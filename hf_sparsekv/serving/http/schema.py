@@ -19,7 +19,9 @@ from ..request import Sampling
 from .errors import ApiError
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
-BOTH = {"model", "max_tokens", "stream", "stream_options", "user", *SAMPLING}
+# Who asks, for what, and which prompts begin alike: taken, and not used.
+LABELS = {"user", "safety_identifier", "metadata", "prompt_cache_key"}
+BOTH = {"model", "max_tokens", "stream", "stream_options", *LABELS, *SAMPLING}
 COMPLETION = BOTH | {"prompt"}
 CHAT = BOTH | {"messages", "max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -69,6 +71,18 @@ REFUSED = {
     "function_call": Refused(lambda value: value == "none", "is not there: give tools"),
     "modalities": Refused(lambda value: value == ["text"], "other than text are not there"),
     "store": Refused(_false, "is not there: nothing is kept"),
+    "service_tier": Refused(lambda value: value in ("auto", "default"), "is not there: requests are all alike"),
+    # vLLM's, which clients of its server send as they are by themselves.
+    "min_tokens": Refused(_zero, "is not there: ignore_eos and max_tokens make answers of a known length"),
+    "stop_token_ids": Refused(_empty, "is not there: stop has strings"),
+    "skip_special_tokens": Refused(lambda value: value is True, "cannot be turned off: text has no special tokens"),
+    "include_stop_str_in_output": Refused(_false, "is not there: the text ends before the stop string"),
+    "use_beam_search": Refused(_false, "is not there: a request gives one answer"),
+}
+# Of stream_options, beside include_usage: OpenAI's padding and vLLM's counts in each chunk.
+STREAM_REFUSED = {
+    "include_obfuscation": Refused(_false, "is not there: chunks are as long as their text"),
+    "continuous_usage_stats": Refused(_false, "is not there: include_usage counts at the end"),
 }
 
 
@@ -180,8 +194,11 @@ def _common(body: Mapping[str, Any], limit: str) -> Asked:
         raise ApiError(400, str(error).replace(name, shown, 1), shown) from None
     options = body.get("stream_options", {})
     stream = _flag(body, "stream")
-    if not isinstance(options, dict) or options.keys() - {"include_usage"}:
+    if not isinstance(options, dict) or options.keys() - {"include_usage", *STREAM_REFUSED}:
         raise ApiError(400, f"stream_options must be an object with include_usage, got {options!r}", "stream_options")
+    for name, refused in STREAM_REFUSED.items():
+        if not refused.neutral(options.get(name) or False):
+            raise ApiError(400, f"stream_options.{name} {refused.why}", "stream_options", "unsupported_parameter")
     if options and not stream:
         raise ApiError(400, "stream_options goes with stream: true only", "stream_options")
     return Asked(None, None, {}, sampling, limit in body, stream, _flag(options, "include_usage"))

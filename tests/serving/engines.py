@@ -1,0 +1,38 @@
+"""Prompts and settings for engines over a tiny model, and that nothing is left of a request."""
+
+from __future__ import annotations
+
+import time
+
+from caches import FULL, SMALL
+from models import prompt
+
+from hf_sparsekv import Engine, Sampling, ServingConfig
+
+LENGTH = 400
+WHOLE = {**SMALL, **FULL}
+BUDGET = {**SMALL, "dense_below": 0, "token_budget": 32}
+SERVING = ServingConfig(max_rows=4, max_length=LENGTH, chunk=64, prefill_ms=0.5)
+
+
+def ids_of(n: int, seed: int) -> list[int]:
+    """A prompt of ``n`` tokens."""
+    return prompt(1, n, seed=seed)["input_ids"][0].tolist()
+
+
+def greedy(tokens: int, **settings) -> Sampling:
+    """The likeliest tokens, so many."""
+    return Sampling(max_tokens=tokens, temperature=0, **settings)
+
+
+def quiet(engine: Engine) -> None:
+    """Nothing is left of any request."""
+    until = time.monotonic() + 10
+    while not (engine._loop.idle and engine._loop.all_told) and time.monotonic() < until:
+        time.sleep(0.01)
+    loop = engine._loop
+    assert (loop.idle, loop.used, loop.rows.rows, loop.reading, loop._open) == (True, 0, (), None, {})
+    table = loop.rows.cache.row_table
+    pinned, kept = (0, 0) if loop.index is None else (loop.index.pinned, len(loop.index))
+    assert (table.host == -1).all() and pinned == 0
+    assert table.ids._references.sum() == kept  # blocks that somebody has
