@@ -18,6 +18,7 @@ not be, a request without an end after ``--limit`` seconds, rows that stay taken
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -180,7 +181,8 @@ class Soak:
         await process.stdin.drain()
         process.stdin.close()
         await asyncio.sleep(0.2 + 2 * self.rng.random())
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):  # its answer may have ended before, and so has it
+            process.kill()
         await process.wait()
         return "killed"
 

@@ -129,11 +129,13 @@ def _cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Likewise, without a plan."""
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        query, key, value, 0.0, causal, False, scale=scale
-    )
-    return out, lse
+    """Likewise, without a plan. These kernels know one width for keys and values, so narrower ones get zeros."""
+    width = max(query.shape[3], value.shape[3])
+    wide = [
+        t if t.shape[3] == width else torch.nn.functional.pad(t, (0, width - t.shape[3])) for t in (query, key, value)
+    ]
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*wide, 0.0, causal, False, scale=scale)
+    return out[..., : value.shape[3]], lse
 
 
 def _padded(t: Tensor, tokens: int) -> Tensor:
