@@ -16,9 +16,7 @@ from ..removed import guess
 from ..results import append_rows
 from . import loading
 from .options import Device, DType, DTypeOption, parse_tokens, torch_dtype
-from .output import CommandError, messages, note, results
-
-ALL = 0.9995  # of the context, which is shown as 100.0 %
+from .output import ALL, CommandError, messages, note, results
 
 
 def _from_file(context: typer.Context, path: Path | None) -> Path | None:
