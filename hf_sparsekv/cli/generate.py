@@ -132,7 +132,7 @@ def _report(runs: list[Run], sparse, *, on_gpu: bool, same_tokens_expected: bool
         if stats.attended_share >= ALL and stats.decode_steps:
             note(
                 "the sparse cache attended to everything, as full attention does: so short a text is within its "
-                "budget, or as quick to read whole. Give a longer prompt, or a smaller --token-budget"
+                "budget, or as quick to read whole. A longer prompt shows what it chooses"
             )
     if len(runs) < 2:
         return
