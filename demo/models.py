@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from hf_sparsekv import QueryTap, optimize
+from hf_sparsekv.cli.loading import hub_answers
 from hf_sparsekv.evaluation.small_model import is_fetched, small_model_path
 
 from .language import Language
@@ -239,8 +240,10 @@ class Models:
             with entry.looking:
                 if entry.looked is None:
                     with _told(name):
-                        config = AutoConfig.from_pretrained(path)
-                        entry.looked = Language(AutoTokenizer.from_pretrained(path)), longest(config)
+                        here = Path(path).is_dir() or not hub_answers()
+                        config = AutoConfig.from_pretrained(path, local_files_only=here)
+                        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=here)
+                        entry.looked = Language(tokenizer), longest(config)
         return entry.looked
 
     def _take_place(self, entry: _Entry) -> None:

@@ -101,7 +101,8 @@ def _flag_or_none(name: str, value: object) -> None:
 
 
 def _one_of(name: str, value: object, choices: tuple[str | None, ...]) -> None:
-    _require(value in choices, f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    hint = guess(value, filter(None, choices)) if isinstance(value, str) else ""
+    _require(value in choices, f"{name} must be one of {', '.join(map(repr, choices))}{hint}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

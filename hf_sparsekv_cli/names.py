@@ -37,6 +37,10 @@ _COMPLETES = "_HF_SPARSEKV_COMPLETE"  # set by the shell, as typer's scripts do
 _UsageError = typer.BadParameter.__mro__[1]
 
 
+# Names that other programs, and other commands of this one, have for values.
+_ALSO = {"full": "dense", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+
+
 class Group(TyperGroup):
     """Commands whose wrong usage is told in one line, with what was probably meant."""
 
@@ -61,7 +65,8 @@ class Group(TyperGroup):
 
 def usage(error: _UsageError) -> str:
     """One line that says what is wrong, what was probably meant, and where the help is."""
-    text = re.sub(r" \(Possible options: .*\)$| Did you mean .*\?$", "", " ".join(error.format_message().split()))
+    text = " ".join(error.format_message().split())
+    text = re.sub(r" \(Possible options: .*\)$| Did you mean .*\?$|(?<=: )Value error, ", "", text)
     if (meant := _meant(error, text)) is not None:
         text = f"{text.rstrip('.')}: {meant}"
     return f"{text} ({error.ctx.command_path} --help)" if error.ctx else text
@@ -75,8 +80,12 @@ def _meant(error: _UsageError, text: str) -> str | None:
     if match := re.search(r"No such command '(.*)'", text):
         return _nearest(match[1], list(error.ctx.command.commands))
     if match := re.search(r"'([^']*)' is not one of (.*)", text):
-        return _nearest(match[1], re.findall(r"'([^']*)'", match[2]))
-    if re.search(r"unexpected extra argument", text):
+        known = re.findall(r"'([^']*)'", match[2])
+        other = _ALSO.get(match[1].lower())
+        return f"did you mean {other}?" if other in known else _nearest(match[1], known)
+    if match := re.search(r"unexpected extra argument.* \(([^\s)]*)", text):
+        if re.fullmatch(r"[kmgt]i?b", match[1].lower()):
+            return f"write sizes in one word, as 80{match[1]}"
         names = [name for p in error.ctx.command.params for name in _spellings(p)]
         return "the prompt is given by --prompt, in quotes" if "--prompt" in names else None
     return None

@@ -107,6 +107,7 @@ def test_generate(tiny, offload):
     row = next(line for line in result.stderr.splitlines() if line.startswith("two_level"))
     assert row.split()[1:3] == ["1,320", "8"]
     assert re.search(r"7 steps over 1327 cached tokens: attended to (\d+\.\d)%", result.stderr)
+    assert "attended to everything" not in result.stderr
     assert ("in host memory" in result.stderr) == (offload == "--offload")
 
 
@@ -127,7 +128,7 @@ def test_budget_covers_all_so_both_agree(tiny):
     first, second = result.stdout.splitlines()
     assert first == second
     assert "both gave the same 8 tokens" in result.stderr
-    assert "attended to 100.0%" in result.stderr
+    assert "attended to 100.0%" in result.stderr and "attended to everything, as full attention" in result.stderr
 
 
 def test_generate_progressively(tiny):

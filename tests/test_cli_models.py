@@ -89,6 +89,10 @@ def test_an_evaluation_of_a_wrong_name_leaves_nothing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_an_empty_name():
+    assert error("plan", "", "--context", 10) == "error: the model's name is empty"
+
+
 def test_short_names_of_the_hub_are_no_mistakes():
     assert loading.resolve_model("gpt2", SHAPES) == "gpt2"
     assert loading.resolve_model("someone/small", SHAPES) == "someone/small"

@@ -102,7 +102,7 @@ def test_plan_proposes_a_preset():
         done = run("plan", "qwen3-8b", *size)
         (line,) = (line for line in done.stdout.splitlines() if line.startswith("proposed: "))
         assert ("prefill_chunk_size=4096" in done.stderr) == (context == "64k")
-        assert ('more than those of "fast"' in done.stderr) == (" tokens a step" in line)
+        assert ('more than those of "fast"' in done.stderr) == (" tokens a step" in line and '"fast"' not in line)
         return line.removeprefix("proposed: ")
 
     assert proposed("32k", 1).startswith(
@@ -114,6 +114,19 @@ def test_plan_proposes_a_preset():
         'full attention, which sparse(model, "accurate") does by itself at this length; '
     )
     assert proposed("32k", 8, host="1GiB", gpu="24GiB").startswith("none fits; fewer rows or tokens")
+
+
+def test_plan_says_what_the_model_was_not_made_for(tiny):
+    told = "more than the 2,048 that the model was made for"
+    assert told in run("plan", tiny, "--context", "4k").stderr
+    assert told not in run("plan", tiny, "--context", "2k").stderr
+
+
+def test_plan_compares_fast_with_nothing():
+    """It reads 0 % more than itself, which need not be said."""
+    size = ("--context", "64k", "--batch", 32, "--gpu-memory", "80GiB", "--host-memory", "512GiB")
+    done = run("plan", "qwen3-8b", *size)
+    assert 'sparse(model, "fast"' in done.stdout and 'those of "fast"' not in done.stderr
 
 
 def test_plan_proposes_nothing_without_a_size(tiny, monkeypatch):

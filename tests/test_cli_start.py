@@ -60,6 +60,16 @@ def test_the_version_imports_nothing():
     assert f"hf-sparsekv {__version__}\nloaded []\n[]" in told
 
 
+def test_what_there_is_does_not_name_what_is_gone(tmp_path):
+    """Options of earlier releases are known only to be refused; two languages have a family of one name."""
+    (tmp_path / "options.yaml").write_text("sampels: 1\n")
+    done = CliRunner().invoke(app, ["eval", "ruler", "x", "--config", str(tmp_path / "options.yaml")])
+    assert "no option 'sampels' (did you mean 'samples'?); there are batch, cache, " in done.stderr
+    assert "micro_batch" not in done.stderr and "scoring" not in done.stderr
+    done = CliRunner().invoke(app, ["eval", "ruler", "x", "--families", "q"])
+    assert done.stderr.count(" vt") == 1
+
+
 @pytest.mark.parametrize(
     ("args", "line"),
     [
@@ -87,6 +97,16 @@ def test_an_unknown_command_is_told_at_once(args, line):
         ),
         (["plan", "x", "--context", "3k", "--preset", "acurate"], "has no preset 'acurate' (did you mean 'accurate'?)"),
         (["plan"], "Missing argument"),
+        (["plan", "x", "--context", "3k", "--dtype", "bf16"], "--dtype': 'bf16' is not one of 'auto', 'float32'"),
+        (["plan", "x", "--context", "3k", "--dtype", "bf16"], ": did you mean bfloat16? (hf-sparsekv plan --help)"),
+        (["generate", "x", "--cache", "full"], ": did you mean dense? (hf-sparsekv generate --help)"),
+        (["eval", "needle", "x", "--cache", "dense"], "unknown method 'dense' (did you mean 'full'?)"),
+        (["plan", "x", "--context", "3k", "--gpu-memory", "80", "GiB"], "write sizes in one word, as 80GiB"),
+        (["plan", "x", "--context", "3k", "--gpu-memory", "80"], "80 bytes? Write the unit, too: 80GiB"),
+        (
+            ["plan", "x", "--context", "3k", "--cache", "predictive", "--predictor", "ridg"],
+            "(did you mean 'ridge'?), got",
+        ),
         (["eval", "needl", "small"], "No such command 'needl': did you mean needle? (hf-sparsekv eval --help)"),
         (["eval", "ruler", "x", "--families", "vtt"], "no family 'vtt' (did you mean 'vt'?)"),
         (["eval", "needle", "x", "--cache", "two_levl"], "unknown method 'two_levl' (did you mean 'two_level'?)"),

@@ -16,9 +16,7 @@ from ..removed import guess
 from ..results import append_rows
 from . import loading
 from .options import Device, DType, DTypeOption, parse_tokens, torch_dtype
-from .output import CommandError, messages, note, results
-
-ALL = 0.9995  # of the context, which is shown as 100.0 %
+from .output import ALL, CommandError, messages, note, results
 
 
 def _from_file(context: typer.Context, path: Path | None) -> Path | None:
@@ -47,7 +45,7 @@ def _from_file(context: typer.Context, path: Path | None) -> Path | None:
         ]
     for key, value in values.items():
         if key not in known:
-            there = sorted(known - {"config"})
+            there = sorted({p.name for p in context.command.params if not getattr(p, "hidden", False)} - {"config"})
             raise typer.BadParameter(f"{path}: no option {key!r}{guess(key, there)}; there are {', '.join(there)}")
         if key != "cache" and isinstance(value, list):
             values[key] = ",".join(map(str, value))
@@ -122,6 +120,7 @@ def names_of(text: str | None, known: tuple[str, ...], what: str) -> list[str]:
     """A comma-separated choice of ``known`` names; ``None``: all of them."""
     if text is None:
         return list(known)
+    known = tuple(dict.fromkeys(known))
     names = [part.strip() for part in text.split(",") if part.strip()]
     for name in names:
         if name not in known:

@@ -15,7 +15,7 @@ from ..cache import SparseCache
 from ..telemetry.timing import Timing
 from . import loading
 from . import options as opt
-from .output import CommandError, messages, note
+from .output import ALL, CommandError, messages, note
 from .running import OtherWork, Run, encode, run_dense, run_sparse
 
 
@@ -127,7 +127,13 @@ def _report(runs: list[Run], sparse, *, on_gpu: bool, same_tokens_expected: bool
         table.add_row(run.name, f"{run.prompt_tokens:,}", *_times(run.timing))
     messages.print(table)
     if sparse is not None:
-        note(str(sparse.stats()))
+        stats = sparse.stats()
+        note(str(stats))
+        if stats.attended_share >= ALL and stats.decode_steps:
+            note(
+                "the sparse cache attended to everything, as full attention does: so short a text is within its "
+                "budget, or as quick to read whole. A longer prompt shows what it chooses"
+            )
     if len(runs) < 2:
         return
     if same_tokens_expected:

@@ -34,6 +34,8 @@ def resolve_model(name: str, known: Iterable[str] = ()) -> str:
         if not is_fetched(path):
             raise CommandError("the small model is not here yet: run `hf-sparsekv fetch`")
         return str(path)
+    if not name.strip():
+        raise CommandError("the model's name is empty")
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -41,7 +43,7 @@ def resolve_model(name: str, known: Iterable[str] = ()) -> str:
         return str(path)
     if path.exists():
         raise CommandError(f"{path} is a file: give the directory of the model")
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1 or not name.strip():
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise CommandError(f"there is no directory {name!r}")
     if "/" not in name:
         near = difflib.get_close_matches(name.lower(), ["small", *known], n=1, cutoff=0.85)

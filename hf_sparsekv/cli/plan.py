@@ -58,9 +58,10 @@ def plan(
         sparse = ", ".join(kind.value for kind in opt.CacheKind if kind is not opt.CacheKind.dense)
         raise typer.BadParameter(f"plan compares a sparse cache with the dense one: --cache takes {sparse} here")
     config = options.config(cache)
-    gpu = opt.parse_bytes(gpu_memory) if gpu_memory else _detected_gpu()
-    host = opt.parse_bytes(host_memory) if host_memory else int(0.8 * host_memory_limit())
-    shape = model_shape(_config(model), opt.torch_dtype(dtype))
+    gpu = _memory("--gpu-memory", gpu_memory) if gpu_memory else _detected_gpu()
+    host = _memory("--host-memory", host_memory) if host_memory else int(0.8 * host_memory_limit())
+    model_config = _config(model)
+    shape = model_shape(model_config, opt.torch_dtype(dtype))
     device = torch.device("cuda", 0) if torch.cuda.is_available() else None
     options = opt.placed(options, torch.device("cuda"))  # it is a GPU's memory that is planned
     opt.check_place(cache, config, options)
@@ -71,6 +72,9 @@ def plan(
         return
     planned = plan_memory(shape, config, opt.offload_config(options), context=context, batch=batch, device=device)
     _show(planned, gpu, host)
+    most = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if most and context > most:
+        note(f"{context:,} tokens are more than the {most:,} that the model was made for")
     if gpu is not None and any(layer.kind == "full" for layer in shape.layers):
         _show_proposal(propose(shape, context=context, batch=batch, gpu=gpu, host=host, device=device), context)
 
@@ -85,6 +89,14 @@ def _config(model: str):
     if shape != model:
         note(f"{model}: the shape of {shape} that this package knows; the hub is not asked")
     return SHAPES[shape]()
+
+
+def _memory(option: str, text: str) -> int:
+    """A size of memory in bytes; a small number alone is a unit forgotten."""
+    size_in_bytes = opt.parse_bytes(text)
+    if text.strip().isdecimal() and size_in_bytes < 1 << 20:
+        raise typer.BadParameter(f"{text} bytes? Write the unit, too: {text}GiB", param_hint=option)
+    return size_in_bytes
 
 
 def _detected_gpu() -> int | None:
@@ -165,7 +177,9 @@ def _show_proposal(found: Proposal | None, context: int) -> None:
     else:
         budget = f"{found.config.token_budget:,} of {context:,} tokens a step"
         results.print(f"proposed: {found.call}: {budget}; {need}", markup=False)
-        note(f'its steps read some {found.more:.0%} more than those of "fast"; what each finds: docs/presets.md')
+        more = f"{found.more:.0%}"
+        if more != "0%":
+            note(f'its steps read some {more} more than those of "fast"; what each finds: docs/presets.md')
     if found.pieces < context:
         note(f"proposed with generate(..., prefill_chunk_size={found.pieces}): the prompt in one piece does not fit")
 

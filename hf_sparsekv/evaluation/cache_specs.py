@@ -91,7 +91,7 @@ def parse_cache(spec: str | dict) -> CacheSpec:
     else:
         raise ValueError(f"a cache is given as a text or a mapping, got {spec!r}")
     if method not in known() and method != FULL:
-        hint = guess(method, (FULL, *known()))
+        hint = guess(FULL if method == "dense" else method, (FULL, *known()))  # `generate --cache dense` is the same
         raise ValueError(f"cache {text!r}: unknown method {method!r}{hint}; known: {_known()}")
     parsed = CacheSpec(name, method, options)
     if parsed.full:
