@@ -12,7 +12,7 @@ from captured import Imitation, imitated, same_counts, through_modes
 from models import build, model, prompt, reference
 
 from hf_sparsekv import optimize, unoptimize
-from hf_sparsekv.cuda_graph.optimize import runner_of
+from hf_sparsekv.cuda_graph.optimize import StepRunner, runner_of
 from hf_sparsekv.layers.sliding import SlidingRing
 
 
@@ -164,6 +164,51 @@ def test_a_forward_that_cannot_be_captured_runs_eagerly():
     assert torch.equal(found, expected)
     same_counts(*caches)
     assert runner.replays == 0
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["ends-badly", "ends-well"])
+def test_a_capture_that_fails_says_why_and_is_forgotten(monkeypatch, ends):
+    """torch's graph raises another error as it ends, before it has told its allocator and put the stream back."""
+    left, entered = [], []
+
+    class Context:
+        def __init__(self, *args, **kwargs):
+            self.bad = "pool" in kwargs and not ends
+
+        def __enter__(self):
+            entered.append(self)
+
+        def __exit__(self, *error):
+            left.append(self)
+            if self.bad:
+                raise RuntimeError("operation failed due to a previous error during capture")
+
+    def end(device, pool):
+        if ends:
+            raise RuntimeError("not currently recording to mempool_id")
+        left.append(("ended", device, pool))
+
+    class Stream:
+        def wait_stream(self, other):
+            pass
+
+    for name, value in (("CUDAGraph", object), ("graph", Context), ("stream", Context)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *of: left.append(("released", *of)), raising=False)
+    runner = StepRunner(model("llama"))
+    monkeypatch.setattr(runner, "_streams", lambda device: (Stream(), None))
+    device = torch.device("cuda", 3)
+
+    def run(sides):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+        runner._record(run, device, [])
+    assert left[:2] == entered[::-1], "the stream is put back"
+    assert left[2:] == ([] if ends else [("ended", 3, (0, 7)), ("released", 3, (0, 7))])
 
 
 @pytest.mark.pairwise(once=("cache",))

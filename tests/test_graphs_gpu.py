@@ -73,6 +73,33 @@ def test_budget_for_everything_equals_dense():
     assert runner_of(fast).replays == 2 * 79
 
 
+@pytest.mark.filterwarnings("ignore:decode steps run eagerly")
+def test_a_layer_that_waits_for_the_gpu():
+    """As bitsandbytes' 8 bits that look for outliers: eagerly, for a reason that is said; no trace of the capture."""
+    plain, fast = build("llama", "sparsekv").cuda(), build("llama", "sparsekv").cuda()
+    layer = fast.model.layers[1].mlp.down_proj
+    multiply = layer.forward
+    layer.forward = lambda x: multiply(x) if bool((x == x).any()) else x
+    optimize(fast, fused=False)
+    inputs, go = on_gpu(2, 150, (0, 40)), {"do_sample": False, "max_new_tokens": 40}
+    expected = plain.generate(**inputs, past_key_values=two_level(**TIGHT), **go)
+    stream = torch.cuda.current_stream()
+    with pytest.warns(UserWarning, match="cannot be captured .*captur"):
+        found = fast.generate(**inputs, past_key_values=two_level(**TIGHT), **go)
+    assert torch.equal(found, expected)
+    assert runner_of(fast).replays == 0
+    assert torch.cuda.current_stream() == stream
+    # Memory that another stream has used comes back, tokens can be drawn, and other models are captured.
+    other, held = torch.cuda.Stream(), torch.cuda.memory_allocated()
+    for _ in range(4):
+        torch.zeros(1 << 24, device="cuda").record_stream(other)
+        torch.cuda.synchronize()
+    torch.zeros(1, device="cuda")
+    assert torch.cuda.memory_allocated() < held + (1 << 24)
+    fast.generate(**inputs, past_key_values=two_level(**TIGHT), do_sample=True, max_new_tokens=4)
+    check("llama", "host", inputs)
+
+
 HOW = [{"do_sample": True, "temperature": 0.8, "top_k": 20}, {"do_sample": True, "num_return_sequences": 3}]
 
 

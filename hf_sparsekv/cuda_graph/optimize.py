@@ -9,6 +9,7 @@ is left to the host is the next token, and a look whether the next step is like 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
@@ -688,10 +689,35 @@ class StepRunner:
         """Capture ``run``. (Tests without a GPU put an imitation here.)"""
         main, sides = self._streams(device)
         main.wait_stream(torch.cuda.current_stream(device))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=main, capture_error_mode="thread_local"):
-            output = run(sides)
+        graph, pool, first = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), None
+        how = {"pool": pool, "stream": main, "capture_error_mode": "thread_local"}
+        try:
+            # The outer one, because torch's own raises before it puts the stream back if the capture has failed.
+            with torch.cuda.stream(main), torch.cuda.graph(graph, **how):
+                try:
+                    output = run(sides)
+                except RuntimeError as error:
+                    first = error
+                    raise
+        except BaseException as error:
+            _forget(pool, device)
+            if first is not None and isinstance(error, RuntimeError):
+                raise first from None  # the later one, at the end of the capture, says only that something failed
+            raise
+        finally:
+            first = None  # its traceback holds this frame, and with it what the capture has allocated
         return graph, output
+
+
+def _forget(pool: tuple[int, int], device: torch.device) -> None:
+    """Have torch's allocator forget a capture that failed with a CUDA error (a layer that waits for the GPU).
+
+    ``CUDAGraph.capture_end`` raises before it does so (torch 2.11). The allocator would take a capture to be under way
+    from then on: it would keep all memory that another stream has used, and ask a graph that is gone.
+    """
+    with contextlib.suppress(AttributeError, RuntimeError):  # of a capture that has ended it knows nothing any more
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
 
 
 def _brings_weights(module: torch.nn.Module) -> bool:
