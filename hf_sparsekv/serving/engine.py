@@ -88,6 +88,7 @@ class Engine:
                 work = Work(model, made.rows, made.serving)
             else:
                 work = SharedWork(model, made.rows, made.serving, wire)
+            stack.callback(work.close)  # if what follows fails; the loop closes it, too, and once is enough
             self._loop = Loop(work, self._blocks, self._eos(), detokenizer, self.vocabulary)
             self._stack = stack.pop_all()
         self._cache, self._rows = made.cache, made.rows
@@ -207,11 +208,14 @@ class Engine:
 
         def pieces() -> Iterator[Piece]:
             try:
+                yield Piece("", ())
                 yield from handle
             finally:
                 handle.cancel()
 
-        return pieces()
+        found = pieces()
+        next(found)  # up to there: what has not begun does not come to its `finally`
+        return found
 
     def generate_batch(
         self, prompts: Sequence[str | Sequence[int] | Tensor], sampling: Sampling | Sequence[Sampling] | None = None
