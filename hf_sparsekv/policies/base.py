@@ -257,26 +257,6 @@ class Policy(State):
         """
         raise NotImplementedError(f"{type(self).__name__}.drafts is 'together': write attend_drafts()")
 
-    def attend_to_tokens(
-        self,
-        q: Tensor,
-        ids: Tensor,
-        store: LayerStore,
-        rows: LayerStore,
-        params: AttentionParams,
-        used: Tensor | None = None,
-        brings: bool = False,
-    ) -> Tensor:
-        """The end of :meth:`attend_drafts`, for tokens ``ids [n, H, K]``, of which ``used [n, H]`` count (None: all).
-
-        ``brings``: copies of them are kept on the device, in :attr:`tokens`, which has room.
-        """
-        if self.watch is not None:
-            self.watch.mark_tokens(ids, store.block_size)
-        if brings:
-            return self.tokens.attend_drafts(q, ids, store, rows, params, used)
-        return rows.attend(q, ids, "token", params, used=used)
-
     def foresee(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         """The layer before has begun this step, and expects ``q [batch, Hq, Dk]`` of this layer.
 
