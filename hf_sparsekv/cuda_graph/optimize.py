@@ -294,7 +294,7 @@ class StepRunner:
             or not all(layer.captures_drafts(new) for layer in layers)
         ):
             return None
-        (drafts,) = table.drafts(rows, new, True)
+        drafts = table.drafts(rows, new)
         for layer in layers:
             layer.store.fit(rows)
         plans = tuple([layer.prepare_drafts(drafts.taken.after) for layer in layers])
@@ -440,7 +440,7 @@ class StepRunner:
             return self._unsteady(cache)
         held = rows
         if new > 1:
-            (drafts,) = table.drafts(rows, new, True)
+            drafts = table.drafts(rows, new)
             held = drafts.taken.after
         else:
             table.ready(rows)
@@ -512,7 +512,7 @@ class StepRunner:
             step.give(valid)
         if drafts is not None:
             queries = drafts.queries
-            step.count.fill_(drafts.tokens)
+            step.count.fill_(queries.batch)
         try:
             # From the replay on the device is a step ahead of what the host keeps. Set beforehand: an interrupt that
             # comes during the replay is raised behind it, and a second one may come while the first is handled.
@@ -535,7 +535,8 @@ class StepRunner:
             raise
         out = {**step.output, "past_key_values": cache}
         if drafts is not None:
-            out["logits"] = out["logits"][:, max(0, drafts.tokens - keep) if keep else 0 : drafts.tokens]
+            tokens = queries.batch
+            out["logits"] = out["logits"][:, max(0, tokens - keep) if keep else 0 : tokens]
         return type(step.output)(**out)
 
     @staticmethod
@@ -588,7 +589,7 @@ class StepRunner:
         layers = cache.sparse_layers
         table = cache.row_table
         masked = (table.rows.valid is not None or table.managed) and drafts is None
-        count = None if drafts is None else torch.full((1,), drafts.tokens, dtype=torch.int32, device=ids.device)
+        count = None if drafts is None else torch.full((1,), drafts.queries.batch, dtype=torch.int32, device=ids.device)
         if masked:  # of rows that get no token trial steps change nothing
             valid = torch.ones_like(ids, dtype=torch.bool) if valid is None else valid.clone()
         ids, positions = ids.clone(), positions.clone()

@@ -138,7 +138,7 @@ class TokenPolicy(Policy):
         self.tokens.bring(reads_here(ids), store, None if used is None else reads_here(used))
 
     def best_tokens(self, q: Tensor, store: LayerStore) -> Tensor:
-        """``TokenIds [batch, H, n]`` of the best labels for ``q [batch, Hq, Dk]``: what the first step finds at hand."""
+        """``TokenIds [batch, H, n]`` of the best labels for ``q [batch, Hq, Dk]``, for the first step to have."""
         raise NotImplementedError
 
     def reopened(self) -> None:
