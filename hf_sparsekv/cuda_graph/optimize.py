@@ -297,7 +297,7 @@ class StepRunner:
         drafts = table.drafts(rows, new)
         for layer in layers:
             layer.store.fit(rows)
-        plans = tuple([layer.prepare_drafts(drafts.taken.after) for layer in layers])
+        plans = tuple([layer.prepare(drafts.taken.after, drafts=True) for layer in layers])
         return self._step(given, cache, plans, drafts) if all(plan.captured for plan in plans) else None
 
     @staticmethod
@@ -457,8 +457,8 @@ class StepRunner:
     def _planned(cache: SparseCache, rows: Rows, steady: Steady) -> bool:
         """Of these rows it is the same step."""
         asked = cache.row_table.asked(rows, cache.new_rows(steady.step.input_ids.device))
-        planned = SparseLayer.planned if steady.step.count is None else SparseLayer.planned_drafts
-        return all(planned(layer, asked) == plan for layer, plan in zip(steady.layers, steady.step.plans))
+        drafts = steady.step.count is not None
+        return all(layer.planned(asked, drafts) == plan for layer, plan in zip(steady.layers, steady.step.plans))
 
     def _unsteady(self, cache: SparseCache) -> None:
         del self.steady[cache]
