@@ -41,7 +41,7 @@ class Policy(State):
     2. :meth:`foresee`, if the plan says so: the layer before has begun the step. Where :attr:`source` is
        ``"in_delta"``, for a query of the stream that :meth:`expected` gives; :meth:`note_added` when that layer ends.
     3. :meth:`observe`, and while a step is being captured :attr:`note`.
-    4. :meth:`attend`.
+    4. :meth:`attend`, unless the plan is dense.
     5. Blocks that have become old are sealed.
     6. :meth:`look_ahead`: prepares the next step.
     7. :meth:`account`: counters. Not in a capture; of replayed steps once for all that were alike (see

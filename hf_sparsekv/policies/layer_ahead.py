@@ -130,8 +130,6 @@ class LayerAheadPolicy(PredictivePolicy):
         self.foreseen = store.length
 
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
-        if plan.dense:
-            return store.attend(q, None, "all", params)
         if self.foreseen != store.length - 1:
             self._choose_for(q, store)
         elif not store.capturing:

@@ -155,8 +155,6 @@ class PredictivePolicy(TokenPolicy):
         return planned("chosen" if self.chosen else "dense", True, self.chosen and self.paged)
 
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
-        if plan.dense:
-            return store.attend(q, None, "all", params)
         return self.attend_to(q, self.ids, store, params, plan.paged)
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:

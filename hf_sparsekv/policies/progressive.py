@@ -103,8 +103,6 @@ class ProgressivePolicy(TokenPolicy):
         return planned("walk", self.fetches, self.tokens is not None)
 
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
-        if plan.dense:
-            return store.attend(q, None, "all", params)
         self._params[:] = [params]
         found = self._select(q, store, params, self.totals)
         if plan.ahead:

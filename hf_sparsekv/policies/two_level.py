@@ -134,19 +134,14 @@ class TwoLevelPolicy(TokenPolicy):
         attends = "chosen" if chosen else "dense" if few or labels is None else "every"
         return planned(attends, ahead, self.paged and self.lag and chosen)
 
-    def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
-        if plan.dense:
-            return store.attend(q, None, "all", params)
-        return self._attend(q, store, plan, params)
-
     def attend_drafts(
         self, q: Tensor, store: LayerStore, rows: LayerStore, plan: Plan, params: AttentionParams
     ) -> Tensor:
         if not self.fetches_tokens:
-            return self._attend(q, rows, plan, params)
+            return self.attend(q, rows, plan, params)
         return self.attend_to_drafts(q, self.best_tokens(q, rows), store, rows, params)
 
-    def _attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
+    def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
         blocks = page_ids = None
         if plan.attends == "chosen":
             if self.lag:
@@ -155,25 +150,25 @@ class TwoLevelPolicy(TokenPolicy):
                 blocks = self._choose_blocks(q, store)
                 if self._enter_blocks(store):
                     page_ids = store.pages.fetch(blocks, store.table, keep=0)
-            store.count_blocks(blocks)
+            store.counters.blocks += (blocks >= 0).sum()
             if self.watch is not None:
                 self.watch.mark(blocks)
-        paged, size, columns = page_ids is not None, store.block_size, None
+        pages, size, columns = None if page_ids is None else store.pages.pool.pages, store.block_size, None
         if self.labels is None:
-            return store.attend(q, blocks, "block", params, paged, page_ids)
+            return store.attend(q, blocks, "block", params, page_ids, pages)
         if blocks is None:
             ids = self.best_tokens(q, store)
             if plan.ahead:
                 self._taken = ids, None
             return self.attend_to(q, ids, store, params, plan.paged)
         scores = self.labels.scores(q, store, blocks)
-        if paged and store.mean_tokens:
+        if pages is not None and store.mean_tokens:
             columns, tokens = place_tokens(
                 token_select(scores, None, self.config.token_budget, size), blocks, page_ids, size
             )
         else:
-            tokens = token_select(scores, page_ids if paged else blocks, self.config.token_budget, size)
-        return store.attend(q, tokens, "token", params, paged, columns=columns)
+            tokens = token_select(scores, blocks if pages is None else page_ids, self.config.token_budget, size)
+        return store.attend(q, tokens, "token", params, pages=pages, columns=columns)
 
     def best_tokens(self, q: Tensor, store: LayerStore) -> Tensor:
         """``TokenIds [batch, H, token_budget]`` among all for this query, which any step chooses so."""
