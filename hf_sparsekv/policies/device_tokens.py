@@ -169,18 +169,23 @@ def slot_bytes(store: LayerStore) -> int:
     return store.heads * (store.token_bytes + SLOT_BYTES)
 
 
-def empty_slots(store: LayerStore, total: int, lanes: Tensor) -> TokenSlots:
-    """Slots of one layer, ``total`` of each KV head, that hold nothing and know no columns yet."""
+def empty_slots(
+    store: LayerStore, total: int, lanes: Tensor, columns: int = 0, layers: tuple[int, ...] = ()
+) -> TokenSlots:
+    """Slots of one layer, ``total`` of each KV head, that hold nothing and know ``columns`` columns of a row.
+
+    ``layers``: ``(n,)`` for those of ``n`` layers alike in one piece: ``[n, ...]`` each, but for the lanes.
+    """
 
     def full(*shape: int, value: int) -> Tensor:
-        return torch.full(shape, value, dtype=torch.int32, device=store.device)
+        return torch.full((*layers, *shape), value, dtype=torch.int32, device=store.device)
 
     batch, heads = store.batch, store.heads
     return TokenSlots(
-        kv=torch.empty(heads, total, store.width, dtype=store.dtype, device=store.device),
+        kv=torch.empty(*layers, heads, total, store.width, dtype=store.dtype, device=store.device),
         columns=full(heads, total, value=-1),
         stamps=full(heads, total, value=EMPTY),
-        slots=full(batch, heads, 0, value=-1),
+        slots=full(batch, heads, columns, value=-1),
         now=full(batch, heads, value=0),
         lanes=lanes,
     )
