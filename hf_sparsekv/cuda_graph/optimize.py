@@ -319,12 +319,8 @@ class StepRunner:
         watch = None if mask is None or rows.valid is not None else self._watch(cache, mask)
         if positions is None:
             positions = torch.arange(rows.columns, rows.columns + new, device=ids.device)[None]
-        ids, positions = self._first_rows(cache, ids, positions)
-        rest = {name: value for name, value in given.items() if name not in _STATIC}
-        width, keep = 1, 0
-        if drafts is not None:
-            width, keep = draft_width(new, cache.config.max_draft + 1), rest.pop("logits_to_keep", 0)
-            ids, positions = self._widened(ids, width), self._widened(positions, width)
+        ids, positions, rest, keep = self._inputs(given, cache, positions)
+        width = ids.shape[1]
         steps = table.steps(ids.device)
         for ring in rings:
             steps.window(ring.sliding_window)
@@ -402,23 +398,20 @@ class StepRunner:
         """
         table = cache.row_table
         ids, mask, positions = given.get("input_ids"), given.get("attention_mask"), given.get("position_ids")
-        if not isinstance(ids, Tensor) or ids.ndim != 2:
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or not 0 < (new := ids.shape[1]) <= cache.config.max_draft + 1:
             return None
-        new, width, keep = ids.shape[1], 1, 0
-        if new != 1:
-            width = draft_width(max(new, 2), cache.config.max_draft + 1)
-        steady = known.get(width)
+        if positions is None:
+            return self._unsteady(cache)
+        ids, positions, rest, keep = self._inputs(given, cache, positions)
+        steady = known.get(width := ids.shape[1])
         if steady is None or new > steady.tokens:
             return None
-        step, rest = steady.step, {name: value for name, value in given.items() if name not in _STATIC}
-        if new > 1:
-            keep = rest.pop("logits_to_keep", 0)
+        step = steady.step
         if (
             cache not in self.graphs
             or any(layer.broken for layer in steady.layers)  # after an error: the long way says so
             or cache.changes != steady.changes
             or table.moves != steady.moves
-            or positions is None
             or (mask is not None and mask.ndim != 2)
             or not isinstance(keep, int)
             or any(isinstance(value, Tensor | list | dict) for value in rest.values())
@@ -426,13 +419,11 @@ class StepRunner:
             or torch.is_grad_enabled()
         ):
             return self._unsteady(cache)
-        ids, positions = self._first_rows(cache, ids, positions)
         rows, drafts = table.rows, None
         if new > 1:
             if len(ids) > 1 or not cache.drafted(new) or not self._all_tokens(mask, new):
                 return None
             mask = None
-            ids, positions = self._widened(ids, width), self._widened(positions, width)
         valid = self._valid(cache, rows, mask, ids.device)
         if (valid is not None and not table.managed) or (
             (ids.shape, positions.shape) != (step.input_ids.shape, step.position_ids.shape)
@@ -463,19 +454,22 @@ class StepRunner:
     def _unsteady(self, cache: SparseCache) -> None:
         del self.steady[cache]
 
-    def _widened(self, t: Tensor, width: int) -> Tensor:
-        """``t [..., n]`` with its last entry as often as it takes to be ``width`` wide."""
-        if t.shape[-1] == width:
-            return t
-        return torch.cat((t, t[..., -1:].expand(*t.shape[:-1], width - t.shape[-1])), dim=-1)
-
     @staticmethod
-    def _first_rows(cache: SparseCache, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a step of rows that come and go what the rows get that it runs."""
-        if cache.row_batch is None:
-            return ids, positions
-        n = cache.row_batch.width
-        return ids[:n], positions[:n]
+    def _inputs(given: dict, cache: SparseCache, positions: Tensor) -> tuple[Tensor, Tensor, dict, object]:
+        """Ids and positions as a graph takes them, what else was given, and how many logits are asked for (0: all).
+
+        Of rows that come and go those that the step runs; of drafts the last one as often as there is room.
+        """
+        ids, rest = given["input_ids"], {name: value for name, value in given.items() if name not in _STATIC}
+        if cache.row_batch is not None:
+            n = cache.row_batch.width
+            return ids[:n], positions[:n], rest, 0
+        if (new := ids.shape[1]) == 1:
+            return ids, positions, rest, 0
+        more = draft_width(new, cache.config.max_draft + 1) - new
+        if more:
+            ids, positions = (torch.cat((t, t[..., -1:].expand(*t.shape[:-1], more)), dim=-1) for t in (ids, positions))
+        return ids, positions, rest, rest.pop("logits_to_keep", 0)
 
     @staticmethod
     def _valid(cache: SparseCache, rows: Rows, mask: Tensor | None, device: torch.device) -> Tensor | None:
@@ -628,8 +622,6 @@ class StepRunner:
             finally:
                 for state in saved:
                     state.put_back_rows()
-                for layer in layers:
-                    layer.replay, layer.plan, layer.store.capturing = None, None, False
                 for ring in rings:
                     ring.replay = None
 
