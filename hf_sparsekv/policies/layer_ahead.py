@@ -148,9 +148,8 @@ class LayerAheadPolicy(PredictivePolicy):
     def attend_drafts(
         self, q: Tensor, store: LayerStore, rows: LayerStore, plan: Plan, params: AttentionParams
     ) -> Tensor:
-        budget = self.config.token_budget
-        ids = token_select(self.scores(q, rows), None, budget, store.block_size, rows=rows.rows)
-        return self.attend_to_drafts(q, ids, store, rows, params)
+        ids = self.best_tokens(q, rows)
+        return self.attend_to(q, ids, rows, params, self.bring(ids, store))
 
     def _choose_for(self, q: Tensor, store: LayerStore) -> None:
         """Write the tokens that this query wants to :attr:`ids`, and bring them to the device."""

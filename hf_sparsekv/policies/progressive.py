@@ -114,7 +114,8 @@ class ProgressivePolicy(TokenPolicy):
     ) -> Tensor:
         self._params[:] = [params]
         found = self._select(q, rows, params, self.totals)
-        return self.attend_to_drafts(q, found.ids, store, rows, params, found.count)
+        brings = self.bring(found.ids, store, found.count)
+        return self.attend_to(q, found.ids, rows, params, brings, found.count)
 
     def _select(self, q: Tensor, store: LayerStore, params: AttentionParams, totals: Tensor | None = None) -> Selection:
         config = self.config

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..config import OffloadConfig, PredictiveConfig, ProgressiveConfig, TwoLevelConfig
 from ..kv.store import LayerStore, Tally
 from ..ops.seal import Index
+from ..ops.topk_select import token_select
 from ..predictor.channels import LabelChannels
 from ..tensors import no_inference_mode, reads_here
 from ..types import AttentionParams
@@ -95,22 +96,6 @@ class TokenPolicy(Policy):
         places = self.tokens.locate(ids, store, used)
         return store.attend(q, places, "token", params, pages=self.tokens.pages, used=used, columns=ids)
 
-    def attend_to_drafts(
-        self,
-        q: Tensor,
-        ids: Tensor,
-        store: LayerStore,
-        rows: LayerStore,
-        params: AttentionParams,
-        used: Tensor | None = None,
-    ) -> Tensor:
-        """:meth:`attend_to` for several queries of the only row, which are those of ``rows``.
-
-        What they choose is brought before, as one selection: it is nearly the same, and each token crosses the link
-        once.
-        """
-        return self.attend_to(q, ids, rows, params, self.bring(ids, store, used), used)
-
     def wanted_copies(self, tokens: int) -> int:
         budget = self.config.token_budget
         return budget if self.fetches_tokens and tokens > budget else 0
@@ -123,7 +108,11 @@ class TokenPolicy(Policy):
         return self.tokens is not None
 
     def bring(self, ids: Tensor, store: LayerStore, used: Tensor | None = None) -> bool:
-        """Copy chosen tokens to the device, if copies are kept: whether they are."""
+        """Copy chosen tokens to the device, if copies are kept: whether they are.
+
+        Of drafts what all of them choose, as one selection, before they attend: it is nearly the same, and each token
+        crosses the link once.
+        """
         entered = self.enter(store)
         if entered:
             self.tokens.bring(ids, store, used)
@@ -138,8 +127,9 @@ class TokenPolicy(Policy):
         self.tokens.bring(reads_here(ids), store, None if used is None else reads_here(used))
 
     def best_tokens(self, q: Tensor, store: LayerStore) -> Tensor:
-        """``TokenIds [batch, H, n]`` of the best labels for ``q [batch, Hq, Dk]``, for the first step to have."""
-        raise NotImplementedError
+        """``TokenIds [batch, H, n]`` of the best labels for ``q [batch, Hq, Dk]``."""
+        scores = self.labels.scores(q, store, fill=False)
+        return token_select(scores, None, self.config.token_budget, store.block_size, rows=store.rows)
 
     def reopened(self) -> None:
         super().reopened()

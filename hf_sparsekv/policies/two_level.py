@@ -139,7 +139,8 @@ class TwoLevelPolicy(TokenPolicy):
     ) -> Tensor:
         if not self.fetches_tokens:
             return self.attend(q, rows, plan, params)
-        return self.attend_to_drafts(q, self.best_tokens(q, rows), store, rows, params)
+        ids = self.best_tokens(q, rows)
+        return self.attend_to(q, ids, rows, params, self.bring(ids, store))
 
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
         blocks = page_ids = None
@@ -169,11 +170,6 @@ class TwoLevelPolicy(TokenPolicy):
         else:
             tokens = token_select(scores, blocks if pages is None else page_ids, self.config.token_budget, size)
         return store.attend(q, tokens, "token", params, pages=pages, columns=columns)
-
-    def best_tokens(self, q: Tensor, store: LayerStore) -> Tensor:
-        """``TokenIds [batch, H, token_budget]`` among all for this query, which any step chooses so."""
-        scores = self.labels.scores(q, store, fill=False)
-        return token_select(scores, None, self.config.token_budget, store.block_size, rows=store.rows)
 
     def _enter_blocks(self, store: LayerStore) -> bool:
         """Whether chosen blocks are brought to the device; makes room for them."""
