@@ -109,8 +109,7 @@ class StepRunner:
         self._counts_positions = "position_ids" not in inspect.signature(type(generating).forward).parameters
         self._said: set[str] = set()
         self._warm: set[Hashable] = set()  # kinds of steps whose kernels are compiled
-        self._devices: set[torch.device] | None = None
-        self._offloaded: bool | None = None
+        self._found: tuple[set[torch.device], bool] | None = None  # see _weights()
         self._captures_on: tuple[torch.cuda.Stream, Sides] | None = None
 
     # ------------------------------------------------------------------ installing
@@ -215,7 +214,8 @@ class StepRunner:
         ids, mask = given["input_ids"], given.get("attention_mask")
         if self._cannot:
             return self._cannot
-        if self.offloaded():
+        devices, brought = self._weights()
+        if brought:
             return (
                 "some of the model's weights are offloaded, to host memory or to disk (device_map): their layers bring "
                 "them anew in every step, which a replay cannot"
@@ -228,7 +228,7 @@ class StepRunner:
             return "the model is not on a CUDA device"
         if torch.is_grad_enabled():
             return "gradients are enabled; call the model under torch.no_grad()"
-        if self.devices() != {ids.device}:
+        if devices != {ids.device}:
             return "the weights lie on several devices, or not all on the GPU"
         cache.use_rings()
         if any(not isinstance(layer, SparseLayer | SlidingRing) for layer in cache.layers) or not cache.sparse_layers:
@@ -269,17 +269,15 @@ class StepRunner:
         """A kernel can read ``t`` where it is."""
         return t.is_cuda or t.is_pinned()
 
-    def offloaded(self) -> bool:
-        """Some weights are brought for each call, by accelerate's hooks; looked up once, and again for each capture."""
-        if self._offloaded is None:
-            self._offloaded = any(map(_brings_weights, self.model.modules()))
-        return self._offloaded
+    def _weights(self) -> tuple[set[torch.device], bool]:
+        """Where the weights lie, and whether some are brought for each call, by accelerate's hooks.
 
-    def devices(self) -> set[torch.device]:
-        """Where the weights lie; looked up once, and again for each capture."""
-        if self._devices is None:
-            self._devices = {p.device for p in self.model.parameters()}
-        return self._devices
+        Looked up once, and again for each capture.
+        """
+        if self._found is None:
+            devices = {p.device for p in self.model.parameters()}
+            self._found = devices, any(map(_brings_weights, self.model.modules()))
+        return self._found
 
     def _verify(self, given: dict, cache: SparseCache, rows: Rows):
         """A pass over drafts of one row, if it can be captured; else None."""
@@ -349,7 +347,7 @@ class StepRunner:
             most = _MAX_GRAPHS if cache.row_batch is None else max(_MAX_GRAPHS, _KINDS * len(cache.row_batch.widths))
             while len(graphs) >= most:
                 graphs.pop(next(iter(graphs)))
-            self._devices = self._offloaded = None
+            self._found = None
             steps.load(rows)
             try:
                 kind = (*self._kind(cache), *key[:4])

@@ -370,7 +370,7 @@ class SparseLayer(Owned, CacheLayerMixin):
                 store.announce(1, valid)
                 policy.observe(query, step.keys, valid, store)
             if replay is not None and policy.note is not None:
-                replay.on_side_stream(lambda: policy.note(q, store, self.plan))
+                replay.on_side_stream(lambda: policy.note(q, valid, store, self.plan))
             store.append(step.k.detach(), step.v.detach(), valid)
             self._committed(step)
         plan = policy.plan(store) if replay is None else self.plan

@@ -87,9 +87,9 @@ class Policy(State):
     stream_like: tuple[int, torch.dtype] | None = None  # and how wide the residual stream is, and of which type
     watch: BlockWatch | None  # a sparse step marks there which blocks it attends to
 
-    # Called as note(q, store, plan) in a captured step as soon as its query is known, beside the attention: for what
-    # needs no more than the query and changes nothing that the step reads.
-    note: Callable[[Tensor, LayerStore, Plan], None] | None = None
+    # Called as note(q, valid, store, plan) in a captured step as soon as its query is known, beside the attention: for
+    # what needs no more than the query and changes nothing that the step reads. ``valid``: as observe() gets it.
+    note: Callable[[Tensor, Tensor | None, LayerStore, Plan], None] | None = None
 
     def __init__(self, config: SparseConfig, layer_idx: int, offloaded: bool) -> None:
         super().__init__()

@@ -40,10 +40,7 @@ class PredictivePolicy(TokenPolicy):
     """
 
     TENSORS: ClassVar = {"ids": Held(trial=True, counted=True, file="chosen", when="chosen")}  # [batch, H, room]
-    HOST: ClassVar = {
-        "_valid": None,  # of the new columns of a step that is being captured
-        "_predicted": None,  # in such a step, from its query to the end of its attention
-    }
+    HOST: ClassVar = {"_predicted": None}  # in a captured step, from its query to the end of its attention
     PARTS: ClassVar = ("queries",)  # None where the layer before predicts
 
     config: PredictiveConfig
@@ -127,11 +124,8 @@ class PredictivePolicy(TokenPolicy):
     @no_inference_mode
     def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore, new: int | None = None) -> None:
         super().observe(q, k, valid, store, new)
-        if self.predictor is None:
-            return
-        if store.capturing:
-            self._valid = valid  # the query is stored beside the step
-            return
+        if self.predictor is None or store.capturing:
+            return  # no queries are kept; or this one is stored beside the step, by note()
         lengths, end = store.held.lengths, store.coming
         if q is k:  # something else attends: there is no query
             self.chosen = False
@@ -173,12 +167,12 @@ class PredictivePolicy(TokenPolicy):
             self.enter(store)
         return plan
 
-    def note(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
+    def note(self, q: Tensor, valid: Tensor | None, store: LayerStore, plan: Plan) -> None:
         # Scores then begin as soon as attention has ended, and meet linear layers of many programs rather than of few.
         # Measured on an H200, 8 x 32k, 16 x 16k and 1 x 128k: 6.46, 6.55 and 4.81 ms, with the query alone stored here
         # 6.54, 6.90, 5.24, with all of it behind attention 6.85, 7.01, 4.75, with scores here as well 6.78, 6.92, 5.19.
         # Other orders: benchmarks/NOTES.md, "Choosing from all tokens".
-        self.queries.push(q[:, :, None], self._valid, store.step_rows.past)
+        self.queries.push(q[:, :, None], valid, store.step_rows.past)
         if plan.ahead:
             self._predicted = self._predict()
 
