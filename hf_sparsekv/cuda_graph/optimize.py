@@ -292,7 +292,7 @@ class StepRunner:
             or not all(layer.captures_drafts(new) for layer in layers)
         ):
             return None
-        drafts = table.drafts(rows, new)
+        (drafts,) = table.drafts(rows, new, True)
         for layer in layers:
             layer.store.fit(rows)
         plans = tuple([layer.prepare(drafts.taken.after, drafts=True) for layer in layers])
@@ -429,7 +429,7 @@ class StepRunner:
             return self._unsteady(cache)
         held = rows
         if new > 1:
-            drafts = table.drafts(rows, new)
+            (drafts,) = table.drafts(rows, new, True)
             held = drafts.taken.after
         else:
             table.ready(rows)
@@ -504,7 +504,7 @@ class StepRunner:
             step.give(valid)
         if drafts is not None:
             queries = drafts.queries
-            step.count.fill_(queries.batch)
+            step.count.fill_(drafts.tokens)
         try:
             # From the replay on the device is a step ahead of what the host keeps. Set beforehand: an interrupt that
             # comes during the replay is raised behind it, and a second one may come while the first is handled.
@@ -527,8 +527,7 @@ class StepRunner:
             raise
         out = {**step.output, "past_key_values": cache}
         if drafts is not None:
-            tokens = queries.batch
-            out["logits"] = out["logits"][:, max(0, tokens - keep) if keep else 0 : tokens]
+            out["logits"] = out["logits"][:, max(0, drafts.tokens - keep) if keep else 0 : drafts.tokens]
         return type(step.output)(**out)
 
     @staticmethod
@@ -581,7 +580,7 @@ class StepRunner:
         layers = cache.sparse_layers
         table = cache.row_table
         masked = (table.rows.valid is not None or table.managed) and drafts is None
-        count = None if drafts is None else torch.full((1,), drafts.queries.batch, dtype=torch.int32, device=ids.device)
+        count = None if drafts is None else torch.full((1,), drafts.tokens, dtype=torch.int32, device=ids.device)
         if masked:  # of rows that get no token trial steps change nothing
             valid = torch.ones_like(ids, dtype=torch.bool) if valid is None else valid.clone()
         ids, positions = ids.clone(), positions.clone()

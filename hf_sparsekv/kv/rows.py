@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from operator import add, mul
+from operator import mul
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -100,10 +100,13 @@ class Rows:
         """int32 ``[batch, 2]`` on a device: tokens, and tokens in full blocks."""
         held = self._on.get(device)
         if held is None:
-            both = [(length, sealed * self.block_size) for length, sealed in zip(self.lengths, self.sealed)]
-            with torch.inference_mode(False):
-                held = self._on[device] = sent(both, torch.int32, device)
+            held = self._on[device] = self._upload(device)
         return held
+
+    @no_inference_mode
+    def _upload(self, device: torch.device) -> Tensor:
+        both = [(length, sealed * self.block_size) for length, sealed in zip(self.lengths, self.sealed)]
+        return sent(both, torch.int32, device)
 
     def valid_columns(self, device: torch.device) -> Tensor:
         """Which columns are tokens, bool ``[batch, columns]``."""
@@ -293,14 +296,16 @@ class Taken(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """New tokens of the only row that are decoded in one go.
+    """New tokens of each row that are decoded in one go.
 
     Attributes:
+        tokens: how many.
         taken: the rows before, as the last of them attends, and when what became old is sealed.
-        queries: each of the tokens as a row that ends with it, with the full blocks that a step of that token would
-            find.
+        queries: of a table of one row: each of the tokens as a row that ends with it, with the full blocks that a step
+            of that token would find.
     """
 
+    tokens: int
     taken: Taken
     queries: Rows
 
@@ -312,7 +317,6 @@ class RowTable:
         rows: what all layers hold that say nothing else (:attr:`.store.LayerStore.held`).
         ids: of blocks.
         batch: rows.
-        empty: rows without tokens; None: there were none yet.
         managed: rows come and go (:class:`..RowBatch`): columns mean nothing, and rows without a token are no padding.
     """
 
@@ -330,7 +334,7 @@ class RowTable:
         self._picks: tuple[Tensor | None, list] = (None, [])
         self._asked: tuple[Rows | None, Tensor | None, Rows | None] = (None, None, None)
         self._cropped: tuple[Rows | None, int, Rows | None] = (None, 0, None)
-        self.empty: Rows | None = None
+        self._empty: Rows | None = None
         self._moves = 0
         self._old: list[Tensor] = []
         self._orders: dict[torch.device, Callable[[], AbstractContextManager]] = {}
@@ -339,7 +343,7 @@ class RowTable:
 
     def __deepcopy__(self, memo: dict) -> RowTable:
         new = RowTable(self.config, self.ids)
-        new.rows, new.batch, new.empty = self.rows, self.batch, self.empty
+        new.rows, new.batch, new._empty = self.rows, self.batch, self._empty
         memo[id(self)] = new
         host = self.host.copy()
         self.ids.share(host)
@@ -362,9 +366,13 @@ class RowTable:
         """:attr:`host` on a device."""
         held = self._on.get(device)
         if held is None:
-            with torch.inference_mode(False), self._orders.get(device, nullcontext)():
-                held = self._on[device] = sent(self.host.copy(), torch.int32, device)
+            held = self._on[device] = self._upload(device)
         return held
+
+    @no_inference_mode
+    def _upload(self, device: torch.device) -> Tensor:
+        with self._orders.get(device, nullcontext)():
+            return sent(self.host.copy(), torch.int32, device)
 
     @property
     def nbytes(self) -> dict[torch.device, int]:
@@ -376,17 +384,22 @@ class RowTable:
         expected = self.config.max_length or tokens
         blocks = -(-expected // self.block_size)
         blocks = blocks if self.config.max_length is not None else bucket(blocks)
-        if self.batch != batch or self.empty is None:
+        if self.batch != batch or self._empty is None:
             self.clear()
             self.batch = batch
             self._replace(np.full((batch, blocks), -1, dtype=np.int32))
-            self.rows = self.empty = self._without_tokens()
+            self.rows = self._empty = self._without_tokens()
         elif self.capacity < blocks:
             self._grow(blocks)
-        return self.empty
+        return self._empty
 
     def _without_tokens(self, columns: int = 0) -> Rows:
         return Rows(self.block_size, columns, (0,) * self.batch, (0,) * self.batch)
+
+    @property
+    def empty(self) -> Rows:
+        """Rows without tokens."""
+        return self._empty
 
     def join(self, held: Sequence[Rows]) -> Rows | None:
         """What all layers hold, from here on :attr:`rows`; None if they hold different things."""
@@ -402,8 +415,8 @@ class RowTable:
         self._change(lambda: self.host.fill(-1), lambda on: on.fill_(-1))
         self.ids.drop(held)
         if self.managed:
-            self.empty, self.managed = self._without_tokens(), False
-        self.rows, self._memo = self.empty, _NOTHING
+            self._empty, self.managed = self._without_tokens(), False
+        self.rows, self._memo = self._empty, _NOTHING
         self._old.clear()
 
     @property
@@ -483,10 +496,11 @@ class RowTable:
         The layers of a pass ask one after the other and get the same answer.
         """
         before, asked, given, made = self._memo
-        if isinstance(made, Rows) and given is valid and asked == columns and before is rows:
+        if made is not None and isinstance(made, Rows) and given is valid and asked == columns and before is rows:
             return made
         more = self.tokens_of(columns, valid)
-        lengths, sealed = self._longer(rows, more)
+        lengths = tuple(length + n for length, n in zip(rows.lengths, more))
+        sealed = tuple(self._sealable(length, blocks) for length, blocks in zip(lengths, rows.sealed))
         self.reserve(range(rows.batch), rows.sealed, sealed)
         known = rows.valid
         if valid is not None and min(more) < columns:
@@ -525,11 +539,12 @@ class RowTable:
         if isinstance(made, Taken) and given is valid and before is rows:
             return made
         more = self.tokens_of(1, valid)
-        lengths, sealed = self._longer(rows, more)
+        lengths = tuple(length + n for length, n in zip(rows.lengths, more))
         known = rows.valid
         if min(more) < 1 and not self.managed:
             known = torch.cat((rows.valid_columns(valid.device), valid.view(-1, 1)), dim=1)
         now = after = Rows(self.block_size, rows.columns + 1, lengths, rows.sealed, known)
+        sealed = tuple(self._sealable(length, blocks) for length, blocks in zip(lengths, rows.sealed))
         if sealed != rows.sealed:
             if not captured:
                 self.ready(rows)
@@ -541,35 +556,34 @@ class RowTable:
         self._memo = rows, None, valid, made
         return made
 
-    def drafts(self, rows: Rows, tokens: int) -> Drafts:
-        """``tokens`` more of the only row, which attend as decode steps, with ids for the blocks that become full.
+    def drafts(self, rows: Rows, columns: int, together: bool) -> tuple[Drafts, ...]:
+        """``columns`` more tokens of each row, which attend as decode steps, with ids for the blocks that become full.
 
-        The layers of a pass get the same answer.
+        ``together``: in one go, of a table of one row; else one after the other. The layers of a pass get the same
+        answer.
         """
-        before, asked, _, made = self._memo
-        if isinstance(made, Drafts) and asked == tokens and before is rows:
+        before, asked, given, made = self._memo
+        if given is together and asked == columns and before is rows:
             return made
-        (first,), (blocks,), columns = rows.lengths, rows.sealed, rows.columns + tokens
-        lengths, sealed = self._longer(rows, (tokens,))
-        self.reserve((0,), rows.sealed, sealed)
-        full = tuple(self._sealable(first + i, blocks) for i in range(tokens))
-        queries = Rows(self.block_size, columns, tuple(range(first + 1, first + tokens + 1)), full)
-        now = after = Rows(self.block_size, columns, lengths, full[-1:], rows.valid)
-        if sealed != now.sealed:
-            after = Rows(self.block_size, columns, lengths, sealed, rows.valid)
-        made = Drafts(Taken(rows, now, after), queries)
-        self._memo = rows, tokens, None, made
-        return made
-
-    def one_by_one(self, rows: Rows, tokens: int) -> list[Taken]:
-        """The steps of so many more tokens of each row. The layers of a pass get the same answer."""
-        before, asked, _, made = self._memo
-        if not (isinstance(made, list) and asked == tokens and before is rows):
-            made, held = [], rows
-            for _ in range(tokens):
-                made.append(self.step(held, None))
-                held = made[-1].after
-            self._memo = rows, tokens, None, made
+        parts, held, left = [], rows, columns
+        while left:
+            n = left if together else 1
+            lengths = tuple(length + n for length in held.lengths)
+            now = after = Rows(self.block_size, held.columns + n, lengths, held.sealed, rows.valid)
+            sealed = tuple(self._sealable(length, blocks) for length, blocks in zip(lengths, held.sealed))
+            if sealed != held.sealed:
+                self.reserve(range(rows.batch), held.sealed, sealed)
+                after = Rows(self.block_size, now.columns, lengths, sealed, rows.valid)
+            queries = now
+            if together:
+                first = held.lengths[0]
+                blocks = tuple(self._sealable(first + i, held.sealed[0]) for i in range(n))
+                queries = Rows(self.block_size, now.columns, tuple(range(first + 1, first + n + 1)), blocks)
+                now = after if blocks[-1:] == sealed else replace(now, sealed=blocks[-1:], _on={})
+            parts.append(Drafts(n, Taken(held, now, after), queries))
+            held, left = after, left - n
+        made = tuple(parts)
+        self._memo = rows, columns, together, made
         return made
 
     def asked(self, rows: Rows, valid: Tensor | None) -> Rows:
@@ -592,11 +606,6 @@ class RowTable:
         if due:
             self.reserve(due, [rows.sealed[row] for row in due], [rows.sealed[row] + 1 for row in due])
 
-    def _longer(self, rows: Rows, more: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Tokens of each row with so many more, and full blocks."""
-        lengths = tuple(map(add, rows.lengths, more))
-        return lengths, tuple(map(self._sealable, lengths, rows.sealed))
-
     def _sealable(self, length: int, sealed: int) -> int:
         """Blocks that are older than window and drafts once a row holds ``length`` tokens."""
         return max(sealed, (length - self.recent) // self.block_size, 0)
@@ -614,36 +623,39 @@ class RowTable:
     def open(self, batch: int, tokens: int) -> None:
         """Room for ``batch`` rows of ``tokens`` tokens, none of which is there."""
         self.start(batch, tokens)
-        self.rows = self.empty = self._without_tokens(1)  # not 0, for what comes are steps
+        self.rows = self._empty = self._without_tokens(1)  # not 0, for what comes are steps
         self.managed = True
 
     def take(self, row: int, other: RowTable) -> None:
         """Row ``row`` becomes the only one of ``other``, a table of the same ids, which keeps it as well."""
-        (length,), (n,) = other.rows.lengths, other.rows.sealed
-        self._begin_row(row, other.host[0, :n], length, lambda held: other.on(held.device)[0])
+        theirs = other.rows
+        n = theirs.sealed[0]
+        ids = other.host[0, :n].copy()
+        self.ids.share(ids)
+        self._write_row(row, ids, lambda held: other.on(held.device)[0])
+        self._set(row, theirs.lengths[0], n)
 
     def begin(self, ids: np.ndarray) -> None:
         """The only row, which holds nothing, begins with full blocks ``ids``, which it shares."""
         n = len(ids)
         if n > self.capacity:
             self._grow(bucket(n))
-        self._begin_row(0, ids, n * self.block_size, lambda held: sent(ids, torch.int32, held.device))
-        self.rows = replace(self.rows, columns=n * self.block_size)
-
-    def _begin_row(self, row: int, ids: np.ndarray, length: int, on: Callable[[Tensor], Tensor]) -> None:
-        """Row ``row``, which holds nothing, holds ``length`` tokens, the first in full blocks ``ids``, which it shares.
-
-        ``on(held)``: the same ids, for a copy of the table. What comes from the copy's own device does not make the
-        host wait for it.
-        """
-        ids, n = ids.copy(), len(ids)
         self.ids.share(ids)
+        self._write_row(0, ids, lambda held: sent(ids, torch.int32, held.device))
+        self.rows = Rows(self.block_size, n * self.block_size, (n * self.block_size,), (n,))
+        self._memo = _NOTHING
+
+    def _write_row(self, row: int, ids: np.ndarray, on: Callable[[Tensor], Tensor]) -> None:
+        """The first blocks of row ``row`` are these; ``on(held)``: the same ids, for a copy of the table.
+
+        What comes from the copy's own device does not make the host wait for it.
+        """
+        n = len(ids)
 
         def here() -> None:
             self.host[row, :n] = ids
 
         self._change(here, lambda held: held[row, :n].copy_(on(held)[:n]))
-        self._set(row, length, n)
 
     def leave(self, row: int) -> None:
         """Row ``row`` holds nothing from here on."""
@@ -655,26 +667,32 @@ class RowTable:
 
     def copy_row(self, row: int, source: int) -> None:
         """Row ``row``, which holds nothing, becomes what row ``source`` is: full blocks are shared."""
-        ids = self.host[source, : self.rows.sealed[source]]
-        self._begin_row(row, ids, self.rows.lengths[source], lambda held: held[source])
+        n = self.rows.sealed[source]
+        ids = self.host[source, :n].copy()
+        self.ids.share(ids)
+        self._write_row(row, ids, lambda held: held[source])
+        self._set(row, self.rows.lengths[source], n)
 
     def move_row(self, row: int, source: int) -> None:
         """Row ``row``, which holds nothing, becomes what row ``source`` is, which holds nothing from here on."""
-        self.copy_row(row, source)
+        ids, length, sealed = self.host[source].copy(), self.rows.lengths[source], self.rows.sealed[source]
+        self.ids.share(ids)
+        self._write_row(row, ids, lambda held: held[source])
+        self._set(row, length, sealed)
         self.leave(source)
 
     def cropped_row(self, row: int, length: int) -> Rows:
         """The rows if row ``row`` keeps its first ``length`` tokens."""
-        return self._with(row, length, min(self.rows.sealed[row], self._kept(length)))
-
-    def _with(self, row: int, length: int, sealed: int) -> Rows:
-        """The rows if row ``row`` holds so many tokens and full blocks."""
-        lengths, blocks = list(self.rows.lengths), list(self.rows.sealed)
-        lengths[row], blocks[row] = length, sealed
-        return Rows(self.block_size, self.rows.columns, tuple(lengths), tuple(blocks))
+        rows, most = self.rows, max(0, (length - self.config.window) // self.block_size)
+        lengths, sealed = list(rows.lengths), list(rows.sealed)
+        lengths[row], sealed[row] = length, min(sealed[row], most)
+        return Rows(self.block_size, rows.columns, tuple(lengths), tuple(sealed))
 
     def _set(self, row: int, length: int, sealed: int) -> None:
-        self.rows, self._memo = self._with(row, length, sealed), _NOTHING
+        lengths, blocks = list(self.rows.lengths), list(self.rows.sealed)
+        lengths[row], blocks[row] = length, sealed
+        self.rows = Rows(self.block_size, self.rows.columns, tuple(lengths), tuple(blocks))
+        self._memo = _NOTHING
 
     # ------------------------------------------------------------------ changes
 
@@ -684,18 +702,18 @@ class RowTable:
         The layers of a cache ask one after the other and get the same answer.
         """
         if self._cropped[:2] != (rows, columns):  # rows are equal if they are the same
-            known = rows.valid
-            lengths = [length - (rows.columns - columns) for length in rows.lengths]
-            if known is not None and columns < known.shape[1]:
-                known = known[:, :columns]
-                lengths = known.sum(1).tolist()
-            sealed = tuple(map(min, map(self._kept, lengths), rows.sealed))
-            self._cropped = rows, columns, Rows(self.block_size, columns, tuple(lengths), sealed, known)
+            self._cropped = rows, columns, self._crop(rows, columns)
         return self._cropped[2]
 
-    def _kept(self, length: int) -> int:
-        """Full blocks that leave the window of a row of ``length`` tokens whole."""
-        return max(0, (length - self.config.window) // self.block_size)
+    def _crop(self, rows: Rows, columns: int) -> Rows:
+        size, window = self.block_size, self.config.window
+        known = rows.valid
+        lengths = [length - (rows.columns - columns) for length in rows.lengths]
+        if known is not None and columns < known.shape[1]:
+            known = known[:, :columns]
+            lengths = known.sum(1).tolist()
+        sealed = [min(b, max(0, (length - window) // size)) for length, b in zip(lengths, rows.sealed)]
+        return Rows(size, columns, tuple(lengths), tuple(sealed), known)
 
     def trim(self, held: Iterable[Rows]) -> None:
         """Let go the blocks that no layer needs; ``held``: what each layer holds."""
@@ -752,7 +770,7 @@ class RowTable:
                 )
             else:
                 self._replace(host)
-                self.empty = self._without_tokens()
+                self._empty = self._without_tokens()
             self.ids.drop(before)
         self._memo = _NOTHING
 

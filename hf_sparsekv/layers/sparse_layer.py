@@ -298,7 +298,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         """
         store, policy, replay = self.store, self.policy, self.replay
         if replay is None:
-            taken, queries = self.owner.row_table.drafts(store.held, step.k.shape[2])
+            ((_, taken, queries),) = self.owner.row_table.drafts(store.held, step.k.shape[2], True)
             there = due = None
         else:
             taken, queries, there, due = replay.drafts
@@ -326,7 +326,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         store, policy, watch, outs = self.store, self.policy, self.policy.watch, []
         k, v, new = step.k.detach(), step.v.detach(), step.k.shape[2]
         try:
-            for i, taken in enumerate(self.owner.row_table.one_by_one(store.held, new)):
+            for i, (_, taken, _) in enumerate(self.owner.row_table.drafts(store.held, new, False)):
                 at = slice(i, i + 1)
                 if policy.observes:
                     store.announce(1, None)
