@@ -44,22 +44,29 @@ class BlockMetadata:
         fields = store.pool.fields
         return replace(index, bounds=fields["bounds"], metadata=self.kind)
 
-    def scores(self, q: Tensor, store: LayerStore, each: Tensor | None = None) -> Tensor:
+    def scores(self, q: Tensor, store: LayerStore) -> Tensor:
         """Scores of all full blocks for ``q [batch, Hq, Dk]``, reduced over the heads of a group: ``[batch, H, n]``.
 
         The best part counts for a block of several parts. What is behind a row's sealed blocks may be anything.
-
-        Args:
-            each: float32 ``[batch, Hq, n]``, gets those of each query head, of blocks of one part. Both are ``-inf``
-                behind a row's sealed blocks then.
         """
+        return self._scores(q, store, None, fill=False)
+
+    def head_scores(self, q: Tensor, store: LayerStore) -> tuple[Tensor, Tensor]:
+        """The same, and those of each query head, ``[batch, Hq, n]``; ``-inf`` behind a row's sealed blocks."""
+        each = torch.empty(*q.shape[:2], store.table.shape[1] * self.parts, dtype=torch.float32, device=q.device)
+        scores = self._scores(q, store, each, fill=True)
+        return scores, self._best(each)
+
+    def _best(self, scores: Tensor) -> Tensor:
+        return scores.unflatten(-1, (-1, self.parts)).amax(-1) if self.parts > 1 else scores
+
+    def _scores(self, q: Tensor, store: LayerStore, each: Tensor | None, fill: bool) -> Tensor:
         bounds, table = store.pool.fields["bounds"], store.table
         if self.parts > 1:  # the parts of a block are physical blocks of their own to the operator
             part = torch.arange(self.parts, dtype=torch.int32, device=q.device)
             table = torch.where(table[..., None] < 0, -1, table[..., None] * self.parts + part).flatten(1)
-        how = {"tokens": store.block_size // self.parts, "sinks": store.sinks, "each": each, "fill": each is not None}
-        found = block_score(q, bounds.flatten(0, 1), store.rows, table, self.reduce, self.kind, **how)
-        return found.unflatten(-1, (-1, self.parts)).amax(-1) if self.parts > 1 else found
+        how = {"tokens": store.block_size // self.parts, "sinks": store.sinks, "each": each, "fill": fill}
+        return self._best(block_score(q, bounds.flatten(0, 1), store.rows, table, self.reduce, self.kind, **how))
 
     def nbytes(self, store: LayerStore, blocks: int) -> int:
         """Bytes that scoring ``blocks`` full blocks, of all rows together, reads."""

@@ -68,8 +68,7 @@ class BlockWalkPolicy(Selector):
 
     def select(self, q: Tensor, store: LayerStore, params: AttentionParams) -> Tensor:
         config, size = self.config, store.block_size
-        each = torch.empty(*q.shape[:2], store.table.shape[1], dtype=torch.float32, device=q.device)
-        scores = self.metadata.scores(q, store, each)
+        scores, each = self.metadata.head_scores(q, store)
         first = torch.arange(store.table.shape[1], device=q.device) * size
         end = torch.minimum(first + size, store.rows[:, 1:].long())
         tokens = (end - first.clamp_min(store.sinks)).clamp_min(0)[:, None]  # that can be selected
