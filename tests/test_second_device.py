@@ -320,7 +320,7 @@ def test_whoever_reads_the_other_devices_blocks_comes_behind_its_work(monkeypatc
     """In a captured step that has been seen to before."""
     cache, order = predictive(False, **TIGHT, cache_rank="cpu", start_length=1000), []
     decode(cache, steps=5)
-    store, policy = cache.sparse_layers[0].store, cache.sparse_layers[0].policy
+    store = cache.sparse_layers[0].store
 
     @contextmanager
     def entered(self, home, *used):
@@ -333,13 +333,13 @@ def test_whoever_reads_the_other_devices_blocks_comes_behind_its_work(monkeypatc
     monkeypatch.setattr(LayerStore, "attend", lambda self, *args: order.append("reads"))
     monkeypatch.setattr(store.replica.pool, "read", lambda physical_ids, out: order.append("reads"))
     copied = ["enters with 1", "reads", "leaves", "waits"]  # kept for it: what is written there
-    policy.attend(None, store, policy.plan(store), None)
+    store.attend(None, None, "all", None)
     store.materialise()
     store.crop(20)
     assert order == ["waits", "reads", *copied, *copied, "enters with 0", "reads", "leaves"]
     order.clear()
     store.capturing = True
-    policy.attend(None, store, policy.plan(store), None)
+    store.attend(None, None, "all", None)
     assert order == ["reads"]
 
 

@@ -83,12 +83,13 @@ class Saved:
         self.put_back_rows()
         for state, saved in self.states:
             state.restore_host(saved)
-        self.layer.pending = self.layer.replay = self.layer.awaited = None
-        self.layer.store.capturing = False
+        self.layer.pending = self.layer.awaited = None
 
     def put_back_rows(self) -> None:
-        """The layer has all rows again."""
+        """The step has run: the layer has all rows again."""
         self.layer.store, self.layer.policy = (state for state, _ in self.states)
+        self.layer.replay = self.layer.plan = None
+        self.layer.store.capturing = False
 
     def put_back_device(self) -> None:
         """Restore device state."""

@@ -110,8 +110,7 @@ class StepRunner:
         self._counts_positions = "position_ids" not in inspect.signature(type(generating).forward).parameters
         self._said: set[str] = set()
         self._warm: set[Hashable] = set()  # kinds of steps whose kernels are compiled
-        self._devices: set[torch.device] | None = None
-        self._offloaded: bool | None = None
+        self._found: tuple[set[torch.device], bool] | None = None  # see _weights()
         self._captures_on: tuple[torch.cuda.Stream, Sides] | None = None
 
     # ------------------------------------------------------------------ installing
@@ -216,7 +215,8 @@ class StepRunner:
         ids, mask = given["input_ids"], given.get("attention_mask")
         if self._cannot:
             return self._cannot
-        if self.offloaded():
+        devices, brought = self._weights()
+        if brought:
             return (
                 "some of the model's weights are offloaded, to host memory or to disk (device_map): their layers bring "
                 "them anew in every step, which a replay cannot"
@@ -229,7 +229,7 @@ class StepRunner:
             return "the model is not on a CUDA device"
         if torch.is_grad_enabled():
             return "gradients are enabled; call the model under torch.no_grad()"
-        if self.devices() != {ids.device}:
+        if devices != {ids.device}:
             return "the weights lie on several devices, or not all on the GPU"
         cache.use_rings()
         if any(not isinstance(layer, SparseLayer | SlidingRing) for layer in cache.layers) or not cache.sparse_layers:
@@ -270,17 +270,15 @@ class StepRunner:
         """A kernel can read ``t`` where it is."""
         return t.is_cuda or t.is_pinned()
 
-    def offloaded(self) -> bool:
-        """Some weights are brought for each call, by accelerate's hooks; looked up once, and again for each capture."""
-        if self._offloaded is None:
-            self._offloaded = any(map(_brings_weights, self.model.modules()))
-        return self._offloaded
+    def _weights(self) -> tuple[set[torch.device], bool]:
+        """Where the weights lie, and whether some are brought for each call, by accelerate's hooks.
 
-    def devices(self) -> set[torch.device]:
-        """Where the weights lie; looked up once, and again for each capture."""
-        if self._devices is None:
-            self._devices = {p.device for p in self.model.parameters()}
-        return self._devices
+        Looked up once, and again for each capture.
+        """
+        if self._found is None:
+            devices = {p.device for p in self.model.parameters()}
+            self._found = devices, any(map(_brings_weights, self.model.modules()))
+        return self._found
 
     def _verify(self, given: dict, cache: SparseCache, rows: Rows):
         """A pass over drafts of one row, if it can be captured; else None."""
@@ -298,7 +296,7 @@ class StepRunner:
         (drafts,) = table.drafts(rows, new, True)
         for layer in layers:
             layer.store.fit(rows)
-        plans = tuple([layer.prepare_drafts(drafts.taken.after) for layer in layers])
+        plans = tuple([layer.prepare(drafts.taken.after, drafts=True) for layer in layers])
         return self._step(given, cache, plans, drafts) if all(plan.captured for plan in plans) else None
 
     @staticmethod
@@ -320,12 +318,8 @@ class StepRunner:
         watch = None if mask is None or rows.valid is not None else self._watch(cache, mask)
         if positions is None:
             positions = torch.arange(rows.columns, rows.columns + new, device=ids.device)[None]
-        ids, positions = self._first_rows(cache, ids, positions)
-        rest = {name: value for name, value in given.items() if name not in _STATIC}
-        width, keep = 1, 0
-        if drafts is not None:
-            width, keep = draft_width(new, cache.config.max_draft + 1), rest.pop("logits_to_keep", 0)
-            ids, positions = self._widened(ids, width), self._widened(positions, width)
+        ids, positions, rest, keep = self._inputs(given, cache, positions)
+        width = ids.shape[1]
         steps = table.steps(ids.device)
         for ring in rings:
             steps.window(ring.sliding_window)
@@ -354,7 +348,7 @@ class StepRunner:
             most = _MAX_GRAPHS if cache.row_batch is None else max(_MAX_GRAPHS, _KINDS * len(cache.row_batch.widths))
             while len(graphs) >= most:
                 graphs.pop(next(iter(graphs)))
-            self._devices = self._offloaded = None
+            self._found = None
             steps.load(rows)
             try:
                 kind = (*self._kind(cache), *key[:4])
@@ -403,23 +397,20 @@ class StepRunner:
         """
         table = cache.row_table
         ids, mask, positions = given.get("input_ids"), given.get("attention_mask"), given.get("position_ids")
-        if not isinstance(ids, Tensor) or ids.ndim != 2:
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or not 0 < (new := ids.shape[1]) <= cache.config.max_draft + 1:
             return None
-        new, width, keep = ids.shape[1], 1, 0
-        if new != 1:
-            width = draft_width(max(new, 2), cache.config.max_draft + 1)
-        steady = known.get(width)
+        if positions is None:
+            return self._unsteady(cache)
+        ids, positions, rest, keep = self._inputs(given, cache, positions)
+        steady = known.get(width := ids.shape[1])
         if steady is None or new > steady.tokens:
             return None
-        step, rest = steady.step, {name: value for name, value in given.items() if name not in _STATIC}
-        if new > 1:
-            keep = rest.pop("logits_to_keep", 0)
+        step = steady.step
         if (
             cache not in self.graphs
             or any(layer.broken for layer in steady.layers)  # after an error: the long way says so
             or cache.changes != steady.changes
             or table.moves != steady.moves
-            or positions is None
             or (mask is not None and mask.ndim != 2)
             or not isinstance(keep, int)
             or any(isinstance(value, Tensor | list | dict) for value in rest.values())
@@ -427,13 +418,11 @@ class StepRunner:
             or torch.is_grad_enabled()
         ):
             return self._unsteady(cache)
-        ids, positions = self._first_rows(cache, ids, positions)
         rows, drafts = table.rows, None
         if new > 1:
             if len(ids) > 1 or not cache.drafted(new) or not self._all_tokens(mask, new):
                 return None
             mask = None
-            ids, positions = self._widened(ids, width), self._widened(positions, width)
         valid = self._valid(cache, rows, mask, ids.device)
         if (valid is not None and not table.managed) or (
             (ids.shape, positions.shape) != (step.input_ids.shape, step.position_ids.shape)
@@ -458,25 +447,28 @@ class StepRunner:
     def _planned(cache: SparseCache, rows: Rows, steady: Steady) -> bool:
         """Of these rows it is the same step."""
         asked = cache.row_table.asked(rows, cache.new_rows(steady.step.input_ids.device))
-        planned = SparseLayer.planned if steady.step.count is None else SparseLayer.planned_drafts
-        return all(planned(layer, asked) == plan for layer, plan in zip(steady.layers, steady.step.plans))
+        drafts = steady.step.count is not None
+        return all(layer.planned(asked, drafts) == plan for layer, plan in zip(steady.layers, steady.step.plans))
 
     def _unsteady(self, cache: SparseCache) -> None:
         del self.steady[cache]
 
-    def _widened(self, t: Tensor, width: int) -> Tensor:
-        """``t [..., n]`` with its last entry as often as it takes to be ``width`` wide."""
-        if t.shape[-1] == width:
-            return t
-        return torch.cat((t, t[..., -1:].expand(*t.shape[:-1], width - t.shape[-1])), dim=-1)
-
     @staticmethod
-    def _first_rows(cache: SparseCache, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a step of rows that come and go what the rows get that it runs."""
-        if cache.row_batch is None:
-            return ids, positions
-        n = cache.row_batch.width
-        return ids[:n], positions[:n]
+    def _inputs(given: dict, cache: SparseCache, positions: Tensor) -> tuple[Tensor, Tensor, dict, object]:
+        """Ids and positions as a graph takes them, what else was given, and how many logits are asked for (0: all).
+
+        Of rows that come and go those that the step runs; of drafts the last one as often as there is room.
+        """
+        ids, rest = given["input_ids"], {name: value for name, value in given.items() if name not in _STATIC}
+        if cache.row_batch is not None:
+            n = cache.row_batch.width
+            return ids[:n], positions[:n], rest, 0
+        if (new := ids.shape[1]) == 1:
+            return ids, positions, rest, 0
+        more = draft_width(new, cache.config.max_draft + 1) - new
+        if more:
+            ids, positions = (torch.cat((t, t[..., -1:].expand(*t.shape[:-1], more)), dim=-1) for t in (ids, positions))
+        return ids, positions, rest, rest.pop("logits_to_keep", 0)
 
     @staticmethod
     def _valid(cache: SparseCache, rows: Rows, mask: Tensor | None, device: torch.device) -> Tensor | None:
@@ -628,8 +620,6 @@ class StepRunner:
             finally:
                 for state in saved:
                     state.put_back_rows()
-                for layer in layers:
-                    layer.replay, layer.plan, layer.store.capturing = None, None, False
                 for ring in rings:
                     ring.replay = None
 

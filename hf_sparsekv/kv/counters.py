@@ -17,22 +17,22 @@ _HOST = (
     "drafts",  # queries of steps that brought several, beyond the first of each
     *("context", "recent"),
 )
-_DEVICE = ("from_host", "folded", "folded_from_host", "blocks")
 
 
 class Counters(State):
     """What decode steps read. Device counters are added to without synchronising; the host's cost nothing.
 
     Attributes:
-        attended: int64 ``[batch, H]``, tokens; ``from_host``: of these, read in host memory.
-        folded, folded_from_host: the same of rows that were regrouped, int64 scalars.
+        attended: int64 ``[batch, H]``, tokens; ``from_host``: of these, read in host memory. Only their sums mean
+            something: rows that are regrouped leave theirs to the first one.
+        blocks: int64, what a coarse level kept.
         context: tokens that dense steps would have attended to; ``recent``: of these, recent ones and sinks.
         last_dense: the last step attended to everything.
     """
 
     TENSORS: ClassVar = {
         "attended": Held(rows=None, trial=True),
-        **{name: Held(rows=None, captured=False, trial=True) for name in _DEVICE},
+        **{name: Held(rows=None, captured=False, trial=True) for name in ("from_host", "blocks")},
     }
     HOST: ClassVar = {**dict.fromkeys(_HOST, 0), "last_dense": False}
 
@@ -51,14 +51,15 @@ class Counters(State):
 
     @no_inference_mode
     def regroup(self, batch: int) -> None:
-        self.folded += self.attended.sum()
-        self.folded_from_host += self.from_host.sum()
         for name in ("attended", "from_host"):
             held = getattr(self, name)
+            total = held.sum()
             if batch == held.shape[0]:
                 held.zero_()  # in place: captured graphs hold the address
             else:
-                setattr(self, name, held.new_zeros(batch, held.shape[1]))
+                held = held.new_zeros(batch, held.shape[1])
+            held[:1, :1] = total
+            setattr(self, name, held)
 
     def first_rows(self, n: int) -> Counters:
         new = super().first_rows(n)
@@ -68,9 +69,9 @@ class Counters(State):
     @property
     def total_attended(self) -> int:
         """Tokens attended so far, over rows and KV heads. Synchronises."""
-        return int(self.attended.sum() + self.folded)
+        return int(self.attended.sum())
 
     @property
     def total_from_host(self) -> int:
         """Of these, read in host memory. Synchronises."""
-        return int(self.from_host.sum() + self.folded_from_host)
+        return int(self.from_host.sum())

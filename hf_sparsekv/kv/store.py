@@ -32,7 +32,6 @@ from .pool import BlockPool, HostBudget, room
 from .rows import Rows, RowTable, StepRows, Taken
 from .state import Held, State
 
-INDEX_FIELDS = ("bounds", "codes", "qparams")  # of the pool, in an Index
 _SEAL_BYTES = 1 << 26  # blocks are sealed in pieces of about this size, which bounds the temporaries of a long prompt
 
 
@@ -161,7 +160,6 @@ class LayerStore(State):
         self._taken: Taken | None = None
         self._sealed = False  # it has sealed
         self.capturing = False
-        table.on(self.device)
         exact = config.max_length is not None  # a known length needs no spare capacity
         expected = -(-(config.max_length or k.shape[2]) // self.block_size) * self.batch
         if blocks is not None and not exact:
@@ -362,8 +360,8 @@ class LayerStore(State):
         if taken.after.sealed == taken.before.sealed and not self.capturing:
             self.held = taken.after
             return
-        index = indexer.sealing(self)
         self.pool.fit()
+        index = indexer.sealing(self)
         if index is None:
             for row, (block, then) in enumerate(zip(taken.before.sealed, taken.after.sealed)):
                 for nth in range(block, then):
@@ -373,7 +371,6 @@ class LayerStore(State):
                     self._seal(self.recent_kv[None, row : row + 1, :, at], slice(row, row + 1), nth, indexer)
         else:
             fields = self.pool.fields
-            index = replace(index, **{name: fields[name] for name in INDEX_FIELDS if getattr(index, name) is not None})
             index = replace(index, scales=fields.get("scales"))
             if self.mean_tokens:
                 index = replace(index, means=fields["means"], span=self.mean_tokens // self.block_size)
@@ -529,7 +526,6 @@ class LayerStore(State):
         ids: Tensor | None,
         granularity: str,
         params: AttentionParams,
-        paged: bool = False,
         page_ids: Tensor | None = None,
         pages: Tensor | None = None,
         used: Tensor | None = None,
@@ -539,9 +535,8 @@ class LayerStore(State):
 
         If means are kept and the ids are tokens, means stand for the tokens of full blocks that are not among them.
 
-        ``paged``: the ids refer to device pages of :attr:`pages`, or ``page_ids`` are the page ids of the ids.
-        ``pages``: the ids refer to these pages instead. ``used``: how many of the ids there are. ``columns``: of ids
-        that refer to pages, where means are kept.
+        ``pages``: the ids refer to these pages, or ``page_ids`` do, which are those of the ids. ``used``: how many of
+        the ids there are. ``columns``: of ids that refer to pages, where means are kept.
         """
         means = {}
         if self.mean_tokens and granularity == "token":
@@ -559,7 +554,7 @@ class LayerStore(State):
             softcap=params.softcap,
             sink_logits=params.sink_logits,
             attended=self.counters.attended,
-            pages=self.pages.pool.pages if paged else pages,
+            pages=pages,
             page_ids=page_ids,
             from_host=None if self.pool.host is None else self.counters.from_host,
             used=used,
@@ -584,10 +579,6 @@ class LayerStore(State):
         counters.sparse += (not dense) * tally.steps
         counters.context += self.heads * tally.context
         counters.recent += self.heads * (tally.ring if dense else tally.ring + tally.sinks)
-
-    def count_blocks(self, ids: Tensor) -> None:
-        """The coarse level kept ``ids``."""
-        self.counters.blocks += (ids >= 0).sum()
 
     def count_index(self, size: int) -> None:
         """``size`` bytes of bounds or labels were read."""
@@ -637,6 +628,13 @@ class LayerStore(State):
         self.wait_for_copies()
         self.pool.read(self.block_table[:, first:end], out)
 
+    def _gathered(self, first: int, end: int) -> Tensor:
+        """The same in a tensor of its own."""
+        shape = self.gathered_shape((end - first) * self.block_size)
+        out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self._read(first, end, out)
+        return out
+
     def materialise(self, k: Tensor | None = None, v: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """All cached keys and values on the device, followed by ``k, v [batch, H, q, D]``, which are not cached yet.
 
@@ -684,9 +682,7 @@ class LayerStore(State):
 
         What is there of rows that have fewer means nothing.
         """
-        out = torch.empty(self.gathered_shape(self.full_blocks * self.block_size), dtype=self.dtype, device=self.device)
-        self._read(0, self.full_blocks, out)
-        return out.permute(2, 0, 1, 3, 4)
+        return self._gathered(0, self.full_blocks).permute(2, 0, 1, 3, 4)
 
     # ------------------------------------------------------------------ changing
 
@@ -723,11 +719,7 @@ class LayerStore(State):
         size, before = self.block_size, self.held
         if after.sealed != before.sealed:
             first = min(after.sealed)
-            blocks = torch.empty(
-                self.gathered_shape((max(before.sealed) - first) * size), dtype=self.dtype, device=self.device
-            )
-            self._read(first, max(before.sealed), blocks)
-            kv = blocks.flatten(2, 3)
+            kv = self._gathered(first, max(before.sealed)).flatten(2, 3)
             for row, (sealed, then, tokens) in enumerate(zip(before.sealed, after.sealed, after.lengths)):
                 span = slice(then * size, min(sealed * size, tokens))
                 if span.start < span.stop:

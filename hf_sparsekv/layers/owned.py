@@ -28,7 +28,7 @@ class Owner(Protocol):
         row_table: what the rows hold, and the blocks that they are in.
         block_pools: of each layer, where several caches share them.
         copy_streams: ways to and from the host.
-        budget, pages: of an offloaded cache: the host memory it may take, its device pools. None without offload.
+        budget, device_pools: of an offloaded cache: the host memory it may take, its device pools. Without: None.
     """
 
     config: SparseConfig
@@ -36,7 +36,7 @@ class Owner(Protocol):
     block_pools: dict[int, BlockPool] | None
     copy_streams: CopyStreams
     budget: HostBudget | None
-    frames: DevicePools | None
+    device_pools: DevicePools | None
 
     @property
     def sparse_layers(self) -> list[SparseLayer]:

@@ -35,13 +35,14 @@ class Replay:
         valid: bool ``[batch, 1]`` at a fixed address, validity of the new column; None if no row is padded.
         side: the stream for work that the step's own attention does not wait for; None where there are no streams.
         shared: of the cache: what it has begun elsewhere from ``side`` comes back with :meth:`join`.
+
+    Attributes:
         drafts: of a pass over drafts; None: it is a step.
     """
 
-    def __init__(
-        self, valid: Tensor | None, side: torch.cuda.Stream | None, shared: Shared, drafts: DraftRows | None = None
-    ) -> None:
-        self.valid, self.side, self.shared, self.drafts = valid, side, shared, drafts
+    def __init__(self, valid: Tensor | None, side: torch.cuda.Stream | None, shared: Shared) -> None:
+        self.valid, self.side, self.shared = valid, side, shared
+        self.drafts: DraftRows | None = None
         self._forked = False
         self._waiting: list[Callable[[], None]] = []
         self._behind: list[Callable[[], None]] = []
@@ -56,15 +57,15 @@ class Replay:
 
     def on_side_stream(self, work: Callable[[], None]) -> None:
         """Run ``work`` on the side stream at once."""
-        if self.side is None:
-            work()
-            self._run_behind()
-            return
-        self.side.wait_stream(torch.cuda.current_stream())
-        self._forked = True
+        if self.side is not None:
+            self.side.wait_stream(torch.cuda.current_stream())
+            self._forked = True
         with torch.cuda.stream(self.side):
             work()
-            self._run_behind()
+            works, self._behind = self._behind, []
+            self._kept += works  # the step's own stream must not reuse what they read
+            for one in works:
+                one()
 
     def ahead(self, work: Callable[[], None]) -> Callable[[], None]:
         """Run ``work`` beside what follows. What it returns makes the rest of the step wait for it."""
@@ -97,12 +98,6 @@ class Replay:
         self._waiting += works
         if self._waiting:
             self._run()
-
-    def _run_behind(self) -> None:
-        works, self._behind = self._behind, []
-        self._kept += works  # the step's own stream must not reuse what they read
-        for work in works:
-            work()
 
     def _run(self) -> None:
         layers_per_launch, self._waiting = self._waiting, []

@@ -131,8 +131,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         if self.store is not None and self.store.length:
             return
         if self.store is not None and not self.store.fits(step.k, step.v, self.latent):
-            self.store.wait_for_copies()  # memory in use by copy streams must not be reused before they end
-            self.store = None  # before the new one is made: the budget may not hold both
+            self.drop()  # before the new one is made: the budget may not hold both
             if self.owner.device_pools is not None and self.owner.first(self):
                 self.owner.device_pools.clear()  # all layers are made anew
                 for layer in self.owner.sparse_layers:
@@ -191,17 +190,12 @@ class SparseLayer(Owned, CacheLayerMixin):
             return out
         if own and self.replay is None:
             self._check_past(mask, step.past)
-        if one:
-            if dropout:
-                raise ValueError("attention dropout is not supported over a sparse cache: call model.eval()")
+        if one and dropout:
+            raise ValueError("attention dropout is not supported over a sparse cache: call model.eval()")
+        if one or (own and not dropout and params.sliding_window is None and self._is_drafts(step, mask)):
             with torch.no_grad():
                 q = query if absorbed is None else absorbed.queries(query)
-                out = self._decode(step, q, mask, params, own)[:, :, None]
-                out = out if absorbed is None else absorbed.outputs(out)
-            return NoGradient.apply(out, query) if torch.is_grad_enabled() else out
-        if own and not dropout and params.sliding_window is None and self._is_drafts(step, mask):
-            with torch.no_grad():
-                out = self._verify(step, query if absorbed is None else absorbed.queries(query), params)
+                out = self._decode(step, q, mask, params, own) if one else self._verify(step, q, params)
                 out = out if absorbed is None else absorbed.outputs(out)
             return NoGradient.apply(out, query) if torch.is_grad_enabled() else out
         if self.replay is not None:
@@ -341,7 +335,7 @@ class SparseLayer(Owned, CacheLayerMixin):
                 if i + 1 == new:
                     self._committed(step)
                 plan, q = policy.plan(store), query[:, :, i]
-                outs.append(policy.attend(q, store, plan, params)[:, :, None])
+                outs.append(self._selected(q, plan, params))
                 store.seal_due(policy)
                 policy.look_ahead(q, store, plan)
                 tally = store.tally()
@@ -354,8 +348,14 @@ class SparseLayer(Owned, CacheLayerMixin):
                 watch.adds = False
         return torch.cat(outs, dim=2)
 
+    def _selected(self, q: Tensor, plan: Plan, params: AttentionParams) -> Tensor:
+        """Attention of one query per row, ``q [batch, Hq, Dk]`` to ``[batch, Hq, 1, Dv]``, to what the plan says."""
+        store = self.store
+        out = store.attend(q, None, "all", params) if plan.dense else self.policy.attend(q, store, plan, params)
+        return out[:, :, None]
+
     def _decode(self, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, own: bool) -> Tensor:
-        """One decode step, ``query [batch, Hq, 1, Dk]`` to ``[batch, Hq, Dv]``.
+        """One decode step, ``query [batch, Hq, 1, Dk]`` to ``[batch, Hq, 1, Dv]``.
 
         Captured (``self.replay`` is set), it only launches what every replay must repeat: what is left to the host is
         :meth:`account`. What it does was decided before it then: :attr:`plan`.
@@ -370,7 +370,7 @@ class SparseLayer(Owned, CacheLayerMixin):
                 store.announce(1, valid)
                 policy.observe(query, step.keys, valid, store)
             if replay is not None and policy.note is not None:
-                replay.on_side_stream(lambda: policy.note(q, store, self.plan))
+                replay.on_side_stream(lambda: policy.note(q, valid, store, self.plan))
             store.append(step.k.detach(), step.v.detach(), valid)
             self._committed(step)
         plan = policy.plan(store) if replay is None else self.plan
@@ -379,24 +379,23 @@ class SparseLayer(Owned, CacheLayerMixin):
             wait()
         if policy.foresight is not None and policy.warns_unforeseen and not (plan.dense or self.owner.met):
             self.owner.warn_own_queries()
-        out = policy.attend(q, store, plan, params)
+        out = self._selected(q, plan, params)
         if not own:
             return out
-        if replay is None:
+
+        def ahead() -> None:
             store.seal_due(policy)
             policy.look_ahead(q, store, plan)
+
+        if replay is None:
+            ahead()
             policy.account(q, store, plan, store.tally())
             return out
         self.query = q
         if plan.ahead or policy.follows:
-
-            def ahead() -> None:
-                store.seal_due(policy)
-                policy.look_ahead(q, store, plan)
-
             replay.fork(ahead, policy.layers_per_launch)
         else:
-            replay.late(lambda: store.seal_due(policy))
+            replay.late(ahead)
         if self is self.owner.sparse_layers[-1]:
             replay.run_late()
         return out
@@ -458,25 +457,20 @@ class SparseLayer(Owned, CacheLayerMixin):
         """The rows as the step that begins finds them; of a batch of which rows come and go, which get a token."""
         return self.owner.row_table.asked(self.store.held, self.owner.new_rows(self.store.device))
 
-    def prepare(self, rows: Rows) -> Plan:
-        """A decode step is about to be captured or replayed, which finds ``rows``: what it does."""
+    def prepare(self, rows: Rows, drafts: bool = False) -> Plan:
+        """A decode step is about to be captured or replayed that finds ``rows``: what it does; see :meth:`planned`."""
+        if drafts:
+            self.policy.begin_drafts()
         self._begin_step()
         with self.store.at(rows):
-            return self.policy.prepare(self.store)
+            plan = self.policy.prepare(self.store)
+        return _unforeseen(plan) if drafts else plan
 
-    def planned(self, rows: Rows) -> Plan:
-        """What a decode step does that finds ``rows``. Changes nothing."""
+    def planned(self, rows: Rows, drafts: bool = False) -> Plan:
+        """What a decode step does that finds ``rows``; or a pass over drafts that leaves them. Changes nothing."""
         with self.store.at(rows):
-            return self.policy.plan(self.store)
-
-    def prepare_drafts(self, rows: Rows) -> Plan:
-        """A pass over drafts is about to be captured or replayed, which leaves ``rows``: what it does."""
-        self.policy.begin_drafts()
-        return _unforeseen(self.prepare(rows))
-
-    def planned_drafts(self, rows: Rows) -> Plan:
-        """What a pass over drafts does that leaves ``rows``. Changes nothing."""
-        return _unforeseen(self.planned(rows))
+            plan = self.policy.plan(self.store)
+        return _unforeseen(plan) if drafts else plan
 
     def account(self, plan: Plan, query: Tensor, tally: Tally) -> None:
         """Steps were replayed, the last one for ``query``: what of them is left to the host."""
@@ -488,13 +482,14 @@ class SparseLayer(Owned, CacheLayerMixin):
         policy.replayed(store, plan, tally)
 
     @torch.no_grad()
-    def _commit(self, step: Step, query: Tensor, valid: Tensor | None) -> None:
+    def _commit(self, step: Step, query: Tensor | None, valid: Tensor | None) -> None:
         step.touched = True
-        self._begin(step, query.shape[1], valid)
+        self._begin(step, (step.k if query is None else query).shape[1], valid)
         if self.policy.observes:
             self.store.announce(step.k.shape[2], valid)
-            seen = query, step.keys, valid
-            if step.absorbed is not None:
+            keys = step.keys
+            seen = keys if query is None else query, keys, valid  # the very same tensor twice: there is no query
+            if step.absorbed is not None and query is not None:
                 most = max(SAMPLE, getattr(self.owner.config, "calibration_tokens", 0))
                 seen = step.absorbed.observed(query, step.k, step.v, valid, most)
             self.policy.observe(*seen, self.store, step.k.shape[2])
@@ -536,16 +531,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         """All keys or values for something other than the sparsekv attention function, which applies its own mask."""
         if not step.committed:
             self.owner.warn_bypass()
-            step.touched = True
-            if step.past == 0:
-                self._begin(step, step.k.shape[1])  # no query yet: calibrate on the keys alone until one comes
-            with torch.no_grad():
-                if self.policy.observes:
-                    self.store.announce(step.k.shape[2], None)
-                    keys = step.keys  # the very same tensor twice: there is no query
-                    self.policy.observe(keys, keys, None, self.store)
-                self.store.extend(step.k.detach(), step.v.detach(), None, self.policy)
-            self._committed(step)
+            self._commit(step, None, None)  # no query yet: calibrate on the keys alone until one comes
             self._end()
             self.store.counters.materialised += 1
         key, value = (step.k, step.v) if step.past == 0 else self.store.materialise()

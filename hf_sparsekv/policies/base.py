@@ -41,7 +41,7 @@ class Policy(State):
     2. :meth:`foresee`, if the plan says so: the layer before has begun the step. Where :attr:`source` is
        ``"in_delta"``, for a query of the stream that :meth:`expected` gives; :meth:`note_added` when that layer ends.
     3. :meth:`observe`, and while a step is being captured :attr:`note`.
-    4. :meth:`attend`.
+    4. :meth:`attend`, unless the plan is dense.
     5. Blocks that have become old are sealed.
     6. :meth:`look_ahead`: prepares the next step.
     7. :meth:`account`: counters. Not in a capture; of replayed steps once for all that were alike (see
@@ -87,9 +87,9 @@ class Policy(State):
     stream_like: tuple[int, torch.dtype] | None = None  # and how wide the residual stream is, and of which type
     watch: BlockWatch | None  # a sparse step marks there which blocks it attends to
 
-    # Called as note(q, store, plan) in a captured step as soon as its query is known, beside the attention: for what
-    # needs no more than the query and changes nothing that the step reads.
-    note: Callable[[Tensor, LayerStore, Plan], None] | None = None
+    # Called as note(q, valid, store, plan) in a captured step as soon as its query is known, beside the attention: for
+    # what needs no more than the query and changes nothing that the step reads. ``valid``: as observe() gets it.
+    note: Callable[[Tensor, Tensor | None, LayerStore, Plan], None] | None = None
 
     def __init__(self, config: SparseConfig, layer_idx: int, offloaded: bool) -> None:
         super().__init__()
@@ -256,26 +256,6 @@ class Policy(State):
                 (:class:`..kv.query_rows.QueryRows`): for scores, selection and attention.
         """
         raise NotImplementedError(f"{type(self).__name__}.drafts is 'together': write attend_drafts()")
-
-    def attend_to_tokens(
-        self,
-        q: Tensor,
-        ids: Tensor,
-        store: LayerStore,
-        rows: LayerStore,
-        params: AttentionParams,
-        used: Tensor | None = None,
-        brings: bool = False,
-    ) -> Tensor:
-        """The end of :meth:`attend_drafts`, for tokens ``ids [n, H, K]``, of which ``used [n, H]`` count (None: all).
-
-        ``brings``: copies of them are kept on the device, in :attr:`tokens`, which has room.
-        """
-        if self.watch is not None:
-            self.watch.mark_tokens(ids, store.block_size)
-        if brings:
-            return self.tokens.attend_drafts(q, ids, store, rows, params, used)
-        return rows.attend(q, ids, "token", params, used=used)
 
     def foresee(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         """The layer before has begun this step, and expects ``q [batch, Hq, Dk]`` of this layer.

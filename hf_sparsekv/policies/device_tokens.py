@@ -13,7 +13,6 @@ from ..offload.lanes import even_lanes
 from ..offload.page_table import TOKEN_SELECTIONS
 from ..ops.device_tokens import EMPTY, TokenSlots, bring_tokens, locate_tokens
 from ..tensors import no_inference_mode, take_rows
-from ..types import AttentionParams
 from .measured import PackStats
 from .memory import Memory, Request
 
@@ -102,8 +101,7 @@ class DeviceTokens(State):
 
     def of_rows(self) -> TokenSlots:
         """What kernels take."""
-        lanes = self.lanes[: len(self.now)]  # of the first rows alone, perhaps
-        return TokenSlots(self.kv, self.columns, self.stamps, self.slots, self.now, lanes)
+        return TokenSlots(self.kv, self.columns, self.stamps, self.slots, self.now, self.lanes)
 
     @no_inference_mode
     def map_rows(self, index: Tensor) -> None:
@@ -136,9 +134,10 @@ class DeviceTokens(State):
 
     def locate(self, ids: Tensor, store: LayerStore, used: Tensor | None = None) -> Tensor:
         """Where the tokens ``ids`` are: among :attr:`pages`, or in host memory. See ``ops.device_tokens``."""
-        total = self.columns.shape[1]
-        lanes = self.lanes[: len(ids)]
-        return locate_tokens(ids, self.slots, lanes, store.table, total, self.block_size, used=used)
+        slots, lanes = self.slots, self.lanes
+        if len(ids) != len(slots):  # several queries of the only row
+            slots, lanes = slots.expand(len(ids), -1, -1), lanes.expand(len(ids), -1).contiguous()
+        return locate_tokens(ids, slots, lanes, store.table, self.columns.shape[1], self.block_size, used=used)
 
     def bring(self, ids: Tensor, store: LayerStore, used: Tensor | None = None) -> None:
         """The tokens ``ids`` were chosen: copy those that are missing, in the place of the oldest others.
@@ -147,26 +146,6 @@ class DeviceTokens(State):
         """
         named = {"used": used, "enabled": self.enabled, "counters": self.counters, **store.pool.coded}
         bring_tokens(ids, store.pool.kv, store.table, self.of_rows(), **named)
-
-    def attend_drafts(
-        self,
-        q: Tensor,
-        ids: Tensor,
-        store: LayerStore,
-        rows: LayerStore,
-        params: AttentionParams,
-        used: Tensor | None = None,
-    ) -> Tensor:
-        """Several queries of the only row, ``q [n, Hq, Dk]``, attend to the tokens ``ids [n, H, K]``, each to its own.
-
-        Those are brought before, as one selection: they are nearly the same, and each crosses the link once. ``rows``:
-        ``store`` as a batch of the queries.
-        """
-        self.bring(ids, store, used)
-        n = len(ids)
-        slots, lanes = self.slots.expand(n, -1, -1), self.lanes.expand(n, -1).contiguous()
-        places = locate_tokens(ids, slots, lanes, rows.table, self.columns.shape[1], self.block_size, used=used)
-        return rows.attend(q, places, "token", params, pages=self.pages, used=used, columns=ids)
 
     def forget(self) -> None:
         """Nothing is held."""
@@ -190,18 +169,23 @@ def slot_bytes(store: LayerStore) -> int:
     return store.heads * (store.token_bytes + SLOT_BYTES)
 
 
-def empty_slots(store: LayerStore, total: int, lanes: Tensor) -> TokenSlots:
-    """Slots of one layer, ``total`` of each KV head, that hold nothing and know no columns yet."""
+def empty_slots(
+    store: LayerStore, total: int, lanes: Tensor, columns: int = 0, layers: tuple[int, ...] = ()
+) -> TokenSlots:
+    """Slots of one layer, ``total`` of each KV head, that hold nothing and know ``columns`` columns of a row.
+
+    ``layers``: ``(n,)`` for those of ``n`` layers alike in one piece: ``[n, ...]`` each, but for the lanes.
+    """
 
     def full(*shape: int, value: int) -> Tensor:
-        return torch.full(shape, value, dtype=torch.int32, device=store.device)
+        return torch.full((*layers, *shape), value, dtype=torch.int32, device=store.device)
 
     batch, heads = store.batch, store.heads
     return TokenSlots(
-        kv=torch.empty(heads, total, store.width, dtype=store.dtype, device=store.device),
+        kv=torch.empty(*layers, heads, total, store.width, dtype=store.dtype, device=store.device),
         columns=full(heads, total, value=-1),
         stamps=full(heads, total, value=EMPTY),
-        slots=full(batch, heads, 0, value=-1),
+        slots=full(batch, heads, columns, value=-1),
         now=full(batch, heads, value=0),
         lanes=lanes,
     )

@@ -15,8 +15,8 @@ from ..ops.topk_select import token_select
 from ..predictor.channels import LabelChannels
 from ..tensors import no_inference_mode, reads_here
 from ..types import AttentionParams
-from .plan import CROSSOVER, DENSE, Plan, planned
-from .predictive import PredictivePolicy, selects
+from .plan import Plan, planned
+from .predictive import PredictivePolicy
 
 
 class LayerAheadPolicy(PredictivePolicy):
@@ -57,30 +57,15 @@ class LayerAheadPolicy(PredictivePolicy):
     def follows_crops(self) -> bool:
         return self.source == "in_delta"
 
-    @property
-    def observes(self) -> bool:
-        return self.labels.calibrating
-
-    def _start_queries(self, store: LayerStore, q_heads: int) -> None:
-        """No queries of earlier steps are kept."""
-
-    @no_inference_mode
-    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore, new: int | None = None) -> None:
-        if self.labels.observe(q, k, valid) and store.full_blocks:
-            store.reindex(self)  # blocks that were sealed before there were channels
-
     def plan(self, store: LayerStore) -> Plan:
-        if self.labels.calibrating:
-            return planned(learns=True, captured=self.labels.goes_on)
-        if not selects(self.config, store):
-            return DENSE
-        if self.below_crossover(store):
-            return CROSSOVER
+        plan = super().plan(store)
+        if not plan.ahead:
+            return plan  # where others choose for the next step, this one chooses
         return planned("chosen", paged=self.tokens is not None, foresees=self.source is not None)
 
     def prepare(self, store: LayerStore) -> Plan:
         plan = self.plan(store)
-        if not plan.dense and not plan.paged and self._enter(store):
+        if not plan.dense and not plan.paged and self.enter(store):
             plan = self.plan(store)
         if plan.foresees and self.source == "in_delta":
             width, dtype = self.stream_like
@@ -145,8 +130,6 @@ class LayerAheadPolicy(PredictivePolicy):
         self.foreseen = store.length
 
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
-        if plan.dense:
-            return store.attend(q, None, "all", params)
         if self.foreseen != store.length - 1:
             self._choose_for(q, store)
         elif not store.capturing:
@@ -165,17 +148,15 @@ class LayerAheadPolicy(PredictivePolicy):
     def attend_drafts(
         self, q: Tensor, store: LayerStore, rows: LayerStore, plan: Plan, params: AttentionParams
     ) -> Tensor:
-        budget = self.config.token_budget
-        ids = token_select(self.scores(q, rows), None, budget, store.block_size, rows=rows.rows)
-        return self.attend_to_tokens(q, ids, store, rows, params, brings=self._enter(store))
+        ids = self.best_tokens(q, rows)
+        return self.attend_to(q, ids, rows, params, self.bring(ids, store))
 
     def _choose_for(self, q: Tensor, store: LayerStore) -> None:
         """Write the tokens that this query wants to :attr:`ids`, and bring them to the device."""
         budget = self.config.token_budget
         scores, ids = self.scores(q, store), self.ids[..., :budget]
         token_select(scores, None, budget, store.block_size, rows=store.rows, out=ids)
-        if self._enter(store):
-            self.tokens.bring(self.ids, store)
+        if self.bring(self.ids, store):
             self._places = self.tokens.locate(self.ids, store)
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
@@ -187,8 +168,7 @@ class LayerAheadPolicy(PredictivePolicy):
         """Nothing: the next step chooses by itself."""
 
     def replayed(self, store: LayerStore, plan: Plan, tally: Tally) -> None:
-        if plan.learns:
-            self.labels.stats.tokens += tally.steps
+        super().replayed(store, plan, tally)
         store.counters.foreseen += plan.foresees * tally.steps
         self.added_at = store.length if plan.foresees else None
 

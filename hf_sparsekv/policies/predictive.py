@@ -13,27 +13,25 @@ from torch import Tensor
 from ..config import OffloadConfig, PredictiveConfig
 from ..kv.state import Held
 from ..kv.store import LayerStore, Tally
-from ..ops.seal import Index
 from ..ops.topk_select import token_select
 from ..predictor.channels import LabelChannels
 from ..predictor.query import CustomPredictor, QueryPredictor, make_predictor
 from ..tensors import no_inference_mode
 from ..types import AttentionParams
-from .base import Policy
-from .device_tokens import DeviceTokens, add_device_tokens
-from .label_index import LabelIndex, label_bytes
-from .measured import PackStats
+from .device_tokens import add_device_tokens
+from .label_index import label_bytes
 from .memory import Memory, Request, mean_bytes
 from .plan import CROSSOVER, DENSE, Plan, planned
 from .query_ring import QueryRing
 from .registry import register
 from .shared import Labelled
+from .token_policy import TokenPolicy
 
 
 @register(
     "predictive", PredictiveConfig, about="tokens chosen beforehand for a predicted query (AsyncSpade, InfiniGen)"
 )
-class PredictivePolicy(Policy):
+class PredictivePolicy(TokenPolicy):
     """Tokens of all full blocks by their labels, for the query that the next step will have.
 
     State: the latest queries; the tokens chosen for the next step; with blocks in host memory, their copies. A step
@@ -42,12 +40,8 @@ class PredictivePolicy(Policy):
     """
 
     TENSORS: ClassVar = {"ids": Held(trial=True, counted=True, file="chosen", when="chosen")}  # [batch, H, room]
-    HOST: ClassVar = {
-        "_valid": None,  # of the new columns of a step that is being captured
-        "_predicted": None,  # in such a step, from its query to the end of its attention
-    }
-    PARTS: ClassVar = ("labels", "queries", "tokens")
-    OWN: ClassVar = ("tokens",)  # a copy's first step reads its tokens where they live
+    HOST: ClassVar = {"_predicted": None}  # in a captured step, from its query to the end of its attention
+    PARTS: ClassVar = ("queries",)  # None where the layer before predicts
 
     config: PredictiveConfig
     method = "predictive"
@@ -58,9 +52,7 @@ class PredictivePolicy(Policy):
     def __init__(
         self, config: PredictiveConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
     ) -> None:
-        super().__init__(config, layer_idx, offloaded)
-        self.labels = LabelIndex(config, layer_idx, channels)
-        self.fetches = offloaded
+        super().__init__(config, layer_idx, offloaded, channels)
         # Measured on an H200, 8 x 32k on the device (benchmarks/NOTES.md, "Choosing from all tokens"): choosing behind
         # the step 7.5 ms, among it 7.1; fetching yields.
         self.low_priority = offloaded
@@ -112,36 +104,28 @@ class PredictivePolicy(Policy):
     @no_inference_mode
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
-        self.labels.start(store)
         if self.config.tail is not None and not on_second_device(self.config):
             store.keep_means(self.config.tail_tokens)
-        room, batch = room_for(self.config), store.batch
+        room, batch, dim = room_for(self.config), store.batch, store.key_dim
         if self.ids is None or self.ids.shape[0] != batch or self.ids.device != store.device:
             self.ids = torch.full((batch, store.heads, room), -1, dtype=torch.int32, device=store.device)
-        self._start_queries(store, q_heads)
-        self.tokens = DeviceTokens.begin(self.tokens, store)
-
-    def _start_queries(self, store: LayerStore, q_heads: int) -> None:
-        batch, dim = store.batch, store.key_dim
+        if self.predictor is None:
+            return
         if self.queries is None or not self.queries.fits(batch, q_heads, dim, store.dtype, store.device):
             self.queries = QueryRing(batch, q_heads, self.predictor.slots, dim, store.dtype, store.device)
         self.queries.clear()
 
-    def index(self, kv: Tensor, start: int, rows: slice) -> dict[str, Tensor]:
-        return self.labels.index(kv, rows)
-
-    def sealing(self, store: LayerStore) -> Index:
-        return self.labels.sealing(store, Index(store.key_dim))
-
     # ------------------------------------------------------------------ a step
+
+    @property
+    def observes(self) -> bool:
+        return self.predictor is not None or super().observes
 
     @no_inference_mode
     def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore, new: int | None = None) -> None:
-        if self.labels.observe(q, k, valid) and store.full_blocks:
-            store.reindex(self)  # blocks that were sealed before there were channels
-        if store.capturing:
-            self._valid = valid  # the query is stored beside the step
-            return
+        super().observe(q, k, valid, store, new)
+        if self.predictor is None or store.capturing:
+            return  # no queries are kept; or this one is stored beside the step, by note()
         lengths, end = store.held.lengths, store.coming
         if q is k:  # something else attends: there is no query
             self.chosen = False
@@ -165,14 +149,7 @@ class PredictivePolicy(Policy):
         return planned("chosen" if self.chosen else "dense", True, self.chosen and self.paged)
 
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
-        if plan.dense:
-            return store.attend(q, None, "all", params)
-        if self.watch is not None:
-            self.watch.mark_tokens(self.ids, store.block_size)
-        if not plan.paged:
-            return store.attend(q, self.ids, "token", params)
-        places = self.tokens.locate(self.ids, store)
-        return store.attend(q, places, "token", params, pages=self.tokens.pages, columns=self.ids)
+        return self.attend_to(q, self.ids, store, params, plan.paged)
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
         super().account(q, store, plan, tally)
@@ -187,21 +164,15 @@ class PredictivePolicy(Policy):
         self.queries.rewind(store.held.lengths)
         plan = self.plan(store)
         if plan.ahead:
-            self._enter(store)
+            self.enter(store)
         return plan
 
-    def _enter(self, store: LayerStore) -> bool:
-        """Whether chosen tokens are copied to the device; makes room for them."""
-        if self.fetches:
-            self.tokens = DeviceTokens.enter(self.tokens, store, self.config.token_budget)
-        return self.tokens is not None
-
-    def note(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
+    def note(self, q: Tensor, valid: Tensor | None, store: LayerStore, plan: Plan) -> None:
         # Scores then begin as soon as attention has ended, and meet linear layers of many programs rather than of few.
         # Measured on an H200, 8 x 32k, 16 x 16k and 1 x 128k: 6.46, 6.55 and 4.81 ms, with the query alone stored here
         # 6.54, 6.90, 5.24, with all of it behind attention 6.85, 7.01, 4.75, with scores here as well 6.78, 6.92, 5.19.
         # Other orders: benchmarks/NOTES.md, "Choosing from all tokens".
-        self.queries.push(q[:, :, None], self._valid, store.step_rows.past)
+        self.queries.push(q[:, :, None], valid, store.step_rows.past)
         if plan.ahead:
             self._predicted = self._predict()
 
@@ -211,9 +182,7 @@ class PredictivePolicy(Policy):
             return
         self.chosen = True
         self.choose(store)
-        self.paged = self._enter(store)
-        if self.paged:
-            self.tokens.bring(self.ids, store)
+        self.paged = self.bring(self.ids, store)
 
     def _predict(self) -> Tensor:
         """The next query ``[batch, Hq, Dk]``."""
@@ -237,22 +206,10 @@ class PredictivePolicy(Policy):
 
     def replayed(self, store: LayerStore, plan: Plan, tally: Tally) -> None:
         super().replayed(store, plan, tally)
-        self.queries.end = store.held.lengths
-        if plan.learns:
-            self.labels.stats.tokens += tally.steps
-        elif plan.ahead:
+        if self.queries is not None:
+            self.queries.end = store.held.lengths
+        if plan.ahead:
             self.chosen, self.paged = True, self.tokens is not None
-
-    def measured(self) -> tuple[PackStats, ...]:
-        return () if self.tokens is None else (self.tokens.measured(),)
-
-    def wanted_copies(self, tokens: int) -> int:
-        return self.config.token_budget if self.fetches and tokens > self.config.token_budget else 0
-
-    def reopened(self) -> None:
-        super().reopened()  # one step attends to everything
-        if self.tokens is not None:
-            self.tokens.forget()  # these columns may get other tokens
 
 
 def selects(config: PredictiveConfig, store: LayerStore, all_of: int | None = None) -> bool:

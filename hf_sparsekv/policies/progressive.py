@@ -14,21 +14,20 @@ from ..kv.store import LayerStore, Tally
 from ..ops._recent import recent_valid
 from ..ops.mass_select import MASS_ONE, TOTALS, Selection, mass_select
 from ..ops.mass_select.reference import LENGTHS
-from ..ops.seal import Index
 from ..ops.sparse_decode.reference import gather
 from ..ops.topk_select import token_select
 from ..predictor.channels import LabelChannels
-from ..tensors import no_inference_mode, reads_here
+from ..tensors import no_inference_mode
 from ..types import AttentionParams
-from .base import Policy
 from .block_walk import BlockWalkPolicy
-from .device_tokens import DeviceTokens, add_device_tokens
-from .label_index import LabelIndex, label_bytes
+from .device_tokens import add_device_tokens
+from .label_index import label_bytes
 from .measured import PackStats, WalkStats
 from .memory import Memory, Request
 from .plan import CROSSOVER, DENSE, Plan, planned
 from .registry import register
-from .shared import Labelled, Shared
+from .shared import Shared
+from .token_policy import TokenPolicy
 
 FIRST = 1024  # tokens that are brought to the device before the first step
 NOTHING = (0, 0.0, 1.0, 0.0)  # audited: walks, their masses, the least, their estimates
@@ -40,7 +39,7 @@ NOTHING = (0, 0.0, 1.0, 0.0)  # audited: walks, their masses, the least, their e
     about="tokens in order of importance until a share of the attention mass is covered (PSA)",
     knob=("threshold", 0.5, 1.0),
 )
-class ProgressivePolicy(Policy):
+class ProgressivePolicy(TokenPolicy):
     """State: the label channels, and what walks have read.
 
     Each step scores the labels of all tokens for its own query, so nothing is chosen ahead. With offload, the tokens
@@ -53,9 +52,6 @@ class ProgressivePolicy(Policy):
     TENSORS: ClassVar = {
         "totals": Held(rows=None, trial=True),
     }
-    HOST: ClassVar = {"_taken": None}  # tokens and how many they are, from a step's attention to its end
-    PARTS: ClassVar = ("labels", "tokens")
-    OWN: ClassVar = ("_taken", "tokens")  # a copy's first step reads its tokens where they live
 
     config: ProgressiveConfig
     method = "progressive"
@@ -65,16 +61,14 @@ class ProgressivePolicy(Policy):
     def __init__(
         self, config: ProgressiveConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
     ) -> None:
-        super().__init__(config, layer_idx, offloaded)
-        self.fetches = offloaded
-        self.labels = LabelIndex(config, layer_idx, channels)
+        super().__init__(config, layer_idx, offloaded, channels)
         self._audited = NOTHING
         # The latest. It stays: replays of an earlier capture do not tell it anew. A list, which views of rows share.
         self._params: list[AttentionParams] = []
 
     @classmethod
     def share(cls, config: ProgressiveConfig, offload: OffloadConfig | None) -> Shared:
-        return Labelled(cls, config, offload) if config.labels else Shared(BlockWalkPolicy, config, offload)
+        return super().share(config, offload) if config.labels else Shared(BlockWalkPolicy, config, offload)
 
     @classmethod
     def needs(cls, request: Request) -> Memory:
@@ -95,26 +89,7 @@ class ProgressivePolicy(Policy):
     @no_inference_mode
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
-        self.labels.start(store)
         self.totals = torch.zeros(len(TOTALS) + LENGTHS, dtype=torch.int64, device=store.device)
-        self.tokens = DeviceTokens.begin(self.tokens, store)
-
-    @property
-    def observes(self) -> bool:
-        return self.labels.calibrating
-
-    @no_inference_mode
-    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore, new: int | None = None) -> None:
-        if self.observes and self.labels.observe(q, k, valid) and store.full_blocks:
-            store.reindex(self)  # blocks that were sealed before there were channels
-
-    # ------------------------------------------------------------------ index
-
-    def index(self, kv: Tensor, start: int, rows: slice) -> dict[str, Tensor]:
-        return self.labels.index(kv, rows)
-
-    def sealing(self, store: LayerStore) -> Index:
-        return self.labels.sealing(store, Index(store.key_dim))
 
     # ------------------------------------------------------------------ a step
 
@@ -128,26 +103,19 @@ class ProgressivePolicy(Policy):
         return planned("walk", self.fetches, self.tokens is not None)
 
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
-        if plan.dense:
-            return store.attend(q, None, "all", params)
         self._params[:] = [params]
         found = self._select(q, store, params, self.totals)
-        if self.watch is not None:
-            self.watch.mark_tokens(found.ids, store.block_size)
         if plan.ahead:
             self._taken = found.ids, found.count
-        if not plan.paged:
-            return store.attend(q, found.ids, "token", params, used=found.count)
-        places = self.tokens.locate(found.ids, store, found.count)
-        return store.attend(q, places, "token", params, pages=self.tokens.pages, used=found.count)
+        return self.attend_to(q, found.ids, store, params, plan.paged, found.count)
 
     def attend_drafts(
         self, q: Tensor, store: LayerStore, rows: LayerStore, plan: Plan, params: AttentionParams
     ) -> Tensor:
         self._params[:] = [params]
         found = self._select(q, rows, params, self.totals)
-        brings = plan.ahead and self._enter(store)
-        return self.attend_to_tokens(q, found.ids, store, rows, params, found.count, brings)
+        brings = self.bring(found.ids, store, found.count)
+        return self.attend_to(q, found.ids, rows, params, brings, found.count)
 
     def _select(self, q: Tensor, store: LayerStore, params: AttentionParams, totals: Tensor | None = None) -> Selection:
         config = self.config
@@ -182,35 +150,18 @@ class ProgressivePolicy(Policy):
 
     # ------------------------------------------------------------------ the next step
 
-    def _enter(self, store: LayerStore) -> bool:
-        """Whether tokens are copied to the device; makes room for them."""
-        if self.fetches:
-            chosen = expected(store.block_table.shape[1] * store.block_size)
-            self.tokens = DeviceTokens.enter(self.tokens, store, chosen)
-        return self.tokens is not None
-
     def prepare(self, store: LayerStore) -> Plan:
-        plan = self.plan(store)
-        if not plan.dense:
-            self._enter(store)
+        if not self.plan(store).dense:
+            self.enter(store)
         return self.plan(store)
 
     def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
-        taken, self._taken = self._taken, None
-        if not (plan.ahead and self._enter(store)):
-            return
-        if taken is None:  # a prompt has been read, or the last dense step is over
-            scores = self.labels.scores(q, store, fill=False)
-            first = min(FIRST, scores.shape[-1])
-            taken = token_select(scores, None, first, store.block_size, rows=store.rows), None
-        else:
-            taken = [reads_here(t) for t in taken]
-        self.tokens.bring(taken[0], store, taken[1])
+        if plan.ahead:
+            self.bring_taken(q, store)
 
-    def replayed(self, store: LayerStore, plan: Plan, tally: Tally) -> None:
-        super().replayed(store, plan, tally)
-        if plan.learns:
-            self.labels.stats.tokens += tally.steps
+    def best_tokens(self, q: Tensor, store: LayerStore) -> Tensor:
+        scores = self.labels.scores(q, store, fill=False)
+        return token_select(scores, None, min(FIRST, scores.shape[-1]), store.block_size, rows=store.rows)
 
     # ------------------------------------------------------------------ numbers
 
@@ -251,7 +202,7 @@ class ProgressivePolicy(Policy):
         )
 
     def measured(self) -> tuple[WalkStats | PackStats, ...]:
-        copied = () if self.tokens is None else (self.tokens.measured(),)
+        copied = super().measured()
         if self.totals is None:
             return copied
         counted = self.totals.tolist()
@@ -274,12 +225,6 @@ class ProgressivePolicy(Policy):
 
     def wanted_copies(self, tokens: int) -> int:
         return expected(tokens) if self.fetches else 0
-
-    def reopened(self) -> None:
-        super().reopened()
-        self._taken = None
-        if self.tokens is not None:
-            self.tokens.forget()  # these columns may get other tokens
 
 
 def expected(tokens: int) -> int:

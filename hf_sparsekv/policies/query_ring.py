@@ -128,12 +128,11 @@ class QueryRing(State):
             return
         held, first = (found[name].to(device) for name in ("queries", "queries_from"))
         for row, length in enumerate(lengths):
-            n = min(held.shape[2], length)
-            tokens = torch.arange(length - n, length, device=device) % held.shape[2]
+            n = min(held.shape[2], self.size, length)
+            kept = torch.arange(length - n, length, device=device) % held.shape[2]
             mine = [x[row : row + 1] for x in (self.held, self.first, self.count, self.position)]
-            mine[1].copy_(first[row : row + 1].clamp_min(length - min(n, self.size)))
-            kept = tokens[n - min(n, self.size) :]
-            push(held[row : row + 1, :, kept], None, torch.full_like(mine[1], length - len(kept)), *mine)
+            mine[1].copy_(first[row : row + 1].clamp_min(length - n))
+            push(held[row : row + 1, :, kept], None, torch.full_like(mine[1], length - n), *mine)
 
     def clear(self) -> None:
         """Nothing is cached."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,26 +12,9 @@ from ..offload.lanes import Lanes, Move, moved
 from ..ops.device_tokens import EMPTY, TokenSlots, young_tokens
 from ..tensors import no_inference_mode
 from .base import Policy
-from .device_tokens import REUSED, DeviceTokens, slot_bytes
+from .device_tokens import REUSED, DeviceTokens, empty_slots, slot_bytes
 
 SPILL = 32  # of so many tokens that were chosen a working set leaves one out
-
-
-class _Part(NamedTuple):
-    """The slots of all layers with so many KV heads, of one width and dtype, on one device, in one piece.
-
-    Args:
-        kv: ``[layers, H, total, Dk + Dv]``.
-        columns, stamps: int32 ``[layers, H, total]``.
-        slots: int32 ``[layers, batch, H, n]``.
-        now: int32 ``[layers, batch, H]``.
-    """
-
-    kv: Tensor
-    columns: Tensor
-    stamps: Tensor
-    slots: Tensor
-    now: Tensor
 
 
 def _kind(store: LayerStore) -> tuple[torch.device, int, int, torch.dtype]:
@@ -56,25 +38,15 @@ class RowTokens:
         batch, size = stores[0].batch, stores[0].block_size
         columns = stores[0].block_table.shape[1] * size
         self.lanes, self.layers = Lanes(batch, slots, size), []
-        total, self._parts = self.lanes.slots, []
+        total = self.lanes.slots
+        self._parts: list[TokenSlots] = []  # of all layers of a kind, in one piece
         made: dict[LayerStore, TokenSlots] = {}
         for kind in dict.fromkeys(map(_kind, stores)):
-            device, heads, width, dtype = kind
             mine = [store for store in stores if _kind(store) == kind]
-
-            def full(*shape: int, value: int, device: torch.device = device, layers: int = len(mine)) -> Tensor:
-                return torch.full((layers, *shape), value, dtype=torch.int32, device=device)
-
-            part = _Part(
-                kv=torch.empty(len(mine), heads, total, width, dtype=dtype, device=device),
-                columns=full(heads, total, value=-1),
-                stamps=full(heads, total, value=EMPTY),
-                slots=full(batch, heads, columns, value=-1),
-                now=full(batch, heads, value=0),
-            )
+            part = empty_slots(mine[0], total, self.lanes.on(mine[0].device), columns, (len(mine),))
             self._parts.append(part)
-            for store, *held in zip(mine, *part):
-                made[store] = TokenSlots(*held, self.lanes.on(device))
+            for store, *held in zip(mine, *part[:-1]):
+                made[store] = TokenSlots(*held, part.lanes)
         for store in stores:
             self.layers.append(DeviceTokens(store, 0, store.pages.pools.enabled(store.device), made[store]))
 
@@ -133,7 +105,7 @@ class RowTokens:
             raise
 
     @staticmethod
-    def _clear(part: _Part, first: int, end: int) -> None:
+    def _clear(part: TokenSlots, first: int, end: int) -> None:
         """These slots hold nothing."""
         if first < end:
             part.columns[:, :, first:end] = -1
@@ -183,7 +155,7 @@ class RowTokens:
 
         Launches a few kernels and waits for nothing.
         """
-        young = [young_tokens(part.stamps, part.now, self.lanes.on(part.now.device), steps) for part in self._parts]
+        young = [young_tokens(part.stamps, part.now, part.lanes, steps) for part in self._parts]
         of_rows = [found.transpose(0, 1).flatten(1).to(young[0].device) for found in young]
         return needed_room(torch.cat(of_rows, dim=1))
 

@@ -43,8 +43,6 @@ class Selector(Policy):
         return CROSSOVER if self.below_crossover(store) else planned("every", captured=self.captured)
 
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
-        if plan.dense:
-            return store.attend(q, None, "all", params)
         return self.attend_drafts(q, store, store, plan, params)
 
     def attend_drafts(

@@ -7,24 +7,22 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..config import OffloadConfig, TwoLevelConfig
+from ..config import TwoLevelConfig
 from ..kv.state import Held
 from ..kv.store import LayerStore, Tally
 from ..ops.place_tokens import place_tokens
 from ..ops.seal import Index
 from ..ops.topk_select import block_select, token_select
 from ..predictor.channels import LabelChannels
-from ..tensors import no_inference_mode, reads_here
+from ..tensors import no_inference_mode
 from ..types import AttentionParams
-from .base import Policy
 from .block_metadata import BlockMetadata, bounds_bytes
-from .device_tokens import DeviceTokens, add_device_tokens
-from .label_index import LabelIndex, label_bytes
-from .measured import PackStats
+from .device_tokens import add_device_tokens
+from .label_index import label_bytes
 from .memory import Memory, Request, mean_bytes
 from .plan import CROSSOVER, DENSE, Plan, planned
 from .registry import register
-from .shared import Labelled
+from .token_policy import TokenPolicy
 
 
 @register(
@@ -33,7 +31,7 @@ from .shared import Labelled
     about="tokens by labels, among all or in a bounded number of blocks (AsyncTLS)",
     variants={"block_only": {"level": "block"}, "token_only": {"level": "token"}},
 )
-class TwoLevelPolicy(Policy):
+class TwoLevelPolicy(TokenPolicy):
     """State: the label channels; with ``lag`` the blocks chosen in the previous step, and where they are.
 
     Without ``lag`` nothing that is chosen outlives its step. Offloaded, tokens that are chosen among all are read where
@@ -45,36 +43,27 @@ class TwoLevelPolicy(Policy):
         "ids": Held(trial=True, dropped=True, file="previous", when="chosen"),  # BlockIds; only with lag
         "page_ids": Held(trial=True, dropped=True),
     }
-    HOST: ClassVar = {"_taken": None}  # the tokens chosen among all, from a step's attention to its end
-    PARTS: ClassVar = ("labels", "tokens")
-    OWN: ClassVar = ("_taken", "tokens")  # a copy's first step reads its tokens where they live
 
     config: TwoLevelConfig
     follows_crops = False
-    label_index = LabelIndex
 
     def __init__(
         self, config: TwoLevelConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
     ) -> None:
-        super().__init__(config, layer_idx, offloaded)
+        super().__init__(config, layer_idx, offloaded, channels)
         of = level(config)
         self.lag, self.method = lags(config), method(config)
         self.rows_join = not self.lag
         self.metadata = None
         if of != "token":
             self.metadata = BlockMetadata(kind_of(config), config.bounds_per_block, config.block_reduce)
-        self.labels = self.label_index(config, layer_idx, channels) if of != "block" else None
-        self.granularity = "token" if self.labels else "block"
-        self.fetches = offloaded
+        if of == "block":
+            self.labels, self.granularity = None, "block"
         self.fetches_tokens = offloaded and of == "token"
         # With lag, blocks are chosen by the query before, and each choice takes pages of those before. Without, blocks
         # are brought to pages that the next choice may take.
         one_by_one = offloaded and of != "token"
         self.drafts = "exact" if self.lag else "each" if one_by_one else "together"
-
-    @classmethod
-    def share(cls, config: TwoLevelConfig, offload: OffloadConfig | None) -> Labelled:
-        return Labelled(cls, config, offload)
 
     @classmethod
     def crossover(cls, config: TwoLevelConfig, offloaded: bool) -> str:
@@ -111,34 +100,20 @@ class TwoLevelPolicy(Policy):
             self.page_ids = torch.full(shape, -1, dtype=torch.int32, device=store.device)
         if self.metadata is not None:
             self.metadata.start(store)
-        if self.labels is not None:
-            self.labels.start(store)
         if has_tail(self.config):
             store.keep_means(self.config.tail_tokens)
-        self.tokens = DeviceTokens.begin(self.tokens, store)
-
-    @property
-    def observes(self) -> bool:
-        return self.labels is not None and self.labels.calibrating
-
-    @no_inference_mode
-    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore, new: int | None = None) -> None:
-        if self.observes and self.labels.observe(q, k, valid) and store.full_blocks:
-            store.reindex(self)  # blocks that were sealed before there were channels
 
     # ------------------------------------------------------------------ index
 
     def index(self, kv: Tensor, start: int, rows: slice) -> dict[str, Tensor]:
-        fields = {}
+        fields = super().index(kv, start, rows)
         if self.metadata is not None:
-            fields = self.metadata.index(kv[..., : self._key_dim], start, self.config.sinks)
-        return fields if self.labels is None else {**fields, **self.labels.index(kv, rows)}
+            fields |= self.metadata.index(kv[..., : self._key_dim], start, self.config.sinks)
+        return fields
 
     def sealing(self, store: LayerStore) -> Index:
-        index = Index(store.key_dim)
-        if self.metadata is not None:
-            index = self.metadata.sealing(store, index)
-        return index if self.labels is None else self.labels.sealing(store, index)
+        index = super().sealing(store)
+        return index if self.metadata is None else self.metadata.sealing(store, index)
 
     # ------------------------------------------------------------------ a step
 
@@ -159,71 +134,53 @@ class TwoLevelPolicy(Policy):
         attends = "chosen" if chosen else "dense" if few or labels is None else "every"
         return planned(attends, ahead, self.paged and self.lag and chosen)
 
-    def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
-        if plan.dense:
-            return store.attend(q, None, "all", params)
-        return self._attend(q, store, plan, params)
-
     def attend_drafts(
         self, q: Tensor, store: LayerStore, rows: LayerStore, plan: Plan, params: AttentionParams
     ) -> Tensor:
         if not self.fetches_tokens:
-            return self._attend(q, rows, plan, params)
-        return self.attend_to_tokens(q, self._choose_tokens(q, rows), store, rows, params, brings=self._enter(store))
+            return self.attend(q, rows, plan, params)
+        ids = self.best_tokens(q, rows)
+        return self.attend_to(q, ids, rows, params, self.bring(ids, store))
 
-    def _attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
+    def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
         blocks = page_ids = None
         if plan.attends == "chosen":
             if self.lag:
                 blocks, page_ids = self.ids, self.page_ids if plan.paged else None
             else:
                 blocks = self._choose_blocks(q, store)
-                if self._enter(store):
+                if self._enter_blocks(store):
                     page_ids = store.pages.fetch(blocks, store.table, keep=0)
-            store.count_blocks(blocks)
+            store.counters.blocks += (blocks >= 0).sum()
             if self.watch is not None:
                 self.watch.mark(blocks)
-        paged, size, columns = page_ids is not None, store.block_size, None
+        pages, size, columns = None if page_ids is None else store.pages.pool.pages, store.block_size, None
         if self.labels is None:
-            return store.attend(q, blocks, "block", params, paged, page_ids)
+            return store.attend(q, blocks, "block", params, page_ids, pages)
         if blocks is None:
-            return self._attend_among_all(q, store, plan, params)
+            ids = self.best_tokens(q, store)
+            if plan.ahead:
+                self._taken = ids, None
+            return self.attend_to(q, ids, store, params, plan.paged)
         scores = self.labels.scores(q, store, blocks)
-        if paged and store.mean_tokens:
+        if pages is not None and store.mean_tokens:
             columns, tokens = place_tokens(
                 token_select(scores, None, self.config.token_budget, size), blocks, page_ids, size
             )
         else:
-            tokens = token_select(scores, page_ids if paged else blocks, self.config.token_budget, size)
-        return store.attend(q, tokens, "token", params, paged, columns=columns)
+            tokens = token_select(scores, blocks if pages is None else page_ids, self.config.token_budget, size)
+        return store.attend(q, tokens, "token", params, pages=pages, columns=columns)
 
-    def _attend_among_all(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
-        ids = self._choose_tokens(q, store)
-        if self.watch is not None:
-            self.watch.mark_tokens(ids, store.block_size)
-        if plan.ahead:
-            self._taken = ids
-        if not plan.paged:
-            return store.attend(q, ids, "token", params)
-        places = self.tokens.locate(ids, store)
-        return store.attend(q, places, "token", params, pages=self.tokens.pages, columns=ids)
-
-    def _choose_tokens(self, q: Tensor, store: LayerStore) -> Tensor:
-        """``TokenIds [batch, H, token_budget]`` among all for this query."""
-        scores = self.labels.scores(q, store, fill=False)
-        return token_select(scores, None, self.config.token_budget, store.block_size, rows=store.rows)
-
-    def _enter(self, store: LayerStore) -> bool:
-        """Whether what is chosen is brought to the device; makes room for it."""
-        if self.fetches_tokens:
-            self.tokens = DeviceTokens.enter(self.tokens, store, self.config.token_budget)
-            return self.tokens is not None
+    def _enter_blocks(self, store: LayerStore) -> bool:
+        """Whether chosen blocks are brought to the device; makes room for them."""
         return self.fetches and store.pages.enter(store.batch * store.heads * self.config.coarse_blocks)
 
     def prepare(self, store: LayerStore) -> Plan:
         plan = self.plan(store)
-        if plan.ahead or plan.attends == "chosen":
-            self._enter(store)
+        if self.fetches_tokens and plan.ahead:
+            self.enter(store)
+        elif plan.ahead or plan.attends == "chosen":
+            self._enter_blocks(store)
         return self.plan(store)
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
@@ -245,37 +202,17 @@ class TwoLevelPolicy(Policy):
         if not plan.ahead:
             return
         if self.fetches_tokens:
-            self._bring_tokens(q, store)
+            self.bring_taken(q, store)
             return
         self.chosen = True
         self.ids.copy_(self._choose_blocks(q, store))
-        self.paged = self._enter(store)
+        self.paged = self._enter_blocks(store)
         if self.paged:
             store.pages.fetch(self.ids, store.table, 1, True, self.page_ids)
 
-    def _bring_tokens(self, q: Tensor, store: LayerStore) -> None:
-        """Bring the tokens of the step that has just ended, or those for a prompt's last query."""
-        ids, self._taken = self._taken, None
-        if self._enter(store):
-            self.tokens.bring(self._choose_tokens(q, store) if ids is None else reads_here(ids), store)
-
-    def measured(self) -> tuple[PackStats, ...]:
-        return () if self.tokens is None else (self.tokens.measured(),)
-
-    def wanted_copies(self, tokens: int) -> int:
-        return self.config.token_budget if self.fetches_tokens and tokens > self.config.token_budget else 0
-
-    def reopened(self) -> None:
-        super().reopened()
-        self._taken = None
-        if self.tokens is not None:
-            self.tokens.forget()  # these columns may get other tokens
-
     def replayed(self, store: LayerStore, plan: Plan, tally: Tally) -> None:
         super().replayed(store, plan, tally)
-        if plan.learns:
-            self.labels.stats.tokens += tally.steps
-        elif plan.ahead and self.lag:
+        if plan.ahead and self.lag:
             self.chosen, self.paged = True, self.page_ids is not None and store.pages.pool is not None
 
     def _choose_blocks(self, q: Tensor, store: LayerStore) -> Tensor:

@@ -34,22 +34,16 @@ class BlockWatch(State):
         if self.marks is None or self.marks.shape != shape or self.marks.device != store.device:
             self.marks = torch.zeros(shape, dtype=torch.bool, device=store.device)
 
-    def mark(self, ids: Tensor, used: Tensor | None = None) -> None:
+    def mark(self, ids: Tensor) -> None:
         """The step attends to these blocks, ``ids [batch, H, n]``, -1 for none.
 
         Several queries of the only row may come in place of a batch: marked is what any of them attends to.
-
-        Args:
-            used: int ``[batch, H]``: only the first so many of each row and KV head.
         """
         self.told = True
         spare = self.marks.shape[-1] - 1
-        named = ids >= 0
-        if used is not None:
-            named &= torch.arange(ids.shape[-1], device=ids.device) < used[..., None]
         if not self.adds:
             self.marks.zero_()
-        ids = torch.where(named, ids, spare).long()
+        ids = torch.where(ids >= 0, ids, spare).long()
         if len(ids) != len(self.marks):
             ids = ids.transpose(0, 1).flatten(1)[None]
         self.marks.scatter_(2, ids, True)

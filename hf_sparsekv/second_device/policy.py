@@ -185,8 +185,6 @@ class SecondDevicePolicy(Policy):
         return self.plan(store)
 
     def attend(self, q: Tensor, store: PrimaryStore, plan: Plan, params: AttentionParams) -> Tensor:
-        if plan.dense:
-            return store.attend(q, None, "all", params)
         if not store.capturing:
             self._take(store, self.config.strict)
         packed = self.packs[self.at]

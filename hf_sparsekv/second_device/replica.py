@@ -232,7 +232,7 @@ class PrimaryStore(LayerStore):
 
     keeps_blocks = False
     replica: ReplicaStore | None = None
-    rank: PeerDevice | None = None
+    peer: PeerDevice
     new: tuple[Tensor, Tensor, Tensor | None] | None = None
     kept: tuple[Tensor, Tensor, Tensor | None] | None = None
 

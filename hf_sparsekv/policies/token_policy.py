@@ -1,0 +1,146 @@
+"""What methods have in common that choose tokens by their labels."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..config import OffloadConfig, PredictiveConfig, ProgressiveConfig, TwoLevelConfig
+from ..kv.store import LayerStore, Tally
+from ..ops.seal import Index
+from ..ops.topk_select import token_select
+from ..predictor.channels import LabelChannels
+from ..tensors import no_inference_mode, reads_here
+from ..types import AttentionParams
+from .base import Policy
+from .device_tokens import DeviceTokens
+from .label_index import LabelIndex
+from .measured import PackStats, WalkStats
+from .plan import Plan
+from .shared import Labelled, Shared
+
+
+class TokenPolicy(Policy):
+    """State: the label channels; with blocks in host memory, copies of chosen tokens on the device.
+
+    Attributes:
+        fetches_tokens: such copies are kept, where there is device memory for them.
+    """
+
+    HOST: ClassVar = {"_taken": None}  # tokens, and how many count or None: from a step's attention to its end
+    PARTS: ClassVar = ("labels", "tokens")
+    OWN: ClassVar = ("_taken", "tokens")  # a copy's first step reads its tokens where they live
+
+    config: TwoLevelConfig | ProgressiveConfig | PredictiveConfig
+
+    def __init__(
+        self,
+        config: TwoLevelConfig | ProgressiveConfig | PredictiveConfig,
+        layer_idx: int,
+        offloaded: bool,
+        channels: LabelChannels | None = None,
+    ) -> None:
+        super().__init__(config, layer_idx, offloaded)
+        self.labels = LabelIndex(config, layer_idx, channels)
+        self.fetches = self.fetches_tokens = offloaded
+
+    @classmethod
+    def share(cls, config, offload: OffloadConfig | None) -> Shared:
+        return Labelled(cls, config, offload)
+
+    @no_inference_mode
+    def start(self, store: LayerStore, q_heads: int) -> None:
+        super().start(store, q_heads)
+        if self.labels is not None:
+            self.labels.start(store)
+        self.tokens = DeviceTokens.begin(self.tokens, store)
+
+    # ------------------------------------------------------------------ labels
+
+    @property
+    def observes(self) -> bool:
+        return self.labels is not None and self.labels.calibrating
+
+    @no_inference_mode
+    def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore, new: int | None = None) -> None:
+        if self.labels is not None and self.labels.observe(q, k, valid) and store.full_blocks:
+            store.reindex(self)  # blocks that were sealed before there were channels
+
+    def index(self, kv: Tensor, start: int, rows: slice) -> dict[str, Tensor]:
+        return {} if self.labels is None else self.labels.index(kv, rows)
+
+    def sealing(self, store: LayerStore) -> Index:
+        index = Index(store.key_dim)
+        return index if self.labels is None else self.labels.sealing(store, index)
+
+    # ------------------------------------------------------------------ chosen tokens
+
+    def attend_to(
+        self,
+        q: Tensor,
+        ids: Tensor,
+        store: LayerStore,
+        params: AttentionParams,
+        paged: bool,
+        used: Tensor | None = None,
+    ) -> Tensor:
+        """Attention to tokens ``ids [batch, H, K]``, of which ``used [batch, H]`` count (None: all).
+
+        ``paged``: those that have copies on the device are read there.
+        """
+        if self.watch is not None:
+            self.watch.mark_tokens(ids, store.block_size)
+        if not paged:
+            return store.attend(q, ids, "token", params, used=used)
+        places = self.tokens.locate(ids, store, used)
+        return store.attend(q, places, "token", params, pages=self.tokens.pages, used=used, columns=ids)
+
+    def wanted_copies(self, tokens: int) -> int:
+        budget = self.config.token_budget
+        return budget if self.fetches_tokens and tokens > budget else 0
+
+    def enter(self, store: LayerStore) -> bool:
+        """Whether chosen tokens are copied to the device; makes room for them."""
+        if self.fetches_tokens:
+            chosen = self.wanted_copies(store.block_table.shape[1] * store.block_size)
+            self.tokens = DeviceTokens.enter(self.tokens, store, chosen)
+        return self.tokens is not None
+
+    def bring(self, ids: Tensor, store: LayerStore, used: Tensor | None = None) -> bool:
+        """Copy chosen tokens to the device, if copies are kept: whether they are.
+
+        Of drafts what all of them choose, as one selection, before they attend: it is nearly the same, and each token
+        crosses the link once.
+        """
+        entered = self.enter(store)
+        if entered:
+            self.tokens.bring(ids, store, used)
+        return entered
+
+    def bring_taken(self, q: Tensor, store: LayerStore) -> None:
+        """Bring what the step that has just ended has attended to; behind a prompt what its last query ``q`` wants."""
+        taken, self._taken = self._taken, None
+        if not self.enter(store):
+            return
+        ids, used = (self.best_tokens(q, store), None) if taken is None else taken
+        self.tokens.bring(reads_here(ids), store, None if used is None else reads_here(used))
+
+    def best_tokens(self, q: Tensor, store: LayerStore) -> Tensor:
+        """``TokenIds [batch, H, n]`` of the best labels for ``q [batch, Hq, Dk]``."""
+        scores = self.labels.scores(q, store, fill=False)
+        return token_select(scores, None, self.config.token_budget, store.block_size, rows=store.rows)
+
+    def reopened(self) -> None:
+        super().reopened()
+        self._taken = None
+        if self.tokens is not None:
+            self.tokens.forget()  # these columns may get other tokens
+
+    def replayed(self, store: LayerStore, plan: Plan, tally: Tally) -> None:
+        super().replayed(store, plan, tally)
+        if plan.learns:
+            self.labels.stats.tokens += tally.steps
+
+    def measured(self) -> tuple[WalkStats | PackStats, ...]:
+        return () if self.tokens is None else (self.tokens.measured(),)
