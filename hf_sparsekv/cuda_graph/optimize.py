@@ -690,7 +690,7 @@ class StepRunner:
                     first = error
                     raise
         except BaseException as error:
-            _forget(pool, device)
+            _forget(pool, device, main)
             if first is not None and isinstance(error, RuntimeError):
                 raise first from None  # the later one, at the end of the capture, says only that something failed
             raise
@@ -699,15 +699,19 @@ class StepRunner:
         return graph, output
 
 
-def _forget(pool: tuple[int, int], device: torch.device) -> None:
-    """Have torch's allocator forget a capture that failed with a CUDA error (a layer that waits for the GPU).
+def _forget(pool: tuple[int, int], device: torch.device, stream: torch.cuda.Stream) -> None:
+    """Have torch forget a capture that failed with a CUDA error (a layer that waits for the GPU).
 
     ``CUDAGraph.capture_end`` raises before it does so (torch 2.11). The allocator would take a capture to be under way
-    from then on: it would keep all memory that another stream has used, and ask a graph that is gone.
+    from then on: it would keep all memory that another stream has used, and ask a graph that is gone. So would the
+    generator, and refuse to draw ("Offset increment outside graph capture"), until a capture has ended.
     """
     with contextlib.suppress(AttributeError, RuntimeError):  # of a capture that has ended it knows nothing any more
         torch._C._cuda_endAllocateToPool(device.index, pool)
         torch._C._cuda_releasePool(device.index, pool)
+    ended = torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local")
+    with contextlib.suppress(RuntimeError), torch.cuda.stream(stream), ended:
+        torch.zeros(1, device=device)
 
 
 def _brings_weights(module: torch.nn.Module) -> bool:
