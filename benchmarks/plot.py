@@ -171,7 +171,8 @@ def ladder_rows(paths: Sequence[Path], case: str):
 def draw_ladder(rows, goodput, out: Path) -> None:
     """One figure of :func:`ladder_rows`, means over seeds: lines over rates, or bars if there is one rate only.
 
-    Where a system has not finished all it is a cross, without times: those are of the requests that it has finished.
+    Where a system has not finished all its name says so, or a cross; times are of the requests that it has finished,
+    and left out where these are less than half.
     """
     import matplotlib
 
@@ -189,8 +190,11 @@ def draw_ladder(rows, goodput, out: Path) -> None:
         table = mine.pivot_table(index="rate", columns="metric", values="value", aggfunc="mean").sort_index()
         best = goodput[goodput.system == system].value
         label += f": goodput {best.mean():g}/s" if len(best) else ""
+        asked = table.get("requests", table.failed)
+        whole, left = table[2 * table.failed <= asked], table[table.failed > 0]
+        if one and len(left):
+            label += f"\n({left.failed.iloc[0]:.0f} of {asked.iloc[0]:.0f} not finished)"
         bars.append(label)
-        whole, left = table[table.failed == 0], table[table.failed > 0]
         for axes, (metric, _) in zip(panels, PANELS):
             points = whole[metric].dropna() if metric in whole else table.failed[:0]
             if one:
@@ -198,9 +202,8 @@ def draw_ladder(rows, goodput, out: Path) -> None:
                 axes.bar_label(found, fmt="%.3g", padding=3, fontsize=8)
             else:
                 axes.plot(points.index, points, marker="o", markersize=5, color=f"C{place}", label=label)
-        if len(left) and "tokens_per_s" in left:
-            at = [len(bars) - 1] * len(left)
-            panels[0].plot(*((left.tokens_per_s, at) if one else (left.index, left.tokens_per_s)), f"xC{place}")
+        if len(left) and "tokens_per_s" in left and not one:
+            panels[0].plot(left.index, left.tokens_per_s, f"xC{place}")
     for axes, (_, name) in zip(panels, PANELS):
         axes.set_title(name, fontsize=10)
         if one:
@@ -212,7 +215,7 @@ def draw_ladder(rows, goodput, out: Path) -> None:
     last = rows.iloc[-1]
     about = f"{last.case}, prompts up to {int(last.context) // 1024}k, answers of {last.out:g} tokens in the median"
     about += f", {rates[0]:g} requests a second" if one else ""
-    figure.suptitle(f"{about}, {last.device} (x: not all were finished)", fontsize=10)
+    figure.suptitle(f"{about}, {last.device}" + " (x: not all were finished)" * (not one), fontsize=10)
     if one:
         panels[0].invert_yaxis()
     else:

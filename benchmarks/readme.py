@@ -275,7 +275,7 @@ def needles() -> str:
 
 
 def traces() -> str:
-    """Requests of traces: every system's newest row of each trace that it has been given."""
+    """Requests of traces: every system's newest row of each trace that it has been given; times of what it finished."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     for row in read("serving.csv", GPU):
         system, *parts = row["variant"].split(":")
@@ -289,14 +289,15 @@ def traces() -> str:
     order = {name: i for i, (name, _) in enumerate(SYSTEMS)}
     for trace, system in sorted(found, key=lambda key: (key[0], order[key[1]])):
         cells = found[trace, system]
-        if cells["failed"]:
-            left = f"{cells['failed']:.0f} of {cells['requests']:.0f} not finished"
+        left = f"{cells['failed']:.0f} of {cells['requests']:.0f} not finished" if cells["failed"] else ""
+        if 2 * cells["failed"] > cells["requests"]:  # what has been finished says little
             lines.append(f"| {trace} | {dict(SYSTEMS)[system]} | {left} | | | |")
             continue
+        left = f" ({left})" * bool(left)
         first = ", ".join(f"{cells[f'ttft_s:{kind}']:.1f}" for kind in ("mean", "p50", "p99"))
         between_ms = ", ".join(f"{cells[f'between_ms:{kind}']:.1f}" for kind in ("p50", "p99"))
         lines.append(
-            f"| {trace} | {dict(SYSTEMS)[system]} | {cells['tokens_per_s']:.0f} | {first} | {between_ms} | "
+            f"| {trace} | {dict(SYSTEMS)[system]} | {cells['tokens_per_s']:.0f}{left} | {first} | {between_ms} | "
             f"{cells['queued_s:mean']:.1f} |"
         )
     return "\n".join(lines)
