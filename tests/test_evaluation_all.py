@@ -361,7 +361,9 @@ def test_eval_all_on_a_probe_has_no_texts(probe, tmp_path) -> None:  # noqa: F81
 
 def test_eval_all_says_what_is_wrong(tiny, text, tmp_path) -> None:  # noqa: F811
     args = ("eval", "all", tiny, *text, "--out", tmp_path / "out")
-    assert "no part 'rulers'; there are ruler, needle" in error(*args, "--only", "rulers", status=2)
+    assert "no part 'rulers' (did you mean 'ruler'?); there are ruler, needle" in error(
+        *args, "--only", "rulers", status=2
+    )
     assert "give --longbench" in error(*args, "--only", "longbench", status=2)
     assert "--only leaves it out" in error(*args, "--only", "text", "--longbench", tmp_path, status=2)
     assert "unknown method" in error(*args, "--cache", "nothing", status=2)

@@ -407,7 +407,7 @@ def test_settings(net, given, changes, config):
 @pytest.mark.parametrize(
     ("error", "message", "args", "how"),
     [
-        (ValueError, "no preset 'acurate'; it has 'fast', 'accurate'", ("acurate",), {}),
+        (ValueError, r"no preset 'acurate' \(did you mean 'accurate'\?\); it has 'fast', 'accurate'", ("acurate",), {}),
         (TypeError, "unexpected keyword argument 'token_bugdet': did you mean 'token_budget'", (), {"token_bugdet": 1}),
         (TypeError, r"give offload=OffloadConfig\(device_pool=7\)", (), {"device_pool": 7}),
         (TypeError, "give OffloadedSparseCache's configuration", (two_level(),), {}),

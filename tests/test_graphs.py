@@ -168,7 +168,10 @@ def test_a_forward_that_cannot_be_captured_runs_eagerly():
 
 @pytest.mark.parametrize("ends", [False, True], ids=["ends-badly", "ends-well"])
 def test_a_capture_that_fails_says_why_and_is_forgotten(monkeypatch, ends):
-    """torch's graph raises another error as it ends, before it has told its allocator and put the stream back."""
+    """torch's graph raises another error as it ends, before it has told its allocator and put the stream back.
+
+    Nor has it told the generator: a small capture behind it, that ends well, does.
+    """
     left, entered = [], []
 
     class Context:
@@ -201,14 +204,18 @@ def test_a_capture_that_fails_says_why_and_is_forgotten(monkeypatch, ends):
     runner = StepRunner(model("llama"))
     monkeypatch.setattr(runner, "_streams", lambda device: (Stream(), None))
     device = torch.device("cuda", 3)
+    captured = []
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: captured.append((device, list(left))))
 
     def run(sides):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
         runner._record(run, device, [])
-    assert left[:2] == entered[::-1], "the stream is put back"
-    assert left[2:] == ([] if ends else [("ended", 3, (0, 7)), ("released", 3, (0, 7))])
+    forgotten = [] if ends else [("ended", 3, (0, 7)), ("released", 3, (0, 7))]
+    first, behind = entered[:2][::-1], entered[2:][::-1]
+    assert left == [*first, *forgotten, *behind], "the stream is put back"
+    assert captured == [(device, [*first, *forgotten])] and len(behind) == 2
 
 
 @pytest.mark.pairwise(once=("cache",))

@@ -121,7 +121,10 @@ def test_levels():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"level": "tokens"}, "level must be one of 'auto', 'two_level', 'block', 'token', got 'tokens'"),
+        (
+            {"level": "tokens"},
+            "level must be one of 'auto', 'two_level', 'block', 'token' (did you mean 'token'?), got 'tokens'",
+        ),
         ({"metadata": "box"}, "metadata must be one of 'min_max', 'cuboid_mean', 'mean', None, got 'box'"),
         ({"num_blocks": 4}, "num_blocks=4 blocks of 64 tokens hold 256 tokens, fewer than token_budget=1024"),
     ],

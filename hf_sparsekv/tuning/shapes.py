@@ -80,6 +80,8 @@ def known_shape(name: str) -> str | None:
 
     None if it is another model's name, or that of somebody else's copy, which may be something else.
     """
+    if name in SHAPES:
+        return name
     publisher, _, model = name.rpartition("/")
     for shape, hub in HUB.items():
         owner, _, there = hub.partition("/")
