@@ -314,6 +314,8 @@ def test_a_copy_keeps_its_blocks(what):
         table.on(device)
         return table, copy.deepcopy(table)
 
+    gc.collect()
+    gc.freeze()  # what other tests have left; to look through it at each of some hundred points takes half a minute
     table, other = begun()
     total = count(lambda: ROWS[what](table))
     assert total > 3
