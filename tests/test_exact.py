@@ -103,6 +103,23 @@ def test_a_plan_is_made_when_it_would_have_paid(monkeypatch):
     assert seen == [True, False]
 
 
+@pytest.mark.parametrize(("dim", "value_dim"), [(24, 16), (16, 24), (16, 16)])
+def test_without_a_plan_values_may_be_of_another_width(dim, value_dim, monkeypatch):
+    """As MLA's: 192 channels of keys, 128 of values. The flash kernels take one width only."""
+
+    def flash(query, key, value, dropout, causal, mask, *, scale):
+        if not query.shape[3] == key.shape[3] == value.shape[3]:
+            raise RuntimeError("v must have shape (batch_size, seqlen_k, num_heads_k, head_size_og)")
+        return *on_cpu(query, key, value, causal, scale), None
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", flash)
+    query, key, value = tensors(9, 30, dim=dim)
+    value = torch.randn(*value.shape[:3], value_dim, generator=torch.Generator().manual_seed(1))
+    found = chunk_attention(query, key, value, 0.3, on_cpu)
+    assert found.shape == (*query.shape[:3], value_dim)
+    torch.testing.assert_close(found, definition(query, key, value, 0.3), atol=1e-5, rtol=1e-5)
+
+
 def test_plans_of_all_prompts_up_to_a_length(monkeypatch):
     made = []
     monkeypatch.setattr(parts, "_work", parts._Work())

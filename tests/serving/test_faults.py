@@ -183,7 +183,7 @@ def test_a_block_stays_as_long_as_one_behind_it_is_needed():
 
 
 def test_any_order_of_keeping_and_letting_go():
-    """Whatever is not pinned can be let go of; references and pins come out even."""
+    """Blocks that are not pinned can be let go of; references and pins come out even."""
     draw = np.random.default_rng(5)
     index, counts = index_of()
     root, texts, there, ids = (None,), [], [], iter(range(10_000))
