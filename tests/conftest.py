@@ -29,7 +29,7 @@ if not torch.cuda.is_available():
 
 import transformers
 
-from hf_sparsekv.evaluation.small_model import is_fetched, small_model_path
+from hf_sparsekv.small_model import is_fetched, small_model_path
 
 pytest.register_assert_rewrite("captured", "saved_files")  # modules with assertions of several files' tests
 
