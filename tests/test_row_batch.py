@@ -393,6 +393,14 @@ def rows_of_two():
     return rows
 
 
+def test_rows_longer_than_the_configuration_expects():
+    """``max_length`` of the configuration is what storage is made for at first; rows() says how long they may be."""
+    it = made("tokens", False, max_length=64)
+    rows = [it.join(it.prefill(n, n)) for n in (300, 40)]
+    assert max(it.step() for _ in range(20)) < NEAR
+    assert [it.rows.lengths[row] for row in rows] == [320, 60]
+
+
 def test_what_is_refused_changes_nothing():
     rows, net = rows_of_two(), model("llama")
     more = rows.prefill(net, prompt(1, 20)["input_ids"])

@@ -630,6 +630,8 @@ class RowTable:
     def open(self, batch: int, tokens: int) -> None:
         """Room for ``batch`` rows of ``tokens`` tokens, none of which is there."""
         self.start(batch, tokens)
+        if (blocks := -(-tokens // self.block_size)) > self.capacity:  # the configuration expects shorter ones
+            self._grow(blocks)
         self.rows = self._empty = self._without_tokens(1)  # not 0, for what comes are steps
         self.managed = True
 

@@ -134,10 +134,11 @@ class Segments:
         """Begin ``run``, which waits for the first grant."""
         self._over = self._cancelled = False
         self._error = None
-        self._pass = run, device
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="hf-sparsekv-prefill", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name="hf-sparsekv-prefill", daemon=True)
+            thread.start()
+            self._thread = thread  # one that could not be started is not waited for
+        self._pass = run, device
 
     def _work(self) -> None:
         self._ident = threading.get_ident()

@@ -371,14 +371,15 @@ def test_a_stream_that_nobody_has_begun_to_read_is_cancelled_too():
         assert sum(len(piece.token_ids) for piece in engine.stream(ids_of(20, 1), greedy(5))) == 5
 
 
-def test_an_engine_that_cannot_be_made_leaves_the_model_as_it_was(monkeypatch):
+@pytest.mark.parametrize("where", [(loop_module, "Sampler"), (work_module, "make_plans")], ids=["sampler", "plans"])
+def test_an_engine_that_cannot_be_made_leaves_the_model_as_it_was(where, monkeypatch):
     net = build("llama", "sdpa")
 
     def fails(*args):
-        raise torch.OutOfMemoryError("no memory for a sampler")
+        raise torch.OutOfMemoryError("no memory for it")
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop_module, "Sampler", fails)
+        patch.setattr(*where, fails)
         before = threading.active_count()
         with pytest.raises(torch.OutOfMemoryError):
             Engine(net, None, TwoLevelConfig(**WHOLE), None, SERVING)

@@ -88,6 +88,23 @@ def test_an_error_in_a_pass_is_told_once():
     segments.close()
 
 
+@pytest.mark.timeout(20)  # or it waits for that thread
+def test_a_thread_that_cannot_be_started_is_not_waited_for(monkeypatch):
+    segments = Segments([])
+
+    def fail(thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="start new thread"):
+            segments.open(lambda: None, CPU)
+    segments.cancel()
+    segments.open(lambda: None, CPU)  # there is one now
+    assert segments.run(1)
+    segments.close()
+
+
 def test_a_slow_first_pass_does_not_keep_chunks_short():
     """Launches take as long as 400 tokens' work: chunks grow to what the time allows nevertheless."""
     from transformers import LlamaConfig
