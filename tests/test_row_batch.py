@@ -25,6 +25,7 @@ from hf_sparsekv import (
     StreamingConfig,
     TwoLevelConfig,
 )
+from hf_sparsekv.kv.pool import BlockPool
 
 pytestmark = pytest.mark.filterwarnings("error:decode steps run eagerly")
 
@@ -399,6 +400,26 @@ def test_rows_longer_than_the_configuration_expects():
     rows = [it.join(it.prefill(n, n)) for n in (300, 40)]
     assert max(it.step() for _ in range(20)) < NEAR
     assert [it.rows.lengths[row] for row in rows] == [320, 60]
+
+
+def test_a_cropped_row_reads_back_what_it_lacks_and_no_more(monkeypatch):
+    """Whatever other rows hold, and however little: a row's window is refilled from its own last blocks."""
+    it = made("tokens-host", False)
+    rows = [it.join(it.prefill(n, n)) for n in (390, 40, 200)]
+    it.step()
+    blocks, plain = [], BlockPool.read
+
+    def read(pool, ids, out):
+        blocks.append(ids.shape[1])
+        plain(pool, ids, out)
+
+    monkeypatch.setattr(BlockPool, "read", read)
+    before = it.rows.cache.joined_rows().sealed[rows[0]]
+    it.rows.crop(rows[0], 350)
+    after = it.rows.cache.joined_rows().sealed[rows[0]]
+    assert after < before and blocks == [-(-350 // 16) - after] * len(it.rows.cache.layers)
+    it.own[rows[0]].crop(350)
+    assert max(it.step() for _ in range(30)) < NEAR
 
 
 def test_what_is_refused_changes_nothing():
