@@ -359,9 +359,9 @@ class StepRunner:
             except RuntimeError as error:  # the model's own code does what no graph can hold
                 if drafts is not None:  # of several tokens, at least
                     self._drafts_cannot = True
-                    warnings.warn(f"drafts are verified eagerly ({str(error).splitlines()[0]})", stacklevel=4)
+                    warnings.warn(f"drafts are verified eagerly ({_first_line(error)})", stacklevel=4)
                     return None
-                self._cannot = f"the model's forward cannot be captured ({str(error).splitlines()[0]})"
+                self._cannot = f"the model's forward cannot be captured ({_first_line(error)})"
                 self._said.add(self._cannot)
                 warnings.warn(f"decode steps run eagerly: {self._cannot}", stacklevel=4)
                 return self.original(**given)
@@ -451,7 +451,7 @@ class StepRunner:
         return all(layer.planned(asked, drafts) == plan for layer, plan in zip(steady.layers, steady.step.plans))
 
     def _unsteady(self, cache: SparseCache) -> None:
-        del self.steady[cache]
+        self.steady.pop(cache, None)
 
     @staticmethod
     def _inputs(given: dict, cache: SparseCache, positions: Tensor) -> tuple[Tensor, Tensor, dict, object]:
@@ -712,6 +712,11 @@ def _forget(pool: tuple[int, int], device: torch.device, stream: torch.cuda.Stre
     ended = torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local")
     with contextlib.suppress(RuntimeError), torch.cuda.stream(stream), ended:
         torch.zeros(1, device=device)
+
+
+def _first_line(error: BaseException) -> str:
+    """Of its message; of one without, as of NotImplementedError, its name."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _brings_weights(module: torch.nn.Module) -> bool:
