@@ -381,10 +381,10 @@ class RowBatch:
         rows = self.cache.row_table.cropped_row(row, length)
         if self._tokens is not None and rows.sealed != before.sealed:
             self._tokens.forget(row)  # these may become other tokens
+        self._changed()  # first: if it stops half-way, layers are found to hold different tokens
         for layer in self.cache.sparse_layers:
             layer.crop_row(row, rows)
         self.cache.row_table.trim([rows])
-        self._changed()
 
     def _free(self) -> int:
         free = [row for row, there in enumerate(self._there) if not there]

@@ -422,6 +422,23 @@ def test_a_cropped_row_reads_back_what_it_lacks_and_no_more(monkeypatch):
     assert max(it.step() for _ in range(30)) < NEAR
 
 
+def test_a_crop_that_stops_half_way_is_noticed(monkeypatch):
+    it = made("tokens", False)
+    row = it.join(it.prefill(200, 1))
+    it.step()
+    last = it.rows.cache.sparse_layers[-1]
+
+    def fail(*args):
+        raise torch.OutOfMemoryError("no memory for what it brings back")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(last, "crop_row", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            it.rows.crop(row, 190)
+    with pytest.raises(RuntimeError, match="its layers hold different tokens"):
+        it.step()
+
+
 def test_what_is_refused_changes_nothing():
     rows, net = rows_of_two(), model("llama")
     more = rows.prefill(net, prompt(1, 20)["input_ids"])
