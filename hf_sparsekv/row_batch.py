@@ -22,8 +22,9 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from .config import SparseConfig
+from .kv.row_table import RowTable
 from .kv.row_views import RowViews
-from .kv.rows import Rows, RowTable
+from .kv.rows import Rows
 from .layers.sparse_layer import SparseLayer
 from .policies.base import Policy
 from .policies.row_tokens import RowTokens, expected_working_set

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..config import SparseConfig
 from ..offload.copy_streams import CopyStream, CopyStreams, wait
+from ..offload.host_limit import HostBudget
 from ..offload.page_table import DevicePools, LayerPages
 from ..ops.append import append
 from ..ops.quantise import dequantise
@@ -28,9 +29,11 @@ from ..ops.sparse_decode import sparse_decode
 from ..tensors import no_inference_mode, reads_here
 from ..types import AttentionParams
 from .counters import Counters
-from .pool import BlockPool, HostBudget, room
-from .rows import Rows, RowTable, StepRows, Taken
+from .pool import BlockPool, room
+from .row_table import RowTable
+from .rows import Rows, Taken
 from .state import Held, State
+from .step_rows import StepRows
 
 _SEAL_BYTES = 1 << 26  # blocks are sealed in pieces of about this size, which bounds the temporaries of a long prompt
 
