@@ -378,6 +378,8 @@ class RowBatch:
         held = self.lengths[self._row(row)]
         if not 0 < length <= held:
             raise ValueError(f"row {row} holds {held} tokens, of which {length} cannot be kept: keep 1 to {held}")
+        if length == held:
+            return
         before = self.cache.joined_rows()
         rows = self.cache.row_table.cropped_row(row, length)
         if self._tokens is not None and rows.sealed != before.sealed:
