@@ -437,6 +437,15 @@ def test_of_a_cropped_row_nothing_is_expected_of_the_token_that_is_gone():
         assert all(torch.equal(one[second], like[second]) for one, like in zip(added, known))
 
 
+def test_a_prompt_in_chunks_is_attended_to_exactly_whatever_is_left_of_it():
+    """A chunk of a single token would be a decode step, which chooses."""
+    it = made("tokens", False)
+    ids = prompt(1, 201, seed=3)["input_ids"]
+    expected = it.rows.prefill(it.net, ids).logits
+    for chunk in (200, 100, 50, 40, 67):
+        assert (it.rows.prefill(it.net, ids, chunk).logits - expected).abs().max() < NEAR
+
+
 def test_a_crop_that_stops_half_way_is_noticed(monkeypatch):
     it = made("tokens", False)
     row = it.join(it.prefill(200, 1))
