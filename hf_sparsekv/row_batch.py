@@ -178,7 +178,8 @@ class RowBatch:
         Rows that are there may decode between two prefills, and between a prefill and its :meth:`join`.
 
         Args:
-            chunk: read so many tokens a forward pass; None: all at once.
+            chunk: read so many tokens a forward pass, in the last perhaps one more, as one alone is a decode step.
+                None: all at once.
 
         Raises:
             ValueError: it is no single row, or longer than :attr:`max_length`.
@@ -191,7 +192,7 @@ class RowBatch:
         if not 0 < n <= self.max_length:
             raise ValueError(f"a prompt of {n} tokens does not fit rows of 1 to {self.max_length}")
         cache = self.cache.beside()
-        for part in input_ids.split(chunk or n, dim=1):
+        for part in input_ids.tensor_split([*range(chunk or n, n - 1, chunk or n)], dim=1):
             logits = model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         if len(cache.sparse_layers) < len(cache.layers):
             raise ValueError(
@@ -378,6 +379,8 @@ class RowBatch:
         held = self.lengths[self._row(row)]
         if not 0 < length <= held:
             raise ValueError(f"row {row} holds {held} tokens, of which {length} cannot be kept: keep 1 to {held}")
+        if length == held:
+            return
         before = self.cache.joined_rows()
         rows = self.cache.row_table.cropped_row(row, length)
         if self._tokens is not None and rows.sealed != before.sealed:

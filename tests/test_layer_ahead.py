@@ -497,6 +497,8 @@ def test_nothing_is_added_where_the_last_token_is_another(captured, monkeypatch,
     assert next_steps(cache) == [True, True]
     cache.save(tmp_path / "cache")
     assert next_steps(SparseCache.load(tmp_path / "cache")) == [False, True]
+    cache.crop(cache.get_seq_length())  # as generate() does with drafts that were all taken: nothing is removed
+    assert next_steps(cache) == [True, True]
     cache.crop(-2)
     assert added(cache) is None
     assert next_steps(cache) == [False, True]

@@ -422,6 +422,30 @@ def test_a_cropped_row_reads_back_what_it_lacks_and_no_more(monkeypatch):
     assert max(it.step() for _ in range(30)) < NEAR
 
 
+def test_of_a_cropped_row_nothing_is_expected_of_the_token_that_is_gone():
+    """What a layer added is of the row's last token: unknown, so zero, once that is another one; as in other caches."""
+    it = made("ahead", False)
+    first, second = (it.join(it.prefill(n, n)) for n in (200, 190))
+    for _ in range(2):
+        it.step()
+    added = [layer.policy.added for layer in it.rows.cache.sparse_layers if layer.policy.added is not None]
+    known = [one.clone() for one in added]
+    assert added and all(bool(one[[first, second]].any(-1).all()) for one in added)
+    for length, seen in ((202, known), (201, [torch.zeros_like(one) for one in known])):
+        it.rows.crop(first, length)
+        assert all(torch.equal(one[first], like[first]) for one, like in zip(added, seen))
+        assert all(torch.equal(one[second], like[second]) for one, like in zip(added, known))
+
+
+def test_a_prompt_in_chunks_is_attended_to_exactly_whatever_is_left_of_it():
+    """A chunk of a single token would be a decode step, which chooses."""
+    it = made("tokens", False)
+    ids = prompt(1, 201, seed=3)["input_ids"]
+    expected = it.rows.prefill(it.net, ids).logits
+    for chunk in (200, 100, 50, 40, 67):
+        assert (it.rows.prefill(it.net, ids, chunk).logits - expected).abs().max() < NEAR
+
+
 def test_a_crop_that_stops_half_way_is_noticed(monkeypatch):
     it = made("tokens", False)
     row = it.join(it.prefill(200, 1))

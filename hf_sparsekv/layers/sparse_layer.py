@@ -559,10 +559,8 @@ class SparseLayer(Owned, CacheLayerMixin):
 
     def crop_row(self, row: int, rows: Rows) -> None:
         """The last tokens of a row are removed, which leaves ``rows``."""
-        reopened = rows.sealed != self.store.held.sealed
         self.store.crop_to(rows)
-        if reopened:
-            self.policy.crop_row(row)
+        self.policy.crop_row(row)
 
     def end_calibration(self) -> None:
         """Have label channels, whatever has been seen so far."""
@@ -628,6 +626,8 @@ class SparseLayer(Owned, CacheLayerMixin):
         if self.store is None or tokens_to_remove == 0:
             return
         keep = tokens_to_remove if tokens_to_remove > 0 else max(0, self.store.length + tokens_to_remove)
+        if 0 < self.store.length <= keep:
+            return  # what is known of the last token stays
         if keep:
             sealed = self.store.held.sealed
             self.policy.cropped()

@@ -199,7 +199,7 @@ class Policy(State):
         return 0
 
     def crop_row(self, row: int) -> None:
-        """The last tokens of a row of a batch of which rows come and go were removed, full blocks among them."""
+        """The last tokens of a row of a batch of which rows come and go were removed."""
 
     # ------------------------------------------------------------------ a step
 
