@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hf_sparsekv.ops.pack.reference import pack as pack_reference
+from hf_sparsekv.ops.quantise.reference import quantise as quantise_reference
 from hf_sparsekv.ops.seal import Index
 from hf_sparsekv.ops.token_score.config import config as label_config
 
@@ -404,6 +405,18 @@ def seal_range(place, case: SealRange) -> tuple:
     return recent_kv, k, v, case.past, case.first, case.end, case.sinks, block_table, kv, index
 
 
+def gather_blocks(place, rows, heads, size, width, n, room, coded=False):
+    """Blocks in any order, rows that share some, and ids that are none: what is read for those means nothing."""
+    kv = place.randn(7, heads, size, width)
+    table = place.randint(0, 7, rows, n + 2)
+    named = {}
+    out = place.nan(rows, heads, room, size, width)
+    if coded:
+        kv, scales = quantise_reference(kv, width - 1)
+        named = {"scales": scales, "split": width - 1}
+    return kv, table[:, 1 : n + 1], out, *named.values()
+
+
 # ---------------------------------------------------------------------- scores and choices
 
 
@@ -621,7 +634,7 @@ RANGES = {
 }
 RANGES_OF_MEANS = {
     "cuboid": SealRange(57, 2, 7, rows=2, metadata="cuboid_mean"),
-    "cuboid, latents": SealRange(70, 1, 3, heads=1, dk=96, dv=0, split=80, channels=24, parts=2, metadata="cuboid_mean"),
+    "cuboid, latents": SealRange(70, 1, 3, heads=1, dk=96, dv=0, split=80, channels=24, metadata="cuboid_mean"),
     "mean": SealRange(57, 2, 7, metadata="mean", parts=2),
     "running means": SealRange(0, 0, 9, span=4),
     "running means, from within a span": SealRange(57, 2, 11, rows=2, heads=3, dk=80, dv=48, channels=20, span=4),
@@ -844,6 +857,24 @@ OPERATORS = [
         seal_range,
         {name: (case,) for name, case in RANGES_OF_MEANS.items()},
         writes=("recent_kv", "kv", "index"),
+    ),
+    Operator(
+        "block_copy.gather_blocks",
+        gather_blocks,
+        {
+            "usual": (1, 2, 16, 64, 5, 6),
+            "several rows": (3, 2, 4, 8, 7, 7),
+            "odd sizes": (2, 3, 5, 7, 3, 5),
+            "single elements": (1, 1, 1, 1, 3, 3),
+            "wide": (1, 1, 64, 576, 2, 3),
+            "no block": (2, 2, 4, 8, 0, 2),
+            "codes": (1, 2, 16, 64, 5, 6, True),
+            "codes, odd sizes": (2, 3, 5, 7, 3, 5, True),
+        },
+        small=(2, 2, 4, 8, 3, 4),
+        writes=("out",),
+        ratio=equal,
+        views={"block_table": "rows"},
     ),
     Operator(
         "block_score",

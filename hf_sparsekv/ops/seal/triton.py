@@ -289,7 +289,7 @@ def seal_kernel(
         _store_mean(means, physical_id, i_head, b_before_k + b_k, b_before_v + b_v, count, DK, DV)
 
 
-@triton.jit(do_not_specialize=["past", "first", "end"])
+@triton.jit(do_not_specialize=["past", "first", "end", "rows"])
 def seal_range_kernel(
     recent,
     k,
@@ -304,6 +304,7 @@ def seal_range_kernel(
     past,
     first,
     end,
+    rows,
     ring,
     sinks,
     limit,
@@ -317,7 +318,6 @@ def seal_range_kernel(
     R: tl.constexpr,
     SPAN: tl.constexpr,
     STAGED: tl.constexpr,
-    ROWS: tl.constexpr,
     BT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -334,7 +334,7 @@ def seal_range_kernel(
         b_all_k, b_all_v = _sums_before(means, p_table + begun, i_head, before, DK, DV)
     for nth in range(begun, ended):
         physical_id = tl.load(p_table + nth).to(tl.int64)
-        to = (nth - first).to(tl.int64) * ROWS + i_batch if STAGED else physical_id
+        to = (nth - first).to(tl.int64) * rows + i_batch if STAGED else physical_id
         b_k, b_v = _seal_block(
             recent, p_row, k, p_k, p_v, v.token, past, nth * BLOCK_SIZE, kv, to, physical_id, i_batch, i_head,
             bounds, channels, codes, qparams, means, None, ring, sinks, limit,
@@ -415,6 +415,7 @@ def seal_range(recent_kv, k, v, past, first, end, sinks, block_table, kv, index)
         past,
         first,
         end,
+        batch,
         recent_kv.shape[2] - sinks,
         sinks,
         torch.finfo(recent_kv.dtype).max,
@@ -428,7 +429,6 @@ def seal_range(recent_kv, k, v, past, first, end, sinks, block_table, kv, index)
         R=0 if index.codes is None else index.codes.shape[-1],
         SPAN=span,
         STAGED=staged,
-        ROWS=batch,
         BT=min(TILE // 2 if dk > WIDE else TILE, size // parts),
         num_warps=8 if dk > WIDE else 4,
     )
