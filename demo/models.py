@@ -19,7 +19,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from hf_sparsekv import QueryTap, optimize
 from hf_sparsekv.cli.loading import hub_answers
-from hf_sparsekv.evaluation.small_model import is_fetched, small_model_path
+from hf_sparsekv.small_model import is_fetched, small_model_path
 
 from .language import Language
 

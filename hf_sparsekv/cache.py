@@ -37,12 +37,14 @@ from .config import (
     TwoLevelConfig,
     with_changes,
 )
-from .kv.pool import BlockPool, HostBudget
-from .kv.rows import Rows, RowTable, Taken
+from .kv.pool import BlockPool
+from .kv.row_table import RowTable
+from .kv.rows import Rows, Taken
 from .kv.store import Tally
 from .layers.sliding import SlidingRing
 from .layers.sparse_layer import SparseLayer
 from .offload.copy_streams import CopyStreams
+from .offload.host_limit import HostBudget
 from .offload.page_table import DevicePools
 from .persistence.cache_file import load_cache, save_cache
 from .policies.base import Policy

@@ -22,8 +22,9 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from .config import SparseConfig
+from .kv.row_table import RowTable
 from .kv.row_views import RowViews
-from .kv.rows import Rows, RowTable
+from .kv.rows import Rows
 from .layers.sparse_layer import SparseLayer
 from .policies.base import Policy
 from .policies.row_tokens import RowTokens, expected_working_set
@@ -381,10 +382,10 @@ class RowBatch:
         rows = self.cache.row_table.cropped_row(row, length)
         if self._tokens is not None and rows.sealed != before.sealed:
             self._tokens.forget(row)  # these may become other tokens
+        self._changed()  # first: if it stops half-way, layers are found to hold different tokens
         for layer in self.cache.sparse_layers:
             layer.crop_row(row, rows)
         self.cache.row_table.trim([rows])
-        self._changed()
 
     def _free(self) -> int:
         free = [row for row, there in enumerate(self._there) if not there]

@@ -29,7 +29,7 @@ if not torch.cuda.is_available():
 
 import transformers
 
-from hf_sparsekv.evaluation.small_model import is_fetched, small_model_path
+from hf_sparsekv.small_model import is_fetched, small_model_path
 
 pytest.register_assert_rewrite("captured", "saved_files")  # modules with assertions of several files' tests
 
@@ -81,6 +81,15 @@ def _not_needed(items: list[pytest.Item]) -> set[pytest.Item]:
     return dropped
 
 
+FORKING = (
+    "test_rank_processes.py",
+    "test_tensor_parallel.py",
+    "test_serve_command.py",
+    "test_deploy.py",
+    "test_main.py",
+)
+
+
 def _group(nodeid: str) -> str:
     """Tests of a group share what is dear to make, so they run in one worker, and before all that are in none."""
     file = nodeid.partition("::")[0].rpartition("/")[2]
@@ -88,6 +97,8 @@ def _group(nodeid: str) -> str:
         return next((model for model in ("gqa", "mla") if f"[{model}" in nodeid), "real")
     if file in ("test_demo_browser.py", "test_small_model.py"):
         return file
+    if file in FORKING:
+        return "forked"
     return "demo" if file.startswith("test_demo") else nodeid
 
 

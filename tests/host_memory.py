@@ -15,8 +15,8 @@ import torch
 
 from hf_sparsekv import OffloadConfig
 from hf_sparsekv.kv import pool
+from hf_sparsekv.kv.block_ids import BlockIds
 from hf_sparsekv.kv.pool import BlockPool
-from hf_sparsekv.kv.rows import BlockIds
 from hf_sparsekv.offload import host_pages, host_pool
 from hf_sparsekv.offload.host_limit import HostBudget
 from hf_sparsekv.offload.host_pages import PAGE

@@ -21,8 +21,8 @@ from hf_sparsekv import __version__
 from hf_sparsekv.cli import doctor, loading, running
 from hf_sparsekv.cli.app import app
 from hf_sparsekv.cli.running import OtherWork, encode
-from hf_sparsekv.evaluation.small_model import ModelFetchError
 from hf_sparsekv.predictor.channels import LabelChannels
+from hf_sparsekv.small_model import ModelFetchError
 
 TEXT = "the quick brown fox jumps over the lazy dog " * 30  # a token is a character: longer than window and blocks
 SPARSE = ("--token-budget", "32", "--num-blocks", "2", "--block-size", "16", "--window", "16", "--dense-layers", "0")

@@ -13,7 +13,7 @@ from test_drafts import MOST, TIGHT, bare, filled, repetitive, together, unannou
 
 from hf_sparsekv import predict_ahead
 from hf_sparsekv.cuda_graph.optimize import StepRunner, draft_width
-from hf_sparsekv.kv.rows import StepRows
+from hf_sparsekv.kv.step_rows import StepRows
 from hf_sparsekv.kv.store import ring_tokens
 
 pytestmark = [

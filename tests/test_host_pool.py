@@ -13,7 +13,7 @@ import torch
 from host_memory import BLOCK_SHAPE, CPU, GPU, MB, budget_of, faked, fill, grow, in_child, intact, make_pool
 
 from hf_sparsekv import SparseConfig
-from hf_sparsekv.kv.rows import RowTable
+from hf_sparsekv.kv.row_table import RowTable
 from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.offload import host_pages, host_pool
 from hf_sparsekv.offload.host_pages import PAGE

@@ -124,7 +124,7 @@ def test_exit_of_the_interpreter():
         import torch
         from hf_sparsekv import OffloadConfig
         from hf_sparsekv.kv import pool
-        from hf_sparsekv.kv.rows import BlockIds
+        from hf_sparsekv.kv.block_ids import BlockIds
         from hf_sparsekv.offload import host_pool
         from hf_sparsekv.offload.host_limit import HostBudget
 

@@ -22,7 +22,7 @@ from hf_sparsekv import SparseConfig, optimize, unoptimize
 from hf_sparsekv.cuda_graph.captured_step import gathered_experts
 from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.fusion import layers as fused_layers
-from hf_sparsekv.kv.rows import RowTable
+from hf_sparsekv.kv.row_table import RowTable
 
 IDS = prompt(2, 160)["input_ids"]
 START = 90  # where steps begin: channels are known soon, and a block is sealed within a few steps

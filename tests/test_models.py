@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_sparsekv.evaluation import small_model as models
-from hf_sparsekv.evaluation.small_model import (
+from hf_sparsekv import small_model as models
+from hf_sparsekv.small_model import (
     ModelFetchError,
     fetch_small_model,
     is_fetched,

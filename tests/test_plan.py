@@ -21,7 +21,7 @@ from hf_sparsekv import (
     TwoLevelConfig,
 )
 from hf_sparsekv.kv import pool, store
-from hf_sparsekv.kv.rows import bucket
+from hf_sparsekv.kv.block_ids import bucket
 from hf_sparsekv.tuning.plan import MemoryPlan, ModelShape, plan_memory
 from hf_sparsekv.tuning.plan import model_shape as shape_of
 

@@ -29,7 +29,7 @@ from hf_sparsekv import (
 from hf_sparsekv.cli import options
 from hf_sparsekv.evaluation.cache_specs import known, parse_cache
 from hf_sparsekv.kv import pool, store
-from hf_sparsekv.kv.rows import bucket
+from hf_sparsekv.kv.block_ids import bucket
 from hf_sparsekv.kv.state import Held
 from hf_sparsekv.persistence.cache_file import free_fields
 from hf_sparsekv.policies import registry

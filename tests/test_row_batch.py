@@ -25,6 +25,7 @@ from hf_sparsekv import (
     StreamingConfig,
     TwoLevelConfig,
 )
+from hf_sparsekv.kv.pool import BlockPool
 
 pytestmark = pytest.mark.filterwarnings("error:decode steps run eagerly")
 
@@ -391,6 +392,51 @@ def rows_of_two():
     rows = MADE["tokens"]().rows(2, 60)
     rows.join(rows.prefill(model("llama"), prompt(1, 50)["input_ids"]))
     return rows
+
+
+def test_rows_longer_than_the_configuration_expects():
+    """``max_length`` of the configuration is what storage is made for at first; rows() says how long they may be."""
+    it = made("tokens", False, max_length=64)
+    rows = [it.join(it.prefill(n, n)) for n in (300, 40)]
+    assert max(it.step() for _ in range(20)) < NEAR
+    assert [it.rows.lengths[row] for row in rows] == [320, 60]
+
+
+def test_a_cropped_row_reads_back_what_it_lacks_and_no_more(monkeypatch):
+    """Whatever other rows hold, and however little: a row's window is refilled from its own last blocks."""
+    it = made("tokens-host", False)
+    rows = [it.join(it.prefill(n, n)) for n in (390, 40, 200)]
+    it.step()
+    blocks, plain = [], BlockPool.read
+
+    def read(pool, ids, out):
+        blocks.append(ids.shape[1])
+        plain(pool, ids, out)
+
+    monkeypatch.setattr(BlockPool, "read", read)
+    before = it.rows.cache.joined_rows().sealed[rows[0]]
+    it.rows.crop(rows[0], 350)
+    after = it.rows.cache.joined_rows().sealed[rows[0]]
+    assert after < before and blocks == [-(-350 // 16) - after] * len(it.rows.cache.layers)
+    it.own[rows[0]].crop(350)
+    assert max(it.step() for _ in range(30)) < NEAR
+
+
+def test_a_crop_that_stops_half_way_is_noticed(monkeypatch):
+    it = made("tokens", False)
+    row = it.join(it.prefill(200, 1))
+    it.step()
+    last = it.rows.cache.sparse_layers[-1]
+
+    def fail(*args):
+        raise torch.OutOfMemoryError("no memory for what it brings back")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(last, "crop_row", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            it.rows.crop(row, 190)
+    with pytest.raises(RuntimeError, match="its layers hold different tokens"):
+        it.step()
 
 
 def test_what_is_refused_changes_nothing():

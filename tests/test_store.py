@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hf_sparsekv import OffloadConfig, SparseConfig
+from hf_sparsekv.kv.block_ids import BlockIds
 from hf_sparsekv.kv.pool import BlockPool, HostBudget, bucket
-from hf_sparsekv.kv.rows import BlockIds, RowTable
+from hf_sparsekv.kv.row_table import RowTable
 from hf_sparsekv.kv.store import LayerStore, ring_tokens
 from hf_sparsekv.ops.seal import Index, key_bounds
 from hf_sparsekv.types import AttentionParams

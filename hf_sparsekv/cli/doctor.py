@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from ..attention.interface import NAME
-from ..kv.pool import host_memory_limit
+from ..offload.host_limit import host_memory_limit
 from ..offload.link import link_name
 from ..ops._device import gpu
 from ..ops._dispatch import has_triton

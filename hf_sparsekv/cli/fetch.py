@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..evaluation.small_model import fetch_small_model
+from ..small_model import fetch_small_model
 from .output import messages, results
 
 

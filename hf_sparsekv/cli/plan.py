@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from ..config import OffloadConfig, SparseConfig
-from ..kv.pool import host_memory_limit
+from ..offload.host_limit import host_memory_limit
 from ..tuning.plan import MemoryPlan, ModelShape, model_shape, plan_memory
 from ..tuning.proposal import Proposal, propose
 from ..tuning.serving_plan import rows_that_fit

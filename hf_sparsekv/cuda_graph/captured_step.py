@@ -66,13 +66,13 @@ class CapturedStep:
 class Saved:
     """State of a layer that a trial step changes for good."""
 
-    def first_rows(self, n: int) -> None:
-        """The layer has only these, until :meth:`put_back_rows`."""
-        self.layer.store, self.layer.policy = (state.first_rows(n) for state, _ in self.states)
-
     def __init__(self, layer: SparseLayer) -> None:
         self.layer = layer
         self.states = [(state, state.snapshot()) for state in (layer.store, layer.policy)]
+
+    def first_rows(self, n: int) -> None:
+        """The layer has only these, until :meth:`put_back_rows`."""
+        self.layer.store, self.layer.policy = (state.first_rows(n) for state, _ in self.states)
 
     def put_back_host(self, broken: str | None = None) -> None:
         """Restore host state.

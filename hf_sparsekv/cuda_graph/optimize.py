@@ -305,6 +305,10 @@ class StepRunner:
         return mask is None or bool(mask[:, -new:].all())
 
     def _step(self, given: dict, cache: SparseCache, plans: tuple[Plan, ...], drafts: Drafts | None = None):
+        """A step, or a pass over ``drafts``, by its graph, which is captured if there is none.
+
+        If it cannot be: the step eagerly; of drafts None.
+        """
         layers, table = cache.sparse_layers, cache.row_table
         ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
         rows, new = table.rows, ids.shape[1]
@@ -342,32 +346,13 @@ class StepRunner:
             # Addresses are each rank's own: one may have what another one has not. A capture runs the step once, and
             # registers buffers with NCCL, which the others wait for: all or none.
             step = None
-        if step is not None:
-            graphs[key] = step
-        else:
-            most = _MAX_GRAPHS if cache.row_batch is None else max(_MAX_GRAPHS, _KINDS * len(cache.row_batch.widths))
-            while len(graphs) >= most:
-                graphs.pop(next(iter(graphs)))
-            self._found = None
-            steps.load(rows)
-            try:
-                kind = (*self._kind(cache), *key[:4])
-                mine = valid if valid is None else valid[: len(ids)]
-                step = graphs[key] = self._capture_alike(ids, positions, cache, rest, plans, kind, mine, drafts)
-            except torch.OutOfMemoryError:  # may fit another time
-                raise
-            except RuntimeError as error:  # the model's own code does what no graph can hold
-                if drafts is not None:  # of several tokens, at least
-                    self._drafts_cannot = True
-                    warnings.warn(f"drafts are verified eagerly ({str(error).splitlines()[0]})", stacklevel=4)
-                    return None
-                self._cannot = f"the model's forward cannot be captured ({str(error).splitlines()[0]})"
-                self._said.add(self._cannot)
-                warnings.warn(f"decode steps run eagerly: {self._cannot}", stacklevel=4)
-                return self.original(**given)
-            finally:
-                steps.held = None  # the trial steps moved it
-            self.captures += 1
+        if step is None:
+            kind = (*self._kind(cache), *key[:4])
+            mine = valid if valid is None else valid[: len(ids)]
+            step = self._first_capture(graphs, ids, positions, cache, rest, plans, kind, mine, drafts)
+            if step is None:
+                return self.original(**given) if drafts is None else None
+        graphs[key] = step  # the last one: the first one goes first
         before = self.last.get(cache)
         each = any(layer.policy.each_step for layer in layers) or any(plan.learns for plan in plans)
         room = min(layer.store.pool.capacity for layer in layers)
@@ -451,7 +436,7 @@ class StepRunner:
         return all(layer.planned(asked, drafts) == plan for layer, plan in zip(steady.layers, steady.step.plans))
 
     def _unsteady(self, cache: SparseCache) -> None:
-        del self.steady[cache]
+        self.steady.pop(cache, None)
 
     @staticmethod
     def _inputs(given: dict, cache: SparseCache, positions: Tensor) -> tuple[Tensor, Tensor, dict, object]:
@@ -548,6 +533,46 @@ class StepRunner:
         return watch
 
     # ------------------------------------------------------------------ capture
+
+    def _first_capture(
+        self,
+        graphs: dict,
+        ids: Tensor,
+        positions: Tensor,
+        cache: SparseCache,
+        rest: dict,
+        plans: tuple[Plan, ...],
+        kind: Hashable,
+        valid: Tensor | None,
+        drafts: Drafts | None,
+    ) -> CapturedStep | None:
+        """:meth:`_capture` of a step that is not among the cache's ``graphs``, where it has room then.
+
+        None, and a warning says why, if the model's forward cannot be captured.
+        """
+        most = _MAX_GRAPHS if cache.row_batch is None else max(_MAX_GRAPHS, _KINDS * len(cache.row_batch.widths))
+        while len(graphs) >= most:
+            graphs.pop(next(iter(graphs)))
+        self._found = None
+        steps = cache.row_table.steps(ids.device)
+        steps.load(cache.row_table.rows)
+        try:
+            step = self._capture_alike(ids, positions, cache, rest, plans, kind, valid, drafts)
+        except torch.OutOfMemoryError:  # may fit another time
+            raise
+        except RuntimeError as error:  # the model's own code does what no graph can hold
+            if drafts is not None:  # of several tokens, at least
+                self._drafts_cannot = True
+                warnings.warn(f"drafts are verified eagerly ({_first_line(error)})", stacklevel=5)
+                return None
+            self._cannot = f"the model's forward cannot be captured ({_first_line(error)})"
+            self._said.add(self._cannot)
+            warnings.warn(f"decode steps run eagerly: {self._cannot}", stacklevel=5)
+            return None
+        finally:
+            steps.held = None  # the trial steps moved it
+        self.captures += 1
+        return step
 
     def _capture_alike(self, *args) -> CapturedStep:
         """:meth:`_capture`; of a tensor parallel model on all ranks, or on none.
@@ -712,6 +737,11 @@ def _forget(pool: tuple[int, int], device: torch.device, stream: torch.cuda.Stre
     ended = torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local")
     with contextlib.suppress(RuntimeError), torch.cuda.stream(stream), ended:
         torch.zeros(1, device=device)
+
+
+def _first_line(error: BaseException) -> str:
+    """Of its message; of one without, as of NotImplementedError, its name."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _brings_weights(module: torch.nn.Module) -> bool:

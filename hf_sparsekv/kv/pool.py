@@ -15,7 +15,7 @@ from ..offload.host_pages import PAGE
 from ..offload.host_pool import HostArena
 from ..ops.block_copy import block_copy, gather_blocks
 from ..ops.quantise import quantise
-from .rows import BlockIds, bucket
+from .block_ids import BlockIds, bucket
 
 __all__ = ["BlockPool", "HostBudget", "bucket", "host_memory_limit", "room"]
 
@@ -37,7 +37,7 @@ class User(Protocol):
     """A user of a pool: a layer store."""
 
     def forget(self, ids: Tensor) -> None:
-        """Drop what is kept about these blocks, int32 in the CPU's memory: they mean nothing any more."""
+        """Drop what is kept about these blocks, int64 ``[n]`` in the CPU's memory: they mean nothing any more."""
 
     def wait_for_copies(self) -> None:
         """Make the current stream wait for this user's work on other streams."""
@@ -47,7 +47,7 @@ class BlockPool:
     """Block pool of one layer. A block holds ``block_size`` tokens of one row, for all KV heads.
 
     A block is written once, when it is full, and never changed: rows, beams and copies of a cache share blocks by
-    holding the same ids in their block tables (:mod:`.rows`, which says which ids are free).
+    holding the same ids in their block tables (:mod:`.block_ids` says which ids are free).
 
     Attributes:
         kv: ``[capacity, H, block_size, Dk + Dv]``: each token's key, then its value. Side by side because the

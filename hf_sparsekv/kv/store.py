@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..config import SparseConfig
 from ..offload.copy_streams import CopyStream, CopyStreams, wait
+from ..offload.host_limit import HostBudget
 from ..offload.page_table import DevicePools, LayerPages
 from ..ops.append import append
 from ..ops.quantise import dequantise
@@ -28,9 +29,11 @@ from ..ops.sparse_decode import sparse_decode
 from ..tensors import no_inference_mode, reads_here
 from ..types import AttentionParams
 from .counters import Counters
-from .pool import BlockPool, HostBudget, room
-from .rows import Rows, RowTable, StepRows, Taken
+from .pool import BlockPool, room
+from .row_table import RowTable
+from .rows import Rows, Taken
 from .state import Held, State
+from .step_rows import StepRows
 
 _SEAL_BYTES = 1 << 26  # blocks are sealed in pieces of about this size, which bounds the temporaries of a long prompt
 
@@ -701,15 +704,16 @@ class LayerStore(State):
     def crop_to(self, after: Rows) -> None:
         """Hold ``after``, which is what is held without the last tokens of some rows."""
         self.wait_for_copies()
-        size, before = self.block_size, self.held
-        if after.sealed != before.sealed:
-            first = min(after.sealed)
-            kv = self._gathered(first, max(before.sealed)).flatten(2, 3)
-            for row, (sealed, then, tokens) in enumerate(zip(before.sealed, after.sealed, after.lengths)):
-                span = slice(then * size, min(sealed * size, tokens))
-                if span.start < span.stop:
-                    at = self._ring_index(span.start, span.stop)
-                    self.recent_kv[row, :, at] = kv[row, :, span.start - first * size : span.stop - first * size]
+        size, before, back = self.block_size, self.held, []
+        for row, (sealed, then, tokens) in enumerate(zip(before.sealed, after.sealed, after.lengths)):
+            if then * size < (end := min(sealed * size, tokens)):
+                back.append((row, then * size, end))
+        if back:  # of all rows the blocks between these: not a whole past because another row is short
+            first = min(start for _, start, _ in back) // size
+            kv = self._gathered(first, -(-max(end for *_, end in back) // size)).flatten(2, 3)
+            for row, start, end in back:
+                held = kv[row, :, start - first * size : end - first * size]
+                self.recent_kv[row, :, self._ring_index(start, end)] = held
         self._taken, self.held = None, after
 
     @no_inference_mode

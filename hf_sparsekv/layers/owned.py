@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ..attention.handle import Step
 from ..config import SparseConfig
-from ..kv.pool import BlockPool, HostBudget
-from ..kv.rows import RowTable
+from ..kv.pool import BlockPool
+from ..kv.row_table import RowTable
 from ..offload.copy_streams import CopyStreams
+from ..offload.host_limit import HostBudget
 from ..offload.page_table import DevicePools
 from ..policies.base import Policy
 

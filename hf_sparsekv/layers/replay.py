@@ -100,10 +100,10 @@ class Replay:
             self._run()
 
     def _run(self) -> None:
-        layers_per_launch, self._waiting = self._waiting, []
+        works, self._waiting = self._waiting, []
 
         def work() -> None:
-            for one in layers_per_launch:
+            for one in works:
                 one()
 
         self.on_side_stream(work)

@@ -23,7 +23,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 from ..attention.handle import Step
 from ..config import BY_LAYER, OffloadConfig, SparseConfig
 from ..kv.pool import BlockPool
-from ..kv.rows import Rows, RowTable
+from ..kv.row_table import RowTable
+from ..kv.rows import Rows
 from ..kv.store import ring_tokens
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..config import OffloadConfig, SparseConfig
-from ..kv.pool import bucket
-from ..kv.rows import table_width
+from ..kv.block_ids import bucket
+from ..kv.row_table import table_width
 from ..kv.store import ring_tokens
 from ..offload.device_pool import BOOKKEEPING
 from ..offload.page_table import SELECTIONS

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kv.rows import Rows, RowTable, Taken
+from ..kv.row_table import RowTable
+from ..kv.rows import Rows, Taken
 from ..kv.store import LayerStore
 from ..ops._dispatch import use_triton
 from ..tensors import no_inference_mode
@@ -209,7 +210,7 @@ class ReplicaStore(LayerStore):
 
 
 class ReadRows(NamedTuple):
-    """What of ``kv.rows.StepRows`` is read on the other device."""
+    """What of ``kv.step_rows.StepRows`` is read on the other device."""
 
     past: Tensor
     now: Tensor

@@ -24,7 +24,7 @@ class ServingConfig:
         prefill_ms: milliseconds of the GPU's time for a prompt between two decode steps (an aim: no less than a layer
             of a chunk is run; without ``layer_segments`` no less than 512 tokens). While others wait behind it, up to
             four times as many. ``inf``: a whole chunk.
-        chunk: tokens of a prompt that a forward pass reads at most.
+        chunk: tokens of a prompt that a forward pass reads at most, 3 or more: a single one would be a decode step.
         layer_segments: a chunk's forward pass is cut between layers, so that chunks may be long (SparseServe, section
             3.4). False: chunks are as short as ``prefill_ms`` asks, which reads an offloaded past more often.
         prefix_cache: full blocks of prompts and answers stay, as long as there is room for them, for prompts that begin
@@ -48,18 +48,13 @@ class ServingConfig:
     working_set: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("max_rows", "max_length", "max_tokens", "chunk"):
-            value = getattr(self, name)
-            optional = name in ("max_length", "max_tokens")
+        least = {"max_rows": 1, "max_length": 1, "max_tokens": 1, "max_waiting": 0, "chunk": 3}
+        for name, lowest in least.items():
+            value, optional = getattr(self, name), name in ("max_length", "max_tokens")
             _require(
-                (optional and value is None) or (_is_int(value) and value >= 1),
-                f"{name} must be an integer >= 1{' or None' if optional else ''}, got {value!r}",
+                (optional and value is None) or (_is_int(value) and value >= lowest),
+                f"{name} must be an integer >= {lowest}{' or None' if optional else ''}, got {value!r}",
             )
-        _require(self.chunk >= 2, f"chunk must be at least 2: one token is a decode step; got {self.chunk}")
-        _require(
-            _is_int(self.max_waiting) and self.max_waiting >= 0,
-            f"max_waiting must be an integer >= 0, got {self.max_waiting!r}",
-        )
         _require(
             self.max_wait_s is None or (_is_finite(self.max_wait_s) and self.max_wait_s >= 0),
             f"max_wait_s must be None or a number >= 0, got {self.max_wait_s!r}",

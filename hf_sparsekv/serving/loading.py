@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ..evaluation.small_model import is_fetched, small_model_path
+from ..small_model import is_fetched, small_model_path
 
 
 def load(name: str, dtype: str, device: str, tensor_parallel: bool = False):

@@ -15,13 +15,13 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ..row_batch import WorkingSets, width
+from ..telemetry.working_set import STEPS
 from .admission import Candidate, admit
 from .prefill import Reading
 from .prefix import Channels, Match, PrefixIndex
@@ -30,15 +30,15 @@ from .sampler import Sampler
 from .text import Detokenizer, TextStream
 from .work import Work
 
-WINDOW = 12  # steps that a working set is counted over (SparseServe, section 3.3)
-SETS_EVERY = (
-    WINDOW  # steps from one count to the next: it takes the host 0.4 to 0.6 ms (rows.csv, working_sets_host_ms)
-)
+SETS_EVERY = STEPS  # steps from one count to the next, which takes the host 0.4 to 0.6 ms (rows.csv)
 # Prompts that wait have the one before them read by so many times prefill_ms at most. Each turn costs a step, for which
 # the weights are read anew: with 20 ms of a prompt beside 8 of a step prompts take 1.4 times as long as alone, with 80
 # ms 1.1 times. vLLM has 2,048 tokens of prompts in each of its steps, some 80 ms.
 CROWD = 4
 IDLE_S = 0.5  # looked around at least so often, for what nobody tells
+TIMES = tuple(2.0**k for k in range(-10, 11))  # seconds, a millisecond to 17 minutes: bounds of the histograms
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -94,12 +94,6 @@ class Counts:
     cached_tokens: int = 0
     steps: int = 0
     step_s: float = 0.0
-    prefill_s: float = 0.0
-
-
-log = logging.getLogger(__name__)
-
-TIMES = tuple(2.0**k for k in range(-10, 11))  # a millisecond to 17 minutes
 
 
 class Loop:
@@ -134,7 +128,6 @@ class Loop:
         self._open: dict[int, Request] = {}  # whose end has not been told
         self._wake = threading.Condition()
         self._inbox: deque[Request] = deque()  # guarded by _wake, like what follows
-        self._called: deque[Callable[[], object]] = deque()
         self._draining = self._stopping = False
         self.waiting: deque[Request] = deque()
         self.reading: Request | None = None
@@ -257,11 +250,10 @@ class Loop:
             dirty, self._dirty = self._dirty, False
             if self.failed is not None:
                 raise self.failed
+            self.waiting.extend(arrived)
             if self._stopping:
-                self.waiting.extend(arrived)
                 self._cancel_all()
                 return False
-            self.waiting.extend(arrived)
         if dirty:
             self._drop_cancelled()
         self._begin_reading()
@@ -489,7 +481,7 @@ class Loop:
             most = len(request.ids) + request.sampling.max_tokens
             wanted[request.row] = max(min(request.candidate.need + spare, most) // size * size, 0)
         had = {row: self.rows.room(row) for row in wanted}
-        # A little more or less is not worth the copies; who has less than needed gets it.
+        # A quarter more or less is not worth the copies.
         changed = [row for row in wanted if abs(wanted[row] - had[row]) > had[row] // 4]
         for row in sorted(changed, key=lambda row: wanted[row] - had[row]):  # first those that give
             self.work.give(row, min(wanted[row], had[row] + self.rows.free_slots))
@@ -508,7 +500,7 @@ class Loop:
             return False
         self._sets, found, changed = None, sets.read(), False
         for row, request in asked:
-            if request.row != row or not request.candidate.runs or request.launched < WINDOW:
+            if request.row != row or not request.candidate.runs or request.launched < STEPS:  # no whole set yet
                 continue
             need, had = found[row], self.rows.room(row)
             if need >= had * 31 // 32:  # as much or more: it holds no more than it has room for

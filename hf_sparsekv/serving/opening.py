@@ -150,7 +150,8 @@ def first_row(model: PreTrainedModel, rows: RowBatch, max_length: int) -> tuple[
         ValueError: rows of this model cannot come and go.
     """
     config = rows.cache.config
-    length = max(1, min(config.window + config.max_draft + 2 * config.block_size, max_length - 2))
+    # A step of each width is behind it: see capture_all().
+    length = max(1, min(config.window + config.max_draft + 2 * config.block_size, max_length - len(rows.widths)))
     ids = torch.arange(length, device=model.device)[None] % model.get_input_embeddings().num_embeddings
     first = rows.prefill(model, ids)
     return rows.join(first), first.logits.shape[-1]
@@ -160,11 +161,11 @@ def capture_all(model: PreTrainedModel, rows: RowBatch, row: int) -> None:
     """Capture every kind of step in every width, so that none is captured while somebody waits; ``row`` leaves.
 
     Steps attend to everything because that is all there is, or because that is as quick, or they choose: of contexts
-    that are the same block again and again.
+    that are the same block again and again, and as long as leaves room for a step of each width.
     """
     config, blocks, channels = rows.cache.config, rows.blocks(row), rows.channels(row)
     budget = (getattr(config, "token_budget", None) or 0) // config.block_size
-    most = (rows.max_length - 2) // config.block_size
+    most = (rows.max_length - len(rows.widths)) // config.block_size
     lengths = sorted({min(budget + 2, most), most}) if len(blocks) else ()
     longer = [rows.begin(np.repeat(blocks[:1], n), channels) for n in lengths]
     for cache in longer:

@@ -134,10 +134,11 @@ class Segments:
         """Begin ``run``, which waits for the first grant."""
         self._over = self._cancelled = False
         self._error = None
-        self._pass = run, device
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="hf-sparsekv-prefill", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name="hf-sparsekv-prefill", daemon=True)
+            thread.start()
+            self._thread = thread  # one that could not be started is not waited for
+        self._pass = run, device
 
     def _work(self) -> None:
         self._ident = threading.get_ident()
@@ -211,6 +212,10 @@ def chunks(tokens: int, longest: int, past: int = 0) -> Iterator[int]:
     """Lengths of the chunks of a prompt behind ``past`` tokens, nearly equal; none is a single token, a decode step.
 
     Those that can end on the grid of lengths that attention has plans for (:mod:`hf_sparsekv.attention.parts`).
+
+    Args:
+        tokens: to be read; 1 is the only chunk of one token.
+        longest: tokens of a chunk, 3 or more.
     """
     at, end = past, past + tokens
     while at < end:
@@ -269,7 +274,7 @@ class Reading:
             return min(self.pace.layers_in(ms, tokens, self.past), layers)
         tokens = max(self.pace.tokens_in(ms, self.past) // 64 * 64, LEAST)
         tokens = min(tokens, self.chunk, self.left)
-        return tokens + (self.left - tokens == 1)  # none is a single token
+        return tokens - (self.left - tokens == 1)  # none is a single token
 
     def _pass(self) -> tuple[int, int]:
         """Tokens of the pass that is under way, or begins, and how many layers of it are left."""

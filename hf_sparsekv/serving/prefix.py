@@ -80,7 +80,8 @@ class PrefixIndex:
         self._ids, self._size = ids, block_size
         self._blocks: dict[bytes, Block] = {}
         self._clock = self._pinned = self._withdrawn = 0
-        self.changes = 0  # counts what may make another answer of `known`
+        # Counts what may make another answer of `known`, behind each change: other threads ask in the middle of one.
+        self.changes = 0
 
     def __len__(self) -> int:
         return len(self._blocks) + self._withdrawn
@@ -107,7 +108,6 @@ class PrefixIndex:
     def match(self, keys: Sequence[bytes]) -> Match:
         """The longest beginning that is kept. It stays until :meth:`release`."""
         self._clock += 1
-        self.changes += 1
         found = Match()
         for key in keys:
             block = self._blocks.get(key)
@@ -115,6 +115,7 @@ class PrefixIndex:
                 break
             self._pin(block, found)
             block.used = self._clock
+        self.changes += 1
         return found
 
     def _pin(self, block: Block, match: Match) -> None:
@@ -124,8 +125,7 @@ class PrefixIndex:
 
     def release(self, match: Match) -> None:
         """Who asked needs it no more."""
-        self.changes += bool(match.blocks)
-        gone = []
+        gone, changed = [], bool(match.blocks)
         for block in match.blocks:
             block.users -= 1
             self._pinned -= not block.users
@@ -133,6 +133,7 @@ class PrefixIndex:
                 gone.append(block.id)
         match.blocks = []
         self._withdrawn -= len(gone)
+        self.changes += changed
         self._ids.drop(np.array(gone, dtype=np.int32))
 
     def keep(self, keys: Sequence[bytes], ids: np.ndarray, channels: Channels, match: Match) -> int:
@@ -145,7 +146,6 @@ class PrefixIndex:
         if match.blocks and match.blocks[-1].withdrawn:
             return 0
         self._clock += 1
-        self.changes += 1
         parent, new, others = None, [], []
         for place, (key, id) in enumerate(zip(keys, ids.tolist())):
             block = self._blocks.get(key)
@@ -163,13 +163,13 @@ class PrefixIndex:
                 others.append(block)
             block.used = self._clock
             parent = block
+        self.changes += 1
         self._ids.share(np.array(new, dtype=np.int32))
         return len(new)
 
     def evict(self, blocks: int) -> int:
         """Let go at least so many blocks, if nobody needs them; gives how many."""
         gone: list[int] = []
-        self.changes += 1
         while len(gone) < blocks:
             leaves = [block for block in self._blocks.values() if not (block.children or block.users)]
             if not leaves:
@@ -182,6 +182,7 @@ class PrefixIndex:
                         break
                     self._forget(parent, gone)
                     leaf = parent
+        self.changes += 1
         self._ids.drop(np.array(gone, dtype=np.int32))
         return len(gone)
 
@@ -196,7 +197,6 @@ class PrefixIndex:
 
         Those that requests have stay until these let go of them.
         """
-        self.changes += 1
         for key in keys:
             block = self._blocks.get(key)
             if block is None:
@@ -210,4 +210,5 @@ class PrefixIndex:
                 self._withdrawn += bool(block.users)
                 if not block.users:
                     gone.append(block.id)
+        self.changes += 1
         self._ids.drop(np.array(gone, dtype=np.int32))

@@ -44,7 +44,11 @@ class Work:
         self.pace = Pace(text)
         self.segments = Segments(decoder_layers(model, text.num_hidden_layers))
         self.reading: Reading | None = None
-        self._make_plans()
+        try:
+            self._make_plans()
+        except BaseException:
+            self.segments.close()
+            raise
 
     def _make_plans(self) -> None:
         """In the thread that reads prompts, what the first ones would otherwise wait for: cuDNN's start, and plans."""

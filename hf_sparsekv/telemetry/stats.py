@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from ..kv.rows import RowTable
+from ..kv.row_table import RowTable
 from ..layers.sparse_layer import SparseLayer
 from ..offload.host_limit import readable
 from ..offload.page_table import DevicePools

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..config import TwoLevelConfig
-from ..kv.pool import bucket
+from ..kv.block_ids import bucket
 from ..kv.store import ring_tokens
 from ..ops._device import gpu
 from ..ops.append import append

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -37,8 +36,8 @@ def test_needs_a_gpu_but_explains_itself(what, monkeypatch, capsys):
 
 
 def test_help_and_list(capsys):
-    command = [sys.executable, "-m", "benchmarks", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    done = forked.run(["-m", "benchmarks", "--help"], cwd=ROOT)
+    assert done.returncode == 0, done.stderr
     assert all(f"  {name} " in done.stdout for name in BENCHMARKS)
     assert main([]) == main(["paged"]) == 2
     assert "there is no benchmark 'paged'" in capsys.readouterr().err

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -85,3 +88,44 @@ def test_triton_is_itself_again_after_a_launch():
     assert {name: getattr(tl, name) for name in before} == before
     _flat[(1,)](x, found, 4)
     assert found.tolist() == [4, 0]
+
+
+def _value(data: list, dtype: tl.dtype) -> tl.tensor:
+    array = np.array(data, interpreter._get_np_dtype(dtype))
+    return tl.tensor(interpreter.TensorHandle(array, dtype), tl.block_type(dtype, list(array.shape)))
+
+
+def _outcome(convert, *given) -> list:
+    """Types, shapes and numbers of both operands, or what was raised."""
+    try:
+        found = convert(*given)
+    except (AttributeError, TypeError, ValueError) as error:  # the first: a kind of number that it does not know
+        return [type(error), str(error)]
+    return [(str(one.type), [int(n) for n in one.shape], one.handle.data.tolist()) for one in found]
+
+
+@pytest.mark.parametrize("divides", [False, True])
+@pytest.mark.parametrize(
+    "dtype", [tl.int1, tl.int8, tl.uint8, tl.int32, tl.uint32, tl.int64, tl.float16, tl.bfloat16, tl.float32], ids=str
+)
+def test_operands_become_what_triton_makes_of_them(dtype, divides):
+    """With numbers in and out of range and of other kinds, and with values of other shapes and types."""
+    semantic, ours = interpreter.interpreter_semantic, interpreter.interpreter_semantic.binary_op_type_checking_impl
+    theirs = partial(type(semantic).binary_op_type_checking_impl, semantic)
+    row, single = _value([1, 0, 1, 1], dtype), tl.tensor(interpreter.TensorHandle(np.array([1]), tl.int64), tl.int64)
+    others = [True, False, 0, 1, -1, 300, 2**31, -(2**40), 0.0, -0.0, 1.5, 1e30, math.inf, single]
+    others += [_value(data, tl.int32) for data in ([3, 4, 5, 6], [7], [[1], [2]])] + [_value([1.5] * 4, tl.float32)]
+    found = [[_outcome(ours, *pair, False, False, True, divides) for pair in ((row, x), (x, row))] for x in others]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("broadcast_impl_value", "scalar_constant", "binary_op_type_checking_impl"):
+            patch.delattr(semantic, name)
+        want = [[_outcome(theirs, *pair, False, False, True, divides) for pair in ((row, x), (x, row))] for x in others]
+    assert found == want
+    assert sum(isinstance(one[0], tuple) for pair in found for one in pair) >= 18
+
+
+def test_a_number_that_is_shared_cannot_be_changed():
+    found = interpreter.interpreter_semantic.scalar_constant(3, tl.int32)
+    assert interpreter.interpreter_semantic.scalar_constant(3, tl.int32) is found
+    with pytest.raises(ValueError, match="read-only"):
+        found.handle.data[0] = 4

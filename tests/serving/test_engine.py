@@ -409,6 +409,17 @@ def test_all_steps_are_captured_at_the_start(offload, dense_below):
         assert [list(output.token_ids) for output in outputs] == [alone(other, config, *one) for one in asked]
 
 
+@pytest.mark.parametrize("max_length", [6, 162, 163, 164])
+def test_steps_are_captured_in_all_widths_whatever_the_longest_row(max_length):
+    """Each width is a step more for the rows that are captured: they have room for these."""
+    net, runner = imitated()
+    serving = replace(SERVING, max_rows=8, max_length=max_length)
+    with Engine(net, None, TwoLevelConfig(**BUDGET), None, serving) as engine:
+        captures = runner.captures
+        assert len(engine.submit(ids_of(max_length - 3, 1), greedy(3)).result(20).token_ids) == 3
+        assert runner.captures == captures
+
+
 @pytest.fixture
 def crowded():
     """Room for copies of the tokens that some of the rows choose."""

@@ -214,6 +214,32 @@ def test_any_order_of_keeping_and_letting_go():
     assert not any(counts.of.values())
 
 
+def test_what_is_known_in_the_middle_of_a_change_is_not_taken_for_what_is_behind_it():
+    """A request that may not wait is looked at by the thread that submits it, whatever the loop is doing."""
+    index, _ = index_of()
+    keys, channels, ids = block_keys(range(12), 2, 6), (None,), np.arange(6, dtype=np.int32)
+    seen: list[tuple[int, tuple[int, int]]] = []
+
+    class Asked(list):
+        """Keys between which somebody asks."""
+
+        def __iter__(self):
+            for key in super().__iter__():
+                yield key
+                seen.append((index.changes, index.known(keys)))
+
+    row = index.match(keys)
+    for change in (
+        lambda: index.keep(Asked(keys), ids, channels, row),
+        lambda: index.match(Asked(keys)),
+        lambda: index.withdraw(Asked(keys)),
+    ):
+        seen.clear()
+        change()
+        found = index.changes, index.known(keys)
+        assert seen and all(one == found for one in seen if one[0] == found[0])
+
+
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_blocks_of_a_prompt_without_a_distribution_are_not_offered_again(tokens, monkeypatch):
     """Whatever has made the logits NaN may be in the keys and values that were kept."""
@@ -371,14 +397,15 @@ def test_a_stream_that_nobody_has_begun_to_read_is_cancelled_too():
         assert sum(len(piece.token_ids) for piece in engine.stream(ids_of(20, 1), greedy(5))) == 5
 
 
-def test_an_engine_that_cannot_be_made_leaves_the_model_as_it_was(monkeypatch):
+@pytest.mark.parametrize("where", [(loop_module, "Sampler"), (work_module, "make_plans")], ids=["sampler", "plans"])
+def test_an_engine_that_cannot_be_made_leaves_the_model_as_it_was(where, monkeypatch):
     net = build("llama", "sdpa")
 
     def fails(*args):
-        raise torch.OutOfMemoryError("no memory for a sampler")
+        raise torch.OutOfMemoryError("no memory for it")
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop_module, "Sampler", fails)
+        patch.setattr(*where, fails)
         before = threading.active_count()
         with pytest.raises(torch.OutOfMemoryError):
             Engine(net, None, TwoLevelConfig(**WHOLE), None, SERVING)

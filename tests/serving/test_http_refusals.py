@@ -278,9 +278,10 @@ def test_a_body_that_does_not_come(url, monkeypatch):
         assert b"408" in connection.recv(1000)
 
 
-def test_the_key(engine):
+@pytest.mark.parametrize("given", ["sécret", "sécret\n"], ids=["key", "line"])
+def test_the_key(engine, given):
     body = {"prompt": "a"}
-    with serving(create_app(engine, "fake", api_key="sécret")) as url, httpx.Client(base_url=url) as client:
+    with serving(create_app(engine, "fake", api_key=given)) as url, httpx.Client(base_url=url) as client:
         before = len(engine.prompts)
         for key in (None, "Bearer", "Bearer wrong", "Basic sécret", "sécret", "Bearer sécretx", "Bearer s"):
             headers = {} if key is None else {"authorization": key.encode()}

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hf_sparsekv.attention.parts import GRID
-from hf_sparsekv.serving.prefill import LEAST, Pace, Segments, chunks
+from hf_sparsekv.serving.prefill import LEAST, Clock, Pace, Reading, Segments, chunks
 
 CPU = torch.device("cpu")
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(2, 60_000), st.integers(500, 40_000), st.integers(0, 50_000))
+@given(st.integers(2, 60_000), st.integers(3, 40_000), st.integers(0, 50_000))
 def test_lengths_of_chunks(tokens, longest, past):
     found = list(chunks(tokens, longest, past))
     assert sum(found) == tokens and max(found) <= longest and min(found) >= 2
@@ -29,6 +29,23 @@ def test_chunks_end_on_the_grid():
     assert list(chunks(20_000, 16384)) == [10_240, 9760]
     first, _ = chunks(20_000, 16384, 64)
     assert (64 + first) % GRID == 0
+
+
+@pytest.mark.parametrize("tokens", [3, 4, 7, 64, 65, 130, 513])
+@pytest.mark.parametrize("longest", [3, 64, 512])
+def test_short_chunks_are_no_longer_than_asked_for_and_none_is_a_single_token(tokens, longest):
+    from transformers import LlamaConfig
+
+    class Empty:
+        def get_seq_length(self) -> int:
+            return 0
+
+    ids, pace = torch.zeros(1, tokens, dtype=torch.long), Pace(LlamaConfig())
+    reading, found = Reading(None, Empty(), ids, Segments([]), pace, Clock(CPU), longest, False), []
+    while reading.left:
+        found.append(reading.share(1.0))
+        reading.past += found[-1]
+    assert sum(found) == tokens and min(found) >= 2 and max(found) <= longest
 
 
 class Layers(nn.Module):
@@ -84,6 +101,23 @@ def test_an_error_in_a_pass_is_told_once():
     with pytest.raises(ValueError, match="no"):
         segments.run(1)
     segments.open(lambda: None, CPU)
+    assert segments.run(1)
+    segments.close()
+
+
+@pytest.mark.timeout(20)  # or it waits for that thread
+def test_a_thread_that_cannot_be_started_is_not_waited_for(monkeypatch):
+    segments = Segments([])
+
+    def fail(thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="start new thread"):
+            segments.open(lambda: None, CPU)
+    segments.cancel()
+    segments.open(lambda: None, CPU)  # there is one now
     assert segments.run(1)
     segments.close()
 

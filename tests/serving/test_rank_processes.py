@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
+import forked
 import psutil
 import pytest
 import torch
@@ -132,13 +133,12 @@ class Rank0:
         if not args:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         self.said = ""
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", BEGIN + script, str(model), *args],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        argv = ["-c", BEGIN + script, str(model), *args]
+        if args:
+            told = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            self.process = subprocess.Popen([sys.executable, *argv], env=environment, **told)
+        else:
+            self.process = forked.merged(argv, environment)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:

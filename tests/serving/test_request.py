@@ -1,4 +1,4 @@
-"""Sampling's checks, and a handle between threads: order, one reader, cancelling, failing."""
+"""Checks of settings, and a handle between threads: order, one reader, cancelling, failing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 
+from hf_sparsekv.serving.config import ServingConfig
 from hf_sparsekv.serving.request import (
     Busy,
     Closed,
@@ -65,6 +66,29 @@ def output(text: str = "ab", reason: str = "stop") -> Output:
 def test_sampling_refuses(field, value, allowed):
     with pytest.raises(ValueError, match=f"^{field} .*{allowed}"):
         Sampling(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("max_rows", 0, ">= 1, got 0"),
+        ("max_rows", None, ">= 1, got None"),
+        ("max_length", 0, ">= 1 or None"),
+        ("max_tokens", True, ">= 1 or None"),
+        ("max_waiting", -1, ">= 0"),
+        ("max_wait_s", -0.1, ">= 0"),
+        ("max_wait_s", math.nan, ">= 0"),
+        ("prefill_ms", 0, "> 0"),
+        ("prefill_ms", math.nan, "> 0"),
+        ("prefill_ms", True, "> 0"),
+        ("chunk", 2, ">= 3"),
+        ("prefix_cache", 1, "True or False"),
+    ],
+)
+def test_how_an_engine_cannot_serve(field, value, allowed):
+    with pytest.raises(ValueError, match=f"^{field} .*{allowed}"):
+        ServingConfig(**{field: value})
+    ServingConfig(max_length=None, max_tokens=None, max_waiting=0, max_wait_s=0, prefill_ms=math.inf, chunk=3)
 
 
 def test_sampling_takes_limits_and_makes_stops_a_tuple():

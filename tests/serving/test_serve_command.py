@@ -14,6 +14,7 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 
+import forked
 import httpx
 import pytest
 import torch
@@ -203,10 +204,9 @@ def test_what_the_engine_is_given(tiny, monkeypatch):
 @contextmanager
 def served(tiny: Path, *args: str):
     """A server in a process of its own and the lines that it has written until it listens."""
-    command = [sys.executable, "-m", "hf_sparsekv_cli", "serve", str(tiny), "--port", "0", "--device", "cpu"]
+    command = ["-m", "hf_sparsekv_cli", "serve", str(tiny), "--port", "0", "--device", "cpu"]
     command += ["--max-rows", "4", "--context", "1k", "--no-offload", *args]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    server = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    server = forked.Popen(command, {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     lines: list[str] = []
     try:
         while not lines or not lines[-1].startswith("listening on "):

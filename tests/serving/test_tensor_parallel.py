@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import forked
 import httpx
 import pytest
 import torch
@@ -150,6 +151,12 @@ def model(tmp_path_factory) -> Path:
     return path
 
 
+def alone(argv: list[str], env: dict[str, str]) -> subprocess.Popen:
+    """A process that shares nothing with others, as one that uses a GPU has to be."""
+    told = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([sys.executable, *argv], env=env, **told)
+
+
 class Ranks:
     """Two processes as torchrun starts them, without its looking after them; what they say."""
 
@@ -160,16 +167,8 @@ class Ranks:
         if not gpus:
             base["CUDA_VISIBLE_DEVICES"] = ""
         self.said = ["", ""]
-        self.processes = [
-            subprocess.Popen(
-                command,
-                env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(2)
-        ]
+        begin = alone if gpus else forked.merged
+        self.processes = [begin(command, {**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
         for rank in range(2):
             threading.Thread(target=self._listen, args=(rank,), daemon=True).start()
 
@@ -205,7 +204,7 @@ def port() -> int:
 def test_two_ranks_answer_as_one_process(model, tmp_path, port):
     """Greedy and seeded, joins and leaves, prefixes that are kept, cancelled in the middle, refused; replayed."""
     (tmp_path / "answers.py").write_text(ANSWERS)
-    with Ranks([sys.executable, str(tmp_path / "answers.py"), str(model)], port) as ranks:
+    with Ranks([str(tmp_path / "answers.py"), str(model)], port) as ranks:
         codes = ranks.ends(0, 120), ranks.ends(1, 20)
         assert codes == (0, 0), ranks.said
 
@@ -216,7 +215,7 @@ def test_two_gpus_answer_as_one(model, tmp_path, port):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     (tmp_path / "answers.py").write_text(ANSWERS)
-    with Ranks([sys.executable, str(tmp_path / "answers.py"), str(model), "gpus"], port, gpus=True) as ranks:
+    with Ranks([str(tmp_path / "answers.py"), str(model), "gpus"], port, gpus=True) as ranks:
         codes = ranks.ends(0, 300), ranks.ends(1, 20)
         assert codes == (0, 0), ranks.said
 
@@ -224,7 +223,7 @@ def test_two_gpus_answer_as_one(model, tmp_path, port):
 @pytest.mark.parametrize("lost", [1, 0])
 def test_a_rank_that_ends_ends_the_replica(model, port, lost):
     """The other one says why, and ends within seconds; clients are told."""
-    command = [sys.executable, "-m", "hf_sparsekv", "serve", str(model), "--tensor-parallel", "--port", "0"]
+    command = ["-m", "hf_sparsekv", "serve", str(model), "--tensor-parallel", "--port", "0"]
     command += ["--device", "cpu", "--max-rows", "2", "--context", "1k", "--no-offload"]
     with Ranks(command, port) as ranks:
         wait_until(lambda: "listening on" in ranks.said[0] or ranks.processes[0].poll() is not None, 60)
@@ -278,7 +277,7 @@ def test_an_engine_is_on_rank_0(monkeypatch):
 
 def test_random_weights_of_a_shape_are_shared_by_the_ranks(port):
     """Every rank has its share of the same weights, and both together compute what one process does."""
-    with Ranks([sys.executable, "-c", RANDOM], port) as ranks:
+    with Ranks(["-c", RANDOM], port) as ranks:
         for rank in range(2):
             assert ranks.ends(rank, 120) == 0, ranks.said
             assert f"rank {rank} is done" in ranks.said[rank]

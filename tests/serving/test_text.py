@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers_made import MADE, byte_level, sentencepiece_like
 from transformers import AutoTokenizer
 
-from hf_sparsekv.evaluation.small_model import small_model_path
 from hf_sparsekv.serving.text import PENDING, REPLACEMENT, Detokenizer, StopStrings
+from hf_sparsekv.small_model import small_model_path
 
 TEXTS = ["Grüße an die 日本語 🎉👩‍👩‍👧 don't , stop .", "   the cat\n\n\n of  the", "", "a\ufffdb", "नमस्ते  العربية"]
 

@@ -62,7 +62,8 @@ def create_app(
     Args:
         engine: serves the requests.
         model_id: the name that clients ask for.
-        api_key: that clients have to give as ``Authorization: Bearer ...``; ``None``: everybody may ask.
+        api_key: that clients have to give as ``Authorization: Bearer ...``, whitespace around it left out; ``None``:
+            everybody may ask.
         max_body: bytes of a request's body.
         max_answer: tokens of a chat's answer if the client does not say; ``None``: what is left of the context.
     """
@@ -104,7 +105,7 @@ class _Gate:
 
     def __init__(self, app: ASGIApp, api_key: str | None, count: Callable[[str, int], None]) -> None:
         self._app = app
-        self._key = None if api_key is None else api_key.encode()
+        self._key = None if api_key is None else api_key.strip().encode()  # of a file, its line's end is none of it
         self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
