@@ -30,10 +30,15 @@ def definition(query, key, value, scale):
 
 
 def on_cpu(query, key, value, causal, scale):
-    """torch's own kernel that also gives the log-sum-exp."""
+    """torch's own kernel that also gives the log-sum-exp; the last query sees all, as on a GPU."""
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+    q, n = query.shape[2], key.shape[2]
+    mask = torch.ones(q, n, dtype=torch.bool).tril(n - q) if causal and q < n else None
+    mask = None if mask is None else torch.zeros(q, n, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal and mask is None, attn_mask=mask, scale=scale
+    )
 
 
 @pytest.mark.quick

@@ -15,7 +15,6 @@ from saved_files import saved
 from test_token_copies import feed, life
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, SparseCache, TwoLevelConfig
-from hf_sparsekv.kv.pool import BlockPool
 from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.ops.quantise.reference import dequantise, quantise
 
@@ -30,21 +29,18 @@ def through_codes(kv: torch.Tensor, split: int) -> torch.Tensor:
 @contextlib.contextmanager
 def rounded():
     """Inside, host memory has the model's dtype, and in it numbers that have been codes."""
-    write, seal_due = BlockPool.write, LayerStore.seal_due
 
-    def write_rounded(self, physical_ids, kv, first=None):
-        if self.host is not None:
-            kv = through_codes(kv, self.split)
-        write(self, physical_ids, kv, first)
+    def round_after(method):
+        def call(self, *args, **named):
+            method(self, *args, **named)
+            if self.pool.host is not None:  # all of it: in float32 what codes stand for has the same codes
+                self.pool.kv.copy_(through_codes(self.pool.kv, self.split))
 
-    def seal_due_rounded(self, indexer, due=None):
-        seal_due(self, indexer, due)
-        if self.pool.host is not None:  # all of it: in float32 what codes stand for has the same codes
-            self.pool.kv.copy_(through_codes(self.pool.kv, self.split))
+        return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BlockPool, "write", write_rounded)
-        patch.setattr(LayerStore, "seal_due", seal_due_rounded)
+        for name in ("extend", "seal_due"):
+            patch.setattr(LayerStore, name, round_after(getattr(LayerStore, name)))
         yield
 
 

@@ -164,7 +164,7 @@ def chunk_attention(
         key: ``[batch, H, n, D]``.
         value: ``[batch, H, n, Dv]``.
         attend: ``(query, key, value, causal, scale)`` to output and log-sum-exp, of lengths on the grid.
-        rest: likewise, of any lengths.
+        rest: likewise, of any lengths; ``causal`` means up to the last key for the last query.
 
     Returns:
         ``[batch, Hq, q, Dv]``.
@@ -177,6 +177,8 @@ def chunk_attention(
     if before and not planned(query, key, size, before, False):
         before = 0
     own = planned(query, key, size, size, True)
+    if past and not before:  # one launch instead of two and a merge, which are more than a plan for the rest saves
+        return rest(query, key, value, True, scale)[0]
     padded = _padded(query, size) if own or before else query
     found = None
     for first, last, by_plan in ((past, n, own), (0, before, True), (before, past, False)):

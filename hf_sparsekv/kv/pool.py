@@ -13,7 +13,7 @@ from torch import Tensor
 from ..offload.host_limit import HostBudget, host_memory_limit
 from ..offload.host_pages import PAGE
 from ..offload.host_pool import HostArena
-from ..ops.block_copy import block_copy
+from ..ops.block_copy import block_copy, gather_blocks
 from ..ops.quantise import quantise
 from .block_ids import BlockIds, bucket
 
@@ -247,17 +247,8 @@ class BlockPool:
                 means nothing.
             out: ``[batch, H, m, block_size, Dk + Dv]``, m >= n, contiguous; its first ``n`` blocks are written.
         """
-        batch, n = physical_ids.shape
-        heads, room = self.kv.shape[1], out.shape[2]
-        if not n:
-            return
-        each = torch.arange(heads, dtype=torch.int32, device=physical_ids.device)
-        source = physical_ids[:, None].clamp(0, self.capacity - 1) * heads + each[:, None]  # [batch, H, n]
-        rows = torch.arange(batch * heads, dtype=torch.int32, device=physical_ids.device).view(batch, heads, 1)
-        target = rows * room + torch.arange(n, dtype=torch.int32, device=physical_ids.device)
-        copies = torch.stack((source.flatten(), target.flatten()), dim=1).int()
-        number = copies.new_full((1,), len(copies))
-        block_copy(self.kv, out.view(-1, *out.shape[3:]), copies, number, **self.coded)
+        if physical_ids.shape[1]:
+            gather_blocks(self.kv, physical_ids, out, **self.coded)
 
     def nbytes(self) -> tuple[int, int]:
         """Bytes allocated on the device and in host memory."""

@@ -24,7 +24,7 @@ from ..offload.host_limit import HostBudget
 from ..offload.page_table import DevicePools, LayerPages
 from ..ops.append import append
 from ..ops.quantise import dequantise
-from ..ops.seal import Index, running_means, seal
+from ..ops.seal import Index, seal, seal_range
 from ..ops.sparse_decode import sparse_decode
 from ..tensors import no_inference_mode, reads_here
 from ..types import AttentionParams
@@ -36,6 +36,11 @@ from .state import Held, State
 from .step_rows import StepRows
 
 _SEAL_BYTES = 1 << 26  # blocks are sealed in pieces of about this size, which bounds the temporaries of a long prompt
+
+
+def _of_rows(index: Index, rows: slice) -> Index:
+    """``index`` for some rows of the batch."""
+    return index if index.channels is None else replace(index, channels=index.channels[rows])
 
 
 def ring_tokens(config: SparseConfig) -> int:
@@ -97,12 +102,13 @@ class Indexer(Protocol):
     def index(self, kv: Tensor, start: int, rows: slice) -> dict[str, Tensor]:
         """Fields of blocks ``kv [n, rows, H, block_size, Dk + Dv]``, the first of which begins at token ``start``.
 
-        ``rows``: which ones of the batch. Tokens before ``config.sinks`` are not selected.
+        Asked where :meth:`sealing` is None. ``rows``: which ones of the batch. Tokens before ``config.sinks`` are not
+        selected.
         """
         ...
 
     def sealing(self, store: LayerStore) -> Index | None:
-        """Where these fields are kept, for the kernel that seals one block; None if it cannot."""
+        """Where these fields are kept, for the kernels that seal blocks; None if these cannot make them."""
         ...
 
 
@@ -316,17 +322,8 @@ class LayerStore(State):
         first = rows.start or 0
         length, start, target = before.lengths[first], before.sealed[first], after.sealed[first]
         recent_kv = self.recent_kv[rows]
-        shape = (len(recent_kv), self.heads, self.block_size, self.width)
-        piece = max(1, _SEAL_BYTES // (math.prod(shape) * k.itemsize))
-        for lo in range(start, target, piece):
-            hi = min(lo + piece, target)
-            copy_stream = self.copy_stream  # the first piece may have found out that memory cannot be pinned
-            if copy_stream is None:
-                blocks = torch.empty(hi - lo, *shape, dtype=self.dtype, device=self.device)
-            else:
-                blocks = copy_stream.take((hi - lo, *shape), dtype=self.dtype)
-            self._blocks_of(lo, hi, length, k, v, recent_kv, blocks)
-            self._seal(blocks, rows, lo, indexer, copy_stream)
+        if start < target:
+            self._seal_range(rows, start, target, length, k, v, indexer)
         # What remains goes to the ring; older tokens that stay unsealed are there already.
         skip = max(target * self.block_size - length, 0)
         if skip < k.shape[2]:
@@ -367,16 +364,11 @@ class LayerStore(State):
         index = indexer.sealing(self)
         if index is None:
             for row, (block, then) in enumerate(zip(taken.before.sealed, taken.after.sealed)):
-                for nth in range(block, then):
-                    start = nth * self.block_size
-                    at = self._ring_index(start, start + self.block_size)
-                    # [1, 1, H, block_size, Dk + Dv]
-                    self._seal(self.recent_kv[None, row : row + 1, :, at], slice(row, row + 1), nth, indexer)
+                if block < then:
+                    none = self.recent_kv[row : row + 1, :, :0].split((self.split, self.width - self.split), -1)
+                    self._seal_range(slice(row, row + 1), block, then, taken.now.lengths[row], *none, indexer)
         else:
-            fields = self.pool.fields
-            index = replace(index, scales=fields.get("scales"))
-            if self.mean_tokens:
-                index = replace(index, means=fields["means"], span=self.mean_tokens // self.block_size)
+            index = self._with_means(replace(index, scales=self.pool.fields.get("scales")))
             for now, after in pairwise(self._sealing(taken) if due is None else due):
                 seal(self.recent_kv, now, after, self.sinks, self.block_table, self.pool.kv, index)
             if self.pool.host is not None and not self.capturing:
@@ -398,72 +390,51 @@ class LayerStore(State):
         if self.pool.host is not None:
             self.counters.to_host_bytes += blocks * self.heads * self.block_size * self.stored_bytes
 
-    def _blocks_of(self, lo: int, hi: int, new_from: int, k: Tensor, v: Tensor, recent_kv: Tensor, out: Tensor) -> None:
-        """Lay out blocks ``lo .. hi - 1``, of the ring's tokens and of new ones (from token ``new_from`` on).
-
-        Args:
-            out: ``[hi - lo, rows, H, block_size, Dk + Dv]``, written.
-        """
-        size, start, end = self.block_size, lo * self.block_size, hi * self.block_size
-        first = min(max(lo, -(-new_from // size)), hi)  # the first block of new tokens only
-        if first > lo:
-            border = min(new_from, first * size)
-            at = self._ring_index(start, border)
-            head = torch.cat((k[:, :, : first * size - border], v[:, :, : first * size - border]), dim=-1)
-            mixed = torch.cat((recent_kv[:, :, at], head), dim=2)  # [rows, H, tokens, Dk + Dv]
-            out[: first - lo] = mixed.unflatten(2, (-1, size)).permute(2, 0, 1, 3, 4)
-        if first < hi:
-            span = slice(first * size - new_from, end - new_from)
-            for x, to in ((k, out[first - lo :, ..., : self.split]), (v, out[first - lo :, ..., self.split :])):
-                to.copy_(x[:, :, span].unflatten(2, (-1, size)).permute(2, 0, 1, 3, 4))
-
-    def _seal(
-        self, blocks: Tensor, rows: slice, start: int, indexer: Indexer, copy_stream: CopyStream | None = None
-    ) -> None:
-        """Move blocks ``start ..`` of some rows into their physical blocks.
-
-        Args:
-            blocks: ``[n, rows, H, block_size, Dk + Dv]``.
-            copy_stream: the blocks are in a buffer of this copy stream, which copies them to the host.
-        """
-        size = self.block_size
-        if (missing := self.sinks - start * size) > 0:
-            first = blocks[: -(-missing // size)].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :missing]
-            self.recent_kv[rows, :, start * size : start * size + first.shape[2]] = first
-        fields = {**indexer.index(blocks, start * size, rows), **self._means(blocks, rows, start)}
-        if self.pool.host is not None:
-            self.counters.to_host_bytes += blocks.numel() * self.pool.kv.itemsize
-        self._store_blocks(blocks, rows, start, fields, copy_stream)
-
-    def _usable(self, n: int, start: int) -> Tensor:
-        """Tokens of ``n`` blocks from token ``start`` on that are no sinks: bool ``[n, 1, block_size]``."""
-        token = torch.arange(start, start + n * self.block_size, device=self.device)
-        return (token >= self.sinks).view(n, 1, -1)
-
-    def _means(self, blocks: Tensor, rows: slice, start: int) -> dict[str, Tensor]:
-        """The field ``means``, if it is kept, of blocks ``start ..``: see :meth:`_seal`."""
+    def _with_means(self, index: Index) -> Index:
+        """``index`` with the place of the means, if they are kept."""
         if not self.mean_tokens:
-            return {}
-        means, span = self.pool.fields["means"], self.mean_tokens // self.block_size
-        count, first = blocks.shape[1], start % span
-        usable = self._usable(len(blocks), start * self.block_size).expand(-1, count, -1)
-        before, earlier = means.new_zeros(count, *means.shape[1:]), 0
-        if first:
-            before = means[self.block_table[rows, start - 1].long()]
-            begun = max((start - first) * self.block_size, self.sinks)
-            earlier = max(start * self.block_size - begun, 0)
-        earlier = torch.full((count,), earlier, device=self.device)
-        return {"means": running_means(blocks, usable, before, earlier, first=first, span=span)}
+            return index
+        return replace(index, means=self.pool.fields["means"], span=self.mean_tokens // self.block_size)
 
-    def _store_blocks(
-        self, blocks: Tensor, rows: slice, start: int, fields: dict[str, Tensor], copy_stream: CopyStream | None
-    ) -> None:
-        """Write blocks ``start ..`` of some rows, ``[n, rows, ...]``, and their fields."""
+    def _seal_range(self, rows: slice, start: int, end: int, past: int, k: Tensor, v: Tensor, indexer: Indexer) -> None:
+        """Seal blocks ``start .. end - 1`` of some rows, of the ring's tokens and new ones.
+
+        Args:
+            past: tokens that were there before ``k, v [rows, H, n, D]``.
+        """
+        pool, index = self.pool, indexer.sealing(self)
+        by_host = index is None
+        index = self._with_means(_of_rows(Index(self.key_dim) if by_host else index, rows))
+        recent_kv, table = self.recent_kv[rows], self.block_table[rows]
+        shape = (len(recent_kv), self.heads, self.block_size, self.width)
+        piece = end - start
+        staged = by_host or self.copy_stream is not None or pool.kv.device != self.device or "scales" in pool.fields
+        if staged:
+            piece = max(1, _SEAL_BYTES // (math.prod(shape) * k.itemsize))
+        for lo in range(start, end, piece):
+            hi, kv = min(lo + piece, end), pool.kv
+            copy_stream = self.copy_stream  # the first piece may have found out that memory cannot be pinned
+            if copy_stream is not None:
+                kv = copy_stream.take((hi - lo, *shape), dtype=self.dtype)
+            elif staged:
+                kv = torch.empty(hi - lo, *shape, dtype=self.dtype, device=self.device)
+            seal_range(recent_kv, k, v, past, lo, hi, self.sinks, table, kv, index)
+            if by_host:
+                found = indexer.index(kv, lo * self.block_size, rows)
+                pool.note(table[:, lo:hi].T.flatten(), **{name: value.flatten(0, 1) for name, value in found.items()})
+            if staged:
+                self._store_blocks(kv, rows, lo, copy_stream)
+            self.count_to_host((hi - lo) * len(recent_kv))
+
+    def _store_blocks(self, blocks: Tensor, rows: slice, start: int, copy_stream: CopyStream | None) -> None:
+        """Write blocks ``start ..`` of some rows, ``[n, rows, H, block_size, Dk + Dv]``, to where the pool has them.
+
+        ``copy_stream``: they are in a buffer of this copy stream, which copies them to the host.
+        """
         end = start + len(blocks)
         ids = self.table_of_rows.host[rows, start:end].T.flatten()
         first = int(ids[0]) if (ids[1:] - ids[:-1] == 1).all() else None
         physical_ids = self.block_table[rows, start:end].T.flatten()
-        self.pool.note(physical_ids, **{name: value.flatten(0, 1) for name, value in fields.items()})
         if copy_stream is None:
             self.pool.write(physical_ids, blocks.flatten(0, 1), first)
         else:
@@ -672,8 +643,13 @@ class LayerStore(State):
         groups = [slice(None)] if rows.uniform else [slice(row, row + 1) for row in range(self.batch)]
         for some in groups:
             first = some.start or 0
-            recent = slice(rows.sealed[first] * self.block_size, rows.lengths[first])
-            kv[some, :, recent] = self.recent_kv[some, :, self._ring_index(recent.start, recent.stop)]
+            at, end = rows.sealed[first] * self.block_size, rows.lengths[first]
+            while at < end:  # the ring begins again once at most
+                begun = at % self.ring
+                until = min(end, at + self.ring - begun)
+                ring = self.recent_kv[some, :, self.sinks + begun : self.sinks + begun + until - at]
+                kv[some, :, at:until] = ring
+                at = until
         return kv
 
     def valid_columns(self) -> Tensor:
@@ -698,13 +674,22 @@ class LayerStore(State):
     def reindex(self, indexer: Indexer) -> None:
         """Index the full blocks again. Rows that share blocks get blocks of their own: each row has its own index."""
         self.table_of_rows.unshare()
-        kv, sealed = self.full_block_kv(), self.held.sealed
+        kv, sealed = self._gathered(0, self.full_blocks), self.held.sealed
+        index, size = indexer.sealing(self), self.block_size
+        nowhere = kv.new_empty(0, self.heads, size, 0)
         groups = [slice(None)] if self.held.uniform else [slice(row, row + 1) for row in range(self.batch)]
         for rows in groups:
-            n = sealed[rows.start or 0]
-            fields = indexer.index(kv[:n, rows], 0, rows) if n else {}
-            physical_ids = self.block_table[rows, :n].T.flatten()
-            self.pool.note(physical_ids, **{name: value.flatten(0, 1) for name, value in fields.items()})
+            n, table = sealed[rows.start or 0], self.block_table[rows]
+            if not n:
+                continue
+            if index is None:
+                found = indexer.index(kv[rows, :, :n].permute(2, 0, 1, 3, 4), 0, rows)
+                at = table[:, :n].T.flatten()
+                self.pool.note(at, **{name: value.flatten(0, 1) for name, value in found.items()})
+            else:
+                tokens = kv[rows].flatten(2, 3).split((self.split, self.width - self.split), -1)
+                of_rows = _of_rows(index, rows)
+                seal_range(self.recent_kv[rows], *tokens, 0, 0, n, self.sinks, table, nowhere, of_rows)
 
     @no_inference_mode
     def crop(self, length: int) -> None:

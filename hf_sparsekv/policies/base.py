@@ -154,16 +154,17 @@ class Policy(State):
         """
 
     def index(self, kv: Tensor, start: int, rows: slice) -> dict[str, Tensor]:
-        """Per-block fields of blocks being sealed, ``kv [n, rows, H, block_size, Dk + Dv]``.
+        """Fields of blocks being sealed, ``kv [n, rows, H, block_size, Dk + Dv]``: if :meth:`sealing` is None.
 
         The first of them begins at token ``start`` of its row; ``rows``: which ones of the batch.
         """
         return {}
 
     def sealing(self, store: LayerStore) -> Index | None:
-        """Where the fields of :meth:`index` are kept, for the kernel that seals one block of each row that has one due.
+        """Where the fields of blocks are kept, for the kernels that seal them.
 
-        None if that kernel cannot make them: steps are not captured then, because only the host could.
+        None if these kernels cannot make them, and :meth:`index` does: steps are not captured then, because only the
+        device knows which rows have a block due.
         """
         return Index(store.key_dim) if type(self).index is Policy.index else None
 

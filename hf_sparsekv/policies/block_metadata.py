@@ -10,7 +10,7 @@ from torch import Tensor
 from ..kv.store import LayerStore
 from ..ops._layout import empty_rows
 from ..ops.block_score import block_score
-from ..ops.seal import Index, key_metadata
+from ..ops.seal import Index
 from .memory import Request
 
 SIDES = {"min_max": 2, "cuboid_mean": 2, "mean": 1}  # vectors that each kind keeps
@@ -33,12 +33,6 @@ class BlockMetadata:
         if "bounds" not in store.pool.fields:
             shape = (self.parts, store.heads, SIDES[self.kind], store.key_dim)
             store.pool.add_field("bounds", shape, store.dtype)
-
-    def index(self, keys: Tensor, start: int, sinks: int) -> dict[str, Tensor]:
-        """The field of blocks ``keys [n, rows, H, block_size, Dk]``, the first of which begins at token ``start``."""
-        n, rows, _, size, _ = keys.shape
-        usable = torch.arange(start, start + n * size, device=keys.device) >= sinks
-        return {"bounds": key_metadata(keys, usable.view(n, 1, size).expand(-1, rows, -1), self.parts, self.kind)}
 
     def sealing(self, store: LayerStore, index: Index) -> Index:
         """``index`` with the place of these fields, for the kernel that seals one block."""

@@ -57,11 +57,7 @@ class BlockWalkPolicy(Selector):
     @no_inference_mode
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
-        self._key_dim = store.key_dim
         self.metadata.start(store)
-
-    def index(self, kv: Tensor, start: int, rows: slice) -> dict[str, Tensor]:
-        return self.metadata.index(kv[..., : self._key_dim], start, self.config.sinks)
 
     def sealing(self, store: LayerStore) -> Index:
         return self.metadata.sealing(store, Index(store.key_dim))

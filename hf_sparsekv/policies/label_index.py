@@ -15,7 +15,7 @@ from torch import Tensor
 from ..config import PredictiveConfig, ProgressiveConfig, TwoLevelConfig
 from ..kv.state import Held, State
 from ..kv.store import LayerStore
-from ..ops.seal import Index, quantise_labels
+from ..ops.seal import Index
 from ..ops.token_score import token_score
 from ..predictor.channels import ChannelStats, LabelChannels
 from .memory import LayerShape, Request
@@ -53,7 +53,7 @@ class LabelIndex(State):
     def start(self, store: LayerStore) -> None:
         """Claim the fields; take the channels of a file."""
         pool, heads, dim = store.pool, store.heads, store.key_dim
-        self._key_dim, self._batch = dim, store.batch
+        self._batch = store.batch
         r = self.r = self.config.label_channels or default_channels(dim, self.config.label_share)
         if r > dim:
             raise ValueError(f"label_channels={r} exceeds the model's head dimension {dim}")
@@ -113,18 +113,6 @@ class LabelIndex(State):
             self.channels, self.stats = other.channels.new_zeros(shape), None
 
     # ------------------------------------------------------------------ labels
-
-    def index(self, kv: Tensor, rows: slice) -> dict[str, Tensor]:
-        """The fields of blocks ``kv [n, rows, H, block_size, Dk + Dv]``, none during calibration."""
-        if self.calibrating:
-            return {}
-        n, _, _, size, _ = kv.shape
-        at = self.channels[rows].long()[None, :, :, None].expand(n, -1, -1, size, -1)
-        labels = kv[..., : self._key_dim].gather(-1, at)
-        if self.config.label_bits == 16:
-            return {"codes": labels}
-        codes, qparams = quantise_labels(labels)
-        return {"codes": codes, "qparams": qparams}
 
     def sealing(self, store: LayerStore, index: Index) -> Index:
         """``index`` with the place of these fields, for the kernel that seals one block."""

@@ -67,9 +67,6 @@ class TokenPolicy(Policy):
         if self.labels is not None and self.labels.observe(q, k, valid) and store.full_blocks:
             store.reindex(self)  # blocks that were sealed before there were channels
 
-    def index(self, kv: Tensor, start: int, rows: slice) -> dict[str, Tensor]:
-        return {} if self.labels is None else self.labels.index(kv, rows)
-
     def sealing(self, store: LayerStore) -> Index:
         index = Index(store.key_dim)
         return index if self.labels is None else self.labels.sealing(store, index)

@@ -92,7 +92,6 @@ class TwoLevelPolicy(TokenPolicy):
     @no_inference_mode
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
-        self._key_dim = store.key_dim
         shape = (store.batch, store.heads, self.config.coarse_blocks)
         if self.lag:
             self.ids = torch.full(shape, -1, dtype=torch.int32, device=store.device)
@@ -104,12 +103,6 @@ class TwoLevelPolicy(TokenPolicy):
             store.keep_means(self.config.tail_tokens)
 
     # ------------------------------------------------------------------ index
-
-    def index(self, kv: Tensor, start: int, rows: slice) -> dict[str, Tensor]:
-        fields = super().index(kv, start, rows)
-        if self.metadata is not None:
-            fields |= self.metadata.index(kv[..., : self._key_dim], start, self.config.sinks)
-        return fields
 
     def sealing(self, store: LayerStore) -> Index:
         index = super().sealing(store)

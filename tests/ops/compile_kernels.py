@@ -26,7 +26,7 @@ import triton
 from conftest import Place
 from decode_cases import Case as Decode
 from decode_cases import in_codes, in_pages
-from operators import BY_NAME, Seal
+from operators import BY_NAME, Seal, SealRange
 from test_mass_select import Case as Mass
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
@@ -37,7 +37,7 @@ from hf_sparsekv.ops import _device, _overlap
 from hf_sparsekv.ops.add_norm.triton import add_norm
 from hf_sparsekv.ops.append.triton import append
 from hf_sparsekv.ops.begin_step.triton import begin_step
-from hf_sparsekv.ops.block_copy.triton import block_copy
+from hf_sparsekv.ops.block_copy.triton import block_copy, gather_blocks
 from hf_sparsekv.ops.block_score.triton import block_score
 from hf_sparsekv.ops.device_tokens import TokenSlots
 from hf_sparsekv.ops.device_tokens.triton import bring_tokens, locate_tokens, young_tokens
@@ -56,7 +56,7 @@ from hf_sparsekv.ops.query_ring.triton import push
 from hf_sparsekv.ops.residency import PageState
 from hf_sparsekv.ops.residency.triton import residency
 from hf_sparsekv.ops.route.triton import route
-from hf_sparsekv.ops.seal.triton import seal
+from hf_sparsekv.ops.seal.triton import seal, seal_range
 from hf_sparsekv.ops.small_linear.triton import small_linear
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
 from hf_sparsekv.ops.token_score.triton import token_score
@@ -117,6 +117,8 @@ def recent_tokens() -> None:
     usual = Seal(batch=1, sealed=(3,), dk=128, dv=128, channels=32, block_size=64)
     for span in (None, 4):
         seal(**BY_NAME["seal"].call(place(), replace(usual, span=span)))
+        of_prompt = SealRange(8200, 127, 160, heads=8, dk=128, dv=128, channels=32, block_size=64, sinks=16, span=span)
+        seal_range(**BY_NAME["seal.seal_range"].call(place(), of_prompt))
     seal(**BY_NAME["seal"].call(place(), replace(usual, coded=True)))
     quantise(place().randn(3, 8, 64, 256), 128)
     seal(**BY_NAME["seal"].call(place(), Seal(**latents, metadata="mean")))
@@ -213,6 +215,9 @@ def pages() -> None:
     block_copy(kv, place().nan(4, 16, 128), pairs, torch.ones(1, dtype=torch.int32))
     codes, scales = quantised(kv, 64)
     block_copy(codes, place().nan(4, 16, 128), pairs, torch.ones(1, dtype=torch.int32), scales=scales, split=64)
+    table = torch.zeros(1, 3, dtype=torch.int32)
+    gather_blocks(kv, table, place().nan(1, kv.shape[1], 4, 16, 128))
+    gather_blocks(codes, table, place().nan(1, kv.shape[1], 4, 16, 128), scales=scales, split=64)
     bring_tokens(ids, codes, block_table, slots, scales=scales, split=64)
     for window in (0, 16):
         query_predict(**BY_NAME["query_predict"].call(place(), 1, 8, 17, 128, window, 5))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hf_sparsekv.ops.pack.reference import pack as pack_reference
+from hf_sparsekv.ops.quantise.reference import quantise as quantise_reference
 from hf_sparsekv.ops.seal import Index
 from hf_sparsekv.ops.token_score.config import config as label_config
 
@@ -356,6 +357,66 @@ def seal(place, case: Seal) -> tuple:
     return recent_kv, rows, after, case.sinks, block_table, kv, Index(**index)
 
 
+@dataclass
+class SealRange:
+    """Shapes of one call: blocks ``first .. end - 1`` of rows of ``past`` tokens, and the new ones that follow."""
+
+    past: int
+    first: int
+    end: int
+    rows: int = 1
+    heads: int = 2
+    dk: int = 64
+    dv: int = 64
+    split: int | None = None  # width of ``k``, if it is not ``dk``
+    block_size: int = 16
+    sinks: int = 4
+    parts: int = 1
+    channels: int = 16
+    bits: int = 4
+    more: int = 5  # new tokens behind the last block
+    staged: bool = False
+    keeps: bool = True
+    bounds: bool = True
+    metadata: str = "min_max"
+    span: int | None = None
+
+
+def seal_range(place, case: SealRange) -> tuple:
+    """NaN in rings where these blocks have nothing, in new tokens that they do not take, and in all that is written."""
+    size, width, split = case.block_size, case.dk + case.dv, case.split or case.dk
+    start, end, ring = case.first * size, case.end * size, 3 * size
+    usual = {name: getattr(case, name) for name in ("heads", "dk", "dv", "block_size", "parts", "channels", "bits")}
+    usual |= {name: getattr(case, name) for name in ("sinks", "bounds", "metadata", "span", "keeps")}
+    recent_kv, *_, block_table, kv, index = seal(place, Seal(batch=case.rows, sealed=(case.end,) * case.rows, **usual))
+    recent_kv.fill_(math.nan)
+    for token in range(start, min(case.past, end)):
+        recent_kv[:, :, case.sinks + token % ring] = place.randn(case.rows, case.heads, width)
+    new = place.randn(case.rows, max(end - case.past, 0) + case.more, case.heads, width)
+    new[:, : max(start - case.past, 0)] = math.nan
+    new[:, max(end - case.past, 0) :] = math.nan
+    k, v = (x.contiguous().transpose(1, 2) for x in new.split((split, width - split), -1))
+    if index.means is not None:
+        index.means.fill_(math.nan)
+        if case.first % case.span and start > case.sinks:
+            index.means[block_table[:, case.first - 1].long()] = place.randn(case.rows, case.heads, width)
+    if case.staged:
+        kv = place.nan(case.end - case.first, case.rows, case.heads, size, kv.shape[-1])
+    return recent_kv, k, v, case.past, case.first, case.end, case.sinks, block_table, kv, index
+
+
+def gather_blocks(place, rows, heads, size, width, n, room, coded=False):
+    """Blocks in any order, rows that share some, and ids that are none: what is read for those means nothing."""
+    kv = place.randn(7, heads, size, width)
+    table = place.randint(0, 7, rows, n + 2)
+    named = {}
+    out = place.nan(rows, heads, room, size, width)
+    if coded:
+        kv, scales = quantise_reference(kv, width - 1)
+        named = {"scales": scales, "split": width - 1}
+    return kv, table[:, 1 : n + 1], out, *named.values()
+
+
 # ---------------------------------------------------------------------- scores and choices
 
 
@@ -549,6 +610,37 @@ AVERAGES = {
     "running mean, latents": Seal(heads=1, dk=576, dv=0, channels=128, block_size=64, bounds=False, span=2),
     "running mean, kept elsewhere": Seal(channels=0, keeps=False, bounds=False, span=3, sealed=(0, 5)),
     "means, some rows": Seal(batch=3, heads=3, sealed=(1, 0, 4), due=(False, False, True), span=2),
+}
+
+
+RANGES = {
+    "of a prompt": SealRange(0, 0, 5),
+    "of a prompt, several rows": SealRange(0, 0, 5, rows=3, heads=3, dk=80, dv=48, channels=20),
+    "behind whole blocks": SealRange(48, 3, 6),
+    "border in a block": SealRange(57, 2, 7, rows=2),
+    "of the ring alone": SealRange(90, 3, 5, more=1),
+    "of the ring, all new ones later": SealRange(96, 4, 6, rows=2, more=2),
+    "later blocks of a long piece": SealRange(20, 4, 9),
+    "one block": SealRange(13, 0, 1, more=0),
+    "to a buffer": SealRange(57, 2, 7, rows=2, staged=True),
+    "kept elsewhere": SealRange(57, 2, 7, rows=2, keeps=False),
+    "parts": SealRange(70, 1, 3, block_size=64, parts=4, dk=128, dv=128, channels=32),
+    "unquantised labels": SealRange(37, 1, 4, bits=16, block_size=32),
+    "no labels, no bounds": SealRange(37, 1, 4, channels=0, bounds=False, sinks=0),
+    "wide heads": SealRange(100, 0, 2, heads=1, dk=256, dv=256, channels=64, block_size=128),
+    "latents": SealRange(70, 1, 3, heads=1, dk=96, dv=0, split=80, channels=24),
+    "wide latents": SealRange(70, 1, 3, heads=1, dk=576, dv=0, split=512, channels=128, block_size=64),
+    "all sinks": SealRange(3, 0, 3, sinks=20, rows=2),
+}
+RANGES_OF_MEANS = {
+    "cuboid": SealRange(57, 2, 7, rows=2, metadata="cuboid_mean"),
+    "cuboid, latents": SealRange(70, 1, 3, heads=1, dk=96, dv=0, split=80, channels=24, metadata="cuboid_mean"),
+    "mean": SealRange(57, 2, 7, metadata="mean", parts=2),
+    "running means": SealRange(0, 0, 9, span=4),
+    "running means, from within a span": SealRange(57, 2, 11, rows=2, heads=3, dk=80, dv=48, channels=20, span=4),
+    "running means, within one span": SealRange(57, 2, 3, span=4, staged=True),
+    "running means behind sinks": SealRange(41, 1, 9, span=3, sinks=40, rows=2),
+    "running means, latents": SealRange(70, 1, 4, heads=1, dk=96, dv=0, split=80, channels=24, bounds=False, span=2),
 }
 
 
@@ -750,6 +842,39 @@ OPERATORS = [
         seal,
         {name: (case,) for name, case in AVERAGES.items()},
         writes=("recent_kv", "kv", "index"),
+    ),
+    Operator(
+        "seal.seal_range",
+        seal_range,
+        {name: (case,) for name, case in RANGES.items()},
+        small=(SealRange(57, 2, 7, rows=2),),
+        far={"recent_kv": 2, "kv": 0, "k": 2, "v": 2},
+        writes=("recent_kv", "kv", "index"),
+        ratio=equal,
+    ),
+    Operator(
+        "seal.seal_range",
+        seal_range,
+        {name: (case,) for name, case in RANGES_OF_MEANS.items()},
+        writes=("recent_kv", "kv", "index"),
+    ),
+    Operator(
+        "block_copy.gather_blocks",
+        gather_blocks,
+        {
+            "usual": (1, 2, 16, 64, 5, 6),
+            "several rows": (3, 2, 4, 8, 7, 7),
+            "odd sizes": (2, 3, 5, 7, 3, 5),
+            "single elements": (1, 1, 1, 1, 3, 3),
+            "wide": (1, 1, 64, 576, 2, 3),
+            "no block": (2, 2, 4, 8, 0, 2),
+            "codes": (1, 2, 16, 64, 5, 6, True),
+            "codes, odd sizes": (2, 3, 5, 7, 3, 5, True),
+        },
+        small=(2, 2, 4, 8, 3, 4),
+        writes=("out",),
+        ratio=equal,
+        views={"block_table": "rows"},
     ),
     Operator(
         "block_score",

@@ -22,7 +22,7 @@ from hf_sparsekv.kv.row_table import table_width
 from hf_sparsekv.ops.add_norm.triton import add_norm
 from hf_sparsekv.ops.append.triton import append
 from hf_sparsekv.ops.begin_step.triton import begin_step
-from hf_sparsekv.ops.block_copy.triton import block_copy
+from hf_sparsekv.ops.block_copy.triton import block_copy, gather_blocks
 from hf_sparsekv.ops.block_score.triton import block_score
 from hf_sparsekv.ops.device_tokens import TokenSlots
 from hf_sparsekv.ops.device_tokens.triton import bring_tokens, locate_tokens, young_tokens
@@ -40,7 +40,7 @@ from hf_sparsekv.ops.residency import PageState
 from hf_sparsekv.ops.residency.triton import residency
 from hf_sparsekv.ops.route.triton import route
 from hf_sparsekv.ops.seal import Index
-from hf_sparsekv.ops.seal.triton import seal
+from hf_sparsekv.ops.seal.triton import seal, seal_range
 from hf_sparsekv.ops.small_linear.triton import small_linear
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
 from hf_sparsekv.ops.token_score.triton import token_score
@@ -211,6 +211,26 @@ def pages(model: Model) -> None:
         pack(at, kv, table, *lists[:2], torch.empty(rows, model.heads, 100, width, dtype=KIND), lists[2])
 
 
+def prompts(model: Model) -> None:
+    """Prompts in pieces of any length: what is sealed of them, and read back for the next piece."""
+    width, split = model.width, model.dk - 64 if model.latents else model.dk
+    kv, codes = model.stored(16, width), model.stored(16, width, dtype=torch.int8)
+    index = Index(model.dk, bounds=torch.empty(64, 1, model.heads, 2, model.dk, dtype=KIND), means=kv[:, :, 0], span=16)
+    for rows, past, new in product((1, 2, 3, 17), (0, 5, 16, 250, 1000), (1, 16, 17, 333, 2048)):
+        table = torch.empty(rows, table_width(300), dtype=INT)
+        k, v = model.new(rows, split, new), model.new(rows, width - split, new)
+        first, end = past // 16, (past + new) // 16
+        if first < end:
+            staged = torch.empty(end - first, rows, model.heads, 16, width, dtype=KIND)
+            for to in (kv, staged):
+                seal_range(model.recent(rows, False), k, v, past, first, end, SINKS, table, to, index)
+        if first:
+            scales = model.stored(16, 2, dtype=torch.float16)
+            out = torch.empty(rows, model.heads, first + new // 16 + 1, 16, width, dtype=KIND)
+            gather_blocks(kv, table[:, :first], out)
+            gather_blocks(codes, table[:, 1 : first + 1], out, scales=scales, split=split)
+
+
 def small_layers(model: Model) -> None:
     """Norms, positions, linear layers and experts: one token of each row, or several drafts of one."""
     d, some = 512, model.dk // 16 * 16
@@ -252,7 +272,7 @@ def main() -> None:
         made[self.fn.__name__][str(fixed)][str(other)] = other
 
     JITFunction.run = note
-    for story in (scores, attention, recent_tokens, pages, small_layers, long_rows):
+    for story in (scores, attention, recent_tokens, pages, prompts, small_layers, long_rows):
         for model in MODELS[: 1 if story is long_rows else None]:
             made.clear()
             story(model)

@@ -1,4 +1,4 @@
-"""Copy listed blocks into device pages: the definition."""
+"""Copy listed blocks into device pages, or all of a table: the definitions."""
 
 from __future__ import annotations
 
@@ -31,3 +31,20 @@ def block_copy(
     source, held = kv.flatten(0, 1), None if scales is None else scales.flatten(0, 1)
     found = entries(source, held, split, pages.dtype, listed[:, 0].to(kv.device))
     pages[listed[:, 1].to(pages.device)] = found.to(pages.device)
+
+
+def gather_blocks(
+    kv: Tensor, block_table: Tensor, out: Tensor, *, scales: Tensor | None = None, split: int = 0
+) -> None:
+    """``out[r, h, i] = kv[block_table[r, i], h]``: the blocks of each row, one after the other.
+
+    Args:
+        kv: ``[num_blocks, H, B, W]``, in host memory or on a device; contiguous.
+        block_table: int32 ``[rows, n]`` on the device of ``out``. What is read for ids that are none means nothing.
+        out: ``[rows, H, m, B, W]`` of the same dtype, m >= n, contiguous; the first ``n`` blocks are written.
+        scales, split: as of :func:`block_copy`.
+    """
+    rows, n = block_table.shape
+    ids = block_table.flatten().long().clamp(0, len(kv) - 1)
+    found = entries(kv, scales, split, out.dtype, ids.to(kv.device)).to(out.device)
+    out[:, :, :n] = found.unflatten(0, (rows, n)).transpose(1, 2)

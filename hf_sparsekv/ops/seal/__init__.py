@@ -1,4 +1,4 @@
-"""Move the oldest full block of the ring into the block pool, and index it for selection."""
+"""Move full blocks into the block pool, and index them for selection: the oldest of the ring, or those of a prompt."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from .._dispatch import operator
 from . import reference
 from .reference import Index, key_bounds, key_metadata, quantise_labels, running_means
 
-__all__ = ["Index", "key_bounds", "key_metadata", "quantise_labels", "running_means", "seal"]
+__all__ = ["Index", "key_bounds", "key_metadata", "quantise_labels", "running_means", "seal", "seal_range"]
 
 seal = operator(reference.seal, on="recent_kv", in_place=("kv",))
+seal_range = operator(reference.seal_range, on="recent_kv")

@@ -1,4 +1,4 @@
-"""Move the oldest full block of the ring into the block pool: the definition."""
+"""Move full blocks into the block pool, the oldest of the ring or those of a prompt: the definitions."""
 
 from __future__ import annotations
 
@@ -219,3 +219,84 @@ def seal(
         held = block.masked_fill(~usable[:, None, :, None], 0.0).sum(2, dtype=torch.float32)
         total = (count + usable.sum(1)).clamp_min(1)
         index.means[to] = ((before * count[:, None, None] + held) / total[:, None, None]).to(index.means.dtype)
+
+
+def check_range(
+    recent_kv: Tensor, k: Tensor, v: Tensor, past: int, first: int, end: int, kv: Tensor, index: Index
+) -> None:
+    """Raise ``ValueError`` for arguments that no implementation of :func:`seal_range` takes; reads shapes only."""
+    rows, heads, _, width = recent_kv.shape
+    size = kv.shape[-2]
+    if kv.dim() == 5 and kv.shape[:3] != (end - first, rows, heads):
+        raise ValueError(f"blocks {first} .. {end - 1} of {rows} rows do not fit a buffer of {tuple(kv.shape)}")
+    if k.shape[:3] != (rows, heads, v.shape[2]) or v.shape[:2] != (rows, heads) or k.shape[3] + v.shape[3] != width:
+        raise ValueError(f"k and v must make tokens of width {width}, got {tuple(k.shape)} and {tuple(v.shape)}")
+    if index.key_dim not in (k.shape[3], width):
+        raise ValueError(f"keys are k, or all of a token: key_dim={index.key_dim} is neither")
+    if index.scales is not None:
+        raise ValueError("codes of keys and values are made of whole blocks, by ops.quantise")
+    if not 0 <= first < end or end * size > past + k.shape[2]:
+        raise ValueError(f"blocks {first} .. {end - 1} of {size} tokens are not among {past} + {k.shape[2]} tokens")
+
+
+def seal_range(
+    recent_kv: Tensor,
+    k: Tensor,
+    v: Tensor,
+    past: int,
+    first: int,
+    end: int,
+    sinks: int,
+    block_table: Tensor,
+    kv: Tensor,
+    index: Index,
+) -> None:
+    """Seal blocks ``first .. end - 1`` of rows that hold as many tokens as each other: of a prompt, or a piece of it.
+
+    As :func:`seal` does with one block; but some or all of their tokens are new ones, which are in no ring.
+
+    Args:
+        recent_kv: ``[rows, H, sinks + R, D]``, ``R`` a multiple of ``block_size``. Of the tokens before ``past``, the
+            ring has those that these blocks are made of. The first ``sinks`` entries may be written.
+        k, v: ``[rows, H, n, D']``, whose widths add up to ``D``: tokens ``past .. past + n - 1``.
+        block_table: int32 ``[rows, cap]``, physical id of each block of each row.
+        kv: ``[num_blocks, H, block_size, D]``, where the blocks go by their ids; or a buffer of these alone, ``[end -
+            first, rows, H, block_size, D]``. Of width 0: keys and values are kept somewhere else.
+        index: further fields to fill, by their ids; without ``scales``.
+    """
+    check_range(recent_kv, k, v, past, first, end, kv, index)
+    size, ring, start = kv.shape[-2], recent_kv.shape[2] - sinks, first * kv.shape[-2]
+    token = torch.arange(start, end * size, device=k.device)
+    old = min(max(past - start, 0), len(token))
+    new = slice(start + old - past, end * size - past)
+    tokens = torch.cat((k[:, :, new], v[:, :, new]), dim=-1)
+    if old:
+        tokens = torch.cat((recent_kv[:, :, sinks + token[:old] % ring], tokens), dim=2)
+    if start < sinks:
+        recent_kv[:, :, start : min(sinks, end * size)] = tokens[:, :, : sinks - start]
+    blocks = tokens.unflatten(2, (-1, size)).permute(2, 0, 1, 3, 4)  # [n, rows, H, block_size, D]
+    ids = block_table[:, first:end].T.long()  # [n, rows]
+    if kv.shape[-1]:
+        if kv.dim() == 5:
+            kv.copy_(blocks)
+        else:
+            kv[ids] = blocks
+    usable = (token >= sinks).view(-1, 1, size).expand(-1, len(recent_kv), -1)
+    keys = blocks[..., : index.key_dim]
+    if index.bounds is not None:
+        index.bounds[ids] = key_metadata(keys, usable, index.bounds.shape[1], index.metadata)
+    if index.codes is not None:
+        at = index.channels.long()[None, :, :, None].expand(*blocks.shape[:4], -1)
+        labels = keys.gather(-1, at)
+        if index.qparams is None:
+            index.codes[ids] = labels
+        else:
+            index.codes[ids], index.qparams[ids] = quantise_labels(labels)
+    if index.means is not None:
+        place = first % index.span
+        earlier = max(start - max((first - place) * size, sinks), 0)  # tokens that the mean before is of
+        before = index.means.new_zeros(len(recent_kv), *index.means.shape[1:])
+        if earlier:
+            before = index.means[block_table[:, first - 1].long()]
+        count = torch.full((len(before),), earlier, device=k.device)
+        index.means[ids] = running_means(blocks, usable, before, count, first=place, span=index.span)

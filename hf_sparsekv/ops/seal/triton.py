@@ -1,4 +1,4 @@
-"""Move the oldest full block of the ring into the block pool: the kernels."""
+"""Move full blocks into the block pool, the oldest of the ring or those of a prompt: the kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .._operands import PagedKV, Rows, Table, Tokens, batch_and_head, operand, p
 from .._overlap import begin, launch
 from .._paged import load_row
 from .reference import MOST_HALF as _MOST_HALF
-from .reference import check
+from .reference import check, check_range
 
 TILE = 16  # tokens at once
 WIDE = 256  # channels of a key above which a program takes half as many tokens, with twice the warps
@@ -50,6 +50,191 @@ def _most(a, b):
 @triton.jit
 def _least(a, b):
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _read(p_old, k, p_k, p_v, v_token, b_new, b_from, o_c, m_c, SPLIT: tl.constexpr, PART: tl.constexpr):
+    """Columns ``o_c`` of some tokens: of the ring, or, where ``b_new``, new ones, number ``b_from`` of ``k`` and ``v``.
+
+    ``PART``: ``"k"`` or ``"v"`` if all these columns are of the one or the other.
+    """
+    m_c = m_c[None, :]
+    if k is None:
+        b_kv = tl.load(p_old + o_c[None, :], mask=m_c, other=0.0)
+    else:
+        m_new = b_new[:, None]
+        b_kv = tl.load(p_old + o_c[None, :], mask=m_c & ~m_new, other=0.0)
+        p_k = p_k + b_from[:, None] * k.token + o_c[None, :]
+        p_v = p_v + b_from[:, None] * v_token + (o_c - SPLIT)[None, :]
+        m_key = (o_c < SPLIT)[None, :]
+        if PART == "k":
+            b_one = tl.load(p_k, mask=m_c & m_new, other=0.0)
+        elif PART == "v":
+            b_one = tl.load(p_v, mask=m_c & m_new, other=0.0)
+        else:
+            b_one = tl.load(p_k, mask=m_c & m_new & m_key, other=0.0)
+            b_one = tl.where(m_key, b_one, tl.load(p_v, mask=m_c & m_new & ~m_key, other=0.0))
+        b_kv = tl.where(m_new, b_one, b_kv)
+    return b_kv
+
+
+@triton.jit
+def _seal_block(
+    recent,
+    p_row,
+    k,
+    p_k,
+    p_v,
+    v_token,
+    past,
+    sealed,
+    kv,
+    to,
+    physical_id,
+    i_batch,
+    i_head,
+    bounds,
+    channels,
+    codes,
+    qparams,
+    means,
+    scales,
+    ring,
+    sinks,
+    limit,
+    METADATA: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    SPLIT: tl.constexpr,
+    R: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """The block that begins at token ``sealed``: keys and values to block ``to``, the fields but means to their block.
+
+    Returns the sums of the keys and of the values that means count.
+    """
+    BK: tl.constexpr = padded(DK, 1)
+    BV: tl.constexpr = padded(DV, 1)
+    BR: tl.constexpr = padded(R, 1)
+    KEYS: tl.constexpr = "k" if SPLIT >= DK else "both"
+    at = sinks + sealed % ring  # the ring holds whole blocks: none wraps
+    o_k, o_v, o_r = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BR)
+    m_k, m_v, m_r = o_k < DK, o_v < DV, o_r < R
+    if codes is not None:
+        p_channel = row_ptr(channels, i_batch, i_head)
+        b_channel = tl.load(p_channel + o_r, mask=m_r, other=0)  # [BR]
+        if qparams is not None:
+            b_channel_2 = tl.load(p_channel + R + o_r, mask=m_r, other=0)  # [BR]
+    b_all_k, b_all_v = tl.zeros([BK], tl.float32), tl.zeros([BV], tl.float32)
+    for i_part in range(PARTS):
+        b_max = tl.full([BK], -1.0, tl.float32) * limit
+        b_min = tl.full([BK], 1.0, tl.float32) * limit
+        b_sum = tl.zeros([BK], tl.float32)
+        for i in range(BLOCK_SIZE // PARTS // BT):
+            o_t = i_part * (BLOCK_SIZE // PARTS) + i * BT + tl.arange(0, BT)
+            b_token = sealed + o_t
+            b_usable = b_token >= sinks
+            p_from = p_row + (at + o_t)[:, None].to(tl.int64) * recent.token
+            b_new, b_from = b_token >= past, (b_token - past).to(tl.int64)
+            b_k = _read(p_from, k, p_k, p_v, v_token, b_new, b_from, o_k, m_k, SPLIT, KEYS)  # [BT, BK]
+            b_v = _read(p_from, k, p_k, p_v, v_token, b_new, b_from, DK + o_v, m_v, SPLIT, "v")  # [BT, BV]
+            if kv is not None:
+                p_to = kv.ptr + to * kv.block + i_head * kv.head + o_t[:, None] * kv.token
+                b_kept_k, b_kept_v = b_k, b_v
+                if scales is not None:
+                    b_scale_k, b_scale_v = scale_of(b_k, m_k[None, :]), scale_of(b_v, m_v[None, :])
+                    b_kept_k, b_kept_v = encode(b_k, b_scale_k[:, None]), encode(b_v, b_scale_v[:, None])
+                    p_scale = scales.ptr + physical_id * scales.block + i_head * scales.head + o_t * scales.token
+                    tl.store(p_scale, b_scale_k)
+                    tl.store(p_scale + 1, b_scale_v)
+                tl.store(p_to + o_k[None, :], b_kept_k, mask=m_k[None, :])
+                tl.store(p_to + DK + o_v[None, :], b_kept_v, mask=m_v[None, :])
+            m_sink = (b_token < sinks)[:, None]
+            p_sink = p_row + b_token[:, None].to(tl.int64) * recent.token
+            tl.store(p_sink + o_k[None, :], b_k, mask=m_sink & m_k[None, :])
+            tl.store(p_sink + DK + o_v[None, :], b_v, mask=m_sink & m_v[None, :])
+            if means is not None:
+                b_all_k += tl.sum(tl.where(b_usable[:, None], b_k.to(tl.float32), 0.0), 0)
+                b_all_v += tl.sum(tl.where(b_usable[:, None], b_v.to(tl.float32), 0.0), 0)
+            if bounds is not None:
+                b_k = b_k.to(tl.float32)
+                b_sum += tl.sum(tl.where(b_usable[:, None], b_k, 0.0), 0)
+                b_max = _most(b_max, tl.reduce(tl.where(b_usable[:, None], b_k, -limit), 0, _most))
+                b_min = _least(b_min, tl.reduce(tl.where(b_usable[:, None], b_k, limit), 0, _least))
+            if codes is not None:
+                b_x = _read(p_from, k, p_k, p_v, v_token, b_new, b_from, b_channel, m_r, SPLIT, KEYS)  # [BT, BR]
+                p_code = codes.ptr + physical_id * codes.block + i_head * codes.head + o_t[:, None] * codes.token
+                if qparams is not None:
+                    b_x = _least(_most(b_x.to(tl.float32), -MOST_HALF), MOST_HALF)
+                    b_y = _read(p_from, k, p_k, p_v, v_token, b_new, b_from, b_channel_2, m_r, SPLIT, KEYS)
+                    b_y = _least(_most(b_y.to(tl.float32), -MOST_HALF), MOST_HALF)
+                    b_low = tl.where(m_r[None, :], _least(b_x, b_y), float("inf"))  # [BT, BR]
+                    b_low = tl.reduce(b_low, 1, _least)  # [BT]
+                    b_high = tl.where(m_r[None, :], _most(b_x, b_y), float("-inf"))
+                    b_high = tl.reduce(b_high, 1, _most)
+                    b_scale, b_zero = ((b_high - b_low) / 15.0).to(tl.float16), b_low.to(tl.float16)
+                    b_step = b_scale.to(tl.float32)
+                    b_step = tl.where(b_step == 0.0, 1.0, b_step)[:, None]
+                    b_x = tl.math.div_rn(b_x - b_zero.to(tl.float32)[:, None], b_step + tl.zeros_like(b_x))
+                    b_y = tl.math.div_rn(b_y - b_zero.to(tl.float32)[:, None], b_step + tl.zeros_like(b_y))
+                    b_x = tl.minimum(tl.maximum((b_x + ROUND) - ROUND, 0.0), 15.0).to(tl.int32)
+                    b_y = tl.minimum(tl.maximum((b_y + ROUND) - ROUND, 0.0), 15.0).to(tl.int32)
+                    tl.store(p_code + o_r[None, :], (b_x | (b_y << 4)).to(tl.uint8), mask=m_r[None, :])
+                    p_param = qparams.ptr + physical_id * qparams.block + i_head * qparams.head + o_t * qparams.token
+                    tl.store(p_param, b_scale)
+                    tl.store(p_param + 1, b_zero)
+                else:
+                    tl.store(p_code + o_r[None, :], b_x, mask=m_r[None, :])
+        if bounds is not None:
+            p_bound = bounds.ptr + physical_id * bounds.block + tl.full([], i_part, tl.int64) * bounds.part
+            p_bound += i_head * bounds.head + o_k
+            end = sealed + (i_part + 1) * (BLOCK_SIZE // PARTS)
+            count = tl.minimum(tl.maximum(end - sinks, 1), BLOCK_SIZE // PARTS).to(tl.float32)
+            b_first, b_second = b_max, b_min
+            if METADATA == "mean":
+                b_first = b_sum / count
+            elif METADATA == "cuboid_mean":
+                b_first = (b_max + b_min) / 2  # largest and least are of opposite sign where no key is usable
+                b_second = tl.zeros([BK], tl.float32)
+                for i in range(BLOCK_SIZE // PARTS // BT):  # the keys again, from the cache
+                    o_t = i_part * (BLOCK_SIZE // PARTS) + i * BT + tl.arange(0, BT)
+                    b_token = sealed + o_t
+                    p_from = p_row + (at + o_t)[:, None].to(tl.int64) * recent.token
+                    b_new, b_from = b_token >= past, (b_token - past).to(tl.int64)
+                    b_k = _read(p_from, k, p_k, p_v, v_token, b_new, b_from, o_k, m_k, SPLIT, KEYS).to(tl.float32)
+                    b_off = tl.where((b_token >= sinks)[:, None], tl.abs(b_k - b_first[None, :]), 0.0)
+                    b_second += tl.sum(b_off, 0)
+                b_second = b_second / count
+            tl.store(p_bound, b_first.to(bounds.ptr.dtype.element_ty), mask=m_k)
+            if METADATA != "mean":
+                tl.store(p_bound + bounds.side, b_second.to(bounds.ptr.dtype.element_ty), mask=m_k)
+    return b_all_k, b_all_v
+
+
+@triton.jit
+def _sums_before(means, p_table, i_head, before, DK: tl.constexpr, DV: tl.constexpr):
+    """Sums of the ``before`` tokens that are in the mean of the block before the one that ``p_table`` names."""
+    BK: tl.constexpr = padded(DK, 1)
+    BV: tl.constexpr = padded(DV, 1)
+    o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
+    last = tl.load(p_table - 1, mask=before > 0, other=0)
+    p_last = means.ptr + i_head * means.head + last.to(tl.int64) * means.block
+    b_k = tl.load(p_last + o_k, mask=(o_k < DK) & (before > 0), other=0.0).to(tl.float32)
+    b_v = tl.load(p_last + DK + o_v, mask=(o_v < DV) & (before > 0), other=0.0).to(tl.float32)
+    return b_k * before, b_v * before
+
+
+@triton.jit
+def _store_mean(means, physical_id, i_head, b_k, b_v, count, DK: tl.constexpr, DV: tl.constexpr):
+    """The mean of ``count`` tokens, of their sums."""
+    BK: tl.constexpr = padded(DK, 1)
+    BV: tl.constexpr = padded(DV, 1)
+    o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
+    p_mean = means.ptr + i_head * means.head + physical_id * means.block
+    tl.store(p_mean + o_k, (b_k / count).to(means.ptr.dtype.element_ty), mask=o_k < DK)
+    tl.store(p_mean + DK + o_v, (b_v / count).to(means.ptr.dtype.element_ty), mask=o_v < DV)
 
 
 @triton.jit(do_not_specialize=["rows", "after"])
@@ -90,111 +275,76 @@ def seal_kernel(
     physical_id = tl.load(p_table).to(tl.int64)
     if physical_id < 0:
         return
-    BK: tl.constexpr = padded(DK, 1)
-    BV: tl.constexpr = padded(DV, 1)
-    BR: tl.constexpr = padded(R, 1)
-    at = sinks + sealed % ring  # the ring holds whole blocks: none wraps
-    o_k, o_v, o_r = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BR)
-    m_k, m_v, m_r = o_k < DK, o_v < DV, o_r < R
     p_row = row_ptr(recent, i_batch, i_head)
-    if codes is not None:
-        p_channel = row_ptr(channels, i_batch, i_head)
-        b_channel = tl.load(p_channel + o_r, mask=m_r, other=0)  # [BR]
-        if qparams is not None:
-            b_channel_2 = tl.load(p_channel + R + o_r, mask=m_r, other=0)  # [BR]
-    b_all_k, b_all_v = tl.zeros([BK], tl.float32), tl.zeros([BV], tl.float32)
-    for i_part in range(PARTS):
-        b_max = tl.full([BK], -1.0, tl.float32) * limit
-        b_min = tl.full([BK], 1.0, tl.float32) * limit
-        b_sum = tl.zeros([BK], tl.float32)
-        for i in range(BLOCK_SIZE // PARTS // BT):
-            o_t = i_part * (BLOCK_SIZE // PARTS) + i * BT + tl.arange(0, BT)
-            b_token = sealed + o_t
-            b_usable = b_token >= sinks
-            p_from = p_row + (at + o_t)[:, None].to(tl.int64) * recent.token
-            b_k = tl.load(p_from + o_k[None, :], mask=m_k[None, :], other=0.0)  # [BT, BK]
-            b_v = tl.load(p_from + DK + o_v[None, :], mask=m_v[None, :], other=0.0)  # [BT, BV]
-            if kv is not None:
-                p_to = kv.ptr + physical_id * kv.block + i_head * kv.head + o_t[:, None] * kv.token
-                b_kept_k, b_kept_v = b_k, b_v
-                if scales is not None:
-                    b_scale_k, b_scale_v = scale_of(b_k, m_k[None, :]), scale_of(b_v, m_v[None, :])
-                    b_kept_k, b_kept_v = encode(b_k, b_scale_k[:, None]), encode(b_v, b_scale_v[:, None])
-                    p_scale = scales.ptr + physical_id * scales.block + i_head * scales.head + o_t * scales.token
-                    tl.store(p_scale, b_scale_k)
-                    tl.store(p_scale + 1, b_scale_v)
-                tl.store(p_to + o_k[None, :], b_kept_k, mask=m_k[None, :])
-                tl.store(p_to + DK + o_v[None, :], b_kept_v, mask=m_v[None, :])
-            m_sink = (b_token < sinks)[:, None]
-            p_sink = p_row + b_token[:, None].to(tl.int64) * recent.token
-            tl.store(p_sink + o_k[None, :], b_k, mask=m_sink & m_k[None, :])
-            tl.store(p_sink + DK + o_v[None, :], b_v, mask=m_sink & m_v[None, :])
-            if means is not None:
-                b_all_k += tl.sum(tl.where(b_usable[:, None], b_k.to(tl.float32), 0.0), 0)
-                b_all_v += tl.sum(tl.where(b_usable[:, None], b_v.to(tl.float32), 0.0), 0)
-            if bounds is not None:
-                b_k = b_k.to(tl.float32)
-                b_sum += tl.sum(tl.where(b_usable[:, None], b_k, 0.0), 0)
-                b_max = _most(b_max, tl.reduce(tl.where(b_usable[:, None], b_k, -limit), 0, _most))
-                b_min = _least(b_min, tl.reduce(tl.where(b_usable[:, None], b_k, limit), 0, _least))
-            if codes is not None:
-                b_x = tl.load(p_from + b_channel[None, :], mask=m_r[None, :], other=0.0)  # [BT, BR]
-                p_code = codes.ptr + physical_id * codes.block + i_head * codes.head + o_t[:, None] * codes.token
-                if qparams is not None:
-                    b_x = _least(_most(b_x.to(tl.float32), -MOST_HALF), MOST_HALF)
-                    b_y = tl.load(p_from + b_channel_2[None, :], mask=m_r[None, :], other=0.0).to(tl.float32)
-                    b_y = _least(_most(b_y, -MOST_HALF), MOST_HALF)
-                    b_low = tl.where(m_r[None, :], _least(b_x, b_y), float("inf"))  # [BT, BR]
-                    b_low = tl.reduce(b_low, 1, _least)  # [BT]
-                    b_high = tl.where(m_r[None, :], _most(b_x, b_y), float("-inf"))
-                    b_high = tl.reduce(b_high, 1, _most)
-                    b_scale, b_zero = ((b_high - b_low) / 15.0).to(tl.float16), b_low.to(tl.float16)
-                    b_step = b_scale.to(tl.float32)
-                    b_step = tl.where(b_step == 0.0, 1.0, b_step)[:, None]
-                    b_x = tl.math.div_rn(b_x - b_zero.to(tl.float32)[:, None], b_step + tl.zeros_like(b_x))
-                    b_y = tl.math.div_rn(b_y - b_zero.to(tl.float32)[:, None], b_step + tl.zeros_like(b_y))
-                    b_x = tl.minimum(tl.maximum((b_x + ROUND) - ROUND, 0.0), 15.0).to(tl.int32)
-                    b_y = tl.minimum(tl.maximum((b_y + ROUND) - ROUND, 0.0), 15.0).to(tl.int32)
-                    tl.store(p_code + o_r[None, :], (b_x | (b_y << 4)).to(tl.uint8), mask=m_r[None, :])
-                    p_param = qparams.ptr + physical_id * qparams.block + i_head * qparams.head + o_t * qparams.token
-                    tl.store(p_param, b_scale)
-                    tl.store(p_param + 1, b_zero)
-                else:
-                    tl.store(p_code + o_r[None, :], b_x, mask=m_r[None, :])
-        if bounds is not None:
-            p_bound = bounds.ptr + physical_id * bounds.block + tl.full([], i_part, tl.int64) * bounds.part
-            p_bound += i_head * bounds.head + o_k
-            end = sealed + (i_part + 1) * (BLOCK_SIZE // PARTS)
-            count = tl.minimum(tl.maximum(end - sinks, 1), BLOCK_SIZE // PARTS).to(tl.float32)
-            b_first, b_second = b_max, b_min
-            if METADATA == "mean":
-                b_first = b_sum / count
-            elif METADATA == "cuboid_mean":
-                b_first = (b_max + b_min) / 2  # largest and least are of opposite sign where no key is usable
-                b_second = tl.zeros([BK], tl.float32)
-                for i in range(BLOCK_SIZE // PARTS // BT):  # the keys again, from the cache
-                    o_t = i_part * (BLOCK_SIZE // PARTS) + i * BT + tl.arange(0, BT)
-                    p_from = p_row + (at + o_t)[:, None].to(tl.int64) * recent.token
-                    b_k = tl.load(p_from + o_k[None, :], mask=m_k[None, :], other=0.0).to(tl.float32)  # [BT, BK]
-                    b_off = tl.where((sealed + o_t >= sinks)[:, None], tl.abs(b_k - b_first[None, :]), 0.0)
-                    b_second += tl.sum(b_off, 0)
-                b_second = b_second / count
-            tl.store(p_bound, b_first.to(bounds.ptr.dtype.element_ty), mask=m_k)
-            if METADATA != "mean":
-                tl.store(p_bound + bounds.side, b_second.to(bounds.ptr.dtype.element_ty), mask=m_k)
+    b_k, b_v = _seal_block(
+        recent, p_row, None, None, None, 0, 0, sealed, kv, physical_id, physical_id, i_batch, i_head,
+        bounds, channels, codes, qparams, means, scales, ring, sinks, limit,
+        METADATA, BLOCK_SIZE, PARTS, DK, DV, DK, R, BT,
+    )  # fmt: skip
     if means is not None:
         start = tl.maximum((nth - nth % means.span) * BLOCK_SIZE, sinks)
         before = tl.maximum(sealed - start, 0)  # tokens that the mean before is of
-        last = tl.load(p_table - 1, mask=before > 0, other=0)
-        p_mean = means.ptr + i_head * means.head
-        p_last = p_mean + last.to(tl.int64) * means.block
+        b_before_k, b_before_v = _sums_before(means, p_table, i_head, before, DK, DV)
         count = tl.maximum(sealed + BLOCK_SIZE - start, 1).to(tl.float32)
-        b_k = tl.load(p_last + o_k, mask=m_k & (before > 0), other=0.0).to(tl.float32)
-        b_v = tl.load(p_last + DK + o_v, mask=m_v & (before > 0), other=0.0).to(tl.float32)
-        b_k, b_v = (b_k * before + b_all_k) / count, (b_v * before + b_all_v) / count
-        p_mean += physical_id * means.block
-        tl.store(p_mean + o_k, b_k.to(means.ptr.dtype.element_ty), mask=m_k)
-        tl.store(p_mean + DK + o_v, b_v.to(means.ptr.dtype.element_ty), mask=m_v)
+        _store_mean(means, physical_id, i_head, b_before_k + b_k, b_before_v + b_v, count, DK, DV)
+
+
+@triton.jit(do_not_specialize=["past", "first", "end", "rows"])
+def seal_range_kernel(
+    recent,
+    k,
+    v,
+    table,
+    kv,
+    bounds,
+    channels,
+    codes,
+    qparams,
+    means,
+    past,
+    first,
+    end,
+    rows,
+    ring,
+    sinks,
+    limit,
+    METADATA: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    SPLIT: tl.constexpr,
+    R: tl.constexpr,
+    SPAN: tl.constexpr,
+    STAGED: tl.constexpr,
+    BT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The blocks of one span of one row and KV head, in order: each one's mean is also of those before it."""
+    begin(PDL)
+    i_span = first // SPAN + tl.program_id(0)
+    i_batch, i_head = batch_and_head(tl.program_id(1), HEADS)
+    p_row, p_k, p_v = row_ptr(recent, i_batch, i_head), row_ptr(k, i_batch, i_head), row_ptr(v, i_batch, i_head)
+    begun, ended = tl.maximum(i_span * SPAN, first), tl.minimum((i_span + 1) * SPAN, end)
+    p_table = table.ptr + i_batch * table.row
+    if means is not None:
+        start = tl.maximum(i_span * SPAN * BLOCK_SIZE, sinks)
+        before = tl.maximum(begun * BLOCK_SIZE - start, 0)
+        b_all_k, b_all_v = _sums_before(means, p_table + begun, i_head, before, DK, DV)
+    for nth in range(begun, ended):
+        physical_id = tl.load(p_table + nth).to(tl.int64)
+        to = (nth - first).to(tl.int64) * rows + i_batch if STAGED else physical_id
+        b_k, b_v = _seal_block(
+            recent, p_row, k, p_k, p_v, v.token, past, nth * BLOCK_SIZE, kv, to, physical_id, i_batch, i_head,
+            bounds, channels, codes, qparams, means, None, ring, sinks, limit,
+            METADATA, BLOCK_SIZE, PARTS, DK, DV, SPLIT, R, BT,
+        )  # fmt: skip
+        if means is not None:
+            b_all_k += b_k
+            b_all_v += b_v
+            count = tl.maximum((nth + 1) * BLOCK_SIZE - start, 1).to(tl.float32)
+            _store_mean(means, physical_id, i_head, b_all_k, b_all_v, count, DK, DV)
 
 
 def seal(recent_kv, rows, after, sinks, block_table, kv, index):
@@ -233,6 +383,52 @@ def seal(recent_kv, rows, after, sinks, block_table, kv, index):
         DK=dk,
         DV=recent_kv.shape[3] - dk,
         R=0 if index.codes is None else index.codes.shape[-1],
+        BT=min(TILE // 2 if dk > WIDE else TILE, size // parts),
+        num_warps=8 if dk > WIDE else 4,
+    )
+
+
+def seal_range(recent_kv, k, v, past, first, end, sinks, block_table, kv, index):
+    """As ``reference.seal_range``."""
+    check_range(recent_kv, k, v, past, first, end, kv, index)
+    batch, heads, _, width = recent_kv.shape
+    size, dk, staged = kv.shape[-2], index.key_dim, kv.dim() == 5
+    require_dense_rows(recent_kv=recent_kv, k=k, v=v, block_table=block_table, kv=kv)
+    require_dense_rows(bounds=index.bounds, channels=index.channels, codes=index.codes, qparams=index.qparams)
+    require_dense_rows(means=index.means)
+    parts = 1 if index.bounds is None else index.bounds.shape[1]
+    span = 1 if index.means is None else index.span
+    launch(
+        seal_range_kernel,
+        ((end - 1) // span - first // span + 1, batch * heads),
+        recent_kv,
+        operand(Tokens, recent_kv),
+        operand(Tokens, k),
+        operand(Tokens, v),
+        operand(Table, block_table),
+        operand(PagedKV, kv.flatten(0, 1) if staged else kv) if kv.shape[-1] else None,
+        operand(Bounds, index.bounds),
+        operand(Rows, index.channels),
+        operand(PagedKV, index.codes),
+        operand(PagedKV, index.qparams),
+        None if index.means is None else Means(index.means, *index.means.stride()[:2], index.span),
+        past,
+        first,
+        end,
+        batch,
+        recent_kv.shape[2] - sinks,
+        sinks,
+        torch.finfo(recent_kv.dtype).max,
+        METADATA=index.metadata,
+        HEADS=heads,
+        BLOCK_SIZE=size,
+        PARTS=parts,
+        DK=dk,
+        DV=width - dk,
+        SPLIT=k.shape[3],
+        R=0 if index.codes is None else index.codes.shape[-1],
+        SPAN=span,
+        STAGED=staged,
         BT=min(TILE // 2 if dk > WIDE else TILE, size // parts),
         num_warps=8 if dk > WIDE else 4,
     )
