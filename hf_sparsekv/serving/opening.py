@@ -90,7 +90,7 @@ def opened(
     rows = cache.rows(serving.max_rows, max_length)
     stack.callback(cache.reset)
     row, vocabulary = first_row(model, rows, max_length)
-    blocks = reserve(model, cache, settings.offload, serving, max_length, ranks)
+    blocks = reserve(model, cache, serving, max_length, ranks)
     if runner_of(model) is None:
         rows.leave(row)
     else:
@@ -103,7 +103,6 @@ def opened(
 def reserve(
     model: PreTrainedModel,
     cache: SparseCache,
-    offload: OffloadConfig | None,
     serving: ServingConfig,
     max_length: int,
     ranks: Ranks | None,
@@ -121,10 +120,10 @@ def reserve(
         free = SHARE * torch.cuda.mem_get_info(model.device)[0]
     else:
         free = CPU_SHARE * psutil.virtual_memory().available / (1 if ranks is None else ranks.size)
-        device, host = device + host, 0.0
+        device += host
     fits = [int(free / device)]
-    if offload is not None:
-        fits.append(int(0.98 * (cache.budget.limit - cache.budget.used) / max(host, 1.0)) if host else most)
+    if host:
+        fits.append(int(0.98 * (cache.budget.limit - cache.budget.used) / host))
     if ranks is not None:
         fits = ranks.least(fits)
     blocks = min(most, *fits)

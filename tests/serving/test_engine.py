@@ -253,6 +253,16 @@ def test_what_would_never_fit_is_refused():
         Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, replace(SERVING, max_tokens=1 << 50))
 
 
+def test_an_engine_takes_the_host_memory_that_it_may(expected):
+    """On a CPU, too, where keys and values of all places are in one memory."""
+    offload = OffloadConfig(max_host_bytes=600_000)
+    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), offload, SERVING) as engine:
+        assert 400_000 < engine.stats().host_bytes <= 600_000
+        handles = [engine.submit(ids_of(300, seed), greedy(20)) for seed in range(4)]  # one after another
+        assert [list(one.result(30).token_ids) for one in handles] == [expected(300, seed, 20) for seed in range(4)]
+        quiet(engine)
+
+
 def test_requests_wait_for_memory(expected):
     serving = replace(SERVING, max_tokens=200)
     with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, serving) as engine:
