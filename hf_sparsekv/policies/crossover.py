@@ -46,8 +46,8 @@ class Rule:
         return max(0, int(self.row_tokens + self.fixed_bytes / (batch * width)))
 
 
-# One layer of 32 query and 8 KV heads of 128 channels, bf16, in captured steps, 1 and 8 rows of 32k and 128k tokens
-# (benchmarks/results/operator.csv). Exact names: parts of a GPU (MIG) have names of their own, and other rates.
+# One layer of 32 query and 8 KV heads of 128 channels, bf16, in captured steps. The H200's: 1 and 8 rows of 32k and
+# 128k tokens (benchmarks/results/operator.csv). Exact names: parts of a GPU (MIG) have names of their own, and other rates.
 MEASURED = "NVIDIA H200"
 BUILT_IN: dict[str, dict[str, Rule]] = {
     MEASURED: {
@@ -62,6 +62,13 @@ BUILT_IN: dict[str, dict[str, Rule]] = {
         "block_only:mla": Rule(28.6e6, -16280),
         "token_only:mla": Rule(147e6, 8072),
         "predictive:mla": Rule(9.77e6, 13110),
+    },
+    # By calibrate-device; its times are in tests/test_crossover_table.py.
+    "NVIDIA H100 80GB HBM3": {
+        "two_level": Rule(57.7e6, 47),
+        "two_level:lag": Rule(32.0e6, 1142),
+        "block_only": Rule(11.1e6, 1248),
+        "token_only": Rule(57.7e6, 47),
     },
 }
 

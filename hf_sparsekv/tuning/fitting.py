@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from itertools import pairwise, product
 
 import numpy as np
 
@@ -25,7 +27,9 @@ def fit(timings: list[Timing], width: int, methods: tuple[str, ...] = METHODS) -
     """The rule of each method that was measured; without one: a method that gains nothing with the length.
 
     The difference between both times is taken as linear in 1, rows and tokens, and fitted relative to the times, so
-    that the large shapes, where nobody doubts what is quicker, do not decide.
+    that the large shapes, where nobody doubts what is quicker, do not decide. It is not quite linear (beyond some
+    length tokens are chosen in another way), so where that rule chooses a step that takes longer, the nearest one is
+    taken by which the worst choice costs least.
 
     Args:
         timings: several batches and lengths.
@@ -46,8 +50,35 @@ def fit(timings: list[Timing], width: int, methods: tuple[str, ...] = METHODS) -
         weight = 1 / np.array([t.dense + t.sparse[method] for t in timings])
         fixed, row, token = np.linalg.lstsq(features * weight[:, None], gain * weight, rcond=None)[0]
         if token > 0:
-            rules[method] = Rule(float(-fixed / token * width), float(-row / token))
+            rule = Rule(float(-fixed / token * width), float(-row / token))
+            rules[method] = _least_wrong(rule, timings, method, width)
     return rules
+
+
+def _least_wrong(rule: Rule, timings: list[Timing], method: str, width: int) -> Rule:
+    """The rule by which the worst choice among the timings costs least; of equal ones the nearest to ``rule``.
+
+    A rule is told by where it changes sides with the fewest rows and with the most: between two lengths that were
+    measured there, or before or behind all.
+    """
+
+    def cost(one: Rule) -> float:
+        return max(wrong_by(one, t, method, width) for t in timings)
+
+    few, many = (pick(t.batch for t in timings) for pick in (min, max))
+
+    def changes(batch: int) -> list[float]:
+        found = sorted({float(t.tokens) for t in timings if t.batch == batch})
+        return [found[0] / 2, *((a + b) / 2 for a, b in pairwise(found)), found[-1] * 1.5]
+
+    best, least = rule, (cost(rule), 0.0)
+    for first, last in product(changes(few), changes(many)):
+        fixed = (first - last) / (1 / few - 1 / many)  # tokens
+        other = Rule(fixed * width, first - fixed / few)
+        apart = sum(abs(math.log((other.tokens(n, width) + 1) / (rule.tokens(n, width) + 1))) for n in (few, many))
+        if (found := (round(cost(other), 3), apart)) < (round(least[0], 3), least[1]):
+            best, least = other, found
+    return best
 
 
 def wrong_by(rule: Rule, timing: Timing, method: str, width: int) -> float:
