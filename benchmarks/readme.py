@@ -138,6 +138,16 @@ SYSTEMS = (
     ("segments", "+ layer segments (offloaded, as it comes)"),
 )
 
+# Captured steps, by GPU (name, device in the rows), and variants of one column: (what it is, variants).
+GPUS = (("H200", GPU), ("H100", "NVIDIA H100 80GB HBM3"))
+GPU_SHAPES = ((1, 8 * K), (1, 32 * K), (1, 128 * K), (4, 32 * K), (8, 32 * K))
+GPU_COLUMNS = (
+    ("read everything", "limit"),
+    ("dense", "captured_dense+fused"),
+    ("the default", "token_only+fused"),
+    ("`AsyncPredictiveCache`", ("predictive+fused", "predictive:layer:in+fused")),
+)
+
 # Of quantised weights (benchmarks/weights.py): tokens of the prompt, shapes of the columns.
 WEIGHTS_PROMPT = 600
 WEIGHTS_SHAPES = ((1, 32 * K), (8, 32 * K))
@@ -277,29 +287,47 @@ def needles() -> str:
 def traces() -> str:
     """Requests of traces: every system's newest row of each trace that it has been given; times of what it finished."""
     found: dict[tuple[str, str], dict[str, float]] = {}
+    commits: dict[tuple[str, str], str] = {}
     for row in read("serving.csv", GPU):
         system, *parts = row["variant"].split(":")
         trace = ":".join(part for part in parts if part.split("=")[0] in ("rate", "out", "seed"))
         if row["case"] == CASE and "rate=" in trace:
             found.setdefault((trace, system), {})[row["metric"]] = float(row["value"])
+            commits[trace, system] = row["commit"]
     lines = [
-        "| trace | system | tokens/s | first token, s: mean, p50, p99 | between tokens, ms: p50, p99 | waited, s |",
-        "|---|---|---|---|---|---|",
+        "| trace | system | tokens/s | first token, s: mean, p50, p99 | between tokens, ms: p50, p99 | waited, s "
+        "| commit |",
+        "|---|---|---|---|---|---|---|",
     ]
     order = {name: i for i, (name, _) in enumerate(SYSTEMS)}
     for trace, system in sorted(found, key=lambda key: (key[0], order[key[1]])):
         cells = found[trace, system]
         left = f"{cells['failed']:.0f} of {cells['requests']:.0f} not finished" if cells["failed"] else ""
         if 2 * cells["failed"] > cells["requests"]:  # what has been finished says little
-            lines.append(f"| {trace} | {dict(SYSTEMS)[system]} | {left} | | | |")
+            lines.append(f"| {trace} | {dict(SYSTEMS)[system]} | {left} | | | | {commits[trace, system]} |")
             continue
         left = f" ({left})" * bool(left)
         first = ", ".join(f"{cells[f'ttft_s:{kind}']:.1f}" for kind in ("mean", "p50", "p99"))
         between_ms = ", ".join(f"{cells[f'between_ms:{kind}']:.1f}" for kind in ("p50", "p99"))
         lines.append(
             f"| {trace} | {dict(SYSTEMS)[system]} | {cells['tokens_per_s']:.0f}{left} | {first} | {between_ms} | "
-            f"{cells['queued_s:mean']:.1f} |"
+            f"{cells['queued_s:mean']:.1f} | {commits[trace, system]} |"
         )
+    return "\n".join(lines)
+
+
+def gpus() -> str:
+    """Milliseconds of a captured step on each GPU."""
+    lines = [
+        f"| GPU | batch x context | {' | '.join(about for about, _ in GPU_COLUMNS)} |",
+        "|---" * (2 + len(GPU_COLUMNS)) + "|",
+    ]
+    for name, device in GPUS:
+        rows = read("step.csv", device)
+        for batch, context in GPU_SHAPES:
+            found = [newest(rows, variants, "step_ms", batch, context, CASE) for _, variants in GPU_COLUMNS]
+            cells = [UNKNOWN if value is None else f"{value:.2f}" for value in found]
+            lines.append(f"| {name} | {batch} x {context // K}k | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -339,7 +367,7 @@ PAGES = {
     "README.md": {"speed": speed, "presets": presets},
     "docs/presets.md": {"all-presets": all_presets},
     "docs/serving.md": {"traces": traces},
-    "docs/hardware.md": {"weights": weights},
+    "docs/hardware.md": {"gpus": gpus, "weights": weights},
     "docs/accuracy.md": {"presets": presets, "methods": methods, "text": text, "needles": needles},
 }
 

@@ -47,7 +47,8 @@ class Rule:
 
 
 # One layer of 32 query and 8 KV heads of 128 channels, bf16, in captured steps. The H200's: 1 and 8 rows of 32k and
-# 128k tokens (benchmarks/results/operator.csv). Exact names: parts of a GPU (MIG) have names of their own, and other rates.
+# 128k tokens (benchmarks/results/operator.csv). Exact names: parts of a GPU (MIG) have names of their own, and other
+# rates.
 MEASURED = "NVIDIA H200"
 BUILT_IN: dict[str, dict[str, Rule]] = {
     MEASURED: {
