@@ -88,6 +88,7 @@ FORKING = (
     "test_deploy.py",
     "test_main.py",
     "test_soak.py",
+    "test_kernels.py",
     "test_parallel.py",
 )
 
