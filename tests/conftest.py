@@ -87,6 +87,9 @@ FORKING = (
     "test_serve_command.py",
     "test_deploy.py",
     "test_main.py",
+    "test_soak.py",
+    "test_kernels.py",
+    "test_parallel.py",
 )
 
 

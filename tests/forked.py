@@ -15,7 +15,9 @@ import subprocess
 import sys
 import threading
 
-IMPORTED = ["hf_sparsekv", "hf_sparsekv.cli.app", "hf_sparsekv.serving.engine", "transformers.models.llama"]
+import pytest
+
+IMPORTED = ["pytest", "hf_sparsekv", "hf_sparsekv.cli.app", "hf_sparsekv.serving.engine", "transformers.models.llama"]
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(IMPORTED)
@@ -62,14 +64,10 @@ class Popen:
         err = out if merged else _context.Pipe(duplex=False)
         given = list(map(str, argv)), here, str(cwd or os.getcwd()), out[1], err[1]
         self._process = _context.Process(target=_become, args=given, daemon=True)
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the one that is forked: a GPU that it has used is lost to the rest
-        try:
+        with pytest.MonkeyPatch.context() as patch:  # for the one that is forked
+            patch.setenv("CUDA_VISIBLE_DEVICES", "")  # a GPU that it had used would be lost to the rest
+            patch.setenv("TRITON_INTERPRET", "0")  # some compile kernels
             self._process.start()
-        finally:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-            if hidden is not None:
-                os.environ["CUDA_VISIBLE_DEVICES"] = hidden
         files = []
         for read, write in (out,) if merged else (out, err):
             write.close()

@@ -1,6 +1,6 @@
 """Triton's interpreter without work whose result it throws away, or has already, and with a GPU's maximum.
 
-Tests of kernels take a third of the time so. What an operation of a kernel computes stays Triton's. Triton 3.7.1:
+Tests of kernels take a sixth of the time so. What an operation of a kernel computes stays Triton's. Triton 3.7.1:
 
 * every call of a jitted function by another looks through all members of ``triton.language`` for what to replace,
   which the launch has done (half the time where kernels are made of small functions);

@@ -82,6 +82,7 @@ def rounds(net, ours, theirs, seed: int = 0, n: int = 9, batch: int = 1) -> floa
     return worst
 
 
+@pytest.mark.pairwise(once=("name",))
 @pytest.mark.parametrize("net", ["llama", "gemma3", "glm4-moe-lite"])
 @pytest.mark.parametrize("name", SPARSE)
 def test_a_pass_is_as_many_steps(name, net):
@@ -227,6 +228,7 @@ def test_where_a_step_is_dense_a_pass_is_exact():
 # ---------------------------------------------------------------------- generate()
 
 
+@pytest.mark.pairwise(once=("name",))
 @pytest.mark.parametrize("net", ["llama", "gemma3", "glm4-moe-lite"])
 @pytest.mark.parametrize("name", SPARSE)
 def test_prompt_lookup_with_everything_chosen_is_plain_text(name, net):

@@ -63,6 +63,7 @@ def test_room_of_a_graph():
     assert draft_width(2, 2) == 2
 
 
+@pytest.mark.pairwise(once=("name",))
 @pytest.mark.parametrize("net", ["llama", "glm4-moe-lite"])
 @pytest.mark.parametrize("name", TOGETHER)
 def test_captured_passes_are_eager_ones(name, net):
@@ -140,6 +141,7 @@ def test_a_short_crop_is_a_change_of_the_table_alone(monkeypatch):
     assert cache.get_seq_length() == 167
 
 
+@pytest.mark.pairwise(once=("name",))
 @pytest.mark.parametrize("name", ["host-default", "device-default"])
 @pytest.mark.parametrize("window", [1, 12, 32])
 @pytest.mark.parametrize("max_draft", [1, 20, 40])

@@ -113,12 +113,17 @@ def test_texts_that_end_early(late, name, sample, padded, kept):
     assert len(late) == 2 + kept, "the second model's loops, and no others, ran ahead"
 
 
+@pytest.fixture(scope="module")
+def its_end() -> list[int]:
+    """The token that ends the text of the next test's prompt half-way."""
+    return ended(imitated("llama")[0], prompt(1, 90), 24, 1)
+
+
 @pytest.mark.parametrize("cache", sorted(ALL))
-def test_every_cache_gives_the_token_back(late, cache):
+def test_every_cache_gives_the_token_back(its_end, late, cache):
     """What a text's end has taken back is not there in what follows."""
     waiting, running = pair("llama")
-    inputs = prompt(1, 90)
-    eos = ended(waiting, inputs, 24, 1)
+    inputs, eos = prompt(1, 90), its_end
     found = []
     for net in (waiting, running):
         mine = ALL[cache](**FULL)  # exact: what was chosen for that token may be noticed otherwise

@@ -11,11 +11,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # What takes the time, made shorter: nothing else is changed.
 SHORTER = {
-    "first_steps": {"length=1500": "length=900"},
+    "first_steps": {"length=1500": "length=700", ": 24, ": ": 12, "},
     "choose_settings": {
-        "context, tokens, count = 1200, 12, 2": "context, tokens, count = 700, 6, 1",
+        "context, tokens, count = 1200, 12, 2": "context, tokens, count = 500, 4, 1",
         "budgets = (64, 128, 256, 512)": "budgets = (64, 256)",
-        "length=1200": "length=700",
+        "depths = (0.2, 0.8)": "depths = (0.2,)",
+        "length=1200": "length=500",
+        "(None, 64, 256)": "(None, 64)",
+        "max_new_tokens=16": "max_new_tokens=8",
     },
 }
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from caches import FULL, TIGHT, two_level
@@ -87,22 +89,40 @@ os._exit(0)
 
 def test_tensor_parallel(tmp_path):
     """Every rank caches and selects for its own KV heads: the same text as in one process."""
-    run_ranks(tmp_path, RANKS, "")
+    command, environment = ranks(tmp_path, RANKS)
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = str(one.getsockname()[1])
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}
+    both = [forked.merged(command, {**environment, "RANK": str(i), "LOCAL_RANK": str(i)}) for i in range(2)]
+    try:
+        said = [process.communicate(240)[0] for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert [process.returncode for process in both] == [0, 0], said
+    assert ["is done" in each for each in said] == [True, True]
 
 
-def run_ranks(tmp_path: Path, code: str, devices: str | None) -> None:
-    """Two processes run ``code``, started by torchrun; ``devices``: the GPUs that they see, None: all."""
+def ranks(tmp_path: Path, code: str) -> tuple[list[str], dict[str, str]]:
+    """What runs ``code`` on a saved model, and its environment."""
     build("llama", "sparsekv", vocab_size=98).save_pretrained(tmp_path / "model")
     (tmp_path / "ranks.py").write_text(code)
-    seen = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
     here = Path(__file__).parent
     paths = [str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    return [str(tmp_path / "ranks.py"), str(tmp_path / "model")], environment
+
+
+def run_on_gpus(tmp_path: Path, code: str) -> None:
+    """Two processes run ``code``, started by torchrun."""
+    command, environment = ranks(tmp_path, code)
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
-            *(str(tmp_path / "ranks.py"), str(tmp_path / "model")),
+            *command,
         ],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **seen},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=240,
@@ -156,7 +176,7 @@ def test_tensor_parallel_captured(tmp_path):
     """Two GPUs: steps with NCCL's sums are replayed, and give the text of one GPU."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    run_ranks(tmp_path, CAPTURED_RANKS, None)
+    run_on_gpus(tmp_path, CAPTURED_RANKS)
 
 
 # ---------------------------------------------------------------------- several GPUs

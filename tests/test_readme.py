@@ -108,13 +108,15 @@ def test_the_citation_is_of_this_version():
 
 @pytest.mark.small_model
 def test_the_snippet_runs_as_it_stands(small_model_dir, tmp_path, monkeypatch, capsys):
-    """On another model and file; nothing else is changed."""
+    """On another model and file, and not for so long; nothing else is changed."""
     code = re.search(r"```python\n(.*?)```", TEXT, re.S).group(1)
-    assert code.count('"Qwen/Qwen3-8B"') == code.count('"long.txt"') == 1
+    assert code.count('"Qwen/Qwen3-8B"') == code.count('"long.txt"') == code.count("max_new_tokens=200") == 1
     text = python_reference()
     told = "It was decided that the harvest festival moves to the town of Brindlewick.\n\n"
     (tmp_path / "long.txt").write_text(text[5000:8000] + "\n\n" + told + text[9000:12_000])
-    code = code.replace('"Qwen/Qwen3-8B"', repr(str(small_model_dir)))
+    code = code.replace('"Qwen/Qwen3-8B"', repr(str(small_model_dir))).replace(
+        "max_new_tokens=200", "max_new_tokens=30"
+    )
     made: list[SparseCache] = []
     new_cache = generating.new_cache
     monkeypatch.setattr(generating, "new_cache", lambda *given: made.append(new_cache(*given)) or made[-1])

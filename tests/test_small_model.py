@@ -28,7 +28,7 @@ def everything(offload: bool = True) -> OffloadedSparseCache:
 def test_greedy_text_equals_dense(small):
     model, tokenizer = small
     inputs = tokenizer(python_reference()[40_000:41_800], return_tensors="pt")
-    go = {"do_sample": False, "max_new_tokens": 28, "pad_token_id": 0}
+    go = {"do_sample": False, "max_new_tokens": 14, "pad_token_id": 0}
     with attention(model, "sdpa"):
         expected = model.generate(**inputs, **go)
     for offload in (True, False):
@@ -43,7 +43,7 @@ def test_padded_batch_equals_dense(small):
     parts = [text[100:1500], text[9000:9400], text[70_000:70_800]]
     tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.pad_token or tokenizer.eos_token
     inputs = tokenizer(parts, return_tensors="pt", padding=True)
-    go = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
+    go = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": 0}
     with attention(model, "sdpa"):
         expected = model.generate(**inputs, **go)
     assert torch.equal(model.generate(**inputs, past_key_values=everything(), **go), expected)

@@ -8,10 +8,11 @@ import inspect
 import json
 import os
 import pkgutil
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
+import forked
 import pytest
 import torch
 
@@ -46,11 +47,11 @@ def operators() -> list:
     return found
 
 
-def compiled(script: str) -> subprocess.CompletedProcess:
+def compiled(script: str) -> CompletedProcess:
     """What a script beside this file says where Triton compiles instead of interpreting."""
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     here = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path}
-    return subprocess.run([sys.executable, Path(__file__).with_name(script)], capture_output=True, text=True, env=here)
+    return forked.run([str(Path(__file__).with_name(script))], env=here)
 
 
 def test_all_compile():

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+import subprocess
 from pathlib import Path
 
+import forked
 import pytest
 from models import build
 from tokenizers_made import byte_level
 
 from benchmarks.report import Report
+from benchmarks.serving import soak
 from benchmarks.serving.soak import Seen, Soak, arguments, main
 
 STATES = ("running", "waiting", "held", "prefilling")
@@ -17,8 +20,19 @@ COUNTS = ("requests", "requests_finished", "requests_cancelled", "requests_faile
 IDLE = {**{f"requests_{state}": 0.0 for state in STATES}, **{f"{name}_total": 0.0 for name in COUNTS}}
 
 
+class Forking:
+    """``subprocess`` as the server is begun with it."""
+
+    PIPE, DEVNULL, TimeoutExpired = subprocess.PIPE, subprocess.DEVNULL, subprocess.TimeoutExpired
+
+    @staticmethod
+    def Popen(command: list[str], *, env: dict[str, str], **_) -> forked.Popen:
+        return forked.Popen(command[1:], env)
+
+
 def test_a_few_seconds_of_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setattr(soak, "subprocess", Forking)
     tokenizer = byte_level()
     build(
         "llama", "sdpa", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, max_position_embeddings=3072
@@ -32,11 +46,11 @@ def test_a_few_seconds_of_it(tmp_path, capsys, monkeypatch):
 
 
 def judged(seen: list[Seen]) -> list[str]:
-    soak = Soak("http://127.0.0.1:1", arguments().parse_args([]), random.Random(0))
-    soak.seen = seen
+    judge = Soak("http://127.0.0.1:1", arguments().parse_args([]), random.Random(0))
+    judge.seen = seen
     with Report("serving", "tiny", None, None) as report, report.measuring(1, 0, "soak"):
-        soak.judge(report)
-    return soak.wrong
+        judge.judge(report)
+    return judge.wrong
 
 
 @pytest.mark.parametrize(
