@@ -1,6 +1,7 @@
 """What a prompt costs, whole and in chunks: milliseconds until its launches return, and until they are done.
 
     python -m benchmarks.probes.prompt_chunks [--model qwen3-8b] [--length 18k] [--chunk 2k] [--offload]
+    python -m benchmarks.probes.prompt_chunks --length 32k --chunk 32k --kernels     # where the GPU's time goes
 
 Random weights, no other request. The first pass of a process compiles kernels and makes cuDNN's plans, so each is made
 three times, each time into a new cache. Where both times are alike, the GPU waits for the host.
@@ -10,8 +11,11 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections import Counter
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TwoLevelConfig, optimize, unoptimize
@@ -46,12 +50,30 @@ def report(name: str, model, make, length: int, chunk: int) -> None:
         print(f"{name:6} {tokens:6} tokens, whole       : {host:7.1f} {both:7.1f} ms", flush=True)
 
 
+def show_kernels(model, cache, length: int, chunk: int) -> None:
+    """Milliseconds and launches of each kernel in the last chunk of a prompt, the longest first."""
+    for _ in range(chunk, length, chunk):
+        passed(model, cache, chunk)
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        passed(model, cache, chunk)
+    kernels: Counter[str] = Counter()
+    launches: Counter[str] = Counter()
+    for event in found.events():
+        if event.device_type == DeviceType.CUDA:
+            kernels[event.name] += event.time_range.elapsed_us() / 1e3
+            launches[event.name] += 1
+    print(f"{launches.total()} kernels, {kernels.total():.1f} ms")
+    for name, ms in kernels.most_common(24):
+        print(f"{ms:9.2f} ms {launches[name]:5} x {name[:120]}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=parse_model, default="qwen3-8b")
     parser.add_argument("--length", type=parse_tokens, default=18 * 1024, metavar="TOKENS")
     parser.add_argument("--chunk", type=parse_tokens, default=2048, metavar="TOKENS")
     parser.add_argument("--offload", action="store_true", help="ours keeps full blocks in host memory")
+    parser.add_argument("--kernels", action="store_true", help="of ours: how long each kernel takes, in the last chunk")
     args = parser.parse_args()
     model = random_model(known_config(args.model), torch.bfloat16, torch.device("cuda"))
     print(torch.cuda.get_device_name())
@@ -59,7 +81,13 @@ def main() -> None:
     model.set_attn_implementation("sparsekv")
     optimize(model)
     offload = OffloadConfig() if args.offload else None
-    report("ours", model, lambda: OffloadedSparseCache(TwoLevelConfig(), offload), args.length, args.chunk)
+
+    def made() -> OffloadedSparseCache:
+        return OffloadedSparseCache(TwoLevelConfig(), offload)
+
+    report("ours", model, made, args.length, args.chunk)
+    if args.kernels:
+        show_kernels(model, made(), args.length, args.chunk)
     unoptimize(model)
 
 
