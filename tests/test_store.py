@@ -11,12 +11,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from lazy_copy_streams import imitate
 
 from hf_sparsekv import OffloadConfig, SparseConfig
 from hf_sparsekv.kv.block_ids import BlockIds
 from hf_sparsekv.kv.pool import BlockPool, HostBudget, bucket
 from hf_sparsekv.kv.row_table import RowTable
 from hf_sparsekv.kv.store import LayerStore, ring_tokens
+from hf_sparsekv.offload.copy_streams import CopyStreams
 from hf_sparsekv.ops.seal import Index, key_bounds
 from hf_sparsekv.types import AttentionParams
 
@@ -61,9 +63,9 @@ class Plain:
         return new
 
 
-def make_store(config, budget, batch, expected=1) -> LayerStore:
+def make_store(config, budget, batch, expected=1, **more) -> LayerStore:
     like = torch.zeros(batch, HEADS, expected, KEY), torch.zeros(batch, HEADS, expected, VALUE)
-    store = LayerStore(*like, config, budget, RowTable(config))
+    store = LayerStore(*like, config, budget, RowTable(config), **more)
     store.pool.add_field("bounds", (1, HEADS, 2, KEY), store.dtype)
     return store
 
@@ -148,11 +150,11 @@ class Stores(RuleBasedStateMachine):
         pads = torch.tensor(data.draw(st.lists(st.integers(0, n), min_size=store.batch, max_size=store.batch)))
         return k, v, torch.arange(n) >= pads[:, None]
 
-    @rule(data=st.data(), n=st.integers(1, 150))
-    def extend(self, data, n):
+    @rule(data=st.data(), n=st.integers(1, 150), fused=st.booleans())
+    def extend(self, data, n, fused):
         store, plain = self.pick(data)
         new = self.tokens(data, store, n)
-        store.extend(*new, Probe(self.config.sinks))
+        store.extend(*new, Probe(self.config.sinks, fused))
         plain.add(*new)
         self.sealed_in_time(store)
 
@@ -210,11 +212,14 @@ class Stores(RuleBasedStateMachine):
         store.table_of_rows.clear()
         plain.keep(0)
 
-    @rule(data=st.data())
-    def reindex(self, data):
+    @rule(data=st.data(), fused=st.booleans())
+    def reindex(self, data, fused):
         store, _ = self.pick(data)
         if store.full_blocks:
-            store.reindex(Probe(self.config.sinks))
+            store.table_of_rows.unshare()  # what others hold is not indexed again
+            for ids, sealed in zip(store.block_table.long(), store.held.sealed):
+                store.pool.fields["bounds"][ids[:sealed]] = torch.nan
+            store.reindex(Probe(self.config.sinks, fused))
 
     @invariant()
     def all_is_well(self):
@@ -267,6 +272,27 @@ def test_buckets():
     assert all(size <= max(16, 1.25 * n + 1) for n, size in enumerate(sizes, 1))
     copied = sum(a for a, b in zip(sorted(set(sizes)), sorted(set(sizes))[1:]) if b)
     assert copied < 6 * 5000, "growing item by item must copy each item a few times only"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_block_that_a_step_seals_can_be_read_at_once(monkeypatch, fused):
+    """A pass over drafts seals and attends several times: what it seals does not go by a copy stream."""
+    imitate(monkeypatch)
+    budget = HostBudget(OffloadConfig(max_host_bytes=1 << 24))
+    store, plain = make_store(CONFIG, budget, 2, copy_streams=CopyStreams()), Plain(2)
+    new = torch.randn(2, HEADS, 100, KEY), torch.randn(2, HEADS, 100, VALUE)
+    store.extend(*new, None, Probe(CONFIG.sinks, fused))
+    plain.add(*new, None)
+    assert store._saved is not None, "of prompts blocks do"
+    store.wait_for_copies()
+    before = store.full_blocks
+    for _ in range(40):
+        new = torch.randn(2, HEADS, 1, KEY), torch.randn(2, HEADS, 1, VALUE)
+        store.append(*new)
+        plain.add(*new, None)
+        store.seal_due(Probe(CONFIG.sinks, fused))
+        check_attention(store, plain)
+    assert store.full_blocks > before + 1
 
 
 def test_churn_does_not_grow_the_pool():
