@@ -295,6 +295,23 @@ def test_a_block_that_a_step_seals_can_be_read_at_once(monkeypatch, fused):
     assert store.full_blocks > before + 1
 
 
+def test_blocks_of_a_prompt_go_to_the_host_in_one_piece(monkeypatch):
+    """They follow each other in the pool, rows beside each other: one large copy, not one for each."""
+    imitate(monkeypatch)
+    wrote, write = [], BlockPool.write
+
+    def note(self, ids, kv, first=None):
+        wrote.append((first, ids.tolist()))
+        write(self, ids, kv, first)
+
+    monkeypatch.setattr(BlockPool, "write", note)
+    store = make_store(CONFIG, HostBudget(OffloadConfig(max_host_bytes=1 << 24)), 2, copy_streams=CopyStreams())
+    fill(store, 100)
+    store.wait_for_copies()
+    assert [first for first, _ in wrote] == [0]
+    assert wrote[0][1] == list(range(2 * store.full_blocks))
+
+
 def test_churn_does_not_grow_the_pool():
     """Beams that die leave their physical blocks to be found again."""
     store = make_store(CONFIG, None, 4)
