@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -293,6 +294,31 @@ def test_a_block_that_a_step_seals_can_be_read_at_once(monkeypatch, fused):
         store.seal_due(Probe(CONFIG.sinks, fused))
         check_attention(store, plain)
     assert store.full_blocks > before + 1
+
+
+def test_labels_are_of_the_channels_of_their_row():
+    """Rows of different lengths are sealed one by one, and indexed again so, each with channels of its own."""
+    store = make_store(CONFIG, None, 3)
+    store.pool.add_field("codes", (HEADS, SIZE, 2), store.dtype)
+    k, v = torch.randn(3, HEADS, 120, KEY), torch.randn(3, HEADS, 120, VALUE)
+    valid = torch.arange(120) >= torch.tensor([[0], [30], [7]])
+
+    def labels(*first: int) -> SimpleNamespace:
+        channels = torch.tensor(first, dtype=torch.int32)[:, None, None] + torch.arange(2, dtype=torch.int32)
+        channels = channels.expand(3, HEADS, 2).contiguous()
+        return SimpleNamespace(sealing=lambda store: Index(KEY, channels=channels, codes=store.pool.fields["codes"]))
+
+    def check_labels(*first: int) -> None:
+        for row, channel in enumerate(first):
+            ids = store.table_of_rows.host[row, : store.held.sealed[row]]
+            found = store.pool.fields["codes"][torch.from_numpy(ids).long()].transpose(0, 1).flatten(1, 2)
+            assert torch.equal(found, k[row][:, valid[row]][:, : found.shape[1], channel : channel + 2])
+
+    store.extend(k, v, valid, labels(0, 1, 2))
+    assert len(set(store.held.sealed)) > 1
+    check_labels(0, 1, 2)
+    store.reindex(labels(2, 0, 1))
+    check_labels(2, 0, 1)
 
 
 def test_blocks_of_a_prompt_go_to_the_host_in_one_piece(monkeypatch):
