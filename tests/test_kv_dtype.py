@@ -160,6 +160,20 @@ def test_what_blocks_hold_is_near_what_came():
         assert torch.equal(mine.pool.fields[name][ids[0]], theirs.pool.fields[name][ids[1]])
 
 
+def test_sinks_stay_exact_when_blocks_are_indexed_again():
+    """Label channels are found in the second piece: blocks of the first are indexed of what their codes stand for."""
+    cache = two_level(INT8, level="token", lag=False, calibration_tokens=100, **TIGHT)
+    ids = prompt(1, 160)["input_ids"]
+    with torch.no_grad():
+        model("llama")(ids[:, :80], past_key_values=cache)
+        layer = cache.sparse_layers[0]
+        assert layer.policy.labels.calibrating and layer.store.full_blocks
+        before = layer.store.recent_kv[:, :, : layer.store.sinks].clone()
+        model("llama")(ids[:, 80:], past_key_values=cache)
+    assert not layer.policy.labels.calibrating
+    assert torch.equal(layer.store.recent_kv[:, :, : layer.store.sinks], before)
+
+
 def test_a_prompt_that_begins_with_blocks_of_another_row():
     """Sinks of such a row are what its blocks hold."""
     config = TwoLevelConfig(**{**SMALL, "token_budget": 32})

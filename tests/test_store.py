@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -11,12 +12,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from lazy_copy_streams import imitate
 
 from hf_sparsekv import OffloadConfig, SparseConfig
 from hf_sparsekv.kv.block_ids import BlockIds
 from hf_sparsekv.kv.pool import BlockPool, HostBudget, bucket
 from hf_sparsekv.kv.row_table import RowTable
 from hf_sparsekv.kv.store import LayerStore, ring_tokens
+from hf_sparsekv.offload.copy_streams import CopyStreams
 from hf_sparsekv.ops.seal import Index, key_bounds
 from hf_sparsekv.types import AttentionParams
 
@@ -61,9 +64,9 @@ class Plain:
         return new
 
 
-def make_store(config, budget, batch, expected=1) -> LayerStore:
+def make_store(config, budget, batch, expected=1, **more) -> LayerStore:
     like = torch.zeros(batch, HEADS, expected, KEY), torch.zeros(batch, HEADS, expected, VALUE)
-    store = LayerStore(*like, config, budget, RowTable(config))
+    store = LayerStore(*like, config, budget, RowTable(config), **more)
     store.pool.add_field("bounds", (1, HEADS, 2, KEY), store.dtype)
     return store
 
@@ -148,11 +151,11 @@ class Stores(RuleBasedStateMachine):
         pads = torch.tensor(data.draw(st.lists(st.integers(0, n), min_size=store.batch, max_size=store.batch)))
         return k, v, torch.arange(n) >= pads[:, None]
 
-    @rule(data=st.data(), n=st.integers(1, 150))
-    def extend(self, data, n):
+    @rule(data=st.data(), n=st.integers(1, 150), fused=st.booleans())
+    def extend(self, data, n, fused):
         store, plain = self.pick(data)
         new = self.tokens(data, store, n)
-        store.extend(*new, Probe(self.config.sinks))
+        store.extend(*new, Probe(self.config.sinks, fused))
         plain.add(*new)
         self.sealed_in_time(store)
 
@@ -210,11 +213,14 @@ class Stores(RuleBasedStateMachine):
         store.table_of_rows.clear()
         plain.keep(0)
 
-    @rule(data=st.data())
-    def reindex(self, data):
+    @rule(data=st.data(), fused=st.booleans())
+    def reindex(self, data, fused):
         store, _ = self.pick(data)
         if store.full_blocks:
-            store.reindex(Probe(self.config.sinks))
+            store.table_of_rows.unshare()  # what others hold is not indexed again
+            for ids, sealed in zip(store.block_table.long(), store.held.sealed):
+                store.pool.fields["bounds"][ids[:sealed]] = torch.nan
+            store.reindex(Probe(self.config.sinks, fused))
 
     @invariant()
     def all_is_well(self):
@@ -267,6 +273,69 @@ def test_buckets():
     assert all(size <= max(16, 1.25 * n + 1) for n, size in enumerate(sizes, 1))
     copied = sum(a for a, b in zip(sorted(set(sizes)), sorted(set(sizes))[1:]) if b)
     assert copied < 6 * 5000, "growing item by item must copy each item a few times only"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_block_that_a_step_seals_can_be_read_at_once(monkeypatch, fused):
+    """A pass over drafts seals and attends several times: what it seals does not go by a copy stream."""
+    imitate(monkeypatch)
+    budget = HostBudget(OffloadConfig(max_host_bytes=1 << 24))
+    store, plain = make_store(CONFIG, budget, 2, copy_streams=CopyStreams()), Plain(2)
+    new = torch.randn(2, HEADS, 100, KEY), torch.randn(2, HEADS, 100, VALUE)
+    store.extend(*new, None, Probe(CONFIG.sinks, fused))
+    plain.add(*new, None)
+    assert store._saved is not None, "of prompts blocks do"
+    store.wait_for_copies()
+    before = store.full_blocks
+    for _ in range(40):
+        new = torch.randn(2, HEADS, 1, KEY), torch.randn(2, HEADS, 1, VALUE)
+        store.append(*new)
+        plain.add(*new, None)
+        store.seal_due(Probe(CONFIG.sinks, fused))
+        check_attention(store, plain)
+    assert store.full_blocks > before + 1
+
+
+def test_labels_are_of_the_channels_of_their_row():
+    """Rows of different lengths are sealed one by one, and indexed again so, each with channels of its own."""
+    store = make_store(CONFIG, None, 3)
+    store.pool.add_field("codes", (HEADS, SIZE, 2), store.dtype)
+    k, v = torch.randn(3, HEADS, 120, KEY), torch.randn(3, HEADS, 120, VALUE)
+    valid = torch.arange(120) >= torch.tensor([[0], [30], [7]])
+
+    def labels(*first: int) -> SimpleNamespace:
+        channels = torch.tensor(first, dtype=torch.int32)[:, None, None] + torch.arange(2, dtype=torch.int32)
+        channels = channels.expand(3, HEADS, 2).contiguous()
+        return SimpleNamespace(sealing=lambda store: Index(KEY, channels=channels, codes=store.pool.fields["codes"]))
+
+    def check_labels(*first: int) -> None:
+        for row, channel in enumerate(first):
+            ids = store.table_of_rows.host[row, : store.held.sealed[row]]
+            found = store.pool.fields["codes"][torch.from_numpy(ids).long()].transpose(0, 1).flatten(1, 2)
+            assert torch.equal(found, k[row][:, valid[row]][:, : found.shape[1], channel : channel + 2])
+
+    store.extend(k, v, valid, labels(0, 1, 2))
+    assert len(set(store.held.sealed)) > 1
+    check_labels(0, 1, 2)
+    store.reindex(labels(2, 0, 1))
+    check_labels(2, 0, 1)
+
+
+def test_blocks_of_a_prompt_go_to_the_host_in_one_piece(monkeypatch):
+    """They follow each other in the pool, rows beside each other: one large copy, not one for each."""
+    imitate(monkeypatch)
+    wrote, write = [], BlockPool.write
+
+    def note(self, ids, kv, first=None):
+        wrote.append((first, ids.tolist()))
+        write(self, ids, kv, first)
+
+    monkeypatch.setattr(BlockPool, "write", note)
+    store = make_store(CONFIG, HostBudget(OffloadConfig(max_host_bytes=1 << 24)), 2, copy_streams=CopyStreams())
+    fill(store, 100)
+    store.wait_for_copies()
+    assert [first for first, _ in wrote] == [0]
+    assert wrote[0][1] == list(range(2 * store.full_blocks))
 
 
 def test_churn_does_not_grow_the_pool():

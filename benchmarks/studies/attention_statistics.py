@@ -28,8 +28,8 @@ from transformers.masking_utils import sdpa_mask
 
 from hf_sparsekv import TwoLevelConfig
 from hf_sparsekv.evaluation.prefix import attention
-from hf_sparsekv.evaluation.small_model import SMALL_MODEL_NAME
 from hf_sparsekv.results import Row, append_rows, commit
+from hf_sparsekv.small_model import SMALL_MODEL_NAME
 
 from .. import RESULTS
 from ..synthetic import statistics as st

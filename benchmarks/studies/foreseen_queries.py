@@ -32,10 +32,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from hf_sparsekv.attention.handle import KVHandle
 from hf_sparsekv.attention.interface import sparsekv_attention
 from hf_sparsekv.attention.tap import Hooks, Point
-from hf_sparsekv.evaluation.small_model import SMALL_MODEL_NAME
 from hf_sparsekv.ops.device_tokens import EMPTY
 from hf_sparsekv.ops.device_tokens.reference import CLASSES
 from hf_sparsekv.results import Row, append_rows, commit
+from hf_sparsekv.small_model import SMALL_MODEL_NAME
 
 from .. import RESULTS
 from ..synthetic import foreseen as fs

@@ -18,8 +18,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from hf_sparsekv.evaluation.small_model import SMALL_MODEL_NAME
 from hf_sparsekv.results import Row, append_rows
+from hf_sparsekv.small_model import SMALL_MODEL_NAME
 
 from .small_model import CSV, DEPTHS, Variants, forced, forced_rows, load, needles, reference_ids
 

@@ -25,9 +25,9 @@ from transformers.utils import logging
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, ProgressiveCache, ProgressiveConfig, TwoLevelConfig
 from hf_sparsekv.evaluation.prefix import forced_steps, greedy_rows, prefill
-from hf_sparsekv.evaluation.small_model import SMALL_MODEL_NAME, fetch_small_model
 from hf_sparsekv.evaluation.text import needle_prompt, python_reference
 from hf_sparsekv.results import Row, append_rows
+from hf_sparsekv.small_model import SMALL_MODEL_NAME, fetch_small_model
 
 from .. import RESULTS
 

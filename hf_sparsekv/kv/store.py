@@ -366,7 +366,9 @@ class LayerStore(State):
             for row, (block, then) in enumerate(zip(taken.before.sealed, taken.after.sealed)):
                 if block < then:
                     none = self.recent_kv[row : row + 1, :, :0].split((self.split, self.width - self.split), -1)
-                    self._seal_range(slice(row, row + 1), block, then, taken.now.lengths[row], *none, indexer)
+                    past = taken.now.lengths[row]
+                    # Not aside: what follows in this pass, later drafts among it, reads these blocks.
+                    self._seal_range(slice(row, row + 1), block, then, past, *none, indexer, aside=False)
         else:
             index = self._with_means(replace(index, scales=self.pool.fields.get("scales")))
             for now, after in pairwise(self._sealing(taken) if due is None else due):
@@ -396,11 +398,14 @@ class LayerStore(State):
             return index
         return replace(index, means=self.pool.fields["means"], span=self.mean_tokens // self.block_size)
 
-    def _seal_range(self, rows: slice, start: int, end: int, past: int, k: Tensor, v: Tensor, indexer: Indexer) -> None:
+    def _seal_range(
+        self, rows: slice, start: int, end: int, past: int, k: Tensor, v: Tensor, indexer: Indexer, aside: bool = True
+    ) -> None:
         """Seal blocks ``start .. end - 1`` of some rows, of the ring's tokens and new ones.
 
         Args:
             past: tokens that were there before ``k, v [rows, H, n, D]``.
+            aside: a copy stream may bring them to the host, if there is one. What reads them next has to wait for it.
         """
         pool, index = self.pool, indexer.sealing(self)
         by_host = index is None
@@ -413,7 +418,7 @@ class LayerStore(State):
             piece = max(1, _SEAL_BYTES // (math.prod(shape) * k.itemsize))
         for lo in range(start, end, piece):
             hi, kv = min(lo + piece, end), pool.kv
-            copy_stream = self.copy_stream  # the first piece may have found out that memory cannot be pinned
+            copy_stream = self.copy_stream if aside else None  # a piece may have found that memory cannot be pinned
             if copy_stream is not None:
                 kv = copy_stream.take((hi - lo, *shape), dtype=self.dtype)
             elif staged:
@@ -677,6 +682,7 @@ class LayerStore(State):
         kv, sealed = self._gathered(0, self.full_blocks), self.held.sealed
         index, size = indexer.sealing(self), self.block_size
         nowhere = kv.new_empty(0, self.heads, size, 0)
+        front = torch.empty_like(self.recent_kv)  # not the sinks that are kept: those of codes would be rounded
         groups = [slice(None)] if self.held.uniform else [slice(row, row + 1) for row in range(self.batch)]
         for rows in groups:
             n, table = sealed[rows.start or 0], self.block_table[rows]
@@ -689,7 +695,7 @@ class LayerStore(State):
             else:
                 tokens = kv[rows].flatten(2, 3).split((self.split, self.width - self.split), -1)
                 of_rows = _of_rows(index, rows)
-                seal_range(self.recent_kv[rows], *tokens, 0, 0, n, self.sinks, table, nowhere, of_rows)
+                seal_range(front[rows], *tokens, 0, 0, n, self.sinks, table, nowhere, of_rows)
 
     @no_inference_mode
     def crop(self, length: int) -> None:

@@ -35,7 +35,7 @@ class BlockMetadata:
             store.pool.add_field("bounds", shape, store.dtype)
 
     def sealing(self, store: LayerStore, index: Index) -> Index:
-        """``index`` with the place of these fields, for the kernel that seals one block."""
+        """``index`` with the place of these fields, for the kernels that seal blocks."""
         fields = store.pool.fields
         return replace(index, bounds=fields["bounds"], metadata=self.kind)
 

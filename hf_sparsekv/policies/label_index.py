@@ -115,7 +115,7 @@ class LabelIndex(State):
     # ------------------------------------------------------------------ labels
 
     def sealing(self, store: LayerStore, index: Index) -> Index:
-        """``index`` with the place of these fields, for the kernel that seals one block."""
+        """``index`` with the place of these fields, for the kernels that seal blocks."""
         if self.calibrating:
             return index
         fields = store.pool.fields

@@ -333,7 +333,7 @@ class Engine:
             device_tokens_used=loop.rows.slots - loop.rows.free_slots,
             host_bytes=used,
             host_limit=limit,
-            link_bytes=0,
+            link_bytes=loop.link_bytes(),
             queue_s=loop.queue_s.samples(),
             ttft_s=loop.ttft_s.samples(),
             between_s=loop.between_s.samples(),

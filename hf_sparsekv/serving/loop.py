@@ -35,6 +35,7 @@ SETS_EVERY = STEPS  # steps from one count to the next, which takes the host 0.4
 # the weights are read anew: with 20 ms of a prompt beside 8 of a step prompts take 1.4 times as long as alone, with 80
 # ms 1.1 times. vLLM has 2,048 tokens of prompts in each of its steps, some 80 ms.
 CROWD = 4
+LINK_S = 1.0  # bytes over the link are counted no more often: the host waits for the device, then reads from each layer
 IDLE_S = 0.5  # looked around at least so often, for what nobody tells
 TIMES = tuple(2.0**k for k in range(-10, 11))  # seconds, a millisecond to 17 minutes: bounds of the histograms
 
@@ -138,6 +139,8 @@ class Loop:
         self._records: deque[Record] = deque()
         self._sets: tuple[WorkingSets, list[tuple[int, Request]]] | None = None  # being counted
         self._next_sets = 0
+        self._link_before = work.link_bytes()  # that trials have moved
+        self._link_counted, self._link_asked, self._next_link = 0, False, 0.0
         self._news: queue.SimpleQueue = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name="hf-sparsekv-engine", daemon=True),
@@ -155,6 +158,11 @@ class Loop:
     def queued(self) -> int:
         """Requests that have not begun."""
         return len(self._inbox) + len(self.waiting)
+
+    def link_bytes(self) -> int:
+        """Bytes of keys and values that have crossed the link, when that was last counted; has it counted again."""
+        self._link_asked = True
+        return self._link_counted
 
     def wait_s(self) -> float:
         """Seconds that a request which comes now may wait: those before it, as quickly as the last ones began."""
@@ -262,6 +270,9 @@ class Loop:
         stepped = self._step()
         self._read(beside=stepped)
         self._collect(keep=1 if stepped else 0)
+        if self._link_asked and time.monotonic() >= self._next_link:
+            self._link_asked, self._next_link = False, time.monotonic() + LINK_S
+            self._link_counted = self.work.link_bytes() - self._link_before
         return True
 
     @property

@@ -423,7 +423,8 @@ class EngineStats:
         device_tokens_used: of them in use, now.
         host_bytes: of keys and values in host memory, now.
         host_limit: bytes that they may take; ``None``: no limit.
-        link_bytes: copied between host and device.
+        link_bytes: of keys and values, between host and device both ways: copied, or read in host memory (offloaded).
+            Of this process, as last counted: asking has the loop count anew, once a second at most.
         queue_s: seconds from arrival to prefill.
         ttft_s: seconds from arrival to the first token.
         between_s: seconds between two tokens of a request.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..attention.parts import make_plans
-from ..row_batch import RowBatch
+from ..row_batch import Batch, RowBatch
 from .config import ServingConfig
 from .prefill import Clock, Pace, Reading, Segments
 from .prefix import Channels
@@ -44,6 +44,8 @@ class Work:
         self.pace = Pace(text)
         self.segments = Segments(decoder_layers(model, text.num_hidden_layers))
         self.reading: Reading | None = None
+        self._moved = 0  # bytes over the link, of prompts that are over
+        self._read_there: list[Tensor] = []  # and those that the device knows of
         try:
             self._make_plans()
         except BaseException:
@@ -101,6 +103,7 @@ class Work:
         reading, self.reading = self.reading, None
         if reading is not None:
             reading.cancel()
+            self._count_link(reading.cache)
             self.rows.drop(reading.cache)
 
     def join(self) -> int:
@@ -108,8 +111,30 @@ class Work:
         cache = self.reading.cache
         self.rows.adopt(cache)
         row = self.rows.join(cache, room=0)
+        self._count_link(cache)
         self.reading = None
         return row
+
+    # ------------------------------------------------------------------ the link
+
+    def _count_link(self, cache: Batch) -> None:
+        """A prompt's cache is over: what it has moved is counted here. Nothing waits."""
+        for layer in cache.sparse_layers:
+            if layer.store is None or layer.store.pool.host is None:
+                continue
+            counters = layer.store.counters
+            self._moved += counters.to_host_bytes + counters.to_device_bytes
+            if counters.steps:  # of the prompt one token was left to read, behind blocks that were there
+                self._read_there.append(counters.from_host.sum() * layer.store.stored_bytes)
+
+    def link_bytes(self) -> int:
+        """Bytes of keys and values that rows and prompts have moved between host and device. Waits for the device."""
+        if self.rows.cache.offload_config is None:
+            return 0
+        read, self._read_there = self._read_there, []
+        self._moved += sum(int(each) for each in read)
+        stats = self.rows.cache.stats()
+        return self._moved + stats.host_to_device_bytes + stats.device_to_host_bytes
 
     # ------------------------------------------------------------------ rows
 

@@ -25,7 +25,7 @@ class Operator:
     """An operator and its calls.
 
     Args:
-        of: its folder, and its function if that is named otherwise.
+        of: its folder, its function if that is named otherwise, and what else tells its cases from others of it.
         make: arguments, in the order of the signature, from a place, a case and options.
         cases: by name.
         options: what each case is made with in addition, in all combinations.
@@ -53,7 +53,7 @@ class Operator:
     @property
     def functions(self) -> tuple[Callable, Callable]:
         """The kernel's and the reference's."""
-        folder, _, name = self.of.partition(".")
+        folder, name = (*self.of.split("."), "")[:2]
         modules = (importlib.import_module(f"hf_sparsekv.ops.{folder}.{part}") for part in ("triton", "reference"))
         return tuple(getattr(module, name or folder) for module in modules)
 
@@ -853,7 +853,7 @@ OPERATORS = [
         ratio=equal,
     ),
     Operator(
-        "seal.seal_range",
+        "seal.seal_range.means",
         seal_range,
         {name: (case,) for name, case in RANGES_OF_MEANS.items()},
         writes=("recent_kv", "kv", "index"),
@@ -916,3 +916,5 @@ OPERATORS = [
     ),
 ]
 BY_NAME = {operator.of: operator for operator in OPERATORS}
+if len(BY_NAME) < len(OPERATORS):
+    raise ValueError("two operators of one name: the cases of the first would not run")

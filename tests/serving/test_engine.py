@@ -11,10 +11,11 @@ import pytest
 import torch
 from captured import imitated
 from engines import BUDGET, SERVING, WHOLE, greedy, ids_of, quiet
+from http_server import wait_until
 from models import VOCAB, build
 
 from hf_sparsekv import Engine, OffloadConfig, Sampling, ServingConfig, SparseCache, TwoLevelConfig
-from hf_sparsekv.serving import Busy, Closed
+from hf_sparsekv.serving import Busy, Closed, loop
 from hf_sparsekv.serving.prefill import chunks
 
 pytestmark = pytest.mark.filterwarnings("error:decode steps run eagerly")
@@ -261,6 +262,55 @@ def test_an_engine_takes_the_host_memory_that_it_may(expected):
         handles = [engine.submit(ids_of(300, seed), greedy(20)) for seed in range(4)]  # one after another
         assert [list(one.result(30).token_ids) for one in handles] == [expected(300, seed, 20) for seed in range(4)]
         quiet(engine)
+
+
+@torch.no_grad()
+def moved(net, config, ids: list[int], tokens: int) -> int:
+    """Bytes that a cache of its own moves for one request."""
+    cache, past = SparseCache(config, OffloadConfig()), 0
+    for n in chunks(len(ids), SERVING.chunk):
+        logits = net(torch.tensor([ids[past : past + n]]), past_key_values=cache).logits
+        past += n
+    for _ in range(tokens - 1):  # the last one is not read
+        logits = net(logits[:, -1:].argmax(-1), past_key_values=cache).logits
+    stats = cache.stats()
+    return stats.host_to_device_bytes + stats.device_to_host_bytes
+
+
+def test_bytes_over_the_link(monkeypatch):
+    """Of prompts and steps, as caches of their own count them; of a prompt that is given up, too."""
+    monkeypatch.setattr(loop, "LINK_S", 0.0)
+    net, config = build("llama", "sparsekv"), TwoLevelConfig(**WHOLE)
+    with Engine(net, None, config, OffloadConfig(), replace(SERVING, prefix_cache=False)) as engine:
+        total = 0
+        for n, tokens in ((60, 1), (150, 1), (150, 40)):
+            engine.submit(ids_of(n, 1), greedy(tokens)).result(30)
+            quiet(engine)
+            total += moved(net, config, ids_of(n, 1), tokens)
+            wait_until(lambda: engine.stats().link_bytes >= total)  # noqa: B023 (called at once)
+            assert engine.stats().link_bytes == total > 0
+        handle = engine.submit(ids_of(300, 2), greedy(1))
+        wait_until(lambda: (found := engine._loop.work.reading) is not None and found.cache.get_seq_length() > 100)
+        handle.cancel()
+        quiet(engine)
+        wait_until(lambda: engine.stats().link_bytes > total)
+
+
+def test_the_link_is_looked_at_only_when_somebody_asks(monkeypatch):
+    """And not more often than that: it makes the host wait for the device."""
+    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), OffloadConfig(), SERVING) as engine:
+        counted, count = [], engine._loop.work.link_bytes
+        monkeypatch.setattr(engine._loop.work, "link_bytes", lambda: counted.append(1) or count())
+        engine.submit(ids_of(150, 1), greedy(20)).result(30)
+        assert not counted
+        handle = engine.submit(ids_of(150, 2), greedy(20))
+        while not handle.done:
+            engine.stats()
+        assert len(counted) <= 2
+        wait_until(lambda: counted)
+    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, SERVING) as engine:
+        engine.submit(ids_of(60, 1), greedy(4)).result(30)
+        assert engine.stats().link_bytes == engine._loop.work.link_bytes() == 0
 
 
 def test_requests_wait_for_memory(expected):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
+from pathlib import Path
 
 import httpx
 import prometheus_client
 import pytest
 from fake_engine import BOUNDS, FakeEngine
-from http_server import serving
+from http_server import serving, wait_until
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 from tokenizers_made import byte_level
 
-from hf_sparsekv.serving.http import create_app, metrics
+from hf_sparsekv.serving.http import app, create_app, metrics
 from hf_sparsekv.serving.request import EngineStats, Samples
 
 P = metrics.PREFIX
@@ -56,6 +58,54 @@ def test_counts_are_the_engines(engine):
         assert found[P + "http_requests_total", "other", "200"] == 1
         engine.drain()
         assert samples(url)[P + "ready",] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_is_counted_once(engine, monkeypatch, stream):
+    """As what it has become: a stream that breaks off behind its status line is no success as well."""
+
+    def fails(*args):
+        raise AttributeError("a defect")
+
+    monkeypatch.setattr(app._Completion, "last" if stream else "answer", fails)
+    with serving(create_app(engine, "m")) as url:
+        body = {"prompt": "abc", "max_tokens": 5, "stream": stream}
+        if stream:
+            with pytest.raises(httpx.RemoteProtocolError):
+                httpx.post(f"{url}/v1/completions", json=body)
+        else:
+            assert httpx.post(f"{url}/v1/completions", json=body).status_code == 500
+        counted = lambda: {k[1:]: n for k, n in samples(url).items() if k[0] == P + "http_requests_total"}  # noqa: E731
+        wait_until(lambda: ("/v1/completions", "500") in counted())
+        assert {status: n for (path, status), n in counted().items() if path == "/v1/completions"} == {"500": 1}
+
+
+def test_a_stream_is_counted_when_it_has_ended(engine):
+    with serving(create_app(engine, "m")) as url:
+        body = {"prompt": "abc", "max_tokens": 5, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+            assert response.status_code == 200
+            response.read()
+        assert samples(url)[P + "http_requests_total", "/v1/completions", "200"] == 1
+
+
+def test_docs_name_what_is_told(engine):
+    """Every metric of the page, and no other. In its table ``a_b, _c`` are ``a_b`` and ``a_c``."""
+    text = (Path(__file__).parents[2] / "docs" / "serving-http.md").read_text()
+    named, last = set(), ""
+    for row in re.findall(r"^\| (`.+?) \|", text[text.index("## Metrics") :], re.M):
+        for name in re.findall(r"`([a-z_]+)(?:\{.*?\})?`", row):
+            if name.startswith("_"):
+                tail = "_total" if last.endswith("_total") else ""
+                name = last.removesuffix(tail).rpartition("_")[0] + name
+            last = name
+            named.add(name)
+    engine.refused["waiting"] += 1
+    with serving(create_app(engine, "m")) as url:
+        httpx.get(f"{url}/health")
+        families = parse(httpx.get(f"{url}/metrics").text)
+        told = {family.name + "_total" * (family.type == "counter") for family in families}
+    assert {P + name for name in named} == {name for name in told if not name.endswith("_created")}
 
 
 def test_openmetrics_if_it_is_asked_for(engine):

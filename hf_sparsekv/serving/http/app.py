@@ -112,25 +112,47 @@ class _Gate:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
 
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._count(scope["path"], message["status"])
-            await send(message)
-
+        counting = _Counting(send, lambda status: self._count(scope["path"], status))
         if self._key is None or scope["path"] in OPEN or self._admits(scope):
             try:
-                return await self._app(scope, receive, counted)
+                return await self._app(scope, receive, counting)
             except Exception:
-                self._count(scope["path"], 500)  # told by the server, outside of this
+                counting.ended(500)  # told by the server, outside of this; or a stream that breaks off
                 raise
+            finally:
+                counting.ended()
         message = "the API key is missing or wrong: send `Authorization: Bearer KEY`"
         error = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        return await error.response()(scope, receive, counted)
+        return await error.response()(scope, receive, counting)
 
     def _admits(self, scope: Scope) -> bool:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         kind, _, key = given.partition(b" ")
         return kind.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
+
+
+class _Counting:
+    """``send`` of one answer, which is counted once: when it ends, by the status that it began with or failed with."""
+
+    def __init__(self, send: Send, count: Callable[[int], None]) -> None:
+        self._send = send
+        self._count = count
+        self._status: int | None = None  # that it began with
+        self._over = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+        elif not message.get("more_body", False):
+            self.ended()  # before who asked has all of it, and looks at the metrics
+        await self._send(message)
+
+    def ended(self, status: int | None = None) -> None:
+        """It has come to its end, with ``status`` if that is another one; nobody counts what has not begun."""
+        status = status or self._status
+        if status is not None and not self._over:
+            self._over = True
+            self._count(status)
 
 
 class _Api:

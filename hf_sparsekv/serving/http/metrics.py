@@ -34,7 +34,7 @@ COUNTS = {
     "decode_seconds": ("step_s", "Seconds in decode steps."),
     "prefill_seconds": ("prefill_s", "Seconds in prompts."),
     "graph_captures": ("captures", "CUDA graphs captured."),
-    "link_bytes": ("link_bytes", "Bytes copied between host and device."),
+    "link_bytes": ("link_bytes", "Keys and values that crossed between host and device, bytes, as of the time before."),
 }
 TIMES = {
     "queue_seconds": ("queue_s", "Seconds from a request's arrival to the beginning of its prompt."),
