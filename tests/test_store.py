@@ -20,7 +20,8 @@ from hf_sparsekv.kv.pool import BlockPool, HostBudget, bucket
 from hf_sparsekv.kv.row_table import RowTable
 from hf_sparsekv.kv.store import LayerStore, ring_tokens
 from hf_sparsekv.offload.copy_streams import CopyStreams
-from hf_sparsekv.ops.seal import Index, key_bounds
+from hf_sparsekv.ops.seal import Index
+from hf_sparsekv.ops.seal.reference import key_bounds
 from hf_sparsekv.types import AttentionParams
 
 HEADS, KEY, VALUE, SIZE = 2, 4, 6, 16

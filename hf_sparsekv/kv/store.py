@@ -192,8 +192,8 @@ class LayerStore(State):
     def keep_means(self, tokens: int) -> None:
         """Keep the mean key and value of every ``tokens`` tokens, a multiple of the block size, for sparse attention.
 
-        In the pool's field ``means``, of each block a running mean: :func:`..ops.seal.running_means`. To be called
-        before blocks are stored.
+        In the pool's field ``means``, of each block a running mean: :func:`..ops.seal.reference.running_means`. To be
+        called before blocks are stored.
         """
         self.mean_tokens = tokens
         if "means" not in self.pool.fields:

@@ -19,7 +19,8 @@ from hf_sparsekv.ops.experts import experts as public_experts
 from hf_sparsekv.ops.latent_rope.reference import turn
 from hf_sparsekv.ops.query_predict import query_predict as public_predict
 from hf_sparsekv.ops.route import MAX_TOKENS as MAX_ROUTED
-from hf_sparsekv.ops.seal import Index, key_metadata, running_means
+from hf_sparsekv.ops.seal import Index, key_metadata
+from hf_sparsekv.ops.seal.reference import running_means
 from hf_sparsekv.ops.token_score.config import can_use_tensor_cores
 
 KERNELS = [
