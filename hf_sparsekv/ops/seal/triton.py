@@ -41,6 +41,19 @@ class Means(NamedTuple):
     span: Any
 
 
+class New(NamedTuple):
+    """New tokens: keys and values, ``[rows, H, n, D']`` each."""
+
+    k: Any
+    k_batch: Any
+    k_head: Any
+    k_token: Any
+    v: Any
+    v_batch: Any
+    v_head: Any
+    v_token: Any
+
+
 @triton.jit
 def _most(a, b):
     """The larger one, or NaN: a maximum would leave it out."""
@@ -53,19 +66,19 @@ def _least(a, b):
 
 
 @triton.jit
-def _read(p_old, k, p_k, p_v, v_token, b_new, b_from, o_c, m_c, SPLIT: tl.constexpr, PART: tl.constexpr):
-    """Columns ``o_c`` of some tokens: of the ring, or, where ``b_new``, new ones, number ``b_from`` of ``k`` and ``v``.
+def _read(p_old, new, p_k, p_v, b_new, b_from, o_c, m_c, SPLIT: tl.constexpr, PART: tl.constexpr):
+    """Columns ``o_c`` of some tokens: of the ring, or, where ``b_new``, new ones, number ``b_from`` of these.
 
     ``PART``: ``"k"`` or ``"v"`` if all these columns are of the one or the other.
     """
     m_c = m_c[None, :]
-    if k is None:
+    if new is None:
         b_kv = tl.load(p_old + o_c[None, :], mask=m_c, other=0.0)
     else:
         m_new = b_new[:, None]
         b_kv = tl.load(p_old + o_c[None, :], mask=m_c & ~m_new, other=0.0)
-        p_k = p_k + b_from[:, None] * k.token + o_c[None, :]
-        p_v = p_v + b_from[:, None] * v_token + (o_c - SPLIT)[None, :]
+        p_k = p_k + b_from[:, None] * new.k_token + o_c[None, :]
+        p_v = p_v + b_from[:, None] * new.v_token + (o_c - SPLIT)[None, :]
         m_key = (o_c < SPLIT)[None, :]
         if PART == "k":
             b_one = tl.load(p_k, mask=m_c & m_new, other=0.0)
@@ -82,10 +95,9 @@ def _read(p_old, k, p_k, p_v, v_token, b_new, b_from, o_c, m_c, SPLIT: tl.conste
 def _seal_block(
     recent,
     p_row,
-    k,
+    new,
     p_k,
     p_v,
-    v_token,
     past,
     sealed,
     kv,
@@ -138,8 +150,8 @@ def _seal_block(
             b_usable = b_token >= sinks
             p_from = p_row + (at + o_t)[:, None].to(tl.int64) * recent.token
             b_new, b_from = b_token >= past, (b_token - past).to(tl.int64)
-            b_k = _read(p_from, k, p_k, p_v, v_token, b_new, b_from, o_k, m_k, SPLIT, KEYS)  # [BT, BK]
-            b_v = _read(p_from, k, p_k, p_v, v_token, b_new, b_from, DK + o_v, m_v, SPLIT, "v")  # [BT, BV]
+            b_k = _read(p_from, new, p_k, p_v, b_new, b_from, o_k, m_k, SPLIT, KEYS)  # [BT, BK]
+            b_v = _read(p_from, new, p_k, p_v, b_new, b_from, DK + o_v, m_v, SPLIT, "v")  # [BT, BV]
             if kv is not None:
                 p_to = kv.ptr + to * kv.block + i_head * kv.head + o_t[:, None] * kv.token
                 b_kept_k, b_kept_v = b_k, b_v
@@ -164,11 +176,11 @@ def _seal_block(
                 b_max = _most(b_max, tl.reduce(tl.where(b_usable[:, None], b_k, -limit), 0, _most))
                 b_min = _least(b_min, tl.reduce(tl.where(b_usable[:, None], b_k, limit), 0, _least))
             if codes is not None:
-                b_x = _read(p_from, k, p_k, p_v, v_token, b_new, b_from, b_channel, m_r, SPLIT, KEYS)  # [BT, BR]
+                b_x = _read(p_from, new, p_k, p_v, b_new, b_from, b_channel, m_r, SPLIT, KEYS)  # [BT, BR]
                 p_code = codes.ptr + physical_id * codes.block + i_head * codes.head + o_t[:, None] * codes.token
                 if qparams is not None:
                     b_x = _least(_most(b_x.to(tl.float32), -MOST_HALF), MOST_HALF)
-                    b_y = _read(p_from, k, p_k, p_v, v_token, b_new, b_from, b_channel_2, m_r, SPLIT, KEYS)
+                    b_y = _read(p_from, new, p_k, p_v, b_new, b_from, b_channel_2, m_r, SPLIT, KEYS)
                     b_y = _least(_most(b_y.to(tl.float32), -MOST_HALF), MOST_HALF)
                     b_low = tl.where(m_r[None, :], _least(b_x, b_y), float("inf"))  # [BT, BR]
                     b_low = tl.reduce(b_low, 1, _least)  # [BT]
@@ -203,7 +215,7 @@ def _seal_block(
                     b_token = sealed + o_t
                     p_from = p_row + (at + o_t)[:, None].to(tl.int64) * recent.token
                     b_new, b_from = b_token >= past, (b_token - past).to(tl.int64)
-                    b_k = _read(p_from, k, p_k, p_v, v_token, b_new, b_from, o_k, m_k, SPLIT, KEYS).to(tl.float32)
+                    b_k = _read(p_from, new, p_k, p_v, b_new, b_from, o_k, m_k, SPLIT, KEYS).to(tl.float32)
                     b_off = tl.where((b_token >= sinks)[:, None], tl.abs(b_k - b_first[None, :]), 0.0)
                     b_second += tl.sum(b_off, 0)
                 b_second = b_second / count
@@ -277,7 +289,7 @@ def seal_kernel(
         return
     p_row = row_ptr(recent, i_batch, i_head)
     b_k, b_v = _seal_block(
-        recent, p_row, None, None, None, 0, 0, sealed, kv, physical_id, physical_id, i_batch, i_head,
+        recent, p_row, None, None, None, 0, sealed, kv, physical_id, physical_id, i_batch, i_head,
         bounds, channels, codes, qparams, means, scales, ring, sinks, limit,
         METADATA, BLOCK_SIZE, PARTS, DK, DV, DK, R, BT,
     )  # fmt: skip
@@ -289,11 +301,10 @@ def seal_kernel(
         _store_mean(means, physical_id, i_head, b_before_k + b_k, b_before_v + b_v, count, DK, DV)
 
 
-@triton.jit(do_not_specialize=["past", "first", "end", "rows"])
+@triton.jit(do_not_specialize=["past", "first", "end"])
 def seal_range_kernel(
     recent,
-    k,
-    v,
+    new,
     table,
     kv,
     bounds,
@@ -304,39 +315,39 @@ def seal_range_kernel(
     past,
     first,
     end,
-    rows,
     ring,
     sinks,
     limit,
     METADATA: tl.constexpr,
-    HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PARTS: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     SPLIT: tl.constexpr,
     R: tl.constexpr,
-    SPAN: tl.constexpr,
     STAGED: tl.constexpr,
     BT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The blocks of one span of one row and KV head, in order: each one's mean is also of those before it."""
     begin(PDL)
-    i_span = first // SPAN + tl.program_id(0)
-    i_batch, i_head = batch_and_head(tl.program_id(1), HEADS)
-    p_row, p_k, p_v = row_ptr(recent, i_batch, i_head), row_ptr(k, i_batch, i_head), row_ptr(v, i_batch, i_head)
-    begun, ended = tl.maximum(i_span * SPAN, first), tl.minimum((i_span + 1) * SPAN, end)
+    span = 1 if means is None else means.span
+    i_span = first // span + tl.program_id(0)
+    i_batch, i_head = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    p_row = row_ptr(recent, i_batch, i_head)
+    p_k = new.k + i_batch * new.k_batch + i_head * new.k_head
+    p_v = new.v + i_batch * new.v_batch + i_head * new.v_head
+    begun, ended = tl.maximum(i_span * span, first), tl.minimum((i_span + 1) * span, end)
     p_table = table.ptr + i_batch * table.row
     if means is not None:
-        start = tl.maximum(i_span * SPAN * BLOCK_SIZE, sinks)
+        start = tl.maximum(i_span * span * BLOCK_SIZE, sinks)
         before = tl.maximum(begun * BLOCK_SIZE - start, 0)
         b_all_k, b_all_v = _sums_before(means, p_table + begun, i_head, before, DK, DV)
     for nth in range(begun, ended):
         physical_id = tl.load(p_table + nth).to(tl.int64)
-        to = (nth - first).to(tl.int64) * rows + i_batch if STAGED else physical_id
+        to = (nth - first).to(tl.int64) * tl.num_programs(1) + i_batch if STAGED else physical_id
         b_k, b_v = _seal_block(
-            recent, p_row, k, p_k, p_v, v.token, past, nth * BLOCK_SIZE, kv, to, physical_id, i_batch, i_head,
+            recent, p_row, new, p_k, p_v, past, nth * BLOCK_SIZE, kv, to, physical_id, i_batch, i_head,
             bounds, channels, codes, qparams, means, None, ring, sinks, limit,
             METADATA, BLOCK_SIZE, PARTS, DK, DV, SPLIT, R, BT,
         )  # fmt: skip
@@ -400,11 +411,10 @@ def seal_range(recent_kv, k, v, past, first, end, sinks, block_table, kv, index)
     span = 1 if index.means is None else index.span
     launch(
         seal_range_kernel,
-        ((end - 1) // span - first // span + 1, batch * heads),
+        ((end - 1) // span - first // span + 1, batch, heads),
         recent_kv,
         operand(Tokens, recent_kv),
-        operand(Tokens, k),
-        operand(Tokens, v),
+        New(k, *k.stride()[:3], v, *v.stride()[:3]),
         operand(Table, block_table),
         operand(PagedKV, kv.flatten(0, 1) if staged else kv) if kv.shape[-1] else None,
         operand(Bounds, index.bounds),
@@ -415,19 +425,16 @@ def seal_range(recent_kv, k, v, past, first, end, sinks, block_table, kv, index)
         past,
         first,
         end,
-        batch,
         recent_kv.shape[2] - sinks,
         sinks,
         torch.finfo(recent_kv.dtype).max,
         METADATA=index.metadata,
-        HEADS=heads,
         BLOCK_SIZE=size,
         PARTS=parts,
         DK=dk,
         DV=width - dk,
         SPLIT=k.shape[3],
         R=0 if index.codes is None else index.codes.shape[-1],
-        SPAN=span,
         STAGED=staged,
         BT=min(TILE // 2 if dk > WIDE else TILE, size // parts),
         num_warps=8 if dk > WIDE else 4,
