@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import Tensor
+
 from hf_sparsekv import (
     AsyncPredictiveCache,
     OffloadConfig,
@@ -185,3 +187,8 @@ EAGER = (
 )  # plain torch looks for the end of a walk: never captured
 HOST_RANK = ("predictive-second",)  # chosen on the host for a model on a GPU: such steps are not captured
 UNSAVED = ("predictive-second",)  # cannot be saved yet
+
+
+def full_block_kv(store) -> Tensor:
+    """Full blocks of a layer, ``[full_blocks, batch, H, block_size, Dk + Dv]``; of rows that have fewer, anything."""
+    return store._gathered(0, store.full_blocks).permute(2, 0, 1, 3, 4)

@@ -9,7 +9,7 @@ import dataclasses
 
 import pytest
 import torch
-from caches import CODED, INT8, SMALL, TIGHT, two_level
+from caches import CODED, INT8, SMALL, TIGHT, full_block_kv, two_level
 from models import model, prompt
 from saved_files import saved
 from test_token_copies import feed, life
@@ -151,7 +151,7 @@ def test_what_blocks_hold_is_near_what_came():
             model("llama")(token, past_key_values=cache)
     mine, theirs = (cache.sparse_layers[0].store for cache in caches)
     assert mine.full_blocks == theirs.full_blocks > 170 // 16
-    codes, kv = mine.full_block_kv(), theirs.full_block_kv()
+    codes, kv = full_block_kv(mine), full_block_kv(theirs)
     for part in (slice(None, mine.split), slice(mine.split, None)):
         bound = kv[..., part].abs().amax(-1, keepdim=True) / 254 * EXACT[0] + EXACT[1]
         assert ((codes[..., part] - kv[..., part]).abs() <= bound).all()
@@ -182,7 +182,7 @@ def test_a_prompt_that_begins_with_blocks_of_another_row():
     donor = rows.join(rows.prefill(net, ids[:, :200], chunk=40))
     cache = rows.begin(rows.blocks(donor)[:9], rows.channels(donor))
     layer = cache.sparse_layers[1].store
-    held = layer.full_block_kv()[0, 0]  # [H, block_size, Dk + Dv]
+    held = full_block_kv(layer)[0, 0]  # [H, block_size, Dk + Dv]
     assert torch.equal(layer.recent_kv[0, :, : layer.sinks], held[:, : layer.sinks])
     with torch.no_grad():
         own = made()

@@ -15,6 +15,7 @@ from hf_sparsekv.kv.row_views import RowViews
 from hf_sparsekv.kv.state import Held, State
 from hf_sparsekv.policies.base import Policy
 from hf_sparsekv.policies.selector import Selector
+from hf_sparsekv.policies.token_policy import TokenPolicy
 
 
 class Inner(State):
@@ -239,6 +240,21 @@ class Largest(First):
 
     def index(self, kv, start, rows):
         return {"largest": kv[..., : kv.shape[-1] // 2].amax((-2, -1))}
+
+
+def test_an_index_that_nobody_would_ask_for_is_refused():
+    with pytest.raises(TypeError, match=r"Mine.index\(\) would never be asked: TokenPolicy.sealing\(\)"):
+
+        class Mine(TokenPolicy):
+            def index(self, kv, start, rows):
+                return {}
+
+    class Both(TokenPolicy):
+        def index(self, kv, start, rows):
+            return {}
+
+        def sealing(self, store):
+            return None
 
 
 def test_a_policy_that_cannot_say_where_it_keeps_what_it_knows_of_blocks():

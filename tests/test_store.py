@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from caches import full_block_kv
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from lazy_copy_streams import imitate
@@ -83,7 +84,7 @@ def check(store: LayerStore, plain: Plain, config: SparseConfig) -> None:
         assert torch.equal(value.where(seen, 0), plain.v.where(seen, 0))
         assert key.isfinite().all() and value.isfinite().all()
         assert torch.equal(store.valid_columns(), plain.valid)
-    kv = store.full_block_kv()
+    kv = full_block_kv(store)
     for row, (length, sealed) in enumerate(zip(rows.lengths, rows.sealed)):
         # Nothing is sealed too early; a crop leaves a full window outside the blocks, or everything.
         assert 0 <= length - sealed * SIZE <= store.ring

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import pytest
 import torch
-from caches import CACHES, FULL, TAIL, TIGHT, predictive, two_level
+from caches import CACHES, FULL, TAIL, TIGHT, full_block_kv, predictive, two_level
 from models import REFERENCE, build, model, prompt
 from transformers import DynamicCache
 
@@ -40,7 +40,7 @@ def check_means(cache) -> int:
     spans = 0
     for layer in cache.sparse_layers:
         store = layer.store
-        kv = store.full_block_kv().transpose(0, 1).float()  # [batch, blocks, H, block_size, D]
+        kv = full_block_kv(store).transpose(0, 1).float()  # [batch, blocks, H, block_size, D]
         size, dtype = store.mean_tokens // store.block_size, store.dtype
         for row, full_blocks in enumerate(store.held.sealed):
             for first in range(0, full_blocks, size):

@@ -661,13 +661,6 @@ class LayerStore(State):
         """Validity of all cached columns, bool ``[batch, length]``."""
         return self.held.valid_columns(self.device)
 
-    def full_block_kv(self) -> Tensor:
-        """Full blocks on the device, ``[full_blocks, batch, H, block_size, Dk + Dv]``.
-
-        What is there of rows that have fewer means nothing.
-        """
-        return self._gathered(0, self.full_blocks).permute(2, 0, 1, 3, 4)
-
     # ------------------------------------------------------------------ changing
 
     def first_rows(self, n: int) -> LayerStore:

@@ -131,6 +131,16 @@ class Policy(State):
         """
         return None
 
+    def __init_subclass__(cls, **named) -> None:
+        super().__init_subclass__(**named)
+        makes, keeps = (next(c for c in cls.__mro__ if name in vars(c)) for name in ("index", "sealing"))
+        if cls is makes and keeps not in (cls, Policy):
+            raise TypeError(
+                f"{cls.__name__}.index() would never be asked: {keeps.__name__}.sealing() says where the kernels put "
+                "what is kept of blocks. Override sealing(), too: with where your fields are, or None if kernels "
+                "cannot make them"
+            )
+
     @property
     def saved_as(self) -> str:
         """What files of saved caches call the policy."""

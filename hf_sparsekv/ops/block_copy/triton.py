@@ -183,7 +183,7 @@ def block_copy(kv, pages, copies, n_copies, *, scales=None, split=0, config=None
     Nothing waits, and it can be captured. ``config`` replaces the default for blocks of this size.
     """
     _check(kv, pages, scales, copies)
-    if not pages[0].numel() or not len(copies):
+    if not pages.numel() or not len(copies):
         return
     config = config or default(kv, pages)
     grid = (min(config.programs, len(copies)),)
