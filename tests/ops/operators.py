@@ -848,6 +848,7 @@ OPERATORS = [
         seal_range,
         {name: (case,) for name, case in RANGES.items()},
         small=(SealRange(57, 2, 7, rows=2),),
+        views={"k": "turned", "v": "turned"},
         far={"recent_kv": 2, "kv": 0, "k": 2, "v": 2},
         writes=("recent_kv", "kv", "index"),
         ratio=equal,

@@ -404,7 +404,8 @@ def seal_range(recent_kv, k, v, past, first, end, sinks, block_table, kv, index)
     check_range(recent_kv, k, v, past, first, end, kv, index)
     batch, heads, _, width = recent_kv.shape
     size, dk, staged = kv.shape[-2], index.key_dim, kv.dim() == 5
-    require_dense_rows(recent_kv=recent_kv, k=k, v=v, block_table=block_table, kv=kv)
+    k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))  # as a model hands them over
+    require_dense_rows(recent_kv=recent_kv, block_table=block_table, kv=kv)
     require_dense_rows(bounds=index.bounds, channels=index.channels, codes=index.codes, qparams=index.qparams)
     require_dense_rows(means=index.means)
     parts = 1 if index.bounds is None else index.bounds.shape[1]
