@@ -36,7 +36,11 @@ def test_far():
         assert torch.equal(far(t, dim), t)
 
 
-@pytest.mark.parametrize("how", [Config(), Config(row=16, chunk=64, split=False)], ids=["one program", "several"])
+@pytest.mark.parametrize(
+    "how",
+    [Config(clusters=False), Config(clusters=False, row=16, chunk=64, split=False), Config(clusters=2)],
+    ids=["one program", "several", "clusters"],
+)
 def test_select(place32, how):
     scores = place32.randn(3, 2, 130)
     assert torch.equal(block_select(far(scores, 0), 9, config=how).cpu(), reference_select(scores.cpu(), 9))

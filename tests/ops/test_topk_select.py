@@ -16,9 +16,9 @@ from hf_sparsekv.ops.topk_select.triton import block_select, scratch_size, token
 
 # How a row is split: by one program, or by several that hold 64 entries each, digit by digit or by a sample.
 SPLITS = {
-    "one program": Config(),
-    "several programs": Config(row=16, chunk=64, split=False),
-    "sample": Config(row=16, chunk=64, sample=32, fewest=64),
+    "one program": Config(clusters=False),
+    "several programs": Config(clusters=False, row=16, chunk=64, split=False),
+    "sample": Config(clusters=False, row=16, chunk=64, sample=32, fewest=64),
 }
 split = pytest.mark.parametrize("config", SPLITS.values(), ids=SPLITS.keys())
 
@@ -154,7 +154,7 @@ def test_rows_of_their_own_length(place32, k, blocks, block_size, hole, config):
 def test_a_long_row_among_short_ones(place32, misled):
     """Each by a sample of its own, which may mislead; rows that the last step holds take none."""
     n, k, sample, room = 1280, 20, *((32, 128) if misled else (256, 256))
-    config = Config(row=16, chunk=64, sample=sample, fewest=room)
+    config = Config(clusters=False, row=16, chunk=64, sample=sample, fewest=room)
     rows = torch.tensor([(1290, 1280), (640, 640), (64, 64), (400, 384), (9, 0)], dtype=torch.int32)
     scores = place32.randn(5, 2, n)
     for row in (0, 1, 3) if misled else ():
@@ -220,7 +220,8 @@ def test_a_long_row(place32, split):
     """At the sizes at which several programs share a row by default."""
     scores = place32.randn(1, 1, 20_000)
     for row in (scores, scores[..., :9000]):
-        assert torch.equal(block_select(row, 1024, config=Config(split=split)).cpu(), reference_block(row.cpu(), 1024))
+        config = Config(clusters=False, split=split)
+        assert torch.equal(block_select(row, 1024, config=config).cpu(), reference_block(row.cpu(), 1024))
 
 
 def sampled_at(n, sample):
@@ -232,7 +233,7 @@ def sampled_at(n, sample):
 @pytest.mark.parametrize("k", [20, 60])
 def test_a_sample_that_misleads(place32, k):
     """Too few entries reach the sample's score, or too many: then the whole row is searched. With given blocks."""
-    n, config = 640, Config(row=16, chunk=64, sample=32, fewest=128)
+    n, config = 640, Config(clusters=False, row=16, chunk=64, sample=32, fewest=128)
     at = sampled_at(n, 32)
     assert at.unique().numel() == 32 and at.max() < n
     scores = place32.randn(1, 4, n)
@@ -282,12 +283,17 @@ def test_long_contexts(n, k, split):
     scores[0, 1] = scores[0, 1].bfloat16().float()
     scores[0, 2, k // 2 :] = -math.inf
     scores[0, 3] = scores[0, 3].sort().values
-    assert torch.equal(block_select(scores.cuda(), k, config=Config(split=split)).cpu(), reference_block(scores, k))
+    config = Config(clusters=False, split=split)
+    assert torch.equal(block_select(scores.cuda(), k, config=config).cpu(), reference_block(scores, k))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch, n, k", [(8, 32_768, 2048), (1, 131_072, 1024)])
-@pytest.mark.parametrize("config", [Config(), Config(chunk=8192, warps=8)], ids=["default", "large chunks"])
+@pytest.mark.parametrize(
+    "config",
+    [Config(), Config(clusters=False), Config(clusters=False, chunk=8192, warps=8)],
+    ids=["default", "sample", "large chunks"],
+)
 def test_captured_beside_other_kernels(batch, n, k, config):
     """A graph that changes the scores just before and reads the ids just after, replayed many times."""
     generator = torch.Generator("cuda").manual_seed(0)

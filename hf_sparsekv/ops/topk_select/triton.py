@@ -1,8 +1,8 @@
 """The k best entries of each row as ascending ids: the kernels.
 
-Scores are compared as integers that order as the floats do. One program holds a whole row (``row``); rows that are
-too long for that are in ``long_rows`` and, chosen from a sample, in ``sampled``. Either way prefix sums give the ids in
-ascending order.
+Scores are compared as integers that order as the floats do. One program holds a whole row (``row``). Rows that are
+too long for that are in ``cluster``, where the GPU has clusters; elsewhere in ``sampled``, or ``long_rows`` where a
+sample does not serve. Prefix sums give the ids in ascending order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .._dispatch import require_dense_rows
 from .._layout import is_whole
 from .._operands import Rows, batch_and_head, operand, row_ptr
 from .._overlap import launch, wait
-from . import long_rows, sampled
+from . import cluster, long_rows, sampled
 from .config import Config
 from .keys import MINUS_INF, entries, ordered, readable
 from .reference import require_all_blocks, tokens_of
@@ -65,7 +65,7 @@ def scratch_size(scores, k, config=None):
     """int32 entries that a selection of ``k`` from ``scores`` needs beside its result: none for short rows."""
     batch, heads, n = scores.shape
     config = config or Config()
-    if n <= config.row:
+    if cluster.load(scores, config) or n <= config.row:
         return 0
     if tiles := config.tiles(n, k):
         return sampled.scratch_size(batch * heads, n, tiles[1], config.chunk)
@@ -100,6 +100,9 @@ def _select(scores, block_ids, k, block_size, rows, tokens, out, scratch, config
         "TAIL": min(1024, triton.next_power_of_2(k)),
     }
     operands = operand(Rows, scores), operand(Rows, block_ids), operand(Rows, out), rows
+    if kernel := cluster.load(scores, config):
+        cluster.select_clusters(kernel, scores, block_ids, out, rows, k, tokens, block_size, config)
+        return out
     if n > config.row:
         if scratch is None:
             scratch = torch.empty(scratch_size(scores, k, config), dtype=torch.int32, device=scores.device)

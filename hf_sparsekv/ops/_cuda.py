@@ -1,0 +1,133 @@
+"""Kernels in CUDA C++, for what Triton cannot say: clusters of thread blocks that share their memory.
+
+Compiled by NVRTC for the GPU that is there, once a process (some 0.3 s), with NVIDIA's ``cuda-bindings``, which torch
+brings along. Where they are missing, or the GPU knows no clusters, operators take their Triton kernels: an operator's
+results are the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from functools import cache
+from importlib.resources import files
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+CLUSTERS = 9  # compute capability from which on there are clusters
+
+
+class Kernel:
+    """A compiled kernel on one GPU, launched as a dependent launch (see :mod:`._overlap`)."""
+
+    def __init__(self, driver, function, shared: int) -> None:
+        self._driver, self._function = driver, function
+        self.shared_bytes = shared
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        self._attributes = [attribute]
+
+    def launch(self, grid: tuple[int, int], threads: int, shared: int, where: Tensor, *args) -> None:
+        """``args``: tensors, ``None`` for a null pointer, ints as C's ``long long``; the kernel declares them so."""
+        config = self._driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = shared
+        config.attrs, config.numAttrs = self._attributes, 1
+        values = [t.data_ptr() if isinstance(t, Tensor) else t or 0 for t in args]
+        packed = (ctypes.c_longlong * len(values))(*values)
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(packed) + 8 * i for i in range(len(values))))
+        with torch.cuda.device_of(where):
+            config.hStream = torch.cuda.current_stream().cuda_stream
+            _check(self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
+
+
+def _check(answer):
+    """What a call of ``cuda-bindings`` returned, without its status.
+
+    Raises:
+        RuntimeError: the status says that it failed.
+    """
+    status, *values = answer
+    if status:
+        raise RuntimeError(f"{type(status).__name__}: {status.name}")
+    return values[0] if values else None
+
+
+@cache
+def _bindings():
+    """NVIDIA's ``driver`` and ``nvrtc``; ``None`` where they are not installed."""
+    try:
+        from cuda.bindings import driver, nvrtc
+    except ImportError:
+        return None
+    return driver, nvrtc
+
+
+def load(where: Tensor, package: str, file: str, name: str, **defined: float) -> Kernel | None:
+    """The kernel ``name`` of ``file``, a resource of ``package``, for the GPU of ``where``; ``defined`` are its macros.
+
+    ``None`` where it cannot run; if it should, the reason has been logged once.
+    """
+    if not where.is_cuda or torch.version.cuda is None:
+        return None
+    return _load(where.get_device(), package, file, name, tuple(sorted(defined.items())))
+
+
+@cache
+def _load(device: int, package: str, file: str, name: str, defined: tuple[tuple[str, float], ...]) -> Kernel | None:
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] < CLUSTERS or _bindings() is None:
+        return None
+    driver, nvrtc = _bindings()
+    options = ["--std=c++17", f"--gpu-architecture=sm_{capability[0]}{capability[1]}"]
+    options += [f"-D{key}={value}" for key, value in defined]
+    source = (files(package) / file).read_text()
+    try:
+        with torch.cuda.device(device):
+            # A step may be under capture; other threads' work does not concern this one.
+            mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+            mode = _check(driver.cuThreadExchangeStreamCaptureMode(mode))
+            try:
+                module = _check(driver.cuModuleLoadData(compile_source(nvrtc, source, file, options)))
+                function = _check(driver.cuModuleGetFunction(module, name.encode()))
+                shared = _most_shared(driver, function, device)
+            finally:
+                _check(driver.cuThreadExchangeStreamCaptureMode(mode))
+    except RuntimeError as problem:
+        logger.warning("%s is not used: %s; Triton kernels are", name, problem)
+        return None
+    return Kernel(driver, function, shared)
+
+
+def _most_shared(driver, function, device: int) -> int:
+    """Allow ``function`` all shared memory that a block may have, and say how much that is beside its own."""
+    kind = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    most = _check(driver.cuDeviceGetAttribute(kind, _check(driver.cuDeviceGet(device))))
+    kind = driver.CUfunction_attribute
+    most -= _check(driver.cuFuncGetAttribute(kind.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
+    _check(driver.cuFuncSetAttribute(function, kind.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most))
+    return most
+
+
+def compile_source(nvrtc, source: str, file: str, options: list[str]) -> bytes:
+    """Machine code (cubin) of ``source``.
+
+    Raises:
+        RuntimeError: it does not compile; with the compiler's log.
+    """
+    program = _check(nvrtc.nvrtcCreateProgram(source.encode(), file.encode(), 0, [], []))
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        if status:
+            log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
+            _check(nvrtc.nvrtcGetProgramLog(program, log))
+            raise RuntimeError(log.decode(errors="replace").strip())
+        code = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
+        _check(nvrtc.nvrtcGetCUBIN(program, code))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return code
