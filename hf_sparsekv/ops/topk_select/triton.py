@@ -65,7 +65,7 @@ def scratch_size(scores, k, config=None):
     """int32 entries that a selection of ``k`` from ``scores`` needs beside its result: none for short rows."""
     batch, heads, n = scores.shape
     config = config or Config()
-    if cluster.load(scores, config) or n <= config.row:
+    if n <= config.row or cluster.serves(scores, config):
         return 0
     if tiles := config.tiles(n, k):
         return sampled.scratch_size(batch * heads, n, tiles[1], config.chunk)
@@ -100,8 +100,7 @@ def _select(scores, block_ids, k, block_size, rows, tokens, out, scratch, config
         "TAIL": min(1024, triton.next_power_of_2(k)),
     }
     operands = operand(Rows, scores), operand(Rows, block_ids), operand(Rows, out), rows
-    if kernel := cluster.load(scores, config):
-        cluster.select_clusters(kernel, scores, block_ids, out, rows, k, tokens, block_size, config)
+    if cluster.select_clusters(scores, block_ids, k, block_size, rows, tokens, out, config):
         return out
     if n > config.row:
         if scratch is None:
