@@ -242,6 +242,7 @@ def small_layers(model: Model) -> None:
         gated(x, x, "silu")
         if rows * tokens <= 8:
             small_linear(x, up)
+            small_linear(x, up, None, "silu")
         q, k = (torch.empty(rows, tokens, n, model.dk, dtype=KIND) for n in (model.q_heads, model.heads))
         for n in {1, rows}:
             cos = torch.empty(n, tokens, some, dtype=KIND)
