@@ -145,6 +145,41 @@ def test_the_fused_code_runs(anywhere, monkeypatch, variant):
         assert (calls.count("add_norm"), calls.count("qk_rope"), calls.count("gated")) == (1 + 2 * n, n, n)
 
 
+@pytest.mark.parametrize("small_batch", [True, False])
+@pytest.mark.parametrize("variant", ["llama-bias", "qwen3", "gemma3", "phi3"])
+def test_few_rows_take_gate_and_up_at_once(anywhere, monkeypatch, variant, small_batch):
+    """No kernel between the projections, unless a hook wants to see them, or what is there is not ours any more."""
+    model, calls = made(variant), []
+    for op in ("gated", "small_linear"):
+        original = getattr(fused_layers, op)
+        monkeypatch.setattr(
+            fused_layers, op, lambda *a, _op=op, _original=original: (calls.append((_op, *a[3:])), _original(*a))[1]
+        )
+    token = torch.tensor([[5]])
+    with torch.no_grad():
+        want, n = model(token).logits, model.config.num_hidden_layers
+        fuse(model, small_batch=small_batch)
+        mlp = model.model.layers[0].mlp
+        up = mlp.gate_up_proj if variant == "phi3" else mlp.up_proj
+
+        def taken() -> tuple[int, int]:
+            """MLPs whose gate and up projection are one kernel with the activation, and those with one between."""
+            calls.clear()
+            assert (model(token).logits - want).norm() < 1e-5 * want.norm()
+            return sum(op == "small_linear" and bool(more) for op, *more in calls), calls.count(("gated",))
+
+        assert taken() == ((n, 0) if small_batch else (0, n))
+        seen = []
+        hook = up.register_forward_hook(lambda m, a, out: seen.append(out))
+        assert taken() == ((n - 1, 1) if small_batch else (0, n)) and len(seen) == 1
+        hook.remove()
+        hook = mlp.down_proj.register_forward_pre_hook(lambda m, a: seen.append(a[0]))
+        assert taken() == ((n, 0) if small_batch else (0, n)) and len(seen) == 2
+        hook.remove()
+        model.double().float()  # gives joined weights memory of their own; Phi-3's were one before
+        assert taken() == ((n, 0) if small_batch and variant == "phi3" else (0, n))
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("rank", [24, None])

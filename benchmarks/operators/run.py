@@ -4,6 +4,7 @@
     python -m benchmarks operator --shapes 1x64k 4x64k --dim 64 --heads 16x4 --dtype float16
     python -m benchmarks operator --model glm-4.7-flash
     python -m benchmarks operator --sweep token_score sparse_decode --no-csv
+    python -m benchmarks operator --sweep gated_linear --no-csv        # of an MLP, at 1, 8 and 16 rows
 
 Everything is captured in a CUDA graph, 20 repetitions that go round several sets of inputs, so that what a step reads
 comes from memory and not from the L2 cache. The step is compared with the references before it is timed.
@@ -25,6 +26,7 @@ from hf_sparsekv.tuning.timing import Time, captured
 from ..arguments import new_parser, rows_file
 from ..report import Report
 from ..shapes import parse_shape
+from . import gated_linear
 from .check import check
 from .limits import absorbed, dense_torch, expanded, read_bandwidth
 from .sweep import FIRST, OPERATORS, differs, variants
@@ -118,7 +120,12 @@ def arguments() -> ArgumentParser:
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--num-blocks", type=int, default=128)
     parser.add_argument("--token-budget", type=int, default=1024)
-    parser.add_argument("--sweep", nargs="+", choices=OPERATORS, help="time the ways to run these operators instead")
+    parser.add_argument(
+        "--sweep",
+        nargs="+",
+        choices=(*OPERATORS, gated_linear.NAME),
+        help="time the ways to run these operators instead",
+    )
     return parser
 
 
@@ -141,19 +148,22 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     rate = read_bandwidth(device)
     print(f"{device_name()} {versions()}\nread-only bandwidth {rate / 1e12:.3f} TB/s")
+    swept = [name for name in args.sweep or () if name != gated_linear.NAME]
     with Report("operator", "", rows_file(args), None) as report:
-        for shape in shapes(args):
+        if swept != (args.sweep or []):
+            gated_linear.sweep(report, device, rate)
+        for shape in shapes(args) if swept or not args.sweep else ():
             report.case = shape.case
             with report.measuring(shape.batch, shape.context, "all"):
                 layers = [Layer(shape, device, seed) for seed in range(set_count(shape, device))]
                 print(
                     f"{shape.case} {shape.batch} x {shape.context} {str(shape.dtype)[6:]}, {len(layers)} sets of inputs"
                 )
-                if args.sweep:
+                if swept:
                     check(layers[0])
                     for layer in layers:
                         layer.step()
-                    sweep(layers, report, args.sweep)
+                    sweep(layers, report, swept)
                 else:
                     measure(layers, report, rate)
             layers = None

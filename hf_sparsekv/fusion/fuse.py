@@ -1,7 +1,8 @@
 """``fuse(model)``: the small layers of a model as a few kernels, its parallel projections as one product each.
 
 A captured decode step of an 8B model spends as long on norms, rotary embedding, activations and sums as a good part of
-its matrix products take. Here they become four kernels a layer, and with ``linears`` seven matrix products become four:
+its matrix products take. Here they become four kernels a layer, of few rows three, and with ``linears`` seven matrix
+products become four:
 
     fusion = fuse(model)
     ...
@@ -267,7 +268,7 @@ def _fuse(model: nn.Module, linears: bool, small_batch: bool, fusion: Fusion) ->
         module.__class__ = _fused_class(type(module), kind)
 
     for module, kind, arch in list(_found(model)):
-        state = State(arch, type(module))
+        state = State(arch, type(module), small_batch=small_batch)
         if kind == "RMSNorm":
             state.eps = module.eps if arch.unit_offset else module.variance_epsilon
         if kind in ("MLP", "Experts"):

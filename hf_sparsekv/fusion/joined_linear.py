@@ -124,13 +124,19 @@ class JoinedLinear:
         rows = sum(p.shape[0] for p in parameters)
         return first.as_strided((rows, *first.shape[1:]), first.stride())
 
+    def stacked(self, owner: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+        """Weights ``[sum of out, in]`` and biases while the layers are joined, and nobody wants to see them called."""
+        layers = self._layers(owner)
+        if not all(type(layer) is nn.Linear and not is_observed(layer) for layer in layers):
+            return None
+        weight = self._block(layers, "weight")
+        has_bias = layers[0].bias is not None
+        bias = self._block(layers, "bias") if has_bias else None
+        return None if weight is None or (bias is not None) != has_bias else (weight, bias)
+
     def __call__(self, owner: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
         """What each layer makes of ``x`` ``[..., in]``: views ``[..., out]`` of one tensor while they are joined."""
-        layers = self._layers(owner)
-        if all(type(layer) is nn.Linear and not is_observed(layer) for layer in layers):
-            weight = self._block(layers, "weight")
-            has_bias = layers[0].bias is not None
-            bias = self._block(layers, "bias") if has_bias else None
-            if weight is not None and (bias is not None) == has_bias:
-                return self.product(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
-        return tuple(layer(x) for layer in layers)
+        layers, stacked = self._layers(owner), self.stacked(owner)
+        if stacked is None:
+            return tuple(layer(x) for layer in layers)
+        return self.product(x, *stacked).split([layer.out_features for layer in layers], dim=-1)

@@ -21,7 +21,7 @@ from ..ops.latent_rope import latent_rope
 from ..ops.qk_rope import qk_rope
 from ..ops.route import MAX_TOKENS as MAX_ROUTED_TOKENS
 from ..ops.route import route
-from ..ops.small_linear import small_linear
+from ..ops.small_linear import serves, small_linear
 from .joined_linear import JoinedLinear, is_observed
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -64,6 +64,7 @@ class State:
         eps: of a norm.
         activation: of an MLP, or of experts.
         joined: an attention's or MLP's projections, if they are joined.
+        small_batch: our kernel multiplies few rows with them.
         following: the norm after a layer, in a tuple: as a plain attribute it would become a submodule.
     """
 
@@ -72,6 +73,7 @@ class State:
     eps: float = 0.0
     activation: str = ""
     joined: JoinedLinear | None = None
+    small_batch: bool = False
     following: tuple[nn.Module, ...] = ()
 
 
@@ -145,12 +147,15 @@ class FusedLinear:
 
 
 class FusedMLP:
-    """One kernel between the projections."""
+    """Of few rows one kernel up to the down projection, of more one between the projections."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not is_usable(x):
             return super().forward(x)
         state = self._fused
+        stacked = self._stacked() if serves(x) else None
+        if stacked is not None and is_usable(x, stacked[0]):
+            return self.down_proj(small_linear(x, *stacked, state.activation))
         if state.arch.joined:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         elif state.joined is not None:
@@ -158,6 +163,14 @@ class FusedMLP:
         else:
             gate, up = self.gate_proj(x), self.up_proj(x)
         return self.down_proj(gated(gate, up, state.activation))
+
+    def _stacked(self) -> tuple[Tensor, Tensor | None] | None:
+        """Weights and biases of gate and up projection, one above the other, if our kernel multiplies with both."""
+        state = self._fused
+        if not state.arch.joined:
+            return state.joined.stacked(self) if state.small_batch and state.joined is not None else None
+        layer = self.gate_up_proj
+        return (layer.weight, layer.bias) if isinstance(layer, FusedLinear) and not is_observed(layer) else None
 
 
 class FusedExperts:

@@ -10,6 +10,7 @@ from read_rows import read_rows
 
 pytest.importorskip("triton")
 
+from benchmarks.operators import gated_linear
 from benchmarks.operators import run as module
 from benchmarks.operators import walk as walks
 from benchmarks.operators.check import check
@@ -19,6 +20,7 @@ from benchmarks.operators.walk import WalkLayer
 from benchmarks.probes import gather
 from benchmarks.report import Report
 from hf_sparsekv.config import TwoLevelConfig
+from hf_sparsekv.ops.small_linear.triton import tile
 from hf_sparsekv.tuning.layer_step import MODELS, Layer, Shape
 from hf_sparsekv.tuning.timing import Time
 
@@ -186,6 +188,36 @@ def test_sweeps_name_the_quickest_and_the_wrong(layer, tmp_path, monkeypatch, ca
         module.sweep([layer], report, ["token_select"])
     assert len(report.failed) == 1 and "warps=16: another result" in report.failed[0]
     assert "token_select, quickest: warps=8, 3.00 us" in capsys.readouterr().out
+
+
+@INTERPRETED
+@pytest.mark.parametrize("rows", [1, 3])
+def test_ways_to_multiply_with_gate_and_up(tmp_path, monkeypatch, capsys, rows):
+    """Each is run and compared, the wrong one named, and the bound is that of the bytes."""
+    dtype = torch.float32 if rows == 1 else torch.float16
+    sets = [gated_linear.Inputs.random(rows, 64, 24, dtype, torch.device("cpu")) for _ in range(2)]
+    few = [gated_linear.Tile(4, 32, 1, 4), gated_linear.Tile(32, 32, 2, 4)]
+    monkeypatch.setattr(gated_linear, "tiles", lambda rows: iter(few))
+    monkeypatch.setattr(gated_linear, "captured", lambda run, sets: [run(i) for i in range(sets)] and Time(3, 2, 4))
+    path = tmp_path / "a.csv"
+    with Report("operator", "x", path, None) as report:
+        gated_linear.measure(report, sets, 1e12)
+    assert report.failed == []
+    found = {row["variant"]: float(row["value"]) for row in read_rows(path)}
+    assert len(found) == 1 + 2 + len(few) + 2 and found["gated_linear:rows=32,inputs=32,stages=2,warps=4"] == 3
+    assert found["limit"] == pytest.approx(1e-6 * (48 * 64 + rows * (64 + 24)) * sets[0].x.element_size())
+    monkeypatch.setattr(gated_linear, "gated", lambda gate, up, activation: gate + up)
+    with Report("operator", "x", None, None) as report:
+        gated_linear.measure(report, sets, 1e12)
+    assert "another result than the two kernels'" in report.failed[0]
+    assert f"{rows} rows, quickest: two kernels, 3.00 us" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rows", gated_linear.ROWS)
+def test_tiles_for_gate_and_up_are_different(rows):
+    tried = list(gated_linear.tiles(rows))
+    assert len(set(tried)) == len(tried) > 10
+    assert {tile(rows, 2 * gated_linear.INNER, gated_linear.HIDDEN, True)} <= set(tried)
 
 
 def test_operators_of_the_other_layout_are_refused(layer):

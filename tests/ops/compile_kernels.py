@@ -5,7 +5,7 @@ model's step has, and lets Triton translate what they launch instead of launchin
 tuples and pipelines have been checked. With ``--stats`` it compiles them to the end (a minute) and prints each one's
 registers, spilled bytes and shared memory: what a change of a kernel may not make worse. ``--arch 89`` does so for
 another architecture, with the tiles that it gets there (80, 89, 90, 100, 120). ``--table docs/kernels.csv`` writes
-these figures for all of them.
+these figures for all of them. ``--only small_layers`` makes some of the calls alone.
 """
 
 from __future__ import annotations
@@ -97,12 +97,16 @@ def sparse_decodes() -> None:
         for batch in (1, 3):
             args, named = replace(case, batch=batch, span=4, cap=9).make(place(), "token")
             sparse_decode(*args, **named)
+            if case is usual:
+                sparse_decode(*args, **named, tickets=torch.zeros(batch, usual.heads, dtype=torch.int32))
         for granularity in ("token", "all"):
             args, named = replace(case, batch=3).make(place(), granularity)
             sparse_decode(*args, **named)
         for granularity in ("token", "block", "all"):
             args, named = case.make(place(), granularity)
             sparse_decode(*args, **named)
+            if case is usual:
+                sparse_decode(*args, **named, tickets=torch.zeros(1, usual.heads, dtype=torch.int32))
             if granularity != "all":
                 args, named = in_pages(place(), args, named)
                 counts = torch.zeros(2, 1, case.heads, dtype=torch.int64)
@@ -239,7 +243,8 @@ def small_layers() -> None:
     up = place().randn(3072, 2048)
     for rows in (1, 8):
         for bias in (None, place().randn(3072)):
-            small_linear(place().randn(rows, 2048), up, bias)
+            for activation in (None, "silu", "gelu_tanh"):
+                small_linear(place().randn(rows, 2048), up, bias, activation)
     tokens, index = place().randn(2, 512), torch.zeros(2, 4, dtype=torch.int64)
     experts(tokens, index, torch.rand(2, 4), place().randn(8, 512, 512), place().randn(8, 512, 256), "silu")
     named = {"groups": 4, "top_groups": 2, "normalise": True, "scale": 1.0}
@@ -295,6 +300,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--stats", action="store_true")
     parser.add_argument("--arch", type=int, default=90, choices=ARCHITECTURES)
+    parser.add_argument("--only", choices=[case.__name__ for case in CASES], help="these calls instead of all")
     parser.add_argument("--table", type=Path)
     given = parser.parse_args()
     if given.table is not None:
@@ -319,7 +325,8 @@ def main() -> None:
 
     JITFunction.run = compile_only
     for case in CASES:
-        case()
+        if given.only in (None, case.__name__):
+            case()
     if not stats:
         print(*sorted(names), sep="\n")
 

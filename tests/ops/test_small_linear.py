@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_sparsekv.ops.gated import ACTIVATIONS
+from hf_sparsekv.ops.gated.reference import gated
+from hf_sparsekv.ops.gated.triton import gated as gated_kernel
 from hf_sparsekv.ops.small_linear import small_linear as public
 from hf_sparsekv.ops.small_linear.reference import small_linear as reference
 from hf_sparsekv.ops.small_linear.triton import WIDE, small_linear
 
-# shape of x, outputs, bias
+# shape of x, rows of the weight, bias
 CASES = {
     "one row": ((1, 1, 1024), 64, False),
     "one row, bias, nothing even": ((1, 1, 700), 45, True),
@@ -57,6 +60,68 @@ def test_strided_rows_and_stacked_weights(place):
     x[:, 40:552] = place.randn(1, 512)
     want = reference(x[:, 40:552].cpu().double(), block[32:64].cpu().double()).to(place.dtype)
     place.close(small_linear(x[:, 40:552], block[32:64]), want)
+
+
+# shape of x, outputs, bias
+GATED = {
+    "one row": ((1, 1, 2048), 32, False),
+    "one row, bias, nothing even": ((1, 1, 700), 45, True),
+    "one output": ((1, 64), 1, False),
+    "two rows": ((2, 1, 512), 64, False),
+    "nine rows, bias, nothing even": ((3, 3, 300), 45, True),
+    "sixteen rows": ((16, 256), 48, True),
+    "no row": ((0, 1, 64), 32, False),
+}
+
+
+def gated_inputs(place, shape, n, has_bias):
+    """``x``, the weights and biases of gate and up one after the other, gates large enough to bend the activation."""
+    k = shape[-1]
+    weight = torch.cat((2 * place.randn(n, k), place.randn(n, k))) / k**0.5
+    return place.randn(*shape), weight, place.randn(2 * n) if has_bias else None
+
+
+def check_gated(place, activation, shape, n, has_bias):
+    given = gated_inputs(place, shape, n, has_bias)
+    # The products in float64; rounded to the dtype before the activation, as two operators would.
+    product = reference(*(None if t is None else t.cpu().double() for t in given)).to(place.dtype)
+    want = gated(*product.chunk(2, dim=-1), activation)
+    if given[0].numel() <= shape[-1] or place.dtype != torch.float32:
+        place.close(small_linear(*given, activation), want)
+    place.close(public(*given, activation), want)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("case", GATED.values(), ids=GATED.keys())
+def test_gated(place, case, activation):
+    check_gated(place, activation, *case)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("rows", [1, 2, 8, 16])
+@pytest.mark.parametrize("shape", [(12288, 4096), (4096, 2560), (WIDE // 2 + 24, 4096)], ids=str)
+def test_gated_sizes_of_a_model(place, shape, rows):
+    if place.device == "cpu":
+        pytest.skip("too large for the interpreter")
+    check_gated(place, "silu", (rows, 1, shape[1]), shape[0], True)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_gated_is_what_two_kernels_give(place16, rows):
+    """To the last bit: the product is rounded before the activation, and its sums are taken in the same order."""
+    given = gated_inputs(place16, (rows, 300), 45, True)
+    product = small_linear(*given)
+    for activation in ACTIVATIONS:
+        gate, up = product.chunk(2, dim=-1)
+        assert torch.equal(small_linear(*given, activation), gated_kernel(gate, up, activation))
+
+
+@pytest.mark.parametrize("function", [small_linear, reference])
+def test_no_gate_and_up(function):
+    with pytest.raises(ValueError, match="activation must be one of"):
+        function(torch.zeros(1, 8), torch.zeros(4, 8), None, "relu")
+    with pytest.raises(ValueError, match="equally many rows of the weight, got 5"):
+        function(torch.zeros(1, 8), torch.zeros(5, 8), None, "silu")
 
 
 def test_too_many_rows():

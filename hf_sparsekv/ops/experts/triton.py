@@ -11,6 +11,7 @@ from .._dispatch import require_dense_rows
 from .._operands import Rows, Table, operand, row_ptr
 from .._overlap import begin, launch
 from ..gated.reference import ACTIVATIONS
+from ..gated.triton import gate_times_up
 from .reference import MAX_TOKENS
 
 
@@ -65,14 +66,8 @@ def experts_up_kernel(
         b_gate += b_g.to(tl.float32) * b_x
         b_up += b_u.to(tl.float32) * b_x
     dtype = p_out.dtype.element_ty
-    gate = tl.sum(b_gate, 1).to(dtype).to(tl.float32)  # [BN], rounded as the reference
-    up = tl.sum(b_up, 1).to(dtype).to(tl.float32)
-    if SILU:
-        argument = gate
-    else:
-        argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # (1 + tanh(u)) / 2 = sigmoid(2 u)
-    active = (gate * tl.sigmoid(argument)).to(dtype).to(tl.float32)
-    tl.store(p_out + i.to(tl.int64) * n + o_n, (active * up).to(dtype), mask=o_n < n)
+    gate, up = tl.sum(b_gate, 1).to(dtype), tl.sum(b_up, 1).to(dtype)  # [BN], rounded as the reference
+    tl.store(p_out + i.to(tl.int64) * n + o_n, gate_times_up(gate, up, SILU), mask=o_n < n)
 
 
 @triton.jit

@@ -5,12 +5,32 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..gated.reference import ACTIVATIONS, gated
+
 MAX_ROWS = 16  # the kernel's limit: rows are padded to one tensor core tile
 
 
-def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
     """``x @ weight.T + bias``, ``[..., out]``, for ``x`` ``[..., in]`` of at most ``MAX_ROWS`` rows.
 
     ``weight`` is ``[out, in]``, ``bias`` ``[out]``, all of one dtype; sums are taken in float32.
+
+    With an ``activation``, one of :data:`.gated.ACTIVATIONS`, the first half of ``weight`` and ``bias`` is a gated
+    MLP's gate and the second its up projection, and the result their product ``[..., out / 2]`` (:func:`.gated.gated`).
+
+    Raises:
+        ValueError: there is no such activation, or ``out`` is odd with one.
     """
-    return F.linear(x, weight, bias)
+    check(weight, activation)
+    out = F.linear(x, weight, bias)
+    return out if activation is None else gated(*out.chunk(2, dim=-1), activation)
+
+
+def check(weight: Tensor, activation: str | None) -> None:
+    """Raise for what is no gate and up projection of an activation that there is."""
+    if activation is None:
+        return
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
+    if weight.shape[0] % 2:
+        raise ValueError(f"gate and up projection are equally many rows of the weight, got {weight.shape[0]} in all")

@@ -5,6 +5,8 @@ Tiles measured on an H200, bf16, projections of an 8B model (benchmarks/NOTES.md
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,15 +16,52 @@ from .. import _device
 from .._dispatch import require_dense_rows
 from .._operands import Table, operand
 from .._overlap import begin, launch
-from .reference import MAX_ROWS
+from ..gated.triton import gate_times_up
+from .reference import MAX_ROWS, check
 
-# Outputs a program, inputs a step of its loop, steps in flight, warps.
-ONE_ROW = (4, 2048, 1, 8)
-ONE_ROW_SHORT = (4, 1024, 1, 4)
+
+class Tile(NamedTuple):
+    """Rows of the weight a program, inputs a step of its loop, steps in flight, warps.
+
+    ``registers`` of a thread at most; None: as many as the compiler likes.
+    """
+
+    rows: int
+    inputs: int
+    stages: int
+    warps: int
+    registers: int | None = None
+
+
+ONE_ROW = Tile(4, 2048, 1, 8)
+ONE_ROW_SHORT = Tile(4, 1024, 1, 4)
 SHORT = 2048  # inputs; the short tiles below
-ROWS = (32, 512, 4, 4)
-ROWS_WIDE = (64, 128, 4, 4)
-WIDE = 6144  # outputs; the wide tiles from here on
+ROWS = Tile(32, 512, 4, 4)
+ROWS_WIDE = Tile(64, 128, 4, 4)
+WIDE = 6144  # rows of the weight; the wide tiles from here on
+# Gate and up projection, half of a program's rows each. Not measured yet. The compiler would take 66 registers for one
+# row, with which a processor holds three programs instead of four; with 64 nothing spills on any architecture.
+GATED_ONE_ROW = ONE_ROW._replace(registers=64)
+GATED_ONE_ROW_SHORT = ONE_ROW_SHORT._replace(registers=64)
+GATED_ROWS = ROWS
+GATED_ROWS_WIDE = ROWS_WIDE
+
+
+@triton.jit
+def find_rows(n, GATED: tl.constexpr, BN: tl.constexpr):
+    """This program's rows of the weight and which of them there are, ``[BN]``; likewise its outputs, of ``n`` in all.
+
+    Gated, output ``i`` is of the rows ``i`` and ``n + i``, which lie side by side in the tile.
+    """
+    o_row = tl.program_id(0) * BN + tl.arange(0, BN)
+    if GATED:
+        o_out = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
+        o_row = o_row // 2 + (o_row % 2) * n
+        m_row = tl.program_id(0) * (BN // 2) + tl.arange(0, BN) // 2 < n
+    else:
+        o_out = o_row
+        m_row = o_row < n
+    return o_row, m_row, o_out, o_out < n
 
 
 @triton.jit
@@ -33,16 +72,16 @@ def small_linear_one_row_kernel(
     p_out,
     n,
     k,
+    ACTIVATION: tl.constexpr,
     EVEN: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``BN`` outputs of one row of ``k`` inputs. ``EVEN``: ``n`` and ``k`` are multiples of the tile's sides."""
-    o_n = tl.program_id(0) * BN + tl.arange(0, BN)
+    """``BN`` rows of the weight times one row of ``k`` inputs. ``n``: outputs. ``EVEN``: tiles are full."""
+    o_n, m_n, o_out, m_out = find_rows(n, ACTIVATION is not None, BN)
     o_k = tl.arange(0, BK)
-    m_n = o_n < n
     m_k = o_k < k
     p_row = weight.ptr + o_n.to(tl.int64)[:, None] * weight.row
     # The first weights are on their way before the kernel that makes the input has ended.
@@ -65,7 +104,11 @@ def small_linear_one_row_kernel(
     b_out = tl.sum(b_sum, axis=1)
     if p_bias is not None:
         b_out += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)
-    tl.store(p_out + o_n, b_out.to(p_out.dtype.element_ty), mask=m_n)
+    b_out = b_out.to(p_out.dtype.element_ty)
+    if ACTIVATION is not None:
+        b_gate, b_up = tl.split(tl.reshape(b_out, [BN // 2, 2]))
+        b_out = gate_times_up(b_gate, b_up, ACTIVATION == "silu")
+    tl.store(p_out + o_out, b_out, mask=m_out)
 
 
 @triton.jit
@@ -77,6 +120,7 @@ def small_linear_rows_kernel(
     rows,
     n,
     k,
+    ACTIVATION: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     BN: tl.constexpr,
@@ -84,11 +128,11 @@ def small_linear_rows_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``BN`` outputs of all rows, on tensor cores. ``EVEN``: ``n`` and ``k`` are multiples of the tile's sides."""
-    o_n = tl.program_id(0) * BN + tl.arange(0, BN)
+    """``BN`` rows of the weight times all rows of ``x``, on tensor cores. ``n``: outputs. ``EVEN``: tiles are full."""
+    o_n, m_n, o_out, m_out = find_rows(n, ACTIVATION is not None, BN)
     o_k = tl.arange(0, BK)
     o_m = tl.arange(0, ROWS)
-    m_n, m_m = o_n < n, o_m < rows
+    m_m = o_m < rows
     p_row = weight.ptr + o_n.to(tl.int64)[:, None] * weight.row
     b_sum = tl.zeros([BN, ROWS], tl.float32)
     begin(PDL)  # the loop's first loads are in flight together: a load before this point measured no better
@@ -104,35 +148,52 @@ def small_linear_rows_kernel(
         b_sum = tl.dot(b_w, b_x, b_sum)
     if p_bias is not None:
         b_sum += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
-    m_out = m_n[:, None] & m_m[None, :]
-    tl.store(p_out + o_m[None, :] * n + o_n[:, None], b_sum.to(p_out.dtype.element_ty), mask=m_out)
+    b_out = b_sum.to(p_out.dtype.element_ty)
+    if ACTIVATION is not None:
+        b_gate, b_up = tl.split(tl.permute(tl.reshape(b_out, [BN // 2, 2, ROWS]), (0, 2, 1)))
+        b_out = gate_times_up(b_gate, b_up, ACTIVATION == "silu")
+    tl.store(p_out + o_m[None, :] * n + o_out[:, None], b_out, mask=m_out[:, None] & m_m[None, :])
 
 
-def _tile(x: Tensor, rows: int, n: int, k: int) -> tuple[int, int, int, int]:
+def tile(rows: int, n: int, k: int, is_gated: bool) -> Tile:
+    """For ``rows`` of ``k`` inputs and ``n`` rows of the weight."""
     if rows == 1:
-        return ONE_ROW if k >= SHORT else ONE_ROW_SHORT
-    bn, bk, stages, warps = ROWS_WIDE if n >= WIDE else ROWS
-    held = (bn + MAX_ROWS) * bk * x.element_size()  # fewer steps in flight where they would not fit
-    stages = max(1, min(stages, _device.shared_memory(x) // held))
-    return bn, bk, stages, warps
+        usual, short = (GATED_ONE_ROW, GATED_ONE_ROW_SHORT) if is_gated else (ONE_ROW, ONE_ROW_SHORT)
+        return usual if k >= SHORT else short
+    usual, wide = (GATED_ROWS, GATED_ROWS_WIDE) if is_gated else (ROWS, ROWS_WIDE)
+    return wide if n >= WIDE else usual
 
 
-def small_linear(x, weight, bias=None):
-    """As ``reference.small_linear``. Float32 only for a single row: tensor cores would round it."""
+def _fitting(config: Tile, x: Tensor) -> Tile:
+    """With fewer steps in flight where they would not fit."""
+    held = (config.rows + MAX_ROWS) * config.inputs * x.element_size()
+    return config._replace(stages=max(1, min(config.stages, _device.shared_memory(x) // held)))
+
+
+def small_linear(x, weight, bias=None, activation=None, config=None):
+    """As ``reference.small_linear``. Float32 only for a single row: tensor cores would round it.
+
+    ``config`` (:class:`Tile`) replaces the one for these shapes.
+    """
     n, k = weight.shape
     x_rows = x.reshape(-1, k)
     rows = x_rows.shape[0]
     if rows > MAX_ROWS or (rows > 1 and x.dtype == torch.float32):
         raise ValueError(f"at most {MAX_ROWS} rows, in float32 one; got {rows} of {x.dtype}")
+    check(weight, activation)
     require_dense_rows(x=x_rows, weight=weight)
-    out = x.new_empty(*x.shape[:-1], n)
+    outputs = n if activation is None else n // 2
+    out = x.new_empty(*x.shape[:-1], outputs)
     if not out.numel():
         return out
-    bn, bk, stages, warps = _tile(x, rows, n, k)
+    config = config or tile(rows, n, k, activation is not None)
+    bn, bk, stages, warps, registers = config if rows == 1 else _fitting(config, x)
     fixed = {"EVEN": n % bn == 0 and k % bk == 0, "BN": bn, "BK": bk, "STAGES": stages, "num_warps": warps}
+    fixed |= {"ACTIVATION": activation} | ({} if registers is None else {"maxnreg": registers})
     grid, operands = (triton.cdiv(n, bn),), (operand(Table, weight), bias, out)
     if rows == 1:
-        launch(small_linear_one_row_kernel, grid, x, x_rows, *operands, n, k, **fixed)
+        launch(small_linear_one_row_kernel, grid, x, x_rows, *operands, outputs, k, **fixed)
     else:
-        launch(small_linear_rows_kernel, grid, x, operand(Table, x_rows), *operands, rows, n, k, ROWS=MAX_ROWS, **fixed)
+        named = {"ROWS": MAX_ROWS, **fixed}
+        launch(small_linear_rows_kernel, grid, x, operand(Table, x_rows), *operands, rows, outputs, k, **named)
     return out
