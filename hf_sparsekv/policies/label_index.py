@@ -15,7 +15,6 @@ from torch import Tensor
 from ..config import PredictiveConfig, ProgressiveConfig, TwoLevelConfig
 from ..kv.state import Held, State
 from ..kv.store import LayerStore
-from ..ops.label_select import label_select
 from ..ops.seal import Index
 from ..ops.token_score import token_score
 from ..predictor.channels import ChannelStats, LabelChannels
@@ -142,13 +141,6 @@ class LabelIndex(State):
         labels = fields["codes"], fields.get("qparams"), self.channels_of(store)
         how = {"sinks": store.sinks, "out": out, "fill": fill}
         return token_score(q, *labels, store.rows, store.table, blocks, reduce, **how)
-
-    def best(self, q: Tensor, store: LayerStore, k: int, out: Tensor | None = None) -> Tensor:
-        """``TokenIds [batch, H, k]`` of the best of all tokens in full blocks; ``q``, ``store``: of :meth:`scores`."""
-        fields = store.pool.fields
-        labels = fields["codes"], fields.get("qparams"), self.channels_of(store)
-        how = {"sinks": store.sinks, "out": out}
-        return label_select(q, *labels, store.rows, store.table, k, self.config.token_reduce, **how)
 
     def channels_of(self, store: LayerStore) -> Tensor:
         """The channels of its rows: of one row, if it is that several times."""

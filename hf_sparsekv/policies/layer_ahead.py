@@ -11,6 +11,7 @@ from torch import Tensor
 from ..config import PredictiveConfig
 from ..kv.state import Held
 from ..kv.store import LayerStore, Tally
+from ..ops.topk_select import token_select
 from ..predictor.channels import LabelChannels
 from ..tensors import no_inference_mode, reads_here
 from ..types import AttentionParams
@@ -153,7 +154,8 @@ class LayerAheadPolicy(PredictivePolicy):
     def _choose_for(self, q: Tensor, store: LayerStore) -> None:
         """Write the tokens that this query wants to :attr:`ids`, and bring them to the device."""
         budget = self.config.token_budget
-        self.labels.best(q, store, budget, out=self.ids[..., :budget])
+        scores, ids = self.scores(q, store), self.ids[..., :budget]
+        token_select(scores, None, budget, store.block_size, rows=store.rows, out=ids)
         if self.bring(self.ids, store):
             self._places = self.tokens.locate(self.ids, store)
 

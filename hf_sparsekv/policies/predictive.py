@@ -13,6 +13,7 @@ from torch import Tensor
 from ..config import OffloadConfig, PredictiveConfig
 from ..kv.state import Held
 from ..kv.store import LayerStore, Tally
+from ..ops.topk_select import token_select
 from ..predictor.channels import LabelChannels
 from ..predictor.query import CustomPredictor, QueryPredictor, make_predictor
 from ..tensors import no_inference_mode
@@ -190,9 +191,11 @@ class PredictivePolicy(TokenPolicy):
 
     def choose(self, store: LayerStore) -> None:
         """Write the tokens that the predicted query wants to :attr:`ids`."""
-        budget, predicted = self.config.token_budget, self._predicted
+        config, predicted = self.config, self._predicted
         self._predicted = None
-        self.labels.best(self._predict() if predicted is None else predicted, store, budget, self.ids[..., :budget])
+        scores = self.scores(self._predict() if predicted is None else predicted, store)
+        ids = self.ids[..., : config.token_budget]
+        token_select(scores, None, config.token_budget, store.block_size, rows=store.rows, out=ids)
 
     def scores(self, q: Tensor, store: LayerStore, out: Tensor | None = None) -> Tensor:
         """Scores of all tokens in full blocks for ``q [batch, Hq, Dk]``: ``[batch, H, n]``.

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..config import OffloadConfig, PredictiveConfig, ProgressiveConfig, TwoLevelConfig
 from ..kv.store import LayerStore, Tally
 from ..ops.seal import Index
+from ..ops.topk_select import token_select
 from ..predictor.channels import LabelChannels
 from ..tensors import no_inference_mode, reads_here
 from ..types import AttentionParams
@@ -124,7 +125,8 @@ class TokenPolicy(Policy):
 
     def best_tokens(self, q: Tensor, store: LayerStore) -> Tensor:
         """``TokenIds [batch, H, n]`` of the best labels for ``q [batch, Hq, Dk]``."""
-        return self.labels.best(q, store, self.config.token_budget)
+        scores = self.labels.scores(q, store, fill=False)
+        return token_select(scores, None, self.config.token_budget, store.block_size, rows=store.rows)
 
     def reopened(self) -> None:
         super().reopened()

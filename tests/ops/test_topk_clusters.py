@@ -24,7 +24,7 @@ def has_clusters():
     """A test that took another kernel would show nothing."""
     if torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("this GPU has no clusters")
-    assert cluster.load(torch.empty(1, 1, 9, device="cuda"), Config(clusters=8)) is not None
+    assert cluster.serves(torch.empty(1, 1, 9, device="cuda"), Config(clusters=8))
 
 
 def selected(scores, k, config, **how):
@@ -122,11 +122,11 @@ def test_tokens_of_given_blocks(place32, block_size, config):
 
 def test_where_it_serves(place32):
     """Not where one program is as quick, nor what is longer than the blocks hold: as on a GPU without clusters."""
-    assert cluster.load(place32.randn(1, 8, 2048), Config()) is None
-    assert cluster.load(place32.randn(32, 8, 8192), Config()) is None
-    assert cluster.load(place32.randn(1, 8, 32_768), Config(clusters=False)) is None
+    assert not cluster.serves(place32.randn(1, 8, 2048), Config())
+    assert not cluster.serves(place32.randn(32, 8, 8192), Config())
+    assert not cluster.serves(place32.randn(1, 8, 32_768), Config(clusters=False))
     scores = place32.randn(1, 1, 1 << 19)
-    assert cluster.load(scores, Config()) is None and cluster.load(scores[..., : 1 << 17], Config())
+    assert not cluster.serves(scores, Config()) and cluster.serves(scores[..., : 1 << 17], Config())
     assert torch.equal(block_select(scores, 1024).cpu(), reference_block(scores.cpu(), 1024))
 
 

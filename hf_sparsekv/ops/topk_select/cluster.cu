@@ -1,14 +1,14 @@
 // Selection from long rows by clusters of thread blocks, which hold a row in their shared memory (Hopper and later).
 //
-// Each of CLUSTER blocks holds a part of one row, and each warp a stretch of that: read, or computed from labels.
+// Each of CLUSTER blocks holds a part of one row, and each warp a stretch of that.
 // 1. Mean and deviation of a quarter of the scores give a number that more than k of them reach, but not many more.
 //    What reaches it moves to the front of each warp's stretch.
 // 2. Together the blocks count these by bins, up to the largest score. The bin that holds the score of rank k has few.
 // 3. Every block is handed these few, and finds the threshold among them by itself. As it then knows how many entries
 //    each block takes, it writes its ids to their place, ascending.
 //
-// The guess never shows in the result: where too few reach it, or too many are in the bin, the row is read or
-// computed again, and its scores are counted by their bits, LOG_BINS a pass.
+// The guess never shows in the result: where too few reach it, or too many are in the bin, the row is read again, and
+// its scores are counted by their bits, LOG_BINS a pass.
 //
 // Blocks hand over what they know by writing to one another's shared memory ("Distributed Shared Memory", CUDA C++
 // Programming Guide): three barriers of a cluster, and two more for each further pass.
@@ -129,12 +129,12 @@ struct Shared {
     u32 taken_over;
 };
 
-// A row of `live` entries and this block's part of it. All warps but the last ones have as many, a multiple of 64.
+// A row of `live` entries and this block's part of it. All warps but the last ones have as many, a multiple of 32.
 struct Part {
     int live, stretch, start, count;
 
     __device__ __forceinline__ Part(int entries) : live(entries) {
-        stretch = (live + CLUSTER * WARPS * 64 - 1) / (CLUSTER * WARPS * 64) * 64;
+        stretch = (live + CLUSTER * WARPS * 32 - 1) / (CLUSTER * WARPS * 32) * 32;
         start = min((int)cluster_rank() * stretch * WARPS, live), count = min(stretch * WARPS, live - start);
     }
 };
@@ -361,7 +361,7 @@ __device__ __forceinline__ void begin() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, RESIDENT)
     topk_select_cluster_kernel(const float* scores, i64 scores_batch, i64 scores_head, const int* blocks,
                                i64 blocks_batch, i64 blocks_head, int* out, i64 out_batch, i64 out_head,
                                const int* rows, i64 heads, i64 n, i64 tokens, i64 k, i64 block_size) {
@@ -394,192 +394,3 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     choose(held, its, (u32)k, fill, out + i_batch * out_batch + i_head * out_head,
            blocks ? blocks + i_batch * blocks_batch + i_head * blocks_head : nullptr, (int)block_size);
 }
-
-#ifdef GROUP
-// Scores of tokens from packed labels, by 8-bit products of tensor cores: digits 0 to 15 are rows, and a head's query
-// in fixed point is two columns, 128 a + b. Sums are exact, so all that is rounded are the queries, to a 32,512th of
-// their largest number. The mean over a group is one query. (As token_score/tensor_core.py.)
-
-#define WORDS (WIDTH / 16)             // of a token's codes, in four bytes each, that a thread has
-#define VECTORS (MEAN ? 1 : GROUP)     // queries
-#define COLUMNS ((VECTORS + 3) / 4)    // products of eight columns
-#define CHANNELS (2 * WIDTH)
-#define LARGEST (127 * 128.0f)
-
-__device__ __forceinline__ float from_half(u32 bits) {
-    float value;
-    asm("{.reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(value) : "r"(bits & 0xffff));
-    return value;
-}
-
-__device__ __forceinline__ float from_query(u16 bits) {
-    return BFLOAT16 ? __uint_as_float((u32)bits << 16) : from_half(bits);
-}
-
-// c += a b, of 16 x 32 and 32 x 8 numbers of 8 bits
-__device__ __forceinline__ void multiply(int (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-struct Queries {
-    signed char parts[4 * COLUMNS][2][CHANNELS];  // upper and lower, of the label channels
-    float unit[4 * COLUMNS], total[4 * COLUMNS];
-};
-
-// Labels of 64 tokens: each thread has WORDS words of eight of them, and the scales and zero points of these.
-struct Tile {
-    u32 code[4][2][WORDS], pair[4][2];
-};
-
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
-    label_select_cluster_kernel(const u16* q, i64 q_batch, i64 q_head, i64 q_dim, const unsigned char* codes,
-                                i64 codes_block, i64 codes_head, const u32* pairs, i64 pairs_block, i64 pairs_head,
-                                const int* channels, i64 channels_batch, i64 channels_head, const int* table,
-                                i64 table_row, int* out, i64 out_batch, i64 out_head, const int* rows, i64 heads,
-                                i64 n, i64 k, i64 log_block, i64 sinks) {
-    extern __shared__ float held[];
-    __shared__ Queries queries;
-    const i64 i_batch = blockIdx.y / (u32)heads, i_head = blockIdx.y % (u32)heads;
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int row = lane / 4, quad = lane % 4;
-    begin();
-    const Part its(min((int)n, rows[2 * i_batch + 1]));
-
-    // A warp makes two columns of each query.
-    channels += i_batch * channels_batch + i_head * channels_head;
-    q += i_batch * q_batch + i_head * GROUP * q_head;
-    for (int v = warp; v < 4 * COLUMNS; v += WARPS) {
-        float value[(CHANNELS + 31) / 32], most = 0, total = 0;
-#pragma unroll
-        for (int e = 0; e < (CHANNELS + 31) / 32; e++) {
-            value[e] = 0;
-            if (e * 32 + lane < CHANNELS && v < VECTORS) {
-                const u16* from = q + channels[e * 32 + lane] * q_dim;
-                if (MEAN) {
-                    for (int h = 0; h < GROUP; h++) value[e] += from_query(from[h * q_head]);
-                    value[e] /= GROUP;
-                } else {
-                    value[e] = from_query(from[v * q_head]);
-                }
-            }
-            most = fmaxf(most, fabsf(value[e])), total += value[e];
-        }
-        for (int d = 16; d; d /= 2) {
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, d)), total += __shfl_xor_sync(~0u, total, d);
-        }
-        const float unit = fmaxf(most, 1e-30f) / LARGEST;
-#pragma unroll
-        for (int e = 0; e < (CHANNELS + 31) / 32; e++) {
-            if (e * 32 + lane < CHANNELS) {
-                const float whole = floorf(value[e] / unit + 0.5f);           // -16256 .. 16256
-                const float upper = floorf(whole * 0.0078125f + 0.5f);        // -127 .. 127
-                queries.parts[v][0][e * 32 + lane] = (signed char)(int)upper;
-                queries.parts[v][1][e * 32 + lane] = (signed char)(int)(whole - 128 * upper);  // -64 .. 63
-            }
-        }
-        // A query that is infinite, or no number, scores nothing.
-        if (lane == 0) queries.unit[v] = unit, queries.total[v] = fabsf(total) < INF ? total : __int_as_float(0x7fc00000);
-    }
-    __syncthreads();
-    u32 column[COLUMNS][WORDS][2];  // of the products' right side: what this thread holds
-    float unit[COLUMNS], total[COLUMNS];
-#pragma unroll
-    for (int c = 0; c < COLUMNS; c++) {
-        unit[c] = queries.unit[4 * c + quad], total[c] = queries.total[4 * c + quad];
-#pragma unroll
-        for (int w = 0; w < WORDS; w++) {
-            const signed char* part = queries.parts[4 * c + row / 2][row % 2] + 4 * (quad * WORDS + w);
-            column[c][w][0] = *(const u32*)part, column[c][w][1] = *(const u32*)(part + WIDTH);
-        }
-    }
-
-    table += i_batch * table_row, codes += i_head * codes_head, pairs += i_head * pairs_head;
-    const int in_block = (1 << log_block) - 1;
-    const auto fill = [&](float* to, int first, int length) {
-        Met met = {0, 0, -INF, 0, 0};
-        for (int from = 0; from < length; from += 512) {
-            const int left = min(512, length - from), token = its.start + first + from;
-            // Each lane looks up the block of 16 tokens.
-            int physical = -1;
-            if (16 * (int)lane < left) physical = table[(token + 16 * lane) >> log_block];
-            Tile next;
-            const auto load = [&](int t) {
-#pragma unroll
-                for (int m = 0; m < 4; m++) {
-                    const int block = __shfl_sync(~0u, physical, (4 * t + m) % 32);
-                    const int at = ((token + 64 * t + 16 * m) & in_block) + row;
-                    const unsigned char* p_code = codes + block * codes_block + at * WIDTH + 4 * WORDS * quad;
-                    const u32* p_pair = pairs + block * pairs_block + at;
-#pragma unroll
-                    for (int h = 0; h < 2; h++) {
-                        next.pair[m][h] = 0x7e000000;  // a zero point that is no number: no score
-                        if (block >= 0) {
-                            next.pair[m][h] = p_pair[8 * h];
-#pragma unroll
-                            for (int w = 0; w < WORDS; w++)  // one load, of as many words
-                                next.code[m][h][w] = *(const u32*)(p_code + 8 * h * WIDTH + 4 * w);
-                        } else {
-#pragma unroll
-                            for (int w = 0; w < WORDS; w++) next.code[m][h][w] = 0;
-                        }
-                    }
-                }
-            };
-            load(0);
-            for (int t = 0; 64 * t < left; t++) {
-                const Tile tile = next;
-                if (64 * (t + 1) < left) load(t + 1);
-                float best[8];  // of rows 16 m + 8 h + row: of the queries of this quad
-#pragma unroll
-                for (int m = 0; m < 4; m++) {
-                    best[2 * m] = best[2 * m + 1] = -INF;
-#pragma unroll
-                    for (int c = 0; c < COLUMNS; c++) {
-                        int product[4] = {0, 0, 0, 0};
-#pragma unroll
-                        for (int w = 0; w < WORDS; w++) {
-                            const u32 upper = tile.code[m][0][w], lower = tile.code[m][1][w];
-                            const u32 digits[4] = {upper & 0x0f0f0f0f, lower & 0x0f0f0f0f, (upper >> 4) & 0x0f0f0f0f,
-                                                   (lower >> 4) & 0x0f0f0f0f};
-                            multiply(product, digits, column[c][w]);
-                        }
-#pragma unroll
-                        for (int h = 0; h < 2; h++) {
-                            // label = digit * scale + zero, so q . label = scale * (q . digits) + zero * sum(q)
-                            const float sum = (float)(product[2 * h] * 128 + product[2 * h + 1]) * unit[c];
-                            const u32 pair = tile.pair[m][h];
-                            const float s = from_half(pair) * sum + from_half(pair >> 16) * total[c];
-                            if (4 * c + quad < VECTORS) best[2 * m + h] = fmaxf(best[2 * m + h], s);
-                        }
-                    }
-                }
-                // The largest of the four threads of a quad: each ends with two of the eight rows.
-                const bool odd = quad & 1, high = quad & 2;
-                float four[4], two[2];
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const float sent = odd ? best[i] : best[4 + i];
-                    four[i] = fmaxf(odd ? best[4 + i] : best[i], __shfl_xor_sync(~0u, sent, 1));
-                }
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const float sent = high ? four[i] : four[2 + i];
-                    two[i] = fmaxf(high ? four[2 + i] : four[i], __shfl_xor_sync(~0u, sent, 2));
-                    const int at = from + 64 * t + 16 * (2 * odd + high) + 8 * i + row;
-                    if (at < length) {
-                        if (its.start + first + at < sinks) two[i] = -INF;
-                        to[at] = met.hold(two[i]);
-                        if (i == 0) met.sample(to[at]);
-                    }
-                }
-            }
-        }
-        __syncwarp();
-        return met;
-    };
-    choose(held, its, (u32)k, fill, out + i_batch * out_batch + i_head * out_head, nullptr, 1);
-}
-#endif
