@@ -55,8 +55,9 @@ def tiles(rows: int) -> Iterator[Tile]:
                 if each == 32:
                     yield Tile(n, k, stages, warps, 64)
     else:
-        for n, k, stages, warps in product((32, 64, 128), (64, 128, 256, 512), (2, 3, 4, 5), (4, 8)):
-            if stages * (n + 16) * k * 2 <= SHARED:
+        for n, k, stages, warps in product((32, 64, 128), (64, 128, 256, 512), (2, 3, 4), (4, 8)):
+            # Below 32 KB on their way the memory waits for the program; eight warps are for the largest tiles.
+            if 32 << 10 < stages * (n + 16) * k * 2 <= SHARED and (warps == 4 or n == 128):
                 yield Tile(n, k, stages, warps)
 
 
