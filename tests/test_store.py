@@ -16,16 +16,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lazy_copy_streams import imitate
 
 from hf_sparsekv import OffloadConfig, SparseConfig
-from hf_sparsekv.kv import store as store_module
 from hf_sparsekv.kv.block_ids import BlockIds
 from hf_sparsekv.kv.pool import BlockPool, HostBudget, bucket
-from hf_sparsekv.kv.query_rows import QueryRows
 from hf_sparsekv.kv.row_table import RowTable
 from hf_sparsekv.kv.store import LayerStore, ring_tokens
 from hf_sparsekv.offload.copy_streams import CopyStreams
 from hf_sparsekv.ops.seal import Index
 from hf_sparsekv.ops.seal.reference import key_bounds
-from hf_sparsekv.ops.sparse_decode import sparse_decode
 from hf_sparsekv.types import AttentionParams
 
 HEADS, KEY, VALUE, SIZE = 2, 4, 6, 16
@@ -299,40 +296,6 @@ def test_a_block_that_a_step_seals_can_be_read_at_once(monkeypatch, fused):
         store.seal_due(Probe(CONFIG.sinks, fused))
         check_attention(store, plain)
     assert store.full_blocks > before + 1
-
-
-def test_tickets_are_those_of_the_rows(monkeypatch):
-    """One for each row and KV head, whatever rows there are; no other store's, and none for the queries of a pass."""
-    asked = []
-
-    def attend(*args, tickets, **named):
-        asked.append(tickets)
-        return sparse_decode(*args, tickets=tickets, **named)
-
-    monkeypatch.setattr(store_module, "sparse_decode", attend)
-    for on in (False, True):
-        monkeypatch.setattr(store_module, "MERGES_AT_ONCE", on)
-        store = make_store(CONFIG, None, 2)
-        store.extend(torch.randn(2, HEADS, 100, KEY), torch.randn(2, HEADS, 100, VALUE), None, Probe(CONFIG.sinks))
-
-        def tickets(store, batch):
-            store.attend(torch.randn(batch, HEADS, KEY), None, "all", AttentionParams(1.0))
-            return asked.pop()
-
-        if not on:
-            assert tickets(store, 2) is None
-            continue
-        first = tickets(store, 2)
-        assert first is tickets(store, 2) and first.shape == (2, HEADS) and first.dtype == torch.int32
-        assert store.first_rows(1).tickets.data_ptr() == first.data_ptr()
-        assert len(store.first_rows(1).tickets) == 1
-        assert first.data_ptr() in store.addresses, "a graph knows it"
-        copied = store.copy(store.table_of_rows)
-        assert tickets(copied, 2).data_ptr() != first.data_ptr()
-        with QueryRows.of(store, store.held) as queries:
-            assert tickets(queries, 2) is None
-        map_rows(store, torch.tensor([1, 0, 0]))
-        assert tickets(store, 3).shape == (3, HEADS)
 
 
 def test_labels_are_of_the_channels_of_their_row():

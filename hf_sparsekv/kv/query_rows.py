@@ -30,7 +30,7 @@ class QueryRows(LayerStore):
         new = object.__new__(cls)
         new.__dict__.update(store.__dict__)
         new.batch, new._rows, new._there = n, queries, there
-        new.recent_kv, new.tickets = store.recent_kv.expand(n, -1, -1, -1), None  # tickets are those of a batch
+        new.recent_kv = store.recent_kv.expand(n, -1, -1, -1)
         counters = new.counters = copy.copy(store.counters)
         counted = store.counters.attended.new_zeros(2, n + n % 2, store.heads)[:, :n]  # both begin at 16 bytes
         counters.attended, counters.from_host = counted

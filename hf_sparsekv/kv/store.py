@@ -36,8 +36,6 @@ from .state import Held, State
 from .step_rows import StepRows
 
 _SEAL_BYTES = 1 << 26  # blocks are sealed in pieces of about this size, which bounds the temporaries of a long prompt
-# Stores that are made have tickets, with which a layer's attention is one kernel instead of two. Not measured yet.
-MERGES_AT_ONCE = False
 
 
 def _of_rows(index: Index, rows: slice) -> Index:
@@ -120,7 +118,6 @@ class LayerStore(State):
     Attributes:
         table: the rows of the cache.
         recent_kv: ``[batch, H, sinks + ring, Dk + Dv]``.
-        tickets: int32 ``[batch, H]``, zeros between steps, for ``sparse_decode``; None: it launches two kernels.
         capturing: a step is being captured: shapes may not depend on what is cached, lengths are read on the device.
         latent: a token is a latent with its rotary part (MLA): the whole row is the key, its first part the value.
         key_dim, value_dim: widths that attention sees.
@@ -129,10 +126,7 @@ class LayerStore(State):
         split, width: of a token's row, whose part from ``split`` on is what ``update()`` calls its value.
     """
 
-    TENSORS: ClassVar = {
-        "recent_kv": Held(),  # not saved for trial runs: the replay overwrites what they write
-        "tickets": Held(),
-    }
+    TENSORS: ClassVar = {"recent_kv": Held()}  # not saved for trial runs: the replay overwrites what they write
     HOST: ClassVar = {
         "_rows": None,  # what this layer holds, where that is not what all do
         "_taken": None,  # the decode step under way, from its token to its end
@@ -191,9 +185,6 @@ class LayerStore(State):
             ids=table.ids,
         )
         self.recent_kv = k.new_zeros(self.batch, self.heads, self.sinks + self.ring, self.width)
-        self.tickets = None
-        if MERGES_AT_ONCE and not latent:
-            self.tickets = torch.zeros(self.batch, self.heads, dtype=torch.int32, device=self.device)
         self.pages = None if pools is None else LayerPages(pools, self.pool)
         self.pool.register(self)
         self.counters = Counters(self.batch, self.heads, self.device)
@@ -548,7 +539,6 @@ class LayerStore(State):
             used=used,
             columns=columns,
             scales=self.pool.fields.get("scales"),
-            tickets=self.tickets,
             **means,
         )
 
