@@ -41,18 +41,16 @@ def _ways(grid: Grid, launch: Callable[..., None], result: Callable[[], Tensor])
 
 
 def _decodes(layers: list[Layer], granularity: str, grid: Grid) -> Iterator[Variant]:
-    """Ways to attend. ``programs`` is what they aim for; ``merged``: the last of these merges what all have found."""
+    """Ways to attend. ``programs`` is what they aim for."""
     shape = layers[0].shape
-    tickets = torch.zeros_like(layers[0].attended, dtype=torch.int32)
 
-    def launch(i: int, merged: bool = False, **options) -> None:
+    def launch(i: int, **options) -> None:
         t = layers[i]
         config = decode_config(t.q, t.kv, t.recent_kv, shape.values, granularity)
         options = {"config": replace(config, **options)}
         ids = t.tokens if granularity == "token" else None
         stored = (t.q, t.kv, t.rows, t.block_table, ids, t.recent_kv)
         about = {"value_dim": shape.values, "sinks": t.sinks, "scale": shape.dim**-0.5, "out": t.out}
-        about["tickets"] = tickets if merged else None
         sparse_decode(*stored, granularity=granularity, **about, **options)
 
     return _ways(grid, launch, lambda: layers[0].out)
@@ -142,16 +140,8 @@ WAYS: dict[str, Callable[[list[Layer]], Iterator[Variant]]] = {
     "sparse_decode": lambda x: _decodes(
         x, "token", _grid(tile=(16, 32, 64), warps=(1, 2, 4), stages=(1, 2, 3, 4), programs=(528, 1056, 1584))
     ),
-    "merged_decode": lambda x: _decodes(
-        x,
-        "token",
-        _grid(tile=(32, 64), warps=(2, 4), stages=(2,), programs=(132, 264, 528, 1056), merged=(False, True)),
-    ),
     "dense_decode": lambda x: _decodes(
         x, "all", _grid(tile=(32, 64, 128), warps=(4, 8), stages=(2, 3), programs=(264, 396, 528, 1056))
-    ),
-    "merged_dense": lambda x: _decodes(
-        x, "all", _grid(tile=(64,), warps=(4,), stages=(2,), programs=(132, 264, 528), merged=(False, True))
     ),
     "latent_tokens": lambda x: _latents(x, "token"),
     "latent_decode": lambda x: _latents(x, "all"),

@@ -97,16 +97,12 @@ def sparse_decodes() -> None:
         for batch in (1, 3):
             args, named = replace(case, batch=batch, span=4, cap=9).make(place(), "token")
             sparse_decode(*args, **named)
-            if case is usual:
-                sparse_decode(*args, **named, tickets=torch.zeros(batch, usual.heads, dtype=torch.int32))
         for granularity in ("token", "all"):
             args, named = replace(case, batch=3).make(place(), granularity)
             sparse_decode(*args, **named)
         for granularity in ("token", "block", "all"):
             args, named = case.make(place(), granularity)
             sparse_decode(*args, **named)
-            if case is usual:
-                sparse_decode(*args, **named, tickets=torch.zeros(1, usual.heads, dtype=torch.int32))
             if granularity != "all":
                 args, named = in_pages(place(), args, named)
                 counts = torch.zeros(2, 1, case.heads, dtype=torch.int64)

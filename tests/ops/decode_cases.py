@@ -227,22 +227,9 @@ def check(place, case: Case, granularity: str, coded: bool = False, **changes) -
     lse = place.nan(case.batch, case.heads * case.group, dtype=torch.float32)
     from_host = torch.zeros_like(attended)
     given = {"attended": attended, "from_host": from_host, "lse": lse, "out": out}
-    used = config_of(args, named, splits=case.splits, **changes)
     with poisoned():
+        used = config_of(args, named, splits=case.splits, **changes)
         assert sparse_decode(*args, **named, **given, config=used) is out
-    two = [t.clone() for t in given.values()]
-    tickets = torch.zeros_like(attended, dtype=torch.int32)
-    for _ in range(2):  # the second call finds the tickets as the first one left them
-        for t, before in zip(given.values(), (1000, 0, torch.nan, torch.nan)):
-            t.fill_(before)
-        with poisoned():
-            sparse_decode(*args, **named, **given, tickets=tickets, config=used)
-        assert not tickets.any()
-        for t, other in zip(given.values(), two):
-            if t.is_floating_point():  # merged a head or several at a time, numbers are added up in another order
-                place.close(t, other.cpu())
-            else:
-                assert torch.equal(t, other)
     assert torch.equal(from_host.cpu(), want_attended - 1000 - near_tokens(args, named).cpu())
     place.close(out, expected, ratio=RATIO.get(place.dtype))
     place.close(lse, want_lse)

@@ -148,8 +148,6 @@ def attention(model: Model) -> None:
         sparse_decode(*args, None, near, granularity="all", **named)
         sparse_decode(*args, ids[..., :8], near, granularity="block", **named)
         sparse_decode(*args, ids, near, granularity="token", **named, **means)
-        tickets = torch.empty(rows, model.heads, dtype=INT)
-        sparse_decode(*args, ids, near, granularity="token", **named, **means, tickets=tickets)
         sparse_decode(*args, ids, near, granularity="token", **named, **means, pages=pages, columns=ids)
 
 
@@ -272,8 +270,6 @@ def main() -> None:
             # Whether there is a tensor at all is decided when a kernel is compiled: by what is asked, not by how much.
             decided = parameter.is_constexpr or kind == ("constexpr", None)
             (fixed if decided else other)[parameter.name] = str(kind)
-            if isinstance(kind[1], tuple):
-                fixed[f"{parameter.name}, there"] = str(there(kind[1]))
         made[self.fn.__name__][str(fixed)][str(other)] = other
 
     JITFunction.run = note
@@ -283,11 +279,6 @@ def main() -> None:
             story(model)
             for name, kinds in made.items():
                 report(f"{story.__name__} {model.heads} x {model.dk}", name, kinds)
-
-
-def there(kinds):
-    """Which members of an argument are no None."""
-    return tuple(there(kind) if isinstance(kind, tuple) else kind is not None for kind in kinds)
 
 
 def report(story: str, name: str, kinds: dict[str, dict]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from decode_cases import RATIO, Case, check, config_of, expect, in_codes, in_pages, on_cpu, poisoned, valid_entries
+from decode_cases import RATIO, Case, check, config_of, expect, in_codes, in_pages, on_cpu, valid_entries
 from operators import view
 
 from hf_sparsekv.ops._recent import recent_valid
@@ -476,48 +476,25 @@ def test_refuses(place32):
             sparse_decode(args[0], args[1], wrong, *args[3:], **named)
     with pytest.raises(ValueError, match="granularity='token', not 'block'"):
         sparse_decode(*args, **named, used=torch.ones(2, 2, dtype=torch.int32, device=place32.device))
-    for wrong in (torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 2)):
-        for function in (reference, sparse_decode):
-            with pytest.raises(ValueError, match="tickets must be int32"):
-                function(*on_cpu(args), **on_cpu(named), tickets=wrong)
     args, named = in_pages(place32, *Case().make(place32, "token"))
     with pytest.raises(ValueError, match="page ids are for granularity"):
         sparse_decode(*args, **dict(named, granularity="all"))
 
 
-@pytest.mark.gpu
-@ALL_WAYS
-def test_the_last_program_merges_what_all_have_stored(place16, granularity):
-    """Whoever is last: the same bits each time, of many programs that end at once."""
-    case = Case(batch=8, heads=8, group=4, dk=128, dv=128, block_size=64, cap=30, chosen=20, ring=90, splits=16, span=2)
-    args, named = case.make(place16, granularity)
-    tickets = torch.zeros(8, 8, dtype=torch.int32, device="cuda")
-    config = config_of(args, named, splits=case.splits)
-    first = sparse_decode(*args, **named, tickets=tickets, config=config)
-    place16.close(first, expect(args, named)[0], ratio=RATIO[torch.float16])
-    for _ in range(200):
-        with poisoned():
-            assert torch.equal(sparse_decode(*args, **named, tickets=tickets, config=config), first)
-    assert not tickets.any()
-
-
 @pytest.mark.pairwise
 @pytest.mark.gpu
 @ALL_WAYS
-@pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize(
     "case",
     [Case(cap=9), *(replace(DEEPSEEK, batch=2, group=n, cap=40, chosen=9, ring=150) for n in (20, 128))],
     ids=["keys and values", "20 heads", "128 heads"],
 )
-def test_captured_and_pinned(place, granularity, pinned, merged, case):
+def test_captured_and_pinned(place, granularity, pinned, case):
     """One graph serves other contents of the same buffers; stored blocks are read from the host in place."""
     args, named = case.make(place, granularity)
     if pinned:
         args[1] = args[1].cpu().pin_memory()
-    if merged:
-        named["tickets"] = torch.zeros(2, case.heads, dtype=torch.int32, device="cuda")
     public(*args, **named)  # compiles
     attended = torch.zeros(2, case.heads, dtype=torch.int64, device="cuda")
     graph = torch.cuda.CUDAGraph()

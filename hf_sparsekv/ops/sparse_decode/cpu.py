@@ -42,7 +42,6 @@ def sparse_decode(
     mean_tokens: int | None = None,
     columns: Tensor | None = None,
     scales: Tensor | None = None,
-    tickets: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """See :func:`.reference.sparse_decode`; for one row, chosen tokens (as many as the ids) or all, without pages.
@@ -65,10 +64,9 @@ def sparse_decode(
             **{"granularity": granularity, "value_dim": value_dim, "sinks": sinks, "scale": scale, "softcap": softcap},
             **{"sink_logits": sink_logits, "attended": attended, "pages": pages, "page_ids": page_ids},
             **{"from_host": from_host, "lse": lse, "used": used, "means": means, "mean_tokens": mean_tokens},
-            **{"columns": columns, "scales": scales, "tickets": tickets, "out": out},
+            **{"columns": columns, "scales": scales, "out": out},
         )
     reference.check_means(means, mean_tokens, granularity, size, False, columns)
-    reference.check_tickets(tickets, 1, heads)
     group = q.shape[1] // heads
     asked = q.float().view(heads, group, dk)
     at = recent_tokens(length, sealed, 0 if listed is None else sinks, sinks, recent_kv.shape[2] - sinks, heads)

@@ -34,7 +34,6 @@ def sparse_decode(
     mean_tokens: int | None = None,
     columns: Tensor | None = None,
     scales: Tensor | None = None,
-    tickets: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention over the recent buffer and the chosen part of the stored blocks.
@@ -85,9 +84,6 @@ def sparse_decode(
             ``means``.
         scales: float16 ``[num_blocks, H, block_size, 2]`` on q's device, of a ``kv`` of int8 codes (``ops.quantise``):
             what they stand for is attended, in ``recent_kv``'s dtype. Not of latents.
-        tickets: ``[batch, H]`` int32 on q's device, zeros before the call and behind it, and of nobody else's call in
-            between. With them a kernel whose programs share the tokens of a row needs no second one, which adds up
-            what they have found: the last of them does, as their tickets tell it.
 
     Returns:
         ``[batch, Hq, Dv]`` in q's dtype, ``out`` if given. A row with nothing to attend to gives zeros, one that
@@ -98,7 +94,6 @@ def sparse_decode(
     skip = sinks if granularity == "all" else 0
     check_means(means, mean_tokens, granularity, block_size, pages is not None, columns)
     check_scales(kv, scales, has_latents(kv, q))
-    check_tickets(tickets, batch, heads)
     listed = ids if columns is None else columns
     coded = {"scales": scales, "split": dk, "dtype": recent_kv.dtype}
     if used is not None:
@@ -140,12 +135,6 @@ def sparse_decode(
         lse.copy_(logits.logsumexp(-1).flatten(1))
     weights = softmax(logits)[..., : values.shape[2]]
     return give((weights @ values).to(q.dtype).flatten(1, 2), out)
-
-
-def check_tickets(tickets: Tensor | None, batch: int, heads: int) -> None:
-    """Raise unless each row and KV head has a counter."""
-    if tickets is not None and (tickets.shape != (batch, heads) or tickets.dtype != torch.int32):
-        raise ValueError(f"tickets must be int32 [{batch}, {heads}], got {tickets.dtype} {list(tickets.shape)}")
 
 
 def check_means(

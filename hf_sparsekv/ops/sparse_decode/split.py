@@ -16,7 +16,7 @@ from .._ascending import find
 from .._operands import padded, row_ptr
 from .._overlap import release, wait
 from .._paged import find_recent, find_tokens, load_codes, load_row, locate, locate_page, open_blocks
-from .merge import LOG2E, merge_if_last
+from .merge import LOG2E
 from .share import Share, count_means, count_recent, find_part
 
 
@@ -63,8 +63,7 @@ class Means(NamedTuple):
 class Parts(NamedTuple):
     """float32 results of each part and KV head, contiguous: attention ``[parts, H, G, Dv]``, logarithm to base 2 of the
     denominator ``[parts, H, G]`` and number of tokens ``[parts, H]``; and int32 ``[batch, 2]``: the first part of each
-    row, and how many it has. ``aim``: parts to aim at, see :class:`.share.Share`; 0 for who does not ask. ``merged``:
-    :class:`.merge.Merged`, or None where another kernel merges.
+    row, and how many it has. ``aim``: parts to aim at, see :class:`.share.Share`; 0 for who does not ask.
     """
 
     acc: Any
@@ -72,7 +71,6 @@ class Parts(NamedTuple):
     count: Any
     ranges: Any
     aim: Any = 0
-    merged: Any = None
 
 
 class Logits(NamedTuple):
@@ -391,7 +389,4 @@ def sparse_decode_split_kernel(
         count_from_host(from_host, b_host, i_batch, i_head, True)
     b_out = b_acc / whole(b_sum)[:, None]
     store_part(parts, i, i_head, b_max, b_sum, b_out, b_count, o_g, True, GROUP, DV)
-    if parts.merged is None:
-        store_range(parts, i_batch, i, n_parts, (i_part == 0) & (i_head == 0))
-    else:
-        merge_if_last(parts, i, i_part, n_parts, i_batch, i_head, GROUP, DV, BV)
+    store_range(parts, i_batch, i, n_parts, (i_part == 0) & (i_head == 0))

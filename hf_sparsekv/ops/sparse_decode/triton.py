@@ -1,7 +1,6 @@
 """Exact attention of one query per row over chosen cached tokens: the launches.
 
-The tokens of a row and KV head are split over several programs, and a second kernel merges the parts; with tickets the
-last of these programs does, over keys and values. How many programs
+The tokens of a row and KV head are split over several programs, and a second kernel merges the parts. How many programs
 there are depends on shapes alone; over keys and values, which row's tokens they take depends on the lengths of all rows
 (:mod:`.share`).
 """
@@ -18,8 +17,8 @@ from .._overlap import launch
 from .config import config as default
 from .config import is_native
 from .latents import sparse_decode_latent_blocks_kernel, sparse_decode_latent_tokens_kernel
-from .merge import WIDEST, merge, merged
-from .reference import check_means, check_scales, check_tickets, has_latents
+from .merge import merge
+from .reference import check_means, check_scales, has_latents
 from .share import Kinds, batch_constant, programs
 from .split import Logits, Means, Parts, Recent, Stored, sparse_decode_split_kernel
 
@@ -48,7 +47,6 @@ def sparse_decode(
     mean_tokens=None,
     columns=None,
     scales=None,
-    tickets=None,
     out=None,
     config=None,
 ):
@@ -59,7 +57,6 @@ def sparse_decode(
     require_rows(rows, batch)
     require_dense_rows(kv=kv, block_table=block_table, ids=ids, recent_kv=recent_kv, sink_logits=sink_logits)
     require_dense_rows(pages=pages, page_ids=page_ids, means=means, columns=columns, scales=scales)
-    check_tickets(tickets, batch, heads)
     check_means(means, mean_tokens, granularity, block_size, pages is not None, columns)
     latents = has_latents(kv, q)
     check_scales(kv, scales, latents)
@@ -101,7 +98,7 @@ def sparse_decode(
     tensors = operand(Query, q), operand(PagedKV, kv), operand(Pages, pages), recent
     table, listed = operand(Table, block_table), operand(Rows, ids)
     page_ids, counted = operand(Rows, page_ids), operand(Rows, from_host)
-    stand = to = None
+    stand = None
     if means is not None:
         listed_columns = operand(Rows, ids if columns is None else columns)
         stand = Means(means, *means.stride()[:2], *listed_columns, span)
@@ -130,14 +127,11 @@ def sparse_decode(
     else:
         used = operand(Rows, used)
         tensors = tensors[0], Stored(*tensors[1], *(operand(PagedKV, scales) or ())), *tensors[2:]
-        if tickets is not None and triton.next_power_of_2(value_dim) <= WIDEST:
-            to = merged(tickets, sink_logits, attended, lse, out)
-        shared = held._replace(aim=aim, merged=to), counted, batch, n
+        shared = held._replace(aim=aim), counted, batch, n
         args = *tensors, rows, table, listed, page_ids, used, stand, *shared, logits
         fixed["BATCH"] = batch_constant(batch)
         if granularity == "all" and config.warps == 4 and max(dk, value_dim) <= 128:
             fixed["maxnreg"] = 128  # or Triton takes 152, and a processor holds three programs instead of four
         launch(sparse_decode_split_kernel, (parts, heads), q, *args, GRANULARITY=granularity, **fixed)
-    if to is None:
-        merge(held, sink_logits, attended, lse, out, heads)
+    merge(held, sink_logits, attended, lse, out, heads)
     return out
