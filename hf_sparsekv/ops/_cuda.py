@@ -25,10 +25,18 @@ class Kernel:
     def __init__(self, driver, function, shared: int) -> None:
         self._driver, self._function = driver, function
         self.shared_bytes = shared
+        self._resident: dict[int, int] = {}
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
         self._attributes = [attribute]
+
+    def resident(self, threads: int) -> int:
+        """Blocks of so many threads, without dynamic shared memory, that a processor holds at once."""
+        if threads not in self._resident:
+            ask = self._driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
+            self._resident[threads] = _check(ask(self._function, threads, 0))
+        return self._resident[threads]
 
     def launch(self, grid: tuple[int, int], threads: int, shared: int, where: Tensor, *args) -> None:
         """``args``: tensors, ``None`` for a null pointer, ints as C's ``long long``; the kernel declares them so."""

@@ -14,7 +14,8 @@
 #define CHANNELS (2 * WIDTH)
 #define EACH (CHANNELS / 32)          // channels of a lane, while queries are made
 #define LARGEST (127 * 128.0f)
-#define LOOKED_UP 512                 // tokens whose blocks a warp looks up at once
+#define SPAN (BLOCK < 64 ? BLOCK : 64)  // tokens of a tile that lie in one block
+#define SPANS (64 / SPAN)
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -54,23 +55,25 @@ struct Labels {  // of one KV head
     const unsigned char* codes;
     const u32* pairs;
     i64 codes_block, pairs_block;
-    int in_block;
 
-    // Those of `token ..`, with the blocks of 16 tokens each that lanes `4 t ..` have looked up.
-    __device__ __forceinline__ void load(Tile& tile, int token, int t, int physical) const {
+    // Those of 64 tokens from `token` on, whose blocks lanes `first ..` have looked up.
+    __device__ __forceinline__ void load(Tile& tile, int token, int first, int physical) const {
         const u32 lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
 #pragma unroll
-        for (int m = 0; m < 4; m++) {
-            const int block = __shfl_sync(~0u, physical, 4 * t + m);
-            const int at = ((token + 64 * t + 16 * m) & in_block) + row;
-            const unsigned char* p_code = codes + block * codes_block + at * WIDTH + 4 * WORDS * quad;
+        for (int s = 0; s < SPANS; s++) {
+            const int block = __shfl_sync(~0u, physical, first + s);
+            const u32 at = ((token + SPAN * s) & (BLOCK - 1)) + row;
+            const unsigned char* p_code = codes + block * codes_block + (at * WIDTH + 4 * WORDS * quad);
             const u32* p_pair = pairs + block * pairs_block + at;
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                tile.pair[m][h] = block >= 0 ? p_pair[8 * h] : 0x7e000000;  // a zero point that is no number
+            for (int m = 0; m < SPAN / 16; m++) {
 #pragma unroll
-                for (int w = 0; w < WORDS; w++)
-                    tile.code[m][h][w] = block >= 0 ? *(const u32*)(p_code + 8 * h * WIDTH + 4 * w) : 0;
+                for (int h = 0; h < 2; h++) {
+                    const int i = s * (SPAN / 16) + m, o = 16 * m + 8 * h;
+                    tile.pair[i][h] = p_pair[o];
+#pragma unroll
+                    for (int w = 0; w < WORDS; w++) tile.code[i][h][w] = *(const u32*)(p_code + o * WIDTH + 4 * w);
+                }
             }
         }
     }
@@ -117,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                               i64 codes_block, i64 codes_head, const u32* pairs, i64 pairs_block, i64 pairs_head,
                               const int* channels, i64 channels_batch, i64 channels_head, const int* table,
                               i64 table_row, float* out, i64 out_batch, i64 out_head, const int* rows, i64 heads,
-                              i64 n, i64 stretch, i64 log_block, i64 sinks, i64 fill) {
+                              i64 n, i64 stretch, i64 sinks, i64 fill) {
     __shared__ Queries queries;
     const i64 i_batch = blockIdx.y / (u32)heads, i_head = blockIdx.y % (u32)heads;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
@@ -132,12 +135,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = max(token, sealed) + lane; i < min(token + (int)stretch, (int)n); i += 32) out[i] = -INF;
     if ((int)(blockIdx.x * WARPS * stretch) >= sealed) return;  // all of this block
     table += i_batch * table_row;
-    const Labels labels = {codes + i_head * codes_head, pairs + i_head * pairs_head, codes_block, pairs_block,
-                           (1 << log_block) - 1};
-    // The first labels are on their way while queries are made.
-    int physical = token + 16 * lane < end ? table[(token + 16 * lane) >> log_block] : -1;
+    const Labels labels = {codes + i_head * codes_head, pairs + i_head * pairs_head, codes_block, pairs_block};
+    // Each lane looks up a block; the first labels are on their way while queries are made.
+    int physical = token + SPAN * lane < end ? table[(u32)(token + SPAN * lane) / BLOCK] : -1;
+    u32 there = __ballot_sync(~0u, physical >= 0);  // tokens of blocks that are not are loaded, but score nothing
     Tile next;
-    if (token < end) labels.load(next, token, 0, physical);
+    if (token < end) labels.load(next, token, 0, max(physical, 0));
     make_queries(queries, q + i_batch * q_batch + i_head * GROUP * q_head, q_head, q_dim,
                  channels + i_batch * channels_batch + i_head * channels_head);
     __syncthreads();
@@ -153,19 +156,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
     }
 
+#pragma unroll 2
     for (int t = 0; token < end; token += 64) {
         const Tile tile = next;
+        const u32 usable = there >> t;
+        t += SPANS;
         if (token + 64 < end) {
-            if (++t == LOOKED_UP / 64) {
+            if (t == 32) {
                 t = 0;
-                physical = token + 64 + 16 * lane < end ? table[(token + 64 + 16 * lane) >> log_block] : -1;
+                const int further = token + 64 + SPAN * lane;
+                physical = further < end ? table[(u32)further / BLOCK] : -1;
+                there = __ballot_sync(~0u, physical >= 0);
             }
-            labels.load(next, token + 64 - 64 * t, t, physical);
+            labels.load(next, token + 64, t, max(physical, 0));
         }
         float best[8];  // of tokens 16 m + 8 h + row, of the queries that this thread of a quad has
 #pragma unroll
         for (int m = 0; m < 4; m++) {
-            best[2 * m] = best[2 * m + 1] = -INF;
 #pragma unroll
             for (int c = 0; c < COLUMNS; c++) {
                 int product[4] = {0, 0, 0, 0};
@@ -182,24 +189,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     const float sum = (float)(product[2 * h] * 128 + product[2 * h + 1]) * unit[c];
                     const u32 pair = tile.pair[m][h];
                     const float s = from_half(pair) * sum + from_half(pair >> 16) * total[c];
-                    if (4 * c + quad < VECTORS) best[2 * m + h] = fmaxf(best[2 * m + h], s);
+                    const float its = VECTORS % 4 && 4 * c + quad >= VECTORS ? -INF : s;
+                    best[2 * m + h] = c ? fmaxf(best[2 * m + h], its) : its;
                 }
             }
         }
         // The largest of the four threads of a quad: each ends with two of the eight tokens.
-        const bool odd = quad & 1, high = quad & 2;
+        const int odd = quad & 1, high = quad >> 1, m = 2 * odd + high;
         float four[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const float sent = odd ? best[i] : best[4 + i];
             four[i] = fmaxf(odd ? best[4 + i] : best[i], __shfl_xor_sync(~0u, sent, 1));
         }
+        const bool known = usable >> (m / (SPAN / 16)) & 1;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const float sent = high ? four[i] : four[2 + i];
             const float s = fmaxf(high ? four[2 + i] : four[i], __shfl_xor_sync(~0u, sent, 2));
-            const int at = token + 16 * (2 * odd + high) + 8 * i + row;
-            if (at < end) out[at] = at >= sinks && s == s ? s : -INF;
+            const int at = token + 16 * m + 8 * i + row;
+            if (at < end) out[at] = known && at >= (int)sinks && s == s ? s : -INF;
         }
     }
     asm volatile("griddepcontrol.launch_dependents;");

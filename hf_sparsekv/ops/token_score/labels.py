@@ -9,7 +9,6 @@ from .. import _cuda, _device
 from .config import can_use_tensor_cores
 
 THREADS = 128
-WARPS = 3168  # in all, to aim for on an H200: 24 for each processor, as many as fit
 WIDTHS, MOST_HEADS, LEAST_BLOCK = (16, 32), 16, 16  # bytes of a token's codes, heads of a group, tokens of a block
 
 
@@ -21,20 +20,22 @@ def score_all(q, codes, qparams, channels, rows, block_table, reduce, sinks, out
     group = q.shape[1] // heads
     if width not in WIDTHS or group > MOST_HEADS or size < LEAST_BLOCK or size & (size - 1):
         return False
-    kernel = _kernel(q, width, group, reduce == "mean")
+    kernel = _kernel(q, size, width, group, reduce == "mean")
     if kernel is None:
         return False
     pairs = qparams.view(torch.int32)  # scale and zero point are read as one word
     lists, n = batch * heads, block_table.shape[1] * size
-    stretch = 64 * -(-lists * n // (64 * _device.programs(WARPS, q)))
+    # All at once: a second wave of a few blocks would take as long as the first.
+    each = max(1, kernel.resident(THREADS) * _device.gpu_of(q).processors // lists) * (THREADS // 32)
+    stretch = 64 * -(-n // (64 * each))
     args = q, *q.stride(), codes, *codes.stride()[:2], pairs, *pairs.stride()[:2], channels, *channels.stride()[:2]
     args += block_table, block_table.stride(0), out, *out.stride()[:2], rows
-    args += heads, n, stretch, size.bit_length() - 1, sinks, fill
+    args += heads, n, stretch, sinks, fill
     kernel.launch((-(-n // (THREADS // 32 * stretch)), lists), THREADS, 0, q, *args)
     return True
 
 
-def _kernel(q: Tensor, width: int, group: int, mean: bool) -> _cuda.Kernel | None:
-    defined = {"THREADS": THREADS, "WIDTH": width, "GROUP": group, "MEAN": int(mean)}
+def _kernel(q: Tensor, size: int, width: int, group: int, mean: bool) -> _cuda.Kernel | None:
+    defined = {"THREADS": THREADS, "BLOCK": size, "WIDTH": width, "GROUP": group, "MEAN": int(mean)}
     defined["BFLOAT16"] = int(q.dtype == torch.bfloat16)
     return _cuda.load(q, __package__, "labels.cu", "token_score_labels_kernel", **defined)
