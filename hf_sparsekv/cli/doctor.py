@@ -15,6 +15,7 @@ import torch
 from ..attention.interface import NAME
 from ..offload.host_limit import host_memory_limit
 from ..offload.link import link_name
+from ..ops._cuda import why_not
 from ..ops._device import gpu
 from ..ops._dispatch import has_triton
 from ..policies.crossover import guess, lookup
@@ -72,6 +73,7 @@ def _gpus() -> list[tuple[str, str]]:
         p = torch.cuda.get_device_properties(index)
         rows.append((f"cuda:{index}", f"{p.name}, {size(p.total_memory)}, compute {p.major}.{p.minor}"))
         rows.append(("", f"crossover {_crossover(p.name, index)}"))
+        rows.append(("", f"kernels in CUDA C++: {why_not(index) or 'used'}"))
         if shared := getattr(p, "shared_memory_per_block_optin", 0):
             rows.append(("", f"{shared >> 10} KB of shared memory a program"))
         if index < len(details):

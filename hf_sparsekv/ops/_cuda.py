@@ -75,23 +75,31 @@ def _bindings():
     return driver, nvrtc
 
 
+def why_not(device: int) -> str | None:
+    """Why these kernels do not run on a CUDA device; ``None`` where they do."""
+    if torch.version.cuda is None:
+        return "torch was built without CUDA"
+    if torch.cuda.get_device_capability(device)[0] < CLUSTERS:
+        return "the GPU has no clusters of thread blocks, which are from compute 9.0 on"
+    return "cuda-bindings is not installed" if _bindings() is None else None
+
+
 def load(where: Tensor, package: str, file: str, name: str, **defined: float) -> Kernel | None:
     """The kernel ``name`` of ``file``, a resource of ``package``, for the GPU of ``where``; ``defined`` are its macros.
 
     ``None`` where it cannot run; if it should, the reason has been logged once.
     """
-    if not where.is_cuda or torch.version.cuda is None:
+    if not where.is_cuda:
         return None
     return _load(where.get_device(), package, file, name, tuple(sorted(defined.items())))
 
 
 @cache
 def _load(device: int, package: str, file: str, name: str, defined: tuple[tuple[str, float], ...]) -> Kernel | None:
-    capability = torch.cuda.get_device_capability(device)
-    if capability[0] < CLUSTERS or _bindings() is None:
+    if why_not(device):
         return None
     driver, nvrtc = _bindings()
-    options = ["--std=c++17", f"--gpu-architecture=sm_{capability[0]}{capability[1]}"]
+    options = ["--std=c++17", "--gpu-architecture=sm_{}{}".format(*torch.cuda.get_device_capability(device))]
     options += [f"-D{key}={value}" for key, value in defined]
     source = (files(package) / file).read_text()
     try:

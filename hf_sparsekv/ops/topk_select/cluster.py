@@ -5,6 +5,7 @@ Its blocks and threads were measured on an H200 with 8 to 256 lists (rows times 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .. import _cuda, _device
@@ -13,7 +14,7 @@ from .config import Config
 THREADS = 512
 MOST, LEAST = 8, 2  # blocks that share a list; eight are the most that every GPU with clusters runs
 BLOCKS = 132  # in all, to aim for on an H200: one for each processor
-SHORTEST, SHORT = 4096, 64  # entries from which on it pays, and for each list, if there are many
+SHORTEST, SHORT = 4096, 64  # it pays for more entries than these, and than so many for each list
 LOG_BINS, LIST = 8, 128  # bins of a pass, and scores of a bin that a block hands out
 MARGIN = 1.0  # deviations by which the first guess of a threshold lies below the score that it is of
 
@@ -26,7 +27,7 @@ def serves(scores: Tensor, config: Config) -> bool:
 def select_clusters(scores, block_ids, k, block_size, rows, tokens, out, config) -> bool:
     """Select as ``triton.block_select`` and ``token_select`` do, where that serves: whether it has."""
     kernel, blocks = _kernel(scores, config)
-    if kernel is None:
+    if kernel is None or any(t is not None and t.dtype != torch.int32 for t in (block_ids, out)):
         return False
     batch, heads, n = scores.shape
     of = (None, 0, 0) if block_ids is None else (block_ids, *block_ids.stride()[:2])
@@ -38,7 +39,7 @@ def select_clusters(scores, block_ids, k, block_size, rows, tokens, out, config)
 def _kernel(scores: Tensor, config: Config) -> tuple[_cuda.Kernel | None, int]:
     """The kernel, and how many blocks share a list; ``None`` where it cannot run, or does not pay."""
     batch, heads, n = scores.shape
-    blocks = _blocks(batch * heads, n, scores, config) if scores.is_cuda else 0
+    blocks = _blocks(batch * heads, n, scores, config) if scores.is_cuda and scores.dtype == torch.float32 else 0
     if not blocks:
         return None, 0
     # Many lists want two blocks on a processor, which halves their registers.
@@ -52,7 +53,7 @@ def _blocks(lists: int, n: int, where: Tensor, config: Config) -> int:
     """A power of two; 0 where clusters do not pay."""
     if config.clusters is not None:
         return int(config.clusters)
-    if n < max(SHORTEST, SHORT * lists):
+    if n <= SHORTEST or n < SHORT * lists:
         return 0
     each = min(_device.programs(BLOCKS, where) // lists, n // THREADS)
     return max(LEAST, min(MOST, 1 << max(each, 1).bit_length() - 1))
