@@ -12,6 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ._cuda import why_not
+
 # Bytes of shared memory that one program may use, by compute capability ("CUDA C++ Programming Guide", table of
 # technical specifications per compute capability): A100, RTX 30, RTX 40 and L40S, H100 and H200, B200, RTX 50.
 SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
@@ -26,15 +28,19 @@ class Gpu:
         l2_bytes: of the cache that they share.
         shared_bytes: of shared memory that one program may use.
         bandwidth: bytes a second that its memory moves at most; None if it does not say.
+        cuda_kernels: kernels in CUDA C++ run on it (:mod:`._cuda`).
     """
 
     processors: int
     l2_bytes: int
     shared_bytes: int
     bandwidth: float | None
+    cuda_kernels: bool = False
 
 
-H200 = Gpu(processors=132, l2_bytes=50 << 20, shared_bytes=SHARED[90], bandwidth=4.8e12)  # by its data sheet
+H200 = Gpu(
+    processors=132, l2_bytes=50 << 20, shared_bytes=SHARED[90], bandwidth=4.8e12, cuda_kernels=True
+)  # by its data sheet
 
 
 def gpu(device: torch.device) -> Gpu:
@@ -57,6 +63,7 @@ def _told(device: int) -> Gpu:
         l2_bytes=torch.cuda.get_device_properties(device).L2_cache_size,
         shared_bytes=told["max_shared_mem"],
         bandwidth=2 * 1000 * clock * width / 8 or None,  # both edges of the clock
+        cuda_kernels=why_not(device) is None,
     )
 
 

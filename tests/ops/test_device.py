@@ -87,6 +87,7 @@ def test_facts_of_a_driver(monkeypatch):
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=96 << 20))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(_device, "why_not", lambda device: "the GPU has no clusters")
     _device._told.cache_clear()
     try:
         found = _device.gpu(torch.device("cuda"))
