@@ -64,8 +64,8 @@ BUILT_IN: dict[str, dict[str, Rule]] = {
         "token_only:mla": Rule(147e6, 8072),
         "predictive:mla": Rule(9.77e6, 13110),
     },
-    # By calibrate-device; its times are in tests/test_crossover_table.py. They are of Triton's kernels; those in CUDA C++
-    # are quicker, so the last rule is too long.
+    # By calibrate-device; its times are in tests/test_crossover_table.py. They are of Triton's kernels: the last rule
+    # is too long, since those in CUDA C++ are quicker.
     "NVIDIA H100 80GB HBM3": {
         "two_level": Rule(57.7e6, 47),
         "two_level:lag": Rule(32.0e6, 1142),
