@@ -99,16 +99,15 @@ def _load(device: int, package: str, file: str, name: str, defined: tuple[tuple[
     if why_not(device):
         return None
     driver, nvrtc = _bindings()
-    options = ["--std=c++17", "--gpu-architecture=sm_{}{}".format(*torch.cuda.get_device_capability(device))]
-    options += [f"-D{key}={value}" for key, value in defined]
-    source = (files(package) / file).read_text()
+    major, minor = torch.cuda.get_device_capability(device)
     try:
         with torch.cuda.device(device):
             # A step may be under capture; other threads' work does not concern this one.
             mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
             mode = _check(driver.cuThreadExchangeStreamCaptureMode(mode))
             try:
-                module = _check(driver.cuModuleLoadData(compile_source(nvrtc, source, file, options)))
+                code, _ = compile_file(nvrtc, 10 * major + minor, package, file, dict(defined))
+                module = _check(driver.cuModuleLoadData(code))
                 function = _check(driver.cuModuleGetFunction(module, name.encode()))
                 shared = _most_shared(driver, function, device)
             finally:
@@ -129,21 +128,30 @@ def _most_shared(driver, function, device: int) -> int:
     return most
 
 
-def compile_source(nvrtc, source: str, file: str, options: list[str]) -> bytes:
-    """Machine code (cubin) of ``source``.
+def compile_file(
+    nvrtc, arch: int, package: str, file: str, defined: dict[str, float], *options: str
+) -> tuple[bytes, str]:
+    """Machine code (cubin) of ``file``, a resource of ``package``, for sm_``arch``, and what the compiler said.
+
+    Args:
+        defined: macros.
+        options: of NVRTC, in addition.
 
     Raises:
         RuntimeError: it does not compile; with the compiler's log.
     """
+    source = (files(package) / file).read_text()
+    options = ("--std=c++17", f"--gpu-architecture=sm_{arch}", *(f"-D{k}={v}" for k, v in defined.items()), *options)
     program = _check(nvrtc.nvrtcCreateProgram(source.encode(), file.encode(), 0, [], []))
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
+        _check(nvrtc.nvrtcGetProgramLog(program, log))
+        told = log.decode(errors="replace").strip("\0 \n")
         if status:
-            log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
-            _check(nvrtc.nvrtcGetProgramLog(program, log))
-            raise RuntimeError(log.decode(errors="replace").strip())
+            raise RuntimeError(told)
         code = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
         _check(nvrtc.nvrtcGetCUBIN(program, code))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    return code
+    return code, told

@@ -6,6 +6,9 @@ tuples and pipelines have been checked. With ``--stats`` it compiles them to the
 registers, spilled bytes and shared memory: what a change of a kernel may not make worse. ``--arch 89`` does so for
 another architecture, with the tiles that it gets there (80, 89, 90, 100, 120). ``--table docs/kernels.csv`` writes
 these figures for all of them. ``--only small_layers`` makes some of the calls alone.
+
+With ``--stats`` and ``--table`` kernels in CUDA C++ are compiled, too (``--only in_cuda``), for GPUs that have
+clusters, by NVRTC (``nvidia-cuda-nvrtc``, ``cuda-bindings``). Where it is not installed, the table keeps their rows.
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import triton
@@ -33,7 +39,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction
 
-from hf_sparsekv.ops import _device, _overlap
+from hf_sparsekv import ops
+from hf_sparsekv.ops import _cuda, _device, _overlap
 from hf_sparsekv.ops.add_norm.triton import add_norm
 from hf_sparsekv.ops.append.triton import append
 from hf_sparsekv.ops.begin_step.triton import begin_step
@@ -59,10 +66,14 @@ from hf_sparsekv.ops.route.triton import route
 from hf_sparsekv.ops.seal.triton import seal, seal_range
 from hf_sparsekv.ops.small_linear.triton import small_linear
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
+from hf_sparsekv.ops.token_score import labels
 from hf_sparsekv.ops.token_score.triton import token_score
+from hf_sparsekv.ops.topk_select import cluster
+from hf_sparsekv.ops.topk_select.config import Config
 from hf_sparsekv.ops.topk_select.triton import block_select, token_select
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
+MISSING = "NVRTC is not installed (nvidia-cuda-nvrtc, cuda-bindings): kernels in CUDA C++"
 
 
 class Chip:
@@ -247,7 +258,66 @@ def small_layers() -> None:
     route(tokens, place().randn(64, 512), place().randn(64), 4, **named)
 
 
+def in_cuda() -> None:
+    """Operators that ask for kernels in CUDA C++, and go on without."""
+    for batch in (1, 4, 8):  # clusters of 8, 4 and 2 blocks
+        cluster.serves(SimpleNamespace(shape=(batch, 8, 32_768), dtype=torch.float32, is_cuda=True), Config())
+    usual = [(block_size, group, 32, "max") for block_size in (64, 16) for group in (1, 4, 8)]
+    for block_size, group, width, reduce in (*usual, (64, 2, 64, "max"), (16, 2, 64, "max"), (64, 4, 32, "mean")):
+        given = BY_NAME["token_score"].call(place(), 1, 1, group, 128, width, block_size, 6, None, reduce, 4)
+        del given["block_ids"]
+        labels.score_all(**given, fill=True)
+
+
 CASES = (sparse_decodes, recent_tokens, choices, masses, pages, small_layers)
+
+
+@cache
+def nvrtc():
+    """NVIDIA's compiler of CUDA C++; ``None`` where it is not installed."""
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()  # the bindings may be there without it
+    except (ImportError, RuntimeError):
+        return None
+    return nvrtc
+
+
+def cuda_kernels() -> set[str]:
+    """Names of the kernels in CUDA C++."""
+    sources = Path(ops.__path__[0]).rglob("*.cu")
+    return {name for path in sources for name in re.findall(r"(\w+_kernel)\(", path.read_text())}
+
+
+def ptxas_usage(log: str) -> dict[str, int]:
+    """What ``ptxas -v`` says of a kernel, in bytes but for registers. It is silent on memory of which there is none.
+
+    Raises:
+        ValueError: it says nothing.
+    """
+    says = {
+        "REG": r"Used (\d+) registers",
+        "STACK": r"(\d+) bytes stack frame",
+        "SPILL": r"(\d+) bytes spill stores",
+        "LOCAL": r"(\d+) bytes lmem",
+        "shared": r"(\d+) bytes smem",
+    }
+    found = {name: max(map(int, re.findall(words, log)), default=0) for name, words in says.items()}
+    if not found["REG"]:
+        raise ValueError(f"nothing of ptxas -v in {log!r}")
+    return found
+
+
+def compile_in_cuda(arch: int) -> None:
+    """Compile what :func:`in_cuda` asks for, and print what each kernel takes and its macros."""
+
+    def load(where, package: str, file: str, name: str, **defined: float) -> None:
+        _, log = _cuda.compile_file(nvrtc(), arch, package, file, defined, "--ptxas-options=-v")
+        print(json.dumps({"kernel": name, **ptxas_usage(log), "macros": defined}))
+
+    with mock.patch.object(_cuda, "load", load):
+        in_cuda()
 
 
 def usage(cubin: bytes) -> dict[str, int]:
@@ -279,24 +349,35 @@ def translate(src, target, options, **_) -> object:
 def write_table(path: Path) -> None:
     """One line a launch and architecture: its kernel and which of that kernel's launches it is, from 0."""
     columns = {"registers": "REG", "stack_bytes": "STACK", "local_bytes": "LOCAL", "shared_bytes": "shared"}
+    cases, kept, rows = [case.__name__ for case in CASES], [], []
+    if nvrtc() is not None:
+        cases.append(in_cuda.__name__)
+    else:
+        print(f"{MISSING} keep their rows", file=sys.stderr)
+        if path.exists():
+            with path.open(newline="") as file:
+                kept = [row for row in csv.reader(file) if row[1] in cuda_kernels()]
+    for arch in sorted(ARCHITECTURES):
+        command = [sys.executable, __file__, "--stats", "--arch", str(arch), "--only", *cases]
+        told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+        launches: Counter[str] = Counter()
+        for line in map(json.loads, told.splitlines()):
+            name = line["kernel"]
+            rows.append([arch, name, launches[name], *(line[key] for key in columns.values())])
+            launches[name] += 1
+        rows += [row for row in kept if row[0] == str(arch)]
     with path.open("w", newline="") as file:
         out = csv.writer(file, lineterminator="\n")
         out.writerow(["sm", "kernel", "launch", *columns])
-        for arch in sorted(ARCHITECTURES):
-            command = [sys.executable, __file__, "--stats", "--arch", str(arch)]
-            told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-            launches: Counter[str] = Counter()
-            for line in map(json.loads, told.splitlines()):
-                name = line["kernel"]
-                out.writerow([arch, name, launches[name], *(line[key] for key in columns.values())])
-                launches[name] += 1
+        out.writerows(rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--stats", action="store_true")
     parser.add_argument("--arch", type=int, default=90, choices=ARCHITECTURES)
-    parser.add_argument("--only", choices=[case.__name__ for case in CASES], help="these calls instead of all")
+    names = [case.__name__ for case in (*CASES, in_cuda)]
+    parser.add_argument("--only", nargs="+", default=names, choices=names, help="these calls instead of all")
     parser.add_argument("--table", type=Path)
     given = parser.parse_args()
     if given.table is not None:
@@ -321,8 +402,13 @@ def main() -> None:
 
     JITFunction.run = compile_only
     for case in CASES:
-        if given.only in (None, case.__name__):
+        if case.__name__ in given.only:
             case()
+    if stats and in_cuda.__name__ in given.only and given.arch >= 10 * _cuda.CLUSTERS:
+        if nvrtc() is None:
+            print(f"{MISSING} are left out", file=sys.stderr)
+        else:
+            compile_in_cuda(given.arch)
     if not stats:
         print(*sorted(names), sep="\n")
 
