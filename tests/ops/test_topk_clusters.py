@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 import torch
@@ -147,3 +148,16 @@ def test_first_launched_under_capture(place32):
     scores.copy_(scores.roll(5, -1))
     graph.replay()
     assert torch.equal(out.cpu(), reference_block(scores.cpu(), 99))
+
+
+def test_in_threads_that_are_new_to_the_gpu(place32):
+    """They have no context yet. One compiles the kernel, the next one finds it."""
+    scores, found = place32.randn(1, 2, 20_000), place32.nan(2, 1, 2, 99, dtype=torch.int32)
+    cluster._cuda._load.cache_clear()
+    for out in found:
+        thread = threading.Thread(target=block_select, args=(scores, 99), kwargs={"out": out})
+        thread.start()
+        thread.join()
+    assert cluster.serves(scores, Config()), "it was loaded"
+    expected = reference_block(scores.cpu(), 99)
+    assert torch.equal(found.cpu(), torch.stack((expected, expected)))

@@ -28,7 +28,7 @@ def score_all(q, codes, qparams, channels, rows, block_table, reduce, sinks, out
     pairs = qparams.view(torch.int32)  # scale and zero point are read as one word
     lists, n = batch * heads, block_table.shape[1] * size
     # All at once: a second wave of a few blocks would take as long as the first.
-    each = max(1, kernel.resident(THREADS) * _device.gpu_of(q).processors // lists) * (THREADS // 32)
+    each = max(1, kernel.resident(THREADS, q) * _device.gpu_of(q).processors // lists) * (THREADS // 32)
     stretch = 64 * -(-n // (64 * each))
     args = q, *q.stride(), codes, *codes.stride()[:2], pairs, *pairs.stride()[:2], channels, *channels.stride()[:2]
     args += block_table, block_table.stride(0), out, *out.stride()[:2], rows
