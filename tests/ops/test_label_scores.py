@@ -147,6 +147,12 @@ def test_not_finite(place32, wild):
     check(given, scored(given, True), True)
 
 
+def test_no_rows(place32):
+    given = Case().make(place32)
+    given |= {name: given[name][:0] for name in ("q", "channels", "rows", "block_table")}
+    assert token_score(**given, block_ids=None).shape == (0, 2, 640)
+
+
 def test_where_it_does_not_serve(place32):
     """Labels of other widths or of 16 bits, queries of 32, small blocks: Triton's kernels score these."""
     for change in (Case(width=8), Case(width=64), Case(dtype=torch.float32), Case(block_size=8)):

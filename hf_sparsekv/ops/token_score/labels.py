@@ -20,7 +20,7 @@ def score_all(q, codes, qparams, channels, rows, block_table, reduce, sinks, out
     group = q.shape[1] // heads
     if any(t.dtype != kind for t, kind in ((channels, torch.int32), (block_table, torch.int32), (out, torch.float32))):
         return False
-    if width not in WIDTHS or group > MOST_HEADS or size < LEAST_BLOCK or size & (size - 1):
+    if not batch or width not in WIDTHS or group > MOST_HEADS or size < LEAST_BLOCK or size & (size - 1):
         return False
     kernel = _kernel(q, size, width, group, reduce == "mean")
     if kernel is None:
