@@ -155,9 +155,9 @@ def compile_source(nvrtc, source: str, file: str, options: list[str]) -> bytes:
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         if status:
-            log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
+            log = bytearray(_check(nvrtc.nvrtcGetProgramLogSize(program)))  # written in place, as bytes may not be
             _check(nvrtc.nvrtcGetProgramLog(program, log))
-            raise RuntimeError(log.decode(errors="replace").strip())
+            raise RuntimeError(log.decode(errors="replace").strip("\0\n") or status.name)
         code = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
         _check(nvrtc.nvrtcGetCUBIN(program, code))
     finally:
