@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
 
@@ -31,11 +33,12 @@ class Kernel:
         attribute.value.programmaticStreamSerializationAllowed = 1
         self._attributes = [attribute]
 
-    def resident(self, threads: int) -> int:
+    def resident(self, threads: int, where: Tensor) -> int:
         """Blocks of so many threads, without dynamic shared memory, that a processor holds at once."""
         if threads not in self._resident:
-            ask = self._driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
-            self._resident[threads] = _check(ask(self._function, threads, 0))
+            with _current(self._driver, where.get_device()):
+                ask = self._driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
+                self._resident[threads] = _check(ask(self._function, threads, 0))
         return self._resident[threads]
 
     def launch(self, grid: tuple[int, int], threads: int, shared: int, where: Tensor, *args) -> None:
@@ -48,7 +51,7 @@ class Kernel:
         values = [t.data_ptr() if isinstance(t, Tensor) else t or 0 for t in args]
         packed = (ctypes.c_longlong * len(values))(*values)
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(packed) + 8 * i for i in range(len(values))))
-        with torch.cuda.device_of(where):
+        with _current(self._driver, where.get_device()):
             config.hStream = torch.cuda.current_stream().cuda_stream
             _check(self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
 
@@ -63,6 +66,19 @@ def _check(answer):
     if status:
         raise RuntimeError(f"{type(status).__name__}: {status.name}")
     return values[0] if values else None
+
+
+@contextmanager
+def _current(driver, device: int) -> Iterator[None]:
+    """Inside, ``device`` and its context are this thread's.
+
+    A thread has no context before its first call of CUDA's runtime, and torch makes none where the device is current.
+    """
+    with torch.cuda.device(device):
+        if not int(_check(driver.cuCtxGetCurrent())):
+            context = _check(driver.cuDevicePrimaryCtxRetain(_check(driver.cuDeviceGet(device))))
+            _check(driver.cuCtxSetCurrent(context))
+        yield
 
 
 @cache
@@ -101,7 +117,7 @@ def _load(device: int, package: str, file: str, name: str, defined: tuple[tuple[
     driver, nvrtc = _bindings()
     major, minor = torch.cuda.get_device_capability(device)
     try:
-        with torch.cuda.device(device):
+        with _current(driver, device):
             # A step may be under capture; other threads' work does not concern this one.
             mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
             mode = _check(driver.cuThreadExchangeStreamCaptureMode(mode))
@@ -145,11 +161,11 @@ def compile_file(
     program = _check(nvrtc.nvrtcCreateProgram(source.encode(), file.encode(), 0, [], []))
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
+        log = bytearray(_check(nvrtc.nvrtcGetProgramLogSize(program)))  # written in place, as bytes may not be
         _check(nvrtc.nvrtcGetProgramLog(program, log))
         told = log.decode(errors="replace").strip("\0 \n")
         if status:
-            raise RuntimeError(told)
+            raise RuntimeError(told or status.name)
         code = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
         _check(nvrtc.nvrtcGetCUBIN(program, code))
     finally:

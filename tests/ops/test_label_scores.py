@@ -6,11 +6,13 @@ Queries, scales and zero points are such that scores are exact, so that they mus
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass
 
 import pytest
 import torch
 
+from hf_sparsekv.ops import _cuda
 from hf_sparsekv.ops.token_score import token_score
 from hf_sparsekv.ops.token_score.labels import score_all
 from hf_sparsekv.ops.token_score.reference import token_score as reference
@@ -145,6 +147,12 @@ def test_not_finite(place32, wild):
     check(given, scored(given, True), True)
 
 
+def test_no_rows(place32):
+    given = Case().make(place32)
+    given |= {name: given[name][:0] for name in ("q", "channels", "rows", "block_table")}
+    assert token_score(**given, block_ids=None).shape == (0, 2, 640)
+
+
 def test_where_it_does_not_serve(place32):
     """Labels of other widths or of 16 bits, queries of 32, small blocks: Triton's kernels score these."""
     for change in (Case(width=8), Case(width=64), Case(dtype=torch.float32), Case(block_size=8)):
@@ -153,3 +161,16 @@ def test_where_it_does_not_serve(place32):
         torch.testing.assert_close(
             token_score(**given, block_ids=None).cpu(), reference(**on_cpu(given), block_ids=None), rtol=1e-3, atol=0.5
         )
+
+
+def test_in_threads_that_are_new_to_the_gpu(place32):
+    """They have no context yet. One compiles the kernel, the next one finds it."""
+    given = Case().make(place32)
+    found = [torch.full((3, 2, 640), 12345.0, device="cuda") for _ in range(2)]
+    _cuda._load.cache_clear()
+    for out in found:
+        thread = threading.Thread(target=score_all, kwargs={**given, "out": out, "fill": True})
+        thread.start()
+        thread.join()
+    for out in found:
+        check(given, out.cpu(), True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 import torch
@@ -135,6 +136,17 @@ def test_where_it_serves(place32):
     assert torch.equal(block_select(scores, 1024).cpu(), reference_block(scores.cpu(), 1024))
 
 
+@pytest.mark.parametrize("config", [Config(), LONGEST])
+def test_lists_that_no_grid_has_room_for(place32, config):
+    """None at all, or too many: other kernels take these."""
+    none = place32.randn(0, 2, 20_000)
+    assert not cluster.serves(none, config)
+    assert block_select(none, 99, config=config).shape == (0, 2, 99)
+    many = place32.randn(1, 1 << 16, 9)
+    assert not cluster.serves(many, config)
+    assert torch.equal(block_select(many, 3, config=config).cpu(), reference_block(many.cpu(), 3))
+
+
 def test_first_launched_under_capture(place32):
     """Compiled and loaded while a step is captured."""
     scores = place32.randn(1, 2, 20_000)
@@ -147,3 +159,16 @@ def test_first_launched_under_capture(place32):
     scores.copy_(scores.roll(5, -1))
     graph.replay()
     assert torch.equal(out.cpu(), reference_block(scores.cpu(), 99))
+
+
+def test_in_threads_that_are_new_to_the_gpu(place32):
+    """They have no context yet. One compiles the kernel, the next one finds it."""
+    scores, found = place32.randn(1, 2, 20_000), place32.nan(2, 1, 2, 99, dtype=torch.int32)
+    cluster._cuda._load.cache_clear()
+    for out in found:
+        thread = threading.Thread(target=block_select, args=(scores, 99), kwargs={"out": out})
+        thread.start()
+        thread.join()
+    assert cluster.serves(scores, Config()), "it was loaded"
+    expected = reference_block(scores.cpu(), 99)
+    assert torch.equal(found.cpu(), torch.stack((expected, expected)))

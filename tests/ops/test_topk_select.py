@@ -9,6 +9,7 @@ import torch
 from operators import wild_scores
 
 from hf_sparsekv.ops._layout import whole
+from hf_sparsekv.ops.topk_select import cluster
 from hf_sparsekv.ops.topk_select.config import Config, tiles
 from hf_sparsekv.ops.topk_select.reference import block_select as reference_block
 from hf_sparsekv.ops.topk_select.reference import token_select as reference_token
@@ -247,6 +248,19 @@ def test_a_sample_that_misleads(place32, k):
     reached = scratch[whole(4) :][:40].view(4, 10).sum(1).tolist()
     assert reached[0] < k and reached[1] > 128, "the sample does not mislead"
     assert k <= reached[3] <= 128
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_ids_that_no_cluster_takes(place32, split, monkeypatch):
+    """Clusters serve these scores, so no scratch memory is asked for; ids of 64 bits go to kernels that need some."""
+    monkeypatch.setattr(cluster, "serves", lambda scores, config: config.clusters is not False)
+    scores, config = place32.randn(1, 2, 640), Config(row=16, chunk=64, split=split, sample=32, fewest=64)
+    assert scratch_size(scores, 20, config) == 0
+    blocks = 3 * torch.arange(40, device=place32.device).expand(1, 2, 40)
+    expected = reference_token(scores.cpu(), blocks.cpu(), 20, 16)
+    for scratch in (None, torch.empty(0, dtype=torch.int32, device=place32.device)):
+        got = token_select(scores, blocks, 20, 16, scratch=scratch, config=config)
+        assert torch.equal(got.cpu(), expected)
 
 
 def test_k_beyond_what_a_program_holds(place32):

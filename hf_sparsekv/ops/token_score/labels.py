@@ -20,7 +20,7 @@ def score_all(q, codes, qparams, channels, rows, block_table, reduce, sinks, out
     group = q.shape[1] // heads
     if any(t.dtype != kind for t, kind in ((channels, torch.int32), (block_table, torch.int32), (out, torch.float32))):
         return False
-    if width not in WIDTHS or group > MOST_HEADS or size < LEAST_BLOCK or size & (size - 1):
+    if not batch or width not in WIDTHS or group > MOST_HEADS or size < LEAST_BLOCK or size & (size - 1):
         return False
     kernel = _kernel(q, size, width, group, reduce == "mean")
     if kernel is None:
@@ -28,7 +28,7 @@ def score_all(q, codes, qparams, channels, rows, block_table, reduce, sinks, out
     pairs = qparams.view(torch.int32)  # scale and zero point are read as one word
     lists, n = batch * heads, block_table.shape[1] * size
     # All at once: a second wave of a few blocks would take as long as the first.
-    each = max(1, kernel.resident(THREADS) * _device.gpu_of(q).processors // lists) * (THREADS // 32)
+    each = max(1, kernel.resident(THREADS, q) * _device.gpu_of(q).processors // lists) * (THREADS // 32)
     stretch = 64 * -(-n // (64 * each))
     args = q, *q.stride(), codes, *codes.stride()[:2], pairs, *pairs.stride()[:2], channels, *channels.stride()[:2]
     args += block_table, block_table.stride(0), out, *out.stride()[:2], rows

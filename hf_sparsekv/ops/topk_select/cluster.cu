@@ -365,7 +365,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     topk_select_cluster_kernel(const float* scores, i64 scores_batch, i64 scores_head, const int* blocks,
                                i64 blocks_batch, i64 blocks_head, int* out, i64 out_batch, i64 out_head,
                                const int* rows, i64 heads, i64 n, i64 tokens, i64 k, i64 block_size) {
-    extern __shared__ float held[];
+    extern __shared__ __align__(16) float held[];  // also as float4
     const i64 i_batch = blockIdx.y / (u32)heads, i_head = blockIdx.y % (u32)heads;
     const int lane = threadIdx.x % 32;
     begin();

@@ -14,6 +14,7 @@ from .config import Config
 THREADS = 512
 MOST, LEAST = 8, 2  # blocks that share a list; eight are the most that every GPU with clusters runs
 BLOCKS = 132  # in all, to aim for on an H200: one for each processor
+MOST_LISTS = 65535  # that a grid has room for
 SHORTEST, SHORT = 4096, 64  # it pays for more entries than these, and than so many for each list
 LOG_BINS, LIST = 8, 128  # bins of a pass, and scores of a bin that a block hands out
 MARGIN = 1.0  # deviations by which the first guess of a threshold lies below the score that it is of
@@ -50,7 +51,9 @@ def _kernel(scores: Tensor, config: Config) -> tuple[_cuda.Kernel | None, int]:
 
 
 def _blocks(lists: int, n: int, where: Tensor, config: Config) -> int:
-    """A power of two; 0 where clusters do not pay."""
+    """A power of two; 0 where clusters do not pay, or there are no lists, or too many."""
+    if not 0 < lists <= MOST_LISTS:
+        return 0
     if config.clusters is not None:
         return int(config.clusters)
     if n <= SHORTEST or n < SHORT * lists:

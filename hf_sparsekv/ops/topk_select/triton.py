@@ -7,6 +7,8 @@ sample does not serve. Prefix sums give the ids in ascending order.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -103,8 +105,10 @@ def _select(scores, block_ids, k, block_size, rows, tokens, out, scratch, config
     if cluster.select_clusters(scores, block_ids, k, block_size, rows, tokens, out, config):
         return out
     if n > config.row:
-        if scratch is None:
-            scratch = torch.empty(scratch_size(scores, k, config), dtype=torch.int32, device=scores.device)
+        # None was asked for where clusters serve such scores, but not these ids.
+        size = scratch_size(scores, k, replace(config, clusters=False))
+        if scratch is None or scratch.numel() < size:
+            scratch = torch.empty(size, dtype=torch.int32, device=scores.device)
         if tiles := config.tiles(n, k):
             sampled.select_sampled(scores, *operands, k, scratch, fixed, *tiles, config)
         else:
