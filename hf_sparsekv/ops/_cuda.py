@@ -101,7 +101,9 @@ def _load(device: int, package: str, file: str, name: str, defined: tuple[tuple[
     driver, nvrtc = _bindings()
     options = ["--std=c++17", "--gpu-architecture=sm_{}{}".format(*torch.cuda.get_device_capability(device))]
     options += [f"-D{key}={value}" for key, value in defined]
-    source = (files(package) / file).read_text()
+    source = "\n".join(
+        (files(where) / name).read_text() for where, name in ((__package__, "_cuda.cuh"), (package, file))
+    )
     try:
         with torch.cuda.device(device):
             # A step may be under capture; other threads' work does not concern this one.
