@@ -156,7 +156,8 @@ def compile_file(
     Raises:
         RuntimeError: it does not compile; with the compiler's log.
     """
-    source = (files(package) / file).read_text()
+    parts = (__package__, "_cuda.cuh"), (package, file)
+    source = "\n".join((files(where) / name).read_text() for where, name in parts)
     options = ("--std=c++17", f"--gpu-architecture=sm_{arch}", *(f"-D{k}={v}" for k, v in defined.items()), *options)
     program = _check(nvrtc.nvrtcCreateProgram(source.encode(), file.encode(), 0, [], []))
     try:

@@ -5,8 +5,6 @@
 // over a group is one query. Here a word of a token's codes is the register of the product that it is needed in, so
 // that 64 tokens and four heads take some 150 instructions (of a warp), and 16 loads at once are on their way.
 
-#define INF __int_as_float(0x7f800000)
-#define NAN_ __int_as_float(0x7fffffff)
 #define WARPS (THREADS / 32)
 #define WORDS (WIDTH / 16)            // of a token's codes, in four bytes each, that a thread has
 #define VECTORS (MEAN ? 1 : GROUP)    // queries
@@ -17,28 +15,10 @@
 #define SPAN (BLOCK < 64 ? BLOCK : 64)  // tokens of a tile that lie in one block
 #define SPANS (64 / SPAN)
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef long long i64;
-
 static_assert(CHANNELS % 32 == 0, "a lane has whole channels");
-
-__device__ __forceinline__ float from_half(u32 bits) {
-    float value;
-    asm("{.reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(value) : "r"(bits & 0xffff));
-    return value;
-}
 
 __device__ __forceinline__ float from_query(u16 bits) {
     return BFLOAT16 ? __uint_as_float((u32)bits << 16) : from_half(bits);
-}
-
-// c += a b, of 16 x 32 and 32 x 8 numbers of 8 bits
-__device__ __forceinline__ void multiply(int (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
 struct Queries {
@@ -111,7 +91,7 @@ __device__ __forceinline__ void make_queries(Queries& queries, const u16* q, i64
             queries.parts[v][1][e * 32 + lane] = (signed char)(int)(whole - 128 * upper);  // -64 .. 63
         }
         // A query that is infinite, or no number, scores nothing.
-        if (lane == 0) queries.unit[v] = unit, queries.total[v] = fabsf(total) < INF ? total : NAN_;
+        if (lane == 0) queries.unit[v] = unit, queries.total[v] = fabsf(total) < INF ? total : NOT_A_NUMBER;
     }
 }
 
@@ -126,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
     // The next kernel reads what this one writes, and nothing of it before its wait: it may settle beside the last of
     // these blocks.
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    wait_for_kernels();
     const int sealed = min((int)n, rows[2 * i_batch + 1]);
     int token = (blockIdx.x * WARPS + warp) * (int)stretch;
     const int end = min(token + (int)stretch, sealed);
@@ -211,5 +191,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (at < end) out[at] = known && at >= (int)sinks && s == s ? s : -INF;
         }
     }
-    asm volatile("griddepcontrol.launch_dependents;");
+    release_kernels();
 }

@@ -13,52 +13,11 @@
 // Blocks hand over what they know by writing to one another's shared memory ("Distributed Shared Memory", CUDA C++
 // Programming Guide): three barriers of a cluster, and two more for each further pass.
 
-#define INF __int_as_float(0x7f800000)
 #define BINS (1 << LOG_BINS)
 #define WARPS (THREADS / 32)
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-
 static_assert(BINS <= THREADS, "a thread has a bin");
 static_assert(WARPS >= CLUSTER, "a warp counts what a block takes");
-
-__device__ __forceinline__ u32 cluster_rank() {
-    u32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
-// All threads of all blocks are here, and what they wrote is seen by all.
-__device__ __forceinline__ void cluster_sync() {
-    cluster_arrive();
-    cluster_wait();
-}
-
-// Where a block's own shared memory has its counterpart in block `rank`.
-__device__ __forceinline__ u32 there(const void* mine, u32 rank) {
-    u32 address;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-                 : "=r"(address)
-                 : "r"((u32)__cvta_generic_to_shared(mine)), "r"(rank));
-    return address;
-}
-
-__device__ __forceinline__ u32 load_there(u32 address) {
-    u32 value;
-    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-    return value;
-}
-
-__device__ __forceinline__ void store_there(u32 address, u32 value) {
-    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
 
 // Numbers that compare as the scores do.
 __device__ __forceinline__ u32 ordered(float s) {
@@ -154,18 +113,18 @@ __device__ __forceinline__ void guess(Shared& at, Met& met, u32 k, Pass& pass) {
         met = at.met[0];
         for (int w = 1; w < WARPS; w++) met.add(at.met[w]);
         Told* mine = &at.told[cluster_rank()];
-        store_there(there(&mine->met.sum, thread), __float_as_uint(met.sum));
-        store_there(there(&mine->met.square, thread), __float_as_uint(met.square));
-        store_there(there(&mine->met.high, thread), __float_as_uint(met.high));
-        store_there(there(&mine->met.sampled, thread), met.sampled);
-        store_there(there(&mine->met.usable, thread), met.usable);
+        store_there(&mine->met.sum, thread, met.sum);
+        store_there(&mine->met.square, thread, met.square);
+        store_there(&mine->met.high, thread, met.high);
+        store_there(&mine->met.sampled, thread, met.sampled);
+        store_there(&mine->met.usable, thread, met.usable);
     }
     cluster_sync();
     met = at.told[0].met;
     for (int r = 1; r < CLUSTER; r++) met.add(at.told[r].met);
     const float mean = met.sum / met.sampled, share = fminf(fmaxf((float)k / met.usable, 0.0001f), 0.9999f);
     const float spread = sqrtf(fmaxf(met.square / met.sampled - mean * mean, 0.0f));
-    pass.low = mean + (deviate(share) - MARGIN) * spread;
+    pass.low = mean + (deviate(share) - (float)MARGIN) * spread;
     pass.scale = BINS / (met.high - pass.low);
     pass.first = 0, pass.span = ~0u, pass.shift = 32 - LOG_BINS;
     // Not so what is infinite, or no number, or all one value.
@@ -183,7 +142,7 @@ __device__ __forceinline__ void find_bin(Shared& at, u32 k, u32 over) {
         u32 total = 0;
 #pragma unroll
         for (int r = 0; r < CLUSTER; r++) {
-            const u32 c = load_there(there(&at.hist[b], r));
+            const u32 c = load_there(&at.hist[b], r);
             total += c, most = max(most, c);
         }
         mine = (u64)total << 32 | at.hist[b];
@@ -253,6 +212,7 @@ __device__ __forceinline__ void choose(float* held, const Part& its, u32 k, cons
             cluster_sync();
             find_bin(at, k, over);
             const u32 bin = at.bin;
+            if (!pass.linear && bin == BINS) __trap();  // scores have changed since they were counted, or k is 0
             equal = !pass.linear && pass.shift == 0;
             found = bin < BINS && (equal || at.most <= LIST);
             const bool narrower = !found && !pass.linear;
@@ -264,12 +224,12 @@ __device__ __forceinline__ void choose(float* held, const Part& its, u32 k, cons
                     if (bin_of(pass, s) == (int)bin) {
                         const u32 slot = atomicAdd(&at.slot, 1);
                         for (int r = 0; r < CLUSTER; r++)
-                            store_there(there(&at.told[rank].list[slot], r), __float_as_uint(s));
+                            store_there(&at.told[rank].list[slot], r, s);
                     }
                 }
                 if (thread < CLUSTER) {
-                    store_there(there(&at.told[rank].sure, thread), sure);
-                    store_there(there(&at.told[rank].listed, thread), at.own);
+                    store_there(&at.told[rank].sure, thread, sure);
+                    store_there(&at.told[rank].listed, thread, at.own);
                 }
             } else if (narrower) {
                 pass.first += bin << pass.shift, pass.span = (1u << pass.shift) - 1;
@@ -335,7 +295,7 @@ __device__ __forceinline__ void choose(float* held, const Part& its, u32 k, cons
     if (lane == 0) at.warp_taken[warp] = warp_above | warp_ties << 16;
     __syncthreads();
     // The next kernel may come: what is left is short.
-    asm volatile("griddepcontrol.launch_dependents;");
+    release_kernels();
     u32 above = 0, ties = 0;
     for (int r = 0; r < rank; r++) above += at.above[r], ties += at.ties[r];
     for (int w = 0; w < warp; w++) above += at.warp_taken[w] & 0xffff, ties += at.warp_taken[w] >> 16;
@@ -358,14 +318,14 @@ __device__ __forceinline__ void choose(float* held, const Part& its, u32 k, cons
 // Of each kernel the first.
 __device__ __forceinline__ void begin() {
     cluster_arrive();  // waited for before anything is told
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    wait_for_kernels();
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, RESIDENT)
     topk_select_cluster_kernel(const float* scores, i64 scores_batch, i64 scores_head, const int* blocks,
                                i64 blocks_batch, i64 blocks_head, int* out, i64 out_batch, i64 out_head,
                                const int* rows, i64 heads, i64 n, i64 tokens, i64 k, i64 block_size) {
-    extern __shared__ __align__(16) float held[];  // also as float4
+    DYNAMIC_SHARED(held);
     const i64 i_batch = blockIdx.y / (u32)heads, i_head = blockIdx.y % (u32)heads;
     const int lane = threadIdx.x % 32;
     begin();

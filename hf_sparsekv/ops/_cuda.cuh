@@ -1,0 +1,73 @@
+// What kernels in CUDA C++ share, and all of them that is not C++: _cuda.py puts it before each source.
+// tests/ops/cuda_on_cpu.h has the same for a CPU.
+
+#define INF __int_as_float(0x7f800000)
+#define NOT_A_NUMBER __int_as_float(0x7fffffff)
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(16) float name[]  // also as float4
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+// Dependent launches (_overlap.py): before anything is read or written; and where the next kernel may come.
+__device__ __forceinline__ void wait_for_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ __forceinline__ void release_kernels() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+// ---- clusters
+
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// All threads of all blocks are here, and what they wrote is seen by all.
+__device__ __forceinline__ void cluster_sync() {
+    cluster_arrive();
+    cluster_wait();
+}
+
+// Where a block's own shared memory has its counterpart in block `rank`.
+__device__ __forceinline__ u32 there(const void* mine, u32 rank) {
+    u32 address;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                 : "=r"(address)
+                 : "r"((u32)__cvta_generic_to_shared(mine)), "r"(rank));
+    return address;
+}
+
+__device__ __forceinline__ u32 load_there(const u32* mine, u32 rank) {
+    u32 value;
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(there(mine, rank)) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_there(u32* mine, u32 rank, u32 value) {
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(there(mine, rank)), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_there(float* mine, u32 rank, float value) {
+    store_there((u32*)mine, rank, __float_as_uint(value));
+}
+
+// ---- numbers
+
+__device__ __forceinline__ float from_half(u32 bits) {
+    float value;
+    asm("{.reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(value) : "r"(bits & 0xffff));
+    return value;
+}
+
+// c += a b, of 16 x 32 and 32 x 8 numbers of 8 bits: what each thread of a warp has of them, see "mma.m16n8k32" of PTX.
+__device__ __forceinline__ void multiply(int (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}

@@ -1,0 +1,302 @@
+// CUDA C++ on a CPU, slowly: what _cuda.cuh has, and what CUDA itself has, for the kernels of this package.
+//
+// A block is a thread of the system, and its threads are fibers that take turns, in an order of chance, wherever they
+// meet others: a barrier too few shows as a wrong result. Shared memory is the system thread's own; a block finds
+// another's by the distance from a variable that both have.
+
+#include <sched.h>
+#include <ucontext.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __cluster_dims__(...)
+#define __shared__ static thread_local
+#define DYNAMIC_SHARED(name) float* name = (float*)block->dynamic.data()
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+struct float4 {
+    float x, y, z, w;
+};
+struct Index {
+    u32 x, y;
+};
+
+inline float __uint_as_float(u32 bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+inline float __int_as_float(u32 bits) { return __uint_as_float(bits); }
+inline u32 __float_as_uint(float value) {
+    u32 bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+inline int __popc(u32 bits) { return __builtin_popcount(bits); }
+template <class A, class B>
+inline auto min(A a, B b) {
+    return std::common_type_t<A, B>(a) < std::common_type_t<A, B>(b) ? std::common_type_t<A, B>(a) : b;
+}
+template <class A, class B>
+inline auto max(A a, B b) {
+    return std::common_type_t<A, B>(a) > std::common_type_t<A, B>(b) ? std::common_type_t<A, B>(a) : b;
+}
+
+#define INF __int_as_float(0x7f800000)
+#define NOT_A_NUMBER __int_as_float(0x7fffffff)
+
+// ---- blocks and fibers
+
+struct Barrier {
+    int count = 0;
+    u32 turn = 0;
+};
+
+struct Warp {
+    Barrier barrier;
+    u64 slot[32];
+    u32 a[32][4], b[32][2];
+};
+
+struct Cluster {
+    std::atomic<int> count{0};
+    std::atomic<u32> turn{0};
+    char* anchors[CLUSTER];
+};
+
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    bool done = false;
+    u32 arrived_at = 0;
+};
+
+struct Block {
+    Index index;
+    u32 rank;
+    Cluster* cluster;
+    Barrier barrier;
+    std::vector<Warp> warps = std::vector<Warp>(THREADS / 32);
+    std::vector<Fiber> fibers = std::vector<Fiber>(THREADS);
+    std::vector<char> dynamic;
+    ucontext_t scheduler;
+    std::mt19937 chance;
+    void (*run)(i64*);
+    i64* args;
+};
+
+thread_local Block* block;
+thread_local u32 current;
+thread_local char anchor;
+
+#define threadIdx (Index{current, 0})
+#define blockIdx (block->index)
+
+inline void __trap() { std::abort(); }
+inline void give_way() { swapcontext(&block->fibers[current].context, &block->scheduler); }
+
+inline void meet(Barrier& barrier, int others) {
+    const u32 turn = barrier.turn;
+    if (++barrier.count == others) {
+        barrier.count = 0, barrier.turn++;
+    }
+    do {
+        give_way();  // the last one, too: others may be first then
+    } while (barrier.turn == turn);
+}
+
+inline void __syncthreads() { meet(block->barrier, THREADS); }
+
+// ---- warps
+
+inline Warp& warp_of() { return block->warps[current / 32]; }
+inline void __syncwarp() { meet(warp_of().barrier, 32); }
+
+// What `read` makes of the values that all lanes have given.
+template <class T, class Read>
+inline auto exchange(T value, Read read) {
+    Warp& warp = warp_of();
+    warp.slot[current % 32] = 0;
+    memcpy(&warp.slot[current % 32], &value, sizeof(T));
+    __syncwarp();
+    const auto result = read([&](u32 lane) {
+        T other;
+        memcpy(&other, &warp.slot[lane], sizeof(T));
+        return other;
+    });
+    __syncwarp();
+    return result;
+}
+
+template <class T>
+inline T __shfl_sync(u32, T value, u32 lane) {
+    return exchange(value, [&](auto of) { return of(lane % 32); });
+}
+template <class T>
+inline T __shfl_xor_sync(u32, T value, u32 mask) {
+    return exchange(value, [&](auto of) { return of((current % 32) ^ mask); });
+}
+template <class T>
+inline T __shfl_up_sync(u32, T value, u32 by) {
+    return exchange(value, [&](auto of) { return current % 32 < by ? value : of(current % 32 - by); });
+}
+inline u32 __ballot_sync(u32, bool value) {
+    return exchange<u32>(value, [](auto of) {
+        u32 all = 0;
+        for (u32 lane = 0; lane < 32; lane++) all |= of(lane) << lane;
+        return all;
+    });
+}
+inline u32 __reduce_add_sync(u32, u32 value) {
+    return exchange(value, [](auto of) {
+        u32 all = 0;
+        for (u32 lane = 0; lane < 32; lane++) all += of(lane);
+        return all;
+    });
+}
+inline u32 atomicAdd(u32* to, u32 value) {
+    const u32 before = *to;
+    *to += value;
+    return before;
+}
+
+// ---- clusters and launches
+
+inline void wait_for_kernels() {}
+inline void release_kernels() {}
+inline u32 cluster_rank() { return block->rank; }
+
+inline void cluster_arrive() {
+    Cluster& cluster = *block->cluster;
+    block->fibers[current].arrived_at = cluster.turn;
+    if (++cluster.count == CLUSTER * THREADS) {
+        cluster.count = 0;
+        cluster.turn++;
+    }
+}
+inline void cluster_wait() {
+    do {
+        give_way();
+    } while (block->cluster->turn == block->fibers[current].arrived_at);
+}
+inline void cluster_sync() {
+    cluster_arrive();
+    cluster_wait();
+}
+
+inline void* there(const void* mine, u32 rank) {
+    return block->cluster->anchors[rank] + ((const char*)mine - &anchor);
+}
+inline u32 load_there(const u32* mine, u32 rank) { return *(volatile u32*)there(mine, rank); }
+inline void store_there(u32* mine, u32 rank, u32 value) { *(volatile u32*)there(mine, rank) = value; }
+inline void store_there(float* mine, u32 rank, float value) { *(volatile float*)there(mine, rank) = value; }
+
+// ---- numbers
+
+inline float from_half(u32 bits) {
+    const int exponent = bits >> 10 & 31, digits = bits & 1023;
+    float value = exponent == 31 ? (digits ? NOT_A_NUMBER : INF)
+                  : exponent     ? std::ldexp(1024.0f + digits, exponent - 25)
+                                 : std::ldexp((float)digits, -24);
+    return bits & 0x8000 ? -value : value;
+}
+
+inline void multiply(int (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    Warp& warp = warp_of();
+    const u32 lane = current % 32;
+    memcpy(warp.a[lane], a, sizeof(a)), memcpy(warp.b[lane], b, sizeof(b));
+    __syncwarp();
+    for (int i = 0; i < 4; i++) {
+        const u32 row = lane / 4, column = lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 32; k++) {
+            const u32 left = warp.a[row * 4 + k % 16 / 4][i / 2 + k / 16 * 2], right = warp.b[column * 4 + k % 16 / 4][k / 16];
+            c[i] += (int)(signed char)(left >> k % 4 * 8) * (int)(signed char)(right >> k % 4 * 8);
+        }
+    }
+    __syncwarp();
+}
+
+// ---- running a kernel
+
+template <class... P, size_t... I>
+inline void call(void (*kernel)(P...), i64* args, std::index_sequence<I...>) {
+    kernel((P)args[I]...);
+}
+template <class... P>
+inline void call(void (*kernel)(P...), i64* args) {
+    call(kernel, args, std::index_sequence_for<P...>{});
+}
+
+inline void run_fiber() {
+    block->run(block->args);
+    block->fibers[current].done = true;
+    give_way();
+}
+
+inline void run_block(Block* mine, std::atomic<int>* ready) {
+    block = mine;
+    mine->cluster->anchors[mine->rank] = &anchor;
+    ++*ready;
+    while (*ready < CLUSTER) sched_yield();
+    std::vector<u32> order;
+    for (u32 i = 0; i < THREADS; i++) {
+        Fiber& fiber = mine->fibers[i];
+        fiber.stack.resize(1 << 16);
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
+        fiber.context.uc_link = nullptr;
+        makecontext(&fiber.context, run_fiber, 0);
+        order.push_back(i);
+    }
+    for (bool left = true; left;) {
+        left = false;
+        const u32 first = mine->chance() % THREADS, step = mine->chance() % (THREADS / 2) * 2 + 1;  // all, since odd
+        for (u32 i = 0; i < THREADS; i++) {
+            current = order[(first + i * step) % THREADS];
+            if (mine->fibers[current].done) continue;
+            left = true;
+            swapcontext(&mine->scheduler, &mine->fibers[current].context);
+        }
+        sched_yield();
+    }
+    ++*ready;
+    while (*ready < 2 * CLUSTER) sched_yield();  // others may look here until they end
+}
+
+inline void launch(void (*run)(i64*), i64* args, int width, int height, int shared, u32 seed) {
+    for (int y = 0; y < height; y++) {
+        for (int x = 0; x < width; x += CLUSTER) {
+            Cluster cluster;
+            std::atomic<int> ready{0};
+            std::vector<Block> blocks(CLUSTER);
+            std::vector<std::thread> threads;
+            for (int r = 0; r < CLUSTER; r++) {
+                Block& one = blocks[r];
+                one.index = {(u32)(x + r), (u32)y}, one.rank = r, one.cluster = &cluster;
+                one.dynamic.assign(shared + 16, (char)0xff);  // what nobody has written is no number
+                one.chance.seed(seed + 131 * y + x + r), one.run = run, one.args = args;
+                threads.emplace_back(run_block, &one, &ready);
+            }
+            for (auto& thread : threads) thread.join();
+        }
+    }
+}

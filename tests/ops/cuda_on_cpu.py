@@ -1,0 +1,62 @@
+"""Kernels in CUDA C++ on a CPU: compiled by the system's C++ compiler with ``cuda_on_cpu.h`` in place of CUDA."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from torch import Tensor
+
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+
+
+class CpuKernel:
+    """As :class:`hf_sparsekv.ops._cuda.Kernel`; ``seed``: of the order in which threads take turns."""
+
+    shared_bytes = 1 << 20
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self.seed = self.launches = 0
+
+    def resident(self, threads: int, where: Tensor) -> int:
+        return 6
+
+    def launch(self, grid: tuple[int, int], threads: int, shared: int, where: Tensor, *args) -> None:
+        values = [t.data_ptr() if isinstance(t, Tensor) else t or 0 for t in args]
+        packed = (ctypes.c_longlong * len(values))(*values)
+        self.launches += 1
+        self._library.run(packed, *grid, shared, self.seed)
+
+
+@cache
+def build(package: str, file: str, name: str, **defined: float) -> CpuKernel:
+    """The kernel ``name`` of ``file``, a resource of ``package``, with these macros.
+
+    Raises:
+        RuntimeError: it does not compile; with the compiler's messages.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="cuda-on-cpu-"))
+    entry = (
+        f'extern "C" void run(i64* a, int x, int y, int shared, int seed) '
+        f"{{ launch([](i64* a) {{ call({name}, a); }}, a, x, y, shared, seed); }}"
+    )
+    source = (files(package) / file).read_text() + "\n" + entry
+    (folder / "kernel.cpp").write_text(source)
+    options = [f"-D{key}={value}" for key, value in defined.items()]
+    header = Path(__file__).with_name("cuda_on_cpu.h")
+    command = [COMPILER, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-pthread", *options, "-include", str(header)]
+    try:
+        done = subprocess.run(
+            [*command, "kernel.cpp", "-o", "kernel.so"], cwd=folder, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(done.stderr[-4000:])
+        return CpuKernel(ctypes.CDLL(str(folder / "kernel.so")))
+    finally:
+        shutil.rmtree(folder)

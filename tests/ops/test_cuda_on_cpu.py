@@ -1,0 +1,118 @@
+"""The kernels in CUDA C++, run on a CPU thread by thread, against their definitions.
+
+Small clusters and bins, so that few entries reach every path; threads take turns in an order of chance.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import Place
+from cuda_on_cpu import COMPILER, CpuKernel, build
+from test_label_scores import CASES, Case, check, on_cpu
+from test_topk_clusters import ALL
+from test_topk_select import COUNTS, row_lengths
+
+from hf_sparsekv.ops.token_score import labels
+from hf_sparsekv.ops.token_score.reference import token_score as reference_score
+from hf_sparsekv.ops.topk_select import cluster
+from hf_sparsekv.ops.topk_select.config import Config
+from hf_sparsekv.ops.topk_select.reference import block_select as reference_block
+from hf_sparsekv.ops.topk_select.reference import token_select as reference_token
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler is installed")
+SHAPES = {  # blocks of a cluster: threads, bins, scores of a bin that a block hands out
+    2: {"THREADS": 64, "LOG_BINS": 6, "LIST": 8},
+    4: {"THREADS": 128, "LOG_BINS": 4, "LIST": 3},
+}
+
+
+@pytest.fixture
+def place() -> Place:
+    return Place("cpu", torch.float32)
+
+
+@pytest.fixture(params=SHAPES, ids=lambda blocks: f"{blocks} blocks")
+def select(request, monkeypatch):
+    """Selects by clusters of so many blocks, over memory that holds something else; in turns of another order each."""
+    shape, name = SHAPES[request.param], "topk_select_cluster_kernel"
+    defined = {**shape, "CLUSTER": request.param, "RESIDENT": 1, "MARGIN": cluster.MARGIN}
+    kernel = build("hf_sparsekv.ops.topk_select", "cluster.cu", name, **defined)
+    monkeypatch.setattr(cluster, "THREADS", shape["THREADS"])
+    monkeypatch.setattr(cluster, "_kernel", lambda scores, config: (kernel, request.param))
+
+    def run(scores, k, *, blocks=None, block_size=0, rows=None, tokens=1, turns=2):
+        found = []
+        for turn in range(turns):
+            kernel.seed = 1000 * k + turn
+            out = torch.full((*scores.shape[:2], k), 12345, dtype=torch.int32)
+            assert cluster.select_clusters(scores, blocks, k, block_size, rows, tokens, out, Config())
+            found.append(out)
+        assert all(torch.equal(one, found[0]) for one in found)
+        return found[0]
+
+    return run
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("n", [1, 65, 200, 1037])
+@pytest.mark.parametrize("k", COUNTS)
+@pytest.mark.parametrize("kind", ALL)
+def test_selection(place, kind, k, n, select):
+    scores, k = ALL[kind](place, n), max(1, COUNTS[k](n))
+    assert torch.equal(select(scores, k), reference_block(scores, k))
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("blocks", [1, 41])
+@pytest.mark.parametrize("k", COUNTS)
+def test_rows_of_their_own_length(blocks, block_size, k, select):
+    n, k = blocks * block_size, max(1, COUNTS[k](blocks * block_size))
+    rows = row_lengths(n, block_size)
+    for tokens, width in ((1, n), (block_size, blocks)):
+        clean = torch.randn(len(rows), 2, width)
+        behind = (torch.arange(width) * tokens >= rows[:, 1:])[:, None].expand_as(clean)
+        expected = reference_block(clean.masked_fill(behind, -math.inf), k)
+        assert torch.equal(select(clean.masked_fill(behind, math.inf), k, rows=rows, tokens=tokens), expected)
+
+
+def test_tokens_of_given_blocks(select):
+    blocks = (torch.arange(30, dtype=torch.int32) * 3).expand(2, 3, 30)
+    scores = torch.randn(2, 4, 30 * 16 + 3)[:, 1:, 1:481]
+    expected = reference_token(scores, blocks, 77, 16)
+    assert torch.equal(select(scores, 77, blocks=blocks, block_size=16), expected)
+
+
+def scores_of(given: dict, fill: bool, monkeypatch) -> torch.Tensor:
+    batch, q_heads, heads, size = *given["q"].shape[:2], *given["codes"].shape[1:3]
+    defined = {"THREADS": 64, "BLOCK": size, "WIDTH": given["codes"].shape[3], "GROUP": q_heads // heads}
+    kinds = {"MEAN": int(given["reduce"] == "mean"), "BFLOAT16": int(given["q"].dtype == torch.bfloat16)}
+    kernel = build("hf_sparsekv.ops.token_score", "labels.cu", "token_score_labels_kernel", **defined, **kinds)
+    monkeypatch.setattr(labels, "THREADS", 64)
+    monkeypatch.setattr(labels, "_kernel", lambda *shape: kernel)
+    monkeypatch.setattr(CpuKernel, "resident", lambda self, threads, where: 1)
+    out = torch.full((batch, heads, given["block_table"].shape[1] * size), 12345.0)
+    assert labels.score_all(**given, out=out, fill=fill)
+    return out
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_scores(case, monkeypatch, place):
+    given = case.make(place)
+    for fill in (False, True):
+        check(given, scores_of(given, fill, monkeypatch), fill)
+
+
+@pytest.mark.parametrize("wild", ["queries", "scales", "no block"])
+def test_scores_that_are_no_number(wild, monkeypatch, place):
+    given = Case(blocks=160, ragged=False).make(place)  # more blocks than a warp looks up at once
+    if wild == "queries":
+        given["q"][0, 1], given["q"][1, ::2, 1::2], given["q"][2] = math.nan, -math.inf, math.inf
+    elif wild == "scales":
+        given["qparams"][::3, :, ::2, 0], given["qparams"][1::3, :, ::2, 1] = math.nan, math.nan
+    else:
+        given["block_table"][0, ::3] = -1
+    assert torch.equal(scores_of(given, True, monkeypatch), reference_score(**on_cpu(given), block_ids=None))
