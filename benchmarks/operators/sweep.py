@@ -10,6 +10,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from hf_sparsekv.ops._cuda import why_not
 from hf_sparsekv.ops.sparse_decode.config import config as decode_config
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
 from hf_sparsekv.ops.token_score.config import config as label_config
@@ -68,16 +69,25 @@ def _scores(layers: list[Layer], every: bool) -> Iterator[Variant]:
     """Ways to score the tokens of the chosen blocks, or of ``every`` block, by their labels."""
     out = _all_scores(layers) if every else [t.token_scores for t in layers]
 
-    def launch(i: int, matrix: bool, **options) -> None:
+    def launch(i: int, matrix: bool | None, **options) -> None:
         t = layers[i]
         ids, reduce = None if every else t.blocks, t.shape.config.token_reduce
         n = (t.block_table if ids is None else ids).shape[-1]
-        config = replace(label_config(t.q, t.codes, t.qparams, n, reduce == "mean", matrix), **options)
+        config = None
+        if matrix is not None:
+            config = replace(label_config(t.q, t.codes, t.qparams, n, reduce == "mean", matrix), **options)
         about = {"sinks": t.sinks, "out": out[i], "config": config}
         token_score(t.q, t.codes, t.qparams, t.channels, t.rows, t.block_table, ids, reduce, **about)
 
     each = (2, 4, 8, 16, 32, 64) if every else (1, 2, 4, 8, 16)
-    return _ways([*_grid(matrix=(True,), blocks=each), *_grid(matrix=(False,))], launch, lambda: out[0])
+    grid = [*_grid(matrix=(True,), blocks=each), *_grid(matrix=(False,))]
+    if every and _has_cuda_kernels(layers):
+        grid.append(("in CUDA C++", {"matrix": None}))
+    return _ways(grid, launch, lambda: out[0])
+
+
+def _has_cuda_kernels(layers: list[Layer]) -> bool:
+    return layers[0].q.is_cuda and why_not(layers[0].q.get_device()) is None
 
 
 def _all_scores(layers: list[Layer]) -> list[Tensor]:
@@ -100,6 +110,9 @@ def _selects(layers: list[Layer], every: bool) -> Iterator[Variant]:
         grid += _grid(split=(True,), chunk=(2048,), warps=(4,), sample=(1024, 4096), last_warps=(8,))
         if scores[0].shape[-1] <= 32768:
             grid += _grid(row=(32768,), warps=(16, 32))
+    grid = [(name, {"clusters": False, **options}) for name, options in grid]
+    if _has_cuda_kernels(layers):
+        grid += _grid(clusters=(2, 4, 8))
 
     def launch(i: int, **options) -> None:
         t = layers[i]
@@ -114,7 +127,7 @@ def _block_selects(layers: list[Layer]) -> Iterator[Variant]:
     def launch(i: int, **options) -> None:
         t = layers[i]
         how = {"rows": t.rows, "block_size": t.shape.config.block_size, "out": t.blocks}
-        block_select(t.block_scores, t.blocks.shape[-1], **how, config=Select(**options))
+        block_select(t.block_scores, t.blocks.shape[-1], **how, config=Select(clusters=False, **options))
 
     return _ways(_grid(warps=(2, 4, 8)), launch, lambda: layers[0].blocks)
 
