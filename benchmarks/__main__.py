@@ -36,8 +36,10 @@ HELP = f"""usage: python -m benchmarks {{{",".join(BENCHMARKS)}}} [options]
 
 def show_list() -> None:
     """Print shapes with their sizes, and variants."""
+    from hf_sparsekv.tuning.shapes import SHAPES
+
     from .baselines import VARIANTS
-    from .shapes import SHAPES, head_dim, latent_dims, windows
+    from .shapes import head_dim, latent_dims, windows
 
     print("model shapes (random weights); any other model by its name or path")
     for name, make in SHAPES.items():

@@ -19,9 +19,10 @@ import typer
 from hf_sparsekv.cli.loading import pick_device
 from hf_sparsekv.cli.output import CommandError
 from hf_sparsekv.removed import guess
+from hf_sparsekv.tuning.shapes import SHAPES
 
 from . import RESULTS
-from .shapes import SHAPES, parse_model, parse_shape
+from .shapes import parse_model, parse_shape
 
 
 class Parser(ArgumentParser):

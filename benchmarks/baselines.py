@@ -22,7 +22,7 @@ from hf_sparsekv import (
 )
 from hf_sparsekv.attention.mla import is_mla
 from hf_sparsekv.fusion.fuse import fuse
-from hf_sparsekv.kv.pool import host_memory_limit
+from hf_sparsekv.offload.host_limit import host_memory_limit
 from hf_sparsekv.policies.registry import methods
 from hf_sparsekv.removed import guess
 

@@ -26,13 +26,14 @@ from hf_sparsekv.cli.output import CommandError
 from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.fusion.fuse import why_not
 from hf_sparsekv.results import device_name, versions
+from hf_sparsekv.tuning.shapes import SHAPES
 
 from .arguments import KNOWN, host_bytes, new_parser, parse_count, rows_file
 from .baselines import VARIANTS, Variant, check, chose_dense, find, forget_compiled, make_cache, prepare
 from .decoding import Generated, free, generate
 from .filling import fill_cache
 from .report import Report
-from .shapes import SHAPES, case_name, known_config, parse_context, parse_model, random_model, real_model
+from .shapes import case_name, known_config, parse_context, parse_model, random_model, real_model
 
 DEFAULT = ("hf_dynamic", "two_level", "two_level:lag")
 CHOICES = [name for name, variant in VARIANTS.items() if variant.kind != "sdpa"]

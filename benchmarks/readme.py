@@ -13,7 +13,7 @@ import argparse
 import csv
 from pathlib import Path
 
-from .arguments import RESULTS
+from . import RESULTS
 
 ROOT = Path(__file__).parents[1]
 CASE, GPU = "qwen3-8b", "NVIDIA H200"  # of times

@@ -34,7 +34,7 @@ import torch
 from hf_sparsekv.config import SparseConfig
 from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.fusion.fuse import why_not
-from hf_sparsekv.kv.pool import bucket
+from hf_sparsekv.kv.block_ids import bucket
 from hf_sparsekv.results import device_name, versions
 
 from . import foresight

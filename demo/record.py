@@ -29,9 +29,10 @@ from types import SimpleNamespace
 import torch
 
 from benchmarks.filling import ReplayedSource, fill_layers
-from benchmarks.shapes import SHAPES, known_config, parse_tokens, random_model
+from benchmarks.shapes import known_config, parse_tokens, random_model
 from hf_sparsekv import optimize
 from hf_sparsekv.results import commit, device_name, versions
+from hf_sparsekv.tuning.shapes import SHAPES
 
 from . import documents, recording
 from .caches import METHODS

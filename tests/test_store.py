@@ -16,11 +16,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lazy_copy_streams import imitate
 
 from hf_sparsekv import OffloadConfig, SparseConfig
-from hf_sparsekv.kv.block_ids import BlockIds
-from hf_sparsekv.kv.pool import BlockPool, HostBudget, bucket
+from hf_sparsekv.kv.block_ids import BlockIds, bucket
+from hf_sparsekv.kv.pool import BlockPool
 from hf_sparsekv.kv.row_table import RowTable
 from hf_sparsekv.kv.store import LayerStore, ring_tokens
 from hf_sparsekv.offload.copy_streams import CopyStreams
+from hf_sparsekv.offload.host_limit import HostBudget
 from hf_sparsekv.ops.seal import Index
 from hf_sparsekv.ops.seal.reference import key_bounds
 from hf_sparsekv.types import AttentionParams

@@ -30,10 +30,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from hf_sparsekv import TwoLevelConfig
+from hf_sparsekv.config import MAX_WINDOW
 from hf_sparsekv.evaluation.prefix import attention, prefill
 from hf_sparsekv.evaluation.ruler_probe import FAMILIES, make_sample
 from hf_sparsekv.evaluation.text import needle_prompt
-from hf_sparsekv.ops.query_predict.reference import MAX_WINDOW, query_predict
+from hf_sparsekv.ops.query_predict.reference import query_predict
 from hf_sparsekv.ops.seal.reference import quantise_labels
 from hf_sparsekv.ops.token_score.reference import unpack_labels
 from hf_sparsekv.predictor.channels import ChannelStats

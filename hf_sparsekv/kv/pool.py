@@ -10,14 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..offload.host_limit import HostBudget, host_memory_limit
+from ..offload.host_limit import HostBudget
 from ..offload.host_pages import PAGE
 from ..offload.host_pool import HostArena
 from ..ops.block_copy import block_copy, gather_blocks
 from ..ops.quantise import quantise
 from .block_ids import BlockIds, bucket
-
-__all__ = ["BlockPool", "HostBudget", "bucket", "host_memory_limit", "room"]
 
 
 def _pins(host: HostBudget, device: torch.device) -> bool:

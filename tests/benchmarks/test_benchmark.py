@@ -14,7 +14,7 @@ from benchmarks import baselines, decoding, filling, shapes
 from benchmarks import step as bench_step
 from benchmarks.baselines import VARIANTS, NotRun, Variant, find, make_cache
 from hf_sparsekv import TwoLevelConfig
-from hf_sparsekv.kv.pool import bucket
+from hf_sparsekv.kv.block_ids import bucket
 from hf_sparsekv.policies.registry import methods
 
 BATCH, CONTEXT, NEW = 2, 300, 6
