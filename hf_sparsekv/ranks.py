@@ -1,4 +1,4 @@
-"""The ranks of a tensor parallel model: who they are, and what all of them have to decide alike.
+"""The ranks of a tensor parallel model: how one is loaded, who they are, and what all of them have to decide alike.
 
 transformers spreads a model's layers over processes (``tp_plan="auto"``, torchrun). Every rank runs the same forward
 pass on its share of the heads, and waits in each layer for the sums of all. So a rank must run a pass when the others
@@ -21,6 +21,13 @@ AGREE = timedelta(minutes=10)  # that a rank waits for the others: one that comp
 
 _made: weakref.WeakKeyDictionary[nn.Module, Ranks] = weakref.WeakKeyDictionary()
 _making = threading.Lock()
+
+
+def spread() -> dict:
+    """What ``from_pretrained`` takes to load this rank's share of a model, of the ranks of torch.distributed."""
+    from transformers.distributed import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_plan="auto")}
 
 
 def tensor_parallel(model: nn.Module) -> bool:

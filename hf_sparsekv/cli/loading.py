@@ -11,6 +11,7 @@ import torch
 import typer
 
 from ..attention.interface import NAME
+from ..ranks import spread
 from ..removed import guess
 from ..small_model import is_fetched, small_model_path
 from ..tuning.shapes import HUB, SHAPES, known_shape
@@ -171,12 +172,9 @@ def _load_random(config, dtype: torch.dtype | None, device: torch.device, tensor
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
     if tensor_parallel:
-        from transformers.distributed import DistributedConfig
-
-        spread = DistributedConfig(tp_plan="auto")
         whole = model.state_dict()
         model = type(model).from_pretrained(
-            None, config=config, state_dict=whole, distributed_config=spread, dtype=dtype, attn_implementation=NAME
+            None, config=config, state_dict=whole, dtype=dtype, attn_implementation=NAME, **spread()
         )
         del whole
         if device.type == "cuda":
@@ -209,10 +207,7 @@ def load(name: str, dtype: torch.dtype | None, device: torch.device, tensor_para
     kwargs = {"dtype": dtype or "auto", "attn_implementation": NAME, "local_files_only": here}
     try:
         if tensor_parallel:
-            from transformers.distributed import DistributedConfig
-
-            spread = DistributedConfig(tp_plan="auto")
-            model = AutoModelForCausalLM.from_pretrained(path, distributed_config=spread, **kwargs)
+            model = AutoModelForCausalLM.from_pretrained(path, **spread(), **kwargs)
         elif device.type == "cuda" and importlib.util.find_spec("accelerate"):
             # Straight to the GPU; without accelerate by way of host memory.
             model = AutoModelForCausalLM.from_pretrained(path, device_map={"": device}, **kwargs)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from ..ranks import spread
 from ..small_model import is_fetched, small_model_path
 
 
@@ -31,10 +32,7 @@ def load(name: str, dtype: str, device: str, tensor_parallel: bool = False):
     tokenizer = AutoTokenizer.from_pretrained(source)
     kwargs = {"dtype": "auto" if dtype == "auto" else getattr(torch, dtype)}
     if tensor_parallel:
-        from transformers.distributed import DistributedConfig
-
-        spread = DistributedConfig(tp_plan="auto")
-        model = AutoModelForCausalLM.from_pretrained(source, distributed_config=spread, **kwargs)
+        model = AutoModelForCausalLM.from_pretrained(source, **spread(), **kwargs)
     else:
         model = AutoModelForCausalLM.from_pretrained(source, **kwargs).to(device)
     return tokenizer, model.eval()
