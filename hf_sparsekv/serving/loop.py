@@ -459,20 +459,25 @@ class Loop:
 
     def _choose(self) -> None:
         """Who decodes from here on, with how much room for copies, and in which rows."""
-        rows, room = self.rows, self.rows.slots
-        if room and self.serving.working_set:
+        rows = self.rows
+        if self._by_need:
             for request in self.running:
                 request.candidate.need = request.need or self._expected(request)
-            runs = admit([request.candidate for request in self.running], room)
+            runs = admit([request.candidate for request in self.running], rows.slots)
         else:
             runs = [True] * len(self.running)
         for request, goes in zip(self.running, runs):
             request.candidate.runs = goes
             if goes != (request.row in rows.active):
                 self.work.resume(request.row) if goes else self.work.hold(request.row)
-        if room and self.serving.working_set:
-            self._share_room(room)
+        if self._by_need:
+            self._share_room()
         self._close_up()
+
+    @property
+    def _by_need(self) -> bool:
+        """Chosen tokens have copies on the device, and who decodes with how much room goes by what rows need."""
+        return bool(self.rows.slots) and self.serving.working_set
 
     def _expected(self, request: Request) -> int:
         return self.rows.expected_working_set(len(request.ids) + len(request.tokens))
@@ -482,15 +487,21 @@ class Loop:
         if self.rows.slots:
             self.work.give(row, min(self.rows.slots // self.rows.max_rows, self.rows.free_slots))
 
-    def _share_room(self, room: int) -> None:
-        """Rows that decode have what they need, and an equal share of what is left."""
+    def _share_room(self) -> None:
+        """Rows that decode get room for what they need and an equal share of what is left over; the others get none.
+
+        No row has room for more tokens than its request may come to have. The oldest one decodes even where it needs
+        more than there is: it gets what is there.
+        """
         size = self.rows.cache.config.block_size
-        goes = [request for request in self.running if request.candidate.runs]
-        spare = max(0, room - sum(request.candidate.need for request in goes)) // max(1, len(goes))
+        decoding = [request for request in self.running if request.candidate.runs]
+        needed = sum(request.candidate.need for request in decoding)
+        spare = max(0, self.rows.slots - needed) // max(1, len(decoding))
         wanted = {request.row: 0 for request in self.running}
-        for request in goes:
+        for request in decoding:
             most = len(request.ids) + request.sampling.max_tokens
-            wanted[request.row] = max(min(request.candidate.need + spare, most) // size * size, 0)
+            # Whole blocks: room is given by them, and rounded up all rows together would want more than there is.
+            wanted[request.row] = min(request.candidate.need + spare, most) // size * size
         had = {row: self.rows.room(row) for row in wanted}
         # A quarter more or less is not worth the copies.
         changed = [row for row in wanted if abs(wanted[row] - had[row]) > had[row] // 4]
@@ -499,7 +510,7 @@ class Loop:
 
     def _measured(self) -> bool:
         """Every few steps the rows' working sets are counted; True: what they need has changed."""
-        if not (self.rows.slots and self.serving.working_set):
+        if not self._by_need:
             return False
         if self._sets is None:
             if self.running and self.counts.steps >= self._next_sets:
