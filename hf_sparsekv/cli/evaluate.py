@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated
 
 import typer
@@ -30,6 +31,16 @@ app = typer.Typer(
 )
 
 
+def _answered(run: Run, samples: Iterable, count: int, batch: int, steps: int = 0, against: bool = False) -> None:
+    """Answer ``count`` samples with all caches and report, see :func:`..evaluation.generation.evaluate`."""
+    from ..evaluation import generation
+
+    args = run.model, run.tokenizer, samples, run.caches, run.results, batch, steps
+    with run.progress(count) as advance:
+        generation.evaluate(*args, advance, against=against)
+    run.report(generation.COMPARED if against else generation.MEASURES)
+
+
 @app.command()
 @one_line_errors
 @takes(RunOptions)
@@ -48,8 +59,8 @@ def ruler(
     options: RunOptions,
 ) -> None:
     """RULER's synthetic tasks: needles, variable tracking, word counts; the probe models' own for probe models."""
-    from ..evaluation import generation, ruler_probe
     from ..evaluation import ruler as text
+    from ..evaluation import ruler_probe
 
     sizes = lengths_of(lengths)
     names_of(families, (*text.FAMILIES, *ruler_probe.FAMILIES), "family")  # which of both is known with the model
@@ -65,12 +76,8 @@ def ruler(
             return text.make_sample(run.tokenizer, name, length, index, seed, chat)
 
         all_samples = (make(name, n, i) for n in sizes for name in names for i in range(samples))
-        with run.progress(len(sizes) * len(names) * samples) as advance:
-            steps = run.steps(question_steps)
-            generation.evaluate(
-                run.model, run.tokenizer, all_samples, run.caches, run.results, options.batch, steps, advance
-            )
-        run.report(generation.MEASURES)
+        count = len(sizes) * len(names) * samples
+        _answered(run, all_samples, count, options.batch, run.steps(question_steps))
 
 
 @app.command()
@@ -94,7 +101,7 @@ def tasks(
     options: RunOptions,
 ) -> None:
     """Chains of facts, code, a dialogue, JSON from a long text: invented texts; against what full attention finds."""
-    from ..evaluation import generation, long_tasks
+    from ..evaluation import long_tasks
 
     sizes = lengths_of(lengths)
     names = names_of(families, long_tasks.FAMILIES, "task")
@@ -108,20 +115,8 @@ def tasks(
             for name in names
             for i in range(samples)
         )
-        with run.progress(len(sizes) * len(names) * samples) as advance:
-            steps = run.steps(question_steps)
-            generation.evaluate(
-                run.model,
-                run.tokenizer,
-                all_samples,
-                run.caches,
-                run.results,
-                options.batch,
-                steps,
-                advance,
-                against=True,
-            )
-        run.report(generation.COMPARED)
+        count = len(sizes) * len(names) * samples
+        _answered(run, all_samples, count, options.batch, run.steps(question_steps), against=True)
 
 
 @app.command()
@@ -147,12 +142,7 @@ def needle(
         all_samples = (
             needles.make_sample(run.tokenizer, n, d, i, seed) for n in sizes for d in places for i in range(samples)
         )
-        with run.progress(len(sizes) * depths * samples) as advance:
-            steps = run.steps(question_steps)
-            generation.evaluate(
-                run.model, run.tokenizer, all_samples, run.caches, run.results, options.batch, steps, advance
-            )
-        run.report(generation.MEASURES)
+        _answered(run, all_samples, len(sizes) * depths * samples, options.batch, run.steps(question_steps))
         needles.plot(run.results.figures(generation.MEASURES), run.out / "heatmap.png", run.title)
 
 
@@ -276,7 +266,6 @@ def longbench(
     options: RunOptions,
 ) -> None:
     """LongBench's English and code tasks with their prompts and metrics; data come from the hub."""
-    from ..evaluation import generation
     from ..evaluation import longbench as bench
 
     names = names_of(tasks, tuple(bench.tasks()), "task")
@@ -292,11 +281,7 @@ def longbench(
             for name in names
             for i, row in enumerate(data_rows[name])
         )
-        with run.progress(sum(map(len, data_rows.values()))) as advance:
-            generation.evaluate(
-                run.model, run.tokenizer, all_samples, run.caches, run.results, options.batch, advance=advance
-            )
-        run.report(generation.MEASURES)
+        _answered(run, all_samples, sum(map(len, data_rows.values())), options.batch)
 
 
 app.command("all")(everything)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.util
 import ipaddress
 import logging
@@ -34,112 +35,87 @@ GRACE_S = 10  # that clients have to take the ends of their answers
 HURRY_S = 2  # the same, at the second signal
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-_REQUESTS = "Requests"
-_SERVER = "Server"
+# Options of serve, by what they are about.
+_of_requests = functools.partial(typer.Option, rich_help_panel="Requests")
+_of_server = functools.partial(typer.Option, rich_help_panel="Server")
 
 
 @opt.takes(opt.DecodingOptions)
 def serve(
     model: opt.Model,
-    host: Annotated[
-        str, typer.Option(help="0.0.0.0 lets other machines in: give an API key then.", rich_help_panel=_SERVER)
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.", rich_help_panel=_SERVER)] = 8000,
+    host: Annotated[str, _of_server(help="0.0.0.0 lets other machines in: give an API key then.")] = "127.0.0.1",
+    port: Annotated[int, _of_server(min=0, max=65535, help="0: any free one.")] = 8000,
     api_key: Annotated[
         str | None,
-        typer.Option(
+        _of_server(
             envvar="HF_SPARSEKV_API_KEY",
             show_envvar=False,
             help="That clients must send; better in HF_SPARSEKV_API_KEY, where other users do not see it.",
             show_default=False,
-            rich_help_panel=_SERVER,
         ),
     ] = None,
     model_id: Annotated[
         str | None,
-        typer.Option(
-            help="The name that clients ask for; default: MODEL, of a directory its name.",
-            show_default=False,
-            rich_help_panel=_SERVER,
-        ),
+        _of_server(help="The name that clients ask for; default: MODEL, of a directory its name.", show_default=False),
     ] = None,
-    max_body: Annotated[
-        str, typer.Option(metavar="SIZE", help="Of a request's body.", rich_help_panel=_SERVER)
-    ] = "16MiB",
-    max_rows: Annotated[int, typer.Option(min=1, help="That decode together.", rich_help_panel=_REQUESTS)] = 32,
+    max_body: Annotated[str, _of_server(metavar="SIZE", help="Of a request's body.")] = "16MiB",
+    max_rows: Annotated[int, _of_requests(min=1, help="That decode together.")] = 32,
     context: Annotated[
         int | None,
-        typer.Option(
+        _of_requests(
             parser=opt.parse_tokens,
             metavar="TOKENS",
             help="Of a prompt and its answer together: 4096, 32k; default: the model's.",
             show_default=False,
-            rich_help_panel=_REQUESTS,
         ),
     ] = None,
     batch_tokens: Annotated[
         int | None,
-        typer.Option(
+        _of_requests(
             parser=opt.parse_tokens,
             metavar="TOKENS",
             help="Of all running requests together, with the longest answers they asked for; default: what fits.",
             show_default=False,
-            rich_help_panel=_REQUESTS,
         ),
     ] = None,
     max_answer: Annotated[
         int,
-        typer.Option(
-            min=1,
-            help="Tokens of a chat's answer if the client does not say: memory is reserved for them.",
-            rich_help_panel=_REQUESTS,
-        ),
+        _of_requests(min=1, help="Tokens of a chat's answer if the client does not say: memory is reserved for them."),
     ] = 4096,
     max_waiting: Annotated[
         int,
-        typer.Option(
-            min=0,
-            help="Requests that may wait; more are refused (429). 0: whatever cannot start at once.",
-            rich_help_panel=_REQUESTS,
-        ),
+        _of_requests(min=0, help="Requests that may wait; more are refused (429). 0: whatever cannot start at once."),
     ] = 256,
     max_wait_s: Annotated[
         float | None,
-        typer.Option(
-            min=0,
-            help="Seconds that a request may be expected to wait (429); default: any.",
-            show_default=False,
-            rich_help_panel=_REQUESTS,
+        _of_requests(
+            min=0, help="Seconds that a request may be expected to wait (429); default: any.", show_default=False
         ),
     ] = None,
     prefill_ms: Annotated[
         float,
-        typer.Option(min=0.1, help="Of the GPU's time for prompts between two steps.", rich_help_panel=_REQUESTS),
+        _of_requests(min=0.1, help="Of the GPU's time for prompts between two steps."),
     ] = 20.0,
     prefix_cache: Annotated[
         bool,
-        typer.Option(
-            "--prefix-cache/--no-prefix-cache",
-            help="Keep blocks for prompts that begin alike, while there is room.",
-            rich_help_panel=_REQUESTS,
+        _of_requests(
+            "--prefix-cache/--no-prefix-cache", help="Keep blocks for prompts that begin alike, while there is room."
         ),
     ] = True,
     device_kv: Annotated[
         str | None,
-        typer.Option(
+        _of_requests(
             metavar="SIZE",
             help="GPU memory for copies of chosen tokens; default: what the cache takes by itself.",
             show_default=False,
-            rich_help_panel=_REQUESTS,
         ),
     ] = None,
     host_kv: Annotated[
         str | None,
-        typer.Option(
+        _of_requests(
             metavar="SIZE",
             help="Host memory for keys and values; default: 80 % of the machine's or container's.",
             show_default=False,
-            rich_help_panel=_REQUESTS,
         ),
     ] = None,
     cache: Annotated[opt.CacheKind, typer.Option("--cache", help="How steps choose.")] = opt.CacheKind.two_level,
@@ -147,11 +123,7 @@ def serve(
     device: opt.Device = "auto",
     tensor_parallel: Annotated[
         bool,
-        typer.Option(
-            "--tensor-parallel",
-            help="Spread the model over the GPUs that torchrun has started processes for.",
-            rich_help_panel=_SERVER,
-        ),
+        _of_server("--tensor-parallel", help="Spread the model over the GPUs that torchrun has started processes for."),
     ] = False,
     *,
     options: opt.DecodingOptions,
