@@ -6,7 +6,7 @@ the plain keys and queries: which columns are sealed, the channels, the block bo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -239,6 +239,11 @@ AttentionInterface.register(NAME, _attention)
 TOLERANCE = 2e-3  # of logits whose spread is about 10
 
 
+def _worst(found: Iterable[float]) -> float:
+    """The largest of some differences; NaN if one is, which ``max()`` may pass over."""
+    return float(torch.tensor(list(found)).max())
+
+
 class Race:
     """One model twice, with our cache and with an oracle over a stock cache, fed the same tokens.
 
@@ -275,7 +280,7 @@ class Race:
     def run(self, steps: int, seed: int = 7) -> float:
         """Feed random tokens one by one; the largest difference of any logit."""
         tokens = prompt(self.mask.shape[0], steps, seed=seed)["input_ids"]
-        return max(self.feed(token) for token in tokens.split(1, dim=1))
+        return _worst(self.feed(token) for token in tokens.split(1, dim=1))
 
     def crop(self, remove: int) -> None:
         self.mask = self.mask[:, :-remove]
@@ -289,3 +294,17 @@ class Race:
         self.ours.reorder_cache(index)
         self.stock.reorder_cache(index)
         self.oracle.map_rows(index)
+
+    def turns(self, removed: Sequence[int], seed: int = 2) -> float:
+        """Two turns of three rows, crops by ``removed``, then rows as beams regroup them; the largest difference."""
+        first = prompt(3, 100, (0, 5, 35))
+        found = [self.feed(first["input_ids"], first["attention_mask"]), self.run(10)]
+        second = prompt(3, 40, (17, 0, 39), seed=1)  # leaves holes in the middle of the rows
+        found += [self.feed(second["input_ids"], second["attention_mask"]), self.run(10, seed)]
+        for step, remove in enumerate(removed):
+            self.crop(remove)
+            found.append(self.run(10, step))
+        for index in ([2, 0, 0], [1, 2], [0, 1, 1, 0]):
+            self.map_rows(torch.tensor(index))
+            found.append(self.run(8, seed=4))
+        return _worst(found)

@@ -188,18 +188,7 @@ def test_the_walk_stops_early():
 @pytest.mark.parametrize("offload", [True, False])
 def test_second_turn_crop_and_rows(offload):
     race = WalkRace("llama", offload)
-    first = prompt(3, 100, (0, 5, 35))
-    race.feed(first["input_ids"], first["attention_mask"])
-    assert race.run(10) < TOLERANCE
-    second = prompt(3, 40, (17, 0, 39), seed=1)  # leaves holes in the middle of the rows
-    assert race.feed(second["input_ids"], second["attention_mask"]) < TOLERANCE
-    assert race.run(10, seed=2) < TOLERANCE
-    for seed, remove in enumerate((3, 20, 60)):
-        race.crop(remove)
-        assert race.run(10, seed=seed) < TOLERANCE
-    for index in ([2, 0, 0], [1, 2], [0, 1, 1, 0]):
-        race.map_rows(torch.tensor(index))
-        assert race.run(8, seed=4) < TOLERANCE
+    assert race.turns((3, 20, 60)) < TOLERANCE
     assert race.ours.stats().attended_tokens == race.oracle.attended
 
 
