@@ -142,10 +142,44 @@ SYSTEMS = (
 GPUS = (("H200", GPU), ("H100", "NVIDIA H100 80GB HBM3"))
 GPU_SHAPES = ((1, 8 * K), (1, 32 * K), (1, 128 * K), (4, 32 * K), (8, 32 * K))
 GPU_COLUMNS = (
-    ("read everything", "limit"),
-    ("dense", "captured_dense+fused"),
-    ("the default", "token_only+fused"),
+    ("read everything", ("limit",)),
+    ("dense", ("captured_dense+fused",)),
+    ("the default", ("token_only+fused",)),
     ("`AsyncPredictiveCache`", ("predictive+fused", "predictive:layer:in+fused")),
+)
+
+# Of docs/speed.md. Captured steps of the defaults, beside our own dense ones: (what it is, variant).
+DEFAULT_STEPS = (
+    ("dense", "captured_dense+fused"),
+    ("`OffloadedSparseCache(offload=None)`", "token_only+fused"),
+    ("`AsyncPredictiveCache()`", "predictive+fused"),
+)
+# AsyncTLS's two levels. Rows before these are of steps, dense ones too, that took a millisecond more.
+TWO_LEVELS_SINCE = "59032a2"
+TWO_LEVELS_SHAPES = ((1, 8 * K), (1, 32 * K), (1, 64 * K), (1, 128 * K), (8, 32 * K), (8, 64 * K))
+TWO_LEVELS = (
+    ("transformers, token (eager, sdpa)", "hf_dynamic", "tpot_ms"),
+    ("dense, step (captured, best sdpa, fused as ours)", "sdpa_best+fused", "step_ms"),
+    ("`two_level`, step", "two_level+fused", "step_ms"),
+    ("`two_level`, token", "two_level+fused", "tpot_ms"),
+    ("`two_level:lag`, step", "two_level:lag+fused", "step_ms"),
+    ("`two_level:lag`, token", "two_level:lag+fused", "tpot_ms"),
+)
+# With keys and values in host memory: (what it is, our variant, room for copies on the device, shape).
+QUARTER = ":pool=0.25kv"
+OFFLOADED = (
+    ("the default", "token_only", "", (1, 32 * K)),
+    ("the default", "token_only", "", (1, 128 * K)),
+    ("the default", "token_only", "", (8, 32 * K)),
+    ("the default", "token_only", "", (8, 64 * K)),
+    ("the default, pool of a quarter of the KV", "token_only", QUARTER, (8, 64 * K)),
+    ("`AsyncPredictiveCache`", "predictive", "", (1, 32 * K)),
+    ("`AsyncPredictiveCache`", "predictive", "", (8, 64 * K)),
+    ("`two_level:lag`", "two_level:lag", "", (1, 32 * K)),
+    ("`two_level:lag`", "two_level:lag", "", (1, 128 * K)),
+    ("`two_level:lag`", "two_level:lag", "", (4, 64 * K)),
+    ("`two_level:lag`, pool of a quarter", "two_level:lag", QUARTER, (8, 64 * K)),
+    ("`two_level:lag`, pool of a quarter", "two_level:lag", QUARTER, (8, 128 * K)),
 )
 
 # Of quantised weights (benchmarks/weights.py): tokens of the prompt, shapes of the columns.
@@ -166,14 +200,22 @@ def since_defaults(rows: list[dict]) -> list[dict]:
     return rows[next(i for i, row in enumerate(rows) if row["commit"] in DEFAULTS) :]
 
 
-def newest(rows: list[dict], variants: str | tuple, metric: str, batch: int, context: int, case: str) -> float | None:
-    """The newest figure of one cell, of any of the ``variants``."""
+def newest_row(
+    rows: list[dict], variants: str | tuple, metric: str, batch: int, context: int, case: str
+) -> dict | None:
+    """The newest row of one cell, of any of the ``variants``."""
     variants = (variants,) if isinstance(variants, str) else variants
     wanted = (case, metric, str(batch), str(context))
     for row in reversed(rows):
         if (row["case"], row["metric"], row["batch"], row["context"]) == wanted and row["variant"] in variants:
-            return float(row["value"])
+            return row
     return None
+
+
+def newest(rows: list[dict], variants: str | tuple, metric: str, batch: int, context: int, case: str) -> float | None:
+    """The newest figure of one cell, of any of the ``variants``."""
+    row = newest_row(rows, variants, metric, batch, context, case)
+    return None if row is None else float(row["value"])
 
 
 def _cell(value: float | None, bold: bool = False) -> str:
@@ -322,12 +364,76 @@ def gpus() -> str:
         f"| GPU | batch x context | {' | '.join(about for about, _ in GPU_COLUMNS)} |",
         "|---" * (2 + len(GPU_COLUMNS)) + "|",
     ]
+    every = read("step.csv")
+    todays = since_defaults(every)
     for name, device in GPUS:
-        rows = read("step.csv", device)
         for batch, context in GPU_SHAPES:
-            found = [newest(rows, variants, "step_ms", batch, context, CASE) for _, variants in GPU_COLUMNS]
+            found = []
+            for _, variants in GPU_COLUMNS:
+                of_defaults = variants[0].split("+")[0] in NAMES_OF_DEFAULTS
+                rows = [row for row in (todays if of_defaults else every) if row["device"] == device]
+                found.append(newest(rows, variants, "step_ms", batch, context, CASE))
             cells = [UNKNOWN if value is None else f"{value:.2f}" for value in found]
             lines.append(f"| {name} | {batch} x {context // K}k | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _commits(rows: list[dict | None]) -> str:
+    """Those that rows are of, each once, in the order of the columns."""
+    return ", ".join(dict.fromkeys(row["commit"] for row in rows if row is not None))
+
+
+def default_steps() -> str:
+    """Milliseconds of a captured step with the defaults."""
+    rows = read("step.csv", GPU)
+    todays = since_defaults(rows)
+    lines = [
+        f"| 1024 tokens, ms a captured step | {' | '.join(about for about, _ in DEFAULT_STEPS)} | commit |",
+        "|---" * (2 + len(DEFAULT_STEPS)) + "|",
+    ]
+    for batch, context in PRESET_SHAPES:
+        found = [newest_row(todays, variant, "step_ms", batch, context, CASE) for _, variant in DEFAULT_STEPS]
+        cells = [UNKNOWN if row is None else f"{float(row['value']):.2f}" for row in found]
+        lines.append(f"| {batch} x {context // K}k | {' | '.join(cells)} | {_commits(found)} |")
+    return "\n".join(lines)
+
+
+def two_levels() -> str:
+    """Milliseconds of AsyncTLS's two levels; the quickest step of a line is bold."""
+    rows = read("step.csv", GPU)
+    rows = rows[next(i for i, row in enumerate(rows) if row["commit"] == TWO_LEVELS_SINCE) :]
+    lines = [
+        f"| batch x context | {' | '.join(about for about, *_ in TWO_LEVELS)} | commit |",
+        "|---" * (2 + len(TWO_LEVELS)) + "|",
+    ]
+    for batch, context in TWO_LEVELS_SHAPES:
+        found = [newest_row(rows, variant, metric, batch, context, CASE) for _, variant, metric in TWO_LEVELS]
+        values = [None if row is None else float(row["value"]) for row in found]
+        best = min(v for v, (*_, metric) in zip(values, TWO_LEVELS) if metric == "step_ms" and v is not None)
+        cells = [_cell(value, bold=value == best) for value in values]
+        lines.append(f"| {batch} x {context // K}k | {' | '.join(cells)} | {_commits(found)} |")
+    return "\n".join(lines)
+
+
+def offloaded() -> str:
+    """A token with KV in host memory: its time, what crosses the link for it, what was on the device already."""
+    rows = read("step.csv", GPU)
+    lines = [
+        "| | batch x context | KV, GB | transformers offloaded, token | token | step | over the link, MB | "
+        "found on the device | commit |",
+        "|" + "---|" * 9,
+    ]
+    for about, name, pool, (batch, context) in OFFLOADED:
+        mine = since_defaults(rows) if name in NAMES_OF_DEFAULTS else rows
+        variant = f"{name}+fused+offload{pool}:kv=replayed"
+        metrics = ("host_gb", "tpot_ms", "step_ms", "host_mb", "hit_rate")
+        found = [newest_row(mine, variant, metric, batch, context, CASE) for metric in metrics]
+        size, token, step, link, share = (float(row["value"]) for row in found)
+        stock = _cell(newest(rows, "hf_offloaded", "tpot_ms", batch, context, CASE))
+        lines.append(
+            f"| {about} | {batch} x {context // K}k | {size:.0f} | {stock} | {_cell(token, bold=True)} | {step:.1f} | "
+            f"{link:.0f} | {100 * share:.0f} % | {_commits(found)} |"
+        )
     return "\n".join(lines)
 
 
@@ -365,6 +471,7 @@ def weights() -> str:
 
 PAGES = {
     "README.md": {"speed": speed, "presets": presets},
+    "docs/speed.md": {"default-steps": default_steps, "two-levels": two_levels, "offloaded": offloaded},
     "docs/presets.md": {"all-presets": all_presets},
     "docs/serving.md": {"traces": traces},
     "docs/hardware.md": {"gpus": gpus, "weights": weights},

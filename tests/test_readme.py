@@ -67,6 +67,25 @@ def test_the_table_of_presets(monkeypatch):
     assert "| 6.0 | not measured |" in readme.all_presets()
 
 
+def test_steps_of_other_defaults_are_not_beside_todays(monkeypatch):
+    """A GPU whose rows of the defaults are all older has none; dense steps are what they were."""
+    row = {"case": "qwen3-8b", "batch": "1", "context": str(8 << 10), "metric": "step_ms", "device": readme.GPU}
+    row |= {"variant": "token_only+fused", "commit": "old", "value": "5"}
+    rows = [
+        row,
+        row | {"variant": "captured_dense+fused", "value": "4"},
+        row | {"commit": readme.DEFAULTS[0], "batch": "9"},
+    ]
+    rows.append(row | {"device": readme.GPUS[1][1], "value": "6"})  # since then, on the other GPU
+    monkeypatch.setattr(readme, "read", lambda name, device=None: [r for r in rows if device in (None, r["device"])])
+    lines = [line for line in readme.gpus().splitlines() if "| 1 x 8k |" in line]
+    none = readme.UNKNOWN
+    assert lines == [
+        f"| H200 | 1 x 8k | {none} | 4.00 | {none} | {none} |",
+        f"| H100 | 1 x 8k | {none} | {none} | 6.00 | {none} |",
+    ]
+
+
 def test_every_preset_is_in_the_table():
     """With the name under which `benchmarks step` measures it."""
     of = {"two_level": "token_only", "progressive": "progressive:0.95", "predictive": "predictive"}
