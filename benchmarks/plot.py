@@ -1,6 +1,6 @@
 """Draw the benchmarks' rows.
 
-    python -m benchmarks.plot --csv benchmarks/results/step.csv --out docs/tpot.svg
+    python -m benchmarks.plot --out docs/tpot.svg
     python -m benchmarks.plot --what overlap     # or pool: rows of `benchmarks offload`
     python -m benchmarks.plot --what ladder      # whole systems over rates: `benchmarks serving open`, `goodput`
 
@@ -15,7 +15,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import RESULTS, ROOT
+from . import ROOT, files_of
 from .readme import SYSTEMS
 
 # variant, metric -> label; the loop of generate() is part of tpot_ms and not of step_ms
@@ -37,22 +37,24 @@ CURVES = {
 TICKS = [1, 2, 4, 6, 8, 10, 20, 40, 60, 100, 200, 400, 1000]  # ms
 
 
-def newest(path: Path, case: str, batch: int, benchmark: str | None = None):
-    """The last row of each variant, context and metric; ``benchmark``: of the rows of one only.
+def newest(paths: Sequence[Path], case: str, batch: int, benchmark: str | None = None):
+    """The last row of each variant, context and metric in a table's files; ``benchmark``: of the rows of one only.
 
     Raises:
         ValueError: there is none.
     """
     import pandas as pd
 
-    every = pd.read_csv(path)
+    every = pd.concat([pd.read_csv(path) for path in paths], ignore_index=True)
     if benchmark is not None:
         every = every[every.benchmark == benchmark]
     rows = every[(every.case == case) & (every.batch == batch)]
     if rows.empty:
         of = "" if benchmark is None else f" of {benchmark}"
         there = ", ".join(f"{c} x {b}" for c, b in sorted(set(zip(every.case, every.batch))))
-        raise ValueError(f"{path} has no rows{of} of {case}, batch {batch}; there are {there or 'none'}")
+        raise ValueError(
+            f"{' and '.join(map(str, paths))} has no rows{of} of {case}, batch {batch}; there are {there or 'none'}"
+        )
     return rows.drop_duplicates(["variant", "context", "metric"], keep="last")
 
 
@@ -238,7 +240,7 @@ def main(argv: list[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--what", default="tpot", choices=("tpot", *CURVES, "ladder"))
-    about = "default: step.csv, offload.csv or all serving*.csv in benchmarks/results"
+    about = "default: step.csv, offload.csv or serving.csv in benchmarks/results"
     parser.add_argument("--csv", type=Path, help=about)
     about = "default: docs/tpot.svg, docs/offload-WHAT.svg or docs/serving-ladder.svg"
     parser.add_argument("--out", type=Path, help=about)
@@ -246,20 +248,20 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=1)
     args = parser.parse_args(argv)
     if args.what == "ladder":
-        files = [args.csv] if args.csv else sorted(RESULTS.glob("serving*.csv"))
+        files = [args.csv] if args.csv else files_of("serving.csv")
         try:
             draw_ladder(*ladder_rows(files, args.case), args.out or ROOT / "docs" / "serving-ladder.svg")
         except (OSError, ValueError) as error:
             raise SystemExit(f"error: {error}") from None
         return
     curve = args.what in CURVES
-    file = args.csv or RESULTS / ("offload.csv" if curve else "step.csv")
+    files = [args.csv] if args.csv else files_of("offload.csv" if curve else "step.csv")
     out = args.out or ROOT / "docs" / (f"offload-{args.what}.svg" if curve else "tpot.svg")
     try:
         if curve:
-            draw_curve(newest(file, args.case, args.batch, args.what), args.what, out)
+            draw_curve(newest(files, args.case, args.batch, args.what), args.what, out)
         else:
-            draw(newest(file, args.case, args.batch), out)
+            draw(newest(files, args.case, args.batch), out)
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
 

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import csv
-from pathlib import Path
 
-from . import RESULTS
+from . import ROOT, files_of
 
-ROOT = Path(__file__).parents[1]
 CASE, GPU = "qwen3-8b", "NVIDIA H200"  # of times
 K = 1024
 NONE = "not run"
@@ -189,10 +187,11 @@ WEIGHTS_SHAPES = ((1, 32 * K), (8, 32 * K))
 
 def read(name: str, device: str | None = None) -> list[dict]:
     """Rows of a table in benchmarks/results, oldest first; of all machines, or of one ``device``."""
-    if not (RESULTS / name).exists():
-        return []  # nothing has been measured yet
-    with (RESULTS / name).open(newline="") as file:
-        return [row for row in csv.DictReader(file) if device in (None, row["device"])]
+    rows: list[dict] = []
+    for path in files_of(name):
+        with path.open(newline="") as file:
+            rows += [row for row in csv.DictReader(file) if device in (None, row["device"])]
+    return rows
 
 
 def since_defaults(rows: list[dict]) -> list[dict]:

@@ -17,7 +17,7 @@ import torch
 
 from hf_sparsekv.tuning.fitting import Timing, fit, wrong_by
 
-from .. import RESULTS
+from .. import files_of
 from ..shapes import known_config, kv_bytes, text_config
 
 
@@ -39,7 +39,7 @@ def main() -> None:
     file, metric, unit, end = (
         ("operator", "attention_us", 1, "") if args.one_layer else ("step", "step_ms", 1e3, "+fused")
     )
-    rows = pd.read_csv(RESULTS / f"{file}.csv")
+    rows = pd.concat([pd.read_csv(path) for path in files_of(f"{file}.csv")], ignore_index=True)
     rows = rows[(rows.case == args.case) & (rows.metric == metric)]
     config = text_config(known_config(args.case))
     width = kv_bytes(config, 1, 1, torch.bfloat16.itemsize) // config.num_hidden_layers  # of one layer, as rules are

@@ -323,7 +323,7 @@ def test_newest_rows_win(tmp_path):
     for value in (1.0, 2.0):
         with Report("step", "m", path, 1) as report, report.measuring(1, 8192, "limit"):
             report.add("step_ms", value)
-    assert list(plot.newest(path, "m", 1).value) == [2.0]
+    assert list(plot.newest([path], "m", 1).value) == [2.0]
 
 
 # ---------------------------------------------------------------------- on a GPU

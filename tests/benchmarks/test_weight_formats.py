@@ -11,6 +11,7 @@ from models import build
 from read_rows import read_rows
 from torch import nn
 
+import benchmarks
 from benchmarks import readme, shapes
 from benchmarks import weights as bench
 from benchmarks.weight_formats import FORMATS, Format, convert, kept_bytes
@@ -244,7 +245,7 @@ def test_the_table(monkeypatch):
 
 
 def test_the_table_before_anything_was_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    monkeypatch.setattr(benchmarks, "RESULTS", tmp_path)
     assert readme.weights().count(readme.UNKNOWN) == 7 * len(FORMATS)
 
 
