@@ -1,11 +1,11 @@
 """Draw the benchmarks' rows.
 
-    python -m benchmarks.plot --out docs/tpot.svg
+    python -m benchmarks.plot --device "NVIDIA H200" --out docs/tpot.svg
     python -m benchmarks.plot --what overlap     # or pool: rows of `benchmarks offload`
     python -m benchmarks.plot --what ladder      # whole systems over rates: `benchmarks serving open`, `goodput`
 
 Time per output token against context, or of an offloaded cache against the overlap of consecutive selections or the
-size of its device pool; one model and batch, from the newest rows of the file. Or what whole systems serve, each a rung
+size of its device pool; one model, batch and device, from the newest rows. Or what whole systems serve, each a rung
 above the one before it, against the rate of arrivals. The ending of --out says what kind of picture it is: svg, png.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import ROOT, files_of
-from .readme import SYSTEMS
+from .readme import DEFAULTS, NAMES_OF_DEFAULTS, SYSTEMS
 
 # variant, metric -> label; the loop of generate() is part of tpot_ms and not of step_ms
 LINES = {
@@ -25,8 +25,10 @@ LINES = {
     ("hf_offloaded", "tpot_ms"): "transformers: offloaded",
     ("captured_dense+fused", "tpot_ms"): "captured, dense, our kernel",
     ("sdpa_best+fused", "step_ms"): "captured, dense, best sdpa (forward alone)",
-    ("two_level:lag+fused", "tpot_ms"): "captured, two-level, 1024 tokens",
-    ("two_level:lag+fused+offload:kv=replayed", "tpot_ms"): "captured, two-level, 1024 tokens, offloaded",
+    ("token_only+fused", "tpot_ms"): "captured, the default, 1024 tokens",
+    ("token_only+fused+offload:kv=replayed", "tpot_ms"): "captured, the default, 1024 tokens, offloaded",
+    ("two_level:lag+fused", "tpot_ms"): "captured, two-level with lag, 1024 tokens",
+    ("two_level:lag+fused+offload:kv=replayed", "tpot_ms"): "captured, two-level with lag, 1024 tokens, offloaded",
     ("limit", "step_ms"): "limit of dense: bytes over bandwidth",
 }
 # what -> rows' metric on the horizontal axis, its name
@@ -37,8 +39,14 @@ CURVES = {
 TICKS = [1, 2, 4, 6, 8, 10, 20, 40, 60, 100, 200, 400, 1000]  # ms
 
 
-def newest(paths: Sequence[Path], case: str, batch: int, benchmark: str | None = None):
-    """The last row of each variant, context and metric in a table's files; ``benchmark``: of the rows of one only.
+def newest(paths: Sequence[Path], case: str, batch: int, benchmark: str | None = None, device: str | None = None):
+    """The last row of each variant, context and metric in a table's files, all of one device.
+
+    Of the defaults none from before they were today's.
+
+    Args:
+        benchmark: of the rows of one only.
+        device: None: that of the last row.
 
     Raises:
         ValueError: there is none.
@@ -48,6 +56,9 @@ def newest(paths: Sequence[Path], case: str, batch: int, benchmark: str | None =
     every = pd.concat([pd.read_csv(path) for path in paths], ignore_index=True)
     if benchmark is not None:
         every = every[every.benchmark == benchmark]
+    todays = every.commit.isin(DEFAULTS).cummax()
+    if todays.any():
+        every = every[todays | ~every.variant.str.partition("+")[0].isin(NAMES_OF_DEFAULTS)]
     rows = every[(every.case == case) & (every.batch == batch)]
     if rows.empty:
         of = "" if benchmark is None else f" of {benchmark}"
@@ -55,6 +66,11 @@ def newest(paths: Sequence[Path], case: str, batch: int, benchmark: str | None =
         raise ValueError(
             f"{' and '.join(map(str, paths))} has no rows{of} of {case}, batch {batch}; there are {there or 'none'}"
         )
+    device = device or rows.device.iloc[-1]
+    there = ", ".join(sorted(set(rows.device)))
+    rows = rows[rows.device == device]
+    if rows.empty:
+        raise ValueError(f"there are no rows of {device}, but of {there}")
     return rows.drop_duplicates(["variant", "context", "metric"], keep="last")
 
 
@@ -231,8 +247,9 @@ def save(figure, out: Path, dpi: int = 150) -> None:
     import matplotlib.pyplot as plt
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    # A date in the file would make every run a change.
-    figure.savefig(out, dpi=dpi, metadata={"Date": None} if out.suffix == ".svg" else None)
+    # A date or names by chance in the file would make every run a change.
+    with plt.rc_context({"svg.hashsalt": out.stem}):
+        figure.savefig(out, dpi=dpi, metadata={"Date": None} if out.suffix == ".svg" else None)
     plt.close(figure)
 
 
@@ -246,6 +263,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help=about)
     parser.add_argument("--case", default="qwen3-8b", help="the model shape")
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--device", help="whose rows, but of the ladder; default: that of the last row")
     args = parser.parse_args(argv)
     if args.what == "ladder":
         files = [args.csv] if args.csv else files_of("serving.csv")
@@ -259,9 +277,9 @@ def main(argv: list[str] | None = None) -> None:
     out = args.out or ROOT / "docs" / (f"offload-{args.what}.svg" if curve else "tpot.svg")
     try:
         if curve:
-            draw_curve(newest(files, args.case, args.batch, args.what), args.what, out)
+            draw_curve(newest(files, args.case, args.batch, args.what, args.device), args.what, out)
         else:
-            draw(newest(files, args.case, args.batch), out)
+            draw(newest(files, args.case, args.batch, device=args.device), out)
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
 

@@ -3,9 +3,9 @@
     python -m benchmarks.studies.crossover_of_steps --case glm-4.7-flash --suffix :mla
         two_level:lag=two_level:lag predictive
 
-Reads `step_ms` of captured_dense and of the named variants from benchmarks/results/step.csv, the newest row of each
-shape, and prints a `Rule` for each (`hf_sparsekv.policies.crossover`). At least two batches and two lengths are needed.
-With `--one-layer`: `attention_us` from operator.csv.
+Reads `step_ms` of captured_dense and of the named variants from benchmarks/results, one device's newest row of each
+shape in step.csv, and prints a `Rule` for each (`hf_sparsekv.policies.crossover`). At least two batches and two lengths
+are needed. With `--one-layer`: `attention_us` from operator.csv.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import pandas as pd
 import torch
 
+from hf_sparsekv.policies.crossover import MEASURED
 from hf_sparsekv.tuning.fitting import Timing, fit, wrong_by
 
 from .. import files_of
@@ -31,6 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("methods", nargs="+", metavar="METHOD[=VARIANT]", help="name in the table, variant of the rows")
     parser.add_argument("--case", default="qwen3-8b", help="model of the rows")
+    parser.add_argument("--device", default=MEASURED, help="whose rows")
     parser.add_argument("--kv", default="", help="end of the variants' names, as :kv=replayed")
     parser.add_argument("--suffix", default="", help="of the methods' names, as :mla")
     parser.add_argument("--one-layer", action="store_true", help="a layer's attention instead of whole steps")
@@ -40,7 +42,7 @@ def main() -> None:
         ("operator", "attention_us", 1, "") if args.one_layer else ("step", "step_ms", 1e3, "+fused")
     )
     rows = pd.concat([pd.read_csv(path) for path in files_of(f"{file}.csv")], ignore_index=True)
-    rows = rows[(rows.case == args.case) & (rows.metric == metric)]
+    rows = rows[(rows.case == args.case) & (rows.metric == metric) & (rows.device == args.device)]
     config = text_config(known_config(args.case))
     width = kv_bytes(config, 1, 1, torch.bfloat16.itemsize) // config.num_hidden_layers  # of one layer, as rules are
     dense = times(rows, f"captured_dense{end}{args.kv}", unit)

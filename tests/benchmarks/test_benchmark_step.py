@@ -15,6 +15,7 @@ from read_rows import read_rows as rows
 from benchmarks import decoding, filling, plot, shapes
 from benchmarks import step as bench_step
 from benchmarks.baselines import VARIANTS, NotRun, make_cache
+from benchmarks.readme import DEFAULTS
 from benchmarks.report import Report, spread
 from hf_sparsekv import optimize
 
@@ -324,6 +325,23 @@ def test_newest_rows_win(tmp_path):
         with Report("step", "m", path, 1) as report, report.measuring(1, 8192, "limit"):
             report.add("step_ms", value)
     assert list(plot.newest([path], "m", 1).value) == [2.0]
+
+
+def test_a_picture_is_of_one_device_and_of_todays_defaults(tmp_path):
+    """Rows of a slower GPU, or of earlier defaults, would be points of the same line."""
+    pytest.importorskip("pandas")
+    path, old = tmp_path / "step.csv", "case,variant,batch,context,metric,value,device,commit\n"
+    old += "m,token_only+fused,1,8192,tpot_ms,9,A,before\nm,limit,1,8192,step_ms,3,A,before\n"
+    path.write_text(old)
+    assert list(plot.newest([path], "m", 1).value) == [9, 3]
+    path.write_text(old + f"m,token_only+fused,1,32768,tpot_ms,5,A,{DEFAULTS[0]}\n")
+    assert list(plot.newest([path], "m", 1).value) == [3, 5]
+    with path.open("a") as file:
+        file.write("m,limit,1,32768,step_ms,7,B,later\n")
+    assert list(plot.newest([path], "m", 1).value) == [7], "the last row's device"
+    assert list(plot.newest([path], "m", 1, device="A").value) == [3, 5]
+    with pytest.raises(ValueError, match="no rows of C, but of A, B"):
+        plot.newest([path], "m", 1, device="C")
 
 
 # ---------------------------------------------------------------------- on a GPU
