@@ -13,13 +13,13 @@ from conftest import Place
 from cuda_on_cpu import COMPILER, CpuKernel, build
 from decode_cases import RATIO, in_pages
 from decode_cases import Case as Decode
-from test_chosen import CASES as CHOSEN
-from test_chosen import PLAIN, wild
+from test_decode_clusters import CASES as DECODES
+from test_decode_clusters import PLAIN, wild
 from test_label_scores import CASES, Case, check, on_cpu
 from test_topk_clusters import ALL
 from test_topk_select import COUNTS, row_lengths
 
-from hf_sparsekv.ops.sparse_decode import chosen
+from hf_sparsekv.ops.sparse_decode import cluster as decode
 from hf_sparsekv.ops.sparse_decode.reference import sparse_decode as reference_decode
 from hf_sparsekv.ops.token_score import labels
 from hf_sparsekv.ops.token_score.reference import token_score as reference_score
@@ -128,11 +128,12 @@ def test_scores_that_are_no_number(wild, monkeypatch, place):
 def attend(request, monkeypatch):
     """Attends by clusters of so many blocks, and checks the result, denominators and counts."""
 
-    def run(args, named, turns=1):
+    def run(args, named, turns=1, ids=None):
         q, kv, pages = args[0], args[1], named.get("pages")
         sink = named["sink_logits"]
-        kernel = chosen_kernel(q, kv.shape[2], q.shape[1] // kv.shape[1], request.param, pages is not None, sink)
-        monkeypatch.setattr(chosen, "_kernel", lambda *shape: kernel)
+        shape = q, kv.shape[2], q.shape[1] // kv.shape[1], request.param
+        kernel = decode_kernel(*shape, named["granularity"] == "all", pages is not None, sink)
+        monkeypatch.setattr(decode, "_kernel", lambda *shape: kernel)
         lists = {"attended": torch.full(args[5].shape[:2], 1000), "from_host": torch.full(args[5].shape[:2], 5)}
         want = {**{name: t.clone() for name, t in lists.items()}, "lse": torch.full(q.shape[:2], math.nan)}
         expected = reference_decode(*args, **named, **want)
@@ -143,7 +144,8 @@ def attend(request, monkeypatch):
             found = {**{name: t.clone() for name, t in lists.items()}, "lse": torch.full(q.shape[:2], math.nan)}
             out = torch.full_like(q, math.nan)
             cut = {"clusters": request.param, "threads": 64}
-            assert chosen.attend_chosen(*args, **usual, **found, out=out, **cut)
+            given = [*args[:4], args[4] if ids is None else ids, args[5]]
+            assert decode.attend_clusters(*given, **usual, **found, out=out, **cut)
             compare(out, found["lse"], expected, want["lse"])
             assert all(torch.equal(found[name], want[name]) for name in lists)
 
@@ -158,18 +160,19 @@ def compare(out, lse, expected, want_lse) -> None:
     Place("cpu", torch.float32).close(lse[~lost], want_lse[~lost], ratio=1e-5)
 
 
-def chosen_kernel(q, size, group, blocks, paged, sink) -> CpuKernel:
-    defined = {"THREADS": 64, "CLUSTER": blocks, "RESIDENT": 1, "GROUP": group, "DIM": q.shape[2], "PAGED": int(paged)}
-    defined |= {"LOG_BLOCK": size.bit_length() - 1, "BFLOAT16": int(q.dtype == torch.bfloat16)}
+def decode_kernel(q, size, group, blocks, every, paged, sink) -> CpuKernel:
+    defined = {"THREADS": 64, "CLUSTER": blocks, "RESIDENT": 1, "GROUP": group, "DIM": q.shape[2], "ALL": int(every)}
+    defined |= {"LOG_BLOCK": size.bit_length() - 1, "BFLOAT16": int(q.dtype == torch.bfloat16), "PAGED": int(paged)}
     defined["SINK_BYTES"] = 4 if sink is None else sink.element_size()
-    return build("hf_sparsekv.ops.sparse_decode", "chosen.cu", "sparse_decode_chosen_kernel", **defined)
+    return build("hf_sparsekv.ops.sparse_decode", "cluster.cu", "sparse_decode_cluster_kernel", **defined)
 
 
-@pytest.mark.pairwise(once=("case",))
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
-@pytest.mark.parametrize("case", CHOSEN.values(), ids=CHOSEN.keys())
-def test_attention(case, dtype, attend):
-    attend(*case.make(Place("cpu", dtype), "token"))
+@pytest.mark.parametrize("case", DECODES.values(), ids=DECODES.keys())
+@pytest.mark.parametrize("granularity", ["token", "all"])
+def test_attention(case, granularity, dtype, attend):
+    attend(*case.make(Place("cpu", dtype), granularity))
 
 
 def test_attention_in_any_order(attend):
@@ -179,6 +182,15 @@ def test_attention_in_any_order(attend):
 def test_attention_to_pages(attend):
     place = Place("cpu", torch.bfloat16)
     attend(*in_pages(place, *PLAIN.make(place, "token")))
+
+
+def test_places_of_an_empty_row_are_not_attended(attend):
+    """A captured step may still hold the last ones."""
+    place = Place("cpu", torch.float16)
+    args, named = in_pages(place, *Decode(dk=64, dv=64, rows=((125, 112), (9, 0))).make(place, "token"))
+    stale = args[4].clone()
+    stale[1] = stale[0].abs()
+    attend(args, named, ids=stale)
 
 
 def test_attention_to_some_of_a_list(attend):
@@ -196,11 +208,13 @@ def test_attention_that_is_not_finite(what, attend):
 
 def test_no_attention_where_it_does_not_serve(monkeypatch):
     """Nothing is launched: Triton's kernels do these."""
-    monkeypatch.setattr(chosen, "_kernel", lambda *shape: pytest.fail("it would be launched"))
+    monkeypatch.setattr(decode, "_kernel", lambda *shape: pytest.fail("it would be launched"))
     given = {"dk": 64, "dv": 64}
     unlike = [Decode(), Decode(**given, group=9), Decode(dk=64, dv=32), Decode(dk=96, dv=96), Decode(dk=128, dv=64)]
     unlike += [Decode(batch=1, heads=1, group=4, latents=True, dk=64, dv=64), Decode(**given, block_size=24)]
-    calls = [case.make(Place("cpu", torch.float32 if i == 0 else torch.float16), "token") for i, case in enumerate(unlike)]
+    calls = [
+        case.make(Place("cpu", torch.float32 if i == 0 else torch.float16), "token") for i, case in enumerate(unlike)
+    ]
     for change in ("ids of 64 bits", "keys apart", "no row", "misaligned"):
         args, named = Decode(**given).make(Place("cpu", torch.float16), "token")
         if change == "ids of 64 bits":
@@ -216,4 +230,4 @@ def test_no_attention_where_it_does_not_serve(monkeypatch):
     for args, named in calls:
         rest = {"sinks": named["sinks"], "scale": 1.0, "sink_logits": None, **dict.fromkeys(names)}
         out = args[0].new_empty(*args[0].shape[:2], named["value_dim"])
-        assert not chosen.attend_chosen(*args, **rest, out=out, clusters=1, threads=64)
+        assert not decode.attend_clusters(*args, **rest, out=out, clusters=1, threads=64)

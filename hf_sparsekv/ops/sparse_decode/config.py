@@ -21,8 +21,8 @@ class Config:
         programs: that share the tokens of all rows and KV heads; about as many (see :mod:`.share`). The constants
             below have an H200's.
         warps, stages: of a program.
-        clusters: blocks of a cluster that share a row and KV head of chosen tokens (``chosen.cu``, CUDA C++): a power of
-            two up to 8, ``None`` for as many as fill the GPU once, or ``False``: what is above, by Triton's kernels.
+        clusters: blocks of a cluster that share a row and KV head, of chosen tokens or all (``cluster.cu``, CUDA C++):
+            a power of two, ``None`` for as many as fill the GPU once, or ``False``: what is above, by Triton.
         threads: of one of these blocks.
     """
 

@@ -1,7 +1,7 @@
-// Attention of one query over chosen tokens, by clusters of thread blocks (Hopper and later).
+// Attention of one query over chosen tokens, or all, by clusters of thread blocks (Hopper and later).
 //
-// A cluster has one row and KV head. What is attended is one list: the chosen tokens, the recent buffer and the means,
-// of which each warp takes every so many 16. Until it has taken its last it needs nothing of other warps: its lanes
+// A cluster has one row and KV head. What is attended is one list: stored tokens, the recent buffer and the means, of
+// which each warp takes every so many 16. Until it has taken its last it needs nothing of other warps: its lanes
 // look up where tokens are, keys and values go from memory to the registers in which tensor cores take them, and the
 // softmax is its own. Then a block adds up its warps, and each block of the cluster adds up a part of all results,
 // which the others have written to its shared memory. So one launch does what a split and a merge do.
@@ -45,7 +45,8 @@ struct Lists {
     int kv_block, kv_token, page, page_token, recent_token, means_block;
     const int *ids, *table;
     const int* listed;  // chosen tokens, ascending, -1 behind them; in shared memory, if there are means
-    int n, near, spans, length, sealed, sinks, ring, span;
+    int n, near, spans, all, sealed, sinks, ring, span;
+    float factor;  // of logits, to base 2
 };
 
 // Where an entry of the list is: a block or page, or -1, and a place there.
@@ -55,12 +56,13 @@ struct Place {
 
 __device__ __forceinline__ Place look_up(const Lists& its, int e) {
     if (e < its.n) {
-        const int id = its.ids[e], in = id & ((1 << LOG_BLOCK) - 1);
+        const int id = ALL ? e : its.ids[e], in = id & ((1 << LOG_BLOCK) - 1);
         if (PAGED) return {its.sealed > 0 ? id >> LOG_BLOCK : -1, in};
         return {id >= 0 && id < its.sealed ? its.table[id >> LOG_BLOCK] : -1, in};
     }
     e -= its.n;
     if (e < its.near) {  // as find_recent of _paged.py
+        if (ALL) e += its.sinks;
         int entry = e;
         if (e >= its.sinks) entry += its.sealed % its.ring;
         if (entry >= its.sinks + its.ring) entry -= its.ring;
@@ -119,8 +121,14 @@ struct Softmax {
     float sum[HALVES][4][4];
 };
 
-// Take 16 entries, those of lanes `first ..`. `zero` is one, which the compiler does not know.
-__device__ __forceinline__ void take(Softmax& its, const uint4 (&query)[STEPS][32], const Entry& entry, int first,
+// Of a warp's entries, which its lanes have looked up, as a product needs them.
+struct Entries {
+    const u16* at[32];  // or null
+    float bias[32];     // -inf of null
+};
+
+// Take 16 entries. `zero` is one, which the compiler does not know.
+__device__ __forceinline__ void take(Softmax& its, const uint4 (&query)[STEPS][32], const Entries& entries, int first,
                                      float factor, u32 zero) {
     const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
     // Keys of tokens row and row + 8; values of 2 quad, the next one, and of those 8 behind them. What is not attended
@@ -129,14 +137,14 @@ __device__ __forceinline__ void take(Softmax& its, const uint4 (&query)[STEPS][3
     float bias[2];
 #pragma unroll
     for (int t = 0; t < 2; t++) {
-        const u16* at = (const u16*)__shfl_sync(~0u, (u64)entry.at, first + row + 8 * t);
-        bias[t] = __shfl_sync(~0u, entry.at ? entry.bias : -INF, first + row + 8 * t);
+        const u16* at = entries.at[first + row + 8 * t];
+        bias[t] = entries.bias[first + row + 8 * t];
 #pragma unroll
         for (int j = 0; j < STEPS; j++) key[t][j] = load_16(at + 8 * quad + 32 * j, at);
     }
 #pragma unroll
     for (int t = 0; t < 4; t++) {
-        const u16* at = (const u16*)__shfl_sync(~0u, (u64)entry.at, first + 2 * quad + t % 2 + t / 2 * 8);
+        const u16* at = entries.at[first + 2 * quad + t % 2 + t / 2 * 8];
 #pragma unroll
         for (int h = 0; h < HALVES; h++)
             value[t][h] = load_16(at + 8 * row + DIM + 64 * h, at);
@@ -206,7 +214,7 @@ struct Share {
 };
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, RESIDENT)
-    sparse_decode_chosen_kernel(const u16* q, i64 q_batch, i64 q_head, const u16* kv, i64 kv_block, i64 kv_head,
+    sparse_decode_cluster_kernel(const u16* q, i64 q_batch, i64 q_head, const u16* kv, i64 kv_block, i64 kv_head,
                                 i64 kv_token, const u16* pages, i64 page, i64 page_token, const u16* recent,
                                 i64 recent_batch, i64 recent_head, i64 recent_token, const int* rows,
                                 const int* table, i64 table_row, const int* ids, i64 ids_batch, i64 ids_head,
@@ -219,6 +227,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     DYNAMIC_SHARED(held);  // the chosen tokens, then each warp's result
     __shared__ Share at[CLUSTER];
     __shared__ Lists lists;
+    __shared__ Entries entries[WARPS];
     __shared__ uint4 query[STEPS][32];  // of each thread of a warp: of head `row`, zeros where there is none
     __shared__ float most[WARPS][8], total[WARPS][8];
     __shared__ u32 tokens[WARPS], far[WARPS];
@@ -234,15 +243,18 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     its.recent = recent + i_batch * recent_batch + i_head * recent_head, its.recent_token = (int)recent_token;
     its.means = means + i_head * means_head, its.means_block = (int)means_block;
     its.ids = ids + i_batch * ids_batch + i_head * ids_head, its.table = table + i_batch * table_row;
-    its.length = rows[2 * i_batch], its.sealed = rows[2 * i_batch + 1];
-    its.n = used ? min((int)n, used[i_batch * used_batch + i_head * used_head]) : (int)n;
+    const int length = rows[2 * i_batch];
+    its.sealed = rows[2 * i_batch + 1];
+    its.n = ALL ? min((int)n, its.sealed) : used ? min((int)n, used[i_batch * used_batch + i_head * used_head]) : (int)n;
     its.sinks = (int)sinks, its.ring = max((int)(end - sinks), 1), its.span = (int)span;
-    its.near = its.length > 0 ? min((int)sinks + its.length - its.sealed, (int)end) : 0;
+    its.near = length > 0 ? min(its.sinks + length - its.sealed, (int)end) - (ALL ? its.sinks : 0) : 0;
     its.spans = means ? (its.sealed + its.span - 1) / its.span : 0;
     its.listed = (int*)held;
+    its.all = its.n + its.near + its.spans;
+    its.factor = __uint_as_float((u32)scale_bits) * LOG2E;
 
     // A warp's tiles: `tile`, `tile + apart` .. Its lanes look up two at once, and the next two meanwhile.
-    const int apart = CLUSTER * WARPS, all = its.n + its.near + its.spans;
+    const int apart = CLUSTER * WARPS;
     int tile = rank * WARPS + warp;
     const auto entry_of = [&](int tile) { return 16 * (tile + apart * (lane / 16)) + lane % 16; };
     Place place = look_up(its, entry_of(tile));
@@ -258,27 +270,29 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     __syncthreads();
 
     Softmax mine = {{-INF, -INF}, {0, 0}, {}};
-    const float factor = __uint_as_float((u32)scale_bits) * LOG2E;
     const u32 zero = (u32)(scale_bits >> 32);
-    u32 my_tokens = 0;  // and in the upper half those that `kv` held
-    for (; 16 * tile < all; tile += 2 * apart) {
+    u32 my_tokens = 0, my_far = 0;
+    for (; 16 * tile < lists.all; tile += 2 * apart) {
         const Entry entry = settle(lists, entry_of(tile), place);
         place = look_up(lists, entry_of(tile + 2 * apart));
-        my_tokens += entry.counts + ((u32)entry.far << 16);
+        my_tokens += entry.counts, my_far += entry.far;
         const u32 there = __ballot_sync(~0u, entry.at != nullptr);
-        if (there & 0xffff) take(mine, query, entry, 0, factor, zero);
-        if (there >> 16) take(mine, query, entry, 16, factor, zero);
+        __syncwarp();  // all have read the last ones
+        entries[warp].at[lane] = entry.at, entries[warp].bias[lane] = entry.at ? entry.bias : -INF;
+        __syncwarp();
+        if (there & 0xffff) take(mine, query, entries[warp], 0, lists.factor, zero);
+        if (there >> 16) take(mine, query, entries[warp], 16, lists.factor, zero);
     }
     release_kernels();
 
     // The block's result: the sum of its warps', to one base.
-    const u32 warp_tokens = __reduce_add_sync(~0u, my_tokens & 0xffff), warp_far = __reduce_add_sync(~0u, my_tokens >> 16);
+    my_tokens = __reduce_add_sync(~0u, my_tokens), my_far = __reduce_add_sync(~0u, my_far);
+    if (lane == 0) tokens[warp] = my_tokens, far[warp] = my_far;
 #pragma unroll
     for (int c = 0; c < 2; c++) {
         for (int d = 4; d < 32; d *= 2) mine.total[c] += __shfl_xor_sync(~0u, mine.total[c], d);
         if (row == 0) most[warp][2 * quad + c] = mine.most[c], total[warp][2 * quad + c] = mine.total[c];
     }
-    if (lane == 0) tokens[warp] = warp_tokens, far[warp] = warp_far;
     __syncthreads();  // and nobody looks for chosen tokens any more
 #pragma unroll
     for (int c = 0; c < 2; c++) {

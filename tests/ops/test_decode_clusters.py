@@ -1,4 +1,4 @@
-"""Attention over chosen tokens by clusters of thread blocks (CUDA C++) against its definition."""
+"""Attention over chosen tokens, or all, by clusters of thread blocks (CUDA C++) against its definition."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def cut(request, monkeypatch):
         assert attended(*args, **named), "Triton's kernel would serve"
         return True
 
-    attended = launches.attend_chosen
-    monkeypatch.setattr(launches, "attend_chosen", attend)
+    attended = launches.attend_clusters
+    monkeypatch.setattr(launches, "attend_clusters", attend)
     return {"clusters": request.param}
 
 
@@ -70,8 +70,9 @@ def place16(request) -> Place:
 
 @pytest.mark.parametrize("threads", [256, 512])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_against_reference(place16, case, cut, threads):
-    check(place16, case, "token", **cut, threads=threads)
+@pytest.mark.parametrize("granularity", ["token", "all"])
+def test_against_reference(place16, case, granularity, cut, threads):
+    check(place16, case, granularity, **cut, threads=threads)
 
 
 @pytest.mark.parametrize("case", [LONG, PLAIN, CASES["eight heads"]], ids=["long", "usual", "eight heads"])
@@ -80,9 +81,7 @@ def test_pages(place16, case, cut):
     expected, want_attended = expect(args, named)
     attended = torch.full_like(want_attended, 1000, device="cuda")
     config = config_of(args, named, **cut)
-    place16.close(
-        sparse_decode(*args, **named, attended=attended, config=config), expected, ratio=RATIO[place16.dtype]
-    )
+    place16.close(sparse_decode(*args, **named, attended=attended, config=config), expected, ratio=RATIO[place16.dtype])
     assert torch.equal(attended.cpu(), want_attended)
 
 
@@ -105,10 +104,13 @@ def test_not_finite(place16, cut, what):
 
 @pytest.mark.parametrize("batch", [1, 8, 33])
 @pytest.mark.parametrize("group, heads", [(4, 8), (8, 2)])
-def test_many_tokens(place16, batch, group, heads, cut):
+@pytest.mark.parametrize("granularity", ["token", "all"])
+def test_many_tokens(place16, granularity, batch, group, heads, cut):
     """As many as a step attends to, of long rows, again and again over memory that is in use."""
-    case = Case(batch=batch, heads=heads, group=group, dk=128, dv=128, block_size=64, cap=40, chosen=24, ring=80, span=4)
-    args, named = case.make(place16, "token")
+    case = Case(
+        batch=batch, heads=heads, group=group, dk=128, dv=128, block_size=64, cap=40, chosen=24, ring=80, span=4
+    )
+    args, named = case.make(place16, granularity)
     expected, config = expect(args, named)[0], config_of(args, named, **cut)
     first = sparse_decode(*args, **named, config=config)
     place16.close(first, expected, ratio=RATIO[place16.dtype])

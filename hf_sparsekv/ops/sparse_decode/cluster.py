@@ -1,4 +1,4 @@
-"""Attention over chosen tokens in CUDA C++: ``chosen.cu`` says how."""
+"""Attention over chosen tokens, or all, in CUDA C++: ``cluster.cu`` says how."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ BLOCKS = 132  # in all, to aim for on an H200: one for each processor
 MOST_LISTS = 65535  # that a grid has room for
 
 
-def attend_chosen(
+def attend_clusters(
     q: Tensor,
     kv: Tensor,
     rows: Tensor,
     block_table: Tensor,
-    ids: Tensor,
+    ids: Tensor | None,
     recent_kv: Tensor,
     *,
     sinks: int,
@@ -38,7 +38,8 @@ def attend_chosen(
     clusters: int | None,
     threads: int,
 ) -> bool:
-    """Attend, as ``reference.sparse_decode`` does to tokens, where these tensors and this GPU allow it: whether it has.
+    """Attend, as ``reference.sparse_decode`` does to tokens ``ids`` or all, where these tensors and this GPU allow it:
+    whether it has.
 
     Keys and values only (no latents), of 16 bits and without codes, and no soft cap.
 
@@ -55,16 +56,22 @@ def attend_chosen(
     if dim not in WIDTHS or group > MOST_HEADS or size & (size - 1) or not 0 < lists <= MOST_LISTS:
         return False
     strides = [stride for t in (kv, pages, recent_kv, means) if t is not None for stride in t.stride()]
-    if max(strides) >= 1 << 31 or kv.shape[3] != 2 * dim or out.shape != q.shape or not all(map(_loads_16_bytes, numbers)):
+    if (
+        max(strides) >= 1 << 31
+        or kv.shape[3] != 2 * dim
+        or out.shape != q.shape
+        or not all(map(_loads_16_bytes, numbers))
+    ):
         return False
     others = ((ids, torch.int32), (block_table, torch.int32), (used, torch.int32), (columns, torch.int32))
     if any(t is not None and t.dtype != kind for t, kind in (*others, (lse, torch.float32))):
         return False
     if sink_logits is not None and sink_logits.dtype not in (q.dtype, torch.float32):
         return False
-    n, blocks = ids.shape[-1], clusters or _blocks(lists, q)
+    n = block_table.shape[1] * size if ids is None else ids.shape[-1]
+    blocks = clusters or _blocks(lists, q)
     shared = max(4 * n if means is not None else 0, threads // 32 * group * dim * 4)
-    kernel = _kernel(q, size, group, blocks, threads, pages is not None, sink_logits)
+    kernel = _kernel(q, size, group, blocks, threads, ids is None, pages is not None, sink_logits)
     if kernel is None or shared > kernel.shared_bytes:
         return False
     args = q, *q.stride()[:2], kv, *kv.stride()[:3], *_with_strides(pages), recent_kv, *recent_kv.stride()[:3], rows
@@ -86,12 +93,13 @@ def _with_strides(t: Tensor | None) -> tuple:
 
 
 def _kernel(
-    q: Tensor, size: int, group: int, blocks: int, threads: int, paged: bool, sink_logits: Tensor | None
+    q: Tensor, size: int, group: int, blocks: int, threads: int, every: bool, paged: bool, sink_logits: Tensor | None
 ) -> _cuda.Kernel | None:
-    defined = {"THREADS": threads, "RESIDENT": max(1, 512 // threads), "CLUSTER": blocks, "GROUP": group, "DIM": q.shape[2]}
-    defined |= {"LOG_BLOCK": size.bit_length() - 1, "PAGED": int(paged), "BFLOAT16": int(q.dtype == torch.bfloat16)}
+    defined = {"THREADS": threads, "RESIDENT": max(1, 512 // threads), "CLUSTER": blocks}
+    defined |= {"GROUP": group, "DIM": q.shape[2], "LOG_BLOCK": size.bit_length() - 1}
+    defined |= {"ALL": int(every), "PAGED": int(paged), "BFLOAT16": int(q.dtype == torch.bfloat16)}
     defined["SINK_BYTES"] = 4 if sink_logits is None else sink_logits.element_size()
-    return _cuda.load(q, __package__, "chosen.cu", "sparse_decode_chosen_kernel", **defined)
+    return _cuda.load(q, __package__, "cluster.cu", "sparse_decode_cluster_kernel", **defined)
 
 
 def _blocks(lists: int, where: Tensor) -> int:
