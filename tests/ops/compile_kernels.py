@@ -64,6 +64,7 @@ from hf_sparsekv.ops.residency import PageState
 from hf_sparsekv.ops.residency.triton import residency
 from hf_sparsekv.ops.route.triton import route
 from hf_sparsekv.ops.seal.triton import seal, seal_range
+from hf_sparsekv.ops.small_linear.stream import Stream, stream_linear
 from hf_sparsekv.ops.small_linear.triton import small_linear
 from hf_sparsekv.ops.sparse_decode import cluster as decode
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
@@ -282,6 +283,11 @@ def in_cuda() -> None:
         none = dict.fromkeys(("attended", "from_host", "lse", "used"))
         cut = {"clusters": None, "threads": threads, "columns": named.get("columns")}
         decode.attend_clusters(*args, **about, **none, **cut, out=torch.empty_like(args[0]))
+    x = torch.zeros(16, 256, dtype=torch.bfloat16)
+    for rows in (1, 8, 16):
+        for activation in (None, "silu"):
+            for config in (Stream(), Stream(512, 1, 4), Stream(256, 4, 2)):
+                stream_linear(x[:rows], x, None, activation, x[:rows, : 16 if activation is None else 8], config)
 
 
 CASES = (sparse_decodes, recent_tokens, choices, masses, pages, small_layers)

@@ -6,6 +6,7 @@ Small clusters and bins, so that few entries reach every path; threads take turn
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from decode_cases import Case as Decode
 from test_decode_clusters import CASES as DECODES
 from test_decode_clusters import PLAIN, wild
 from test_label_scores import CASES, Case, check, on_cpu
+from test_small_linear import STREAMED, check_streamed
 from test_topk_clusters import ALL
 from test_topk_select import COUNTS, row_lengths
 
+from hf_sparsekv.ops.small_linear import stream
 from hf_sparsekv.ops.sparse_decode import cluster as decode
 from hf_sparsekv.ops.sparse_decode.reference import sparse_decode as reference_decode
 from hf_sparsekv.ops.token_score import labels
@@ -231,3 +234,50 @@ def test_no_attention_where_it_does_not_serve(monkeypatch):
         rest = {"sinks": named["sinks"], "scale": 1.0, "sink_logits": None, **dict.fromkeys(names)}
         out = args[0].new_empty(*args[0].shape[:2], named["value_dim"])
         assert not decode.attend_clusters(*args, **rest, out=out, clusters=1, threads=64)
+
+
+def seeded(turn: int, where, **defined) -> CpuKernel:
+    kernel = build("hf_sparsekv.ops.small_linear", "stream.cu", "small_linear_stream_kernel", **defined)
+    kernel.seed = turn
+    return kernel
+
+
+@pytest.fixture(params=[1, 2], ids=lambda steps: f"{steps} steps")
+def linear(request, monkeypatch):
+    """A linear layer of these rows; in turns of another order each."""
+
+    def run(x, weight, bias, activation):
+        config = stream.Stream(threads=64, resident=1, steps=request.param)
+        n = len(weight) if activation is None else len(weight) // 2
+        found = []
+        for turn in range(2):
+            out = torch.full((len(x), n), math.nan, dtype=x.dtype)
+            monkeypatch.setattr(stream, "_kernel", partial(seeded, turn))
+            assert stream.stream_linear(x, weight, bias, activation, out, config)
+            found.append(out)
+        assert torch.equal(*found)
+        return found[0]
+
+    return run
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("case", STREAMED.values(), ids=STREAMED.keys())
+def test_linear(case, dtype, activation, linear):
+    check_streamed(Place("cpu", dtype), *case, activation, linear)
+
+
+def test_no_linear_layer_where_it_does_not_serve(monkeypatch):
+    monkeypatch.setattr(stream, "_kernel", lambda where, **defined: pytest.fail("it would be launched"))
+    x, weight = torch.ones(2, 64, dtype=torch.float16), torch.ones(16, 64, dtype=torch.float16)
+    wrong = [
+        (x.float(), weight.float()),
+        (x, weight.bfloat16()),
+        (x[:, 4:], weight[:, 4:]),
+        (x[:, ::2], weight[:, ::2]),
+    ]
+    wrong += [(x[:0], weight), (x.repeat(9, 1), weight)]
+    for x, weight in wrong:
+        assert not stream.stream_linear(x, weight, None, None, x.new_empty(len(x), 16), stream.Stream())
