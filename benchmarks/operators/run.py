@@ -5,6 +5,7 @@
     python -m benchmarks operator --model glm-4.7-flash
     python -m benchmarks operator --sweep token_score sparse_decode --no-csv
     python -m benchmarks operator --sweep gated_linear --no-csv        # of an MLP, at 1, 8 and 16 rows
+    python -m benchmarks operator --sweep linear --no-csv              # all linear layers, likewise
 
 Everything is captured in a CUDA graph, 20 repetitions that go round several sets of inputs, so that what a step reads
 comes from memory and not from the L2 cache. The step is compared with the references before it is timed.
@@ -26,12 +27,13 @@ from hf_sparsekv.tuning.timing import Time, captured
 from ..arguments import new_parser, rows_file
 from ..report import Report
 from ..shapes import parse_shape
-from . import gated_linear
+from . import gated_linear, linear
 from .check import check
 from .limits import absorbed, dense_torch, expanded, read_bandwidth
 from .sweep import FIRST, OPERATORS, differs, variants
 from .walk import measure_walks
 
+WITHOUT_CACHE = {module.NAME: module for module in (gated_linear, linear)}  # sweeps that need no layer's attention
 TARGETS = {(1, 32768): 33, (1, 131072): 33, (8, 32768): 50, (8, 131072): 65}  # us, the whole step
 
 
@@ -123,7 +125,7 @@ def arguments() -> ArgumentParser:
     parser.add_argument(
         "--sweep",
         nargs="+",
-        choices=(*OPERATORS, gated_linear.NAME),
+        choices=(*OPERATORS, *WITHOUT_CACHE),
         help="time the ways to run these operators instead",
     )
     return parser
@@ -148,10 +150,11 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     rate = read_bandwidth(device)
     print(f"{device_name()} {versions()}\nread-only bandwidth {rate / 1e12:.3f} TB/s")
-    swept = [name for name in args.sweep or () if name != gated_linear.NAME]
+    swept = [name for name in args.sweep or () if name not in WITHOUT_CACHE]
     with Report("operator", "", rows_file(args), None) as report:
-        if swept != (args.sweep or []):
-            gated_linear.sweep(report, device, rate)
+        for name in args.sweep or ():
+            if name in WITHOUT_CACHE:
+                WITHOUT_CACHE[name].sweep(report, device, rate)
         for shape in shapes(args) if swept or not args.sweep else ():
             report.case = shape.case
             with report.measuring(shape.batch, shape.context, "all"):

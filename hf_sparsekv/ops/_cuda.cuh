@@ -56,6 +56,20 @@ __device__ __forceinline__ void store_there(float* mine, u32 rank, float value) 
     store_there((u32*)mine, rank, __float_as_uint(value));
 }
 
+// ---- memory
+
+// 16 bytes of global memory if `there`, or zeros.
+__device__ __forceinline__ uint4 load_16(const void* from, bool there) {
+    uint4 all;
+    asm volatile(
+        "{.reg .pred p; setp.ne.u32 p, %5, 0; mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;"
+        "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];}"
+        : "=&r"(all.x), "=&r"(all.y), "=&r"(all.z), "=&r"(all.w)
+        : "l"(from), "r"((u32)there)
+        : "memory");
+    return all;
+}
+
 // ---- numbers
 
 __device__ __forceinline__ float from_half(u32 bits) {
@@ -71,3 +85,34 @@ __device__ __forceinline__ void multiply(int (&c)[4], const u32 (&a)[4], const u
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
+
+// Two numbers of 16 bits in a register.
+__device__ __forceinline__ u32 pack_half(float low, float high) {
+    u32 both;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+__device__ __forceinline__ u32 pack_bfloat16(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// Of 8 x 8 numbers of 16 bits, a thread has two neighbours in row `lane / 4`; it gets those of the transposed matrix.
+__device__ __forceinline__ u32 transpose(u32 mine) {
+    u32 its;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(its) : "r"(mine));
+    return its;
+}
+
+// c += a b, of 16 x 16 and 16 x 8 numbers of 16 bits: see "mma.m16n8k16" of PTX.
+#define MULTIPLY_16(name, kind)                                                                                \
+    __device__ __forceinline__ void name(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {                \
+        asm("mma.sync.aligned.m16n8k16.row.col.f32." kind "." kind ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, " \
+            "{%8, %9}, {%0, %1, %2, %3};"                                                                      \
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                   \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                               \
+    }
+MULTIPLY_16(multiply_half, "f16")
+MULTIPLY_16(multiply_bfloat16, "bf16")

@@ -10,7 +10,7 @@ from read_rows import read_rows
 
 pytest.importorskip("triton")
 
-from benchmarks.operators import gated_linear
+from benchmarks.operators import gated_linear, linear
 from benchmarks.operators import run as module
 from benchmarks.operators import walk as walks
 from benchmarks.operators.check import check
@@ -211,6 +211,25 @@ def test_ways_to_multiply_with_gate_and_up(tmp_path, monkeypatch, capsys, rows):
         gated_linear.measure(report, sets, 1e12)
     assert "another result than the two kernels'" in report.failed[0]
     assert f"{rows} rows, quickest: two kernels, 3.00 us" in capsys.readouterr().out
+
+
+def test_linear_layers_are_compared(tmp_path, monkeypatch, capsys):
+    """With the first way's result; only what a processor's registers hold is tried."""
+    weights = [torch.randn(48, 64) for _ in range(2)]
+    xs = [torch.randn(3, 64).half().float() for _ in weights]
+    monkeypatch.setattr(linear, "captured", lambda run, sets: [run(i) for i in range(sets)] and Time(3, 2, 4))
+    monkeypatch.setattr(linear, "small_linear", lambda x, weight, bias, activation, config: x @ weight.T)
+    path = tmp_path / "rows.csv"
+    with Report("operator", "qwen3-8b", path, None) as report:
+        linear.measure(report, "out", weights, xs, None)
+    assert [row["variant"] for row in read_rows(path)] == ["linear:out:triton", "linear:out:torch"]
+    assert "out, 3 rows, quickest: triton, 3.00 us" in capsys.readouterr().out
+    monkeypatch.setattr(linear, "small_linear", lambda x, weight, bias, activation, config: x @ weight.T + 1)
+    with Report("operator", "qwen3-8b", None, None) as report:
+        linear.measure(report, "out", weights, xs, None)
+    assert "another result than triton's" in capsys.readouterr().out
+    assert linear.Stream() in linear.streams()
+    assert all(one.threads * one.resident * one.steps <= 2048 for one in linear.streams())
 
 
 @pytest.mark.parametrize("rows", gated_linear.ROWS)

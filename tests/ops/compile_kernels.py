@@ -64,7 +64,9 @@ from hf_sparsekv.ops.residency import PageState
 from hf_sparsekv.ops.residency.triton import residency
 from hf_sparsekv.ops.route.triton import route
 from hf_sparsekv.ops.seal.triton import seal, seal_range
+from hf_sparsekv.ops.small_linear.stream import Stream, stream_linear
 from hf_sparsekv.ops.small_linear.triton import small_linear
+from hf_sparsekv.ops.sparse_decode import cluster as decode
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
 from hf_sparsekv.ops.token_score import labels
 from hf_sparsekv.ops.token_score.triton import token_score
@@ -267,6 +269,23 @@ def in_cuda() -> None:
         given = BY_NAME["token_score"].call(place(), 1, 1, group, 128, width, block_size, 6, None, reduce, 4)
         del given["block_ids"]
         labels.score_all(**given, fill=True)
+    for batch, group, dim, what, threads in (
+        *((batch, 4, 128, "token", 512) for batch in (1, 4, 8, 32)),  # clusters of 8, 4, 2 and 1 blocks
+        *((1, 4, 128, "place", 512), (1, 4, 128, "all", 512), (8, 4, 128, "all", 256)),
+        *((1, 8, 128, "token", 512), (1, 8, 64, "token", 512)),
+    ):
+        where = Place("cpu", torch.bfloat16)
+        case = Decode(batch=batch, heads=8, group=group, dk=dim, dv=dim, block_size=64, span=4)
+        args, named = case.make(where, "all" if what == "all" else "token")
+        if what == "place":
+            args, named = in_pages(where, args, named)
+        about = {name: named.get(name) for name in ("sinks", "scale", "sink_logits", "pages", "means", "mean_tokens")}
+        none = dict.fromkeys(("attended", "from_host", "lse", "used"))
+        cut = {"clusters": None, "threads": threads, "columns": named.get("columns")}
+        decode.attend_clusters(*args, **about, **none, **cut, out=torch.empty_like(args[0]))
+    x = torch.zeros(16, 256, dtype=torch.bfloat16)
+    for rows, activation in ((1, None), (8, None), (8, "silu"), (16, None)):
+        stream_linear(x[:rows], x, None, activation, x[:rows, : 16 if activation is None else 8], Stream())
 
 
 CASES = (sparse_decodes, recent_tokens, choices, masses, pages, small_layers)

@@ -36,6 +36,9 @@ typedef long long i64;
 struct float4 {
     float x, y, z, w;
 };
+struct uint4 {
+    u32 x, y, z, w;
+};
 struct Index {
     u32 x, y;
 };
@@ -52,6 +55,12 @@ inline u32 __float_as_uint(float value) {
     return bits;
 }
 inline int __popc(u32 bits) { return __builtin_popcount(bits); }
+inline u32 __byte_perm(u32 low, u32 high, u32 which) {
+    const u64 both = (u64)high << 32 | low;
+    u32 result = 0;
+    for (int i = 0; i < 4; i++) result |= (u32)(both >> (which >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return result;
+}
 template <class A, class B>
 inline auto min(A a, B b) {
     return std::common_type_t<A, B>(a) < std::common_type_t<A, B>(b) ? std::common_type_t<A, B>(a) : b;
@@ -166,6 +175,7 @@ inline u32 __ballot_sync(u32, bool value) {
         return all;
     });
 }
+inline bool __any_sync(u32, bool value) { return __ballot_sync(~0u, value); }
 inline u32 __reduce_add_sync(u32, u32 value) {
     return exchange(value, [](auto of) {
         u32 all = 0;
@@ -210,6 +220,8 @@ inline u32 load_there(const u32* mine, u32 rank) { return *(volatile u32*)there(
 inline void store_there(u32* mine, u32 rank, u32 value) { *(volatile u32*)there(mine, rank) = value; }
 inline void store_there(float* mine, u32 rank, float value) { *(volatile float*)there(mine, rank) = value; }
 
+inline uint4 load_16(const void* from, bool there) { return there ? *(const uint4*)from : uint4{0, 0, 0, 0}; }
+
 // ---- numbers
 
 inline float from_half(u32 bits) {
@@ -233,6 +245,58 @@ inline void multiply(int (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
         }
     }
     __syncwarp();
+}
+
+inline float from_bfloat16(u32 bits) { return __uint_as_float(bits << 16); }
+
+inline u32 to_half(float value) {  // to the nearest, of two the even one
+    const u32 bits = __float_as_uint(value), sign = bits >> 16 & 0x8000;
+    if (value != value) return 0x7fff;
+    const float size = std::fabs(value);
+    if (size >= 65520) return sign | 0x7c00;
+    int exponent;
+    std::frexp(size, &exponent);  // size is below 2 ** exponent
+    const float unit = std::ldexp(1.0f, (exponent > -13 ? exponent : -13) - 11);
+    const float whole = std::nearbyint(size / unit) * unit;
+    if (whole < std::ldexp(1.0f, -14)) return sign | (u32)std::ldexp(whole, 24);
+    std::frexp(whole, &exponent);
+    return sign | (u32)(exponent + 14) << 10 | ((u32)std::ldexp(whole, 11 - exponent) & 1023);
+}
+
+inline u32 to_bfloat16(float value) {
+    const u32 bits = __float_as_uint(value);
+    return value == value ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fff;
+}
+
+inline u32 pack_half(float low, float high) { return to_half(low) | to_half(high) << 16; }
+inline u32 pack_bfloat16(float low, float high) { return to_bfloat16(low) | to_bfloat16(high) << 16; }
+
+inline u32 transpose(u32 mine) {
+    const u32 row = current % 32 / 4, column = current % 4 * 2;
+    return exchange(mine, [&](auto of) {
+        const auto entry = [&](u32 r, u32 c) { return of(4 * r + c / 2) >> c % 2 * 16 & 0xffff; };
+        return entry(column, row) | entry(column + 1, row) << 16;
+    });
+}
+
+template <float from(u32)>
+inline void multiply_16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    Warp& warp = warp_of();
+    const u32 lane = current % 32;
+    memcpy(warp.a[lane], a, sizeof(a)), memcpy(warp.b[lane], b, sizeof(b));
+    __syncwarp();
+    for (int i = 0; i < 4; i++) {
+        const u32 row = lane / 4, column = lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 16; k++) {
+            const u32 left = warp.a[row * 4 + k % 8 / 2][i / 2 + k / 8 * 2], right = warp.b[column * 4 + k % 8 / 2][k / 8];
+            c[i] += from(left >> k % 2 * 16 & 0xffff) * from(right >> k % 2 * 16 & 0xffff);
+        }
+    }
+    __syncwarp();
+}
+inline void multiply_half(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) { multiply_16<from_half>(c, a, b); }
+inline void multiply_bfloat16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    multiply_16<from_bfloat16>(c, a, b);
 }
 
 // ---- running a kernel

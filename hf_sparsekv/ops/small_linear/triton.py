@@ -18,6 +18,7 @@ from .._operands import Table, operand
 from .._overlap import begin, launch
 from ..gated.triton import gate_times_up
 from .reference import MAX_ROWS, check
+from .stream import Stream, stream_linear
 
 
 class Tile(NamedTuple):
@@ -39,8 +40,8 @@ SHORT = 2048  # inputs; the short tiles below
 ROWS = Tile(32, 512, 4, 4)
 ROWS_WIDE = Tile(64, 128, 4, 4)
 WIDE = 6144  # rows of the weight; the wide tiles from here on
-# Gate and up projection, half of a program's rows each. Not measured yet. The compiler would take 66 registers for one
-# row, with which a processor holds three programs instead of four; with 64 nothing spills on any architecture.
+# Gate and up projection, half of a program's rows each. The compiler would take 66 registers for one row, with which a
+# processor holds three programs instead of four; with 64 nothing spills on any architecture.
 GATED_ONE_ROW = ONE_ROW._replace(registers=64)
 GATED_ONE_ROW_SHORT = ONE_ROW_SHORT._replace(registers=64)
 GATED_ROWS = ROWS
@@ -173,7 +174,8 @@ def _fitting(config: Tile, x: Tensor) -> Tile:
 def small_linear(x, weight, bias=None, activation=None, config=None):
     """As ``reference.small_linear``. Float32 only for a single row: tensor cores would round it.
 
-    ``config`` (:class:`Tile`) replaces the one for these shapes.
+    ``config`` replaces the one for these shapes: a :class:`Tile`, or a :class:`.stream.Stream` for CUDA C++, where that
+    serves.
     """
     n, k = weight.shape
     x_rows = x.reshape(-1, k)
@@ -186,6 +188,10 @@ def small_linear(x, weight, bias=None, activation=None, config=None):
     out = x.new_empty(*x.shape[:-1], outputs)
     if not out.numel():
         return out
+    if isinstance(config, Stream):
+        if stream_linear(x_rows, weight, bias, activation, out.view(rows, outputs), config):
+            return out
+        config = None
     config = config or tile(rows, n, k, activation is not None)
     bn, bk, stages, warps, registers = config if rows == 1 else _fitting(config, x)
     fixed = {"EVEN": n % bn == 0 and k % bk == 0, "BN": bn, "BK": bk, "STAGES": stages, "num_warps": warps}

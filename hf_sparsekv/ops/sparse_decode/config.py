@@ -21,6 +21,9 @@ class Config:
         programs: that share the tokens of all rows and KV heads; about as many (see :mod:`.share`). The constants
             below have an H200's.
         warps, stages: of a program.
+        clusters: blocks of a cluster that share a row and KV head, of chosen tokens or all (``cluster.cu``, CUDA C++):
+            a power of two, ``None`` for as many as fill the GPU once, or ``False``: what is above, by Triton.
+        threads: of one of these blocks.
     """
 
     tile: int
@@ -28,6 +31,8 @@ class Config:
     programs: int
     warps: int
     stages: int
+    clusters: int | None = False
+    threads: int = 512
 
 
 # Of latents: one program fills a processor, of which an H200 has 132. Measured on an H100 with

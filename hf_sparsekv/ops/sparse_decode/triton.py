@@ -14,6 +14,7 @@ from .._dispatch import require_dense_rows, require_rows
 from .._layout import empty_parts
 from .._operands import PagedKV, Pages, Query, Rows, Table, Tokens, operand
 from .._overlap import launch
+from .cluster import attend_clusters
 from .config import config as default
 from .config import is_native
 from .latents import sparse_decode_latent_blocks_kernel, sparse_decode_latent_tokens_kernel
@@ -74,6 +75,15 @@ def sparse_decode(
         raise ValueError(f"granularity must be 'token', 'block' or 'all', got {granularity!r}")
     first, end = sinks if granularity == "all" else 0, recent_kv.shape[2]
     config = config or default(q, kv, recent_kv, value_dim, granularity, means is not None)
+    if out is None:
+        out = torch.empty(batch, q_heads, value_dim, dtype=q.dtype, device=q.device)
+    if config.clusters is not False and granularity != "block" and not latents and softcap is None:
+        about = {"attended": attended, "from_host": from_host, "lse": lse, "sink_logits": sink_logits}
+        listed = {"pages": pages, "used": used, "means": means, "mean_tokens": mean_tokens, "columns": columns}
+        cut = {"clusters": config.clusters, "threads": config.threads}
+        where = q, kv, rows, block_table, ids, recent_kv
+        if attend_clusters(*where, sinks=sinks, scale=scale, out=out, **about, **listed, **cut):
+            return out
     tile, span = config.tile, 1 if means is None else mean_tokens // block_size
     if latents and granularity != "token":  # a tile is within a block
         tile = min(tile, block_size)
@@ -92,8 +102,6 @@ def sparse_decode(
     sizes = parts * q_heads * value_dim, parts * q_heads, parts * heads, 2 * batch
     held = empty_parts(sizes, torch.float32, q.device)
     held = Parts(*held[:3], held[3].view(torch.int32))
-    if out is None:
-        out = torch.empty(batch, q_heads, value_dim, dtype=q.dtype, device=q.device)
     recent = Recent(*operand(Tokens, recent_kv), sinks, first, end)
     tensors = operand(Query, q), operand(PagedKV, kv), operand(Pages, pages), recent
     table, listed = operand(Table, block_table), operand(Rows, ids)

@@ -1,0 +1,90 @@
+"""The linear layers of a decode step of an 8B model, for few rows: Triton's tile, CUDA C++, and torch's product."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_sparsekv.ops._cuda import why_not
+from hf_sparsekv.ops.small_linear.stream import Stream
+from hf_sparsekv.ops.small_linear.triton import small_linear
+from hf_sparsekv.tuning.timing import captured
+
+from ..report import Report
+from .sweep import Variant, differs
+
+NAME = "linear"
+CASE = "qwen3-8b"
+ROWS = (1, 8, 16)
+LAYERS = {  # rows of the weight, inputs, activation
+    "qkv": (6144, 4096, None),
+    "out": (4096, 4096, None),
+    "gate_up": (24576, 4096, "silu"),
+    "down": (4096, 12288, None),
+    "head": (151936, 4096, None),
+}
+READ = 300e6  # bytes of weights, several sets of them: what is read comes from memory
+
+
+def streams() -> list[Stream]:
+    """What to try, as far as a processor's registers allow it: 64 and 128 a thread, with 2 and 4 steps."""
+    wanted = product((128, 256, 512), (1, 2, 3, 4, 6, 8), (2, 4))
+    return [Stream(*one) for one in wanted if 512 <= one[0] * one[1] <= (1024 if one[2] == 2 else 512)]
+
+
+def ways(weights: list[Tensor], xs: list[Tensor], activation: str | None) -> list[Variant]:
+    """Today's kernel first."""
+    out: list[Tensor] = [torch.empty(0)] * len(weights)
+
+    def ours(i: int, config: Stream | None) -> None:
+        out[i] = small_linear(xs[i], weights[i], None, activation, config)
+
+    def by_torch(i: int) -> None:
+        out[i] = F.linear(xs[i], weights[i])
+
+    found: list[Variant] = [("triton", partial(ours, config=None), lambda: out[0])]
+    if activation is None:
+        found.append(("torch", by_torch, lambda: out[0]))
+    if weights[0].is_cuda and why_not(weights[0].get_device()) is None:
+        for one in streams():
+            name = ",".join(f"{name}={value}" for name, value in one._asdict().items())
+            found.append((name, partial(ours, config=one), lambda: out[0]))
+    return found
+
+
+def measure(report: Report, name: str, weights: list[Tensor], xs: list[Tensor], activation: str | None) -> None:
+    """All ways of one layer; each compared with the first."""
+    rows, first, found = len(xs[0]), None, {}
+    for way, run, result in ways(weights, xs, activation):
+        with report.measuring(rows, 0, f"{NAME}:{name}:{way}"):
+            took = captured(run, len(weights))
+            run(0)
+            got = result().clone()
+            first = got if first is None else first
+            if differs(got, first):
+                raise RuntimeError(f"{NAME} {name} {way}: another result than {next(iter(found))}'s")
+            report.add(f"{name}_us", took.samples, "us")
+            found[way] = took
+    if found:
+        best = min(found, key=lambda way: found[way].median)
+        report.note(f"{name}, {rows} rows, quickest: {best}, {found[best].median:.2f} us")
+
+
+def sweep(report: Report, device: torch.device, rate: float) -> None:
+    """All layers at 1, 8 and 16 rows, beside the bound by ``rate`` bytes a second."""
+    report.case = CASE
+    for name, (n, k, activation) in LAYERS.items():
+        weights = [
+            torch.randn(n, k, dtype=torch.bfloat16, device=device) / k**0.5 for _ in range(2 + int(READ / (2 * n * k)))
+        ]
+        for rows in ROWS:
+            xs = [torch.randn(rows, k, dtype=torch.bfloat16, device=device) for _ in weights]
+            with report.measuring(rows, 0, f"limit:{name}"):
+                report.add(f"{name}_us", 1e6 * 2 * n * k / rate, "us")
+            measure(report, name, weights, xs, activation)
+        del weights
+        torch.cuda.empty_cache()

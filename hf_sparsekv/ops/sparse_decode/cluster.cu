@@ -1,0 +1,373 @@
+// Attention of one query over chosen tokens, or all, by clusters of thread blocks (Hopper and later).
+//
+// A cluster has one row and KV head. What is attended is one list: stored tokens, the recent buffer and the means, of
+// which each warp takes every so many 16. Until it has taken its last it needs nothing of other warps: its lanes
+// look up where tokens are, keys and values go from memory to the registers in which tensor cores take them, and the
+// softmax is its own. Then a block adds up its warps, and each block of the cluster adds up a part of all results,
+// which the others have written to its shared memory. So one launch does what a split and a merge do.
+//
+// Channels are in another order in these products, the same on both sides, so that each load takes 16 bytes.
+
+#define WARPS (THREADS / 32)
+#define STEPS (DIM / 32)    // of a key: 32 channels, eight of them in 16 bytes of a thread
+#define HALVES (DIM / 64)   // of a value: 64 channels, eight of them in 16 bytes of a thread
+#define SIZE (GROUP * DIM)  // numbers of the result
+#define SLICE (SIZE / CLUSTER)
+#define LOG2E 1.4426950408889634f
+
+static_assert(GROUP <= 8, "heads are the eight columns of a product");
+static_assert(SIZE % CLUSTER == 0, "each block has as much of the result");
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+    return BFLOAT16 ? pack_bfloat16(low, high) : pack_half(low, high);
+}
+
+__device__ __forceinline__ float unpack(u16 bits) {
+    return BFLOAT16 ? __uint_as_float((u32)bits << 16) : from_half(bits);
+}
+
+__device__ __forceinline__ void product(float (&c)[4], const u32 (&a)[4], u32 front, u32 back) {
+    const u32 b[2] = {front, back};
+    if (BFLOAT16) {
+        multiply_bfloat16(c, a, b);
+    } else {
+        multiply_half(c, a, b);
+    }
+}
+
+__device__ __forceinline__ float base_of(float most) {  // nothing attended yet: -inf - -inf is no number
+    return most == -INF ? 0 : most;
+}
+
+// What a row and KV head attend to. Distances are in numbers.
+struct Lists {
+    const u16 *kv, *pages, *recent, *means;
+    int kv_block, kv_token, page, page_token, recent_token, means_block;
+    const int *ids, *table;
+    const int* listed;  // chosen tokens, ascending, -1 behind them; in shared memory, if there are means
+    int n, near, spans, all, sealed, sinks, ring, span;
+    float factor;  // of logits, to base 2
+};
+
+// Where an entry of the list is: a block or page, or -1, and a place there.
+struct Place {
+    int page, in;
+};
+
+__device__ __forceinline__ Place look_up(const Lists& its, int e) {
+    if (e < its.n) {
+        const int id = ALL ? e : its.ids[e], in = id & ((1 << LOG_BLOCK) - 1);
+        if (PAGED) return {its.sealed > 0 ? id >> LOG_BLOCK : -1, in};
+        return {id >= 0 && id < its.sealed ? its.table[id >> LOG_BLOCK] : -1, in};
+    }
+    e -= its.n;
+    if (e < its.near) {  // as find_recent of _paged.py
+        if (ALL) e += its.sinks;
+        int entry = e;
+        if (e >= its.sinks) entry += its.sealed % its.ring;
+        if (entry >= its.sinks + its.ring) entry -= its.ring;
+        return {e >= its.sinks || e < its.sealed ? 0 : -1, entry};
+    }
+    e -= its.near;
+    if (e < its.spans) return {its.table[(min((e + 1) * its.span, its.sealed) - 1) >> LOG_BLOCK], e};
+    return {-1, 0};
+}
+
+// How many of the chosen tokens are below `token`.
+__device__ __forceinline__ int below(const Lists& its, int token) {
+    int low = 0, high = its.n;
+    while (low < high) {
+        const int middle = (low + high) / 2;
+        const bool is = (u32)its.listed[middle] < (u32)token;  // -1 is large
+        low = is ? middle + 1 : low, high = is ? high : middle;
+    }
+    return low;
+}
+
+// An entry: where its key begins, or null; what is added to its logits, to base 2; and whether it is a token, and one
+// that `kv` holds.
+struct Entry {
+    const u16* at;
+    float bias;
+    bool counts, far;
+};
+
+__device__ __forceinline__ Entry settle(const Lists& its, int e, const Place& place) {
+    Entry entry = {nullptr, 0, false, false};
+    if (e < its.n) {
+        entry.counts = place.page != -1;
+        entry.far = PAGED ? place.page < -1 : entry.counts;
+        if (entry.far) {
+            const i64 block = PAGED ? -(place.page + 2) : place.page;
+            entry.at = its.kv + block * its.kv_block + place.in * its.kv_token;
+        } else if (entry.counts) {
+            entry.at = its.pages + (i64)place.page * its.page + place.in * its.page_token;
+        }
+    } else if (e < its.n + its.near) {
+        entry.counts = place.page >= 0;
+        if (entry.counts) entry.at = its.recent + place.in * its.recent_token;
+    } else if (place.page >= 0) {
+        const int first = place.in * its.span, end = min(first + its.span, its.sealed);
+        const int unread = end - max(first, its.sinks) - (below(its, end) - below(its, first));
+        if (unread > 0) entry.at = its.means + (i64)place.page * its.means_block, entry.bias = log2f((float)unread);
+    }
+    return entry;
+}
+
+// A running softmax of a warp. A thread has two heads, and of their sums the channels 64 h + 8 (lane / 4) + 2 i and the
+// next: `sum[h][i]` is {that channel: both heads, the next one: both heads}.
+struct Softmax {
+    float most[2], total[2];
+    float sum[HALVES][4][4];
+};
+
+// Of a warp's entries, which its lanes have looked up, as a product needs them.
+struct Entries {
+    const u16* at[32];  // or null
+    float bias[32];     // -inf of null
+};
+
+// Take 16 entries. `zero` is one, which the compiler does not know.
+__device__ __forceinline__ void take(Softmax& its, const uint4 (&query)[STEPS][32], const Entries& entries, int first,
+                                     float factor, u32 zero) {
+    const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
+    // Keys of tokens row and row + 8; values of 2 quad, the next one, and of those 8 behind them. What is not attended
+    // may hold anything, and is not read.
+    uint4 key[2][STEPS], value[4][HALVES];
+    float bias[2];
+#pragma unroll
+    for (int t = 0; t < 2; t++) {
+        const u16* at = entries.at[first + row + 8 * t];
+        bias[t] = entries.bias[first + row + 8 * t];
+#pragma unroll
+        for (int j = 0; j < STEPS; j++) key[t][j] = load_16(at + 8 * quad + 32 * j, at);
+    }
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+        const u16* at = entries.at[first + 2 * quad + t % 2 + t / 2 * 8];
+#pragma unroll
+        for (int h = 0; h < HALVES; h++)
+            value[t][h] = load_16(at + 8 * row + DIM + 64 * h, at);
+    }
+    // The first product waits for all of them: or the compiler would ask for values when keys have come.
+    u32 any = 0;
+#pragma unroll
+    for (int j = 0; j < STEPS; j++) any |= key[0][j].x | key[1][j].x;
+#pragma unroll
+    for (int h = 0; h < HALVES; h++) any |= value[0][h].x | value[1][h].x | value[2][h].x | value[3][h].x;
+    float weight[4] = {__uint_as_float(any & zero), 0, 0, 0};  // of tokens row and row + 8, two heads each
+#pragma unroll
+    for (int j = 0; j < STEPS; j++) {
+        const u32 front[4] = {key[0][j].x, key[1][j].x, key[0][j].y, key[1][j].y};
+        const u32 back[4] = {key[0][j].z, key[1][j].z, key[0][j].w, key[1][j].w};
+        const uint4 eight = query[j][lane];
+        product(weight, front, eight.x, eight.y);
+        product(weight, back, eight.z, eight.w);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) weight[i] = weight[i] * factor + bias[i / 2];
+    bool grows = false;
+    float keep[2];
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+        float most = fmaxf(its.most[c], fmaxf(weight[c], weight[2 + c]));
+        for (int d = 4; d < 32; d *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
+        const float base = base_of(most);
+        keep[c] = exp2f(its.most[c] - base), grows |= most > its.most[c];
+        weight[c] = exp2f(weight[c] - base), weight[2 + c] = exp2f(weight[2 + c] - base);
+        its.total[c] = its.total[c] * keep[c] + weight[c] + weight[2 + c];
+        its.most[c] = most;
+    }
+    if (__any_sync(~0u, grows)) {
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+#pragma unroll
+                for (int c = 0; c < 4; c++) its.sum[h][i][c] *= keep[c % 2];
+            }
+        }
+    }
+    const u32 front = transpose(pack(weight[0], weight[1])), back = transpose(pack(weight[2], weight[3]));
+#pragma unroll
+    for (int h = 0; h < HALVES; h++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {  // two tokens' numbers of a channel in a register
+            u32 of[4];
+#pragma unroll
+            for (int t = 0; t < 4; t++) {
+                const uint4& all = value[t][h];
+                of[t] = i == 0 ? all.x : i == 1 ? all.y : i == 2 ? all.z : all.w;
+            }
+            const u32 channels[4] = {__byte_perm(of[0], of[1], 0x5410), __byte_perm(of[0], of[1], 0x7632),
+                                     __byte_perm(of[2], of[3], 0x5410), __byte_perm(of[2], of[3], 0x7632)};
+            product(its.sum[h][i], channels, front, back);
+        }
+    }
+}
+
+// Of a block in the result of a row and KV head; what each block is told by all.
+struct Share {
+    float most[GROUP], total[GROUP];
+    u32 tokens, far;
+    float sum[SLICE];
+};
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, RESIDENT)
+    sparse_decode_cluster_kernel(const u16* q, i64 q_batch, i64 q_head, const u16* kv, i64 kv_block, i64 kv_head,
+                                i64 kv_token, const u16* pages, i64 page, i64 page_token, const u16* recent,
+                                i64 recent_batch, i64 recent_head, i64 recent_token, const int* rows,
+                                const int* table, i64 table_row, const int* ids, i64 ids_batch, i64 ids_head,
+                                const int* used, i64 used_batch, i64 used_head, const u16* means, i64 means_block,
+                                i64 means_head, const int* columns, i64 columns_batch, i64 columns_head, u16* out,
+                                i64 out_batch, i64 out_head, float* lse, i64 lse_batch, i64 lse_head, i64* attended,
+                                i64 attended_batch, i64 attended_head, i64* from_host, i64 host_batch, i64 host_head,
+                                const void* sink_logits, i64 heads, i64 n, i64 sinks, i64 end, i64 span,
+                                i64 scale_bits) {
+    DYNAMIC_SHARED(held);  // the chosen tokens, then each warp's result
+    __shared__ Share at[CLUSTER];
+    __shared__ Lists lists;
+    __shared__ Entries entries[WARPS];
+    __shared__ uint4 query[STEPS][32];  // of each thread of a warp: of head `row`, zeros where there is none
+    __shared__ float most[WARPS][8], total[WARPS][8];
+    __shared__ u32 tokens[WARPS], far[WARPS];
+    const i64 i_batch = blockIdx.y / (u32)heads, i_head = blockIdx.y % (u32)heads;
+    const int rank = cluster_rank();
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
+    cluster_arrive();  // waited for before another's shared memory is written
+    wait_for_kernels();
+
+    Lists its;
+    its.kv = kv + i_head * kv_head, its.kv_block = (int)kv_block, its.kv_token = (int)kv_token;
+    its.pages = pages, its.page = (int)page, its.page_token = (int)page_token;
+    its.recent = recent + i_batch * recent_batch + i_head * recent_head, its.recent_token = (int)recent_token;
+    its.means = means + i_head * means_head, its.means_block = (int)means_block;
+    its.ids = ids + i_batch * ids_batch + i_head * ids_head, its.table = table + i_batch * table_row;
+    const int length = rows[2 * i_batch];
+    its.sealed = rows[2 * i_batch + 1];
+    its.n = ALL ? min((int)n, its.sealed) : used ? min((int)n, used[i_batch * used_batch + i_head * used_head]) : (int)n;
+    its.sinks = (int)sinks, its.ring = max((int)(end - sinks), 1), its.span = (int)span;
+    its.near = length > 0 ? min(its.sinks + length - its.sealed, (int)end) - (ALL ? its.sinks : 0) : 0;
+    its.spans = means ? (its.sealed + its.span - 1) / its.span : 0;
+    its.listed = (int*)held;
+    its.all = its.n + its.near + its.spans;
+    its.factor = __uint_as_float((u32)scale_bits) * LOG2E;
+
+    // A warp's tiles: `tile`, `tile + apart` .. Its lanes look up two at once, and the next two meanwhile.
+    const int apart = CLUSTER * WARPS;
+    int tile = rank * WARPS + warp;
+    const auto entry_of = [&](int tile) { return 16 * (tile + apart * (lane / 16)) + lane % 16; };
+    Place place = look_up(its, entry_of(tile));
+    if (means) {
+        const int* from = columns ? columns + i_batch * columns_batch + i_head * columns_head : its.ids;
+        for (int i = thread; i < its.n; i += THREADS) ((int*)held)[i] = from[i];
+    }
+    for (int j = warp; j < STEPS; j += WARPS) {
+        const u16* from = q + i_batch * q_batch + (i_head * GROUP + row) * q_head + 32 * j + 8 * quad;
+        query[j][lane] = load_16(from, row < GROUP);
+    }
+    if (thread == 0) lists = its;  // else it takes registers that loads need
+    __syncthreads();
+
+    Softmax mine = {{-INF, -INF}, {0, 0}, {}};
+    const u32 zero = (u32)(scale_bits >> 32);
+    u32 my_tokens = 0, my_far = 0;
+    for (; 16 * tile < lists.all; tile += 2 * apart) {
+        const Entry entry = settle(lists, entry_of(tile), place);
+        place = look_up(lists, entry_of(tile + 2 * apart));
+        my_tokens += entry.counts, my_far += entry.far;
+        const u32 there = __ballot_sync(~0u, entry.at != nullptr);
+        __syncwarp();  // all have read the last ones
+        entries[warp].at[lane] = entry.at, entries[warp].bias[lane] = entry.at ? entry.bias : -INF;
+        __syncwarp();
+        if (there & 0xffff) take(mine, query, entries[warp], 0, lists.factor, zero);
+        if (there >> 16) take(mine, query, entries[warp], 16, lists.factor, zero);
+    }
+    release_kernels();
+
+    // The block's result: the sum of its warps', to one base.
+    my_tokens = __reduce_add_sync(~0u, my_tokens), my_far = __reduce_add_sync(~0u, my_far);
+    if (lane == 0) tokens[warp] = my_tokens, far[warp] = my_far;
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+        for (int d = 4; d < 32; d *= 2) mine.total[c] += __shfl_xor_sync(~0u, mine.total[c], d);
+        if (row == 0) most[warp][2 * quad + c] = mine.most[c], total[warp][2 * quad + c] = mine.total[c];
+    }
+    __syncthreads();  // and nobody looks for chosen tokens any more
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+        const int head = 2 * quad + c;
+        if (head >= GROUP) continue;
+        float base = -INF;
+        for (int w = 0; w < WARPS; w++) base = fmaxf(base, most[w][head]);
+        const float keep = exp2f(mine.most[c] - base_of(base));
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) {
+            float* to = held + warp * SIZE + head * DIM + 64 * h + 8 * row;
+#pragma unroll
+            for (int i = 0; i < 4; i += 2) {
+                const float(&one)[4] = mine.sum[h][i], (&next)[4] = mine.sum[h][i + 1];
+                *(float4*)(to + 2 * i) = float4{one[c] * keep, one[2 + c] * keep, next[c] * keep, next[2 + c] * keep};
+            }
+        }
+    }
+    cluster_wait();  // for the arrival at the beginning: every block is there
+    __syncthreads();
+    for (int i = thread; i < SIZE; i += THREADS) {
+        float sum = 0;
+        for (int w = 0; w < WARPS; w++) sum += held[w * SIZE + i];
+        store_there(&at[rank].sum[i % SLICE], i / SLICE, sum);
+    }
+    for (int i = thread; i < GROUP * CLUSTER; i += THREADS) {
+        const int head = i % GROUP, to = i / GROUP;
+        float base = -INF, sum = 0;
+        for (int w = 0; w < WARPS; w++) base = fmaxf(base, most[w][head]);
+        for (int w = 0; w < WARPS; w++) sum += total[w][head] * exp2f(most[w][head] - base_of(base));
+        store_there(&at[rank].most[head], to, base);
+        store_there(&at[rank].total[head], to, sum);
+    }
+    if (thread == 0) {
+        u32 all_tokens = 0, all_far = 0;
+        for (int w = 0; w < WARPS; w++) all_tokens += tokens[w], all_far += far[w];
+        store_there(&at[rank].tokens, 0, all_tokens);
+        store_there(&at[rank].far, 0, all_far);
+    }
+    cluster_sync();
+
+    // Denominator of a head, and the base of all that is added up.
+    const auto whole = [&](int head, float& base) {
+        float sink = -INF;  // a learned one is weight without a value
+        if (sink_logits) {
+            const i64 i = i_head * GROUP + head;
+            sink = (SINK_BYTES == 4 ? ((const float*)sink_logits)[i] : unpack(((const u16*)sink_logits)[i])) * LOG2E;
+        }
+        base = sink;
+        for (int r = 0; r < CLUSTER; r++) base = fmaxf(base, at[r].most[head]);
+        base = base_of(base);
+        float sum = exp2f(sink - base);
+        for (int r = 0; r < CLUSTER; r++) sum += at[r].total[head] * exp2f(at[r].most[head] - base);
+        return sum;
+    };
+    for (int i = thread; i < SLICE; i += THREADS) {
+        const int head = (rank * SLICE + i) / DIM, channel = (rank * SLICE + i) % DIM;
+        float base, sum = 0;
+        const float by = whole(head, base);
+        for (int r = 0; r < CLUSTER; r++) sum += at[r].sum[i] * exp2f(at[r].most[head] - base);
+        // A row with nothing to attend to gives zeros.
+        const u32 result = pack(by == 0 ? 0 : sum / by, 0);
+        out[i_batch * out_batch + (i_head * GROUP + head) * out_head + channel] = (u16)result;
+    }
+    if (rank) return;
+    if (lse && thread < GROUP) {
+        float base;
+        const float by = whole(thread, base);
+        const float log = by == 0 ? -INF : (base + log2f(by)) / LOG2E;
+        lse[i_batch * lse_batch + (i_head * GROUP + thread) * lse_head] = log;
+    }
+    if (thread == 0) {
+        u32 all_tokens = 0, all_far = 0;
+        for (int r = 0; r < CLUSTER; r++) all_tokens += at[r].tokens, all_far += at[r].far;
+        if (attended) attended[i_batch * attended_batch + i_head * attended_head] += all_tokens;
+        if (from_host) from_host[i_batch * host_batch + i_head * host_head] += all_far;
+    }
+}

@@ -1,0 +1,108 @@
+"""Attention over chosen tokens, or all, in CUDA C++: ``cluster.cu`` says how."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+
+from .. import _cuda, _device
+
+WIDTHS, MOST_HEADS = (64, 128), 8  # channels of keys and of values; query heads of a KV head
+MOST = 8  # blocks that share a row and KV head; eight are the most that every GPU with clusters runs
+BLOCKS = 132  # in all, to aim for on an H200: one for each processor
+MOST_LISTS = 65535  # that a grid has room for
+
+
+def attend_clusters(
+    q: Tensor,
+    kv: Tensor,
+    rows: Tensor,
+    block_table: Tensor,
+    ids: Tensor | None,
+    recent_kv: Tensor,
+    *,
+    sinks: int,
+    scale: float,
+    sink_logits: Tensor | None,
+    attended: Tensor | None,
+    pages: Tensor | None,
+    from_host: Tensor | None,
+    lse: Tensor | None,
+    used: Tensor | None,
+    means: Tensor | None,
+    mean_tokens: int | None,
+    columns: Tensor | None,
+    out: Tensor,
+    clusters: int | None,
+    threads: int,
+) -> bool:
+    """Attend, as ``reference.sparse_decode`` does to tokens ``ids`` or all, where these tensors and this GPU allow it:
+    whether it has.
+
+    Keys and values only (no latents), of 16 bits and without codes, and no soft cap.
+
+    Args:
+        clusters: blocks that share a row and KV head, a power of two up to 8; None for as many as fill the GPU once.
+        threads: of a block.
+    """
+    batch, q_heads, dim = q.shape
+    heads, size = kv.shape[1:3]
+    group, lists = q_heads // heads, batch * heads
+    numbers = [t for t in (q, kv, recent_kv, pages, means, out) if t is not None]
+    if q.dtype not in (torch.bfloat16, torch.float16) or any(t.dtype != q.dtype for t in numbers):
+        return False
+    if dim not in WIDTHS or group > MOST_HEADS or size & (size - 1) or not 0 < lists <= MOST_LISTS:
+        return False
+    strides = [stride for t in (kv, pages, recent_kv, means) if t is not None for stride in t.stride()]
+    if (
+        max(strides) >= 1 << 31
+        or kv.shape[3] != 2 * dim
+        or out.shape != q.shape
+        or not all(map(_loads_16_bytes, numbers))
+    ):
+        return False
+    others = ((ids, torch.int32), (block_table, torch.int32), (used, torch.int32), (columns, torch.int32))
+    if any(t is not None and t.dtype != kind for t, kind in (*others, (lse, torch.float32))):
+        return False
+    if sink_logits is not None and sink_logits.dtype not in (q.dtype, torch.float32):
+        return False
+    n = block_table.shape[1] * size if ids is None else ids.shape[-1]
+    blocks = clusters or _blocks(lists, q)
+    shared = max(4 * n if means is not None else 0, threads // 32 * group * dim * 4)
+    kernel = _kernel(q, size, group, blocks, threads, ids is None, pages is not None, sink_logits)
+    if kernel is None or shared > kernel.shared_bytes:
+        return False
+    args = q, *q.stride()[:2], kv, *kv.stride()[:3], *_with_strides(pages), recent_kv, *recent_kv.stride()[:3], rows
+    args += block_table, block_table.stride(0), *_with_strides(ids), *_with_strides(used), *_with_strides(means)
+    args += *_with_strides(columns), *_with_strides(out), *_with_strides(lse), *_with_strides(attended)
+    args += *_with_strides(from_host), sink_logits, heads, n, sinks, recent_kv.shape[2], mean_tokens or 0
+    (scale_bits,) = struct.unpack("I", struct.pack("f", scale))
+    kernel.launch((blocks, lists), threads, shared, q, *args, scale_bits)
+    return True
+
+
+def _loads_16_bytes(t: Tensor) -> bool:
+    """Whether each row of the last dimension lies in one piece, at a multiple of 16 bytes."""
+    return t.stride(-1) == 1 and t.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in t.stride()[:-1])
+
+
+def _with_strides(t: Tensor | None) -> tuple:
+    return (None, 0, 0) if t is None else (t, *t.stride()[:2])
+
+
+def _kernel(
+    q: Tensor, size: int, group: int, blocks: int, threads: int, every: bool, paged: bool, sink_logits: Tensor | None
+) -> _cuda.Kernel | None:
+    defined = {"THREADS": threads, "RESIDENT": max(1, 512 // threads), "CLUSTER": blocks}
+    defined |= {"GROUP": group, "DIM": q.shape[2], "LOG_BLOCK": size.bit_length() - 1}
+    defined |= {"ALL": int(every), "PAGED": int(paged), "BFLOAT16": int(q.dtype == torch.bfloat16)}
+    defined["SINK_BYTES"] = 4 if sink_logits is None else sink_logits.element_size()
+    return _cuda.load(q, __package__, "cluster.cu", "sparse_decode_cluster_kernel", **defined)
+
+
+def _blocks(lists: int, where: Tensor) -> int:
+    """That share a list: a power of two."""
+    each = max(1, _device.programs(BLOCKS, where) // lists)
+    return min(MOST, 1 << each.bit_length() - 1)
