@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_sparsekv.ops._cuda import why_not
 from hf_sparsekv.ops.small_linear.stream import Stream
-from hf_sparsekv.ops.small_linear.triton import small_linear
+from hf_sparsekv.ops.small_linear.triton import Tile, small_linear, tile
 from hf_sparsekv.tuning.timing import captured
 
 from ..report import Report
@@ -40,13 +40,14 @@ def ways(weights: list[Tensor], xs: list[Tensor], activation: str | None) -> lis
     """Today's kernel first."""
     out: list[Tensor] = [torch.empty(0)] * len(weights)
 
-    def ours(i: int, config: Stream | None) -> None:
+    def ours(i: int, config: Stream | Tile) -> None:
         out[i] = small_linear(xs[i], weights[i], None, activation, config)
 
     def by_torch(i: int) -> None:
         out[i] = F.linear(xs[i], weights[i])
 
-    found: list[Variant] = [("triton", partial(ours, config=None), lambda: out[0])]
+    usual = tile(len(xs[0]), *weights[0].shape, activation is not None)
+    found: list[Variant] = [("triton", partial(ours, config=usual), lambda: out[0])]
     if activation is None:
         found.append(("torch", by_torch, lambda: out[0]))
     if weights[0].is_cuda and why_not(weights[0].get_device()) is None:

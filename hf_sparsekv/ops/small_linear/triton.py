@@ -46,6 +46,7 @@ GATED_ONE_ROW = ONE_ROW._replace(registers=64)
 GATED_ONE_ROW_SHORT = ONE_ROW_SHORT._replace(registers=64)
 GATED_ROWS = ROWS
 GATED_ROWS_WIDE = ROWS_WIDE
+STREAM: Stream | None = None  # CUDA C++ where that serves; not measured yet
 
 
 @triton.jit
@@ -188,6 +189,7 @@ def small_linear(x, weight, bias=None, activation=None, config=None):
     out = x.new_empty(*x.shape[:-1], outputs)
     if not out.numel():
         return out
+    config = config or STREAM
     if isinstance(config, Stream):
         if stream_linear(x_rows, weight, bias, activation, out.view(rows, outputs), config):
             return out

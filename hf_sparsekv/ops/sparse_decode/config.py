@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import triton
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from .._device import SHARED, programs, shared_memory
 from .reference import has_latents
+
+CLUSTERS: int | Literal[False] | None = False  # of keys and values; see Config. None is not measured yet
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Config:
     programs: int
     warps: int
     stages: int
-    clusters: int | None = False
+    clusters: int | Literal[False] | None = False
     threads: int = 512
 
 
@@ -93,7 +96,8 @@ def config(q: Tensor, kv: Tensor, recent_kv: Tensor, value_dim: int, granularity
         kind = recent_kv.dtype if kv.dtype == torch.int8 else kv.dtype  # what codes are made of
         item = q.element_size() if q.dtype == kind else 4  # mixed: float32 inside
         tile = max(16, min(128, 16384 // (wide * item)))
-        return Config(tile, group, programs(528 if dense else 1056, q), warps=4 if dense else 2, stages=2)
+        aim = programs(528 if dense else 1056, q)
+        return Config(tile, group, aim, warps=4 if dense else 2, stages=2, clusters=CLUSTERS)
     if not is_native(q, kv, recent_kv):
         chosen = EXACT
     elif granularity == "token":
