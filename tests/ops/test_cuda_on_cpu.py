@@ -6,6 +6,7 @@ Small clusters and bins, so that few entries reach every path; threads take turn
 from __future__ import annotations
 
 import math
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from test_label_scores import CASES, Case, check, on_cpu
 from test_topk_clusters import ALL
 from test_topk_select import COUNTS, row_lengths
 
+from hf_sparsekv.ops import _device
 from hf_sparsekv.ops.token_score import labels
 from hf_sparsekv.ops.token_score.reference import token_score as reference_score
 from hf_sparsekv.ops.topk_select import cluster
@@ -86,24 +88,63 @@ def test_tokens_of_given_blocks(select):
     assert torch.equal(select(scores, 77, blocks=blocks, block_size=16, turns=5), expected)
 
 
-def scores_of(given: dict, fill: bool, monkeypatch) -> torch.Tensor:
+def scores_of(given: dict, fill: bool, monkeypatch, form=labels.USUAL, warps: int | None = None) -> torch.Tensor:
+    """``warps``: that share a list, at most; an even number."""
     batch, q_heads, heads, size = *given["q"].shape[:2], *given["codes"].shape[1:3]
     defined = {"THREADS": 64, "BLOCK": size, "WIDTH": given["codes"].shape[3], "GROUP": q_heads // heads}
     kinds = {"MEAN": int(given["reduce"] == "mean"), "BFLOAT16": int(given["q"].dtype == torch.bfloat16)}
+    kinds |= {name.upper(): int(value) for name, value in asdict(form).items()}
     kernel = build("hf_sparsekv.ops.token_score", "labels.cu", "token_score_labels_kernel", **defined, **kinds)
     monkeypatch.setattr(labels, "THREADS", 64)
     monkeypatch.setattr(labels, "_kernel", lambda *shape: kernel)
     monkeypatch.setattr(CpuKernel, "resident", lambda self, threads, where: 1)
+    if warps is not None:
+        gpu = replace(_device.H200, processors=batch * heads * warps // 2)
+        monkeypatch.setattr(_device, "gpu_of", lambda t: gpu)
     out = torch.full((batch, heads, given["block_table"].shape[1] * size), 12345.0)
-    assert labels.score_all(**given, out=out, fill=fill)
+    assert labels.score_all(**given, out=out, fill=fill, form=form)
     return out
 
 
+def in_all_forms(test):
+    test = pytest.mark.parametrize("ahead", [1, 2, 3])(test)
+    test = pytest.mark.parametrize("together", [1, 2, 4])(test)
+    test = pytest.mark.parametrize("staged", [False, True], ids=["registers", "shared memory"])(test)
+    return pytest.mark.pairwise(test)
+
+
+@in_all_forms
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_scores(case, monkeypatch, place):
-    given = case.make(place)
+def test_scores(case, ahead, together, staged, monkeypatch, place):
+    given, form = case.make(place), labels.Form(ahead, together, staged)
     for fill in (False, True):
-        check(given, scores_of(given, fill, monkeypatch), fill)
+        check(given, scores_of(given, fill, monkeypatch, form), fill)
+
+
+@in_all_forms
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+@pytest.mark.parametrize("missing", [False, True], ids=["all blocks", "some blocks"])
+def test_scores_of_many_tiles(missing, size, ahead, together, staged, monkeypatch, place):
+    """Two warps of 9 tiles each, or of 18 (more blocks than lanes); rows end in the first few, or where one does."""
+    tiles = 36 if size == 16 else 18
+    given = Case(batch=9, heads=1, blocks=64 * tiles // size, block_size=size, ragged=False).make(place)
+    half = 32 * tiles
+    ends = (16, 64, 96, 128, 192, 256, half, half + 32, half + 256)
+    given["rows"][:, 1] = torch.tensor([end // size * size for end in ends])
+    given["rows"][8, 1] = 64 * tiles
+    if missing:
+        given["block_table"][:, 1::3] = -1
+    for fill in (False, True):
+        check(given, scores_of(given, fill, monkeypatch, labels.Form(ahead, together, staged), warps=2), fill)
+
+
+def test_what_lies_behind_a_row_is_not_looked_up(monkeypatch, place):
+    """Blocks of the table from a row's end on are any."""
+    given = Case(blocks=30).make(place)
+    expected = scores_of(given, True, monkeypatch, warps=2)
+    for row, sealed in enumerate(given["rows"][:, 1]):
+        given["block_table"][row, sealed // 16 :] = 1 << 30
+    assert torch.equal(scores_of(given, True, monkeypatch, warps=2), expected)
 
 
 @pytest.mark.parametrize("wild", ["queries", "scales", "no block"])
@@ -115,4 +156,7 @@ def test_scores_that_are_no_number(wild, monkeypatch, place):
         given["qparams"][::3, :, ::2, 0], given["qparams"][1::3, :, ::2, 1] = math.nan, math.nan
     else:
         given["block_table"][0, ::3] = -1
-    assert torch.equal(scores_of(given, True, monkeypatch), reference_score(**on_cpu(given), block_ids=None))
+    expected = reference_score(**on_cpu(given), block_ids=None)
+    for together in (1, 4):
+        found = scores_of(given, True, monkeypatch, labels.Form(together=together), warps=2)
+        assert torch.equal(found, expected)
