@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from subprocess import CompletedProcess
 
 import compile_kernels
 import pytest
 from test_kernels import compiled
+
+from hf_sparsekv.ops.token_score.labels import FORMS
 
 # Of cluster.cu, bounded to 32 registers and as it is; NVRTC 13.5.
 SPILLS = """\
@@ -39,12 +42,15 @@ def test_what_ptxas_says():
 
 @pytest.mark.skipif(compile_kernels.nvrtc() is None, reason=f"{compile_kernels.MISSING} are not compiled")
 def test_all_in_cuda_compile():
-    """For sm_90, to the end, in clusters of each size."""
+    """For sm_90, to the end, in clusters of each size; labels' scores in all forms. None spills."""
     done = compiled("compile_kernels.py", "--stats", "--only", "in_cuda")
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert {one["kernel"] for one in found} == compile_kernels.cuda_kernels()
     assert {one["macros"].get("CLUSTER") for one in found} == {2, 4, 8, None}
+    forms = [{name.upper(): int(value) for name, value in asdict(form).items()} for form in FORMS]
+    assert all(any(form.items() <= one["macros"].items() for one in found) for form in forms)
+    assert not any(one["STACK"] or one["SPILL"] or one["LOCAL"] for one in found)
 
 
 @pytest.mark.parametrize("there", [False, True])
