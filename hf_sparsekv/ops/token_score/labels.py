@@ -37,8 +37,9 @@ class Form:
         return all(place % load == 0 for place in (codes.data_ptr(), *codes.stride()[:2]))
 
 
-# To be timed (`python -m benchmarks operator --sweep long_score`). More blocks on a processor where none spills then.
-FORMS = tuple(Form(*form) for form in product((1, 2, 3), (1, 2, 4), (False, True)))
+# To be timed (`python -m benchmarks operator --sweep long_score`). Tiles of the one left out exceed a block's 48 KB of
+# static shared memory where labels are wide. More blocks on a processor where nothing spills then.
+FORMS = tuple(Form(*form) for form in product((1, 2, 3), (1, 2, 4), (False, True)) if form != (3, 1, True))
 FORMS += Form(1, 1, False, 7), Form(2, 1, False, 5), Form(1, 2, False, 7), Form(2, 2, False, 5)
 FORMS += Form(2, 4, True, 5), Form(3, 4, True, 5)
 
