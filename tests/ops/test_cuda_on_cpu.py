@@ -6,7 +6,7 @@ Small clusters and bins, so that few entries reach every path; threads take turn
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -93,8 +93,8 @@ def scores_of(given: dict, fill: bool, monkeypatch, form=labels.USUAL, warps: in
     batch, q_heads, heads, size = *given["q"].shape[:2], *given["codes"].shape[1:3]
     defined = {"THREADS": 64, "BLOCK": size, "WIDTH": given["codes"].shape[3], "GROUP": q_heads // heads}
     kinds = {"MEAN": int(given["reduce"] == "mean"), "BFLOAT16": int(given["q"].dtype == torch.bfloat16)}
-    kinds |= {name.upper(): int(value) for name, value in asdict(form).items()}
-    kernel = build("hf_sparsekv.ops.token_score", "labels.cu", "token_score_labels_kernel", **defined, **kinds)
+    defined |= kinds | form.macros()
+    kernel = build("hf_sparsekv.ops.token_score", "labels.cu", "token_score_labels_kernel", **defined)
     monkeypatch.setattr(labels, "THREADS", 64)
     monkeypatch.setattr(labels, "_kernel", lambda *shape: kernel)
     monkeypatch.setattr(CpuKernel, "resident", lambda self, threads, where: 1)
@@ -136,6 +136,15 @@ def test_scores_of_many_tiles(missing, size, ahead, together, staged, monkeypatc
         given["block_table"][:, 1::3] = -1
     for fill in (False, True):
         check(given, scores_of(given, fill, monkeypatch, labels.Form(ahead, together, staged), warps=2), fill)
+
+
+@pytest.mark.parametrize("tiles", [1, 5, 6, 10, 25])
+def test_scores_in_even_parts(tiles, monkeypatch, place):
+    """Six warps a list, of which some have a tile more than others, or one at all."""
+    for blocks in (4 * tiles, 4 * tiles - 1):
+        given = Case(blocks=blocks, heads=1).make(place)
+        for fill in (False, True):
+            check(given, scores_of(given, fill, monkeypatch, labels.Form(2, even=True), warps=6), fill)
 
 
 def test_what_lies_behind_a_row_is_not_looked_up(monkeypatch, place):

@@ -114,13 +114,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     token_score_labels_kernel(const u16* q, i64 q_batch, i64 q_head, i64 q_dim, const char* codes, i64 codes_block,
                               i64 codes_head, const u32* pairs, i64 pairs_block, i64 pairs_head, const int* channels,
                               i64 channels_batch, i64 channels_head, const int* table, i64 table_row, float* out,
-                              i64 out_batch, i64 out_head, const int* rows, i64 heads, i64 n, i64 stretch, i64 sinks,
-                              i64 fill) {
+                              i64 out_batch, i64 out_head, const int* rows, i64 heads, i64 n, i64 stretch, i64 longer,
+                              i64 sinks, i64 fill) {
     __shared__ Queries queries;
     const i64 i_batch = blockIdx.y / (u32)heads, i_head = blockIdx.y % (u32)heads;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
-    int token = uniform((blockIdx.x * WARPS + warp) * (int)stretch);
-    const int stop = min(token + (int)stretch, (int)n);
+    // The first `longer` warps of a list have a tile more than the others.
+    const auto first_of = [&](int one) { return one * (int)stretch + 64 * min(one, (int)longer); };
+    const int mine = uniform(blockIdx.x * WARPS + warp), stop = min(first_of(mine + 1), (int)n);
+    int token = first_of(mine);
     table += i_batch * table_row, channels += i_batch * channels_batch + i_head * channels_head;
     // The next kernel reads what this one writes, and nothing of it before its wait: it may settle beside the last of
     // these blocks.
@@ -137,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     out += i_batch * out_batch + i_head * out_head;
     if (fill)
         for (int i = max(token, sealed) + lane; i < stop; i += 32) out[i] = -INF;
-    if ((int)(blockIdx.x * WARPS * stretch) >= sealed) return;  // all of this block
+    if (first_of(blockIdx.x * WARPS) >= sealed) return;  // all of this block
 
     // Kept: otherwise these are computed again for each tile, 20 instructions of some 180.
     const Labels labels = {keep(codes + i_head * codes_head + lane * (4 * WORDS)),
