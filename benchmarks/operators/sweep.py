@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 
@@ -14,6 +14,7 @@ from hf_sparsekv.ops._cuda import why_not
 from hf_sparsekv.ops.sparse_decode.config import config as decode_config
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
 from hf_sparsekv.ops.token_score.config import config as label_config
+from hf_sparsekv.ops.token_score.labels import FORMS, Form, score_all
 from hf_sparsekv.ops.token_score.triton import token_score
 from hf_sparsekv.ops.topk_select.config import Config as Select
 from hf_sparsekv.ops.topk_select.triton import block_select, token_select
@@ -71,20 +72,24 @@ def _scores(layers: list[Layer], every: bool) -> Iterator[Variant]:
     """Ways to score the tokens of the chosen blocks, or of ``every`` block, by their labels."""
     out = _all_scores(layers) if every else [t.token_scores for t in layers]
 
-    def launch(i: int, matrix: bool | None, **options) -> None:
+    def launch(i: int, matrix: bool = True, form: Form | None = None, **options) -> None:
         t = layers[i]
         ids, reduce = None if every else t.blocks, t.shape.config.token_reduce
+        labels = t.q, t.codes, t.qparams, t.channels, t.rows, t.block_table
+        if form is not None:
+            if not score_all(*labels, reduce, t.sinks, out[i], True, form):
+                raise RuntimeError("the kernel in CUDA C++ does not serve here")
+            return
         n = (t.block_table if ids is None else ids).shape[-1]
-        config = None
-        if matrix is not None:
-            config = replace(label_config(t.q, t.codes, t.qparams, n, reduce == "mean", matrix), **options)
-        about = {"sinks": t.sinks, "out": out[i], "config": config}
-        token_score(t.q, t.codes, t.qparams, t.channels, t.rows, t.block_table, ids, reduce, **about)
+        config = replace(label_config(t.q, t.codes, t.qparams, n, reduce == "mean", matrix), **options)
+        token_score(*labels, ids, reduce, sinks=t.sinks, out=out[i], config=config)
 
     each = (2, 4, 8, 16, 32, 64) if every else (1, 2, 4, 8, 16)
     grid = [*_grid(matrix=(True,), blocks=each), *_grid(matrix=(False,))]
     if every and _has_cuda_kernels(layers):
-        grid.append(("in CUDA C++", {"matrix": None}))
+        for form in FORMS:
+            about = ",".join(f"{name}={value}" for name, value in asdict(form).items())
+            grid.append((f"in CUDA C++,{about}", {"form": form}))
     return _ways(grid, launch, lambda: out[0])
 
 

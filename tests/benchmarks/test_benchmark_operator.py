@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from read_rows import read_rows
 
 pytest.importorskip("triton")
 
-from benchmarks.operators import gated_linear, linear
+from benchmarks.operators import gated_linear, linear, sweep
 from benchmarks.operators import run as module
 from benchmarks.operators import walk as walks
 from benchmarks.operators.check import check
@@ -21,6 +22,8 @@ from benchmarks.probes import gather
 from benchmarks.report import Report
 from hf_sparsekv.config import TwoLevelConfig
 from hf_sparsekv.ops.small_linear.triton import tile
+from hf_sparsekv.ops.token_score.labels import FORMS, USUAL
+from hf_sparsekv.ops.token_score.triton import token_score
 from hf_sparsekv.tuning.layer_step import MODELS, Layer, Shape
 from hf_sparsekv.tuning.timing import Time
 
@@ -130,6 +133,33 @@ def test_ways_to_run_an_operator_agree(layer, operator):
         got = result().clone()
         first = got if first is None else first
         assert not differs(got, first), name
+
+
+@INTERPRETED
+def test_forms_of_the_kernel_in_cuda_are_timed(layer, monkeypatch):
+    """Each is asked for what is scored otherwise; where it does not serve, that is no time of another kernel."""
+    asked = []
+
+    def score_all(*given, serves=True):
+        *labels, reduce, sinks, out, fill, form = given
+        asked.append(form)
+        return serves and token_score(*labels, None, reduce, sinks=sinks, out=out, fill=fill) is out
+
+    monkeypatch.setattr(sweep, "_has_cuda_kernels", lambda layers: True)
+    monkeypatch.setattr(sweep, "score_all", score_all)
+    layer.step()
+    ways = list(variants([layer], "long_score"))
+    ways[0][1](0)
+    expected = ways[0][2]().clone()
+    forms = [way for way in ways if way[0].startswith("in CUDA C++")]
+    for name, run, result in forms:
+        result().zero_()
+        run(0)
+        assert not differs(result(), expected), name
+    assert len({name for name, *_ in forms}) == len(forms) and asked == list(FORMS) and asked[0] == USUAL
+    monkeypatch.setattr(sweep, "score_all", partial(score_all, serves=False))
+    with pytest.raises(RuntimeError, match="does not serve here"):
+        forms[0][1](0)
 
 
 def test_times_without_what_comes_before():

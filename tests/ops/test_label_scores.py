@@ -14,7 +14,7 @@ import torch
 
 from hf_sparsekv.ops import _cuda
 from hf_sparsekv.ops.token_score import token_score
-from hf_sparsekv.ops.token_score.labels import score_all
+from hf_sparsekv.ops.token_score.labels import FORMS, USUAL, Form, score_all
 from hf_sparsekv.ops.token_score.reference import token_score as reference
 
 pytestmark = pytest.mark.gpu
@@ -70,12 +70,12 @@ def on_cpu(given: dict) -> dict:
     return {name: t.cpu() if isinstance(t, torch.Tensor) else t for name, t in given.items()}
 
 
-def scored(given: dict, fill: bool) -> torch.Tensor:
+def scored(given: dict, fill: bool, form: Form = USUAL) -> torch.Tensor:
     """By this kernel, over memory that holds something else."""
     batch, heads = given["q"].shape[0], given["codes"].shape[1]
     n = given["block_table"].shape[1] * given["codes"].shape[2]
     out = torch.full((batch, heads, n), 12345.0, device="cuda")
-    assert score_all(**given, out=out, fill=fill), "another kernel would show nothing"
+    assert score_all(**given, out=out, fill=fill, form=form), "another kernel would show nothing"
     return out.cpu()
 
 
@@ -116,6 +116,14 @@ def test_many_tokens(place32, size, blocks, batch):
     given = Case(blocks=blocks, block_size=size, batch=batch, heads=4, ragged=batch == 3).make(place32)
     check(given, scored(given, False), False)
     check(given, token_score(**given, block_ids=None).cpu(), True)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_exact_in_all_forms(place32, form):
+    """Warps with fewer tiles than are to be on their way, and with many."""
+    for case in (*CASES.values(), Case(blocks=3000, heads=8), Case(blocks=700, block_size=128, batch=8, heads=8)):
+        given = case.make(place32)
+        check(given, scored(given, False, form), False)
 
 
 @pytest.mark.parametrize("width, group", [(16, 4), (32, 2)])

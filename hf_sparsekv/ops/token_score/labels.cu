@@ -2,18 +2,27 @@
 //
 // As tensor_core.py: digits 0 to 15 are the rows of a product, and a head's query in fixed point is two columns,
 // 128 a + b. Sums are exact, so all that is rounded are the queries, to a 32,512th of their largest number. The mean
-// over a group is one query. Here a word of a token's codes is the register of the product that it is needed in, so
-// that 64 tokens and four heads take some 150 instructions (of a warp), and 16 loads at once are on their way.
+// over a group is one query. Here a word of a token's codes is the register of the product that it is needed in.
+//
+// A row of a product has the codes of TOGETHER tokens side by side, and its columns are the queries of each of them,
+// zero where the others are. More of them: more products and registers for queries, but wider loads, fewer threads to
+// take the largest of, and a scale that fewer threads read. With 4 a thread has whole tokens.
+//
+// A warp has AHEAD tiles of 64 tokens on their way, in registers or (STAGED) to shared memory.
 
 #define WARPS (THREADS / 32)
-#define WORDS (WIDTH / 16)            // of a token's codes, in four bytes each, that a thread has
-#define VECTORS (MEAN ? 1 : GROUP)    // queries
-#define COLUMNS ((VECTORS + 3) / 4)   // products of eight columns
+#define LANES (4 / TOGETHER)                     // threads that share a token
+#define WORDS (WIDTH / 4 / LANES)                // of a token's codes, in four bytes each, that a thread has
+#define PORTION (WORDS < 4 ? WORDS : 4)          // of them, that one load has
+#define VECTORS (MEAN ? 1 : GROUP)               // queries
+#define COLUMNS ((VECTORS + LANES - 1) / LANES)  // products of eight columns
 #define CHANNELS (2 * WIDTH)
-#define EACH (CHANNELS / 32)          // channels of a lane, while queries are made
+#define EACH (CHANNELS / 32)  // channels of a lane, while queries are made
 #define LARGEST (127 * 128.0f)
 #define SPAN (BLOCK < 64 ? BLOCK : 64)  // tokens of a tile that lie in one block
 #define SPANS (64 / SPAN)
+#define ROWS (8 * TOGETHER)  // tokens that a warp loads at once
+#define TOKENS (2 * LANES)   // of a tile, that a thread has a part of: ROWS apart
 
 static_assert(CHANNELS % 32 == 0, "a lane has whole channels");
 
@@ -22,51 +31,57 @@ __device__ __forceinline__ float from_query(u16 bits) {
 }
 
 struct Queries {
-    signed char parts[4 * COLUMNS][2][CHANNELS];  // upper and lower, of the label channels
-    float unit[4 * COLUMNS], total[4 * COLUMNS];
+    signed char parts[LANES * COLUMNS][2][CHANNELS];  // upper and lower, of the label channels
+    float unit[LANES * COLUMNS], total[LANES * COLUMNS];
 };
 
-// Labels of 64 tokens: a thread has WORDS words of eight of them, and the scales and zero points of these.
+struct alignas(4 * PORTION) Codes {
+    u32 word[PORTION];
+};
+
+// Labels of 64 tokens: what a thread has of them.
 struct Tile {
-    u32 code[4][2][WORDS], pair[4][2];
+    Codes codes[TOKENS][WORDS / PORTION];
+    u32 pair[TOKENS];  // scale and zero point
 };
 
-struct Labels {  // of one KV head
-    const unsigned char* codes;
-    const u32* pairs;
-    i64 codes_block, pairs_block;
+#if STAGED
+// The same on its way. A thread reads what it has copied itself, so that none waits for another.
+struct Staged {
+    Codes codes[TOKENS][WORDS / PORTION][32];
+    u32 pair[TOKENS][32];
+};
+#endif
 
-    // Those of 64 tokens from `token` on, whose blocks lanes `first ..` have looked up.
-    __device__ __forceinline__ void load(Tile& tile, int token, int first, int physical) const {
-        const u32 lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
+struct Labels {  // of one KV head, for one lane
+    const char *codes, *pairs;
+    u32 codes_block, pairs_block;  // bytes
+
+    // `copy(token of this thread, codes, pair)` of 64 tokens from `token` on, whose blocks lanes `first ..` know.
+    template <class Copy>
+    __device__ __forceinline__ void load(int token, int first, u32 physical, Copy copy) const {
+        const u32 mine = threadIdx.x % 32 / LANES;
+        const char *p_code, *p_pair;
 #pragma unroll
-        for (int s = 0; s < SPANS; s++) {
-            const int block = __shfl_sync(~0u, physical, first + s);
-            const u32 at = ((token + SPAN * s) & (BLOCK - 1)) + row;
-            const unsigned char* p_code = codes + block * codes_block + (at * WIDTH + 4 * WORDS * quad);
-            const u32* p_pair = pairs + block * pairs_block + at;
-#pragma unroll
-            for (int m = 0; m < SPAN / 16; m++) {
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const int i = s * (SPAN / 16) + m, o = 16 * m + 8 * h;
-                    tile.pair[i][h] = p_pair[o];
-#pragma unroll
-                    for (int w = 0; w < WORDS; w++) tile.code[i][h][w] = *(const u32*)(p_code + o * WIDTH + 4 * w);
-                }
+        for (int i = 0; i < TOKENS; i++) {
+            if (i * ROWS % SPAN == 0) {
+                const u32 block = __shfl_sync(~0u, physical, first + (i * ROWS + (SPAN < ROWS ? mine : 0)) / SPAN);
+                p_code = codes + (u64)block * codes_block, p_pair = pairs + (u64)block * pairs_block;
+                // Where a block has more than a tile, or less than a load.
+                const int at = BLOCK > 64 ? token & (BLOCK - 64) : (int)(mine % SPAN) - (int)mine;
+                if (BLOCK > 64 || SPAN < ROWS) p_code += at * WIDTH, p_pair += at * 4;
             }
+            const int o = i * ROWS % SPAN;
+            copy(i, (const Codes*)(p_code + o * WIDTH), (const u32*)(p_pair + o * 4));
         }
     }
 };
 
 // A warp makes two columns of each query.
 __device__ __forceinline__ void make_queries(Queries& queries, const u16* q, i64 q_head, i64 q_dim,
-                                             const int* channels) {
+                                             const int (&channel)[EACH]) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int channel[EACH];
-#pragma unroll
-    for (int e = 0; e < EACH; e++) channel[e] = channels[e * 32 + lane];
-    for (int v = warp; v < 4 * COLUMNS; v += WARPS) {
+    for (int v = warp; v < LANES * COLUMNS; v += WARPS) {
         float value[EACH], most = 0, total = 0;
 #pragma unroll
         for (int e = 0; e < EACH; e++) {
@@ -95,100 +110,165 @@ __device__ __forceinline__ void make_queries(Queries& queries, const u16* q, i64
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    token_score_labels_kernel(const u16* q, i64 q_batch, i64 q_head, i64 q_dim, const unsigned char* codes,
-                              i64 codes_block, i64 codes_head, const u32* pairs, i64 pairs_block, i64 pairs_head,
-                              const int* channels, i64 channels_batch, i64 channels_head, const int* table,
-                              i64 table_row, float* out, i64 out_batch, i64 out_head, const int* rows, i64 heads,
-                              i64 n, i64 stretch, i64 sinks, i64 fill) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    token_score_labels_kernel(const u16* q, i64 q_batch, i64 q_head, i64 q_dim, const char* codes, i64 codes_block,
+                              i64 codes_head, const u32* pairs, i64 pairs_block, i64 pairs_head, const int* channels,
+                              i64 channels_batch, i64 channels_head, const int* table, i64 table_row, float* out,
+                              i64 out_batch, i64 out_head, const int* rows, i64 heads, i64 n, i64 stretch, i64 longer,
+                              i64 sinks, i64 fill) {
     __shared__ Queries queries;
     const i64 i_batch = blockIdx.y / (u32)heads, i_head = blockIdx.y % (u32)heads;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
+    // The first `longer` warps of a list have a tile more than the others.
+    const auto first_of = [&](int one) { return one * (int)stretch + 64 * min(one, (int)longer); };
+    const int mine = uniform(blockIdx.x * WARPS + warp), stop = min(first_of(mine + 1), (int)n);
+    int token = first_of(mine);
+    table += i_batch * table_row, channels += i_batch * channels_batch + i_head * channels_head;
     // The next kernel reads what this one writes, and nothing of it before its wait: it may settle beside the last of
     // these blocks.
     wait_for_kernels();
-    const int sealed = min((int)n, rows[2 * i_batch + 1]);
-    int token = (blockIdx.x * WARPS + warp) * (int)stretch;
-    const int end = min(token + (int)stretch, sealed);
+    // Each lane looks up a block. Lookups and channels do not wait for the row's length: all three are read at once.
+    const auto look_up = [&](int from) {
+        const int of = from + SPAN * lane;
+        return of < stop ? table[(u32)of / BLOCK] : -1;
+    };
+    int physical = look_up(token), channel[EACH];
+#pragma unroll
+    for (int e = 0; e < EACH; e++) channel[e] = channels[e * 32 + lane];
+    const int sealed = min((int)n, rows[2 * i_batch + 1]) & -BLOCK, end = uniform(min(stop, sealed));
     out += i_batch * out_batch + i_head * out_head;
     if (fill)
-        for (int i = max(token, sealed) + lane; i < min(token + (int)stretch, (int)n); i += 32) out[i] = -INF;
-    if ((int)(blockIdx.x * WARPS * stretch) >= sealed) return;  // all of this block
-    table += i_batch * table_row;
-    const Labels labels = {codes + i_head * codes_head, pairs + i_head * pairs_head, codes_block, pairs_block};
-    // Each lane looks up a block; the first labels are on their way while queries are made.
-    int physical = token + SPAN * lane < end ? table[(u32)(token + SPAN * lane) / BLOCK] : -1;
-    u32 there = __ballot_sync(~0u, physical >= 0);  // tokens of blocks that are not are loaded, but score nothing
-    Tile next;
-    if (token < end) labels.load(next, token, 0, max(physical, 0));
-    make_queries(queries, q + i_batch * q_batch + i_head * GROUP * q_head, q_head, q_dim,
-                 channels + i_batch * channels_batch + i_head * channels_head);
+        for (int i = max(token, sealed) + lane; i < stop; i += 32) out[i] = -INF;
+    if (first_of(blockIdx.x * WARPS) >= sealed) return;  // all of this block
+
+    // Kept: otherwise these are computed again for each tile, 20 instructions of some 180.
+    const Labels labels = {keep(codes + i_head * codes_head + lane * (4 * WORDS)),
+                           keep((const char*)(pairs + i_head * pairs_head + lane / LANES)), (u32)codes_block,
+                           4 * (u32)pairs_block};
+    out = keep(out + lane / LANES);
+    const int behind_sinks = (int)sinks - lane / LANES;  // as if each lane had its first token
+    u32 there;
+    const auto find = [&](int from) {  // tokens of blocks that are not are loaded, but score nothing
+        const bool known = from + SPAN * lane < end && physical >= 0;
+        there = __ballot_sync(~0u, known);
+        physical = known ? physical : 0;
+    };
+    find(token);
+    int next = 0;  // lane that has the first block of the next tile
+    u32 usable[AHEAD + 1];  // of each tile, a bit for each block
+#if STAGED
+    __shared__ Staged stages[WARPS][AHEAD + 1];
+#else
+    Tile ring[AHEAD + 1];
+#endif
+    const auto load = [&](int slot, int from) {
+        if (from < end) {
+            if (next == 32) physical = look_up(from), find(from), next = 0;
+            usable[slot] = there >> next;
+            labels.load(from, next, physical, [&](int i, const Codes* code, const u32* pair) {
+#if STAGED
+                Staged& to = stages[warp][slot];
+#pragma unroll
+                for (int p = 0; p < WORDS / PORTION; p++) copy_async(&to.codes[i][p][lane], code + p);
+                copy_async(&to.pair[i][lane], pair);
+#else
+#pragma unroll
+                for (int p = 0; p < WORDS / PORTION; p++) ring[slot].codes[i][p] = code[p];
+                ring[slot].pair[i] = *pair;
+#endif
+            });
+            next += SPANS;
+        }
+        if (STAGED) commit_copies();  // an empty group, too: they are counted
+    };
+    const auto loaded = [&](int slot) -> Tile {
+#if STAGED
+        wait_for_copies<AHEAD>();  // all but so many groups
+        Tile tile;
+#pragma unroll
+        for (int i = 0; i < TOKENS; i++) {
+#pragma unroll
+            for (int p = 0; p < WORDS / PORTION; p++) tile.codes[i][p] = stages[warp][slot].codes[i][p][lane];
+            tile.pair[i] = stages[warp][slot].pair[i][lane];
+        }
+        return tile;
+#else
+        return ring[slot];
+#endif
+    };
+    // The first labels are on their way while queries are made.
+#pragma unroll
+    for (int a = 0; a < AHEAD; a++) load(a, token + 64 * a);
+    make_queries(queries, q + i_batch * q_batch + i_head * GROUP * q_head, q_head, q_dim, channel);
     __syncthreads();
     u32 column[COLUMNS][WORDS][2];  // of the products' right side: what this thread holds
     float unit[COLUMNS], total[COLUMNS];
+    const bool its_token = row / 2 / LANES == quad / LANES;  // the column's token is that of these codes
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
-        unit[c] = queries.unit[4 * c + quad], total[c] = queries.total[4 * c + quad];
+        unit[c] = queries.unit[LANES * c + quad % LANES], total[c] = queries.total[LANES * c + quad % LANES];
 #pragma unroll
         for (int w = 0; w < WORDS; w++) {
-            const signed char* part = queries.parts[4 * c + row / 2][row % 2] + 4 * (quad * WORDS + w);
-            column[c][w][0] = *(const u32*)part, column[c][w][1] = *(const u32*)(part + WIDTH);
+            const signed char* part = queries.parts[LANES * c + row / 2 % LANES][row % 2];
+            part += 4 * (quad % LANES * WORDS + w);
+            column[c][w][0] = its_token ? *(const u32*)part : 0;
+            column[c][w][1] = its_token ? *(const u32*)(part + WIDTH) : 0;
         }
     }
 
-#pragma unroll 2
-    for (int t = 0; token < end; token += 64) {
-        const Tile tile = next;
-        const u32 usable = there >> t;
-        t += SPANS;
-        if (token + 64 < end) {
-            if (t == 32) {
-                t = 0;
-                const int further = token + 64 + SPAN * lane;
-                physical = further < end ? table[(u32)further / BLOCK] : -1;
-                there = __ballot_sync(~0u, physical >= 0);
+    const auto score = [&](const Tile& tile, u32 usable, int token) {
+        float best[TOKENS];  // of the queries that this thread has
+#pragma unroll
+        for (int m = 0; m < LANES; m++) {
+            int product[COLUMNS][4] = {};
+#pragma unroll
+            for (int w = 0; w < WORDS; w++) {
+                const u32 upper = tile.codes[2 * m][w / PORTION].word[w % PORTION];
+                const u32 lower = tile.codes[2 * m + 1][w / PORTION].word[w % PORTION];
+                const u32 digits[4] = {upper & 0x0f0f0f0f, lower & 0x0f0f0f0f, (upper >> 4) & 0x0f0f0f0f,
+                                       (lower >> 4) & 0x0f0f0f0f};
+#pragma unroll
+                for (int c = 0; c < COLUMNS; c++) multiply(product[c], digits, column[c][w]);
             }
-            labels.load(next, token + 64, t, max(physical, 0));
-        }
-        float best[8];  // of tokens 16 m + 8 h + row, of the queries that this thread of a quad has
 #pragma unroll
-        for (int m = 0; m < 4; m++) {
+            for (int h = 0; h < 2; h++) {
+                const u32 pair = tile.pair[2 * m + h];
 #pragma unroll
-            for (int c = 0; c < COLUMNS; c++) {
-                int product[4] = {0, 0, 0, 0};
-#pragma unroll
-                for (int w = 0; w < WORDS; w++) {
-                    const u32 upper = tile.code[m][0][w], lower = tile.code[m][1][w];
-                    const u32 digits[4] = {upper & 0x0f0f0f0f, lower & 0x0f0f0f0f, (upper >> 4) & 0x0f0f0f0f,
-                                           (lower >> 4) & 0x0f0f0f0f};
-                    multiply(product, digits, column[c][w]);
-                }
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
+                for (int c = 0; c < COLUMNS; c++) {
                     // label = digit * scale + zero, so q . label = scale * (q . digits) + zero * sum(q)
-                    const float sum = (float)(product[2 * h] * 128 + product[2 * h + 1]) * unit[c];
-                    const u32 pair = tile.pair[m][h];
+                    const float sum = (float)(product[c][2 * h] * 128 + product[c][2 * h + 1]) * unit[c];
                     const float s = from_half(pair) * sum + from_half(pair >> 16) * total[c];
-                    const float its = VECTORS % 4 && 4 * c + quad >= VECTORS ? -INF : s;
+                    const float its = VECTORS % LANES && LANES * c + quad % LANES >= VECTORS ? -INF : s;
                     best[2 * m + h] = c ? fmaxf(best[2 * m + h], its) : its;
                 }
             }
         }
-        // The largest of the four threads of a quad: each ends with two of the eight tokens.
-        const int odd = quad & 1, high = quad >> 1, m = 2 * odd + high;
-        float four[4];
+        // The largest of the threads that share tokens: each ends with two of them.
+        int first = 0;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float sent = odd ? best[i] : best[4 + i];
-            four[i] = fmaxf(odd ? best[4 + i] : best[i], __shfl_xor_sync(~0u, sent, 1));
+        for (int d = 1; d < LANES; d *= 2) {
+            const bool high = quad & d;
+            const int half = LANES / d;
+            first += high ? half : 0;
+#pragma unroll
+            for (int i = 0; i < half; i++) {
+                const float sent = high ? best[i] : best[half + i];
+                best[i] = fmaxf(high ? best[half + i] : best[i], __shfl_xor_sync(~0u, sent, d));
+            }
         }
-        const bool known = usable >> (m / (SPAN / 16)) & 1;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const float sent = high ? four[i] : four[2 + i];
-            const float s = fmaxf(high ? four[2 + i] : four[i], __shfl_xor_sync(~0u, sent, 2));
-            const int at = token + 16 * m + 8 * i + row;
-            if (at < end) out[at] = known && at >= (int)sinks && s == s ? s : -INF;
+            const int o = (first + i) * ROWS, of_block = (o + (SPANS > 1 ? lane / LANES : 0)) / SPAN;
+            const bool known = usable >> of_block & 1 && token + o >= behind_sinks && best[i] == best[i];
+            if (BLOCK >= 64 || token + o < end - lane / LANES) out[token + o] = known ? best[i] : -INF;
+        }
+    };
+    while (token < end) {
+#pragma unroll
+        for (int slot = 0; slot <= AHEAD; slot++, token += 64) {
+            if (slot && token >= end) break;
+            load((slot + AHEAD) % (AHEAD + 1), token + 64 * AHEAD);
+            score(loaded(slot), usable[slot], token);
         }
     }
     release_kernels();
