@@ -12,9 +12,10 @@ from captured import imitated
 from models import build
 from read_rows import read_rows as rows
 
-from benchmarks import decoding, filling, plot, shapes
+from benchmarks import decoding, filling, kernels, plot, shapes
 from benchmarks import step as bench_step
 from benchmarks.baselines import VARIANTS, NotRun, make_cache
+from benchmarks.probes import step_kernels
 from benchmarks.readme import DEFAULTS
 from benchmarks.report import Report, spread
 from hf_sparsekv import optimize
@@ -362,3 +363,30 @@ def test_step_on_a_gpu(tmp_path, monkeypatch):
     for variant in ("hf_dynamic", "hf_offloaded", "hf_static"):
         assert (variant, "tpot_ms") in found
     assert ("sdpa_best+fused", "step_ms") in found
+
+
+def test_steps_with_kernels_that_are_not_the_default(imitated_gpu, monkeypatch, capsys):
+    """Each is captured with what its line names; afterwards all is as it was."""
+    model, seen = build("llama", "sdpa"), []
+
+    def replay_ms(model, cache):
+        (graph,) = decoding.runner_of(model).graphs[cache].values()
+        seen.append([getattr(module, constant) == value for module, constant, value in step_kernels.NEW.values()])
+        return [1.0, 2.0, graph and 3.0]
+
+    monkeypatch.setattr(step_kernels, "prepare", bench_step.prepare)
+    monkeypatch.setattr(step_kernels, "replay_ms", replay_ms)
+    usual = [getattr(module, constant) for module, constant, _ in step_kernels.NEW.values()]
+    step_kernels.measure(model, VARIANTS["token_only"], BATCH, CONTEXT, show=False)
+    assert [name for name, on in zip(step_kernels.NEW, seen[-1]) if on] == list(step_kernels.NEW)
+    assert seen == [[name in names for name in step_kernels.NEW] for names in step_kernels.ways()]
+    assert usual == [getattr(module, constant) for module, constant, _ in step_kernels.NEW.values()]
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert lines[0].split() == ["2x300", "token_only", "default", "2.000", "ms", "(1.500", "to", "2.500)"]
+    assert "attention + linear" in lines[-1]
+
+
+def test_a_table_of_kernels():
+    found = [kernels.Kernel(*one) for one in (("a", 0, 1500.0), ("b", 2000, 4.0), ("a", 2004, 500.0))]
+    assert kernels.table(found, most=1).splitlines() == ["3 kernels, 2.00 ms", "    2.000 ms     2 x a"]
