@@ -36,6 +36,11 @@ __device__ __forceinline__ u32 cluster_rank() {
 
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 
+// Where nothing that was written is to be seen: without the fence, which waits for the whole GPU's memory.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // All threads of all blocks are here, and what they wrote is seen by all.
@@ -65,6 +70,42 @@ __device__ __forceinline__ void store_there(u32* mine, u32 rank, u32 value) {
 
 __device__ __forceinline__ void store_there(float* mine, u32 rank, float value) {
     store_there((u32*)mine, rank, __float_as_uint(value));
+}
+
+// Messages from block to block, without barriers: a block says in its `mailbox` how many bytes it waits for, each
+// arrives with what it counts, and none needs a fence. See "st.async" and "mbarrier" of PTX.
+// By one thread, before it arrives at the barrier of the cluster that all wait for before they send.
+__device__ __forceinline__ void expect_mail(u64* mailbox, u32 bytes) {
+    const u32 at = (u32)__cvta_generic_to_shared(mailbox);
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void send(u32* mine, u32 rank, u32 value, u64* mailbox) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(there(mine, rank)),
+                 "r"(value), "r"(there(mailbox, rank))
+                 : "memory");
+}
+
+__device__ __forceinline__ void send(float* mine, u32 rank, float value, u64* mailbox) {
+    send((u32*)mine, rank, __float_as_uint(value), mailbox);
+}
+
+__device__ __forceinline__ void send(float4* mine, u32 rank, const float4& value, u64* mailbox) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+            there(mine, rank)),
+        "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(there(mailbox, rank))
+        : "memory");
+}
+
+// All that is expected is there.
+__device__ __forceinline__ void wait_for_mail(u64* mailbox) {
+    asm volatile(
+        "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0; @!p bra again;}" ::"r"(
+            (u32)__cvta_generic_to_shared(mailbox))
+        : "memory");
 }
 
 // ---- memory

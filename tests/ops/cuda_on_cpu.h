@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <random>
 #include <thread>
 #include <type_traits>
@@ -86,7 +87,15 @@ struct Warp {
     u32 a[32][4], b[32][2];
 };
 
+struct Message {  // between blocks, under way
+    void* to;
+    u32 bytes, value[4];
+    std::atomic<int>* left;
+};
+
 struct Cluster {
+    std::mutex mutex;
+    std::vector<Message> messages;
     std::atomic<int> count{0};
     std::atomic<u32> turn{0};
     char* anchors[CLUSTER];
@@ -248,6 +257,35 @@ inline u32 load_there(const u32* mine, u32 rank) { return *(volatile u32*)there(
 inline void store_there(u32* mine, u32 rank, u32 value) { *(volatile u32*)there(mine, rank) = value; }
 inline void store_there(float* mine, u32 rank, float value) { *(volatile float*)there(mine, rank) = value; }
 
+inline void cluster_arrive_relaxed() { cluster_arrive(); }
+
+inline void expect_mail(u64* mailbox, u32 bytes) { *(std::atomic<int>*)mailbox = bytes; }
+
+template <class T>
+inline void send(T* mine, u32 rank, const T& value, u64* mailbox) {
+    Message message = {there(mine, rank), sizeof(T), {}, (std::atomic<int>*)there(mailbox, rank)};
+    memcpy(message.value, &value, sizeof(T));
+    std::lock_guard<std::mutex> alone(block->cluster->mutex);
+    block->cluster->messages.push_back(message);
+}
+
+inline void wait_for_mail(u64* mailbox) {
+    while (*(std::atomic<int>*)mailbox != 0) give_way();
+}
+
+// Some of the messages arrive, in any order.
+inline void deliver(Cluster& cluster, std::mt19937& chance) {
+    std::lock_guard<std::mutex> alone(cluster.mutex);
+    auto& messages = cluster.messages;
+    for (size_t some = chance() % (messages.size() + 1); some; some--) {
+        std::swap(messages[chance() % messages.size()], messages.back());
+        const Message& one = messages.back();
+        memcpy(one.to, one.value, one.bytes);
+        *one.left -= one.bytes;
+        messages.pop_back();
+    }
+}
+
 inline uint4 load_16(const void* from, bool there) { return there ? *(const uint4*)from : uint4{0, 0, 0, 0}; }
 
 // ---- numbers
@@ -368,6 +406,7 @@ inline void run_block(Block* mine, std::atomic<int>* ready) {
             left = true;
             swapcontext(&mine->scheduler, &mine->fibers[current].context);
         }
+        deliver(*mine->cluster, mine->chance);
         sched_yield();
     }
     ++*ready;

@@ -4,7 +4,7 @@
 // which each warp takes every so many 16. Until it has taken its last it needs nothing of other warps: its lanes
 // look up where tokens are, keys and values go from memory to the registers in which tensor cores take them, and the
 // softmax is its own. Then a block adds up its warps, and each block of the cluster adds up a part of all results,
-// which the others have written to its shared memory. So one launch does what a split and a merge do.
+// which the others have sent to its shared memory. So one launch does what a split and a merge do.
 //
 // Channels are in another order in these products, the same on both sides, so that each load takes 16 bytes.
 
@@ -16,7 +16,7 @@
 #define LOG2E 1.4426950408889634f
 
 static_assert(GROUP <= 8, "heads are the eight columns of a product");
-static_assert(SIZE % CLUSTER == 0, "each block has as much of the result");
+static_assert(SIZE % (4 * CLUSTER) == 0, "each block has as much of the result");
 
 __device__ __forceinline__ u32 pack(float low, float high) {
     return BFLOAT16 ? pack_bfloat16(low, high) : pack_half(low, high);
@@ -208,9 +208,9 @@ __device__ __forceinline__ void take(Softmax& its, const uint4 (&query)[STEPS][3
 
 // Of a block in the result of a row and KV head; what each block is told by all.
 struct Share {
+    float4 sum[SLICE / 4];
     float most[GROUP], total[GROUP];
     u32 tokens, far;
-    float sum[SLICE];
 };
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, RESIDENT)
@@ -226,6 +226,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                                 i64 scale_bits) {
     DYNAMIC_SHARED(held);  // the chosen tokens, then each warp's result
     __shared__ Share at[CLUSTER];
+    __shared__ u64 mailbox;
     __shared__ Lists lists;
     __shared__ Entries entries[WARPS];
     __shared__ uint4 query[STEPS][32];  // of each thread of a warp: of head `row`, zeros where there is none
@@ -234,7 +235,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const i64 i_batch = blockIdx.y / (u32)heads, i_head = blockIdx.y % (u32)heads;
     const int rank = cluster_rank();
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
-    cluster_arrive();  // waited for before another's shared memory is written
+    // Of each block a slice, maxima and sums; the first one counts tokens.
+    if (thread == 0) expect_mail(&mailbox, 4 * CLUSTER * (SLICE + 2 * GROUP + (rank == 0 ? 2 : 0)));
+    __syncthreads();
+    cluster_arrive_relaxed();  // waited for before anything is sent
     wait_for_kernels();
 
     Lists its;
@@ -311,28 +315,31 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             }
         }
     }
-    cluster_wait();  // for the arrival at the beginning: every block is there
     __syncthreads();
-    for (int i = thread; i < SIZE; i += THREADS) {
-        float sum = 0;
-        for (int w = 0; w < WARPS; w++) sum += held[w * SIZE + i];
-        store_there(&at[rank].sum[i % SLICE], i / SLICE, sum);
+    cluster_wait();  // for the arrival at the beginning: every block is there
+    for (int i = thread; i < SIZE / 4; i += THREADS) {
+        float4 sum = {0, 0, 0, 0};
+        for (int w = 0; w < WARPS; w++) {
+            const float4& its = *(const float4*)(held + w * SIZE + 4 * i);
+            sum.x += its.x, sum.y += its.y, sum.z += its.z, sum.w += its.w;
+        }
+        send(&at[rank].sum[i % (SLICE / 4)], i / (SLICE / 4), sum, &mailbox);
     }
     for (int i = thread; i < GROUP * CLUSTER; i += THREADS) {
         const int head = i % GROUP, to = i / GROUP;
         float base = -INF, sum = 0;
         for (int w = 0; w < WARPS; w++) base = fmaxf(base, most[w][head]);
         for (int w = 0; w < WARPS; w++) sum += total[w][head] * exp2f(most[w][head] - base_of(base));
-        store_there(&at[rank].most[head], to, base);
-        store_there(&at[rank].total[head], to, sum);
+        send(&at[rank].most[head], to, base, &mailbox);
+        send(&at[rank].total[head], to, sum, &mailbox);
     }
     if (thread == 0) {
         u32 all_tokens = 0, all_far = 0;
         for (int w = 0; w < WARPS; w++) all_tokens += tokens[w], all_far += far[w];
-        store_there(&at[rank].tokens, 0, all_tokens);
-        store_there(&at[rank].far, 0, all_far);
+        send(&at[rank].tokens, 0, all_tokens, &mailbox);
+        send(&at[rank].far, 0, all_far, &mailbox);
     }
-    cluster_sync();
+    wait_for_mail(&mailbox);
 
     // Denominator of a head, and the base of all that is added up.
     const auto whole = [&](int head, float& base) {
@@ -352,7 +359,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         const int head = (rank * SLICE + i) / DIM, channel = (rank * SLICE + i) % DIM;
         float base, sum = 0;
         const float by = whole(head, base);
-        for (int r = 0; r < CLUSTER; r++) sum += at[r].sum[i] * exp2f(at[r].most[head] - base);
+        for (int r = 0; r < CLUSTER; r++) sum += ((const float*)at[r].sum)[i] * exp2f(at[r].most[head] - base);
         // A row with nothing to attend to gives zeros.
         const u32 result = pack(by == 0 ? 0 : sum / by, 0);
         out[i_batch * out_batch + (i_head * GROUP + head) * out_head + channel] = (u16)result;
