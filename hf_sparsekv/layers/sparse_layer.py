@@ -43,6 +43,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         self.replay: Replay | None = None  # set while a step is being captured
         self.plan: Plan | None = None  # of the step that is being captured
         self.query: Tensor | None = None  # of the captured step
+        self.last: Tensor | None = None  # a prompt's last query, whose tokens the first step is to bring
         # In a captured step: waits for what is being chosen beside the layer before; and what that reads.
         self.awaited: tuple[Callable[[], None], Tensor] | None = None
         self.broken: str | None = None
@@ -55,7 +56,7 @@ class SparseLayer(Owned, CacheLayerMixin):
             self.store.wait_for_copies()  # a side stream may still be choosing blocks
         new.index, new.broken, new.policy, new.latent = self.index, self.broken, self.policy.copy(), self.latent
         new.q_heads = self.q_heads
-        new.pending = new.replay = new.plan = new.query = new.awaited = None
+        new.pending = new.replay = new.plan = new.query = new.last = new.awaited = None
         table, copy_streams = (copy.deepcopy(held, memo) for held in (self.owner.row_table, self.owner.copy_streams))
         pools = copy.deepcopy(self.owner.device_pools, memo) if self.policy.fetches else None
         new.store = None if self.store is None else self.store.copy(table, pools, copy_streams)
@@ -217,16 +218,22 @@ class SparseLayer(Owned, CacheLayerMixin):
 
     @torch.no_grad()
     def _look_ahead(self, query: Tensor, absorbed: Absorbed | None = None) -> None:
-        """A prompt, or a piece of it, is cached: prepare the first decode step, which its last query stands for."""
-        policy, store, last = self.policy, self.store, query[:, :, -1:]
-        last = (last if absorbed is None else absorbed.queries(last))[:, :, 0]
-        plan = policy.plan(store)
-        if plan.ahead:
-            plan = policy.prepare(store)
-            with store.after_saving(last) as last:
-                policy.look_ahead(last, store, plan)
-        else:
+        """A prompt, or a piece of it, is cached: prepare the first decode step, which its last query stands for.
+
+        What is brought to the device for that alone waits for it: only the last of many pieces needs it.
+        """
+        policy, store = self.policy, self.store
+        plan, last = policy.plan(store), _last(query, absorbed)
+        self.last = None
+        if not plan.ahead:
             policy.look_ahead(last, store, plan)
+        else:
+            plan = policy.prepare(store)
+            if not policy.brings_only:
+                with store.after_saving(last) as last:
+                    policy.look_ahead(last, store, plan)
+            elif policy.tokens is not None:
+                self.last = last.clone()  # a view would keep all of the prompt's queries alive
         self._end()
 
     def _end(self) -> None:
@@ -450,6 +457,11 @@ class SparseLayer(Owned, CacheLayerMixin):
     def _begin_step(self) -> None:
         """A decode step begins: blocks are in place, and there is room for marks of those that it attends to."""
         self.store.wait_for_copies()
+        if self.last is not None:
+            last, self.last = self.last, None
+            plan = self.policy.plan(self.store)
+            if plan.ahead:
+                self.policy.look_ahead(last, self.store, plan)
         if self.policy.watch is not None:
             self.policy.watch.fit(self.store)
 
@@ -606,7 +618,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         """Have no store, and no memory of one; nothing is cached."""
         if self.store is not None:
             self.store.wait_for_copies()  # memory in use by copy streams must not be reused before they end
-            self.store = None
+            self.store = self.last = None
 
     def reset(self) -> None:
         self.empty()
@@ -614,7 +626,7 @@ class SparseLayer(Owned, CacheLayerMixin):
 
     def empty(self) -> None:
         """Forget all tokens, and what a step that was broken off has left."""
-        self.pending = self.replay = self.awaited = None
+        self.pending = self.replay = self.last = self.awaited = None
         if self.store is not None:
             self.store.capturing = False
             self.store.reset()  # which waits for what is still being chosen, too
@@ -634,6 +646,7 @@ class SparseLayer(Owned, CacheLayerMixin):
             self.store.crop(keep)
             if self.store.held.sealed != sealed:
                 self.policy.reopened()
+                self.last = None
         else:
             self.reset()  # the next prompt calibrates anew
 
@@ -641,6 +654,13 @@ class SparseLayer(Owned, CacheLayerMixin):
         """Row ``i`` becomes what row ``index[i]`` was, which makes ``rows`` of them."""
         self.store.map_rows(index, rows)
         self.policy.map_rows(index.to(self.store.device))
+        if self.last is not None:
+            self.last = self.last[index.to(self.last.device)]
+
+
+def _last(query: Tensor, absorbed: Absorbed | None) -> Tensor:
+    """The last one of a prompt's queries ``[batch, Hq, q, Dk]`` as a step gets it, ``[batch, Hq, Dk]``."""
+    return query[:, :, -1] if absorbed is None else absorbed.queries(query[:, :, -1:])[:, :, 0]
 
 
 def _unforeseen(plan: Plan) -> Plan:
