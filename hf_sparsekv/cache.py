@@ -27,7 +27,7 @@ from transformers.cache_utils import (
 
 from .attention.drafts import verified_tokens
 from .attention.handle import Step
-from .attention.masks import check_not_empty, new_columns
+from .attention.masks import check_not_empty, is_whole, new_columns
 from .attention.mla import caller, passes_on
 from .config import (
     OffloadConfig,
@@ -366,6 +366,11 @@ class SparseCache(Cache):
         """``layer`` is the first one of ours."""
         return layer is next((other for other in self.layers if isinstance(other, SparseLayer)), None)
 
+    def next_to(self, layer: SparseLayer) -> SparseLayer | None:
+        """The one of ours that comes behind ``layer``, None behind the last."""
+        behind = self.layers[layer.index + 1 :]
+        return next((other for other in behind if isinstance(other, SparseLayer)), None)
+
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         """Keys and values of a layer's next tokens, as ``Cache.update``; what attention gets back knows the cache.
 
@@ -455,7 +460,7 @@ class SparseCache(Cache):
         """Validity of the step's columns, None if none is padding; worked out once a forward, not once a layer."""
         if self.row_batch is not None:
             return self.new_rows(step.k.device)
-        if mask is None:
+        if mask is None or is_whole(mask):
             return None
         if self._columns[0] is not mask:
             valid = new_columns(mask, step.past, step.length).expand(len(step.k), -1)  # one mask may serve all rows

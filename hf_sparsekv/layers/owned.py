@@ -48,6 +48,10 @@ class Owner(Protocol):
         """``layer`` is the first of these."""
         ...
 
+    def next_to(self, layer: SparseLayer) -> SparseLayer | None:
+        """The one that comes behind ``layer``, None behind the last."""
+        ...
+
     def make_policy(self, layer_idx: int) -> Policy:
         """The selection policy of one layer."""
         ...

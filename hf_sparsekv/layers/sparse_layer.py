@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..attention.exact import exact_attention
 from ..attention.gradient import NoGradient
 from ..attention.handle import KVHandle, Step
+from ..attention.masks import is_whole
 from ..attention.mla import SAMPLE, Absorbed, absorb, calling_module, passes_on
 from ..kv.query_rows import QueryRows
 from ..kv.rows import Rows
@@ -203,7 +204,7 @@ class SparseLayer(Owned, CacheLayerMixin):
             raise RuntimeError("exact attention over a cached past, which waits for the host")
         store = self.store
         if own:
-            key, value = store.materialise(step.k.detach(), step.v.detach())
+            key, value = store.materialise(*step.kept)
             self._read_ahead(step, mask)
             self._commit(step, query, self.owner.new_columns(mask, step))
         else:
@@ -214,7 +215,7 @@ class SparseLayer(Owned, CacheLayerMixin):
             store.counters.exact += 1
             if own:
                 self._look_ahead(query, absorbed)
-        return NoGradient.apply(out, query)
+        return NoGradient.apply(out, query) if torch.is_grad_enabled() else out
 
     @torch.no_grad()
     def _look_ahead(self, query: Tensor, absorbed: Absorbed | None = None) -> None:
@@ -238,18 +239,17 @@ class SparseLayer(Owned, CacheLayerMixin):
 
     def _end(self) -> None:
         """The last layer ends a forward pass of several tokens: free the copy streams' buffers."""
-        if self is self.owner.sparse_layers[-1]:
+        if self.owner.next_to(self) is None:
             self.owner.copy_streams.release()
 
     def _read_ahead(self, step: Step, mask: Tensor | None) -> None:
         """Begin to read back what the next layer needs for this chunk of a prompt."""
-        layers = self.owner.sparse_layers
-        for layer in layers[layers.index(self) + 1 :][:1]:
-            store = layer.store
-            if store is None or store.copy_stream is None or not store.full_blocks or store.length != step.past:
-                continue
-            if not layer._is_drafts(step, mask):
-                self.owner.copy_streams.read_ahead(store, step.length)
+        layer = self.owner.next_to(self)
+        store = None if layer is None else layer.store
+        if store is None or store.copy_stream is None or not store.full_blocks or store.length != step.past:
+            return
+        if not layer._is_drafts(step, mask):
+            self.owner.copy_streams.read_ahead(store, step.length)
 
     def _is_drafts(self, step: Step, mask: Tensor | None) -> bool:
         """The step's tokens are drafts, said to be so, and few enough to attend to a selection as decode steps do.
@@ -312,7 +312,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         if policy.observes:
             store.announce(step.k.shape[2], None)
             policy.observe(query, step.keys, None, store)
-        store.append(step.k.detach(), step.v.detach(), None, taken)
+        store.append(*step.kept, None, taken)
         self._committed(step)
         store.seal_due(policy, due)
         plan = policy.plan(store) if replay is None else self.plan
@@ -331,7 +331,7 @@ class SparseLayer(Owned, CacheLayerMixin):
     def _verify_each(self, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
         """:meth:`_verify` one token after the other."""
         store, policy, watch, outs = self.store, self.policy, self.policy.watch, []
-        k, v, new = step.k.detach(), step.v.detach(), step.k.shape[2]
+        (k, v), new = step.kept, step.k.shape[2]
         try:
             for i, (_, taken, _) in enumerate(self.owner.row_table.drafts(store.held, new, False)):
                 at = slice(i, i + 1)
@@ -378,7 +378,7 @@ class SparseLayer(Owned, CacheLayerMixin):
                 policy.observe(query, step.keys, valid, store)
             if replay is not None and policy.note is not None:
                 replay.on_side_stream(lambda: policy.note(q, valid, store, self.plan))
-            store.append(step.k.detach(), step.v.detach(), valid)
+            store.append(*step.kept, valid)
             self._committed(step)
         plan = policy.plan(store) if replay is None else self.plan
         if self.awaited is not None:
@@ -403,7 +403,7 @@ class SparseLayer(Owned, CacheLayerMixin):
             replay.fork(ahead, policy.layers_per_launch)
         else:
             replay.late(ahead)
-        if self is self.owner.sparse_layers[-1]:
+        if self.owner.next_to(self) is None:
             replay.run_late()
         return out
 
@@ -505,7 +505,7 @@ class SparseLayer(Owned, CacheLayerMixin):
                 most = max(SAMPLE, getattr(self.owner.config, "calibration_tokens", 0))
                 seen = step.absorbed.observed(query, step.k, step.v, valid, most)
             self.policy.observe(*seen, self.store, step.k.shape[2])
-        self.store.extend(step.k.detach(), step.v.detach(), valid, self.policy)
+        self.store.extend(*step.kept, valid, self.policy)
         self._committed(step)
 
     def _committed(self, step: Step) -> None:
@@ -533,7 +533,9 @@ class SparseLayer(Owned, CacheLayerMixin):
         """A mask that hides cached columns anew would make selection and attention disagree."""
         if mask is None or mask.ndim != 2 or not self.owner.first(self):
             return
-        if not torch.equal(self.store.valid_columns(), mask[:, :past]):
+        store = self.store
+        same = not store.padded if is_whole(mask) else torch.equal(store.valid_columns(), mask[:, :past])
+        if not same:
             raise ValueError(
                 "attention_mask differs from the one these tokens were cached with: padding is fixed when a token is "
                 "cached. Pass the same values for the cached columns, or start a new cache"
