@@ -366,11 +366,6 @@ class SparseCache(Cache):
         """``layer`` is the first one of ours."""
         return layer is next((other for other in self.layers if isinstance(other, SparseLayer)), None)
 
-    def next_to(self, layer: SparseLayer) -> SparseLayer | None:
-        """The one of ours that comes behind ``layer``, None behind the last."""
-        behind = self.layers[layer.index + 1 :]
-        return next((other for other in behind if isinstance(other, SparseLayer)), None)
-
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         """Keys and values of a layer's next tokens, as ``Cache.update``; what attention gets back knows the cache.
 

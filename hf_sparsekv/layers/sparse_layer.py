@@ -239,12 +239,18 @@ class SparseLayer(Owned, CacheLayerMixin):
 
     def _end(self) -> None:
         """The last layer ends a forward pass of several tokens: free the copy streams' buffers."""
-        if self.owner.next_to(self) is None:
+        if self._next is None:
             self.owner.copy_streams.release()
+
+    @property
+    def _next(self) -> SparseLayer | None:
+        """The one of ours that comes behind this one, None behind the last."""
+        behind = self.owner.layers[self.index + 1 :]
+        return next((layer for layer in behind if isinstance(layer, SparseLayer)), None)
 
     def _read_ahead(self, step: Step, mask: Tensor | None) -> None:
         """Begin to read back what the next layer needs for this chunk of a prompt."""
-        layer = self.owner.next_to(self)
+        layer = self._next
         store = None if layer is None else layer.store
         if store is None or store.copy_stream is None or not store.full_blocks or store.length != step.past:
             return
@@ -403,7 +409,7 @@ class SparseLayer(Owned, CacheLayerMixin):
             replay.fork(ahead, policy.layers_per_launch)
         else:
             replay.late(ahead)
-        if self.owner.next_to(self) is None:
+        if self._next is None:
             replay.run_late()
         return out
 
