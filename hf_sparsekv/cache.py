@@ -27,7 +27,7 @@ from transformers.cache_utils import (
 
 from .attention.drafts import verified_tokens
 from .attention.handle import Step
-from .attention.masks import check_not_empty, new_columns
+from .attention.masks import check_not_empty, is_whole, new_columns
 from .attention.mla import caller, passes_on
 from .config import (
     OffloadConfig,
@@ -455,7 +455,7 @@ class SparseCache(Cache):
         """Validity of the step's columns, None if none is padding; worked out once a forward, not once a layer."""
         if self.row_batch is not None:
             return self.new_rows(step.k.device)
-        if mask is None:
+        if mask is None or is_whole(mask):
             return None
         if self._columns[0] is not mask:
             valid = new_columns(mask, step.past, step.length).expand(len(step.k), -1)  # one mask may serve all rows

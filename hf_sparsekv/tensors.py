@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-# Decorates whatever creates state that is written in place. Such state must not be an inference tensor: a cache may be
-# filled inside torch.inference_mode() and used outside of it.
-no_inference_mode = torch.inference_mode(False)
+Function = TypeVar("Function", bound=Callable)
+
+
+def no_inference_mode(function: Function) -> Function:
+    """Decorates whatever creates state that is written in place. Such state must not be an inference tensor.
+
+    A cache may be filled inside ``torch.inference_mode()`` and used outside of it. Where that mode is off, nothing is
+    entered: a prompt calls some ten such functions in each layer.
+    """
+
+    @wraps(function)
+    def call(*args, **named):
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **named)
+        with torch.inference_mode(False):
+            return function(*args, **named)
+
+    return call
 
 
 def sent(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -99,6 +99,25 @@ def test_the_default_limit_is_looked_up_at_each_growth(machine):
     assert HostBudget(OffloadConfig(max_host_bytes=5)).limit == 5
 
 
+def test_the_default_limit_is_looked_up_once_for_all_layers(monkeypatch):
+    looked, limits = [], iter((10 << 30, 5 << 30, 5 << 30))
+
+    def look() -> int:
+        looked.append(1)
+        return next(limits)
+
+    now = [0.0]
+    monkeypatch.setattr(host_limit, "host_memory_limit", look)
+    monkeypatch.setattr(host_limit.time, "monotonic", lambda: now[0])
+    budget = HostBudget(OffloadConfig())
+    for _ in range(36):
+        budget.check(6 << 30)
+    assert len(looked) == 1
+    now[0] = 2.0  # seconds later it may be less
+    with pytest.raises(MemoryError, match=r"limit is 4\.00 GiB"):
+        budget.check(6 << 30)
+
+
 def test_the_default_limit_is_one_of_all_caches(machine):
     """Each alone would promise the same 80 % of the machine; one with a limit of its own has that."""
     machine(10)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from caches import FULL, two_level
 from models import build, model, prompt, reference
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 from transformers.masking_utils import (
     causal_mask_function,
@@ -56,6 +57,35 @@ def test_idempotence():
     for q in (1, 3, 9):
         once = call(q, 9, padded)
         assert torch.equal(call(q, 9, once), once)
+
+
+class Waits(TorchDispatchMode):
+    """Counts what the host would wait for a GPU for."""
+
+    waits = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.waits += func in (torch.ops.aten.equal.default, torch.ops.aten._local_scalar_dense.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_piece_without_padding_waits_for_nothing(given):
+    """But for the caller's mask, which is looked at once."""
+    cache, net, ids = two_level(False, **FULL), model("llama"), prompt(2, 90)["input_ids"]
+    with torch.no_grad():
+        net(ids[:, :60], past_key_values=cache)
+        with Waits() as counted:
+            net(ids[:, 60:], past_key_values=cache, attention_mask=torch.ones(2, 90) if given else None)
+    assert counted.waits == int(given)
+
+
+def test_a_piece_that_forgets_the_padding():
+    cache, net, inputs = two_level(False, **FULL), model("llama"), prompt(2, 60, (0, 20))
+    with torch.no_grad():
+        net(**inputs, past_key_values=cache)
+        with pytest.raises(ValueError, match="differs from the one these tokens were cached with"):
+            net(prompt(2, 5)["input_ids"], past_key_values=cache)
 
 
 def test_too_short():

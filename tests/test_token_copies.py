@@ -95,3 +95,22 @@ def test_a_context_that_outgrows_its_copies():
     after = cache.sparse_layers[0].policy.tokens
     assert after.room >= 2 * before.room and after.slots.shape[-1] > before.slots.shape[-1]
     assert int((after.columns >= 0).sum()) > 0
+
+
+@pytest.mark.parametrize("way", ["steps", "reordered", "cropped"])
+@pytest.mark.parametrize("method", ["two_level", "progressive"])
+def test_pieces_of_a_prompt_bring_nothing(method, way):
+    """What a piece's last query chooses is for a step, which another piece may come before: the step brings it."""
+    caches = [METHODS[method](OffloadConfig(device_pool=pool)) for pool in (None, 0)]
+    for cache in caches:
+        for seed in range(3):
+            feed(cache, 80, seed, together=True)
+        if way == "reordered":
+            cache.reorder_cache(torch.tensor([1, 0]))
+        elif way == "cropped":
+            cache.crop(-80)  # full blocks as well: that query is gone
+    held = [layer.policy.tokens for layer in caches[0].sparse_layers]
+    assert not any(int(one.counters.sum()) for one in held)
+    assert torch.allclose(*(feed(cache, 1, 4)[0] for cache in caches), atol=1e-5, rtol=1e-5)
+    copied, none = (sum(layer.store.counters.total_from_host for layer in cache.sparse_layers) for cache in caches)
+    assert (copied == none) if way == "cropped" else (copied < none)

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections import Counter
 
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TwoLevelConfig, optimize, unoptimize
 
+from ..kernels import launched, table
 from ..shapes import known_config, parse_model, parse_tokens, random_model
 
 WHOLE = (512, 1024, 2048, 4096, 8192)
@@ -54,17 +52,7 @@ def show_kernels(model, cache, length: int, chunk: int) -> None:
     """Milliseconds and launches of each kernel in the last chunk of a prompt, the longest first."""
     for _ in range(chunk, length, chunk):
         passed(model, cache, chunk)
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        passed(model, cache, chunk)
-    kernels: Counter[str] = Counter()
-    launches: Counter[str] = Counter()
-    for event in found.events():
-        if event.device_type == DeviceType.CUDA:
-            kernels[event.name] += event.time_range.elapsed_us() / 1e3
-            launches[event.name] += 1
-    print(f"{launches.total()} kernels, {kernels.total():.1f} ms")
-    for name, ms in kernels.most_common(24):
-        print(f"{ms:9.2f} ms {launches[name]:5} x {name[:120]}")
+    print(table(launched(lambda: passed(model, cache, chunk))))
 
 
 def main() -> None:

@@ -70,6 +70,12 @@ class Step:
     committed: bool = field(default=False)
 
     @property
+    def kept(self) -> tuple[Tensor, Tensor]:
+        """:attr:`k` and :attr:`v` as they are stored, without a gradient."""
+        k, v = self.k, self.v
+        return k.detach() if k.requires_grad else k, v.detach() if v.requires_grad else v
+
+    @property
     def keys(self) -> Tensor:
         """What a selection takes for keys, ``[batch, H, q, Dk]``: of latents the whole rows."""
         return torch.cat((self.k, self.v), dim=-1) if self.layer.latent else self.k

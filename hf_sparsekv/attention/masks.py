@@ -21,6 +21,14 @@ _SECOND_PROMPT = (
 )
 
 
+_WHOLE = "_sparsekv_whole"  # an attribute of masks that hide nothing: asking these themselves waits for the GPU
+
+
+def is_whole(mask: Tensor) -> bool:
+    """This mask of columns was made here, of a pass without padding."""
+    return getattr(mask, _WHOLE, False)
+
+
 def sparsekv_mask(
     batch_size: int,
     q_length: int,
@@ -89,7 +97,9 @@ def sparsekv_mask(
     if q_length > 1 and q_offset > 0:
         # None would mean "causal from the first column" to sdpa.
         device = kwargs.get("device", "cpu")
-        return torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
+        mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
+        setattr(mask, _WHOLE, True)
+        return mask
     return None
 
 

@@ -82,11 +82,10 @@ def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
     if torch.cuda.get_device_capability(query.device)[0] < 9 or (torch.is_grad_enabled() and query.requires_grad):
         return False
     grouped = query.shape[1] != key.shape[1]
-    parts = [(slice(past, None), True), *([(slice(None, past), False)] if past else [])]
-    return all(
-        can_use_cudnn_attention(SDPAParams(query, key[:, :, at], value[:, :, at], None, 0.0, causal, grouped))
-        for at, causal in parts
-    )
+    parts = [(key, value, True)]
+    if past:
+        parts = [(key[:, :, past:], value[:, :, past:], True), (key[:, :, :past], value[:, :, :past], False)]
+    return all(can_use_cudnn_attention(SDPAParams(query, k, v, None, 0.0, causal, grouped)) for k, v, causal in parts)
 
 
 def lengths(longest: int) -> list[int]:
@@ -135,7 +134,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
         t if t.shape[3] == width else torch.nn.functional.pad(t, (0, width - t.shape[3])) for t in (query, key, value)
     ]
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*wide, 0.0, causal, False, scale=scale)
-    return out[..., : value.shape[3]], lse
+    return out if width == value.shape[3] else out[..., : value.shape[3]], lse
 
 
 def _padded(t: Tensor, tokens: int) -> Tensor:

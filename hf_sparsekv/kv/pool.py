@@ -15,6 +15,7 @@ from ..offload.host_pages import PAGE
 from ..offload.host_pool import HostArena
 from ..ops.block_copy import block_copy, gather_blocks
 from ..ops.quantise import quantise
+from ..tensors import no_inference_mode
 from .block_ids import BlockIds, bucket
 
 
@@ -100,7 +101,7 @@ class BlockPool:
         step = math.lcm(self._block_bytes, PAGE) // self._block_bytes
         return -(-capacity // step) * step
 
-    @torch.inference_mode(False)  # state that is written in place must not be an inference tensor
+    @no_inference_mode
     def _new_kv(self, capacity: int, shape: tuple[int, ...], dtype: torch.dtype, kept: int) -> Tensor:
         """Room for ``capacity`` physical blocks, the first ``kept`` of which keep their contents."""
         arena, size = None, capacity * self._block_bytes
@@ -121,7 +122,7 @@ class BlockPool:
         self._arena = arena
         return new
 
-    @torch.inference_mode(False)  # state that is written in place must not be an inference tensor
+    @no_inference_mode
     def add_field(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Keep a tensor ``[capacity, *shape]`` on the device beside the blocks."""
         self.fields[name] = torch.empty(self.capacity, *shape, dtype=dtype, device=self.device)
@@ -161,7 +162,7 @@ class BlockPool:
             at = old.to(held.device), new.to(held.device)
             held[at[1]] = held[at[0]]
 
-    @torch.inference_mode(False)  # state that is written in place must not be an inference tensor
+    @no_inference_mode
     def _grow(self, capacity: int) -> None:
         capacity = self._whole_pages(capacity)
         for user in list(self._users):
@@ -202,7 +203,7 @@ class BlockPool:
         """Blocks lie in host memory that the GPU reads and writes in place."""
         return self._arena is not None and self._arena.pinned and self.device.type == "cuda"
 
-    def write(self, physical_ids: Tensor, kv: Tensor, first: int | None = None) -> None:
+    def write(self, physical_ids: Tensor | None, kv: Tensor, first: int | None = None) -> None:
         """Fill blocks with ``kv [n, H, block_size, Dk + Dv]`` from the device, in the order of the current stream.
 
         Codes are made of it on the device, before it goes over the link.
@@ -210,12 +211,13 @@ class BlockPool:
         The host waits only if memory is not pinned.
 
         Args:
+            physical_ids: int32 ``[n]`` on the device. None: ``first`` says it, and the pool has no scales.
             first: the first physical block, if they follow each other: then one large copy does it.
         """
         if "scales" in self.fields:
             kv, scales = quantise(kv, self.split)
             self.note(physical_ids, scales=scales)
-        n = len(physical_ids)
+        n = len(kv)
         if not self.direct:
             home = self.kv.device
             if first is not None:

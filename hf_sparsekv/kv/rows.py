@@ -34,6 +34,7 @@ class Rows:
     sealed: tuple[int, ...]
     valid: Tensor | None = None
     _on: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
+    _past: dict[tuple[torch.device, int, int], Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def batch(self) -> int:
@@ -70,6 +71,18 @@ class Rows:
     def _upload(self, device: torch.device) -> Tensor:
         both = [(length, sealed * self.block_size) for length, sealed in zip(self.lengths, self.sealed)]
         return sent(both, torch.int32, device)
+
+    def past(self, rows: int, tokens: int, device: torch.device) -> Tensor:
+        """int32 ``[rows]``, ``tokens`` each: where all layers store the rest of a prompt that leaves these rows."""
+        key = device, rows, tokens
+        if key not in self._past:
+            self._past[key] = self._number(rows, tokens, device)
+        return self._past[key]
+
+    @staticmethod
+    @no_inference_mode
+    def _number(rows: int, tokens: int, device: torch.device) -> Tensor:
+        return torch.full((rows,), tokens, dtype=torch.int32, device=device)
 
     def valid_columns(self, device: torch.device) -> Tensor:
         """Which columns are tokens, bool ``[batch, columns]``."""

@@ -58,6 +58,7 @@ class State:
     HOST: ClassVar[dict[str, Any]] = {}
     PARTS: ClassVar[tuple[str, ...]] = ()
     OWN: ClassVar[tuple[str, ...]] = ()
+    _begins: ClassVar[dict[str, Any]] = {}  # all of these, as they begin: a prompt makes several for each layer
     _captured: ClassVar = staticmethod(lambda state: ())  # the tensors whose addresses graphs know
     _held: ClassVar = staticmethod(lambda state: ())  # the parts
     _of_rows: ClassVar = staticmethod(lambda state: ())  # the tensors that have rows, and the parts that a copy has
@@ -71,6 +72,7 @@ class State:
             setattr(cls, name, merged)
         for name in ("PARTS", "OWN"):
             setattr(cls, name, tuple(dict.fromkeys(key for base in (*bases, cls) for key in getattr(base, name))))
+        cls._begins = {**dict.fromkeys((*cls.TENSORS, *cls.PARTS)), **cls.HOST}
         of_rows = {name: held.rows for name, held in cls.TENSORS.items() if held.rows is not None}
         of_rows |= {name: None for name in cls.PARTS if name not in cls.OWN}
         getters = {
@@ -83,10 +85,7 @@ class State:
         cls._row_dims = tuple(of_rows.values())
 
     def __init__(self) -> None:
-        for name in (*self.TENSORS, *self.PARTS):
-            setattr(self, name, None)
-        for name, value in self.HOST.items():
-            setattr(self, name, value)
+        self.__dict__.update(self._begins)
 
     def _parts(self) -> Iterator[tuple[str, list[State]]]:
         for name in self.PARTS:

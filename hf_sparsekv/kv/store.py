@@ -35,12 +35,13 @@ from .rows import Rows, Taken
 from .state import Held, State
 from .step_rows import StepRows
 
+_ALL = slice(None)  # rows
 _SEAL_BYTES = 1 << 26  # blocks are sealed in pieces of about this size, which bounds the temporaries of a long prompt
 
 
 def _of_rows(index: Index, rows: slice) -> Index:
     """``index`` for some rows of the batch."""
-    return index if index.channels is None else replace(index, channels=index.channels[rows])
+    return index if index.channels is None or rows == _ALL else replace(index, channels=index.channels[rows])
 
 
 def ring_tokens(config: SparseConfig) -> int:
@@ -309,7 +310,7 @@ class LayerStore(State):
         after = self.table_of_rows.follow(before, k.shape[2], valid)
         self.fit(before)
         if valid is None and before.uniform:
-            self._extend(slice(None), k, v, before, after, indexer)
+            self._extend(_ALL, k, v, before, after, indexer)
         else:
             picks = [slice(None)] * self.batch if valid is None else self.table_of_rows.picks(valid)
             for row, at in enumerate(picks):
@@ -321,13 +322,13 @@ class LayerStore(State):
         """:meth:`extend` of rows that hold as much as each other."""
         first = rows.start or 0
         length, start, target = before.lengths[first], before.sealed[first], after.sealed[first]
-        recent_kv = self.recent_kv[rows]
+        recent_kv = self.recent_kv if rows == _ALL else self.recent_kv[rows]
         if start < target:
             self._seal_range(rows, start, target, length, k, v, indexer)
         # What remains goes to the ring; older tokens that stay unsealed are there already.
         skip = max(target * self.block_size - length, 0)
         if skip < k.shape[2]:
-            past = torch.full((len(recent_kv),), length + skip, dtype=torch.int32, device=self.device)
+            past = after.past(len(recent_kv), length + skip, self.device)
             append(k[:, :, skip:], v[:, :, skip:], None, recent_kv, past, self.sinks)
 
     def _ring_index(self, start: int, end: int) -> Tensor:
@@ -410,7 +411,9 @@ class LayerStore(State):
         pool, index = self.pool, indexer.sealing(self)
         by_host = index is None
         index = self._with_means(_of_rows(Index(self.key_dim) if by_host else index, rows))
-        recent_kv, table = self.recent_kv[rows], self.block_table[rows]
+        recent_kv, table = self.recent_kv, self.block_table
+        if rows != _ALL:
+            recent_kv, table = recent_kv[rows], table[rows]
         shape = (len(recent_kv), self.heads, self.block_size, self.width)
         piece = end - start
         staged = by_host or self.copy_stream is not None or pool.kv.device != self.device or "scales" in pool.fields
@@ -439,12 +442,14 @@ class LayerStore(State):
         end = start + len(blocks)
         ids = self.table_of_rows.host[rows, start:end].T.flatten()
         first = int(ids[0]) if (ids[1:] - ids[:-1] == 1).all() else None
-        physical_ids = self.block_table[rows, start:end].T.flatten()
+        scales = self.pool.fields.get("scales")
+        physical_ids = None
+        if first is None or scales is not None:
+            physical_ids = self.block_table[rows, start:end].T.flatten()
         if copy_stream is None:
             self.pool.write(physical_ids, blocks.flatten(0, 1), first)
         else:
-            scales = self.pool.fields.get("scales")
-            if (first is None or scales is not None) and physical_ids.is_cuda:
+            if physical_ids is not None and physical_ids.is_cuda:
                 physical_ids.record_stream(copy_stream.stream)  # read there
             if scales is not None:
                 scales.record_stream(copy_stream.stream)  # and written: not freed before that
@@ -628,11 +633,11 @@ class LayerStore(State):
             token = (rows.valid_columns(self.device).cumsum(1) - 1).clamp_min(0)  # of each column
             for row, length in enumerate(rows.lengths):  # one by one: twice a row is less than twice all
                 kv[row, :, : rows.columns] = kv[row][:, token[row]] if length else 0
-        if k is not None:
-            kv[:, :, rows.columns : rows.columns + new, : self.split] = k
-            kv[:, :, rows.columns : rows.columns + new, self.split :] = v
         kv = kv[:, :, : rows.columns + new]
-        return kv[..., : self.split], kv[..., self.split :]
+        key, value = kv.split((self.split, self.width - self.split), -1)
+        if k is not None:
+            key[:, :, rows.columns :], value[:, :, rows.columns :] = k, v
+        return key, value
 
     def tokens(self, out: Tensor | None = None, room: int = 0) -> Tensor:
         """All cached tokens on the device, ``[batch, H, n, Dk + Dv]``, n no less than ``room``.
@@ -645,15 +650,15 @@ class LayerStore(State):
             out = torch.empty(self.gathered_shape(max(room, *rows.lengths, 1)), dtype=self.dtype, device=self.device)
             self.read_blocks(out)
         kv = out.flatten(2, 3)
-        groups = [slice(None)] if rows.uniform else [slice(row, row + 1) for row in range(self.batch)]
+        groups = [_ALL] if rows.uniform else [slice(row, row + 1) for row in range(self.batch)]
         for some in groups:
             first = some.start or 0
+            held, to = (t if some == _ALL else t[some] for t in (self.recent_kv, kv))
             at, end = rows.sealed[first] * self.block_size, rows.lengths[first]
             while at < end:  # the ring begins again once at most
                 begun = at % self.ring
                 until = min(end, at + self.ring - begun)
-                ring = self.recent_kv[some, :, self.sinks + begun : self.sinks + begun + until - at]
-                kv[some, :, at:until] = ring
+                to[:, :, at:until] = held[:, :, self.sinks + begun : self.sinks + begun + until - at]
                 at = until
         return kv
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
 
 from ..attention.handle import Step
 from ..config import SparseConfig
@@ -26,6 +27,7 @@ class Owner(Protocol):
 
     Attributes:
         config: of the cache.
+        layers: all of it, in the model's order.
         row_table: what the rows hold, and the blocks that they are in.
         block_pools: of each layer, where several caches share them.
         copy_streams: ways to and from the host.
@@ -33,6 +35,7 @@ class Owner(Protocol):
     """
 
     config: SparseConfig
+    layers: list[CacheLayerMixin]
     row_table: RowTable
     block_pools: dict[int, BlockPool] | None
     copy_streams: CopyStreams

@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..attention.exact import exact_attention
 from ..attention.gradient import NoGradient
 from ..attention.handle import KVHandle, Step
+from ..attention.masks import is_whole
 from ..attention.mla import SAMPLE, Absorbed, absorb, calling_module, passes_on
 from ..kv.query_rows import QueryRows
 from ..kv.rows import Rows
@@ -43,6 +44,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         self.replay: Replay | None = None  # set while a step is being captured
         self.plan: Plan | None = None  # of the step that is being captured
         self.query: Tensor | None = None  # of the captured step
+        self.last: Tensor | None = None  # a prompt's last query, whose tokens the first step is to bring
         # In a captured step: waits for what is being chosen beside the layer before; and what that reads.
         self.awaited: tuple[Callable[[], None], Tensor] | None = None
         self.broken: str | None = None
@@ -55,7 +57,7 @@ class SparseLayer(Owned, CacheLayerMixin):
             self.store.wait_for_copies()  # a side stream may still be choosing blocks
         new.index, new.broken, new.policy, new.latent = self.index, self.broken, self.policy.copy(), self.latent
         new.q_heads = self.q_heads
-        new.pending = new.replay = new.plan = new.query = new.awaited = None
+        new.pending = new.replay = new.plan = new.query = new.last = new.awaited = None
         table, copy_streams = (copy.deepcopy(held, memo) for held in (self.owner.row_table, self.owner.copy_streams))
         pools = copy.deepcopy(self.owner.device_pools, memo) if self.policy.fetches else None
         new.store = None if self.store is None else self.store.copy(table, pools, copy_streams)
@@ -202,7 +204,7 @@ class SparseLayer(Owned, CacheLayerMixin):
             raise RuntimeError("exact attention over a cached past, which waits for the host")
         store = self.store
         if own:
-            key, value = store.materialise(step.k.detach(), step.v.detach())
+            key, value = store.materialise(*step.kept)
             self._read_ahead(step, mask)
             self._commit(step, query, self.owner.new_columns(mask, step))
         else:
@@ -213,36 +215,47 @@ class SparseLayer(Owned, CacheLayerMixin):
             store.counters.exact += 1
             if own:
                 self._look_ahead(query, absorbed)
-        return NoGradient.apply(out, query)
+        return NoGradient.apply(out, query) if torch.is_grad_enabled() else out
 
     @torch.no_grad()
     def _look_ahead(self, query: Tensor, absorbed: Absorbed | None = None) -> None:
-        """A prompt, or a piece of it, is cached: prepare the first decode step, which its last query stands for."""
-        policy, store, last = self.policy, self.store, query[:, :, -1:]
-        last = (last if absorbed is None else absorbed.queries(last))[:, :, 0]
-        plan = policy.plan(store)
-        if plan.ahead:
-            plan = policy.prepare(store)
-            with store.after_saving(last) as last:
-                policy.look_ahead(last, store, plan)
-        else:
+        """A prompt, or a piece of it, is cached: prepare the first decode step, which its last query stands for.
+
+        What is brought to the device for that alone waits for it: only the last of many pieces needs it.
+        """
+        policy, store = self.policy, self.store
+        plan, last = policy.plan(store), _last(query, absorbed)
+        self.last = None
+        if not plan.ahead:
             policy.look_ahead(last, store, plan)
+        else:
+            plan = policy.prepare(store)
+            if not policy.brings_only:
+                with store.after_saving(last) as last:
+                    policy.look_ahead(last, store, plan)
+            elif policy.tokens is not None:
+                self.last = last.clone()  # a view would keep all of the prompt's queries alive
         self._end()
 
     def _end(self) -> None:
         """The last layer ends a forward pass of several tokens: free the copy streams' buffers."""
-        if self is self.owner.sparse_layers[-1]:
+        if self._next is None:
             self.owner.copy_streams.release()
+
+    @property
+    def _next(self) -> SparseLayer | None:
+        """The one of ours that comes behind this one, None behind the last."""
+        behind = self.owner.layers[self.index + 1 :]
+        return next((layer for layer in behind if isinstance(layer, SparseLayer)), None)
 
     def _read_ahead(self, step: Step, mask: Tensor | None) -> None:
         """Begin to read back what the next layer needs for this chunk of a prompt."""
-        layers = self.owner.sparse_layers
-        for layer in layers[layers.index(self) + 1 :][:1]:
-            store = layer.store
-            if store is None or store.copy_stream is None or not store.full_blocks or store.length != step.past:
-                continue
-            if not layer._is_drafts(step, mask):
-                self.owner.copy_streams.read_ahead(store, step.length)
+        layer = self._next
+        store = None if layer is None else layer.store
+        if store is None or store.copy_stream is None or not store.full_blocks or store.length != step.past:
+            return
+        if not layer._is_drafts(step, mask):
+            self.owner.copy_streams.read_ahead(store, step.length)
 
     def _is_drafts(self, step: Step, mask: Tensor | None) -> bool:
         """The step's tokens are drafts, said to be so, and few enough to attend to a selection as decode steps do.
@@ -305,7 +318,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         if policy.observes:
             store.announce(step.k.shape[2], None)
             policy.observe(query, step.keys, None, store)
-        store.append(step.k.detach(), step.v.detach(), None, taken)
+        store.append(*step.kept, None, taken)
         self._committed(step)
         store.seal_due(policy, due)
         plan = policy.plan(store) if replay is None else self.plan
@@ -324,7 +337,7 @@ class SparseLayer(Owned, CacheLayerMixin):
     def _verify_each(self, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
         """:meth:`_verify` one token after the other."""
         store, policy, watch, outs = self.store, self.policy, self.policy.watch, []
-        k, v, new = step.k.detach(), step.v.detach(), step.k.shape[2]
+        (k, v), new = step.kept, step.k.shape[2]
         try:
             for i, (_, taken, _) in enumerate(self.owner.row_table.drafts(store.held, new, False)):
                 at = slice(i, i + 1)
@@ -371,7 +384,7 @@ class SparseLayer(Owned, CacheLayerMixin):
                 policy.observe(query, step.keys, valid, store)
             if replay is not None and policy.note is not None:
                 replay.on_side_stream(lambda: policy.note(q, valid, store, self.plan))
-            store.append(step.k.detach(), step.v.detach(), valid)
+            store.append(*step.kept, valid)
             self._committed(step)
         plan = policy.plan(store) if replay is None else self.plan
         if self.awaited is not None:
@@ -396,7 +409,7 @@ class SparseLayer(Owned, CacheLayerMixin):
             replay.fork(ahead, policy.layers_per_launch)
         else:
             replay.late(ahead)
-        if self is self.owner.sparse_layers[-1]:
+        if self._next is None:
             replay.run_late()
         return out
 
@@ -450,6 +463,11 @@ class SparseLayer(Owned, CacheLayerMixin):
     def _begin_step(self) -> None:
         """A decode step begins: blocks are in place, and there is room for marks of those that it attends to."""
         self.store.wait_for_copies()
+        if self.last is not None:
+            last, self.last = self.last, None
+            plan = self.policy.plan(self.store)
+            if plan.ahead:
+                self.policy.look_ahead(last, self.store, plan)
         if self.policy.watch is not None:
             self.policy.watch.fit(self.store)
 
@@ -493,7 +511,7 @@ class SparseLayer(Owned, CacheLayerMixin):
                 most = max(SAMPLE, getattr(self.owner.config, "calibration_tokens", 0))
                 seen = step.absorbed.observed(query, step.k, step.v, valid, most)
             self.policy.observe(*seen, self.store, step.k.shape[2])
-        self.store.extend(step.k.detach(), step.v.detach(), valid, self.policy)
+        self.store.extend(*step.kept, valid, self.policy)
         self._committed(step)
 
     def _committed(self, step: Step) -> None:
@@ -521,7 +539,9 @@ class SparseLayer(Owned, CacheLayerMixin):
         """A mask that hides cached columns anew would make selection and attention disagree."""
         if mask is None or mask.ndim != 2 or not self.owner.first(self):
             return
-        if not torch.equal(self.store.valid_columns(), mask[:, :past]):
+        store = self.store
+        same = not store.padded if is_whole(mask) else torch.equal(store.valid_columns(), mask[:, :past])
+        if not same:
             raise ValueError(
                 "attention_mask differs from the one these tokens were cached with: padding is fixed when a token is "
                 "cached. Pass the same values for the cached columns, or start a new cache"
@@ -606,7 +626,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         """Have no store, and no memory of one; nothing is cached."""
         if self.store is not None:
             self.store.wait_for_copies()  # memory in use by copy streams must not be reused before they end
-            self.store = None
+            self.store = self.last = None
 
     def reset(self) -> None:
         self.empty()
@@ -614,7 +634,7 @@ class SparseLayer(Owned, CacheLayerMixin):
 
     def empty(self) -> None:
         """Forget all tokens, and what a step that was broken off has left."""
-        self.pending = self.replay = self.awaited = None
+        self.pending = self.replay = self.last = self.awaited = None
         if self.store is not None:
             self.store.capturing = False
             self.store.reset()  # which waits for what is still being chosen, too
@@ -634,6 +654,7 @@ class SparseLayer(Owned, CacheLayerMixin):
             self.store.crop(keep)
             if self.store.held.sealed != sealed:
                 self.policy.reopened()
+                self.last = None
         else:
             self.reset()  # the next prompt calibrates anew
 
@@ -641,6 +662,13 @@ class SparseLayer(Owned, CacheLayerMixin):
         """Row ``i`` becomes what row ``index[i]`` was, which makes ``rows`` of them."""
         self.store.map_rows(index, rows)
         self.policy.map_rows(index.to(self.store.device))
+        if self.last is not None:
+            self.last = self.last[index.to(self.last.device)]
+
+
+def _last(query: Tensor, absorbed: Absorbed | None) -> Tensor:
+    """The last one of a prompt's queries ``[batch, Hq, q, Dk]`` as a step gets it, ``[batch, Hq, Dk]``."""
+    return query[:, :, -1] if absorbed is None else absorbed.queries(query[:, :, -1:])[:, :, 0]
 
 
 def _unforeseen(plan: Plan) -> Plan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import psutil
 from ..config import OffloadConfig
 
 DEFAULT_SHARE = 0.8  # of the machine or container: the rest is for weights on their way, tokenizers, the page cache
+_STAYS = 1.0  # seconds for which a limit that was looked up is good
 _ROOT = Path("/")
 _lock = (
     threading.RLock()
@@ -107,22 +109,36 @@ class HostBudget:
         self.config = config
         self.used = 0
         self.pinning_failed = False
+        self._looked_up: tuple[float, int] = (float("-inf"), 0)  # when, and what it was
         _budgets.add(self)
 
     @property
     def limit(self) -> int:
-        """Looked up at each growth: a container's limit may be raised."""
-        return self.config.max_host_bytes or int(DEFAULT_SHARE * host_memory_limit())
+        """Looked up when memory grows, for a container's limit may be raised; but once for all layers.
+
+        That takes a millisecond or more, and each layer of a prompt asks several times.
+        """
+        if self.config.max_host_bytes:
+            return self.config.max_host_bytes
+        when, limit = self._looked_up
+        if time.monotonic() - when > _STAYS:
+            limit = int(DEFAULT_SHARE * host_memory_limit())
+            self._looked_up = time.monotonic(), limit
+        return limit
 
     def __deepcopy__(self, memo: dict) -> HostBudget:
         return self  # copies of a cache share its blocks, hence its budget
 
     def check(self, size: int) -> None:
         """Raise ``MemoryError`` if ``size`` more bytes are too many."""
-        limit, others, why = self.limit, 0, ""
+        others, why = 0, ""
         if self.config.max_host_bytes is None:
             others = sum(other.used for other in list(_budgets) if other is not self)
             why = f" ({DEFAULT_SHARE:.0%} of what this machine or its container has)"
+        if self.used + size + others <= self.limit:
+            return
+        self._looked_up = (float("-inf"), 0)  # it may be more by now
+        limit = self.limit
         if self.used + size + others <= limit:
             return
         drop = ""

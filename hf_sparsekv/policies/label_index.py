@@ -103,7 +103,7 @@ class LabelIndex(State):
         """End calibration with what has been seen so far. True if that has given the channels."""
         if not self.calibrating:
             return False
-        self.channels, self.stats = self.stats.ranking()[..., : self.r].contiguous(), None
+        self.channels, self.stats = self.stats.ranking(self.r), None
         return True
 
     def open_rows(self, other: LabelIndex) -> None:

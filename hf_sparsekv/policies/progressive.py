@@ -62,6 +62,7 @@ class ProgressivePolicy(TokenPolicy):
         self, config: ProgressiveConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
     ) -> None:
         super().__init__(config, layer_idx, offloaded, channels)
+        self.brings_only = offloaded
         self._audited = NOTHING
         # The latest. It stays: replays of an earlier capture do not tell it anew. A list, which views of rows share.
         self._params: list[AttentionParams] = []

@@ -59,7 +59,7 @@ class TwoLevelPolicy(TokenPolicy):
             self.metadata = BlockMetadata(kind_of(config), config.bounds_per_block, config.block_reduce)
         if of == "block":
             self.labels, self.granularity = None, "block"
-        self.fetches_tokens = offloaded and of == "token"
+        self.fetches_tokens = self.brings_only = offloaded and of == "token"
         # With lag, blocks are chosen by the query before, and each choice takes pages of those before. Without, blocks
         # are brought to pages that the next choice may take.
         one_by_one = offloaded and of != "token"

@@ -54,12 +54,13 @@ class ChannelStats(State):
         self.keys_only = unseen and not known
         sides = [self.q] if known and unseen else []
         for x, held in ((k, self.k),) if sides else ((q, self.q), (k, self.k)):
-            x = x.detach()
+            x = x.detach() if x.requires_grad else x
             if valid is not None:
                 x = x.masked_fill(~valid[:, None, :, None], 0)
             # In place after the first time: a captured step repeats it there.
             if self.importance == "max":
-                now = torch.linalg.vector_norm(x, float("inf"), dim=2).float()
+                narrow = x.is_cuda and x.itemsize < 4  # there the same kernel gives float32
+                now = torch.linalg.vector_norm(x, float("inf"), dim=2, dtype=torch.float32 if narrow else None).float()
                 sides.append(now if held is None else torch.maximum(held, now, out=held))
             else:
                 now = torch.linalg.vector_norm(x, 1, dim=2, dtype=torch.float32)
@@ -74,11 +75,15 @@ class ChannelStats(State):
         """
         batch, heads, dim = self.k.shape
         found = self.q.view(batch, heads, -1, dim).sum(2) * self.k
-        return found.masked_fill(found.isnan(), float("-inf"))
+        inf = float("inf")
+        return found.nan_to_num_(nan=-inf, posinf=inf, neginf=-inf)
 
-    def ranking(self) -> Tensor:
-        """Channels by falling importance, int32 ``[batch, H, D]``; among equals the lower channel first."""
-        return self.scores().sort(dim=-1, descending=True, stable=True).indices.int()
+    def ranking(self, most: int | None = None) -> Tensor:
+        """Channels by falling importance, int32 ``[batch, H, D]``; among equals the lower channel first.
+
+        ``most``: so many of them, the first ones.
+        """
+        return self.scores().sort(dim=-1, descending=True, stable=True).indices[..., :most].int().contiguous()
 
 
 @dataclass(frozen=True)
