@@ -88,6 +88,26 @@ def test_a_piece_that_forgets_the_padding():
             net(prompt(2, 5)["input_ids"], past_key_values=cache)
 
 
+@pytest.mark.parametrize("way", ["rows", "columns"])
+def test_a_piece_behind_padding_that_is_gone(way):
+    """Rows or columns that had it were left out: a mask that hides nothing is right again."""
+    cache, net, ids = two_level(False, **FULL), model("llama"), prompt(2, 65)["input_ids"]
+    mask = torch.ones(2, 60)
+    with torch.no_grad():
+        if way == "rows":
+            mask[1, :20] = 0
+            net(ids[:, :60], attention_mask=mask, past_key_values=cache)
+            cache.batch_select_indices(torch.tensor([0]))
+            ids = ids[:1]
+        else:
+            mask[1, 50:] = 0
+            net(ids[:, :60], attention_mask=mask, past_key_values=cache)
+            cache.crop(-10)
+            ids = torch.cat((ids[:, :50], ids[:, 60:]), dim=1)
+        out = net(ids[:, -5:], past_key_values=cache).logits
+        assert torch.allclose(out, net(ids).logits[:, -5:], atol=1e-4)
+
+
 def test_too_short():
     with pytest.raises(ValueError, match="attention_mask has 8 columns, but 6 cached and 3 new tokens make 9"):
         call(3, 9, torch.ones(2, 8))

@@ -540,7 +540,8 @@ class SparseLayer(Owned, CacheLayerMixin):
         if mask is None or mask.ndim != 2 or not self.owner.first(self):
             return
         store = self.store
-        same = not store.padded if is_whole(mask) else torch.equal(store.valid_columns(), mask[:, :past])
+        # Rows with padding may have been left out, or the columns that had it: then only the device knows.
+        same = (is_whole(mask) and not store.padded) or torch.equal(store.valid_columns(), mask[:, :past])
         if not same:
             raise ValueError(
                 "attention_mask differs from the one these tokens were cached with: padding is fixed when a token is "
