@@ -75,7 +75,7 @@ __device__ __forceinline__ void multiply_by(float (&sum)[COLUMNS][4], const Weig
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     small_linear_stream_kernel(const u16* x, i64 x_row, const u16* weight, i64 weight_row, const u16* bias, u16* out,
                                i64 n, i64 k) {
-    __shared__ float part[WARPS][COLUMNS][32][4];
+    __shared__ float4 part[WARPS][COLUMNS][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, inputs = (int)k;
     const int output = blockIdx.x * OUTPUTS;
     const int first = output + lane / 4, second = GATED ? (int)n + first : first + 8;  // rows of the weight
@@ -97,13 +97,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     }
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++)
-        *(float4*)part[warp][c][lane] = float4{sum[c][0], sum[c][1], sum[c][2], sum[c][3]};
+        part[warp][c][lane] = float4{sum[c][0], sum[c][1], sum[c][2], sum[c][3]};
     __syncthreads();
     // Entry i of lane l of a product is in row l / 4 + 8 (i / 2) of the weight's, of column 2 (l % 4) + i % 2.
     const auto total = [&](int w_row, int column) {
         const int l = w_row % 8 * 4 + column % 8 / 2, i = w_row / 8 * 2 + column % 2;
         float all = 0;
-        for (int w = 0; w < WARPS; w++) all += part[w][column / 8][l][i];
+        for (int w = 0; w < WARPS; w++) all += ((const float*)&part[w][column / 8][l])[i];
         const i64 at = GATED ? output + w_row % 8 + w_row / 8 * n : output + w_row;
         return bias ? all + unpack(bias[at]) : all;
     };
