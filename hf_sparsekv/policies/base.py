@@ -74,8 +74,8 @@ class Policy(State):
     store_type = LayerStore
     rows_join = True  # rows may come and go: what is chosen does not outlive its step (RowBatch)
     follows = False  # :meth:`look_ahead` has something to do in steps that do not look ahead, too
-    # :meth:`look_ahead` decides where the next step reads, never what: behind a piece of a prompt it may wait for that
-    # step, because another piece may follow.
+    # :meth:`look_ahead` decides where the next step reads, never what: behind a piece of a prompt it waits for that
+    # step, because another piece may follow, and is left out where there are no :attr:`tokens`, which it would fill.
     brings_only = False
     each_step = False  # replayed steps are accounted for one by one, as they come
     layers_per_launch = 1  # layers whose look-ahead is launched together in a captured step
