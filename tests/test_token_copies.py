@@ -7,7 +7,8 @@ import copy
 import pytest
 import torch
 from caches import predictive, progressive, two_level
-from models import build, model, prompt
+from models import COMMON, VOCAB, build, model, prompt
+from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 
 from hf_sparsekv import OffloadConfig
 from hf_sparsekv.policies.device_tokens import DeviceTokens
@@ -114,3 +115,24 @@ def test_pieces_of_a_prompt_bring_nothing(method, way):
     assert torch.allclose(*(feed(cache, 1, 4)[0] for cache in caches), atol=1e-5, rtol=1e-5)
     copied, none = (sum(layer.store.counters.total_from_host for layer in cache.sparse_layers) for cache in caches)
     assert (copied == none) if way == "cropped" else (copied < none)
+
+
+def test_layers_that_share_keys_and_values():
+    """What they choose is for themselves: nothing of it is left for other rows, which come before the next step."""
+    of = {name: COMMON[name] for name in COMMON.keys() - {"intermediate_size", "tie_word_embeddings"}}
+    config = Gemma3nTextConfig(
+        **{**of, "num_hidden_layers": 3, "num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 3},
+        **{"intermediate_size": [96] * 3, "activation_sparsity_pattern": [0.0] * 3, "laurel_rank": 8},
+        **{"altup_num_inputs": 2, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16},
+    )
+    torch.manual_seed(0)
+    net = Gemma3nForCausalLM._from_config(config, attn_implementation="sparsekv").eval()
+    found = []
+    for pool in (None, 0):
+        cache = METHODS["two_level"](OffloadConfig(device_pool=pool))
+        feed(cache, 170, 0, together=True, net=net)
+        feed(cache, 3, 1, net=net)
+        cache.batch_repeat_interleave(2)
+        feed(cache, 20, 2, rows=4, together=True, net=net)
+        found.append(torch.stack(feed(cache, 2, 3, rows=4, net=net)))
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)

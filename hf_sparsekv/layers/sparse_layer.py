@@ -392,9 +392,9 @@ class SparseLayer(Owned, CacheLayerMixin):
             wait()
         if policy.foresight is not None and policy.warns_unforeseen and not (plan.dense or self.owner.met):
             self.owner.warn_own_queries()
+        if not own:  # what comes next is prepared by the layer that stores, for its own query
+            return self._selected(q, replace(plan, ahead=False), params)
         out = self._selected(q, plan, params)
-        if not own:
-            return out
 
         def ahead() -> None:
             store.seal_due(policy)
