@@ -22,6 +22,7 @@
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __align__(n) alignas(n)
 #define __cluster_dims__(...)
 #define __shared__ static thread_local
 #define DYNAMIC_SHARED(name) float* name = (float*)block->dynamic.data()
@@ -259,7 +260,9 @@ inline void store_there(float* mine, u32 rank, float value) { *(volatile float*)
 
 inline void cluster_arrive_relaxed() { cluster_arrive(); }
 
-inline void expect_mail(u64* mailbox, u32 bytes) { *(std::atomic<int>*)mailbox = bytes; }
+// Bytes that are missing, and very many of them until it is known how many are expected.
+inline void open_mailbox(u64* mailbox) { *(std::atomic<int>*)mailbox = 1 << 24; }
+inline void expect_mail(u64* mailbox, u32 bytes) { *(std::atomic<int>*)mailbox += (int)bytes - (1 << 24); }
 
 template <class T>
 inline void send(T* mine, u32 rank, const T& value, u64* mailbox) {
