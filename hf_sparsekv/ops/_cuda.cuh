@@ -75,11 +75,16 @@ __device__ __forceinline__ void store_there(float* mine, u32 rank, float value) 
 // Messages from block to block, without barriers: a block says in its `mailbox` how many bytes it waits for, each
 // arrives with what it counts, and none needs a fence. See "st.async" and "mbarrier" of PTX.
 // By one thread, before it arrives at the barrier of the cluster that all wait for before they send.
-__device__ __forceinline__ void expect_mail(u64* mailbox, u32 bytes) {
-    const u32 at = (u32)__cvta_generic_to_shared(mailbox);
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory");
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+__device__ __forceinline__ void open_mailbox(u64* mailbox) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"((u32)__cvta_generic_to_shared(mailbox)) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// By one thread, once, even if some have come already: that so many are all.
+__device__ __forceinline__ void expect_mail(u64* mailbox, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"((u32)__cvta_generic_to_shared(mailbox)),
+                 "r"(bytes)
+                 : "memory");
 }
 
 __device__ __forceinline__ void send(u32* mine, u32 rank, u32 value, u64* mailbox) {

@@ -263,7 +263,9 @@ def small_layers() -> None:
 def in_cuda() -> None:
     """Operators that ask for kernels in CUDA C++, and go on without."""
     for batch in (1, 4, 8):  # clusters of 8, 4 and 2 blocks
-        cluster.serves(SimpleNamespace(shape=(batch, 8, 32_768), dtype=torch.float32, is_cuda=True), Config())
+        for mail in (False, True):
+            scores = SimpleNamespace(shape=(batch, 8, 32_768), dtype=torch.float32, is_cuda=True)
+            cluster.serves(scores, Config(mail=mail))
     usual = [(block_size, group, 32, "max") for block_size in (64, 16) for group in (1, 4, 8)]
     shapes = *usual, (64, 2, 64, "max"), (16, 2, 64, "max"), (64, 4, 32, "mean")
     calls = [(shape, labels.USUAL) for shape in shapes]

@@ -37,13 +37,18 @@ def place() -> Place:
 
 
 @pytest.fixture(params=SHAPES, ids=lambda blocks: f"{blocks} blocks")
-def select(request, monkeypatch):
+def clusters(request):
+    return request.param
+
+
+@pytest.fixture(params=[False, True], ids=["barriers", "mail"])
+def select(request, clusters, monkeypatch):
     """Selects by clusters of so many blocks, over memory that holds something else; in turns of another order each."""
-    shape, name = SHAPES[request.param], "topk_select_cluster_kernel"
-    defined = {**shape, "CLUSTER": request.param, "RESIDENT": 1, "MARGIN": cluster.MARGIN}
+    shape, name = SHAPES[clusters], "topk_select_cluster_kernel"
+    defined = {**shape, "CLUSTER": clusters, "RESIDENT": 1, "MARGIN": cluster.MARGIN, "MAIL": int(request.param)}
     kernel = build("hf_sparsekv.ops.topk_select", "cluster.cu", name, **defined)
     monkeypatch.setattr(cluster, "THREADS", shape["THREADS"])
-    monkeypatch.setattr(cluster, "_kernel", lambda scores, config: (kernel, request.param))
+    monkeypatch.setattr(cluster, "_kernel", lambda scores, config: (kernel, clusters))
 
     def run(scores, k, *, blocks=None, block_size=0, rows=None, tokens=1, turns=1):
         found = []

@@ -236,8 +236,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const int rank = cluster_rank();
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
     // Of each block a slice, maxima and sums; the first one counts tokens.
-    if (thread == 0) expect_mail(&mailbox, 4 * CLUSTER * (SLICE + 2 * GROUP + (rank == 0 ? 2 : 0)));
-    __syncthreads();
+    if (thread == 0) {
+        open_mailbox(&mailbox);
+        expect_mail(&mailbox, 4 * CLUSTER * (SLICE + 2 * GROUP + (rank == 0 ? 2 : 0)));
+    }
     cluster_arrive_relaxed();  // waited for before anything is sent
     wait_for_kernels();
 
