@@ -93,7 +93,9 @@ def test_to_some_of_a_list(attend):
     attend(args, named)
 
 
-@pytest.mark.parametrize("what", ["a key", "a value", "an infinite key", "a query", "large logits"])
+@pytest.mark.parametrize(
+    "what", ["a key", "a value", "an infinite key", "a query", "an infinite query", "large logits"]
+)
 def test_that_is_not_finite(what, attend):
     place = Place("cpu", torch.bfloat16)
     attend(*wild(what, *PLAIN.make(place, "token")))

@@ -40,6 +40,10 @@ def wild(what: str, args: list, named: dict) -> tuple[list, dict]:
         recent_kv[0, 0, 0, q.shape[2] + 3] = torch.nan
     elif what == "an infinite key":
         recent_kv[0, 0, 0, : q.shape[2]] = torch.inf
+    elif what == "an infinite query":
+        q[1, 5, 0] = torch.inf  # nothing of weight is left
+        for t in (kv, recent_kv, named["means"]):
+            t[..., 0] = -1
     elif what == "a query":
         q[1, 5] = torch.nan
     else:
@@ -93,7 +97,9 @@ def test_some_of_a_list(place16, cut):
     place16.close(sparse_decode(*args, **named, config=config), expect(args, named)[0], ratio=RATIO[place16.dtype])
 
 
-@pytest.mark.parametrize("what", ["a key", "a value", "an infinite key", "a query", "large logits"])
+@pytest.mark.parametrize(
+    "what", ["a key", "a value", "an infinite key", "a query", "an infinite query", "large logits"]
+)
 def test_not_finite(place16, cut, what):
     args, named = wild(what, *PLAIN.make(place16, "token"))
     got = sparse_decode(*args, **named, config=config_of(args, named, **cut)).cpu()

@@ -165,7 +165,7 @@ __device__ __forceinline__ void take(Softmax& its, const uint4 (&query)[STEPS][3
         product(weight, back, eight.z, eight.w);
     }
 #pragma unroll
-    for (int i = 0; i < 4; i++) weight[i] = weight[i] * factor + bias[i / 2];
+    for (int i = 0; i < 4; i++) weight[i] = bias[i / 2] == -INF ? -INF : weight[i] * factor + bias[i / 2];
     bool grows = false;
     float keep[2];
 #pragma unroll
