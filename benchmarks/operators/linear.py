@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_sparsekv.ops._cuda import why_not
-from hf_sparsekv.ops.small_linear.stream import Stream
+from hf_sparsekv.ops.small_linear.skinny import Skinny
 from hf_sparsekv.ops.small_linear.triton import Tile, small_linear, tile
 from hf_sparsekv.tuning.timing import captured
 
@@ -30,17 +30,17 @@ LAYERS = {  # rows of the weight, inputs, activation
 READ = 300e6  # bytes of weights, several sets of them: what is read comes from memory
 
 
-def streams() -> list[Stream]:
+def configs() -> list[Skinny]:
     """What to try, as far as a processor's registers allow it: 64 and 128 a thread, with 2 and 4 steps."""
     wanted = product((128, 256, 512), (1, 2, 3, 4, 6, 8), (2, 4))
-    return [Stream(*one) for one in wanted if 512 <= one[0] * one[1] <= (1024 if one[2] == 2 else 512)]
+    return [Skinny(*one) for one in wanted if 512 <= one[0] * one[1] <= (1024 if one[2] == 2 else 512)]
 
 
 def ways(weights: list[Tensor], xs: list[Tensor], activation: str | None) -> list[Variant]:
     """Today's kernel first."""
     out: list[Tensor] = [torch.empty(0)] * len(weights)
 
-    def ours(i: int, config: Stream | Tile) -> None:
+    def ours(i: int, config: Skinny | Tile) -> None:
         out[i] = small_linear(xs[i], weights[i], None, activation, config)
 
     def by_torch(i: int) -> None:
@@ -51,7 +51,7 @@ def ways(weights: list[Tensor], xs: list[Tensor], activation: str | None) -> lis
     if activation is None:
         found.append(("torch", by_torch, lambda: out[0]))
     if weights[0].is_cuda and why_not(weights[0].get_device()) is None:
-        for one in streams():
+        for one in configs():
             name = ",".join(f"{name}={value}" for name, value in one._asdict().items())
             found.append((name, partial(ours, config=one), lambda: out[0]))
     return found

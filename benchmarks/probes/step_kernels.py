@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from hf_sparsekv.cuda_graph.optimize import runner_of
-from hf_sparsekv.ops.small_linear import stream
+from hf_sparsekv.ops.small_linear import skinny
 from hf_sparsekv.ops.small_linear import triton as linear
 from hf_sparsekv.ops.sparse_decode import config as attention
 
@@ -29,7 +29,7 @@ from ..shapes import known_config, parse_model, parse_shape, random_model
 SPARE = 200
 NEW = {  # what is not the default: where it is turned on, and how
     "attention": (attention, "CLUSTERS", None),
-    "linear": (linear, "STREAM", stream.Stream()),
+    "linear": (linear, "SKINNY", skinny.Skinny()),
 }
 
 

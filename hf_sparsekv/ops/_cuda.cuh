@@ -72,44 +72,44 @@ __device__ __forceinline__ void store_there(float* mine, u32 rank, float value) 
     store_there((u32*)mine, rank, __float_as_uint(value));
 }
 
-// Messages from block to block, without barriers: a block says in its `mailbox` how many bytes it waits for, each
-// arrives with what it counts, and none needs a fence. See "st.async" and "mbarrier" of PTX.
-// By one thread, before it arrives at the barrier of the cluster that all wait for before they send.
-__device__ __forceinline__ void open_mailbox(u64* mailbox) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"((u32)__cvta_generic_to_shared(mailbox)) : "memory");
+// Asynchronous stores to another block's shared memory: a block's mbarrier counts the bytes that it expects, so no block
+// needs a barrier of the cluster, or its fence. See "st.async" and "mbarrier" of PTX.
+// By one thread, before it arrives at the barrier of the cluster that all wait for before they store.
+__device__ __forceinline__ void mbarrier_init(u64* mbarrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"((u32)__cvta_generic_to_shared(mbarrier)) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 // By one thread, once, even if some have come already: that so many are all.
-__device__ __forceinline__ void expect_mail(u64* mailbox, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"((u32)__cvta_generic_to_shared(mailbox)),
+__device__ __forceinline__ void mbarrier_expect(u64* mbarrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"((u32)__cvta_generic_to_shared(mbarrier)),
                  "r"(bytes)
                  : "memory");
 }
 
-__device__ __forceinline__ void send(u32* mine, u32 rank, u32 value, u64* mailbox) {
+__device__ __forceinline__ void store_async(u32* mine, u32 rank, u32 value, u64* mbarrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(there(mine, rank)),
-                 "r"(value), "r"(there(mailbox, rank))
+                 "r"(value), "r"(there(mbarrier, rank))
                  : "memory");
 }
 
-__device__ __forceinline__ void send(float* mine, u32 rank, float value, u64* mailbox) {
-    send((u32*)mine, rank, __float_as_uint(value), mailbox);
+__device__ __forceinline__ void store_async(float* mine, u32 rank, float value, u64* mbarrier) {
+    store_async((u32*)mine, rank, __float_as_uint(value), mbarrier);
 }
 
-__device__ __forceinline__ void send(float4* mine, u32 rank, const float4& value, u64* mailbox) {
+__device__ __forceinline__ void store_async(float4* mine, u32 rank, const float4& value, u64* mbarrier) {
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
             there(mine, rank)),
-        "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(there(mailbox, rank))
+        "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(there(mbarrier, rank))
         : "memory");
 }
 
 // All that is expected is there.
-__device__ __forceinline__ void wait_for_mail(u64* mailbox) {
+__device__ __forceinline__ void mbarrier_wait(u64* mbarrier) {
     asm volatile(
         "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0; @!p bra again;}" ::"r"(
-            (u32)__cvta_generic_to_shared(mailbox))
+            (u32)__cvta_generic_to_shared(mbarrier))
         : "memory");
 }
 

@@ -148,6 +148,12 @@ def _most_shared(driver, function, device: int) -> int:
     return most
 
 
+def read_source(package: str, file: str, defined: dict[str, float]) -> str:
+    """``file``, a resource of ``package``, behind what sources with these macros share that is C++ alone."""
+    shared = (files(__package__) / "_cuda_16.cuh").read_text() if "BFLOAT16" in defined else ""
+    return shared + "\n" + (files(package) / file).read_text()
+
+
 def compile_file(
     nvrtc, arch: int, package: str, file: str, defined: dict[str, float], *options: str
 ) -> tuple[bytes, str]:
@@ -160,8 +166,7 @@ def compile_file(
     Raises:
         RuntimeError: it does not compile; with the compiler's log.
     """
-    parts = (__package__, "_cuda.cuh"), (package, file)
-    source = "\n".join((files(where) / name).read_text() for where, name in parts)
+    source = "\n".join(((files(__package__) / "_cuda.cuh").read_text(), read_source(package, file, defined)))
     options = ("--std=c++17", f"--gpu-architecture=sm_{arch}", *(f"-D{k}={v}" for k, v in defined.items()), *options)
     program = _check(nvrtc.nvrtcCreateProgram(source.encode(), file.encode(), 0, [], []))
     try:

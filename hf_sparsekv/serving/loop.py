@@ -476,7 +476,7 @@ class Loop:
 
     @property
     def _by_need(self) -> bool:
-        """Chosen tokens have copies on the device, and who decodes with how much room goes by what rows need."""
+        """Chosen tokens have copies on the device, whose memory is shared out by the working sets of the rows."""
         return bool(self.rows.slots) and self.serving.working_set
 
     def _expected(self, request: Request) -> int:

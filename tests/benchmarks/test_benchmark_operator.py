@@ -259,8 +259,8 @@ def test_linear_layers_are_compared(tmp_path, monkeypatch, capsys):
     with Report("operator", "qwen3-8b", None, None) as report:
         linear.measure(report, "out", weights, xs, None)
     assert "another result than triton's" in capsys.readouterr().out
-    assert linear.Stream() in linear.streams()
-    assert all(one.threads * one.resident * one.steps <= 2048 for one in linear.streams())
+    assert linear.Skinny() in linear.configs()
+    assert all(one.threads * one.resident * one.steps <= 2048 for one in linear.configs())
 
 
 @pytest.mark.parametrize("rows", gated_linear.ROWS)

@@ -64,7 +64,7 @@ from hf_sparsekv.ops.residency import PageState
 from hf_sparsekv.ops.residency.triton import residency
 from hf_sparsekv.ops.route.triton import route
 from hf_sparsekv.ops.seal.triton import seal, seal_range
-from hf_sparsekv.ops.small_linear.stream import Stream, stream_linear
+from hf_sparsekv.ops.small_linear.skinny import Skinny, skinny_linear
 from hf_sparsekv.ops.small_linear.triton import small_linear
 from hf_sparsekv.ops.sparse_decode import cluster as decode
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
@@ -263,9 +263,9 @@ def small_layers() -> None:
 def in_cuda() -> None:
     """Operators that ask for kernels in CUDA C++, and go on without."""
     for batch in (1, 4, 8):  # clusters of 8, 4 and 2 blocks
-        for mail in (False, True):
+        for mbarriers in (False, True):
             scores = SimpleNamespace(shape=(batch, 8, 32_768), dtype=torch.float32, is_cuda=True)
-            cluster.serves(scores, Config(mail=mail))
+            cluster.serves(scores, Config(mbarriers=mbarriers))
     usual = [(block_size, group, 32, "max") for block_size in (64, 16) for group in (1, 4, 8)]
     shapes = *usual, (64, 2, 64, "max"), (16, 2, 64, "max"), (64, 4, 32, "mean")
     calls = [(shape, labels.USUAL) for shape in shapes]
@@ -290,7 +290,7 @@ def in_cuda() -> None:
         decode.attend_clusters(*args, **about, **none, **cut, out=torch.empty_like(args[0]))
     x = torch.zeros(16, 256, dtype=torch.bfloat16)
     for rows, activation in ((1, None), (8, None), (8, "silu"), (16, None)):
-        stream_linear(x[:rows], x, None, activation, x[:rows, : 16 if activation is None else 8], Stream())
+        skinny_linear(x[:rows], x, None, activation, x[:rows, : 16 if activation is None else 8], Skinny())
 
 
 CASES = (sparse_decodes, recent_tokens, choices, masses, pages, small_layers)

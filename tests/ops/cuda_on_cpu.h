@@ -262,19 +262,19 @@ inline void store_there(float* mine, u32 rank, float value) { *(volatile float*)
 inline void cluster_arrive_relaxed() { cluster_arrive(); }
 
 // Bytes that are missing, and very many of them until it is known how many are expected.
-inline void open_mailbox(u64* mailbox) { *(std::atomic<int>*)mailbox = 1 << 24; }
-inline void expect_mail(u64* mailbox, u32 bytes) { *(std::atomic<int>*)mailbox += (int)bytes - (1 << 24); }
+inline void mbarrier_init(u64* mbarrier) { *(std::atomic<int>*)mbarrier = 1 << 24; }
+inline void mbarrier_expect(u64* mbarrier, u32 bytes) { *(std::atomic<int>*)mbarrier += (int)bytes - (1 << 24); }
 
 template <class T>
-inline void send(T* mine, u32 rank, const T& value, u64* mailbox) {
-    Message message = {there(mine, rank), sizeof(T), {}, (std::atomic<int>*)there(mailbox, rank)};
+inline void store_async(T* mine, u32 rank, const T& value, u64* mbarrier) {
+    Message message = {there(mine, rank), sizeof(T), {}, (std::atomic<int>*)there(mbarrier, rank)};
     memcpy(message.value, &value, sizeof(T));
     std::lock_guard<std::mutex> alone(block->cluster->mutex);
     block->cluster->messages.push_back(message);
 }
 
-inline void wait_for_mail(u64* mailbox) {
-    while (*(std::atomic<int>*)mailbox != 0) give_way();
+inline void mbarrier_wait(u64* mbarrier) {
+    while (*(std::atomic<int>*)mbarrier != 0) give_way();
 }
 
 // Some of the messages arrive, in any order.
@@ -311,19 +311,25 @@ inline float from_half(u32 bits) {
     return bits & 0x8000 ? -value : value;
 }
 
-inline void multiply(int (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+// c += a b of 16 rows and 8 columns: what each thread has of them, numbers of BITS bits in the order of `mma.sync`.
+template <int BITS, class T, class Read>
+inline void multiply(T (&c)[4], const u32 (&a)[4], const u32 (&b)[2], Read read) {
+    constexpr u32 EACH = 32 / BITS, HALF = 4 * EACH;  // numbers of a register, and of a row in four threads
     Warp& warp = warp_of();
     const u32 lane = current % 32;
     memcpy(warp.a[lane], a, sizeof(a)), memcpy(warp.b[lane], b, sizeof(b));
     __syncwarp();
     for (int i = 0; i < 4; i++) {
         const u32 row = lane / 4, column = lane % 4 * 2 + i % 2;
-        for (int k = 0; k < 32; k++) {
-            const u32 left = warp.a[row * 4 + k % 16 / 4][i / 2 + k / 16 * 2], right = warp.b[column * 4 + k % 16 / 4][k / 16];
-            c[i] += (int)(signed char)(left >> k % 4 * 8) * (int)(signed char)(right >> k % 4 * 8);
+        for (u32 k = 0; k < 2 * HALF; k++) {
+            const u32 quad = k % HALF / EACH, half = k / HALF, shift = k % EACH * BITS;
+            c[i] += read(warp.a[row * 4 + quad][i / 2 + half * 2] >> shift) * read(warp.b[column * 4 + quad][half] >> shift);
         }
     }
     __syncwarp();
+}
+inline void multiply(int (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    multiply<8>(c, a, b, [](u32 bits) { return (int)(signed char)bits; });
 }
 
 inline float from_bfloat16(u32 bits) { return __uint_as_float(bits << 16); }
@@ -358,24 +364,11 @@ inline u32 transpose(u32 mine) {
     });
 }
 
-template <float from(u32)>
-inline void multiply_16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-    Warp& warp = warp_of();
-    const u32 lane = current % 32;
-    memcpy(warp.a[lane], a, sizeof(a)), memcpy(warp.b[lane], b, sizeof(b));
-    __syncwarp();
-    for (int i = 0; i < 4; i++) {
-        const u32 row = lane / 4, column = lane % 4 * 2 + i % 2;
-        for (int k = 0; k < 16; k++) {
-            const u32 left = warp.a[row * 4 + k % 8 / 2][i / 2 + k / 8 * 2], right = warp.b[column * 4 + k % 8 / 2][k / 8];
-            c[i] += from(left >> k % 2 * 16 & 0xffff) * from(right >> k % 2 * 16 & 0xffff);
-        }
-    }
-    __syncwarp();
+inline void multiply_half(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    multiply<16>(c, a, b, [](u32 bits) { return from_half(bits & 0xffff); });
 }
-inline void multiply_half(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) { multiply_16<from_half>(c, a, b); }
 inline void multiply_bfloat16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-    multiply_16<from_bfloat16>(c, a, b);
+    multiply<16>(c, a, b, [](u32 bits) { return from_bfloat16(bits & 0xffff); });
 }
 
 // ---- running a kernel

@@ -7,10 +7,11 @@ import shutil
 import subprocess
 import tempfile
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 
 from torch import Tensor
+
+from hf_sparsekv.ops._cuda import read_source
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
@@ -57,7 +58,7 @@ def build(package: str, file: str, name: str, **defined: float) -> CpuKernel:
         f"given.clear(), outside = 0; for (int i = 0; i < n; i += 2) given.push_back({{places[i], places[i + 1]}}); "
         f"launch([](i64* a) {{ call({name}, a); }}, a, x, y, shared, seed); return outside; }}"
     )
-    source = (files(package) / file).read_text() + "\n" + entry
+    source = read_source(package, file, defined) + "\n" + entry
     (folder / "kernel.cpp").write_text(source)
     options = [f"-D{key}={value}" for key, value in defined.items()]
     header = Path(__file__).with_name("cuda_on_cpu.h")

@@ -11,7 +11,7 @@ from hf_sparsekv.ops.gated.reference import gated
 from hf_sparsekv.ops.gated.triton import gated as gated_kernel
 from hf_sparsekv.ops.small_linear import small_linear as public
 from hf_sparsekv.ops.small_linear.reference import small_linear as reference
-from hf_sparsekv.ops.small_linear.stream import Stream, stream_linear
+from hf_sparsekv.ops.small_linear.skinny import Skinny, skinny_linear
 from hf_sparsekv.ops.small_linear.triton import WIDE, small_linear
 
 # shape of x, rows of the weight, bias
@@ -132,7 +132,7 @@ def test_too_many_rows():
 
 
 # rows of x, inputs, outputs, bias
-STREAMED = {
+SKINNY_CASES = {
     "one row": (1, 256, 64, False),
     "one row, bias, nothing even": (1, 1000, 45, True),
     "few inputs": (3, 8, 16, True),
@@ -142,7 +142,7 @@ STREAMED = {
 }
 
 
-def check_streamed(place, rows, k, n, has_bias, activation, stream) -> None:
+def check_skinny(place, rows, k, n, has_bias, activation, stream) -> None:
     """``stream(x, weight, bias, activation)`` of weights that are rows of a wider block, among what nobody may read."""
     halves = 1 if activation is None else 2
     weight = place.nan(halves * n + 3, k + 8)[1:-2, :k]
@@ -162,20 +162,20 @@ def check_streamed(place, rows, k, n, has_bias, activation, stream) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [Stream(), Stream(512, 1, 4), Stream(128, 8, 2)], ids=str)
+@pytest.mark.parametrize("config", [Skinny(), Skinny(512, 1, 4), Skinny(128, 8, 2)], ids=str)
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
-@pytest.mark.parametrize("case", [*STREAMED.values(), (1, 4096, 6144, False), (8, 12288, 4096, False)], ids=str)
-def test_streamed(case, dtype, activation, config):
+@pytest.mark.parametrize("case", [*SKINNY_CASES.values(), (1, 4096, 6144, False), (8, 12288, 4096, False)], ids=str)
+def test_skinny(case, dtype, activation, config):
     """In CUDA C++; another kernel would show nothing."""
 
     def stream(x, weight, bias, activation):
         n = len(weight) if activation is None else len(weight) // 2
         out = torch.full((len(x), n), torch.nan, dtype=dtype, device=x.device)
-        assert stream_linear(x, weight, bias, activation, out, config)
+        assert skinny_linear(x, weight, bias, activation, out, config)
         assert torch.equal(out, small_linear(x, weight, bias, activation, config))
         return out
 
     if torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("this GPU runs no kernels in CUDA C++")
-    check_streamed(Place("cuda", dtype), *case, activation, stream)
+    check_skinny(Place("cuda", dtype), *case, activation, stream)

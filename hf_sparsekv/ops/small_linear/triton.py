@@ -18,7 +18,7 @@ from .._operands import Table, operand
 from .._overlap import begin, launch
 from ..gated.triton import gate_times_up
 from .reference import MAX_ROWS, check
-from .stream import Stream, stream_linear
+from .skinny import Skinny, skinny_linear
 
 
 class Tile(NamedTuple):
@@ -46,7 +46,7 @@ GATED_ONE_ROW = ONE_ROW._replace(registers=64)
 GATED_ONE_ROW_SHORT = ONE_ROW_SHORT._replace(registers=64)
 GATED_ROWS = ROWS
 GATED_ROWS_WIDE = ROWS_WIDE
-STREAM: Stream | None = None  # CUDA C++ where that serves; not measured yet
+SKINNY: Skinny | None = None  # CUDA C++ where that serves; not measured yet
 
 
 @triton.jit
@@ -175,7 +175,7 @@ def _fitting(config: Tile, x: Tensor) -> Tile:
 def small_linear(x, weight, bias=None, activation=None, config=None):
     """As ``reference.small_linear``. Float32 only for a single row: tensor cores would round it.
 
-    ``config`` replaces the one for these shapes: a :class:`Tile`, or a :class:`.stream.Stream` for CUDA C++, where that
+    ``config`` replaces the one for these shapes: a :class:`Tile`, or a :class:`.skinny.Skinny` for CUDA C++, where that
     serves.
     """
     n, k = weight.shape
@@ -189,9 +189,9 @@ def small_linear(x, weight, bias=None, activation=None, config=None):
     out = x.new_empty(*x.shape[:-1], outputs)
     if not out.numel():
         return out
-    config = config or STREAM
-    if isinstance(config, Stream):
-        if stream_linear(x_rows, weight, bias, activation, out.view(rows, outputs), config):
+    config = config or SKINNY
+    if isinstance(config, Skinny):
+        if skinny_linear(x_rows, weight, bias, activation, out.view(rows, outputs), config):
             return out
         config = None
     config = config or tile(rows, n, k, activation is not None)

@@ -18,23 +18,6 @@
 static_assert(GROUP <= 8, "heads are the eight columns of a product");
 static_assert(SIZE % (4 * CLUSTER) == 0, "each block has as much of the result");
 
-__device__ __forceinline__ u32 pack(float low, float high) {
-    return BFLOAT16 ? pack_bfloat16(low, high) : pack_half(low, high);
-}
-
-__device__ __forceinline__ float unpack(u16 bits) {
-    return BFLOAT16 ? __uint_as_float((u32)bits << 16) : from_half(bits);
-}
-
-__device__ __forceinline__ void product(float (&c)[4], const u32 (&a)[4], u32 front, u32 back) {
-    const u32 b[2] = {front, back};
-    if (BFLOAT16) {
-        multiply_bfloat16(c, a, b);
-    } else {
-        multiply_half(c, a, b);
-    }
-}
-
 __device__ __forceinline__ float base_of(float most) {  // nothing attended yet: -inf - -inf is no number
     return most == -INF ? 0 : most;
 }
@@ -161,8 +144,8 @@ __device__ __forceinline__ void take(Softmax& its, const uint4 (&query)[STEPS][3
         const u32 front[4] = {key[0][j].x, key[1][j].x, key[0][j].y, key[1][j].y};
         const u32 back[4] = {key[0][j].z, key[1][j].z, key[0][j].w, key[1][j].w};
         const uint4 eight = query[j][lane];
-        product(weight, front, eight.x, eight.y);
-        product(weight, back, eight.z, eight.w);
+        multiply(weight, front, eight.x, eight.y);
+        multiply(weight, back, eight.z, eight.w);
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) weight[i] = bias[i / 2] == -INF ? -INF : weight[i] * factor + bias[i / 2];
@@ -201,7 +184,7 @@ __device__ __forceinline__ void take(Softmax& its, const uint4 (&query)[STEPS][3
             }
             const u32 channels[4] = {__byte_perm(of[0], of[1], 0x5410), __byte_perm(of[0], of[1], 0x7632),
                                      __byte_perm(of[2], of[3], 0x5410), __byte_perm(of[2], of[3], 0x7632)};
-            product(its.sum[h][i], channels, front, back);
+            multiply(its.sum[h][i], channels, front, back);
         }
     }
 }
@@ -226,7 +209,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                                 i64 scale_bits) {
     DYNAMIC_SHARED(held);  // the chosen tokens, then each warp's result
     __shared__ Share at[CLUSTER];
-    __shared__ u64 mailbox;
+    __shared__ u64 mbarrier;
     __shared__ Lists lists;
     __shared__ Entries entries[WARPS];
     __shared__ uint4 query[STEPS][32];  // of each thread of a warp: of head `row`, zeros where there is none
@@ -237,8 +220,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
     // Of each block a slice, maxima and sums; the first one counts tokens.
     if (thread == 0) {
-        open_mailbox(&mailbox);
-        expect_mail(&mailbox, 4 * CLUSTER * (SLICE + 2 * GROUP + (rank == 0 ? 2 : 0)));
+        mbarrier_init(&mbarrier);
+        mbarrier_expect(&mbarrier, 4 * CLUSTER * (SLICE + 2 * GROUP + (rank == 0 ? 2 : 0)));
     }
     cluster_arrive_relaxed();  // waited for before anything is sent
     wait_for_kernels();
@@ -325,23 +308,23 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             const float4& its = *(const float4*)(held + w * SIZE + 4 * i);
             sum.x += its.x, sum.y += its.y, sum.z += its.z, sum.w += its.w;
         }
-        send(&at[rank].sum[i % (SLICE / 4)], i / (SLICE / 4), sum, &mailbox);
+        store_async(&at[rank].sum[i % (SLICE / 4)], i / (SLICE / 4), sum, &mbarrier);
     }
     for (int i = thread; i < GROUP * CLUSTER; i += THREADS) {
         const int head = i % GROUP, to = i / GROUP;
         float base = -INF, sum = 0;
         for (int w = 0; w < WARPS; w++) base = fmaxf(base, most[w][head]);
         for (int w = 0; w < WARPS; w++) sum += total[w][head] * exp2f(most[w][head] - base_of(base));
-        send(&at[rank].most[head], to, base, &mailbox);
-        send(&at[rank].total[head], to, sum, &mailbox);
+        store_async(&at[rank].most[head], to, base, &mbarrier);
+        store_async(&at[rank].total[head], to, sum, &mbarrier);
     }
     if (thread == 0) {
         u32 all_tokens = 0, all_far = 0;
         for (int w = 0; w < WARPS; w++) all_tokens += tokens[w], all_far += far[w];
-        send(&at[rank].tokens, 0, all_tokens, &mailbox);
-        send(&at[rank].far, 0, all_far, &mailbox);
+        store_async(&at[rank].tokens, 0, all_tokens, &mbarrier);
+        store_async(&at[rank].far, 0, all_far, &mbarrier);
     }
-    wait_for_mail(&mailbox);
+    mbarrier_wait(&mbarrier);
 
     // Denominator of a head, and the base of all that is added up.
     const auto whole = [&](int head, float& base) {

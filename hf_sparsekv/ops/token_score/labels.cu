@@ -26,10 +26,6 @@
 
 static_assert(CHANNELS % 32 == 0, "a lane has whole channels");
 
-__device__ __forceinline__ float from_query(u16 bits) {
-    return BFLOAT16 ? __uint_as_float((u32)bits << 16) : from_half(bits);
-}
-
 struct Queries {
     signed char parts[LANES * COLUMNS][2][CHANNELS];  // upper and lower, of the label channels
     float unit[LANES * COLUMNS], total[LANES * COLUMNS];
@@ -87,10 +83,10 @@ __device__ __forceinline__ void make_queries(Queries& queries, const u16* q, i64
         for (int e = 0; e < EACH; e++) {
             value[e] = 0;
             if (MEAN && v == 0) {
-                for (int h = 0; h < GROUP; h++) value[e] += from_query(q[h * q_head + channel[e] * q_dim]);
+                for (int h = 0; h < GROUP; h++) value[e] += unpack(q[h * q_head + channel[e] * q_dim]);
                 value[e] /= GROUP;
             } else if (v < VECTORS) {
-                value[e] = from_query(q[v * q_head + channel[e] * q_dim]);
+                value[e] = unpack(q[v * q_head + channel[e] * q_dim]);
             }
             most = fmaxf(most, fabsf(value[e])), total += value[e];
         }

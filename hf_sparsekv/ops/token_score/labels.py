@@ -50,7 +50,7 @@ FORMS += Form(1, 1, False, 7), Form(2, 1, False, 5), Form(1, 2, False, 7), Form(
 FORMS += Form(2, 4, True, 5), Form(3, 4, True, 5)
 FORMS += Form(even=True), Form(1, 2, False, 7, even=True), Form(2, 4, even=True), Form(3, 2, True, even=True)
 
-USUAL = Form()  # measured, which the others are not yet
+USUAL = Form()  # the only one that was measured, before its instructions were fewer: see benchmarks/NOTES.md
 
 
 def score_all(q, codes, qparams, channels, rows, block_table, reduce, sinks, out, fill, form=USUAL) -> bool:

@@ -11,8 +11,9 @@
 // its scores are counted by their bits, LOG_BINS a pass.
 //
 // Blocks hand over what they know by writing to one another's shared memory ("Distributed Shared Memory", CUDA C++
-// Programming Guide): three barriers of a cluster, and two more for each further pass. With MAIL they send it: no
-// barriers but for further passes, which hardly a row needs. A barrier fences all of the GPU's memory.
+// Programming Guide): three barriers of a cluster, and two more for each further pass. With MBARRIERS they
+// store it asynchronously (st.async), without barriers but for further passes, which hardly a row needs: a barrier
+// fences all of the GPU's memory.
 
 #define BINS (1 << LOG_BINS)
 #define WARPS (THREADS / 32)
@@ -89,7 +90,7 @@ struct Shared {
     u32 taken_over;
 };
 
-struct Mail {
+struct Exchange {
     u64 met, counts, list;
     __align__(16) u32 hists[CLUSTER][BINS];  // of each block
 };
@@ -105,16 +106,16 @@ struct Part {
 };
 
 template <class T>
-__device__ __forceinline__ void tell(T* mine, u32 rank, T value, u64* mailbox) {
-    if (MAIL) {
-        send(mine, rank, value, mailbox);
+__device__ __forceinline__ void tell(T* mine, u32 rank, T value, u64* mbarrier) {
+    if (MBARRIERS) {
+        store_async(mine, rank, value, mbarrier);
     } else {
         store_there(mine, rank, value);
     }
 }
 
 // Tell all blocks what this one's scores have in common, and take from all of them a pass, and how many can be chosen.
-__device__ __forceinline__ void guess(Shared& at, Mail& mail, Met& met, u32 k, Pass& pass) {
+__device__ __forceinline__ void guess(Shared& at, Exchange& exchange, Met& met, u32 k, Pass& pass) {
     const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     for (int d = 16; d; d /= 2) {
         met.sum += __shfl_xor_sync(~0u, met.sum, d), met.square += __shfl_xor_sync(~0u, met.square, d);
@@ -128,14 +129,14 @@ __device__ __forceinline__ void guess(Shared& at, Mail& mail, Met& met, u32 k, P
         met = at.met[0];
         for (int w = 1; w < WARPS; w++) met.add(at.met[w]);
         Told* mine = &at.told[cluster_rank()];
-        tell(&mine->met.sum, thread, met.sum, &mail.met);
-        tell(&mine->met.square, thread, met.square, &mail.met);
-        tell(&mine->met.high, thread, met.high, &mail.met);
-        tell(&mine->met.sampled, thread, met.sampled, &mail.met);
-        tell(&mine->met.usable, thread, met.usable, &mail.met);
+        tell(&mine->met.sum, thread, met.sum, &exchange.met);
+        tell(&mine->met.square, thread, met.square, &exchange.met);
+        tell(&mine->met.high, thread, met.high, &exchange.met);
+        tell(&mine->met.sampled, thread, met.sampled, &exchange.met);
+        tell(&mine->met.usable, thread, met.usable, &exchange.met);
     }
-    if (MAIL) {
-        wait_for_mail(&mail.met);
+    if (MBARRIERS) {
+        mbarrier_wait(&exchange.met);
     } else {
         cluster_sync();
     }
@@ -151,7 +152,7 @@ __device__ __forceinline__ void guess(Shared& at, Mail& mail, Met& met, u32 k, P
 }
 
 // Leave in `at` which bin holds the entry of rank k, `over` of which lie above all bins. `sent`: blocks' counts are here.
-__device__ __forceinline__ void find_bin(Shared& at, const Mail& mail, u32 k, u32 over, bool sent) {
+__device__ __forceinline__ void find_bin(Shared& at, const Exchange& exchange, u32 k, u32 over, bool sent) {
     const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     // Entries from the last bin down to this thread's: of the row in the upper half, of this block in the lower.
     u64 mine = 0;
@@ -161,7 +162,7 @@ __device__ __forceinline__ void find_bin(Shared& at, const Mail& mail, u32 k, u3
         u32 total = 0;
 #pragma unroll
         for (int r = 0; r < CLUSTER; r++) {
-            const u32 c = sent ? mail.hists[r][b] : load_there(&at.hist[b], r);
+            const u32 c = sent ? exchange.hists[r][b] : load_there(&at.hist[b], r);
             total += c, most = max(most, c);
         }
         mine = (u64)total << 32 | at.hist[b];
@@ -184,15 +185,15 @@ __device__ __forceinline__ void find_bin(Shared& at, const Mail& mail, u32 k, u3
 
 // What each block has in the threshold's bin and above it, from the counts that all have sent; so it is known how many
 // scores are still on their way.
-__device__ __forceinline__ void read_counts(Shared& at, Mail& mail, int bin, bool equal) {
+__device__ __forceinline__ void read_counts(Shared& at, Exchange& exchange, int bin, bool equal) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         u32 all = 0;
-        for (int r = 0; r < CLUSTER; r++) all += mail.hists[r][bin];
-        expect_mail(&mail.list, equal ? 0 : 4 * all);
+        for (int r = 0; r < CLUSTER; r++) all += exchange.hists[r][bin];
+        mbarrier_expect(&exchange.list, equal ? 0 : 4 * all);
     }
     if (warp < CLUSTER) {
-        const u32* its = mail.hists[warp];
+        const u32* its = exchange.hists[warp];
         u32 above = 0;
         for (int b = bin + 1 + lane; b < BINS; b += 32) above += its[b];
         above = __reduce_add_sync(~0u, above);
@@ -203,8 +204,8 @@ __device__ __forceinline__ void read_counts(Shared& at, Mail& mail, int bin, boo
 // Write the ids of the `k` best of a row to `to`. `fill(held, first, length)` gives a warp its stretch of the scores,
 // entries `first ..` of the block's part, and what they have in common.
 template <class Fill>
-__device__ __forceinline__ void choose(Mail& mail, float* held, const Part& its, u32 k, const Fill& fill, int* to, const int* of,
-                                       int block_size) {
+__device__ __forceinline__ void choose(Exchange& exchange, float* held, const Part& its, u32 k, const Fill& fill,
+                                       int* to, const int* of, int block_size) {
     __shared__ Shared at;
     const u32 rank = cluster_rank(), thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const u32 lanes_before = (1u << lane) - 1;
@@ -216,14 +217,14 @@ __device__ __forceinline__ void choose(Mail& mail, float* held, const Part& its,
     u32 usable = 0, over = 0, sure = 0;  // entries that can be chosen; that are for certain: of the row, of this block
     bool equal = false;                  // all that the threshold's bin holds is one score
     float threshold = -INF;
-    bool first_pass = MAIL;
+    bool first_pass = MBARRIERS;
     Pass pass;
     if (thread < BINS) at.hist[thread] = 0;
     if (thread == 0) at.slot = 0, at.bin = BINS;
     for (bool again = false, found = false; !found; again = true) {
         Met met = fill(held + first, first, length);
         if (!again) {
-            guess(at, mail, met, k, pass);
+            guess(at, exchange, met, k, pass);
             usable = met.usable;
             if (usable <= k) break;
         }
@@ -247,21 +248,21 @@ __device__ __forceinline__ void choose(Mail& mail, float* held, const Part& its,
                 const int b = bin_of(pass, held[first + i]);
                 if (b >= 0) atomicAdd(&at.hist[b], 1);
             }
-            const bool by_mail = first_pass;
+            const bool is_async = first_pass;
             first_pass = false;
-            if (by_mail) {
+            if (is_async) {
                 __syncthreads();
                 for (int i = thread; i < BINS / 4 * CLUSTER; i += THREADS) {
                     const int b = 4 * (i % (BINS / 4));
                     const float4 four = {__uint_as_float(at.hist[b]), __uint_as_float(at.hist[b + 1]),
                                          __uint_as_float(at.hist[b + 2]), __uint_as_float(at.hist[b + 3])};
-                    send((float4*)&mail.hists[rank][b], i / (BINS / 4), four, &mail.counts);
+                    store_async((float4*)&exchange.hists[rank][b], i / (BINS / 4), four, &exchange.counts);
                 }
-                wait_for_mail(&mail.counts);
+                mbarrier_wait(&exchange.counts);
             } else {
                 cluster_sync();
             }
-            find_bin(at, mail, k, over, by_mail);
+            find_bin(at, exchange, k, over, is_async);
             const u32 bin = at.bin;
             if (!pass.linear && bin == BINS) __trap();  // scores have changed since they were counted, or k is 0
             equal = !pass.linear && pass.shift == 0;
@@ -275,16 +276,16 @@ __device__ __forceinline__ void choose(Mail& mail, float* held, const Part& its,
                     if (bin_of(pass, s) == (int)bin) {
                         const u32 slot = atomicAdd(&at.slot, 1);
                         for (int r = 0; r < CLUSTER; r++) {
-                            if (by_mail) {
-                                send(&at.told[rank].list[slot], r, s, &mail.list);
+                            if (is_async) {
+                                store_async(&at.told[rank].list[slot], r, s, &exchange.list);
                             } else {
                                 store_there(&at.told[rank].list[slot], r, s);
                             }
                         }
                     }
                 }
-                if (by_mail) {
-                    read_counts(at, mail, (int)bin, equal);
+                if (is_async) {
+                    read_counts(at, exchange, (int)bin, equal);
                 } else if (thread < CLUSTER) {
                     store_there(&at.told[rank].sure, thread, sure);
                     store_there(&at.told[rank].listed, thread, at.own);
@@ -293,8 +294,8 @@ __device__ __forceinline__ void choose(Mail& mail, float* held, const Part& its,
                 pass.first += bin << pass.shift, pass.span = (1u << pass.shift) - 1;
                 pass.shift = max(pass.shift - LOG_BINS, 0);
             }
-            if (by_mail && found) {
-                wait_for_mail(&mail.list);
+            if (is_async && found) {
+                mbarrier_wait(&exchange.list);
                 __syncthreads();
                 break;
             }
@@ -379,11 +380,11 @@ __device__ __forceinline__ void choose(Mail& mail, float* held, const Part& its,
 }
 
 // Of each kernel the first.
-__device__ __forceinline__ void begin(Mail& mail) {
-    if (MAIL && threadIdx.x == 0) {
-        open_mailbox(&mail.met), open_mailbox(&mail.counts), open_mailbox(&mail.list);
-        expect_mail(&mail.met, 4 * 5 * CLUSTER);
-        expect_mail(&mail.counts, 4 * BINS * CLUSTER);
+__device__ __forceinline__ void begin(Exchange& exchange) {
+    if (MBARRIERS && threadIdx.x == 0) {
+        mbarrier_init(&exchange.met), mbarrier_init(&exchange.counts), mbarrier_init(&exchange.list);
+        mbarrier_expect(&exchange.met, 4 * 5 * CLUSTER);
+        mbarrier_expect(&exchange.counts, 4 * BINS * CLUSTER);
     }
     cluster_arrive_relaxed();  // waited for before anything is told
     wait_for_kernels();
@@ -396,8 +397,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     DYNAMIC_SHARED(held);
     const i64 i_batch = blockIdx.y / (u32)heads, i_head = blockIdx.y % (u32)heads;
     const int lane = threadIdx.x % 32;
-    __shared__ Mail mail;
-    begin(mail);
+    __shared__ Exchange exchange;
+    begin(exchange);
     const int sealed = rows ? rows[2 * i_batch + 1] : 0;
     const Part its(rows ? min((int)n, (sealed + (int)tokens - 1) / (int)tokens) : (int)n);
     const float* row = scores + i_batch * scores_batch + i_head * scores_head + its.start;
@@ -420,6 +421,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         __syncwarp();
         return met;
     };
-    choose(mail, held, its, (u32)k, fill, out + i_batch * out_batch + i_head * out_head,
+    choose(exchange, held, its, (u32)k, fill, out + i_batch * out_batch + i_head * out_head,
            blocks ? blocks + i_batch * blocks_batch + i_head * blocks_head : nullptr, (int)block_size);
 }

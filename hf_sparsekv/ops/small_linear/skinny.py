@@ -1,4 +1,4 @@
-"""A linear layer of a few rows in CUDA C++: ``stream.cu`` says how."""
+"""A linear layer of a few rows in CUDA C++: ``skinny.cu`` says how."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..gated.reference import ACTIVATIONS
 from .reference import MAX_ROWS
 
 
-class Stream(NamedTuple):
+class Skinny(NamedTuple):
     """Threads of a block, blocks that a processor holds at least, and 32 inputs so many times in flight, twice."""
 
     threads: int = 256
@@ -20,8 +20,8 @@ class Stream(NamedTuple):
     steps: int = 4
 
 
-def stream_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, out: Tensor, config: Stream
+def skinny_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, out: Tensor, config: Skinny
 ) -> bool:
     """As ``reference.small_linear`` of ``x [rows, in]`` to ``out [rows, outputs]``, contiguous, where these tensors and
     this GPU allow it: whether it has.
@@ -46,7 +46,7 @@ def stream_linear(
 
 
 def _kernel(x: Tensor, **defined: int) -> _cuda.Kernel | None:
-    return _cuda.load(x, __package__, "stream.cu", "small_linear_stream_kernel", **defined)
+    return _cuda.load(x, __package__, "skinny.cu", "small_linear_skinny_kernel", **defined)
 
 
 def _loads_16_bytes(t: Tensor) -> bool:

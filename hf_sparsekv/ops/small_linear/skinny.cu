@@ -13,23 +13,6 @@
 #define GATED (ACTIVATION > 0)
 #define OUTPUTS (GATED ? 8 : 16)  // of a block
 
-__device__ __forceinline__ u32 pack(float low, float high) {
-    return BFLOAT16 ? pack_bfloat16(low, high) : pack_half(low, high);
-}
-
-__device__ __forceinline__ float unpack(u16 bits) {
-    return BFLOAT16 ? __uint_as_float((u32)bits << 16) : from_half(bits);
-}
-
-__device__ __forceinline__ void product(float (&c)[4], const u32 (&a)[4], u32 front, u32 back) {
-    const u32 b[2] = {front, back};
-    if (BFLOAT16) {
-        multiply_bfloat16(c, a, b);
-    } else {
-        multiply_half(c, a, b);
-    }
-}
-
 __device__ __forceinline__ float rounded(float value) { return unpack((u16)pack(value, 0)); }
 
 // As ops/gated: the activation of `gate` times `up`, both of 16 bits.
@@ -66,14 +49,14 @@ __device__ __forceinline__ void multiply_by(float (&sum)[COLUMNS][4], const Weig
         for (int j = 0; j < STEPS; j++) {
             const uint4 &upper = weights.of[0][j], &lower = weights.of[1][j];
             const u32 front[4] = {upper.x, lower.x, upper.y, lower.y}, back[4] = {upper.z, lower.z, upper.w, lower.w};
-            product(sum[c], front, eight[j].x, eight[j].y);
-            product(sum[c], back, eight[j].z, eight[j].w);
+            multiply(sum[c], front, eight[j].x, eight[j].y);
+            multiply(sum[c], back, eight[j].z, eight[j].w);
         }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-    small_linear_stream_kernel(const u16* x, i64 x_row, const u16* weight, i64 weight_row, const u16* bias, u16* out,
+    small_linear_skinny_kernel(const u16* x, i64 x_row, const u16* weight, i64 weight_row, const u16* bias, u16* out,
                                i64 n, i64 k) {
     __shared__ float4 part[WARPS][COLUMNS][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, inputs = (int)k;
