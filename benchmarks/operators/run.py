@@ -4,6 +4,7 @@
     python -m benchmarks operator --shapes 1x64k 4x64k --dim 64 --heads 16x4 --dtype float16
     python -m benchmarks operator --model glm-4.7-flash
     python -m benchmarks operator --sweep token_score sparse_decode --no-csv
+    python -m benchmarks operator --sweep dense_decode --ways clusters= --no-csv
     python -m benchmarks operator --sweep gated_linear --no-csv        # of an MLP, at 1, 8 and 16 rows
     python -m benchmarks operator --sweep linear --no-csv              # all linear layers, likewise
 
@@ -50,12 +51,17 @@ def parts(layers: list[Layer]) -> dict[str, Callable[[int], None]]:
     }
 
 
-def sweep(layers: list[Layer], report: Report, operators: list[str]) -> None:
-    """Every way to run the operators at one shape, each compared with the first way; then the quickest."""
+def sweep(layers: list[Layer], report: Report, operators: list[str], ways: list[str] | None = None) -> None:
+    """Every way to run the operators at one shape, each compared with the first way; then the quickest.
+
+    With ``ways`` those alone whose names contain one of them, beside the first.
+    """
     shape = layers[0].shape
     for operator in operators:
         first, before, found = None, Time(0.0, 0.0, 0.0), {}
         for name, run, result in variants(layers, operator):
+            if ways and first is not None and not any(way in name for way in ways):
+                continue
             with report.measuring(shape.batch, shape.context, f"two_level:{name}"):  # not all tiles fit every shape
                 took = captured(run, len(layers))
                 if name == FIRST:
@@ -128,6 +134,7 @@ def arguments() -> ArgumentParser:
         choices=(*OPERATORS, *WITHOUT_CACHE),
         help="time the ways to run these operators instead",
     )
+    parser.add_argument("--ways", nargs="+", metavar="TEXT", help="of a sweep those whose names contain one of these")
     return parser
 
 
@@ -166,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
                     check(layers[0])
                     for layer in layers:
                         layer.step()
-                    sweep(layers, report, swept)
+                    sweep(layers, report, swept, args.ways)
                 else:
                     measure(layers, report, rate)
             layers = None
