@@ -1,16 +1,13 @@
-"""The linear layers of a decode step of an 8B model, for few rows: Triton's tile, CUDA C++, and torch's product."""
+"""The linear layers of a decode step of an 8B model, for few rows: tiles of the kernel, and torch's product."""
 
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_sparsekv.ops._cuda import why_not
-from hf_sparsekv.ops.small_linear.skinny import Skinny
 from hf_sparsekv.ops.small_linear.triton import Tile, small_linear, tile
 from hf_sparsekv.tuning.timing import captured
 
@@ -30,17 +27,20 @@ LAYERS = {  # rows of the weight, inputs, activation
 READ = 300e6  # bytes of weights, several sets of them: what is read comes from memory
 
 
-def configs() -> list[Skinny]:
-    """What to try, as far as a processor's registers allow it: 64 and 128 a thread, with 2 and 4 steps."""
-    wanted = product((128, 256, 512), (1, 2, 3, 4, 6, 8), (2, 4))
-    return [Skinny(*one) for one in wanted if 512 <= one[0] * one[1] <= (1024 if one[2] == 2 else 512)]
+TILES = tuple(  # of more than one row
+    Tile(*one)
+    for one in (
+        *((32, 128, 8, 4), (32, 256, 4, 4), (32, 256, 5, 4), (32, 256, 6, 4), (32, 512, 3, 4), (32, 512, 4, 8)),
+        *((64, 64, 8, 4), (64, 128, 5, 4), (64, 128, 6, 4), (64, 128, 4, 8), (64, 256, 3, 8), (128, 64, 6, 4)),
+    )
+)
 
 
 def ways(weights: list[Tensor], xs: list[Tensor], activation: str | None) -> list[Variant]:
     """Today's kernel first."""
     out: list[Tensor] = [torch.empty(0)] * len(weights)
 
-    def ours(i: int, config: Skinny | Tile) -> None:
+    def ours(i: int, config: Tile) -> None:
         out[i] = small_linear(xs[i], weights[i], None, activation, config)
 
     def by_torch(i: int) -> None:
@@ -50,9 +50,9 @@ def ways(weights: list[Tensor], xs: list[Tensor], activation: str | None) -> lis
     found: list[Variant] = [("triton", partial(ours, config=usual), lambda: out[0])]
     if activation is None:
         found.append(("torch", by_torch, lambda: out[0]))
-    if weights[0].is_cuda and why_not(weights[0].get_device()) is None:
-        for one in configs():
-            name = ",".join(f"{name}={value}" for name, value in one._asdict().items())
+    if len(xs[0]) > 1:
+        for one in TILES:
+            name = ",".join(f"{name}={value}" for name, value in one._asdict().items() if value is not None)
             found.append((name, partial(ours, config=one), lambda: out[0]))
     return found
 

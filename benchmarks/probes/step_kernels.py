@@ -1,41 +1,26 @@
-"""A captured step with kernels in CUDA C++ that are not the default, one by one and together; and its kernels.
+"""Where the time of a captured step goes: its kernels, and what each of a layer's adds to it.
 
-    python -m benchmarks.probes.step_kernels [--shapes 1x32k 8x32k] [--variants captured_dense token_only] [--kernels]
+    python -m benchmarks.probes.step_kernels [--shapes 1x32k 8x32k] [--variants captured_dense token_only]
 
-Milliseconds of the captured step alone (median, quartiles), random weights and keys. With ``--kernels`` each step's
-longest kernels, and those of a layer in their order: where the sum is less than the step, the GPU waits.
+Milliseconds of the captured step alone (median, quartiles), random weights and keys; the longest kernels by their sums;
+and those of a layer in the middle, in their order: how long each took, and how much later it ended than all before it.
+A kernel is launched before the one in front of it has ended and then waits, so only the latter adds up to the layer.
 """
 
 from __future__ import annotations
 
 import argparse
-from contextlib import ExitStack
-from itertools import combinations
-from unittest import mock
 
 import torch
-
-from hf_sparsekv.cuda_graph.optimize import runner_of
-from hf_sparsekv.ops.small_linear import skinny
-from hf_sparsekv.ops.small_linear import triton as linear
-from hf_sparsekv.ops.sparse_decode import config as attention
 
 from ..baselines import VARIANTS, Variant, find, make_cache, prepare
 from ..decoding import Steps, capture_seconds, free, replay_ms
 from ..filling import fill_cache
-from ..kernels import launched, table
+from ..kernels import Kernel, launched, table
 from ..shapes import known_config, parse_model, parse_shape, random_model
 
 SPARE = 200
-NEW = {  # what is not the default: where it is turned on, and how
-    "attention": (attention, "CLUSTERS", None),
-    "linear": (linear, "SKINNY", skinny.Skinny()),
-}
-
-
-def ways() -> list[tuple[str, ...]]:
-    """None of them, each by itself, more and more together."""
-    return [some for n in range(len(NEW) + 1) for some in combinations(NEW, n)]
+SHOWN = 16  # kernels: a layer and some
 
 
 def quartiles(values: list[float]) -> str:
@@ -43,27 +28,25 @@ def quartiles(values: list[float]) -> str:
     return "{:.3f} ms ({:.3f} to {:.3f})".format(*found)
 
 
-def measure(model, variant: Variant, batch: int, context: int, show: bool) -> None:
-    """One cache, captured anew with each of :func:`ways`."""
+def added(kernels: list[Kernel], first: int, count: int = SHOWN) -> list[tuple[Kernel, float]]:
+    """``count`` kernels from ``first`` on, and microseconds that each ended behind all before it."""
+    ends, found = max((one.begin + one.us for one in kernels[:first]), default=0.0), []
+    for one in kernels[first : first + count]:
+        found.append((one, one.begin + one.us - ends))
+        ends = max(ends, one.begin + one.us)
+    return found
+
+
+def measure(model, variant: Variant, batch: int, context: int) -> None:
+    """One cache, filled and captured."""
     prepare(model, variant, fused=True)
     cache = make_cache(model, variant, context + SPARE)
-    after = fill_cache(model, cache, batch, context)
-    for names in ways():
-        runner_of(model).graphs.pop(cache, None)
-        with ExitStack() as stack:
-            for name in names:
-                module, constant, value = NEW[name]
-                stack.enter_context(mock.patch.object(module, constant, value))
-            step = Steps(model, cache, batch, SPARE - 40, after)
-            capture_seconds(model, step)
-            kernels = launched(step) if show else []
-            found = quartiles(replay_ms(model, cache))
-        print(f"{batch}x{context} {variant.name:16} {' + '.join(names) or 'default':20} {found}", flush=True)
-        if show:
-            print(table(kernels))
-            middle = len(kernels) // 2
-            for kernel in kernels[middle : middle + 16]:
-                print(f"{kernel.begin - kernels[middle].begin:9.2f} us {kernel.us:8.2f} us {kernel.name[:100]}")
+    step = Steps(model, cache, batch, SPARE - 40, fill_cache(model, cache, batch, context))
+    capture_seconds(model, step)
+    kernels = launched(step)
+    print(f"{batch}x{context} {variant.name} {quartiles(replay_ms(model, cache))}\n{table(kernels)}")
+    for kernel, us in added(kernels, len(kernels) // 2):
+        print(f"{us:9.2f} us more, {kernel.us:8.2f} us {kernel.name[:100]}", flush=True)
 
 
 def main() -> None:
@@ -73,13 +56,12 @@ def main() -> None:
     parser.add_argument(
         "--variants", nargs="+", default=["captured_dense", "token_only"], choices=list(VARIANTS), metavar="VARIANT"
     )
-    parser.add_argument("--kernels", action="store_true")
     args = parser.parse_args()
     model = random_model(known_config(args.model), torch.bfloat16, torch.device("cuda"))
     print(torch.cuda.get_device_name())
     for batch, context in args.shapes:
         for name in args.variants:
-            measure(model, find(name), batch, context, args.kernels)
+            measure(model, find(name), batch, context)
             free()
 
 

@@ -365,28 +365,19 @@ def test_step_on_a_gpu(tmp_path, monkeypatch):
     assert ("sdpa_best+fused", "step_ms") in found
 
 
-def test_steps_with_kernels_that_are_not_the_default(imitated_gpu, monkeypatch, capsys):
-    """Each is captured with what its line names; afterwards all is as it was."""
-    model, seen = build("llama", "sdpa"), []
-
-    def replay_ms(model, cache):
-        (graph,) = decoding.runner_of(model).graphs[cache].values()
-        seen.append([getattr(module, constant) == value for module, constant, value in step_kernels.NEW.values()])
-        return [1.0, 2.0, graph and 3.0]
-
+def test_what_kernels_add_to_a_step(imitated_gpu, monkeypatch, capsys):
+    """Of one that was launched early, what it ends behind the others; of one that ended before them, less than none."""
+    found = [kernels.Kernel(*one) for one in (("a", 0.0, 5.0), ("b", 1.0, 9.0), ("c", 2.0, 3.0), ("d", 8.0, 4.0))]
+    assert [us for _, us in step_kernels.added(found, 0)] == [5.0, 5.0, -5.0, 2.0]
+    assert [us for _, us in step_kernels.added(found, 1, 1)] == [5.0]
+    model = build("llama", "sdpa")
     monkeypatch.setattr(step_kernels, "prepare", bench_step.prepare)
-    monkeypatch.setattr(step_kernels, "replay_ms", replay_ms)
-    usual = [getattr(module, constant) for module, constant, _ in step_kernels.NEW.values()]
-    step_kernels.measure(model, VARIANTS["token_only"], BATCH, CONTEXT, show=False)
-    assert [name for name, on in zip(step_kernels.NEW, seen[-1]) if on] == list(step_kernels.NEW)
-    assert seen == [[name in names for name in step_kernels.NEW] for names in step_kernels.ways()]
-    assert usual == [getattr(module, constant) for module, constant, _ in step_kernels.NEW.values()]
+    monkeypatch.setattr(step_kernels, "launched", lambda step: [step()] and found)
+    monkeypatch.setattr(step_kernels, "replay_ms", lambda model, cache: [3.0, 1.0, 2.0])
+    step_kernels.measure(model, VARIANTS["token_only"], BATCH, CONTEXT)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4
-    assert lines[0].split() == ["2x300", "token_only", "default", "2.000", "ms", "(1.500", "to", "2.500)"]
-    assert "attention + linear" in lines[-1]
-
-
-def test_a_table_of_kernels():
-    found = [kernels.Kernel(*one) for one in (("a", 0, 1500.0), ("b", 2000, 4.0), ("a", 2004, 500.0))]
-    assert kernels.table(found, most=1).splitlines() == ["3 kernels, 2.00 ms", "    2.000 ms     2 x a"]
+    assert lines[0] == "2x300 token_only 2.000 ms (1.500 to 2.500)"
+    assert [line.split() for line in lines[-2:]] == [
+        ["-5.00", "us", "more,", "3.00", "us", "c"],
+        ["2.00", "us", "more,", "4.00", "us", "d"],
+    ]

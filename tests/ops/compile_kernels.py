@@ -64,7 +64,6 @@ from hf_sparsekv.ops.residency import PageState
 from hf_sparsekv.ops.residency.triton import residency
 from hf_sparsekv.ops.route.triton import route
 from hf_sparsekv.ops.seal.triton import seal, seal_range
-from hf_sparsekv.ops.small_linear.skinny import Skinny, skinny_linear
 from hf_sparsekv.ops.small_linear.triton import small_linear
 from hf_sparsekv.ops.sparse_decode import cluster as decode
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
@@ -288,9 +287,6 @@ def in_cuda() -> None:
         none = dict.fromkeys(("attended", "from_host", "lse", "used"))
         cut = {"clusters": None, "threads": threads, "columns": named.get("columns")}
         decode.attend_clusters(*args, **about, **none, **cut, out=torch.empty_like(args[0]))
-    x = torch.zeros(16, 256, dtype=torch.bfloat16)
-    for rows, activation in ((1, None), (8, None), (8, "silu"), (16, None)):
-        skinny_linear(x[:rows], x, None, activation, x[:rows, : 16 if activation is None else 8], Skinny())
 
 
 CASES = (sparse_decodes, recent_tokens, choices, masses, pages, small_layers)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import Place
 
 from hf_sparsekv.ops.gated import ACTIVATIONS
 from hf_sparsekv.ops.gated.reference import gated
 from hf_sparsekv.ops.gated.triton import gated as gated_kernel
 from hf_sparsekv.ops.small_linear import small_linear as public
 from hf_sparsekv.ops.small_linear.reference import small_linear as reference
-from hf_sparsekv.ops.small_linear.skinny import Skinny, skinny_linear
 from hf_sparsekv.ops.small_linear.triton import WIDE, small_linear
 
 # shape of x, rows of the weight, bias
@@ -129,53 +127,3 @@ def test_no_gate_and_up(function):
 def test_too_many_rows():
     with pytest.raises(ValueError, match="at most 16 rows"):
         small_linear(torch.zeros(17, 8), torch.zeros(4, 8))
-
-
-# rows of x, inputs, outputs, bias
-SKINNY_CASES = {
-    "one row": (1, 256, 64, False),
-    "one row, bias, nothing even": (1, 1000, 45, True),
-    "few inputs": (3, 8, 16, True),
-    "eight rows": (8, 2056, 32, False),
-    "nine rows, one output": (9, 512, 1, True),
-    "sixteen rows": (16, 1032, 40, True),
-}
-
-
-def check_skinny(place, rows, k, n, has_bias, activation, stream) -> None:
-    """``stream(x, weight, bias, activation)`` of weights that are rows of a wider block, among what nobody may read."""
-    halves = 1 if activation is None else 2
-    weight = place.nan(halves * n + 3, k + 8)[1:-2, :k]
-    weight.copy_(place.randn(halves * n, k) * (3 / k**0.5))
-    x = place.nan(rows, k + 24)[:, 8:-16]
-    x.copy_(place.randn(rows, k))
-    bias = place.randn(halves * n) if has_bias else None
-    want = reference(*(None if t is None else t.cpu().double() for t in (x, weight, bias))).to(place.dtype)
-    if activation is not None:  # rounded before it
-        want = gated(*want.chunk(2, dim=-1), activation)
-    got = stream(x, weight, bias, activation)
-    place.close(got, want)
-    if activation is not None:
-        gate_up = stream(x, weight, bias, None)
-        assert torch.equal(gate_up[:, :n], stream(x, weight[:n], None if bias is None else bias[:n], None))
-        place.close(got, gated(*gate_up.cpu().chunk(2, dim=-1), activation), ratio=1e-4)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("config", [Skinny(), Skinny(512, 1, 4), Skinny(128, 8, 2)], ids=str)
-@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
-@pytest.mark.parametrize("case", [*SKINNY_CASES.values(), (1, 4096, 6144, False), (8, 12288, 4096, False)], ids=str)
-def test_skinny(case, dtype, activation, config):
-    """In CUDA C++; another kernel would show nothing."""
-
-    def stream(x, weight, bias, activation):
-        n = len(weight) if activation is None else len(weight) // 2
-        out = torch.full((len(x), n), torch.nan, dtype=dtype, device=x.device)
-        assert skinny_linear(x, weight, bias, activation, out, config)
-        assert torch.equal(out, small_linear(x, weight, bias, activation, config))
-        return out
-
-    if torch.cuda.get_device_capability()[0] < 9:
-        pytest.skip("this GPU runs no kernels in CUDA C++")
-    check_skinny(Place("cuda", dtype), *case, activation, stream)

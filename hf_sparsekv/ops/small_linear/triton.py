@@ -18,7 +18,6 @@ from .._operands import Table, operand
 from .._overlap import begin, launch
 from ..gated.triton import gate_times_up
 from .reference import MAX_ROWS, check
-from .skinny import Skinny, skinny_linear
 
 
 class Tile(NamedTuple):
@@ -46,7 +45,6 @@ GATED_ONE_ROW = ONE_ROW._replace(registers=64)
 GATED_ONE_ROW_SHORT = ONE_ROW_SHORT._replace(registers=64)
 GATED_ROWS = ROWS
 GATED_ROWS_WIDE = ROWS_WIDE
-SKINNY: Skinny | None = None  # CUDA C++ where that serves; not measured yet
 
 
 @triton.jit
@@ -175,8 +173,7 @@ def _fitting(config: Tile, x: Tensor) -> Tile:
 def small_linear(x, weight, bias=None, activation=None, config=None):
     """As ``reference.small_linear``. Float32 only for a single row: tensor cores would round it.
 
-    ``config`` replaces the one for these shapes: a :class:`Tile`, or a :class:`.skinny.Skinny` for CUDA C++, where that
-    serves.
+    ``config``, a :class:`Tile`, replaces the one for these shapes.
     """
     n, k = weight.shape
     x_rows = x.reshape(-1, k)
@@ -189,11 +186,6 @@ def small_linear(x, weight, bias=None, activation=None, config=None):
     out = x.new_empty(*x.shape[:-1], outputs)
     if not out.numel():
         return out
-    config = config or SKINNY
-    if isinstance(config, Skinny):
-        if skinny_linear(x_rows, weight, bias, activation, out.view(rows, outputs), config):
-            return out
-        config = None
     config = config or tile(rows, n, k, activation is not None)
     bn, bk, stages, warps, registers = config if rows == 1 else _fitting(config, x)
     fixed = {"EVEN": n % bn == 0 and k % bk == 0, "BN": bn, "BK": bk, "STAGES": stages, "num_warps": warps}
