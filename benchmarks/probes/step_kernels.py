@@ -18,7 +18,6 @@ import torch
 from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.ops.small_linear import skinny
 from hf_sparsekv.ops.small_linear import triton as linear
-from hf_sparsekv.ops.sparse_decode import config as attention
 
 from ..baselines import VARIANTS, Variant, find, make_cache, prepare
 from ..decoding import Steps, capture_seconds, free, replay_ms
@@ -28,7 +27,6 @@ from ..shapes import known_config, parse_model, parse_shape, random_model
 
 SPARE = 200
 NEW = {  # what is not the default: where it is turned on, and how
-    "attention": (attention, "CLUSTERS", None),
     "linear": (linear, "SKINNY", skinny.Skinny()),
 }
 

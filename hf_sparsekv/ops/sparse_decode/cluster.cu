@@ -1,4 +1,4 @@
-// Attention of one query over chosen tokens, or all, by clusters of thread blocks (Hopper and later).
+// Attention of one query over chosen tokens by clusters of thread blocks (Hopper and later).
 //
 // A cluster has one row and KV head. What is attended is one list: stored tokens, the recent buffer and the means, of
 // which each warp takes every so many 16. Until it has taken its last it needs nothing of other warps: its lanes
@@ -39,13 +39,12 @@ struct Place {
 
 __device__ __forceinline__ Place look_up(const Lists& its, int e) {
     if (e < its.n) {
-        const int id = ALL ? e : its.ids[e], in = id & ((1 << LOG_BLOCK) - 1);
+        const int id = its.ids[e], in = id & ((1 << LOG_BLOCK) - 1);
         if (PAGED) return {its.sealed > 0 ? id >> LOG_BLOCK : -1, in};
         return {id >= 0 && id < its.sealed ? its.table[id >> LOG_BLOCK] : -1, in};
     }
     e -= its.n;
     if (e < its.near) {  // as find_recent of _paged.py
-        if (ALL) e += its.sinks;
         int entry = e;
         if (e >= its.sinks) entry += its.sealed % its.ring;
         if (entry >= its.sinks + its.ring) entry -= its.ring;
@@ -196,7 +195,7 @@ struct Share {
     u32 tokens, far;
 };
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     sparse_decode_cluster_kernel(const u16* q, i64 q_batch, i64 q_head, const u16* kv, i64 kv_block, i64 kv_head,
                                 i64 kv_token, const u16* pages, i64 page, i64 page_token, const u16* recent,
                                 i64 recent_batch, i64 recent_head, i64 recent_token, const int* rows,
@@ -234,9 +233,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     its.ids = ids + i_batch * ids_batch + i_head * ids_head, its.table = table + i_batch * table_row;
     const int length = rows[2 * i_batch];
     its.sealed = rows[2 * i_batch + 1];
-    its.n = ALL ? min((int)n, its.sealed) : used ? min((int)n, used[i_batch * used_batch + i_head * used_head]) : (int)n;
+    its.n = used ? min((int)n, used[i_batch * used_batch + i_head * used_head]) : (int)n;
     its.sinks = (int)sinks, its.ring = max((int)(end - sinks), 1), its.span = (int)span;
-    its.near = length > 0 ? min(its.sinks + length - its.sealed, (int)end) - (ALL ? its.sinks : 0) : 0;
+    its.near = length > 0 ? min(its.sinks + length - its.sealed, (int)end) : 0;
     its.spans = means ? (its.sealed + its.span - 1) / its.span : 0;
     its.listed = (int*)held;
     its.all = its.n + its.near + its.spans;
