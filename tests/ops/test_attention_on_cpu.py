@@ -84,6 +84,13 @@ def test_places_of_an_empty_row_are_not_attended(attend):
     attend(args, named, ids=stale)
 
 
+def test_chosen_tokens_that_are_not_sealed(attend):
+    """They are neither attended nor missing from what a mean stands for."""
+    args, named = Case(batch=2, heads=2, span=2, rows=((125, 112), (45, 40))).make(Place("cpu", torch.float16), "token")
+    args[4][1] = args[4][0]
+    attend(args, named)
+
+
 def test_to_some_of_a_list(attend):
     args, named = PLAIN.make(Place("cpu", torch.float16), "token")
     named["used"] = torch.tensor([[3, 0], [5, 2]], dtype=torch.int32)

@@ -71,14 +71,15 @@ def attend_clusters(
         return False
     n = ids.shape[-1]
     blocks = clusters or _blocks(lists, q)
-    shared = max(4 * n if means is not None else 0, THREADS // 32 * group * dim * 4)
+    spans = 0 if means is None else -(-block_table.shape[1] * size // mean_tokens)
+    shared = 4 * max(spans, THREADS // 32 * group * dim)
     kernel = _kernel(q, size, group, blocks, pages is not None, sink_logits)
     if kernel is None or shared > kernel.shared_bytes:
         return False
     args = q, *q.stride()[:2], kv, *kv.stride()[:3], *_with_strides(pages), recent_kv, *recent_kv.stride()[:3], rows
     args += block_table, block_table.stride(0), *_with_strides(ids), *_with_strides(used), *_with_strides(means)
     args += *_with_strides(columns), *_with_strides(out), *_with_strides(lse), *_with_strides(attended)
-    args += *_with_strides(from_host), sink_logits, heads, n, sinks, recent_kv.shape[2], mean_tokens or 0
+    args += *_with_strides(from_host), sink_logits, heads, n, sinks, recent_kv.shape[2], mean_tokens or 0, spans
     (scale_bits,) = struct.unpack("I", struct.pack("f", scale))
     kernel.launch((blocks, lists), THREADS, shared, q, *args, scale_bits)
     return True
