@@ -217,6 +217,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     u32* chosen = (u32*)held;
     for (int i = thread; i < most_spans; i += THREADS) chosen[i] = 0;
     for (int j = warp; j < STEPS && row >= GROUP; j += WARPS) query[j][lane] = uint4{0, 0, 0, 0};
+    // Spans by a product, as a division takes as long as a load: exact below two million blocks.
+    const float spans_a_block = 1.0f / (float)((int)span >> LOG_BLOCK);
+    const auto span_of = [&](int token) { return (int)(((float)(token >> LOG_BLOCK) + 0.5f) * spans_a_block); };
     __syncthreads();
     wait_for_kernels();
 
@@ -254,14 +257,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     its.sealed = sealed, its.n = min(given, in_use);
     its.sinks = (int)sinks, its.ring = max((int)(end - sinks), 1), its.span = (int)span;
     its.near = length > 0 ? min(its.sinks + length - sealed, (int)end) : 0;
-    its.spans = means ? (sealed + its.span - 1) / its.span : 0;
+    its.spans = means && sealed > 0 ? span_of(sealed - 1) + 1 : 0;
     its.chosen = chosen;
     its.all = its.n + its.near + its.spans;
     its.factor = __uint_as_float((u32)scale_bits) * LOG2E;
     Place place = look_up(its, entry_of(tile), id);
     if (means) {
         const auto count = [&](int i, int token) {
-            if (i < its.n && (u32)token < (u32)sealed) atomicAdd(&chosen[token / its.span], 1u);
+            if (i < its.n && (u32)token < (u32)sealed) atomicAdd(&chosen[span_of(token)], 1u);
         };
 #pragma unroll
         for (int t = 0; t < AHEAD; t++) count(thread + t * THREADS, token[t]);
