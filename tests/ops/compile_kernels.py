@@ -106,6 +106,8 @@ def sparse_decodes() -> None:
         for args, named in (made,) if granularity == "all" else (made, in_pages(place(), *made)):
             args, named = in_codes(args, named)
             sparse_decode(*args, **named, from_host=torch.zeros(1, usual.heads, dtype=torch.int64))
+    args, named = replace(usual, batch=20).make(place(), "all")  # few parts each
+    sparse_decode(*args, **named)
     for case in (usual, latents):
         for batch in (1, 3):
             args, named = replace(case, batch=batch, span=4, cap=9).make(place(), "token")

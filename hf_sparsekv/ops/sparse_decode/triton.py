@@ -140,5 +140,7 @@ def sparse_decode(
         if granularity == "all" and config.warps == 4 and max(dk, value_dim) <= 128:
             fixed["maxnreg"] = 128  # or Triton takes 152, and a processor holds three programs instead of four
         launch(sparse_decode_split_kernel, (parts, heads), q, *args, GRANULARITY=granularity, **fixed)
-    merge(held, sink_logits, attended, lse, out, heads)
+    # Not how many there are: that grows with the table, and another tile is another kernel.
+    each = config.programs // max(1, batch * heads * head_tiles)
+    merge(held, sink_logits, attended, lse, out, heads, each)
     return out
