@@ -4,7 +4,7 @@
     python -m benchmarks operator --shapes 1x64k 4x64k --dim 64 --heads 16x4 --dtype float16
     python -m benchmarks operator --model glm-4.7-flash
     python -m benchmarks operator --sweep token_score sparse_decode --no-csv
-    python -m benchmarks operator --sweep dense_decode --ways clusters= --no-csv
+    python -m benchmarks operator --sweep sparse_decode --ways clusters= --no-csv
     python -m benchmarks operator --sweep gated_linear --no-csv        # of an MLP, at 1, 8 and 16 rows
     python -m benchmarks operator --sweep linear --no-csv              # all linear layers, likewise
 

@@ -55,8 +55,9 @@ def _decodes(layers: list[Layer], granularity: str, grid: Grid) -> Iterator[Vari
         about = {"value_dim": shape.values, "sinks": t.sinks, "scale": shape.dim**-0.5, "out": t.out}
         sparse_decode(*stored, granularity=granularity, **about, **options)
 
-    if _has_cuda_kernels(layers) and not shape.value_dim:
-        grid = [*grid, *_grid(clusters=(1, 2, 4, 8, 16), threads=(256, 384, 512))]
+    grid = [(name, {"clusters": False, **options}) for name, options in grid]
+    if _has_cuda_kernels(layers) and granularity == "token" and not shape.value_dim:
+        grid += _grid(clusters=(1, 2, 4, 8))
     return _ways(grid, launch, lambda: layers[0].out)
 
 

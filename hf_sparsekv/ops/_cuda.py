@@ -19,7 +19,6 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 CLUSTERS = 9  # compute capability from which on there are clusters
-PORTABLE = 8  # blocks of a cluster that every GPU which has clusters runs
 
 
 class Kernel:
@@ -127,9 +126,6 @@ def _load(device: int, package: str, file: str, name: str, defined: tuple[tuple[
                 module = _check(driver.cuModuleLoadData(code))
                 function = _check(driver.cuModuleGetFunction(module, name.encode()))
                 shared = _most_shared(driver, function, device)
-                if dict(defined).get("CLUSTER", 1) > PORTABLE:
-                    kind = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-                    _check(driver.cuFuncSetAttribute(function, kind, 1))
             finally:
                 _check(driver.cuThreadExchangeStreamCaptureMode(mode))
     except RuntimeError as problem:

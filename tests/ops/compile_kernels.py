@@ -105,6 +105,8 @@ def sparse_decodes() -> None:
         for args, named in (made,) if granularity == "all" else (made, in_pages(place(), *made)):
             args, named = in_codes(args, named)
             sparse_decode(*args, **named, from_host=torch.zeros(1, usual.heads, dtype=torch.int64))
+    args, named = replace(usual, batch=20).make(place(), "all")  # few parts each
+    sparse_decode(*args, **named)
     for case in (usual, latents):
         for batch in (1, 3):
             args, named = replace(case, batch=batch, span=4, cap=9).make(place(), "token")
@@ -273,20 +275,17 @@ def in_cuda() -> None:
         given = BY_NAME["token_score"].call(place(), 1, 1, group, 128, width, block_size, 6, None, reduce, 4)
         del given["block_ids"]
         labels.score_all(**given, fill=True, form=form)
-    for batch, group, dim, what, threads in (
-        *((batch, 4, 128, "token", 512) for batch in (1, 4, 8, 32)),  # clusters of 8, 4, 2 and 1 blocks
-        *((1, 4, 128, "place", 512), (1, 4, 128, "all", 512), (8, 4, 128, "all", 256)),
-        *((1, 8, 128, "token", 512), (1, 8, 64, "token", 512)),
-    ):
+    usual = [(batch, 4, 128, False) for batch in (1, 4, 8, 32)]  # clusters of 8, 4, 2 and 1 blocks
+    for batch, group, dim, paged in (*usual, (1, 4, 128, True), (1, 8, 128, False), (1, 8, 64, False)):
         where = Place("cpu", torch.bfloat16)
         case = Decode(batch=batch, heads=8, group=group, dk=dim, dv=dim, block_size=64, span=4)
-        args, named = case.make(where, "all" if what == "all" else "token")
-        if what == "place":
+        args, named = case.make(where, "token")
+        if paged:
             args, named = in_pages(where, args, named)
         about = {name: named.get(name) for name in ("sinks", "scale", "sink_logits", "pages", "means", "mean_tokens")}
         none = dict.fromkeys(("attended", "from_host", "lse", "used"))
-        cut = {"clusters": None, "threads": threads, "columns": named.get("columns")}
-        decode.attend_clusters(*args, **about, **none, **cut, out=torch.empty_like(args[0]))
+        rest = {"clusters": None, "columns": named.get("columns"), "out": torch.empty_like(args[0])}
+        decode.attend_clusters(*args, **about, **none, **rest)
 
 
 CASES = (sparse_decodes, recent_tokens, choices, masses, pages, small_layers)

@@ -204,15 +204,17 @@ def poisoned():
 
 
 def config_of(args, named, splits: int | None = None, **changes) -> Config:
-    """The kernel's configuration for this call, with ``changes``; those that are None are none.
+    """Triton's configuration for this call, with ``changes``; those that are None are none, but for ``clusters``.
 
     ``splits``: programs to aim at for each row and KV head, if all have equally much.
     """
     usual = config(args[0], args[1], args[5], named["value_dim"], named["granularity"])
+    clusters = changes.pop("clusters", False)
     if splits is not None:
         head_tiles = -(-args[0].shape[1] // args[1].shape[1] // usual.heads)
         changes["programs"] = splits * args[0].shape[0] * args[1].shape[1] * head_tiles
-    return replace(usual, **{name: value for name, value in changes.items() if value is not None})
+    changes = {name: value for name, value in changes.items() if value is not None}
+    return replace(usual, clusters=clusters, **changes)
 
 
 def check(place, case: Case, granularity: str, coded: bool = False, **changes) -> None:

@@ -48,8 +48,7 @@ def test_all_in_cuda_compile():
     assert {one["kernel"] for one in found} == compile_kernels.cuda_kernels()
     assert {one["macros"].get("CLUSTER") for one in found} == {1, 2, 4, 8, None}
     assert all(any(form.macros().items() <= one["macros"].items() for one in found) for form in FORMS)
-    spilled = [one for one in found if one["SPILL"] or one["LOCAL"]]
-    assert all(one["kernel"] == "sparse_decode_cluster_kernel" and one["SPILL"] == 4 for one in spilled)
+    assert not [one for one in found if one["SPILL"] or one["LOCAL"]]
 
 
 @pytest.mark.parametrize("there", [False, True])

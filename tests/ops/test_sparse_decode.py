@@ -281,6 +281,14 @@ def test_parts_of_rows_of_different_lengths(place, rows, splits, shape, granular
     check(place, case, granularity, tile=16)
 
 
+@pytest.mark.parametrize("splits", [30, 60, 100, 200])
+def test_many_parts(place, splits):
+    """Of the only row, and of a long one beside an empty one: some at a time, or all that there are meant to be."""
+    one = Case(batch=1, heads=1, group=3, dv=48, cap=150, splits=splits, learned_sink=True, rows=((2410, 2400),))
+    check(place, one, "all", tile=16)
+    check(place, replace(one, batch=2, cap=75, rows=((1210, 1200), (0, 0))), "all", tile=16)
+
+
 def test_lists_and_rows_of_different_lengths(place32):
     """Counts of chosen tokens say nothing of a row's share of the programs, but all of how much its parts have."""
     rows = RAGGED["one long among short ones"]

@@ -1,4 +1,4 @@
-// Attention of one query over chosen tokens, or all, by clusters of thread blocks (Hopper and later).
+// Attention of one query over chosen tokens by clusters of thread blocks (Hopper and later).
 //
 // A cluster has one row and KV head. What is attended is one list: stored tokens, the recent buffer and the means, of
 // which each warp takes every so many 16. Until it has taken its last it needs nothing of other warps: its lanes
@@ -14,6 +14,7 @@
 #define SIZE (GROUP * DIM)  // numbers of the result
 #define SLICE (SIZE / CLUSTER)
 #define LOG2E 1.4426950408889634f
+#define AHEAD 4  // chosen tokens that a thread reads at once, to count them
 
 static_assert(GROUP <= 8, "heads are the eight columns of a product");
 static_assert(SIZE % (4 * CLUSTER) == 0, "each block has as much of the result");
@@ -27,7 +28,7 @@ struct Lists {
     const u16 *kv, *pages, *recent, *means;
     int kv_block, kv_token, page, page_token, recent_token, means_block;
     const int *ids, *table;
-    const int* listed;  // chosen tokens, ascending, -1 behind them; in shared memory, if there are means
+    const u32* chosen;  // how many tokens of each span are, if there are means
     int n, near, spans, all, sealed, sinks, ring, span;
     float factor;  // of logits, to base 2
 };
@@ -37,15 +38,15 @@ struct Place {
     int page, in;
 };
 
-__device__ __forceinline__ Place look_up(const Lists& its, int e) {
+// Of entry `e`, and of a chosen token what `ids` says of it, which has been read before: so nothing waits here.
+__device__ __forceinline__ Place look_up(const Lists& its, int e, int id) {
     if (e < its.n) {
-        const int id = ALL ? e : its.ids[e], in = id & ((1 << LOG_BLOCK) - 1);
+        const int in = id & ((1 << LOG_BLOCK) - 1);
         if (PAGED) return {its.sealed > 0 ? id >> LOG_BLOCK : -1, in};
         return {id >= 0 && id < its.sealed ? its.table[id >> LOG_BLOCK] : -1, in};
     }
     e -= its.n;
     if (e < its.near) {  // as find_recent of _paged.py
-        if (ALL) e += its.sinks;
         int entry = e;
         if (e >= its.sinks) entry += its.sealed % its.ring;
         if (entry >= its.sinks + its.ring) entry -= its.ring;
@@ -54,17 +55,6 @@ __device__ __forceinline__ Place look_up(const Lists& its, int e) {
     e -= its.near;
     if (e < its.spans) return {its.table[(min((e + 1) * its.span, its.sealed) - 1) >> LOG_BLOCK], e};
     return {-1, 0};
-}
-
-// How many of the chosen tokens are below `token`.
-__device__ __forceinline__ int below(const Lists& its, int token) {
-    int low = 0, high = its.n;
-    while (low < high) {
-        const int middle = (low + high) / 2;
-        const bool is = (u32)its.listed[middle] < (u32)token;  // -1 is large
-        low = is ? middle + 1 : low, high = is ? high : middle;
-    }
-    return low;
 }
 
 // An entry: where its key begins, or null; what is added to its logits, to base 2; and whether it is a token, and one
@@ -91,7 +81,7 @@ __device__ __forceinline__ Entry settle(const Lists& its, int e, const Place& pl
         if (entry.counts) entry.at = its.recent + place.in * its.recent_token;
     } else if (place.page >= 0) {
         const int first = place.in * its.span, end = min(first + its.span, its.sealed);
-        const int unread = end - max(first, its.sinks) - (below(its, end) - below(its, first));
+        const int unread = end - max(first, its.sinks) - (int)its.chosen[place.in];
         if (unread > 0) entry.at = its.means + (i64)place.page * its.means_block, entry.bias = log2f((float)unread);
     }
     return entry;
@@ -196,7 +186,7 @@ struct Share {
     u32 tokens, far;
 };
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     sparse_decode_cluster_kernel(const u16* q, i64 q_batch, i64 q_head, const u16* kv, i64 kv_block, i64 kv_head,
                                 i64 kv_token, const u16* pages, i64 page, i64 page_token, const u16* recent,
                                 i64 recent_batch, i64 recent_head, i64 recent_token, const int* rows,
@@ -205,9 +195,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                                 i64 means_head, const int* columns, i64 columns_batch, i64 columns_head, u16* out,
                                 i64 out_batch, i64 out_head, float* lse, i64 lse_batch, i64 lse_head, i64* attended,
                                 i64 attended_batch, i64 attended_head, i64* from_host, i64 host_batch, i64 host_head,
-                                const void* sink_logits, i64 heads, i64 n, i64 sinks, i64 end, i64 span,
+                                const void* sink_logits, i64 heads, i64 n, i64 sinks, i64 end, i64 span, i64 most_spans,
                                 i64 scale_bits) {
-    DYNAMIC_SHARED(held);  // the chosen tokens, then each warp's result
+    DYNAMIC_SHARED(held);  // how many tokens of each span are chosen, then each warp's result
     __shared__ Share at[CLUSTER];
     __shared__ u64 mbarrier;
     __shared__ Lists lists;
@@ -224,38 +214,64 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         mbarrier_expect(&mbarrier, 4 * CLUSTER * (SLICE + 2 * GROUP + (rank == 0 ? 2 : 0)));
     }
     cluster_arrive_relaxed();  // waited for before anything is sent
+    u32* chosen = (u32*)held;
+    for (int i = thread; i < most_spans; i += THREADS) chosen[i] = 0;
+    for (int j = warp; j < STEPS && row >= GROUP; j += WARPS) query[j][lane] = uint4{0, 0, 0, 0};
+    // Spans by a product, as a division takes as long as a load: exact below two million blocks.
+    const float spans_a_block = 1.0f / (float)((int)span >> LOG_BLOCK);
+    const auto span_of = [&](int token) { return (int)(((float)(token >> LOG_BLOCK) + 0.5f) * spans_a_block); };
+    __syncthreads();
     wait_for_kernels();
+
+    // Keys are three waits for memory away: for ids, the table, themselves. All else comes meanwhile.
+    const int given = (int)n, apart = CLUSTER * WARPS;
+    const int* listed = ids + i_batch * ids_batch + i_head * ids_head;
+    const int* tokens_of = columns ? columns + i_batch * columns_batch + i_head * columns_head : listed;
+    // A warp's tiles: `tile`, `tile + apart` .. Its lanes look up two at once, the next two meanwhile, and read the ids
+    // of those behind them.
+    int tile = rank * WARPS + warp;
+    const auto entry_of = [&](int tile) { return 16 * (tile + apart * (lane / 16)) + lane % 16; };
+    const auto id_of = [&](int e) { return e < given ? listed[e] : -1; };
+    const int length = rows[2 * i_batch], sealed = rows[2 * i_batch + 1];
+    const int in_use = used ? used[i_batch * used_batch + i_head * used_head] : given;
+    const int id = id_of(entry_of(tile));
+    int next_id = id_of(entry_of(tile + 2 * apart));
+    int token[AHEAD];  // of the chosen ones, to be counted
+#pragma unroll
+    for (int t = 0; t < AHEAD; t++) {
+        const int i = thread + t * THREADS;
+        token[t] = means && i < given ? tokens_of[i] : -1;
+    }
+    for (int j = warp; j < STEPS; j += WARPS) {
+        const u16* from = q + i_batch * q_batch + (i_head * GROUP + row) * q_head + 32 * j + 8 * quad;
+        if (row < GROUP) copy_async(&query[j][lane], (const uint4*)from);
+    }
+    commit_copies();
 
     Lists its;
     its.kv = kv + i_head * kv_head, its.kv_block = (int)kv_block, its.kv_token = (int)kv_token;
     its.pages = pages, its.page = (int)page, its.page_token = (int)page_token;
     its.recent = recent + i_batch * recent_batch + i_head * recent_head, its.recent_token = (int)recent_token;
     its.means = means + i_head * means_head, its.means_block = (int)means_block;
-    its.ids = ids + i_batch * ids_batch + i_head * ids_head, its.table = table + i_batch * table_row;
-    const int length = rows[2 * i_batch];
-    its.sealed = rows[2 * i_batch + 1];
-    its.n = ALL ? min((int)n, its.sealed) : used ? min((int)n, used[i_batch * used_batch + i_head * used_head]) : (int)n;
+    its.ids = listed, its.table = table + i_batch * table_row;
+    its.sealed = sealed, its.n = min(given, in_use);
     its.sinks = (int)sinks, its.ring = max((int)(end - sinks), 1), its.span = (int)span;
-    its.near = length > 0 ? min(its.sinks + length - its.sealed, (int)end) - (ALL ? its.sinks : 0) : 0;
-    its.spans = means ? (its.sealed + its.span - 1) / its.span : 0;
-    its.listed = (int*)held;
+    its.near = length > 0 ? min(its.sinks + length - sealed, (int)end) : 0;
+    its.spans = means && sealed > 0 ? span_of(sealed - 1) + 1 : 0;
+    its.chosen = chosen;
     its.all = its.n + its.near + its.spans;
     its.factor = __uint_as_float((u32)scale_bits) * LOG2E;
-
-    // A warp's tiles: `tile`, `tile + apart` .. Its lanes look up two at once, and the next two meanwhile.
-    const int apart = CLUSTER * WARPS;
-    int tile = rank * WARPS + warp;
-    const auto entry_of = [&](int tile) { return 16 * (tile + apart * (lane / 16)) + lane % 16; };
-    Place place = look_up(its, entry_of(tile));
+    Place place = look_up(its, entry_of(tile), id);
     if (means) {
-        const int* from = columns ? columns + i_batch * columns_batch + i_head * columns_head : its.ids;
-        for (int i = thread; i < its.n; i += THREADS) ((int*)held)[i] = from[i];
-    }
-    for (int j = warp; j < STEPS; j += WARPS) {
-        const u16* from = q + i_batch * q_batch + (i_head * GROUP + row) * q_head + 32 * j + 8 * quad;
-        query[j][lane] = load_16(from, row < GROUP);
+        const auto count = [&](int i, int token) {
+            if (i < its.n && (u32)token < (u32)sealed) atomicAdd(&chosen[span_of(token)], 1u);
+        };
+#pragma unroll
+        for (int t = 0; t < AHEAD; t++) count(thread + t * THREADS, token[t]);
+        for (int i = thread + AHEAD * THREADS; i < its.n; i += THREADS) count(i, tokens_of[i]);
     }
     if (thread == 0) lists = its;  // else it takes registers that loads need
+    wait_for_copies<0>();
     __syncthreads();
 
     Softmax mine = {{-INF, -INF}, {0, 0}, {}};
@@ -263,7 +279,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     u32 my_tokens = 0, my_far = 0;
     for (; 16 * tile < lists.all; tile += 2 * apart) {
         const Entry entry = settle(lists, entry_of(tile), place);
-        place = look_up(lists, entry_of(tile + 2 * apart));
+        place = look_up(lists, entry_of(tile + 2 * apart), next_id);
+        const int behind = entry_of(tile + 4 * apart);
+        next_id = behind < lists.n ? lists.ids[behind] : -1;
         my_tokens += entry.counts, my_far += entry.far;
         const u32 there = __ballot_sync(~0u, entry.at != nullptr);
         __syncwarp();  // all have read the last ones
@@ -282,7 +300,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         for (int d = 4; d < 32; d *= 2) mine.total[c] += __shfl_xor_sync(~0u, mine.total[c], d);
         if (row == 0) most[warp][2 * quad + c] = mine.most[c], total[warp][2 * quad + c] = mine.total[c];
     }
-    __syncthreads();  // and nobody looks for chosen tokens any more
+    __syncthreads();  // and nobody asks how many tokens are chosen any more
 #pragma unroll
     for (int c = 0; c < 2; c++) {
         const int head = 2 * quad + c;

@@ -1,4 +1,4 @@
-"""Attention over chosen tokens, or all, in CUDA C++: ``cluster.cu`` says how."""
+"""Attention over chosen tokens in CUDA C++: ``cluster.cu`` says how."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from torch import Tensor
 
 from .. import _cuda, _device
 
+# Of a block: 1 x 32k, 8 blocks a list, 7.3 us (512: 8.1, 256: 8.4), 8 x 32k, 2 blocks, 15.9 (16.9, 17.7), H200,
+# `operator --sweep sparse_decode`. A thread then has up to 170 registers, of which 16 loads of 16 bytes take 64.
+THREADS = 384
 WIDTHS, MOST_HEADS = (64, 128), 8  # channels of keys and of values; query heads of a KV head
 MOST = 8  # blocks that share a row and KV head; eight are the most that every GPU with clusters runs
 BLOCKS = 132  # in all, to aim for on an H200: one for each processor
@@ -20,7 +23,7 @@ def attend_clusters(
     kv: Tensor,
     rows: Tensor,
     block_table: Tensor,
-    ids: Tensor | None,
+    ids: Tensor,
     recent_kv: Tensor,
     *,
     sinks: int,
@@ -36,16 +39,14 @@ def attend_clusters(
     columns: Tensor | None,
     out: Tensor,
     clusters: int | None,
-    threads: int,
 ) -> bool:
-    """Attend, as ``reference.sparse_decode`` does to tokens ``ids`` or all, where these tensors and this GPU allow it:
-    whether it has.
+    """Attend, as ``reference.sparse_decode`` does to tokens ``ids``, where these tensors and this GPU allow it: whether
+    it has.
 
     Keys and values only (no latents), of 16 bits and without codes, and no soft cap.
 
     Args:
         clusters: blocks that share a row and KV head, a power of two up to 8; None for as many as fill the GPU once.
-        threads: of a block.
     """
     batch, q_heads, dim = q.shape
     heads, size = kv.shape[1:3]
@@ -68,18 +69,19 @@ def attend_clusters(
         return False
     if sink_logits is not None and sink_logits.dtype not in (q.dtype, torch.float32):
         return False
-    n = block_table.shape[1] * size if ids is None else ids.shape[-1]
+    n = ids.shape[-1]
     blocks = clusters or _blocks(lists, q)
-    shared = max(4 * n if means is not None else 0, threads // 32 * group * dim * 4)
-    kernel = _kernel(q, size, group, blocks, threads, ids is None, pages is not None, sink_logits)
+    spans = 0 if means is None else -(-block_table.shape[1] * size // mean_tokens)
+    shared = 4 * max(spans, THREADS // 32 * group * dim)
+    kernel = _kernel(q, size, group, blocks, pages is not None, sink_logits)
     if kernel is None or shared > kernel.shared_bytes:
         return False
     args = q, *q.stride()[:2], kv, *kv.stride()[:3], *_with_strides(pages), recent_kv, *recent_kv.stride()[:3], rows
     args += block_table, block_table.stride(0), *_with_strides(ids), *_with_strides(used), *_with_strides(means)
     args += *_with_strides(columns), *_with_strides(out), *_with_strides(lse), *_with_strides(attended)
-    args += *_with_strides(from_host), sink_logits, heads, n, sinks, recent_kv.shape[2], mean_tokens or 0
+    args += *_with_strides(from_host), sink_logits, heads, n, sinks, recent_kv.shape[2], mean_tokens or 0, spans
     (scale_bits,) = struct.unpack("I", struct.pack("f", scale))
-    kernel.launch((blocks, lists), threads, shared, q, *args, scale_bits)
+    kernel.launch((blocks, lists), THREADS, shared, q, *args, scale_bits)
     return True
 
 
@@ -93,11 +95,10 @@ def _with_strides(t: Tensor | None) -> tuple:
 
 
 def _kernel(
-    q: Tensor, size: int, group: int, blocks: int, threads: int, every: bool, paged: bool, sink_logits: Tensor | None
+    q: Tensor, size: int, group: int, blocks: int, paged: bool, sink_logits: Tensor | None
 ) -> _cuda.Kernel | None:
-    defined = {"THREADS": threads, "RESIDENT": max(1, 512 // threads), "CLUSTER": blocks}
-    defined |= {"GROUP": group, "DIM": q.shape[2], "LOG_BLOCK": size.bit_length() - 1}
-    defined |= {"ALL": int(every), "PAGED": int(paged), "BFLOAT16": int(q.dtype == torch.bfloat16)}
+    defined = {"THREADS": THREADS, "CLUSTER": blocks, "GROUP": group, "DIM": q.shape[2]}
+    defined |= {"LOG_BLOCK": size.bit_length() - 1, "PAGED": int(paged), "BFLOAT16": int(q.dtype == torch.bfloat16)}
     defined["SINK_BYTES"] = 4 if sink_logits is None else sink_logits.element_size()
     return _cuda.load(q, __package__, "cluster.cu", "sparse_decode_cluster_kernel", **defined)
 

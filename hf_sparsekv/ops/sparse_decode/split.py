@@ -226,6 +226,15 @@ def count_from_host(from_host, b_host, i_batch, i_head, m_first):
 
 
 @triton.jit
+def load_query(q, i_batch, i_head, GROUP: tl.constexpr, DK: tl.constexpr, BG: tl.constexpr, BK: tl.constexpr):
+    """The queries of a row and KV head ``[BG, BK]``."""
+    o_g, o_k = tl.arange(0, BG), tl.arange(0, BK)
+    m_q = (o_g < GROUP)[:, None] & (o_k < DK)[None, :]
+    p_q = q.ptr + i_batch * q.batch + (i_head * GROUP + o_g[:, None]) * q.head
+    return tl.load(p_q + o_k[None, :] * q.dim, mask=m_q, other=0.0)
+
+
+@triton.jit
 def find_stored(
     o_n,
     m_n,
@@ -298,14 +307,15 @@ def sparse_decode_split_kernel(
     i, i_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     share = Share(batch, parts.aim, tl.num_programs(0), n)
     scale, softcap = logits.scale, logits.softcap
+    if BATCH == 1:  # of the only row: asked for beside its length, instead of behind it
+        b_q = load_query(q, 0, i_head, GROUP, DK, BG, BK)
     there, i_batch, i_part, kinds, n_parts = find_part(i, rows, share, recent, means, BOUNDED, BLOCK_SIZE, BN, BATCH)
     if not there:
         return
     length, sealed = load_row(rows, i_batch)
     o_g, o_k = tl.arange(0, BG), tl.arange(0, BK)
-    m_q = (o_g < GROUP)[:, None] & (o_k < DK)[None, :]
-    p_q = q.ptr + i_batch * q.batch + (i_head * GROUP + o_g[:, None]) * q.head
-    b_q = tl.load(p_q + o_k[None, :] * q.dim, mask=m_q, other=0.0)  # [BG, BK]
+    if BATCH != 1:
+        b_q = load_query(q, i_batch, i_head, GROUP, DK, BG, BK)  # [BG, BK]
     if not NATIVE:
         b_q = b_q.to(tl.float32)
     b_max = tl.full([BG], float("-inf"), tl.float32)

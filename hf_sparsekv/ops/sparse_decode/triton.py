@@ -77,12 +77,11 @@ def sparse_decode(
     config = config or default(q, kv, recent_kv, value_dim, granularity, means is not None)
     if out is None:
         out = torch.empty(batch, q_heads, value_dim, dtype=q.dtype, device=q.device)
-    if config.clusters is not False and granularity != "block" and not latents and softcap is None:
+    if config.clusters is not False and granularity == "token" and not latents and softcap is None:
         about = {"attended": attended, "from_host": from_host, "lse": lse, "sink_logits": sink_logits}
         listed = {"pages": pages, "used": used, "means": means, "mean_tokens": mean_tokens, "columns": columns}
-        cut = {"clusters": config.clusters, "threads": config.threads}
-        where = q, kv, rows, block_table, ids, recent_kv
-        if attend_clusters(*where, sinks=sinks, scale=scale, out=out, **about, **listed, **cut):
+        how = {"sinks": sinks, "scale": scale, "clusters": config.clusters, "out": out}
+        if attend_clusters(q, kv, rows, block_table, ids, recent_kv, **about, **listed, **how):
             return out
     tile, span = config.tile, 1 if means is None else mean_tokens // block_size
     if latents and granularity != "token":  # a tile is within a block
@@ -141,5 +140,7 @@ def sparse_decode(
         if granularity == "all" and config.warps == 4 and max(dk, value_dim) <= 128:
             fixed["maxnreg"] = 128  # or Triton takes 152, and a processor holds three programs instead of four
         launch(sparse_decode_split_kernel, (parts, heads), q, *args, GRANULARITY=granularity, **fixed)
-    merge(held, sink_logits, attended, lse, out, heads)
+    # Not how many there are: that grows with the table, and another tile is another kernel.
+    each = config.programs // max(1, batch * heads * head_tiles)
+    merge(held, sink_logits, attended, lse, out, heads, each)
     return out
