@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import Place
 from cuda_on_cpu import COMPILER, CpuKernel, build
-from test_label_scores import CASES, Case, check, on_cpu
+from test_label_scores import CASES, Case, check, not_aligned, on_cpu
 from test_topk_clusters import ALL
 from test_topk_select import COUNTS, row_lengths
 
@@ -93,12 +93,11 @@ def test_tokens_of_given_blocks(select):
     assert torch.equal(select(scores, 77, blocks=blocks, block_size=16, turns=5), expected)
 
 
-def scores_of(given: dict, fill: bool, monkeypatch, form=labels.USUAL, warps: int | None = None) -> torch.Tensor:
+def scores_of(given: dict, fill: bool, monkeypatch, warps: int | None = None) -> torch.Tensor:
     """``warps``: that share a list, at most; an even number."""
     batch, q_heads, heads, size = *given["q"].shape[:2], *given["codes"].shape[1:3]
     defined = {"THREADS": 64, "BLOCK": size, "WIDTH": given["codes"].shape[3], "GROUP": q_heads // heads}
-    kinds = {"MEAN": int(given["reduce"] == "mean"), "BFLOAT16": int(given["q"].dtype == torch.bfloat16)}
-    defined |= kinds | form.macros()
+    defined |= {"MEAN": int(given["reduce"] == "mean"), "BFLOAT16": int(given["q"].dtype == torch.bfloat16)}
     kernel = build("hf_sparsekv.ops.token_score", "labels.cu", "token_score_labels_kernel", **defined)
     monkeypatch.setattr(labels, "THREADS", 64)
     monkeypatch.setattr(labels, "_kernel", lambda *shape: kernel)
@@ -107,32 +106,25 @@ def scores_of(given: dict, fill: bool, monkeypatch, form=labels.USUAL, warps: in
         gpu = replace(_device.H200, processors=batch * heads * warps // 2)
         monkeypatch.setattr(_device, "gpu_of", lambda t: gpu)
     out = torch.full((batch, heads, given["block_table"].shape[1] * size), 12345.0)
-    assert labels.score_all(**given, out=out, fill=fill, form=form)
+    assert labels.score_all(**given, out=out, fill=fill)
     return out
 
 
-def in_all_forms(test):
-    test = pytest.mark.parametrize("ahead", [1, 2, 3])(test)
-    test = pytest.mark.parametrize("together", [1, 2, 4])(test)
-    test = pytest.mark.parametrize("staged", [False, True], ids=["registers", "shared memory"])(test)
-    return pytest.mark.pairwise(test)
-
-
-@in_all_forms
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_scores(case, ahead, together, staged, monkeypatch, place):
-    given, form = case.make(place), labels.Form(ahead, together, staged)
+def test_scores(case, monkeypatch, place):
+    given = case.make(place)
     for fill in (False, True):
-        check(given, scores_of(given, fill, monkeypatch, form), fill)
+        check(given, scores_of(given, fill, monkeypatch), fill)
 
 
-@in_all_forms
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
+@pytest.mark.parametrize("width", [16, 32])
 @pytest.mark.parametrize("missing", [False, True], ids=["all blocks", "some blocks"])
-def test_scores_of_many_tiles(missing, size, ahead, together, staged, monkeypatch, place):
+def test_scores_of_many_tiles(missing, size, width, monkeypatch, place):
     """Two warps of 9 tiles each, or of 18 (more blocks than lanes); rows end in the first few, or where one does."""
     tiles = 36 if size == 16 else 18
-    given = Case(batch=9, heads=1, blocks=64 * tiles // size, block_size=size, ragged=False).make(place)
+    shape = {"blocks": 64 * tiles // size, "block_size": size, "width": width}
+    given = Case(batch=9, heads=1, **shape, ragged=False).make(place)
     half = 32 * tiles
     ends = (16, 64, 96, 128, 192, 256, half, half + 32, half + 256)
     given["rows"][:, 1] = torch.tensor([end // size * size for end in ends])
@@ -140,16 +132,22 @@ def test_scores_of_many_tiles(missing, size, ahead, together, staged, monkeypatc
     if missing:
         given["block_table"][:, 1::3] = -1
     for fill in (False, True):
-        check(given, scores_of(given, fill, monkeypatch, labels.Form(ahead, together, staged), warps=2), fill)
+        check(given, scores_of(given, fill, monkeypatch, warps=2), fill)
 
 
 @pytest.mark.parametrize("tiles", [1, 5, 6, 10, 25])
-def test_scores_in_even_parts(tiles, monkeypatch, place):
-    """Six warps a list, of which some have a tile more than others, or one at all."""
+def test_scores_of_few_tiles(tiles, monkeypatch, place):
+    """Six warps a list at most, of which the last has fewer tiles than others, or a part of one."""
     for blocks in (4 * tiles, 4 * tiles - 1):
         given = Case(blocks=blocks, heads=1).make(place)
         for fill in (False, True):
-            check(given, scores_of(given, fill, monkeypatch, labels.Form(2, even=True), warps=6), fill)
+            check(given, scores_of(given, fill, monkeypatch, warps=6), fill)
+
+
+def test_codes_that_are_not_aligned(monkeypatch, place):
+    given = not_aligned(Case().make(place))
+    monkeypatch.setattr(labels, "_kernel", None)
+    assert not labels.score_all(**given, out=torch.empty(3, 2, 640), fill=True)
 
 
 def test_what_lies_behind_a_row_is_not_looked_up(monkeypatch, place):
@@ -171,6 +169,4 @@ def test_scores_that_are_no_number(wild, monkeypatch, place):
     else:
         given["block_table"][0, ::3] = -1
     expected = reference_score(**on_cpu(given), block_ids=None)
-    for together in (1, 4):
-        found = scores_of(given, True, monkeypatch, labels.Form(together=together), warps=2)
-        assert torch.equal(found, expected)
+    assert torch.equal(scores_of(given, True, monkeypatch, warps=2), expected)
