@@ -117,7 +117,7 @@ def _selects(layers: list[Layer], every: bool) -> Iterator[Variant]:
             grid += _grid(row=(32768,), warps=(16, 32))
     grid = [(name, {"clusters": False, **options}) for name, options in grid]
     if _has_cuda_kernels(layers):
-        grid += _grid(clusters=(2, 4, 8), mbarriers=(False, True))
+        grid += _grid(clusters=(2, 4, 8))
 
     def launch(i: int, **options) -> None:
         t = layers[i]

@@ -263,9 +263,7 @@ def small_layers() -> None:
 def in_cuda() -> None:
     """Operators that ask for kernels in CUDA C++, and go on without."""
     for batch in (1, 4, 8):  # clusters of 8, 4 and 2 blocks
-        for mbarriers in (False, True):
-            scores = SimpleNamespace(shape=(batch, 8, 32_768), dtype=torch.float32, is_cuda=True)
-            cluster.serves(scores, Config(mbarriers=mbarriers))
+        cluster.serves(SimpleNamespace(shape=(batch, 8, 32_768), dtype=torch.float32, is_cuda=True), Config())
     usual = [(block_size, group, 32, "max") for block_size in (64, 16) for group in (1, 4, 8)]
     most = (64, 16, 32, "max"), (16, 16, 64, "max")
     for block_size, group, width, reduce in (*usual, (64, 2, 64, "max"), (16, 2, 64, "max"), (64, 4, 32, "mean"), *most):

@@ -41,11 +41,11 @@ def clusters(request):
     return request.param
 
 
-@pytest.fixture(params=[False, True], ids=["barriers", "mbarriers"])
-def select(request, clusters, monkeypatch):
+@pytest.fixture
+def select(clusters, monkeypatch):
     """Selects by clusters of so many blocks, over memory that holds something else; in turns of another order each."""
     shape, name = SHAPES[clusters], "topk_select_cluster_kernel"
-    defined = {**shape, "CLUSTER": clusters, "RESIDENT": 1, "MARGIN": cluster.MARGIN, "MBARRIERS": int(request.param)}
+    defined = {**shape, "CLUSTER": clusters, "RESIDENT": 1, "MARGIN": cluster.MARGIN}
     kernel = build("hf_sparsekv.ops.topk_select", "cluster.cu", name, **defined)
     monkeypatch.setattr(cluster, "THREADS", shape["THREADS"])
     monkeypatch.setattr(cluster, "_kernel", lambda scores, config: (kernel, clusters))

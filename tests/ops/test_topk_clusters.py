@@ -17,7 +17,6 @@ from hf_sparsekv.ops.topk_select.triton import block_select, scratch_size, token
 
 pytestmark = pytest.mark.gpu
 CONFIGS = {blocks: Config(clusters=blocks) for blocks in (2, 4, 8)}
-CONFIGS |= {f"{blocks} by mbarriers": Config(clusters=blocks, mbarriers=True) for blocks in (2, 8)}
 LONGEST = Config(clusters=8)
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 

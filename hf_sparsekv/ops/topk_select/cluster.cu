@@ -11,9 +11,8 @@
 // its scores are counted by their bits, LOG_BINS a pass.
 //
 // Blocks hand over what they know by writing to one another's shared memory ("Distributed Shared Memory", CUDA C++
-// Programming Guide): three barriers of a cluster, and two more for each further pass. With MBARRIERS they
-// store it asynchronously (st.async), without barriers but for further passes, which hardly a row needs: a barrier
-// fences all of the GPU's memory.
+// Programming Guide), asynchronously (st.async). Only further passes, which hardly a row needs, meet at barriers of
+// the cluster: these fence all of the GPU's memory.
 
 #define BINS (1 << LOG_BINS)
 #define WARPS (THREADS / 32)
@@ -105,15 +104,6 @@ struct Part {
     }
 };
 
-template <class T>
-__device__ __forceinline__ void tell(T* mine, u32 rank, T value, u64* mbarrier) {
-    if (MBARRIERS) {
-        store_async(mine, rank, value, mbarrier);
-    } else {
-        store_there(mine, rank, value);
-    }
-}
-
 // Tell all blocks what this one's scores have in common, and take from all of them a pass, and how many can be chosen.
 __device__ __forceinline__ void guess(Shared& at, Exchange& exchange, Met& met, u32 k, Pass& pass) {
     const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
@@ -129,17 +119,13 @@ __device__ __forceinline__ void guess(Shared& at, Exchange& exchange, Met& met, 
         met = at.met[0];
         for (int w = 1; w < WARPS; w++) met.add(at.met[w]);
         Told* mine = &at.told[cluster_rank()];
-        tell(&mine->met.sum, thread, met.sum, &exchange.met);
-        tell(&mine->met.square, thread, met.square, &exchange.met);
-        tell(&mine->met.high, thread, met.high, &exchange.met);
-        tell(&mine->met.sampled, thread, met.sampled, &exchange.met);
-        tell(&mine->met.usable, thread, met.usable, &exchange.met);
+        store_async(&mine->met.sum, thread, met.sum, &exchange.met);
+        store_async(&mine->met.square, thread, met.square, &exchange.met);
+        store_async(&mine->met.high, thread, met.high, &exchange.met);
+        store_async(&mine->met.sampled, thread, met.sampled, &exchange.met);
+        store_async(&mine->met.usable, thread, met.usable, &exchange.met);
     }
-    if (MBARRIERS) {
-        mbarrier_wait(&exchange.met);
-    } else {
-        cluster_sync();
-    }
+    mbarrier_wait(&exchange.met);
     met = at.told[0].met;
     for (int r = 1; r < CLUSTER; r++) met.add(at.told[r].met);
     const float mean = met.sum / met.sampled, share = fminf(fmaxf((float)k / met.usable, 0.0001f), 0.9999f);
@@ -217,7 +203,7 @@ __device__ __forceinline__ void choose(Exchange& exchange, float* held, const Pa
     u32 usable = 0, over = 0, sure = 0;  // entries that can be chosen; that are for certain: of the row, of this block
     bool equal = false;                  // all that the threshold's bin holds is one score
     float threshold = -INF;
-    bool first_pass = MBARRIERS;
+    bool first_pass = true;
     Pass pass;
     if (thread < BINS) at.hist[thread] = 0;
     if (thread == 0) at.slot = 0, at.bin = BINS;
@@ -381,7 +367,7 @@ __device__ __forceinline__ void choose(Exchange& exchange, float* held, const Pa
 
 // Of each kernel the first.
 __device__ __forceinline__ void begin(Exchange& exchange) {
-    if (MBARRIERS && threadIdx.x == 0) {
+    if (threadIdx.x == 0) {
         mbarrier_init(&exchange.met), mbarrier_init(&exchange.counts), mbarrier_init(&exchange.list);
         mbarrier_expect(&exchange.met, 4 * 5 * CLUSTER);
         mbarrier_expect(&exchange.counts, 4 * BINS * CLUSTER);

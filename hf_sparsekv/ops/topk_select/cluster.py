@@ -45,7 +45,7 @@ def _kernel(scores: Tensor, config: Config) -> tuple[_cuda.Kernel | None, int]:
         return None, 0
     # Many lists want two blocks on a processor, which halves their registers.
     defined = {"THREADS": THREADS, "CLUSTER": blocks, "RESIDENT": 1 + (blocks == LEAST)}
-    defined |= {"LOG_BINS": LOG_BINS, "LIST": LIST, "MARGIN": MARGIN, "MBARRIERS": int(config.mbarriers)}
+    defined |= {"LOG_BINS": LOG_BINS, "LIST": LIST, "MARGIN": MARGIN}
     kernel = _cuda.load(scores, __package__, "cluster.cu", "topk_select_cluster_kernel", **defined)
     return kernel if kernel is not None and _held(n, blocks) <= kernel.shared_bytes else None, blocks
 
