@@ -26,6 +26,18 @@ __device__ __forceinline__ T* keep(T* pointer) {
 // A number that all lanes have: branches on it then need no meeting.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
+// Of the numbers of a warp's lanes up to this one.
+__device__ __forceinline__ u32 sum_to_here(u32 value) {
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2)
+        asm volatile(
+            "{.reg .u32 other; .reg .pred there; shfl.sync.up.b32 other|there, %0, %1, 0, 0xffffffff;"
+            "@there add.u32 %0, %0, other;}"
+            : "+r"(value)
+            : "r"(d));
+    return value;
+}
+
 // ---- clusters
 
 __device__ __forceinline__ u32 cluster_rank() {

@@ -194,6 +194,13 @@ inline u32 __reduce_add_sync(u32, u32 value) {
         return all;
     });
 }
+inline u32 sum_to_here(u32 value) {
+    return exchange(value, [](auto of) {
+        u32 all = 0;
+        for (u32 lane = 0; lane <= current % 32; lane++) all += of(lane);
+        return all;
+    });
+}
 inline u32 atomicAdd(u32* to, u32 value) {
     const u32 before = *to;
     *to += value;

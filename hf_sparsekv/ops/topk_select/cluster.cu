@@ -153,30 +153,35 @@ __device__ __forceinline__ Pass guess(Shared& at, const float4& four, int place,
 
 // A warp's stretch of a row, of which it keeps some.
 struct Stretch {
-    const float* from;
-    int length;
+    const float* from;  // a lane's first four entries
+    int length;         // of the warp's
     float4 ahead[PIECES];  // of the next tile
 
+    __device__ __forceinline__ Stretch(const float* first, int entries)
+        : from(first + 4 * (threadIdx.x % 32)), length(entries) {}
+
     __device__ __forceinline__ void read(int tile) {
+        const float* next = from + tile;
+        if (tile + TILE <= length && (u64)from % 16 == 0) {
+#pragma unroll
+            for (int p = 0; p < PIECES; p++) ahead[p] = *(const float4*)(next + 128 * p);
+            return;
+        }
+        const int left = length - tile - 4 * (int)(threadIdx.x % 32);
 #pragma unroll
         for (int p = 0; p < PIECES; p++) {
-            const int i = tile + 128 * p + 4 * (threadIdx.x % 32);
-            const float* four = from + i;
-            if (i + 4 <= length && (u64)from % 16 == 0) {
-                ahead[p] = *(const float4*)four;
-            } else {
-                ahead[p].x = i < length ? four[0] : -INF, ahead[p].y = i + 1 < length ? four[1] : -INF;
-                ahead[p].z = i + 2 < length ? four[2] : -INF, ahead[p].w = i + 3 < length ? four[3] : -INF;
-            }
+            const int o = 128 * p;
+            ahead[p].x = o < left ? next[o] : -INF, ahead[p].y = o + 1 < left ? next[o + 1] : -INF;
+            ahead[p].z = o + 2 < left ? next[o + 2] : -INF, ahead[p].w = o + 3 < left ? next[o + 3] : -INF;
         }
     }
 
-    // Scores from `low` on, a finite number, and where they are: `first` is the place of this stretch. How many. What
-    // is no number does not reach it. The first tile has been read.
+    // Scores from `low` on, a finite number, and their places, of which the stretch has the first: how many there are.
+    // What is no number does not reach it. The first tile has been read.
     __device__ __forceinline__ int keep(float low, float* held, u16* where, int first) {
         const u32 lane = threadIdx.x % 32;
-        int kept = 0;
-        for (int tile = 0; tile < length; tile += TILE) {
+        int kept = 0, place = first + 4 * lane;
+        for (int tile = 0; tile < length; tile += TILE, place += TILE) {
             float each[PIECES][4];
             u32 mine = 0;  // of each piece, in 16 bits
 #pragma unroll
@@ -186,22 +191,15 @@ struct Stretch {
                 for (int c = 0; c < 4; c++) mine += each[p][c] >= low ? 1 << 16 * p : 0;
             }
             read(tile + TILE);
-            u32 with = mine;
-            for (int d = 1; d < 32; d *= 2) {
-                const u32 other = __shfl_up_sync(~0u, with, d);
-                if (lane >= d) with += other;
-            }
-            const u32 all = __shfl_sync(~0u, with, 31), before = with - mine;
+            const u32 with = sum_to_here(mine), all = __shfl_sync(~0u, with, 31), before = with - mine;
 #pragma unroll
             for (int p = 0; p < PIECES; p++) {
-                int to = kept + (before >> 16 * p & 0xffff);
+                const int to = kept + (before >> 16 * p & 0xffff);
+                float* to_held = held + to;
+                u16* to_where = where + to;
 #pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    if (each[p][c] >= low) {
-                        held[to] = each[p][c], where[to] = first + tile + 128 * p + 4 * lane + c;
-                        to++;
-                    }
-                }
+                for (int c = 0; c < 4; c++)
+                    if (each[p][c] >= low) *to_held++ = each[p][c], *to_where++ = place + 128 * p + c;
                 kept += all >> 16 * p & 0xffff;
             }
         }
@@ -442,7 +440,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const float4 four = read_sample(row, (int)n, place);
     const Part its(rows ? min((int)n, (sealed + (int)tokens - 1) / (int)tokens) : (int)n);
     const int first = its.first_of(warp);
-    Stretch mine = {row + its.start + first, min(its.stretch, its.count - first)};
+    Stretch mine(row + its.start + first, min(its.stretch, its.count - first));
     mine.read(0);
     const Pass pass = guess(at, four, place, its.live, (u32)k);
     choose(at, exchange, mine, held, its, pass, (u32)k, out + i_batch * out_batch + i_head * out_head,
