@@ -232,7 +232,9 @@ inline void cluster_wait() {
         give_way();
     } while (block->cluster->turn == block->fibers[current].arrived_at);
 }
+inline std::atomic<int> meetings{0};  // of a block with its cluster, but the one that begins in begin()
 inline void cluster_sync() {
+    if (current == 0) meetings++;
     cluster_arrive();
     cluster_wait();
 }

@@ -25,9 +25,9 @@ from hf_sparsekv.ops.topk_select.reference import block_select as reference_bloc
 from hf_sparsekv.ops.topk_select.reference import token_select as reference_token
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler is installed")
-SHAPES = {  # blocks of a cluster: threads, bins, scores of a bin that a block hands out
-    2: {"THREADS": 64, "LOG_BINS": 6, "LIST": 8},
-    4: {"THREADS": 128, "LOG_BINS": 4, "LIST": 3},
+SHAPES = {  # blocks of a cluster: threads, bins, scores of a bin that a block hands out, blocks on a processor
+    2: {"THREADS": 64, "LOG_BINS": 6, "LIST": 8, "RESIDENT": 2},
+    4: {"THREADS": 128, "LOG_BINS": 4, "LIST": 3, "RESIDENT": 1},
 }
 
 
@@ -42,10 +42,11 @@ def clusters(request):
 
 
 @pytest.fixture
-def select(clusters, monkeypatch):
+def select(request, clusters, monkeypatch):
     """Selects by clusters of so many blocks, over memory that holds something else; in turns of another order each."""
     shape, name = SHAPES[clusters], "topk_select_cluster_kernel"
-    defined = {**shape, "CLUSTER": clusters, "RESIDENT": 1, "MARGIN": cluster.MARGIN}
+    defined = {**shape, "CLUSTER": clusters, "MARGIN": cluster.MARGIN}
+    defined |= getattr(request, "param", {})
     kernel = build("hf_sparsekv.ops.topk_select", "cluster.cu", name, **defined)
     monkeypatch.setattr(cluster, "THREADS", shape["THREADS"])
     monkeypatch.setattr(cluster, "_kernel", lambda scores, config: (kernel, clusters))
@@ -58,18 +59,41 @@ def select(clusters, monkeypatch):
             assert cluster.select_clusters(scores, blocks, k, block_size, rows, tokens, out, Config())
             found.append(out)
         assert all(torch.equal(one, found[0]) for one in found)
+        run.meetings = kernel.meetings
         return found[0]
 
     return run
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("n", [1, 65, 200, 1037])
+@pytest.mark.parametrize("n", [1, 65, 200, 1037, 3333])
 @pytest.mark.parametrize("k", COUNTS)
 @pytest.mark.parametrize("kind", ALL)
 def test_selection(place, kind, k, n, select):
     scores, k = ALL[kind](place, n), max(1, COUNTS[k](n))
     assert torch.equal(select(scores, k), reference_block(scores, k))
+
+
+@pytest.mark.parametrize("select", [{"LIST": 64, "LOG_BINS": 6}], indirect=True)
+@pytest.mark.parametrize("k", [20, 300, 900])
+@pytest.mark.parametrize("kind", ["random", "descending"])
+def test_usual_rows_need_one_pass(place, kind, k, select):
+    """A guess that never held would give the same ids, in twice the time."""
+    scores = ALL[kind](place, 1037)
+    assert torch.equal(select(scores, k), reference_block(scores, k))
+    assert select.meetings == 0
+    select(torch.zeros(1, 1, 1037), k)
+    assert select.meetings > 0
+
+
+@pytest.mark.parametrize("n", [997, 1536])
+def test_rows_that_are_not_aligned(place, n, select):
+    """Each of another residue; what lies beside them is larger."""
+    scores = torch.full((3, 1, n + 9), math.inf)
+    for skip in range(1, 4):
+        scores[skip - 1, 0, skip : skip + n] = place.randn(n)
+        rows = scores[skip - 1 : skip, :, skip : skip + n]
+        assert torch.equal(select(rows, 99), reference_block(rows, 99))
 
 
 @pytest.mark.pairwise

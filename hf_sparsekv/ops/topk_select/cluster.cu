@@ -17,13 +17,16 @@
 
 #define BINS (1 << LOG_BINS)
 #define WARPS (THREADS / 32)
-#define PIECES 2            // of four entries, that a lane reads at once
-#define TILE (128 * PIECES)  // entries of a warp
+#define PIECES 2              // of four entries, that a lane reads at once
+#define TILE (128 * PIECES)   // entries of a warp
+#define AHEAD (3 - RESIDENT)  // tiles that are on their way: where two blocks share the registers, each has one
 #define LOWEST __uint_as_float(0xff7fffffu)  // finite number
 
 static_assert(BINS <= THREADS, "a thread has a bin");
 static_assert(WARPS >= CLUSTER, "a warp counts what a block takes");
 static_assert(WARPS <= 32, "a lane has what a warp has seen");
+static_assert(PIECES <= 2, "a lane counts each in 16 bits");
+static_assert(RESIDENT <= 2, "a tile is on its way");
 
 // Numbers that compare as the scores do.
 __device__ __forceinline__ u32 ordered(float s) {
@@ -153,44 +156,49 @@ __device__ __forceinline__ Pass guess(Shared& at, const float4& four, int place,
 
 // A warp's stretch of a row, of which it keeps some.
 struct Stretch {
-    const float* from;  // a lane's first four entries
-    int length;         // of the warp's
-    float4 ahead[PIECES];  // of the next tile
+    const float* from;            // a lane's first four entries
+    int length;                   // of the warp's
+    float4 ahead[AHEAD][PIECES];  // of the next tiles
 
     __device__ __forceinline__ Stretch(const float* first, int entries)
         : from(first + 4 * (threadIdx.x % 32)), length(entries) {}
 
-    __device__ __forceinline__ void read(int tile) {
+    __device__ __forceinline__ void read(float4 (&to)[PIECES], int tile) const {
         const float* next = from + tile;
         if (tile + TILE <= length && (u64)from % 16 == 0) {
 #pragma unroll
-            for (int p = 0; p < PIECES; p++) ahead[p] = *(const float4*)(next + 128 * p);
+            for (int p = 0; p < PIECES; p++) to[p] = *(const float4*)(next + 128 * p);
             return;
         }
         const int left = length - tile - 4 * (int)(threadIdx.x % 32);
 #pragma unroll
         for (int p = 0; p < PIECES; p++) {
             const int o = 128 * p;
-            ahead[p].x = o < left ? next[o] : -INF, ahead[p].y = o + 1 < left ? next[o + 1] : -INF;
-            ahead[p].z = o + 2 < left ? next[o + 2] : -INF, ahead[p].w = o + 3 < left ? next[o + 3] : -INF;
+            to[p].x = o < left ? next[o] : -INF, to[p].y = o + 1 < left ? next[o + 1] : -INF;
+            to[p].z = o + 2 < left ? next[o + 2] : -INF, to[p].w = o + 3 < left ? next[o + 3] : -INF;
         }
     }
 
+    __device__ __forceinline__ void read_first() {
+#pragma unroll
+        for (int a = 0; a < AHEAD; a++) read(ahead[a], a * TILE);
+    }
+
     // Scores from `low` on, a finite number, and their places, of which the stretch has the first: how many there are.
-    // What is no number does not reach it. The first tile has been read.
+    // What is no number does not reach it. The first tiles have been read.
     __device__ __forceinline__ int keep(float low, float* held, u16* where, int first) {
-        const u32 lane = threadIdx.x % 32;
-        int kept = 0, place = first + 4 * lane;
-        for (int tile = 0; tile < length; tile += TILE, place += TILE) {
+        const int place = first + 4 * (threadIdx.x % 32);
+        int kept = 0;
+        const auto keep_tile = [&](float4 (&four)[PIECES], int tile) {
             float each[PIECES][4];
             u32 mine = 0;  // of each piece, in 16 bits
 #pragma unroll
             for (int p = 0; p < PIECES; p++) {
-                each[p][0] = ahead[p].x, each[p][1] = ahead[p].y, each[p][2] = ahead[p].z, each[p][3] = ahead[p].w;
+                each[p][0] = four[p].x, each[p][1] = four[p].y, each[p][2] = four[p].z, each[p][3] = four[p].w;
 #pragma unroll
                 for (int c = 0; c < 4; c++) mine += each[p][c] >= low ? 1 << 16 * p : 0;
             }
-            read(tile + TILE);
+            read(four, tile + AHEAD * TILE);
             const u32 with = sum_to_here(mine), all = __shfl_sync(~0u, with, 31), before = with - mine;
 #pragma unroll
             for (int p = 0; p < PIECES; p++) {
@@ -199,16 +207,19 @@ struct Stretch {
                 u16* to_where = where + to;
 #pragma unroll
                 for (int c = 0; c < 4; c++)
-                    if (each[p][c] >= low) *to_held++ = each[p][c], *to_where++ = place + 128 * p + c;
+                    if (each[p][c] >= low) *to_held++ = each[p][c], *to_where++ = place + tile + 128 * p + c;
                 kept += all >> 16 * p & 0xffff;
             }
+        };
+        for (int tile = 0; tile < length;) {
+#pragma unroll
+            for (int a = 0; a < AHEAD; a++, tile += TILE)
+                if (tile < length) keep_tile(ahead[a], tile);
         }
         __syncwarp();
         return kept;
     }
 };
-
-static_assert(PIECES <= 2, "a lane counts each in 16 bits");
 
 // Leave in `at` which bin holds the entry of rank k, `over` of which lie above all bins; -1 if it lies below them, as do
 // none of those that are counted. `sent`: blocks' counts are here.
@@ -266,7 +277,7 @@ __device__ __forceinline__ void read_counts(Shared& at, Exchange& exchange, int 
 }
 
 // Write the ids of the `k` best of a row to `to`.
-__device__ __forceinline__ void choose(Shared& at, Exchange& exchange, Stretch& read, float* held, const Part& its,
+__device__ __forceinline__ void choose(Shared& at, Exchange& exchange, Stretch& scores, float* held, const Part& its,
                                        Pass pass, u32 k, int* to, const int* of, int block_size) {
     const u32 rank = cluster_rank(), thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const u32 lanes_before = (1u << lane) - 1;
@@ -279,7 +290,7 @@ __device__ __forceinline__ void choose(Shared& at, Exchange& exchange, Stretch& 
     bool equal = false;      // all that the threshold's bin holds is one score
     float threshold = -INF;
     for (bool found = false, sends = true; !found;) {
-        kept = read.keep(pass.low, held, where, first);
+        kept = scores.keep(pass.low, held, where, first);
         while (true) {
             for (int i = lane; i < kept; i += 32) {
                 const int b = bin_of(pass, held[i]);
@@ -342,7 +353,7 @@ __device__ __forceinline__ void choose(Shared& at, Exchange& exchange, Stretch& 
             __syncthreads();
             if (!narrower) break;
         }
-        if (!found) pass = all_of_them(), read.read(0);
+        if (!found) pass = all_of_them(), scores.read_first();
     }
 
     const u32 taken = bin < 0 ? over : k;  // all that there is, or as many as are wanted
@@ -441,7 +452,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const Part its(rows ? min((int)n, (sealed + (int)tokens - 1) / (int)tokens) : (int)n);
     const int first = its.first_of(warp);
     Stretch mine(row + its.start + first, min(its.stretch, its.count - first));
-    mine.read(0);
+    mine.read_first();
     const Pass pass = guess(at, four, place, its.live, (u32)k);
     choose(at, exchange, mine, held, its, pass, (u32)k, out + i_batch * out_batch + i_head * out_head,
            blocks ? blocks + i_batch * blocks_batch + i_head * blocks_head : nullptr, (int)block_size);
