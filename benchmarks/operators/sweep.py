@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -14,7 +14,7 @@ from hf_sparsekv.ops._cuda import why_not
 from hf_sparsekv.ops.sparse_decode.config import config as decode_config
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
 from hf_sparsekv.ops.token_score.config import config as label_config
-from hf_sparsekv.ops.token_score.labels import FORMS, Form, score_all
+from hf_sparsekv.ops.token_score.labels import score_all
 from hf_sparsekv.ops.token_score.triton import token_score
 from hf_sparsekv.ops.topk_select.config import Config as Select
 from hf_sparsekv.ops.topk_select.triton import block_select, token_select
@@ -73,12 +73,12 @@ def _scores(layers: list[Layer], every: bool) -> Iterator[Variant]:
     """Ways to score the tokens of the chosen blocks, or of ``every`` block, by their labels."""
     out = _all_scores(layers) if every else [t.token_scores for t in layers]
 
-    def launch(i: int, matrix: bool = True, form: Form | None = None, **options) -> None:
+    def launch(i: int, matrix: bool = True, in_cuda: bool = False, **options) -> None:
         t = layers[i]
         ids, reduce = None if every else t.blocks, t.shape.config.token_reduce
         labels = t.q, t.codes, t.qparams, t.channels, t.rows, t.block_table
-        if form is not None:
-            if not score_all(*labels, reduce, t.sinks, out[i], True, form):
+        if in_cuda:
+            if not score_all(*labels, reduce, t.sinks, out[i], True):
                 raise RuntimeError("the kernel in CUDA C++ does not serve here")
             return
         n = (t.block_table if ids is None else ids).shape[-1]
@@ -88,9 +88,7 @@ def _scores(layers: list[Layer], every: bool) -> Iterator[Variant]:
     each = (2, 4, 8, 16, 32, 64) if every else (1, 2, 4, 8, 16)
     grid = [*_grid(matrix=(True,), blocks=each), *_grid(matrix=(False,))]
     if every and _has_cuda_kernels(layers):
-        for form in FORMS:
-            about = ",".join(f"{name}={value}" for name, value in asdict(form).items())
-            grid.append((f"in CUDA C++,{about}", {"form": form}))
+        grid.append(("in CUDA C++", {"in_cuda": True}))
     return _ways(grid, launch, lambda: out[0])
 
 
@@ -120,7 +118,7 @@ def _selects(layers: list[Layer], every: bool) -> Iterator[Variant]:
             grid += _grid(row=(32768,), warps=(16, 32))
     grid = [(name, {"clusters": False, **options}) for name, options in grid]
     if _has_cuda_kernels(layers):
-        grid += _grid(clusters=(2, 4, 8), mbarriers=(False, True))
+        grid += _grid(clusters=(2, 4, 8))
 
     def launch(i: int, **options) -> None:
         t = layers[i]

@@ -26,6 +26,18 @@ __device__ __forceinline__ T* keep(T* pointer) {
 // A number that all lanes have: branches on it then need no meeting.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
+// Of the numbers of a warp's lanes up to this one.
+__device__ __forceinline__ u32 sum_to_here(u32 value) {
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2)
+        asm volatile(
+            "{.reg .u32 other; .reg .pred there; shfl.sync.up.b32 other|there, %0, %1, 0, 0xffffffff;"
+            "@there add.u32 %0, %0, other;}"
+            : "+r"(value)
+            : "r"(d));
+    return value;
+}
+
 // ---- clusters
 
 __device__ __forceinline__ u32 cluster_rank() {
@@ -125,27 +137,6 @@ __device__ __forceinline__ uint4 load_16(const void* from, bool there) {
         : "l"(from), "r"((u32)there)
         : "memory");
     return all;
-}
-
-// ---- copies to shared memory, in the background
-
-// Of 4, 8 or 16 bytes, aligned to as many.
-template <class T>
-__device__ __forceinline__ void copy_async(T* to, const T* from) {
-    const u32 place = (u32)__cvta_generic_to_shared(to);
-    if (sizeof(T) == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(from) : "memory");
-    else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(place), "l"(from), "n"(sizeof(T)) : "memory");
-}
-
-// The thread's copies since the last call are a group.
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// The thread's groups are there, but for the `left` latest ones.
-template <int left>
-__device__ __forceinline__ void wait_for_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory");
 }
 
 // ---- numbers

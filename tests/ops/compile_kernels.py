@@ -263,18 +263,14 @@ def small_layers() -> None:
 
 def in_cuda() -> None:
     """Operators that ask for kernels in CUDA C++, and go on without."""
-    for batch in (1, 4, 8):  # clusters of 8, 4 and 2 blocks
-        for mbarriers in (False, True):
-            scores = SimpleNamespace(shape=(batch, 8, 32_768), dtype=torch.float32, is_cuda=True)
-            cluster.serves(scores, Config(mbarriers=mbarriers))
+    for batch, n in ((1, 32_768), (4, 32_768), (8, 32_768), (8, 65_536)):  # clusters of 8, 4, 2 and 2 blocks
+        cluster.serves(SimpleNamespace(shape=(batch, 8, n), dtype=torch.float32, is_cuda=True), Config())
     usual = [(block_size, group, 32, "max") for block_size in (64, 16) for group in (1, 4, 8)]
-    shapes = *usual, (64, 2, 64, "max"), (16, 2, 64, "max"), (64, 4, 32, "mean")
-    calls = [(shape, labels.USUAL) for shape in shapes]
-    calls += [((64, 4, 32, "max"), form) for form in labels.FORMS if form != labels.USUAL and not form.even]
-    for (block_size, group, width, reduce), form in calls:
+    wide = [(64, 2, 64, "max"), (16, 2, 64, "max"), (16, 16, 64, "max")]
+    for block_size, group, width, reduce in (*usual, *wide, (64, 16, 32, "max"), (64, 4, 32, "mean")):
         given = BY_NAME["token_score"].call(place(), 1, 1, group, 128, width, block_size, 6, None, reduce, 4)
         del given["block_ids"]
-        labels.score_all(**given, fill=True, form=form)
+        labels.score_all(**given, fill=True)
     usual = [(batch, 4, 128, False) for batch in (1, 4, 8, 32)]  # clusters of 8, 4, 2 and 1 blocks
     for batch, group, dim, paged in (*usual, (1, 4, 128, True), (1, 8, 128, False), (1, 8, 64, False)):
         where = Place("cpu", torch.bfloat16)

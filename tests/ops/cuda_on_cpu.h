@@ -103,15 +103,8 @@ struct Cluster {
     char* anchors[CLUSTER];
 };
 
-struct Copy {
-    void* to;
-    const void* from;
-    size_t bytes;
-};
-
 struct Fiber {
     ucontext_t context;
-    std::vector<std::vector<Copy>> copies = std::vector<std::vector<Copy>>(1);  // groups, the last one still open
     std::vector<char> stack;
     bool done = false;
     u32 arrived_at = 0;
@@ -201,6 +194,13 @@ inline u32 __reduce_add_sync(u32, u32 value) {
         return all;
     });
 }
+inline u32 sum_to_here(u32 value) {
+    return exchange(value, [](auto of) {
+        u32 all = 0;
+        for (u32 lane = 0; lane <= current % 32; lane++) all += of(lane);
+        return all;
+    });
+}
 inline u32 atomicAdd(u32* to, u32 value) {
     const u32 before = *to;
     *to += value;
@@ -212,21 +212,6 @@ inline T* keep(T* pointer) {
     return pointer;
 }
 inline int uniform(int value) { return __shfl_sync(~0u, value, 0); }
-
-// ---- copies in the background: as late as they may be
-
-template <class T>
-inline void copy_async(T* to, const T* from) {
-    static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
-    block->fibers[current].copies.back().push_back({to, from, sizeof(T)});
-}
-inline void commit_copies() { block->fibers[current].copies.emplace_back(); }
-template <int left>
-inline void wait_for_copies() {
-    auto& groups = block->fibers[current].copies;
-    for (; groups.size() > left + 1; groups.erase(groups.begin()))
-        for (const Copy& copy : groups[0]) memcpy(copy.to, copy.from, copy.bytes);
-}
 
 // ---- clusters and launches
 
@@ -247,7 +232,9 @@ inline void cluster_wait() {
         give_way();
     } while (block->cluster->turn == block->fibers[current].arrived_at);
 }
+inline std::atomic<int> meetings{0};  // of a block with its cluster, but the one that begins in begin()
 inline void cluster_sync() {
+    if (current == 0) meetings++;
     cluster_arrive();
     cluster_wait();
 }

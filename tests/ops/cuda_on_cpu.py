@@ -17,13 +17,16 @@ COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
 class CpuKernel:
-    """As :class:`hf_sparsekv.ops._cuda.Kernel`; ``seed``: of the order in which threads take turns."""
+    """As :class:`hf_sparsekv.ops._cuda.Kernel`; ``seed``: of the order in which threads take turns.
+
+    ``meetings``: how often the blocks of the last launch have met at a barrier of their cluster, all together.
+    """
 
     shared_bytes = 1 << 20
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self.seed = self.launches = 0
+        self.seed = self.launches = self.meetings = 0
 
     def resident(self, threads: int, where: Tensor) -> int:
         return 6
@@ -36,6 +39,7 @@ class CpuKernel:
         outside = self._library.run(
             packed, *grid, shared, self.seed, (ctypes.c_longlong * len(places))(*places), len(places)
         )
+        self.meetings = self._library.met()
         assert outside == 0, f"{outside} loads of 16 bytes from elsewhere than the tensors, or not aligned"
 
 
@@ -55,10 +59,11 @@ def build(package: str, file: str, name: str, **defined: float) -> CpuKernel:
     folder = Path(tempfile.mkdtemp(prefix="cuda-on-cpu-"))
     entry = (
         f'extern "C" int run(i64* a, int x, int y, int shared, int seed, i64* places, int n) {{ '
-        f"given.clear(), outside = 0; for (int i = 0; i < n; i += 2) given.push_back({{places[i], places[i + 1]}}); "
+        "given.clear(), outside = meetings = 0; "
+        f"for (int i = 0; i < n; i += 2) given.push_back({{places[i], places[i + 1]}}); "
         f"launch([](i64* a) {{ call({name}, a); }}, a, x, y, shared, seed); return outside; }}"
     )
-    source = read_source(package, file, defined) + "\n" + entry
+    source = read_source(package, file, defined) + "\n" + entry + 'extern "C" int met() { return meetings; }'
     (folder / "kernel.cpp").write_text(source)
     options = [f"-D{key}={value}" for key, value in defined.items()]
     header = Path(__file__).with_name("cuda_on_cpu.h")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import Place
 from cuda_on_cpu import COMPILER, CpuKernel, build
-from test_label_scores import CASES, Case, check, on_cpu
+from test_label_scores import CASES, Case, check, not_aligned, on_cpu
 from test_topk_clusters import ALL
 from test_topk_select import COUNTS, row_lengths
 
@@ -25,9 +25,9 @@ from hf_sparsekv.ops.topk_select.reference import block_select as reference_bloc
 from hf_sparsekv.ops.topk_select.reference import token_select as reference_token
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler is installed")
-SHAPES = {  # blocks of a cluster: threads, bins, scores of a bin that a block hands out
-    2: {"THREADS": 64, "LOG_BINS": 6, "LIST": 8},
-    4: {"THREADS": 128, "LOG_BINS": 4, "LIST": 3},
+SHAPES = {  # blocks of a cluster: threads, bins, scores of a bin that a block hands out, blocks on a processor
+    2: {"THREADS": 64, "LOG_BINS": 6, "LIST": 8, "RESIDENT": 2},
+    4: {"THREADS": 128, "LOG_BINS": 4, "LIST": 3, "RESIDENT": 1},
 }
 
 
@@ -41,11 +41,12 @@ def clusters(request):
     return request.param
 
 
-@pytest.fixture(params=[False, True], ids=["barriers", "mbarriers"])
+@pytest.fixture
 def select(request, clusters, monkeypatch):
     """Selects by clusters of so many blocks, over memory that holds something else; in turns of another order each."""
     shape, name = SHAPES[clusters], "topk_select_cluster_kernel"
-    defined = {**shape, "CLUSTER": clusters, "RESIDENT": 1, "MARGIN": cluster.MARGIN, "MBARRIERS": int(request.param)}
+    defined = {**shape, "CLUSTER": clusters, "MARGIN": cluster.MARGIN}
+    defined |= getattr(request, "param", {})
     kernel = build("hf_sparsekv.ops.topk_select", "cluster.cu", name, **defined)
     monkeypatch.setattr(cluster, "THREADS", shape["THREADS"])
     monkeypatch.setattr(cluster, "_kernel", lambda scores, config: (kernel, clusters))
@@ -58,18 +59,41 @@ def select(request, clusters, monkeypatch):
             assert cluster.select_clusters(scores, blocks, k, block_size, rows, tokens, out, Config())
             found.append(out)
         assert all(torch.equal(one, found[0]) for one in found)
+        run.meetings = kernel.meetings
         return found[0]
 
     return run
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("n", [1, 65, 200, 1037])
+@pytest.mark.parametrize("n", [1, 65, 200, 1037, 3333])
 @pytest.mark.parametrize("k", COUNTS)
 @pytest.mark.parametrize("kind", ALL)
 def test_selection(place, kind, k, n, select):
     scores, k = ALL[kind](place, n), max(1, COUNTS[k](n))
     assert torch.equal(select(scores, k), reference_block(scores, k))
+
+
+@pytest.mark.parametrize("select", [{"LIST": 64, "LOG_BINS": 6}], indirect=True)
+@pytest.mark.parametrize("k", [20, 300, 900])
+@pytest.mark.parametrize("kind", ["random", "descending"])
+def test_usual_rows_need_one_pass(place, kind, k, select):
+    """A guess that never held would give the same ids, in twice the time."""
+    scores = ALL[kind](place, 1037)
+    assert torch.equal(select(scores, k), reference_block(scores, k))
+    assert select.meetings == 0
+    select(torch.zeros(1, 1, 1037), k)
+    assert select.meetings > 0
+
+
+@pytest.mark.parametrize("n", [997, 1536])
+def test_rows_that_are_not_aligned(place, n, select):
+    """Each of another residue; what lies beside them is larger."""
+    scores = torch.full((3, 1, n + 9), math.inf)
+    for skip in range(1, 4):
+        scores[skip - 1, 0, skip : skip + n] = place.randn(n)
+        rows = scores[skip - 1 : skip, :, skip : skip + n]
+        assert torch.equal(select(rows, 99), reference_block(rows, 99))
 
 
 @pytest.mark.pairwise
@@ -93,12 +117,11 @@ def test_tokens_of_given_blocks(select):
     assert torch.equal(select(scores, 77, blocks=blocks, block_size=16, turns=5), expected)
 
 
-def scores_of(given: dict, fill: bool, monkeypatch, form=labels.USUAL, warps: int | None = None) -> torch.Tensor:
+def scores_of(given: dict, fill: bool, monkeypatch, warps: int | None = None) -> torch.Tensor:
     """``warps``: that share a list, at most; an even number."""
     batch, q_heads, heads, size = *given["q"].shape[:2], *given["codes"].shape[1:3]
     defined = {"THREADS": 64, "BLOCK": size, "WIDTH": given["codes"].shape[3], "GROUP": q_heads // heads}
-    kinds = {"MEAN": int(given["reduce"] == "mean"), "BFLOAT16": int(given["q"].dtype == torch.bfloat16)}
-    defined |= kinds | form.macros()
+    defined |= {"MEAN": int(given["reduce"] == "mean"), "BFLOAT16": int(given["q"].dtype == torch.bfloat16)}
     kernel = build("hf_sparsekv.ops.token_score", "labels.cu", "token_score_labels_kernel", **defined)
     monkeypatch.setattr(labels, "THREADS", 64)
     monkeypatch.setattr(labels, "_kernel", lambda *shape: kernel)
@@ -107,32 +130,25 @@ def scores_of(given: dict, fill: bool, monkeypatch, form=labels.USUAL, warps: in
         gpu = replace(_device.H200, processors=batch * heads * warps // 2)
         monkeypatch.setattr(_device, "gpu_of", lambda t: gpu)
     out = torch.full((batch, heads, given["block_table"].shape[1] * size), 12345.0)
-    assert labels.score_all(**given, out=out, fill=fill, form=form)
+    assert labels.score_all(**given, out=out, fill=fill)
     return out
 
 
-def in_all_forms(test):
-    test = pytest.mark.parametrize("ahead", [1, 2, 3])(test)
-    test = pytest.mark.parametrize("together", [1, 2, 4])(test)
-    test = pytest.mark.parametrize("staged", [False, True], ids=["registers", "shared memory"])(test)
-    return pytest.mark.pairwise(test)
-
-
-@in_all_forms
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_scores(case, ahead, together, staged, monkeypatch, place):
-    given, form = case.make(place), labels.Form(ahead, together, staged)
+def test_scores(case, monkeypatch, place):
+    given = case.make(place)
     for fill in (False, True):
-        check(given, scores_of(given, fill, monkeypatch, form), fill)
+        check(given, scores_of(given, fill, monkeypatch), fill)
 
 
-@in_all_forms
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
+@pytest.mark.parametrize("width", [16, 32])
 @pytest.mark.parametrize("missing", [False, True], ids=["all blocks", "some blocks"])
-def test_scores_of_many_tiles(missing, size, ahead, together, staged, monkeypatch, place):
+def test_scores_of_many_tiles(missing, size, width, monkeypatch, place):
     """Two warps of 9 tiles each, or of 18 (more blocks than lanes); rows end in the first few, or where one does."""
     tiles = 36 if size == 16 else 18
-    given = Case(batch=9, heads=1, blocks=64 * tiles // size, block_size=size, ragged=False).make(place)
+    shape = {"blocks": 64 * tiles // size, "block_size": size, "width": width}
+    given = Case(batch=9, heads=1, **shape, ragged=False).make(place)
     half = 32 * tiles
     ends = (16, 64, 96, 128, 192, 256, half, half + 32, half + 256)
     given["rows"][:, 1] = torch.tensor([end // size * size for end in ends])
@@ -140,16 +156,22 @@ def test_scores_of_many_tiles(missing, size, ahead, together, staged, monkeypatc
     if missing:
         given["block_table"][:, 1::3] = -1
     for fill in (False, True):
-        check(given, scores_of(given, fill, monkeypatch, labels.Form(ahead, together, staged), warps=2), fill)
+        check(given, scores_of(given, fill, monkeypatch, warps=2), fill)
 
 
 @pytest.mark.parametrize("tiles", [1, 5, 6, 10, 25])
-def test_scores_in_even_parts(tiles, monkeypatch, place):
-    """Six warps a list, of which some have a tile more than others, or one at all."""
+def test_scores_of_few_tiles(tiles, monkeypatch, place):
+    """Six warps a list at most, of which the last has fewer tiles than others, or a part of one."""
     for blocks in (4 * tiles, 4 * tiles - 1):
         given = Case(blocks=blocks, heads=1).make(place)
         for fill in (False, True):
-            check(given, scores_of(given, fill, monkeypatch, labels.Form(2, even=True), warps=6), fill)
+            check(given, scores_of(given, fill, monkeypatch, warps=6), fill)
+
+
+def test_codes_that_are_not_aligned(monkeypatch, place):
+    given = not_aligned(Case().make(place))
+    monkeypatch.setattr(labels, "_kernel", None)
+    assert not labels.score_all(**given, out=torch.empty(3, 2, 640), fill=True)
 
 
 def test_what_lies_behind_a_row_is_not_looked_up(monkeypatch, place):
@@ -171,6 +193,4 @@ def test_scores_that_are_no_number(wild, monkeypatch, place):
     else:
         given["block_table"][0, ::3] = -1
     expected = reference_score(**on_cpu(given), block_ids=None)
-    for together in (1, 4):
-        found = scores_of(given, True, monkeypatch, labels.Form(together=together), warps=2)
-        assert torch.equal(found, expected)
+    assert torch.equal(scores_of(given, True, monkeypatch, warps=2), expected)

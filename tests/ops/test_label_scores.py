@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from hf_sparsekv.ops import _cuda
 from hf_sparsekv.ops.token_score import token_score
-from hf_sparsekv.ops.token_score.labels import FORMS, USUAL, Form, score_all
+from hf_sparsekv.ops.token_score.labels import score_all
 from hf_sparsekv.ops.token_score.reference import token_score as reference
 
 pytestmark = pytest.mark.gpu
@@ -50,9 +50,8 @@ class Case:
         zero = place.randint(-8, 9, physical, self.heads, self.block_size) / 8
         if not self.exact:
             scale, zero = place.rand(*scale.shape) / 4, place.randn(*scale.shape)
-        sealed = torch.full((self.batch,), self.blocks * self.block_size, dtype=torch.int32)
-        if self.ragged:
-            sealed[1:] = torch.tensor([self.blocks // 2 * self.block_size, 0])[: self.batch - 1]
+        full = [self.blocks, self.blocks // 2, 0] if self.ragged else [self.blocks]
+        sealed = self.block_size * torch.tensor([full[row % len(full)] for row in range(self.batch)]).int()
         table = place.randperm(physical)[: self.batch * self.blocks].int().view(self.batch, self.blocks)
         return {
             "q": q.flatten(1, 2).to(self.dtype),
@@ -70,12 +69,12 @@ def on_cpu(given: dict) -> dict:
     return {name: t.cpu() if isinstance(t, torch.Tensor) else t for name, t in given.items()}
 
 
-def scored(given: dict, fill: bool, form: Form = USUAL) -> torch.Tensor:
+def scored(given: dict, fill: bool) -> torch.Tensor:
     """By this kernel, over memory that holds something else."""
     batch, heads = given["q"].shape[0], given["codes"].shape[1]
     n = given["block_table"].shape[1] * given["codes"].shape[2]
     out = torch.full((batch, heads, n), 12345.0, device="cuda")
-    assert score_all(**given, out=out, fill=fill, form=form), "another kernel would show nothing"
+    assert score_all(**given, out=out, fill=fill), "another kernel would show nothing"
     return out.cpu()
 
 
@@ -118,12 +117,11 @@ def test_many_tokens(place32, size, blocks, batch):
     check(given, token_score(**given, block_ids=None).cpu(), True)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_exact_in_all_forms(place32, form):
-    """Warps with fewer tiles than are to be on their way, and with many."""
-    for case in (*CASES.values(), Case(blocks=3000, heads=8), Case(blocks=700, block_size=128, batch=8, heads=8)):
-        given = case.make(place32)
-        check(given, scored(given, False, form), False)
+@pytest.mark.parametrize("width, group", [(16, 1), (16, 8), (32, 2), (32, 16)])
+def test_ragged_rows_of_many_tiles(place32, width, group):
+    for case in (Case(blocks=3000, heads=8), Case(blocks=700, block_size=128, batch=8, heads=8)):
+        given = replace(case, width=width, group=group).make(place32)
+        check(given, scored(given, False), False)
 
 
 @pytest.mark.parametrize("width, group", [(16, 4), (32, 2)])
@@ -161,10 +159,17 @@ def test_no_rows(place32):
     assert token_score(**given, block_ids=None).shape == (0, 2, 640)
 
 
+def not_aligned(given: dict) -> dict:
+    """With codes that begin four bytes behind where they may."""
+    held = torch.empty(given["codes"].numel() + 4, dtype=torch.uint8, device=given["codes"].device)
+    return {**given, "codes": held[4:].view_as(given["codes"]).copy_(given["codes"])}
+
+
 def test_where_it_does_not_serve(place32):
-    """Labels of other widths or of 16 bits, queries of 32, small blocks: Triton's kernels score these."""
-    for change in (Case(width=8), Case(width=64), Case(dtype=torch.float32), Case(block_size=8)):
-        given = change.make(place32)
+    """Labels of other widths, or not aligned; queries of 32 bits, small blocks: Triton's kernels score these."""
+    changes = [change.make(place32) for change in (Case(width=8), Case(width=64), Case(dtype=torch.float32))]
+    changes += [Case(block_size=8).make(place32), not_aligned(Case().make(place32))]
+    for given in changes:
         assert not score_all(**given, out=torch.empty(0, device="cuda"), fill=True)
         torch.testing.assert_close(
             token_score(**given, block_ids=None).cpu(), reference(**on_cpu(given), block_ids=None), rtol=1e-3, atol=0.5

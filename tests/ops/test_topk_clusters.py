@@ -7,8 +7,10 @@ import threading
 
 import pytest
 import torch
+from test_label_scores import Case
 from test_topk_select import COUNTS, SCORES, row_lengths
 
+from hf_sparsekv.ops.token_score import token_score
 from hf_sparsekv.ops.topk_select import cluster
 from hf_sparsekv.ops.topk_select.config import Config
 from hf_sparsekv.ops.topk_select.reference import block_select as reference_block
@@ -17,7 +19,6 @@ from hf_sparsekv.ops.topk_select.triton import block_select, scratch_size, token
 
 pytestmark = pytest.mark.gpu
 CONFIGS = {blocks: Config(clusters=blocks) for blocks in (2, 4, 8)}
-CONFIGS |= {f"{blocks} by mbarriers": Config(clusters=blocks, mbarriers=True) for blocks in (2, 8)}
 LONGEST = Config(clusters=8)
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
@@ -69,7 +70,23 @@ def descending(place, n):
     return place.randn(2, 2, n).sort(-1, descending=True).values
 
 
-ALL = {**SCORES, "outliers": outliers, "skewed": skewed, "nearly equal": nearly_equal, "descending": descending}
+def misleading(place, n):
+    """What every block reads first, to guess a threshold, is unlike the rest: above it, or below."""
+    scores, places = place.randn(2, 2, n), cluster.THREADS // 2
+    first = torch.arange(places)[:, None] * n // places // 8 * 8
+    seen = (first + torch.arange(8)).flatten().clamp(max=n - 1).to(scores.device)
+    scores[..., seen] += torch.tensor([50.0, -50.0], device=scores.device)[:, None, None]
+    return scores
+
+
+ALL = {
+    **SCORES,
+    "outliers": outliers,
+    "skewed": skewed,
+    "nearly equal": nearly_equal,
+    "descending": descending,
+    "misleading": misleading,
+}
 
 
 @configs
@@ -160,6 +177,28 @@ def test_first_launched_under_capture(place32):
     scores.copy_(scores.roll(5, -1))
     graph.replay()
     assert torch.equal(out.cpu(), reference_block(scores.cpu(), 99))
+
+
+def test_behind_scores_in_a_graph(place32):
+    """Replayed for other queries and lengths: scores and selection overlap, and guesses are by what is there now."""
+    given = Case(blocks=700, block_size=64, heads=8).make(place32)
+    scores, out = torch.empty(3, 8, 700 * 64, device="cuda"), torch.empty(3, 8, 999, dtype=torch.int32, device="cuda")
+
+    def step():
+        token_score(**given, block_ids=None, out=scores, fill=False)
+        token_select(scores, None, 999, 64, rows=given["rows"], out=out)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for sealed in ([700, 350, 0], [1, 600, 20], [699, 30, 700]):
+        given["q"].copy_(given["q"].roll(1, -1) * 3)
+        given["rows"][:, 1] = 64 * torch.tensor(sealed, device="cuda")
+        scores.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(out.cpu(), reference_token(scores.cpu(), None, 999, 64, rows=given["rows"].cpu()))
 
 
 def test_in_threads_that_are_new_to_the_gpu(place32):

@@ -5,15 +5,14 @@
 // over a group is one query. Here a word of a token's codes is the register of the product that it is needed in.
 //
 // A row of a product has the codes of TOGETHER tokens side by side, and its columns are the queries of each of them,
-// zero where the others are. More of them: more products and registers for queries, but wider loads, fewer threads to
-// take the largest of, and a scale that fewer threads read. With 4 a thread has whole tokens.
-//
-// A warp has AHEAD tiles of 64 tokens on their way, in registers or (STAGED) to shared memory.
+// zero where the others are: twice the products, but a thread has half of a token's codes in one load, and fewer
+// threads read a scale and take the largest of the queries. A warp has one tile of 64 tokens on its way, in registers,
+// beside the one that it scores.
 
 #define WARPS (THREADS / 32)
+#define TOGETHER 2
 #define LANES (4 / TOGETHER)                     // threads that share a token
 #define WORDS (WIDTH / 4 / LANES)                // of a token's codes, in four bytes each, that a thread has
-#define PORTION (WORDS < 4 ? WORDS : 4)          // of them, that one load has
 #define VECTORS (MEAN ? 1 : GROUP)               // queries
 #define COLUMNS ((VECTORS + LANES - 1) / LANES)  // products of eight columns
 #define CHANNELS (2 * WIDTH)
@@ -31,31 +30,22 @@ struct Queries {
     float unit[LANES * COLUMNS], total[LANES * COLUMNS];
 };
 
-struct alignas(4 * PORTION) Codes {
-    u32 word[PORTION];
+struct alignas(4 * WORDS) Codes {
+    u32 word[WORDS];
 };
 
 // Labels of 64 tokens: what a thread has of them.
 struct Tile {
-    Codes codes[TOKENS][WORDS / PORTION];
+    Codes codes[TOKENS];
     u32 pair[TOKENS];  // scale and zero point
 };
-
-#if STAGED
-// The same on its way. A thread reads what it has copied itself, so that none waits for another.
-struct Staged {
-    Codes codes[TOKENS][WORDS / PORTION][32];
-    u32 pair[TOKENS][32];
-};
-#endif
 
 struct Labels {  // of one KV head, for one lane
     const char *codes, *pairs;
     u32 codes_block, pairs_block;  // bytes
 
-    // `copy(token of this thread, codes, pair)` of 64 tokens from `token` on, whose blocks lanes `first ..` know.
-    template <class Copy>
-    __device__ __forceinline__ void load(int token, int first, u32 physical, Copy copy) const {
+    // Of 64 tokens from `token` on, whose blocks lanes `first ..` know.
+    __device__ __forceinline__ void load(Tile& tile, int token, int first, u32 physical) const {
         const u32 mine = threadIdx.x % 32 / LANES;
         const char *p_code, *p_pair;
 #pragma unroll
@@ -68,7 +58,7 @@ struct Labels {  // of one KV head, for one lane
                 if (BLOCK > 64 || SPAN < ROWS) p_code += at * WIDTH, p_pair += at * 4;
             }
             const int o = i * ROWS % SPAN;
-            copy(i, (const Codes*)(p_code + o * WIDTH), (const u32*)(p_pair + o * 4));
+            tile.codes[i] = *(const Codes*)(p_code + o * WIDTH), tile.pair[i] = *(const u32*)(p_pair + o * 4);
         }
     }
 };
@@ -110,15 +100,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     token_score_labels_kernel(const u16* q, i64 q_batch, i64 q_head, i64 q_dim, const char* codes, i64 codes_block,
                               i64 codes_head, const u32* pairs, i64 pairs_block, i64 pairs_head, const int* channels,
                               i64 channels_batch, i64 channels_head, const int* table, i64 table_row, float* out,
-                              i64 out_batch, i64 out_head, const int* rows, i64 heads, i64 n, i64 stretch, i64 longer,
-                              i64 sinks, i64 fill) {
+                              i64 out_batch, i64 out_head, const int* rows, i64 heads, i64 n, i64 stretch, i64 sinks,
+                              i64 fill) {
     __shared__ Queries queries;
     const i64 i_batch = blockIdx.y / (u32)heads, i_head = blockIdx.y % (u32)heads;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
-    // The first `longer` warps of a list have a tile more than the others.
-    const auto first_of = [&](int one) { return one * (int)stretch + 64 * min(one, (int)longer); };
-    const int mine = uniform(blockIdx.x * WARPS + warp), stop = min(first_of(mine + 1), (int)n);
-    int token = first_of(mine);
+    int token = uniform(blockIdx.x * WARPS + warp) * (int)stretch;
+    const int stop = min(token + (int)stretch, (int)n);
     table += i_batch * table_row, channels += i_batch * channels_batch + i_head * channels_head;
     // The next kernel reads what this one writes, and nothing of it before its wait: it may settle beside the last of
     // these blocks.
@@ -135,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     out += i_batch * out_batch + i_head * out_head;
     if (fill)
         for (int i = max(token, sealed) + lane; i < stop; i += 32) out[i] = -INF;
-    if (first_of(blockIdx.x * WARPS) >= sealed) return;  // all of this block
+    if ((int)(blockIdx.x * WARPS) * (int)stretch >= sealed) return;  // all of this block
 
     // Kept: otherwise these are computed again for each tile, 20 instructions of some 180.
     const Labels labels = {keep(codes + i_head * codes_head + lane * (4 * WORDS)),
@@ -151,50 +139,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     };
     find(token);
     int next = 0;  // lane that has the first block of the next tile
-    u32 usable[AHEAD + 1];  // of each tile, a bit for each block
-#if STAGED
-    __shared__ Staged stages[WARPS][AHEAD + 1];
-#else
-    Tile ring[AHEAD + 1];
-#endif
-    const auto load = [&](int slot, int from) {
-        if (from < end) {
-            if (next == 32) physical = look_up(from), find(from), next = 0;
-            usable[slot] = there >> next;
-            labels.load(from, next, physical, [&](int i, const Codes* code, const u32* pair) {
-#if STAGED
-                Staged& to = stages[warp][slot];
-#pragma unroll
-                for (int p = 0; p < WORDS / PORTION; p++) copy_async(&to.codes[i][p][lane], code + p);
-                copy_async(&to.pair[i][lane], pair);
-#else
-#pragma unroll
-                for (int p = 0; p < WORDS / PORTION; p++) ring[slot].codes[i][p] = code[p];
-                ring[slot].pair[i] = *pair;
-#endif
-            });
-            next += SPANS;
-        }
-        if (STAGED) commit_copies();  // an empty group, too: they are counted
-    };
-    const auto loaded = [&](int slot) -> Tile {
-#if STAGED
-        wait_for_copies<AHEAD>();  // all but so many groups
-        Tile tile;
-#pragma unroll
-        for (int i = 0; i < TOKENS; i++) {
-#pragma unroll
-            for (int p = 0; p < WORDS / PORTION; p++) tile.codes[i][p] = stages[warp][slot].codes[i][p][lane];
-            tile.pair[i] = stages[warp][slot].pair[i][lane];
-        }
-        return tile;
-#else
-        return ring[slot];
-#endif
+    Tile tiles[2];
+    u32 usable[2];  // of each, a bit for each block
+    const auto load = [&](int which, int from) {
+        if (from >= end) return;
+        if (next == 32) physical = look_up(from), find(from), next = 0;
+        usable[which] = there >> next;
+        labels.load(tiles[which], from, next, physical);
+        next += SPANS;
     };
     // The first labels are on their way while queries are made.
-#pragma unroll
-    for (int a = 0; a < AHEAD; a++) load(a, token + 64 * a);
+    load(0, token);
     make_queries(queries, q + i_batch * q_batch + i_head * GROUP * q_head, q_head, q_dim, channel);
     __syncthreads();
     u32 column[COLUMNS][WORDS][2];  // of the products' right side: what this thread holds
@@ -219,8 +174,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             int product[COLUMNS][4] = {};
 #pragma unroll
             for (int w = 0; w < WORDS; w++) {
-                const u32 upper = tile.codes[2 * m][w / PORTION].word[w % PORTION];
-                const u32 lower = tile.codes[2 * m + 1][w / PORTION].word[w % PORTION];
+                const u32 upper = tile.codes[2 * m].word[w];
+                const u32 lower = tile.codes[2 * m + 1].word[w];
                 const u32 digits[4] = {upper & 0x0f0f0f0f, lower & 0x0f0f0f0f, (upper >> 4) & 0x0f0f0f0f,
                                        (lower >> 4) & 0x0f0f0f0f};
 #pragma unroll
@@ -261,10 +216,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     };
     while (token < end) {
 #pragma unroll
-        for (int slot = 0; slot <= AHEAD; slot++, token += 64) {
-            if (slot && token >= end) break;
-            load((slot + AHEAD) % (AHEAD + 1), token + 64 * AHEAD);
-            score(loaded(slot), usable[slot], token);
+        for (int which = 0; which < 2; which++, token += 64) {
+            if (which && token >= end) break;
+            load(1 - which, token + 64);
+            score(tiles[which], usable[which], token);
         }
     }
     release_kernels();

@@ -1,8 +1,9 @@
-// Selection from long rows by clusters of thread blocks, which hold a row in their shared memory (Hopper and later).
+// Selection from long rows by clusters of thread blocks (Hopper and later).
 //
-// Each of CLUSTER blocks holds a part of one row, and each warp a stretch of that.
-// 1. Mean and deviation of a quarter of the scores give a number that more than k of them reach, but not many more.
-//    What reaches it moves to the front of each warp's stretch.
+// Each of CLUSTER blocks has a part of one row, and each warp a stretch of that.
+// 1. Every block reads the same sample of the whole row: mean and deviation of it give a number that more than k scores
+//    reach, but not many more. As all guess alike, none waits for another. Of its stretch a warp keeps in shared memory
+//    what reaches that number.
 // 2. Together the blocks count these by bins, up to the largest score. The bin that holds the score of rank k has few.
 // 3. Every block is handed these few, and finds the threshold among them by itself. As it then knows how many entries
 //    each block takes, it writes its ids to their place, ascending.
@@ -11,15 +12,21 @@
 // its scores are counted by their bits, LOG_BINS a pass.
 //
 // Blocks hand over what they know by writing to one another's shared memory ("Distributed Shared Memory", CUDA C++
-// Programming Guide): three barriers of a cluster, and two more for each further pass. With MBARRIERS they
-// store it asynchronously (st.async), without barriers but for further passes, which hardly a row needs: a barrier
-// fences all of the GPU's memory.
+// Programming Guide), asynchronously (st.async). Only further passes, which hardly a row needs, meet at barriers of
+// the cluster: these fence all of the GPU's memory.
 
 #define BINS (1 << LOG_BINS)
 #define WARPS (THREADS / 32)
+#define PIECES 2              // of four entries, that a lane reads at once
+#define TILE (128 * PIECES)   // entries of a warp
+#define AHEAD (3 - RESIDENT)  // tiles that are on their way: where two blocks share the registers, each has one
+#define LOWEST __uint_as_float(0xff7fffffu)  // finite number
 
 static_assert(BINS <= THREADS, "a thread has a bin");
 static_assert(WARPS >= CLUSTER, "a warp counts what a block takes");
+static_assert(WARPS <= 32, "a lane has what a warp has seen");
+static_assert(PIECES <= 2, "a lane counts each in 16 bits");
+static_assert(RESIDENT <= 2, "a tile is on its way");
 
 // Numbers that compare as the scores do.
 __device__ __forceinline__ u32 ordered(float s) {
@@ -36,7 +43,8 @@ __device__ __forceinline__ float deviate(float p) {
     return 4.91f * (exp2f(0.14f * log2f(1.0f - p)) - exp2f(0.14f * log2f(p)));
 }
 
-// How a pass counts: scores from `low` on by `scale`, or ordered keys `first` .. `first + span` by 2 ** shift.
+// What a pass keeps, scores from `low` on, and how it counts these: by `scale`, or ordered keys `first` ..
+// `first + span` by 2 ** shift.
 struct Pass {
     bool linear;
     float low, scale;
@@ -44,36 +52,37 @@ struct Pass {
     int shift;
 };
 
-// The bin of a score; -1 for one that this pass does not count. A larger score never has a smaller bin.
+// By bits, whatever can be chosen.
+__device__ __forceinline__ Pass all_of_them() { return {false, LOWEST, 0, 0, ~0u, 32 - LOG_BINS}; }
+
+// The bin of a score that was kept; -1 for one that this pass does not count. A larger score never has a smaller bin.
 __device__ __forceinline__ int bin_of(const Pass& pass, float s) {
-    if (pass.linear) return s >= pass.low ? (int)fminf((s - pass.low) * pass.scale, BINS - 1) : -1;  // no int holds 1e30
+    if (pass.linear) return (int)fminf((s - pass.low) * pass.scale, BINS - 1);  // no int holds 1e30
     const u32 behind = ordered(s) - pass.first;  // wraps for what lies before
-    return s != -INF && behind <= pass.span ? (int)(behind >> pass.shift) : -1;
+    return behind <= pass.span ? (int)(behind >> pass.shift) : -1;
 }
 
-// What a row's scores have in common, of those that this thread has met. Of some neighbouring ones one is a sample.
-struct Met {
+// What some scores have in common.
+struct alignas(16) Sample {
     float sum, square, high;
-    u32 sampled, usable;
+    u32 counts;  // of which some can be chosen; all of them in the upper half
 
-    __device__ __forceinline__ void add(const Met& other) {
-        sum += other.sum, square += other.square, high = fmaxf(high, other.high);
-        sampled += other.sampled, usable += other.usable;
+    __device__ __forceinline__ void add(float s) {
+        counts += 1 << 16;
+        if (s > -INF) counts++, sum += s, square += s * s, high = fmaxf(high, s);
     }
 
-    __device__ __forceinline__ float hold(float s) {  // what is no number cannot be chosen
-        s = s == s ? s : -INF;
-        usable += s != -INF;
-        return s;
-    }
-
-    __device__ __forceinline__ void sample(float s) {
-        if (s != -INF) sampled++, sum += s, square += s * s, high = fmaxf(high, s);
+    // The same in all lanes, and in all blocks that do so.
+    __device__ __forceinline__ void of_warp() {
+        for (int d = 16; d; d /= 2) {
+            sum += __shfl_xor_sync(~0u, sum, d), square += __shfl_xor_sync(~0u, square, d);
+            high = fmaxf(high, __shfl_xor_sync(~0u, high, d));
+        }
+        counts = __reduce_add_sync(~0u, counts);
     }
 };
 
 struct Told {  // by a block to all of its cluster
-    Met met;
     u32 listed, sure;  // entries of the threshold's bin, and of those above it
     float list[LIST];
 };
@@ -82,16 +91,17 @@ struct Shared {
     Told told[CLUSTER];
     u32 hist[BINS];
     u64 warp_counts[WARPS];
-    Met met[WARPS];
+    Sample samples[WARPS];
     u32 warp_taken[WARPS];
     u32 above[CLUSTER], ties[CLUSTER];
-    u32 slot, bin, most, over, sure, own;  // what the thread found that has the threshold's bin
+    u32 slot, most, over, sure, own;  // what the thread found that has the threshold's bin
+    int bin;
     float threshold;
     u32 taken_over;
 };
 
 struct Exchange {
-    u64 met, counts, list;
+    u64 counts, list;
     __align__(16) u32 hists[CLUSTER][BINS];  // of each block
 };
 
@@ -103,55 +113,116 @@ struct Part {
         stretch = (live + CLUSTER * WARPS * 32 - 1) / (CLUSTER * WARPS * 32) * 32;
         start = min((int)cluster_rank() * stretch * WARPS, live), count = min(stretch * WARPS, live - start);
     }
+
+    // Of a warp's stretch, in this part.
+    __device__ __forceinline__ int first_of(int warp) const { return min(warp * stretch, count); }
 };
 
-template <class T>
-__device__ __forceinline__ void tell(T* mine, u32 rank, T value, u64* mbarrier) {
-    if (MBARRIERS) {
-        store_async(mine, rank, value, mbarrier);
-    } else {
-        store_there(mine, rank, value);
-    }
+// Four of a row's `n` entries, or of less than four none. Two threads read 32 bytes in a row, and THREADS / 2 of these
+// are spread over all of it. `place`: of the first.
+__device__ __forceinline__ float4 read_sample(const float* row, int n, int& place) {
+    const int aligned = -(int)((u64)row / 4) & 7;  // first entry that 32 bytes begin with
+    place = aligned + ((int)(threadIdx.x / 2) * n / (THREADS / 2) & ~7) + 4 * (threadIdx.x % 2);
+    if (place + 4 <= n) return *(const float4*)(row + place);
+    return {-INF, -INF, -INF, -INF};
 }
 
-// Tell all blocks what this one's scores have in common, and take from all of them a pass, and how many can be chosen.
-__device__ __forceinline__ void guess(Shared& at, Exchange& exchange, Met& met, u32 k, Pass& pass) {
-    const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    for (int d = 16; d; d /= 2) {
-        met.sum += __shfl_xor_sync(~0u, met.sum, d), met.square += __shfl_xor_sync(~0u, met.square, d);
-        met.high = fmaxf(met.high, __shfl_xor_sync(~0u, met.high, d));
-    }
-    met.sampled = __reduce_add_sync(~0u, met.sampled), met.usable = __reduce_add_sync(~0u, met.usable);
-    if (lane == 0) at.met[warp] = met;
+// A pass over what k of `live` entries are chosen from, by a sample of the first ones: every block gets the same.
+__device__ __forceinline__ Pass guess(Shared& at, const float4& four, int place, int live, u32 k) {
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Sample all = {0, 0, -INF, 0};
+    const float each[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (place + i < live) all.add(each[i]);
+    all.of_warp();
+    if (lane == 0) at.samples[warp] = all;
     __syncthreads();
-    cluster_wait();  // for the arrival in begin(): every block is there
-    if (thread < CLUSTER) {  // one thread tells one block
-        met = at.met[0];
-        for (int w = 1; w < WARPS; w++) met.add(at.met[w]);
-        Told* mine = &at.told[cluster_rank()];
-        tell(&mine->met.sum, thread, met.sum, &exchange.met);
-        tell(&mine->met.square, thread, met.square, &exchange.met);
-        tell(&mine->met.high, thread, met.high, &exchange.met);
-        tell(&mine->met.sampled, thread, met.sampled, &exchange.met);
-        tell(&mine->met.usable, thread, met.usable, &exchange.met);
-    }
-    if (MBARRIERS) {
-        mbarrier_wait(&exchange.met);
-    } else {
-        cluster_sync();
-    }
-    met = at.told[0].met;
-    for (int r = 1; r < CLUSTER; r++) met.add(at.told[r].met);
-    const float mean = met.sum / met.sampled, share = fminf(fmaxf((float)k / met.usable, 0.0001f), 0.9999f);
-    const float spread = sqrtf(fmaxf(met.square / met.sampled - mean * mean, 0.0f));
-    pass.low = mean + (deviate(share) - (float)MARGIN) * spread;
-    pass.scale = BINS / (met.high - pass.low);
-    pass.first = 0, pass.span = ~0u, pass.shift = 32 - LOG_BINS;
-    // Not so what is infinite, or no number, or all one value.
-    pass.linear = met.high > pass.low && met.high < INF && pass.low > -INF && pass.scale < INF;
+    all = {0, 0, -INF, 0};
+    if (lane < WARPS) all = at.samples[lane];
+    all.of_warp();
+    const float seen = (float)(all.counts >> 16), usable = (float)(all.counts & 0xffff), mean = all.sum / usable;
+    const float spread = sqrtf(fmaxf(all.square / usable - mean * mean, 0.0f));
+    const float share = (float)k / (float)live * (seen / usable), upper = deviate(fminf(fmaxf(share, 0.0001f), 0.9999f));
+    Pass pass = all_of_them();
+    const float low = mean + (upper - (float)MARGIN) * spread;
+    // Of few that are chosen the sample may have none.
+    const float high = fmaxf(all.high, mean + (upper + (float)MARGIN) * spread), scale = BINS / (high - low);
+    // Not so what is infinite, or no number, or all one value; or all that there is.
+    if (share < 1 && high > low && high < INF && low > -INF && scale < INF)
+        pass.linear = true, pass.low = low, pass.scale = scale;
+    return pass;
 }
 
-// Leave in `at` which bin holds the entry of rank k, `over` of which lie above all bins. `sent`: blocks' counts are here.
+// A warp's stretch of a row, of which it keeps some.
+struct Stretch {
+    const float* from;            // a lane's first four entries
+    int length;                   // of the warp's
+    float4 ahead[AHEAD][PIECES];  // of the next tiles
+
+    __device__ __forceinline__ Stretch(const float* first, int entries)
+        : from(first + 4 * (threadIdx.x % 32)), length(entries) {}
+
+    __device__ __forceinline__ void read(float4 (&to)[PIECES], int tile) const {
+        const float* next = from + tile;
+        if (tile + TILE <= length && (u64)from % 16 == 0) {
+#pragma unroll
+            for (int p = 0; p < PIECES; p++) to[p] = *(const float4*)(next + 128 * p);
+            return;
+        }
+        const int left = length - tile - 4 * (int)(threadIdx.x % 32);
+#pragma unroll
+        for (int p = 0; p < PIECES; p++) {
+            const int o = 128 * p;
+            to[p].x = o < left ? next[o] : -INF, to[p].y = o + 1 < left ? next[o + 1] : -INF;
+            to[p].z = o + 2 < left ? next[o + 2] : -INF, to[p].w = o + 3 < left ? next[o + 3] : -INF;
+        }
+    }
+
+    __device__ __forceinline__ void read_first() {
+#pragma unroll
+        for (int a = 0; a < AHEAD; a++) read(ahead[a], a * TILE);
+    }
+
+    // Scores from `low` on, a finite number, and their places, of which the stretch has the first: how many there are.
+    // What is no number does not reach it. The first tiles have been read.
+    __device__ __forceinline__ int keep(float low, float* held, u16* where, int first) {
+        const int place = first + 4 * (threadIdx.x % 32);
+        int kept = 0;
+        const auto keep_tile = [&](float4 (&four)[PIECES], int tile) {
+            float each[PIECES][4];
+            u32 mine = 0;  // of each piece, in 16 bits
+#pragma unroll
+            for (int p = 0; p < PIECES; p++) {
+                each[p][0] = four[p].x, each[p][1] = four[p].y, each[p][2] = four[p].z, each[p][3] = four[p].w;
+#pragma unroll
+                for (int c = 0; c < 4; c++) mine += each[p][c] >= low ? 1 << 16 * p : 0;
+            }
+            read(four, tile + AHEAD * TILE);
+            const u32 with = sum_to_here(mine), all = __shfl_sync(~0u, with, 31), before = with - mine;
+#pragma unroll
+            for (int p = 0; p < PIECES; p++) {
+                const int to = kept + (before >> 16 * p & 0xffff);
+                float* to_held = held + to;
+                u16* to_where = where + to;
+#pragma unroll
+                for (int c = 0; c < 4; c++)
+                    if (each[p][c] >= low) *to_held++ = each[p][c], *to_where++ = place + tile + 128 * p + c;
+                kept += all >> 16 * p & 0xffff;
+            }
+        };
+        for (int tile = 0; tile < length;) {
+#pragma unroll
+            for (int a = 0; a < AHEAD; a++, tile += TILE)
+                if (tile < length) keep_tile(ahead[a], tile);
+        }
+        __syncwarp();
+        return kept;
+    }
+};
+
+// Leave in `at` which bin holds the entry of rank k, `over` of which lie above all bins; -1 if it lies below them, as do
+// none of those that are counted. `sent`: blocks' counts are here.
 __device__ __forceinline__ void find_bin(Shared& at, const Exchange& exchange, u32 k, u32 over, bool sent) {
     const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     // Entries from the last bin down to this thread's: of the row in the upper half, of this block in the lower.
@@ -180,6 +251,10 @@ __device__ __forceinline__ void find_bin(Shared& at, const Exchange& exchange, u
         at.bin = b, at.most = most, at.over = (u32)(behind >> 32), at.sure = (u32)behind;
         at.own = (u32)mine;
     }
+    if (b == 0 && over + (u32)(with >> 32) < k) {
+        at.bin = -1, at.most = 0, at.over = (u32)(with >> 32), at.sure = (u32)with;
+        at.own = 0;
+    }
     __syncthreads();
 }
 
@@ -189,69 +264,43 @@ __device__ __forceinline__ void read_counts(Shared& at, Exchange& exchange, int 
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         u32 all = 0;
-        for (int r = 0; r < CLUSTER; r++) all += exchange.hists[r][bin];
-        mbarrier_expect(&exchange.list, equal ? 0 : 4 * all);
+        for (int r = 0; r < CLUSTER && !equal; r++) all += exchange.hists[r][bin];
+        mbarrier_expect(&exchange.list, 4 * all);
     }
     if (warp < CLUSTER) {
         const u32* its = exchange.hists[warp];
         u32 above = 0;
         for (int b = bin + 1 + lane; b < BINS; b += 32) above += its[b];
         above = __reduce_add_sync(~0u, above);
-        if (lane == 0) at.told[warp].sure = above, at.told[warp].listed = its[bin];
+        if (lane == 0) at.told[warp].sure = above, at.told[warp].listed = bin < 0 ? 0 : its[bin];
     }
 }
 
-// Write the ids of the `k` best of a row to `to`. `fill(held, first, length)` gives a warp its stretch of the scores,
-// entries `first ..` of the block's part, and what they have in common.
-template <class Fill>
-__device__ __forceinline__ void choose(Exchange& exchange, float* held, const Part& its, u32 k, const Fill& fill,
-                                       int* to, const int* of, int block_size) {
-    __shared__ Shared at;
+// Write the ids of the `k` best of a row to `to`.
+__device__ __forceinline__ void choose(Shared& at, Exchange& exchange, Stretch& scores, float* held, const Part& its,
+                                       Pass pass, u32 k, int* to, const int* of, int block_size) {
     const u32 rank = cluster_rank(), thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const u32 lanes_before = (1u << lane) - 1;
-    const int first = min((int)warp * its.stretch, its.count), length = min(its.stretch, its.count - first);
-    u16* where = (u16*)(held + its.stretch * WARPS);  // entry of the block's part that a score has come from
+    const int first = its.first_of(warp);
+    u16* where = (u16*)(held + its.stretch * WARPS) + first;  // entry of the block's part that a score has come from
+    held += first;
 
-    int kept = length;   // of the warp's stretch
-    bool moved = false;  // and whether they are where they were
-    u32 usable = 0, over = 0, sure = 0;  // entries that can be chosen; that are for certain: of the row, of this block
-    bool equal = false;                  // all that the threshold's bin holds is one score
+    int kept, bin;           // of the warp's stretch; that the threshold is in
+    u32 over = 0, sure = 0;  // entries that are chosen for certain: of the row, of this block
+    bool equal = false;      // all that the threshold's bin holds is one score
     float threshold = -INF;
-    bool first_pass = MBARRIERS;
-    Pass pass;
-    if (thread < BINS) at.hist[thread] = 0;
-    if (thread == 0) at.slot = 0, at.bin = BINS;
-    for (bool again = false, found = false; !found; again = true) {
-        Met met = fill(held + first, first, length);
-        if (!again) {
-            guess(at, exchange, met, k, pass);
-            usable = met.usable;
-            if (usable <= k) break;
-        }
-        moved = pass.linear, kept = length;
-        if (moved) {
-            kept = 0;
-            for (int i = lane; i - (int)lane < length; i += 32) {
-                const float s = i < length ? held[first + i] : -INF;
-                const bool keep = s >= pass.low;
-                const u32 all = __ballot_sync(~0u, keep);
-                if (keep) {
-                    const int to = first + kept + __popc(all & lanes_before);
-                    held[to] = s, where[to] = first + i;
-                }
-                kept += __popc(all);
-            }
-            __syncwarp();
-        }
+    for (bool found = false, sends = true; !found;) {
+        kept = scores.keep(pass.low, held, where, first);
         while (true) {
             for (int i = lane; i < kept; i += 32) {
-                const int b = bin_of(pass, held[first + i]);
+                const int b = bin_of(pass, held[i]);
                 if (b >= 0) atomicAdd(&at.hist[b], 1);
             }
-            const bool is_async = first_pass;
-            first_pass = false;
+            const bool is_async = sends;
+            sends = false;
             if (is_async) {
                 __syncthreads();
+                cluster_wait();  // for the arrival in begin(): every block is there
                 for (int i = thread; i < BINS / 4 * CLUSTER; i += THREADS) {
                     const int b = 4 * (i % (BINS / 4));
                     const float4 four = {__uint_as_float(at.hist[b]), __uint_as_float(at.hist[b + 1]),
@@ -263,17 +312,16 @@ __device__ __forceinline__ void choose(Exchange& exchange, float* held, const Pa
                 cluster_sync();
             }
             find_bin(at, exchange, k, over, is_async);
-            const u32 bin = at.bin;
-            if (!pass.linear && bin == BINS) __trap();  // scores have changed since they were counted, or k is 0
-            equal = !pass.linear && pass.shift == 0;
-            found = bin < BINS && (equal || at.most <= LIST);
+            bin = at.bin;
+            equal = !pass.linear && (bin < 0 || pass.shift == 0);
+            found = equal || (bin >= 0 && at.most <= LIST);
             const bool narrower = !found && !pass.linear;
             if (found || narrower) over += at.over, sure += at.sure;
             if (found) {
-                if (equal) threshold = from_ordered(pass.first + bin);
+                if (equal && bin >= 0) threshold = from_ordered(pass.first + bin);
                 for (int i = lane; !equal && i < kept; i += 32) {
-                    const float s = held[first + i];
-                    if (bin_of(pass, s) == (int)bin) {
+                    const float s = held[i];
+                    if (bin_of(pass, s) == bin) {
                         const u32 slot = atomicAdd(&at.slot, 1);
                         for (int r = 0; r < CLUSTER; r++) {
                             if (is_async) {
@@ -285,13 +333,13 @@ __device__ __forceinline__ void choose(Exchange& exchange, float* held, const Pa
                     }
                 }
                 if (is_async) {
-                    read_counts(at, exchange, (int)bin, equal);
+                    read_counts(at, exchange, bin, equal);
                 } else if (thread < CLUSTER) {
                     store_there(&at.told[rank].sure, thread, sure);
                     store_there(&at.told[rank].listed, thread, at.own);
                 }
             } else if (narrower) {
-                pass.first += bin << pass.shift, pass.span = (1u << pass.shift) - 1;
+                pass.first += (u32)bin << pass.shift, pass.span = (1u << pass.shift) - 1;
                 pass.shift = max(pass.shift - LOG_BINS, 0);
             }
             if (is_async && found) {
@@ -302,57 +350,52 @@ __device__ __forceinline__ void choose(Exchange& exchange, float* held, const Pa
             cluster_sync();  // all have read, and know
             if (found) break;
             if (thread < BINS) at.hist[thread] = 0;
-            if (thread == 0) at.bin = BINS;
             __syncthreads();
             if (!narrower) break;
         }
-        pass.linear = false;  // by their bits then, all of them
+        if (!found) pass = all_of_them(), scores.read_first();
     }
 
-    u32 need = 0;  // ties that are taken
-    if (usable > k) {
+    const u32 taken = bin < 0 ? over : k;  // all that there is, or as many as are wanted
+    if (!equal) {
         const u32 left = k - over;  // of those that are listed
-        if (!equal) {
-            u32 total = 0;
-            for (int r = 0; r < CLUSTER; r++) total += at.told[r].listed;
-            for (u32 i = thread; i < total; i += THREADS) {
-                u32 r = 0, j = i;
-                while (j >= at.told[r].listed) j -= at.told[r++].listed;
-                const float s = at.told[r].list[j];
-                u32 more = 0, same = 0;
-                for (int q = 0; q < CLUSTER; q++) {
-                    for (u32 p = 0; p < at.told[q].listed; p++) {
-                        const float other = at.told[q].list[p];
-                        more += other > s, same += other == s;
-                    }
+        u32 total = 0;
+        for (int r = 0; r < CLUSTER; r++) total += at.told[r].listed;
+        for (u32 i = thread; i < total; i += THREADS) {
+            u32 r = 0, j = i;
+            while (j >= at.told[r].listed) j -= at.told[r++].listed;
+            const float s = at.told[r].list[j];
+            u32 more = 0, same = 0;
+            for (int q = 0; q < CLUSTER; q++) {
+                for (u32 p = 0; p < at.told[q].listed; p++) {
+                    const float other = at.told[q].list[p];
+                    more += other > s, same += other == s;
                 }
-                if (more < left && left <= more + same) at.threshold = s, at.taken_over = over + more;
             }
-            __syncthreads();
-            threshold = at.threshold, over = at.taken_over;
+            if (more < left && left <= more + same) at.threshold = s, at.taken_over = over + more;
         }
-        need = k - over;
-        if (warp < CLUSTER) {
-            const Told& told = at.told[warp];
-            u32 above = 0, ties = 0;
-            if (equal) {
-                ties = told.listed;
-            } else {
-                for (u32 i = lane; i < told.listed; i += 32) {
-                    above += told.list[i] > threshold, ties += told.list[i] == threshold;
-                }
-                above = __reduce_add_sync(~0u, above), ties = __reduce_add_sync(~0u, ties);
+        __syncthreads();
+        threshold = at.threshold, over = at.taken_over;
+    }
+    const u32 need = taken - over;  // ties that are taken
+    if (warp < CLUSTER) {
+        const Told& told = at.told[warp];
+        u32 above = 0, ties = 0;
+        if (equal) {
+            ties = told.listed;
+        } else {
+            for (u32 i = lane; i < told.listed; i += 32) {
+                above += told.list[i] > threshold, ties += told.list[i] == threshold;
             }
-            if (lane == 0) at.above[warp] = told.sure + above, at.ties[warp] = ties;
+            above = __reduce_add_sync(~0u, above), ties = __reduce_add_sync(~0u, ties);
         }
-    } else if (thread < CLUSTER) {
-        at.above[thread] = at.told[thread].met.usable, at.ties[thread] = 0;
+        if (lane == 0) at.above[warp] = told.sure + above, at.ties[warp] = ties;
     }
 
     // Count what each warp takes, then write.
     u32 warp_above = 0, warp_ties = 0;
     for (int i = lane; i < kept; i += 32) {
-        const float s = held[first + i];
+        const float s = held[i];
         warp_above += s > threshold, warp_ties += s == threshold;
     }
     warp_above = __reduce_add_sync(~0u, warp_above), warp_ties = __reduce_add_sync(~0u, warp_ties);
@@ -364,26 +407,27 @@ __device__ __forceinline__ void choose(Exchange& exchange, float* held, const Pa
     for (int r = 0; r < rank; r++) above += at.above[r], ties += at.ties[r];
     for (int w = 0; w < warp; w++) above += at.warp_taken[w] & 0xffff, ties += at.warp_taken[w] >> 16;
     for (int i = lane; i - (int)lane < kept; i += 32) {
-        const float s = i < kept ? held[first + i] : -INF;
+        const float s = i < kept ? held[i] : -INF;
         const bool over = s > threshold, tie = need && s == threshold;
         const u32 overs = __ballot_sync(~0u, over), tied = __ballot_sync(~0u, tie);
         const u32 my_ties = ties + __popc(tied & lanes_before);
         if (over || (tie && my_ties < need)) {
-            int id = its.start + (moved ? (int)where[first + i] : first + i);
+            int id = its.start + where[i];
             if (of) id = of[id / block_size] * block_size + id % block_size;
             to[above + __popc(overs & lanes_before) + min(my_ties, need)] = id;
         }
         above += __popc(overs), ties += __popc(tied);
     }
     if (rank == CLUSTER - 1)
-        for (u32 i = min(usable, k) + thread; i < k; i += THREADS) to[i] = -1;
+        for (u32 i = taken + thread; i < k; i += THREADS) to[i] = -1;
 }
 
-// Of each kernel the first.
-__device__ __forceinline__ void begin(Exchange& exchange) {
-    if (MBARRIERS && threadIdx.x == 0) {
-        mbarrier_init(&exchange.met), mbarrier_init(&exchange.counts), mbarrier_init(&exchange.list);
-        mbarrier_expect(&exchange.met, 4 * 5 * CLUSTER);
+// Before anything else.
+__device__ __forceinline__ void begin(Shared& at, Exchange& exchange) {
+    if (threadIdx.x < BINS) at.hist[threadIdx.x] = 0;
+    if (threadIdx.x == 0) {
+        at.slot = 0;
+        mbarrier_init(&exchange.counts), mbarrier_init(&exchange.list);
         mbarrier_expect(&exchange.counts, 4 * BINS * CLUSTER);
     }
     cluster_arrive_relaxed();  // waited for before anything is told
@@ -395,32 +439,21 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                                i64 blocks_batch, i64 blocks_head, int* out, i64 out_batch, i64 out_head,
                                const int* rows, i64 heads, i64 n, i64 tokens, i64 k, i64 block_size) {
     DYNAMIC_SHARED(held);
-    const i64 i_batch = blockIdx.y / (u32)heads, i_head = blockIdx.y % (u32)heads;
-    const int lane = threadIdx.x % 32;
     __shared__ Exchange exchange;
-    begin(exchange);
+    __shared__ Shared at;
+    const i64 i_batch = blockIdx.y / (u32)heads, i_head = blockIdx.y % (u32)heads;
+    const int warp = threadIdx.x / 32;
+    const float* row = scores + i_batch * scores_batch + i_head * scores_head;
+    begin(at, exchange);
+    // Neither waits for the other: of the sample it is asked later what lies within the row.
     const int sealed = rows ? rows[2 * i_batch + 1] : 0;
+    int place;
+    const float4 four = read_sample(row, (int)n, place);
     const Part its(rows ? min((int)n, (sealed + (int)tokens - 1) / (int)tokens) : (int)n);
-    const float* row = scores + i_batch * scores_batch + i_head * scores_head + its.start;
-    const auto fill = [&](float* to, int first, int length) {
-        Met met = {0, 0, -INF, 0, 0};
-        const float* from = row + first;
-        const int whole = ((u64)from & 15) ? 0 : length & ~3;
-#pragma unroll 2
-        for (int i = 4 * lane; i < whole; i += 128) {
-            float4 four = *(const float4*)(from + i);
-            four.x = met.hold(four.x), four.y = met.hold(four.y);
-            four.z = met.hold(four.z), four.w = met.hold(four.w);
-            *(float4*)(to + i) = four;
-            met.sample(four.x);
-        }
-        for (int i = whole + lane; i < length; i += 32) {
-            to[i] = met.hold(from[i]);
-            if (i % 4 == 0) met.sample(to[i]);
-        }
-        __syncwarp();
-        return met;
-    };
-    choose(exchange, held, its, (u32)k, fill, out + i_batch * out_batch + i_head * out_head,
+    const int first = its.first_of(warp);
+    Stretch mine(row + its.start + first, min(its.stretch, its.count - first));
+    mine.read_first();
+    const Pass pass = guess(at, four, place, its.live, (u32)k);
+    choose(at, exchange, mine, held, its, pass, (u32)k, out + i_batch * out_batch + i_head * out_head,
            blocks ? blocks + i_batch * blocks_batch + i_head * blocks_head : nullptr, (int)block_size);
 }

@@ -43,9 +43,10 @@ def _kernel(scores: Tensor, config: Config) -> tuple[_cuda.Kernel | None, int]:
     blocks = _blocks(batch * heads, n, scores, config) if scores.is_cuda and scores.dtype == torch.float32 else 0
     if not blocks:
         return None, 0
-    # Many lists want two blocks on a processor, which halves their registers.
-    defined = {"THREADS": THREADS, "CLUSTER": blocks, "RESIDENT": 1 + (blocks == LEAST)}
-    defined |= {"LOG_BINS": LOG_BINS, "LIST": LIST, "MARGIN": MARGIN, "MBARRIERS": int(config.mbarriers)}
+    # Many lists want two blocks on a processor, which halves their registers; long ones have room for one.
+    two = blocks == LEAST and 2 * _held(n, blocks) <= _device.shared_memory(scores)
+    defined = {"THREADS": THREADS, "CLUSTER": blocks, "RESIDENT": 1 + two}
+    defined |= {"LOG_BINS": LOG_BINS, "LIST": LIST, "MARGIN": MARGIN}
     kernel = _cuda.load(scores, __package__, "cluster.cu", "topk_select_cluster_kernel", **defined)
     return kernel if kernel is not None and _held(n, blocks) <= kernel.shared_bytes else None, blocks
 

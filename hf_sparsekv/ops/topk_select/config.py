@@ -33,7 +33,6 @@ class Config:
     Args:
         clusters: blocks of a cluster that share a row, 2, 4 or 8, on a GPU that has clusters; ``None``: as many as
             measured best, where that pays; ``False``: none. What follows is for rows that no cluster takes.
-        mbarriers: these blocks send each other what they count, instead of meeting at barriers. Not measured yet.
         row: longest row that one program holds, at most 32,768.
         split: longer rows go by a sample of them, where one serves, and not digit by digit.
         chunk, warps: entries and warps of one of the programs that share a row; with short rows, its program's warps.
@@ -42,7 +41,6 @@ class Config:
     """
 
     clusters: int | None = None
-    mbarriers: bool = False
     row: int = 16384
     split: bool = True
     chunk: int | None = None
