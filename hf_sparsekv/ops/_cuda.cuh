@@ -139,6 +139,27 @@ __device__ __forceinline__ uint4 load_16(const void* from, bool there) {
     return all;
 }
 
+// ---- copies to shared memory, in the background
+
+// Of 4, 8 or 16 bytes, aligned to as many.
+template <class T>
+__device__ __forceinline__ void copy_async(T* to, const T* from) {
+    const u32 place = (u32)__cvta_generic_to_shared(to);
+    if (sizeof(T) == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(from) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(place), "l"(from), "n"(sizeof(T)) : "memory");
+}
+
+// The thread's copies since the last call are a group.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// The thread's groups are there, but for the `left` latest ones.
+template <int left>
+__device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory");
+}
+
 // ---- numbers
 
 __device__ __forceinline__ float from_half(u32 bits) {

@@ -103,8 +103,15 @@ struct Cluster {
     char* anchors[CLUSTER];
 };
 
+struct Copy {
+    void* to;
+    const void* from;
+    size_t bytes;
+};
+
 struct Fiber {
     ucontext_t context;
+    std::vector<std::vector<Copy>> copies = std::vector<std::vector<Copy>>(1);  // groups, the last one still open
     std::vector<char> stack;
     bool done = false;
     u32 arrived_at = 0;
@@ -212,6 +219,21 @@ inline T* keep(T* pointer) {
     return pointer;
 }
 inline int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+
+// ---- copies in the background: as late as they may be
+
+template <class T>
+inline void copy_async(T* to, const T* from) {
+    static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
+    block->fibers[current].copies.back().push_back({to, from, sizeof(T)});
+}
+inline void commit_copies() { block->fibers[current].copies.emplace_back(); }
+template <int left>
+inline void wait_for_copies() {
+    auto& groups = block->fibers[current].copies;
+    for (; groups.size() > left + 1; groups.erase(groups.begin()))
+        for (const Copy& copy : groups[0]) memcpy(copy.to, copy.from, copy.bytes);
+}
 
 // ---- clusters and launches
 
