@@ -24,6 +24,7 @@
 #define TOKENS (2 * LANES)   // of a tile, that a thread has a part of: ROWS apart
 
 static_assert(CHANNELS % 32 == 0, "a lane has whole channels");
+static_assert(SPAN >= ROWS, "tokens that a warp loads at once lie in one block");
 
 struct Queries {
     signed char parts[LANES * COLUMNS][2][CHANNELS];  // upper and lower, of the label channels
@@ -46,16 +47,14 @@ struct Labels {  // of one KV head, for one lane
 
     // Of 64 tokens from `token` on, whose blocks lanes `first ..` know.
     __device__ __forceinline__ void load(Tile& tile, int token, int first, u32 physical) const {
-        const u32 mine = threadIdx.x % 32 / LANES;
         const char *p_code, *p_pair;
 #pragma unroll
         for (int i = 0; i < TOKENS; i++) {
             if (i * ROWS % SPAN == 0) {
-                const u32 block = __shfl_sync(~0u, physical, first + (i * ROWS + (SPAN < ROWS ? mine : 0)) / SPAN);
+                const u32 block = __shfl_sync(~0u, physical, first + i * ROWS / SPAN);
                 p_code = codes + (u64)block * codes_block, p_pair = pairs + (u64)block * pairs_block;
-                // Where a block has more than a tile, or less than a load.
-                const int at = BLOCK > 64 ? token & (BLOCK - 64) : (int)(mine % SPAN) - (int)mine;
-                if (BLOCK > 64 || SPAN < ROWS) p_code += at * WIDTH, p_pair += at * 4;
+                const int at = token & (BLOCK - 64);  // where a block has more than a tile
+                if (BLOCK > 64) p_code += at * WIDTH, p_pair += at * 4;
             }
             const int o = i * ROWS % SPAN;
             tile.codes[i] = *(const Codes*)(p_code + o * WIDTH), tile.pair[i] = *(const u32*)(p_pair + o * 4);
