@@ -266,7 +266,7 @@ def in_cuda() -> None:
     for batch, n in ((1, 32_768), (4, 32_768), (8, 32_768), (8, 65_536)):  # clusters of 8, 4, 2 and 2 blocks
         cluster.serves(SimpleNamespace(shape=(batch, 8, n), dtype=torch.float32, is_cuda=True), Config())
     usual = [(block_size, group, 32, "max") for block_size in (64, 16) for group in (1, 4, 8)]
-    wide = [(64, 2, 64, "max"), (16, 2, 64, "max"), (16, 16, 64, "max")]
+    wide = [(64, 2, 64, "max"), (16, 2, 64, "max"), (16, 16, 64, "max"), (64, 20, 128, "max"), (16, 20, 128, "mean")]
     for block_size, group, width, reduce in (*usual, *wide, (64, 16, 32, "max"), (64, 4, 32, "mean")):
         given = BY_NAME["token_score"].call(place(), 1, 1, group, 128, width, block_size, 6, None, reduce, 4)
         del given["block_ids"]

@@ -45,7 +45,7 @@ def test_all_in_cuda_compile():
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert {one["kernel"] for one in found} == compile_kernels.cuda_kernels()
     assert {one["macros"].get("CLUSTER") for one in found} == {1, 2, 4, 8, None}
-    assert {one["macros"].get("WIDTH") for one in found} == {16, 32, None}
+    assert {one["macros"].get("WIDTH") for one in found} == {16, 32, 64, None}
     assert not [one for one in found if one["SPILL"] or one["LOCAL"]]
 
 

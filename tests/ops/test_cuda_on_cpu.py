@@ -142,7 +142,7 @@ def test_scores(case, monkeypatch, place):
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
-@pytest.mark.parametrize("width", [16, 32])
+@pytest.mark.parametrize("width", [16, 32, 64])
 @pytest.mark.parametrize("missing", [False, True], ids=["all blocks", "some blocks"])
 def test_scores_of_many_tiles(missing, size, width, monkeypatch, place):
     """Two warps of 9 tiles each, or of 18 (more blocks than lanes); rows end in the first few, or where one does."""

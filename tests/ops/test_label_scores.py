@@ -96,6 +96,9 @@ CASES = {
     "eight heads": Case(group=8, block_size=32),
     "sixteen heads": Case(group=16, heads=1),
     "the mean": Case(reduce="mean", group=8),
+    "latents": Case(group=20, width=64, heads=1, block_size=64, blocks=12),
+    "latents, small blocks": Case(group=7, width=64, heads=1),
+    "latents, the mean": Case(reduce="mean", group=20, width=64, heads=1),
     "five heads": Case(group=5, blocks=7),
     "a block": Case(blocks=1, batch=1, ragged=False),
 }
@@ -117,14 +120,14 @@ def test_many_tokens(place32, size, blocks, batch):
     check(given, token_score(**given, block_ids=None).cpu(), True)
 
 
-@pytest.mark.parametrize("width, group", [(16, 1), (16, 8), (32, 2), (32, 16)])
+@pytest.mark.parametrize("width, group", [(16, 1), (16, 8), (32, 2), (32, 16), (64, 20)])
 def test_ragged_rows_of_many_tiles(place32, width, group):
     for case in (Case(blocks=3000, heads=8), Case(blocks=700, block_size=128, batch=8, heads=8)):
         given = replace(case, width=width, group=group).make(place32)
         check(given, scored(given, False), False)
 
 
-@pytest.mark.parametrize("width, group", [(16, 4), (32, 2)])
+@pytest.mark.parametrize("width, group", [(16, 4), (32, 2), (64, 20)])
 @pytest.mark.parametrize("reduce", ["max", "mean"])
 def test_any_numbers(place32, width, group, reduce):
     """Queries are rounded to a 32,512th of their largest number."""
@@ -166,9 +169,13 @@ def not_aligned(given: dict) -> dict:
 
 
 def test_where_it_does_not_serve(place32):
-    """Labels of other widths, or not aligned; queries of 32 bits, small blocks: Triton's kernels score these."""
-    changes = [change.make(place32) for change in (Case(width=8), Case(width=64), Case(dtype=torch.float32))]
-    changes += [Case(block_size=8).make(place32), not_aligned(Case().make(place32))]
+    """Labels of other widths, or not aligned; queries of 32 bits, many heads, small blocks: Triton's kernels score these."""
+    changes = [change.make(place32) for change in (Case(width=8), Case(width=128), Case(dtype=torch.float32))]
+    changes += [
+        Case(block_size=8).make(place32),
+        Case(group=21, width=64).make(place32),
+        not_aligned(Case().make(place32)),
+    ]
     for given in changes:
         assert not score_all(**given, out=torch.empty(0, device="cuda"), fill=True)
         torch.testing.assert_close(

@@ -36,15 +36,16 @@ class Tile(NamedTuple):
 ONE_ROW = Tile(4, 2048, 1, 8)
 ONE_ROW_SHORT = Tile(4, 1024, 1, 4)
 SHORT = 2048  # inputs; the short tiles below
-ROWS = Tile(32, 512, 4, 4)
-ROWS_WIDE = Tile(64, 128, 4, 4)
-WIDE = 6144  # rows of the weight; the wide tiles from here on
+ROWS = Tile(32, 256, 6, 4)
+# More in flight where programs are fewer than processors; less where they follow one another.
+ROWS_WIDE, WIDE = Tile(64, 128, 6, 4), 6144  # rows of the weight; this tile from here on
+ROWS_WIDEST, WIDEST = Tile(64, 128, 4, 4), 12288
 # Gate and up projection, half of a program's rows each. The compiler would take 66 registers for one row, with which a
 # processor holds three programs instead of four; with 64 nothing spills on any architecture.
 GATED_ONE_ROW = ONE_ROW._replace(registers=64)
 GATED_ONE_ROW_SHORT = ONE_ROW_SHORT._replace(registers=64)
 GATED_ROWS = ROWS
-GATED_ROWS_WIDE = ROWS_WIDE
+GATED_ROWS_WIDE = ROWS_WIDEST
 
 
 @triton.jit
@@ -160,8 +161,9 @@ def tile(rows: int, n: int, k: int, is_gated: bool) -> Tile:
     if rows == 1:
         usual, short = (GATED_ONE_ROW, GATED_ONE_ROW_SHORT) if is_gated else (ONE_ROW, ONE_ROW_SHORT)
         return usual if k >= SHORT else short
-    usual, wide = (GATED_ROWS, GATED_ROWS_WIDE) if is_gated else (ROWS, ROWS_WIDE)
-    return wide if n >= WIDE else usual
+    if is_gated:
+        return GATED_ROWS_WIDE if n >= WIDE else GATED_ROWS
+    return ROWS_WIDEST if n >= WIDEST else ROWS_WIDE if n >= WIDE else ROWS
 
 
 def _fitting(config: Tile, x: Tensor) -> Tile:

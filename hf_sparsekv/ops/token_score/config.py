@@ -34,16 +34,21 @@ class Config:
     tokens: int = 128
 
 
-def can_use_tensor_cores(q: Tensor, codes: Tensor, qparams: Tensor, mean: bool) -> bool:
-    """Whether the queries are of 16 bits and few enough, and a block's codes lie together, in whole words."""
+def has_whole_words(q: Tensor, codes: Tensor, qparams: Tensor) -> bool:
+    """Whether the queries are of 16 bits, and a block's codes lie together, in whole words."""
     width = codes.shape[-1]
-    vectors = 1 if mean else q.shape[1] // codes.shape[1]
-    fits = vectors <= MOST_HEADS and 2 * width <= MOST_CHANNELS * (1 + (vectors <= FEW))
     # A scale and a zero point are read as one int32.
     pairs = (qparams.data_ptr(), *(2 * stride for stride in qparams.stride()[:-1]))
     places = (width, codes.data_ptr(), *codes.stride()[:-1], *pairs)
     whole = codes.stride(2) == width and qparams.stride(2) == 2 and all(place % 4 == 0 for place in places)
-    return q.dtype in (torch.float16, torch.bfloat16) and fits and whole
+    return q.dtype in (torch.float16, torch.bfloat16) and whole
+
+
+def can_use_tensor_cores(q: Tensor, codes: Tensor, qparams: Tensor, mean: bool) -> bool:
+    """Whether Triton's kernel of tensor cores serves these: :func:`has_whole_words`, and few enough queries."""
+    vectors = 1 if mean else q.shape[1] // codes.shape[1]
+    fits = vectors <= MOST_HEADS and 2 * codes.shape[-1] <= MOST_CHANNELS * (1 + (vectors <= FEW))
+    return fits and has_whole_words(q, codes, qparams)
 
 
 def config(

@@ -6,11 +6,12 @@
 //
 // A row of a product has the codes of TOGETHER tokens side by side, and its columns are the queries of each of them,
 // zero where the others are: twice the products, but a thread has half of a token's codes in one load, and fewer
-// threads read a scale and take the largest of the queries. A warp has one tile of 64 tokens on its way, in registers,
-// beside the one that it scores.
+// threads read a scale and take the largest of the queries. Codes of 64 bytes (latents) are a token's alone: a quarter
+// of them is a load of 16 bytes, and many queries in half of the registers. A warp has one tile of 64 tokens on its way,
+// in registers, beside the one that it scores.
 
 #define WARPS (THREADS / 32)
-#define TOGETHER 2
+#define TOGETHER (WIDTH > 32 ? 1 : 2)
 #define LANES (4 / TOGETHER)                     // threads that share a token
 #define WORDS (WIDTH / 4 / LANES)                // of a token's codes, in four bytes each, that a thread has
 #define VECTORS (MEAN ? 1 : GROUP)               // queries

@@ -6,25 +6,26 @@ import torch
 from torch import Tensor
 
 from .. import _cuda, _device
-from .config import can_use_tensor_cores
+from .config import has_whole_words
 
 THREADS = 128
-WIDTHS, MOST_HEADS, LEAST_BLOCK = (16, 32), 16, 16  # bytes of a token's codes, heads of a group, tokens of a block
-LOADS = 2  # of a token's codes
+MOST_HEADS = {16: 16, 32: 16, 64: 20}  # bytes of a token's codes -> heads of a group; more would spill
+LEAST_BLOCK = 16  # tokens
+LOAD = 16  # bytes of a token's codes at most; half of them where they are few
 
 
 def score_all(q, codes, qparams, channels, rows, block_table, reduce, sinks, out, fill) -> bool:
     """Score, as ``triton.token_score`` does, where these labels and this GPU allow it: whether it has."""
     batch, heads, (size, width) = q.shape[0], codes.shape[1], codes.shape[2:]
-    if reduce == "none" or qparams is None or not can_use_tensor_cores(q, codes, qparams, reduce == "mean"):
+    if reduce == "none" or qparams is None or not has_whole_words(q, codes, qparams):
         return False
     group = q.shape[1] // heads
     if any(t.dtype != kind for t, kind in ((channels, torch.int32), (block_table, torch.int32), (out, torch.float32))):
         return False
-    if not batch or width not in WIDTHS or group > MOST_HEADS or size < LEAST_BLOCK or size & (size - 1):
+    if not batch or group > MOST_HEADS.get(width, 0) or size < LEAST_BLOCK or size & (size - 1):
         return False
     # A load is of 8 or 16 bytes, and must be aligned. Triton's kernels read words.
-    if any(place % (width // LOADS) for place in (codes.data_ptr(), *codes.stride()[:2])):
+    if any(place % min(width // 2, LOAD) for place in (codes.data_ptr(), *codes.stride()[:2])):
         return False
     if max(codes.stride(0), 2 * qparams.stride(0)) >= 1 << 32:
         return False
@@ -57,6 +58,6 @@ def _resident(size: int, width: int, vectors: int) -> int:
     7 instead of its own 5 are 1 to 3 % quicker (H200, blocks of 64 tokens, four heads). Of small blocks a thread holds
     more addresses, of wide codes or many ``vectors`` (queries) more numbers: these are left to it.
     """
-    if width > min(WIDTHS) or vectors > 4:
+    if width > 16 or vectors > 4:
         return 1
     return 7 if size >= 64 else 6
