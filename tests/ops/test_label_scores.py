@@ -169,13 +169,9 @@ def not_aligned(given: dict) -> dict:
 
 
 def test_where_it_does_not_serve(place32):
-    """Labels of other widths, or not aligned; queries of 32 bits, many heads, small blocks: Triton's kernels score these."""
-    changes = [change.make(place32) for change in (Case(width=8), Case(width=128), Case(dtype=torch.float32))]
-    changes += [
-        Case(block_size=8).make(place32),
-        Case(group=21, width=64).make(place32),
-        not_aligned(Case().make(place32)),
-    ]
+    """Labels of other widths, or not aligned; queries of 32 bits, many heads, small blocks: Triton scores these."""
+    others = Case(width=8), Case(width=128), Case(group=21, width=64), Case(dtype=torch.float32), Case(block_size=8)
+    changes = [*(other.make(place32) for other in others), not_aligned(Case().make(place32))]
     for given in changes:
         assert not score_all(**given, out=torch.empty(0, device="cuda"), fill=True)
         torch.testing.assert_close(
