@@ -20,8 +20,9 @@ from torch import Tensor
 def wait(PDL: tl.constexpr):
     """Wait for the kernels before this one. Every kernel calls this, or :func:`begin`, before it reads or writes.
 
-    (What no kernel before it writes, weights for instance, may be read earlier.) Each kernel waits for its
-    predecessor's end, which waited for its own: so all that came before is done.
+    (What no kernel before it writes, weights for instance, may be read earlier; so may, past the processor's own cache,
+    what its predecessor has waited for, if that one releases behind its wait: see :mod:`.experts`.) Each kernel waits
+    for its predecessor's end, which waited for its own: so all that came before is done.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()

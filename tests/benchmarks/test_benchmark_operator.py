@@ -12,7 +12,7 @@ from read_rows import read_rows
 
 pytest.importorskip("triton")
 
-from benchmarks.operators import gated_linear, linear, sweep
+from benchmarks.operators import experts, gated_linear, linear, sweep
 from benchmarks.operators import run as module
 from benchmarks.operators import walk as walks
 from benchmarks.operators.check import check
@@ -255,6 +255,41 @@ def test_linear_layers_are_compared(tmp_path, monkeypatch, capsys):
     with Report("operator", "qwen3-8b", None, None) as report:
         linear.measure(report, "out", weights, xs, None)
     assert "another result than triton's" in capsys.readouterr().out
+
+
+@INTERPRETED
+@pytest.mark.parametrize("part", experts.PARTS)
+def test_ways_to_run_experts(tmp_path, monkeypatch, capsys, part):
+    """Each is run and compared, the wrong one named, and the bound is that of the distinct experts."""
+    sets = experts.draw(experts.layers(2, 9, 48, 24, torch.float16, torch.device("cpu")), 3, 2, 4)
+    chosen = [t.index.tolist() for t in sets]
+    assert all(len(set(row)) == 2 for index in chosen for row in index)
+    assert len({expert for index in chosen for expert in index[0]}) == 8
+    few = [experts.Tile(2, 64, 1), experts.Tile(1, 2048, 2, 64)]
+    for name in ("UPS", "DOWNS"):
+        monkeypatch.setattr(experts, name, few)
+    monkeypatch.setattr(experts, "captured", lambda run, sets: [run(i) for i in range(sets)] and Time(3, 2, 4))
+    path = tmp_path / "a.csv"
+    with Report("operator", "x", path, None) as report:
+        experts.measure(report, sets, part, 1e12)
+    assert report.failed == []
+    found = {row["variant"]: float(row["value"]) for row in read_rows(path)}
+    assert len(found) == 1 + (part == "both") + 1 + len(few) and found[f"experts:{part}:rows=2,inputs=64,warps=1"] == 3
+    distinct = sum(len({expert for row in index for expert in row}) for index in chosen) / len(chosen)
+    numbers = {"up": 2 * 24 * 48, "down": 24 * 48, "both": 3 * 24 * 48}[part]
+    assert found[f"limit:{part}"] == pytest.approx(1e-6 * 2 * numbers * distinct)
+    name = "experts_up" if part == "up" else "experts_down"
+    kernel = getattr(experts, name)
+    monkeypatch.setattr(experts, name, lambda *given: kernel(*given) + (given[-1] is few[1]))
+    with Report("operator", "x", None, None) as report:
+        experts.measure(report, sets, part, 1e12)
+    assert len(report.failed) == 1 and "inputs=2048,warps=2,registers=64: another result" in report.failed[0]
+    assert f"{part}, 3 tokens, quickest:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("usual, others", [(experts.UP, experts.UPS), (experts.DOWN, experts.DOWNS)])
+def test_tiles_for_experts_are_different(usual, others):
+    assert len({usual, *others}) == 1 + len(others) > 10
 
 
 @pytest.mark.parametrize("rows", gated_linear.ROWS)

@@ -255,8 +255,9 @@ def small_layers() -> None:
         for bias in (None, place().randn(3072)):
             for activation in (None, "silu", "gelu_tanh"):
                 small_linear(place().randn(rows, 2048), up, bias, activation)
-    tokens, index = place().randn(2, 512), torch.zeros(2, 4, dtype=torch.int64)
-    experts(tokens, index, torch.rand(2, 4), place().randn(8, 512, 512), place().randn(8, 512, 256), "silu")
+    down = place().randn(1, 2048, 1536)  # of GLM-4.7-Flash
+    experts(x[0], torch.zeros(1, 4, dtype=torch.int64), torch.rand(1, 4), up[None], down, "silu")
+    tokens = place().randn(2, 512)
     named = {"groups": 4, "top_groups": 2, "normalise": True, "scale": 1.0}
     route(tokens, place().randn(64, 512), place().randn(64), 4, **named)
 

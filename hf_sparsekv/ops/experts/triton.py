@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 from .._dispatch import require_dense_rows
 from .._operands import Rows, Table, operand, row_ptr
-from .._overlap import begin, launch
+from .._overlap import begin, launch, release, wait
 from ..gated.reference import ACTIVATIONS
 from ..gated.triton import gate_times_up
 from .reference import MAX_TOKENS
@@ -23,9 +24,81 @@ class Weights(NamedTuple):
     row: Any
 
 
-# Outputs a program, inputs a step of its loop at most, warps: as `small_linear` has them for one row. Not measured yet.
-UP = (4, 2048, 8)
-DOWN = (4, 1024, 4)
+class Tile(NamedTuple):
+    """Outputs a program; inputs of each that it asks for at once, in down projections of all experts; warps.
+
+    ``registers`` of a thread at most; None: as many as the compiler likes.
+    """
+
+    rows: int
+    inputs: int
+    warps: int
+    registers: int | None = None
+
+
+# Not measured yet (`python -m benchmarks operator --sweep experts --no-csv`). By registers a processor of sm_90 holds
+# five programs of 16 KB, eleven of 12 KB, in a layer of GLM-4.7-Flash. With fewer than 55 wider ones of the first would spill.
+UP = Tile(2, 2048, 8, 64)
+DOWN = Tile(1, 6144, 2)
+PART = tl.constexpr(8)  # inputs that a thread loads at once: 16 bytes of 2 each
+
+
+@triton.jit
+def partial_sums(
+    p_row, m_row, p_x, m_x, d_0, d, EVEN: tl.constexpr, AHEAD: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr
+):
+    """Rows of weights times inputs, ``AHEAD * BD`` of ``d`` from ``d_0`` on: float32 ``[A, B, BD / PART]``.
+
+    All weights are on their way before the first product: what comes between, the wait for the inputs or a barrier,
+    keeps the compiler from putting off loads to save registers.
+    """
+    ahead = ()
+    for step in tl.static_range(AHEAD):
+        o_d = d_0 + step * BD + tl.arange(0, BD)[None, None, :]
+        if EVEN:
+            b_w = tl.load(p_row + o_d)
+        else:
+            b_w = tl.load(p_row + o_d, mask=m_row & (o_d < d), other=0.0)
+        ahead += (b_w,)
+    if PDL:
+        begin(PDL)
+    else:
+        tl.debug_barrier()
+    b_sum = 0.0
+    for step in tl.static_range(AHEAD):
+        o_d = d_0 + step * BD + tl.arange(0, BD)[None, None, :]
+        if EVEN:
+            b_x = tl.load(p_x + o_d)
+        else:
+            b_x = tl.load(p_x + o_d, mask=m_x & (o_d < d), other=0.0)
+        b_product = ahead[step].to(tl.float32) * b_x.to(tl.float32)
+        # A thread's own: what it keeps is one number a row, not PART.
+        b_sum += tl.sum(tl.reshape(b_product, [b_w.shape[0], b_w.shape[1], BD // PART, PART]), 3)
+    return b_sum
+
+
+@triton.jit
+def row_sums(
+    p_row,
+    m_row,
+    p_x,
+    m_x,
+    d,
+    EVEN: tl.constexpr,
+    STEPS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    BD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Rows of ``d`` weights at ``p_row [A, B, 1]`` times inputs at ``p_x``, float32 ``[A, B]``.
+
+    ``m_row``, ``m_x``: which there are; ``EVEN``: all. With ``PDL`` the inputs wait for the kernel before this one.
+    """
+    b_sum = partial_sums(p_row, m_row, p_x, m_x, 0, d, EVEN, AHEAD, BD, PDL)
+    if STEPS > AHEAD:
+        for d_0 in range(AHEAD * BD, d, AHEAD * BD):
+            b_sum += partial_sums(p_row, m_row, p_x, m_x, d_0, d, EVEN, AHEAD, BD, False)
+    return tl.sum(b_sum, 2)
 
 
 @triton.jit
@@ -39,35 +112,27 @@ def experts_up_kernel(
     K: tl.constexpr,
     SILU: tl.constexpr,
     EVEN: tl.constexpr,
+    STEPS: tl.constexpr,
+    AHEAD: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``BN`` values between the two products, of one token and expert. Neighbours share their expert's rows."""
-    begin(PDL)
+    wait(PDL)
+    release(PDL)  # not before: the next kernel reads `index` without waiting for this one's end
     i = tl.program_id(0)
     token, at = i // K, i % K
     expert = tl.load(row_ptr(index, token.to(tl.int64), at)).to(tl.int64)
-    o_n, o_d = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BD)
-    p_gate = weight.ptr + expert * weight.expert + o_n.to(tl.int64)[:, None] * weight.row
-    p_up = weight.ptr + expert * weight.expert + (o_n + n).to(tl.int64)[:, None] * weight.row
-    b_gate = tl.zeros([BN, BD], tl.float32)
-    b_up = tl.zeros([BN, BD], tl.float32)
-    for d_0 in range(0, d, BD):
-        m_d = d_0 + o_d < d
-        if EVEN:
-            b_g = tl.load(p_gate + (d_0 + o_d)[None, :])  # [BN, BD]
-            b_u = tl.load(p_up + (d_0 + o_d)[None, :])
-        else:
-            m_w = (o_n < n)[:, None] & m_d[None, :]
-            b_g = tl.load(p_gate + (d_0 + o_d)[None, :], mask=m_w, other=0.0)  # [BN, BD]
-            b_u = tl.load(p_up + (d_0 + o_d)[None, :], mask=m_w, other=0.0)
-        b_x = tl.load(x.ptr + token.to(tl.int64) * x.row + d_0 + o_d, mask=m_d, other=0.0).to(tl.float32)[None, :]
-        b_gate += b_g.to(tl.float32) * b_x
-        b_up += b_u.to(tl.float32) * b_x
-    dtype = p_out.dtype.element_ty
-    gate, up = tl.sum(b_gate, 1).to(dtype), tl.sum(b_up, 1).to(dtype)  # [BN], rounded as the reference
-    tl.store(p_out + i.to(tl.int64) * n + o_n, gate_times_up(gate, up, SILU), mask=o_n < n)
+    o_n = tl.program_id(1) * BN + tl.arange(0, BN)
+    m_n = o_n < n
+    o_row = o_n[:, None] + n * tl.arange(0, 2)[None, :]  # [BN, 2]: gate and up, side by side
+    p_row = weight.ptr + expert * weight.expert + o_row.to(tl.int64)[:, :, None] * weight.row
+    m_row = m_n[:, None, None]
+    p_x = x.ptr + token.to(tl.int64) * x.row
+    b_sum = row_sums(p_row, m_row, p_x, True, d, EVEN, STEPS, AHEAD, BD, False)  # [BN, 2]
+    gate, up = tl.split(b_sum.to(p_out.dtype.element_ty))  # [BN], rounded as the reference
+    tl.store(p_out + i.to(tl.int64) * n + o_n, gate_times_up(gate, up, SILU), mask=m_n)
 
 
 @triton.jit
@@ -81,60 +146,76 @@ def experts_down_kernel(
     d,
     K: tl.constexpr,
     EVEN: tl.constexpr,
+    STEPS: tl.constexpr,
+    AHEAD: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``BN`` outputs of one token: the weighted sum over its experts."""
-    begin(PDL)
+    """``BN`` outputs of one token: the weighted sum over its experts, whose rows are all asked for at once."""
     token = tl.program_id(0).to(tl.int64)
-    o_n, o_d = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BD)
-    b_out = tl.zeros([BN], tl.float32)
-    for at in tl.static_range(K):
-        expert = tl.load(row_ptr(index, token, at)).to(tl.int64)
-        factor = tl.load(row_ptr(share, token, at)).to(tl.float32)
-        p_row = weight.ptr + expert * weight.expert + o_n.to(tl.int64)[:, None] * weight.row
-        b_sum = tl.zeros([BN, BD], tl.float32)
-        for d_0 in range(0, d, BD):
-            m_d = d_0 + o_d < d
-            if EVEN:
-                b_w = tl.load(p_row + (d_0 + o_d)[None, :])  # [BN, BD]
-            else:
-                b_w = tl.load(p_row + (d_0 + o_d)[None, :], mask=(o_n < n)[:, None] & m_d[None, :], other=0.0)
-            b_x = tl.load(p_x + (token * K + at) * d + d_0 + o_d, mask=m_d, other=0.0)  # [BD]
-            b_sum += b_w.to(tl.float32) * b_x.to(tl.float32)[None, :]
-        b_out += tl.sum(b_sum, 1).to(p_out.dtype.element_ty).to(tl.float32) * factor
-    tl.store(p_out + token * n + o_n, b_out.to(p_out.dtype.element_ty), mask=o_n < n)
+    o_k = tl.arange(0, triton.next_power_of_2(K))  # [k]
+    m_k = o_k < K
+    # What chose the experts has ended: the kernel before this one waited for it, then let this one come. So weights are
+    # asked for while that is running. Read from the L2 cache: a processor's own may hold older numbers until it waits.
+    expert = tl.load(row_ptr(index, token, o_k), mask=m_k, other=0, cache_modifier=".cg").to(tl.int64)
+    factor = tl.load(row_ptr(share, token, o_k), mask=m_k, other=0.0, cache_modifier=".cg").to(tl.float32)
+    o_n = tl.program_id(1) * BN + tl.arange(0, BN)
+    m_n = o_n < n
+    p_row = weight.ptr + (expert * weight.expert)[:, None, None] + (o_n.to(tl.int64) * weight.row)[None, :, None]
+    m_x = m_k[:, None, None]
+    m_row = m_x & m_n[None, :, None]
+    p_x += ((token * K + o_k) * d)[:, None, None]
+    b_sum = row_sums(p_row, m_row, p_x, m_x, d, EVEN, STEPS, AHEAD, BD, PDL)  # [k, BN]
+    b_each = b_sum.to(p_out.dtype.element_ty).to(tl.float32)  # [k, BN], rounded as the reference
+    b_out = tl.sum(b_each * factor[:, None], 0)
+    tl.store(p_out + token * n + o_n, b_out.to(p_out.dtype.element_ty), mask=m_n)
 
 
-def _width(d: int, most: int) -> int:
-    """Inputs a step: the largest power of two that divides ``d``, unless that is less than a quarter of ``most``."""
-    part = min(d & -d, most)
-    return part if part >= most // 4 else min(most, triton.next_power_of_2(d))
+def _fixed(tile: Tile, n: int, d: int, k: int, experts: int) -> dict:
+    """What is known when a kernel is compiled for ``n`` outputs of ``d`` inputs, a program's of so many ``experts``."""
+    held = triton.next_power_of_2(experts)
+    bd = min(32 * PART.value * tile.warps, max(PART.value, triton.next_power_of_2(d)))
+    steps = triton.cdiv(d, bd)
+    ahead = min(steps, max(1, tile.inputs // (held * bd)))
+    even = n % tile.rows == 0 and d % (ahead * bd) == 0 and held == experts
+    fixed = {"K": k, "EVEN": even, "STEPS": steps, "AHEAD": ahead}
+    fixed |= {"BN": tile.rows, "BD": bd, "num_warps": tile.warps}
+    return fixed if tile.registers is None else {**fixed, "maxnreg": tile.registers}
+
+
+def experts_up(x, index, gate_up, activation, tile=UP):
+    """``activation(gate) * up`` of each token's experts, ``[tokens * k, I]``."""
+    tokens, k = index.shape
+    inner, width = gate_up.shape[1] // 2, x.shape[1]
+    out = x.new_empty(tokens * k, inner)
+    args = operand(Table, x), operand(Rows, index), operand(Weights, gate_up), out, inner, width
+    grid = tokens * k, triton.cdiv(inner, tile.rows)
+    launch(experts_up_kernel, grid, x, *args, SILU=activation == "silu", **_fixed(tile, inner, width, k, 1))
+    return out
+
+
+def experts_down(x, index, weights, down, tile=DOWN):
+    """The weighted sum over each token's experts, ``[tokens, D]``, of what :func:`experts_up` gave.
+
+    ``index`` and ``weights`` are read before the kernel before this one has ended: it is `experts_up`'s, or another one
+    that does not write them.
+    """
+    tokens, k = index.shape
+    width, inner = down.shape[1:]
+    out = x.new_empty(tokens, width)
+    args = x, operand(Rows, index), operand(Rows, weights), operand(Weights, down), out, width, inner
+    launch(experts_down_kernel, (tokens, triton.cdiv(width, tile.rows)), x, *args, **_fixed(tile, width, inner, k, k))
+    return out
 
 
 def experts(x, index, weights, gate_up, down, activation):
     """As ``reference.experts``, of at most ``MAX_TOKENS`` tokens. The kernels read the weights where they are."""
-    tokens, k = index.shape
-    inner, width = down.shape[2], x.shape[1]
-    if tokens > MAX_TOKENS:
-        raise ValueError(f"at most {MAX_TOKENS} tokens, got {tokens}")
+    if len(x) > MAX_TOKENS:
+        raise ValueError(f"at most {MAX_TOKENS} tokens, got {len(x)}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
     require_dense_rows(x=x, gate_up=gate_up, down=down)
-    middle, out = x.new_empty(tokens * k, inner), x.new_empty(tokens, width)
-    if not tokens:
-        return out
-
-    def fixed(n: int, d: int, tile: tuple[int, int, int]) -> dict:
-        bn, most, warps = tile
-        bd = _width(d, most)
-        return {"K": k, "EVEN": n % bn == 0 and d % bd == 0, "BN": bn, "BD": bd, "num_warps": warps}
-
-    chosen = operand(Rows, index)
-    args = operand(Table, x), chosen, operand(Weights, gate_up), middle, inner, width
-    grid, silu = (tokens * k, triton.cdiv(inner, UP[0])), activation == "silu"
-    launch(experts_up_kernel, grid, x, *args, SILU=silu, **fixed(inner, width, UP))
-    args = middle, chosen, operand(Rows, weights), operand(Weights, down), out, width, inner
-    launch(experts_down_kernel, (tokens, triton.cdiv(width, DOWN[0])), x, *args, **fixed(width, inner, DOWN))
-    return out
+    if not len(x):
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return experts_down(experts_up(x, index, gate_up, activation), index, weights, down)
