@@ -37,7 +37,7 @@ class Tile(NamedTuple):
 
 
 # Not measured yet (`python -m benchmarks operator --sweep experts --no-csv`). By registers a processor of sm_90 holds
-# five programs of 16 KB, eleven of 12 KB, in a layer of GLM-4.7-Flash. With fewer than 55 wider ones of the first would spill.
+# five programs of 16 KB, eleven of 12 KB, in a layer of GLM-4.7-Flash. Below 55 the first spill where tokens are wider.
 UP = Tile(2, 2048, 8, 64)
 DOWN = Tile(1, 6144, 2)
 PART = tl.constexpr(8)  # inputs that a thread loads at once: 16 bytes of 2 each
