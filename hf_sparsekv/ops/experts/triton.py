@@ -36,8 +36,8 @@ class Tile(NamedTuple):
     registers: int | None = None
 
 
-# A layer of GLM-4.7-Flash, both kernels, H100, 1 / 6 / 16 tokens: 28.1 / 137 / 281 us; bytes over 3.08 TB/s 24.6 / 126 /
-# 253 (`python -m benchmarks operator --sweep experts`). With one output of 6,144 inputs a down projection's program
+# A layer of GLM-4.7-Flash, both kernels, H100, 1 / 6 / 16 tokens: 28.1 / 137 / 281 us; bytes over 3.08 TB/s 24.6 / 126
+# / 253 (`python -m benchmarks operator --sweep experts`). With one output of 6,144 inputs a down projection's program
 # 29.2 / 164 / 344. By registers a processor holds five programs of 16 KB of up, four of down. Below 55 registers up
 # would spill where tokens are wider.
 UP = Tile(2, 2048, 8, 64)
