@@ -46,35 +46,32 @@ class Rule:
         return max(0, int(self.row_tokens + self.fixed_bytes / (batch * width)))
 
 
-# One layer of 32 query and 8 KV heads of 128 channels, bf16, in captured steps. The H200's: 1 and 8 rows of 32k and
-# 128k tokens (benchmarks/results/operator.csv). Exact names: parts of a GPU (MIG) have names of their own, and other
-# rates.
+# One layer of 32 query and 8 KV heads of 128 channels, bf16, in captured steps: by calibrate-device; its times are in
+# tests/test_crossover_table.py. Exact names: parts of a GPU (MIG) have names of their own, and other rates.
 MEASURED = "NVIDIA H200"
 BUILT_IN: dict[str, dict[str, Rule]] = {
     MEASURED: {
-        "two_level": Rule(57.5e6, 1189),
-        "two_level:lag": Rule(42.9e6, 1632),
-        "block_only": Rule(11.9e6, 1806),
-        "token_only": Rule(38.9e6, 1195),  # by calibrate-device; its times are in tests/test_crossover_table.py
+        "two_level": Rule(102.5e6, -636),
+        "two_level:lag": Rule(49.4e6, 438),
+        "block_only": Rule(26.0e6, 1157),
+        "token_only": Rule(45.2e6, 611),
         # Latents, GLM-4.7-Flash (benchmarks.studies.crossover_of_steps): a layer's attention at 1 x 32k, 1 x 128k and
-        # 6 x 96k; whole steps, at 6 x 16k too, with lag and for predicted queries.
+        # 6 x 96k; whole steps, at 6 x 16k too, with lag, for predicted queries and of tokens among all.
         "two_level:mla": Rule(59.5e6, 282),
         "two_level:lag:mla": Rule(49.2e6, 8265),
         "block_only:mla": Rule(28.6e6, -16280),
-        "token_only:mla": Rule(147e6, 8072),
+        "token_only:mla": Rule(30.0e6, 2351),
         "predictive:mla": Rule(9.77e6, 13110),
     },
-    # By calibrate-device; its times are in tests/test_crossover_table.py. They are of Triton's kernels: the last rule
-    # is too long, since those in CUDA C++ are quicker.
     "NVIDIA H100 80GB HBM3": {
         "two_level": Rule(57.7e6, 47),
-        "two_level:lag": Rule(32.0e6, 1142),
-        "block_only": Rule(11.1e6, 1248),
-        "token_only": Rule(57.7e6, 47),
+        "two_level:lag": Rule(30.8e6, 788),
+        "block_only": Rule(17.7e6, 1090),
+        "token_only": Rule(39.8e6, 320),
     },
 }
 # The same where kernels in CUDA C++ do not run: before these, on the H200.
-WITHOUT_CUDA_KERNELS = {"token_only": Rule(88.1e6, 198)}
+WITHOUT_CUDA_KERNELS = {"token_only": Rule(88.1e6, 198), "token_only:mla": Rule(147e6, 8072)}
 
 
 @dataclass(frozen=True)
