@@ -152,14 +152,17 @@ def shapes(args: Namespace) -> list[Shape]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 1 if anything failed."""
-    args = arguments().parse_args(argv)
+    parser = arguments()
+    args = parser.parse_args(argv)
+    swept = [name for name in args.sweep or () if name not in WITHOUT_CACHE]
+    if args.ways and not swept:
+        parser.error(f"--ways are of --sweep with one of {', '.join(OPERATORS)}")
     if not torch.cuda.is_available():
         print("the operator benchmark needs a CUDA device")
         return 1
     device = torch.device("cuda", torch.cuda.current_device())
     rate = read_bandwidth(device)
     print(f"{device_name()} {versions()}\nread-only bandwidth {rate / 1e12:.3f} TB/s")
-    swept = [name for name in args.sweep or () if name not in WITHOUT_CACHE]
     with Report("operator", "", rows_file(args), None) as report:
         for name in args.sweep or ():
             if name in WITHOUT_CACHE:

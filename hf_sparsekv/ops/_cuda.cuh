@@ -141,14 +141,10 @@ __device__ __forceinline__ uint4 load_16(const void* from, bool there) {
 
 // ---- copies to shared memory, in the background
 
-// Of 4, 8 or 16 bytes, aligned to as many.
-template <class T>
-__device__ __forceinline__ void copy_async(T* to, const T* from) {
+// Of 16 bytes, aligned to as many.
+__device__ __forceinline__ void copy_async(uint4* to, const uint4* from) {
     const u32 place = (u32)__cvta_generic_to_shared(to);
-    if (sizeof(T) == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(from) : "memory");
-    else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(place), "l"(from), "n"(sizeof(T)) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(from) : "memory");
 }
 
 // The thread's copies since the last call are a group.

@@ -280,7 +280,7 @@ def in_cuda() -> None:
         if paged:
             args, named = in_pages(where, args, named)
         about = {name: named.get(name) for name in ("sinks", "scale", "sink_logits", "pages", "means", "mean_tokens")}
-        none = dict.fromkeys(("attended", "from_host", "lse", "used"))
+        none = dict.fromkeys(("attended", "from_host", "lse"))
         rest = {"clusters": None, "columns": named.get("columns"), "out": torch.empty_like(args[0])}
         decode.attend_clusters(*args, **about, **none, **rest)
 

@@ -222,10 +222,8 @@ inline int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
 // ---- copies in the background: as late as they may be
 
-template <class T>
-inline void copy_async(T* to, const T* from) {
-    static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
-    block->fibers[current].copies.back().push_back({to, from, sizeof(T)});
+inline void copy_async(uint4* to, const uint4* from) {
+    block->fibers[current].copies.back().push_back({to, from, sizeof(uint4)});
 }
 inline void commit_copies() { block->fibers[current].copies.emplace_back(); }
 template <int left>

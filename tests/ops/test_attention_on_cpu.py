@@ -30,7 +30,7 @@ def attend(request, monkeypatch):
         lists = {"attended": torch.full(args[5].shape[:2], 1000), "from_host": torch.full(args[5].shape[:2], 5)}
         want = {**{name: t.clone() for name, t in lists.items()}, "lse": torch.full(q.shape[:2], math.nan)}
         expected = reference(*args, **named, **want)
-        usual = {"pages": None, "used": None, "means": None, "mean_tokens": None, "columns": None}
+        usual = {"pages": None, "means": None, "mean_tokens": None, "columns": None}
         usual |= {name: t for name, t in named.items() if name not in ("granularity", "value_dim", "softcap")}
         for turn in range(turns):
             kernel.seed = turn
@@ -91,13 +91,6 @@ def test_chosen_tokens_that_are_not_sealed(attend):
     attend(args, named)
 
 
-def test_to_some_of_a_list(attend):
-    args, named = PLAIN.make(Place("cpu", torch.float16), "token")
-    named["used"] = torch.tensor([[3, 0], [5, 2]], dtype=torch.int32)
-    args[4] = args[4].abs()
-    attend(args, named)
-
-
 @pytest.mark.parametrize(
     "what", ["a key", "a value", "an infinite key", "a query", "an infinite query", "large logits"]
 )
@@ -115,18 +108,20 @@ def test_where_it_does_not_serve(monkeypatch):
     calls = [
         case.make(Place("cpu", torch.float32 if i == 0 else torch.float16), "token") for i, case in enumerate(unlike)
     ]
-    for change in ("ids of 64 bits", "keys apart", "no row", "misaligned"):
+    for change in ("ids of 64 bits", "keys apart", "no row", "misaligned", "many tokens"):
         args, named = Case(**given).make(Place("cpu", torch.float16), "token")
         if change == "ids of 64 bits":
             args[4] = args[4].long()
         elif change == "keys apart":
             args[1] = args[1].repeat_interleave(2, -1)[..., ::2]
+        elif change == "many tokens":
+            args[4] = args[4].repeat(1, 1, cluster.MOST_TOKENS)
         elif change == "misaligned":
             args[5] = torch.nn.functional.pad(args[5], (1, 7))[..., 1:-7]
         else:
             args = [t[:0] if i in (0, 2, 3, 4, 5) else t for i, t in enumerate(args)]
         calls.append((args, named))
-    names = ("attended", "pages", "from_host", "lse", "used", "means", "mean_tokens", "columns")
+    names = ("attended", "pages", "from_host", "lse", "means", "mean_tokens", "columns")
     for args, named in calls:
         rest = {"sinks": named["sinks"], "scale": 1.0, "sink_logits": None, **dict.fromkeys(names)}
         out = args[0].new_empty(*args[0].shape[:2], named["value_dim"])

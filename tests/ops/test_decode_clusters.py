@@ -88,14 +88,6 @@ def test_pages(place16, case, cut):
     assert torch.equal(attended.cpu(), want_attended)
 
 
-def test_some_of_a_list(place16, cut):
-    args, named = PLAIN.make(place16, "token")
-    named["used"] = torch.tensor([[3, 0], [5, 2]], dtype=torch.int32, device="cuda")
-    args[4] = args[4].abs()
-    config = config_of(args, named, **cut)
-    place16.close(sparse_decode(*args, **named, config=config), expect(args, named)[0], ratio=RATIO[place16.dtype])
-
-
 @pytest.mark.parametrize(
     "what", ["a key", "a value", "an infinite key", "a query", "an infinite query", "large logits"]
 )

@@ -38,7 +38,7 @@ class Tile(NamedTuple):
 
 # A layer of GLM-4.7-Flash, both kernels, H100, 1 / 6 / 16 tokens: 28.1 / 137 / 281 us; bytes over 3.08 TB/s 24.6 / 126
 # / 253 (`python -m benchmarks operator --sweep experts`). With one output of 6,144 inputs a down projection's program
-# 29.2 / 164 / 344. By registers a processor holds five programs of 16 KB of up, four of down. Below 55 registers up
+# 29.2 / 164 / 344. By registers a processor holds five programs of 16 KB of up, eight of down. Below 55 registers up
 # would spill where tokens are wider.
 UP = Tile(2, 2048, 8, 64)
 DOWN = Tile(2, 4096, 2)
@@ -201,7 +201,7 @@ def experts_down(x, index, weights, down, tile=DOWN):
     """The weighted sum over each token's experts, ``[tokens, D]``, of what :func:`experts_up` gave.
 
     ``index`` and ``weights`` are read before the kernel before this one has ended: it is `experts_up`'s, or another one
-    that does not write them.
+    that does not write them, and that releases behind its wait.
     """
     tokens, k = index.shape
     width, inner = down.shape[1:]

@@ -191,8 +191,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                                 i64 kv_token, const u16* pages, i64 page, i64 page_token, const u16* recent,
                                 i64 recent_batch, i64 recent_head, i64 recent_token, const int* rows,
                                 const int* table, i64 table_row, const int* ids, i64 ids_batch, i64 ids_head,
-                                const int* used, i64 used_batch, i64 used_head, const u16* means, i64 means_block,
-                                i64 means_head, const int* columns, i64 columns_batch, i64 columns_head, u16* out,
+                                const u16* means, i64 means_block, i64 means_head, const int* columns, i64 columns_batch, i64 columns_head, u16* out,
                                 i64 out_batch, i64 out_head, float* lse, i64 lse_batch, i64 lse_head, i64* attended,
                                 i64 attended_batch, i64 attended_head, i64* from_host, i64 host_batch, i64 host_head,
                                 const void* sink_logits, i64 heads, i64 n, i64 sinks, i64 end, i64 span, i64 most_spans,
@@ -233,7 +232,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const auto entry_of = [&](int tile) { return 16 * (tile + apart * (lane / 16)) + lane % 16; };
     const auto id_of = [&](int e) { return e < given ? listed[e] : -1; };
     const int length = rows[2 * i_batch], sealed = rows[2 * i_batch + 1];
-    const int in_use = used ? used[i_batch * used_batch + i_head * used_head] : given;
     const int id = id_of(entry_of(tile));
     int next_id = id_of(entry_of(tile + 2 * apart));
     int token[AHEAD];  // of the chosen ones, to be counted
@@ -254,7 +252,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     its.recent = recent + i_batch * recent_batch + i_head * recent_head, its.recent_token = (int)recent_token;
     its.means = means + i_head * means_head, its.means_block = (int)means_block;
     its.ids = listed, its.table = table + i_batch * table_row;
-    its.sealed = sealed, its.n = min(given, in_use);
+    its.sealed = sealed, its.n = given;
     its.sinks = (int)sinks, its.ring = max((int)(end - sinks), 1), its.span = (int)span;
     its.near = length > 0 ? min(its.sinks + length - sealed, (int)end) : 0;
     its.spans = means && sealed > 0 ? span_of(sealed - 1) + 1 : 0;

@@ -77,9 +77,11 @@ def sparse_decode(
     config = config or default(q, kv, recent_kv, value_dim, granularity, means is not None)
     if out is None:
         out = torch.empty(batch, q_heads, value_dim, dtype=q.dtype, device=q.device)
-    if config.clusters is not False and granularity == "token" and not latents and softcap is None:
+    # Lists of which each head uses as many as it needs keep the parts below, of which a long one has more.
+    clusters = config.clusters is not False and granularity == "token" and used is None
+    if clusters and not latents and softcap is None:
         about = {"attended": attended, "from_host": from_host, "lse": lse, "sink_logits": sink_logits}
-        listed = {"pages": pages, "used": used, "means": means, "mean_tokens": mean_tokens, "columns": columns}
+        listed = {"pages": pages, "means": means, "mean_tokens": mean_tokens, "columns": columns}
         how = {"sinks": sinks, "scale": scale, "clusters": config.clusters, "out": out}
         if attend_clusters(q, kv, rows, block_table, ids, recent_kv, **about, **listed, **how):
             return out
