@@ -11,10 +11,9 @@ from torch import Tensor
 
 from hf_sparsekv.ops.experts.reference import experts as reference
 from hf_sparsekv.ops.experts.triton import DOWN, UP, Tile, experts_down, experts_up
-from hf_sparsekv.tuning.timing import captured
 
 from ..report import Report
-from .sweep import Variant, differs
+from .sweep import Variant, compare, tile_name
 
 NAME = "experts"
 CASE, HIDDEN, INNER, EXPERTS, CHOSEN = "glm-4.7-flash", 2048, 1536, 64, 4
@@ -82,10 +81,6 @@ def draw(weights: list, tokens: int, k: int, count: int) -> list[Inputs]:
     return found
 
 
-def label(tile: Tile) -> str:
-    return ",".join(f"{name}={value}" for name, value in tile._asdict().items() if value is not None)
-
-
 def ways(sets: list[Inputs], part: str) -> Iterator[Variant]:
     """Of one of ``PARTS``: with the tiles of today first, then the others; of both together the definition first."""
     out: list[Tensor] = [torch.empty(0)] * len(sets)
@@ -112,7 +107,7 @@ def ways(sets: list[Inputs], part: str) -> Iterator[Variant]:
     run, usual, tiles = {"up": (up, UP, UPS), "down": (down, DOWN, DOWNS), "both": (both, DOWN, DOWNS)}[part]
     yield "triton", partial(run, tile=usual), lambda: out[0]
     for tile in tiles:
-        yield label(tile), partial(run, tile=tile), lambda: out[0]
+        yield tile_name(tile), partial(run, tile=tile), lambda: out[0]
 
 
 def sweep(report: Report, device: torch.device, rate: float) -> None:
@@ -128,20 +123,8 @@ def sweep(report: Report, device: torch.device, rate: float) -> None:
 
 def measure(report: Report, sets: list[Inputs], part: str, rate: float) -> None:
     """All ways of one part for these inputs; each compared with the first."""
-    tokens, first, found = len(sets[0].x), None, {}
+    tokens = len(sets[0].x)
     with report.measuring(tokens, 0, f"limit:{part}"):
         read = sum(t.bytes_read(part) for t in sets) / len(sets)
         report.add(f"{part}_us", 1e6 * read / rate, "us")
-    for name, run, result in ways(sets, part):
-        with report.measuring(tokens, 0, f"{NAME}:{part}:{name}"):  # not all tiles fit every processor
-            took = captured(run, len(sets))
-            run(0)
-            got = result().clone()
-            first = got if first is None else first
-            if differs(got, first):
-                raise RuntimeError(f"{NAME} {part} {name}: another result than the first way's")
-            report.add(f"{part}_us", took.samples, "us")
-            found[name] = took
-    if found:
-        best = min(found, key=lambda name: found[name].median)
-        report.note(f"{part}, {tokens} tokens, quickest: {best}, {found[best].median:.2f} us")
+    compare(report, ways(sets, part), len(sets), tokens, NAME, part)

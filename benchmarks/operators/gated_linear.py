@@ -15,7 +15,7 @@ from hf_sparsekv.ops.small_linear.triton import Tile, small_linear
 from hf_sparsekv.tuning.timing import captured
 
 from ..report import Report
-from .sweep import Variant, differs
+from .sweep import Variant, differs, tile_name
 
 NAME = "gated_linear"
 CASE, HIDDEN, INNER = "qwen3-8b", 4096, 12288
@@ -79,8 +79,7 @@ def ways(sets: list[Inputs]) -> Iterator[Variant]:
     yield "two kernels", two, lambda: out[0]
     yield "one kernel", one, lambda: out[0]
     for tile in tiles(len(sets[0].x)):
-        name = ",".join(f"{name}={value}" for name, value in tile._asdict().items() if value is not None)
-        yield name, partial(one, config=tile), lambda: out[0]
+        yield tile_name(tile), partial(one, config=tile), lambda: out[0]
     yield "two kernels, down", partial(with_down, first=two), lambda: out[0]
     yield "one kernel, down", partial(with_down, first=one), lambda: out[0]
 

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_sparsekv.ops.small_linear.triton import Tile, small_linear, tile
-from hf_sparsekv.tuning.timing import captured
 
 from ..report import Report
-from .sweep import Variant, differs
+from .sweep import Variant, compare, tile_name
 
 NAME = "linear"
 CASE = "qwen3-8b"
@@ -52,27 +51,13 @@ def ways(weights: list[Tensor], xs: list[Tensor], activation: str | None) -> lis
         found.append(("torch", by_torch, lambda: out[0]))
     if len(xs[0]) > 1:
         for one in TILES:
-            name = ",".join(f"{name}={value}" for name, value in one._asdict().items() if value is not None)
-            found.append((name, partial(ours, config=one), lambda: out[0]))
+            found.append((tile_name(one), partial(ours, config=one), lambda: out[0]))
     return found
 
 
 def measure(report: Report, name: str, weights: list[Tensor], xs: list[Tensor], activation: str | None) -> None:
     """All ways of one layer; each compared with the first."""
-    rows, first, found = len(xs[0]), None, {}
-    for way, run, result in ways(weights, xs, activation):
-        with report.measuring(rows, 0, f"{NAME}:{name}:{way}"):
-            took = captured(run, len(weights))
-            run(0)
-            got = result().clone()
-            first = got if first is None else first
-            if differs(got, first):
-                raise RuntimeError(f"{NAME} {name} {way}: another result than {next(iter(found))}'s")
-            report.add(f"{name}_us", took.samples, "us")
-            found[way] = took
-    if found:
-        best = min(found, key=lambda way: found[way].median)
-        report.note(f"{name}, {rows} rows, quickest: {best}, {found[best].median:.2f} us")
+    compare(report, ways(weights, xs, activation), len(weights), len(xs[0]), NAME, name)
 
 
 def sweep(report: Report, device: torch.device, rate: float) -> None:

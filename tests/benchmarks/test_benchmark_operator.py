@@ -217,6 +217,19 @@ def test_sweeps_name_the_quickest_and_the_wrong(layer, tmp_path, monkeypatch, ca
 
 
 @INTERPRETED
+def test_some_of_the_ways(layer, tmp_path, monkeypatch):
+    """The first one always, as all are compared with it. Where there are no such ways to name it is an error."""
+    monkeypatch.setattr(module, "captured", lambda step, sets: (step(0), Time(3.0, 2.0, 4.0))[1])
+    layer.step()
+    with Report("operator", "x", tmp_path / "a.csv", None) as report:
+        module.sweep([layer], report, ["token_select"], ["warps=16"])
+    assert [row["variant"] for row in read_rows(tmp_path / "a.csv")] == ["two_level:warps=4", "two_level:warps=16"]
+    for wrong in ([], ["--sweep", "linear"]):
+        with pytest.raises(SystemExit):
+            main([*wrong, "--ways", "warps=16"])
+
+
+@INTERPRETED
 @pytest.mark.parametrize("rows", [1, 3])
 def test_ways_to_multiply_with_gate_and_up(tmp_path, monkeypatch, capsys, rows):
     """Each is run and compared, the wrong one named, and the bound is that of the bytes."""
@@ -243,7 +256,7 @@ def test_linear_layers_are_compared(tmp_path, monkeypatch, capsys):
     """With the first way's result."""
     weights = [torch.randn(48, 64) for _ in range(2)]
     xs = [torch.randn(3, 64).half().float() for _ in weights]
-    monkeypatch.setattr(linear, "captured", lambda run, sets: [run(i) for i in range(sets)] and Time(3, 2, 4))
+    monkeypatch.setattr(sweep, "captured", lambda run, sets: [run(i) for i in range(sets)] and Time(3, 2, 4))
     monkeypatch.setattr(linear, "small_linear", lambda x, weight, bias, activation, config: x @ weight.T)
     path = tmp_path / "rows.csv"
     with Report("operator", "qwen3-8b", path, None) as report:
@@ -268,7 +281,7 @@ def test_ways_to_run_experts(tmp_path, monkeypatch, capsys, part):
     few = [experts.Tile(2, 64, 1), experts.Tile(1, 2048, 2, 64)]
     for name in ("UPS", "DOWNS"):
         monkeypatch.setattr(experts, name, few)
-    monkeypatch.setattr(experts, "captured", lambda run, sets: [run(i) for i in range(sets)] and Time(3, 2, 4))
+    monkeypatch.setattr(sweep, "captured", lambda run, sets: [run(i) for i in range(sets)] and Time(3, 2, 4))
     path = tmp_path / "a.csv"
     with Report("operator", "x", path, None) as report:
         experts.measure(report, sets, part, 1e12)
@@ -284,7 +297,7 @@ def test_ways_to_run_experts(tmp_path, monkeypatch, capsys, part):
     with Report("operator", "x", None, None) as report:
         experts.measure(report, sets, part, 1e12)
     assert len(report.failed) == 1 and "inputs=2048,warps=2,registers=64: another result" in report.failed[0]
-    assert f"{part}, 3 tokens, quickest:" in capsys.readouterr().out
+    assert f"{part}, 3 rows, quickest:" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("usual, others", [(experts.UP, experts.UPS), (experts.DOWN, experts.DOWNS)])
