@@ -115,7 +115,8 @@ class SparseConfig(Options):
         sinks: the first valid tokens of each row, attended at every step on top of any budget.
         window: the most recent tokens, attended at every step on top of any budget. The tokens that have
             not been sealed into a block yet (at most ``max_draft + block_size`` more) are attended too.
-        dense_layers: layers ``0 .. dense_layers - 1`` attend densely: their attention is too flat to select.
+        dense_layers: layers ``0 .. dense_layers - 1`` attend densely: their attention is too flat to select. The first
+            one matters, a second one hardly does (docs/studies/settings.md).
         max_draft: draft tokens that a ``crop()`` can take back without reopening a stored block (assisted and
             prompt-lookup decoding take back at most their draft length). A deeper crop is correct but slower. Passes
             of at most one token more, if they verify drafts, attend as decode steps do; longer ones to everything.
@@ -136,7 +137,7 @@ class SparseConfig(Options):
     block_size: int = 64
     sinks: int = 4
     window: int = 64
-    dense_layers: int = 2
+    dense_layers: int = 1
     max_draft: int = 16
     max_length: int | None = None
     dense_below: int | Literal["auto"] | None = "auto"
@@ -266,9 +267,9 @@ class TwoLevelConfig(SparseConfig):
         {
             "fast": {"token_budget": 512},
             "accurate": {"token_budget": 2048},
-            "previous": {"level": "two_level", "metadata": "min_max", "lag": True, "tail": None},
+            "previous": {"level": "two_level", "metadata": "min_max", "lag": True, "tail": None, "dense_layers": 2},
             "paper": {
-                **{"level": "two_level", "metadata": "min_max", "lag": True},
+                **{"level": "two_level", "metadata": "min_max", "lag": True, "dense_layers": 2},
                 **{"block_reduce": "mean", "token_reduce": "mean", "tail": None},
             },
         }
@@ -370,8 +371,8 @@ class ProgressiveConfig(SparseConfig):
         {
             "fast": {"threshold": 0.9},
             "accurate": {"threshold": 0.98},
-            "previous": {"estimate": "scores", "threshold": 0.98, "min_tokens": 512},
-            "paper": {"estimate": "as_min", "threshold": 0.98, "min_tokens": 0},
+            "previous": {"estimate": "scores", "threshold": 0.98, "min_tokens": 512, "dense_layers": 2},
+            "paper": {"estimate": "as_min", "threshold": 0.98, "min_tokens": 0, "dense_layers": 2},
         }
     )
 
@@ -457,8 +458,8 @@ class PredictiveConfig(SparseConfig):
         {
             "fast": {"token_budget": 512},
             "accurate": {"token_budget": 2048, "predictor": "layer:in_delta"},
-            "previous": {"predictor": "assembled_ridge", "tail": None},
-            "paper": {"predictor": "assembled", "tail": None},
+            "previous": {"predictor": "assembled_ridge", "tail": None, "dense_layers": 2},
+            "paper": {"predictor": "assembled", "tail": None, "dense_layers": 2},
         }
     )
 
