@@ -448,6 +448,9 @@ class PredictiveConfig(SparseConfig):
         layers_per_pack: layers that begin to choose together in a captured step, where earlier steps predict.
         token_reduce, label_channels, label_bits, channel_file, channel_importance: as in :class:`TwoLevelConfig`.
         calibration_tokens, tail, tail_tokens: as there. With a second device ``tail`` has no effect.
+        dense_layers: two, where other methods have one: of what the second layer asks, the first one's input says
+            little (16 % of its tokens are expected, 44 % of the third's, 87 % and more of later ones'; docs/studies/
+            predicted-queries.md).
     """
 
     FREE = (
@@ -458,13 +461,14 @@ class PredictiveConfig(SparseConfig):
         {
             "fast": {"token_budget": 512},
             "accurate": {"token_budget": 2048, "predictor": "layer:in_delta"},
-            "previous": {"predictor": "assembled_ridge", "tail": None, "dense_layers": 2},
-            "paper": {"predictor": "assembled", "tail": None, "dense_layers": 2},
+            "previous": {"predictor": "assembled_ridge", "tail": None},
+            "paper": {"predictor": "assembled", "tail": None},
         }
     )
 
     label_share = 4
 
+    dense_layers: int = 2
     token_budget: int = 1024
     predictor: str | Predict | None = None
     predictor_window: int = WINDOW

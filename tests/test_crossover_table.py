@@ -76,17 +76,17 @@ def test_plan(capsys):
         assert planned.dense_tokens == {1: 148, 2: 84}[batch]
         plan_command._show(planned, None, 1 << 30)
         assert ("attend densely up to 148 tokens a row" in capsys.readouterr().err) == below
-    assert plan_memory(shape, TwoLevelConfig(), None, context=100).dense_tokens == 0
+    assert plan_memory(shape, TwoLevelConfig(dense_layers=2), None, context=100).dense_tokens == 0
 
 
 def test_plan_on_a_measured_gpu(monkeypatch, empty_table):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: H200)
     shape, gpu = model_shape(model("llama").config, torch.float32), torch.device("cuda", 0)
     made = {"context": 100, "device": gpu}
-    two_layers = TwoLevelConfig(dense_layers=0)
+    two_layers, none = TwoLevelConfig(dense_layers=0), TwoLevelConfig(dense_layers=2)
     assert plan_memory(shape, two_layers, None, **made).dense_tokens > 20_000  # narrow tokens
     assert plan_memory(shape, two_layers, OffloadConfig(), **made).dense_tokens == 0
-    assert plan_memory(shape, TwoLevelConfig(), None, **made).dense_tokens == 0  # both layers are dense anyway
+    assert plan_memory(shape, none, None, **made).dense_tokens == 0  # both layers are dense anyway
 
 
 # ---------------------------------------------------------------------- the table

@@ -221,7 +221,8 @@ def test_a_second_device(changes):
 
 def test_totals_add_up():
     shape = model_shape(model("gemma3").config)
-    on, off = (plan_memory(shape, TwoLevelConfig(), where, context=5000, batch=2) for where in (OffloadConfig(), None))
+    config = TwoLevelConfig(dense_layers=2)  # all of its full layers
+    on, off = (plan_memory(shape, config, where, context=5000, batch=2) for where in (OffloadConfig(), None))
     assert on.device_total + on.blocks - on.kept == off.device_total
     assert (
         on.device_total

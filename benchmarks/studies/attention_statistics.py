@@ -39,7 +39,7 @@ from .small_model import load, reference_ids
 CSV = RESULTS / "attention_statistics.csv"
 PROFILE = PROFILES / "smollm2-135m.json"
 NAME = "sparsekv_statistics"
-CONFIG = TwoLevelConfig()
+CONFIG = TwoLevelConfig(dense_layers=2)
 WARM_UP = 16  # steps before a pool's hits count: it starts empty
 STREAMS = ("text", "own")
 BY_LAYER = ("overlap_1", "overlap_16", "covered_mass", "working_set", "blocks_for_95", "rest_mass", "lru_layer_25")

@@ -47,7 +47,7 @@ from .small_model import DEPTHS, load, reference_ids
 CSV = RESULTS / "predictors.csv"
 PLOT = ROOT / "docs" / "predictors.svg"
 PROBE = ROOT / "assets" / "probe-gqa"
-CONFIG = TwoLevelConfig()  # sinks, window, dense layers, calibration
+CONFIG = TwoLevelConfig(dense_layers=2)  # sinks, window, dense layers, calibration
 FORMS = {
     "ridge": (False, False),
     "ridge_softmax": (False, True),

@@ -38,7 +38,7 @@ from hf_sparsekv.small_model import SMALL_MODEL_NAME
 from .. import ROOT
 from .small_model import CSV, greedy, load, reference_ids
 
-CONFIG = ProgressiveConfig()
+CONFIG = ProgressiveConfig(dense_layers=2)
 THRESHOLDS = (0.90, 0.95, 0.98)
 UNIT = 16  # tokens in a row, of which one way takes all or none, and which a retrieval head rests on
 WORST = 0.02

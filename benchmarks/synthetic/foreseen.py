@@ -40,7 +40,7 @@ from .statistics import FRACTIONS, stored_blocks
 
 PLACES = ("in", "mid", "in_delta")  # where the residual stream of the layer before is taken
 SHARES = (Fraction(1, 128), Fraction(1, 64), Fraction(1, 32), *FRACTIONS)  # of the stored tokens, chosen in a step
-DENSE = TwoLevelConfig().dense_layers
+FIRST = 2  # layers of which little is known beforehand
 ROOMS = (1, 2, 4, 8, 16)  # selections that there is room for on the device
 ERROR_LAGS = (1, 4, 16)  # steps between two errors whose directions are compared
 # Tuning: another seed, heads and steps of it, steps between them, tokens that channels are calibrated on.
@@ -134,8 +134,8 @@ class Foreseen:
         The first two, which little is known of beforehand, are the first two of any model.
         """
         where = float(layer)
-        if layer >= DENSE:
-            where = DENSE + (layer - DENSE) * (self.layers - 1 - DENSE) / max(1, layers - 1 - DENSE)
+        if layer >= FIRST:
+            where = FIRST + (layer - FIRST) * (self.layers - 1 - FIRST) / max(1, layers - 1 - FIRST)
         return float(np.interp(where, range(self.layers), self.recorded[name]))
 
     def overlap(self, share: float, layer: int, layers: int, place: str | None = None, what: str = "") -> float:
