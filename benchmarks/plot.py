@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import ROOT, files_of
-from .readme import DEFAULTS, NAMES_OF_DEFAULTS, SYSTEMS
+from .readme import NAMES_OF_DEFAULTS, SYSTEMS, first_commits
 
 # variant, metric -> label; the loop of generate() is part of tpot_ms and not of step_ms
 LINES = {
@@ -56,9 +56,10 @@ def newest(paths: Sequence[Path], case: str, batch: int, benchmark: str | None =
     every = pd.concat([pd.read_csv(path) for path in paths], ignore_index=True)
     if benchmark is not None:
         every = every[every.benchmark == benchmark]
-    todays = every.commit.isin(DEFAULTS).cummax()
-    if todays.any():
-        every = every[todays | ~every.variant.str.partition("+")[0].isin(NAMES_OF_DEFAULTS)]
+    for name in NAMES_OF_DEFAULTS:
+        todays = every.commit.isin(first_commits(name)).cummax()
+        if todays.any():
+            every = every[todays | (every.variant.str.partition("+")[0] != name)]
     rows = every[(every.case == case) & (every.batch == batch)]
     if rows.empty:
         of = "" if benchmark is None else f" of {benchmark}"

@@ -18,9 +18,11 @@ CASE, GPU = "qwen3-8b", "NVIDIA H200"  # of times
 K = 1024
 NONE = "not run"
 
-# The first rows of today's defaults (tokens among all, means for what is not chosen), in step.csv and in accuracy.csv.
-# Rows are appended, so every one behind it is newer.
-DEFAULTS = ("f4e5ad0", "f15868d")
+# The commits of the first rows of today's defaults, in step.csv and in accuracy.csv: one dense layer. What keeps two has
+# been what it is since EARLIER (tokens among all, means for what is not chosen). Rows are appended, so every one behind
+# them is newer.
+DEFAULTS = ("e78671e", "da590eb")
+EARLIER = ("f4e5ad0", "f15868d")
 
 # (KV cache in, transformers' variant, our variant with its defaults, shapes)
 SPEED = (
@@ -77,7 +79,10 @@ ALL_PRESETS = (
 )
 PRESET_SHAPES = ((1, 32 * K), (1, 128 * K), (8, 32 * K), (8, 64 * K))
 # Names whose settings were others before DEFAULTS; every other one says what it is.
-NAMES_OF_DEFAULTS = ("token_only", "predictive")
+NAMES_OF_DEFAULTS = (
+    *("token_only", "two_level:fast", "two_level:accurate", "predictive"),
+    *("progressive:0.95", "progressive:fast", "progressive:accurate"),
+)
 UNKNOWN = "not measured"
 
 # RULER's six families, 64 prompts each, measured in one run for each family (docs/studies/ruler.md).
@@ -194,9 +199,16 @@ def read(name: str, device: str | None = None) -> list[dict]:
     return rows
 
 
-def since_defaults(rows: list[dict]) -> list[dict]:
-    """From the first row of today's defaults on."""
-    return rows[next(i for i, row in enumerate(rows) if row["commit"] in DEFAULTS) :]
+def first_commits(name: str) -> tuple[str, ...]:
+    """Those of the first rows in which a variant, or a spec of ``eval``, means what it means today."""
+    two_layers = name.startswith("predictive") or name.endswith(("=previous", "=paper"))
+    return EARLIER if two_layers else DEFAULTS
+
+
+def since_defaults(rows: list[dict], name: str) -> list[dict]:
+    """From the first row on in which ``name`` means what it means today."""
+    commits = first_commits(name)
+    return rows[next((i for i, row in enumerate(rows) if row["commit"] in commits), len(rows)) :]
 
 
 def newest_row(
@@ -234,7 +246,7 @@ def speed() -> str:
     for place, theirs, ours, shapes in SPEED:
         for batch, context in shapes:
             stock = newest(rows, theirs, "tpot_ms", batch, context, CASE)
-            mine = newest(since_defaults(rows), ours, "tpot_ms", batch, context, CASE)
+            mine = newest(since_defaults(rows, ours), ours, "tpot_ms", batch, context, CASE)
             vllm = _cell(VLLM[batch, context]) if place == "GPU" else "-"
             if mine is not None:
                 shape = f"{batch} x {context // K}k"
@@ -267,19 +279,19 @@ def _needles_found(rows: list[dict], variant: str) -> float | None:
 def all_presets() -> str:
     """What every method's presets cost and find: a token's time, RULER, needles, divergence on running text."""
     steps, accuracy = read("step.csv", GPU), read("accuracy.csv")
-    todays = since_defaults(steps), since_defaults(accuracy)
     shapes = [f"{batch} x {context // K}k" for batch, context in PRESET_SHAPES]
     heads = ("", *(f"{shape}, ms" for shape in shapes), "RULER, GQA", "RULER, MLA", "needles of 20", "KL")
     lines = [f"| {' | '.join(heads)} |".replace("|  |", "| |"), "|---" * len(heads) + "|"]
     for about, variant, timed in ALL_PRESETS:
-        rows = todays[0] if timed[0].split("+")[0] in NAMES_OF_DEFAULTS else steps
+        rows = since_defaults(steps, timed[0]) if timed[0].split("+")[0] in NAMES_OF_DEFAULTS else steps
         times = [newest(rows, timed, "tpot_ms", *shape, CASE) for shape in PRESET_SHAPES]
         cells = [UNKNOWN if value is None else _cell(value) for value in times]
         cells += [_ruler(accuracy, case, variant, UNKNOWN) for case in ("probe-gqa", "probe-mla")]
         # Full attention is what it always was; caches by name are today's since then.
-        found = _needles_found(accuracy if variant == "full" else todays[1], variant)
+        rows = accuracy if variant == "full" else since_defaults(accuracy, variant)
+        found = _needles_found(rows, variant)
         cells.append(UNKNOWN if found is None else f"{found:.0f}")
-        kl = newest(todays[1], f"agreement:{variant}", "kl", 1, TEXT_CONTEXT, "small")
+        kl = newest(rows, f"agreement:{variant}", "kl", 1, TEXT_CONTEXT, "small")
         cells.append(UNKNOWN if kl is None else f"{kl:.5f}")
         lines.append(f"| {about} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -364,13 +376,13 @@ def gpus() -> str:
         "|---" * (2 + len(GPU_COLUMNS)) + "|",
     ]
     every = read("step.csv")
-    todays = since_defaults(every)
     for name, device in GPUS:
         for batch, context in GPU_SHAPES:
             found = []
             for _, variants in GPU_COLUMNS:
                 of_defaults = variants[0].split("+")[0] in NAMES_OF_DEFAULTS
-                rows = [row for row in (todays if of_defaults else every) if row["device"] == device]
+                rows = since_defaults(every, variants[0]) if of_defaults else every
+                rows = [row for row in rows if row["device"] == device]
                 found.append(newest(rows, variants, "step_ms", batch, context, CASE))
             cells = [UNKNOWN if value is None else f"{value:.2f}" for value in found]
             lines.append(f"| {name} | {batch} x {context // K}k | {' | '.join(cells)} |")
@@ -385,13 +397,12 @@ def _commits(rows: list[dict | None]) -> str:
 def default_steps() -> str:
     """Milliseconds of a captured step with the defaults."""
     rows = read("step.csv", GPU)
-    todays = since_defaults(rows)
     lines = [
         f"| 1024 tokens, ms a captured step | {' | '.join(about for about, _ in DEFAULT_STEPS)} | commit |",
         "|---" * (2 + len(DEFAULT_STEPS)) + "|",
     ]
     for batch, context in PRESET_SHAPES:
-        found = [newest_row(todays, variant, "step_ms", batch, context, CASE) for _, variant in DEFAULT_STEPS]
+        found = [newest_row(since_defaults(rows, name), name, "step_ms", batch, context, CASE) for _, name in DEFAULT_STEPS]
         cells = [UNKNOWN if row is None else f"{float(row['value']):.2f}" for row in found]
         lines.append(f"| {batch} x {context // K}k | {' | '.join(cells)} | {_commits(found)} |")
     return "\n".join(lines)
@@ -423,10 +434,12 @@ def offloaded() -> str:
         "|" + "---|" * 9,
     ]
     for about, name, pool, (batch, context) in OFFLOADED:
-        mine = since_defaults(rows) if name in NAMES_OF_DEFAULTS else rows
+        mine = since_defaults(rows, name) if name in NAMES_OF_DEFAULTS else rows
         variant = f"{name}+fused+offload{pool}:kv=replayed"
         metrics = ("host_gb", "tpot_ms", "step_ms", "host_mb", "hit_rate")
         found = [newest_row(mine, variant, metric, batch, context, CASE) for metric in metrics]
+        if None in found:
+            continue
         size, token, step, link, share = (float(row["value"]) for row in found)
         stock = _cell(newest(rows, "hf_offloaded", "tpot_ms", batch, context, CASE))
         lines.append(
