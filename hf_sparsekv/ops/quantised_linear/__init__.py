@@ -20,13 +20,13 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def serves(x: Tensor, weight: QuantisedWeight, *_, **__) -> bool:
     """Whether a kernel takes ``x [..., in]`` and ``weight``: 1 to ``MAX_ROWS`` rows, in float32 one; on this GPU.
 
-    Of several rows and scales of blocks, blocks must be of a multiple of ``LEAST`` inputs. 8-bit floats need compute
+    Scales of blocks of inputs must be of a multiple of ``LEAST``. 8-bit floats need compute
     capability 8.9. Elsewhere than on a GPU no kernel runs, and only rows and blocks are asked about.
     """
     rows = x.numel() // x.shape[-1] if x.numel() else 0
     if not 0 < rows <= MAX_ROWS or x.dtype not in _DTYPES or (rows > 1 and x.dtype == torch.float32):
         return False
-    if weight.codebook is None and rows > 1 and weight.scales.shape[1] > 1 and weight.block[1] % LEAST:
+    if weight.codebook is None and weight.scales.shape[1] > 1 and weight.block[1] % LEAST:
         return False
     if not x.is_cuda:
         return True

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..small_linear.reference import MAX_ROWS
+from ..small_linear.reference import MAX_ROWS as MAX_ROWS
 
 FP8 = torch.float8_e4m3fn
 CODES = 16  # in a codebook
-LEAST = 32  # inputs of a step on tensor cores: where scales are of blocks, these are of a multiple
+LEAST = 32  # inputs of a kernel's step: where scales are of blocks of inputs, these are of a multiple
 
 
 class QuantisedWeight(NamedTuple):
@@ -98,7 +98,8 @@ def check(weight: QuantisedWeight) -> QuantisedWeight:
     wanted = (torch.uint8,) if codebook is not None else (torch.int8, FP8)
     if codes.dim() != 2 or codes.dtype not in wanted:
         of = "with a codebook" if codebook is not None else "without a codebook"
-        raise ValueError(f"codes {of} must be {' or '.join(map(str, wanted))} [out, .], got {codes.dtype} {codes.shape}")
+        kinds = " or ".join(map(str, wanted))
+        raise ValueError(f"codes {of} must be {kinds} [out, .], got {codes.dtype} {list(codes.shape)}")
     if codebook is not None and (codebook.shape != (CODES,) or codebook.dtype != torch.float32):
         raise ValueError(f"a codebook must be float32 [{CODES}], got {codebook.dtype} {list(codebook.shape)}")
     if scales.dim() != 2 or scales.dtype != torch.float32 or not scales.numel():

@@ -44,26 +44,76 @@ ROWS_WIDE, WIDE = Tile(64, 256, 6, 4), 6144  # rows of the weight; this tile fro
 # Scales of blocks: a step lies within one block of inputs, usually 128, so more of them are in flight.
 ROWS_BLOCKS = Tile(32, 128, 12, 4)
 ROWS_BLOCKS_WIDE = Tile(64, 128, 10, 4)
-FOLD = tl.constexpr(16)  # products that a thread sums before it keeps them: the bytes of one load
+COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # Triton's interpreter cannot run inline assembly
+FOLD = tl.constexpr(16)  # weights that a thread loads at once: 16 bytes
 
 
 @triton.jit
-def folded_products(b_w, b_x, BN: tl.constexpr, BK: tl.constexpr):
-    """Products ``[BN, BK]`` of weights and inputs, ``FOLD`` neighbours each summed: ``[BN, BK / FOLD]`` float32.
+def as_float(b_w):
+    """Codes as float32, exactly.
 
-    What one thread has loaded at once it sums at once: as many sums as products would take the registers of which
-    loads in flight are made.
+    Integers: four bytes at once become the low bits of 2 ** 23 and more, from which a difference makes what they are.
+    A conversion has a quarter of the rate of either.
     """
-    return tl.sum(tl.reshape(b_w.to(tl.float32) * b_x, [BN, BK // FOLD, FOLD]), axis=2)
+    if COMPILED and b_w.dtype == tl.int8:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 u, a<4>;
+            xor.b32 u, $4, 0x80808080;
+            prmt.b32 a0, u, 0x4B000000, 0x7440;
+            prmt.b32 a1, u, 0x4B000000, 0x7441;
+            prmt.b32 a2, u, 0x4B000000, 0x7442;
+            prmt.b32 a3, u, 0x4B000000, 0x7443;
+            sub.f32 $0, a0, 0f4B000080;
+            sub.f32 $1, a1, 0f4B000080;
+            sub.f32 $2, a2, 0f4B000080;
+            sub.f32 $3, a3, 0f4B000080;
+            }""",
+            "=f,=f,=f,=f,r",
+            [b_w],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+    return b_w.to(tl.float32)
 
 
 @triton.jit
-def inputs_of_step(p_x, scales, o_scale, o_k, m_k, GROUP: tl.constexpr):
-    """Inputs ``[1, BK]``, float32; multiplied by their scales, ``[1 or BN, BK]``, where these are of blocks."""
-    b_x = tl.load(p_x + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
+def one_step(
+    b_w,
+    p_x,
+    p_scale,
+    k_0,
+    k,
+    m_n,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Products of the weights ``[BN, BK]`` from input ``k_0`` on, neighbours summed: ``[BN, BK / FOLD]``, float32.
+
+    What a thread has loaded at once it sums at once: as many sums as products would take the registers that hold
+    weights on their way. It reads ``FOLD`` inputs, which are twice as wide, in two halves, and scales the sum.
+    """
+    o_fold = tl.arange(0, BK // FOLD)
+    o_x = k_0 + o_fold[:, None] * FOLD + tl.arange(0, FOLD // 2)[None, :]  # [BK / FOLD, FOLD / 2]
+    if EVEN:
+        b_low = tl.load(p_x + o_x)
+        b_high = tl.load(p_x + o_x + FOLD // 2)
+    else:
+        b_low = tl.load(p_x + o_x, mask=o_x < k, other=0.0)
+        b_high = tl.load(p_x + o_x + FOLD // 2, mask=o_x + FOLD // 2 < k, other=0.0)
+    b_w = tl.permute(tl.reshape(as_float(b_w), [BN, BK // FOLD, 2, FOLD // 2]), (0, 1, 3, 2))
+    b_w_low, b_w_high = tl.split(b_w)  # [BN, BK / FOLD, FOLD / 2]
+    b_sum = b_w_low * b_low.to(tl.float32)[None, :, :]
+    b_sum += b_w_high * b_high.to(tl.float32)[None, :, :]
+    b_sum = tl.sum(b_sum, axis=2)
     if GROUP:
-        b_x *= tl.load(scales.ptr + o_scale[:, None] + (o_k // GROUP)[None, :], mask=m_k[None, :], other=0.0)
-    return b_x
+        o_group = k_0 + o_fold * FOLD
+        m_scale = m_n[:, None] & (o_group < k)[None, :]
+        b_sum *= tl.load(p_scale[:, None] + (o_group // GROUP)[None, :], mask=m_scale, other=0.0)
+    return b_sum
 
 
 @triton.jit
@@ -77,7 +127,6 @@ def quantised_one_row_kernel(
     k,
     block_rows,
     GROUP: tl.constexpr,
-    SHARED: tl.constexpr,
     EVEN: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -86,39 +135,29 @@ def quantised_one_row_kernel(
 ):
     """``BN`` rows of ``n`` times one row of ``k`` inputs. ``EVEN``: tiles are full.
 
-    ``block_rows`` and ``GROUP`` inputs share a scale, all inputs if ``GROUP`` is 0; ``SHARED``: all rows of a program.
+    ``block_rows`` and ``GROUP`` inputs share a scale, all inputs if ``GROUP`` is 0.
     """
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
     m_n = o_n < n
     o_k = tl.arange(0, BK)
-    m_k = o_k < k
     p_row = weight.ptr + o_n.to(tl.int64)[:, None] * weight.row
+    p_scale = scales.ptr + o_n // block_rows * scales.row
     # The first weights are on their way before the kernel that makes the input has ended.
     if EVEN:
         b_w = tl.load(p_row + o_k[None, :], eviction_policy="evict_first")  # [BN, BK]
     else:
-        b_w = tl.load(p_row + o_k[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0)  # [BN, BK]
-    o_block = tl.minimum(o_n, n - 1) // block_rows * scales.row  # [BN]
-    if SHARED:
-        o_scale = tl.zeros([1], tl.int32) + tl.program_id(0) * BN // block_rows * scales.row
-    else:
-        o_scale = o_block
-    if not GROUP:
-        b_scale = tl.load(scales.ptr + o_block)  # [BN]
+        b_w = tl.load(p_row + o_k[None, :], mask=m_n[:, None] & (o_k < k)[None, :], other=0.0)  # [BN, BK]
     begin(PDL)
-    b_sum = folded_products(b_w, inputs_of_step(p_x, scales, o_scale, o_k, m_k, GROUP), BN, BK)
+    b_sum = one_step(b_w, p_x, p_scale, 0, k, m_n, GROUP, EVEN, BN, BK)
     for k_0 in tl.range(BK, k, BK, num_stages=STAGES):
-        o_k = k_0 + tl.arange(0, BK)
         if EVEN:
-            m_k = tl.full([BK], True, tl.int1)
-            b_w = tl.load(p_row + o_k[None, :], eviction_policy="evict_first")  # [BN, BK]
+            b_w = tl.load(p_row + (k_0 + o_k)[None, :], eviction_policy="evict_first")  # [BN, BK]
         else:
-            m_k = o_k < k
-            b_w = tl.load(p_row + o_k[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0)  # [BN, BK]
-        b_sum += folded_products(b_w, inputs_of_step(p_x, scales, o_scale, o_k, m_k, GROUP), BN, BK)
+            b_w = tl.load(p_row + (k_0 + o_k)[None, :], mask=m_n[:, None] & (k_0 + o_k < k)[None, :], other=0.0)
+        b_sum += one_step(b_w, p_x, p_scale, k_0, k, m_n, GROUP, EVEN, BN, BK)
     b_out = tl.sum(b_sum, axis=1)
     if not GROUP:
-        b_out *= b_scale
+        b_out *= tl.load(p_scale, mask=m_n, other=0.0)
     if p_bias is not None:
         b_out += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)
     tl.store(p_out + o_n, b_out.to(p_out.dtype.element_ty), mask=m_n)
@@ -165,7 +204,9 @@ def quantised_rows_kernel(
             b_w = tl.load(p_row + (k_0 + o_k)[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0)  # [BN, BK]
             m_x = m_m[None, :] & m_k[:, None]
         b_x = tl.load(x.ptr + o_m[None, :] * x.row + (k_0 + o_k)[:, None], mask=m_x, other=0.0)  # [BK, ROWS]
-        b_w = b_w.to(b_x.dtype)  # exactly
+        if b_w.dtype == tl.float8e4nv:  # at once to bfloat16 would be as exact, at a quarter of the rate
+            b_w = b_w.to(tl.float16).to(tl.float32)
+        b_w = b_w.to(b_x.dtype)
         if GROUP:
             b_sum += tl.dot(b_w, b_x) * tl.load(p_scale + k_0 // GROUP)[:, None]
         else:
@@ -223,9 +264,9 @@ def quantised_linear(x, weight, bias=None, config=None):
         return out if served else reference.quantised_linear(x, weight, bias)
     block_rows, group = weight.block if scales.shape[1] > 1 else (weight.block[0], 0)
     config = config or tile(rows, weight)
+    if group % LEAST:
+        raise ValueError(f"scales of {group} inputs each: the kernels need a multiple of {LEAST}")
     if rows > 1:
-        if group % LEAST:
-            raise ValueError(f"scales of {group} inputs each: several rows need a multiple of {LEAST}")
         config = _fitting(config._replace(inputs=step_within(group, config.inputs) if group else config.inputs), x)
     bn, bk, stages, warps, registers = config
     fixed = {"EVEN": n % bn == 0 and k % bk == 0, "BN": bn, "BK": bk, "STAGES": stages, "num_warps": warps}
@@ -233,8 +274,7 @@ def quantised_linear(x, weight, bias=None, config=None):
     operands = operand(Table, codes), operand(Table, scales), bias, out
     grid = (triton.cdiv(n, bn),)
     if rows == 1:
-        shared = block_rows % bn == 0
-        launch(quantised_one_row_kernel, grid, x, x_rows, *operands, n, k, block_rows, SHARED=shared, **fixed)
+        launch(quantised_one_row_kernel, grid, x, x_rows, *operands, n, k, block_rows, **fixed)
     else:
         named = {"ROWS": MAX_ROWS, **fixed}
         launch(quantised_rows_kernel, grid, x, operand(Table, x_rows), *operands, rows, n, k, block_rows, **named)
