@@ -28,6 +28,7 @@ import transformers
 from torch import nn
 
 from ..ops.add_norm import MAX_WIDTH
+from ..ops.quantised_linear import serves as serves_quantised
 from ..ops.small_linear import small_linear
 from ..ranks import tensor_parallel
 from . import layers as fused_layers
@@ -41,9 +42,11 @@ from .layers import (
     FusedLinear,
     FusedMLP,
     FusedNorm,
+    FusedQuantised,
     FusedRouter,
     State,
 )
+from .quantised_weight import Kept, found
 
 __all__ = ["Fusion", "fuse", "why_not"]
 
@@ -77,6 +80,8 @@ _SINGLE = {
     "MLP": ("down_proj", "gate_up_proj"),
 }
 _APART = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")  # of latent attention where they are not joined
+# Of attention and MLPs: all that a step multiplies with. (MLA's expand_kv is no layer of a step.)
+_QUANTISED = tuple(dict.fromkeys(sum((*_PARALLEL.values(), *_SINGLE.values()), _APART)))
 _LATENT = (
     "shape qk_head_dim q_lora_rank q_proj q_b_proj q_a_layernorm q_a_proj view transpose torch split qk_nope_head_dim "
     "qk_rope_head_dim kv_a_proj_with_mqa kv_lora_rank kv_a_layernorm config rope_interleave layer_idx update cat "
@@ -192,7 +197,7 @@ class Fusion:
 
     Args:
         counts: fused modules of each kind; ``qkv`` and ``gate_up`` count joined projections, ``linear`` the layers
-            that ``small_batch`` has changed.
+            that ``small_batch`` has changed, and ``quantised`` those of 4 or 8 bits.
         skipped: what was left as it was, and why.
         quantised: linear layers whose weights are in a form of their own, which are left alone, by its name.
     """
@@ -220,6 +225,17 @@ def _activation(mlp: nn.Module) -> str | None:
     return _ACTIVATIONS.get(type(act).__name__)
 
 
+def _multiplies(layer: nn.Module, kept: Kept) -> bool:
+    """Whether our kernel multiplies one row with the quantised weight of ``layer``, whose scales ``kept`` gets."""
+    if "forward" in layer.__dict__ or hasattr(layer, "parametrizations") or hasattr(layer, "_hf_hook"):
+        return False
+    weight = found(layer, kept)
+    if weight is None:
+        return False
+    row = torch.empty(1, weight.in_features, dtype=torch.float16, device=weight.codes.device)
+    return serves_quantised(row, weight)
+
+
 def _cannot_join(joined: JoinedLinear, owner: nn.Module, uses: Counter) -> str | None:
     """Why these projections stay apart; ``uses`` counts the places of each parameter in the model."""
     reason = joined.why_not(owner)
@@ -238,7 +254,8 @@ def fuse(model: nn.Module, linears: bool = True, small_batch: bool = True) -> Fu
         linears: also join the query, key and value projections, and the gate and up projections. Their weights move,
             which needs room for one layer's at a time; quantised, LoRA and sharded ones stay as they are.
         small_batch: also multiply up to ``ops.small_linear.MAX_ROWS`` rows by our own kernel, in the joined
-            projections, the other ones of each layer and the output embedding.
+            projections, the other ones of each layer and the output embedding; likewise in those whose weights
+            :mod:`.quantised_weight` knows, one by one.
 
     Returns:
         What was done, to undo it; ``None`` if nothing can be, ``why_not`` says why.
@@ -266,6 +283,11 @@ def _fuse(model: nn.Module, linears: bool, small_batch: bool, fusion: Fusion) ->
     def give(module: nn.Module, kind: type, state: State) -> None:
         note(module, state)
         module.__class__ = _fused_class(type(module), kind)
+
+    def give_quantised(layer: nn.Module | None) -> None:
+        if layer is not None and "_fused" not in layer.__dict__ and _multiplies(layer, kept := Kept()):
+            give(layer, FusedQuantised, State(None, type(layer), kept=kept))
+            counts["quantised"] += 1
 
     for module, kind, arch in list(_found(model)):
         state = State(arch, type(module), small_batch=small_batch)
@@ -298,6 +320,8 @@ def _fuse(model: nn.Module, linears: bool, small_batch: bool, fusion: Fusion) ->
                 if layer is not None and is_plain(layer):
                     give(layer, FusedLinear, State(None, nn.Linear))
                     counts["linear"] += 1
+            for layer in (getattr(module, name, None) for name in _QUANTISED if kind in _SINGLE):
+                give_quantised(layer)
         if latent != "linears":
             give(module, FusedLatentAttention if latent else _KINDS[kind], state)
             counts[kind] += 1
@@ -305,10 +329,11 @@ def _fuse(model: nn.Module, linears: bool, small_batch: bool, fusion: Fusion) ->
     if head is not None and is_plain(head):
         give(head, FusedLinear, State(None, nn.Linear))
         counts["linear"] += 1
+    give_quantised(head)
     _chain(model)
     if (counts["qkv"] or counts["gate_up"]) and torch.cuda.is_available():
         torch.cuda.empty_cache()  # the old weights' memory; the next large tensor may not fit into its pieces
-    fusion.counts, fusion.quantised = dict(counts), quantised(model)
+    fusion.counts, fusion.quantised = dict(counts), quantised(model, (FusedQuantised,))
     fusion.skipped = [f"{why} ({n} modules)" for why, n in skipped.items()]
 
 

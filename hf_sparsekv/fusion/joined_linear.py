@@ -35,8 +35,10 @@ def has_plain_weights(module: nn.Module) -> bool:
     return all(type(p) is nn.Parameter and type(p.data) is Tensor and p.dtype in _DTYPES for p in own)
 
 
-def quantised(model: nn.Module) -> dict[str, int]:
+def quantised(model: nn.Module, without: tuple[type, ...] = ()) -> dict[str, int]:
     """How many linear layers of ``model`` keep their weights in another form than 16 or 32 bit floats, by its name.
+
+    Those of the classes ``without`` are not counted.
 
     The name is that of the layer's class (bitsandbytes' ``Linear4bit``, transformers' ``FP8Linear``, those of GPTQ and
     AWQ), or of the weight's where the layer is torch's own (torchao's ``Int8Tensor``).
@@ -45,6 +47,8 @@ def quantised(model: nn.Module) -> dict[str, int]:
     for module in model.modules():
         kept = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         if not hasattr(module, "in_features") or not hasattr(module, "out_features") or not kept:
+            continue
+        if isinstance(module, without):
             continue
         held = [(type(t), t) for name, t in kept if name.startswith(("weight", "qweight")) and t is not None]
         other = [kind for kind, t in held if kind not in (nn.Parameter, Tensor) or t.dtype not in (*_DTYPES, _DOUBLE)]

@@ -7,7 +7,7 @@ Each class here is mixed into the class of one module: ``super().forward`` is tr
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,13 @@ from ..ops.experts import experts
 from ..ops.gated import gated
 from ..ops.latent_rope import latent_rope
 from ..ops.qk_rope import qk_rope
+from ..ops.quantised_linear import MAX_ROWS, QuantisedWeight, quantised_linear
+from ..ops.quantised_linear import serves as serves_quantised
 from ..ops.route import MAX_TOKENS as MAX_ROUTED_TOKENS
 from ..ops.route import route
 from ..ops.small_linear import serves, small_linear
 from .joined_linear import JoinedLinear, is_observed
+from .quantised_weight import Kept, found
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _READY = "_sparsekv_ready"
@@ -66,6 +69,7 @@ class State:
         joined: an attention's or MLP's projections, if they are joined.
         small_batch: our kernel multiplies few rows with them.
         following: the norm after a layer, in a tuple: as a plain attribute it would become a submodule.
+        kept: scales of a quantised linear layer.
     """
 
     arch: Arch | None
@@ -75,6 +79,7 @@ class State:
     joined: JoinedLinear | None = None
     small_batch: bool = False
     following: tuple[nn.Module, ...] = ()
+    kept: Kept = field(default_factory=Kept)
 
 
 def accelerated(t: Tensor) -> bool:
@@ -144,6 +149,28 @@ class FusedLinear:
         if not is_usable(x, self.weight):
             return super().forward(x)
         return small_linear(x, self.weight, self.bias)
+
+
+class FusedQuantised:
+    """A kernel that reads the codes of a quantised weight, for the few rows of a decode step.
+
+    More rows, prompts above all, are left to the layer's own library. Inputs stay in 16 bits, also where the library
+    rounds them to 8 (bitsandbytes' 8 bits, dynamic fp8), and none is looked at: nothing is asked of the host, as it is
+    by bitsandbytes' 8 bits with a threshold, so that such a model's steps can be captured.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self._weight(x)
+        return super().forward(x) if weight is None else quantised_linear(x, weight, self.bias)
+
+    def _weight(self, x: Tensor) -> QuantisedWeight | None:
+        """The layer's weight as it is now, if our kernel multiplies ``x`` with it."""
+        if not is_usable(x) or x.numel() > MAX_ROWS * x.shape[-1]:
+            return None
+        weight = found(self, self._fused.kept)
+        if weight is None or weight.codes.device != x.device or weight.in_features != x.shape[-1]:
+            return None
+        return weight if serves_quantised(x, weight) else None
 
 
 class FusedMLP:

@@ -12,7 +12,7 @@ from read_rows import read_rows
 
 pytest.importorskip("triton")
 
-from benchmarks.operators import experts, gated_linear, linear, sweep
+from benchmarks.operators import experts, gated_linear, linear, quantised_linear, sweep
 from benchmarks.operators import run as module
 from benchmarks.operators import walk as walks
 from benchmarks.operators.check import check
@@ -268,6 +268,32 @@ def test_linear_layers_are_compared(tmp_path, monkeypatch, capsys):
     with Report("operator", "qwen3-8b", None, None) as report:
         linear.measure(report, "out", weights, xs, None)
     assert "another result than triton's" in capsys.readouterr().out
+
+
+@INTERPRETED
+@pytest.mark.parametrize("form", quantised_linear.FORMATS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_quantised_linear_layers_are_compared(tmp_path, monkeypatch, capsys, rows, form):
+    """With the first way's result, the wrong one named; the bound is that of codes and scales."""
+    weights = [quantised_linear.FORMATS[form](128, 256, torch.device("cpu")) for _ in range(2)]
+    xs = [torch.randn(rows, 256).half() for _ in weights]
+    few = [quantised_linear.Tile(4, 64, 1, 4), quantised_linear.Tile(32, 32, 2, 4)]
+    for name in ("ONE_ROW_TILES", "TILES", "BLOCK_TILES"):
+        monkeypatch.setattr(quantised_linear, name, few)
+    monkeypatch.setattr(sweep, "captured", lambda run, sets: [run(i) for i in range(sets)] and Time(3, 2, 4))
+    path = tmp_path / "rows.csv"
+    with Report("operator", "qwen3-8b", path, None) as report:
+        quantised_linear.measure(report, form, weights, xs, 1e12)
+    assert report.failed == []
+    found = {row["variant"]: float(row["value"]) for row in read_rows(path)}
+    assert len(found) == 3 + (0 if form == "4bit" else len(few))
+    bits, scales = (4, 128 * 4) if form == "4bit" else (8, 2 if form == "fp8_blocks" else 128)
+    assert found[f"limit:{form}"] == pytest.approx(1e-6 * (128 * 256 * bits / 8 + 4 * scales))
+    monkeypatch.setattr(quantised_linear, "small_linear", lambda x, weight: x @ weight.T + 1)
+    with Report("operator", "qwen3-8b", None, None) as report:
+        quantised_linear.measure(report, form, weights, xs, 1e12)
+    assert len(report.failed) == 1 and "16 bits: another result" in report.failed[0]
+    assert f"{form}, {rows} rows, quickest:" in capsys.readouterr().out
 
 
 @INTERPRETED

@@ -23,6 +23,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -58,6 +59,8 @@ from hf_sparsekv.ops.place_tokens.triton import place_tokens
 from hf_sparsekv.ops.qk_rope.triton import qk_rope
 from hf_sparsekv.ops.quantise.reference import quantise as quantised
 from hf_sparsekv.ops.quantise.triton import quantise
+from hf_sparsekv.ops.quantised_linear.reference import FP8, QuantisedWeight
+from hf_sparsekv.ops.quantised_linear.triton import quantised_linear
 from hf_sparsekv.ops.query_predict.triton import query_predict
 from hf_sparsekv.ops.query_ring.triton import push
 from hf_sparsekv.ops.residency import PageState
@@ -255,6 +258,11 @@ def small_layers() -> None:
         for bias in (None, place().randn(3072)):
             for activation in (None, "silu", "gelu_tanh"):
                 small_linear(place().randn(rows, 2048), up, bias, activation)
+    for dtype in (torch.int8, FP8)[: 1 + (triton.runtime.driver.active.get_current_target().arch >= 89)]:
+        codes = torch.empty(3072, 2048, dtype=dtype)
+        for rows, scales in product((1, 8), ((3072, 1), (24, 16))):
+            weight = QuantisedWeight(codes, torch.empty(scales))
+            quantised_linear(place().randn(rows, 2048), weight, up[:, 0].contiguous())
     down = place().randn(1, 2048, 1536)  # of GLM-4.7-Flash
     experts(x[0], torch.zeros(1, 4, dtype=torch.int64), torch.rand(1, 4), up[None], down, "silu")
     tokens = place().randn(2, 512)

@@ -14,6 +14,7 @@ import torch
 
 from hf_sparsekv.ops.pack.reference import pack as pack_reference
 from hf_sparsekv.ops.quantise.reference import quantise as quantise_reference
+from hf_sparsekv.ops.quantised_linear.reference import FP8, QuantisedWeight
 from hf_sparsekv.ops.seal import Index
 from hf_sparsekv.ops.token_score.config import config as label_config
 
@@ -101,6 +102,8 @@ def on_cpu(given):
         return given.cpu().clone()
     if isinstance(given, dict):
         return {name: on_cpu(value) for name, value in given.items()}
+    if isinstance(given, QuantisedWeight):
+        return QuantisedWeight(*map(on_cpu, given))
     return Index(**on_cpu(vars(given))) if isinstance(given, Index) else given
 
 
@@ -192,6 +195,16 @@ def experts(place, tokens, count, k, d, inner, activation="silu"):
     index = shuffled(place, tokens, count, k) if tokens else place.randperm(0).view(0, k)
     gate_up, down = place.randn(count, 2 * inner, d) / d**0.5, place.randn(count, d, inner) / inner**0.5
     return 2 * place.randn(tokens, d), index.long(), place.rand(tokens, k), gate_up, down, activation
+
+
+def quantised_linear(place, shape, n, scales, has_bias=False, kind="int8"):
+    """``scales``: blocks of rows, and of inputs."""
+    k = shape[-1]
+    codes = place.randint(-127, 128, n, k).to(torch.int8) if kind == "int8" else (60 * place.randn(n, k)).to(FP8)
+    weight = QuantisedWeight(codes, (0.5 + place.rand(*scales)) / (64 * k**0.5))
+    # Tensor cores would round float32.
+    x = place.randn(1, shape[-1]) if place.dtype == torch.float32 else place.randn(*shape)
+    return x, weight, place.randn(n) if has_bias else None
 
 
 def route(place, tokens, d, count, k, groups, top_groups, normalise):
@@ -718,6 +731,27 @@ OPERATORS = [
         small=(2, 4, 3, 32, 24, "silu"),
         views={"x": "rows", "index": "turned", "weights": "turned"},
         far={"gate_up": 0, "down": 0},
+    ),
+    Operator(
+        "quantised_linear",
+        quantised_linear,
+        # shape of x, rows of the weight, scales, bias
+        {
+            "one row": ((1, 1, 4096), 64, (64, 1)),
+            "one row, one scale, bias, nothing even": ((1, 700), 45, (1, 1), True),
+            "one row, blocks": ((1, 1, 4352), 96, (3, 34)),
+            "one row, blocks, bias, nothing even": ((1, 286), 100, (4, 3), True),
+            "one row of the weight": ((1, 24), 1, (1, 1)),
+            "two rows": ((2, 1, 512), 64, (64, 1)),
+            "five rows, bias, nothing even": ((5, 130), 100, (50, 1), True),
+            "three rows, blocks": ((3, 512), 128, (2, 4)),
+            "nine rows, blocks, bias, nothing even": ((3, 3, 287), 45, (5, 3), True),
+            "sixteen rows, one scale": ((16, 256), 7, (1, 1)),
+            "no row": ((0, 1, 64), 32, (32, 1)),
+        },
+        options=(("int8", "fp8"),),
+        small=((2, 96), 64, (64, 1), True, "int8"),
+        views={"x": "rows"},
     ),
     Operator(
         "route",

@@ -34,6 +34,8 @@ from hf_sparsekv.ops.pack.triton import pack
 from hf_sparsekv.ops.place_tokens.triton import place_tokens
 from hf_sparsekv.ops.qk_rope.triton import qk_rope
 from hf_sparsekv.ops.quantise.triton import quantise
+from hf_sparsekv.ops.quantised_linear.reference import QuantisedWeight
+from hf_sparsekv.ops.quantised_linear.triton import quantised_linear
 from hf_sparsekv.ops.query_predict.triton import query_predict
 from hf_sparsekv.ops.query_ring.triton import push
 from hf_sparsekv.ops.residency import PageState
@@ -243,6 +245,9 @@ def small_layers(model: Model) -> None:
         if rows * tokens <= 8:
             small_linear(x, up)
             small_linear(x, up, None, "silu")
+        if rows * tokens <= 16:
+            for scales in ((1536, 1), (12, 4)):
+                quantised_linear(x, QuantisedWeight(torch.empty(1536, d, dtype=torch.int8), torch.empty(scales)))
         q, k = (torch.empty(rows, tokens, n, model.dk, dtype=KIND) for n in (model.q_heads, model.heads))
         for n in {1, rows}:
             cos = torch.empty(n, tokens, some, dtype=KIND)

@@ -1,0 +1,133 @@
+"""Linear layers of an 8B model with weights in 8 or 4 bits, for few rows: tiles of the kernel, and 16 bits beside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hf_sparsekv.ops.quantised_linear import QuantisedWeight, dequantise, quantised_linear
+from hf_sparsekv.ops.quantised_linear.reference import FP8, codebook_kernel
+from hf_sparsekv.ops.quantised_linear.triton import Tile, tile
+from hf_sparsekv.ops.quantised_linear.triton import quantised_linear as by_triton
+from hf_sparsekv.ops.small_linear import small_linear
+
+from ..report import Report
+from .sweep import Variant, compare, tile_name
+
+NAME = "quantised_linear"
+CASE = "qwen3-8b"
+ROWS = (1, 8)
+LAYERS = {"kv": (1024, 4096), "q_out": (4096, 4096), "gate_up": (12288, 4096), "down": (4096, 12288)}  # rows, inputs
+READ = 300e6  # bytes of weights, several sets of them: what is read comes from memory
+GROUP = 64  # inputs that share a scale, of 4 bits
+BLOCK = 128  # rows and inputs, of 8-bit floats by blocks
+
+ONE_ROW_TILES = tuple(
+    Tile(*one)
+    for one in (
+        *((2, 4096, 1, 4), (2, 4096, 1, 8), (4, 2048, 1, 4), (4, 2048, 1, 8), (4, 4096, 1, 4), (4, 4096, 1, 8)),
+        *((8, 1024, 1, 4), (8, 2048, 1, 4), (8, 2048, 1, 8), (16, 1024, 1, 8), (1, 4096, 1, 4), (4, 4096, 1, 8, 64)),
+    )
+)
+TILES = tuple(  # of more than one row
+    Tile(*one)
+    for one in (
+        *((16, 512, 5, 1), (16, 512, 4, 2), (16, 1024, 3, 4), (32, 256, 6, 4), (32, 256, 6, 2), (32, 512, 3, 4)),
+        *((32, 512, 5, 2), (32, 512, 5, 4), (32, 512, 5, 8), (64, 128, 8, 4), (64, 256, 4, 4), (64, 256, 6, 4)),
+        *((64, 256, 6, 8), (64, 512, 3, 4), (128, 128, 6, 4), (128, 256, 3, 8)),
+    )
+)
+BLOCK_TILES = tuple(  # of more than one row, scales of blocks
+    Tile(*one)
+    for one in (
+        *((16, 128, 12, 1), (32, 128, 8, 4), (32, 128, 12, 2), (32, 128, 12, 4), (32, 128, 16, 4), (64, 128, 6, 4)),
+        *((64, 128, 10, 4), (64, 128, 10, 8), (128, 128, 8, 4)),
+    )
+)
+
+
+def in_8_bits(n: int, k: int, dtype: torch.dtype, scales: tuple[int, int], device: torch.device) -> QuantisedWeight:
+    """Random codes, all of them as likely as another, or as of a normal distribution."""
+    if dtype == torch.int8:
+        codes = torch.randint(-127, 128, (n, k), dtype=dtype, device=device)
+    else:
+        codes = (100 * torch.randn(n, k, device=device)).to(dtype)
+    return QuantisedWeight(codes, (0.5 + torch.rand(scales, device=device)) / (100 * k**0.5))
+
+
+def in_4_bits(n: int, k: int, device: torch.device) -> QuantisedWeight:
+    """Random indices of a codebook of equal steps."""
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
+    scales = (0.5 + torch.rand(n, k // GROUP, device=device)) / k**0.5
+    return QuantisedWeight(codes, scales, torch.linspace(-1, 1, 16, device=device))
+
+
+# format -> a weight of these rows and inputs
+FORMATS: dict[str, Callable[[int, int, torch.device], QuantisedWeight]] = {
+    "int8": lambda n, k, device: in_8_bits(n, k, torch.int8, (n, 1), device),
+    "fp8": lambda n, k, device: in_8_bits(n, k, FP8, (n, 1), device),
+    "fp8_blocks": lambda n, k, device: in_8_bits(n, k, FP8, (n // BLOCK, k // BLOCK), device),
+    "4bit": in_4_bits,
+}
+
+
+def tiles(rows: int, weight: QuantisedWeight) -> tuple[Tile, ...]:
+    """Those to try; none with a codebook, whose kernel chooses for itself."""
+    if weight.codebook is not None:
+        return ()
+    if rows == 1:
+        return ONE_ROW_TILES
+    return BLOCK_TILES if weight.scales.shape[1] > 1 else TILES
+
+
+def ways(weights: list[QuantisedWeight], plain: list[Tensor], xs: list[Tensor]) -> list[Variant]:
+    """Today's kernel first; ``small_linear`` over the same weights in 16 bits, ``plain``; other tiles."""
+    out: list[Tensor] = [torch.empty(0)] * len(weights)
+
+    def usual(i: int) -> None:
+        out[i] = quantised_linear(xs[i], weights[i])
+
+    def tiled(i: int, config: Tile) -> None:
+        out[i] = by_triton(xs[i], weights[i], None, config)
+
+    def in_16_bits(i: int) -> None:
+        out[i] = small_linear(xs[i], plain[i])
+
+    has_tiles = weights[0].codebook is None
+    name = f"usual,{tile_name(tile(len(xs[0]), weights[0]))}" if has_tiles else "codebook"
+    found: list[Variant] = [(name, usual, lambda: out[0]), ("16 bits", in_16_bits, lambda: out[0])]
+    for one in tiles(len(xs[0]), weights[0]):
+        found.append((tile_name(one), partial(tiled, config=one), lambda: out[0]))
+    return found
+
+
+def kept_bytes(weight: QuantisedWeight) -> int:
+    """Of codes and scales."""
+    return weight.codes.nbytes + weight.scales.nbytes
+
+
+def measure(report: Report, name: str, weights: list[QuantisedWeight], xs: list[Tensor], rate: float) -> None:
+    """All ways of one layer, each compared with the first, beside the bound by ``rate`` bytes a second."""
+    plain = [dequantise(weight).to(xs[0].dtype) for weight in weights]
+    with report.measuring(len(xs[0]), 0, f"limit:{name}"):
+        report.add(f"{name}_us", 1e6 * kept_bytes(weights[0]) / rate, "us")
+    compare(report, ways(weights, plain, xs), len(weights), len(xs[0]), NAME, name)
+
+
+def sweep(report: Report, device: torch.device, rate: float) -> None:
+    """All formats and layers at 1 and 8 rows. 4 bits only where their kernel is there."""
+    report.case = CASE
+    for form, make in FORMATS.items():
+        if form == "4bit" and codebook_kernel() is None:
+            continue
+        for layer, (n, k) in LAYERS.items():
+            first = make(n, k, device)
+            weights = [first, *(make(n, k, device) for _ in range(1 + int(READ / kept_bytes(first))))]
+            for rows in ROWS:
+                xs = [torch.randn(rows, k, dtype=torch.bfloat16, device=device) for _ in weights]
+                measure(report, f"{form}:{layer}", weights, xs, rate)
+            del first, weights
+            torch.cuda.empty_cache()

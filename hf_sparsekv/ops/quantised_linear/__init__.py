@@ -1,0 +1,54 @@
+"""A linear layer of a few rows whose weights are kept in 4 or 8 bits."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from .._cuda import why_not
+from .._dispatch import has_triton, operator
+from . import reference
+from .reference import FP8, LEAST, MAX_ROWS, QuantisedWeight, codebook_kernel, dequantise
+
+__all__ = ["MAX_ROWS", "QuantisedWeight", "dequantise", "quantised_linear", "serves"]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def serves(x: Tensor, weight: QuantisedWeight, *_, **__) -> bool:
+    """Whether a kernel takes ``x [..., in]`` and ``weight``: 1 to ``MAX_ROWS`` rows, in float32 one; on this GPU.
+
+    Scales of blocks of inputs must be of a multiple of ``LEAST``. 8-bit floats need compute
+    capability 8.9. Elsewhere than on a GPU no kernel runs, and only rows and blocks are asked about.
+    """
+    rows = x.numel() // x.shape[-1] if x.numel() else 0
+    if not 0 < rows <= MAX_ROWS or x.dtype not in _DTYPES or (rows > 1 and x.dtype == torch.float32):
+        return False
+    if weight.codebook is None and weight.scales.shape[1] > 1 and weight.block[1] % LEAST:
+        return False
+    if not x.is_cuda:
+        return True
+    if not has_triton():
+        return False
+    if weight.codebook is not None:
+        return _serves_codebook(x, weight)
+    return weight.codes.dtype != FP8 or _has_fp8(x.get_device())
+
+
+def _serves_codebook(x: Tensor, weight: QuantisedWeight) -> bool:
+    kernel = codebook_kernel()
+    if kernel is None or why_not(x.get_device()) is not None:
+        return False
+    asked = getattr(kernel, "serves", None)
+    return asked is None or asked(x, weight)
+
+
+@cache
+def _has_fp8(device: int) -> bool:
+    """Whether Triton converts 8-bit floats there."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+quantised_linear = operator(reference.quantised_linear, on="x", when=serves)
