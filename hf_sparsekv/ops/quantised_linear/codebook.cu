@@ -1,0 +1,218 @@
+// A linear layer of 1 to 16 rows whose weights are 4-bit indices of a codebook, on tensor cores (Ampere and later).
+//
+// A byte of the weights holds two neighbours of a row, and two numbers of 16 bits are one register of a product's left
+// side: so a byte is looked up as a whole, in a table of 256 pairs in shared memory, of which each bank has its own
+// copy. Weights are the 16 rows of a product, rows of x its 8 columns. Inputs may come in any order that is the same on
+// both sides: a thread takes bytes that lie side by side, from memory to the registers in which they wait.
+//
+// Scales belong to 64 inputs of a row, and no product may have inputs of two scales. Where x has few rows, its columns
+// are there SPLIT times: a column has the inputs of one scale, and zeros for those of the others, which other threads
+// of a quad hold. So a thread takes 16 or 32 bytes that lie side by side, not 8, and a quad 64 or 128.
+//
+// The warps of a block share the inputs, the blocks the rows of the weight; a block's warps add up at the end of each
+// of its rows. Weights depend on no kernel: the first are asked for before those that came before have ended.
+
+#define WARPS (THREADS / 32)
+#define CHUNK (8 * SPLIT)          // bytes of a row that a thread takes at once
+#define SPAN (4 * CHUNK)           // that a quad takes
+#define UNIT (PARTS * SPAN)        // that it has on their way at once
+#define SCALES (UNIT / 32)         // of a row, in a unit
+#define ROWS (16 * TILES)          // of the weight, that a block has at once
+#define EACH (8 / SPLIT)           // rows of x in a product
+#define MOST (EACH * COLUMNS)      // rows of x
+#define WORDS (2 * SPLIT)          // of a chunk
+#define ADDED (WARPS * MOST * ROWS)  // sums of all warps
+
+static_assert(SCALES <= 4, "each thread of a quad reads one of them");
+static_assert(COLUMNS == 1 || SPLIT == 1, "few rows of x are columns of one product");
+static_assert(STEP == 32 || ADDED <= 256 * 32, "sums have room between the table's lines");
+
+struct alignas(SPLIT == 1 ? 8 : 16) Chunk {
+    u32 word[WORDS];
+};
+
+// Of a unit, what a thread has: rows `row` and `row + 8` of each tile.
+struct Piece {
+    Chunk codes[PARTS][2 * TILES];
+    float scale[2 * TILES];
+};
+
+// What stands for rows of x and inputs that there are none of.
+__device__ uint4 nothing[2 * SPLIT];
+
+__device__ __forceinline__ void load(Chunk& to, const char* from) {
+#if SPLIT == 1
+    const uint2 both = load_once((const uint2*)from);
+    to.word[0] = both.x, to.word[1] = both.y;
+#else
+#pragma unroll
+    for (int i = 0; i < SPLIT / 2; i++) {
+        const uint4 all = load_once((const uint4*)from + i);
+        to.word[4 * i] = all.x, to.word[4 * i + 1] = all.y, to.word[4 * i + 2] = all.z, to.word[4 * i + 3] = all.w;
+    }
+#endif
+}
+
+// Where the table has the pair of byte `i` of a word, for this lane. With lines of 256 bytes it takes one instruction:
+// the byte is the address's second one, and the lane its first.
+__device__ __forceinline__ u32 look_up(const float* table, u32 word, int i, u32 lane_4) {
+    const u32 at = STEP == 64 ? __byte_perm(word, lane_4, 0x5504 + 16 * i)
+                              : ((i ? word >> (8 * i - 7) : word << 7) & 0x7f80) | lane_4;
+    return *(const u32*)((const char*)table + at);
+}
+
+// Where the table's memory has sum `i`: between its lines where there is room, else behind it.
+__device__ __forceinline__ u32 place(u32 i) { return STEP == 64 ? i / 32 * 64 + 32 + i % 32 : 256 * 32 + i; }
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    codebook_linear_kernel(const u16* x, i64 x_row, const char* codes, i64 codes_row, const float* scales,
+                           i64 scales_row, i64 log_block, const float* codebook, const u16* bias, u16* out,
+                           i64 out_row, i64 rows, i64 n_out, i64 n_in, i64 blocks) {
+    DYNAMIC_SHARED(table);
+    const int thread = threadIdx.x, warp = uniform(thread / 32), lane = thread % 32, row = lane / 4, quad = lane % 4;
+    const int outputs = (int)n_out, bytes = (int)(n_in / 2);
+    const int units = (bytes + UNIT - 1) / UNIT, groups = (outputs + ROWS - 1) / ROWS;
+
+    // Those of the table's entries that this thread makes: it has four copies of each.
+    float first = 0, second = 0;
+    if (thread < 256) first = load_constant(codebook + thread / 16), second = load_constant(codebook + thread % 16);
+
+    // What is behind the last row or input is read elsewhere, and multiplied by nothing or not stored.
+    const auto ask = [&](Piece& piece, int group, int unit) {
+        const int block = min(unit * SCALES + quad % SCALES, bytes / 32 - 1) >> ((int)log_block - 6);
+#pragma unroll
+        for (int i = 0; i < 2 * TILES; i++) {
+            const i64 at = min(group * ROWS + 8 * i + row, outputs - 1);
+#pragma unroll
+            for (int p = 0; p < PARTS; p++) {
+                const int byte = unit * UNIT + p * SPAN + quad * CHUNK;
+                load(piece.codes[p][i], codes + at * codes_row + (byte < bytes ? byte : 0));
+            }
+            piece.scale[i] = load_constant(scales + at * scales_row + block);
+        }
+    };
+    Piece pieces[AHEAD];
+    int next_group = warp < units ? blockIdx.x : groups, next_unit = warp;
+    const auto ask_next = [&](Piece& piece) {
+        if (next_group >= groups) return;
+        ask(piece, next_group, next_unit);
+        next_unit += WARPS;
+        if (next_unit >= units) next_unit = warp, next_group += (int)blocks;
+    };
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) ask_next(pieces[i]);
+
+    u32* const pairs = (u32*)table;
+    for (int i = thread; i < 256; i += THREADS) {
+        if (i >= THREADS) first = load_constant(codebook + i / 16), second = load_constant(codebook + i % 16);
+        pairs[i * STEP] = pack(first, second);
+    }
+    __syncthreads();
+    for (int i = warp; i < 256; i += WARPS) {
+        const u32 pair = pairs[i * STEP];
+        __syncwarp();
+        pairs[i * STEP + lane] = pair;
+    }
+    // The thread's row of x is that of its column, and the thread's inputs those of its scale, or nothing.
+    const int column = row % EACH;
+    const bool its_scale = row / EACH == quad * SPLIT / 4;
+    const u16* its_x[COLUMNS];
+    int its_end[COLUMNS];
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) {
+        const int which = 8 * c + column;
+        its_x[c] = x + which * x_row;
+        its_end[c] = its_scale && which < (int)rows ? bytes : 0;
+    }
+    const u32 lane_4 = 4 * lane;
+    __syncthreads();
+    wait_for_kernels();
+
+    float total[TILES][COLUMNS][4] = {};  // of rows `row` and `row + 8`, two columns each
+    const auto take = [&](const Piece& piece, int unit) {
+#pragma unroll
+        for (int p = 0; p < PARTS; p++) {
+            const int byte = unit * UNIT + p * SPAN + quad * CHUNK;
+            const uint4* from[COLUMNS];
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c++)
+                from[c] = keep(byte < its_end[c] ? (const uint4*)(its_x[c] + 2 * byte) : nothing);
+            float sum[TILES][COLUMNS][4] = {};
+#pragma unroll
+            for (int w = 0; w < WORDS; w++) {
+                uint4 inputs[COLUMNS];
+#pragma unroll
+                for (int c = 0; c < COLUMNS; c++) inputs[c] = from[c][w];
+#pragma unroll
+                for (int t = 0; t < TILES; t++) {
+                    const u32 upper = piece.codes[p][2 * t].word[w], lower = piece.codes[p][2 * t + 1].word[w];
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        const u32 numbers[4] = {
+                            look_up(table, upper, 2 * h, lane_4), look_up(table, lower, 2 * h, lane_4),
+                            look_up(table, upper, 2 * h + 1, lane_4), look_up(table, lower, 2 * h + 1, lane_4)};
+#pragma unroll
+                        for (int c = 0; c < COLUMNS; c++) {
+                            multiply(sum[t][c], numbers, h ? inputs[c].z : inputs[c].x, h ? inputs[c].w : inputs[c].y);
+                        }
+                    }
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 2 * TILES; i++) {
+                float scale = piece.scale[i];
+                if (SPLIT < 4) scale = __shfl_sync(~0u, scale, (lane & 28) + p * SPLIT + quad * SPLIT / 4);
+#pragma unroll
+                for (int c = 0; c < COLUMNS; c++) {
+#pragma unroll
+                    for (int e = i % 2 * 2; e < i % 2 * 2 + 2; e++)
+                        total[i / 2][c][e] += scale * sum[i / 2][c][e];
+                }
+            }
+        }
+    };
+    // The warps' sums of the block's rows, to the result.
+    const auto finish = [&](int group, bool last) {
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    for (int d = 4 / SPLIT; d < 4; d *= 2)  // over scales side by side
+                        total[t][c][e] += __shfl_xor_sync(~0u, total[t][c][e], d);
+                    const u32 of_x = 8 * c + 2 * quad + e % 2;
+                    const u32 i = (warp * MOST + of_x) * ROWS + 16 * t + e / 2 * 8 + row;
+                    // Places are such that each thread of a quad has other banks.
+                    if (quad < 4 / SPLIT) table[place(i ^ (of_x / 2 % 4 * 8))] = total[t][c][e];
+                    total[t][c][e] = 0;
+                }
+            }
+        }
+        __syncthreads();
+        for (int i = thread; i < (int)rows * ROWS; i += THREADS) {
+            const int of_x = i / ROWS, output = group * ROWS + i % ROWS;
+            if (output >= outputs) continue;
+            float sum = bias ? unpack(bias[output]) : 0;
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) sum += table[place((u32)(w * MOST * ROWS + i) ^ (of_x / 2 % 4 * 8))];
+            out[of_x * out_row + output] = (u16)pack(sum, 0);
+        }
+        if (!last) __syncthreads();
+    };
+    int group = blockIdx.x, unit = warp;
+    while (group < groups) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            if (next_group >= groups) release_kernels();  // all is asked for
+            if (unit < units) take(pieces[i], unit);
+            ask_next(pieces[i]);
+            unit += WARPS;
+            if (unit < units) continue;
+            const int after = group + (int)blocks;
+            finish(group, after >= groups);
+            group = after, unit = warp;
+            if (group >= groups) break;
+        }
+    }
+}

@@ -1,0 +1,154 @@
+"""A linear layer of a few rows whose weights are indices of a codebook, in CUDA C++: ``codebook.cu`` says how.
+
+Nothing here has been measured yet: forms are those for which registers and counts of instructions look best.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _cuda, _device
+from .reference import MAX_ROWS, QuantisedWeight
+
+AMPERE = 8  # compute capability from which on there are the products and copies that the kernel needs
+SCALE = 64  # inputs: of fewer, none of a product's inputs would have one scale
+LONGEST = 31  # log2 of inputs that share a scale, where all of a row do
+TABLE = 256  # pairs of the codebook
+NAME = "codebook_linear_kernel"
+
+
+class Form(NamedTuple):
+    """How the kernel is cut.
+
+    Args:
+        warps: of a block, which share the inputs; None for as many as share them most evenly.
+        tiles: of 16 rows of the weight, that a block has at once.
+        parts: loads of a row, one after the other, that a thread has on their way at once.
+        ahead: how many times as much is on its way.
+        step: words from a line of the table to the next, 32 or 64. 64 take one instruction less for each byte.
+        resident: blocks for which the compiler leaves registers on a processor.
+    """
+
+    warps: int | None
+    tiles: int
+    parts: int
+    ahead: int
+    step: int = 64
+    resident: int = 1
+
+
+# By the most rows of x. Inputs are split in the columns of a product (see codebook.cu): SPLIT[rows] times.
+SPLIT = {2: 4, 4: 2, 8: 1, 16: 1}
+FORMS = {
+    2: Form(None, 1, 1, 2),
+    4: Form(None, 1, 2, 2),
+    8: Form(None, 2, 2, 1),
+    16: Form(None, 2, 2, 1),
+}
+MOST_WARPS = 16
+
+
+def serves(x: Tensor, weight: QuantisedWeight) -> bool:
+    """Whether the kernel may take ``x [..., in]`` and ``weight``, as far as can be said before their layout is seen."""
+    if weight.codebook is None or not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    rows = x.numel() // x.shape[-1] if x.numel() else 0
+    return 0 < rows <= MAX_ROWS and _scale_of(weight) is not None and _device_serves(x)
+
+
+def multiply(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tensor, config: Form | None = None) -> bool:
+    """``x @ W.T + bias`` to ``out``, where these tensors and this GPU allow it: whether it has been done.
+
+    Args:
+        x: ``[rows, in]``, bfloat16 or float16.
+        out: ``[rows, out]`` of the same dtype.
+        config: replaces the form for so many rows.
+    """
+    codes, scales, codebook = weight
+    rows, inputs = x.shape
+    outputs = weight.out_features
+    scale = _scale_of(weight)
+    if codebook is None or scale is None or not 0 < rows <= MAX_ROWS or not outputs:
+        return False
+    if x.dtype not in (torch.bfloat16, torch.float16) or out.dtype != x.dtype or out.shape != (rows, outputs):
+        return False
+    if inputs != weight.in_features or not all(map(_loads_16_bytes, (x, codes))) or out.stride(1) != 1:
+        return False
+    if bias is not None and (bias.dtype != x.dtype or bias.shape != (outputs,) or bias.stride(0) != 1):
+        return False
+    if (scales.shape[1] > 1 and scales.stride(1) != 1) or not codebook.is_contiguous():
+        return False
+    most = most_rows(rows)
+    form = config or FORMS[most]
+    units = -(-inputs // (SCALE * SPLIT[most] * form.parts))
+    form = form._replace(warps=form.warps or _warps(units))
+    kernel = _kernel(x, most, form)
+    shared = shared_bytes(most, form)
+    if kernel is None or shared > kernel.shared_bytes:
+        return False
+    threads, groups = 32 * form.warps, -(-outputs // (16 * form.tiles))
+    # All blocks at once, and each of them with equally many rows of the weight.
+    most_blocks = max(1, kernel.resident(threads, x, shared) * _device.gpu_of(x).processors)
+    blocks = -(-groups // -(-groups // most_blocks))
+    args = x, x.stride(0), codes, codes.stride(0), scales, scales.stride(0) if scales.shape[0] > 1 else 0, scale
+    kernel.launch(
+        (blocks, 1), threads, shared, x, *args, codebook, bias, out, out.stride(0), rows, outputs, inputs, blocks
+    )
+    return True
+
+
+def shared_bytes(most: int, form: Form) -> int:
+    """Of shared memory: the table, and sums where there is no room for them between its lines."""
+    added = 0 if form.step == 64 else form.warps * _columns(most) * 16 * form.tiles
+    return 4 * (TABLE * form.step + added)
+
+
+def _scale_of(weight: QuantisedWeight) -> int | None:
+    """log2 of the inputs that share a scale; ``None`` for what the kernel has no way to read."""
+    rows, columns = weight.scales.shape
+    inputs = weight.in_features
+    if rows not in (1, weight.out_features) or inputs % SCALE or not inputs:
+        return None
+    if columns == 1:
+        return LONGEST
+    each = -(-inputs // columns)
+    return None if each < SCALE or each & (each - 1) else each.bit_length() - 1
+
+
+def _loads_16_bytes(t: Tensor) -> bool:
+    """Whether each row lies in one piece, at a multiple of 16 bytes."""
+    return t.stride(1) == 1 and t.data_ptr() % 16 == 0 and (t.shape[0] == 1 or t.stride(0) * t.element_size() % 16 == 0)
+
+
+def _device_serves(x: Tensor) -> bool:
+    return _cuda.why_not(x.get_device(), AMPERE) is None
+
+
+def most_rows(rows: int) -> int:
+    """For which the kernel for ``rows`` rows of x is: a key of ``SPLIT``."""
+    return next(most for most in SPLIT if rows <= most)
+
+
+def _columns(most: int) -> int:
+    """Rows of x that the kernel for so many has room for."""
+    return max(8 // SPLIT[most], most)
+
+
+def _warps(units: int) -> int:
+    """That share so many units: as few as need no more turns than the most that a block may have."""
+    turns = -(-units // MOST_WARPS)
+    return -(-units // turns)
+
+
+def macros(dtype: torch.dtype, most: int, form: Form) -> dict[str, int]:
+    """Of the kernel for so many rows of x."""
+    defined = {"THREADS": 32 * form.warps, "TILES": form.tiles, "PARTS": form.parts, "AHEAD": form.ahead}
+    defined |= {"SPLIT": SPLIT[most], "COLUMNS": -(-most // 8), "STEP": form.step, "RESIDENT": form.resident}
+    return defined | {"BFLOAT16": int(dtype == torch.bfloat16)}
+
+
+def _kernel(x: Tensor, most: int, form: Form) -> _cuda.Kernel | None:
+    return _cuda.load(x, __package__, "codebook.cu", NAME, least=AMPERE, **macros(x.dtype, most, form))
