@@ -1,8 +1,8 @@
 """Kernels in CUDA C++, for what Triton cannot say: clusters of thread blocks that share their memory, tables in it.
 
 Compiled by NVRTC for the GPU that is there, once a process (some 0.3 s), with NVIDIA's ``cuda-bindings``, which torch
-brings along. Where they are missing, or the GPU lacks what a kernel needs, operators take their Triton kernels: an operator's
-results are the same.
+brings along. Where they are missing, or the GPU lacks what a kernel needs, operators take their Triton kernels: an
+operator's results are the same.
 """
 
 from __future__ import annotations

@@ -21,11 +21,12 @@
 #define EACH (8 / SPLIT)           // rows of x in a product
 #define MOST (EACH * COLUMNS)      // rows of x
 #define WORDS (2 * SPLIT)          // of a chunk
+#define CHAINS (TILES * COLUMNS == 1 ? 2 : 1)  // of products that wait for one another: the fewer, the longer
 #define ADDED (WARPS * MOST * ROWS)  // sums of all warps
 
 static_assert(SCALES <= 4, "each thread of a quad reads one of them");
 static_assert(COLUMNS == 1 || SPLIT == 1, "few rows of x are columns of one product");
-static_assert(STEP == 32 || ADDED <= 256 * 32, "sums have room between the table's lines");
+static_assert(STEP == 32 || 2 * ADDED <= 256 * 32, "sums have room between the table's lines");
 
 struct alignas(SPLIT == 1 ? 8 : 16) Chunk {
     u32 word[WORDS];
@@ -73,26 +74,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     const int outputs = (int)n_out, bytes = (int)(n_in / 2);
     const int units = (bytes + UNIT - 1) / UNIT, groups = (outputs + ROWS - 1) / ROWS;
 
-    // Those of the table's entries that this thread makes: it has four copies of each.
-    float first = 0, second = 0;
-    if (thread < 256) first = load_constant(codebook + thread / 16), second = load_constant(codebook + thread % 16);
+    const float number = load_constant(codebook + lane % 16);
 
     // What is behind the last row or input is read elsewhere, and multiplied by nothing or not stored.
     const auto ask = [&](Piece& piece, int group, int unit) {
         const int block = min(unit * SCALES + quad % SCALES, bytes / 32 - 1) >> ((int)log_block - 6);
 #pragma unroll
         for (int i = 0; i < 2 * TILES; i++) {
-            const i64 at = min(group * ROWS + 8 * i + row, outputs - 1);
+            const u32 at = min(group * ROWS + 8 * i + row, outputs - 1);
 #pragma unroll
             for (int p = 0; p < PARTS; p++) {
                 const int byte = unit * UNIT + p * SPAN + quad * CHUNK;
-                load(piece.codes[p][i], codes + at * codes_row + (byte < bytes ? byte : 0));
+                load(piece.codes[p][i], codes + (at * (u32)codes_row + (byte < bytes ? byte : 0)));
             }
-            piece.scale[i] = load_constant(scales + at * scales_row + block);
+            piece.scale[i] = load_constant(scales + (at * (u32)scales_row + block));
         }
     };
     Piece pieces[AHEAD];
-    int next_group = warp < units ? blockIdx.x : groups, next_unit = warp;
+    int next_group = blockIdx.x, next_unit = warp;
     const auto ask_next = [&](Piece& piece) {
         if (next_group >= groups) return;
         ask(piece, next_group, next_unit);
@@ -102,16 +101,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) ask_next(pieces[i]);
 
-    u32* const pairs = (u32*)table;
-    for (int i = thread; i < 256; i += THREADS) {
-        if (i >= THREADS) first = load_constant(codebook + i / 16), second = load_constant(codebook + i % 16);
-        pairs[i * STEP] = pack(first, second);
-    }
-    __syncthreads();
-    for (int i = warp; i < 256; i += WARPS) {
-        const u32 pair = pairs[i * STEP];
-        __syncwarp();
-        pairs[i * STEP + lane] = pair;
+    for (int i = thread / 8; i < 256; i += THREADS / 8) {
+        const u32 pair = pack(__shfl_sync(~0u, number, i / 16), __shfl_sync(~0u, number, i % 16));
+        ((uint4*)table)[i * STEP / 4 + thread % 8] = {pair, pair, pair, pair};
     }
     // The thread's row of x is that of its column, and the thread's inputs those of its scale, or nothing.
     const int column = row % EACH;
@@ -121,28 +113,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
         const int which = 8 * c + column;
-        its_x[c] = x + which * x_row;
+        its_x[c] = keep(x + which * x_row);
         its_end[c] = its_scale && which < (int)rows ? bytes : 0;
     }
     const u32 lane_4 = 4 * lane;
     __syncthreads();
     wait_for_kernels();
 
+    uint4 inputs[PARTS][COLUMNS][WORDS];  // of the next unit
+    const auto inputs_of = [&](int c, int unit, int p) {
+        const int byte = unit * UNIT + p * SPAN + quad * CHUNK;
+        return keep(byte < its_end[c] ? (const uint4*)(its_x[c] + 2 * byte) : nothing);
+    };
+#pragma unroll
+    for (int p = 0; p < PARTS; p++) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) {
+            const uint4* from = inputs_of(c, warp, p);
+#pragma unroll
+            for (int w = 0; w < WORDS; w++) inputs[p][c][w] = from[w];
+        }
+    }
+
     float total[TILES][COLUMNS][4] = {};  // of rows `row` and `row + 8`, two columns each
-    const auto take = [&](const Piece& piece, int unit) {
+    const auto take = [&](const Piece& piece, int after) {
 #pragma unroll
         for (int p = 0; p < PARTS; p++) {
-            const int byte = unit * UNIT + p * SPAN + quad * CHUNK;
             const uint4* from[COLUMNS];
 #pragma unroll
-            for (int c = 0; c < COLUMNS; c++)
-                from[c] = keep(byte < its_end[c] ? (const uint4*)(its_x[c] + 2 * byte) : nothing);
-            float sum[TILES][COLUMNS][4] = {};
+            for (int c = 0; c < COLUMNS; c++) from[c] = inputs_of(c, after, p);
+            float sum[TILES][COLUMNS][CHAINS][4] = {};
 #pragma unroll
             for (int w = 0; w < WORDS; w++) {
-                uint4 inputs[COLUMNS];
-#pragma unroll
-                for (int c = 0; c < COLUMNS; c++) inputs[c] = from[c][w];
 #pragma unroll
                 for (int t = 0; t < TILES; t++) {
                     const u32 upper = piece.codes[p][2 * t].word[w], lower = piece.codes[p][2 * t + 1].word[w];
@@ -153,10 +155,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                             look_up(table, upper, 2 * h + 1, lane_4), look_up(table, lower, 2 * h + 1, lane_4)};
 #pragma unroll
                         for (int c = 0; c < COLUMNS; c++) {
-                            multiply(sum[t][c], numbers, h ? inputs[c].z : inputs[c].x, h ? inputs[c].w : inputs[c].y);
+                            const uint4& its = inputs[p][c][w];
+                            multiply(sum[t][c][h % CHAINS], numbers, h ? its.z : its.x, h ? its.w : its.y);
                         }
                     }
                 }
+                // Those of the next unit take their place, so that they come meanwhile.
+#pragma unroll
+                for (int c = 0; c < COLUMNS; c++) inputs[p][c][w] = from[c][w];
             }
 #pragma unroll
             for (int i = 0; i < 2 * TILES; i++) {
@@ -165,14 +171,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll
                 for (int c = 0; c < COLUMNS; c++) {
 #pragma unroll
-                    for (int e = i % 2 * 2; e < i % 2 * 2 + 2; e++)
-                        total[i / 2][c][e] += scale * sum[i / 2][c][e];
+                    for (int e = i % 2 * 2; e < i % 2 * 2 + 2; e++) {
+#pragma unroll
+                        for (int h = 0; h < CHAINS; h++) total[i / 2][c][e] += scale * sum[i / 2][c][h][e];
+                    }
                 }
             }
         }
     };
     // The warps' sums of the block's rows, to the result.
-    const auto finish = [&](int group, bool last) {
+    const auto finish = [&](int group, u32 sums) {
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
 #pragma unroll
@@ -184,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                     const u32 of_x = 8 * c + 2 * quad + e % 2;
                     const u32 i = (warp * MOST + of_x) * ROWS + 16 * t + e / 2 * 8 + row;
                     // Places are such that each thread of a quad has other banks.
-                    if (quad < 4 / SPLIT) table[place(i ^ (of_x / 2 % 4 * 8))] = total[t][c][e];
+                    if (quad < 4 / SPLIT) table[place(sums + (i ^ (of_x / 2 % 4 * 8)))] = total[t][c][e];
                     total[t][c][e] = 0;
                 }
             }
@@ -195,23 +203,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             if (output >= outputs) continue;
             float sum = bias ? unpack(bias[output]) : 0;
 #pragma unroll
-            for (int w = 0; w < WARPS; w++) sum += table[place((u32)(w * MOST * ROWS + i) ^ (of_x / 2 % 4 * 8))];
+            for (int w = 0; w < WARPS; w++)
+                sum += table[place(sums + ((u32)(w * MOST * ROWS + i) ^ (of_x / 2 % 4 * 8)))];
             out[of_x * out_row + output] = (u16)pack(sum, 0);
         }
-        if (!last) __syncthreads();
     };
     int group = blockIdx.x, unit = warp;
+    u32 sums = 0;  // the other half is read while they are written
     while (group < groups) {
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
             if (next_group >= groups) release_kernels();  // all is asked for
-            if (unit < units) take(pieces[i], unit);
+            const int after = unit + WARPS < units ? unit + WARPS : warp;
+            take(pieces[i], after);
             ask_next(pieces[i]);
-            unit += WARPS;
-            if (unit < units) continue;
-            const int after = group + (int)blocks;
-            finish(group, after >= groups);
-            group = after, unit = warp;
+            unit = after;
+            if (unit != warp) continue;
+            finish(group, sums);
+            group += (int)blocks, sums = ADDED - sums;
             if (group >= groups) break;
         }
     }

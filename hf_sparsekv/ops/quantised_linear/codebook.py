@@ -24,7 +24,7 @@ class Form(NamedTuple):
     """How the kernel is cut.
 
     Args:
-        warps: of a block, which share the inputs; None for as many as share them most evenly.
+        warps: of a block, which share the inputs: at most, and as few as need no more turns than these.
         tiles: of 16 rows of the weight, that a block has at once.
         parts: loads of a row, one after the other, that a thread has on their way at once.
         ahead: how many times as much is on its way.
@@ -32,23 +32,22 @@ class Form(NamedTuple):
         resident: blocks for which the compiler leaves registers on a processor.
     """
 
-    warps: int | None
+    warps: int
     tiles: int
     parts: int
     ahead: int
     step: int = 64
-    resident: int = 1
+    resident: int = 2
 
 
 # By the most rows of x. Inputs are split in the columns of a product (see codebook.cu): SPLIT[rows] times.
 SPLIT = {2: 4, 4: 2, 8: 1, 16: 1}
 FORMS = {
-    2: Form(None, 1, 1, 2),
-    4: Form(None, 1, 2, 2),
-    8: Form(None, 2, 2, 1),
-    16: Form(None, 2, 2, 1),
+    2: Form(8, 1, 1, 2),
+    4: Form(8, 1, 2, 2),
+    8: Form(8, 2, 2, 1),
+    16: Form(8, 2, 2, 1),
 }
-MOST_WARPS = 16
 
 
 def serves(x: Tensor, weight: QuantisedWeight) -> bool:
@@ -84,10 +83,12 @@ def multiply(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tenso
     most = most_rows(rows)
     form = config or FORMS[most]
     units = -(-inputs // (SCALE * SPLIT[most] * form.parts))
-    form = form._replace(warps=form.warps or _warps(units))
+    form = form._replace(warps=_warps(units, form.warps))
     kernel = _kernel(x, most, form)
     shared = shared_bytes(most, form)
     if kernel is None or shared > kernel.shared_bytes:
+        return False
+    if max(outputs * codes.stride(0), outputs * scales.stride(0)) >= 1 << 32:
         return False
     threads, groups = 32 * form.warps, -(-outputs // (16 * form.tiles))
     # All blocks at once, and each of them with equally many rows of the weight.
@@ -102,7 +103,7 @@ def multiply(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tenso
 
 def shared_bytes(most: int, form: Form) -> int:
     """Of shared memory: the table, and sums where there is no room for them between its lines."""
-    added = 0 if form.step == 64 else form.warps * _columns(most) * 16 * form.tiles
+    added = 0 if form.step == 64 else 2 * form.warps * _columns(most) * 16 * form.tiles
     return 4 * (TABLE * form.step + added)
 
 
@@ -137,9 +138,9 @@ def _columns(most: int) -> int:
     return max(8 // SPLIT[most], most)
 
 
-def _warps(units: int) -> int:
-    """That share so many units: as few as need no more turns than the most that a block may have."""
-    turns = -(-units // MOST_WARPS)
+def _warps(units: int, most: int) -> int:
+    """That share so many units: as few as need no more turns than ``most``."""
+    turns = -(-units // most)
     return -(-units // turns)
 
 
