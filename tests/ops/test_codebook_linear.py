@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_sparsekv.ops import _device
 from hf_sparsekv.ops.quantised_linear import QuantisedWeight, codebook
-from hf_sparsekv.ops.quantised_linear.codebook import FORMS, Form
+from hf_sparsekv.ops.quantised_linear.codebook import Form
 from hf_sparsekv.ops.quantised_linear.reference import quantised_linear as reference
 
 # Of bitsandbytes.
@@ -60,8 +60,8 @@ class Runs:
             monkeypatch.setattr(_device, "gpu_of", lambda t: replace(_device.H200, processors=self.processors))
         self.processors = 1
 
-    def _build(self, x: Tensor, most: int, form: Form):
-        self.kernel = build(codebook.__package__, "codebook.cu", codebook.NAME, **codebook.macros(x.dtype, most, form))
+    def _build(self, x: Tensor, *how):
+        self.kernel = build(codebook.__package__, "codebook.cu", codebook.NAME, **codebook.macros(x.dtype, *how))
         self.kernel.seed = self.seed
         return self.kernel
 
@@ -107,30 +107,31 @@ def runs(request, monkeypatch) -> Runs:
 def test_against_reference(rows, outputs, inputs, block, numbers, dtype, bias, runs):
     if block > 0 and inputs % block:
         pytest.skip("no such blocks")
-    form = FORMS[codebook.most_rows(rows)]
+    form = codebook.form_of(rows)
     runs.check(Case(rows, outputs, inputs, block, numbers, dtype, bias), form._replace(warps=4))
 
 
-FORMS_TO_TRY = [
-    Form(1, 1, 1, 1),
-    Form(2, 2, 1, 1, step=32),
-    Form(3, 1, 1, 3),
-    Form(3, 2, 1, 2),
-    Form(9, 1, 1, 2, step=32),
+FORMS = [
+    (1, Form(1, 1, 4, 1, 1)),
+    (2, Form(2, 2, 4, 1, 1, step=32)),
+    (2, Form(3, 1, 1, 4, 2)),
+    (1, Form(9, 1, 2, 1, 3)),
+    (4, Form(9, 2, 2, 2, 2)),
+    (3, Form(3, 1, 1, 2, 3)),
+    (7, Form(3, 2, 1, 4, 1)),
+    (5, Form(9, 1, 1, 1, 2, step=32)),
+    (13, Form(3, 2, 1, 2, 2)),
+    (16, Form(5, 1, 1, 3, 1)),
 ]
 
 
-@pytest.mark.parametrize("rows", [1, 4, 7, 13])
-@pytest.mark.parametrize("form", FORMS_TO_TRY, ids=lambda form: "-".join(map(str, form)))
+@pytest.mark.parametrize(
+    "rows, form", FORMS, ids=lambda one: "-".join(map(str, one)) if isinstance(one, tuple) else one
+)
 @pytest.mark.parametrize("inputs", [192, 1600])
 def test_forms(rows, form, inputs, runs):
-    """Blocks that have several groups of rows; warps that have several units, and some that have none."""
+    """Blocks that have several groups of rows; warps that have several units, one, or fewer than others."""
     runs.check(Case(rows, 150, inputs), form, turns=3)
-
-
-@pytest.mark.parametrize("rows, parts", [(3, 2), (5, 2), (5, 4), (16, 4)])
-def test_parts(rows, parts, runs):
-    runs.check(Case(rows, 40, 1600), Form(3, 1, parts, 2))
 
 
 @pytest.mark.parametrize("rows", [1, 6, 16])

@@ -9,6 +9,8 @@
 // are there SPLIT times: a column has the inputs of one scale, and zeros for those of the others, which other threads
 // of a quad hold. So a thread takes 16 or 32 bytes that lie side by side, not 8, and a quad 64 or 128.
 //
+// Where each warp has inputs of one unit, it holds them (HOLD).
+//
 // The warps of a block share the inputs, the blocks the rows of the weight; a block's warps add up at the end of each
 // of its rows. Weights depend on no kernel: the first are asked for before those that came before have ended.
 
@@ -38,9 +40,6 @@ struct Piece {
     float scale[2 * TILES];
 };
 
-// What stands for rows of x and inputs that there are none of.
-__device__ uint4 nothing[2 * SPLIT];
-
 __device__ __forceinline__ void load(Chunk& to, const char* from) {
 #if SPLIT == 1
     const uint2 both = load_once((const uint2*)from);
@@ -62,8 +61,11 @@ __device__ __forceinline__ u32 look_up(const float* table, u32 word, int i, u32 
     return *(const u32*)((const char*)table + at);
 }
 
-// Where the table's memory has sum `i`: between its lines where there is room, else behind it.
-__device__ __forceinline__ u32 place(u32 i) { return STEP == 64 ? i / 32 * 64 + 32 + i % 32 : 256 * 32 + i; }
+// Where the table's memory has sum `i`, behind `whole` times 32 others: between its lines where there is room, else
+// behind it.
+__device__ __forceinline__ u32 place(u32 whole, u32 i) {
+    return STEP == 64 ? 64 * whole + i / 32 * 64 + 32 + i % 32 : 256 * 32 + 32 * whole + i;
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     codebook_linear_kernel(const u16* x, i64 x_row, const char* codes, i64 codes_row, const float* scales,
@@ -76,9 +78,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 
     const float number = load_constant(codebook + lane % 16);
 
-    // What is behind the last row or input is read elsewhere, and multiplied by nothing or not stored.
+    // What is behind the last row or input is read elsewhere, and not stored or multiplied by a scale of 0.
     const auto ask = [&](Piece& piece, int group, int unit) {
-        const int block = min(unit * SCALES + quad % SCALES, bytes / 32 - 1) >> ((int)log_block - 6);
+        const int its = unit * SCALES + quad % SCALES;
+        const bool is_one = its < bytes / 32;
+        const u32 block = (is_one ? its : 0) >> ((int)log_block - 6);
 #pragma unroll
         for (int i = 0; i < 2 * TILES; i++) {
             const u32 at = min(group * ROWS + 8 * i + row, outputs - 1);
@@ -88,6 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                 load(piece.codes[p][i], codes + (at * (u32)codes_row + (byte < bytes ? byte : 0)));
             }
             piece.scale[i] = load_constant(scales + (at * (u32)scales_row + block));
+            if (!is_one) piece.scale[i] = 0;
         }
     };
     Piece pieces[AHEAD];
@@ -101,29 +106,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) ask_next(pieces[i]);
 
-    for (int i = thread / 8; i < 256; i += THREADS / 8) {
+#pragma unroll
+    for (int j = 0; j < (63 + WARPS) / WARPS; j++) {
+        const int i = 4 * (warp + j * WARPS) + lane / 8;
         const u32 pair = pack(__shfl_sync(~0u, number, i / 16), __shfl_sync(~0u, number, i % 16));
-        ((uint4*)table)[i * STEP / 4 + thread % 8] = {pair, pair, pair, pair};
+        if (i < 256) ((uint4*)table)[i * STEP / 4 + thread % 8] = {pair, pair, pair, pair};
     }
-    // The thread's row of x is that of its column, and the thread's inputs those of its scale, or nothing.
-    const int column = row % EACH;
-    const bool its_scale = row / EACH == quad * SPLIT / 4;
+    // The thread's row of x is that of its column, and the thread's inputs those of its scale; or all are 0.
     const u16* its_x[COLUMNS];
-    int its_end[COLUMNS];
+    bool is_any[COLUMNS];
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
-        const int which = 8 * c + column;
+        const int which = 8 * c + row % EACH;
         its_x[c] = keep(x + which * x_row);
-        its_end[c] = its_scale && which < (int)rows ? bytes : 0;
+        is_any[c] = row / EACH == quad * SPLIT / 4 && which < (int)rows;
     }
     const u32 lane_4 = 4 * lane;
     __syncthreads();
     wait_for_kernels();
 
-    uint4 inputs[PARTS][COLUMNS][WORDS];  // of the next unit
+    uint4 inputs[PARTS][COLUMNS][WORDS] = {};  // of the next unit
     const auto inputs_of = [&](int c, int unit, int p) {
         const int byte = unit * UNIT + p * SPAN + quad * CHUNK;
-        return keep(byte < its_end[c] ? (const uint4*)(its_x[c] + 2 * byte) : nothing);
+        return (const uint4*)(its_x[c] + 2 * (byte < bytes ? byte : 0));
     };
 #pragma unroll
     for (int p = 0; p < PARTS; p++) {
@@ -131,7 +136,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         for (int c = 0; c < COLUMNS; c++) {
             const uint4* from = inputs_of(c, warp, p);
 #pragma unroll
-            for (int w = 0; w < WORDS; w++) inputs[p][c][w] = from[w];
+            for (int w = 0; w < WORDS; w++)
+                if (is_any[c]) inputs[p][c][w] = from[w];
         }
     }
 
@@ -162,7 +168,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                 }
                 // Those of the next unit take their place, so that they come meanwhile.
 #pragma unroll
-                for (int c = 0; c < COLUMNS; c++) inputs[p][c][w] = from[c][w];
+                for (int c = 0; c < COLUMNS; c++)
+                    if (!HOLD && is_any[c]) inputs[p][c][w] = from[c][w];
             }
 #pragma unroll
             for (int i = 0; i < 2 * TILES; i++) {
@@ -190,9 +197,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                     for (int d = 4 / SPLIT; d < 4; d *= 2)  // over scales side by side
                         total[t][c][e] += __shfl_xor_sync(~0u, total[t][c][e], d);
                     const u32 of_x = 8 * c + 2 * quad + e % 2;
-                    const u32 i = (warp * MOST + of_x) * ROWS + 16 * t + e / 2 * 8 + row;
+                    const u32 i = of_x * ROWS + 16 * t + e / 2 * 8 + row;
                     // Places are such that each thread of a quad has other banks.
-                    if (quad < 4 / SPLIT) table[place(sums + (i ^ (of_x / 2 % 4 * 8)))] = total[t][c][e];
+                    const u32 at = place(sums + warp * (MOST * ROWS / 32), i ^ (of_x / 2 % 4 * 8));
+                    if (quad < 4 / SPLIT) table[at] = total[t][c][e];
                     total[t][c][e] = 0;
                 }
             }
@@ -202,14 +210,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             const int of_x = i / ROWS, output = group * ROWS + i % ROWS;
             if (output >= outputs) continue;
             float sum = bias ? unpack(bias[output]) : 0;
+            const float* from = table + place(sums, i ^ (of_x / 2 % 4 * 8));
 #pragma unroll
-            for (int w = 0; w < WARPS; w++)
-                sum += table[place(sums + ((u32)(w * MOST * ROWS + i) ^ (of_x / 2 % 4 * 8)))];
+            for (int w = 0; w < WARPS; w++) sum += from[w * (MOST * ROWS / 32 * STEP)];
             out[of_x * out_row + output] = (u16)pack(sum, 0);
         }
     };
     int group = blockIdx.x, unit = warp;
-    u32 sums = 0;  // the other half is read while they are written
+    u32 sums = 0;  // where they are, in 32: the other half is read while they are written
     while (group < groups) {
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
@@ -220,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             unit = after;
             if (unit != warp) continue;
             finish(group, sums);
-            group += (int)blocks, sums = ADDED - sums;
+            group += (int)blocks, sums = ADDED / 32 - sums;
             if (group >= groups) break;
         }
     }

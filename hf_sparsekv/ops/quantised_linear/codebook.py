@@ -26,6 +26,7 @@ class Form(NamedTuple):
     Args:
         warps: of a block, which share the inputs: at most, and as few as need no more turns than these.
         tiles: of 16 rows of the weight, that a block has at once.
+        split: scales side by side in a product's columns, 1, 2 or 4 (see codebook.cu): of 8, 4 or 2 rows of x.
         parts: loads of a row, one after the other, that a thread has on their way at once.
         ahead: how many times as much is on its way.
         step: words from a line of the table to the next, 32 or 64. 64 take one instruction less for each byte.
@@ -34,19 +35,19 @@ class Form(NamedTuple):
 
     warps: int
     tiles: int
+    split: int
     parts: int
     ahead: int
     step: int = 64
     resident: int = 2
 
 
-# By the most rows of x. Inputs are split in the columns of a product (see codebook.cu): SPLIT[rows] times.
-SPLIT = {2: 4, 4: 2, 8: 1, 16: 1}
+# By the most rows of x.
 FORMS = {
-    2: Form(8, 1, 1, 2),
-    4: Form(8, 1, 2, 2),
-    8: Form(8, 2, 2, 1),
-    16: Form(8, 2, 2, 1),
+    2: Form(16, 1, 4, 1, 2, resident=1),
+    4: Form(16, 1, 2, 2, 2, resident=1),
+    8: Form(8, 2, 1, 2, 1),
+    16: Form(8, 2, 1, 2, 1),
 }
 
 
@@ -80,12 +81,11 @@ def multiply(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tenso
         return False
     if (scales.shape[1] > 1 and scales.stride(1) != 1) or not codebook.is_contiguous():
         return False
-    most = most_rows(rows)
-    form = config or FORMS[most]
-    units = -(-inputs // (SCALE * SPLIT[most] * form.parts))
+    form = config or form_of(rows)
+    units = -(-inputs // (SCALE * form.split * form.parts))
     form = form._replace(warps=_warps(units, form.warps))
-    kernel = _kernel(x, most, form)
-    shared = shared_bytes(most, form)
+    kernel = _kernel(x, rows, form, units <= form.warps)
+    shared = shared_bytes(rows, form)
     if kernel is None or shared > kernel.shared_bytes:
         return False
     if max(outputs * codes.stride(0), outputs * scales.stride(0)) >= 1 << 32:
@@ -101,9 +101,9 @@ def multiply(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tenso
     return True
 
 
-def shared_bytes(most: int, form: Form) -> int:
+def shared_bytes(rows: int, form: Form) -> int:
     """Of shared memory: the table, and sums where there is no room for them between its lines."""
-    added = 0 if form.step == 64 else 2 * form.warps * _columns(most) * 16 * form.tiles
+    added = 0 if form.step == 64 else 2 * form.warps * (_columns(rows) * 8 // form.split) * 16 * form.tiles
     return 4 * (TABLE * form.step + added)
 
 
@@ -128,14 +128,14 @@ def _device_serves(x: Tensor) -> bool:
     return _cuda.why_not(x.get_device(), AMPERE) is None
 
 
-def most_rows(rows: int) -> int:
-    """For which the kernel for ``rows`` rows of x is: a key of ``SPLIT``."""
-    return next(most for most in SPLIT if rows <= most)
+def form_of(rows: int) -> Form:
+    """For so many rows of x."""
+    return next(form for most, form in FORMS.items() if rows <= most)
 
 
-def _columns(most: int) -> int:
-    """Rows of x that the kernel for so many has room for."""
-    return max(8 // SPLIT[most], most)
+def _columns(rows: int) -> int:
+    """Products of eight columns."""
+    return -(-rows // 8)
 
 
 def _warps(units: int, most: int) -> int:
@@ -144,12 +144,12 @@ def _warps(units: int, most: int) -> int:
     return -(-units // turns)
 
 
-def macros(dtype: torch.dtype, most: int, form: Form) -> dict[str, int]:
-    """Of the kernel for so many rows of x."""
+def macros(dtype: torch.dtype, rows: int, form: Form, hold: bool) -> dict[str, int]:
+    """Of the kernel for so many rows of x. ``hold``: each warp has inputs of one unit, and holds them."""
     defined = {"THREADS": 32 * form.warps, "TILES": form.tiles, "PARTS": form.parts, "AHEAD": form.ahead}
-    defined |= {"SPLIT": SPLIT[most], "COLUMNS": -(-most // 8), "STEP": form.step, "RESIDENT": form.resident}
-    return defined | {"BFLOAT16": int(dtype == torch.bfloat16)}
+    defined |= {"SPLIT": form.split, "COLUMNS": _columns(rows), "STEP": form.step, "RESIDENT": form.resident}
+    return defined | {"HOLD": int(hold), "BFLOAT16": int(dtype == torch.bfloat16)}
 
 
-def _kernel(x: Tensor, most: int, form: Form) -> _cuda.Kernel | None:
-    return _cuda.load(x, __package__, "codebook.cu", NAME, least=AMPERE, **macros(x.dtype, most, form))
+def _kernel(x: Tensor, rows: int, form: Form, hold: bool) -> _cuda.Kernel | None:
+    return _cuda.load(x, __package__, "codebook.cu", NAME, least=AMPERE, **macros(x.dtype, rows, form, hold))
