@@ -11,8 +11,10 @@
 //
 // Where each warp has inputs of one unit, it holds them (HOLD).
 //
-// The warps of a block share the inputs, the blocks the rows of the weight; a block's warps add up at the end of each
-// of its rows. Weights depend on no kernel: the first are asked for before those that came before have ended.
+// The warps of a block share the inputs, the blocks the rows of the weight; a block's warps add up at the end of its
+// rows. Each block reads all of x then, which with many rows is as much as the weights: the blocks of a cluster (Hopper
+// and later) share the inputs, too. Weights depend on no kernel: the first are asked for before those that came before
+// have ended.
 
 #define WARPS (THREADS / 32)
 #define CHUNK (8 * SPLIT)          // bytes of a row that a thread takes at once
@@ -67,11 +69,23 @@ __device__ __forceinline__ u32 place(u32 whole, u32 i) {
     return STEP == 64 ? 64 * whole + i / 32 * 64 + 32 + i % 32 : 256 * 32 + 32 * whole + i;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+#if CLUSTER > 1
+#define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTER_DIMS
+#endif
+
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
     codebook_linear_kernel(const u16* x, i64 x_row, const char* codes, i64 codes_row, const float* scales,
                            i64 scales_row, i64 log_block, const float* codebook, const u16* bias, u16* out,
                            i64 out_row, i64 rows, i64 n_out, i64 n_in, i64 blocks) {
     DYNAMIC_SHARED(table);
+#if CLUSTER > 1
+    __shared__ u32 of_block[2][MOST * ROWS];  // sums of all its warps
+    const int rank = cluster_rank();
+#else
+    const int rank = 0;
+#endif
     const int thread = threadIdx.x, warp = uniform(thread / 32), lane = thread % 32, row = lane / 4, quad = lane % 4;
     const int outputs = (int)n_out, bytes = (int)(n_in / 2);
     const int units = (bytes + UNIT - 1) / UNIT, groups = (outputs + ROWS - 1) / ROWS;
@@ -96,12 +110,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         }
     };
     Piece pieces[AHEAD];
-    int next_group = blockIdx.x, next_unit = warp;
+    const int first_unit = rank * WARPS + warp, first_group = blockIdx.x / CLUSTER;
+    int next_group = first_unit < units ? first_group : groups, next_unit = first_unit;
     const auto ask_next = [&](Piece& piece) {
         if (next_group >= groups) return;
         ask(piece, next_group, next_unit);
-        next_unit += WARPS;
-        if (next_unit >= units) next_unit = warp, next_group += (int)blocks;
+        next_unit += CLUSTER * WARPS;
+        if (next_unit >= units) next_unit = first_unit, next_group += (int)blocks / CLUSTER;
     };
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) ask_next(pieces[i]);
@@ -134,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     for (int p = 0; p < PARTS; p++) {
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
-            const uint4* from = inputs_of(c, warp, p);
+            const uint4* from = inputs_of(c, first_unit, p);
 #pragma unroll
             for (int w = 0; w < WORDS; w++)
                 if (is_any[c]) inputs[p][c][w] = from[w];
@@ -209,27 +224,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         for (int i = thread; i < (int)rows * ROWS; i += THREADS) {
             const int of_x = i / ROWS, output = group * ROWS + i % ROWS;
             if (output >= outputs) continue;
-            float sum = bias ? unpack(bias[output]) : 0;
             const float* from = table + place(sums, i ^ (of_x / 2 % 4 * 8));
+            float sum = 0;
 #pragma unroll
             for (int w = 0; w < WARPS; w++) sum += from[w * (MOST * ROWS / 32 * STEP)];
+#if CLUSTER > 1
+            of_block[sums > 0][i] = __float_as_uint(sum);
+        }
+        cluster_sync();
+        for (int i = thread * CLUSTER + rank; i < (int)rows * ROWS; i += THREADS * CLUSTER) {
+            const int of_x = i / ROWS, output = group * ROWS + i % ROWS;
+            if (output >= outputs) continue;
+            float sum = 0;
+#pragma unroll
+            for (int r = 0; r < CLUSTER; r++) sum += __uint_as_float(load_there(&of_block[sums > 0][i], r));
+#endif
+            if (bias) sum += unpack(bias[output]);
             out[of_x * out_row + output] = (u16)pack(sum, 0);
         }
     };
-    int group = blockIdx.x, unit = warp;
+    int group = first_group, unit = first_unit;
     u32 sums = 0;  // where they are, in 32: the other half is read while they are written
     while (group < groups) {
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
             if (next_group >= groups) release_kernels();  // all is asked for
-            const int after = unit + WARPS < units ? unit + WARPS : warp;
-            take(pieces[i], after);
+            const int after = unit + CLUSTER * WARPS < units ? unit + CLUSTER * WARPS : first_unit;
+            if (CLUSTER == 1 || unit < units) take(pieces[i], after);
             ask_next(pieces[i]);
             unit = after;
-            if (unit != warp) continue;
+            if (unit != first_unit) continue;
             finish(group, sums);
-            group += (int)blocks, sums = ADDED / 32 - sums;
+            group += (int)blocks / CLUSTER, sums = ADDED / 32 - sums;
             if (group >= groups) break;
         }
     }
+#if CLUSTER > 1
+    cluster_sync();  // others may read until here
+#endif
 }

@@ -31,6 +31,7 @@ class Form(NamedTuple):
         ahead: how many times as much is on its way.
         step: words from a line of the table to the next, 32 or 64. 64 take one instruction less for each byte.
         resident: blocks for which the compiler leaves registers on a processor.
+        cluster: blocks that share the inputs, too, where there are clusters.
     """
 
     warps: int
@@ -40,6 +41,7 @@ class Form(NamedTuple):
     ahead: int
     step: int = 64
     resident: int = 2
+    cluster: int = 1
 
 
 # By the most rows of x.
@@ -82,7 +84,11 @@ def multiply(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tenso
     if (scales.shape[1] > 1 and scales.stride(1) != 1) or not codebook.is_contiguous():
         return False
     form = config or form_of(rows)
+    gpu = _device.gpu_of(x)
+    if not gpu.cuda_kernels:  # they need clusters
+        form = form._replace(cluster=1)
     units = -(-inputs // (SCALE * form.split * form.parts))
+    units = -(-units // form.cluster)
     form = form._replace(warps=_warps(units, form.warps))
     kernel = _kernel(x, rows, form, units <= form.warps)
     shared = shared_bytes(rows, form)
@@ -92,8 +98,8 @@ def multiply(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tenso
         return False
     threads, groups = 32 * form.warps, -(-outputs // (16 * form.tiles))
     # All blocks at once, and each of them with equally many rows of the weight.
-    most_blocks = max(1, kernel.resident(threads, x, shared) * _device.gpu_of(x).processors)
-    blocks = -(-groups // -(-groups // most_blocks))
+    room = max(1, kernel.resident(threads, x, shared) * gpu.processors // form.cluster)
+    blocks = -(-groups // -(-groups // room)) * form.cluster
     args = x, x.stride(0), codes, codes.stride(0), scales, scales.stride(0) if scales.shape[0] > 1 else 0, scale
     kernel.launch(
         (blocks, 1), threads, shared, x, *args, codebook, bias, out, out.stride(0), rows, outputs, inputs, blocks
@@ -148,7 +154,7 @@ def macros(dtype: torch.dtype, rows: int, form: Form, hold: bool) -> dict[str, i
     """Of the kernel for so many rows of x. ``hold``: each warp has inputs of one unit, and holds them."""
     defined = {"THREADS": 32 * form.warps, "TILES": form.tiles, "PARTS": form.parts, "AHEAD": form.ahead}
     defined |= {"SPLIT": form.split, "COLUMNS": _columns(rows), "STEP": form.step, "RESIDENT": form.resident}
-    return defined | {"HOLD": int(hold), "BFLOAT16": int(dtype == torch.bfloat16)}
+    return defined | {"CLUSTER": form.cluster, "HOLD": int(hold), "BFLOAT16": int(dtype == torch.bfloat16)}
 
 
 def _kernel(x: Tensor, rows: int, form: Form, hold: bool) -> _cuda.Kernel | None:
