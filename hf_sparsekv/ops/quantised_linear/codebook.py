@@ -44,12 +44,14 @@ class Form(NamedTuple):
     cluster: int = 1
 
 
-# By the most rows of x.
+# By the most rows of x. With 128 registers a thread, 512 threads of a processor have 32 to 64 KB on their way. Shared
+# memory is the table's 64 KB, in which the sums have room, and up to 4 KB of a cluster: below the 99 KB of compute
+# 8.6, 8.9 and 12.0.
 FORMS = {
     2: Form(16, 1, 4, 1, 2, resident=1),
     4: Form(16, 1, 2, 2, 2, resident=1),
-    8: Form(8, 2, 1, 2, 1),
-    16: Form(8, 2, 1, 2, 1),
+    8: Form(8, 2, 1, 2, 2),
+    16: Form(8, 2, 1, 1, 2),
 }
 
 
@@ -72,8 +74,10 @@ def multiply(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tenso
     codes, scales, codebook = weight
     rows, inputs = x.shape
     outputs = weight.out_features
+    if codebook is None or not outputs or not 0 < rows <= MAX_ROWS:
+        return False
     scale = _scale_of(weight)
-    if codebook is None or scale is None or not 0 < rows <= MAX_ROWS or not outputs:
+    if scale is None:
         return False
     if x.dtype not in (torch.bfloat16, torch.float16) or out.dtype != x.dtype or out.shape != (rows, outputs):
         return False
@@ -83,8 +87,8 @@ def multiply(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tenso
         return False
     if (scales.shape[1] > 1 and scales.stride(1) != 1) or not codebook.is_contiguous():
         return False
-    form = config or form_of(rows)
     gpu = _device.gpu_of(x)
+    form = config or form_of(rows, outputs, gpu)
     if not gpu.cuda_kernels:  # they need clusters
         form = form._replace(cluster=1)
     units = -(-inputs // (SCALE * form.split * form.parts))
@@ -134,9 +138,12 @@ def _device_serves(x: Tensor) -> bool:
     return _cuda.why_not(x.get_device(), AMPERE) is None
 
 
-def form_of(rows: int) -> Form:
-    """For so many rows of x."""
-    return next(form for most, form in FORMS.items() if rows <= most)
+def form_of(rows: int, outputs: int, gpu: _device.Gpu) -> Form:
+    """For so many rows of x and of the weight."""
+    form = next(form for most, form in FORMS.items() if rows <= most)
+    # Rather a block for each place than blocks that read x for more rows of the weight.
+    few = outputs < 16 * form.tiles * form.resident * gpu.processors
+    return form._replace(tiles=1) if few else form
 
 
 def _columns(rows: int) -> int:
