@@ -10,10 +10,19 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-// Dependent launches (_overlap.py): before anything is read or written; and where the next kernel may come.
-__device__ __forceinline__ void wait_for_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// Dependent launches (_overlap.py): before anything is read or written; and where the next kernel may come. Before
+// compute 9.0 there are none: a kernel begins when those before it have ended.
+__device__ __forceinline__ void wait_for_kernels() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
-__device__ __forceinline__ void release_kernels() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ __forceinline__ void release_kernels() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
 
 // The same pointer, of which the compiler does not know how it was computed, so that it keeps it.
 template <class T>
@@ -39,6 +48,8 @@ __device__ __forceinline__ u32 sum_to_here(u32 value) {
 }
 
 // ---- clusters
+
+#if __CUDA_ARCH__ >= 900
 
 __device__ __forceinline__ u32 cluster_rank() {
     u32 rank;
@@ -125,7 +136,32 @@ __device__ __forceinline__ void mbarrier_wait(u64* mbarrier) {
         : "memory");
 }
 
+#endif
+
 // ---- memory
+
+// What nobody writes and this kernel reads once: past the processor's own cache, which is for others. In the order of
+// these calls, and where they stand: they may stand before wait_for_kernels.
+__device__ __forceinline__ uint4 load_once(const uint4* from) {
+    uint4 all;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(all.x), "=r"(all.y), "=r"(all.z), "=r"(all.w)
+                 : "l"(from));
+    return all;
+}
+
+__device__ __forceinline__ uint2 load_once(const uint2* from) {
+    uint2 both;
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(both.x), "=r"(both.y) : "l"(from));
+    return both;
+}
+
+// Likewise, but neighbours are read by other warps.
+__device__ __forceinline__ float load_constant(const float* from) {
+    float value;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
+    return value;
+}
 
 // 16 bytes of global memory if `there`, or zeros.
 __device__ __forceinline__ uint4 load_16(const void* from, bool there) {

@@ -1,8 +1,8 @@
-"""Kernels in CUDA C++, for what Triton cannot say: clusters of thread blocks that share their memory.
+"""Kernels in CUDA C++, for what Triton cannot say: clusters of thread blocks that share their memory, tables in it.
 
 Compiled by NVRTC for the GPU that is there, once a process (some 0.3 s), with NVIDIA's ``cuda-bindings``, which torch
-brings along. Where they are missing, or the GPU knows no clusters, operators take their Triton kernels: an operator's
-results are the same.
+brings along. Where they are missing, or the GPU lacks what a kernel needs, operators take their Triton kernels: an
+operator's results are the same.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
-CLUSTERS = 9  # compute capability from which on there are clusters
+CLUSTERS = 9  # compute capability from which on there are clusters, and dependent launches
 
 
 class Kernel:
-    """A compiled kernel on one GPU, launched as a dependent launch (see :mod:`._overlap`)."""
+    """A compiled kernel on one GPU, launched as a dependent launch (see :mod:`._overlap`) where there are any."""
 
-    def __init__(self, driver, function, shared: int) -> None:
+    def __init__(self, driver, function, shared: int, dependent: bool = True) -> None:
         self._driver, self._function = driver, function
         self.shared_bytes = shared
-        self._resident: dict[int, int] = {}
+        self._resident: dict[tuple[int, int], int] = {}
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
-        self._attributes = [attribute]
+        self._attributes = [attribute] if dependent else []
 
-    def resident(self, threads: int, where: Tensor) -> int:
-        """Blocks of so many threads, without dynamic shared memory, that a processor holds at once."""
-        if threads not in self._resident:
+    def resident(self, threads: int, where: Tensor, shared: int = 0) -> int:
+        """Blocks of so many threads and bytes of dynamic shared memory that a processor holds at once."""
+        if (threads, shared) not in self._resident:
             with _current(self._driver, where.get_device()):
                 ask = self._driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
-                self._resident[threads] = _check(ask(self._function, threads, 0))
-        return self._resident[threads]
+                self._resident[threads, shared] = _check(ask(self._function, threads, shared))
+        return self._resident[threads, shared]
 
     def launch(self, grid: tuple[int, int], threads: int, shared: int, where: Tensor, *args) -> None:
         """``args``: tensors, ``None`` for a null pointer, ints as C's ``long long``; the kernel declares them so."""
@@ -47,7 +47,7 @@ class Kernel:
         config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared
-        config.attrs, config.numAttrs = self._attributes, 1
+        config.attrs, config.numAttrs = self._attributes, len(self._attributes)
         values = [t.data_ptr() if isinstance(t, Tensor) else t or 0 for t in args]
         packed = (ctypes.c_longlong * len(values))(*values)
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(packed) + 8 * i for i in range(len(values))))
@@ -91,28 +91,33 @@ def _bindings():
     return driver, nvrtc
 
 
-def why_not(device: int) -> str | None:
-    """Why these kernels do not run on a CUDA device; ``None`` where they do."""
+def why_not(device: int, least: int = CLUSTERS) -> str | None:
+    """Why kernels that need compute capability ``least`` do not run on a CUDA device; ``None`` where they do."""
     if torch.version.cuda is None:
         return "torch was built without CUDA"
-    if torch.cuda.get_device_capability(device)[0] < CLUSTERS:
+    if torch.cuda.get_device_capability(device)[0] < least:
+        if least < CLUSTERS:
+            return f"the GPU is older than compute {least}.0"
         return "the GPU has no clusters of thread blocks, which are from compute 9.0 on"
     return "cuda-bindings is not installed" if _bindings() is None else None
 
 
-def load(where: Tensor, package: str, file: str, name: str, **defined: float) -> Kernel | None:
+def load(where: Tensor, package: str, file: str, name: str, least: int = CLUSTERS, **defined: float) -> Kernel | None:
     """The kernel ``name`` of ``file``, a resource of ``package``, for the GPU of ``where``; ``defined`` are its macros.
 
-    ``None`` where it cannot run; if it should, the reason has been logged once.
+    ``None`` where it cannot run, as where compute capability is below ``least``; if it should, the reason has been
+    logged once.
     """
     if not where.is_cuda:
         return None
-    return _load(where.get_device(), package, file, name, tuple(sorted(defined.items())))
+    return _load(where.get_device(), package, file, name, least, tuple(sorted(defined.items())))
 
 
 @cache
-def _load(device: int, package: str, file: str, name: str, defined: tuple[tuple[str, float], ...]) -> Kernel | None:
-    if why_not(device):
+def _load(
+    device: int, package: str, file: str, name: str, least: int, defined: tuple[tuple[str, float], ...]
+) -> Kernel | None:
+    if why_not(device, least):
         return None
     driver, nvrtc = _bindings()
     major, minor = torch.cuda.get_device_capability(device)
@@ -131,7 +136,7 @@ def _load(device: int, package: str, file: str, name: str, defined: tuple[tuple[
     except RuntimeError as problem:
         logger.warning("%s is not used: %s; Triton kernels are", name, problem)
         return None
-    return Kernel(driver, function, shared)
+    return Kernel(driver, function, shared, dependent=major >= CLUSTERS)
 
 
 def _most_shared(driver, function, device: int) -> int:

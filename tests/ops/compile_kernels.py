@@ -7,8 +7,8 @@ registers, spilled bytes and shared memory: what a change of a kernel may not ma
 another architecture, with the tiles that it gets there (80, 89, 90, 100, 120). ``--table docs/kernels.csv`` writes
 these figures for all of them. ``--only small_layers`` makes some of the calls alone.
 
-With ``--stats`` and ``--table`` kernels in CUDA C++ are compiled, too (``--only in_cuda``), for GPUs that have
-clusters, by NVRTC (``nvidia-cuda-nvrtc``, ``cuda-bindings``). Where it is not installed, the table keeps their rows.
+With ``--stats`` and ``--table`` kernels in CUDA C++ are compiled, too (``--only in_cuda``), for GPUs that have what
+they need, by NVRTC (``nvidia-cuda-nvrtc``, ``cuda-bindings``). Where it is not installed, the table keeps their rows.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ from hf_sparsekv.ops.place_tokens.triton import place_tokens
 from hf_sparsekv.ops.qk_rope.triton import qk_rope
 from hf_sparsekv.ops.quantise.reference import quantise as quantised
 from hf_sparsekv.ops.quantise.triton import quantise
+from hf_sparsekv.ops.quantised_linear import codebook
 from hf_sparsekv.ops.quantised_linear.reference import FP8, QuantisedWeight
 from hf_sparsekv.ops.quantised_linear.triton import quantised_linear
 from hf_sparsekv.ops.query_predict.triton import query_predict
@@ -291,6 +292,13 @@ def in_cuda() -> None:
         none = dict.fromkeys(("attended", "from_host", "lse"))
         rest = {"clusters": None, "columns": named.get("columns"), "out": torch.empty_like(args[0])}
         decode.attend_clusters(*args, **about, **none, **rest)
+    for outputs, inputs in ((12_288, 4096), (4096, 12_288)):  # inputs of one unit for each warp, or of several
+        codes, scales = torch.empty(outputs, inputs // 2, dtype=torch.uint8), torch.empty(outputs, inputs // 64)
+        weight = QuantisedWeight(codes, scales, torch.empty(16))
+        for rows in (1, 4, 8, 16):
+            x, out = place().randn(rows, inputs), place().nan(rows, outputs)
+            codebook.multiply(x, weight, None, out)
+    codebook.multiply(x, weight, None, out, codebook.form_of(16, outputs, _device.H200)._replace(cluster=2))
 
 
 CASES = (sparse_decodes, recent_tokens, choices, masses, pages, small_layers)
@@ -336,7 +344,9 @@ def ptxas_usage(log: str) -> dict[str, int]:
 def compile_in_cuda(arch: int) -> None:
     """Compile what :func:`in_cuda` asks for, and print what each kernel takes and its macros."""
 
-    def load(where, package: str, file: str, name: str, **defined: float) -> None:
+    def load(where, package: str, file: str, name: str, least: int = _cuda.CLUSTERS, **defined: float) -> None:
+        if arch < 10 * least or (defined.get("CLUSTER", 1) > 1 and arch < 10 * _cuda.CLUSTERS):
+            return
         _, log = _cuda.compile_file(nvrtc(), arch, package, file, defined, "--ptxas-options=-v")
         print(json.dumps({"kernel": name, **ptxas_usage(log), "macros": defined}))
 
@@ -428,7 +438,7 @@ def main() -> None:
     for case in CASES:
         if case.__name__ in given.only:
             case()
-    if stats and in_cuda.__name__ in given.only and given.arch >= 10 * _cuda.CLUSTERS:
+    if stats and in_cuda.__name__ in given.only:
         if nvrtc() is None:
             print(f"{MISSING} are left out", file=sys.stderr)
         else:

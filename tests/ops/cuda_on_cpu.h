@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <numeric>
 #include <random>
 #include <thread>
 #include <type_traits>
@@ -41,6 +42,9 @@ struct float4 {
 };
 struct uint4 {
     u32 x, y, z, w;
+};
+struct uint2 {
+    u32 x, y;
 };
 struct Index {
     u32 x, y;
@@ -308,6 +312,15 @@ inline uint4 load_16(const void* from, bool there) {
     return there ? *(const uint4*)from : uint4{0, 0, 0, 0};
 }
 
+template <class T>
+inline T load_once(const T* from) {
+    const auto holds = [&](const auto& one) { return one.first <= (i64)from && (i64)(from + 1) <= one.second; };
+    if ((i64)from % sizeof(T) == 0 && std::any_of(given.begin(), given.end(), holds)) return *from;
+    outside++;
+    return {};
+}
+inline float load_constant(const float* from) { return load_once(from); }
+
 // ---- numbers
 
 inline float from_half(u32 bits) {
@@ -412,7 +425,11 @@ inline void run_block(Block* mine, std::atomic<int>* ready) {
     }
     for (bool left = true; left;) {
         left = false;
-        const u32 first = mine->chance() % THREADS, step = mine->chance() % (THREADS / 2) * 2 + 1;  // all, since odd
+        const u32 first = mine->chance() % THREADS;
+        u32 step;  // to all of them
+        do {
+            step = mine->chance() % THREADS;
+        } while (std::gcd(step, (u32)THREADS) != 1);
         for (u32 i = 0; i < THREADS; i++) {
             current = order[(first + i * step) % THREADS];
             if (mine->fibers[current].done) continue;

@@ -1,0 +1,265 @@
+// A linear layer of 1 to 16 rows whose weights are 4-bit indices of a codebook, on tensor cores (Ampere and later).
+//
+// A byte of the weights holds two neighbours of a row, and two numbers of 16 bits are one register of a product's left
+// side: so a byte is looked up as a whole, in a table of 256 pairs in shared memory, of which each bank has its own
+// copy. Weights are the 16 rows of a product, rows of x its 8 columns. Inputs may come in any order that is the same on
+// both sides: a thread takes bytes that lie side by side, from memory to the registers in which they wait.
+//
+// Scales belong to 64 inputs of a row, and no product may have inputs of two scales. Where x has few rows, its columns
+// are there SPLIT times: a column has the inputs of one scale, and zeros for those of the others, which other threads
+// of a quad hold. So a thread takes 16 or 32 bytes that lie side by side, not 8, and a quad 64 or 128.
+//
+// Where each warp has inputs of one unit, it holds them (HOLD).
+//
+// The warps of a block share the inputs, the blocks the rows of the weight; a block's warps add up at the end of its
+// rows. Each block reads all of x then, which with many rows is as much as the weights: the blocks of a cluster (Hopper
+// and later) share the inputs, too. Weights depend on no kernel: the first are asked for before those that came before
+// have ended.
+
+#define WARPS (THREADS / 32)
+#define CHUNK (8 * SPLIT)          // bytes of a row that a thread takes at once
+#define SPAN (4 * CHUNK)           // that a quad takes
+#define UNIT (PARTS * SPAN)        // that it has on their way at once
+#define SCALES (UNIT / 32)         // of a row, in a unit
+#define ROWS (16 * TILES)          // of the weight, that a block has at once
+#define EACH (8 / SPLIT)           // rows of x in a product
+#define MOST (EACH * COLUMNS)      // rows of x
+#define WORDS (2 * SPLIT)          // of a chunk
+#define CHAINS (TILES * COLUMNS == 1 ? 2 : 1)  // of products that wait for one another: the fewer, the longer
+#define ADDED (WARPS * MOST * ROWS)  // sums of all warps
+
+static_assert(SCALES <= 4, "each thread of a quad reads one of them");
+static_assert(COLUMNS == 1 || SPLIT == 1, "few rows of x are columns of one product");
+static_assert(STEP == 32 || 2 * ADDED <= 256 * 32, "sums have room between the table's lines");
+
+struct alignas(SPLIT == 1 ? 8 : 16) Chunk {
+    u32 word[WORDS];
+};
+
+// Of a unit, what a thread has: rows `row` and `row + 8` of each tile.
+struct Piece {
+    Chunk codes[PARTS][2 * TILES];
+    float scale[2 * TILES];
+};
+
+__device__ __forceinline__ void load(Chunk& to, const char* from) {
+#if SPLIT == 1
+    const uint2 both = load_once((const uint2*)from);
+    to.word[0] = both.x, to.word[1] = both.y;
+#else
+#pragma unroll
+    for (int i = 0; i < SPLIT / 2; i++) {
+        const uint4 all = load_once((const uint4*)from + i);
+        to.word[4 * i] = all.x, to.word[4 * i + 1] = all.y, to.word[4 * i + 2] = all.z, to.word[4 * i + 3] = all.w;
+    }
+#endif
+}
+
+// Where the table has the pair of byte `i` of a word, for this lane. With lines of 256 bytes it takes one instruction:
+// the byte is the address's second one, and the lane its first.
+__device__ __forceinline__ u32 look_up(const float* table, u32 word, int i, u32 lane_4) {
+    const u32 at = STEP == 64 ? __byte_perm(word, lane_4, 0x5504 + 16 * i)
+                              : ((i ? word >> (8 * i - 7) : word << 7) & 0x7f80) | lane_4;
+    return *(const u32*)((const char*)table + at);
+}
+
+// Where the table's memory has sum `i`, behind `whole` times 32 others: between its lines where there is room, else
+// behind it.
+__device__ __forceinline__ u32 place(u32 whole, u32 i) {
+    return STEP == 64 ? 64 * whole + i / 32 * 64 + 32 + i % 32 : 256 * 32 + 32 * whole + i;
+}
+
+#if CLUSTER > 1
+#define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTER_DIMS
+#endif
+
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
+    codebook_linear_kernel(const u16* x, i64 x_row, const char* codes, i64 codes_row, const float* scales,
+                           i64 scales_row, i64 log_block, const float* codebook, const u16* bias, u16* out,
+                           i64 out_row, i64 rows, i64 n_out, i64 n_in, i64 blocks) {
+    DYNAMIC_SHARED(table);
+#if CLUSTER > 1
+    __shared__ u32 of_block[2][MOST * ROWS];  // sums of all its warps
+    const int rank = cluster_rank();
+#else
+    const int rank = 0;
+#endif
+    const int thread = threadIdx.x, warp = uniform(thread / 32), lane = thread % 32, row = lane / 4, quad = lane % 4;
+    const int outputs = (int)n_out, bytes = (int)(n_in / 2);
+    const int units = (bytes + UNIT - 1) / UNIT, groups = (outputs + ROWS - 1) / ROWS;
+
+    const float number = load_constant(codebook + lane % 16);
+
+    // What is behind the last row or input is read elsewhere, and not stored or multiplied by a scale of 0.
+    const auto ask = [&](Piece& piece, int group, int unit) {
+        const int its = unit * SCALES + quad % SCALES;
+        const bool is_one = its < bytes / 32;
+        const u32 block = (is_one ? its : 0) >> ((int)log_block - 6);
+#pragma unroll
+        for (int i = 0; i < 2 * TILES; i++) {
+            const u32 at = min(group * ROWS + 8 * i + row, outputs - 1);
+#pragma unroll
+            for (int p = 0; p < PARTS; p++) {
+                const int byte = unit * UNIT + p * SPAN + quad * CHUNK;
+                load(piece.codes[p][i], codes + (at * (u32)codes_row + (byte < bytes ? byte : 0)));
+            }
+            piece.scale[i] = load_constant(scales + (at * (u32)scales_row + block));
+            if (!is_one) piece.scale[i] = 0;
+        }
+    };
+    Piece pieces[AHEAD];
+    const int first_unit = rank * WARPS + warp, first_group = blockIdx.x / CLUSTER;
+    int next_group = first_unit < units ? first_group : groups, next_unit = first_unit;
+    const auto ask_next = [&](Piece& piece) {
+        if (next_group >= groups) return;
+        ask(piece, next_group, next_unit);
+        next_unit += CLUSTER * WARPS;
+        if (next_unit >= units) next_unit = first_unit, next_group += (int)blocks / CLUSTER;
+    };
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) ask_next(pieces[i]);
+
+#pragma unroll
+    for (int j = 0; j < (63 + WARPS) / WARPS; j++) {
+        const int i = 4 * (warp + j * WARPS) + lane / 8;
+        const u32 pair = pack(__shfl_sync(~0u, number, i / 16), __shfl_sync(~0u, number, i % 16));
+        if (i < 256) ((uint4*)table)[i * STEP / 4 + thread % 8] = {pair, pair, pair, pair};
+    }
+    // The thread's row of x is that of its column, and the thread's inputs those of its scale; or all are 0.
+    const u16* its_x[COLUMNS];
+    bool is_any[COLUMNS];
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) {
+        const int which = 8 * c + row % EACH;
+        its_x[c] = keep(x + which * x_row);
+        is_any[c] = row / EACH == quad * SPLIT / 4 && which < (int)rows;
+    }
+    const u32 lane_4 = 4 * lane;
+    __syncthreads();
+    wait_for_kernels();
+
+    uint4 inputs[PARTS][COLUMNS][WORDS] = {};  // of the next unit
+    const auto inputs_of = [&](int c, int unit, int p) {
+        const int byte = unit * UNIT + p * SPAN + quad * CHUNK;
+        return (const uint4*)(its_x[c] + 2 * (byte < bytes ? byte : 0));
+    };
+#pragma unroll
+    for (int p = 0; p < PARTS; p++) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) {
+            const uint4* from = inputs_of(c, first_unit, p);
+#pragma unroll
+            for (int w = 0; w < WORDS; w++)
+                if (is_any[c]) inputs[p][c][w] = from[w];
+        }
+    }
+
+    float total[TILES][COLUMNS][4] = {};  // of rows `row` and `row + 8`, two columns each
+    const auto take = [&](const Piece& piece, int after) {
+#pragma unroll
+        for (int p = 0; p < PARTS; p++) {
+            const uint4* from[COLUMNS];
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c++) from[c] = inputs_of(c, after, p);
+            float sum[TILES][COLUMNS][CHAINS][4] = {};
+#pragma unroll
+            for (int w = 0; w < WORDS; w++) {
+#pragma unroll
+                for (int t = 0; t < TILES; t++) {
+                    const u32 upper = piece.codes[p][2 * t].word[w], lower = piece.codes[p][2 * t + 1].word[w];
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        const u32 numbers[4] = {
+                            look_up(table, upper, 2 * h, lane_4), look_up(table, lower, 2 * h, lane_4),
+                            look_up(table, upper, 2 * h + 1, lane_4), look_up(table, lower, 2 * h + 1, lane_4)};
+#pragma unroll
+                        for (int c = 0; c < COLUMNS; c++) {
+                            const uint4& its = inputs[p][c][w];
+                            multiply(sum[t][c][h % CHAINS], numbers, h ? its.z : its.x, h ? its.w : its.y);
+                        }
+                    }
+                }
+                // Those of the next unit take their place, so that they come meanwhile.
+#pragma unroll
+                for (int c = 0; c < COLUMNS; c++)
+                    if (!HOLD && is_any[c]) inputs[p][c][w] = from[c][w];
+            }
+#pragma unroll
+            for (int i = 0; i < 2 * TILES; i++) {
+                float scale = piece.scale[i];
+                if (SPLIT < 4) scale = __shfl_sync(~0u, scale, (lane & 28) + p * SPLIT + quad * SPLIT / 4);
+#pragma unroll
+                for (int c = 0; c < COLUMNS; c++) {
+#pragma unroll
+                    for (int e = i % 2 * 2; e < i % 2 * 2 + 2; e++) {
+#pragma unroll
+                        for (int h = 0; h < CHAINS; h++) total[i / 2][c][e] += scale * sum[i / 2][c][h][e];
+                    }
+                }
+            }
+        }
+    };
+    // The warps' sums of the block's rows, to the result.
+    const auto finish = [&](int group, u32 sums) {
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    for (int d = 4 / SPLIT; d < 4; d *= 2)  // over scales side by side
+                        total[t][c][e] += __shfl_xor_sync(~0u, total[t][c][e], d);
+                    const u32 of_x = 8 * c + 2 * quad + e % 2;
+                    const u32 i = of_x * ROWS + 16 * t + e / 2 * 8 + row;
+                    // Places are such that each thread of a quad has other banks.
+                    const u32 at = place(sums + warp * (MOST * ROWS / 32), i ^ (of_x / 2 % 4 * 8));
+                    if (quad < 4 / SPLIT) table[at] = total[t][c][e];
+                    total[t][c][e] = 0;
+                }
+            }
+        }
+        __syncthreads();
+        for (int i = thread; i < (int)rows * ROWS; i += THREADS) {
+            const int of_x = i / ROWS, output = group * ROWS + i % ROWS;
+            if (output >= outputs) continue;
+            const float* from = table + place(sums, i ^ (of_x / 2 % 4 * 8));
+            float sum = 0;
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) sum += from[w * (MOST * ROWS / 32 * STEP)];
+#if CLUSTER > 1
+            of_block[sums > 0][i] = __float_as_uint(sum);
+        }
+        cluster_sync();
+        for (int i = thread * CLUSTER + rank; i < (int)rows * ROWS; i += THREADS * CLUSTER) {
+            const int of_x = i / ROWS, output = group * ROWS + i % ROWS;
+            if (output >= outputs) continue;
+            float sum = 0;
+#pragma unroll
+            for (int r = 0; r < CLUSTER; r++) sum += __uint_as_float(load_there(&of_block[sums > 0][i], r));
+#endif
+            if (bias) sum += unpack(bias[output]);
+            out[of_x * out_row + output] = (u16)pack(sum, 0);
+        }
+    };
+    int group = first_group, unit = first_unit;
+    u32 sums = 0;  // where they are, in 32: the other half is read while they are written
+    while (group < groups) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            if (next_group >= groups) release_kernels();  // all is asked for
+            const int after = unit + CLUSTER * WARPS < units ? unit + CLUSTER * WARPS : first_unit;
+            if (CLUSTER == 1 || unit < units) take(pieces[i], after);
+            ask_next(pieces[i]);
+            unit = after;
+            if (unit != first_unit) continue;
+            finish(group, sums);
+            group += (int)blocks / CLUSTER, sums = ADDED / 32 - sums;
+            if (group >= groups) break;
+        }
+    }
+#if CLUSTER > 1
+    cluster_sync();  // others may read until here
+#endif
+}

@@ -1,0 +1,218 @@
+"""A linear layer of a few rows of weights that are indices of a codebook (CUDA C++), against its definition.
+
+On a CPU, run thread by thread; on the GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from conftest import RATIO, Place
+from cuda_on_cpu import COMPILER, build
+from torch import Tensor
+
+from hf_sparsekv.ops import _device
+from hf_sparsekv.ops.quantised_linear import QuantisedWeight, codebook
+from hf_sparsekv.ops.quantised_linear.codebook import Form
+from hf_sparsekv.ops.quantised_linear.reference import quantised_linear as reference
+
+# Of bitsandbytes.
+NF4 = [
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+]
+FP4 = [0.0, 0.0052083, 0.6666667, 1.0, 0.3333333, 0.5, 0.1666667, 0.25]
+CODEBOOKS = {
+    "nf4": torch.tensor(NF4),
+    "fp4": torch.tensor([*FP4, *(-number for number in FP4)]),
+    "random": torch.randn(16, generator=torch.Generator().manual_seed(1)),
+}
+
+
+@dataclass
+class Case:
+    rows: int
+    outputs: int
+    inputs: int
+    block: int = 64  # 0: all inputs of a row; -1: all weights
+    codebook: str = "nf4"
+    dtype: torch.dtype = torch.bfloat16
+    bias: bool = False
+
+    def make(self, place: Place) -> tuple[Tensor, QuantisedWeight, Tensor | None]:
+        codes = place.randint(0, 256, self.outputs, self.inputs // 2, dtype=torch.uint8)
+        shape = self.outputs if self.block >= 0 else 1, -(-self.inputs // self.block) if self.block > 0 else 1
+        weight = QuantisedWeight(codes, place.rand(*shape) * 2 + 0.1, CODEBOOKS[self.codebook].to(codes.device))
+        return place.randn(self.rows, self.inputs), weight, place.randn(self.outputs) * 9 if self.bias else None
+
+
+class Runs:
+    """The kernel where it is tested; a test that took another one would show nothing."""
+
+    def __init__(self, device: str, monkeypatch) -> None:
+        self.device, self.seed = device, 0
+        if device == "cpu":
+            monkeypatch.setattr(codebook, "_kernel", self._build)
+            monkeypatch.setattr(_device, "gpu_of", lambda t: replace(_device.H200, processors=self.processors))
+        self.processors = 1
+
+    def _build(self, x: Tensor, *how):
+        self.kernel = build(codebook.__package__, "codebook.cu", codebook.NAME, **codebook.macros(x.dtype, *how))
+        self.kernel.seed = self.seed
+        return self.kernel
+
+    def place(self, dtype: torch.dtype) -> Place:
+        return Place(self.device, dtype)
+
+    def check(self, case: Case, form: Form | None = None, turns: int = 1) -> None:
+        x, weight, bias = case.make(self.place(case.dtype))
+        of_x = x[: case.rows]
+        # Neighbours may hold anything, and keep it.
+        held = torch.full((case.rows + 1, case.outputs + 9), 12345.0, dtype=x.dtype, device=x.device)
+        out = held[: case.rows, : case.outputs]
+        rest = QuantisedWeight(*(t.cpu() for t in weight))
+        # What a codebook holds is rounded, as the kernel may do.
+        rest = rest._replace(codebook=rest.codebook.to(x.dtype).float())
+        expected = reference(x.cpu(), rest, None if bias is None else bias.cpu())
+        found = []
+        for _ in range(turns):
+            assert codebook.multiply(of_x, weight, bias, out, form), "another kernel would show nothing"
+            self.seed += 1
+            self.place(x.dtype).close(out, expected, RATIO[x.dtype])
+            assert (held[case.rows :] == 12345).all()
+            assert (held[:, case.outputs :] == 12345).all()
+            found.append(out.clone())
+            out.fill_(math.nan)
+        assert all(torch.equal(one, found[0]) for one in found), "sums in another order"
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def runs(request, monkeypatch) -> Runs:
+    if request.param == "cpu" and COMPILER is None:
+        pytest.skip("no C++ compiler is installed")
+    return Runs(request.param, monkeypatch)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 16])
+@pytest.mark.parametrize("outputs, inputs", [(16, 128), (33, 512), (75, 1152), (100, 384)])
+@pytest.mark.parametrize("block", [64, 128, 0, -1])
+@pytest.mark.parametrize("numbers", CODEBOOKS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_against_reference(rows, outputs, inputs, block, numbers, dtype, bias, runs):
+    form = codebook.form_of(rows, outputs, _device.gpu_of(torch.empty(0, device=runs.device)))
+    runs.check(Case(rows, outputs, inputs, block, numbers, dtype, bias), form._replace(warps=4))
+
+
+FORMS = [
+    (1, Form(1, 1, 4, 1, 1)),
+    (2, Form(2, 2, 4, 1, 1, step=32)),
+    (2, Form(3, 1, 1, 4, 2)),
+    (1, Form(9, 1, 2, 1, 3)),
+    (4, Form(9, 2, 2, 2, 2)),
+    (3, Form(3, 1, 1, 2, 3)),
+    (7, Form(3, 2, 1, 4, 1)),
+    (5, Form(9, 1, 1, 1, 2, step=32)),
+    (13, Form(3, 2, 1, 2, 2)),
+    (16, Form(5, 1, 1, 3, 1)),
+    (1, Form(3, 1, 4, 1, 2, cluster=2)),
+    (8, Form(3, 2, 1, 2, 1, cluster=2)),
+    (10, Form(2, 2, 1, 1, 2, cluster=4)),
+]
+
+
+@pytest.mark.parametrize(
+    "rows, form", FORMS, ids=lambda one: "-".join(map(str, one)) if isinstance(one, tuple) else one
+)
+def test_forms(rows, form, runs):
+    """Blocks that have several groups of rows; warps that have several units, one, or fewer than others."""
+    runs.check(Case(rows, 150, 1600), form, turns=3)
+
+
+@pytest.mark.parametrize("rows", [1, 6, 16])
+def test_rows_of_larger_tensors(rows, runs):
+    """Rows of x and of the weight lie apart; what lies between is no number."""
+    place = runs.place(torch.float16)
+    x, weight, _ = Case(rows, 50, 576).make(place)
+    wide = place.nan(rows + 1, 576 + 40)
+    wide[:rows, 16:592] = x
+    codes = torch.full((50, 288 + 48), 255, dtype=torch.uint8, device=x.device)
+    codes[:, 32:320] = weight.codes
+    scales = torch.full((50, 9 + 2), math.nan, device=x.device)
+    scales[:, 1:10] = weight.scales
+    apart = weight._replace(codes=codes[:, 32:320], scales=scales[:, 1:10])
+    got, want = (torch.empty(rows, 50, dtype=x.dtype, device=x.device) for _ in range(2))
+    assert codebook.multiply(wide[:rows, 16:592], apart, None, got)
+    assert codebook.multiply(x, weight, None, want)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("rows", [1, 6, 16])
+def test_not_finite(rows, runs):
+    """An input that is no number makes its row's results none, and no other's."""
+    x, weight, _ = Case(rows, 40, 512).make(runs.place(torch.bfloat16))
+    x[rows - 1, 77], x[0, 300] = math.nan, math.inf
+    out = torch.empty(rows, 40, dtype=x.dtype, device=x.device)
+    assert codebook.multiply(x, weight, None, out)
+    expected = reference(x.cpu(), QuantisedWeight(*(t.cpu() for t in weight)))
+    assert torch.equal(out.cpu().isfinite(), expected.isfinite())
+
+
+def test_warps_share_evenly():
+    assert [codebook._warps(units, 16) for units in (1, 8, 10, 16, 20, 43, 48, 56)] == [1, 8, 10, 16, 10, 15, 16, 14]
+
+
+def not_aligned(t: Tensor) -> Tensor:
+    held = torch.empty(t.numel() + 4, dtype=t.dtype, device=t.device)
+    return held[4:].view_as(t).copy_(t)
+
+
+def scaled(weight: QuantisedWeight, scales: Tensor) -> QuantisedWeight:
+    return weight._replace(scales=scales)
+
+
+def few_inputs(weight: QuantisedWeight) -> QuantisedWeight:
+    return weight._replace(codes=weight.codes[:, :48].contiguous(), scales=weight.scales[:, :1].contiguous())
+
+
+def in_8_bits(weight: QuantisedWeight) -> QuantisedWeight:
+    return QuantisedWeight(weight.codes.view(torch.int8).repeat(1, 2), weight.scales)
+
+
+CHANGES = {
+    "32 bits": lambda x, weight, bias, out: (x.float(), weight, None, out.float()),
+    "many rows": lambda x, weight, bias, out: (x.repeat(9, 1)[:17], weight, None, out.repeat(9, 1)[:17]),
+    "no rows": lambda x, weight, bias, out: (x[:0], weight, None, out[:0]),
+    "8 bits": lambda x, weight, bias, out: (x, in_8_bits(weight), None, out),
+    "blocks of 32": lambda x, weight, bias, out: (x, scaled(weight, weight.scales.repeat_interleave(2, 1)), None, out),
+    "blocks of 3 rows": lambda x, weight, bias, out: (x, scaled(weight, weight.scales[::3]), None, out),
+    "96 inputs": lambda x, weight, bias, out: (x[:, :96].contiguous(), few_inputs(weight), None, out),
+    "codes not aligned": lambda x, weight, bias, out: (x, weight._replace(codes=not_aligned(weight.codes)), None, out),
+    "x not aligned": lambda x, weight, bias, out: (not_aligned(x), weight, None, out),
+    "columns": lambda x, weight, bias, out: (x.t().contiguous().t(), weight, None, out),
+    "a bias of another dtype": lambda x, weight, bias, out: (x, weight, bias.half(), out),
+    "a result of another dtype": lambda x, weight, bias, out: (x, weight, None, out.half()),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_where_it_does_not_serve(what, runs):
+    x, weight, bias = Case(2, 48, 512, bias=True).make(runs.place(torch.bfloat16))
+    out = torch.full((2, 48), 5.0, dtype=x.dtype, device=x.device)
+    assert codebook.multiply(x, weight, bias, out.clone())
+    given = CHANGES[what](x, weight, bias, out)
+    assert not codebook.multiply(*given)
+    assert (given[-1] == 5).all(), "nothing is written"
+
+
+def test_serves(runs, monkeypatch):
+    x, weight, _ = Case(2, 48, 512).make(runs.place(torch.bfloat16))
+    assert codebook.serves(x, weight) == x.is_cuda
+    assert not codebook.serves(x.float(), weight)
+    assert not codebook.serves(x, weight._replace(scales=weight.scales.repeat_interleave(2, 1)))
+    assert not codebook.serves(x.repeat(9, 1), weight)
