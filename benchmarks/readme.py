@@ -18,9 +18,9 @@ CASE, GPU = "qwen3-8b", "NVIDIA H200"  # of times
 K = 1024
 NONE = "not run"
 
-# The commits of the first rows of today's defaults, in step.csv and in accuracy.csv: one dense layer. What keeps two has
-# been what it is since EARLIER (tokens among all, means for what is not chosen). Rows are appended, so every one behind
-# them is newer.
+# The commits of the first rows of today's defaults, in step.csv and in accuracy.csv: one dense layer. What keeps two
+# has been what it is since EARLIER (tokens among all, means for what is not chosen). Rows are appended, so every one
+# behind them is newer.
 DEFAULTS = ("e78671e", "da590eb")
 EARLIER = ("f4e5ad0", "f15868d")
 
@@ -402,7 +402,8 @@ def default_steps() -> str:
         "|---" * (2 + len(DEFAULT_STEPS)) + "|",
     ]
     for batch, context in PRESET_SHAPES:
-        found = [newest_row(since_defaults(rows, name), name, "step_ms", batch, context, CASE) for _, name in DEFAULT_STEPS]
+        todays = ((since_defaults(rows, name), name) for _, name in DEFAULT_STEPS)
+        found = [newest_row(since, name, "step_ms", batch, context, CASE) for since, name in todays]
         cells = [UNKNOWN if row is None else f"{float(row['value']):.2f}" for row in found]
         lines.append(f"| {batch} x {context // K}k | {' | '.join(cells)} | {_commits(found)} |")
     return "\n".join(lines)

@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_sparsekv.ops.quantised_linear import QuantisedWeight, dequantise, quantised_linear
+from hf_sparsekv.ops.quantised_linear import QuantisedWeight, codebook, dequantise, quantised_linear
+from hf_sparsekv.ops.quantised_linear.codebook import Form
 from hf_sparsekv.ops.quantised_linear.reference import FP8, codebook_kernel
 from hf_sparsekv.ops.quantised_linear.triton import Tile, tile
 from hf_sparsekv.ops.quantised_linear.triton import quantised_linear as by_triton
@@ -28,24 +29,32 @@ BLOCK = 128  # rows and inputs, of 8-bit floats by blocks
 ONE_ROW_TILES = tuple(
     Tile(*one)
     for one in (
-        *((2, 4096, 1, 4), (2, 4096, 1, 8), (4, 2048, 1, 4), (4, 2048, 1, 8), (4, 4096, 1, 4), (4, 4096, 1, 8)),
-        *((8, 1024, 1, 4), (8, 2048, 1, 4), (8, 2048, 1, 8), (16, 1024, 1, 8), (1, 4096, 1, 4), (4, 4096, 1, 8, 64)),
+        *((2, 4096, 1, 4), (4, 2048, 1, 4), (4, 2048, 1, 8), (4, 4096, 1, 8), (8, 2048, 1, 8), (8, 1024, 1, 4)),
+        *((1, 4096, 1, 4), (4, 4096, 1, 8, 64)),
     )
 )
 TILES = tuple(  # of more than one row
     Tile(*one)
     for one in (
-        *((16, 512, 5, 1), (16, 512, 4, 2), (16, 1024, 3, 4), (32, 256, 6, 4), (32, 256, 6, 2), (32, 512, 3, 4)),
-        *((32, 512, 5, 2), (32, 512, 5, 4), (32, 512, 5, 8), (64, 128, 8, 4), (64, 256, 4, 4), (64, 256, 6, 4)),
-        *((64, 256, 6, 8), (64, 512, 3, 4), (128, 128, 6, 4), (128, 256, 3, 8)),
+        *((16, 512, 4, 2), (32, 256, 6, 4), (32, 512, 3, 4), (32, 512, 5, 4), (64, 128, 8, 4), (64, 256, 4, 4)),
+        *((64, 256, 6, 4), (128, 128, 6, 4)),
     )
 )
 BLOCK_TILES = tuple(  # of more than one row, scales of blocks
-    Tile(*one)
-    for one in (
-        *((16, 128, 12, 1), (32, 128, 8, 4), (32, 128, 12, 2), (32, 128, 12, 4), (32, 128, 16, 4), (64, 128, 6, 4)),
-        *((64, 128, 10, 4), (64, 128, 10, 8), (128, 128, 8, 4)),
-    )
+    Tile(*one) for one in ((32, 128, 8, 4), (32, 128, 12, 4), (32, 128, 16, 4), (64, 128, 6, 4), (64, 128, 10, 4))
+)
+# Of 4 bits: for one row of inputs, and for up to eight.
+FORMS_ONE_ROW = (
+    *(Form(16, 1, 4, 1, ahead, resident=1) for ahead in (1, 2, 3)),
+    *(Form(8, 1, 4, 1, ahead, resident=2) for ahead in (1, 2, 3)),
+    *(Form(4, 1, 4, 1, 2, resident=3), Form(16, 2, 4, 1, 1, resident=1), Form(16, 1, 2, 2, 2, resident=1)),
+    *(Form(16, 1, 4, 1, 2, 32, 1), Form(8, 2, 4, 1, 1, resident=2), Form(8, 1, 2, 2, 2, resident=2)),
+)
+FORMS = (
+    *(Form(8, tiles, 1, parts, ahead) for tiles in (1, 2) for parts in (1, 2) for ahead in (1, 2)),
+    *(Form(16, 1, 1, 2, 2, resident=1), Form(16, 2, 1, 1, 2, resident=1), Form(16, 1, 1, 2, 1, resident=1)),
+    *(Form(8, 2, 1, 2, 2, cluster=2), Form(8, 2, 1, 1, 2, cluster=2), Form(8, 1, 1, 2, 2, cluster=4)),
+    *(Form(8, 2, 1, 2, 1, 32), Form(8, 1, 1, 2, 3)),
 )
 
 
@@ -67,10 +76,10 @@ def in_4_bits(n: int, k: int, device: torch.device) -> QuantisedWeight:
 
 # format -> a weight of these rows and inputs
 FORMATS: dict[str, Callable[[int, int, torch.device], QuantisedWeight]] = {
+    "4bit": in_4_bits,
     "int8": lambda n, k, device: in_8_bits(n, k, torch.int8, (n, 1), device),
     "fp8": lambda n, k, device: in_8_bits(n, k, FP8, (n, 1), device),
     "fp8_blocks": lambda n, k, device: in_8_bits(n, k, FP8, (n // BLOCK, k // BLOCK), device),
-    "4bit": in_4_bits,
 }
 
 
@@ -101,6 +110,15 @@ def ways(weights: list[QuantisedWeight], plain: list[Tensor], xs: list[Tensor]) 
     found: list[Variant] = [(name, usual, lambda: out[0]), ("16 bits", in_16_bits, lambda: out[0])]
     for one in tiles(len(xs[0]), weights[0]):
         found.append((tile_name(one), partial(tiled, config=one), lambda: out[0]))
+
+    def formed(i: int, config: Form) -> None:
+        out[i] = torch.empty(len(xs[i]), weights[i].out_features, dtype=xs[i].dtype, device=xs[i].device)
+        if not codebook.multiply(xs[i], weights[i], None, out[i], config):
+            raise RuntimeError(f"{config} does not serve here")
+
+    for form in () if has_tiles else FORMS_ONE_ROW if len(xs[0]) == 1 else FORMS:
+        name = ",".join(f"{field}={value}" for field, value in form._asdict().items())
+        found.append((name, partial(formed, config=form), lambda: out[0]))
     return found
 
 
