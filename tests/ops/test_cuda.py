@@ -6,6 +6,7 @@ from enum import IntEnum
 
 import pytest
 
+from hf_sparsekv.ops import _cuda
 from hf_sparsekv.ops._cuda import compile_file
 
 
@@ -46,3 +47,13 @@ def test_source_that_does_not_compile(log, said):
         compile_file(compiler, 90, "hf_sparsekv.ops.topk_select", "cluster.cu", {})
     assert str(told.value) == said
     assert compiler.programs == 0
+
+
+@pytest.mark.parametrize("major, clusters, products", [(7, False, False), (8, False, True), (9, True, True)])
+def test_what_a_kernel_needs(monkeypatch, major, clusters, products):
+    """Clusters, or only what is there since compute 8.0."""
+    monkeypatch.setattr(_cuda.torch.version, "cuda", "13.0")
+    monkeypatch.setattr(_cuda.torch.cuda, "get_device_capability", lambda device: (major, 0))
+    monkeypatch.setattr(_cuda, "_bindings", lambda: ("driver", "nvrtc"))
+    assert (_cuda.why_not(0) is None) == clusters
+    assert (_cuda.why_not(0, 8) is None) == products

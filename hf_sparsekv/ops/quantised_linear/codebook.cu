@@ -25,12 +25,14 @@
 #define EACH (8 / SPLIT)           // rows of x in a product
 #define MOST (EACH * COLUMNS)      // rows of x
 #define WORDS (2 * SPLIT)          // of a chunk
+// Whether sums may be written while others are read, elsewhere.
+#define TWICE (STEP == 32 || 2 * ADDED <= 256 * 32)
 #define CHAINS (TILES * COLUMNS == 1 ? 2 : 1)  // of products that wait for one another: the fewer, the longer
 #define ADDED (WARPS * MOST * ROWS)  // sums of all warps
 
 static_assert(SCALES <= 4, "each thread of a quad reads one of them");
 static_assert(COLUMNS == 1 || SPLIT == 1, "few rows of x are columns of one product");
-static_assert(STEP == 32 || 2 * ADDED <= 256 * 32, "sums have room between the table's lines");
+static_assert(STEP == 32 || ADDED <= 256 * 32, "sums have room between the table's lines");
 
 struct alignas(SPLIT == 1 ? 8 : 16) Chunk {
     u32 word[WORDS];
@@ -202,7 +204,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
         }
     };
     // The warps' sums of the block's rows, to the result.
-    const auto finish = [&](int group, u32 sums) {
+    const auto finish = [&](int group, bool odd) {
+        const u32 sums = TWICE && odd ? ADDED / 32 : 0;  // where they are, in 32
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
 #pragma unroll
@@ -229,7 +232,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll
             for (int w = 0; w < WARPS; w++) sum += from[w * (MOST * ROWS / 32 * STEP)];
 #if CLUSTER > 1
-            of_block[sums > 0][i] = __float_as_uint(sum);
+            of_block[odd][i] = __float_as_uint(sum);
         }
         cluster_sync();
         for (int i = thread * CLUSTER + rank; i < (int)rows * ROWS; i += THREADS * CLUSTER) {
@@ -237,14 +240,15 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
             if (output >= outputs) continue;
             float sum = 0;
 #pragma unroll
-            for (int r = 0; r < CLUSTER; r++) sum += __uint_as_float(load_there(&of_block[sums > 0][i], r));
+            for (int r = 0; r < CLUSTER; r++) sum += __uint_as_float(load_there(&of_block[odd][i], r));
 #endif
             if (bias) sum += unpack(bias[output]);
             out[of_x * out_row + output] = (u16)pack(sum, 0);
         }
+        if (!TWICE) __syncthreads();
     };
     int group = first_group, unit = first_unit;
-    u32 sums = 0;  // where they are, in 32: the other half is read while they are written
+    bool odd = false;
     while (group < groups) {
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
@@ -254,8 +258,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
             ask_next(pieces[i]);
             unit = after;
             if (unit != first_unit) continue;
-            finish(group, sums);
-            group += (int)blocks / CLUSTER, sums = ADDED / 32 - sums;
+            finish(group, odd);
+            group += (int)blocks / CLUSTER, odd = !odd;
             if (group >= groups) break;
         }
     }

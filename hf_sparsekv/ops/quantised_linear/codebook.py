@@ -5,6 +5,7 @@ Nothing here has been measured yet: forms are those for which registers and coun
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -50,8 +51,8 @@ class Form(NamedTuple):
 FORMS = {
     2: Form(16, 1, 4, 1, 2, resident=1),
     4: Form(16, 1, 2, 2, 2, resident=1),
-    8: Form(8, 2, 1, 2, 2),
-    16: Form(8, 2, 1, 1, 2),
+    8: Form(16, 2, 1, 2, 2, resident=1),
+    16: Form(16, 2, 1, 1, 2, resident=1),
 }
 
 
@@ -60,7 +61,7 @@ def serves(x: Tensor, weight: QuantisedWeight) -> bool:
     if weight.codebook is None or not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
     rows = x.numel() // x.shape[-1] if x.numel() else 0
-    return 0 < rows <= MAX_ROWS and _scale_of(weight) is not None and _device_serves(x)
+    return 0 < rows <= MAX_ROWS and _scale_of(weight) is not None and _device_serves(x.get_device())
 
 
 def multiply(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tensor, config: Form | None = None) -> bool:
@@ -134,15 +135,16 @@ def _loads_16_bytes(t: Tensor) -> bool:
     return t.stride(1) == 1 and t.data_ptr() % 16 == 0 and (t.shape[0] == 1 or t.stride(0) * t.element_size() % 16 == 0)
 
 
-def _device_serves(x: Tensor) -> bool:
-    return _cuda.why_not(x.get_device(), AMPERE) is None
+@cache
+def _device_serves(device: int) -> bool:
+    return _cuda.why_not(device, AMPERE) is None
 
 
 def form_of(rows: int, outputs: int, gpu: _device.Gpu) -> Form:
     """For so many rows of x and of the weight."""
     form = next(form for most, form in FORMS.items() if rows <= most)
-    # Rather a block for each place than blocks that read x for more rows of the weight.
-    few = outputs < 16 * form.tiles * form.resident * gpu.processors
+    # Rather more blocks than fewer instructions for each byte, where half of the places would be empty.
+    few = 2 * outputs < 16 * form.tiles * form.resident * gpu.processors
     return form._replace(tiles=1) if few else form
 
 
