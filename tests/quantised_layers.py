@@ -104,10 +104,11 @@ class Bnb4(_Imitation):
         super().__init__(layer)
         blocks = layer.weight.detach().reshape(-1, self.SIZE)
         largest = blocks.abs().amax(1)
-        codes = (blocks / largest[:, None]).flatten()[:, None].sub(NF4).abs().argmin(1)
+        code = NF4.to(blocks.device)
+        codes = (blocks / largest[:, None]).flatten()[:, None].sub(code).abs().argmin(1)
         self.weight = nn.Parameter((codes[::2] * 16 + codes[1::2]).to(torch.uint8).view(-1, 1), False)
         self.weight.quant_state = SimpleNamespace(
-            absmax=largest, shape=layer.weight.shape, code=NF4, blocksize=self.SIZE, offset=None, state2=None
+            absmax=largest, shape=layer.weight.shape, code=code, blocksize=self.SIZE, offset=None, state2=None
         )
 
     def meant(self) -> QuantisedWeight:
@@ -126,7 +127,7 @@ class Bnb4Nested(Bnb4):
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__(layer)
-        state, code = self.weight.quant_state, torch.linspace(-1, 1, 256)
+        state, code = self.weight.quant_state, torch.linspace(-1, 1, 256, device=self.weight.device)
         offset = state.absmax.mean()
         each = torch.cat([part.abs().max()[None] for part in (state.absmax - offset).split(20)])
         wide = each.repeat_interleave(20)[: len(state.absmax)]

@@ -52,6 +52,7 @@ FORMS_ONE_ROW = (
 )
 FORMS = (
     *(Form(8, tiles, 1, parts, ahead) for tiles in (1, 2) for parts in (1, 2) for ahead in (1, 2)),
+    *(Form(16, 2, 1, parts, ahead, resident=1) for parts in (1, 2) for ahead in (1, 2)),
     *(Form(16, 1, 1, 2, 2, resident=1), Form(16, 2, 1, 1, 2, resident=1), Form(16, 1, 1, 2, 1, resident=1)),
     *(Form(8, 2, 1, 2, 2, cluster=2), Form(8, 2, 1, 1, 2, cluster=2), Form(8, 1, 1, 2, 2, cluster=4)),
     *(Form(8, 2, 1, 2, 1, 32), Form(8, 1, 1, 2, 3)),
