@@ -70,9 +70,8 @@ class Runs:
 
     def check(self, case: Case, form: Form | None = None, turns: int = 1) -> None:
         x, weight, bias = case.make(self.place(case.dtype))
-        of_x = x[: case.rows]
         # Neighbours may hold anything, and keep it.
-        held = torch.full((case.rows + 1, case.outputs + 9), 12345.0, dtype=x.dtype, device=x.device)
+        held = torch.full((case.rows + 1, case.outputs + 9), 4096.0, dtype=x.dtype, device=x.device)
         out = held[: case.rows, : case.outputs]
         rest = QuantisedWeight(*(t.cpu() for t in weight))
         # What a codebook holds is rounded, as the kernel may do.
@@ -80,11 +79,11 @@ class Runs:
         expected = reference(x.cpu(), rest, None if bias is None else bias.cpu())
         found = []
         for _ in range(turns):
-            assert codebook.multiply(of_x, weight, bias, out, form), "another kernel would show nothing"
+            assert codebook.multiply(x, weight, bias, out, form), "another kernel would show nothing"
             self.seed += 1
             self.place(x.dtype).close(out, expected, RATIO[x.dtype])
-            assert (held[case.rows :] == 12345).all()
-            assert (held[:, case.outputs :] == 12345).all()
+            assert (held[case.rows :] == 4096).all()
+            assert (held[:, case.outputs :] == 4096).all()
             found.append(out.clone())
             out.fill_(math.nan)
         assert all(torch.equal(one, found[0]) for one in found), "sums in another order"
@@ -212,7 +211,12 @@ def test_where_it_does_not_serve(what, runs):
     assert (given[-1] == 5).all(), "nothing is written"
 
 
-def test_serves(runs, monkeypatch):
+def test_forms_of_fewer_rows(runs):
+    x, weight, _ = Case(3, 48, 512).make(runs.place(torch.bfloat16))
+    assert not codebook.multiply(x, weight, None, torch.empty_like(x[:, :48]), Form(4, 1, 4, 1, 1))
+
+
+def test_serves(runs):
     x, weight, _ = Case(2, 48, 512).make(runs.place(torch.bfloat16))
     assert codebook.serves(x, weight) == x.is_cuda
     assert not codebook.serves(x.float(), weight)

@@ -17,18 +17,19 @@
 // have ended.
 
 #define WARPS (THREADS / 32)
-#define CHUNK (8 * SPLIT)          // bytes of a row that a thread takes at once
-#define SPAN (4 * CHUNK)           // that a quad takes
-#define UNIT (PARTS * SPAN)        // that it has on their way at once
-#define SCALES (UNIT / 32)         // of a row, in a unit
-#define ROWS (16 * TILES)          // of the weight, that a block has at once
-#define EACH (8 / SPLIT)           // rows of x in a product
-#define MOST (EACH * COLUMNS)      // rows of x
-#define WORDS (2 * SPLIT)          // of a chunk
-// Whether sums may be written while others are read, elsewhere.
-#define TWICE (STEP == 32 || 2 * ADDED <= 256 * 32)
-#define CHAINS (TILES * COLUMNS == 1 ? 2 : 1)  // of products that wait for one another: the fewer, the longer
+#define CHUNK (8 * SPLIT)            // bytes of a row that a thread takes at once
+#define SPAN (4 * CHUNK)             // that a quad takes
+#define UNIT (PARTS * SPAN)          // that it asks for at once
+#define WORDS (2 * SPLIT)            // of a chunk
+#define SCALES (UNIT / 32)           // of a row, in a unit
+#define ROWS (16 * TILES)            // of the weight, that a block has at once
+#define EACH (8 / SPLIT)             // rows of x in a product
+#define MOST (EACH * COLUMNS)        // rows of x
 #define ADDED (WARPS * MOST * ROWS)  // sums of all warps
+// Whether there is room for sums beside those that are read.
+#define TWICE (STEP == 32 || 2 * ADDED <= 256 * 32)
+// Sums of a tile that do not wait for one another: a product takes some 30 clocks.
+#define CHAINS (TILES * COLUMNS == 1 ? 2 : 1)
 
 static_assert(SCALES <= 4, "each thread of a quad reads one of them");
 static_assert(COLUMNS == 1 || SPLIT == 1, "few rows of x are columns of one product");

@@ -70,7 +70,7 @@ def multiply(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tenso
     Args:
         x: ``[rows, in]``, bfloat16 or float16.
         out: ``[rows, out]`` of the same dtype.
-        config: replaces the form for so many rows.
+        config: replaces the form for so many rows, of which it must have as many.
     """
     codes, scales, codebook = weight
     rows, inputs = x.shape
@@ -90,6 +90,8 @@ def multiply(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tenso
         return False
     gpu = _device.gpu_of(x)
     form = config or form_of(rows, outputs, gpu)
+    if form.split > 1 and rows > 8 // form.split:
+        return False
     if not gpu.cuda_kernels:  # they need clusters
         form = form._replace(cluster=1)
     units = -(-inputs // (SCALE * form.split * form.parts))
