@@ -111,14 +111,14 @@ class Bnb4(_Imitation):
             absmax=largest, shape=layer.weight.shape, code=code, blocksize=self.SIZE, offset=None, state2=None
         )
 
-    def meant(self) -> QuantisedWeight:
+    def forward(self, x: Tensor) -> Tensor:
         state = self.weight.quant_state
         largest = state.absmax
         if state.state2 is not None:
             each = state.state2.absmax.repeat_interleave(state.state2.blocksize)[: len(largest)]
             largest = state.state2.code[largest.long()] * each + state.offset
-        rows = self.out_features
-        return QuantisedWeight(self.weight.view(rows, -1), largest.view(rows, -1), state.code)
+        numbers = state.code[torch.cat((self.weight >> 4, self.weight & 15), 1).long()]
+        return F.linear(x, (numbers.view(-1, self.SIZE) * largest[:, None]).view(state.shape).to(x.dtype), self.bias)
 
 
 @named("LinearNF4", "bitsandbytes.nn.modules")

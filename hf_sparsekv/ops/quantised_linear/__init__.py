@@ -7,7 +7,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .._cuda import why_not
 from .._dispatch import has_triton, operator
 from . import reference
 from .reference import FP8, LEAST, MAX_ROWS, QuantisedWeight, codebook_kernel, dequantise
@@ -20,8 +19,8 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def serves(x: Tensor, weight: QuantisedWeight, *_, **__) -> bool:
     """Whether a kernel takes ``x [..., in]`` and ``weight``: 1 to ``MAX_ROWS`` rows, in float32 one; on this GPU.
 
-    Scales of blocks of inputs must be of a multiple of ``LEAST``. 8-bit floats need compute
-    capability 8.9. Elsewhere than on a GPU no kernel runs, and only rows and blocks are asked about.
+    Scales of blocks of inputs must be of a multiple of ``LEAST``. 8-bit floats need compute capability 8.9; with a
+    codebook its kernel is asked. Elsewhere than on a GPU no kernel runs, and only rows and blocks are asked about.
     """
     rows = x.numel() // x.shape[-1] if x.numel() else 0
     if not 0 < rows <= MAX_ROWS or x.dtype not in _DTYPES or (rows > 1 and x.dtype == torch.float32):
@@ -33,16 +32,9 @@ def serves(x: Tensor, weight: QuantisedWeight, *_, **__) -> bool:
     if not has_triton():
         return False
     if weight.codebook is not None:
-        return _serves_codebook(x, weight)
+        kernel = codebook_kernel()
+        return kernel is not None and kernel.serves(x, weight)
     return weight.codes.dtype != FP8 or _has_fp8(x.get_device())
-
-
-def _serves_codebook(x: Tensor, weight: QuantisedWeight) -> bool:
-    kernel = codebook_kernel()
-    if kernel is None or why_not(x.get_device()) is not None:
-        return False
-    asked = getattr(kernel, "serves", None)
-    return asked is None or asked(x, weight)
 
 
 @cache

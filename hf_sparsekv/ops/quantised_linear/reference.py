@@ -79,8 +79,8 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = N
 def codebook_kernel() -> ModuleType | None:
     """The module of the kernel for codes of 4 bits, if it is there.
 
-    Its ``multiply(x, weight, bias, out)`` writes the product of ``x [rows, in]`` to ``out [rows, out]`` and returns
-    whether it serves such arguments. If it has ``serves(x, weight)``, that says so beforehand.
+    Its ``multiply(x, weight, bias, out)`` writes the product of ``x [rows, in]`` to ``out [rows, out]``, all of one
+    dtype, and returns whether it serves such arguments; ``serves(x, weight)`` says so beforehand.
     """
     try:
         return import_module(".codebook", __package__)

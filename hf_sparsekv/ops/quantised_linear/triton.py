@@ -260,7 +260,8 @@ def quantised_linear(x, weight, bias=None, config=None):
         return out
     if codebook is not None:
         found = reference.codebook_kernel()
-        served = found is not None and found.multiply(x_rows, weight, bias, out.view(rows, n))
+        like_x = bias if bias is None else bias.to(x.dtype)
+        served = found is not None and found.multiply(x_rows, weight, like_x, out.view(rows, n))
         return out if served else reference.quantised_linear(x, weight, bias)
     block_rows, group = weight.block if scales.shape[1] > 1 else (weight.block[0], 0)
     config = config or tile(rows, weight)
