@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_sparsekv.ops.quantised_linear import QuantisedWeight, codebook, dequantise, quantised_linear
-from hf_sparsekv.ops.quantised_linear.codebook import Form
-from hf_sparsekv.ops.quantised_linear.reference import FP8, codebook_kernel
-from hf_sparsekv.ops.quantised_linear.triton import Tile, tile
+from hf_sparsekv.ops.quantised_linear import QuantisedWeight, dequantise, lookup, quantised_linear
+from hf_sparsekv.ops.quantised_linear.lookup import Form
+from hf_sparsekv.ops.quantised_linear.reference import FP8
+from hf_sparsekv.ops.quantised_linear.triton import Tile
 from hf_sparsekv.ops.quantised_linear.triton import quantised_linear as by_triton
 from hf_sparsekv.ops.small_linear import small_linear
 
@@ -45,17 +45,20 @@ BLOCK_TILES = tuple(  # of more than one row, scales of blocks
 )
 # Of 4 bits: for one row of inputs, and for up to eight.
 FORMS_ONE_ROW = (
-    *(Form(16, 1, 4, 1, ahead, resident=1) for ahead in (1, 2, 3)),
-    *(Form(8, 1, 4, 1, ahead, resident=2) for ahead in (1, 2, 3)),
-    *(Form(4, 1, 4, 1, 2, resident=3), Form(16, 2, 4, 1, 1, resident=1), Form(16, 1, 2, 2, 2, resident=1)),
-    *(Form(16, 1, 4, 1, 2, 32, 1), Form(8, 2, 4, 1, 1, resident=2), Form(8, 1, 2, 2, 2, resident=2)),
+    *(Form(8, 1, 4, 1, ahead) for ahead in (1, 2, 3)),
+    *(Form(16, 1, 4, 1, 2, resident=1), Form(16, 2, 4, 1, 1, resident=1), Form(16, 1, 2, 2, 2, resident=1)),
+    *(Form(16, 1, 4, 1, 2, 32, 1), Form(8, 1, 2, 2, 2)),
 )
 FORMS = (
-    *(Form(8, tiles, 1, parts, ahead) for tiles in (1, 2) for parts in (1, 2) for ahead in (1, 2)),
     *(Form(16, 2, 1, parts, ahead, resident=1) for parts in (1, 2) for ahead in (1, 2)),
-    *(Form(16, 1, 1, 2, 2, resident=1), Form(16, 2, 1, 1, 2, resident=1), Form(16, 1, 1, 2, 1, resident=1)),
-    *(Form(8, 2, 1, 2, 2, cluster=2), Form(8, 2, 1, 1, 2, cluster=2), Form(8, 1, 1, 2, 2, cluster=4)),
-    *(Form(8, 2, 1, 2, 1, 32), Form(8, 1, 1, 2, 3)),
+    *(Form(16, 1, 1, 2, 2, resident=1), Form(8, 2, 1, 2, 2), Form(8, 1, 1, 2, 3)),
+    *(Form(8, 2, 1, 2, 2, cluster=2), Form(8, 2, 1, 2, 1, 32)),
+)
+# Of 8 bits.
+FORMS_8_BITS = (
+    *(Form(16, 2, 1, 1, ahead, resident=1) for ahead in (1, 2)),
+    *(Form(16, 1, 1, 1, ahead, resident=1) for ahead in (2, 3)),
+    *(Form(16, 1, 1, 2, 2, resident=1), Form(8, 2, 1, 1, 2), Form(8, 1, 1, 2, 2), Form(16, 2, 1, 1, 2, 64, 1, 2)),
 )
 
 
@@ -64,7 +67,7 @@ def in_8_bits(n: int, k: int, dtype: torch.dtype, scales: tuple[int, int], devic
     if dtype == torch.int8:
         codes = torch.randint(-127, 128, (n, k), dtype=dtype, device=device)
     else:
-        codes = (100 * torch.randn(n, k, device=device)).to(dtype)
+        codes = (100 * torch.randn(n, k, device=device)).clamp(-448, 448).to(dtype)  # beyond, they are no numbers
     return QuantisedWeight(codes, (0.5 + torch.rand(scales, device=device)) / (100 * k**0.5))
 
 
@@ -85,7 +88,7 @@ FORMATS: dict[str, Callable[[int, int, torch.device], QuantisedWeight]] = {
 
 
 def tiles(rows: int, weight: QuantisedWeight) -> tuple[Tile, ...]:
-    """Those to try; none with a codebook, whose kernel chooses for itself."""
+    """Of Triton's kernel; none with a codebook, which it does not know."""
     if weight.codebook is not None:
         return ()
     if rows == 1:
@@ -93,31 +96,34 @@ def tiles(rows: int, weight: QuantisedWeight) -> tuple[Tile, ...]:
     return BLOCK_TILES if weight.scales.shape[1] > 1 else TILES
 
 
+def forms(rows: int, weight: QuantisedWeight) -> tuple[Form, ...]:
+    """Of the kernel that looks codes up."""
+    if weight.codebook is None:
+        return FORMS_8_BITS if rows > 1 else ()
+    return FORMS if rows > 1 else FORMS_ONE_ROW
+
+
 def ways(weights: list[QuantisedWeight], plain: list[Tensor], xs: list[Tensor]) -> list[Variant]:
-    """Today's kernel first; ``small_linear`` over the same weights in 16 bits, ``plain``; other tiles."""
-    out: list[Tensor] = [torch.empty(0)] * len(weights)
+    """Today's kernel first; ``small_linear`` over the same weights in 16 bits, ``plain``; other tiles and forms."""
+    out = [torch.empty(len(x), w.out_features, dtype=x.dtype, device=x.device) for x, w in zip(xs, weights)]
 
     def usual(i: int) -> None:
         out[i] = quantised_linear(xs[i], weights[i])
 
-    def tiled(i: int, config: Tile) -> None:
-        out[i] = by_triton(xs[i], weights[i], None, config)
-
     def in_16_bits(i: int) -> None:
         out[i] = small_linear(xs[i], plain[i])
 
-    has_tiles = weights[0].codebook is None
-    name = f"usual,{tile_name(tile(len(xs[0]), weights[0]))}" if has_tiles else "codebook"
-    found: list[Variant] = [(name, usual, lambda: out[0]), ("16 bits", in_16_bits, lambda: out[0])]
-    for one in tiles(len(xs[0]), weights[0]):
-        found.append((tile_name(one), partial(tiled, config=one), lambda: out[0]))
+    def tiled(i: int, config: Tile) -> None:
+        out[i] = by_triton(xs[i], weights[i], None, config)
 
     def formed(i: int, config: Form) -> None:
-        out[i] = torch.empty(len(xs[i]), weights[i].out_features, dtype=xs[i].dtype, device=xs[i].device)
-        if not codebook.multiply(xs[i], weights[i], None, out[i], config):
-            raise RuntimeError(f"{config} does not serve here")
+        if not lookup.multiply(xs[i], weights[i], None, out[i], config):
+            raise RuntimeError("it does not serve here")
 
-    for form in () if has_tiles else FORMS_ONE_ROW if len(xs[0]) == 1 else FORMS:
+    found: list[Variant] = [("usual", usual, lambda: out[0]), ("16 bits", in_16_bits, lambda: out[0])]
+    for tile in tiles(len(xs[0]), weights[0]):
+        found.append((tile_name(tile), partial(tiled, config=tile), lambda: out[0]))
+    for form in forms(len(xs[0]), weights[0]):
         name = ",".join(f"{field}={value}" for field, value in form._asdict().items())
         found.append((name, partial(formed, config=form), lambda: out[0]))
     return found
@@ -137,11 +143,9 @@ def measure(report: Report, name: str, weights: list[QuantisedWeight], xs: list[
 
 
 def sweep(report: Report, device: torch.device, rate: float) -> None:
-    """All formats and layers at 1 and 8 rows. 4 bits only where their kernel is there."""
+    """All formats and layers at 1 and 8 rows."""
     report.case = CASE
     for form, make in FORMATS.items():
-        if form == "4bit" and codebook_kernel() is None:
-            continue
         for layer, (n, k) in LAYERS.items():
             first = make(n, k, device)
             weights = [first, *(make(n, k, device) for _ in range(1 + int(READ / kept_bytes(first))))]

@@ -280,7 +280,7 @@ def test_quantised_linear_layers_are_compared(tmp_path, monkeypatch, capsys, row
     few = [quantised_linear.Tile(4, 64, 1, 4), quantised_linear.Tile(32, 32, 2, 4)]
     for name in ("ONE_ROW_TILES", "TILES", "BLOCK_TILES"):
         monkeypatch.setattr(quantised_linear, name, few)
-    for name in ("FORMS_ONE_ROW", "FORMS"):  # of a kernel that does not run here
+    for name in ("FORMS_ONE_ROW", "FORMS", "FORMS_8_BITS"):  # of a kernel that does not run here
         monkeypatch.setattr(quantised_linear, name, ())
     monkeypatch.setattr(sweep, "captured", lambda run, sets: [run(i) for i in range(sets)] and Time(3, 2, 4))
     path = tmp_path / "rows.csv"

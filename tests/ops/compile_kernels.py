@@ -59,7 +59,7 @@ from hf_sparsekv.ops.place_tokens.triton import place_tokens
 from hf_sparsekv.ops.qk_rope.triton import qk_rope
 from hf_sparsekv.ops.quantise.reference import quantise as quantised
 from hf_sparsekv.ops.quantise.triton import quantise
-from hf_sparsekv.ops.quantised_linear import codebook
+from hf_sparsekv.ops.quantised_linear import lookup
 from hf_sparsekv.ops.quantised_linear.reference import FP8, QuantisedWeight
 from hf_sparsekv.ops.quantised_linear.triton import quantised_linear
 from hf_sparsekv.ops.query_predict.triton import query_predict
@@ -297,8 +297,15 @@ def in_cuda() -> None:
         weight = QuantisedWeight(codes, scales, torch.empty(16))
         for rows in (1, 4, 8, 16):
             x, out = place().randn(rows, inputs), place().nan(rows, outputs)
-            codebook.multiply(x, weight, None, out)
-    codebook.multiply(x, weight, None, out, codebook.form_of(16, outputs, _device.H200)._replace(cluster=2))
+            lookup.multiply(x, weight, None, out)
+        for kind in (torch.int8, FP8):
+            eight = QuantisedWeight(torch.empty(outputs, inputs).to(kind), torch.empty(outputs, 1))
+            for rows in (8, 16):
+                x, out = place().randn(rows, inputs), place().nan(rows, outputs)
+                lookup.multiply(x, eight, None, out)
+    lookup.multiply(
+        x, weight, None, out, lookup.form_of(16, outputs, lookup.CODEBOOK, _device.H200)._replace(cluster=2)
+    )
 
 
 CASES = (sparse_decodes, recent_tokens, choices, masses, pages, small_layers)

@@ -5,15 +5,12 @@ Calls of all shapes are in ``test_operators.py``.
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 from operators import BY_NAME
 
 from hf_sparsekv.ops import quantised_linear as package
-from hf_sparsekv.ops.quantised_linear import MAX_ROWS, QuantisedWeight, dequantise, serves
+from hf_sparsekv.ops.quantised_linear import MAX_ROWS, QuantisedWeight, dequantise, lookup, serves
 from hf_sparsekv.ops.quantised_linear import quantised_linear as public
 from hf_sparsekv.ops.quantised_linear.reference import FP8
 from hf_sparsekv.ops.quantised_linear.triton import Tile, quantised_linear
@@ -154,12 +151,15 @@ class OnGpu:
 
 
 def test_who_serves(monkeypatch):
+    """Triton where codes are not looked up."""
+    looked_up = set()
+    monkeypatch.setattr(lookup, "serves", lambda x, weight: weight.codes.dtype in looked_up)
     for capability, floats in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        package._has_fp8.cache_clear()
+        package.has_fp8.cache_clear()
         assert serves(OnGpu(1, 64), eight_bits())
         assert serves(OnGpu(1, 64), eight_bits(dtype=FP8)) is floats
-    package._has_fp8.cache_clear()
+    package.has_fp8.cache_clear()
     assert serves(OnGpu(MAX_ROWS, 1, 64), eight_bits())
     assert not serves(OnGpu(MAX_ROWS + 1, 64), eight_bits())
     assert not serves(OnGpu(0, 64), eight_bits())
@@ -168,29 +168,32 @@ def test_who_serves(monkeypatch):
     assert not serves(OnGpu(1, 64, dtype=torch.float64), eight_bits())
     assert serves(OnGpu(1, 64), eight_bits(scales=(8, 2)))
     assert not serves(OnGpu(1, 64), eight_bits(scales=(8, 4)))
+    assert not serves(OnGpu(1, 64), four_bits())
+    looked_up |= {torch.uint8, torch.int8}
+    assert serves(OnGpu(1, 64), four_bits()) and serves(OnGpu(1, 64), eight_bits())
     monkeypatch.setattr(package, "has_triton", lambda: False)
     assert not serves(OnGpu(1, 64), eight_bits())
 
 
-def test_codes_of_a_codebook_go_to_their_kernel(monkeypatch):
-    """To its ``multiply``, with rows of a matrix; to the reference where there is none, or it does not serve."""
-    weight, x, bias = four_bits(), torch.randn(2, 1, 64).half(), torch.randn(8).half()
-    want, name = reference(x, weight, bias), f"{package.__name__}.codebook"
-    monkeypatch.setitem(sys.modules, name, None)
-    assert torch.equal(quantised_linear(x, weight, bias), want)
-    assert not serves(OnGpu(2, 64), weight)
+def test_who_multiplies(monkeypatch):
+    """Codes of a codebook, and more than one row, are looked up where that serves; a tile is Triton's."""
     asked = []
 
-    def multiply(x_rows, weight, bias, out):
-        asked.append((x_rows.shape, out.shape, bias.dtype))
+    def multiply(x, weight, bias, out):
+        asked.append((x.shape, out.shape, None if bias is None else bias.dtype))
         out.fill_(7)
-        return len(asked) > 1
+        return True
 
-    monkeypatch.setitem(sys.modules, name, SimpleNamespace(multiply=multiply))
-    assert torch.equal(quantised_linear(x, weight, bias), want)
-    assert quantised_linear(x, weight, bias.float()).eq(7).all()
-    assert asked == [((2, 64), (2, 8), torch.float16)] * 2
-    for answer in (True, False):
-        only = SimpleNamespace(multiply=multiply, serves=lambda x, weight, found=answer: found)
-        monkeypatch.setitem(sys.modules, name, only)
-        assert serves(OnGpu(2, 64), weight) is answer
+    x, bias = torch.randn(2, 1, 64).half(), torch.randn(8).half()
+    few, many = four_bits(), eight_bits()
+    for weight in (few, many):
+        torch.testing.assert_close(quantised_linear(x, weight, bias), reference(x, weight, bias), rtol=1e-2, atol=1e-2)
+    monkeypatch.setattr(lookup, "serves", lambda x, weight: True)
+    monkeypatch.setattr(lookup, "multiply", multiply)
+    assert all(quantised_linear(x, weight, bias.float()).eq(7).all() for weight in (few, many))
+    assert quantised_linear(x[0], few).eq(7).all()
+    assert not quantised_linear(x[0], many).eq(7).any()
+    assert not quantised_linear(x, many, config=Tile(4, 64, 1, 4)).eq(7).any()
+    assert asked == [((2, 64), (2, 8), torch.float16)] * 2 + [((1, 64), (1, 8), None)]
+    monkeypatch.setattr(lookup, "multiply", lambda *given: False)
+    assert torch.equal(quantised_linear(x, few, bias), reference(x, few, bias))

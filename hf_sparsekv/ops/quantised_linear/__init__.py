@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .._dispatch import has_triton, operator
-from . import reference
-from .reference import FP8, LEAST, MAX_ROWS, QuantisedWeight, codebook_kernel, dequantise
+from . import lookup, reference
+from .reference import FP8, LEAST, MAX_ROWS, QuantisedWeight, dequantise
 
 __all__ = ["MAX_ROWS", "QuantisedWeight", "dequantise", "quantised_linear", "serves"]
 
@@ -19,8 +19,9 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def serves(x: Tensor, weight: QuantisedWeight, *_, **__) -> bool:
     """Whether a kernel takes ``x [..., in]`` and ``weight``: 1 to ``MAX_ROWS`` rows, in float32 one; on this GPU.
 
-    Scales of blocks of inputs must be of a multiple of ``LEAST``. 8-bit floats need compute capability 8.9; with a
-    codebook its kernel is asked. Elsewhere than on a GPU no kernel runs, and only rows and blocks are asked about.
+    What :mod:`.lookup` does not serve is left to Triton, which knows no codebooks, and 8-bit floats from compute
+    capability 8.9 on; scales of blocks of inputs must be of a multiple of ``LEAST`` there. Elsewhere than on a GPU no
+    kernel runs, and only rows and blocks are asked about.
     """
     rows = x.numel() // x.shape[-1] if x.numel() else 0
     if not 0 < rows <= MAX_ROWS or x.dtype not in _DTYPES or (rows > 1 and x.dtype == torch.float32):
@@ -31,16 +32,15 @@ def serves(x: Tensor, weight: QuantisedWeight, *_, **__) -> bool:
         return True
     if not has_triton():
         return False
-    if weight.codebook is not None:
-        kernel = codebook_kernel()
-        return kernel is not None and kernel.serves(x, weight)
-    return weight.codes.dtype != FP8 or _has_fp8(x.get_device())
+    if lookup.serves(x, weight):
+        return True
+    return weight.codebook is None and (weight.codes.dtype != FP8 or has_fp8(x.get_device()))
 
 
 @cache
-def _has_fp8(device: int) -> bool:
-    """Whether Triton converts 8-bit floats there."""
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+def has_fp8(device: int) -> bool:
+    """Whether Triton converts 8-bit floats on a CUDA device; -1, a CPU: its interpreter does."""
+    return device < 0 or (torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9))
 
 
 quantised_linear = operator(reference.quantised_linear, on="x", when=serves)

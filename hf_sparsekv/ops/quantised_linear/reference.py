@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -74,18 +72,6 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = N
     if x.shape[-1] != numbers.shape[1]:
         raise ValueError(f"x has {x.shape[-1]} inputs, the weight {numbers.shape[1]}")
     return F.linear(x.float(), numbers, None if bias is None else bias.float()).to(x.dtype)
-
-
-def codebook_kernel() -> ModuleType | None:
-    """The module of the kernel for codes of 4 bits, if it is there.
-
-    Its ``multiply(x, weight, bias, out)`` writes the product of ``x [rows, in]`` to ``out [rows, out]``, all of one
-    dtype, and returns whether it serves such arguments; ``serves(x, weight)`` says so beforehand.
-    """
-    try:
-        return import_module(".codebook", __package__)
-    except ModuleNotFoundError:
-        return None
 
 
 def check(weight: QuantisedWeight) -> QuantisedWeight:

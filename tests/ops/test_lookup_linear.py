@@ -15,8 +15,9 @@ from cuda_on_cpu import COMPILER, build
 from torch import Tensor
 
 from hf_sparsekv.ops import _device
-from hf_sparsekv.ops.quantised_linear import QuantisedWeight, codebook
-from hf_sparsekv.ops.quantised_linear.codebook import Form
+from hf_sparsekv.ops.quantised_linear import QuantisedWeight, lookup
+from hf_sparsekv.ops.quantised_linear.lookup import Form
+from hf_sparsekv.ops.quantised_linear.reference import FP8
 from hf_sparsekv.ops.quantised_linear.reference import quantised_linear as reference
 
 # Of bitsandbytes.
@@ -31,6 +32,7 @@ CODEBOOKS = {
     "fp4": torch.tensor([*FP4, *(-number for number in FP4)]),
     "random": torch.randn(16, generator=torch.Generator().manual_seed(1)),
 }
+EIGHT = {"int8": torch.int8, "fp8": FP8}
 
 
 @dataclass
@@ -42,12 +44,24 @@ class Case:
     codebook: str = "nf4"
     dtype: torch.dtype = torch.bfloat16
     bias: bool = False
+    block_rows: int = 1  # that share a scale, of one for each `block` inputs
 
     def make(self, place: Place) -> tuple[Tensor, QuantisedWeight, Tensor | None]:
-        codes = place.randint(0, 256, self.outputs, self.inputs // 2, dtype=torch.uint8)
-        shape = self.outputs if self.block >= 0 else 1, -(-self.inputs // self.block) if self.block > 0 else 1
-        weight = QuantisedWeight(codes, place.rand(*shape) * 2 + 0.1, CODEBOOKS[self.codebook].to(codes.device))
+        eight = EIGHT.get(self.codebook)
+        codes = place.randint(0, 256, self.outputs, self.inputs // (1 if eight else 2), dtype=torch.uint8)
+        if eight == FP8:
+            codes[codes % 128 == 127] = 0  # no numbers
+        rows = -(-self.outputs // self.block_rows) if self.block >= 0 else 1
+        scales = place.rand(rows, -(-self.inputs // self.block) if self.block > 0 else 1) * 2 + 0.1
+        if eight:
+            weight = QuantisedWeight(codes.view(eight), scales / (100 if eight == FP8 else 127))
+        else:
+            weight = QuantisedWeight(codes, scales, CODEBOOKS[self.codebook].to(codes.device))
         return place.randn(self.rows, self.inputs), weight, place.randn(self.outputs) * 9 if self.bias else None
+
+
+def on_cpu(weight: QuantisedWeight) -> QuantisedWeight:
+    return QuantisedWeight(*(t if t is None else t.cpu() for t in weight))
 
 
 class Runs:
@@ -56,12 +70,12 @@ class Runs:
     def __init__(self, device: str, monkeypatch) -> None:
         self.device, self.seed = device, 0
         if device == "cpu":
-            monkeypatch.setattr(codebook, "_kernel", self._build)
+            monkeypatch.setattr(lookup, "_kernel", self._build)
             monkeypatch.setattr(_device, "gpu_of", lambda t: replace(_device.H200, processors=self.processors))
         self.processors = 1
 
     def _build(self, x: Tensor, *how):
-        self.kernel = build(codebook.__package__, "codebook.cu", codebook.NAME, **codebook.macros(x.dtype, *how))
+        self.kernel = build(lookup.__package__, "lookup.cu", lookup.NAME, **lookup.macros(x.dtype, *how))
         self.kernel.seed = self.seed
         return self.kernel
 
@@ -73,13 +87,13 @@ class Runs:
         # Neighbours may hold anything, and keep it.
         held = torch.full((case.rows + 1, case.outputs + 9), 4096.0, dtype=x.dtype, device=x.device)
         out = held[: case.rows, : case.outputs]
-        rest = QuantisedWeight(*(t.cpu() for t in weight))
-        # What a codebook holds is rounded, as the kernel may do.
-        rest = rest._replace(codebook=rest.codebook.to(x.dtype).float())
+        rest = on_cpu(weight)
+        if rest.codebook is not None:  # what it holds is rounded, as the kernel may do
+            rest = rest._replace(codebook=rest.codebook.to(x.dtype).float())
         expected = reference(x.cpu(), rest, None if bias is None else bias.cpu())
         found = []
         for _ in range(turns):
-            assert codebook.multiply(x, weight, bias, out, form), "another kernel would show nothing"
+            assert lookup.multiply(x, weight, bias, out, form), "another kernel would show nothing"
             self.seed += 1
             self.place(x.dtype).close(out, expected, RATIO[x.dtype])
             assert (held[case.rows :] == 4096).all()
@@ -100,11 +114,12 @@ def runs(request, monkeypatch) -> Runs:
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 16])
 @pytest.mark.parametrize("outputs, inputs", [(16, 128), (33, 512), (75, 1152), (100, 384)])
 @pytest.mark.parametrize("block", [64, 128, 0, -1])
-@pytest.mark.parametrize("numbers", CODEBOOKS)
+@pytest.mark.parametrize("numbers", [*CODEBOOKS, *EIGHT])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_against_reference(rows, outputs, inputs, block, numbers, dtype, bias, runs):
-    form = codebook.form_of(rows, outputs, _device.gpu_of(torch.empty(0, device=runs.device)))
+    kind = getattr(lookup, {"int8": "INT8", "fp8": "E4M3"}.get(numbers, "CODEBOOK"))
+    form = lookup.form_of(rows, outputs, kind, _device.gpu_of(torch.empty(0, device=runs.device)))
     runs.check(Case(rows, outputs, inputs, block, numbers, dtype, bias), form._replace(warps=4))
 
 
@@ -135,6 +150,13 @@ def test_forms(rows, form, runs):
     runs.check(Case(rows, 150, 1600), form, turns=3)
 
 
+@pytest.mark.parametrize("numbers", EIGHT)
+@pytest.mark.parametrize("rows, form", [(2, Form(3, 1, 4, 1, 1)), *FORMS[8:14]], ids=str)
+def test_forms_of_8_bits(rows, form, numbers, runs):
+    """Likewise; a scale for blocks of rows and inputs, of which the last rows are cut off."""
+    runs.check(Case(rows, 158, 1664, 128, numbers, block_rows=32), form, turns=2)
+
+
 @pytest.mark.parametrize("rows", [1, 6, 16])
 def test_rows_of_larger_tensors(rows, runs):
     """Rows of x and of the weight lie apart; what lies between is no number."""
@@ -148,8 +170,8 @@ def test_rows_of_larger_tensors(rows, runs):
     scales[:, 1:10] = weight.scales
     apart = weight._replace(codes=codes[:, 32:320], scales=scales[:, 1:10])
     got, want = (torch.empty(rows, 50, dtype=x.dtype, device=x.device) for _ in range(2))
-    assert codebook.multiply(wide[:rows, 16:592], apart, None, got)
-    assert codebook.multiply(x, weight, None, want)
+    assert lookup.multiply(wide[:rows, 16:592], apart, None, got)
+    assert lookup.multiply(x, weight, None, want)
     assert torch.equal(got, want)
 
 
@@ -159,13 +181,13 @@ def test_not_finite(rows, runs):
     x, weight, _ = Case(rows, 40, 512).make(runs.place(torch.bfloat16))
     x[rows - 1, 77], x[0, 300] = math.nan, math.inf
     out = torch.empty(rows, 40, dtype=x.dtype, device=x.device)
-    assert codebook.multiply(x, weight, None, out)
-    expected = reference(x.cpu(), QuantisedWeight(*(t.cpu() for t in weight)))
+    assert lookup.multiply(x, weight, None, out)
+    expected = reference(x.cpu(), on_cpu(weight))
     assert torch.equal(out.cpu().isfinite(), expected.isfinite())
 
 
 def test_warps_share_evenly():
-    assert [codebook._warps(units, 16) for units in (1, 8, 10, 16, 20, 43, 48, 56)] == [1, 8, 10, 16, 10, 15, 16, 14]
+    assert [lookup._warps(units, 16) for units in (1, 8, 10, 16, 20, 43, 48, 56)] == [1, 8, 10, 16, 10, 15, 16, 14]
 
 
 def not_aligned(t: Tensor) -> Tensor:
@@ -181,15 +203,10 @@ def few_inputs(weight: QuantisedWeight) -> QuantisedWeight:
     return weight._replace(codes=weight.codes[:, :48].contiguous(), scales=weight.scales[:, :1].contiguous())
 
 
-def in_8_bits(weight: QuantisedWeight) -> QuantisedWeight:
-    return QuantisedWeight(weight.codes.view(torch.int8).repeat(1, 2), weight.scales)
-
-
 CHANGES = {
     "32 bits": lambda x, weight, bias, out: (x.float(), weight, None, out.float()),
     "many rows": lambda x, weight, bias, out: (x.repeat(9, 1)[:17], weight, None, out.repeat(9, 1)[:17]),
     "no rows": lambda x, weight, bias, out: (x[:0], weight, None, out[:0]),
-    "8 bits": lambda x, weight, bias, out: (x, in_8_bits(weight), None, out),
     "blocks of 32": lambda x, weight, bias, out: (x, scaled(weight, weight.scales.repeat_interleave(2, 1)), None, out),
     "blocks of 3 rows": lambda x, weight, bias, out: (x, scaled(weight, weight.scales[::3]), None, out),
     "96 inputs": lambda x, weight, bias, out: (x[:, :96].contiguous(), few_inputs(weight), None, out),
@@ -205,20 +222,20 @@ CHANGES = {
 def test_where_it_does_not_serve(what, runs):
     x, weight, bias = Case(2, 48, 512, bias=True).make(runs.place(torch.bfloat16))
     out = torch.full((2, 48), 5.0, dtype=x.dtype, device=x.device)
-    assert codebook.multiply(x, weight, bias, out.clone())
+    assert lookup.multiply(x, weight, bias, out.clone())
     given = CHANGES[what](x, weight, bias, out)
-    assert not codebook.multiply(*given)
+    assert not lookup.multiply(*given)
     assert (given[-1] == 5).all(), "nothing is written"
 
 
 def test_forms_of_fewer_rows(runs):
     x, weight, _ = Case(3, 48, 512).make(runs.place(torch.bfloat16))
-    assert not codebook.multiply(x, weight, None, torch.empty_like(x[:, :48]), Form(4, 1, 4, 1, 1))
+    assert not lookup.multiply(x, weight, None, torch.empty_like(x[:, :48]), Form(4, 1, 4, 1, 1))
 
 
 def test_serves(runs):
     x, weight, _ = Case(2, 48, 512).make(runs.place(torch.bfloat16))
-    assert codebook.serves(x, weight) == x.is_cuda
-    assert not codebook.serves(x.float(), weight)
-    assert not codebook.serves(x, weight._replace(scales=weight.scales.repeat_interleave(2, 1)))
-    assert not codebook.serves(x.repeat(9, 1), weight)
+    assert lookup.serves(x, weight) == x.is_cuda
+    assert not lookup.serves(x.float(), weight)
+    assert not lookup.serves(x, weight._replace(scales=weight.scales.repeat_interleave(2, 1)))
+    assert not lookup.serves(x.repeat(9, 1), weight)

@@ -1,13 +1,15 @@
-// A linear layer of 1 to 16 rows whose weights are 4-bit indices of a codebook, on tensor cores (Ampere and later).
+// A linear layer of 1 to 16 rows whose weights are bytes that a table tells numbers of, on tensor cores (Ampere and
+// later): two 4-bit indices of a codebook each, or numbers of 8 bits (KIND).
 //
-// A byte of the weights holds two neighbours of a row, and two numbers of 16 bits are one register of a product's left
-// side: so a byte is looked up as a whole, in a table of 256 pairs in shared memory, of which each bank has its own
-// copy. Weights are the 16 rows of a product, rows of x its 8 columns. Inputs may come in any order that is the same on
-// both sides: a thread takes bytes that lie side by side, from memory to the registers in which they wait.
+// Two numbers of 16 bits are one register of a product's left side. A byte of two neighbours of a row is looked up as a
+// whole, in a table of 256 pairs in shared memory, of which each bank has its own copy; bytes that are a number each are
+// looked up by themselves, and two put together. Weights are the 16 rows of a product, rows of x its 8 columns. Inputs
+// may come in any order that is the same on both sides: a thread takes bytes that lie side by side, from memory to the
+// registers in which they wait.
 //
-// Scales belong to 64 inputs of a row, and no product may have inputs of two scales. Where x has few rows, its columns
-// are there SPLIT times: a column has the inputs of one scale, and zeros for those of the others, which other threads
-// of a quad hold. So a thread takes 16 or 32 bytes that lie side by side, not 8, and a quad 64 or 128.
+// Scales belong to 64 inputs of a row, or more, and no product may have inputs of two scales. Where x has few rows, its
+// columns are there SPLIT times: a column has the inputs of one scale, and zeros for those of the others, which other
+// threads of a quad hold. So of 4 bits a thread takes 16 or 32 bytes that lie side by side, not 8, and a quad 64 or 128.
 //
 // Where each warp has inputs of one unit, it holds them (HOLD).
 //
@@ -16,12 +18,17 @@
 // and later) share the inputs, too. Weights depend on no kernel: the first are asked for before those that came before
 // have ended.
 
+#define CODEBOOK 0
+#define INT8 1
+#define E4M3 2
+#define PER_16 (KIND == CODEBOOK ? 8 : 16)  // bytes of 16 inputs
 #define WARPS (THREADS / 32)
-#define CHUNK (8 * SPLIT)            // bytes of a row that a thread takes at once
+#define CHUNK (PER_16 * SPLIT)       // bytes of a row that a thread takes at once
 #define SPAN (4 * CHUNK)             // that a quad takes
 #define UNIT (PARTS * SPAN)          // that it asks for at once
-#define WORDS (2 * SPLIT)            // of a chunk
-#define SCALES (UNIT / 32)           // of a row, in a unit
+#define WORDS (2 * SPLIT)            // of eight inputs each, in a chunk
+#define EIGHT (PER_16 / 8)           // words of eight inputs
+#define SCALES (PARTS * SPLIT)       // of 64 inputs each, of a row, in a unit
 #define ROWS (16 * TILES)            // of the weight, that a block has at once
 #define EACH (8 / SPLIT)             // rows of x in a product
 #define MOST (EACH * COLUMNS)        // rows of x
@@ -35,8 +42,8 @@ static_assert(SCALES <= 4, "each thread of a quad reads one of them");
 static_assert(COLUMNS == 1 || SPLIT == 1, "few rows of x are columns of one product");
 static_assert(STEP == 32 || ADDED <= 256 * 32, "sums have room between the table's lines");
 
-struct alignas(SPLIT == 1 ? 8 : 16) Chunk {
-    u32 word[WORDS];
+struct alignas(CHUNK == 8 ? 8 : 16) Chunk {
+    u32 word[EIGHT * WORDS];
 };
 
 // Of a unit, what a thread has: rows `row` and `row + 8` of each tile.
@@ -46,24 +53,40 @@ struct Piece {
 };
 
 __device__ __forceinline__ void load(Chunk& to, const char* from) {
-#if SPLIT == 1
+#if CHUNK == 8
     const uint2 both = load_once((const uint2*)from);
     to.word[0] = both.x, to.word[1] = both.y;
 #else
 #pragma unroll
-    for (int i = 0; i < SPLIT / 2; i++) {
+    for (int i = 0; i < CHUNK / 16; i++) {
         const uint4 all = load_once((const uint4*)from + i);
         to.word[4 * i] = all.x, to.word[4 * i + 1] = all.y, to.word[4 * i + 2] = all.z, to.word[4 * i + 3] = all.w;
     }
 #endif
 }
 
-// Where the table has the pair of byte `i` of a word, for this lane. With lines of 256 bytes it takes one instruction:
+// What the table has for byte `i` of a word, for this lane. With lines of 256 bytes it takes one instruction:
 // the byte is the address's second one, and the lane its first.
 __device__ __forceinline__ u32 look_up(const float* table, u32 word, int i, u32 lane_4) {
     const u32 at = STEP == 64 ? __byte_perm(word, lane_4, 0x5504 + 16 * i)
                               : ((i ? word >> (8 * i - 7) : word << 7) & 0x7f80) | lane_4;
     return *(const u32*)((const char*)table + at);
+}
+
+// Of eight inputs in one or two words, the pair `i` of four.
+__device__ __forceinline__ u32 pair_of(const float* table, const u32* words, int i, u32 lane_4) {
+    if (KIND == CODEBOOK) return look_up(table, words[0], i, lane_4);
+    const u32 word = words[i / 2];
+    return __byte_perm(look_up(table, word, i % 2 * 2, lane_4), look_up(table, word, i % 2 * 2 + 1, lane_4), 0x5410);
+}
+
+// The number that a byte is.
+__device__ __forceinline__ float number_of(int byte) {
+    if (KIND == INT8) return (float)(signed char)byte;
+    const int exponent = byte >> 3 & 15, fraction = byte & 7;
+    float number = exponent ? __int_as_float((exponent + 120) << 23 | fraction << 20) : fraction / 512.0f;
+    if ((byte & 127) == 127) number = NOT_A_NUMBER;
+    return byte & 128 ? -number : number;
 }
 
 // Where the table's memory has sum `i`, behind `whole` times 32 others: between its lines where there is room, else
@@ -79,8 +102,8 @@ __device__ __forceinline__ u32 place(u32 whole, u32 i) {
 #endif
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
-    codebook_linear_kernel(const u16* x, i64 x_row, const char* codes, i64 codes_row, const float* scales,
-                           i64 scales_row, i64 log_block, const float* codebook, const u16* bias, u16* out,
+    lookup_linear_kernel(const u16* x, i64 x_row, const char* codes, i64 codes_row, const float* scales,
+                           i64 scales_row, i64 log_rows, i64 log_block, const float* codebook, const u16* bias, u16* out,
                            i64 out_row, i64 rows, i64 n_out, i64 n_in, i64 blocks) {
     DYNAMIC_SHARED(table);
 #if CLUSTER > 1
@@ -90,15 +113,15 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
     const int rank = 0;
 #endif
     const int thread = threadIdx.x, warp = uniform(thread / 32), lane = thread % 32, row = lane / 4, quad = lane % 4;
-    const int outputs = (int)n_out, bytes = (int)(n_in / 2);
+    const int outputs = (int)n_out, bytes = (int)(n_in / 16 * PER_16), scales_there = (int)(n_in / 64);
     const int units = (bytes + UNIT - 1) / UNIT, groups = (outputs + ROWS - 1) / ROWS;
 
-    const float number = load_constant(codebook + lane % 16);
+    const float number = KIND == CODEBOOK ? load_constant(codebook + lane % 16) : 0;
 
     // What is behind the last row or input is read elsewhere, and not stored or multiplied by a scale of 0.
     const auto ask = [&](Piece& piece, int group, int unit) {
         const int its = unit * SCALES + quad % SCALES;
-        const bool is_one = its < bytes / 32;
+        const bool is_one = its < scales_there;
         const u32 block = (is_one ? its : 0) >> ((int)log_block - 6);
 #pragma unroll
         for (int i = 0; i < 2 * TILES; i++) {
@@ -108,7 +131,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
                 const int byte = unit * UNIT + p * SPAN + quad * CHUNK;
                 load(piece.codes[p][i], codes + (at * (u32)codes_row + (byte < bytes ? byte : 0)));
             }
-            piece.scale[i] = load_constant(scales + (at * (u32)scales_row + block));
+            piece.scale[i] = load_constant(scales + ((at >> (int)log_rows) * (u32)scales_row + block));
             if (!is_one) piece.scale[i] = 0;
         }
     };
@@ -127,7 +150,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll
     for (int j = 0; j < (63 + WARPS) / WARPS; j++) {
         const int i = 4 * (warp + j * WARPS) + lane / 8;
-        const u32 pair = pack(__shfl_sync(~0u, number, i / 16), __shfl_sync(~0u, number, i % 16));
+        const u32 pair = KIND == CODEBOOK ? pack(__shfl_sync(~0u, number, i / 16), __shfl_sync(~0u, number, i % 16))
+                                          : pack(number_of(i), 0);
         if (i < 256) ((uint4*)table)[i * STEP / 4 + thread % 8] = {pair, pair, pair, pair};
     }
     // The thread's row of x is that of its column, and the thread's inputs those of its scale; or all are 0.
@@ -146,7 +170,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
     uint4 inputs[PARTS][COLUMNS][WORDS] = {};  // of the next unit
     const auto inputs_of = [&](int c, int unit, int p) {
         const int byte = unit * UNIT + p * SPAN + quad * CHUNK;
-        return (const uint4*)(its_x[c] + 2 * (byte < bytes ? byte : 0));
+        return (const uint4*)(its_x[c] + (byte < bytes ? byte : 0) * 16 / PER_16);
     };
 #pragma unroll
     for (int p = 0; p < PARTS; p++) {
@@ -171,12 +195,13 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
             for (int w = 0; w < WORDS; w++) {
 #pragma unroll
                 for (int t = 0; t < TILES; t++) {
-                    const u32 upper = piece.codes[p][2 * t].word[w], lower = piece.codes[p][2 * t + 1].word[w];
+                    const u32* upper = &piece.codes[p][2 * t].word[EIGHT * w];
+                    const u32* lower = &piece.codes[p][2 * t + 1].word[EIGHT * w];
 #pragma unroll
                     for (int h = 0; h < 2; h++) {
                         const u32 numbers[4] = {
-                            look_up(table, upper, 2 * h, lane_4), look_up(table, lower, 2 * h, lane_4),
-                            look_up(table, upper, 2 * h + 1, lane_4), look_up(table, lower, 2 * h + 1, lane_4)};
+                            pair_of(table, upper, 2 * h, lane_4), pair_of(table, lower, 2 * h, lane_4),
+                            pair_of(table, upper, 2 * h + 1, lane_4), pair_of(table, lower, 2 * h + 1, lane_4)};
 #pragma unroll
                         for (int c = 0; c < COLUMNS; c++) {
                             const uint4& its = inputs[p][c][w];
