@@ -26,22 +26,12 @@ READ = 300e6  # bytes of weights, several sets of them: what is read comes from 
 GROUP = 64  # inputs that share a scale, of 4 bits
 BLOCK = 128  # rows and inputs, of 8-bit floats by blocks
 
-ONE_ROW_TILES = tuple(
+TILES = tuple(
     Tile(*one)
     for one in (
         *((2, 4096, 1, 4), (4, 2048, 1, 4), (4, 2048, 1, 8), (4, 4096, 1, 8), (8, 2048, 1, 8), (8, 1024, 1, 4)),
         *((1, 4096, 1, 4), (4, 4096, 1, 8, 64)),
     )
-)
-TILES = tuple(  # of more than one row
-    Tile(*one)
-    for one in (
-        *((16, 512, 4, 2), (32, 256, 6, 4), (32, 512, 3, 4), (32, 512, 5, 4), (64, 128, 8, 4), (64, 256, 4, 4)),
-        *((64, 256, 6, 4), (128, 128, 6, 4)),
-    )
-)
-BLOCK_TILES = tuple(  # of more than one row, scales of blocks
-    Tile(*one) for one in ((32, 128, 8, 4), (32, 128, 12, 4), (32, 128, 16, 4), (64, 128, 6, 4), (64, 128, 10, 4))
 )
 # Of 4 bits: for one row of inputs, and for up to eight.
 FORMS_ONE_ROW = (
@@ -88,12 +78,8 @@ FORMATS: dict[str, Callable[[int, int, torch.device], QuantisedWeight]] = {
 
 
 def tiles(rows: int, weight: QuantisedWeight) -> tuple[Tile, ...]:
-    """Of Triton's kernel; none with a codebook, which it does not know."""
-    if weight.codebook is not None:
-        return ()
-    if rows == 1:
-        return ONE_ROW_TILES
-    return BLOCK_TILES if weight.scales.shape[1] > 1 else TILES
+    """Of Triton's kernel, for one row of 8 bits."""
+    return TILES if rows == 1 and weight.codebook is None else ()
 
 
 def forms(rows: int, weight: QuantisedWeight) -> tuple[Form, ...]:

@@ -23,7 +23,6 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from functools import cache
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -261,9 +260,9 @@ def small_layers() -> None:
                 small_linear(place().randn(rows, 2048), up, bias, activation)
     for dtype in (torch.int8, FP8)[: 1 + (triton.runtime.driver.active.get_current_target().arch >= 89)]:
         codes = torch.empty(3072, 2048, dtype=dtype)
-        for rows, scales in product((1, 8), ((3072, 1), (24, 16))):
+        for scales in ((3072, 1), (24, 16)):
             weight = QuantisedWeight(codes, torch.empty(scales))
-            quantised_linear(place().randn(rows, 2048), weight, up[:, 0].contiguous())
+            quantised_linear(place().randn(1, 2048), weight, up[:, 0].contiguous())
     down = place().randn(1, 2048, 1536)  # of GLM-4.7-Flash
     experts(x[0], torch.zeros(1, 4, dtype=torch.int64), torch.rand(1, 4), up[None], down, "silu")
     tokens = place().randn(2, 512)

@@ -245,7 +245,7 @@ def small_layers(model: Model) -> None:
         if rows * tokens <= 8:
             small_linear(x, up)
             small_linear(x, up, None, "silu")
-        if rows * tokens <= 16:
+        if rows * tokens == 1:
             for scales in ((1536, 1), (12, 4)):
                 quantised_linear(x, QuantisedWeight(torch.empty(1536, d, dtype=torch.int8), torch.empty(scales)))
         q, k = (torch.empty(rows, tokens, n, model.dk, dtype=KIND) for n in (model.q_heads, model.heads))

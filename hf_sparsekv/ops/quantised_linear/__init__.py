@@ -19,22 +19,23 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def serves(x: Tensor, weight: QuantisedWeight, *_, **__) -> bool:
     """Whether a kernel takes ``x [..., in]`` and ``weight``: 1 to ``MAX_ROWS`` rows, in float32 one; on this GPU.
 
-    What :mod:`.lookup` does not serve is left to Triton, which knows no codebooks, and 8-bit floats from compute
-    capability 8.9 on; scales of blocks of inputs must be of a multiple of ``LEAST`` there. Elsewhere than on a GPU no
-    kernel runs, and only rows and blocks are asked about.
+    More than one row, and codes of a codebook, are what :mod:`.lookup` serves. One row of 8 bits is Triton's, 8-bit
+    floats from compute capability 8.9 on; scales of blocks of inputs must be of a multiple of ``LEAST`` there.
+    Elsewhere than on a GPU no kernel runs, and only rows and blocks are asked about.
     """
     rows = x.numel() // x.shape[-1] if x.numel() else 0
     if not 0 < rows <= MAX_ROWS or x.dtype not in _DTYPES or (rows > 1 and x.dtype == torch.float32):
         return False
-    if weight.codebook is None and weight.scales.shape[1] > 1 and weight.block[1] % LEAST:
+    of_triton = rows == 1 and weight.codebook is None
+    if of_triton and weight.scales.shape[1] > 1 and weight.block[1] % LEAST:
         return False
     if not x.is_cuda:
         return True
     if not has_triton():
         return False
-    if lookup.serves(x, weight):
+    if of_triton and (weight.codes.dtype != FP8 or has_fp8(x.get_device())):
         return True
-    return weight.codebook is None and (weight.codes.dtype != FP8 or has_fp8(x.get_device()))
+    return lookup.serves(x, weight)
 
 
 @cache

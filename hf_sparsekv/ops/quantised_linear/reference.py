@@ -12,7 +12,7 @@ from ..small_linear.reference import MAX_ROWS as MAX_ROWS
 
 FP8 = torch.float8_e4m3fn
 CODES = 16  # in a codebook
-LEAST = 32  # inputs of a kernel's step: where scales are of blocks of inputs, these are of a multiple
+LEAST = 32  # inputs: one row of 8 bits needs scales of a multiple
 
 
 class QuantisedWeight(NamedTuple):

@@ -1,8 +1,8 @@
-"""A linear layer of a few rows whose weights are kept in 8 bits: the kernels. (For 4 bits: :mod:`.codebook`.)
+"""A linear layer of one row of inputs and weights in 8 bits. (4 bits, and more than one row: :mod:`.lookup`.)
 
-As those of :mod:`.small_linear`, all that counts is to read the weights at the memory's speed. A weight is a byte, so
-tiles are twice as wide, and twice as much has to be computed in the time that its bytes take. Scales stay out of the
-loop where one is of whole rows: they multiply the sums.
+As in :mod:`.small_linear`, all that counts is to read the weights at the memory's speed. A weight is a byte, so twice
+as much has to be computed in the time that its bytes take. Scales stay out of the loop where one is of whole rows: they
+multiply the sums.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from .. import _device
 from .._dispatch import require_dense_rows
 from .._operands import Table, operand
 from .._overlap import begin, launch
 from . import has_fp8, lookup, reference
-from .reference import FP8, LEAST, MAX_ROWS, QuantisedWeight, check
+from .reference import FP8, LEAST, MAX_ROWS, check
 
 
 class Tile(NamedTuple):
@@ -40,12 +38,6 @@ class Tile(NamedTuple):
 ONE_ROW = Tile(4, 2048, 1, 4)
 ONE_ROW_SHORT, SHORT = Tile(4, 1024, 1, 4), 2048  # inputs; short tiles below
 ONE_ROW_LONG, LONG = Tile(4, 4096, 1, 8, 64), 8192  # long ones from here on
-# More than one row, where lookup.cu does not serve.
-ROWS = Tile(32, 512, 5, 4)
-ROWS_WIDE, WIDE = Tile(64, 256, 6, 4), 6144  # rows of the weight; this tile from here on
-# Scales of blocks: a step lies within one block of inputs, usually 128, so more of them are in flight.
-ROWS_BLOCKS = Tile(32, 128, 12, 4)
-ROWS_BLOCKS_WIDE = Tile(64, 128, 10, 4)
 COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # Triton's interpreter cannot run inline assembly
 FOLD = tl.constexpr(16)  # weights that a thread loads at once: 16 bytes
 
@@ -165,88 +157,16 @@ def quantised_one_row_kernel(
     tl.store(p_out + o_n, b_out.to(p_out.dtype.element_ty), mask=m_n)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def quantised_rows_kernel(
-    x,
-    weight,
-    scales,
-    p_bias,
-    p_out,
-    rows,
-    n,
-    k,
-    block_rows,
-    GROUP: tl.constexpr,
-    EVEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """``BN`` rows of ``n`` times all rows of ``x``, on tensor cores. ``EVEN``: tiles are full.
-
-    ``block_rows`` and ``GROUP`` inputs share a scale, all inputs if ``GROUP`` is 0. A step's lie within one block.
-    """
-    o_n = tl.program_id(0) * BN + tl.arange(0, BN)
-    m_n = o_n < n
-    o_k = tl.arange(0, BK)
-    o_m = tl.arange(0, ROWS)
-    m_m = o_m < rows
-    p_row = weight.ptr + o_n.to(tl.int64)[:, None] * weight.row
-    p_scale = scales.ptr + tl.minimum(o_n, n - 1) // block_rows * scales.row
-    b_sum = tl.zeros([BN, ROWS], tl.float32)
-    begin(PDL)
-    for k_0 in tl.range(0, k, BK, num_stages=STAGES):
-        if EVEN:
-            b_w = tl.load(p_row + (k_0 + o_k)[None, :], eviction_policy="evict_first")  # [BN, BK]
-            m_x = m_m[None, :]
-        else:
-            m_k = k_0 + o_k < k
-            b_w = tl.load(p_row + (k_0 + o_k)[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0)  # [BN, BK]
-            m_x = m_m[None, :] & m_k[:, None]
-        b_x = tl.load(x.ptr + o_m[None, :] * x.row + (k_0 + o_k)[:, None], mask=m_x, other=0.0)  # [BK, ROWS]
-        if b_w.dtype == tl.float8e4nv:  # at once to bfloat16 would be as exact, at a quarter of the rate
-            b_w = b_w.to(tl.float16).to(tl.float32)
-        b_w = b_w.to(b_x.dtype)
-        if GROUP:
-            b_sum += tl.dot(b_w, b_x) * tl.load(p_scale + k_0 // GROUP)[:, None]
-        else:
-            b_sum = tl.dot(b_w, b_x, b_sum)
-    if not GROUP:
-        b_sum *= tl.load(p_scale)[:, None]
-    if p_bias is not None:
-        b_sum += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
-    b_out = b_sum.to(p_out.dtype.element_ty)
-    tl.store(p_out + o_m[None, :] * n + o_n[:, None], b_out, mask=m_n[:, None] & m_m[None, :])
-
-
-def tile(rows: int, weight: QuantisedWeight) -> Tile:
-    """For ``rows`` of inputs."""
-    n, k = weight.out_features, weight.in_features
-    if rows == 1:
-        return ONE_ROW_LONG if k >= LONG else ONE_ROW if k >= SHORT else ONE_ROW_SHORT
-    if weight.scales.shape[1] > 1:
-        return ROWS_BLOCKS_WIDE if n >= WIDE else ROWS_BLOCKS
-    return ROWS_WIDE if n >= WIDE else ROWS
-
-
-def _fitting(config: Tile, x: Tensor) -> Tile:
-    """With fewer steps in flight where they would not fit."""
-    held = config.inputs * (config.rows + MAX_ROWS * x.element_size())
-    return config._replace(stages=max(1, min(config.stages, _device.shared_memory(x) // held)))
-
-
-def step_within(group: int, most: int) -> int:
-    """Inputs of a step, a power of two and ``most`` at most, that lie within one of the blocks of ``group``."""
-    return min(most, group & -group)
+def tile(inputs: int) -> Tile:
+    """For one row of so many."""
+    return ONE_ROW_LONG if inputs >= LONG else ONE_ROW if inputs >= SHORT else ONE_ROW_SHORT
 
 
 def quantised_linear(x, weight, bias=None, config=None):
     """As ``reference.quantised_linear``. Float32 only for a single row: tensor cores would round it.
 
-    More than one row, and codes that Triton does not know, by :func:`.lookup.multiply` where it serves. ``config``, a
-    :class:`Tile`: by Triton, with that instead of the one for these shapes.
+    More than one row, and codes that Triton does not know, by :func:`.lookup.multiply`, or where that does not serve by
+    the reference. ``config``, a :class:`Tile`, replaces the one for these shapes.
     """
     codes, scales, codebook = check(weight)
     n, k = weight.out_features, weight.in_features
@@ -260,27 +180,17 @@ def quantised_linear(x, weight, bias=None, config=None):
     out = x.new_empty(*x.shape[:-1], n)
     if not out.numel():
         return out
-    by_triton = codebook is None and (codes.dtype != FP8 or has_fp8(x.get_device()))
-    if config is None and (rows > 1 or not by_triton) and lookup.serves(x, weight):
+    if rows > 1 or codebook is not None or (codes.dtype == FP8 and not has_fp8(x.get_device())):
         like_x = bias if bias is None else bias.to(x.dtype)
-        if lookup.multiply(lookup.aligned(x_rows), weight, like_x, out.view(rows, n)):
-            return out
-    if not by_triton:
-        return reference.quantised_linear(x, weight, bias)
+        served = lookup.serves(x, weight) and lookup.multiply(lookup.aligned(x_rows), weight, like_x, out.view(rows, n))
+        return out if served else reference.quantised_linear(x, weight, bias)
     block_rows, group = weight.block if scales.shape[1] > 1 else (weight.block[0], 0)
-    config = config or tile(rows, weight)
     if group % LEAST:
-        raise ValueError(f"scales of {group} inputs each: the kernels need a multiple of {LEAST}")
-    if rows > 1:
-        config = _fitting(config._replace(inputs=step_within(group, config.inputs) if group else config.inputs), x)
-    bn, bk, stages, warps, registers = config
+        raise ValueError(f"scales of {group} inputs each: the kernel needs a multiple of {LEAST}")
+    bn, bk, stages, warps, registers = config or tile(k)
     fixed = {"EVEN": n % bn == 0 and k % bk == 0, "BN": bn, "BK": bk, "STAGES": stages, "num_warps": warps}
     fixed |= {"GROUP": group} | ({} if registers is None else {"maxnreg": registers})
     operands = operand(Table, codes), operand(Table, scales), bias, out
     grid = (triton.cdiv(n, bn),)
-    if rows == 1:
-        launch(quantised_one_row_kernel, grid, x, x_rows, *operands, n, k, block_rows, **fixed)
-    else:
-        named = {"ROWS": MAX_ROWS, **fixed}
-        launch(quantised_rows_kernel, grid, x, operand(Table, x_rows), *operands, rows, n, k, block_rows, **named)
+    launch(quantised_one_row_kernel, grid, x, x_rows, *operands, n, k, block_rows, **fixed)
     return out
