@@ -75,11 +75,12 @@ def test_doctor_shows_the_link(monkeypatch):
     facts = [_device.Gpu(142, 96 << 20, 99 << 10, rate) for rate in (864e9, None)]
     monkeypatch.setattr(doctor, "gpu", lambda device: facts[device.index])
     monkeypatch.setattr(doctor, "has_triton", lambda: True)
-    monkeypatch.setattr(doctor, "why_not", lambda index: (None, "no clusters")[index])
+    monkeypatch.setattr(doctor, "why_not", lambda index, least=9: (None, "no clusters" if least == 9 else None)[index])
     rows = [value for _, value in doctor._gpus()]
     guessed = "crossover guessed from 864 GB/s and 142 processors: `hf-sparsekv calibrate-device` measures it"
-    assert rows[1::6] == [guessed, "crossover not known: all steps select"]
-    assert rows[2::6] == ["kernels in CUDA C++: used", "kernels in CUDA C++: no clusters"]
-    assert rows[3] == "99 KB of shared memory a program"
-    assert rows[4::6] == ["link PCIe 5.0 x16", "link unknown"]
-    assert rows[5] == "pinned host to device: 48.0 GB/s"
+    assert rows[1::7] == [guessed, "crossover not known: all steps select"]
+    assert rows[2::7] == ["kernels in CUDA C++: used", "kernels in CUDA C++: no clusters"]
+    assert rows[3::7] == ["quantised linear layers by a table: used"] * 2
+    assert rows[4] == "99 KB of shared memory a program"
+    assert rows[5::7] == ["link PCIe 5.0 x16", "link unknown"]
+    assert rows[6] == "pinned host to device: 48.0 GB/s"

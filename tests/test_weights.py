@@ -230,9 +230,12 @@ def test_weights_that_change_are_found_anew():
     first, second = Bnb8(nn.Linear(64, 32)), Bnb8(nn.Linear(64, 32))
     kept = Kept()
     before = found(first, kept)
+    old = before.scales.clone()
     first.weight.SCB.mul_(2)
     doubled = found(first, kept)
-    assert torch.equal(doubled.scales, 2 * before.scales)
+    torch.testing.assert_close(dequantise(doubled), dequantise(found(first)))
+    assert torch.equal(doubled.scales, 2 * old)
+    assert doubled.scales is before.scales, "captured steps know where they are"
     first.weight = second.weight
     assert torch.equal(dequantise(found(first, kept)), dequantise(found(second)))
     layer = Fp8(nn.Linear(64, 32))

@@ -64,7 +64,7 @@ def filled(model, prefix, settings: dict | None):
     """A cache of the given settings that holds a prefilled prompt."""
     if settings is None:
         return prefix.full()
-    settings = dict(settings)
+    settings = {"dense_layers": 2, **settings}  # the default when these studies were made
     offload = OffloadConfig() if settings.pop("offload", True) else None
     kind, config = OffloadedSparseCache, TwoLevelConfig
     if "threshold" in settings:

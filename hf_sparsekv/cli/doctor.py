@@ -18,6 +18,7 @@ from ..offload.link import link_name
 from ..ops._cuda import why_not
 from ..ops._device import gpu
 from ..ops._dispatch import has_triton
+from ..ops.quantised_linear.lookup import AMPERE
 from ..policies.crossover import guess, lookup
 from .output import messages, results, size
 
@@ -74,6 +75,7 @@ def _gpus() -> list[tuple[str, str]]:
         rows.append((f"cuda:{index}", f"{p.name}, {size(p.total_memory)}, compute {p.major}.{p.minor}"))
         rows.append(("", f"crossover {_crossover(p.name, index)}"))
         rows.append(("", f"kernels in CUDA C++: {why_not(index) or 'used'}"))
+        rows.append(("", f"quantised linear layers by a table: {why_not(index, AMPERE) or 'used'}"))
         if shared := getattr(p, "shared_memory_per_block_optin", 0):
             rows.append(("", f"{shared >> 10} KB of shared memory a program"))
         if index < len(details):

@@ -225,14 +225,22 @@ def _activation(mlp: nn.Module) -> str | None:
     return _ACTIVATIONS.get(type(act).__name__)
 
 
-def _multiplies(layer: nn.Module, kept: Kept) -> bool:
-    """Whether our kernel multiplies one row with the quantised weight of ``layer``, whose scales ``kept`` gets."""
+def _computed_in(model: nn.Module) -> torch.dtype:
+    """The dtype of a model's norms, and so of what its layers are given."""
+    return next((module.weight.dtype for module, kind, _ in _found(model) if kind == "RMSNorm"), torch.float32)
+
+
+def _multiplies(layer: nn.Module, kept: Kept, dtype: torch.dtype) -> bool:
+    """Whether our kernel multiplies one row of ``dtype`` with the quantised weight of ``layer``.
+
+    ``kept`` gets its scales.
+    """
     if "forward" in layer.__dict__ or hasattr(layer, "parametrizations") or hasattr(layer, "_hf_hook"):
         return False
     weight = found(layer, kept)
     if weight is None:
         return False
-    row = torch.empty(1, weight.in_features, dtype=torch.float16, device=weight.codes.device)
+    row = torch.empty(1, weight.in_features, dtype=dtype, device=weight.codes.device)
     return serves_quantised(row, weight)
 
 
@@ -276,6 +284,8 @@ def _fuse(model: nn.Module, linears: bool, small_batch: bool, fusion: Fusion) ->
     counts, skipped = Counter(), Counter()
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
 
+    dtype = _computed_in(model)
+
     def note(module: nn.Module, state: State) -> None:
         fusion._modules.append(module)
         module._fused = state
@@ -285,7 +295,7 @@ def _fuse(model: nn.Module, linears: bool, small_batch: bool, fusion: Fusion) ->
         module.__class__ = _fused_class(type(module), kind)
 
     def give_quantised(layer: nn.Module | None) -> None:
-        if layer is not None and "_fused" not in layer.__dict__ and _multiplies(layer, kept := Kept()):
+        if layer is not None and "_fused" not in layer.__dict__ and _multiplies(layer, kept := Kept(), dtype):
             give(layer, FusedQuantised, State(None, type(layer), kept=kept))
             counts["quantised"] += 1
 

@@ -154,9 +154,9 @@ class FusedLinear:
 class FusedQuantised:
     """A kernel that reads the codes of a quantised weight, for the few rows of a decode step.
 
-    More rows, prompts above all, are left to the layer's own library. Inputs stay in 16 bits, also where the library
-    rounds them to 8 (bitsandbytes' 8 bits, dynamic fp8), and none is looked at: nothing is asked of the host, as it is
-    by bitsandbytes' 8 bits with a threshold, so that such a model's steps can be captured.
+    More than 16 rows, so all but the shortest prompts, are left to the layer's own library. Inputs stay in 16 bits,
+    also where the library rounds them to 8 (bitsandbytes' 8 bits, dynamic fp8), and none is looked at: nothing is asked
+    of the host, as it is by bitsandbytes' 8 bits with a threshold, so that such a model's steps can be captured.
     """
 
     def forward(self, x: Tensor) -> Tensor:

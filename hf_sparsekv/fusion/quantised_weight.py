@@ -3,7 +3,7 @@
 Known are bitsandbytes' ``Linear4bit`` and ``Linear8bitLt``, torchao's ``Int8Tensor`` and ``Float8Tensor`` in torch's
 own layer, transformers' ``FP8Linear`` and ``CompressedTensorsFP8Linear``, by names of classes and attributes; none
 is imported. Codes are read where the library keeps them. Scales are, too, if they are float32; of others (8-bit ones of
-bitsandbytes' double quantisation, those of its 8 bits, which stand for 127) there is a copy in float32.
+bitsandbytes' double quantisation), and of its 8 bits, whose scales stand for 127, there is a copy in float32.
 
 What a library rounds beside the weight is left out: bitsandbytes' 8 bits, dynamic formats of torchao and transformers'
 two round the inputs to 8 bits, too. :func:`.ops.quantised_linear` leaves inputs in 16 bits, so results are closer to
@@ -47,7 +47,9 @@ class _Source:
 class Kept:
     """Scales of one layer, for as long as what they were made from stays as it is.
 
-    Codes are looked up each time and not kept: a model that is moved gives its memory back.
+    Codes are looked up each time and not kept: a model that is moved gives its memory back. A copy of scales is written
+    again where it is, so that captured steps, which know its place, go on with what the layer has now. Writes through
+    ``.data``, or to inference tensors, are not seen.
     """
 
     _key: tuple = ()
@@ -55,12 +57,37 @@ class Kept:
     _scales: Tensor | None = field(default=None, repr=False)
 
     def scales(self, source: _Source) -> Tensor | None:
-        """Those of ``source``, made anew if a tensor was replaced, moved or written to."""
+        """Those of ``source``, made anew if a tensor was replaced, moved or written to.
+
+        Raises:
+            RuntimeError: they would be, in a step under capture, which would hold what computes them.
+        """
         key = tuple((t.data_ptr(), 0 if t.is_inference() else t._version, t.device) for t in source.of)
-        if key != self._key or len(self._of) != len(source.of) or any(a is not b for a, b in zip(self._of, source.of)):
-            self._scales = source.make()
-            self._key, self._of = key, source.of
-        return self._scales
+        if key == self._key and len(self._of) == len(source.of) and all(a is b for a, b in zip(self._of, source.of)):
+            return self._scales
+        on_gpu = source.codes.is_cuda
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("the scales of a quantised layer have changed")
+        made, held = source.make(), self._scales
+        if made is not None and held is not None and _takes(held, made, source):
+            made = held.copy_(made)
+        if on_gpu:  # kernels may read them before those ahead of them have ended
+            torch.cuda.current_stream(source.codes.device).synchronize()
+        self._scales, self._key, self._of = made, key, source.of
+        return made
+
+
+def _takes(held: Tensor, made: Tensor, source: _Source) -> bool:
+    """Whether scales ``made`` can be written where those before them are ``held``."""
+    if held.shape != made.shape or held.device != made.device or held.is_inference():
+        return False
+    return _is_copy(held, source) and _is_copy(made, source)
+
+
+def _is_copy(scales: Tensor, source: _Source) -> bool:
+    """Whether they are memory of their own."""
+    mine = scales.untyped_storage().data_ptr()
+    return all(t.untyped_storage().data_ptr() != mine for t in source.of)
 
 
 def found(layer: nn.Module, kept: Kept | None = None) -> QuantisedWeight | None:

@@ -1,8 +1,8 @@
 """Kernels in CUDA C++, for what Triton cannot say: clusters of thread blocks that share their memory, tables in it.
 
 Compiled by NVRTC for the GPU that is there, once a process (some 0.3 s), with NVIDIA's ``cuda-bindings``, which torch
-brings along. Where they are missing, or the GPU lacks what a kernel needs, operators take their Triton kernels: an
-operator's results are the same.
+brings along. Where they are missing, or the GPU lacks what a kernel needs, operators take their Triton kernels, with
+the same results; linear layers of 4 bits, and of several rows in 8, are left to their library.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _load(
             finally:
                 _check(driver.cuThreadExchangeStreamCaptureMode(mode))
     except RuntimeError as problem:
-        logger.warning("%s is not used: %s; Triton kernels are", name, problem)
+        logger.warning("%s is not used, what stands in for it is slower: %s", name, problem)
         return None
     return Kernel(driver, function, shared, dependent=major >= CLUSTERS)
 

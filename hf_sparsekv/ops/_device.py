@@ -28,7 +28,7 @@ class Gpu:
         l2_bytes: of the cache that they share.
         shared_bytes: of shared memory that one program may use.
         bandwidth: bytes a second that its memory moves at most; None if it does not say.
-        cuda_kernels: kernels in CUDA C++ run on it (:mod:`._cuda`).
+        cuda_kernels: kernels in CUDA C++ that need clusters run on it (:mod:`._cuda`).
     """
 
     processors: int

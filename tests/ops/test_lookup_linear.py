@@ -1,4 +1,4 @@
-"""A linear layer of a few rows of weights that are indices of a codebook (CUDA C++), against its definition.
+"""A linear layer of a few rows of weights that a table tells (CUDA C++): of 4 and 8 bits, against its definition.
 
 On a CPU, run thread by thread; on the GPU where there is one.
 """
@@ -184,6 +184,25 @@ def test_not_finite(rows, runs):
     assert lookup.multiply(x, weight, None, out)
     expected = reference(x.cpu(), on_cpu(weight))
     assert torch.equal(out.cpu().isfinite(), expected.isfinite())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize("numbers", ["nf4", "int8", "fp8"])
+def test_replayed(rows, numbers):
+    """In a graph, behind and before kernels of other kinds, which it may overlap."""
+    x, weight, _ = Case(rows, 1000, 2048, 64 if numbers == "nf4" else 0, numbers).make(Place("cuda", torch.bfloat16))
+    out, other = (torch.empty(rows, 1000, dtype=x.dtype, device="cuda") for _ in range(2))
+    assert lookup.multiply(2 * x, weight, None, out)
+    graph, given = torch.cuda.CUDAGraph(), torch.zeros_like(x)
+    with torch.cuda.graph(graph):
+        lookup.multiply(2 * given, weight, None, other)
+        result = other + 1
+        lookup.multiply(4 * given, weight, None, other)
+    given.copy_(x)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(result, out + 1) and torch.equal(other, 2 * out)
 
 
 def test_warps_share_evenly():

@@ -64,9 +64,9 @@ def serves(x: Tensor, weight: QuantisedWeight) -> bool:
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
     rows = x.numel() // x.shape[-1] if x.numel() else 0
-    if not 0 < rows <= MAX_ROWS or not _is_laid_out(weight):
+    if not 0 < rows <= MAX_ROWS or not _is_laid_out(weight) or _scales_of(weight) is None:
         return False
-    return _scales_of(weight) is not None and _device_serves(x.get_device())
+    return _device_serves(x.get_device()) and _prepared(x, rows, weight, None) is not None
 
 
 def multiply(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tensor, config: Form | None = None) -> bool:
@@ -91,29 +91,36 @@ def multiply(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tenso
         return False
     if bias is not None and (bias.dtype != x.dtype or bias.shape != (outputs,) or bias.stride(0) != 1):
         return False
-    gpu = _device.gpu_of(x)
-    kind = _kind(weight)
-    form = config or form_of(rows, outputs, kind, gpu)
-    if form.split > 1 and rows > 8 // form.split:
+    prepared = _prepared(x, rows, weight, config)
+    if prepared is None:
         return False
-    if not gpu.cuda_kernels:  # they need clusters
-        form = form._replace(cluster=1)
-    units = -(-inputs // (SCALE * form.split * form.parts))
-    units = -(-units // form.cluster)
-    form = form._replace(warps=_warps(units, form.warps))
-    kernel = _kernel(x, rows, kind, form, units <= form.warps)
-    shared = shared_bytes(rows, form)
-    if kernel is None or shared > kernel.shared_bytes:
-        return False
+    kernel, form, shared = prepared
     threads, groups = 32 * form.warps, -(-outputs // (16 * form.tiles))
     # All blocks at once, and each of them with equally many rows of the weight.
-    room = max(1, kernel.resident(threads, x, shared) * gpu.processors // form.cluster)
+    room = max(1, kernel.resident(threads, x, shared) * _device.gpu_of(x).processors // form.cluster)
     blocks = -(-groups // -(-groups // room)) * form.cluster
     args = x, x.stride(0), codes, codes.stride(0), scales, scales.stride(0) if scales.shape[0] > 1 else 0, *shared_by
     kernel.launch(
         (blocks, 1), threads, shared, x, *args, codebook, bias, out, out.stride(0), rows, outputs, inputs, blocks
     )
     return True
+
+
+def _prepared(
+    x: Tensor, rows: int, weight: QuantisedWeight, config: Form | None
+) -> tuple[_cuda.Kernel, Form, int] | None:
+    """The kernel for so many rows of ``x``'s dtype, its form and bytes of shared memory, where it can run."""
+    gpu, kind = _device.gpu_of(x), _kind(weight)
+    form = config or form_of(rows, weight.out_features, kind, gpu)
+    if form.split > 1 and rows > 8 // form.split:
+        return None
+    if not gpu.cuda_kernels:  # they need clusters
+        form = form._replace(cluster=1)
+    units = -(-weight.in_features // (SCALE * form.split * form.parts))
+    units = -(-units // form.cluster)
+    form = form._replace(warps=_warps(units, form.warps))
+    kernel, shared = _kernel(x, rows, kind, form, units <= form.warps), shared_bytes(rows, form)
+    return None if kernel is None or shared > kernel.shared_bytes else (kernel, form, shared)
 
 
 def aligned(x: Tensor) -> Tensor:
