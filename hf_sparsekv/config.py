@@ -449,8 +449,7 @@ class PredictiveConfig(SparseConfig):
         token_reduce, label_channels, label_bits, channel_file, channel_importance: as in :class:`TwoLevelConfig`.
         calibration_tokens, tail, tail_tokens: as there. With a second device ``tail`` has no effect.
         dense_layers: two, where other methods have one: of what the second layer asks, the first one's input says
-            little (16 % of its tokens are expected, 44 % of the third's, 87 % and more of later ones'; docs/studies/
-            predicted-queries.md).
+            little (docs/studies/settings.md).
     """
 
     FREE = (

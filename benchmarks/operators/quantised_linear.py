@@ -37,18 +37,17 @@ TILES = tuple(
 FORMS_ONE_ROW = (
     *(Form(8, 1, 4, 1, ahead) for ahead in (1, 2, 3)),
     *(Form(16, 1, 4, 1, 2, resident=1), Form(16, 2, 4, 1, 1, resident=1), Form(16, 1, 2, 2, 2, resident=1)),
-    *(Form(16, 1, 4, 1, 2, 32, 1), Form(8, 1, 2, 2, 2)),
+    Form(8, 1, 2, 2, 2),
 )
 FORMS = (
     *(Form(16, 2, 1, parts, ahead, resident=1) for parts in (1, 2) for ahead in (1, 2)),
     *(Form(16, 1, 1, 2, 2, resident=1), Form(8, 2, 1, 2, 2), Form(8, 1, 1, 2, 3)),
-    *(Form(8, 2, 1, 2, 2, cluster=2), Form(8, 2, 1, 2, 1, 32)),
 )
 # Of 8 bits.
 FORMS_8_BITS = (
     *(Form(16, 2, 1, 1, ahead, resident=1) for ahead in (1, 2)),
     *(Form(16, 1, 1, 1, ahead, resident=1) for ahead in (2, 3)),
-    *(Form(16, 1, 1, 2, 2, resident=1), Form(8, 2, 1, 1, 2), Form(8, 1, 1, 2, 2), Form(16, 2, 1, 1, 2, 64, 1, 2)),
+    *(Form(16, 1, 1, 2, 2, resident=1), Form(8, 2, 1, 1, 2), Form(8, 1, 1, 2, 2)),
 )
 
 

@@ -302,9 +302,6 @@ def in_cuda() -> None:
             for rows in (8, 16):
                 x, out = place().randn(rows, inputs), place().nan(rows, outputs)
                 lookup.multiply(x, eight, None, out)
-    lookup.multiply(
-        x, weight, None, out, lookup.form_of(16, outputs, lookup.CODEBOOK, _device.H200)._replace(cluster=2)
-    )
 
 
 CASES = (sparse_decodes, recent_tokens, choices, masses, pages, small_layers)
@@ -351,7 +348,7 @@ def compile_in_cuda(arch: int) -> None:
     """Compile what :func:`in_cuda` asks for, and print what each kernel takes and its macros."""
 
     def load(where, package: str, file: str, name: str, least: int = _cuda.CLUSTERS, **defined: float) -> None:
-        if arch < 10 * least or (defined.get("CLUSTER", 1) > 1 and arch < 10 * _cuda.CLUSTERS):
+        if arch < 10 * least:
             return
         _, log = _cuda.compile_file(nvrtc(), arch, package, file, defined, "--ptxas-options=-v")
         print(json.dumps({"kernel": name, **ptxas_usage(log), "macros": defined}))

@@ -14,14 +14,14 @@
 // Where each warp has inputs of one unit, it holds them (HOLD).
 //
 // The warps of a block share the inputs, the blocks the rows of the weight; a block's warps add up at the end of its
-// rows. Each block reads all of x then, which with many rows is as much as the weights: the blocks of a cluster (Hopper
-// and later) share the inputs, too. Weights depend on no kernel: the first are asked for before those that came before
-// have ended.
+// rows. (Each block reads all of x then, as much as the weights with many rows; clusters that share it took longer.)
+// Weights depend on no kernel: the first are asked for before those that came before have ended.
 
 #define CODEBOOK 0
 #define INT8 1
 #define E4M3 2
 #define PER_16 (KIND == CODEBOOK ? 8 : 16)  // bytes of 16 inputs
+#define LINE 64                       // words from a line of the table to the next
 #define WARPS (THREADS / 32)
 #define CHUNK (PER_16 * SPLIT)       // bytes of a row that a thread takes at once
 #define SPAN (4 * CHUNK)             // that a quad takes
@@ -34,13 +34,13 @@
 #define MOST (EACH * COLUMNS)        // rows of x
 #define ADDED (WARPS * MOST * ROWS)  // sums of all warps
 // Whether there is room for sums beside those that are read.
-#define TWICE (STEP == 32 || 2 * ADDED <= 256 * 32)
+#define TWICE (2 * ADDED <= 256 * 32)
 // Sums of a tile that do not wait for one another: a product takes some 30 clocks.
 #define CHAINS (TILES * COLUMNS == 1 ? 2 : 1)
 
 static_assert(SCALES <= 4, "each thread of a quad reads one of them");
 static_assert(COLUMNS == 1 || SPLIT == 1, "few rows of x are columns of one product");
-static_assert(STEP == 32 || ADDED <= 256 * 32, "sums have room between the table's lines");
+static_assert(ADDED <= 256 * 32, "sums have room between the table's lines");
 
 struct alignas(CHUNK == 8 ? 8 : 16) Chunk {
     u32 word[EIGHT * WORDS];
@@ -65,12 +65,10 @@ __device__ __forceinline__ void load(Chunk& to, const char* from) {
 #endif
 }
 
-// What the table has for byte `i` of a word, for this lane. With lines of 256 bytes it takes one instruction:
-// the byte is the address's second one, and the lane its first.
+// What the table has for byte `i` of a word, for this lane. With lines of 256 bytes its address takes one instruction:
+// the byte is its second one, and the lane its first.
 __device__ __forceinline__ u32 look_up(const float* table, u32 word, int i, u32 lane_4) {
-    const u32 at = STEP == 64 ? __byte_perm(word, lane_4, 0x5504 + 16 * i)
-                              : ((i ? word >> (8 * i - 7) : word << 7) & 0x7f80) | lane_4;
-    return *(const u32*)((const char*)table + at);
+    return *(const u32*)((const char*)table + __byte_perm(word, lane_4, 0x5504 + 16 * i));
 }
 
 // Of eight inputs in one or two words, the pair `i` of four.
@@ -89,29 +87,16 @@ __device__ __forceinline__ float number_of(int byte) {
     return byte & 128 ? -number : number;
 }
 
-// Where the table's memory has sum `i`, behind `whole` times 32 others: between its lines where there is room, else
-// behind it.
+// Where the table's memory has sum `i`, behind `whole` times 32 others: between its lines, of which the table takes half.
 __device__ __forceinline__ u32 place(u32 whole, u32 i) {
-    return STEP == 64 ? 64 * whole + i / 32 * 64 + 32 + i % 32 : 256 * 32 + 32 * whole + i;
+    return 64 * whole + i / 32 * 64 + 32 + i % 32;
 }
 
-#if CLUSTER > 1
-#define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define CLUSTER_DIMS
-#endif
-
-extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     lookup_linear_kernel(const u16* x, i64 x_row, const char* codes, i64 codes_row, const float* scales,
                            i64 scales_row, i64 log_rows, i64 log_block, const float* codebook, const u16* bias, u16* out,
                            i64 out_row, i64 rows, i64 n_out, i64 n_in, i64 blocks) {
     DYNAMIC_SHARED(table);
-#if CLUSTER > 1
-    __shared__ u32 of_block[2][MOST * ROWS];  // sums of all its warps
-    const int rank = cluster_rank();
-#else
-    const int rank = 0;
-#endif
     const int thread = threadIdx.x, warp = uniform(thread / 32), lane = thread % 32, row = lane / 4, quad = lane % 4;
     const int outputs = (int)n_out, bytes = (int)(n_in / 16 * PER_16), scales_there = (int)(n_in / 64);
     const int units = (bytes + UNIT - 1) / UNIT, groups = (outputs + ROWS - 1) / ROWS;
@@ -136,13 +121,13 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
         }
     };
     Piece pieces[AHEAD];
-    const int first_unit = rank * WARPS + warp, first_group = blockIdx.x / CLUSTER;
+    const int first_unit = warp, first_group = blockIdx.x;
     int next_group = first_unit < units ? first_group : groups, next_unit = first_unit;
     const auto ask_next = [&](Piece& piece) {
         if (next_group >= groups) return;
         ask(piece, next_group, next_unit);
-        next_unit += CLUSTER * WARPS;
-        if (next_unit >= units) next_unit = first_unit, next_group += (int)blocks / CLUSTER;
+        next_unit += WARPS;
+        if (next_unit >= units) next_unit = first_unit, next_group += (int)blocks;
     };
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) ask_next(pieces[i]);
@@ -152,7 +137,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
         const int i = 4 * (warp + j * WARPS) + lane / 8;
         const u32 pair = KIND == CODEBOOK ? pack(__shfl_sync(~0u, number, i / 16), __shfl_sync(~0u, number, i % 16))
                                           : pack(number_of(i), 0);
-        if (i < 256) ((uint4*)table)[i * STEP / 4 + thread % 8] = {pair, pair, pair, pair};
+        if (i < 256) ((uint4*)table)[i * LINE / 4 + thread % 8] = {pair, pair, pair, pair};
     }
     // The thread's row of x is that of its column, and the thread's inputs those of its scale; or all are 0.
     const u16* its_x[COLUMNS];
@@ -256,18 +241,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
             const float* from = table + place(sums, i ^ (of_x / 2 % 4 * 8));
             float sum = 0;
 #pragma unroll
-            for (int w = 0; w < WARPS; w++) sum += from[w * (MOST * ROWS / 32 * STEP)];
-#if CLUSTER > 1
-            of_block[odd][i] = __float_as_uint(sum);
-        }
-        cluster_sync();
-        for (int i = thread * CLUSTER + rank; i < (int)rows * ROWS; i += THREADS * CLUSTER) {
-            const int of_x = i / ROWS, output = group * ROWS + i % ROWS;
-            if (output >= outputs) continue;
-            float sum = 0;
-#pragma unroll
-            for (int r = 0; r < CLUSTER; r++) sum += __uint_as_float(load_there(&of_block[odd][i], r));
-#endif
+            for (int w = 0; w < WARPS; w++) sum += from[w * (MOST * ROWS / 32 * LINE)];
             if (bias) sum += unpack(bias[output]);
             out[of_x * out_row + output] = (u16)pack(sum, 0);
         }
@@ -279,17 +253,14 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
             if (next_group >= groups) release_kernels();  // all is asked for
-            const int after = unit + CLUSTER * WARPS < units ? unit + CLUSTER * WARPS : first_unit;
-            if (CLUSTER == 1 || unit < units) take(pieces[i], after);
+            const int after = unit + WARPS < units ? unit + WARPS : first_unit;
+            take(pieces[i], after);
             ask_next(pieces[i]);
             unit = after;
             if (unit != first_unit) continue;
             finish(group, odd);
-            group += (int)blocks / CLUSTER, odd = !odd;
+            group += (int)blocks, odd = !odd;
             if (group >= groups) break;
         }
     }
-#if CLUSTER > 1
-    cluster_sync();  // others may read until here
-#endif
 }

@@ -14,7 +14,7 @@ from .reference import FP8, MAX_ROWS, QuantisedWeight
 AMPERE = 8  # compute capability from which on there are the products and copies that the kernel needs
 SCALE = 64  # inputs: of fewer, none of a product's inputs would have one scale
 LONGEST = 31  # log2 of inputs that share a scale, where all of a row do
-TABLE = 256  # entries
+SHARED = 256 * 64 * 4  # bytes: 256 entries for each of 32 banks, and as much between them for sums
 CODEBOOK, INT8, E4M3 = range(3)  # what a byte is
 NAME = "lookup_linear_kernel"
 
@@ -28,9 +28,7 @@ class Form(NamedTuple):
         split: scales side by side in a product's columns, 1, 2 or 4 (see lookup.cu): of 8, 4 or 2 rows of x.
         parts: loads of a row, one after the other, that a thread has on their way at once.
         ahead: how many times as much is on its way.
-        step: words from a line of the table to the next, 32 or 64. 64 take one instruction less for each byte.
         resident: blocks for which the compiler leaves registers on a processor.
-        cluster: blocks that share the inputs, too, where there are clusters.
     """
 
     warps: int
@@ -38,14 +36,12 @@ class Form(NamedTuple):
     split: int
     parts: int
     ahead: int
-    step: int = 64
     resident: int = 2
-    cluster: int = 1
 
 
 # By the most rows of x; of 4 bits and of 8. With 128 registers a thread, 512 threads of a processor have 32 to 64 KB on
-# their way. Shared memory is the table's 64 KB, in which the sums have room, and up to 4 KB of a cluster: below the 99
-# KB of compute 8.6, 8.9 and 12.0. 4 bits were measured on an H200 with an 8B model's layers (`operator --sweep
+# their way. Shared memory is the table's 64 KB, in which the sums have room, below the 99 KB of compute 8.6, 8.9 and
+# 12.0. 4 bits were measured on an H200 with an 8B model's layers (`operator --sweep
 # quantised_linear`): one row 53 us for all seven, 8 rows 63; more warps, tiles or loads ahead, and clusters, take up to
 # half more.
 FORMS_4_BITS = {
@@ -94,44 +90,33 @@ def multiply(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tenso
     prepared = _prepared(x, rows, weight, config)
     if prepared is None:
         return False
-    kernel, form, shared = prepared
+    kernel, form = prepared
     threads, groups = 32 * form.warps, -(-outputs // (16 * form.tiles))
     # All blocks at once, and each of them with equally many rows of the weight.
-    room = max(1, kernel.resident(threads, x, shared) * _device.gpu_of(x).processors // form.cluster)
-    blocks = -(-groups // -(-groups // room)) * form.cluster
+    room = max(1, kernel.resident(threads, x, SHARED) * _device.gpu_of(x).processors)
+    blocks = -(-groups // -(-groups // room))
     args = x, x.stride(0), codes, codes.stride(0), scales, scales.stride(0) if scales.shape[0] > 1 else 0, *shared_by
     kernel.launch(
-        (blocks, 1), threads, shared, x, *args, codebook, bias, out, out.stride(0), rows, outputs, inputs, blocks
+        (blocks, 1), threads, SHARED, x, *args, codebook, bias, out, out.stride(0), rows, outputs, inputs, blocks
     )
     return True
 
 
-def _prepared(
-    x: Tensor, rows: int, weight: QuantisedWeight, config: Form | None
-) -> tuple[_cuda.Kernel, Form, int] | None:
-    """The kernel for so many rows of ``x``'s dtype, its form and bytes of shared memory, where it can run."""
-    gpu, kind = _device.gpu_of(x), _kind(weight)
-    form = config or form_of(rows, weight.out_features, kind, gpu)
+def _prepared(x: Tensor, rows: int, weight: QuantisedWeight, config: Form | None) -> tuple[_cuda.Kernel, Form] | None:
+    """The kernel for so many rows of ``x``'s dtype and its form, where it can run."""
+    kind = _kind(weight)
+    form = config or form_of(rows, weight.out_features, kind, _device.gpu_of(x))
     if form.split > 1 and rows > 8 // form.split:
         return None
-    if not gpu.cuda_kernels:  # they need clusters
-        form = form._replace(cluster=1)
     units = -(-weight.in_features // (SCALE * form.split * form.parts))
-    units = -(-units // form.cluster)
     form = form._replace(warps=_warps(units, form.warps))
-    kernel, shared = _kernel(x, rows, kind, form, units <= form.warps), shared_bytes(rows, form)
-    return None if kernel is None or shared > kernel.shared_bytes else (kernel, form, shared)
+    kernel = _kernel(x, rows, kind, form, units <= form.warps)
+    return None if kernel is None or kernel.shared_bytes < SHARED else (kernel, form)
 
 
 def aligned(x: Tensor) -> Tensor:
     """``x [rows, in]``, or a copy that the kernel can load."""
     return x if _loads_16_bytes(x) else x.clone(memory_format=torch.contiguous_format)
-
-
-def shared_bytes(rows: int, form: Form) -> int:
-    """Of shared memory: the table, and sums where there is no room for them between its lines."""
-    added = 0 if form.step == 64 else 2 * form.warps * (_columns(rows) * 8 // form.split) * 16 * form.tiles
-    return 4 * (TABLE * form.step + added)
 
 
 def _scales_of(weight: QuantisedWeight) -> tuple[int, int] | None:
@@ -197,13 +182,8 @@ def _warps(units: int, most: int) -> int:
 def macros(dtype: torch.dtype, rows: int, kind: int, form: Form, hold: bool) -> dict[str, int]:
     """Of the kernel for so many rows of x. ``hold``: each warp has inputs of one unit, and holds them."""
     defined = {"THREADS": 32 * form.warps, "TILES": form.tiles, "PARTS": form.parts, "AHEAD": form.ahead}
-    defined |= {"SPLIT": form.split, "COLUMNS": _columns(rows), "STEP": form.step, "RESIDENT": form.resident}
-    return defined | {
-        "KIND": kind,
-        "CLUSTER": form.cluster,
-        "HOLD": int(hold),
-        "BFLOAT16": int(dtype == torch.bfloat16),
-    }
+    defined |= {"SPLIT": form.split, "COLUMNS": _columns(rows), "RESIDENT": form.resident}
+    return defined | {"KIND": kind, "HOLD": int(hold), "BFLOAT16": int(dtype == torch.bfloat16)}
 
 
 def _kernel(x: Tensor, rows: int, kind: int, form: Form, hold: bool) -> _cuda.Kernel | None:

@@ -7,8 +7,6 @@ multiply the sums.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -16,22 +14,9 @@ import triton.language as tl
 from .._dispatch import require_dense_rows
 from .._operands import Table, operand
 from .._overlap import begin, launch
+from ..small_linear.triton import Tile
 from . import has_fp8, lookup, reference
 from .reference import FP8, LEAST, MAX_ROWS, check
-
-
-class Tile(NamedTuple):
-    """Rows of the weight a program, inputs a step of its loop, steps in flight, warps.
-
-    ``registers`` of a thread at most; None: as many as the compiler likes.
-    """
-
-    rows: int
-    inputs: int
-    stages: int
-    warps: int
-    registers: int | None = None
-
 
 # Measured on an H200, int8, an 8B model's layers (`operator --sweep quantised_linear`): 4096 x 4096 5.9 us, 12288 x
 # 4096 12.8, 4096 x 12288 13.6. Tiles of 4,096 inputs without a limit of registers take up to a third more.
@@ -182,7 +167,7 @@ def quantised_linear(x, weight, bias=None, config=None):
         return out
     if rows > 1 or codebook is not None or (codes.dtype == FP8 and not has_fp8(x.get_device())):
         like_x = bias if bias is None else bias.to(x.dtype)
-        served = lookup.serves(x, weight) and lookup.multiply(lookup.aligned(x_rows), weight, like_x, out.view(rows, n))
+        served = lookup.multiply(lookup.aligned(x_rows), weight, like_x, out.view(rows, n))
         return out if served else reference.quantised_linear(x, weight, bias)
     block_rows, group = weight.block if scales.shape[1] > 1 else (weight.block[0], 0)
     if group % LEAST:
