@@ -20,7 +20,9 @@ query that the layer before expects: foreseen_overlap (share of what a step's ow
 expected one, too), foreseen_cosine (of both queries), overlap_1 (share that the step before chose); caches that copy
 chosen tokens behind a step: overlap_1. Beside these, and hit_rate and missed_mb of tokens, stands what was recorded on
 a real model: foreseen_overlap:recorded. Selections are measured whether they pay or not; --crossover does as users'
-caches do, and its rows end in +dense where attention was dense.
+caches do, and its rows end in +dense where attention was dense. --kernels prints where a captured step's time goes:
+the longest kernels by their sums, and those of a layer in the middle, in their order, with how much later each ended
+than all before it.
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ from .decoding import (
     timed,
 )
 from .filling import SOURCES, Source, fill_layers
+from .kernels import describe_step, launched
 from .predictive_parts import measure_parts
 from .report import Report
 from .shapes import (
@@ -208,7 +211,10 @@ class Bench:
         self.counts(cache, batch, after)
         # A second cache of the same shape is captured anew: so is this one, once its graph is gone.
         runner.graphs.pop(cache, None)
-        report.add("capture_s", capture_seconds(model, Steps(model, cache, batch, 8, after)), "s")
+        step = Steps(model, cache, batch, 8, after)
+        report.add("capture_s", capture_seconds(model, step), "s")
+        if self.args.kernels:
+            print(describe_step(launched(step)), flush=True)
         report.add("step_ms", replay_ms(model, cache))
         if self.args.parts and model.device.type == "cuda":
             measure_parts(cache, report)
@@ -256,6 +262,7 @@ def arguments() -> ArgumentParser:
     add("--crossover", action="store_true", help="attend densely where known to be as quick: +dense")
     add("--recapture", action="store_true", help="also growth_s and recapture_s, over a second, growing cache")
     add("--tokens", type=parse_count, default=160, help="tokens to generate")
+    add("--kernels", action="store_true", help="also print where a step's time goes, kernel by kernel")
     add("--parts", action="store_true", help="of predictive caches: what choosing takes, part by part")
     add("--budget", type=parse_count, help="tokens that our caches select; default 1024")
     add("--kv-dtype", choices=("int8",), help="of keys and values in host memory: with --offload")

@@ -15,7 +15,6 @@ from read_rows import read_rows as rows
 from benchmarks import decoding, filling, kernels, plot, shapes
 from benchmarks import step as bench_step
 from benchmarks.baselines import VARIANTS, NotRun, make_cache
-from benchmarks.probes import step_kernels
 from benchmarks.readme import DEFAULTS
 from benchmarks.report import Report, spread
 from hf_sparsekv import optimize
@@ -365,19 +364,12 @@ def test_step_on_a_gpu(tmp_path, monkeypatch):
     assert ("sdpa_best+fused", "step_ms") in found
 
 
-def test_what_kernels_add_to_a_step(imitated_gpu, monkeypatch, capsys):
+def test_what_kernels_add_to_a_step():
     """Of one that was launched early, what it ends behind the others; of one that ended before them, less than none."""
     found = [kernels.Kernel(*one) for one in (("a", 0.0, 5.0), ("b", 1.0, 9.0), ("c", 2.0, 3.0), ("d", 8.0, 4.0))]
-    assert [us for _, us in step_kernels.added(found, 0)] == [5.0, 5.0, -5.0, 2.0]
-    assert [us for _, us in step_kernels.added(found, 1, 1)] == [5.0]
-    model = build("llama", "sdpa")
-    monkeypatch.setattr(step_kernels, "prepare", bench_step.prepare)
-    monkeypatch.setattr(step_kernels, "launched", lambda step: [step()] and found)
-    monkeypatch.setattr(step_kernels, "replay_ms", lambda model, cache: [3.0, 1.0, 2.0])
-    step_kernels.measure(model, VARIANTS["token_only"], BATCH, CONTEXT)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "2x300 token_only 2.000 ms (1.500 to 2.500)"
-    assert [line.split() for line in lines[-2:]] == [
+    assert [us for _, us in kernels.added(found, 0)] == [5.0, 5.0, -5.0, 2.0]
+    assert [us for _, us in kernels.added(found, 1, 1)] == [5.0]
+    assert [line.split() for line in kernels.describe_step(found).splitlines()[-2:]] == [
         ["-5.00", "us", "more,", "3.00", "us", "c"],
         ["2.00", "us", "more,", "4.00", "us", "d"],
     ]
