@@ -296,3 +296,73 @@ def together(times: Sequence[Sequence[float]], least: int) -> Together:
 def fixed_rows(rows: int, context: int, tokens: int, lead: int) -> list[Request]:
     """Requests of a closed loop: prompts of the same length, each answer ``lead`` tokens longer than the next one's."""
     return [Request(0.0, context, tokens + lead * (rows - 1 - row), 7_000_001 + row) for row in range(rows)]
+
+
+# ---------------------------------------------------------------------- as many as there is room for
+
+
+@dataclass(frozen=True)
+class Saturated:
+    """What a system did for a time in which requests always waited.
+
+    Args:
+        seconds: how long that was.
+        tokens: generated in it.
+        finished: requests that ended in it.
+        rows: requests that had begun to answer and had not ended, in the mean over that time.
+        between_s: times between tokens of a request.
+    """
+
+    seconds: float
+    tokens: int
+    finished: int
+    rows: float
+    between_s: list[float]
+
+
+class RanDry(Exception):
+    """At the end no request waited any more."""
+
+
+def saturate(
+    system: System,
+    requests: Sequence[Request],
+    vocabulary: int,
+    warm: float,
+    seconds: float,
+    timeout: float | None = None,
+    clock: type[Clock] | Clock = Clock,
+) -> Saturated:
+    """Submit all requests at once; count for a time, ``warm`` seconds behind that; cancel what is left.
+
+    Raises:
+        RanDry: all had begun to answer by then, so the system was not full all that time.
+    """
+    ready = [(request.ids(vocabulary), greedy(request.output_tokens)) for request in requests]
+    handles = [system.submit(ids, sampling) for ids, sampling in ready]
+    begin = clock.now() + warm
+    clock.sleep(warm + seconds)
+    end = clock.now()
+    for handle in handles:
+        handle.cancel()
+    times = [handle.result(timeout).token_times for handle in handles]
+    if all(row and row[0] <= end for row in times):
+        raise RanDry(
+            f"all {len(requests)} requests had begun to answer within {warm + seconds:g} s: give a trace of more"
+        )
+    lengths = [request.output_tokens for request in requests]
+    return within([row for row in times if row], [n for n, row in zip(lengths, times) if row], begin, end)
+
+
+def within(times: Sequence[Sequence[float]], lengths: Sequence[int], begin: float, end: float) -> Saturated:
+    """Of requests' ``times`` of tokens, of which each was to have so many: what lies in ``(begin, end]``."""
+    done = [row[-1] if len(row) == n else end for row, n in zip(times, lengths)]
+    answering = sum(max(0.0, min(last, end) - max(row[0], begin)) for row, last in zip(times, done))
+    gaps = [b - a for row in times for a, b in pairwise(row) if begin < b <= end]
+    return Saturated(
+        seconds=end - begin,
+        tokens=sum(begin < time <= end for row in times for time in row),
+        finished=sum(len(row) == n and begin < row[-1] <= end for row, n in zip(times, lengths)),
+        rows=answering / (end - begin),
+        between_s=gaps,
+    )

@@ -3,6 +3,7 @@
     python -m benchmarks serving trace --rate 0.5 --seconds 120 --clip 32k --seed 1 --out FILE
     python -m benchmarks serving open SYSTEM --trace FILE [FILE ...]
     python -m benchmarks serving goodput SYSTEM --rates 0.1 0.2 0.4 --clip 32k --seed 1
+    python -m benchmarks serving saturated SYSTEM --trace FILE [FILE ...] --seconds 60
     python -m benchmarks serving closed SYSTEM --rows 1 2 4 8 --context 32k
     python -m benchmarks serving overhead SYSTEM --rows 1 8 32 --context 8k
     python -m benchmarks serving open http://127.0.0.1:8000 [URL ...] --trace FILE     # any server: urls.py
@@ -21,6 +22,10 @@ requests_per_s from the first arrival to the last token; requests, failed. goodp
 at all lower ones, the 99th percentile of times between tokens is at most 25 decode iterations, the mean delay before
 work on a request begins at most 2 s, and no request fails (SparseServe, section 4.2). The iteration is --iteration-ms;
 not given, it is measured on the system itself: 32 rows of 4k (as Sarathi-Serve, section 5.1, from which the limit is).
+
+saturated: all requests of a trace come at once and the trace is long enough that some always wait, so the system is as
+full as it can be: tokens_per_s, requests_per_s and the mean number of rows that answer, for --seconds, from --warm
+seconds on; times between their tokens.
 
 closed: tokens_per_s and between_ms while all rows decode, and none reads a prompt. overhead: step_ms of the captured
 step alone, over as many rows; between_ms in the engine; overhead_ms, their difference. Ours also: captures, steps,
@@ -50,7 +55,20 @@ from ..report import Report
 from ..rows import RowSteps, prefilled
 from ..shapes import case_name, known_config, parse_tokens, random_model
 from . import trace
-from .client import Figures, NotTogether, add_figures, closed_loop, figures, fixed_rows, goodput, play, quantile
+from .client import (
+    Figures,
+    NotTogether,
+    RanDry,
+    add_figures,
+    closed_loop,
+    figures,
+    fixed_rows,
+    goodput,
+    mean,
+    play,
+    quantile,
+    saturate,
+)
 from .ours import BUDGET, RUNGS, SERVED, OurSystem, serve_flags
 from .settings import Settings
 from .trace import Request
@@ -217,6 +235,39 @@ def run_goodput(args: Namespace, report: Report) -> None:
             report.add("goodput_rps", goodput(swept, iteration), "1/s")
 
 
+def run_saturated(args: Namespace, report: Report) -> None:
+    """All requests of a trace at once, one trace after the other."""
+    if args.system == "transformers":
+        raise SystemExit("saturated cancels what is left, which transformers is not asked to: name another one")
+    made = [trace.read_trace(path) for path in args.trace]
+    bench = Bench(args, report, longest([requests for _, requests in made]))
+    args.prompt = made[0][0].prompt_median
+    with bench.running() as system:
+        for config, requests in made:
+            label = bench.label(f"prompt={config.prompt_median}", f"out={config.output_median}", f"seed={config.seed}")
+            with report.measuring(args.max_rows, config.clip, label):
+                report.note(trace.describe(requests))
+                saturated(bench, system, requests)
+
+
+def saturated(bench: Bench, system, requests: list[Request]) -> None:
+    """Figures of a system that is always full."""
+    args, report = bench.args, bench.report
+    if isinstance(system, OurSystem):
+        system.restart()
+    try:
+        found = saturate(system, requests, bench.vocabulary, args.warm, args.seconds, args.timeout)
+    except RanDry as error:
+        raise NotRun(str(error)) from error
+    report.add("tokens_per_s", found.tokens / found.seconds, "1/s")
+    report.add("requests_per_s", found.finished / found.seconds, "1/s")
+    report.add("rows", found.rows, "count")
+    report.add("between_ms:mean", 1e3 * mean(found.between_s))
+    report.add("between_ms:p50", 1e3 * quantile(found.between_s, 0.5))
+    report.add("between_ms:p99", 1e3 * quantile(found.between_s, 0.99))
+    bench.count(system)
+
+
 def run_closed(args: Namespace, report: Report) -> None:
     """A fixed number of rows, each time in a system of its own."""
     bench = Bench(args, report, closed_length(args))
@@ -314,6 +365,7 @@ def print_flags(argv: list[str]) -> int:
 RUNS = {
     "open": (run_open, "traces from files"),
     "goodput": (run_goodput, "a sweep of rates"),
+    "saturated": (run_saturated, "as many rows as there is room for"),
     "closed": (run_closed, "a fixed number of rows"),
     "overhead": (run_overhead, "steps in the engine beside the captured step"),
 }
@@ -337,14 +389,17 @@ def arguments(command: str) -> ArgumentParser:
     if command in ("open", "goodput"):
         add("--requests", type=Path, metavar="FILE", help="each request's times are appended to it, as lines of JSON")
     parser.set_defaults(options={}, prompt=trace.PROMPT_MEDIAN)
-    if command == "open":
+    if command in ("open", "saturated"):
         add("--trace", type=Path, nargs="+", required=True)
+    if command == "saturated":
+        add("--warm", type=float, default=15.0, help="seconds before what counts (default: 15)")
+        add("--seconds", type=float, default=60.0, help="that count (default: 60)")
     elif command == "goodput":
         trace.add_options(parser)
         add("--rates", type=float, nargs="+", required=True, help="requests a second")
         add("--iteration-ms", type=float, help="a decode iteration; default: measured, 32 rows of 4k")
         add("--all-rates", action="store_true", help="also those behind the first that fails its limits")
-    else:
+    elif command in ("closed", "overhead"):
         add("--rows", type=int, nargs="+", default=[1, 8, 32] if command == "overhead" else [1, 2, 4, 8, 16, 32])
         add("--context", type=parse_tokens, default=8192 if command == "overhead" else 32768, metavar="TOKENS")
         add("--tokens", type=int, default=256, help="of the shortest answer")

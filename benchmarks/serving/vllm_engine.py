@@ -138,6 +138,7 @@ class VllmSystem:
         while True:
             if not self._take(wait=not (left or engine.has_unfinished_requests())):
                 return
+            self._drop_cancelled()
             if engine.has_unfinished_requests():
                 left = DRAINED
             elif left:
@@ -180,20 +181,31 @@ class VllmSystem:
                 del self._open[opened.handle.id]
                 opened.handle.fail(error)
 
+    def _drop_cancelled(self) -> None:
+        gone = [id for id, opened in self._open.items() if opened.handle.cancelled.is_set()]
+        if gone:
+            self._engine.abort_request(gone)
+        for id in gone:
+            self._end(id, "cancelled", time.perf_counter())
+
     def _told(self, output, now: float) -> None:
-        opened = self._open[output.request_id]
+        opened = self._open.get(output.request_id)
+        if opened is None:  # cancelled
+            return
         tokens = [token for one in output.outputs for token in one.token_ids]
         opened.tokens += tokens
         opened.times += [now] * len(tokens)
-        if not output.finished:
-            return
-        del self._open[output.request_id]
-        first, last = opened.times[0], opened.times[-1]
+        if output.finished:
+            self._end(output.request_id, output.outputs[0].finish_reason or "length", now)
+
+    def _end(self, id: str, how: str, now: float) -> None:
+        opened = self._open.pop(id)
+        first, last = (opened.times[0], opened.times[-1]) if opened.times else (now, now)
         opened.handle.finish(
             Output(
                 text="",
                 token_ids=tuple(opened.tokens),
-                finish_reason=output.outputs[0].finish_reason or "length",
+                finish_reason=how,
                 prompt_tokens=opened.handle.prompt_tokens,
                 # One that began and ended within a step is not seen running.
                 queued_s=self._scheduled.pop(opened.inner, first) - opened.submitted,

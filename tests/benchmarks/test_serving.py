@@ -19,7 +19,19 @@ from read_rows import read_rows
 from benchmarks.baselines import NotRun
 from benchmarks.report import Report
 from benchmarks.serving import client, ours, run, trace
-from benchmarks.serving.client import Figures, NotTogether, Played, closed_loop, figures, goodput, play, together
+from benchmarks.serving.client import (
+    Figures,
+    NotTogether,
+    Played,
+    RanDry,
+    closed_loop,
+    figures,
+    goodput,
+    play,
+    saturate,
+    together,
+    within,
+)
 from benchmarks.serving.replayed import ReplayedKeys, RowQueries, replaying
 from benchmarks.serving.settings import Settings
 from benchmarks.serving.trace import Request, TraceConfig, make_trace, read_trace, write_trace
@@ -237,6 +249,37 @@ def test_rows_count_while_all_of_them_decode():
     assert [r.output_tokens for r in client.fixed_rows(3, 5, 20, 7)] == [34, 27, 20]
 
 
+def test_a_full_system_is_counted_for_a_time():
+    rows = [[0.0, 1.0, 2.0], [1.5, 2.5, 3.5, 4.5], [4.0, 5.0]]
+    found = within(rows, [3, 9, 2], 1.0, 4.0)
+    assert (found.seconds, found.tokens, found.finished) == (3.0, 1 + 3 + 1, 1)
+    assert found.rows == (1.0 + 2.5 + 0.0) / 3  # the second has not ended, the third begins at the end
+    assert found.between_s == [1.0, 1.0, 1.0]
+
+    class Cancelled(Done):
+        def __init__(self, output, clock) -> None:
+            super().__init__(output)
+            self.clock, self.at = clock, None
+
+        def cancel(self):
+            self.at = self.clock.now()
+
+        def result(self, timeout=None):
+            return SimpleNamespace(token_times=tuple(t for t in self.output.token_times if t <= self.at))
+
+    class OneByOne(Known):
+        def submit(self, ids, sampling):
+            return Cancelled(super().submit(ids, sampling).output, self.clock)
+
+    clock = Time()
+    requests = [Request(0.0, 5, 4, seed) for seed in range(4)]
+    found = saturate(OneByOne(clock, 1.0, 0.5), requests, VOCABULARY, 1.0, 6.0, clock=clock)
+    assert clock.now() == 1007.0
+    assert (found.seconds, found.tokens, found.finished) == (6.0, 3 + 4 + 3, 2)  # the first one came at the beginning
+    with pytest.raises(RanDry, match="all 4 requests had begun to answer within 12 s: give a trace of more"):
+        saturate(OneByOne(clock, 1.0, 0.5), requests, VOCABULARY, 1.0, 11.0, clock=clock)
+
+
 # ---------------------------------------------------------------------- systems
 
 
@@ -286,6 +329,10 @@ class FakeVllm:
         self.waiting.append(SimpleNamespace(request_id=f"{name}-inner", name=name, left=params.max_tokens))
         return f"{name}-inner"
 
+    def abort_request(self, names):
+        self.waiting = [one for one in self.waiting if one.name not in names]
+        self.scheduler.running = [one for one in self.scheduler.running if one.name not in names]
+
     def has_unfinished_requests(self):
         return bool(self.waiting or self.scheduler.running)
 
@@ -316,6 +363,13 @@ def test_vllms_steps_are_told_to_requests(monkeypatch):
     assert [len(one.token_times) for one in played] == [4, 3, 0, 1]
     assert played[1].queued_s >= played[0].queued_s + 0.004  # it waits for four steps of the first
     assert all(one.queued_s <= one.ttft_s for one in played if one.error is None)
+    handles = [system.submit([1] * 10, client.greedy(n)) for n in (200, 200)]
+    time.sleep(0.05)
+    for handle in handles:
+        handle.cancel()
+    running, waiting = (handle.result(30) for handle in handles)
+    assert running.finish_reason == waiting.finish_reason == "cancelled"
+    assert 0 < len(running.token_times) < 200 and waiting.token_times == ()
     engine = system._engine
     system.close()
     assert 0 < engine.idle_steps <= 10  # its loop does not spin when there is nothing to do
@@ -470,6 +524,21 @@ def test_a_fixed_number_of_rows(system, tiny, tmp_path, short):
     rows = run_serving(f"closed {system} --rows 1 2 --context 40 --tokens 24 --lead 8", tiny, tmp_path)
     speeds = {row["batch"]: float(row["value"]) for row in rows if row["metric"] == "tokens_per_s"}
     assert set(speeds) == {"1", "2"} and min(speeds.values()) > 0
+
+
+@pytest.mark.parametrize("system", ["dense", "offload --budget 16"])
+def test_a_full_system(system, tiny, tmp_path):
+    path, config = tmp_path / "trace.jsonl", TraceConfig(1e4, 0.02, 100, 1, 40, 0.2, 200, 0.0)
+    write_trace(path, config, make_trace(config))
+    rows = run_serving(f"saturated {system} --trace {path} --warm 0.2 --seconds 1", tiny, tmp_path)
+    found = {row["metric"]: float(row["value"]) for row in rows}
+    assert "prompt=40:out=200:seed=1" in rows[0]["variant"]
+    assert found["tokens_per_s"] > 0 and 0 < found["rows"] <= 2 and found["between_ms:p99"] > 0
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))  # one request: none waits
+    few = run_serving(f"saturated {system} --trace {path} --warm 0.2 --seconds 1", tiny, tmp_path)
+    assert len(few) == len(rows)
+    with pytest.raises(SystemExit, match="saturated cancels what is left, which transformers is not asked to"):
+        run.main(f"saturated transformers --trace {path} --model {tiny} --no-csv".split())
 
 
 @pytest.mark.parametrize("offload", [False, True])
