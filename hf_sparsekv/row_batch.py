@@ -492,10 +492,10 @@ class RowBatch:
     def working_sets(self, steps: int = STEPS) -> WorkingSets:
         """Begin to count what each row needs room for; launches a few kernels, and waits for nothing.
 
-        Of the tokens that a row's last ``steps`` steps have chosen, and that it still holds, nearly all (31 of 32) fit
-        so much room, the same in every layer and KV head. A row holds no more than it has room for: where the result is
-        near :meth:`room`, it needs that much *or more*. It says 0 of a row without room, and in a row's first steps it
-        still grows: see :meth:`expected_working_set`.
+        Of the tokens that a row's last ``steps`` steps have chosen nearly all (31 of 32) fit so much room, the same in
+        every layer and KV head. Those that it still holds are counted; where a layer's head holds as many as it has room
+        for, it has chosen more, and :meth:`expected_working_set` stands for them. In a row's first steps, and the first
+        ones with more room, the result still grows.
 
         Raises:
             ValueError: ``steps`` is not positive.
@@ -505,7 +505,8 @@ class RowBatch:
             raise ValueError(f"steps must be positive, got {steps}")
         if self._tokens is None:
             return WorkingSets(torch.zeros(self.max_rows, dtype=torch.int32))
-        return WorkingSets(self._tokens.working_sets(steps))
+        expected = [self.expected_working_set(n) if there else 0 for n, there in zip(self.lengths, self._there)]
+        return WorkingSets(self._tokens.working_sets(steps, expected))
 
     def expected_working_set(self, length: int) -> int:
         """What a row of ``length`` tokens is likely to need room for, before a step of it is known.

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..kv.store import LayerStore
 from ..offload.lanes import Lanes, Move, moved
 from ..ops.device_tokens import EMPTY, TokenSlots, young_tokens
-from ..tensors import no_inference_mode
+from ..tensors import no_inference_mode, sent
 from .base import Policy
 from .device_tokens import REUSED, DeviceTokens, empty_slots, slot_bytes
 
@@ -150,14 +150,20 @@ class RowTokens:
     # ------------------------------------------------------------------ working sets
 
     @torch.no_grad()
-    def working_sets(self, steps: int) -> Tensor:
+    def working_sets(self, steps: int, expected: Sequence[int]) -> Tensor:
         """int32 ``[batch]``: of each row, the room that the tokens need which its last ``steps`` steps have chosen.
+
+        Where a layer's KV head has filled its room, more were chosen than it could hold: ``expected`` of each row then
+        says how many. Layers and heads differ, and a row's room is often too small for some of them only.
 
         Launches a few kernels and waits for nothing.
         """
         young = [young_tokens(part.stamps, part.now, part.lanes, steps) for part in self._parts]
-        of_rows = [found.transpose(0, 1).flatten(1).to(young[0].device) for found in young]
-        return needed_room(torch.cat(of_rows, dim=1))
+        device = young[0].device
+        held = torch.cat([found.transpose(0, 1).flatten(1).to(device) for found in young], dim=1)
+        room = self.lanes.on(device)[:, 1:]
+        wanted = sent(expected, held.dtype, device)[:, None].expand_as(held)
+        return needed_room(torch.where(held >= room - room // SPILL, torch.maximum(held, wanted), held))
 
 
 def needed_room(held: Tensor) -> Tensor:

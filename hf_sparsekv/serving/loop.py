@@ -70,6 +70,7 @@ class Request:
     shown: list[str] = field(default_factory=list)
     candidate: Candidate = field(default_factory=Candidate)
     need: int = 0  # its working set, as counted; 0: not known yet
+    roomier: int = 0  # `launched` when it got more room for copies, which fills up in the steps behind that
 
 
 @dataclass
@@ -505,8 +506,11 @@ class Loop:
         had = {row: self.rows.room(row) for row in wanted}
         # A quarter more or less is not worth the copies.
         changed = [row for row in wanted if abs(wanted[row] - had[row]) > had[row] // 4]
+        mine = {request.row: request for request in self.running}
         for row in sorted(changed, key=lambda row: wanted[row] - had[row]):  # first those that give
             self.work.give(row, min(wanted[row], had[row] + self.rows.free_slots))
+            if self.rows.room(row) > had[row]:
+                mine[row].roomier = mine[row].launched
 
     def _measured(self) -> bool:
         """Every few steps the rows' working sets are counted; True: what they need has changed."""
@@ -515,18 +519,17 @@ class Loop:
         if self._sets is None:
             if self.running and self.counts.steps >= self._next_sets:
                 self._next_sets = self.counts.steps + SETS_EVERY
-                self._sets = self.rows.working_sets(), [(request.row, request) for request in self.running]
+                known = [one for one in self.running if one.candidate.runs and one.launched - one.roomier >= STEPS]
+                self._sets = self.rows.working_sets(), [(one.row, one) for one in known]
             return False
         sets, asked = self._sets
         if not sets.ready:
             return False
         self._sets, found, changed = None, sets.read(), False
         for row, request in asked:
-            if request.row != row or not request.candidate.runs or request.launched < STEPS:  # no whole set yet
+            if request.row != row:  # it has moved, or left
                 continue
-            need, had = found[row], self.rows.room(row)
-            if need >= had * 31 // 32:  # as much or more: it holds no more than it has room for
-                need = max(need, self._expected(request))
+            need = found[row]
             changed |= abs(need - request.candidate.need) > request.candidate.need // 8
             request.need = max(need, 1)
         return changed
